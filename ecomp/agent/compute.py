@@ -39,7 +39,7 @@ from ecomp.files import read_boot_id
 from ecomp.model import host, keys
 from ecomp.model.allocation import GIB
 from ecomp.model.guest import ReservedAddress, list_macs
-from ecomp.model.host import hostname_to_json, is_hostname, parse_hostname
+from ecomp.model.host import hostname_to_json, is_hostname, parse_life_leases
 from ecomp.model.order import Request, parse_request
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, STOPPED, format_time, from_json
 from ecomp.placement.client import Placement
@@ -584,7 +584,7 @@ class Compute:
         self._provider.ensure_registered(lambda: not self._may_take(), self._generation)
 
     def _check_hostname(self) -> None:
-        """Write the key with this host's name if it differs: users may name the compute by it while it is down.
+        """Write the key with this host's name, for use while it is down, and its life leases, if it differs.
 
         No-op within HOSTNAME_CHECK_MINUTES after a success; an invalid name is not written. etcd's errors are raised.
         """
@@ -592,10 +592,12 @@ class Compute:
             return
         key = keys.hostname(self.uuid)
         entry = self._store.get(key)
-        if is_hostname(self._hostname) and (entry is None or parse_hostname(entry.value) != self._hostname):
-            condition = Unchanged(key, entry.revision if entry else 0)
-            # If another process was faster, the next check reads its value.
-            self._store.commit([condition], [Put(key, hostname_to_json(self._hostname))])
+        if is_hostname(self._hostname):
+            leases = self._environment.lease.ensure_life_leases(parse_life_leases(entry.value) if entry else ())
+            value = hostname_to_json(self._hostname, leases)
+            if entry is None or entry.value != value.encode():
+                # If another process was faster, the next check reads its value.
+                self._store.commit([Unchanged(key, entry.revision if entry else 0)], [Put(key, value)])
         self._hostname_valid_until = time.monotonic() + HOSTNAME_CHECK_MINUTES * PLAN_INTERVAL_SECONDS
 
     def _keep_user_data(self) -> None:

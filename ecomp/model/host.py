@@ -1,7 +1,11 @@
 """Computes, their free room, and which of them has an instance. Pure.
 
 A compute is shown and typed by its host's name, which is in its presence and, until it is forgotten, in the key
-/hostnames/<compute>, JSON {"version", "hostname"}.
+/hostnames/<compute>, JSON {"version", "hostname", "leases"}.
+
+"leases" are two leases without keys; their ages show when the host was last alive. ecompute renews the first one every
+10 s, and never the second one, the anchor. etcd resets both when it starts, is restored or elects a leader: then their
+ages are equal, and show no time until the first one is renewed.
 
 A presence may contain the hint {"room": {"VCPU": [capacity, free percent], …}}, with placement's capacity, which may be
 0. The percentage is rounded up, so that free room is never 0, and negative if more is allocated than the capacity. A
@@ -13,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -30,7 +35,7 @@ from ecomp.model.allocation import (
 )
 from ecomp.model.json_object import dump, load_object_or_empty
 from ecomp.model.order import InvalidRequest, Request
-from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, GONE, SCHEDULED, STOPPED, Record, from_json
+from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, GONE, SCHEDULED, STOPPED, Record, format_time, from_json
 from ecomp.model.text import join_some, make_printable, replace_uuids
 
 # Returns the consumers that hold a claim on the compute with this uuid.
@@ -351,9 +356,40 @@ def is_hostname(text: object) -> bool:
     return False
 
 
-def hostname_to_json(hostname: str) -> str:
+def hostname_to_json(hostname: str, life_leases: Sequence[int] = ()) -> str:
     """Return the value of a key below /hostnames/."""
-    return dump({'version': VERSION, 'hostname': hostname})
+    return dump({'version': VERSION, 'hostname': hostname, **({'leases': list(life_leases)} if life_leases else {})})
+
+
+# Seconds by which the anchor's age has to exceed the other lease's, because etcd spreads the reset of more than 1,000
+# leases, by a second for each 750 (lessor.Promote), and by which the clock of a record's host may be ahead of etcd.
+LIFE_MARGIN_SECONDS = 60
+
+
+def parse_life_leases(value: bytes) -> tuple[int, ...]:
+    """Parse the two leases in a value below /hostnames/; () if there are none, or they are not valid."""
+    leases = load_object_or_empty(value).get('leases')
+    if not isinstance(leases, list) or len(leases) != 2 or not all(is_amount(lease, 2**63 - 1) for lease in leases):
+        return ()
+    return tuple(leases)
+
+
+def find_last_seen(ages: Sequence[int | None], now: datetime, record_times: Iterable[str]) -> str | None:
+    """Return the ISO time of a silent host's last sign of life, from the ages of its leases; None if unknown.
+
+    It is unknown if a record is newer: then an older ecompute ran there, which renews no such lease.
+    """
+    age, anchor_age = ages
+    if age is None or anchor_age is None or anchor_age - age < LIFE_MARGIN_SECONDS:
+        return None
+    is_outdated = max(record_times, default='') > format_time(now - timedelta(seconds=age - LIFE_MARGIN_SECONDS))
+    return None if is_outdated else format_time((now - timedelta(seconds=age)).replace(microsecond=0))
+
+
+def describe_silence(last_seen: str | None, today: str) -> str:
+    """Return `silent since 16:35:54`, with the date if it is not `today`; `silent` if the ISO time is None."""
+    since = f' since {last_seen[:10]} {last_seen[11:19]}'.replace(f' {today} ', ' ') if last_seen else ''
+    return SILENT + since
 
 
 def parse_hostname(value: bytes) -> str | None:
@@ -481,7 +517,7 @@ class EtcdState:
 
 @dataclass(frozen=True)
 class Host:
-    """A line of `eschedule hosts`. `state` is one from UP to ORPHANED, `instances` are those of list_present()."""
+    """A line of `eschedule hosts`: a `state` from UP to ORPHANED, list_present(), and `last_seen` if it is silent."""
 
     compute: str
     hostname: str | None
@@ -490,6 +526,7 @@ class Host:
     rooms: Mapping[str, Room]
     is_disabled: bool = False
     facts: PresenceFacts = PresenceFacts()
+    last_seen: str | None = None
 
 
 @dataclass(frozen=True)

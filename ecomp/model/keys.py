@@ -14,7 +14,7 @@
     /queues/<flavor>/<instance>   a request that waits for a compute to take it
     /queues/<flavor>/<instance>/taker   the compute that takes it; on that compute's lease
     /computes/<compute>           presence: hostname, version, since, token hash, boot id, pid, kind, queues, room; 30 s
-    /hostnames/<compute>          the host's name, {"version", "hostname"}; until the compute is forgotten
+    /hostnames/<compute>          the host's name, {"version", "hostname", "leases"}; until the compute is forgotten
     /released/<2 digits>/<lease>  generations of released claims, by the first digits of instances; on this lease
     /cluster                      this etcd's identity, written once
     /accepted/<compute>           the revision at which this compute accepted a restored or new etcd, in decimal digits

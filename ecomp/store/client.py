@@ -31,6 +31,7 @@ from ecomp.store.messages import (
     Request,
     Revoke,
     Status,
+    TimeToLive,
     Transaction,
     WatchCreate,
     Write,
@@ -463,6 +464,11 @@ class Store:
             self._guard.raise_if_refused()
         reply = self._read(KeepAlive(lease), linearizable=False)
         return max(int(reply.TTL), 0) if reply is not None else 0  # `etcd grpc-proxy` reports -1 for an expired lease
+
+    def read_lease_age(self, lease: int) -> int | None:
+        """Return the seconds since a lease was granted, renewed, or reset by a new leader; None if it is gone."""
+        reply = self._read(TimeToLive(lease), linearizable=False)
+        return int(reply.grantedTTL - reply.TTL) if reply.TTL > 0 else None
 
     def revoke(self, lease: int) -> None:
         """Revoke a lease and delete its keys; no-op if expired. After Unreachable it may have been carried out."""

@@ -142,6 +142,15 @@ class Revoke(NamedTuple):
         return _encode_number(1, self.lease)
 
 
+class TimeToLive(NamedTuple):
+    """Ask for the seconds that a lease has left."""
+
+    lease: int
+
+    def to_bytes(self) -> bytes:
+        return _encode_number(1, self.lease)
+
+
 class Status(NamedTuple):
     """Ask a member for its status."""
 
@@ -182,7 +191,7 @@ class WatchProgress(NamedTuple):
         return _encode_part(3, b'')
 
 
-Request = Range | Transaction | Grant | KeepAlive | Revoke | Status
+Request = Range | Transaction | Grant | KeepAlive | Revoke | TimeToLive | Status
 
 
 # The gRPC path of each request, and the name of its answer's message.
@@ -192,6 +201,7 @@ METHODS: Mapping[type, tuple[str, str]] = {
     Grant: ('/etcdserverpb.Lease/LeaseGrant', 'LeaseGrantResponse'),
     KeepAlive: ('/etcdserverpb.Lease/LeaseKeepAlive', 'LeaseKeepAliveResponse'),
     Revoke: ('/etcdserverpb.Lease/LeaseRevoke', 'LeaseRevokeResponse'),
+    TimeToLive: ('/etcdserverpb.Lease/LeaseTimeToLive', 'LeaseTimeToLiveResponse'),
     Status: ('/etcdserverpb.Maintenance/Status', 'StatusResponse'),
     WatchCreate: ('/etcdserverpb.Watch/Watch', 'WatchResponse'),
 }
@@ -333,6 +343,7 @@ _ANSWERS: Mapping[str, _MessageSchema] = {
     'LeaseGrantResponse': _MessageSchema(header=(1, _HEADER), ID=(2, int), TTL=(3, int), error=(4, str)),
     'LeaseKeepAliveResponse': _MessageSchema(header=(1, _HEADER), ID=(2, int), TTL=(3, int)),
     'LeaseRevokeResponse': _MessageSchema(header=(1, _HEADER)),
+    'LeaseTimeToLiveResponse': _MessageSchema(header=(1, _HEADER), TTL=(3, int), grantedTTL=(4, int)),
     'StatusResponse': _MessageSchema(header=(1, _HEADER), version=(2, str)),
     'WatchResponse': _MessageSchema(
         header=(1, _HEADER),

@@ -40,6 +40,7 @@ class PresenceLease:
         self._lease_id = 0
         self._renewed_at = -math.inf
         self._is_lapsed = False
+        self._life_leases: tuple[int, ...] = ()
 
     def ensure_granted(self) -> int:
         """Return the lease to put a key on, renewed or granted if needed; raise the store's errors."""
@@ -55,6 +56,18 @@ class PresenceLease:
                 self._lease_id = self._store.grant(self._seconds)
             self._renewed_at = now
             return self._lease_id
+
+    def ensure_life_leases(self, known_leases: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the leases that show when this process was alive: `known_leases` if they exist, or new ones.
+
+        The first is renewed with the presences' lease, the second never (ecomp.model.host). Raises the store's errors.
+        """
+        with self._grant_lock:
+            if not self._life_leases:
+                ages = [self._store.read_lease_age(lease) for lease in known_leases]
+                exist = bool(ages) and None not in ages
+                self._life_leases = known_leases if exist else tuple(map(self._store.grant, [LIFE_SECONDS] * 2))
+            return self._life_leases
 
     def join(self, member: Presence) -> None:
         """Watch over the key of `member`, which has been put, until leave(), in a thread."""
@@ -126,6 +139,11 @@ class PresenceLease:
             with self._lock:
                 self._due |= dict.fromkeys(pending)
             self._wake_event.set()
+        # A copy of a compute, whose presence is lost, must not seem to be that compute.
+        if is_renewal_due and self._life_leases and not all(presence._is_lost for presence in members):
+            with suppress(EcompError):
+                if not self._store.keep_alive(self._life_leases[0]):
+                    self._life_leases = ()  # granted again when the host's name is checked
 
     def _detect_lapse(self, members: list[Presence]) -> bool:
         """Return whether the lease expired though etcd answers; ask etcd and report that to the members once."""
@@ -171,6 +189,8 @@ class PresenceLease:
 
 # Seconds that a lease lasts without a renewal; then its owner counts as dead.
 LEASE_SECONDS = 30
+# Seconds that the life leases last, on which no key is: ten years.
+LIFE_SECONDS = 10 * 365 * 86_400
 # Seconds by which a lease may expire late.
 MAX_EXPIRY_DELAY_SECONDS = 5
 IMPOSSIBLE_REVISION = 2**63 - 1

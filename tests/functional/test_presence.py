@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 
@@ -477,6 +477,71 @@ def test_later_facts_are_written_with_the_next_renewal(
         alive.add_fields(room={'VCPU': [4, 25]})
         alive.schedule_check()
     assert lost == []
+
+
+# Two leases without keys show when a process was last alive.
+
+
+class UnthreadedLease(PresenceLease):
+    """A lease without a thread: renew_and_check() renews it."""
+
+    def _start_thread(self) -> threading.Thread:
+        return threading.Thread()
+
+
+def read_ages(store: Store, leases: Iterable[int]) -> list[int | None]:
+    return [store.read_lease_age(lease) for lease in leases]
+
+
+def test_first_life_lease_is_renewed_and_the_anchor_is_not(store: Store, prefix: str) -> None:
+    lease, lost = UnthreadedLease(store, LEASE_SECONDS), list[str]()
+    presence = Presence(store, prefix + 'c', FACTS, lost.append, lease)
+    presence.start()
+    leases = lease.ensure_life_leases(())
+    wait_until(lambda: (store.read_lease_age(leases[0]) or 0) >= 2, 20, 'both are older')
+    lease.renew_and_check(is_renewal_due=False)
+    ages = read_ages(store, leases)
+    assert min(age or 0 for age in ages) >= 2
+    lease.renew_and_check()
+    age, anchor_age = read_ages(store, leases)
+    assert (age or 0) <= 1 < 2 <= (anchor_age or 0)
+
+    # The next process goes on with them; leases that are gone are replaced.
+    assert PresenceLease(store, LEASE_SECONDS).ensure_life_leases(leases) == leases
+    store.revoke(leases[1])
+    others = PresenceLease(store, LEASE_SECONDS).ensure_life_leases(leases)
+    assert len({*leases, *others}) == 4
+    # If the renewed one is gone, the next check of the host's name gets others.
+    store.revoke(leases[0])
+    lease.renew_and_check()
+    assert len({*lease.ensure_life_leases(leases), *leases, *others}) == 6
+    assert lost == []
+    store.revoke(presence.lease)
+
+
+def test_process_that_lost_its_presence_does_not_seem_alive(etcd: Etcd, store: Store, prefix: str) -> None:
+    lease, key, lost = UnthreadedLease(store, LEASE_SECONDS), prefix + 'c', list[str]()
+    Presence(store, key, FACTS, lost.append, lease).start()
+    leases = lease.ensure_life_leases(())
+    store.commit([], [Delete(key)], use_fence=False)
+    with open_store(etcd.endpoint) as other_store, start_and_stop(make_presence(other_store, key, 'theirs')):
+        wait_until(lambda: (store.read_lease_age(leases[0]) or 0) >= 2, 20, 'it is older')
+        lease.renew_and_check()
+        assert len(lost) == 1
+        assert (store.read_lease_age(leases[0]) or 0) >= 2
+
+
+def test_restart_of_etcd_makes_both_life_leases_equally_old() -> None:
+    with Etcd() as own_etcd, open_store(own_etcd.endpoint) as store:
+        leases = PresenceLease(store, LEASE_SECONDS).ensure_life_leases(())
+        wait_until(lambda: (store.read_lease_age(leases[1]) or 0) >= 3, 20, 'the anchor is older')
+        store.keep_alive(leases[0])
+        age, anchor_age = read_ages(store, leases)
+        assert (anchor_age or 0) - (age or 0) >= 2
+        own_etcd.restart()
+        age, anchor_age = wait_until(lambda: read_ages(store, leases), 20, 'etcd answers')
+        assert None not in (age, anchor_age)
+        assert abs((anchor_age or 0) - (age or 0)) <= 1
 
 
 # A process's shared lease lasts until its last compute stops. A compute that loses its key fails alone.

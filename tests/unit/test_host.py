@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from typing import NamedTuple
 
 import pytest
@@ -27,8 +28,10 @@ from ecomp.model.host import (
     PresenceFacts,
     ProviderSummary,
     collect_changed_requests,
+    describe_silence,
     describe_silent_fix,
     find_forget_obstacle,
+    find_last_seen,
     find_leftovers,
     group_by_instance,
     hostname_to_json,
@@ -38,6 +41,7 @@ from ecomp.model.host import (
     list_present,
     list_unproven,
     parse_hostname,
+    parse_life_leases,
     parse_presence,
 )
 from ecomp.model.image import hash_image
@@ -443,6 +447,50 @@ def test_invalid_host_name_is_refused(word: object) -> None:
 @pytest.mark.parametrize('word', ['hv1', 'HV-1.example.org', '10', '_x', 'cafe'])
 def test_valid_host_name_is_accepted(word: str) -> None:
     assert parse_hostname(hostname_to_json(word).encode()) == word
+
+
+NOW = datetime(2026, 11, 27, 16, 40, 0, 900_000, UTC)
+
+
+@pytest.mark.parametrize(
+    ('ages', 'record_times', 'last_seen'),
+    [
+        ((246, 9000), (), '2026-11-27T16:35:54.000Z'),
+        ((246, 9000), ('2026-11-27T16:36:54.000Z', '2026-11-26T16:36:54.000Z'), '2026-11-27T16:35:54.000Z'),
+        ((246, 9000), ('2026-11-27T16:36:55.000Z',), None),  # an older ecompute was alive then
+        ((246, 9000), ('rubbish',), None),
+        ((246, 246 + 60), (), '2026-11-27T16:35:54.000Z'),
+        ((246, 246 + 59), (), None),  # an election has reset both
+        ((246, 246), (), None),
+        ((9000, 246), (), None),
+        ((-1, -1), (), None),  # immediately after an election, which adds a second
+        ((None, 9000), (), None),
+        ((246, None), (), None),
+    ],
+)
+def test_ages_of_two_leases_show_when_a_host_became_silent(
+    ages: tuple[int | None, int | None], record_times: tuple[str, ...], last_seen: str | None
+) -> None:
+    assert find_last_seen(ages, NOW, record_times) == last_seen
+
+
+def test_silence_has_a_date_unless_it_began_today() -> None:
+    last_seen = '2026-11-27T16:35:54.000Z'
+    assert describe_silence(last_seen, '2026-11-27') == 'silent since 16:35:54'
+    assert describe_silence(last_seen, '2026-11-28') == 'silent since 2026-11-27 16:35:54'
+    assert describe_silence(None, '2026-11-27') == 'silent'
+
+
+@pytest.mark.parametrize('leases', [None, 7, [], [7], [7, 8, 9], [7, '8'], [7, True], [-7, 8], [7, 2**63], {'7': 8}])
+def test_malformed_life_leases_are_ignored(leases: object) -> None:
+    assert parse_life_leases(json.dumps({'version': 1, 'hostname': 'hv1', 'leases': leases}).encode()) == ()
+
+
+def test_host_name_may_have_two_life_leases() -> None:
+    value = hostname_to_json('hv1', (7, 2**63 - 1)).encode()
+    assert (parse_hostname(value), parse_life_leases(value)) == ('hv1', (7, 2**63 - 1))
+    assert parse_life_leases(hostname_to_json('hv1').encode()) == ()
+    assert parse_life_leases(b'rubbish') == ()
 
 
 def test_images_of_a_presence_say_what_is_cached() -> None:
