@@ -122,6 +122,8 @@ RECORD = _fields({
     'state': _text('state that its host reported last', enum=sorted({QUEUED, *STATES})),
     'host_state': _text('state of the host (up: also if disabled); null if the instance is queued, gone or in error',
                         null=True, enum=[UP, CLOSED, SILENT, None]),
+    'host_last_seen': _text('time of the last sign of life of a silent host, ISO 8601, UTC; null if it is not silent, '
+                            'or if the time is unknown', null=True),
     'stale': _is('boolean', 'the host is closed or silent, so the record is old; a table then shows the state as '
                             '`unknown` if the host is silent, and as `destroying` if a destroy waits for the host'),
     'image': _text('URL of the image; null if unknown', null=True), 'resources': _AMOUNTS,
@@ -180,6 +182,8 @@ _HOST = _object(
     kind=_text('kind of its guests: kvm, qemu or fake; null while the compute is not up', null=True),
     queues=_is('boolean', 'whether it takes queued requests; null if unknown', null=True),
     state=_text('state of the compute (see `eschedule hosts --help`)', enum=[UP, DISABLED, CLOSED, SILENT, ORPHANED]),
+    last_seen=_text('time of the last sign of life of a silent or orphaned compute, ISO 8601, UTC; null for others, or '
+                    'if unknown', null=True),
     disabled=_is('boolean', 'whether it is disabled, also while it is not up'),
     instances=_is('integer', 'number of instances there, also of those being destroyed'),
     resources=_map('usage by resource class', _ROOM),

@@ -415,9 +415,11 @@ def _format_interface(interface: Interface) -> str:
 
 
 def _record_to_dict(record: Record, known_computes: Computes, absences: Absences) -> dict[str, object]:
-    """Return the fields of a record, the name and state of its host (None: none or unknown), and `stale`, for JSON."""
+    """Return the fields of a record, the name, state and last sign of its host (None: none or unknown), and `stale`."""
     host = {'host': known_computes.find_hostname(record.compute), 'host_state': absences.get_host_state(record)}
-    return {**to_dict(record), **host, 'stale': absences.is_stale(record)}
+    stale = absences.is_stale(record)
+    host['host_last_seen'] = absences.last_seen.get(record.compute) if stale else None
+    return {**to_dict(record), **host, 'stale': stale}
 
 
 # fmt: off

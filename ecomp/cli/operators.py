@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ecomp.cli.command import DOCUMENT_OPTIONS, LISTING_OPTIONS, Command, Context, Outcomes, make_wait_options
 from ecomp.cli.options import TABLE, Options, parse_compute, parse_computes, parse_nothing
-from ecomp.cli.tables import STATE, UUID, Column, Listing, Row, make_sort_key, render_listing
+from ecomp.cli.tables import STATE, TIME, UUID, Column, Listing, Row, make_sort_key, render_listing
 from ecomp.cli.terminal import LiveLine, make_timestamp
 from ecomp.errors import Conflict, EcompError, NoCapacity, NotFound, StillGoing, Unreachable, UsageError, put_before_fix
 from ecomp.model import keys
@@ -256,8 +256,10 @@ def make_host_listing(hosts: Sequence[Host]) -> Listing:
     for host in hosts:
         shares = [_format_share(host.rooms.get(name)) for name in classes]
         cells = [host.compute, host.hostname or None, _format_state(host), len(host.instances)]
-        rows.append(Row([*cells, *shares, host.facts.version, host.facts.kind], _host_to_dict(host)))
-    return Listing([*columns, *_make_share_columns(classes), Column('VERSION', 4), Column('KIND', 3)], rows)
+        rows.append(Row([*cells, *shares, host.facts.version, host.facts.kind, host.last_seen], _host_to_dict(host)))
+    # Usually no host is silent; then the table has no such column.
+    last_seen = Column('LAST SEEN', 1, kind=TIME, wide=not any(host.last_seen for host in hosts))
+    return Listing([*columns, *_make_share_columns(classes), Column('VERSION', 4), Column('KIND', 3), last_seen], rows)
 
 
 def make_plan_listing(ranked: Sequence[RankedCompute]) -> Listing:
@@ -402,7 +404,7 @@ def _host_to_dict(host: Host) -> dict[str, object]:
         name: {field: getattr(room, field) for field in ('used', 'free', 'capacity', 'over')}
         for name, room in sorted(host.rooms.items())
     }
-    fields = {field: getattr(host, field) for field in ('compute', 'hostname', 'state')}
+    fields = {field: getattr(host, field) for field in ('compute', 'hostname', 'state', 'last_seen')}
     counts = {'disabled': host.is_disabled, 'instances': len(host.instances)}
     reported_fields = {field: getattr(host.facts, field) for field in ('version', 'kind', 'queues')}
     return {**fields, **counts, 'host': host.hostname, **reported_fields, 'resources': shares}
@@ -415,7 +417,7 @@ COMMANDS: Sequence[Command] = (
             'of each resource class (memory in MiB, disk in GiB); for a compute that is up, also the version of its '
             'ecompute and the kind of its guests (kvm, qemu, fake). The state is `up`, `disabled` (up, but gets no '
             'new instances), `closed` (its ecompute was stopped), `silent` (its ecompute died or cannot reach etcd) '
-            'or `orphaned` (only its provider in placement is left).',
+            'or `orphaned` (only its provider in placement is left). LAST SEEN is when a silent one was last alive.',
             parse_nothing, _list_hosts, LISTING_OPTIONS, example='eschedule hosts'),
     Command('host list', 'host list', 'list all computes, as hosts does',
             'List all computes, as `eschedule hosts` does.',

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from ecomp.model.host import LIVE_STATES, SILENT, UP
+from ecomp.model.host import LIVE_STATES, SILENT, UP, describe_silence
 from ecomp.model.record import DESTROYING, UNKNOWN, Record
 
 
@@ -15,11 +15,14 @@ from ecomp.model.record import DESTROYING, UNKNOWN, Record
 class Absences:
     """The hosts of some records that have no presence: {compute: CLOSED or SILENT}.
 
-    `destroying` are the instances there whose destroy is accepted; the host has not reported it.
+    `destroying` are the instances there whose destroy is accepted; the host has not reported it. `last_seen` are ISO
+    times of the last sign of life of silent hosts, as far as known, and `today` is the date in UTC.
     """
 
     states: Mapping[str, str] = field(default_factory=dict)
     destroying: Collection[str] = ()
+    last_seen: Mapping[str, str] = field(default_factory=dict)
+    today: str = ''
 
     def get_host_state(self, record: Record) -> str | None:
         """Return UP, CLOSED or SILENT; None if no host has the instance: it is queued, gone or in error."""
@@ -38,11 +41,12 @@ class Absences:
         return UNKNOWN if self.get_host_state(record) == SILENT else record.state
 
     def explain_state(self, record: Record, host: str) -> str | None:
-        """Return why the state to show is not the recorded one: `hv2 silent, was active`; None if it is."""
+        """Return why the state to show is not the recorded one: `hv2 silent since 16:35:54, was active`, or None."""
         shown_state = self.get_state(record)
         if shown_state == DESTROYING and self.is_stale(record):
             return f'waiting for {host}'
-        return f'{host} silent, was {record.state}' if shown_state == UNKNOWN else None
+        silence = describe_silence(self.last_seen.get(record.compute), self.today)
+        return f'{host} {silence}, was {record.state}' if shown_state == UNKNOWN else None
 
 
 # For records whose hosts were not looked up: every state is shown as it is recorded.

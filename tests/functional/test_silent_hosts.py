@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,18 @@ from ecomp.model import keys
 from ecomp.model.host import hostname_to_json
 from ecomp.model.order import Request
 from ecomp.model.order import to_json as request_to_json
-from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, STAGES, Failure, Interface, Record, to_json
+from ecomp.model.record import (
+    ACTIVE,
+    BUILDING,
+    DESTROYING,
+    ERROR,
+    STAGES,
+    Failure,
+    Interface,
+    Record,
+    format_time,
+    to_json,
+)
 from ecomp.placement import providers
 from ecomp.scheduler.changes import wait as wait_module
 from ecomp.scheduler.changes.wait import Deadline, SilenceDetector, Wait, wait_for_stage
@@ -126,6 +139,57 @@ def test_list_shows_what_a_silent_host_reported_as_unknown(hosts: Hosts) -> None
     assert ['3', 'active', 'its disk is full'] in hosts.list()
 
 
+def test_time_of_the_last_sign_of_life_is_shown(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr('ecomp.model.host.LIFE_MARGIN_SECONDS', 2)
+    monkeypatch.setattr(wait_module, 'SILENCE_CHECK_SECONDS', 0.1)
+    store, hostname = hosts.cloud.store, keys.hostname(hosts.silent)
+    renewed, anchor = leases = store.grant(600), store.grant(600)
+    hosts.cloud.etcd.put(hostname, hostname_to_json('hv-silent', leases))
+    name, now = f'a-{hosts.project}', format_time(datetime.now(UTC))
+    old = hosts.add(hosts.silent, 'a', stages=dict.fromkeys(STAGES[:-1], now))
+    hosts.add(hosts.up, 'b')
+
+    def read_json(*words: str) -> Any:
+        return json.loads(hosts.run(*words, '-f', 'json').stdout)
+
+    # As after a restart of etcd, which makes both as old as each other.
+    assert hosts.list()[0] == ['a', 'unknown', 'hv-silent silent, was active']
+    assert read_json('show', old)['host_last_seen'] is None
+    wait_until(lambda: (store.read_lease_age(anchor) or 0) >= 3, 20, 'the anchor is older')
+    store.keep_alive(renewed)
+    before = datetime.now(UTC)
+
+    def is_right(last_seen: str) -> bool:
+        # etcd reports seconds, so two answers may differ by one.
+        return abs((datetime.fromisoformat(last_seen) - before).total_seconds()) <= 3
+
+    assert is_right(read_json('show', old)['host_last_seen'])
+    listed = {item['name'][0]: item['host_last_seen'] for item in read_json('list', '--project', hosts.project)}
+    assert (is_right(listed['a']), listed['b']) == (True, None)
+    times = ' since (....-..-.. )?..:..:..'
+    assert re.fullmatch(f'hv-silent silent{times}, was active', hosts.list()[0][2])
+    line = f'eschedule: {name}: unknown: hv-silent silent{times}, was active\n'
+    for words in ([name], ['show', name], ['why', name]):
+        assert re.fullmatch(line, hosts.run(*words).stderr)
+    assert re.search(f'reached addressed, but its host hv-silent is silent{times}. Try', hosts.run('wait', old).stderr)
+    assert re.search(f'its host hv-silent is silent{times} .the op', hosts.run('wait', old, '--for', 'ready').stderr)
+    last_seen = {host['host']: host['last_seen'] for host in read_json('hosts')}
+    assert is_right(last_seen['hv-silent'])
+    assert last_seen['hv-up'] is last_seen['hv-closed'] is None
+    assert 'LAST SEEN' in hosts.run('host', 'show', 'hv-silent').stdout
+    assert 'LAST SEEN' not in hosts.run('host', 'show', 'hv-up').stdout
+
+    # An older ecompute ran there later, which renews no such lease.
+    later = format_time(before + timedelta(seconds=60))
+    hosts.add(hosts.silent, 'c', stages={'requested': later, 'started': later})
+    assert is_right(read_json('show', old)['host_last_seen'])  # its own record shows nothing later
+    assert ' since ' not in ' '.join(row[2] for row in hosts.list())
+    assert {host['last_seen'] for host in read_json('hosts')} == {None}
+    # One lease is gone.
+    store.revoke(anchor)
+    assert read_json('show', old)['host_last_seen'] is None
+
+
 def test_selectors_follow_the_states_that_list_shows(hosts: Hosts) -> None:
     running, unknown = hosts.add(hosts.up, '1'), hosts.add(hosts.silent, '2')
 
@@ -223,13 +287,13 @@ def test_wait_ends_for_an_instance_on_a_silent_host(hosts: Hosts, monkeypatch: p
     reached = hosts.add(hosts.silent, 'c')
     for name, event in (('a', 'its DHCP lease'), ('b', 'its compute to accept it')):
         waited = hosts.run('wait', f'{name}-{hosts.project}', '--timeout', '60')
-        back = '(the operation continues once hv-silent is back)'
+        back = '(the operation continues once the host is back)'
         sentence = f'its host hv-silent is silent {back}, still waiting for {event}. Try: eschedule hosts'
         assert waited == Result(6, '', f'eschedule: {name}-{hosts.project}: {sentence}\n')
     # The guest of a stage that was reached before may be off by now.
     waited = hosts.run('wait', reached)
     assert (waited.code, waited.stdout) == (6, '')
-    assert 'reached addressed before its host hv-silent became silent' in waited.stderr
+    assert 'reached addressed, but its host hv-silent is silent' in waited.stderr
 
 
 def test_wait_goes_on_while_the_host_is_closed_or_starts(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +327,7 @@ def _wait_in_thread(hosts: Hosts, instance: str) -> str:
 def test_host_is_silent_after_two_checks_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr(time, 'monotonic', lambda: clock[0])
-    answers = iter(['hv2', None, 'hv2', 'hv2'])
+    answers = iter(['hv2 is silent', None, 'hv2 is silent', 'hv2 is silent'])
     detector = SilenceDetector(lambda _: next(answers))
     for now in (100.0, 104.0, 105.0, 110.0, 114.0):
         clock[0] = now

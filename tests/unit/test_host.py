@@ -190,6 +190,7 @@ def test_json_has_all_fields_of_a_host() -> None:
             'kind': 'kvm',
             'queues': False,
             'state': 'closed',
+            'last_seen': None,
             'disabled': False,
             'instances': 1,
             'resources': {'VCPU': {'used': 1, 'free': 0, 'capacity': 0, 'over': 0}},

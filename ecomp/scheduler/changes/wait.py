@@ -192,11 +192,11 @@ SILENCE_CHECK_SECONDS = 5.0
 
 
 class SilenceDetector:
-    """Ends the waits for a host that stays silent; `find_silent` returns the name of a silent compute, None if not."""
+    """Ends the waits for a host that stays silent; `find_silent` returns `hv2 is silent`, or None."""
 
     def __init__(self, find_silent: Callable[[str], str | None]) -> None:
         self._find_silent = find_silent
-        # {compute: (the time of the last check, of the first one that found it silent, its name)}
+        # {compute: (the time of the last check, of the first one that found it silent, its answer)}
         self._checks: dict[str, tuple[float, float, str | None]] = {}
 
     def check(self, instance: str, compute: str, awaited: str) -> None:
@@ -207,7 +207,7 @@ class SilenceDetector:
             checked_at, began_at, host = now, now if host is None else began_at, self._find_silent(compute)
             self._checks[compute] = checked_at, began_at, host
         if host is not None and checked_at > began_at:
-            problem = f'its host {host} is silent (the operation continues once {host} is back)'
+            problem = f'its host {host} (the operation continues once the host is back)'
             raise StillGoing(f'{instance}: {problem}, still waiting for {awaited}. Try: eschedule hosts')
 
 

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from ipaddress import AddressValueError, IPv4Address
 from typing import TYPE_CHECKING, NamedTuple
 
 from ecomp.errors import Conflict, EcompError, NotFound, StillGoing, UsageError, put_before_fix
 from ecomp.model import keys, status
 from ecomp.model.host import (
+    ORPHANED,
     SILENT,
     Computes,
     EtcdState,
     Host,
     ProviderSummary,
+    describe_silence,
+    find_last_seen,
     get_absent_state,
     list_hosts,
     parse_computes,
+    parse_life_leases,
 )
 from ecomp.model.listing import NO_ABSENCES, Absences, is_on_host
 from ecomp.model.order import InvalidRequest, Request, parse_name_owner, parse_request
@@ -58,7 +63,10 @@ def read_hosts(store: Store, placement: Placement) -> tuple[list[Host], tuple[Ec
         uuid: ProviderSummary(uuid, names[uuid], each, frozenset(trait for trait in having if uuid in having[trait]))
         for uuid, each in shares.items()
     }
-    return list_hosts(survey.etcd, in_placement), survey.errors
+    hosts = list_hosts(survey.etcd, in_placement)
+    silent = [host.compute for host in hosts if host.state in (SILENT, ORPHANED)]
+    last_seen = read_last_seen(store, silent, survey.etcd.records.values())
+    return [replace(host, last_seen=last_seen.get(host.compute)) for host in hosts], survey.errors
 
 
 def resolve_compute(store: Store, get_placement: Callable[[], Placement], argument: str) -> str:
@@ -178,14 +186,39 @@ def read_absences(
         request = parse_request(request_keys[key].compute, key, entry.value)
         if isinstance(request, Request) and request.is_tombstone:
             tombstones.add(request.instance)
-    return Absences(states, tombstones)
+    silent = [compute for compute, state in states.items() if state == SILENT]
+    last_seen = read_last_seen(store, silent, old_records)
+    return Absences(states, tombstones, last_seen, datetime.now(UTC).date().isoformat())
 
 
-def find_silent(store: Store, placement: Placement, compute: str) -> str | None:
-    """Return the name of a compute that is silent; None if it is not, or if etcd or placement does not answer."""
+def read_last_seen(store: Store, silent: Collection[str], records: Iterable[Record]) -> dict[str, str]:
+    """Return {compute: ISO time} of the last sign of life of silent computes, as far as etcd answers and knows it.
+
+    A time in `records`, of any computes, may show that a compute was alive later; then it is unknown.
+    """
+    last_seen, times = dict[str, str](), dict[str, list[str]]()
+    for record in filter(is_on_host, records):
+        stages = (record.stages, *(boot.stages for boot in record.boots))
+        times.setdefault(record.compute, []).extend(time for each in stages for time in each.values())
+    with suppress(EcompError):
+        for entry in store.read(list(map(keys.hostname, silent))).values():
+            compute = keys.get_last_part(entry.key)
+            if ages := [store.read_lease_age(lease) for lease in parse_life_leases(entry.value)]:
+                time = find_last_seen(ages, datetime.now(UTC), times.get(compute, ()))
+                last_seen |= {compute: time} if time else {}
+    return last_seen
+
+
+def find_silent(store: Store, placement: Placement, compute: str, records: Collection[Record] = ()) -> str | None:
+    """Return `hv2 is silent since 16:35:54` for a silent compute; see read_last_seen() for `records`.
+
+    None if it is not silent, or if etcd or placement does not answer.
+    """
     with suppress(EcompError):
         if not is_alive(store, compute) and read_absent_states(placement, [compute]).get(compute, SILENT) == SILENT:
-            return read_computes(store).format_name(compute)
+            last_seen = read_last_seen(store, [compute], records).get(compute)
+            silence = describe_silence(last_seen, datetime.now(UTC).date().isoformat())
+            return f'{read_computes(store).format_name(compute)} is {silence}'
     return None
 
 
