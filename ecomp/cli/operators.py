@@ -15,6 +15,7 @@ from ecomp.model import keys
 from ecomp.model.allocation import REQUIRED_CLASSES, Room
 from ecomp.model.host import DISABLED, NO_COMPUTES, Computes, Host
 from ecomp.model.order import START, STOP, get_holdings
+from ecomp.model.record import STAGES
 
 if TYPE_CHECKING:
     from ecomp.model.audit import Finding
@@ -466,7 +467,9 @@ COMMANDS: Sequence[Command] = (
             parse_compute, _evacuate,
             {'fenced': 'confirm that the machine is off: guests that still run there would run twice',
              'dry_run': 'print the plan, as `eschedule what-if --without <host>` does; change nothing', 'yes': '',
-             **make_wait_options('every new instance has an address'), **LISTING_OPTIONS},
+             'wait': 'return once every new instance has reached STAGE: ' + ', '.join(STAGES) + '; without STAGE, '
+             'addressed. From `ready` on the new ssh host keys are printed. Default: return once all are placed',
+             'timeout': '', **LISTING_OPTIONS},
             (3, 4, 5, 6), example='eschedule evacuate hv2 --fenced'),
     Command('audit', 'audit', 'find where etcd, placement and computes disagree',
             'Compare what etcd, placement and every compute report, and print each disagreement: a code, the subject '

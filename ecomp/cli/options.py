@@ -666,7 +666,7 @@ def _check_waiting(name: str, options: Options, accepted_fields: Collection[str]
 
     A --wait with a stage needs a command that makes instances, because the others wait for one thing only.
     """
-    if options.wait and not {'size', 'prune'}.intersection(accepted_fields):
+    if options.wait and not {'size', 'dry_run'}.intersection(accepted_fields):
         raise UsageError(f'{name}: --wait takes no value. Fix: leave out ={options.wait[:MAX_QUOTED_CHARACTERS]}')
     if options.timeout is not None:
         if options.wait is None and 'wait' in accepted_fields:

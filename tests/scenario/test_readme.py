@@ -34,10 +34,12 @@ TIME = re.compile(r'\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z')
 # The host of an instance: spread may choose any of them.
 HOST = re.compile(
     r'\bhv\d(?=:?/| carries it out$| +\d{4}-| [0-9a-f]{8}-| - -$)|(?<=is on )hv\d|(?<=[0-9a-f]{12} )hv\d$|'
-    r'(?<= on )hv\d$|'
+    r'(?<= on )hv\d$|(?<=[0-9a-f]{12} )hv\d(?= 10\.)|(?<=[0-9a-f]{12} hv2 )hv\d(?= -$)|(?<=evacuated to )hv\d|'
+    r'(?<=active )hv\d$|'
     r'(?<=^host )hv\d$'
 )
 COMMIT = re.compile(r'\+g[0-9a-f]{8}\b')
+SINCE = re.compile(r'\b\d\d:\d\d:\d\d\b')
 SHARE = re.compile(r'\b\d+/\d+\b')  # used and capacity of a resource class of a host
 WEIGHT = re.compile(r'\b[01]\.\d\d\b')
 SHA256 = re.compile(r'\b[0-9a-f]{64}\b')
@@ -72,7 +74,7 @@ class RealNames:
     def matches(self, shown: str, real: str) -> bool:
         """True if a real line matches the shown one; new names are recorded."""
         pattern, groups = '', []
-        varying = (UUID, ADDRESS, TIME, HOST, COMMIT, SHARE, WEIGHT, SHA256, BAR, AMOUNT)
+        varying = (UUID, ADDRESS, TIME, HOST, COMMIT, SINCE, SHARE, WEIGHT, SHA256, BAR, AMOUNT)
         varying_pattern = '|'.join(pattern_type.pattern for pattern_type in varying)
         for part in re.split(f'({varying_pattern})', _collapse_spaces(shown)):
             if UUID.fullmatch(part) or ADDRESS.fullmatch(part):
@@ -88,7 +90,7 @@ class RealNames:
             elif re.fullmatch(r'hv\d', part):
                 pattern += r'hv\d'
             elif matching := [
-                pattern_type for pattern_type in (COMMIT, SHARE, WEIGHT, SHA256, BAR) if pattern_type.fullmatch(part)
+                pattern_type for pattern_type in (COMMIT, SINCE, SHARE, WEIGHT, SHA256, BAR) if pattern_type.fullmatch(part)
             ]:
                 pattern += matching[0].pattern
             elif part and AMOUNT.match(part + ' s'):
@@ -118,6 +120,9 @@ def test_names_match_only_equal_lines() -> None:
     assert names.matches('console  hv1:/lab/hv1/console', 'console  hv3:/lab/hv3/console')
     assert names.matches('shop-db  create  -  hv1  -  -', 'shop-db  create  -  hv2  -  -')
     assert names.matches(f'shop-db  create  -  hv1  {first}  -', f'shop-db  create  -  hv2  {second}  -')
+    assert names.matches('hv2 silent since 16:35:54, was active', 'hv2 silent since 16:35:59, was active')
+    assert names.matches(f'db  {first}  hv2  hv1  -', f'db  {second}  hv2  hv3  -')
+    assert not names.matches(f'db  {first}  hv2  hv1  -', f'db  {second}  hv1  hv3  -')
     assert not names.matches('hv1: lacks X', 'hv2: lacks X')
     assert not names.matches('the closest host is hv1', 'the closest host is hv2')
     assert names.matches('web1 is on hv1 (there), it weighed 0.75', 'web1 is on hv3 (there), it weighed 1.00')
