@@ -146,6 +146,8 @@ def test_every_field_may_be_requested_of_any_instance() -> None:
         fault='it is so',
         cloud_init=GuestFailure('final', 'no'),
         host_keys=('ssh-ed25519 A',),
+        replaces=INSTANCE,
+        replaced_by=COMPUTE,
     )
     waits = make_record_details(
         replace(RECORD, state='queued'), Computes({COMPUTE: PresenceFacts('hv1', queues=False)}, {})
