@@ -41,6 +41,7 @@ from ecomp.cli.options import OPTIONS
 from ecomp.lab import elab
 from ecomp.model import audit as findings
 from ecomp.model import boots, cluster, flavor, group, keys, order, planes, queue, quota, record, roles
+from ecomp.model.level import mark_warning
 from ecomp.store import sharing
 from tests.faults import table as faults
 
@@ -380,11 +381,14 @@ def describe_records() -> tuple[list[Block], list[Section]]:
 
 def describe_audit() -> tuple[list[Block], list[Section]]:
     rows = [
-        [f'`{code}`', row.meaning, row.fix or '-', row.manual_repair or '-'] for code, row in findings.CODES.items()
+        [f'`{code}`', mark_warning(code, row.meaning), row.fix or '-', row.manual_repair or '-']
+        for code, row in findings.CODES.items()
     ]
     head = ['code', 'what it means', 'what `audit --fix` does', 'the manual fix']
     top = 'Look up what a code of `eschedule audit` means, and how to repair what it found. Codes do not change, so '
-    top += 'scripts can depend on them. etcdctl needs [the certificate of an '
+    top += (
+        'scripts can depend on them. A `warning` does not change the exit code. etcdctl needs [the certificate of an '
+    )
     top += 'operator](../howto/certificates.md#etcdctl-by-hand).'
     return [top, Table(head, rows)], []
 

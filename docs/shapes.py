@@ -16,6 +16,7 @@ from ecomp.model.choose import STRATEGIES
 from ecomp.model.events import KINDS
 from ecomp.model.group import POLICIES
 from ecomp.model.host import CLOSED, DISABLED, ORPHANED, SILENT, UP
+from ecomp.model.level import ERROR, WARNING
 from ecomp.model.record import QUEUED, STATES
 
 Schema = Mapping[str, Any]
@@ -236,8 +237,9 @@ _IMAGE = _object(
         cached=_is('boolean', 'whether the image is in the cache of the compute; null if unknown', null=True),
     ), 'living computes'),
 )  # fmt: skip
+_LEVEL = _text('`warning`, if nobody has to act, or `error`', enum=[ERROR, WARNING])
 _FINDING = _object(
-    code=_text('code of the finding (see [audit codes](audit.md))'),
+    code=_text('code of the finding (see [audit codes](audit.md))'), level=_LEVEL,
     subject=_text('instance, compute, name, group, project or stack that it is about'), name=_NAME,
     compute=_text("uuid of the compute where it was found; '' if none"), host=_ON,
     sentence=_text('sentence about what placement, etcd and the compute report'),
@@ -261,7 +263,9 @@ _CANARY = _object(
     gone=_is('boolean', 'whether the guest was removed completely; null if none was placed', null=True),
 )  # fmt: skip
 _HEALTH = _fields({
-    'findings': many(_object(check=_text('name of the check'), what=_text('problem'), cure=_text('fix')), 'problems'),
+    'findings': many(_object(
+        check=_text('name of the check'), what=_text('problem'), cure=_text('fix'), level=_LEVEL,
+    ), 'problems'),
     'configuration': _text('file that contains the addresses of etcd and placement; null if there is none', null=True),
     'etcd': _object('etcd', name=_text('address'), version=_text('version; null if it does not answer', null=True)),
     'placement': _object('placement', name=_text('address'),

@@ -8,6 +8,7 @@ from ecomp.cli.command import DOCUMENT_OPTIONS, Command, Context, select_options
 from ecomp.cli.options import DEFAULT_WAIT_SECONDS, Options, find_given_fields, parse_optional_query_and_image
 from ecomp.errors import EcompError, UsageError
 from ecomp.model.canary import DEFAULT_QUERY, Canary, diagnose_canaries
+from ecomp.model.level import get_level
 from ecomp.model.record import QUEUED, STAGES
 from ecomp.model.text import MIN_PREFIX_DIGITS, make_printable
 from ecomp.version import read_version
@@ -22,7 +23,7 @@ def _check_options(name: str, words: Sequence[str], options: Options) -> None:
 def _diagnose(ctx: Context) -> int:
     """Check backends and computes, with --canary run canaries; print the findings and return the exit code.
 
-    It is 7 if a backend is unavailable (the rest is skipped), else 8 for findings, 1 for interrupted canaries, or 0.
+    It is 7 if a backend is unavailable (the rest is skipped), else 8 for errors, 1 for interrupted canaries, or 0.
     """
     from ecomp import backends
     from ecomp.model.health import ComputeFacts, check_backends, check_computes, format_lines, get_exit_code, summarize
@@ -48,7 +49,7 @@ def _diagnose(ctx: Context) -> int:
             canaries = canary_run.run(hosts)
             findings += diagnose_canaries(canaries, canary_run.is_interrupted)
     document = {
-        'findings': [finding._asdict() for finding in findings],
+        'findings': [{**finding._asdict(), 'level': get_level(finding.check)} for finding in findings],
         'configuration': backend_report.config_path,
         'etcd': {'name': backend_report.etcd, 'version': backend_report.etcd_version or None},
         'placement': {'name': backend_report.placement, 'microversion': backend_report.placement_version or None},
@@ -70,7 +71,8 @@ COMMANDS: Sequence[Command] = (
     Command('doctor', "doctor ['resources=…'] [URL]", 'find problems of the cluster and their fixes',
             'Check etcd, placement, the clocks, your certificates and the computes. Each problem is one line: the '
             'check that found it, a sentence, and the fix. stderr names the servers, their versions, and the '
-            'configuration file with their addresses. To check a host itself, run `ecompute --check` there. With -f '
+            'configuration file with their addresses. A warning does not change the exit code. To check a host '
+            'itself, run `ecompute --check` there. With -f '
             'json the output is one document with the findings. With --canary a small guest is booted, logged in to '
             'and destroyed on every compute that is up, on all of them concurrently. The query of the guest is the '
             f'argument, or that of --flavor; default: {DEFAULT_QUERY}. Its image is URL; default: the image of '

@@ -14,6 +14,7 @@ from ecomp.errors import Conflict, EcompError, NoCapacity, NotFound, StillGoing,
 from ecomp.model import keys
 from ecomp.model.allocation import REQUIRED_CLASSES, Room
 from ecomp.model.host import DISABLED, NO_COMPUTES, Computes, Host
+from ecomp.model.level import count_findings, get_exit_code, mark_warning
 from ecomp.model.order import START, STOP, get_holdings
 from ecomp.model.record import STAGES
 
@@ -224,8 +225,7 @@ def _evacuate(ctx: Context) -> int:
 
 
 def _audit(ctx: Context) -> int:
-    """Audit, with --fix also repair, and print the findings that are left; return 8 if there are any, else 0."""
-    from ecomp.model.audit import EXIT_FINDINGS
+    """Audit, with --fix also repair, and print the findings that are left; return 8 for one that is no warning."""
     from ecomp.scheduler.operations.audit import audit
     from ecomp.scheduler.queries.hosts import read_names_by_instance
 
@@ -242,7 +242,7 @@ def _audit(ctx: Context) -> int:
         ctx.show(make_finding_listing(report.findings, report.world.named_computes, names))
     for line in _summarize(report):
         ctx.out.say(line)
-    return EXIT_FINDINGS if report.findings else 0
+    return get_exit_code([finding.code for finding in report.findings])
 
 
 # Listings of computes and findings
@@ -354,14 +354,14 @@ def make_finding_listing(
             item.code,
             known_computes.replace_uuids(item.subject),
             name,
-            known_computes.replace_uuids(item.sentence),
+            mark_warning(item.code, known_computes.replace_uuids(item.sentence)),
         ]
         rows.append(Row(cells, {**item.to_dict(), 'host': known_computes.find_hostname(item.compute), 'name': name}))
     return Listing(columns, rows)
 
 
 def _summarize(report: Report) -> list[str]:
-    """Return lines on absent computes and unserved queues, each different fix once, and the number of findings."""
+    """Return lines on absent computes and unserved queues, each different fix once, and the numbers of findings."""
     called, silent = report.world.named_computes.format_name, report.world.list_absent_computes()
     away = [
         f'compute {called(uuid)} is {state}: its guests and disks were not compared' for uuid, state in silent.items()
@@ -370,9 +370,9 @@ def _summarize(report: Report) -> list[str]:
         f'{row.code}. Fix: ' + (f'eschedule audit --fix, which {row.fix}' if row.fix else row.how)
         for row in report.findings
     )
-    count = len(report.findings)
+    count = count_findings([row.code for row in report.findings])
     unserved = filter(None, [report.world.describe_unserved()])
-    return [*away, *unserved, *dict.fromkeys(cures), f'{report.summary}: {count or "no"} finding' + 's' * (count != 1)]
+    return [*away, *unserved, *dict.fromkeys(cures), f'{report.summary}: {count}']
 
 
 def _format_share(share: Room | None) -> str | None:
@@ -474,6 +474,6 @@ COMMANDS: Sequence[Command] = (
     Command('audit', 'audit', 'find where etcd, placement and computes disagree',
             'Compare what etcd, placement and every compute report, and print each disagreement: a code, the subject '
             'and a sentence. The audit takes a few seconds, and checks twice if it finds something. stderr prints the '
-            'fix of each finding.',
+            'fix of each finding. A warning does not change the exit code.',
             parse_nothing, _audit, {'fix': '', **LISTING_OPTIONS}, (8,), example='eschedule audit --fix'),
 )

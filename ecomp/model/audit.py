@@ -18,15 +18,13 @@ from ecomp.model.command_names import RESERVED
 from ecomp.model.group import Group
 from ecomp.model.guest import PAUSED, REFUSED_METADATA, UNLIKE, UNPLUGGED
 from ecomp.model.host import MAX_QUOTED_INSTANCES, SILENT
+from ecomp.model.level import get_level
 from ecomp.model.order import InvalidRequest, Request
 from ecomp.model.planes import AuditIndex, Leftover, Planes
 from ecomp.model.quota import Quota, sum_charges
 from ecomp.model.record import ACTIVE, ERROR, Record
 from ecomp.model.stack import Stack
 from ecomp.model.text import join_some
-
-# The exit code of `audit` and `doctor` with findings.
-EXIT_FINDINGS = 8
 
 
 class Repair(Enum):
@@ -272,8 +270,9 @@ class Finding(NamedTuple):
         return text.replace('<key>', ' or '.join(map(shlex.quote, self.keys))) if self.keys else text
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON object that users see: with fix and how, without leftover, is_repairable and keys."""
-        return {name: getattr(self, name) for name in ('code', 'subject', 'compute', 'sentence', 'fix', 'how')}
+        """Return the JSON object that users see: with level, fix and how, without leftover, is_repairable and keys."""
+        fields = {name: getattr(self, name) for name in ('code', 'subject', 'compute', 'sentence', 'fix', 'how')}
+        return {**fields, 'level': get_level(self.code)}
 
 
 # {subject: {key about the subject: its revision in etcd}}

@@ -14,8 +14,8 @@ from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
 from ecomp.errors import Unreachable, split_fix
+from ecomp.model import level
 from ecomp.model.allocation import MICROVERSION
-from ecomp.model.audit import EXIT_FINDINGS
 from ecomp.model.cluster import describe_vulnerabilities
 from ecomp.model.guest import Attachment
 from ecomp.model.host import CLOSED, ORPHANED, SILENT, Host
@@ -220,11 +220,15 @@ MACHINE_CHECKS: Mapping[str, Callable[[MachineFacts], Iterable[Problem]]] = {
 
 
 def _check_libvirt_version(libvirt: LibvirtFacts, _: MachineFacts) -> Iterator[Problem]:
-    """Report a daemon that is older than MIN_LIBVIRT_VERSION or, if it is not, older than our library."""
+    """Report a daemon that is older than MIN_LIBVIRT_VERSION."""
     if libvirt.version < MIN_LIBVIRT_VERSION:
         problem = f'libvirt {_format_version(libvirt.version)} is older than the versions that ecomp was tested with'
         yield problem, f'install libvirt {_format_version(MIN_LIBVIRT_VERSION)} or newer'
-    elif libvirt.version < libvirt.library_version:
+
+
+def _check_libvirt_restart(libvirt: LibvirtFacts, _: MachineFacts) -> Iterator[Problem]:
+    """Report a daemon that is older than our library, unless it is older than MIN_LIBVIRT_VERSION, too."""
+    if MIN_LIBVIRT_VERSION <= libvirt.version < libvirt.library_version:
         problem = (
             f'libvirtd still runs version {_format_version(libvirt.version)}, '
             f'but {_format_version(libvirt.library_version)} is installed'
@@ -313,6 +317,7 @@ def _check_filters(libvirt: LibvirtFacts, _: MachineFacts) -> Iterator[Problem]:
 
 LIBVIRT_CHECKS: Mapping[str, Callable[[LibvirtFacts, MachineFacts], Iterable[Problem]]] = {
     'libvirt-version': _check_libvirt_version,
+    'libvirt-restart': _check_libvirt_restart,
     'qemu': _check_qemu,
     'kvm': _check_kvm,
     'way': _check_path_to_disks,
@@ -554,18 +559,18 @@ def check_computes(facts: ComputeFacts) -> list[Ailment]:
 
 def format_lines(ailments: Sequence[Ailment]) -> list[str]:
     """Format each problem as one line: the check, the problem, and the cure."""
-    return [f'{ailment.check}: {ailment.what}. Fix: {ailment.cure}' for ailment in ailments]
+    return [f'{check}: {level.mark_warning(check, what)}. Fix: {cure}' for check, what, cure in ailments]
 
 
 def summarize(facts: Backends, ailments: Sequence[Ailment]) -> str:
-    """Return one line: the number of problems, etcd's and placement's versions, and the configuration file."""
+    """Return one line: the numbers of problems, etcd's and placement's versions, and the configuration file."""
     etcd = 'no answer' if facts.etcd_failure else facts.etcd_version
     placement = 'no answer' if facts.placement_failure else f'microversion {facts.placement_version}'
-    count = f'{len(ailments) or "no"} finding{"" if len(ailments) == 1 else "s"}'
+    count = level.count_findings([ailment.check for ailment in ailments])
     configuration = facts.config_path or f'no {facts.default_config_name}'
     return f'{count}; {facts.etcd} ({etcd}), {facts.placement} ({placement}); configuration: {configuration}'
 
 
 def get_exit_code(facts: Backends, ailments: Sequence[Ailment]) -> int:
-    """Return 7 if etcd or placement does not answer properly, else 8 for any problem, else 0."""
-    return Unreachable.exit_code if facts.is_unavailable else EXIT_FINDINGS if ailments else 0
+    """Return 7 if etcd or placement does not answer properly, else 8 for a problem that is no warning, else 0."""
+    return Unreachable.exit_code if facts.is_unavailable else level.get_exit_code([each.check for each in ailments])

@@ -23,6 +23,7 @@ from ecomp.cli.command import Context
 from ecomp.errors import Unreachable
 from ecomp.model import cluster, flavor, group, guest, keys, order, planes, queue, quota, record
 from ecomp.model.audit import CODES
+from ecomp.model.level import COMPUTE_WARNINGS, SCHEDULE_WARNINGS
 from ecomp.store import sharing
 from ecomp.store.client import Store
 from tests.golden import scene
@@ -309,6 +310,7 @@ def test_codes_states_and_stages() -> None:
     exits = {name: error.exit_code for name, error in vars(errors).items() if hasattr(error, 'exit_code')}
     lines = [f'exit {code} {name}' for name, code in sorted(exits.items(), key=lambda each: (each[1], each[0]))]
     lines += [f'audit {code}{" --fix" if code_info.fix else ""}' for code, code_info in sorted(CODES.items())]
+    lines += [f'warning {code}' for code in sorted({*SCHEDULE_WARNINGS, *COMPUTE_WARNINGS})]
     lines += [f'state {state_name}' for state_name in sorted({record.QUEUED, *record.STATES})]
     lines += [f'stage {stage}' for stage in record.STAGES]
     lines += [f'kept {state} {seconds} s' for state, seconds in sorted(record.RETENTION_SECONDS.items())]

@@ -275,6 +275,12 @@ def test_each_defect_yields_its_code_alone(
     assert 'etcdctl' not in findings[0].how or set(findings[0].keys) <= {*world.etcd, keys.address(findings[0].subject)}
 
 
+def test_open_dhcp_is_a_warning_and_an_orphan_is_an_error(world: WorldBuilder) -> None:
+    make_digest_change(open_dhcp={'default': ''}, parts={'images/x.part': '1'})(world)
+    levels = {finding.code: finding.to_dict()['level'] for finding in audit(world.build_planes())}
+    assert levels == {'dhcp-open': 'warning', 'part-orphaned': 'error'}
+
+
 def test_changed_guest_is_reported_once_by_its_fault(world: WorldBuilder) -> None:
     world.add_guest(ONE, ACTIVE, trouble=PAUSED, size={**SIZE, 'VCPU': 3})
     before = f'its record has state active on compute {ONE}; not in its fault yet: {PAUSED}; {UNLIKE}: VCPU:3 for 1'

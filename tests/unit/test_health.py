@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ecomp.model import health
+from ecomp.model.audit import CODES
 from ecomp.model.canary import (
     CURES,
     DEFAULT_CURE,
@@ -35,6 +36,7 @@ from ecomp.model.health import (
 )
 from ecomp.model.health import ComputeFacts as Facts
 from ecomp.model.host import CLOSED, ORPHANED, SILENT, UP, Host
+from ecomp.model.level import COMPUTE_WARNINGS, SCHEDULE_WARNINGS, WARNING, get_level
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, SCHEDULED, STAGES, Failure, Record
 from ecomp.tls import ETCD_SENTENCES, SENTENCES, TlsFailure, classify_tls_error
 from tests.kit.certificates import Authority
@@ -162,10 +164,12 @@ HUNG_UP = SENTENCES[TlsFailure.HUNG_UP]
 def test_fault_of_the_control_plane_is_found(facts: Backends, check: str, message: str, cure: str) -> None:
     (finding,) = health.check_backends(facts)
     assert (finding.check, message in finding.what, cure in finding.cure) == (check, True, True), finding
-    assert health.get_exit_code(facts, [finding]) == (7 if facts.etcd_failure or facts.placement_failure else 8)
+    is_warning = check == 'etcd-version'
+    code = 7 if facts.etcd_failure or facts.placement_failure else 0 if is_warning else 8
+    assert health.get_exit_code(facts, [finding]) == code
     (line,) = health.format_lines([finding])
-    assert line == f'{check}: {finding.what}. Fix: {finding.cure}'
-    assert health.summarize(facts, [finding]).startswith('1 finding; ')
+    assert line == f'{check}: {"warning: " * is_warning}{finding.what}. Fix: {finding.cure}'
+    assert health.summarize(facts, [finding]).startswith('no findings, 1 warning; ' if is_warning else '1 finding; ')
 
 
 @pytest.mark.parametrize(
@@ -262,7 +266,7 @@ OTHER = Attachment('network', 'web')
         (make_machine(version=8_000_000), 'libvirt-version', 'libvirt 8.0.0 is older', '9.0.0'),
         (
             make_machine(version=11_002_001),
-            'libvirt-version',
+            'libvirt-restart',
             'still runs version 11.2.1, but 11.3.0',
             'systemctl restart libvirtd',
         ),
@@ -339,6 +343,46 @@ def test_every_check_is_covered_by_a_case() -> None:
     }
     assert checks == expected
     assert Ailment._fields == ('check', 'what', 'cure')
+
+
+OLD_ETCD = Ailment('etcd-version', 'etcd is old', 'upgrade etcd')
+OLD_LIBVIRT = Ailment('libvirt-version', 'libvirt is old', 'install 9')
+WRONG_CLOCK = Ailment('clock', 'it is wrong', 'set it')
+
+
+@pytest.mark.parametrize(
+    ('findings', 'code', 'summary'),
+    [
+        ([OLD_ETCD], 0, 'no findings, 1 warning; '),
+        ([OLD_ETCD, OLD_LIBVIRT], 0, 'no findings, 2 warnings; '),
+        ([OLD_ETCD, WRONG_CLOCK], 8, '1 finding, 1 warning; '),
+        ([WRONG_CLOCK, WRONG_CLOCK], 8, '2 findings; '),
+    ],
+)
+def test_warning_is_counted_separately_and_does_not_change_the_exit_code(
+    findings: list[Ailment], code: int, summary: str
+) -> None:
+    assert health.get_exit_code(HEALTHY, findings) == code
+    assert health.summarize(HEALTHY, findings).startswith(summary)
+    assert health.get_exit_code(replace(HEALTHY, etcd_failure='away'), findings) == 7
+
+
+def test_warning_is_shown_as_such() -> None:
+    assert health.format_lines([OLD_ETCD, WRONG_CLOCK]) == [
+        'etcd-version: warning: etcd is old. Fix: upgrade etcd',
+        'clock: it is wrong. Fix: set it',
+    ]
+
+
+def test_every_warning_is_a_check_or_an_audit_code() -> None:
+    """A misspelled code would make no finding a warning, and `ignore_warnings` would accept it."""
+    machine_checks = {*health.BACKEND_CHECKS, *health.MACHINE_CHECKS, *health.LIBVIRT_CHECKS}
+    assert set(COMPUTE_WARNINGS) <= machine_checks
+    assert set(SCHEDULE_WARNINGS) <= {*health.BACKEND_CHECKS, *health.COMPUTE_CHECKS, *CODES}
+    assert {code for code in (*machine_checks, *health.COMPUTE_CHECKS, *CODES) if get_level(code) == WARNING} == {
+        *COMPUTE_WARNINGS,
+        *SCHEDULE_WARNINGS,
+    }
 
 
 def test_ends_reads_the_expiry_of_a_certificate(tmp_path: Path) -> None:

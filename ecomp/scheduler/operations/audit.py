@@ -22,6 +22,7 @@ from ecomp.model.audit import audit as compare
 from ecomp.model.backoff import Backoff
 from ecomp.model.group import Group
 from ecomp.model.json_object import dump
+from ecomp.model.level import ERROR, count_findings, get_level
 from ecomp.model.order import Request
 from ecomp.model.quota import INSTANCES, Quota
 from ecomp.model.record import RETENTION_SECONDS
@@ -238,7 +239,7 @@ def fix(store: Store, placement: Placement, notify: Notify, interval_seconds: fl
     first = audit(store, placement)
     if not any(finding.fix for finding in first.findings):
         return first
-    count = f'{len(first.findings)} finding{"" if len(first.findings) == 1 else "s"}'
+    count = count_findings([finding.code for finding in first.findings if get_level(finding.code) == ERROR])
     notify(f'{count}; the audit is repeated in {interval_seconds:g} s, before anything is changed')
     time.sleep(interval_seconds)
     second = audit(store, placement, stalled=first.stalled)
