@@ -24,6 +24,7 @@ from ecomp.model import keys
 from ecomp.model.allocation import is_class
 from ecomp.model.guest import DEFAULT_NETWORKS, MAX_INTERFACES, Attachment
 from ecomp.model.image import check_source
+from ecomp.model.level import COMPUTE_WARNINGS
 from ecomp.yaml_file import (
     InvalidValue,
     Node,
@@ -175,6 +176,7 @@ class ComputeConfig:
     allocation_ratios: Mapping[str, float] = make_field(
         {}, make_mapping_parser(_parse_class_node, _parse_ratio, 'a mapping of resource classes to ratios', 1)
     )
+    ignore_warnings: tuple[str, ...] = make_field((), make_unique_list_parser(make_choice_parser(*COMPUTE_WARNINGS)))
     directory: Path = Path('.')
     path: Path | None = field(default=None, compare=False)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ecomp.model.image import check_image
+from ecomp.model.level import SCHEDULE_WARNINGS
 from ecomp.model.reach import DEFAULT_REACH, ReachCommand, check_user, parse_reach
 from ecomp.model.text import check_plain_name
 from ecomp.yaml_file import (
@@ -25,10 +26,12 @@ from ecomp.yaml_file import (
     YamlFile,
     describe_node,
     describe_typed_node,
+    make_choice_parser,
     make_integer_parser,
     make_list_parser,
     make_mapping_parser,
     make_text_parser,
+    make_unique_list_parser,
     parse_flag,
     parse_text,
     shorten,
@@ -286,6 +289,7 @@ class ScheduleConfig:
     images: Mapping[str, str] = make_field({}, _parse_images)
     reach: ReachCommand = make_field(DEFAULT_REACH, make_text_parser(parse_reach))
     ssh_user: str = make_field('debian', make_text_parser(check_user))
+    ignore_warnings: tuple[str, ...] = make_field((), make_unique_list_parser(make_choice_parser(*SCHEDULE_WARNINGS)))
     path: Path | None = field(default=None, compare=False)
 
 

@@ -21,12 +21,11 @@ PROXY_VARIABLES = ('http_proxy', 'https_proxy', 'all_proxy', 'HTTP_PROXY', 'HTTP
 
 
 def check_machine(config: ComputeConfig) -> tuple[Backends, list[Ailment]]:
-    """Check etcd, placement and this machine; return the backends' state and all ailments, failed queries included."""
+    """Check etcd, placement and this machine; return the backends' state and the ailments, except ignored warnings."""
     status = backends.probe_backends(config.etcd, config.placement, config.path, 'compute.yaml')
-    return status, [
-        *health.check_backends(status),
-        *health.check_machine(_read_machine(config, not status.placement_failure)),
-    ]
+    machine = _read_machine(config, not status.placement_failure)
+    ailments = [*health.check_backends(status), *health.check_machine(machine)]
+    return status, [ailment for ailment in ailments if ailment.check not in config.ignore_warnings]
 
 
 def find_refusals(config: ComputeConfig, has_placement: bool) -> Iterator[str]:

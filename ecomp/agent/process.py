@@ -291,12 +291,13 @@ def _run_each(work: Callable[[Item], None], items: Sequence[Item]) -> None:
 
 
 def _warn_of_insecure_setup(config: ComputeConfig, store: Store) -> None:
-    """Log a warning for each plain-text backend, exposed secret file and vulnerable etcd; etcd's errors are ignored."""
+    """Log a warning for each plain-text backend, exposed secret file and, unless ignored, a vulnerable etcd."""
     for host in list_cleartext_hosts(config.etcd, config.placement):
         text = 'requests to %s are sent in plain text: anyone on the network path can read and change them'
         log.warning(f'{text}. Fix: use TLS, and remove `insecure: true`', host)
     for path in list_exposed_secrets(config.etcd, config.placement):
         log.warning('%s can be read or changed by every user of this machine. Fix: chmod o= %s', path, path)
     with suppress(EcompError):  # the next use of etcd reports the error
-        if warning := describe_vulnerabilities(store.read_version()):
+        warning = describe_vulnerabilities(store.read_version())
+        if warning and 'etcd-version' not in config.ignore_warnings:
             log.warning('%s', warning)

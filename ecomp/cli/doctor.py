@@ -48,6 +48,7 @@ def _diagnose(ctx: Context) -> int:
         if canary_run is not None:
             canaries = canary_run.run(hosts)
             findings += diagnose_canaries(canaries, canary_run.is_interrupted)
+    findings = [finding for finding in findings if finding.check not in ctx.config.ignore_warnings]
     document = {
         'findings': [{**finding._asdict(), 'level': get_level(finding.check)} for finding in findings],
         'configuration': backend_report.config_path,

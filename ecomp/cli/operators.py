@@ -237,6 +237,7 @@ def _audit(ctx: Context) -> int:
         report = fix(ctx.store, ctx.placement, ctx.out.say)
     else:
         report = audit(ctx.store, ctx.placement)
+    report = report._replace(findings=[row for row in report.findings if row.code not in ctx.config.ignore_warnings])
     if report.findings or ctx.form != TABLE:
         names = read_names_by_instance(ctx.store) if report.findings else {}
         ctx.show(make_finding_listing(report.findings, report.world.named_computes, names))

@@ -1,7 +1,7 @@
 """The levels of what the doctor, the audit and `ecompute --check` find: errors and warnings. Pure.
 
 An operator must act on an error. A warning is about what the packages of the system bring and no newer package of the
-system repairs; it does not change the exit code.
+system repairs; it does not change the exit code, and `ignore_warnings:` silences it.
 """
 
 from __future__ import annotations

@@ -146,6 +146,7 @@ virt_type: qemu
 images: ../images
 image_sources: [Images.Example.org, 10.1.0.0/16, 127.0.0.1, 'fd12::/64']
 image_proxy: http://proxy:3128/
+ignore_warnings: [libvirt-version]
 """
     )
     assert config == ComputeConfig(
@@ -171,6 +172,7 @@ image_proxy: http://proxy:3128/
         images=tmp_path.parent / 'images',
         image_sources=('images.example.org', '10.1.0.0/16', '127.0.0.1/32', 'fd12::/64'),
         image_proxy='http://proxy:3128',
+        ignore_warnings=('libvirt-version',),
         directory=tmp_path,
     )
 

@@ -156,6 +156,14 @@ def test_mistakes_in_lists_and_mappings_have_their_line(mistakes: Callable[[str 
             )
             for name in ('COMPUTE_STATUS_DISABLED', 'CUSTOM_ECOMP_DISABLED')
         ),
+        (
+            'ignore_warnings: [no-such]',
+            'ignore_warnings: must be etcd-version or libvirt-version, not no-such',
+        ),
+        # An error of the same command cannot be ignored, nor a warning of another command.
+        ('ignore_warnings: [clock]', 'ignore_warnings: must be etcd-version or libvirt-version, not clock'),
+        ('ignore_warnings: [dhcp-open]', 'ignore_warnings: must be etcd-version or libvirt-version, not dhcp-open'),
+        ('ignore_warnings: etcd-version', 'ignore_warnings: must be a list, not etcd-version'),
         ('aggregates: [x]', f'aggregates: must be a uuid like {DEFAULT_USER_ID}, not x'),
         (f'aggregates: [{UUID}, {UUID}]', f'aggregates: {UUID} is given more than once'),
         (
