@@ -34,11 +34,11 @@ MAX_FAKE_COMPUTES = 1000
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ecompute until a signal, and return 0; print an EcompError or OSError, and return its exit code or 1.
 
-    With --check or --unit it prints and returns; an interrupted --check returns 1. Sets signal handlers and the log.
+    With --check, --close-dhcp or --unit it prints and returns, 1 if interrupted. Sets signal handlers and the log.
     """
     logs.hold_descriptors()
     logs.configure()
-    config, is_checking, is_serving = ComputeConfig(), False, False
+    config, activity, is_serving = ComputeConfig(), '', False
     service = systemd.Service.from_environment(os.environ)
     # Until the daemon installs its own handlers, either signal unwinds what has been started.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -52,10 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 flush=True,
             )
             return 0
-        is_checking = options.check
+        activity = 'check' if options.check else 'change' if options.close_dhcp else ''
         config = load_compute(parse_config_option(options.config))
-        if is_checking:
-            return _run_check(config, options.fake is not None or options.count is not None or options.accept_new_etcd)
+        if activity:
+            _check_alone(options, 'check' if options.check else 'close_dhcp')
+            return _run_check(config) if options.check else _close_dhcp(config)
         with ExitStack() as at_exit:
             if options.fake is not None:
                 config = _make_fake_config(config, parse_inventory(options.fake), options.count, at_exit)
@@ -87,8 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _print_message(f'{error.filename or "failed"}: {error.strerror or error}')
         return 1
     except KeyboardInterrupt:
-        _print_message('interrupted: the check is incomplete' if is_checking else 'stopped before it was ready')
-        return int(is_checking)  # an interrupted check has no result; a signal is a daemon's normal end
+        _print_message(f'interrupted: the {activity} is incomplete' if activity else 'stopped before it was ready')
+        return int(bool(activity))  # an interrupted check has no result; a signal is a daemon's normal end
     return 0
 
 
@@ -116,6 +117,8 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument('--accept-new-etcd', action='store_true', help=accept_help)
     check_help = 'only check this machine, etcd and placement: print a line with a fix for each problem, and exit'
     command.add_argument('--check', action='store_true', help=check_help)
+    close_help = 'let the libvirt networks in `networks:` give addresses only to guests of ecompute, and exit'
+    command.add_argument('--close-dhcp', action='store_true', help=close_help)
     unit_help = (
         'print the systemd unit that runs ecompute with --config FILE (default: /etc/ecomp/compute.yaml), and exit'
     )
@@ -126,16 +129,19 @@ def make_parser() -> argparse.ArgumentParser:
 
 def render_unit(options: argparse.Namespace, program: Sequence[str]) -> str:
     """Render the unit for ecompute started as `program`, with --config or its default; UsageError for other options."""
-    if options.fake is not None or options.count is not None or options.accept_new_etcd or options.check:
-        raise UsageError('--unit accepts only --config')
+    _check_alone(options, 'unit')
     config = os.path.abspath(parse_config_option(options.config) or SERVICE_CONFIG)
     return systemd.render_unit('ecompute.service', [*program, '--config', config])
 
 
-def _run_check(config: ComputeConfig, has_other_options: bool) -> int:
-    """Print findings to stdout and a summary to stderr; return the exit code. UsageError if `has_other_options`."""
-    if has_other_options:
-        raise UsageError('--check accepts only --config')
+def _check_alone(options: argparse.Namespace, name: str) -> None:
+    """Raise UsageError if there is an option beside `name` and `config`."""
+    if any(value not in (None, False) for other, value in vars(options).items() if other not in (name, 'config')):
+        raise UsageError(f'--{name.replace("_", "-")} accepts only --config')
+
+
+def _run_check(config: ComputeConfig) -> int:
+    """Print findings to stdout and a summary to stderr; return the exit code."""
     from ecomp.agent.checking import check_machine
     from ecomp.model.health import format_lines, get_exit_code, summarize
 
@@ -144,6 +150,15 @@ def _run_check(config: ComputeConfig, has_other_options: bool) -> int:
         print(make_printable(line), flush=True)
     _print_message(summarize(backends, findings))
     return get_exit_code(backends, findings)
+
+
+def _close_dhcp(config: ComputeConfig) -> int:
+    """Close the DHCP of libvirt's networks, print what was done, and return 0."""
+    from ecomp.agent.checking import close_dhcp
+
+    for line in close_dhcp(config):
+        print(make_printable(line), flush=True)
+    return 0
 
 
 def _parse_count(text: str) -> int:

@@ -1,17 +1,19 @@
-"""`ecompute --check`: report faults of this machine, etcd and placement, with fixes."""
+"""`ecompute --check`: report faults of this machine, etcd and placement, with fixes; `--close-dhcp` fixes one."""
 
 from __future__ import annotations
 
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from ecomp import backends
 from ecomp.agent.host import metadata, provider
 from ecomp.agent.host.provider import check_names
+from ecomp.agent.host.state import Identity
 from ecomp.compute_conf import ComputeConfig
-from ecomp.errors import EcompError, UsageError
+from ecomp.errors import Conflict, EcompError, UsageError, split_fix
 from ecomp.model import health, keys
 from ecomp.model.allocation import REQUIRED_CLASSES
 from ecomp.model.health import Ailment, Backends
@@ -26,6 +28,30 @@ def check_machine(config: ComputeConfig) -> tuple[Backends, list[Ailment]]:
     machine = _read_machine(config, not status.placement_failure)
     ailments = [*health.check_backends(status), *health.check_machine(machine)]
     return status, [ailment for ailment in ailments if ailment.check not in config.ignore_warnings]
+
+
+def close_dhcp(config: ComputeConfig) -> Iterator[str]:
+    """Close the DHCP of our networks to unknown MACs, and yield what was done.
+
+    Raises UsageError if a network is missing, Conflict if an ecompute or a guest would be affected, libvirt's errors.
+    """
+    from ecomp.virt.connection import Connection
+    from ecomp.virt.networks import Networks
+
+    names = dict.fromkeys(name for kind, name in config.networks if kind == 'network')
+    with ExitStack() as at_exit:
+        networks = Networks(at_exit.enter_context(closing(Connection('qemu:///system'))))
+        open_networks = {name: found for name in names if (found := networks.find_open_dhcp(name))}
+        if not open_networks:
+            yield 'nothing to do: no network in `networks:` has DHCP that serves unknown MACs'
+            return
+        try:
+            at_exit.callback(Identity(config.state).close)
+        except Conflict as error:
+            problem = f'{split_fix(str(error))[0]}, which may start a guest while a network is restarted'
+            raise Conflict(f'{problem}. Fix: systemctl stop ecompute, and repeat the command') from error
+        for name, found in open_networks.items():
+            yield networks.close_dhcp(name, found)
 
 
 def find_refusals(config: ComputeConfig, has_placement: bool) -> Iterator[str]:

@@ -228,11 +228,7 @@ CODES = {
     ),
     'dhcp-open': Code(
         'the DHCP of a network gives addresses to unknown MACs',
-        manual_repair='edit the network with `virsh net-edit`: add '
-        "xmlns:dnsmasq='http://libvirt.org/schemas/network/dnsmasq/1.0' to its <network>, and insert "
-        "<dnsmasq:options><dnsmasq:option value='dhcp-ignore=tag:!known'/></dnsmasq:options> before </network>; then "
-        'restart the network with `virsh net-destroy` and `virsh net-start`, which disconnects its guests for a '
-        'second, until ecompute plugs them in again',
+        manual_repair='on its host, while ecompute and the guests on this network are stopped: `ecompute --close-dhcp`',
     ),
 }
 

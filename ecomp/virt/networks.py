@@ -9,7 +9,7 @@ import json
 import logging
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -17,12 +17,13 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import Any
 
-from ecomp.errors import BuildFailed, EcompError, UsageError
+from ecomp.errors import BuildFailed, Conflict, EcompError, UsageError
 from ecomp.files import get_search_path, watch_files
 from ecomp.model import keys
 from ecomp.model.guest import METADATA_ADDRESS, Address, Attachment, ReservedAddress, list_macs, make_mac_conflict
 from ecomp.model.health import MISSING, OFF, USABLE
 from ecomp.model.record import format_time
+from ecomp.model.text import join_some
 from ecomp.virt import xml
 from ecomp.virt.connection import Connection, IgnoredErrors, libvirt, raise_build_failed
 from ecomp.virt.xml import Dhcp, Reservation
@@ -260,8 +261,34 @@ class Networks:
 
     def has_open_dhcp(self, name: str) -> bool:
         """Return whether the network's DHCP serves unknown MACs, too; False without the network."""
-        definition = self._read_dhcp(name)
-        return bool(definition.ranges) and definition.is_served and not definition.reserved_only
+        return self._read_dhcp(name).is_open
+
+    def find_open_dhcp(self, name: str) -> list[int]:
+        """Return the definitions, LIVE and CONFIG, whose DHCP serves unknown MACs, too. UsageError if missing."""
+        self.check(Attachment('network', name))
+        with self._connection.use(f'reading the DHCP of network {name}') as connection:
+            definitions = _read_definitions(connection.networkLookupByName(name))
+        return [flag for flag, definition in definitions.items() if definition.is_open]
+
+    def close_dhcp(self, name: str, open_definitions: Collection[int]) -> str:
+        """Let these definitions serve only MACs with a reservation; return what was done.
+
+        For LIVE the network is restarted. Raises Conflict, and changes nothing, if that would disconnect something.
+        """
+        with self._connection.use(f'closing the DHCP of network {name}') as connection:
+            network = connection.networkLookupByName(name)
+            if LIVE in open_definitions and (obstacle := _explain_no_restart(connection, network)):
+                raise Conflict(f'network {name} is unchanged: it {obstacle}, and repeat the command')
+            if CONFIG in open_definitions:
+                connection.networkDefineXML(xml.close_dhcp(network.XMLDesc(libvirt.VIR_NETWORK_XML_INACTIVE)))
+            if LIVE in open_definitions:
+                try:
+                    network.destroy()
+                finally:  # also after Ctrl-C
+                    if not network.isActive():
+                        network.create()
+        restart = '; the network was restarted' if LIVE in open_definitions else ''
+        return f'network {name}: its DHCP now serves only MACs with a reservation{restart}'
 
     def list_without_ipv6(self, attachments: Iterable[Attachment]) -> list[Attachment]:
         """Return the attachments that are networks on libvirt's own bridges without IPv6."""
@@ -311,6 +338,20 @@ def _read_definitions(network: libvirt.virNetwork) -> dict[int, Dhcp]:
     if network.isPersistent():
         definitions[CONFIG] = xml.read_dhcp(network.XMLDesc(libvirt.VIR_NETWORK_XML_INACTIVE))
     return definitions
+
+
+def _explain_no_restart(connection: libvirt.virConnect, network: libvirt.virNetwork) -> str:
+    """Return why the network must not be restarted, with the beginning of a fix, or ''."""
+    bridge = network.bridgeName()
+    users = {port.name for port in (INTERFACES_DIRECTORY / bridge / 'brif').glob('*')}
+    for domain in connection.listAllDomains(libvirt.VIR_CONNECT_LIST_DOMAINS_ACTIVE):
+        with IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN):  # removed after it was listed
+            links = xml.parse_interfaces(domain.XMLDesc()).values()
+            taps = {link.tap for link in links if link.bridge == bridge}
+            users = users - taps | ({f'guest {domain.name()}'} if taps else set())
+    if users:
+        return f'connects {join_some(sorted(users), 5)}, which a restart would cut off. Fix: shut them down'
+    return '' if network.isPersistent() else 'is transient, so a restart would remove it. Fix: define it with virsh'
 
 
 def _choose_address(

@@ -365,6 +365,7 @@ def add_filter_reference(
 UNSERVED_FORWARD_MODES = frozenset({'bridge', 'private', 'vepa', 'passthrough', 'hostdev'})
 SECONDS_PER_UNIT = {'seconds': 1, 'minutes': 60, 'hours': 3600}
 DNSMASQ_NAMESPACE = 'http://libvirt.org/schemas/network/dnsmasq/1.0'
+RESERVED_ONLY_OPTION = 'dhcp-ignore=tag:!known'
 
 
 @dataclass(frozen=True)
@@ -393,6 +394,11 @@ class Dhcp:
     lease_seconds: tuple[int, ...] = ()
     has_ipv6: bool = True
     problems: tuple[str, str] = ('', '')
+
+    @property
+    def is_open(self) -> bool:
+        """True if unknown MACs are served, too."""
+        return bool(self.ranges) and self.is_served and not self.reserved_only
 
     def get_lease_seconds(self, address: IPv4Address) -> int:
         """Return the seconds of a lease of this address; 0 if unlimited or unknown."""
@@ -429,11 +435,20 @@ def read_dhcp(xml: str) -> Dhcp:
     options = {
         option.get('value') for option in root.iterfind(f'{{{DNSMASQ_NAMESPACE}}}options/{{{DNSMASQ_NAMESPACE}}}option')
     }
-    known_only = 'dhcp-ignore=tag:!known' in options
+    known_only = RESERVED_ONLY_OPTION in options
     served = mode not in UNSERVED_FORWARD_MODES
     ipv6 = not served or root.get('ipv6') == 'yes' or root.find("ip[@family='ipv6']") is not None
     unfit = _explain_unfit(root, served, ipv4_elements, not ranges)
     return Dhcp(tuple(ranges), frozenset(own), tuple(reservations), served, known_only, tuple(seconds), ipv6, unfit)
+
+
+def close_dhcp(xml: str) -> str:
+    """Return a network's definition with the option by which its DHCP serves only MACs with a reservation."""
+    root = ET.fromstring(xml)
+    # libvirt joins this element with another one of its name.
+    options = ET.SubElement(root, f'{{{DNSMASQ_NAMESPACE}}}options')
+    ET.SubElement(options, f'{{{DNSMASQ_NAMESPACE}}}option', value=RESERVED_ONLY_OPTION)
+    return ET.tostring(root, encoding='unicode')
 
 
 def _explain_unfit(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import re
 import subprocess
+import sys
 import threading
 import time
 import xml.etree.ElementTree as ET
@@ -34,7 +35,7 @@ from ecomp.model.guest import (
 )
 from tests.functional.guest import build
 from tests.functional.libvirt_host import LibvirtHost
-from tests.kit.servers import wait_until
+from tests.kit.servers import make_environment, wait_until
 
 libvirt = pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
 from ecomp.virt.connection import Connection  # noqa: E402
@@ -360,7 +361,7 @@ CLOSED_NETWORK = """<network xmlns:dnsmasq='http://libvirt.org/schemas/network/d
 
 @pytest.mark.usefixtures('real_libvirt')
 def test_networks_with_open_dhcp_are_listed(host: LibvirtHost) -> None:
-    """Check that a network with the option that the audit recommends is not listed.
+    """Check that a network with the option that `ecompute --close-dhcp` sets is not listed.
 
     On libvirt's default network, one guest could lease all addresses.
     """
@@ -373,4 +374,39 @@ def test_networks_with_open_dhcp_are_listed(host: LibvirtHost) -> None:
     finally:
         hypervisor.close()
         host.run_inside(['virsh', '-q', 'net-undefine', 'shut'])
-    assert "<dnsmasq:option value='dhcp-ignore=tag:!known'/>" in CODES['dhcp-open'].manual_repair
+    assert '`ecompute --close-dhcp`' in CODES['dhcp-open'].manual_repair
+
+
+AJAR_NETWORK = """<network><name>ajar</name><forward mode='open'/><bridge name='virbr7' stp='off'/>
+<ip address='10.79.0.1' netmask='255.255.255.0'><dhcp><range start='10.79.0.2' end='10.79.0.9'/></dhcp></ip>
+</network>"""
+
+
+def test_close_dhcp_restarts_a_network_without_guests(
+    host: LibvirtHost, real_libvirt: Libvirt, spec: GuestSpec
+) -> None:
+    """Close the DHCP of a running network, first while a guest runs there; repeat it on the closed one."""
+    (host.root / 'ajar.xml').write_text(AJAR_NETWORK)
+    config = host.root / 'closing.yaml'
+    config.write_text(f'state: {host.root}/closing\nnetworks: [{{network: ajar}}]\n')
+    command = [sys.executable, '-m', 'ecomp.compute', '--close-dhcp', '--config', str(config)]
+    host.run_inside(['virsh', '-q', 'net-define', str(host.root / 'ajar.xml')])
+    host.run_inside(['virsh', '-q', 'net-start', 'ajar'])
+    try:
+        build(real_libvirt, replace(spec, networks=(Attachment('network', 'ajar'),)))
+        refused = host.run_inside(command, make_environment(), check=False)
+        assert (refused.returncode, refused.stdout) == (5, ''), refused
+        assert f'it connects guest {spec.instance}, which a restart would cut off. Fix: ' in refused.stderr
+        assert 'dhcp-ignore' not in host.run_inside(['virsh', 'net-dumpxml', 'ajar']).stdout
+        real_libvirt.switch_off(spec.instance, spec.compute)
+        closed = host.run_inside(command, make_environment())
+        done = 'network ajar: its DHCP now serves only MACs with a reservation; the network was restarted'
+        assert closed.stdout == f'{done}\n'
+        for definition in ([], ['--inactive']):
+            assert 'dhcp-ignore=tag:!known' in host.run_inside(['virsh', 'net-dumpxml', 'ajar', *definition]).stdout
+        assert 'dhcp-ignore=tag:!known' in host.run_inside(['cat', '/var/lib/libvirt/dnsmasq/ajar.conf']).stdout
+        assert host.run_inside(command, make_environment()).stdout.startswith('nothing to do: ')
+    finally:
+        real_libvirt.destroy(spec.instance, spec.compute)
+        host.run_inside(['virsh', '-q', 'net-destroy', 'ajar'])
+        host.run_inside(['virsh', '-q', 'net-undefine', 'ajar'])

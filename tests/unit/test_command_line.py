@@ -496,3 +496,19 @@ def test_interrupt_while_modules_load_prints_one_line(name: str, tmp_path: Path)
 def test_interrupted_check_does_not_report_success(number: str, tmp_path: Path) -> None:
     outcome = run_interrupted(tmp_path, name='ecomp.agent.checking', words=['--check'], number=number, run=RUN_CHECK)
     assert outcome == (1, '', 'ecompute: interrupted: the check is incomplete\n')
+
+
+def test_interrupted_change_does_not_report_success(tmp_path: Path) -> None:
+    words = ['--close-dhcp']
+    outcome = run_interrupted(tmp_path, name='ecomp.agent.checking', words=words, number='SIGINT', run=RUN_CHECK)
+    assert outcome == (1, '', 'ecompute: interrupted: the change is incomplete\n')
+
+
+@pytest.mark.parametrize('other', [['--check'], ['--fake', 'VCPU:1'], ['--accept-new-etcd'], ['--unit']])
+def test_close_dhcp_accepts_only_config(other: list[str], tmp_path: Path) -> None:
+    process = subprocess.run(
+        [sys.executable, '-m', 'ecomp.compute', '--close-dhcp', *other],
+        cwd=tmp_path, env=make_environment(), capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    option = other[0] if other[0] in ('--check', '--unit') else '--close-dhcp'
+    assert (process.returncode, process.stderr) == (2, f'ecompute: {option} accepts only --config\n')

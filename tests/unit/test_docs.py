@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from docs import generate, parts, writing
+from ecomp.virt.xml import RESERVED_ONLY_OPTION
 from tests.kit.servers import TOP
 from tests.kit.tree import copy_tree
 
@@ -127,10 +128,10 @@ def test_setup_of_a_hypervisor_is_undone_by_keep_running() -> None:
     changes = {
         *re.findall(r'tee (\S+)', commands),
         *re.findall(r'python3 -m venv .*?(/\S+)', commands),
-        *re.findall(r'dnsmasq:option value=.(.*?)[\'"]/>', commands),
+        *(RESERVED_ONLY_OPTION for _ in re.findall('ecompute .*--close-dhcp', commands)),
         *(f'systemctl disable --now {unit}' for unit in re.findall(r'systemctl enable --now (\S+)', commands)),
     }
-    assert {'/opt/ecomp', 'dhcp-ignore=tag:!known', 'systemctl disable --now mdserver'} <= changes
+    assert {'/opt/ecomp', RESERVED_ONLY_OPTION, 'systemctl disable --now mdserver'} <= changes
     removal = keep.partition('## Take it away')[2].partition('\n## ')[0]
     assert {change for change in changes if change not in removal} == set()
 
