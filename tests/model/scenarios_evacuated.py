@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from ecomp.agent.planner import Work
 from ecomp.errors import Conflict, StillGoing, Unreachable
 from ecomp.model import keys
 from ecomp.model.group import Group, Membership
@@ -81,9 +82,10 @@ def _add_evacuation(cloud: Cloud, name: str, *earlier: Actor) -> Actor:
     return actor
 
 
-def _add_return(cloud: Cloud, host: Compute) -> None:
+def _add_return(cloud: Cloud, host: Compute, on_restart: Callable[[], None] = lambda: None) -> None:
     def come_back() -> None:
         host.restart()
+        on_restart()
         host.repeat(2, host.planner.retry_now, host.plan)()
 
     cloud.add_actor('A again', come_back, process=A, subjects=(A,))
@@ -159,6 +161,36 @@ def evacuated_while_its_host_returns(cloud: Cloud) -> Check:
     return _check_once(cloud, evacuation)
 
 
+def evacuated_and_back(cloud: Cloud) -> Check:
+    """A host comes back, and freezes before it starts its guest until that is evacuated: the guest stays off."""
+    host = _die(cloud, (U, 'web'))
+    evacuation = _add_evacuation(cloud, 'evacuate')
+    replaced_starts: list[str] = []
+    cloud.world.state_parts.append(lambda: tuple(replaced_starts))
+    resume = host.hypervisor.start_existing
+
+    def start_existing(instance: str, compute: str) -> None:
+        entry = cloud.etcd.entries.get(keys.request(A, instance))
+        if entry is None or not is_living_request(entry):
+            replaced_starts.append(f'{cloud.world.names[instance]} is started after it was replaced')
+        resume(instance, compute)
+
+    def freeze() -> None:
+        carry_out = host.planner.carry_out
+
+        def carry_out_late(work: Work) -> None:
+            if evacuation.is_active:
+                cloud.etcd.end_lease(host.presence.lease)
+                cloud.world.wait('the evacuation to end', lambda: not evacuation.is_active)
+            carry_out(work)
+
+        host.planner.carry_out = carry_out_late  # type: ignore[method-assign]
+
+    host.hypervisor.start_existing = start_existing  # type: ignore[method-assign]
+    _add_return(cloud, host, freeze)
+    return lambda: replaced_starts
+
+
 def evacuated_beside_destroy(cloud: Cloud) -> Check:
     """An instance is destroyed while its host is evacuated: its destroy is accepted, or it moves."""
     _die(cloud, (U, 'web'))
@@ -225,4 +257,5 @@ SCENARIOS = [
     *make_scenarios(SINGLE_FAULT._replace(interrupts=1), evacuated_beside_destroy),
     *make_scenarios(Bounds(1, 1, kills=1, requests=1, answers=1), evacuation_repeated),
     *make_scenarios(Bounds(2, 1, kills=1, expiries=1), evacuated_while_its_host_returns),
+    *make_scenarios(Bounds(1, 0), evacuated_and_back),
 ]

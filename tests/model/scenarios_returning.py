@@ -5,25 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 from ecomp.errors import NotFound
 from ecomp.model import keys
 from ecomp.model.group import Group
 from ecomp.model.group import to_json as group_json
-from ecomp.model.order import Request, parse_request
-from ecomp.model.order import to_json as request_json
 from ecomp.model.queue import WaitingEntry
-from ecomp.placement import allocations
 from ecomp.scheduler.changes.change import destroy
 from ecomp.scheduler.operations.sharing import set_limits
-from ecomp.store.client import Delete, Entry, Put, Unchanged, read_silence_condition
+from ecomp.store.client import Delete, Entry, Put
 from tests.model.acting import SINGLE_FAULT, Actor, Bounds
-from tests.model.cloud import AFFINITY, SIZE, A, B, Cloud, U, V
+from tests.model.cloud import AFFINITY, A, B, Cloud, U, V
 from tests.model.compute import Compute
-from tests.model.etcd import ModelStore
 from tests.model.explorer import Check, make_scenarios
-from tests.model.invariants import CLAIM, is_living_request
+from tests.model.invariants import CLAIM
 from tests.model.scenarios_losses import restore_etcd
 from tests.model.scenarios_operators import add_compute_end, add_drain, add_fix, add_forget, make_forget
 from tests.model.scenarios_pairs import make_active
@@ -236,35 +231,6 @@ def forgotten_with_a_guest(cloud: Cloud) -> Check:
     return check
 
 
-def evacuated_and_back(cloud: Cloud) -> Check:
-    """A host whose power failed comes back while its instance is evacuated: U starts only with a living request."""
-    host, _ = cloud.add_hosts(A, B)
-    cloud.deliver(U, A)
-    host.plan(4)
-    host.hypervisor.lose_power(A)
-    host.disk.files['boot_id'] = 'second'
-    cloud.etcd.end_lease(host.presence.lease)
-    cloud.may_freeze_computes = True
-    replaced_starts: list[str] = []
-    cloud.world.state_parts.append(lambda: tuple(replaced_starts))
-    resume = host.hypervisor.start_existing
-
-    def start_existing(instance: str, compute: str) -> None:
-        if not is_living_request(cloud.etcd.entries[keys.request(A, instance)]):
-            replaced_starts.append(f'{cloud.world.names[instance]} is started after it was replaced')
-        resume(instance, compute)
-
-    host.hypervisor.start_existing = start_existing  # type: ignore[method-assign]
-    cloud.add_actor('evacuate', lambda: _evacuate(cloud, U, V))
-
-    def come_back() -> None:
-        host.restart()
-        host.repeat(2, host.planner.retry_now, host.plan)()
-
-    cloud.add_actor('A again', come_back, process=A, subjects=(A,))
-    return lambda: replaced_starts
-
-
 def fix_replaced_and_back(cloud: Cloud) -> Check:
     """U lives again beside its replacement V in a restored etcd: `audit --fix` runs while U's host comes back.
 
@@ -306,21 +272,6 @@ def fix_replaced_and_back(cloud: Cloud) -> Check:
         return wrong
 
     return check
-
-
-def _evacuate(cloud: Cloud, replaced: str, instance: str) -> None:
-    """Move an instance without name, group and quota from A to B, if A is silent, as `evacuate --fenced` does."""
-    store = ModelStore(cloud.etcd)
-    key = keys.request(A, replaced)
-    entry, silent = store.get(key), read_silence_condition(store, A)
-    request = parse_request(A, key, entry.value) if entry is not None else None
-    if entry is None or silent is None or not isinstance(request, Request) or request.is_tombstone:
-        return
-    allocations.replace_allocations(cloud.placement, instance, {B: SIZE}, 'u', 'p')
-    tombstone = replace(request, allocations={}, image=None, former_resources=request.resources, replaced_by=instance)
-    moved = replace(request, instance=instance, allocations={B: SIZE}, replaces=replaced)
-    puts = [Put(key, request_json(tombstone)), Put(keys.request(B, instance), request_json(moved))]
-    store.commit([silent, Unchanged(key, entry.revision)], puts)
 
 
 # Room that is free again, and quotas
@@ -420,7 +371,6 @@ SCENARIOS = [
     *make_scenarios(Bounds(2, 2, minutes=2), drain_beside_orphans),
     *make_scenarios(Bounds(2, 1, minutes=1), drain_beside_a_taker, forget_and_slow_create, forget_and_slow_taker),
     *make_scenarios(Bounds(2, 0), forgotten_while_taking, refused_and_room_freed, destroyed_twice_beside_another),
-    *make_scenarios(Bounds(1, 1, kills=1, expiries=1), evacuated_and_back),
     *make_scenarios(SINGLE_FAULT, forgotten_with_a_guest),
     *make_scenarios(SINGLE_FAULT._replace(preemptions=1), fix_replaced_and_back),
     *make_scenarios(Bounds(1, 1, kills=1), destroyed_half_and_restored, destroyed_half_in_a_restored_queue),
