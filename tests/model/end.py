@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 
 from ecomp.errors import EcompError, Unreachable
 from ecomp.model import keys
-from tests.model.acting import Actor
+from ecomp.store.client import Put
+from tests.model.acting import LATE, REQUEST, Actor
 from tests.model.cloud import Cloud
 
 Json = dict[str, Any]
 PLACEMENT_COMMANDS = ('create', 'queue', 'apply', 'evacuate')
 TERMINAL_STATES = ('gone', 'error')
+ETCD_COMMIT = ('etcd', 'commit')
 
 
 class Sentence(NamedTuple):
@@ -117,6 +119,26 @@ class FinalState:
         calls = (step.call for step in self.cloud.world.steps if step.actor != actor.name)
         writes = (call for call in calls if call is not None and call.service == 'placement' and call.writes)
         return any(instance in str(call.operation) for call in writes)
+
+    def list_delivered_by(self, actor: Actor) -> set[str]:
+        """Return the instances that a transaction of this actor requested during the schedule."""
+        calls = (step.call for step in self.cloud.world.steps if step.actor == actor.name and step.answer is not None)
+        commits = (call.operation[2] for call in calls if call and (call.service, call.operation[0]) == ETCD_COMMIT)
+        puts = (operation for operations in commits for operation in operations if isinstance(operation, Put))
+        return {
+            keys.get_last_part(put.key)
+            for put in puts
+            if put.key.startswith(keys.HOSTS) and _parse(put.value.encode()).get('allocations')
+        }
+
+    def may_have_been_silenced(self, compute: str) -> bool:
+        """True if the lease of a compute expired during the schedule, or the compute was forgotten."""
+        expired = f'the lease of compute {self.cloud.world.names[compute]} ends'
+        return self.has_command('forget') or any(step.fate == expired for step in self.cloud.world.steps)
+
+    def has_lost_write(self, actor: Actor) -> bool:
+        """True if a request of this actor was lost or late, so that another actor may have done what it reports."""
+        return any(step.actor == actor.name and step.fate in (REQUEST, LATE) for step in self.cloud.world.steps)
 
     def was_harmed(self, actor: Actor) -> bool:
         """True if a message of this actor was lost."""

@@ -10,6 +10,7 @@ from tests.model.planting import (
     replace_call,
     replace_condition,
     replace_return,
+    return_constant,
 )
 
 EVACUATED = {
@@ -64,5 +65,18 @@ EVACUATED = {
     ),
     'a claim that was not delivered is kept': make_bug(
         'ecomp.scheduler.placing.evacuate:evacuate', replace_call('undo', 'None'), 'evacuated_beside_forget'
+    ),
+    'a failed evacuation counts guests that stay': make_bug(
+        'ecomp.scheduler.placing.evacuate:_Evacuation._describe_moved',
+        replace_return("f'{len(self.guests)} instances were evacuated before' if self.moved else ''"),
+        'evacuation_repeated',
+    ),
+    'a failed evacuation says that it changed nothing': make_bug(
+        'ecomp.scheduler.placing.evacuate:_Evacuation._describe_moved', return_constant(''), 'evacuation_repeated'
+    ),
+    'an evacuation that is overtaken says that it changed nothing': make_bug(
+        'ecomp.scheduler.placing.evacuate:_Evacuation._announce',
+        replace_assignment('outcome', 'UNCHANGED'),
+        'evacuated_twice',
     ),
 }

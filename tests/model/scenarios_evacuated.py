@@ -255,7 +255,7 @@ SCENARIOS = [
         evacuated_beside_create_of_its_room,
     ),
     *make_scenarios(SINGLE_FAULT._replace(interrupts=1), evacuated_beside_destroy),
-    *make_scenarios(Bounds(1, 1, kills=1, requests=1, answers=1), evacuation_repeated),
+    *make_scenarios(Bounds(1, 1, kills=1, requests=1, answers=1, reads=1), evacuation_repeated),
     *make_scenarios(Bounds(2, 1, kills=1, expiries=1), evacuated_while_its_host_returns),
     *make_scenarios(Bounds(1, 0), evacuated_and_back),
 ]

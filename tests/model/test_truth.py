@@ -17,6 +17,7 @@ from tests.model.truth import find_false_sentences
 pytestmark = pytest.mark.fast
 
 UNDONE = 'nothing was placed, and the claim is released'
+EVACUATED = 'instances were evacuated before'
 LIES = {
     'a create whose instance is not there': ('create', V, {V: DeliveryOutcome(A)}),
     'not delivered, while it is': ('create', U, Conflict(f'{U}: not delivered: too slow; {UNDONE}')),
@@ -42,6 +43,10 @@ LIES = {
         W,
         Conflict('stack s: another apply is in flight, process 1 on h; nothing was changed'),
     ),
+    'two evacuated, while one is there': ('evacuate', U, Unreachable(f'etcd gives no answer; 2 {EVACUATED}')),
+    'evacuated nothing, while it is there': ('evacuate', U, Unreachable(f'etcd gives no answer; {UNDONE}')),
+    'evacuated nothing, with a claim left': ('evacuate', W, Unreachable(f'etcd gives no answer; {UNDONE}')),
+    'alive, while it is silent': ('evacuate', A, Conflict(f'{A}: its ecompute is alive, and its guests may run')),
     'released, while it is held': ('fix', '', [f'allocation-orphaned {U}: released on {A}']),
 }
 TRUTHS = {
@@ -52,6 +57,7 @@ TRUTHS = {
     'not forgotten': ('forget', A, Conflict(f'compute {A} is not forgotten: it is alive')),
     'an apply': ('apply', U, {U: DeliveryOutcome(A)}),
     'an apply waits': ('apply', V, StillGoing('s-web: still being destroyed; nothing was changed')),
+    'one evacuated': ('evacuate', U, Unreachable(f'etcd gives no answer; 1 {EVACUATED}')),
     'quota set': ('quota', 'p', 'quota of project p: instances 1/5'),
 }
 

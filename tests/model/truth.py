@@ -87,6 +87,37 @@ def is_evacuated(end: FinalState, sentence: Sentence) -> bool:
     ) and not any(each.replaced_by and end.is_requested(each.instance) for each in sentence.outcome)
 
 
+def has_evacuated(end: FinalState, sentence: Sentence) -> bool:
+    """At least as many of the new instances as the message says are requested or have ended."""
+    (count,) = re.findall(r'([0-9]+) instances were evacuated before', sentence.text)
+    instances = set(sentence.actor.subjects)
+    if end.find_related_commands(sentence.actor, 'evacuate') and not end.has_lost_write(sentence.actor):
+        instances = end.list_delivered_by(sentence.actor)
+    return sum(end.is_requested(each) or end.has_ended(each) for each in instances) >= int(count)
+
+
+def has_evacuated_nothing(end: FinalState, sentence: Sentence) -> bool:
+    """The evacuation requested no new instance."""
+    return not end.list_delivered_by(sentence.actor) and is_not_placed(end, sentence)
+
+
+def has_released_all(end: FinalState, sentence: Sentence) -> bool:
+    """The evacuation requested no new instance, and none is claimed, unless by another command."""
+    return has_evacuated_nothing(end, sentence) and has_released(end, sentence)
+
+
+def was_alive(end: FinalState, sentence: Sentence) -> bool:
+    """The compute is alive, unless its lease expired later."""
+    compute = sentence.actor.subjects[0]
+    return keys.compute(compute) in end.entries or end.may_have_been_silenced(compute)
+
+
+def is_unregistered(end: FinalState, sentence: Sentence) -> bool:
+    """The compute is not in placement, unless it has come back."""
+    compute = sentence.actor.subjects[0]
+    return compute not in end.cloud.model.providers or compute in end.touched
+
+
 def is_queued(end: FinalState, sentence: Sentence) -> bool:
     """The instance is queued, a compute has taken it, or it has ended."""
     return all(end.has_entry(instance) or end.has_ended(instance) for instance in sentence.actor.subjects)
@@ -274,14 +305,29 @@ CREATE, QUEUE, APPLY, DESTROY, POWER, FORGET, DRAIN, DISABLE, ENABLE, QUOTA, CLE
     *(('create',), ('queue',), ('apply',), ('destroy',), ('power',), ('forget',), ('drain',)),
     *(('disable',), ('enable',), ('quota',), ('clear',), ('fix',)),
 )
+EVACUATE = ('evacuate',)
 ANY = (*PLACEMENT_COMMANDS, *DESTROY, *POWER, *FORGET, *DRAIN, *DISABLE, *ENABLE, *QUOTA, *CLEAR, *FIX)
 ROWS = [
     # The outcome is unknown, or the command was interrupted.
     Row(ANY, UnknownOutcome, '', promises_nothing),
     Row(ANY, KeyboardInterrupt, '', promises_nothing),
     # eschedule evacuate
-    Row(('evacuate',), tuple, '', is_evacuated),
-    Row(('evacuate',), EcompError, '', promises_nothing),
+    Row(EVACUATE, tuple, '', is_evacuated),
+    Row(EVACUATE, EcompError, '[0-9]+ instances were evacuated before', has_evacuated),
+    Row(
+        EVACUATE,
+        Unreachable,
+        '(nothing was changed|nothing was placed, and the claim is released)$',
+        has_released_all,
+    ),
+    Row(EVACUATE, Unreachable, '(its claim stays|the computes release its claim)', has_evacuated_nothing),
+    # It failed before its attempt began, or after the attempt had ended.
+    Row(EVACUATE, Unreachable, '', promises_nothing),
+    Row(EVACUATE, Conflict, 'another evacuation is in flight, .*; nothing was changed', has_evacuated_nothing),
+    Row(EVACUATE, Conflict, 'its ecompute is alive, and its guests may run', was_alive),
+    Row(EVACUATE, NotFound, 'No resource provider', is_unregistered),
+    # "nothing was written" is said of one write, which may have come after others.
+    Row(EVACUATE, EcompError, 'requested lease not found', promises_nothing),
     # eschedule QUERY, eschedule apply
     Row(CREATE + APPLY, dict, '', is_delivered),
     Row(CREATE + APPLY, Unreachable, 'its claim (stays|within)', is_not_placed),

@@ -27,7 +27,7 @@ from ecomp.placement.allocations import Consumer, read_consumer, read_consumers,
 from ecomp.placement.client import Placement
 from ecomp.scheduler.operations.moves import read_moves
 from ecomp.scheduler.placing.claim import announce
-from ecomp.scheduler.placing.create import Attempt
+from ecomp.scheduler.placing.create import UNCHANGED, Attempt
 from ecomp.scheduler.placing.stack import Removal, check_previous, deliver_with_removals
 from ecomp.scheduler.queries.find import from_places
 from ecomp.scheduler.queries.stacks import find_next_place, make_move
@@ -147,7 +147,10 @@ class _Evacuation(Attempt):
     def undo(self) -> str:
         """Undo as Attempt does; if instances were moved, return how many."""
         outcome = super().undo()
-        return f'{len(self.moved)} instances were evacuated before' if self.moved else outcome
+        return self._describe_moved() or outcome
+
+    def _describe_moved(self) -> str:
+        return f'{len(self.moved)} instances were evacuated before' if self.moved else ''
 
     def move_all(self) -> None:
         """Move the guests that can be placed, and report the others. A lost race is repeated with a new plan."""
@@ -224,7 +227,8 @@ class _Evacuation(Attempt):
         """Write the attempt's key; Conflict if another evacuation of the compute is in flight."""
         instances = [each.instance for each in self.replacements.values()]
         value = {'version': 1, 'instances': instances, 'query': None, **self.owner}
-        check = partial(check_previous, f'{self.display_name}: another evacuation', self.owner)
+        outcome = self._describe_moved() or UNCHANGED
+        check = partial(check_previous, f'{self.display_name}: another evacuation', self.owner, outcome=outcome)
         self.revision = announce(self.store, self.lease, self.order.instance, value, True, check)
 
     def _plan(self) -> dict[str, Candidate]:

@@ -121,8 +121,8 @@ def write_stack(store: Store, stack: Stack, previous_revision: int) -> int:
     return revision
 
 
-def check_previous(other: str, owner: Mapping[str, object], entry: Entry) -> None:
-    """Raise Conflict unless the process of the `other` attempt ran on our machine and has ended."""
+def check_previous(other: str, owner: Mapping[str, object], entry: Entry, outcome: str = UNCHANGED) -> None:
+    """Raise Conflict, with our `outcome`, unless the process of the `other` attempt ran here and has ended."""
     facts = load_object_or_empty(entry.value)
     host, pid = str(facts.get('host'))[:80], facts.get('pid')
     if host == owner['host'] and type(pid) is int and pid > 0:
@@ -133,7 +133,7 @@ def check_previous(other: str, owner: Mapping[str, object], entry: Entry) -> Non
         except (PermissionError, OverflowError):
             pass
     raise Conflict(
-        f'{other} is in flight, process {pid!r:.20} on {host}; nothing was changed. Fix: repeat '
+        f'{other} is in flight, process {pid!r:.20} on {host}; {outcome}. Fix: repeat '
         f'the command when it has finished, or {keys.ATTEMPT_SECONDS} s after it was killed'
     )
 
