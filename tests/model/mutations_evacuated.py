@@ -79,4 +79,14 @@ EVACUATED = {
         replace_assignment('outcome', 'UNCHANGED'),
         'evacuated_twice',
     ),
+    'an evacuation overwrites a request with its uuid': make_bug(
+        'ecomp.scheduler.placing.stack:deliver_with_removals',
+        replace_assignment('unused', '[]'),
+        'evacuated_beside_create_of_its_replacement',
+    ),
+    'after an unknown outcome any request is its own': make_bug(
+        'ecomp.scheduler.placing.claim:deliver',
+        replace_assignment('is_ours', 'True'),
+        'evacuated_beside_create_of_its_replacement',
+    ),
 }

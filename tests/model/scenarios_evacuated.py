@@ -248,11 +248,27 @@ def evacuated_beside_create_of_its_room(cloud: Cloud) -> Check:
     return _check_once(cloud, evacuation)
 
 
+def evacuated_beside_create_of_its_replacement(cloud: Cloud) -> Check:
+    """A create with --uuid uses the uuid that an evacuation chooses: one of them gets it."""
+    _die(cloud, (U, 'web'))
+    replacement = keys.derive_uuid(U, 'evacuated')
+    cloud.world.names[replacement] = 'new 1'
+    evacuation = _add_evacuation(cloud, 'evacuate')
+    create = cloud.add_create('eschedule', replacement, resume=True)
+    check_once = _check_once(cloud, evacuation)
+
+    def check() -> list[str]:
+        is_created = isinstance(create.outcome, dict) and bool(_list_moved(evacuation))
+        return check_once() + ['new 1 was created, and has replaced U'] * is_created
+
+    return check
+
+
 SCENARIOS = [
     *make_scenarios(
         SINGLE_FAULT,
         *(evacuated_twice, evacuated_beside_forget, evacuated_beside_replace),
-        evacuated_beside_create_of_its_room,
+        *(evacuated_beside_create_of_its_room, evacuated_beside_create_of_its_replacement),
     ),
     *make_scenarios(SINGLE_FAULT._replace(interrupts=1), evacuated_beside_destroy),
     *make_scenarios(Bounds(1, 1, kills=1, requests=1, answers=1, reads=1), evacuation_repeated),

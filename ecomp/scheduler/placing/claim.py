@@ -31,7 +31,7 @@ from ecomp.model.allocation import Allocations, Resources
 from ecomp.model.choose import Candidate
 from ecomp.model.group import Group, Membership, resolve_group
 from ecomp.model.guest import SharedUserData
-from ecomp.model.json_object import dump
+from ecomp.model.json_object import dump, load_object_or_empty
 from ecomp.model.order import Order, Request, parse_attempt_instances, to_json
 from ecomp.model.quota import Quota, describe_excesses, make_charge, multiply_amounts
 from ecomp.model.text import format_suggestion
@@ -323,7 +323,9 @@ def deliver(
                 return 0
             # All or none: one request stands for all.
             if (written := store.get(keys.request(first, instance))) is not None:
-                return written.revision
+                # A create with the uuid that an evacuation chose is another instance.
+                is_ours = load_object_or_empty(written.value).get('replaces') == deliveries[0][1].replaces
+                return written.revision if is_ours else 0
             from ecomp.model.host import group_by_instance
 
             # A record of another compute comes from a delivery by another eschedule with this uuid.

@@ -212,7 +212,10 @@ def deliver_with_removals(
         for compute, request in deliveries:
             if request.group is not None:
                 places.setdefault(request.group, {})[request.instance] = compute
+        # An evacuation looks for deliveries of its uuids before it announces them, so a create may have come since.
+        unused = [Unchanged(keys.request(compute, each.instance), 0) for compute, each in deliveries if each.replaces]
         return merge_changes(
+            (unused, []),
             reserve_names(store, {request.instance: request.name for _, request in deliveries}, removed),
             *(join_group(store, group, members, removed, dead_compute) for group, members in places.items()),
             *(_make_removal(store, removal) for removal in removals),
