@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from tests.model.planting import (
+    Constant,
     drop_operand,
     make_bug,
+    never,
     replace_argument,
     replace_assignment,
     replace_call,
@@ -88,5 +90,19 @@ EVACUATED = {
         'ecomp.scheduler.placing.claim:deliver',
         replace_assignment('is_ours', 'True'),
         'evacuated_beside_create_of_its_replacement',
+    ),
+    'a create is NOTIFIED of an instance that has moved': make_bug(
+        'ecomp.scheduler.placing.create:check_same', never('is_destroying'), 'evacuated_beside_resume'
+    ),
+    'an evacuation does not plan again after a lost race for room': make_bug(
+        'ecomp.scheduler.placing.evacuate:MAX_ROUNDS', Constant(1), 'evacuated_beside_a_queue'
+    ),
+    'an evacuated guest of a queue loses its query': make_bug(
+        'ecomp.scheduler.placing.evacuate:_Evacuation._settle',
+        replace_assignment('fields', 'request.copy_fields(instance=new, replaces=old, stages=stages, query=None)'),
+        'evacuated_group_of_a_queue',
+    ),
+    'an evacuation plans without groups': make_bug(
+        'ecomp.model.moves:_Plan.get_group', return_constant(None), 'evacuated_group_of_a_queue'
     ),
 }

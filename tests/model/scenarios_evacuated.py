@@ -19,7 +19,7 @@ from ecomp.scheduler.placing.evacuate import Evacuated, check_silent, evacuate
 from ecomp.store.client import Delete, Put
 from tests.model.acting import SINGLE_FAULT, Actor, Bounds
 from tests.model.applying import OTHER_IMAGE, add_apply, make_file, run_apply
-from tests.model.cloud import AFFINITY, ANTI_AFFINITY, A, B, Cloud, U, V
+from tests.model.cloud import AFFINITY, ANTI_AFFINITY, A, B, C, Cloud, U, V
 from tests.model.compute import Compute
 from tests.model.etcd import ModelStore
 from tests.model.explorer import Check, make_scenarios
@@ -28,6 +28,8 @@ from tests.model.scenarios_operators import make_forget
 from tests.model.virtual import HOST, NOW, find_pid
 
 WEB = 'web/1'
+# Fields of a request that its replacement has, too.
+ORDER_FIELDS = ('query', 'image', 'name', 'group', 'user_id', 'project_id')
 
 
 def _die(cloud: Cloud, *names: tuple[str, str], group: Membership = ANTI_AFFINITY) -> Compute:
@@ -264,11 +266,92 @@ def evacuated_beside_create_of_its_replacement(cloud: Cloud) -> Check:
     return check
 
 
+def evacuated_beside_resume(cloud: Cloud) -> Check:
+    """A create is repeated with --uuid while its instance is evacuated: it is not NOTIFIED once it has moved."""
+    _die(cloud, (U, 'web'))
+    evacuation = _add_evacuation(cloud, 'evacuate')
+    create = cloud.add_create('eschedule', U, resume=True, name='web', group=ANTI_AFFINITY)
+    check_once = _check_once(cloud, evacuation)
+    was_moved_before: list[bool] = []
+    cloud.world.state_parts.append(lambda: tuple(was_moved_before))
+
+    def note(operations: Sequence[Put | Delete]) -> None:
+        is_move = any('"replaced_by"' in operation.value for operation in operations if isinstance(operation, Put))
+        if is_move and not was_moved_before:
+            was_moved_before.append(not any(step.actor == create.name for step in cloud.world.steps))
+
+    cloud.etcd.listeners.append(note)
+
+    def check() -> list[str]:
+        is_wrong = was_moved_before == [True] and isinstance(create.outcome, dict)
+        return check_once() + ['U was NOTIFIED after it had moved'] * is_wrong
+
+    return check
+
+
+def _add_take_of_queued(cloud: Cloud, group: Membership | None = None) -> Callable[[], list[str]]:
+    """Queue V, and let B take it; return a check that V is queued or requested, and not both or twice."""
+    cloud.add_take(B, cloud.enqueue_request(V, 'db', group))
+
+    def check() -> list[str]:
+        places = [key for key in cloud.etcd.entries if key.startswith((keys.HOSTS, keys.QUEUES))]
+        count = sum(keys.get_last_part(key) == V for key in places)
+        return [f'V is queued or requested {count} times'] * (count != 1)
+
+    return check
+
+
+def _check_moved(cloud: Cloud, evacuation: Actor) -> list[str]:
+    """Return a problem if U stays, and the evacuation has ended without an error."""
+    outcomes = evacuation.outcome if isinstance(evacuation.outcome, tuple) else ()
+    stays = [each for each in outcomes if each.reason]
+    return [f'{cloud.world.names[each.instance]} stays, and has room elsewhere: {each.reason}' for each in stays]
+
+
+def evacuated_beside_a_queue(cloud: Cloud) -> Check:
+    """A host takes a queued request into room that the evacuation wants: the other host has room for one of them."""
+    cloud.set_instance_limit(5)
+    host = cloud.add_host(A)
+    cloud.deliver(U, A, 'web')
+    host.plan(4)
+    cloud.add_hosts(B, C, room=1)
+    _lose_power(cloud, host)
+    cloud.has_ample_room = False
+    check_queued = _add_take_of_queued(cloud)
+    evacuation = _add_evacuation(cloud, 'evacuate')
+    check_once = _check_once(cloud, evacuation)
+    return lambda: [*check_once(), *check_queued(), *_check_moved(cloud, evacuation)]
+
+
+def evacuated_group_of_a_queue(cloud: Cloud) -> Check:
+    """A guest that came from a queue is evacuated while a host takes another one of its group, which stays apart."""
+    cloud.set_instance_limit(5)
+    host = cloud.add_host(A)
+    cloud.enqueue_request(U, 'web', ANTI_AFFINITY)
+    host.take_and_build(4)
+    before = json.loads(cloud.etcd.entries[keys.request(A, U)].value)
+    cloud.add_host(B)
+    cloud.add_host(C, room=1)  # the evacuation prefers B, which has more room even with V
+    _lose_power(cloud, host)
+    check_queued = _add_take_of_queued(cloud, ANTI_AFFINITY)
+    evacuation = _add_evacuation(cloud, 'evacuate')
+    check_once = _check_once(cloud, evacuation)
+
+    def check_order() -> list[str]:
+        moved = [keys.request(each.compute, each.replaced_by) for each in _list_moved(evacuation)]
+        values = [json.loads(cloud.etcd.entries[key].value) for key in moved if key in cloud.etcd.entries]
+        wrong = {name for value in values for name in ORDER_FIELDS if value.get(name) != before.get(name)}
+        return [f'the replacement has another {name}' for name in sorted(wrong)]
+
+    return lambda: [*check_once(), *check_queued(), *check_order(), *_check_moved(cloud, evacuation)]
+
+
 SCENARIOS = [
     *make_scenarios(
         SINGLE_FAULT,
         *(evacuated_twice, evacuated_beside_forget, evacuated_beside_replace),
-        *(evacuated_beside_create_of_its_room, evacuated_beside_create_of_its_replacement),
+        *(evacuated_beside_create_of_its_room, evacuated_beside_create_of_its_replacement, evacuated_beside_resume),
+        *(evacuated_beside_a_queue, evacuated_group_of_a_queue),
     ),
     *make_scenarios(SINGLE_FAULT._replace(interrupts=1), evacuated_beside_destroy),
     *make_scenarios(Bounds(1, 1, kills=1, requests=1, answers=1, reads=1), evacuation_repeated),
