@@ -10,11 +10,12 @@ import os
 import random
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
-from ecomp.errors import ClaimedElsewhere, Conflict, Unreadable, UsageError
+from ecomp.errors import ClaimedElsewhere, Conflict, NotFound, Unreadable, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations, find_compute
@@ -91,7 +92,7 @@ def evacuate(  # noqa: PLR0913
     """Place each guest of a compute anew that the operator has fenced and disabled; `report` gets each outcome.
 
     Then release the claims on the compute that no request owns, and return their consumers. `owner`, `now`: see
-    create(). Raises Conflict if the compute is alive or another evacuation is in flight, NotFound, and as create().
+    create(). Raises Conflict if the compute is alive or another evacuation is in flight, and as create().
     """
     check_silent(store, compute, display_name)
     order, lease = SetOrder(keys.derive_uuid(compute, 'evacuate')), store.grant(keys.ATTEMPT_SECONDS)
@@ -103,7 +104,9 @@ def evacuate(  # noqa: PLR0913
     with attempt.undo_on_error():
         attempt.move_all()
     attempt.undo()  # claims for guests that were destroyed or changed in the meantime
-    return _release_orphans(store, placement, compute)
+    with suppress(NotFound):  # `host forget` came first
+        return _release_orphans(store, placement, compute)
+    return []
 
 
 def _release_orphans(store: Store, placement: Placement, compute: str) -> list[str]:
