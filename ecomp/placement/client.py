@@ -27,6 +27,7 @@ from ecomp.errors import (
     UnknownOutcome,
     Unreachable,
 )
+from ecomp.metrics import TALLY
 from ecomp.model.json_object import is_utf8_text
 from ecomp.placement.http_client import DEFAULT_LIMITS, MICROVERSION, Answer, AnswerLimits, Connections
 
@@ -196,13 +197,14 @@ class Placement:
 
     def _send(self, method: str, path: str, body: dict[str, Any] | None, no_answer_error: type[Unreachable]) -> Answer:
         """Return a 201, a 204 or a 200 of JSON; else raise the class's errors (`no_answer_error`: 5xx, no answer)."""
-        with self._report_if_slow():
-            answer = self._connections.send(method, path, body, no_answer_error)
-        # A proxy's welcome page is a 200 as well, and confirms no claim.
-        is_json = answer.headers.get('content-type', '').startswith('application/json')
-        if answer.status_code in (201, 204) or (answer.status_code == 200 and is_json):
-            return answer
-        raise self._make_error(answer, no_answer_error)
+        with TALLY.measure('placement'):
+            with self._report_if_slow():
+                answer = self._connections.send(method, path, body, no_answer_error)
+            # A proxy's welcome page is a 200 as well, and confirms no claim.
+            is_json = answer.headers.get('content-type', '').startswith('application/json')
+            if answer.status_code in (201, 204) or (answer.status_code == 200 and is_json):
+                return answer
+            raise self._make_error(answer, no_answer_error)
 
     @contextmanager
     def _report_if_slow(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, GenerationConflict, NoSpace, StrangeEtcd, UnknownOutcome, Unreachable
+from ecomp.metrics import TALLY
 from ecomp.model import cluster, keys
 from ecomp.model.cluster import Header, KnownCluster
 from ecomp.model.order import parse_attempt_instances
@@ -530,7 +531,8 @@ class Store:
     ) -> Any:
         """Return Connection.ask()'s answer; the guard checks a linearizable one."""
         before = self._guard.known_cluster if self._guard is not None else None
-        reply = self._connection.ask(lambda member, limit: member.call(request, limit), no_answer_error, about)
+        with TALLY.measure('etcd'):
+            reply = self._connection.ask(lambda member, limit: member.call(request, limit), no_answer_error, about)
         if self._guard is not None and before is not None and linearizable:
             self._guard.check_reply(before, parse_header(reply), self.endpoints)
         return reply

@@ -12,10 +12,11 @@ AGENT_IMPORTS = {
     *('ecomp', 'ecomp.addresses', 'ecomp.yaml_file', 'ecomp.errors'),
     *('ecomp.backends', 'ecomp.failpoints', 'ecomp.systemd', 'ecomp.tls', 'ecomp.version'),
     *('ecomp.files', 'ecomp.conf', 'ecomp.compute_conf', 'ecomp.log', 'ecomp.model', 'ecomp.placement'),
-    *('ecomp.store', 'ecomp.virt'),
+    *('ecomp.metrics', 'ecomp.store', 'ecomp.virt'),
 }
 SCHEDULER_IMPORTS = {
-    *('ecomp.errors', 'ecomp.failpoints', 'ecomp.conf', 'ecomp.model', 'ecomp.placement', 'ecomp.store'),
+    *('ecomp.errors', 'ecomp.failpoints', 'ecomp.conf', 'ecomp.metrics', 'ecomp.model', 'ecomp.placement'),
+    'ecomp.store',
 }
 
 # {layer: modules of ours that it may import beside itself}. The longest matching prefix of a module is its layer.
@@ -28,6 +29,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     'ecomp.yaml_plain': set(),
     'ecomp.yaml_file': {'ecomp.errors', 'ecomp.model', 'ecomp.yaml_plain'},
     'ecomp.files': {'ecomp.errors'},
+    'ecomp.metrics': {'ecomp.errors', 'ecomp.model'},
     'ecomp.systemd': set(),
     'ecomp.tls': set(),
     'ecomp.version': {'ecomp'},
@@ -38,9 +40,12 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     'ecomp.backends': {
         *('ecomp.errors', 'ecomp.conf', 'ecomp.model', 'ecomp.placement', 'ecomp.store'),
     },
-    'ecomp.placement': {'ecomp.errors', 'ecomp.conf', 'ecomp.model', 'ecomp.tls'},
-    'ecomp.store': {'ecomp.errors', 'ecomp.conf', 'ecomp.model', 'ecomp.tls'},
-    'ecomp.virt': {'ecomp.addresses', 'ecomp.errors', 'ecomp.failpoints', 'ecomp.files', 'ecomp.conf', 'ecomp.model'},
+    'ecomp.placement': {'ecomp.errors', 'ecomp.conf', 'ecomp.metrics', 'ecomp.model', 'ecomp.tls'},
+    'ecomp.store': {'ecomp.errors', 'ecomp.conf', 'ecomp.metrics', 'ecomp.model', 'ecomp.tls'},
+    'ecomp.virt': {
+        *('ecomp.addresses', 'ecomp.errors', 'ecomp.failpoints', 'ecomp.files', 'ecomp.conf', 'ecomp.metrics'),
+        'ecomp.model',
+    },
     'ecomp.agent.jobs': {'ecomp.errors', 'ecomp.model'},
     'ecomp.agent.images': {*AGENT_IMPORTS, 'ecomp.files'},
     'ecomp.agent.host': {*AGENT_IMPORTS, 'ecomp.files', 'ecomp.agent.jobs', 'ecomp.agent.images'},
@@ -74,8 +79,8 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     },
     'ecomp.cli': {
         *('ecomp.backends', 'ecomp.errors', 'ecomp.conf', 'ecomp.files', 'ecomp.version', 'ecomp.yaml_file'),
-        *('ecomp.model', 'ecomp.placement', 'ecomp.store', 'ecomp.scheduler.queries', 'ecomp.scheduler.changes'),
-        *('ecomp.scheduler.operations', 'ecomp.scheduler.placing'),
+        *('ecomp.metrics', 'ecomp.model', 'ecomp.placement', 'ecomp.store', 'ecomp.scheduler.queries'),
+        *('ecomp.scheduler.changes', 'ecomp.scheduler.operations', 'ecomp.scheduler.placing'),
     },
     'ecomp.schedule': {
         *('ecomp.yaml_file', 'ecomp.errors', 'ecomp.conf', 'ecomp.log', 'ecomp.model', 'ecomp.cli', 'ecomp.version'),
@@ -102,6 +107,7 @@ LIBRARY_PLACES: dict[str, set[str]] = {
     'certifi': {'ecomp.agent.images'},
     'urllib3': {'ecomp.agent.images'},
     'psutil': {'ecomp.agent.host.provider'},
+    'prometheus_client': {'ecomp.metrics'},
     'os_traits': {'ecomp.model.traits'},
     'yaml': {'ecomp.yaml_file'},
     'bottle': {'mdserver'},
