@@ -60,6 +60,15 @@ def make_network_config(macs: Sequence[str]) -> dict[str, Any] | None:
     return {'version': 2, 'ethernets': ethernets}
 
 
+class Usage(NamedTuple):
+    """What a running guest has used since its start, and the host's memory that it uses now."""
+
+    vcpu_seconds_total: float
+    resident_memory_bytes: int
+    disk_read_bytes_total: int = 0
+    disk_written_bytes_total: int = 0
+
+
 # Host keys of other types, further keys, and longer ones are dropped. 3000 characters hold an RSA key of 16384 bits.
 HOST_KEY_TYPES = ('ssh-ed25519', 'ecdsa-sha2-nistp256', 'ecdsa-sha2-nistp384', 'ecdsa-sha2-nistp521', 'ssh-rsa')
 MAX_HOST_KEYS = 4

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Protocol
 
-from ecomp.model.guest import Address, Guest, GuestSpec, ReservedAddress
+from ecomp.model.guest import Address, Guest, GuestSpec, ReservedAddress, Usage
 
 
 class Hypervisor(Protocol):
@@ -40,6 +40,9 @@ class Hypervisor(Protocol):
 
     def is_running(self, instance: str) -> bool:
         """Return whether a domain of this instance with the owner mark of any compute runs."""
+
+    def read_usage(self) -> Mapping[str, Usage]:
+        """Return the Usage of running domains by uuid, ours or not; without those that libvirt is busy with."""
 
     def list_missing_bases(self) -> Mapping[str, str]:
         """Return {instance: path of the base volume} of the overlays whose base volume is missing."""

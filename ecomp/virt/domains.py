@@ -7,13 +7,15 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from concurrent.futures import Future
+from contextlib import suppress
 from ipaddress import IPv4Address
 from queue import SimpleQueue
 from typing import Any
 
 from ecomp.errors import BuildFailed, Conflict, EcompError
 from ecomp.failpoints import failpoint
-from ecomp.model.guest import CRASHED, NO_SPACE, PAUSED, Guest, GuestSpec
+from ecomp.metrics import TALLY
+from ecomp.model.guest import CRASHED, NO_SPACE, PAUSED, Guest, GuestSpec, Usage
 from ecomp.virt import xml
 from ecomp.virt.connection import Connection, IgnoredErrors, describe_error, is_broken, libvirt, raise_build_failed
 
@@ -128,6 +130,20 @@ RETRYABLE_ERRORS = (
 EXTERNAL_PAUSE_REASONS = libvirt.VIR_DOMAIN_PAUSED_USER, libvirt.VIR_DOMAIN_PAUSED_FROM_SNAPSHOT
 
 
+USAGE_STATISTICS = libvirt.VIR_DOMAIN_STATS_VCPU | libvirt.VIR_DOMAIN_STATS_BALLOON | libvirt.VIR_DOMAIN_STATS_BLOCK
+# Do not wait for a QEMU that does not answer.
+USAGE_FLAGS = libvirt.VIR_CONNECT_GET_ALL_DOMAINS_STATS_ACTIVE | libvirt.VIR_CONNECT_GET_ALL_DOMAINS_STATS_NOWAIT
+
+
+def parse_usage(statistics: Mapping[str, int]) -> Usage:
+    """Parse libvirt's statistics of a domain; KeyError if some are missing."""
+    # An emulated guest, whose vCPUs share one thread, has no times.
+    vcpu_ns = sum(statistics.get(f'vcpu.{number}.time', 0) for number in range(statistics['vcpu.current']))
+    disks = range(statistics['block.count'])
+    traffic = (sum(statistics[f'block.{number}.{way}.bytes'] for number in disks) for way in ('rd', 'wr'))
+    return Usage(vcpu_ns / 1e9, statistics['balloon.rss'] * 1024, *traffic)
+
+
 class Domains:
     """The domains of one libvirt. Every method may raise Unreachable or EcompError."""
 
@@ -151,6 +167,15 @@ class Domains:
                         presence, trouble = (is_defined, is_active, False), _describe_trouble(*domain.state())
                         guests[mark.instance] = Guest(mark.instance, mark.compute, *presence, trouble, size)
         return guests
+
+    def read_usage(self) -> dict[str, Usage]:
+        """Return the Usage of running domains by uuid, ours or not; without those that libvirt is busy with."""
+        usage = {}
+        with TALLY.measure('libvirt'), self._connection.use('reading the usage of domains') as connection:
+            for domain, statistics in connection.getAllDomainStats(USAGE_STATISTICS, USAGE_FLAGS):
+                with suppress(KeyError):
+                    usage[domain.UUIDString()] = parse_usage(statistics)
+        return usage
 
     def disable_autostart(self) -> None:
         """Remove the autostart of domains with our owner mark, and log each."""

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ecomp.errors import BuildFailed, Conflict, EcompError, UsageError
-from ecomp.model.guest import Address, Guest, GuestSpec, ReservedAddress, make_mac_conflict
+from ecomp.model.allocation import MIB
+from ecomp.model.guest import Address, Guest, GuestSpec, ReservedAddress, Usage, make_mac_conflict
 from ecomp.virt import image
 
 T = TypeVar('T')
@@ -66,6 +67,11 @@ class FakeHypervisor:
         with self._lock:
             guest = self._guests.get(instance)
             return guest is not None and guest.running
+
+    def read_usage(self) -> Mapping[str, Usage]:
+        """Return, for running guests, that they use all their memory and nothing else."""
+        guests = self.list_guests()
+        return {name: Usage(0, each.size.get('MEMORY_MB', 0) * MIB) for name, each in guests.items() if each.running}
 
     def list_missing_bases(self) -> Mapping[str, str]:
         """Return {}: the fake has no base volumes."""

@@ -130,6 +130,7 @@ class Libvirt:
         self.destroy = partial(self._domains.force_off, undefine=True)
         self.disable_autostart = self._domains.disable_autostart
         self.is_running, self.list_computes = self._domains.is_guest_running, self._domains.list_computes
+        self.read_usage = self._domains.read_usage
         self.reserve_address, self.list_reservations = self._networks.reserve_address, self._networks.list_reservations
         self.list_seeds = self._seeds.list_instances
 

@@ -92,6 +92,23 @@ def test_started_guest_has_the_size_of_its_specification(hypervisor: Hypervisor,
     assert hypervisor.list_guests()[spec.instance].describe_trouble(claim) == ''
 
 
+def test_usage_of_a_guest_is_read_while_it_runs(hypervisor: Hypervisor, spec: GuestSpec) -> None:
+    hypervisor.create_disk(spec)
+    assert hypervisor.read_usage() == {}
+    hypervisor.start(spec)
+    # libvirt may be busy with it, and its firmware takes a moment to read the disk.
+    is_fake = isinstance(hypervisor, FakeHypervisor)
+    usage = wait_until(
+        lambda: [each for each in hypervisor.read_usage().values() if is_fake or each.disk_read_bytes_total],
+        30,
+        'the guest has read its disk',
+    )
+    assert usage[0].resident_memory_bytes > 2**20
+    assert hypervisor.read_usage().keys() <= {spec.instance}
+    hypervisor.switch_off(spec.instance, COMPUTE)
+    assert hypervisor.read_usage() == {}
+
+
 def test_paused_guest_is_reported_until_it_is_switched_off(
     hypervisor: Hypervisor, pause: Callable[[str], object], spec: GuestSpec
 ) -> None:

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from ecomp import metrics
 from ecomp.errors import NotFound, UnknownOutcome, Unreachable
 from ecomp.metrics import Tally, make_text
+from ecomp.virt.domains import Domains, parse_usage
 
 VM = '1a5c0de0-0000-4000-8000-000000000001'
 OTHER = '2a5c0de0-0000-4000-8000-000000000002'
+
+
+@pytest.fixture
+def tally(monkeypatch: pytest.MonkeyPatch) -> Tally:
+    """A tally in place of the process's, where the functions under test find it."""
+    fresh = Tally()
+    for name in ('ecomp.virt.domains',):
+        monkeypatch.setattr(f'{name}.TALLY', fresh)
+    return fresh
 
 
 # The text
@@ -80,3 +95,34 @@ def test_backend_is_down_only_if_the_last_call_was_not_answered(error: Exception
     samples = tally.copy_samples()
     assert samples['ecomp_backend_up'] == {('etcd',): is_up}
     assert samples['ecomp_backend_call_duration_seconds_count'] == {('etcd',): 2}
+
+
+# What libvirt says
+
+STATISTICS = {
+    **{'vcpu.current': 2, 'vcpu.maximum': 2, 'vcpu.0.time': 1_500_000_000, 'vcpu.1.time': 500_000_000},
+    **{'balloon.current': 262144, 'balloon.rss': 1000, 'block.count': 2, 'block.0.rd.bytes': 7},
+    **{'block.0.wr.bytes': 8, 'block.1.rd.bytes': 100, 'block.1.wr.bytes': 0},
+}
+
+
+def test_usage_is_the_sum_over_vcpus_and_disks() -> None:
+    assert parse_usage(STATISTICS) == (2.0, 1_024_000, 107, 8)
+    without_times = {name: value for name, value in STATISTICS.items() if not name.endswith('.time')}
+    assert parse_usage(without_times).vcpu_seconds_total == 0
+
+
+def test_guest_that_libvirt_is_busy_with_is_left_out(tally: Tally) -> None:
+    """Its counters would otherwise fall to 0, which Prometheus takes for a restart."""
+
+    class Connection:
+        def use(self, _: str) -> Any:
+            return nullcontext(self)
+
+        def getAllDomainStats(self, *_: int) -> list[tuple[Any, Mapping[str, int]]]:  # noqa: N802
+            partial = {name: value for name, value in STATISTICS.items() if not name.startswith('block.1')}
+            domain, busy = (SimpleNamespace(UUIDString=lambda name=name: name) for name in (VM, OTHER))
+            return [(domain, STATISTICS), (busy, partial)]
+
+    assert Domains(Connection()).read_usage() == {VM: parse_usage(STATISTICS)}  # type: ignore[arg-type]
+    assert tally.copy_samples()['ecomp_backend_up'] == {('libvirt',): True}
