@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -146,6 +147,18 @@ def _parse_networks(node: Node) -> tuple[Attachment, ...]:
     return attachments
 
 
+def _parse_metrics(file: YamlFile, node: Node) -> Path:
+    """Parse the path of a .prom file, in a directory to which only root and this user can write; else InvalidValue."""
+    path = file.parse_path(node)
+    if path.suffix != '.prom':
+        raise InvalidValue(f'must end in .prom, because node_exporter reads no other file, not {shorten(path.name)}')
+    status = directory.stat() if (directory := path.parent).is_dir() else None
+    if status is None or status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
+        cure = 'Fix: make one, such as /var/lib/prometheus/node-exporter'
+        raise InvalidValue(f'{directory} is not a directory to which only root can write. {cure}')
+    return path
+
+
 @dataclass(frozen=True)
 class ComputeConfig:
     """The settings of compute.yaml, one field a key; that file explains them, and what happens where a field is None.
@@ -177,6 +190,7 @@ class ComputeConfig:
         {}, make_mapping_parser(_parse_class_node, _parse_ratio, 'a mapping of resource classes to ratios', 1)
     )
     ignore_warnings: tuple[str, ...] = make_field((), make_unique_list_parser(make_choice_parser(*COMPUTE_WARNINGS)))
+    metrics: Path | None = make_path_field(None, _parse_metrics)
     directory: Path = Path('.')
     path: Path | None = field(default=None, compare=False)
 

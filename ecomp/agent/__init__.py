@@ -25,6 +25,7 @@ handles a compute or an instance. Before it exits, ecompute waits for the thread
     audits_N                  answers audits, by an etcd connection of their own (AuditAnswerer). Waited for
     known etcd                writes <state>/etcd.json (KnownEtcd); other threads leave a value for it. Joined
     queues_N                  with `queues: True`: takes from the queues; owns the Puller and its deferrals. Waited for
+    metrics_0                 with `metrics:` writes that file (MetricsWriter), from what others count. Not waited for
     start_N                   with --count: registers and starts computes concurrently. Joined when all have started
     end_N                     with --count: stops them. Joined when all have stopped
     libvirt-events            libvirt's event loop, here and in each worker; callbacks only wake. Ends with the process

@@ -41,7 +41,7 @@ from ecomp.model.allocation import GIB
 from ecomp.model.guest import ReservedAddress, list_macs
 from ecomp.model.host import hostname_to_json, is_hostname, parse_life_leases
 from ecomp.model.order import Request, parse_request
-from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, STOPPED, format_time, from_json
+from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, STOPPED, Record, format_time, from_json
 from ecomp.placement.client import Placement
 from ecomp.store.client import Entry, Guard, Put, Store, Unchanged, is_alive
 from ecomp.store.presence import Presence, PresenceLease, hash_token
@@ -516,6 +516,11 @@ class Compute:
         """Return the guests' type and the inventory, such as `kvm guests with VCPU 8 (0 reserved)`."""
         amounts = (f'{name} {parts["total"]} ({parts["reserved"]} reserved)' for name, parts in self._inventory.items())
         return f'{self._guest_type} guests with {", ".join(amounts)}'
+
+    def list_records(self) -> dict[str, Record | None]:
+        """Return the record, None before it is written, of each instance here. From any thread."""
+        requested = dict.fromkeys(filter(keys.is_uuid, map(keys.get_last_part, self._requests)))
+        return {**requested, **{name: entry.record for name, entry in self._memory.get_entries().items()}}
 
     def on_requests(self, state: Entries) -> None:
         """Replace this compute's requests, for plans and takes, and schedule a plan."""

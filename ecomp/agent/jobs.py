@@ -353,6 +353,7 @@ class Threads:
         self.minutes = DaemonThreadPool('minute', few_threads)
         self.audits = DaemonThreadPool('audits', few_threads)
         self.queues = DaemonThreadPool('queues', shared_threads)
+        self.metrics = DaemonThreadPool('metrics', 1)
         self.changed = threading.Condition()
         self._closed = False
         self._timers: list[tuple[float, int, ScheduledJob]] = []
@@ -375,7 +376,7 @@ class Threads:
         with self.changed:
             self._closed = True
             self.changed.notify_all()
-        for pool in (self.plans, self.builds, self.tasks, self.minutes, self.audits, self.queues):
+        for pool in (self.plans, self.builds, self.tasks, self.minutes, self.audits, self.queues, self.metrics):
             pool.close()
 
     def _run(self) -> None:

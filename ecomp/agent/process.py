@@ -4,28 +4,36 @@ from __future__ import annotations
 
 import logging
 import resource
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TypeVar
 
 from ecomp.agent.compute import Compute, Environment, count_workers, now
 from ecomp.agent.host.claims import GenerationReader
 from ecomp.agent.host.provider import check_names
 from ecomp.agent.host.state import Identity, KnownEtcd, check_or_adopt
+from ecomp.agent.images.cache import measure_cache
 from ecomp.agent.instance.build import MAX_CONCURRENT_STOPS
-from ecomp.agent.jobs import ScheduledJob, Threads
+from ecomp.agent.jobs import FailureLog, ScheduledJob, Threads
 from ecomp.agent.planner import PLAN_INTERVAL_SECONDS
 from ecomp.agent.queue import Offers
 from ecomp.compute_conf import ComputeConfig
 from ecomp.conf import list_cleartext_hosts, list_exposed_secrets
 from ecomp.errors import EcompError, UsageError
+from ecomp.files import write_durably
+from ecomp.metrics import TALLY, Samples, make_text
 from ecomp.model import keys
 from ecomp.model.cluster import KnownCluster, describe_vulnerabilities
+from ecomp.model.guest import Usage
 from ecomp.model.host import collect_changed_requests
 from ecomp.model.order import MAX_REQUEST_BYTES
+from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, SCHEDULED, STOPPED, Record
 from ecomp.placement.client import Placement
 from ecomp.placement.http_client import MAX_IDLE_CONNECTIONS
 from ecomp.store.client import Guard, Store
@@ -50,6 +58,88 @@ REQUIRED_LIMITS = (
     # Each thread reserves 72 MiB for stack and heap; each further compute needs memory for its state.
     (resource.RLIMIT_AS, 2 * 1024**3, 1024**2, 'bytes of address space', 'ulimit -v, or LimitAS= of its unit'),
 )
+
+
+METRICS_INTERVAL_SECONDS = 15.0
+METRICS = {
+    'ecomp_read_only': ('gauge', 'Whether this ecompute is read-only, and so starts nothing.', ''),
+    'ecomp_instances': ('gauge', 'Instances of this ecompute.', 'state'),
+    'ecomp_stage_duration_seconds': ('histogram', 'Time from one stage of an instance to the next.', 'stage'),
+    'ecomp_builds': ('counter', 'Builds that made an instance active.', ''),
+    'ecomp_build_failures': ('counter', 'Builds that failed in this stage.', 'stage'),
+    'ecomp_worker_deaths': ('counter', 'Worker processes that ended unexpectedly.', ''),
+    'ecomp_claims_released': ('counter', 'Claims that were released because no request owned them.', ''),
+    'ecomp_backend_up': ('gauge', 'Whether the last call to this backend was answered.', 'backend'),
+    'ecomp_backend_call_duration_seconds': ('histogram', 'Time of a call, with its repetitions.', 'backend'),
+    'ecomp_image_cache_images': ('gauge', 'Images in the cache.', ''),
+    'ecomp_image_cache_bytes': ('gauge', 'Size of the image cache, with downloads.', ''),
+    'ecomp_image_cache_bad_images': ('gauge', 'Images in the cache whose content has changed.', ''),
+    'ecomp_vm_info': ('gauge', 'The name of an instance, by its uuid.', 'vm name'),
+    'ecomp_vm_vcpu_seconds': ('counter', 'Time for which the vCPUs of a guest ran.', 'vm'),
+    'ecomp_vm_resident_memory_bytes': ('gauge', "Memory of the host that a guest's QEMU uses.", 'vm'),
+    'ecomp_vm_disk_read_bytes': ('counter', 'Bytes that a guest read from its disks.', 'vm'),
+    'ecomp_vm_disk_written_bytes': ('counter', 'Bytes that a guest wrote to its disks.', 'vm'),
+}
+
+
+class MetricsWriter:
+    """Writes the metrics of a process's computes to `path`, in a thread that nothing waits for.
+
+    Only the guests' usage and the cached images are looked up; all else is in memory.
+    """
+
+    def __init__(self, path: Path, computes: Sequence[Compute], threads: Threads) -> None:
+        """Write the file now, and every METRICS_INTERVAL_SECONDS from then on until stop()."""
+        self._path, self._computes = path, computes
+        self._lock, self._is_stopped = threading.Lock(), False
+        self._failures = FailureLog()  # of its own, because its recovery is no reason to repeat tasks
+        self._job = ScheduledJob(threads, threads.metrics, self._run)
+        # In a counter that appears with its first event, Prometheus sees no increase.
+        for stage in ('scheduled', 'image', 'disk', 'started'):
+            TALLY.add('ecomp_build_failures_total', stage, amount=0)
+        self._job.schedule()
+
+    def stop(self) -> None:
+        """Write no more, and remove the file: one that stays behind tells that its ecompute did not end cleanly."""
+        self._job.cancel()
+        with self._lock, suppress(OSError):
+            self._is_stopped = True
+            self._path.unlink(missing_ok=True)
+
+    def _run(self) -> float:
+        next_due = time.monotonic() + METRICS_INTERVAL_SECONDS
+        self._failures.attempt('writing the metrics', self._write, lambda: self._is_stopped)
+        return next_due
+
+    def _write(self) -> None:
+        """Write the file, unless stopped; EcompError if that fails."""
+        text = make_text(METRICS, self.collect())
+        try:
+            with self._lock:
+                if not self._is_stopped:
+                    write_durably(self._path, text, 0o644)
+        except OSError as error:
+            cure = 'Fix: make room there, or correct `metrics:` in compute.yaml'
+            raise EcompError(f'metrics cannot be written to {self._path}: {error.strerror}. {cure}') from error
+
+    def collect(self) -> Samples:
+        """Return the samples of METRICS as they are now; a failure to read the guests' usage is reported."""
+        samples, records, usage = TALLY.copy_samples(), dict[str, Record | None](), dict[str, Usage]()
+        for compute in self._computes:
+            records |= compute.list_records()
+            # An unreachable libvirt is one failure for the compute's plans and for this.
+            failures, read = compute.daemon.planner.failures, compute.host.hypervisor.read_usage
+            usage |= failures.attempt('reading the usage of guests', read, lambda: self._is_stopped) or {}
+        states = Counter(record.state if record else SCHEDULED for record in records.values())
+        samples['ecomp_instances'] = {(s,): states[s] for s in (SCHEDULED, BUILDING, ACTIVE, STOPPED, DESTROYING)}
+        samples['ecomp_read_only'] = {(): any(compute.daemon.read_only for compute in self._computes)}
+        samples['ecomp_vm_info'] = {(vm, (record and record.name) or ''): 1 for vm, record in records.items()}
+        for field in Usage._fields:
+            samples[f'ecomp_vm_{field}'] = {(vm,): getattr(usage[vm], field) for vm in records.keys() & usage}
+        directory = self._computes[0].host.hypervisor.get_image_directory()
+        if directory is not None:
+            samples |= {f'ecomp_image_cache_{name}': {(): size} for name, size in measure_cache(directory).items()}
+        return samples
 
 
 @dataclass(eq=False)
@@ -174,6 +264,8 @@ class Process:
             self._followers.append(follower)
         for follower in self._followers:
             follower.start()
+        if self.config.metrics is not None:
+            self.at_exit.callback(MetricsWriter(self.config.metrics, self._computes, self._threads).stop)
         for compute in self._computes if self._environment.is_familiar_etcd else ():
             ready.info('ready: %s', compute if self.count is None else f'compute {compute.uuid}, {compute}')
         if self.count is not None:

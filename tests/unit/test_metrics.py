@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ecomp import metrics
-from ecomp.errors import NotFound, UnknownOutcome, Unreachable
-from ecomp.metrics import Tally, make_text
+from ecomp.agent import process
+from ecomp.agent.images.cache import measure_cache
+from ecomp.agent.instance.records import observe_stages
+from ecomp.agent.jobs import FailureLog, Threads
+from ecomp.agent.process import METRICS, MetricsWriter
+from ecomp.compute_conf import ComputeConfig
+from ecomp.errors import NotFound, UnknownOutcome, Unreachable, UsageError
+from ecomp.metrics import TALLY, Tally, make_text
+from ecomp.model.guest import BaseImage, GuestSpec
+from ecomp.model.record import ACTIVE, BUILDING, Record
 from ecomp.virt.domains import Domains, parse_usage
+from ecomp.virt.fake import FakeHypervisor
 
 VM = '1a5c0de0-0000-4000-8000-000000000001'
 OTHER = '2a5c0de0-0000-4000-8000-000000000002'
@@ -22,7 +38,7 @@ OTHER = '2a5c0de0-0000-4000-8000-000000000002'
 def tally(monkeypatch: pytest.MonkeyPatch) -> Tally:
     """A tally in place of the process's, where the functions under test find it."""
     fresh = Tally()
-    for name in ('ecomp.virt.domains',):
+    for name in ('ecomp.agent.process', 'ecomp.agent.instance.records', 'ecomp.virt.domains'):
         monkeypatch.setattr(f'{name}.TALLY', fresh)
     return fresh
 
@@ -97,6 +113,77 @@ def test_backend_is_down_only_if_the_last_call_was_not_answered(error: Exception
     assert samples['ecomp_backend_call_duration_seconds_count'] == {('etcd',): 2}
 
 
+# The configuration
+
+
+PRIVATE_DIRECTORY = (
+    'HERE is not a directory to which only root can write. Fix: make one, such as /var/lib/prometheus/node-exporter'
+)
+
+
+@pytest.mark.parametrize('mode', [0o755, 0o700])
+def test_metrics_file_is_accepted_in_a_directory_of_this_user(
+    compute_config: Callable[[str | bytes], ComputeConfig], tmp_path: Path, mode: int
+) -> None:
+    (tmp_path / 'node').mkdir()
+    (tmp_path / 'node').chmod(mode)
+    assert compute_config('metrics: node/ecompute.prom\n').metrics == tmp_path / 'node/ecompute.prom'
+
+
+@pytest.mark.parametrize(
+    ('name', 'mode', 'problem'),
+    [
+        ('ecompute.txt', 0o755, 'must end in .prom, because node_exporter reads no other file, not ecompute.txt'),
+        ('.prom', 0o755, 'must end in .prom, because node_exporter reads no other file, not .prom'),
+        ('away/a.prom', 0o755, PRIVATE_DIRECTORY.replace('HERE', 'HERE/away')),
+        ('a.prom', 0o775, PRIVATE_DIRECTORY),
+        ('a.prom', 0o1777, PRIVATE_DIRECTORY),
+    ],
+)
+def test_wrong_metrics_file_is_refused_with_its_line(
+    compute_config: Callable[[str | bytes], ComputeConfig], tmp_path: Path, name: str, mode: int, problem: str
+) -> None:
+    directory = tmp_path / 'node'
+    directory.mkdir()
+    directory.chmod(mode)
+    with pytest.raises(UsageError) as error:
+        compute_config(f'metrics: node/{name}\n')
+    assert str(error.value).endswith(f'compute.yaml:1: metrics: {problem.replace("HERE", str(directory))}')
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason='only root can give a directory to another user')
+def test_metrics_file_in_another_users_directory_is_refused(
+    compute_config: Callable[[str | bytes], ComputeConfig], tmp_path: Path
+) -> None:
+    (tmp_path / 'node').mkdir()
+    os.chown(tmp_path / 'node', 12345, 12345)
+    with pytest.raises(UsageError, match='only root can write'):
+        compute_config('metrics: node/a.prom\n')
+
+
+# The stages
+
+
+def make_record(**stages: str) -> Record:
+    return Record(VM, compute=OTHER, state=BUILDING, stages=stages)
+
+
+def test_each_new_stage_is_timed_from_the_one_before(tally: Tally) -> None:
+    before = make_record(requested='2026-01-01T00:00:00.000Z', scheduled='2026-01-01T00:00:01.000Z')
+    stages = {**before.stages, 'image': '2026-01-01T00:00:03.000Z', 'started': '2026-01-01T00:00:03.500Z'}
+    observe_stages(before, make_record(**stages))
+    observe_stages(make_record(**stages), make_record(**stages))
+    assert tally.copy_samples()['ecomp_stage_duration_seconds_sum'] == {('image',): 2.0, ('started',): 0.5}
+
+
+@pytest.mark.parametrize('time', ['yesterday', '2026-01-01T00:00:01.000', ''])
+def test_malformed_time_of_a_stage_is_ignored(tally: Tally, time: str) -> None:
+    """The first times are in the request, which anybody may have written."""
+    observe_stages(make_record(scheduled=time), make_record(scheduled=time, image='2026-01-01T00:00:03.000Z'))
+    observe_stages(None, make_record(scheduled='2026-01-01T00:00:01.000Z', image='2026-01-01T00:00:03.000Z'))
+    assert tally.copy_samples() == {}
+
+
 # What libvirt says
 
 STATISTICS = {
@@ -126,3 +213,193 @@ def test_guest_that_libvirt_is_busy_with_is_left_out(tally: Tally) -> None:
 
     assert Domains(Connection()).read_usage() == {VM: parse_usage(STATISTICS)}  # type: ignore[arg-type]
     assert tally.copy_samples()['ecomp_backend_up'] == {('libvirt',): True}
+
+
+def test_image_cache_is_measured_with_downloads(tmp_path: Path) -> None:
+    for name, size in (('base-1.qcow2', 10), ('base-2.raw', 20), ('base-3.part', 5), ('disk.qcow2', 1000)):
+        (tmp_path / name).write_bytes(bytes(size))
+    (tmp_path / '.bad-1').touch()
+    assert measure_cache(tmp_path) == {'images': 2, 'bad_images': 1, 'bytes': 35}
+
+
+# The file
+
+
+class HypervisorWithImages(FakeHypervisor):
+    """The fake, with a directory of base volumes."""
+
+    images: Path | None = None
+
+    def get_image_directory(self) -> Path | None:
+        return self.images
+
+
+@dataclass
+class StubCompute:
+    """What the writer reads of a compute."""
+
+    records: dict[str, Record | None] = field(default_factory=dict)
+    hypervisor: HypervisorWithImages = field(default_factory=HypervisorWithImages)
+    failures: FailureLog = field(default_factory=FailureLog)
+    retries: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.failures.on_recovery = lambda: self.retries.append('now')
+
+    @property
+    def host(self) -> Any:
+        return SimpleNamespace(hypervisor=self.hypervisor)
+
+    @property
+    def daemon(self) -> Any:
+        return SimpleNamespace(read_only=False, planner=SimpleNamespace(failures=self.failures))
+
+    def list_records(self) -> Mapping[str, Record | None]:
+        return self.records
+
+
+@pytest.fixture
+def compute() -> StubCompute:
+    return StubCompute()
+
+
+@pytest.fixture
+def make_writer(tally: Tally, compute: StubCompute, tmp_path: Path) -> Callable[[], MetricsWriter]:
+    """Make a writer that never runs by itself: its thread pool accepts no work."""
+    del tally
+    threads = Threads(1, 1)
+    threads.metrics = SimpleNamespace(submit=lambda _: None)  # type: ignore[assignment]
+    return lambda: MetricsWriter(tmp_path / 'ecompute.prom', [compute], threads)  # type: ignore[list-item]
+
+
+def read_samples(path: Path) -> dict[str, float]:
+    lines = [line for line in path.read_text().splitlines() if not line.startswith('#')]
+    return {name: float(number) for name, _, number in (line.rpartition(' ') for line in lines)}
+
+
+def make_active(name: str | None = None) -> Record:
+    return Record(VM, compute=OTHER, state=ACTIVE, name=name)
+
+
+def start_guest(hypervisor: FakeHypervisor, instance: str) -> None:
+    spec = GuestSpec(instance, OTHER, 1, 256, None, BaseImage('', '', 0), 'qemu', ())
+    hypervisor.create_disk(spec)
+    hypervisor.start(spec)
+
+
+def test_file_has_instances_guests_and_images_and_is_readable_by_all(
+    make_writer: Callable[[], MetricsWriter], compute: StubCompute, tmp_path: Path
+) -> None:
+    compute.records = {VM: make_active('web1'), OTHER: None}
+    compute.hypervisor.images = tmp_path / 'images'
+    (tmp_path / 'images').mkdir()
+    (tmp_path / 'images/base-1.raw').write_bytes(bytes(7))
+    for instance in (VM, '3a5c0de0-0000-4000-8000-000000000003'):  # the second one is not of this compute
+        start_guest(compute.hypervisor, instance)
+    writer = make_writer()
+    assert writer._run() > time.monotonic() + 10
+    path = tmp_path / 'ecompute.prom'
+    samples = read_samples(path)
+    assert samples['ecomp_instances{state="active"}'] == samples['ecomp_instances{state="scheduled"}'] == 1
+    assert samples['ecomp_instances{state="stopped"}'] == samples['ecomp_read_only'] == 0
+    assert samples[f'ecomp_vm_info{{name="web1",vm="{VM}"}}'] == 1
+    assert samples[f'ecomp_vm_resident_memory_bytes{{vm="{VM}"}}'] == 256 * 2**20
+    assert samples['ecomp_build_failures_total{stage="image"}'] == samples['ecomp_worker_deaths_total'] == 0
+    assert samples['ecomp_image_cache_bytes'] == 7
+    assert sum(name.startswith('ecomp_vm_disk_read_bytes_total') for name in samples) == 1
+    assert path.stat().st_mode & 0o777 == 0o644
+    assert not any(math.isnan(number) for number in samples.values())
+    assert {each.name for each in tmp_path.iterdir()} == {'ecompute.prom', 'images'}
+
+
+def test_full_disk_is_logged_once_and_so_is_its_end(
+    make_writer: Callable[[], MetricsWriter],
+    compute: StubCompute,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    def fail(path: Path, *_: object) -> None:
+        raise OSError(28, 'No space left on device', str(path))
+
+    caplog.set_level(logging.INFO)
+    writer, write = make_writer(), process.write_durably
+    monkeypatch.setattr(process, 'write_durably', fail)
+    for _ in range(3):
+        writer._run()
+    monkeypatch.setattr(process, 'write_durably', write)
+    for _ in range(2):
+        writer._run()
+    problem = f'metrics cannot be written to {tmp_path}/ecompute.prom: No space left on device'
+    cure = '. Fix: make room there, or correct `metrics:` in compute.yaml'
+    assert [line.getMessage() for line in caplog.records] == [
+        f'{problem}; trying again until it works{cure}',
+        f'this failure has ended: {problem}{cure}',
+    ]
+    assert compute.retries == []  # tasks of instances are not repeated sooner because of it
+
+
+def test_silent_libvirt_leaves_the_other_metrics(
+    make_writer: Callable[[], MetricsWriter],
+    compute: StubCompute,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    def fail() -> None:
+        raise Unreachable('libvirt qemu:///system: the connection broke', 'libvirt qemu:///system')
+
+    compute.records = {VM: make_active()}
+    monkeypatch.setattr(compute.hypervisor, 'read_usage', fail)
+    writer = make_writer()
+    for _ in range(2):
+        writer._run()
+    samples = read_samples(tmp_path / 'ecompute.prom')
+    assert samples['ecomp_instances{state="active"}'] == 1
+    assert not any(name.startswith('ecomp_vm_vcpu') for name in samples)
+    assert len(caplog.records) == 1
+    monkeypatch.undo()
+    writer._run()
+    assert compute.retries == ['now']  # as if a plan had found libvirt to be back
+
+
+def test_stop_removes_the_file_and_a_late_write_does_not_restore_it(
+    make_writer: Callable[[], MetricsWriter], tmp_path: Path
+) -> None:
+    writer = make_writer()
+    writer._run()
+    writer.stop()
+    writer._run()
+    writer.stop()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_stop_during_a_write_removes_the_file(
+    make_writer: Callable[[], MetricsWriter], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    begun, may_end, write = threading.Event(), threading.Event(), process.write_durably
+
+    def write_slowly(*arguments: Any) -> None:
+        begun.set()
+        assert may_end.wait(60)
+        write(*arguments)
+
+    monkeypatch.setattr(process, 'write_durably', write_slowly)
+    writer = make_writer()
+    threads = [threading.Thread(target=work) for work in (writer._run, writer.stop)]
+    threads[0].start()
+    assert begun.wait(60)
+    threads[1].start()
+    may_end.set()
+    for thread in threads:
+        thread.join()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_sample_has_a_family(make_writer: Callable[[], MetricsWriter], compute: StubCompute) -> None:
+    """A sample without a row in METRICS would be left out silently."""
+    compute.hypervisor.images = Path('/nonexistent')
+    samples = {*make_writer().collect(), *TALLY.copy_samples()}
+    suffixes = {kind: tuple(names) for kind, names in metrics.SAMPLES.items()}
+    known = {name + suffix for name, (kind, _, _) in METRICS.items() for suffix in suffixes[kind]}
+    assert samples - known == set()

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from functools import partial
 
 from ecomp.errors import NotFound
+from ecomp.metrics import TALLY
 from ecomp.model import keys
 from ecomp.placement import allocations, providers
 from ecomp.placement.allocations import release
@@ -138,6 +139,7 @@ class ClaimKeeper:
         note = partial(note_released, self._store)
         for consumer, released in release(self._placement, confirmed, self._select_kept, note).items():
             if released:
+                TALLY.add('ecomp_claims_released_total')
                 log.warning('released the claim of instance %s: the instance has no request', consumer)
             self._first_sightings.pop(consumer, None)
 

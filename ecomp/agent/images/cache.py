@@ -255,6 +255,13 @@ class BaseVolumes:
         return self._directory / f'{prefix}{name}'
 
 
+def measure_cache(directory: Path) -> dict[str, int]:
+    """Return how many `images` and `bad_images` there are, and the `bytes` of all, with downloads."""
+    sizes = {path: _stat(path)[1] for path in directory.glob('base-*')}
+    images = sum(path.suffix != '.part' for path in sizes)
+    return {'images': images, 'bad_images': len(list_bad(directory)), 'bytes': sum(sizes.values())}
+
+
 def list_bad(directory: Path) -> list[str]:
     """Return the SHA-256s of the base volumes whose content has changed: no new disk uses them."""
     return sorted(path.name.removeprefix(BAD_PREFIX) for path in directory.glob(f'{BAD_PREFIX}*'))

@@ -33,6 +33,7 @@ from ecomp.agent.instance.pool import Runner
 from ecomp.agent.instance.records import Records, Superseded
 from ecomp.errors import BuildFailed, Conflict, EcompError, NoSpace, Unreachable, Unreadable, UsageError
 from ecomp.failpoints import failpoint
+from ecomp.metrics import TALLY
 from ecomp.model import keys
 from ecomp.model.allocation import describe_difference, sum_allocations, to_wire
 from ecomp.model.boots import CREATED, HOST_REBOOT, MANUAL
@@ -357,6 +358,7 @@ class Instances:
             failpoint('built')
             record = self.records.write(self._make_running_record(record), revision)
             self.memory.remember(request, record)
+            TALLY.add('ecomp_builds_total')
             failpoint('active')
             log.info('instance %s is active', instance)
 
@@ -641,6 +643,7 @@ class Instances:
         )
         log.error('instance %s failed at stage %s: %s', record.instance, failure.stage, failure.reason)
         self.records.end(record, revision)
+        TALLY.add('ecomp_build_failures_total', failure.stage)
 
     def _remove(self, instance: str, job: Step | None) -> None:
         """Run `job`, unless it is None; then remove the instance's metadata, address reservations and claim."""

@@ -46,6 +46,7 @@ from ecomp.agent.instance.build import (
 from ecomp.agent.jobs import Waker
 from ecomp.errors import BuildFailed, EcompError
 from ecomp.files import InstanceLocks
+from ecomp.metrics import TALLY
 from ecomp.model.backoff import Backoff
 from ecomp.model.record import Progress
 from ecomp.virt import Hypervisor
@@ -494,6 +495,7 @@ class Workers:
             unfinished = list(worker.tickets.values())
             worker.tickets.clear()
         code = worker.process.exitcode
+        TALLY.add('ecomp_worker_deaths_total')
         worker.outbox.put(None)
         log.error('worker %s ended with exit code %s; a new worker replaces it', worker.process.pid, code)
         # A worker that died young would die again: defer its successor, or this loop does nothing but start workers.

@@ -11,11 +11,14 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import pairwise
 from typing import NamedTuple
 
 from ecomp.agent.host.state import Memory, MemoryEntry
 from ecomp.errors import Denied, EcompError, GenerationConflict, NoSpace, UnknownOutcome, Unreachable, Unreadable
 from ecomp.failpoints import failpoint
+from ecomp.metrics import TALLY
 from ecomp.model import keys
 from ecomp.model import order as requests
 from ecomp.model import record as records
@@ -136,6 +139,7 @@ class Records:
         unchanged, old_keys = self._make_conditions(instance)
         operations = [Put(self._get_keys(instance)[0], to_json(record)), *map(Delete, old_keys), *extra]
         written = self._commit(instance, revision, lambda host: self._store.commit([host, *unchanged], operations))
+        observe_stages(self._cache.get(instance, RecordEntry()).record, record)
         self._cache[instance] = RecordEntry(record, written)
         if record.state in (ACTIVE, STOPPED, DESTROYING):
             self._memory.remember(None, record)
@@ -274,6 +278,16 @@ class Records:
             Unchanged(own, cached.revision),
             *([Unchanged(older, cached.old_revision)] if old_keys else []),
         ], old_keys
+
+
+def observe_stages(previous: Record | None, record: Record) -> None:
+    """Count the time from each stage to the next one, for stages that `previous` has not; no-op for None."""
+    times = [(stage, record.stages[stage]) for stage in records.STAGES if stage in record.stages]
+    for (_, begin), (stage, end) in pairwise(times):
+        if previous is not None and stage not in previous.stages:
+            with suppress(ValueError, TypeError):  # an eschedule wrote the first times, or another program
+                duration = datetime.fromisoformat(end) - datetime.fromisoformat(begin)
+                TALLY.observe('ecomp_stage_duration_seconds', stage, duration.total_seconds())
 
 
 def parse_old_record(entry: Entry | None, compute: str, instance: str) -> Record | None:
