@@ -37,7 +37,7 @@ FAMILIES: Mapping[str, Sequence[str]] = {
 
 # First words of planned commands. An instance with such a name would be hidden by the command later.
 PLANNED_WORDS = frozenset({
-    *('copy', 'exec', 'logs', 'metrics', 'migrate', 'move', 'protect'),
+    *('copy', 'exec', 'logs', 'migrate', 'move', 'protect'),
     *('rebuild', 'rename', 'resize', 'results', 'run', 'set', 'snapshot', 'stack', 'top', 'ui', 'unprotect'),
     'version',
 })  # fmt: skip

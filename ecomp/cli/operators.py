@@ -38,6 +38,18 @@ def _list_hosts(ctx: Context) -> int:
     return ctx.show(make_host_listing(hosts), unreadable)
 
 
+def _print_metrics(ctx: Context) -> int:
+    """Print the cluster's metrics; malformed values are reported and counted, so that the others are not lost."""
+    from ecomp.metrics import make_text
+    from ecomp.scheduler.queries.hosts import CLUSTER_METRICS, read_metrics
+
+    samples, errors = read_metrics(ctx.store, ctx.placement)
+    ctx.draw(make_text(CLUSTER_METRICS, samples).rstrip())
+    for error in errors:
+        ctx.out.say(str(error))
+    return 0
+
+
 def _show_hosts(ctx: Context) -> int:
     """Print the computes and, in a table without -c or --sort, their instances; return the exit code, 4 if unknown."""
     from ecomp.cli.inspect import make_record_listing
@@ -421,6 +433,12 @@ COMMANDS: Sequence[Command] = (
             'new instances), `closed` (its ecompute was stopped), `silent` (its ecompute died or cannot reach etcd) '
             'or `orphaned` (only its provider in placement is left). LAST SEEN is when a silent one was last alive.',
             parse_nothing, _list_hosts, LISTING_OPTIONS, example='eschedule hosts'),
+    Command('metrics', 'metrics', "print the cluster's metrics for Prometheus",
+            'Print metrics of the cluster in the text format of Prometheus: computes and instances by state, capacity '
+            'and use of each compute, queued requests, and quotas. All are gauges: what happens on a host is in the '
+            'file that its ecompute writes (`metrics:` in compute.yaml). docs/howto/monitor.md shows how to collect '
+            'both. Malformed values in etcd are reported on stderr and counted; the command succeeds.',
+            parse_nothing, _print_metrics, example='eschedule metrics'),
     Command('host list', 'host list', 'list all computes, as hosts does',
             'List all computes, as `eschedule hosts` does.',
             parse_nothing, _list_hosts, LISTING_OPTIONS, example='eschedule host list'),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -10,8 +11,11 @@ from ipaddress import AddressValueError, IPv4Address
 from typing import TYPE_CHECKING, NamedTuple
 
 from ecomp.errors import Conflict, EcompError, NotFound, StillGoing, UsageError, put_before_fix
+from ecomp.metrics import Samples
 from ecomp.model import keys, status
+from ecomp.model.allocation import GIB, MIB
 from ecomp.model.host import (
+    CLOSED,
     ORPHANED,
     SILENT,
     Computes,
@@ -20,6 +24,7 @@ from ecomp.model.host import (
     ProviderSummary,
     describe_silence,
     find_last_seen,
+    find_leftovers,
     get_absent_state,
     list_hosts,
     parse_computes,
@@ -32,7 +37,7 @@ from ecomp.model.record import ACTIVE, BUILDING, QUEUED, SCHEDULED, STOPPED, Int
 from ecomp.model.text import format_suggestion, is_name, join_some, make_printable, parse_uuid_prefix
 from ecomp.scheduler.queries.find import MAX_NAMES_IN_ERROR, find_living, read_record
 from ecomp.store.client import Entry, Store, is_alive
-from ecomp.store.sharing import resolve_places
+from ecomp.store.sharing import load_all, load_quota, resolve_places
 
 if TYPE_CHECKING:
     from ecomp.placement.client import Placement
@@ -46,11 +51,13 @@ class Survey(NamedTuple):
     errors: tuple[EcompError, ...]
 
 
-def read_hosts(store: Store, placement: Placement) -> tuple[list[Host], tuple[EcompError, ...]]:
+def read_hosts(
+    store: Store, placement: Placement, survey: Survey | None = None
+) -> tuple[list[Host], tuple[EcompError, ...]]:
     """Read all computes, and errors of malformed records, which do not count; raises etcd's and placement's errors."""
     from ecomp.placement import providers  # imported late here and below: most commands use etcd only
 
-    survey = read_survey(store)
+    survey = survey or read_survey(store)
     names = providers.read_provider_names(placement)
     uuids = {
         *survey.etcd.living_computes,
@@ -67,6 +74,59 @@ def read_hosts(store: Store, placement: Placement) -> tuple[list[Host], tuple[Ec
     silent = [host.compute for host in hosts if host.state in (SILENT, ORPHANED)]
     last_seen = read_last_seen(store, silent, survey.etcd.records.values())
     return [replace(host, last_seen=last_seen.get(host.compute)) for host in hosts], survey.errors
+
+
+CLUSTER_METRICS = {
+    'ecomp_cluster_hosts': ('gauge', 'Computes, by the states of `eschedule hosts`.', 'state'),
+    'ecomp_cluster_instances': ('gauge', 'Instances, by the states of `eschedule list`.', 'state'),
+    'ecomp_cluster_capacity': ('gauge', 'What a compute can allocate.', 'compute host class unit'),
+    'ecomp_cluster_used': ('gauge', 'What is allocated on a compute.', 'compute host class unit'),
+    'ecomp_cluster_queued_requests': ('gauge', 'Requests in the queue of a flavor.', 'flavor'),
+    'ecomp_cluster_quota_limit': ('gauge', 'The limit of a project.', 'project class unit'),
+    'ecomp_cluster_quota_used': ('gauge', 'What the instances of a project with limits use.', 'project class unit'),
+    'ecomp_cluster_unreadable_values': ('gauge', 'Malformed values in etcd, which do not count.', ''),
+}
+
+
+def read_metrics(store: Store, placement: Placement) -> tuple[Samples, list[EcompError]]:
+    """Read the samples of CLUSTER_METRICS, and errors of malformed values; raises etcd's and placement's errors."""
+    # The queues first: an instance that leaves one in between is read twice, and counts where it was read last.
+    queue_keys = map(keys.parse_queue_key, store.snapshot(keys.QUEUES, keys_only=True).entries)
+    queued = {instance: flavor for flavor, instance in filter(None, queue_keys)}
+    quotas, quota_errors = load_all(store, keys.QUOTAS, load_quota)
+    survey = read_survey(store)
+    etcd, errors = survey.etcd, [*survey.errors, *quota_errors]
+    hosts, _ = read_hosts(store, placement, survey)
+    away = {host.compute: host.state for host in hosts if host.state in (CLOSED, SILENT)}
+    destroyed = {name for compute in away for name in find_leftovers(compute, etcd, ()).destroyed}
+    states = Counter(Absences(away, destroyed).get_state(record) for record in etcd.records.values())
+    recorded = {*etcd.records, *etcd.malformed_records}
+    requested = {name for requests in etcd.requests.values() for name in requests} - recorded
+    states.update({SCHEDULED: len(requested), QUEUED: len(queued.keys() - requested - recorded)})
+    counts = {'hosts': Counter(host.state for host in hosts), 'instances': states}
+    counts['queued_requests'] = Counter(queued.values())
+    samples: Samples = {
+        f'ecomp_cluster_{name}': {(label,): count for label, count in sorted(counted.items())}
+        for name, counted in counts.items()
+    }
+    for field in ('capacity', 'used'):
+        amounts = ({name: getattr(room, field) for name, room in host.rooms.items()} for host in hosts)
+        computes = ((host.compute, host.hostname or '') for host in hosts)
+        samples[f'ecomp_cluster_{field}'] = _label_amounts(zip(computes, amounts, strict=True))
+    samples['ecomp_cluster_quota_limit'] = _label_amounts(((quota.project,), quota.limits) for quota in quotas)
+    samples['ecomp_cluster_quota_used'] = _label_amounts(((quota.project,), quota.used) for quota in quotas)
+    return samples | {'ecomp_cluster_unreadable_values': {(): len(errors)}}, errors
+
+
+def _label_amounts(rows: Iterable[tuple[tuple[str, ...], Mapping[str, float]]]) -> dict[tuple[str, ...], float]:
+    """Return amounts of resource classes by their labels, class and unit; memory and disk are converted to bytes."""
+    units = {'MEMORY_MB': ('bytes', MIB), 'DISK_GB': ('bytes', GIB)}
+    samples = {}
+    for labels, amounts in rows:
+        for name, amount in sorted(amounts.items()):
+            unit, factor = units.get(name, ('units', 1))
+            samples[*labels, name, unit] = amount * factor
+    return samples
 
 
 def resolve_compute(store: Store, get_placement: Callable[[], Placement], argument: str) -> str:
