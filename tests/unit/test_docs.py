@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from docs import generate, parts, writing
 from ecomp.virt.xml import RESERVED_ONLY_OPTION
 from tests.kit.servers import TOP
 from tests.kit.tree import copy_tree
+from tests.kit.wheels import build_wheel
 
 PAGES = sorted([*TOP.glob('*.md'), *TOP.glob('docs/**/*.md'), TOP / 'bench/README.md', TOP / 'tests/faults/README.md'])
 
@@ -108,17 +107,8 @@ def test_wheel_build_leaves_no_files_and_reuses_none(tmp_path: Path) -> None:
 
 
 def list_wheel(clone: Path, directory: Path) -> list[str]:
-    """Build a wheel of this clone in this directory, and return the names of its files.
-
-    Temporary files go to the directory's `temporary`.
-    """
-    (directory / 'temporary').mkdir(exist_ok=True)
-    build = 'import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])'
-    command = [sys.executable, '-c', build, str(directory)]
-    env = {**os.environ, 'TMPDIR': str(directory / 'temporary')}
-    process = subprocess.run(command, cwd=clone, env=env, capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stderr
-    with zipfile.ZipFile(next(directory.glob('*.whl'))) as wheel:
+    """Return the names of the files in the wheel of a clone, built in this directory."""
+    with zipfile.ZipFile(build_wheel(clone, directory)) as wheel:
         return wheel.namelist()
 
 
