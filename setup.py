@@ -1,4 +1,7 @@
-"""How ecomp is installed: `pip install .`, and `.[hypervisor]`, `.[lab]`, `.[test]` for what a machine does besides."""
+"""How ecomp is installed, as etcd-compute.
+
+`pip install .`, and `.[hypervisor]`, `.[lab]`, `.[test]` for what a machine does besides.
+"""
 
 from __future__ import annotations
 
@@ -60,6 +63,7 @@ LAB = [
 ]
 
 TEST = [
+    'build>=1.2',  # makes the wheel as for the index
     'greenlet>=3',  # tests/model switches between its actors with it
     'hypothesis>=6.100',
     'jsonschema>=4.20',  # what -f json prints has its shape
@@ -69,12 +73,14 @@ TEST = [
     'pytest-xdist>=3.7',  # --no-loadscope-reorder
     'requests',  # what bench/look.py measures commands by
     'ruff>=0.6',
+    'twine>=6.1',  # checks the wheel; before 6.1 it does not know metadata 2.4
     'types-PyYAML',
     'types-psutil',
 ]
 
 setup(
-    name='ecomp',
+    # On the index, ecomp is somebody else's project. Commands and imports keep that name.
+    name='etcd-compute',
     version=VERSION[1] if VERSION else None,
     description='VMs on your own Linux machines, by placement, etcd and libvirt',
     long_description=README.read_text(encoding='utf-8') if README.exists() else '',

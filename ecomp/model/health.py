@@ -507,11 +507,13 @@ def _check_versions(facts: ComputeFacts) -> Iterator[Problem]:
             elif _parse_version(version) < _parse_version(facts.own_version):
                 place = f'on its host, in a clone of ecomp {facts.own_version}'
                 # Stopped before the installation, because a running ecompute would start workers of the new version.
-                steps = "systemctl stop ecompute; /opt/ecomp/bin/pip install '.[hypervisor]'; systemctl start ecompute"
+                install = "/opt/ecomp/bin/pip uninstall -y ecomp; /opt/ecomp/bin/pip install '.[hypervisor]'"
+                steps = f'systemctl stop ecompute; {install}; systemctl start ecompute'
                 yield problem, f'{place}: `{steps}`, as docs/howto/upgrade.md describes'
             else:
                 place = f'here, in a clone of ecomp {version}'
-                yield problem, f'{place}: `pipx install --force .`, or `pip install .` in its virtual environment'
+                steps = 'pipx install --force .`, or `pip install .` in its virtual environment'
+                yield problem, f'{place}: `{steps}, as docs/howto/upgrade.md describes'
 
 
 def _check_queue(facts: ComputeFacts) -> Iterator[Problem]:

@@ -1,8 +1,9 @@
-"""`pip install .` without libvirt: all four commands exist and do what they can without it."""
+"""The wheel without libvirt: all four commands exist and do what they can without it; and it replaces ecomp's."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,10 +15,11 @@ import pytest
 
 from tests.kit.commands import Control
 from tests.kit.journal import JOURNAL
-from tests.kit.servers import wait_until
+from tests.kit.servers import TOP, wait_until
 from tests.kit.story import NOTIFIED_PATTERN, SMALL_QUERY
+from tests.kit.tree import copy_tree
+from tests.kit.wheels import build_wheel
 
-TOP = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
 
 COMMANDS = ('eschedule', 'ecompute', 'elab', 'mdserver')
@@ -25,16 +27,17 @@ COMMANDS = ('eschedule', 'ecompute', 'elab', 'mdserver')
 
 @pytest.fixture(scope='module')
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Provide the commands of a virtual environment with only ecomp and its dependencies."""
+    """Provide the commands of the environment that pipx makes of the wheel, without a compiler."""
     directory = tmp_path_factory.mktemp('plain')
-    subprocess.run([sys.executable, '-m', 'venv', str(directory / 'venv')], check=True)
-    # setuptools builds beside setup.py, so the installation uses a copy of the tree.
-    ignored = shutil.ignore_patterns('.git', '.venv', 'build', '*.egg-info', '.*_cache', '__pycache__', '.hypothesis')
-    shutil.copytree(TOP, directory / 'ecomp', ignore=ignored)
-    pip = [str(directory / 'venv/bin/python'), '-m', 'pip', 'install', '-q', str(directory / 'ecomp')]
-    done = subprocess.run(pip, capture_output=True, text=True)
+    copy_tree(directory / 'clone')
+    wheel = build_wheel(directory / 'clone', directory)
+    # Whatever has no wheel of its own would be compiled, and is refused.
+    pipx = ['pipx', 'install', '--python', sys.executable, '--pip-args=--only-binary=:all:', str(wheel)]
+    env = {**make_clean_environment(), 'PIPX_HOME': str(directory), 'PIPX_BIN_DIR': str(directory / 'bin')}
+    done = subprocess.run(pipx, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    yield directory / 'venv/bin'
+    assert sorted(path.name for path in (directory / 'bin').iterdir()) == sorted(COMMANDS)
+    yield directory / 'venvs/etcd-compute/bin'
     shutil.rmtree(directory)
 
 
@@ -62,12 +65,12 @@ def test_every_command_is_installed(programs: Path, tmp_path: Path, command: str
     assert done.stdout.startswith(f'{command} ')
 
 
-def test_grpc_is_not_installed(programs: Path, tmp_path: Path) -> None:
+def test_grpc_and_libvirt_are_not_installed(programs: Path, tmp_path: Path) -> None:
     result = run_installed(programs / 'python', '-m', 'pip', 'list', '--format=freeze', cwd=tmp_path)
     assert result.returncode == 0, result
-    packages = {line.partition('==')[0] for line in result.stdout.splitlines()}
-    assert 'h2' in packages
-    assert packages & {'etcd3', 'grpcio', 'protobuf', 'tenacity'} == set()
+    packages = {re.split('==| @ ', line)[0] for line in result.stdout.splitlines()}
+    assert packages >= {'etcd-compute', 'h2'}
+    assert packages & {'etcd3', 'grpcio', 'libvirt-python', 'protobuf', 'tenacity'} == set()
 
 
 def test_placing_on_a_fake_compute_needs_no_libvirt(programs: Path, tmp_path: Path, cluster: Control) -> None:
@@ -106,3 +109,53 @@ def test_missing_extras_are_named(programs: Path, tmp_path: Path, cluster: Contr
     done = run_installed(programs / 'elab', 'certs', 'certs', '--disable', cwd=tmp_path)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert "cryptography, etcd3. Fix: pip install '.[lab]'" in done.stderr
+
+
+# The package's name was ecomp up to 1.1.
+
+
+def build_previous_wheel(directory: Path) -> Path:
+    """Build the wheel of the last commit under the previous name, and return its path."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(['git', '-C', TOP, *words], check=True, capture_output=True, text=True).stdout.strip()
+
+    rename = git('log', '-1', '--format=%H', "-Sname='etcd-compute'", '--', 'setup.py')
+    assert rename, 'the history of setup.py is missing. Fix: git fetch --unshallow'
+    archive, clone = directory / 'previous.tar', directory / 'previous'
+    git('archive', f'--output={archive}', f'{rename}^')
+    clone.mkdir()
+    subprocess.run(['tar', '-C', clone, '-xf', archive], check=True)
+    return build_wheel(clone, directory)
+
+
+def list_packages(python: Path) -> set[str]:
+    """Return the names of an environment's packages that are ecomp's."""
+    result = run_installed(python, '-m', 'pip', 'list', '--format=freeze', cwd=python.parent)
+    return {re.split('==| @ ', line)[0] for line in result.stdout.splitlines()} & {'ecomp', 'etcd-compute'}
+
+
+def test_quickstart_replaces_the_package_of_the_previous_name(tmp_path: Path) -> None:
+    """Both have the same files: uninstalled later, the previous one would take the commands of the new one."""
+    clone = tmp_path / 'clone'
+    copy_tree(clone)
+    subprocess.run([sys.executable, '-m', 'venv', clone / '.venv'], check=True)
+    python = clone / '.venv/bin/python'
+    previous = build_previous_wheel(tmp_path)
+    done = run_installed(python, '-m', 'pip', 'install', previous, cwd=tmp_path)
+    assert done.returncode == 0, done
+    assert list_packages(python) == {'ecomp'}
+
+    # The dependencies are there already, and libvirt's bindings, which take a compiler, are not needed.
+    (clone / 'constraints.txt').write_text('')
+    script = (clone / 'quickstart.sh').read_text()
+    start = script.index('make_venv() {')
+    make_venv = script[start : script.index('\n}\n', start) + 3]
+    stubs = 'set -euo pipefail; begin() { :; }; finish() { :; }; quietly() { "$@" >&2; }'
+    done = run_installed('bash', '-c', f'{stubs}\n{make_venv}\nmake_venv', cwd=clone)
+    assert done.returncode == 0, done
+
+    assert list_packages(python) == {'etcd-compute'}
+    for command in ('eschedule', 'ecompute'):
+        done = run_installed(clone / '.venv/bin' / command, '--version', cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, ''), done

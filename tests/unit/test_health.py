@@ -184,7 +184,7 @@ def test_fault_of_the_control_plane_is_found(facts: Backends, check: str, messag
         (Facts((Host(A, None, ORPHANED, (), {}),)), ('compute', 'is orphaned', f'host forget {A}')),
         (
             Facts((Host(A, 'hv1', UP, (), {}),), {A: '1.9.0'}, '1.10.0'),
-            ('version', 'runs ecomp 1.9.0', "stop ecompute; /opt/ecomp/bin/pip install '.[hypervisor]'; system"),
+            ('version', 'runs ecomp 1.9.0', "uninstall -y ecomp; /opt/ecomp/bin/pip install '.[hypervisor]'; system"),
         ),
         (
             Facts((Host(A, 'hv1', UP, (), {}),), {A: '1.9.0'}, '1.10.0'),

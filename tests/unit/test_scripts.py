@@ -158,7 +158,22 @@ def test_quickstart_reinstalls_when_the_constraints_change(tmp_path: Path) -> No
     (tmp_path / 'setup.py').write_text('')
     for constraints in ('one', 'another'):
         (tmp_path / 'constraints.txt').write_text(constraints)
-        first, second = run_make_venv(tmp_path, 'quickstart.sh').splitlines()
+        first, second, third = run_make_venv(tmp_path, 'quickstart.sh').splitlines()
         assert '--require-hashes -r constraints.txt' in first
-        assert '--no-deps -e .' in second
+        assert second.endswith(' -y ecomp')
+        assert '--no-deps -e .' in third
         assert run_make_venv(tmp_path, 'quickstart.sh') == ''
+
+
+@pytest.mark.parametrize('script', ['quickstart.sh', 'tests/run'])
+def test_package_of_the_previous_name_is_uninstalled_before_the_installation(script: str, tmp_path: Path) -> None:
+    for name in ('setup.py', 'constraints.txt'):
+        (tmp_path / name).write_text('')
+    (tmp_path / '.venv').mkdir()
+    commands = run_make_venv(tmp_path, script, PYTHON=sys.executable).splitlines()
+    uninstalling, installing = (
+        next(number for number, command in enumerate(commands) if word in command)
+        for word in (' uninstall ', ' --use-pep517 ')
+    )
+    assert commands[uninstalling].endswith(' -y ecomp')
+    assert uninstalling < installing
