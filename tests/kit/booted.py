@@ -19,7 +19,7 @@ from pathlib import Path
 from tests.kit import machine
 from tests.kit.kept import cache_file
 from tests.kit.machine import Machine
-from tests.kit.servers import wait_until
+from tests.kit.servers import TOP, wait_until
 from tests.kit.tree import copy_tree
 
 # Required commands and their Debian packages, in addition to machine.REQUIRED_PACKAGES.
@@ -29,6 +29,7 @@ REQUIRED_PACKAGES = {
     'iptables': 'iptables',
     'ssh-keygen': 'openssh-client',
 }
+PAGE = TOP / 'docs/howto/real-machines.md'
 # The bridge's own address: the machines reach what a test serves there.
 GATEWAY = '10.0.0.1'
 # The account that types commands on the machines; it may use sudo.
@@ -275,6 +276,12 @@ class Lan:
         owner = clone.parent.stat()
         for entry in (clone, *clone.rglob('*')):
             os.chown(entry, owner.st_uid, owner.st_gid, follow_symlinks=False)
+
+
+def read_page_packages() -> list[str]:
+    """Return all packages that the page 'real machines' installs with apt-get."""
+    lines = PAGE.read_text().replace('\\\n', ' ').splitlines()
+    return [word for line in lines for word in line.partition('sudo apt-get install ')[2].split()]
 
 
 def explain_missing() -> str:

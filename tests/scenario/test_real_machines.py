@@ -17,12 +17,11 @@ from typing import Any
 
 import pytest
 
-from tests.kit.booted import GATEWAY, BootedMachine, Lan, explain_missing, start_lan
+from tests.kit.booted import GATEWAY, PAGE, BootedMachine, Lan, explain_missing, read_page_packages, start_lan
 from tests.kit.servers import TOP, Server, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
-PAGE = TOP / 'docs/howto/real-machines.md'
 BLOCK = re.compile(r'<!-- typed on: (\w+) -->\n```sh\n(.*?)```', re.DOTALL)
 HOSTS = {'control': '10.0.0.5', 'hv1': '10.0.0.11', 'hv2': '10.0.0.12'}
 QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'
@@ -164,12 +163,6 @@ def read_blocks(machine: str) -> list[str]:
     return [text for place, text in BLOCK.findall(PAGE.read_text()) if place == machine]
 
 
-def read_packages() -> list[str]:
-    """Return all packages that the page installs with apt-get."""
-    lines = PAGE.read_text().replace('\\\n', ' ').splitlines()
-    return [word for line in lines for word in line.partition('sudo apt-get install ')[2].split()]
-
-
 @pytest.fixture(scope='module', params=['bookworm', 'trixie'])
 def cluster(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, guest_image: Path
@@ -182,7 +175,7 @@ def cluster(
         (images.served / 'guest.qcow2').write_bytes(guest_image.read_bytes())
         images.go.touch()
         undo.enter_context(images)
-        control, *hypervisors = (machines.boot(name, request.param, read_packages()) for name in HOSTS)
+        control, *hypervisors = (machines.boot(name, request.param, read_page_packages()) for name in HOSTS)
         *first, last = read_blocks('control')
         for block in first:
             control.type_as_user(block)
