@@ -395,7 +395,7 @@ def test_mypy() -> None:
 
 
 def test_shell_scripts_parse() -> None:
-    scripts = [TOP / 'tests/run', TOP / '.ci/run', TOP / 'bench/run', *TOP.glob('*.sh')]
+    scripts = [*(TOP / name for name in ('tests/run', '.ci/run', 'bench/run', 'packaging/build')), *TOP.glob('*.sh')]
     for script in scripts:
         process = subprocess.run(['bash', '-n', str(script)], capture_output=True, text=True, check=False)
         assert (process.returncode, process.stderr) == (0, ''), script

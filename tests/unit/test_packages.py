@@ -1,19 +1,23 @@
-"""The packages for the Python index: what they are called, what they need, and what they contain."""
+"""The packages for the Python index and for Debian: what they are called, what they need, and what they contain."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tarfile
 import zipfile
 from email.message import Message
 from email.parser import HeaderParser
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import ecomp
+from tests.kit.servers import TOP
 from tests.kit.tree import copy_tree
 
 
@@ -62,3 +66,29 @@ def test_sdist_has_what_the_wheel_is_made_of(packages: Path) -> None:
     assert names >= {'LICENSE', 'README.md', 'setup.py', 'pyproject.toml', 'docs/man/eschedule.1'}
     assert names >= {'ecomp/units/ecompute.service', 'md_server/mdserver/mdserver.service'}
     assert not any('..' in name or 'tmp' in name for name in names)
+
+
+# Debian's packages. What is installed from them is in tests/scenario/test_debian_packages.py.
+
+
+def find_dependencies(extra: str) -> set[str]:
+    """Find all packages that ecomp with an extra needs to run, in the metadata of this environment."""
+    names: set[str] = set()
+    pending = [('etcd-compute', {extra})]
+    while pending:
+        package, extras = pending.pop()
+        for requirement in map(Requirement, requires(package) or []):
+            marker, name = requirement.marker, canonicalize_name(requirement.name)
+            if (not marker or any(marker.evaluate({'extra': each}) for each in extras | {''})) and name not in names:
+                names.add(name)
+                pending.append((name, requirement.extras))
+    return names
+
+
+@pytest.mark.parametrize(('variable', 'extra'), [('CLIENT', ''), ('COMPUTE', 'hypervisor')])
+def test_environment_of_a_debian_package_has_what_setup_requires(variable: str, extra: str) -> None:
+    rules = (TOP / 'packaging/debian/rules').read_text().replace('\\\n', ' ')
+    lists = {name: value.split() for name, value in re.findall(r'(?m)^(CLIENT|COMPUTE) = (.*)$', rules)}
+    names = {name for word in lists[variable] for name in (lists['CLIENT'] if word == '$(CLIENT)' else [word])}
+    # Only to be built does pbr need setuptools.
+    assert names == find_dependencies(extra) - {'setuptools'}

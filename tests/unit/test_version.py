@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mdserver
 import pytest
 
 import ecomp
@@ -49,6 +50,10 @@ def test_checkout_of_another_user_reports_its_commit(tree: Path) -> None:
     test_checkout_reports_its_commit(tree)
     subprocess.run(['chown', '-R', '12345', str(tree)], check=True)
     assert '+g' in read_version(tree)
+
+
+def test_mdserver_has_the_version_of_its_package() -> None:
+    assert mdserver.__version__ == ecomp.__version__
 
 
 def test_tree_without_git_reports_the_release(tree: Path) -> None:
