@@ -9,7 +9,7 @@ BY_MODULE = {
     'enter': ('ssh', 'ssh-config', 'console', 'log'),
     'change': ('destroy', 'stop', 'start', 'reboot', 'clear'),
     'sharing': ('flavor list', 'flavor show', 'flavor set', 'flavor delete', 'image list', 'group list', 'group show', 'quota list', 'quota show', 'quota set'),
-    'operators': ('hosts', 'host list', 'host show', 'host disable', 'host drain', 'host enable', 'host forget', 'what-if', 'evacuate', 'audit'),
+    'operators': ('hosts', 'metrics', 'host list', 'host show', 'host disable', 'host drain', 'host enable', 'host forget', 'what-if', 'evacuate', 'audit'),
     'doctor': ('doctor',),
     'commands': ('help', 'completion'),
 }
