@@ -135,7 +135,8 @@ class MetricsWriter:
         samples['ecomp_read_only'] = {(): any(compute.daemon.read_only for compute in self._computes)}
         samples['ecomp_vm_info'] = {(vm, (record and record.name) or ''): 1 for vm, record in records.items()}
         for field in Usage._fields:
-            samples[f'ecomp_vm_{field}'] = {(vm,): getattr(usage[vm], field) for vm in records.keys() & usage}
+            used = {(vm,): getattr(usage[vm], field) for vm in records.keys() & usage}
+            samples[f'ecomp_vm_{field}'] = {labels: amount for labels, amount in used.items() if amount is not None}
         directory = self._computes[0].host.hypervisor.get_image_directory()
         if directory is not None:
             samples |= {f'ecomp_image_cache_{name}': {(): size} for name, size in measure_cache(directory).items()}

@@ -61,9 +61,9 @@ def make_network_config(macs: Sequence[str]) -> dict[str, Any] | None:
 
 
 class Usage(NamedTuple):
-    """What a running guest has used since its start, and the host's memory that it uses now."""
+    """What a running guest has used since its start, and the host's memory that it uses now; None is unknown."""
 
-    vcpu_seconds_total: float
+    vcpu_seconds_total: float | None
     resident_memory_bytes: int
     disk_read_bytes_total: int = 0
     disk_written_bytes_total: int = 0

@@ -131,17 +131,19 @@ EXTERNAL_PAUSE_REASONS = libvirt.VIR_DOMAIN_PAUSED_USER, libvirt.VIR_DOMAIN_PAUS
 
 
 USAGE_STATISTICS = libvirt.VIR_DOMAIN_STATS_VCPU | libvirt.VIR_DOMAIN_STATS_BALLOON | libvirt.VIR_DOMAIN_STATS_BLOCK
+USAGE_STATISTICS |= libvirt.VIR_DOMAIN_STATS_CPU_TOTAL
 # Do not wait for a QEMU that does not answer.
 USAGE_FLAGS = libvirt.VIR_CONNECT_GET_ALL_DOMAINS_STATS_ACTIVE | libvirt.VIR_CONNECT_GET_ALL_DOMAINS_STATS_NOWAIT
 
 
 def parse_usage(statistics: Mapping[str, int]) -> Usage:
     """Parse libvirt's statistics of a domain; KeyError if some are missing."""
-    # An emulated guest, whose vCPUs share one thread, has no times.
-    vcpu_ns = sum(statistics.get(f'vcpu.{number}.time', 0) for number in range(statistics['vcpu.current']))
+    times = [statistics.get(f'vcpu.{number}.time') for number in range(statistics['vcpu.current'])]
+    # The vCPUs of an emulated guest, which may share one thread, have no times: take the time of its whole QEMU.
+    vcpu_ns = statistics.get('cpu.time') if None in times else sum(filter(None, times))
     disks = range(statistics['block.count'])
     traffic = (sum(statistics[f'block.{number}.{way}.bytes'] for number in disks) for way in ('rd', 'wr'))
-    return Usage(vcpu_ns / 1e9, statistics['balloon.rss'] * 1024, *traffic)
+    return Usage(None if vcpu_ns is None else vcpu_ns / 1e9, statistics['balloon.rss'] * 1024, *traffic)
 
 
 class Domains:

@@ -25,7 +25,7 @@ from ecomp.agent.process import METRICS, MetricsWriter
 from ecomp.compute_conf import ComputeConfig
 from ecomp.errors import NotFound, UnknownOutcome, Unreachable, UsageError
 from ecomp.metrics import TALLY, Tally, make_text
-from ecomp.model.guest import BaseImage, GuestSpec
+from ecomp.model.guest import BaseImage, GuestSpec, Usage
 from ecomp.model.record import ACTIVE, BUILDING, Record
 from ecomp.virt.domains import Domains, parse_usage
 from ecomp.virt.fake import FakeHypervisor
@@ -189,14 +189,19 @@ def test_malformed_time_of_a_stage_is_ignored(tally: Tally, time: str) -> None:
 STATISTICS = {
     **{'vcpu.current': 2, 'vcpu.maximum': 2, 'vcpu.0.time': 1_500_000_000, 'vcpu.1.time': 500_000_000},
     **{'balloon.current': 262144, 'balloon.rss': 1000, 'block.count': 2, 'block.0.rd.bytes': 7},
-    **{'block.0.wr.bytes': 8, 'block.1.rd.bytes': 100, 'block.1.wr.bytes': 0},
+    **{'block.0.wr.bytes': 8, 'block.1.rd.bytes': 100, 'block.1.wr.bytes': 0, 'cpu.time': 2_500_000_000},
 }
 
 
 def test_usage_is_the_sum_over_vcpus_and_disks() -> None:
     assert parse_usage(STATISTICS) == (2.0, 1_024_000, 107, 8)
-    without_times = {name: value for name, value in STATISTICS.items() if not name.endswith('.time')}
-    assert parse_usage(without_times).vcpu_seconds_total == 0
+
+
+def test_usage_of_an_emulated_guest_has_the_time_of_its_qemu() -> None:
+    without_times = {name: value for name, value in STATISTICS.items() if not name.startswith(('vcpu.0.', 'vcpu.1.'))}
+    assert parse_usage(without_times).vcpu_seconds_total == 2.5
+    del without_times['cpu.time']
+    assert parse_usage(without_times).vcpu_seconds_total is None
 
 
 def test_guest_that_libvirt_is_busy_with_is_left_out(tally: Tally) -> None:
@@ -310,6 +315,17 @@ def test_file_has_instances_guests_and_images_and_is_readable_by_all(
     assert path.stat().st_mode & 0o777 == 0o644
     assert not any(math.isnan(number) for number in samples.values())
     assert {each.name for each in tmp_path.iterdir()} == {'ecompute.prom', 'images'}
+
+
+def test_unknown_use_of_a_guest_is_left_out(
+    make_writer: Callable[[], MetricsWriter], compute: StubCompute, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compute.records = {VM: make_active()}
+    monkeypatch.setattr(compute.hypervisor, 'read_usage', lambda: {VM: Usage(None, 7)})
+    make_writer()._run()
+    samples = read_samples(tmp_path / 'ecompute.prom')
+    assert samples[f'ecomp_vm_resident_memory_bytes{{vm="{VM}"}}'] == 7
+    assert not any(name.startswith('ecomp_vm_vcpu') for name in samples)
 
 
 def test_full_disk_is_logged_once_and_so_is_its_end(
