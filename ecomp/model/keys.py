@@ -20,7 +20,8 @@
     /accepted/<compute>           the revision at which this compute accepted a restored or new etcd, in decimal digits
     /audit/<audit>                eschedule asks all computes for a digest; on eschedule's lease
     /audit/<audit>/<compute>      eschedule asks one compute to remove leftovers; on the same lease
-    /digests/<compute>/<audit>/…  the digest of a compute; removed by the eschedule that asked, or with a lease
+    /audit/<audit>/usage          eschedule asks what the named or all computes use; older ones ignore it
+    /digests/<compute>/<audit>/…  the answer of a compute; removed by the eschedule that asked, or with a lease
 
 A key that only one compute writes contains its uuid, so that an etcd role can be limited to it. Prefixes end with a
 slash, because /hosts/1 would also match /hosts/10.
@@ -51,6 +52,8 @@ CLUSTER = '/cluster'
 ACCEPTED = '/accepted/'
 AUDIT = '/audit/'
 DIGESTS = '/digests/'
+# Stands for a compute in the key of a question about usage, and for a page in the keys of its answers.
+USAGE = 'usage'
 # TTL of the lease of keys below /requests/: an attempt whose eschedule died is in flight for at most this long. A
 # claim, or anything else that eschedule creates before its delivery, is an orphan if two checks this far apart find no
 # request and no attempt for it (rule 4).
@@ -167,7 +170,7 @@ def digest_prefix(audit: str, compute: str) -> str:
 
 
 def digest(audit: str, compute: str, part: int | str) -> str:
-    """Return the key of one part of a compute's answer: a page number, or 'cleared'."""
+    """Return the key of one part of a compute's answer: a page number, 'cleared' or USAGE."""
     return f'{digest_prefix(audit, compute)}{part}'
 
 

@@ -1,4 +1,4 @@
-"""Answer audits: write a digest of this compute, and remove leftovers on request.
+"""Answer audits: write a digest of this compute or what it uses, and remove leftovers on request.
 
 A read-only compute answers, too, unless another ecompute is this compute now. In an unfamiliar etcd the answer is an
 error instead of a digest, because that etcd has no requests for this compute's guests.
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ecomp.agent.host.metadata import GuestData
+from ecomp.agent.host.provider import measure_usage
 from ecomp.agent.images.cache import list_bad, lock_if_idle
 from ecomp.agent.jobs import ScheduledJob, Threads
 from ecomp.errors import EcompError
@@ -20,6 +22,7 @@ from ecomp.files import InstanceLocks
 from ecomp.model import keys
 from ecomp.model.json_object import dump, load_object
 from ecomp.model.planes import Digest, Leftover, clearance_from_json, make_error_page, to_pages
+from ecomp.model.usage import HOST
 from ecomp.store.client import Entry, Put, Store, Unchanged, read_pending_instances
 from ecomp.store.sharing import has_unfinished_record, try_revoke
 from ecomp.virt import Hypervisor
@@ -66,7 +69,7 @@ class AuditAnswerer:
 
     `store` has no guard, and a connection of its own, because a long answer must not delay the writes of instances.
     `may_remove` is called with an instance before something of it is removed, and with '' before a part file is removed
-    or a digest written (its result is then ignored); it raises an EcompError if etcd is unfamiliar.
+    or an answer written (its result is then ignored); it raises an EcompError if etcd is unfamiliar.
     """
 
     compute: str
@@ -108,7 +111,10 @@ class AuditAnswerer:
             entry = audits[key]
             try:
                 audit, _, compute = entry.key.removeprefix(keys.AUDIT).partition('/')
-                if compute in ('', self.compute) and self._check_ours():
+                if compute == keys.USAGE and (not entry.value or self.compute.encode() in entry.value):
+                    if self._check_ours():
+                        self._write_answer(entry, audit, keys.USAGE, dump(self._measure_usage()))
+                elif compute in ('', self.compute) and self._check_ours():
                     self._write_answer(entry, audit, 'heard' if not compute else 'clearing', '')
                     if compute:
                         self._write_answer(entry, audit, 'cleared', dump(self._remove_leftovers(entry)))
@@ -141,6 +147,16 @@ class AuditAnswerer:
             pages = [make_error_page(str(error))]
         for number in reversed(range(len(pages))):
             self._write_answer(entry, audit, number, pages[number])
+
+    def _measure_usage(self) -> dict[str, object]:
+        """Return what this machine and its guests use, from one call of libvirt; see parse_answer()."""
+        try:
+            self.may_remove('')
+            guests = self.hypervisor.read_usage()
+        except EcompError as error:
+            return {'version': 1, 'error': str(error)}
+        host = {'seconds': time.monotonic(), **measure_usage(self.state)}
+        return {'version': 1, 'used': {HOST: host, **{name: usage._asdict() for name, usage in guests.items()}}}
 
     def _write_answer(self, entry: Entry, audit: str, part: int | str, value: str) -> None:
         """Write one part of the answer, on a lease; EcompError if the audit is finished."""

@@ -65,6 +65,15 @@ def measure_machine(directory: Path, instances: Collection[str]) -> MachineUsage
     )
 
 
+def measure_usage(directory: Path) -> dict[str, float]:
+    """Return what this machine uses, and of the disk of `directory`; OSError if the directory is missing."""
+    times, memory, disk = psutil.cpu_times(), psutil.virtual_memory(), psutil.disk_usage(str(directory))
+    cpus = {'cpus': psutil.cpu_count() or 1, 'load': round(psutil.getloadavg()[0], 2)}
+    cpus['cpu_seconds_total'] = times.user + times.nice + times.system + times.irq + times.softirq
+    sizes = {'memory_used_bytes': memory.total - memory.available, 'memory_bytes': memory.total}
+    return {**cpus, **sizes, 'disk_used_bytes': disk.total - disk.free, 'disk_bytes': disk.total}
+
+
 def choose_cache_gib(directory: Path) -> int:
     """Return the default limit of cached images: a tenth of the disk, in 1..20 GiB."""
     return min(max(psutil.disk_usage(str(directory)).total // (10 * GIB), 1), 20)

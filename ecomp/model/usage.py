@@ -1,0 +1,46 @@
+"""What hosts and guests use: the answers of computes, and rates from two of these. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ecomp.model.json_object import load_object
+from ecomp.model.text import make_printable
+
+# Amounts by name, without unknown ones. Names of counters end in `_total`, those of their rates in `_per_second`.
+Amounts = Mapping[str, float]
+# The amounts of a compute's guests, by instance, and of the HOST, with `seconds`, the time on its monotonic clock.
+Measurement = Mapping[str, Amounts]
+HOST = 'host'
+# Questions are further apart; a malformed clock must not make rates infinite.
+MIN_SECONDS = 0.1
+
+
+def parse_answer(value: bytes) -> Measurement:
+    """Parse {"used": {HOST or instance: {name: amount}}}, without malformed amounts; ValueError for {"error"}."""
+    data = load_object(value)
+    if not isinstance(data.get('used'), dict):
+        raise ValueError(make_printable(str(data.get('error', 'its answer is malformed')))[:500])
+    return {name: _parse_amounts(amounts) for name, amounts in data['used'].items()}
+
+
+def _parse_amounts(data: Any) -> Amounts:
+    """Return the numbers in an object that are not negative and fit into 64 bits; {} if it is no object."""
+    items = data.items() if isinstance(data, dict) else ()
+    return {name: amount for name, amount in items if type(amount) in (int, float) and 0 <= amount < 2**64}
+
+
+def compute_use(before: Measurement, after: Measurement) -> Measurement:
+    """Return `after` with rates for counters that are known twice, and did not fall because of a restart."""
+    seconds = after.get(HOST, {}).get('seconds', 0) - before.get(HOST, {}).get('seconds', math.inf)
+    return {name: {**used, **_compute_rates(before.get(name, {}), used, seconds)} for name, used in after.items()}
+
+
+def _compute_rates(before: Amounts, after: Amounts, seconds: float) -> Amounts:
+    return {
+        name.removesuffix('_total') + '_per_second': round((amount - before[name]) / seconds, 3)
+        for name, amount in after.items()
+        if name.endswith('_total') and seconds > MIN_SECONDS and amount >= before.get(name, math.inf)
+    }
