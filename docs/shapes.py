@@ -326,6 +326,26 @@ _EVACUATED = _fields({
     'address': _text('with --wait: address of the new instance; null if not known', null=True),
     'reason': _text('why the guest stays; null if it does not', null=True),
 }, 'one object per guest')  # fmt: skip
+_PERCENT = _is('number', 'use of CPU, 100 is one CPU; null if unknown', null=True)
+_USE = _object(
+    hosts=many(_object(
+        compute=_COMPUTE, host=_ON, cpu_percent=_PERCENT,
+        cpus=_is('integer', 'number of CPUs; null if unknown', null=True),
+        load=_is('number', 'average load of the last minute; null if unknown', null=True),
+        memory_used_bytes=_is('integer', 'memory that is not available; null if unknown', null=True),
+        memory_bytes=_is('integer', 'memory; null if unknown', null=True),
+        disk_used_bytes=_is('integer', 'use of the disk with the state directory; null if unknown', null=True),
+        disk_bytes=_is('integer', 'size of that disk; null if unknown', null=True),
+        guests=_is('integer', 'number of guests that run there; null if unknown', null=True),
+    ), 'hosts'),
+    guests=many(_object(
+        instance=_INSTANCE, name=_NAME, compute=_COMPUTE, host=_ON, cpu_percent=_PERCENT,
+        memory_used_bytes=_is('integer', 'memory of the host that its QEMU uses; null if unknown', null=True),
+        memory_bytes=_is('integer', 'memory that it was given; null if unknown', null=True),
+        disk_read_bytes_per_second=_is('number', 'bytes read from its disks; null if unknown', null=True),
+        disk_written_bytes_per_second=_is('number', 'bytes written to its disks; null if unknown', null=True),
+    ), 'guests that run, and active ones of which that is not known'),
+)  # fmt: skip
 _STACK = _object(stack=_text('name of the stack'), instances=many(_STEP, 'instances of the file, then others'))
 
 # By command. `create` and `plan` print REFUSED if there is no room, or a quota is exceeded (exit code 3).
@@ -378,5 +398,6 @@ SHAPES: Mapping[str, Schema] = {
     # With --dry-run it is that of `what-if`.
     'evacuate': many(_EVACUATED),
     'audit': many(_FINDING),
+    'top': _USE,
     'doctor': _HEALTH,
 }

@@ -31,14 +31,14 @@ FAMILIES: Mapping[str, Sequence[str]] = {
     'Entering guests': ('enter',),
     'Changing instances': ('change',),
     'Flavors, images, groups and quotas': ('sharing',),
-    'Computes and the cluster': ('operators', 'doctor'),
+    'Computes and the cluster': ('operators', 'top', 'doctor'),
     'Help': ('commands',),
 }
 
 # First words of planned commands. An instance with such a name would be hidden by the command later.
 PLANNED_WORDS = frozenset({
     *('copy', 'exec', 'logs', 'migrate', 'move', 'protect'),
-    *('rebuild', 'rename', 'resize', 'results', 'run', 'set', 'snapshot', 'stack', 'top', 'ui', 'unprotect'),
+    *('rebuild', 'rename', 'resize', 'results', 'run', 'set', 'snapshot', 'stack', 'ui', 'unprotect'),
     'version',
 })  # fmt: skip
 
@@ -62,6 +62,8 @@ def load_rows(module: str) -> Sequence[Command]:
             from ecomp.cli.sharing import COMMANDS as ROWS
         case 'operators':
             from ecomp.cli.operators import COMMANDS as ROWS
+        case 'top':
+            from ecomp.cli.top import COMMANDS as ROWS
         case 'doctor':
             from ecomp.cli.doctor import COMMANDS as ROWS
         case 'commands':

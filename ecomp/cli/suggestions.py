@@ -38,7 +38,7 @@ FOREIGN_WORDS: Mapping[str, str] = _index_by_word({
     'start': 'on up resume unpause unsuspend poweron power-on wake', 'reboot': 'restart reset',
     'ssh': 'exec shell sh bash enter login connect', 'ssh-config': 'scp sftp rsync cp file',
     'console': 'attach serial vnc ttyconsole vncdisplay domdisplay', 'help': 'man usage', '--version': 'version about',
-    'hosts': 'members top stats usage nodeinfo cluster-info hots', 'host forget': 'forget decommission',
+    'top': 'stats usage', 'hosts': 'members nodeinfo cluster-info hots', 'host forget': 'forget decommission',
     'host enable': 'enable uncordon undrain untaint undisable', 'host disable': 'disable cordon taint',
 })
 

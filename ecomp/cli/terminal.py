@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
@@ -181,6 +182,18 @@ def watch(
         pass
     finally:
         follower.stop()
+
+
+def redraw(make_drawing: Callable[[], Drawing], draw: Callable[[str], None]) -> None:
+    """Draw a table again and again, as fast as it is made; return at Ctrl-C. Raises errors as watch()."""
+    drawing, errors = make_drawing(), list[str]()
+    with suppress(KeyboardInterrupt):
+        while True:
+            draw(compose_screen(drawing, errors))
+            try:
+                drawing, errors = make_drawing(), []
+            except Unreachable as error:
+                errors = [str(error)]
 
 
 def compose_screen(drawing: Drawing, errors: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
@@ -19,16 +20,18 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import StrangeEtcd, Unreachable
 from ecomp.files import try_lock
 from ecomp.model import keys
-from ecomp.model.guest import BaseImage, Guest, GuestSpec, make_mac_address
+from ecomp.model.guest import BaseImage, Guest, GuestSpec, Usage, make_mac_address
 from ecomp.model.order import Request, name_to_json
 from ecomp.model.order import to_json as request_to_json
 from ecomp.model.planes import Digest, Leftover, clearance_to_json, from_pages, to_pages
 from ecomp.model.quota import Quota, to_json
 from ecomp.model.record import ACTIVE, GONE, make_record
 from ecomp.model.record import to_json as record_to_json
+from ecomp.model.usage import HOST
 from ecomp.scheduler.operations import audit as auditing
 from ecomp.scheduler.operations.audit import Report, audit, fix, open_audit_session, wait_for_answers
 from ecomp.scheduler.operations.sharing import set_limits
+from ecomp.scheduler.operations.usage import UseReader
 from ecomp.store.client import Entry, Put, Store, Unchanged
 from ecomp.store.sharing import load_quota, write_final_record
 from ecomp.store.watch import Follower
@@ -51,6 +54,11 @@ class FakeHost(FakeHypervisor):
     bases: Mapping[str, str] = {}
     other_users: frozenset[str] = frozenset()
     is_away = False
+    measured_count = 0
+
+    def read_usage(self) -> Mapping[str, Usage]:
+        self.measured_count += 1
+        return super().read_usage()
 
     def list_guests(self) -> Mapping[str, Guest]:
         if self.is_away:
@@ -272,6 +280,78 @@ def test_read_only_or_remembering_compute_answers_but_removes_nothing(cloud: Clo
     assert instance in host.hypervisor.list_guests()
     host.remembered = set()
     assert host.clear(cloud.store, Leftover('disk', instance)) == [f'disk {instance}: removed']
+
+
+# What a compute uses, which `eschedule top` asks
+
+
+def test_compute_measures_once_a_question_and_never_without_one(cloud: Cloud, host: Host) -> None:
+    instance, reader = host.start_guest(), make_reader(cloud, host)
+    audit_host(cloud, host)
+    assert host.hypervisor.measured_count == 0
+    for count in (1, 2):
+        used = reader.read().used[host.compute]
+        assert host.hypervisor.measured_count == count
+        assert used[instance]['resident_memory_bytes'] == 64 * 2**20
+        assert used[HOST]['disk_bytes'] > used[HOST]['disk_used_bytes'] > 0
+        assert ('cpu_seconds_per_second' in used[HOST]) == ('vcpu_seconds_per_second' in used[instance]) == (count == 2)
+    assert used[HOST]['cpu_seconds_per_second'] >= 0
+    audit_host(cloud, host)
+    assert host.hypervisor.measured_count == 2
+    for prefix in (keys.AUDIT, keys.DIGESTS):
+        assert not any(host.compute in key for key in cloud.store.snapshot(prefix).entries)
+
+
+def test_compute_that_is_not_among_the_selected_ones_does_not_measure(
+    cloud: Cloud, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auditing, 'HEARD_TIMEOUT_SECONDS', 0.5)
+    other = cloud.make_compute()
+    assert UseReader(cloud.store, [other]).read().used.keys() == {other}
+    assert make_reader(cloud, host).read().reasons == {}
+    assert host.hypervisor.measured_count == 1  # the questions are answered in their order
+
+
+def test_several_users_look_while_an_audit_runs(cloud: Cloud, host: Host) -> None:
+    host.start_guest()
+    with ThreadPoolExecutor(4) as threads:
+        looks = [threads.submit(make_reader(cloud, host).read) for _ in range(3)]
+        findings = audit_host(cloud, host)
+    assert all(host.compute not in look.result().reasons for look in looks)
+    assert not [finding for finding in findings if finding[0] == 'compute-mute']
+    assert host.hypervisor.measured_count == 3
+
+
+def test_older_or_frozen_compute_is_unknown_and_others_are_not(
+    cloud: Cloud, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older one takes the question for one about a compute of that name, and does nothing."""
+    monkeypatch.setattr(auditing, 'HEARD_TIMEOUT_SECONDS', 0.5)
+    older = cloud.make_compute()
+    use = make_reader(cloud, host, older).read()
+    assert (use.used[older], use.reasons.keys()) == ({}, {older})
+    assert use.reasons[older].startswith('its ecompute does not answer')
+    assert HOST in use.used[host.compute]
+
+
+def test_unreachable_hypervisor_is_the_reason_why_nothing_is_known(cloud: Cloud, host: Host) -> None:
+    host.hypervisor.is_away = True
+    use = make_reader(cloud, host).read()
+    assert (use.used, use.reasons) == ({host.compute: {}}, {host.compute: 'libvirt is away'})
+    host.hypervisor.is_away = False
+    assert make_reader(cloud, host).read().reasons == {}
+
+
+def test_malformed_question_is_not_answered(cloud: Cloud, host: Host, caplog: pytest.LogCaptureFixture) -> None:
+    lease = cloud.store.grant(60)
+    cloud.store.commit([], [Put(keys.clearance('x', keys.USAGE), '{"some": ["other"]}', lease)])
+    make_reader(cloud, host).read()
+    cloud.store.revoke(lease)
+    assert (host.hypervisor.measured_count, caplog.records) == (1, [])
+
+
+def make_reader(cloud: Cloud, host: Host, *others: str) -> UseReader:
+    return UseReader(cloud.store, [host.compute, *others])
 
 
 # Removing

@@ -18,6 +18,7 @@ pytest.importorskip('cryptography', reason="pip install '.[lab]'")
 from ecomp.errors import Denied
 from ecomp.lab import control
 from ecomp.model import keys
+from ecomp.scheduler.operations.audit import open_audit_session
 from ecomp.store.client import Delete, Entry, Put, Unchanged
 from ecomp.store.presence import Presence
 from ecomp.store.watch import Follower
@@ -66,6 +67,21 @@ def test_reads_transactions_leases_and_watches_work_behind_roles(cloud: EtcdWith
         wait_until(lambda: states[-1].keys() == {key}, 10, 'it is told after a restart')
     url = f'https://localhost:{cloud.etcd.port}'
     assert control.is_etcd_healthy(url, cloud.certs / 'etcd')
+
+
+def test_question_about_usage_and_its_answer_are_allowed(cloud: EtcdWithRoles) -> None:
+    cloud.enable()
+    scheduler, own, compute = (
+        cloud.stores['scheduler-shell'],
+        cloud.stores['compute-hv1'],
+        cloud.computes['compute-hv1'],
+    )
+    with open_audit_session(scheduler) as (name, lease):
+        key, answer = keys.clearance(name, keys.USAGE), keys.digest(name, compute, keys.USAGE)
+        revision = scheduler.commit([], [Put(key, '', lease)])
+        assert revision is not None
+        assert own.commit([Unchanged(key, revision)], [Put(answer, '{}', own.grant(60))]) is not None
+    assert (scheduler.get(key), scheduler.get(answer)) == (None, None)
 
 
 def test_presence_is_written_only_with_own_certificate(cloud: EtcdWithRoles) -> None:

@@ -64,6 +64,7 @@ class Scene:
     def __init__(self) -> None:
         self.revision, self.leases, self.writes = 100, {ALIVE_LEASE: 60}, list[str]()
         self.entries: dict[str, Entry] = {}
+        self.questions = 0
         for number, (key, value) in enumerate(read_entries().items()):
             lease = ALIVE_LEASE if key.startswith(('/computes/', '/requests/')) or key.endswith('/taker') else 0
             self.entries[key] = Entry(key, value.encode(), number + 1, lease, created=number + 1)
@@ -106,12 +107,27 @@ class Scene:
             audit, _, host = operation.key.removeprefix('/audit/').partition('/')
             if not isinstance(operation, Put) or not operation.key.startswith('/audit/'):
                 continue
+            if host == 'usage':
+                self._answer_usage(audit, operation.lease)
+                continue
             parts = {'cleared': '["removed"]'} if host else {'heard': ''}
             for number, compute in enumerate((HV1, HV2)):
                 answer = parts if host else {**parts, '0': pages[number]}
                 if host in ('', compute):
                     keys = {f'/digests/{compute}/{audit}/{part}': value for part, value in answer.items()}
                     self.commit([], [Put(key, value, operation.lease) for key, value in keys.items()])
+
+    def _answer_usage(self, audit: str, lease: int) -> None:
+        """Answer `eschedule top` with counters that grow with each question; hv2 cannot answer."""
+        self.questions += 1
+        sizes = {'memory_used_bytes': 2**30, 'memory_bytes': 2**32, 'disk_used_bytes': 2**31, 'disk_bytes': 2**36}
+        host = {'seconds': 2.0 * self.questions, 'cpu_seconds_total': 3.0 * self.questions, 'cpus': 8, 'load': 1.25}
+        guest = {'vcpu_seconds_total': 0.5 * self.questions, 'resident_memory_bytes': 2**27}
+        guest |= {'disk_read_bytes_total': 8192 * self.questions, 'disk_written_bytes_total': 0}
+        used = {'host': {**host, **sizes}, '1a5c0de0-0000-4000-8000-000000000001': guest}
+        answers = {HV1: {'version': 1, 'used': used}, HV2: {'version': 1, 'error': 'libvirt does not answer'}}
+        for compute, answer in answers.items():
+            self.commit([], [Put(f'/digests/{compute}/{audit}/usage', json.dumps(answer), lease)])
 
 
 class SceneStore(Store):

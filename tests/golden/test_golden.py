@@ -300,7 +300,9 @@ def test_layout_of_keys() -> None:
         'the cluster': keys.CLUSTER,
         'an audit': keys.audit(instance),
         'a clearance': keys.clearance(instance, host),
+        'a question about usage': keys.clearance(instance, keys.USAGE),
         'a page of a digest': keys.digest(instance, host, 0),
+        'an answer about usage': keys.digest(instance, host, keys.USAGE),
         'what was cleared': keys.digest(instance, host, 'cleared'),
     }
     compare_with_file(HERE / 'keys.txt', ''.join(f'{name}: {key}\n' for name, key in examples.items()))

@@ -67,7 +67,7 @@ OTHER_TOOLS: Mapping[str, Mapping[str, str]] = {
         'ps': 'list', 'ls': 'list', 'container ls': 'list', 'run': CREATE_COMMAND, 'rm': 'destroy',
         'container rm': 'destroy',
         'kill': 'stop', 'pause': 'stop', 'unpause': 'start', 'restart': 'reboot', 'exec': 'ssh', 'cp': 'ssh-config',
-        'logs': 'log', 'inspect': 'show', 'attach': 'console', 'stats': 'hosts', 'top': 'hosts', 'version': '--version',
+        'logs': 'log', 'inspect': 'show', 'attach': 'console', 'stats': 'top', 'version': '--version',
         'images': 'image list', 'image ls': 'image list',
         'prune': 'clear', 'history': 'events', 'node ls': 'host list', 'node inspect': 'host show',
     },
