@@ -10,6 +10,7 @@ BY_MODULE = {
     'change': ('destroy', 'stop', 'start', 'reboot', 'clear'),
     'sharing': ('flavor list', 'flavor show', 'flavor set', 'flavor delete', 'image list', 'group list', 'group show', 'quota list', 'quota show', 'quota set'),
     'operators': ('hosts', 'metrics', 'host list', 'host show', 'host disable', 'host drain', 'host enable', 'host forget', 'what-if', 'evacuate', 'audit'),
+    'top': ('top',),
     'doctor': ('doctor',),
     'commands': ('help', 'completion'),
 }
