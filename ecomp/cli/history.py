@@ -526,8 +526,8 @@ COMMANDS: Sequence[Command] = (
     Command('again', 'again <id>', 'print the command that creates an instance again',
             'Print the command that creates this instance again, whether it lives, failed or is gone. Its ssh keys and '
             'its user-data are written to files in the current directory that only you can read; a file with other '
-            'content is not replaced. stderr reports what is unknown: what the configuration of its host decided and, '
-            'once its request is gone, ssh keys, user-data and the policy of its group.',
+            'content is not replaced. stderr lists what the command lacks: what the configuration of its host '
+            'decided and, once the request is gone, the ssh keys, the user-data and the policy of the group.',
             parse_one_instance, _print_again, select_options('format'), (4, 5), example='eschedule again web1'),
     Command('events', 'events [<id>…]', 'print past events and, with --watch, new ones',
             'Print what happened to all instances, computes, queues, names, groups, quotas, flavors and stacks, or '

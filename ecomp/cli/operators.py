@@ -470,15 +470,16 @@ COMMANDS: Sequence[Command] = (
             parse_computes, _forget_hosts, {'fenced': '', **DOCUMENT_OPTIONS}, (4, 5),
             example='eschedule host forget hv3 --fenced'),
     Command('what-if', 'what-if', 'plan where guests would go if a host died',
-            'Print where each guest of a host would go if the host died, or why it would not fit, or a line for every '
-            'host. Nothing is written. Guests are placed as eschedule would place them: by their queries, groups and '
-            '--weigh, in the room that placement has now; quotas count them already. A guest with --on or in_tree= '
-            'cannot leave its host. The choice is greedy, one guest after the other: if a guest does not fit, another '
-            'placement of all may still exist. Exit 3 if a guest would have no place, or if that is not known.',
+            'Print where each guest of a host would go if it died, or why it would not fit (--without); or a line for '
+            'each host (--without-each). Nothing is written. Guests are placed as eschedule would place them: by '
+            'their queries, groups and --weigh, in the room that placement has now; quotas count them already. A '
+            'guest with --on or in_tree= cannot leave its host. The choice is greedy, one guest after the other: if a '
+            'guest does not fit, another placement of all may still exist. Exit 3 if a guest would have no place, or '
+            'if that is not known.',
             parse_nothing, _plan_moves, {'without': '', 'without_each': '', **LISTING_OPTIONS}, (3, 4, 5),
             example='eschedule what-if --without-each', check=_check_what_if),
-    Command('evacuate', 'evacuate <host>', 'place the guests of a dead host anew',
-            'Place each guest of a dead host anew on another one: a new instance of the same name, query, image, keys, '
+    Command('evacuate', 'evacuate <host>', 'recreate the guests of a dead host elsewhere',
+            'Recreate each guest of a dead host on another one: a new instance of the same name, query, image, keys, '
             'user-data, group, project and stack. Its DISK IS LOST, and its image boots again. The host is disabled '
             'first. The command is refused while the ecompute of the host is alive. A guest that has no place '
             'elsewhere stays as it was, and so does one with --on or in_tree=; the reason is printed (exit 3). If the '

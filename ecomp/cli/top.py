@@ -114,8 +114,8 @@ COMMANDS: Sequence[Command] = (
             'Show what hosts and guests use now, those that use most CPU first (100 % is one CPU). DISK is that of the '
             'state directory. Default: all hosts. On a terminal the tables are drawn again every few seconds, until '
             'Ctrl-C (exit 0); elsewhere, or with -f, they are printed once, after two measurements. A `-` is not '
-            'known; stderr reports which hosts do not answer. CSV, bare values and -c have only guests. Hosts measure '
-            'only while somebody looks.',
+            'known; stderr reports which hosts do not answer. `-f csv`, `-f value` and -c print only guests. Hosts '
+            'measure only while a `top` runs.',
             lambda name, words: parse_computes(name, words) if words else (), _top,
             {**{field: FILTERS[field] for field in ('name', 'group', 'project', 'stack')},
              **select_options('format columns no_header wide')}, (4, 5), example='eschedule top hv1'),
