@@ -598,7 +598,9 @@ class Compute:
         key = keys.hostname(self.uuid)
         entry = self._store.get(key)
         if is_hostname(self._hostname):
-            leases = self._environment.lease.ensure_life_leases(parse_life_leases(entry.value) if entry else ())
+            leases = parse_life_leases(entry.value) if entry else ()
+            with suppress(EcompError):  # a full etcd grants none
+                leases = self._environment.lease.ensure_life_leases(leases)
             value = hostname_to_json(self._hostname, leases)
             if entry is None or entry.value != value.encode():
                 # If another process was faster, the next check reads its value.

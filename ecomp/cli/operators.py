@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from ecomp.cli.terminal import LiveLine, make_timestamp
 from ecomp.errors import Conflict, EcompError, NoCapacity, NotFound, StillGoing, Unreachable, UsageError, put_before_fix
 from ecomp.model import keys
 from ecomp.model.allocation import REQUIRED_CLASSES, Room
-from ecomp.model.host import DISABLED, NO_COMPUTES, Computes, Host
+from ecomp.model.host import CLOSED, DISABLED, NO_COMPUTES, Computes, Host, group_by_instance
 from ecomp.model.level import count_findings, get_exit_code, mark_warning
 from ecomp.model.order import START, STOP, get_holdings
 from ecomp.model.record import STAGES
@@ -181,8 +182,8 @@ def _evacuate(ctx: Context) -> int:
     from ecomp.scheduler.operations.decommission import disable
     from ecomp.scheduler.operations.moves import read_moves
     from ecomp.scheduler.placing.evacuate import check_silent, evacuate
-    from ecomp.scheduler.queries.find import find
-    from ecomp.scheduler.queries.hosts import check_compute_exists, find_silent
+    from ecomp.scheduler.queries.find import from_places
+    from ecomp.scheduler.queries.hosts import check_compute_exists, read_absent_states
     from ecomp.store.sharing import KeyIndex
 
     if ctx.options.dry_run:
@@ -195,7 +196,7 @@ def _evacuate(ctx: Context) -> int:
     check_compute_exists(ctx.computes, lambda: ctx.placement, target)
     host, again = ctx.computes.format_name(target), f'Try: {ctx.command_prefix} evacuate {ctx.words[0]} --fenced --yes'
     check_silent(ctx.store, target, host)
-    if not find_silent(ctx.store, ctx.placement, target):
+    if read_absent_states(ctx.placement, [target]).get(target) == CLOSED:
         ctx.out.say(f'{host}: its ecompute was stopped cleanly, and its guests run on unless the machine is off')
     guests, planner = read_moves(ctx.store, ctx.placement, ctx.computes.living, [target])
     moves = planner.plan_moves(guests.get(target, ()), [target])
@@ -225,14 +226,16 @@ def _evacuate(ctx: Context) -> int:
     if moved and not code and ctx.options.wait is not None:
         index = KeyIndex({instance: [keys.request(outcome.compute, instance)] for instance, outcome in moved.items()})
         wait_and_report(ctx, statuses, lambda instance: instance, index, show_progress=lambda _: None)
-        for instance, outcome in moved.items():
-            entries = find(ctx.store, instance, index)
-            for key in entries.record.host_keys if entries else ():
-                ctx.out.say(f'{outcome.name or instance}: ssh host key {key}')
     elif moved:
         ctx.out.say(f'{host}: {len(moved)} evacuated. Try: {ctx.command_prefix} list')
     if outcomes or not code:
         ctx.show(make_evacuation_listing(outcomes, statuses.results, ctx.computes))
+    for instance, outcome in moved.items() if ctx.options.wait is not None else ():
+        with suppress(EcompError):
+            places = group_by_instance(ctx.store.read([keys.record(outcome.compute, instance)]).items())
+            entries = from_places(places[instance]) if instance in places else None
+            for key in entries.record.host_keys if entries else ():
+                ctx.out.say(f'{outcome.name or instance}: ssh host key {key}')
     return code or statuses.exit_code or (NoCapacity.exit_code if len(moved) < len(outcomes) else 0)
 
 

@@ -186,8 +186,8 @@ def watch(
 
 def redraw(make_drawing: Callable[[], Drawing], draw: Callable[[str], None]) -> None:
     """Draw a table again and again, as fast as it is made; return at Ctrl-C. Raises errors as watch()."""
-    drawing, errors = make_drawing(), list[str]()
     with suppress(KeyboardInterrupt):
+        drawing, errors = make_drawing(), list[str]()
         while True:
             draw(compose_screen(drawing, errors))
             try:

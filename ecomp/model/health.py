@@ -220,15 +220,15 @@ MACHINE_CHECKS: Mapping[str, Callable[[MachineFacts], Iterable[Problem]]] = {
 
 
 def _check_libvirt_version(libvirt: LibvirtFacts, _: MachineFacts) -> Iterator[Problem]:
-    """Report a daemon that is older than MIN_LIBVIRT_VERSION."""
-    if libvirt.version < MIN_LIBVIRT_VERSION:
+    """Report a daemon and a library that are older than MIN_LIBVIRT_VERSION."""
+    if max(libvirt.version, libvirt.library_version) < MIN_LIBVIRT_VERSION:
         problem = f'libvirt {_format_version(libvirt.version)} is older than the versions that ecomp was tested with'
         yield problem, f'install libvirt {_format_version(MIN_LIBVIRT_VERSION)} or newer'
 
 
 def _check_libvirt_restart(libvirt: LibvirtFacts, _: MachineFacts) -> Iterator[Problem]:
-    """Report a daemon that is older than our library, unless it is older than MIN_LIBVIRT_VERSION, too."""
-    if MIN_LIBVIRT_VERSION <= libvirt.version < libvirt.library_version:
+    """Report a daemon that is older than our library."""
+    if libvirt.version < libvirt.library_version:
         problem = (
             f'libvirtd still runs version {_format_version(libvirt.version)}, '
             f'but {_format_version(libvirt.library_version)} is installed'

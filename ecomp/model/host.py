@@ -380,7 +380,8 @@ def find_last_seen(ages: Sequence[int | None], now: datetime, record_times: Iter
     It is unknown if a record is newer: then an older ecompute ran there, which renews no such lease.
     """
     age, anchor_age = ages
-    if age is None or anchor_age is None or anchor_age - age < LIFE_MARGIN_SECONDS:
+    # A leader that has just been elected may report a negative age.
+    if age is None or age < 0 or anchor_age is None or anchor_age - age < LIFE_MARGIN_SECONDS:
         return None
     is_outdated = max(record_times, default='') > format_time(now - timedelta(seconds=age - LIFE_MARGIN_SECONDS))
     return None if is_outdated else format_time((now - timedelta(seconds=age)).replace(microsecond=0))

@@ -65,7 +65,8 @@ class PresenceLease:
         with self._grant_lock:
             if not self._life_leases:
                 ages = [self._store.read_lease_age(lease) for lease in known_leases]
-                exist = bool(ages) and None not in ages
+                # Renewed at once, so that no time before this start is shown.
+                exist = bool(ages) and None not in ages and self._store.keep_alive(known_leases[0]) > 0
                 self._life_leases = known_leases if exist else tuple(map(self._store.grant, [LIFE_SECONDS] * 2))
             return self._life_leases
 
@@ -140,10 +141,12 @@ class PresenceLease:
                 self._due |= dict.fromkeys(pending)
             self._wake_event.set()
         # A copy of a compute, whose presence is lost, must not seem to be that compute.
-        if is_renewal_due and self._life_leases and not all(presence._is_lost for presence in members):
-            with suppress(EcompError):
+        if self._life_leases and not all(presence._is_lost for presence in members):
+            try:
                 if not self._store.keep_alive(self._life_leases[0]):
                     self._life_leases = ()  # granted again when the host's name is checked
+            except Exception as error:
+                self._defer({}, error)
 
     def _detect_lapse(self, members: list[Presence]) -> bool:
         """Return whether the lease expired though etcd answers; ask etcd and report that to the members once."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from concurrent.futures import Future
 from contextlib import suppress
 from ipaddress import IPv4Address
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 from ecomp.errors import BuildFailed, Conflict, EcompError
 from ecomp.failpoints import failpoint
@@ -103,10 +103,12 @@ def _is_reachable(text: str) -> bool:
     return not is_unreachable and not address.is_reserved and not address.is_unspecified
 
 
+Result = TypeVar('Result')
+
 # Seconds a domain has to end; then EcompError, and the caller tries again.
 DESTROY_TIMEOUT_SECONDS = 60.0
-# Seconds that a QEMU has to accept a press of the power button; then the call returns.
-SHUTDOWN_TIMEOUT_SECONDS = 5.0
+# Seconds that a QEMU has to accept a press of the power button, and all QEMUs to tell their usage.
+QEMU_TIMEOUT_SECONDS = 5.0
 # Seconds between two checks of a domain that is to end. The delay doubles from the first to the second value.
 MIN_RETRY_DELAY_SECONDS = 0.05
 MAX_RETRY_DELAY_SECONDS = 2.0
@@ -132,7 +134,7 @@ EXTERNAL_PAUSE_REASONS = libvirt.VIR_DOMAIN_PAUSED_USER, libvirt.VIR_DOMAIN_PAUS
 
 USAGE_STATISTICS = libvirt.VIR_DOMAIN_STATS_VCPU | libvirt.VIR_DOMAIN_STATS_BALLOON | libvirt.VIR_DOMAIN_STATS_BLOCK
 USAGE_STATISTICS |= libvirt.VIR_DOMAIN_STATS_CPU_TOTAL
-# Do not wait for a QEMU that does not answer.
+# Do not wait for a job on a domain that another call holds.
 USAGE_FLAGS = libvirt.VIR_CONNECT_GET_ALL_DOMAINS_STATS_ACTIVE | libvirt.VIR_CONNECT_GET_ALL_DOMAINS_STATS_NOWAIT
 
 
@@ -151,6 +153,7 @@ class Domains:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._usage: Future[dict[str, Usage]] | None = None
 
     def list_guests(self) -> Mapping[str, Guest]:
         """Return {instance: Guest} of every domain with our owner mark; `disk` is always False.
@@ -171,13 +174,16 @@ class Domains:
         return guests
 
     def read_usage(self) -> dict[str, Usage]:
-        """Return the Usage of running domains by uuid, ours or not; without those that libvirt is busy with."""
-        usage = {}
-        with TALLY.measure('libvirt'), self._connection.use('reading the usage of domains') as connection:
-            for domain, statistics in connection.getAllDomainStats(USAGE_STATISTICS, USAGE_FLAGS):
-                with suppress(KeyError):
-                    usage[domain.UUIDString()] = parse_usage(statistics)
-        return usage
+        """Return the Usage of running domains by uuid, ours or not; without those that libvirt is busy with.
+
+        Concurrent callers share one call. EcompError if it takes longer than QEMU_TIMEOUT_SECONDS.
+        """
+        if self._usage is None or self._usage.done():
+            self._usage = self._call_aside(_read_usage)
+        try:
+            return self._usage.result(QEMU_TIMEOUT_SECONDS)
+        except TimeoutError as error:
+            raise EcompError('libvirt does not return the usage of guests; a QEMU process may be frozen') from error
 
     def disable_autostart(self) -> None:
         """Remove the autostart of domains with our owner mark, and log each."""
@@ -257,28 +263,34 @@ class Domains:
     def shutdown(self, instance: str, compute: str) -> None:
         """Press the power button of our domain, if it runs; Conflict if the domain is not ours.
 
-        Waits at most SHUTDOWN_TIMEOUT_SECONDS for QEMU to accept it, not for the guest; a QEMU that is silent or just
+        Waits at most QEMU_TIMEOUT_SECONDS for QEMU to accept it, not for the guest; a QEMU that is silent or just
         ending is no error. Raises Unreachable if libvirtd does not answer, either.
         """
-        result: Future[None] = Future()
+        # A thread that blocks ends with its QEMU, which is forced off when the shutdown times out.
+        pressed = self._call_aside(lambda connection: _press_power_button(connection, instance, compute))
+        try:
+            pressed.result(QEMU_TIMEOUT_SECONDS)
+        except TimeoutError:
+            self.is_domain_running(instance)  # raises Unreachable if libvirtd does not answer, either
 
-        def press() -> None:
-            # libvirt waits forever for a frozen QEMU, and serves only a few calls of one connection concurrently.
+    def _call_aside(self, call: Callable[[Connection], Result]) -> Future[Result]:
+        """Start a call with a connection of its own, in a thread: libvirt waits forever for a frozen QEMU.
+
+        It also serves only a few calls of one connection concurrently.
+        """
+        result: Future[Result] = Future()
+
+        def run() -> None:
             own_connection = Connection(self._connection.uri)
             try:
-                _press_power_button(own_connection, instance, compute)
-                result.set_result(None)
+                result.set_result(call(own_connection))
             except Exception as error:  # delivered to the caller by result.result()
                 result.set_exception(error)
             finally:
                 own_connection.close()
 
-        # A thread that blocks ends with its QEMU, which is forced off when the shutdown times out.
-        threading.Thread(target=press, name='libvirt-ask', daemon=True).start()
-        try:
-            result.result(SHUTDOWN_TIMEOUT_SECONDS)
-        except TimeoutError:
-            self.is_domain_running(instance)  # raises Unreachable if libvirtd does not answer, either
+        threading.Thread(target=run, name='libvirt-ask', daemon=True).start()
+        return result
 
     def force_off(self, instance: str, compute: str, undefine: bool) -> None:
         """Force our domain off and wait until it is off; with `undefine`, until it is gone.
@@ -338,6 +350,16 @@ def _is_active(domain: libvirt.virDomain) -> bool:
     with IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN):
         return bool(domain.isActive())
     return False
+
+
+def _read_usage(connection: Connection) -> dict[str, Usage]:
+    """Return what Domains.read_usage() does."""
+    usage = {}
+    with TALLY.measure('libvirt'), connection.use('reading the usage of domains') as opened:
+        for domain, statistics in opened.getAllDomainStats(USAGE_STATISTICS, USAGE_FLAGS):
+            with suppress(KeyError):
+                usage[domain.UUIDString()] = parse_usage(statistics)
+    return usage
 
 
 def _press_power_button(connection: Connection, instance: str, compute: str) -> None:

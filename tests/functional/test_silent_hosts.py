@@ -274,7 +274,7 @@ def test_list_reads_no_requests_while_all_hosts_live(hosts: Hosts, monkeypatch: 
     assert [row[0] for row in hosts.list('--host', 'hv-up')] == ['1']
     assert reads == []
     assert [row[0] for row in hosts.list()] == ['1', '2']
-    assert reads == [keys.request(hosts.silent, silent_instance)]
+    assert reads == [keys.request(hosts.silent, silent_instance), keys.hostname(hosts.silent)]
 
 
 # Waiting

@@ -153,9 +153,9 @@ class AuditAnswerer:
         try:
             self.may_remove('')
             guests = self.hypervisor.read_usage()
-        except EcompError as error:
+            host = {'seconds': time.monotonic(), **measure_usage(self.state)}
+        except (EcompError, OSError) as error:
             return {'version': 1, 'error': str(error)}
-        host = {'seconds': time.monotonic(), **measure_usage(self.state)}
         return {'version': 1, 'used': {HOST: host, **{name: usage._asdict() for name, usage in guests.items()}}}
 
     def _write_answer(self, entry: Entry, audit: str, part: int | str, value: str) -> None:

@@ -36,7 +36,9 @@ class UseReader:
     def read(self) -> Use:
         """Wait until a question is due, ask each living compute, and wait for the answers; raise etcd's errors."""
         time.sleep(max(0.0, self._due - time.monotonic()))
-        began, known = time.monotonic(), read_computes(self._store)
+        began = time.monotonic()
+        self._due = began + MIN_INTERVAL_SECONDS  # also if etcd refuses the connection
+        known = read_computes(self._store)
         # Anything may stand below /computes/.
         computes = set(self._selected) or set(filter(keys.is_uuid, {*known.living, *known.stored_hostnames}))
         self._due = began + MIN_INTERVAL_SECONDS + INTERVAL_SECONDS_PER_COMPUTE * len(computes)

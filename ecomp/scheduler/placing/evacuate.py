@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
-from ecomp.errors import ClaimedElsewhere, Conflict, NotFound, Unreadable, UsageError
+from ecomp.errors import Conflict, NotFound, Unreadable, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations, find_compute
@@ -36,7 +36,6 @@ from ecomp.store.client import (
     Entry,
     Store,
     Unchanged,
-    delete_if_unchanged,
     find_requested_instances,
     is_alive,
     read_silence_condition,
@@ -48,7 +47,7 @@ MAX_ROUNDS = 5
 # Transactions for a guest, each after its request changed, or an answer was lost.
 MAX_TRIES = 5
 # Guests whose keys are read at once; the attempt's lease is refreshed after them.
-MAX_GUESTS_PER_READ = 40
+MAX_GUESTS_PER_READ = 10
 
 
 class Evacuated(NamedTuple):
@@ -129,8 +128,7 @@ def _release_orphans(store: Store, placement: Placement, compute: str) -> list[s
 class _Evacuation(Attempt):
     """The attempt of one evacuation: it claims for all guests that move, and delivers them one by one.
 
-    `guests`, `replacements` and `reasons` (why guests stay) are by the old instance. Earlier claims are read only if
-    one is in the way: `knows_claims` is True from then on.
+    `guests`, `replacements` and `reasons` (why guests stay) are by the old instance; `moved` are old instances.
     """
 
     compute: str = field(kw_only=True)
@@ -144,7 +142,6 @@ class _Evacuation(Attempt):
     replacements: dict[str, _Replacement] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     foreign: set[str] = field(default_factory=set)
-    knows_claims: bool = False
     moved: set[str] = field(default_factory=set)
 
     def undo(self) -> str:
@@ -163,19 +160,13 @@ class _Evacuation(Attempt):
             self._announce()
         failpoint('evacuation-announced')
         for _ in range(MAX_ROUNDS):
-            chosen = self._plan()
-            try:
-                if not self.knows_claims and self.replacements.keys() & self.guests.keys() - chosen.keys():
-                    self._take_claims()  # they may hold the room that is missing
-                    continue
-                if not chosen:
-                    break
-                self._move(chosen)
-            except ClaimedElsewhere:
-                self._take_claims()
-            if self.guests.keys() <= self.moved:
+            if not (chosen := self._plan()):
+                break
+            self._move(chosen)
+            requested = self.store.snapshot(keys.request_prefix(self.compute), keys_only=True).entries
+            if self.moved.issuperset(map(keys.get_last_part, requested)):
                 return
-            self._read_guests()
+            self._read_guests()  # also those that an attempt in flight has delivered since
         for old, guest in self.guests.items():
             reason = self.reasons.get(old, 'its place was taken, or it changed, in the meantime. Try: repeat this')
             self.report(Evacuated(old, get_holdings(guest.request).name, reason=reason))
@@ -203,16 +194,9 @@ class _Evacuation(Attempt):
                 self.replacements[old] = _Replacement(request, new, place, None)
             except (Conflict, Unreadable) as error:
                 self.reasons[old] = str(error)
-
-    def _take_claims(self) -> None:
-        """Read which claims of an earlier attempt to use, and announce the attempt again, as uuids may have changed."""
-        self.knows_claims = True
-        remaining = {old: self.replacements[old] for old in self.guests.keys() & self.replacements.keys()}
-        consumers = read_consumers(self.placement, [each.instance for each in remaining.values()])
-        for old, replacement in remaining.items():
-            self.replacements[old] = self._take_claim(replacement, consumers[replacement.instance].allocations)
-        if delete_if_unchanged(self.store, *self.condition):
-            self._announce()
+        claims = read_consumers(self.placement, [each.instance for each in self.replacements.values()])
+        for old, replacement in self.replacements.items():
+            self.replacements[old] = self._take_claim(replacement, claims[replacement.instance].allocations)
 
     def _take_claim(self, replacement: _Replacement, held: Allocations) -> _Replacement:
         """Add an earlier attempt's claim; change the uuid while that is on a silent compute, which may run it."""
@@ -287,10 +271,14 @@ class _Evacuation(Attempt):
 
         Return False if the transaction's conditions did not hold. UnknownOutcome.
         """
-        planned, new, place, _ = self.replacements[old]
+        replacement = self.replacements[old]
+        planned, new, place, _ = replacement
         try:
             entries = from_places(places) if places is not None else None
             request = entries.request if entries is not None else None
+            if request is not None and request.replaced_by == new:
+                self._report_moved(replacement, candidate)  # the answer of its delivery was lost
+                return True
             if entries is None or request is None or request.is_tombstone:
                 return True  # it was destroyed in the meantime
             if (request.query, request.group, request.stack) != (planned.query, planned.group, planned.stack):
@@ -312,7 +300,17 @@ class _Evacuation(Attempt):
             return True
         if is_delivered:
             failpoint('evacuated')
-            self.attempted.remove(new)
-            self.moved.add(old)
-            self.report(Evacuated(old, request.name, new, candidate.compute))
+            self._report_moved(replacement, candidate)
+        elif self.store.get(keys.request(candidate.compute, new)) is not None:
+            # A create has this uuid, and its claim is not ours to move or to release.
+            self.movable.discard(new)
+            self.reasons[old] = f'instance {new} exists already. Try: eschedule audit'
+            del self.replacements[old]
+            return True
         return bool(is_delivered)
+
+    def _report_moved(self, replacement: _Replacement, candidate: Candidate) -> None:
+        request, new, *_ = replacement
+        self.attempted.remove(new)
+        self.moved.add(request.instance)
+        self.report(Evacuated(request.instance, request.name, new, candidate.compute))
