@@ -263,7 +263,13 @@ OTHER = Attachment('network', 'web')
             'it is away',
             'pip it',
         ),
-        (make_machine(version=8_000_000), 'libvirt-version', 'libvirt 8.0.0 is older', '9.0.0'),
+        (
+            make_machine(version=8_000_000, library_version=8_000_000),
+            'libvirt-version',
+            'libvirt 8.0.0 is older',
+            '9.0.0',
+        ),
+        (make_machine(version=8_000_000), 'libvirt-restart', 'still runs version 8.0.0', 'systemctl restart libvirtd'),
         (
             make_machine(version=11_002_001),
             'libvirt-restart',

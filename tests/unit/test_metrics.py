@@ -23,11 +23,12 @@ from ecomp.agent.instance.records import observe_stages
 from ecomp.agent.jobs import FailureLog, Threads
 from ecomp.agent.process import METRICS, MetricsWriter
 from ecomp.compute_conf import ComputeConfig
-from ecomp.errors import NotFound, UnknownOutcome, Unreachable, UsageError
+from ecomp.errors import EcompError, NotFound, UnknownOutcome, Unreachable, UsageError
 from ecomp.metrics import TALLY, Tally, make_text
 from ecomp.model.guest import BaseImage, GuestSpec, Usage
 from ecomp.model.record import ACTIVE, BUILDING, Record
-from ecomp.virt.domains import Domains, parse_usage
+from ecomp.virt import domains
+from ecomp.virt.domains import _read_usage, parse_usage
 from ecomp.virt.fake import FakeHypervisor
 
 VM = '1a5c0de0-0000-4000-8000-000000000001'
@@ -204,6 +205,28 @@ def test_usage_of_an_emulated_guest_has_the_time_of_its_qemu() -> None:
     assert parse_usage(without_times).vcpu_seconds_total is None
 
 
+def test_frozen_qemu_delays_each_reader_once_and_blocks_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    thawed, calls = threading.Event(), list[int]()
+
+    def read(_: object) -> dict[str, Usage]:
+        calls.append(1)
+        assert thawed.wait(20)
+        return {}
+
+    monkeypatch.setattr(domains, '_read_usage', read)
+    monkeypatch.setattr(domains, 'Connection', lambda _: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(domains, 'QEMU_TIMEOUT_SECONDS', 0.05)
+    frozen = domains.Domains(SimpleNamespace(uri='test:///default'))  # type: ignore[arg-type]
+    for _ in range(2):
+        with pytest.raises(EcompError, match='may be frozen'):
+            frozen.read_usage()
+    assert len(calls) == 1
+    thawed.set()
+    monkeypatch.setattr(domains, 'QEMU_TIMEOUT_SECONDS', 20.0)
+    assert frozen.read_usage() == frozen.read_usage() == {}
+    assert len(calls) >= 2
+
+
 def test_guest_that_libvirt_is_busy_with_is_left_out(tally: Tally) -> None:
     """Its counters would otherwise fall to 0, which Prometheus takes for a restart."""
 
@@ -216,7 +239,7 @@ def test_guest_that_libvirt_is_busy_with_is_left_out(tally: Tally) -> None:
             domain, busy = (SimpleNamespace(UUIDString=lambda name=name: name) for name in (VM, OTHER))
             return [(domain, STATISTICS), (busy, partial)]
 
-    assert Domains(Connection()).read_usage() == {VM: parse_usage(STATISTICS)}  # type: ignore[arg-type]
+    assert _read_usage(Connection()) == {VM: parse_usage(STATISTICS)}  # type: ignore[arg-type]
     assert tally.copy_samples()['ecomp_backend_up'] == {('libvirt',): True}
 
 
