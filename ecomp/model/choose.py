@@ -105,8 +105,11 @@ def calculate_free_share(requested: Resources, room: Mapping[str, Room]) -> floa
 
     Rounded to hundredths: nearly equal computes are equal. Only classes with capacity in `room` count; 0 if none does.
     """
-    usages = [(room[name], amount) for name, amount in requested.items() if name in room and room[name].capacity]
-    shares = [1 - (usage.used + amount) / usage.capacity for usage, amount in usages]
+    shares = [
+        1 - (usage.used + amount) / usage.capacity
+        for name, amount in requested.items()
+        if (usage := room.get(name)) is not None and usage.capacity
+    ]
     return round(max(min(shares, default=0.0), 0.0), 2)
 
 
@@ -220,5 +223,7 @@ def explain_no_candidate(offer: Offer, choice: Choice, alive: Collection[str], g
 
 def _calculate_weight(compute: str, allocations: Allocations, rooms: Rooms, strategy: str) -> float | None:
     """Return the weight by SPREAD or PACK, from 0 to 1 (the best); None for other strategies, which do not weigh."""
+    if strategy not in (SPREAD, PACK):
+        return None
     free_share = calculate_free_share(allocations[compute], rooms.get(compute, {}))
-    return {SPREAD: free_share, PACK: 1 - free_share}.get(strategy)
+    return free_share if strategy == SPREAD else 1 - free_share
