@@ -466,7 +466,7 @@ def test_refusal_says_what_was_changed_and_what_helps(cluster: Control) -> None:
     words = 'apply', changed, '--replace', 'web', '--destroy-first', '--yes'
     with Eschedule(cluster, *words, failpoint='stack-removed:stop') as eschedule:
         eschedule.wait_frozen_at('stack-removed')
-        wait_until(lambda: len(read_allocations(cluster)) == 1, 30, 'the replaced one is gone')
+        wait_until(lambda: len(cluster.etcd.list_keys('/hosts/')) == 1, 30, 'the replaced one is gone')
         assert cluster.eschedule(QUERY, IMAGE, '--name', 'shop-web').code == 0
         eschedule.resume()
         overtaken = eschedule.wait()

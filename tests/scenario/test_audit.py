@@ -127,7 +127,7 @@ def test_audit_prints_findings_and_exits_with_8(scene: Scene) -> None:
     findings_by_code = {finding['code']: finding for finding in json.loads(parsed.stdout)}
     assert set(findings_by_code) == {'allocation-orphaned', 'booted-differs'}
     for finding in findings_by_code.values():
-        assert set(finding) == {'code', 'subject', 'name', 'compute', 'host', 'sentence', 'fix', 'how'}
+        assert set(finding) == {'code', 'subject', 'name', 'compute', 'host', 'sentence', 'fix', 'how', 'level'}
         assert bool(finding['fix']) != bool(finding['how'])
     assert findings_by_code['allocation-orphaned']['subject'] == orphan
     assert scene.second.uuid in findings_by_code['allocation-orphaned']['sentence']

@@ -271,7 +271,7 @@ def test_list_and_show(cluster: Control) -> None:
     listed = json.loads(cluster.eschedule('list', '-f', 'json').stdout)
     shown = json.loads(cluster.eschedule('show', first, '-f', 'json').stdout)
     assert listed == [shown]
-    host = {'host': socket.gethostname(), 'host_state': 'up', 'stale': False}
+    host = {'host': socket.gethostname(), 'host_state': 'up', 'host_last_seen': None, 'stale': False}
     assert shown == {**(read_record(cluster, first) or {}), **host}
     assert set(shown) == {
         'version', 'instance', 'compute', 'state', 'image', 'resources', 'query', 'user_id', 'project_id',

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from ecomp.model.host import parse_hostname
 from ecomp.version import read_version
 from tests.kit.commands import Control, Ecompute, write_config
 from tests.kit.faulty_placement import FaultyPlacement
@@ -251,7 +252,8 @@ def test_host_name_is_written_once_and_restored_when_malformed(cluster: Control)
     name = str(list_hosts(cluster)[compute.uuid]['hostname'])
     assert name == 'None', 'what makes no sense is no name'
     compute.start()
-    wait_until(lambda: cluster.etcd.get(key) == value, 30, 'it has written it down again')
+    named = parse_hostname(value or b'')
+    wait_until(lambda: parse_hostname(cluster.etcd.get(key) or b'') == named, 30, 'it has written it down again')
 
 
 def test_invalid_host_names_in_etcd_are_not_shown(cluster: Control) -> None:
