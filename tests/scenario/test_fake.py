@@ -276,7 +276,7 @@ def test_list_and_show(cluster: Control) -> None:
     assert set(shown) == {
         'version', 'instance', 'compute', 'state', 'image', 'resources', 'query', 'user_id', 'project_id',
         'addresses', 'console', 'stages', 'error', 'fault', 'attempts', 'name', 'power', 'progress', 'group', 'why',
-        'boots', 'host', 'host_state', 'stale',
+        'boots', 'host', 'host_state', 'host_last_seen', 'stale',
     }  # fmt: skip
     assert list(shown['stages']) == ['requested', 'scheduled', 'image', 'disk', 'started', 'addressed']
     assert list(shown['stages'].values()) == sorted(shown['stages'].values())
