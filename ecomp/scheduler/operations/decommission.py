@@ -23,7 +23,6 @@ from ecomp.model.host import (
     find_forget_obstacle,
     find_leftovers,
     list_present,
-    parse_life_leases,
 )
 from ecomp.model.order import DRAIN, STOP, PowerAction, Request
 from ecomp.model.record import GONE, SCHEDULED, UNSEEN_END_FAULT, Record, is_stopped_by_drain, make_record, plan_drain
@@ -43,7 +42,7 @@ from ecomp.store.client import (
     read_silence_condition,
     retry_until_committed,
 )
-from ecomp.store.sharing import note_released, read_index, try_revoke, write_final_record
+from ecomp.store.sharing import note_released, read_index, write_final_record
 
 if TYPE_CHECKING:
     from ecomp.scheduler.changes.wait import Deadline
@@ -252,8 +251,6 @@ def forget(  # noqa: PLR0913
     if silent is not None and last_keys and store.commit([silent], list(map(Delete, last_keys))) is not None:
         if silent.revision:
             report(f'{silent.key}: removed: it had no lease')
-        for lease in parse_life_leases(name.value) if name is not None else ():
-            try_revoke(store, lease)
         if name is not None and planes.provider is None:
             report(f'{display_name}: its host name is removed')
     # The compute may have started after the last read; it registers its provider at its start only.
