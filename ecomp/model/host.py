@@ -518,7 +518,7 @@ class EtcdState:
 
 @dataclass(frozen=True)
 class Host:
-    """A line of `eschedule hosts`: a `state` from UP to ORPHANED, list_present(), and `last_seen` if it is silent."""
+    """A line of `eschedule hosts`. `state` is UP to ORPHANED; `instances` are list_present()'s; `last_seen` may be None."""
 
     compute: str
     hostname: str | None

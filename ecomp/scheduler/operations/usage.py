@@ -1,4 +1,4 @@
-"""Ask computes what they and their guests use. A compute measures once a question, so only while somebody looks."""
+"""Ask computes what they and their guests use. A compute measures once for each question."""
 
 from __future__ import annotations
 
