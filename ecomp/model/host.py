@@ -518,7 +518,10 @@ class EtcdState:
 
 @dataclass(frozen=True)
 class Host:
-    """A line of `eschedule hosts`. `state` is UP to ORPHANED; `instances` are list_present()'s; `last_seen` may be None."""
+    """A line of `eschedule hosts`. `state` is UP to ORPHANED; `instances` are those of list_present().
+
+    `last_seen` is None unless the host is silent and its last sign of life is known.
+    """
 
     compute: str
     hostname: str | None
