@@ -148,14 +148,15 @@ def _parse_networks(node: Node) -> tuple[Attachment, ...]:
 
 
 def _parse_metrics(file: YamlFile, node: Node) -> Path:
-    """Parse the path of a .prom file, in a directory to which only root and this user can write; else InvalidValue."""
+    """Parse the path of a .prom file; InvalidValue if others than root and this user can write to its directory."""
     path = file.parse_path(node)
     if path.suffix != '.prom':
         raise InvalidValue(f'must end in .prom, because node_exporter reads no other file, not {shorten(path.name)}')
+    # A missing directory does not prevent a start: `ecompute --check` and the log report it.
     status = directory.stat() if (directory := path.parent).is_dir() else None
-    if status is None or status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
-        cure = 'Fix: make one, such as /var/lib/prometheus/node-exporter'
-        raise InvalidValue(f'{directory} is not a directory to which only root can write. {cure}')
+    if status is not None and (status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022):
+        cure = 'Fix: use another one, such as /var/lib/prometheus/node-exporter'
+        raise InvalidValue(f'users other than root can write to {directory}. {cure}')
     return path
 
 

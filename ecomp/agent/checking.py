@@ -74,9 +74,10 @@ def find_refusals(config: ComputeConfig, has_placement: bool) -> Iterator[str]:
         placement.close()
 
 
-def find_missing_images(config: ComputeConfig) -> str:
-    """Return the path of `images:` if that is set and not a directory, else ''."""
-    return '' if config.images is None or os.path.isdir(config.images) else str(config.images)
+def find_missing_directories(config: ComputeConfig) -> dict[str, str]:
+    """Return {setting: path} for `images:` and the directory of `metrics:`, where these are no directories."""
+    directories = {'images': config.images, 'metrics': config.metrics and config.metrics.parent}
+    return {setting: str(path) for setting, path in directories.items() if path and not os.path.isdir(path)}
 
 
 def _read_machine(config: ComputeConfig, has_placement: bool) -> health.MachineFacts:
@@ -104,7 +105,7 @@ def _read_machine(config: ComputeConfig, has_placement: bool) -> health.MachineF
         has_image_proxy=config.image_proxy is not None,
         is_metadata_port_taken=metadata.is_address_taken(),
         refused_settings=tuple(find_refusals(config, has_placement)),
-        missing_image_directory=find_missing_images(config),
+        missing_directories=find_missing_directories(config),
     )
 
 

@@ -119,7 +119,7 @@ class MetricsWriter:
                 if not self._is_stopped:
                     write_durably(self._path, text, 0o644)
         except OSError as error:
-            cure = 'Fix: make room there, or correct `metrics:` in compute.yaml'
+            cure = 'Fix: create its directory or make room there, or correct `metrics:` in compute.yaml'
             raise EcompError(f'metrics cannot be written to {self._path}: {error.strerror}. {cure}') from error
 
     def collect(self) -> Samples:

@@ -250,10 +250,16 @@ OTHER = Attachment('network', 'web')
         (replace(MACHINE, proxy_variables=('http_proxy',)), 'proxy', '(http_proxy)', '`unset http_proxy`'),
         (replace(MACHINE, refused_settings=('traits: CUSTOM',)), 'configuration', 'traits: CUSTOM', 'in compute.yaml'),
         (
-            replace(MACHINE, missing_image_directory='/no such'),
+            replace(MACHINE, missing_directories={'images': '/no such'}),
             'images',
-            '/no such is not a directory',
+            '`images:` /no such is not a directory: each file:// image fails',
             "mkdir -p '/no such'",
+        ),
+        (
+            replace(MACHINE, missing_directories={'metrics': '/gone'}),
+            'metrics',
+            '`metrics:` /gone is not a directory: no metrics are written',
+            'correct `metrics:` in compute.yaml',
         ),
         (WITHOUT_LIBVIRT, 'libvirt', 'no socket', 'systemctl start libvirtd'),
         (replace(WITHOUT_LIBVIRT, has_libvirtd=False), 'libvirt', 'no socket', 'apt-get install libvirt-daemon-system'),

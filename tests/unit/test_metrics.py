@@ -118,7 +118,7 @@ def test_backend_is_down_only_if_the_last_call_was_not_answered(error: Exception
 
 
 PRIVATE_DIRECTORY = (
-    'HERE is not a directory to which only root can write. Fix: make one, such as /var/lib/prometheus/node-exporter'
+    'users other than root can write to HERE. Fix: use another one, such as /var/lib/prometheus/node-exporter'
 )
 
 
@@ -131,12 +131,17 @@ def test_metrics_file_is_accepted_in_a_directory_of_this_user(
     assert compute_config('metrics: node/ecompute.prom\n').metrics == tmp_path / 'node/ecompute.prom'
 
 
+def test_missing_directory_of_metrics_does_not_prevent_a_start(
+    compute_config: Callable[[str | bytes], ComputeConfig], tmp_path: Path
+) -> None:
+    assert compute_config('metrics: gone/ecompute.prom\n').metrics == tmp_path / 'gone/ecompute.prom'
+
+
 @pytest.mark.parametrize(
     ('name', 'mode', 'problem'),
     [
         ('ecompute.txt', 0o755, 'must end in .prom, because node_exporter reads no other file, not ecompute.txt'),
         ('.prom', 0o755, 'must end in .prom, because node_exporter reads no other file, not .prom'),
-        ('away/a.prom', 0o755, PRIVATE_DIRECTORY.replace('HERE', 'HERE/away')),
         ('a.prom', 0o775, PRIVATE_DIRECTORY),
         ('a.prom', 0o1777, PRIVATE_DIRECTORY),
     ],
@@ -158,7 +163,7 @@ def test_metrics_file_in_another_users_directory_is_refused(
 ) -> None:
     (tmp_path / 'node').mkdir()
     os.chown(tmp_path / 'node', 12345, 12345)
-    with pytest.raises(UsageError, match='only root can write'):
+    with pytest.raises(UsageError, match='users other than root can write'):
         compute_config('metrics: node/a.prom\n')
 
 
@@ -370,7 +375,7 @@ def test_full_disk_is_logged_once_and_so_is_its_end(
     for _ in range(2):
         writer._run()
     problem = f'metrics cannot be written to {tmp_path}/ecompute.prom: No space left on device'
-    cure = '. Fix: make room there, or correct `metrics:` in compute.yaml'
+    cure = '. Fix: create its directory or make room there, or correct `metrics:` in compute.yaml'
     assert [line.getMessage() for line in caplog.records] == [
         f'{problem}; trying again until it works{cure}',
         f'this failure has ended: {problem}{cure}',
