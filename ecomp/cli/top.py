@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -60,12 +61,12 @@ def _top(ctx: Context) -> int:
 def make_host_listing(use: Use, records: Sequence[Record]) -> Listing:
     """List hosts; `records` are those of all instances."""
     rows = []
+    running = Counter(record.compute for record in records if record.instance in use.used.get(record.compute, ()))
     for compute, used in use.used.items():
         amounts, name = used.get(HOST, {}), use.computes.format_name(compute)
         value = _describe(use, compute, amounts.get('cpu_seconds_per_second'))
         value |= {field: amounts.get(field) for field in HOST_FIELDS}
-        running = [record for record in records if record.compute == compute and record.instance in used]
-        value['guests'] = len(running) if used else None
+        value['guests'] = running[compute] if used else None
         memory, disk = (_format_share(value[f'{of}_used_bytes'], value[f'{of}_bytes'], unit) for of, unit in SIZES)
         cells = [name, value['cpu_percent'], value['cpus'], value['load'], memory, disk, value['guests']]
         rows.append(Row(cells, value))
