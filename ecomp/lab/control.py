@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import http.client
 import json
 import os
 import signal
@@ -216,7 +217,10 @@ def is_url_available(url: str, headers: Mapping[str, str] | None = None, certs: 
 
 
 def _fetch(url: str, headers: Mapping[str, str] | None = None, certs: Path | None = None) -> bytes:
-    """Return the body of a GET, with the certificate in `certs` if given; OSError, also for HTTP errors or silence."""
+    """Return the body of a GET, with the certificate in `certs` if given.
+
+    Raises OSError, also for HTTP errors, silence, and a server of another protocol.
+    """
     # A proxy of the machine's environment cannot reach the lab. HTTP errors are OSErrors too.
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     if certs is not None:
@@ -225,8 +229,11 @@ def _fetch(url: str, headers: Mapping[str, str] | None = None, certs: Path | Non
         context.load_cert_chain(certs / 'server.crt', certs / 'server.key')
         handlers.append(urllib.request.HTTPSHandler(context=context))
     opener = urllib.request.build_opener(*handlers)
-    with opener.open(urllib.request.Request(url, headers=dict(headers or {})), timeout=5) as response:
-        return bytes(response.read())
+    try:
+        with opener.open(urllib.request.Request(url, headers=dict(headers or {})), timeout=5) as response:
+            return bytes(response.read())
+    except http.client.HTTPException as error:
+        raise OSError(f'{url}: not an HTTP server: {error}') from error
 
 
 def _is_dhcp_ready(process: Process) -> bool:

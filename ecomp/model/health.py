@@ -474,7 +474,7 @@ def _check_certificates(facts: Backends) -> Iterator[Problem]:
 
 def _check_secrets(facts: Backends) -> Iterator[Problem]:
     for path in facts.open_secrets:
-        yield f'{path} can be read or changed by every user of this machine', f'chmod o= {path}'
+        yield f'{path} can be read or changed by every user of this machine', f'chmod o= {shlex.quote(path)}'
 
 
 def _check_computes(facts: ComputeFacts) -> Iterator[Problem]:

@@ -23,9 +23,10 @@ from typing import NamedTuple
 
 import pytest
 
-from ecomp.lab import certs, elab, machine
+from ecomp.lab import certs, control, elab, machine
 from ecomp.lab.control import LOCALHOST
 from ecomp.lab.control import make_etcd_server as make_etcd_server
+from tests.kit.listening import CannedServer
 from tests.kit.servers import PLACEMENT_HEADERS, free_port, make_environment, wait_until
 
 pytestmark = [
@@ -406,3 +407,10 @@ def test_refusal_is_reported_on_one_line(
     assert said in error
     assert error.count('\n') == 1
     assert not Path('data').exists()
+
+
+def test_server_of_another_protocol_is_not_ready() -> None:
+    with contextlib.closing(CannedServer(b'SSH-2.0-OpenSSH_9.2\r\n')) as server:
+        assert not control.is_etcd_healthy(server.url)
+        assert not control.is_url_available(server.url)
+        assert len(server.requests) == 2
