@@ -158,34 +158,34 @@ def test_no_room_creates_nothing_and_names_the_member(cluster: Control) -> None:
 
 
 def test_delivery_is_split_on_an_etcd_with_the_default_limit(cluster: Control) -> None:
-    with ManyComputes(cluster, 20):
-        members = {'web': {'count': 40}, 'db': {'count': 30, 'query': QUERY.replace('64', '65')}}
-        path = write_stack(cluster, members)
-        with Eschedule(cluster, 'apply', path, failpoint=f'{PART_DELIVERED}:kill') as eschedule:
-            eschedule.assert_killed_at(PART_DELIVERED)
-        assert len(list_instances(cluster)) == 25
-        repeated = cluster.eschedule('apply', path)
-        assert repeated.code == 0, repeated
-        instances = list_instances(cluster)
-        assert len(instances) == 70
-        assert read_allocations(cluster).keys() == set(instances.values())
-        assert cluster.eschedule('destroy', '--file', path, '--yes', '--wait').code == 0
-        assert list_instances(cluster) == {}
+    cluster.at_exit.enter_context(ManyComputes(cluster, 20))
+    members = {'web': {'count': 40}, 'db': {'count': 30, 'query': QUERY.replace('64', '65')}}
+    path = write_stack(cluster, members)
+    with Eschedule(cluster, 'apply', path, failpoint=f'{PART_DELIVERED}:kill') as eschedule:
+        eschedule.assert_killed_at(PART_DELIVERED)
+    assert len(list_instances(cluster)) == 25
+    repeated = cluster.eschedule('apply', path)
+    assert repeated.code == 0, repeated
+    instances = list_instances(cluster)
+    assert len(instances) == 70
+    assert read_allocations(cluster).keys() == set(instances.values())
+    assert cluster.eschedule('destroy', '--file', path, '--yes', '--wait').code == 0
+    assert list_instances(cluster) == {}
 
 
 def test_refused_part_of_a_split_delivery_says_how_many_instances_exist(cluster: Control) -> None:
-    with ManyComputes(cluster, 20):
-        path = write_stack(cluster, {'web': {'count': 70}})
-        with Eschedule(cluster, 'apply', path, failpoint='stack-part:stop') as eschedule:
-            eschedule.wait_frozen_at('stack-part')
-            stored = json.loads(cluster.etcd.get('/stacks/shop') or b'')
-            cluster.etcd.put('/stacks/shop', json.dumps(stored))
-            eschedule.resume()
-            refused = eschedule.wait()
-        assert refused.code == 5, refused
-        assert 'another eschedule changed it; 25 of 70 new instances exist. Try: the same command' in refused.stderr
-        assert cluster.eschedule('apply', path).code == 0
-        assert len(list_instances(cluster)) == 70
+    cluster.at_exit.enter_context(ManyComputes(cluster, 20))
+    path = write_stack(cluster, {'web': {'count': 70}})
+    with Eschedule(cluster, 'apply', path, failpoint='stack-part:stop') as eschedule:
+        eschedule.wait_frozen_at('stack-part')
+        stored = json.loads(cluster.etcd.get('/stacks/shop') or b'')
+        cluster.etcd.put('/stacks/shop', json.dumps(stored))
+        eschedule.resume()
+        refused = eschedule.wait()
+    assert refused.code == 5, refused
+    assert 'another eschedule changed it; 25 of 70 new instances exist. Try: the same command' in refused.stderr
+    assert cluster.eschedule('apply', path).code == 0
+    assert len(list_instances(cluster)) == 70
 
 
 def test_invalid_stack_name_is_one_mistake(cluster: Control) -> None:
@@ -223,34 +223,34 @@ def test_pruned_instance_on_a_silent_host_does_not_block_the_others(cluster: Con
 def test_failed_members_of_many_groups_are_replaced_on_an_etcd_with_the_default_limit(cluster: Control) -> None:
     user_data = cluster.directory / 'user-data'
     user_data.write_text('#cloud-config\n{}\n')
-    with ManyComputes(cluster, 20) as computes:
-        groups = {f'web{number}': {'name': f'g{number}', 'policy': 'affinity'} for number in range(40)}
-        members = {name: {'group': group, 'user_data': str(user_data)} for name, group in groups.items()}
-        path = write_stack(cluster, members)
-        computes.pause()
-        assert cluster.eschedule('apply', path).code == 0
-        for key in cluster.etcd.list_keys('/user-data/'):
-            cluster.etcd.delete(key)
-        computes.resume()
-        wait_until(lambda: len(list_states(cluster, 'error')) == 40, 60, 'all have failed')
-        replaced = cluster.eschedule('apply', path, '--replace-all', '--yes', '--wait')
-        assert replaced.code == 0, replaced
-        assert len(list_states(cluster, 'active')) == 40
+    computes = cluster.at_exit.enter_context(ManyComputes(cluster, 20))
+    groups = {f'web{number}': {'name': f'g{number}', 'policy': 'affinity'} for number in range(40)}
+    members = {name: {'group': group, 'user_data': str(user_data)} for name, group in groups.items()}
+    path = write_stack(cluster, members)
+    computes.pause()
+    assert cluster.eschedule('apply', path).code == 0
+    for key in cluster.etcd.list_keys('/user-data/'):
+        cluster.etcd.delete(key)
+    computes.resume()
+    wait_until(lambda: len(list_states(cluster, 'error')) == 40, 60, 'all have failed')
+    replaced = cluster.eschedule('apply', path, '--replace-all', '--yes', '--wait')
+    assert replaced.code == 0, replaced
+    assert len(list_states(cluster, 'active')) == 40
 
 
 def test_interrupted_split_delivery_says_how_many_exist(cluster: Control) -> None:
-    with ManyComputes(cluster, 20):
-        path = write_stack(cluster, {'web': {'count': 70}})
-        with Eschedule(cluster, 'apply', path, failpoint='stack-part:stop:1') as eschedule:
-            eschedule.wait_frozen_at('stack-part')
-            eschedule.send_signal(signal.SIGINT)
-            eschedule.resume()
-            interrupted = eschedule.wait()
-        existing = list_instances(cluster)
-        assert interrupted.code == 6
-        assert f'eschedule: {len(existing)} of 70 new instances exist\n' in interrupted.stderr
-        assert 'all or none' not in interrupted.stderr
-        assert read_allocations(cluster).keys() == set(existing.values())
+    cluster.at_exit.enter_context(ManyComputes(cluster, 20))
+    path = write_stack(cluster, {'web': {'count': 70}})
+    with Eschedule(cluster, 'apply', path, failpoint='stack-part:stop:1') as eschedule:
+        eschedule.wait_frozen_at('stack-part')
+        eschedule.send_signal(signal.SIGINT)
+        eschedule.resume()
+        interrupted = eschedule.wait()
+    existing = list_instances(cluster)
+    assert interrupted.code == 6
+    assert f'eschedule: {len(existing)} of 70 new instances exist\n' in interrupted.stderr
+    assert 'all or none' not in interrupted.stderr
+    assert read_allocations(cluster).keys() == set(existing.values())
 
 
 @pytest.mark.usefixtures('compute')

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from tests.kit.audit import wait_audit_clean
 from tests.kit.commands import Control, Ecompute
 from tests.kit.faulty_placement import FaultyPlacement
 from tests.kit.servers import wait_until
@@ -45,6 +46,7 @@ def record_placement_calls(control: Control) -> Iterator[tuple[str, list[str]]]:
     with FaultyPlacement(control.placement.port) as placement:
         placement.fail('broken', lambda _, path: bool(requested_paths.append(path)))
         yield placement.url, requested_paths
+        wait_audit_clean(control)  # for computes that have just ended, an audit waits
         control.at_exit.close()  # before the proxy ends
 
 
