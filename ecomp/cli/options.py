@@ -232,9 +232,11 @@ class Option(NamedTuple):
     const: str | bool = True
 
 
-def _make_option(flags: str, metavar: str, help: str, **more: Any) -> Option:
-    """Make an option; `flags` are separated by spaces."""
-    return Option(tuple(flags.split()), metavar, help, **more)
+def _make_option(usage: str, help: str, **more: Any) -> Option:
+    """Make an option; `usage` has its flags, then its metavar if it has a value, separated by spaces."""
+    words = usage.split()
+    flags = tuple(word for word in words if word.startswith('-'))
+    return Option(flags, ''.join(words[len(flags) :]), help, **more)
 
 
 class Options(NamedTuple):
@@ -246,8 +248,7 @@ class Options(NamedTuple):
     uuid: Annotated[
         str | None,
         _make_option(
-            '--uuid',
-            'UUID',
+            '--uuid UUID',
             'uuid of the new instance or, with --count, of the set. A repeated command with the '
             'same uuid creates no second instance: it continues the first command, or reports its result. Default: a '
             'random uuid',
@@ -257,8 +258,7 @@ class Options(NamedTuple):
     name: Annotated[
         str | None,
         _make_option(
-            '--name',
-            'NAME',
+            '--name NAME',
             'name of the instance and host name of its guest: 1 to 63 lower-case letters, digits and -. No '
             'other existing instance can have this name. Commands accept the name instead of the uuid. Default: no '
             'name',
@@ -267,8 +267,7 @@ class Options(NamedTuple):
     ssh_key: Annotated[
         Sequence[str] | None,
         _make_option(
-            '--ssh-key',
-            'FILE',
+            '--ssh-key FILE',
             'file of OpenSSH public keys that may log in; repeatable, at most 32 KiB in all. Default: '
             'ssh_keys of schedule.yaml',
             repeats=True,
@@ -277,8 +276,7 @@ class Options(NamedTuple):
     user_data: Annotated[
         str | None,
         _make_option(
-            '--user-data',
-            'FILE',
+            '--user-data FILE',
             'file for cloud-init in the guest: cloud-config, a script, MIME multipart, or one of these in gzip, '
             'at most 256 KiB; - is standard input. Default: user_data of schedule.yaml',
         ),
@@ -286,8 +284,7 @@ class Options(NamedTuple):
     size: Annotated[
         int | None,
         _make_option(
-            '--count',
-            'N',
+            '--count N',
             f'create N instances, 1 to {MAX_SET_SIZE}: all of them or none. With --name, N is 1 to '
             f'{MAX_NAMED_SET_SIZE}, and they are named NAME-1, NAME-2, … Default: 1',
             parse=int,
@@ -296,17 +293,13 @@ class Options(NamedTuple):
     min: Annotated[
         int | None,
         _make_option(
-            '--min',
-            'M',
-            'with --count: accept M or more instances if there is no room for N. Default: N',
-            parse=int,
+            '--min M', 'with --count: accept M or more instances if there is no room for N. Default: N', parse=int
         ),
     ] = None
     flavor: Annotated[
         str | None,
         _make_option(
-            '--flavor',
-            'NAME',
+            '--flavor NAME',
             'use the query of this flavor. If you give a query, too, its amounts replace those of the flavor, and '
             'its other conditions are added',
         ),
@@ -314,8 +307,7 @@ class Options(NamedTuple):
     weigh: Annotated[
         str | None,
         _make_option(
-            '--weigh',
-            'HOW',
+            '--weigh HOW',
             'order in which computes with room are tried: spread (the emptiest first), pack (the fullest first), '
             "random, or first (placement's own order). Default: spread",
             choices=STRATEGIES,
@@ -324,8 +316,7 @@ class Options(NamedTuple):
     on: Annotated[
         str | None,
         _make_option(
-            '--on',
-            'COMPUTE',
+            '--on COMPUTE',
             f'place only on this compute: its host name, uuid, or the first digits of its uuid, {MIN_PREFIX_DIGITS} or '
             'more',
         ),
@@ -333,8 +324,7 @@ class Options(NamedTuple):
     group: Annotated[
         str | None,
         _make_option(
-            '--group',
-            'GROUP',
+            '--group GROUP',
             'add the instance to this group, whose members are all on one compute, or all on different ones. The '
             'group is created with its first member and removed with its last',
         ),
@@ -342,8 +332,7 @@ class Options(NamedTuple):
     policy: Annotated[
         str | None,
         _make_option(
-            '--policy',
-            'POLICY',
+            '--policy POLICY',
             'policy of the group: affinity (all members on one compute) or anti-affinity (no two on the same). '
             'Required for the first member; a later member with another policy is refused',
             choices=POLICIES,
@@ -353,23 +342,18 @@ class Options(NamedTuple):
         str | None,
         _make_option(
             '--strict',
-            '',
             "make the group's policy a condition: an instance that would break it is refused (exit 3). Default "
             'for a new group',
             const='strict',
         ),
         _make_option(
-            '--soft',
-            '',
-            "make the group's policy a preference: computes that would break it are tried last",
-            const='soft',
+            '--soft', "make the group's policy a preference: computes that would break it are tried last", const='soft'
         ),
     ] = None
     project: Annotated[
         str | None,
         _make_option(
-            '--project',
-            'ID',
+            '--project ID',
             'project that owns the instance and whose quota counts it: 1 to 255 characters. Default: project_id '
             'of schedule.yaml',
         ),
@@ -378,7 +362,6 @@ class Options(NamedTuple):
         bool,
         _make_option(
             '--queue',
-            '',
             'put the request into the queue of its --flavor, from which a compute with room takes it, now or '
             'later. Not accepted with a query, --on, --weigh, --count or --min. Default: choose a compute now, and '
             'refuse the request if no compute has room',
@@ -387,20 +370,18 @@ class Options(NamedTuple):
     wait: Annotated[
         str | None,
         _make_option(
-            '--wait',
-            '[=STAGE]',
+            '--wait [=STAGE]',
             f'return once the new instances have reached STAGE: {", ".join(STAGES)}; without STAGE, addressed. '
             'For addressed and later stages, also print the addresses. Default: return once the instances are placed',
         ),
     ] = None
     stage: Annotated[
-        str | None, _make_option('--for', 'STAGE', f'stage to wait for: {", ".join(STAGES)}. Default: addressed')
+        str | None, _make_option('--for STAGE', f'stage to wait for: {", ".join(STAGES)}. Default: addressed')
     ] = None
     timeout: Annotated[
         float | None,
         _make_option(
-            '--timeout',
-            'SECONDS',
+            '--timeout SECONDS',
             'wait at most this long in all, then exit with 6; the operation continues. '
             f'Default: {DEFAULT_WAIT_SECONDS:.0f}',
             parse=float,
@@ -409,8 +390,7 @@ class Options(NamedTuple):
     boot: Annotated[
         int | None,
         _make_option(
-            '--boot',
-            'N',
+            '--boot N',
             f'number of the boot, from 1; the last {boots.MAX_BOOTS} boots of an instance are kept. Default: the last '
             'boot',
             parse=int,
@@ -419,8 +399,7 @@ class Options(NamedTuple):
     format: Annotated[
         str | None,
         _make_option(
-            '-f --format',
-            'FORM',
+            '-f --format FORM',
             'output format: table, json or yaml; commands with -c: also csv or value (tab-separated, - for a missing '
             'value). Default: table',
             choices=FORMS,
@@ -429,27 +408,25 @@ class Options(NamedTuple):
     columns: Annotated[
         Sequence[str] | None,
         _make_option(
-            '-c --column',
-            'COLUMN',
+            '-c --column COLUMN',
             'print only this column; repeatable, or several with commas between them. A unique beginning of its '
             'name is enough, in upper or lower case. Default: all',
             repeats=True,
         ),
     ] = None
     no_header: Annotated[
-        bool, _make_option('--no-header', '', 'leave out the headings of a table, of csv or of details')
+        bool, _make_option('--no-header', 'leave out the headings of a table, of csv or of details')
     ] = False
     sort: Annotated[
         str | None,
         _make_option(
-            '--sort', 'COLUMN', 'sort by this column, numbers by value: web-2 before web-10. Default: not sorted'
+            '--sort COLUMN', 'sort by this column, numbers by value: web-2 before web-10. Default: not sorted'
         ),
     ] = None
     wide: Annotated[
         bool,
         _make_option(
             '--wide',
-            '',
             'print all columns in full. Default: on a terminal uuids are shortened, and columns that do not fit '
             'are cut or left out; in files and pipes columns are never cut',
         ),
@@ -457,51 +434,47 @@ class Options(NamedTuple):
     state: Annotated[
         Sequence[str] | None,
         _make_option(
-            '--state',
-            'STATE',
+            '--state STATE',
             'list only instances in this state; repeatable, or several with commas between them. '
             '--state gone works without --all',
             repeats=True,
         ),
     ] = None
     host: Annotated[
-        str | None, _make_option('--host', 'COMPUTE', 'list only instances on this compute: its uuid or host name')
+        str | None, _make_option('--host COMPUTE', 'list only instances on this compute: its uuid or host name')
     ] = None
     all: Annotated[
-        bool, _make_option('--all', '', 'list also instances that are gone; their records are kept for a day')
+        bool, _make_option('--all', 'list also instances that are gone; their records are kept for a day')
     ] = False
     watch: Annotated[
-        bool, _make_option('--watch', '', 'continue with each change as it happens, until Ctrl-C (exit 0)')
+        bool, _make_option('--watch', 'continue with each change as it happens, until Ctrl-C (exit 0)')
     ] = False
     fenced: Annotated[
         bool,
         _make_option(
-            '--fenced',
-            '',
-            'confirm that the machine never comes back and that none of its guests runs; release its claims',
+            '--fenced', 'confirm that the machine never comes back and that none of its guests runs; release its claims'
         ),
     ] = False
     without: Annotated[
         Sequence[str] | None,
-        _make_option('--without', 'COMPUTE', 'list where the guests of this host would go; repeatable', repeats=True),
+        _make_option('--without COMPUTE', 'list where the guests of this host would go; repeatable', repeats=True),
     ] = None
     without_each: Annotated[
-        bool, _make_option('--without-each', '', 'list how many guests of each host would fit elsewhere')
+        bool, _make_option('--without-each', 'list how many guests of each host would fit elsewhere')
     ] = False
     stop: Annotated[
         bool,
         _make_option(
-            '--stop', '', 'also shut the guests down, as `eschedule stop` does, until `eschedule host enable --start`'
+            '--stop', 'also shut the guests down, as `eschedule stop` does, until `eschedule host enable --start`'
         ),
     ] = False
     start: Annotated[
-        bool, _make_option('--start', '', 'also start the guests that `eschedule host drain --stop` stopped there')
+        bool, _make_option('--start', 'also start the guests that `eschedule host drain --stop` stopped there')
     ] = False
     fix: Annotated[
         bool,
         _make_option(
             '--fix',
-            '',
             'repair what is safe to repair: only findings that two audits, a minute apart, both report. Running guests '
             'are not changed',
         ),
@@ -509,71 +482,62 @@ class Options(NamedTuple):
     canary: Annotated[
         bool,
         _make_option(
-            '--canary', '', 'boot a small guest on every host that is up, log in to it and destroy it, concurrently'
+            '--canary', 'boot a small guest on every host that is up, log in to it and destroy it, concurrently'
         ),
     ] = False
     follow: Annotated[
-        bool,
-        _make_option('--follow', '', 'continue with new output of the guest, until Ctrl-C. Short form: -f'),
+        bool, _make_option('--follow', 'continue with new output of the guest, until Ctrl-C. Short form: -f')
     ] = False
     lines: Annotated[
-        int | None,
-        _make_option('-n --lines', 'N', 'print only the last N lines. Default: all that are kept', parse=int),
+        int | None, _make_option('-n --lines N', 'print only the last N lines. Default: all that are kept', parse=int)
     ] = None
     accept_new: Annotated[
         bool,
         _make_option(
             '--accept-new',
-            '',
             'if the guest has reported no host keys, accept at your own risk the first one that it shows, and only '
             'that one from then on',
         ),
     ] = False
     identity: Annotated[
-        str | None,
-        _make_option('-i --identity', 'FILE', 'private key to log in with. Default: the keys that ssh tries'),
+        str | None, _make_option('-i --identity FILE', 'private key to log in with. Default: the keys that ssh tries')
     ] = None
     dry_run: Annotated[
-        bool,
-        _make_option('--dry-run', '', 'print what the command would do, and whether there is room; change nothing'),
+        bool, _make_option('--dry-run', 'print what the command would do, and whether there is room; change nothing')
     ] = False
     prune: Annotated[
-        bool, _make_option('--prune', '', 'destroy the instances of the stack that the file no longer has')
+        bool, _make_option('--prune', 'destroy the instances of the stack that the file no longer has')
     ] = False
     replace: Annotated[
         Sequence[str] | None,
         _make_option(
-            '--replace',
-            'MEMBER',
+            '--replace MEMBER',
             'destroy and recreate the instances of this member that differ from the file or are in error; repeatable, '
             'or several with commas between them',
             repeats=True,
         ),
     ] = None
     replace_all: Annotated[
-        bool, _make_option('--replace-all', '', 'do what --replace does, for all members of the file')
+        bool, _make_option('--replace-all', 'do what --replace does, for all members of the file')
     ] = False
     destroy_first: Annotated[
         bool,
         _make_option(
             '--destroy-first',
-            '',
             'wait until a replaced instance is gone before its successor is created, if there is no room for both. '
             'Default: create first',
         ),
     ] = False
     file: Annotated[
-        str | None,
-        _make_option('--file', 'FILE', 'destroy the instances of this file, as `eschedule apply` made them'),
+        str | None, _make_option('--file FILE', 'destroy the instances of this file, as `eschedule apply` made them')
     ] = None
-    every: Annotated[bool, _make_option('--every', '', 'select all living instances')] = False
-    yes: Annotated[bool, _make_option('--yes', '', 'destroy without a question; required without a terminal')] = False
-    stack: Annotated[str | None, _make_option('--stack', 'STACK', 'list only the instances of this stack')] = None
+    every: Annotated[bool, _make_option('--every', 'select all living instances')] = False
+    yes: Annotated[bool, _make_option('--yes', 'destroy without a question; required without a terminal')] = False
+    stack: Annotated[str | None, _make_option('--stack STACK', 'list only the instances of this stack')] = None
     config: Annotated[
         str | None,
         _make_option(
-            '--config',
-            'FILE',
+            '--config FILE',
             'configuration file. Default: schedule.yaml in $ECOMP_CONFIG, else the first in ./, '
             '~/.config/ecomp/ or /etc/ecomp/',
         ),
