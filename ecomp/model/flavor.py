@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from ecomp.model.allocation import MAX_AMOUNT, Resources, is_class
-from ecomp.model.json_object import MAX_DIGITS, dump, is_supported_version, load_object
+from ecomp.model.json_object import MAX_DIGITS, check_version, dump, load_object
 from ecomp.model.text import check_plain_name
 
 VERSION = 1
@@ -103,12 +103,7 @@ def to_dict(flavor: Flavor) -> dict[str, Any]:
 def from_json(name: str, value: bytes) -> Flavor:
     """Parse a flavor's value, of version 1 by default, ignoring the name in it; ValueError if malformed or newer."""
     data = load_object(value)
-    version = data.get('version', VERSION)
-    if not is_supported_version(version, VERSION):
-        raise ValueError(
-            f'format version {version!r:.40} of the flavor is not supported: '
-            f'this ecomp reads versions up to {VERSION}; a newer ecomp may read it'
-        )
+    check_version(data.get('version', VERSION), VERSION, 'flavor')
     resources, traits = data.get('resources'), (data.get('required', []), data.get('forbidden', []))
     if not isinstance(resources, Mapping) or not all(isinstance(names, list) for names in traits):
         raise ValueError('expected an object of resources, and lists of required and forbidden traits')

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ecomp.errors import Conflict, UsageError
 from ecomp.model import keys
-from ecomp.model.json_object import dump, is_supported_version, load_object
+from ecomp.model.json_object import check_version, dump, load_object
 from ecomp.model.text import check_plain_name
 
 VERSION = 1
@@ -153,12 +153,7 @@ def to_json(group: Group) -> str:
 def from_json(name: str, value: bytes) -> Group:
     """Parse the value of a group's key; raise ValueError if malformed or of a newer version."""
     data = load_object(value)
-    version = data.get('version')
-    if not is_supported_version(version, VERSION):
-        raise ValueError(
-            f'format version {version!r:.40} of the group is not supported: '
-            f'this ecomp reads versions up to {VERSION}; a newer ecomp may read it'
-        )
+    check_version(data.get('version'), VERSION, 'group')
     members = data.get('members')
     if not isinstance(members, dict) or not all(_is_place(*member) for member in members.items()):
         raise ValueError('not a valid group: its field members is not an object of instances and computes')

@@ -33,7 +33,7 @@ from ecomp.model.choose import SPREAD, PlacementReason, parse_placement_reason
 from ecomp.model.group import Membership, parse_membership
 from ecomp.model.guest import MAX_USER_DATA_BYTES, SharedUserData
 from ecomp.model.image import check_image
-from ecomp.model.json_object import dump, is_supported_version, load_object, load_object_or_empty
+from ecomp.model.json_object import check_version, dump, load_object, load_object_or_empty
 from ecomp.model.stack import Place, parse_place
 from ecomp.model.text import is_label, make_printable
 
@@ -465,12 +465,7 @@ def _parse_request(compute: str, name: str, value: bytes, dropped_bytes: int) ->
         raise ValueError(f'{name[:100]!r} is not a uuid')
     check_request_size(value, dropped_bytes)
     data = load_object(value)
-    version = data.get('version', VERSION)
-    if not is_supported_version(version, VERSION):
-        raise ValueError(
-            f'format version {version!r} of the request is not supported: '
-            f'this ecomp reads versions up to {VERSION}; a newer ecomp may read it'
-        )
+    check_version(data.get('version', VERSION), VERSION, 'request', max_quoted=None)
     absent_fields = [field_name for field_name in ('allocations', 'instance', 'image') if field_name not in data]
     if absent_fields:
         raise ValueError(f'the request lacks {", ".join(absent_fields)}')

@@ -11,7 +11,7 @@ from ecomp.model.allocation import Resources
 from ecomp.model.group import from_json as group_from_json
 from ecomp.model.guest import Guest
 from ecomp.model.host import CLOSED, SILENT, group_by_instance, parse_computes
-from ecomp.model.json_object import dump, is_supported_version, load, load_object
+from ecomp.model.json_object import check_version, dump, load, load_object
 from ecomp.model.order import InvalidRequest, Request, parse_attempt_instances, parse_name_owner, parse_request
 from ecomp.model.queue import QueueEntry, parse_queue_entry
 from ecomp.model.quota import from_json as quota_from_json
@@ -343,7 +343,7 @@ def from_pages(values: Sequence[bytes]) -> Digest:
     if not pages:
         raise ValueError('its answer has no pages')
     for parsed_page in pages:
-        _check_version(parsed_page, 'digest')
+        check_version(parsed_page.get('version'), VERSION, 'digest')
     if pages[0].get('error'):
         raise ValueError(make_printable(str(pages[0]['error']))[:MAX_REASON_CHARACTERS])
     if pages[0].get('pages') != len(pages):
@@ -375,7 +375,7 @@ def clearance_to_json(leftovers: Sequence[Leftover]) -> str:
 def clearance_from_json(value: bytes) -> list[Leftover]:
     """Parse the value of /audit/<audit>/<compute>; ValueError if it is malformed."""
     data = load_object(value)
-    _check_version(data, 'clearance')
+    check_version(data.get('version'), VERSION, 'clearance')
     try:
         return [Leftover(*(_check_text(item[name]) for name in ('kind', 'name', 'mark'))) for item in data['leftovers']]
     except (TypeError, KeyError) as error:
@@ -390,16 +390,6 @@ def cleared_from_json(value: bytes) -> list[str]:
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
         raise ValueError('its answer is not a list of texts')
     return lines
-
-
-def _check_version(data: Mapping[str, Any], kind: str) -> None:
-    """Raise ValueError, which names the kind, unless `version` is from 1 to VERSION."""
-    version = data.get('version')
-    if not is_supported_version(version, VERSION):
-        raise ValueError(
-            f'format version {version!r:.40} of the {kind} is not supported: '
-            f'this ecomp reads versions up to {VERSION}; a newer ecomp may read it'
-        )
 
 
 def _make_guest(instance: Any, compute: Any, defined: Any, running: Any, disk: Any) -> Guest:

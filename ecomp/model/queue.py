@@ -22,7 +22,7 @@ from ecomp.model.explain import Provider, find_miss
 from ecomp.model.flavor import Flavor, parse_flavor
 from ecomp.model.group import Group
 from ecomp.model.image import check_image
-from ecomp.model.json_object import dump, is_supported_version, is_utf8_text, load_object, load_object_or_empty
+from ecomp.model.json_object import check_version, dump, is_utf8_text, load_object, load_object_or_empty
 from ecomp.model.order import (
     MAX_REASON_CHARACTERS,
     Holdings,
@@ -109,12 +109,7 @@ def _parse_entry(key: str, value: bytes) -> QueueEntry:
         raise ValueError(f'its key {key[:200]!r} must have the form {keys.QUEUES}<flavor>/<uuid>')
     check_request_size(value)
     data = load_object(value)
-    version = data.get('version')
-    if not is_supported_version(version, VERSION):
-        raise ValueError(
-            f'format version {version!r} of the queued request is not supported: '
-            f'this ecomp reads versions up to {VERSION}; a newer ecomp may read it'
-        )
+    check_version(data.get('version'), VERSION, 'queued request', max_quoted=None)
     named_place = data.get('flavor'), data.get('instance')
     if named_place != place:
         raise ValueError(f'its key has {"/".join(place)}, but its value has {named_place[0]!r} and {named_place[1]!r}')

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from ecomp.model.allocation import MAX_AMOUNT, MAX_SUM, REQUIRED_CLASSES, Resources, is_amount, is_class, sum_resources
-from ecomp.model.json_object import MAX_DIGITS, dump, is_supported_version, load_object
+from ecomp.model.json_object import MAX_DIGITS, check_version, dump, load_object
 from ecomp.model.order import Request
 from ecomp.model.record import ERROR, GONE, Record
 from ecomp.model.text import format_suggestion
@@ -153,12 +153,7 @@ def to_json(quota: Quota) -> str:
 def from_json(project: str, value: bytes) -> Quota:
     """Parse the value of a quota's key; ValueError if malformed or of a newer version."""
     data = load_object(value)
-    version = data.get('version')
-    if not is_supported_version(version, VERSION):
-        raise ValueError(
-            f'format version {version!r:.40} of the quota is not supported: '
-            f'this ecomp reads versions up to {VERSION}; a newer ecomp may read it'
-        )
+    check_version(data.get('version'), VERSION, 'quota')
     parts = []
     for part in ('limits', 'used'):
         amounts = data.get(part)

@@ -35,7 +35,7 @@ from ecomp.model.boots import Boot, Boots
 from ecomp.model.choose import PlacementReason, parse_placement_reason
 from ecomp.model.group import Membership
 from ecomp.model.guest import GuestFailure, parse_failure, parse_host_keys
-from ecomp.model.json_object import dump, is_supported_version, load_object, load_object_or_empty
+from ecomp.model.json_object import check_version, dump, load_object, load_object_or_empty
 from ecomp.model.order import DRAIN, FIELDS, MAX_REASON_CHARACTERS, STOP, InvalidRequest, Order, PowerAction, Request
 from ecomp.model.text import make_printable
 
@@ -281,12 +281,7 @@ def is_newer(value: bytes) -> bool:
 
 def _parse_record(data: Mapping[str, Any]) -> Record:
     """Parse a record, whose `error` etc. may be null; ValueError with the reason if malformed."""
-    version = data.get('version')
-    if not is_supported_version(version, VERSION):
-        raise ValueError(
-            f'format version {version!r} of the record is not supported: '
-            f'this ecomp reads versions up to {VERSION}; a newer ecomp may read it'
-        )
+    check_version(data.get('version'), VERSION, 'record', max_quoted=None)
     state, error = _read_field(data, 'state', str), _read_field(data, 'error', dict | None, None)
     if state not in STATES:
         raise ValueError(f'not a valid record: its field state has the invalid value {state!r}')

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ecomp.model import keys
-from ecomp.model.json_object import dump, is_supported_version, load_object
+from ecomp.model.json_object import check_version, dump, load_object
 
 VERSION = 1
 # Instances of a stack: their delivery is one transaction of less than 1.4 MB.
@@ -136,11 +136,7 @@ def to_json(stack: Stack) -> str:
 def from_json(name: str, value: bytes) -> Stack:
     """Parse the value of a stack's key; ValueError if it is malformed or of a newer version."""
     data = load_object(value)
-    if not is_supported_version(data.get('version'), VERSION):
-        raise ValueError(
-            f'format version {data.get("version")!r:.40} of the stack is not supported: '
-            f'this ecomp reads versions up to {VERSION}; a newer ecomp may read it'
-        )
+    check_version(data.get('version'), VERSION, 'stack')
     epoch, entries = data.get('epoch'), data.get('entries')
     if not isinstance(epoch, str) or not keys.is_uuid(epoch):
         raise ValueError('not a valid stack: its field epoch is not a uuid')
