@@ -35,7 +35,7 @@ from ecomp.model.choose import (
     distribute,
     explain_no_candidate,
 )
-from ecomp.model.group import AFFINITY, Group
+from ecomp.model.group import Group
 from ecomp.model.order import SetOrder
 from ecomp.model.query import parse_plain_amounts
 from ecomp.placement.allocations import read_candidates
@@ -182,7 +182,7 @@ class Placer:
             refusals.update(
                 {_list_providers(candidate) for instance, candidate in assigned.items() if instance not in claimed}
             )
-            if len(held) < order.minimum and _is_undecided(terms.group):
+            if len(held) < order.minimum and terms.group is not None and terms.group.is_undecided:
                 # All members share one compute: try another one.
                 held, group = {}, terms.group
             offer = contention.refresh()
@@ -264,11 +264,6 @@ def _add_members(group: Group | None, held: Mapping[str, Candidate]) -> Group | 
 
 def _list_providers(candidate: Candidate) -> tuple[str, ...]:
     return tuple(sorted(candidate.allocations))
-
-
-def _is_undecided(group: Group | None) -> bool:
-    """Return True for a strict affinity group without members, and so without a compute."""
-    return group is not None and group.strict and group.policy == AFFINITY and not group.member_counts
 
 
 def check_complete(allocations: Allocations) -> None:
