@@ -295,16 +295,6 @@ class Lot:
     instances: tuple[str, ...] = ()
 
 
-def make_lots(order: StackOrder) -> list[Lot]:
-    """Return the lots of an order, those with a group of one compute first."""
-    instances: dict[tuple[str, Membership | None, str], list[str]] = {}
-    for instance, desired in order.members.items():
-        key = (desired.order.query or '', desired.order.group, desired.weigh)
-        instances.setdefault(key, []).append(instance)
-    lots = [Lot(*key, tuple(names)) for key, names in instances.items()]
-    return sorted(lots, key=lambda lot: lot.membership is None or lot.membership.policy != AFFINITY)
-
-
 def distribute_lots(
     lots: Sequence[Lot],
     offers: Mapping[str, Offer],
@@ -512,7 +502,13 @@ class StackAttempt(Attempt):
 
     @cached_property
     def lots(self) -> list[Lot]:
-        return make_lots(self.stack_order)
+        """The lots of the order, those with a group of one compute first."""
+        instances: dict[tuple[str, Membership | None, str], list[str]] = {}
+        for instance, desired in self.stack_order.members.items():
+            key = (desired.order.query or '', desired.order.group, desired.weigh)
+            instances.setdefault(key, []).append(instance)
+        lots = [Lot(*key, tuple(names)) for key, names in instances.items()]
+        return sorted(lots, key=lambda lot: lot.membership is None or lot.membership.policy != AFFINITY)
 
     @cached_property
     def groups(self) -> dict[str, Group]:
