@@ -154,16 +154,12 @@ class Claimer:
 
     def claim(self, claims: Mapping[str, Allocations]) -> None:
         """Claim exactly these allocations, or raise as allocations.claim(); all but `foreign` ones become `movable`."""
-
-        def check() -> None:
-            self.check(summarize_instances(claims))
-
         claim(
             self.placement,
             claims,
             self.user_id,
             self.project_id,
-            check,
+            lambda: self.check(summarize_instances(claims)),
             lambda: self.read_highest_released(claims),
             self.movable,
         )
