@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
 
 from ecomp.errors import PlacementRefusal, Unreadable
 from ecomp.model import keys
@@ -18,19 +17,13 @@ from ecomp.store.client import Entry, Store
 from ecomp.store.sharing import load_groups
 
 
-class MoveSurvey(NamedTuple):
-    """The guests that have to move if their compute dies, by compute, and the planner for all of them."""
-
-    guests: Mapping[str, Sequence[Guest]]
-    planner: MovePlanner
-
-
 def read_moves(
     store: Store, placement: Placement, alive: Collection[str], computes: Sequence[str] | None = None
-) -> MoveSurvey:
-    """Read the guests of these computes (None: of all); ask placement once for each query.
+) -> tuple[Mapping[str, Sequence[Guest]], MovePlanner]:
+    """Read the guests of these computes (None: of all), by compute, and make the planner for all of them.
 
-    Guests in error or gone have no request. Raises Unreadable for a malformed group, and errors of the backends.
+    Placement is asked once for each query. Guests in error or gone have no request. Raises Unreadable for a malformed
+    group, and errors of the backends.
     """
     guests: dict[str, list[Guest]] = {}
 
@@ -57,4 +50,4 @@ def read_moves(
         except PlacementRefusal as error:
             refusals[query or ''] = str(error)
     # The same random choices each time, so that an unchanged cluster gives the same plan.
-    return MoveSurvey(guests, MovePlanner(offers, refusals, groups, alive, random.Random(0)))
+    return guests, MovePlanner(offers, refusals, groups, alive, random.Random(0))
