@@ -14,7 +14,7 @@ from ecomp.cli.terminal import LiveLine, make_timestamp
 from ecomp.errors import Conflict, EcompError, NoCapacity, NotFound, StillGoing, Unreachable, UsageError, put_before_fix
 from ecomp.model import keys
 from ecomp.model.allocation import REQUIRED_CLASSES, Room
-from ecomp.model.host import CLOSED, DISABLED, NO_COMPUTES, Computes, Host, group_by_instance
+from ecomp.model.host import CLOSED, DISABLED, NO_COMPUTES, Computes, Host
 from ecomp.model.level import count_findings, get_exit_code, mark_warning
 from ecomp.model.order import START, STOP, get_holdings
 from ecomp.model.record import STAGES
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ecomp.model.moves import Move
     from ecomp.scheduler.changes.wait import Deadline
     from ecomp.scheduler.operations.audit import Report
-    from ecomp.scheduler.operations.evacuate import Evacuated
+    from ecomp.scheduler.placing.evacuate import Evacuated
     from ecomp.scheduler.placing.place import RankedCompute
 
 GREEDY_NOTE = 'Each was placed after the other, as eschedule would place them: another placement of all may exist'
@@ -182,7 +182,7 @@ def _evacuate(ctx: Context) -> int:
     from ecomp.scheduler.operations.decommission import disable
     from ecomp.scheduler.operations.moves import read_moves
     from ecomp.scheduler.placing.evacuate import check_silent, evacuate
-    from ecomp.scheduler.queries.find import from_places
+    from ecomp.scheduler.queries.find import read_record
     from ecomp.scheduler.queries.hosts import check_compute_exists, read_absent_states
     from ecomp.store.sharing import KeyIndex
 
@@ -232,9 +232,8 @@ def _evacuate(ctx: Context) -> int:
         ctx.show(make_evacuation_listing(outcomes, statuses.results, ctx.computes))
     for instance, outcome in moved.items() if ctx.options.wait is not None else ():
         with suppress(EcompError):
-            places = group_by_instance(ctx.store.read([keys.record(outcome.compute, instance)]).items())
-            entries = from_places(places[instance]) if instance in places else None
-            for key in entries.record.host_keys if entries else ():
+            record = ctx.store.get(keys.record(outcome.compute, instance))
+            for key in read_record(record).host_keys if record is not None else ():
                 ctx.out.say(f'{outcome.name or instance}: ssh host key {key}')
     return code or statuses.exit_code or (NoCapacity.exit_code if len(moved) < len(outcomes) else 0)
 
