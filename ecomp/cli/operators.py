@@ -271,7 +271,8 @@ def make_host_listing(hosts: Sequence[Host]) -> Listing:
     rows = []
     for host in hosts:
         shares = [_format_share(host.rooms.get(name)) for name in classes]
-        cells = [host.compute, host.hostname or None, _format_state(host), len(host.instances)]
+        state = f'{host.state}, disabled' if host.is_disabled and host.state != DISABLED else host.state
+        cells = [host.compute, host.hostname or None, state, len(host.instances)]
         rows.append(Row([*cells, *shares, host.facts.version, host.facts.kind, host.last_seen], _host_to_dict(host)))
     # Usually no host is silent; then the table has no such column.
     last_seen = Column('LAST SEEN', 1, kind=TIME, wide=not any(host.last_seen for host in hosts))
@@ -408,10 +409,6 @@ def _ranked_to_dict(ranked: RankedCompute) -> dict[str, object]:
         'weight': ranked.weight,
         **fields,
     }
-
-
-def _format_state(host: Host) -> str:
-    return f'{host.state}, disabled' if host.is_disabled and host.state != DISABLED else host.state
 
 
 def _host_to_dict(host: Host) -> dict[str, object]:
