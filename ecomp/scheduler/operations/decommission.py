@@ -352,7 +352,11 @@ class _Removal:
         if self.store.commit(conditions, [Delete(key)]) is None:
             # Undecodable bytes of a key are read as this character, with which the key cannot be found again.
             if '\ufffd' in name and self.store.get(key) is None:
-                raise Conflict(_format_undecodable_key(self.compute, self.display_name))
+                prefix = keys.request_prefix(self.compute)
+                raise Conflict(
+                    f'compute {self.display_name} is not forgotten: a key below {prefix} is not UTF-8 (`etcdctl get '
+                    f'--keys-only --prefix {prefix} | cat -v` shows the key). Fix: remove the key with etcdctl'
+                )
             raise _StaleReadError
         self.report(f'{key}: removed: no compute carries out this request')
 
@@ -376,15 +380,6 @@ class _Removal:
         # Noted even if destroyed: for a late concurrent forget its record may be cleared and its uuid used again.
         if release(self.placement, [consumer], find_needed, partial(note_released, self.store))[consumer] is False:
             raise _StaleReadError
-
-
-def _format_undecodable_key(compute: str, display_name: str) -> str:
-    """Format the error about a request's key that is not UTF-8, with the command to find it."""
-    prefix = keys.request_prefix(compute)
-    return (
-        f'compute {display_name} is not forgotten: a key below {prefix} is not UTF-8 (`etcdctl get '
-        f'--keys-only --prefix {prefix} | cat -v` shows the key). Fix: remove the key with etcdctl'
-    )
 
 
 def _make_end_record(compute: str, survey: Survey, instance: str, now: str) -> Record:
