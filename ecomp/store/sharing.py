@@ -379,23 +379,18 @@ def note_released(store: Store, generations: Mapping[str, int]) -> None:
     if not generations:
         return
     with suppress(NoSpace):
-        _write_note(store, generations)
-
-
-def _write_note(store: Store, generations: Mapping[str, int]) -> None:
-    """Write the note, on a lease of its own, in up to MAX_NOTE_TRIES; raise the store's errors, also NoSpace."""
-    lease = store.grant(NOTE_SECONDS)
-    by_key: dict[str, dict[str, int]] = {}
-    for instance, generation in generations.items():
-        by_key.setdefault(keys.released_claims(instance, lease), {})[instance] = generation
-    puts = [Put(key, released_to_json(noted), lease) for key, noted in by_key.items()]
-    for remaining_tries in reversed(range(MAX_NOTE_TRIES)):
-        try:
-            store.commit([], puts)
-            return
-        except UnknownOutcome:  # writing the note twice does no harm
-            if not remaining_tries:
-                raise
+        lease = store.grant(NOTE_SECONDS)
+        by_key: dict[str, dict[str, int]] = {}
+        for instance, generation in generations.items():
+            by_key.setdefault(keys.released_claims(instance, lease), {})[instance] = generation
+        puts = [Put(key, released_to_json(noted), lease) for key, noted in by_key.items()]
+        for remaining_tries in reversed(range(MAX_NOTE_TRIES)):
+            try:
+                store.commit([], puts)
+                return
+            except UnknownOutcome:  # writing the note twice does no harm
+                if not remaining_tries:
+                    raise
 
 
 def read_highest_released(store: Store, instances: Collection[str]) -> int:
