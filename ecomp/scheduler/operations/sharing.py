@@ -47,7 +47,13 @@ def apply_flavor(config: ScheduleConfig, get_store: Callable[[], Store], name: s
 
 def load_flavor(config: ScheduleConfig, get_store: Callable[[], Store], name: str) -> Flavor:
     """Return a flavor; `get_store` is called only if schedule.yaml lacks it. NotFound, ValueError, Unreadable."""
-    return config.flavors.get(check_flavor_name(name)) or _read_flavor_from_etcd(get_store(), name, config.flavors)
+    if (flavor := config.flavors.get(check_flavor_name(name))) is not None:
+        return flavor
+    store = get_store()
+    entry = store.get(keys.flavor(name))
+    if entry is None:
+        raise make_no_such_flavor(name, [*config.flavors, *list_flavor_names(store)])
+    return read_flavor(entry)
 
 
 def list_flavors(config: ScheduleConfig, store: Store) -> tuple[dict[str, tuple[Flavor, str]], list[EcompError]]:
@@ -113,14 +119,6 @@ def delete_flavor(store: Store, name: str) -> str:
 def make_no_such_flavor(name: str, names: Iterable[str]) -> NotFound:
     """Make the error for a flavor that is not among `names`."""
     return NotFound(f'{make_printable(name, 100)}: no such flavor{format_suggestion(name, names)}. {LIST_HINT}')
-
-
-def _read_flavor_from_etcd(store: Store, name: str, configured_names: Iterable[str]) -> Flavor:
-    """Read a flavor from etcd. Raises Unreadable, or NotFound, which suggests a name."""
-    entry = store.get(keys.flavor(name))
-    if entry is None:
-        raise make_no_such_flavor(name, [*configured_names, *list_flavor_names(store)])
-    return read_flavor(entry)
 
 
 def list_flavor_names(store: Store) -> list[str]:
