@@ -186,15 +186,10 @@ def _read_planes(store: Store, placement: Placement, stalled: Collection[str]) -
                 digests[compute] = planes.from_pages([value for _, value in numbered])
             except ValueError as error:
                 mute[compute] = str(error)
-    usages = {project: _read_usage(placement, project) for project in _list_projects(etcd)}
+    projects = [key.removeprefix(keys.QUOTAS) for key in etcd if key.startswith(keys.QUOTAS)]
+    usages = {each: _read_usage(placement, each) for each in projects if 0 < len(each) <= MAX_PROJECT_CHARACTERS}
     states = {provider: state for provider, state in held.items() if state is not None}
     return planes.Planes(states, etcd, digests, mute, usages, stalled_now)
-
-
-def _list_projects(etcd: Mapping[str, Entry]) -> list[str]:
-    """List the projects with a quota, without ids that placement would refuse."""
-    named = (key.removeprefix(keys.QUOTAS) for key in etcd if key.startswith(keys.QUOTAS))
-    return [project for project in named if 0 < len(project) <= MAX_PROJECT_CHARACTERS]
 
 
 def _read_usage(placement: Placement, project: str) -> dict[str, int]:
