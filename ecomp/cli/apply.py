@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ecomp.cli.command import EMPTY_STATUS, LISTING_OPTIONS, Command, Context, Outcomes
 from ecomp.cli.create import describe_owner, report_refusal
-from ecomp.cli.options import TABLE, Options, Words
+from ecomp.cli.options import TABLE, Options, parse_file
 from ecomp.cli.selection import MAX_NAMES_IN_QUESTION, confirm_destroy
 from ecomp.cli.stack_file import StackFile, load_stack_file
 from ecomp.cli.tables import UUID, Column, Listing, Row
@@ -430,12 +430,6 @@ def destroy_file(ctx: Context) -> int:
         raise _make_interruption(run) from None
 
 
-def _parse_file(name: str, words: Sequence[str]) -> Words:
-    if len(words) != 1:
-        raise UsageError(f'{name}: needs exactly one argument: a file, or - for standard input')
-    return tuple(words)
-
-
 # fmt: off
 COMMANDS: Sequence[Command] = (
     Command('apply', 'apply FILE', 'make exactly the instances of a file exist',
@@ -447,7 +441,7 @@ COMMANDS: Sequence[Command] = (
             'only 128 operations in a transaction (docker.sh and elab start one that takes 2048) a delivery of more '
             'than about 60 instances is split into parts of 25; if a later part is refused, the message says how many '
             'instances exist.',
-            _parse_file, _apply,
+            parse_file, _apply,
             {'dry_run': '', 'prune': '', 'replace': '', 'replace_all': '', 'destroy_first': '', 'yes': '',
              'wait': 'return once the instances of the file have reached STAGE: ' + ', '.join(STAGES) + '; without '
              'STAGE, addressed. Default: return once they are placed', 'timeout': '', **LISTING_OPTIONS},

@@ -190,6 +190,7 @@ def _make_word_parser(
 parse_flavor_and_query = _make_word_parser(
     2, 2, "needs a name and a quoted query. Try: eschedule {name} small 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'"
 )
+parse_file = _make_word_parser(1, 1, 'needs exactly one argument: a file, or - for standard input')
 parse_names = _make_word_parser(1, 10**9, 'missing argument: one or more {what}s, by name')
 parse_compute = _make_word_parser(1, 1, 'needs exactly one host, by name or uuid', _normalize_if_uuid)
 parse_computes = _make_word_parser(1, 10**9, 'missing argument: one or more hosts, by name or uuid', _normalize_if_uuid)
