@@ -242,7 +242,7 @@ def compute_percentiles(timelines: Sequence[Timeline]) -> dict[str, dict[str, fl
     return {
         stage: {
             'instances': len(times),
-            **{name: _compute_percentile(times, part) for name, part in PERCENTILES.items()},
+            **{name: sorted(times)[math.ceil(part * len(times)) - 1] for name, part in PERCENTILES.items()},
         }
         for stage, times in samples.items()
         if times
@@ -314,11 +314,6 @@ def timelines_to_dict(records: Sequence[Record], number: int | None = None) -> d
         for stage, row in compute_percentiles(timelines).items()
     }
     return {'instances': instances, 'percentiles': rounded}
-
-
-def _compute_percentile(values: Sequence[float], fraction: float) -> float:
-    """Return the value at a fraction (above 0, up to 1), by nearest rank; `values` must not be empty."""
-    return sorted(values)[math.ceil(fraction * len(values)) - 1]
 
 
 def _parse_seconds(time: str) -> float | None:
