@@ -95,7 +95,7 @@ class LiveLine:
         self._line_count = 0
 
     def __enter__(self) -> Callable[[str], None]:
-        return self._show_status
+        return lambda text: self.show_lines([text])
 
     def __exit__(self, *_: object) -> None:
         if self._line_count:
@@ -106,9 +106,6 @@ class LiveLine:
         """Return what moves the cursor to the first line and erases all lines."""
         up = f'\x1b[{self._line_count - 1}A' if self._line_count > 1 else ''
         return f'\r{up}\x1b[J' if up else '\r\x1b[K'
-
-    def _show_status(self, text: str) -> None:
-        self.show_lines([text])
 
     def show_lines(self, texts: Sequence[str]) -> None:
         """Replace the status by these lines, each cut to the terminal's width; no-op without a terminal."""
