@@ -211,8 +211,11 @@ def _print_timeline(ctx: Context) -> int:
         record = _find_instance(ctx, word).record
         numbers = [boot.number for boot in record.all_boots]
         if number is not None and number not in numbers:
-            stored_text = _describe_boot_numbers(numbers) if numbers else 'the guest has not started yet'
-            raise NotFound(f'{word}: boot {number} is not kept: {stored_text}')
+            reason = 'the guest has not started yet'
+            if numbers:
+                kept = f'boots {numbers[0]} to {numbers[-1]} are' if numbers[1:] else f'boot {numbers[0]} is'
+                reason = f'only {kept} kept'
+            raise NotFound(f'{word}: boot {number} is not kept: {reason}')
         return record
 
     records, code = ctx.find_each(read_record_with_boot)
@@ -221,11 +224,6 @@ def _print_timeline(ctx: Context) -> int:
     elif records:
         ctx.show_document([timelines_to_dict(records, number)])
     return code
-
-
-def _describe_boot_numbers(numbers: Sequence[int]) -> str:
-    """Return 'only boots 2 to 5 are kept' or 'only boot 1 is kept', from consecutive numbers, one at least."""
-    return f'only boots {numbers[0]} to {numbers[-1]} are kept' if numbers[1:] else f'only boot {numbers[0]} is kept'
 
 
 def _find_instance(ctx: Context, word: str) -> InstanceEntries:
