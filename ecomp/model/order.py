@@ -112,10 +112,6 @@ class OrderField(NamedTuple):
     name: str = ''
 
 
-def _keep_value(value: Any) -> Any:
-    return value
-
-
 def read_text_field(data: Mapping[str, Any], name: str) -> str:
     """Return a text field, '' if it is absent or null; ValueError for another type."""
     value = data.get(name)
@@ -161,16 +157,6 @@ def _read_count(data: Mapping[str, Any], name: str) -> int:
     if not is_amount(count, MAX_AMOUNT) or not count:
         raise ValueError(f'{name}: {str(count)[:40]!r} is not a valid number of instances')
     return int(count)
-
-
-def _read_group(data: Mapping[str, Any], name: str) -> Membership | None:
-    """Return a group, None if absent or null; ValueError if malformed."""
-    return parse_membership(data.get(name))
-
-
-def _read_stack(data: Mapping[str, Any], name: str) -> Place | None:
-    """Return a place in a stack, None if absent or null; ValueError if malformed."""
-    return parse_place(data.get(name))
 
 
 # The next three errors never quote the value, which may be secret: a reason is logged and put into the record.
@@ -231,7 +217,10 @@ def _describe_count(existing: Order) -> str:
 
 
 def _declare_field(
-    default: Any, parse: Callable[[Mapping[str, Any], str], Any], dump: Callable[[Any], Any] = _keep_value, **more: Any
+    default: Any,
+    parse: Callable[[Mapping[str, Any], str], Any],
+    dump: Callable[[Any], Any] = lambda value: value,
+    **more: Any,
 ) -> Any:
     """Declare a field of Order: a callable `default` is a factory, `more` is for OrderField; repr() omits secrets."""
     default_option = {'default_factory': default} if callable(default) else {'default': default}
@@ -271,9 +260,14 @@ class Order:
     )
     count: int = _declare_field(1, _read_count, recorded=False, differs=_describe_count, report_rank=4)
     group: Membership | None = _declare_field(
-        None, _read_group, Membership._asdict, differs=_describe_group, compared='group_name', report_rank=3
+        None,
+        lambda data, name: parse_membership(data.get(name)),
+        Membership._asdict,
+        differs=_describe_group,
+        compared='group_name',
+        report_rank=3,
     )
-    stack: Place | None = _declare_field(None, _read_stack, Place._asdict)
+    stack: Place | None = _declare_field(None, lambda data, name: parse_place(data.get(name)), Place._asdict)
     replaces: str | None = _declare_field(None, _read_uuid)
     replaced_by: str | None = _declare_field(None, _read_uuid)
 
