@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from ecomp.model import keys
-from ecomp.model.allocation import Resources, calculate_capacity, describe_difference, format_resources, sum_resources
+from ecomp.model.allocation import calculate_capacity, describe_difference, format_resources, sum_resources
 from ecomp.model.command_names import RESERVED
 from ecomp.model.group import Group
 from ecomp.model.guest import PAUSED, REFUSED_METADATA, UNLIKE, UNPLUGGED
@@ -684,8 +684,9 @@ def _audit_traces(world: AuditIndex, instance: str, summary: str) -> Iterator[Fi
     # A guest or a request needs the claim, and a compute without a digest may have the guest.
     unheard = held.keys() - world.planes.digests.keys()
     if held and not unheard and instance not in world.guests and not world.requests_by_compute.get(instance):
+        amounts = [f'{format_resources(resources)} on {provider}' for provider, resources in sorted(held.items())]
         yield Finding(
-            'allocation-orphaned', instance, f'placement has its claim of {_format_held(held)}, but {summary}'
+            'allocation-orphaned', instance, f'placement has its claim of {" and ".join(amounts)}, but {summary}'
         )
 
 
@@ -751,10 +752,6 @@ def _find_domains(world: AuditIndex, instance: str) -> Mapping[str, bool]:
         for compute, guest in world.guests.get(instance, {}).items()
         if (guest.defined or guest.running) and guest.compute == compute
     }
-
-
-def _format_held(held: Mapping[str, Resources]) -> str:
-    return ' and '.join(f'{format_resources(resources)} on {provider}' for provider, resources in sorted(held.items()))
 
 
 def audit_groups(world: AuditIndex) -> Iterator[Finding]:
