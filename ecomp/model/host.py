@@ -264,7 +264,7 @@ class Computes:
         host = self.find_hostname(compute)
         if host is None:
             return compute
-        return host if compute in self._uniquely_named else f'{host} ({compute})'
+        return host if len(self.find_by_hostname(host)) == 1 else f'{host} ({compute})'
 
     def find_by_hostname(self, hostname: str) -> list[str]:
         """Return the computes with this host name, alive or not, sorted; [] if none.
@@ -320,12 +320,6 @@ class Computes:
         """{compute: host name}; a living compute's own overrides the stored one."""
         published = {compute: facts.hostname for compute, facts in self.living.items() if facts.hostname is not None}
         return {**self.stored_hostnames, **published}
-
-    @cached_property
-    def _uniquely_named(self) -> frozenset[str]:
-        """The computes whose host name no other compute has."""
-        groups = map(self.find_by_hostname, self._by_hostname)
-        return frozenset(computes[0] for computes in groups if len(computes) == 1)
 
     @cached_property
     def _by_hostname(self) -> dict[str, list[str]]:
