@@ -83,16 +83,6 @@ from ecomp.virt import Hypervisor
 log = logging.getLogger(__name__)
 
 
-def load_holdings(store: Store, compute: str, parsed: InvalidRequest) -> InvalidRequest:
-    """Return a malformed request with its holdings, read from etcd if empty; unchanged if its key is gone."""
-    entry = store.get(keys.request(compute, parsed.instance)) if parsed.holdings == Holdings() else None
-    return (
-        parsed
-        if entry is None
-        else parsed._replace(holdings=get_holdings(parse_request(compute, entry.key, entry.value)))
-    )
-
-
 def query_aside(query: Callable[[], Consumer]) -> Future[Consumer]:
     """Query placement in a new thread, or here if none can be started; only the future raises errors."""
     future: Future[Consumer] = Future()
@@ -426,9 +416,11 @@ class Instances:
             return
         if record is None:
             self.records.remove_stale_address(instance, revision, is_here=False)
-        record = record or make_refused_record(
-            self.compute, load_holdings(self.store, self.compute, parsed), self.now()
-        )
+            # The holdings are read from etcd if they are empty, and stay empty if the key is gone.
+            entry = self.store.get(keys.request(self.compute, instance)) if parsed.holdings == Holdings() else None
+            if entry is not None:
+                parsed = parsed._replace(holdings=get_holdings(parse_request(self.compute, entry.key, entry.value)))
+            record = make_refused_record(self.compute, parsed, self.now())
         self._fail(record, revision, Failure('scheduled', reason, ''))  # also removes a disk without a domain
 
     def end_without_request(self, instance: str, guest: Guest | None) -> None:
