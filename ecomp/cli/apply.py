@@ -85,16 +85,13 @@ class _Apply:
     def records(self) -> list[Record]:
         return [entries.record for entries in self.state.entries.values()]
 
-    @property
-    def names(self) -> list[str]:
-        return [desired.order.name or '' for desired in self.file.instances.values()]
-
     def read(self) -> None:
         """Read the stack, and plan the steps, without instances that are being destroyed and not in the file."""
         from ecomp.scheduler.queries.stacks import read_stack
 
-        self.state = read_stack(self.ctx.store, self.file.name, self.names)
         desired = self.file.instances
+        names = [each.order.name or '' for each in desired.values()]
+        self.state = read_stack(self.ctx.store, self.file.name, names)
         steps = plan_steps(
             desired, self.state.existing, self.state.owners, self.replaced_members, self.ctx.options.prune
         )
