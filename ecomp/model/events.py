@@ -88,9 +88,9 @@ DatedEvents = Iterator[tuple[Event, Iterable[str]]]
 
 def make_events(changes: Sequence[Change], name_compute: NameCompute, latest_time: str = '') -> list[Event]:
     """Return a revision's events, texts cut off, with the latest time in new values; `latest_time`: of earlier ones."""
-    takers = {
-        keys.get_last_part(request.key): request.key.split('/')[2] for request in changes if _is_new_request(request)
-    }
+    # The keys of requests that had no value before, or a compacted one.
+    request_keys = [each.key for each in changes if each.key.startswith(keys.HOSTS) and each.before is None]
+    takers = {keys.get_last_part(key): key.split('/')[2] for key in request_keys if key.count('/') == 3}
     timed = [
         (change, event, list(filter(_is_time, stamps)))
         for change in changes
@@ -172,11 +172,6 @@ def event_to_dict(event: Event) -> dict[str, Any]:
 def _get_family(key: str) -> str:
     """Return the prefix of a key (`/hosts/`), or the key itself if it has only one part."""
     return '/'.join(key.split('/')[:2]) + '/' if key.count('/') > 1 else key
-
-
-def _is_new_request(change: Change) -> bool:
-    """Return True for a key of a request that had no value before, or a compacted one."""
-    return change.key.startswith(keys.HOSTS) and change.before is None and change.key.count('/') == 3
 
 
 def _is_time(text: str) -> bool:
