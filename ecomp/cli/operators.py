@@ -143,7 +143,7 @@ def _forget_hosts(ctx: Context) -> int:
 
 def _plan_moves(ctx: Context) -> int:
     """Print where the guests of dead computes would go, or a line for each compute; return 3 if one has no place."""
-    from ecomp.scheduler.operations.moves import read_moves
+    from ecomp.scheduler.placing.evacuate import read_moves
     from ecomp.scheduler.queries.hosts import check_compute_exists
 
     dead = list(dict.fromkeys(map(ctx.resolve_compute, ctx.words or ctx.options.without or ())))
@@ -180,8 +180,7 @@ def _evacuate(ctx: Context) -> int:
     from ecomp.cli.create import describe_owner
     from ecomp.cli.selection import confirm_destroy
     from ecomp.scheduler.operations.decommission import disable
-    from ecomp.scheduler.operations.moves import read_moves
-    from ecomp.scheduler.placing.evacuate import check_silent, evacuate
+    from ecomp.scheduler.placing.evacuate import check_silent, evacuate, read_moves
     from ecomp.scheduler.queries.find import read_record
     from ecomp.scheduler.queries.hosts import check_compute_exists, read_absent_states
     from ecomp.store.sharing import KeyIndex

@@ -8,25 +8,32 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
-from ecomp.errors import Conflict, NotFound, Unreadable, UsageError
+from ecomp.errors import Conflict, NotFound, PlacementRefusal, Unreadable, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations, find_compute
-from ecomp.model.choose import SPREAD, Candidate, PlacementReason
+from ecomp.model.choose import SPREAD, Candidate, Offer, PlacementReason
 from ecomp.model.host import EntriesByCompute, group_by_instance
 from ecomp.model.moves import Guest, MovePlanner
-from ecomp.model.order import InvalidRequest, Request, SetOrder, get_holdings
+from ecomp.model.order import InvalidRequest, Request, SetOrder, get_holdings, parse_request
+from ecomp.model.query import list_trees
 from ecomp.model.stack import Place
-from ecomp.placement.allocations import Consumer, read_consumer, read_consumers, read_provider_allocations, release
+from ecomp.placement.allocations import (
+    Consumer,
+    read_candidates,
+    read_consumer,
+    read_consumers,
+    read_provider_allocations,
+    release,
+)
 from ecomp.placement.client import Placement
-from ecomp.scheduler.operations.moves import read_moves
 from ecomp.scheduler.placing.claim import announce
 from ecomp.scheduler.placing.create import UNCHANGED, Attempt
 from ecomp.scheduler.placing.stack import Removal, check_previous, deliver_with_removals
@@ -40,7 +47,44 @@ from ecomp.store.client import (
     is_alive,
     read_silence_condition,
 )
-from ecomp.store.sharing import note_released, read_index
+from ecomp.store.sharing import load_groups, note_released, read_index
+
+
+def read_moves(
+    store: Store, placement: Placement, alive: Collection[str], computes: Sequence[str] | None = None
+) -> tuple[Mapping[str, Sequence[Guest]], MovePlanner]:
+    """Read the guests of these computes (None: of all), by compute, and make the planner for all of them.
+
+    Placement is asked once for each query. Guests in error or gone have no request. Raises Unreadable for a malformed
+    group, and errors of the backends.
+    """
+    guests: dict[str, list[Guest]] = {}
+
+    def collect(entry: Entry) -> None:  # returns None, so no entry is kept
+        compute, _, instance = entry.key.removeprefix(keys.HOSTS).partition('/')
+        if keys.is_uuid(instance):
+            request = parse_request(compute, entry.key, entry.value, entry.dropped)
+            if isinstance(request, InvalidRequest) or not request.is_tombstone:
+                guests.setdefault(compute, []).append(Guest(compute, request))
+
+    for prefix in [keys.HOSTS] if computes is None else map(keys.request_prefix, computes):
+        store.snapshot(prefix, transform=collect)
+    valid = [
+        (compute, guest.request) for compute, of_compute in guests.items() for guest in of_compute
+        if not isinstance(guest.request, InvalidRequest)
+    ]  # fmt: skip
+    groups, malformed = load_groups(store, {request.group.name for _, request in valid if request.group})
+    if malformed:
+        raise Unreadable(keys.group(min(malformed)), ValueError('it is not a valid group'))
+    offers, refusals = dict[str, Offer](), dict[str, str]()
+    for query in {request.query: None for compute, request in valid if compute not in list_trees(request.query or '')}:
+        try:
+            offers |= {query: read_candidates(placement, query)} if query else {}
+        except PlacementRefusal as error:
+            refusals[query or ''] = str(error)
+    # The same random choices each time, so that an unchanged cluster gives the same plan.
+    return guests, MovePlanner(offers, refusals, groups, alive, random.Random(0))
+
 
 # Plans of all guests that have not moved, each after a lost race for room.
 MAX_ROUNDS = 5
