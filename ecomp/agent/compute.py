@@ -41,7 +41,7 @@ from ecomp.model.allocation import GIB
 from ecomp.model.guest import ReservedAddress, list_macs
 from ecomp.model.host import hostname_to_json, is_hostname, parse_life_leases
 from ecomp.model.order import Request, parse_request
-from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, STOPPED, Record, format_time, from_json
+from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, STOPPED, Record, format_time, parse_or_none
 from ecomp.placement.client import Placement
 from ecomp.store.client import Entry, Guard, Put, Store, Unchanged, is_alive
 from ecomp.store.presence import Presence, PresenceLease, hash_token
@@ -69,7 +69,9 @@ def record_missed_ends(compute: str, store: Store, memory: Memory, guests: Colle
         records, entry = store.read(record_keys).values(), remembered[instance]
         if not records and entry.record.state == BUILDING and entry.failure is None:
             continue  # killed before the first record of its build: the planner releases what is reserved for it
-        if all(_has_ended(compute, record) for record in records):
+        # A malformed record, or one of a newer ecomp, does not show an end; one that names another compute does.
+        parsed = [parse_or_none(record.value) for record in records]
+        if all(each is not None and (each.state in (GONE, ERROR) or each.compute != compute) for each in parsed):
             memory.record_end(instance)
             log.info('instance %s has finished, but the state directory did not say so: corrected it', instance)
 
@@ -89,15 +91,6 @@ def restore_reservations(hypervisor: Hypervisor, memory: Memory) -> None:
                 log.warning('instance %s: cannot reserve %s again: %s', instance, nic.expected, error.reason)
             else:
                 log.warning('instance %s: %s was missing on %s; reserved %s', instance, nic.expected, nic.network, ip)
-
-
-def _has_ended(compute: str, entry: Entry) -> bool:
-    """Return True if the record is final or names another compute; False if it is malformed."""
-    try:
-        record = from_json(entry.value)
-    except ValueError:
-        return False  # malformed, or of a newer ecomp
-    return record.state in (GONE, ERROR) or record.compute != compute
 
 
 # Worker processes without `workers:` in compute.yaml: one a processor, but no more than these.

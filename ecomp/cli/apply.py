@@ -41,7 +41,7 @@ from ecomp.model.apply import (
 )
 from ecomp.model.host import NO_COMPUTES
 from ecomp.model.keys import make_uuid
-from ecomp.model.record import RETENTION_SECONDS, SCHEDULED, STAGES, STOPPED, Record, from_json
+from ecomp.model.record import RETENTION_SECONDS, SCHEDULED, STAGES, STOPPED, Record, parse_or_none
 from ecomp.model.stack import Stack
 from ecomp.model.text import format_suggestion, join_some
 
@@ -397,10 +397,7 @@ def _show_members(run: _Apply, places: Mapping[str, str]) -> Iterator[None]:
 
 def _read_stage(entry: Entry | None) -> str:
     """Return the last stage, or the final state, in a record; SCHEDULED if there is none or it is malformed."""
-    try:
-        record = from_json(entry.value) if entry is not None else None
-    except ValueError:
-        record = None
+    record = parse_or_none(entry.value if entry is not None else None)
     if record is None or record.state in RETENTION_SECONDS:
         return SCHEDULED if record is None else record.state
     return next((stage for stage in reversed(STAGES) if stage in record.reached_stages), SCHEDULED)

@@ -28,7 +28,7 @@ from ecomp.model.order import (
 )
 from ecomp.model.queue import parse_queue_entry, parse_taker
 from ecomp.model.quota import from_json as quota_from_json
-from ecomp.model.record import ACTIVE, ERROR, QUEUED, STAGES, Interface, Record, format_time, from_json
+from ecomp.model.record import ACTIVE, ERROR, QUEUED, STAGES, Interface, Record, format_time, parse_or_none
 from ecomp.model.stack import Stack
 from ecomp.model.stack import from_json as stack_from_json
 from ecomp.model.text import join_some
@@ -200,7 +200,7 @@ def _describe_record(change: Change, name_compute: NameCompute, _takers: Mapping
     if change.after is None:
         yield Event(change.revision, 'instance', 'record deleted', instance, compute=compute or ''), ()
         return
-    before, after = (_parse_record(value, instance, compute) for value in (change.before, change.after))
+    before, after = (parse_or_none(value, instance, compute) for value in (change.before, change.after))
     if after is None:
         yield Event(change.revision, 'instance', 'record is malformed', instance, compute=compute or ''), ()
         return
@@ -212,14 +212,6 @@ def _describe_record(change: Change, name_compute: NameCompute, _takers: Mapping
     ]
     for text in _describe_record_changes(before, after, name_compute, change.is_known):
         yield Event(change.revision, 'instance', text, after.instance, after.name or '', after.compute), times
-
-
-def _parse_record(value: bytes | None, instance: str, compute: str | None) -> Record | None:
-    """Parse a record; None for None and for a malformed one."""
-    try:
-        return from_json(value, instance, compute) if value is not None else None
-    except ValueError:
-        return None
 
 
 def _describe_record_changes(

@@ -273,6 +273,14 @@ def from_json(value: bytes, instance: str | None = None, compute: str | None = N
     return record
 
 
+def parse_or_none(value: bytes | None, instance: str | None = None, compute: str | None = None) -> Record | None:
+    """Parse a record as from_json() does; None for None and for a malformed one."""
+    try:
+        return from_json(value, instance, compute) if value is not None else None
+    except ValueError:
+        return None
+
+
 def is_newer(value: bytes) -> bool:
     """Return whether a newer ecomp wrote it (False if malformed); it must not be overwritten."""
     version = load_object_or_empty(value).get('version')
