@@ -27,6 +27,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
+from typing import TypeVar
 
 from ecomp.errors import Conflict, EcompError, StrangeEtcd, UsageError
 from ecomp.files import BOOT_ID, read_boot_id, wait_for_lock, write_durably
@@ -40,6 +41,8 @@ from ecomp.model.record import BUILDING, Failure, Record
 from ecomp.store.client import Guard, Store
 
 log = logging.getLogger(__name__)
+
+Content = TypeVar('Content')
 
 VERSION = 1
 # How many ends older than a day are forgotten at each new end, so that their number falls.
@@ -337,6 +340,17 @@ def check_or_adopt(guard: Guard, store: Store, now: str) -> bool:
     return True
 
 
+def _read_file(path: Path, parse: Callable[[bytes], Content], default: Content) -> Content:
+    """Return the parsed content of a file; `default` if it is missing, UsageError if malformed."""
+    try:
+        return parse(path.read_bytes())
+    except FileNotFoundError:
+        return default
+    except ValueError as error:
+        cure = 'restore the file, or run `ecompute --accept-new-etcd`'
+        raise UsageError(f'{path}: is malformed: {error}. Fix: {cure}') from error
+
+
 class KnownEtcd:
     """The file with what is known of etcd, which a thread writes between start() and stop()."""
 
@@ -350,23 +364,16 @@ class KnownEtcd:
 
     def load(self) -> KnownCluster:
         """Read the file, empty if absent; UsageError if it is malformed, OSError if unreadable."""
-        try:
-            self._cluster = cluster.from_json(self._path.read_bytes())
-        except FileNotFoundError:
-            pass
-        except ValueError as error:
-            raise UsageError(
-                f'{self._path}: is malformed: {error}. Fix: restore the file, or run `ecompute --accept-new-etcd`'
-            ) from error
+        self._cluster = _read_file(self._path, cluster.from_json, self._cluster)
         return self._cluster
 
     def read_accepted(self) -> int:
         """Read the revision at which ecomp 1.1 accepted an etcd, 0 if none; UsageError if malformed."""
-        return self._read_number(self._accepted_path)
+        return _read_file(self._accepted_path, lambda text: int(text.decode()), 0)
 
     def read_first_seen(self) -> int:
         """Read etcd's revision when it was first seen or accepted, 0 if not noted; UsageError if malformed."""
-        return self._read_number(self._first_seen_path)
+        return _read_file(self._first_seen_path, lambda text: int(text.decode()), 0)
 
     def save_first_seen(self, revision: int, has_noted_acceptance: bool) -> None:
         """Save etcd's first-seen revision; raise EcompError if that fails.
@@ -380,17 +387,6 @@ class KnownEtcd:
                 self._accepted_path.unlink(missing_ok=True)
         except OSError as error:
             raise EcompError(f'{self._first_seen_path}: {error.strerror}') from error
-
-    def _read_number(self, path: Path) -> int:
-        """Return the number in a file; 0 if it is missing, UsageError if malformed."""
-        try:
-            return int(path.read_text())
-        except FileNotFoundError:
-            return 0
-        except ValueError as error:
-            raise UsageError(
-                f'{path}: is malformed: {error}. Fix: restore the file, or run `ecompute --accept-new-etcd`'
-            ) from error
 
     def schedule_write(self, known_cluster: KnownCluster) -> None:
         """Have the thread write `known_cluster` within WRITE_INTERVAL_SECONDS, if that has an identity."""
