@@ -149,10 +149,12 @@ def read_silence_condition(store: Store, compute: str) -> Unchanged | None:
 MAX_WITHDRAW_TRIES = 3
 
 
-def read_pending_instances(store: Store) -> set[str]:
-    """Return the instances and sets with an attempt in flight, and the queued instances, taken ones included."""
+def read_pending_instances(store: Store, include_queued: bool = True) -> set[str]:
+    """Return the instances and sets with an attempt in flight; with `include_queued` also queued and taken ones."""
     # Attempts before queues: an order that is delivered to a queue in between is seen twice rather than missed.
     placing = list_attempted_instances(store.snapshot(keys.ATTEMPTS))
+    if not include_queued:
+        return placing
     queues = store.snapshot(keys.QUEUES, keys_only=True).entries
     return placing | {
         keys.get_queued_instance(key) for key, entry in queues.items() if entry.lease or not key.endswith(keys.TAKER)
@@ -168,9 +170,7 @@ def find_requested_instances(
     /hosts, so /hosts is read last: otherwise a request that moves in between would be missed. Without
     `include_queued` queued requests do not count: the compute that would take them is dead.
     """
-    pending = (
-        read_pending_instances(store) if include_queued else list_attempted_instances(store.snapshot(keys.ATTEMPTS))
-    )
+    pending = read_pending_instances(store, include_queued)
     return {
         instance
         for instance, computes in computes_by_instance.items()

@@ -18,7 +18,7 @@ from ecomp.model import keys
 from ecomp.placement import allocations, providers
 from ecomp.placement.allocations import release
 from ecomp.placement.client import Placement
-from ecomp.store.client import Store, find_requested_instances, list_attempted_instances, read_pending_instances
+from ecomp.store.client import Store, find_requested_instances, read_pending_instances
 from ecomp.store.sharing import note_released
 
 # How long the computes of one process share an answer of placement about all providers.
@@ -128,11 +128,7 @@ class ClaimKeeper:
         requested = [
             keys.get_last_part(key) for key in self._store.snapshot(keys.request_prefix(self._compute), True).entries
         ]
-        in_flight = (
-            read_pending_instances(self._store)
-            if self._takes_from_queues
-            else list_attempted_instances(self._store.snapshot(keys.ATTEMPTS))
-        )
+        in_flight = read_pending_instances(self._store, self._takes_from_queues)
         self._first_sightings, confirmed = confirm_sightings(
             self._first_sightings, find_orphans(held, requested, guests, in_flight), now
         )
