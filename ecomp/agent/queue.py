@@ -557,11 +557,8 @@ class Puller:
             return None  # without a call to placement
         if self.registered_inventory is not None and self._requested == set():
             # Without traits, which are read before a take.
-            self._room, self._fits_by_query, self._is_room_stale = (
-                Provider(self._compute, self.registered_inventory),
-                {},
-                False,
-            )
+            self._room = Provider(self._compute, self.registered_inventory)
+            self._fits_by_query, self._is_room_stale = {}, False
             self._room_read_at = time.monotonic()
         elif self._is_room_stale or self._room_read_at == -math.inf:
             self._read_room(backlog)

@@ -193,11 +193,8 @@ class Connections:
             reason = CONTROL_PLANE
         # A host reaches itself past its firewall by its own addresses, as it does by loopback.
         if reason is None and not is_listed_exactly(address, self._egress.sources):
-            reason = (
-                OWN_ADDRESS
-                if any(is_own_address(part) and not part.is_loopback for part in expand_address(address))
-                else None
-            )
+            is_own = any(is_own_address(part) and not part.is_loopback for part in expand_address(address))
+            reason = OWN_ADDRESS if is_own else None
         if reason is not None:
             raise AddressRefused(f'{host} is {address}', reason)
 

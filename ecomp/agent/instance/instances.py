@@ -602,11 +602,8 @@ class Instances:
 
     def _make_current_record(self, record: Record, guest: Guest) -> Record:
         """Return the record of a built guest: active, or stopped if it is off; write nothing."""
-        return (
-            self._make_running_record(record)
-            if guest.running
-            else self._make_running_record(record).mark_off(self.now())
-        )
+        record = self._make_running_record(record)
+        return record if guest.running else record.mark_off(self.now())
 
     def _record_progress(self, record: Record, revision: int) -> Record:
         """Write a build's progress. If etcd gives no answer, log that; if Superseded, cancel the build."""
