@@ -83,11 +83,8 @@ def _print_address(ctx: Context) -> int:
         instance = ctx.resolve_instance(word)
     except (NotFound, Unreachable) as error:
         if isinstance(error, NotFound):
-            short = (
-                f' (give at least the first {MIN_PREFIX_DIGITS} digits of a uuid)'
-                if len(word) < MIN_PREFIX_DIGITS
-                else ''
-            )
+            advice = f' (give at least the first {MIN_PREFIX_DIGITS} digits of a uuid)'
+            short = advice if len(word) < MIN_PREFIX_DIGITS else ''
             problem = f'is neither a command nor an instance{short}'
             raise NotFound(f'{word}: {problem}{make_hint([word])}') from error
         suggestion = suggest([word])

@@ -199,10 +199,8 @@ def compose_screen(drawing: Drawing, errors: Sequence[str]) -> str:
         *map(make_printable, drawing.messages),
         *(f'the table is out of date because reading failed; retrying: {make_printable(error)}' for error in errors),
     ]
-    lines, below = (
-        drawing.table.split('\n'),
-        [part for text in messages for part in wrap_lines(text, find_width()).split('\n')],
-    )
+    lines = drawing.table.split('\n')
+    below = [part for text in messages for part in wrap_lines(text, find_width()).split('\n')]
     try:
         height = os.get_terminal_size(sys.stdout.fileno()).lines if sys.stdout.isatty() else 0
     except OSError:

@@ -327,12 +327,10 @@ def _match_earlier_change(
     if previous is not None and previous.reason and not power_change.reason:
         return None  # also the same action: what a user asks for is not reverted by `host enable --start`
     if previous is not None and not previous.is_done(record.power):
+        if previous.action != power_change.action:
+            return None
         message = f'{record.instance}: {power_change.action} was requested before; {record.compute} is carrying it out'
-        return (
-            Acceptance(message, previous, _list_previous_ids(entries))
-            if previous.action == power_change.action
-            else None
-        )
+        return Acceptance(message, previous, _list_previous_ids(entries))
     if (power_change.action, record.state) in ((STOP, STOPPED), (START, ACTIVE)):
         return Acceptance(f'{record.instance}: is already {record.state}')
     return None

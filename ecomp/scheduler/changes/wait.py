@@ -396,11 +396,9 @@ class Wait:
                 if spent >= limit:
                     if record is not None:
                         self.on_timeout(record)
-                    progress = (
-                        f'still waiting for {describe_current(record)}'
-                        if has_answer
-                        else f'and {follower.silent_backend} did not answer'
-                    )
+                    progress = f'and {follower.silent_backend} did not answer'
+                    if has_answer:
+                        progress = f'still waiting for {describe_current(record)}'
                     raise StillGoing(
                         f'{self.instance}: timed out after {deadline.seconds:g} s (the operation continues), {progress}'
                     )

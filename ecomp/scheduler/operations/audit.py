@@ -359,10 +359,8 @@ class _Repairs:
         """Mark the entries of a stack whose instances are gone as ended, MAX_MEMBERS_PER_TRANSACTION at most."""
         stack = self.world.stacks[finding.subject]
         assert isinstance(stack, Stack)  # otherwise it is another finding
-        ended, instances = (
-            list_orphaned_entries(self.world, stack)[:MAX_MEMBERS_PER_TRANSACTION],
-            stack.list_instances(),
-        )
+        ended = list_orphaned_entries(self.world, stack)[:MAX_MEMBERS_PER_TRANSACTION]
+        instances = stack.list_instances()
         # An apply in flight may deliver a new instance for an entry.
         unchanged = [keys.attempt(stack.attempt)]
         for name in ended:
@@ -412,11 +410,9 @@ def _release_orphan(store: Store, placement: Placement, instance: str) -> str:
 
     def find_needed(holding: Mapping[str, allocations.Consumer]) -> Collection[str]:
         computes[:] = sorted(holding[instance].allocations)
-        return (
-            {instance}
-            if has_unfinished_record(store, instance)
-            else find_requested_instances(store, {instance: computes})
-        )
+        if has_unfinished_record(store, instance):
+            return {instance}
+        return find_requested_instances(store, {instance: computes})
 
     if not release(placement, [instance], find_needed, partial(note_released, store))[instance]:
         return CHANGED_SINCE

@@ -381,10 +381,8 @@ class Attempt:
         else:
             from ecomp.model.host import describe_silent_fix
 
-            problem, cure = (
-                f'{which} claimed on {host}, which is silent and may be running it',
-                describe_silent_fix(host),
-            )
+            problem = f'{which} claimed on {host}, which is silent and may be running it'
+            cure = describe_silent_fix(host)
         return ClaimedElsewhere(claimed_on, f'{problem}. Fix: {cure}')
 
     def _release(self, instances: Iterable[str]) -> str:

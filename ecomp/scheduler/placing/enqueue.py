@@ -70,11 +70,9 @@ def read_queue_position(
         claimed_on = find_compute(read_consumer(placement, keys.get_last_part(entry.key)).allocations) or None
         if claimed_on is not None:
             return QueuePosition(flavor, before, taker, {}, claimed_on=claimed_on)
-        lacks = (
-            find_shortfalls(placement, query or '', known_computes, known_computes.takers, group)
-            if known_computes.takers
-            else {}
-        )
+        lacks = dict[str, str]()
+        if takers := known_computes.takers:
+            lacks = find_shortfalls(placement, query or '', known_computes, takers, group)
     except (EcompError, UnsupportedQueryError) as error:
         return QueuePosition(flavor, before, taker, {}, str(error))
     return QueuePosition(flavor, before, taker, lacks)

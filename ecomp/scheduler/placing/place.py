@@ -197,11 +197,9 @@ class Placer:
         """
         self.attempted += [instance for instance in earlier_claims if instance not in self.attempted]
         self.claimer.foreign.update(earlier_claims.keys() - self.claimer.movable)
-        return (
-            {instance: earlier_claims[instance] for instance in self.claimer.claim_what_fits(earlier_claims)}
-            if earlier_claims
-            else {}
-        )
+        if not earlier_claims:
+            return {}
+        return {instance: earlier_claims[instance] for instance in self.claimer.claim_what_fits(earlier_claims)}
 
     def _choose_behind(
         self, contention: Contention, candidates: Sequence[Candidate], rooms: Rooms, batch: list[Candidate]

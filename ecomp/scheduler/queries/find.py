@@ -206,11 +206,9 @@ def from_places(places: EntriesByCompute[Entry]) -> InstanceEntries | None:
 
 def from_request(places: EntriesByCompute[Entry]) -> InstanceEntries | None:
     """Make an instance's entries from its request alone, valid or not; None without a request."""
-    return (
-        InstanceEntries(_make_scheduled_record(places.request), None, places.request)
-        if places.request is not None
-        else None
-    )
+    if places.request is None:
+        return None
+    return InstanceEntries(_make_scheduled_record(places.request), None, places.request)
 
 
 def is_known(store: Store, instance: str, key_index: KeyIndex | None = None) -> bool:
