@@ -561,11 +561,9 @@ class SetOrder(Order):
         """
         if self.count == 1:
             return {self.instance: Order(**self.copy_fields())}
-        shared = (
-            {}
-            if self.shared_user_data is None
-            else {'user_data': None, 'user_data_sha256': self.shared_user_data.sha256}
-        )
+        shared = dict[str, str | None]()
+        if self.shared_user_data is not None:
+            shared = {'user_data': None, 'user_data_sha256': self.shared_user_data.sha256}
         names = {
             make_member_uuid(self.instance, each): self.name and f'{self.name}-{each}'
             for each in range(1, self.count + 1)

@@ -139,13 +139,10 @@ class Placement:
 
         `timeout` is the seconds to connect and between two bytes; `slow` reports late answers (None: never).
         """
-        config = (
-            endpoint_or_config
-            if isinstance(endpoint_or_config, PlacementConfig)
-            else PlacementConfig(endpoint_or_config)
-        )
+        if not isinstance(endpoint_or_config, PlacementConfig):
+            endpoint_or_config = PlacementConfig(endpoint_or_config)
         self._slow = slow
-        self._connections = Connections(config, timeout, limits)
+        self._connections = Connections(endpoint_or_config, timeout, limits)
         self.endpoint = self._connections.endpoint
         self.name = self._connections.name
 
@@ -228,10 +225,8 @@ class Placement:
             return no_answer_error(f'{self.name} returned HTTP {status} (see its log)', self.name)
         try:
             first = parse_object(answer.content)['errors'][0]
-            code, detail = (
-                str(first.get('code', '')),
-                ' '.join(check_text(first['detail']).split())[:MAX_DETAIL_CHARACTERS],
-            )
+            code = str(first.get('code', ''))
+            detail = ' '.join(check_text(first['detail']).split())[:MAX_DETAIL_CHARACTERS]
         except (*PARSE_ERRORS, IndexError):
             code, detail = '', ''
         if not detail:

@@ -96,10 +96,8 @@ def set_inventory(
 
     def write() -> int | None:
         nonlocal known_generation
-        current, known_generation = (
-            known_generation if known_generation is not None else read_generation(placement, provider),
-            None,
-        )
+        current = known_generation if known_generation is not None else read_generation(placement, provider)
+        known_generation = None
         if is_cancelled():
             return None
         body = {'resource_provider_generation': current, 'inventories': {k: dict(v) for k, v in inventory.items()}}

@@ -506,16 +506,13 @@ def find_by_listing(store: Store, instance: str, key_index: KeyIndex | None = No
     key_index = read_index(store) if key_index is None else key_index
     # Since the listing a record may have been written and its request deleted. With a request, no other record counts.
     request_keys = key_index.requests.get(instance, ())
-    own_keys = (
-        [*request_keys, *_list_record_keys(key_index, instance)]
-        if request_keys
-        else key_index.records.get(instance, ())
-    )
-    return (
-        _resolve_instance(store, instance, store.read(sorted(own_keys))) or EntriesByCompute()
-        if own_keys
-        else EntriesByCompute()
-    )
+    if request_keys:
+        own_keys = [*request_keys, *_list_record_keys(key_index, instance)]
+    else:
+        own_keys = [*key_index.records.get(instance, ())]
+    if not own_keys:
+        return EntriesByCompute()
+    return _resolve_instance(store, instance, store.read(sorted(own_keys))) or EntriesByCompute()
 
 
 def _resolve_instance(store: Store, instance: str, entries: Mapping[str, Entry]) -> EntriesByCompute[Entry] | None:
