@@ -277,25 +277,15 @@ def ensure_host(layout: Layout, host: str) -> bool:
     """Make what a host lacks of namespace, bridge br0, routes, fence rules; return True if it lacked the namespace."""
     was_missing = _ensure_namespace(layout, host)
     space, control = layout.get_namespace(host), layout.get_namespace(CONTROL)
-    _ensure_bridge(layout, host, str(layout.get_address(host)))
+    address, guests = str(layout.get_address(host)), str(layout.get_guest_network(host))
+    _ensure_bridge(layout, host, address)
     if not has_interface(layout, host, 'eth0'):
         run(['ip', '-n', control, 'link', 'add', host, 'type', 'veth', 'peer', 'name', 'eth0', 'netns', space])
     run(['ip', '-n', control, 'link', 'set', host, 'master', 'br0', 'up'])
     run(['ip', '-n', space, 'link', 'set', 'eth0', 'master', 'br0', 'up'])
     # This route leads to the machine and to guests of other hosts. Without a default route nothing leaves the lab.
     run(['ip', '-n', space, 'route', 'replace', str(layout.network), 'via', str(layout.control)])
-    run(
-        [
-            'ip',
-            '-n',
-            control,
-            'route',
-            'replace',
-            str(layout.get_guest_network(host)),
-            'via',
-            str(layout.get_address(host)),
-        ]
-    )
+    run(['ip', '-n', control, 'route', 'replace', guests, 'via', address])
     _ensure_fence(layout, space)
     return was_missing
 
