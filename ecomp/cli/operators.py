@@ -319,14 +319,7 @@ def make_evacuation_listing(
     for old, name, new, compute, reason in sorted(outcomes, key=lambda each: make_sort_key(each.name)):
         place = {'replaced_by': new or None, 'compute': compute or None, 'host': known_computes.find_hostname(compute)}
         address, reason = statuses.get(new, {}).get('address'), known_computes.replace_uuids(reason)
-        cells = [
-            name,
-            old,
-            new or None,
-            compute and known_computes.format_name(compute) or None,
-            address,
-            reason or None,
-        ]
+        cells = [name, old, new or None, known_computes.format_name(compute) or None, address, reason or None]
         value = {'instance': old, 'name': name, **place, 'address': address, 'reason': reason or None}
         rows.append(Row(cells, value))
     columns = [
