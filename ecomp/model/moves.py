@@ -48,11 +48,12 @@ class Move(NamedTuple):
 
 
 class Lot(NamedTuple):
-    """What guests that are placed together have in common."""
+    """What instances that are placed together have in common; `instances` are those of a stack."""
 
     query: str
     membership: Membership | None
     weigh: str
+    instances: tuple[str, ...] = ()
 
 
 # The candidates of a query by compute, the best compute first; each with its position among all of them.

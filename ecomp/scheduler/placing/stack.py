@@ -34,6 +34,7 @@ from ecomp.model.choose import Candidate, Offer, PlacementReason, add_usage, cho
 from ecomp.model.group import AFFINITY, Group, Membership
 from ecomp.model.guest import SharedUserData
 from ecomp.model.json_object import load_object_or_empty
+from ecomp.model.moves import Lot
 from ecomp.model.order import Request
 from ecomp.model.quota import describe_excesses, make_charge
 from ecomp.model.record import ERROR
@@ -283,16 +284,6 @@ def preview_change(
     attempt.placement, _ = backend.result()
     chosen = attempt.choose_all({}, Counter())
     return {instance: candidate.compute for instance, candidate in chosen.items()}
-
-
-@dataclass(frozen=True)
-class Lot:
-    """Instances with the same query, group and strategy, which are placed together."""
-
-    query: str
-    membership: Membership | None
-    weigh: str
-    instances: tuple[str, ...] = ()
 
 
 def distribute_lots(
