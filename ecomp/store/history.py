@@ -238,7 +238,7 @@ class _PastProgress:
                 self._revisions = set()
         # After a freeze etcd answers all progress requests together, before anything else: they count as one answer.
         elif (
-            _is_progress_answer(reply)
+            not (reply.created or reply.canceled)
             and reply.header.revision >= self._end_revision
             and now_seconds >= self._counted_at + MIN_PROGRESS_SPACING_SECONDS
         ):
@@ -306,10 +306,6 @@ def _put_unless_stopped(replies: queue.Queue[Any], reply: Any, stopped: threadin
         with suppress(queue.Full):
             replies.put(reply, timeout=0.5)
             return
-
-
-def _is_progress_answer(reply: Any) -> bool:
-    return not (reply.events or reply.created or reply.canceled)
 
 
 def _get_revision(event: Any) -> int:
