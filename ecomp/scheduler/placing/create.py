@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from ecomp.errors import ClaimedElsewhere, Conflict, EcompError, NoCapacity, UnknownOutcome, Unreachable, put_before_fix
@@ -221,8 +222,6 @@ class Attempt:
     # Ends the cure for a claim of another attempt.
     alternative: str = ', or use another uuid'
     _alive: list[str] | None = None
-    _computes: Computes | None = None
-    _placer: Placer | None = None
 
     @property
     def condition(self) -> Unchanged:
@@ -248,7 +247,7 @@ class Attempt:
         failpoint('announced')
         if claims := self._claim_sampled(terms):
             return claims
-        placer = self.get_placer()
+        placer = self.placer
         if announced - offer.queried_at > MAX_OFFER_AGE_SECONDS:
             offer = self.refresh_offer()  # a drain waits no longer than this for attempts
         if not self.resume:
@@ -344,7 +343,7 @@ class Attempt:
 
     def _claim_offered(self, offer: Offer, terms: Terms, placed: Mapping[str, Candidate]) -> ClaimedSet:
         """Claim as Placer.place() does with this offer; Conflict instead of NoCapacity if a newer attempt took over."""
-        placer = self.get_placer()
+        placer = self.placer
         try:
             placed = placer.place(offer, terms, placed)
             return ClaimedSet(placed, terms, placer.candidate_count)
@@ -413,13 +412,12 @@ class Attempt:
             self.movable,
         )
 
-    def get_placer(self) -> Placer:
-        """Return the Placer of this attempt; the first call reads the living computes."""
-        if self._placer is None:
-            alive, line, is_ours = self.read_alive(), self.count_in_flight, self.is_ours
-            refresh, claimer = self.refresh_offer, self.claimer
-            self._placer = Placer(claimer, refresh, line, alive, is_ours, self.order, self.rng, self.attempted)
-        return self._placer
+    @cached_property
+    def placer(self) -> Placer:
+        """The Placer of this attempt; its first use reads the living computes."""
+        alive, line, is_ours = self.read_alive(), self.count_in_flight, self.is_ours
+        refresh, claimer = self.refresh_offer, self.claimer
+        return Placer(claimer, refresh, line, alive, is_ours, self.order, self.rng, self.attempted)
 
     def read_alive(self) -> list[str]:
         """Return the living computes, read once; on_cluster_size() gets the number of keys then."""
@@ -429,21 +427,20 @@ class Attempt:
             self._alive = [keys.get_last_part(key) for key, entry in presence.items() if entry.lease]
         return self._alive
 
-    def read_computes(self) -> Computes:
-        """Return all computes with their host names, read from etcd once."""
-        if self._computes is None:
-            from ecomp.scheduler.queries.hosts import read_computes  # only for messages about computes
+    @cached_property
+    def computes(self) -> Computes:
+        """All computes with their host names, read from etcd at first use."""
+        from ecomp.scheduler.queries.hosts import read_computes  # only for messages about computes
 
-            self._computes = read_computes(self.store)
-        return self._computes
+        return read_computes(self.store)
 
     def get_display_name(self, compute: str) -> str:
         """Return a compute's host name (see Computes.format_name()); the first call reads etcd."""
-        return self.read_computes().format_name(compute)
+        return self.computes.format_name(compute)
 
     def is_ours(self, compute: str) -> bool:
         """Return True for a provider that is a compute of this cluster, alive or not."""
-        return compute in self.read_computes().stored_hostnames
+        return compute in self.computes.stored_hostnames
 
     def is_attempt_ours(self) -> bool:
         """Refresh the lease, read the key; return False if the key is gone or another process took it over."""

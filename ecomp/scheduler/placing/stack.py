@@ -540,7 +540,7 @@ class StackAttempt(Attempt):
         if elsewhere:
             raise ClaimedElsewhere(elsewhere, '')
         self.unclaimed = set(self.order.instances) - earlier.keys()
-        held = self.get_placer().take_over(earlier)
+        held = self.placer.take_over(earlier)
         if len(held) < len(earlier):
             raise ClaimedElsewhere({each: earlier[each].compute for each in earlier.keys() - held.keys()}, '')
         return held
