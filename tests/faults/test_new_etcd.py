@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,15 +11,13 @@ from typing import Any
 import pytest
 import yaml
 
-from ecomp.lab import elab, state
-from ecomp.lab.machine import CONTROL
 from tests.faults.etcds import SavedSnapshot, Snapshot, wipe
 from tests.kit.boot_sectors import HALT, make_boot_disk
 from tests.kit.by_hand import make_request, put_claim
 from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import check_settled, read_guests, restart_accepting_etcd
 from tests.kit.hypervisor import HOST_INVENTORY, Hypervisor
-from tests.kit.lab import Lab, is_alive, make_lab_name
+from tests.kit.lab import Lab, make_lab_name
 from tests.kit.servers import Etcd, PlacementServer, wait_until
 from tests.kit.story import (
     SMALL_QUERY,
@@ -390,17 +387,6 @@ def own_host() -> Iterator[Hypervisor]:
         lab.close()
 
 
-def wipe_lab(lab: Lab) -> None:
-    """Delete everything from the lab's etcd."""
-    lab_state = state.load(lab.name)
-    assert lab_state is not None
-    pid = lab_state.processes['etcd'].pid
-    os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not is_alive(pid), 20, 'etcd ends')
-    shutil.rmtree(lab.directory / CONTROL / 'etcd')
-    elab.start_control(lab_state)
-
-
 @pytest.mark.slow
 @pytest.mark.history_broken('etcd is wiped')
 def test_wiped_etcd_keeps_guests_running(own_host: Hypervisor) -> None:
@@ -411,7 +397,7 @@ def test_wiped_etcd_keeps_guests_running(own_host: Hypervisor) -> None:
     destroyed = own_host.start_instance()
     own_host.request_destroy(destroyed)
     own_host.wait_state(destroyed, 'gone')
-    wipe_lab(own_host.lab)
+    own_host.lab.wipe_etcd()
     wait_until(lambda: own_host.find_log_lines('is not the one this compute knew'), 30, 'it is loud')
     assert own_host.is_running
     own_host.kill(signal.SIGTERM)

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import ssl
 import sys
@@ -19,7 +20,7 @@ from typing import Any
 import yaml
 
 from ecomp.errors import EcompError
-from ecomp.lab import machine, state
+from ecomp.lab import elab, machine, state
 from ecomp.lab.hosts import LabHost
 from ecomp.lab.network import CONTROL
 from tests.kit.audit import wait_audit_clean
@@ -215,18 +216,31 @@ class Lab:
         JOURNAL.record_write('kv/put', body)
         self.call_etcd('kv/put', body).close()
 
-    def read_ecompute_pid(self, host: str) -> int:
+    def read_pid(self, process: str) -> int:
         facts = json.loads((self.directory / 'lab.json').read_text())
-        return int(facts['processes'][f'{host} ecompute']['pid'])
+        return int(facts['processes'][process]['pid'])
+
+    def read_ecompute_pid(self, host: str) -> int:
+        return self.read_pid(f'{host} ecompute')
 
     def stop_ecompute(self, host: str, number: int = signal.SIGINT) -> None:
-        pid = self.read_ecompute_pid(host)
+        self.stop_process(f'{host} ecompute', number)
+
+    def stop_process(self, process: str, number: int = signal.SIGKILL) -> None:
+        """Stop a process of the lab; start_ecomputes() starts it again."""
+        pid = self.read_pid(process)
         os.kill(pid, number)
-        wait_until(lambda: not is_alive(pid), 60, f'the ecompute of {host} ends')
+        wait_until(lambda: not is_alive(pid), 60, f'{process} ends')
 
     def start_ecomputes(self) -> None:
         """Start the ecomputes that were stopped: elab up starts what is missing."""
         self.run_elab('up')
+
+    def wipe_etcd(self) -> None:
+        """Replace etcd by an empty one at the same address."""
+        self.stop_process('etcd')
+        shutil.rmtree(self.directory / CONTROL / 'etcd')
+        elab.start_control(state.load(self.name))
 
     @contextlib.contextmanager
     def change_config(self, host: str, **settings: Any) -> Iterator[str]:
