@@ -34,12 +34,13 @@ class Tally:
         with self._lock:
             self._samples[sample][labels] += amount
 
-    def observe(self, histogram: str, label: str, seconds: float) -> None:
-        """Count a duration in a histogram; a negative one, by a clock that was set back, as 0."""
+    def observe(self, histogram: str, label: str, seconds: float, count: int = 1) -> None:
+        """Count a duration, a negative one (by a clock that was set back) as 0; `count` 0 only adds the series."""
         with self._lock:
             for limit in (*BUCKETS_SECONDS, float('inf')):
-                self.add(f'{histogram}_bucket', label, str(limit).replace('inf', '+Inf'), amount=seconds <= limit)
-            self.add(f'{histogram}_count', label)
+                amount = count if seconds <= limit else 0
+                self.add(f'{histogram}_bucket', label, str(limit).replace('inf', '+Inf'), amount=amount)
+            self.add(f'{histogram}_count', label, amount=count)
             self.add(f'{histogram}_sum', label, amount=max(seconds, 0.0))
 
     @contextmanager

@@ -33,7 +33,7 @@ from ecomp.model.cluster import KnownCluster, describe_vulnerabilities
 from ecomp.model.guest import Usage
 from ecomp.model.host import collect_changed_requests
 from ecomp.model.order import MAX_REQUEST_BYTES
-from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, SCHEDULED, STOPPED, Record
+from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, SCHEDULED, STAGES, STOPPED, Record
 from ecomp.placement.client import Placement
 from ecomp.placement.http_client import MAX_IDLE_CONNECTIONS
 from ecomp.store.client import Guard, Store
@@ -97,6 +97,8 @@ class MetricsWriter:
         # In a counter that appears with its first event, Prometheus sees no increase.
         for stage in ('scheduled', 'image', 'disk', 'started'):
             TALLY.add('ecomp_build_failures_total', stage, amount=0)
+        for stage in STAGES[2:]:
+            TALLY.observe('ecomp_stage_duration_seconds', stage, 0, count=0)
         self._job.schedule()
 
     def stop(self) -> None:

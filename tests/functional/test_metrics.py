@@ -90,6 +90,8 @@ def test_output_passes_promtool_and_has_each_metric_of_alerts_and_panels(
 ) -> None:
     own_control.eschedule('quota', 'set', 'shop', 'VCPU=10', 'MEMORY_MB=1000')
     _, path = start_with_metrics(own_control, tmp_path / 'node')
+    # Prometheus sees the first event only as an increase from 0.
+    wait_sample(path, 'ecomp_stage_duration_seconds_count{stage="addressed"}', 0.0)
     instance = boot(own_control, '--name', 'web1', SMALL_QUERY)
     text = wait_sample(path, 'ecomp_instances{state="active"}', 1.0)
     wait_sample(path, f'ecomp_vm_info{{name="web1",vm="{instance}"}}', 1.0)
