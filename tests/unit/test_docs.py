@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from docs import generate, parts, writing
+from docs import dashboard, generate, parts, writing
 from ecomp.virt.xml import RESERVED_ONLY_OPTION
 from tests.kit.servers import TOP
 from tests.kit.tree import copy_tree
@@ -28,6 +28,28 @@ def test_reference_and_man_pages_are_current() -> None:
 
 def test_picture_of_the_parts_is_current() -> None:
     assert (TOP / 'docs/parts.svg').read_text() == parts.draw(), 'draw it: python docs/parts.py > docs/parts.svg'
+
+
+def test_picture_of_the_dashboard_has_its_panels_and_expressions() -> None:
+    picture = (TOP / 'docs/howto/dashboard.svg').read_text()
+    cure = 'draw it: ECOMP_DASHBOARD=write pytest tests/scenario/test_monitoring.py'
+    assert f'<desc>{dashboard.describe_panels(dashboard.load_panels())}</desc>' in picture, cure
+
+
+@pytest.mark.parametrize(
+    ('highest', 'unit', 'texts'),
+    [
+        (3, 'short', '0, 1, 2, 3'),
+        (0.94, 'percentunit', '0, 20%, 40%, 60%, 80%, 100%'),
+        (0.0123, 's', '0, 5 ms, 10 ms, 15 ms'),
+        (0, 'short', '0, 0.2, 0.4, 0.6, 0.8, 1'),
+        (2.5e9, 'bytes', '0, 512 MiB, 1 GiB, 1.5 GiB, 2 GiB, 2.5 GiB'),
+        (70_000, 'binBps', '0, 20 KiB/s, 40 KiB/s, 60 KiB/s, 80 KiB/s'),
+    ],
+)
+def test_axis_of_a_panel_has_round_ticks(highest: float, unit: str, texts: str) -> None:
+    ticks = dashboard.choose_ticks(highest, unit)
+    assert ', '.join(dashboard.format_value(tick, unit) for tick in ticks) == texts
 
 
 def test_readme_is_at_most_10_kb() -> None:
