@@ -509,11 +509,11 @@ def _check_versions(facts: ComputeFacts) -> Iterator[Problem]:
                 # Stopped before the installation, because a running ecompute would start workers of the new version.
                 install = "/opt/ecomp/bin/pip uninstall -y ecomp; /opt/ecomp/bin/pip install '.[hypervisor]'"
                 steps = f'systemctl stop ecompute; {install}; systemctl start ecompute'
-                yield problem, f'{place}: `{steps}`, as docs/howto/upgrade.md describes'
+                yield problem, f'{place}: `{steps}`, or its package ecomp-compute, as docs/howto/upgrade.md describes'
             else:
                 place = f'here, in a clone of ecomp {version}'
-                steps = 'pipx install --force .`, or `pip install .` in its virtual environment'
-                yield problem, f'{place}: `{steps}, as docs/howto/upgrade.md describes'
+                steps = 'pipx install --force .`, `pip install .` in its virtual environment'
+                yield problem, f'{place}: `{steps}, or its package ecomp-client, as docs/howto/upgrade.md describes'
 
 
 def _check_queue(facts: ComputeFacts) -> Iterator[Problem]:

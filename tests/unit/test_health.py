@@ -188,6 +188,10 @@ def test_fault_of_the_control_plane_is_found(facts: Backends, check: str, messag
         ),
         (
             Facts((Host(A, 'hv1', UP, (), {}),), {A: '1.9.0'}, '1.10.0'),
+            ('version', 'runs ecomp 1.9.0', 'systemctl start ecompute`, or its package ecomp-compute, as docs'),
+        ),
+        (
+            Facts((Host(A, 'hv1', UP, (), {}),), {A: '1.9.0'}, '1.10.0'),
             ('version', 'runs ecomp 1.9.0', 'on its host, in a clone of ecomp 1.10.0: `systemctl stop'),
         ),
         (
@@ -196,6 +200,14 @@ def test_fault_of_the_control_plane_is_found(facts: Backends, check: str, messag
                 'version',
                 'but this eschedule is of version 1.9.0',
                 'here, in a clone of ecomp 1.10.0: `pipx install --force .`',
+            ),
+        ),
+        (
+            Facts((Host(A, 'hv1', UP, (), {}),), {A: '1.10.0'}, '1.9.0'),
+            (
+                'version',
+                'but this eschedule is of version 1.9.0',
+                '`pip install .` in its virtual environment, or its package ecomp-client, as docs',
             ),
         ),
         (
