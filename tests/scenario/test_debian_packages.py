@@ -1,162 +1,212 @@
-"""The Debian packages: built by their command, checked by lintian, and installed on a machine that boots."""
+"""The Debian packages: built, checked by lintian, installed, upgraded, removed and purged on machines that boot.
+
+The commands are those of the pages 'install' and 'real machines'. A guest runs from the first start to the last.
+"""
 
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import ecomp
-from tests.kit.booted import BootedMachine, explain_missing, read_page_packages, start_lan
-from tests.kit.machine import explain_missing_packages
-from tests.kit.servers import wait_until
-from tests.kit.tree import copy_tree
+from tests.kit.booted import CLONE_PATH, BootedMachine
+from tests.kit.servers import TOP, wait_until
+from tests.scenario.debian_image import get_debian_image
+from tests.scenario.page_cluster import (
+    Cluster,
+    boot_cluster,
+    read_blocks,
+    read_guest_pids,
+    read_service_pid,
+    serves_metadata,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
-REQUIRED_PACKAGES = {'dh': 'debhelper', 'dpkg-buildpackage': 'dpkg-dev', 'lintian': 'lintian'}
+PAGE = TOP / 'docs/howto/install.md'
+HOSTS = {'control': '10.0.0.5', 'hv1': '10.0.0.11'}
 NAMES = ('ecomp-client', 'ecomp-compute')
 SERVICES = ('ecompute', 'mdserver')
 LATER_VERSION = '99.0'
-# Instead of ecompute, which ends if there is no etcd, its environment. Once that has stopped, the version that is
-# installed at this time is noted.
+QUERY = 'resources=VCPU:1,DISK_GB:3,MEMORY_MB:512'
+# What guests need, as the page says.
+KEPT_FILES = {
+    '/var/lib/ecompute',
+    *(f'{directory}/ecompute.xml' for directory in ('/etc/libvirt/storage', '/run/libvirt/storage')),
+    '/etc/libvirt/storage/autostart/ecompute.xml',
+    *(f'/etc/libvirt/nwfilter/ecompute-guest-{kind}-3.xml' for kind in ('address', 'mac')),
+}
+# root's key pair is the same on all machines.
+SSH_KEY_OPTIONS = ('--ssh-key', '/root/.ssh/authorized_keys')
+# Note the version that is installed when ecompute has stopped.
+DROP_IN_DIRECTORY = '/etc/systemd/system/ecompute.service.d'
 DROP_IN = """[Service]
-Type=exec
-ExecStart=
-ExecStart=/usr/lib/ecomp-compute/bin/python3 -I -c 'import signal; signal.pause()'
-ExecStopPost=sh -c 'ecompute --version >/srv/stopped'
+ExecStopPost=+sh -c 'ecompute --version >/srv/stopped'
 """
 
 
-def build_packages(clone: Path, directory: Path) -> list[Path]:
-    """Build the packages of a clone with the command for users; return their paths, in the order of NAMES."""
-    build = subprocess.run([clone / 'packaging/build', directory], capture_output=True, text=True, check=False)
-    assert build.returncode == 0, build.stderr[-5000:]
-    paths = sorted(directory.iterdir())
-    assert build.stdout == ''.join(f'{path}\n' for path in paths)
-    assert [path.name.partition('_')[0] for path in paths] == list(NAMES)
-    return paths
+@pytest.fixture(scope='module', params=['bookworm', 'trixie'])
+def cluster(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, guest_image: Path
+) -> Iterator[Cluster]:
+    """Provide a control host after the page's commands, and a machine that has only its certificates."""
+    images = {'guest.qcow2': guest_image, 'debian.qcow2': get_debian_image()}
+    with boot_cluster(HOSTS, request.param, tmp_path_factory.mktemp('images'), images) as booted:
+        *first, last = read_blocks('control')
+        for block in first:
+            # There is no second hypervisor.
+            booted.control.type_as_user(re.sub('.* root@hv2:.*', '', block))
+        booted.control.type_as_user(last)
+        booted.bin = '/usr/bin'
+        yield booted
 
 
 @pytest.fixture(scope='module')
-def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Provide a clone in which packages can be built."""
-    assert not (reason := explain_missing_packages(REQUIRED_PACKAGES)), reason
-    directory = tmp_path_factory.mktemp('debian') / 'clone'
-    copy_tree(directory)
-    return directory
+def new_files(cluster: Cluster) -> set[str]:
+    """Build the packages in the clone on the control host; return the files that this adds to the clone."""
+    before = list_clone(cluster.control)
+    cluster.control.run('apt-get', 'update')
+    type_blocks(cluster.control, 'builder')
+    return list_clone(cluster.control) - before
 
 
-@pytest.fixture(scope='module')
-def packages(clone: Path) -> list[Path]:
-    """Provide the packages of this version."""
-    return build_packages(clone, clone.parent / 'packages')
+def list_clone(machine: BootedMachine) -> set[str]:
+    """Return the paths of all files in the clone on a machine."""
+    return set(machine.run('find', str(CLONE_PATH), '-type', 'f', '-printf', '%P\n').split())
 
 
-@pytest.fixture(scope='module')
-def later_packages(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Provide the packages of a later version."""
-    clone = tmp_path_factory.mktemp('later') / 'clone'
-    copy_tree(clone)
-    for module in (clone / 'ecomp/__init__.py', clone / 'md_server/mdserver/__init__.py'):
-        module.write_text(re.sub("(?<=__version__ = ').*(?=')", LATER_VERSION, module.read_text()))
-    return build_packages(clone, clone.parent / 'packages')
+def type_blocks(machine: BootedMachine, place: str) -> None:
+    """Type the page's commands for this place."""
+    for block in read_blocks(place, PAGE):
+        machine.type_as_user(block)
 
 
-def test_build_leaves_no_files_in_the_clone(clone: Path, packages: list[Path]) -> None:
-    assert packages
-    fresh = clone.parent / 'fresh'
-    copy_tree(fresh)
-    assert {path.relative_to(clone) for path in clone.rglob('*')} == {
-        path.relative_to(fresh) for path in fresh.rglob('*')
-    }
+def copy_packages(cluster: Cluster) -> None:
+    """Copy the packages from the clone in which they were built to that of the hypervisor."""
+    dist = f'{CLONE_PATH}/packaging/dist'
+    cluster.hypervisors['hv1'].run('mkdir', '-p', dist)
+    cluster.control.run('sh', '-c', f'scp {dist}/*.deb root@hv1:{dist}')
 
 
-def test_lintian_finds_nothing(packages: list[Path]) -> None:
-    done = subprocess.run(['lintian', '--fail-on', 'error,warning', *packages], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, ''), done.stderr
-
-
-@pytest.fixture
-def machine() -> Iterator[BootedMachine]:
-    """Provide a machine with the Debian for which the packages are built, and without what they need."""
-    assert not (reason := explain_missing()), reason
-    release = re.search('(?m)^VERSION_CODENAME=(.*)', Path('/etc/os-release').read_text())
-    assert release
-    with start_lan({'hv1': '10.0.0.11'}) as machines:
-        yield machines.boot('hv1', release[1], read_page_packages())
-
-
-def copy_packages(machine: BootedMachine, packages: list[Path]) -> list[str]:
-    """Copy packages to a machine; return their paths there."""
-    for path in packages:
-        shutil.copy(path, Path(f'/proc/{machine.init_pid}/root/srv'))
-    return [f'/srv/{path.name}' for path in packages]
-
-
-def read_versions(machine: BootedMachine) -> dict[str, str]:
-    """Return the version that each command prints."""
-    return dict(
-        machine.run(command, '--version').strip().split(' ', 1) for command in ('eschedule', 'ecompute', 'mdserver')
-    )
-
-
-def read_states(machine: BootedMachine) -> dict[str, tuple[str, str]]:
+def read_states(machine: BootedMachine) -> dict[str, tuple[str, ...]]:
     """Return systemd's ActiveState and UnitFileState of each service."""
     show = ('systemctl', 'show', '--value', '-p', 'ActiveState', '-p', 'UnitFileState')
     return {name: tuple(machine.run(*show, name).split()) for name in SERVICES}
 
 
+def check_versions(cluster: Cluster, version: str) -> None:
+    """Check the version that each command prints."""
+    assert cluster.eschedule('--version').strip() == f'eschedule {version}'
+    for name in SERVICES:
+        assert cluster.hypervisors['hv1'].run(name, '--version').strip() == f'{name} {version}'
+
+
 def find_files(machine: BootedMachine) -> set[str]:
     """Find all files with names like those in the packages, outside of the clone."""
     pattern = '.*/_?\\(ecomp\\|eschedule\\|mdserver\\)[^/]*'
-    return set(machine.run('find', '/etc', '/usr', '/var', '/run', '-xdev', '-regex', pattern).split())
+    return set(machine.run('find', '/etc', '/usr', '/var', '/run', '-xdev', '-regex', pattern, '-prune').split())
 
 
-def test_packages_are_installed_upgraded_removed_and_purged(
-    machine: BootedMachine, packages: list[Path], later_packages: list[Path]
-) -> None:
-    machine.run('apt-get', 'install', *copy_packages(machine, packages))
+def read_guest_boot_id(cluster: Cluster, name: str) -> str:
+    """Return the boot id of a guest, which is read by `eschedule ssh`."""
+    return cluster.eschedule('ssh', name, '--', 'cat /proc/sys/kernel/random/boot_id').strip()
 
-    versions = dict.fromkeys(('eschedule', 'ecompute', 'mdserver'), ecomp.__version__)
-    assert read_versions(machine) == versions
-    assert read_states(machine) == dict.fromkeys(SERVICES, ('inactive', 'disabled'))
-    machine.run('systemd-analyze', 'verify', *(f'{name}.service' for name in SERVICES))
-    # It finds libvirt and its own bindings to it, and misses only the control host.
-    check = machine.run_unchecked('ecompute', '--check')
-    checks = {line.partition(':')[0] for line in check.stdout.splitlines()}
-    assert (check.returncode, checks >= {'etcd', 'placement'}, 'libvirt' in checks) == (7, True, False), check
-    assert machine.run('ls', '-A', '/etc/ecomp') == ''
-    assert machine.run('getent', 'passwd', '65520').startswith('_mdserver:')
+
+def test_build_adds_only_the_packages_to_the_clone(new_files: set[str]) -> None:
+    assert [Path(path).name.partition('_')[0] for path in sorted(new_files)] == list(NAMES)
+    assert {str(Path(path).parent) for path in new_files} == {'packaging/dist'}
+
+
+def test_lintian_finds_nothing(cluster: Cluster, new_files: set[str]) -> None:
+    cluster.control.run('apt-get', 'install', '--no-install-recommends', 'lintian')
+    assert cluster.control.type_as_user(f'lintian --fail-on error,warning {shlex.join(new_files)}') == ''
+
+
+def test_packages_are_installed_upgraded_removed_and_purged(cluster: Cluster, new_files: set[str]) -> None:
+    assert new_files
+    control, hypervisor = cluster.control, cluster.hypervisors['hv1']
+    files_before = {machine.name: find_files(machine) for machine in (control, hypervisor)}
+
+    type_blocks(control, 'client')
+    copy_packages(cluster)
+    install, start = read_blocks('hypervisor', PAGE)
+    hypervisor.type_as_user(install)
+
+    check_versions(cluster, ecomp.__version__)
+    assert read_states(hypervisor) == dict.fromkeys(SERVICES, ('inactive', 'disabled'))
+    hypervisor.run('systemd-analyze', 'verify', *(f'{name}.service' for name in SERVICES))
+    assert hypervisor.run('getent', 'passwd', '65520').startswith('_mdserver:')
     completion = 'source /usr/share/bash-completion/completions/eschedule; complete -p eschedule'
-    assert machine.run('bash', '-c', completion).strip() == 'complete -F _eschedule eschedule'
+    assert control.run('bash', '-c', completion).strip() == 'complete -F _eschedule eschedule'
 
-    drop_in = '/etc/systemd/system/ecompute.service.d/test.conf'
-    root = Path(f'/proc/{machine.init_pid}/root')
-    (root / drop_in[1:]).parent.mkdir()
-    (root / drop_in[1:]).write_text(DROP_IN)
-    (root / 'etc/ecomp/compute.yaml').write_text('etcd: {host: localhost}\n')
-    machine.run('systemctl', 'enable', '--now', 'ecompute')
-    pid = machine.run('systemctl', 'show', '--value', '-p', 'MainPID', 'ecompute')
+    hypervisor.type_as_user(start)
+    type_blocks(hypervisor, 'metadata')
 
-    machine.run('dpkg', '-i', *copy_packages(machine, later_packages))
+    pids = {name: read_service_pid(hypervisor, name) for name in SERVICES}
+    cluster.wait_up('hv1')
+    cluster.check_doctor()
+    instance = cluster.place('kept', 'hv1', 'debian.qcow2', *SSH_KEY_OPTIONS, query=QUERY)
+    cluster.wait('ready', 'kept')
+    guests, boot_id = read_guest_pids(hypervisor), read_guest_boot_id(cluster, 'kept')
+    assert set(guests) == {instance}
 
-    assert read_versions(machine) == dict.fromkeys(versions, LATER_VERSION)
-    assert read_states(machine) == {'ecompute': ('active', 'enabled'), 'mdserver': ('inactive', 'disabled')}
-    assert machine.run('systemctl', 'show', '--value', '-p', 'MainPID', 'ecompute') != pid
+    build_later_packages(control)
+    copy_packages(cluster)
+    hypervisor.run('mkdir', DROP_IN_DIRECTORY)
+    Path(f'/proc/{hypervisor.init_pid}/root{DROP_IN_DIRECTORY}/test.conf').write_text(DROP_IN)
+    hypervisor.run('systemctl', 'daemon-reload')
+    type_blocks(control, 'client')
+    hypervisor.type_as_user(install)
+
+    check_versions(cluster, LATER_VERSION)
     # A running ecompute would start workers of the new version.
-    assert machine.run('cat', '/srv/stopped') == f'ecompute {ecomp.__version__}\n'
+    assert hypervisor.run('cat', '/srv/stopped') == f'ecompute {ecomp.__version__}\n'
+    assert all(read_service_pid(hypervisor, name) != pid for name, pid in pids.items())
+    cluster.wait_up('hv1')
+    cluster.check_doctor()
+    assert serves_metadata(hypervisor)
+    assert (read_guest_pids(hypervisor), read_guest_boot_id(cluster, 'kept')) == (guests, boot_id)
+    cluster.place('new', 'hv1')
+    cluster.wait('ready', 'new')
+    assert cluster.is_answering('new')
+    cluster.destroy('new')
 
-    machine.run('dpkg', '-r', *NAMES)
+    configuration = hypervisor.run('ls', '/etc/ecomp')
+    hypervisor.run('apt-get', 'remove', 'ecomp-compute')
 
-    wait_until(lambda: machine.run_unchecked('pgrep', '-f', 'ecomp-compute').returncode == 1, 30, 'ecompute has ended')
-    assert machine.run('ls', '/etc/ecomp') == 'compute.yaml\n'
-    assert machine.run_unchecked('ls', '-d', '/usr/lib/ecomp-client', '/usr/lib/ecomp-compute').stdout == ''
+    wait_until(lambda: hypervisor.run_unchecked('pgrep', '-f', 'ecomp-compute').returncode == 1, 30, 'all have ended')
+    assert hypervisor.run('ls', '/etc/ecomp') == configuration
+    assert hypervisor.run_unchecked('ls', '/usr/lib/ecomp-compute').stdout == ''
+    assert cluster.read_states() == {'hv1': 'closed'}
+    # As the page warns.
+    assert 'Remv libvirt-daemon-system ' in hypervisor.run('apt-get', '-s', 'autoremove')
+    assert (read_guest_pids(hypervisor), read_guest_boot_id(cluster, 'kept')) == (guests, boot_id)
 
-    machine.run('dpkg', '-P', *NAMES)
+    hypervisor.run('rm', '-r', DROP_IN_DIRECTORY)
+    hypervisor.run('apt-get', 'purge', 'ecomp-compute')
 
-    assert find_files(machine) == {'/etc/ecomp', '/etc/systemd/system/ecompute.service.d'}
+    assert find_files(hypervisor) - files_before['hv1'] == KEPT_FILES
+    assert (read_guest_pids(hypervisor), read_guest_boot_id(cluster, 'kept')) == (guests, boot_id)
+
+    hypervisor.type_as_user(install)
+    hypervisor.type_as_user(start)
+
+    cluster.wait_up('hv1')
+    assert (read_guest_pids(hypervisor), read_guest_boot_id(cluster, 'kept')) == (guests, boot_id)
+    cluster.destroy('kept')
+    assert read_guest_pids(hypervisor) == {}
+
+    control.run('apt-get', 'purge', 'ecomp-client')
+
+    assert find_files(control) == files_before['control']
+
+
+def build_later_packages(machine: BootedMachine) -> None:
+    """Build the packages of a later version in the clone on a machine."""
+    modules = 'ecomp/__init__.py md_server/mdserver/__init__.py'
+    machine.type_as_user(f'sed -i "s/^__version__ = .*/__version__ = \'{LATER_VERSION}\'/" {modules}')
+    type_blocks(machine, 'builder')
