@@ -28,6 +28,7 @@ from tests.scenario.page_cluster import (
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 PAGE = TOP / 'docs/howto/install.md'
+REMOVAL_PAGE = TOP / 'docs/howto/keep-running.md'
 HOSTS = {'control': '10.0.0.5', 'hv1': '10.0.0.11'}
 NAMES = ('ecomp-client', 'ecomp-compute')
 SERVICES = ('ecompute', 'mdserver')
@@ -199,6 +200,16 @@ def test_packages_are_installed_upgraded_removed_and_purged(cluster: Cluster, ne
     assert (read_guest_pids(hypervisor), read_guest_boot_id(cluster, 'kept')) == (guests, boot_id)
     cluster.destroy('kept')
     assert read_guest_pids(hypervisor) == {}
+
+    hypervisor.run('systemctl', 'disable', '--now', *SERVICES)
+    cluster.eschedule('host', 'forget', 'hv1')
+    for command in re.findall(r'virsh (?:pool|nwfilter)-[^;\n]+', REMOVAL_PAGE.read_text()):
+        hypervisor.run(*command.split())
+    hypervisor.run('apt-get', 'purge', 'ecomp-compute')
+    hypervisor.run('rm', '-r', '/var/lib/ecompute', '/etc/ecomp')
+
+    assert find_files(hypervisor) == set()
+    assert cluster.read_states() == {}
 
     control.run('apt-get', 'purge', 'ecomp-client')
 
