@@ -18,10 +18,12 @@ import yaml
 
 from docs import writing
 from ecomp.metrics import TALLY
+from ecomp.model import keys
 from tests.functional.tended import TendedPool, make_job
 from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import check_claims_twice
 from tests.kit.servers import TOP, wait_until
+from tests.kit.sharing import list_hosts
 from tests.kit.story import SMALL_QUERY, boot
 from tests.kit.tuned import make_tuned
 
@@ -89,7 +91,7 @@ def test_output_passes_promtool_and_has_each_metric_of_alerts_and_panels(
     own_control: Control, promtool: Promtool, tmp_path: Path
 ) -> None:
     own_control.eschedule('quota', 'set', 'shop', 'VCPU=10', 'MEMORY_MB=1000')
-    _, path = start_with_metrics(own_control, tmp_path / 'node')
+    compute, path = start_with_metrics(own_control, tmp_path / 'node')
     # Prometheus sees the first event only as an increase from 0.
     wait_sample(path, 'ecomp_stage_duration_seconds_count{stage="addressed"}', 0.0)
     instance = boot(own_control, '--name', 'web1', SMALL_QUERY)
@@ -110,7 +112,13 @@ def test_output_passes_promtool_and_has_each_metric_of_alerts_and_panels(
         'ecomp_cluster_quota_limit{class="MEMORY_MB",project="shop",unit="bytes"} 1.048576e+09',
     ):
         assert f'\n{line}\n' in result.stdout
-    assert re.search(r'\necomp_cluster_used\{class="VCPU",compute=".*",host=".*",unit="units"\} 1\.0\n', result.stdout)
+    name = list_hosts(own_control)[compute.uuid]['host']
+    compute.stop()
+    own_control.etcd.delete(keys.hostname(compute.uuid))  # as after etcd was wiped, until the host is back
+    unnamed = own_control.eschedule('metrics').stdout
+    for output, host in ((result.stdout, name), (unnamed, compute.uuid)):
+        labels = f'{{class="VCPU",compute="{compute.uuid}",host="{host}",unit="units"}}'
+        assert f'\necomp_cluster_used{labels} 1.0\n' in output
     promtool('check', 'metrics', stdin=result.stdout)
 
     names = list_sample_names(text + result.stdout) | {'node_textfile_mtime_seconds'}

@@ -111,7 +111,7 @@ def read_metrics(store: Store, placement: Placement) -> tuple[Samples, list[Ecom
     }
     for field in ('capacity', 'used'):
         amounts = ({name: getattr(room, field) for name, room in host.rooms.items()} for host in hosts)
-        computes = ((host.compute, host.hostname or '') for host in hosts)
+        computes = ((host.compute, host.hostname or host.compute) for host in hosts)
         samples[f'ecomp_cluster_{field}'] = _label_amounts(zip(computes, amounts, strict=True))
     samples['ecomp_cluster_quota_limit'] = _label_amounts(((quota.project,), quota.limits) for quota in quotas)
     samples['ecomp_cluster_quota_used'] = _label_amounts(((quota.project,), quota.used) for quota in quotas)
