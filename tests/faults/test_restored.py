@@ -30,6 +30,7 @@ from tests.kit.hands import (
     check_claims_twice,
     check_settled,
     count_losses,
+    expire_key,
     read_guests,
     restart_accepting_etcd,
 )
@@ -94,7 +95,7 @@ def test_failed_attempt_keeps_the_claim_of_a_running_guest(
     fail(own_control, instance)
     assert own_control.placement.read_allocations(instance).keys() == {first.uuid}
     second.start()
-    wait_until(lambda: own_control.etcd.list_keys(f'/computes/{first.uuid}') == [], 90, 'the lease of the first ends')
+    expire_key(own_control, f'/computes/{first.uuid}')
     result = create_with_uuid(own_control, instance, *words)
     assert result.code == 5, result
     assert count_domains(first, second)[instance] == 1
