@@ -148,16 +148,20 @@ def _parse_networks(node: Node) -> tuple[Attachment, ...]:
 
 
 def _parse_metrics(file: YamlFile, node: Node) -> Path:
-    """Parse the path of a .prom file; InvalidValue if others than root and this user can write to its directory."""
+    """Parse the path of a .prom file; its directory may be created later: see explain_unsafe_metrics()."""
     path = file.parse_path(node)
     if path.suffix != '.prom':
         raise InvalidValue(f'must end in .prom, because node_exporter reads no other file, not {shorten(path.name)}')
-    # A missing directory does not prevent a start: `ecompute --check` and the log report it.
-    status = directory.stat() if (directory := path.parent).is_dir() else None
-    if status is not None and (status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022):
-        cure = 'Fix: use another one, such as /var/lib/prometheus/node-exporter'
-        raise InvalidValue(f'users other than root can write to {directory}. {cure}')
     return path
+
+
+def explain_unsafe_metrics(path: Path | None) -> str:
+    """Return why metrics must not be written there, with a fix; '' if only root and this user can write there."""
+    status = path.parent.stat() if path is not None and path.parent.is_dir() else None
+    if path is None or (status and status.st_uid in (0, os.geteuid()) and not status.st_mode & 0o022):
+        return ''
+    cure = 'Fix: use one like /var/lib/prometheus/node-exporter for `metrics:` in compute.yaml, or create it'
+    return f'no metrics are written: {path.parent} is not a directory to which only root can write. {cure}'
 
 
 @dataclass(frozen=True)

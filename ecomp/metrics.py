@@ -41,7 +41,7 @@ class Tally:
                 amount = count if seconds <= limit else 0
                 self.add(f'{histogram}_bucket', label, str(limit).replace('inf', '+Inf'), amount=amount)
             self.add(f'{histogram}_count', label, amount=count)
-            self.add(f'{histogram}_sum', label, amount=max(seconds, 0.0))
+            self.add(f'{histogram}_sum', label, amount=count * max(seconds, 0.0))
 
     @contextmanager
     def measure(self, backend: str) -> Iterator[None]:

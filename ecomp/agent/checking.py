@@ -12,7 +12,7 @@ from ecomp import backends
 from ecomp.agent.host import metadata, provider
 from ecomp.agent.host.provider import check_names
 from ecomp.agent.host.state import Identity
-from ecomp.compute_conf import ComputeConfig
+from ecomp.compute_conf import ComputeConfig, explain_unsafe_metrics
 from ecomp.errors import Conflict, EcompError, UsageError, split_fix
 from ecomp.model import health, keys
 from ecomp.model.allocation import REQUIRED_CLASSES
@@ -74,10 +74,9 @@ def find_refusals(config: ComputeConfig, has_placement: bool) -> Iterator[str]:
         placement.close()
 
 
-def find_missing_directories(config: ComputeConfig) -> dict[str, str]:
-    """Return {setting: path} for `images:` and the directory of `metrics:`, where these are no directories."""
-    directories = {'images': config.images, 'metrics': config.metrics and config.metrics.parent}
-    return {setting: str(path) for setting, path in directories.items() if path and not os.path.isdir(path)}
+def find_missing_images(config: ComputeConfig) -> str:
+    """Return the path of `images:` if that is set and not a directory, else ''."""
+    return '' if config.images is None or os.path.isdir(config.images) else str(config.images)
 
 
 def _read_machine(config: ComputeConfig, has_placement: bool) -> health.MachineFacts:
@@ -105,7 +104,8 @@ def _read_machine(config: ComputeConfig, has_placement: bool) -> health.MachineF
         has_image_proxy=config.image_proxy is not None,
         is_metadata_port_taken=metadata.is_address_taken(),
         refused_settings=tuple(find_refusals(config, has_placement)),
-        missing_directories=find_missing_directories(config),
+        missing_image_directory=find_missing_images(config),
+        metrics_problem=explain_unsafe_metrics(config.metrics),
     )
 
 

@@ -23,7 +23,7 @@ from ecomp.agent.instance.build import MAX_CONCURRENT_STOPS
 from ecomp.agent.jobs import FailureLog, ScheduledJob, Threads
 from ecomp.agent.planner import PLAN_INTERVAL_SECONDS
 from ecomp.agent.queue import Offers
-from ecomp.compute_conf import ComputeConfig
+from ecomp.compute_conf import ComputeConfig, explain_unsafe_metrics
 from ecomp.conf import list_cleartext_hosts, list_exposed_secrets
 from ecomp.errors import EcompError, UsageError
 from ecomp.files import write_durably
@@ -115,13 +115,15 @@ class MetricsWriter:
 
     def _write(self) -> None:
         """Write the file, unless stopped; EcompError if that fails."""
+        if problem := explain_unsafe_metrics(self._path):
+            raise EcompError(problem)
         text = make_text(METRICS, self.collect())
         try:
             with self._lock:
                 if not self._is_stopped:
                     write_durably(self._path, text, 0o644)
         except OSError as error:
-            cure = 'Fix: create its directory or make room there, or correct `metrics:` in compute.yaml'
+            cure = 'Fix: make room there, or correct `metrics:` in compute.yaml'
             raise EcompError(f'metrics cannot be written to {self._path}: {error.strerror}. {cure}') from error
 
     def collect(self) -> Samples:

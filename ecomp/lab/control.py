@@ -233,7 +233,7 @@ def _fetch(url: str, headers: Mapping[str, str] | None = None, certs: Path | Non
         with opener.open(urllib.request.Request(url, headers=dict(headers or {})), timeout=5) as response:
             return bytes(response.read())
     except http.client.HTTPException as error:
-        raise OSError(f'{url}: not an HTTP server: {error}') from error
+        raise OSError(f'{url}: no valid HTTP answer: {error}') from error
 
 
 def _is_dhcp_ready(process: Process) -> bool:

@@ -107,9 +107,9 @@ class MachineFacts:
     """Facts about this machine; a reason or directory is '' if there is no problem.
 
     `no_library_reason` says that libvirt-python is missing, and the cure (see _parse_problem()). `has_libvirtd`: its
-    program is installed. `configured_uuid`, `virt_type`, `metadata_mode`, `has_image_proxy` and
-    `missing_directories`, {setting: path}, are about settings in compute.yaml; `refused_settings` are the errors in it
-    that prevent a start, a sentence each. `is_metadata_port_taken`: another kind of server listens there.
+    program is installed. `configured_uuid`, `virt_type`, `metadata_mode`, `has_image_proxy`, `missing_image_directory`
+    and `metrics_problem` are about settings in compute.yaml; `refused_settings` are the errors in it that prevent a
+    start, a sentence each. `is_metadata_port_taken`: another kind of server listens there.
     """
 
     state: StateDirectory
@@ -124,7 +124,8 @@ class MachineFacts:
     has_image_proxy: bool = False
     is_metadata_port_taken: bool = False
     refused_settings: tuple[str, ...] = ()
-    missing_directories: Mapping[str, str] = field(default_factory=dict)
+    missing_image_directory: str = ''
+    metrics_problem: str = ''
 
 
 def _check_root(facts: MachineFacts) -> Iterator[Problem]:
@@ -184,11 +185,18 @@ def _check_refused_settings(facts: MachineFacts) -> Iterator[Problem]:
         yield f'ecompute cannot start: {problem}', cure or 'correct the setting in compute.yaml'
 
 
-def _check_setting(facts: MachineFacts, setting: str, effect: str) -> Iterator[Problem]:
-    """Yield a problem, with its effect, if the directory that this setting names is missing."""
-    if path := facts.missing_directories.get(setting):
-        cure = f'run `mkdir -p {shlex.quote(path)}`, or correct `{setting}:` in compute.yaml'
-        yield f'`{setting}:` {path} is not a directory: {effect}', cure
+def _check_images(facts: MachineFacts) -> Iterator[Problem]:
+    """Yield a problem if the directory for file:// images is missing."""
+    if facts.missing_image_directory:
+        problem = f'`images:` {facts.missing_image_directory} is not a directory: each file:// image fails'
+        mkdir = f'`mkdir -p {shlex.quote(facts.missing_image_directory)}`'
+        yield problem, f'run {mkdir}, or correct `images:` in compute.yaml'
+
+
+def _check_metrics(facts: MachineFacts) -> Iterator[Problem]:
+    """Report why metrics are not written."""
+    if facts.metrics_problem:
+        yield _parse_problem(facts.metrics_problem)
 
 
 def _parse_problem(text: str) -> Problem:
@@ -213,8 +221,8 @@ MACHINE_CHECKS: Mapping[str, Callable[[MachineFacts], Iterable[Problem]]] = {
     'uuid': _check_uuid,
     'proxy': _check_proxy,
     'configuration': _check_refused_settings,
-    'images': lambda facts: _check_setting(facts, 'images', 'each file:// image fails'),
-    'metrics': lambda facts: _check_setting(facts, 'metrics', 'no metrics are written'),
+    'images': _check_images,
+    'metrics': _check_metrics,
     'libvirt': _check_libvirt,
 }
 

@@ -250,7 +250,7 @@ def test_missing_libvirt_python_is_fixed_by_installing_it(tmp_path: Path) -> Non
 def test_invalid_settings_are_found_before_a_start(etcd: Etcd, placement: PlacementServer, tmp_path: Path) -> None:
     """Otherwise `systemctl enable --now` would leave a failed unit that is not restarted."""
     settings = {
-        'state': str(tmp_path / 'state'), 'images': 'images', 'metrics': 'gone/a.prom',
+        'state': str(tmp_path / 'state'), 'images': 'images',
         'etcd': {'endpoints': [etcd.endpoint]}, 'placement': {'endpoint': placement.url},
         'inventory': {'MEMORY': 2048, 'VGPU': 1}, 'allocation_ratios': {'VPCU': 4, 'VGPU': 1, 'VCPU': 4},
     }  # fmt: skip
@@ -258,16 +258,18 @@ def test_invalid_settings_are_found_before_a_start(etcd: Etcd, placement: Placem
     def check_config(**changed: object) -> list[str]:
         (tmp_path / 'compute.yaml').write_text(yaml.safe_dump(settings | changed))
         config = load_compute(tmp_path / 'compute.yaml')
-        return [*checking.find_refusals(config, True), *checking.find_missing_directories(config).values()]
+        return [
+            str(finding)
+            for finding in (*checking.find_refusals(config, True), checking.find_missing_images(config))
+            if finding
+        ]
 
     assert check_config() == [
         'allocation_ratios: the inventory has no VPCU, only DISK_GB, MEMORY, MEMORY_MB, VCPU, VGPU',
         'inventory: placement knows no resource class MEMORY (did you mean MEMORY_MB?)',
         str(tmp_path / 'images'),
-        str(tmp_path / 'gone'),
     ]
     (tmp_path / 'images').mkdir()
-    (tmp_path / 'gone').mkdir()
     custom = {'inventory': {'CUSTOM_FPGA': 1}, 'allocation_ratios': {'VCPU': 4}}
     assert check_config(**custom) == ['inventory: placement knows no resource class CUSTOM_FPGA']
     assert check_config(traits=['HW_CPU_X86_AVX2'], inventory={'VGPU': 1}, allocation_ratios={'VGPU': 1}) == []

@@ -22,7 +22,7 @@ from ecomp.agent.images.cache import measure_cache
 from ecomp.agent.instance.records import observe_stages
 from ecomp.agent.jobs import FailureLog, Threads
 from ecomp.agent.process import METRICS, MetricsWriter
-from ecomp.compute_conf import ComputeConfig
+from ecomp.compute_conf import ComputeConfig, explain_unsafe_metrics
 from ecomp.errors import EcompError, NotFound, UnknownOutcome, Unreachable, UsageError
 from ecomp.metrics import TALLY, Tally, make_text
 from ecomp.model.guest import BaseImage, GuestSpec, Usage
@@ -118,53 +118,38 @@ def test_backend_is_down_only_if_the_last_call_was_not_answered(error: Exception
 
 
 PRIVATE_DIRECTORY = (
-    'users other than root can write to HERE. Fix: use another one, such as /var/lib/prometheus/node-exporter'
+    'no metrics are written: HERE is not a directory to which only root can write. '
+    'Fix: use one like /var/lib/prometheus/node-exporter for `metrics:` in compute.yaml, or create it'
 )
-
-
-@pytest.mark.parametrize('mode', [0o755, 0o700])
-def test_metrics_file_is_accepted_in_a_directory_of_this_user(
-    compute_config: Callable[[str | bytes], ComputeConfig], tmp_path: Path, mode: int
-) -> None:
-    (tmp_path / 'node').mkdir()
-    (tmp_path / 'node').chmod(mode)
-    assert compute_config('metrics: node/ecompute.prom\n').metrics == tmp_path / 'node/ecompute.prom'
-
-
-def test_missing_directory_of_metrics_does_not_prevent_a_start(
-    compute_config: Callable[[str | bytes], ComputeConfig], tmp_path: Path
-) -> None:
-    assert compute_config('metrics: gone/ecompute.prom\n').metrics == tmp_path / 'gone/ecompute.prom'
 
 
 @pytest.mark.parametrize(
-    ('name', 'mode', 'problem'),
-    [
-        ('ecompute.txt', 0o755, 'must end in .prom, because node_exporter reads no other file, not ecompute.txt'),
-        ('.prom', 0o755, 'must end in .prom, because node_exporter reads no other file, not .prom'),
-        ('a.prom', 0o775, PRIVATE_DIRECTORY),
-        ('a.prom', 0o1777, PRIVATE_DIRECTORY),
-    ],
+    ('mode', 'owner', 'is_safe'),
+    [(0o755, None, True), (0o700, None, True), (0o775, None, False), (0o1777, None, False), (0o755, 12345, False)],
 )
-def test_wrong_metrics_file_is_refused_with_its_line(
-    compute_config: Callable[[str | bytes], ComputeConfig], tmp_path: Path, name: str, mode: int, problem: str
+def test_metrics_are_written_only_where_only_root_can_write(
+    compute_config: Callable[[str | bytes], ComputeConfig], tmp_path: Path, mode: int, owner: int | None, is_safe: bool
 ) -> None:
+    if owner is not None and os.geteuid() != 0:
+        pytest.skip('only root can give a directory to another user')
     directory = tmp_path / 'node'
     directory.mkdir()
     directory.chmod(mode)
+    if owner is not None:
+        os.chown(directory, owner, owner)
+    path = compute_config('metrics: node/ecompute.prom\n').metrics
+    assert path == directory / 'ecompute.prom'
+    assert explain_unsafe_metrics(path) == ('' if is_safe else PRIVATE_DIRECTORY.replace('HERE', str(directory)))
+
+
+@pytest.mark.parametrize('name', ['ecompute.txt', '.prom'])
+def test_wrong_name_of_a_metrics_file_is_refused_with_its_line(
+    compute_config: Callable[[str | bytes], ComputeConfig], name: str
+) -> None:
     with pytest.raises(UsageError) as error:
         compute_config(f'metrics: node/{name}\n')
-    assert str(error.value).endswith(f'compute.yaml:1: metrics: {problem.replace("HERE", str(directory))}')
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason='only root can give a directory to another user')
-def test_metrics_file_in_another_users_directory_is_refused(
-    compute_config: Callable[[str | bytes], ComputeConfig], tmp_path: Path
-) -> None:
-    (tmp_path / 'node').mkdir()
-    os.chown(tmp_path / 'node', 12345, 12345)
-    with pytest.raises(UsageError, match='users other than root can write'):
-        compute_config('metrics: node/a.prom\n')
+    problem = f'must end in .prom, because node_exporter reads no other file, not {name}'
+    assert str(error.value).endswith(f'compute.yaml:1: metrics: {problem}')
 
 
 # The stages
@@ -356,6 +341,30 @@ def test_unknown_use_of_a_guest_is_left_out(
     assert not any(name.startswith('ecomp_vm_vcpu') for name in samples)
 
 
+@pytest.mark.parametrize('kind', ['missing', 'file', 'shared'])
+def test_directory_that_is_not_private_is_not_written_to(
+    make_writer: Callable[[], MetricsWriter], caplog: pytest.LogCaptureFixture, tmp_path: Path, kind: str
+) -> None:
+    """The directory is looked at each time, because it may be created after the start."""
+    writer = make_writer()
+    directory = tmp_path / 'node'
+    writer._path = directory / 'a.prom'
+    if kind == 'file':
+        directory.touch()
+    elif kind == 'shared':
+        directory.mkdir()
+        directory.chmod(0o777)
+    writer._run()
+    assert PRIVATE_DIRECTORY.replace('HERE', str(directory)).split('. Fix')[0] in caplog.text
+    assert not writer._path.exists()
+    if kind == 'file':
+        directory.unlink()
+    directory.mkdir(exist_ok=True)
+    directory.chmod(0o755)
+    writer._run()
+    assert writer._path.exists()
+
+
 def test_full_disk_is_logged_once_and_so_is_its_end(
     make_writer: Callable[[], MetricsWriter],
     compute: StubCompute,
@@ -375,7 +384,7 @@ def test_full_disk_is_logged_once_and_so_is_its_end(
     for _ in range(2):
         writer._run()
     problem = f'metrics cannot be written to {tmp_path}/ecompute.prom: No space left on device'
-    cure = '. Fix: create its directory or make room there, or correct `metrics:` in compute.yaml'
+    cure = '. Fix: make room there, or correct `metrics:` in compute.yaml'
     assert [line.getMessage() for line in caplog.records] == [
         f'{problem}; trying again until it works{cure}',
         f'this failure has ended: {problem}{cure}',
