@@ -319,4 +319,4 @@ def test_canaries_boot_as_real_guests_and_are_destroyed(lab: Lab) -> None:
         assert 'nowhere.qcow2' in problem
         assert 'IMAGE_URL' in cure
     assert {outcome['gone'] for outcome in read_report(failed_result)['canaries']} == {True}
-    assert lab.read_etcd('/instances/') == records
+    assert lab.read_etcd('/instances/').keys() <= records.keys()
