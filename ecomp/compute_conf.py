@@ -160,7 +160,7 @@ def explain_unsafe_metrics(path: Path | None) -> str:
     status = path.parent.stat() if path is not None and path.parent.is_dir() else None
     if path is None or (status and status.st_uid in (0, os.geteuid()) and not status.st_mode & 0o022):
         return ''
-    cure = 'Fix: use one like /var/lib/prometheus/node-exporter for `metrics:` in compute.yaml, or create it'
+    cure = 'Fix: create it as root, writable by root only, or correct `metrics:` in compute.yaml'
     return f'no metrics are written: {path.parent} is not a directory to which only root can write. {cure}'
 
 

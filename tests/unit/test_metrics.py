@@ -119,7 +119,7 @@ def test_backend_is_down_only_if_the_last_call_was_not_answered(error: Exception
 
 PRIVATE_DIRECTORY = (
     'no metrics are written: HERE is not a directory to which only root can write. '
-    'Fix: use one like /var/lib/prometheus/node-exporter for `metrics:` in compute.yaml, or create it'
+    'Fix: create it as root, writable by root only, or correct `metrics:` in compute.yaml'
 )
 
 
