@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from stat import S_ISDIR
 
 from ecomp.conf import (
     DEFAULT_USER_ID,
@@ -157,9 +159,12 @@ def _parse_metrics(file: YamlFile, node: Node) -> Path:
 
 def explain_unsafe_metrics(path: Path | None) -> str:
     """Return why metrics must not be written there, with a fix; '' if only root and this user can write there."""
-    status = path.parent.stat() if path is not None and path.parent.is_dir() else None
-    if path is None or (status and status.st_uid in (0, os.geteuid()) and not status.st_mode & 0o022):
+    if path is None:
         return ''
+    with suppress(OSError):  # missing, or in a directory that this user cannot enter
+        status = path.parent.stat()
+        if S_ISDIR(status.st_mode) and status.st_uid in (0, os.geteuid()) and not status.st_mode & 0o022:
+            return ''
     cure = 'Fix: create it as root, writable by root only, or correct `metrics:` in compute.yaml'
     return f'no metrics are written: {path.parent} is not a directory to which only root can write. {cure}'
 

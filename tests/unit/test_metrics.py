@@ -142,6 +142,11 @@ def test_metrics_are_written_only_where_only_root_can_write(
     assert explain_unsafe_metrics(path) == ('' if is_safe else PRIVATE_DIRECTORY.replace('HERE', str(directory)))
 
 
+def test_directory_that_cannot_be_looked_at_is_a_problem_and_no_error(tmp_path: Path) -> None:
+    directory = tmp_path / ('x' * 300)  # stat() fails as it does below a directory of another user
+    assert explain_unsafe_metrics(directory / 'a.prom') == PRIVATE_DIRECTORY.replace('HERE', str(directory))
+
+
 @pytest.mark.parametrize('name', ['ecompute.txt', '.prom'])
 def test_wrong_name_of_a_metrics_file_is_refused_with_its_line(
     compute_config: Callable[[str | bytes], ComputeConfig], name: str
