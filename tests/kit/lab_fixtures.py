@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,18 @@ SSH_KEY = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGOd6V0cVCYrYWIwTNsw7vbFLXN1Fy9CZ
 SMALL_IMAGES_MB = 8
 
 
+@contextmanager
+def start_lab(name: str, size: int, guest_image: Path) -> Iterator[Lab]:
+    """Start a lab that serves the small guest image and one that halts at once; remove it at the end."""
+    lab = Lab(name, size)
+    try:
+        (lab.directory / 'images/guest.qcow2').write_bytes(guest_image.read_bytes())
+        (lab.directory / 'images/idle.raw').write_bytes(make_boot_disk(HALT))
+        yield lab
+    finally:
+        lab.close()
+
+
 @pytest.fixture(scope='session')
 def shared_lab(guest_image: Path) -> Iterator[Lab]:
     """Three hosts whose guests get our ssh key and user-data."""
@@ -35,13 +47,8 @@ def shared_lab(guest_image: Path) -> Iterator[Lab]:
         conf = top / f'hv{number}/mdserver.conf'
         conf.parent.mkdir(parents=True)
         conf.write_text(f'[mdserver]\nuser-data = user-data\n\n[public-keys]\ndefault = {SSH_KEY}\n')
-    lab = Lab(name, 3)
-    try:
-        (lab.directory / 'images/guest.qcow2').write_bytes(guest_image.read_bytes())
-        (lab.directory / 'images/idle.raw').write_bytes(make_boot_disk(HALT))
+    with start_lab(name, 3, guest_image) as lab:
         yield lab
-    finally:
-        lab.close()
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ import pytest
 import yaml
 
 from docs import dashboard
-from tests.kit.boot_sectors import HALT, make_boot_disk
 from tests.kit.hypervisor import Hypervisor
 from tests.kit.lab import Lab, is_alive, make_lab_name
+from tests.kit.lab_fixtures import start_lab
 from tests.kit.monitoring import RULES, Monitoring
 from tests.kit.servers import TOP, wait_until
 
@@ -43,13 +43,8 @@ def lab(guest_image: Path) -> Iterator[Lab]:
     for program, package in (('prometheus', 'prometheus'), ('prometheus-node-exporter', 'prometheus-node-exporter')):
         if shutil.which(program) is None:
             pytest.skip(f'{program} is not installed: apt-get install {package}')
-    lab = Lab(make_lab_name('monitored'), 2)
-    try:
-        (lab.directory / 'images/guest.qcow2').write_bytes(guest_image.read_bytes())
-        (lab.directory / 'images/idle.raw').write_bytes(make_boot_disk(HALT))
+    with start_lab(make_lab_name('monitored'), 2, guest_image) as lab:
         yield lab
-    finally:
-        lab.close()
 
 
 @pytest.fixture
