@@ -28,6 +28,7 @@ from tests.functional.toy import ToyCompute, make_toy_compute
 from tests.kit.image_server import ImageServer, serve_images
 from tests.kit.images import MIB
 from tests.kit.in_process import InProcessPlacement, remove_providers, start_placement
+from tests.kit.memory import MemoryEtcd, MemoryPlacement, patch_clients
 from tests.kit.proxy import Proxy
 from tests.kit.servers import Etcd, PlacementServer
 from tests.kit.store_client import open_store
@@ -36,6 +37,12 @@ if TYPE_CHECKING:
     from ecomp.virt.libvirt_host import Libvirt
 
 __all__ = ['flavor', 'no_replacements', 'pool_of_two', 'pool']
+
+# A test that uses one of these needs real servers for the rest, too.
+REAL_SERVERS = {
+    *('etcd', 'placement', 'etcd_proxy', 'placement_proxy', 'own_etcd', 'own_placement', 'control', 'own_control'),
+    'cluster',
+}
 
 # The store
 
@@ -55,9 +62,18 @@ def prefix() -> str:
 
 
 @pytest.fixture
-def cloud(etcd: Etcd, placement: PlacementServer) -> Iterator[Cloud]:
-    with open_store(etcd.endpoint) as store, closing(Placement(placement.url)) as client:
-        yield Cloud(etcd, placement, store, client)
+def cloud(request: pytest.FixtureRequest) -> Iterator[Cloud]:
+    """Etcd and placement in memory, empty, or real ones if the test says so, uses others, or is run by --all."""
+    is_real = REAL_SERVERS.intersection(request.fixturenames) or request.node.get_closest_marker('real_servers')
+    if is_real or request.config.getoption('real_servers'):
+        etcd, placement = request.getfixturevalue('etcd'), request.getfixturevalue('placement')
+        with open_store(etcd.endpoint) as store, closing(Placement(placement.url)) as client:
+            yield Cloud(etcd, placement, store, client)
+        return
+    with patch_clients():
+        etcd, placement = MemoryEtcd(), MemoryPlacement()
+        with open_store(etcd.endpoint) as store:
+            yield Cloud(etcd, placement, store, Placement(placement.url))
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ def run_etcdctl(cloud: Cloud, *words: str | bytes) -> bytes:
     return subprocess.run(command, env=environment, check=True, capture_output=True, timeout=60).stdout
 
 
+@pytest.mark.real_servers
 def test_forget_advises_etcdctl_for_a_key_that_is_not_utf_8(cloud: Cloud) -> None:
     compute = cloud.make_compute(alive=False)
     prefix, messages = keys.request_prefix(compute), list[str]()

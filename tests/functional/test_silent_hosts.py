@@ -233,6 +233,7 @@ def test_commands_about_one_instance_say_that_its_host_is_silent(hosts: Hosts) -
         assert hosts.run(f'{name}-{hosts.project}') == Result(0, '10.9.0.7\n', '')
 
 
+@pytest.mark.real_servers
 def test_ssh_says_that_the_host_is_silent_and_goes_on(
     hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,6 +339,7 @@ def test_host_is_silent_after_two_checks_in_a_row(monkeypatch: pytest.MonkeyPatc
             detector.check(compute_instance, 'c', 'x')
 
 
+@pytest.mark.real_servers
 def test_watch_follows_the_presence_of_hosts(hosts: Hosts) -> None:
     hosts.add(hosts.silent, '1')
     command = ['list', '--watch', '--project', hosts.project]

@@ -32,6 +32,7 @@ LAST_RUN_PATH = Path(__file__).parents[1] / 'last_run'
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup('ecomp')
     group.addoption('--nothing-skipped', action='store_true', help='a test that is skipped has failed')
+    group.addoption('--real-servers', action='store_true', help='use real servers where those in memory would do')
     group.addoption(
         '--note-last-run', action='store_true', help=f'write down in {LAST_RUN_PATH.name} which slow tests pass'
     )

@@ -31,12 +31,13 @@ from ecomp.scheduler.placing.claim import DeliveryOutcome, abandon, announce
 from ecomp.scheduler.placing.create import create
 from ecomp.scheduler.placing.enqueue import enqueue
 from ecomp.store.client import Put
+from tests.kit.memory_etcd import Etcd
+from tests.kit.memory_placement import PlacementModel, Provider
 from tests.model.acting import EXPIRY, MINUTE, Actor, Event
 from tests.model.compute import Compute
 from tests.model.digests import answer_audits
-from tests.model.etcd import Etcd, ModelStore
+from tests.model.etcd import ModelStore
 from tests.model.invariants import RULES, Invariants
-from tests.model.placement import PlacementModel, Provider
 from tests.model.placement_client import ModelPlacement
 from tests.model.virtual import NOW
 from tests.model.world import World

@@ -29,9 +29,10 @@ from ecomp.model.planes import Digest
 from ecomp.placement.allocations import Consumer
 from ecomp.store.presence import LEASE_SECONDS, Presence, PresenceLease
 from ecomp.virt.fake import FakeHypervisor
+from tests.kit.memory_etcd import Etcd
 from tests.model.acting import Call
 from tests.model.directory import Disk
-from tests.model.etcd import Etcd, ModelStore
+from tests.model.etcd import ModelStore
 from tests.model.placement_client import ModelPlacement
 from tests.model.virtual import NOW
 from tests.model.world import World

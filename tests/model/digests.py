@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ecomp.model import keys
 from ecomp.model.planes import to_pages
 from ecomp.store.client import Delete, Put
-from tests.model.etcd import Etcd
+from tests.kit.memory_etcd import Etcd
 
 if TYPE_CHECKING:
     from tests.model.compute import Compute

@@ -1,127 +1,32 @@
-"""etcd in memory, behind the product's own store; a call is one atomic step.
-
-test_models_are_true.py compares it with a real etcd.
-"""
+"""The product's store with its calls replaced, over an etcd in memory; a call is one atomic step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import TypeVar, cast
 
 from ecomp.errors import EcompError, NoSpace, Unreachable
-from ecomp.model import keys
 from ecomp.store.client import Delete, Entry, Exists, Fence, Put, Snapshot, Store, Unchanged
+from ecomp.store.messages import CallFailure, is_full, suggest_remedy
+from tests.kit.memory_etcd import Etcd
 from tests.model.acting import Call
 from tests.model.world import World
 
-# The maximum number of operations, and of conditions, in one transaction.
-MAX_TRANSACTION_OPERATIONS = 128
 FENCE_RENEWAL_SECONDS = 1.0
 
 
-@dataclass
-class Lease:
-    """One lease with the name of the actor that owns it; '' if the scene granted it."""
-
-    owner: str
-    seconds: int
+Value = TypeVar('Value')
 
 
-class Etcd:
-    """The contents of etcd, with a fingerprint that distinguishes two states.
-
-    Two states differ if a key was written by another actor or at another step of that actor. The order of writes by
-    different actors does not count, except for requests and queues, whose order has a meaning, and for quotas, which
-    two actors may change concurrently.
-    """
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.revision = 1
-        self.entries: dict[str, Entry] = {}
-        self.leases: dict[int, Lease] = {}
-        self.scene_leases = 0
-        self.writer_marks: dict[int, int] = {0: 0, 1: 1}
-        self.order_fingerprint = 0
-        # True if it accepts only deletes.
-        self.is_full = False
-        # Functions that are called with each write, in the same step.
-        self.listeners: list[Callable[[Sequence[Put | Delete]], None]] = []
-        self._fingerprint = 0
-        world.state_parts.append(lambda: (self._fingerprint, self.order_fingerprint, tuple(sorted(self.leases))))
-
-    def grant(self, seconds: int, owner: str, lease: int) -> int:
-        self._check_room()
-        self.leases[lease] = Lease(owner, seconds)
-        return lease
-
-    def end_lease(self, lease: int) -> None:
-        if self.leases.pop(lease, None) is not None:
-            expired = [key for key, entry in self.entries.items() if entry.lease == lease]
-            if expired:
-                self._write([Delete(key) for key in expired])
-
-    def commit(self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete]) -> int | None:
-        """Write the operations and return the new revision, or None if a condition does not hold."""
-        if len(conditions) > MAX_TRANSACTION_OPERATIONS or len(operations) > MAX_TRANSACTION_OPERATIONS:
-            raise EcompError('etcd refuses: too many operations in txn request')
-        put = [operation.key for operation in operations if isinstance(operation, Put)]
-        deleted = {operation.key for operation in operations if isinstance(operation, Delete)}
-        if len(set(put)) < len(put) or not deleted.isdisjoint(put):
-            raise EcompError('etcd refuses: duplicate key given in txn request')
-        if put:
-            self._check_room()  # etcd reports this before it compares anything
-        if not all(map(self.is_met, conditions)):
-            return None
-        for operation in operations:
-            if isinstance(operation, Put) and operation.lease and operation.lease not in self.leases:
-                expired = (
-                    'the lease expired (this process may have been suspended), and nothing was written. '
-                    'Try: the same command again'
-                )
-                raise EcompError(f'etcd refuses: requested lease not found: {expired}')
-        return self._write(operations)
-
-    def _check_room(self) -> None:
-        if self.is_full:
-            raise NoSpace('etcd is full', 'etcd')
-
-    def is_met(self, condition: Unchanged | Exists) -> bool:
-        entry = self.entries.get(condition.key)
-        if isinstance(condition, Exists):
-            return entry is not None
-        return (entry.revision if entry is not None else 0) == condition.revision
-
-    def make_fingerprint(self, answer: object) -> Hashable:
-        """Return the fingerprint of an answer: who wrote its entries, as described for the class."""
-        if isinstance(answer, Entry):
-            return answer.key, answer.value, self.writer_marks[answer.revision], answer.lease
-        if isinstance(answer, Snapshot):
-            return tuple(map(self.make_fingerprint, answer.entries.values()))
-        return self.writer_marks.get(answer, 0) if isinstance(answer, int) else repr(answer)
-
-    def _write(self, operations: Sequence[Put | Delete]) -> int:
-        if not any(isinstance(operation, Put) or operation.key in self.entries for operation in operations):
-            return self.revision  # nothing was deleted, and etcd makes no new revision for that
-        self.revision += 1
-        mark = self.writer_marks[self.revision] = self.world.get_writer_mark()
-        for operation in operations:
-            before = self.entries.pop(operation.key, None)
-            self._fingerprint ^= hash(self.make_fingerprint(before)) if before else 0
-            if isinstance(operation, Put):
-                created = before.created if before else self.revision
-                new = Entry(operation.key, operation.value.encode(), self.revision, operation.lease, created=created)
-                self.entries[operation.key] = new
-                self._fingerprint ^= hash(self.make_fingerprint(new))
-        put = [operation.key for operation in operations if isinstance(operation, Put)]
-        if any(key.startswith((keys.ATTEMPTS, keys.QUEUES)) and not key.endswith(keys.TAKER) for key in put):
-            self.order_fingerprint = hash((self.order_fingerprint, mark))
-        if any(key.startswith(keys.QUOTAS) for key in put):
-            self.order_fingerprint = hash((self.order_fingerprint, mark, self._fingerprint))
-        written = self.revision
-        for listener in self.listeners:
-            listener(operations)
-        return written
+def translate_refusal(function: Callable[[], Value]) -> Value:
+    """Call a function, and convert its CallFailure as Connection.translate_error() does."""
+    try:
+        return function()
+    except CallFailure as error:
+        if is_full(error):
+            raise NoSpace('etcd is full', 'etcd') from None
+        raise EcompError(f'etcd refuses: {error.details}{suggest_remedy(error)}') from None
 
 
 class ModelStore(Store):
@@ -131,7 +36,7 @@ class ModelStore(Store):
         self.endpoints = 'memory'
         self.fence: Fence | None = None
         self._etcd = etcd
-        self._world = etcd.world
+        self._world = cast(World, etcd.world)
 
     def get(self, key: str) -> Entry | None:
         return self._world.call(
@@ -186,7 +91,7 @@ class ModelStore(Store):
             call = Call('etcd', ('commit', marks, tuple(operations)), writes=True)
 
             def write(compared: Sequence[Unchanged | Exists] = compared, held: Unchanged | None = held) -> int | None:
-                written = self._etcd.commit(compared, operations)
+                written = translate_refusal(lambda: self._etcd.commit(compared, operations))
                 is_ours = held is None or self._etcd.is_met(held)
                 return written if written is not None else None if is_ours else -1
 
@@ -210,7 +115,9 @@ class ModelStore(Store):
             self._etcd.scene_leases += 1
             lease = self._etcd.scene_leases
 
-        return self._world.call(Call('etcd', ('grant', seconds)), lambda: self._etcd.grant(seconds, name, lease))
+        return self._world.call(
+            Call('etcd', ('grant', seconds)), lambda: translate_refusal(lambda: self._etcd.grant(seconds, name, lease))
+        )
 
     def keep_alive(self, lease: int) -> int:
         def keep() -> int:

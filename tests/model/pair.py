@@ -33,7 +33,7 @@ class PlacementPair:
 
     def step(self) -> None:
         """Make one call to both; after a write also compare what both hold."""
-        writes = [*[self.claim] * 4, self.claim_set, self.release, self.change]
+        writes = [*[self.claim] * 4, self.claim_set, self.release, self.change, self.change]
         if self.rng.random() < 0.4:
             self.read(self.rng.choice(self.list_paths()))
             return
@@ -63,6 +63,7 @@ class PlacementPair:
             *[f'/allocation_candidates?{query}'] * 4,
             f'/usages?project_id={self.rng.choice(self.projects)}',
             f'/traits?name=in:{",".join(TRAITS)}',
+            '/resource_classes',
         ]
 
     def make_allocation(self, empty_share: float = 0.1) -> dict[str, Any]:
@@ -105,11 +106,14 @@ class PlacementPair:
     def change(self) -> None:
         """Change the inventory, traits or aggregates of a provider, or delete and recreate it."""
         provider = self.rng.choice(self.providers)
-        part = self.rng.choice(['inventories', 'traits', 'aggregates', 'delete'])
+        part = self.rng.choice(['inventories', 'inventories', 'no inventories', 'traits', 'aggregates', 'delete'])
         path = f'/resource_providers/{provider}'
         if part == 'delete':
             self.write('DELETE', path, None)
             self.write('POST', '/resource_providers', {'uuid': provider, 'name': provider})
+            return
+        if part == 'no inventories':
+            self.write('DELETE', f'{path}/inventories', None)
             return
         body = {
             'inventories': lambda: self.make_inventory(provider),

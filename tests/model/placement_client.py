@@ -8,8 +8,8 @@ from typing import Any
 
 from ecomp.placement.client import Placement
 from ecomp.placement.http_client import Answer
+from tests.kit.memory_placement import Json, PlacementModel, Refused
 from tests.model.acting import Call
-from tests.model.placement import Json, PlacementModel, Refused
 from tests.model.world import World
 
 

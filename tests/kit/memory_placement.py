@@ -1,8 +1,8 @@
 """A placement in memory: a request yields a JSON object, or a status with a reason.
 
-Providers have no trees. test_models_are_true.py compares it with the real one. Its oddities are kept: a consumer is a
-row that is created in a transaction before that of its allocations; its generation starts again after its last
-allocation is deleted; an undo deletes the row by its id, whatever allocations it has acquired since.
+Providers have no trees. tests/model/test_models_are_true.py compares it with the real one. Its oddities are kept: a
+consumer is a row that is created in a transaction before that of its allocations; its generation starts again after its
+last allocation is deleted; an undo deletes the row by its id, whatever allocations it has acquired since.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl
 
+import os_resource_classes
 import os_traits
 
-from tests.model.world import World
+from tests.kit.memory_etcd import Surroundings
 
 Json = dict[str, Any]
 # The allocations of a consumer: {provider: {class: amount}}.
@@ -59,7 +60,7 @@ class StartedWrite:
 
 
 class PlacementModel:
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: Surroundings) -> None:
         self.providers: dict[str, Provider] = {}
         self.rows: dict[str, Row] = {}
         self.held: dict[str, Allocations] = {}
@@ -176,6 +177,8 @@ class PlacementModel:
             return self._list_candidates(parameters)
         if parts[0] == 'usages':
             return self._sum_project_usage(dict(parameters)['project_id'])
+        if parts[0] == 'resource_classes':
+            return {'resource_classes': [{'name': name} for name in os_resource_classes.STANDARDS]}
         if parts[0] == 'traits':
             traits = dict(parameters)['name'].removeprefix('in:').split(',')
             return {'traits': [trait for trait in traits if self._is_known(trait)]}
@@ -214,7 +217,10 @@ class PlacementModel:
             self.writes += 1
             return
         provider = self._get_provider(parts[1])
-        if method == 'DELETE':
+        if method == 'DELETE' and len(parts) > 2:
+            self._set_part(parts[1], parts[2], {})
+            provider.generation += 1
+        elif method == 'DELETE':
             if any(parts[1] in held for held in self.held.values()):
                 raise Refused(409, f'Unable to delete resource provider {parts[1]}: it has allocations', IN_USE)
             del self.providers[parts[1]]
