@@ -177,3 +177,31 @@ def test_package_of_the_previous_name_is_uninstalled_before_the_installation(scr
     )
     assert commands[uninstalling].endswith(' -y ecomp')
     assert uninstalling < installing
+
+
+@pytest.mark.parametrize(
+    ('program', 'output', 'code', 'words', 'sentence'),
+    [
+        ('id', '1000', 0, [], 'needs root. Fix: sudo tests/run, or tests/run fast'),
+        ('unshare', 'Operation not permitted', 1, [], 'makes no namespaces with mounts (Operation not permitted)'),
+        ('awk', '1', 0, ['fast'], 'less than 2 GiB of memory are available. Fix: '),
+        ('df', 'Avail\n2', 0, ['fast'], 'less than 3 GiB are free in '),
+        ('dpkg-query', '', 1, ['fast'], "Debian's packages cannot be reached (E: "),
+        ('sha256sum', 'another', 0, ['fast'], 'PyPI cannot be reached (ERROR: '),
+    ],
+)
+def test_tests_give_up_in_words_where_the_machine_lacks_something(
+    tmp_path: Path, program: str, output: str, code: int, words: list[str], sentence: str
+) -> None:
+    """A program is replaced by one that reports what another machine would; nothing answers for the registries."""
+    stub = tmp_path / program
+    stub.write_text(f"#!/bin/sh\nprintf '{output}\\n'\nexit {code}\n")
+    stub.chmod(0o755)
+    nowhere = dict.fromkeys(['http_proxy', 'https_proxy', 'HTTPS_PROXY', 'HTTP_PROXY'], 'http://127.0.0.1:9')
+    environment = {**os.environ, **nowhere, 'PATH': f'{tmp_path}:{os.environ["PATH"]}', 'no_proxy': '', 'NO_PROXY': ''}
+    completed = subprocess.run(
+        [TOP / 'tests/run', *words], capture_output=True, text=True, env=environment, check=False
+    )
+    assert completed.returncode == 1, completed
+    assert sentence in completed.stderr
+    assert 'installing' not in completed.stdout
