@@ -5,6 +5,9 @@ A finding is printed as a story that `python -m tests.model --replay` repeats.
 
 from __future__ import annotations
 
+import datetime
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -18,6 +21,7 @@ from ecomp.model.quota import to_json as quota_json
 from ecomp.placement import allocations
 from ecomp.scheduler.operations.audit import audit
 from ecomp.store.client import Delete, Put
+from tests.kit.servers import TOP, make_environment
 from tests.model.acting import Bounds
 from tests.model.cloud import A, Cloud, U, V
 from tests.model.explorer import (
@@ -39,6 +43,9 @@ from tests.model.world import World
 
 # Schedules of each scenario in every run: about 20 seconds for all scenarios.
 SCHEDULES_OF_EACH = 30
+# The seed of the day gets two minutes in every run, in parts that run beside each other.
+PARTS_OF_THE_DAY = 6
+SECONDS_OF_A_PART = 20
 # Schedules of each scenario with --all: about ten minutes for all scenarios.
 SCHEDULES_OF_EACH_SLOW = 2_000
 
@@ -60,6 +67,25 @@ def fail_on_findings(name: str, result: Exploration) -> None:
         pytest.fail(
             f'{SCENARIOS[name].title}\n{finding.story}\n{violations}\n{finding.encode(SCENARIOS[name])}', pytrace=False
         )
+
+
+@pytest.mark.parametrize('part', range(PARTS_OF_THE_DAY))
+def test_scenarios_keep_the_guarantees_with_the_seed_of_the_day(part: int) -> None:
+    """Explore other schedules each day, with one more of everything than a scenario's bounds."""
+    seed = datetime.datetime.now(datetime.UTC).date().toordinal()
+    scenarios = list(SCENARIOS)[part::PARTS_OF_THE_DAY]
+    command = [
+        sys.executable,
+        '-m',
+        'tests.model',
+        '--seconds',
+        str(SECONDS_OF_A_PART),
+        '--seed',
+        str(seed),
+        *scenarios,
+    ]
+    completed = subprocess.run(command, cwd=TOP, env=make_environment(), capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
 
 
 def test_every_scenario_has_a_title() -> None:
