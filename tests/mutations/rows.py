@@ -1,0 +1,337 @@
+"""Mistakes that are made in the product's text, one at a time; each must be found by a test.
+
+The rows cover what the planted bugs of tests/model do not: the packages that the checker replaces or does not run.
+They were chosen by reading the product, before their tests were looked for. The list is frozen: a test that is
+removed or replaced must not leave a row unfound. A row without tests was found by none; see `note`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Row(NamedTuple):
+    """One mistake: `old`, which occurs once in `file`, becomes `new`; `tests` are node ids, one of which fails."""
+
+    description: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...] = ()
+    note: str = ''
+
+
+ROWS = (
+    # Configuration, errors
+    Row(
+        'a default configuration that its group may write is accepted',
+        'ecomp/yaml_file.py',
+        'write_bits = 0o002 if status.st_gid == status.st_uid else 0o022',
+        'write_bits = 0o002',
+        ('tests/security/test_configuration.py::test_configuration_writable_by_others_is_refused',),
+    ),
+    Row(
+        'plain text to a private address counts as staying on this machine',
+        'ecomp/conf.py',
+        ".removesuffix(']')).is_loopback",
+        ".removesuffix(']')).is_private",
+        ('tests/unit/test_conf.py::test_plain_text_to_another_machine_needs_insecure',),
+    ),
+    Row(
+        "a worker's error repeats its stage in the reason",
+        'ecomp/errors.py',
+        'return type(self), (self.stage, self.reason)',
+        'return type(self), (self.stage, str(self))',
+        ('tests/unit/test_build.py::test_errors_survive_pickling',),
+    ),
+    # Command line
+    Row(
+        'Enter confirms that selected instances are destroyed',
+        'ecomp/cli/selection.py',
+        "[y/N] ') != 'y':",
+        "[y/N] ') == 'n':",
+        ('tests/functional/test_apply.py::test_destroying_asks_on_a_terminal_and_needs_yes_without',),
+    ),
+    Row(
+        'ssh-config names a guest as its own host',
+        'ecomp/cli/enter.py',
+        'if owner_by_name.get(access.display_name) == instance and not is_host else instance',
+        'if owner_by_name.get(access.display_name) == instance else instance',
+        ('tests/functional/test_enter.py::test_ssh_config_does_not_use_a_guest_name_that_is_a_host_name',),
+    ),
+    Row(
+        'a member of a stack without a policy removes the policy that another member gives',
+        'ecomp/cli/stack_file.py',
+        'self._groups[group.name] = Membership(group.name, policy, strict)',
+        'self._groups[group.name] = group',
+        ('tests/unit/test_stack_file.py',),
+    ),
+    # Decisions
+    Row(
+        'a request is measured without the escapes of its record',
+        'ecomp/model/order.py',
+        r"len(value) + 5 * value.count(b'\x7f')",
+        'len(value)',
+        ('tests/security/test_values.py::test_record_of_the_largest_request_can_be_read',),
+    ),
+    Row(
+        'a failed cloud-init of an earlier boot stays in the record',
+        'ecomp/model/record.py',
+        'cloud_init = self.cloud_init if boots == self.all_boots else None',
+        'cloud_init = self.cloud_init',
+        ('tests/unit/test_record.py::test_cloud_init_failure_belongs_to_its_boot',),
+    ),
+    Row(
+        'a quota counts an evacuated instance beside its replacement',
+        'ecomp/model/quota.py',
+        'demand.is_tombstone and demand.replaced_by:',
+        'demand.is_tombstone and demand.replaces:',
+        (
+            'tests/unit/test_audit.py',
+            'tests/unit/test_sharing.py',
+            'tests/functional/test_audit.py::test_fix_recounts_the_quota_after_an_older_compute_ended_an_evacuated_instance',
+        ),
+    ),
+    Row(
+        'a restored stack has the oldest instance of each entry',
+        'ecomp/model/stack.py',
+        'in sorted(places.items()):',
+        'in sorted(places.items(), reverse=True):',
+        ('tests/unit/test_stack.py::test_restored_stack_has_the_epoch_of_most_requests_and_the_newest_instances',),
+    ),
+    Row(
+        'a value that was dropped as too large is not processed once it fits',
+        'ecomp/model/keys.py',
+        'return stored.revision, len(stored.value)',
+        'return stored.revision, 0',
+        ('tests/unit/test_host.py::test_changed_hosts_reports_a_value_that_was_dropped_before',),
+    ),
+    Row(
+        'the audit reports claims on computes that it did not hear',
+        'ecomp/model/audit.py',
+        'if held and not unheard and instance',
+        'if held and instance',
+        ('tests/unit/test_audit.py',),
+    ),
+    Row(
+        'the doctor does not report a clock that is behind',
+        'ecomp/model/health.py',
+        'and abs(facts.ahead_seconds) > MAX_CLOCK_DIFFERENCE_SECONDS',
+        'and facts.ahead_seconds > MAX_CLOCK_DIFFERENCE_SECONDS',
+        ('tests/unit/test_health.py',),
+    ),
+    Row(
+        'an amount that fills a provider exactly counts as too large',
+        'ecomp/model/explain.py',
+        'if inventory.used + amount > inventory.capacity:',
+        'if inventory.used + amount >= inventory.capacity:',
+        ('tests/unit/test_explain.py',),
+    ),
+    # placement
+    Row(
+        "a proxy's page confirms a write to placement",
+        'ecomp/placement/client.py',
+        "if answer.status_code == 200 and b'generation' not in answer.content:",
+        "if answer.status_code == 200 and b'{' not in answer.content:",
+        (
+            'tests/functional/test_placement_tls.py',
+            'tests/security/test_placement.py',
+            'tests/functional/test_placement.py',
+        ),
+    ),
+    Row(
+        'an inventory with a superfluous class counts as right',
+        'ecomp/placement/providers.py',
+        'if current.keys() != expected.keys():',
+        'if not current.keys() >= expected.keys():',
+        (
+            'tests/functional/test_placement.py',
+            'tests/functional/test_placement_traits.py',
+            'tests/unit/test_provider.py',
+        ),
+    ),
+    # etcd
+    Row(
+        'answers of etcd are not acknowledged, so that it stops sending',
+        'ecomp/store/http2_client.py',
+        'self._http.acknowledge_received_data(event.flow_controlled_length, self._stream_id)',
+        'pass',
+        (
+            'tests/functional/test_store.py',
+            'tests/functional/test_store_ways.py',
+            'tests/security/test_records.py',
+        ),
+    ),
+    Row(
+        'negative numbers of etcd are read as huge ones',
+        'ecomp/store/messages.py',
+        'values[name] = value if value < _SIGN_BIT else value - 2 * _SIGN_BIT',
+        'values[name] = value',
+        ('tests/unit/test_store.py::test_answers_of_etcd3_are_parsed_equally',),
+    ),
+    Row(
+        'a follower does not give back the room of deleted keys',
+        'ecomp/store/watch.py',
+        'self._size -= len(entry.key) + _estimate_bytes(entry.value)',
+        'self._size -= _estimate_bytes(entry.value)',
+        ('tests/security/test_records.py::test_cache_counts_the_bytes_it_keeps',),
+    ),
+    Row(
+        'a copy of a compute keeps the signs of life of the original fresh',
+        'ecomp/store/presence.py',
+        'if self._life_leases and not all(presence._is_lost for presence in members):',
+        'if self._life_leases:',
+        ('tests/functional/test_presence.py::test_process_that_lost_its_presence_does_not_seem_alive',),
+    ),
+    Row(
+        'the history splits a revision that arrives in two parts',
+        'ecomp/store/history.py',
+        'self._partial_events = revisions.pop() if reply.fragment else []',
+        'self._partial_events = []',
+        ('tests/functional/test_history.py::test_changes_longer_than_an_answer_are_read_in_whole_revisions',),
+    ),
+    Row(
+        'roles stay enabled on an etcd that ignores certificates',
+        'ecomp/store/roles.py',
+        "            self._change('AuthDisable', etcdrpc.AuthDisableRequest(), ('token', token))\n",
+        '',
+        ('tests/functional/test_roles.py::test_etcd_without_client_certificates_is_refused',),
+    ),
+    # libvirt
+    Row(
+        'a guest may claim the address of another one by ARP',
+        'ecomp/virt/xml.py',
+        " arpsrcmacaddr='$MAC' arpsrcipaddr='$IP'/>",
+        " arpsrcmacaddr='$MAC'/>",
+        ('tests/functional/test_filters.py::test_guest_with_reserved_address_can_use_no_other',),
+    ),
+    Row(
+        'a reopened connection to libvirt reports no changes',
+        'ecomp/virt/connection.py',
+        '            if self._notify is not None:\n                self._register_callbacks(connection)\n',
+        '',
+        ('tests/functional/test_libvirt.py::test_driver_reconnects_after_libvirtd_was_killed',),
+    ),
+    Row(
+        'a domain of another compute is treated as ours',
+        'ecomp/virt/domains.py',
+        'if mark.compute != compute:',
+        'if not mark.compute:',
+        ('tests/functional/test_hypervisor.py::test_guest_of_another_compute_is_left_alone',),
+    ),
+    Row(
+        'a guest with several addresses by ARP gets one of them',
+        'ecomp/virt/networks.py',
+        'for mac, addresses in addresses_of.items() if len(addresses) == 1}',
+        'for mac, addresses in addresses_of.items()}',
+        ('tests/functional/test_ip.py::test_only_reliable_neighbours_are_returned',),
+    ),
+    Row(
+        'a file system of disks that is not mounted seems to have no disks',
+        'ecomp/virt/volumes.py',
+        '            # Not an empty set: the instances would seem to be removed.\n',
+        '            return set()\n',
+        ('tests/functional/test_volumes.py::test_missing_image_directory_is_not_taken_for_empty',),
+    ),
+    # ecompute
+    Row(
+        'a guest that ignores the power button is asked for ever',
+        'ecomp/agent/instance/instances.py',
+        'self._request_times[instance] = first_time, now',
+        'self._request_times[instance] = now, now',
+        ('tests/unit/test_plan.py::test_shutdown_is_requested_again_until_the_grace_period_ends',),
+    ),
+    Row(
+        'a restart forgets that a build had failed',
+        'ecomp/agent/host/state.py',
+        'self._entries[path.stem] = MemoryEntry(request, record, failed)',
+        'self._entries[path.stem] = MemoryEntry(request, record)',
+        ('tests/unit/test_state.py',),
+    ),
+    Row(
+        'a build that was cancelled while it waited for a worker is carried out',
+        'ecomp/agent/instance/pool.py',
+        '                    self._waiting.remove(ticket)\n                    ticket.events',
+        '                    ticket.events',
+        ('tests/functional/test_pool.py::test_queued_build_is_cancelled_immediately',),
+    ),
+    Row(
+        'an image that changed during its download is kept',
+        'ecomp/agent/images/download.py',
+        'return result if expected is not None or self._recheck(result.version) else self._fetch_again(file, result)',
+        'return result',
+        ('tests/functional/test_image_cache.py::test_image_that_changes_during_the_download_is_refused',),
+    ),
+    Row(
+        'the inspection of an image may take any amount of memory',
+        'ecomp/agent/images/inspection.py',
+        '    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))\n',
+        '',
+        ('tests/security/test_images.py::test_image_inspection_has_a_memory_limit',),
+    ),
+    Row(
+        'the use of a cached image does not protect it from eviction',
+        'ecomp/agent/images/cache.py',
+        '        os.utime(descriptor)\n',
+        '',
+        ('tests/functional/test_image_cache.py::test_least_recently_used_image_is_evicted',),
+    ),
+    Row(
+        'a request that a compute gave up is offered to no other',
+        'ecomp/agent/queue.py',
+        '            self._given_up.add(place.entry.key)\n',
+        '',
+        ('tests/unit/test_offers.py::test_request_given_up_wakes_all_open_computes',),
+    ),
+    # eschedule
+    Row(
+        'a host name of two computes means one of them',
+        'ecomp/scheduler/queries/hosts.py',
+        '    if len(matches) > 1:\n        raise Conflict(',
+        '    if len(matches) > 2:\n        raise Conflict(',
+        ('tests/scenario/test_hosts.py::test_computes_with_one_host_name_need_their_uuids',),
+    ),
+    Row(
+        'a host that restarts ends the waits for its instances',
+        'ecomp/scheduler/changes/wait.py',
+        'if host is not None and checked_at > began_at:',
+        'if host is not None and checked_at >= began_at:',
+        ('tests/functional/test_silent_hosts.py::test_host_is_silent_after_two_checks_in_a_row',),
+    ),
+    Row(
+        'setting one limit of a quota removes the others',
+        'ecomp/scheduler/operations/sharing.py',
+        'limits = {**(current.limits if current else {}), **new_limits}',
+        'limits = dict(new_limits)',
+        (
+            'tests/faults/test_sharing.py',
+            'tests/functional/test_sharing.py',
+            'tests/scenario/test_sharing.py',
+        ),
+    ),
+    Row(
+        'a set of a group that lost a race tries no other compute',
+        'ecomp/scheduler/placing/place.py',
+        'held, group = {}, terms.group',
+        'held = {}',
+        (
+            'tests/faults/test_sharing.py::test_frozen_eschedule_moves_to_another_compute',
+            'tests/scenario/test_sharing.py::test_affinity_places_a_set_on_a_compute_with_room_for_all',
+        ),
+    ),
+    # The lab, the metadata server
+    Row(
+        'a lab is removed together with what is mounted deep in it',
+        'ecomp/lab/state.py',
+        'if top in mount_point.parents:',
+        'if top == mount_point.parent:',
+        ('tests/functional/test_lab_hosts.py::test_down_reports_a_mount_in_the_lab_and_keeps_it',),
+    ),
+    Row(
+        'an address that two machines use gets the metadata of its lease',
+        'md_server/mdserver/files.py',
+        'if macs == {owner.mac} or not (macs or owner.reserved):',
+        'if owner.mac in macs or not (macs or owner.reserved):',
+        ('tests/unit/test_mdserver.py::test_address_used_by_another_machine_is_forged',),
+    ),
+)
