@@ -64,7 +64,7 @@ ROWS = (
         'ecomp/cli/stack_file.py',
         'self._groups[group.name] = Membership(group.name, policy, strict)',
         'self._groups[group.name] = group',
-        ('tests/unit/test_stack_file.py',),
+        ('tests/unit/test_stack_file.py::test_members_with_aliases_flavors_and_image_names',),
     ),
     # Decisions
     Row(
@@ -87,8 +87,6 @@ ROWS = (
         'demand.is_tombstone and demand.replaced_by:',
         'demand.is_tombstone and demand.replaces:',
         (
-            'tests/unit/test_audit.py',
-            'tests/unit/test_sharing.py',
             'tests/functional/test_audit.py::test_fix_recounts_the_quota_after_an_older_compute_ended_an_evacuated_instance',
         ),
     ),
@@ -111,21 +109,21 @@ ROWS = (
         'ecomp/model/audit.py',
         'if held and not unheard and instance',
         'if held and instance',
-        ('tests/unit/test_audit.py',),
+        ('tests/unit/test_audit.py::test_compute_away_is_compared_after_it_returns',),
     ),
     Row(
         'the doctor does not report a clock that is behind',
         'ecomp/model/health.py',
         'and abs(facts.ahead_seconds) > MAX_CLOCK_DIFFERENCE_SECONDS',
         'and facts.ahead_seconds > MAX_CLOCK_DIFFERENCE_SECONDS',
-        ('tests/unit/test_health.py',),
+        ('tests/unit/test_health.py::test_fault_of_the_control_plane_is_found',),
     ),
     Row(
         'an amount that fills a provider exactly counts as too large',
         'ecomp/model/explain.py',
         'if inventory.used + amount > inventory.capacity:',
         'if inventory.used + amount >= inventory.capacity:',
-        ('tests/unit/test_explain.py',),
+        ('tests/unit/test_explain.py::test_amount_outside_the_inventory_is_a_failure',),
     ),
     # placement
     Row(
@@ -133,22 +131,14 @@ ROWS = (
         'ecomp/placement/client.py',
         "if answer.status_code == 200 and b'generation' not in answer.content:",
         "if answer.status_code == 200 and b'{' not in answer.content:",
-        (
-            'tests/functional/test_placement_tls.py',
-            'tests/security/test_placement.py',
-            'tests/functional/test_placement.py',
-        ),
+        ('tests/functional/test_placement_tls.py::test_claim_is_not_confirmed_by_another_server',),
     ),
     Row(
         'an inventory with a superfluous class counts as right',
         'ecomp/placement/providers.py',
         'if current.keys() != expected.keys():',
         'if not current.keys() >= expected.keys():',
-        (
-            'tests/functional/test_placement.py',
-            'tests/functional/test_placement_traits.py',
-            'tests/unit/test_provider.py',
-        ),
+        note='no test gives a provider a class too many: not test_placement*.py, test_provider.py',
     ),
     # etcd
     Row(
@@ -156,11 +146,7 @@ ROWS = (
         'ecomp/store/http2_client.py',
         'self._http.acknowledge_received_data(event.flow_controlled_length, self._stream_id)',
         'pass',
-        (
-            'tests/functional/test_store.py',
-            'tests/functional/test_store_ways.py',
-            'tests/security/test_records.py',
-        ),
+        ('tests/security/test_records.py::test_snapshot_reads_large_values_in_small_pages',),
     ),
     Row(
         'negative numbers of etcd are read as huge ones',
@@ -246,7 +232,7 @@ ROWS = (
         'ecomp/agent/host/state.py',
         'self._entries[path.stem] = MemoryEntry(request, record, failed)',
         'self._entries[path.stem] = MemoryEntry(request, record)',
-        ('tests/unit/test_state.py',),
+        ('tests/functional/test_ends_in_error.py::test_failure_keeps_its_reason_after_the_claim_is_released',),
     ),
     Row(
         'a build that was cancelled while it waited for a worker is carried out',
@@ -303,21 +289,14 @@ ROWS = (
         'ecomp/scheduler/operations/sharing.py',
         'limits = {**(current.limits if current else {}), **new_limits}',
         'limits = dict(new_limits)',
-        (
-            'tests/faults/test_sharing.py',
-            'tests/functional/test_sharing.py',
-            'tests/scenario/test_sharing.py',
-        ),
+        note='each test sets its limits once, or checks only those that it sets: all of test_sharing.py, golden',
     ),
     Row(
         'a set of a group that lost a race tries no other compute',
         'ecomp/scheduler/placing/place.py',
         'held, group = {}, terms.group',
         'held = {}',
-        (
-            'tests/faults/test_sharing.py::test_frozen_eschedule_moves_to_another_compute',
-            'tests/scenario/test_sharing.py::test_affinity_places_a_set_on_a_compute_with_room_for_all',
-        ),
+        note='no race for a compute of a strict affinity set: not test_scheduler_create.py, test_placing.py',
     ),
     # The lab, the metadata server
     Row(

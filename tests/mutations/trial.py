@@ -63,5 +63,5 @@ def run_tests(row: Row, tree: Path) -> Trial:
         text=True, errors='replace', check=False,
     )  # fmt: skip
     assert process.returncode in (PASSED, FAILED), process.stdout
-    failure = re.search('^(?:FAILED|ERROR) .*', process.stdout, re.MULTILINE)
+    failure = re.search('^(?:FAILED|ERROR) tests/.*', process.stdout, re.MULTILINE)
     return Trial(process.returncode == FAILED, time.monotonic() - started_at, failure[0] if failure else '')
