@@ -65,6 +65,7 @@ def test_set_inventory_replaces_the_whole_inventory(client: Placement, placement
     assert not providers.has_inventory(client, compute, after)
     providers.set_inventory(client, compute, after)
     assert providers.has_inventory(client, compute, after)
+    assert not providers.has_inventory(client, compute, {'VCPU': after['VCPU']}), 'a class too many'
     inventory = providers.read_raw_inventory(client, compute)
     assert {name: (amounts['total'], amounts['reserved']) for name, amounts in inventory.items()} == {
         'VCPU': (4, 4),

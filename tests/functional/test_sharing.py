@@ -20,7 +20,7 @@ from ecomp.model.quota import Quota
 from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.quota import to_json as quota_to_json
 from ecomp.model.record import ACTIVE, GONE, Record
-from ecomp.scheduler.operations.sharing import delete_flavor, put_flavor
+from ecomp.scheduler.operations.sharing import delete_flavor, put_flavor, set_limits
 from ecomp.scheduler.placing.claim import deliver
 from ecomp.store.client import Entry, Store, Unchanged
 from ecomp.store.sharing import (
@@ -181,3 +181,10 @@ def test_flavor_that_is_set_twice_concurrently_must_be_the_same(
         with pytest.raises(EcompError, match='another process changed it'):
             put_flavor(cloud.store, cloud.placement, name, 'resources=VCPU:1')
     assert delete_flavor(cloud.store, name).startswith(f'flavor {name}: removed')
+
+
+def test_setting_a_limit_keeps_the_other_limits(cloud: Cloud) -> None:
+    project = f'p{make_uuid()}'
+    set_limits(cloud.store, project, ['VCPU=3', 'instances=5'])
+    assert set_limits(cloud.store, project, ['VCPU=4']).endswith(': VCPU 0/4, instances 0/5')
+    assert set_limits(cloud.store, project, ['VCPU=none']).endswith(': instances 0/5')

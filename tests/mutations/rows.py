@@ -138,7 +138,7 @@ ROWS = (
         'ecomp/placement/providers.py',
         'if current.keys() != expected.keys():',
         'if not current.keys() >= expected.keys():',
-        note='no test gives a provider a class too many: not test_placement*.py, test_provider.py',
+        ('tests/functional/test_placement.py::test_set_inventory_replaces_the_whole_inventory',),
     ),
     # etcd
     Row(
@@ -289,7 +289,7 @@ ROWS = (
         'ecomp/scheduler/operations/sharing.py',
         'limits = {**(current.limits if current else {}), **new_limits}',
         'limits = dict(new_limits)',
-        note='each test sets its limits once, or checks only those that it sets: all of test_sharing.py, golden',
+        ('tests/functional/test_sharing.py::test_setting_a_limit_keeps_the_other_limits',),
     ),
     Row(
         'a set of a group that lost a race tries no other compute',
