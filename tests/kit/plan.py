@@ -24,15 +24,31 @@ LONG_MARKER = 'long'
 MAX_ID_CHARACTERS = 100
 # At most this many tests that never passed are named; the rest is counted.
 MAX_NAMED = 5
+# The parts of `tests/run --all` that are not a whole folder. Each part takes at most 30 minutes on two cores.
+PARTS = {
+    'readme': ('scenario/test_readme.py',),
+    'machines': ('scenario/test_debian_packages.py', 'scenario/test_real_machines.py'),
+    'images': (
+        *('scenario/test_cloud_image.py', 'scenario/test_docker.py', 'scenario/test_install.py'),
+        'scenario/test_monitoring.py',
+    ),
+    'versions': ('faults/test_mixed_versions.py',),
+    'kills': ('faults/test_evacuations_killed.py', 'faults/test_soak.py', 'faults/test_stacks_killed.py'),
+}
+FOLDERS = ('unit', 'golden', 'functional', 'model', 'scenario', 'faults', 'security', 'mutations')
 SLOW_TESTS = pytest.StashKey[list[str]]()
 # When each test that only --all runs last passed: lines `2026-01-31 NODEID`, written by `tests/run --all`.
-LAST_RUN_PATH = Path(__file__).parents[1] / 'last_run'
+TESTS = Path(__file__).parents[1]
+LAST_RUN_PATH = TESTS / 'last_run'
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup('ecomp')
     group.addoption('--nothing-skipped', action='store_true', help='a test that is skipped has failed')
     group.addoption('--real-servers', action='store_true', help='use real servers where those in memory would do')
+    group.addoption(
+        '--part', action='append', choices=(*FOLDERS, *PARTS), help='run these tests alone; several times for several'
+    )
     group.addoption(
         '--note-last-run', action='store_true', help=f'write down in {LAST_RUN_PATH.name} which slow tests pass'
     )
@@ -60,7 +76,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort the longest tests first, and remember the slow ones before any are deselected."""
+    """Select the parts, sort the longest tests first, and remember the slow ones before any are deselected."""
+    if parts := config.getoption('part'):
+        others = [item for item in items if find_part(item.path) not in parts]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if find_part(item.path) in parts]
     items.sort(key=_rank_item)
     slow = [_remove_group(item.nodeid) for item in items if item.get_closest_marker('slow')]
     getattr(config, 'workeroutput', {})['slow'] = slow
@@ -83,6 +103,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         for item in session.items:
             mark = item.get_closest_marker('xdist_group')
             assert mark is None or item.nodeid.endswith(f'@{mark.args[0]}'), f'{item.nodeid} is in no group'
+
+
+def find_part(path: Path) -> str:
+    """Return the part of a test file: a folder, unless the file has a part of its own."""
+    folder, _, name = path.relative_to(TESTS).as_posix().partition('/')
+    return next((part for part, files in PARTS.items() if f'{folder}/{name}' in files), folder)
 
 
 def _choose_group(item: pytest.Item) -> str | None:
