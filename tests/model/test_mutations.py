@@ -19,8 +19,59 @@ from tests.model.planting import (
 )
 from tests.model.scenarios import SCENARIOS
 
+# Found only after more than 40 schedules, which take nine tenths of the time of all: `--planted` prints the numbers.
+LATE = {
+    "a change of a stack does not compare the stack's key",
+    'a compute that publishes does not restore groups',
+    'a create that was slow does not ask placement again',
+    'a destroy out of a queue does not compare the entry',
+    'a destroy whose answer is lost is called not accepted',
+    'a first quota is counted once',
+    'a group is not compared',
+    'a killed apply is never taken over',
+    'a mark read back compares neither its lease nor its compute, and a claim is moved to another compute',
+    'a name is not compared',
+    'a name of a new member is not compared',
+    'a queued request does not compare its attempt',
+    'a quota is not compared',
+    'a quota that is not there is not compared',
+    'a record is trusted wherever it is',
+    'a release is noted after it',
+    'a request is left alone for ever once another compute held a claim for it',
+    'a start does not ask what has ended',
+    'a taker does not exceed the generations released',
+    'a taker does not note what it releases',
+    'a taker does not read its traits before it takes',
+    'a taker that gives up does not ask for attempts',
+    'after an unknown outcome any request is its own',
+    "an apply compares the stack's key neither after it announced nor as it delivers",
+    "an apply does not check the stack's key after it announced",
+    'an apply does not take over the claims of a killed one',
+    'an apply takes a refused claim for granted',
+    'an apply that is refused keeps its claims',
+    'an attempt does not look for a delivery once it is announced',
+    'an attempt that releases nothing calls its claim released',
+    'an audit destroys a replaced instance on a host that is back',
+    'an equal claim is taken for ours',
+    'an evacuation does not compare that the host is silent',
+    'an evacuation does not compare the old request',
+    'an evacuation does not plan again after a lost race for room',
+    'an evacuation overwrites a request with its uuid',
+    'an evacuation that is overtaken says that it changed nothing',
+    'attempts are read after requests',
+    'the first key of a stack is written without a check',
+    'the incarnation does not rise',
+    'undo does not ask who takes it from a queue',
+    'undo releases claims that the attempt did not make',
+}
+QUICK_OR_SLOW = [pytest.param(name, marks=[pytest.mark.slow] if name in LATE else []) for name in MUTATIONS]
 
-@pytest.mark.parametrize('name', MUTATIONS)
+
+def test_late_bugs_exist() -> None:
+    assert MUTATIONS.keys() >= LATE
+
+
+@pytest.mark.parametrize('name', QUICK_OR_SLOW)
 def test_a_planted_bug_is_found(name: str) -> None:
     assert detect(name, SCENARIOS) is not None, f'nothing finds: {name}'
 
