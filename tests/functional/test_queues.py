@@ -381,7 +381,7 @@ def test_request_is_not_taken_while_a_taker_gives_up(cloud: Cloud, flavor: Flavo
 
 
 def test_concurrent_takers_take_each_request_once(cloud: Cloud, flavor: Flavor) -> None:
-    computes = [cloud.make_compute(VCPU=9, MEMORY_MB=9000, DISK_GB=9) for _ in range(4)]
+    computes = [cloud.make_compute(VCPU=12, MEMORY_MB=9000, DISK_GB=12) for _ in range(4)]
     places = [queue_request(cloud, flavor) for _ in range(12)]
     with ThreadPoolExecutor(4) as threads:
         takers = [make_taker(cloud, compute) for compute in computes]
