@@ -72,12 +72,13 @@ class LibvirtFacts:
     `version` is the daemon's, `library_version` ours, both as libvirt counts. QEMU, run by `qemu_user`, cannot enter
     `blocked_directory` above the disks, or open /dev/kvm if `is_kvm_closed`. `foreign_pool_directory` is of a pool with
     our name that is not ours. `networks` is {attachment: USABLE, OFF or MISSING}; `has_bridge`: libvirt made the bridge
-    of one. `network_problems`, for guests, end in `. Fix: …`. `computes` are the owners of guests on this host.
+    of one. `no_qemu_reason` and `network_problems`, for guests, end in `. Fix: …`. `computes` are the owners of guests
+    on this host.
     """
 
     version: int
     library_version: int
-    has_qemu: bool
+    no_qemu_reason: str = ''
     qemu_user: str = ''
     has_kvm_device: bool = False
     is_kvm_closed: bool = False
@@ -250,8 +251,8 @@ def _format_version(version: int) -> str:
 
 
 def _check_qemu(libvirt: LibvirtFacts, _: MachineFacts) -> Iterator[Problem]:
-    if not libvirt.has_qemu:
-        yield 'libvirt has no QEMU for x86_64 guests', 'apt-get install qemu-system-x86; systemctl restart libvirtd'
+    if libvirt.no_qemu_reason:
+        yield _parse_problem(libvirt.no_qemu_reason)
 
 
 def _check_kvm(libvirt: LibvirtFacts, facts: MachineFacts) -> Iterator[Problem]:

@@ -38,7 +38,8 @@ def probe_libvirt(state: Path, attachments: Sequence[Attachment], uri: str = 'qe
     """Return what libvirt offers here; change nothing. Raises Unreachable, EcompError (libvirt's) or OSError."""
     with closing(Connection(uri)) as connection:
         with connection.use('reading its version') as opened:
-            version, capabilities = opened.getLibVersion(), xml.parse_capabilities(opened.getCapabilities())
+            version = opened.getLibVersion()
+        capabilities, no_qemu = read_capabilities(connection, timeout_seconds=0)
         qemu = find_user(capabilities.qemu_uid, capabilities.qemu_gid)
         states = {attachment: Networks(connection).read_state(attachment) for attachment in attachments}
         filters = Filters(connection, ()).explain_missing()
@@ -47,7 +48,7 @@ def probe_libvirt(state: Path, attachments: Sequence[Attachment], uri: str = 'qe
         return health.LibvirtFacts(
             version=version,
             library_version=libvirt.getVersion(),
-            has_qemu='qemu' in capabilities.domain_types,
+            no_qemu_reason=no_qemu,
             qemu_user=qemu.name,
             has_kvm_device=KVM_DEVICE.exists(),
             is_kvm_closed=is_kvm_closed(qemu),
@@ -81,6 +82,53 @@ def _find_foreign_pool(connection: Connection, directory: Path) -> str:
 
 
 log = logging.getLogger(__name__)
+
+EMULATOR = 'qemu-system-x86_64'
+# libvirt's probe starts QEMU, which the kernel may kill, or a busy machine may delay beyond libvirt's own limit.
+PROBE_SECONDS = 120.0
+PROBE_PAUSE_SECONDS = 5.0
+NO_QEMU = (
+    f'libvirt has no QEMU for {xml.ARCHITECTURE} guests. Fix: apt-get install qemu-system-x86; '
+    'systemctl restart libvirtd'
+)
+UNUSABLE_QEMU = 'libvirt cannot use {emulator}: {why}. Fix: systemctl restart libvirtd'
+
+
+def read_capabilities(connection: Connection, timeout_seconds: float) -> tuple[xml.Capabilities, str]:
+    """Read libvirt's capabilities; if an installed QEMU is not in them, ask again for `timeout_seconds`.
+
+    Raises what Connection.use() does.
+
+    Returns:
+        The capabilities, and why they lack QEMU as `problem. Fix: cure`, or '' if they do not.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        with connection.use('reading its capabilities') as opened:
+            capabilities = xml.parse_capabilities(opened.getCapabilities())
+            if 'qemu' in capabilities.domain_types:
+                return capabilities, ''
+            emulator = shutil.which(EMULATOR, path=get_search_path())
+            if emulator is None:
+                return capabilities, NO_QEMU
+            why = _explain_failed_probe(opened, emulator)
+        if time.monotonic() >= deadline:
+            return capabilities, UNUSABLE_QEMU.format(emulator=emulator, why=why)
+        log.warning('libvirt cannot use %s: %s; asking it again in %.0f s', emulator, why, PROBE_PAUSE_SECONDS)
+        time.sleep(PROBE_PAUSE_SECONDS)
+
+
+def _explain_failed_probe(connection: libvirt.virConnect, emulator: str) -> str:
+    """Let libvirt probe this QEMU again, and return its error. Raises libvirtError if the connection broke."""
+    # getCapabilities() leaves out a QEMU whose probe failed. It does not tell why.
+    try:
+        connection.getDomainCapabilities(emulator, xml.ARCHITECTURE, xml.MACHINE, 'qemu')
+    except libvirt.libvirtError as error:
+        if is_broken(error):
+            raise
+        return describe_error(error)
+    return 'its probe failed, and succeeded when it was repeated'
+
 
 NO_FILTERS = (
     'libvirt cannot filter what guests send ({why}): a guest can take the address of another guest, and reach etcd and '
@@ -182,7 +230,7 @@ class Libvirt:
             connection.getDomainCapabilities(None, xml.ARCHITECTURE, xml.MACHINE, self.choose_virt_type('auto'))
 
     def choose_virt_type(self, setting: str) -> str:
-        """Return 'kvm' or 'qemu' for a setting auto, kvm or qemu; UsageError if kvm is unavailable."""
+        """Return 'kvm' or 'qemu' for a setting auto, kvm or qemu; UsageError if kvm or QEMU is unavailable."""
         capabilities = self._read_capabilities()
         qemu = find_user(capabilities.qemu_uid, capabilities.qemu_gid)
         return choose_virt_type(setting, explain_no_kvm(qemu, capabilities.domain_types))
@@ -377,16 +425,14 @@ class Libvirt:
     def _find_qemu_user(self) -> QemuUser:
         """Return the user QEMU runs as; UsageError if libvirt has no QEMU."""
         capabilities = self._read_capabilities()
-        if 'qemu' not in capabilities.domain_types:
-            raise UsageError(
-                f'libvirt has no QEMU for {xml.ARCHITECTURE} guests. Fix: apt-get install qemu-system-x86; '
-                'systemctl restart libvirtd'
-            )
         return find_user(capabilities.qemu_uid, capabilities.qemu_gid)
 
     def _read_capabilities(self) -> xml.Capabilities:
-        with self._connection.use('reading its capabilities') as connection:
-            return xml.parse_capabilities(connection.getCapabilities())
+        """Read libvirt's capabilities; UsageError if they lack QEMU, for PROBE_SECONDS if it is installed."""
+        capabilities, problem = read_capabilities(self._connection, PROBE_SECONDS)
+        if problem:
+            raise UsageError(problem)
+        return capabilities
 
 
 class Filters:

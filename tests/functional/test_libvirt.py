@@ -6,16 +6,20 @@ test_volumes.py, filters in test_filters.py, addresses in test_reservations.py.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import queue
 import signal
 import threading
 import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from pwd import getpwnam
+from shutil import which
 from uuid import uuid4
 
 import pytest
@@ -27,7 +31,8 @@ from tests.functional.libvirt_host import LibvirtHost
 from tests.kit.servers import wait_until
 
 libvirt = pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
-from ecomp.virt.libvirt_host import Libvirt  # noqa: E402
+from ecomp.virt import libvirt_host  # noqa: E402
+from ecomp.virt.libvirt_host import Libvirt, probe_libvirt  # noqa: E402
 
 BRIDGED_NETWORKS = (*DEFAULT_NETWORKS, Attachment('bridge', 'br0'))
 
@@ -350,6 +355,57 @@ def test_prepare_checks_the_host_and_starts_network_and_pool(
     real_libvirt.prepare()
     assert network.isActive()
     assert (pool.isActive(), pool.autostart()) == (1, 1)
+
+
+@pytest.fixture
+def revived(host: LibvirtHost) -> Iterator[Path]:
+    """A file without which QEMU is killed at each start on this host, so that libvirt's probe of it fails."""
+    emulator, killer = which(libvirt_host.EMULATOR), host.root / 'killer'
+    # QEMU finds its modules only from /usr/bin. No test needs qemu-img in the meantime.
+    real = which('qemu-img')
+    assert emulator is not None
+    assert real is not None
+    killer.write_text(f'#!/bin/sh\n[ -e {host.root}/revived ] || kill -KILL $$\nexec {real} "$@"\n')
+    killer.chmod(0o755)
+    host.run_inside(['mount', '--bind', emulator, real])
+    host.run_inside(['mount', '--bind', str(killer), emulator])
+    yield host.root / 'revived'
+    host.run_inside(['umount', emulator, real])
+    (host.root / 'revived').unlink(missing_ok=True)
+
+
+def test_failed_probe_of_qemu_is_repeated_until_it_succeeds(
+    host: LibvirtHost, revived: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(libvirt_host, 'PROBE_PAUSE_SECONDS', 0.1)
+    with closing(Libvirt(host.root / 'state', uri=host.uri)) as driver, ThreadPoolExecutor() as threads:
+        checking = threads.submit(driver.check)
+        try:
+            wait_until(lambda: checking.done() or 'asking it again' in caplog.text, 60, 'the failed probe is reported')
+            assert not checking.done()
+        finally:
+            revived.touch()
+        checking.result()
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == 'WARNING']
+    assert 'unexpected fatal signal 9; asking it again' in warnings[0]
+
+
+@pytest.mark.usefixtures('revived')
+def test_probe_that_keeps_failing_is_reported_with_the_reason_of_libvirt(
+    host: LibvirtHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(libvirt_host, 'PROBE_SECONDS', 0.0)
+    with closing(Libvirt(host.root / 'state', uri=host.uri)) as driver:
+        with pytest.raises(UsageError, match='unexpected fatal signal 9. Fix: systemctl restart libvirtd$'):
+            driver.check()
+        assert 'unexpected fatal signal 9' in probe_libvirt(host.root / 'state', (), host.uri).no_qemu_reason
+        # A QEMU that is not installed is not waited for.
+        monkeypatch.setattr(libvirt_host, 'PROBE_SECONDS', math.inf)
+        monkeypatch.setattr(libvirt_host, 'EMULATOR', 'qemu-system-none')
+        with pytest.raises(UsageError, match='Fix: apt-get install qemu-system-x86'):
+            driver.check()
+    facts = probe_libvirt(host.root / 'state', (), host.uri)
+    assert facts.no_qemu_reason == libvirt_host.NO_QEMU
 
 
 def test_cpu_features_of_a_guest(real_libvirt: Libvirt, caplog: pytest.LogCaptureFixture) -> None:

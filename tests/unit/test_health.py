@@ -53,7 +53,7 @@ HEALTHY = Backends(
     certificates=(Certificate('/c/client.crt', NOW + timedelta(days=90)),),
 )  # fmt: skip
 LIBVIRT = LibvirtFacts(
-    version=11_003_000, library_version=11_003_000, has_qemu=True, qemu_user='libvirt-qemu',
+    version=11_003_000, library_version=11_003_000, qemu_user='libvirt-qemu',
     networks={Attachment('network', 'default'): USABLE},
 )  # fmt: skip
 STATE = StateDirectory('/var/lib/ecompute', 0, 0, A, True, 50 * 1024**3)
@@ -294,7 +294,7 @@ OTHER = Attachment('network', 'web')
             'still runs version 11.2.1, but 11.3.0',
             'systemctl restart libvirtd',
         ),
-        (make_machine(has_qemu=False), 'qemu', 'no QEMU', 'apt-get install qemu-system-x86'),
+        (make_machine(no_qemu_reason='no QEMU. Fix: apt-get install it'), 'qemu', 'no QEMU', 'apt-get install it'),
         (
             make_machine(has_kvm_device=True, is_kvm_closed=True, no_kvm_reason='closed'),
             'kvm',

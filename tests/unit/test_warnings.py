@@ -29,7 +29,7 @@ OLD_ETCD = Backends(
 )  # fmt: skip
 OLD_LIBVIRT = MachineFacts(
     state=StateDirectory('/var/lib/ecompute', 0, 0, ONE, True, 50 * 1024**3),
-    libvirt=LibvirtFacts(version=8_000_000, library_version=8_000_000, has_qemu=True),
+    libvirt=LibvirtFacts(version=8_000_000, library_version=8_000_000),
 )
 
 
