@@ -417,7 +417,6 @@ def _run_down(options: argparse.Namespace) -> int:
             _print_message(f'lab {name} does not exist')
             return 0
     with _lock_lab(name), _report_step(f'lab {name} is removed'):
-        state.check_removable(directory)
         with contextlib.suppress(EcompError):
             lab = state.load(name)  # an elab up may have finished before the lock
         spaces = machine.list_namespaces(name)
@@ -428,6 +427,8 @@ def _run_down(options: argparse.Namespace) -> int:
             machine.end_processes(spaces, recorded)
         with _report_step('namespaces and links removed'):
             machine.remove_namespaces(spaces, lab.layout if lab else None)
+        for mount_point in state.unmount_all(directory):
+            _print_message(f'{mount_point}: unmounted')
         state.remove_directory(directory)
     with contextlib.suppress(OSError):  # other labs remain
         state.ROOT.rmdir()

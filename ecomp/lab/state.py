@@ -144,19 +144,34 @@ def load_or_create(name: str, host_count: int | None) -> Lab:
     return lab
 
 
-def check_removable(directory: Path) -> None:
-    """Raise EcompError if a mount is below a lab's directory: removal would delete the mount's files.
+def unmount_all(directory: Path) -> list[Path]:
+    """Unmount everything below a lab's directory: removal would delete the files of what is mounted there.
 
     No-op for a symbolic link whose target has no lab.json. The lab's own mounts are in its namespaces, invisible here.
+
+    Raises:
+        EcompError: a file system cannot be unmounted.
+
+    Returns:
+        The mount points.
     """
     if not _belongs_to_lab(directory):
-        return
+        return []
     top = directory.resolve()
+    mount_points: list[Path] = []
     for line in MOUNTINFO.read_text(encoding='utf-8', errors='surrogateescape').splitlines():
         # A space, tab, newline or backslash is an octal escape: proc_pid_mountinfo(5).
         mount_point = Path(re.sub(r'\\([0-7]{3})', lambda found: chr(int(found[1], 8)), line.split(' ')[4]))
         if top in mount_point.parents:
-            raise _make_removal_error(directory, f'{mount_point} is a mount')
+            # The last one mounted may lie on another.
+            mount_points.insert(0, mount_point)
+    for mount_point in mount_points:
+        try:
+            # Lazily: a shell whose working directory is there would prevent it.
+            machine.run(['umount', '--lazy', str(mount_point)])
+        except EcompError as error:
+            raise _make_removal_error(directory, f'{mount_point} is a mount: {error}') from error
+    return mount_points
 
 
 def remove_directory(directory: Path) -> None:

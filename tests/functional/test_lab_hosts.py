@@ -424,23 +424,24 @@ def test_down_removes_what_a_killed_up_has_made(moment: str) -> None:
 
 
 @pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
-def test_down_reports_a_mount_in_the_lab_and_keeps_it() -> None:
+def test_down_unmounts_a_file_system_in_use_and_keeps_its_files(tmp_path: Path) -> None:
     name = f'{NAME}m'
     mounted = ROOT / name / 'hv1/images'
     mounted.mkdir(parents=True)
-    subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=64k', 'none', mounted], check=True)
-    (mounted / 'mine').touch()
-    try:
-        message = run_elab('down', '--name', name, code=1).stderr.splitlines()[-1]
-        reason = f'{ROOT / name} cannot be removed completely: {mounted} is a mount'
-        assert (
-            message == f'elab: {reason}. Fix: unmount what is mounted below that directory, and run `elab down` again'
-        )
-        assert (mounted / 'mine').exists()
-    finally:
-        subprocess.run(['umount', mounted], check=True)
-        run_elab('down', '--name', name)
-    assert not (ROOT / name).exists()
+    for each in ('mine', 'inner'):
+        (tmp_path / each).mkdir()
+    subprocess.run(['mount', '--bind', tmp_path, mounted], check=True)
+    subprocess.run(['mount', '-t', 'tmpfs', '-o', 'size=64k', 'none', mounted / 'inner'], check=True)
+    with subprocess.Popen(['sleep', 'infinity'], cwd=mounted / 'inner') as user:
+        try:
+            messages = run_elab('down', '--name', name).stderr.splitlines()
+            assert not (ROOT / name).exists()
+        finally:
+            user.kill()
+            subprocess.run(['umount', '--quiet', '--lazy', mounted / 'inner', mounted], check=False)
+            shutil.rmtree(ROOT / name, ignore_errors=True)
+    assert messages[-3:-1] == [f'{mounted}/inner: unmounted', f'{mounted}: unmounted']
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['inner', 'mine']
 
 
 # The route to a lab, in a new network namespace: an existing route is not replaced.

@@ -304,7 +304,7 @@ ROWS = (
         'ecomp/lab/state.py',
         'if top in mount_point.parents:',
         'if top == mount_point.parent:',
-        ('tests/functional/test_lab_hosts.py::test_down_reports_a_mount_in_the_lab_and_keeps_it',),
+        ('tests/functional/test_lab_hosts.py::test_down_unmounts_a_file_system_in_use_and_keeps_its_files',),
     ),
     Row(
         'an address that two machines use gets the metadata of its lease',

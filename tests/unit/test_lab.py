@@ -333,10 +333,9 @@ def test_down_removes_a_linked_lab_with_its_link(root: Path, capsys: pytest.Capt
 
 @pytest.mark.usefixtures('fake_root')
 @pytest.mark.parametrize('linked', [False, True])
-def test_down_refuses_a_lab_with_a_mount_before_ending_anything(
+def test_down_unmounts_what_is_in_the_lab_before_it_removes_a_file(
     linked: bool, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`elab down` must report the mount before it removes any file in it."""
     directory = root.parent / 'my disk' if linked else root / 'one'
     if linked:
         directory.mkdir()
@@ -344,20 +343,35 @@ def test_down_refuses_a_lab_with_a_mount_before_ending_anything(
     make_lab(root)
     (directory / 'images').mkdir()
     (directory / 'images/mine').write_text('')
-    monkeypatch.setattr(machine, 'end_processes', lambda *_: pytest.fail('something was ended'))
     monkeypatch.setattr(state, 'MOUNTINFO', root.parent / 'mountinfo')
     line = '25 1 0:22 / {} rw,relatime shared:1 - ext4 /dev/sdb1 rw\n'
     outside = [root.parent, Path('/'), directory, directory.with_name(f'{directory.name}2') / 'x']
-    mounts = [line.format(str(mount_point).replace(' ', '\\040')) for mount_point in (*outside, directory / 'images')]
+    inside = [directory / 'images', directory / 'images/upper']
+    mounts = [line.format(str(mount_point).replace(' ', '\\040')) for mount_point in (*outside, *inside)]
     state.MOUNTINFO.write_text(''.join(mounts))
+    commands: list[list[str]] = []
+
+    def refuse(command: list[str]) -> str:
+        commands.append(command)
+        raise EcompError('umount failed')
+
+    monkeypatch.setattr(machine, 'run', refuse)
     assert main(['down', '--name', 'one']) == 1
-    reason = f'{root}/one cannot be removed completely: {directory}/images is a mount'
-    message = f'elab: {reason}. Fix: unmount what is mounted below that directory, and run `elab down` again\n'
-    assert capsys.readouterr() == ('', message)
+    reason = f'{root}/one cannot be removed completely: {directory}/images/upper is a mount: umount failed'
+    fix = 'unmount what is mounted below that directory, and run `elab down` again'
+    assert capsys.readouterr().err.splitlines()[-1] == f'elab: {reason}. Fix: {fix}'
+    assert commands == [['umount', '--lazy', f'{directory}/images/upper']]
     assert (directory / 'images/mine').exists()
-    monkeypatch.setattr(machine, 'end_processes', lambda *_: None)
-    state.MOUNTINFO.write_text(''.join(mounts[:-1]))
+
+    def unmount(command: list[str]) -> str:
+        assert (directory / 'images/mine').exists()
+        commands.append(command)
+        return ''
+
+    monkeypatch.setattr(machine, 'run', unmount)
     assert main(['down', '--name', 'one']) == 0
+    assert commands[1:] == [['umount', '--lazy', str(mount_point)] for mount_point in reversed(inside)]
+    assert f'{directory}/images: unmounted\n' in capsys.readouterr().err
     assert not directory.exists()
 
 
