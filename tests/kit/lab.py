@@ -12,14 +12,14 @@ import signal
 import ssl
 import sys
 import urllib.request
+import warnings
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from ecomp.errors import EcompError
 from ecomp.lab import elab, machine, state
 from ecomp.lab.hosts import LabHost
 from ecomp.lab.network import CONTROL
@@ -42,41 +42,43 @@ def make_lab_name(purpose: str) -> str:
     return f't{os.environ.get("ECOMP_TESTS", "")}-{purpose}{os.getpid()}'
 
 
-def create_lab_directory(name: str, hosts: int) -> Path:
-    """Create the directory of a lab with nothing but lab.json, and return it.
-
-    Files may be put or mounted in it before `elab up`.
-    """
-    with state.hold_lock(LABS_ROOT / name):
-        return state.load_or_create(name, hosts).directory
-
-
 class Lab:
     """A lab, made by `elab up` and removed by close(); its state is read from its servers."""
 
-    def __init__(self, name: str, hosts: int) -> None:
+    def __init__(self, name: str, hosts: int, prepare: Callable[[Path], None] = lambda _: None) -> None:
+        """Start the lab; if that fails, warn of the reason, and start it once more.
+
+        Before each start, `prepare` puts or mounts files in the lab's directory.
+        """
         self.name = name
         self.is_audited = False
-        self.directory = create_lab_directory(name, hosts)
-        self.operator = self.directory / 'certs/operator-lab'
-        self._memory = self.directory / CONTROL
-        self._memory.mkdir(parents=True)
         try:
-            # Keep etcd's and placement's files in memory: writing them through to a disk is most of their cost.
-            machine.run(['mount', '-t', 'tmpfs', 'tmpfs', str(self._memory)])
-            self.run_elab('up', '--hosts', str(hosts))
-        except BaseException:
-            self.close()
-            raise
+            self._start(hosts, prepare)
+        except Exception as error:
+            warnings.warn(f'lab {name} is started again, because: {error}', stacklevel=2)
+            self._start(hosts, prepare)
+        self.operator = self.directory / 'certs/operator-lab'
         self.facts = json.loads((self.directory / 'lab.json').read_text())
         self.hosts = [f'hv{number}' for number in range(1, hosts + 1)]
         self.witness = Witness(
             self.call_etcd, PlacementDatabase(self.directory / CONTROL / 'placement.sqlite'), self.is_working
         )
 
+    def _start(self, hosts: int, prepare: Callable[[Path], None]) -> None:
+        with state.hold_lock(LABS_ROOT / self.name):
+            self.directory = state.load_or_create(self.name, hosts).directory
+        try:
+            prepare(self.directory)
+            # Keep etcd's and placement's files in memory: writing them through to a disk is most of their cost.
+            (self.directory / CONTROL).mkdir(parents=True)
+            machine.run(['mount', '-t', 'tmpfs', 'tmpfs', str(self.directory / CONTROL)])
+            self.run_elab('up', '--hosts', str(hosts))
+        except BaseException:
+            self.close()
+            raise
+
     def close(self) -> None:
-        with contextlib.suppress(EcompError):  # not mounted yet
-            machine.run(['umount', '-l', str(self._memory)])
+        """Remove the lab, with what was mounted in its directory."""
         self.run_elab('down')
 
     def run_elab(self, command: str, *words: str) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ import yaml
 
 from tests.kit.boot_sectors import HALT, make_boot_disk
 from tests.kit.hypervisor import HOST_INVENTORY, Hypervisor
-from tests.kit.lab import Lab, create_lab_directory, make_lab_name
+from tests.kit.lab import Lab, make_lab_name
 from tests.kit.slow_images import SlowImages
 
 # The ssh key that hosts give to guests of the scenario lab.
@@ -24,9 +24,11 @@ SMALL_IMAGES_MB = 8
 
 
 @contextmanager
-def start_lab(name: str, size: int, guest_image: Path) -> Iterator[Lab]:
+def start_lab(
+    name: str, size: int, guest_image: Path, prepare: Callable[[Path], None] = lambda _: None
+) -> Iterator[Lab]:
     """Start a lab that serves the small guest image and one that halts at once; remove it at the end."""
-    lab = Lab(name, size)
+    lab = Lab(name, size, prepare)
     try:
         (lab.directory / 'images/guest.qcow2').write_bytes(guest_image.read_bytes())
         (lab.directory / 'images/idle.raw').write_bytes(make_boot_disk(HALT))
@@ -40,14 +42,15 @@ def shared_lab(guest_image: Path) -> Iterator[Lab]:
     """Three hosts whose guests get our ssh key and user-data."""
     if os.geteuid() != 0:
         pytest.skip('hypervisors in namespaces need root')
-    name = make_lab_name('stories')
-    top = create_lab_directory(name, 3)
-    # elab keeps files that exist already.
-    for number in (1, 2, 3):
-        conf = top / f'hv{number}/mdserver.conf'
-        conf.parent.mkdir(parents=True)
-        conf.write_text(f'[mdserver]\nuser-data = user-data\n\n[public-keys]\ndefault = {SSH_KEY}\n')
-    with start_lab(name, 3, guest_image) as lab:
+
+    def write_metadata(directory: Path) -> None:
+        # elab keeps files that exist already.
+        for number in (1, 2, 3):
+            conf = directory / f'hv{number}/mdserver.conf'
+            conf.parent.mkdir(parents=True)
+            conf.write_text(f'[mdserver]\nuser-data = user-data\n\n[public-keys]\ndefault = {SSH_KEY}\n')
+
+    with start_lab(make_lab_name('stories'), 3, guest_image, write_metadata) as lab:
         yield lab
 
 
@@ -69,17 +72,14 @@ def hypervisors() -> Iterator[tuple[Hypervisor, Hypervisor]]:
     """Two hosts; the second has a small file system for images, which a test may enlarge."""
     if os.geteuid() != 0:
         pytest.skip('hypervisors in namespaces need root')
-    name = make_lab_name('faults')
-    # Mount it before the host is made: its daemons get their view of the file systems when they start.
-    small = create_lab_directory(name, 2) / 'hv2/state/images'
-    small.mkdir(parents=True)
-    with ExitStack() as undo:
-        undo.callback(subprocess.run, ['umount', str(small)], check=True)
+    def mount_small(directory: Path) -> None:
+        # Before the host is made: its daemons get their view of the file systems when they start.
+        small = directory / 'hv2/state/images'
+        small.mkdir(parents=True)
         subprocess.run(['mount', '-t', 'tmpfs', '-o', f'size={SMALL_IMAGES_MB}m', 'tmpfs', str(small)], check=True)
-        lab = Lab(name, 2)
-        undo.pop_all()
-        undo.callback(lab.close)
-        undo.callback(subprocess.run, ['umount', str(small)], check=True)
+
+    lab = Lab(make_lab_name('faults'), 2, mount_small)
+    try:
         (lab.directory / 'images/idle.raw').write_bytes(make_boot_disk(HALT))
         pair = Hypervisor(lab, 'hv1'), Hypervisor(lab, 'hv2')
         for hypervisor in pair:
@@ -91,6 +91,8 @@ def hypervisors() -> Iterator[tuple[Hypervisor, Hypervisor]]:
         for hypervisor in pair:
             hypervisor.wait_ready()
         yield pair
+    finally:
+        lab.close()
 
 
 @pytest.fixture

@@ -37,6 +37,8 @@ PARTS = {
 }
 FOLDERS = ('unit', 'golden', 'functional', 'model', 'scenario', 'faults', 'security', 'mutations')
 SLOW_TESTS = pytest.StashKey[list[str]]()
+# The test that first showed the error of a shared fixture, by the error.
+FAILED_SETUPS = pytest.StashKey[dict[BaseException, str]]()
 # When each test that only --all runs last passed: lines `2026-01-31 NODEID`, written by `tests/run --all`.
 TESTS = Path(__file__).parents[1]
 LAST_RUN_PATH = TESTS / 'last_run'
@@ -142,10 +144,15 @@ def pytest_make_collect_report(collector: pytest.Collector) -> object:
 
 
 @pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> object:
-    """With --nothing-skipped a skipped test fails."""
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> object:
+    """Shorten the repeated error of a shared fixture; with --nothing-skipped a skipped test fails."""
     outcome = yield
     report = outcome.get_result()
+    if report.when == 'setup' and report.failed and call.excinfo:
+        # pytest raises the error of a shared fixture again for each test that needs it.
+        first = item.config.stash.setdefault(FAILED_SETUPS, {}).setdefault(call.excinfo.value, report.nodeid)
+        if first != report.nodeid:
+            report.longrepr = f'what it shares with {first} could not be made: see there'
     if report.skipped and not hasattr(report, 'wasxfail') and item.config.getoption('nothing_skipped'):
         report.outcome = 'failed'
         report.longrepr = f'skipped, where nothing may be: {report.longrepr}'

@@ -1,14 +1,19 @@
-"""Tools of the tests: the history judge, and the filter for tracebacks in a host's log."""
+"""Tools of the tests: the history judge, the filter for tracebacks in a host's log, and the start of a lab."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ecomp.lab import machine
+from tests.kit import lab as labs
 from tests.kit.ending import StoredValue
 from tests.kit.history import CommandRun, judge
 from tests.kit.hypervisor import drop_stillborn_tracebacks
@@ -436,3 +441,28 @@ INCOMPLETE = STILLBORN.format(between=LOGGED).removesuffix('EOFError: Ran out of
 )
 def test_only_tracebacks_of_stillborn_workers_are_removed(log: str, expected: str) -> None:
     assert drop_stillborn_tracebacks(log) == expected
+
+
+# A lab that does not start
+
+
+@pytest.mark.parametrize('failures', [1, 2])
+def test_failed_start_of_a_lab_is_reported_and_repeated_once(
+    failures: int, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    reason = 'the second host ended'
+
+    def run_elab(lab: labs.Lab, command: str, *_: str) -> None:
+        steps.append(command)
+        if command == 'down':
+            shutil.rmtree(lab.directory)
+        assert command != 'up' or steps.count('up') > failures, reason
+
+    monkeypatch.setattr(labs, 'LABS_ROOT', root)
+    monkeypatch.setattr(labs.Lab, 'run_elab', run_elab)
+    monkeypatch.setattr(machine, 'run', lambda _: '[]')
+    end = pytest.raises(AssertionError, match=reason) if failures == 2 else nullcontext()
+    with pytest.warns(UserWarning, match=f'lab one is started again, because: {reason}'), end:
+        labs.Lab('one', 1, lambda _: steps.append('prepare'))
+    assert steps == [*['prepare', 'up', 'down'] * failures, *['prepare', 'up'] * (2 - failures)]

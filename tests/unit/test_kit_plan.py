@@ -70,6 +70,15 @@ def test_tests_of_one_lab_run_in_one_process(tmp_path: Path) -> None:
     assert len(set((base / 'pids').read_text().split())) == 1
 
 
+def test_error_of_a_shared_lab_is_shown_once(tmp_path: Path) -> None:
+    text = TEST_FILE.replace('return os.getpid()', 'assert not os.getpid(), "elab up failed"')
+    process = run_pytest(tmp_path, text, '-n0')
+    assert '12 passed, 12 errors' in process.stdout
+    assert process.stdout.count('E       AssertionError: elab up failed') == 1
+    one_line = 'what it shares with test_them.py::test_of_a_lab[0] could not be made: see there'
+    assert process.stdout.splitlines().count(one_line) == 11
+
+
 def test_oldest_run_is_found(tmp_path: Path) -> None:
     path = tmp_path / 'last_run'
     path.write_text('2026-01-31 tests/x.py::test_a[a b]\n2025-12-24 tests/x.py::test_b\n')
