@@ -20,6 +20,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.kit.audit import wait_audit_clean
+from tests.kit.boot_sectors import DHCP_SOURCE, make_dhcp_image
 from tests.kit.commands import Control, Ecompute
 from tests.kit.invariants import check_invariants
 from tests.kit.kept import cache_file
@@ -120,6 +121,12 @@ def guest_image() -> Path:
         return image
 
     return cache_file('guest.qcow2', sources, make)
+
+
+@pytest.fixture(scope='session')
+def dhcp_image() -> Path:
+    """An image of a guest that only gets itself an address, and hardly uses the processor."""
+    return cache_file('dhcp.qcow2', DHCP_SOURCE.read_text(), make_dhcp_image)
 
 
 @pytest.fixture(scope='session')

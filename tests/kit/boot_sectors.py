@@ -1,6 +1,12 @@
-"""Disks of 1 MiB that boot a few bytes of machine code, if a running QEMU is enough."""
+"""Disks of 1 MiB that boot a little machine code, if a running QEMU or its address is enough."""
 
 from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+# A guest that asks for an address.
+DHCP_SOURCE = Path(__file__).with_name('dhcp_guest.c')
 
 # cli; hlt; jmp: uses no processor time.
 HALT = bytes.fromhex('fa f4 ebfd')
@@ -18,3 +24,20 @@ POWER_BUTTON = bytes.fromhex(
 
 def make_boot_disk(sector: bytes) -> bytes:
     return sector.ljust(510, b'\0') + b'\x55\xaa' + bytes(2**20 - 512)
+
+
+def make_dhcp_image(directory: Path) -> Path:
+    """Compile DHCP_SOURCE to a qcow2 image in this directory."""
+    program, disk, image = (directory / name for name in ('program', 'disk', 'image.qcow2'))
+    # Code and data are in one segment from the boot sector on, in the order of the source.
+    flags = ['-m16', '-march=i386', '-Os', '-ffreestanding', '-fno-pic', '-fno-stack-protector']
+    order = ['-fno-toplevel-reorder', '-fno-asynchronous-unwind-tables', '-fno-strict-aliasing']
+    subprocess.run(['gcc', *flags, *order, '-c', DHCP_SOURCE, '-o', f'{program}.o'], check=True)
+    link = ['ld', '-m', 'elf_i386', '-Ttext=0x7c00', '-e', '_start', '--oformat', 'binary']
+    subprocess.run([*link, '-o', program, f'{program}.o'], check=True)
+    code = program.read_bytes()
+    # The boot sector reads seven more.
+    assert len(code) <= 8 * 512
+    disk.write_bytes(code + bytes(2**20 - len(code)))
+    subprocess.run(['qemu-img', 'convert', '-f', 'raw', '-O', 'qcow2', disk, image], check=True)
+    return image
