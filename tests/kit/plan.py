@@ -115,6 +115,8 @@ def find_part(path: Path) -> str:
 
 def _choose_group(item: pytest.Item) -> str | None:
     assert isinstance(item, pytest.Function)
+    if item.get_closest_marker('xdist_group'):
+        return None  # it names its own
     if 'hypervisors' in item.fixturenames:
         # The slow ones wait so long that a single lab for all of them would finish last.
         return LAB_GROUPS[1 + (item.path.stem > FIRST_LAB_END and 'not slow' not in item.config.option.markexpr)]

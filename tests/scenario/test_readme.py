@@ -1,9 +1,12 @@
 """The commands of README, tutorial and how-tos, typed in a copy of the repository.
 
-They run on a machine of their own, so that a lab of the same name on this one is not disturbed. A block after
-`<!-- runs in: … -->` is typed into one shell, page after page, in the clone or in the lab. Every line that the page
-shows must appear in the output, in order. Uuids, addresses, times and sizes may differ, but a uuid or address in a
-command of the page must stand for the same real one everywhere on that page.
+They run on machines of their own, so that a lab of the same name on this one is not disturbed. A block after
+`<!-- runs in: … -->` is typed into the page's shell, in the clone or in the lab. Every line that the page shows must
+appear in the output, in order. Uuids, addresses, times and sizes may differ, but a uuid or address in a command of the
+page must stand for the same real one everywhere on that page.
+
+README's commands make everything, as a newcomer does. The other pages find a lab, which pages of a group share. What
+README and the tutorial show of a guest needs one that boots; all other commands need only its address.
 """
 
 from __future__ import annotations
@@ -12,14 +15,16 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from tests.kit.machine import Machine, explain_missing, start_machine
-from tests.kit.servers import TOP
+from tests.kit.servers import TOP, make_environment
 from tests.kit.tree import copy_tree
 
 BLOCK = re.compile(r'<!-- runs in: (\w+) -->\n```console\n(.*?)```', re.DOTALL)
@@ -131,55 +136,74 @@ def test_names_match_only_equal_lines() -> None:
     assert names.matches('disk 0.023 s |  ===    |', 'disk 1.5 s |=      |')
 
 
+def list_pages() -> list[str]:
+    """Return the pages with commands. README is the first, the last ones lose a host."""
+    last = ('docs/howto/a-host-died.md', 'docs/howto/hosts.md')
+    paths = [TOP / 'README.md', TOP / 'docs/tutorial.md', *sorted((TOP / 'docs/howto').glob('*.md'))]
+    pages = [str(path.relative_to(TOP)) for path in paths if BLOCK.search(path.read_text())]
+    return sorted(pages, key=last.__contains__)
+
+
+README, *GUIDES = list_pages()
+TUTORIAL = 'docs/tutorial.md'
+# Each of the two groups runs in a process and has a lab; pages that are not named here are the first group.
+SECOND_GROUP = ('docs/howto/stacks.md', 'docs/howto/a-host-died.md')
+LAB_IMAGE = '/var/lib/elab/lab/images/guest.qcow2'
+
+
 @pytest.mark.long
-def test_commands_of_the_pages_print_what_is_shown(copy: Path, own_machine: Machine) -> None:
-    shell = subprocess.Popen(
-        own_machine.wrap_command(['bash', '--norc'], copy),
+@pytest.mark.xdist_group('README')
+def test_commands_of_the_readme_print_what_is_shown(copy: Path, dhcp_image: Path) -> None:
+    assert not explain_missing(), explain_missing()
+    with start_machine() as machine:
         # Compiling modules that no page imports would be most of the installation time.
-        env={**{n: v for n, v in os.environ.items() if n not in ('PYTHONPATH', 'VIRTUAL_ENV')}, 'PIP_NO_COMPILE': '1'},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+        type_page(README, machine, copy, dhcp_image, {'PIP_NO_COMPILE': '1'})
+        machine.run(['./quickstart.sh', 'down'], copy)
+        assert machine.run(['ls', '/var/lib/elab']).stdout == ''
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ('machine_with_lab', 'page'),
+    [
+        pytest.param(group, page, id=page, marks=pytest.mark.xdist_group(group))
+        for group, is_second in (('pages', False), ('more pages', True))
+        for page in GUIDES
+        if (page in SECOND_GROUP) is is_second
+    ],
+    indirect=['machine_with_lab'],
+    scope='module',
+)
+def test_commands_of_a_page_print_what_is_shown(
+    machine_with_lab: Machine, page: str, guest_image: Path, dhcp_image: Path
+) -> None:
+    environment = {'PYTHONPATH': make_environment()['PYTHONPATH']}
     try:
-        for page in list_pages(copy):
-            blocks = BLOCK.findall(page.read_text())
-            names = RealNames(
-                {name for _, text in blocks for step in parse_steps(text) for name in UUID.findall(step.command)}
-            )
-            for place, text in blocks:
-                run_command(shell, f'cd {copy}; {COMMAND_BY_PLACE[place]}')
-                for step in parse_steps(text):
-                    run_step(shell, step, names)
+        type_page(page, machine_with_lab, TOP, guest_image if page == TUTORIAL else dhcp_image, environment)
     finally:
-        run_command(shell, f'cd {copy}; ./quickstart.sh down')
-        shell.stdin.close()  # type: ignore[union-attr]
-        shell.wait(60)
-    assert own_machine.run(['ls', '/var/lib/elab']).stdout == ''
+        # What a page leaves must not fail the next one.
+        with open_shell(machine_with_lab, TOP, environment) as shell:
+            run_command(shell, f'{COMMAND_BY_PLACE["lab"]}; eschedule destroy --every --yes --wait')
 
 
 def test_every_block_runs_in_a_known_place() -> None:
-    places_by_page = {page.name: [place for place, _ in BLOCK.findall(page.read_text())] for page in list_pages(TOP)}
-    assert places_by_page['README.md'][0] == 'clone'
-    assert {place for places in places_by_page.values() for place in places} == set(COMMAND_BY_PLACE)
-    assert sum(page.read_text().count('<!-- runs in') for page in list_pages(TOP)) == sum(
-        map(len, places_by_page.values())
-    )
+    places = {page: [place for place, _ in BLOCK.findall((TOP / page).read_text())] for page in (README, *GUIDES)}
+    assert places[README][0] == 'clone'
+    assert {place for each in places.values() for place in each} == set(COMMAND_BY_PLACE)
+    texts = [path.read_text() for path in (TOP / README, *(TOP / 'docs').rglob('*.md'))]
+    assert sum(text.count('<!-- runs in') for text in texts) == sum(map(len, places.values()))
 
 
-def list_pages(top: Path) -> list[Path]:
-    """Return the pages to type, in order: the README's commands make the lab; those that lose a host come last."""
-    last = ('a-host-died.md', 'hosts.md')
-    guides = sorted((top / 'docs/howto').glob('*.md'), key=lambda page: (page.name in last, page.name))
-    return [top / 'README.md', top / 'docs/tutorial.md', *guides]
-
-
-@pytest.fixture
-def own_machine() -> Iterator[Machine]:
+@pytest.fixture(scope='module')
+def machine_with_lab() -> Iterator[Machine]:
+    """A machine for a group of pages, with a lab that is made from this tree."""
     assert not explain_missing(), explain_missing()
-    with start_machine() as started:
-        yield started
+    with start_machine() as machine:
+        result = machine.run(
+            ['env', f'PYTHONPATH={make_environment()["PYTHONPATH"]}', sys.executable, '-m', 'ecomp.lab.elab', 'up'], TOP
+        )
+        assert result.returncode == 0, result
+        yield machine
 
 
 @pytest.fixture
@@ -192,6 +216,41 @@ def copy(tmp_path: Path) -> Iterator[Path]:
         subprocess.run([*git, *words], check=True)
     yield directory
     shutil.rmtree(directory, ignore_errors=True)
+
+
+def type_page(page: str, machine: Machine, clone: Path, image: Path, environment: Mapping[str, str]) -> None:
+    """Type a page's commands into a shell on the machine, and check their output.
+
+    Commands in the lab find `image` there.
+    """
+    blocks = BLOCK.findall((TOP / page).read_text())
+    names = RealNames({name for _, text in blocks for step in parse_steps(text) for name in UUID.findall(step.command)})
+    with open_shell(machine, clone, environment) as shell:
+        for place, text in blocks:
+            if place == 'lab':
+                run_command(shell, f'cmp -s {image} {LAB_IMAGE} || cp {image} {LAB_IMAGE}')
+            run_command(shell, f'cd {clone}; {COMMAND_BY_PLACE[place]}')
+            for step in parse_steps(text):
+                run_step(shell, step, names)
+
+
+@contextmanager
+def open_shell(machine: Machine, directory: Path, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
+    inherited = {name: value for name, value in os.environ.items() if name not in ('PYTHONPATH', 'VIRTUAL_ENV')}
+    shell = subprocess.Popen(
+        machine.wrap_command(['bash', '--norc'], directory),
+        env={**inherited, **environment},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert shell.stdin
+    try:
+        yield shell
+    finally:
+        shell.stdin.close()
+        shell.wait(60)
 
 
 def parse_steps(text: str) -> list[Step]:
