@@ -21,6 +21,11 @@ from ecomp.virt.connection import Connection, IgnoredErrors, describe_error, is_
 
 log = logging.getLogger(__name__)
 
+# libvirt runs ebtables for each rule of a guest's filter. ebtables-nft fails with "RULE_DELETE failed" if another rule
+# of the host changes while it runs, for example because Docker starts a container. Then the guest does not start.
+MAX_START_TRIES = 5
+FILTER_ERROR_DOMAINS = frozenset({libvirt.VIR_FROM_FIREWALL, libvirt.VIR_FROM_NWFILTER})
+
 # Seconds that a guest agent has for each answer; libvirt's default is to wait forever.
 AGENT_TIMEOUT_SECONDS = 1
 
@@ -247,7 +252,7 @@ class Domains:
                 _undefine(domain)
             domain = connection.defineXML(description)
             failpoint('domain-defined')
-            domain.create()
+            _create(domain)
 
     def start_existing(self, instance: str, compute: str) -> None:
         """Start our domain as defined; no-op if it runs. Raises what start() does, and BuildFailed if there is none."""
@@ -256,7 +261,7 @@ class Domains:
             for domain in domains:
                 _check_ours(domain, instance, compute)
                 if not domain.isActive():
-                    domain.create()
+                    _create(domain)
             if not domains:
                 raise BuildFailed('started', 'its domain is gone')
 
@@ -333,6 +338,18 @@ class Domains:
         with use as connection, IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN):
             return xml.parse_interfaces(connection.lookupByUUIDString(instance).XMLDesc())
         return {}
+
+
+def _create(domain: libvirt.virDomain) -> None:
+    """Start the domain, at most MAX_START_TRIES times if its filter fails; libvirtError."""
+    for remaining_tries in reversed(range(MAX_START_TRIES)):
+        try:
+            domain.create()
+            return
+        except libvirt.libvirtError as error:
+            if error.get_error_domain() not in FILTER_ERROR_DOMAINS or not remaining_tries:
+                raise
+            log.warning('domain %s is started again: %s', domain.name(), describe_error(error))
 
 
 def _find_domains(connection: libvirt.virConnect, instance: str) -> list[libvirt.virDomain]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from ipaddress import IPv4Address
+from pathlib import Path
 
 import pytest
 
+from ecomp.errors import BuildFailed
 from ecomp.model.guest import DEFAULT_NETWORKS, Attachment, GuestSpec
 from tests.functional.guest import COMPUTE, build
 from tests.functional.libvirt_host import LibvirtHost
@@ -19,6 +23,7 @@ from tests.kit.servers import wait_until
 
 libvirt = pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
 from ecomp.virt import xml  # noqa: E402
+from ecomp.virt.domains import MAX_START_TRIES  # noqa: E402
 from ecomp.virt.libvirt_host import NO_FILTERS, Libvirt  # noqa: E402
 from ecomp.virt.xml import Service  # noqa: E402
 
@@ -61,6 +66,20 @@ ZERO = '00' * 6
 TAGS = {'vlan 0': '81000000', 'vlan 7': '81000007', '802.1ad': '88a80000', 'two': '88a8000081000000'}
 BRIDGED_NETWORKS = (*DEFAULT_NETWORKS, Attachment('bridge', 'br0'))
 DRIVER_DIRECTORY = '/usr/lib/x86_64-linux-gnu/libvirt/connection-driver'
+# Debian's link to the ebtables that libvirt runs.
+EBTABLES_LINK = '/etc/alternatives/ebtables'
+RACE_ERROR = 'RULE_DELETE failed (No such file or directory): rule in chain libvirt-J-vnet0'
+# Fails as ebtables-nft does if other rules of the host change while it adds one; once for each line of a file.
+RACING_EBTABLES = f"""#!/bin/sh
+case "$*" in *' -A libvirt-J-'*)
+    if [ -s {{races}} ]; then
+        sed -i 1d {{races}}
+        echo 'ebtables v1.8.9 (nf_tables):  {RACE_ERROR}' >&2
+        exit 4
+    fi
+esac
+exec {{program}} "$@"
+"""
 
 
 def strip_colons(mac: str) -> str:
@@ -277,6 +296,31 @@ def test_guest_has_these_filter_rules(
         real_libvirt.destroy(spec.instance, COMPUTE)
         host.run_inside(['ip', 'link', 'del', 'br0'])
     assert 'libvirt-I' not in list_rules(host)
+
+
+@pytest.fixture
+def races(host: LibvirtHost) -> Iterator[Path]:
+    """A file: for each of its lines one ebtables of the host's libvirt loses a race against other firewall rules."""
+    file, directory = host.root / 'races', host.root / 'alternatives'
+    shutil.copytree(Path(EBTABLES_LINK).parent, directory, symlinks=True)
+    program = directory / Path(EBTABLES_LINK).name
+    program.unlink()
+    program.write_text(RACING_EBTABLES.format(races=file, program=os.readlink(EBTABLES_LINK)))
+    program.chmod(0o755)
+    host.run_inside(['mount', '--bind', str(directory), str(Path(EBTABLES_LINK).parent)])
+    yield file
+    host.run_inside(['umount', str(Path(EBTABLES_LINK).parent)])
+    shutil.rmtree(directory)
+
+
+def test_guest_starts_while_other_firewall_rules_change(real_libvirt: Libvirt, spec: GuestSpec, races: Path) -> None:
+    races.write_text('lost\n' * (MAX_START_TRIES - 1))
+    build(real_libvirt, spec)
+    assert (races.read_text(), real_libvirt.list_guests()[spec.instance].running) == ('', True)
+    real_libvirt.switch_off(spec.instance, COMPUTE)
+    races.write_text('lost\n' * MAX_START_TRIES)
+    with pytest.raises(BuildFailed, match=re.escape(RACE_ERROR)):
+        real_libvirt.start_existing(spec.instance, COMPUTE)
 
 
 def test_existing_filters_are_kept(real_libvirt: Libvirt, connection: object) -> None:
