@@ -16,7 +16,7 @@ from ecomp.model import keys
 from ecomp.model.allocation import calculate_capacity, describe_difference, format_resources, sum_resources
 from ecomp.model.command_names import RESERVED
 from ecomp.model.group import Group
-from ecomp.model.guest import PAUSED, REFUSED_METADATA, UNLIKE, UNPLUGGED
+from ecomp.model.guest import INTERFACE_DOWN, PAUSED, REFUSED_METADATA, UNLIKE, UNPLUGGED
 from ecomp.model.host import MAX_QUOTED_INSTANCES, SILENT
 from ecomp.model.level import get_level
 from ecomp.model.order import InvalidRequest, Request
@@ -293,7 +293,7 @@ def confirm_findings(
 
 # The code for each trouble of a living guest that its compute detects itself and writes into the record's fault.
 CODES_BY_TROUBLE = {
-    **dict.fromkeys((PAUSED, UNLIKE, UNPLUGGED), 'domain-differs'),
+    **dict.fromkeys((PAUSED, UNLIKE, UNPLUGGED, INTERFACE_DOWN), 'domain-differs'),
     REFUSED_METADATA: 'metadata-refused',
 }
 

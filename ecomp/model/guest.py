@@ -262,6 +262,7 @@ NO_SPACE = 'it is paused, for its disk cannot be written: is the file system ful
 PAUSED = 'it is paused outside of ecomp. Fix: virsh resume, or virsh dompmwakeup where it was put to sleep'
 UNLIKE = 'its domain differs from its claim'
 UNPLUGGED = 'its interface is on no bridge'
+INTERFACE_DOWN = 'its interface is down'
 REFUSED_METADATA = 'the metadata server refuses it'
 
 

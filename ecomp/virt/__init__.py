@@ -106,7 +106,7 @@ class Hypervisor(Protocol):
         """
 
     def replug_interfaces(self) -> None:
-        """Put interfaces that are on no bridge back; failures are `trouble` in list_guests()."""
+        """Put interfaces that are on no bridge back; failures, and one that is down, are `trouble` in list_guests()."""
 
     def disable_autostart(self) -> None:
         """Remove the autostart of our domains: libvirt would start them before ecompute has read their requests."""

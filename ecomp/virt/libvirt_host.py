@@ -13,7 +13,7 @@ import shlex
 import shutil
 import struct
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,7 @@ from ecomp.addresses import is_own_address, resolve_addresses
 from ecomp.errors import BuildFailed, Conflict, EcompError, Unreachable, UsageError
 from ecomp.files import get_search_path
 from ecomp.model import health
-from ecomp.model.guest import DEFAULT_NETWORKS, UNPLUGGED, Address, Attachment, Guest, GuestSpec
+from ecomp.model.guest import DEFAULT_NETWORKS, INTERFACE_DOWN, UNPLUGGED, Address, Attachment, Guest, GuestSpec
 from ecomp.model.health import MISSING
 from ecomp.model.image import Address as IpAddress
 from ecomp.virt import networks, xml
@@ -365,21 +365,33 @@ class Libvirt:
         return known_addresses
 
     def replug_interfaces(self) -> None:
-        """Put our guests' unplugged interfaces back, each logged; failures are `trouble` until the next call."""
-        loose_taps, unplugged = networks.find_loose_taps(), dict[str, str]()
-        for instance in self._domains.list_guests() if loose_taps else ():
+        """Put our guests' unplugged interfaces back, each logged; failures are `trouble` until the next call.
+
+        So is an interface that is down.
+        """
+        unplugged: dict[str, str] = {}
+        for instance, link in self._find_links(networks.find_loose_taps):
+            kind, name = link.attachment
+            try:
+                bridge = (self._networks.find_own_bridge(name) if kind == 'network' else None) or link.bridge
+                networks.plug_tap(link.tap, bridge, link.is_isolated)
+                log.warning('instance %s: %s was on no bridge: plugged it into %s', instance, link.tap, bridge)
+            except EcompError as error:
+                unplugged[instance] = f'{UNPLUGGED} ({link.tap}): {error}. Fix: start {kind} {name} again'
+        # With `hold_addresses` libvirt sets an interface down if it cannot apply the address that it has learned, and
+        # learns no other. To set it up again is not enough.
+        for instance, link in self._find_links(networks.find_downed_taps):
+            unplugged.setdefault(instance, f'{INTERFACE_DOWN} ({link.tap}). Fix: stop the guest, and start it')
+        self._unplugged_reasons = unplugged
+
+    def _find_links(self, find_taps: Callable[[], Set[str]]) -> Iterator[tuple[str, xml.InterfaceLink]]:
+        """Yield each interface of our guests whose tap `find_taps` returns, with its instance."""
+        taps = find_taps()
+        for instance in self._domains.list_guests() if taps else ():
             for link in self._domains.read_interfaces(instance).values():
                 # List them again: libvirt describes a starting guest only after its tap is on its bridge.
-                if link.tap not in loose_taps & networks.find_loose_taps():
-                    continue
-                kind, name = link.attachment
-                try:
-                    bridge = (self._networks.find_own_bridge(name) if kind == 'network' else None) or link.bridge
-                    networks.plug_tap(link.tap, bridge, link.is_isolated)
-                    log.warning('instance %s: %s was on no bridge: plugged it into %s', instance, link.tap, bridge)
-                except EcompError as error:
-                    unplugged[instance] = f'{UNPLUGGED} ({link.tap}): {error}. Fix: start {kind} {name} again'
-        self._unplugged_reasons = unplugged
+                if link.tap in taps & find_taps():
+                    yield instance, link
 
     def watch_changes(
         self, notify: Callable[[str], None], on_network_change: Callable[[str], None] | None = None

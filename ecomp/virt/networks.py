@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 INTERFACES_DIRECTORY = Path('/sys/class/net')
 # States of a neighbour entry in which its MAC is trusted.
 TRUSTED_STATES = {'REACHABLE', 'STALE', 'DELAY', 'PROBE', 'PERMANENT'}
+# The bit of an interface's flags that is set while it is up: netdevice(7).
+IFF_UP = 1
 # Timeout of one `ip`, which only queries the kernel.
 IP_TIMEOUT_SECONDS = 10
 
@@ -74,6 +76,16 @@ def find_loose_taps() -> frozenset[str]:
     return frozenset(
         interface.name for interface in INTERFACES_DIRECTORY.glob('vnet*') if not (interface / 'master').exists()
     )
+
+
+def find_downed_taps() -> frozenset[str]:
+    """Return the names of libvirt's tap devices that are down."""
+    names = set()
+    for interface in INTERFACES_DIRECTORY.glob('vnet*'):
+        with suppress(OSError):  # removed after it was listed
+            if not int((interface / 'flags').read_text(), 16) & IFF_UP:
+                names.add(interface.name)
+    return frozenset(names)
 
 
 def plug_tap(tap: str, bridge: str, isolated: bool) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ecomp.model.guest import UNPLUGGED, Attachment, GuestSpec
+from ecomp.model.guest import INTERFACE_DOWN, UNPLUGGED, Attachment, GuestSpec
 from tests.functional.guest import COMPUTE, build
 from tests.functional.libvirt_host import LibvirtHost
 
@@ -89,6 +89,24 @@ def check_port_isolation(state: str, instance: str) -> None:
         assert (list_bridges(), is_isolated(), hypervisor.list_guests()[instance].trouble) == (['virbr6'], True, '')
 
 
+def check_interface_down(state: str, instance: str) -> None:
+    """Check inside the host's namespaces that an interface that is down is reported, until it is up."""
+    with closing(Libvirt(Path(state))) as hypervisor:
+        hypervisor.replug_interfaces()
+        guest = hypervisor.list_guests()[instance]
+        assert guest.trouble == ''
+        assert guest.compute is not None
+        (tap,) = (path.name for path in INTERFACES_DIRECTORY.glob('vnet*'))
+        run_command('ip', 'link', 'set', tap, 'down')
+        hypervisor.replug_interfaces()
+        trouble = hypervisor.list_guests()[instance].trouble
+        assert trouble == f'{INTERFACE_DOWN} ({tap}). Fix: stop the guest, and start it'
+        hypervisor.switch_off(instance, guest.compute)
+        hypervisor.start_existing(instance, guest.compute)
+        hypervisor.replug_interfaces()
+        assert hypervisor.list_guests()[instance].trouble == ''
+
+
 def test_guest_is_replugged_or_its_trouble_gives_the_reason(
     host: LibvirtHost, real_libvirt: Libvirt, spec: GuestSpec
 ) -> None:
@@ -113,3 +131,11 @@ def test_replugged_guest_is_isolated_again(host: LibvirtHost, real_libvirt: Libv
         real_libvirt.destroy(spec.instance, COMPUTE)
         for command_name in ('net-destroy', 'net-undefine'):
             host.run_inside(['virsh', '-q', command_name, 'alone'])
+
+
+def test_interface_that_is_down_is_a_trouble(host: LibvirtHost, real_libvirt: Libvirt, spec: GuestSpec) -> None:
+    build(real_libvirt, spec)
+    try:
+        host.call_function('tests.functional.test_plugged', 'check_interface_down', spec.instance)
+    finally:
+        real_libvirt.destroy(spec.instance, COMPUTE)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ecomp.model import keys, record
 from ecomp.model.audit import CODES, Finding, Repair, audit, confirm_findings
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY
-from ecomp.model.guest import PAUSED, REFUSED_METADATA, UNLIKE, UNPLUGGED
+from ecomp.model.guest import INTERFACE_DOWN, PAUSED, REFUSED_METADATA, UNLIKE, UNPLUGGED
 from ecomp.model.host import hostname_to_json as computes_to_json
 from ecomp.model.order import Request, to_json
 from ecomp.model.planes import AuditIndex, Digest, Planes, index_revisions
@@ -250,6 +250,7 @@ DEFECTS: list[tuple[str, str, Callable[[WorldBuilder], object]]] = [
     ('reservation-missing', ACTIVE, remove_reservation),
     ('reservation-differs', OFF, lambda w: w.add_reservation(ONE, OFF, '10.0.0.9')),
     ('domain-differs', ACTIVE, make_fault_change(f'{UNPLUGGED} (vnet0): network default is off')),
+    ('domain-differs', ACTIVE, make_fault_change(f'{INTERFACE_DOWN} (vnet0)')),
     ('domain-differs', ACTIVE, make_fault_change(PAUSED)),
     ('domain-differs', ACTIVE, make_fault_change(f'{PAUSED}; {UNLIKE}: VCPU:3 for 2')),
     ('domain-differs', ACTIVE, lambda w: w.add_guest(ONE, ACTIVE, trouble=PAUSED)),

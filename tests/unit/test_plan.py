@@ -25,6 +25,7 @@ from ecomp.agent.instance.plan import (
 )
 from ecomp.model.guest import (
     CRASHED,
+    INTERFACE_DOWN,
     MAX_INTERFACES,
     NO_SPACE,
     PAUSED,
@@ -184,7 +185,12 @@ def test_guest_that_is_off_or_runs_has_no_fault() -> None:
 
 
 # Faults that end once their cause is gone.
-TRANSIENT_FAULTS = (PAUSED, f'{UNPLUGGED} (vnet0): network default is off', f'{NO_SPACE}; {REFUSED_METADATA}: no lease')
+TRANSIENT_FAULTS = (
+    PAUSED,
+    f'{UNPLUGGED} (vnet0): network default is off',
+    f'{INTERFACE_DOWN} (vnet0)',
+    f'{NO_SPACE}; {REFUSED_METADATA}: no lease',
+)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,17 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ecomp.model.boots import find_previous_stop
-from ecomp.model.guest import CRASHED, NO_SPACE, PAUSED, REFUSED_METADATA, UNLIKE, UNPLUGGED, Address, Guest
+from ecomp.model.guest import (
+    CRASHED,
+    INTERFACE_DOWN,
+    NO_SPACE,
+    PAUSED,
+    REFUSED_METADATA,
+    UNLIKE,
+    UNPLUGGED,
+    Address,
+    Guest,
+)
 from ecomp.model.order import (
     SHUT_OFF,
     SHUTDOWN_REQUESTED,
@@ -215,6 +225,7 @@ OBSERVED_FAULTS = (
     PAUSED,
     UNLIKE,
     UNPLUGGED,
+    INTERFACE_DOWN,
     REFUSED_METADATA,
 )
 
