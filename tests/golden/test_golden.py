@@ -7,7 +7,7 @@ exit code (`=`). Each command runs in the cloud of scene.txt; each value of valu
 
 from __future__ import annotations
 
-import os
+import json
 import shlex
 import subprocess
 import sys
@@ -29,9 +29,9 @@ from ecomp.store.client import Store
 from tests.golden import scene
 from tests.kit.in_process import InProcessPlacement, remove_providers, start_placement
 from tests.kit.servers import make_environment
+from tests.kit.transcript import compare_with_file
 
 HERE = Path(__file__).parent
-IS_WRITING = os.environ.get('ECOMP_GOLDEN') == 'write'
 SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'
 OTHER_PROGRAMS = {'ecompute': 'ecomp.compute', 'elab': 'ecomp.lab.elab', 'mdserver': 'mdserver.server'}
 
@@ -58,12 +58,6 @@ def split_commands(path: Path) -> Iterator[tuple[list[str], str]]:
         elif not line or line.startswith('#'):
             before.append(line)
     yield before, ''
-
-
-def compare_with_file(path: Path, text: str) -> None:
-    if IS_WRITING:
-        path.write_text(text)
-    assert text == path.read_text(), f'{path.name}: see test_golden.py for what to do about it'
 
 
 @pytest.mark.parametrize('name', sorted(path.name for path in (HERE / 'commands').glob('eschedule*.txt')))
@@ -193,19 +187,41 @@ def test_interrupt_during_a_write_says_it_may_be_accepted(
     assert lines[-1] == '= 1'
 
 
+# Runs each command in a fork of one process, because a start takes half a second.
+RUN_COMMANDS = """
+import importlib, json, os, sys, tempfile
+main, answers = importlib.import_module(sys.argv[1]).main, []
+for words in json.load(sys.stdin):
+    with tempfile.TemporaryFile('w+') as out, tempfile.TemporaryFile('w+') as err:
+        if not (pid := os.fork()):
+            os.dup2(out.fileno(), 1)
+            os.dup2(err.fileno(), 2)
+            sys.exit(main(words))
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        for file in (out, err):
+            file.seek(0)
+        answers.append((out.read(), err.read(), code))
+json.dump(answers, sys.stdout)
+"""
+
+
 @pytest.mark.parametrize('command', OTHER_PROGRAMS)
 def test_commands_of_the_other_programs(command: str, tmp_path: Path) -> None:
-    def answer(words: list[str]) -> list[str]:
-        run = [sys.executable, '-m', OTHER_PROGRAMS[command], *words]
-        process = subprocess.run(
-            run, cwd=tmp_path, env=make_environment(), capture_output=True, text=True, check=False, timeout=60
-        )
-        assert process.stdout == ''
-        # mdserver's argparse prints its usage first.
-        errors_printed = [line for line in process.stderr.splitlines() if not line.startswith(('usage:', ' '))]
-        return [*(f'! {scene.normalize_line(line)}' for line in errors_printed), f'= {process.returncode}']
-
     path = HERE / 'commands' / f'{command}.txt'
+    lines = [shlex.split(line)[2:] for _, line in split_commands(path) if line]
+    process = subprocess.run(
+        [sys.executable, '-c', RUN_COMMANDS, OTHER_PROGRAMS[command]], input=json.dumps(lines),
+        cwd=tmp_path, env=make_environment(), capture_output=True, text=True, check=True, timeout=60,
+    )  # fmt: skip
+    answers = iter(json.loads(process.stdout))
+
+    def answer(_: list[str]) -> list[str]:
+        output, errors_printed, code = next(answers)
+        assert output == ''
+        # mdserver's argparse prints its usage first.
+        kept = [line for line in errors_printed.splitlines() if not line.startswith(('usage:', ' '))]
+        return [*(f'! {scene.normalize_line(line)}' for line in kept), f'= {code}']
+
     compare_with_file(path, rerun_commands(path, answer))
 
 

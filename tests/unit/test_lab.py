@@ -32,7 +32,6 @@ from ecomp.lab.network import (
     MAX_HOSTS,
     SECOND_OCTETS,
     Layout,
-    check_name,
     choose_network,
     divide_resources,
     list_host_names,
@@ -78,17 +77,6 @@ def test_full_lab_has_distinct_addresses_and_short_names(number: int) -> None:
     assert all(address in layout.lan and int(address) & 255 < 100 for address in addresses)
     assert all(len(name) <= 15 for name in (layout.link, *hosts))
     assert len(layout.get_namespace(hosts[-1])) <= 255
-
-
-@pytest.mark.parametrize('name', ['lab', 'a', '0', 'a-b', 'x' * 32])
-def test_valid_lab_name_is_accepted(name: str) -> None:
-    assert check_name(name) == name
-
-
-@pytest.mark.parametrize('name', ['', '-a', 'a-', 'A', 'a/b', '..', 'a b', 'a.b', 'ä', 'x' * 33, 'a\n'])
-def test_invalid_lab_name_is_refused(name: str) -> None:
-    with pytest.raises(UsageError, match='is not a valid lab name'):
-        check_name(name)
 
 
 def test_choose_network_returns_the_first_free_one() -> None:

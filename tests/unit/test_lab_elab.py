@@ -23,36 +23,6 @@ from tests.kit.servers import make_environment
 from tests.unit.lab_root import make_lab
 
 
-@pytest.mark.parametrize(
-    ('words', 'message'),
-    [
-        ([], 'COMMAND'),
-        (['dwon'], 'invalid choice'),
-        (['up', '--hosts', '0'], 'not a number from 1 to 64'),
-        (['up', '--hosts', '65'], 'not a number from 1 to 64'),
-        (['up', '--hosts', 'three'], 'not a number from 1 to 64'),
-        (['up', '--name', '../x'], "'../x' is not a valid lab name"),
-        (['down', '--name', ''], "'' is not a valid lab name"),
-        (['exec'], 'HOST'),
-        (['guest'], 'OUT.qcow2'),
-        (['list', 'all'], 'unrecognized arguments: all'),
-        (['shell', '--name', '../x'], "'../x' is not a valid lab name"),
-        *((['control', '--etcd-port', each], f"'{each}' is not a port") for each in ('x', '0', '-1', '65536', '99999')),
-        *((['certs', 'd', '--placement-port', each], f"'{each}' is not a port") for each in ('', '0')),
-        (['control', '--etcd-port', '8080'], 'cannot both use port 8080'),
-        (['certs', 'd', '--control', 'a', '--placement-port', '2379'], 'cannot both use port 2379'),
-    ],
-)
-def test_invalid_command_is_refused_with_one_line_and_exit_2(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(words) == 2
-    out, err = capsys.readouterr()
-    assert out == ''
-    assert message in err
-    assert err.count('\n') == 1
-
-
 @pytest.mark.parametrize('words', [['up'], ['status'], ['exec', 'hv1', 'true'], ['down']])
 def test_lab_commands_need_root(words: list[str], tmp_path: Path) -> None:
     command = [sys.executable, '-m', 'ecomp.lab.elab', *words]

@@ -83,22 +83,6 @@ def test_mismatched_arguments_are_still_logged(stream: io.StringIO) -> None:
     assert read_message(stream) == "%d and %d ('x',)"
 
 
-@pytest.mark.parametrize(
-    ('text', 'safe'),
-    [
-        ('GET http://user:pass@host:80/x failed', 'GET http://***@host:80/x failed'),
-        ('http://user@host/', 'http://***@host/'),
-        ('https://u:p@ss@host/a', 'https://***@host/a'),
-        ('postgresql+psycopg2://p:w@db/placement', 'postgresql+psycopg2://***@db/placement'),
-        ('http://a:b@h1/ and http://c:d@h2/', 'http://***@h1/ and http://***@h2/'),
-        ('http://host/who@there', 'http://host/who@there'),
-        ('mail me@here', 'mail me@here'),
-    ],
-)
-def test_redact_hides_url_credentials(text: str, safe: str) -> None:
-    assert log.redact(text) == safe
-
-
 def test_a_second_configure_does_not_double_the_lines(stream: io.StringIO) -> None:
     log.configure(stream=stream)
     get_logger().info('once')

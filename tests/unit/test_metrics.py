@@ -23,7 +23,7 @@ from ecomp.agent.instance.records import observe_stages
 from ecomp.agent.jobs import FailureLog, Threads
 from ecomp.agent.process import METRICS, MetricsWriter
 from ecomp.compute_conf import ComputeConfig, explain_unsafe_metrics
-from ecomp.errors import EcompError, NotFound, UnknownOutcome, Unreachable, UsageError
+from ecomp.errors import EcompError, NotFound, UnknownOutcome, Unreachable
 from ecomp.metrics import TALLY, Tally, make_text
 from ecomp.model.guest import BaseImage, GuestSpec, Usage
 from ecomp.model.record import ACTIVE, BUILDING, Record
@@ -145,16 +145,6 @@ def test_metrics_are_written_only_where_only_root_can_write(
 def test_directory_that_cannot_be_looked_at_is_a_problem_and_no_error(tmp_path: Path) -> None:
     directory = tmp_path / ('x' * 300)  # stat() fails as it does below a directory of another user
     assert explain_unsafe_metrics(directory / 'a.prom') == PRIVATE_DIRECTORY.replace('HERE', str(directory))
-
-
-@pytest.mark.parametrize('name', ['ecompute.txt', '.prom'])
-def test_wrong_name_of_a_metrics_file_is_refused_with_its_line(
-    compute_config: Callable[[str | bytes], ComputeConfig], name: str
-) -> None:
-    with pytest.raises(UsageError) as error:
-        compute_config(f'metrics: node/{name}\n')
-    problem = f'must end in .prom, because node_exporter reads no other file, not {name}'
-    assert str(error.value).endswith(f'compute.yaml:1: metrics: {problem}')
 
 
 # The stages

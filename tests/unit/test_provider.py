@@ -25,8 +25,8 @@ from ecomp.agent.host.provider import make_fixed_inventory as stated
 from ecomp.errors import UsageError
 from ecomp.model import status
 from ecomp.model.allocation import GIB, MIB
-from ecomp.model.status import DISABLED, DISABLED_BY_OPERATOR, STATUS_TRAITS, find_managed_names, merge_names
-from ecomp.model.traits import CPU_TRAITS, check_trait, list_cpu_traits
+from ecomp.model.status import DISABLED, STATUS_TRAITS, find_managed_names, merge_names
+from ecomp.model.traits import CPU_TRAITS, list_cpu_traits
 from ecomp.virt import xml
 
 # Features of a processor, and their traits in placement.
@@ -71,23 +71,6 @@ def test_every_feature_is_known_to_libvirt() -> None:
     libvirt_names |= {element.get('name') for element in ET.parse(FEATURES).getroot().iter('alias')}
     newer = {'amx-bf16', 'amx-int8', 'amx-tile'}
     assert set(CPU_TRAITS) - libvirt_names <= newer
-
-
-def test_check_trait() -> None:
-    for name in ('HW_CPU_X86_AVX2', 'STORAGE_DISK_SSD', 'CUSTOM_RACK_7'):
-        assert check_trait(name) == name
-    for name in (
-        'HW_CPU_X86_AVX3',
-        'avx2',
-        '',
-        'CUSTOM_',
-        'CUSTOM_a',
-        'CUSTOM_' + 'A' * 249,
-        DISABLED,
-        DISABLED_BY_OPERATOR,
-    ):
-        with pytest.raises(ValueError, match='os-traits|CUSTOM_|eschedule'):
-            check_trait(name)
 
 
 def test_guest_cpu() -> None:

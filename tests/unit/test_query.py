@@ -19,84 +19,12 @@ from ecomp.model.query import (
     parse_names,
     parse_query,
     read_limit,
-    restrict_to_compute,
 )
-from ecomp.model.status import DISABLED
 
 # Queries are parsed as placement parses them.
 
 
-AGGREGATE = 'a66e9a7e-0000-4000-8000-000000000001'
-OTHER = 'a66e9a7e-0000-4000-8000-000000000002'
 VCPU = Amount('VCPU', 1)
-
-
-@pytest.mark.parametrize(
-    ('query', 'expected'),
-    [
-        ('resources=VCPU:1,DISK_GB:2', (VCPU, Amount('DISK_GB', 2))),
-        ('resources=VCPU%3A1%2CDISK_GB:2', (VCPU, Amount('DISK_GB', 2))),
-        ('resources=VCPU:1&limit=3', (VCPU,)),
-        # The last value of a repeated parameter counts.
-        ('resources=DISK_GB:2&resources=VCPU:7,VCPU:1', (VCPU,)),
-        ('resources=VCPU:1&in_tree=x&in_tree=+y+', (VCPU, Requirement('in_tree', ('y',)))),
-        ('resources=VCPU:1&required=A,%20!B', (VCPU, Requirement('required', ('A',)), Exclusion('required', 'B'))),
-        ('resources=VCPU:1&required=!!B', (VCPU, Exclusion('required', 'B'))),
-        ('resources=VCPU:1&required=in:B, A,B', (VCPU, Requirement('required', ('A', 'B')))),
-        (
-            'required=A&resources=VCPU:1&required=A,C',
-            (VCPU, Requirement('required', ('A',)), Requirement('required', ('C',))),
-        ),
-        (
-            'resources=VCPU:1&root_required=A,!B',
-            (VCPU, Requirement('root_required', ('A',)), Exclusion('root_required', 'B')),
-        ),
-        (f'resources=VCPU:1&member_of={AGGREGATE}', (VCPU, Requirement('member_of', (AGGREGATE,)))),
-        (f'resources=VCPU:1&member_of=in:{OTHER},{AGGREGATE}', (VCPU, Requirement('member_of', (AGGREGATE, OTHER)))),
-        (f'resources=VCPU:1&member_of=!{AGGREGATE}', (VCPU, Exclusion('member_of', AGGREGATE))),
-        (
-            f'resources=VCPU:1&member_of=!in:{OTHER},{AGGREGATE}',
-            (VCPU, Exclusion('member_of', AGGREGATE), Exclusion('member_of', OTHER)),
-        ),
-    ],
-)
-def test_parse(query: str, expected: tuple[Constraint, ...]) -> None:
-    assert parse_query(query) == expected
-
-
-@pytest.mark.parametrize(
-    ('query', 'why'),
-    [
-        *(
-            (query, 'granular groups')
-            for query in (
-                'resources1=VCPU:1',
-                'resources=VCPU:1&required_NET=A',
-                'resources=VCPU:1&group_policy=none',
-                'resources=VCPU:1&resources2=DISK_GB:1&same_subtree=2',
-                'resources=VCPU:1&member_of1=x',
-                'resources=VCPU:1&in_tree1=x',
-            )
-        ),
-        # Placement refuses these.
-        *((query, None) for query in ('', 'required=A', 'resources=', 'resources=VCPU', 'resources=VCPU:x', 'a:b:c')),
-    ],
-)
-def test_unsupported_queries_are_unexplained(query: str, why: str | None) -> None:
-    with pytest.raises(UnsupportedQueryError, match=why):
-        parse_query(query)
-
-
-@pytest.mark.parametrize(
-    ('query', 'suffix'),
-    [
-        ('resources=VCPU:1', '&in_tree=x'),
-        ('resources=VCPU:1&resources1=DISK_GB:1', '&in_tree=x'),
-        ('resources_a=VCPU:1&resources2=DISK_GB:1&required_a=T', '&in_tree_a=x&in_tree2=x'),
-    ],
-)
-def test_a_query_for_one_compute(query: str, suffix: str) -> None:
-    assert restrict_to_compute(query, 'x') == query + suffix
 
 
 def test_the_limit_of_a_query() -> None:
@@ -143,42 +71,6 @@ def test_parse_accepts_any_following_parameters() -> None:
 # The query that is sent excludes disabled computes.
 
 
-@pytest.mark.parametrize(
-    ('query', 'sent'),
-    [
-        ('resources=VCPU:1', 'resources=VCPU:1&root_required=!COMPUTE_STATUS_DISABLED'),
-        ('resources=VCPU:1&required=A', 'resources=VCPU:1&required=A&root_required=!COMPUTE_STATUS_DISABLED'),
-        (
-            'resources=VCPU:1&root_required=A,!B&limit=2',
-            'resources=VCPU:1&root_required=A,!B,!COMPUTE_STATUS_DISABLED&limit=2',
-        ),
-        ('resources=VCPU:1&root%5Frequired=A', 'resources=VCPU:1&root%5Frequired=A,!COMPUTE_STATUS_DISABLED'),
-        (
-            'resources1=VCPU:1&required1=A&group_policy=none',
-            'resources1=VCPU:1&required1=A&group_policy=none&root_required=!COMPUTE_STATUS_DISABLED',
-        ),
-        *(
-            (query, query)
-            for query in (
-                f'resources=VCPU:1&required={DISABLED}',
-                f'resources=VCPU:1&required=A,!{DISABLED}',
-                f'resources=VCPU:1&required=in:A,{DISABLED}',
-                f'resources=VCPU:1&root_required=A,%20{DISABLED}',
-                f'resources=VCPU:1&root%5Frequired={DISABLED}',
-                f'resources1=VCPU:1&required1=!{DISABLED}',
-                # Placement refuses these with its own message.
-                'resources=VCPU:1&root_required=',
-                'resources=VCPU:1&root_required=in:A,B',
-                'resources=VCPU:1&root_required=A&root_required=B',
-            )
-        ),
-    ],
-)
-def test_enabled_only(query: str, sent: str) -> None:
-    assert exclude_disabled(query) == sent
-    assert exclude_disabled(sent) == sent
-
-
 @given(st.text(max_size=60))
 def test_enabled_only_is_idempotent(text: str) -> None:
     assert exclude_disabled(exclude_disabled(text)) == exclude_disabled(text)
@@ -189,49 +81,6 @@ def test_enabled_only_is_idempotent(text: str) -> None:
 
 SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'
 SOME_AGGREGATE = 'a66e9a7e-0000-4000-8000-000000000001'
-
-
-@pytest.mark.parametrize(
-    'query',
-    [
-        SMALL,
-        'resources=VCPU%3A1%2CDISK_GB:2',
-        'resources=VCPU:1&resources1=DISK_GB:1&resources_x-2=CUSTOM_A:1&group_policy=isolate',
-        f'{SMALL}&required=A,!B&required=in:C,D&member_of=in:{SOME_AGGREGATE}&in_tree={SOME_AGGREGATE}&limit=3',
-        f'{SMALL}&root_required=A&same_subtree=_a,_b&required1=X',
-        'resources=VCPU:2147483647',
-        'resources=VCPU:007',
-    ],
-)
-def test_check_query_accepts_valid_queries(query: str) -> None:
-    assert check_query(query) == query
-
-
-@pytest.mark.parametrize(
-    ('query', 'says'),
-    [
-        ('', 'resources= is missing'),
-        ('required=A', 'resources= is missing'),
-        ('resource=VCPU:1', r"placement has no parameter 'resource' \(did you mean resources\?\)"),
-        ('x' * 1000, "placement has no parameter 'x{40}'$"),
-        ('resources=', "'' is not CLASS:AMOUNT"),
-        ('resources=VCPU', "'VCPU' is not CLASS:AMOUNT"),
-        ('resources=VCPU:1,', "'' is not CLASS:AMOUNT"),
-        ('resources=VCPU:1,+DISK_GB:1', 'resources= contains a blank'),
-        ('resources=VCPU:1:2', "VCPU: '1:2' is not a whole number"),
-        ('resources=VCPU:٣', 'is not a whole number'),
-        ('resources=VCPU:2147483648', 'is not from 1 to 2147483647'),
-        ('resources=VCPU:' + '9' * 5000, f'VCPU: {"9" * 40} is not from 1'),
-        ('resources=VCPU:1,VCPU:1', 'VCPU is given more than once'),
-        ('resources=VCPU:1&resources=VCPU:1', 'resources= is given more than once'),
-        (f'{SMALL}&in_tree={SOME_AGGREGATE}&in_tree={SOME_AGGREGATE}', 'in_tree= is given more than once'),
-        (f'{SMALL}&limit=-1', 'limit=-1: '),
-        (f'{SMALL}&limit=', 'limit=: '),
-    ],
-)
-def test_check_query_refuses_invalid_queries(query: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        check_query(query)
 
 
 def test_query_beside_a_flavor_needs_no_resources() -> None:

@@ -7,26 +7,18 @@ import shlex
 import subprocess
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.cli.commands import parse
-from ecomp.errors import UsageError
 from ecomp.model.reach import (
     DEFAULT_REACH,
-    check_user,
-    is_host_name,
     make_ssh_options,
     make_tail_command,
-    parse_console_path,
     parse_reach,
     quote_remote_command,
-    strip_escapes,
 )
 
 INSTANCE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
-FILE = f'/var/lib/ecompute/console/{INSTANCE}.log'
 
 
 def test_ssh_gets_one_quoted_line_and_is_its_own_proxy() -> None:
@@ -56,48 +48,6 @@ def test_other_command_gets_separate_arguments() -> None:
     ]
     assert reach.make_proxy_command('hv1', '10.0.0.5')[:8] == [*reach.words[:5], 'hv1', 'bash', '-c']
     assert reach.make_proxy_command('hv1', '10.0.0.5')[-2:] == ['10.0.0.5', '22']
-
-
-@pytest.mark.parametrize('text', ['', 'ssh', '{host}', "ssh '{host}", 'ssh host'])
-def test_invalid_reach_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match='command'):
-        parse_reach(text)
-
-
-@pytest.mark.parametrize('name', ['hv1', 'HV-1', '10.0.0.1', 'hv1.example.org', 63 * 'a'])
-def test_valid_host_names(name: str) -> None:
-    assert is_host_name(name)
-
-
-@pytest.mark.parametrize(
-    'name', ['', '-oProxyCommand=x', 'hv1-', 'hv 1', 'hv1;id', 'hv1\n', '$(id)', 'a..b', '.a', 64 * 'a', 254 * 'a', 'é']
-)
-def test_invalid_host_names(name: str) -> None:
-    assert not is_host_name(name)
-
-
-@pytest.mark.parametrize('user', ['', '-l', 'a b', 'root;id', 'a@b', 33 * 'a'])
-def test_invalid_users_are_refused(user: str) -> None:
-    with pytest.raises(ValueError, match='is not a valid user name'):
-        check_user(user)
-
-
-@pytest.mark.parametrize('path', [FILE, f'/my state/console/{INSTANCE}.log', f'/console/{INSTANCE}.log'])
-def test_console_file_of_the_instance_is_accepted(path: str) -> None:
-    assert parse_console_path(INSTANCE, f'hv1:{path}') == path
-
-
-@pytest.mark.parametrize(
-    'path',
-    [
-        *('', '/etc/shadow', f'console/{INSTANCE}.log', f'/var/../console/{INSTANCE}.log', f'{FILE}\n', f'{FILE}.0'),
-        *(f'/x/{INSTANCE}.log', FILE.replace('d578', 'd579'), f'//console/{INSTANCE}.log', f'-/console/{INSTANCE}.log'),
-        *(f'/var/./console/{INSTANCE}.log', f'/a\nb/console/{INSTANCE}.log'),
-    ],
-)
-def test_other_console_files_are_refused(path: str) -> None:
-    with pytest.raises(ValueError, match='not its console'):
-        parse_console_path(INSTANCE, f'hv1:{path}')
 
 
 @given(st.lists(st.text(st.characters(blacklist_characters='\0', blacklist_categories=['Cs'])), min_size=2))
@@ -148,33 +98,3 @@ def test_tail_reads_rotated_files_and_follows(tmp_path: Path) -> None:
         finally:
             child.terminate()
     assert subprocess.run(make_tail_command(f'{path}.none', 1, True), timeout=30).returncode == 66
-
-
-@pytest.mark.parametrize(
-    ('line', 'shown'),
-    [
-        ('\x1b[0;32m  OK  \x1b[0m started\r', '  OK   started'),
-        ('\x1b]0;title\x07x\x1b[2J\x1b(B', 'x'),
-        ('a\tb', 'a\tb'),
-    ],
-)
-def test_terminal_codes_are_removed_from_a_console_line(line: str, shown: str) -> None:
-    assert strip_escapes(line) == shown
-
-
-def test_option_f_means_follow_only_for_log() -> None:
-    command = parse(['-n', '5', 'log', '-f', 'web1'])
-    assert (command.name, command.words, command.options.follow, command.options.lines) == ('log', ('web1',), True, 5)
-    assert parse(['--config', 'log', 'list', '-f', 'json']).options.format == 'json'
-    assert parse(['--project', 'log', 'resources=VCPU:1', '-f', 'json']).options.format == 'json'
-    with pytest.raises(UsageError, match='-n: must be 0 to 1000000'):
-        parse(['log', 'web1', '-n', '-1'])
-
-
-def test_arguments_after_two_dashes_are_words() -> None:
-    command = parse(['ssh', 'root@web1', '-i', 'key', '--', 'ls', '-l', '--', '--wait'])
-    assert (command.name, command.words) == ('ssh', ('root@web1', 'ls', '-l', '--', '--wait'))
-    assert (command.options.identity, command.options.wait) == ('key', None)
-    for wrong in (['ssh'], ['ssh', '-l x@web1'], ['ssh', 'a b@web1'], ['console', 'web1', 'web2'], ['log']):
-        with pytest.raises(UsageError):
-            parse(wrong)

@@ -16,7 +16,6 @@ import pytest
 from mdserver import server
 
 from ecomp import compute, systemd
-from ecomp.errors import UsageError
 from ecomp.lab import elab
 from ecomp.systemd import Service
 from tests.kit.ear import NotifySocket
@@ -74,22 +73,6 @@ def test_without_systemd_nothing_is_sent() -> None:
 
 def test_abstract_socket_address() -> None:
     assert Service('@name')._address == '\0name'
-
-
-@pytest.mark.parametrize(
-    ('word', 'quoted_word'),
-    [
-        ('/opt/ecomp/bin/ecompute', '/opt/ecomp/bin/ecompute'),
-        ('a b', '"a b"'),
-        ('', '""'),
-        ('100%', '100%%'),
-        ('a"b\\c', '"a\\"b\\\\c"'),
-        ('a\nExecStart=b', '"a\\nExecStart=b"'),
-        (';', '";"'),
-    ],
-)
-def test_command_argument_is_quoted(word: str, quoted_word: str) -> None:
-    assert systemd.quote_argument(word) == quoted_word
 
 
 def test_program_path_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,24 +149,6 @@ def test_content_of_each_unit(unit_texts: dict[str, str], tmp_path: Path) -> Non
 def test_default_configuration_path_is_absolute() -> None:
     unit_text = compute.render_unit(compute.make_parser().parse_args(['--unit']), ['/opt/ecomp/bin/ecompute'])
     assert 'ExecStart=/opt/ecomp/bin/ecompute --config /etc/ecomp/compute.yaml\n' in unit_text
-
-
-@pytest.mark.parametrize('words', [['--fake', 'VCPU:1'], ['--count', '2'], ['--accept-new-etcd']])
-def test_unit_refuses_options_other_than_config(words: list[str]) -> None:
-    with pytest.raises(UsageError, match='--unit accepts only --config'):
-        compute.render_unit(compute.make_parser().parse_args(['--unit', *words]), ['ecompute'])
-
-
-@pytest.mark.parametrize(
-    'words',
-    [['--bridge', 'virbr7'], ['--guests', '/srv/x'], ['--listen', ''], ['--user', 'x'], ['--verbose']],
-)
-def test_unit_of_mdserver_refuses_other_options(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        server.main(['--unit', 'mdserver.conf', *words])
-    out, stderr = capfd.readouterr()
-    assert (exit_info.value.code, out, stderr.count('\n')) == (2, '', 1)
-    assert stderr.startswith('mdserver: --unit accepts only CONF. Fix: ')
 
 
 @pytest.mark.parametrize('more', [[], ['--unit']])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +14,7 @@ from ecomp.cli.command import Context
 from ecomp.cli.commands import COMMANDS, parse
 from ecomp.cli.terminal import Terminal
 from ecomp.compute_conf import ComputeConfig
-from ecomp.conf import ScheduleConfig, load_schedule
-from ecomp.errors import UsageError
+from ecomp.conf import ScheduleConfig
 from ecomp.model.audit import audit
 from ecomp.model.health import Backends, LibvirtFacts, MachineFacts, StateDirectory, get_exit_code
 from ecomp.model.planes import AuditIndex
@@ -123,15 +121,3 @@ def test_check_leaves_out_ignored_warnings(
     _, findings = checking.check_machine(ComputeConfig(ignore_warnings=ignored))
     assert [finding.check for finding in findings] == expected
     assert get_exit_code(OLD_ETCD, findings) == 0
-
-
-def test_schedule_yaml_ignores_only_its_warnings(tmp_path: Path) -> None:
-    path = tmp_path / 'schedule.yaml'
-    path.write_text('ignore_warnings: [dhcp-open, etcd-version]\n')
-    assert load_schedule(path).ignore_warnings == ('dhcp-open', 'etcd-version')
-    for code in ('no-such', 'compute-silent', 'libvirt-version'):
-        path.write_text(f'ignore_warnings: [{code}]\n')
-        with pytest.raises(UsageError) as caught:
-            load_schedule(path)
-        reason = f'ignore_warnings: must be dhcp-open or etcd-version, not {code}'
-        assert str(caught.value) == f'{path}:1: {reason}'
