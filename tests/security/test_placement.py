@@ -16,24 +16,17 @@ from typing import Any
 
 import pytest
 
-from ecomp.cli.operators import make_finding_listing, make_host_listing
 from ecomp.errors import EcompError, UnknownOutcome, Unreachable
-from ecomp.model.allocation import describe_difference
-from ecomp.model.audit import audit
-from ecomp.model.choose import SPREAD, STRATEGIES, choose, distribute
-from ecomp.model.explain import find_miss, sort_misses
-from ecomp.model.host import Computes, EtcdState, PresenceFacts, ProviderSummary, list_hosts
-from ecomp.model.planes import Planes, ProviderState
+from ecomp.model.choose import SPREAD, choose
+from ecomp.model.explain import find_miss
 from ecomp.model.query import Amount
 from ecomp.model.query import parse_query as parse_query
 from ecomp.placement import allocations, providers
 from ecomp.placement.client import Placement, parse_object
-from ecomp.placement.http_client import Answer, AnswerLimits
-from ecomp.store.client import Entry
-from tests.kit.forms import render_all
-from tests.kit.hostile import COMPUTE, INSTANCE, OTHER_UUID
+from ecomp.placement.http_client import AnswerLimits
+from tests.security.answers import CALLS_AND_ANSWERS, QUERY, CannedPlacement
 from tests.security.mutants import make_mutant
-from tests.security.readers import KEYS_BY_KIND, READERS, assert_printable, check_case, parametrize_cases
+from tests.security.readers import check_case, parametrize_cases
 from tests.security.wire import WireServer, make_json_response, make_response, start_wire_server
 
 # A server in place of placement: its answer ends, and is a valid answer or an error in one line.
@@ -234,116 +227,7 @@ def test_error_message_of_placement_is_truncated() -> None:
         assert len(str(caught.value)) <= 1000
 
 
-DIGITS = 10**4299
-INFINITE = float('inf')
-NUMBERS = [DIGITS, -DIGITS, 10**400, True, '1', None, 1.5, [1], {}, '\ud800']
-TEXTS = [7, None, ['x'], {}, '\ud800', True]
 INVENTORY = {'total': 4, 'reserved': 0, 'allocation_ratio': 1.0, 'min_unit': 1, 'max_unit': 4, 'step_size': 1}
-
-
-def list_wrong_answers() -> Iterator[tuple[str, Callable[[Placement], Any], object]]:
-    """Yield (name, call, answer), each answer with one thing wrong in it."""
-    for wrong in NUMBERS:
-        for name in ('capacity', 'used'):
-            share = {'capacity': 4, 'used': 1, name: wrong}
-            offer = {'allocation_requests': [], 'provider_summaries': {PROVIDER: {'resources': {'VCPU': share}}}}
-            yield 'candidates', lambda client: allocations.read_candidates(client, 'resources=VCPU:1'), offer
-            yield 'shares', lambda client: providers.read_rooms(client, [PROVIDER]), offer
-            free = {'provider_summaries': {PROVIDER: {'resources': {'VCPU': share}, 'traits': []}}}
-            yield 'free', lambda client: providers.read_with_free(client, 'VCPU'), free
-        by_provider = {PROVIDER: {'resources': {'VCPU': wrong}}}
-        yield (
-            'held',
-            lambda client: allocations.read_provider_allocations(client, PROVIDER),
-            {'allocations': by_provider},
-        )
-        consumer = {'allocations': by_provider, 'consumer_generation': 1}
-        yield 'consumer', lambda client: allocations.read_consumer(client, PROVIDER), consumer
-        good = {PROVIDER: {'resources': {'VCPU': 1}}}
-        for generation in ({'consumer_generation': wrong}, {}):
-            yield (
-                'generation',
-                lambda client: allocations.read_consumer(client, PROVIDER),
-                {'allocations': good, **generation},
-            )
-        for name in INVENTORY:
-            if (name, wrong) != ('allocation_ratio', 1.5):
-                stock = {'inventories': {'VCPU': {**INVENTORY, name: wrong}}}
-                yield name, lambda client: providers.read_raw_inventory(client, PROVIDER), stock
-        yield 'usages', lambda client: providers.read_usages(client, PROVIDER), {'usages': {'VCPU': wrong}}
-        used = {'usages': {'INSTANCE': {'consumer_count': 1, 'VCPU': wrong}}}
-        yield 'project', lambda client: providers.read_project_usages(client, 'p'), used
-        names = {'traits': [], 'resource_provider_generation': wrong}
-        yield 'traits', lambda client: providers.read_names(client, PROVIDER, providers.TRAITS), names
-        yield (
-            'set',
-            lambda client: providers.set_inventory(client, PROVIDER, {'VCPU': {'total': 1}}),
-            {'generation': wrong},
-        )
-    for wrong in TEXTS:
-        provider = {'uuid': PROVIDER, 'name': PROVIDER, 'root_provider_uuid': PROVIDER}
-        for name in provider:
-            listed = {'resource_providers': [{**provider, name: wrong}]}
-            yield 'everyone', providers.list_all, listed
-        yield 'names', providers.read_provider_names, {'resource_providers': [{**provider, 'uuid': wrong}]}
-        yield 'matching', lambda client: providers.find_matching(client, 'x'), {'resource_providers': [{'uuid': wrong}]}
-        yield 'name', lambda client: providers.read_provider_name(client, PROVIDER), {'name': wrong}
-        summary = {'resources': {'VCPU': {'capacity': 4, 'used': 1}}, 'traits': [wrong]}
-        yield (
-            'had',
-            lambda client: providers.read_with_free(client, 'VCPU'),
-            {'provider_summaries': {PROVIDER: summary}},
-        )
-        owned = {'allocations': {PROVIDER: {'resources': {'VCPU': 1}}}, 'consumer_generation': 1, 'user_id': wrong}
-        yield 'owner', lambda client: allocations.read_consumer(client, PROVIDER), owned
-    for shape in (
-        [],
-        'ab',
-        7,
-        {PROVIDER: 7},
-        {PROVIDER: 'ab'},
-        {PROVIDER: {'resources': 'ab'}},
-        {PROVIDER: {'resources': ['ab']}},
-    ):
-        yield 'held', lambda client: allocations.read_provider_allocations(client, PROVIDER), {'allocations': shape}
-
-
-def test_answers_with_a_wrong_type_or_bound_are_refused() -> None:
-    """The ten places of ENEMY 17: a number of 4,300 digits, 1e999, another shape."""
-    current: list[object] = [None]
-    accepted = []
-    with (
-        start_wire_server(lambda: [make_json_response(current[0])]) as server,
-        open_client(server, AnswerLimits(10**6, 20.0)) as placement,
-    ):
-        for name, call, answer in list_wrong_answers():
-            current[0] = answer
-            try:
-                call(placement)
-            except Unreachable as error:
-                if 'not as placement does' not in str(error):
-                    raise
-            else:
-                accepted.append((name, str(answer)[:300]))
-    assert accepted == []
-
-
-@pytest.mark.parametrize('number', ['1e999', '-1e999', '1e400'])
-def test_infinite_numbers_are_refused(number: str) -> None:
-    share = {'capacity': 'HERE', 'used': 1}
-    offer = {'allocation_requests': [], 'provider_summaries': {PROVIDER: {'resources': {'VCPU': share}}}}
-    stock = {'inventories': {'VCPU': {**INVENTORY, 'allocation_ratio': 'HERE'}}}
-    for answer, call in (
-        (offer, lambda client: allocations.read_candidates(client, 'resources=VCPU:1')),
-        (stock, lambda client: providers.read_raw_inventory(client, PROVIDER)),
-    ):
-        body = make_response(json.dumps(answer).replace('"HERE"', number).encode())
-        with (
-            start_wire_server(lambda body=body: [body]) as server,  # type: ignore[misc]
-            open_client(server) as placement,
-            pytest.raises(Unreachable, match='not as placement does'),
-        ):
-            call(placement)
 
 
 def test_largest_numbers_do_not_overflow() -> None:
@@ -384,131 +268,6 @@ def test_malformed_head_logs_no_traceback(caplog: pytest.LogCaptureFixture) -> N
 
 # Mutated valid answers of placement, and invalid HTTP: each is accepted, or refused in one line. A case is identified
 # by its number, as in test_values.py.
-
-
-class CannedPlacement(Placement):
-    body = b''
-    status = 200
-
-    def _send(self, *arguments: Any) -> Answer:
-        answer = Answer(self.status, self.body, {})
-        if self.status == 200:
-            return answer
-        raise self._make_error(answer, arguments[-1])
-
-
-VALID_INVENTORY = {'total': 4, 'reserved': 0, 'allocation_ratio': 1.5, 'min_unit': 1, 'max_unit': 4, 'step_size': 1}
-ALLOCATIONS = {COMPUTE: {'resources': {'VCPU': 1, 'MEMORY_MB': 1, 'DISK_GB': 1}}}
-SUMMARY = {'resources': {'VCPU': {'capacity': 4, 'used': 1}, 'DISK_GB': {'capacity': 4, 'used': 1}}}
-PROVIDER_ROW = {'uuid': COMPUTE, 'name': COMPUTE, 'root_provider_uuid': COMPUTE}
-QUERY = 'resources=VCPU:2,DISK_GB:9&required=T'
-
-
-def check_candidates(client: Placement) -> None:
-    offer = allocations.read_candidates(client, QUERY)
-    for weigh in STRATEGIES:
-        choice = choose(offer, [COMPUTE], weigh, random.Random(0))
-        distribute(choice.candidates, offer.rooms, 3, weigh, random.Random(0))
-
-
-def check_shares(client: Placement) -> None:
-    shares = providers.read_rooms(client, [COMPUTE, OTHER_UUID])
-    in_placement = {uuid: ProviderSummary(uuid, uuid, share) for uuid, share in shares.items()}
-    assert_printable(
-        *render_all(make_host_listing(list_hosts(EtcdState(Computes({COMPUTE: PresenceFacts('h')})), in_placement)))
-    )
-
-
-def check_look(client: Placement) -> None:
-    provider = providers.read_provider(client, COMPUTE, True, traits=True, aggregates=True)
-    if provider is None:
-        return
-    for query in (QUERY, 'resources=VCPU:1', f'resources=VCPU:{10**4000}'):
-        for result in sort_misses([find_miss(parse_query(query), provider)]):
-            assert all(failure.reason for failure in result.failures)
-
-
-def check_free(client: Placement) -> None:
-    providers_by_uuid = providers.read_with_free(client, 'VCPU')
-    for query in (QUERY, 'resources=VCPU:1'):
-        for result in sort_misses([find_miss(parse_query(query), provider) for provider in providers_by_uuid.values()]):
-            assert all(failure.reason for failure in result.failures)
-
-
-def check_audit(client: Placement) -> None:
-    provider = ProviderState(
-        COMPUTE, providers.read_raw_inventory(client, COMPUTE), allocations.read_provider_allocations(client, COMPUTE)
-    )
-    etcd = {key: Entry(key, json.dumps(READERS[name][1]).encode(), 1, 1) for name, key in KEYS_BY_KIND.items()}
-    _, used = providers.read_project_usages(client, 'p')
-    assert_printable(*render_all(make_finding_listing(audit(Planes({COMPUTE: provider}, etcd, {}, {}, {'p': used})))))
-
-
-def check_claim(client: Placement) -> None:
-    consumer = allocations.read_consumer(client, INSTANCE)
-    allocations.claim(client, {INSTANCE: {COMPUTE: {'VCPU': 1}}}, 'u', 'p', lambda: None)
-    describe_difference({COMPUTE: {'VCPU': 1}}, consumer.allocations)
-    allocations.release_once(client, INSTANCE, consumer)
-
-
-CALLS_AND_ANSWERS: dict[str, tuple[Callable[[Placement], object], Any]] = {
-    'candidates': (
-        check_candidates,
-        {'allocation_requests': [{'allocations': ALLOCATIONS}], 'provider_summaries': {COMPUTE: SUMMARY}},
-    ),
-    'consumer': (
-        check_claim,
-        {'allocations': ALLOCATIONS, 'consumer_generation': 1, 'user_id': 'u', 'project_id': 'p'},
-    ),
-    'of provider': (
-        lambda client: allocations.read_provider_allocations(client, COMPUTE),
-        {'allocations': ALLOCATIONS},
-    ),
-    'inventory': (
-        lambda client: providers.has_inventory(client, COMPUTE, {'VCPU': {'total': 4.0}}),
-        {'inventories': {'VCPU': VALID_INVENTORY}},
-    ),
-    'set inventory': (lambda client: providers.set_inventory(client, COMPUTE, {}), {'generation': 1}),
-    'usages': (lambda client: providers.read_usages(client, COMPUTE), {'usages': {'VCPU': 1}}),
-    'project': (
-        lambda client: providers.read_project_usages(client, 'p'),
-        {'usages': {'INSTANCE': {'consumer_count': 1, 'VCPU': 1}}},
-    ),
-    'names': (
-        *(
-            lambda client: (providers.read_provider_names(client), providers.list_all(client)),
-            {'resource_providers': [PROVIDER_ROW, PROVIDER_ROW]},
-        ),
-    ),
-    'name': (
-        lambda client: (providers.read_provider_name(client, COMPUTE), providers.ensure_provider(client, COMPUTE)),
-        PROVIDER_ROW,
-    ),
-    'shares': (
-        check_shares,
-        {'provider_summaries': {COMPUTE: SUMMARY}, 'usages': {'VCPU': 1}, 'inventories': {'VCPU': VALID_INVENTORY}},
-    ),
-    'look': (
-        check_look,
-        {
-            **{'inventories': {'VCPU': VALID_INVENTORY, 'DISK_GB': VALID_INVENTORY}, 'usages': {'VCPU': 1}},
-            **{'traits': ['T'], 'aggregates': [], 'resource_provider_generation': 1},
-        },
-    ),
-    'free': (check_free, {'provider_summaries': {COMPUTE: {**SUMMARY, 'traits': ['T']}}}),
-    'traits': (
-        lambda client: providers.change_names(client, COMPUTE, providers.TRAITS, lambda names: names | {'T'}),
-        {'traits': ['U'], 'resource_provider_generation': 1},
-    ),
-    'audit': (
-        check_audit,
-        {
-            'inventories': {'VCPU': VALID_INVENTORY},
-            'allocations': ALLOCATIONS,
-            'usages': {'INSTANCE': {'consumer_count': 1}},
-        },
-    ),
-}
 
 
 @parametrize_cases(35)

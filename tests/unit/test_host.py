@@ -35,7 +35,6 @@ from ecomp.model.host import (
     find_leftovers,
     group_by_instance,
     hostname_to_json,
-    is_hostname,
     list_hosts,
     list_living,
     list_present,
@@ -171,31 +170,6 @@ def test_overcommitted_room_is_shown_and_free_is_not_negative() -> None:
         'VERSION': '-',
         'KIND': '-',
     }
-
-
-def test_json_has_all_fields_of_a_host() -> None:
-    facts = PresenceFacts('hv1', '1.1.0', 'kvm', False)
-    shown = render(
-        make_host_listing(
-            [Host(HOST, 'hv1', 'closed', (A,), {'VCPU': Room(0, 1, is_fully_reserved=True)}, facts=facts)]
-        ),
-        'json',
-    )
-    assert json.loads(shown) == [
-        {
-            'compute': HOST,
-            'hostname': 'hv1',
-            'host': 'hv1',
-            'version': '1.1.0',
-            'kind': 'kvm',
-            'queues': False,
-            'state': 'closed',
-            'last_seen': None,
-            'disabled': False,
-            'instances': 1,
-            'resources': {'VCPU': {'used': 1, 'free': 0, 'capacity': 0, 'over': 0}},
-        }
-    ]
 
 
 # Instances of a compute
@@ -427,29 +401,6 @@ def test_shared_host_name_is_shown_with_the_uuid() -> None:
     assert (replaced.find_by_hostname('hv1'), replaced.format_name(HV2)) == ([HV2], 'hv1')
 
 
-def test_translated_replaces_uuids_but_not_in_paths() -> None:
-    computes = Computes({}, {HV1: 'hv1'})
-    assert (
-        computes.replace_uuids(f'it is on compute {HV1}, {HV1}: and {HV2}') == f'it is on compute hv1, hv1: and {HV2}'
-    )
-    for path in (f'/hosts/{HV1}/x', f'/instances/{HV1}', f'{HV1}/x', f'{HV1}-0', f'0{HV1}'):
-        assert computes.replace_uuids(path) == path
-
-
-@pytest.mark.parametrize(
-    'word',
-    ['', 'a b', 'hv1\n', '\x1b[2J', 'ü', '.hv1', '-hv1', 'h' * 254, HV1, HV1.upper(), HV1.replace('-', ''), None, 7],
-)
-def test_invalid_host_name_is_refused(word: object) -> None:
-    assert not is_hostname(word)
-    assert parse_hostname(json.dumps({'version': 1, 'hostname': word}).encode()) is None
-
-
-@pytest.mark.parametrize('word', ['hv1', 'HV-1.example.org', '10', '_x', 'cafe'])
-def test_valid_host_name_is_accepted(word: str) -> None:
-    assert parse_hostname(hostname_to_json(word).encode()) == word
-
-
 NOW = datetime(2026, 11, 27, 16, 40, 0, 900_000, UTC)
 
 
@@ -480,11 +431,6 @@ def test_silence_has_a_date_unless_it_began_today() -> None:
     assert describe_silence(last_seen, '2026-11-27') == 'silent since 16:35:54'
     assert describe_silence(last_seen, '2026-11-28') == 'silent since 2026-11-27 16:35:54'
     assert describe_silence(None, '2026-11-27') == 'silent'
-
-
-@pytest.mark.parametrize('leases', [None, 7, [], [7], [7, 8, 9], [7, '8'], [7, True], [-7, 8], [7, 2**63], {'7': 8}])
-def test_malformed_life_leases_are_ignored(leases: object) -> None:
-    assert parse_life_leases(json.dumps({'version': 1, 'hostname': 'hv1', 'leases': leases}).encode()) == ()
 
 
 def test_host_name_may_have_two_life_leases() -> None:

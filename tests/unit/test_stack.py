@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import random
 import uuid
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -22,13 +20,11 @@ from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group, Membership
 from ecomp.model.order import Order, Request, parse_request
 from ecomp.model.order import to_json as request_to_json
 from ecomp.model.record import Failure, Record
-from ecomp.model.stack import Entry, Place, Stack, from_json, parse_place, restore_stack, to_json
+from ecomp.model.stack import Entry, Place, Stack, from_json, restore_stack, to_json
 from ecomp.scheduler.placing.stack import Lot, distribute_lots
-from tests.kit.hostile import COMPUTE, IMAGE, INSTANCE, JSON_VALUES, OTHER_UUID, RESOURCES
+from tests.kit.hostile import COMPUTE, IMAGE, INSTANCE, OTHER_UUID, RESOURCES
 
 EPOCH = 'b8756be5-a30d-4311-920c-0ad996367a8e'
-PLACE = {'name': 'shop', 'member': 'web', 'number': 2, 'epoch': EPOCH, 'incarnation': 7}
-SHOP: dict[str, Any] = {'version': 1, 'epoch': EPOCH, 'entries': {'web/2': {'incarnation': 7, 'compute': COMPUTE}}}
 QUERY = 'resources=VCPU:1,MEMORY_MB:64,DISK_GB:1'
 
 uuids = st.uuids().map(str)
@@ -40,57 +36,6 @@ all_entries = st.dictionaries(st.from_regex(stack._ENTRY_NAME, fullmatch=True), 
 @given(st.builds(Stack, names, uuids, all_entries, st.integers(0, stack.MAX_FLOOR)))
 def test_stack_is_read_as_written(value: Stack) -> None:
     assert from_json(value.name, to_json(value).encode()) == value
-
-
-@given(st.sampled_from(['version', 'epoch', 'floor', 'entries', 'compute', 'ended', *PLACE]), JSON_VALUES)
-def test_any_value_of_a_field_is_valid_or_a_value_error(name: str, junk: object) -> None:
-    data = json.loads(json.dumps(SHOP))
-    (data['entries']['web/2'] if name in ('incarnation', 'compute', 'ended') else data)[name] = junk
-    for read in (lambda: from_json('shop', json.dumps(data).encode()), lambda: parse_place(PLACE | {name: junk})):
-        with suppress(ValueError):
-            assert isinstance(read(), Stack | Place)
-    assert parse_place(None) is None
-
-
-@pytest.mark.parametrize(
-    ('change', 'reason'),
-    [
-        ({'version': 2}, 'format version 2 of the stack is not supported'),
-        ({'version': None}, 'format version None'),
-        ({'epoch': 'shop'}, 'epoch is not a uuid'),
-        ({'entries': []}, 'entries is not an object'),
-        ({'floor': 0}, 'floor: expected a number from 1'),
-        ({'floor': stack.MAX_FLOOR + 1}, 'floor: expected'),
-        *(
-            ({'entries': {name: SHOP['entries']['web/2']}}, 'is malformed')
-            for name in ('web', 'web/0', 'web/01', 'web/1000', 'Web/1', '/1', '-a/1', 'a/1/2', 'a' * 64 + '/1')
-        ),
-        *(
-            ({'entries': {'web/2': SHOP['entries']['web/2'] | {name: wrong}}}, reason)
-            for name, reason, values in (
-                ('incarnation', 'incarnation: expected', (True, 0, '1', 2**31 + 1)),
-                ('compute', 'is malformed', ('hv1', None)),
-                ('ended', 'is malformed', ('yes', 1)),
-            )
-            for wrong in values
-        ),
-        ({'entries': {'web/2': None}}, 'is malformed'),
-    ],
-)
-def test_malformed_key_is_refused_with_its_reason(change: dict[str, object], reason: str) -> None:
-    with pytest.raises(ValueError, match=reason):
-        from_json('shop', json.dumps(SHOP | change).encode())
-
-
-def test_names_of_stacks_and_members() -> None:
-    for check, valid, invalid in (
-        (stack.check_stack_name, ('a', '0', 'x' * 30), ('', 'a-b', 'A', 'x' * 31, 'é', 'a\n')),
-        (stack.check_member_name, ('a', 'a-b', '0', 'x' * 63), ('', '-a', 'a-', 'A', 'x' * 64, 'a/1', 'a\n', 'a.b')),
-    ):
-        assert [check(name) for name in valid] == list(valid)
-        for name in invalid:
-            with pytest.raises(ValueError, match='not a valid'):
-                check(name)
 
 
 def test_each_place_and_incarnation_has_its_own_uuid() -> None:
