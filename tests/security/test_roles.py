@@ -19,46 +19,10 @@ pytest.importorskip('cryptography', reason="pip install '.[lab]'")
 from ecomp.errors import Denied
 from ecomp.store.client import Delete, Put, Store, Unchanged
 from tests.kit.behind_roles import USERS, EtcdWithRoles, start_etcd_with_roles
+from tests.kit.roles import INSTANCE, OTHER, OWN, WRITERS_BY_KEY
 from tests.kit.secured import certify
 from tests.kit.servers import b64, wait_until
 
-INSTANCE = '33333333-0000-4000-8000-000000000000'
-OWN = 'OWN'
-OTHER = 'OTHER'
-
-# (may the compute OWN write it, may a scheduler write it). An operator may write all, and all users may read them.
-WRITERS_BY_KEY = {
-    f'/hosts/OWN/{INSTANCE}': (True, True),
-    f'/hosts/OTHER/{INSTANCE}': (False, True),
-    '/hosts/OWN': (False, True),
-    f'/instances/OWN/{INSTANCE}': (True, True),
-    f'/instances/OTHER/{INSTANCE}': (False, True),
-    f'/instances/{INSTANCE}': (False, True),
-    '/digests/OWN/a/0': (True, True),
-    '/digests/OTHER/a/0': (False, True),
-    '/computes/OWN': (True, False),
-    '/computes/OWN/x': (False, False),
-    '/computes/OTHER': (False, False),
-    '/accepted/OWN': (True, False),
-    '/accepted/OTHER': (False, False),
-    '/hostnames/OWN': (True, True),
-    '/hostnames/OTHER': (False, True),
-    f'/booted/{INSTANCE}': (True, True),
-    f'/queues/f/{INSTANCE}': (True, True),
-    f'/queues/f/{INSTANCE}/taker': (True, True),
-    '/names/web': (True, True),
-    '/groups/web': (True, True),
-    '/quotas/p': (True, True),
-    '/released/ab/1': (True, True),
-    f'/requests/{INSTANCE}': (False, True),
-    '/stacks/shop': (False, True),
-    '/user-data/ab': (True, True),
-    '/audit/a': (False, True),
-    '/audit/a/OWN': (False, True),
-    '/flavors/small': (False, False),
-    '/cluster': (False, False),
-    '/anything': (False, False),
-}
 PERMISSION_CASES = [
     (user, key, may)
     for key, (compute, scheduler) in WRITERS_BY_KEY.items()
