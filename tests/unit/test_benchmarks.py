@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -55,16 +53,6 @@ def runner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     return module
 
 
-@pytest.mark.usefixtures('runner')
-def test_read_parses_a_printed_figure(capsys: pytest.CaptureFixture[str]) -> None:
-    result = importlib.import_module('result')
-    count_cases: tuple[Mapping[str, float], ...] = ({'calls': 6}, MappingProxyType({}))
-    for counts in count_cases:
-        figure = result.paired('look', 'list', [3.0, 4.0], [1.0, 2.0], 2.5, counts=counts)
-        result.tell(figure, True)
-        assert result.read(capsys.readouterr().out) == figure
-
-
 def test_hanging_script_cleans_up_and_is_reported(
     runner: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,37 +83,6 @@ def test_failing_script_is_reported_and_its_lab_removed(
     assert Path('elab').read_text() == 'down --name its-lab\n'
     runner.report({'good': runner.Ran(), 'fails': ran}, 0)
     assert capsys.readouterr().out.splitlines()[-1].endswith(', failed: fails, 0 min')
-
-
-@pytest.mark.usefixtures('runner')
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signal_ends_the_script_and_the_run_reports(number: int) -> None:
-    for name in ('first', 'second'):
-        Path(f'{name}.py').write_text(HANGING_SCRIPT)
-    driver = (
-        'import every, pathlib, sys; every.HERE = pathlib.Path.cwd(); '
-        "every.SCRIPTS = (every.Script('first', 600, 600), every.Script('second', 600, 600)); sys.exit(every.main())"
-    )
-    with subprocess.Popen([sys.executable, '-c', driver], stdout=subprocess.PIPE, text=True) as process:
-        wait_until(lambda: Path('ready').exists(), 20, 'the first script is at work')
-        process.send_signal(number)
-        out, _ = process.communicate()
-    assert process.returncode == 1
-    assert Path('cleaned').exists()
-    assert '== second' not in out
-    assert 'first: interrupted' in out
-    assert out.splitlines()[-1].startswith('0 figures, 0 missed their target, failed: first, ')
-
-
-@pytest.mark.usefixtures('runner')
-def test_lab_is_removed_if_up_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    lab = importlib.import_module('lab')
-    fail = 'import sys; open("elab", "a").write(sys.argv[1] + "\\n"); sys.exit(sys.argv[1] == "up")'
-    monkeypatch.setattr(lab, 'ELAB', (sys.executable, '-c', fail))
-    Path('its-lab').mkdir()
-    with pytest.raises(subprocess.CalledProcessError), lab.Lab('its-lab').up():
-        pass
-    assert Path('elab').read_text() == 'up\ndown\n'
 
 
 def test_each_script_entry_names_its_lab(runner: ModuleType) -> None:

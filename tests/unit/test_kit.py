@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import uuid
 from collections.abc import Callable, Sequence
@@ -14,7 +13,6 @@ import pytest
 
 from ecomp.lab import machine
 from tests.kit import lab as labs
-from tests.kit.ending import StoredValue
 from tests.kit.history import CommandRun, judge
 from tests.kit.hypervisor import drop_stillborn_tracebacks
 from tests.unit.good_history import (
@@ -24,7 +22,6 @@ from tests.unit.good_history import (
     LEASE,
     ONE,
     OTHER,
-    QUERY,
     QUEUED,
     REFUSED,
     SIZE,
@@ -37,7 +34,6 @@ from tests.unit.good_history import (
     encode_queued,
     encode_record,
     encode_request,
-    encode_tombstone,
     format_notice,
     make_good_story,
 )
@@ -142,31 +138,15 @@ CASES: list[tuple[Sequence[str], Callable[[Story], None]]] = [
         ['was never delivered', 'is not begun at the end'],
         lambda story: story.asks.append(ask_create(0, format_notice(ONE, OTHER))),
     ),
-    (
-        ['was never delivered', 'is not begun at the end'],
-        lambda story: story.asks.append(
-            CommandRun(('--queue', '--flavor', 'small'), 0, f'QUEUED INSTANCE {OTHER}\n', '')
-        ),
-    ),
-    (
-        ['was never delivered', 'is not begun at the end'],
-        lambda story: story.asks.append(ask_create(0, json.dumps([{'instance': OTHER, 'compute': ONE}]), '-f', 'json')),
-    ),
     (['was delivered to'], replace_ask(0, stdout=format_notice(TWO, ALIVE))),
     (['was delivered 2 times'], deliver_twice),
     (['none of them that it was there'], lambda story: story.asks.append(ask_create(0, format_notice(ONE, ALIVE)))),
     (['was refused and delivered'], replace_ask(1, code=3, stdout='')),
-    (['was refused and delivered'], replace_ask(1, code=5, stdout='')),
     (['of which nobody was told'], deliver_unreported),
-    (['of which nobody was told'], lambda story: deliver_unreported(story, ask_create(3))),
-    (['of which nobody was told'], lambda story: deliver_unreported(story, CommandRun(('list',), 7, '', ''))),
     (['is not begun at the end'], lambda story: deliver_to_silent_compute(story, building=False)),
     (['is building at the end'], lambda story: deliver_to_silent_compute(story, building=True)),
     (['is active at the end'], lambda story: append_destroy(story, 'destroy accepted; it carries it out')),
-    (['is active at the end'], lambda story: append_destroy(story, 'is already being destroyed on x')),
-    (['is active at the end'], lambda story: append_destroy(story, 'gone')),
     (['is left by an eschedule that ended with {0}'], leave_attempt(0)),
-    (['is left by an eschedule that ended with {3}'], leave_attempt(3)),
     # Records
     (
         [
@@ -178,18 +158,6 @@ CASES: list[tuple[Sequence[str], Callable[[Story], None]]] = [
             'is active at the end',
         ],
         write((f'/instances/{DOOMED}', encode_record(TWO, DOOMED, 'active'))),
-    ),
-    (
-        [
-            'gone, then building',
-            'is building after its destroy',
-            'not asked for it',
-            'instance without a request',
-            'instance without an allocation',
-            'is building at the end',
-            'is building at the end',
-        ],
-        write((f'/instances/{DOOMED}', None), (f'/instances/{DOOMED}', encode_record(TWO, DOOMED, 'building'))),
     ),
     (
         ['active, then building', 'is building at the end'],
@@ -212,14 +180,6 @@ CASES: list[tuple[Sequence[str], Callable[[Story], None]]] = [
         combine(
             lambda story: story.deliver(ONE, OTHER, project_id='other'),
             lambda story: story.write_records(ONE, OTHER, 'stopped'),
-            lambda story: story.asks.append(ask_create(None)),
-        ),
-    ),
-    (
-        ['nothing, then active'],
-        combine(
-            lambda story: story.deliver(ONE, OTHER, project_id='other'),
-            lambda story: story.write_records(ONE, OTHER, 'active'),
             lambda story: story.asks.append(ask_create(None)),
         ),
     ),
@@ -262,7 +222,6 @@ CASES: list[tuple[Sequence[str], Callable[[Story], None]]] = [
         write((f'/queues/large/{QUEUED}', encode_queued(QUEUED))),
     ),
     (['is on no lease', 'without a lease'], write((f'/requests/{OTHER}', encode(instances=[OTHER], pid=5)))),
-    (['is on no lease', 'without a lease'], write((f'/queues/small/{QUEUED}/taker', encode(compute=ONE)))),
     (['is being taken, and does not wait'], write((f'/queues/small/{OTHER}/taker', encode(compute=ONE), LEASE))),
     # Names, groups, quotas
     (['the name web1 is taken from it', 'the name web1 is taken from it', 'nobody was told'], deliver_with_taken_name),
@@ -282,10 +241,7 @@ CASES: list[tuple[Sequence[str], Callable[[Story], None]]] = [
     # Claims
     (['instance without an allocation', 'held None'], release(ALIVE)),
     (['held'], claim(ALIVE, ONE, VCPU=2)),
-    (['held'], claim(ALIVE, TWO)),
-    (['held'], claim(ALIVE, ONE, TWO)),
     (['allocation without an instance'], claim(DOOMED, TWO)),
-    (['allocation without an instance'], claim(QUEUED, TWO)),
     (['5 VCPU are claimed, and it has 4', 'held'], claim(ALIVE, ONE, VCPU=4)),
     (['/computes without a lease'], write((f'/computes/{ONE}', encode(hostname='h')))),
 ]
@@ -307,13 +263,6 @@ def test_violation_is_reported_alone(words: Sequence[str], change: Callable[[Sto
 # No violation
 
 
-def test_create_without_answer_may_have_been_delivered() -> None:
-    for code in (None, -9, 7, 1):
-        story = make_good_story()
-        deliver_unreported(story, ask_create(code))
-        assert list_violations(story) == []
-
-
 def test_refused_set_must_not_be_delivered() -> None:
     member = str(uuid.uuid5(uuid.UUID(REFUSED), '2'))
     story = make_good_story()
@@ -323,86 +272,6 @@ def test_refused_set_must_not_be_delivered() -> None:
     assert 'was refused and delivered' in ' '.join(list_violations(story))
     story.asks[-1] = ask_create(7, '', '--count=2', f'--uuid={REFUSED}')
     assert list_violations(story) == []
-
-
-def test_request_of_a_compute_that_is_away_may_be_unfinished() -> None:
-    for building in (False, True):
-        story = make_good_story()
-        deliver_to_silent_compute(story, building=building)
-        story.overrides['away'] = {ONE}
-        assert list_violations(story) == []
-    story.step((f'/hosts/{ONE}/{OTHER}', encode_tombstone(OTHER, project='other')))
-    story.asks.append(ask_destroy(OTHER))
-    story.write_records(ONE, OTHER, 'destroying')
-    story.allocations.pop(OTHER)
-    assert list_violations(story) == []
-
-
-def test_instance_from_before_may_be_reported_and_destroyed() -> None:
-    again = CommandRun(
-        (QUERY,),
-        0,
-        format_notice(ONE, ALIVE),
-        f'eschedule: {ALIVE} was requested before: this command changed nothing\n',
-    )
-    story = Story([again, again, ask_destroy(ALIVE)])
-    keys = (
-        (f'/hosts/{ONE}/{ALIVE}', encode_request(ONE, ALIVE)),
-        (f'/instances/{ALIVE}', encode_record(ONE, ALIVE, 'active')),
-    )
-    story.overrides['before'] = {key: StoredValue(text.encode(), 0) for key, text in keys}
-    story.allocations[ALIVE] = {ONE: SIZE}
-    assert ['is active at the end' in line for line in list_violations(story)] == [True]
-    story.step((f'/hosts/{ONE}/{ALIVE}', encode_tombstone(ALIVE)))
-    story.write_records(ONE, ALIVE, 'destroying')
-    story.finish(ONE, ALIVE)
-    assert list_violations(story) == []
-
-
-def test_uuid_of_a_removed_failed_instance_may_be_reused() -> None:
-    story = make_good_story()
-    story.step((f'/instances/{BROKEN}', None))
-    story.asks.append(ask_destroy(BROKEN, 'its record is removed; nothing else remains'))
-    story.deliver(ONE, BROKEN, project_id='other')
-    story.write_records(ONE, BROKEN, 'building', 'active')
-    story.asks.append(ask_create(0, format_notice(ONE, BROKEN), '--uuid', BROKEN))
-    assert [line for line in list_violations(story) if 'is active at the end' not in line] == []
-
-
-def test_instance_with_a_fault_may_start_as_stopped() -> None:
-    story = make_good_story()
-    story.deliver(ONE, OTHER, project_id='other')
-    story.write_records(ONE, OTHER, 'stopped', fault='its disk is there')
-    story.asks.append(ask_create(None))
-    assert not [line for line in list_violations(story) if 'then' in line]
-
-
-def test_missing_final_record_is_allowed() -> None:
-    story = make_good_story()
-    story.step((f'/hosts/{ONE}/{TAKEN}', encode_tombstone(TAKEN)))
-    story.asks.append(ask_destroy(TAKEN))
-    story.step((f'/instances/{TAKEN}', None), (f'/hosts/{ONE}/{TAKEN}', None))
-    del story.allocations[TAKEN]
-    assert ['quota web' in line for line in list_violations(story)] == [True]
-
-
-def test_keys_written_manually_are_ignored() -> None:
-    story = make_good_story()
-    story.step((f'/hosts/{ONE}/{OTHER}', '{"allocations": 5'))
-    story.step((f'/instances/{OTHER}', '[]'), ('/names/theirs', '7'), ('/requests/' + OTHER, 'x'))
-    story.allocations[OTHER] = {ONE: {'VCPU': 90}}
-    story.overrides['manual_subjects'] = {OTHER, 'theirs'}
-    assert list_violations(story) == []
-
-
-def test_ask_parses_its_arguments() -> None:
-    assert ask_create(0).is_create
-    assert CommandRun(('--wait', 'http://i/x', '--flavor', 's'), 0, '', '').is_create
-    assert not CommandRun(('plan', QUERY), 0, '', '').is_create
-    assert not CommandRun(('flavor', 'set', 'small', QUERY), 0, '', '').is_create
-    assert not CommandRun(('destroy', ALIVE), 0, '', '').is_create
-    assert ask_create(0, '', '--uuid', ALIVE.upper()).requested_instances == {ALIVE}
-    assert ask_create(0, '', '--uuid', 'junk').requested_instances == set()
 
 
 # Tracebacks in a host's log: those of workers whose ecompute was killed as it started them are ignored.

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.plan import LastRuns
 from tests.kit.servers import make_environment
 
 TEST_FILE = """
@@ -77,19 +76,6 @@ def test_error_of_a_shared_lab_is_shown_once(tmp_path: Path) -> None:
     assert process.stdout.count('E       AssertionError: elab up failed') == 1
     one_line = 'what it shares with test_them.py::test_of_a_lab[0] could not be made: see there'
     assert process.stdout.splitlines().count(one_line) == 11
-
-
-def test_oldest_run_is_found(tmp_path: Path) -> None:
-    path = tmp_path / 'last_run'
-    path.write_text('2026-01-31 tests/x.py::test_a[a b]\n2025-12-24 tests/x.py::test_b\n')
-    runs = LastRuns(path)
-    assert runs.dates == {'tests/x.py::test_a[a b]': '2026-01-31', 'tests/x.py::test_b': '2025-12-24'}
-    assert runs.find_oldest() == '2025-12-24 tests/x.py::test_b'
-    runs.write(['tests/x.py::test_b'], '2026-02-01')
-    assert path.read_text() == '2026-01-31 tests/x.py::test_a[a b]\n2026-02-01 tests/x.py::test_b\n'
-    assert LastRuns(path).find_oldest() == '2026-01-31 tests/x.py::test_a[a b]'
-    assert LastRuns(tmp_path / 'none').find_oldest() == ''
-    assert LastRuns(path).list_never_run(['tests/x.py::test_c', 'tests/x.py::test_a[a b]']) == ['tests/x.py::test_c']
 
 
 @pytest.mark.parametrize('words', [('-n0',), ('-n2',)], ids=['in one process', 'in two'])
