@@ -19,7 +19,6 @@ from ecomp.cli.history import (
     compute_percentiles,
     draw_timelines,
     make_timeline,
-    timelines_to_dict,
 )
 from ecomp.cli.tables import OutputStyle
 from ecomp.model import flavor, group, keys, queue, quota, stack
@@ -421,8 +420,6 @@ def test_any_change_yields_valid_events_or_none(
 FAST = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 SLOW = 'e9bedb97-917a-4f4e-9a69-8ad21840267f'
 
-REACHED_STAGES = list(STAGES[: STAGES.index('addressed') + 1])
-
 
 def make_stages(*seconds: float) -> dict[str, str]:
     """Return the times of the first stages, at these seconds after the first one."""
@@ -432,68 +429,6 @@ def make_stages(*seconds: float) -> dict[str, str]:
 def make_record(instance: str = FAST, state: str = ACTIVE, *seconds: float) -> Record:
     times = make_stages(*(seconds or (0.165, 0.19, 0.203, 0.534, 7.191)))
     return Record(instance, COMPUTE, state, image='http://h/i', stages=times)
-
-
-ONE_CHART = """\
-d578fb7c-7787-4e73-b69a-a7b3ef9bf73a  active  requested 2026-01-31T12:00:00.000Z
-scheduled   0.165 s  |=                                                           |
-image       0.025 s  | =                                                          |
-disk        0.013 s  | =                                                          |
-started     0.331 s  | ===                                                        |
-addressed   6.657 s  |    ========================================================|
-ready             -
-                     0 s                                                    7.191 s"""
-
-TWO_CHARTS = """\
-d578fb7c-7787-4e73-b69a-a7b3ef9bf73a  active  requested 2026-01-31T12:00:00.000Z
-scheduled   0.165 s  |=                                                           |
-image       0.025 s  |=                                                           |
-disk        0.013 s  |=                                                           |
-started     0.331 s  |=                                                           |
-addressed   6.657 s  | =============                                              |
-ready             -
-
-e9bedb97-917a-4f4e-9a69-8ad21840267f  building  requested 2026-01-31T12:00:00.000Z
-scheduled   0.200 s  |=                                                           |
-image      30.000 s  |============================================================|
-disk              -
-started           -
-addressed         -
-ready             -
-                     0 s                                                   30.200 s
-
-STAGE      INSTANCES  P50      P95
-scheduled  2          0.165 s  0.200 s
-image      2          0.025 s  30.000 s
-disk       1          0.013 s  0.013 s
-started    1          0.331 s  0.331 s
-addressed  1          6.657 s  6.657 s
-total      1          7.191 s  7.191 s"""
-
-FAILED_EARLY = """\
-d578fb7c-7787-4e73-b69a-a7b3ef9bf73a  error  requested 2026-01-31T12:00:00.000Z
-scheduled   0.500 s  |===============                                             |
-image             -
-disk              -
-started           -
-addressed         -
-ready             -
-error       1.500 s  |               =============================================|
-                     0 s                                                    2.000 s"""
-
-
-def test_chart_of_one_instance() -> None:
-    assert draw_timelines([make_record()], OutputStyle()) == ONE_CHART
-
-
-def test_charts_of_several_instances_share_a_scale() -> None:
-    assert draw_timelines([make_record(), make_record(SLOW, BUILDING, 0.2, 30.2)], OutputStyle()) == TWO_CHARTS
-
-
-def test_chart_of_a_failed_instance_ends_at_the_error() -> None:
-    failed = make_record(FAST, ERROR, 0.5)
-    failed = replace(failed, stages={**failed.stages, 'error': '2026-01-31T12:00:02.000Z', 'gone': 'later'})
-    assert draw_timelines([failed], OutputStyle()) == FAILED_EARLY
 
 
 @pytest.mark.parametrize(
@@ -530,21 +465,6 @@ def test_percentiles_use_the_nearest_rank() -> None:
         'total': {'instances': 40, 'p50': 20.0, 'p95': 38.0},
     }
     assert compute_percentiles([make_timeline(replace(make_record(), stages={}))]) == {}
-
-
-def test_json_has_the_same_times_as_the_chart() -> None:
-    result = timelines_to_dict([make_record(), make_record(SLOW, BUILDING, 0.2)])
-    first, second = result['instances']
-    assert (first['instance'], first['state']) == (FAST, 'active')
-    assert [entry['stage'] for entry in first['stages']] == REACHED_STAGES
-    assert first['stages'][0] == {
-        'stage': 'requested', 'time': '2026-01-31T12:00:00.000Z', 'at': 0.0, 'seconds': None
-    }  # fmt: skip
-    assert first['stages'][-1]['at'] == 7.191
-    assert first['stages'][-1]['seconds'] == 6.657
-    assert [entry['stage'] for entry in second['stages']] == ['requested', 'scheduled']
-    assert result['percentiles']['total'] == {'instances': 1, 'p50': 7.191, 'p95': 7.191}
-    assert set(result['percentiles']) == {*REACHED_STAGES[1:], 'total'}
 
 
 # The end of the past. Old versions of etcd answer WatchProgress too early, so the changes must confirm the answer.

@@ -272,13 +272,6 @@ def test_concurrent_threads_lose_no_delay() -> None:
     assert delays.find_next_due(()) == math.inf
 
 
-def test_clear_removes_all_delays() -> None:
-    delays = Deferrals()
-    delays.defer('x', 3600)
-    delays.clear()
-    assert delays.get_due_time('x') == math.inf
-
-
 # A loss is logged once, and so is its return, for all activities and at any time
 
 
@@ -331,15 +324,6 @@ def test_failure_begun_before_the_return_is_no_new_loss(info_log: pytest.LogCapt
     assert info_log.messages == []
     complaints.report_failure('frozen', LIBVIRT, time.monotonic())
     assert len(info_log.messages) == 1
-
-
-def test_each_backend_has_its_own_loss(info_log: pytest.LogCaptureFixture) -> None:
-    """The return of libvirt does not affect placement."""
-    complaints, began = FailureLog(), time.monotonic()
-    complaints.report_failure('one', LIBVIRT, began)
-    complaints.report_success('one')
-    complaints.report_failure('two', Unreachable('placement cannot be reached', 'placement'), began)
-    assert info_log.messages[-1] == 'placement cannot be reached; trying again until it is back'
 
 
 def test_other_failure_is_logged_once_per_text(info_log: pytest.LogCaptureFixture) -> None:

@@ -71,7 +71,6 @@ from ecomp.model.record import (
 
 
 HERE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
-ELSEWHERE = '0a1b2c3d-0000-4000-8000-000000000001'
 INSTANCE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 NEIGHBOUR = 'e9bedb97-917a-4f4e-9a69-8ad21840267f'
 MAC = make_mac_address(INSTANCE, 0)
@@ -149,12 +148,6 @@ def test_plan_table(parsed: str, state: str | None, guest: str) -> None:
 @pytest.mark.parametrize('guest', GUESTS.values())
 def test_guest_without_a_request_is_kept(guest: Guest | None) -> None:
     assert plan({}, {}, replace(NO_OBSERVATIONS, guests={INSTANCE: guest} if guest else {})) == []
-
-
-@pytest.mark.parametrize(('parsed', 'state', 'guest'), list(product(['asked', 'unreadable'], (None, *STATES), GUESTS)))
-def test_only_a_tombstone_destroys(parsed: str, state: str | None, guest: str) -> None:
-    tasks = plan_instance(WISHES[parsed], make_record(state) if state else None, GUESTS[guest])
-    assert Kind.DESTROY not in [task.kind for task in tasks]
 
 
 def test_instances_are_planned_independently() -> None:

@@ -11,15 +11,13 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from docs.shapes import REFUSED, SHAPES
 from ecomp.cli.commands import COMMANDS, parse
-from ecomp.cli.inspect import LIST_COLUMNS, explain_no_address, make_record_details, make_record_listing
+from ecomp.cli.inspect import explain_no_address, make_record_details, make_record_listing
 from ecomp.cli.operators import make_evacuation_listing
-from ecomp.cli.tables import Column, Listing, OutputStyle, Row, render_details, render_listing
+from ecomp.cli.tables import OutputStyle, render_details, render_listing
 from ecomp.model.boots import Boot
 from ecomp.model.events import Event, event_to_dict
 from ecomp.model.group import Membership
@@ -29,7 +27,6 @@ from ecomp.model.record import (
     ACTIVE,
     BUILDING,
     ERROR,
-    SCHEDULED,
     STAGES,
     STOPPED,
     WAIT_REASONS,
@@ -63,28 +60,6 @@ ADDRESSED = replace(RECORD, addresses=(Interface('default', '52:54:00:00:00:01',
 FAILED = replace(RECORD, state=ERROR, error=Failure('image', 'the server returned HTTP 404', 'nothing remains'))
 
 
-@given(st.lists(st.lists(st.text(alphabet='ab c', max_size=5), min_size=3, max_size=3), min_size=1, max_size=5))
-def test_columns_are_aligned(rows: list[list[str]]) -> None:
-    shown = render_listing(Listing([Column(name) for name in 'xyz'], list(map(Row, rows))), OutputStyle(header=False))
-    lines = shown.split('\n')
-    assert len(lines) == len(rows)
-    starts = [sum(max(len(row[i]) for row in rows) + 2 for i in range(column)) for column in range(3)]
-    for line, row in zip(lines, rows, strict=True):
-        for start, cell in zip(starts, row, strict=True):
-            assert line[start:].startswith(cell.rstrip())
-
-
-def test_list_has_a_line_for_each_instance() -> None:
-    listed = [replace(ADDRESSED, name='web1'), replace(RECORD, state=SCHEDULED)]
-    lines = render(make_record_listing(listed, Computes({}, {COMPUTE: 'hv1'}))).splitlines()
-    assert lines[0].split() == [column.name for column in LIST_COLUMNS if not column.wide]
-    assert lines[1].split() == [INSTANCE, 'web1', 'active', '10.0.0.1', 'hv1', NOW]
-    assert lines[2].split() == [INSTANCE, '-', 'scheduled', '-', 'hv1', NOW]
-    # An unknown host is shown by its compute's uuid.
-    assert render(make_record_listing(listed)).splitlines()[1].split()[4] == COMPUTE
-    assert json.loads(render(make_record_listing(listed, Computes({}, {COMPUTE: 'hv1'})), 'json'))[0]['host'] == 'hv1'
-
-
 @pytest.mark.parametrize('length', [40, 63])
 def test_long_name_hides_neither_address_nor_host(length: int) -> None:
     names = ('web1', 'w' * length)
@@ -116,19 +91,6 @@ def test_uuid_is_omitted_first_if_each_instance_has_a_name() -> None:
 )
 def test_cause_of_a_failure_comes_first_in_a_list(reason: str, shown: str) -> None:
     assert shown in render(make_record_listing([replace(FAILED, error=Failure('image', reason, 'nothing'))]))
-
-
-def test_empty_list_is_a_heading_or_an_empty_array() -> None:
-    assert render(make_record_listing([])).split() == [column.name for column in LIST_COLUMNS if not column.wide]
-    assert json.loads(render(make_record_listing([]), 'json')) == []
-
-
-def test_json_is_the_record_in_etcd() -> None:
-    (listed,) = json.loads(render(make_record_listing([ADDRESSED]), 'json'))
-    assert listed == json.loads(render(make_record_details(ADDRESSED), 'json'))
-    interface = {'network': 'default', 'mac': '52:54:00:00:00:01', 'address': '10.0.0.1'}
-    assert listed['addresses'] == [{**interface, 'source': None, 'expected': None}]
-    assert listed['version'] == 1
 
 
 def test_every_field_may_be_requested_of_any_instance() -> None:
@@ -173,15 +135,6 @@ def test_details_have_the_same_columns_for_each_instance() -> None:
 def test_exact_field_name_precedes_a_prefix(name: str, shown: str) -> None:
     detail = make_record_details(replace(ADDRESSED, stages=dict.fromkeys(STAGES, NOW)))
     assert render_details([detail], OutputStyle('value', columns=(name,)), False) == shown
-
-
-def test_details_show_every_field() -> None:
-    shown = render(make_record_details(replace(ADDRESSED, fault='its record was lost', name='web1')))
-    for part in (INSTANCE, 'web1', COMPUTE, '10.0.0.1', 'VCPU:1', 'resources=VCPU:1', 'its record was lost', NOW):
-        assert part in shown
-    failed = render(make_record_details(FAILED))
-    assert 'at stage image: the server returned HTTP 404' in failed
-    assert 'nothing remains' in failed
 
 
 def test_power_is_shown_only_while_it_is_switched() -> None:

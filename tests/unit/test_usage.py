@@ -112,17 +112,7 @@ RECORDS = [
     Record(DB, compute=HV1, state=ACTIVE, name='db', resources={'MEMORY_MB': 1024}),
     Record(NEW, compute=HV2, state=BUILDING, name='new', resources={'MEMORY_MB': 256}),
 ]
-SIZES = {'memory_used_bytes': 2**30, 'memory_bytes': 2**32, 'disk_used_bytes': 5 * 2**30, 'disk_bytes': 20 * 2**30}
 GUEST = {'resident_memory_bytes': 300 * 2**20, 'disk_read_bytes_per_second': 2048, 'disk_written_bytes_per_second': 0}
-
-
-def test_hosts_are_sorted_by_cpu_and_count_only_their_own_running_guests() -> None:
-    busy = {HOST: {'cpu_seconds_per_second': 1.234, 'cpus': 4, 'load': 0.5, **SIZES}, WEB: {}, NEW: {}, 'foreign': {}}
-    listing = make_host_listing(make_use(hv1={HOST: {'cpu_seconds_per_second': 0}}, hv2=busy), RECORDS)
-    assert list_cells(listing) == [
-        ['hv2', 123.4, 4, 0.5, '1024/4096', '5/20', 1],
-        ['hv1', 0.0, None, None, None, None, 0],
-    ]
 
 
 def test_host_that_does_not_answer_is_last_and_unknown() -> None:
@@ -132,14 +122,6 @@ def test_host_that_does_not_answer_is_last_and_unknown() -> None:
     assert list_cells(listing)[1] == ['hv1', None, None, None, None, None, None]
     row: Any = listing.rows[1].value
     assert {name: value for name, value in row.items() if value is not None} == {'compute': HV1, 'host': 'hv1'}
-
-
-def test_guests_are_sorted_by_cpu_and_unknown_ones_are_last() -> None:
-    use = make_use(hv1={HOST: {}, WEB: GUEST, DB: {**GUEST, 'vcpu_seconds_per_second': 0.0512}})
-    assert list_cells(make_guest_listing(use, RECORDS)) == [
-        ['db', 5.1, '300/1024', 2, 0, 'hv1', DB],
-        ['web', None, '300/512', 2, 0, 'hv1', WEB],
-    ]
 
 
 def test_active_guest_is_listed_without_an_answer_and_others_only_while_they_run() -> None:
