@@ -11,6 +11,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 from mdserver import conf as mdserver_conf
 from mdserver import guests, metadata
 
+from docs import dashboard
 from ecomp import log, systemd
 from ecomp.cli import stack_file
 from ecomp.cli.command import Context, Invocation
@@ -28,11 +30,12 @@ from ecomp.cli.options import Options, parse_command_line
 from ecomp.cli.tables import format_document
 from ecomp.cli.terminal import Terminal
 from ecomp.compute_conf import load_compute, parse_inventory
-from ecomp.conf import list_cleartext_hosts, load_schedule
+from ecomp.conf import ScheduleConfig, list_cleartext_hosts, load_schedule
 from ecomp.errors import EcompError, put_before_fix
 from ecomp.lab import network
 from ecomp.model import (
     cluster,
+    explain,
     flavor,
     group,
     guest,
@@ -45,14 +48,18 @@ from ecomp.model import (
     stack,
     text,
     traits,
+    usage,
 )
-from ecomp.model.allocation import describe_difference
+from ecomp.model.allocation import Inventory, describe_difference
+from ecomp.virt import xml
 from tests.kit.transcript import compare_with_file
 
 pytestmark = pytest.mark.fast
 
 INSTANCE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 MAC = '52:54:00:aa:00:01'
+NOW = datetime(2026, 11, 27, 16, 40, 0, 900_000, UTC)
+AGGREGATE = 'a66e9a7e-0000-4000-8000-000000000001'
 # What a refusal must not quote: these stand for secrets.
 SECRETS = re.compile('hunter2|canary')
 # What Python's own readers say differs between its versions.
@@ -122,6 +129,23 @@ def make_stack(entry: str) -> bytes:
     return json.dumps({'version': 1, 'epoch': INSTANCE, 'entries': entries}).encode()
 
 
+def make_context(line: str) -> Context:
+    """Return the context of a command."""
+    return Context(Terminal(print, print, print), ScheduleConfig(), parse(shlex.split(line)))
+
+
+def read_network(definition: str) -> object:
+    """Return whether libvirt serves DHCP, whether the network has IPv6, and why it cannot be used."""
+    dhcp = xml.read_dhcp(definition)
+    return dhcp.is_served, dhcp.has_ipv6, dhcp.problems
+
+
+def select_leases(leases: list[list[Any]]) -> object:
+    """Return the MAC of each address whose lease counts; a lease has the seconds until its end, or `never`."""
+    parsed = [guests.Lease(address, mac, float('inf') if end == 'never' else end) for address, mac, end in leases]
+    return {address: lease.mac for address, lease in guests.select_current(parsed, 0).items()}
+
+
 def find_metadata(path: str) -> object:
     """Return what the metadata server answers, the same with a / at the end."""
     body = metadata.find_body(path, GUEST)
@@ -132,6 +156,17 @@ def find_metadata(path: str) -> object:
 def find_parts(value: str) -> object:
     """Return the short form of a query's constraints."""
     return [*map(str, query.parse_query(value))]
+
+
+SMALL = 'resources=VCPU:1,MEMORY_MB:256,DISK_GB:1'
+
+
+def explain_provider(value: str, traits: set[str], **inventories: Inventory) -> object:
+    """Return why a provider does not satisfy a query, and the smallest change."""
+    rooms = {'VCPU': Inventory(4), 'MEMORY_MB': Inventory(7800), 'DISK_GB': Inventory(25), **inventories}
+    miss = explain.find_miss(query.parse_query(value), explain.Provider('p', rooms, traits, {AGGREGATE}))
+    change = explain.find_smallest_miss([miss])
+    return [each.reason for each in miss.failures], change and explain.format_cures(change.cures, 'p')
 
 
 # {file: {kind: reader}}
@@ -172,11 +207,17 @@ READERS: dict[str, dict[str, Callable[..., object]]] = {
         'user-data': lambda value: guest.check_user_data(value.encode('latin-1')),
         'warnings about user-data': find_warnings,
         'requested and held': describe_difference,
+        'memory of a provider, for 256 MB': lambda memory: explain_provider(
+            SMALL, set(), MEMORY_MB=Inventory(**memory)
+        ),
+        'query to a provider with the traits A and B': lambda value: explain_provider(f'{SMALL}&{value}', {'A', 'B'}),
     },
     'commands': {
         'command': format_command,
         'options': format_words,
         'command of another tool': lambda line: format_command(f'{line} web1 more'),
+        'timeout of etcd': lambda line: make_context(line).etcd_config.timeout,
+        'beginning of a suggested command': lambda line: make_context(line).command_prefix,
     },
     'files': {
         'compute.yaml': load_file('compute.yaml', load_compute_yaml),
@@ -197,6 +238,16 @@ READERS: dict[str, dict[str, Callable[..., object]]] = {
         'clause before the fix': put_before_fix,
         'version of etcd': cluster.describe_vulnerabilities,
         'hint of room': host.parse_room_hint,
+        'ages of two leases': lambda ages, times: host.find_last_seen(tuple(ages), NOW, times),
+        'ticks of an axis': lambda highest, unit: [
+            dashboard.format_value(tick, unit) for tick in dashboard.choose_ticks(highest, unit)
+        ],
+        'answer about usage': lambda value: usage.parse_answer(value.encode()),
+        'current leases': select_leases,
+        'network of libvirt': read_network,
+        'channel of a guest': xml.has_agent,
+        'routes of a machine': lambda routes: [*map(str, network.parse_routed_networks(routes))],
+        'share of a host': network.divide_resources,
     },
 }
 

@@ -36,22 +36,6 @@ def test_picture_of_the_dashboard_has_its_panels_and_expressions() -> None:
     assert f'<desc>{dashboard.describe_panels(dashboard.load_panels())}</desc>' in picture, cure
 
 
-@pytest.mark.parametrize(
-    ('highest', 'unit', 'texts'),
-    [
-        (3, 'short', '0, 1, 2, 3'),
-        (0.94, 'percentunit', '0, 20%, 40%, 60%, 80%, 100%'),
-        (0.0123, 's', '0, 5 ms, 10 ms, 15 ms'),
-        (0, 'short', '0, 0.2, 0.4, 0.6, 0.8, 1'),
-        (2.5e9, 'bytes', '0, 512 MiB, 1 GiB, 1.5 GiB, 2 GiB, 2.5 GiB'),
-        (70_000, 'binBps', '0, 20 KiB/s, 40 KiB/s, 60 KiB/s, 80 KiB/s'),
-    ],
-)
-def test_axis_of_a_panel_has_round_ticks(highest: float, unit: str, texts: str) -> None:
-    ticks = dashboard.choose_ticks(highest, unit)
-    assert ', '.join(dashboard.format_value(tick, unit) for tick in ticks) == texts
-
-
 def test_readme_is_at_most_10_kb() -> None:
     assert (TOP / 'README.md').stat().st_size <= 10_000
 

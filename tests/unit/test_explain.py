@@ -46,55 +46,6 @@ def suggest_change(query: str, *providers: Provider) -> str | None:
 # Failures of one provider
 
 
-@pytest.mark.parametrize(
-    ('have', 'why'),
-    [
-        (ROOMY['MEMORY_MB'], None),
-        (Inventory(7800, used=7544), None),
-        (Inventory(7800, used=7545), 'MEMORY_MB short by 1 (free 255 of 7800)'),
-        (Inventory(7800, reserved=7700), 'MEMORY_MB short by 156 (free 100 of 100)'),
-        (Inventory(100, allocation_ratio=1.5), 'MEMORY_MB short by 106 (free 150 of 150)'),
-        (Inventory(3, allocation_ratio=0.5), 'MEMORY_MB short by 255 (free 1 of 1)'),
-        (Inventory(100, used=200), 'MEMORY_MB short by 356 (used 200 of 100)'),
-        (Inventory(7800, max_unit=128), 'MEMORY_MB:256 is above max_unit 128'),
-        (Inventory(7800, min_unit=512), 'MEMORY_MB:256 is below min_unit 512'),
-        (Inventory(7800, step_size=100), 'MEMORY_MB:256 is not a multiple of step_size 100'),
-        (
-            Inventory(200, max_unit=128, step_size=100),
-            'MEMORY_MB short by 56 (free 200 of 200); MEMORY_MB:256 is above max_unit 128; '
-            'MEMORY_MB:256 is not a multiple of step_size 100',
-        ),
-    ],
-)
-def test_amount_outside_the_inventory_is_a_failure(have: Inventory, why: str | None) -> None:
-    assert list_failures(GUEST, make_provider(MEMORY_MB=have)) == ([] if why is None else [why])
-
-
-@pytest.mark.parametrize(
-    ('query', 'why'),
-    [
-        ('required=A', None),
-        ('required=A,C', 'lacks C'),
-        ('required=in:C,D', 'has none of C, D'),
-        ('required=in:A,C', None),
-        ('required=!A', 'has A'),
-        ('required=!C', None),
-        ('root_required=A,!B', 'has B'),
-        (f'member_of={AGGREGATE}', None),
-        (f'member_of={OTHER}', f'is not in aggregate {OTHER}'),
-        (f'member_of=in:{AGGREGATE},{OTHER}', None),
-        (f'member_of=!{AGGREGATE}', f'is in aggregate {AGGREGATE}'),
-        (f'member_of=!in:{AGGREGATE},{OTHER}', f'is in aggregate {AGGREGATE}'),
-        ('in_tree=p', None),
-        ('in_tree=q', 'is not the provider q, which in_tree= names'),
-        ('resources=VGPU:1,VCPU:1', 'has no VGPU'),
-    ],
-)
-def test_missing_trait_aggregate_or_class_is_a_failure(query: str, why: str | None) -> None:
-    on = Provider('p', ROOMY, {'A', 'B'}, {AGGREGATE})
-    assert list_failures(f'{GUEST}&{query}', on) == ([] if why is None else [why])
-
-
 def test_all_failures_are_listed() -> None:
     on = make_provider(MEMORY_MB=Inventory(7800, used=7288), VCPU=Inventory(4, used=4))
     assert list_failures('resources=VCPU:1,MEMORY_MB:1741,DISK_GB:1&required=HW_CPU_X86_AVX2', on) == [
@@ -137,28 +88,6 @@ def test_change_needs_as_few_cures_as_possible() -> None:
     assert suggest_change(f'{query}&required=A', small) == 'request MEMORY_MB:512, remove required=A'
     # A provider that needs one change is preferred to one that needs two.
     assert suggest_change(f'{query}&required=A', small, make_provider('other')) == 'remove required=A'
-
-
-@pytest.mark.parametrize(
-    ('have', 'change'),
-    [
-        (Inventory(1000, step_size=100), 'request MEMORY_MB:300'),
-        (Inventory(299, step_size=100), 'request MEMORY_MB:200'),
-        (Inventory(1000, min_unit=512), 'request MEMORY_MB:512'),
-        (Inventory(1000, min_unit=512, step_size=500), 'request MEMORY_MB:1000'),
-        (Inventory(1000, max_unit=100, step_size=64), 'request MEMORY_MB:64'),
-        (Inventory(1000, min_unit=512, used=600), 'free 112 MEMORY_MB on p, request MEMORY_MB:512'),
-        (Inventory(1000, used=1000), 'free 256 MEMORY_MB on p'),
-        (Inventory(100, used=150), 'free 150 MEMORY_MB on p, request MEMORY_MB:100'),
-        (Inventory(1000, reserved=1000), None),
-        (Inventory(1000, min_unit=1001), None),
-        (None, None),
-    ],
-)
-def test_smallest_change_of_an_amount(have: Inventory | None, change: str | None) -> None:
-    inventories = {**ROOMY, 'MEMORY_MB': have}
-    on = Provider('p', {name: inventory for name, inventory in inventories.items() if inventory is not None})
-    assert suggest_change(GUEST, on) == change
 
 
 def test_optional_resource_may_be_dropped() -> None:

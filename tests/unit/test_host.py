@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from typing import NamedTuple
 
 import pytest
@@ -31,7 +30,6 @@ from ecomp.model.host import (
     describe_silence,
     describe_silent_fix,
     find_forget_obstacle,
-    find_last_seen,
     find_leftovers,
     group_by_instance,
     hostname_to_json,
@@ -399,31 +397,6 @@ def test_shared_host_name_is_shown_with_the_uuid() -> None:
     # A host that was set up again has a new uuid. Its name is unique after the old compute is forgotten.
     replaced = Computes({HV2: PresenceFacts('hv1')}, {HV2: 'hv1'})
     assert (replaced.find_by_hostname('hv1'), replaced.format_name(HV2)) == ([HV2], 'hv1')
-
-
-NOW = datetime(2026, 11, 27, 16, 40, 0, 900_000, UTC)
-
-
-@pytest.mark.parametrize(
-    ('ages', 'record_times', 'last_seen'),
-    [
-        ((246, 9000), (), '2026-11-27T16:35:54.000Z'),
-        ((246, 9000), ('2026-11-27T16:36:54.000Z', '2026-11-26T16:36:54.000Z'), '2026-11-27T16:35:54.000Z'),
-        ((246, 9000), ('2026-11-27T16:36:55.000Z',), None),  # an older ecompute was alive then
-        ((246, 9000), ('rubbish',), None),
-        ((246, 246 + 60), (), '2026-11-27T16:35:54.000Z'),
-        ((246, 246 + 59), (), None),  # an election has reset both
-        ((246, 246), (), None),
-        ((9000, 246), (), None),
-        ((-1, -1), (), None),  # immediately after an election, which adds a second
-        ((None, 9000), (), None),
-        ((246, None), (), None),
-    ],
-)
-def test_ages_of_two_leases_show_when_a_host_became_silent(
-    ages: tuple[int | None, int | None], record_times: tuple[str, ...], last_seen: str | None
-) -> None:
-    assert find_last_seen(ages, NOW, record_times) == last_seen
 
 
 def test_silence_has_a_date_unless_it_began_today() -> None:

@@ -33,7 +33,6 @@ from ecomp.lab.network import (
     SECOND_OCTETS,
     Layout,
     choose_network,
-    divide_resources,
     list_host_names,
     parse_routed_networks,
     render_network_xml,
@@ -107,17 +106,6 @@ def test_wide_routes_of_a_vpn_are_ignored() -> None:
     assert choose_network(parse_routed_networks(routes)) == IPv4Network('10.203.0.0/16')
 
 
-def test_routed_networks_parses_iproute2_routes() -> None:
-    routes: list[dict[str, object]] = [
-        {'dst': 'default', 'gateway': '192.0.2.1', 'dev': 'eth0'},
-        {'dst': '0.0.0.0/0', 'dev': 'tun0'},
-        {'dst': '10.8.0.0/24', 'dev': 'tun0'},
-        {'type': 'local', 'dst': '10.9.0.1', 'dev': 'eth1'},
-    ]
-
-    assert parse_routed_networks(routes) == [IPv4Network('10.8.0.0/24'), IPv4Network('10.9.0.1/32')]
-
-
 def test_network_xml_is_open_and_has_the_metadata_address() -> None:
     root = ET.fromstring(render_network_xml(IPv4Network('10.200.3.0/24'), UUID))
 
@@ -134,11 +122,6 @@ def test_network_xml_is_open_and_has_the_metadata_address() -> None:
     assert [option.attrib for option in root.iter(f'{{{DNSMASQ}}}option')] == [{'value': 'dhcp-ignore=tag:!known'}]
     ranges = root.findall('ip/dhcp/range')
     assert [address_range.attrib for address_range in ranges] == [{'start': '10.200.3.2', 'end': '10.200.3.254'}]
-
-
-def test_share_of_a_host_has_a_minimum() -> None:
-    assert divide_resources(16, 65536, 300, 2) == {'VCPU': 8, 'MEMORY_MB': 32768, 'DISK_GB': 150}
-    assert divide_resources(2, 2048, 5, 8) == {'VCPU': 4, 'MEMORY_MB': 512, 'DISK_GB': 1}
 
 
 # A lab's saved state, its processes and its lock.

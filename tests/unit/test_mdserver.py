@@ -27,7 +27,6 @@ from mdserver.guests import (
     UnknownGuestError,
     parse_guest,
     parse_leases,
-    select_current,
 )
 from mdserver.metadata import find_body, make_seed, make_version_list
 from mdserver.server import make_app
@@ -43,7 +42,6 @@ B = '52:54:00:bb:00:02'
 IP = '192.168.122.7'
 IP2 = '192.168.122.8'
 NOW = 1_000_000.0
-NEVER = float('inf')
 ARP = 'IP address       HW type     Flags       HW address            Mask     Device\n'
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -68,26 +66,6 @@ def make_lease_entry(
 
 def format_arp(*entries: tuple[str, str, str], device: str = 'virbr0') -> str:
     return ARP + ''.join(f'{ip:16} 0x1    {flags}    {mac}     *        {device}\n' for ip, mac, flags in entries)
-
-
-@pytest.mark.parametrize(
-    ('leases', 'expected'),
-    [
-        ([], {}),
-        ([Lease(IP, A, NOW + 1)], {IP: A}),
-        ([Lease(IP, A, NOW)], {}),
-        ([Lease(IP, A, NEVER)], {IP: A}),
-        ([Lease(IP, A, NOW + 1), Lease(IP2, B, NOW + 1)], {IP: A, IP2: B}),
-        ([Lease(IP, B, NOW + 9), Lease(IP, A, NOW + 1)], {IP: B}),
-        ([Lease(IP, A, NOW + 1), Lease(IP, B, NOW + 1)], {IP: B}),
-        ([Lease(IP, A, NOW + 1), Lease(IP2, A, NOW + 9)], {IP2: A}),
-        ([Lease(IP, A, NOW - 1), Lease(IP, B, NOW + 9)], {IP: B}),
-        # A moved to IP2 and B took IP: both newer leases replace A's old one.
-        ([Lease(IP, A, NOW + 1), Lease(IP2, A, NOW + 2), Lease(IP, B, NOW + 3)], {IP2: A, IP: B}),
-    ],
-)
-def test_current_picks_the_newest_leases(leases: list[Lease], expected: dict[str, str]) -> None:
-    assert {address: lease.mac for address, lease in select_current(leases, NOW).items()} == expected
 
 
 @pytest.mark.parametrize('data', [b'', b'  \n'])

@@ -137,41 +137,6 @@ def test_read_dhcp() -> None:
     assert [last for last in range(256) if dhcp.can_give(IPv4Address(f'10.0.0.{last}'))] == [2, 3, 254]
 
 
-@pytest.mark.parametrize(
-    ('forward', 'served'),
-    [
-        *(('', True), ('<forward/>', True), ("<forward mode='open'/>", True)),
-        ("<forward mode='bridge'/><bridge name='br0'/>", False),
-    ],
-)
-def test_foreign_bridge_is_not_served(forward: str, served: bool) -> None:
-    assert read_dhcp(f'<network>{forward}</network>') == Dhcp((), frozenset(), (), served, has_ipv6=not served)
-
-
-@pytest.mark.parametrize(
-    ('definition', 'ipv6'),
-    [(NETWORK, True), ("<network ipv6='yes'/>", True), ("<network ipv6='no'/>", False),
-     ("<network><ip address='10.0.0.1' prefix='24'/></network>", False)],
-)  # fmt: skip
-def test_network_has_ipv6_where_libvirt_gives_it_an_address_or_allows_it(definition: str, ipv6: bool) -> None:
-    assert read_dhcp(definition).has_ipv6 is ipv6
-
-
-@pytest.mark.parametrize(
-    ('inside', 'is_filterable'),
-    [
-        ("<portgroup name='a' default='yes'><virtualport type='openvswitch'/></portgroup>", False),
-        ("<portgroup name='a'><virtualport type='openvswitch'/></portgroup>", True),
-        ("<forward mode='hostdev' managed='yes'><pf dev='eth0'/></forward>", False),
-        ("<forward mode='passthrough'><interface dev='eth0'/></forward>", False),
-        ("<forward mode='bridge'/><bridge name='br0'/>", True),
-        ("<forward mode='nat'/>", True),
-    ],
-)
-def test_networks_that_libvirt_can_filter(inside: str, is_filterable: bool) -> None:
-    assert (read_dhcp(f'<network><name>a</name>{inside}</network>').problems[0] == '') is is_filterable
-
-
 @given(macs, st.sets(st.sampled_from([2, 3, 254])))
 def test_chosen_address_is_free_and_stable(mac: str, used: set[int]) -> None:
     dhcp = read_dhcp(NETWORK)

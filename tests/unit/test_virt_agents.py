@@ -7,7 +7,6 @@ import threading
 import pytest
 
 pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
-from ecomp.virt import xml
 from ecomp.virt.domains import GuestAgents, pick_addresses
 from tests.kit.servers import wait_until
 
@@ -32,20 +31,6 @@ def test_first_reachable_address_is_used() -> None:
     assert pick_addresses({}, [MAC]) == {}
     for text in ('', '0.0.0.0', '127.0.0.1', '169.254.1.1', '224.0.0.1', '255.255.255.255', '1', 'x'):
         assert pick_addresses({'eth0': make_interface(MAC, text)}, [MAC]) == {}, text
-
-
-@pytest.mark.parametrize(
-    ('target', 'has_agent'),
-    [
-        ("type='virtio' name='org.qemu.guest_agent.0' state='connected'", True),
-        ("type='virtio' name='org.qemu.guest_agent.0' state='disconnected'", False),
-        ("type='virtio' name='org.qemu.guest_agent.0'", False),
-        ("type='virtio' name='com.redhat.spice.0' state='connected'", False),
-    ],
-)
-def test_has_agent(target: str, has_agent: bool) -> None:
-    channel = f"<channel type='unix'><target {target}/></channel>"
-    assert xml.has_agent(f'<domain><devices>{channel}</devices></domain>') is has_agent
 
 
 def test_failed_thread_start_is_retried_by_a_later_call(monkeypatch: pytest.MonkeyPatch) -> None:
