@@ -7,8 +7,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ecomp.model import keys, record
 from ecomp.model.audit import CODES, Finding, Repair, audit, confirm_findings
@@ -20,7 +18,6 @@ from ecomp.model.planes import AuditIndex, Digest, Planes, index_revisions
 from ecomp.model.quota import Quota, multiply_amounts
 from ecomp.model.quota import to_json as quota_to_json
 from ecomp.model.stack import Stack
-from ecomp.store.client import Entry
 from tests.unit.audit_world import (
     ACTIVE,
     AWAY_COMPUTE,
@@ -431,50 +428,6 @@ def test_new_hints_do_not_change_the_keys_involved(world: WorldBuilder) -> None:
 
 
 # Arbitrary input
-
-
-@given(st.data())
-def test_several_defects_yield_one_finding_each(data: st.DataObject) -> None:
-    world = WorldBuilder()
-    for compute in (ONE, TWO):
-        world.add_provider(compute, dict.fromkeys(TOTALS, 10**6))
-        world.put_presence(compute)
-        world.digests[compute] = Digest()
-    # Independent defects: each has an instance of its own.
-    plants: dict[str, Callable[[str], object]] = {
-        'allocation-orphaned': lambda i: world.allocations[TWO].update({i: SIZE}),
-        'booted-orphaned': lambda i: world.put(keys.address(i), 'x'),
-        'disk-orphaned': lambda i: world.add_guest(ONE, i, compute=None, defined=False, running=False),
-        'domain-orphaned': lambda i: world.add_guest(TWO, i),
-        'seed-orphaned': lambda i: world.add_metadata(ONE, i),
-        'iso-orphaned': lambda i: world.add_iso(ONE, i),
-        'record-unleased': lambda i: world.put_record(i, record.GONE),
-        'request-unreadable': lambda i: world.put(keys.request(ONE, i), ''),
-    }
-    expected = set()
-    for code in data.draw(st.lists(st.sampled_from(sorted(plants)), max_size=12)):
-        instance = str(data.draw(st.uuids(version=4)))
-        plants[code](instance)
-        expected.add((code, instance))
-    assert {(finding.code, finding.subject) for finding in audit(world.build_planes())} == expected
-
-
-@given(st.dictionaries(
-    st.builds(
-        lambda family, rest: family + rest,
-        st.sampled_from(
-            [keys.HOSTS, keys.INSTANCES, keys.BOOTED, keys.ATTEMPTS, keys.QUEUES, keys.NAMES, keys.COMPUTES]
-        ),
-        st.text(max_size=80) | st.sampled_from([ACTIVE, f'{ONE}/{ACTIVE}', f'/{ONE}//', '']),
-    ),
-    st.builds(
-        Entry, st.just('/'), st.binary(max_size=60) | st.sampled_from([b'{}', b'[]']), st.just(1), st.integers(0, 1)
-    ),
-))  # fmt: skip
-def test_audit_accepts_arbitrary_etcd_contents(etcd: dict[str, Entry]) -> None:
-    for finding in audit(Planes({}, etcd, {ONE: Digest()}, {TWO: 'x'})):
-        assert finding.code in CODES
-    index_revisions(etcd)
 
 
 # No finding: work in progress, what a state explains, and what does not belong to ecomp.

@@ -57,17 +57,6 @@ ROWS = (
 )
 LISTING = Listing(COLUMNS, ROWS)
 
-WHOLE = f"""\
-INSTANCE                              NAME    STATE     VCPU USED/CAPACITY  REASON        REQUESTED
-{ONE}  web-10  active    1/4                 -             {NOW}
-{TWO}  web-2   error     3/4                 it is broken  {NOW}
-{SIMILAR}  -       building  -                   -             {NOW}"""
-
-
-def test_table_without_a_terminal_is_complete() -> None:
-    assert render_listing(LISTING, OutputStyle()) == WHOLE
-    assert render_listing(LISTING, OutputStyle(header=False)).splitlines()[0].split() == WHOLE.splitlines()[1].split()
-
 
 @pytest.mark.parametrize(
     ('width', 'heading'),
@@ -90,10 +79,6 @@ def test_table_fits_the_terminal(width: int, heading: str) -> None:
 
 def test_selected_column_is_cut_but_never_omitted() -> None:
     assert render_listing(LISTING, OutputStyle(width=8, columns=('requested',))).splitlines()[1] == '2026-01…'
-
-
-def test_wide_has_all_columns() -> None:
-    assert render_listing(LISTING, OutputStyle(wide=True)).splitlines()[0].split()[-1] == 'IMAGE'
 
 
 def test_columns_are_selected_by_prefix_and_in_order() -> None:
@@ -154,12 +139,6 @@ def test_csv_has_all_columns_uncut() -> None:
     assert records[0] == [column.name for column in COLUMNS]
     assert records[1] == [ONE, 'web-10', 'active', '1/4', '', NOW, 'a']
     assert render_listing(Listing([Column('A')], [Row(['x,"\ny'])]), OutputStyle('csv', header=False)) == '"x,""\\ny"'
-
-
-def test_bare_values() -> None:
-    assert render_listing(LISTING, OutputStyle('value', columns=('name', 'reason'))) == 'web-10\t-\nweb-2\tit is broken'
-    assert render_listing(LISTING, OutputStyle('value', columns=('name',))) == 'web-10\nweb-2'
-    assert render_listing(Listing([Column('A')], [Row(['x\ty\nz'])]), OutputStyle('value')) == 'x\\ty\\nz'
 
 
 def test_rows_with_titles_are_separate_tables() -> None:
