@@ -60,6 +60,8 @@ def test_values_that_no_reader_accepts_are_not_written() -> None:
 
 def find_json_dumps(source: str) -> list[int]:
     """List the lines that call json.dump or json.dumps."""
+    if 'json.dump' not in source:
+        return []
     calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
     return [node.lineno for node in calls if ast.unparse(node.func) in ('json.dumps', 'json.dump')]
 
@@ -190,7 +192,7 @@ def test_random_json_is_accepted_or_refused(name: str, value: Any) -> None:
         READERS[name][0](text)
 
 
-@parametrize_cases(150)
+@parametrize_cases(75)
 def test_audit_of_mutated_values_finishes(number: int) -> None:
     for index in range(number):
         rng = random.Random(f'audit/{index}')

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.cli.command import MIN_ETCD_TIMEOUT_SECONDS, SCRIPT_SLOW_SECONDS, SLOW_SECONDS, Context, Invocation
+from ecomp.cli.command import SCRIPT_SLOW_SECONDS, SLOW_SECONDS, Context, Invocation
 from ecomp.cli.commands import COMMANDS, format_help, parse
 from ecomp.cli.create import read_user_data
 from ecomp.cli.options import FLAGS, OPTIONS, Option, Options, parse_command_line
@@ -43,14 +43,14 @@ def test_every_command_has_help() -> None:
         assert parse([*name.split(), '--help']) == Invocation('help', words, Options())
 
 
-@pytest.mark.parametrize('name', COMMANDS)
-def test_help_of_a_command_lists_only_its_own_options(name: str) -> None:
-    flags = [flag for option in COMMANDS[name].list_options() for flag in option.flags]
-    help_text = format_help(name).partition('options:')[2].partition('exit codes')[0]
-    listed = re.findall('^  (?:-[a-z](?: [A-Z]+)?, )?(--[a-z-]+)', help_text, re.MULTILINE)
-    assert listed == [text for text in flags if len(text) > 2]
-    fields = {*COMMANDS[name].options, 'config'}
-    assert set(flags) == {flag for field in fields for option in OPTIONS[field] for flag in option.flags}
+def test_help_of_a_command_lists_only_its_own_options() -> None:
+    for name, command in COMMANDS.items():
+        flags = [flag for option in command.list_options() for flag in option.flags]
+        help_text = format_help(name).partition('options:')[2].partition('exit codes')[0]
+        listed = re.findall('^  (?:-[a-z](?: [A-Z]+)?, )?(--[a-z-]+)', help_text, re.MULTILINE)
+        assert listed == [text for text in flags if len(text) > 2], name
+        fields = {*command.options, 'config'}
+        assert set(flags) == {flag for field in fields for option in OPTIONS[field] for flag in option.flags}, name
 
 
 def test_every_option_belongs_to_a_command() -> None:
@@ -69,12 +69,11 @@ def test_help_of_events_offers_only_its_formats() -> None:
     assert 'csv' not in format_help('events')
 
 
-@pytest.mark.parametrize('name', COMMANDS)
-def test_every_command_has_a_valid_example(name: str) -> None:
-    program, *words = shlex.split(COMMANDS[name].example)
-    assert program == 'eschedule'
-    assert parse(words).name == name
-    assert f'example: {COMMANDS[name].example}\n' in format_help(name)
+def test_every_command_has_a_valid_example() -> None:
+    for name, command in COMMANDS.items():
+        program, *words = shlex.split(command.example)
+        assert (program, parse(words).name) == ('eschedule', name)
+        assert f'example: {command.example}\n' in format_help(name)
 
 
 def test_help_of_a_first_word_lists_its_commands() -> None:
@@ -227,20 +226,6 @@ def test_yaml_with_many_aliases_is_read_without_warning(tmp_path: Path) -> None:
 # What a command derives from its options: the timeout of etcd, and the command to type next.
 
 
-@pytest.mark.parametrize(
-    ('words', 'seconds'),
-    [
-        (['wait', 'web1'], 5.0),
-        (['wait', 'web1', '--timeout', '3'], 3.0),
-        (['wait', 'web1', '--timeout', '300'], 5.0),
-        (['wait', 'web1', '--timeout', '0'], MIN_ETCD_TIMEOUT_SECONDS),
-        (['destroy', 'web1', '--wait', '--timeout', '1'], 5.0),  # a write gets the full timeout
-    ],
-)
-def test_etcd_timeout_is_at_most_the_timeout_of_wait(words: list[str], seconds: float) -> None:
-    assert Context(Terminal(print, print, print), ScheduleConfig(), parse(words)).etcd_config.timeout == seconds
-
-
 @pytest.mark.parametrize(('is_terminal', 'seconds'), [(True, SLOW_SECONDS), (False, SCRIPT_SLOW_SECONDS)])
 def test_frozen_placement_is_reported_once(is_terminal: bool, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, 'stderr', TextIOWrapper(BytesIO()))
@@ -252,18 +237,6 @@ def test_frozen_placement_is_reported_once(is_terminal: bool, seconds: float, mo
         assert after == seconds
         tell('placement at p1', after)
     assert messages == [f'waiting for placement at p1, which has not answered for {seconds:g} s']
-
-
-@pytest.mark.parametrize(
-    ('words', 'expected'),
-    [
-        (['list'], 'eschedule'),
-        (['list', '--config', 'far.yaml'], 'eschedule --config far.yaml'),
-        (['--config=my far.yaml', 'list'], "eschedule --config 'my far.yaml'"),
-    ],
-)
-def test_suggested_command_names_the_same_config(words: list[str], expected: str) -> None:
-    assert Context(Terminal(print, print, print), ScheduleConfig(), parse(words)).command_prefix == expected
 
 
 # An interrupt while eschedule loads its modules, or ecompute --check runs, ends in one line.

@@ -90,7 +90,6 @@ def test_deleted_current_directory_is_reported(tmp_path: Path, monkeypatch: pyte
 # The inventory of --fake
 
 
-@settings(max_examples=300)
 @given(st.text(max_size=40) | st.text(alphabet='VCPU:4, 019', max_size=20))
 def test_any_inventory_is_parsed_or_a_usage_error(text: str) -> None:
     totals, message = {}, ''
@@ -134,7 +133,7 @@ ANY_CONTENT = st.one_of(
 )
 
 
-@settings(max_examples=900)
+@settings(max_examples=200)
 @given(ANY_CONTENT)
 @example(b'a: "\\ud800"')
 @example(b'2001-13-45: 2001-13-45')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -35,6 +36,12 @@ from tests.unit.rooms import (
 TOP = Path(__file__).resolve().parents[2]
 
 
+# The tests that parse all modules run in one process, which parses each once.
+parses_modules = pytest.mark.xdist_group('parsed modules')
+parse_source = functools.cache(ast.parse)
+
+
+@functools.cache
 def read_modules() -> dict[str, str]:
     """Return the source of each product module by its full name; a package is `name.__init__`."""
     sources = {}
@@ -80,7 +87,7 @@ def find_wrong_imports(modules: Mapping[str, str]) -> list[str]:
     problems = []
     for name, source in modules.items():
         module, room = name.removesuffix('.__init__'), find_layer(name.removesuffix('.__init__'))
-        for line, other in iterate_imports(name, ast.parse(source), modules):
+        for line, other in iterate_imports(name, parse_source(source), modules):
             top = other.partition('.')[0]
             if top in ('ecomp', 'mdserver'):
                 other_layer = find_layer(other)
@@ -104,7 +111,7 @@ def find_wrong_calls(modules: Mapping[str, str]) -> list[str]:
     for name, source in modules.items():
         module = name.removesuffix('.__init__')
         pure = any(is_within(module, place) for place in PURE_MODULES)
-        for node in ast.walk(ast.parse(source)):
+        for node in ast.walk(parse_source(source)):
             line = getattr(node, 'lineno', 0)
             if isinstance(node, ast.Global):
                 problems.append(f'{module}:{line}: no globals')
@@ -152,12 +159,13 @@ def list_methods(node: ast.ClassDef) -> list[ast.FunctionDef | ast.AsyncFunction
 
 
 def iterate_nodes(modules: Mapping[str, str]) -> Iterator[tuple[str, ast.AST]]:
-    return ((name, node) for name, source in modules.items() for node in ast.walk(ast.parse(source)))
+    return ((name, node) for name, source in modules.items() for node in ast.walk(parse_source(source)))
 
 
 RULES: list[Callable[[Mapping[str, str]], list[str]]] = [find_wrong_imports, find_wrong_calls, find_undocumented]
 
 
+@parses_modules
 @pytest.mark.parametrize('rule', RULES)
 def test_product_follows_the_rule(rule: Callable[[Mapping[str, str]], list[str]]) -> None:
     assert rule(read_modules()) == []
@@ -170,8 +178,11 @@ def test_every_module_has_a_layer_and_every_layer_exists() -> None:
     assert [room for room in rooms if room not in modules] == []
 
 
+@parses_modules
 def test_pure_modules_are_exactly_those_documented_as_pure() -> None:
-    docs = {name.removesuffix('.__init__'): ast.get_docstring(ast.parse(text)) for name, text in read_modules().items()}
+    docs = {
+        name.removesuffix('.__init__'): ast.get_docstring(parse_source(text)) for name, text in read_modules().items()
+    }
     pure = {module for module, doc in docs.items() if re.search(r'\bpure\b(?!-)', doc or '', re.IGNORECASE)}
     assert [module for module in sorted(pure) if not any(is_within(module, room) for room in PURE_MODULES)] == []
     assert sorted(PURE_MODULES - pure) == []
@@ -253,6 +264,7 @@ def list_failpoints(modules: Mapping[str, str]) -> list[str]:
     ]
 
 
+@parses_modules
 def test_every_failpoint_is_used_once_and_described() -> None:
     from ecomp.failpoints import FAILPOINT_STATES
 
@@ -268,13 +280,18 @@ def read_test_modules() -> dict[str, str]:
     return {'.'.join(path.relative_to(TOP).with_suffix('').parts): path.read_text() for path in paths}
 
 
+# To parse all tests for their imports takes seconds.
+TEST_IMPORT = re.compile(r'^[ \t]*(from tests[\w.]* import (?:\([^)]*\)|[^\n]+)|import tests[^\n]*)', re.MULTILINE)
+
+
 def iterate_test_imports(source: str) -> Iterator[str]:
-    """Yield each imported module, and each name imported from a module as `module.name`."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
+    """Yield each module of the tests that is imported, and each name imported from one as `module.name`."""
+    for statement in TEST_IMPORT.findall(source):
+        (node,) = ast.parse(statement).body
+        if isinstance(node, ast.ImportFrom):
             yield from (f'{node.module}.{alias.name}' for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
 
 
 def find_wrong_test_imports(modules: Mapping[str, str]) -> list[str]:
@@ -411,7 +428,7 @@ def read_pins() -> dict[str, str]:
     return versions
 
 
-@pytest.mark.parametrize('words', list_requirements())
-def test_requirement_is_pinned_to_a_matching_version(words: str) -> None:
-    requirement = Requirement(words)
-    assert requirement.specifier.contains(read_pins()[canonicalize_name(requirement.name)])
+def test_each_requirement_is_pinned_to_a_matching_version() -> None:
+    pins = read_pins()
+    for requirement in map(Requirement, list_requirements()):
+        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), requirement

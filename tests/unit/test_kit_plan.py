@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.kit.servers import make_environment
 
 TEST_FILE = """
@@ -78,8 +76,7 @@ def test_error_of_a_shared_lab_is_shown_once(tmp_path: Path) -> None:
     assert process.stdout.splitlines().count(one_line) == 11
 
 
-@pytest.mark.parametrize('words', [('-n0',), ('-n2',)], ids=['in one process', 'in two'])
-def test_slow_tests_that_never_passed_are_listed(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_slow_tests_that_never_passed_are_listed(tmp_path: Path) -> None:
     last_run = tmp_path / 'noted'
     last_run.write_text('2026-01-31 test_them.py::test_slow[0]\n')
     (tmp_path / 'conftest.py').write_text(
@@ -96,7 +93,7 @@ def test_slow(number):
 def test_other():
     pass
 """
-    process = run_pytest(tmp_path, text, '-m', 'not slow', *words)
+    process = run_pytest(tmp_path, text, '-m', 'not slow', '-n2')
     assert process.returncode == 0, process.stdout
     reported = [line for line in process.stdout.splitlines() if 'never passed' in line]
     assert reported == [

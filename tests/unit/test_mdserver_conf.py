@@ -78,7 +78,7 @@ def test_unreadable_file_is_refused(tmp_path: Path) -> None:
         load(tmp_path / 'm.conf')
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(
     st.text()
     | st.text('[]=:#; \t\n\r\x85xİ')

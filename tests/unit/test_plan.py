@@ -135,14 +135,12 @@ def get_expected_kind(parsed: str, state: str | None, guest: str) -> Kind | None
     return KIND_BY_STATE[state]
 
 
-@pytest.mark.parametrize(('parsed', 'state', 'guest'), list(product(WISHES, STATES, GUESTS)))
-def test_plan_table(parsed: str, state: str | None, guest: str) -> None:
-    tasks = plan_instance(WISHES[parsed], make_record(state) if state else None, GUESTS[guest])
-    kind = get_expected_kind(parsed, state, guest)
-    assert [task.kind for task in tasks] == ([kind] if kind else [])
-    for task in tasks:
-        assert task.instance == INSTANCE
-        assert task.reason
+def test_plan_table() -> None:
+    for parsed, state, guest in product(WISHES, STATES, GUESTS):
+        tasks = plan_instance(WISHES[parsed], make_record(state) if state else None, GUESTS[guest])
+        kind = get_expected_kind(parsed, state, guest)
+        assert [task.kind for task in tasks] == ([kind] if kind else []), (parsed, state, guest)
+        assert all(task.instance == INSTANCE and task.reason for task in tasks), (parsed, state, guest)
 
 
 @pytest.mark.parametrize('guest', GUESTS.values())
@@ -384,18 +382,19 @@ def plan_power(  # noqa: PLR0913
     return [task.kind for task in tasks]
 
 
-@pytest.mark.parametrize(
-    ('action', 'recorded_power', 'patience'), list(product(ACTIONS, RECORDED_POWERS, (None, *ShutdownAction)))
-)
-def test_power_table(action: str, recorded_power: str | None, patience: ShutdownAction | None) -> None:
+@pytest.mark.parametrize('action', ACTIONS)
+def test_power_table(action: str) -> None:
     power = PowerAction(action, THIS_ACTION)
-    is_done = recorded_power == THIS_ACTION
-    planned = plan_power(power, recorded_power, IS_OFF, patience)
-    assert planned == ([] if is_done else [Kind.DONE if action == STOP else Kind.START])
-    expected: Kind | None = RUNNING_KINDS[action][recorded_power]
-    if expected is Kind.SHUTDOWN:
-        expected = KIND_BY_PATIENCE.get(patience)
-    assert plan_power(power, recorded_power, RUNS, patience) == ([] if is_done or expected is None else [expected])
+    for recorded_power, patience in product(RECORDED_POWERS, (None, *ShutdownAction)):
+        is_done = recorded_power == THIS_ACTION
+        planned = plan_power(power, recorded_power, IS_OFF, patience)
+        expected: Kind | None = Kind.DONE if action == STOP else Kind.START
+        assert planned == ([] if is_done else [expected]), (recorded_power, patience)
+        expected = RUNNING_KINDS[action][recorded_power]
+        if expected is Kind.SHUTDOWN:
+            expected = KIND_BY_PATIENCE.get(patience)
+        planned = plan_power(power, recorded_power, RUNS, patience)
+        assert planned == ([] if is_done or expected is None else [expected]), (recorded_power, patience)
 
 
 @pytest.mark.parametrize('recorded_power', RECORDED_POWERS)

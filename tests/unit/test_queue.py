@@ -109,33 +109,17 @@ def test_taker_turns_an_entry_into_a_request() -> None:
 @pytest.mark.parametrize(
     ('value', 'reason'),
     [
-        (b'', 'not JSON'),
-        (b'[]', 'expected a JSON object'),
-        (b'\xff', 'not text in UTF-8'),
         (b'[' * 100_000, 'nested too deeply'),
         (b' ' * (MAX_REQUEST_BYTES + 1), 'the limit is'),
-        (change_value(version=2), 'format version 2 of the queued request is not supported'),
-        (change_value(version=True), 'version True'),
-        (change_value(instance=COMPUTE), f"its key has small/{INSTANCE}, but its value has 'small' and '{COMPUTE}'"),
         (change_value(flavor='large'), "but its value has 'large'"),
-        (change_value(query=None), 'lacks query'),
         (change_value(query='resources=VCPU:1'), 'lacks MEMORY_MB, DISK_GB'),
         (change_value(query='resources=VCPU:1&in_tree=x'), 'a flavor accepts only resources='),
-        (change_value(query=7), 'query: expected text'),
-        (change_value(image=None), 'lacks image'),
-        (change_value(image='ftp://x/y'), 'ftp'),
-        (change_value(user_id=''), 'lacks user_id'),
-        (change_value(project_id=[]), 'project_id: expected text'),
-        (change_value(stages=[]), 'stages: expected an object of times'),
-        (change_value(name='no name'), 'is not a valid host name'),
-        (change_value(ssh_keys='x'), 'ssh_keys: expected a list'),
         (change_value(user_data_sha256='x'), 'expected 64 hexadecimal digits'),
     ],
 )
 def test_malformed_entry_is_refused_with_a_reason(value: bytes, reason: str) -> None:
-    result = parse_queue_entry(WAITING.key, value)
-    assert isinstance(result, InvalidRequest)
-    assert reason in result.reason
+    """Other values are in tests/security/fields.txt."""
+    assert reason in parse_refused(value).reason
     shown = make_queued_record(WAITING.key, value)
     assert (shown.instance, shown.state, shown.compute) == (INSTANCE, QUEUED, '')
     assert reason in (shown.fault or '')
@@ -422,7 +406,7 @@ def test_patience_grows_with_the_load() -> None:
     assert choose_delay(spare, None, 1, rng) <= MIN_JITTER_SECONDS
 
 
-@pytest.mark.parametrize('computes', [1, 10, 30, 100, 300, 1000])
+@pytest.mark.parametrize('computes', [1, 30, 300])
 def test_few_of_many_equal_computes_try_concurrently(computes: int) -> None:
     rng, concurrent, shortest = random.Random(2026), [], []
     for _ in range(100):
@@ -609,17 +593,6 @@ def test_share_left_is_that_of_the_scarcest_class() -> None:
     assert estimate_free_share(hint, {'VCPU': 3}) == 0
     assert not fits_there(hint, {'VGPU': 1})
     assert not fits_there({'VCPU': ClassHint(4, -25)}, {'VCPU': 1})
-
-
-@pytest.mark.parametrize('rubbish', [
-    None, 5, 'x', [], {}, {'VCPU': 4}, {'VCPU': [4]}, {'VCPU': [4, 101]}, {'VCPU': [-4, 10]}, {'VCPU': [4, 1.5]},
-    {'VCPU': [True, 1]}, {'VCPU': [4, True]}, {'VCPU': [4, None]}, {'VCPU': [10**40, 1]}, {'VCPU': [4, -(10**20)]},
-    {'v cpu': [4, 4]}, {'A' * 300: [4, 4]}, {f'CUSTOM_{each}': [1, 1] for each in range(100)},
-])  # fmt: skip
-def test_malformed_hint_is_ignored(rubbish: object) -> None:
-    assert parse_room_hint(rubbish) is None
-    living = parse_presence(json.dumps({'hostname': 'hv1', 'token': 'x', 'room': rubbish}).encode())
-    assert (living.hostname, living.room) == ('hv1', None)
 
 
 def test_presence_value_holds_the_hint() -> None:

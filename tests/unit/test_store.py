@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecomp.model import cluster
-from ecomp.model.cluster import Header, KnownCluster, describe_vulnerabilities
+from ecomp.model.cluster import Header, KnownCluster
 from ecomp.store import messages
 from ecomp.store.connection import TARGET_PAGE_BYTES, AnswerTooLong, read_pages
 from ecomp.store.messages import (
@@ -207,10 +207,16 @@ TINY_PARTS = {
 }
 
 
-@pytest.mark.parametrize('name', TINY_PARTS)
-def test_answer_of_too_many_fields_is_refused_early(name: str) -> None:
+def test_fields_of_each_answer_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, 'MAX_FIELDS', 1000)
+    for message, part in TINY_PARTS.values():
+        with pytest.raises(ValueError, match='more than 1000 fields'):
+            parse_answer(message, part * 1001)
+
+
+def test_answer_of_too_many_fields_is_refused_early() -> None:
     """8 MiB of empty keys used to take 1.1 GiB of memory."""
-    message, part = TINY_PARTS[name]
+    message, part = TINY_PARTS['keys in results']
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match=f'more than {messages.MAX_FIELDS} fields'):
@@ -335,15 +341,6 @@ def test_reason_contains_the_actual_and_the_expected_value() -> None:
     assert cluster.explain_identity_mismatch(expected, cluster.make_identity_value(IDENTITY, 'later').encode()) is None
 
 
-@pytest.mark.parametrize(
-    'value', [b'', b'x', b'[]', b'{}', b'{"identity": 7}', b'{"identity": "me"}', b'{"identity": null}', b'\xff']
-)
-def test_value_without_an_identity_is_refused(value: bytes) -> None:
-    with pytest.raises(ValueError, match='.'):
-        cluster.read_identity(value)
-    assert 'is malformed' in (cluster.explain_identity_mismatch(KnownCluster(IDENTITY), value) or '')
-
-
 def test_new_cluster_value() -> None:
     assert json.loads(cluster.make_identity_value(IDENTITY, 'T')) == {'version': 1, 'identity': IDENTITY, 'since': 'T'}
 
@@ -351,12 +348,6 @@ def test_new_cluster_value() -> None:
 @given(st.builds(KnownCluster, st.uuids().map(str), numbers, numbers, numbers))
 def test_known_cluster_round_trips(known_cluster: KnownCluster) -> None:
     assert cluster.from_json(cluster.to_json(known_cluster).encode()) == known_cluster
-
-
-@given(st.dictionaries(st.sampled_from(['version', 'identity', 'cluster', 'revision', 'term']), st.none() | numbers))
-def test_malformed_file_is_refused(data: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match='.'):
-        cluster.from_json(json.dumps(data).encode())
 
 
 class WrittenKey(NamedTuple):
@@ -377,23 +368,3 @@ def test_highest_acceptance_counts_up_to_its_own_revision() -> None:
 
 
 # Warnings about versions of etcd.
-
-
-@pytest.mark.parametrize('version', ['3.5.33', '3.5.40', '3.6.14', '3.7.1', '3.8.0', '4.0.0', '', 'HEAD', '3'])
-def test_safe_versions_give_no_warning(version: str) -> None:
-    assert describe_vulnerabilities(version) is None
-
-
-@pytest.mark.parametrize('version', ['3.5.32', '3.5.16', '3.6.13', '3.7.0', '3.7.0-rc.0'])
-def test_versions_with_holes_give_a_warning(version: str) -> None:
-    cure = '3.5.33, 3.6.14, 3.7.1 and newer have no known vulnerabilities'
-    assert describe_vulnerabilities(version) == f'etcd {version} has known vulnerabilities. Fix: upgrade etcd; {cure}'
-
-
-@pytest.mark.parametrize('version', ['3.4.23', '3.4.99', '3.3.0', '2.3.8'])
-def test_end_of_life_versions_give_a_warning(version: str) -> None:
-    warning = describe_vulnerabilities(version)
-    assert warning is not None
-    assert warning.startswith(
-        f'etcd {version} is end-of-life, and its roles do not protect its keys. Fix: upgrade etcd; '
-    )

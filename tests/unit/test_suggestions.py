@@ -73,8 +73,8 @@ def test_typing_error_never_suggests_a_loss_or_the_opposite(case: tuple[str, str
             assert hint not in {*pair} - {command}
 
 
-@pytest.mark.parametrize('name', sorted({*COMMANDS} - {'query'}))
 @pytest.mark.parametrize('prefix', ['un', 'dis', 'de', 'no', 'no-', 'non', 'in'])
-def test_negated_command_never_suggests_itself(name: str, prefix: str) -> None:
-    *before, word = name.split()
-    assert find_suggestion(' '.join([*before, prefix + word])) != name
+def test_negated_command_never_suggests_itself(prefix: str) -> None:
+    for name in {*COMMANDS} - {'query'}:
+        *before, word = name.split()
+        assert find_suggestion(' '.join([*before, prefix + word])) != name, name
