@@ -35,7 +35,7 @@ ROWS = (
         'ecomp/conf.py',
         ".removesuffix(']')).is_loopback",
         ".removesuffix(']')).is_private",
-        ('tests/unit/test_conf.py::test_plain_text_to_another_machine_needs_insecure',),
+        ('tests/golden/test_texts.py::test_texts_are_read_as_before[files]',),
     ),
     Row(
         "a worker's error repeats its stage in the reason",
@@ -116,14 +116,14 @@ ROWS = (
         'ecomp/model/health.py',
         'and abs(facts.ahead_seconds) > MAX_CLOCK_DIFFERENCE_SECONDS',
         'and facts.ahead_seconds > MAX_CLOCK_DIFFERENCE_SECONDS',
-        ('tests/unit/test_health.py::test_fault_of_the_control_plane_is_found',),
+        ('tests/unit/test_health.py::test_each_fault_is_found_with_its_cure',),
     ),
     Row(
         'an amount that fills a provider exactly counts as too large',
         'ecomp/model/explain.py',
         'if inventory.used + amount > inventory.capacity:',
         'if inventory.used + amount >= inventory.capacity:',
-        ('tests/unit/test_explain.py::test_amount_outside_the_inventory_is_a_failure',),
+        ('tests/golden/test_texts.py::test_texts_are_read_as_before[requests]',),
     ),
     # placement
     Row(
