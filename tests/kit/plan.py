@@ -72,7 +72,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     group = _choose_group(item)
     if group:
         item.add_marker(pytest.mark.xdist_group(group))
-    if 'unit' in item.path.parts:
+    if item.nodeid.startswith('tests/unit/'):
         item.add_marker(pytest.mark.fast)
 
 
