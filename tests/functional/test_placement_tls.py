@@ -9,7 +9,7 @@ import shutil
 import socket
 import ssl
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from ecomp.errors import (
     UnknownOutcome,
     Unreachable,
 )
-from ecomp.placement import allocations, providers
+from ecomp.placement import providers
 from ecomp.placement.client import Placement
 from ecomp.placement.http_client import HEADERS
 from tests.functional.placement_client import claim, make_uuid, open_client
@@ -339,115 +339,12 @@ def test_read_from_another_server_is_unreachable(says: tuple[int, str, bytes]) -
         assert server.requests == ['GET /resource_providers']
 
 
-def expect_no_answer(body: object, *calls: Callable[[Placement], object]) -> None:
-    """Expect that each call refuses this JSON as not an answer of placement."""
-    with (
-        serve_answers((200, 'application/json', json.dumps(body).encode())) as server,
-        open_client(server.url) as client,
-    ):
-        for call in calls:
-            with pytest.raises(Unreachable, match='not as placement does'):
-                call(client)
-
-
-def look_at_provider(client: Placement, traits: bool = False) -> object:
-    """Query everything about a provider."""
-    return providers.read_provider(client, make_uuid(), True, traits=traits, aggregates=False)
-
-
 @pytest.mark.parametrize('says', [each for each in NOT_PLACEMENT if each[1] == 'text/html' or each[0] == 200])
 def test_claim_is_not_confirmed_by_another_server(says: tuple[int, str, bytes]) -> None:
     with serve_answers(says) as server, open_client(server.url) as client:
         with pytest.raises(Unreachable, match='not as placement does'):
             claim(client, make_uuid(), make_uuid())
         assert len(server.requests) == 1
-
-
-INF = float('inf')
-
-
-@pytest.mark.parametrize(
-    'body',
-    [
-        {},
-        {'allocation_requests': 7},
-        {'allocation_requests': [{}]},
-        {'allocation_requests': [7]},
-        {'allocation_requests': [{'allocations': {'p': {}}}]},
-        {'allocation_requests': []},
-        {'allocation_requests': [], 'provider_summaries': []},
-        {'allocation_requests': [], 'provider_summaries': {'p': {}}},
-        {'allocation_requests': [], 'provider_summaries': {'p': {'resources': {'VCPU': {'capacity': 1}}}}},
-        {'allocation_requests': [], 'provider_summaries': {'p': {'resources': {'VCPU': {'capacity': 'x', 'used': 0}}}}},
-        {'allocation_requests': [], 'provider_summaries': {'p': {'resources': {'VCPU': {'capacity': INF, 'used': 0}}}}},
-    ],
-)
-def test_invalid_candidates_are_refused(body: dict[str, Any]) -> None:
-    expect_no_answer(body, lambda client: allocations.read_candidates(client, 'resources=VCPU:1'))
-
-
-@pytest.mark.parametrize(
-    'body', [{}, {'allocations': 7}, {'allocations': {'p': {'resources': {'VCPU': 1}}}}, {'allocations': [1]}]
-)
-def test_invalid_consumer_is_refused(body: dict[str, Any]) -> None:
-    expect_no_answer(body, lambda client: allocations.read_consumer(client, make_uuid()))
-    if body != {'allocations': {'p': {'resources': {'VCPU': 1}}}}:
-        expect_no_answer(body, lambda client: allocations.read_provider_allocations(client, make_uuid()))
-
-
-@pytest.mark.parametrize(
-    'usages',
-    [
-        None,
-        7,
-        [],
-        {'INSTANCE': 7},
-        {'INSTANCE': ['VCPU']},
-        {'INSTANCE': {'consumer_count': 'many'}},
-        {'INSTANCE': {'consumer_count': 1, 'VCPU': 'x'}},
-        {'INSTANCE': {'consumer_count': 1, 'VCPU': INF}},
-        {'unknown': {'VCPU': None}},
-    ],
-)
-def test_invalid_project_usages_are_refused(usages: Any) -> None:
-    body = {} if usages is None else {'usages': usages}
-    expect_no_answer(body, lambda client: providers.read_project_usages(client, 'web'))
-
-
-VALID_INVENTORY = {'total': 4, 'reserved': 0, 'allocation_ratio': 1.0, 'min_unit': 1, 'max_unit': 4, 'step_size': 1}
-
-
-@pytest.mark.parametrize(
-    'inventories',
-    [
-        {'VCPU': 7},
-        {'VCPU': []},
-        {'VCPU': {**VALID_INVENTORY, 'total': 'many'}},
-        {'VCPU': {**VALID_INVENTORY, 'total': None}},
-        {'VCPU': {**VALID_INVENTORY, 'allocation_ratio': INF}},
-        {'VCPU': {**VALID_INVENTORY, 'allocation_ratio': True}},
-        {'VCPU': {**VALID_INVENTORY, 'step_size': 0}},
-        {'VCPU': {each: VALID_INVENTORY[each] for each in VALID_INVENTORY if each != 'max_unit'}},
-    ],
-)
-def test_invalid_inventory_is_refused(inventories: Any) -> None:
-    expect_no_answer(
-        {'inventories': inventories, 'usages': {}},
-        look_at_provider,
-        lambda client: providers.read_rooms(client, [make_uuid()]),
-    )
-
-
-@pytest.mark.parametrize('usages', [{'VCPU': 'x'}, {'VCPU': None}, {'VCPU': INF}, {'VCPU': 0.5}, {'VCPU': {}}])
-def test_invalid_usages_are_refused(usages: Any) -> None:
-    body = {'inventories': {'VCPU': VALID_INVENTORY}, 'usages': usages}
-    expect_no_answer(body, look_at_provider, lambda client: providers.read_usages(client, make_uuid()))
-
-
-@pytest.mark.parametrize('traits', [7, 'abc', [7], [['x']], {'x': 1}])
-def test_invalid_traits_are_refused(traits: Any) -> None:
-    body = {'inventories': {}, 'usages': {}, 'traits': traits, 'resource_provider_generation': 1}
-    expect_no_answer(body, lambda client: look_at_provider(client, traits=True))
 
 
 ERRORS = [
