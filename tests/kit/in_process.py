@@ -23,6 +23,15 @@ class InProcessPlacement(Placement):
         self.calls: list[str] = []
         # Number of SQL statements executed.
         self.statements = 0
+        # The connection to the database in memory.
+        self.database: Any = None
+
+    def save(self) -> bytes:
+        """Return the contents of the database, for restore()."""
+        return bytes(self.database.serialize())
+
+    def restore(self, contents: bytes) -> None:
+        self.database.deserialize(contents)
 
     def _send(self, method: str, path: str, body: dict[str, Any] | None, *_: object) -> Answer:
         import webob
@@ -54,10 +63,17 @@ def start_placement() -> InProcessPlacement:
     settings.set_default('sync_on_startup', True, group='placement_database')
     settings.set_default('auth_strategy', 'noauth2', group='api')
     settings([], project='placement', default_config_files=[])
+    connections: list[Any] = []
+
+    # Both listen on all engines of this process; there is one. https://docs.sqlalchemy.org/en/20/core/events.html
+    @event.listens_for(Engine, 'connect')
+    def keep_connection(connection: Any, _: object) -> None:
+        connections.append(connection)
+
     db_api.configure(settings)
     client = InProcessPlacement(deploy.loadapp(settings))
+    (client.database,) = connections
 
-    # Listens on all engines of this process; there is one. https://docs.sqlalchemy.org/en/20/core/events.html
     @event.listens_for(Engine, 'before_cursor_execute')
     def count_statement(*_: object) -> None:
         client.statements += 1
