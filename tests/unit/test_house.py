@@ -322,7 +322,7 @@ def test_no_module_imports_tests_or_helpers_of_another_folder() -> None:
     [
         ('tests.faults.test_x', 'from tests.faults.test_y import claim'),
         ('tests.faults.test_x', 'from tests.scenario.story import place'),
-        ('bench.x', 'def late():\n    from tests.faults.soak import soak'),
+        ('bench.x', 'def late():\n    from tests.faults.islands import Island'),
     ],
 )
 def test_forbidden_import_among_tests_is_found(module: str, source: str) -> None:

@@ -2,7 +2,7 @@
 
 Run it on a file to print them:
 
-    python -m tests.faults.validator HISTORY.jsonl
+    python -m bench.soak.validator HISTORY.jsonl
 
 A refusal for lack of capacity is checked against an upper bound, because the allocations that placement had at that
 moment are unknown: every instance that was requested and not yet reported as finished may have held room. A refusal is
@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.faults.history import Line, read_history
-from tests.faults.soak_account import Command, HistoryIndex
+from bench.soak.account import Command, HistoryIndex
+from bench.soak.history import Line, read_history
 from tests.kit.history import judge
 
 # Seconds that an eschedule may take, without --wait and frozen time: etcd calls of 5 s, a placement call of 30 s.

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import yaml
 
+from bench.soak.history import History
+from bench.soak.parts import ComputePart, FakePart, FakeServer, HostPart, LabPart, Part
+from bench.soak.plan import Size
 from ecomp.lab import certs, control, machine, state
 from ecomp.lab.hosts import LabHost
 from ecomp.lab.machine import Process
 from ecomp.lab.network import ETCD_PORT, PLACEMENT_PORT
-from tests.faults.history import History
-from tests.faults.soak_parts import ComputePart, FakePart, FakeServer, HostPart, LabPart, Part
-from tests.faults.soak_plan import Size
 from tests.kit.boot_sectors import HALT, make_boot_disk
 from tests.kit.commands import write_config
 from tests.kit.lab import Lab

@@ -1,7 +1,7 @@
 """The soak: clients that create and destroy at random on a cluster in which something breaks every few seconds.
 
-    python -m tests.faults.soak --minutes 30 --seed N --fakes 50 --hosts 5 --clients 50 --operations 1000
-    python -m tests.faults.soak --replay HISTORY.jsonl
+    python -m bench.soak --minutes 30 --seed N --fakes 50 --hosts 5 --clients 50 --operations 1000
+    python -m bench.soak --replay HISTORY.jsonl
 
 It needs root and the programs that elab needs. The same seed and sizes make the same plan (not the same races). The
 first line of the output names the history file. At the end come a table, one line of JSON and the violations; the exit
@@ -17,7 +17,6 @@ import json
 import random
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -27,14 +26,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tests.faults import validator
-from tests.faults.history import History, Line, read_history
-from tests.faults.soak_account import CONTROL_FAULTS, HistoryIndex
-from tests.faults.soak_clients import Clients
-from tests.faults.soak_cluster import Cluster
-from tests.faults.soak_faults import Faults
-from tests.faults.soak_plan import Fault, Plan, Size, make_plan
-from tests.faults.soak_planes import (
+from bench.soak import validator
+from bench.soak.account import CONTROL_FAULTS, HistoryIndex
+from bench.soak.clients import Clients
+from bench.soak.cluster import Cluster
+from bench.soak.faults import Faults
+from bench.soak.history import History, Line, read_history
+from bench.soak.plan import Fault, Plan, Size, make_plan
+from bench.soak.planes import (
     ChangeWatcher,
     collect_control_planes,
     collect_planes,
@@ -265,7 +264,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = run_soak(plan, f'soak{plan.seed}', directory, options.guest)
     violations = print_report(path)
     return 1 if violations else 0
-
-
-if __name__ == '__main__':
-    sys.exit(main())

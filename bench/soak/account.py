@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from tests.faults.history import Line
+from bench.soak.history import Line
 from tests.kit import history as judging
 from tests.kit.ending import StoredValue
 

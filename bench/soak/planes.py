@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tests.faults.history import History
-from tests.faults.soak_cluster import Cluster
+from bench.soak.cluster import Cluster
+from bench.soak.history import History
 from tests.kit.gateway import Reply
 from tests.kit.history import Change
 from tests.kit.servers import b64

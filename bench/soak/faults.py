@@ -12,11 +12,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from bench.soak.cluster import Cluster
+from bench.soak.parts import ComputePart, Part
+from bench.soak.plan import Fault
+from bench.soak.planes import ChangeWatcher
 from ecomp.lab.hosts import LabHost
-from tests.faults.soak_cluster import Cluster
-from tests.faults.soak_parts import ComputePart, Part
-from tests.faults.soak_plan import Fault
-from tests.faults.soak_planes import ChangeWatcher
 from tests.kit.gateway import Reply
 
 # Ends a fault and returns the facts for its line in the history.

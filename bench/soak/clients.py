@@ -11,8 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.faults.history import History
-from tests.faults.soak_plan import Operation
+from bench.soak.history import History
+from bench.soak.plan import Operation
 from tests.kit.servers import make_environment
 
 # eschedules that run concurrently: on two cores a larger number only wait for each other.
