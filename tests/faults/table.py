@@ -2,8 +2,8 @@
 
     python -m tests.faults.table > tests/faults/README.md
 
-The docstring of a row's test begins with its row: "F8: etcd frozen for 20 s … (fake)". tests/faults/test_table.py
-compares the file with the code, so neither can be forgotten.
+The docstring of a test begins with its rows: "F8: etcd frozen for 20 s … (fake)". tests/faults/test_table.py compares
+the file with the code, so neither can be forgotten.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,13 +53,13 @@ ROWS = {
     30: 'clocks that jump (libfaketime)',
     31: 'limits on descriptors and memory',
     32: 'malformed command lines and configurations',
-    33: 'a burst, and the soak',
+    33: 'random faults: the soak of bench/soak',
     34: 'records of the version before and after',
     35: 'certificates',
     36: 'asked to stop while building',
     37: 'no stdout or stderr',
-    38: 'stop, start and reboot: killed at each step, raced, guests that do not listen',
-    39: 'groups and quotas: killed at each step, frozen, raced',
+    38: 'stop, start and reboot: killed at each step, guests that do not listen',
+    39: 'groups and quotas: killed and frozen at each step',
     40: 'a compute killed or frozen while it takes from a queue',
 }
 
@@ -68,6 +68,7 @@ CREATE_TESTS = 'functional/test_scheduler_create.py::'
 MANUAL_CHANGE_TESTS = 'scenario/test_by_hand.py::'
 RESTART_TESTS = 'scenario/test_restart.py::'
 CLAIM_TESTS = 'functional/test_claims.py::'
+KILL_TESTS = 'faults/test_kills.py::'
 # The rules of the protocol, each with the tests that replay the interleaving it prevents.
 PROTOCOL_RULES: dict[int, tuple[str, tuple[str, ...]]] = {
     1: (
@@ -102,7 +103,8 @@ PROTOCOL_RULES: dict[int, tuple[str, tuple[str, ...]]] = {
         (
             'functional/test_claims.py::test_orphan_is_released_after_two_spaced_checks',
             'functional/test_claims.py::test_claims_with_an_owner_are_kept',
-            'faults/test_eschedule.py::test_claim_of_a_killed_eschedule_is_released',
+            KILL_TESTS + 'test_nothing_is_left_of_a_killed_command',
+            KILL_TESTS + 'test_claim_of_a_killed_eschedule_is_released',
         ),
     ),
     5: ("a write compares the request's revision", ('faults/test_rules.py::test_rule_5_late_write_changes_nothing',)),
@@ -120,8 +122,8 @@ PROTOCOL_RULES: dict[int, tuple[str, tuple[str, ...]]] = {
         (
             'scenario/test_sharing.py::test_racing_anti_affinity_members_never_share_a_compute',
             'scenario/test_sharing.py::test_racing_requests_use_a_quota_exactly',
-            'faults/test_sharing.py::test_eschedule_killed',
-            'faults/test_sharing.py::test_quota_set_during_a_delivery',
+            KILL_TESTS + 'test_killed_command_is_completed_by_a_repeat',
+            KILL_TESTS + 'test_frozen_command_is_no_finding_and_repeats_nothing',
             'scenario/test_names.py::test_name_has_one_holder_and_is_free_after_its_destroy',
         ),
     ),
@@ -129,8 +131,8 @@ PROTOCOL_RULES: dict[int, tuple[str, tuple[str, ...]]] = {
         'a set is one request',
         (
             'scenario/test_sharing.py::test_racing_sets_are_placed_whole_or_not_at_all',
-            'faults/test_eschedule.py::test_killed_with_part_of_a_set_claimed',
-            'faults/test_eschedule.py::test_killed_with_a_whole_set_claimed_or_delivered',
+            KILL_TESTS + 'test_killed_command_is_completed_by_a_repeat',
+            KILL_TESTS + 'test_nothing_is_left_of_a_killed_command',
         ),
     ),
     9: (
@@ -162,12 +164,53 @@ PROTOCOL_RULES: dict[int, tuple[str, tuple[str, ...]]] = {
     ),
 }
 
+# {story: the failpoints that it reaches}. A failpoint of two stories is reached in two situations.
+STORY_FAILPOINTS = {
+    'create': ('announced', 'claimed', 'delivered'),
+    'create too late': ('undone',),
+    'create a set': ('claimed-some', 'claimed', 'delivered'),
+    'destroy': ('tombstoned',),
+    'queue': ('queued',),
+    'cancel': ('unqueued',),
+    'stop': ('power-asked',),
+    'disable': ('host-disabled',),
+    'enable': ('host-enabled',),
+    'forget': ('host-released', 'host-emptied', 'host-unregistered'),
+    'set a quota': ('quota-counted', 'quota-reckoned'),
+    'apply': ('stack-begun', 'stack-announced', 'claimed-some', 'stack-claimed', 'stack-delivered'),
+    'replace': ('stack-announced', 'stack-claimed', 'stack-delivered'),
+    'prune': ('stack-removed',),
+    'apply in parts': ('stack-part',),
+    'evacuate': ('evacuation-announced', 'claimed-some', 'evacuation-claimed', 'evacuated'),
+    'build': (
+        *('remembered', 'reserved', 'seeded', 'confirmed', 'building', 'image-ready', 'disk-created', 'seed-written'),
+        *('domain-started', 'built', 'active', 'addressed'),
+    ),
+    'fail': ('failing', 'unreserved', 'released', 'ended'),
+    'remove': (
+        *('destroying', 'domain-undefined', 'disk-deleted', 'removed', 'forgotten', 'unreserved', 'released', 'ended'),
+    ),
+    'reboot': ('powering', 'powered'),
+    'take': ('marked', 'taken', 'moved'),
+    'start': ('registered', 'described-here', 'described', 'published'),
+    'end': ('closing', 'closed'),
+}
+# {failpoint: the module whose tests are its story}: they need an etcd to wipe, a libvirt or an image's server.
+OTHER_STORIES = {
+    'republished': 'test_new_etcd.py',
+    'image-begun': 'test_images.py',
+    'image-part': 'test_images.py',
+    'image-kept': 'test_images.py',
+    'image-evicted': 'test_images.py',
+    'domain-defined': 'test_workers.py',
+    'domain-destroyed': 'test_workers.py',
+}
 # Rows, or parts of them, that cannot run on the machines of the tests: the reason, and what replaces them.
 UNTESTED_ROWS: dict[int, str] = {}
 
 
 class Case(NamedTuple):
-    """One test of a row.
+    """One test of a row; a test of several rows is a case of each.
 
     `slow`: only `tests/run --all` runs it.
     """
@@ -186,10 +229,11 @@ def find_cases(directory: Path = HERE) -> Iterator[Case]:
             if not isinstance(node, ast.FunctionDef) or not node.name.startswith('test_'):
                 continue
             summary = ' '.join((ast.get_docstring(node) or '').split('\n\n')[0].split())
-            match = re.fullmatch(r'F(\d+): (.+?)\.? \((fake|libvirt)\)\.?', summary)
+            match = re.fullmatch(r'(F\d+(?:, F\d+)*): (.+?)\.? \((fake|libvirt)\)\.?', summary)
             if match:
                 slow = any(isinstance(mark, ast.Attribute) and mark.attr == 'slow' for mark in node.decorator_list)
-                yield Case(int(match[1]), f'{path.name}::{node.name}', match[2], match[3], slow)
+                for row in match[1].split(', '):
+                    yield Case(int(row[1:]), f'{path.name}::{node.name}', match[2], match[3], slow)
 
 
 def find_unmarked(directory: Path = HERE) -> list[str]:
@@ -209,33 +253,49 @@ def render_page() -> str:
     rows: dict[int, list[Case]] = {number: [] for number in ROWS}
     for case in find_cases():
         rows[case.row].append(case)
-    tested = {name for path in HERE.glob('test_*.py') for name in _find_failpoints(path)}
     lines = [
         '# The fault matrix',
         '',
         'Made by `python -m tests.faults.table`. Each test injects its fault, waits with a deadline and ends with the',
-        'checks of `eschedule audit`. *fake*: on `ecompute --fake`, where libvirt is not what fails; *libvirt*: on',
-        'real libvirt and QEMU. Tests marked *slow* are run by `tests/run --all`.',
+        'checks of `eschedule audit`. Its docstring says what is done. *slow*: only `tests/run --all` runs it.',
+        '*libvirt*: on real libvirt and QEMU; the others are on `ecompute --fake`, where libvirt is not what fails.',
         '',
-        '| row | fault | test | on | what is done |',
-        '|---|---|---|---|---|',
+        '| row | fault | tests |',
+        '|---|---|---|',
     ]
-    for number, cells in rows.items():
-        for case in cells:
-            on = case.backend + (', slow' if case.slow else '')
-            lines.append(f'| F{number} | {ROWS[number]} | `{case.name}` | {on} | {case.summary.replace("|", "/")} |')
-        if number in UNTESTED_ROWS:
-            lines.append(f'| F{number} | {ROWS[number]} | not here | | {UNTESTED_ROWS[number]} |')
+    for number, cases in rows.items():
+        lines.append(f'| F{number} | {ROWS[number]} | {_format_cases(cases) or UNTESTED_ROWS[number]} |')
     lines += ['', '## The rules of the protocol', '', '| rule | tests that replay what it closes |', '|---|---|']
     for number, (says, names) in PROTOCOL_RULES.items():
         lines.append(f'| {number}: {says} | {", ".join(f"`{name}`" for name in names)} |')
-    lines += ['', '## Failpoints', '', 'Named in the code, armed by `ECOMP_FAILPOINT` (see `ecomp/failpoints.py`).', '']
-    lines += ['| name | what is true there | armed by a test |', '|---|---|---|']
-    lines += [f'| `{name}` | {says} | {"yes" if name in tested else "no"} |' for name, says in FAILPOINT_STATES.items()]
+    lines += [
+        '',
+        '## Failpoints',
+        '',
+        'Named in the code, armed by `ECOMP_FAILPOINT` (see `ecomp/failpoints.py`). Each',
+    ]
+    lines += ['has a story in `test_kills.py`, or tests in another module.', '']
+    lines += ['| name | what is true there | story |', '|---|---|---|']
+    lines += [f'| `{name}` | {says} | {_format_story(name)} |' for name, says in FAILPOINT_STATES.items()]
     return '\n'.join(lines) + '\n'
 
 
-def _find_failpoints(path: Path) -> set[str]:
+def _format_cases(cases: Sequence[Case]) -> str:
+    """Name the tests of a row, each module once."""
+    modules: dict[str, list[str]] = {}
+    for case in cases:
+        module, _, test = case.name.partition('::')
+        marks = [mark for mark, is_set in (('libvirt', case.backend == 'libvirt'), ('slow', case.slow)) if is_set]
+        modules.setdefault(module, []).append(f'`{test}`' + (f' ({", ".join(marks)})' if marks else ''))
+    return '; '.join(f'`{module}`: {", ".join(tests)}' for module, tests in modules.items())
+
+
+def _format_story(failpoint: str) -> str:
+    stories = [story for story, steps in STORY_FAILPOINTS.items() if failpoint in steps]
+    return ', '.join(stories) or f'`{OTHER_STORIES[failpoint]}`'
+
+
+def find_armed_failpoints(path: Path) -> set[str]:
     """Return every word in a module's constants named …FAILPOINTS.
 
     Its tests arm these failpoints and assert that they fired.

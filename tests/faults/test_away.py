@@ -15,8 +15,7 @@ import pytest
 
 from tests.kit.commands import Control, Ecompute, Result, run_eschedule_process, write_config
 from tests.kit.gate import Gate
-from tests.kit.hands import Eschedule, check_claims_twice, check_settled, expire_attempts, expire_key
-from tests.kit.invariants import read_lasting_keys
+from tests.kit.hands import Eschedule, check_settled
 from tests.kit.proxy import Proxy
 from tests.kit.servers import Server, wait_until
 from tests.kit.story import (
@@ -188,46 +187,6 @@ def test_etcd_lost_during_delivery(own_control: Control, compute: Ecompute, inst
     repeated = own_control.eschedule(SMALL_QUERY, '--uuid', instance)
     assert parse_notice(repeated) == (compute.uuid, instance)
     check_recovery(own_control, compute, instance)
-
-
-@pytest.mark.slow
-def test_etcd_lost_before_delivery_releases_the_claim(own_control: Control, compute: Ecompute, instance: str) -> None:
-    """F15: etcd killed before the delivery, and no client retries: the compute releases the claim (fake)."""
-    with Eschedule(own_control, SMALL_QUERY, '--uuid', instance, failpoint='claimed:stop') as command:
-        command.wait_frozen_at('claimed')
-        own_control.etcd.kill()
-        command.resume()
-        assert command.wait(ETCD_SECONDS).code == 7
-    own_control.etcd.start()
-    expire_key(own_control, f'/requests/{instance}')
-    check_claims_twice(own_control, compute)
-    assert own_control.placement.read_allocations(instance) == {}
-    assert [key for key in read_lasting_keys(own_control) if instance in key] == []
-    check_recovery(own_control, compute)
-
-
-@pytest.mark.slow
-def test_etcd_lost_keeps_the_claim_of_an_older_attempt(own_control: Control, compute: Ecompute, instance: str) -> None:
-    """F15: etcd killed after a claim of another attempt was found: that claim stays unchanged (fake)."""
-    with Eschedule(own_control, SMALL_QUERY, '--uuid', instance, failpoint='claimed:kill') as killed:
-        killed.assert_killed_at('claimed')
-    expire_key(own_control, f'/requests/{instance}')
-    with Gate(own_control.placement.port) as gate:
-        config = write_config(own_control.directory / 'gate.yaml', own_control.etcd.endpoint, gate.url)
-        gate.hold(b'PUT /allocations')
-        with Eschedule(own_control, SMALL_QUERY, '--uuid', instance, config=config) as command:
-            assert gate.held.wait(30)
-            own_control.etcd.kill()
-            gate.open()
-            result = command.wait(ETCD_SECONDS)
-    message = f'etcd at {own_control.etcd.endpoint} cannot be reached'
-    assert_one_line(result, 7, message, 'nothing was changed')
-    assert set(own_control.placement.read_allocations(instance)) == {compute.uuid}
-    own_control.etcd.start()
-    expire_attempts(own_control)
-    check_claims_twice(own_control, compute)
-    assert own_control.placement.read_allocations(instance) == {}
-    check_recovery(own_control, compute)
 
 
 @pytest.mark.parametrize('how', ['killed', pytest.param('frozen', marks=pytest.mark.slow)])

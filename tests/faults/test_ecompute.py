@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
-import os
-import random
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.kit.commands import Control, Ecompute, write_config
+from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import (
-    LARGE_INVENTORY,
-    ArmedEcompute,
-    Eschedule,
     check_settled,
     expire_key,
     mark_slow_steps,
@@ -37,13 +28,11 @@ from tests.kit.process import is_stopped
 from tests.kit.servers import SLOWDOWN_FACTOR, wait_until
 from tests.kit.story import (
     SMALL_QUERY,
-    assert_one_line,
     boot,
     find_log_lines,
     place,
     read_log,
     read_reserved,
-    require_record,
     wait_address,
     wait_state,
 )
@@ -52,52 +41,9 @@ from tests.kit.tuned import make_tuned
 # F2: ecompute killed at every step of a build, a destroy, its start and its end; the next start continues.
 
 
-BUILD_FAILPOINTS = (
-    *('remembered', 'reserved', 'seeded', 'confirmed', 'building', 'image-ready', 'disk-created', 'domain-started'),
-    *('built', 'active', 'addressed'),
-)
 DESTROY_FAILPOINTS = (
     *('destroying', 'domain-undefined', 'disk-deleted', 'removed', 'forgotten', 'unreserved', 'released', 'ended'),
 )
-START_FAILPOINTS = ('registered', 'described', 'published')
-END_FAILPOINTS = ('closing', 'closed')
-
-
-@pytest.fixture
-def armed(cluster: Control) -> ArmedEcompute:
-    """A fake ecompute that is not started yet."""
-    return make_tuned(cluster, start=False)
-
-
-@pytest.mark.parametrize(
-    'step', mark_slow_steps(BUILD_FAILPOINTS, 'confirmed', 'seeded', 'disk-created', 'built', 'addressed')
-)
-def test_killed_while_building(cluster: Control, armed: ArmedEcompute, step: str) -> None:
-    """F2: kill -9 of ecompute at a step of a build: the next start completes it, once (fake)."""
-    armed.failpoint = f'{step}:kill'
-    armed.start()
-    _, instance = place(cluster)
-    wait_killed_at(armed, step)
-    restart_unarmed(armed)
-    wait_address(cluster, instance)
-    assert wait_state(cluster, instance, 'active')['attempts'] == 0
-    check_settled(cluster, armed)
-
-
-@pytest.mark.parametrize('step', mark_slow_steps(DESTROY_FAILPOINTS, 'destroying', 'removed', 'released', 'ended'))
-def test_killed_while_destroying(cluster: Control, armed: ArmedEcompute, step: str) -> None:
-    """F2: kill -9 of ecompute at a step of a destroy: the next start completes it (fake)."""
-    armed.failpoint = f'{step}:kill'
-    armed.start()
-    (_, instance), (_, other) = place(cluster), place(cluster)
-    address = wait_address(cluster, other)
-    wait_address(cluster, instance)
-    assert cluster.eschedule('destroy', instance).code == 0
-    wait_killed_at(armed, step)
-    restart_unarmed(armed)
-    wait_state(cluster, instance, 'gone')
-    assert wait_address(cluster, other) == address
-    check_settled(cluster, armed)
 
 
 @pytest.mark.parametrize('by_hand', [False, True])
@@ -122,42 +68,6 @@ def test_killed_between_end_in_etcd_and_in_state_directory(cluster: Control, by_
     state = armed.directory / 'state'
     assert json.loads((state / 'fake-reserved.json').read_text()) == {}
     assert 'ended' in json.loads((state / f'instances/{instance}.json').read_text())
-    check_settled(cluster, armed)
-
-
-@pytest.mark.parametrize('step', START_FAILPOINTS)
-def test_killed_while_starting(cluster: Control, armed: ArmedEcompute, step: str) -> None:
-    """F2: kill -9 of ecompute while it starts, three times: on its first start and with requests waiting (fake)."""
-    armed.failpoint = f'{step}:kill'
-    for _ in range(2):
-        armed.launch()
-        wait_killed_at(armed, step)
-    restart_unarmed(armed)
-    _, instance = place(cluster)
-    address = wait_address(cluster, instance)
-    armed.kill()
-    assert cluster.eschedule('destroy', place(cluster)[1]).code == 0
-    armed.failpoint = f'{step}:kill'
-    armed.launch()
-    wait_killed_at(armed, step)
-    restart_unarmed(armed)
-    assert wait_address(cluster, instance) == address
-    assert read_reserved(cluster, armed.uuid) == 0
-    check_settled(cluster, armed)
-
-
-@pytest.mark.parametrize('step', END_FAILPOINTS)
-def test_killed_while_ending(cluster: Control, armed: ArmedEcompute, step: str) -> None:
-    """F2: kill -9 of ecompute while it ends: the next start is like any other (fake)."""
-    armed.failpoint = f'{step}:kill'
-    armed.start()
-    _, instance = place(cluster)
-    address = wait_address(cluster, instance)
-    os.kill(armed.pid, signal.SIGTERM)
-    wait_killed_at(armed, step)
-    restart_unarmed(armed)
-    assert wait_address(cluster, instance) == address
-    assert read_reserved(cluster, armed.uuid) == 0
     check_settled(cluster, armed)
 
 
@@ -188,6 +98,7 @@ def test_killed_after_it_added_the_metadata_address(host: Hypervisor) -> None:
         host.lab.run_elab('exec', host.name, 'ip', 'addr', 'replace', address, *bridge)
 
 
+@pytest.mark.slow
 def test_restarted_network_gets_the_metadata_address(host: Hypervisor) -> None:
     """F28: the network restarted outside ecomp: 169.254.169.254 is soon added to its new bridge (libvirt)."""
     address, bridge = '169.254.169.254/32', ('dev', 'virbr0')
@@ -242,7 +153,7 @@ def test_killed_on_a_real_host(host: Hypervisor, step: str) -> None:
 FAIL_FAILPOINTS = ('failing', 'removed', 'forgotten', 'unreserved', 'released', 'ended')
 
 
-@pytest.mark.parametrize('step', mark_slow_steps(FAIL_FAILPOINTS, 'failing', 'released'))
+@pytest.mark.parametrize('step', mark_slow_steps(FAIL_FAILPOINTS, 'failing'))
 def test_killed_during_a_failed_build(host: Hypervisor, step: str) -> None:
     """F2: kill -9 at a step of a failed build: the next start completes it and reports the reason (libvirt)."""
     host.restart(f'{step}:kill')
@@ -258,9 +169,6 @@ def test_killed_during_a_failed_build(host: Hypervisor, step: str) -> None:
 
 
 # F5, F6, F36: ecompute frozen, killed, started twice, and stopped during work.
-
-
-STOP_TIMEOUT_SECONDS = 20.0
 
 
 def read_final_lines(compute: Ecompute) -> list[str]:
@@ -332,58 +240,6 @@ def test_frozen_while_another_compute_takes_its_uuid(cluster: Control, tmp_path:
     check_settled(cluster, other)
 
 
-EXIT_CODES = {
-    signal.SIGKILL: {-signal.SIGKILL},
-    signal.SIGTERM: {0},
-    signal.SIGINT: {0},
-    # Until the daemon runs, SIGHUP has its default action: it kills the process.
-    signal.SIGHUP: {0, -signal.SIGHUP},
-}
-
-
-@pytest.mark.slow
-def test_random_signals_while_requests_arrive(cluster: Control) -> None:
-    """F6: 20 times SIGKILL, SIGTERM, SIGHUP or SIGINT at a random moment while requests arrive (fake)."""
-    rng = random.Random(6)
-    compute = cluster.ecompute(LARGE_INVENTORY)
-    placed = [place(cluster)[1]]
-    doomed: list[str] = []
-    moment = threading.Event()
-    with ThreadPoolExecutor(1) as thread:
-        for round_ in range(20):
-            number = rng.choice(list(EXIT_CODES))
-            pending = thread.submit(cluster.eschedule, SMALL_QUERY) if compute.is_ready() else None
-            moment.wait(rng.uniform(0.0, 0.4))  # never set: the random moment is the fault
-            numbers = [number, *rng.choices([signal.SIGTERM, signal.SIGINT, signal.SIGHUP], k=rng.randrange(3))]
-            for sig in numbers:
-                compute._signal(sig)
-            wait_until(lambda: not compute.is_running, 30, 'it ends')
-            assert compute._process is not None
-            assert compute._process.returncode in set().union(*(EXIT_CODES[sig] for sig in numbers)), (round_, numbers)
-            if pending is not None and (result := pending.result()).code == 0:
-                placed.append(result.stdout.split()[-1])
-            else:
-                assert pending is None or pending.result().code == 3, pending.result()
-            if rng.random() < 0.3 and len(placed) > 1:
-                doomed.append(placed.pop())
-                assert cluster.eschedule('destroy', doomed[-1]).code == 0
-            if rng.random() < 0.5:
-                compute.start()
-            else:
-                compute.launch()
-                wait_until(lambda: find_log_lines(compute, f' {compute.pid} compute '), 20, 'it has begun')
-    if not compute.is_running:
-        compute.launch()
-    compute.wait_ready()
-    assert len(placed) + len(doomed) > 4, 'some requests were to arrive meanwhile'
-    for instance in placed:
-        wait_address(cluster, instance)
-    for instance in doomed:
-        wait_state(cluster, instance, 'gone')
-    assert set(read_final_lines(compute)) <= {'ecompute: stopped before it was ready'}
-    check_settled(cluster, compute)
-
-
 def read_refusal(compute: Ecompute) -> str:
     """Return the one line of an ecompute that refused to start because another one runs."""
     assert compute._process is not None
@@ -417,123 +273,4 @@ def test_two_ecomputes_started_together(cluster: Control, tmp_path: Path, shared
     check_settled(cluster, *([] if state else [winner]))
 
 
-WORK_STEPS = ('building', 'disk-created', 'domain-started', 'destroying', 'released')
-SIGNALS = itertools.cycle([signal.SIGINT, signal.SIGTERM])
-FAST_SIGNALS = list(zip(WORK_STEPS, SIGNALS, strict=False))
-SLOW_SIGNALS = [pytest.param(step, next(SIGNALS), marks=pytest.mark.slow) for step in WORK_STEPS]
-
-
-@pytest.mark.parametrize(('step', 'number'), [*FAST_SIGNALS, *SLOW_SIGNALS])
-def test_stopped_during_build_or_destroy(cluster: Control, step: str, number: int) -> None:
-    """F36: SIGINT or SIGTERM in a build or destroy: ends in time, closes the host, continues on restart (fake)."""
-    compute = make_tuned(cluster, failpoint=f'{step}:stop:1')
-    with Eschedule(cluster, SMALL_QUERY) as eschedule:
-        instance = eschedule.wait().stdout.split()[-1]
-    destroyed = step in ('destroying', 'released')
-    if destroyed:
-        wait_address(cluster, instance)
-        assert cluster.eschedule('destroy', instance).code == 0
-    compute.wait_frozen_at(step)
-    os.kill(compute.pid, number)  # pending until the process is continued
-    compute.resume()
-    assert compute._process is not None
-    assert compute._process.wait(SLOWDOWN_FACTOR * STOP_TIMEOUT_SECONDS) == 0
-    assert read_reserved(cluster, compute.uuid) == 4
-    assert cluster.etcd.get(f'/computes/{compute.uuid}') is None
-    assert read_final_lines(compute) == []
-    instance_record = require_record(cluster, instance)
-    assert instance_record['state'] in (('destroying', 'gone') if destroyed else ('building', 'active'))
-    restart_unarmed(compute)
-    assert read_reserved(cluster, compute.uuid) == 0
-    wait_state(cluster, instance, 'gone' if destroyed else 'active')
-    check_settled(cluster, compute)
-
-
 # Killed between the writes that describe a compute: the next start, or the same command, completes them.
-
-
-DESCRIBED_FAILPOINTS = DESCRIPTION_NOTED, DESCRIPTION_SET = 'described-here', 'described'
-HOST_FAILPOINTS = DISABLED, ENABLED = 'host-disabled', 'host-enabled'
-
-AGGREGATES = [f'5ca1ab1e-0000-4000-8000-00000000000{number}' for number in range(2)]
-STATUS_TRAITS = {'COMPUTE_STATUS_DISABLED', 'CUSTOM_ECOMP_DISABLED'}
-
-
-def read_names(control: Control, compute: ArmedEcompute, kind: str = 'traits') -> set[str]:
-    return set(control.placement.call('GET', f'/resource_providers/{compute.uuid}/{kind}')[kind])
-
-
-def add_trait(control: Control, compute: ArmedEcompute, trait: str) -> None:
-    """Add a trait that ecompute does not own."""
-    path = f'/resource_providers/{compute.uuid}/traits'
-    traits = control.placement.call('GET', path)
-    control.placement.call('PUT', path, {**traits, 'traits': [*traits['traits'], trait]})
-
-
-# Four notes are written: for traits and for aggregates, before and after they are set.
-@pytest.mark.parametrize(
-    ('step', 'times'), [(DESCRIPTION_SET, 1), *((DESCRIPTION_NOTED, times) for times in (1, 2, 3, 4))]
-)
-def test_killed_while_it_describes_itself(cluster: Control, step: str, times: int) -> None:
-    """F2: kill -9 of ecompute between noting and setting its traits and aggregates (fake)."""
-
-    def settings(number: int) -> dict[str, Any]:
-        return {'traits': ['STORAGE_DISK_SSD', f'CUSTOM_NUMBER_{number}'], 'aggregates': [AGGREGATES[number]]}
-
-    compute = make_tuned(cluster, **settings(0))
-    add_trait(cluster, compute, 'HW_CPU_X86_AVX2')
-    compute.stop()
-    endpoints = (compute.config, cluster.etcd.endpoint, cluster.placement.url)
-    fixed = {'uuid': compute.uuid, 'state': str(compute.directory / 'state')}
-    write_config(*endpoints, **fixed, **settings(1))
-    compute.failpoint = f'{step}:kill'
-    for _ in range(times):
-        compute.launch()
-        wait_killed_at(compute, step)
-    assert read_reserved(cluster, compute.uuid) == 4
-    restart_unarmed(compute)
-    assert read_names(cluster, compute) == {'STORAGE_DISK_SSD', 'CUSTOM_NUMBER_1', 'HW_CPU_X86_AVX2'}
-    assert read_names(cluster, compute, 'aggregates') == {AGGREGATES[1]}
-    compute.stop()
-    write_config(*endpoints, **fixed)
-    compute.start()
-    assert read_names(cluster, compute) == {'HW_CPU_X86_AVX2'}
-    assert read_names(cluster, compute, 'aggregates') == set()
-    place(cluster)
-    check_settled(cluster, compute)
-
-
-@pytest.mark.parametrize('disabled', [False, True])
-def test_killed_between_reserving_and_reporting_its_stop(cluster: Control, disabled: bool) -> None:
-    """F2: kill -9 of ecompute after it reserved its VCPU and before it reports its stop, disabled or not (fake)."""
-    compute = make_tuned(cluster, failpoint='closed:kill')
-    if disabled:
-        assert cluster.eschedule('host', 'disable', compute.uuid).code == 0
-    os.kill(compute.pid, signal.SIGTERM)
-    wait_killed_at(compute, 'closed')
-    assert read_reserved(cluster, compute.uuid) == 4
-    assert read_names(cluster, compute) == (STATUS_TRAITS if disabled else set())
-    restart_unarmed(compute)
-    assert read_reserved(cluster, compute.uuid) == 0
-    assert read_names(cluster, compute) == (STATUS_TRAITS if disabled else set())
-    if disabled:
-        assert cluster.eschedule(SMALL_QUERY).code == 3
-        assert cluster.eschedule('host', 'enable', compute.uuid).code == 0
-    place(cluster)
-    check_settled(cluster, compute)
-
-
-@pytest.mark.parametrize(
-    ('command', 'already', 'step'),
-    [('disable', 'is already disabled', DISABLED), ('enable', 'is already enabled', ENABLED)],
-)
-def test_host_command_killed_after_its_change(
-    cluster: Control, compute: Ecompute, command: str, already: str, step: str
-) -> None:
-    """F1: kill -9 of host disable, and of host enable, after the change: a repeat reports it as done (fake)."""
-    if command == 'enable':
-        assert cluster.eschedule('host', 'disable', compute.uuid).code == 0
-    with Eschedule(cluster, 'host', command, compute.uuid, failpoint=f'{step}:kill') as killed:
-        killed.assert_killed_at(step)
-    assert_one_line(cluster.eschedule('host', command, compute.uuid), 0, already)
-    assert cluster.eschedule(SMALL_QUERY).code == (3 if command == 'disable' else 0)

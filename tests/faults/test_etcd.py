@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import signal
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -24,15 +21,13 @@ from tests.faults.etcd_away import (
     measure_cpu_share,
     run_while_frozen,
 )
-from tests.faults.etcds import EtcdCluster, EtcdControl, SavedSnapshot, clear_space_alarm, fill
+from tests.faults.etcds import EtcdCluster, EtcdControl, clear_space_alarm, fill
 from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import (
     Eschedule,
     check_settled,
     expire_key,
     list_running_guests,
-    read_guests,
-    restart_accepting_etcd,
 )
 from tests.kit.invariants import read_allocations
 from tests.kit.proxy import Proxy
@@ -48,7 +43,6 @@ from tests.kit.story import (
     place,
     read_record,
     read_reserved,
-    run_concurrently,
     wait_address,
     wait_log_lines,
     wait_state,
@@ -75,51 +69,6 @@ def test_etcd_killed_and_restarted(own_control: Control, compute: Ecompute) -> N
     assert (count_logged(compute, LOST_MESSAGE), count_etcd_back(compute)) == (1, 1)
     assert compute.stop() == 0
     assert read_reserved(own_control, compute.uuid) == 4
-
-
-@pytest.mark.slow
-def test_etcd_in_a_restart_loop(own_control: Control) -> None:
-    """F7: etcd in a restart loop while instances are created and destroyed: every request is answered (fake)."""
-    etcd, compute = own_control.etcd, own_control.ecompute('VCPU:64,DISK_GB:99,MEMORY_MB:9999')
-    instances = [str(uuid.uuid4()) for _ in range(8)]
-    finished = threading.Event()
-
-    def restart() -> None:
-        # Longer each time: on a busy machine no command may finish in the first periods.
-        uptime = 1.5
-        while not finished.wait(uptime):
-            etcd.kill()
-            etcd.start()
-            uptime *= 1.05
-
-    # A server dies with the thread that started its process, so the clients run in threads and the restarts here.
-    results: dict[str, int] = {}
-
-    def ask() -> None:
-        for instance in instances:
-            words = (SMALL_QUERY, '--uuid', instance)
-            while (result := own_control.eschedule(*words)).code == 7:
-                assert_one_line(result, 7, 'etcd at ')
-            results[instance] = result.code
-            if instance in instances[:4]:
-                while (result := own_control.eschedule('destroy', instance)).code == 7:
-                    assert_one_line(result, 7, 'etcd at ')
-        finished.set()
-
-    client = threading.Thread(target=ask)
-    client.start()
-    try:
-        restart()
-    finally:
-        finished.set()
-        client.join()
-    etcd.wait_ready()
-    assert set(results.values()) == {0}
-    for instance in instances[4:]:
-        wait_state(own_control, instance, 'active')
-    for instance in instances[:4]:
-        wait_state(own_control, instance, 'gone')
-    check_settled(own_control, compute)
 
 
 def test_etcd_frozen(own_control: Control, compute: Ecompute) -> None:
@@ -257,29 +206,6 @@ def test_etcd_full_between_claim_and_delivery(small_etcd_control: Control, insta
     wait_address(small_etcd_control, instance)
 
 
-@pytest.mark.slow
-def test_etcd_full_during_destroys(small_etcd_control: Control) -> None:
-    """F12: etcd full between the record `destroying` and the end, several destroys: they complete (fake)."""
-    compute = small_etcd_control.ecompute()
-    instances = boot_all(small_etcd_control, 4)
-
-    def destroy_all() -> None:
-        assert {
-            result.code
-            for result in run_concurrently(small_etcd_control, [('destroy', instance) for instance in instances], 2)
-        } == {0}
-        fill(small_etcd_control.etcd)
-
-    run_while_frozen(compute, destroy_all)
-    wait_until(lambda: list_running_guests(compute) == set(), REACTION_SECONDS, 'all are destroyed')
-    wait_until(lambda: small_etcd_control.etcd.list_keys('/hosts/') == [], REACTION_SECONDS, 'no request is left')
-    assert read_allocations(small_etcd_control) == {}
-    assert small_etcd_control.etcd.list_keys('/instances/') == []
-    clear_space_alarm(small_etcd_control.etcd)
-    assert compute.stop(signal.SIGTERM) == 0
-    check_settled(small_etcd_control)
-
-
 # F9, F10: an etcd of three without a member, with another leader, or without a quorum.
 
 
@@ -347,18 +273,6 @@ def test_lost_member_does_not_stop_writes(
     assert count_logged(compute, 'is not the one this compute knew') == 0
 
 
-@pytest.mark.slow
-def test_leader_changes_cause_no_false_alarm(cluster_control: Control, members: EtcdCluster) -> None:
-    """F9: leadership moved several times by an operator: only requests that can be repeated fail (fake)."""
-    compute = cluster_control.ecompute('VCPU:64,DISK_GB:99,MEMORY_MB:9999')
-    for number in (1, 2, 0, 1):
-        target = members.members[number]
-        measure_write_outage(members, lambda: members.move_leader(target))  # noqa: B023
-        boot(cluster_control)
-    assert count_logged(compute, 'is not the one this compute knew') == 0
-    check_settled(cluster_control, compute)
-
-
 def test_replaced_member_is_not_mistaken_for_another_etcd(
     cluster_control: Control, compute: Ecompute, members: EtcdCluster
 ) -> None:
@@ -416,53 +330,4 @@ def test_quorum_lost_and_restored(cluster_control: Control, compute: Ecompute, m
     boot(cluster_control)
 
 
-@pytest.mark.usefixtures('compute')
-def test_quorum_lost_between_claim_and_delivery(cluster_control: Control, instance: str, members: EtcdCluster) -> None:
-    """F10: quorum lost between claim and delivery: exit 7 in time; a repeat completes it (fake)."""
-    with Eschedule(cluster_control, SMALL_QUERY, '--uuid', instance, failpoint='claimed:stop') as eschedule:
-        eschedule.wait_frozen_at('claimed')
-        for member in members.members[:2]:
-            member.kill()
-        began = time.monotonic()
-        eschedule.resume()
-        assert_one_line(eschedule.wait(), 7, 'etcd at ')
-        assert time.monotonic() - began < SLOWDOWN_FACTOR * 30
-    for member in members.members[:2]:
-        member.launch()
-    for member in members.members:
-        member.wait_ready()
-    parse_notice(cluster_control.eschedule(SMALL_QUERY, '--uuid', instance))
-    wait_address(cluster_control, instance)
-
-
 # S5, F1, R1: the presence key of a compute ends, is overwritten, and is restored, in one run of the process.
-
-
-@pytest.mark.history_broken('etcd is restored from an older copy')
-def test_presence_key_ends_is_overwritten_and_restored(own_control: Control, compute: Ecompute) -> None:
-    """S5: read-only while another holds the key, and in a restored etcd; working otherwise (fake)."""
-    etcd = own_control.etcd
-    key = f'/computes/{compute.uuid}'
-    expire_key(own_control, key)
-    wait_until(lambda: etcd.get(key), 30, 'the key is put again')
-    boot(own_control)
-    older = SavedSnapshot(etcd)
-
-    lease = etcd.grant()
-    etcd.put(key, json.dumps({'token': 'theirs', 'hostname': 'elsewhere', 'since': 'now'}), lease)
-    wait_log_lines(compute, 'is held by another ecompute, on elsewhere', 'this compute is read-only from now on')
-    _, waiting = place(own_control)
-    etcd.call('lease/revoke', {'ID': lease})
-    wait_log_lines(compute, 'this compute is no longer read-only: its ecompute holds the presence key again')
-    wait_address(own_control, waiting)
-    wait_address(own_control, place(own_control)[1])
-    presence = json.loads(etcd.get(key) or b'{}')
-    assert presence['pid'] == str(compute.pid)
-    assert len(find_log_lines(compute, 'this compute is read-only from now on')) == 1
-
-    older.restore()
-    wait_log_lines(compute, 'is not the one this compute knew', 'this compute is read-only from now on')
-    assert compute.is_running
-    assert len(read_guests(compute)) == 3
-    restart_accepting_etcd(compute)
-    wait_state(own_control, waiting, 'active')

@@ -163,6 +163,7 @@ def count_etcd_back(compute: Ecompute) -> int:
     return len(find_log_lines(compute, ' INFO ', 'etcd at ', 'is back'))
 
 
+@pytest.mark.slow
 def test_replaced_client_certificate_is_loaded(secured: EtcdControl, office: CertificateOffice) -> None:
     """F35: a client certificate is replaced on disk while ecompute runs: the next connection uses it (fake)."""
     expired_pair = office.authority.issue(office.directory / 'late', 'ecomp', days=-1)

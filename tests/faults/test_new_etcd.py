@@ -18,7 +18,7 @@ from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import check_settled, read_guests, restart_accepting_etcd
 from tests.kit.hypervisor import HOST_INVENTORY, Hypervisor
 from tests.kit.lab import Lab, make_lab_name
-from tests.kit.servers import Etcd, PlacementServer, wait_until
+from tests.kit.servers import Etcd, wait_until
 from tests.kit.story import (
     SMALL_QUERY,
     UNKNOWN_UUID,
@@ -201,28 +201,6 @@ def test_restored_etcd_is_repaired_after_acceptance(
     check_settled(own_control, compute)
 
 
-@pytest.mark.history_broken('etcd is wiped')
-def test_name_taken_in_a_wiped_etcd_is_a_fault(own_control: Control, compute: Ecompute) -> None:
-    """F13: etcd wiped, and a name taken by another instance before it is accepted: a fault reports it (fake)."""
-    etcd = own_control.etcd
-    instance = boot(own_control, SMALL_QUERY, '--name', 'one')
-    wipe(etcd)
-    check_strange_etcd_logged(compute)
-    put_request(own_control, compute, UNKNOWN_UUID, name='one')
-    etcd.put('/names/one', json.dumps({'version': 1, 'instance': UNKNOWN_UUID}))
-    restart_accepting_etcd(compute)
-    wait_address(own_control, UNKNOWN_UUID)
-    status = wait_state(own_control, instance, 'active')
-    assert status['fault'] == "its name one was another instance's when this etcd was accepted"
-    assert len(wait_log_lines(compute, instance, 'its name one was another')) == 1
-    audit = own_control.eschedule('audit')
-    assert audit.code == 8
-    assert [line.split()[:2] for line in audit.stdout.splitlines()[1:]] == [['name-missing', instance]]
-    # It releases only what is its own.
-    assert own_control.eschedule('destroy', '--wait', instance).code == 0
-    assert json.loads(etcd.get('/names/one') or b'')['instance'] == UNKNOWN_UUID
-
-
 @pytest.mark.slow
 @pytest.mark.history_broken('etcd is restored from an older copy')
 def test_restored_etcd_with_higher_revision_is_noticed(own_control: Control, compute: Ecompute) -> None:
@@ -243,41 +221,6 @@ def test_restored_etcd_with_higher_revision_is_noticed(own_control: Control, com
     check_strange_etcd_logged(compute)
     assert 'raft term' in wait_log_lines(compute, STRANGE_ETCD_MESSAGE)[0]
     restart_accepting_etcd(compute)
-
-
-@pytest.mark.history_broken('etcd is wiped')
-def test_destroy_continues_in_a_wiped_etcd(own_control: Control) -> None:
-    """F13: etcd wiped during a destroy: after acceptance the destroy continues (fake)."""
-    compute = make_tuned(own_control)
-    instance = boot(own_control)
-    stop_compute(compute)
-    compute.failpoint = 'destroying:stop'
-    compute.start()
-    assert own_control.eschedule('destroy', instance).code == 0
-    compute.wait_frozen_at('destroying')
-    compute.kill()
-    compute.failpoint = ''
-    assert require_record(own_control, instance)['state'] == 'destroying'
-    wipe(own_control.etcd)
-    restart_accepting_etcd(compute)
-    wait_state(own_control, instance, 'gone')
-    check_settled(own_control, compute)
-
-
-def test_build_continues_in_a_wiped_etcd(own_control: Control) -> None:
-    """F13: etcd wiped during a build: after acceptance the build continues (fake)."""
-    compute = make_tuned(own_control)
-    stop_compute(compute)
-    compute.failpoint = 'seeded:stop'
-    compute.start()
-    _, instance = place(own_control)
-    compute.wait_frozen_at('seeded')
-    compute.kill()
-    compute.failpoint = ''
-    wipe(own_control.etcd)
-    restart_accepting_etcd(compute)
-    wait_address(own_control, instance)
-    check_settled(own_control, compute)
 
 
 @pytest.mark.history_broken('etcd is wiped')
@@ -323,17 +266,6 @@ def test_lost_claim_without_room_is_a_fault(own_control: Control) -> None:
     restart_accepting_etcd(compute)
     assert own_control.placement.read_allocations(instance)
     check_settled(own_control, compute)
-
-
-def test_lost_claim_is_claimed_again(own_control: Control, compute: Ecompute, own_placement: PlacementServer) -> None:
-    """F13: etcd wiped and the claim lost, too: claimed again (fake)."""
-    instance = boot(own_control)
-    allocation = own_placement.read_allocations(instance)
-    stop_compute(compute)
-    wipe(own_control.etcd)
-    own_placement.call('DELETE', f'/allocations/{instance}')
-    restart_accepting_etcd(compute)
-    assert own_placement.read_allocations(instance) == allocation
 
 
 @pytest.mark.slow

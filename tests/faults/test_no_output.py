@@ -123,7 +123,7 @@ def test_eschedule_without_reader(cluster: Control) -> None:
     assert (result.code, result.stderr) == (1, '')
 
 
-@pytest.mark.parametrize('unbuffered', ['', '1'])
+@pytest.mark.parametrize('unbuffered', ['', pytest.param('1', marks=pytest.mark.slow)])
 @pytest.mark.parametrize('how', ['a full disk', 'a reader that has gone'])
 @pytest.mark.parametrize(
     ('name', 'module', 'options'),

@@ -19,6 +19,7 @@ from tests.kit.faulty_placement import KINDS, METHODS_BY_KIND, FaultyPlacement
 from tests.kit.hands import (
     Eschedule,
     assert_idle,
+    check_claims_twice,
     check_settled,
     count_losses,
     expire_attempts,
@@ -116,9 +117,11 @@ def test_placement_fails_in_the_periodic_check(cluster: Control, faulty_placemen
     check_settled(cluster, compute)
 
 
-def test_placement_fails_when_ecompute_starts_or_stops(cluster: Control) -> None:
+@pytest.mark.parametrize(
+    'kinds', [('refused', '409', 'html', 'lost'), pytest.param((*NOTICED_KINDS, 'lost'), marks=pytest.mark.slow)]
+)
+def test_placement_fails_when_ecompute_starts_or_stops(cluster: Control, kinds: tuple[str, ...]) -> None:
     """F16: placement fails in every way when ecompute starts: it ends with the reason; and when it stops (fake)."""
-    kinds = [*NOTICED_KINDS, 'lost']
     computes: dict[str, tuple[FaultyPlacement, Ecompute]] = {}
     with ExitStack() as proxies:
         for kind in kinds:
@@ -258,3 +261,31 @@ def test_slow_answers(cluster: Control, faulty_placement: FaultyPlacement, tmp_p
     assert compute.stop(patience=90) == 0
     compute.start()
     check_settled(cluster, compute)
+
+
+@pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGINT])
+def test_ended_while_placement_claims_a_large_set(cluster: Control, number: signal.Signals) -> None:
+    """F1: kill -9 of eschedule, and Ctrl-C, while a slow placement claims: it ends soon and holds nothing (fake)."""
+    computes = [cluster.ecompute('VCPU:60,DISK_GB:600,MEMORY_MB:7680') for _ in range(2)]
+
+    def count_claims() -> int:
+        return sum(len(cluster.placement.read_consumers(compute.uuid)) for compute in computes)
+
+    with FaultyPlacement(cluster.placement.port) as placement:
+        config = write_config(cluster.directory / 'slow.yaml', cluster.etcd.endpoint, placement.url)
+        placement.fail('slow', matches=lambda method, _: method == 'POST', seconds=600)
+        with Eschedule(cluster, SMALL_QUERY, '--count', '60', config=config) as eschedule:
+            wait_until(lambda: placement.hits == 2, 20, 'both calls are under way')
+            began = time.monotonic()
+            os.kill(eschedule.pid, number)
+            result = eschedule.wait()
+            assert time.monotonic() - began < 25, 'less than placement has for an answer'
+    if number == signal.SIGINT:
+        assert (result.code, result.stdout) == (1, '')
+        assert 'eschedule: interrupted' in result.stderr
+    wait_until(lambda: count_claims() == 60, 30, 'both calls are carried out all the same')
+    expire_attempts(cluster)
+    for compute in computes:
+        check_claims_twice(cluster, compute)
+    assert count_claims() == 0
+    check_settled(cluster, *computes)

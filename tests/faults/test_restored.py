@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import time
 import uuid
 from collections.abc import Callable
@@ -24,13 +23,12 @@ from tests.faults.restored import (
     stop_compute,
 )
 from tests.kit.audit import run_audit
-from tests.kit.commands import Control, Ecompute, Result
+from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import (
     Eschedule,
     check_claims_twice,
     check_settled,
     count_losses,
-    expire_key,
     read_guests,
     restart_accepting_etcd,
 )
@@ -58,49 +56,7 @@ BROKEN_HISTORY = pytest.mark.history_broken('etcd is restored from an older copy
 APART = ('--group', 'g', '--policy', 'anti-affinity')
 
 
-def interrupt(control: Control, instance: str) -> Result:
-    """Repeat the create and press Ctrl-C once it has its claim."""
-    with Eschedule(control, QUERY, IMAGE, '--uuid', instance, failpoint='claimed:stop') as command:
-        command.wait_frozen_at('claimed')
-        command.send_signal(signal.SIGINT)
-        command.resume()
-        return command.wait()
-
-
-def exceed_quota(control: Control, instance: str) -> Result:
-    """Repeat the create for a project whose restored quota has no room left."""
-    result = create_with_uuid(control, instance, '--project', 'q')
-    assert result.code == 3, result
-    assert control.eschedule('quota', 'set', 'q', 'instances=5').code == 0
-    return result
-
-
-@BROKEN_HISTORY
-@pytest.mark.parametrize(('fail', 'words'), [(interrupt, ()), (exceed_quota, ('--project', 'q'))])
-def test_failed_attempt_keeps_the_claim_of_a_running_guest(
-    own_control: Control, fail: Callable[[Control, str], Result], words: tuple[str, ...]
-) -> None:
-    """A's presence is in the snapshot, so U is placed there again; undo keeps the claim (fake)."""
-    first, second = own_control.ecompute(), own_control.ecompute()
-    stop_compute(second)
-    assert own_control.eschedule('quota', 'set', 'q', 'instances=1').code == 0
-    ended, instance = str(uuid.uuid4()), str(uuid.uuid4())
-    parse_notice(create_with_uuid(own_control, ended, '--project', 'q'))
-    wait_state(own_control, ended, 'active')
-    older = SavedSnapshot(own_control.etcd)
-    assert own_control.eschedule('destroy', '--wait', ended).code == 0
-    parse_notice(create_with_uuid(own_control, instance, *words))
-    wait_state(own_control, instance, 'active')
-    older.restore()
-    fail(own_control, instance)
-    assert own_control.placement.read_allocations(instance).keys() == {first.uuid}
-    second.start()
-    expire_key(own_control, f'/computes/{first.uuid}')
-    result = create_with_uuid(own_control, instance, *words)
-    assert result.code == 5, result
-    assert count_domains(first, second)[instance] == 1
-
-
+@pytest.mark.slow
 @BROKEN_HISTORY
 def test_claim_of_a_running_guest_is_not_moved_for_its_group(own_control: Control) -> None:
     """A member of its anti-affinity group joins A before the delivery; U stays claimed on A (fake)."""
@@ -123,6 +79,7 @@ def test_claim_of_a_running_guest_is_not_moved_for_its_group(own_control: Contro
     assert count_domains(first, second)[instance] == 1
 
 
+@pytest.mark.slow
 @BROKEN_HISTORY
 def test_repeated_set_does_not_move_a_running_member(own_control: Control) -> None:
     """A member runs on A, which fills up before the other is claimed; the set stays there (fake)."""
@@ -170,39 +127,6 @@ def test_restored_presence_key_proves_nothing_after_etcd_restarts(own_control: C
             own_control.etcd.restart()
         assert count_domains(first, second) == {instance: 1}, spent
         time.sleep(0.5)
-
-
-def simulate_boot(compute: Ecompute) -> None:
-    """Simulate a boot of a compute's machine: its guests are off."""
-    path = compute.directory / 'state/fake.json'
-    path.write_text(json.dumps([{**domain, 'running': False} for domain in json.loads(path.read_text())]))
-    (compute.directory / 'state/boot').write_text(f'{uuid.uuid4()}\n')
-
-
-@pytest.mark.parametrize('is_started_first', [False, True], ids=['accepts', 'starts and accepts'])
-def test_forgotten_host_does_not_start_guests_that_run_elsewhere(own_control: Control, is_started_first: bool) -> None:
-    """A was off and forgotten with --fenced, B runs U; A boots and accepts the old etcd (fake)."""
-    first = stop_compute(own_control.ecompute(queues=True))
-    instance = queue_request(own_control)
-    older = SavedSnapshot(own_control.etcd)
-    first.start()
-    wait_state(own_control, instance, 'active')
-    stop_compute(first)
-    older.restore()
-    wait_until(lambda: own_control.etcd.list_keys(f'/computes/{first.uuid}') == [], 60, 'its lease ends')
-    assert own_control.eschedule('host', 'forget', first.uuid, '--fenced').code == 0
-    second = own_control.ecompute(queues=True)
-    wait_state(own_control, instance, 'active')
-    simulate_boot(first)
-    if is_started_first:
-        first.start()
-        wait_until(lambda: find_log_lines(first, 'not managed'), 30, 'the first keeps its guest')
-        assert not read_guests(first)[instance]['running']
-    restart_accepting_etcd(first)
-    wait_until(lambda: find_log_lines(first, f'claimed on compute {second.uuid}'), 30, 'the first leaves it alone')
-    wait_until(lambda: find_log_lines(first, 'not managed'), 30, 'the first says what it has')
-    assert not read_guests(first)[instance]['running']
-    assert read_guests(second)[instance]['running']
 
 
 # Rules 10 and 13: after a restore of etcd, or of etcd and placement, no instance is built a second time.
@@ -284,7 +208,9 @@ def test_compute_without_history_takes_no_running_instance(own_control: Control,
     check_settled(own_control, first, second)
 
 
-@pytest.mark.parametrize('waits', [False, True], ids=['at-once', 'silent'])
+@pytest.mark.parametrize(
+    'waits', [pytest.param(False, id='at-once'), pytest.param(True, id='silent', marks=pytest.mark.slow)]
+)
 @pytest.mark.history_broken('etcd is restored from an older copy')
 def test_repeated_command_places_no_running_instance(own_control: Control, waits: bool) -> None:
     """R2: the command with --uuid, repeated after the restore, reports the claim's compute (fake)."""

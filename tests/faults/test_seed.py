@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 
 import pytest
 import yaml
 
-from tests.kit.commands import Control
-from tests.kit.hands import check_settled, restart_unarmed, wait_killed_at
 from tests.kit.hypervisor import Hypervisor
 from tests.kit.servers import wait_until
-from tests.kit.story import place, wait_address, wait_state
-from tests.kit.tuned import make_tuned
 
 SEED_FAILPOINTS = ('seed-written',)
 (SEED_STEP,) = SEED_FAILPOINTS
@@ -37,35 +31,6 @@ def iso_host(host: Hypervisor) -> Iterator[Hypervisor]:
 def has_seed(host: Hypervisor, instance: str) -> bool:
     """Return True if exactly the complete seed of the instance exists."""
     return [path.name for path in host.state.glob(f'seeds/{instance}*')] == [f'{instance}.iso']
-
-
-def test_ecompute_killed_with_a_seed_written(cluster: Control) -> None:
-    """F2: kill -9 of ecompute when a guest's seed is written: the next start completes the build (fake)."""
-    compute = make_tuned(cluster, failpoint=f'{SEED_STEP}:kill', metadata='iso')
-    _, instance = place(cluster)
-    wait_killed_at(compute, SEED_STEP)
-    seeds = compute.directory / 'state/fake-seeds.json'
-    assert instance in seeds.read_text()
-    restart_unarmed(compute)
-    wait_address(cluster, instance)
-    check_settled(cluster, compute)
-    assert cluster.eschedule('destroy', '--wait', instance).code == 0
-    wait_state(cluster, instance, 'gone')
-    assert seeds.read_text() == '[]'
-
-
-@pytest.mark.slow
-def test_worker_killed_with_a_seed_written(iso_host: Hypervisor) -> None:
-    """F3: kill -9 of a worker when a guest's seed is written, once: the next one builds it (libvirt)."""
-    iso_host.restart(f'{SEED_STEP}:kill:1')
-    instance = iso_host.place()
-    assert iso_host.wait_state(instance, 'active')['attempts'] == 1
-    assert iso_host.fired_failpoints == [SEED_STEP]
-    assert has_seed(iso_host, instance)
-    iso_host.check_settled()
-    iso_host.request_destroy(instance)
-    iso_host.wait_state(instance, 'gone')
-    iso_host.assert_removed(instance)
 
 
 @pytest.mark.slow
@@ -93,20 +58,4 @@ def test_ecompute_killed_while_a_worker_is_frozen_with_a_seed(iso_host: Hypervis
     iso_host.wait_state(instance, 'active')
     assert iso_host.list_qemus() == [instance]
     assert has_seed(iso_host, instance)
-    iso_host.check_settled()
-
-
-@pytest.mark.slow
-def test_destroyed_with_its_seed_written(iso_host: Hypervisor) -> None:
-    """F26: destroy while the worker is frozen with a seed written: after SIGCONT it is undone and gone (libvirt)."""
-    other = iso_host.start_instance()
-    iso_host.restart(f'{SEED_STEP}:stop:1')
-    instance = iso_host.place()
-    pid = iso_host.wait_frozen_at(SEED_STEP)
-    iso_host.request_destroy(instance, other)
-    iso_host.wait_state(other, 'gone')  # by then the worker has got the cancellation
-    os.kill(pid, signal.SIGCONT)
-    iso_host.wait_state(instance, 'gone')
-    iso_host.assert_removed(instance)
-    iso_host.assert_removed(other)
     iso_host.check_settled()

@@ -6,8 +6,6 @@ import json
 import uuid
 from typing import Any
 
-import pytest
-
 from ecomp.model.record import from_json
 from tests.kit.by_hand import RESOURCES, put_claim
 from tests.kit.commands import Control, Ecompute
@@ -43,19 +41,6 @@ def make_2019_request(compute: str, instance: str, image: str | None = IMAGE) ->
         'instance': instance,
         'image': image,
     }
-
-
-def test_2019_request_and_destroy_are_carried_out(cluster: Control, compute: Ecompute, instance: str) -> None:
-    """F34: a request and a destroy as eschedule of 2019 wrote them are carried out (fake)."""
-    key = f'/hosts/{compute.uuid}/{instance}'
-    put_claim(cluster, instance, compute.uuid)
-    cluster.etcd.put(key, json.dumps(make_2019_request(compute.uuid, instance)))
-    address = wait_address(cluster, instance)  # in /booted, as plain text, where clients of 2019 read it
-    assert cluster.eschedule(instance).stdout == f'{address}\n'
-    check_invariants(cluster, compute)
-    cluster.etcd.put(key, json.dumps(make_2019_request(compute.uuid, instance, None)))
-    wait_until(lambda: cluster.etcd.get(key) is None, 20, 'it is destroyed')
-    assert cluster.etcd.get(f'/booted/{instance}') is None
 
 
 def test_newer_request_is_refused(cluster: Control, compute: Ecompute, instance: str) -> None:
@@ -101,42 +86,6 @@ def test_newer_request_of_a_running_guest_is_a_fault(cluster: Control, compute: 
     assert cluster.eschedule('destroy', '--wait', instance).code == 0
 
 
-@pytest.mark.parametrize('version', [2, 99])
-def test_newer_record_is_refused_and_kept(cluster: Control, version: int) -> None:
-    """F34: a record of a newer version is refused, reported as such by eschedule, and left unchanged (fake)."""
-    compute = make_tuned(cluster, numbers={'PLAN_INTERVAL_SECONDS': 0.3})
-    instance = boot(cluster)
-    key = f'/instances/{compute.uuid}/{instance}'
-    original = cluster.etcd.get(key)
-    assert original is not None
-    newer = json.dumps({**json.loads(original), 'version': version, 'state': 'migrating', 'volumes': []})
-    compute.stop()
-    cluster.etcd.put(key, newer)
-    compute.start()
-    wait_until(
-        lambda: find_log_lines(compute, key, f'version {version}', 'this ecomp reads versions up to 1;'),
-        20,
-        'it is refused',
-    )
-    assert find_log_lines(compute, ' ERROR ', instance) == []
-    assert_one_line(
-        cluster.eschedule('show', instance), 1, key, f'version {version}', 'this ecomp reads versions up to 1;'
-    )
-    assert_one_line(cluster.eschedule('destroy', instance), 1, key, f'version {version}')
-    assert_one_line(cluster.eschedule('list'), 1, key, f'version {version}')
-    _, other = place(cluster)  # other instances are not affected
-    wait_address(cluster, other)
-    assert len(wait_log_lines(compute, key, 'trying again')) == 1
-    assert cluster.etcd.get(key) == newer.encode()
-    assert set(read_guests(compute)) == {instance, other}
-    assert read_guests(compute)[instance]['running']
-    # The newer ecompute has returned and written a record that this version can parse.
-    cluster.etcd.put(key, original)
-    wait_until(lambda: cluster.eschedule('show', instance).code == 0, 20, 'it is read again')
-    assert cluster.eschedule('destroy', '--wait', instance).code == 0
-    check_invariants(cluster, compute)
-
-
 def test_unknown_fields_are_ignored(cluster: Control) -> None:
     """F34: values of the same version with additional fields are read, and the fields are ignored (fake)."""
     compute = make_tuned(cluster, numbers={'PLAN_INTERVAL_SECONDS': 0.3})
@@ -161,21 +110,6 @@ def test_unknown_fields_are_ignored(cluster: Control) -> None:
     assert set(read_guests(compute)) == {instance, other}
     assert cluster.eschedule('destroy', '--wait', instance).code == 0
     check_invariants(cluster, compute)
-
-
-def test_record_of_version_1_0_moves_to_its_new_key(cluster: Control, compute: Ecompute) -> None:
-    """F34: the record of a running guest moves to this version's key once its compute runs this version (fake)."""
-    instance = boot(cluster)
-    compute.stop()
-    current_key, old_key = f'/instances/{compute.uuid}/{instance}', f'/instances/{instance}'
-    value = cluster.etcd.get(current_key)
-    assert value is not None
-    cluster.etcd.put(old_key, value)
-    cluster.etcd.delete(current_key)
-    compute.start()
-    wait_until(lambda: cluster.etcd.get(old_key) is None, 20, 'nothing lies at the place of 1.0')
-    assert cluster.etcd.get(current_key) == value
-    assert len(wait_log_lines(compute, 'INSTANTIATE', instance)) == 1
 
 
 def test_newer_state_file_is_kept(cluster: Control, compute: Ecompute) -> None:

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from ecomp import schedule
 from ecomp.cli.commands import COMMANDS
-from tests.kit.commands import Control, Ecompute, Result, run_module, write_config
-from tests.kit.invariants import read_allocations, read_lasting_keys
+from tests.kit.commands import Control, Ecompute, Result, write_config
+from tests.kit.invariants import read_allocations
 from tests.kit.journal import JOURNAL
 from tests.kit.servers import free_port
-from tests.kit.story import SMALL_QUERY, UNKNOWN_UUID, assert_one_line, parse_notice
+from tests.kit.story import SMALL_QUERY, UNKNOWN_UUID, assert_one_line
 
 # The documented exit codes: 0 (done) to 8 (audit findings).
 EXIT_CODES = range(9)
@@ -32,45 +32,14 @@ NAMES = [word for name in COMMANDS for word in name.split()]
 OPTIONS = ['--uuid', '--wait', '--timeout', '--wait=', '--wait=addressed', '--format', '-f', '--all', '--fix', '--for']
 OPTIONS += ['--name', '--ssh-key', '--user-data']
 VALUES = [
-    '1',
-    '0',
-    '-1',
-    'nan',
-    'inf',
-    '1e400',
-    '10' * 50,
-    'json',
-    'table',
-    UNKNOWN_UUID,
-    UNKNOWN_UUID.upper(),
-    '',
-    ' ',
+    *('1', '0', '-1', 'nan', 'inf', '1e400', '10' * 50, 'json', 'table', UNKNOWN_UUID, UNKNOWN_UUID.upper(), '', ' '),
 ]
 QUERIES = [
-    SMALL_QUERY,
-    'resources=',
-    'resources',
-    '=',
-    'resources=VCPU',
-    'resources=VCPU:',
-    'resourcesVCPU:1',
+    *(SMALL_QUERY, 'resources=', 'resources', '=', 'resources=VCPU', 'resources=VCPU:', 'resourcesVCPU:1'),
     'a=b&c=d#e',
 ]
 HARD_STRINGS = [
-    '\0',
-    '\n',
-    '\x1b[2J',
-    '\ud800',
-    'é',
-    '\u202e',
-    '-',
-    '--',
-    '@file',
-    '%s',
-    '{}',
-    '$(id)',
-    '../etc',
-    'x' * 5000,
+    *('\0', '\n', '\x1b[2J', '\ud800', 'é', '\u202e', '-', '--', '@file', '%s', '{}', '$(id)', '../etc', 'x' * 5000),
 ]
 WORDS = st.sampled_from([*NAMES, *OPTIONS, *VALUES, *QUERIES, *HARD_STRINGS]) | st.text(max_size=12)
 OPTION_VALUES = st.tuples(st.sampled_from([*OPTIONS[:3], *OPTIONS[-3:]]), WORDS).map('='.join)
@@ -123,77 +92,6 @@ def test_any_arguments_end_with_a_code_and_a_line(unreachable_config: Path, word
         for line in lines:
             assert line.startswith('eschedule: '), (words, result)
             assert line.isprintable(), (words, result)
-
-
-SIZES = [0, -1, 10**9, 2**31 - 1, 2**31, 2**63, 10**30]
-
-
-@pytest.mark.usefixtures('compute')
-def test_extreme_sizes_are_refused(cluster: Control) -> None:
-    """F32: sizes of 0, 10^9 and beyond all numbers: exit 2 or 3, a reason, nothing is left (fake)."""
-    before = set(read_lasting_keys(cluster))
-    for name in ('VCPU', 'MEMORY_MB', 'DISK_GB'):
-        for size in SIZES:
-            amounts = {'VCPU': 1, 'MEMORY_MB': 128, 'DISK_GB': 1, name: size}
-            query = 'resources=' + ','.join(f'{key}:{amount}' for key, amount in amounts.items())
-            result = run_in_process('--config', str(cluster.schedule_yaml), query)
-            # No inventory has 2**31 of anything, so eschedule refuses such a size; placement would only find no
-            # candidates.
-            if 1 <= size < 2**31:
-                assert (result.code, result.stdout) == (3, 'NO ALLOCATIONS LEFT\n'), result
-                lines = result.stderr.splitlines()
-                assert all(line.startswith('eschedule: ') for line in lines), result
-                assert f'{name} short by ' in lines[1], result
-                assert 'Try: request ' in lines[-1], result
-            else:
-                assert_one_line(result, 2, name)
-                assert result.stdout == ''
-    assert read_allocations(cluster) == {}
-    assert set(read_lasting_keys(cluster)) == before
-
-
-TYPOS = [
-    'resource=VCPU:1,DISK_GB:1,MEMORY_MB:128',
-    'resources=VCPU=1,DISK_GB=1,MEMORY_MB=128',
-    'resources=VCPU:1;DISK_GB:1;MEMORY_MB:128',
-    'resources=VCPU:1,DISK_GB:1,MEMORY_MB:128,',
-    'resources=vcpu:1,disk_gb:1,memory_mb:128',
-    'resources=VCPU:1,VCPU:1,DISK_GB:1,MEMORY_MB:128',
-    'resources=VCPU:1, DISK_GB:1, MEMORY_MB:128',
-    'resources =VCPU:1,DISK_GB:1,MEMORY_MB:128',
-    f'{SMALL_QUERY}&in_tree=not-a-uuid',
-    f'{SMALL_QUERY}&limit=none',
-    f'{SMALL_QUERY}&required=',
-    f'{SMALL_QUERY}&member_of=in:',
-    f'{SMALL_QUERY}&group_policy=sometimes',
-    f'{SMALL_QUERY}#{SMALL_QUERY}',
-    f'{SMALL_QUERY}\0',
-    f'{SMALL_QUERY}\r\nX-Evil: 1',
-    f'{SMALL_QUERY}&x=é\ud800',
-    f'?{SMALL_QUERY}',
-    f'../../resource_providers?{SMALL_QUERY}',
-    'resources=VCPU:1,DISK_GB:1,MEMORY_MB:128&' + 'x=1&' * 2000,
-]
-
-
-def test_malformed_queries_leave_nothing(cluster: Control, compute: Ecompute) -> None:
-    """F32: queries with an error: exit 2 with placement's message, or 3; nothing is left (fake)."""
-    before = set(read_lasting_keys(cluster))
-    accepted = []
-    for query in TYPOS:
-        result = run_in_process('--config', str(cluster.schedule_yaml), query)
-        assert result.code in (0, 2, 3, 7), (query, result)
-        if result.code:
-            assert_one_line(result, result.code)
-            assert read_allocations(cluster) == {}
-            assert set(read_lasting_keys(cluster)) == before
-        else:  # placement accepts some malformed queries, so eschedule does too
-            accepted.append(query)
-            _, instance = parse_notice(result)
-            destroyed = cluster.eschedule('destroy', '--wait', instance)
-            assert destroyed.code == 0, destroyed
-            before |= {f'/instances/{compute.uuid}/{instance}'}
-    assert len(accepted) <= 3, accepted
 
 
 def test_invalid_configurations_are_refused(tmp_path: Path) -> None:
@@ -260,15 +158,6 @@ def test_unreadable_configuration_is_refused(tmp_path: Path, module: str) -> Non
         assert_one_line(
             Result(proc.returncode, proc.stdout, proc.stderr), 2, path.name, 'Permission denied', command=command
         )
-
-
-def test_invalid_ecompute_arguments_are_refused(tmp_path: Path) -> None:
-    """F32: inventories of 0, 10^9 and 10^30, and unknown arguments of ecompute: exit 2, one line (fake)."""
-    nowhere = write_config(tmp_path / 'compute.yaml', f'127.0.0.1:{free_port()}', f'http://127.0.0.1:{free_port()}')
-    for fake in ('VCPU:9999999999999,DISK_GB:1,MEMORY_MB:1', 'VCPU:' + '9' * 5000, 'é:1', ' ', ',', 'VCPU::1'):
-        refused = run_module('ecomp.compute', '--config', str(nowhere), '--fake', fake, directory=tmp_path)
-        assert_one_line(refused, 2, command='ecompute')
-    assert not any(path.name != 'compute.yaml' for path in tmp_path.iterdir())
 
 
 def test_uuid_spellings_name_the_same_instance(cluster: Control, compute: Ecompute, instance: str) -> None:

@@ -23,11 +23,9 @@ from ecomp.store.client import Store
 from tests.kit.audit import wait_audit_clean
 from tests.kit.commands import Command, Control, Ecompute
 from tests.kit.invariants import check_invariants, read_lasting_keys
-from tests.kit.journal import JOURNAL
 from tests.kit.process import is_stopped
 from tests.kit.servers import SLOWDOWN_FACTOR, b64, wait_until
 from tests.kit.story import read_log
-from tests.kit.witness import require_clean
 
 LARGE_INVENTORY = 'VCPU:64,DISK_GB:64,MEMORY_MB:65536'
 _numbers = itertools.count(1)
@@ -81,14 +79,6 @@ def run_until(control: Control, words: Sequence[str], seconds: float) -> float |
         return time.monotonic() - began
 
 
-def begin_new_history(control: Control) -> None:
-    """Check the history, remove the records of what is gone, and begin a new history without them."""
-    require_clean(control.witness)
-    assert control.eschedule('clear').code == 0
-    JOURNAL.runs.clear()
-    control.witness.begin()
-
-
 class ArmedEcompute(Ecompute):
     """An ecompute that dies or freezes at its failpoints, each time it is started with some."""
 
@@ -106,6 +96,16 @@ class ArmedEcompute(Ecompute):
             return self._record.names[-1:] == [failpoint] and is_stopped(self.pid)
 
         wait_until(is_frozen, 30, f'ecompute is frozen at {failpoint}; fired: {self._record.names}')
+
+    def wait_frozen(self, number: int) -> str:
+        """Wait until it is frozen at a failpoint for the `number`th time, and return that failpoint."""
+
+        def is_frozen() -> bool:
+            assert self.is_running, f'no failpoint was reached:\n{self.tail_log()}'
+            return len(self._record.names) == number and is_stopped(self.pid)
+
+        wait_until(is_frozen, 30, f'ecompute is frozen; fired: {self._record.names}')
+        return self._record.names[-1]
 
 
 def wait_killed_at(compute: ArmedEcompute, step: str, seconds: float = 30.0) -> None:
