@@ -202,8 +202,8 @@ def prepare_forget(control: Control) -> Scene:
         assert left == sorted(keys.record(compute.uuid, instance) for instance in instances)
         assert control.placement.read_inventory(compute.uuid) == {}
 
-    # By its name: without a provider its uuid is known as long as its name is.
-    return Scene(('host', 'forget', '--fenced', socket.gethostname()), check, codes=(0, 4))
+    # By its name, which goes last. No compute completes what a killed command began.
+    return Scene(('host', 'forget', '--fenced', socket.gethostname()), check, codes=(0, 4), leaves_a_finding=True)
 
 
 def prepare_quota(control: Control) -> Scene:
@@ -261,9 +261,9 @@ def prepare_prune(control: Control) -> Scene:
 
 def prepare_parts(control: Control) -> Scene:
     """Prepare a stack that is too large for one transaction of an etcd with its default limit."""
-    control.at_exit.enter_context(ManyComputes(control, 10))
-    path = write_stack(control, {'web': {'count': 40}})
-    return Scene(('apply', path), _make_stack_check(control, *(f'shop-web-{number}' for number in range(1, 41))))
+    control.at_exit.enter_context(ManyComputes(control, 17))
+    path = write_stack(control, {'web': {'count': 65}})
+    return Scene(('apply', path), _make_stack_check(control, *(f'shop-web-{number}' for number in range(1, 66))))
 
 
 def prepare_evacuate(control: Control) -> Scene:
