@@ -268,6 +268,7 @@ def test_audit_finds_each_libvirt_defect_and_no_other(host: Hypervisor) -> None:
     assert host.virsh('domstate', instance).strip() == 'running'
 
 
+@pytest.mark.slow
 def test_audit_fix_removes_leftovers_and_keeps_foreign_disks(host: Hypervisor, foreign_disk: str) -> None:
     instance = host.start_instance()
     pid = host.find_qemu(instance)

@@ -142,7 +142,7 @@ def test_every_command_without_placement(own_control: Control, compute: Ecompute
 
 
 @pytest.mark.parametrize('how', ['killed', pytest.param('frozen', marks=pytest.mark.slow)])
-@pytest.mark.parametrize('step', ['announced', 'claimed'])
+@pytest.mark.parametrize('step', [pytest.param('announced', marks=pytest.mark.slow), 'claimed'])
 def test_etcd_lost_before_claim_or_delivery(own_control: Control, step: str, how: str) -> None:
     """F15: etcd lost before the claim, and before the delivery: the same command with --uuid continues (fake)."""
     compute, instance = own_control.ecompute(), str(uuid.uuid4())
@@ -166,7 +166,7 @@ def test_etcd_lost_before_claim_or_delivery(own_control: Control, step: str, how
     check_recovery(own_control, compute, instance)
 
 
-@pytest.mark.parametrize('arrived', [True, False])
+@pytest.mark.parametrize('arrived', [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_etcd_lost_during_delivery(own_control: Control, compute: Ecompute, instance: str, arrived: bool) -> None:
     """F15: etcd lost during a delivery: reported as unknown, and the same command with --uuid finds out (fake)."""
     key = f'/hosts/{compute.uuid}/{instance}'
@@ -212,7 +212,7 @@ def test_placement_lost_after_it_stored_the_claim(
     check_recovery(own_control, compute, instance)
 
 
-@pytest.mark.parametrize('arrived', [True, False])
+@pytest.mark.parametrize('arrived', [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_etcd_lost_during_destroy(own_control: Control, compute: Ecompute, arrived: bool) -> None:
     """F27: etcd lost during a destroy: reported as unknown, and the same command finds out (fake)."""
     instance = boot(own_control)

@@ -71,6 +71,7 @@ def test_killed_between_end_in_etcd_and_in_state_directory(cluster: Control, by_
     check_settled(cluster, armed)
 
 
+@pytest.mark.slow
 def test_killed_after_it_added_the_metadata_address(host: Hypervisor) -> None:
     """F2: kill -9 of ecompute that added 169.254.169.254: the next one removes it as its own (libvirt)."""
     address, bridge = '169.254.169.254/32', ('dev', 'virbr0')
@@ -153,7 +154,7 @@ def test_killed_on_a_real_host(host: Hypervisor, step: str) -> None:
 FAIL_FAILPOINTS = ('failing', 'removed', 'forgotten', 'unreserved', 'released', 'ended')
 
 
-@pytest.mark.parametrize('step', mark_slow_steps(FAIL_FAILPOINTS, 'failing'))
+@pytest.mark.parametrize('step', mark_slow_steps(FAIL_FAILPOINTS))
 def test_killed_during_a_failed_build(host: Hypervisor, step: str) -> None:
     """F2: kill -9 at a step of a failed build: the next start completes it and reports the reason (libvirt)."""
     host.restart(f'{step}:kill')

@@ -252,7 +252,7 @@ def measure_write_outage(cluster: EtcdCluster, inject: Callable[[], None]) -> fl
     ('who', 'how'),
     [
         ('leader', 'killed'),
-        ('first', 'frozen'),
+        pytest.param('first', 'frozen', marks=pytest.mark.slow),
         pytest.param('leader', 'frozen', marks=pytest.mark.slow),
         pytest.param('first', 'killed', marks=pytest.mark.slow),
     ],

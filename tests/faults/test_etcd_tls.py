@@ -189,6 +189,7 @@ def test_replaced_client_certificate_is_loaded(secured: EtcdControl, office: Cer
     check_settled(secured, compute)
 
 
+@pytest.mark.slow
 def test_replaced_authority_and_certificates_are_loaded(
     secured: EtcdControl, compute: Ecompute, office: CertificateOffice
 ) -> None:
@@ -206,6 +207,7 @@ def test_replaced_authority_and_certificates_are_loaded(
     boot(secured)
 
 
+@pytest.mark.slow
 def test_members_with_their_own_certificates(
     office: CertificateOffice, own_placement: PlacementServer, tmp_path: Path
 ) -> None:

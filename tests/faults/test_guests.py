@@ -78,6 +78,7 @@ def test_qemu_killed(host: Hypervisor, while_down: bool) -> None:
     host.check_settled()
 
 
+@pytest.mark.slow
 def test_guest_powers_off_keeps_its_claim(host: Hypervisor) -> None:
     """F19: a guest powers off: stopped, no fault, claim kept; virsh start makes it active (libvirt)."""
     instance = host.place(put_image(host, 'power-off.raw', POWER_OFF))
@@ -112,6 +113,7 @@ def test_qemu_start_failure_leaves_nothing(host: Hypervisor) -> None:
     host.check_settled()
 
 
+@pytest.mark.slow
 def test_full_guest_disk_is_reported_and_resumed(small_host: Hypervisor) -> None:
     """F21: the file system of a guest's disk is full: paused and reported; resumed once there is room (libvirt)."""
     host = small_host

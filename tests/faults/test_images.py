@@ -20,10 +20,11 @@ from ecomp.agent.images import download
 from ecomp.agent.images.cache import ImageCache
 from ecomp.errors import BuildFailed
 from tests.kit.boot_sectors import HALT, make_boot_disk
+from tests.kit.commands import Command, Result
 from tests.kit.hypervisor import REACTION_SECONDS, Hypervisor
 from tests.kit.image_server import Handler, ImageServer, serve_images
 from tests.kit.images import LIMITS, LOOPBACK_REACH, MIB, get_base, inspect_image, list_cached
-from tests.kit.servers import SLOWDOWN_FACTOR, make_environment, wait_until
+from tests.kit.servers import SLOWDOWN_FACTOR, wait_until
 from tests.kit.slow_images import SlowImages
 
 # F22, F23: invalid and hostile images are refused with a reason, and the cache stays valid after any killed download.
@@ -166,15 +167,11 @@ with cache.hold(sys.argv[2], lambda: None, lambda *_: None) as bases:
 """
 
 
-def fetch(directory: Path, url: str, limit: int, failpoint: str = '') -> subprocess.CompletedProcess[str]:
+def fetch(directory: Path, url: str, limit: int, failpoint: str = '') -> Result:
     """Download an image as a worker does, in a process that a failpoint may kill."""
-    return subprocess.run(
-        [sys.executable, '-c', FETCH_SCRIPT, str(directory), url, str(limit)],
-        env={**make_environment(), 'ECOMP_FAILPOINT': f'{failpoint}:kill' if failpoint else ''},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = [sys.executable, '-c', FETCH_SCRIPT, str(directory), url, str(limit)]
+    with Command(words, directory.parent, {'ECOMP_FAILPOINT': f'{failpoint}:kill' if failpoint else ''}) as command:
+        return command.wait()
 
 
 @pytest.mark.parametrize('step', DOWNLOAD_FAILPOINTS)
@@ -182,7 +179,7 @@ def test_killed_during_a_download(web: ImageServer, tmp_path: Path, step: str) -
     """F22: kill -9 at each step of a download: the next one restarts or has it, nothing else is left (fake)."""
     directory = tmp_path / 'images'
     web.headers = {'etag': '"1"'}
-    assert fetch(directory, web.url + 'good', 2**30, step).returncode == -signal.SIGKILL
+    assert fetch(directory, web.url + 'good', 2**30, step).code == -signal.SIGKILL
     assert list_cached(directory)
     repeated = fetch(directory, web.url + 'good', 2**30)
     assert list_cached(directory) == [Path(repeated.stdout.strip()).name], repeated
@@ -196,12 +193,12 @@ def test_killed_during_eviction_keeps_used_bases(web: ImageServer, tmp_path: Pat
     directory, size = tmp_path / 'images', 2**20
     disks = [make_boot_disk(bytes([number])) for number in range(3)]
     for number, web.image in enumerate(disks[:2]):
-        assert fetch(directory, f'{web.url}good?{number}', 2 * size).returncode == 0
+        assert fetch(directory, f'{web.url}good?{number}', 2 * size).code == 0
     base = min(directory.glob('base-*'), key=lambda path: path.stat().st_mtime_ns)
     command = ['qemu-img', 'create', '-q', '-f', 'qcow2', '-F', 'raw', '-b', str(base), str(directory / 'x.qcow2')]
     subprocess.run(command, check=True)
     web.image = disks[2]
-    assert fetch(directory, f'{web.url}good?2', 2 * size, step).returncode == -signal.SIGKILL
+    assert fetch(directory, f'{web.url}good?2', 2 * size, step).code == -signal.SIGKILL
     assert list(directory.glob('base-*.raw')) == [base]
     repeated = fetch(directory, f'{web.url}good?2', 2 * size)
     assert set(list_cached(directory)) == {base.name, Path(repeated.stdout.strip()).name, 'x.qcow2'}
@@ -209,6 +206,7 @@ def test_killed_during_eviction_keeps_used_bases(web: ImageServer, tmp_path: Pat
     assert len(list(directory.glob('.url-*.json'))) == 2
 
 
+@pytest.mark.slow
 def test_invalid_images_fail_on_a_host(host: Hypervisor, tmp_path: Path) -> None:
     """F22: an instance of an invalid image fails with the reason, and the next valid one runs (libvirt)."""
     served = host.lab.directory / 'images'

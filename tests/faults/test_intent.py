@@ -63,7 +63,7 @@ FOREIGN_DOMAIN = """<domain type='qemu'><name>{name}</name><uuid>{uuid}</uuid><m
 
 
 # One at a time: the test is about the race whether the worker learns of the destroy before its next step.
-@pytest.mark.parametrize('step', mark_slow_steps(WORKER_FAILPOINTS, 'domain-started'))
+@pytest.mark.parametrize('step', mark_slow_steps(WORKER_FAILPOINTS))
 def test_destroyed_during_a_worker_step(host: Hypervisor, step: str) -> None:
     """F26: a destroy at any step of the worker: gone, and nothing is left (libvirt)."""
     host.restart(f'{step}:stop:1')

@@ -124,7 +124,7 @@ def test_eschedule_without_reader(cluster: Control) -> None:
 
 
 @pytest.mark.parametrize('unbuffered', ['', pytest.param('1', marks=pytest.mark.slow)])
-@pytest.mark.parametrize('how', ['a full disk', 'a reader that has gone'])
+@pytest.mark.parametrize('how', ['a full disk', pytest.param('a reader that has gone', marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ('name', 'module', 'options'),
     [

@@ -117,11 +117,10 @@ def test_placement_fails_in_the_periodic_check(cluster: Control, faulty_placemen
     check_settled(cluster, compute)
 
 
-@pytest.mark.parametrize(
-    'kinds', [('refused', '409', 'html', 'lost'), pytest.param((*NOTICED_KINDS, 'lost'), marks=pytest.mark.slow)]
-)
-def test_placement_fails_when_ecompute_starts_or_stops(cluster: Control, kinds: tuple[str, ...]) -> None:
+@pytest.mark.slow
+def test_placement_fails_when_ecompute_starts_or_stops(cluster: Control) -> None:
     """F16: placement fails in every way when ecompute starts: it ends with the reason; and when it stops (fake)."""
+    kinds = [*NOTICED_KINDS, 'lost']
     computes: dict[str, tuple[FaultyPlacement, Ecompute]] = {}
     with ExitStack() as proxies:
         for kind in kinds:
@@ -263,7 +262,7 @@ def test_slow_answers(cluster: Control, faulty_placement: FaultyPlacement, tmp_p
     check_settled(cluster, compute)
 
 
-@pytest.mark.parametrize('number', [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize('number', [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGINT])
 def test_ended_while_placement_claims_a_large_set(cluster: Control, number: signal.Signals) -> None:
     """F1: kill -9 of eschedule, and Ctrl-C, while a slow placement claims: it ends soon and holds nothing (fake)."""
     computes = [cluster.ecompute('VCPU:60,DISK_GB:600,MEMORY_MB:7680') for _ in range(2)]

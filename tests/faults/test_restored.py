@@ -140,7 +140,7 @@ HISTORIES = pytest.mark.parametrize(
     ('kind', 'history'),
     [
         (SavedSnapshot, NEVER_RAN),
-        (SavedSnapshot, OFF_SINCE_BACKUP),
+        pytest.param(SavedSnapshot, OFF_SINCE_BACKUP, marks=pytest.mark.slow),
         pytest.param(Snapshot, NEVER_RAN, marks=pytest.mark.slow),
         pytest.param(Snapshot, OFF_SINCE_BACKUP, marks=pytest.mark.slow),
     ],
@@ -249,6 +249,7 @@ def test_repeated_command_places_no_running_instance(own_control: Control, waits
     check_settled(own_control, first, second)
 
 
+@pytest.mark.slow
 @pytest.mark.history_broken('etcd and placement are restored from older copies')
 def test_new_compute_waits_after_both_are_restored(own_control: Control) -> None:
     """Neither etcd nor placement has a trace of U: a new compute waits for silent ones (fake)."""
@@ -276,7 +277,7 @@ def test_new_compute_waits_after_both_are_restored(own_control: Control) -> None
 
 
 @pytest.mark.parametrize('kind', [SavedSnapshot, pytest.param(Snapshot, marks=pytest.mark.slow)])
-@pytest.mark.parametrize('sees_claim', [True, False])
+@pytest.mark.parametrize('sees_claim', [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.history_broken('etcd is restored from an older copy')
 def test_instance_destroyed_in_a_restored_queue_vanishes(own_control: Control, kind: Kind, sees_claim: bool) -> None:
     """R3: an instance destroyed in a restored queue vanishes when its compute is back (fake)."""
@@ -339,6 +340,7 @@ def test_missing_claim_is_found_by_the_audit(own_control: Control, compute: Ecom
         wait_state(own_control, instance, 'gone')
 
 
+@pytest.mark.slow
 def test_outdated_claim_is_released(own_control: Control, compute: Ecompute) -> None:
     """F17: placement restored from before a destroy: the compute releases the outdated claim (fake)."""
     surviving, since = boot_all(own_control, 2)

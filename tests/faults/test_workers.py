@@ -101,6 +101,7 @@ def test_every_worker_of_a_destroy_killed(host: Hypervisor) -> None:
     host.check_settled()
 
 
+@pytest.mark.slow
 def test_worker_killed_during_a_download(host: Hypervisor, slow_images: SlowImages) -> None:
     """F3: kill -9 of a worker during a download: noticed soon, the tasks of others are not affected (libvirt)."""
     instance = host.place(slow_images.make_url(make_image_name()))
@@ -137,6 +138,7 @@ def test_all_workers_killed_repeatedly(host: Hypervisor) -> None:
     host.check_settled()
 
 
+@pytest.mark.slow
 def test_worker_frozen_during_a_download(host: Hypervisor, slow_images: SlowImages) -> None:
     """F3: SIGSTOP of a worker in a build: others are built and destroyed, SIGCONT completes it (libvirt)."""
     instance = host.place(slow_images.make_url(make_image_name()))
