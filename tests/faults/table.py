@@ -111,7 +111,7 @@ PROTOCOL_RULES: dict[int, tuple[str, tuple[str, ...]]] = {
     6: (
         'nothing is destroyed for missing information',
         (
-            'unit/test_plan.py::test_only_a_tombstone_destroys',
+            'unit/test_plan.py::test_plan_table',
             'unit/test_plan.py::test_vanished_instance_ends_and_missed_one_does_not',
             'faults/test_intent.py::test_deleted_request_keeps_guest_and_claim',
             'faults/test_guests.py::test_domains_and_disks_removed_outside_ecomp',

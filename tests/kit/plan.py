@@ -33,7 +33,7 @@ PARTS = {
         'scenario/test_monitoring.py',
     ),
     'versions': ('faults/test_mixed_versions.py',),
-    'kills': ('faults/test_evacuations_killed.py', 'faults/test_soak.py', 'faults/test_stacks_killed.py'),
+    'kills': ('faults/test_kills.py', 'faults/test_soak.py'),
 }
 FOLDERS = ('unit', 'golden', 'functional', 'model', 'scenario', 'faults', 'security', 'mutations')
 SLOW_TESTS = pytest.StashKey[list[str]]()
