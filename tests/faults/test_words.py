@@ -1,6 +1,6 @@
 """F32: any arguments and configuration: a documented exit code, one line, no traceback, nothing half done.
 
-Selected wrong arguments are in tests/scenario/test_bad_input.py, contents of files in tests/unit/test_conf*.py. This
+The words of wrong arguments are in tests/golden/commands, contents of files in tests/unit/test_conf*.py. This
 module tests the rest, and that nothing is left behind.
 """
 
