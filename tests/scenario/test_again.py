@@ -13,7 +13,7 @@ from typing import Any
 from tests.kit.commands import Control, Ecompute, Result
 from tests.kit.invariants import check_invariants
 from tests.kit.journal import JOURNAL
-from tests.kit.servers import make_environment, wait_until
+from tests.kit.servers import make_environment
 from tests.kit.story import IMAGE, SMALL_QUERY, UNKNOWN_UUID, assert_one_line, boot, place, wait_address, wait_state
 
 KEYS = [
@@ -164,16 +164,3 @@ def test_member_of_a_stack_is_recreated_by_apply(cluster: Control, compute: Ecom
     assert '`eschedule apply` recreates it in its stack shop' in result.stderr
     assert 'its ssh keys are unknown: the mdserver.conf of its host decided' in result.stderr
     check_invariants(cluster, compute)
-
-
-def test_queued_instance_is_printed_without_its_queue(cluster: Control) -> None:
-    query = f'{SMALL_QUERY}&required=CUSTOM_NOWHERE'
-    assert cluster.eschedule('flavor', 'set', 'none', query).code == 0
-    queued = cluster.eschedule('--queue', '--flavor', 'none', '--name', 'later', IMAGE)
-    assert queued.code == 0, queued
-    result = print_again(cluster, 'later')
-    words = shlex.split(result.stdout)
-    assert words[words.index(query) + 1] == IMAGE
-    assert '--weigh is unknown' in result.stderr
-    assert cluster.eschedule('destroy', 'later').code == 0
-    wait_until(lambda: not cluster.etcd.list_keys('/queues/'), 10, 'it is removed')

@@ -6,7 +6,6 @@ import json
 import signal
 from typing import Any
 
-import pytest
 from jsonschema import Draft202012Validator
 
 from docs.shapes import REFUSED, SHAPES
@@ -59,14 +58,6 @@ def test_json_document_of_each_command_has_its_shape(cluster: Control) -> None:
     check_invariants(cluster, compute)
 
 
-def test_json_document_is_printed_after_a_timeout(cluster: Control, compute: Ecompute) -> None:
-    compute.pause()
-    (result,) = read_document(cluster, 'create', SMALL_QUERY, '--wait', '--timeout', '0', code=6)
-    assert (result['state'], result['error']['code']) == (None, 6)
-    compute.resume()
-    wait_address(cluster, result['instance'])
-
-
 def test_destroy_of_several_requests_all_before_it_waits(cluster: Control, compute: Ecompute) -> None:
     names = ('web-1', 'web-2', 'web-3')
     assert run_in_process(cluster, SMALL_QUERY, '--name', 'web', '--count', '3', '--wait').code == 0
@@ -85,24 +76,3 @@ def test_destroy_of_several_requests_all_before_it_waits(cluster: Control, compu
     compute.resume()
     for instance in instances:
         wait_state(cluster, instance, 'gone')
-
-
-@pytest.mark.parametrize('command', ['stop', 'reboot'])
-def test_ctrl_c_prints_the_command_to_wait_again(cluster: Control, compute: Ecompute, command: str) -> None:
-    assert run_in_process(cluster, SMALL_QUERY, '--name', 'one', '--wait').code == 0
-    compute.pause()
-    with Eschedule(cluster, command, '--wait', 'one') as process:
-        wait_until(lambda: 'accepted' in process.stderr, 20, 'it is asked for')
-        process.send_signal(signal.SIGINT)
-        result = process.wait(30)
-    next_command = {'stop': 'stop --wait one', 'reboot': 'show one'}[command]
-    assert (result.code, result.stderr.splitlines()[1:]) == (
-        6,
-        [
-            'eschedule: interrupted; the operation continues. Try: '
-            f'eschedule --config {cluster.schedule_yaml} {next_command}'
-        ],
-    )
-    compute.resume()
-    assert run_in_process(cluster, *next_command.split()).code == 0
-    assert run_in_process(cluster, 'destroy', '--wait', 'one').code == 0

@@ -111,18 +111,20 @@ def guests(cluster: Control) -> Iterator[Control]:
 
 
 FITTING_COMMANDS = (
-    *(['list'], ['list', '--all'], ['show', 'web-1'], ['show', 'web-1', 'web-2'], ['hosts'], ['plan', SMALL_QUERY]),
-    *(
-        ['plan', SMALL_QUERY, '--count', '3', '--project', 'shop'],
-        ['timeline', 'web-1'],
-        ['timeline', 'web-1', 'web-2'],
-    ),
-    *(['group', 'list'], ['group', 'show', 'web'], ['flavor', 'list'], ['quota', 'list'], ['quota', 'show', 'shop']),
-    *(['why', 'web-1'], ['wait', 'web-1'], ['web-2'], ['audit'], ['list', '--sort', 'address', '-c', 'image,instance']),
+    *(['list', '--all'], ['show', 'web-1', 'web-2'], ['hosts'], ['plan', SMALL_QUERY, '--count', '3']),
+    *(['timeline', 'web-1', 'web-2'], ['group', 'show', 'web'], ['flavor', 'list'], ['quota', 'list']),
+    *(['quota', 'show', 'shop'], ['why', 'web-1'], ['wait', 'web-1'], ['web-2'], ['audit'], ['help', 'create']),
+)
+REFUSED_COMMANDS = (
+    [f'{SMALL_QUERY}&required=HW_CPU_X86_AVX2', '--count', '2'],
+    ['lst'],
+    ['host', 'drain', 'nosuch'],
+    ['show', 'nosuch', 'no', 'such'],
+    ['list', '--sort', 'nosuch'],
 )
 
 
-def test_no_line_is_wrapped_at_80_columns(guests: Control) -> None:
+def test_no_line_is_wrapped_at_80_columns_and_only_terminals_have_colours(guests: Control) -> None:
     for words in FITTING_COMMANDS:
         for line in read_terminal_lines(guests, *words):
             assert len(COLOUR.sub('', line)) <= 80, (words, line)
@@ -132,38 +134,84 @@ def test_no_line_is_wrapped_at_80_columns(guests: Control) -> None:
     assert re.fullmatch('NOTIFIED TARGET, [0-9a-f-]{36}, OF INSTANCE [0-9a-f-]{36}', ' '.join(notice))
     assert len(read_terminal_lines(guests, SMALL_QUERY, '--name', 'wider', columns=120)) == 1
     assert run_in_process(guests, 'destroy', '--wait', 'new', 'wider').code == 0
-
-
-REFUSED_COMMANDS = (
-    *(
-        [f'{SMALL_QUERY}&required=HW_CPU_X86_AVX2', '--count', '2'],
-        ['resources=VCPU:99,DISK_GB:1,MEMORY_MB:256'],
-        ['lst'],
-    ),
-    *(['host', 'drain', 'nosuch'], ['show', 'nosuch', 'no', 'such'], ['--frobnicate'], ['list', '--sort', 'nosuch']),
-)
-
-
-def test_refusals_and_help_fit_80_columns(guests: Control) -> None:
-    """The text is broken at spaces and complete."""
+    # Refusals are broken at spaces and complete.
     for words in REFUSED_COMMANDS:
         terminal = Screen(guests, *words, with_stderr=True)
         code, _ = terminal.end()
         assert code, words
         assert max(map(len, terminal.output.split('\r\n'))) <= 80, (words, terminal.output)
-        piped = run_in_process(guests, *words)
-        assert sorted(terminal.output.split()) == sorted((piped.stdout + piped.stderr).split())
+        piped_result = run_in_process(guests, *words)
+        assert sorted(terminal.output.split()) == sorted((piped_result.stdout + piped_result.stderr).split())
     for words in (['help'], *(['help', name] for name in EVERY), *(['help', first] for first in FAMILY_WORDS)):
-        assert max(len(line) for line in read_terminal_lines(guests, *words)) <= 80, words
         assert max(len(line) for line in run_in_process(guests, *words).stdout.splitlines()) <= 80, words
 
+    green = '\x1b[32mactive\x1b[0m'
+    assert sum(green in line for line in read_terminal_lines(guests, 'list')) == 3
+    for variables in ({'NO_COLOR': '1'}, {'TERM': 'dumb'}):
+        assert '\x1b' not in '\n'.join(read_terminal_lines(guests, 'list', **variables)), variables
+    piped = run_in_process(guests, 'list').stdout
+    assert '\x1b' not in piped
+    assert len(re.findall('[0-9a-f-]{36}', piped)) == 6
+    assert max(map(len, read_terminal_lines(guests, 'list', COLUMNS='60'))) - len(green) + len('active') <= 60
+    wide = COLOUR.sub('', '\n'.join(read_terminal_lines(guests, 'list', '--wide')))
+    assert len(re.findall('[0-9a-f-]{36}', wide)) == 12  # the compute's and the project's are shown, too
 
-@pytest.mark.parametrize('words', [['plan', SMALL_QUERY], ['hosts']])
+
+def test_watched_list_is_redrawn_and_cut_to_the_terminal_height(guests: Control) -> None:
+    with start_screen(guests, 'list', '--watch') as terminal:
+        wait_until(lambda: terminal.output.count('web-3') >= 1, 30, 'it is drawn')
+        assert run_in_process(guests, 'stop', 'web-3', '--wait').code == 0
+        wait_until(lambda: 'stopped' in terminal.output.rpartition('\x1b[H\x1b[2J')[2], 30, 'it is drawn anew')
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.end() == (0, '')
+    with Eschedule(guests, 'list', '--watch', '--name', 'web-3') as piped:
+        wait_until(lambda: piped.stdout, 30, 'it is drawn')
+        assert run_in_process(guests, 'start', 'web-3', '--wait').code == 0
+        wait_until(lambda: 'active' in piped.stdout.strip().rpartition('\n\n')[2], 30, 'it is drawn anew, below')
+        piped.send_signal(signal.SIGINT)
+        result = piped.wait(30)
+    assert (result.code, result.stderr) == (0, '')
+    assert '\x1b' not in result.stdout
+    with start_screen(guests, 'list', '--watch', height=4) as terminal:
+        wait_until(lambda: '2 more lines' in terminal.output, 30, 'it is drawn')
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.end() == (0, '')
+    # As with `list --watch | head -1`: the next drawing fails and ends it.
+    watch = ['list', '--watch', '--name', 'web-3']
+    command = [sys.executable, '-m', 'ecomp.schedule', '--config', str(guests.schedule_yaml), *watch]
+    with subprocess.Popen(command, env=make_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        assert child.stdout.readline().startswith(b'INSTANCE')
+        child.stdout.close()
+        for action in ('stop', 'start'):
+            assert run_in_process(guests, action, 'web-3', '--wait').code == 0
+        assert (child.wait(30), child.stderr.read()) == (0, b'')
+
+    # Warnings are shown even if the table does not fit.
+    no_taker = 'waits in a queue, but no compute takes'
+    assert run_in_process(guests, '--queue', '--flavor', 'small', '--name', 'waits').code == 0
+    key = f'/instances/{uuid.uuid4()}/{uuid.uuid4()}'
+    guests.etcd.put(key, '{')
+    try:
+        with start_screen(guests, 'list', '--watch', height=10) as terminal:
+            wait_until(lambda: no_taker in ' '.join(terminal.output.split()), 30, 'it is drawn')
+            rows = terminal.output.rpartition('\x1b[H\x1b[2J')[2].removesuffix('\r\n').split('\r\n')
+            assert len(rows) < 10
+            assert any(row.endswith(' more lines') for row in rows)
+            assert all(len(row) <= 80 for row in rows)
+            terminal.process.send_signal(signal.SIGINT)
+            assert terminal.end() == (0, '')
+    finally:
+        guests.etcd.delete(key)
+        assert run_in_process(guests, 'destroy', 'waits').code == 0
+
+
 @pytest.mark.usefixtures('compute')
-def test_terminal_shows_that_placement_does_not_answer(own_control: Control, words: list[str]) -> None:
+def test_terminal_shows_that_placement_does_not_answer(own_control: Control) -> None:
     """Without the note, half a minute of silence looks like a command that hangs."""
     own_control.placement.pause()
-    terminal = Screen(own_control, *words, with_stderr=True)
+    terminal = Screen(own_control, 'hosts', with_stderr=True)
     try:
         wait_until(lambda: 'waiting for placement at' in terminal.output, 20, 'what it waits for is said')
     finally:
@@ -179,118 +227,3 @@ def test_wait_shows_its_condition_on_the_terminal(cluster: Control, compute: Eco
     terminal.end()
     assert re.search(r'waiting for its compute to accept it, [01] s', terminal.output), terminal.output
     compute.resume()
-
-
-def test_colours_only_on_terminals_that_accept_them(guests: Control) -> None:
-    green = '\x1b[32mactive\x1b[0m'
-    assert sum(green in line for line in read_terminal_lines(guests, 'list')) == 3
-    for variables in ({'NO_COLOR': '1'}, {'TERM': 'dumb'}):
-        assert '\x1b' not in '\n'.join(read_terminal_lines(guests, 'list', **variables)), variables
-    piped = run_in_process(guests, 'list').stdout
-    assert '\x1b' not in piped
-    assert len(re.findall('[0-9a-f-]{36}', piped)) == 6
-    assert max(map(len, read_terminal_lines(guests, 'list', COLUMNS='60'))) - len(green) + len('active') <= 60
-    wide = COLOUR.sub('', '\n'.join(read_terminal_lines(guests, 'list', '--wide')))
-    assert len(re.findall('[0-9a-f-]{36}', wide)) == 12  # the compute's and the project's are shown, too
-
-
-def test_list_filters_by_name_group_state_project_and_host(guests: Control) -> None:
-    def list_names(*words: str) -> list[str]:
-        return run_in_process(guests, 'list', *words, '-f', 'value', '-c', 'name').stdout.split()
-
-    assert list_names() == list_names('--name', 'web-*') == list_names('--group', 'web') == ['web-1', 'web-2', 'web-3']
-    assert list_names('--state', 'active,error') == list_names('--state', 'active', '--state', 'error') == list_names()
-    assert list_names('--state', 'stopped') == list_names('--project', 'shop') == list_names('--name', 'WEB*') == []
-    (compute,) = run_in_process(guests, 'list', '--name', 'web-2', '-f', 'value', '-c', 'compute').stdout.split()
-    assert list_names('--host', compute) == ['web-2']
-
-
-def test_watched_list_redraws_when_an_instance_changes(guests: Control) -> None:
-    with start_screen(guests, 'list', '--watch') as terminal:
-        wait_until(lambda: terminal.output.count('web-3') >= 1, 30, 'it is drawn')
-        assert run_in_process(guests, 'stop', 'web-3', '--wait').code == 0
-        wait_until(lambda: 'stopped' in terminal.output.rpartition('\x1b[H\x1b[2J')[2], 30, 'it is drawn anew')
-        terminal.process.send_signal(signal.SIGINT)
-        assert terminal.end() == (0, '')
-    with Eschedule(guests, 'list', '--watch', '--name', 'web-3') as piped:
-        wait_until(lambda: piped.stdout, 30, 'it is drawn')
-        assert run_in_process(guests, 'start', 'web-3', '--wait').code == 0
-        wait_until(lambda: 'active' in piped.stdout.strip().rpartition('\n\n')[2], 30, 'it is drawn anew, below')
-        piped.send_signal(signal.SIGINT)
-        result = piped.wait(30)
-    assert (result.code, result.stderr) == (0, '')
-    assert '\x1b' not in result.stdout
-
-
-def test_watch_ends_with_success_when_its_pipe_is_closed(guests: Control) -> None:
-    """For example `list --watch | head -1`: the next drawing fails and ends it."""
-    watch = ['list', '--watch', '--name', 'web-3']
-    command = [sys.executable, '-m', 'ecomp.schedule', '--config', str(guests.schedule_yaml), *watch]
-    with subprocess.Popen(command, env=make_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
-        assert child.stdout is not None
-        assert child.stderr is not None
-        assert child.stdout.readline().startswith(b'INSTANCE')
-        child.stdout.close()
-        for action in ('stop', 'start'):
-            assert run_in_process(guests, action, 'web-3', '--wait').code == 0
-        assert (child.wait(30), child.stderr.read()) == (0, b'')
-
-
-def test_watched_list_is_cut_to_the_terminal_height(guests: Control) -> None:
-    with start_screen(guests, 'list', '--watch', height=4) as terminal:
-        wait_until(lambda: '2 more lines' in terminal.output, 30, 'it is drawn')
-        terminal.process.send_signal(signal.SIGINT)
-        assert terminal.end() == (0, '')
-
-
-def test_watched_list_shows_warnings_below_the_table(guests: Control) -> None:
-    """It is shown even if the table does not fit."""
-    no_taker = 'waits in a queue, but no compute takes'
-    assert run_in_process(guests, '--queue', '--flavor', 'small', '--name', 'waits').code == 0
-    key = f'/instances/{uuid.uuid4()}/{uuid.uuid4()}'
-    guests.etcd.put(key, '{')
-    try:
-        assert all(message in run_in_process(guests, 'list').stderr for message in (no_taker, key))
-        with Eschedule(guests, 'list', '--watch') as piped:
-            wait_until(lambda: no_taker in piped.stdout and key in piped.stdout, 30, 'it is drawn')
-            piped.send_signal(signal.SIGINT)
-            assert piped.wait(30).code == 0
-        with start_screen(guests, 'list', '--watch', height=10) as terminal:
-            wait_until(lambda: no_taker in ' '.join(terminal.output.split()), 30, 'it is drawn')
-            rows = terminal.output.rpartition('\x1b[H\x1b[2J')[2].removesuffix('\r\n').split('\r\n')
-            assert len(rows) < 10
-            assert any(row.endswith(' more lines') for row in rows)
-            assert all(len(row) <= 80 for row in rows)
-            terminal.process.send_signal(signal.SIGINT)
-            assert terminal.end() == (0, '')
-    finally:
-        guests.etcd.delete(key)
-        assert run_in_process(guests, 'destroy', 'waits').code == 0
-
-
-def test_clear_removes_only_gone_and_failed_records(cluster: Control, compute: Ecompute) -> None:
-    assert run_in_process(cluster, SMALL_QUERY, '--name', 'here', '--wait').code == 0
-    assert run_in_process(cluster, SMALL_QUERY, '--name', 'gone', '--wait').code == 0
-    assert run_in_process(cluster, 'destroy', 'gone', '--wait').code == 0
-    compute.pause()
-    assert run_in_process(cluster, SMALL_QUERY, '--name', 'broken').code == 0
-    (failed,) = run_in_process(cluster, 'list', '--name', 'broken', '-f', 'value', '-c', 'instance').stdout.split()
-    cluster.placement.call('DELETE', f'/allocations/{failed}')
-    compute.resume()
-    assert run_in_process(cluster, 'wait', 'broken').code == 1
-    (reason,) = run_in_process(cluster, 'list', '--state', 'error', '-f', 'value', '-c', 'reason').stdout.splitlines()
-    assert 'placement holds no allocation' in reason
-    assert run_in_process(cluster, 'list').stdout.splitlines()[0].split()[-1] == 'REASON'
-    done = run_in_process(cluster, 'clear')
-    assert (done.code, done.stdout, done.stderr) == (
-        0,
-        '',
-        'eschedule: 2 records removed: 1 of gone instances, 1 of instances in error\n',
-    )
-    assert run_in_process(cluster, 'list', '--all', '-f', 'value', '-c', 'name').stdout == 'here\n'
-    assert (
-        run_in_process(cluster, 'clear').stderr
-        == 'eschedule: no records removed: 0 of gone instances, 0 of instances in error\n'
-    )
-    assert run_in_process(cluster, SMALL_QUERY, '--name', 'broken', '--wait').code == 0  # the name is free
-    assert run_in_process(cluster, 'destroy', 'here', 'broken', '--wait').code == 0

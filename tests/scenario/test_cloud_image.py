@@ -24,6 +24,12 @@ from tests.kit.servers import make_environment, wait_until
 from tests.kit.tree import copy_tree
 from tests.scenario.debian_image import get_debian_image
 
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(7200),
+    pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root'),
+]
+
 # A stock cloud image with systemd, sshd and cloud-init. It gets its metadata in either way: from the network or from a
 # disk.
 
@@ -124,9 +130,6 @@ def guests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Gu
         lab.close()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-@pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
 @pytest.mark.parametrize('way', HOST_BY_WAY)
 def test_stock_cloud_image_boots_with_its_metadata(guests: Mapping[str, Guest], way: str) -> None:
     """Check ssh with the key, name, user-data, size of the root file system and readiness."""
@@ -145,9 +148,6 @@ def test_stock_cloud_image_boots_with_its_metadata(guests: Mapping[str, Guest], 
     assert source.startswith({'network': 'seed-dir (dmi,http://169.254.169.254/', 'iso': 'config-disk (/dev/vdb)'}[way])
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-@pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
 def test_second_interface_is_up_and_default_route_uses_the_first(guests: Mapping[str, Guest]) -> None:
     guest = guests['iso']
     command = 'ip -j route show default; ip -j link; ip -j -4 address show scope global'
@@ -165,9 +165,6 @@ def test_second_interface_is_up_and_default_route_uses_the_first(guests: Mapping
     assert (first, 100) in {(macs[route['dev']], route['metric']) for route in routes}
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-@pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
 def test_key_of_another_guest_is_refused(guests: Mapping[str, Guest]) -> None:
     network, iso = guests['network'], guests['iso']
     stranger = Guest(iso.lab, iso.host, iso.name, network.private, iso.done)
@@ -176,9 +173,6 @@ def test_key_of_another_guest_is_refused(guests: Mapping[str, Guest]) -> None:
     assert 'Permission denied' in refused.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-@pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
 def test_guest_processor_supports_x86_64_v2_and_v3(guests: Mapping[str, Guest]) -> None:
     """EL 9 needs x86-64-v2 and EL 10 x86-64-v3: their kernels panic on less.
 
@@ -189,9 +183,6 @@ def test_guest_processor_supports_x86_64_v2_and_v3(guests: Mapping[str, Guest]) 
         assert re.search(rf'^ *x86-64-{level} \(supported', levels, re.MULTILINE), levels
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-@pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
 def test_cloud_init_reads_the_ec2_paths(guests: Mapping[str, Guest]) -> None:
     guest = guests['network']
     public = guest.private.with_suffix('.pub').read_text().strip()
@@ -203,9 +194,6 @@ def test_cloud_init_reads_the_ec2_paths(guests: Mapping[str, Guest]) -> None:
     assert user_data == SCRIPT
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-@pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
 def test_host_keys_are_reported_and_cloud_init_logs_no_warning(guests: Mapping[str, Guest]) -> None:
     for guest in guests.values():
         record = json.loads(guest.lab.eschedule('show', guest.name, '-f', 'json').stdout)
@@ -216,9 +204,6 @@ def test_host_keys_are_reported_and_cloud_init_logs_no_warning(guests: Mapping[s
         assert 'Cloud-init v. ' in guest.lab.eschedule('log', guest.name).stdout
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-@pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
 def test_ssh_refuses_a_changed_host_key(guests: Mapping[str, Guest]) -> None:
     """Simulate another machine at the guest's address; the original key is accepted again."""
     guest = guests['iso']
@@ -234,11 +219,6 @@ def test_ssh_refuses_a_changed_host_key(guests: Mapping[str, Guest]) -> None:
     assert guest.run_checked('hostname') == guest.name
 
 
-# The reboot of the small guest always runs; this one takes a minute more.
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-@pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
-@pytest.mark.slow
 def test_reboot_keeps_the_address_and_is_no_first_boot(guests: Mapping[str, Guest]) -> None:
     """cloud-init runs the user-data of an instance once, and the host keys stay."""
     guest = guests['network']
@@ -257,9 +237,6 @@ def test_reboot_keeps_the_address_and_is_no_first_boot(guests: Mapping[str, Gues
     assert guest.ssh('test -e /var/tmp/ran').returncode == 1
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-@pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
 def test_reboot_without_ecompute_is_no_first_boot(guests: Mapping[str, Guest]) -> None:
     """Without the metadata server cloud-init must not make new host keys."""
     guest = guests['network']
@@ -287,18 +264,12 @@ def test_reboot_without_ecompute_is_no_first_boot(guests: Mapping[str, Guest]) -
     wait_until(lambda: guest.ssh('true').returncode == 0, 60, 'it is entered as before')
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-@pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
 def test_destroyed_guests_leave_nothing(guests: Mapping[str, Guest]) -> None:
     lab = guests['iso'].lab
     lab.destroy(*(guest.name for guest in guests.values()))
     lab.check()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
-@pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
 def test_canaries_are_entered_on_every_host_and_destroyed(
     guests: Mapping[str, Guest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,17 +277,8 @@ def test_canaries_are_entered_on_every_host_and_destroyed(
     guest = guests['iso']
     monkeypatch.setenv('HOME', str(guest.private.parent))
     lab, key = guest.lab, ('--ssh-key', f'{guest.private}.pub', '-i', str(guest.private))
-    words = (
-        'doctor',
-        '--canary',
-        '-f',
-        'json',
-        QUERY,
-        lab.make_url('debian.qcow2'),
-        *key,
-        '--timeout',
-        str(READY_SECONDS),
-    )
+    canary = ('doctor', '--canary', '-f', 'json', QUERY, lab.make_url('debian.qcow2'))
+    words = (*canary, *key, '--timeout', str(READY_SECONDS))
     done = lab.eschedule(*words, timeout=2 * READY_SECONDS)
     report = json.loads(done.stdout)
     assert [finding for finding in report['findings'] if finding['check'] == 'canary'] == []
@@ -393,8 +355,6 @@ def run(trixie: Machine, *command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(7200)
 def test_quickstart_and_its_commands(trixie: Machine) -> None:
     output = run(trixie, './quickstart.sh')
     assert 'NOTIFIED TARGET' in output
@@ -410,8 +370,6 @@ def test_quickstart_and_its_commands(trixie: Machine) -> None:
     assert trixie.run(['ls', '/var/lib/elab']).stdout == ''
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(7200)
 @pytest.mark.parametrize('part', ['unit', 'functional'])
 def test_parts_pass_on_debian_13(trixie: Machine, part: str) -> None:
     output = run(trixie, 'tests/run', part)

@@ -104,7 +104,7 @@ def read_until(terminal: int, expected: str) -> str:
     return text
 
 
-@pytest.mark.parametrize('shell', SHELLS)
+@pytest.mark.parametrize('shell', ['bash', pytest.param('zsh', marks=pytest.mark.slow), 'fish'])
 def test_candidates_of_each_command(cluster: Control, env: dict[str, str], shell: str) -> None:
     script = write_completion_script(cluster.directory, shell, env)
     # A name that a shell would execute is not offered.

@@ -221,25 +221,6 @@ def make_elab_directory(tools: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_servers_on_localhost_with_certs_require_certificates(engine: Engine, run: Run, tmp_path: Path) -> None:
-    paths = {'PATH': f'{make_elab_directory(tmp_path / "bin")}:{os.environ["PATH"]}', 'CERTS': 'certs'}
-    up = expect_success(run(SCRIPT, **paths))
-    assert 'placement at https://localhost:8080/' in up
-    assert 'every user of this machine' not in up
-    policies = [
-        engine.run_docker('inspect', '-f', '{{.HostConfig.RestartPolicy.Name}}', name)
-        for name in read_start_times(engine)
-    ]
-    assert set(policies) == {'unless-stopped'}
-    expect_success(run('elab', 'certs', 'certs', '--operator', 'ann', **paths))
-    operator_dir = tmp_path / 'certs/operator-ann'
-    expect_success(run(sys.executable, '-m', 'ecomp.schedule', '--config', operator_dir / 'schedule.yaml', 'hosts'))
-    for url in ('https://localhost:2379/version', 'https://127.0.0.1:8080/resource_providers'):
-        refused = run('curl', '-s', '-m', '30', '--cacert', operator_dir / 'ca.crt', url)
-        assert (refused.returncode != 0, refused.stdout) == (True, '')
-
-
-@pytest.mark.slow
 def test_own_database_replaces_the_postgres_container(engine: Engine, run: Run) -> None:
     """With an own database on this machine no PostgreSQL container is started."""
     gateway = engine.run_docker('network', 'inspect', '--format', '{{(index .IPAM.Config 0).Gateway}}', 'bridge')

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from ecomp.model.cluster import describe_vulnerabilities
-from ecomp.version import read_version
-from tests.kit.commands import Control, Ecompute, Result, run_eschedule_process, run_module, write_config
+from tests.kit.commands import Control, Ecompute, Result, run_eschedule_process, write_config
 from tests.kit.hands import Eschedule
 from tests.kit.lab import Lab
 from tests.kit.servers import free_port, wait_until
@@ -56,27 +55,6 @@ def test_stopped_compute_is_a_finding_with_its_cure(cluster: Control) -> None:
     assert read_findings(cluster) == {}
 
 
-def test_compute_of_another_version_is_a_finding(cluster: Control) -> None:
-    compute = cluster.ecompute()
-    lease = cluster.etcd.grant()
-    other = '0b5e55ed-0000-4000-8000-000000000000'
-    cluster.etcd.put('/computes/none', '[', lease)
-    try:
-        for version, expected_checks in (('0.9', ['version']), ("0.9\n'; reboot; '", [])):  # users type cures
-            presence = {'token': 'x', 'version': version, 'hostname': 'old'}
-            cluster.etcd.put(f'/computes/{other}', json.dumps(presence), lease)
-            found_by_check = read_findings(cluster)
-            assert list(found_by_check) == expected_checks
-            if expected_checks:
-                ours = f'this eschedule is of version {read_version()}'
-                assert found_by_check['version']['what'] == f'compute old runs ecomp 0.9, but {ours}'
-    finally:
-        cluster.etcd.delete(f'/computes/{other}')
-        cluster.etcd.delete('/computes/none')
-    assert read_findings(cluster) == {}
-    compute.stop()
-
-
 def test_unreachable_backend_is_a_finding(cluster: Control) -> None:
     for etcd, placement, away in (
         (f'127.0.0.1:{free_port()}', cluster.placement.url, 'etcd'),
@@ -84,16 +62,9 @@ def test_unreachable_backend_is_a_finding(cluster: Control) -> None:
     ):
         config = write_config(cluster.directory / 'away.yaml', etcd, placement)
         result = run_eschedule_process(config, 'doctor', '-f', 'json')
-        assert result.code == 7
-        assert f'{away} at' in result.stderr
+        assert (result.code, f'{away} at' in result.stderr) == (7, True)
         cures = {finding['check']: finding['cure'] for finding in json.loads(result.stdout)['findings']}
         assert cures[away] == f'start {away} at this address, or correct `{away}:` in {config}'
-
-
-def test_check_refuses_other_options(cluster: Control) -> None:
-    for words in (['--fake', 'VCPU:1'], ['--accept-new-etcd'], ['--unit']):
-        refused = run_module('ecomp.compute', '--check', *words, directory=cluster.directory)
-        assert (refused.code, refused.stdout) == (2, '')
 
 
 # `eschedule doctor --canary`: its report for hosts of every kind; no canary is left behind.
@@ -182,37 +153,6 @@ def test_every_up_host_gets_a_canary_and_others_a_reason(cluster: Control) -> No
     assert table.stderr.count(' booted after ') == 2
 
 
-def test_canary_on_one_host_with_a_flavor(cluster: Control) -> None:
-    first, second = cluster.ecompute(), cluster.ecompute()
-    assert cluster.eschedule('flavor', 'set', 'tiny', 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:16').code == 0
-    image = 'http://images.example/small.qcow2'
-    [outcome] = read_report(run_canaries(cluster, '--on', second.uuid, '--flavor', 'tiny', image, '--for', 'disk'))[
-        'canaries'
-    ]
-    assert (outcome['compute'], outcome['reached'], outcome['said']) == (second.uuid, 'disk', NO_KEY)
-    assert f'INSTANTIATE INSTANCE {outcome["instance"]} WITH IMAGE {image}' in second.log.read_text()
-    assert outcome['instance'] not in first.log.read_text()
-    expect_nothing_left(cluster, first, second)
-
-
-def test_canary_with_an_unusable_query_is_refused(cluster: Control, compute: Ecompute) -> None:
-    for query, reason in (
-        ('resources=VCPU:1', 'which every guest needs'),
-        ('resources=VCPU:1,NONE:1', 'no resource class NONE'),
-    ):
-        refused = run_canaries(cluster, query)
-        assert (refused.code, refused.stdout) == (2, '')
-        assert reason in refused.stderr
-    expect_nothing_left(cluster, compute)
-
-
-def test_canary_without_room_anywhere_is_a_finding(cluster: Control, compute: Ecompute) -> None:
-    [(problem, cure)] = list_canary_findings(run_canaries(cluster, 'resources=VCPU:99,DISK_GB:1,MEMORY_MB:16'))
-    assert problem.startswith('no canary was placed: ')
-    assert cure.startswith('start ecompute on a host, or free room on one; `eschedule hosts`')
-    expect_nothing_left(cluster, compute)
-
-
 def test_canary_that_never_becomes_ready_is_a_finding(cluster: Control, compute: Ecompute) -> None:
     """With a key the canary must become ready, because the doctor logs in to it."""
     (cluster.directory / 'key.pub').write_text(KEY)
@@ -245,7 +185,7 @@ def test_frozen_host_is_a_finding_and_the_other_passes(cluster: Control) -> None
     expect_nothing_left(cluster, well, frozen)
 
 
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize('number', [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_interrupt_destroys_all_canaries(cluster: Control, number: int) -> None:
     """Both computes are frozen; the doctor requests their canaries concurrently."""
     computes = [cluster.ecompute(), cluster.ecompute()]
@@ -285,34 +225,17 @@ def test_repeated_interrupt_names_the_canary_that_may_be_left(cluster: Control, 
     expect_nothing_left(cluster, compute)
 
 
-def test_etcd_lost_during_a_canary_is_a_finding_with_the_command(own_control: Control, compute: Ecompute) -> None:
-    """The canary cannot be destroyed then, so the cure names the command."""
-    compute.pause()
-    with start_canaries(own_control, '--timeout', '5') as doctor:
-        wait_until_requested(own_control, compute)
-        own_control.etcd.kill()
-        result = doctor.wait()
-    assert result.code == 8
-    report = json.loads(result.stdout)
-    [outcome] = report['canaries']
-    assert outcome['gone'] is False
-    assert f'eschedule destroy --wait {outcome["instance"]}' in [finding['cure'] for finding in report['findings']]
-    own_control.etcd.start()
-    compute.resume()
-    assert own_control.eschedule('destroy', '--wait', outcome['instance']).code == 0
-
-
-def test_canaries_boot_as_real_guests_and_are_destroyed(lab: Lab) -> None:
-    """The canaries run on three hosts concurrently. A missing image is a finding for each host."""
+def test_canary_boots_as_a_real_guest_and_is_destroyed(lab: Lab) -> None:
+    """A missing image is a finding for each host."""
     records = lab.read_etcd('/instances/')  # of guests of other tests, which are gone
-    result = lab.eschedule('doctor', '--canary', '-f', 'json', SMALL, lab.make_url('guest.qcow2'), '--for', 'ready')
+    words = ('doctor', '--canary', '-f', 'json', SMALL)
+    result = lab.eschedule(*words, lab.make_url('guest.qcow2'), '--for', 'ready', '--on', 'hv2')
     assert list_canary_findings(result) == []
-    assert {(outcome['host'], outcome['reached'], outcome['gone']) for outcome in read_report(result)['canaries']} == {
-        (host, 'ready', True) for host in lab.hosts
-    }
+    (outcome,) = read_report(result)['canaries']
+    assert (outcome['host'], outcome['reached'], outcome['gone']) == ('hv2', 'ready', True)
     assert not any(map(lab.list_domains, lab.hosts))
     assert not any(map(lab.list_disks, lab.hosts))
-    failed_result = lab.eschedule('doctor', '--canary', '-f', 'json', SMALL, lab.make_url('nowhere.qcow2'))
+    failed_result = lab.eschedule(*words, lab.make_url('nowhere.qcow2'))
     assert len(list_canary_findings(failed_result)) == len(lab.hosts)
     for problem, cure in list_canary_findings(failed_result):
         assert 'failed at stage image' in problem

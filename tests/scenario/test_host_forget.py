@@ -1,12 +1,12 @@
-"""eschedule host forget: refusals, removal of a lost compute, and returning computes."""
+"""eschedule host forget: refusals, removal of a lost compute, and returning computes.
+
+What happens beside it is in tests/model (scenarios with "forget") and tests/functional/test_claims.py.
+"""
 
 from __future__ import annotations
 
-import json
 import socket
 import uuid
-
-import pytest
 
 from tests.kit.by_hand import put_claim
 from tests.kit.commands import Control, Ecompute
@@ -24,8 +24,6 @@ from tests.kit.story import (
     read_log,
     read_record,
     read_reserved,
-    wait_address,
-    wait_log_lines,
     wait_state,
 )
 
@@ -84,55 +82,6 @@ def test_forget_refuses_living_used_and_foreign_providers(cluster: Control, comp
     compute.start()
 
 
-def test_forget_is_refused_while_a_claim_is_in_flight(cluster: Control, compute: Ecompute, instance: str) -> None:
-    with Eschedule(cluster, '--uuid', instance, SMALL_QUERY, failpoint='claimed:stop') as create:
-        create.wait_frozen_at('claimed')
-        kill_and_lapse(cluster, compute)
-        assert_one_line(
-            cluster.eschedule('host', 'forget', compute.uuid), 5, 'an attempt to place', instance, 'is still running'
-        )
-        create.resume()
-        assert create.wait().code == 0
-    # The request was delivered and nothing is lost: the compute may come back.
-    assert_one_line(cluster.eschedule('host', 'forget', compute.uuid), 5, f'it still has instance {instance}')
-    compute.start()
-    wait_address(cluster, instance)
-
-
-def test_instance_on_another_compute_keeps_its_claim(cluster: Control) -> None:
-    dead, compute = cluster.ecompute(), cluster.ecompute()
-    instance = boot(cluster, f'{SMALL_QUERY}&in_tree={compute.uuid}')
-    kill_and_lapse(cluster, dead)
-    # A claim that was changed manually or by another client: one consumer on two computes.
-    allocation = cluster.placement.call('GET', f'/allocations/{instance}')
-    body = {
-        'allocations': {provider: {'resources': {'VCPU': 1}} for provider in (dead.uuid, compute.uuid)},
-        'consumer_type': 'INSTANCE',
-        **{name: allocation[name] for name in ('user_id', 'project_id', 'consumer_generation')},
-    }
-    cluster.placement.call('PUT', f'/allocations/{instance}', body)
-    message = f'instance {instance} belongs to compute {socket.gethostname()}'
-    assert_one_line(cluster.eschedule('host', 'forget', dead.uuid), 5, message)
-    assert set(cluster.placement.read_allocations(instance)) == {dead.uuid, compute.uuid}
-    cluster.eschedule('destroy', '--wait', instance)
-    assert forget(cluster, dead.uuid) == [f'{dead.uuid}: its resource provider is removed']
-    check_invariants(cluster, compute)
-
-
-@pytest.mark.parametrize('how', ['closed', 'orphaned'])
-def test_empty_compute_is_forgotten_once(cluster: Control, how: str) -> None:
-    compute = cluster.ecompute()
-    if how == 'closed':
-        compute.stop()
-    else:
-        kill_and_lapse(cluster, compute)
-    assert list_states(cluster) == {compute.uuid: how}
-    assert forget(cluster, compute.uuid) == [f'{compute.uuid}: its resource provider is removed']
-    expect_forgotten(cluster, compute.uuid)
-    assert_one_line(cluster.eschedule('host', 'forget', compute.uuid), 4, compute.uuid, 'no host has this name or uuid')
-    check_invariants(cluster)
-
-
 def test_forget_finishes_pending_destroys(cluster: Control) -> None:
     compute = cluster.ecompute()
     seen_instance = boot(cluster)
@@ -182,103 +131,25 @@ def test_forget_finishes_pending_destroys(cluster: Control) -> None:
     assert_one_line(cluster.eschedule('host', 'forget', compute.uuid), 4, 'no host has this name or uuid')
 
 
-def test_claim_made_during_forget_keeps_the_provider(cluster: Control) -> None:
-    compute = cluster.ecompute()
-    kill_and_lapse(cluster, compute)
-    with Eschedule(cluster, 'host', 'forget', compute.uuid, failpoint='host-emptied:stop') as forget_command:
-        forget_command.wait_frozen_at('host-emptied')
-        put_claim(cluster, UNKNOWN_UUID, compute.uuid, amounts={'VCPU': 1})
-        forget_command.resume()
-        assert_one_line(forget_command.wait(), 5, compute.uuid, 'its resource provider stays', 'allocations')
-    assert cluster.placement.read_consumers(compute.uuid) == {UNKNOWN_UUID: {'VCPU': 1}}
-    messages = forget(cluster, compute.uuid)
-    assert messages == [
-        f'{UNKNOWN_UUID}: its claim is released: no request owns it',
-        f'{compute.uuid}: its resource provider is removed',
-    ]
-    expect_forgotten(cluster, compute.uuid)
-
-
-def test_foreign_allocations_on_foreign_providers_stay(cluster: Control) -> None:
-    other = str(uuid.uuid4())
-    cluster.placement.call('POST', '/resource_providers', {'uuid': other, 'name': 'nova-compute-7'})
-    inventories = {'resource_provider_generation': 0, 'inventories': {'VCPU': {'total': 8}}}
-    cluster.placement.call('PUT', f'/resource_providers/{other}/inventories', inventories)
-    put_claim(cluster, UNKNOWN_UUID, other, amounts={'VCPU': 2})
-    assert_one_line(cluster.eschedule('host', 'forget', other), 4, 'no host has this name or uuid', 'nova-compute-7')
-    cluster.etcd.put(f'/hosts/{other}/by-hand', '')
-    assert forget(cluster, other) == [f'/hosts/{other}/by-hand: removed: no compute carries out this request']
-    assert cluster.placement.read_consumers(other) == {UNKNOWN_UUID: {'VCPU': 2}}
-
-
-@pytest.mark.parametrize(
-    'is_expired',
-    [False, pytest.param(True, marks=pytest.mark.unaudited('a day later the guest of a forgotten host is kept'))],
-)
-def test_forgotten_compute_that_returns_removes_what_was_destroyed(cluster: Control, is_expired: bool) -> None:
-    """Check that the accepted destroy is carried out while the record says gone, and that the guest is kept later."""
+def test_forgotten_compute_that_returns_removes_what_was_destroyed(cluster: Control) -> None:
     compute = cluster.ecompute()
     instance = boot(cluster)
     kill_and_lapse(cluster, compute)
+    assert list_states(cluster) == {compute.uuid: 'silent'}
     assert cluster.eschedule('destroy', instance).code == 0
     forget(cluster, compute.uuid)
     expect_forgotten(cluster, compute.uuid)
-    record_key = f'/instances/{compute.uuid}/{instance}'
-    if is_expired:
-        cluster.etcd.delete(record_key)
+    assert_one_line(cluster.eschedule('host', 'forget', compute.uuid), 4, compute.uuid, 'no host has this name or uuid')
     compute.start()
     # It registers again, and accepts new instances.
     assert list_states(cluster) == {compute.uuid: 'up'}
     assert read_reserved(cluster, compute.uuid) == 0
-    if is_expired:
-        wait_log_lines(compute, instance, 'the guest is kept, but not managed')
-        assert read_guests(compute)[instance]['running']
-        findings = json.loads(cluster.eschedule('audit', '-f', 'json').stdout)
-        assert [(finding['code'], finding['subject']) for finding in findings] == [('domain-orphaned', instance)]
-    else:
-        wait_until(lambda: instance not in read_guests(compute), 20, 'the guest is removed')
-        assert read_record(cluster, instance)['state'] == 'gone'  # type: ignore[index]
-        assert not find_log_lines(compute, instance, 'the guest is kept')
-        compute.restart()
+    wait_until(lambda: instance not in read_guests(compute), 20, 'the guest is removed')
+    assert read_record(cluster, instance)['state'] == 'gone'  # type: ignore[index]
+    assert not find_log_lines(compute, instance, 'the guest is kept')
     boot(cluster)
-    check_invariants(cluster, compute, foreign={instance} if is_expired else ())
+    check_invariants(cluster, compute)
     read_log(compute)
-
-
-def test_compute_that_returns_during_forget_must_restart(cluster: Control, compute: Ecompute) -> None:
-    kill_and_lapse(cluster, compute)
-    with Eschedule(cluster, 'host', 'forget', compute.uuid, failpoint='host-emptied:stop') as forget_command:
-        forget_command.wait_frozen_at('host-emptied')
-        compute.start()
-        forget_command.resume()
-        result = forget_command.wait()
-    assert result.code == 5, result
-    removed, refusal = result.stderr.splitlines()
-    assert removed.endswith(f'{compute.uuid}: its resource provider is removed')
-    assert all(
-        word in refusal for word in (compute.uuid, 'was started while it was being forgotten', 'restart its ecompute')
-    ), refusal
-    compute.restart()
-    wait_address(cluster, place(cluster)[1])
-
-
-def test_forget_stops_if_the_compute_is_alive_again(cluster: Control, compute: Ecompute) -> None:
-    instance = boot(cluster)
-    kill_and_lapse(cluster, compute)
-    assert cluster.eschedule('destroy', instance).code == 0
-    before = set(read_lasting_keys(cluster))
-    with Eschedule(
-        cluster, 'host', 'forget', '--fenced', compute.uuid, failpoint='host-released:stop'
-    ) as forget_command:
-        forget_command.wait_frozen_at('host-released')
-        # Write a presence as if the compute were alive but had not read its requests yet.
-        cluster.etcd.put(f'/computes/{compute.uuid}', '{}', cluster.etcd.grant())
-        forget_command.resume()
-        assert_one_line(forget_command.wait(), 5, compute.uuid, 'is not forgotten', 'it is alive')
-    assert set(read_lasting_keys(cluster)) == {*before, f'/computes/{compute.uuid}'}
-    assert read_record(cluster, instance)['state'] == 'active'  # type: ignore[index]
-    compute.start()
-    assert wait_state(cluster, instance, 'gone')['fault'] is None
 
 
 def test_compute_that_returns_in_time_carries_out_its_destroys(cluster: Control, compute: Ecompute) -> None:

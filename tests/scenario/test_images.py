@@ -9,9 +9,9 @@ from jsonschema import Draft202012Validator
 from docs.shapes import SHAPES
 from ecomp.model import keys
 from ecomp.model.image import hash_image
-from tests.kit.commands import Control, run_eschedule_process, write_config
+from tests.kit.commands import Control, write_config
 from tests.kit.servers import wait_until
-from tests.kit.story import SMALL_QUERY, assert_one_line, place, wait_state
+from tests.kit.story import SMALL_QUERY, place, wait_state
 
 TRIXIE = 'https://images.invalid/trixie.qcow2'
 PINNED = f'{TRIXIE}#sha256={"ab" * 32}'
@@ -55,10 +55,3 @@ def test_image_list_shows_hosts_that_have_an_image(cluster: Control) -> None:
     assert presence_value['images'] == [hash_image(TRIXIE)]
     assert cluster.eschedule('image', 'list', '-f', 'value', '-c', 'NAME').stdout == 'pinned\ntrixie\n'
     cluster.etcd.delete(keys.compute(older))  # an audit would wait for its answer
-
-
-def test_image_list_without_images_or_etcd(cluster: Control) -> None:
-    assert cluster.eschedule('image', 'list', '-f', 'json').stdout == '[]\n'
-    assert_one_line(cluster.eschedule('image', 'list', 'trixie'), 2, "image list: unexpected argument 'trixie'")
-    away = write_config(cluster.directory / 'away.yaml', 'etcd.invalid:1', cluster.placement.url)
-    assert_one_line(run_eschedule_process(away, 'image', 'list'), 7, 'etcd.invalid:1')

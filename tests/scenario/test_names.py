@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import pytest
 import yaml
 
 from tests.kit.commands import Control, Ecompute
-from tests.kit.invariants import check_invariants, read_allocations, read_lasting_keys
+from tests.kit.invariants import check_invariants
 from tests.kit.journal import JOURNAL
 from tests.kit.lab import Lab, make_lab_name
 from tests.kit.servers import make_environment, wait_until
@@ -30,13 +29,10 @@ from tests.kit.story import (
     assert_one_line,
     boot,
     find_log_lines,
-    parse_notice,
     place,
     read_record,
-    run_concurrently,
     run_in_process,
     wait_address,
-    wait_state,
 )
 from tests.scenario.debian_image import get_debian_image
 
@@ -47,8 +43,6 @@ KEY = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA
 OTHER_KEY = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEB you@there'
 CANARY = 'canary-of-the-user-data'
 SCRIPT = f'#!/bin/sh\necho "{CANARY}" {{{{ x }}}}\n'
-FAILS = 'http://images.invalid/fails'
-BIG_INVENTORY = 'VCPU:64,DISK_GB:640,MEMORY_MB:65536'
 
 
 def read_guest_data(compute: Ecompute) -> dict[str, dict[str, Any]]:
@@ -110,22 +104,6 @@ def test_name_is_accepted_in_place_of_a_uuid(cluster: Control) -> None:
     (listed,) = json.loads(run_in_process(cluster, 'list', '-f', 'json').stdout)
     assert listed == json.loads(run_in_process(cluster, 'show', 'web1', '-f', 'json').stdout)
     assert listed['name'] == 'web1'
-    assert_one_line(run_in_process(cluster, 'web2'), 4, 'web2: is neither a command nor an instance')
-    assert_one_line(
-        run_in_process(cluster, 'lists'),
-        4,
-        'lists: is neither a command nor an instance',
-        'did you mean eschedule list?',
-    )
-    assert_one_line(
-        run_in_process(cluster, '5ca'),
-        4,
-        '5ca: is neither a command nor an instance (give at least the first 4 digits of a uuid)',
-    )
-    beginning = 'ffff' if not instance.startswith('ffff') else 'eeee'
-    assert_one_line(
-        run_in_process(cluster, 'show', beginning), 4, f'{beginning}: no living instance', 'no uuid begins with it'
-    )
     # Each argument is tried and reported.
     done = run_in_process(cluster, 'destroy', '--wait', 'web2', 'web1')
     assert done.code == 4
@@ -133,107 +111,6 @@ def test_name_is_accepted_in_place_of_a_uuid(cluster: Control) -> None:
     assert done.stderr.splitlines()[-1] == 'eschedule: web1: gone'
     assert_one_line(run_in_process(cluster, 'web1'), 4, 'web1: is neither a command nor an instance')
     assert_one_line(run_in_process(cluster, instance[:4]), 4, f'{instance[:4]}: has been gone since')
-
-
-def test_name_has_one_holder_and_is_free_after_its_destroy(cluster: Control) -> None:
-    compute = cluster.ecompute(BIG_INVENTORY)
-    results = run_concurrently(cluster, [[SMALL_QUERY, '--name', 'web1']] * 4, width=4)
-    (winner,) = [parse_notice(result)[1] for result in results if result.code == 0]
-    for result in results:
-        if result.code:
-            assert_one_line(result, 5, f'web1: name taken by instance {winner}')
-    assert list(read_allocations(cluster)) == [winner]
-    wait_address(cluster, winner)
-    assert cluster.eschedule('destroy', '--wait', 'web1').code == 0
-    second = place(cluster, SMALL_QUERY, '--name', 'web1')[1]
-    assert second != winner
-    wait_address(cluster, second)
-    check_invariants(cluster, compute)
-
-
-@pytest.mark.usefixtures('compute')
-def test_repeated_request_with_other_data_is_refused(cluster: Control) -> None:
-    file = write_files(cluster.directory, key=KEY, other=OTHER_KEY, script=SCRIPT)
-    words = [SMALL_QUERY, '--uuid', str(uuid.uuid4()), '--name', 'web1', '--ssh-key', file['key'], '--user-data']
-    first = place(cluster, *words, file['script'])
-    before = read_lasting_keys(cluster)
-    repeated = run_in_process(cluster, *words, file['script'])
-    assert parse_notice(repeated) == first
-    assert_one_line(repeated, 0, 'was requested before: this command changed nothing')
-    write_files(cluster.directory, script=SCRIPT + '# another\n')
-    assert_one_line(
-        run_in_process(cluster, *words, file['script']), 5, 'exists, but was requested with other user-data'
-    )
-    write_files(cluster.directory, script=SCRIPT)
-    assert_one_line(
-        run_in_process(cluster, *words, file['script'], '--ssh-key', file['other']),
-        5,
-        'exists, but was requested with other ssh keys',
-    )
-    other_words = ['web2' if word == 'web1' else word for word in words]
-    assert_one_line(
-        run_in_process(cluster, *other_words, file['script']), 5, 'exists, but was requested with the name web1'
-    )
-    if read_record(cluster, first[1]) is None:
-        assert read_lasting_keys(cluster).keys() >= before.keys()
-    wait_address(cluster, first[1])
-    assert list(read_allocations(cluster)) == [first[1]]
-
-
-def test_failed_instance_keeps_its_name_until_it_is_reused(cluster: Control, compute: Ecompute) -> None:
-    # The claim differs from the request, so the compute refuses to build.
-    compute.pause()
-    failed = place(cluster, SMALL_QUERY, '--name', 'web1')[1]
-    cluster.placement.call('DELETE', f'/allocations/{failed}')
-    compute.resume()
-    wait_state(cluster, failed, 'error')
-    assert_one_line(cluster.eschedule('web1'), 1, 'web1: failed at stage scheduled')
-    name = read_lasting_keys(cluster)['/names/web1']
-    assert name.lease == read_lasting_keys(cluster)[f'/instances/{compute.uuid}/{failed}'].lease != 0
-    second = place(cluster, SMALL_QUERY, '--name', 'web1')[1]
-    address = wait_address(cluster, second)
-    assert cluster.eschedule('web1').stdout == f'{address}\n'
-    assert_one_line(cluster.eschedule('destroy', failed), 0, 'its record is removed')
-    assert cluster.eschedule('web1').stdout == f'{address}\n'
-
-
-def test_destroy_before_the_build_frees_the_name_only_when_done(cluster: Control, compute: Ecompute) -> None:
-    compute.pause()
-    instance = place(cluster, SMALL_QUERY, '--name', 'web1')[1]
-    assert_one_line(cluster.eschedule('destroy', 'web1'), 0, 'web1: destroy accepted')
-    refused = cluster.eschedule(SMALL_QUERY, '--name', 'web1')
-    assert_one_line(refused, 5, f'name taken by instance {instance}, which is being destroyed')
-    compute.resume()
-    wait_until(lambda: cluster.etcd.get('/names/web1') is None, 20, 'its name is free')
-
-
-def test_forgotten_compute_frees_its_names(cluster: Control) -> None:
-    compute = cluster.ecompute()
-    boot(cluster, SMALL_QUERY, '--name', 'web1')
-    compute.kill()
-    cluster.etcd.delete(f'/computes/{compute.uuid}')  # its lease would expire in half a minute
-    assert_one_line(cluster.eschedule('destroy', 'web1'), 0, 'once this compute is no longer silent')
-    assert cluster.eschedule('host', 'forget', '--fenced', compute.uuid).code == 0
-    assert cluster.etcd.list_keys('/names/') == []
-
-
-@pytest.mark.parametrize(
-    ('option', 'content', 'says'),
-    [
-        ('--user-data', b'#' * 262145, 'has 262145 bytes; the limit is 262144 (256 KiB)'),
-        ('--user-data', b'#!/bin/sh\n\xff\xfe canary', 'line 2: is neither text in UTF-8 nor gzip'),
-        ('--ssh-key', f'{KEY}\n-----BEGIN OPENSSH PRIVATE KEY-----\ncanary\n'.encode(), 'line 2: is a private key'),
-        ('--ssh-key', b'canary', 'line 1: is not an OpenSSH public key'),
-        ('--ssh-key', KEY[:40].encode(), 'line 1: is only a part of a public key'),
-        ('--ssh-key', (KEY + '\n').encode() * 400, 'the limit is 32768 (32 KiB)'),
-    ],
-)
-def test_invalid_key_and_user_data_files_are_refused(cluster: Control, option: str, content: bytes, says: str) -> None:
-    file = write_files(cluster.directory, given=content)['given']
-    message = assert_one_line(run_in_process(cluster, SMALL_QUERY, option, file), 2, file, says)
-    assert 'canary' not in message
-    assert KEY.split()[1][:20] not in message
-    assert read_lasting_keys(cluster) == {}
 
 
 def test_largest_keys_and_user_data_are_delivered(cluster: Control, compute: Ecompute) -> None:
@@ -251,16 +128,6 @@ def test_largest_keys_and_user_data_are_delivered(cluster: Control, compute: Eco
 def _rsa(number: int) -> bytes:
     parts = (b'ssh-rsa', b'\1\0\1', number.to_bytes(2, 'big') + bytes(400))
     return b''.join(len(part).to_bytes(4, 'big') + part for part in parts)
-
-
-def test_unrecognised_user_data_is_delivered_with_a_warning(cluster: Control, compute: Ecompute) -> None:
-    file = write_files(cluster.directory, data='packages: [canary]\n')
-    done = cluster.eschedule(SMALL_QUERY, '--user-data', file['data'])
-    _, instance = parse_notice(done)
-    message = assert_one_line(done, 0, file['data'], 'does not begin with #cloud-config')
-    assert 'canary' not in message
-    wait_address(cluster, instance)
-    assert read_guest_data(compute)[instance]['user_data'] == 'packages: [canary]\n'
 
 
 def test_schedule_yaml_gives_default_keys_and_user_data(cluster: Control, compute: Ecompute) -> None:

@@ -102,17 +102,3 @@ def test_plan_refuses_what_create_refuses(cluster: Control) -> None:
         real, planned = cluster.eschedule(query), cluster.eschedule('plan', query)
         assert real.code == planned.code == 2
         assert real.stderr == planned.stderr
-
-
-def test_on_accepts_an_unambiguous_host_name(cluster: Control) -> None:
-    first = cluster.ecompute(TOY).uuid
-    assert place(cluster, SMALL_QUERY, IMAGE, '--on', socket.gethostname())[0] == first
-    second = cluster.ecompute(TOY).uuid
-    done = cluster.eschedule(SMALL_QUERY, IMAGE, '--on', socket.gethostname())
-    uuids = ', '.join(sorted([first, second]))
-    assert f'{socket.gethostname()}: 2 computes have this host name: {uuids}. Fix: give the uuid' in assert_one_line(
-        done, 5
-    )
-    done = cluster.eschedule('plan', SMALL_QUERY, '--on', 'nowhere')
-    assert done.code == 4
-    assert 'nowhere: no host has this name or uuid' in done.stderr

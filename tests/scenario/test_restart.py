@@ -7,8 +7,6 @@ import shutil
 import signal
 from pathlib import Path
 
-import pytest
-
 from tests.kit.commands import Control, Ecompute, Result
 from tests.kit.hands import read_guests
 from tests.kit.invariants import check_invariants, read_lasting_keys
@@ -31,7 +29,6 @@ from tests.kit.story import (
     wait_log_lines,
     wait_state,
 )
-from tests.kit.tuned import make_tuned
 
 
 def start_refused(compute: Ecompute) -> Result:
@@ -49,8 +46,7 @@ def read_error_line(result: Result) -> str:
     return lines[0]
 
 
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
-def test_signal_closes_the_host_until_the_next_start(cluster: Control, compute: Ecompute, number: int) -> None:
+def test_signal_closes_the_host_until_the_next_start(cluster: Control, compute: Ecompute) -> None:
     _, guest = place(cluster)
     _, destroyed = place(cluster)
     address = wait_address(cluster, guest)
@@ -59,7 +55,7 @@ def test_signal_closes_the_host_until_the_next_start(cluster: Control, compute: 
     compute.pause()
     _, delivered = place(cluster)
 
-    assert compute.stop(number) == 0
+    assert compute.stop(signal.SIGTERM) == 0
 
     assert read_reserved(cluster, compute.uuid) == 4
     assert f'/computes/{compute.uuid}' not in read_lasting_keys(cluster)
@@ -108,39 +104,6 @@ def test_kills_at_any_moment_lose_and_double_nothing(cluster: Control) -> None:
     read_log(compute)
 
 
-def test_second_ecompute_in_one_state_directory_is_refused(cluster: Control, tmp_path: Path) -> None:
-    first = cluster.ecompute()
-    state = str(first.directory / 'state')
-    second = make_tuned(cluster, start=False, directory=tmp_path / 'second', state=state, uuid=first.uuid)
-    refused = start_refused(second)
-    assert refused.code == 5
-    line = read_error_line(refused)
-    assert state in line
-    assert f'pid {first.pid}' in line
-    place(cluster)  # the first is not disturbed
-    check_invariants(cluster, first)
-
-
-def test_second_ecompute_with_one_uuid_is_refused(cluster: Control, tmp_path: Path) -> None:
-    first = cluster.ecompute()
-    holder = json.loads(read_lasting_keys(cluster)[f'/computes/{first.uuid}'].value)
-    before = cluster.placement.read_inventory(first.uuid)
-    inventory = 'VCPU:99,DISK_GB:1,MEMORY_MB:1'
-    second = make_tuned(cluster, inventory, start=False, directory=tmp_path / 'second', uuid=first.uuid)
-    refused = start_refused(second)
-    assert refused.code == 5
-    line = read_error_line(refused)
-    for word in (first.uuid, holder['hostname'], holder['since'], 'uuid:'):
-        assert word in line
-    assert cluster.placement.read_inventory(first.uuid) == before
-    place(cluster)
-    check_invariants(cluster, first)
-    # After the first has stopped in order, the second may use its uuid.
-    first.stop()
-    second.start()
-    second.stop()
-
-
 def test_compute_waits_for_a_killed_placement(own_control: Control) -> None:
     compute = own_control.ecompute()
     before = boot(own_control)
@@ -179,28 +142,6 @@ def test_stopping_while_the_control_plane_is_away(own_control: Control, compute:
     compute.start()
 
 
-@pytest.mark.parametrize('away', ['etcd', 'placement'])
-def test_start_without_a_backend_is_refused(own_control: Control, away: str) -> None:
-    backend = {'etcd': own_control.etcd, 'placement': own_control.placement}[away]
-    address = {'etcd': own_control.etcd.endpoint, 'placement': own_control.placement.url}[away]
-    backend.kill()
-    compute = Ecompute(own_control.etcd.endpoint, own_control.placement.url, directory=own_control.directory / 'one')
-    refused = start_refused(compute)
-    assert refused.code == 7
-    line = read_error_line(refused)
-    assert away in line
-    assert address in line
-    assert 'cannot be reached' in line
-    backend.start()
-    assert own_control.etcd.list_keys('/computes/') == []
-    providers = own_control.placement.call('GET', '/resource_providers')['resource_providers']
-    assert providers == []
-    # The command that failed works now.
-    with compute:
-        place(own_control)
-        check_invariants(own_control, compute)
-
-
 def test_rebooted_host_starts_no_guest_before_it_has_read_its_requests(own_control: Control, compute: Ecompute) -> None:
     """Check that guests wait while etcd is away, and that one that was destroyed is never started."""
     destroyed, kept = boot_all(own_control, 2)
@@ -221,26 +162,6 @@ def test_rebooted_host_starts_no_guest_before_it_has_read_its_requests(own_contr
     wait_state(own_control, destroyed, 'gone')
     assert find_log_lines(compute, f'START INSTANCE {destroyed}') == []
     check_invariants(own_control, compute)
-
-
-def test_compute_that_loses_its_uuid_only_watches(cluster: Control, compute: Ecompute) -> None:
-    boot(cluster)
-    other_presence = json.dumps({'hostname': 'other', 'version': '1', 'since': 'now', 'token': 'theirs'})
-    cluster.etcd.put(f'/computes/{compute.uuid}', other_presence, cluster.etcd.grant())
-    wait_until(
-        lambda: find_log_lines(compute, 'on other since now', 'this compute is read-only from now on'), 20, 'it notices'
-    )
-    before = {key: value for key, value in read_lasting_keys(cluster).items() if key.startswith('/instances/')}
-    _, unseen = place(cluster)
-    assert compute.stop(signal.SIGINT) == 0
-    after = {key: value for key, value in read_lasting_keys(cluster).items() if key.startswith('/instances/')}
-    assert after == before, 'it wrote nothing more'
-    assert json.loads(read_lasting_keys(cluster)[f'/computes/{compute.uuid}'].value)['token'] == 'theirs'
-    assert read_reserved(cluster, compute.uuid) == 0, 'nor closed what is not its own any more'
-    # The key of the other compute is gone: requests of that time are carried out.
-    cluster.etcd.delete(f'/computes/{compute.uuid}')
-    compute.start()
-    wait_address(cluster, unseen)
 
 
 def test_copied_state_directory_doubles_nothing(cluster: Control, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 import uuid
 from collections import Counter
@@ -31,20 +30,20 @@ from tests.kit.hypervisor import Hypervisor
 from tests.kit.invariants import check_invariants, read_lasting_keys
 from tests.kit.many import ManyComputes
 from tests.kit.servers import TOP, Etcd, free_port, make_environment, wait_until
+from tests.kit.sharing import kill_and_lapse
 from tests.kit.story import (
     IMAGE,
     SMALL_QUERY,
     assert_one_line,
     parse_notice,
     place,
-    read_record,
     read_reserved,
     run_in_process,
     wait_address,
     wait_state,
 )
 from tests.kit.tuned import make_patched_program, make_tuned
-from tests.scenario.queued import enqueue_request, record_placement_calls
+from tests.scenario.queued import enqueue_request, list_waiting, record_placement_calls
 
 # The load of idle computes: threads of their process, calls to placement, operations of etcd.
 
@@ -68,15 +67,14 @@ def count_etcd_requests(etcd: Etcd) -> Counter[str]:
     return Counter({f'{service}/{method}': int(number) for method, service, number in rows})
 
 
-@pytest.mark.parametrize('queues', [False, True])
-def test_idle_compute_sends_one_query_a_minute_and_writes_nothing(cluster: Control, queues: bool) -> None:
+def test_idle_compute_sends_one_query_a_minute_and_writes_nothing(cluster: Control) -> None:
     with record_placement_calls(cluster) as (placement, requested_paths):
         numbers = {
             'PLAN_INTERVAL_SECONDS': INTERVAL_SECONDS,
             'HOSTNAME_CHECK_MINUTES': 1000,
             'host.claims.MAX_SKIPPED_CHECKS': 1000,
         }
-        compute = make_tuned(cluster, numbers=numbers, placement=placement, queues=queues)
+        compute = make_tuned(cluster, numbers=numbers, placement=placement, queues=True)
         wait_address(cluster, parse_notice(cluster.eschedule(SMALL_QUERY))[1])
         provider = f'/resource_providers/{compute.uuid}'
         wait_until(lambda: requested_paths[-4:] == [provider] * 4, 40, 'nothing has changed for a while')
@@ -98,24 +96,6 @@ def count_excess(etcd: Etcd, requested_paths: list[str], provider: str) -> Count
     return increase
 
 
-def test_changed_provider_is_read_again_once(cluster: Control) -> None:
-    with record_placement_calls(cluster) as (placement, requested_paths):
-        numbers = {'PLAN_INTERVAL_SECONDS': INTERVAL_SECONDS, 'host.claims.MAX_SKIPPED_CHECKS': 1000}
-        compute = make_tuned(cluster, numbers=numbers, placement=placement)
-        provider = f'/resource_providers/{compute.uuid}'
-        wait_until(lambda: requested_paths[-4:] == [provider] * 4, 40, 'nothing has changed for a while')
-        generation = cluster.placement.call('GET', provider)['generation']
-        body = {'traits': ['COMPUTE_NODE'], 'resource_provider_generation': generation}
-        cluster.placement.call('PUT', f'{provider}/traits', body)
-        requested_paths.clear()
-        wait_until(
-            lambda: {f'{provider}/allocations', f'{provider}/traits'} <= set(requested_paths),
-            20,
-            'all of it is looked at',
-        )
-        wait_until(lambda: requested_paths[-4:] == [provider] * 4, 40, 'and then no more')
-
-
 def count_threads(pid: int) -> int:
     return len(list(Path(f'/proc/{pid}/task').iterdir()))
 
@@ -131,27 +111,6 @@ def test_number_of_threads_does_not_grow_with_the_computes(cluster: Control) -> 
         assert many.stop() == 0
     few_threads, many_threads = counts
     assert many_threads < 64, f'{few_threads} of 16 computes, {many_threads} of 64'
-
-
-def test_idle_computes_of_a_process_share_one_query_and_lease(cluster: Control) -> None:
-    with record_placement_calls(cluster) as (placement, requested_paths):
-        many = ManyComputes(cluster, 20, placement=placement, queues=True)
-        many.start()
-        computes = many.computes
-
-        def have_published() -> bool:
-            return all(b'"room"' in (cluster.etcd.get(f'/computes/{compute}') or b'') for compute in computes)
-
-        wait_until(have_published, 30, 'each has said what room it has, once')
-        requested_paths.clear()
-        before, cluster_key = count_etcd_requests(cluster.etcd), cluster.etcd.get('/cluster')
-        time.sleep(12)  # one renewal, and a fifth of a minute
-        increase = count_etcd_requests(cluster.etcd) - before
-        assert increase['Lease/LeaseKeepAlive'] <= 2, 'one lease for all of them'
-        assert increase['KV/Txn'] == increase['Lease/LeaseGrant'] == increase['KV/Put'] == 0
-        assert set(requested_paths) <= {'/resource_providers'}, 'and none for each'
-        assert len(computes) == 20
-        assert cluster.etcd.get('/cluster') == cluster_key
 
 
 # No command leaves a lease without a key in etcd: thousands of them would fill its memory for a day or a week.
@@ -194,79 +153,50 @@ def user_data(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_create_leaves_no_lease_without_key(small_cluster: Control, user_data: str) -> None:
+def test_creates_leave_no_lease_without_a_key(small_cluster: Control, user_data: str) -> None:
+    """Also for what is refused, repeated or queued, and for user-data that is on too short a lease."""
+    key = f'/user-data/{sha256(Path(user_data).read_bytes()).hexdigest()}'
+    small_cluster.etcd.put(key, 'somebody else wrote this', small_cluster.etcd.grant(60))
     compute, instance = small_cluster.ecompute(), str(uuid.uuid4())
     with expect_no_lease_left(small_cluster):
         for _ in range(2):
             assert run_in_process(small_cluster, '--uuid', instance, SMALL_QUERY).code == 0
-        assert run_in_process(small_cluster, '--count', '2', '--user-data', user_data, SMALL_QUERY).code == 0
-        assert run_in_process(small_cluster, '--count', '2', '--user-data', user_data, SMALL_QUERY).code == 3
+        for code in (0, 3):
+            words = ('--count', '2', '--user-data', user_data, SMALL_QUERY)
+            assert run_in_process(small_cluster, *words).code == code
+        for _ in range(2):
+            words = ('--user-data', user_data, '--flavor', 'small', '--queue', IMAGE)
+            assert run_in_process(small_cluster, *words).code == 0
+    assert small_cluster.etcd.list_keys('/user-data/') == [key]
+    lease_state = small_cluster.etcd.call('lease/timetolive', {'ID': read_lasting_keys(small_cluster)[key].lease})
+    assert int(lease_state['TTL']) > 3600
+    waiting = list_waiting(small_cluster)
+    assert run_in_process(small_cluster, 'destroy', *waiting).code == 0
     check_settled(small_cluster, compute)
 
 
-@pytest.mark.parametrize('words', [('--flavor', 'small', '--queue', IMAGE), ('--count', '2', SMALL_QUERY, IMAGE)])
-def test_repeated_user_data_stays_on_one_lease(small_cluster: Control, user_data: str, words: tuple[str, ...]) -> None:
-    small_cluster.ecompute('VCPU:8,DISK_GB:10,MEMORY_MB:1024')
-    with expect_no_lease_left(small_cluster):
-        for _ in range(3):
-            assert run_in_process(small_cluster, '--user-data', user_data, *words).code == 0
-    assert len(small_cluster.etcd.list_keys('/user-data/')) == 1
-
-
-def test_user_data_on_a_short_lease_moves_to_a_longer_one(small_cluster: Control, user_data: str) -> None:
-    key = f'/user-data/{sha256(Path(user_data).read_bytes()).hexdigest()}'
-    small_cluster.etcd.put(key, 'somebody else wrote this', small_cluster.etcd.grant(60))
-    small_cluster.ecompute()
-    assert run_in_process(small_cluster, '--count', '2', '--user-data', user_data, SMALL_QUERY).code == 0
-    lease_state = small_cluster.etcd.call('lease/timetolive', {'ID': read_lasting_keys(small_cluster)[key].lease})
-    assert int(lease_state['TTL']) > 3600
-
-
-def test_clear_ends_the_leases_of_removed_records(small_cluster: Control) -> None:
+def test_ends_leave_no_lease_without_a_key(small_cluster: Control) -> None:
+    """Destroy of guests, failed and queued instances, clear, an audit, and host forget."""
     compute = small_cluster.ecompute()
     with expect_no_lease_left(small_cluster):
         instances = [place(small_cluster, SMALL_QUERY)[1] for _ in range(2)]
-        for instance_uuid in instances:
-            wait_address(small_cluster, instance_uuid)
-        assert run_in_process(small_cluster, 'destroy', '--wait', *instances).code == 0
-        make_failed(small_cluster, compute.uuid)
-        compute.stop()
-        assert run_in_process(small_cluster, 'destroy', enqueue_request(small_cluster)).code == 0
-        assert run_in_process(small_cluster, 'clear').code == 0
-    assert small_cluster.etcd.list_keys('/instances/') == []
-
-
-def test_destroy_of_a_failed_instance_ends_its_lease(small_cluster: Control) -> None:
-    compute = small_cluster.ecompute()
-    with expect_no_lease_left(small_cluster):
+        for instance in instances:
+            wait_address(small_cluster, instance)
+        assert run_in_process(small_cluster, 'destroy', instances[0], '--wait').code == 0
         assert run_in_process(small_cluster, 'destroy', make_failed(small_cluster, compute.uuid)).code == 0
         # Another client writes the tombstone: the record becomes gone, on a lease of its own.
-        instance = make_failed(small_cluster, compute.uuid)
-        small_cluster.etcd.put(
-            f'/hosts/{compute.uuid}/{instance}', to_json(Request(instance, {}, user_id='u', project_id='p'))
-        )
-        wait_state(small_cluster, instance, 'gone')
-
-
-def test_audit_leaves_no_lease_without_key(small_cluster: Control) -> None:
-    compute = small_cluster.ecompute()
-    with expect_no_lease_left(small_cluster):
-        check_settled(small_cluster, compute)
-
-
-def test_host_forget_leaves_no_lease_without_key(small_cluster: Control) -> None:
-    compute = small_cluster.ecompute()
-    with expect_no_lease_left(small_cluster):
-        instance = place(small_cluster, SMALL_QUERY)[1]
-        wait_address(small_cluster, instance)
         failed = make_failed(small_cluster, compute.uuid)
-        compute.kill()
-        small_cluster.etcd.call(
-            'lease/revoke', {'ID': read_lasting_keys(small_cluster)[f'/computes/{compute.uuid}'].lease}
-        )
-        for instance_uuid in (instance, failed):
-            assert run_in_process(small_cluster, 'destroy', instance_uuid).code == 0
+        tombstone = to_json(Request(failed, {}, user_id='u', project_id='p'))
+        small_cluster.etcd.put(f'/hosts/{compute.uuid}/{failed}', tombstone)
+        wait_state(small_cluster, failed, 'gone')
+        check_settled(small_cluster, compute)
+        failed = make_failed(small_cluster, compute.uuid)
+        assert run_in_process(small_cluster, 'destroy', enqueue_request(small_cluster)).code == 0
+        kill_and_lapse(small_cluster, compute)
+        assert run_in_process(small_cluster, 'destroy', instances[1], failed).code == 0
         assert run_in_process(small_cluster, 'host', 'forget', '--fenced', compute.uuid).code == 0
+        assert run_in_process(small_cluster, 'clear').code == 0
+    assert small_cluster.etcd.list_keys('/instances/') == []
 
 
 # The threads of a running ecompute are in the table of ecomp.agent's docstring, and each name in it exists.
@@ -369,6 +299,10 @@ TOY = 'VCPU:4,DISK_GB:10,MEMORY_MB:512'
 
 
 def test_five_computes_in_one_process(cluster: Control) -> None:
+    (cluster.directory / 'uuid.yaml').write_text('uuid: 5ca1ab1e-0000-4000-8000-000000000000\n')
+    words = ('--config', 'uuid.yaml', '--fake', TOY, '--count', '2')
+    refused = run_module('ecomp.compute', *words, directory=cluster.directory)
+    assert_one_line(refused, 2, 'names only one compute', command='ecompute')
     many = ManyComputes(cluster, 5)
     many.start()
     computes = many.computes
@@ -394,82 +328,23 @@ def test_five_computes_in_one_process(cluster: Control) -> None:
     assert [read_reserved(cluster, compute) for compute in computes] == [4] * 5
     assert 'stopped computes: 5' in many.tail_log()
     assert list(cluster.directory.glob('ecompute-fake-*')) == []
-
-
-@pytest.mark.slow
-def test_killed_computes_of_a_process_keep_their_identity(cluster: Control) -> None:
-    many = ManyComputes(cluster, 5, state='state')
-    many.start()
-    computes = many.computes
-    placed = dict(reversed(parse_notice(cluster.eschedule(SMALL_QUERY))) for _ in range(6))
-    for instance in placed:
-        wait_address(cluster, instance)
-    many.pause()
-    # These requests are for computes that do not run now.
-    unseen = parse_notice(cluster.eschedule(SMALL_QUERY))[1]
-    destroyed, *remaining = placed
-    assert cluster.eschedule('destroy', destroyed).code == 0
-    many.kill()
-    many.start()
-    assert many.computes == computes
-    wait_address(cluster, unseen)
-    wait_until(
-        lambda: (last_record := read_record(cluster, destroyed)) is None or last_record['state'] == 'gone',
-        20,
-        f'{destroyed} is gone',
-    )
-    for instance in remaining:
-        assert wait_state(cluster, instance, 'active')['compute'] == placed[instance]
-    assert {path.name for path in (cluster.directory / 'state').iterdir() if path.is_dir()} == set('12345')
+    # With a state directory, a smaller count starts the first of them, and the others come back with a larger one.
+    lasting = ManyComputes(cluster, 3, state='state')
+    lasting.start()
+    all_computes = lasting.computes
+    placed = dict(reversed(parse_notice(cluster.eschedule(SMALL_QUERY))) for _ in range(4))
+    lasting.kill()
+    lasting.count = 2
+    lasting.start()
+    assert (len(lasting.computes), lasting.computes < all_computes) == (2, True)
+    assert lasting.stop() == 0
+    lasting.count = 3
+    lasting.start()
+    assert lasting.computes == all_computes
+    for instance, compute in placed.items():
+        assert wait_state(cluster, instance, 'active')['compute'] == compute
+    assert {path.name for path in (cluster.directory / 'state').iterdir() if path.is_dir()} == set('123')
     check_invariants(cluster)
-    # A smaller count starts the first of them; the others come back with the larger count.
-    assert many.stop() == 0
-    many.count = 2
-    many.start()
-    first_computes = many.computes
-    assert len(first_computes) == 2
-    assert first_computes < computes
-    assert many.stop() == 0
-    many.count = 5
-    many.start()
-    assert many.computes == computes
-    check_invariants(cluster)
-
-
-@pytest.mark.slow
-def test_computes_of_a_process_take_from_queues(cluster: Control) -> None:
-    many = ManyComputes(cluster, 5, queues=True)
-    many.start()
-    assert cluster.eschedule('flavor', 'set', 'small', SMALL_QUERY).code == 0
-    queued = [cluster.eschedule('--queue', '--flavor', 'small').stdout.split()[-1] for _ in range(15)]
-    count_by_compute = Counter(wait_state(cluster, instance, 'active')['compute'] for instance in queued)
-    assert count_by_compute.keys() <= many.computes
-    assert max(count_by_compute.values()) <= 4
-    check_invariants(cluster)
-    assert cluster.eschedule('destroy', '--wait', *queued).code == 0
-
-
-def test_two_processes_cannot_share_a_state_directory(cluster: Control) -> None:
-    many = ManyComputes(cluster, 2, state='state')
-    many.start()
-    second = run_module('ecomp.compute', '--fake', TOY, '--count', '2', directory=cluster.directory)
-    assert_one_line(second, 5, 'state', str(many.pid), command='ecompute')
-    assert len(many.computes) == 2
-
-
-@pytest.mark.parametrize(
-    ('words', 'says'),
-    [
-        (['--count', '2'], '--count needs --fake'),
-        (['--fake', TOY, '--count', '2'], '--count 2: `uuid:` in the configuration names only one compute'),
-        (['--fake', TOY, '--count', '0'], "'0' is not a number from 1 to "),
-        (['--fake', TOY, '--count', 'many'], "'many' is not a number from 1 to "),
-        (['--fake', TOY, '--count'], '--count'),
-    ],
-)
-def test_wrong_uses_of_count_are_refused(tmp_path: Path, words: list[str], says: str) -> None:
-    (tmp_path / 'compute.yaml').write_text('uuid: 5ca1ab1e-0000-4000-8000-000000000000\n')
-    assert_one_line(run_module('ecomp.compute', *words, directory=tmp_path), 2, says, command='ecompute')
 
 
 # Each daemon as a systemd service: it alone reports that it is ready, alive and stopping.
