@@ -25,6 +25,7 @@ from tests.functional.libvirt_host import LibvirtHost, describe_missing, start_l
 from tests.functional.queueing import flavor
 from tests.functional.tended import no_replacements, pool, pool_of_two
 from tests.functional.toy import ToyCompute, make_toy_compute
+from tests.kit.boot_sectors import HALT, make_boot_disk
 from tests.kit.image_server import ImageServer, serve_images
 from tests.kit.images import MIB
 from tests.kit.in_process import InProcessPlacement, remove_providers, start_placement
@@ -203,7 +204,7 @@ def base_image() -> Iterator[BaseImage]:
     with TemporaryDirectory(prefix='evt-base-') as directory:
         Path(directory).chmod(0o711)
         path = Path(directory) / 'base.raw'
-        path.write_bytes(b'\0' * 510 + b'\x55\xaa' + b'\0' * (2**20 - 512))
+        path.write_bytes(make_boot_disk(HALT))
         yield BaseImage(str(path), 'raw', 2**20)
 
 
