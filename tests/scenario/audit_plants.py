@@ -331,6 +331,20 @@ PLANTS: list[Plant] = [
     *(domain_orphaned, domain_misplaced, domain_doubled),
     *(disk_missing, disk_orphaned, seed_orphaned, metadata_refused, part_orphaned),
 ]
+# Defects that do not affect each other are planted together, which takes one restored scene for all of them.
+BATCHES: list[list[Plant]] = [
+    [
+        *(queued_unreadable, record_unreadable, group_unreadable, quota_unreadable),
+        *(stack_unreadable, stack_entry, booted_orphaned, name_orphaned, attempt_unleased, hostname_orphaned),
+        *(quota_differs, queued_flavorless),
+    ],
+    [
+        *(allocation_orphaned, compute_silent, seed_orphaned, part_orphaned),
+        *(disk_orphaned, domain_orphaned, domain_misplaced),
+    ],
+    [booted_differs, name_missing, allocation_differs, record_leased, record_unleased],
+]
+BATCHES += [[plant] for plant in PLANTS if not any(plant in batch for batch in BATCHES)]
 SELF_REPAIRED = [domain_off, domain_running, record_missing, provider_missing, inventory_missing, capacity_exceeded]
 # An ecompute repairs this itself once a minute: the test plants it again.
 SELF_REPAIRED += [metadata_refused]

@@ -152,15 +152,3 @@ def test_gone_and_failed_instances_lack_what_only_their_request_had(
     wait_address(cluster, again)
     assert_one_line(cluster.eschedule('again', UNKNOWN_UUID), 4, 'no such instance')
     check_invariants(cluster, compute)
-
-
-def test_member_of_a_stack_is_recreated_by_apply(cluster: Control, compute: Ecompute, tmp_path: Path) -> None:
-    file = tmp_path / 'shop.yaml'
-    file.write_text(f'stack: shop\ninstances:\n  web: {{query: "{SMALL_QUERY}", image: "{IMAGE}"}}\n')
-    applied = cluster.eschedule('apply', '--wait', str(file), '-f', 'json')
-    assert applied.code == 0, applied
-    (step,) = json.loads(applied.stdout)['instances']
-    result = print_again(cluster, step['instance'])
-    assert '`eschedule apply` recreates it in its stack shop' in result.stderr
-    assert 'its ssh keys are unknown: the mdserver.conf of its host decided' in result.stderr
-    check_invariants(cluster, compute)

@@ -225,14 +225,18 @@ def test_repeated_interrupt_names_the_canary_that_may_be_left(cluster: Control, 
     expect_nothing_left(cluster, compute)
 
 
-def test_canary_boots_as_a_real_guest_and_is_destroyed(lab: Lab) -> None:
+@pytest.mark.parametrize(
+    ('image', 'stage'), [('idle.raw', 'started'), pytest.param('guest.qcow2', 'ready', marks=pytest.mark.slow)]
+)
+def test_canaries_run_on_all_hosts_and_are_destroyed(lab: Lab, image: str, stage: str) -> None:
     """A missing image is a finding for each host."""
     records = lab.read_etcd('/instances/')  # of guests of other tests, which are gone
     words = ('doctor', '--canary', '-f', 'json', SMALL)
-    result = lab.eschedule(*words, lab.make_url('guest.qcow2'), '--for', 'ready', '--on', 'hv2')
+    result = lab.eschedule(*words, lab.make_url(image), '--for', stage)
     assert list_canary_findings(result) == []
-    (outcome,) = read_report(result)['canaries']
-    assert (outcome['host'], outcome['reached'], outcome['gone']) == ('hv2', 'ready', True)
+    assert {(outcome['host'], outcome['reached'], outcome['gone']) for outcome in read_report(result)['canaries']} == {
+        (host, stage, True) for host in lab.hosts
+    }
     assert not any(map(lab.list_domains, lab.hosts))
     assert not any(map(lab.list_disks, lab.hosts))
     failed_result = lab.eschedule(*words, lab.make_url('nowhere.qcow2'))

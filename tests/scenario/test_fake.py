@@ -26,21 +26,21 @@ from tests.kit.story import (
 
 
 def test_concurrent_requests_fill_a_compute_exactly(cluster: Control) -> None:
-    compute = cluster.ecompute('VCPU:12,DISK_GB:100,MEMORY_MB:4096')
-    first = [parse_notice(result)[1] for result in run_concurrently(cluster, [[SMALL_QUERY]] * 10, width=10)]
-    assert len(set(first)) == 10
+    compute = cluster.ecompute('VCPU:7,DISK_GB:100,MEMORY_MB:4096')
+    first = [parse_notice(result)[1] for result in run_concurrently(cluster, [[SMALL_QUERY]] * 5, width=5)]
+    assert len(set(first)) == 5
     for instance in first:
         assert wait_state(cluster, instance, 'active')['compute'] == compute.uuid
 
-    second = run_concurrently(cluster, [[SMALL_QUERY]] * 10, width=10)
+    second = run_concurrently(cluster, [[SMALL_QUERY]] * 5, width=5)
 
-    assert Counter(result.code for result in second) == {0: 2, 3: 8}
-    assert [result.stdout for result in second if result.code == 3] == ['NO ALLOCATIONS LEFT\n'] * 8
+    assert Counter(result.code for result in second) == {0: 2, 3: 3}
+    assert [result.stdout for result in second if result.code == 3] == ['NO ALLOCATIONS LEFT\n'] * 3
     usages = cluster.placement.call('GET', f'/resource_providers/{compute.uuid}/usages')['usages']
-    assert usages == {'VCPU': 12, 'DISK_GB': 12, 'MEMORY_MB': 12 * 128}
+    assert usages == {'VCPU': 7, 'DISK_GB': 7, 'MEMORY_MB': 7 * 128}
     check_invariants(cluster, compute)
     log = compute.log.read_text()
-    assert log.count('INSTANTIATE INSTANCE ') == log.count('ALLOCATIONS ARE {') == 12
+    assert log.count('INSTANTIATE INSTANCE ') == log.count('ALLOCATIONS ARE {') == 7
 
 
 @pytest.mark.fast

@@ -18,13 +18,11 @@ from tests.kit.story import (
     boot,
     boot_all,
     find_log_lines,
-    parse_notice,
     place,
     read_log,
     read_record,
     read_reserved,
     require_record,
-    run_concurrently,
     wait_address,
     wait_log_lines,
     wait_state,
@@ -79,29 +77,6 @@ def test_signal_closes_the_host_until_the_next_start(cluster: Control, compute: 
     assert len(wait_log_lines(compute, 'INSTANTIATE', guest)) == 1
     assert wait_log_lines(compute, 'resource provider', compute.uuid, 'exists, with usages')
     place(cluster)
-
-
-def test_kills_at_any_moment_lose_and_double_nothing(cluster: Control) -> None:
-    compute = cluster.ecompute('VCPU:64,DISK_GB:64,MEMORY_MB:65536')
-    instances: list[str] = []
-    destroyed: list[str] = []
-    for _ in range(3):
-        results = run_concurrently(cluster, [[SMALL_QUERY]] * 3, width=3)
-        placed = [parse_notice(result)[1] for result in results]
-        instances += placed[1:]
-        destroyed += placed[:1]
-        assert cluster.eschedule('destroy', placed[0]).code == 0
-        # The compute is killed right after the requests, which are unseen, half done or done.
-        compute.kill()
-        _, unseen = place(cluster)
-        instances.append(unseen)
-        compute.start()
-    for instance in instances:
-        wait_state(cluster, instance, 'active')
-    for instance in destroyed:
-        wait_state(cluster, instance, 'gone')
-    check_invariants(cluster, compute)
-    read_log(compute)
 
 
 def test_compute_waits_for_a_killed_placement(own_control: Control) -> None:
