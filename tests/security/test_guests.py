@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
+@pytest.fixture(scope='module')
 def lab(guest_image: Path) -> Iterator[Lab]:
     started = Lab(make_lab_name('guests'), 1)
     try:
@@ -32,6 +32,15 @@ def lab(guest_image: Path) -> Iterator[Lab]:
         yield started
     finally:
         started.close()
+
+
+@pytest.fixture(scope='module')
+def guest(lab: Lab) -> Iterator[Guest]:
+    """One guest tells all stories, because it takes a minute to boot."""
+    placed = place_guest(lab, 'one')
+    yield placed
+    lab.destroy(placed.instance)
+    lab.check()
 
 
 class Page(BaseHTTPRequestHandler):
@@ -62,9 +71,8 @@ def fetch(guest: Guest, url: str) -> str:
     return guest.run(f'timeout 5 wget -q -O - {url} </dev/null 2>&1 || echo nothing')
 
 
-def test_guest_reaches_only_the_services_for_guests(lab: Lab) -> None:
+def test_guest_reaches_only_the_services_for_guests(lab: Lab, guest: Guest) -> None:
     """A guest once had full access to the cluster and to the developer's machine (ENEMY 1)."""
-    guest = place_guest(lab, 'one')
     layout = Layout(lab.name, IPv4Network(lab.facts['network']))
     control, machine, host = str(layout.control), str(layout.machine), str(layout.get_address('hv1'))
     gateway = layout.get_guest_network('hv1')[1]
@@ -94,8 +102,6 @@ def test_guest_reaches_only_the_services_for_guests(lab: Lab) -> None:
     lab.run_elab('up')
     with serve_page(machine) as port:
         assert 'nothing' in fetch(guest, f'http://{machine}:{port}/')
-    lab.destroy(guest.instance)
-    lab.check()
 
 
 # Sends DHCPDISCOVERs from forged MACs, and prints the offered addresses.
@@ -119,9 +125,8 @@ except TimeoutError:
 """
 
 
-def test_dhcp_answers_only_macs_with_a_reservation(lab: Lab) -> None:
+def test_dhcp_answers_only_macs_with_a_reservation(lab: Lab, guest: Guest) -> None:
     """One guest once took all 252 addresses in 1.7 s, with forged hardware addresses (ENEMY 4)."""
-    guest = place_guest(lab, 'one')
     name, host = f'many{os.getpid()}', f'elab-{lab.name}-hv1'
 
     def ip(*words: str) -> str:
@@ -137,5 +142,3 @@ def test_dhcp_answers_only_macs_with_a_reservation(lab: Lab) -> None:
     finally:
         ip('netns', 'del', name)
     assert offered == [f'{guest.mac} {guest.address}', '']
-    lab.destroy(guest.instance)
-    lab.check()
