@@ -158,6 +158,7 @@ def test_closed_compute_is_a_note_and_not_a_finding(scene: Scene) -> None:
     assert note in result.stderr.splitlines()
 
 
+@pytest.mark.slow
 def test_work_in_flight_is_never_a_finding(cluster: Control) -> None:
     computes = [cluster.ecompute(BIG_INVENTORY) for _ in range(2)]
     store, placement = Store(EtcdConfig((cluster.etcd.endpoint,))), Placement(cluster.placement.url)

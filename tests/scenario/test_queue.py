@@ -349,6 +349,7 @@ def test_requests_are_taken_though_half_the_computes_are_killed(
     assert sorted(all_guests) == sorted(instances), 'each has one guest, on one compute'
 
 
+@pytest.mark.slow
 def test_idle_compute_takes_before_a_nearly_full_one(small_cluster: Control) -> None:
     both_computes = make_computes(small_cluster, 2)
     start_computes(both_computes)

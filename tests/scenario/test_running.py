@@ -99,6 +99,7 @@ def count_threads(pid: int) -> int:
     return len(list(Path(f'/proc/{pid}/task').iterdir()))
 
 
+@pytest.mark.slow
 def test_number_of_threads_does_not_grow_with_the_computes(cluster: Control) -> None:
     count = 40
     many = ManyComputes(cluster, count, queues=True)
