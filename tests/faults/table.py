@@ -83,7 +83,7 @@ PROTOCOL_RULES: dict[int, tuple[str, tuple[str, ...]]] = {
         'only what placement confirms is built, and placement is waited for',
         (
             MANUAL_CHANGE_TESTS + 'test_request_without_an_allocation_is_not_built',
-            MANUAL_CHANGE_TESTS + 'test_request_with_allocation_on_another_compute_is_not_built',
+            'functional/test_confirming.py::test_request_whose_claim_is_elsewhere_or_differs_is_not_built',
             RESTART_TESTS + 'test_compute_waits_for_a_killed_placement',
         ),
     ),
@@ -120,17 +120,17 @@ PROTOCOL_RULES: dict[int, tuple[str, tuple[str, ...]]] = {
     7: (
         'groups, quotas and names change in the delivering transaction',
         (
-            'scenario/test_sharing.py::test_racing_anti_affinity_members_never_share_a_compute',
-            'scenario/test_sharing.py::test_racing_requests_use_a_quota_exactly',
+            'model/scenarios_shared.py::strict_anti_affinity',
+            'model/scenarios_shared.py::quota_of_one',
             KILL_TESTS + 'test_killed_command_is_completed_by_a_repeat',
             KILL_TESTS + 'test_frozen_command_is_no_finding_and_repeats_nothing',
-            'scenario/test_names.py::test_name_has_one_holder_and_is_free_after_its_destroy',
+            'functional/test_scheduler_names.py::test_name_of_an_ended_instance_is_free',
         ),
     ),
     8: (
         'a set is one request',
         (
-            'scenario/test_sharing.py::test_racing_sets_are_placed_whole_or_not_at_all',
+            'model/scenarios_claims.py::set_against_single',
             KILL_TESTS + 'test_killed_command_is_completed_by_a_repeat',
             KILL_TESTS + 'test_nothing_is_left_of_a_killed_command',
         ),
@@ -138,9 +138,9 @@ PROTOCOL_RULES: dict[int, tuple[str, tuple[str, ...]]] = {
     9: (
         'one state directory, one uuid, one compute',
         (
-            RESTART_TESTS + 'test_second_ecompute_in_one_state_directory_is_refused',
-            RESTART_TESTS + 'test_second_ecompute_with_one_uuid_is_refused',
-            RESTART_TESTS + 'test_compute_that_loses_its_uuid_only_watches',
+            'faults/test_ecompute.py::test_two_ecomputes_started_together',
+            'functional/test_presence.py::test_second_compute_with_the_same_token_fences_the_first',
+            'faults/test_ecompute.py::test_frozen_while_another_compute_takes_its_uuid',
         ),
     ),
     10: (

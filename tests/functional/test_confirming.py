@@ -17,7 +17,7 @@ from ecomp.model import keys
 from ecomp.model.record import ACTIVE, BUILDING
 from ecomp.placement.allocations import Consumer
 from ecomp.store.client import Delete
-from tests.functional.cloud import Cloud
+from tests.functional.cloud import SMALL, Cloud
 from tests.functional.toy import ToyCompute
 
 pytestmark = pytest.mark.fast
@@ -113,6 +113,21 @@ def test_nothing_is_left_of_a_build_without_a_claim(toy_compute: ToyCompute, clo
     assert toy_compute.hypervisor.list_reservations() == {}
     assert list((tmp_path / 'metadata').glob('*')) == []
     assert toy_compute.hypervisor.list_guests() == {}
+
+
+@pytest.mark.parametrize(('is_elsewhere', 'size'), [(True, SMALL), (False, {**SMALL, 'VCPU': 2})])
+def test_request_whose_claim_is_elsewhere_or_differs_is_not_built(
+    toy_compute: ToyCompute, cloud: Cloud, is_elsewhere: bool, size: dict[str, int]
+) -> None:
+    """Only the request is here, as a client of 2019 may write it."""
+    instance, other = toy_compute.place(), cloud.make_compute()
+    client, claimed = cloud.placement, {other if is_elsewhere else toy_compute.compute: size}
+    generation = allocations.read_consumer(client, instance).generation
+    allocations.replace_allocations(client, instance, claimed, 'a-user', 'a-project', generation)
+    toy_compute.step()
+    assert toy_compute.read_failure(instance)[1].stage == 'scheduled'
+    assert toy_compute.hypervisor.list_guests() == {}
+    assert cloud.server.read_allocations(instance) == ({other: SMALL} if is_elsewhere else {})
 
 
 def test_placement_is_queried_while_an_address_is_reserved(toy_compute: ToyCompute) -> None:
