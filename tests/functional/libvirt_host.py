@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.kit.capabilities import keep_capabilities, provide_capabilities
 from tests.kit.servers import TOP, wait_until
 
 # Our directories, and the directories of libvirt over which they are bind-mounted.
@@ -122,6 +123,7 @@ def start_libvirt_host() -> Iterator[LibvirtHost]:
         namespace = root.name.replace('_', '')
         for name in (*BIND_MOUNTS, *EXPECTED_DIRECTORIES):
             (root / name).mkdir(exist_ok=True)
+        provide_capabilities(root / 'cache', 'host')
         (root / 'no-kvm').touch(0o600)
         # A small file system that a test can fill, mounted inside and outside the namespaces.
         (root / 'small').mkdir()
@@ -145,6 +147,7 @@ def start_libvirt_host() -> Iterator[LibvirtHost]:
         (root / 'network.xml').write_text(NETWORK_XML)
         host.run_inside(['virsh', '-q', 'net-define', str(root / 'network.xml')])
         yield host
+        keep_capabilities(root / 'cache', 'host')
 
 
 def kill_processes(namespace: str) -> None:

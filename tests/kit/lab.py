@@ -24,6 +24,7 @@ from ecomp.lab import elab, machine, state
 from ecomp.lab.hosts import LabHost
 from ecomp.lab.network import CONTROL
 from tests.kit.audit import wait_audit_clean
+from tests.kit.capabilities import keep_capabilities, provide_capabilities
 from tests.kit.commands import Command, Result, run_eschedule
 from tests.kit.gateway import Reply
 from tests.kit.journal import JOURNAL
@@ -69,10 +70,13 @@ class Lab:
             self.directory = state.load_or_create(self.name, hosts).directory
         try:
             prepare(self.directory)
+            for number in range(1, hosts + 1):
+                provide_capabilities(self.directory / f'hv{number}/cache', 'lab')
             # Keep etcd's and placement's files in memory: writing them through to a disk is most of their cost.
             (self.directory / CONTROL).mkdir(parents=True)
             machine.run(['mount', '-t', 'tmpfs', 'tmpfs', str(self.directory / CONTROL)])
             self.run_elab('up', '--hosts', str(hosts))
+            keep_capabilities(self.directory / 'hv1/cache', 'lab')
         except BaseException:
             self.close()
             raise
