@@ -23,6 +23,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.capabilities import provide_capabilities
 from tests.kit.machine import Machine, explain_missing, start_machine
 from tests.kit.servers import TOP, make_environment
 from tests.kit.tree import copy_tree
@@ -199,6 +200,9 @@ def machine_with_lab() -> Iterator[Machine]:
     """A machine for a group of pages, with a lab that is made from this tree."""
     assert not explain_missing(), explain_missing()
     with start_machine() as machine:
+        lab = Path(f'/proc/{machine.pid}/root/var/lib/elab/lab')
+        for host in ('hv1', 'hv2', 'hv3'):
+            provide_capabilities(lab / host / 'cache', 'lab')
         result = machine.run(
             ['env', f'PYTHONPATH={make_environment()["PYTHONPATH"]}', sys.executable, '-m', 'ecomp.lab.elab', 'up'], TOP
         )
