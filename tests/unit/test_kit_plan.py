@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+from tests.kit.plan import FOLDERS, PARTS, TESTS, find_part
 from tests.kit.servers import make_environment
 
 TEST_FILE = """
@@ -100,3 +102,13 @@ def test_other():
         *(f'of --all alone, never passed: test_them.py::test_slow[{number}]' for number in range(1, 6)),
         'of --all alone, never passed: 2 more',
     ]
+
+
+def test_each_part_of_all_is_known_to_the_script_and_has_files() -> None:
+    listed = re.search(r'^PARTS=\((.*)\)$', (TESTS / 'run').read_text(), re.MULTILINE)
+    assert listed is not None
+    assert listed[1].split() == [*FOLDERS, *PARTS]
+    assert [file for files in PARTS.values() for file in files if not (TESTS / file).exists()] == []
+    assert {path.parent.name for path in TESTS.glob('*/test_*.py')} == set(FOLDERS)
+    assert find_part(TESTS / 'faults/test_soak.py') == 'kills'
+    assert find_part(TESTS / 'faults/test_etcd.py') == 'faults'
