@@ -25,6 +25,7 @@ from tests.kit.commands import Control, Ecompute
 from tests.kit.invariants import check_invariants
 from tests.kit.kept import cache_file
 from tests.kit.lab_fixtures import host, hypervisors, lab, shared_lab, slow_images, small_host
+from tests.kit.light_placement import LightPlacement
 from tests.kit.servers import TOP, Etcd, PlacementServer
 
 pytest_plugins = ['tests.kit.plan', 'tests.kit.judging']
@@ -61,7 +62,7 @@ def etcd() -> Iterator[Etcd]:
 
 @pytest.fixture(scope='session')
 def placement() -> Iterator[PlacementServer]:
-    """The placement of the session."""
+    """The real placement of the session."""
     _require_module('placement', "openstack-placement is not installed: pip install '.[lab]'")
     with PlacementServer() as server:
         yield server
@@ -75,18 +76,32 @@ def own_etcd(tmp_path: Path) -> Iterator[Etcd]:
         yield server
 
 
+@pytest.fixture(scope='session')
+def usual_placement(pytestconfig: pytest.Config) -> type[PlacementServer]:
+    """The placement of tests that are not about it: a light one, or with --real-servers a real one."""
+    return PlacementServer if pytestconfig.getoption('real_servers') else LightPlacement
+
+
 @pytest.fixture
-def own_placement(tmp_path: Path) -> Iterator[PlacementServer]:
+def own_placement(
+    request: pytest.FixtureRequest, usual_placement: type[PlacementServer], tmp_path: Path
+) -> Iterator[PlacementServer]:
     """An empty placement that the test may kill."""
-    _require_module('placement', "openstack-placement is not installed: pip install '.[lab]'")
-    with PlacementServer(tmp_path / 'placement') as server:
+    is_real = request.node.get_closest_marker('real_servers')
+    with (PlacementServer if is_real else usual_placement)(tmp_path / 'placement') as server:
+        yield server
+
+
+@pytest.fixture(scope='session')
+def shared_placement(usual_placement: type[PlacementServer]) -> Iterator[PlacementServer]:
+    with usual_placement() as server:
         yield server
 
 
 @pytest.fixture
-def control(etcd: Etcd, placement: PlacementServer, tmp_path: Path) -> Iterator[Control]:
+def control(etcd: Etcd, shared_placement: PlacementServer, tmp_path: Path) -> Iterator[Control]:
     """The session's etcd and placement, with the test's own configuration files and ecomputes."""
-    yield from _open_control(etcd, placement, tmp_path)
+    yield from _open_control(etcd, shared_placement, tmp_path)
 
 
 @pytest.fixture
@@ -130,10 +145,9 @@ def dhcp_image() -> Path:
 
 
 @pytest.fixture(scope='session')
-def backends() -> Iterator[tuple[Etcd, PlacementServer]]:
+def backends(usual_placement: type[PlacementServer]) -> Iterator[tuple[Etcd, PlacementServer]]:
     """An etcd and a placement for `cluster` alone, which empties them."""
-    pytest.importorskip('placement', reason="openstack-placement is not installed: pip install '.[lab]'")
-    with Etcd() as etcd, PlacementServer() as placement:
+    with Etcd() as etcd, usual_placement() as placement:
         yield etcd, placement
 
 

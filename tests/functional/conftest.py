@@ -29,6 +29,7 @@ from tests.kit.boot_sectors import HALT, make_boot_disk
 from tests.kit.image_server import ImageServer, serve_images
 from tests.kit.images import MIB
 from tests.kit.in_process import InProcessPlacement, remove_providers, start_placement
+from tests.kit.light_placement import LightPlacement
 from tests.kit.memory import MemoryEtcd, MemoryPlacement, patch_clients
 from tests.kit.proxy import Proxy
 from tests.kit.servers import Etcd, PlacementServer
@@ -75,6 +76,16 @@ def cloud(request: pytest.FixtureRequest) -> Iterator[Cloud]:
         etcd, placement = MemoryEtcd(), MemoryPlacement()
         with open_store(etcd.endpoint) as store:
             yield Cloud(etcd, placement, store, Placement(placement.url))
+
+
+@pytest.fixture(params=['placement', 'light'])
+def each_placement(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[PlacementServer]:
+    """The real placement of the session, and a light one."""
+    if request.param == 'placement':
+        yield request.getfixturevalue('placement')
+        return
+    with LightPlacement(tmp_path / 'placement') as server:
+        yield server
 
 
 @pytest.fixture

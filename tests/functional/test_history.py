@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import sqlite3
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
@@ -306,9 +304,10 @@ def test_witness_reports_compacted_changes(own_etcd: Etcd) -> None:
         revisions.read_new()
 
 
-def test_witness_reads_the_same_claims_as_placement(own_placement: PlacementServer) -> None:
-    database = own_placement.database
-    provider, idle = own_placement.make_provider(VCPU=4, DISK_GB=9), own_placement.make_provider(VCPU=2)
+def test_witness_reads_the_same_claims_as_placement(each_placement: PlacementServer) -> None:
+    database = each_placement.database
+    database.empty()
+    provider, idle = each_placement.make_provider(VCPU=4, DISK_GB=9), each_placement.make_provider(VCPU=2)
     assert (database.read_allocations(), database.read_capacities()) == ({}, {})
     consumer = str(uuid.uuid4())
     body = {
@@ -318,16 +317,18 @@ def test_witness_reads_the_same_claims_as_placement(own_placement: PlacementServ
         'consumer_generation': None,
         'consumer_type': 'INSTANCE',
     }
-    own_placement.call('PUT', f'/allocations/{consumer}', body)
-    claims = {consumer: {provider: own_placement.read_allocations(consumer)[provider]}}
+    each_placement.call('PUT', f'/allocations/{consumer}', body)
+    claims = {consumer: {provider: each_placement.read_allocations(consumer)[provider]}}
     assert claims == {consumer: {provider: {'VCPU': 3, 'DISK_GB': 1}}}
     assert (database.read_allocations(), database.read_capacities()) == (claims, {provider: {'VCPU': 4, 'DISK_GB': 9}})
     assert idle not in database.read_capacities()
 
     # An inventory that is reduced afterwards may be smaller than its claims.
-    with contextlib.closing(sqlite3.connect(database.path)) as connection, connection:
-        connection.execute("UPDATE inventories SET total = 1, updated_at = '2999-01-01' WHERE total = 4")
-    assert (database.read_allocations(), database.read_capacities()) == (claims, {provider: {'DISK_GB': 9}})
+    generation = each_placement.call('GET', f'/resource_providers/{provider}')['generation']
+    smaller = {'VCPU': {'total': 1}, 'DISK_GB': {'total': 9}}
+    body = {'resource_provider_generation': generation, 'inventories': smaller}
+    each_placement.call('PUT', f'/resource_providers/{provider}/inventories', body)
+    assert (database.read_allocations(), database.read_capacities()) == (claims, {})
 
 
 @pytest.mark.usefixtures('recording_journal')  # before the cluster

@@ -525,9 +525,9 @@ def test_idle_connection_is_replaced_after_its_maximum_age(
 CONSUMER = {'project_id': 'p', 'user_id': 'u', 'consumer_type': 'INSTANCE', 'consumer_generation': None}
 
 
-def test_database_and_api_report_the_same(placement: PlacementServer) -> None:
-    placement.database.empty()
-    first, second = placement.make_provider(VCPU=4, MEMORY_MB=512), placement.make_provider(VCPU=8)
+def test_database_and_api_report_the_same(each_placement: PlacementServer) -> None:
+    each_placement.database.empty()
+    first, second = each_placement.make_provider(VCPU=4, MEMORY_MB=512), each_placement.make_provider(VCPU=8)
     expected = {
         str(uuid4()): {first: {'VCPU': 1, 'MEMORY_MB': 128}},
         str(uuid4()): {first: {'VCPU': 2}, second: {'VCPU': 3}},
@@ -537,30 +537,28 @@ def test_database_and_api_report_the_same(placement: PlacementServer) -> None:
             **CONSUMER,
             'allocations': {provider: {'resources': amounts} for provider, amounts in allocation.items()},
         }
-        placement.call('PUT', f'/allocations/{consumer}', body)
-    assert placement.database.read_allocations() == expected
+        each_placement.call('PUT', f'/allocations/{consumer}', body)
+    assert each_placement.database.read_allocations() == expected
     for consumer, allocation in expected.items():
-        answer = placement.call('GET', f'/allocations/{consumer}')['allocations']
+        answer = each_placement.call('GET', f'/allocations/{consumer}')['allocations']
         assert {provider: amounts['resources'] for provider, amounts in answer.items()} == allocation
-        assert placement.read_allocations(consumer) == allocation
+        assert each_placement.read_allocations(consumer) == allocation
     for provider in (first, second):
-        answer = placement.call('GET', f'/resource_providers/{provider}/allocations')['allocations']
-        assert {consumer: amounts['resources'] for consumer, amounts in answer.items()} == placement.read_consumers(
-            provider
-        )
-        assert placement.read_consumers(provider)
-        inventory = placement.call('GET', f'/resource_providers/{provider}/inventories')['inventories']
-        assert inventory == placement.read_inventory(provider)
-    placement.database.empty()
-    assert placement.call('GET', '/resource_providers') == {'resource_providers': []}
+        consumers = each_placement.read_consumers(provider)
+        answer = each_placement.call('GET', f'/resource_providers/{provider}/allocations')['allocations']
+        assert {consumer: amounts['resources'] for consumer, amounts in answer.items()} == consumers != {}
+        inventory = each_placement.call('GET', f'/resource_providers/{provider}/inventories')['inventories']
+        assert inventory == each_placement.read_inventory(provider)
+    each_placement.database.empty()
+    assert each_placement.call('GET', '/resource_providers') == {'resource_providers': []}
 
 
-def test_database_has_nothing_for_an_unknown_uuid(placement: PlacementServer) -> None:
+def test_database_has_nothing_for_an_unknown_uuid(each_placement: PlacementServer) -> None:
     unknown = str(uuid4())
     assert (
-        placement.read_allocations(unknown),
-        placement.read_consumers(unknown),
-        placement.read_inventory(unknown),
+        each_placement.read_allocations(unknown),
+        each_placement.read_consumers(unknown),
+        each_placement.read_inventory(unknown),
     ) == ({}, {}, {})
     with pytest.raises(urllib.error.HTTPError):
-        placement.call('GET', f'/resource_providers/{unknown}')
+        each_placement.call('GET', f'/resource_providers/{unknown}')

@@ -22,7 +22,7 @@ from ecomp.store import http2_client
 from ecomp.store.messages import Grant, Range, Removal, Request, Revoke, Transaction, Write
 from tests.kit.memory_etcd import Etcd as EtcdContents
 from tests.kit.memory_etcd import MemoryMember, NoWorld
-from tests.kit.memory_placement import Json, PlacementModel, Refused
+from tests.kit.memory_placement import Json, PlacementModel, answer_request
 from tests.kit.servers import Etcd, PlacementServer
 
 _NUMBERS = itertools.count(1)
@@ -62,24 +62,11 @@ class MemoryPlacement(PlacementServer):
     def answer(self, method: str, path: str, body: Json | None) -> Answer:
         """Answer a request with its status, as placement does."""
         with self._lock:
-            try:
-                if method == 'GET':
-                    return _make_answer(200, self.model.get(path))
-                if not path.startswith('/allocations'):
-                    self.model.write(method, path, body)
-                    return _make_answer(200, {'resource_provider_generation': 0})
-                bodies = {path.rsplit('/', 1)[-1]: body} if method == 'PUT' else body
-                assert bodies is not None, 'a claim is released as it was read, never by DELETE'
-                self.model.finish(self.model.begin(bodies))  # type: ignore[arg-type]
-                return Answer(204, b'', {})
-            except Refused as refusal:
-                return _make_answer(*refusal.answer)
+            status, answer = answer_request(self.model, method, path, body)
+        content = b'' if answer is None else json.dumps(answer).encode()
+        return Answer(status, content, {'content-type': 'application/json'})
 
     def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        if method == 'DELETE' and path.startswith('/allocations/'):
-            consumer = self.model.get(path)
-            body = {**consumer, 'allocations': {}, 'user_id': 'u', 'project_id': 'p'}
-            method = 'PUT' if consumer['allocations'] else 'GET'
         answer = self.answer(method, path, None if body is None else dict(body))
         assert answer.status_code < 400, answer
         return dict(json.loads(answer.content or b'{}'))
@@ -142,7 +129,3 @@ def _make_header(answer: Any) -> dict[str, str]:
 
 def _make_revisions(kv: Any) -> dict[str, str]:
     return {'mod_revision': str(kv.mod_revision), 'create_revision': str(kv.create_revision), 'lease': str(kv.lease)}
-
-
-def _make_answer(status: int, body: Json) -> Answer:
-    return Answer(status, json.dumps(body).encode(), {'content-type': 'application/json'})

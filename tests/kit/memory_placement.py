@@ -70,6 +70,11 @@ class PlacementModel:
         self._fingerprint: tuple[int, int] = (-1, 0)
         world.state_parts.append(self.make_fingerprint)
 
+    def empty(self) -> None:
+        for contents in (self.providers, self.rows, self.held, self.custom):
+            contents.clear()  # type: ignore[attr-defined]
+        self.writes += 1
+
     def get_usage(self, provider: str, name: str) -> int:
         """Return the usage of a class, including allocations whose consumer was deleted."""
         return sum(held.get(provider, {}).get(name, 0) for held in self.held.values())
@@ -340,6 +345,30 @@ class PlacementModel:
                 hash(repr((rows, sorted(self.held.items()), sorted(self.providers.items())))),
             )
         return self._fingerprint[1]
+
+
+def answer_request(model: PlacementModel, method: str, path: str, body: Json | None) -> tuple[int, Json | None]:
+    """Return the status and the body of placement's answer; None for 204."""
+    try:
+        if path == '/':
+            return 200, {'versions': [{'id': 'v1.0', 'max_version': '1.39', 'min_version': '1.0'}]}
+        if method == 'GET':
+            return 200, model.get(path)
+        if not path.startswith('/allocations'):
+            model.write(method, path, body)
+            return 200, {'resource_provider_generation': 0}
+        consumer = path.rsplit('/', 1)[-1]
+        if method == 'DELETE':
+            # Only tests do this; ecomp releases a claim as it was read.
+            before = model.get(path)
+            if not before['allocations']:
+                raise Refused(404, f'No allocations for consumer {consumer}')
+            body = {**before, 'allocations': {}}
+        bodies = body if method == 'POST' else {consumer: body}
+        model.finish(model.begin(bodies))  # type: ignore[arg-type]
+        return 204, None
+    except Refused as refusal:
+        return refusal.answer
 
 
 _INVENTORY_DEFAULTS = {'reserved': 0, 'min_unit': 1, 'max_unit': MAX_INT, 'step_size': 1, 'allocation_ratio': 1.0}

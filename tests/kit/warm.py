@@ -32,7 +32,7 @@ PRELOADED_MODULES = [
     *('ecomp.store.http2_client', 'ecomp.store.watch', 'ecomp.placement.http_client'),
     *('ecomp.cli.inspect', 'ecomp.cli.apply', 'ecomp.scheduler.placing.stack', 'yaml'),
     *('ecomp.compute', 'ecomp.agent.process', 'ecomp.virt.fake', 'encodings.utf_8_sig'),
-    *('placement.deploy', 'ecomp.lab.placement_server', 'ecomp.lab.elab', 'tests.kit.warm'),
+    *('waitress', 'os_traits', 'os_resource_classes', 'tests.kit.memory_placement', 'ecomp.lab.elab', 'tests.kit.warm'),
     'tests.kit.warmed',
 ]
 # A module that every warm process must have: the server silently skips what it cannot import.

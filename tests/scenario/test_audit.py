@@ -35,10 +35,9 @@ BIG_INVENTORY = 'VCPU:64,DISK_GB:64,MEMORY_MB:65536'
 
 
 @pytest.fixture(scope='module')
-def shared_scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+def shared_scene(tmp_path_factory: pytest.TempPathFactory, usual_placement: type[PlacementServer]) -> Iterator[Scene]:
     """Provide one scene for the whole module; each test restores it."""
-    pytest.importorskip('placement', reason="openstack-placement is not installed: pip install '.[lab]'")
-    with Etcd() as etcd, PlacementServer() as server, contextlib.ExitStack() as at_exit:
+    with Etcd() as etcd, usual_placement() as server, contextlib.ExitStack() as at_exit:
         control = Control(etcd, server, tmp_path_factory.mktemp('audit'), at_exit)
         first, second = control.ecompute(BIG_INVENTORY), control.ecompute(BIG_INVENTORY)
         query = f'{SMALL_QUERY}&in_tree={first.uuid}'

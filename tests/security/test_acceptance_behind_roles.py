@@ -21,12 +21,12 @@ FIRST_USER = 'compute-hv1'
 ENABLE_HINT = 'run `elab certs DIR --enable` again'
 
 
-def test_acceptance_file_of_an_older_version_is_moved_to_etcd(tmp_path: Path) -> None:
+def test_acceptance_file_of_an_older_version_is_moved_to_etcd(tmp_path: Path, own_placement: PlacementServer) -> None:
     """Etcd stores it, for computes that do not know this etcd.
 
     With roles made by an older version the error contains the fix.
     """
-    with PlacementServer(tmp_path / 'placement') as placement, start_product(tmp_path, placement) as cloud:
+    with start_product(tmp_path, own_placement) as cloud:
         compute = cloud.computes[FIRST_USER]
         key, old_file = f'/accepted/{compute.uuid}', compute.directory / 'state' / 'accepted'
         with closing(Accounts(load_etcd_config(cloud.cloud.certs, OPERATOR))) as accounts:

@@ -29,9 +29,9 @@ ENABLE_HINT = 'run `elab certs DIR --enable` again'
 
 
 @pytest.fixture(scope='module')
-def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Product]:
+def cloud(tmp_path_factory: pytest.TempPathFactory, usual_placement: type[PlacementServer]) -> Iterator[Product]:
     directory = tmp_path_factory.mktemp('product')
-    with PlacementServer(directory / 'placement') as placement, start_product(directory, placement) as started:
+    with usual_placement(directory / 'placement') as placement, start_product(directory, placement) as started:
         started.run_successfully('flavor', 'set', 'small', SMALL_QUERY, user=OPERATOR)
         yield started
 

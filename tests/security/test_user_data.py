@@ -28,8 +28,10 @@ def delete_user_data(cloud: Product) -> set[str]:
     return deleted
 
 
-def test_restarted_compute_puts_user_data_again_or_warns_once_if_its_role_is_old(tmp_path: Path) -> None:
-    with PlacementServer(tmp_path / 'placement') as placement, start_product(tmp_path, placement) as cloud:
+def test_restarted_compute_puts_user_data_again_or_warns_once_if_its_role_is_old(
+    tmp_path: Path, own_placement: PlacementServer
+) -> None:
+    with start_product(tmp_path, own_placement) as cloud:
         compute = cloud.computes[USER]
         for name in ('one', 'two'):
             (tmp_path / name).write_text(f'#!/bin/sh\necho {name}\n')
