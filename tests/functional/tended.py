@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,6 +15,7 @@ from ecomp.agent.instance.pool import Job, JobEvent, Workers, WorkerSettings
 from ecomp.model.guest import BaseImage, GuestSpec
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional import stand_in
+from tests.kit import warm
 from tests.kit.servers import wait_until
 
 COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
@@ -40,7 +40,9 @@ class TendedPool:
 
     def __init__(self, directory: Path, size: int, entry: Callable[..., None] = stand_in.run_worker) -> None:
         self.directory = directory
-        self.pool = Workers(size, WorkerSettings(directory, None, os.getpid(), LIMITS, False), entry)
+        self.pool = Workers(size, WorkerSettings(directory, None, warm.get_server_pid(), LIMITS, False), entry)
+        # A spawned worker would take half a second to import its modules; test_pool.py has one that is spawned.
+        self.pool._context = warm.CONTEXT  # type: ignore[assignment]
         self._threads = ThreadPoolExecutor(8)
 
     def submit(self, work: Job) -> Future[list[JobEvent]]:

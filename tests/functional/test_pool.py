@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from tests.functional.tended import ALL_STAGES, COMPUTE, TendedPool, make_job, m
 from tests.functional.toy import ToyCompute
 from tests.kit.image_server import serve_images
 from tests.kit.servers import SLOWDOWN_FACTOR, make_environment, wait_until
+from tests.kit.warm import CONTEXT
 
 # The worker pool with real processes: jobs whose worker fails, is killed, is cancelled or is orphaned.
 #
@@ -137,8 +138,7 @@ def test_worker_killed_while_idle_is_replaced(pool: TendedPool) -> None:
     pid = pool.wait_for_pid(first)
     os.kill(pid, signal.SIGKILL)
     # The next tend notices the death. Without it, the next job would go to the dead worker and fail.
-    pool.tend_until(lambda: is_dead(pid), 'the worker is gone')
-    pool.pool.tend(0)
+    pool.tend_until(lambda: pid not in [worker.process.pid for worker in pool.pool._workers], 'the worker is gone')
     second = make_job('good')
     assert pool.wait_for_result(pool.submit(second)) == ALL_STAGES
     assert pool.wait_for_pid(second) != pool.wait_for_pid(first)
@@ -239,11 +239,10 @@ def test_stop_ends_all_workers(tmp_path: Path) -> None:
     jobs = [make_job('good'), make_job('good')]
     for handed in [tended.submit(process) for process in jobs]:
         tended.wait_for_result(handed)
-    workers = psutil.Process().children()
-    pids = [process.pid for process in workers if 'spawn_main' in ' '.join(process.cmdline())]
-    assert len(pids) == 3, 'two, and one for destroys'
+    workers = [worker.process.pid or 0 for worker in tended.pool._workers]
+    assert len(workers) == 3, 'two, and one for destroys'
     tended.close()
-    assert all(is_dead(pid) for pid in pids)
+    assert all(is_dead(pid) for pid in workers)
 
 
 def test_stop_during_a_job_ends_its_worker(tmp_path: Path) -> None:
@@ -378,14 +377,15 @@ def test_failed_worker_start_is_retried(
     pool: TendedPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     """Check a temporary limit on processes; it is logged once."""
-    real, failures = SpawnProcess.start, [error] * 3
+    process_type, failures = CONTEXT.Process, [error] * 3
+    real = process_type.start
 
-    def start(process: SpawnProcess) -> None:
+    def start(process: BaseProcess) -> None:
         if failures:
             raise failures.pop()
         real(process)
 
-    monkeypatch.setattr(SpawnProcess, 'start', start)
+    monkeypatch.setattr(process_type, 'start', start)
     descriptors = len(os.listdir('/proc/self/fd'))
     while failures:
         pool.pool.tend(0.05)

@@ -32,6 +32,7 @@ PRELOADED_MODULES = [
     *('ecomp.store.http2_client', 'ecomp.store.watch', 'ecomp.placement.http_client'),
     *('ecomp.cli.inspect', 'ecomp.cli.apply', 'ecomp.scheduler.placing.stack', 'yaml'),
     *('ecomp.compute', 'ecomp.agent.process', 'ecomp.virt.fake', 'encodings.utf_8_sig'),
+    *('ecomp.agent.images.inspection', 'tests.kit.images'),
     *('waitress', 'os_traits', 'os_resource_classes', 'tests.kit.memory_placement', 'ecomp.lab.elab', 'tests.kit.warm'),
     'tests.kit.warmed',
 ]
@@ -41,10 +42,17 @@ PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 CLONE_NEWNS = 0x20000
 
-_CONTEXT = multiprocessing.get_context('forkserver')
-_CONTEXT.set_forkserver_preload(PRELOADED_MODULES)
+# The context of all warm processes.
+CONTEXT = multiprocessing.get_context('forkserver')
+CONTEXT.set_forkserver_preload(PRELOADED_MODULES)
 # Starting a process polls all children, and only one poll of each gets its exit code: so one start at a time.
 _LOCK = threading.Lock()
+
+
+def get_server_pid() -> int:
+    """Return the pid of the server, which is the parent of the processes of CONTEXT."""
+    forkserver.ensure_running()
+    return int(forkserver._forkserver._forkserver_pid)  # type: ignore[attr-defined]
 
 
 @atexit.register
@@ -75,7 +83,7 @@ class WarmProcess:
         """
         child = _Child(list(command), str(cwd), dict(env), stdout, stderr, inside)
         with _LOCK:
-            self._process = _CONTEXT.Process(target=child)
+            self._process = CONTEXT.Process(target=child)
             self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
