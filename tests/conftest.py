@@ -99,9 +99,13 @@ def shared_placement(usual_placement: type[PlacementServer]) -> Iterator[Placeme
 
 
 @pytest.fixture
-def control(etcd: Etcd, shared_placement: PlacementServer, tmp_path: Path) -> Iterator[Control]:
-    """The session's etcd and placement, with the test's own configuration files and ecomputes."""
-    yield from _open_control(etcd, shared_placement, tmp_path)
+def control(request: pytest.FixtureRequest, etcd: Etcd, tmp_path: Path) -> Iterator[Control]:
+    """The session's etcd and placement, with the test's own configuration files and ecomputes.
+
+    The placement is the real one if the test uses that, too.
+    """
+    placement = 'placement' if 'placement' in request.fixturenames else 'shared_placement'
+    yield from _open_control(etcd, request.getfixturevalue(placement), tmp_path)
 
 
 @pytest.fixture

@@ -103,18 +103,22 @@ def main(address: str, port: int, path: Path) -> None:
 
     contents = _read(path)
 
+    def save() -> None:
+        path.with_suffix('.new').write_bytes(pickle.dumps(contents))
+        path.with_suffix('.new').rename(path)
+
     def application(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         length, writes = int(environ.get('CONTENT_LENGTH') or 0), contents[0].writes
         body = json.loads(environ['wsgi.input'].read(length)) if length else None
         status, answer = _answer(contents, environ['REQUEST_METHOD'], environ['REQUEST_URI'], body)
         if contents[0].writes != writes:
-            path.with_suffix('.new').write_bytes(pickle.dumps(contents))
-            path.with_suffix('.new').rename(path)
+            save()
         content = b'' if answer is None else json.dumps(answer).encode()
         headers = [('content-type', 'application/json'), ('content-length', str(len(content)))]
         start_response(f'{status} of placement', headers)
         return [content]
 
+    save()
     waitress.serve(application, host=address, port=port, threads=1, ident='placement', connection_limit=2000)
 
 

@@ -97,7 +97,7 @@ class PlacementModel:
         """Run the first transactions of a write, which create missing consumers."""
         started = StartedWrite(bodies, {}, [])
         for body in bodies.values():
-            if any(not 1 <= len(body[name_of_id]) <= 255 for name_of_id in ('user_id', 'project_id')):
+            if any(not 1 <= len(body.get(name_of_id, '')) <= 255 for name_of_id in ('user_id', 'project_id')):
                 raise Refused(400, 'JSON does not validate: a user or project id is of 1 to 255 characters')
         try:
             for name, body in bodies.items():
@@ -185,7 +185,8 @@ class PlacementModel:
         if parts[0] == 'resource_classes':
             return {'resource_classes': [{'name': name} for name in os_resource_classes.STANDARDS]}
         if parts[0] == 'traits':
-            traits = dict(parameters)['name'].removeprefix('in:').split(',')
+            names = dict(parameters).get('name')
+            traits = names.removeprefix('in:').split(',') if names else sorted(_STANDARD_TRAITS | self.custom)
             return {'traits': [trait for trait in traits if self._is_known(trait)]}
         if len(parts) == 1:
             providers = [name for name in self.providers if self._matches(name, parameters)]
@@ -270,9 +271,14 @@ class PlacementModel:
         return {'allocations': allocations, 'consumer_generation': row.generation, **owner}
 
     def _list_candidates(self, parameters: list[tuple[str, str]]) -> Json:
+        resources: dict[str, int] = {}
+        for value in [value for key, value in parameters if key.startswith('resources')]:
+            for kind, amount in _parse_amounts(value).items():
+                if kind not in os_resource_classes.STANDARDS:
+                    raise Refused(400, f'Invalid resource class in resources parameter: No such resource class {kind}.')
+                resources[kind] = resources.get(kind, 0) + amount
         providers = [name for name in self.providers if self._matches(name, parameters)]
         limit = int(dict(parameters).get('limit', 0)) or None
-        resources = _parse_amounts(dict(parameters)['resources'])
         requests = [
             {'allocations': {name: {'resources': resources}}, 'mappings': {'': [name]}} for name in providers[:limit]
         ]
@@ -313,7 +319,7 @@ class PlacementModel:
 
     def _matches_parameter(self, name: str, key: str, value: str) -> bool:
         provider = self.providers[name]
-        if key == 'resources':
+        if key.startswith('resources'):
             return all(self._can_allocate(name, kind, amount) for kind, amount in _parse_amounts(value).items())
         if key in ('required', 'root_required'):
             traits = value.removeprefix('in:').split(',')

@@ -61,8 +61,10 @@ class PlacementPair:
             *provider_paths,
             *(f'/resource_providers?in_tree={tree}&{self.rng.choice(queries)}'.rstrip('&') for _ in range(3)),
             *[f'/allocation_candidates?{query}'] * 4,
+            f'/allocation_candidates?{query}&resources1=VCPU:1',
+            '/allocation_candidates?resources=NO_SUCH_CLASS:1',
             f'/usages?project_id={self.rng.choice(self.projects)}',
-            f'/traits?name=in:{",".join(TRAITS)}',
+            *('/traits', f'/traits?name=in:{",".join(TRAITS)}'),
             '/resource_classes',
         ]
 
