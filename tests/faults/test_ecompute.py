@@ -59,7 +59,7 @@ def test_killed_between_end_in_etcd_and_in_state_directory(cluster: Control, by_
     if by_hand:
         (armed.directory / 'state/fake.json').write_text('[]')
     armed.failpoint = 'ended:kill'
-    armed.start()
+    armed.launch()  # it may end before it is ready
     if not by_hand:
         assert cluster.eschedule('destroy', instance).code == 0
     wait_killed_at(armed, 'ended')
