@@ -98,6 +98,7 @@ def test_guest_powers_off_keeps_its_claim(host: Hypervisor) -> None:
     host.check_settled()
 
 
+@pytest.mark.slow
 def test_qemu_start_failure_leaves_nothing(host: Hypervisor) -> None:
     """F19: a QEMU that cannot start: error at stage started with QEMU's reason, and nothing is left (libvirt)."""
     host.restart('disk-created:stop:1')

@@ -90,6 +90,7 @@ def test_destroyed_while_its_image_stalls(host: Hypervisor, slow_images: SlowIma
     assert list((host.state / 'images').glob('*.part')) == []
 
 
+@pytest.mark.slow
 def test_foreign_domains_are_not_touched(host: Hypervisor) -> None:
     """F25: domains defined outside ecomp with an instance's uuid and name: refused, and not touched (libvirt)."""
     same_uuid, other, same_name = (str(uuid.uuid4()) for _ in range(3))

@@ -63,6 +63,7 @@ def test_libvirtd_ended_during_a_step(host: Hypervisor, step: str, how: int, whe
     host.check_settled()
 
 
+@pytest.mark.slow
 def test_libvirtd_killed_for_ten_seconds(host: Hypervisor) -> None:
     """F18: kill -9 of libvirtd for ten seconds: guests keep running, ecompute idles, requests wait (libvirt)."""
     surviving, doomed = host.start_instance(), host.start_instance()

@@ -67,6 +67,7 @@ def test_reboot_restores_every_guest_state(host: Hypervisor) -> None:
     host.check_settled()
 
 
+@pytest.mark.slow
 def test_crash_without_reboot_leaves_guests_stopped(host: Hypervisor) -> None:
     """F20: all guests and daemons end without a reboot: the guests are recorded as stopped and stay so (libvirt)."""
     instance = host.start_instance()

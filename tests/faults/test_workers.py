@@ -42,7 +42,7 @@ def test_worker_killed_during_a_build(host: Hypervisor, step: str) -> None:
     host.check_settled()
 
 
-@pytest.mark.parametrize('step', mark_slow_steps(DESTROY_FAILPOINTS, 'domain-destroyed'))
+@pytest.mark.parametrize('step', mark_slow_steps(DESTROY_FAILPOINTS))
 def test_worker_killed_during_a_destroy(host: Hypervisor, step: str) -> None:
     """F3: kill -9 of a worker at a step of a destroy, once: the next one completes it (libvirt)."""
     host.restart(f'{step}:kill:1')
@@ -154,7 +154,7 @@ def test_worker_frozen_during_a_download(host: Hypervisor, slow_images: SlowImag
     host.check_settled()
 
 
-@pytest.mark.parametrize('step', mark_slow_steps((*BUILD_FAILPOINTS, 'domain-destroyed'), 'domain-defined'))
+@pytest.mark.parametrize('step', mark_slow_steps((*BUILD_FAILPOINTS, 'domain-destroyed')))
 def test_ecompute_killed_while_a_worker_is_frozen(host: Hypervisor, step: str) -> None:
     """F4: kill -9 of ecompute while a worker is frozen in a step: it dies too, its lock is free (libvirt)."""
     destroyed = step in DESTROY_FAILPOINTS

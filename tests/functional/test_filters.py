@@ -341,6 +341,7 @@ def list_filter_messages(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if 'filter' in record.getMessage()]
 
 
+@pytest.mark.slow
 def test_guest_has_no_filters_without_ebtables(
     real_libvirt: Libvirt,
     spec: GuestSpec,
@@ -355,6 +356,7 @@ def test_guest_has_no_filters_without_ebtables(
     assert 'filterref' not in connection.lookupByUUIDString(spec.instance).XMLDesc()
 
 
+@pytest.mark.slow
 def test_guest_has_no_filters_if_libvirtd_lacks_the_driver(
     host: LibvirtHost, real_libvirt: Libvirt, spec: GuestSpec, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -37,6 +37,12 @@ def hypervisor(request: pytest.FixtureRequest, tmp_path: Path) -> Hypervisor:
     return fake
 
 
+# A real guest more than the usual run needs: the other tests of it have four.
+REAL_IS_SLOW = pytest.mark.parametrize(
+    'hypervisor', ['fake', pytest.param('libvirt', marks=pytest.mark.slow)], indirect=True
+)
+
+
 @pytest.fixture
 def power_off(hypervisor: Hypervisor, request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], object]:
     """A function that powers off a guest without ecompute."""
@@ -80,6 +86,7 @@ def test_guest_is_created_started_and_destroyed(hypervisor: Hypervisor, spec: Gu
         assert hypervisor.list_guests() == {}
 
 
+@REAL_IS_SLOW
 def test_started_guest_has_the_size_of_its_specification(hypervisor: Hypervisor, spec: GuestSpec) -> None:
     build(hypervisor, spec)
     assert spec.disk_gb is not None
@@ -92,6 +99,7 @@ def test_started_guest_has_the_size_of_its_specification(hypervisor: Hypervisor,
     assert hypervisor.list_guests()[spec.instance].describe_trouble(claim) == ''
 
 
+@REAL_IS_SLOW
 def test_usage_of_a_guest_is_read_while_it_runs(hypervisor: Hypervisor, spec: GuestSpec) -> None:
     hypervisor.create_disk(spec)
     assert hypervisor.read_usage() == {}
@@ -110,6 +118,7 @@ def test_usage_of_a_guest_is_read_while_it_runs(hypervisor: Hypervisor, spec: Gu
     assert hypervisor.read_usage() == {}
 
 
+@REAL_IS_SLOW
 def test_paused_guest_is_reported_until_it_is_switched_off(
     hypervisor: Hypervisor, pause: Callable[[str], object], spec: GuestSpec
 ) -> None:
@@ -126,6 +135,7 @@ def test_paused_guest_is_reported_until_it_is_switched_off(
     assert hypervisor.list_guests() == {}
 
 
+@REAL_IS_SLOW
 def test_seed_is_removed_with_the_disk(hypervisor: Hypervisor, spec: GuestSpec) -> None:
     instance = spec.instance
     seeded = replace(spec, seed={'meta-data': b'{}', 'user-data': b''})
@@ -215,6 +225,7 @@ def test_mac_collision_is_refused_while_the_first_instance_exists(hypervisor: Hy
             hypervisor.release_addresses(instance)
 
 
+@REAL_IS_SLOW
 def test_users_of_a_disk(hypervisor: Hypervisor, make_spec: MakeSpec) -> None:
     running, disk_only = make_spec(), make_spec()
     build(hypervisor, running)
@@ -225,6 +236,7 @@ def test_users_of_a_disk(hypervisor: Hypervisor, make_spec: MakeSpec) -> None:
     assert hypervisor.list_missing_bases() == {}
 
 
+@REAL_IS_SLOW
 def test_disk_of_a_running_guest_is_not_replaced_or_removed(hypervisor: Hypervisor, spec: GuestSpec) -> None:
     build(hypervisor, spec)
     with pytest.raises(BuildFailed) as caught:
@@ -265,6 +277,7 @@ def test_resume_starts_a_guest_that_is_off(
         assert hypervisor.list_guests() == {instance: running_guest}
 
 
+@REAL_IS_SLOW
 def test_switch_off_keeps_the_domain(hypervisor: Hypervisor, spec: GuestSpec) -> None:
     instance = spec.instance
     build(hypervisor, spec)
@@ -279,6 +292,7 @@ def test_switch_off_keeps_the_domain(hypervisor: Hypervisor, spec: GuestSpec) ->
     assert hypervisor.list_guests()[instance].running
 
 
+@REAL_IS_SLOW
 def test_shutdown_presses_the_power_button(hypervisor: Hypervisor, spec: GuestSpec) -> None:
     """A guest that reacts to its power button goes off, and starts again as defined."""
     instance = spec.instance
@@ -343,6 +357,7 @@ def test_changes_are_reported(hypervisor: Hypervisor, spec: GuestSpec) -> None:
     wait_until(lambda: spec.instance in changes.get(timeout=60), 60, 'the start is told')
 
 
+@REAL_IS_SLOW
 def test_concurrent_builds_and_destroys(hypervisor: Hypervisor, make_spec: MakeSpec) -> None:
     specs = [make_spec() for _ in range(4)]
     with ThreadPoolExecutor(4) as pool:

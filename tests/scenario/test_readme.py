@@ -147,6 +147,8 @@ def list_pages() -> list[str]:
 
 README, *GUIDES = list_pages()
 TUTORIAL = 'docs/tutorial.md'
+# Pages that start too many guests for the usual run.
+LARGE = ('docs/howto/stacks.md', 'docs/howto/a-host-died.md')
 LAB = '/var/lib/elab/lab'
 LAB_IMAGE = f'{LAB}/images/guest.qcow2'
 
@@ -169,7 +171,7 @@ def test_commands_of_the_readme_print_what_is_shown(copy: Path, dhcp_image: Path
 
 
 @pytest.mark.long
-@pytest.mark.parametrize('page', GUIDES)
+@pytest.mark.parametrize('page', [pytest.param(page, marks=[pytest.mark.slow] * (page in LARGE)) for page in GUIDES])
 def test_commands_of_a_page_print_what_is_shown(
     machine_with_lab: Machine, page: str, guest_image: Path, dhcp_image: Path
 ) -> None:

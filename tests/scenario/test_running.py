@@ -252,6 +252,7 @@ def test_threads_of_fake_computes_are_documented(cluster: Control) -> None:
     assert read_traced_names(many.trace) <= read_documented_names()
 
 
+@pytest.mark.slow
 def test_threads_of_a_hypervisor_are_documented(host: Hypervisor, tmp_path: Path) -> None:
     trace = tmp_path / 'threads'
     host.kill()
