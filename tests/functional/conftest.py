@@ -28,7 +28,7 @@ from tests.functional.toy import ToyCompute, make_toy_compute
 from tests.kit.boot_sectors import HALT, make_boot_disk
 from tests.kit.image_server import ImageServer, serve_images
 from tests.kit.images import MIB
-from tests.kit.in_process import InProcessPlacement, remove_providers, start_placement
+from tests.kit.in_process import InMemoryPlacement, InProcessPlacement, remove_providers, start_placement
 from tests.kit.light_placement import LightPlacement
 from tests.kit.memory import MemoryEtcd, MemoryPlacement, patch_clients
 from tests.kit.proxy import Proxy
@@ -108,10 +108,14 @@ def _started_placement() -> InProcessPlacement:
 
 
 @pytest.fixture
-def placement_in_process(_started_placement: InProcessPlacement) -> Iterator[InProcessPlacement]:
-    """An empty placement in this process."""
-    yield _started_placement
-    remove_providers(_started_placement)
+def placement_in_process(request: pytest.FixtureRequest) -> Iterator[InProcessPlacement]:
+    """An empty placement in this process: in memory, unless the test asks for the real one or is run by --all."""
+    if not (request.node.get_closest_marker('real_servers') or request.config.getoption('real_servers')):
+        yield InMemoryPlacement()
+        return
+    started: InProcessPlacement = request.getfixturevalue('_started_placement')
+    yield started
+    remove_providers(started)
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from ecomp.conf import EtcdConfig, PlacementConfig
 from ecomp.model import health
 from tests.functional.libvirt_host import LibvirtHost, describe_missing, start_libvirt_host
 from tests.kit.certificates import Authority
+from tests.kit.commands import Command
 from tests.kit.listening import CannedServer, make_answer
 from tests.kit.servers import Etcd, PlacementServer, free_port, make_environment, wait_until
 
@@ -54,8 +55,9 @@ class Checker:
         quick = {'etcd': {'timeout': 0.5}}
         config.write_text(yaml.safe_dump({'state': str(self.state), **quick, **self.settings}))
         command = [sys.executable, '-m', 'ecomp.compute', '--check', '--config', str(config)]
-        result = self.host.run_inside(command, self.environ, check=False)
-        assert (result.returncode, len(result.stderr.splitlines())) == (7, 1), result
+        with Command(command, self.host.root, self.environ, self.host.read_pid('virtlogd')) as process:
+            result = process.wait()
+        assert (result.code, len(result.stderr.splitlines())) == (7, 1), result
         findings = {}
         for line in result.stdout.splitlines():
             match = FINDING_PATTERN.fullmatch(line)

@@ -387,6 +387,7 @@ def test_create_takes_one_query_and_one_claim(cluster: SampledCluster) -> None:
     assert cluster.store.request_count == etcd_calls + 1
 
 
+@pytest.mark.real_servers
 @pytest.mark.parametrize('computes', [10, 40])
 def test_sql_statements_do_not_grow_with_the_computes(
     cluster: SampledCluster, computes: int, monkeypatch: pytest.MonkeyPatch

@@ -169,6 +169,7 @@ def test_change_that_placement_would_refuse_is_not_suggested(world: ExplainedClu
     ]
 
 
+@pytest.mark.real_servers
 def test_granular_nested_and_shared_providers_are_not_explained(world: ExplainedCluster) -> None:
     assert world.explain('resources1=VCPU:1&resources=MEMORY_MB:1,DISK_GB:1') == [
         'what each compute lacks is unknown: the query has granular groups (resources1)'
@@ -191,6 +192,7 @@ def test_granular_nested_and_shared_providers_are_not_explained(world: Explained
     ]
 
 
+@pytest.mark.real_servers
 def test_sharing_provider_is_not_explained(world: ExplainedCluster) -> None:
     near, shares = world.make_compute('hv1', VCPU=1), world.make_compute('hv2')
     world.set_traits(near, AVX2)
@@ -266,7 +268,8 @@ def test_members_of_the_set_are_distinguished_from_group_members(world: Explaine
     assert explain_hosts(AFFINITY, other=second)[0] == 'hv1: the members of group web are on hv2 (strict affinity)'
 
 
-@pytest.mark.parametrize('number', [1, 3, 60])
+@pytest.mark.real_servers
+@pytest.mark.parametrize('number', [1, 3, 20])
 def test_calls_of_a_refusal_do_not_grow_with_the_computes(world: ExplainedCluster, number: int) -> None:
     for index in range(number):
         world.allocate(world.make_compute(f'hv{index:02}', VCPU=2), VCPU=2)
@@ -340,6 +343,7 @@ RATIOS = (1.0, 1.0, 1.0, 1.5, 16.0, 0.5, 0.1, 1 / 3, 1.1, 2.7)
 AGGREGATES = tuple(str(uuid.UUID(int=number)) for number in range(4))
 
 
+@pytest.mark.real_servers
 def test_explanation_agrees_with_placement(placement_in_process: InProcessPlacement) -> None:
     case_counts = run_random_requests(placement_in_process, range(6), 10)
     # Every case must have occurred.
@@ -349,6 +353,7 @@ def test_explanation_agrees_with_placement(placement_in_process: InProcessPlacem
     assert case_counts['found'] > 5 * case_counts['not found'], case_counts
 
 
+@pytest.mark.real_servers
 @pytest.mark.slow
 @pytest.mark.parametrize('first', range(1000, 1200, 10))
 def test_explanation_agrees_with_placement_at_length(placement_in_process: InProcessPlacement, first: int) -> None:

@@ -81,10 +81,14 @@ class Result(NamedTuple):
 class Command:
     """A running command; `with` kills it."""
 
-    def __init__(self, command: Sequence[str], cwd: Path, extra: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, command: Sequence[str], cwd: Path, extra: Mapping[str, str] | None = None, inside: int = 0
+    ) -> None:
+        """Start the command, `inside` as a WarmProcess."""
         self._arguments, self._began = parse_eschedule_arguments(command), time.monotonic()
         self._stdout, self._stderr = os.memfd_create('stdout'), os.memfd_create('stderr')
-        self._process = start_process(command, cwd, {**make_environment(), **(extra or {})}, self._stdout, self._stderr)
+        environment = {**make_environment(), **(extra or {})}
+        self._process = start_process(command, cwd, environment, self._stdout, self._stderr, inside)
         self.pid = self._process.pid
 
     def __enter__(self) -> Self:

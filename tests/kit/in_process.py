@@ -12,6 +12,8 @@ from typing import Any
 
 from ecomp.placement.client import Placement
 from ecomp.placement.http_client import HEADERS, Answer, quote_path
+from tests.kit.memory_etcd import NoWorld
+from tests.kit.memory_placement import PlacementModel, answer_request
 
 
 class InProcessPlacement(Placement):
@@ -34,18 +36,33 @@ class InProcessPlacement(Placement):
         self.database.deserialize(contents)
 
     def _send(self, method: str, path: str, body: dict[str, Any] | None, *_: object) -> Answer:
-        import webob
-
         path = quote_path(path)
         self.calls.append(f'{method} {path}')
+        answer = self._answer(method, path, body)
+        if answer.status_code in (200, 201, 204):
+            return answer
+        raise self._make_error(answer, AssertionError)  # type: ignore[arg-type]
+
+    def _answer(self, method: str, path: str, body: dict[str, Any] | None) -> Answer:
+        import webob
+
         request = webob.Request.blank(path, method=method, headers={**HEADERS, 'x-auth-token': 'admin'})
         if body is not None:
             request.content_type, request.body = 'application/json', json.dumps(body).encode()
         reply = request.get_response(self._application)
-        answer = Answer(reply.status_int, reply.body, {name.lower(): value for name, value in reply.headers.items()})
-        if answer.status_code in (200, 201, 204):
-            return answer
-        raise self._make_error(answer, AssertionError)  # type: ignore[arg-type]
+        return Answer(reply.status_int, reply.body, {name.lower(): value for name, value in reply.headers.items()})
+
+
+class InMemoryPlacement(InProcessPlacement):
+    """A client that calls a placement in memory."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self._model = PlacementModel(NoWorld())
+
+    def _answer(self, method: str, path: str, body: dict[str, Any] | None) -> Answer:
+        status, answer = answer_request(self._model, method, path, json.loads(json.dumps(body)))
+        return Answer(status, json.dumps(answer).encode(), {'content-type': 'application/json'})
 
 
 @cache

@@ -19,10 +19,13 @@ def is_stopped(pid: int) -> bool:
     return False
 
 
-def start_process(command: Sequence[str], cwd: Path, env: Mapping[str, str], stdout: int, stderr: int) -> Process:
-    """Start a process in its own session that dies with this one; Python starts warm."""
+def start_process(
+    command: Sequence[str], cwd: Path, env: Mapping[str, str], stdout: int, stderr: int, inside: int = 0
+) -> Process:
+    """Start a process in its own session that dies with this one; Python starts warm, `inside` as a WarmProcess."""
     if is_python(command) and 'LD_PRELOAD' not in env:
-        return WarmProcess(command, cwd, env, stdout, stderr)
+        return WarmProcess(command, cwd, env, stdout, stderr, inside)
+    assert not inside, 'only Python'
     # setpriv execs the command, so the pid is the command's. preexec_fn would run in a fork while gRPC threads are
     # alive.
     return subprocess.Popen(
