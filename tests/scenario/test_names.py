@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from tests.kit.commands import Control, Ecompute
@@ -26,7 +25,6 @@ from tests.kit.story import (
     find_log_lines,
     place,
     read_record,
-    run_in_process,
     wait_address,
 )
 
@@ -85,26 +83,6 @@ def test_two_instances_on_one_host_get_their_own_metadata(cluster: Control) -> N
     assert cluster.etcd.list_keys('/names/') == []
     for path in (compute.directory / 'state').rglob('*'):
         assert not path.is_file() or CANARY.encode() not in path.read_bytes(), path
-
-
-@pytest.mark.usefixtures('compute')
-def test_name_is_accepted_in_place_of_a_uuid(cluster: Control) -> None:
-    _, instance = place(cluster, SMALL_QUERY, '--name', 'web1', '--wait=started')
-    address = wait_address(cluster, instance)
-    for word in ('web1', instance[:4], instance.replace('-', '')[:20].upper()):
-        assert run_in_process(cluster, word).stdout == f'{address}\n'
-    assert run_in_process(cluster, 'list').stdout.splitlines()[1].split()[:3] == [instance, 'web1', 'active']
-    assert run_in_process(cluster, 'show', 'web1').stdout.splitlines()[1].split() == ['name', 'web1']
-    (listed,) = json.loads(run_in_process(cluster, 'list', '-f', 'json').stdout)
-    assert listed == json.loads(run_in_process(cluster, 'show', 'web1', '-f', 'json').stdout)
-    assert listed['name'] == 'web1'
-    # Each argument is tried and reported.
-    done = run_in_process(cluster, 'destroy', '--wait', 'web2', 'web1')
-    assert done.code == 4
-    assert done.stderr.splitlines()[0].startswith('eschedule: web2: no living instance')
-    assert done.stderr.splitlines()[-1] == 'eschedule: web1: gone'
-    assert_one_line(run_in_process(cluster, 'web1'), 4, 'web1: is neither a command nor an instance')
-    assert_one_line(run_in_process(cluster, instance[:4]), 4, f'{instance[:4]}: has been gone since')
 
 
 def test_largest_keys_and_user_data_are_delivered(cluster: Control, compute: Ecompute) -> None:
