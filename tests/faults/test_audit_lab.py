@@ -114,33 +114,6 @@ def plant_domain(host: Hypervisor, instance: str) -> Iterator[str]:
     host.get_disk_path(orphan).unlink()
 
 
-@contextmanager
-def plant_disk(host: Hypervisor, _: str) -> Iterator[str]:
-    orphan = str(uuid.uuid4())
-    make_disk(host, orphan)
-    yield orphan
-    host.get_disk_path(orphan).unlink()
-
-
-@contextmanager
-def plant_seed(host: Hypervisor, _: str) -> Iterator[str]:
-    orphan, path = str(uuid.uuid4()), host.state / 'metadata' / '52:54:00:00:00:01.json'
-    path.write_text(json.dumps({'version': 1, 'instance': orphan, 'mac': path.stem}))
-    yield orphan
-    path.unlink()
-
-
-@contextmanager
-def plant_iso(host: Hypervisor, _: str) -> Iterator[str]:
-    orphan = str(uuid.uuid4())
-    path = host.state / f'seeds/{orphan}.iso'
-    path.touch()
-    try:
-        yield orphan
-    finally:
-        path.unlink()
-
-
 def reserve(host: Hypervisor, command: str, instance: str, address: str) -> None:
     text = f"<host mac='{make_mac_address(instance, 0)}' name='{instance}' ip='{address}'/>"
     host.virsh('net-update', 'default', command, 'ip-dhcp-host', text, '--live', '--config')
@@ -152,14 +125,6 @@ def find_free_address(host: Hypervisor) -> str:
     first = re.search(r"range start='(\S+)\.2'", text)
     assert first, text
     return next(address for address in (f'{first[1]}.{last}' for last in range(2, 255)) if f"'{address}'" not in text)
-
-
-@contextmanager
-def plant_reservation(host: Hypervisor, _: str) -> Iterator[str]:
-    orphan, address = str(uuid.uuid4()), find_free_address(host)
-    reserve(host, 'add', orphan, address)
-    yield orphan
-    reserve(host, 'delete', orphan, address)
 
 
 @contextmanager
@@ -180,14 +145,6 @@ def change_reservation(host: Hypervisor, instance: str) -> Iterator[str]:
     yield instance
     reserve(host, 'delete', instance, other)
     host.restart()
-
-
-@contextmanager
-def plant_partial_download(host: Hypervisor, _: str) -> Iterator[str]:
-    path = host.state / 'images' / 'base-0123.part'
-    path.write_bytes(b'half')
-    yield host.compute
-    path.unlink()
 
 
 @contextmanager
@@ -224,18 +181,13 @@ def plug_into_open_network(host: Hypervisor, _: str) -> Iterator[str]:
     host.virsh('net-undefine', 'open')
 
 
+# Defects of what is in use. The test of --fix plants leftovers.
 PLANTS: dict[str, Callable[[Hypervisor, str], AbstractContextManager[str]]] = {
     'base-missing': remove_base,
     'disk-missing': remove_disk,
     'domain-undefined': undefine_domain,
-    'domain-orphaned': plant_domain,
-    'disk-orphaned': plant_disk,
-    'seed-orphaned': plant_seed,
-    'iso-orphaned': plant_iso,
-    'part-orphaned': plant_partial_download,
     'base-differs': plant_changed_base,
-    'reservation-orphaned': plant_reservation,
-    # Last, because these restart ecompute, whose workers remove such files at their start.
+    # These restart ecompute.
     'reservation-missing': remove_reservation,
     'reservation-differs': change_reservation,
     'dhcp-open': plug_into_open_network,

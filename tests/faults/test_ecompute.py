@@ -151,24 +151,6 @@ def test_killed_on_a_real_host(host: Hypervisor, step: str) -> None:
     host.check_settled()
 
 
-FAIL_FAILPOINTS = ('failing', 'removed', 'forgotten', 'unreserved', 'released', 'ended')
-
-
-@pytest.mark.parametrize('step', mark_slow_steps(FAIL_FAILPOINTS))
-def test_killed_during_a_failed_build(host: Hypervisor, step: str) -> None:
-    """F2: kill -9 at a step of a failed build: the next start completes it and reports the reason (libvirt)."""
-    host.restart(f'{step}:kill')
-    instance = host.place('missing.raw')
-    host.wait_ended()
-    assert host.fired_failpoints == [step]
-    host.restart()
-    failed = host.wait_state(instance, 'error')['error']
-    assert (failed['stage'], 'HTTP 404' in failed['reason']) == ('image', True), failed
-    assert host.read_allocation(instance) == {}
-    assert not host.get_disk_path(instance).exists()
-    host.check_settled()
-
-
 # F5, F6, F36: ecompute frozen, killed, started twice, and stopped during work.
 
 
@@ -272,6 +254,3 @@ def test_two_ecomputes_started_together(cluster: Control, tmp_path: Path, shared
     assert (read_lasting_keys(cluster), cluster.placement.read_inventory(first.uuid)) == before
     assert cluster.eschedule('destroy', '--wait', instance).code == 0
     check_settled(cluster, *([] if state else [winner]))
-
-
-# Killed between the writes that describe a compute: the next start, or the same command, completes them.

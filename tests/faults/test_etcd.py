@@ -328,6 +328,3 @@ def test_quorum_lost_and_restored(cluster_control: Control, compute: Ecompute, m
     for member in lost_members:
         member.wait_ready()
     boot(cluster_control)
-
-
-# S5, F1, R1: the presence key of a compute ends, is overwritten, and is restored, in one run of the process.

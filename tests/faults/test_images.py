@@ -6,7 +6,6 @@ import hashlib
 import os
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -39,7 +38,6 @@ pytestmark = [
 ]
 
 MEBIBYTE = 2**20
-GIB = 2**30
 TIB = 2**40
 
 
@@ -79,11 +77,6 @@ def check_refused(cache: ImageCache, directory: Path, url: str, reason: str) -> 
         get_base(cache, url)
     assert '\n' not in str(caught.value)
     assert list_cached(directory) == before
-
-
-def replace_header(image: bytes, offset: int, packed: bytes) -> bytes:
-    """Replace bytes of the image's header (QEMU's docs/interop/qcow2.txt)."""
-    return image[:offset] + packed + image[offset + len(packed) :]
 
 
 # Each kind of hostile image, complete, beside an image that is cached.
@@ -206,41 +199,6 @@ def test_killed_during_eviction_keeps_used_bases(web: ImageServer, tmp_path: Pat
     assert len(list(directory.glob('.url-*.json'))) == 2
 
 
-@pytest.mark.slow
-def test_invalid_images_fail_on_a_host(host: Hypervisor, tmp_path: Path) -> None:
-    """F22: an instance of an invalid image fails with the reason, and the next valid one runs (libvirt)."""
-    served = host.lab.directory / 'images'
-    valid = make_boot_disk(HALT)
-    spoilt = {
-        'page.qcow2': (b'<html><body>Please log in</body></html>', 'is not a disk image'),
-        'huge.qcow2': (
-            make_qcow2(tmp_path, 60 * TIB),
-            'the image needs 61440.0 GiB, but this host has 40.0 GiB for disks',
-        ),
-        'wide.qcow2': (make_qcow2(tmp_path, 3 * GIB // 2), 'the image is 1.5 GiB, but DISK_GB is 1'),
-        'corrupt.qcow2': (
-            replace_header(make_qcow2(tmp_path), 4, struct.pack('>I', 99)),
-            'disk image|version|cannot be',
-        ),
-        'cut.qcow2': (make_qcow2(tmp_path, content=os.urandom(MEBIBYTE))[:-70_000], 'cut-off'),
-    }
-    try:
-        for name, (content, _) in spoilt.items():
-            (served / name).write_bytes(content)
-        failed = {name: host.place(name) for name in spoilt}
-        for name, (_, reason) in spoilt.items():
-            failure = host.wait_state(failed[name], 'error')
-            assert failure['error']['stage'] in ('image', 'disk')
-            assert any(part in failure['error']['reason'] for part in reason.split('|')), failure
-            host.assert_removed(failed[name])
-        # Repaired at the same URL it is accepted: the refusal is not cached.
-        (served / 'page.qcow2').write_bytes(valid)
-        host.wait_state(host.place('page.qcow2'), 'active')
-    finally:
-        for name in spoilt:
-            (served / name).unlink(missing_ok=True)
-
-
 # F23: an image that changes, and many builds of one: one download for all, and guests keep their base.
 
 
@@ -277,26 +235,6 @@ def find_base(host: Hypervisor, instance: str) -> Path:
         ['qemu-img', 'info', '-U', str(host.get_disk_path(instance))], check=True, capture_output=True, text=True
     ).stdout
     return next(Path(line.partition(': ')[2]) for line in output.splitlines() if line.startswith('backing file: '))
-
-
-@pytest.mark.slow
-def test_two_builds_share_one_download(host: Hypervisor, slow_images: SlowImages) -> None:
-    """F23: two concurrent builds of one image: one download; if its worker is killed, the other downloads (libvirt)."""
-    host.ensure_unarmed()
-    url = slow_images.make_url('idle.raw?two-builds')
-    instances = [host.place(url), host.place(url)]
-    worker = host.wait_downloader()
-    parts = list((host.state / 'images').glob('*.part'))
-    assert len(parts) == 1
-    os.kill(worker, signal.SIGKILL)
-    # The other one has waited for the lock and now downloads; the partial file is not mistaken for a complete one.
-    wait_until(lambda: host.wait_downloader() != worker, REACTION_SECONDS, 'another worker downloads')
-    slow_images.release()
-    for instance in instances:
-        host.wait_state(instance, 'active')
-    assert find_base(host, instances[0]) == find_base(host, instances[1])
-    assert list((host.state / 'images').glob('*.part')) == []
-    assert find_base(host, instances[0]).read_bytes() == (host.lab.directory / 'images/idle.raw').read_bytes()
 
 
 BIG_IMAGE_BYTES = 8 * MIB

@@ -11,14 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ecomp.agent.images.download import TIMEOUT_SECONDS
 from tests.kit.by_hand import make_request
 from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import check_claims_twice, mark_slow_steps, read_guests
-from tests.kit.hypervisor import REACTION_SECONDS, Hypervisor
+from tests.kit.hypervisor import Hypervisor
 from tests.kit.invariants import check_invariants
 from tests.kit.servers import wait_until
-from tests.kit.slow_images import SlowImages
 from tests.kit.story import (
     boot,
     find_log_lines,
@@ -75,19 +73,6 @@ def test_destroyed_during_a_worker_step(host: Hypervisor, step: str) -> None:
     host.assert_removed(instance)
     assert host.fired_failpoints == [step]
     host.start_instance()
-
-
-@pytest.mark.slow
-def test_destroyed_while_its_image_stalls(host: Hypervisor, slow_images: SlowImages) -> None:
-    """F26: a destroy while the image's server is silent: it does not wait for the server (libvirt)."""
-    instance = host.place(slow_images.make_url(f'idle.raw?{uuid.uuid4()}'))
-    host.wait_downloader()
-    host.request_destroy(instance)
-    other = host.start_instance()  # other instances do not wait for it
-    host.wait_state(instance, 'gone', TIMEOUT_SECONDS[1] / 2)
-    host.assert_removed(instance)
-    assert host.read_record(other)['state'] == 'active'
-    assert list((host.state / 'images').glob('*.part')) == []
 
 
 @pytest.mark.slow
@@ -160,38 +145,6 @@ def test_foreign_volumes_are_not_touched(host: Hypervisor) -> None:
     host.assert_removed(planted)
 
 
-@pytest.mark.slow
-def test_deleted_request_keeps_domain_disk_and_claim(host: Hypervisor) -> None:
-    """F28: the request of a running guest deleted outside ecomp: domain, disk, claim stay, reported (libvirt)."""
-    instance = host.start_instance()
-    pid = host.find_qemu(instance)
-    key = f'/hosts/{host.compute}/{instance}'
-    value = host.lab.read_etcd(key)[key]
-    delete_key(host, key)
-    wait_until(lambda: host.find_log_lines(instance, 'not managed'), REACTION_SECONDS, 'it is reported')
-    other = host.start_instance()
-    assert len(host.find_log_lines(instance, 'not managed')) == 1
-    assert (host.find_qemu(instance), host.get_disk_path(instance).exists()) == (pid, True)
-    assert host.read_allocation(instance)
-    host.lab.put_key(key, value.decode())  # unchanged: managed again
-    host.lab.destroy(instance, other)
-    host.assert_removed(instance)
-
-
-def delete_key(host: Hypervisor, key: str) -> None:
-    """Delete an etcd key, as an operator would."""
-    certificates = host.lab.operator
-    certs = [f'--cacert={certificates}/ca.crt', f'--cert={certificates}/client.crt', f'--key={certificates}/client.key']
-    process = subprocess.run(
-        ['etcdctl', f'--endpoints=https://{host.lab.facts["etcd"]}', *certs, 'del', key],
-        env={**os.environ, 'ETCDCTL_API': '3'},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert process.stdout.strip() == '1', process
-
-
 def run_guests(host: Hypervisor, count: int) -> None:
     """Create and destroy `count` guests, three at a time."""
     with ThreadPoolExecutor(3) as threads:
@@ -240,9 +193,6 @@ def test_low_limits_at_run_time_are_enough(host: Hypervisor, limit: str) -> None
         subprocess.run(['prlimit', f'--pid={pid}', f'--{option}'], check=True)
     for instance in [host.place() for _ in range(3)]:
         host.wait_state(instance, 'active')
-
-
-# F27: destroyed twice, concurrently, or without ever existing: one release, and every client gets an answer.
 
 
 # F25: one uuid requested twice, of two computes or of one: at most one guest and one allocation.

@@ -7,7 +7,6 @@ through etcd, and the claim keeper's checks use a clock of the test.
 from __future__ import annotations
 
 import os
-import random
 import signal
 import time
 from collections.abc import Collection, Iterable
@@ -34,7 +33,6 @@ from tests.kit.hands import (
     expire_key,
     read_guests,
     restart_unarmed,
-    run_until,
     wait_killed_at,
 )
 from tests.kit.invariants import check_invariants, read_lasting_keys
@@ -195,24 +193,6 @@ def test_command_that_loses_an_answer_is_completed(cluster: Control, story: str,
     complete(cluster, scene)
 
 
-RANDOM_STORIES = ('create', 'apply', 'apply in parts', 'replace', 'prune', 'evacuate')
-# Kills of one command, before it is left alone, and the latest moment of each.
-MAX_KILLS = 8
-MAX_SECONDS = 0.6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('seed', range(3))
-@pytest.mark.parametrize('story', RANDOM_STORIES)
-def test_command_killed_at_random_moments_is_completed(cluster: Control, story: str, seed: int) -> None:
-    """F1: kill -9 of eschedule at random moments, up to eight times: repeated, exactly as requested (fake)."""
-    scene, rng = COMMAND_STORIES[story](cluster), random.Random(seed)
-    for _ in range(MAX_KILLS):
-        if run_until(cluster, scene.words, rng.uniform(0, MAX_SECONDS)) is not None:
-            break
-    complete(cluster, scene)
-
-
 @pytest.mark.slow
 def test_claim_of_a_killed_eschedule_is_released(cluster: Control, compute: Ecompute, instance: str) -> None:
     """F1: kill -9 of eschedule with its claim: its lease expires, and two checks later the claim is released (fake)."""
@@ -264,15 +244,6 @@ def continue_work(cluster: Control, work: Work) -> None:
         restart_unarmed(work.compute)
     work.check()
     check_invariants(cluster, work.compute)
-
-
-@choose_cases(COMPUTE_STORIES, ())
-def test_killed_compute_continues_its_work(cluster: Control, story: str, step: str) -> None:
-    """F2, F38, F40: kill -9 of ecompute at each failpoint: the next start completes its work, once (fake)."""
-    work = COMPUTE_STORIES[story](cluster, 1)
-    work.start('kill', step)
-    wait_killed_at(work.compute, step)
-    continue_work(cluster, work)
 
 
 @choose_cases([story for story in COMPUTE_STORIES if story != 'end'], USUAL_WORK)

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import yaml
 
 from tests.faults.etcds import SavedSnapshot, Snapshot, wipe
-from tests.kit.boot_sectors import HALT, make_boot_disk
 from tests.kit.by_hand import make_request, put_claim
 from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import check_settled, read_guests, restart_accepting_etcd
-from tests.kit.hypervisor import HOST_INVENTORY, Hypervisor
-from tests.kit.lab import Lab, make_lab_name
 from tests.kit.servers import Etcd, wait_until
 from tests.kit.story import (
     SMALL_QUERY,
@@ -68,32 +62,6 @@ def check_strange_etcd_logged(compute: Ecompute, before: int = 0) -> None:
     assert len(lines) == before + 1, lines
     assert 'ecompute --accept-new-etcd' in lines[-1]
     assert compute.is_running
-
-
-def test_identity_is_written_once_and_remembered(own_control: Control) -> None:
-    """F13: /cluster is written once, and facts seen of etcd are remembered across kill -9 (fake)."""
-    first, second = own_control.ecompute(), own_control.ecompute()
-    written = json.loads(own_control.etcd.get('/cluster') or b'{}')
-    assert written['version'] == 1
-    assert written['since'].startswith('20')
-    assert read_known_etcd(first)['identity'] == read_known_etcd(second)['identity'] == written['identity']
-    compute, instance = place(own_control)
-    wait_address(own_control, instance)
-    owner = first if first.uuid == compute else second
-    revision = int(own_control.etcd.call('kv/range', {'key': 'eA=='})['header']['revision'])
-    wait_until(
-        lambda: read_known_etcd(owner)['revision'] >= revision, 10, 'the revision of its own last write is remembered'
-    )
-    owner.kill()
-    assert read_known_etcd(owner)['revision'] >= revision
-    owner.start()
-    own_control.etcd.kill()
-    own_control.etcd.start()
-    own_control.etcd.compact()
-    boot(own_control)
-    assert json.loads(own_control.etcd.get('/cluster') or b'{}') == written
-    assert find_log_lines(first, STRANGE_ETCD_MESSAGE) + find_log_lines(second, STRANGE_ETCD_MESSAGE) == []
-    check_settled(own_control, first, second)
 
 
 @pytest.mark.parametrize('away', [pytest.param(False, marks=pytest.mark.slow), True])
@@ -266,87 +234,3 @@ def test_lost_claim_without_room_is_a_fault(own_control: Control) -> None:
     restart_accepting_etcd(compute)
     assert own_control.placement.read_allocations(instance)
     check_settled(own_control, compute)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('value', [None, '{"version": 1, "identity": "5ca1ab1e-0000-4000-8000-000000000000"}', 'x'])
-def test_changed_identity_is_noticed(own_control: Control, value: str | None) -> None:
-    """F13: /cluster deleted or replaced: noticed at the next start (fake)."""
-    compute = own_control.ecompute()
-    stop_compute(compute)
-    written = own_control.etcd.get('/cluster')
-    assert written is not None
-    if value is None:
-        own_control.etcd.delete('/cluster')
-    else:
-        own_control.etcd.put('/cluster', value)
-    compute.launch()
-    check_strange_etcd_logged(compute)
-    stop_compute(compute)
-    # Its records are intact: with the original value it works as before.
-    own_control.etcd.put('/cluster', written)
-    compute.start()
-    compute.stop(signal.SIGINT)
-    if value == 'x':
-        own_control.etcd.put('/cluster', value)
-        compute.options = ['--accept-new-etcd']
-        compute.launch()
-        wait_until(lambda: not compute.is_running, 20, 'there is nothing to accept')
-        assert '/cluster' in read_log(compute)[-1]
-    else:
-        own_control.etcd.delete('/cluster')
-        restart_accepting_etcd(compute)
-
-
-# F13 with real guests: the etcd of a lab is wiped, and accepted.
-
-
-@pytest.fixture
-def own_host() -> Iterator[Hypervisor]:
-    """A host of a lab of this test's own, because wiping its etcd affects every host."""
-    if os.geteuid() != 0:
-        pytest.skip('hypervisors in namespaces need root')
-    lab = Lab(make_lab_name('etcd'), 1)
-    try:
-        (lab.directory / 'images/idle.raw').write_bytes(make_boot_disk(HALT))
-        host = Hypervisor(lab, 'hv1')
-        host.compute = lab.read_compute('hv1')
-        config = host.directory / 'compute.yaml'
-        config.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), 'inventory': HOST_INVENTORY}))
-        host.restart()
-        yield host
-    finally:
-        lab.close()
-
-
-@pytest.mark.slow
-@pytest.mark.history_broken('etcd is wiped')
-def test_wiped_etcd_keeps_guests_running(own_host: Hypervisor) -> None:
-    """F13: etcd wiped while guests run: they keep running through a restart and the acceptance (libvirt)."""
-    first, second = own_host.start_instance(), own_host.start_instance()
-    qemus = {name: own_host.find_qemu(name) for name in (first, second)}
-    assert all(qemus.values())
-    destroyed = own_host.start_instance()
-    own_host.request_destroy(destroyed)
-    own_host.wait_state(destroyed, 'gone')
-    own_host.lab.wipe_etcd()
-    wait_until(lambda: own_host.find_log_lines('is not the one this compute knew'), 30, 'it is loud')
-    assert own_host.is_running
-    own_host.kill(signal.SIGTERM)
-    own_host.launch()
-    wait_until(lambda: own_host.find_log_lines('is not the one this compute knew'), 30, 'it is loud again')
-    assert {name: own_host.find_qemu(name) for name in qemus} == qemus
-    assert own_host.lab.read_etcd('/') == {}
-    own_host.kill(signal.SIGTERM)
-    own_host.launch('', '--accept-new-etcd')
-    own_host.wait_ready()
-    for instance in qemus:
-        own_host.wait_state(instance, 'active', fault=None)
-    assert {name: own_host.find_qemu(name) for name in qemus} == qemus
-    own_host.check_settled()
-    own_host.restart()
-    own_host.request_destroy(first, second)
-    for instance in qemus:
-        own_host.wait_state(instance, 'gone')
-        own_host.assert_removed(instance)
-    own_host.check_settled()

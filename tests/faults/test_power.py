@@ -51,21 +51,6 @@ def test_reacting_and_deaf_guests_stop_and_start(host: Hypervisor) -> None:
 
 
 @pytest.mark.slow
-def test_restart_during_the_grace_period(host: Hypervisor) -> None:
-    """F38: ecompute killed during a guest's time to turn itself off: it gets that time once more only (libvirt)."""
-    instance = host.start_instance()
-    host.request_action('stop', instance)
-    wait_until(lambda: host.find_log_lines('SHUT DOWN INSTANCE', instance), 20, 'it was asked')
-    assert host.find_qemu(instance), 'it has a minute'
-    host.restart(numbers={'planner.SHUTDOWN_GRACE_SECONDS': 1})
-    host.wait_state(instance, 'stopped')
-    assert read_domain_state(host, instance) == 'shut off (destroyed)'
-    host.request_action('start', instance)
-    host.wait_state(instance, 'active')
-    host.check_settled()
-
-
-@pytest.mark.slow
 def test_frozen_qemu_is_switched_off(host: Hypervisor) -> None:
     """F38: a frozen QEMU accepts no command: it is switched off anyway, and no worker hangs (libvirt)."""
     host.restart(numbers={'planner.SHUTDOWN_GRACE_SECONDS': 2})

@@ -26,7 +26,6 @@ from tests.kit.audit import run_audit
 from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import (
     Eschedule,
-    check_claims_twice,
     check_settled,
     count_losses,
     read_guests,
@@ -37,7 +36,6 @@ from tests.kit.story import (
     IMAGE,
     SMALL_QUERY,
     boot,
-    boot_all,
     find_log_lines,
     parse_notice,
     place,
@@ -338,18 +336,6 @@ def test_missing_claim_is_found_by_the_audit(own_control: Control, compute: Ecom
     assert own_control.eschedule('destroy', since, before).code == 0
     for instance in (since, before):
         wait_state(own_control, instance, 'gone')
-
-
-@pytest.mark.slow
-def test_outdated_claim_is_released(own_control: Control, compute: Ecompute) -> None:
-    """F17: placement restored from before a destroy: the compute releases the outdated claim (fake)."""
-    surviving, since = boot_all(own_control, 2)
-    save(own_control)
-    assert own_control.eschedule('destroy', '--wait', since).code == 0
-    restore(own_control)
-    assert own_control.placement.read_consumers(compute.uuid).keys() == {surviving, since}
-    check_claims_twice(own_control, compute, read_guests(compute))
-    assert own_control.placement.read_consumers(compute.uuid).keys() == {surviving}
 
 
 def test_missing_provider_is_recreated_at_start(own_control: Control) -> None:

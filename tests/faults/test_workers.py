@@ -23,13 +23,6 @@ def make_image_name() -> str:
     return f'idle.raw?{uuid.uuid4()}'
 
 
-def wait_for_death(host: Hypervisor, pid: int) -> str:
-    """Wait for the log line in which ecompute reports the end of a worker; return it."""
-    return wait_until(
-        lambda: ''.join(host.find_log_lines(f'worker {pid} ended')[:1]), 5, f'the end of worker {pid} is noticed'
-    )
-
-
 @pytest.mark.parametrize('step', mark_slow_steps(BUILD_FAILPOINTS, 'domain-started'))
 def test_worker_killed_during_a_build(host: Hypervisor, step: str) -> None:
     """F3: kill -9 of a worker at a step of a build, once: the next one builds it (libvirt)."""
@@ -98,59 +91,6 @@ def test_every_worker_of_a_destroy_killed(host: Hypervisor) -> None:
     host.wait_state(instance, 'gone')
     host.assert_removed(instance)
     assert host.read_record(other)['attempts'] == 0
-    host.check_settled()
-
-
-@pytest.mark.slow
-def test_worker_killed_during_a_download(host: Hypervisor, slow_images: SlowImages) -> None:
-    """F3: kill -9 of a worker during a download: noticed soon, the tasks of others are not affected (libvirt)."""
-    instance = host.place(slow_images.make_url(make_image_name()))
-    pid = host.wait_downloader()
-    other = host.place(slow_images.make_url(make_image_name()))
-    wait_until(lambda: len(list((host.state / 'images').glob('*.part'))) == 2, 30, 'both are downloading')
-    os.kill(pid, signal.SIGKILL)
-    wait_for_death(host, pid)
-    host.wait_state(instance, 'building', attempts=1)
-    slow_images.release()
-    assert host.wait_state(other, 'active')['attempts'] == 0
-    assert host.wait_state(instance, 'active')['attempts'] == 1
-    host.check_settled()
-
-
-@pytest.mark.slow
-def test_all_workers_killed_repeatedly(host: Hypervisor) -> None:
-    """F3: kill -9 of every worker, repeatedly, during builds and destroys: each completes as requested (libvirt)."""
-    surviving, doomed = host.start_instance(), host.start_instance()
-    before = host.find_qemu(surviving)
-    building = host.place()
-    host.request_destroy(doomed)
-    for _ in range(3):
-        killed = wait_until(host.list_workers, 30, 'there are workers')
-        for pid in killed:
-            os.kill(pid, signal.SIGKILL)
-        for pid in killed:
-            wait_for_death(host, pid)
-    # An instance that lost three workers is in error and has left nothing.
-    wait_until(lambda: host.read_record(building).get('state') in ('active', 'error'), 60, 'the build ends')
-    host.wait_state(doomed, 'gone')
-    host.assert_removed(doomed)
-    assert host.find_qemu(surviving) == before
-    host.check_settled()
-
-
-@pytest.mark.slow
-def test_worker_frozen_during_a_download(host: Hypervisor, slow_images: SlowImages) -> None:
-    """F3: SIGSTOP of a worker in a build: others are built and destroyed, SIGCONT completes it (libvirt)."""
-    instance = host.place(slow_images.make_url(make_image_name()))
-    pid = host.wait_downloader()
-    os.kill(pid, signal.SIGSTOP)
-    slow_images.release()
-    other = host.start_instance()
-    host.request_destroy(other)
-    host.wait_state(other, 'gone')
-    assert host.read_record(instance)['state'] == 'building'
-    os.kill(pid, signal.SIGCONT)
-    assert host.wait_state(instance, 'active')['attempts'] == 0
     host.check_settled()
 
 

@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -24,7 +23,7 @@ from tests.kit.audit import wait_audit_clean
 from tests.kit.commands import Command, Control, Ecompute
 from tests.kit.invariants import check_invariants, read_lasting_keys
 from tests.kit.process import is_stopped
-from tests.kit.servers import SLOWDOWN_FACTOR, b64, wait_until
+from tests.kit.servers import b64, wait_until
 from tests.kit.story import read_log
 
 LARGE_INVENTORY = 'VCPU:64,DISK_GB:64,MEMORY_MB:65536'
@@ -65,18 +64,6 @@ class Eschedule(Command):
             return self._record.names[-1:] == [failpoint] and is_stopped(self.pid)
 
         wait_until(is_frozen, 30, f'eschedule is frozen at {failpoint}')
-
-
-def run_until(control: Control, words: Sequence[str], seconds: float) -> float | None:
-    """Run eschedule, and kill it after `seconds`; return None, or how long it took if it ended before that."""
-    began = time.monotonic()
-    with Eschedule(control, *words) as eschedule:
-        try:
-            result = eschedule.wait(seconds / SLOWDOWN_FACTOR)
-        except subprocess.TimeoutExpired:
-            return None
-        assert result.code == 0, result
-        return time.monotonic() - began
 
 
 class ArmedEcompute(Ecompute):

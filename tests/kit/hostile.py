@@ -136,27 +136,6 @@ HOSTILE: list[tuple[bytes | str | dict[str, Any], str]] = [
 ]
 
 
-HOSTILE_NAMES = [
-    '../../etc/passwd',
-    '..',
-    '',
-    INSTANCE.upper(),
-    '{' + INSTANCE + '}',
-    'urn:uuid:' + INSTANCE,
-    INSTANCE.replace('-', ''),
-    INSTANCE + '\n',
-    ' ' + INSTANCE,
-    '-x',
-    'a b',
-    '<disk/>',
-    "\"/><source file='/etc/shadow'/>",
-    'x' * 300,
-    'd578fb7c-7787-4e73-b69a-a7b3ef9bf73а',  # the last letter is Cyrillic
-    'd578fb7c\x00',
-    '�',
-]
-
-
 HOSTILE_TEXTS = [
     '<x/>',
     ']]>',

@@ -64,21 +64,19 @@ class Hypervisor:
 
     # ecompute
 
-    def launch(
-        self, failpoint: str = '', *options: str, numbers: Mapping[str, float] | None = None, trace: Path | None = None
-    ) -> None:
+    def launch(self, failpoint: str = '', *options: str, numbers: Mapping[str, float] | None = None) -> None:
         """Start ecompute, armed with `failpoint` (see ecomp.failpoints), without waiting.
 
-        For `numbers` and `trace` see tests/kit/tuned.py.
+        For `numbers` see tests/kit/tuned.py.
         """
         host = self._load_host()
-        self.armed_failpoint, self.is_tuned = failpoint, bool(numbers or trace)
+        self.armed_failpoint, self.is_tuned = failpoint, bool(numbers)
         self._fired_path = self.directory / f'fired-{next(_numbers)}'
         paths = {'PATH': get_search_path(), 'PYTHONPATH': machine.make_python_path()}
         env = {**os.environ, **paths, 'ECOMP_FAILPOINT': failpoint, 'ECOMP_FAILPOINT_FIRED': str(self._fired_path)}
         self._log_offset = host.log.stat().st_size if host.log.exists() else 0
         config = str(self.directory / 'compute.yaml')
-        program = ['-c', make_patched_program(numbers or {}, trace)] if self.is_tuned else ['-m', 'ecomp.compute']
+        program = ['-c', make_patched_program(numbers or {})] if self.is_tuned else ['-m', 'ecomp.compute']
         command = [sys.executable, *program, '--config', config, *options]
         with host.log.open('ab') as log:
             # In virtlogd's namespaces, because virtlogd outlives libvirtd.

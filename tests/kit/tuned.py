@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from tests.kit.commands import Control
@@ -11,15 +10,7 @@ from tests.kit.hands import ArmedEcompute
 
 PATCHED_PROGRAM = """
 import sys
-import threading
 from importlib import import_module
-start = threading.Thread.start
-def traced(thread):
-    with open('{trace}', 'a') as names:
-        print(thread.name, file=names)
-    start(thread)
-if '{trace}':
-    threading.Thread.start = traced
 for setting in filter(None, '{numbers}'.split(',')):
     where, _, value = setting.partition('=')
     module, _, name = where.rpartition('.')
@@ -31,14 +22,9 @@ sys.exit(main())
 """
 
 
-def make_patched_program(numbers: Mapping[str, float], trace: Path | None = None) -> str:
-    """Return a program that is ecompute with these constants.
-
-    It writes the names of the threads it starts to `trace`.
-    """
-    return PATCHED_PROGRAM.format(
-        numbers=','.join(f'{name}={value}' for name, value in numbers.items()), trace=trace or ''
-    )
+def make_patched_program(numbers: Mapping[str, float]) -> str:
+    """Return a program that is ecompute with these constants."""
+    return PATCHED_PROGRAM.format(numbers=','.join(f'{name}={value}' for name, value in numbers.items()))
 
 
 class TunedEcompute(ArmedEcompute):

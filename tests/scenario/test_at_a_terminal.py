@@ -83,14 +83,16 @@ def start_screen(control: Control, *words: str, height: int = 24) -> Iterator[Sc
         terminal.end()
 
 
-def read_terminal_lines(control: Control, *words: str, columns: int = 80, **more: str) -> list[str]:
+def read_terminal_lines(
+    control: Control, *words: str, columns: int = 80, with_stderr: bool = False, **more: str
+) -> list[str]:
     """Return the lines that a successful command writes on a terminal."""
-    started_at, terminal = time.monotonic(), Screen(control, *words, columns=columns, **more)
+    started_at = time.monotonic()
+    terminal = Screen(control, *words, columns=columns, with_stderr=with_stderr, **more)
     code, err = terminal.end()
     # The journal gets the output as it would be without a terminal: in one line.
-    JOURNAL.add_run(
-        words, code, (' '.join(terminal.output.split('\r\n')).strip() + '\n', err), started_at, terminal.process.pid
-    )
+    output = [line for line in terminal.output.split('\r\n') if not line.startswith('eschedule: ')]
+    JOURNAL.add_run(words, code, (' '.join(output).strip() + '\n', err), started_at, terminal.process.pid)
     assert code == 0, (words, terminal.output, err)
     return terminal.output.replace('\r\n', '\n').removesuffix('\n').split('\n')
 
@@ -132,7 +134,8 @@ def test_no_line_is_wrapped_at_80_columns_and_only_terminals_have_colours(guests
     notice = read_terminal_lines(guests, SMALL_QUERY, '--name', 'new')
     assert max(map(len, notice)) <= 80
     assert re.fullmatch('NOTIFIED TARGET, [0-9a-f-]{36}, OF INSTANCE [0-9a-f-]{36}', ' '.join(notice))
-    assert len(read_terminal_lines(guests, SMALL_QUERY, '--name', 'wider', columns=120)) == 1
+    _, host = read_terminal_lines(guests, SMALL_QUERY, '--name', 'wider', columns=120, with_stderr=True)
+    assert host.startswith('eschedule: wider is on ')
     assert run_in_process(guests, 'destroy', '--wait', 'new', 'wider').code == 0
     # Refusals are broken at spaces and complete.
     for words in REFUSED_COMMANDS:

@@ -9,11 +9,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from ecomp.conf import EtcdConfig
-from ecomp.store.history import History
 from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import Eschedule, read_revision
-from tests.kit.servers import Etcd, wait_until
+from tests.kit.servers import wait_until
 from tests.kit.story import SMALL_QUERY, assert_one_line, boot, place
 
 
@@ -96,14 +94,3 @@ def test_events_after_compaction_name_the_first_kept_revision(own_control: Contr
     words = strip_times(done.stdout)
     assert is_subsequence(words, f'{instance}: stop accepted', f'{instance}: stopped'), words
     assert f'{instance}: active' not in words
-
-
-def test_history_ends_though_a_foreign_key_is_last(own_etcd: Etcd) -> None:
-    """The last revision belongs to a foreign key, so etcd's progress report ends the history."""
-    own_etcd.put('/names/a', '1')
-    own_etcd.put('somebody-else', '1')
-    history = History(EtcdConfig((own_etcd.endpoint,)), False, print)
-    try:
-        assert [change.key for changes in history for change in changes] == ['/names/a']
-    finally:
-        history.close()

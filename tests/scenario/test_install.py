@@ -1,4 +1,4 @@
-"""The wheel without libvirt: all four commands exist and do what they can without it; and it replaces ecomp's."""
+"""The wheel without libvirt: all four commands exist and do what they can without it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from tests.kit.commands import Control
 from tests.kit.journal import JOURNAL
-from tests.kit.servers import TOP, wait_until
+from tests.kit.servers import wait_until
 from tests.kit.story import NOTIFIED_PATTERN, SMALL_QUERY
 from tests.kit.tree import copy_tree
 from tests.kit.wheels import build_wheel
@@ -109,53 +109,3 @@ def test_missing_extras_are_named(programs: Path, tmp_path: Path, cluster: Contr
     done = run_installed(programs / 'elab', 'certs', 'certs', '--disable', cwd=tmp_path)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert "cryptography, etcd3. Fix: pip install '.[lab]'" in done.stderr
-
-
-# The package's name was ecomp up to 1.1.
-
-
-def build_previous_wheel(directory: Path) -> Path:
-    """Build the wheel of the last commit under the previous name, and return its path."""
-
-    def git(*words: str) -> str:
-        return subprocess.run(['git', '-C', TOP, *words], check=True, capture_output=True, text=True).stdout.strip()
-
-    rename = git('log', '-1', '--format=%H', "-Sname='etcd-compute'", '--', 'setup.py')
-    assert rename, 'the history of setup.py is missing. Fix: git fetch --unshallow'
-    archive, clone = directory / 'previous.tar', directory / 'previous'
-    git('archive', f'--output={archive}', f'{rename}^')
-    clone.mkdir()
-    subprocess.run(['tar', '-C', clone, '-xf', archive], check=True)
-    return build_wheel(clone, directory)
-
-
-def list_packages(python: Path) -> set[str]:
-    """Return the names of an environment's packages that are ecomp's."""
-    result = run_installed(python, '-m', 'pip', 'list', '--format=freeze', cwd=python.parent)
-    return {re.split('==| @ ', line)[0] for line in result.stdout.splitlines()} & {'ecomp', 'etcd-compute'}
-
-
-def test_quickstart_replaces_the_package_of_the_previous_name(tmp_path: Path) -> None:
-    """Both have the same files: uninstalled later, the previous one would take the commands of the new one."""
-    clone = tmp_path / 'clone'
-    copy_tree(clone)
-    subprocess.run([sys.executable, '-m', 'venv', clone / '.venv'], check=True)
-    python = clone / '.venv/bin/python'
-    previous = build_previous_wheel(tmp_path)
-    done = run_installed(python, '-m', 'pip', 'install', previous, cwd=tmp_path)
-    assert done.returncode == 0, done
-    assert list_packages(python) == {'ecomp'}
-
-    # The dependencies are there already, and libvirt's bindings, which take a compiler, are not needed.
-    (clone / 'constraints.txt').write_text('')
-    script = (clone / 'quickstart.sh').read_text()
-    start = script.index('make_venv() {')
-    make_venv = script[start : script.index('\n}\n', start) + 3]
-    stubs = 'set -euo pipefail; begin() { :; }; finish() { :; }; quietly() { "$@" >&2; }'
-    done = run_installed('bash', '-c', f'{stubs}\n{make_venv}\nmake_venv', cwd=clone)
-    assert done.returncode == 0, done
-
-    assert list_packages(python) == {'etcd-compute'}
-    for command in ('eschedule', 'ecompute'):
-        done = run_installed(clone / '.venv/bin' / command, '--version', cwd=tmp_path)
-        assert (done.returncode, done.stderr) == (0, ''), done

@@ -26,49 +26,12 @@ from tests.kit.lab import BOOT_SECONDS, NOTIFIED_PATTERN, Lab, is_alive, is_serv
 from tests.kit.lab_fixtures import SSH_KEY
 from tests.kit.servers import wait_until
 
-# Real hypervisors: three hosts, with placement, build, restart and destroy checked in libvirt, etcd and placement.
+# Real hypervisors: three hosts, with placement, build and destroy checked in libvirt, etcd and placement.
 
 
 QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'
 # Too small for the guest's kernel: for disks that boot nothing.
 SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGKILL])
-def test_restarted_ecompute_keeps_guests_and_catches_up(lab: Lab, number: int) -> None:
-    """The host is closed while ecompute is down; requests of that time are carried out later."""
-    host, running_guest = lab.place(SMALL, lab.make_url('idle.raw'), '--wait=started')
-    compute = lab.read_compute(host)
-    _, to_go = lab.place(f'{SMALL}&in_tree={compute}', lab.make_url('idle.raw'), '--wait=started')
-    before = lab.virsh(host, 'domid', running_guest)
-    lab.stop_ecompute(host, number)
-
-    inventory = lab.get_placement(f'/resource_providers/{compute}/inventories')['inventories']['VCPU']
-    if number != signal.SIGKILL:
-        assert inventory['reserved'] == inventory['total']
-        refused = lab.eschedule(f'{SMALL}&in_tree={compute}', lab.make_url('idle.raw'))
-        assert refused.code == 3
-        assert refused.stdout == 'NO ALLOCATIONS LEFT\n'
-    assert lab.eschedule('destroy', to_go).code == 0
-    written = _write_request_of_2019(lab, host) if number == signal.SIGKILL else None
-
-    lab.start_ecomputes()
-    inventory = lab.get_placement(f'/resource_providers/{compute}/inventories')['inventories']['VCPU']
-    assert inventory['reserved'] == 0
-    wait_until(lambda: _read_state(lab, to_go) == 'gone', 60, 'the destroy written meanwhile is carried out')
-    if written:
-        wait_until(lambda: _read_state(lab, written) == 'active', 60, 'the request written meanwhile is carried out')
-    assert lab.virsh(host, 'domid', running_guest) == before
-    lab.check()
-
-
-def test_workers_of_a_killed_ecompute_end(lab: Lab) -> None:
-    pid = lab.read_ecompute_pid('hv1')
-    children = Path(f'/proc/{pid}/task/{pid}/children').read_text().split()
-    assert children
-    lab.stop_ecompute('hv1', signal.SIGKILL)
-    wait_until(lambda: not any(is_alive(int(child)) for child in children), 10, 'workers and metadata server end')
 
 
 def test_defaults_work_without_configuration(tmp_path: Path) -> None:
@@ -151,18 +114,6 @@ def _read_state(lab: Lab, instance: str) -> str:
     A command for each check would take more CPU time than the guests.
     """
     return str(json.loads(lab.read_record(instance) or b'{}').get('state', ''))
-
-
-def _write_request_of_2019(lab: Lab, host: str) -> str:
-    """Write a claim and a request as a client of 2019 makes them, while ecompute is down."""
-    compute, instance = lab.read_compute(host), str(uuid.uuid4())
-    allocations = {compute: {'resources': {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 64}}}
-    claim = {'allocations': allocations, 'user_id': 'somebody', 'project_id': 'theirs', 'consumer_generation': None}
-    body = {**claim, 'consumer_type': 'INSTANCE'}
-    lab.put_claim(instance, body)
-    value = {**claim, 'instance': instance, 'image': lab.make_url('idle.raw')}
-    lab.put_key(f'/hosts/{compute}/{instance}', json.dumps(value))
-    return instance
 
 
 # Small guests that really boot: their metadata by network and disk, their addresses, and their failures.

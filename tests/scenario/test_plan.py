@@ -3,50 +3,12 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections import Counter
 
 from tests.kit.commands import Control, Result
 from tests.kit.story import IMAGE, SMALL_QUERY, assert_one_line, place
 
 TOY = 'VCPU:8,DISK_GB:100,MEMORY_MB:4096'
-
-
-def plan_computes(cluster: Control, *words: str) -> list[str]:
-    result = cluster.eschedule('plan', SMALL_QUERY, '-f', 'json', *words)
-    assert result.code == 0, result
-    return [row['compute'] for row in json.loads(result.stdout)]
-
-
-def test_instances_are_spread_by_default_and_packed_on_request(cluster: Control) -> None:
-    computes = [cluster.ecompute(TOY).uuid for _ in range(3)]
-    # Each goes to a compute that has the fewest, and every compute gets some.
-    assert Counter(place(cluster, SMALL_QUERY, IMAGE)[0] for _ in range(6)) == dict.fromkeys(computes, 2)
-    fullest = place(cluster, SMALL_QUERY, IMAGE, '--on', computes[1])[0]
-    assert fullest == computes[1]
-    assert [place(cluster, SMALL_QUERY, IMAGE, '--weigh', 'pack')[0] for _ in range(3)] == [fullest] * 3
-    assert {place(cluster, SMALL_QUERY, IMAGE)[0] for _ in range(2)} == set(computes) - {fullest}
-
-
-def test_plan_predicts_the_placement_of_an_instance(cluster: Control) -> None:
-    sizes = ('VCPU:8,DISK_GB:100,MEMORY_MB:4096', 'VCPU:2,DISK_GB:100,MEMORY_MB:4096', TOY)
-    computes = [cluster.ecompute(size).uuid for size in sizes]
-    for number in (0, 0, 2):
-        place(cluster, SMALL_QUERY, '--on', computes[number])
-    expected = [computes[number] for number in (2, 0, 1)]
-    before = cluster.placement.read_consumers(computes[2])
-    assert plan_computes(cluster) == expected
-    assert plan_computes(cluster, '--weigh', 'pack') == expected[::-1]
-    assert cluster.placement.read_consumers(computes[2]) == before, 'nothing is claimed'
-    assert place(cluster, SMALL_QUERY, IMAGE)[0] == expected[0]
-    lines = cluster.eschedule('plan', SMALL_QUERY, '--weigh=pack').stdout.splitlines()
-    assert lines[0].split() == ['COMPUTE', 'HOST', 'WEIGHT', *(
-        word for name in ('VCPU', 'MEMORY_MB', 'DISK_GB') for word in (name, 'USED/CAPACITY')
-    ), 'INSTANCES']  # fmt: skip
-    assert lines[1].split()[:4] == [computes[1], socket.gethostname(), '0.50', '0/2']
-    assert [line.split()[-1] for line in lines[1:]] == ['1', '0', '0']
-    done = cluster.eschedule('plan', SMALL_QUERY.replace('VCPU:1', 'VCPU:9'))
-    assert (done.code, done.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
 
 
 def count_by_compute(done: Result) -> Counter[str]:

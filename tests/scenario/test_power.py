@@ -7,7 +7,7 @@ import socket
 from datetime import datetime
 
 from tests.kit.commands import Control, Ecompute
-from tests.kit.hands import Eschedule, list_running_guests
+from tests.kit.hands import list_running_guests
 from tests.kit.invariants import check_invariants
 from tests.kit.servers import wait_until
 from tests.kit.story import (
@@ -157,17 +157,3 @@ def test_failed_start_reports_its_reason_and_is_not_retried(cluster: Control, co
     wait_until(lambda: (read_record(cluster, instance) or {})['fault'] is None, 20, 'it is mended')
     assert list_running_guests(compute) == set(), 'what failed is over'
     switch(cluster, 'start', instance)
-
-
-def test_waiting_stop_reports_a_later_request(cluster: Control, compute: Ecompute) -> None:
-    instance = boot(cluster)
-    compute.pause()
-    with Eschedule(cluster, 'stop', '--wait', instance) as stop_command:
-        wait_until(
-            lambda: b'"stop"' in (cluster.etcd.get(f'/hosts/{compute.uuid}/{instance}') or b''), 20, 'it is asked'
-        )
-        assert cluster.eschedule('start', instance).code == 0
-        compute.resume()
-        ended = stop_command.wait()
-    assert ended.code == 5, ended
-    assert 'another power change was requested' in ended.stderr

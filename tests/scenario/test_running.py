@@ -25,7 +25,6 @@ from ecomp.model.order import Request, to_json
 from tests.kit.commands import Control, Ecompute, run_module
 from tests.kit.ear import NotifySocket
 from tests.kit.hands import check_settled
-from tests.kit.hypervisor import Hypervisor
 from tests.kit.invariants import check_invariants, read_lasting_keys
 from tests.kit.many import ManyComputes
 from tests.kit.servers import TOP, Etcd, free_port, make_environment, wait_until
@@ -41,7 +40,7 @@ from tests.kit.story import (
     wait_address,
     wait_state,
 )
-from tests.kit.tuned import make_patched_program, make_tuned
+from tests.kit.tuned import make_tuned
 from tests.scenario.queued import enqueue_request, list_waiting, record_placement_calls
 
 # The load of idle computes: threads of their process, calls to placement, operations of etcd.
@@ -200,16 +199,6 @@ def test_ends_leave_no_lease_without_a_key(small_cluster: Control) -> None:
 # The threads of a running ecompute are in the table of ecomp.agent's docstring, and each name in it exists.
 
 
-# Threads of every ecompute that carries out requests.
-COMMON_THREADS = frozenset(
-    {
-        *('timer', 'planner_N', 'build_N', 'task_N', 'minute_N', 'presence', 'audits_N', 'follow /hosts/'),
-        *('follow /audit/', 'known etcd', 'etcd'),
-    }
-)
-LIBVIRT_THREADS = frozenset({'libvirt-events', 'libvirt-open', 'libvirt-reopen', 'to a worker', 'scrub', 'Thread-N'})
-
-
 THREAD_STARTERS = ('Thread', 'ThreadPoolExecutor')
 # Callables that start threads; for some modules there are more.
 THREAD_STARTERS_BY_MODULE = {'jobs.py': ('Thread', 'DaemonThreadPool')}
@@ -218,49 +207,6 @@ THREAD_STARTERS_BY_MODULE = {'jobs.py': ('Thread', 'DaemonThreadPool')}
 def read_documented_names() -> set[str]:
     """Return the names in the table."""
     return set(re.findall(r'^    (\S.*?)  +\S', ecomp.agent.__doc__ or '', re.MULTILINE))
-
-
-def read_traced_names(trace: Path) -> set[str]:
-    """Return the names in a trace, in the form of the table."""
-    names = (re.sub('[0-9a-f]{8}-[0-9a-f-]{27}/', '', line) for line in trace.read_text().splitlines())
-    return {re.sub(r'^Thread-\d+.*', 'Thread-N', re.sub(r'_\d+$', '_N', name)) for name in names}
-
-
-class TracedComputes(ManyComputes):
-    """Fake computes that record the name of each thread that they start."""
-
-    @property
-    def trace(self) -> Path:
-        return self.directory / 'threads'
-
-    def command(self) -> list[str]:
-        """Return the command that starts them with the recording patch."""
-        python, _, _, *words = super().command()
-        return [python, '-c', make_patched_program({}, self.trace), *words]
-
-
-def test_threads_of_fake_computes_are_documented(cluster: Control) -> None:
-    many = TracedComputes(cluster, 2, queues=True)
-    many.start()
-    _, instance = parse_notice(cluster.eschedule(SMALL_QUERY))
-    wait_address(cluster, instance)
-    assert cluster.eschedule('flavor', 'set', 'small', SMALL_QUERY).code == 0
-    wait_state(cluster, cluster.eschedule('--queue', '--flavor', 'small').stdout.split()[-1], 'active')
-    wait_until(lambda: read_traced_names(many.trace) >= COMMON_THREADS, 90, 'each of them was started')
-    assert many.stop() == 0
-    assert read_traced_names(many.trace) == {*COMMON_THREADS, 'confirm', 'queues_N', 'start_N', 'end_N'}
-    assert read_traced_names(many.trace) <= read_documented_names()
-
-
-@pytest.mark.slow
-def test_threads_of_a_hypervisor_are_documented(host: Hypervisor, tmp_path: Path) -> None:
-    trace = tmp_path / 'threads'
-    host.kill()
-    host.launch(trace=trace)
-    host.wait_ready()
-    host.request_destroy(host.start_instance())
-    wait_until(lambda: read_traced_names(trace) >= COMMON_THREADS | LIBVIRT_THREADS, 90, 'each of them was started')
-    assert read_traced_names(trace) <= read_documented_names()
 
 
 def test_every_thread_in_the_source_is_documented() -> None:

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import base64
 import json
-import socket
 import uuid
 from collections import Counter
 from pathlib import Path
 
-from tests.kit.commands import Control, Ecompute, run_eschedule_process, write_config
-from tests.kit.faulty_placement import FaultyPlacement
+from tests.kit.commands import Control, Ecompute, write_config
 from tests.kit.hands import check_settled, expire_key
 from tests.kit.invariants import read_lasting_keys
 from tests.kit.sharing import parse_notices, read_members, read_usage, start_computes
@@ -43,30 +41,6 @@ def read_allocations(cluster: Control, computes: list[Ecompute]) -> dict[str, di
         for compute in computes
         for name, amounts in cluster.placement.read_consumers(compute.uuid).items()
     }
-
-
-def test_set_costs_one_query_and_at_most_two_claims(cluster: Control) -> None:
-    count = 20
-    computes = start_computes(cluster, *[TOY] * (count // 5))
-    calls: list[tuple[str, str]] = []
-    with FaultyPlacement(cluster.placement.port) as placement:
-        # Every request passes and is recorded.
-        placement.fail('broken', lambda method, path: bool(calls.append((method, path.split('?')[0]))))
-        config = write_config(cluster.directory / 'counted.yaml', cluster.etcd.endpoint, placement.url)
-        done = run_eschedule_process(config, SMALL_QUERY, IMAGE, '--count', str(count))
-    assert done.code == 0, done
-    assert Counter(calls)['GET', '/allocation_candidates'] == 1
-    assert 1 <= Counter(calls)['POST', '/allocations'] <= 2
-    assert {path for _, path in calls} == {'/allocation_candidates', '/allocations'}
-    pairs = parse_notices(done.stdout)
-    assert len({instance for _, instance in pairs}) == count
-    # Spread puts five on each.
-    assert Counter(compute for compute, _ in pairs) == {host.uuid: 5 for host in computes}
-    for _, instance in pairs:
-        wait_state(cluster, instance, 'active')
-    small = {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}
-    assert read_allocations(cluster, computes) == {instance: small for _, instance in pairs}
-    assert cluster.etcd.list_keys('/requests/') == []
 
 
 def test_set_is_placed_whole_or_with_at_least_min(cluster: Control) -> None:
@@ -154,14 +128,8 @@ def test_set_has_names_user_data_and_a_repeatable_uuid(cluster: Control, tmp_pat
 # Groups: together or apart under concurrent requests, and the reasons of refusals.
 
 
-ROOMY_INVENTORY = 'VCPU:20,DISK_GB:100,MEMORY_MB:4096'
 ANTI_AFFINITY = ('--policy', 'anti-affinity')
 AFFINITY = ('--policy', 'affinity')
-
-
-def make_display_name(compute: str) -> str:
-    """Return the displayed name of a compute: all computes of a test are on one host."""
-    return f'{socket.gethostname()} ({compute})'
 
 
 def test_members_are_kept_apart_or_together(cluster: Control) -> None:

@@ -1,17 +1,11 @@
-"""Waiting: for a stage or the end, with a time limit, and with the reason of a failure."""
+"""Waiting: for a stage or the end, with a time limit."""
 
 from __future__ import annotations
 
 import json
-import signal
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from ecomp.model.record import STAGES
 from tests.kit.commands import Control, Ecompute, Result
-from tests.kit.hands import Eschedule
-from tests.kit.servers import wait_until
 from tests.kit.story import (
     SMALL_QUERY,
     UNKNOWN_UUID,
@@ -21,16 +15,6 @@ from tests.kit.story import (
     wait_address,
     wait_state,
 )
-
-
-@contextmanager
-def start_waiting(control: Control, instance: str) -> Iterator[Eschedule]:
-    """Start an eschedule that waits for a new instance, and yield it after the delivery."""
-    with Eschedule(control, '--uuid', instance, '--wait', SMALL_QUERY) as wait_command:
-        wait_until(
-            lambda: any(key.endswith(instance) for key in control.etcd.list_keys('/hosts/')), 20, 'it is delivered'
-        )
-        yield wait_command
 
 
 def test_wait_for_stages_and_for_several_instances(cluster: Control, compute: Ecompute) -> None:
@@ -69,33 +53,3 @@ def test_wait_for_stages_and_for_several_instances(cluster: Control, compute: Ec
     wait_state(cluster, instances[0], 'gone')
     assert_one_line(cluster.eschedule('wait', instances[0]), 4, instances[0], 'gone since')
     assert cluster.eschedule('wait', unseen).stdout == f'{wait_address(cluster, unseen)}\n'
-
-
-def test_interrupted_wait_does_not_stop_the_work(cluster: Control, compute: Ecompute) -> None:
-    compute.pause()
-    instance = str(uuid.uuid4())
-    with start_waiting(cluster, instance) as wait_command:
-        output = wait_until(lambda: wait_command.stdout, 20, 'it says where it is')
-        assert parse_notice(Result(0, output, '')) == (compute.uuid, instance)
-        wait_command.send_signal(signal.SIGINT)
-        next_command = f'eschedule --config {cluster.schedule_yaml} wait {instance}'
-        assert_one_line(wait_command.wait(30), 6, f'interrupted; the operation continues. Try: {next_command}')
-    compute.resume()
-    wait_address(cluster, instance)
-
-
-def test_wait_reports_a_failed_build(cluster: Control, compute: Ecompute) -> None:
-    compute.pause()
-    instance = str(uuid.uuid4())
-    with start_waiting(cluster, instance) as wait_command:
-        # Its allocation is deleted, so it must not be built.
-        cluster.placement.call('DELETE', f'/allocations/{instance}')
-        compute.resume()
-        ended = wait_command.wait(30)
-    reason = 'placement holds no allocation'
-    assert_one_line(ended, 1, instance, 'failed at stage scheduled', reason)
-    failed = cluster.eschedule(instance)
-    assert_one_line(failed, 1, instance, 'failed at stage scheduled', reason)
-    assert failed.stdout == ''
-    shown = json.loads(cluster.eschedule('show', '-f', 'json', instance).stdout)
-    assert (shown['state'], shown['error']['stage']) == ('error', 'scheduled')
