@@ -269,7 +269,7 @@ def test_members_of_the_set_are_distinguished_from_group_members(world: Explaine
 
 
 @pytest.mark.real_servers
-@pytest.mark.parametrize('number', [1, 3, 20])
+@pytest.mark.parametrize('number', [1, 3, 60])
 def test_calls_of_a_refusal_do_not_grow_with_the_computes(world: ExplainedCluster, number: int) -> None:
     for index in range(number):
         world.allocate(world.make_compute(f'hv{index:02}', VCPU=2), VCPU=2)

@@ -222,6 +222,7 @@ def patch_product(scene: Scene, application: InProcessPlacement, monkeypatch: py
             monkeypatch.setattr(Store, name, method)
     monkeypatch.setattr(Placement, '__init__', connect)
     monkeypatch.setattr(Placement, '_send', send)
+    monkeypatch.setattr(Placement, '_answer', type(application)._answer, raising=False)
     monkeypatch.setattr(Placement, 'close', lambda _: None)
     monkeypatch.setattr(Follower, 'start', start)
     monkeypatch.setattr(Follower, 'stop', lambda _: None)

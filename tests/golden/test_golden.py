@@ -27,7 +27,7 @@ from ecomp.model.level import COMPUTE_WARNINGS, SCHEDULE_WARNINGS
 from ecomp.store import sharing
 from ecomp.store.client import Store
 from tests.golden import scene
-from tests.kit.in_process import InProcessPlacement, remove_providers, start_placement
+from tests.kit.in_process import InMemoryPlacement, InProcessPlacement, remove_providers, start_placement
 from tests.kit.servers import make_environment
 from tests.kit.transcript import compare_with_file
 
@@ -39,8 +39,11 @@ pytestmark = pytest.mark.fast
 
 
 @pytest.fixture(scope='module')
-def application() -> Iterator[InProcessPlacement]:
-    """Placement in this process, which is emptied afterwards because other tests share it."""
+def application(pytestconfig: pytest.Config) -> Iterator[InProcessPlacement]:
+    """Placement in this process: in memory, or with --real-servers the real one, which other tests share."""
+    if not pytestconfig.getoption('real_servers'):
+        yield InMemoryPlacement()
+        return
     yield start_placement()
     remove_providers(start_placement())
 

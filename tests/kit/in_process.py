@@ -7,6 +7,7 @@ there is one instance: the fixture `in_process`.
 from __future__ import annotations
 
 import json
+import pickle
 from functools import cache
 from typing import Any
 
@@ -59,6 +60,12 @@ class InMemoryPlacement(InProcessPlacement):
     def __init__(self) -> None:
         super().__init__(None)
         self._model = PlacementModel(NoWorld())
+
+    def save(self) -> bytes:
+        return pickle.dumps(self._model)
+
+    def restore(self, contents: bytes) -> None:
+        self._model = pickle.loads(contents)
 
     def _answer(self, method: str, path: str, body: dict[str, Any] | None) -> Answer:
         status, answer = answer_request(self._model, method, path, json.loads(json.dumps(body)))

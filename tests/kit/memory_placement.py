@@ -8,6 +8,7 @@ last allocation is deleted; an undo deletes the row by its id, whatever allocati
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -271,8 +272,13 @@ class PlacementModel:
         return {'allocations': allocations, 'consumer_generation': row.generation, **owner}
 
     def _list_candidates(self, parameters: list[tuple[str, str]]) -> Json:
+        # Without trees, the groups of a granular request are on the same provider.
+        parameters = [(re.sub(r'_?\d+$', '', key), value) for key, value in parameters]
         resources: dict[str, int] = {}
-        for value in [value for key, value in parameters if key.startswith('resources')]:
+        for tree in [value for key, value in parameters if key == 'in_tree' and not _UUID.fullmatch(value)]:
+            detail = f"Expected 'in_tree' parameter to be a format of uuid. Got: {tree}"
+            raise Refused(400, f'Invalid query string parameters: {detail}')
+        for value in [value for key, value in parameters if key == 'resources']:
             for kind, amount in _parse_amounts(value).items():
                 if kind not in os_resource_classes.STANDARDS:
                     raise Refused(400, f'Invalid resource class in resources parameter: No such resource class {kind}.')
@@ -319,7 +325,7 @@ class PlacementModel:
 
     def _matches_parameter(self, name: str, key: str, value: str) -> bool:
         provider = self.providers[name]
-        if key.startswith('resources'):
+        if key == 'resources':
             return all(self._can_allocate(name, kind, amount) for kind, amount in _parse_amounts(value).items())
         if key in ('required', 'root_required'):
             traits = value.removeprefix('in:').split(',')
@@ -377,6 +383,7 @@ def answer_request(model: PlacementModel, method: str, path: str, body: Json | N
         return refusal.answer
 
 
+_UUID = re.compile('[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}', re.IGNORECASE)
 _INVENTORY_DEFAULTS = {'reserved': 0, 'min_unit': 1, 'max_unit': MAX_INT, 'step_size': 1, 'allocation_ratio': 1.0}
 _STANDARD_TRAITS = frozenset(os_traits.get_traits())
 
