@@ -7,20 +7,17 @@ import re
 import shlex
 import subprocess
 import sys
-from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.cli.command import SCRIPT_SLOW_SECONDS, SLOW_SECONDS, Context, Invocation
+from ecomp.cli.command import Invocation
 from ecomp.cli.commands import COMMANDS, format_help, parse
 from ecomp.cli.create import read_user_data
 from ecomp.cli.options import FLAGS, OPTIONS, Options, parse_command_line
-from ecomp.cli.terminal import Terminal
 from ecomp.compute import MAX_FAKE_COMPUTES, make_parser
-from ecomp.conf import ScheduleConfig
 from ecomp.errors import UsageError
 from ecomp.model.guest import MAX_UNPACKED_BYTES
 from tests.kit.servers import make_environment
@@ -78,7 +75,7 @@ def test_every_command_has_a_valid_example() -> None:
 def test_help_of_a_first_word_lists_its_commands() -> None:
     help_text = format_help('host')
     assert [line.split('<')[0].split('   ')[0].strip() for line in help_text.splitlines() if line.startswith('  ')] == [
-        *('host list', 'host show', 'host disable', 'host drain', 'host enable', 'host forget'),
+        *('host list', 'host show', 'host disable', 'host drain', 'host enable', 'host forget')
     ]
 
 
@@ -154,22 +151,6 @@ def test_yaml_with_many_aliases_is_read_without_warning(tmp_path: Path) -> None:
     warnings: list[str] = []
     read_user_data(tmp_path / 'data', warnings.append)
     assert warnings == []
-
-
-# What a command derives from its options: the timeout of etcd, and the command to type next.
-
-
-@pytest.mark.parametrize(('is_terminal', 'seconds'), [(True, SLOW_SECONDS), (False, SCRIPT_SLOW_SECONDS)])
-def test_frozen_placement_is_reported_once(is_terminal: bool, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, 'stderr', TextIOWrapper(BytesIO()))
-    monkeypatch.setattr(sys.stderr, 'isatty', lambda: is_terminal)
-    messages: list[str] = []
-    ctx = Context(Terminal(print, print, messages.append), ScheduleConfig(), parse(['hosts']))
-    for _ in range(3):  # one call to placement each
-        after, tell = ctx.slow_notice
-        assert after == seconds
-        tell('placement at p1', after)
-    assert messages == [f'waiting for placement at p1, which has not answered for {seconds:g} s']
 
 
 # An interrupt while eschedule loads its modules, or ecompute --check runs, ends in one line.

@@ -247,15 +247,6 @@ def test_grpc_options_are_ignored_with_one_warning(
     assert caplog.messages == [f'{reason}Fix: remove the key; ecomp 2.0 refuses it'] * warnings
 
 
-def test_config_is_frozen_and_can_be_pickled(compute_config: Callable[[str | bytes], ComputeConfig]) -> None:
-    import pickle
-
-    config = compute_config('inventory: {VCPU: 1}')
-    assert pickle.loads(pickle.dumps(config)) == config
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.resize = False  # type: ignore[misc]
-
-
 def test_networks_keep_their_order(compute_config: Callable[[str | bytes], ComputeConfig]) -> None:
     networks = compute_config('networks:\n- bridge: br0\n- network: default\n- network: other net\n').networks
     assert networks == (

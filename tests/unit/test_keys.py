@@ -21,7 +21,6 @@ from ecomp.model.roles import (
     RevokePermission,
     RevokeRole,
     Roles,
-    describe_change,
     list_compute_permissions,
     list_computes_without_role,
     list_scheduler_permissions,
@@ -212,19 +211,3 @@ def test_without_role_lists_computes_without_a_role() -> None:
     assert list_computes_without_role([OWN, OTHER, INSTANCE], current, aim) == [OWN]
     assert list_computes_without_role([OTHER, INSTANCE], current, aim) == []
     assert list_computes_without_role([OWN, INSTANCE], Roles({}, {}), aim) == [OWN, INSTANCE]
-
-
-@pytest.mark.parametrize(
-    ('change', 'words'),
-    [
-        (AddRole('r'), 'role r: added'),
-        (AddUser('u'), 'user u: added'),
-        (GrantRole('u', 'r'), 'user u: has role r'),
-        (RevokeRole('u', 'r'), 'user u: no longer has role r'),
-        (GrantPermission('r', make_prefix_permission('/hosts/')), 'role r: may write /hosts/'),
-        (GrantPermission('r', Permission(roles.WRITE, '/cluster')), 'role r: may write /cluster'),
-        (RevokePermission('r', Permission(roles.READ_WRITE, '/a', '/b')), 'role r: may no longer readwrite /a to /b'),
-    ],
-)
-def test_described_change_as_text(change: Change, words: str) -> None:
-    assert describe_change(change) == words

@@ -114,26 +114,6 @@ PRINT_UNIT = (
 )
 
 
-@pytest.mark.parametrize('unbuffered', ['', '1'])
-@pytest.mark.parametrize(
-    ('redirection', 'code', 'message'),
-    [
-        ('>/dev/full', 1, 'elab: failed: No space left on device\n'),
-        ('2>/dev/full', 0, ''),
-        ('>&-', 0, ''),
-    ],
-)
-def test_output_that_cannot_be_written_is_reported(
-    redirection: str, code: int, message: str, unbuffered: str, tmp_path: Path
-) -> None:
-    env = {**make_environment(), 'PYTHONUNBUFFERED': unbuffered}
-    process = subprocess.run(
-        ['bash', '-c', f'"$0" -c "$1" {redirection}', sys.executable, PRINT_UNIT],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=env, check=False, timeout=60,
-    )  # fmt: skip
-    assert (process.returncode, process.stderr) == (code, message)
-
-
 def test_broken_pipe_ends_silently(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)

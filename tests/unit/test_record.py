@@ -404,10 +404,7 @@ def test_drain_stops_what_runs_and_awaits_what_will_be_off(
     record: Record | None, power: PowerAction | None, changed_guests: tuple[str, ...], expected: str | None
 ) -> None:
     to_stop, to_await = plan_drain({BOOTED: record}, {BOOTED: power}, changed_guests)
-    assert (to_stop, to_await) == (
-        [BOOTED] if expected == 'stop' else [],
-        [BOOTED] if expected == 'await' else [],
-    )
+    assert (to_stop, to_await) == ([BOOTED] if expected == 'stop' else [], [BOOTED] if expected == 'await' else [])
 
 
 @pytest.mark.parametrize(

@@ -293,8 +293,7 @@ def test_xml_equals_the_golden_file(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    'text',
-    ['"/><source file="/etc/shadow', "' x='", ']]>', '&x;', '<disk type="file"/>', '-name', 'a b', 'é☃'],
+    'text', ['"/><source file="/etc/shadow', "' x='", ']]>', '&x;', '<disk type="file"/>', '-name', 'a b', 'é☃']
 )
 def test_no_value_becomes_markup(text: str) -> None:
     attachments = (Attachment('network', text), Attachment('bridge', text))
