@@ -227,13 +227,6 @@ def test_warning_is_counted_separately_and_does_not_change_the_exit_code(
     assert health.get_exit_code(replace(HEALTHY, etcd_failure='away'), findings) == 7
 
 
-def test_warning_is_shown_as_such() -> None:
-    assert health.format_lines([OLD_ETCD, WRONG_CLOCK]) == [
-        'etcd-version: warning: etcd is old. Fix: upgrade etcd',
-        'clock: it is wrong. Fix: set it',
-    ]
-
-
 def test_every_warning_is_a_check_or_an_audit_code() -> None:
     """A misspelled code would make no finding a warning, and `ignore_warnings` would accept it."""
     machine_checks = {*health.BACKEND_CHECKS, *health.MACHINE_CHECKS, *health.LIBVIRT_CHECKS}
