@@ -52,8 +52,6 @@ from ecomp.model.order import (
     InvalidRequest,
     PowerAction,
     Request,
-    parse_action_id,
-    parse_phase,
 )
 from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, SCHEDULED, STOPPED, Interface, Record
 
@@ -430,18 +428,6 @@ def test_failed_start_is_a_fault_until_the_guest_runs() -> None:
         assert find_fault(record, RUNS) is None
         assert find_fault(record, FROZEN) == NO_SPACE
         assert find_fault(record, replace(IS_OFF, trouble=CRASHED)) == CRASHED
-
-
-def test_action_id_and_phase() -> None:
-    assert [
-        parse_phase(power)
-        for power in (None, THIS_ACTION, f'{THIS_ACTION}:{SHUTDOWN_REQUESTED}', f'{THIS_ACTION}:{SHUT_OFF}')
-    ] == ['', '', SHUTDOWN_REQUESTED, SHUT_OFF]
-    assert [parse_action_id(power) for power in (None, THIS_ACTION, f'{THIS_ACTION}:{SHUT_OFF}')] == [
-        '',
-        THIS_ACTION,
-        THIS_ACTION,
-    ]
 
 
 # Patience with a guest that shuts down

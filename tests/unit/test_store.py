@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tracemalloc
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -340,15 +339,6 @@ def test_reason_contains_the_actual_and_the_expected_value() -> None:
     other = cluster.make_identity_value(OTHER, 'now').encode()
     assert cluster.explain_identity_mismatch(expected, other) == f'its identity is {OTHER}, not {IDENTITY} as before'
     assert cluster.explain_identity_mismatch(expected, cluster.make_identity_value(IDENTITY, 'later').encode()) is None
-
-
-def test_new_cluster_value() -> None:
-    assert json.loads(cluster.make_identity_value(IDENTITY, 'T')) == {'version': 1, 'identity': IDENTITY, 'since': 'T'}
-
-
-@given(st.builds(KnownCluster, st.uuids().map(str), numbers, numbers, numbers))
-def test_known_cluster_round_trips(known_cluster: KnownCluster) -> None:
-    assert cluster.from_json(cluster.to_json(known_cluster).encode()) == known_cluster
 
 
 class WrittenKey(NamedTuple):

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecomp.errors import EcompError, UsageError
-from ecomp.model.guest import Attachment, BaseImage, Guest, GuestSpec
+from ecomp.model.guest import Attachment, BaseImage, GuestSpec
 from ecomp.virt import image, libvirt_host, xml
 from ecomp.virt.fake import FakeHypervisor
 from ecomp.virt.xml import Dhcp, Reservation, Service, choose_address, make_host_xml, read_dhcp
@@ -164,25 +164,6 @@ def test_host_xml_omits_missing_attributes() -> None:
 
 
 SPEC = GuestSpec('instance', 'compute', 1, 64, 1, BaseImage('/base', 'qcow2', 1), 'qemu')
-
-
-def test_guests_outlive_the_process(tmp_path: Path) -> None:
-    first = FakeHypervisor(tmp_path)
-    first.prepare()
-    first.reserve_address('instance', SPEC.macs[0], 'default')
-    first.create_disk(SPEC)
-    first.start(SPEC)
-    second = FakeHypervisor(tmp_path)
-    second.prepare()
-    assert second.list_guests() == {'instance': Guest('instance', 'compute', defined=True, running=True, disk=True)}
-    assert second.find_addresses('instance') == first.find_addresses('instance')
-    assert second.list_reservations() == first.list_reservations()
-    second.destroy('instance', 'compute')
-    second.delete_disk('instance')
-    second.release_addresses('instance')
-    third = FakeHypervisor(tmp_path)
-    third.prepare()
-    assert third.list_guests() == {}
 
 
 def test_fake_without_a_directory_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
