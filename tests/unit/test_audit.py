@@ -405,9 +405,6 @@ def test_new_hints_do_not_change_the_keys_involved(world: WorldBuilder) -> None:
     assert index_revisions(world.etcd) != before
 
 
-# Arbitrary input
-
-
 # No finding: work in progress, what a state explains, and what does not belong to ecomp.
 
 

@@ -17,7 +17,6 @@ from ecomp.cli.command import Invocation
 from ecomp.cli.commands import COMMANDS, format_help, parse
 from ecomp.cli.create import read_user_data
 from ecomp.cli.options import FLAGS, OPTIONS, Options, parse_command_line
-from ecomp.compute import MAX_FAKE_COMPUTES, make_parser
 from ecomp.errors import UsageError
 from ecomp.model.guest import MAX_UNPACKED_BYTES
 from tests.kit.servers import make_environment
@@ -58,11 +57,6 @@ def test_every_option_belongs_to_a_command() -> None:
 def test_command_that_takes_a_host_has_exit_code_conflict(name: str) -> None:
     """Two computes may have the same host name."""
     assert 5 in COMMANDS[name].exit_codes
-
-
-def test_help_of_events_offers_only_its_formats() -> None:
-    assert 'json or yaml' not in format_help('events')
-    assert 'csv' not in format_help('events')
 
 
 def test_every_command_has_a_valid_example() -> None:
@@ -106,15 +100,6 @@ def test_any_line_is_read_or_refused_with_one_line(argv: list[str]) -> None:
     except UsageError as error:
         message = str(error)
     assert message == '' or message.isprintable()
-
-
-# ecompute's arguments.
-
-
-def test_count_of_fake_computes_is_parsed() -> None:
-    assert make_parser().parse_args([]).count is None
-    assert make_parser().parse_args(['--fake', 'VCPU:1', '--count', '5']).count == 5
-    assert make_parser().parse_args(['--fake', 'VCPU:1', f'--count={MAX_FAKE_COMPUTES}']).count == MAX_FAKE_COMPUTES
 
 
 # Warnings about user-data that cloud-init would ignore silently.

@@ -22,9 +22,7 @@ from ecomp.model.roles import (
     RevokeRole,
     Roles,
     list_compute_permissions,
-    list_computes_without_role,
     list_scheduler_permissions,
-    list_unknown_users,
     make_prefix_permission,
     make_roles,
     plan_changes,
@@ -183,31 +181,3 @@ def test_changes_resume_after_a_stop_at_any_step(before: Roles, aim: Roles) -> N
         assert {name: current.users[name] for name in aim.users} == aim.users
         assert {name: current.roles[name] for name in aim.roles} == aim.roles
         assert plan_changes(current, aim) == []
-
-
-def test_foreign_users_and_roles_are_kept() -> None:
-    start = Roles(
-        {'backup': frozenset({'reader'}), 'compute-gone': frozenset()},
-        {'reader': frozenset({make_prefix_permission('/x/')})},
-    )
-    aim = LAYOUTS[2]
-    final = apply_changes(start, plan_changes(start, aim))
-    assert final.users['backup'] == {'reader'}
-    assert final.roles['reader'] == {make_prefix_permission('/x/')}
-    assert list_unknown_users(final, aim) == ['compute-gone']
-    assert list_unknown_users(final, make_roles({}, [], [])) == [
-        'compute-a',
-        'compute-gone',
-        'operator-o',
-        'scheduler-s',
-    ]
-
-
-def test_without_role_lists_computes_without_a_role() -> None:
-    current, aim = (
-        make_roles({'compute-a': OWN, 'compute-b': INSTANCE}, [], []),
-        make_roles({'compute-a': OTHER}, [], []),
-    )
-    assert list_computes_without_role([OWN, OTHER, INSTANCE], current, aim) == [OWN]
-    assert list_computes_without_role([OTHER, INSTANCE], current, aim) == []
-    assert list_computes_without_role([OWN, INSTANCE], Roles({}, {}), aim) == [OWN, INSTANCE]

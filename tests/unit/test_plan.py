@@ -158,11 +158,6 @@ def test_power_task_names_the_fault() -> None:
     assert plan_instance(REQUEST, make_record(STOPPED), GUESTS['runs'])[0].reason == 'it runs'
 
 
-def test_guest_that_is_off_or_runs_has_no_fault() -> None:
-    assert find_fault(make_record(ACTIVE), GUESTS['is off']) is None
-    assert find_fault(make_record(ACTIVE), GUESTS['runs']) is None
-
-
 # Faults that end once their cause is gone.
 TRANSIENT_FAULTS = (
     PAUSED,

@@ -22,7 +22,6 @@ from ecomp.model.record import (
     GONE,
     SCHEDULED,
     STOPPED,
-    Failure,
     Interface,
     Progress,
     Record,
@@ -50,31 +49,6 @@ FIELDS = json.loads(to_json(RECORD))
 
 def make_stored_record(**changed: Any) -> bytes:
     return json.dumps({**FIELDS, **changed}).encode()
-
-
-INTERFACE = Interface('default', 'm0', '10.0.0.1')
-FAILURE = Failure('image', 'broken', 'nothing is left')
-OLDER = {'network': 'default', 'mac': 'm0', 'address': '10.0.0.1'}
-
-
-@pytest.mark.parametrize(
-    ('value', 'record'),
-    [
-        (
-            {'version': 1, 'instance': INSTANCE, 'compute': COMPUTE, 'state': ACTIVE, 'image': None},
-            Record(INSTANCE, COMPUTE, ACTIVE),
-        ),
-        ({**FIELDS, 'addresses': [OLDER]}, replace(RECORD, addresses=(INTERFACE,))),
-        ({**FIELDS, 'more': 'x'}, RECORD),
-        (
-            {**FIELDS, 'addresses': [{**OLDER, 'family': 4}], 'error': {**vars(FAILURE), 'code': 7}},
-            replace(RECORD, addresses=(INTERFACE,), error=FAILURE),
-        ),
-    ],
-)
-def test_record_of_an_older_or_newer_ecomp_is_read(value: dict[str, Any], record: Record) -> None:
-    """A missing field has its default; an unknown field is ignored."""
-    assert from_json(json.dumps(value).encode()) == record
 
 
 def test_new_record_contains_the_request() -> None:

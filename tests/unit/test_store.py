@@ -356,6 +356,3 @@ def test_highest_acceptance_counts_up_to_its_own_revision() -> None:
     assert cluster.find_accepted_revision([WrittenKey(b'9' * 19, 4), WrittenKey(b'9' * 5000, 6)]) == 4
     rubbish = b'', b'x', b'-1', b'1.5', '٣'.encode(), b'\xff', b'{}'
     assert cluster.find_accepted_revision([WrittenKey(value, 9) for value in rubbish]) == 0
-
-
-# Warnings about versions of etcd.
