@@ -150,13 +150,7 @@ ignore_warnings: [libvirt-version]
     )
     assert config == ComputeConfig(
         uuid=UUID,
-        etcd=EtcdConfig(
-            endpoints=('ds1:2380',),
-            ca_cert=tmp_path / 'ca',
-            cert_key=tmp_path / 'key',
-            cert_cert=tmp_path / 'cert',
-            timeout=2.5,
-        ),
+        etcd=EtcdConfig(('ds1:2380',), tmp_path / 'ca', tmp_path / 'key', tmp_path / 'cert', 2.5),
         placement=PlacementConfig('https://ds1:8081/placement'),
         resize=False,
         networks=(Attachment('network', 'default'), Attachment('bridge', 'br0')),

@@ -120,13 +120,7 @@ def test_broken_pipe_ends_silently(tmp_path: Path) -> None:
     command = [sys.executable, '-c', PRINT_UNIT]
     try:
         process = subprocess.run(
-            command,
-            stdout=writing,
-            stderr=subprocess.PIPE,
-            cwd=tmp_path,
-            env=make_environment(),
-            check=False,
-            timeout=60,
+            command, stdout=writing, stderr=subprocess.PIPE, cwd=tmp_path, env=make_environment(), timeout=60
         )
     finally:
         os.close(writing)
@@ -313,15 +307,9 @@ def test_shell_has_the_environment_of_its_lab(root: Path, capfd: pytest.CaptureF
         f'{sys.executable} -c "import os; from ecomp.lab import elab, state; from pathlib import Path; '
         f"raise SystemExit(elab.enter_shell(state.load('one', Path('{root}')), []))\""
     )
-    process = subprocess.run(
-        ['script', '-qec', command, '/dev/null'],
-        input=script,
-        text=True,
-        capture_output=True,
-        cwd=root,
-        timeout=60,
-        env={**os.environ, 'HOME': str(root), 'PYTHONPATH': str(Path(__file__).parents[2])},
-    )
+    env = {**os.environ, 'HOME': str(root), 'PYTHONPATH': str(Path(__file__).parents[2])}
+    terminal = ['script', '-qec', command, '/dev/null']
+    process = subprocess.run(terminal, input=script, text=True, capture_output=True, cwd=root, timeout=60, env=env)
     assert process.returncode == 5, process
     assert (root / 'said').read_text().startswith('(one) ')
     assert (root / 'said').read_text().splitlines()[-1] == str(lab.directory)

@@ -175,6 +175,20 @@ def test_backlog_is_in_order_and_lists_takers() -> None:
     assert backlog.has_new
 
 
+def test_backlog_has_more_if_a_request_became_available() -> None:
+    waiting = make_places(SMALL, SMALL)
+    whole = update_backlog(make_entries(waiting), Backlog())
+    assert not update_backlog(make_entries(waiting), whole).has_new
+    marked = update_backlog(make_entries(waiting, f1=COMPUTE), whole)
+    assert not marked.has_new
+    assert update_backlog(make_entries(waiting), marked).has_new, 'it was given back'
+    assert not update_backlog(make_entries(waiting[1:]), marked).has_new, 'it was taken'
+    assert update_backlog(make_entries(make_places(SMALL, SMALL, LARGE)), whole).has_new
+    # Cancelled and queued again.
+    queued_again = [waiting[0], WaitingEntry(9, waiting[1].entry)]
+    assert update_backlog(make_entries(queued_again), whole).has_new
+
+
 CHANGE = st.tuples(st.sampled_from(['put', 'other', 'junk', 'delete', 'mark', 'scrawl', 'unmark']), st.integers(0, 5))
 
 

@@ -53,15 +53,7 @@ def make_stored_record(**changed: Any) -> bytes:
 
 def test_new_record_contains_the_request() -> None:
     allocations = {COMPUTE: {'VCPU': 1, 'MEMORY_MB': 256}, 'a sharing provider': {'DISK_GB': 2}}
-    request = Request(
-        INSTANCE,
-        allocations,
-        image='http://h/i',
-        user_id='u',
-        project_id='p',
-        query='resources=…',
-        stages={'requested': NOW},
-    )
+    request = Request(INSTANCE, allocations, image='http://h/i', query='resources=…', stages={'requested': NOW})
     record = make_record(COMPUTE, request, LATER)
     assert (record.state, record.compute, record.query) == (SCHEDULED, COMPUTE, 'resources=…')
     assert record.resources == {'VCPU': 1, 'MEMORY_MB': 256, 'DISK_GB': 2}

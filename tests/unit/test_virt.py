@@ -163,18 +163,6 @@ def test_host_xml_omits_missing_attributes() -> None:
 # The fake alone: its guests are kept in a file.
 
 
-SPEC = GuestSpec('instance', 'compute', 1, 64, 1, BaseImage('/base', 'qcow2', 1), 'qemu')
-
-
-def test_fake_without_a_directory_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    hypervisor = FakeHypervisor()
-    hypervisor.prepare()
-    hypervisor.create_disk(SPEC)
-    hypervisor.start(SPEC)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ('name', 'text'),
     [
