@@ -6,8 +6,6 @@ import base64
 import json
 from typing import Any
 
-from hypothesis import strategies as st
-
 from ecomp.model.guest import MAX_USER_DATA_BYTES
 from ecomp.model.order import MAX_REQUEST_BYTES
 
@@ -148,11 +146,3 @@ HOSTILE_TEXTS = [
     '\ud800',
     '\r\n',
 ]
-
-
-# Any JSON value. json.dumps writes NaN and infinities, which are refused as such.
-JSON_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
-    max_leaves=12,
-)

@@ -37,9 +37,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     'ecomp.conf': {'ecomp.yaml_file', 'ecomp.model'},
     'ecomp.compute_conf': {'ecomp.conf', 'ecomp.errors', 'ecomp.yaml_file', 'ecomp.model'},
     'ecomp.model': {'ecomp.errors'},
-    'ecomp.backends': {
-        *('ecomp.errors', 'ecomp.conf', 'ecomp.model', 'ecomp.placement', 'ecomp.store'),
-    },
+    'ecomp.backends': {*('ecomp.errors', 'ecomp.conf', 'ecomp.model', 'ecomp.placement', 'ecomp.store')},
     'ecomp.placement': {'ecomp.errors', 'ecomp.conf', 'ecomp.metrics', 'ecomp.model', 'ecomp.tls'},
     'ecomp.store': {'ecomp.errors', 'ecomp.conf', 'ecomp.metrics', 'ecomp.model', 'ecomp.tls'},
     'ecomp.virt': {
@@ -50,11 +48,9 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     'ecomp.agent.images': {*AGENT_IMPORTS, 'ecomp.files'},
     'ecomp.agent.host': {*AGENT_IMPORTS, 'ecomp.files', 'ecomp.agent.jobs', 'ecomp.agent.images'},
     'ecomp.agent.instance': {
-        *(*AGENT_IMPORTS, 'ecomp.files', 'ecomp.agent.jobs', 'ecomp.agent.images', 'ecomp.agent.host'),
+        *(*AGENT_IMPORTS, 'ecomp.files', 'ecomp.agent.jobs', 'ecomp.agent.images', 'ecomp.agent.host')
     },
-    'ecomp.agent.queue': {
-        *(*AGENT_IMPORTS, 'ecomp.agent.instance', 'ecomp.agent.jobs'),
-    },
+    'ecomp.agent.queue': {*(*AGENT_IMPORTS, 'ecomp.agent.instance', 'ecomp.agent.jobs')},
     'ecomp.agent': {
         *(*AGENT_IMPORTS, 'ecomp.files', 'ecomp.agent.images', 'ecomp.agent.jobs', 'ecomp.agent.host'),
         *('ecomp.agent.instance', 'ecomp.agent.queue'),
@@ -83,7 +79,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
         *('ecomp.scheduler.changes', 'ecomp.scheduler.operations', 'ecomp.scheduler.placing'),
     },
     'ecomp.schedule': {
-        *('ecomp.yaml_file', 'ecomp.errors', 'ecomp.conf', 'ecomp.log', 'ecomp.model', 'ecomp.cli', 'ecomp.version'),
+        *('ecomp.yaml_file', 'ecomp.errors', 'ecomp.conf', 'ecomp.log', 'ecomp.model', 'ecomp.cli', 'ecomp.version')
     },
     'mdserver': set(),
 }

@@ -91,10 +91,7 @@ DEFECTS: list[tuple[str, str, Callable[[WorldBuilder], object]]] = [
     (
         'request-misplaced',
         ACTIVE,
-        lambda w: (
-            w.etcd.pop(keys.request(ONE, ACTIVE)),
-            w.put_request(TWO, ACTIVE, name='web1'),
-        ),
+        lambda w: (w.etcd.pop(keys.request(ONE, ACTIVE)), w.put_request(TWO, ACTIVE, name='web1')),
     ),
     ('request-misplaced', GONE, lambda w: w.put_request(TWO, GONE)),
     ('request-missing', ACTIVE, lambda w: w.etcd.pop(keys.request(ONE, ACTIVE))),
@@ -114,10 +111,7 @@ DEFECTS: list[tuple[str, str, Callable[[WorldBuilder], object]]] = [
     (
         'taker-unleased',
         UNKNOWN,
-        lambda w: (
-            w.put_queued(UNKNOWN),
-            w.put(keys.taker(keys.queue('small', UNKNOWN)), '{}'),
-        ),
+        lambda w: (w.put_queued(UNKNOWN), w.put(keys.taker(keys.queue('small', UNKNOWN)), '{}')),
     ),
     ('record-doubled', ACTIVE, lambda w: w.put_record(ACTIVE, record.STOPPED, TWO)),
     ('record-doubled', GONE, lambda w: w.put_record(GONE, record.ACTIVE, TWO)),
@@ -155,10 +149,7 @@ DEFECTS: list[tuple[str, str, Callable[[WorldBuilder], object]]] = [
     (
         'group-missing',
         ACTIVE,
-        lambda w: (
-            w.put_grouped_request(ACTIVE, 'web'),
-            w.put_group('web', ANTI_AFFINITY, {ACTIVE: TWO}),
-        ),
+        lambda w: (w.put_grouped_request(ACTIVE, 'web'), w.put_group('web', ANTI_AFFINITY, {ACTIVE: TWO})),
     ),
     ('quota-unreadable', 'a/b', lambda w: w.put(keys.quota('a/b'), '{}')),
     ('quota-differs', 'web', lambda w: w.put(keys.quota('web'), quota_to_json(Quota('web', {}, {'VCPU': 1})))),
@@ -182,14 +173,7 @@ DEFECTS: list[tuple[str, str, Callable[[WorldBuilder], object]]] = [
         ),
     ),
     ('stack-mismatch', 'shop', lambda w: w.put_stacked_request(TWO, FIRST)),
-    (
-        'stack-mismatch',
-        FIRST.instance,
-        lambda w: (
-            w.put_stack(STACK),
-            w.put_stacked_request(TWO, FIRST),
-        ),
-    ),
+    ('stack-mismatch', FIRST.instance, lambda w: (w.put_stack(STACK), w.put_stacked_request(TWO, FIRST))),
     (
         'stack-mismatch',
         FIRST.instance,
@@ -271,12 +255,6 @@ def test_each_defect_yields_its_code_alone(
     # An etcdctl command can be typed as it is printed, and names existing keys.
     assert '<key>' not in findings[0].how
     assert 'etcdctl' not in findings[0].how or set(findings[0].keys) <= {*world.etcd, keys.address(findings[0].subject)}
-
-
-def test_open_dhcp_is_a_warning_and_an_orphan_is_an_error(world: WorldBuilder) -> None:
-    make_digest_change(open_dhcp={'default': ''}, parts={'images/x.part': '1'})(world)
-    levels = {finding.code: finding.to_dict()['level'] for finding in audit(world.build_planes())}
-    assert levels == {'dhcp-open': 'warning', 'part-orphaned': 'error'}
 
 
 def test_changed_guest_is_reported_once_by_its_fault(world: WorldBuilder) -> None:
@@ -425,9 +403,6 @@ def test_new_hints_do_not_change_the_keys_involved(world: WorldBuilder) -> None:
     assert index_revisions(world.etcd) == before
     world.put(keys.compute(ONE), json.dumps({}), presence.lease + 1)  # its process died and a new one started
     assert index_revisions(world.etcd) != before
-
-
-# Arbitrary input
 
 
 # No finding: work in progress, what a state explains, and what does not belong to ecomp.

@@ -13,7 +13,6 @@ from ecomp.agent.instance.build import (
     Build,
     Cancelled,
     Destroy,
-    Job,
     JobEvent,
     RemoveLeftovers,
     Resume,
@@ -236,11 +235,3 @@ def test_errors_survive_pickling(error: BuildFailed) -> None:
     unpickled = pickle.loads(pickle.dumps(error))
     assert type(unpickled) is type(error)
     assert (str(unpickled), vars(unpickled)) == (str(error), vars(error))
-
-
-@pytest.mark.parametrize(
-    'job',
-    [JOB, SEEDED_JOB, *(kind(INSTANCE, COMPUTE) for kind in (Destroy, Resume, Shutdown, SwitchOff, RemoveLeftovers))],
-)
-def test_jobs_survive_pickling(job: Job) -> None:
-    assert pickle.loads(pickle.dumps(job)) == job

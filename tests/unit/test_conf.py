@@ -150,13 +150,7 @@ ignore_warnings: [libvirt-version]
     )
     assert config == ComputeConfig(
         uuid=UUID,
-        etcd=EtcdConfig(
-            endpoints=('ds1:2380',),
-            ca_cert=tmp_path / 'ca',
-            cert_key=tmp_path / 'key',
-            cert_cert=tmp_path / 'cert',
-            timeout=2.5,
-        ),
+        etcd=EtcdConfig(('ds1:2380',), tmp_path / 'ca', tmp_path / 'key', tmp_path / 'cert', 2.5),
         placement=PlacementConfig('https://ds1:8081/placement'),
         resize=False,
         networks=(Attachment('network', 'default'), Attachment('bridge', 'br0')),
@@ -245,15 +239,6 @@ def test_grpc_options_are_ignored_with_one_warning(
     assert load(path).etcd == EtcdConfig()
     reason = f'{path}: etcd.grpc_options is ignored: ecomp uses no gRPC library. '
     assert caplog.messages == [f'{reason}Fix: remove the key; ecomp 2.0 refuses it'] * warnings
-
-
-def test_config_is_frozen_and_can_be_pickled(compute_config: Callable[[str | bytes], ComputeConfig]) -> None:
-    import pickle
-
-    config = compute_config('inventory: {VCPU: 1}')
-    assert pickle.loads(pickle.dumps(config)) == config
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.resize = False  # type: ignore[misc]
 
 
 def test_networks_keep_their_order(compute_config: Callable[[str | bytes], ComputeConfig]) -> None:

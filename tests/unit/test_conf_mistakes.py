@@ -111,17 +111,10 @@ LIKELY_WORDS = st.sampled_from(
     [*KEYS, 'host', 'port', 'endpoint', 'user', 'VCPU', 'http://ds1', 'ds1:2379', UUID, '.', '<<']
 )
 SCALARS = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=20)
-    | LIKELY_WORDS
-    | st.dates()
-    | st.binary(max_size=4)
+    st.none() | st.booleans() | st.integers() | st.floats() | st.dates() | st.text(max_size=20) | st.binary(max_size=4)
 )
 TREES = st.recursive(
-    SCALARS,
+    SCALARS | LIKELY_WORDS,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(LIKELY_WORDS | SCALARS, inner, max_size=6),
     max_leaves=12,
 )

@@ -46,15 +46,6 @@ def suggest_change(query: str, *providers: Provider) -> str | None:
 # Failures of one provider
 
 
-def test_all_failures_are_listed() -> None:
-    on = make_provider(MEMORY_MB=Inventory(7800, used=7288), VCPU=Inventory(4, used=4))
-    assert list_failures('resources=VCPU:1,MEMORY_MB:1741,DISK_GB:1&required=HW_CPU_X86_AVX2', on) == [
-        'VCPU short by 1 (free 0 of 4)',
-        'MEMORY_MB short by 1229 (free 512 of 7800)',
-        'lacks HW_CPU_X86_AVX2',
-    ]
-
-
 def test_amounts_of_the_same_set_are_not_reported_as_used() -> None:
     """`free 0 of 4` looks wrong for a host that is shown as 3/4 used."""
     on = make_provider(VCPU=Inventory(4, used=3)).with_usage([{'VCPU': 1, 'MEMORY_MB': 256}])

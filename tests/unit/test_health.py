@@ -227,13 +227,6 @@ def test_warning_is_counted_separately_and_does_not_change_the_exit_code(
     assert health.get_exit_code(replace(HEALTHY, etcd_failure='away'), findings) == 7
 
 
-def test_warning_is_shown_as_such() -> None:
-    assert health.format_lines([OLD_ETCD, WRONG_CLOCK]) == [
-        'etcd-version: warning: etcd is old. Fix: upgrade etcd',
-        'clock: it is wrong. Fix: set it',
-    ]
-
-
 def test_every_warning_is_a_check_or_an_audit_code() -> None:
     """A misspelled code would make no finding a warning, and `ignore_warnings` would accept it."""
     machine_checks = {*health.BACKEND_CHECKS, *health.MACHINE_CHECKS, *health.LIBVIRT_CHECKS}
@@ -357,39 +350,30 @@ def test_each_tls_failure_has_a_message() -> None:
     assert SENTENCES.keys() == ETCD_SENTENCES.keys() == set(TlsFailure)
 
 
-@pytest.mark.parametrize(
-    ('kind', 'attributes', 'failure'),
-    [
-        *(
-            (ssl.SSLCertVerificationError, {'verify_code': code}, failure)
-            for code, failure in (
-                (9, TlsFailure.NOT_YET_VALID),
-                (10, TlsFailure.EXPIRED),
-                (20, TlsFailure.UNTRUSTED),
-                (62, TlsFailure.OTHER_NAME),
-                (64, TlsFailure.OTHER_ADDRESS),
-                (66, TlsFailure.TOO_WEAK),
-                (85, TlsFailure.NO_KEY_IDENTIFIER),
-            )
-        ),
-        (ssl.SSLCertVerificationError, {}, TlsFailure.UNTRUSTED),
-        *(
-            (ssl.SSLError, {'reason': reason}, failure)
-            for reason, failure in (
-                ('SSLV3_ALERT_CERTIFICATE_EXPIRED', TlsFailure.OWN_EXPIRED),
-                ('TLSV13_ALERT_CERTIFICATE_REQUIRED', TlsFailure.OWN_MISSING),
-                ('TLSV1_ALERT_UNKNOWN_CA', TlsFailure.OWN_REFUSED),
-                ('SSLV3_ALERT_BAD_CERTIFICATE', TlsFailure.OWN_REFUSED),
-                ('TLSV1_ALERT_ACCESS_DENIED', TlsFailure.OWN_REFUSED),
-                ('TLSV1_ALERT_PROTOCOL_VERSION', TlsFailure.OTHER),
-                ('WRONG_VERSION_NUMBER', TlsFailure.PLAIN_TEXT),
-                ('UNSUPPORTED_PROTOCOL', TlsFailure.OTHER),
-            )
-        ),
-        (ssl.SSLError, {}, TlsFailure.OTHER),
-        *((kind, {}, TlsFailure.HUNG_UP) for kind in (ssl.SSLEOFError, ssl.SSLZeroReturnError)),
-    ],
-)
+TLS_ERRORS: list[tuple[type[ssl.SSLError], dict[str, object], TlsFailure]] = [
+    (ssl.SSLCertVerificationError, {'verify_code': 9}, TlsFailure.NOT_YET_VALID),
+    (ssl.SSLCertVerificationError, {'verify_code': 10}, TlsFailure.EXPIRED),
+    (ssl.SSLCertVerificationError, {'verify_code': 20}, TlsFailure.UNTRUSTED),
+    (ssl.SSLCertVerificationError, {'verify_code': 62}, TlsFailure.OTHER_NAME),
+    (ssl.SSLCertVerificationError, {'verify_code': 64}, TlsFailure.OTHER_ADDRESS),
+    (ssl.SSLCertVerificationError, {'verify_code': 66}, TlsFailure.TOO_WEAK),
+    (ssl.SSLCertVerificationError, {'verify_code': 85}, TlsFailure.NO_KEY_IDENTIFIER),
+    (ssl.SSLCertVerificationError, {}, TlsFailure.UNTRUSTED),
+    (ssl.SSLError, {'reason': 'SSLV3_ALERT_CERTIFICATE_EXPIRED'}, TlsFailure.OWN_EXPIRED),
+    (ssl.SSLError, {'reason': 'TLSV13_ALERT_CERTIFICATE_REQUIRED'}, TlsFailure.OWN_MISSING),
+    (ssl.SSLError, {'reason': 'TLSV1_ALERT_UNKNOWN_CA'}, TlsFailure.OWN_REFUSED),
+    (ssl.SSLError, {'reason': 'SSLV3_ALERT_BAD_CERTIFICATE'}, TlsFailure.OWN_REFUSED),
+    (ssl.SSLError, {'reason': 'TLSV1_ALERT_ACCESS_DENIED'}, TlsFailure.OWN_REFUSED),
+    (ssl.SSLError, {'reason': 'TLSV1_ALERT_PROTOCOL_VERSION'}, TlsFailure.OTHER),
+    (ssl.SSLError, {'reason': 'WRONG_VERSION_NUMBER'}, TlsFailure.PLAIN_TEXT),
+    (ssl.SSLError, {'reason': 'UNSUPPORTED_PROTOCOL'}, TlsFailure.OTHER),
+    (ssl.SSLError, {}, TlsFailure.OTHER),
+    (ssl.SSLEOFError, {}, TlsFailure.HUNG_UP),
+    (ssl.SSLZeroReturnError, {}, TlsFailure.HUNG_UP),
+]
+
+
+@pytest.mark.parametrize(('kind', 'attributes', 'failure'), TLS_ERRORS)
 def test_tls_failure_is_classified_by_code_reason_or_type(
     kind: type[ssl.SSLError], attributes: dict[str, object], failure: TlsFailure
 ) -> None:

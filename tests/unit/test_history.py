@@ -13,13 +13,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from docs.shapes import SHAPES
-from ecomp.cli.history import (
-    MAX_BAR_WIDTH,
-    EventFormatter,
-    compute_percentiles,
-    draw_timelines,
-    make_timeline,
-)
+from ecomp.cli.history import MAX_BAR_WIDTH, EventFormatter, compute_percentiles, draw_timelines, make_timeline
 from ecomp.cli.tables import OutputStyle
 from ecomp.model import flavor, group, keys, queue, quota, stack
 from ecomp.model import order as requests
@@ -429,16 +423,6 @@ def make_stages(*seconds: float) -> dict[str, str]:
 def make_record(instance: str = FAST, state: str = ACTIVE, *seconds: float) -> Record:
     times = make_stages(*(seconds or (0.165, 0.19, 0.203, 0.534, 7.191)))
     return Record(instance, COMPUTE, state, image='http://h/i', stages=times)
-
-
-@pytest.mark.parametrize(
-    'times', [{}, {'requested': 'yesterday'}, {'scheduled': '2026-01-31T12:00:00Z'}, make_stages(0.0)]
-)
-def test_chart_without_valid_times_is_empty(times: dict[str, str]) -> None:
-    lines = draw_timelines([replace(make_record(), stages=times)], OutputStyle()).splitlines()
-    assert lines[0].startswith(f'{FAST}  active')
-    assert [line.split()[0] for line in lines[1:-1]] == [stage for stage in STAGES[1:] if stage not in times] or times
-    assert '=' not in ''.join(lines)
 
 
 def test_chart_shows_negative_durations() -> None:

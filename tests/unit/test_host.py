@@ -156,44 +156,10 @@ def test_overcommitted_room_is_shown_and_free_is_not_negative() -> None:
     assert (Room(2, 3).free, Room(2, 3).over) == (0, 1)
     assert (Room(0, 3, is_fully_reserved=True).free, Room(0, 3, is_fully_reserved=True).over) == (0, 0)
     shown = render(make_host_listing([Host(HOST, None, 'up', (A, B), {'VCPU': Room(2, 3), 'PCPU': Room(8, 0)})]))
-    titles, values = (row.split('  ') for row in shown.splitlines())
-    cells = dict(zip([cell.strip() for cell in titles if cell], [cell.strip() for cell in values if cell], strict=True))
-    assert cells == {
-        'COMPUTE': HOST,
-        'HOST': '-',
-        'STATE': 'up',
-        'INSTANCES': '2',
-        'VCPU USED/CAPACITY': '3/2 (1 too many)',
-        'MEMORY_MB USED/CAPACITY': '-',
-        'DISK_GB USED/CAPACITY': '-',
-        'PCPU USED/CAPACITY': '0/8',
-        'VERSION': '-',
-        'KIND': '-',
-    }
+    assert '3/2 (1 too many)' in shown
 
 
 # Instances of a compute
-
-
-def test_living_lists_requested_and_recorded_instances() -> None:
-    etcd = EtcdState(
-        requests={
-            HOST: {A: make_request(A), B: make_tombstone(B), C: InvalidRequest(C, 'not JSON')},
-            OTHER: {D: make_request(D)},
-        },
-        records={
-            B: make_record(B, 'active'),  # its destroy was accepted
-            D: make_record(D, 'active', OTHER),
-            E: make_record(E, 'stopped'),  # its request key was deleted outside ecomp
-        },
-    )
-    assert list_living(HOST, etcd) == {A, C, E}
-    assert list_living(OTHER, etcd) == {D}
-
-
-@pytest.mark.parametrize('final_state', ['gone', 'error', 'destroying'])
-def test_finished_instance_is_not_living(final_state: str) -> None:
-    assert list_living(HOST, EtcdState(records={A: make_record(A, final_state)})) == set()
 
 
 @pytest.mark.parametrize('instance_record', [make_record(A, 'gone'), make_record(A, 'active', OTHER)])
@@ -316,18 +282,6 @@ def test_changed_hosts_reports_a_value_that_was_dropped_before() -> None:
 HV1, HV2, HV3 = (f'{digit * 8}-3a52-4b0f-8d87-0d8f1f2a6b01' for digit in 'abc')
 
 
-def test_compute_is_called_by_its_host_name_even_while_away() -> None:
-    computes = Computes({HV1: PresenceFacts('hv1')}, {HV1: 'hv1', HV2: 'hv2'})
-    assert [computes.find_hostname(compute) for compute in (HV1, HV2, HV3)] == ['hv1', 'hv2', None]
-    assert [computes.format_name(compute) for compute in (HV1, HV2, HV3)] == ['hv1', 'hv2', HV3]
-    assert (computes.find_by_hostname('hv1'), computes.find_by_hostname('hv2'), computes.find_by_hostname('hv3')) == (
-        [HV1],
-        [HV2],
-        [],
-    )
-    assert NO_COMPUTES.format_name(HV1) == HV1
-
-
 def test_hostname_in_presence_overrides_the_remembered_one() -> None:
     computes = Computes({HV1: PresenceFacts('new'), HV2: PresenceFacts()}, {HV1: 'old', HV2: 'hv2'})
     assert (computes.format_name(HV1), computes.format_name(HV2), computes.find_by_hostname('old')) == (
@@ -415,26 +369,18 @@ def test_malformed_parts_of_a_presence_are_ignored() -> None:
 
 def test_missing_taker_is_reported_if_known() -> None:
     assert 'no compute takes queued requests. Fix: set `queues: True`' in str(NO_COMPUTES.no_taker_reason)
-    assert 'no compute takes' in str(Computes({HV1: PresenceFacts('hv1', queues=False)}).no_taker_reason)
-    message = str(
-        Computes(
-            {HV1: PresenceFacts('hv1', queues=False), HV2: PresenceFacts('hv2'), HV3: PresenceFacts('hv3')}
-        ).no_taker_reason
-    )
+    refusing, unknown, taking = PresenceFacts('hv1', queues=False), PresenceFacts('hv2'), PresenceFacts(queues=True)
+    no_takers, mixed = Computes({HV1: refusing}), Computes({HV1: refusing, HV2: unknown})
+    assert 'no compute takes' in str(no_takers.no_taker_reason)
+    message = str(Computes({HV1: refusing, HV2: unknown, HV3: PresenceFacts('hv3')}).no_taker_reason)
     assert 'the ecompute of hv2 and 1 more is too old to report it' in message
-    assert (
-        Computes({HV1: PresenceFacts('hv1', queues=False), HV2: PresenceFacts('hv2')}).describe_unserved(['web1'])
-        is None
-    )
-    no_takers = Computes({HV1: PresenceFacts('hv1', queues=False)})
+    assert mixed.describe_unserved(['web1']) is None
     assert str(no_takers.describe_unserved(['web1'])).startswith(
         'web1 waits in a queue, but no compute takes queued requests. Fix: '
     )
     assert str(no_takers.describe_unserved(['a', 'b', 'c'])).startswith('a and 2 more wait in a queue, but no compute')
     assert no_takers.describe_unserved([]) is None
-    with_takers = Computes(
-        {HV2: PresenceFacts('hv2', queues=True), HV1: PresenceFacts('hv1', queues=True), HV3: PresenceFacts('hv3')}
-    )
+    with_takers = Computes({HV2: taking, HV1: taking, HV3: unknown})
     assert (with_takers.takers, with_takers.no_taker_reason) == ([HV1, HV2], None)
 
 

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from urllib3.exceptions import SSLError
 
 from ecomp.agent.images.connections import EgressPolicy
-from ecomp.agent.images.download import ServerUnavailable, describe_failure, make_source
+from ecomp.agent.images.download import ServerUnavailable, make_source
 from ecomp.errors import BuildFailed
 from ecomp.model.image import check_image, find_sha256
 
@@ -69,22 +68,6 @@ def test_unreachable_server_is_reported_with_its_reason(
         remote.open(None)
     remote.close()
     assert str(away.value).startswith(f'image: http://192.0.2.1/x: the server cannot be reached: {reason}')
-
-
-@pytest.mark.parametrize(
-    ('code', 'reason'),
-    [
-        (9, 'its certificate is not valid yet (the clock may be wrong)'),
-        (10, 'its certificate has expired'),
-        (18, 'its certificate is not trusted by this host'),
-        (62, 'its certificate is for another name'),
-        (64, 'its certificate is for another address'),
-    ],
-)
-def test_invalid_certificate_is_reported_with_its_reason(code: int, reason: str) -> None:
-    error = ssl.SSLCertVerificationError('whatever the server says')
-    error.verify_code = code
-    assert describe_failure(SSLError(error)) == f'the server cannot be reached: {reason}'
 
 
 @pytest.mark.parametrize('content', [None, b'', b'no certificate'])

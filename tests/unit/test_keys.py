@@ -21,11 +21,8 @@ from ecomp.model.roles import (
     RevokePermission,
     RevokeRole,
     Roles,
-    describe_change,
     list_compute_permissions,
-    list_computes_without_role,
     list_scheduler_permissions,
-    list_unknown_users,
     make_prefix_permission,
     make_roles,
     plan_changes,
@@ -184,47 +181,3 @@ def test_changes_resume_after_a_stop_at_any_step(before: Roles, aim: Roles) -> N
         assert {name: current.users[name] for name in aim.users} == aim.users
         assert {name: current.roles[name] for name in aim.roles} == aim.roles
         assert plan_changes(current, aim) == []
-
-
-def test_foreign_users_and_roles_are_kept() -> None:
-    start = Roles(
-        {'backup': frozenset({'reader'}), 'compute-gone': frozenset()},
-        {'reader': frozenset({make_prefix_permission('/x/')})},
-    )
-    aim = LAYOUTS[2]
-    final = apply_changes(start, plan_changes(start, aim))
-    assert final.users['backup'] == {'reader'}
-    assert final.roles['reader'] == {make_prefix_permission('/x/')}
-    assert list_unknown_users(final, aim) == ['compute-gone']
-    assert list_unknown_users(final, make_roles({}, [], [])) == [
-        'compute-a',
-        'compute-gone',
-        'operator-o',
-        'scheduler-s',
-    ]
-
-
-def test_without_role_lists_computes_without_a_role() -> None:
-    current, aim = (
-        make_roles({'compute-a': OWN, 'compute-b': INSTANCE}, [], []),
-        make_roles({'compute-a': OTHER}, [], []),
-    )
-    assert list_computes_without_role([OWN, OTHER, INSTANCE], current, aim) == [OWN]
-    assert list_computes_without_role([OTHER, INSTANCE], current, aim) == []
-    assert list_computes_without_role([OWN, INSTANCE], Roles({}, {}), aim) == [OWN, INSTANCE]
-
-
-@pytest.mark.parametrize(
-    ('change', 'words'),
-    [
-        (AddRole('r'), 'role r: added'),
-        (AddUser('u'), 'user u: added'),
-        (GrantRole('u', 'r'), 'user u: has role r'),
-        (RevokeRole('u', 'r'), 'user u: no longer has role r'),
-        (GrantPermission('r', make_prefix_permission('/hosts/')), 'role r: may write /hosts/'),
-        (GrantPermission('r', Permission(roles.WRITE, '/cluster')), 'role r: may write /cluster'),
-        (RevokePermission('r', Permission(roles.READ_WRITE, '/a', '/b')), 'role r: may no longer readwrite /a to /b'),
-    ],
-)
-def test_described_change_as_text(change: Change, words: str) -> None:
-    assert describe_change(change) == words

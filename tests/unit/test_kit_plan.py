@@ -69,41 +69,6 @@ def test_tests_of_one_lab_run_in_one_process(tmp_path: Path) -> None:
     assert len(set((base / 'pids').read_text().split())) == 1
 
 
-def test_error_of_a_shared_lab_is_shown_once(tmp_path: Path) -> None:
-    text = TEST_FILE.replace('return os.getpid()', 'assert not os.getpid(), "elab up failed"')
-    process = run_pytest(tmp_path, text, '-n0')
-    assert '12 passed, 12 errors' in process.stdout
-    assert process.stdout.count('E       AssertionError: elab up failed') == 1
-    one_line = 'what it shares with test_them.py::test_of_a_lab[0] could not be made: see there'
-    assert process.stdout.splitlines().count(one_line) == 11
-
-
-def test_slow_tests_that_never_passed_are_listed(tmp_path: Path) -> None:
-    last_run = tmp_path / 'noted'
-    last_run.write_text('2026-01-31 test_them.py::test_slow[0]\n')
-    (tmp_path / 'conftest.py').write_text(
-        f'from pathlib import Path\nfrom tests.kit import plan\nplan.LAST_RUN_PATH = Path({str(last_run)!r})\n'
-    )
-    text = """
-import pytest
-
-@pytest.mark.slow
-@pytest.mark.parametrize('number', range(8))
-def test_slow(number):
-    pass
-
-def test_other():
-    pass
-"""
-    process = run_pytest(tmp_path, text, '-m', 'not slow', '-n2')
-    assert process.returncode == 0, process.stdout
-    reported = [line for line in process.stdout.splitlines() if 'never passed' in line]
-    assert reported == [
-        *(f'of --all alone, never passed: test_them.py::test_slow[{number}]' for number in range(1, 6)),
-        'of --all alone, never passed: 2 more',
-    ]
-
-
 def test_each_part_of_all_is_known_to_the_script_and_has_files() -> None:
     listed = re.search(r'^PARTS=\((.*)\)$', (TESTS / 'run').read_text(), re.MULTILINE)
     assert listed is not None

@@ -114,39 +114,13 @@ PRINT_UNIT = (
 )
 
 
-@pytest.mark.parametrize('unbuffered', ['', '1'])
-@pytest.mark.parametrize(
-    ('redirection', 'code', 'message'),
-    [
-        ('>/dev/full', 1, 'elab: failed: No space left on device\n'),
-        ('2>/dev/full', 0, ''),
-        ('>&-', 0, ''),
-    ],
-)
-def test_output_that_cannot_be_written_is_reported(
-    redirection: str, code: int, message: str, unbuffered: str, tmp_path: Path
-) -> None:
-    env = {**make_environment(), 'PYTHONUNBUFFERED': unbuffered}
-    process = subprocess.run(
-        ['bash', '-c', f'"$0" -c "$1" {redirection}', sys.executable, PRINT_UNIT],
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=env, check=False, timeout=60,
-    )  # fmt: skip
-    assert (process.returncode, process.stderr) == (code, message)
-
-
 def test_broken_pipe_ends_silently(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, '-c', PRINT_UNIT]
     try:
         process = subprocess.run(
-            command,
-            stdout=writing,
-            stderr=subprocess.PIPE,
-            cwd=tmp_path,
-            env=make_environment(),
-            check=False,
-            timeout=60,
+            command, stdout=writing, stderr=subprocess.PIPE, cwd=tmp_path, env=make_environment(), timeout=60
         )
     finally:
         os.close(writing)
@@ -333,15 +307,9 @@ def test_shell_has_the_environment_of_its_lab(root: Path, capfd: pytest.CaptureF
         f'{sys.executable} -c "import os; from ecomp.lab import elab, state; from pathlib import Path; '
         f"raise SystemExit(elab.enter_shell(state.load('one', Path('{root}')), []))\""
     )
-    process = subprocess.run(
-        ['script', '-qec', command, '/dev/null'],
-        input=script,
-        text=True,
-        capture_output=True,
-        cwd=root,
-        timeout=60,
-        env={**os.environ, 'HOME': str(root), 'PYTHONPATH': str(Path(__file__).parents[2])},
-    )
+    env = {**os.environ, 'HOME': str(root), 'PYTHONPATH': str(Path(__file__).parents[2])}
+    terminal = ['script', '-qec', command, '/dev/null']
+    process = subprocess.run(terminal, input=script, text=True, capture_output=True, cwd=root, timeout=60, env=env)
     assert process.returncode == 5, process
     assert (root / 'said').read_text().startswith('(one) ')
     assert (root / 'said').read_text().splitlines()[-1] == str(lab.directory)

@@ -16,17 +16,6 @@ from ecomp import log
 from tests.kit.servers import make_environment
 
 LINE = re.compile(r'\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d (INFO|WARNING|ERROR) \d+ (.*)')
-PROGRAM = """
-import logging
-from ecomp import log
-log.configure()
-logging.getLogger('ecomp.test').info('one')
-try:
-    raise ValueError('two')
-except ValueError:
-    logging.getLogger('ecomp.test').exception('failed')
-open({mark!r}, 'w').write('lived')
-"""
 
 
 @pytest.fixture
@@ -108,15 +97,6 @@ def test_logging_to_a_closed_stream_is_ignored(stream: io.StringIO, capfd: pytes
     stream.close()
     get_logger().info('nobody reads this')
     assert capfd.readouterr().err == ''
-
-
-@pytest.mark.parametrize('where', ['2>/dev/full', '2>&-', '>&- 2>&-'])
-def test_program_survives_a_broken_stderr(tmp_path: object, where: str) -> None:
-    mark = f'{tmp_path}/mark'
-    # Only a shell can start a program with a descriptor closed.
-    subprocess.run(['bash', '-c', f'"$0" -c "$1" {where}', sys.executable, PROGRAM.format(mark=mark)], check=False)
-    with open(mark) as file:
-        assert file.read() == 'lived'
 
 
 @pytest.mark.parametrize('encoding', ['ascii', 'latin-1'])

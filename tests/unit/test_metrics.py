@@ -277,12 +277,12 @@ def compute() -> StubCompute:
 
 
 @pytest.fixture
-def make_writer(tally: Tally, compute: StubCompute, tmp_path: Path) -> Callable[[], MetricsWriter]:
-    """Make a writer that never runs by itself: its thread pool accepts no work."""
+def writer(tally: Tally, compute: StubCompute, tmp_path: Path) -> MetricsWriter:
+    """A writer that never runs by itself: its thread pool accepts no work."""
     del tally
     threads = Threads(1, 1)
     threads.metrics = SimpleNamespace(submit=lambda _: None)  # type: ignore[assignment]
-    return lambda: MetricsWriter(tmp_path / 'ecompute.prom', [compute], threads)  # type: ignore[list-item]
+    return MetricsWriter(tmp_path / 'ecompute.prom', [compute], threads)  # type: ignore[list-item]
 
 
 def read_samples(path: Path) -> dict[str, float]:
@@ -301,7 +301,7 @@ def start_guest(hypervisor: FakeHypervisor, instance: str) -> None:
 
 
 def test_file_has_instances_guests_and_images_and_is_readable_by_all(
-    make_writer: Callable[[], MetricsWriter], compute: StubCompute, tmp_path: Path
+    writer: MetricsWriter, compute: StubCompute, tmp_path: Path
 ) -> None:
     compute.records = {VM: make_active('web1'), OTHER: None}
     compute.hypervisor.images = tmp_path / 'images'
@@ -309,7 +309,6 @@ def test_file_has_instances_guests_and_images_and_is_readable_by_all(
     (tmp_path / 'images/base-1.raw').write_bytes(bytes(7))
     for instance in (VM, '3a5c0de0-0000-4000-8000-000000000003'):  # the second one is not of this compute
         start_guest(compute.hypervisor, instance)
-    writer = make_writer()
     assert writer._run() > time.monotonic() + 10
     path = tmp_path / 'ecompute.prom'
     samples = read_samples(path)
@@ -326,42 +325,33 @@ def test_file_has_instances_guests_and_images_and_is_readable_by_all(
 
 
 def test_unknown_use_of_a_guest_is_left_out(
-    make_writer: Callable[[], MetricsWriter], compute: StubCompute, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    writer: MetricsWriter, compute: StubCompute, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     compute.records = {VM: make_active()}
     monkeypatch.setattr(compute.hypervisor, 'read_usage', lambda: {VM: Usage(None, 7)})
-    make_writer()._run()
+    writer._run()
     samples = read_samples(tmp_path / 'ecompute.prom')
     assert samples[f'ecomp_vm_resident_memory_bytes{{vm="{VM}"}}'] == 7
     assert not any(name.startswith('ecomp_vm_vcpu') for name in samples)
 
 
-@pytest.mark.parametrize('kind', ['missing', 'file', 'shared'])
-def test_directory_that_is_not_private_is_not_written_to(
-    make_writer: Callable[[], MetricsWriter], caplog: pytest.LogCaptureFixture, tmp_path: Path, kind: str
+def test_file_in_place_of_the_directory_is_not_written_to(
+    writer: MetricsWriter, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """The directory is looked at each time, because it may be created after the start."""
-    writer = make_writer()
     directory = tmp_path / 'node'
     writer._path = directory / 'a.prom'
-    if kind == 'file':
-        directory.touch()
-    elif kind == 'shared':
-        directory.mkdir()
-        directory.chmod(0o777)
+    directory.touch()
     writer._run()
     assert PRIVATE_DIRECTORY.replace('HERE', str(directory)).split('. Fix')[0] in caplog.text
-    assert not writer._path.exists()
-    if kind == 'file':
-        directory.unlink()
-    directory.mkdir(exist_ok=True)
-    directory.chmod(0o755)
+    directory.unlink()
+    directory.mkdir(mode=0o755)
     writer._run()
     assert writer._path.exists()
 
 
 def test_full_disk_is_logged_once_and_so_is_its_end(
-    make_writer: Callable[[], MetricsWriter],
+    writer: MetricsWriter,
     compute: StubCompute,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -371,7 +361,7 @@ def test_full_disk_is_logged_once_and_so_is_its_end(
         raise OSError(28, 'No space left on device', str(path))
 
     caplog.set_level(logging.INFO)
-    writer, write = make_writer(), process.write_durably
+    write = process.write_durably
     monkeypatch.setattr(process, 'write_durably', fail)
     for _ in range(3):
         writer._run()
@@ -388,7 +378,7 @@ def test_full_disk_is_logged_once_and_so_is_its_end(
 
 
 def test_silent_libvirt_leaves_the_other_metrics(
-    make_writer: Callable[[], MetricsWriter],
+    writer: MetricsWriter,
     compute: StubCompute,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -399,7 +389,6 @@ def test_silent_libvirt_leaves_the_other_metrics(
 
     compute.records = {VM: make_active()}
     monkeypatch.setattr(compute.hypervisor, 'read_usage', fail)
-    writer = make_writer()
     for _ in range(2):
         writer._run()
     samples = read_samples(tmp_path / 'ecompute.prom')
@@ -411,10 +400,7 @@ def test_silent_libvirt_leaves_the_other_metrics(
     assert compute.retries == ['now']  # as if a plan had found libvirt to be back
 
 
-def test_stop_removes_the_file_and_a_late_write_does_not_restore_it(
-    make_writer: Callable[[], MetricsWriter], tmp_path: Path
-) -> None:
-    writer = make_writer()
+def test_stop_removes_the_file_and_a_late_write_does_not_restore_it(writer: MetricsWriter, tmp_path: Path) -> None:
     writer._run()
     writer.stop()
     writer._run()
@@ -423,7 +409,7 @@ def test_stop_removes_the_file_and_a_late_write_does_not_restore_it(
 
 
 def test_stop_during_a_write_removes_the_file(
-    make_writer: Callable[[], MetricsWriter], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    writer: MetricsWriter, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     begun, may_end, write = threading.Event(), threading.Event(), process.write_durably
 
@@ -433,7 +419,6 @@ def test_stop_during_a_write_removes_the_file(
         write(*arguments)
 
     monkeypatch.setattr(process, 'write_durably', write_slowly)
-    writer = make_writer()
     threads = [threading.Thread(target=work) for work in (writer._run, writer.stop)]
     threads[0].start()
     assert begun.wait(60)
@@ -444,10 +429,10 @@ def test_stop_during_a_write_removes_the_file(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_sample_has_a_family(make_writer: Callable[[], MetricsWriter], compute: StubCompute) -> None:
+def test_every_sample_has_a_family(writer: MetricsWriter, compute: StubCompute) -> None:
     """A sample without a row in METRICS would be left out silently."""
     compute.hypervisor.images = Path('/nonexistent')
-    samples = {*make_writer().collect(), *TALLY.copy_samples()}
+    samples = {*writer.collect(), *TALLY.copy_samples()}
     suffixes = {kind: tuple(names) for kind, names in metrics.SAMPLES.items()}
     known = {name + suffix for name, (kind, _, _) in METRICS.items() for suffix in suffixes[kind]}
     assert samples - known == set()

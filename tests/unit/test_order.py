@@ -18,30 +18,11 @@ from ecomp.model.choose import PlacementReason
 from ecomp.model.command_names import RESERVED
 from ecomp.model.group import ANTI_AFFINITY, Membership
 from ecomp.model.guest import MAX_SSH_KEYS_BYTES, MAX_USER_DATA_BYTES
-from ecomp.model.order import (
-    MAX_REQUEST_BYTES,
-    Holdings,
-    InvalidRequest,
-    PowerAction,
-    Request,
-    get_holdings,
-    parse_request,
-    to_json,
-)
+from ecomp.model.order import MAX_REQUEST_BYTES, Holdings, InvalidRequest, Request, get_holdings, parse_request, to_json
 from ecomp.model.record import make_record
 from ecomp.model.record import to_json as record_to_json
 from ecomp.model.text import check_name, is_label, parse_uuid_prefix
-from tests.kit.hostile import (
-    ALLOCATIONS,
-    COMPUTE,
-    HOSTILE,
-    IMAGE,
-    INSTANCE,
-    JSON_VALUES,
-    OTHER_UUID,
-    RESOURCES,
-    make_request,
-)
+from tests.kit.hostile import COMPUTE, HOSTILE, IMAGE, INSTANCE, OTHER_UUID, RESOURCES, make_request
 
 # Values of /hosts/<compute>/<instance>: current requests and those of 2019; others are refused with a reason.
 
@@ -53,24 +34,6 @@ def parse_value(value: bytes | str | dict[str, Any], key: str = KEY) -> Request 
     if isinstance(value, dict):
         value = json.dumps(value)
     return parse_request(COMPUTE, key, value.encode() if isinstance(value, str) else value)
-
-
-def test_request_of_2019_is_accepted() -> None:
-    # The 2019 eschedule copied its claim and added two fields: no version, no query, no stages.
-    message = {
-        'allocations': ALLOCATIONS,
-        'user_id': '3f0a7b59-6b93-4ca7-8d47-4ac21e5e8d1c',
-        'project_id': 'b1e5ae4a-9f6f-4c0c-9f92-bb3b5d8e9a11',
-        'consumer_generation': None,
-        'instance': INSTANCE,
-        'image': IMAGE,
-    }
-    result = parse_value(message)
-    assert isinstance(result, Request)
-    assert not result.is_tombstone
-    assert result.allocations == {COMPUTE: RESOURCES}
-    assert (result.instance, result.image, result.query) == (INSTANCE, IMAGE, None)
-    assert result.user_id == message['user_id']
 
 
 def test_a_destroy_of_2019_is_a_tombstone() -> None:
@@ -88,25 +51,6 @@ def test_a_destroy_of_2019_is_a_tombstone() -> None:
     assert isinstance(result, Request)
     assert result.is_tombstone
     assert result.image is None
-
-
-def test_a_disk_may_come_from_a_shared_provider() -> None:
-    allocations = {COMPUTE: {'resources': {'VCPU': 1, 'MEMORY_MB': 256}}, OTHER_UUID: {'resources': {'DISK_GB': 1}}}
-    result = parse_value(make_request(allocations=allocations))
-    assert isinstance(result, Request)
-    assert result.allocations[OTHER_UUID] == {'DISK_GB': 1}
-
-
-def test_power_action_round_trips() -> None:
-    assert isinstance(plain := parse_value(make_request()), Request)
-    assert plain.power is None
-    assert 'power' not in json.loads(to_json(plain))
-    power = {'action': 'reboot', 'id': OTHER_UUID}
-    result = parse_value(make_request(power=power))
-    assert isinstance(result, Request)
-    assert result.power == PowerAction('reboot', OTHER_UUID)
-    assert json.loads(to_json(result))['power'] == power
-    assert parse_value(to_json(result)) == result
 
 
 def test_evacuated_instances_name_each_other() -> None:
@@ -172,57 +116,6 @@ def test_valid_request_reports_its_shares() -> None:
     assert get_holdings(plain) == Holdings(None, None, 'p', RESOURCES)
 
 
-PROVIDERS = st.sampled_from([COMPUTE, OTHER_UUID, '', '../x'])
-
-
-@given(st.dictionaries(PROVIDERS, st.dictionaries(st.text(max_size=9), JSON_VALUES, max_size=3)))
-def test_arbitrary_allocations_are_refused(allocations: Any) -> None:
-    result = parse_value(
-        make_request(allocations={name: {'resources': amounts} for name, amounts in allocations.items()})
-    )
-    assert isinstance(result, InvalidRequest)
-
-
-@given(st.text(max_size=60), st.binary(max_size=60))
-def test_arbitrary_keys_are_refused(name: str, value: bytes) -> None:
-    assert isinstance(parse_request(COMPUTE, keys.request_prefix(COMPUTE) + name, value), InvalidRequest)
-
-
-@given(
-    st.dictionaries(st.sampled_from(['VCPU', 'MEMORY_MB', 'DISK_GB', 'CUSTOM_X']), st.integers(1, 2**31 - 1)),
-    st.text(max_size=20),
-    st.none() | st.text(min_size=1, max_size=20),
-    st.dictionaries(st.sampled_from(['requested', 'scheduled']), st.text(max_size=30)),
-    st.none() | st.just('web1'),
-    st.none() | st.binary(min_size=1, max_size=30),
-)
-def test_request_round_trips(
-    resources: dict[str, int],
-    owner: str,
-    query: str | None,
-    stages: dict[str, str],
-    name: str | None,
-    data: bytes | None,
-) -> None:
-    ssh_keys = ('ssh-rsa A', 'ssh-rsa B mé') if data else None
-    fields = {'name': name, 'ssh_keys': ssh_keys, 'user_data': data}
-    original = Request(
-        INSTANCE,
-        {COMPUTE: {**RESOURCES, **resources}},
-        image=IMAGE,
-        user_id=owner,
-        project_id=owner,
-        query=query,
-        stages=stages,
-        **fields,
-    )
-    assert parse_value(to_json(original)) == original
-    tombstone = Request(
-        INSTANCE, {}, image=None, user_id=owner, project_id=owner, query=query, stages=stages, name=name
-    )
-    assert parse_value(to_json(tombstone)) == tombstone
-
-
 def test_largest_allowed_request_is_accepted() -> None:
     ssh_keys = ['ssh-rsa ' + 'A' * 992] * (MAX_SSH_KEYS_BYTES // 1000)
     value = make_request(
@@ -235,15 +128,6 @@ def test_largest_allowed_request_is_accepted() -> None:
     assert len(record_to_json(record)) < 4000, 'it does not grow by them'
     assert 'AAAA' not in repr(result)
     assert 'xff' not in repr(result)
-
-
-def test_fields_of_2019_keep_their_names() -> None:
-    result = parse_value(make_request())
-    assert isinstance(result, Request)
-    written = json.loads(to_json(result))
-    names = ('allocations', 'instance', 'image', 'user_id', 'project_id', 'consumer_generation')
-    assert {name: written[name] for name in names} == {name: make_request()[name] for name in names}
-    assert written['version'] == 1
 
 
 # Valid names of instances, and the words that are uuid prefixes.

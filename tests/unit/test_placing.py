@@ -21,12 +21,7 @@ from ecomp.model import keys
 from ecomp.model.allocation import (
     Allocations,
     Room,
-    describe_difference,
     find_compute,
-    list_missing_classes,
-    parse_allocations,
-    sum_allocations,
-    to_wire,
 )
 from ecomp.model.choose import (
     FIRST,
@@ -504,42 +499,7 @@ def test_a_refusal_of_one_block_is_raised(monkeypatch: pytest.MonkeyPatch) -> No
         make_failing_claimer(b=PlacementRefusal('no such class')).claim_what_fits(TWO)
 
 
-# Allocations: placement's format, sums, and the sentence that explains a difference.
-
-
-A = 'provider-a'
-B = 'provider-b'
-
-allocations = st.dictionaries(
-    st.sampled_from([A, B, 'provider-c']),
-    st.dictionaries(st.sampled_from(['VCPU', 'DISK_GB']), st.integers(1, 2**31 - 1), min_size=1),
-)
-
-
-@given(allocations)
-def test_wire_format_round_trips(original: Allocations) -> None:
-    assert parse_allocations(to_wire(original)) == original
-
-
-def test_extra_fields_of_placement_are_ignored() -> None:
-    # GET /allocations has a generation beside the resources; candidates have mappings.
-    wire = {A: {'resources': {'VCPU': 1}, 'generation': 7}}
-    assert parse_allocations(wire) == {A: {'VCPU': 1}}
-
-
-def test_total_sums_all_providers() -> None:
-    assert sum_allocations({A: {'VCPU': 1, 'DISK_GB': 1}, B: {'DISK_GB': 2}}) == {'VCPU': 1, 'DISK_GB': 3}
-    assert sum_allocations({}) == {}
-
-
-def test_missing_lists_the_classes_a_guest_needs() -> None:
-    assert list_missing_classes({'VCPU': 1, 'MEMORY_MB': 1, 'DISK_GB': 1, 'CUSTOM_X': 1}) == []
-    assert list_missing_classes({'MEMORY_MB': 1}) == ['VCPU', 'DISK_GB']
-
-
-@given(allocations, allocations)
-def test_equal_allocations_have_no_difference(requested: Allocations, held: Allocations) -> None:
-    assert (describe_difference(requested, held) is None) == (requested == held)
+# Allocations: the compute among their providers.
 
 
 def test_compute_of_is_the_provider_of_vcpus() -> None:

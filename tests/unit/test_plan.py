@@ -52,20 +52,8 @@ from ecomp.model.order import (
     InvalidRequest,
     PowerAction,
     Request,
-    parse_action_id,
-    parse_phase,
 )
-from ecomp.model.record import (
-    ACTIVE,
-    BUILDING,
-    DESTROYING,
-    ERROR,
-    GONE,
-    SCHEDULED,
-    STOPPED,
-    Interface,
-    Record,
-)
+from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, SCHEDULED, STOPPED, Interface, Record
 
 # The whole decision table: every state of the record, with every guest, for every parsed.
 
@@ -168,11 +156,6 @@ def test_power_task_names_the_fault() -> None:
         'only a disk': 'its domain is gone, its disk is there',
     }
     assert plan_instance(REQUEST, make_record(STOPPED), GUESTS['runs'])[0].reason == 'it runs'
-
-
-def test_guest_that_is_off_or_runs_has_no_fault() -> None:
-    assert find_fault(make_record(ACTIVE), GUESTS['is off']) is None
-    assert find_fault(make_record(ACTIVE), GUESTS['runs']) is None
 
 
 # Faults that end once their cause is gone.
@@ -316,11 +299,9 @@ def test_macs_of_the_spec_are_those_of_the_instance() -> None:
 # Stop, start and reboot: every step, for every state of the guest and of its record.
 
 
-COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
-SUBJECT = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 THIS_ACTION = '0a1b2c3d-0000-4000-8000-000000000001'
 EARLIER_ACTION = '0a1b2c3d-0000-4000-8000-000000000002'
-RUNS = Guest(SUBJECT, COMPUTE, defined=True, running=True, disk=True)
+RUNS = Guest(INSTANCE, HERE, defined=True, running=True, disk=True)
 IS_OFF = replace(RUNS, running=False)
 FROZEN = replace(RUNS, trouble=NO_SPACE)
 RECORDED_POWERS = (
@@ -360,24 +341,17 @@ def plan_power(  # noqa: PLR0913
     before_reboot: bool = False,
     vanished: bool = False,
 ) -> list[Kind]:
-    request = Request(
-        SUBJECT,
-        {COMPUTE: {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}},
-        image='http://h/i',
-        user_id='u',
-        project_id='p',
-        power=power,
-    )
+    request = replace(REQUEST, power=power)
     state = state or (ACTIVE if guest is not None and guest.running else STOPPED)
-    record = Record(SUBJECT, COMPUTE, state, image='http://h/i', power=recorded_power, fault=fault)
+    record = Record(INSTANCE, HERE, state, image='http://h/i', power=recorded_power, fault=fault)
     observations = replace(
         NO_OBSERVATIONS,
-        guests={SUBJECT: guest} if guest else {},
-        shutdown_actions={SUBJECT: patience} if patience else {},
-        before_reboot=[SUBJECT] if before_reboot else [],
-        vanished=[SUBJECT] if vanished else [],
+        guests={INSTANCE: guest} if guest else {},
+        shutdown_actions={INSTANCE: patience} if patience else {},
+        before_reboot=[INSTANCE] if before_reboot else [],
+        vanished=[INSTANCE] if vanished else [],
     )
-    tasks = plan({SUBJECT: request}, {SUBJECT: record}, observations)
+    tasks = plan({INSTANCE: request}, {INSTANCE: record}, observations)
     assert all(task.reason for task in tasks)
     return [task.kind for task in tasks]
 
@@ -444,23 +418,11 @@ def test_unseen_guest_gets_no_power_task(action: str) -> None:
 
 def test_failed_start_is_a_fault_until_the_guest_runs() -> None:
     for fault in (f'{START_FAILED}: no room', f'{START_FAILED} after the host was rebooted: no room'):
-        record = Record(SUBJECT, COMPUTE, STOPPED, image='http://h/i', fault=fault)
+        record = Record(INSTANCE, HERE, STOPPED, image='http://h/i', fault=fault)
         assert find_fault(record, IS_OFF) == fault
         assert find_fault(record, RUNS) is None
         assert find_fault(record, FROZEN) == NO_SPACE
         assert find_fault(record, replace(IS_OFF, trouble=CRASHED)) == CRASHED
-
-
-def test_action_id_and_phase() -> None:
-    assert [
-        parse_phase(power)
-        for power in (None, THIS_ACTION, f'{THIS_ACTION}:{SHUTDOWN_REQUESTED}', f'{THIS_ACTION}:{SHUT_OFF}')
-    ] == ['', '', SHUTDOWN_REQUESTED, SHUT_OFF]
-    assert [parse_action_id(power) for power in (None, THIS_ACTION, f'{THIS_ACTION}:{SHUT_OFF}')] == [
-        '',
-        THIS_ACTION,
-        THIS_ACTION,
-    ]
 
 
 # Patience with a guest that shuts down
@@ -470,18 +432,18 @@ def test_shutdown_is_requested_again_until_the_grace_period_ends() -> None:
     shutdowns = Shutdowns(grace_seconds=60, retry_seconds=10)
     assert shutdowns.find_actions(100) == {}
     assert shutdowns.find_times(after=0) == []
-    shutdowns.note_request(SUBJECT, 100)
-    assert shutdowns.find_actions(109.9) == {SUBJECT: ShutdownAction.WAIT}
+    shutdowns.note_request(INSTANCE, 100)
+    assert shutdowns.find_actions(109.9) == {INSTANCE: ShutdownAction.WAIT}
     assert sorted(shutdowns.find_times(after=100)) == [110, 160]
-    assert shutdowns.find_actions(110) == {SUBJECT: ShutdownAction.ASK_AGAIN}
-    shutdowns.note_request(SUBJECT, 110)
-    assert shutdowns.find_actions(115) == {SUBJECT: ShutdownAction.WAIT}
+    assert shutdowns.find_actions(110) == {INSTANCE: ShutdownAction.ASK_AGAIN}
+    shutdowns.note_request(INSTANCE, 110)
+    assert shutdowns.find_actions(115) == {INSTANCE: ShutdownAction.WAIT}
     assert sorted(shutdowns.find_times(after=110)) == [120, 160]
     # A time that was due at the last check is no reason to wake up again.
     assert shutdowns.find_times(after=120) == [160]
-    assert shutdowns.find_actions(160) == {SUBJECT: ShutdownAction.SWITCH_OFF}
+    assert shutdowns.find_actions(160) == {INSTANCE: ShutdownAction.SWITCH_OFF}
     assert shutdowns.find_times(after=160) == []
-    shutdowns.forget_all_but([SUBJECT])
-    assert shutdowns.find_actions(160) == {SUBJECT: ShutdownAction.SWITCH_OFF}
+    shutdowns.forget_all_but([INSTANCE])
+    assert shutdowns.find_actions(160) == {INSTANCE: ShutdownAction.SWITCH_OFF}
     shutdowns.forget_all_but([])
     assert shutdowns.find_actions(160) == {}

@@ -42,14 +42,13 @@ from ecomp.model.queue import (
     get_opening_seconds,
     make_queued_record,
     parse_queue_entry,
-    parse_taker,
     rank_takers,
     taker_to_json,
     to_json,
     update_backlog,
     update_takers,
 )
-from ecomp.model.record import QUEUED, STATES
+from ecomp.model.record import QUEUED
 from ecomp.model.status import DISABLED
 from ecomp.store.client import Entry
 
@@ -140,29 +139,6 @@ def test_invalid_key_is_refused(place: str) -> None:
     assert isinstance(parse_queue_entry(keys.QUEUES + place, to_json(WAITING).encode()), InvalidRequest)
 
 
-@given(st.binary(max_size=300))
-def test_arbitrary_bytes_never_raise(value: bytes) -> None:
-    assert isinstance(parse_queue_entry(WAITING.key, value), InvalidRequest)
-
-
-def test_record_of_a_queued_request() -> None:
-    shown = make_queued_record(WAITING.key, to_json(WAITING).encode())
-    assert (shown.state, shown.compute, shown.name, shown.query) == ('queued', '', 'web1', WAITING.flavor.query)
-    assert shown.resources == SIZE
-    assert QUEUED not in STATES, 'no record in etcd says so'
-
-
-def test_keys_of_queues_and_takers() -> None:
-    key, mark = WAITING.key, keys.taker(WAITING.key)
-    assert key == f'/queues/small/{INSTANCE}'
-    assert keys.parse_queue_key(key) == ('small', INSTANCE)
-    assert keys.parse_queue_key(mark) is None
-    assert keys.get_queued_instance(key) == keys.get_queued_instance(mark) == INSTANCE
-    assert parse_taker(taker_to_json(COMPUTE).encode()) == COMPUTE
-    for rubbish in (b'no mark', b'[]', b'{}', b'{"compute": 1}', b'\xff', b'[' * 100_000):
-        assert parse_taker(rubbish) is None
-
-
 # The backlog of all queues, and the request that a compute takes.
 
 
@@ -211,18 +187,6 @@ def test_backlog_has_more_if_a_request_became_available() -> None:
     # Cancelled and queued again.
     queued_again = [waiting[0], WaitingEntry(9, waiting[1].entry)]
     assert update_backlog(make_entries(queued_again), whole).has_new
-
-
-def test_backlog_parses_each_request_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting, parsed_keys = make_places(SMALL, LARGE, FAST), list[str]()
-    parse = queue.parse_queue_entry
-    monkeypatch.setattr(queue, 'parse_queue_entry', lambda key, value: [parsed_keys.append(key), parse(key, value)][1])
-    backlog = update_backlog(make_entries(waiting[:2]), Backlog())
-    backlog = update_backlog(make_entries(waiting), backlog)
-    backlog = update_backlog(make_entries([waiting[0], WaitingEntry(9, waiting[1].entry), waiting[2]]), backlog)
-    requeued = waiting[1].entry.key
-    assert sorted(parsed_keys) == sorted([*(place.entry.key for place in waiting), requeued])
-    assert [place.revision for place in backlog.entries.values()] == [1, 3, 9]
 
 
 CHANGE = st.tuples(st.sampled_from(['put', 'other', 'junk', 'delete', 'mark', 'scrawl', 'unmark']), st.integers(0, 5))
@@ -374,25 +338,6 @@ def find_first(
     return choose_next(waiting, takes, passed_over, 1, random.Random())
 
 
-@given(st.lists(st.integers(1, 5), max_size=12))
-def test_requests_taken_in_sequence_fit_together(amounts: list[int]) -> None:
-    room, waiting, taken_places = (
-        make_provider(),
-        make_places(*(Flavor(f'f{n}', {**SIZE, 'VCPU': n}) for n in amounts)),
-        [],
-    )
-    while (chosen := find_first(waiting, check_flavors(collect_flavors(waiting), room, {}))) is not None:
-        taken_places.append(chosen)
-        waiting.remove(chosen)
-        before, room = room, room.with_usage([chosen.entry.flavor.resources])
-        assert not any(
-            can_take(place.entry.flavor, room) and not can_take(place.entry.flavor, before) for place in waiting
-        )
-    assert sum(place.entry.flavor.resources['VCPU'] for place in taken_places) <= 4
-    assert len(taken_places) <= 4
-    assert not any(can_take(place.entry.flavor, room) for place in waiting)
-
-
 def test_patience_grows_with_the_load() -> None:
     rng = random.Random(1)
     waits = [choose_delay(make_provider(used=used), None, 1, rng) for used in range(5)]
@@ -484,7 +429,7 @@ def test_computes_without_room_are_last() -> None:
     full, some = {'VCPU': [4, 10], 'MEMORY_MB': [512, 100]}, {'VCPU': [4, 25], 'MEMORY_MB': [512, 13]}
     takers = make_takers('unknown', full=full, some=some, none={'VCPU': [4, 100]}, odd='all of it')
     assert [takers.has_room(name, ONE) for name in ('unknown', 'full', 'some', 'none', 'odd')] == [
-        *(True, False, True, False, True),
+        *(True, False, True, False, True)
     ]
     for instance in name_computes(20):
         assert set(list(rank_takers(instance, ONE, takers))[-2:]) == {'full', 'none'}
@@ -525,14 +470,6 @@ def test_circles_grow_until_all_computes_are_included() -> None:
     allowed = [count_allowed_takers(seconds, 100) for seconds in (0.0, WIDEN_SECONDS, 2 * WIDEN_SECONDS, 3600.0)]
     assert allowed == [INITIAL_TAKERS, 2 * INITIAL_TAKERS, 4 * INITIAL_TAKERS, 100]
     assert count_allowed_takers(0.0, 0) == 1
-
-
-@given(st.integers(1, 5000), st.integers(0, 20))
-def test_takers_allowed_agrees_with_opens_after(takers: int, widened: int) -> None:
-    seconds = widened * WIDEN_SECONDS
-    assert sum(get_opening_seconds(number) <= seconds for number in range(takers)) == count_allowed_takers(
-        seconds, takers
-    )
 
 
 def test_computes_without_a_hint_count_as_having_room() -> None:

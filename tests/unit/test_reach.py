@@ -10,13 +10,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.model.reach import (
-    DEFAULT_REACH,
-    make_ssh_options,
-    make_tail_command,
-    parse_reach,
-    quote_remote_command,
-)
+from ecomp.model.reach import DEFAULT_REACH, make_ssh_options, make_tail_command, parse_reach, quote_remote_command
 
 INSTANCE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 
@@ -36,16 +30,9 @@ def test_ssh_gets_one_quoted_line_and_is_its_own_proxy() -> None:
 
 def test_other_command_gets_separate_arguments() -> None:
     reach = parse_reach("sudo elab exec --name 'my lab' {host}")
-    assert reach.make_command('hv1', ['a b', '$c'], ['-t']) == [
-        'sudo',
-        'elab',
-        'exec',
-        '--name',
-        'my lab',
-        'hv1',
-        'a b',
-        '$c',
-    ]
+    assert reach.make_command('hv1', ['a b', '$c'], ['-t']) == shlex.split(
+        "sudo elab exec --name 'my lab' hv1 'a b' '$c'"
+    )
     assert reach.make_proxy_command('hv1', '10.0.0.5')[:8] == [*reach.words[:5], 'hv1', 'bash', '-c']
     assert reach.make_proxy_command('hv1', '10.0.0.5')[-2:] == ['10.0.0.5', '22']
 

@@ -16,21 +16,8 @@ from ecomp.model.choose import SPREAD, STRATEGIES, Candidate, Offer, choose, dis
 from ecomp.model.flavor import Flavor, merge_query, parse_flavor
 from ecomp.model.flavor import from_json as read_flavor
 from ecomp.model.flavor import to_json as write_flavor
-from ecomp.model.group import (
-    AFFINITY,
-    ANTI_AFFINITY,
-    POLICIES,
-    Group,
-    Membership,
-    filter_admitted,
-    from_json,
-    parse_membership,
-    resolve_group,
-    to_json,
-)
+from ecomp.model.group import AFFINITY, ANTI_AFFINITY, POLICIES, Group, Membership, filter_admitted, resolve_group
 from ecomp.model.quota import Quota, describe_excesses, make_charge, multiply_amounts
-from ecomp.model.quota import from_json as read_quota
-from ecomp.model.quota import to_json as write_quota
 
 # Groups: what their policies allow, prefer and exclude, and their format.
 
@@ -89,12 +76,6 @@ def test_allowed_members_never_break_a_group(group: Group, places: dict[str, str
     for member in places.keys() - set(admitted):
         assert now.strict
         assert now.with_members({member: places[member]}).list_breaches()
-
-
-@given(groups)
-def test_group_round_trips(group: Group) -> None:
-    assert from_json(group.name, to_json(group).encode()) == group
-    assert parse_membership(group.membership._asdict()) == group.membership
 
 
 # Sets in groups
@@ -203,12 +184,6 @@ def test_charging_and_releasing_restores_the_quota(used: dict[str, int], charges
 
 def test_use_is_never_negative() -> None:
     assert Quota('web', {}, {'VCPU': 1}).subtract_used(SMALL).used == {}
-
-
-@given(amounts, amounts)
-def test_quota_round_trips(limits: dict[str, int], used: dict[str, int]) -> None:
-    quota = Quota('web', limits, used)
-    assert read_quota('web', write_quota(quota).encode()) == quota
 
 
 # Flavors: their format, and their queries.

@@ -158,15 +158,6 @@ def test_modes_do_not_depend_on_the_umask(umask: int, tmp_path: Path) -> None:
         os.umask(before)
 
 
-def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
-    path = tmp_path / 'x'
-    path.write_text('long before')
-    write_durably(path, 'new')
-    assert path.read_text() == 'new'
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert os.listdir(tmp_path) == ['x']
-
-
 def test_symbolic_link_at_the_partial_file_is_not_followed(tmp_path: Path) -> None:
     victim = tmp_path / 'victim'
     victim.write_text('mine')

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tracemalloc
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -342,15 +341,6 @@ def test_reason_contains_the_actual_and_the_expected_value() -> None:
     assert cluster.explain_identity_mismatch(expected, cluster.make_identity_value(IDENTITY, 'later').encode()) is None
 
 
-def test_new_cluster_value() -> None:
-    assert json.loads(cluster.make_identity_value(IDENTITY, 'T')) == {'version': 1, 'identity': IDENTITY, 'since': 'T'}
-
-
-@given(st.builds(KnownCluster, st.uuids().map(str), numbers, numbers, numbers))
-def test_known_cluster_round_trips(known_cluster: KnownCluster) -> None:
-    assert cluster.from_json(cluster.to_json(known_cluster).encode()) == known_cluster
-
-
 class WrittenKey(NamedTuple):
     """A key in etcd, with the fields that find_accepted_revision() reads."""
 
@@ -366,6 +356,3 @@ def test_highest_acceptance_counts_up_to_its_own_revision() -> None:
     assert cluster.find_accepted_revision([WrittenKey(b'9' * 19, 4), WrittenKey(b'9' * 5000, 6)]) == 4
     rubbish = b'', b'x', b'-1', b'1.5', '٣'.encode(), b'\xff', b'{}'
     assert cluster.find_accepted_revision([WrittenKey(value, 9) for value in rubbish]) == 0
-
-
-# Warnings about versions of etcd.

@@ -39,29 +39,19 @@ def test_rate_is_the_increase_of_a_counter_by_the_time_in_between() -> None:
     assert after['web']['disk_read_bytes_per_second'] == 0
 
 
-@pytest.mark.parametrize(
-    'before',
-    [
-        {},
-        make_measurement(100, 50),
-        make_measurement(100, 50, web={}),
-        make_measurement(100, 50, web={'vcpu_seconds_total': 2.6}),
-        make_measurement(102, 50, web={'vcpu_seconds_total': 1}),
-        make_measurement(9000, 50, web={'vcpu_seconds_total': 1}),
-        make_measurement(102 - 1e-9, 50, web={'vcpu_seconds_total': 1}),
-        {HOST: {}, 'web': {'vcpu_seconds_total': 1}},
-    ],
-    ids=[
-        'first',
-        'new guest',
-        'unknown',
-        'guest restarted',
-        'same time',
-        'host rebooted',
-        'nearly the same time',
-        'no time',
-    ],
-)
+INCOMPARABLE_MEASUREMENTS = {
+    'first': {},
+    'new guest': make_measurement(100, 50),
+    'unknown': make_measurement(100, 50, web={}),
+    'guest restarted': make_measurement(100, 50, web={'vcpu_seconds_total': 2.6}),
+    'same time': make_measurement(102, 50, web={'vcpu_seconds_total': 1}),
+    'host rebooted': make_measurement(9000, 50, web={'vcpu_seconds_total': 1}),
+    'nearly the same time': make_measurement(102 - 1e-9, 50, web={'vcpu_seconds_total': 1}),
+    'no time': {HOST: {}, 'web': {'vcpu_seconds_total': 1}},
+}
+
+
+@pytest.mark.parametrize('before', INCOMPARABLE_MEASUREMENTS.values(), ids=INCOMPARABLE_MEASUREMENTS)
 def test_rate_without_two_comparable_values_is_unknown(before: Measurement) -> None:
     used = compute_use(before, make_measurement(102, 53, web={'vcpu_seconds_total': 2.5, 'resident_memory_bytes': 7}))
     assert 'vcpu_seconds_per_second' not in used['web']

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecomp.errors import EcompError, UsageError
-from ecomp.model.guest import Attachment, BaseImage, Guest, GuestSpec
+from ecomp.model.guest import Attachment, BaseImage, GuestSpec
 from ecomp.virt import image, libvirt_host, xml
 from ecomp.virt.fake import FakeHypervisor
 from ecomp.virt.xml import Dhcp, Reservation, Service, choose_address, make_host_xml, read_dhcp
@@ -163,37 +163,6 @@ def test_host_xml_omits_missing_attributes() -> None:
 # The fake alone: its guests are kept in a file.
 
 
-SPEC = GuestSpec('instance', 'compute', 1, 64, 1, BaseImage('/base', 'qcow2', 1), 'qemu')
-
-
-def test_guests_outlive_the_process(tmp_path: Path) -> None:
-    first = FakeHypervisor(tmp_path)
-    first.prepare()
-    first.reserve_address('instance', SPEC.macs[0], 'default')
-    first.create_disk(SPEC)
-    first.start(SPEC)
-    second = FakeHypervisor(tmp_path)
-    second.prepare()
-    assert second.list_guests() == {'instance': Guest('instance', 'compute', defined=True, running=True, disk=True)}
-    assert second.find_addresses('instance') == first.find_addresses('instance')
-    assert second.list_reservations() == first.list_reservations()
-    second.destroy('instance', 'compute')
-    second.delete_disk('instance')
-    second.release_addresses('instance')
-    third = FakeHypervisor(tmp_path)
-    third.prepare()
-    assert third.list_guests() == {}
-
-
-def test_fake_without_a_directory_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    hypervisor = FakeHypervisor()
-    hypervisor.prepare()
-    hypervisor.create_disk(SPEC)
-    hypervisor.start(SPEC)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ('name', 'text'),
     [
@@ -293,8 +262,7 @@ def test_xml_equals_the_golden_file(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    'text',
-    ['"/><source file="/etc/shadow', "' x='", ']]>', '&x;', '<disk type="file"/>', '-name', 'a b', 'é☃'],
+    'text', ['"/><source file="/etc/shadow', "' x='", ']]>', '&x;', '<disk type="file"/>', '-name', 'a b', 'é☃']
 )
 def test_no_value_becomes_markup(text: str) -> None:
     attachments = (Attachment('network', text), Attachment('bridge', text))
