@@ -72,7 +72,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     group = _choose_group(item)
     if group:
         item.add_marker(pytest.mark.xdist_group(group))
-    if item.nodeid.startswith('tests/unit/'):
+    if item.nodeid.startswith('tests/unit/') and not item.get_closest_marker(LONG_MARKER):
         item.add_marker(pytest.mark.fast)
 
 

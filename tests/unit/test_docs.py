@@ -90,6 +90,7 @@ def test_roff_escapes_control_characters() -> None:
     assert '.SH "S"\n\\&.no \\fBco\\-de\\fR here\n' in writing.render_man_page(page)
 
 
+@pytest.mark.long
 def test_wheel_contains_the_man_pages_and_units(tmp_path: Path) -> None:
     copy_tree(tmp_path / 'ecomp')
     names = list_wheel(tmp_path / 'ecomp', tmp_path)
@@ -99,6 +100,7 @@ def test_wheel_contains_the_man_pages_and_units(tmp_path: Path) -> None:
     assert {name for name in names if name.endswith('.service')} == units
 
 
+@pytest.mark.long
 def test_wheel_build_leaves_no_files_and_reuses_none(tmp_path: Path) -> None:
     """Files left by `sudo pip install .` would make another user's install fail."""
     clone = tmp_path / 'ecomp'

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.kit.plan import FOLDERS, PARTS, TESTS, find_part
 from tests.kit.servers import make_environment
 
@@ -41,6 +43,7 @@ def run_pytest(directory: Path, text: str, *words: str) -> subprocess.CompletedP
     return subprocess.run(command, cwd=directory, env=make_environment(), capture_output=True, text=True, check=False)
 
 
+@pytest.mark.long
 def test_nothing_skipped_turns_skips_into_failures(tmp_path: Path) -> None:
     (tmp_path / 'test_gone.py').write_text('import pytest\npytest.importorskip("nothing_of_that_name")\n')
     text = """
@@ -61,6 +64,7 @@ def test_two():
     assert refused.stdout.count('skipped, where nothing may be') >= 3
 
 
+@pytest.mark.long
 def test_tests_of_one_lab_run_in_one_process(tmp_path: Path) -> None:
     base = tmp_path / 'base'
     words = ['-n', '2', '--dist', 'loadgroup', '--no-loadscope-reorder', '--basetemp', str(base)]

@@ -40,6 +40,7 @@ def read_metadata(packages: Path) -> Message:
         return HeaderParser().parsestr(wheel.read(name).decode())
 
 
+@pytest.mark.long
 def test_index_accepts_both(packages: Path) -> None:
     paths = sorted(packages.iterdir())
     stem = f'etcd_compute-{ecomp.__version__}'

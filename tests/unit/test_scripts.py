@@ -153,6 +153,7 @@ def test_interrupted_venv_is_recreated(script: str, stamp: str, tmp_path: Path) 
     assert run() == ''
 
 
+@pytest.mark.long
 def test_quickstart_reinstalls_when_the_constraints_change(tmp_path: Path) -> None:
     subprocess.run([sys.executable, '-m', 'venv', tmp_path / '.venv'], check=True)
     (tmp_path / 'setup.py').write_text('')
