@@ -22,6 +22,7 @@ from ecomp.model.record import (
     GONE,
     SCHEDULED,
     STOPPED,
+    Failure,
     Interface,
     Progress,
     Record,
@@ -82,6 +83,31 @@ def test_times_are_utc_and_sort_as_text() -> None:
     moment = datetime(2026, 1, 31, 13, 0, 0, 123456, timezone(timedelta(hours=1)))
     assert format_time(moment) == '2026-01-31T12:00:00.123Z'
     assert format_time(moment.astimezone(UTC)) == format_time(moment)
+
+
+INTERFACE = Interface('default', 'm0', '10.0.0.1')
+FAILURE = Failure('image', 'broken', 'nothing is left')
+OLDER = {'network': 'default', 'mac': 'm0', 'address': '10.0.0.1'}
+
+
+@pytest.mark.parametrize(
+    ('value', 'record'),
+    [
+        (
+            {'version': 1, 'instance': INSTANCE, 'compute': COMPUTE, 'state': ACTIVE, 'image': None},
+            Record(INSTANCE, COMPUTE, ACTIVE),
+        ),
+        ({**FIELDS, 'addresses': [OLDER]}, replace(RECORD, addresses=(INTERFACE,))),
+        ({**FIELDS, 'more': 'x'}, RECORD),
+        (
+            {**FIELDS, 'addresses': [{**OLDER, 'family': 4}], 'error': {**vars(FAILURE), 'code': 7}},
+            replace(RECORD, addresses=(INTERFACE,), error=FAILURE),
+        ),
+    ],
+)
+def test_record_of_an_older_or_newer_ecomp_is_read(value: dict[str, Any], record: Record) -> None:
+    """A missing field has its default; an unknown field is ignored."""
+    assert from_json(json.dumps(value).encode()) == record
 
 
 def test_record_of_another_instance_is_refused() -> None:
