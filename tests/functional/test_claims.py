@@ -24,7 +24,6 @@ from ecomp.placement.client import Placement
 from ecomp.scheduler.changes.wait import Deadline
 from ecomp.scheduler.operations.audit import _release_orphan as repaired
 from ecomp.scheduler.operations.decommission import disable, forget, wait_until_drained
-from ecomp.scheduler.placing import claim as claims
 from ecomp.scheduler.placing.claim import DeliveryOutcome, abandon
 from ecomp.scheduler.queries.find import MAX_OFFER_AGE_SECONDS
 from ecomp.store import sharing
@@ -278,17 +277,6 @@ def test_claim_keeper_keeps_claim_taken_over_during_its_check(
     cloud.assert_placed(compute, order)
 
 
-def test_offer_from_before_disable_is_not_used_after_drain(cloud: Cloud) -> None:
-    """An old offer must not claim on a compute that the drain reports as empty."""
-    compute, order = cloud.make_order()
-    offer = allocations.read_candidates(cloud.placement, order.query)
-    disable(cloud.placement, compute, compute)
-    wait_until_drained(cloud.store, cloud.placement, compute, compute, Deadline(60), lambda _: None)
-    with pytest.raises(NoCapacity):
-        cloud.create(order, offer=offer)
-    cloud.assert_not_placed(order, compute)
-
-
 def test_drain_waits_for_attempt_with_a_recent_offer(cloud: Cloud) -> None:
     """The attempt has an older offer, and starts after the drain's first check."""
     compute, order = cloud.make_order()
@@ -398,24 +386,6 @@ def test_claims_with_an_owner_are_kept(cloud: Cloud) -> None:
     keeper.check_claims([with_guest], 2 * CONFIRMATION_SECONDS + 1)
     assert cloud.server.read_consumers(compute).keys() == {delivered, with_guest, queued}
     assert unowned not in cloud.server.read_consumers(compute)
-
-
-@pytest.mark.fast
-def test_claim_of_killed_eschedule_can_be_resumed_between_checks(cloud: Cloud) -> None:
-    compute, order = cloud.make_order()
-    lease = cloud.store.grant(60)
-    start_attempt(cloud, order, lease)
-    claims.Claimer(cloud.placement, 'a-user', 'a-project', lambda: True).claim({order.instance: {compute: SMALL}})
-    keeper = ClaimKeeper(compute, cloud.store, cloud.placement)
-    for now in (0.0, CONFIRMATION_SECONDS, 2 * CONFIRMATION_SECONDS):
-        keeper.check_claims([], now)
-    assert order.instance in cloud.server.read_consumers(compute)  # the attempt's lease has not expired
-    cloud.store.revoke(lease)
-    keeper.check_claims([], 3 * CONFIRMATION_SECONDS)
-    # Between the two checks the user resumes the order.
-    assert cloud.create(order, resume=True) == DeliveryOutcome(compute)
-    keeper.check_claims([], 4 * CONFIRMATION_SECONDS)
-    cloud.assert_placed(compute, order)
 
 
 @pytest.mark.fast
