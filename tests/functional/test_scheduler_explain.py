@@ -138,15 +138,6 @@ def test_dead_closed_and_nameless_computes_are_explained(world: ExplainedCluster
     ]
 
 
-def test_compute_that_has_room_again_is_named(world: ExplainedCluster) -> None:
-    world.make_compute('hv1')
-    world.make_compute('hv2', MEMORY_MB=128)
-    assert world.explain(GUEST_QUERY) == [
-        'hv1: has room now. Try: the same command again',
-        'hv2: MEMORY_MB short by 128 (free 128 of 128)',
-    ]
-
-
 def test_compute_excluded_by_the_limit_is_explained(world: ExplainedCluster) -> None:
     named_compute, _ = world.make_compute('hv1'), world.make_compute('hv2')
     assert world.explain(f'{GUEST_QUERY}&limit=1', named=[named_compute]) == [
