@@ -348,37 +348,6 @@ def test_interrupted_wait_is_continued_by_the_same_command(cluster: Control, com
     assert len(before) == 3
 
 
-STEPS_OF_A_CHANGE = [
-    *(('stack-begun', ('apply',), 0), ('stack-claimed', ('apply',), 0), ('stack-delivered', ('apply',), 2)),
-    ('stack-removed', ('apply', '--replace-all', '--destroy-first', '--yes'), None),
-    ('stack-removed', ('destroy', '--yes', '--file'), None),
-]
-
-
-@pytest.mark.usefixtures('compute')
-@pytest.mark.parametrize(('step', 'words', 'count'), STEPS_OF_A_CHANGE)
-def test_interrupted_change_may_be_carried_out(cluster: Control, step: str, words: tuple[str, ...], count: int) -> None:
-    shop = write_stack(cluster.directory, web={'count': 2})
-    path = shop
-    if step == 'stack-removed':
-        assert cluster.eschedule('apply', shop, '--wait').code == 0
-        path = write_stack(cluster.directory, web={'count': 2, **change_memory(65)})
-    with Eschedule(cluster, *words, path, failpoint=f'{step}:stop') as eschedule:
-        eschedule.wait_frozen_at(step)
-        eschedule.send_signal(signal.SIGINT)
-        eschedule.resume()
-        interrupted = eschedule.wait()
-    assert (interrupted.code, interrupted.stdout) == (6, ''), interrupted
-    sentence = 'interrupted: the change of stack shop may be carried out. Try: the same command again'
-    assert interrupted.stderr.splitlines()[-1] == f'eschedule: {sentence}'
-    if count is not None:
-        assert len(read_allocations(cluster)) == count
-        assert cluster.etcd.list_keys('/requests/') == []
-    again = cluster.eschedule(*words, path, '--wait')
-    assert again.code == 0, again
-    assert list_names(cluster) == ([] if words[0] == 'destroy' else ['shop-web-1', 'shop-web-2'])
-
-
 def count_tombstones(control: Control) -> int:
     requests = [json.loads(control.etcd.get(key) or b'{}') for key in control.etcd.list_keys(keys.HOSTS)]
     return sum(request.get('allocations') == {} for request in requests)

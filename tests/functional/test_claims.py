@@ -17,7 +17,6 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import ClaimedElsewhere, Conflict, NoCapacity, NotFound, PlacementRefusal, UnknownOutcome, Unreachable
 from ecomp.model import keys
 from ecomp.model.order import Request, SetOrder, to_json
-from ecomp.model.queue import taker_to_json
 from ecomp.placement import allocations
 from ecomp.placement.allocations import claim
 from ecomp.placement.client import Placement
@@ -294,27 +293,6 @@ def test_drain_waits_for_attempt_with_a_recent_offer(cloud: Cloud) -> None:
 
     with pytest.raises(InterruptedError):
         wait_until_drained(cloud.store, cloud.placement, compute, compute, Deadline(60), tell)
-
-
-def test_drain_waits_for_a_recent_taker_key(cloud: Cloud) -> None:
-    """The taker checked its compute's traits just before, and does not check them again."""
-    compute = cloud.make_compute()
-    taker_key = keys.taker(keys.queue('small', make_uuid()))
-    disable(cloud.placement, compute, compute)
-    started_at = time.monotonic()
-    messages: list[str] = []
-
-    def tell(message: str) -> None:
-        messages.append(message)
-        if len(messages) == 1:
-            cloud.store.commit([], [Put(taker_key, taker_to_json(compute), cloud.store.grant(60))])
-            assert time.monotonic() - started_at < MAX_OFFER_AGE_SECONDS
-        # The taker's claim takes as long as placement needs.
-        if time.monotonic() - started_at > 2 * MAX_OFFER_AGE_SECONDS:
-            cloud.store.commit([], [Delete(taker_key)])
-
-    wait_until_drained(cloud.store, cloud.placement, compute, compute, Deadline(60), tell)
-    assert cloud.store.get(taker_key) is None
 
 
 def test_forget_keeps_claim_delivered_during_its_check(cloud: Cloud) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -18,15 +17,14 @@ from typing import Any
 import pytest
 
 from ecomp.agent.images import download
-from ecomp.agent.images.cache import BaseVolumes, ImageCache
+from ecomp.agent.images.cache import BaseVolumes
 from ecomp.agent.images.connections import EgressPolicy
 from ecomp.agent.images.download import ServerUnavailable
 from ecomp.agent.instance.build import Cancelled
 from ecomp.errors import BuildFailed
-from ecomp.model.guest import BaseImage
 from tests.functional.image_content import get_base_name, list_url_entries, make_raw_image
 from tests.kit.image_server import Handler, ImageServer
-from tests.kit.images import LIMITS, LOOPBACK_REACH, MIB, assert_refused, get_base, list_cached, make_cache
+from tests.kit.images import LIMITS, MIB, assert_refused, get_base, list_cached, make_cache
 from tests.kit.servers import SLOWDOWN_FACTOR, wait_until
 
 # The image cache against a web server that does everything wrong, and files that are not images.
@@ -252,16 +250,6 @@ def test_local_image_is_refused_without_a_directory(directory: Path, shelf: Path
     assert_refused(directory, f'file://{shelf}/a.qcow2', 'this host accepts no local images')
 
 
-def test_image_refused_by_inspect_is_removed(web: ImageServer, directory: Path) -> None:
-    def refuse(path: Path, _: Callable[[], None]) -> BaseImage:
-        assert path.suffix == '.part'
-        raise BuildFailed('image', f'{path.stat().st_size} bytes are too many')
-
-    with pytest.raises(BuildFailed, match='bytes are too many'):
-        get_base(ImageCache(directory, refuse, None, LIMITS, LOOPBACK_REACH), web.url + 'good')
-    assert list_cached(directory) == []
-
-
 # Checks for newer versions, and repeated downloads, against a web server that counts requests.
 
 
@@ -347,14 +335,6 @@ def test_image_without_any_version_is_fetched_each_time_and_stored_once(web: Ima
     assert get_base(make_cache(directory), web.url + 'without_length') == first
     assert web.requests.count('without_length') == 2
     assert list_cached(directory) == [Path(first.path).name]
-
-
-def test_same_content_from_two_urls_is_one_base_volume(web: ImageServer, directory: Path) -> None:
-    first = get_base(make_cache(directory), web.url + 'good?1')
-    second = get_base(make_cache(directory), web.url + 'good?2')
-    assert first == second
-    assert list_cached(directory) == [Path(first.path).name]
-    assert len(list_url_entries(directory)) == 2
 
 
 # Malformed notes about URLs and base volumes.

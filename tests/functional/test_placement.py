@@ -198,15 +198,6 @@ def test_claim_over_two_providers_is_all_or_nothing(
 
 
 @pytest.mark.fast
-def test_second_claim_without_the_generation_is_refused(client: Placement, provider: str) -> None:
-    instance = make_uuid()
-    claim(client, instance, provider)
-    with pytest.raises(GenerationConflict):
-        claim(client, instance, provider)
-    assert allocations.read_provider_allocations(client, provider) == {instance: SMALL}
-
-
-@pytest.mark.fast
 def test_unknown_consumer_holds_nothing(client: Placement) -> None:
     assert allocations.read_consumer(client, make_uuid()) == allocations.Consumer()
     assert allocations.release_once(client, make_uuid(), allocations.Consumer())
@@ -313,15 +304,6 @@ def test_slow_answer_calls_the_slow_callback_once(placement: PlacementServer) ->
 
 
 ROOM = {'MEMORY_MB': {'total': 512}, 'DISK_GB': {'total': 10}}
-
-
-def test_names_include_providers_outside_ecomp(client: Placement, placement: PlacementServer) -> None:
-    own, foreign = placement.make_provider(VCPU=1), make_uuid()
-    placement.call('POST', '/resource_providers', {'uuid': foreign, 'name': f'nova-{foreign}'})
-    names = providers.read_provider_names(client)
-    assert (names[own], names[foreign]) == (own, f'nova-{foreign}')
-    assert providers.read_provider_name(client, foreign) == f'nova-{foreign}'
-    assert providers.read_provider_name(client, make_uuid()) is None
 
 
 def test_shares_of_free_full_closed_and_empty_providers(client: Placement, placement: PlacementServer) -> None:

@@ -263,17 +263,6 @@ def test_inline_pool_runs_jobs_in_the_caller() -> None:
     inline.stop()
 
 
-def test_inline_pool_refuses_builds_after_cancelling_all() -> None:
-    hypervisor = FakeHypervisor()
-    inline = InlineRunner(hypervisor, FakeImages())
-    inline.cancel(None)
-    for _ in range(2):
-        with pytest.raises(Cancelled):
-            list(inline.run(make_job('good')))
-    assert hypervisor.list_guests() == {}
-    inline.stop()
-
-
 def test_blocked_destroys_do_not_block_another(pool: TendedPool) -> None:
     """Check four blocked destroys, which stand for a QEMU that is slow to end."""
     locks, instances = InstanceLocks(pool.directory), [str(uuid.uuid4()) for _ in range(4)]

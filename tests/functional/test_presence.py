@@ -377,19 +377,6 @@ def test_changed_facts_are_written_with_a_renewal(etcd: Etcd, store: Store, pref
         assert lost == []
 
 
-def test_writes_succeed_during_changes_of_the_facts(etcd: Etcd, store: Store, prefix: str) -> None:
-    key, lost, number = prefix + 'c', list[str](), 0
-    with start_and_stop(make_presence(store, key, 'mine', lost)) as alive:
-        with ThreadPoolExecutor(4) as pool:
-            for number in range(20):
-                alive.add_fields(room=number)
-                alive.schedule_check()
-                written = [pool.submit(store.commit, [], [Put(f'{prefix}{number}/{index}', 'x')]) for index in range(4)]
-                assert all(future.result(SLOWDOWN_FACTOR) for future in written)
-        wait_until(lambda: json.loads(etcd.get(key) or b'{}').get('room') == number, 10, 'the last is said')
-        assert lost == []
-
-
 def test_write_of_facts_with_a_lost_answer_is_not_taken_for_a_copy(etcd: Etcd, store: Store, prefix: str) -> None:
     key, lost = prefix + 'c', list[str]()
     with start_and_stop(make_presence(store, key, 'mine', lost)) as alive:

@@ -182,20 +182,6 @@ def test_granular_nested_and_shared_providers_are_not_explained(world: Explained
     ]
 
 
-def test_sharing_provider_is_not_explained(world: ExplainedCluster) -> None:
-    near, shares = world.make_compute('hv1', VCPU=1), world.make_compute('hv2')
-    world.set_traits(near, AVX2)
-    world.set_traits(shares, SHARING_TRAIT)
-    for provider in (near, shares):
-        put_with_generation(world.placement, f'/resource_providers/{provider}/aggregates', aggregates=[near])
-    query = f'{GUEST_QUERY.replace("VCPU:1", "VCPU:2")}&root_required={AVX2}'
-    assert [shares] in [list(provider) for provider in read_candidates(world.placement, query).candidates]
-    assert world.explain(query) == [
-        f'hv1: not explained: provider {shares} shares resources with it',
-        'hv2: not explained: it shares resources with other providers',
-    ]
-
-
 def test_suggestionsest_of_many_computes_are_shown(world: ExplainedCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explain, 'MAX_LISTED_COMPUTES', 5)
     monkeypatch.setattr(explain, 'MAX_NEAREST_COMPUTES', 2)
