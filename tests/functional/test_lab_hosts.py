@@ -211,12 +211,6 @@ def test_up_makes_placement_use_a_new_certificate() -> None:
     assert read_lab_json(NAME)['processes'] == before
 
 
-@pytest.mark.usefixtures('lab')
-def test_first_host_takes_from_queues() -> None:
-    assert load_compute(ROOT / NAME / 'hv1/compute.yaml').queues
-    assert NAME in [line.split()[0] for line in run_elab('list').stdout.splitlines()]
-
-
 def test_roles_follow_a_new_uuid_and_a_new_host(lab: dict[str, Any]) -> None:
     """The roles follow a changed compute.yaml and a lab that grows."""
     config, new_uuid = ROOT / NAME / 'hv1/compute.yaml', str(uuid.uuid4())
