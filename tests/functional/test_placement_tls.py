@@ -94,8 +94,8 @@ class TlsFront(FaultyPlacement):
 
 
 @pytest.fixture
-def front(placement: PlacementServer, tmp_path: Path) -> Iterator[TlsFront]:
-    with TlsFront(placement, tmp_path / 'front') as tls_front:
+def front(shared_placement: PlacementServer, tmp_path: Path) -> Iterator[TlsFront]:
+    with TlsFront(shared_placement, tmp_path / 'front') as tls_front:
         yield tls_front
 
 
