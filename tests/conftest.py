@@ -128,7 +128,7 @@ def _open_control(
 def guest_image() -> Path:
     """The small guest image, cached between runs.
 
-    The README's commands and functional/test_lab_hosts.py test how it is built.
+    The README's commands test how it is built.
     """
     sources = [(TOP / f'ecomp/lab/{name}.py').read_text() for name in ('guest',)]
 

@@ -41,7 +41,7 @@ class TendedPool:
     def __init__(self, directory: Path, size: int, entry: Callable[..., None] = stand_in.run_worker) -> None:
         self.directory = directory
         self.pool = Workers(size, WorkerSettings(directory, None, warm.get_server_pid(), LIMITS, False), entry)
-        # A spawned worker would take half a second to import its modules; test_pool.py has one that is spawned.
+        # A spawned worker would take half a second to import its modules.
         self.pool._context = warm.CONTEXT  # type: ignore[assignment]
         self._threads = ThreadPoolExecutor(8)
 

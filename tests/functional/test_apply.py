@@ -18,7 +18,6 @@ import pytest
 from ecomp.model import keys
 from ecomp.model.roles import WRITE, Permission, RevokePermission
 from ecomp.model.stack import MAX_STACK_SIZE
-from ecomp.scheduler.operations import audit
 from ecomp.store import http2_client
 from ecomp.store.messages import Range, Transaction
 from ecomp.store.roles import Accounts
@@ -349,37 +348,6 @@ def test_interrupted_wait_is_continued_by_the_same_command(cluster: Control, com
     assert len(before) == 3
 
 
-STEPS_OF_A_CHANGE = [
-    *(('stack-begun', ('apply',), 0), ('stack-claimed', ('apply',), 0), ('stack-delivered', ('apply',), 2)),
-    ('stack-removed', ('apply', '--replace-all', '--destroy-first', '--yes'), None),
-    ('stack-removed', ('destroy', '--yes', '--file'), None),
-]
-
-
-@pytest.mark.usefixtures('compute')
-@pytest.mark.parametrize(('step', 'words', 'count'), STEPS_OF_A_CHANGE)
-def test_interrupted_change_may_be_carried_out(cluster: Control, step: str, words: tuple[str, ...], count: int) -> None:
-    shop = write_stack(cluster.directory, web={'count': 2})
-    path = shop
-    if step == 'stack-removed':
-        assert cluster.eschedule('apply', shop, '--wait').code == 0
-        path = write_stack(cluster.directory, web={'count': 2, **change_memory(65)})
-    with Eschedule(cluster, *words, path, failpoint=f'{step}:stop') as eschedule:
-        eschedule.wait_frozen_at(step)
-        eschedule.send_signal(signal.SIGINT)
-        eschedule.resume()
-        interrupted = eschedule.wait()
-    assert (interrupted.code, interrupted.stdout) == (6, ''), interrupted
-    sentence = 'interrupted: the change of stack shop may be carried out. Try: the same command again'
-    assert interrupted.stderr.splitlines()[-1] == f'eschedule: {sentence}'
-    if count is not None:
-        assert len(read_allocations(cluster)) == count
-        assert cluster.etcd.list_keys('/requests/') == []
-    again = cluster.eschedule(*words, path, '--wait')
-    assert again.code == 0, again
-    assert list_names(cluster) == ([] if words[0] == 'destroy' else ['shop-web-1', 'shop-web-2'])
-
-
 def count_tombstones(control: Control) -> int:
     requests = [json.loads(control.etcd.get(key) or b'{}') for key in control.etcd.list_keys(keys.HOSTS)]
     return sum(request.get('allocations') == {} for request in requests)
@@ -408,22 +376,6 @@ def test_wait_of_a_destroy_ends_when_the_instances_are_gone(
     for name in ('shop-web-1', 'shop-web-2'):
         assert (read_record(cluster, instances[name]) or {})['state'] == 'gone'
     assert read_allocations(cluster).keys() == {instances['shop-db']}
-
-
-def test_wait_of_a_prune_that_times_out_is_in_progress(cluster: Control, compute: Ecompute) -> None:
-    assert cluster.eschedule('apply', write_stack(cluster.directory, db={}, web={}), '--wait').code == 0
-    less = write_stack(cluster.directory, db={})
-    compute.pause()
-    for _ in range(2):
-        late = cluster.eschedule('apply', less, '--prune', '--yes', '--wait', '--timeout', '1')
-        assert (late.code, 'shop-web: timed out after 1 s' in late.stderr) == (6, True), late
-        assert 'Try: the same command' in late.stderr
-    # Without --wait it is in nobody's way.
-    assert cluster.eschedule('apply', less, '--prune').code == 0
-    assert cluster.eschedule('apply', less).code == 0
-    compute.resume()
-    assert cluster.eschedule('apply', less, '--prune', '--wait').code == 0
-    assert len(read_allocations(cluster)) == 1
 
 
 def test_queued_instance_keeps_the_name_of_a_member(cluster: Control, compute: Ecompute) -> None:
@@ -472,55 +424,3 @@ def test_refusal_says_what_was_changed_and_what_helps(cluster: Control) -> None:
         overtaken = eschedule.wait()
     assert overtaken.code == 5, overtaken
     assert '1 of its instances conflict; the replaced instances were destroyed. Fix: ' in overtaken.stderr
-
-
-def test_image_list_says_where_each_image_is_cached(cluster: Control, compute: Ecompute) -> None:
-    images = {'small': IMAGE, 'other': 'http://images.invalid/other.qcow2'}
-    assert cluster.eschedule('image', 'list').stdout == 'NAME  IMAGE  HOSTS\n'
-    assert cluster.eschedule('image', 'list', '-f', 'json').stdout == '[]\n'
-    cluster.schedule_yaml.write_text(f'{cluster.schedule_yaml.read_text()}images: {json.dumps(images)}\n')
-    old = Cloud(cluster.etcd, cluster.placement, None, None).make_compute()  # type: ignore[arg-type]
-    cluster.etcd.put(keys.compute(old), '{"token": "x", "hostname": "old", "version": "1.1.0"}', cluster.etcd.grant())
-
-    def read_cached() -> dict[str, dict[str, bool | None]]:
-        result = cluster.eschedule('image', 'list', '-f', 'json')
-        assert (result.code, result.stderr) == (0, ''), result
-        rows = json.loads(result.stdout)
-        assert {row['name']: row['image'] for row in rows} == images
-        return {row['name']: {host['compute']: host['cached'] for host in row['hosts']} for row in rows}
-
-    nowhere = {compute.uuid: False, old: None}
-    wait_until(lambda: read_cached() == {'small': nowhere, 'other': nowhere}, 60, 'its compute reports its cache')
-    shop = write_stack(cluster.directory, db={'image': 'small', 'query': f'{QUERY}&in_tree={compute.uuid}'})
-    assert cluster.eschedule('apply', shop, '--wait').code == 0
-    wait_until(lambda: read_cached()['small'][compute.uuid], 60, 'its compute reports the image')
-    assert read_cached() == {'small': {compute.uuid: True, old: None}, 'other': nowhere}
-    table = cluster.eschedule('image', 'list').stdout.splitlines()
-    assert [line.split()[:2] for line in table] == [['NAME', 'IMAGE'], *map(list, images.items())]
-    assert all(line.endswith('unknown: old') for line in table[1:]), table
-    cluster.etcd.delete(keys.compute(old))
-    cluster.placement.call('DELETE', f'/resource_providers/{old}')
-
-
-@pytest.mark.usefixtures('compute')
-def test_fixed_stack_is_no_finding_and_is_applied(cluster: Control, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit.fix, '__defaults__', (0.2,))  # between its audits, in place of a minute
-    shop = write_stack(cluster.directory, db={}, web={'count': 2})
-    assert cluster.eschedule('apply', shop, '--wait').code == 0
-    before = cluster.etcd.get('/stacks/shop') or b''
-    for is_lost, repair in ((False, 'web/1 is marked as ended'), (True, '/stacks/shop is restored')):
-        if is_lost:
-            cluster.etcd.delete('/stacks/shop')
-        else:
-            assert cluster.eschedule('destroy', 'shop-web-1', '--wait').code == 0
-            cluster.etcd.put('/stacks/shop', before)  # as an etcd restored to before the destroy has it
-        code = 'stack-mismatch' if is_lost else 'stack-entry'
-        found = cluster.eschedule('audit', '-f', 'json')
-        assert (found.code, {each['code'] for each in json.loads(found.stdout)}) == (8, {code}), found
-        fixed = cluster.eschedule('audit', '--fix')
-        assert (fixed.code, f'{code} shop: {repair}' in fixed.stderr) == (0, True), fixed
-        silent = cluster.eschedule('audit')
-        assert silent.code == 0, silent
-        assert cluster.eschedule('apply', shop, '--dry-run').code == (0 if is_lost else 8)
-        assert cluster.eschedule('apply', shop, '--wait').code == 0
-        assert list_names(cluster) == ['shop-db', 'shop-web-1', 'shop-web-2']

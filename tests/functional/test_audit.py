@@ -25,8 +25,7 @@ from ecomp.model.order import Request, name_to_json
 from ecomp.model.order import to_json as request_to_json
 from ecomp.model.planes import Digest, Leftover, clearance_to_json, from_pages, to_pages
 from ecomp.model.quota import Quota, to_json
-from ecomp.model.record import ACTIVE, GONE, make_record
-from ecomp.model.record import to_json as record_to_json
+from ecomp.model.record import GONE, make_record
 from ecomp.model.usage import HOST
 from ecomp.scheduler.operations import audit as auditing
 from ecomp.scheduler.operations.audit import Report, audit, fix, open_audit_session, wait_for_answers
@@ -49,9 +48,8 @@ BASE = BaseImage('/base', 'qcow2', 0)
 
 
 class FakeHost(FakeHypervisor):
-    """Fake guests that may lie on missing base volumes and have other users."""
+    """Fake guests whose disks may have other users."""
 
-    bases: Mapping[str, str] = {}
     other_users: frozenset[str] = frozenset()
     is_away = False
     measured_count = 0
@@ -64,9 +62,6 @@ class FakeHost(FakeHypervisor):
         if self.is_away:
             raise Unreachable('libvirt is away')
         return super().list_guests()
-
-    def list_missing_bases(self) -> Mapping[str, str]:
-        return self.bases
 
     def list_disk_users(self, instance: str) -> frozenset[str]:
         return self.other_users if instance in self.list_guests() else frozenset()
@@ -170,22 +165,6 @@ def test_answer_with_ten_thousand_guests_has_several_pages(cloud: Cloud, host: H
     assert len(answer) > 2
     assert max(map(len, answer.values())) < 512 * 1024
     assert from_pages([answer[str(number)] for number in range(len(answer))]).guests == guests
-
-
-def test_audit_finds_missing_base_volume(cloud: Cloud, host: Host) -> None:
-    order = cloud.make_order_on(host.compute)
-    instance = order.instance
-    cloud.create(order)
-    record = make_record(host.compute, cloud.read_request(host.compute, instance), 'now')
-    cloud.etcd.put_record(record_to_json(record.enter_state(ACTIVE, 'now', 'started')))
-    host.hypervisor.create_disk(spec := GuestSpec(instance, host.compute, 1, 64, 1, BASE, 'qemu'))
-    host.hypervisor.start(spec)
-    assert audit_host(cloud, host) == []
-    host.hypervisor.bases = {instance: '/images/base-x.qcow2'}
-    assert audit_host(cloud, host) == [('base-missing', instance)]
-    for key in (keys.request(host.compute, instance), keys.record(host.compute, instance)):
-        cloud.etcd.delete(key)
-    cloud.server.call('DELETE', f'/allocations/{instance}')
 
 
 def test_audit_reports_unreachable_hypervisor(cloud: Cloud, host: Host) -> None:

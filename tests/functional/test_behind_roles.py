@@ -16,17 +16,13 @@ import pytest
 pytest.importorskip('cryptography', reason="pip install '.[lab]'")
 
 from ecomp.errors import Denied
-from ecomp.lab import control
 from ecomp.model import keys
-from ecomp.scheduler.operations.audit import open_audit_session
-from ecomp.store.client import Delete, Entry, Put, Unchanged
+from ecomp.store.client import Put, Unchanged
 from ecomp.store.presence import Presence
-from ecomp.store.watch import Follower
-from tests.functional.by_role import is_allowed, put_key
 from tests.functional.present import start_and_stop
 from tests.kit.behind_roles import EtcdWithRoles, start_etcd_with_roles
 from tests.kit.process import start_process
-from tests.kit.secured import certify, load_etcd_config
+from tests.kit.secured import certify
 from tests.kit.servers import PlacementServer, make_environment, wait_until
 
 
@@ -34,54 +30,6 @@ from tests.kit.servers import PlacementServer, make_environment, wait_until
 def cloud(tmp_path: Path) -> Iterator[EtcdWithRoles]:
     with start_etcd_with_roles(tmp_path) as roles_cloud:
         yield roles_cloud
-
-
-def test_reads_transactions_leases_and_watches_work_behind_roles(cloud: EtcdWithRoles) -> None:
-    cloud.enable()
-    own, compute = cloud.stores['compute-hv1'], cloud.computes['compute-hv1']
-    prefix, key = keys.request_prefix(compute), f'{keys.request_prefix(compute)}x'
-    states: list[dict[str, Entry]] = []
-    follower = Follower(
-        load_etcd_config(cloud.certs, 'compute-hv1'), [(prefix, lambda state: states.append(dict(state)))]
-    )
-    with start_and_stop(follower):
-        wait_until(lambda: states, 10, 'it has listed')
-        scheduler = cloud.stores['scheduler-shell']
-        revision = scheduler.commit([Unchanged(key, 0)], [Put(key, 'asked')])
-        assert revision is not None
-        wait_until(lambda: states[-1].keys() == {key}, 10, 'it is told of the request')
-        assert own.commit([Unchanged(key, 0)], [Delete(key)]) is None
-        assert own.commit([Unchanged(key, revision)], [Delete(key)]) is not None
-        wait_until(lambda: not states[-1], 10, 'it is told of the end')
-        assert own.count(prefix) == 0
-        lease = own.grant(60)
-        record, name = f'/instances/{compute}/x', '/names/web'
-        assert own.commit([], [Put(record, 'gone', lease), Put(name, 'gone', lease)])
-        assert own.keep_alive(lease) > 50
-        assert scheduler.commit([], [Delete(record)])
-        own.revoke(lease)
-        assert own.get(name) is None
-        assert {store.read_version() for store in cloud.stores.values()} == {own.read_version()}
-        cloud.etcd.restart()
-        wait_until(lambda: is_allowed(lambda: put_key(cloud, key)), 10, 'it is itself after a restart')
-        wait_until(lambda: states[-1].keys() == {key}, 10, 'it is told after a restart')
-    url = f'https://localhost:{cloud.etcd.port}'
-    assert control.is_etcd_healthy(url, cloud.certs / 'etcd')
-
-
-def test_question_about_usage_and_its_answer_are_allowed(cloud: EtcdWithRoles) -> None:
-    cloud.enable()
-    scheduler, own, compute = (
-        cloud.stores['scheduler-shell'],
-        cloud.stores['compute-hv1'],
-        cloud.computes['compute-hv1'],
-    )
-    with open_audit_session(scheduler) as (name, lease):
-        key, answer = keys.clearance(name, keys.USAGE), keys.digest(name, compute, keys.USAGE)
-        revision = scheduler.commit([], [Put(key, '', lease)])
-        assert revision is not None
-        assert own.commit([Unchanged(key, revision)], [Put(answer, '{}', own.grant(60))]) is not None
-    assert (scheduler.get(key), scheduler.get(answer)) == (None, None)
 
 
 def test_presence_is_written_only_with_own_certificate(cloud: EtcdWithRoles) -> None:

@@ -314,12 +314,3 @@ def test_odd_placement_and_its_clock_are_found(etcd: Etcd, placement: PlacementS
     assert list_failed_checks(etcd, f'http://127.0.0.1:{free_port()}') == {'placement'}
     certificate, key = Authority(tmp_path / 'ca').issue(tmp_path, 'client', 'localhost', days=-1)
     assert list_failed_checks(etcd, placement.url, cert_cert=certificate, cert_key=key) == {'certificate'}
-
-
-def test_unreachable_etcd_is_found(placement: PlacementServer) -> None:
-    config, config_path = EtcdConfig((f'127.0.0.1:{free_port()}',)), Path('/x/schedule.yaml')
-    (finding,) = health.check_backends(
-        backends.probe_backends(config, PlacementConfig(placement.url), config_path, 'schedule.yaml')
-    )
-    assert (finding.check, 'cannot be reached' in finding.what) == ('etcd', True)
-    assert finding.cure == 'start etcd at this address, or correct `etcd:` in /x/schedule.yaml'

@@ -17,14 +17,12 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import ClaimedElsewhere, Conflict, NoCapacity, NotFound, PlacementRefusal, UnknownOutcome, Unreachable
 from ecomp.model import keys
 from ecomp.model.order import Request, SetOrder, to_json
-from ecomp.model.queue import taker_to_json
 from ecomp.placement import allocations
 from ecomp.placement.allocations import claim
 from ecomp.placement.client import Placement
 from ecomp.scheduler.changes.wait import Deadline
 from ecomp.scheduler.operations.audit import _release_orphan as repaired
 from ecomp.scheduler.operations.decommission import disable, forget, wait_until_drained
-from ecomp.scheduler.placing import claim as claims
 from ecomp.scheduler.placing.claim import DeliveryOutcome, abandon
 from ecomp.scheduler.queries.find import MAX_OFFER_AGE_SECONDS
 from ecomp.store import sharing
@@ -278,17 +276,6 @@ def test_claim_keeper_keeps_claim_taken_over_during_its_check(
     cloud.assert_placed(compute, order)
 
 
-def test_offer_from_before_disable_is_not_used_after_drain(cloud: Cloud) -> None:
-    """An old offer must not claim on a compute that the drain reports as empty."""
-    compute, order = cloud.make_order()
-    offer = allocations.read_candidates(cloud.placement, order.query)
-    disable(cloud.placement, compute, compute)
-    wait_until_drained(cloud.store, cloud.placement, compute, compute, Deadline(60), lambda _: None)
-    with pytest.raises(NoCapacity):
-        cloud.create(order, offer=offer)
-    cloud.assert_not_placed(order, compute)
-
-
 def test_drain_waits_for_attempt_with_a_recent_offer(cloud: Cloud) -> None:
     """The attempt has an older offer, and starts after the drain's first check."""
     compute, order = cloud.make_order()
@@ -306,27 +293,6 @@ def test_drain_waits_for_attempt_with_a_recent_offer(cloud: Cloud) -> None:
 
     with pytest.raises(InterruptedError):
         wait_until_drained(cloud.store, cloud.placement, compute, compute, Deadline(60), tell)
-
-
-def test_drain_waits_for_a_recent_taker_key(cloud: Cloud) -> None:
-    """The taker checked its compute's traits just before, and does not check them again."""
-    compute = cloud.make_compute()
-    taker_key = keys.taker(keys.queue('small', make_uuid()))
-    disable(cloud.placement, compute, compute)
-    started_at = time.monotonic()
-    messages: list[str] = []
-
-    def tell(message: str) -> None:
-        messages.append(message)
-        if len(messages) == 1:
-            cloud.store.commit([], [Put(taker_key, taker_to_json(compute), cloud.store.grant(60))])
-            assert time.monotonic() - started_at < MAX_OFFER_AGE_SECONDS
-        # The taker's claim takes as long as placement needs.
-        if time.monotonic() - started_at > 2 * MAX_OFFER_AGE_SECONDS:
-            cloud.store.commit([], [Delete(taker_key)])
-
-    wait_until_drained(cloud.store, cloud.placement, compute, compute, Deadline(60), tell)
-    assert cloud.store.get(taker_key) is None
 
 
 def test_forget_keeps_claim_delivered_during_its_check(cloud: Cloud) -> None:
@@ -398,24 +364,6 @@ def test_claims_with_an_owner_are_kept(cloud: Cloud) -> None:
     keeper.check_claims([with_guest], 2 * CONFIRMATION_SECONDS + 1)
     assert cloud.server.read_consumers(compute).keys() == {delivered, with_guest, queued}
     assert unowned not in cloud.server.read_consumers(compute)
-
-
-@pytest.mark.fast
-def test_claim_of_killed_eschedule_can_be_resumed_between_checks(cloud: Cloud) -> None:
-    compute, order = cloud.make_order()
-    lease = cloud.store.grant(60)
-    start_attempt(cloud, order, lease)
-    claims.Claimer(cloud.placement, 'a-user', 'a-project', lambda: True).claim({order.instance: {compute: SMALL}})
-    keeper = ClaimKeeper(compute, cloud.store, cloud.placement)
-    for now in (0.0, CONFIRMATION_SECONDS, 2 * CONFIRMATION_SECONDS):
-        keeper.check_claims([], now)
-    assert order.instance in cloud.server.read_consumers(compute)  # the attempt's lease has not expired
-    cloud.store.revoke(lease)
-    keeper.check_claims([], 3 * CONFIRMATION_SECONDS)
-    # Between the two checks the user resumes the order.
-    assert cloud.create(order, resume=True) == DeliveryOutcome(compute)
-    keeper.check_claims([], 4 * CONFIRMATION_SECONDS)
-    cloud.assert_placed(compute, order)
 
 
 @pytest.mark.fast

@@ -104,18 +104,6 @@ def test_silent_etcd_is_unreachable(frozen_etcd: Etcd) -> None:
     wait_until(frozen_etcd.is_ready, 10, 'etcd is awake')
 
 
-def test_upcoming_revision_follows_the_last_change_that_was_read(frozen_etcd: Etcd) -> None:
-    history = History(make_config(frozen_etcd.endpoint), False, print)
-    past = iter(history)
-    try:
-        assert history.next_revision == 1
-        assert [next(past)[0].revision for _ in range(3)] == [FIRST_REVISION, FIRST_REVISION + 1, FIRST_REVISION + 2]
-        assert history.next_revision == FIRST_REVISION + 3
-    finally:
-        past.close()  # type: ignore[attr-defined]
-        history.close()
-
-
 @pytest.mark.parametrize(
     'first', [LAST_REVISION - MAX_ANSWER_REVISIONS + 1, LAST_REVISION + 1], ids=['as many as an answer has', 'none']
 )

@@ -10,13 +10,12 @@ import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ecomp.agent.images import download
-from ecomp.agent.images.cache import DAY_SECONDS, BaseVolumes, ImageCache, Scrubber, list_bad, list_image_hashes
+from ecomp.agent.images.cache import DAY_SECONDS, BaseVolumes, Scrubber, list_bad, list_image_hashes
 from ecomp.errors import BuildFailed
 from ecomp.model.host import MAX_CACHED_IMAGES
 from ecomp.model.image import hash_image
@@ -25,11 +24,9 @@ from tests.functional.present import start_and_stop
 from tests.kit.image_server import Handler, ImageServer
 from tests.kit.images import (
     LIMITS,
-    LOOPBACK_REACH,
     MIB,
     assert_refused,
     get_base,
-    inspect_image,
     list_cached,
     make_cache,
 )
@@ -303,15 +300,6 @@ def test_cached_pinned_image_does_not_wait_for_downloads(web: ImageServer, direc
         assert other_download.result(SLOWDOWN_FACTOR * 30) == first
 
 
-def test_image_with_another_checksum_than_pinned_is_refused(web: ImageServer, directory: Path, image: bytes) -> None:
-    other_digest = '0' * 64
-    reason = f'good: its SHA-256 is {sha256(image)}, but its URL has {other_digest}'
-    assert_refused(directory, f'{web.url}good#sha256={other_digest}', reason)
-    # The cached image of the same URL is not used instead.
-    get_base(make_cache(directory), web.url + 'good')
-    assert_refused(directory, f'{web.url}good#sha256={other_digest}', reason)
-
-
 def test_changed_image_does_not_replace_the_pinned_one(web: ImageServer, directory: Path, image: bytes) -> None:
     url = web.url + 'good'
     first = get_base(make_cache(directory), url)
@@ -381,16 +369,6 @@ def test_expired_redirect_is_requested_again(web: ImageServer, directory: Path) 
     assert get_base(make_cache(directory), web.url + 'signed').format == 'qcow2'
     # The image; the checksums; then a check of the first redirect's target, and of the image's URL.
     assert web.requests == ['signed', 'once', 'SHA256SUMS', 'once', 'signed', 'once']
-
-
-def test_image_larger_than_the_hosts_disk_inventory_is_refused(web: ImageServer, directory: Path) -> None:
-    small = ImageCache(directory, inspect_image, None, replace(LIMITS, disk_bytes=8 * MIB), LOOPBACK_REACH)
-    web.image = make_raw_image(8 * MIB + 512)
-    with pytest.raises(BuildFailed, match='the image needs 0.0 GiB, but this host has 0.0 GiB for disks'):
-        get_base(small, web.url + 'good')
-    assert list_cached(directory) == []
-    web.image = make_raw_image(8 * MIB)
-    assert get_base(small, web.url + 'good').virtual_size == 8 * MIB
 
 
 # Servers that are unreachable or silent, or no longer have the image.

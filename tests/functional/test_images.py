@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -18,16 +17,15 @@ from typing import Any
 import pytest
 
 from ecomp.agent.images import download
-from ecomp.agent.images.cache import BaseVolumes, ImageCache
+from ecomp.agent.images.cache import BaseVolumes
 from ecomp.agent.images.connections import EgressPolicy
 from ecomp.agent.images.download import ServerUnavailable
 from ecomp.agent.instance.build import Cancelled
 from ecomp.errors import BuildFailed
-from ecomp.model.guest import BaseImage
 from tests.functional.image_content import get_base_name, list_url_entries, make_raw_image
 from tests.kit.image_server import Handler, ImageServer
-from tests.kit.images import LIMITS, LOOPBACK_REACH, MIB, assert_refused, get_base, list_cached, make_cache
-from tests.kit.servers import SLOWDOWN_FACTOR, free_port, wait_until
+from tests.kit.images import LIMITS, MIB, assert_refused, get_base, list_cached, make_cache
+from tests.kit.servers import SLOWDOWN_FACTOR, wait_until
 
 # The image cache against a web server that does everything wrong, and files that are not images.
 
@@ -56,18 +54,6 @@ def test_concurrent_requests_are_one_download(web: ImageServer, directory: Path)
     assert len(volumes) == 1
     # The waiting builds use the result, and do not check the server for a newer image.
     assert web.requests == ['slowly', 'SHA256SUMS']
-
-
-def test_partial_file_of_a_killed_worker_is_removed(web: ImageServer, directory: Path) -> None:
-    url = web.url + 'good'
-    part_path = BaseVolumes(directory, LIMITS.cache_bytes).get_part_path(url)
-    directory.mkdir()
-    part_path.write_bytes(b'half of it')
-    volume = get_base(make_cache(directory), url)
-    assert list_cached(directory) == [Path(volume.path).name]
-    part_path.write_bytes(b'half of it')
-    make_cache(directory).sweep()
-    assert list_cached(directory) == [Path(volume.path).name]
 
 
 # Downloads that fail
@@ -130,13 +116,6 @@ def test_local_image_that_grows_while_it_is_read_is_refused(directory: Path, she
         patch.setattr(download.LocalSource, 'open', open_growing)
         assert_refused(directory, path.as_uri(), f'longer than the {len(image)} bytes that the server announced', shelf)
     assert len(reads) == 3
-
-
-def test_unreachable_server_is_reported(directory: Path) -> None:
-    assert_refused(
-        directory, f'http://127.0.0.1:{free_port()}/x', 'the server cannot be reached: it refuses the connection'
-    )
-    assert_refused(directory, 'http://no-such-host.invalid/x', 'the server cannot be reached: ', ' name')
 
 
 @pytest.mark.parametrize(
@@ -271,16 +250,6 @@ def test_local_image_is_refused_without_a_directory(directory: Path, shelf: Path
     assert_refused(directory, f'file://{shelf}/a.qcow2', 'this host accepts no local images')
 
 
-def test_image_refused_by_inspect_is_removed(web: ImageServer, directory: Path) -> None:
-    def refuse(path: Path, _: Callable[[], None]) -> BaseImage:
-        assert path.suffix == '.part'
-        raise BuildFailed('image', f'{path.stat().st_size} bytes are too many')
-
-    with pytest.raises(BuildFailed, match='bytes are too many'):
-        get_base(ImageCache(directory, refuse, None, LIMITS, LOOPBACK_REACH), web.url + 'good')
-    assert list_cached(directory) == []
-
-
 # Checks for newer versions, and repeated downloads, against a web server that counts requests.
 
 
@@ -366,14 +335,6 @@ def test_image_without_any_version_is_fetched_each_time_and_stored_once(web: Ima
     assert get_base(make_cache(directory), web.url + 'without_length') == first
     assert web.requests.count('without_length') == 2
     assert list_cached(directory) == [Path(first.path).name]
-
-
-def test_same_content_from_two_urls_is_one_base_volume(web: ImageServer, directory: Path) -> None:
-    first = get_base(make_cache(directory), web.url + 'good?1')
-    second = get_base(make_cache(directory), web.url + 'good?2')
-    assert first == second
-    assert list_cached(directory) == [Path(first.path).name]
-    assert len(list_url_entries(directory)) == 2
 
 
 # Malformed notes about URLs and base volumes.
@@ -493,27 +454,6 @@ def test_progress_is_reported_at_intervals(web: ImageServer, directory: Path, mo
     monkeypatch.setattr(download, 'REPORT_SECONDS', 30.0)
     get_base(make_cache(directory), web.url + 'half', report_progress=report_progress)
     assert reports == [], 'what is here soon is not told'
-
-
-def test_slow_download_of_unknown_length_reports_progress(
-    web: ImageServer, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(download, 'CHECKPOINT_SECONDS', 0.02)
-    monkeypatch.setattr(download, 'REPORT_SECONDS', 0.2)
-    reports: list[int] = []
-
-    def report_progress(done: int, total: int | None) -> None:
-        assert total is None
-        reports.append(done)
-        if len(reports) > 2:
-            raise Cancelled
-
-    started_at = time.monotonic()
-    with pytest.raises(Cancelled):
-        get_base(make_cache(directory), web.url + 'drip', report_progress=report_progress)
-    assert time.monotonic() - started_at >= 0.5
-    assert reports == sorted(set(reports))
-    assert list_cached(directory) == []
 
 
 @pytest.mark.parametrize('path', ['silence', 'half'])

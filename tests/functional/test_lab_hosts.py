@@ -9,9 +9,7 @@ import subprocess
 import sys
 import urllib.request
 import uuid
-import xml.etree.ElementTree as ET
 from collections.abc import Iterator
-from ipaddress import IPv4Network
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +25,7 @@ from tests.kit.servers import make_environment, wait_until
 # `elab up`, `status`, `exec`, `guest` and `down`, on this machine and with guests that really boot.
 
 
-BOOT_TIMEOUT_SECONDS = 90.0
-MAC = '52:54:00:00:aa:01'
 FIX_FOR_NO_ANSWER = f'end the processes that hang, and run `elab up --name {NAME}`\n'
-
-
-def is_reachable(address: str) -> bool:
-    return subprocess.run(['busybox', 'ping', '-c1', '-W2', address], capture_output=True).returncode == 0
 
 
 def fetch(url: str) -> str:
@@ -47,6 +39,8 @@ def fetch(url: str) -> str:
 @pytest.fixture(scope='module')
 def lab() -> Iterator[dict[str, Any]]:
     """A lab of one host, as its lab.json."""
+    if reason := describe_missing():
+        pytest.skip(reason)
     try:
         run_elab('up', '--name', NAME, '--hosts', '1')
         yield read_lab_json(NAME)
@@ -54,48 +48,11 @@ def lab() -> Iterator[dict[str, Any]]:
         run_elab('down', '--name', NAME)
 
 
-@pytest.fixture(scope='module')
-def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The image of `elab guest`."""
-    path = tmp_path_factory.mktemp('guest') / 'guest.qcow2'
-    run_elab('guest', str(path))
-    return path
-
-
 def run_in_host(*words: str, code: int = 0) -> str:
     """Run a command in the lab's host; return its stdout."""
     return run_elab('exec', '--name', NAME, 'hv1', *words, code=code).stdout
 
 
-def read_virtual_size(path: Path) -> int:
-    """Read a qcow2's virtual size from its header, see docs/interop/qcow2.txt of QEMU."""
-    return int.from_bytes(path.read_bytes()[24:32], 'big')
-
-
-def make_domain_xml(name: str, disk: str, console: str) -> str:
-    """Describe an emulated guest with interfaces on the host's network and on the LAN's bridge."""
-    root = ET.Element('domain', type='qemu')
-    ET.SubElement(root, 'name').text = name
-    ET.SubElement(root, 'memory', unit='MiB').text = '256'
-    ET.SubElement(ET.SubElement(root, 'os'), 'type', arch='x86_64', machine='pc').text = 'hvm'
-    ET.SubElement(ET.SubElement(root, 'features'), 'acpi')
-    devices = ET.SubElement(root, 'devices')
-    drive = ET.SubElement(devices, 'disk', type='file', device='disk')
-    ET.SubElement(drive, 'driver', name='qemu', type='qcow2')
-    ET.SubElement(drive, 'source', file=disk)
-    ET.SubElement(drive, 'target', dev='vda', bus='virtio')
-    for kind in ('network', 'bridge'):
-        interface = ET.SubElement(devices, 'interface', type=kind)
-        ET.SubElement(interface, 'source', {kind: 'default' if kind == 'network' else 'br0'})
-        if kind == 'network':
-            ET.SubElement(interface, 'mac', address=MAC)
-        ET.SubElement(interface, 'model', type='virtio')
-    serial = ET.SubElement(devices, 'serial', type='file')
-    ET.SubElement(serial, 'source', path=console)
-    return ET.tostring(root, encoding='unicode')
-
-
-@pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
 def test_host_has_its_own_libvirt_network_and_ecompute(lab: dict[str, Any]) -> None:
     assert run_in_host('hostname').strip() == 'hv1'
     assert run_in_host('virsh', '-c', 'qemu:///system', 'list', '--name').strip() == ''
@@ -119,7 +76,6 @@ def test_host_has_its_own_libvirt_network_and_ecompute(lab: dict[str, Any]) -> N
     assert log.count(' WARNING ') == log.count(f' {warning}\n') == (warning is not None)
 
 
-@pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
 @pytest.mark.usefixtures('lab')
 def test_qemu_can_open_the_kvm_of_a_host() -> None:
     """Otherwise libvirt probes QEMU again for each guest, for up to a minute."""
@@ -127,7 +83,6 @@ def test_qemu_can_open_the_kvm_of_a_host() -> None:
     run_in_host('sh', '-c', f'[ ! -e /dev/kvm ] || {qemu} test -w /dev/kvm')
 
 
-@pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
 @pytest.mark.usefixtures('lab')
 def test_host_has_no_route_out() -> None:
     assert 'default' not in run_in_host('ip', 'route', 'show', 'table', 'all').split()
@@ -135,44 +90,6 @@ def test_host_has_no_route_out() -> None:
     assert 'Network is unreachable' in result.stderr
 
 
-@pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
-@pytest.mark.slow
-def test_guest_boots_reports_answers_and_shuts_down(lab: dict[str, Any], image: Path) -> None:
-    shutil.copyfile(image, ROOT / NAME / 'hv1/lib/images/plain.qcow2')
-    console = ROOT / NAME / 'hv1/log/plain.console'
-    definition = ROOT / NAME / 'hv1/plain.xml'
-    definition.write_text(
-        make_domain_xml('plain', '/var/lib/libvirt/images/plain.qcow2', '/var/log/libvirt/plain.console')
-    )
-    run_in_host('virsh', 'define', str(definition))
-    # DHCP answers only guests with a reservation.
-    address = str(next(IPv4Network(lab['guests']['hv1']).hosts()) + 76)
-    reservation = f"<host mac='{MAC}' ip='{address}'/>"
-    run_in_host('virsh', 'net-update', 'default', 'add', 'ip-dhcp-host', reservation, '--live', '--config')
-    run_in_host('virsh', 'start', 'plain')
-
-    def read_reports() -> list[str]:
-        text = console.read_text(errors='replace') if console.exists() else ''
-        return [line[len('ecomp-guest: ') :].strip() for line in text.splitlines() if line.startswith('ecomp-guest: ')]
-
-    wait_until(lambda: 'ready' in read_reports(), BOOT_TIMEOUT_SECONDS, 'the guest is ready')
-    reports = read_reports()
-    addresses = dict(line.split()[1:] for line in reports if line.startswith('address '))
-    assert set(addresses) == {'eth0', 'eth1'}
-    assert addresses['eth0'] == address
-    assert addresses['eth1'].rpartition('.')[0] == lab['addresses']['control'].rpartition('.')[0]
-    assert f'disk {read_virtual_size(image)}' in reports
-    assert 'no metadata' in reports  # the metadata server does not know this guest: it is not an instance
-    wait_until(lambda: all(map(is_reachable, addresses.values())), 20, f'{addresses} answer')
-    assert fetch(f'http://{addresses["eth0"]}/').startswith('ecomp-guest')
-
-    run_in_host('virsh', 'shutdown', 'plain')
-    wait_until(lambda: not run_in_host('virsh', '-q', 'list', '--name').strip(), 30, 'the guest has switched off')
-    run_in_host('virsh', 'undefine', 'plain')
-    run_in_host('virsh', 'net-update', 'default', 'delete', 'ip-dhcp-host', reservation, '--live', '--config')
-
-
-@pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
 @pytest.mark.usefixtures('lab')
 def test_second_up_starts_only_ended_processes() -> None:
     before = read_lab_json(NAME)['processes']
@@ -209,7 +126,6 @@ def list_hosts_with_role(lab: dict[str, Any], *hosts: str) -> list[str]:
     return hosts_with_role
 
 
-@pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
 @pytest.mark.usefixtures('lab')
 def test_exec_returns_output_and_exit_code() -> None:
     assert run_elab('exec', '--name', NAME, 'control', 'sh', '-c', 'echo out; exit 7', code=7).stdout == 'out\n'
@@ -217,7 +133,6 @@ def test_exec_returns_output_and_exit_code() -> None:
     assert 'missing argument: the command' in run_elab('exec', '--name', NAME, 'hv1', code=2).stderr
 
 
-@pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
 @pytest.mark.usefixtures('lab')
 @pytest.mark.slow
 def test_removing_one_of_two_labs_keeps_the_other() -> None:
@@ -240,7 +155,6 @@ def test_removing_one_of_two_labs_keeps_the_other() -> None:
             run_elab('down', '--name', name)
 
 
-@pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
 def test_ecompute_is_limited_to_its_role(lab: dict[str, Any]) -> None:
     assert list_hosts_with_role(lab, 'hv1') == ['hv1']
     config, original = (ROOT / NAME / path / 'compute.yaml' for path in ('hv1', 'certs/compute-hv1'))
@@ -252,7 +166,6 @@ def test_ecompute_is_limited_to_its_role(lab: dict[str, Any]) -> None:
     assert 'does not let' not in log
 
 
-@pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
 @pytest.mark.usefixtures('lab')
 def test_status_blames_a_frozen_etcd_and_not_the_computes() -> None:
     pid = read_lab_json(NAME)['processes']['etcd']['pid']
@@ -267,7 +180,6 @@ def test_status_blames_a_frozen_etcd_and_not_the_computes() -> None:
     assert result.stderr == f'no answer: etcd. Fix: {FIX_FOR_NO_ANSWER}'
 
 
-@pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
 @pytest.mark.usefixtures('lab')
 def test_status_reports_a_frozen_libvirtd_without_waiting_for_it() -> None:
     pid = read_lab_json(NAME)['processes']['hv1 libvirtd']['pid']
@@ -280,7 +192,6 @@ def test_status_reports_a_frozen_libvirtd_without_waiting_for_it() -> None:
     assert result.stderr == f'no answer: hv1. Fix: {FIX_FOR_NO_ANSWER}'
 
 
-@pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
 @pytest.mark.usefixtures('lab')
 def test_up_makes_placement_use_a_new_certificate() -> None:
     certs = ROOT / NAME / 'certs'
@@ -300,14 +211,6 @@ def test_up_makes_placement_use_a_new_certificate() -> None:
     assert read_lab_json(NAME)['processes'] == before
 
 
-@pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
-@pytest.mark.usefixtures('lab')
-def test_first_host_takes_from_queues() -> None:
-    assert load_compute(ROOT / NAME / 'hv1/compute.yaml').queues
-    assert NAME in [line.split()[0] for line in run_elab('list').stdout.splitlines()]
-
-
-@pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
 def test_roles_follow_a_new_uuid_and_a_new_host(lab: dict[str, Any]) -> None:
     """The roles follow a changed compute.yaml and a lab that grows."""
     config, new_uuid = ROOT / NAME / 'hv1/compute.yaml', str(uuid.uuid4())
@@ -328,7 +231,6 @@ def test_roles_follow_a_new_uuid_and_a_new_host(lab: dict[str, Any]) -> None:
     assert [row[0] for row in rows][-2:] == ['hv1', 'hv2']
 
 
-@pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
 def test_lab_of_an_earlier_elab_stays_without_roles(lab: dict[str, Any]) -> None:
     """Its compute.yaml has no uuid, and an older ecompute may still write records elsewhere."""
     config = ROOT / NAME / 'hv1/compute.yaml'
@@ -345,7 +247,6 @@ def test_lab_of_an_earlier_elab_stays_without_roles(lab: dict[str, Any]) -> None
     run_elab('status', '--name', NAME)
 
 
-@pytest.mark.skipif(bool(describe_missing()), reason=describe_missing())
 def test_down_removes_the_lab_and_keeps_other_processes(lab: dict[str, Any]) -> None:
     bystander = subprocess.Popen(['sleep', '600'], cwd=ROOT / NAME)
     try:

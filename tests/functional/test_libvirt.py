@@ -7,7 +7,6 @@ test_volumes.py, filters in test_filters.py, addresses in test_reservations.py.
 from __future__ import annotations
 
 import math
-import multiprocessing
 import os
 import queue
 import signal
@@ -314,21 +313,6 @@ def list_unix_sockets() -> list[str]:
         with suppress(OSError):
             links.append(os.readlink(link_))
     return [link_ for link_ in links if link_.startswith('socket:[') and link_[8:-1] in inodes]
-
-
-def build_in_worker(state: Path, uri: str, spec: GuestSpec) -> None:
-    with closing(Libvirt(state, uri=uri)) as hypervisor:
-        build(hypervisor, spec)
-        assert hypervisor.list_guests()[spec.instance].running
-
-
-def test_guest_of_a_spawned_worker_is_visible(host: LibvirtHost, real_libvirt: Libvirt, spec: GuestSpec) -> None:
-    context = multiprocessing.get_context('spawn')
-    worker = context.Process(target=build_in_worker, args=(host.root / 'state', host.uri, spec))
-    worker.start()
-    worker.join(60)
-    assert worker.exitcode == 0
-    assert real_libvirt.list_guests()[spec.instance].running
 
 
 def test_prepare_checks_the_host_and_starts_network_and_pool(

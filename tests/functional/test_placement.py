@@ -6,7 +6,6 @@ import random
 import socket
 import threading
 import time
-import urllib.error
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -41,15 +40,6 @@ def provider(placement: PlacementServer) -> str:
 
 
 # Providers
-
-
-@pytest.mark.fast
-def test_ensure_creates_a_provider_once(client: Placement, placement: PlacementServer) -> None:
-    compute = make_uuid()
-    assert providers.ensure_provider(client, compute)
-    assert not providers.ensure_provider(client, compute)
-    answer = placement.call('GET', f'/resource_providers/{compute}')
-    assert answer['name'] == compute
 
 
 @pytest.mark.fast
@@ -187,14 +177,6 @@ def test_candidates_match_resources_and_traits(client: Placement, provider: str)
     assert allocations.read_candidates(client, f'resources=VCPU:3&in_tree={provider}').candidates == []
 
 
-@pytest.mark.fast
-def test_fully_reserved_provider_is_not_a_candidate(client: Placement, provider: str) -> None:
-    inventory = {name: {'total': total, 'reserved': 0} for name, total in (('VCPU', 2), ('MEMORY_MB', 512))}
-    providers.set_inventory(client, provider, {**inventory, 'VCPU': {'total': 2, 'reserved': 2}})
-    assert allocations.read_candidates(client, f'resources=VCPU:1&in_tree={provider}').candidates == []
-    assert len(allocations.read_candidates(client, f'resources=MEMORY_MB:1&in_tree={provider}').candidates) == 1
-
-
 # Claims
 
 
@@ -213,15 +195,6 @@ def test_claim_over_two_providers_is_all_or_nothing(
     consumer = allocations.read_consumer(client, instance)
     assert consumer.allocations == {provider: {'VCPU': 1}, other: {'DISK_GB': 1}}
     assert (consumer.user_id, consumer.project_id) == (USER, PROJECT)
-
-
-@pytest.mark.fast
-def test_second_claim_without_the_generation_is_refused(client: Placement, provider: str) -> None:
-    instance = make_uuid()
-    claim(client, instance, provider)
-    with pytest.raises(GenerationConflict):
-        claim(client, instance, provider)
-    assert allocations.read_provider_allocations(client, provider) == {instance: SMALL}
 
 
 @pytest.mark.fast
@@ -331,15 +304,6 @@ def test_slow_answer_calls_the_slow_callback_once(placement: PlacementServer) ->
 
 
 ROOM = {'MEMORY_MB': {'total': 512}, 'DISK_GB': {'total': 10}}
-
-
-def test_names_include_providers_outside_ecomp(client: Placement, placement: PlacementServer) -> None:
-    own, foreign = placement.make_provider(VCPU=1), make_uuid()
-    placement.call('POST', '/resource_providers', {'uuid': foreign, 'name': f'nova-{foreign}'})
-    names = providers.read_provider_names(client)
-    assert (names[own], names[foreign]) == (own, f'nova-{foreign}')
-    assert providers.read_provider_name(client, foreign) == f'nova-{foreign}'
-    assert providers.read_provider_name(client, make_uuid()) is None
 
 
 def test_shares_of_free_full_closed_and_empty_providers(client: Placement, placement: PlacementServer) -> None:
@@ -551,14 +515,3 @@ def test_database_and_api_report_the_same(each_placement: PlacementServer) -> No
         assert inventory == each_placement.read_inventory(provider)
     each_placement.database.empty()
     assert each_placement.call('GET', '/resource_providers') == {'resource_providers': []}
-
-
-def test_database_has_nothing_for_an_unknown_uuid(each_placement: PlacementServer) -> None:
-    unknown = str(uuid4())
-    assert (
-        each_placement.read_allocations(unknown),
-        each_placement.read_consumers(unknown),
-        each_placement.read_inventory(unknown),
-    ) == ({}, {}, {})
-    with pytest.raises(urllib.error.HTTPError):
-        each_placement.call('GET', f'/resource_providers/{unknown}')

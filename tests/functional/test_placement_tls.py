@@ -28,7 +28,6 @@ from ecomp.errors import (
     UnknownOutcome,
     Unreachable,
 )
-from ecomp.placement import providers
 from ecomp.placement.client import Placement
 from ecomp.placement.http_client import HEADERS
 from tests.functional.placement_client import claim, make_uuid, open_client
@@ -95,8 +94,8 @@ class TlsFront(FaultyPlacement):
 
 
 @pytest.fixture
-def front(placement: PlacementServer, tmp_path: Path) -> Iterator[TlsFront]:
-    with TlsFront(placement, tmp_path / 'front') as tls_front:
+def front(shared_placement: PlacementServer, tmp_path: Path) -> Iterator[TlsFront]:
+    with TlsFront(shared_placement, tmp_path / 'front') as tls_front:
         yield tls_front
 
 
@@ -116,13 +115,6 @@ def replace_settings(config: PlacementConfig, **changed: object) -> PlacementCon
 def tls_client(config: PlacementConfig) -> Iterator[Placement]:
     with closing(Placement(config, (2.0, 5.0))) as client:
         yield client
-
-
-def test_client_with_certificate_and_token_reads_and_writes(tls_client: Placement) -> None:
-    compute = str(uuid.uuid4())
-    providers.ensure_provider(tls_client, compute)
-    assert tls_client.get(f'/resource_providers/{compute}')['name'] == compute
-    tls_client.write('DELETE', f'/resource_providers/{compute}', None)
 
 
 def test_token_file_is_read_for_each_call(tls_client: Placement, config: PlacementConfig, front: TlsFront) -> None:

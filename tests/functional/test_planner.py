@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,13 +23,12 @@ from ecomp.agent.planner import (
     CHECKING_CLAIMS,
     FIRST_POLL_SECONDS,
     PLAN_INTERVAL_SECONDS,
-    Planner,
     choose_poll_interval,
 )
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, StillGoing, Unreachable
 from ecomp.model import keys
-from ecomp.model.guest import Address, BaseImage, Guest, GuestSpec, make_mac_address
+from ecomp.model.guest import Address, BaseImage, GuestSpec, make_mac_address
 from ecomp.model.order import SHUT_OFF, START, STOP, PowerAction
 from ecomp.model.record import ACTIVE, GONE, STOPPED, UNSEEN_END_FAULT, from_json
 from ecomp.model.record import to_json as record_to_json
@@ -458,7 +457,7 @@ def start_daemon(
 ) -> Iterator[PlanningLoop]:
     """Start the daemon of a compute, which send_requests() feeds, and drain it at the end.
 
-    Several daemons may share the threads in `shared`; without it, the daemon has its own.
+    It uses the threads in `shared`, or else its own.
     """
     periodic = {CHECKING_CLAIMS: lambda: keeper.check_claims(toy_compute.hypervisor.list_guests(), time.monotonic())}
     threads = shared or Threads(1, 2)
@@ -539,44 +538,6 @@ def test_guests_are_plugged_in_after_a_network_restart(cloud: Cloud, tmp_path: P
         assert hypervisor.plugged.empty(), 'once, until a minute has passed'
 
 
-def test_waiting_compute_does_not_block_others_on_shared_threads(cloud: Cloud, tmp_path: Path) -> None:
-    """Check that one compute builds while another waits for placement and a third for libvirt."""
-    threads, hangs = Threads(8, 2), threading.Event()
-
-    class Hung(FakeHypervisor):
-        def list_guests(self) -> Mapping[str, Guest]:
-            hangs.wait()
-            return super().list_guests()
-
-    with ExitStack() as at_exit:
-        at_exit.callback(threads.close)
-        working, frozen, silent = (
-            at_exit.enter_context(make_toy_compute(cloud, tmp_path / name, hypervisor))
-            for name, hypervisor in (('one', None), ('frozen', Hung()), ('silent', None))
-        )
-        keepers = [BlockingClaimKeeper(compute) for compute in (working, frozen, silent)]
-        keepers[2].may_answer.clear()
-        at_exit.callback(keepers[2].may_answer.set)
-        daemons = [
-            at_exit.enter_context(start_daemon(compute, keeper, threads))
-            for compute, keeper in zip((working, frozen, silent), keepers, strict=True)
-        ]
-        at_exit.callback(hangs.set)
-        instances = [compute.place() for compute in (working, frozen, silent)]
-        for daemon, compute in zip(reversed(daemons), (silent, frozen, working), strict=True):
-            send_requests(daemon, compute)
-        assert keepers[2].is_asked.wait(60)
-        wait_for_state(working, instances[0], ACTIVE)
-        wait_for_state(silent, instances[2], ACTIVE)
-        assert keepers[0].is_asked.wait(60)
-        destroy(cloud.store, instances[0])
-        send_requests(daemons[0], working)
-        wait_until(lambda: cloud.etcd.get(keys.request(working.compute, instances[0])) is None, 20, 'it is carried out')
-        assert frozen.hypervisor._guests == {}
-        hangs.set()
-        wait_for_state(frozen, instances[1], ACTIVE)
-
-
 def test_failed_thread_start_is_retried(
     cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -602,27 +563,6 @@ def test_failed_thread_start_is_retried(
         wait_for_state(toy_compute, instance, ACTIVE)
         assert caplog.text.count('no thread can be started') <= 2, 'said once, and that it works again'
         assert toy_compute.hypervisor.list_guests().keys() == {instance}
-
-
-def test_planner_continues_after_an_unexpected_error(
-    toy_compute: ToyCompute, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Check an error in due(), which only computes the time of the next step."""
-    real, failures = Planner.list_due_times, [MemoryError('none'), MemoryError('none')]
-
-    def due(planner: Planner) -> list[float]:
-        if failures:
-            raise failures.pop()
-        return real(planner)
-
-    monkeypatch.setattr(Planner, 'list_due_times', due)
-    with start_daemon(toy_compute, BlockingClaimKeeper(toy_compute)) as daemon:
-        instance = toy_compute.place()
-        send_requests(daemon, toy_compute)
-        wait_for_state(toy_compute, instance, ACTIVE)
-        # The guest may be active after the first error: the next step comes after a back-off.
-        wait_until(lambda: not failures, 30, 'the planner continues after both errors')
-    assert 'unexpected error while planning' in caplog.text
 
 
 def test_missing_address_is_polled_less_and_less_often() -> None:

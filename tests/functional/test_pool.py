@@ -43,24 +43,9 @@ from tests.kit.image_server import serve_images
 from tests.kit.servers import SLOWDOWN_FACTOR, make_environment, wait_until
 from tests.kit.warm import CONTEXT
 
-# The worker pool with real processes: jobs whose worker fails, is killed, is cancelled or is orphaned.
+# The worker pool with real processes: jobs whose worker fails or is killed, and cancelled jobs.
 #
 # The workers run the real loop with the jobs of stand_in.py. The test's main thread tends the pool, as ecompute's does.
-
-PARENT_SCRIPT = """
-import os, sys
-from pathlib import Path
-from ecomp.agent.instance.pool import Workers
-from ecomp.agent.instance.pool import WorkerSettings
-from tests.functional import stand_in, tended
-
-if __name__ == '__main__':
-    state = Path(sys.argv[1])
-    pool = Workers(2, WorkerSettings(state, None, os.getpid(), tended.LIMITS, False), stand_in.run_worker)
-    pool.run(tended.make_job('stubborn', sys.argv[2]))
-    while True:
-        pool.tend(60)
-"""
 
 
 def is_dead(pid: int) -> bool:
@@ -142,14 +127,6 @@ def test_worker_killed_while_idle_is_replaced(pool: TendedPool) -> None:
     second = make_job('good')
     assert pool.wait_for_result(pool.submit(second)) == ALL_STAGES
     assert pool.wait_for_pid(second) != pool.wait_for_pid(first)
-
-
-def test_every_job_of_repeatedly_killed_workers_fails(pool_of_two: TendedPool) -> None:
-    jobs = [make_job('waits') for _ in range(6)]
-    handed = [pool_of_two.submit(queued_job) for queued_job in jobs]
-    for work, future in zip(jobs, handed, strict=True):
-        os.kill(pool_of_two.wait_for_pid(work), signal.SIGKILL)
-        assert isinstance(pool_of_two.wait_for_error(future), WorkerDied)
 
 
 def test_worker_ignores_terminal_signals(pool: TendedPool) -> None:
@@ -265,25 +242,6 @@ def test_job_fails_if_workers_cannot_start(tmp_path: Path) -> None:
     tended.close()
 
 
-def test_workers_die_with_a_killed_parent(tmp_path: Path) -> None:
-    instance = str(uuid.uuid4())
-    (tmp_path / 'parent.py').write_text(PARENT_SCRIPT)
-    command = [sys.executable, str(tmp_path / 'parent.py'), str(tmp_path), instance]
-    with subprocess.Popen(command, env=make_environment()) as parent:
-        try:
-            wait_until((tmp_path / f'{instance}.pid').exists, 30, 'a worker is in the middle of a job')
-            wait_until(lambda: len(_list_worker_pids(parent.pid)) == 3, 30, 'two workers, and one for destroys')
-            workers = _list_worker_pids(parent.pid)
-        finally:
-            parent.kill()
-    wait_until(lambda: all(is_dead(pid) for pid in workers), 5, 'the workers die with their parent')
-
-
-def _list_worker_pids(parent: int) -> list[int]:
-    children = psutil.Process(parent).children(recursive=True)
-    return [process.pid for process in children if 'spawn_main' in ' '.join(process.cmdline())]
-
-
 # The pool without processes
 
 
@@ -302,17 +260,6 @@ def test_inline_pool_runs_jobs_in_the_caller() -> None:
     assert list(inline.run(work)) == ALL_STAGES
     inline.waker.wake()
     inline.tend(60)
-    inline.stop()
-
-
-def test_inline_pool_refuses_builds_after_cancelling_all() -> None:
-    hypervisor = FakeHypervisor()
-    inline = InlineRunner(hypervisor, FakeImages())
-    inline.cancel(None)
-    for _ in range(2):
-        with pytest.raises(Cancelled):
-            list(inline.run(make_job('good')))
-    assert hypervisor.list_guests() == {}
     inline.stop()
 
 
@@ -452,25 +399,6 @@ def test_slow_downloads_do_not_block_builds_of_cached_images(
     assert len([worker for worker in pool_of_two.pool._workers if worker.is_stop_only]) == 1
 
 
-def test_cached_image_is_built_during_slow_downloads(tmp_path: Path) -> None:
-    """Check slow downloads with the real image cache and a slow server."""
-    tended = TendedPool(tmp_path, 2, stand_in.run_downloading_worker)
-    with serve_images(b'\0' * 510 + b'\x55\xaa') as web:
-        cached = replace(make_job('good'), image=web.url + 'good')
-        assert [news for news in tended.wait_for_result(tended.submit(cached)) if isinstance(news, str)] == ALL_STAGES
-        drips = [replace(make_job('drip'), image=f'{web.url}drip?{number}') for number in range(2)]
-        handed = [tended.submit(drip) for drip in drips]
-        tended.tend_until(lambda: web.requests.count('drip') == 2, 'both drip')
-        repeated = replace(make_job('good'), image=web.url + 'good')
-        assert [news for news in tended.wait_for_result(tended.submit(repeated)) if isinstance(news, str)] == ALL_STAGES
-        assert not any(future.done() for future in handed)
-        for drip in drips:
-            tended.pool.cancel(drip.instance)
-        assert [type(tended.wait_for_error(future)) for future in handed] == [Cancelled, Cancelled]
-        assert tended.list_guests() == {cached.instance, repeated.instance}
-        tended.close()
-
-
 def test_builds_of_a_cached_image_share_one_server_check(tmp_path: Path) -> None:
     tended = TendedPool(tmp_path, 2, stand_in.run_downloading_worker)
     with serve_images(b'\0' * 510 + b'\x55\xaa') as web:
@@ -525,18 +453,6 @@ def test_download_of_a_killed_worker_is_repeated_by_another(pool_of_two: TendedP
     (pool_of_two.directory / 'go').touch()
     outcomes = [pool_of_two.wait_for_error(future) for future in handed]
     assert sorted(type(outcome).__name__ for outcome in outcomes) == ['NoneType', 'NoneType', 'WorkerDied']
-
-
-def test_build_waiting_for_its_image_is_cancelled_immediately(pool_of_two: TendedPool) -> None:
-    first, second = make_shared_image_job('comes'), make_shared_image_job('comes')
-    handed = pool_of_two.submit(first)
-    pool_of_two.tend_until((pool_of_two.directory / 'comes.pid').exists, 'it is fetched')
-    later = pool_of_two.submit(second)
-    pool_of_two.tend_until(lambda: len(pool_of_two.pool._waiting) == 1, 'the second waits')
-    pool_of_two.pool.cancel(second.instance)
-    assert isinstance(pool_of_two.wait_for_error(later), Cancelled)
-    (pool_of_two.directory / 'go').touch()
-    assert pool_of_two.wait_for_result(handed)[-3:] == ALL_STAGES
 
 
 def test_build_blocked_by_a_lock_does_not_block_its_image(pool_of_two: TendedPool) -> None:

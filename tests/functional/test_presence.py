@@ -24,15 +24,6 @@ from tests.kit.store_client import open_store, read_entry
 # Ownership and lifetime of the presence key on a real etcd.
 
 
-def test_presence_exists_until_it_is_stopped(etcd: Etcd, store: Store, prefix: str) -> None:
-    key = prefix + 'c'
-    with start_and_stop(make_presence(store, key, 'mine')):
-        entry = read_entry(store, key)
-        assert json.loads(entry.value)['hostname'] == 'host-of-mine'
-        assert entry.lease
-    assert etcd.get(key) is None
-
-
 def test_same_token_takes_over_and_another_is_refused(store: Store, prefix: str) -> None:
     key = prefix + 'c'
     killed = make_presence(store, key, 'mine')
@@ -169,50 +160,6 @@ def test_lost_lease_is_replaced(store: Store, prefix: str, monkeypatch: pytest.M
         threading.Event().wait(4.0)
         assert store.get(key) is not None
     assert lost == []
-
-
-def test_check_restores_the_key_before_the_next_refresh(store: Store, prefix: str) -> None:
-    with start_and_stop(make_presence(store, prefix + 'c', 'mine')) as alive:
-        store.revoke(read_entry(store, prefix + 'c').lease)
-        alive.schedule_check()
-        wait_until(lambda: store.get(prefix + 'c'), 5, 'the key is there again, long before a third of its lease')
-
-
-def test_late_owner_is_notified_of_the_loss_once(store: Store, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr('ecomp.store.presence.LEASE_SECONDS', 1)
-    key, lost = prefix + 'c', list[str]()
-    with start_and_stop(make_presence(store, key, 'mine', lost)):
-        entry = read_entry(store, key)
-        other_lease = store.grant(60)
-        # Another compute takes the key; then the late owner's lease ends.
-        store.commit(
-            [], [Put(key, json.dumps({'token': 'theirs', 'hostname': 'elsewhere', 'since': 'now'}), other_lease)]
-        )
-        store.revoke(entry.lease)
-        wait_until(lambda: lost, 10, 'it is told')
-    assert len(lost) == 1
-    assert 'held by another ecompute, on elsewhere' in lost[0]
-    assert json.loads(read_entry(store, key).value)['token'] == 'theirs'
-    store.revoke(other_lease)
-
-
-def test_presence_survives_an_etcd_outage(own_etcd: Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr('ecomp.store.presence.LEASE_SECONDS', 1)
-    lost: list[str] = []
-    with open_store(own_etcd.endpoint, timeout=0.5) as store:
-        with start_and_stop(make_presence(store, '/c', 'mine', lost)):
-            own_etcd.kill()
-            threading.Event().wait(1.5)  # at least two refreshes fail
-            own_etcd.start()
-            own_etcd.delete('/c')
-            own_etcd.call('lease/revoke', {'ID': _read_lease(own_etcd)})
-            wait_until(lambda: own_etcd.get('/c'), 15, 'it puts its key again')
-        assert own_etcd.get('/c') is None
-    assert lost == []
-
-
-def _read_lease(etcd: Etcd) -> str:
-    return str(etcd.call('lease/leases', {})['leases'][0]['ID'])
 
 
 def test_owner_that_lost_the_key_cannot_write(etcd: Etcd, store: Store, prefix: str) -> None:
@@ -427,19 +374,6 @@ def test_changed_facts_are_written_with_a_renewal(etcd: Etcd, store: Store, pref
         alive.add_fields(room=None)
         alive.schedule_check()
         wait_until(lambda: read_facts()['room'] is None, 10, 'it is not said any more')
-        assert lost == []
-
-
-def test_writes_succeed_during_changes_of_the_facts(etcd: Etcd, store: Store, prefix: str) -> None:
-    key, lost, number = prefix + 'c', list[str](), 0
-    with start_and_stop(make_presence(store, key, 'mine', lost)) as alive:
-        with ThreadPoolExecutor(4) as pool:
-            for number in range(20):
-                alive.add_fields(room=number)
-                alive.schedule_check()
-                written = [pool.submit(store.commit, [], [Put(f'{prefix}{number}/{index}', 'x')]) for index in range(4)]
-                assert all(future.result(SLOWDOWN_FACTOR) for future in written)
-        wait_until(lambda: json.loads(etcd.get(key) or b'{}').get('room') == number, 10, 'the last is said')
         assert lost == []
 
 

@@ -19,12 +19,11 @@ from ecomp.placement.client import Placement
 from ecomp.scheduler.changes.change import destroy
 from ecomp.scheduler.placing.claim import abandon
 from ecomp.scheduler.placing.enqueue import enqueue
-from ecomp.scheduler.queries.find import find
 from ecomp.store.client import Put, Store, Unchanged, read_pending_instances
 from tests.functional.cloud import OWNER, SMALL, Cloud, interpose, make_uuid
 from tests.functional.queueing import assert_taken, assert_waiting, make_entry, make_taker, put_in_queue, queue_request
 from tests.kit.proxy import Proxy
-from tests.kit.store_client import open_store, read_entry
+from tests.kit.store_client import read_entry
 
 # Entering a queue: exactly once, even if a request or an answer is lost.
 
@@ -255,19 +254,6 @@ def test_claim_with_unknown_outcome_is_released_by_its_compute_only(
     assert_taken(cloud, other, place.entry)
 
 
-def test_taker_frozen_before_its_move_changes_nothing(cloud: Cloud, flavor: Flavor) -> None:
-    compute, other, place = cloud.make_compute(), cloud.make_compute(), queue_request(cloud, flavor)
-
-    def let_other_take() -> str:
-        cloud.etcd.delete(keys.taker(place.entry.key))
-        assert make_taker(cloud, compute).release_claim(place.entry.instance)
-        assert make_taker(cloud, other).take(place)
-        return 'now'
-
-    assert not make_taker(cloud, compute, now=let_other_take).take(place)
-    assert_taken(cloud, other, place.entry)
-
-
 def test_taker_frozen_before_its_claim_claims_nothing(cloud: Cloud, flavor: Flavor) -> None:
     compute, other, place = cloud.make_compute(), cloud.make_compute(), queue_request(cloud, flavor)
 
@@ -294,58 +280,6 @@ class MoveLosingStore(Store):
         return super().commit(conditions, operations, use_fence)
 
 
-def test_move_that_arrives_late_has_no_effect(cloud: Cloud, flavor: Flavor) -> None:
-    compute, place = cloud.make_compute(), queue_request(cloud, flavor)
-    store = MoveLosingStore(cloud)
-    assert not make_taker(cloud, compute, store=store).take(place)
-    assert cloud.store.commit(*store.lost[0]) is None
-    assert_waiting(cloud, place.entry)
-
-
-def test_taker_key_of_another_compute_prevents_the_move(cloud: Cloud, flavor: Flavor) -> None:
-    compute, place = cloud.make_compute(), queue_request(cloud, flavor)
-    taker_key = keys.taker(place.entry.key)
-
-    def replace_taker() -> str:
-        cloud.etcd.put(taker_key, taker_to_json(make_uuid()))
-        return 'now'
-
-    assert not make_taker(cloud, compute, now=replace_taker).take(place)
-    assert cloud.etcd.get(taker_key) is not None, 'a mark of another is not taken away'
-    cloud.etcd.delete(taker_key)
-    assert_waiting(cloud, place.entry)
-
-
-def test_cancellation_during_a_take(cloud: Cloud, flavor: Flavor) -> None:
-    compute, place = cloud.make_compute(), queue_request(cloud, flavor)
-    instance = place.entry.instance
-
-    def cancel() -> str:
-        assert 'removed from its queue' in destroy(cloud.store, instance)
-        return 'now'
-
-    assert not make_taker(cloud, compute, now=cancel).take(place)
-    assert [key for key in cloud.etcd.list_keys(keys.QUEUES) if instance in key] == []
-    assert cloud.server.read_allocations(instance) == {}
-    cancelled = find(cloud.store, instance)
-    assert cancelled is not None
-    assert (cancelled.record.state, cancelled.record.compute) == ('gone', '')
-    with pytest.raises(Conflict, match='never used twice'):
-        put_in_queue(cloud, place.entry, resume=True)
-
-
-def test_take_during_a_cancellation(cloud: Cloud, flavor: Flavor) -> None:
-    compute, place = cloud.make_compute(), queue_request(cloud, flavor)
-
-    def take_now() -> None:
-        assert make_taker(cloud, compute).take(place)
-
-    with open_store(cloud.etcd.endpoint) as store:
-        message = destroy(interpose(store, 'grant', take_now), place.entry.instance)
-    assert message.endswith(f'destroy accepted; {compute} carries it out')
-    assert cloud.read_request(compute, place.entry.instance).is_tombstone
-
-
 class InterruptedPlacement(Placement):
     """A placement client that calls `act` just before each release."""
 
@@ -359,16 +293,6 @@ class InterruptedPlacement(Placement):
         super().write(method, path, body)
 
 
-def test_taker_keeps_the_claim_of_a_dead_attempt(cloud: Cloud, flavor: Flavor) -> None:
-    compute, place = cloud.make_compute(), queue_request(cloud, flavor)
-    allocations.replace_allocations(cloud.placement, place.entry.instance, {compute: SMALL}, 'a-user', 'a-project')
-    outcomes: list[bool] = []
-    slow = InterruptedPlacement(cloud.server.url, lambda: outcomes.append(make_taker(cloud, compute).take(place)))
-    assert not make_taker(cloud, compute, placement=slow).release_claim(place.entry.instance)
-    assert outcomes == [True]
-    assert_taken(cloud, compute, place.entry)
-
-
 def test_request_is_not_taken_while_a_taker_gives_up(cloud: Cloud, flavor: Flavor) -> None:
     """Check that the taker key of a lost move stays until its claim is released."""
     compute, other, place = cloud.make_compute(), cloud.make_compute(), queue_request(cloud, flavor)
@@ -378,17 +302,3 @@ def test_request_is_not_taken_while_a_taker_gives_up(cloud: Cloud, flavor: Flavo
     assert not make_taker(cloud, compute, store=MoveLosingStore(cloud), placement=slow).take(place)
     assert outcomes == [False]
     assert_waiting(cloud, place.entry)
-
-
-def test_concurrent_takers_take_each_request_once(cloud: Cloud, flavor: Flavor) -> None:
-    computes = [cloud.make_compute(VCPU=12, MEMORY_MB=9000, DISK_GB=12) for _ in range(4)]
-    places = [queue_request(cloud, flavor) for _ in range(12)]
-    with ThreadPoolExecutor(4) as threads:
-        takers = [make_taker(cloud, compute) for compute in computes]
-        shares = list(threads.map(lambda each: [place.entry for place in places if each.take(place)], takers))
-    assert sorted(entry.instance for share in shares for entry in share) == sorted(
-        entry.entry.instance for entry in places
-    )
-    for compute, share in zip(computes, shares, strict=True):
-        for entry in share:
-            assert_taken(cloud, compute, entry)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from contextlib import closing
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ pytest.importorskip('cryptography', reason="pip install '.[lab]'")
 from ecomp.compute_conf import load_compute
 from ecomp.errors import Conflict, Denied, Unreachable, UsageError
 from ecomp.lab import elab
-from ecomp.lab.certs import enable_roles
 from ecomp.model import cluster, keys, roles
 from ecomp.model.roles import Permission
 from ecomp.store.client import Delete, Put
@@ -134,18 +132,6 @@ def test_enable_revokes_excess_rights_and_names_unknown_users(cloud: EtcdWithRol
     assert code == 0, output
     with pytest.raises(Denied):
         cloud.stores['compute-hv2'].get('/cluster')
-
-
-def test_changed_compute_uuid_changes_its_permissions(cloud: EtcdWithRoles) -> None:
-    cloud.enable()
-    path, old, new = cloud.certs / 'compute-hv1/compute.yaml', cloud.computes['compute-hv1'], str(uuid.uuid4())
-    path.write_text(path.read_text().replace(old, new))
-    lines = cloud.enable()
-    assert [line.rpartition(' ')[0] for line in lines] == 6 * ['role compute-hv1: may write'] + 6 * [
-        'role compute-hv1: may no longer write'
-    ]
-    put_key(cloud, f'/hosts/{new}/x')
-    expect_denied(cloud, f'/hosts/{old}/x')
 
 
 def expect_refusal(cloud: EtcdWithRoles, error: type[Exception], *parts: str) -> None:
@@ -289,27 +275,3 @@ def test_connection_errors_of_grpc_are_explained(cloud: EtcdWithRoles, tmp_path:
     with closing(Accounts(config._replace(endpoints=(closed, *config.endpoints)))) as accounts:
         accounts.apply(roles.AddRole('x'))
         assert accounts.read_roles() == roles.Roles({}, {'x': frozenset()})
-
-
-def test_interrupted_enable_can_be_continued(cloud: EtcdWithRoles) -> None:
-    class Killed(Exception):
-        pass
-
-    steps = 0
-    while True:
-        remaining = steps
-
-        def kill_after_steps(_: str) -> None:
-            nonlocal remaining
-            remaining -= 1
-            if remaining < 0:
-                raise Killed
-
-        try:
-            enable_roles(cloud.certs, datetime.now(UTC), kill_after_steps)
-        except Killed:
-            steps += 7
-            continue
-        break
-    assert read_roles(cloud) == roles.make_roles(cloud.computes, ['scheduler-shell'], ['operator-ann'])
-    expect_denied(cloud, '/flavors/small')

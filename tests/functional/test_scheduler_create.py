@@ -15,14 +15,12 @@ from typing import Any
 import pytest
 
 from ecomp.conf import EtcdConfig
-from ecomp.errors import ClaimedElsewhere, Conflict, NoCapacity, OverQuota
+from ecomp.errors import ClaimedElsewhere, Conflict, NoCapacity
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations
 from ecomp.model.choose import FIRST, PACK, RANDOM, SPREAD, Offer
 from ecomp.model.host import hostname_to_json as hostname_to_json
 from ecomp.model.order import Request, SetOrder, parse_request
-from ecomp.model.quota import Quota
-from ecomp.model.quota import to_json as quota_json
 from ecomp.placement import allocations
 from ecomp.placement.allocations import read_candidates
 from ecomp.placement.client import Placement
@@ -31,12 +29,12 @@ from ecomp.scheduler.placing import create as attempts
 from ecomp.scheduler.placing.claim import DeliveryOutcome
 from ecomp.scheduler.placing.create import create
 from ecomp.scheduler.placing.place import MAX_LOGGED_COMPUTES, MAX_QUERIES, MAX_STALE_HINTS, get_sampleable_amounts
-from ecomp.store.client import Put, Store
+from ecomp.store.client import Store
 from tests.functional.cloud import IMAGE, OWNER, RESOURCES, SMALL, Cloud, CountingStore, make_uuid, start_attempt
 from tests.kit.in_process import InProcessPlacement, put_with_generation
 from tests.kit.servers import SLOWDOWN_FACTOR, Etcd, wait_until
 
-# create on real etcd and placement makes one instance with one claim, or nothing, even for concurrent attempts.
+# create on real etcd and placement makes one instance with one claim, or nothing.
 
 
 @pytest.mark.fast
@@ -144,34 +142,6 @@ def test_long_attempt_refreshes_its_lease_and_failed_one_cleans_up(cloud: Cloud)
 
 
 @pytest.mark.fast
-def test_race_for_the_last_places_leaks_nothing(cloud: Cloud) -> None:
-    computes = [cloud.make_compute(VCPU=2, MEMORY_MB=128, DISK_GB=2) for _ in range(2)]
-    candidate_list: list[Allocations] = [{compute: SMALL} for compute in computes]
-    # The losers query placement again; the aggregate limits the answer to these two computes.
-    aggregate = make_uuid()
-    for compute in computes:
-        body = {'aggregates': [aggregate], 'resource_provider_generation': 1}
-        cloud.server.call('PUT', f'/resource_providers/{compute}/aggregates', body)
-
-    def create_one(_: int) -> str | None:
-        order = cloud.make_order_on(computes[0])
-        order = replace(order, query=order.query.replace(f'in_tree={computes[0]}', f'member_of={aggregate}'))
-        try:
-            return cloud.create(order, candidates=candidate_list).compute
-        except NoCapacity:
-            cloud.assert_not_placed(order)
-            return None
-
-    with ThreadPoolExecutor(4) as pool:
-        results = list(pool.map(create_one, range(8)))
-    assert sorted(filter(None, results)) == sorted(computes * 2)
-    for compute in computes:
-        assert sorted(cloud.server.read_consumers(compute)) == sorted(
-            map(keys.get_last_part, cloud.etcd.list_keys(keys.request_prefix(compute)))
-        )
-
-
-@pytest.mark.fast
 @pytest.mark.parametrize('error', [KeyboardInterrupt, SystemExit, ValueError])
 def test_interruption_after_the_claim_releases_it(cloud: Cloud, error: type[BaseException]) -> None:
     compute, order = cloud.make_order()
@@ -241,24 +211,6 @@ def test_set_is_placed_without_an_instance_claimed_on_a_silent_compute(
 
 
 @pytest.mark.fast
-def test_abandon_of_the_first_attempt_keeps_the_second_s_claim(cloud: Cloud) -> None:
-    compute, order = cloud.make_order()
-    lease = cloud.store.grant(60)
-    revision = start_attempt(cloud, order, lease)
-    claims.Claimer(cloud.placement, 'a-user', 'a-project', lambda: True).claim({order.instance: {compute: SMALL}})
-    abandoned: list[bool] = []
-
-    def abandon_first() -> str:  # between the second attempt's claim and its delivery
-        abandoned.append(claims.abandon(cloud.store, cloud.placement, [order.instance], order.instance, revision))
-        return 'now'
-
-    assert cloud.create(order, resume=True, now=abandon_first) == DeliveryOutcome(compute)
-    assert abandoned == [False]
-    cloud.assert_placed(compute, order)
-    cloud.store.revoke(lease)
-
-
-@pytest.mark.fast
 def test_first_attempt_that_wakes_up_late_claims_nothing(cloud: Cloud) -> None:
     slow, quick = cloud.make_compute(), cloud.make_compute()
     order = cloud.make_order_on(quick)
@@ -273,24 +225,6 @@ def test_first_attempt_that_wakes_up_late_claims_nothing(cloud: Cloud) -> None:
             first.result(SLOWDOWN_FACTOR * 30)
     cloud.assert_placed(quick, order)
     assert cloud.server.read_consumers(slow) == {}
-
-
-@pytest.mark.fast
-def test_concurrent_attempts_of_one_uuid_make_one_instance(cloud: Cloud) -> None:
-    computes = [cloud.make_compute() for _ in range(3)]
-    order = replace(cloud.make_order_on(computes[0]), query=RESOURCES)
-
-    def create_on(compute: str) -> str:
-        try:
-            return cloud.create(order, resume=True, candidates=[{compute: SMALL}]).compute
-        except (ClaimedElsewhere, Conflict, NoCapacity):
-            return ''
-
-    with ThreadPoolExecutor(6) as pool:
-        answers = set(pool.map(create_on, computes * 2)) - {''}
-    assert len(answers) == 1
-    cloud.assert_placed(answers.pop(), order)
-    assert sum(len(cloud.server.read_consumers(compute)) for compute in computes) == 1
 
 
 # In a large cluster, create queries placement about sampled computes: which ones, how often, and with wrong hints.
@@ -470,15 +404,6 @@ def test_presence_key_without_a_lease_is_ignored(cluster: SampledCluster) -> Non
     room = json.dumps({'room': {name: [total, 100] for name, total in TOTALS.items()}})
     cluster.etcd.put(keys.compute(dead), room)
     assert cluster.create() == alive
-
-
-def test_exceeded_quota_leaves_no_claim_and_no_attempt(cluster: SampledCluster) -> None:
-    compute = cluster.make_compute(hint=0)
-    cluster.store.commit([], [Put(keys.quota('p'), quota_json(Quota('p', {'instances': 1}, {'instances': 1})))])
-    with pytest.raises(OverQuota):
-        cluster.create()
-    assert cluster.placement.get(f'/resource_providers/{compute}/usages')['usages']['VCPU'] == 0
-    assert not cluster.etcd.list_keys(keys.ATTEMPTS)
 
 
 def test_samples_from_all_positions_reach_every_compute(cluster: SampledCluster) -> None:

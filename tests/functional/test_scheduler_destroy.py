@@ -183,23 +183,6 @@ def test_destroy_is_written_despite_a_lost_message(
 
 
 @pytest.mark.fast
-def test_find_returns_the_request_and_the_record(cloud: Cloud) -> None:
-    compute, order = cloud.make_order()
-    assert find(cloud.store, order.instance) is None
-    cloud.create(order)
-    result = find(cloud.store, order.instance)
-    assert result is not None
-    assert result.record_entry is None
-    assert (result.record.state, result.record.compute, result.record.resources) == ('scheduled', compute, SMALL)
-    cloud.etcd.put_record(to_json(replace(result.record, state=ACTIVE)))
-    result = find(cloud.store, order.instance)
-    assert result is not None
-    assert result.record.state == ACTIVE
-    assert result.request_entry is not None
-    assert not result.is_destroying
-
-
-@pytest.mark.fast
 def test_find_with_an_index_takes_one_call(own_etcd: Etcd) -> None:
     """Check the cost: without an index, a lookup takes one call for every 64 computes."""
     with closing(CountingStore(EtcdConfig((own_etcd.endpoint,)))) as store:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -56,15 +55,6 @@ def write_record(cloud: Cloud, order: SetOrder, state: str) -> None:
         cloud.etcd.put_record(to_json(base_record))
 
 
-def read_refusal(cloud: Cloud, order: SetOrder, resume: bool = False) -> str:
-    """Create the instance, and return the conflict's message, or '' on success."""
-    try:
-        cloud.create(order, resume=resume)
-    except Conflict as error:
-        return str(error)
-    return ''
-
-
 # Reserving a name with the delivery
 
 
@@ -95,19 +85,6 @@ def test_name_in_use_is_refused_before_the_claim(cloud: Cloud, name: str) -> Non
     with pytest.raises(Conflict, match='which is being destroyed. Fix: wait until it is gone'):
         cloud.create(second)
     assert read_owner(cloud, name) == first.instance
-
-
-def test_name_reserved_between_claim_and_delivery_is_refused(cloud: Cloud, name: str) -> None:
-    first, second = make_named_order(cloud, name), make_named_order(cloud, name)
-
-    def create_second() -> str:
-        cloud.create(second)
-        return 'now'
-
-    with pytest.raises(Conflict, match=f'name taken by instance {second.instance}'):
-        cloud.create(first, now=create_second)
-    cloud.assert_not_placed(first)
-    assert read_owner(cloud, name) == second.instance
 
 
 def test_name_released_between_claim_and_delivery_is_reserved(cloud: Cloud, name: str) -> None:
@@ -175,17 +152,6 @@ def test_repeated_order_succeeds_and_a_different_one_is_a_conflict(cloud: Cloud,
         cloud.create(replace(nameless, name=name), resume=True)
 
 
-def test_concurrent_orders_of_one_uuid_and_name_make_one_instance(cloud: Cloud, name: str) -> None:
-    order = make_named_order(cloud, name)
-
-    with ThreadPoolExecutor(6) as pool:
-        messages = list(pool.map(lambda _: read_refusal(cloud, order, resume=True), range(6)))
-    assert '' in messages
-    assert not any('name taken by' in message for message in messages), messages
-    cloud.assert_placed(order.query.rpartition('=')[2], order)
-    assert read_owner(cloud, name) == order.instance
-
-
 # Releasing a name
 
 
@@ -214,15 +180,6 @@ def test_failed_instance_is_found_by_name_until_it_is_destroyed(cloud: Cloud, na
     assert cloud.etcd.get(keys.name(name)) is None
     with pytest.raises(NotFound, match=f'{name}: no living instance has this name'):
         resolve(cloud.store, name)
-
-
-def test_tombstone_contains_the_name(cloud: Cloud, name: str) -> None:
-    compute = cloud.make_compute()
-    order = make_named_order(cloud, name, compute, user_data=b'#!', ssh_keys=('ssh-rsa A',))
-    cloud.create(order)
-    destroy(cloud.store, order.instance)
-    request = cloud.read_request(compute, order.instance)
-    assert (request.name, request.user_data, request.ssh_keys) == (name, None, None)
 
 
 def test_foreign_name_is_neither_released_nor_restored(cloud: Cloud, name: str) -> None:

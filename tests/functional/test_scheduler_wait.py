@@ -182,20 +182,6 @@ def test_wait_for_the_end_of_an_instance(cloud: Cloud, messages: list[str]) -> N
     wait_until_gone(Wait(config, make_uuid(), Deadline(30), messages.append))
 
 
-def test_wait_follows_a_request_from_its_queue_to_its_compute(cloud: Cloud, messages: list[str]) -> None:
-    instance, compute = make_uuid(), make_uuid()
-    config, queue_key = EtcdConfig((cloud.etcd.endpoint,)), keys.queue('small', instance)
-    cloud.etcd.put(queue_key, '{}')
-    with begin_wait(
-        messages, wait_for_stage, Wait(config, instance, Deadline(30), messages.append), 'started'
-    ) as waiting:
-        request, record = keys.request(compute, instance), Record(instance, compute, ACTIVE, image=IMAGE)
-        cloud.store.commit([], [Delete(queue_key), Put(request, '{}')])
-        cloud.etcd.put_record(to_json(record.enter_state(ACTIVE, 't', 'started')))
-        assert waiting.result(SLOWDOWN_FACTOR * 20).compute == compute
-    cloud.etcd.delete(request)
-
-
 def test_instance_that_moves_during_an_etcd_outage_is_found(cloud: Cloud) -> None:
     instance, compute = make_uuid(), make_uuid()
     queue_key, request = keys.queue('small', instance), keys.request(compute, instance)

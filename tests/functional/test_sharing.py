@@ -70,19 +70,6 @@ def member(cloud: Cloud) -> Record:
     return instance_record
 
 
-def test_end_removes_the_instance_from_its_group_and_quota(cloud: Cloud, member: Record) -> None:
-    conditions, operations = release_shared_keys(cloud.store, member)
-    assert {condition.key for condition in conditions} == {GROUP_KEY, QUOTA_KEY}
-    assert cloud.store.commit(conditions, operations) is not None
-    web, _ = load_group(cloud.store, 'web')
-    assert web is not None
-    assert len(web.members) == 1
-    assert member.instance not in web.members
-    shop, _ = load_quota(cloud.store, 'shop')
-    assert shop is not None
-    assert shop.used == {'instances': 1, **SMALL}
-
-
 @pytest.mark.parametrize('key', [GROUP_KEY, QUOTA_KEY])
 def test_end_fails_while_a_shared_key_is_unreachable(cloud: Cloud, member: Record, key: str) -> None:
     """Check that no end is written that would leave the instance counted for ever."""

@@ -40,11 +40,6 @@ pytestmark = pytest.mark.fast
 # Reads
 
 
-def test_missing_key_is_none(store: Store, prefix: str) -> None:
-    assert store.get(prefix + 'x') is None
-    assert store.snapshot(prefix).entries == {}
-
-
 def test_version_is_that_of_the_member(store: Store) -> None:
     output = subprocess.run(['etcd', '--version'], check=True, capture_output=True, text=True).stdout
     assert output.splitlines()[0] == f'etcd Version: {store.read_version()}'
@@ -128,11 +123,6 @@ def test_count_and_around(store: Store, prefix: str) -> None:
     first_entries, number = store.sample(prefix, prefix, 3)
     assert ([entry.key for entry in first_entries], number) == (sorted(store.snapshot(prefix).entries)[:3], 120)
     assert (store.count(prefix), store.count(f'{prefix}1'), store.count(f'{prefix}x')) == (120, 31, 0)
-
-
-def test_transaction_takes_128_operations(store: Store, prefix: str) -> None:
-    assert store.commit([], [Put(f'{prefix}{number}', 'x') for number in range(128)])
-    assert len(store.snapshot(prefix).entries) == 128
 
 
 def test_refusal_contains_etcd_s_message(store: Store, prefix: str) -> None:
@@ -244,24 +234,6 @@ def test_calls_to_a_frozen_etcd_time_out(own_etcd: Etcd) -> None:
         assert wait_until(lambda: store.snapshot('/'), 10, 'etcd answers again') is not None
 
 
-def test_client_survives_a_killed_etcd(own_etcd: Etcd) -> None:
-    with open_store(own_etcd.endpoint) as store:
-        store.commit([], [Put('/x', 'kept')])
-        own_etcd.kill()
-        with pytest.raises(Unreachable):
-            store.get('/x')
-        own_etcd.start()
-
-        def is_answering() -> bool:
-            try:
-                entry = store.get('/x')
-            except Unreachable:
-                return False
-            return entry is not None and entry.value == b'kept'
-
-        wait_until(is_answering, 10, 'the same client reads from the new etcd')
-
-
 def test_revoke_reconnects_after_an_etcd_restart(own_etcd: Etcd) -> None:
     with open_store(own_etcd.endpoint) as store:
         lease = store.grant(60)
@@ -371,14 +343,6 @@ def test_revoked_lease_deletes_its_keys(store: Store, prefix: str) -> None:
     assert list(store.snapshot(prefix).entries) == [prefix + 'b']
     store.revoke(lease)  # revoking it twice succeeds
     assert store.keep_alive(lease) == 0
-
-
-def test_key_written_again_without_its_lease_outlives_it(store: Store, prefix: str) -> None:
-    lease = store.grant(60)
-    store.commit([], [Put(prefix + 'a', 'x', lease)])
-    store.commit([], [Put(prefix + 'a', 'x')])
-    store.revoke(lease)
-    assert store.get(prefix + 'a') is not None
 
 
 # Malformed answers: a read is sent again, a write's outcome is unknown, and the error gives the reason.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +19,6 @@ from ecomp.errors import EcompError, StrangeEtcd, UsageError
 from ecomp.model import cluster, keys
 from ecomp.model.cluster import KnownCluster
 from ecomp.model.record import ERROR, Failure, Record
-from ecomp.store import http2_client
 from ecomp.store.client import Delete, Entry, Guard, Put, Store, Unchanged
 from ecomp.store.presence import Presence
 from ecomp.store.sharing import write_final_record
@@ -72,40 +70,6 @@ def test_follower_survives_keys_and_values_that_are_not_text(etcd: Etcd, prefix:
         recorder.wait_for_state({prefix + 'a': b'\xff\xfe', prefix + 'b': b''}, 'keys and values that are no text')
 
 
-# Connections that a follower may begin in the first three seconds without etcd: its tries double their distance.
-MAX_CONNECTIONS_IN_OUTAGE = 25
-
-
-def test_follower_survives_a_killed_etcd_and_logs_it_once(
-    own_etcd: Etcd, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caplog.set_level(logging.INFO, 'ecomp.store.watch')
-    connections, connect = list[str](), http2_client.Transport._connect
-
-    def count_connection(self: http2_client.Transport) -> None:
-        connections.append(self.endpoint)
-        connect(self)
-
-    monkeypatch.setattr(http2_client.Transport, '_connect', count_connection)
-    own_etcd.put('/t/a', '1')
-    with RecordingFollower(own_etcd.endpoint, '/t/') as recorder:
-        recorder.wait_for_state({'/t/a': b'1'}, 'the beginning')
-        for value in ('2', '3'):
-            caplog.clear()
-            own_etcd.kill()
-            wait_until(lambda: caplog.records, 10, 'the loss is logged')
-            connections.clear()
-            threading.Event().wait(3.0)  # a measurement, not a synchronisation
-            begun = connections.count(own_etcd.endpoint)
-            own_etcd.start()
-            own_etcd.put('/t/a', value)
-            recorder.wait_for_state({'/t/a': value.encode()}, 'a change after the restart')
-            assert [record.levelname for record in caplog.records] == ['WARNING', 'INFO']
-            assert own_etcd.endpoint in caplog.messages[0]
-            assert 'is back' in caplog.messages[1]
-            assert begun < MAX_CONNECTIONS_IN_OUTAGE
-
-
 def test_follower_survives_a_graceful_etcd_restart(own_etcd: Etcd) -> None:
     """Check that etcd's message before it closes the connection does not change later requests."""
     with RecordingFollower(own_etcd.endpoint, '/t/') as recorder:
@@ -114,28 +78,6 @@ def test_follower_survives_a_graceful_etcd_restart(own_etcd: Etcd) -> None:
             recorder.wait_for_state({'/t/a': value.encode()}, 'a change')
             own_etcd.stop()
             own_etcd.start()
-
-
-def test_follower_notices_a_frozen_etcd(own_etcd: Etcd, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, 'ecomp.store.watch')
-    with RecordingFollower(own_etcd.endpoint, '/t/') as recorder:
-        recorder.wait_for_state({}, 'the beginning')
-        own_etcd.pause()
-        wait_until(lambda: caplog.records, 25, 'the follower notices that nobody answers')
-        own_etcd.resume()
-        wait_until(own_etcd.is_ready, 10, 'etcd is awake')
-        own_etcd.put('/t/a', '1')
-        recorder.wait_for_state({'/t/a': b'1'}, 'a change after it')
-        assert [record.levelname for record in caplog.records] == ['WARNING', 'INFO']
-
-
-def test_follower_loses_nothing_in_a_short_freeze(own_etcd: Etcd) -> None:
-    with RecordingFollower(own_etcd.endpoint, '/t/') as recorder:
-        recorder.wait_for_state({}, 'the beginning')
-        own_etcd.pause()
-        threading.Timer(0.5, own_etcd.resume).start()
-        own_etcd.put('/t/a', '1')  # returns once etcd is awake
-        recorder.wait_for_state({'/t/a': b'1'}, 'a change made while it was frozen')
 
 
 def test_stop_returns_quickly(own_etcd: Etcd) -> None:
@@ -241,26 +183,6 @@ def test_changes_during_an_outage_are_seen_after_it(
     first.wait_for_state({})
     second.wait_for_state({b: b'2'})
     assert (len(following.lost), following.back) == (1, [True])
-
-
-def test_compacted_history_lists_all_prefixes_again(own_etcd: Etcd, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, 'ecomp.store.watch')
-    with Proxy(own_etcd.port) as proxy:
-        own_etcd.put('/t/a/1', '1')
-        own_etcd.put('/t/b/1', '1')
-        following = RecordingMultiFollower(proxy.address, ['/t/a/', '/t/b/'])
-        first, second = following.heard
-        second.wait_for_state({'/t/b/1': b'1'})
-        proxy.go_away()
-        own_etcd.put('/t/a/1', '2')
-        own_etcd.delete('/t/b/1')
-        own_etcd.compact()
-        proxy.come_back()
-        first.wait_for_state({'/t/a/1': b'2'})
-        second.wait_for_state({})
-        own_etcd.put('/t/b/2', '3')
-        second.wait_for_state({'/t/b/2': b'3'})
-        following.follower.stop()
 
 
 # Rule 10 on the wire: how another etcd is detected; and frames that a real etcd seldom sends.
