@@ -424,3 +424,31 @@ def test_refusal_says_what_was_changed_and_what_helps(cluster: Control) -> None:
         overtaken = eschedule.wait()
     assert overtaken.code == 5, overtaken
     assert '1 of its instances conflict; the replaced instances were destroyed. Fix: ' in overtaken.stderr
+
+
+def test_image_list_says_where_each_image_is_cached(cluster: Control, compute: Ecompute) -> None:
+    images = {'small': IMAGE, 'other': 'http://images.invalid/other.qcow2'}
+    assert cluster.eschedule('image', 'list').stdout == 'NAME  IMAGE  HOSTS\n'
+    assert cluster.eschedule('image', 'list', '-f', 'json').stdout == '[]\n'
+    cluster.schedule_yaml.write_text(f'{cluster.schedule_yaml.read_text()}images: {json.dumps(images)}\n')
+    old = Cloud(cluster.etcd, cluster.placement, None, None).make_compute()  # type: ignore[arg-type]
+    cluster.etcd.put(keys.compute(old), '{"token": "x", "hostname": "old", "version": "1.1.0"}', cluster.etcd.grant())
+
+    def read_cached() -> dict[str, dict[str, bool | None]]:
+        result = cluster.eschedule('image', 'list', '-f', 'json')
+        assert (result.code, result.stderr) == (0, ''), result
+        rows = json.loads(result.stdout)
+        assert {row['name']: row['image'] for row in rows} == images
+        return {row['name']: {host['compute']: host['cached'] for host in row['hosts']} for row in rows}
+
+    nowhere = {compute.uuid: False, old: None}
+    wait_until(lambda: read_cached() == {'small': nowhere, 'other': nowhere}, 60, 'its compute reports its cache')
+    shop = write_stack(cluster.directory, db={'image': 'small', 'query': f'{QUERY}&in_tree={compute.uuid}'})
+    assert cluster.eschedule('apply', shop, '--wait').code == 0
+    wait_until(lambda: read_cached()['small'][compute.uuid], 60, 'its compute reports the image')
+    assert read_cached() == {'small': {compute.uuid: True, old: None}, 'other': nowhere}
+    table = cluster.eschedule('image', 'list').stdout.splitlines()
+    assert [line.split()[:2] for line in table] == [['NAME', 'IMAGE'], *map(list, images.items())]
+    assert all(line.endswith('unknown: old') for line in table[1:]), table
+    cluster.etcd.delete(keys.compute(old))
+    cluster.placement.call('DELETE', f'/resource_providers/{old}')

@@ -36,6 +36,22 @@ def read_reason(toy: ToyCompute, instance: str) -> str | None:
     return power.reason if power else None
 
 
+def test_drain_stops_running_guests_and_only_those_are_started_again(cloud: Cloud, tmp_path: Path) -> None:
+    with make_toy_compute(cloud, tmp_path) as toy:
+        running, stopped_by_user = toy.build(), toy.build()
+        change_power(cloud.store, stopped_by_user, PowerAction(STOP, make_uuid()))
+        toy.settle()
+        assert stop_guests(toy) == [running]
+        toy.settle()
+        assert [toy.read_record(instance).state for instance in (running, stopped_by_user)] == [STOPPED, STOPPED]
+        assert stop_guests(toy) == []
+        toy.restart()
+        assert start_guests(toy) == [f'{running}: start accepted; {toy.compute} carries it out']
+        toy.settle()
+        assert [toy.read_record(instance).state for instance in (running, stopped_by_user)] == [ACTIVE, STOPPED]
+        assert start_guests(toy) == []
+
+
 def test_guest_that_its_user_started_after_the_drain_is_not_touched(cloud: Cloud, tmp_path: Path) -> None:
     with make_toy_compute(cloud, tmp_path) as toy:
         instance, changed_guests = toy.build(), set[str]()

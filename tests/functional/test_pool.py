@@ -48,6 +48,22 @@ from tests.kit.warm import CONTEXT
 # The workers run the real loop with the jobs of stand_in.py. The test's main thread tends the pool, as ecompute's does.
 
 
+PARENT_SCRIPT = """
+import os, sys
+from pathlib import Path
+from ecomp.agent.instance.pool import Workers
+from ecomp.agent.instance.pool import WorkerSettings
+from tests.functional import stand_in, tended
+
+if __name__ == '__main__':
+    state = Path(sys.argv[1])
+    pool = Workers(2, WorkerSettings(state, None, os.getpid(), tended.LIMITS, False), stand_in.run_worker)
+    pool.run(tended.make_job('stubborn', sys.argv[2]))
+    while True:
+        pool.tend(60)
+"""
+
+
 def is_dead(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
@@ -127,6 +143,14 @@ def test_worker_killed_while_idle_is_replaced(pool: TendedPool) -> None:
     second = make_job('good')
     assert pool.wait_for_result(pool.submit(second)) == ALL_STAGES
     assert pool.wait_for_pid(second) != pool.wait_for_pid(first)
+
+
+def test_every_job_of_repeatedly_killed_workers_fails(pool_of_two: TendedPool) -> None:
+    jobs = [make_job('waits') for _ in range(6)]
+    handed = [pool_of_two.submit(queued_job) for queued_job in jobs]
+    for work, future in zip(jobs, handed, strict=True):
+        os.kill(pool_of_two.wait_for_pid(work), signal.SIGKILL)
+        assert isinstance(pool_of_two.wait_for_error(future), WorkerDied)
 
 
 def test_worker_ignores_terminal_signals(pool: TendedPool) -> None:
@@ -240,6 +264,25 @@ def test_job_fails_if_workers_cannot_start(tmp_path: Path) -> None:
     handed = tended.submit(make_job('good'))
     assert isinstance(tended.wait_for_error(handed), WorkerDied)
     tended.close()
+
+
+def _list_worker_pids(parent: int) -> list[int]:
+    children = psutil.Process(parent).children(recursive=True)
+    return [process.pid for process in children if 'spawn_main' in ' '.join(process.cmdline())]
+
+
+def test_workers_die_with_a_killed_parent(tmp_path: Path) -> None:
+    instance = str(uuid.uuid4())
+    (tmp_path / 'parent.py').write_text(PARENT_SCRIPT)
+    command = [sys.executable, str(tmp_path / 'parent.py'), str(tmp_path), instance]
+    with subprocess.Popen(command, env=make_environment()) as parent:
+        try:
+            wait_until((tmp_path / f'{instance}.pid').exists, 30, 'a worker is in the middle of a job')
+            wait_until(lambda: len(_list_worker_pids(parent.pid)) == 3, 30, 'two workers, and one for destroys')
+            workers = _list_worker_pids(parent.pid)
+        finally:
+            parent.kill()
+    wait_until(lambda: all(is_dead(pid) for pid in workers), 5, 'the workers die with their parent')
 
 
 # The pool without processes

@@ -227,6 +227,24 @@ def test_first_attempt_that_wakes_up_late_claims_nothing(cloud: Cloud) -> None:
     assert cloud.server.read_consumers(slow) == {}
 
 
+@pytest.mark.fast
+def test_concurrent_attempts_of_one_uuid_make_one_instance(cloud: Cloud) -> None:
+    computes = [cloud.make_compute() for _ in range(3)]
+    order = replace(cloud.make_order_on(computes[0]), query=RESOURCES)
+
+    def create_on(compute: str) -> str:
+        try:
+            return cloud.create(order, resume=True, candidates=[{compute: SMALL}]).compute
+        except (ClaimedElsewhere, Conflict, NoCapacity):
+            return ''
+
+    with ThreadPoolExecutor(6) as pool:
+        answers = set(pool.map(create_on, computes * 2)) - {''}
+    assert len(answers) == 1
+    cloud.assert_placed(answers.pop(), order)
+    assert sum(len(cloud.server.read_consumers(compute)) for compute in computes) == 1
+
+
 # In a large cluster, create queries placement about sampled computes: which ones, how often, and with wrong hints.
 
 
