@@ -34,9 +34,6 @@ from tests.kit.store_client import open_store, read_entry
 # The store on a real etcd that answers, refuses, is frozen, is stopped or is restarted.
 
 
-pytestmark = pytest.mark.fast
-
-
 # Reads
 
 

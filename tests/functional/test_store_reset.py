@@ -19,8 +19,6 @@ from tests.kit.resetting import ResettingProxy
 from tests.kit.servers import Etcd
 from tests.kit.store_client import read_entry
 
-pytestmark = pytest.mark.fast
-
 CODES = [
     ErrorCodes.NO_ERROR,
     ErrorCodes.INTERNAL_ERROR,

@@ -67,7 +67,6 @@ def make_config(*endpoints: str, timeout: float = 5.0) -> EtcdConfig:
     return EtcdConfig(endpoints, timeout=timeout)
 
 
-@pytest.mark.fast
 @pytest.mark.usefixtures('resolver_with_dead_addresses')
 def test_unreachable_first_addresses_of_a_name_are_skipped(etcd: Etcd, prefix: str) -> None:
     with open_hole(etcd.port, *UNREACHABLE_ADDRESSES):
@@ -78,7 +77,6 @@ def test_unreachable_first_addresses_of_a_name_are_skipped(etcd: Etcd, prefix: s
             prefix += 'x'
 
 
-@pytest.mark.fast
 @pytest.mark.usefixtures('resolver_with_dead_addresses')
 def test_placement_is_reached_at_the_answering_address(placement: PlacementServer) -> None:
     with (
@@ -90,7 +88,6 @@ def test_placement_is_reached_at_the_answering_address(placement: PlacementServe
         assert time.monotonic() - began < 3
 
 
-@pytest.mark.fast
 def test_two_unreachable_members_of_five_are_skipped(etcd: Etcd, prefix: str) -> None:
     endpoints = [*(f'{address}:{etcd.port}' for address in UNREACHABLE_ADDRESSES), *(etcd.endpoint,) * 3]
     with open_hole(etcd.port, *UNREACHABLE_ADDRESSES):
@@ -121,14 +118,12 @@ class ElectingMembers:
         return SimpleNamespace(call=call, close=lambda: None)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize('unanswered', [Unreachable, UnknownOutcome])
 def test_call_waits_for_the_election_of_a_new_leader(unanswered: type[Unreachable]) -> None:
     connection = Connection(make_config('dead:1', 'alive:2', 'alive:3'), ElectingMembers(6).begin)
     assert connection.ask(lambda member, _: member.call(), unanswered).startswith('alive')
 
 
-@pytest.mark.fast
 def test_slow_connections_succeed_within_the_timeout(etcd: Etcd, prefix: str) -> None:
     """Check members that each take longer than a fifth of the timeout, as on a slow link."""
     with (
@@ -160,7 +155,6 @@ def _pump(source: socket.socket, target: socket.socket) -> None:
         target.shutdown(socket.SHUT_WR)
 
 
-@pytest.mark.fast
 def test_slow_address_is_retried_if_the_last_one_refuses() -> None:
     attempts: list[tuple[str, float]] = []
 
@@ -205,7 +199,6 @@ def _is_learner(member: Member) -> bool:
     return False
 
 
-@pytest.mark.fast
 def test_call_refused_by_a_learner_is_sent_to_another_member(with_learner: tuple[str, str]) -> None:
     def run_call(call: Callable[[Store], Any]) -> Any:
         with closing(Store(make_config(*with_learner))) as store:  # each store tries the learner first
@@ -219,7 +212,6 @@ def test_call_refused_by_a_learner_is_sent_to_another_member(with_learner: tuple
     assert run_call(lambda store: store.keep_alive(lease)) == 0
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize('code', [UNAVAILABLE, FAILED_PRECONDITION])
 def test_refusal_by_a_learner_is_recognised_by_its_message(code: str) -> None:
     error = CallFailure(code, 'etcdserver: rpc not supported for learner')
@@ -252,7 +244,6 @@ def secured(tmp_path: Path) -> Iterator[SecuredEtcd]:
         yield server
 
 
-@pytest.mark.fast
 def test_unreadable_certificate_is_named_until_it_is_restored(secured: SecuredEtcd) -> None:
     key = secured.config.cert_key
     with closing(Store(secured.config)) as store:
@@ -273,7 +264,6 @@ def test_unreadable_certificate_is_named_until_it_is_restored(secured: SecuredEt
             store.get('/x')
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(
     ('says', 'why'),
     [
@@ -305,7 +295,6 @@ def test_server_behind_tls_that_is_not_etcd_is_reported(tmp_path: Path, says: by
         assert str(caught.value) == f'etcd at {server.address} cannot be reached: {why}'
 
 
-@pytest.mark.fast
 def test_certificates_being_replaced_raise_unreachable(secured: SecuredEtcd, tmp_path: Path) -> None:
     stranger = Authority(tmp_path / 'stranger')
     shutil.copy(stranger.certificate, secured.authority.certificate)

@@ -274,6 +274,9 @@ class PlacementModel:
     def _list_candidates(self, parameters: list[tuple[str, str]]) -> Json:
         # Without trees, the groups of a granular request are on the same provider.
         parameters = [(re.sub(r'_?\d+$', '', key), value) for key, value in parameters]
+        roots = [(key, value) for key, value in parameters if key == 'root_required']
+        if roots and not any(self._matches(name, roots) for name in self.providers):
+            return {'allocation_requests': [], 'provider_summaries': {}}  # before it looks at the rest
         resources: dict[str, int] = {}
         for tree in [value for key, value in parameters if key == 'in_tree' and not _UUID.fullmatch(value)]:
             detail = f"Expected 'in_tree' parameter to be a format of uuid. Got: {tree}"

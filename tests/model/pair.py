@@ -63,6 +63,7 @@ class PlacementPair:
             *[f'/allocation_candidates?{query}'] * 4,
             f'/allocation_candidates?{query}&resources1=VCPU:1',
             f'/allocation_candidates?{query}&resources_1=VCPU:1&resources_2=VCPU:1&group_policy=none&in_tree_2={tree}',
+            f'/allocation_candidates?resources=NO_SUCH_CLASS:1&root_required=!{trait}',
             *('/allocation_candidates?resources=NO_SUCH_CLASS:1', '/allocation_candidates?resources=VCPU:1&in_tree=x'),
             f'/usages?project_id={self.rng.choice(self.projects)}',
             *('/traits', f'/traits?name=in:{",".join(TRAITS)}'),

@@ -20,6 +20,8 @@ import ecomp
 from tests.kit.servers import TOP
 from tests.kit.tree import copy_tree
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope='module')
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -40,7 +42,6 @@ def read_metadata(packages: Path) -> Message:
         return HeaderParser().parsestr(wheel.read(name).decode())
 
 
-@pytest.mark.long
 def test_index_accepts_both(packages: Path) -> None:
     paths = sorted(packages.iterdir())
     stem = f'etcd_compute-{ecomp.__version__}'
