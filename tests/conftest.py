@@ -78,7 +78,7 @@ def own_etcd(tmp_path: Path) -> Iterator[Etcd]:
 
 @pytest.fixture(scope='session')
 def usual_placement(pytestconfig: pytest.Config) -> type[PlacementServer]:
-    """The placement of tests that are not about it: a light one, or with --real-servers a real one."""
+    """The class of placement for tests that are not about it: a light one, or with --real-servers a real one."""
     return PlacementServer if pytestconfig.getoption('real_servers') else LightPlacement
 
 
@@ -94,6 +94,7 @@ def own_placement(
 
 @pytest.fixture(scope='session')
 def shared_placement(usual_placement: type[PlacementServer]) -> Iterator[PlacementServer]:
+    """The usual placement of the session."""
     with usual_placement() as server:
         yield server
 

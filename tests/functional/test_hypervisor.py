@@ -37,7 +37,7 @@ def hypervisor(request: pytest.FixtureRequest, tmp_path: Path) -> Hypervisor:
     return fake
 
 
-# A real guest more than the usual run needs: the other tests of it have four.
+# For tests whose guests on real libvirt the usual run does without: other tests start enough there.
 REAL_IS_SLOW = pytest.mark.parametrize(
     'hypervisor', ['fake', pytest.param('libvirt', marks=pytest.mark.slow)], indirect=True
 )

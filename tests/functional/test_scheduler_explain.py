@@ -183,7 +183,7 @@ def test_granular_nested_and_shared_providers_are_not_explained(world: Explained
     ]
 
 
-def test_suggestionsest_of_many_computes_are_shown(world: ExplainedCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nearest_of_many_computes_are_shown(world: ExplainedCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(explain, 'MAX_LISTED_COMPUTES', 5)
     monkeypatch.setattr(explain, 'MAX_NEAREST_COMPUTES', 2)
     for number in range(1, 7):

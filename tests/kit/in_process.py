@@ -1,7 +1,7 @@
-"""Placement in this process: the same client and application, without a server or a socket.
+"""Placement in this process, for tests of thousands of requests: the product's client without a server or a socket.
 
-For tests of thousands of requests. The database is in memory, and placement's own state is global to the process, so
-there is one instance: the fixture `in_process`.
+The real application has its database in memory. Its own state is global to the process, so there is one instance. The
+fixture `placement_in_process` provides it, or the model of tests/kit/memory_placement.py.
 """
 
 from __future__ import annotations

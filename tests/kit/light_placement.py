@@ -25,6 +25,8 @@ EMPTY = '/empty'
 
 
 class LightPlacement(PlacementServer):
+    """A process that serves the placement in memory."""
+
     def __init__(self, directory: Path | None = None) -> None:
         super().__init__(directory)
         self.database = LightDatabase(self.database.path, self)

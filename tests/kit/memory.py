@@ -83,7 +83,10 @@ class MemoryPlacement(PlacementServer):
 
 @contextmanager
 def patch_clients() -> Iterator[None]:
-    """Let the product's clients of memory endpoints answer in this process; others connect as usual."""
+    """Let the product's clients of memory endpoints answer in this process; others connect as usual.
+
+    The servers made inside are forgotten at the end.
+    """
     open_member, send = http2_client.EtcdMember, Connections.send
 
     def open_memory(config: EtcdConfig, endpoint: str) -> Any:
@@ -100,6 +103,8 @@ def patch_clients() -> Iterator[None]:
     with (
         mock.patch.object(http2_client, 'EtcdMember', open_memory),
         mock.patch.object(Connections, 'send', send_to_memory),
+        mock.patch.dict(_MEMBERS),
+        mock.patch.dict(_PLACEMENTS),
     ):
         yield
 

@@ -187,7 +187,6 @@ class MemoryMember:
 
     def __init__(self, etcd: Etcd) -> None:
         self.etcd = etcd
-        self.calls = 0
         self._lock = threading.Lock()
         self.changed = threading.Condition(self._lock)
         self._leases = itertools.count(1)
@@ -208,7 +207,6 @@ class MemoryMember:
             Status: lambda _: SimpleNamespace(version=VERSION),
         }
         with self._lock:
-            self.calls += 1
             for lease, granted in list(self.etcd.leases.items()):
                 if time.monotonic() > granted.renewed_at + granted.seconds:
                     self.etcd.end_lease(lease)

@@ -1,9 +1,9 @@
 """Python programs forked from a server that has already imported everything.
 
-Starting Python with h2, PyYAML and placement takes half a second of processor time, and the tests start thousands of
-such programs. A fork of a process that has done nothing but import them takes a twentieth of that. It is a process like
-any other: it has its own pid, files, environment and end, and can be killed, frozen and armed. The server is the
-standard library's: https://docs.python.org/3/library/multiprocessing.html#contexts-and-start-methods
+Starting Python with h2 and PyYAML takes half a second of processor time, and the tests start thousands of such
+programs. A fork of a process that has done nothing but import them takes a twentieth of that. It is a process like any
+other: it has its own pid, files, environment and end, and can be killed, frozen and armed. The server is the standard
+library's: https://docs.python.org/3/library/multiprocessing.html#contexts-and-start-methods
 
 Tests of the start itself (an installed command, the first 0.2 s, limits, clocks, other namespaces) start it cold.
 """

@@ -58,7 +58,7 @@ def test_amounts_of_the_same_set_are_not_reported_as_used() -> None:
 # The nearest miss
 
 
-def test_suggestionsest_has_the_fewest_then_the_smallest_failures() -> None:
+def test_nearest_has_the_fewest_then_the_smallest_failures() -> None:
     query = parse_query(f'{GUEST}&required=A')
     two = Provider('two', {**ROOMY, 'MEMORY_MB': Inventory(255)})
     far = Provider('far', {**ROOMY, 'MEMORY_MB': Inventory(16)}, {'A'})
@@ -122,7 +122,7 @@ limits = st.builds(
 
 
 @given(limits, st.integers(1, 60))
-def test_suggestionsest_returns_the_closest_possible_amount(have: Inventory, amount: int) -> None:
+def test_suggestion_is_the_closest_possible_amount(have: Inventory, amount: int) -> None:
     def is_possible(number: int) -> bool:
         return find_miss([Amount('X', number)], Provider('p', {'X': have})).is_candidate
 
