@@ -286,7 +286,9 @@ class PlacementModel:
                 if kind not in os_resource_classes.STANDARDS:
                     raise Refused(400, f'Invalid resource class in resources parameter: No such resource class {kind}.')
                 resources[kind] = resources.get(kind, 0) + amount
-        providers = [name for name in self.providers if self._matches(name, parameters)]
+        providers = [
+            name for name in self.providers if self._matches(name, parameters) and self._has_room(name, resources)
+        ]
         limit = int(dict(parameters).get('limit', 0)) or None
         requests = [
             {'allocations': {name: {'resources': resources}}, 'mappings': {'': [name]}} for name in providers[:limit]
@@ -342,6 +344,14 @@ class PlacementModel:
             aggregates = set(value.lstrip('!').removeprefix('in:').split(','))
             return provider.aggregates.isdisjoint(aggregates) == value.startswith('!')
         return {'in_tree': name, 'uuid': name, 'name': provider.name}.get(key, value) == value
+
+    def _has_room(self, name: str, resources: Mapping[str, int]) -> bool:
+        """Return whether a provider has all of these, which may be the sums of several groups."""
+        return all(
+            self.get_usage(name, kind) + amount <= self.get_capacity(name, kind)
+            and amount <= self.providers[name].inventories[kind]['max_unit']
+            for kind, amount in resources.items()
+        )
 
     def _can_allocate(self, name: str, kind: str, amount: int) -> bool:
         inventory = self.providers[name].inventories.get(kind)

@@ -60,6 +60,7 @@ class PlacementPair:
         return [
             *provider_paths,
             *(f'/resource_providers?in_tree={tree}&{self.rng.choice(queries)}'.rstrip('&') for _ in range(3)),
+            f'/resource_providers?in_tree={tree}&resources=VCPU:{self.rng.randint(1, 4)}',
             *[f'/allocation_candidates?{query}'] * 4,
             f'/allocation_candidates?{query}&resources1=VCPU:1',
             f'/allocation_candidates?{query}&resources_1=VCPU:1&resources_2=VCPU:1&group_policy=none&in_tree_2={tree}',
