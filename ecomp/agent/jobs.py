@@ -114,7 +114,7 @@ class FailureLog:
         # Called after the end of a failure: activities that wait for the same backend can be retried now.
         self.on_recovery: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
-        self._failing: dict[str, _Failure] = {}
+        self._failing: dict[str, list[_Failure]] = {}
         self._recovered_at: dict[_Failure, float] = {}
 
     def report_failure(self, activity: str, error: EcompError, started_at: float = math.inf) -> None:
@@ -130,23 +130,26 @@ class FailureLog:
         with self._lock:
             if loss.is_backend and started_at < self._recovered_at.get(loss, -math.inf):
                 return
-            is_known = loss in self._failing.values()
-            self._failing[activity] = loss
+            is_known = any(loss in losses for losses in self._failing.values())
+            # Only a success shows that the backends it failed for before are back, too.
+            earlier = [other for other in self._failing.get(activity, []) if other.is_backend and other != loss]
+            self._failing[activity] = [*earlier, loss]
         if not is_known:
             clause = f'; trying again until it {"is back" if backend else "works"}'
             log.warning('%s', put_before_fix(str(error), clause))
 
     def report_success(self, activity: str) -> bool:
-        """End an activity's failure for all activities, log that, call on_recovery(); return False if it had none."""
+        """End an activity's failures for all activities, log that, call on_recovery(); return False if it had none."""
         with self._lock:
-            loss = self._failing.pop(activity, None)
-            if loss is None:
+            ended = self._failing.pop(activity, [])
+            if not ended:
                 return False
-            # The failure ended for all activities; one that still fails reports it again.
-            self._failing = {other: other_loss for other, other_loss in self._failing.items() if other_loss != loss}
-            if loss.is_backend:
-                self._recovered_at[loss] = time.monotonic()
-        log.info('%s is back' if loss.is_backend else 'this failure has ended: %s', loss.subject)
+            # They ended for all activities; one that still fails reports it again.
+            rest = {other: [loss for loss in losses if loss not in ended] for other, losses in self._failing.items()}
+            self._failing = {other: losses for other, losses in rest.items() if losses}
+            self._recovered_at |= dict.fromkeys((loss for loss in ended if loss.is_backend), time.monotonic())
+        for loss in ended:
+            log.info('%s is back' if loss.is_backend else 'this failure has ended: %s', loss.subject)
         self.on_recovery()
         return True
 
@@ -172,11 +175,11 @@ class FailureLog:
         return None
 
     def transfer(self, activity: str, other_activity: str) -> None:
-        """Forget an activity that is not retried; `other_activity`, unless failing, takes over a backend's failure."""
+        """Forget an activity that is not retried; `other_activity`, unless failing, takes over failures of backends."""
         with self._lock:
-            loss = self._failing.pop(activity, None)
-            if loss is not None and loss.is_backend:
-                self._failing.setdefault(other_activity, loss)
+            losses = [loss for loss in self._failing.pop(activity, []) if loss.is_backend]
+            if losses:
+                self._failing.setdefault(other_activity, losses)
 
 
 class Waker:

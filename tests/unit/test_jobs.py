@@ -310,7 +310,19 @@ def test_token_file_failure_is_a_separate_loss(info_log: pytest.LogCaptureFixtur
         'token_file /t: must contain one token, without spaces; trying again until it is back'
     ]
     complaints.report_success('one')
-    assert info_log.messages[2:] == ['placement (token_file /t) is back']
+    assert info_log.messages[2:] == ['placement is back', 'placement (token_file /t) is back']
+
+
+def test_success_ends_the_earlier_losses_of_an_activity(info_log: pytest.LogCaptureFixture) -> None:
+    """Another activity still has the earlier loss: the next one would otherwise not be logged."""
+    complaints = FailureLog()
+    for activity in ('one', 'two'):
+        complaints.report_failure(activity, Unreachable('no connection', 'placement'))
+    complaints.report_failure('one', Unreachable('no token', 'placement (token_file /t)'))
+    complaints.report_success('one')
+    info_log.clear()
+    complaints.report_failure('one', Unreachable('no connection', 'placement'))
+    assert info_log.messages == ['no connection; trying again until it is back']
 
 
 def test_failure_begun_before_the_return_is_no_new_loss(info_log: pytest.LogCaptureFixture) -> None:
