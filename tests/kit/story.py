@@ -123,7 +123,11 @@ def wait_log_lines(compute: Ecompute, *words: str, number: int = 1) -> list[str]
         lines = find_log_lines(compute, *words)
         return lines if len(lines) >= number else []
 
-    return wait_until(find_lines, REACTION_SECONDS, f'compute {compute.uuid} logs {words}')
+    try:
+        return wait_until(find_lines, REACTION_SECONDS, f'compute {compute.uuid} logs {words}')
+    except AssertionError as error:
+        error.add_note('\n'.join(read_log(compute)[-40:]))
+        raise
 
 
 def read_reserved(control: Control, compute: str) -> int:
