@@ -18,11 +18,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -40,9 +41,7 @@ MAX_PAUSE_SECONDS = 0.25
 SYSTEM_RANDOM = random.SystemRandom()
 # How many times slower a machine may be that is busy with other tests.
 SLOWDOWN_FACTOR = 4
-# Each process of a run uses every sixteenth port.
-PORT_STRIDE = 16
-ASSIGNED_PORTS: set[int] = set()
+PORTS_OF_BLOCK = 50
 
 Value = TypeVar('Value')
 
@@ -70,19 +69,43 @@ def wait_until(condition: Callable[[], Value], seconds: float, description: str)
 def free_port() -> int:
     """Return a free TCP port of 127.0.0.1 outside of the kernel's dynamic range.
 
-    No process of a test run returns a port twice or one of another process: a port must stay free between this call and
-    its use, and while its server is down.
+    No process of this or another test run returns a port twice or one of another process: a port must stay free between
+    this call and its use, and while its server is down.
     """
+    with PORTS_LOCK:
+        port = next(PORTS)
+        while not _is_free(port):
+            port = next(PORTS)
+        return port
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as listener, contextlib.suppress(OSError):
+        listener.bind(('127.0.0.1', port))
+        return True
+    return False
+
+
+def _generate_ports() -> Iterator[int]:
     dynamic, _ = Path('/proc/sys/net/ipv4/ip_local_port_range').read_text().split()
-    worker = int(os.environ.get('PYTEST_XDIST_WORKER', 'gw0')[2:]) % PORT_STRIDE
-    while True:
-        port = SYSTEM_RANDOM.randrange(10_000 + worker, int(dynamic), PORT_STRIDE)
-        if port in ASSIGNED_PORTS:
-            continue
-        with socket.socket() as listener, contextlib.suppress(OSError):
-            listener.bind(('127.0.0.1', port))
-            ASSIGNED_PORTS.add(port)
-            return port
+    blocks = list(range(10_000, int(dynamic) - PORTS_OF_BLOCK, PORTS_OF_BLOCK))
+    SYSTEM_RANDOM.shuffle(blocks)
+    for block in blocks:
+        # The abstract address stands for the block until this process ends.
+        holder = socket.socket(socket.AF_UNIX)
+        try:
+            holder.bind(f'\0ecomp-tests-ports-{block}')
+        except OSError:
+            holder.close()
+        else:
+            HELD_BLOCKS.append(holder)
+            yield from range(block, block + PORTS_OF_BLOCK)
+    raise AssertionError('all ports below the dynamic range are taken by test runs')
+
+
+PORTS = _generate_ports()
+PORTS_LOCK = threading.Lock()
+HELD_BLOCKS: list[socket.socket] = []
 
 
 def make_environment() -> dict[str, str]:
