@@ -8,7 +8,7 @@ import random
 import subprocess
 import time
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -94,6 +94,8 @@ class MixedCluster:
     living: dict[str, bool | None] = field(default_factory=dict)
     # Instances that were destroyed, or that no command ever placed.
     absent: set[str] = field(default_factory=set)
+    # What was asked for each instance: a failure shows it.
+    asked: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     stacks: dict[str, dict[str, str]] = field(default_factory=dict)
     # Instances that were in a queue when all was checked.
     waiting: set[str] = field(default_factory=set)
@@ -219,6 +221,9 @@ class MixedCluster:
         is_gone = kind == 'destroy' and result.code == 4 and operation.was_killed
         assert result.code in EXIT_CODES[kind] or is_gone, operation
         self.refused[kind] += result.code != 0
+        for instance in operation.instances:
+            again = f', killed and repeated by {operation.retry_release}' if operation.was_killed else ''
+            self.asked[instance].append(f'{kind} by {operation.release}{again}: {result.code}')
         if kind in ('create', 'set', 'queue'):
             if result.code == 5:
                 self.unsettled.append(operation)  # what the killed command claimed is on a silent compute
@@ -235,8 +240,8 @@ class MixedCluster:
             self._note_stack(operation.stack, result.stdout)
         elif kind == 'apply' and result.code in (5, 6):
             self.unsettled.append(operation)
-        elif kind in ('stop', 'start') and result.code == 0:
-            self.living[operation.instances[0]] = kind == 'start'
+        elif kind in ('stop', 'start', 'reboot') and result.code == 0:
+            self.living[operation.instances[0]] = kind != 'stop'  # a reboot starts a guest that is off
 
     def _forget(self, *instances: str) -> None:
         for instance in instances:
@@ -306,7 +311,7 @@ class MixedCluster:
             elif counts[instance] != 1:
                 problems.append(f'{instance}: acknowledged, and has {counts[instance]} guests')
             elif must_run is not None and must_run != (instance in running):
-                problems.append(f'{instance}: must run: {must_run}')
+                problems.append(f'{instance}: must run: {must_run}, after {"; ".join(self.asked[instance])}')
             elif list(claims.get(instance, ())) != [host for host, guests in hosts.items() if instance in guests]:
                 problems.append(f'{instance}: its claim is {claims.get(instance)}')
         problems += [f'{instance}: must not exist' for instance in self.absent & {*counts, *claims}]
