@@ -41,7 +41,7 @@ MAX_PAUSE_SECONDS = 0.25
 SYSTEM_RANDOM = random.SystemRandom()
 # How many times slower a machine may be that is busy with other tests.
 SLOWDOWN_FACTOR = 4
-PORTS_OF_BLOCK = 50
+PORTS_PER_BLOCK = 50
 
 Value = TypeVar('Value')
 
@@ -73,10 +73,7 @@ def free_port() -> int:
     this call and its use, and while its server is down.
     """
     with PORTS_LOCK:
-        port = next(PORTS)
-        while not _is_free(port):
-            port = next(PORTS)
-        return port
+        return next(port for port in PORTS if _is_free(port))
 
 
 def _is_free(port: int) -> bool:
@@ -87,8 +84,9 @@ def _is_free(port: int) -> bool:
 
 
 def _generate_ports() -> Iterator[int]:
+    """Yield ports, also taken ones, of random blocks that no other process has."""
     dynamic, _ = Path('/proc/sys/net/ipv4/ip_local_port_range').read_text().split()
-    blocks = list(range(10_000, int(dynamic) - PORTS_OF_BLOCK, PORTS_OF_BLOCK))
+    blocks = list(range(10_000, int(dynamic) - PORTS_PER_BLOCK, PORTS_PER_BLOCK))
     SYSTEM_RANDOM.shuffle(blocks)
     for block in blocks:
         # The abstract address stands for the block until this process ends.
@@ -99,8 +97,8 @@ def _generate_ports() -> Iterator[int]:
             holder.close()
         else:
             HELD_BLOCKS.append(holder)
-            yield from range(block, block + PORTS_OF_BLOCK)
-    raise AssertionError('all ports below the dynamic range are taken by test runs')
+            yield from range(block, block + PORTS_PER_BLOCK)
+    raise AssertionError('test runs have all ports below the dynamic range. Fix: end other test runs')
 
 
 PORTS = _generate_ports()

@@ -175,7 +175,7 @@ def test_mdserver_conf_is_read_from_the_checked_descriptor(home: Path, monkeypat
 
     monkeypatch.setattr(metadata, 'check_owner', exchange_file)
     assert_seed_refused(home, 'no instance with the MAC address 52:54:00:00:00:01')
-    # By path, because other tests' threads and garbage close descriptors meanwhile.
+    # By path, because threads and garbage of earlier tests close descriptors meanwhile.
     assert not [opened for opened in Path('/proc/self/fd').iterdir() if home in opened.resolve().parents]
     monkeypatch.setattr(metadata, 'check_owner', check)
     # Errors name the file, and its paths are relative to its directory.
