@@ -99,7 +99,8 @@ def wait_killed_at(compute: ArmedEcompute, step: str, seconds: float = 30.0) -> 
     wait_until(lambda: not compute.is_running, seconds, f'it is killed at {step}; fired: {compute._record.names}')
     assert compute._process is not None
     assert compute._process.returncode == -signal.SIGKILL, compute.tail_log()
-    assert compute._record.names == [step]
+    # Another thread may arrive between the first one's note and its signal.
+    assert set(compute._record.names) == {step}, compute._record.names
 
 
 def restart_unarmed(compute: ArmedEcompute) -> None:
