@@ -509,7 +509,9 @@ def find_by_listing(store: Store, instance: str, key_index: KeyIndex | None = No
     if request_keys:
         own_keys = [*request_keys, *_list_record_keys(key_index, instance)]
     else:
+        # The records were listed after the requests: the instance may have left its queue in between.
         own_keys = [*key_index.records.get(instance, ())]
+        own_keys += [keys.request(compute, instance) for compute, _ in map(keys.parse_record_key, own_keys) if compute]
     if not own_keys:
         return EntriesByCompute()
     return _resolve_instance(store, instance, store.read(sorted(own_keys))) or EntriesByCompute()

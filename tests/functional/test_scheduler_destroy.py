@@ -222,6 +222,19 @@ def test_find_with_an_index_takes_one_call(own_etcd: Etcd) -> None:
 
 
 @pytest.mark.fast
+def test_instance_that_leaves_its_queue_between_two_listings_is_found_with_its_request(cloud: Cloud) -> None:
+    """Otherwise its destroy was refused: a record without a request was expected to have none."""
+    compute, order = cloud.make_order()
+    key_index = read_index(cloud.store)  # before the requests are there; the records are listed later
+    cloud.create(order)
+    cloud.etcd.put_record(to_json(Record(order.instance, compute, ACTIVE, image=IMAGE)))
+    entries = find(cloud.store, order.instance, key_index)
+    assert entries is not None
+    assert (entries.record.state, entries.request_entry is not None) == (ACTIVE, True)
+    assert 'destroy accepted' in destroy(cloud.store, order.instance, key_index)
+
+
+@pytest.mark.fast
 def test_index_reads_record_names_only_when_needed(own_etcd: Etcd) -> None:
     """Check that the names of records are listed once, for instances without a request.
 
