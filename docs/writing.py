@@ -61,6 +61,7 @@ def parse_docstring(source: object) -> list[Block]:
     """Split a text or docstring into paragraphs; indented ones become Code."""
     blocks: list[Block] = []
     text = source if isinstance(source, str) else read_docstring(source)
+    text = re.sub(r'\(rule: ([a-z-]+)\)', r'(rule: [\1](../explanation/protocol.md#\1))', text)
     for part in re.sub(r' ?Pure(?:, and light to import)?\.', '', text).split('\n\n'):
         if part.startswith('  '):
             blocks.append(Code(textwrap.dedent(part)))

@@ -96,7 +96,7 @@ class ConsumerConflict(GenerationConflict):
 
 
 class ClaimedElsewhere(EcompError):
-    """Another attempt holds claims: `computes`, not empty, is {instance: other compute} (rule 13)."""
+    """Another attempt holds claims: `computes`, not empty, is {instance: other compute} (rule: claim-stays)."""
 
     exit_code = 5
 

@@ -258,7 +258,7 @@ class PlanningLoop:
         self.host.runner.waker.wake()
 
     def become_read_only(self, reason: str) -> None:
-        """Log `reason`, start no tasks until become_writable(), undo builds in flight (rule 9); guests keep running."""
+        """Start no more tasks until become_writable(), and undo builds in flight (rule: single-owner)."""
         self.read_only = True
         self.planner.stop_builds()
         log.error('this compute is read-only from now on (its guests keep running): %s', reason)
@@ -349,11 +349,11 @@ class PlanningLoop:
 class Environment:
     """The parts and settings of a process that all its computes share.
 
-    With `accepts_new_etcd` the computes republish their instances to an etcd that may be another one. With
-    `is_familiar_etcd` etcd is the remembered or first one; else they are read-only from the start (rule 10). They write
-    `accepted_revision`, at which etcd was accepted, to etcd (0: none, or written already). `first_seen_revision`: see
-    Puller. The first queries to placement are spread over `spread_seconds`, because all start together. `audits` is an
-    etcd connection without a guard. With `checks_names` each checks that placement knows its traits and classes.
+    With `accepts_new_etcd` the computes republish their instances to an etcd that may be another one. Unless
+    `is_familiar_etcd`, they are read-only from the start (rule: familiar-etcd). They write `accepted_revision`, at
+    which etcd was accepted, to etcd (0: none, or written already). `first_seen_revision`: see Puller. The first queries
+    to placement are spread over `spread_seconds`, because all start together. `audits` is an etcd connection without a
+    guard. With `checks_names` each checks that placement knows its traits and classes.
     """
 
     fake: bool
@@ -483,7 +483,7 @@ class Compute:
         # Before the presence key, which makes audits expect an answer; also if the compute is read-only.
         self.answerer.start()
         at_exit.callback(self.answerer.stop)
-        # Before any other write, because every write compares the presence key (rule 9).
+        # Before any other write, because every write compares the presence key (rule: single-owner).
         if familiar:
             self._presence.start()
             failpoint('published')
@@ -562,7 +562,7 @@ class Compute:
             self.queues.wake_up('this compute may write again')
 
     def _admit(self, guest_computes: Set[str]) -> None:
-        """Raise Conflict if another compute with guests here is not alive (rule 9); no-op in an unfamiliar etcd."""
+        """Raise Conflict if another compute with guests here is not alive (rule: single-owner)."""
         for other in sorted(guest_computes - {self.uuid}) if self._environment.is_familiar_etcd else ():
             if not is_alive(self._store, other):
                 raise Conflict(

@@ -301,7 +301,7 @@ class Process:
                 config = replace(config, state=config.state / str(number))
                 state = Identity(config.state)
                 stack.callback(state.close)
-                # A store of its own, because its own presence fences its writes (rule 9).
+                # A store of its own, because its own presence fences its writes (rule: single-owner).
                 store = store.copy_without_fence()
             compute = Compute(config, state, store, self._environment, stack.pop_all())
         self._computes.append(compute)

@@ -4,7 +4,7 @@ A compute takes the oldest request that fits its room and that it may take (ecom
 longer the fuller it is, so that emptier computes go first. After a lost race it takes a random one of the next few, or
 all computes would race for each. It puts the taker key, claims on its provider, and moves the request to its /hosts
 key. The taker key is on the presence's lease and the move compares that key, so a compute frozen for longer than its
-lease moves nothing. A claim that a dead attempt left on another compute is released by that compute only (rule 13).
+lease moves nothing. Only its own compute releases the claim of a dead attempt (rule: claim-stays).
 Offers knows the queues for all computes of the process; Taker and Puller take for one of them. They share a module of
 more than 700 lines because they are one protocol: after a failed take Offers offers the request to other computes.
 """
@@ -432,10 +432,10 @@ class Puller:
 
     `may_take` returns False while nothing may be taken. `registered_inventory`, if not None, is the free room at first,
     if the compute has no requests; otherwise the room is read. `list_guests` returns the instances with a domain or
-    disk. A request is left alone while another compute, even a silent one, holds a claim for it (rule 13). While any
-    compute is silent, a request is also left alone if it is not newer than the newest acceptance of etcd, or than
-    `first_seen_revision` (when this compute first saw or accepted etcd): a silent compute may have taken it before a
-    restore.
+    disk. A request is left alone while another compute holds a claim for it, even a silent one (rule: claim-stays).
+    While any compute is silent, a request is also left alone if it is not newer than the newest acceptance of etcd, or
+    than `first_seen_revision` (when this compute first saw or accepted etcd): a silent compute may have taken it before
+    a restore.
     """
 
     taker: Taker

@@ -1,4 +1,4 @@
-"""The identity of an etcd cluster (rule 10), and known problems of etcd versions. Pure.
+"""The identity of an etcd cluster (rule: familiar-etcd), and known problems of etcd versions. Pure.
 
 /cluster is JSON: {"version", "identity": uuid, "since": ISO time}. The first ecompute that finds no such key, and
 remembers none, writes it once. A wiped etcd has another identity, or none. In a healthy cluster the revision never

@@ -56,7 +56,7 @@ DIGESTS = '/digests/'
 USAGE = 'usage'
 # TTL of the lease of keys below /requests/: an attempt whose eschedule died is in flight for at most this long. A
 # claim, or anything else that eschedule creates before its delivery, is an orphan if two checks this far apart find no
-# request and no attempt for it (rule 4).
+# request and no attempt for it (rule: orphaned-claim).
 ATTEMPT_SECONDS = 60
 # Stands for the compute in the record of an instance that was removed from its queue before a compute took it.
 NO_COMPUTE = 'none'

@@ -1,6 +1,7 @@
 """Candidates, claims and releases. A consumer is an instance, under the same uuid.
 
-claim() and release() know at each step what placement holds (rules 1, 3 and 11); the other functions are single calls.
+claim() and release() know at each step what placement holds (rules: read-back, release-by-generation,
+order-of-reading). The other functions are single calls.
 https://docs.openstack.org/api-ref/placement/#allocation-candidates and #allocations
 """
 
@@ -184,10 +185,8 @@ def claim(  # noqa: PLR0913
     highest generation at which a claim of these instances was released, 0 if no other attempt can have claimed. The
     claim is repeated until its generation is higher.
 
-    An earlier claim is replaced under its generation, so a late release by its owner gets a 409. It is never released
-    first: placement forgets a consumer with its last allocation and counts from 1 again, so a late release could meet
-    its own number once more. On another compute only claims of `movable_instances`, made by this attempt, are replaced:
-    the owner of another one may have built the guest there, which a silent compute does not disprove (rule 13).
+    An earlier claim is replaced under its generation, so a late release by its owner gets a 409. On another compute
+    only claims of `movable_instances`, made by this attempt, are replaced (rule: claim-stays).
 
     Raises:
         ClaimedElsewhere: another attempt's claim is on another compute; nothing is claimed.
@@ -266,16 +265,16 @@ def release(
 
     In each batch of MAX_RELEASE_BATCH generations are read; then `find_kept` returns which of those that hold something
     are wanted. `note_generations` gets the generations of the others, so that no claim uses them again (see
-    ecomp.store.sharing; omit it if no process claims again). Under these generations the others are released (rule 11).
-    The first error is raised, with some released.
+    ecomp.store.sharing; omit it if no process claims again). Under these generations the others are released. The first
+    error is raised, with some released.
     """
     names = list(consumers)
     results = dict[str, bool | None]()
     for start in range(0, len(names), MAX_RELEASE_BATCH):
         batch = {name: read_consumer(placement, name) for name in names[start : start + MAX_RELEASE_BATCH]}
         holding = {name: held for name, held in batch.items() if held.allocations}
-        # After the generations are read, which closes the race with new claims (rule 11): a process that wants a
-        # consumer after this read of etcd also claims after it, which changes the consumer's generation.
+        # After the generations are read (rule: order-of-reading): a process that wants a consumer after this read of
+        # etcd also claims after it, which changes the consumer's generation.
         excluded = find_kept(holding) if holding else ()
         released = {name: held for name, held in holding.items() if name not in excluded}
         note_generations({name: held.generation for name, held in released.items() if held.generation is not None})

@@ -40,7 +40,7 @@ from ecomp.store.messages import (
 
 
 class Guard:
-    """Refuses an etcd that is not the one this process knew (rule 10); connections share it.
+    """Refuses an etcd that is not the one this process knew (rule: familiar-etcd); connections share it.
 
     A linearizable reply is compared with the state known before its request. After a refusal check_reply() and
     raise_if_refused() always raise StrangeEtcd. `on_change` gets each new state with an identity. It is called from any
@@ -283,7 +283,7 @@ class Delete(NamedTuple):
 
 
 class Fence(NamedTuple):
-    """A condition that a store adds to each commit: its owner still holds its key (rule 9).
+    """A condition that a store adds to each commit: its owner still holds its key (rule: single-owner).
 
     `on_broken` is called, from any thread, when a commit fails because the fence does not hold; it must be quick. A
     commit that only deletes compares `delete_condition`, if any: a full etcd accepts deletes, but no put of the key.

@@ -1,7 +1,7 @@
 """Presence: a key on a lease, and the thread that renews the lease and watches over the key.
 
-A key is a hint, not a lock: a silent owner may be healthy (RELIABILITY.md 1.7). But each commit of its store compares
-the key: an owner that was frozen for longer than its lease writes nothing before it has read who owns the key.
+A key is a hint, not a lock: a silent owner may be healthy. But each commit of its store compares the key: an owner
+that was frozen for longer than its lease writes nothing before it has read who owns the key.
 """
 
 from __future__ import annotations

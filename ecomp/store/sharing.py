@@ -1,4 +1,4 @@
-"""Names, groups and quotas, which instances share and only deliveries and removals change (rule 7).
+"""Names, groups and quotas, which instances share and only deliveries and removals change (rule: change-with-delivery).
 
 A name belongs to one living instance. A failed instance keeps its name, on its record's lease, until another one takes
 it. Also here: notes of released claims' generations, and finding an instance's keys by its uuid.

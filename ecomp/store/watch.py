@@ -1,7 +1,7 @@
 """Follow prefixes: deliver the whole state of each, and again after every change.
 
 When the stream ends, and every minute, all is listed again: so a lost connection, a compaction and a silent watch are
-one case (RELIABILITY.md 1.8; https://etcd.io/docs/v3.4/learning/api/#watch-api).
+one case (https://etcd.io/docs/v3.4/learning/api/#watch-api).
 """
 
 from __future__ import annotations
@@ -142,8 +142,8 @@ class Follower:
     and after an exception of a callback, which is logged.
 
     A lost etcd is reported to `on_lost` once and tried again with growing delays; `on_back` is called when it is back.
-    By default both are logged. With a guard, the thread ends if the etcd is not the one we knew (rule 10). A value
-    above `max_value_bytes`, or that would bring a prefix above `max_total_bytes`, is dropped (see Entry) and logged.
+    By default both are logged. With a guard, the thread ends in an etcd that is not the one we knew. A value above
+    `max_value_bytes`, or that would bring a prefix above `max_total_bytes`, is dropped (see Entry) and logged.
     """
 
     def __init__(  # noqa: PLR0913

@@ -301,7 +301,7 @@ class Domains:
         """Force our domain off and wait until it is off; with `undefine`, until it is gone.
 
         No-op without a domain. Raises Conflict if the domain belongs to another compute or was not created by ecompute.
-        With `undefine` the latter is left alone instead: it contains nothing of ours (rule 9). Raises EcompError after
+        With `undefine` the latter is left alone instead (rule: single-owner). Raises EcompError after
         DESTROY_TIMEOUT_SECONDS; until then failures that may be temporary are retried.
         """
         failure, foreign = 'libvirt reports no error', set[str]()

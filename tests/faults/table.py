@@ -18,6 +18,7 @@ from typing import NamedTuple
 from ecomp.failpoints import FAILPOINT_STATES
 
 HERE = Path(__file__).parent
+PROTOCOL_PAGE = '../../docs/explanation/protocol.md'
 
 # The rows; their numbers are stable.
 ROWS = {
@@ -69,100 +70,81 @@ MANUAL_CHANGE_TESTS = 'scenario/test_by_hand.py::'
 RESTART_TESTS = 'scenario/test_restart.py::'
 CLAIM_TESTS = 'functional/test_claims.py::'
 KILL_TESTS = 'faults/test_kills.py::'
-# The rules of the protocol, each with the tests that replay the interleaving it prevents.
-PROTOCOL_RULES: dict[int, tuple[str, tuple[str, ...]]] = {
-    1: (
-        'an unknown outcome is read back; if that fails, nothing is released',
-        (
-            'functional/test_scheduler_names.py::test_lost_delivery_keeps_name_and_claim_consistent',
-            LOST_TESTS + 'test_unknown_delivery_keeps_its_claim_and_is_resumed',
-            LOST_TESTS + 'test_unknown_claim_is_not_released_and_is_resumed',
-        ),
+RESTORE_TESTS = 'faults/test_restored.py::'
+# {rule of docs/explanation/protocol.md: the tests that replay the race that it closes}
+PROTOCOL_RULES: dict[str, tuple[str, ...]] = {
+    'read-back': (
+        'functional/test_scheduler_names.py::test_lost_delivery_keeps_name_and_claim_consistent',
+        LOST_TESTS + 'test_unknown_delivery_keeps_its_claim_and_is_resumed',
+        LOST_TESTS + 'test_unknown_claim_is_not_released_and_is_resumed',
     ),
-    2: (
-        'only what placement confirms is built, and placement is waited for',
-        (
-            MANUAL_CHANGE_TESTS + 'test_request_without_an_allocation_is_not_built',
-            'functional/test_confirming.py::test_request_whose_claim_is_elsewhere_or_differs_is_not_built',
-            RESTART_TESTS + 'test_compute_waits_for_a_killed_placement',
-        ),
+    'confirmed-claim': (
+        MANUAL_CHANGE_TESTS + 'test_request_without_an_allocation_is_not_built',
+        'functional/test_confirming.py::test_request_whose_claim_is_elsewhere_or_differs_is_not_built',
+        RESTART_TESTS + 'test_compute_waits_for_a_killed_placement',
     ),
-    3: (
-        'a claim is released as it was read, and moved by its generation: never released and claimed anew, for then '
-        'placement counts from 1 again and a late release meets its own number',
-        (
-            CLAIM_TESTS + 'test_late_release_does_not_free_a_claim_that_was_taken_over',
-            CLAIM_TESTS + 'test_uuid_with_empty_consumer_is_placed',
-            CLAIM_TESTS + 'test_lost_claim_that_equals_the_old_one_raises_its_generation',
-            CREATE_TESTS + 'test_late_release_of_the_first_attempt_does_not_free_the_second',
-            CREATE_TESTS + 'test_first_attempt_that_wakes_up_late_claims_nothing',
-        ),
+    'release-by-generation': (
+        CLAIM_TESTS + 'test_late_release_does_not_free_a_claim_that_was_taken_over',
+        CLAIM_TESTS + 'test_uuid_with_empty_consumer_is_placed',
+        CLAIM_TESTS + 'test_lost_claim_that_equals_the_old_one_raises_its_generation',
+        CREATE_TESTS + 'test_late_release_of_the_first_attempt_does_not_free_the_second',
+        CREATE_TESTS + 'test_first_attempt_that_wakes_up_late_claims_nothing',
     ),
-    4: (
-        'a claim nobody stands behind, seen twice, is released',
-        (
-            'functional/test_claims.py::test_orphan_is_released_after_two_spaced_checks',
-            'functional/test_claims.py::test_claims_with_an_owner_are_kept',
-            KILL_TESTS + 'test_nothing_is_left_of_a_killed_command',
-            KILL_TESTS + 'test_claim_of_a_killed_eschedule_is_released',
-        ),
+    'orphaned-claim': (
+        'functional/test_claims.py::test_orphan_is_released_after_two_spaced_checks',
+        'functional/test_claims.py::test_claims_with_an_owner_are_kept',
+        KILL_TESTS + 'test_nothing_is_left_of_a_killed_command',
+        KILL_TESTS + 'test_claim_of_a_killed_eschedule_is_released',
     ),
-    5: ("a write compares the request's revision", ('faults/test_rules.py::test_rule_5_late_write_changes_nothing',)),
-    6: (
-        'nothing is destroyed for missing information',
-        (
-            'unit/test_plan.py::test_plan_table',
-            'unit/test_plan.py::test_vanished_instance_ends_and_missed_one_does_not',
-            'faults/test_intent.py::test_deleted_request_keeps_guest_and_claim',
-            'faults/test_guests.py::test_domains_and_disks_removed_outside_ecomp',
-        ),
+    'compared-revision': ('faults/test_rules.py::test_late_write_changes_nothing',),
+    'tombstone-only': (
+        'unit/test_plan.py::test_plan_table',
+        'unit/test_plan.py::test_vanished_instance_ends_and_missed_one_does_not',
+        'faults/test_intent.py::test_deleted_request_keeps_guest_and_claim',
+        'faults/test_guests.py::test_domains_and_disks_removed_outside_ecomp',
     ),
-    7: (
-        'groups, quotas and names change in the delivering transaction',
-        (
-            'model/scenarios_shared.py::strict_anti_affinity',
-            'model/scenarios_shared.py::quota_of_one',
-            KILL_TESTS + 'test_killed_command_is_completed_by_a_repeat',
-            KILL_TESTS + 'test_frozen_command_is_no_finding_and_repeats_nothing',
-            'functional/test_scheduler_names.py::test_name_of_an_ended_instance_is_free',
-        ),
+    'change-with-delivery': (
+        'model/scenarios_shared.py::strict_anti_affinity',
+        'model/scenarios_shared.py::quota_of_one',
+        KILL_TESTS + 'test_killed_command_is_completed_by_a_repeat',
+        KILL_TESTS + 'test_frozen_command_is_no_finding_and_repeats_nothing',
+        'functional/test_scheduler_names.py::test_name_of_an_ended_instance_is_free',
     ),
-    8: (
-        'a set is one request',
-        (
-            'model/scenarios_claims.py::set_against_single',
-            KILL_TESTS + 'test_killed_command_is_completed_by_a_repeat',
-            KILL_TESTS + 'test_nothing_is_left_of_a_killed_command',
-        ),
+    'whole-set': (
+        'model/scenarios_claims.py::set_against_single',
+        KILL_TESTS + 'test_killed_command_is_completed_by_a_repeat',
+        KILL_TESTS + 'test_nothing_is_left_of_a_killed_command',
     ),
-    9: (
-        'one state directory, one uuid, one compute',
-        (
-            'faults/test_ecompute.py::test_two_ecomputes_started_together',
-            'functional/test_presence.py::test_second_compute_with_the_same_token_fences_the_first',
-            'faults/test_ecompute.py::test_frozen_while_another_compute_takes_its_uuid',
-        ),
+    'single-owner': (
+        'faults/test_ecompute.py::test_two_ecomputes_started_together',
+        'functional/test_presence.py::test_second_compute_with_the_same_token_fences_the_first',
+        'faults/test_ecompute.py::test_frozen_while_another_compute_takes_its_uuid',
     ),
-    10: (
-        'a strange etcd is not obeyed; a reboot is known',
-        (
-            'faults/test_new_etcd.py::test_wiped_etcd_changes_nothing_until_accepted',
-            'faults/test_new_etcd.py::test_restored_etcd_is_repaired_after_acceptance',
-            'faults/test_new_etcd.py::test_restored_etcd_with_higher_revision_is_noticed',
-            'faults/test_reboot.py::test_reboot_restores_every_guest_state',
-            'faults/test_reboot.py::test_crash_without_reboot_leaves_guests_stopped',
-        ),
+    'familiar-etcd': (
+        'faults/test_new_etcd.py::test_wiped_etcd_changes_nothing_until_accepted',
+        'faults/test_new_etcd.py::test_restored_etcd_is_repaired_after_acceptance',
+        'faults/test_new_etcd.py::test_restored_etcd_with_higher_revision_is_noticed',
+        'faults/test_reboot.py::test_reboot_restores_every_guest_state',
+        'faults/test_reboot.py::test_crash_without_reboot_leaves_guests_stopped',
     ),
-    11: (
-        "before anything is given away: its generation, then who is at it, then its request's own key, then the "
-        'release; requests move that way, and read in another order one that moves is nowhere',
-        (
-            CLAIM_TESTS + 'test_claim_keeper_keeps_claim_taken_over_during_its_check',
-            CLAIM_TESTS + 'test_forget_keeps_claim_delivered_during_its_check',
-            CLAIM_TESTS + 'test_repair_keeps_claim_delivered_during_its_check',
-        ),
+    'order-of-reading': (
+        CLAIM_TESTS + 'test_claim_keeper_keeps_claim_taken_over_during_its_check',
+        CLAIM_TESTS + 'test_forget_keeps_claim_delivered_during_its_check',
+        CLAIM_TESTS + 'test_repair_keeps_claim_delivered_during_its_check',
     ),
+    'limited-trust': (
+        'faults/test_hostile.py::test_junk_in_other_keys_disturbs_nothing',
+        'security/test_records.py::test_forged_record_of_a_guest_is_not_trusted',
+    ),
+    'claim-stays': (
+        RESTORE_TESTS + 'test_claim_of_a_running_guest_is_not_moved_for_its_group',
+        RESTORE_TESTS + 'test_compute_without_history_takes_no_running_instance',
+        RESTORE_TESTS + 'test_repeated_command_places_no_running_instance',
+        RESTORE_TESTS + 'test_restored_presence_key_proves_nothing_after_etcd_restarts',
+    ),
+    'shown-not-acted-on': ('security/test_records.py::test_forged_record_under_its_own_key_is_not_trusted',),
 }
+
 
 # {story: the failpoints that it reaches}. A failpoint of two stories is reached in two situations.
 STORY_FAILPOINTS = {
@@ -265,9 +247,15 @@ def render_page() -> str:
     ]
     for number, cases in rows.items():
         lines.append(f'| F{number} | {ROWS[number]} | {_format_cases(cases) or UNTESTED_ROWS[number]} |')
-    lines += ['', '## The rules of the protocol', '', '| rule | tests that replay what it closes |', '|---|---|']
-    for number, (says, names) in PROTOCOL_RULES.items():
-        lines.append(f'| {number}: {says} | {", ".join(f"`{name}`" for name in names)} |')
+    lines += [
+        '',
+        '## The rules of the protocol',
+        '',
+        '| rule | tests that replay the race that it closes |',
+        '|---|---|',
+    ]
+    for rule, names in PROTOCOL_RULES.items():
+        lines.append(f'| [{rule}]({PROTOCOL_PAGE}#{rule}) | {", ".join(f"`{name}`" for name in names)} |')
     lines += [
         '',
         '## Failpoints',

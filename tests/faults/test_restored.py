@@ -1,4 +1,4 @@
-"""Rules 10 and 13 after a restore of etcd, of placement, or of both."""
+"""After a restore of etcd, of placement, or of both (rules: familiar-etcd, claim-stays)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from tests.kit.story import (
     wait_state,
 )
 
-# Rules 10 and 13 after a restore: an attempt that fails, an etcd that restarts, a host that returns.
+# After a restore: an attempt that fails, an etcd that restarts, a host that returns.
 
 
 BROKEN_HISTORY = pytest.mark.history_broken('etcd is restored from an older copy')
@@ -127,7 +127,7 @@ def test_restored_presence_key_proves_nothing_after_etcd_restarts(own_control: C
         time.sleep(0.5)
 
 
-# Rules 10 and 13: after a restore of etcd, or of etcd and placement, no instance is built a second time.
+# After a restore of etcd, or of etcd and placement, no instance is built a second time.
 
 
 STRANGE_ETCD_MESSAGE = 'is not the one this compute knew'

@@ -1,4 +1,4 @@
-"""Rule 5 of the protocol: every write about an instance compares its request's revision.
+"""Every write about an instance compares its request's revision (rule: compared-revision).
 
 Each of ecompute's tasks is carried out on a request that was rewritten after it was planned: nothing changes. The
 interleavings of the other rules are tested with their parts; tests/faults/README.md lists them.
@@ -110,7 +110,7 @@ TASKS: dict[str, tuple[str | None, Callable[[World], None]]] = {
 
 @pytest.mark.parametrize('task', TASKS)
 @pytest.mark.parametrize('since', ['rewritten', 'deleted'])
-def test_rule_5_late_write_changes_nothing(
+def test_late_write_changes_nothing(
     etcd: Etcd, placement: PlacementServer, world: World, task: str, since: str
 ) -> None:
     state, carry_out = TASKS[task]
@@ -131,7 +131,7 @@ def test_rule_5_late_write_changes_nothing(
 
 
 @pytest.mark.fast
-def test_rule_5_write_in_time_succeeds(etcd: Etcd, placement: PlacementServer, world: World) -> None:
+def test_write_in_time_succeeds(etcd: Etcd, placement: PlacementServer, world: World) -> None:
     """The same tasks succeed in time; otherwise the test above could not fail."""
     name = world.request.instance
     TASKS['build'][1](world)

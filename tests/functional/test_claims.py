@@ -322,7 +322,7 @@ def test_repair_keeps_claim_delivered_during_its_check(cloud: Cloud) -> None:
     assert cloud.server.read_consumers(compute).keys() == {order.instance}
 
 
-# Rule 4 on real etcd and placement: computes release claims without an owner, and no others.
+# On real etcd and placement: computes release claims without an owner, and no others (rule: orphaned-claim).
 
 
 def create_orphan(cloud: Cloud, compute: str) -> str:

@@ -1,4 +1,4 @@
-"""Rule 2: a build waits until placement confirms its claim.
+"""A build waits until placement confirms its claim (rule: confirmed-claim).
 
 The question is sent while a build prepares.
 """

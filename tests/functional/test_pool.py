@@ -590,7 +590,8 @@ def test_number_of_calls_of_a_build_and_a_destroy(
     toy_compute: ToyCompute, cloud: Cloud, call_counts: Counter[str]
 ) -> None:
     instance = toy_compute.place()
-    # Rule 2: one query for the claim. The record: missing, then building with addresses, image, disk, active.
+    # One query for the claim (rule: confirmed-claim). The record: missing, then building with addresses, image, disk,
+    # active.
     assert count_calls_of_due_tasks(toy_compute, call_counts) == {
         'placement GET /allocations': 1,
         'etcd read': 1,

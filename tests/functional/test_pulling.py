@@ -330,7 +330,7 @@ def test_request_of_a_changed_group_is_not_touched(
 def test_foreign_claim_is_marked_once_and_then_only_read(
     cloud: Cloud, flavor: Flavor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check rule 13: the claim's compute may run the instance. Each mark would cost two writes."""
+    """The claim's compute may run the instance (rule: claim-stays). Each mark would cost two writes."""
     compute, other = QueueCompute(cloud, flavor), cloud.make_compute()
     instance, claim = compute.enqueue(), compute.taker._claim
 

@@ -109,7 +109,7 @@ def test_changed_flavor_is_a_conflict(cloud: Cloud, flavor: Flavor) -> None:
     assert cloud.etcd.list_keys(f'{keys.QUEUES}{flavor.name}/') == []
 
 
-# Which keys protect a claim (rule 4)
+# Which keys protect a claim (rule: orphaned-claim)
 
 
 def test_taker_key_and_queue_entry_protect_a_claim(cloud: Cloud, flavor: Flavor) -> None:
@@ -215,7 +215,7 @@ def test_move_with_unknown_outcome_is_resumed_from_its_taker_key(
     etcd_proxy.lose(request_key.encode(), arrived, stay_away=True)
     with pytest.raises(Unreachable):
         make_taker(cloud, compute, store=shaky_store).take(place)
-    assert cloud.server.read_allocations(place.entry.instance) == {compute: SMALL}, 'nothing is released (rule 1)'
+    assert cloud.server.read_allocations(place.entry.instance) == {compute: SMALL}, 'released (rule: read-back)'
     if not arrives:
         assert make_taker(cloud, compute).take(place, read_entry(cloud.store, mark_key).revision)
     assert_taken(cloud, compute, place.entry)

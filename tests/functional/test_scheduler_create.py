@@ -178,7 +178,7 @@ def test_late_release_of_the_first_attempt_does_not_free_the_second(cloud: Cloud
 
 @pytest.mark.fast
 def test_claim_of_another_attempt_is_neither_moved_nor_released(cloud: Cloud) -> None:
-    """Check rule 13: the compute of the claim may have built the instance."""
+    """The compute of the claim may have built the instance (rule: claim-stays)."""
     first, second, silent = cloud.make_compute(), cloud.make_compute(), cloud.make_compute(alive=False)
     for compute in (first, silent):
         order = cloud.make_order_on(second)

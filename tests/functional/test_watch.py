@@ -185,7 +185,7 @@ def test_changes_during_an_outage_are_seen_after_it(
     assert (len(following.lost), following.back) == (1, [True])
 
 
-# Rule 10 on the wire: how another etcd is detected; and frames that a real etcd seldom sends.
+# How another etcd is detected on the wire (rule: familiar-etcd); and frames that a real etcd seldom sends.
 
 
 IDENTITY = 'b8756be5-a30d-4311-920c-0ad996367a8e'

@@ -145,7 +145,8 @@ def expire_attempts(control: Control) -> None:
 def check_claims_twice(control: Control, compute: Ecompute, guests: Collection[str] = ()) -> None:
     """Run two consecutive checks of a compute's claim keeper, 60 s apart on a fake clock.
 
-    Rule 4 requires both. The compute's own checks are a minute apart on the real clock: a slow test waits for them.
+    Both are required (rule: orphaned-claim). The compute's own checks are a minute apart on the real clock: a slow
+    test waits for them.
     """
     store, placement = Store(EtcdConfig((control.etcd.endpoint,))), Placement(control.placement.url)
     try:

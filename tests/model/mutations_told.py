@@ -96,7 +96,7 @@ REPORTED = {
     'a compute that publishes does not restore groups': make_bug(
         'ecomp.store.sharing:rejoin_group', replace_return('([unchanged], [])'), 'accepted_and_destroyed'
     ),
-    # Claims of another attempt, and what may run on a silent compute (rule 13)
+    # Claims of another attempt, and what may run on a silent compute (rule: claim-stays)
     'the claim of another attempt is moved to another compute': make_bug(
         'ecomp.placement.allocations:claim', never('elsewhere'), 'queued_after_a_restore'
     ),

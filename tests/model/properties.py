@@ -199,7 +199,8 @@ def check_queues(facts: Facts) -> Iterator[str]:
         for uuid, compute in facts.cloud.computes.items():
             is_full = uuid in model.providers and model.get_usage(uuid, 'VCPU') >= model.get_capacity(uuid, 'VCPU')
             is_disabled = uuid not in model.providers or status.DISABLED in model.providers[uuid].traits
-            # While another compute holds a claim, the instance waits until that compute is back or forgotten (rule 13).
+            # While another compute holds a claim, the instance waits until that one is back or forgotten
+            # (rule: claim-stays).
             is_claimed = not facts.held.get(instance, {}).keys() <= {uuid}
             if not (
                 compute.is_dead or is_disabled or is_full or is_claimed or _is_excluded_by_group(facts, request, uuid)

@@ -57,7 +57,7 @@ def test_drain_ignores_a_key_without_an_instance(cloud: Cloud, junk: str) -> Non
     wait_until_drained(cloud.store, cloud.placement, A, 'hv1', Deadline(5.0), lambda _: None)
 
 
-# Presence keys without a lease: they do not prove that a compute is alive (rule 12)
+# Presence keys without a lease: they do not prove that a compute is alive (rule: limited-trust)
 
 
 def silence_compute(cloud: Cloud) -> None:
@@ -279,7 +279,7 @@ def test_malformed_record_keeps_only_its_own_group_member(cloud: Cloud) -> None:
     assert group_from_json('g', cloud.etcd.entries[keys.group('g')].value).members == {U: A, V: A}
 
 
-# Attempt and taker keys without a lease: they belong to no process (rule 12)
+# Attempt and taker keys without a lease: they belong to no process (rule: limited-trust)
 
 
 def test_drain_and_forget_ignore_keys_without_a_lease(cloud: Cloud) -> None:

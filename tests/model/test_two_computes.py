@@ -227,7 +227,7 @@ def test_fix_of_a_changed_record_leaves_no_lease(cloud: Cloud) -> None:
 def test_malformed_request_after_the_end_keeps_the_guest(cloud: Cloud) -> None:
     """The guest was brought back by virsh define, or with a restored host.
 
-    Only a tombstone destroys (rule 6).
+    Only a tombstone destroys (rule: tombstone-only).
     """
     host = cloud.computes[A]
     cloud.deliver(U, A)

@@ -1,4 +1,4 @@
-"""Rule 10 with roles: an acceptance that ecomp 1.1 stored in a file is moved to etcd."""
+"""With roles, an acceptance that ecomp 1.1 stored in a file is moved to etcd (rule: familiar-etcd)."""
 
 from __future__ import annotations
 

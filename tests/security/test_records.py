@@ -374,7 +374,7 @@ def test_keys_with_more_levels_belong_to_no_instance(etcd: Etcd) -> None:
 
 
 def test_forged_record_under_its_own_key_is_not_trusted(cluster: Control) -> None:
-    """A writer of the compute's own key may break the record, but nothing acts on it."""
+    """A writer of the compute's own key may break the record (rule: shown-not-acted-on)."""
     compute = make_tuned(cluster, LARGE_INVENTORY, numbers={'PLAN_INTERVAL_SECONDS': 1})
     instance = place(cluster, SMALL_QUERY)[1]
     address, allocation = wait_address(cluster, instance), cluster.placement.read_allocations(instance)

@@ -85,6 +85,57 @@ def test_every_page_is_linked_from_the_readme() -> None:
     assert [page for page in PAGES if page not in visited and 'docs/README' not in str(page)] == []
 
 
+@pytest.mark.parametrize(
+    ('text', 'errors'),
+    [
+        ('# nothing is released (rule: read-back)', []),
+        ('(rules: read-back,\n    # claim-stays)', []),
+        ('(rule: [read-back](protocol.md#read-back))', []),
+        ('(rule: read-forth)', ['read-forth']),
+        ('(rule read-back)', ['(rule read-back)']),
+        ('(rules: read-back; claim-stays)', ['(rules: read-back; claim-stays)']),
+        ('closed by rule 7, and Rules 10 and 13', ['rule 7', 'Rules 10']),
+        ('(RELIABILITY.md 1.7)', ['RELIABILITY.md']),
+    ],
+)
+def test_wrong_citation_of_a_rule_is_found(text: str, errors: list[str]) -> None:
+    assert find_wrong_citations(text) == errors
+
+
+def test_rules_of_the_protocol_are_cited_by_their_names() -> None:
+    """docs/explanation/protocol.md has a section for each rule; the code and the tests cite every one."""
+    folders = ('ecomp', 'md_server', 'tests', 'bench', 'docs')
+    sources = [path for folder in folders for path in (TOP / folder).rglob('*.py') if path != Path(__file__)]
+    wrong = {path: errors for path in (*sources, *PAGES) if (errors := find_wrong_citations(path.read_text()))}
+    assert wrong == {}
+    cited = {rule for path in sources for rule in read_citations(path.read_text())[0]}
+    assert read_rules() - cited == set(), 'rules that neither the code nor a test cites'
+
+
+def read_rules() -> set[str]:
+    titles = re.findall(r'(?m)^## (.*)', (TOP / 'docs/explanation/protocol.md').read_text())
+    return {writing.make_anchor(title) for title in titles}
+
+
+def find_wrong_citations(text: str) -> list[str]:
+    """Return the cited rules that do not exist, and the citations in another form than `(rule: its-name)`."""
+    names, malformed = read_citations(text)
+    numbered = re.findall(r'\b[Rr]ules? \d+|RELIABILITY\.md', text)
+    return [*(name for name in names if name not in read_rules()), *malformed, *numbered]
+
+
+def read_citations(text: str) -> tuple[list[str], list[str]]:
+    """Return the names of the rules that a text cites, and its malformed citations; both may be wrapped."""
+    unwrapped = re.sub(r'\s*\n\s*(?:# )?', ' ', re.sub(r'\[([a-z-]+)\]\([^)]*protocol\.md[^)]*\)', r'\1', text))
+    names, malformed = [], []
+    for citation in re.findall(r'\(rules?\b:? [a-z]+-[^)]*\)', unwrapped):
+        if match := re.fullmatch(r'\(rules?: ([a-z-]+(?:, [a-z-]+)*)\)', citation):
+            names += match[1].split(', ')
+        else:
+            malformed.append(citation)
+    return names, malformed
+
+
 def test_roff_escapes_control_characters() -> None:
     page = writing.ManPage('x', 1, 'a-b', [writing.Section('S', ['.no `co-de` [here](there)'])], [])
     assert '.SH "S"\n\\&.no \\fBco\\-de\\fR here\n' in writing.render_man_page(page)

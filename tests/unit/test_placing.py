@@ -477,7 +477,7 @@ def test_two_calls_run_concurrently() -> None:
 
 @pytest.mark.parametrize('unknown', ['a', 'b'])
 def test_unknown_outcome_precedes_any_other_error(unknown: str) -> None:
-    """Rule 1: release no claim while the outcome of a write is unknown."""
+    """No claim is released while the outcome of a write is unknown (rule: read-back)."""
     errors: dict[str, EcompError] = {'a': Unreachable('gone'), 'b': Unreachable('gone')}
     errors[unknown] = UnknownOutcome('nobody knows')
     with pytest.raises(UnknownOutcome):

@@ -1,4 +1,4 @@
-"""Release claims on this compute without request, attempt or guest (rule 4).
+"""Release claims on this compute without request, attempt or guest (rule: orphaned-claim).
 
 A provider's generation changes with its inventory, traits, aggregates and each claim on it, but not when a consumer is
 deleted. A conclusion from an unchanged generation therefore also holds after a release.

@@ -326,7 +326,7 @@ WRITE_INTERVAL_SECONDS = 1.0
 
 
 def check_or_adopt(guard: Guard, store: Store, now: str) -> bool:
-    """Return whether etcd is the remembered one; if none is remembered, remember this one (rule 10).
+    """Return whether etcd is the remembered one; if none is remembered, remember this one (rule: familiar-etcd).
 
     The latter writes /cluster if it does not exist. StrangeEtcd returns False; other errors of etcd are raised.
     """

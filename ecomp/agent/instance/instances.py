@@ -1,7 +1,7 @@
 """Carry out the tasks of a compute's instances on libvirt, placement and etcd.
 
-Every write about an instance compares the revision of its request (rule 5): if the request has changed, nothing is
-written and the next plan sees the new one. Every task can be repeated. A start or reboot is recorded before it is done.
+Every write about an instance compares the revision of its request (rule: compared-revision). If it has changed, the
+next plan sees the new one. Every task can be repeated. A start or reboot is recorded before it is done.
 The module has more than 700 lines because the tasks share private steps, and so are methods of one class.
 """
 
@@ -263,7 +263,7 @@ class Instances:
         return guests
 
     def build(self, request: Request, revision: int, guest: Guest | None) -> None:
-        """Build the guest once placement confirms its claim (rule 2), and record it as active.
+        """Build the guest once placement confirms its claim (rule: confirmed-claim), and record it as active.
 
         No-op if recorded as active or stopped. A guest that may have run is adopted; a removal after an earlier failure
         is completed. Unreachable is raised, uncounted. Any other unknown EcompError is counted and raised. The
@@ -374,7 +374,7 @@ class Instances:
     def find_forgotten(self, instances: Collection[str]) -> dict[str, Request]:
         """Return the last request of those that had not ended here, and whose destroy `host forget` completed.
 
-        Their record, which is kept for a day, says so (rule 6). Raises Unreachable.
+        Their record, which is kept for a day, says so (rule: tombstone-only). Raises Unreachable.
         """
         forgotten = {}
         for instance, entry in self.memory.get_entries().items():

@@ -1,4 +1,4 @@
-"""The records of a compute's instances, written while their request is unchanged (rule 5).
+"""The records of a compute's instances, written while their request is unchanged (rule: compared-revision).
 
 A record that ecomp 1.0 wrote is moved to its new key: of an active or stopped instance when it is read, of another one
 by its next write. After etcd was restored the records are republished, because this compute's memory is newer and no
@@ -262,9 +262,10 @@ class Records:
         return RecordEntry(record, 0, entry.revision)
 
     def _find_other_request(self, instance: str) -> list[Exists]:
-        """Return, as a list, the condition that another compute (a uuid) has a request for it; [] if none (rule 12).
+        """Return, as a list, the condition that another compute (a uuid) has a request for it; [] if none.
 
-        One key, with any value, is enough: its compute may rewrite it often, and etcd takes at most 128 conditions.
+        One key, with any value, is enough (rule: limited-trust): its compute may rewrite it often, and etcd takes at
+        most 128 conditions.
         """
         all_requests = find_by_listing(self._store, instance).requests
         others = sorted(compute for compute in all_requests if compute != self._compute and keys.is_uuid(compute))

@@ -56,7 +56,7 @@ MIN_POLL_SECONDS = 0.01
 MAX_POLL_SECONDS = 0.25
 # Seconds between two reads of one audit.
 READ_INTERVAL_SECONDS = 1.5
-# Seconds between the two audits of --fix (rule 4): the life of an attempt's lease.
+# Seconds between the two audits of --fix (rule: orphaned-claim): the life of an attempt's lease.
 AUDIT_INTERVAL_SECONDS = keys.ATTEMPT_SECONDS
 # Reads in one audit, at most. Two are enough if the same computes answered.
 MAX_READS = 4
@@ -303,7 +303,7 @@ class _Repairs:
         """Claim what a valid, unchanged request names; CHANGED_SINCE without one, for a tombstone or with a claim."""
         instance, key = finding.subject, keys.request(finding.compute, finding.subject)
         parsed = self.world.requests_by_compute.get(instance, {}).get(finding.compute)
-        # The generation is read before etcd. A claim that still lands beside a destroy is released by rule 4.
+        # The generation is read before etcd. A claim that lands beside a destroy is an orphan.
         held = allocations.read_consumer(self.placement, instance)
         entry = self.store.get(key)
         if not isinstance(parsed, Request) or parsed.is_tombstone or held.allocations:

@@ -222,7 +222,7 @@ def forget(  # noqa: PLR0913
     `now` returns the time in ISO form. Raises NotFound (no compute of ours), and Conflict if it is alive or came back,
     an instance lives there, its provider stays, or keys keep changing. `fenced`: the operator confirms that the machine
     is off for good. Otherwise Conflict for a compute with claims, or known to placement while any request is queued,
-    too: it may run these instances (rule 13; after a restore of both planes no claim may show that).
+    too: it may run these instances (rule: claim-stays), also if a restore of both planes lost the claim.
     """
     removal = _Removal(store, placement, compute, display_name, now, report)
 

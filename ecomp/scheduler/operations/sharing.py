@@ -1,6 +1,6 @@
 """Flavors (in schedule.yaml and in etcd) and quotas, which operators set for all users.
 
-Deliveries and removals update quotas in their transactions (rule 7); setting a quota counts the usage again.
+Deliveries and removals update quotas in their transactions (rule: change-with-delivery). Setting a quota counts again.
 """
 
 from __future__ import annotations

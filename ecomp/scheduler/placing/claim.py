@@ -1,8 +1,8 @@
 """Claim candidates for instances, and deliver what was claimed.
 
-Rules 1 and 3: an unknown outcome is read back; a claim is released only unchanged and without another attempt in
-flight. Rule 7: names, group and quota are checked first and decided in the delivering transaction, which also compares
-and deletes the attempt's key: nothing is delivered twice, or after the attempt is known to be gone.
+Names, group and quota are checked first and decided in the delivering transaction (rules: read-back,
+release-by-generation, change-with-delivery). It also compares and deletes the attempt's key: nothing is delivered
+twice, or after the attempt is known to be gone.
 """
 
 from __future__ import annotations
@@ -120,13 +120,13 @@ class Claimer:
         try:
             wait(calls, return_when=FIRST_EXCEPTION)
         except BaseException:
-            # Ctrl-C does not wait for answers: computes release what is claimed after it (rule 4).
+            # Ctrl-C does not wait for answers: computes release what is claimed after it (rule: orphaned-claim).
             threads.shutdown(wait=False, cancel_futures=True)
             raise
         threads.shutdown(cancel_futures=True)  # calls in flight are waited for
         done = [call for call in calls if not call.cancelled()]
         if errors := [error for call in done if (error := call.exception()) is not None]:
-            # An unknown outcome of one block comes first: it forbids any release (rule 1).
+            # An unknown outcome of one block comes first: it forbids any release (rule: read-back).
             raise min(errors, key=lambda error: not isinstance(error, UnknownOutcome))
         return set().union(*(call.result() for call in done))
 
@@ -214,8 +214,8 @@ def abandon(store: Store, placement: Placement, instances: Iterable[str], attemp
     """Release and note the instances' claims unless delivered or in use; return whether all are released.
 
     In use: another process took over the attempt, whose key had this `revision`, or a compute takes the instance from a
-    queue. Both are read after the generations (rule 11). A second eschedule writes its attempt, then claims: either we
-    see its key, or its claim has moved a generation and our release fails. Raises the errors of etcd and placement.
+    queue. Both are read after the generations (rule: order-of-reading): we see the key of a second eschedule, or its
+    claim has changed a generation and our release fails. Raises the errors of etcd and placement.
     """
 
     def find_needed(holding: Mapping[str, allocations.Consumer]) -> Collection[str]:

@@ -1,7 +1,7 @@
 """Deliver requests for a placement query to computes: for one instance, or for a set.
 
 1 announce the attempt, a key below /requests on a lease; 2 query; 3 claim; 4 deliver in a transaction that deletes the
-attempt. After a kill the computes undo the rest (rule 4). Instances of an earlier attempt stay where they are claimed.
+attempt. After a kill the computes undo the rest (rule: orphaned-claim). What an earlier attempt claimed stays there.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class Attempt:
     """One run of create(), a method for each step; other data is read when it is first needed.
 
     Its key is on `lease`, with `revision` once it is written; see create() for arguments. undo() releases the claims of
-    `attempted` instances that are `movable` (no other attempt made their claims; others are not moved, rule 13) or
+    `attempted` instances that are `movable`, because no other attempt made their claims (rule: claim-stays), or
     `unclaimed` (no claim after the announcement, and none of another attempt since). claim() sets `placement`.
     """
 
@@ -311,7 +311,7 @@ class Attempt:
         try:
             yield
         except UnknownOutcome:
-            raise  # nothing is released while it is unknown what was written (rule 1)
+            raise  # nothing is released while it is unknown what was written (rule: read-back)
         except BaseException as error:
             outcome = self.undo()
             if isinstance(error, ClaimedElsewhere):

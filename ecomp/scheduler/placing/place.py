@@ -110,9 +110,9 @@ MAX_LOGGED_COMPUTES = 20
 
 @dataclass
 class Placer:
-    """Claims places for one attempt. A claim in a wrong place stays until it is moved.
+    """Claims places for one attempt.
 
-    If it were released and claimed again, a late release by another process could meet its generation (rule 3).
+    A claim in a wrong place stays until it is moved (rule: release-by-generation).
     `refresh_offer` queries placement again; `count_in_flight`: see Contention. `is_ours` recognizes a compute of this
     cluster, alive or not. `attempted` instances may hold a claim, however the attempt ends. `candidate_count` is the
     most computes, in any query, that could have taken an instance: 0 before place(), then at least 1. The instances of
@@ -193,7 +193,7 @@ class Placer:
     def take_over(self, earlier_claims: Mapping[str, Candidate]) -> dict[str, Candidate]:
         """Claim where an earlier attempt's claims are; return those placed. Raises what Claimer.claim_what_fits() does.
 
-        These claims are neither moved nor released (rule 13): after a restore of etcd the instances may run there.
+        They stay (rule: claim-stays): after a restore of etcd the instances may run there.
         """
         self.attempted += [instance for instance in earlier_claims if instance not in self.attempted]
         self.claimer.foreign.update(earlier_claims.keys() - self.claimer.movable)

@@ -1,4 +1,4 @@
-"""Deliver the changes of one `eschedule apply`: new instances with their claims, and tombstones, all or none.
+"""Deliver the changes of one `eschedule apply`: new instances and tombstones, all or none (rule: whole-set).
 
 An instance's uuid is a hash of the stack's epoch and its place, so an apply that was killed is continued by the next
 one: it takes over the claims, and delivers what is missing. Two concurrent ones collide at the key of their attempt.
@@ -366,7 +366,7 @@ class StackAttempt(Attempt):
 
         def check(entry: Entry) -> None:
             check_previous(f'stack {self.change.stack.name}: another apply', owner, entry)
-            self.movable.clear()  # it may have claimed for the same uuids (rule 13)
+            self.movable.clear()  # it may have claimed for the same uuids (rule: claim-stays)
 
         self.revision = announce(self.store, self.lease, self.order.instance, value, True, check)
         entry = self.store.get(keys.stack(self.change.stack.name))

@@ -203,7 +203,7 @@ def read_computes(store: Store) -> Computes:
 
 
 def find_claims_on_silent(store: Store, known_computes: Computes, instances: Collection[str]) -> dict[str, str]:
-    """Return {instance: text} for claims on silent computes (rule 13), as far as `store.claims`, if set, answers."""
+    """Return {instance: text} for claims on silent computes (rule: claim-stays), as far as `store.claims` answers."""
     claims: dict[str, str] = {}
     with suppress(EcompError):
         for compute in (
