@@ -571,7 +571,7 @@ class Compute:
                 )
 
     def _check_claims(self) -> None:
-        """Note the provider's generation, also for _check_registration(), and release orphaned claims; raise errors."""
+        """Note the provider's generation, and release each claim that is an orphan in a second check; raise errors."""
         self._generation = None
         self._generation = self._environment.generations.read_generation(self.uuid)
         requests = {keys.get_last_part(key) for key in self._requests}

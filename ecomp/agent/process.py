@@ -89,7 +89,7 @@ class MetricsWriter:
     """
 
     def __init__(self, path: Path, computes: Sequence[Compute], threads: Threads) -> None:
-        """Write the file now, and every METRICS_INTERVAL_SECONDS from then on until stop()."""
+        """Schedule a write as soon as possible, and one every METRICS_INTERVAL_SECONDS, until stop()."""
         self._path, self._computes = path, computes
         self._lock, self._is_stopped = threading.Lock(), False
         self._failures = FailureLog()  # of its own, because its recovery is no reason to repeat tasks

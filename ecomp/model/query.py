@@ -124,7 +124,7 @@ def restrict_to_compute(query: str, compute: str) -> str:
 
 
 def exclude_disabled(query: str) -> str:
-    """Return the query plus NOT_DISABLED (on the root), unless the query has that trait or will be refused."""
+    """Add NOT_DISABLED, unless the query names that trait, or has a root_required that takes no other trait."""
     pairs = parse_qsl(query, keep_blank_values=True)
     trait_values = [value for key, value in pairs if key.startswith(('required', 'root_required'))]
     if any(DISABLED in split_traits(value) for value in trait_values):

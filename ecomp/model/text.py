@@ -72,7 +72,7 @@ def is_name(text: str) -> bool:
 
 
 def check_name(text: str) -> str:
-    """Return the name; ValueError with the reason if it is not a valid instance's name."""
+    """Return a lower-case label that is neither like a uuid nor RESERVED; else ValueError with the reason."""
     shown = repr(text[:80])
     if not is_label(text):
         if is_label(text.lower()):

@@ -55,7 +55,7 @@ def list_cpu_traits(features: Iterable[str]) -> frozenset[str]:
 
 
 def check_trait(name: str) -> str:
-    """Return a trait of os-traits, except STATUS_TRAITS, or a CUSTOM_ one; else ValueError ("must be ...")."""
+    """Return a trait of os-traits, except STATUS_TRAITS, or a CUSTOM_ one; else ValueError with the reason."""
     if name in STATUS_TRAITS:
         raise ValueError('is not allowed here. Fix: use `eschedule host disable`, which sets it')
     if name.startswith(CUSTOM_PREFIX):

@@ -159,9 +159,9 @@ def _check_raw(file: BinaryIO) -> int:
 
 
 def _check_qcow2(file: BinaryIO) -> int:
-    """Return the virtual size in bytes if the file contains all its tables and clusters.
+    """Return the virtual size in bytes, or raise BuildFailed with what QEMU would refuse or could not read.
 
-    Else raises BuildFailed('image', …). Reads at most the file's length: tables begin at clusters and do not overlap.
+    Each table is read once, however many entries refer to it.
     """
     file_bytes = os.fstat(file.fileno()).st_size
     header = struct.unpack('>4sIQIIQIIQQII', file.read(64)[:64])
