@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 
 import pytest
 
+from tests.kit.plan import LAST_RUN_PATH, LastRuns
 from tests.kit.servers import TOP
 from tests.model.scenarios import SCENARIOS
 
@@ -36,3 +38,23 @@ def test_named_scenario_exists(name: str) -> None:
 @pytest.mark.parametrize('path', re.findall(r'`(tests/[\w/.]+)`', PAGE))
 def test_named_path_exists(path: str) -> None:
     assert (TOP / path).exists()
+
+
+def test_slow_tests_that_the_page_names_have_passed() -> None:
+    """`tests/last_run` has the date of the last pass of each slow test."""
+    passed = {re.sub(r'\[.*', '', name) for name in LastRuns(LAST_RUN_PATH).dates}
+    named = {(path, name) for path, name in TESTS}
+    named |= {
+        (path, name) for path in re.findall(r'`tests/(\w+/test_\w+\.py)`', PAGE) for name in find_slow_tests(path)
+    }
+    slow = {f'tests/{path}::{name}' for path, name in named if name in find_slow_tests(path)}
+    assert len(slow) > 3
+    assert slow - passed == set(), 'run them: tests/run --all PART'
+
+
+@functools.cache
+def find_slow_tests(path: str) -> set[str]:
+    """Return the names of a module's tests that are slow with all their parameters."""
+    tree = ast.parse((TOP / 'tests' / path).read_text())
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return {node.name for node in functions if any(ast.unparse(mark).endswith('.slow') for mark in node.decorator_list)}
