@@ -119,9 +119,8 @@ def generate_man_pages() -> Iterator[ManPage]:
 def render_command_names() -> str:
     """Render the module of command names, which lets a command load only its own rows."""
     names = {module: [row.name for row in load_rows(module)] for modules in FAMILIES.values() for module in modules}
-    reserved = {name.partition(' ')[0] for row_names in names.values() for name in row_names} | PLANNED_WORDS
     lines = [f'    {module!r}: {tuple(row_names)!r},' for module, row_names in names.items()]
-    words = textwrap.fill(', '.join(map(repr, sorted(reserved))), 116, break_on_hyphens=False)
+    words = textwrap.fill(', '.join(map(repr, list_reserved_words())), 116, break_on_hyphens=False)
     return '\n'.join([
         '"""The names of eschedule\'s commands, made from their rows by `python -m docs.generate`. Pure."""', '',
         '# ruff: noqa: E501', 'BY_MODULE = {', *lines, '}',
@@ -129,6 +128,11 @@ def render_command_names() -> str:
         'RESERVED = frozenset({', textwrap.indent(f'{words},', '    '), '})',
         '"""The first arguments of commands, also of planned ones: no instance may have such a name."""', '',
     ])  # fmt: skip
+
+
+def list_reserved_words() -> list[str]:
+    names = {row.name.partition(' ')[0] for rows in load_families().values() for row in rows}
+    return sorted(names | PLANNED_WORDS)
 
 
 def describe_shapes() -> tuple[list[Block], list[Section]]:
@@ -209,6 +213,9 @@ def describe_eschedule() -> Iterator[Section]:
             if options := [describe_option(row) for row in each.list_options()]:
                 blocks.append(Terms(('option', ''), options))
             yield Section(f'eschedule {each.name}', [*blocks, f'Example: `{each.example}`', f'Exit codes: {exits}.'])
+    reserved = ', '.join(f'`{word}`' for word in list_reserved_words())
+    says = 'An instance cannot have the name of a command, or of one that may be added later'
+    yield Section('Reserved names', [f'{says}: {reserved}.'])
 
 
 def describe_other_commands() -> Iterator[Section]:

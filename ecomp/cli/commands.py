@@ -37,9 +37,8 @@ FAMILIES: Mapping[str, Sequence[str]] = {
 
 # First words of planned commands. An instance with such a name would be hidden by the command later.
 PLANNED_WORDS = frozenset({
-    *('copy', 'exec', 'logs', 'migrate', 'move', 'protect'),
-    *('rebuild', 'rename', 'resize', 'results', 'run', 'set', 'snapshot', 'stack', 'ui', 'unprotect'),
-    'version',
+    *('adopt', 'check', 'copy', 'exec', 'logs', 'migrate', 'move', 'protect', 'rebuild', 'release'),
+    *('rename', 'resize', 'results', 'run', 'set', 'snapshot', 'stack', 'ui', 'unprotect', 'version'),
 })  # fmt: skip
 
 

@@ -17,10 +17,10 @@ BY_MODULE = {
 """The names by the module of ecomp/cli that has their rows, in the order of the help."""
 
 RESERVED = frozenset({
-    'again', 'apply', 'audit', 'clear', 'completion', 'console', 'copy', 'create', 'destroy', 'doctor', 'evacuate',
-    'events', 'exec', 'flavor', 'group', 'help', 'host', 'hosts', 'image', 'list', 'log', 'logs', 'metrics', 'migrate',
-    'move', 'plan', 'protect', 'query', 'quota', 'reboot', 'rebuild', 'rename', 'resize', 'results', 'run', 'set',
-    'show', 'snapshot', 'ssh', 'ssh-config', 'stack', 'start', 'stop', 'timeline', 'top', 'ui', 'unprotect', 'version',
-    'wait', 'what-if', 'why',
+    'adopt', 'again', 'apply', 'audit', 'check', 'clear', 'completion', 'console', 'copy', 'create', 'destroy',
+    'doctor', 'evacuate', 'events', 'exec', 'flavor', 'group', 'help', 'host', 'hosts', 'image', 'list', 'log', 'logs',
+    'metrics', 'migrate', 'move', 'plan', 'protect', 'query', 'quota', 'reboot', 'rebuild', 'release', 'rename',
+    'resize', 'results', 'run', 'set', 'show', 'snapshot', 'ssh', 'ssh-config', 'stack', 'start', 'stop', 'timeline',
+    'top', 'ui', 'unprotect', 'version', 'wait', 'what-if', 'why',
 })
 """The first arguments of commands, also of planned ones: no instance may have such a name."""

@@ -140,6 +140,18 @@ def test_names_of_commands_are_reserved() -> None:
     assert {name.split()[0] for name in COMMANDS} | PLANNED_WORDS == RESERVED
 
 
+@pytest.mark.parametrize(
+    'word',
+    [
+        *('adopt', 'release', 'resize', 'rebuild', 'protect', 'unprotect'),
+        *('rename', 'check', 'stack', 'run', 'results', 'ui'),
+    ],
+)
+def test_word_of_a_planned_command_is_no_name(word: str) -> None:
+    with pytest.raises(ValueError, match='reserved for a command'):
+        check_name(word)
+
+
 @given(st.text(max_size=70))
 def test_valid_name_is_a_label_and_not_a_uuid(text: str) -> None:
     try:
