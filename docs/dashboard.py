@@ -67,6 +67,11 @@ class Panel:
     is_stacked: bool
     # {expression: its series}
     series: Mapping[str, list[Series]]
+    # {legend of a series: its colour}; the others have those of COLOURS
+    colours: Mapping[str, str]
+
+    def choose_colour(self, number: int, legend: str) -> str:
+        return self.colours.get(legend, COLOURS[number % len(COLOURS)])
 
 
 def get_json(url: str, **parameters: str) -> Any:
@@ -95,8 +100,19 @@ def read_panels(prometheus: str, start: float, end: float) -> list[Panel]:
             for target in panel['targets']
         }
         is_stacked = defaults.get('custom', {}).get('stacking', {}).get('mode') == 'normal'
-        panels.append(Panel(panel['title'], defaults['unit'], panel['gridPos'], is_stacked, series))
+        colours = read_colours(panel)
+        panels.append(Panel(panel['title'], defaults['unit'], panel['gridPos'], is_stacked, series, colours))
     return panels
+
+
+def read_colours(panel: Mapping[str, Any]) -> dict[str, str]:
+    """Return the colours that a panel of the dashboard sets, by the legend of the series."""
+    return {
+        override['matcher']['options']: each['value']['fixedColor']
+        for override in panel['fieldConfig']['overrides']
+        for each in override['properties']
+        if each['id'] == 'color'
+    }
 
 
 def _read_series(prometheus: str, expression: str, legend: str, start: float, end: float) -> Iterator[Series]:
@@ -161,7 +177,7 @@ def _draw_panel(panel: Panel, seconds: float) -> Iterator[str]:
         x = place(at, 0).partition(',')[0]
         yield f'<text x="{x}" y="{bottom + 15}" text-anchor="{anchor}" fill="{PALE}">{text}</text>'
     for number, (line, base) in enumerate(zip(tops, bases, strict=True)):
-        colour = COLOURS[number % len(COLOURS)]
+        colour = panel.choose_colour(number, series[number].legend)
         for times in _split_at_gaps(line, seconds / POINTS):
             path = 'L'.join(place(at, line[at]) for at in times)
             if panel.is_stacked:
@@ -170,7 +186,7 @@ def _draw_panel(panel: Panel, seconds: float) -> Iterator[str]:
             yield f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
     for entry in legend:
         base_line = bottom + TIME_HEIGHT + 15 + LEGEND_LINE_HEIGHT * entry.line
-        colour = COLOURS[entry.number % len(COLOURS)]
+        colour = panel.choose_colour(entry.number, series[entry.number].legend)
         yield f'<rect x="{entry.x:.0f}" y="{base_line - 5}" width="12" height="3" fill="{colour}"/>'
         yield f'<text x="{entry.x + 16:.0f}" y="{base_line}" fill="{INK}">{escape(entry.text)}</text>'
     yield '</g>'

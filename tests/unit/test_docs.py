@@ -10,12 +10,16 @@ from pathlib import Path
 import pytest
 
 from docs import dashboard, generate, parts, writing
+from ecomp.model.host import CLOSED, DISABLED, ORPHANED, SILENT, UP
+from ecomp.model.record import ACTIVE, ERROR, GONE, SHOWN_STATES
 from ecomp.virt.xml import RESERVED_ONLY_OPTION
 from tests.kit.servers import TOP
 from tests.kit.tree import copy_tree
 from tests.kit.wheels import build_wheel
 
 PAGES = sorted([*TOP.glob('*.md'), *TOP.glob('docs/**/*.md'), TOP / 'bench/README.md', TOP / 'tests/faults/README.md'])
+# In the dashboard.
+GREEN, RED = '#3d7f4f', '#c8442f'
 
 
 def test_reference_and_man_pages_are_current() -> None:
@@ -34,6 +38,34 @@ def test_picture_of_the_dashboard_has_its_panels_and_expressions() -> None:
     picture = (TOP / 'docs/howto/dashboard.svg').read_text()
     cure = 'draw it: ECOMP_DASHBOARD=write pytest tests/scenario/test_monitoring.py'
     assert f'<desc>{dashboard.describe_panels(dashboard.load_panels())}</desc>' in picture, cure
+
+
+@pytest.mark.parametrize(
+    ('title', 'states', 'good', 'bad'),
+    [
+        ('Hosts by state', {UP, DISABLED, CLOSED, SILENT, ORPHANED}, UP, SILENT),
+        ('Instances by state', SHOWN_STATES - {GONE}, ACTIVE, ERROR),
+    ],
+)
+def test_dashboard_draws_good_states_green_and_bad_ones_red(
+    title: str, states: frozenset[str], good: str, bad: str
+) -> None:
+    [panel] = [each for each in dashboard.load_panels() if each['title'] == title]
+    colours = dashboard.read_colours(panel)
+    assert colours.keys() == states
+    assert len(set(colours.values())) == len(states)
+    assert (colours[good], colours[bad]) == (GREEN, RED)
+    picture = (TOP / 'docs/howto/dashboard.svg').read_text().partition(f'>{title}</text>')[2].partition('</g>')[0]
+    assert {state: colours[state] for state in (good, bad)}.items() <= read_legend(picture).items()
+    series = [dashboard.Series(state, {0.0: 1.0}) for state in sorted(states)[::-1]]
+    drawn = dashboard.draw([dashboard.Panel(title, 'short', panel['gridPos'], True, {'x': series}, colours)], 60.0)
+    assert read_legend(drawn) == colours
+
+
+def read_legend(picture: str) -> dict[str, str]:
+    """Return the colours of the legends in a picture, by their texts."""
+    entries = re.findall(r'height="3" fill="(#\w+)"/>\s*<text[^>]*>([^<]*)', picture)
+    return {text: colour for colour, text in entries}
 
 
 def test_readme_is_at_most_10_kb() -> None:
