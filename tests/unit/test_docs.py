@@ -18,6 +18,7 @@ from tests.kit.tree import copy_tree
 from tests.kit.wheels import build_wheel
 
 PAGES = sorted([*TOP.glob('*.md'), *TOP.glob('docs/**/*.md'), TOP / 'bench/README.md', TOP / 'tests/faults/README.md'])
+UUID = '[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}'
 # In the dashboard.
 GREEN, RED = '#3d7f4f', '#c8442f'
 
@@ -105,6 +106,17 @@ def read_anchors(page: Path) -> set[str]:
 def test_anchors_of_sections_are_computed() -> None:
     assert writing.make_anchor('Networks and addresses: `x`, now') == 'networks-and-addresses-x-now'
     assert 'what-a-guest-may-send' in read_anchors(TOP / 'docs/howto/networks.md')
+
+
+@pytest.mark.parametrize('page', PAGES, ids=lambda page: str(page.relative_to(TOP)))
+def test_an_instance_has_one_address_on_a_page(page: Path) -> None:
+    """What a page shows is the output of one run."""
+    addresses: dict[str, set[str]] = {}
+    for line in page.read_text().splitlines():
+        uuids, found = re.findall(UUID, line), re.findall(r'\b10(?:\.\d+){3}\b', line)
+        if len(uuids) == len(found) == 1:
+            addresses.setdefault(uuids[0], set()).add(found[0])
+    assert {uuid: several for uuid, several in addresses.items() if len(several) > 1} == {}
 
 
 def test_every_page_is_linked_from_the_readme() -> None:
