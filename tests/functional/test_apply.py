@@ -151,6 +151,26 @@ def test_replace_with_and_without_room(cluster: Control, compute: Ecompute) -> N
     assert list_names(cluster) == ['shop-db', 'shop-web']
 
 
+@pytest.mark.usefixtures('compute')
+def test_replaced_members_leave_a_strict_group_that_fills_all_hosts(cluster: Control) -> None:
+    web = {'group': {'name': 'web', 'policy': 'anti-affinity', 'strict': True}}
+    assert cluster.eschedule('apply', write_stack(cluster.directory, web=web), '--wait').code == 0
+    changed = write_stack(cluster.directory, web=web | change_memory(65))
+    replaced = cluster.eschedule('apply', changed, '--replace', 'web', '--yes', '--wait', '-f', 'json')
+    assert (replaced.code, read_actions(replaced)) == (0, {'shop-web': 'replace'}), replaced
+
+
+@pytest.mark.usefixtures('compute')
+def test_apply_over_a_quota_names_the_quota_and_claims_nothing(cluster: Control) -> None:
+    assert cluster.eschedule('quota', 'set', 'shop', 'instances=1').code == 0
+    path = write_stack(cluster.directory, db={}, web={})
+    (Path(path)).write_text(json.dumps(json.loads(Path(path).read_text()) | {'project': 'shop'}))
+    refused = cluster.eschedule('apply', path)
+    assert (refused.code, read_allocations(cluster)) == (3, {}), refused
+    assert 'quota of project shop' in refused.stderr
+    assert 'another eschedule' not in refused.stderr
+
+
 @pytest.mark.parametrize('options', [(), ('--destroy-first',)])
 def test_failed_and_ending_instances(cluster: Control, compute: Ecompute, options: tuple[str, ...]) -> None:
     shop = write_stack(cluster.directory, db={}, web={})

@@ -30,7 +30,7 @@ from ecomp.errors import EcompError, StillGoing, Unreachable
 from ecomp.model import keys
 from ecomp.model.guest import Address, BaseImage, GuestSpec, make_mac_address
 from ecomp.model.order import SHUT_OFF, START, STOP, PowerAction
-from ecomp.model.record import ACTIVE, GONE, STOPPED, UNSEEN_END_FAULT, from_json
+from ecomp.model.record import ACTIVE, ERROR, GONE, STOPPED, UNSEEN_END_FAULT, from_json
 from ecomp.model.record import to_json as record_to_json
 from ecomp.scheduler.changes.change import change_power, destroy
 from ecomp.scheduler.changes.wait import Deadline, Wait, wait_for_stage
@@ -198,15 +198,22 @@ def test_unmanaged_guest_is_logged_each_time_it_appears(
 
 
 @pytest.mark.parametrize(
-    ('fault', 'is_removed'), [(UNSEEN_END_FAULT, True), (DOMAIN_AND_DISK_GONE, False), (None, False)]
+    ('state', 'fault', 'is_removed'),
+    [
+        (GONE, UNSEEN_END_FAULT, True),
+        (GONE, DOMAIN_AND_DISK_GONE, False),
+        (GONE, None, False),
+        (ERROR, UNSEEN_END_FAULT, False),
+        (ERROR, None, False),
+    ],
 )
 def test_guest_without_a_request_is_removed_only_if_its_end_was_accepted_unseen(
-    toy_compute: ToyCompute, cloud: Cloud, fault: str | None, is_removed: bool
+    toy_compute: ToyCompute, cloud: Cloud, state: str, fault: str | None, is_removed: bool
 ) -> None:
     instance = toy_compute.build()
-    gone = replace(toy_compute.read_record(instance).enter_state(GONE, NOW, 'gone'), fault=fault)
+    final = replace(toy_compute.read_record(instance).enter_state(state, NOW, state), fault=fault)
     request, record, address = toy_compute.list_keys(instance)
-    cloud.store.commit([], [Put(record, record_to_json(gone)), Delete(request), Delete(address)])
+    cloud.store.commit([], [Put(record, record_to_json(final)), Delete(request), Delete(address)])
     toy_compute.restart()
     assert toy_compute.step() == ([f'destroy as accepted {instance}'] if is_removed else [])
     assert (instance in toy_compute.hypervisor.list_guests()) is not is_removed

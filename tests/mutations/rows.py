@@ -298,6 +298,52 @@ ROWS = (
         'held = {}',
         note='no race for a compute of a strict affinity set: not test_scheduler_create.py, test_placing.py',
     ),
+    # Found by none, when they were first made
+    Row(
+        'an apply over the quota claims before it looks',
+        'ecomp/scheduler/placing/stack.py',
+        '        self._check_quota({**held, **chosen})\n',
+        '',
+        ('tests/functional/test_apply.py::test_apply_over_a_quota_names_the_quota_and_claims_nothing',),
+    ),
+    Row(
+        'removed members stay in their group while a stack is planned',
+        'ecomp/scheduler/placing/stack.py',
+        'settled.without_members(*self.change.removed_instances, *self.order.instances)',
+        'settled.without_members(*self.order.instances)',
+        ('tests/functional/test_apply.py::test_replaced_members_leave_a_strict_group_that_fills_all_hosts',),
+    ),
+    Row(
+        "after a lost answer another apply's new stack key is taken for ours",
+        'ecomp/scheduler/placing/stack.py',
+        'if entry is not None and entry.value == to_json(stack).encode() else None',
+        'if entry is not None else None',
+        ('tests/functional/test_scheduler_lost.py::test_key_of_a_new_stack_is_read_back_after_a_lost_message',),
+    ),
+    Row(
+        'a delivery without an answer, of what has ended since, counts as not delivered',
+        'ecomp/scheduler/placing/claim.py',
+        'return places.records[first].revision if places and first in places.records else 0',
+        'return 0',
+        ('tests/functional/test_scheduler_lost.py::test_lost_delivery_of_what_has_ended_since_is_reported_as_done',),
+    ),
+    Row(
+        'the life lease is not renewed at a start',
+        'ecomp/store/presence.py',
+        'exist = bool(ages) and None not in ages and self._store.keep_alive(known_leases[0]) > 0',
+        'exist = bool(ages) and None not in ages',
+        ('tests/functional/test_presence.py::test_first_life_lease_is_renewed_and_the_anchor_is_not',),
+    ),
+    Row(
+        'any final record removes a guest on a host that returns',
+        'ecomp/agent/instance/instances.py',
+        'if record is not None and (record.state, record.fault) == (GONE, UNSEEN_END_FAULT):',
+        'if record is not None and record.state in (GONE, ERROR):',
+        (
+            'tests/functional/test_planner.py::'
+            'test_guest_without_a_request_is_removed_only_if_its_end_was_accepted_unseen',
+        ),
+    ),
     # The lab, the metadata server
     Row(
         'a lab is removed together with what is mounted deep in it',
