@@ -32,6 +32,7 @@ from ecomp.model.apply import (
     FAILED,
     KEEP,
     REPLACE,
+    STAYS,
     SURPLUS,
     TAKEN,
     Step,
@@ -39,7 +40,7 @@ from ecomp.model.apply import (
     make_stack_order,
     plan_steps,
 )
-from ecomp.model.host import NO_COMPUTES
+from ecomp.model.host import NO_COMPUTES, describe_silent_fix
 from ecomp.model.keys import make_uuid
 from ecomp.model.record import RETENTION_SECONDS, SCHEDULED, STAGES, STOPPED, Record, parse_or_none
 from ecomp.model.stack import Stack
@@ -66,6 +67,7 @@ COLUMNS = (
 class _Apply:
     """One run of apply. `created` is {entry: new instance}; `computes` is {new instance: compute}, once placed.
 
+    `silent` is {entry: silent compute} of instances that are not replaced, because they may run there.
     `states` is {new or kept instance: its state after --wait}. `pruned` are the steps of instances that --prune
     destroys, or destroyed before. `effect` says what is changed already.
     """
@@ -77,6 +79,7 @@ class _Apply:
     steps: Sequence[Step] = ()
     pruned: Sequence[Step] = ()
     effect: str = 'nothing was changed'
+    silent: dict[str, str] = field(default_factory=dict)
     created: dict[str, str] = field(default_factory=dict)
     computes: dict[str, str] = field(default_factory=dict)
     outcomes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -87,7 +90,7 @@ class _Apply:
 
     def read(self) -> None:
         """Read the stack, and plan the steps, without instances that are being destroyed and not in the file."""
-        from ecomp.scheduler.queries.stacks import read_stack
+        from ecomp.scheduler.queries.stacks import find_silent_computes, read_stack
 
         desired = self.file.instances
         names = [each.order.name or '' for each in desired.values()]
@@ -95,10 +98,22 @@ class _Apply:
         steps = plan_steps(
             desired, self.state.existing, self.state.owners, self.replaced_members, self.ctx.options.prune
         )
+        replaced = [step.entry for step in steps if step.action in (REPLACE, DESTROY)]
+        if replaced:
+            self.silent |= find_silent_computes(self.ctx.store, self.ctx.placement, self.state, replaced)
+        steps = [self._keep_silent(step) for step in steps]
         self.steps = [step for step in steps if step.action != ENDING or step.entry in desired]
         pruned = (DESTROY, ENDING) if self.ctx.options.prune else ()
         self.pruned = [step for step in steps if step.action in pruned and step.entry not in desired]
         self.ctx.display_names |= {step.instance: step.name for step in steps if step.instance and step.name}
+
+    def _keep_silent(self, step: Step) -> Step:
+        """Let an instance that a silent host may run stay, instead of replacing or pruning it."""
+        if step.entry not in self.silent or step.action not in (REPLACE, DESTROY, DIFFERS):
+            return step
+        host = self.ctx.name_computes().format_name(self.silent[step.entry])
+        reason = f'its host {host} is silent, and may run it. Fix: {describe_silent_fix(host, "")}'
+        return step._replace(action=STAYS, reasons=[*step.reasons, reason])
 
     def select(self, *actions: str) -> list[Step]:
         return [step for step in self.steps if step.action in actions]
@@ -190,9 +205,12 @@ def _carry_out(run: _Apply) -> int:
 def _make_change(run: _Apply, steps: Sequence[Step], preview: bool = False) -> StackChange:
     """Make the change of these steps; write the key of a new or restored stack, unless it is a preview."""
     from ecomp.scheduler.placing.stack import Removal, StackChange, write_stack
+    from ecomp.scheduler.queries.stacks import check_claims_known
 
     stack = run.state.stack or Stack(run.file.name, make_uuid(os.urandom(16)))
     is_written = preview or not (run.state.stack is None or run.state.is_stale)
+    if run.state.stack is None or run.state.is_stale:
+        check_claims_known(run.ctx.store, run.ctx.placement, stack.name, run.ctx.computes)
     revision = run.state.revision if is_written else write_stack(run.ctx.store, stack, run.state.revision)
     new = {step.entry: run.file.instances[step.entry] for step in steps if step.action in (CREATE, REPLACE)}
     removals = [
@@ -335,6 +353,7 @@ _DESCRIPTIONS = {
     FAILED: 'in error (--replace MEMBER replaces them)',
     TAKEN: 'with the name of another instance',
     ENDING: 'being destroyed',
+    STAYS: 'on a silent host, unchanged',
 }
 
 
@@ -431,7 +450,8 @@ COMMANDS: Sequence[Command] = (
             'that exist and are as the file asks are kept, so the command can be repeated as often as you like; a '
             'command that was killed is continued by the next one. FILE is YAML, - is standard input; paths in it are '
             'relative to FILE. If an instance differs from the file, nothing is changed (exit 5), unless you give '
-            '--replace. Instances that the file no longer has are kept, unless you give --prune. On an etcd that takes '
+            '--replace. Instances that the file no longer has are kept, unless you give --prune, and so are instances '
+            'on a silent host, which may still run (exit 5). On an etcd that takes '
             'only 128 operations in a transaction (docker.sh and elab start one that takes 2048) a delivery of more '
             'than about 60 instances is split into parts of 25; if a later part is refused, the message says how many '
             'instances exist.',

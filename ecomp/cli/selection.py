@@ -39,7 +39,7 @@ def make_filter(ctx: Context) -> RecordFilter:
     if options.stack is not None:
         from ecomp.scheduler.queries.stacks import load_stack
 
-        stack, _ = load_stack(ctx.store, options.stack)
+        stack = load_stack(ctx.store, options.stack).stack
         if stack is None:
             raise NotFound(f'{options.stack}: no such stack. Try: eschedule list')
         instances = stack.list_instances().values()  # a compute of ecomp 1.0 records no stack

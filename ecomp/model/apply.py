@@ -14,7 +14,7 @@ from ecomp.model.order import MAX_SET_BYTES, Order, Request, SetOrder, dump_fiel
 from ecomp.model.record import DESTROYING, ERROR, GONE, QUEUED, Record, describe_failure
 from ecomp.model.stack import Stack
 
-# What a step does. The last five are not carried out: apply refuses, waits or only reports.
+# What a step does. The last six are not carried out: apply refuses, waits or only reports.
 CREATE = 'create'
 KEEP = 'keep'
 REPLACE = 'replace'
@@ -24,7 +24,9 @@ DIFFERS = 'differs'
 FAILED = 'failed'
 TAKEN = 'taken'
 ENDING = 'destroying'
-ACTIONS = (CREATE, KEEP, REPLACE, DESTROY, SURPLUS, DIFFERS, FAILED, TAKEN, ENDING)
+# It would be replaced or pruned, but may still run on a silent host.
+STAYS = 'stays'
+ACTIONS = (CREATE, KEEP, REPLACE, DESTROY, SURPLUS, DIFFERS, FAILED, TAKEN, ENDING, STAYS)
 CONFLICTS = (DIFFERS, TAKEN)
 CHANGES = (CREATE, REPLACE, DESTROY)
 # Stands for all members in --replace-all.
@@ -184,10 +186,10 @@ _COMPARED: Sequence[tuple[str, Callable[[Order], str], bool]] = (
 def find_exit_code(steps: Sequence[Step], dry_run: bool = False) -> int:
     """Return the exit code of a plan that is not or need not be carried out; 0 if it can be.
 
-    5: a conflict; 1: an instance failed; with `dry_run` 8 for changes.
+    5: a conflict, or an instance on a silent host; 1: an instance failed; with `dry_run` 8 for changes.
     """
     actions = {step.action for step in steps}
-    if actions.intersection(CONFLICTS):
+    if actions.intersection((*CONFLICTS, STAYS)):
         return 5
     if dry_run and actions.intersection((*CHANGES, ENDING)):
         return 8

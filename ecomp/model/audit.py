@@ -43,7 +43,6 @@ class Repair(Enum):
     END_ENTRIES = 'marks these entries as ended'
     RESTORE_STACK = 'restores the stack from the requests'
     CLEAR = 'asks its compute to remove the leftover'
-    DESTROY = 'accepts the destroy of the replaced instance, whose host is silent'
 
 
 class Code(NamedTuple):
@@ -95,9 +94,9 @@ CODES = {
     'request-missing': Code('a living instance has no request', manual_repair='eschedule destroy <instance>'),
     'request-ended': Code('a finished instance has a request', Repair.DELETE_REQUEST),
     'replaced-lives': Code(
-        'an instance that was evacuated lives beside its replacement, as after a restore of etcd',
-        Repair.DESTROY,
-        manual_repair='run `eschedule destroy` for the one whose data you do not need',
+        'an instance lives beside one that says that it replaces it, as after a restore of etcd',
+        manual_repair='only if you know that its host was evacuated: `eschedule destroy <instance>`, or destroy the '
+        'replacement if you need the older disk',
     ),
     'request-unreadable': Code('a request is malformed', manual_repair=REPAIR_MALFORMED_REQUEST),
     'queued-unreadable': Code('a queued request is malformed', manual_repair=REPAIR_MALFORMED_REQUEST),
@@ -441,9 +440,9 @@ def _audit_names(world: AuditIndex) -> Iterator[Finding]:
 
 
 def _audit_replaced(world: AuditIndex) -> Iterator[Finding]:
-    """Find evacuated instances that live: with a request that is no tombstone, or a living record and no request.
+    """Find instances that others say they replace, and that live: with a request that is no tombstone, or a record.
 
-    Repairable is what the evacuation did: the compute of the replaced instance is silent, the replacement is active.
+    Not repairable: what an instance replaces is the word of its compute, which may be wrong.
     """
     requests = {
         instance: {name: each for name, each in placed.items() if isinstance(each, Request) and not each.is_tombstone}
@@ -457,21 +456,9 @@ def _audit_replaced(world: AuditIndex) -> Iterator[Finding]:
         computes = sorted(requests.get(replaced, {}))
         if replaced not in requests and world.is_living(replaced):
             computes = [world.records[replaced].compute]
-        if not computes or not world.in_flight.isdisjoint((replaced, instance)):
-            continue
-        record, is_silent = world.records.get(instance), computes[0] not in world.living_computes
-        is_active = record is not None and record.state == ACTIVE and record.compute in world.living_computes
-        sentence = f'it lives on compute {" and ".join(computes)}, but was evacuated: instance {instance} replaces it'
-        is_requested_once = list(world.requests_by_compute.get(replaced, ())) == computes
-        related_keys = *world.list_instance_keys(replaced), *world.list_instance_keys(instance)
-        yield Finding(
-            'replaced-lives',
-            replaced,
-            sentence,
-            computes[0],
-            is_repairable=is_active and is_silent and is_requested_once and len(computes) == 1,
-            keys=(*related_keys, keys.compute(computes[0])),
-        )
+        if computes and world.in_flight.isdisjoint((replaced, instance)):
+            sentence = f'it lives on compute {" and ".join(computes)}, but instance {instance} says that it replaces it'
+            yield Finding('replaced-lives', replaced, sentence, computes[0])
 
 
 def _audit_own_names(world: AuditIndex, record: Record) -> Iterator[Finding]:
@@ -862,9 +849,13 @@ def audit_stacks(world: AuditIndex) -> Iterator[Finding]:
             continue  # request-ended
         for place in {each.stack for each in requests if each.stack}:
             known, key = world.stacks.get(place.name), keys.stack(place.name)
-            if known is None and place.instance == instance:  # another uuid is not of the stack
+            if isinstance(known, Stack) and world.get_value(keys.attempt(known.attempt)):
+                continue
+            # Another uuid is not of the stack. A refused apply may leave a key without entries.
+            if place.instance == instance and (known is None or (isinstance(known, Stack) and not known.entries)):
                 lost.setdefault(place.name, []).append(instance)
-            if not isinstance(known, Stack) or world.get_value(keys.attempt(known.attempt)):
+                continue
+            if not isinstance(known, Stack):
                 continue
             entry = known.entries.get(place.entry_name)
             owner = known.make_place(place.entry_name, entry.incarnation).instance if entry else 'no instance'
@@ -873,7 +864,8 @@ def audit_stacks(world: AuditIndex) -> Iterator[Finding]:
                 yield Finding('stack-mismatch', instance, sentence, is_repairable=False, keys=(key,))
     for name, instances in lost.items():
         listed = join_some(instances, MAX_QUOTED_INSTANCES)
-        sentence = f'{keys.stack(name)} does not exist, but these instances are requested in it: {listed}'
+        state = 'has no entries' if name in world.stacks else 'does not exist'
+        sentence = f'{keys.stack(name)} {state}, but these instances are requested in it: {listed}'
         yield Finding('stack-mismatch', name, sentence, keys=(keys.stack(name),))
 
 

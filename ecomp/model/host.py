@@ -404,12 +404,12 @@ def parse_computes(presences: Mapping[str, keys.StoredValue], hostnames: Mapping
     )
 
 
-def describe_silent_fix(host: str) -> str:
+def describe_silent_fix(host: str, alternative: str = ', or use another uuid') -> str:
     """Return the remedies for a silent compute with a claim, in order; `host` is from Computes.format_name()."""
     argument = host.rpartition('(')[2].rstrip(')')  # the uuid of `name (uuid)`
     return (
-        f'wait, or start ecompute on {host} (after a restore of etcd: `ecompute --accept-new-etcd`), or use another '
-        f'uuid; if the machine never comes back: `eschedule host forget {argument} --fenced`'
+        f'wait, or start ecompute on {host} (after a restore of etcd: `ecompute --accept-new-etcd`){alternative}; '
+        f'if the machine never comes back: `eschedule host forget {argument} --fenced`'
     )
 
 

@@ -129,11 +129,10 @@ def join_group(
     membership: Membership | None,
     places: Mapping[str, str],
     replaced: Collection[str] = (),
-    dead_compute: str | None = None,
 ) -> Change:
     """Return the change that adds instances to their group; empty without a membership.
 
-    `places` is {instance: compute, or '' if queued}. Members on `dead_compute` stay members, but exclude nothing.
+    `places` is {instance: compute, or '' if queued}.
     Raises Excluded if the group's rule forbids some of them, UsageError for a new group without a policy, Conflict for
     another policy or a full group, and Unreadable.
     """
@@ -141,8 +140,7 @@ def join_group(
         return [], []
     existing, unchanged = load_group(store, membership.name)
     settled = resolve_group(existing, membership).without_members(*replaced)
-    dead_members = [member for member, compute in settled.members.items() if compute == dead_compute]
-    admitted = filter_admitted(settled.without_members(*dead_members), places)
+    admitted = filter_admitted(settled, places)
     if len(admitted) < len(places):
         raise Excluded(admitted)
     extended = settled.with_members(places)

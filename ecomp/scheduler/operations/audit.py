@@ -31,7 +31,6 @@ from ecomp.model.stack import to_json as stack_to_json
 from ecomp.placement import allocations, providers
 from ecomp.placement.allocations import release
 from ecomp.placement.client import Placement
-from ecomp.scheduler.changes.change import make_tombstone
 from ecomp.scheduler.operations.sharing import recount_quota
 from ecomp.scheduler.queries.find import find
 from ecomp.scheduler.queries.stacks import load_stack
@@ -280,7 +279,6 @@ class _Repairs:
             Repair.RECOUNT: self._recount,
             Repair.END_ENTRIES: self._end_entries,
             Repair.RESTORE_STACK: self._restore_stack,
-            Repair.DESTROY: self._destroy,
         }
         try:
             return repairs[finding.repair](finding)
@@ -370,19 +368,10 @@ class _Repairs:
         done = f'{len(ended)} entries are marked as ended' if len(ended) > 1 else f'{ended[0]} is marked as ended'
         return self._commit(finding, [put], done, self._make_conditions(*unchanged))
 
-    def _destroy(self, finding: Finding) -> str:
-        """Accept the destroy of an instance whose compute is silent; CHANGED_SINCE if it has no request."""
-        entries = find(self.store, finding.subject)
-        if entries is None or entries.request_entry is None:
-            return CHANGED_SINCE
-        conditions, tombstone = make_tombstone(self.store, entries)
-        done = f'destroy accepted; {entries.record.compute} carries it out once it is no longer silent'
-        return self._commit(finding, [tombstone], done, conditions)
-
     def _restore_stack(self, finding: Finding) -> str:
-        """Write the key of a stack as its requests show it; CHANGED_SINCE without requests, or if the key exists."""
-        stack, revision = load_stack(self.store, finding.subject)
-        if stack is None or revision:
+        """Write the key of a stack as its requests show it; CHANGED_SINCE without any, or if the key has entries."""
+        stack, _, is_restored = load_stack(self.store, finding.subject)
+        if stack is None or not is_restored:
             return CHANGED_SINCE
         return self._commit(finding, [Put(finding.keys[0], stack_to_json(stack))], f'{finding.keys[0]} is restored')
 

@@ -381,7 +381,7 @@ class Attempt:
             from ecomp.model.host import describe_silent_fix
 
             problem = f'{which} claimed on {host}, which is silent and may be running it'
-            cure = describe_silent_fix(host)
+            cure = describe_silent_fix(host, self.alternative)
         return ClaimedElsewhere(claimed_on, f'{problem}. Fix: {cure}')
 
     def _release(self, instances: Iterable[str]) -> str:

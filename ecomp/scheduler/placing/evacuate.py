@@ -1,26 +1,28 @@
-"""Evacuate a dead compute: place each of its guests anew from its request, one transaction each.
+"""Evacuate a dead compute: place each of its guests anew from its request, in a transaction.
 
 The transaction writes a tombstone at the old key and the new request. It compares the old request and the silence of
-the compute: that makes it exactly once, whoever repeats the command. The attempt protects the claims until then.
+the compute: that makes it exactly once, whoever repeats the command. The attempt protects the claims until then. The
+guests of a group that has to stay together move in one transaction, so that a host that comes back does not split it.
 """
 
 from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
-from ecomp.errors import Conflict, NotFound, PlacementRefusal, Unreadable, UsageError
+from ecomp.errors import Conflict, NotFound, PlacementRefusal, TooManyOperations, Unreadable, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations, find_compute
 from ecomp.model.choose import SPREAD, Candidate, Offer, PlacementReason
-from ecomp.model.host import EntriesByCompute, group_by_instance
+from ecomp.model.group import AFFINITY
+from ecomp.model.host import EntriesByCompute, describe_silent_fix, group_by_instance
 from ecomp.model.moves import Guest, MovePlanner
 from ecomp.model.order import InvalidRequest, Request, SetOrder, get_holdings, parse_request
 from ecomp.model.query import list_trees
@@ -47,7 +49,7 @@ from ecomp.store.client import (
     is_alive,
     read_silence_condition,
 )
-from ecomp.store.sharing import load_groups, note_released, read_index
+from ecomp.store.sharing import KeyIndex, load_groups, note_released, read_index
 
 
 def read_moves(
@@ -92,6 +94,10 @@ MAX_ROUNDS = 5
 MAX_TRIES = 5
 # Guests whose keys are read at once; the attempt's lease is refreshed after them.
 MAX_GUESTS_PER_READ = 10
+# Another uuid for a stack's entry is this much further at most, at random: a compute cannot occupy all of them.
+MAX_INCARNATION_STEP = 2**16
+# Errors for which a guest stays, and others move.
+REFUSALS = (Conflict, TooManyOperations, Unreadable, UsageError)
 
 
 class Evacuated(NamedTuple):
@@ -230,29 +236,49 @@ class _Evacuation(Attempt):
                     raise Conflict('its user-data is no longer in etcd. Fix: destroy it, and create it again')
                 if len(index.requests.get(old, ())) > 1:
                     raise Conflict('several computes have a request for it. Try: eschedule audit')
-                place = find_next_place(self.store, request)
+                place = find_next_place(self.store, request, self.compute)
                 new = place.instance if place else keys.derive_uuid(old, 'evacuated')
-                if new in index.requests or new in index.records:
-                    again = f'instance {new} replaces it already, as after a restore of etcd'
-                    raise Conflict(f'{again}. Try: eschedule audit')
                 self.replacements[old] = _Replacement(request, new, place, None)
-            except (Conflict, Unreadable) as error:
+            except REFUSALS as error:
                 self.reasons[old] = str(error)
-        claims = read_consumers(self.placement, [each.instance for each in self.replacements.values()])
-        for old, replacement in self.replacements.items():
-            self.replacements[old] = self._take_claim(replacement, claims[replacement.instance].allocations)
+        claimed_here = read_provider_allocations(self.placement, self.compute)
+        consumers = {each.instance for each in self.replacements.values()} | self.replacements.keys() - claimed_here
+        claims = {each: held.allocations for each, held in read_consumers(self.placement, consumers).items()}
+        for old, replacement in list(self.replacements.items()):
+            del self.replacements[old]
+            try:
+                if (claimed_on := find_compute(claims.get(old, {}))) not in ('', self.compute):
+                    host = self.get_display_name(claimed_on)
+                    raise Conflict(f'it is claimed on {host}, which may run it. Try: eschedule audit')
+                self.replacements[old] = self._take_claim(replacement, claims[replacement.instance], index)
+            except REFUSALS as error:
+                self.reasons[old] = str(error)
 
-    def _take_claim(self, replacement: _Replacement, held: Allocations) -> _Replacement:
-        """Add an earlier attempt's claim; change the uuid while that is on a silent compute, which may run it."""
-        while (claimed_on := find_compute(held)) and claimed_on not in self.read_alive():
-            place = replacement.place and replacement.place._replace(incarnation=replacement.place.incarnation + 1)
+    def _take_claim(self, replacement: _Replacement, held: Allocations, index: KeyIndex) -> _Replacement:
+        """Add an earlier attempt's claim; Conflict if the replacement exists, or a silent compute has its claim.
+
+        Another uuid is chosen while only etcd has the first one, where any compute may write it, or while its claim is
+        on the evacuated compute, which is off.
+        """
+        while True:
+            instance, claimed_on = replacement.instance, find_compute(held)
+            is_listed = instance in index.requests or instance in index.records
+            if claimed_on and claimed_on != self.compute:
+                host, problem = self.get_display_name(claimed_on), f'its replacement {instance} is claimed on'
+                if claimed_on not in self.read_alive():
+                    cure = describe_silent_fix(host, '')
+                    raise Conflict(f'{problem} {host}, which is silent and may run it. Fix: {cure}')
+                if is_listed:
+                    raise Conflict(f'{problem} {host}, as after a restore of etcd. Try: eschedule audit')
+                self.foreign.add(instance)
+                return replacement._replace(claim=Candidate(claimed_on, held, None))
+            if not claimed_on and not is_listed:
+                return replacement
+            place, step = replacement.place, self.rng.randint(1, MAX_INCARNATION_STEP)
+            place = place and place._replace(incarnation=place.incarnation + step)
             instance = place.instance if place else keys.make_uuid(os.urandom(16))
             replacement = replacement._replace(instance=instance, place=place)
             held = read_consumer(self.placement, instance).allocations
-        if not claimed_on:
-            return replacement
-        self.foreign.add(replacement.instance)
-        return replacement._replace(claim=Candidate(claimed_on, held, None))
 
     def _announce(self) -> None:
         """Write the attempt's key; Conflict if another evacuation of the compute is in flight."""
@@ -271,7 +297,14 @@ class _Evacuation(Attempt):
         moves = {move.guest.request.instance: move for move in self.planner.plan_moves(guests, [self.compute])}
         self.reasons |= {old: move.reason for old, move in moves.items() if move.candidate is None}
         claims = {old: self.replacements[old].claim for old in moves.keys() & self.replacements.keys()}
-        return {old: each for old, move in moves.items() if (each := claims.get(old) or move.candidate) is not None}
+        chosen = {old: each for old, move in moves.items() if (each := claims.get(old) or move.candidate) is not None}
+        for unit in self._list_units(chosen):
+            if len({chosen[old].compute for old in unit}) > 1:
+                why = 'its group has to stay together, and an earlier attempt has claimed a place elsewhere'
+                for old in unit:
+                    self.reasons[old] = f'{why}. Try: repeat this in two minutes'
+                    del chosen[old]
+        return chosen
 
     def _move(self, chosen: Mapping[str, Candidate]) -> None:
         """Claim these candidates, and deliver what was claimed."""
@@ -286,75 +319,94 @@ class _Evacuation(Attempt):
             claimer = replace(self.claimer, user_id=user, project_id=project, foreign=self.foreign)
             claimed |= claimer.claim_what_fits(candidates)
         failpoint('evacuation-claimed')
-        waiting = [old for old in chosen if self.replacements[old].instance in claimed]
+        waiting = [
+            unit for unit in self._list_units(chosen)
+            if all(self.replacements[old].instance in claimed for old in unit)
+        ]  # fmt: skip
         for _ in range(MAX_TRIES):
-            settled = set[str]()
+            unsettled = list[Sequence[str]]()
             for start in range(0, len(waiting), MAX_GUESTS_PER_READ):
-                settled |= self._deliver_some(
-                    {old: chosen[old] for old in waiting[start : start + MAX_GUESTS_PER_READ]}
-                )
-            waiting = [old for old in waiting if old not in settled]
+                unsettled += self._deliver_some(waiting[start : start + MAX_GUESTS_PER_READ], chosen)
+            waiting = unsettled
 
-    def _deliver_some(self, chosen: Mapping[str, Candidate]) -> set[str]:
-        """Deliver claimed replacements; return the guests that moved or stay, without those to be tried again.
+    def _list_units(self, guests: Iterable[str]) -> list[Sequence[str]]:
+        """Divide guests into those that move in one transaction: a group of one compute, or a single guest."""
+        units: dict[tuple[str, str], list[str]] = {}
+        for old in guests:
+            group = self.replacements[old].request.group
+            is_united = group is not None and group.strict and group.policy == AFFINITY
+            units.setdefault((group.name, '') if group and is_united else ('', old), []).append(old)
+        return list(units.values())
+
+    def _deliver_some(self, units: Sequence[Sequence[str]], chosen: Mapping[str, Candidate]) -> list[Sequence[str]]:
+        """Deliver the replacements of each unit in a transaction; return the units that are to be tried again.
 
         Conflict if the compute is alive again, or another evacuation took over; UnknownOutcome.
         """
         silent = check_silent(self.store, self.compute, self.display_name)
         if not self.is_attempt_ours():  # deliver() deletes the attempt's key to settle an unknown outcome
             self._announce()
-        own_keys = [key(self.compute, old) for old in chosen for key in (keys.request, keys.record)]
-        read = self.store.read([*own_keys, *map(keys.old_record, chosen)])
+        guests = [old for unit in units for old in unit]
+        own_keys = [key(self.compute, old) for old in guests for key in (keys.request, keys.record)]
+        read = self.store.read([*own_keys, *map(keys.old_record, guests)])
         places = group_by_instance(read.items())
-        return {old for old, candidate in chosen.items() if self._settle(old, candidate, places.get(old), silent)}
+        return [unit for unit in units if not self._settle(unit, chosen, places, silent)]
 
     def _settle(
-        self, old: str, candidate: Candidate, places: EntriesByCompute[Entry] | None, silent: Unchanged
+        self,
+        unit: Sequence[str],
+        chosen: Mapping[str, Candidate],
+        places: Mapping[str, EntriesByCompute[Entry]],
+        silent: Unchanged,
     ) -> bool:
-        """Deliver a guest's replacement, unless the guest has changed, or its group or its name do not allow it.
+        """Deliver the replacements of some guests, unless one has changed, or its group or its name do not allow it.
 
         Return False if the transaction's conditions did not hold. UnknownOutcome.
         """
-        replacement = self.replacements[old]
-        planned, new, place, _ = replacement
+        deliveries, removals, computes = list[tuple[str, Request]](), list[Removal](), dict[Place, str]()
         try:
-            entries = from_places(places) if places is not None else None
-            request = entries.request if entries is not None else None
-            if request is not None and request.replaced_by == new:
-                self._report_moved(replacement, candidate)  # the answer of its delivery was lost
+            for old in unit:
+                planned, new, place, _ = self.replacements[old]
+                entries = from_places(places[old]) if old in places else None
+                request = entries.request if entries is not None else None
+                if request is not None and request.replaced_by == new:
+                    self._report_moved(old, chosen[old])  # the answer of its delivery was lost
+                if entries is None or request is None or request.is_tombstone:
+                    continue  # it has moved, or was destroyed in the meantime
+                if (request.query, request.group, request.stack) != (planned.query, planned.group, planned.stack):
+                    return True
+                weigh = request.why.weigh if request.why else SPREAD
+                why = PlacementReason(weigh, chosen[old].weight, len(self.read_alive()))
+                stages = {'requested': str(self.owner['since']), 'scheduled': self.now()}
+                fields = request.copy_fields(instance=new, replaces=old, stack=place or request.stack, stages=stages)
+                delivery = Request(allocations=chosen[old].allocations, why=why, **fields)
+                deliveries.append((chosen[old].compute, delivery))
+                removals.append(Removal('', entries, is_replaced=True, replaced_by=new))
+                computes |= {place: chosen[old].compute} if place else {}
+            if not deliveries:
                 return True
-            if entries is None or request is None or request.is_tombstone:
-                return True  # it was destroyed in the meantime
-            if (request.query, request.group, request.stack) != (planned.query, planned.group, planned.stack):
+            make_own_change = partial(make_move, self.store, computes, silent)
+            if deliver_with_removals(
+                self.store, deliveries, self.condition, removals, make_own_change, ends_attempt=False
+            ):
+                failpoint('evacuated')
+                for _, request in deliveries:
+                    self._report_moved(str(request.replaces), chosen[str(request.replaces)])
                 return True
-            weigh = request.why.weigh if request.why else SPREAD
-            why = PlacementReason(weigh, candidate.weight, len(self.read_alive()))
-            stages = {'requested': str(self.owner['since']), 'scheduled': self.now()}
-            fields = request.copy_fields(instance=new, replaces=old, stack=place or request.stack, stages=stages)
-            is_delivered = deliver_with_removals(
-                self.store,
-                [(candidate.compute, Request(allocations=candidate.allocations, why=why, **fields))],
-                self.condition,
-                [Removal('', entries, is_replaced=True, replaced_by=new)],
-                partial(make_move, self.store, place, candidate.compute, silent),
-                ends_attempt=False,
-            )
-        except (Conflict, Unreadable, UsageError) as error:  # of its name, its group or its stack
-            self.reasons[old] = str(error)
+            for compute, request in deliveries:
+                new = request.instance
+                if self.store.get(keys.request(compute, new)) is not None:
+                    # A create has this uuid, and its claim is not ours to move or to release.
+                    self.movable.discard(new)
+                    del self.replacements[str(request.replaces)]
+                    raise Conflict(f'instance {new} exists already. Try: eschedule audit')
+            return False
+        except REFUSALS as error:
+            self.reasons |= dict.fromkeys(unit, str(error))
             return True
-        if is_delivered:
-            failpoint('evacuated')
-            self._report_moved(replacement, candidate)
-        elif self.store.get(keys.request(candidate.compute, new)) is not None:
-            # A create has this uuid, and its claim is not ours to move or to release.
-            self.movable.discard(new)
-            self.reasons[old] = f'instance {new} exists already. Try: eschedule audit'
-            del self.replacements[old]
-            return True
-        return bool(is_delivered)
 
-    def _report_moved(self, replacement: _Replacement, candidate: Candidate) -> None:
-        request, new, *_ = replacement
+    def _report_moved(self, old: str, candidate: Candidate) -> None:
+        request, new, *_ = self.replacements[old]
         self.attempted.remove(new)
-        self.moved.add(request.instance)
-        self.report(Evacuated(request.instance, request.name, new, candidate.compute))
+        self.moved.add(old)
+        self.report(Evacuated(old, request.name, new, candidate.compute))

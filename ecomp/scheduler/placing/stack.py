@@ -205,8 +205,6 @@ def deliver_with_removals(
     Also returns 0 if others of a group or of the project came first.
     """
     removed = [removal.entries.record.instance for removal in removals]
-    # An evacuation moves a group from a dead compute one by one.
-    dead_compute = next((each.entries.record.compute for each in removals if each.replaced_by), None)
 
     def make_shared_change() -> Change:
         places: dict[Membership, dict[str, str]] = {}
@@ -218,7 +216,7 @@ def deliver_with_removals(
         return merge_changes(
             (unused, []),
             reserve_names(store, {request.instance: request.name for _, request in deliveries}, removed),
-            *(join_group(store, group, members, removed, dead_compute) for group, members in places.items()),
+            *(join_group(store, group, members, removed) for group, members in places.items()),
             *(_make_removal(store, removal) for removal in removals),
             make_own_change(),
         )

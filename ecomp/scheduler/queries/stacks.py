@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
-from ecomp.errors import Conflict, Unreadable
+from ecomp.errors import Conflict, NotFound, Unreadable
 from ecomp.model import keys
+from ecomp.model.allocation import find_compute
 from ecomp.model.apply import Existing
+from ecomp.model.host import Computes, describe_silent_fix, list_unproven, parse_life_leases
 from ecomp.model.order import Request, parse_request
 from ecomp.model.record import ERROR, GONE
 from ecomp.model.stack import MAX_FLOOR, Place, Stack, from_json, restore_stack, to_json
+from ecomp.placement import providers
+from ecomp.placement.allocations import read_consumers, read_provider_allocations
+from ecomp.placement.client import Placement
 from ecomp.scheduler.queries.find import InstanceEntries, find, from_places
-from ecomp.store.client import Entry, Put, Store, Unchanged
-from ecomp.store.sharing import Change, find_by_listing, parse_name_holder, read_index, resolve_places
+from ecomp.store.client import Entry, Put, Store, Unchanged, find_requested_instances
+from ecomp.store.presence import LEASE_SECONDS, MAX_EXPIRY_DELAY_SECONDS
+from ecomp.store.sharing import (
+    Change,
+    find_by_listing,
+    merge_changes,
+    parse_name_holder,
+    read_index,
+    resolve_places,
+)
 
 
 class StackState(NamedTuple):
@@ -42,7 +56,7 @@ def read_stack(store: Store, name: str, instance_names: Collection[str] = ()) ->
 
     All is read with the key and one batch, unless an instance is not where it was delivered.
     """
-    stack, revision = load_stack(store, name)
+    stack, revision, is_stale = load_stack(store, name)
     instances = stack.list_instances() if stack else {}
     places = {instance: stack.entries[entry] for entry, instance in instances.items()} if stack else {}
     instance_keys = [
@@ -63,7 +77,6 @@ def read_stack(store: Store, name: str, instance_names: Collection[str] = ()) ->
         current = from_places(located)
         if current is not None and current.record.state != GONE:
             entries[entry] = current
-    is_stale = stack is not None and not revision
     own = {current.record.instance: current for current in entries.values()}
     owners: dict[str, str] = {}
     for key in name_keys:
@@ -74,10 +87,32 @@ def read_stack(store: Store, name: str, instance_names: Collection[str] = ()) ->
                 owners[keys.get_last_part(key)] = owner
                 request = None if owner in own else current.request
                 place = request.stack if request else None
-                if stack is not None and place is not None and _is_newer(stack, place, owner):
+                # Of an entry that has an instance none is adopted: any compute may write the request and the name.
+                is_vacant = place is not None and place.entry_name not in entries
+                if stack is not None and place is not None and is_vacant and _is_newer(stack, place, owner):
                     stack = stack.with_delivered({place: current.record.compute})
                     entries[place.entry_name], is_stale = current, True
     return StackState(stack, revision, entries, owners, is_stale)
+
+
+def find_silent_computes(
+    store: Store, placement: Placement, state: StackState, entry_names: Collection[str]
+) -> dict[str, str]:
+    """Return {entry name: compute} of those of a stack whose instance a silent compute has, or holds a claim for.
+
+    A failed instance is cleaned up, so only its claim counts. The stack's key says where an instance was delivered.
+    """
+    living = {keys.get_last_part(key) for key, entry in store.snapshot(keys.COMPUTES).entries.items() if entry.lease}
+    instances = {name: state.entries[name].record.instance for name in entry_names}
+    claims = read_consumers(placement, set(instances.values()))
+    silent = dict[str, str]()
+    for name, instance in instances.items():
+        is_failed = state.entries[name].record.state == ERROR
+        delivered = [state.stack.entries[name].compute] if state.stack is not None and not is_failed else []
+        for compute in (*delivered, find_compute(claims[instance].allocations)):
+            if compute and compute not in living:
+                silent[name] = compute
+    return silent
 
 
 def _is_newer(stack: Stack, place: Place, instance: str) -> bool:
@@ -90,15 +125,57 @@ def _is_newer(stack: Stack, place: Place, instance: str) -> bool:
     return is_ours and (previous is None or previous.incarnation < place.incarnation)
 
 
-def load_stack(store: Store, name: str) -> tuple[Stack | None, int]:
-    """Return a stack and the revision of its key; without the key, the stack that the requests show, or None, and 0."""
+class LoadedStack(NamedTuple):
+    """A stack, None if etcd has no trace of it, and the revision of its key, 0 without one.
+
+    `is_restored`: the requests show the stack, and its key is missing, or has no entries, as after a refused apply.
+    """
+
+    stack: Stack | None
+    revision: int
+    is_restored: bool
+
+
+def load_stack(store: Store, name: str) -> LoadedStack:
+    """Read a stack from its key, or else from the requests; Unreadable."""
     entry = store.get(keys.stack(name))
-    if entry is None:
-        return restore_stack(name, list_places(store, name), random.randrange(2**16, MAX_FLOOR)), 0
     try:
-        return from_json(name, entry.value), entry.revision
+        stack = from_json(name, entry.value) if entry is not None else None
     except ValueError as error:
-        raise Unreadable(entry.key, error) from error
+        raise Unreadable(keys.stack(name), error) from error
+    restored = None
+    if stack is None or not stack.entries:
+        restored = restore_stack(name, list_places(store, name), random.randrange(2**16, MAX_FLOOR))
+    return LoadedStack(restored or stack, entry.revision if entry else 0, restored is not None)
+
+
+# Seconds after a start of etcd until each presence has been renewed since, or has expired: after a restore all are back
+# with their full leases, and a compute may renew its own once before it sees that the etcd is another one.
+MAX_UNPROVEN_SECONDS = 2 * (LEASE_SECONDS + MAX_EXPIRY_DELAY_SECONDS)
+
+
+def check_claims_known(store: Store, placement: Placement, name: str, computes: Computes) -> None:
+    """Raise Conflict if a compute that is not proven alive has a claim without a request, for a stack without a key.
+
+    After a restore of etcd the claim may be that of an instance of the stack, and the compute may run it.
+    """
+    ages = (
+        store.read_lease_age(leases[1])
+        for entry in store.snapshot(keys.HOSTNAMES).entries.values()
+        if (leases := parse_life_leases(entry.value))
+    )
+    is_proven = any(age is not None and age > MAX_UNPROVEN_SECONDS for age in ages)
+    names = providers.read_provider_names(placement)
+    for compute in sorted(list_unproven(names, store.snapshot(keys.COMPUTES).entries, sys.maxsize, is_proven)):
+        with suppress(NotFound):
+            held = dict.fromkeys(read_provider_allocations(placement, compute), [compute])
+            if unknown := sorted(held.keys() - find_requested_instances(store, held)):
+                host = computes.format_name(compute)
+                problem = (
+                    f'stack {name}: {host} has the claim of {unknown[0]}, which etcd does not know: after a restore '
+                )
+                cure = f'Fix: {describe_silent_fix(host, "")}'
+                raise Conflict(f'{problem}of etcd {host} may run instances of the stack; nothing was changed. {cure}')
 
 
 def list_places(store: Store, name: str) -> dict[Place, str]:
@@ -119,28 +196,46 @@ def list_places(store: Store, name: str) -> dict[Place, str]:
     return places
 
 
-def find_next_place(store: Store, request: Request) -> Place | None:
-    """Return the place of an evacuated instance's replacement; None if its stack does not have the instance."""
+def find_next_place(store: Store, request: Request, compute: str) -> Place | None:
+    """Return the place of the replacement of an instance on a compute; None if the instance is not of a stack.
+
+    Conflict if its stack has another instance there: the request is the compute's word, the stack's key is not.
+    """
     place = request.stack
     stack = load_stack(store, place.name)[0] if place else None
     if place is None or stack is None or (place.epoch, place.instance) != (stack.epoch, request.instance):
         return None
+    known = stack.entries.get(place.entry_name)
+    if known is None or known[:2] != (place.incarnation, compute):
+        raise _make_mismatch(place)
     return place._replace(incarnation=max(place.incarnation, stack.floor) + 1)
 
 
-def make_move(store: Store, place: Place | None, compute: str, silent: Unchanged) -> Change:
-    """Return the change that notes an evacuation in a stack's key, if any, while the old compute is silent.
+def make_move(store: Store, computes: Mapping[Place, str], silent: Unchanged) -> Change:
+    """Return the change that notes an evacuation, {new place: its compute}, in the keys of stacks.
 
-    Conflict if the stack has another instance there.
+    Its condition is that the old compute is `silent`. Conflict if a stack has another instance there.
     """
-    if place is None:
-        return [silent], []
-    stack, revision = load_stack(store, place.name)
-    last = stack.entries.get(place.entry_name) if stack else None
-    if stack is None or stack.epoch != place.epoch or (last is not None and last.incarnation >= place.incarnation):
-        raise Conflict(f'stack {place.name} has another instance of {place.entry_name}. Try: eschedule audit')
-    delivered = to_json(stack.with_delivered({place: compute}))
-    return [silent, Unchanged(keys.stack(place.name), revision)], [Put(keys.stack(place.name), delivered)]
+    changes: list[Change] = [([silent], [])]
+    for name in sorted({place.name for place in computes}):
+        stack, revision, _ = load_stack(store, name)
+        places = {place: compute for place, compute in computes.items() if place.name == name}
+        for place in places:
+            last = stack.entries.get(place.entry_name) if stack else None
+            if (
+                stack is None
+                or stack.epoch != place.epoch
+                or (last is not None and last.incarnation >= place.incarnation)
+            ):
+                raise _make_mismatch(place)
+        if stack is not None:
+            delivered = to_json(stack.with_delivered(places))
+            changes.append(([Unchanged(keys.stack(name), revision)], [Put(keys.stack(name), delivered)]))
+    return merge_changes(*changes)
+
+
+def _make_mismatch(place: Place) -> Conflict:
+    return Conflict(f'stack {place.name} has another instance of {place.entry_name}. Try: eschedule audit')
 
 
 def make_end(store: Store, place: Place | None) -> Change:
