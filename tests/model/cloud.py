@@ -96,6 +96,8 @@ class Cloud:
         self.has_ample_room = True
         # True if the scene begins with an inconsistency that only an operator repairs.
         self.starts_inconsistent = False
+        # True if only an operator can end it, who knows more than the planes: then only the scenario's check counts.
+        self.ends_inconsistent = False
         # True if computes, too, may be frozen for longer than their leases.
         self.may_freeze_computes = False
         # True if all quotas are set before anything is delivered.

@@ -23,7 +23,7 @@ EVACUATED = {
     ),
     'an evacuation does not compare that the host is silent': make_bug(
         'ecomp.scheduler.placing.evacuate:_Evacuation._settle',
-        replace_argument('partial', 4, "Unchanged('/nothing', 0)"),
+        replace_argument('partial', 3, "Unchanged('/nothing', 0)"),
         'evacuated_while_its_host_returns',
     ),
     'an evacuation writes no tombstone': make_bug(
@@ -45,11 +45,6 @@ EVACUATED = {
         'ecomp.scheduler.placing.stack:deliver_with_removals',
         replace_call('join_group', '([], [])'),
         'evacuated_twice',
-    ),
-    'members on the dead host exclude other hosts': make_bug(
-        'ecomp.scheduler.placing.stack:deliver_with_removals',
-        replace_argument('join_group', 4, 'None'),
-        'evacuation_repeated',
     ),
     "an evacuation does not note the new instance in its stack's key": make_bug(
         'ecomp.scheduler.queries.stacks:make_move', replace_return('([silent], [])'), 'evacuated_beside_replace'
@@ -104,5 +99,24 @@ EVACUATED = {
     ),
     'an evacuation plans without groups': make_bug(
         'ecomp.model.moves:_Plan.get_group', return_constant(None), 'evacuated_group_of_a_queue'
+    ),
+    # A compute's word is not acted on
+    'a replacement on a silent host gets another uuid': make_bug(
+        'ecomp.scheduler.placing.evacuate:_Evacuation._take_claim',
+        replace_condition('claimed_on in self.read_alive()', 'claimed_on', 'compute'),
+        'evacuated_again_after_a_restore',
+    ),
+    'any key at its uuid is a replacement': make_bug(
+        'ecomp.scheduler.placing.evacuate:_Evacuation._take_claim',
+        replace_condition('is_listed or (claimed_on and claimed_on != self.compute)', 'claimed_on', 'compute'),
+        'evacuated_beside_forged_keys',
+    ),
+    "an evacuation does not compare a request with its stack's key": make_bug(
+        'ecomp.scheduler.queries.stacks:find_next_place', never('known'), 'evacuated_with_forged_requests'
+    ),
+    'a group of one host is evacuated one by one': make_bug(
+        'ecomp.scheduler.placing.evacuate:_Evacuation._list_units',
+        replace_assignment('is_united', 'False'),
+        'group_evacuated_as_its_host_returns',
     ),
 }

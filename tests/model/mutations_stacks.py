@@ -132,4 +132,28 @@ STACKS = {
         replace_call('join_group', '([], [])'),
         'applied_in_one_group',
     ),
+    # A compute's word is not acted on, and what a silent host may run stays
+    'a new stack does not look for unknown claims': make_bug(
+        'ecomp.scheduler.queries.stacks:check_claims_known',
+        return_constant(None),
+        'first_apply_after_a_restore',
+    ),
+    'a presence proves that a host is alive': make_bug(
+        'ecomp.scheduler.queries.stacks:check_claims_known',
+        replace_assignment('is_proven', 'True'),
+        'first_apply_as_presences_are_back',
+    ),
+    'a key without entries hides what the requests show': make_bug(
+        'ecomp.scheduler.queries.stacks:load_stack', drop_operand('entries'), 'apply_after_a_refused_one'
+    ),
+    'an instance on a silent host is replaced': make_bug(
+        'ecomp.scheduler.queries.stacks:find_silent_computes',
+        replace_return('{}'),
+        'replaced_on_a_silent_host',
+    ),
+    'an entry with an instance adopts another one': make_bug(
+        'ecomp.scheduler.queries.stacks:read_stack',
+        replace_assignment('is_vacant', 'True'),
+        'apply_beside_a_forged_replacement',
+    ),
 }

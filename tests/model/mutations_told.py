@@ -40,9 +40,6 @@ REPORTED = {
     'a name is taken from who still has it': make_bug(
         'ecomp.scheduler.queries.find:check_name_is_free', never('current', 'state'), 'one_name', 'name_of_destroyed'
     ),
-    'an audit destroys a replaced instance on a host that is back': make_bug(
-        'ecomp.model.audit:_audit_replaced', drop_operand('keys', 'computes'), 'fix_replaced_and_back'
-    ),
     # Drains, and time
     'a drain does not look for claims': make_bug(
         'ecomp.scheduler.operations.decommission:wait_until_drained',

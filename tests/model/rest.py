@@ -29,6 +29,8 @@ def check_left_alone(cloud: Cloud) -> list[str]:
 def _run_stages(cloud: Cloud) -> Iterator[list[str]]:
     yield [f'unexpected error: {error}' for error in cloud.world.unexpected_errors]
     yield settle(cloud)
+    if cloud.ends_inconsistent:
+        return
     if not list_retries(cloud):
         yield find_violations(cloud)
     yield repeat_commands(cloud)

@@ -11,6 +11,7 @@ from tests.model import (
     scenarios_life,
     scenarios_losses,
     scenarios_lost,
+    scenarios_once,
     scenarios_operators,
     scenarios_pairs,
     scenarios_queues,
@@ -29,6 +30,6 @@ MODULES = (
     *(scenarios_claims, scenarios_operators, scenarios_queues, scenarios_shared, scenarios_life, scenarios_hosts),
     *(scenarios_three, scenarios_few, scenarios_hands, scenarios_losses, scenarios_registered),
     *(scenarios_pairs, scenarios_strangers, scenarios_threads, scenarios_lost, scenarios_returning),
-    *(scenarios_restored, scenarios_stacks, scenarios_evacuated),
+    *(scenarios_restored, scenarios_stacks, scenarios_evacuated, scenarios_once),
 )
 SCENARIOS: dict[str, Scenario] = {each.name: each for room in MODULES for each in room.SCENARIOS}

@@ -32,7 +32,7 @@ WEB = 'web/1'
 ORDER_FIELDS = ('query', 'image', 'name', 'group', 'user_id', 'project_id')
 
 
-def _die(cloud: Cloud, *names: tuple[str, str], group: Membership = ANTI_AFFINITY) -> Compute:
+def die(cloud: Cloud, *names: tuple[str, str], group: Membership = ANTI_AFFINITY) -> Compute:
     """Return A, which has run these instances {uuid, name}, and whose power has failed; the first has a group."""
     cloud.set_instance_limit(5)
     host, *_ = cloud.add_hosts(A, B)
@@ -44,17 +44,17 @@ def _die(cloud: Cloud, *names: tuple[str, str], group: Membership = ANTI_AFFINIT
     cloud.store.commit([], [Put(keys.group(group.name), group_json(value))])
     set_limits(cloud.store, 'p', ['instances=5'])
     host.plan(4)
-    _lose_power(cloud, host)
+    lose_power(cloud, host)
     return host
 
 
-def _lose_power(cloud: Cloud, host: Compute) -> None:
+def lose_power(cloud: Cloud, host: Compute) -> None:
     host.hypervisor.lose_power(A)
     host.disk.files['boot_id'] = 'second'
     cloud.etcd.end_lease(host.presence.lease)
 
 
-def _run(cloud: Cloud) -> list[Evacuated]:
+def run_evacuation(cloud: Cloud) -> list[Evacuated]:
     outcomes: list[Evacuated] = []
     owner = {'host': HOST, 'pid': find_pid(), 'since': NOW}
     rng, store = random.Random(1), ModelStore(cloud.etcd)
@@ -64,11 +64,11 @@ def _run(cloud: Cloud) -> list[Evacuated]:
     return outcomes
 
 
-def _add_evacuation(cloud: Cloud, name: str, *earlier: Actor) -> Actor:
+def add_evacuation(cloud: Cloud, name: str, *earlier: Actor) -> Actor:
     """Add an evacuation of A that begins once the earlier actors have ended."""
 
     def work() -> tuple[Evacuated, ...]:
-        return tuple(_run(cloud))
+        return tuple(run_evacuation(cloud))
 
     actor = cloud.add_actor(name, work, retry=work, command='evacuate', subjects=(A,))
     actor.is_ready = lambda: not any(each.is_active for each in earlier)
@@ -84,13 +84,13 @@ def _add_evacuation(cloud: Cloud, name: str, *earlier: Actor) -> Actor:
     return actor
 
 
-def _add_return(cloud: Cloud, host: Compute, on_restart: Callable[[], None] = lambda: None) -> None:
+def add_return(cloud: Cloud, host: Compute, on_restart: Callable[[], None] = lambda: None) -> Actor:
     def come_back() -> None:
         host.restart()
         on_restart()
         host.repeat(2, host.planner.retry_now, host.plan)()
 
-    cloud.add_actor('A again', come_back, process=A, subjects=(A,))
+    return cloud.add_actor('A again', come_back, process=A, subjects=(A,))
 
 
 def _check_once(cloud: Cloud, *evacuations: Actor) -> Check:
@@ -134,17 +134,17 @@ def _list_moved(*evacuations: Actor) -> list[Evacuated]:
 
 def evacuated_twice(cloud: Cloud) -> Check:
     """Two evacuations of one host at once: each instance moves once."""
-    _die(cloud, (U, 'web'), (V, 'db'))
-    evacuations = [_add_evacuation(cloud, f'evacuate {number}') for number in (1, 2)]
+    die(cloud, (U, 'web'), (V, 'db'))
+    evacuations = [add_evacuation(cloud, f'evacuate {number}') for number in (1, 2)]
     return _check_once(cloud, *evacuations)
 
 
 def evacuation_repeated(cloud: Cloud) -> Check:
-    """A group that has to stay together is evacuated; a command that was killed is repeated: nothing stays."""
-    host = _die(cloud, (U, 'web'), (V, 'db'), group=AFFINITY)
+    """Two guests are evacuated; a command that was killed is repeated: nothing stays."""
+    host = die(cloud, (U, 'web'), (V, 'db'))
     host.is_dead = True
-    first = _add_evacuation(cloud, 'evacuate')
-    again = _add_evacuation(cloud, 'evacuate again', first)
+    first = add_evacuation(cloud, 'evacuate')
+    again = add_evacuation(cloud, 'evacuate again', first)
     check_once = _check_once(cloud, first, again)
 
     def check() -> list[str]:
@@ -157,16 +157,16 @@ def evacuation_repeated(cloud: Cloud) -> Check:
 
 def evacuated_while_its_host_returns(cloud: Cloud) -> Check:
     """The host comes back in the middle of its evacuation: an instance lives there or elsewhere."""
-    host = _die(cloud, (U, 'web'), (V, 'db'))
-    evacuation = _add_evacuation(cloud, 'evacuate')
-    _add_return(cloud, host)
+    host = die(cloud, (U, 'web'), (V, 'db'))
+    evacuation = add_evacuation(cloud, 'evacuate')
+    add_return(cloud, host)
     return _check_once(cloud, evacuation)
 
 
 def evacuated_and_back(cloud: Cloud) -> Check:
     """A host comes back, and freezes before it starts its guest until that is evacuated: the guest stays off."""
-    host = _die(cloud, (U, 'web'))
-    evacuation = _add_evacuation(cloud, 'evacuate')
+    host = die(cloud, (U, 'web'))
+    evacuation = add_evacuation(cloud, 'evacuate')
     replaced_starts: list[str] = []
     cloud.world.state_parts.append(lambda: tuple(replaced_starts))
     resume = host.hypervisor.start_existing
@@ -189,14 +189,14 @@ def evacuated_and_back(cloud: Cloud) -> Check:
         host.planner.carry_out = carry_out_late  # type: ignore[method-assign]
 
     host.hypervisor.start_existing = start_existing  # type: ignore[method-assign]
-    _add_return(cloud, host, freeze)
+    add_return(cloud, host, freeze)
     return lambda: replaced_starts
 
 
 def evacuated_beside_destroy(cloud: Cloud) -> Check:
     """An instance is destroyed while its host is evacuated: its destroy is accepted, or it moves."""
-    _die(cloud, (U, 'web'))
-    evacuation = _add_evacuation(cloud, 'evacuate')
+    die(cloud, (U, 'web'))
+    evacuation = add_evacuation(cloud, 'evacuate')
     destroy = cloud.add_destroy('destroy', U)
     check_once = _check_once(cloud, evacuation)
 
@@ -209,9 +209,9 @@ def evacuated_beside_destroy(cloud: Cloud) -> Check:
 
 def evacuated_beside_forget(cloud: Cloud) -> Check:
     """The host is forgotten while it is evacuated, and never comes back."""
-    host = _die(cloud, (U, 'web'))
+    host = die(cloud, (U, 'web'))
     host.is_dead = True
-    evacuation = _add_evacuation(cloud, 'evacuate')
+    evacuation = add_evacuation(cloud, 'evacuate')
     run_forget = make_forget(cloud, A)
     cloud.add_actor('host forget', run_forget, retry=run_forget, command='forget', subjects=(A,))
     return _check_once(cloud, evacuation)
@@ -223,9 +223,9 @@ def _add_stack_evacuation(cloud: Cloud, **options: object) -> Check:
     run_apply(cloud, make_file(WEB))
     host.plan(4)
     cloud.add_hosts(B)
-    _lose_power(cloud, host)
+    lose_power(cloud, host)
     cloud.exempt(WHOLE, 'an evacuation delivers the instances of a stack one by one')
-    evacuation = _add_evacuation(cloud, 'evacuate')
+    evacuation = add_evacuation(cloud, 'evacuate')
     may_fail = (Conflict, StillGoing)
     add_apply(cloud, 'apply', make_file(WEB, image=OTHER_IMAGE), may_fail, **options)
     return _check_once(cloud, evacuation)
@@ -244,18 +244,18 @@ def evacuated_beside_create_of_its_room(cloud: Cloud) -> Check:
     cloud.has_ample_room = False
     cloud.deliver(U, A, 'web')
     host.plan(4)
-    _lose_power(cloud, host)
-    evacuation = _add_evacuation(cloud, 'evacuate')
+    lose_power(cloud, host)
+    evacuation = add_evacuation(cloud, 'evacuate')
     cloud.add_create('eschedule', V)
     return _check_once(cloud, evacuation)
 
 
 def evacuated_beside_create_of_its_replacement(cloud: Cloud) -> Check:
     """A create with --uuid uses the uuid that an evacuation chooses: one of them gets it."""
-    _die(cloud, (U, 'web'))
+    die(cloud, (U, 'web'))
     replacement = keys.derive_uuid(U, 'evacuated')
     cloud.world.names[replacement] = 'new 1'
-    evacuation = _add_evacuation(cloud, 'evacuate')
+    evacuation = add_evacuation(cloud, 'evacuate')
     create = cloud.add_create('eschedule', replacement, resume=True)
     check_once = _check_once(cloud, evacuation)
 
@@ -268,8 +268,8 @@ def evacuated_beside_create_of_its_replacement(cloud: Cloud) -> Check:
 
 def evacuated_beside_resume(cloud: Cloud) -> Check:
     """A create is repeated with --uuid while its instance is evacuated: it is not NOTIFIED once it has moved."""
-    _die(cloud, (U, 'web'))
-    evacuation = _add_evacuation(cloud, 'evacuate')
+    die(cloud, (U, 'web'))
+    evacuation = add_evacuation(cloud, 'evacuate')
     create = cloud.add_create('eschedule', U, resume=True, name='web', group=ANTI_AFFINITY)
     check_once = _check_once(cloud, evacuation)
     was_moved_before: list[bool] = []
@@ -315,10 +315,10 @@ def evacuated_beside_a_queue(cloud: Cloud) -> Check:
     cloud.deliver(U, A, 'web')
     host.plan(4)
     cloud.add_hosts(B, C, room=1)
-    _lose_power(cloud, host)
+    lose_power(cloud, host)
     cloud.has_ample_room = False
     check_queued = _add_take_of_queued(cloud)
-    evacuation = _add_evacuation(cloud, 'evacuate')
+    evacuation = add_evacuation(cloud, 'evacuate')
     check_once = _check_once(cloud, evacuation)
     return lambda: [*check_once(), *check_queued(), *_check_moved(cloud, evacuation)]
 
@@ -332,9 +332,9 @@ def evacuated_group_of_a_queue(cloud: Cloud) -> Check:
     before = json.loads(cloud.etcd.entries[keys.request(A, U)].value)
     cloud.add_host(B)
     cloud.add_host(C, room=1)  # the evacuation prefers B, which has more room even with V
-    _lose_power(cloud, host)
+    lose_power(cloud, host)
     check_queued = _add_take_of_queued(cloud, ANTI_AFFINITY)
-    evacuation = _add_evacuation(cloud, 'evacuate')
+    evacuation = add_evacuation(cloud, 'evacuate')
     check_once = _check_once(cloud, evacuation)
 
     def check_order() -> list[str]:

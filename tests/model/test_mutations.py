@@ -51,7 +51,6 @@ LATE = {
     'an apply that is refused keeps its claims',
     'an attempt does not look for a delivery once it is announced',
     'an attempt that releases nothing calls its claim released',
-    'an audit destroys a replaced instance on a host that is back',
     'an equal claim is taken for ours',
     'an evacuation does not compare that the host is silent',
     'an evacuation does not compare the old request',
