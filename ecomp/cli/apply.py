@@ -451,7 +451,7 @@ COMMANDS: Sequence[Command] = (
             'command that was killed is continued by the next one. FILE is YAML, - is standard input; paths in it are '
             'relative to FILE. If an instance differs from the file, nothing is changed (exit 5), unless you give '
             '--replace. Instances that the file no longer has are kept, unless you give --prune, and so are instances '
-            'on a silent host, which may still run (exit 5). On an etcd that takes '
+            'on a silent host, which may still run (exit 1). On an etcd that takes '
             'only 128 operations in a transaction (docker.sh and elab start one that takes 2048) a delivery of more '
             'than about 60 instances is split into parts of 25; if a later part is refused, the message says how many '
             'instances exist.',

@@ -186,14 +186,14 @@ _COMPARED: Sequence[tuple[str, Callable[[Order], str], bool]] = (
 def find_exit_code(steps: Sequence[Step], dry_run: bool = False) -> int:
     """Return the exit code of a plan that is not or need not be carried out; 0 if it can be.
 
-    5: a conflict, or an instance on a silent host; 1: an instance failed; with `dry_run` 8 for changes.
+    5: a conflict; 1: an instance failed, or stays on a silent host; with `dry_run` 8 for changes.
     """
     actions = {step.action for step in steps}
-    if actions.intersection((*CONFLICTS, STAYS)):
+    if actions.intersection(CONFLICTS):
         return 5
     if dry_run and actions.intersection((*CHANGES, ENDING)):
         return 8
-    return 1 if FAILED in actions else 0
+    return 1 if actions.intersection((FAILED, STAYS)) else 0
 
 
 @dataclass(frozen=True)

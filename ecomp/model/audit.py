@@ -153,8 +153,8 @@ CODES = {
     'stack-mismatch': Code(
         'the stack in a request does not exist, or has another instance for its entry',
         Repair.RESTORE_STACK,
-        manual_repair='`eschedule destroy <instance>`; if the stack is wrong, not the request: `etcdctl del <key>` and '
-        '`eschedule audit --fix`, which restores the stack from the requests',
+        manual_repair='if the instance that the stack has is gone, as after a restore of etcd: `eschedule apply` of '
+        'its file takes this one over; otherwise `eschedule destroy` the one that you do not need',
     ),
     'attempt-unleased': Code(
         'an attempt has no lease', manual_repair='if no eschedule places the instance: `etcdctl del <key>`'
@@ -442,7 +442,7 @@ def _audit_names(world: AuditIndex) -> Iterator[Finding]:
 def _audit_replaced(world: AuditIndex) -> Iterator[Finding]:
     """Find instances that others say they replace, and that live: with a request that is no tombstone, or a record.
 
-    Not repairable: what an instance replaces is the word of its compute, which may be wrong.
+    Not repairable: what an instance replaces is the word of its compute (rule: shown-not-acted-on).
     """
     requests = {
         instance: {name: each for name, each in placed.items() if isinstance(each, Request) and not each.is_tombstone}

@@ -181,3 +181,70 @@ def test_evacuation_needs_a_silent_host_and_is_alone(cluster: Control) -> None:
     assert read_value(cluster, key)['instance'] == instance
     cluster.etcd.delete(attempt)
     assert cluster.eschedule('evacuate', compute, '--fenced', '--yes').code == 0
+
+
+# A claim stops a command (rule: shown-not-acted-on)
+
+
+def test_first_apply_is_refused_while_a_silent_host_has_an_unknown_claim(cluster: Control) -> None:
+    """After a restore of etcd it may be the claim of the stack that is applied."""
+    silent, living = cluster.ecompute(ROOMY), cluster.ecompute(ROOMY)
+    kill_and_lapse(cluster, silent)
+    unknown = str(uuid.uuid4())
+    put_claim(cluster, unknown, silent.uuid)
+    shop = write_stack(cluster, {'db': {}})
+    for words in ((shop,), (shop, '--dry-run')):
+        refused = cluster.eschedule('apply', *words)
+        assert refused.code == 5, refused
+        assert f'has the claim of {unknown}, which etcd does not know' in refused.stderr
+        assert '--accept-new-etcd' in refused.stderr
+        assert cluster.etcd.list_keys('/stacks/') == []
+    assert cluster.eschedule('host', 'forget', silent.uuid, '--fenced').code == 0
+    assert cluster.eschedule('apply', shop, '--wait').code == 0
+    check_invariants(cluster, living)
+
+
+def test_apply_leaves_alone_what_a_silent_host_may_run(cluster: Control) -> None:
+    silent, living = cluster.ecompute(ROOMY), cluster.ecompute(ROOMY)
+    hosts = {'db': silent, 'old': silent, 'web': living}
+    members = {name: {'query': f'{SMALL}&in_tree={host.uuid}'} for name, host in hosts.items()}
+    assert cluster.eschedule('apply', write_stack(cluster, members), '--wait').code == 0
+    kill_and_lapse(cluster, silent)
+    before = set(cluster.etcd.list_keys(keys.request_prefix(silent.uuid)))
+    larger = {'query': 'resources=VCPU:2,DISK_GB:1,MEMORY_MB:64'}
+    shop = write_stack(cluster, {'db': larger, 'web': larger})
+
+    for options in (['--dry-run'], [], ['--destroy-first']):
+        result = cluster.eschedule('apply', shop, '--replace-all', '--prune', '--yes', '-f', 'json', *options)
+        assert result.code == (8 if '--dry-run' in options else 1), result
+        rows = {row['name']: row for row in json.loads(result.stdout)['instances']}
+        assert rows['shop-db']['action'] == rows['shop-old']['action'] == 'stays', rows
+        assert 'is silent, and may run it' in rows['shop-old']['reasons'][-1]
+    assert rows['shop-web']['action'] == 'keep', 'the others are replaced'
+    assert set(cluster.etcd.list_keys(keys.request_prefix(silent.uuid))) == before
+    # Back, it is replaced and pruned.
+    silent.start()
+    result = cluster.eschedule('apply', shop, '--replace-all', '--prune', '--yes', '--wait')
+    assert result.code == 0, result
+    check_invariants(cluster, silent, living)
+
+
+def test_guest_stays_while_its_replacement_is_claimed_on_a_silent_host(cluster: Control) -> None:
+    """The claim may be that of an earlier evacuation, which a restored etcd does not know."""
+    dead = cluster.ecompute(ROOMY)
+    web, own = create(cluster, 'web')[0], create(cluster, 'own')[0]
+    silent, living = cluster.ecompute(ROOMY), cluster.ecompute(ROOMY)
+    for host in (dead, silent):
+        kill_and_lapse(cluster, host)
+    put_claim(cluster, keys.derive_uuid(web, 'evacuated'), silent.uuid)
+    result = evacuate(cluster, dead)
+    assert result.code == 3, result
+    rows = read_rows(result)
+    assert 'which is silent and may run it. Fix: wait, or start ecompute on' in rows['web']['reason']
+    assert rows['own']['replaced_by'], 'the others go on'
+    assert cluster.eschedule('host', 'forget', silent.uuid, '--fenced').code == 0
+    assert evacuate(cluster, dead).code == 0
+    wait_state(cluster, rows['own']['replaced_by'], 'active')
+    dead.start()
+    wait_state(cluster, own, 'gone')
+    check_invariants(cluster, dead, living)

@@ -339,7 +339,7 @@ def test_only_a_missing_stack_is_restored_automatically(world: WorldBuilder) -> 
     assert FIRST.instance in finding.sentence
     world.put_stack(STACK.with_delivered({REPLACEMENT: ONE}).with_ended(['web/1']))
     (finding,) = audit(world.build_planes())
-    assert (finding.fix, '`etcdctl del /stacks/shop`' in finding.how) == ('', True)
+    assert (finding.fix, '`eschedule apply`' in finding.how) == ('', True)
     assert f'/stacks/shop has {REPLACEMENT.instance} there' in finding.sentence
 
 

@@ -258,7 +258,7 @@ class _Evacuation(Attempt):
         """Add an earlier attempt's claim; Conflict if the replacement exists, or a silent compute has its claim.
 
         Another uuid is chosen while only etcd has the first one, where any compute may write it, or while its claim is
-        on the evacuated compute, which is off.
+        on the evacuated compute, which is off (rule: shown-not-acted-on).
         """
         while True:
             instance, claimed_on = replacement.instance, find_compute(held)

@@ -87,7 +87,8 @@ def read_stack(store: Store, name: str, instance_names: Collection[str] = ()) ->
                 owners[keys.get_last_part(key)] = owner
                 request = None if owner in own else current.request
                 place = request.stack if request else None
-                # Of an entry that has an instance none is adopted: any compute may write the request and the name.
+                # An entry that has an instance adopts none: any compute may write a name and its own requests
+                # (rule: shown-not-acted-on).
                 is_vacant = place is not None and place.entry_name not in entries
                 if stack is not None and place is not None and is_vacant and _is_newer(stack, place, owner):
                     stack = stack.with_delivered({place: current.record.compute})
