@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ecomp.cli.command import EMPTY_STATUS, LISTING_OPTIONS, Command, Context, Outcomes
-from ecomp.cli.create import describe_owner, report_refusal
+from ecomp.cli.create import STDIN, describe_owner, report_refusal
 from ecomp.cli.options import TABLE, Options, parse_file
 from ecomp.cli.selection import MAX_NAMES_IN_QUESTION, confirm_destroy
 from ecomp.cli.stack_file import StackFile, load_stack_file
@@ -44,7 +45,7 @@ from ecomp.model.host import NO_COMPUTES, describe_silent_fix
 from ecomp.model.keys import make_uuid
 from ecomp.model.record import RETENTION_SECONDS, SCHEDULED, STAGES, STOPPED, Record, parse_or_none
 from ecomp.model.stack import Stack
-from ecomp.model.text import format_suggestion, join_some
+from ecomp.model.text import format_suggestion, join_some, make_printable
 
 if TYPE_CHECKING:
     from ecomp.scheduler.placing.stack import StackChange
@@ -127,6 +128,8 @@ def _apply(ctx: Context) -> int:
     file = load_stack_file(ctx, ctx.words[0])
     run = _Apply(ctx, file, _parse_replaced(ctx.options, file.members))
     run.read()
+    if not run.select(*CONFLICTS):
+        _report_other_file(run)
     if ctx.options.dry_run:
         return _preview(run, ask_placement(ctx.config.placement, None, ctx.slow_notice))
     if run.select(*CONFLICTS):
@@ -138,6 +141,23 @@ def _apply(ctx: Context) -> int:
         return _change(run)
     except KeyboardInterrupt:
         raise _make_interruption(run) from None
+
+
+def _describe_origin(ctx: Context) -> str:
+    """Return the user, host and file of this command, as a stack's key has them."""
+    path = ctx.options.file or ctx.words[0]
+    user = os.environ.get('USER') or os.getuid()
+    return f'{user}@{socket.gethostname()}:{path if path == STDIN else os.path.abspath(path)}'
+
+
+def _report_other_file(run: _Apply) -> None:
+    """Say which other file the stack was last applied from, if it has instances that this file lacks."""
+    previous = run.state.stack.applied_from if run.state.stack else ''
+    if previous not in ('', _describe_origin(run.ctx)) and (surplus := run.select(SURPLUS, DESTROY)):
+        origin = make_printable(f'stack {run.file.name}: was last applied from {previous}', 400)
+        effect = 'are destroyed' if run.ctx.options.prune else 'stay'
+        names = join_some([step.name or step.instance for step in surplus], MAX_NAMES_IN_QUESTION)
+        run.ctx.out.say(f'{origin}; {names}, which this file lacks, {effect}')
 
 
 def _change(run: _Apply) -> int:
@@ -208,6 +228,7 @@ def _make_change(run: _Apply, steps: Sequence[Step], preview: bool = False) -> S
     from ecomp.scheduler.queries.stacks import check_claims_known
 
     stack = run.state.stack or Stack(run.file.name, make_uuid(os.urandom(16)))
+    stack = replace(stack, applied_from=_describe_origin(run.ctx))
     is_written = preview or not (run.state.stack is None or run.state.is_stale)
     if run.state.stack is None or run.state.is_stale:
         check_claims_known(run.ctx.store, run.ctx.placement, stack.name, run.ctx.computes)

@@ -1,7 +1,7 @@
 """Stacks: the instances of one file, their uuids, and the key /stacks/<name>. Pure.
 
-The key holds JSON: {"version", "epoch": uuid, "floor", "entries": {"<member>/<number>": {"incarnation", "compute",
-"ended"}}}.
+The key holds JSON: {"version", "epoch": uuid, "floor", "applied_from", "entries": {"<member>/<number>": {"incarnation",
+"compute", "ended"}}}. "applied_from" is `user@host:file` of the last apply that changed something.
 The first apply of a stack writes a random epoch, and an instance's uuid is a hash of it. `incarnation` counts the
 instances that were delivered for an entry: a replacement gets the next number, so no uuid is used twice. Entries are
 never deleted. `compute` is where the last one was delivered; "ended" is true once a user has destroyed it. New
@@ -64,6 +64,7 @@ class Stack:
     epoch: str
     entries: Mapping[str, Entry] = field(default_factory=dict)
     floor: int = 0
+    applied_from: str = ''
 
     @property
     def attempt(self) -> str:
@@ -129,8 +130,9 @@ def to_json(stack: Stack) -> str:
         }
         for name, entry in stack.entries.items()
     }
-    floor = {'floor': stack.floor} if stack.floor else {}
-    return dump({'version': VERSION, 'epoch': stack.epoch, **floor, 'entries': entries}, separators=(',', ':'))
+    optional = {'floor': stack.floor, 'applied_from': stack.applied_from}
+    given = {name: value for name, value in optional.items() if value}
+    return dump({'version': VERSION, 'epoch': stack.epoch, **given, 'entries': entries}, separators=(',', ':'))
 
 
 def from_json(name: str, value: bytes) -> Stack:
@@ -144,7 +146,7 @@ def from_json(name: str, value: bytes) -> Stack:
         raise ValueError('not a valid stack: its field entries is not an object')
     parsed = {entry_name: _parse_entry(entry_name, entry) for entry_name, entry in entries.items()}
     floor = _parse_number(data, 'floor', MAX_FLOOR) if 'floor' in data else 0
-    return Stack(check_stack_name(name), epoch, parsed, floor)
+    return Stack(check_stack_name(name), epoch, parsed, floor, str(data.get('applied_from', '')))
 
 
 def _parse_entry(name: str, data: Any) -> Entry:

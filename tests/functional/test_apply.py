@@ -125,6 +125,19 @@ def test_dry_run_predicts_each_outcome_and_writes_nothing(cluster: Control, requ
     assert b''.join(each.key for each in requests[:1]) == b'/stacks/shop'
 
 
+@pytest.mark.unaudited('its compute is a key that nobody keeps')
+def test_file_that_a_stack_was_last_applied_from_is_named_beside_its_surplus(cluster: Control) -> None:
+    """Two people may have files with one stack name: the second one's --prune destroys the first one's instances."""
+    Cloud(cluster.etcd, cluster.placement, None, None).make_compute(VCPU=4, MEMORY_MB=512, DISK_GB=10)  # type: ignore[arg-type]
+    ann, bob = write_stack(cluster.directory, shop={'count': 2}), write_stack(cluster.directory, blog={})
+    assert 'last applied' not in cluster.eschedule('apply', ann).stderr
+    assert 'last applied' not in cluster.eschedule('apply', ann).stderr
+    for options, effect in ((('--dry-run',), 'stay'), (('--prune', '--yes'), 'are destroyed')):
+        result = cluster.eschedule('apply', bob, *options)
+        assert f':{ann}; shop-shop-1, shop-shop-2, which this file lacks, {effect}' in result.stderr, result
+    assert 'last applied' not in cluster.eschedule('apply', bob, '--prune', '--yes').stderr
+
+
 def test_replace_with_and_without_room(cluster: Control, compute: Ecompute) -> None:
     shop = write_stack(cluster.directory, db=change_memory(64, 2), web={})
     created = cluster.eschedule('apply', shop, '-f', 'json')
@@ -298,10 +311,10 @@ def test_selectors_of_all_commands(cluster: Control, compute: Ecompute) -> None:
     assert cluster.eschedule('destroy', '--every', '--yes', '--wait').code == 0
 
 
-def test_role_without_stacks_is_refused_with_the_remedy(tmp_path: Path, placement: PlacementServer) -> None:
+def test_role_without_stacks_is_refused_with_the_remedy(tmp_path: Path, own_placement: PlacementServer) -> None:
     with start_etcd_with_roles(tmp_path) as cloud:
         cloud.enable()
-        config = cloud.write_config('scheduler-shell', placement.url)
+        config = cloud.write_config('scheduler-shell', own_placement.url)
         shop = write_stack(tmp_path, web={})
         permission = Permission(WRITE, keys.STACKS, '/stacks0')
         with closing(Accounts(load_etcd_config(cloud.certs, 'operator-ann'))) as accounts:

@@ -126,6 +126,7 @@ def _make_apply_patches() -> list[Any]:
         mock.patch.object(ecomp.cli.apply, 'os', system),
         mock.patch.object(ecomp.cli.apply, 'random', SimpleNamespace(Random=lambda: random.Random(find_pid()))),
         mock.patch.object(ecomp.cli.apply, 'make_timestamp', return_value=NOW),
+        mock.patch.object(ecomp.cli.apply, '_describe_origin', return_value='u@h:file'),
         mock.patch.object(
             ecomp.cli.apply, 'describe_owner', lambda since: {'host': HOST, 'pid': find_pid(), 'since': since}
         ),

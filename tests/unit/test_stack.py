@@ -33,7 +33,7 @@ entries = st.builds(Entry, st.integers(1, stack.MAX_INCARNATION), uuids, st.bool
 all_entries = st.dictionaries(st.from_regex(stack._ENTRY_NAME, fullmatch=True), entries, max_size=5)
 
 
-@given(st.builds(Stack, names, uuids, all_entries, st.integers(0, stack.MAX_FLOOR)))
+@given(st.builds(Stack, names, uuids, all_entries, st.integers(0, stack.MAX_FLOOR), st.text()))
 def test_stack_is_read_as_written(value: Stack) -> None:
     assert from_json(value.name, to_json(value).encode()) == value
 
