@@ -20,8 +20,8 @@
 #                                     placement require a client certificate, and placement also its token;
 #                                     if you replace files in it, both use the new ones without a restart.
 #                                     Without it, every user of this machine can do everything; Docker before
-#                                     28 then needs root, for iptables rules that keep guests out, and
-#                                     ./docker.sh has to run again after each boot
+#                                     28 then needs root, for iptables rules that keep guests out, and never
+#                                     starts the containers by itself: run ./docker.sh again after each boot
 #   INSECURE            (unset)       1: require no certificates; all who reach the servers can do everything
 #   ETCD_PORT           2379
 #   PLACEMENT_PORT      8080
@@ -292,7 +292,9 @@ fence() { # Docker before 28 lets all that route through this machine, also its 
         unfence
         return
     fi
-    RESTART=on-failure # after a boot no container starts before the rules are set again
+    # After a boot no container may start before the rules are set again. Not on-failure: Docker starts after a power
+    # cut what it could not stop, because a container that was cut off counts as failed.
+    RESTART=no
     if fence_rule; then
         for rule in "${RULES[@]}"; do
             if iptables -w -C $rule 2>/dev/null; then continue; fi

@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.kit.kept import cache_file
@@ -95,17 +95,60 @@ def find_missing_requirement() -> str | None:
     return None if Path('/dev/net/tun').exists() else 'there is no /dev/net/tun, which slirp4netns needs'
 
 
-@dataclass(frozen=True)
+@dataclass
 class Engine:
-    """A running dockerd.
+    """A machine on which dockerd runs: namespaces with its data.
 
     Attributes:
-        pid: its process 1, as the machine sees it.
-        host: the value of DOCKER_HOST.
+        root: the directory of the data, and of the socket.
+        undo: what stops the machine, and its uplink.
+        pid: its process 1, which is dockerd, as the test's machine sees it.
+        unshare: the parent of that process. If it is killed, all processes of the machine end.
     """
 
-    pid: int
-    host: str
+    root: Path
+    undo: ExitStack
+    pid: int = field(init=False)
+    unshare: subprocess.Popen[bytes] = field(init=False)
+
+    @property
+    def host(self) -> str:
+        """The value of DOCKER_HOST."""
+        return f'unix://{self.root}/docker.sock'
+
+    def boot(self) -> None:
+        """Start dockerd with its data, in new namespaces, and wait until it answers."""
+        log = self.undo.enter_context((self.root / 'log').open('a'))
+        # With pdeathsig and kill-child everything ends with the test, even after kill -9.
+        die_with_parent = ['setpriv', '--pdeathsig', 'KILL', '--']
+        namespaces = ['unshare', '--net', '--mount', '--ipc', '--pid', '--fork', '--kill-child', '--']
+        shell = ['bash', '-c', NAMESPACE_SCRIPT, 'bash', str(self.root), f'/{self.root.name}']
+        self.unshare = unshare = subprocess.Popen([*die_with_parent, *namespaces, *shell], stdout=log, stderr=log)
+        self.undo.callback(_kill, unshare)
+
+        def read_first_pid() -> str:
+            return Path(f'/proc/{unshare.pid}/task/{unshare.pid}/children').read_text().strip()
+
+        wait_until(read_first_pid, 60, 'the namespaces')
+        self.pid = int(read_first_pid())
+        self.undo.callback(_stop_dockerd, unshare, self.pid)
+        uplink = ['slirp4netns', '--configure', '--mtu=65520', '--disable-host-loopback', str(self.pid), 'tap0']
+        self.undo.callback(_kill, subprocess.Popen([*die_with_parent, *uplink], stdout=log, stderr=log))
+
+        def is_answering() -> bool:
+            assert unshare.poll() is None, f'dockerd ended:\n{(self.root / "log").read_text()[-2000:]}'
+            command = ['docker', '--host', self.host, 'version']
+            return subprocess.run(command, check=False, capture_output=True).returncode == 0
+
+        wait_until(is_answering, 60, f'dockerd answers on {self.host}')
+
+    def cut_power(self) -> None:
+        """Kill dockerd and all containers at once. Rules, bridges and /run are lost; the data stays."""
+        _kill(self.unshare)
+        wait_until(lambda: not Path(f'/proc/{self.pid}').exists(), 20, 'the end of dockerd')
+        self.undo.close()
+        shutil.rmtree(self.root / 'exec')
+        (self.root / 'docker.pid').unlink()
 
     def wrap_command(self, command: Sequence[str]) -> list[str]:
         """Return the command line that runs `command` where published ports are on localhost."""
@@ -129,31 +172,9 @@ def start_engine() -> Iterator[Engine]:
         # pytest's temporary directory would be too long: the path of a socket has at most 107 characters.
         root = Path(tempfile.mkdtemp(prefix='ecomp-docker-'))
         undo.callback(shutil.rmtree, root)
-        cgroup = f'/{root.name}'
-        undo.callback(_remove_cgroups, cgroup)
-        log = undo.enter_context((root / 'log').open('w'))
-        # With pdeathsig and kill-child everything ends with the test, even after kill -9.
-        die_with_parent = ['setpriv', '--pdeathsig', 'KILL', '--']
-        namespaces = ['unshare', '--net', '--mount', '--ipc', '--pid', '--fork', '--kill-child', '--']
-        shell = ['bash', '-c', NAMESPACE_SCRIPT, 'bash', str(root), cgroup]
-        unshare = subprocess.Popen([*die_with_parent, *namespaces, *shell], stdout=log, stderr=log)
-        undo.callback(_kill, unshare)
-
-        def read_first_pid() -> str:
-            return Path(f'/proc/{unshare.pid}/task/{unshare.pid}/children').read_text().strip()
-
-        wait_until(read_first_pid, 60, 'the namespaces')
-        started = Engine(int(read_first_pid()), f'unix://{root}/docker.sock')
-        undo.callback(_stop_dockerd, unshare, started.pid)
-        uplink = ['slirp4netns', '--configure', '--mtu=65520', '--disable-host-loopback', str(started.pid), 'tap0']
-        undo.callback(_kill, subprocess.Popen([*die_with_parent, *uplink], stdout=log, stderr=log))
-
-        def is_answering() -> bool:
-            assert unshare.poll() is None, f'dockerd ended:\n{(root / "log").read_text()[-2000:]}'
-            command = ['docker', '--host', started.host, 'version']
-            return subprocess.run(command, check=False, capture_output=True).returncode == 0
-
-        wait_until(is_answering, 60, f'dockerd answers on {started.host}')
+        undo.callback(_remove_cgroups, f'/{root.name}')
+        started = Engine(root, undo.enter_context(ExitStack()))
+        started.boot()
         started.run_docker('import', str(base), BASE)
         context = root / 'postgres'
         context.mkdir()
