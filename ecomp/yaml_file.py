@@ -11,7 +11,7 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -149,10 +149,16 @@ class YamlFile:
         path = path if path is not None else find_default_file(default_name)
         name = shorten(str(path or default_name), 200)
         try:
+            if not is_named and path is not None and path.is_symlink():
+                # Whoever made the link may also have put files beside it, under the names that the target mentions.
+                path = Path(os.path.realpath(path))
+                if loose := find_loose_directory(path, _list_trusted_users()):
+                    problem = f'{name}: is a link to a file below {loose}, where another user can exchange files'
+                    raise UsageError(f'{problem}. Fix: replace it with a file, or name a configuration with --config')
             directory = Path(os.path.abspath(path or default_name)).parent
             if path is None:
                 return cls(name, directory, None)
-            with open(path, 'rb', opener=None if is_named else _open_nonblocking) as stream:
+            with open(path, 'rb', opener=None if is_named else _open_found_file) as stream:
                 if not is_named:
                     check_owner(name, os.fstat(stream.fileno()))
                 content = stream.read(MAX_BYTES + 1)
@@ -238,29 +244,47 @@ def describe_source(name: str, path: Path | None) -> str:
     )
 
 
-def check_owner(name: str, status: os.stat_result) -> None:
-    """Raise UsageError unless it is a regular file of root, the caller or sudo's user, and no other can write to it.
+def find_loose_directory(path: Path, trusted_users: Collection[int]) -> Path | None:
+    """Return the first directory of a path where other users can exchange the next part, or a link; else None. OSError.
 
-    A group with the owner's number may write to it: the private group of a user, which has no other members.
+    In a directory with the sticky bit, such as /tmp, only the owner of a file can exchange it.
     """
-    trusted_users = {0, os.geteuid()}
-    if os.geteuid() == 0 and (sudo_user := os.environ.get('SUDO_UID', '')).isdecimal():
-        trusted_users.add(int(sudo_user))
-    if status.st_uid not in trusted_users:
+    for directory in reversed(path.parents):
+        status = directory.lstat()
+        is_loose = _can_others_write(status) and not status.st_mode & stat.S_ISVTX
+        if is_loose or status.st_uid not in trusted_users or not stat.S_ISDIR(status.st_mode):
+            return directory
+    return None
+
+
+def _list_trusted_users() -> set[int]:
+    """Return the ids of root, the caller and, for root, sudo's user."""
+    sudo_user = os.environ.get('SUDO_UID', '') if os.geteuid() == 0 else ''
+    return {0, os.geteuid(), *([int(sudo_user)] if sudo_user.isdecimal() else [])}
+
+
+def _can_others_write(status: os.stat_result) -> bool:
+    """Return whether others can write. A group with the owner's number is that user's private one, without others."""
+    write_bits = 0o002 if status.st_gid == status.st_uid else 0o022
+    return bool(status.st_mode & write_bits)
+
+
+def check_owner(name: str, status: os.stat_result) -> None:
+    """Raise UsageError unless it is a regular file of root, the caller or sudo's user, and no other can write to it."""
+    if status.st_uid not in _list_trusted_users():
         raise UsageError(
             f'{name}: belongs to user {status.st_uid}, but a configuration that is found by default must belong to '
             f'root or to you. Fix: change its owner with chown, or name a configuration with --config'
         )
     if not stat.S_ISREG(status.st_mode):
         raise UsageError(f'{name}: is not a regular file. Fix: remove it, or name a configuration with --config')
-    write_bits = 0o002 if status.st_gid == status.st_uid else 0o022
-    if status.st_mode & write_bits:
+    if _can_others_write(status):
         raise UsageError(f'{name}: other users can write to it. Fix: chmod go-w {name}')
 
 
-def _open_nonblocking(path: str, flags: int) -> int:
-    # Opening another user's pipe would block before check_owner() can refuse it.
-    return os.open(path, flags | os.O_NONBLOCK)
+def _open_found_file(path: str, flags: int) -> int:
+    # Opening another user's pipe would block before check_owner() can refuse it. A link would be a new one.
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
 
 
 def _parse(content: bytes, name: str, max_nodes: int = 0) -> Node | None:

@@ -83,6 +83,54 @@ def test_configuration_of_another_user_is_refused(home: Path, load: Callable[...
 
 
 @needs_root
+@pytest.mark.parametrize('links', [('work/schedule.yaml',), ('elsewhere/a.yaml', 'work/schedule.yaml')])
+def test_relative_paths_start_at_the_file_that_a_link_leads_to(home: Path, links: tuple[str, ...]) -> None:
+    """Another user's link beside a boot.sh of that user leads to a trusted file."""
+    for name in ('ours', 'elsewhere'):
+        (home / name).mkdir()
+    target = home / 'ours/prod.yaml'
+    target.write_text('user_data: boot.sh\nssh_keys: [id.pub]\n')
+    for link in links:
+        (home / link).symlink_to(target)
+        os.chown(home / link, STRANGER, STRANGER, follow_symlinks=False)
+        target = home / link
+    config = load_schedule()
+    expected = (home / 'ours/boot.sh', (home / 'ours/id.pub',), home / 'ours/prod.yaml')
+    assert (config.user_data, config.ssh_keys, config.path) == expected
+    (home / 'work/compute.yaml').symlink_to(home / 'ours/compute.yaml')
+    (home / 'ours/compute.yaml').write_text('state: state\n')
+    compute = load_compute()
+    assert (compute.state, compute.directory) == (home / 'ours/state', home / 'ours')
+    # A link that the user names is followed, and its own directory counts: it may belong to a configuration manager.
+    assert load_schedule(home / 'work/schedule.yaml').user_data == home / 'work/boot.sh'
+
+
+@needs_root
+@pytest.mark.parametrize('loose', ['ours', 'ours/deep'])
+@pytest.mark.parametrize(
+    ('mode', 'owner', 'is_accepted'), [(0o755, STRANGER, False), (0o777, 0, False), (0o1777, 0, True)]
+)
+def test_link_into_a_directory_of_another_user_is_refused(
+    home: Path, loose: str, mode: int, owner: int, is_accepted: bool
+) -> None:
+    (home / 'ours/deep').mkdir(parents=True)
+    write_config(home / 'ours/deep/schedule.yaml')
+    (home / 'work/schedule.yaml').symlink_to(home / 'ours/deep/schedule.yaml')
+    assert load_schedule().user_id == 'nobody-else'
+    (home / loose).chmod(mode)
+    os.chown(home / loose, owner, owner)
+    if is_accepted:
+        assert load_schedule().user_id == 'nobody-else'
+        return
+    with pytest.raises(
+        UsageError,
+        match=f'^schedule.yaml: is a link to a file below {home / loose}, where another user can exchange files. '
+        f'Fix: replace it with a file, or name a configuration with --config$',
+    ):
+        load_schedule()
+
+
+@needs_root
 @pytest.mark.parametrize(('module', 'name'), [('schedule', 'schedule.yaml'), ('compute', 'compute.yaml')])
 def test_pipe_in_the_working_directory_does_not_block(home: Path, module: str, name: str) -> None:
     """Any user can put a pipe into /tmp; the command waited for a writer forever."""
