@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from stat import S_ISDIR
 
 from ecomp.conf import (
     DEFAULT_USER_ID,
@@ -33,6 +32,7 @@ from ecomp.yaml_file import (
     Node,
     YamlFile,
     describe_typed_node,
+    find_loose_directory,
     make_choice_parser,
     make_integer_parser,
     make_list_parser,
@@ -161,12 +161,13 @@ def explain_unsafe_metrics(path: Path | None) -> str:
     """Return why metrics must not be written there, with a fix; '' if only root and this user can write there."""
     if path is None:
         return ''
+    loose: Path | None = path.parent
     with suppress(OSError):  # missing, or in a directory that this user cannot enter
-        status = path.parent.stat()
-        if S_ISDIR(status.st_mode) and status.st_uid in (0, os.geteuid()) and not status.st_mode & 0o022:
+        loose = find_loose_directory(path, (0, os.geteuid()))
+        if loose is None and not path.parent.stat().st_mode & 0o022:
             return ''
     cure = 'Fix: create it as root, writable by root only, or correct `metrics:` in compute.yaml'
-    return f'no metrics are written: {path.parent} is not a directory to which only root can write. {cure}'
+    return f'no metrics are written: {loose or path.parent} is not a directory to which only root can write. {cure}'
 
 
 @dataclass(frozen=True)

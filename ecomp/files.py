@@ -6,6 +6,7 @@ only after the next ecompute has started its own workers.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -59,7 +60,11 @@ def write_durably(path: Path, content: str | bytes, mode: int = 0o600) -> None:
     """
     temporary = get_part_path(path)
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+        if temporary.is_symlink():
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        if temporary.exists():  # a killed process's, or another name of some other file
+            temporary.unlink()
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         with os.fdopen(descriptor, 'wb') as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()

@@ -142,6 +142,27 @@ def test_metrics_are_written_only_where_only_root_can_write(
     assert explain_unsafe_metrics(path) == ('' if is_safe else PRIVATE_DIRECTORY.replace('HERE', str(directory)))
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason='only root can give a directory to another user')
+def test_metrics_are_not_written_where_another_user_may_exchange_a_directory(tmp_path: Path) -> None:
+    """Debian gives the parent of node_exporter's directory to the user prometheus."""
+    stranger, parent, target = 12345, tmp_path / 'prometheus', tmp_path / 'of-root'
+    (directory := parent / 'node-exporter').mkdir(parents=True)
+    assert explain_unsafe_metrics(directory / 'ecompute.prom') == ''
+    for mode, owner, is_safe in ((0o755, stranger, False), (0o757, 0, False), (0o1777, 0, True), (0o755, 0, True)):
+        parent.chmod(mode)
+        os.chown(parent, owner, owner)
+        problem = '' if is_safe else PRIVATE_DIRECTORY.replace('HERE', str(parent))
+        assert explain_unsafe_metrics(directory / 'ecompute.prom') == problem
+    # A link of the other user leads to a directory of root.
+    target.mkdir()
+    directory.rmdir()
+    directory.symlink_to(target)
+    for owner in (stranger, 0):
+        os.chown(directory, owner, owner, follow_symlinks=False)
+        problem = PRIVATE_DIRECTORY.replace('HERE', str(directory))
+        assert explain_unsafe_metrics(directory / 'ecompute.prom') == problem
+
+
 def test_directory_that_cannot_be_looked_at_is_a_problem_and_no_error(tmp_path: Path) -> None:
     directory = tmp_path / ('x' * 300)  # stat() fails as it does below a directory of another user
     assert explain_unsafe_metrics(directory / 'a.prom') == PRIVATE_DIRECTORY.replace('HERE', str(directory))

@@ -167,6 +167,14 @@ def test_symbolic_link_at_the_partial_file_is_not_followed(tmp_path: Path) -> No
     assert victim.read_text() == 'mine'
 
 
+def test_hard_link_at_the_partial_file_is_not_written_to(tmp_path: Path) -> None:
+    victim = tmp_path / 'victim'
+    victim.write_text('mine')
+    (tmp_path / '.x.part').hardlink_to(victim)
+    write_durably(tmp_path / 'x', 'theirs')
+    assert (victim.read_text(), (tmp_path / 'x').read_text()) == ('mine', 'theirs')
+
+
 def test_failed_write_names_the_file_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_durably(tmp_path / 'file', 'before')
 
