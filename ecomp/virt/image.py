@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import struct
 import sys
+import zlib
 from array import array
 from pathlib import Path
 from typing import BinaryIO
@@ -25,6 +26,11 @@ COMPRESSED_FLAG = 1 << 62
 MAX_L1_BYTES = 32 * MIB  # QEMU reads no larger table
 MAX_BACKING_NAME_BYTES = 1023  # bytes of the name of a backing file, by the format
 MAX_CLUSTER_BYTES = 2**21  # bytes of a cluster, by the format
+# The boot sector, GPT's header, and its table of 128 entries.
+PARTITION_TABLE_BYTES = 34 * 512
+# Types of GPT partitions as stored: the EFI system partition, and the one in which GRUB's BIOS part is installed.
+GPT_ESP, GPT_BIOS_BOOT = bytes.fromhex('28732ac11ff8d211ba4b00a0c93ec93b'), b'Hah!IdontNeedEFI'
+MBR_PROTECTIVE, MBR_ESP = 0xEE, 0xEF
 
 
 def determine_capacity(spec: GuestSpec) -> int:
@@ -142,20 +148,32 @@ def _check_features(path: Path) -> None:
 
 def _check_raw(file: BinaryIO) -> int:
     """Return the bytes of a raw disk, identified by its boot signature, else raise BuildFailed."""
-    start = file.read(512)
+    start = file.read(PARTITION_TABLE_BYTES)
     size = os.fstat(file.fileno()).st_size
     if not start:
         raise _make_refusal('is empty')
     if start.startswith(QCOW2_MAGIC):
         raise _make_refusal('is a qcow2 that is cut off within its header')
-    if start[510:] != b'\x55\xaa':
+    if start[510:512] != b'\x55\xaa':
         packed = [name for magic, name in COMPRESSION_MAGIC.items() if start.startswith(magic)]
         if packed:
             raise _make_refusal(f'is not a disk image: it is compressed with {packed[0]}', 'unpack it first')
         raise _make_refusal('is not a disk image: it has no boot signature')
     if size % 512:
         raise _make_refusal(f'is a cut-off raw disk: its {size} bytes are not a multiple of 512')
+    _require_bios(start)
     return size
+
+
+def _require_bios(start: bytes) -> None:
+    """Raise BuildFailed if a disk has an EFI system partition and no boot code; `start`: its PARTITION_TABLE_BYTES.
+
+    A BIOS partition, or a partition beside GPT's protective one, may be meant for another boot loader.
+    """
+    in_mbr, in_gpt = {*start[450:512:16]}, {start[offset : offset + 16] for offset in range(1024, len(start), 128)}
+    has_esp = MBR_ESP in in_mbr or (MBR_PROTECTIVE in in_mbr and GPT_ESP in in_gpt and GPT_BIOS_BOOT not in in_gpt)
+    if has_esp and in_mbr <= {0, MBR_PROTECTIVE, MBR_ESP} and not any(start[:440]):
+        raise _make_refusal('boots by UEFI only', 'use an image that also boots by BIOS')
 
 
 def _check_qcow2(file: BinaryIO) -> int:
@@ -202,7 +220,29 @@ def _check_qcow2(file: BinaryIO) -> int:
         # Only the first byte of a data cluster is required: the last cluster of a file may be truncated.
         last = max(entry & (compressed_mask if entry & COMPRESSED_FLAG else OFFSET_MASK) for entry in entries)
         check_range(last, 1)
+    _require_bios(_read_guest_start(file, l1_offset, cluster_bits, size))
     return size
+
+
+def _read_guest_start(file: BinaryIO, l1_offset: int, cluster_bits: int, size: int) -> bytes:
+    """Return the PARTITION_TABLE_BYTES of a qcow2 whose tables were checked; b'' if they are compressed with zstd."""
+    cluster_bytes, clusters = 1 << cluster_bits, list[bytes]()
+    for cluster in range(-(-min(size, PARTITION_TABLE_BYTES) >> cluster_bits)):
+        l1_index, l2_index = divmod(cluster, cluster_bytes // 8)
+        table = _read_table(file, l1_offset + l1_index * 8, 1)[0] & OFFSET_MASK
+        entry = _read_table(file, table + l2_index * 8, 1)[0] if table else 0
+        data = b''
+        if entry & COMPRESSED_FLAG:
+            file.seek(entry & ((1 << (70 - cluster_bits)) - 1))
+            try:
+                data = zlib.decompressobj(-15).decompress(file.read(cluster_bytes), cluster_bytes)
+            except zlib.error:
+                return b''
+        elif entry & OFFSET_MASK and not entry & 1:  # 1: reads as zeros
+            file.seek(entry & OFFSET_MASK)
+            data = file.read(cluster_bytes)
+        clusters.append(data.ljust(cluster_bytes, b'\0'))
+    return b''.join(clusters)[:PARTITION_TABLE_BYTES]
 
 
 def _read_table(file: BinaryIO, offset: int, entries: int) -> array[int]:

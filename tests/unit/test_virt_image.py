@@ -9,6 +9,7 @@ import os
 import shutil
 import struct
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,63 @@ def test_other_files_are_refused(content: bytes, words: str, tmp_path: Path) -> 
     path = tmp_path / 'x'
     path.write_bytes(content)
     assert words in get_refusal(path)
+
+
+# Boot code, as of GRUB. Where an image has none, a BIOS finds nothing to run.
+BOOT_CODE = b'\xeb\x63\x90' + b'\0' * 443
+ESP, BIOS_BOOT = 'type=uefi, size=1MiB', 'type=21686148-6449-6E6F-744E-656564454649, size=1MiB'
+MBR_ESP = 'type=ef, size=1MiB'
+# A hybrid MBR: the protective partition, and one that another program boots.
+HYBRID_MBR = struct.pack('<B3BB3BII', 0, 0, 2, 0, 0xEE, 0, 0, 0, 1, 2047) + PARTITION
+
+
+@pytest.fixture(params=['raw', 'qcow2', 'qcow2 -c', 'qcow2 -o cluster_size=512', 'qcow2 -c -o cluster_size=4k'])
+def make_partitioned(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str, dict[int, bytes]], Path]:
+    """Provide a function that makes an image with a partition table, and writes more at some offsets."""
+    if shutil.which('sfdisk') is None or shutil.which('qemu-img') is None:
+        pytest.skip('sfdisk (fdisk) or qemu-img (qemu-utils) is not installed')
+
+    def make(table: str, content: dict[int, bytes]) -> Path:
+        disk, path = tmp_path / 'disk', tmp_path / 'converted'
+        disk.write_bytes(b'')
+        os.truncate(disk, 8 * MIB)
+        subprocess.run(['sfdisk', '-q', disk], input=table.replace(';', '\n'), text=True, check=True)
+        with disk.open('r+b') as file:
+            for offset, data in content.items():
+                file.seek(offset)
+                file.write(data)
+        qemu_img('convert', '-f', 'raw', '-O', *request.param.split(), disk, path)
+        return path
+
+    return make
+
+
+@pytest.mark.parametrize(
+    'table', [f'label: gpt; {ESP}', f'label: gpt; type=linux, size=1MiB; {ESP}', f'label: dos; {MBR_ESP}']
+)
+def test_image_that_boots_by_uefi_only_is_refused(
+    table: str, make_partitioned: Callable[[str, dict[int, bytes]], Path]
+) -> None:
+    refusal = get_refusal(make_partitioned(table, {}))
+    assert refusal == 'the image boots by UEFI only. Fix: use an image that also boots by BIOS'
+
+
+@pytest.mark.parametrize(
+    ('table', 'content'),
+    [
+        (f'label: gpt; {BIOS_BOOT}; {ESP}', {0: BOOT_CODE}),
+        (f'label: gpt; {BIOS_BOOT}; {ESP}', {}),
+        (f'label: gpt; {ESP}', {0: BOOT_CODE}),
+        (f'label: gpt; {ESP}', {446: HYBRID_MBR}),
+        ('label: gpt; type=linux, size=1MiB', {}),
+        (f'label: dos; {MBR_ESP}; type=linux, bootable', {0: BOOT_CODE}),
+        ('label: dos; type=linux, bootable', {}),
+    ],
+)
+def test_image_that_may_boot_by_bios_is_accepted(
+    table: str, content: dict[int, bytes], make_partitioned: Callable[[str, dict[int, bytes]], Path]
+) -> None:
+    assert image.inspect(make_partitioned(table, content)).virtual_size == 8 * MIB
 
 
 def test_missing_file_is_refused(tmp_path: Path) -> None:
