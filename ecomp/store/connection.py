@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ecomp.conf import EtcdConfig
 from ecomp.errors import Denied, EcompError, NoSpace, TooManyOperations, Unreachable, UsageError
 from ecomp.store.messages import (
+    CONNECTING,
     DEADLINE_EXCEEDED,
     TOO_MANY_OPERATIONS,
     CallFailure,
@@ -87,6 +88,8 @@ class Connection:
         self.config = config
         self._lock = threading.Lock()
         self._endpoint_index = 0
+        # Connections that are still being made, by the index of their endpoint.
+        self._pending: dict[int, EtcdMember] = {}
         self._closed = False
         self._connected_at = time.monotonic()
         # The certificate that prevents a new connection, and its error.
@@ -117,17 +120,22 @@ class Connection:
             # A member that hangs must leave time for the others; a request to a dying leader is lost without an error.
             time_share = self.config.timeout / 2 if has_others else self.config.timeout
             try:
-                return ask(client, max(min(time_share, deadline - time.monotonic()), MIN_INTERVAL_SECONDS))
+                answer = ask(client, max(min(time_share, deadline - time.monotonic()), MIN_INTERVAL_SECONDS))
+                self._pending.clear()
+                return answer
             except CallFailure as error:
+                is_pending = has_others and error.details == CONNECTING
                 # A single endpoint that connects slowly gets two timeouts before the connection is begun again.
                 is_young = time.monotonic() - self._connected_at < 2 * self.config.timeout
                 if has_others or not is_young or error.code != DEADLINE_EXCEEDED:
-                    self.reconnect(client)
+                    self.reconnect(client, is_pending)
                 is_late = time.monotonic() > deadline - MIN_INTERVAL_SECONDS
                 if is_transient(error) and not is_late:
                     # One more round: others may be electing too, and a member that saw the dead leader's end refuses.
                     remaining_tries = max(remaining_tries, len(self.config.endpoints))
                     time.sleep(MIN_INTERVAL_SECONDS)
+                elif is_pending and not is_late:
+                    remaining_tries += 1  # in turn, until one of the connections is made
                 elif remaining_tries <= 0 or is_late or not can_retry_elsewhere(error, repeatable):
                     error_type = no_answer_error if not is_unsent(error) else Unreachable
                     raise self.translate_error(error, error_type, about, repeatable) from error
@@ -151,14 +159,17 @@ class Connection:
             self.reconnect(client)
             raise
 
-    def reconnect(self, failed_member: EtcdMember | None = None) -> None:
+    def reconnect(self, failed_member: EtcdMember | None = None, is_pending: bool = False) -> None:
         """Connect to the next endpoint; no-op after close(), or if `failed_member` is replaced already.
 
+        If `is_pending`, the failed one is kept until it is its endpoint's turn again: it is still being connected.
         Never raises: if a certificate cannot be read, the old connection stays, and later errors name the reason.
         """
         with self._lock:
             if self._closed or (failed_member is not None and failed_member is not self.client):
                 return
+            if is_pending:
+                self._pending[self._endpoint_index] = self.client
             self._endpoint_index = (self._endpoint_index + 1) % len(self.config.endpoints)
             # The old connection is not closed: other threads may be using it. It closes when the last one drops it.
             self._connected_at = time.monotonic()
@@ -173,12 +184,15 @@ class Connection:
         """Close the connection for good; reconnect() does nothing afterwards."""
         with self._lock:
             self._closed = True
+            self._pending.clear()
             self.client.close()
 
     def _connect(self) -> Any:
         """Begin to connect to the current endpoint; OSError for an unreadable certificate."""
         from ecomp.store.http2_client import EtcdMember  # late, because h2 is slow to load
 
+        if (pending := self._pending.pop(self._endpoint_index, None)) is not None:
+            return pending
         return (self._open_member or EtcdMember)(self.config, self.config.endpoints[self._endpoint_index])
 
     def translate_error(

@@ -33,6 +33,7 @@ from h2.settings import SettingCodes
 
 from ecomp.conf import EtcdConfig, connect_tcp
 from ecomp.store.messages import (
+    CONNECTING,
     DEADLINE_EXCEEDED,
     METHODS,
     RESOURCE_EXHAUSTED,
@@ -49,6 +50,8 @@ from ecomp.tls import ETCD_SENTENCES, TlsFailure, classify_tls_error
 # Bytes that a member may send before we acknowledge them.
 WINDOW_BYTES = 4 * 1024**2
 READ_BYTES = 65536
+# Seconds that a new connection may take before the next endpoint is tried. A member that hangs accepts connections.
+NEXT_MEMBER_SECONDS = 0.3
 # Details of a call that failed because its connection ended.
 CONNECTION_CLOSED = 'Socket closed'
 NO_HTTP2 = 'it does not speak HTTP/2'
@@ -81,6 +84,8 @@ class Transport:
         self._config = config
         self.endpoint = endpoint
         self._connect_timeout = config.timeout / len(config.endpoints)
+        has_others = len(config.endpoints) > 1
+        self._patience_seconds = min(NEXT_MEMBER_SECONDS, self._connect_timeout) if has_others else config.timeout
         for path in (config.ca_cert, config.cert_cert, config.cert_key):
             check_certificate(path)
         self._reservation = threading.Lock()
@@ -97,18 +102,15 @@ class Transport:
     def reserve(self, deadline: float) -> Iterator[None]:
         """Reserve the connection for this thread; wait until `deadline` for other threads and for the connection.
 
-        An endpoint that accepts no connection gets at most timeout / number of endpoints. Raises CallFailure: as unsent
+        With other endpoints, it waits for the connection only NEXT_MEMBER_SECONDS. Raises CallFailure: as unsent
         without a usable connection, UNAVAILABLE for an OSError or H2Error of the body, which breaks the connection.
         """
         if not self._reservation.acquire(timeout=max(deadline - time.monotonic(), 0)):
             raise CallFailure(DEADLINE_EXCEEDED, 'another thread uses the connection', unsent=True)
         try:
-            # An unreachable member must leave time for the others; one that answers slowly may use all of it.
-            self._connect_thread.join(max(min(deadline - time.monotonic(), self._connect_timeout), 0))
-            if self._connect_thread.is_alive() and self._socket is not None:
-                self._connect_thread.join(max(deadline - time.monotonic(), 0))
+            self._connect_thread.join(max(min(deadline - time.monotonic(), self._patience_seconds), 0))
             if self._connect_thread.is_alive():
-                raise CallFailure(DEADLINE_EXCEEDED, 'not connected yet', unsent=True)
+                raise CallFailure(DEADLINE_EXCEEDED, CONNECTING, unsent=True)
             if self._failed is None:
                 self._notice_end(deadline)
             if self._failed is not None:

@@ -391,6 +391,8 @@ def _encode_part(field: int, value: bytes) -> bytes:
 # What a failed call means
 
 UNAVAILABLE = 'UNAVAILABLE'
+# Details of a call to a member whose connection is still being made.
+CONNECTING = 'not connected yet'
 DEADLINE_EXCEEDED = 'DEADLINE_EXCEEDED'
 NOT_FOUND = 'NOT_FOUND'
 INVALID_ARGUMENT = 'INVALID_ARGUMENT'

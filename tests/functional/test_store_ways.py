@@ -8,7 +8,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -95,6 +95,34 @@ def test_two_unreachable_members_of_five_are_skipped(etcd: Etcd, prefix: str) ->
             assert store.get(prefix) is None
         with closing(Store(make_config(*endpoints))) as store:
             assert store.commit([Unchanged(prefix, 0)], [Put(prefix, 'x')])
+
+
+@pytest.mark.parametrize('hanging_members', [1, 2])
+def test_hanging_members_delay_a_command_by_a_third_of_a_second_each(
+    hanging_members: int, etcd: Etcd, prefix: str
+) -> None:
+    """A frozen member's kernel accepts connections, and nothing answers."""
+    with ExitStack() as stack:
+        frozen = [stack.enter_context(socket.create_server(('127.0.0.1', 0))) for _ in range(hanging_members)]
+        endpoints = [f'127.0.0.1:{each.getsockname()[1]}' for each in frozen] + [etcd.endpoint] * (3 - hanging_members)
+        for revision in (0, 1):
+            began = time.monotonic()
+            with closing(Store(make_config(*endpoints))) as store:
+                assert (store.get(prefix) is None) == (revision == 0)
+                assert store.commit([], [Put(prefix, 'x')])
+            # Less than the half of the timeout that a call waits for one answer.
+            assert time.monotonic() - began < 2
+
+
+def test_hanging_members_alone_are_reported_within_the_timeout() -> None:
+    with socket.create_server(('127.0.0.1', 0)) as one, socket.create_server(('127.0.0.1', 0)) as other:
+        endpoints = [f'127.0.0.1:{each.getsockname()[1]}' for each in (one, other)]
+        with closing(Store(make_config(*endpoints, timeout=2.0))) as store:
+            for call, error in ((lambda: store.get('/x'), Unreachable), (lambda: store.grant(5), Unreachable)):
+                began = time.monotonic()
+                with pytest.raises(error, match='cannot be reached: no answer in time'):
+                    call()
+                assert time.monotonic() - began < SLOWDOWN_FACTOR * 2.5
 
 
 class ElectingMembers:
