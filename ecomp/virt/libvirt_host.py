@@ -41,9 +41,11 @@ def probe_libvirt(state: Path, attachments: Sequence[Attachment], uri: str = 'qe
             version = opened.getLibVersion()
         capabilities, no_qemu = read_capabilities(connection, timeout_seconds=0)
         qemu = find_user(capabilities.qemu_uid, capabilities.qemu_gid)
-        states = {attachment: Networks(connection).read_state(attachment) for attachment in attachments}
+        host_networks = Networks(connection)
+        states = {attachment: host_networks.read_state(attachment) for attachment in attachments}
         filters = Filters(connection, ()).explain_missing()
-        unfit = [Networks(connection).explain_unfit(attachment, not filters) for attachment in attachments]
+        unfit = [host_networks.explain_unfit(attachment, not filters) for attachment in attachments]
+        unfit += [(host_networks.find_lease_problem(attachment), '') for attachment in attachments]
         closed = find_blocked_directory(state.absolute() / 'images', qemu)
         return health.LibvirtFacts(
             version=version,

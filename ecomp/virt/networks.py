@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -25,7 +26,14 @@ from ecomp.model.health import MISSING, OFF, USABLE
 from ecomp.model.record import format_time
 from ecomp.model.text import join_some
 from ecomp.virt import xml
-from ecomp.virt.connection import Connection, IgnoredErrors, libvirt, raise_build_failed
+from ecomp.virt.connection import (
+    Connection,
+    IgnoredErrors,
+    describe_error,
+    is_broken,
+    libvirt,
+    raise_build_failed,
+)
 from ecomp.virt.xml import Dhcp, Reservation
 
 log = logging.getLogger(__name__)
@@ -162,6 +170,10 @@ LIVE = libvirt.VIR_NETWORK_UPDATE_AFFECT_LIVE
 CONFIG = libvirt.VIR_NETWORK_UPDATE_AFFECT_CONFIG
 # "A matching entry exists", "no matching entry exists": read the definition again.
 RETRYABLE_ERROR = libvirt.VIR_ERR_OPERATION_INVALID
+
+
+class UnreadableLeases(EcompError):
+    """libvirt's file of a network's leases is malformed."""
 
 
 class Networks:
@@ -314,6 +326,15 @@ class Networks:
         )
         return build_problem if has_filters else '', address_problem
 
+    def find_lease_problem(self, attachment: Attachment) -> str:
+        """Return why the leases of a network cannot be read, with a fix, or ''."""
+        try:
+            if attachment.kind == 'network':
+                self.read_leases(attachment.name, ())
+        except UnreadableLeases as error:
+            return str(error)
+        return ''
+
     def _read_dhcp(self, name: str) -> Dhcp:
         """Return the network's DHCP; one without ranges if the network is missing."""
         use = self._connection.use(f'reading the DHCP of network {name}')
@@ -326,8 +347,22 @@ class Networks:
         absent = IgnoredErrors(libvirt.VIR_ERR_NO_NETWORK, libvirt.VIR_ERR_OPERATION_INVALID)
         with self._connection.use(f'reading the leases of network {name}') as connection, absent:
             network = connection.networkLookupByName(name)
-            return pick_newest_leases(network.DHCPLeases(), macs, xml.read_dhcp(network.XMLDesc()))
+            return pick_newest_leases(_list_leases(network), macs, xml.read_dhcp(network.XMLDesc()))
         return {}
+
+
+def _list_leases(network: libvirt.virNetwork) -> list[dict[str, Any]]:
+    """Return libvirt's leases of an active network; UnreadableLeases, with a fix, if its file of them is malformed."""
+    try:
+        return list(network.DHCPLeases())
+    except libvirt.libvirtError as error:
+        if is_broken(error) or error.get_error_code() != libvirt.VIR_ERR_INTERNAL_ERROR:
+            raise
+        problem = f'libvirt cannot read its leases of network {network.name()}, so it knows no address of a guest there'
+        # dnsmasq has the leases, too, and passes all of them to libvirt's helper, which writes the file.
+        pid_file = shlex.quote(f'/run/libvirt/network/{network.name()}.pid')
+        cure = f'rm {LEASES_DIRECTORY}/{network.bridgeName()}.status; kill -HUP $(cat {pid_file})'
+        raise UnreadableLeases(f'{problem}: {describe_error(error)}. Fix: {cure}') from error
 
 
 def _is_ours(reservation: Reservation) -> bool:
@@ -376,7 +411,9 @@ def _choose_address(
     for _, definition in sorted(definitions.items()):
         if (existing := definition.find_reservation(mac)) is not None:
             return existing.address
-    leases = network.DHCPLeases() if network.isActive() else []
+    leases: list[dict[str, Any]] = []
+    with suppress(UnreadableLeases):  # the reading of addresses reports them
+        leases = _list_leases(network) if network.isActive() else []
     ipv4_leases = [lease for lease in leases if lease['type'] == libvirt.VIR_IP_ADDR_TYPE_IPV4]
     mac_of = {IPv4Address(lease['ipaddr']): (lease['mac'] or '').lower() for lease in ipv4_leases}
     reserved = [reservation.address for dhcp in definitions.values() for reservation in dhcp.reservations]

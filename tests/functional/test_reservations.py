@@ -22,7 +22,7 @@ from mdserver.conf import Config
 from mdserver.files import Files
 from mdserver.guests import ForgedAddressError
 
-from ecomp.errors import BuildFailed
+from ecomp.errors import BuildFailed, EcompError
 from ecomp.model.audit import CODES
 from ecomp.model.guest import (
     DEFAULT_NETWORKS,
@@ -39,7 +39,7 @@ from tests.kit.servers import make_environment, wait_until
 
 libvirt = pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
 from ecomp.virt.connection import Connection  # noqa: E402
-from ecomp.virt.libvirt_host import Libvirt  # noqa: E402
+from ecomp.virt.libvirt_host import Libvirt, probe_libvirt  # noqa: E402
 from ecomp.virt.networks import Networks  # noqa: E402
 
 # Its dnsmasq has a log, which tells why an address or a lease is missing.
@@ -184,6 +184,39 @@ def test_foreign_reservations_and_leases_are_avoided_and_kept(
         real_libvirt.release_addresses(reservation.instance)
     real_libvirt.release_addresses(instance)
     assert read_reservations(small) == read_reservations(small, INACTIVE) == foreign
+
+
+@pytest.mark.parametrize('damage', ['cut off', 'another value'])
+def test_malformed_file_of_leases_prevents_no_reservation_and_is_reported_with_a_cure(
+    damage: str, host: LibvirtHost, real_libvirt: Libvirt, small: Any
+) -> None:
+    """A power cut may leave such a file; then libvirt lists no leases, and its helper writes none."""
+    instance, attachment = str(uuid4()), Attachment('network', 'small')
+    mac = make_mac_address(instance, 0)
+    leased = acquire_lease(host, mac, small)
+
+    def find_problems() -> tuple[str, ...]:
+        return probe_libvirt(host.root / 'state', [attachment], host.uri).network_problems
+
+    assert find_problems() == ()
+    file = host.root / 'lib/dnsmasq/virbr1.status'
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2] if damage == 'cut off' else b'{}')
+    other = str(uuid4())
+    assert re.fullmatch(r'10\.78\.0\.[2-9]', reserve_address(real_libvirt, other) or '')
+    (problem,) = find_problems()
+    prefix = 'libvirt cannot read its leases of network small, so it knows no address of a guest there: '
+    assert problem.startswith(prefix + 'internal error: ')
+    assert '. Fix: rm /var/lib/libvirt/dnsmasq/virbr1.status; ' in problem
+    with closing(Connection(host.uri)) as own, pytest.raises(EcompError) as caught:
+        Networks(own).read_leases('small', [mac])
+    assert str(caught.value) == problem
+
+    host.run_inside(['sh', '-e', '-c', problem.partition('. Fix: ')[2]])
+    wait_until(lambda: (mac, leased) in list_leases(small), 20, 'dnsmasq writes its leases again')
+    assert find_problems() == ()
+    for guest in (instance, other):
+        real_libvirt.release_addresses(guest)
 
 
 def test_current_lease_wins_over_the_preferred_address(host: LibvirtHost, real_libvirt: Libvirt, small: Any) -> None:
