@@ -329,11 +329,15 @@ class Libvirt:
         self._domains.start_existing(instance, compute)
 
     def delete_disk(self, instance: str) -> None:
-        """Remove seed, overlay and console logs where they exist; Conflict while in use."""
+        """Remove seed, overlay, its external snapshots and console logs where they exist; Conflict while in use."""
         self._domains.check_files_unused(
             instance, [str(files.get_path(instance)) for files in (self._volumes, self._seeds)]
         )
         self._seeds.delete(instance)  # first: the overlay shows that the instance exists here
+        # `virsh snapshot-create-as --disk-only` makes them. A domain that still names one was made outside ecompute.
+        for path in self._volumes.list_snapshots(instance):
+            if not self._domains.list_disk_users(str(path)):
+                path.unlink()
         self._volumes.delete(instance)
         # virtlogd rotates the log: older files are .log.0 and so on.
         for path in self._console_directory.glob(f'{instance}.log*'):

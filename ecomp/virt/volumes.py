@@ -141,6 +141,16 @@ class Volumes(_InstanceFiles):
         exists = {base: os.path.exists(base) for base in set(bases.values()) if base}
         return {instance: base for instance, base in bases.items() if base and not exists[base]}
 
+    def list_snapshots(self, instance: str) -> list[Path]:
+        """List the external snapshots of the disk: regular files here, not disks, that are overlays of it. OSError."""
+        disk, disks = os.path.realpath(self.get_path(instance)), set(map(self.get_path, self.list_instances()))
+        snapshots = list[Path]()
+        for path in {*self.directory.iterdir()} - disks:
+            with suppress(OSError):  # removed concurrently
+                if path.is_file() and not path.is_symlink() and disk in image.read_backing_chain(path):
+                    snapshots.append(path)
+        return snapshots
+
     def measure_disk_gb(self, instance: str) -> int:
         """Return the size of the instance's disk in GiB, rounded up; 0 if it is unreadable."""
         with suppress(OSError, struct.error):

@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 import os
 import queue
+import shutil
 import signal
+import subprocess
 import threading
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
@@ -19,13 +21,14 @@ from dataclasses import replace
 from pathlib import Path
 from pwd import getpwnam
 from shutil import which
+from typing import Any
 from uuid import uuid4
 
 import pytest
 
 from ecomp.errors import Conflict, EcompError, Unreachable, UsageError
 from ecomp.model.guest import DEFAULT_NETWORKS, PAUSED, Attachment, Guest, GuestSpec
-from tests.functional.guest import COMPUTE, FOREIGN_DOMAIN_XML, build
+from tests.functional.guest import COMPUTE, FOREIGN_DOMAIN_XML, MakeSpec, build
 from tests.functional.libvirt_host import LibvirtHost
 from tests.kit.servers import wait_until
 
@@ -189,6 +192,48 @@ def test_managed_save_and_snapshot_do_not_prevent_a_destroy(
     )
     real_libvirt.destroy(spec.instance, COMPUTE)
     assert not real_libvirt.list_guests()[spec.instance].defined
+
+
+def test_external_snapshots_are_removed_with_the_disk(
+    real_libvirt: Libvirt, make_spec: MakeSpec, connection: Any, tmp_path: Path
+) -> None:
+    """`virsh snapshot-create-as --disk-only` makes an overlay of the disk, with what the guest writes from then on."""
+    spec, neighbour = make_spec(), make_spec()
+    images = real_libvirt.get_image_directory()
+    assert images is not None
+    disk = images / f'{spec.instance}.qcow2'
+    for guest in (spec, neighbour):
+        build(real_libvirt, guest)
+    domain = connection.lookupByUUIDString(spec.instance)
+    before = {path.name for path in images.iterdir()}
+    for name in ('one', 'two'):
+        xml = f'<domainsnapshot><name>{name}</name></domainsnapshot>'
+        domain.snapshotCreateXML(xml, libvirt.VIR_DOMAIN_SNAPSHOT_CREATE_DISK_ONLY)
+    names = {path.name for path in images.iterdir()} - before
+    assert names == {f'{spec.instance}.one', f'{spec.instance}.two'}
+
+    # Left alone: an overlay elsewhere, a link to one, a copy of the disk, a snapshot of another instance, and the
+    # overlay of a domain that was not made by ecompute.
+    snapshot = '<domainsnapshot><name>three</name></domainsnapshot>'
+    other = connection.lookupByUUIDString(neighbour.instance)
+    other.snapshotCreateXML(snapshot, libvirt.VIR_DOMAIN_SNAPSHOT_CREATE_DISK_ONLY)
+    for path in (tmp_path / 'overlay', images / 'used'):
+        subprocess.run(['qemu-img', 'create', '-q', '-f', 'qcow2', '-F', 'qcow2', '-b', disk, path], check=True)
+    (images / 'link').symlink_to(tmp_path / 'overlay')
+    shutil.copy(disk, images / f'{spec.instance}.copy')
+    description = FOREIGN_DOMAIN_XML.format(name='foreign', uuid=uuid4())
+    drive = f"<disk type='file'><source file='{images / 'used'}'/><target dev='vda'/></disk>"
+    foreign = connection.defineXML(description.replace('</domain>', f'<devices>{drive}</devices></domain>'))
+    kept = {f'{neighbour.instance}.three', 'link', 'used', f'{spec.instance}.copy'}
+
+    real_libvirt.destroy(spec.instance, COMPUTE)
+    real_libvirt.delete_disk(spec.instance)
+    assert {path.name for path in images.iterdir()} == before - {disk.name} | kept
+    assert (tmp_path / 'overlay').exists()
+    foreign.undefine()
+    other.destroy()
+    for name in kept:
+        (images / name).unlink()
 
 
 def test_driver_reconnects_after_libvirtd_was_killed(host: LibvirtHost, real_libvirt: Libvirt, spec: GuestSpec) -> None:
