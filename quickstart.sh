@@ -97,12 +97,14 @@ make_venv() {
     if [ "$wanted" != "$(cat "$stamp" 2>/dev/null)" ] &&
         [ "$(sha256sum <setup.py)" != "$(cat .venv/installed 2>/dev/null)" ]; then
         begin 'installing ecomp and what it needs into .venv'
-        # The tested versions, pinned by hash.
-        quietly .venv/bin/python -m pip install --disable-pip-version-check --require-hashes -r constraints.txt
+        # The tested versions, pinned by hash: also setuptools, with which pip builds libvirt-python and ecomp.
+        PIP_BUILD_CONSTRAINT=constraints.txt \
+            quietly .venv/bin/python -m pip install --disable-pip-version-check --require-hashes -r constraints.txt
         # Up to 1.1 the package's name was ecomp. Removed later, that one would take its successor's files with it.
         quietly .venv/bin/python -m pip uninstall --disable-pip-version-check -y ecomp
         # In place, so that git pull alone updates it.
-        quietly .venv/bin/python -m pip install --disable-pip-version-check --use-pep517 --no-deps -e .
+        PIP_BUILD_CONSTRAINT=constraints.txt \
+            quietly .venv/bin/python -m pip install --disable-pip-version-check --use-pep517 --no-deps -e .
         printf '%s\n' "$wanted" >"$stamp"
         finish
     fi

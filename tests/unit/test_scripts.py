@@ -125,7 +125,8 @@ def run_make_venv(directory: Path, script: str, **settings: str) -> str:
     text = (TOP / script).read_text()
     text = text[text.index('make_venv() {') :]
     text = text[: text.index('\n}\n') + 3]
-    stubs = 'begin() { :; }; finish() { :; }; say() { :; }; check_python() { :; }; quietly() { echo "$@" >>asked; }'
+    stubs = 'begin() { :; }; finish() { :; }; say() { :; }; check_python() { :; }\n'
+    stubs += 'quietly() { echo ${PIP_BUILD_CONSTRAINT-} "$@" >>asked; }'
     (directory / 'asked').write_text('')
     program = f'{stubs}\n{text}\nmake_venv'
     subprocess.run(['bash', '-euc', program], cwd=directory, env={**os.environ, **settings}, check=True)
@@ -163,6 +164,8 @@ def test_quickstart_reinstalls_when_the_constraints_change(tmp_path: Path) -> No
         assert '--require-hashes -r constraints.txt' in first
         assert second.endswith(' -y ecomp')
         assert '--no-deps -e .' in third
+        # So also setuptools, with which pip builds libvirt-python and ecomp, is pinned by hash.
+        assert [line.startswith('constraints.txt ') for line in (first, second, third)] == [True, False, True]
         assert run_make_venv(tmp_path, 'quickstart.sh') == ''
 
 
