@@ -18,6 +18,7 @@ from ecomp.model.host import CLOSED, DISABLED, NO_COMPUTES, Computes, Host
 from ecomp.model.level import count_findings, get_exit_code, mark_warning
 from ecomp.model.order import START, STOP, get_holdings
 from ecomp.model.record import STAGES
+from ecomp.model.text import make_printable
 
 if TYPE_CHECKING:
     from ecomp.model.audit import Finding
@@ -255,7 +256,7 @@ def _audit(ctx: Context) -> int:
         names = read_names_by_instance(ctx.store) if report.findings else {}
         ctx.show(make_finding_listing(report.findings, report.world.named_computes, names))
     for line in _summarize(report):
-        ctx.out.say(line)
+        ctx.out.say(make_printable(line))
     return get_exit_code([finding.code for finding in report.findings])
 
 

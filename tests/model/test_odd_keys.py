@@ -83,6 +83,16 @@ def run_fix(cloud: Cloud) -> list[str]:
     return repair_findings(cloud.store, cloud.placement, *reports)
 
 
+def test_repairs_are_one_line_each(cloud: Cloud) -> None:
+    """A compute's answer, and the name in a key that a compute may write, are the text of somebody else."""
+    cloud.add_host(A)
+    key = keys.quota('shop\nhv1: all is well')
+    cloud.store.commit([], [Put(key, '{"version": 1, "limits": {"VCPU": 4}, "used": {"VCPU": 1}}')])
+    lines = run_fix(cloud)
+    assert [line.partition(': ')[0] for line in lines] == ['quota-differs shop\\nhv1']
+    assert not any('\n' in line for line in lines)
+
+
 def test_forget_removes_a_presence_key_without_a_lease(cloud: Cloud) -> None:
     cloud.add_host(A)
     silence_compute(cloud)

@@ -28,6 +28,7 @@ from ecomp.model.quota import INSTANCES, Quota
 from ecomp.model.record import RETENTION_SECONDS
 from ecomp.model.stack import Stack
 from ecomp.model.stack import to_json as stack_to_json
+from ecomp.model.text import make_printable
 from ecomp.placement import allocations, providers
 from ecomp.placement.allocations import release
 from ecomp.placement.client import Placement
@@ -255,7 +256,8 @@ def repair_findings(store: Store, placement: Placement, first: Report, second: R
         done += _clear_leftovers(
             store, compute, [finding for finding in due if finding.leftover and finding.compute == compute]
         )
-    return done
+    # Each is one line: names in keys, and answers of computes, may contain line breaks.
+    return [make_printable(line) for line in done]
 
 
 @dataclass(frozen=True)
