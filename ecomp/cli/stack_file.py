@@ -135,7 +135,7 @@ class _Reader:
         elif image in config.images:
             origins['image'] = f'image {image} of schedule.yaml'
         keys = section.read('ssh_keys', make_list_parser(self._parse_path, 'a list of files'), None)
-        data = section.read('user_data', self._parse_path, None)
+        data = section.read('user_data', self._parse_user_data, None)
         for name, value, configured in (('ssh_keys', keys, config.ssh_keys), ('user_data', data, config.user_data)):
             if value is None and configured:
                 origins[name] = FROM_CONFIG
@@ -189,6 +189,12 @@ class _Reader:
     def _parse_path(self, node: Node) -> Path:
         """Parse a path, relative to the file's directory; `~` is expanded."""
         return self._directory / os.path.expanduser(parse_text(node))
+
+    def _parse_user_data(self, node: Node) -> Path:
+        """Parse a path in the file's directory: the file may be somebody else's, and name a secret of this user."""
+        if self._directory.resolve() not in (path := self._parse_path(node)).resolve().parents:
+            raise InvalidValue(f'{shorten(parse_text(node))} is outside the directory of this file. Fix: copy it there')
+        return path
 
     def _parse_group(self, node: Node) -> Membership:
         """Parse the name of a group, or a mapping of name, policy and strict."""

@@ -20,6 +20,7 @@ from ecomp.conf import load_schedule
 from ecomp.errors import UsageError
 from ecomp.model.group import Membership
 from ecomp.store.client import Entry, Snapshot
+from ecomp.yaml_file import shorten
 
 HASH = 'ab' * 32
 SCHEDULE = f"""
@@ -229,6 +230,18 @@ def test_paths_are_relative_to_the_file_or_the_current_directory(
     b, c = stack.instances.values()
     assert (b.order.ssh_keys, c.order.ssh_keys, b.order.user_data_sha256) == (None, (KEY,), digest)
     assert ('ssh_keys' in b.origins, 'ssh_keys' in c.origins, 'user_data' in b.origins) == (False, True, True)
+
+
+@pytest.mark.parametrize('path', ['../schedule.yaml', '{outside}', '~/../schedule.yaml', 'link', '/etc/hostname'])
+def test_user_data_outside_the_directory_of_the_file_is_refused(
+    path: str, mistakes: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    """The file may be somebody else's, and every guest of it can read its user-data."""
+    (tmp_path / 'files/link').symlink_to(tmp_path / 'schedule.yaml')
+    text = path.format(outside=tmp_path / 'schedule.yaml')
+    (mistake,) = mistakes(f'stack: a\ninstances:\n  b: {{flavor: small, user_data: "{text}"}}\n')
+    reason = 'is outside the directory of this file. Fix: copy it there'
+    assert mistake == f'3: instances.b.user_data: {shorten(text)} {reason}'
 
 
 def test_mistakes_on_standard_input_name_it(mistakes: Callable[..., list[str]]) -> None:
