@@ -135,6 +135,8 @@ def test_content_of_each_unit(unit_texts: dict[str, str], tmp_path: Path) -> Non
         assert parser['Service']['MemoryDenyWriteExecute'] == 'yes', name
         # With a /proc of its own, ecompute in a container would read the boot id of the machine below.
         assert parser['Service'].get('ProtectProc') == (None if name == 'ecompute' else 'invisible'), name
+        # On a file system that is not mounted, ecompute would be a new compute, and build on the one below.
+        assert parser['Unit'].get('RequiresMountsFor') == ('/var/lib/ecompute' if name == 'ecompute' else None), name
     quoted = f'"{tmp_path}/a $$b %%c'
     program = quoted.replace('$$', '$')
     assert f'ExecStart={program}/ecompute" --config {quoted}/\\"c\\".yaml"\n' in unit_texts['ecompute']
