@@ -28,7 +28,7 @@ from ecomp.model.group import Group
 from ecomp.model.host import Computes, describe_silent_fix
 from ecomp.model.json_object import dump
 from ecomp.model.record import ERROR, STAGES, Record
-from ecomp.model.text import make_printable
+from ecomp.model.text import escape_characters, make_printable
 
 if TYPE_CHECKING:
     from ecomp.model.events import Event, EventDater
@@ -469,8 +469,8 @@ def _print_again(ctx: Context) -> int:
     if entries is None:
         raise NotFound(f'{instance}: no such instance')
     order, why = entries.order or entries.record, entries.record.why
-    if not order.query or not order.image:
-        raise Conflict(f'{instance}: its query or its image is in neither its request nor its record')
+    if any(not word or word.startswith('-') for word in (order.query, order.image)):  # an option, if it is pasted
+        raise Conflict(f'{instance}: its query or its image is in neither its request nor its record, or is none')
     contents, unknown = _read_guest_data(ctx.store, entries, order)
     files = {option: Path(f'again-{order.name or instance[:8]}{SUFFIXES[option]}') for option in contents}
     command = [*shlex.split(ctx.command_prefix), *make_create_words(order)]
@@ -491,7 +491,7 @@ def _print_again(ctx: Context) -> int:
     for line in filter(None, [*unknown, set_note, stack_note]):
         ctx.out.say(make_printable(f'{instance}: {line}'))
     if ctx.form == TABLE:
-        ctx.out.put(make_printable(shlex.join(command)))  # not folded, so that a shell can read it
+        ctx.out.put(escape_characters(shlex.join(command)))  # not folded, so that a shell can read it
     ctx.show_document([{'command': command, 'files': list(map(str, files.values())), 'unknown': unknown}])
     return 0
 

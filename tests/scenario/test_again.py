@@ -152,3 +152,17 @@ def test_gone_and_failed_instances_lack_what_only_their_request_had(
     wait_address(cluster, again)
     assert_one_line(cluster.eschedule('again', UNKNOWN_UUID), 4, 'no such instance')
     check_invariants(cluster, compute)
+
+
+def test_recorded_query_is_printed_whole_and_never_becomes_an_option(cluster: Control, compute: Ecompute) -> None:
+    gone = boot(cluster, SMALL_QUERY, IMAGE)
+    assert cluster.eschedule('destroy', '--wait', gone).code == 0
+    record = json.loads(cluster.etcd.read_record(gone) or b'')
+    query = f'{SMALL_QUERY}&required={",".join(f"CUSTOM_TRAIT_{number}" for number in range(200))}'
+    assert len(query) > 2000
+    cluster.etcd.put_record(json.dumps({**record, 'query': query}))
+    assert query in shlex.split(print_again(cluster, gone).stdout)
+    cluster.etcd.put_record(json.dumps({**record, 'query': '--config=/tmp/theirs.yaml'}))
+    assert_one_line(cluster.eschedule('again', gone), 5, 'its query or its image is in neither')
+    cluster.etcd.delete(cluster.etcd.find_record_key(gone))  # it is on no lease any more
+    check_invariants(cluster, compute)
