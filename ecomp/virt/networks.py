@@ -9,7 +9,10 @@ import json
 import logging
 import shlex
 import shutil
+import socket
+import struct
 import subprocess
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -168,6 +171,8 @@ ADD = libvirt.VIR_NETWORK_UPDATE_COMMAND_ADD_LAST
 DELETE = libvirt.VIR_NETWORK_UPDATE_COMMAND_DELETE
 LIVE = libvirt.VIR_NETWORK_UPDATE_AFFECT_LIVE
 CONFIG = libvirt.VIR_NETWORK_UPDATE_AFFECT_CONFIG
+DHCP_SERVER_PORT = 67
+DHCP_MAGIC = bytes.fromhex('63825363')
 # "A matching entry exists", "no matching entry exists": read the definition again.
 RETRYABLE_ERROR = libvirt.VIR_ERR_OPERATION_INVALID
 
@@ -203,9 +208,8 @@ class Networks:
                     return None
                 address = _choose_address(libvirt_network, definitions, mac, preferred)
                 if address is None:
-                    raise BuildFailed(
-                        RESERVE_STAGE, f'network {network} has no free address: {_explain_exhausted(effective)}'
-                    )
+                    reason = _explain_exhausted(libvirt_network, definitions)
+                    raise BuildFailed(RESERVE_STAGE, f'network {network} has no free address: {reason}')
                 for existing in (entry for definition in definitions.values() for entry in definition.reservations):
                     # libvirt rejects a second entry of one name. This one was edited, or `networks:` was reordered.
                     if existing.name == instance and existing.mac != mac:
@@ -228,12 +232,17 @@ class Networks:
         return reserved
 
     def release_addresses(self, instance: str) -> None:
-        """Remove the instance's reservations on any network; EcompError if they changed during all MAX_TRIES."""
+        """Release the instance's leases, and remove its reservations, on any network.
+
+        A lease that dnsmasq keeps is logged. EcompError if the reservations changed during all MAX_TRIES.
+        """
         macs = frozenset(list_macs(instance))
         for _ in range(MAX_TRIES):
             with self._connection.use(f'releasing the addresses of {instance}') as connection:
                 is_incomplete = False
                 for network, definitions in _iterate_networks(connection):
+                    if LIVE in definitions:
+                        _release_leases(network, definitions[LIVE], macs)
                     flags_of: dict[Reservation, int] = {}
                     for flag, definition in definitions.items():
                         for reservation in definition.reservations:
@@ -411,11 +420,7 @@ def _choose_address(
     for _, definition in sorted(definitions.items()):
         if (existing := definition.find_reservation(mac)) is not None:
             return existing.address
-    leases: list[dict[str, Any]] = []
-    with suppress(UnreadableLeases):  # the reading of addresses reports them
-        leases = _list_leases(network) if network.isActive() else []
-    ipv4_leases = [lease for lease in leases if lease['type'] == libvirt.VIR_IP_ADDR_TYPE_IPV4]
-    mac_of = {IPv4Address(lease['ipaddr']): (lease['mac'] or '').lower() for lease in ipv4_leases}
+    mac_of = {IPv4Address(lease['ipaddr']): (lease['mac'] or '').lower() for lease in _list_ipv4_leases(network)}
     reserved = [reservation.address for dhcp in definitions.values() for reservation in dhcp.reservations]
     reserved_addresses = {address for text in reserved for address in _parse_address(text)}
     effective = definitions[min(definitions)]
@@ -453,10 +458,72 @@ def _parse_address(address: str | None) -> Iterator[IPv4Address]:
             yield IPv4Address(address)
 
 
-def _explain_exhausted(definition: Dhcp) -> str:
-    ranges = ' and '.join(f'{first} to {last}' for first, last in definition.ranges)
+def _list_ipv4_leases(network: libvirt.virNetwork) -> list[Mapping[str, Any]]:
+    """Return the network's IPv4 leases; none while it is off, or if libvirt cannot read them."""
+    leases: list[dict[str, Any]] = []
+    with suppress(UnreadableLeases):  # the reading of addresses reports them
+        leases = _list_leases(network) if network.isActive() else []
+    return [lease for lease in leases if lease['type'] == libvirt.VIR_IP_ADDR_TYPE_IPV4]
+
+
+def _explain_exhausted(network: libvirt.virNetwork, definitions: Mapping[int, Dhcp]) -> str:
+    """Return what holds the addresses, and until when: first the leases, which end by themselves."""
+    effective = definitions[min(definitions)]
+    reserved = {entry.address: entry.name or entry.mac for dhcp in definitions.values() for entry in dhcp.reservations}
+    leases = sorted(_list_ipv4_leases(network), key=lambda lease: int(lease['expirytime']))
+    holders = [
+        f'{lease["ipaddr"]} is leased to {lease["mac"]} until {_format_lease_time(lease) or "it is released"}'
+        for lease in leases
+        if lease['ipaddr'] not in reserved and effective.can_give(IPv4Address(lease['ipaddr']))
+    ]
+    holders += [f'{address} is reserved for {holder}' for address, holder in reserved.items()]
+    ranges = ' and '.join(f'{first} to {last}' for first, last in effective.ranges)
     cure = 'enlarge the range with `virsh net-edit`, and restart the network, which disconnects guests for a second'
-    return f'all of {ranges} are leased or reserved. Fix: {cure}'
+    return f'all of {ranges} are leased or reserved: {join_some(holders, 4)}. Fix: destroy an instance there, or {cure}'
+
+
+# Seconds that dnsmasq has to end a lease: its helper also tells libvirt about each other lease that has changed.
+RELEASE_TIMEOUT_SECONDS = 5.0
+
+
+def _release_leases(network: libvirt.virNetwork, dhcp: Dhcp, macs: Collection[str]) -> None:
+    """End the IPv4 leases of these MACs, and wait until libvirt lists none; those that stay are logged."""
+
+    def list_leases() -> list[Mapping[str, Any]]:
+        return [lease for lease in _list_ipv4_leases(network) if (lease['mac'] or '').lower() in macs]
+
+    if dhcp.server is None:
+        return
+    # A new lease is not listed yet, but it is of the reserved address. dnsmasq then finds it by the MAC alone.
+    clients = {entry.address: (entry.mac, '') for entry in dhcp.reservations if entry.mac in macs and entry.address}
+    leases = list_leases()
+    clients |= {lease['ipaddr']: (lease['mac'], lease['clientid'] or '') for lease in leases}
+    problem, deadline = 'dnsmasq does not end the lease', time.monotonic() + RELEASE_TIMEOUT_SECONDS
+    try:
+        for address, (mac, client_id) in clients.items():
+            _send_release(network.bridgeName(), dhcp.server, address, mac, client_id)
+    except OSError as error:
+        problem, deadline = f'dnsmasq cannot be asked to end the lease: {error.strerror}', 0.0
+    while leases and time.monotonic() < deadline:
+        time.sleep(0.02)
+        leases = list_leases()
+    for lease in leases:
+        end = _format_lease_time(lease) or 'never'
+        log.warning('%s stays leased to %s (expires %s): %s', lease['ipaddr'], lease['mac'], end, problem)
+
+
+def _send_release(bridge: str, server: IPv4Address, address: str, mac: str, client_id: str) -> None:
+    """Send dnsmasq a DHCPRELEASE in the name of the client that has the address. Raises OSError."""
+    mac_bytes, client_bytes = (bytes.fromhex(text.replace(':', '')) for text in (mac, client_id))
+    # RFC 2131, figure 1, and RFC 2132: the message type DHCPRELEASE, the server and, if it is known, the client id.
+    header = struct.pack('!4B8x4s12x16s192x', 1, 1, len(mac_bytes), 0, IPv4Address(address).packed, mac_bytes)
+    options = {53: b'\x07', 54: server.packed, 61: client_bytes}
+    body = b''.join(bytes((code, len(value))) + value for code, value in options.items() if value)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
+        # dnsmasq listens only on the bridge, but a message to our own address arrives on `lo`. With this option Linux
+        # names the bridge instead, which dnsmasq's own dhcp_release relies on, too.
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, bridge.encode())
+        client.sendto(header + DHCP_MAGIC + body + b'\xff', (str(server), DHCP_SERVER_PORT))
 
 
 # Here libvirt's helper for dnsmasq rewrites `<bridge>.status` on each lease.
@@ -477,10 +544,15 @@ def pick_newest_leases(leases: Iterable[Mapping[str, Any]], macs: Iterable[str],
 def _derive_lease_start(lease: Mapping[str, Any], network: Dhcp) -> str:
     """Return when a lease was given or renewed (ISO 8601, UTC), from its expiry; '' if unknown."""
     lease_seconds = network.get_lease_seconds(IPv4Address(lease['ipaddr']))
+    return _format_lease_time(lease, lease_seconds) if lease_seconds else ''
+
+
+def _format_lease_time(lease: Mapping[str, Any], seconds_before_expiry: int = 0) -> str:
+    """Return when the lease expires, or a moment before (ISO 8601, UTC); '' if it never expires or that is unknown."""
+    expiry_seconds = int(lease['expirytime'])
     with suppress(ValueError, OverflowError, OSError):  # libvirt accepts even a lease of a million years
-        return (
-            format_time(datetime.fromtimestamp(int(lease['expirytime']) - lease_seconds, UTC)) if lease_seconds else ''
-        )
+        if expiry_seconds:
+            return format_time(datetime.fromtimestamp(expiry_seconds - seconds_before_expiry, UTC))
     return ''
 
 

@@ -383,7 +383,7 @@ class Dhcp:
 
     `lease_seconds` is the duration of a lease in each range, 0 for unlimited. `is_served` is False if the bridge is not
     libvirt's. With `reserved_only` only MACs with a reservation are served. `has_ipv6` is False only if the bridge is
-    libvirt's and has no IPv6. Networks.explain_unfit() returns the `problems`.
+    libvirt's and has no IPv6. Networks.explain_unfit() returns the `problems`. dnsmasq answers at `server`.
     """
 
     ranges: tuple[tuple[IPv4Address, IPv4Address], ...]
@@ -394,6 +394,7 @@ class Dhcp:
     lease_seconds: tuple[int, ...] = ()
     has_ipv6: bool = True
     problems: tuple[str, str] = ('', '')
+    server: IPv4Address | None = None
 
     @property
     def is_open(self) -> bool:
@@ -417,12 +418,14 @@ def read_dhcp(xml: str) -> Dhcp:
     """Parse the DHCP in a network's definition; without `<dhcp>` it has no ranges."""
     root = ET.fromstring(xml)
     forward = root.find('forward')
-    ranges, seconds, own, reservations = [], [], set(), []
+    ranges, seconds, own, reservations, server = [], [], set(), [], None
     ipv4_elements = [ip for ip in root.iterfind('ip') if ip.get('family', 'ipv4') == 'ipv4']
     for element in ipv4_elements:
         mask = element.get('prefix') or element.get('netmask') or '32'
-        network = IPv4Network((element.get('address', '0.0.0.0'), mask), strict=False)
-        own |= {IPv4Address(element.get('address', '0.0.0.0')), network.network_address, network.broadcast_address}
+        address = IPv4Address(element.get('address', '0.0.0.0'))
+        network = IPv4Network((address, mask), strict=False)
+        own |= {address, network.network_address, network.broadcast_address}
+        server = server if element.find('dhcp') is None else address
         served_ranges = element.findall('dhcp/range')
         ranges += [(IPv4Address(entry.get('start', '')), IPv4Address(entry.get('end', ''))) for entry in served_ranges]
         seconds += [_parse_lease_seconds(entry.find('lease')) for entry in served_ranges]
@@ -439,7 +442,9 @@ def read_dhcp(xml: str) -> Dhcp:
     served = mode not in UNSERVED_FORWARD_MODES
     ipv6 = not served or root.get('ipv6') == 'yes' or root.find("ip[@family='ipv6']") is not None
     unfit = _explain_unfit(root, served, ipv4_elements, not ranges)
-    return Dhcp(tuple(ranges), frozenset(own), tuple(reservations), served, known_only, tuple(seconds), ipv6, unfit)
+    return Dhcp(
+        tuple(ranges), frozenset(own), tuple(reservations), served, known_only, tuple(seconds), ipv6, unfit, server
+    )
 
 
 def close_dhcp(xml: str) -> str:

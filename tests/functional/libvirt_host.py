@@ -79,21 +79,29 @@ class LibvirtHost:
         return int((self.root / f'{daemon}.pid').read_text())
 
     def run_inside(
-        self, command: list[str], env: Mapping[str, str] | None = None, check: bool = True, input: str | None = None
+        self,
+        command: list[str],
+        env: Mapping[str, str] | None = None,
+        check: bool = True,
+        input: str | None = None,
+        timeout: float = 120.0,
     ) -> subprocess.CompletedProcess[str]:
         """Run a command in the host's namespaces and return the completed process."""
         # virtlogd survives a killed libvirtd, and is in the same namespaces.
         nsenter = ['nsenter', '-t', str(self.read_pid('virtlogd')), '-m', '-n', *command]
-        return subprocess.run(nsenter, check=check, capture_output=True, text=True, timeout=120, env=env, input=input)
+        return subprocess.run(
+            nsenter, check=check, capture_output=True, text=True, timeout=timeout, env=env, input=input
+        )
 
-    def call_function(self, module: str, function: str, instance: str) -> None:
+    def call_function(self, module: str, function: str, instance: str, timeout: float = 120.0) -> None:
         """Call a function of a test module in the host's namespaces.
 
         Its arguments are the state directory and the instance.
         """
         script = f'import {module} as test; test.{function}{(str(self.root / "state"), instance)}'
         path = os.pathsep.join([str(TOP), *sys.path])
-        result = self.run_inside([sys.executable, '-c', script], env={**os.environ, 'PYTHONPATH': path}, check=False)
+        environment = {**os.environ, 'PYTHONPATH': path}
+        result = self.run_inside([sys.executable, '-c', script], environment, check=False, timeout=timeout)
         assert result.returncode == 0, result.stderr
 
     def start_libvirtd(self) -> None:

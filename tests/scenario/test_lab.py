@@ -180,7 +180,10 @@ def test_guest_boots_with_its_metadata_stops_and_is_destroyed(lab: Lab) -> None:
     # The small guest has neither host keys nor an sshd.
     refused = lab.eschedule('ssh', 'web1')
     assert (refused.code, 'ssh cannot verify the guest' in refused.stderr) == (1, True)
+    own_address = lab.wait_address('web1')
+    assert is_leased(lab, host, own_address)
     lab.destroy('web1')
+    assert not is_leased(lab, host, own_address)
     assert not lab.read_etcd('/names/')
 
     assert lab.list_domains(host)[instance] == 'running'
@@ -197,12 +200,18 @@ def test_guest_boots_with_its_metadata_stops_and_is_destroyed(lab: Lab) -> None:
     assert lab.virsh(host, 'domstate', '--reason', instance).strip() == 'shut off (shutdown)'
     lab.check()
 
+    assert is_leased(lab, host, address)
     assert lab.eschedule('destroy', '--wait', instance).code == 0
+    assert not is_leased(lab, host, address)
     assert instance not in lab.list_domains(host)
     assert instance not in lab.list_disks(host)
     assert lab.get_placement(f'/allocations/{instance}')['allocations'] == {}
     assert not lab.read_etcd(f'/hosts/{compute}/')
     assert not lab.read_etcd('/booted/')
+
+
+def is_leased(lab: Lab, host: str, address: str) -> bool:
+    return f' {address}/' in lab.virsh(host, 'net-dhcp-leases', 'default')
 
 
 def place_with_own_data(lab: Lab, host: str) -> str:
