@@ -216,6 +216,7 @@ class PlanningLoop:
         self._local_checks = {
             'rereading records': self.planner.recheck,
             'reconnecting the interfaces of guests': self.host.hypervisor.replug_interfaces,
+            'restoring the filters of guests': self.host.hypervisor.restore_filters,
             'removing the autostart of guests': self.host.hypervisor.disable_autostart,
         }
         self._local_checks['checking the metadata server'] = self.host.ensure_metadata_server

@@ -16,7 +16,7 @@ from ecomp.model import keys
 from ecomp.model.allocation import calculate_capacity, describe_difference, format_resources, sum_resources
 from ecomp.model.command_names import RESERVED
 from ecomp.model.group import Group
-from ecomp.model.guest import INTERFACE_DOWN, PAUSED, REFUSED_METADATA, UNLIKE, UNPLUGGED
+from ecomp.model.guest import INTERFACE_DOWN, PAUSED, REFUSED_METADATA, UNFILTERED, UNLIKE, UNPLUGGED
 from ecomp.model.host import MAX_QUOTED_INSTANCES, SILENT
 from ecomp.model.level import get_level
 from ecomp.model.order import InvalidRequest, Request
@@ -215,6 +215,10 @@ CODES = {
         manual_repair='delete the reservation on its host with `virsh net-update <network> delete ip-dhcp-host`, then '
         'restart ecompute there',
     ),
+    'filter-missing': Code(
+        'a running guest has no filter: it can use any address, and reach etcd and placement',
+        manual_repair='`systemctl reload libvirtd` on its host applies the filters of all guests again',
+    ),
     'metadata-refused': Code(
         'a guest gets no metadata',
         manual_repair='correct the problem that the fault of the instance names, then reboot the guest',
@@ -293,6 +297,7 @@ def confirm_findings(
 # The code for each trouble of a living guest that its compute detects itself and writes into the record's fault.
 CODES_BY_TROUBLE = {
     **dict.fromkeys((PAUSED, UNLIKE, UNPLUGGED, INTERFACE_DOWN), 'domain-differs'),
+    UNFILTERED: 'filter-missing',
     REFUSED_METADATA: 'metadata-refused',
 }
 

@@ -263,6 +263,7 @@ PAUSED = 'it is paused outside of ecomp. Fix: virsh resume, or virsh dompmwakeup
 UNLIKE = 'its domain differs from its claim'
 UNPLUGGED = 'its interface is on no bridge'
 INTERFACE_DOWN = 'its interface is down'
+UNFILTERED = 'its interface has no filter'
 REFUSED_METADATA = 'the metadata server refuses it'
 
 

@@ -341,15 +341,20 @@ class Domains:
 
 
 def _create(domain: libvirt.virDomain) -> None:
-    """Start the domain, at most MAX_START_TRIES times if its filter fails; libvirtError."""
+    """Start the domain, as apply_filter() does; libvirtError."""
+    apply_filter(domain.create, f'domain {domain.name()} is started')
+
+
+def apply_filter(operation: Callable[[], object], description: str) -> None:
+    """Run an operation that applies a filter, at most MAX_START_TRIES times if the filter fails; libvirtError."""
     for remaining_tries in reversed(range(MAX_START_TRIES)):
         try:
-            domain.create()
+            operation()
             return
         except libvirt.libvirtError as error:
             if error.get_error_domain() not in FILTER_ERROR_DOMAINS or not remaining_tries:
                 raise
-            log.warning('domain %s is started again: %s', domain.name(), describe_error(error))
+            log.warning('%s again: %s', description, describe_error(error))
 
 
 def _find_domains(connection: libvirt.virConnect, instance: str) -> list[libvirt.virDomain]:

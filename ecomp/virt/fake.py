@@ -206,6 +206,9 @@ class FakeHypervisor:
     def replug_interfaces(self) -> None:
         """Do nothing: fake guests have no interfaces."""
 
+    def restore_filters(self) -> None:
+        """Do nothing: fake guests have no filters."""
+
     def disable_autostart(self) -> None:
         """Do nothing: only ecompute starts fake guests."""
 

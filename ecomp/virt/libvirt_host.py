@@ -23,12 +23,21 @@ from ecomp.addresses import is_own_address, resolve_addresses
 from ecomp.errors import BuildFailed, Conflict, EcompError, Unreachable, UsageError
 from ecomp.files import get_search_path
 from ecomp.model import health
-from ecomp.model.guest import DEFAULT_NETWORKS, INTERFACE_DOWN, UNPLUGGED, Address, Attachment, Guest, GuestSpec
+from ecomp.model.guest import (
+    DEFAULT_NETWORKS,
+    INTERFACE_DOWN,
+    UNFILTERED,
+    UNPLUGGED,
+    Address,
+    Attachment,
+    Guest,
+    GuestSpec,
+)
 from ecomp.model.health import MISSING
 from ecomp.model.image import Address as IpAddress
 from ecomp.virt import networks, xml
 from ecomp.virt.connection import Connection, IgnoredErrors, describe_error, is_broken, libvirt
-from ecomp.virt.domains import Domains, GuestAgents
+from ecomp.virt.domains import Domains, GuestAgents, apply_filter
 from ecomp.virt.networks import Networks
 from ecomp.virt.volumes import POOL, Seeds, Volumes
 from ecomp.virt.xml import Service
@@ -173,6 +182,7 @@ class Libvirt:
         self._networks = Networks(self._connection)
         self._is_probed = False
         self._unplugged_reasons: dict[str, str] = {}
+        self._unfiltered_reasons: dict[str, str] = {}
         self._lease_watch = ExitStack()
         # Operations that one part implements alone.
         self.shutdown, self.list_missing_bases = self._domains.shutdown, self._volumes.list_missing_bases
@@ -260,7 +270,7 @@ class Libvirt:
     def list_guests(self) -> Mapping[str, Guest]:
         """Return {instance: Guest} of all overlays, and of the domains with the owner mark of any compute.
 
-        `size` of a domain has DISK_GB, too (0: unreadable); `trouble` has what replug_interfaces() could not repair.
+        `size` of a domain has DISK_GB, too (0: unreadable); `trouble` includes failed repairs of its interfaces.
         """
         # List disks first: a guest removed in between then seems to have a disk, not to lack one.
         disks = self._volumes.list_instances()
@@ -268,7 +278,8 @@ class Libvirt:
         for instance, guest_domain in self._domains.list_guests().items():
             size = {**guest_domain.size, 'DISK_GB': self._volumes.measure_disk_gb(instance)}
             guest = replace(guest_domain, disk=instance in disks, size=size)
-            guests[instance] = guest.with_trouble(self._unplugged_reasons.get(instance, ''))
+            guest = guest.with_trouble(self._unplugged_reasons.get(instance, ''))
+            guests[instance] = guest.with_trouble(self._unfiltered_reasons.get(instance, ''))
         return guests
 
     def list_open_dhcp(self) -> Set[str]:
@@ -390,13 +401,28 @@ class Libvirt:
             unplugged.setdefault(instance, f'{INTERFACE_DOWN} ({link.tap}). Fix: stop the guest, and start it')
         self._unplugged_reasons = unplugged
 
+    def restore_filters(self) -> None:
+        """Apply filters of our guests whose rules are gone, each logged; failures are `trouble` until the next call.
+
+        Intact filters cost one ebtables-save, however many guests there are.
+        """
+        unfiltered: dict[str, str] = {}
+        for instance, link in self._find_links(networks.find_unfiltered_taps) if self.has_filters else ():
+            try:
+                if link.filter_binding:
+                    self._filters.restore(link)
+                    log.warning('instance %s: the filter rules of %s were gone: restored them', instance, link.tap)
+            except EcompError as error:
+                unfiltered[instance] = f'{UNFILTERED} ({link.tap}): {error}. Fix: systemctl reload libvirtd'
+        self._unfiltered_reasons = unfiltered
+
     def _find_links(self, find_taps: Callable[[], Set[str]]) -> Iterator[tuple[str, xml.InterfaceLink]]:
         """Yield each interface of our guests whose tap `find_taps` returns, with its instance."""
         taps = find_taps()
         for instance in self._domains.list_guests() if taps else ():
             for link in self._domains.read_interfaces(instance).values():
                 # List them again: libvirt describes a starting guest only after its tap is on its bridge.
-                if link.tap in taps & find_taps():
+                if link.tap in taps and link.tap in find_taps():
                     yield instance, link
 
     def watch_changes(
@@ -469,6 +495,16 @@ class Filters:
         """Return what prepare() would return, without defining anything."""
         return self._try_operation('looking for network filters', lambda connection: connection.listAllNWFilters())
 
+    def restore(self, link: xml.InterfaceLink) -> None:
+        """Apply the filter of a running guest's interface again; an address that libvirt has learned is kept."""
+        with self._connection.use(f'restoring the filter of {link.tap}') as connection:
+            _delete_binding(connection, link.tap)
+            apply = partial(connection.nwfilterBindingCreateXML, link.filter_binding)
+            apply_filter(apply, f'the filter of {link.tap} is applied')
+            # Kept for a tap that was just removed, the binding would prevent the start of a guest with that tap.
+            if not (networks.INTERFACES_DIRECTORY / link.tap).exists():
+                _delete_binding(connection, link.tap)
+
     def _try_operation(self, activity: str, operation: Callable[[libvirt.virConnect], object]) -> str:
         """Run `operation`; return '' or why this host cannot have filters. Other errors are raised."""
         if shutil.which('ebtables', path=get_search_path()) is None:
@@ -509,6 +545,12 @@ class Filters:
                 raise Unreachable(f'{name}, which guests must not reach, cannot be resolved: {error}', name) from error
             log.warning('%s cannot be resolved (%s): its last known addresses stay blocked for guests', host, error)
         return self._last_addresses[host]
+
+
+def _delete_binding(connection: libvirt.virConnect, tap: str) -> None:
+    """Remove the filter from a tap, if libvirt knows of one. Raises libvirtError."""
+    with IgnoredErrors(libvirt.VIR_ERR_NO_NWFILTER_BINDING):
+        connection.nwfilterBindingLookupByPortDev(tap).delete()
 
 
 def _define_filters(connection: libvirt.virConnect) -> None:

@@ -46,8 +46,10 @@ INTERFACES_DIRECTORY = Path('/sys/class/net')
 TRUSTED_STATES = {'REACHABLE', 'STALE', 'DELAY', 'PROBE', 'PERMANENT'}
 # The bit of an interface's flags that is set while it is up: netdevice(7).
 IFF_UP = 1
-# Timeout of one `ip`, which only queries the kernel.
-IP_TIMEOUT_SECONDS = 10
+# Timeout of a program, which only queries the kernel.
+PROGRAM_TIMEOUT_SECONDS = 10
+# The Debian package of each program.
+PACKAGES = {'ip': 'iproute2', 'ebtables-save': 'iptables'}
 
 
 def read_neighbours(bridges: Mapping[str, str]) -> dict[str, str]:
@@ -99,11 +101,21 @@ def find_downed_taps() -> frozenset[str]:
     return frozenset(names)
 
 
+def find_unfiltered_taps() -> frozenset[str]:
+    """Return the names of libvirt's tap devices for which no filter of ours is in force. Raises EcompError."""
+    taps = [interface.name for interface in INTERFACES_DIRECTORY.glob('vnet*')]
+    # Not `ebtables -L`: that changes rules in order to list them, and makes a concurrent change by libvirt fail.
+    rules = [line.split() for line in _run('ebtables-save').splitlines() if line.startswith('-A ')] if taps else []
+    ends = {f'{words[1]} {words[-1]}' for words in rules}
+    # The filters of every release drop something, also before libvirt has learned an address.
+    return frozenset(tap for tap in taps if not {f'PREROUTING libvirt-I-{tap}', f'libvirt-I-{tap} DROP'} <= ends)
+
+
 def plug_tap(tap: str, bridge: str, isolated: bool) -> None:
     """Connect a tap to a bridge; `isolated` ports cannot reach each other. Raises EcompError."""
-    _run_ip('link', 'set', 'dev', tap, 'master', bridge)
+    _run('ip', 'link', 'set', 'dev', tap, 'master', bridge)
     if isolated:
-        _run_ip('link', 'set', 'dev', tap, 'type', 'bridge_slave', 'isolated', 'on')
+        _run('ip', 'link', 'set', 'dev', tap, 'type', 'bridge_slave', 'isolated', 'on')
 
 
 def has_metadata_address(bridge: str) -> bool:
@@ -120,7 +132,7 @@ def set_metadata_address(bridge: str, present: bool) -> None:
         raise EcompError(f'the bridge {bridge} does not exist. Fix: start its network with `virsh net-start`')
     try:
         # Not `add`, which fails if mdserver's unit adds it concurrently.
-        _run_ip('address', 'replace' if present else 'del', f'{METADATA_ADDRESS}/32', 'dev', bridge)
+        _run('ip', 'address', 'replace' if present else 'del', f'{METADATA_ADDRESS}/32', 'dev', bridge)
     except EcompError as error:
         verb = 'added to' if present else 'removed from'
         raise EcompError(f'{METADATA_ADDRESS} cannot be {verb} {bridge}: {error}') from error
@@ -135,30 +147,31 @@ def _list_address_entries(interface: str | None = None) -> list[dict[str, Any]]:
 def _query_ip(*arguments: str) -> list[dict[str, Any]]:
     """Run `ip -json` and return its entries, without empty ones. Raises EcompError."""
     # `ip` prints nothing if a namespace has no entries, and {} for an interface that was just removed.
-    return [entry for entry in json.loads(_run_ip('-json', *arguments) or '[]') if entry]
+    return [entry for entry in json.loads(_run('ip', '-json', *arguments) or '[]') if entry]
 
 
-def _run_ip(*arguments: str) -> str:
-    """Return what `ip` prints. Raises EcompError, also if it takes over IP_TIMEOUT_SECONDS."""
-    program = shutil.which('ip', path=get_search_path())
+def _run(name: str, *arguments: str) -> str:
+    """Return what a program of PACKAGES prints. Raises EcompError, also if it takes over PROGRAM_TIMEOUT_SECONDS."""
+    program = shutil.which(name, path=get_search_path())
     if program is None:
-        raise EcompError('the program `ip` is missing. Fix: install iproute2')
+        raise EcompError(f'the program `{name}` is missing. Fix: install {PACKAGES[name]}')
+    command = ' '.join((name, *arguments))
     try:
         process = subprocess.run(
             (program, *arguments),
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=IP_TIMEOUT_SECONDS,
+            timeout=PROGRAM_TIMEOUT_SECONDS,
             check=True,
             encoding='utf-8',
             errors='replace',  # an interface's name is bytes
         )
     except subprocess.TimeoutExpired as error:
-        raise EcompError(f'`ip {" ".join(arguments)}` does not end within {IP_TIMEOUT_SECONDS} s') from error
+        raise EcompError(f'`{command}` does not end within {PROGRAM_TIMEOUT_SECONDS} s') from error
     except OSError as error:
         raise EcompError(f'`{program}` cannot be started: {error.strerror}') from error
     except subprocess.CalledProcessError as error:
-        raise EcompError(' '.join(error.stderr.split()) or f'`ip {" ".join(arguments)}` failed') from error
+        raise EcompError(' '.join(error.stderr.split()) or f'`{command}` failed') from error
     return process.stdout
 
 
@@ -232,7 +245,7 @@ class Networks:
         return reserved
 
     def release_addresses(self, instance: str) -> None:
-        """Release the instance's leases, and remove its reservations, on any network.
+        """End the instance's leases, and remove its reservations, on any network.
 
         A lease that dnsmasq keeps is logged. EcompError if the reservations changed during all MAX_TRIES.
         """
@@ -468,16 +481,15 @@ def _list_ipv4_leases(network: libvirt.virNetwork) -> list[Mapping[str, Any]]:
 
 def _explain_exhausted(network: libvirt.virNetwork, definitions: Mapping[int, Dhcp]) -> str:
     """Return what holds the addresses, and until when: first the leases, which end by themselves."""
-    effective = definitions[min(definitions)]
     reserved = {entry.address: entry.name or entry.mac for dhcp in definitions.values() for entry in dhcp.reservations}
     leases = sorted(_list_ipv4_leases(network), key=lambda lease: int(lease['expirytime']))
     holders = [
         f'{lease["ipaddr"]} is leased to {lease["mac"]} until {_format_lease_time(lease) or "it is released"}'
         for lease in leases
-        if lease['ipaddr'] not in reserved and effective.can_give(IPv4Address(lease['ipaddr']))
+        if lease['ipaddr'] not in reserved
     ]
     holders += [f'{address} is reserved for {holder}' for address, holder in reserved.items()]
-    ranges = ' and '.join(f'{first} to {last}' for first, last in effective.ranges)
+    ranges = ' and '.join(f'{first} to {last}' for first, last in definitions[min(definitions)].ranges)
     cure = 'enlarge the range with `virsh net-edit`, and restart the network, which disconnects guests for a second'
     return f'all of {ranges} are leased or reserved: {join_some(holders, 4)}. Fix: destroy an instance there, or {cure}'
 
@@ -549,9 +561,8 @@ def _derive_lease_start(lease: Mapping[str, Any], network: Dhcp) -> str:
 
 def _format_lease_time(lease: Mapping[str, Any], seconds_before_expiry: int = 0) -> str:
     """Return when the lease expires, or a moment before (ISO 8601, UTC); '' if it never expires or that is unknown."""
-    expiry_seconds = int(lease['expirytime'])
     with suppress(ValueError, OverflowError, OSError):  # libvirt accepts even a lease of a million years
-        if expiry_seconds:
+        if expiry_seconds := int(lease['expirytime']):
             return format_time(datetime.fromtimestamp(expiry_seconds - seconds_before_expiry, UTC))
     return ''
 

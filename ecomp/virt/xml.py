@@ -190,25 +190,44 @@ def parse_owner_mark(xml: str) -> OwnerMark | None:
 
 
 class InterfaceLink(NamedTuple):
-    """The connection of an interface; `bridge` and `tap` are '' while the domain is off."""
+    """The connection of an interface; `bridge` and `tap` are '' while the domain is off.
+
+    From the XML `filter_binding` libvirt applies our filter to the tap; '' if the interface has none of ours.
+    """
 
     attachment: Attachment
     bridge: str
     tap: str = ''
     is_isolated: bool = False
+    filter_binding: str = ''
 
 
 def parse_interfaces(xml: str) -> dict[str, InterfaceLink]:
     """Return {MAC: InterfaceLink} of a domain's interfaces, in order."""
-    links = {}
-    for interface in ET.fromstring(xml).iterfind('devices/interface'):
+    links, domain = {}, ET.fromstring(xml)
+    for interface in domain.iterfind('devices/interface'):
         mac, source, kind = interface.find('mac'), interface.find('source'), interface.get('type', '')
         if mac is not None:
             name, bridge = (source.get(attribute, '') if source is not None else '' for attribute in (kind, 'bridge'))
             tap = next((target.get('dev', '') for target in interface.iterfind('target')), '')
             isolated = interface.find("port[@isolated='yes']") is not None
-            links[mac.get('address', '').lower()] = InterfaceLink(Attachment(kind, name), bridge, tap, isolated)
+            binding = _make_filter_binding(domain, mac, interface.find('filterref'), tap)
+            attachment = Attachment(kind, name)
+            links[mac.get('address', '').lower()] = InterfaceLink(attachment, bridge, tap, isolated, binding)
     return links
+
+
+def _make_filter_binding(domain: ET.Element, mac: ET.Element, reference: ET.Element | None, tap: str) -> str:
+    """Return the `filter_binding` of a domain's interface with this MAC and this reference to a filter."""
+    if reference is None or not reference.get('filter', '').startswith(FILTER_PREFIX):
+        return ''
+    binding = ET.Element('filterbinding')
+    owner = ET.SubElement(binding, 'owner')
+    for tag in ('name', 'uuid'):
+        _add_text(owner, tag, domain.findtext(tag, ''))
+    ET.SubElement(binding, 'portdev', name=tap)
+    binding.extend((mac, reference))
+    return _serialize(binding)
 
 
 def has_agent(xml: str) -> bool:
@@ -268,6 +287,7 @@ def _serialize(element: ET.Element) -> str:
     return ET.tostring(element, encoding='unicode') + '\n'
 
 
+FILTER_PREFIX = 'ecompute-'  # of every release
 MAC_FILTER = 'ecompute-guest-mac-3'
 ADDRESS_FILTER = 'ecompute-guest-address-3'
 

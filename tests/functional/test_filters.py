@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
+import socket
+import struct
+import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from ipaddress import IPv4Address
 from pathlib import Path
@@ -16,15 +21,16 @@ from pathlib import Path
 import pytest
 
 from ecomp.errors import BuildFailed
-from ecomp.model.guest import DEFAULT_NETWORKS, Attachment, GuestSpec
+from ecomp.model.guest import DEFAULT_NETWORKS, UNFILTERED, Attachment, GuestSpec
 from tests.functional.guest import COMPUTE, build
 from tests.functional.libvirt_host import LibvirtHost
 from tests.kit.servers import wait_until
 
 libvirt = pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
 from ecomp.virt import xml  # noqa: E402
+from ecomp.virt.connection import Connection  # noqa: E402
 from ecomp.virt.domains import MAX_START_TRIES  # noqa: E402
-from ecomp.virt.libvirt_host import NO_FILTERS, Libvirt  # noqa: E402
+from ecomp.virt.libvirt_host import NO_FILTERS, Filters, Libvirt  # noqa: E402
 from ecomp.virt.xml import Service  # noqa: E402
 
 MAC = '52:54:00:00:00:0a'
@@ -321,6 +327,146 @@ def test_guest_starts_while_other_firewall_rules_change(real_libvirt: Libvirt, s
     races.write_text('lost\n' * MAX_START_TRIES)
     with pytest.raises(BuildFailed, match=re.escape(RACE_ERROR)):
         real_libvirt.start_existing(spec.instance, COMPUTE)
+
+
+def flush_ruleset() -> None:
+    """Remove all tables, as `nft flush ruleset` does, with which Debian's /etc/nftables.conf begins."""
+
+    def make_message(kind: int, resource: int) -> bytes:
+        return struct.pack('=IHHIIBBH', 20, kind, 1, 0, 0, socket.AF_UNSPEC, 0, resource)
+
+    # linux/netfilter/nfnetlink.h: a batch for the subsystem nftables, with NFT_MSG_DELTABLE for every table.
+    subsystem, begin, end, delete_table = 10, 16, 17, 2
+    messages = (begin, socket.htons(subsystem)), (subsystem << 8 | delete_table, 0), (end, socket.htons(subsystem))
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 12) as netlink:
+        netlink.send(b''.join(make_message(*message) for message in messages))
+
+
+def run_ebtables(*arguments: str) -> None:
+    subprocess.run(['ebtables', '--concurrent', '-t', 'nat', *arguments], check=True)
+
+
+def read_rules() -> list[str]:
+    saved = subprocess.run(['ebtables-save'], check=True, capture_output=True, text=True).stdout
+    return sorted(line for line in saved.splitlines() if line.startswith('-A') and 'libvirt-' in line)
+
+
+def remove_chain(tap: str) -> None:
+    for arguments in ('-D PREROUTING -i {0} -j libvirt-I-{0}', '-F libvirt-I-{0}', '-X libvirt-I-{0}'):
+        run_ebtables(*arguments.format(tap).split())
+
+
+# What removes rules: all of them, those of all chains, and those of one interface, or a part of these.
+REMOVALS: dict[str, Callable[[str], None]] = {
+    'nft flush ruleset': lambda _: flush_ruleset(),
+    'ebtables -F': lambda _: run_ebtables('-F'),
+    'its chain': remove_chain,
+    'its jump': lambda tap: run_ebtables('-D', 'PREROUTING', '-i', tap, '-j', f'libvirt-I-{tap}'),
+    'its rules': lambda tap: run_ebtables('-F', f'libvirt-I-{tap}'),
+}
+
+
+class LogLines(logging.Handler):
+    """Collects the messages of warnings."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+        logging.getLogger('ecomp').addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def check_restoring(state: str, instance: str) -> None:
+    """Check in the host's namespaces that each removal is found and repaired, and that intact rules cost no call."""
+    log, before = LogLines(), read_rules()
+    taps = sorted({line.split()[3] for line in before if line.startswith('-A PREROUTING')})
+    assert len(taps) == 2
+    with closing(Libvirt(Path(state), uri='qemu+unix:///system?socket=/nowhere', has_filters=True)) as hypervisor:
+        hypervisor.restore_filters()
+    with closing(Libvirt(Path(state), has_filters=True)) as hypervisor:
+        for name, remove in REMOVALS.items():
+            remove(taps[1])
+            assert read_rules() != before, name
+            hypervisor.restore_filters()
+            assert read_rules() == before, name
+            assert hypervisor.list_guests()[instance].trouble == '', name
+            removed = taps if name in ('nft flush ruleset', 'ebtables -F') else taps[1:]
+            restored = [f'instance {instance}: the filter rules of {tap} were gone: restored them' for tap in removed]
+            assert sorted(log.lines) == restored, name
+            log.lines.clear()
+            hypervisor.restore_filters()
+            assert (read_rules(), log.lines) == (before, []), 'nothing is repeated'
+
+
+def test_removed_rules_are_restored(host: LibvirtHost, real_libvirt: Libvirt, spec: GuestSpec) -> None:
+    host.run_inside(['ip', 'link', 'add', 'br0', 'type', 'bridge'])
+    build(real_libvirt, replace(spec, networks=BRIDGED_NETWORKS, reserved_addresses=('10.77.0.50', None)))
+    try:
+        host.call_function('tests.functional.test_filters', 'check_restoring', spec.instance)
+    finally:
+        real_libvirt.destroy(spec.instance, COMPUTE)
+        host.run_inside(['ip', 'link', 'del', 'br0'])
+
+
+def check_trouble(state: str, instance: str) -> None:
+    """Check in the host's namespaces a filter that libvirt cannot restore: the next check tries again."""
+    before = read_rules()
+    with closing(Libvirt(Path(state), has_filters=True)) as hypervisor:
+        flush_ruleset()
+        hypervisor.restore_filters()
+        trouble = hypervisor.list_guests()[instance].trouble
+        assert trouble.startswith(f'{UNFILTERED} (vnet'), trouble
+        assert RACE_ERROR in trouble
+        assert trouble.endswith('. Fix: systemctl reload libvirtd')
+        hypervisor.restore_filters()
+        assert (hypervisor.list_guests()[instance].trouble, read_rules()) == ('', before)
+
+
+def test_filter_that_cannot_be_restored_is_a_trouble(
+    host: LibvirtHost, real_libvirt: Libvirt, spec: GuestSpec, races: Path
+) -> None:
+    build(real_libvirt, spec)
+    # The first check loses them all, and the second one all but one.
+    races.write_text('lost\n' * (2 * MAX_START_TRIES - 1))
+    host.call_function('tests.functional.test_filters', 'check_trouble', spec.instance)
+    assert races.read_text() == ''
+
+
+def check_learned_address(_state: str, _instance: str) -> None:
+    """Check in the host's namespaces that a restored filter lets the guest use the address that it was given."""
+    interface = ET.Element('filterbinding')
+    owner = ET.SubElement(interface, 'owner')
+    ET.SubElement(owner, 'name').text = 'evf'
+    ET.SubElement(owner, 'uuid').text = 'f2a3b0ce-4d2b-4a3e-8f25-6b1d2b1f3c11'
+    ET.SubElement(interface, 'portdev', name='evf1')
+    ET.SubElement(interface, 'mac', address=MAC)
+    xml.add_filter_reference(interface, None, [CONTROL], MAC, by_dhcp=True)
+    link = xml.InterfaceLink(
+        Attachment('bridge', 'brf'), 'brf', 'evf1', filter_binding=ET.tostring(interface, 'unicode')
+    )
+    own_address = f'-A libvirt-I-evf1 -p IPv4 -s {MAC} --ip-src {IP} -j ACCEPT'
+    with closing(Connection('qemu:///system')) as connection:
+        filters = Filters(connection, ())
+        filters.restore(link)
+        client = ['busybox', 'udhcpc', '-i', 'evf0', '-n', '-q', '-t', '30', '-T', '2', '-s', '/bin/true']
+        subprocess.run(client, check=True, capture_output=True)
+        wait_until(lambda: own_address in read_rules(), 60, 'libvirt has learned the address')
+        flush_ruleset()
+        filters.restore(link)
+        wait_until(lambda: own_address in read_rules(), 60, 'the rules are those of the learned address')
+        # The binding of a tap that is removed at this moment does not stay.
+        subprocess.run(['ip', 'link', 'del', 'evf1'], check=True)
+        filters.restore(link)
+        with connection.use('listing bindings') as opened:
+            assert opened.listAllNWFilterBindings() == []
+    for command in (f'add evf0 address {MAC} type veth peer name evf1', 'set evf1 master brf up'):
+        subprocess.run(['ip', 'link', *command.split()], check=True)
+
+
+def test_restored_filter_keeps_the_learned_address(lan: LibvirtHost) -> None:
+    lan.call_function('tests.functional.test_filters', 'check_learned_address', '')
 
 
 def test_existing_filters_are_kept(real_libvirt: Libvirt, connection: object) -> None:

@@ -83,6 +83,7 @@ domain_orphaned = make_guest_plant('domain_orphaned', of_nobody=True, on_two=Tru
 domain_misplaced = make_guest_plant('domain_misplaced', of_nobody=True, on_two=True, compute='$one')
 domain_doubled = make_guest_plant('domain_doubled', on_two=True)
 domain_differs = make_guest_plant('domain_differs', size={'VCPU': 9})
+filter_missing = make_guest_plant('filter_missing', trouble='its interface has no filter (vnet0): RULE_DELETE failed')
 disk_missing = make_guest_plant('disk_missing', disk=False)
 disk_orphaned = make_guest_plant('disk_orphaned', of_nobody=True, on_two=True, **DISK_ONLY)
 
@@ -329,7 +330,7 @@ PLANTS: list[Plant] = [
     *(queued_unreadable, queued_flavorless, queued_doubled, taker_unleased),
     *(domain_missing, domain_off, domain_running, domain_differs, domain_undefined),
     *(domain_orphaned, domain_misplaced, domain_doubled),
-    *(disk_missing, disk_orphaned, seed_orphaned, metadata_refused, part_orphaned),
+    *(disk_missing, disk_orphaned, seed_orphaned, metadata_refused, filter_missing, part_orphaned),
 ]
 # Defects that do not affect each other are planted together, which takes one restored scene for all of them.
 BATCHES: list[list[Plant]] = [

@@ -11,7 +11,7 @@ import pytest
 from ecomp.model import keys, record
 from ecomp.model.audit import CODES, Finding, audit, confirm_findings
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY
-from ecomp.model.guest import INTERFACE_DOWN, PAUSED, REFUSED_METADATA, UNLIKE, UNPLUGGED
+from ecomp.model.guest import INTERFACE_DOWN, PAUSED, REFUSED_METADATA, UNFILTERED, UNLIKE, UNPLUGGED
 from ecomp.model.host import hostname_to_json as computes_to_json
 from ecomp.model.order import Request, to_json
 from ecomp.model.planes import AuditIndex, Digest, Planes, index_revisions
@@ -236,6 +236,7 @@ DEFECTS: list[tuple[str, str, Callable[[WorldBuilder], object]]] = [
     ('domain-differs', ACTIVE, make_fault_change(f'{PAUSED}; {UNLIKE}: VCPU:3 for 2')),
     ('domain-differs', ACTIVE, lambda w: w.add_guest(ONE, ACTIVE, trouble=PAUSED)),
     ('domain-differs', OFF, lambda w: w.add_guest(ONE, OFF, running=False, size={'VCPU': 2})),
+    ('filter-missing', ACTIVE, make_fault_change(f'{UNFILTERED} (vnet0): RULE_DELETE failed')),
     ('metadata-refused', ACTIVE, make_fault_change(f'{REFUSED_METADATA}: no current DHCP lease for 10.0.0.9')),
     ('dhcp-open', ONE, make_digest_change(open_dhcp={'default': ''})),
     ('base-differs', ONE, make_digest_change(bad_bases={'ab12': ''})),

@@ -30,6 +30,7 @@ from ecomp.model.guest import (
     NO_SPACE,
     PAUSED,
     REFUSED_METADATA,
+    UNFILTERED,
     UNLIKE,
     UNPLUGGED,
     Address,
@@ -163,6 +164,7 @@ TRANSIENT_FAULTS = (
     PAUSED,
     f'{UNPLUGGED} (vnet0): network default is off',
     f'{INTERFACE_DOWN} (vnet0)',
+    f'{UNFILTERED} (vnet0): RULE_DELETE failed',
     f'{NO_SPACE}; {REFUSED_METADATA}: no lease',
 )
 

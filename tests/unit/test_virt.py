@@ -305,5 +305,18 @@ def test_interfaces() -> None:
     interfaces = xml.parse_interfaces(CASES['domain-bridge-raw.xml'])
     bridges = [attachment.name if attachment.kind == 'bridge' else '' for attachment in TWO]
     plugs = [xml.InterfaceLink(*attachment) for attachment in zip(TWO, bridges, strict=True)]
-    assert list(interfaces.items()) == list(zip(replace(FULL, networks=TWO).macs, plugs, strict=True))
+    links = [(mac, link._replace(filter_binding='')) for mac, link in interfaces.items()]
+    assert links == list(zip(replace(FULL, networks=TWO).macs, plugs, strict=True))
     assert xml.parse_interfaces('<domain/>') == {}
+
+
+def test_binding_of_our_filter_is_that_of_the_interface() -> None:
+    text = CASES['domain-bridge-raw.xml']
+    for mac, link in xml.parse_interfaces(text).items():
+        binding = ET.fromstring(link.filter_binding)
+        assert [part.tag for part in binding] == ['owner', 'portdev', 'mac', 'filterref']
+        assert [binding.findtext(f'owner/{tag}') for tag in ('name', 'uuid')] == [FULL.instance, FULL.instance]
+        assert [part.attrib for part in binding.iterfind('mac')] == [{'address': mac}]
+        assert binding.find("filterref/parameter[@name='MAC6']") is not None
+    foreign = text.replace('ecompute-guest-', 'clean-traffic-')
+    assert {link.filter_binding for link in xml.parse_interfaces(foreign).values()} == {''}

@@ -16,6 +16,7 @@ from ecomp.model.guest import (
     NO_SPACE,
     PAUSED,
     REFUSED_METADATA,
+    UNFILTERED,
     UNLIKE,
     UNPLUGGED,
     Address,
@@ -226,6 +227,7 @@ OBSERVED_FAULTS = (
     UNLIKE,
     UNPLUGGED,
     INTERFACE_DOWN,
+    UNFILTERED,
     REFUSED_METADATA,
 )
 
