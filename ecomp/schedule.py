@@ -109,17 +109,20 @@ def make_terminal() -> Terminal:
 
 
 def _print_text(text: str) -> None:
-    print(text, flush=True)
+    from ecomp.cli.terminal import LiveLine
+
+    with LiveLine.hide():
+        print(text, flush=True)
 
 
 def _print_message(text: str) -> None:
     """Print `eschedule: text` to stderr, wrapped, printable and without passwords in URLs; ignore OSError."""
     from ecomp import log
-    from ecomp.cli.terminal import find_width, wrap_lines
+    from ecomp.cli.terminal import LiveLine, find_width, wrap_lines
     from ecomp.model.text import make_lines_printable
 
     message = f'eschedule: {make_lines_printable(log.redact(text))}'
-    with suppress(OSError):  # a full disk or a closed terminal does not undo the command
+    with suppress(OSError), LiveLine.hide():  # a full disk or a closed terminal does not undo the command
         print(wrap_lines(message, find_width(sys.stderr)), file=sys.stderr, flush=True)
 
 

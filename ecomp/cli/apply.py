@@ -8,9 +8,9 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ecomp.cli.command import EMPTY_STATUS, LISTING_OPTIONS, Command, Context, Outcomes
 from ecomp.cli.create import STDIN, describe_owner, report_refusal
@@ -19,10 +19,9 @@ from ecomp.cli.selection import MAX_NAMES_IN_QUESTION, confirm_destroy
 from ecomp.cli.stack_file import StackFile, load_stack_file
 from ecomp.cli.tables import UUID, Column, Listing, Row
 from ecomp.cli.terminal import LiveLine, is_terminal, make_timestamp
-from ecomp.errors import Conflict, NoCapacity, StillGoing, UnknownOutcome, UsageError, put_before_fix
+from ecomp.errors import Conflict, NoCapacity, StillGoing, UnknownOutcome, Unreachable, UsageError, put_before_fix
 from ecomp.model import keys
 from ecomp.model.apply import (
-    ACTIONS,
     ALL_MEMBERS,
     CHANGES,
     CONFLICTS,
@@ -43,7 +42,16 @@ from ecomp.model.apply import (
 )
 from ecomp.model.host import NO_COMPUTES, describe_silent_fix
 from ecomp.model.keys import make_uuid
-from ecomp.model.record import RETENTION_SECONDS, SCHEDULED, STAGES, STOPPED, Record, parse_or_none
+from ecomp.model.record import (
+    ERROR,
+    RETENTION_SECONDS,
+    SCHEDULED,
+    STAGES,
+    STOPPED,
+    Record,
+    describe_failure,
+    parse_or_none,
+)
 from ecomp.model.stack import Stack
 from ecomp.model.text import format_suggestion, join_some, make_printable
 
@@ -56,11 +64,11 @@ if TYPE_CHECKING:
 COLUMNS = (
     Column('NAME', min_width=12),
     Column('ACTION'),
-    Column('STATE', rank=2),
-    Column('ADDRESS', rank=2),
-    Column('HOST', rank=1),
+    Column('STATE', rank=1),
+    Column('ADDRESS', rank=3),
+    Column('HOST', rank=2),
     Column('INSTANCE', kind=UUID),
-    Column('REASON', rank=1, min_width=20),
+    Column('REASON', min_width=20, folds=True),
 )
 
 
@@ -69,7 +77,7 @@ class _Apply:
     """One run of apply. `created` is {entry: new instance}; `computes` is {new instance: compute}, once placed.
 
     `silent` is {entry: silent compute} of instances that are not replaced, because they may run there.
-    `states` is {new or kept instance: its state after --wait}. `pruned` are the steps of instances that --prune
+    `outcomes` is {new or kept instance: its record after --wait}. `pruned` are the steps of instances that --prune
     destroys, or destroyed before. `effect` says what is changed already.
     """
 
@@ -83,7 +91,7 @@ class _Apply:
     silent: dict[str, str] = field(default_factory=dict)
     created: dict[str, str] = field(default_factory=dict)
     computes: dict[str, str] = field(default_factory=dict)
-    outcomes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    outcomes: Mapping[str, Record] = field(default_factory=dict)
 
     @property
     def records(self) -> list[Record]:
@@ -330,16 +338,20 @@ def _report(run: _Apply, is_preview: bool = False) -> None:
     ctx = run.ctx
     shown = [step for step in run.steps if ctx.form != TABLE or step.action != KEEP or step.instance in run.outcomes]
     naming = ctx.name_computes() if shown else NO_COMPUTES
-    rows = []
-    existing = {record.instance: record for record in run.records}
+    rows, failed = [], set[str]()
+    existing = {record.instance: record for record in run.records} | dict(run.outcomes)
     for step in shown:
         instance = run.created.get(step.entry, step.instance)
-        record, outcome = existing.get(instance), run.outcomes.get(instance, {})
+        record, reasons = existing.get(instance), step.reasons
         compute = run.computes.get(instance) or (record.compute if record else '')
         # Before the first apply a stack has no epoch, so the uuids of its instances are not known.
         known_uuid = '' if is_preview and run.state.stack is None else instance
-        state = outcome.get('state') or (step.state if record else None)
-        address = outcome.get('address') or (record.address if record else None)
+        state, address = (step.state, record.address) if record else (None, None)
+        if record and instance in run.outcomes:
+            state = record.state
+            if state == ERROR:
+                failed.add(step.entry)
+                reasons = [describe_failure(record).partition(': ')[2]]
         value = {
             'member': step.member,
             'number': int(step.entry.rpartition('/')[2]),
@@ -351,15 +363,15 @@ def _report(run: _Apply, is_preview: bool = False) -> None:
             'address': address,
             'compute': compute or None,
             'host': naming.find_hostname(compute),
-            'reasons': list(step.reasons),
+            'reasons': list(reasons),
         }
         cells = [step.name, step.action, state, address, naming.format_name(compute) or None, known_uuid or None]
-        rows.append(Row([*cells, '; '.join(step.reasons) or None], value))
+        rows.append(Row([*cells, '; '.join(reasons) or None], value))
     if rows or ctx.form != TABLE:
         document = {'stack': run.file.name, 'instances': [row.value for row in rows]}
         ctx.show(Listing(list(COLUMNS), rows, document))
-    counts = {action: len(run.select(action)) for action in ACTIONS}
-    summary = ', '.join(f'{count} {_DESCRIPTIONS[action]}' for action, count in counts.items() if count)
+    counts = Counter('failed' if step.entry in failed else _DESCRIPTIONS[step.action] for step in run.steps)
+    summary = ', '.join(f'{counts[text]} {text}' for text in (*_DESCRIPTIONS.values(), 'failed') if counts[text])
     would = 'would have ' if is_preview or (run.select(*CONFLICTS) and run.select(*CHANGES)) else ''
     ctx.out.say(f'stack {run.file.name}: {would}{summary or "no instances"}')
 
@@ -392,7 +404,10 @@ def _wait(run: _Apply) -> int:
     index = KeyIndex({each: [keys.request(places[each], each)] for each in (*new, *kept)})
     with _show_members(run, {each: places[each] for each in (*new, *kept)}):
         wait_and_report(ctx, outcomes, lambda instance: instance, index, show_progress=lambda _: None)
-    run.outcomes = outcomes.results
+    with suppress(Unreachable):  # the wait has reported this
+        read = ctx.store.read([keys.record(places[each], each) for each in (*new, *kept)])
+        records = {keys.get_last_part(key): parse_or_none(entry.value) for key, entry in read.items()}
+        run.outcomes = {each: records.get(each) or Record(each, places[each], SCHEDULED) for each in (*new, *kept)}
     if outcomes.exit_code == StillGoing.exit_code:
         ctx.out.say(f'stack {run.file.name}: not all instances have reached the stage. Try: the same command')
     return outcomes.exit_code

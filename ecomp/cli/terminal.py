@@ -6,10 +6,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, NamedTuple, TextIO
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TextIO
 
 from ecomp.cli.options import TABLE, Options
 from ecomp.errors import EcompError, Unreachable, put_before_fix
@@ -86,26 +86,38 @@ def wrap_lines(text: str, columns: int | None) -> str:
 
 # Lines of a status, at most: a terminal cannot erase what it has scrolled away.
 MAX_STATUS_LINES = 20
+# Columns that stay free at the end of a status line, for the `^C` that a terminal adds. A line that the terminal wraps
+# becomes two, of which only one would be erased.
+STATUS_MARGIN = 3
 
 
 class LiveLine:
     """A status on stderr, erased at the end; the block gets a function that shows a text. No-op if no terminal."""
 
+    _lock = threading.RLock()  # a Follower's thread shows a status while the main thread prints a message
+    _shown: ClassVar[LiveLine | None] = None
+
     def __init__(self) -> None:
-        self._line_count = 0
+        self._lines: Sequence[str] = ()
 
     def __enter__(self) -> Callable[[str], None]:
         return lambda text: self.show_lines([text])
 
     def __exit__(self, *_: object) -> None:
-        if self._line_count:
-            sys.stderr.write(self._make_erasure())
-            sys.stderr.flush()
+        self._draw(())
 
-    def _make_erasure(self) -> str:
-        """Return what moves the cursor to the first line and erases all lines."""
-        up = f'\x1b[{self._line_count - 1}A' if self._line_count > 1 else ''
-        return f'\r{up}\x1b[J' if up else '\r\x1b[K'
+    @classmethod
+    @contextmanager
+    def hide(cls) -> Iterator[None]:
+        """Erase the status of this process, if there is one, and draw it again below what the block prints."""
+        with cls._lock:
+            shown = cls._shown or cls()
+            lines = shown._lines
+            shown._draw(())
+            try:
+                yield
+            finally:
+                shown._draw(lines)
 
     def show_lines(self, texts: Sequence[str]) -> None:
         """Replace the status by these lines, each cut to the terminal's width; no-op without a terminal."""
@@ -113,11 +125,17 @@ class LiveLine:
         if columns is not None:
             from ecomp.cli.tables import cut
 
-            # A line that the terminal wraps becomes several, of which only the last would be overwritten.
-            lines = [cut(make_printable(line), max(columns - 1, 1)) for line in texts[:MAX_STATUS_LINES]]
-            sys.stderr.write(self._make_erasure() + '\n'.join(lines))
-            sys.stderr.flush()
-            self._line_count = len(lines)
+            width = max(columns - STATUS_MARGIN, 1)
+            self._draw([cut(make_printable(line), width) for line in texts[:MAX_STATUS_LINES]])
+
+    def _draw(self, lines: Sequence[str]) -> None:
+        """Replace the lines on the terminal by these."""
+        with self._lock:
+            if self._lines or lines:
+                up = f'\x1b[{len(self._lines) - 1}A' if len(self._lines) > 1 else ''
+                sys.stderr.write(f'\r{up}\x1b[J' + '\n'.join(lines))
+                sys.stderr.flush()
+                self._lines, LiveLine._shown = lines, self
 
 
 def is_terminal(stream: TextIO | None) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import io
+import json
 import os
 import pty
 import re
@@ -21,12 +23,16 @@ import pytest
 
 from ecomp.cli.commands import COMMANDS as EVERY
 from ecomp.cli.suggestions import FAMILY_WORDS
+from ecomp.cli.terminal import LiveLine
+from ecomp.schedule import make_terminal
 from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import Eschedule
 from tests.kit.invariants import check_invariants
 from tests.kit.journal import JOURNAL
 from tests.kit.servers import make_environment, wait_until
+from tests.kit.stacks import write_stack
 from tests.kit.story import IMAGE, SMALL_QUERY, place, run_in_process
+from tests.kit.terminal_screen import render_screen
 
 COLOUR = re.compile('\x1b\\[[0-9]*m')
 
@@ -39,8 +45,17 @@ class Screen:
     """
 
     def __init__(
-        self, control: Control, *words: str, columns: int = 80, height: int = 24, with_stderr: bool = False, **more: str
+        self,
+        control: Control,
+        *words: str,
+        columns: int = 80,
+        height: int = 24,
+        with_stderr: bool = False,
+        with_keyboard: bool = False,
+        **more: str,
     ) -> None:
+        self.words, self.started_at = words, time.monotonic()
+        self._columns, self._height = columns, height
         self._terminal, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack('HHHH', height, columns, 0, 0))
         command = [sys.executable, '-m', 'ecomp.schedule', '--config', str(control.schedule_yaml), *words]
@@ -50,10 +65,12 @@ class Screen:
         inherited = {**inherited, 'TERM': 'xterm', **more}
         self.process = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=theirs if with_keyboard else subprocess.DEVNULL,
             stdout=theirs,
             stderr=theirs if with_stderr else subprocess.PIPE,
             env=inherited,
+            start_new_session=with_keyboard,
+            preexec_fn=(lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)) if with_keyboard else None,
         )
         os.close(theirs)
         self.output = ''
@@ -65,6 +82,14 @@ class Screen:
             while chunk := os.read(self._terminal, 4096):
                 self.output += chunk.decode()
         os.close(self._terminal)
+
+    def type(self, text: str) -> None:
+        os.write(self._terminal, text.encode())
+
+    @property
+    def lines(self) -> list[str]:
+        """What a user sees now."""
+        return render_screen(self.output, self._columns, self._height)
 
     def end(self) -> tuple[int, str]:
         """Wait for the end; return the exit code and stderr."""
@@ -230,3 +255,129 @@ def test_wait_shows_its_condition_on_the_terminal(cluster: Control, compute: Eco
     wait_until(lambda: re.search(r'waiting for its compute to accept it, \d+ s', terminal.output), 30, 'it says so')
     compute.resume()
     assert terminal.end()[0] == 0, terminal.output
+
+
+STACK = {'db': {}, 'web': {'count': 3}}
+
+
+def remove_blanks(text: str) -> str:
+    """Return a text that can be compared with one that was folded."""
+    return ''.join(text.split())
+
+
+def end_apply(terminal: Screen) -> int:
+    """Wait for the end of an apply, tell the journal, which cannot read what is cut, and return the exit code."""
+    code, _ = terminal.end()
+    JOURNAL.add_run(terminal.words, code, ('', ''), terminal.started_at, terminal.process.pid)
+    return code
+
+
+def split_at_table(terminal: Screen) -> tuple[str, list[str], str]:
+    """Return what a user sees at the end: the messages before the table and after it, without blanks, and its lines."""
+    lines = terminal.lines
+    first = next(at for at, line in enumerate(lines) if line.startswith('NAME'))
+    last = next(at for at, line in enumerate(lines) if line.startswith('eschedule: stack') and at > first)
+    return remove_blanks(''.join(lines[:first])), lines[first:last], remove_blanks(''.join(lines[last:]))
+
+
+@pytest.mark.parametrize('columns', [70, 80, 100])
+def test_failed_member_is_on_the_screen_with_its_reason(cluster: Control, compute: Ecompute, columns: int) -> None:
+    shop = write_stack(cluster, STACK)
+    compute.pause()
+    terminal = Screen(cluster, 'apply', shop, '--wait', columns=columns, with_stderr=True)
+    wait_until(lambda: '3 scheduled' in terminal.output, 60, 'it waits')
+    (instance,) = [
+        record['instance']
+        for record in json.loads(run_in_process(cluster, 'list', '-f', 'json').stdout)
+        if record['name'] == 'shop-db'
+    ]
+    cluster.placement.call('DELETE', f'/allocations/{instance}')
+    compute.resume()
+    assert end_apply(terminal) == 1, terminal.output
+    before, table, after = split_at_table(terminal)
+    reason = 'failed at stage scheduled: placement holds no allocation for it'
+    cleaned = '(nothing remains: no domain, disk or allocation)'
+    assert before == remove_blanks(f'eschedule: shop-db: {reason} {cleaned}')
+    assert after == remove_blanks('eschedule: stack shop: 3 new, 1 failed')
+    assert all(len(line) <= columns for line in terminal.lines)
+    of_db = table[1 : next(at for at, line in enumerate(table) if 'shop-web-1' in line)]
+    shown = ' '.join(line[table[0].index('REASON') :].strip() for line in of_db)
+    assert shown == f'{reason} {cleaned}', table
+    # It is the same in a pipe, where nothing is cut, and the next time.
+    again = run_in_process(cluster, 'apply', shop, '--wait')
+    assert (again.code, f'  {shown}\n' in again.stdout) == (1, True), again
+    assert run_in_process(cluster, 'destroy', '--stack', 'shop', '--yes', '--wait').code == 0
+
+
+def test_failure_during_the_wait_has_its_reason_in_a_pipe(cluster: Control, compute: Ecompute) -> None:
+    shop = write_stack(cluster, STACK)
+    compute.pause()
+    with Eschedule(cluster, 'apply', shop, '--wait', '-f', 'json') as piped:
+        wait_until(lambda: len(cluster.etcd.list_keys('/hosts/')) == 4, 60, 'all are placed')
+        instances = json.loads(run_in_process(cluster, 'list', '-f', 'json').stdout)
+        (db,) = [each['instance'] for each in instances if each['name'] == 'shop-db']
+        cluster.placement.call('DELETE', f'/allocations/{db}')
+        compute.resume()
+        result = piped.wait()
+    failed = json.loads(result.stdout)['instances'][0]
+    assert (result.code, failed['action'], failed['state']) == (1, 'create', 'error'), result
+    assert failed['reasons'][0].startswith('failed at stage scheduled: placement holds no allocation for it'), failed
+    assert result.stderr.endswith('eschedule: stack shop: 3 new, 1 failed\n'), result
+    assert run_in_process(cluster, 'destroy', '--stack', 'shop', '--yes', '--wait').code == 0
+
+
+@pytest.mark.parametrize('columns', [70, 80, 100])
+def test_messages_of_a_wait_that_ends_early_are_whole(cluster: Control, compute: Ecompute, columns: int) -> None:
+    # The status fills the line, so that a terminal wraps the ^C that it adds at its end.
+    shop = write_stack(cluster, {'a' * 50: {'name': 'one'}, 'web': {'count': 3}})
+    compute.pause()
+    interrupted = Screen(cluster, 'apply', shop, '--wait', columns=columns, with_stderr=True, with_keyboard=True)
+    wait_until(lambda: '3 scheduled' in interrupted.output, 60, 'it waits')
+    time.sleep(1.0)  # the first wait has begun by then
+    interrupted.type('\x03')
+    assert end_apply(interrupted) == 6, interrupted.output
+    unfinished = 'eschedule: stack shop: not all instances have reached the stage. Try: the same command'
+    before, table, after = split_at_table(interrupted)
+    hint = f'Try: eschedule --config {cluster.schedule_yaml} wait one shop-web-1 shop-web-2 shop-web-3'
+    assert before == remove_blanks(f'eschedule: interrupted; the operation continues. {hint} {unfinished}')
+    assert (len(table), after) == (5, remove_blanks('eschedule: stack shop: 4 new'))
+
+    late = Screen(cluster, 'apply', shop, '--wait', '--timeout', '1', columns=columns, with_stderr=True)
+    assert end_apply(late) == 6, late.output
+    before, table, after = split_at_table(late)
+    doing = 'timed out after 1 s (the operation continues), still waiting for its compute to accept it'
+    names = ('one', 'shop-web-1', 'shop-web-2', 'shop-web-3')
+    assert before == remove_blanks(''.join([*(f'eschedule: {name}: {doing}' for name in names), unfinished]))
+    assert (len(table), after) == (5, remove_blanks('eschedule: stack shop: 4 as the file asks'))
+    compute.resume()
+    assert run_in_process(cluster, 'destroy', '--stack', 'shop', '--yes', '--wait').code == 0
+
+
+@pytest.mark.parametrize('columns', [70, 80, 100])
+def test_every_message_stands_above_the_status(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    """The outputs of all commands have this in common; a status has at most the lines that a terminal can erase."""
+    written = io.StringIO()
+    monkeypatch.setattr(written, 'isatty', lambda: True)
+    monkeypatch.setattr(sys, 'stderr', written)
+    monkeypatch.setattr(sys, 'stdout', written)
+    monkeypatch.setenv('COLUMNS', str(columns))
+    out, long = make_terminal(), 'word ' * 30
+
+    def see() -> list[str]:
+        return render_screen(written.getvalue().replace('\n', '\r\n'), columns)
+
+    outer = LiveLine()
+    with outer:
+        outer.show_lines(['first', 'x' * 200])
+        status = see()
+        assert (status[0], len(status), len(status[1])) == ('first', 2, columns - 3)
+        out.say(long)
+        out.put('an address')
+        with LiveLine():  # shows nothing, so its end erases nothing
+            pass
+        assert see()[-3:] == ['an address', *status]
+        assert ' '.join(see()[:-3]) == f'eschedule: {long.strip()}'
+        outer.show_lines(['other'])
+        assert see()[-2:] == ['an address', 'other']
+        written.write('^C')
+    assert see()[-2:] == ['an address', '']
