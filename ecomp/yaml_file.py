@@ -75,7 +75,7 @@ class Section:
         for key, value in node.pairs:
             if key.items or key.pairs:
                 add_problem(key.line, f'{prefix}…: a key must be text')
-            elif key.kind in UNQUOTED_KINDS:
+            elif key.kind in UNQUOTED_KINDS and key.text != 'on':  # true in YAML 1.1, text in YAML 1.2
                 add_problem(key.line, f'{prefix}{shorten(key.text)}: a key must be text. Fix: put it in quotes')
             elif key.text in self._keys:
                 add_problem(
@@ -113,6 +113,12 @@ class Section:
     def read_each_section(self) -> dict[str, Section]:
         """Return the mapping under each key, in the order of the file, as read_section() does."""
         return {key: self.read_section(key) for key in self._keys}
+
+    def drop(self, pattern: str) -> list[str]:
+        """Return the keys that match; they are then not reported as unknown."""
+        matches = [key for key in self._keys if re.fullmatch(pattern, key)]
+        self._read_keys |= dict.fromkeys(matches)
+        return matches
 
     def refuse(self, key: str, reason: str) -> None:
         """Record the reason if the key exists, even with null: no value of it is valid."""

@@ -123,8 +123,12 @@ def _parse(argv: Sequence[str]) -> Invocation:
     if info := find_info_option(argv):
         return Invocation(info, tuple(_find_command_to_explain(argv).split()) if info == HELP else (), Options())
     words, options = parse_command_line(argv)
-    may_name_stage = options.wait == '' and 'size' in COMMANDS[_match_command(words) or CREATE].options
-    if may_name_stage and (joined := _join_wait_stage(argv)) != list(argv):
+    accepted = COMMANDS[_match_command(words) or CREATE].options
+    has_stages = options.wait == '' and {'size', 'dry_run'}.intersection(accepted)
+    if has_stages and (joined := _join_wait_stage(argv)) != list(argv):
+        if 'size' not in accepted:  # the word may be a file
+            (stage,) = set(joined) - set(argv)
+            raise UsageError(f'{words[0]}: --wait takes its stage after =. Fix: write {stage}')
         words, options = parse_command_line(joined)
     name, taken = _find_command(words, options.flavor is not None)
     row = COMMANDS[name]

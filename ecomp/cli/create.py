@@ -304,11 +304,12 @@ def _make_set_order(ctx: Context, order: Order, query: str) -> SetOrder:
 
 def _build_query(ctx: Context) -> str:
     """Combine query, --flavor and --on; UsageError, NotFound or Conflict if invalid. A uuid in --on is unchecked."""
-    from ecomp.model.query import check_query
+    from ecomp.model.query import check_query, resolve_trees
 
     query, flavor, on = ctx.words[0], ctx.options.flavor, ctx.options.on
     with convert_to_usage_error('the query'):
         check_query(query, needs_resources=flavor is None, has_on_option=on is not None)
+    query = resolve_trees(query, ctx.resolve_compute)
     if flavor is not None:
         from ecomp.scheduler.operations.sharing import apply_flavor
 
@@ -322,14 +323,10 @@ def _build_query(ctx: Context) -> str:
 
 
 def check_flavor_suffices(flavor: str, query: str) -> None:
-    """Raise UsageError if the combined `query` lacks what every guest needs; accept one that we cannot parse."""
-    from ecomp.model.query import Amount, UnsupportedQueryError, parse_query
+    """Raise UsageError if the combined `query` lacks what every guest needs."""
+    from ecomp.model.query import parse_names
 
-    try:
-        amounts = {part.name: part.amount for part in parse_query(query) if isinstance(part, Amount)}
-    except UnsupportedQueryError:
-        return  # placement's own answer is checked later
-    lacking = list_missing_classes(amounts)
+    lacking = list_missing_classes(parse_names(query).classes)
     if lacking:
         advice = f"give a query with 'resources={','.join(f'{name}:…' for name in lacking)}'"
         raise UsageError(f'flavor {flavor} lacks {", ".join(lacking)}, which every guest needs. Fix: {advice}')
@@ -434,13 +431,16 @@ def _read_guest_files(ctx: Context) -> tuple[tuple[str, ...] | None, bytes | Non
     return ssh_keys, None if data_file is None else read_user_data(data_file, ctx.out.say)
 
 
-def read_user_data(path: str | Path, warn: Callable[[str], None]) -> bytes:
+def read_user_data(source: str | Path | bytes, warn: Callable[[str], None]) -> bytes:
     """Read user-data of at most MAX_USER_DATA_BYTES, `-` for stdin; UsageError with the file's name if invalid.
 
-    `warn` gets a line if cloud-init would ignore the data, which is accepted: other programs in guests may use it.
+    Bytes are the user-data itself. `warn` gets a line if cloud-init would ignore the data, which is accepted: other
+    programs in guests may use it.
     """
-    label = f'user-data {make_printable(str(path), 200)}'
-    data = _read_file(label, path, MAX_USER_DATA_BYTES, 'let the guest fetch the rest, or compress it with gzip')
+    label, data = 'user-data', source
+    if not isinstance(data, bytes):
+        label = f'user-data {make_printable(str(source), 200)}'
+        data = _read_file(label, data, MAX_USER_DATA_BYTES, 'let the guest fetch the rest, or compress it with gzip')
     with convert_to_usage_error(label):
         check_user_data(data)
     unpacked_data = unpack_user_data(data)
@@ -456,12 +456,14 @@ def read_user_data(path: str | Path, warn: Callable[[str], None]) -> bytes:
     return data
 
 
-def read_ssh_keys(paths: Sequence[str | Path]) -> tuple[str, ...]:
-    """Read the unique public keys of all files; UsageError, with file and line, if invalid, missing or too large."""
+def read_ssh_keys(sources: Sequence[str | Path | bytes]) -> tuple[str, ...]:
+    """Read the unique public keys of files or texts; UsageError, with file and line, if invalid or too large."""
     unique_keys: dict[str, None] = {}
-    for path in paths:
-        label = f'ssh keys {make_printable(str(path), 200)}'
-        data = _read_file(label, path, MAX_SSH_KEYS_BYTES, 'give files with fewer public keys')
+    for source in sources:
+        label, data = 'ssh keys', source
+        if not isinstance(data, bytes):
+            label = f'ssh keys {make_printable(str(source), 200)}'
+            data = _read_file(label, data, MAX_SSH_KEYS_BYTES, 'give files with fewer public keys')
         with convert_to_usage_error(label):
             unique_keys.update(dict.fromkeys(parse_public_keys(data)))
     size = len(dump(list(unique_keys)))

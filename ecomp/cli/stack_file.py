@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ecomp.cli.command import Context
 from ecomp.cli.create import STDIN, check_flavor_suffices, read_ssh_keys, read_user_data, resolve_image
 from ecomp.cli.options import check_project
-from ecomp.errors import EcompError, UsageError
+from ecomp.errors import EcompError, Unreachable, UsageError
+from ecomp.model.allocation import REQUIRED_CLASSES, list_missing_classes
 from ecomp.model.apply import Desired
 from ecomp.model.choose import SPREAD, STRATEGIES
 from ecomp.model.group import POLICIES, Membership, check_group_name
 from ecomp.model.guest import SharedUserData
 from ecomp.model.order import Order
-from ecomp.model.query import check_query
+from ecomp.model.query import (
+    check_query,
+    list_trees,
+    parse_names,
+    parse_plain_amounts,
+    resolve_trees,
+    restrict_to_compute,
+)
 from ecomp.model.stack import MAX_STACK_SIZE, check_member_name, check_stack_name
 from ecomp.model.text import check_name
 from ecomp.yaml_file import (
@@ -26,10 +37,10 @@ from ecomp.yaml_file import (
     Section,
     YamlFile,
     make_choice_parser,
-    make_integer_parser,
     make_list_parser,
     make_text_parser,
     parse_flag,
+    parse_integer,
     parse_text,
     shorten,
 )
@@ -63,6 +74,13 @@ def load_stack_file(ctx: Context, path: str) -> StackFile:
     return _Reader(ctx, path).read()
 
 
+def _parse_count(node: Node) -> int:
+    """Parse a number of instances, at least 1; the limit of a stack is checked for all members together."""
+    if (count := parse_integer(node)) < 1:
+        raise InvalidValue(f'must be at least 1, not {count}. Fix: remove the member, and apply with --prune')
+    return count
+
+
 class _Reader:
     def __init__(self, ctx: Context, path: str) -> None:
         self._ctx = ctx
@@ -80,7 +98,12 @@ class _Reader:
         self._file = YamlFile.parse(content, name, self._directory, MAX_NODES)
         self._user_data: dict[str, SharedUserData] = {}
         self._groups: dict[str, Membership] = {}
+        self._group_sections: dict[str, Section] = {}
         self._flavors: dict[str, Flavor] = {}
+        # destroy --file needs only the names, so what the file refers to may be gone.
+        self._is_apply = ctx.name == 'apply'
+        self._resolve_compute = cache(ctx.resolve_compute)
+        self._ask_placement = cache(self._refuse_unknown)
 
     def read(self) -> StackFile:
         config, top = self._ctx.config, self._file.top
@@ -112,6 +135,8 @@ class _Reader:
             top.add_problem('instances', 'is missing. Fix: give a mapping of members, such as `web: {flavor: small}`')
         if len(instances) > MAX_STACK_SIZE:
             top.add_problem('instances', f'the stack has more than {MAX_STACK_SIZE} instances, the limit')
+        if self._is_apply:
+            self._find_groups_without_policy()
         self._file.finish()
         for entry, desired in instances.items():
             if desired.order.group is not None:
@@ -121,7 +146,7 @@ class _Reader:
 
     def _read_names(self, section: Section, default: str) -> list[str]:
         """Read the names of a member's instances, at most MAX_STACK_SIZE + 1: numbered if `count` is given."""
-        count = section.read('count', make_integer_parser(1, 10**6), 1)
+        count = section.read('count', _parse_count, 1)
         base = section.read('name', make_text_parser(check_name), default)
         numbers = range(1, min(count, MAX_STACK_SIZE + 1) + 1)
         return [f'{base}-{number}' for number in numbers] if 'count' in section else [base]
@@ -134,7 +159,7 @@ class _Reader:
             image, origins['image'] = config.image, FROM_CONFIG
         elif image in config.images:
             origins['image'] = f'image {image} of schedule.yaml'
-        keys = section.read('ssh_keys', make_list_parser(self._parse_path, 'a list of files'), None)
+        keys = section.read('ssh_keys', make_list_parser(self._parse_key, 'a list of files'), None)
         data = section.read('user_data', self._parse_user_data, None)
         for name, value, configured in (('ssh_keys', keys, config.ssh_keys), ('user_data', data, config.user_data)):
             if value is None and configured:
@@ -159,13 +184,46 @@ class _Reader:
         return Desired(order, weigh, origins | flavor_origin)
 
     def _read_query(self, section: Section) -> tuple[str, dict[str, str]]:
-        """Read query and flavor; return the merged query, and its origin if there is a flavor."""
+        """Read query, flavor and on; return the combined query, and its origin if there is a flavor."""
         flavor = section.read('flavor', parse_text, None)
         query = section.read('query', make_text_parser(lambda text: check_query(text, flavor is None)), '')
-        if flavor is None:
-            if 'query' not in section:
-                section.add_problem('query', 'is missing. Fix: give the member a flavor or a query')
-            return query, {}
+        on = section.read('on', parse_text, None)
+        if section.drop('[A-Z][A-Z0-9_]*(:.*)?'):
+            section.add_problem('query', 'is cut off at a comma, because it stands in { }. Fix: put it in quotes')
+            return '', {}
+        if flavor is None and 'query' not in section:
+            section.add_problem('query', 'is missing. Fix: give the member a flavor or a query')
+        if flavor is not None:
+            query = self._merge_flavor(section, flavor, query)
+        if on is not None and self._is_apply:
+            on = self._read_with(section, 'on', lambda: self._resolve_compute(on or ''), None)
+        if query:
+            key = 'query' if 'query' in section else 'flavor'
+            query = self._read_with(section, key, lambda: self._complete(query, on), '')
+        return query, {} if flavor is None else {'query': f'flavor {flavor}'}
+
+    def _complete(self, query: str, on: str | None) -> str:
+        """Return the query with uuids for host names, restricted to `on` if given; raise the error of a wrong one."""
+        if lacking := list_missing_classes(parse_names(query).classes):
+            advice = f'add {",".join(f"{name}:…" for name in lacking)} to resources='
+            raise UsageError(f'lacks {", ".join(lacking)}, which every guest needs. Fix: {advice}')
+        if on is not None and list_trees(query):
+            raise UsageError('in_tree= is not accepted together with `on`. Fix: give one of them')
+        if self._is_apply:
+            query = resolve_trees(query, self._resolve_compute)
+            if set(parse_plain_amounts(query) or ()) != set(REQUIRED_CLASSES):
+                self._ask_placement(query)
+        return restrict_to_compute(query, on) if on else query
+
+    def _refuse_unknown(self, query: str) -> None:
+        """Raise PlacementRefusal if placement does not accept the query; no-op if it does not answer."""
+        from ecomp.placement.allocations import read_candidates
+
+        with suppress(Unreachable):
+            read_candidates(self._ctx.placement, f'{query}&limit=1')
+
+    def _merge_flavor(self, section: Section, flavor: str, query: str) -> str:
+        """Return the flavor's query plus `query`, '' if the flavor is missing or incomplete."""
         from ecomp.model.flavor import merge_query
         from ecomp.scheduler.operations.sharing import load_flavor
 
@@ -176,13 +234,13 @@ class _Reader:
             check_flavor_suffices(flavor, merged)
             return merged
 
-        return self._read_with(section, 'flavor', merge, query), {'query': f'flavor {flavor}'}
+        return self._read_with(section, 'flavor', merge, '')
 
-    def _read_user_data(self, path: Path | None) -> str | None:
-        """Read user-data, and return its hash; None without a file."""
-        if path is None:
+    def _read_user_data(self, source: Path | bytes | None) -> str | None:
+        """Read user-data, and return its hash; None without a source."""
+        if source is None:
             return None
-        shared = SharedUserData.from_bytes(read_user_data(path, self._ctx.out.say))
+        shared = SharedUserData.from_bytes(read_user_data(source, self._ctx.out.say))
         self._user_data[shared.sha256] = shared
         return shared.sha256
 
@@ -190,11 +248,20 @@ class _Reader:
         """Parse a path, relative to the file's directory; `~` is expanded."""
         return self._directory / os.path.expanduser(parse_text(node))
 
-    def _parse_user_data(self, node: Node) -> Path:
-        """Parse a path in the file's directory: the file may be somebody else's, and name a secret of this user."""
+    def _parse_user_data(self, node: Node) -> Path | bytes:
+        """Parse user-data itself, if it has a line break as after `user_data: |`, or a path in the file's directory.
+
+        The file may be somebody else's, and name a secret of this user.
+        """
+        if node.kind == 'str' and '\n' in node.text:
+            return node.text.encode(errors='replace')
         if self._directory.resolve() not in (path := self._parse_path(node)).resolve().parents:
             raise InvalidValue(f'{shorten(parse_text(node))} is outside the directory of this file. Fix: copy it there')
         return path
+
+    def _parse_key(self, node: Node) -> Path | bytes:
+        """Parse a path, or a public key itself."""
+        return node.text.encode() if re.match(r'[\w@.-]+ +AAAA', parse_text(node)) else self._parse_path(node)
 
     def _parse_group(self, node: Node) -> Membership:
         """Parse the name of a group, or a mapping of name, policy and strict."""
@@ -213,12 +280,22 @@ class _Reader:
             raise InvalidValue(parts=problems)
         return membership
 
+    def _find_groups_without_policy(self) -> None:
+        """Record each group that does not exist, and whose policy the file does not give."""
+        from ecomp.store.sharing import load_group
+
+        for name, section in self._group_sections.items():
+            if self._groups[name].policy is None and load_group(self._ctx.store, name)[0] is None:
+                fix = f'give its policy, as {{name: {name}, policy: affinity}}'
+                section.add_problem('group', f'group {name} does not exist. Fix: {fix}')
+
     def _merge_group(self, section: Section, group: Membership) -> None:
         """Note a group; its policy may be given in any member, and is that of all members."""
         known = self._groups.get(group.name, group)
         policy, strict = known.policy or group.policy, group.strict if known.strict is None else known.strict
         if group.policy not in (None, policy) or group.strict not in (None, strict):
             section.add_problem('group', f'group {group.name} has another policy in another member')
+        self._group_sections.setdefault(group.name, section)
         self._groups[group.name] = Membership(group.name, policy, strict)
 
     @staticmethod
@@ -227,7 +304,7 @@ class _Reader:
         try:
             return read()
         except (EcompError, ValueError) as error:
-            if isinstance(error, EcompError) and error.exit_code not in (2, 4):
+            if isinstance(error, EcompError) and error.exit_code not in (2, 4, 5):
                 raise
             section.add_problem(key, str(error))
             return default

@@ -7,7 +7,7 @@ On the wire an allocation has placement's shape: {provider uuid: {'resources': {
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ecomp.model.json_object import is_utf8_text
@@ -153,7 +153,7 @@ def find_compute(allocations: Allocations) -> str:
     return next((provider for provider, resources in allocations.items() if 'VCPU' in resources), '')
 
 
-def list_missing_classes(resources: Resources) -> list[str]:
+def list_missing_classes(resources: Container[str]) -> list[str]:
     """Return those of REQUIRED_CLASSES, which a guest needs, that `resources` lacks."""
     return [name for name in REQUIRED_CLASSES if name not in resources]
 

@@ -166,6 +166,8 @@ def check_user_data(data: bytes) -> bytes:
     """Return user-data that begins like gzip or is UTF-8, not empty, without NUL; else ValueError, a sentence's end."""
     if not data:
         raise ValueError('is empty')
+    if len(data) > MAX_USER_DATA_BYTES:
+        raise ValueError(f'has {len(data)} bytes; the limit is {MAX_USER_DATA_BYTES}')
     if data.startswith(GZIP_MAGIC):
         return data
     try:

@@ -7,12 +7,13 @@ lib.py and util.py): https://docs.openstack.org/api-ref/placement/#allocation-ca
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
-from urllib.parse import parse_qsl, quote
+from urllib.parse import parse_qsl, quote, unquote_plus
 
 from ecomp.model.allocation import MAX_AMOUNT, REQUIRED_CLASSES, is_class
 from ecomp.model.json_object import MAX_DIGITS
+from ecomp.model.keys import is_uuid
 from ecomp.model.status import DISABLED
 from ecomp.model.text import format_suggestion
 
@@ -112,6 +113,16 @@ def list_trees(query: str) -> set[str]:
     if 'in_tree' not in query:
         return set()
     return {value.strip() for key, value in parse_qsl(query) if _find_parameter(key) == 'in_tree'}
+
+
+def resolve_trees(query: str, resolve: Callable[[str], str]) -> str:
+    """Replace each host name in an in_tree= by the uuid that `resolve` returns: placement accepts only uuids."""
+
+    def replace_name(match: re.Match[str]) -> str:
+        name = unquote_plus(match[2]).strip()
+        return match[0] if is_uuid(name) or not name else match[1] + resolve(name)
+
+    return re.sub(r'((?<![^&])in_tree[^=&]*=)([^&]*)', replace_name, query)
 
 
 def restrict_to_compute(query: str, compute: str) -> str:

@@ -74,6 +74,73 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return sent
 
 
+@pytest.mark.usefixtures('placement')
+def test_mistakes_that_only_the_servers_know_are_reported_together(control: Control) -> None:
+    control.ecompute()  # placement looks at no name that comes after the last compute is ruled out
+    assert control.eschedule('flavor', 'set', 'fast', f'{QUERY}&required=HW_CPU_X86_AVX2').code == 0
+    path = control.directory / 'wrong.yaml'
+    path.write_text(f"""\
+stack: wrong
+instances:
+  db:
+    query: {QUERY},VGPUS:1
+  web:
+    query: {QUERY}&required=HW_CPU_X86_AVX3,CUSTOM_NOWHERE
+    group: {{name: g, strict: false}}
+  api: {{query: resources=VCPU:1, group: g}}
+  one: {{flavor: fast, on: hv9}}
+  two: {{query: '{QUERY}&in_tree=hv8'}}
+  own: {{query: '{QUERY}&member_of=mine', count: 2}}
+""")
+    for options in ((), ('--dry-run',)):
+        refused = control.eschedule('apply', str(path), *options)
+        assert (refused.code, refused.stdout) == (2, ''), refused
+        lines = refused.stderr.removeprefix('eschedule: ').replace(f'{path}:', '').splitlines()
+        assert lines == [
+            '4: instances.db.query: placement knows no resource class VGPUS (did you mean VGPU?)',
+            '6: instances.web.query: placement knows no trait HW_CPU_X86_AVX3 (did you mean HW_CPU_X86_AVX?); '
+            'placement knows no trait CUSTOM_NOWHERE',
+            '7: instances.web.group: group g does not exist. Fix: give its policy, as {name: g, policy: affinity}',
+            '8: instances.api.query: lacks MEMORY_MB, DISK_GB, which every guest needs. '
+            'Fix: add MEMORY_MB:…,DISK_GB:… to resources=',
+            '9: instances.one.on: hv9: no host has this name or uuid. Try: eschedule hosts',
+            '10: instances.two.query: hv8: no host has this name or uuid. Try: eschedule hosts',
+            '11: instances.own.query: placement refuses the request: Invalid query string parameters: Expected '
+            "'member_of' parameter to contain valid UUID(s). Got: mine",
+        ]
+    assert control.etcd.list_keys('/stacks/wrong') == []
+    # A host or group that is gone does not keep the instances from being destroyed.
+    path.write_text(f"stack: wrong\ninstances: {{db: {{query: '{QUERY}', on: hv9, group: g}}}}\n")
+    assert control.eschedule('destroy', '--file', str(path), '--yes').code == 0
+    assert control.eschedule('flavor', 'delete', 'fast').code == 0
+
+
+def test_host_names_in_a_file_and_in_a_query(cluster: Control, compute: Ecompute) -> None:
+    (host,) = json.loads(cluster.eschedule('hosts', '-f', 'json').stdout)
+    path = cluster.directory / 'named.yaml'
+    path.write_text(f"""\
+stack: shop
+instances:
+  db:
+    query: {QUERY}
+    image: {IMAGE}
+    on: {host['hostname']}
+  web: {{query: '{QUERY}&in_tree={host['hostname']}', image: '{IMAGE}'}}
+""")
+    for words in (('--wait',), (), ('--dry-run',)):  # a repetition finds no difference
+        applied = cluster.eschedule('apply', str(path), *words)
+        assert applied.code == 0, applied
+    created = cluster.eschedule(f'{QUERY}&in_tree={host["hostname"]}', IMAGE, '--name', 'alone', '--wait')
+    assert created.code == 0, created
+    queries = [record['query'] for record in json.loads(cluster.eschedule('list', '-f', 'json').stdout)]
+    assert queries == [f'{QUERY}&in_tree={compute.uuid}'] * 3
+    refused = cluster.eschedule(f'{QUERY}&in_tree=hv9', IMAGE)
+    assert (refused.code, 'hv9: no host has this name' in refused.stderr) == (4, True), refused
+    joined = cluster.eschedule('apply', str(path), '--wait', 'ready')
+    assert joined.code == 2
+    assert joined.stderr == 'eschedule: apply: --wait takes its stage after =. Fix: write --wait=ready\n'
+
+
 @pytest.mark.unaudited('its compute is a key that nobody keeps')
 def test_dry_run_predicts_each_outcome_and_writes_nothing(cluster: Control, requests: list[Any]) -> None:
     Cloud(cluster.etcd, cluster.placement, None, None).make_compute(VCPU=4, MEMORY_MB=512, DISK_GB=10)  # type: ignore[arg-type]

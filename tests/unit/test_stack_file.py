@@ -19,6 +19,7 @@ from ecomp.cli.terminal import Terminal
 from ecomp.conf import load_schedule
 from ecomp.errors import UsageError
 from ecomp.model.group import Membership
+from ecomp.model.guest import MAX_USER_DATA_BYTES, SharedUserData
 from ecomp.store.client import Entry, Snapshot
 from ecomp.yaml_file import shorten
 
@@ -242,6 +243,32 @@ def test_user_data_outside_the_directory_of_the_file_is_refused(
     (mistake,) = mistakes(f'stack: a\ninstances:\n  b: {{flavor: small, user_data: "{text}"}}\n')
     reason = 'is outside the directory of this file. Fix: copy it there'
     assert mistake == f'3: instances.b.user_data: {shorten(text)} {reason}'
+
+
+def test_user_data_and_keys_may_stand_in_the_file(load: Callable[..., StackFile]) -> None:
+    stack = load(f"""\
+stack: a
+instances:
+  web:
+    flavor: small
+    user_data: |
+      #!/bin/sh
+      echo hello
+    ssh_keys:
+    - {KEY}
+    - id.pub
+""")
+    (desired,) = stack.instances.values()
+    script = b'#!/bin/sh\necho hello\n'
+    assert desired.order.user_data_sha256 == hashlib.sha256(script).hexdigest()
+    assert list(stack.user_data.values()) == [SharedUserData.from_bytes(script)]
+    assert desired.order.ssh_keys == (KEY,)
+
+
+def test_inline_user_data_has_the_limit_of_a_file(mistakes: Callable[..., list[str]]) -> None:
+    data = json.dumps('#!/bin/sh\n' + '#' * MAX_USER_DATA_BYTES)
+    (line,) = mistakes(f'stack: a\ninstances: {{b: {{flavor: small, user_data: {data}}}}}\n')
+    assert line.startswith(f'2: instances.b.user_data: user-data: has {MAX_USER_DATA_BYTES + 10} bytes; the limit is')
 
 
 def test_mistakes_on_standard_input_name_it(mistakes: Callable[..., list[str]]) -> None:
