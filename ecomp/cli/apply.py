@@ -366,7 +366,8 @@ def _report(run: _Apply, is_preview: bool = False) -> None:
             'reasons': list(reasons),
         }
         cells = [step.name, step.action, state, address, naming.format_name(compute) or None, known_uuid or None]
-        rows.append(Row([*cells, '; '.join(reasons) or None], value))
+        is_shared = ctx.form == TABLE and step.action in (DIFFERS, REPLACE) and step.entry not in failed
+        rows.append(Row([*cells, None if is_shared else '; '.join(reasons) or None], value))
     if rows or ctx.form != TABLE:
         document = {'stack': run.file.name, 'instances': [row.value for row in rows]}
         ctx.show(Listing(list(COLUMNS), rows, document))
@@ -374,6 +375,9 @@ def _report(run: _Apply, is_preview: bool = False) -> None:
     summary = ', '.join(f'{counts[text]} {text}' for text in (*_DESCRIPTIONS.values(), 'failed') if counts[text])
     would = 'would have ' if is_preview or (run.select(*CONFLICTS) and run.select(*CHANGES)) else ''
     ctx.out.say(f'stack {run.file.name}: {would}{summary or "no instances"}')
+    differing = [(step.member, reason) for step in run.select(DIFFERS, REPLACE) for reason in step.reasons]
+    for (member, reason), count in Counter(differing).items():
+        ctx.out.say(f'{member}{f" ({count})" if count > 1 else ""}: {reason}')
 
 
 _DESCRIPTIONS = {

@@ -19,7 +19,7 @@ from ecomp.cli.command import Command, Context, select_options
 from ecomp.cli.options import JSON, TABLE, parse_any_instances, parse_one_instance
 from ecomp.cli.tables import MIN_COLUMN_WIDTH, Column, Listing, OutputStyle, Row, render_listing, shorten_uuids
 from ecomp.cli.terminal import make_timestamp
-from ecomp.errors import Conflict, EcompError, NotFound, UsageError, put_before_fix
+from ecomp.errors import Conflict, EcompError, NotFound, UsageError
 from ecomp.model import keys
 from ecomp.model.boots import STAGES as BOOT_STAGES
 from ecomp.model.boots import Boot, find_boot
@@ -117,8 +117,7 @@ def format_explanation(explanation: Explanation) -> str:
     since_text = f'since {record.stages.get(stage, "an unknown time")}'
     if (error := record.error) is not None:
         where = f'on {naming.format_name(record.compute)} ' if record.compute else ''
-        reason = put_before_fix(error.reason, f' ({error.cleaned})')
-        lines = [f'{name} is in error {where}at stage {error.stage}: {reason}']
+        lines = [f'{name} is in error {where}at stage {error}']
     elif explanation.waiting is None:
         lines = [f'{name} is on {naming.format_name(record.compute)}, {since_text}']
     else:

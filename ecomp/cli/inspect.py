@@ -329,10 +329,8 @@ def _describe_problem(record: Record, known_computes: Computes, absences: Absenc
     if record.error is None:
         age = absences.explain_state(record, known_computes.format_name(record.compute))
         return '; '.join(filter(None, (age, record.fault))) or None
-    subject, _, cause = record.error.reason.partition(': ')
-    if cause and '/' in subject and ' ' not in subject:  # a URL or a file
-        return put_before_fix(cause, f' (stage {record.error.stage}: {subject})')
-    return put_before_fix(record.error.reason, f' (stage {record.error.stage})')
+    cause, subject = record.error.cause_and_subject
+    return put_before_fix(cause, f' (stage {": ".join(filter(None, (record.error.stage, subject)))})')
 
 
 def make_record_details(

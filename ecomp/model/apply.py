@@ -11,6 +11,7 @@ from ecomp.errors import UsageError
 from ecomp.model.group import Membership
 from ecomp.model.json_object import dump
 from ecomp.model.order import MAX_SET_BYTES, Order, Request, SetOrder, dump_fields
+from ecomp.model.query import split_query
 from ecomp.model.record import DESTROYING, ERROR, GONE, QUEUED, Record, describe_failure
 from ecomp.model.stack import Stack
 
@@ -127,8 +128,9 @@ def _is_ending(record: Record, request: Request | None) -> bool:
 
 
 def list_differences(record: Record, request: Request | None, desired: Desired) -> list[str]:
-    """Return `field: existing value, but the file has other value (origin)` for each field that differs.
+    """Return `field: existing value → value of the file (origin)` for each field that differs.
 
+    Of a query only the amounts and parameters that differ are named: `MEMORY_MB 256 → 320`.
     Without a valid request only the fields of the record are compared, and the policy of a group is not.
     """
     order = desired.order
@@ -142,9 +144,17 @@ def list_differences(record: Record, request: Request | None, desired: Desired) 
             # A policy that the file does not give is that of the existing group.
             old, new = (_describe_group(_keep_given(existing.group, order.group)), _describe_group(order.group))
         if old != new:
+            changes = _list_changed_parts(old, new) if name == 'query' else [f'{name}: {old} → {new}']
             origin = f' ({desired.origins[name]})' if name in desired.origins else ''
-            differences.append(f'{name}: it has {old}, the file asks for {new}{origin}')
+            differences += [', '.join(changes) + origin] if changes else []
     return differences
+
+
+def _list_changed_parts(old: str, new: str) -> list[str]:
+    """Return `part old → new` for each amount or parameter of two queries that differs; their order does not count."""
+    before, after = split_query(old), split_query(new)
+    parts = [part for part in before | after if before.get(part) != after.get(part)]
+    return [f'{part} {before.get(part, "none")} → {after.get(part, "none")}' for part in parts]
 
 
 def _keep_given(existing: Membership, given: Membership) -> Membership:
@@ -174,7 +184,7 @@ def _describe_keys(order: Order) -> str:
 # The compared fields of an order: their names in the file, their values as text, and whether a record has them.
 _COMPARED: Sequence[tuple[str, Callable[[Order], str], bool]] = (
     ('name', lambda order: order.name or 'none', True),
-    ('query', lambda order: order.query or 'none', True),
+    ('query', lambda order: order.query or '', True),
     ('image', lambda order: order.image or 'none', True),
     ('project', lambda order: order.project_id, True),
     ('group', lambda order: _describe_group(order.group), True),

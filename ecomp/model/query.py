@@ -103,6 +103,18 @@ def parse_plain_amounts(query: str) -> dict[str, int] | None:
         return None
 
 
+def split_query(query: str) -> dict[str, str]:
+    """Return {parameter: its value} of any query, but of resources {class: amount}, with the suffix of its group."""
+    parts: dict[str, str] = {}
+    for key, value in parse_qsl(query, keep_blank_values=True):
+        if key.startswith('resources'):
+            amounts = (part.partition(':') for part in value.split(','))
+            parts |= {name + key.removeprefix('resources'): amount for name, _, amount in amounts}
+        else:
+            parts[key] = f'{parts[key]}&{value}' if key in parts else value
+    return parts
+
+
 def read_limit(query: str) -> str | None:
     """Return the text of the query's last `limit`, maybe '', or None if it has none."""
     return dict(parse_qsl(query, keep_blank_values=True)).get('limit')

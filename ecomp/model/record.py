@@ -94,6 +94,17 @@ class Failure:
     reason: str
     cleaned: str
 
+    @property
+    def cause_and_subject(self) -> tuple[str, str]:
+        """The cause and, as it is long and so is printed last, the URL or file before it in `reason`, '' for none."""
+        subject, _, cause = self.reason.partition(': ')
+        return (cause, subject) if cause and '/' in subject and ' ' not in subject else (self.reason, '')
+
+    def __str__(self) -> str:
+        cause, subject = self.cause_and_subject
+        remarks = '; '.join(filter(None, (self.cleaned, subject)))
+        return f'{self.stage}: {put_before_fix(cause, f" ({remarks})")}'
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -430,11 +441,7 @@ def describe_wait(record: Record | None) -> str:
 
 def describe_failure(record: Record) -> str:
     """Return one line why an instance is in error, beginning with its uuid."""
-    if record.error is None:
-        return f'{record.instance}: failed'
-    error = record.error
-    failure = put_before_fix(error.reason, f' ({error.cleaned})')
-    return f'{record.instance}: failed at stage ' + make_printable(f'{error.stage}: {failure}')
+    return f'{record.instance}: failed' + (f' at stage {make_printable(str(record.error))}' if record.error else '')
 
 
 def describe_cloud_init_failure(instance: str, guest_failure: GuestFailure) -> str:

