@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -103,7 +102,8 @@ class _Reader:
         # destroy --file needs only the names, so what the file refers to may be gone.
         self._is_apply = ctx.name == 'apply'
         self._resolve_compute = cache(ctx.resolve_compute)
-        self._ask_placement = cache(self._refuse_unknown)
+        self._asks_placement = self._is_apply
+        self._accepted_queries: set[str] = set()
 
     def read(self) -> StackFile:
         config, top = self._ctx.config, self._file.top
@@ -194,7 +194,7 @@ class _Reader:
         if flavor is None and 'query' not in section:
             section.add_problem('query', 'is missing. Fix: give the member a flavor or a query')
         if flavor is not None:
-            query = self._merge_flavor(section, flavor, query)
+            query = self._read_with(section, 'flavor', lambda: self._merge_flavor(flavor, query), '')
         if on is not None and self._is_apply:
             on = self._read_with(section, 'on', lambda: self._resolve_compute(on or ''), None)
         if query:
@@ -209,32 +209,28 @@ class _Reader:
             raise UsageError(f'lacks {", ".join(lacking)}, which every guest needs. Fix: {advice}')
         if on is not None and list_trees(query):
             raise UsageError('in_tree= is not accepted together with `on`. Fix: give one of them')
-        if self._is_apply:
-            query = resolve_trees(query, self._resolve_compute)
-            if set(parse_plain_amounts(query) or ()) != set(REQUIRED_CLASSES):
-                self._ask_placement(query)
+        query = resolve_trees(query, self._resolve_compute) if self._is_apply else query
+        is_plain = set(parse_plain_amounts(query) or ()) == set(REQUIRED_CLASSES)
+        if self._asks_placement and not is_plain and query not in self._accepted_queries:
+            from ecomp.placement.allocations import read_candidates
+
+            try:
+                read_candidates(self._ctx.placement, f'{query}&limit=1')
+                self._accepted_queries.add(query)
+            except Unreachable:  # no mistake of the file, and an apply without changes needs no placement
+                self._asks_placement = False
         return restrict_to_compute(query, on) if on else query
 
-    def _refuse_unknown(self, query: str) -> None:
-        """Raise PlacementRefusal if placement does not accept the query; no-op if it does not answer."""
-        from ecomp.placement.allocations import read_candidates
-
-        with suppress(Unreachable):
-            read_candidates(self._ctx.placement, f'{query}&limit=1')
-
-    def _merge_flavor(self, section: Section, flavor: str, query: str) -> str:
-        """Return the flavor's query plus `query`, '' if the flavor is missing or incomplete."""
+    def _merge_flavor(self, flavor: str, query: str) -> str:
+        """Return the flavor's query plus `query`."""
         from ecomp.model.flavor import merge_query
         from ecomp.scheduler.operations.sharing import load_flavor
 
-        def merge() -> str:
-            if flavor not in self._flavors:
-                self._flavors[flavor] = load_flavor(self._ctx.config, lambda: self._ctx.store, flavor)
-            merged = merge_query(self._flavors[flavor], query)
-            check_flavor_suffices(flavor, merged)
-            return merged
-
-        return self._read_with(section, 'flavor', merge, '')
+        if flavor not in self._flavors:
+            self._flavors[flavor] = load_flavor(self._ctx.config, lambda: self._ctx.store, flavor)
+        merged = merge_query(self._flavors[flavor], query)
+        check_flavor_suffices(flavor, merged)
+        return merged
 
     def _read_user_data(self, source: Path | bytes | None) -> str | None:
         """Read user-data, and return its hash; None without a source."""

@@ -86,8 +86,7 @@ def wrap_lines(text: str, columns: int | None) -> str:
 
 # Lines of a status, at most: a terminal cannot erase what it has scrolled away.
 MAX_STATUS_LINES = 20
-# Columns that stay free at the end of a status line, for the `^C` that a terminal adds. A line that the terminal wraps
-# becomes two, of which only one would be erased.
+# Columns left free for the `^C` that a terminal adds: of a line that it wraps, only the last part would be erased.
 STATUS_MARGIN = 3
 
 
