@@ -460,7 +460,8 @@ def _print_again(ctx: Context) -> int:
     import shlex  # imported here, as the next ones: seldom needed
 
     from ecomp.files import write_durably
-    from ecomp.model.order import make_create_words
+    from ecomp.model.order import Order, make_create_words
+    from ecomp.model.query import split_restriction
     from ecomp.scheduler.queries.find import find
 
     instance = ctx.resolve_instance(ctx.words[0])
@@ -472,7 +473,12 @@ def _print_again(ctx: Context) -> int:
         raise Conflict(f'{instance}: its query or its image is in neither its request nor its record, or is none')
     contents, unknown = _read_guest_data(ctx.store, entries, order)
     files = {option: Path(f'again-{order.name or instance[:8]}{SUFFIXES[option]}') for option in contents}
-    command = [*shlex.split(ctx.command_prefix), *make_create_words(order)]
+    query, compute = split_restriction(order.query)
+    project = '' if order.project_id == ctx.config.project_id else order.project_id
+    words = make_create_words(Order(**order.copy_fields(query=query, project_id=project)))
+    host = ctx.name_computes().format_name(compute) if compute else ''
+    words += ['--on', compute if ' ' in host else host] if compute else []
+    command = [*shlex.split(ctx.command_prefix), *words]
     command += [word for option, path in files.items() for word in (option, str(path))]
     if why is not None and why.weigh in WEIGH_MEANINGS:
         command += ['--weigh', why.weigh]

@@ -146,6 +146,13 @@ def restrict_to_compute(query: str, compute: str) -> str:
     return '&'.join([query, *(f'in_tree{suffix}={compute}' for suffix in ([''] if '' in groups else groups))])
 
 
+def split_restriction(query: str) -> tuple[str, str]:
+    """Return a query without what restrict_to_compute() adds, and the compute; the query and '' if it added nothing."""
+    rest = '&'.join(part for part in query.split('&') if not part.startswith('in_tree'))
+    compute = min(list_trees(query), default='')
+    return (rest, compute) if compute and restrict_to_compute(rest, compute) == query else (query, '')
+
+
 def exclude_disabled(query: str) -> str:
     """Add NOT_DISABLED, unless the query names that trait, or has a root_required that takes no other trait."""
     pairs = parse_qsl(query, keep_blank_values=True)

@@ -70,6 +70,9 @@ def test_printed_command_makes_the_same_request(cluster: Control, compute: Ecomp
     before = read_request(cluster, instance)
     result = print_again(cluster, 'web1')
     assert result.stderr == '', 'all is known'
+    (host,) = json.loads(cluster.eschedule('hosts', '-f', 'json').stdout)
+    printed = shlex.split(result.stdout)
+    assert (printed[3], printed[printed.index('--on') + 1]) == (SMALL_QUERY, host['hostname']), printed
     directory = cluster.directory
     files = {name: directory / f'again-web1.{name}' for name in ('pub', 'user-data')}
     assert files['pub'].read_text().splitlines() == KEYS
@@ -89,6 +92,14 @@ def test_printed_command_makes_the_same_request(cluster: Control, compute: Ecomp
     assert not (directory / 'harm').exists()
     wait_address(cluster, again)
     check_invariants(cluster, compute)
+
+
+def test_default_project_and_a_host_without_a_name_of_its_own(cluster: Control, compute: Ecompute) -> None:
+    other = cluster.ecompute()  # on this host, too, so that its name means both
+    instance = boot(cluster, SMALL_QUERY, IMAGE, '--on', compute.uuid)
+    words = shlex.split(print_again(cluster, instance).stdout)
+    assert ('--project' in words, words[words.index('--on') + 1]) == (False, compute.uuid), words
+    check_invariants(cluster, compute, other)
 
 
 def test_file_with_other_content_is_not_replaced(cluster: Control, compute: Ecompute, tmp_path: Path) -> None:

@@ -138,11 +138,11 @@ def test_names_match_only_equal_lines() -> None:
 
 
 def list_pages() -> list[str]:
-    """Return the pages with commands. README is the first, the last ones lose a host."""
-    last = ('docs/howto/a-host-died.md', 'docs/howto/hosts.md')
+    """Return the pages with commands. README is the first, and a page is typed after the one that leads to it."""
+    last = ('docs/howto/hosts.md', 'docs/howto/a-host-died.md')
     paths = [TOP / 'README.md', TOP / 'docs/tutorial.md', *sorted((TOP / 'docs/howto').glob('*.md'))]
     pages = [str(path.relative_to(TOP)) for path in paths if BLOCK.search(path.read_text())]
-    return sorted(pages, key=last.__contains__)
+    return [*(page for page in pages if page not in last), *last]
 
 
 README, *GUIDES = list_pages()
