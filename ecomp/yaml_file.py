@@ -391,7 +391,8 @@ def _parse_with_loader(content: bytes, name: str, max_nodes: int, loader: Any) -
         reason = error.problem or error.context or ''
         reason = f'{error.context} {reason}' if reason.startswith('but ') else reason
         advice = '. Fix: indent with spaces, not tabs' if r"'\t'" in reason else ''
-        raise refuse(error.problem_mark, f'not YAML: {reason}{advice}') from error
+        mark = error.context_mark if 'end of stream' in reason else error.problem_mark  # where the quote begins
+        raise refuse(mark, f'not YAML: {reason}{advice}') from error
     except yaml.YAMLError as error:  # a character that YAML forbids; this error has no mark
         line = text.count('\n', 0, getattr(error, 'position', 0)) + 1
         raise UsageError(f'{name}:{line}: not YAML: it contains a character that is not printable') from error

@@ -533,7 +533,7 @@ class Options(NamedTuple):
         str | None, _make_option('--file FILE', 'destroy the instances of this file, as `eschedule apply` made them')
     ] = None
     every: Annotated[bool, _make_option('--every', 'select all living instances')] = False
-    yes: Annotated[bool, _make_option('--yes', 'destroy without a question; required without a terminal')] = False
+    yes: Annotated[bool, _make_option('-y --yes', 'destroy without a question; required without a terminal')] = False
     stack: Annotated[str | None, _make_option('--stack STACK', 'list only the instances of this stack')] = None
     config: Annotated[
         str | None,

@@ -35,9 +35,10 @@ FOREIGN_WORDS: Mapping[str, str] = _index_by_word({
     'show': 'info describe inspect status stat state details dominfo domstate domid domuuid domifaddr dumpxml',
     'events': 'monitor history journal event', 'audit': 'check verify fsck', 'doctor': 'diagnose health',
     'stop': 'kill off halt shutdown poweroff power-off pause suspend down freeze managedsave',
-    'start': 'on up resume unpause unsuspend poweron power-on wake', 'reboot': 'restart reset',
-    'ssh': 'exec shell sh bash enter login connect', 'ssh-config': 'scp sftp rsync cp file',
+    'start': 'on resume unpause unsuspend poweron power-on wake', 'reboot': 'restart reset',
+    'ssh': 'exec shell sh bash enter login connect port-forward', 'ssh-config': 'scp sftp rsync cp file',
     'console': 'attach serial vnc ttyconsole vncdisplay domdisplay', 'help': 'man usage', '--version': 'version about',
+    'apply FILE': 'up scale rollout sync', 'apply FILE --dry-run': 'diff validate lint',
     'top': 'stats usage', 'hosts': 'members nodeinfo cluster-info hots', 'host forget': 'forget decommission',
     'host enable': 'enable uncordon undrain untaint undisable', 'host disable': 'disable cordon taint',
 })
@@ -51,7 +52,8 @@ FOREIGN_NOUNS: Mapping[str, str] = _index_by_word({
 
 # By the first word of a two-word command: our command for a verb with another meaning there.
 FAMILY_SYNONYMS: Mapping[str, Mapping[str, str]] = {
-    'host': {'stop': 'host disable', 'start': 'host enable', **dict.fromkeys((DESTROY, 'clear'), 'host forget')},
+    'host': {'evacuate': 'evacuate', 'stop': 'host disable', 'start': 'host enable',
+             **dict.fromkeys((DESTROY, 'clear'), 'host forget')},
     'flavor': {**dict.fromkeys((CREATE_FORM, 'update', 'edit'), 'flavor set'),
                **dict.fromkeys((DESTROY, 'unset', 'clear'), 'flavor delete')},
     'quota': {**dict.fromkeys((CREATE_FORM, 'update', 'edit'), 'quota set'),

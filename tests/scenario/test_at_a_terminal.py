@@ -266,8 +266,9 @@ def remove_blanks(text: str) -> str:
 
 
 def end_apply(terminal: Screen) -> int:
-    """Wait for the end of an apply, and return the exit code; for the journal, which needs whole uuids, it never ended."""
+    """Wait for the end of an apply, and return the exit code."""
     code, _ = terminal.end()
+    # The journal needs whole uuids. It knows that a command which never ended reports nothing.
     JOURNAL.add_run(terminal.words, None, ('', ''), terminal.started_at, terminal.process.pid)
     return code
 

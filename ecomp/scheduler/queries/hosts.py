@@ -33,7 +33,7 @@ from ecomp.model.host import (
 from ecomp.model.listing import NO_ABSENCES, Absences, is_on_host
 from ecomp.model.order import InvalidRequest, Request, parse_name_owner, parse_request
 from ecomp.model.reach import is_host_name, parse_console_path
-from ecomp.model.record import ACTIVE, BUILDING, QUEUED, SCHEDULED, STOPPED, Interface, Record, describe_wait
+from ecomp.model.record import ACTIVE, BUILDING, ERROR, QUEUED, SCHEDULED, STOPPED, Interface, Record, describe_wait
 from ecomp.model.text import format_suggestion, is_name, join_some, make_printable, parse_uuid_prefix
 from ecomp.scheduler.queries.find import MAX_NAMES_IN_ERROR, find_living, read_record
 from ecomp.store.client import Entry, Store, is_alive
@@ -397,7 +397,8 @@ def find_console(store: Store, instance: str) -> tuple[str, str]:
     """
     record = find_living(store, instance).record
     if record.console is None:
-        raise NotFound(f'{instance}: has no console yet: its state is {record.state}')
+        yet = '' if record.state == ERROR else ' yet'
+        raise NotFound(f'{instance}: has no console{yet}: its state is {record.state}')
     try:
         return find_host_name(store, record), parse_console_path(instance, record.console)
     except ValueError as error:
