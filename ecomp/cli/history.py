@@ -473,7 +473,7 @@ def _print_again(ctx: Context) -> int:
         raise Conflict(f'{instance}: its query or its image is in neither its request nor its record, or is none')
     contents, unknown = _read_guest_data(ctx.store, entries, order)
     files = {option: Path(f'again-{order.name or instance[:8]}{SUFFIXES[option]}') for option in contents}
-    query, compute = split_restriction(order.query)
+    query, compute = split_restriction(order.query or '')
     project = '' if order.project_id == ctx.config.project_id else order.project_id
     words = make_create_words(Order(**order.copy_fields(query=query, project_id=project)))
     host = ctx.name_computes().format_name(compute) if compute else ''

@@ -230,6 +230,7 @@ def patch_product(scene: Scene, application: InProcessPlacement, monkeypatch: py
     for module in ('cli.create', 'cli.change', 'cli.apply', 'model.keys'):
         monkeypatch.setattr(f'ecomp.{module}.make_uuid', lambda _: str(make_uuid()))
     monkeypatch.setattr(socket, 'gethostname', lambda: 'laptop')
+    monkeypatch.setenv('USER', 'me')
     monkeypatch.setattr(time, 'sleep', lambda _: None)
 
 
