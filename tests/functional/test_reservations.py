@@ -201,10 +201,14 @@ def test_malformed_file_of_leases_prevents_no_reservation_and_is_reported_with_a
     assert find_problems() == ()
     file = host.root / 'lib/dnsmasq/virbr1.status'
     content = file.read_bytes()
-    file.write_bytes(content[: len(content) // 2] if damage == 'cut off' else b'{}')
-    other = str(uuid4())
+    damaged, other = content[: len(content) // 2] if damage == 'cut off' else b'{}', str(uuid4())
+
+    def damage_file() -> tuple[str, ...]:
+        file.write_bytes(damaged)  # again, because a helper that has read the file before writes all of it
+        return find_problems()
+
+    (problem,) = wait_until(damage_file, 20, 'the damage is found')
     assert re.fullmatch(r'10\.78\.0\.[2-9]', reserve_address(real_libvirt, other) or '')
-    (problem,) = find_problems()
     prefix = 'libvirt cannot read its leases of network small, so it knows no address of a guest there: '
     assert problem.startswith(prefix + 'internal error: ')
     assert '. Fix: rm /var/lib/libvirt/dnsmasq/virbr1.status; ' in problem
