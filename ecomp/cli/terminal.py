@@ -86,7 +86,7 @@ def wrap_lines(text: str, columns: int | None) -> str:
 
 # Lines of a status, at most: a terminal cannot erase what it has scrolled away.
 MAX_STATUS_LINES = 20
-# Columns left free for the `^C` that a terminal adds: of a line that it wraps, only the last part would be erased.
+# Columns left free beside several lines, also for the `^C` that a terminal adds: if it wraps, a line too few is erased.
 STATUS_MARGIN = 3
 
 
@@ -124,15 +124,15 @@ class LiveLine:
         if columns is not None:
             from ecomp.cli.tables import cut
 
-            width = max(columns - STATUS_MARGIN, 1)
+            width = max(columns - (STATUS_MARGIN if len(texts) > 1 else 1), 1)
             self._draw([cut(make_printable(line), width) for line in texts[:MAX_STATUS_LINES]])
 
     def _draw(self, lines: Sequence[str]) -> None:
         """Replace the lines on the terminal by these."""
         with self._lock:
             if self._lines or lines:
-                up = f'\x1b[{len(self._lines) - 1}A' if len(self._lines) > 1 else ''
-                sys.stderr.write(f'\r{up}\x1b[J' + '\n'.join(lines))
+                erasure = f'\x1b[{len(self._lines) - 1}A\x1b[J' if len(self._lines) > 1 else '\x1b[K'
+                sys.stderr.write(f'\r{erasure}' + '\n'.join(lines))
                 sys.stderr.flush()
                 self._lines, LiveLine._shown = lines, self
 

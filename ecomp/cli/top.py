@@ -116,7 +116,7 @@ COMMANDS: Sequence[Command] = (
             'state directory. Default: all hosts. On a terminal the tables are drawn again every few seconds, until '
             'Ctrl-C (exit 0); elsewhere, or with -f, they are printed once, after two measurements. A `-` is not '
             'known; stderr reports which hosts do not answer. `-f csv`, `-f value` and -c print only guests. Hosts '
-            'measure only while a `top` runs.',
+            'measure only while a `top` runs. Memory beyond the size of a guest (231/128) is used by QEMU itself.',
             lambda name, words: parse_computes(name, words) if words else (), _top,
             {**{field: FILTERS[field] for field in ('name', 'group', 'project', 'stack')},
              **select_options('format columns no_header wide')}, (4, 5), example='eschedule top hv1'),

@@ -96,6 +96,6 @@ def test_live_progress_is_printable(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr(sys.stderr, 'isatty', lambda: True)
     with LiveLine() as show_progress:
         show_progress(EVIL)
-    (shown, end) = capsys.readouterr().err.removeprefix('\r\x1b[J').split('\r\x1b[J')
+    (shown, end) = capsys.readouterr().err.removeprefix('\r\x1b[K').split('\r\x1b[K')
     assert shown.isprintable()
     assert end == ''

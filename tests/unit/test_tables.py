@@ -260,7 +260,7 @@ def test_other_errors_name_no_source() -> None:
 
 
 def test_live_line_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wider line would wrap, also with the `^C` of a terminal behind it, and would not be overwritten whole."""
+    """A wider line would wrap, and only one of its two lines would be overwritten."""
     stream = StringIO()
     monkeypatch.setattr('sys.stderr', stream)
     monkeypatch.setattr(stream, 'isatty', lambda: True)
@@ -268,7 +268,7 @@ def test_live_line_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     with LiveLine() as show:
         show('waiting for its image, 34 of 600 MB')
         show('waiting for x, 1 s')
-    assert stream.getvalue() == '\r\x1b[Jwaiting for its …\r\x1b[Jwaiting for x, 1…\r\x1b[J'
+    assert stream.getvalue() == '\r\x1b[Kwaiting for its im…\r\x1b[Kwaiting for x, 1 s\r\x1b[K'
 
 
 # Untrusted text in a terminal: one line, without codes that move the cursor.
