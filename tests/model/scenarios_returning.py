@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from contextlib import suppress
-
-from ecomp.errors import NotFound
 from ecomp.model import keys
 from ecomp.model.group import Group
 from ecomp.model.group import to_json as group_json
 from ecomp.model.queue import WaitingEntry
 from ecomp.scheduler.changes.change import destroy
 from ecomp.scheduler.operations.sharing import set_limits
-from ecomp.store.client import Delete, Entry, Put
+from ecomp.store.client import Entry, Put
 from tests.model.acting import SINGLE_FAULT, Actor, Bounds
 from tests.model.cloud import AFFINITY, A, B, Cloud, U, V
 from tests.model.compute import Compute
 from tests.model.explorer import Check, make_scenarios
 from tests.model.invariants import CLAIM
 from tests.model.scenarios_losses import restore_etcd
-from tests.model.scenarios_operators import add_compute_end, add_drain, add_fix, add_forget, make_forget
+from tests.model.scenarios_operators import add_compute_end, add_drain, add_forget, make_forget
 from tests.model.scenarios_pairs import make_active
 
 # Passing time
@@ -231,46 +226,6 @@ def forgotten_with_a_guest(cloud: Cloud) -> Check:
     return check
 
 
-def fix_replaced_and_back(cloud: Cloud) -> Check:
-    """V says that it replaces U, whose host comes back while `audit --fix` runs: a person decides, not the audit."""
-    host, other = cloud.add_hosts(A, B)
-    cloud.starts_inconsistent = True
-    for instance, compute in ((U, A), (V, B)):
-        cloud.deliver(instance, compute)
-    key = keys.request(B, V)
-    replacement = {**json.loads(cloud.etcd.entries[key].value), 'replaces': U}
-    cloud.store.commit([], [Put(key, json.dumps(replacement))])
-    for compute in (host, other):
-        compute.plan(4)
-    host.hypervisor.lose_power(A)
-    host.disk.files['boot_id'] = 'second'
-    cloud.etcd.end_lease(host.presence.lease)
-    fixing = add_fix(cloud)
-    wrong: list[str] = []
-    cloud.world.state_parts.append(lambda: tuple(wrong))
-
-    def note_destroy(operations: Sequence[Put | Delete]) -> None:
-        entry = cloud.etcd.entries.get(keys.request(A, U))
-        is_destroy = any(operation.key == keys.request(A, U) for operation in operations) and entry is not None
-        if is_destroy and fixing.is_active:
-            wrong.append('audit --fix destroys U on the word of V')
-
-    cloud.etcd.listeners.append(note_destroy)
-
-    def come_back() -> None:
-        host.restart()
-        host.repeat(2, host.planner.retry_now, host.plan)()
-
-    cloud.add_actor('A again', come_back, process=A, subjects=(A,))
-
-    def check() -> list[str]:
-        with suppress(NotFound):
-            destroy(cloud.store, U)  # as a person does where the audit leaves U alone
-        return wrong
-
-    return check
-
-
 # Room that is free again, and quotas
 
 
@@ -369,6 +324,5 @@ SCENARIOS = [
     *make_scenarios(Bounds(2, 1, minutes=1), drain_beside_a_taker, forget_and_slow_create, forget_and_slow_taker),
     *make_scenarios(Bounds(2, 0), forgotten_while_taking, refused_and_room_freed, destroyed_twice_beside_another),
     *make_scenarios(SINGLE_FAULT, forgotten_with_a_guest),
-    *make_scenarios(SINGLE_FAULT._replace(preemptions=1), fix_replaced_and_back),
     *make_scenarios(Bounds(1, 1, kills=1), destroyed_half_and_restored, destroyed_half_in_a_restored_queue),
 ]
