@@ -161,6 +161,17 @@ def link(host: LibvirtHost, real_libvirt: Libvirt) -> Iterator[LibvirtHost]:
         host.run_inside(['ip', 'link', 'del', device])
 
 
+def make_binding() -> ET.Element:
+    """Make the description of a filter of evf1, without the filter."""
+    interface = ET.Element('filterbinding')
+    owner = ET.SubElement(interface, 'owner')
+    ET.SubElement(owner, 'name').text = 'evf'
+    ET.SubElement(owner, 'uuid').text = 'f2a3b0ce-4d2b-4a3e-8f25-6b1d2b1f3c11'
+    ET.SubElement(interface, 'portdev', name='evf1')
+    ET.SubElement(interface, 'mac', address=MAC)
+    return interface
+
+
 def send_frames(
     link: LibvirtHost,
     address: str | None,
@@ -173,12 +184,7 @@ def send_frames(
 
     `before` is called before the frames are sent; with `by_dhcp` it must make the guest request its address.
     """
-    interface = ET.Element('filterbinding')
-    owner = ET.SubElement(interface, 'owner')
-    ET.SubElement(owner, 'name').text = 'evf'
-    ET.SubElement(owner, 'uuid').text = 'f2a3b0ce-4d2b-4a3e-8f25-6b1d2b1f3c11'
-    ET.SubElement(interface, 'portdev', name='evf1')
-    ET.SubElement(interface, 'mac', address=MAC)
+    interface = make_binding()
     xml.add_filter_reference(interface, address, [CONTROL], MAC if ipv6 else None, by_dhcp)
     connection = libvirt.open(link.uri)
     try:
@@ -436,12 +442,7 @@ def test_filter_that_cannot_be_restored_is_a_trouble(
 
 def check_learned_address(_state: str, _instance: str) -> None:
     """Check in the host's namespaces that a restored filter lets the guest use the address that it was given."""
-    interface = ET.Element('filterbinding')
-    owner = ET.SubElement(interface, 'owner')
-    ET.SubElement(owner, 'name').text = 'evf'
-    ET.SubElement(owner, 'uuid').text = 'f2a3b0ce-4d2b-4a3e-8f25-6b1d2b1f3c11'
-    ET.SubElement(interface, 'portdev', name='evf1')
-    ET.SubElement(interface, 'mac', address=MAC)
+    interface = make_binding()
     xml.add_filter_reference(interface, None, [CONTROL], MAC, by_dhcp=True)
     link = xml.InterfaceLink(
         Attachment('bridge', 'brf'), 'brf', 'evf1', filter_binding=ET.tostring(interface, 'unicode')

@@ -152,7 +152,8 @@ def apply_after_a_refused_one(cloud: Cloud) -> Check:
     return check_adopted
 
 
-def _evacuated_again(cloud: Cloud, is_silent: bool) -> Check:
+def _add_dead_host(cloud: Cloud) -> None:
+    """Add A, which has run an instance of a stack and another one, and whose power has failed for good."""
     cloud.set_instance_limit(9)
     host = cloud.add_host(A)
     run_apply(cloud, make_file(WEB))
@@ -160,6 +161,10 @@ def _evacuated_again(cloud: Cloud, is_silent: bool) -> Check:
     host.plan(4)
     lose_power(cloud, host)
     host.is_dead = True
+
+
+def _evacuated_again(cloud: Cloud, is_silent: bool) -> Check:
+    _add_dead_host(cloud)
     saved = dict(cloud.etcd.entries)
     target = cloud.add_host(B)
     cloud.exempt(WHOLE, 'an evacuation delivers the instances of a stack one by one')
@@ -304,13 +309,7 @@ def apply_beside_a_forged_replacement(cloud: Cloud) -> Check:
 
 def evacuated_beside_forged_keys(cloud: Cloud) -> Check:
     """A living compute has a key at the uuid of each replacement: the guests move all the same."""
-    cloud.set_instance_limit(9)
-    host = cloud.add_host(A)
-    run_apply(cloud, make_file(WEB))
-    cloud.deliver(U, A, 'plain')
-    host.plan(4)
-    lose_power(cloud, host)
-    host.is_dead = True
+    _add_dead_host(cloud)
     cloud.add_host(B)
     own = from_json(STACK, cloud.etcd.entries[keys.stack(STACK)].value)
     for instance in (own.make_place(WEB).instance, keys.derive_uuid(U, 'evacuated')):
