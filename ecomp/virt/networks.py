@@ -514,8 +514,8 @@ def _release_leases(network: libvirt.virNetwork, dhcp: Dhcp, macs: Collection[st
     try:
         for address, (mac, client_id) in clients.items():
             _send_release(network.bridgeName(), dhcp.server, address, mac, client_id)
-    except OSError as error:
-        problem, deadline = f'dnsmasq cannot be asked to end the lease: {error.strerror}', 0.0
+    except (OSError, ValueError) as error:  # no socket, or a client id in libvirt's file that is not hexadecimal
+        problem, deadline = f'dnsmasq cannot be asked to end the lease: {error}', 0.0
     while leases and time.monotonic() < deadline:
         time.sleep(0.02)
         leases = list_leases()
@@ -525,7 +525,7 @@ def _release_leases(network: libvirt.virNetwork, dhcp: Dhcp, macs: Collection[st
 
 
 def _send_release(bridge: str, server: IPv4Address, address: str, mac: str, client_id: str) -> None:
-    """Send dnsmasq a DHCPRELEASE in the name of the client that has the address. Raises OSError."""
+    """Send dnsmasq a DHCPRELEASE in the name of the client that has the address. Raises OSError, ValueError."""
     mac_bytes, client_bytes = (bytes.fromhex(text.replace(':', '')) for text in (mac, client_id))
     # RFC 2131, figure 1, and RFC 2132: the message type DHCPRELEASE, the server and, if it is known, the client id.
     header = struct.pack('!4B8x4s12x16s192x', 1, 1, len(mac_bytes), 0, IPv4Address(address).packed, mac_bytes)
