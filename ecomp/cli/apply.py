@@ -163,9 +163,9 @@ def _report_other_file(run: _Apply) -> None:
     previous = run.state.stack.applied_from if run.state.stack else ''
     if previous not in ('', _describe_origin(run.ctx)) and (surplus := run.select(SURPLUS, DESTROY)):
         origin = make_printable(f'stack {run.file.name}: was last applied from {previous}', 400)
-        effect = 'are destroyed' if run.ctx.options.prune else 'stay'
         names = join_some([step.name or step.instance for step in surplus], MAX_NAMES_IN_QUESTION)
-        run.ctx.out.say(f'{origin}; {names}, which this file lacks, {effect}')
+        effect = ', which --prune destroys' if run.ctx.options.prune else ''
+        run.ctx.out.say(f'{origin}; this file lacks {names}{effect}')
 
 
 def _change(run: _Apply) -> int:

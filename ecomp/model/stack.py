@@ -1,7 +1,7 @@
 """Stacks: the instances of one file, their uuids, and the key /stacks/<name>. Pure.
 
 The key holds JSON: {"version", "epoch": uuid, "floor", "applied_from", "entries": {"<member>/<number>": {"incarnation",
-"compute", "ended"}}}. "applied_from" is `user@host:file` of the last apply that changed something.
+"compute", "ended"}}}. "applied_from" is `user@host:file` of the file that last changed the stack.
 The first apply of a stack writes a random epoch, and an instance's uuid is a hash of it. `incarnation` counts the
 instances that were delivered for an entry: a replacement gets the next number, so no uuid is used twice. Entries are
 never deleted. `compute` is where the last one was delivered; "ended" is true once a user has destroyed it. New
