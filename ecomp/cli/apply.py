@@ -144,7 +144,12 @@ def _apply(ctx: Context) -> int:
         return _refuse_conflicts(run)
     if not _wait_for_ends(run, run.select(ENDING)):
         return StillGoing.exit_code
-    confirm_destroy(ctx, [step.name or step.instance for step in run.select(REPLACE, DESTROY)])
+    removed = run.select(REPLACE, DESTROY)
+    confirm_destroy(ctx, [step.name or step.instance for step in removed])
+    if removed and not ctx.options.yes:
+        run.read()  # during the question a host may have become silent
+        if not {each.instance for each in run.select(REPLACE, DESTROY)} <= {each.instance for each in removed}:
+            raise Conflict(f'stack {file.name}: it has changed during the question. Try: the same command again')
     try:
         return _change(run)
     except KeyboardInterrupt:

@@ -187,9 +187,14 @@ def test_evacuation_needs_a_silent_host_and_is_alone(cluster: Control) -> None:
 
 
 def test_first_apply_is_refused_while_a_silent_host_has_an_unknown_claim(cluster: Control) -> None:
-    """After a restore of etcd it may be the claim of the stack that is applied."""
+    """After a restore of etcd it may be the claim of the stack that is applied. A shared disk is no host."""
     silent, living = cluster.ecompute(ROOMY), cluster.ecompute(ROOMY)
     kill_and_lapse(cluster, silent)
+    foreign = str(uuid.uuid4())
+    put_claim(cluster, foreign, cluster.placement.make_provider(DISK_GB=10), amounts={'DISK_GB': 1})
+    assert cluster.eschedule('apply', write_stack(cluster, {'web': {}}, 'other'), '--wait').code == 0
+    assert cluster.eschedule('destroy', '--stack', 'other', '--yes', '--wait').code == 0
+    cluster.placement.call('DELETE', f'/allocations/{foreign}')
     unknown = str(uuid.uuid4())
     put_claim(cluster, unknown, silent.uuid)
     shop = write_stack(cluster, {'db': {}})
@@ -198,7 +203,7 @@ def test_first_apply_is_refused_while_a_silent_host_has_an_unknown_claim(cluster
         assert refused.code == 5, refused
         assert f'has the claim of {unknown}, which etcd does not know' in refused.stderr
         assert '--accept-new-etcd' in refused.stderr
-        assert cluster.etcd.list_keys('/stacks/') == []
+        assert cluster.etcd.list_keys('/stacks/') == ['/stacks/other']
     assert cluster.eschedule('host', 'forget', silent.uuid, '--fenced').code == 0
     assert cluster.eschedule('apply', shop, '--wait').code == 0
     check_invariants(cluster, living)
@@ -226,6 +231,22 @@ def test_apply_leaves_alone_what_a_silent_host_may_run(cluster: Control) -> None
     silent.start()
     result = cluster.eschedule('apply', shop, '--replace-all', '--prune', '--yes', '--wait')
     assert result.code == 0, result
+    check_invariants(cluster, silent, living)
+
+
+def test_host_that_becomes_silent_during_the_question_keeps_its_instance(
+    cluster: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = cluster.ecompute(ROOMY)
+    pinned = {'db': {'query': f'{SMALL}&in_tree={silent.uuid}'}}
+    assert cluster.eschedule('apply', write_stack(cluster, pinned), '--wait').code == 0
+    living = cluster.ecompute(ROOMY)
+    before = set(cluster.etcd.list_keys(keys.HOSTS))
+    monkeypatch.setattr('ecomp.cli.apply.confirm_destroy', lambda *_: kill_and_lapse(cluster, silent))
+    result = cluster.eschedule('apply', write_stack(cluster, {'db': {}}), '--replace-all', '-f', 'json')
+    assert (result.code, json.loads(result.stdout)['instances'][0]['action']) == (1, 'stays'), result
+    assert set(cluster.etcd.list_keys(keys.HOSTS)) == before
+    silent.start()
     check_invariants(cluster, silent, living)
 
 

@@ -169,14 +169,14 @@ def check_claims_known(store: Store, placement: Placement, name: str, computes: 
     names = providers.read_provider_names(placement)
     for compute in sorted(list_unproven(names, store.snapshot(keys.COMPUTES).entries, sys.maxsize, is_proven)):
         with suppress(NotFound):
-            held = dict.fromkeys(read_provider_allocations(placement, compute), [compute])
+            allocations = read_provider_allocations(placement, compute)
+            # A provider that others share, of disks for example, is no compute.
+            held = {consumer: [compute] for consumer, resources in allocations.items() if 'VCPU' in resources}
             if unknown := sorted(held.keys() - find_requested_instances(store, held)):
                 host = computes.format_name(compute)
-                problem = (
-                    f'stack {name}: {host} has the claim of {unknown[0]}, which etcd does not know: after a restore '
-                )
-                cure = f'Fix: {describe_silent_fix(host, "")}'
-                raise Conflict(f'{problem}of etcd {host} may run instances of the stack; nothing was changed. {cure}')
+                problem = f'stack {name}: {host} has the claim of {unknown[0]}, which etcd does not know'
+                doubt = 'after a restore of etcd it may run instances of the stack; nothing was changed'
+                raise Conflict(f'{problem}: {doubt}. Fix: {describe_silent_fix(host, "")}')
 
 
 def list_places(store: Store, name: str) -> dict[Place, str]:
