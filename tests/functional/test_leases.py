@@ -112,6 +112,14 @@ def check_small_network(state: str, instance: str) -> None:
         hypervisor.release_addresses(instance)
         assert [lease['mac'] for lease in network.DHCPLeases()] == [FOREIGN_MAC]
         assert hypervisor.list_reservations() == {}
+        # A client id that is not hexadecimal does not prevent the destroy.
+        hypervisor.reserve_address(instance, mac, 'leases')
+        acquire_lease(mac, [])
+        wait_until(partial(is_leased, network, mac), 60, 'libvirt lists the lease of the guest again')
+        file = Path('/var/lib/libvirt/dnsmasq/virbr5.status')
+        file.write_text(re.sub('"client-id": "[^"]*"', '"client-id": "zz"', file.read_text()))
+        hypervisor.release_addresses(instance)
+        assert (hypervisor.list_reservations(), is_leased(network, mac)) == ({}, True)
 
 
 def check_many_guests(state: str, _instance: str) -> None:
