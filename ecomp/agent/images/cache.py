@@ -373,11 +373,16 @@ class Scrubber:
             self._thread.join()
 
     def scrub(self, now: float) -> None:
-        """Read volumes unread for a day at `now` (epoch); note whether they changed; log changed or unreadable ones."""
+        """Read volumes unread for a day at `now` (epoch), or since the boot; note and log changed ones."""
+        booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
         for path in sorted(self._directory.glob('base-*')):
             match = BASE_NAME.fullmatch(path.name)
-            # A read in the future is of a clock that was set back since; beyond a day it counts as old.
-            if match is None or abs(now - self._bases.read_scrub_time(match[1])) < DAY_SECONDS:
+            if match is None:
+                continue
+            # A read in the future is of a clock that was set back since; beyond a day it counts as old. A power cut may
+            # have left zeros, so what was read before the boot counts as old, too.
+            read = self._bases.read_scrub_time(match[1])
+            if abs(now - read) < DAY_SECONDS and read >= booted:
                 continue
             try:
                 sha256 = self._hash_file(path)
