@@ -528,10 +528,8 @@ def _publish(state: _EtcdState, step: Publish, placement: Placement, queued: Col
             record = replace(record, fault=fault)
     change = sharing.restore_name(state.store, record.name, record.instance)
     if change is None:
-        fault = f"its name {record.name} was another instance's when this etcd was accepted"
-        if fault not in (record.fault or ''):
-            log.error('instance %s: %s', record.instance, fault)
-            record = replace(record, fault='; '.join(filter(None, (record.fault, fault))))
+        # Not a fault of the record, which would stay after `audit --fix` has restored the name.
+        log.error("instance %s: its name %s is another instance's now", record.instance, record.name)
     name_conditions, operations = change or ([], [])
     request, is_new = step.request, state.parse_view().request is None
 
