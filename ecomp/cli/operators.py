@@ -188,12 +188,12 @@ def _evacuate(ctx: Context) -> int:
 
     if ctx.options.dry_run:
         return _plan_moves(ctx)
+    target, code = ctx.resolve_compute(ctx.words[0]), 0
+    check_compute_exists(ctx.computes, lambda: ctx.placement, target)
     if not ctx.options.fenced:
         cure = 'switch the machine off, and give --fenced; --dry-run prints the plan'
         raise UsageError(f'{ctx.name}: guests that still run on {ctx.words[0]} would run twice. Fix: {cure}')
     outcomes: list[Evacuated] = []
-    target, code = ctx.resolve_compute(ctx.words[0]), 0
-    check_compute_exists(ctx.computes, lambda: ctx.placement, target)
     host, again = ctx.computes.format_name(target), f'Try: {ctx.command_prefix} evacuate {ctx.words[0]} --fenced --yes'
     check_silent(ctx.store, target, host)
     if read_absent_states(ctx.placement, [target]).get(target) == CLOSED:
