@@ -160,7 +160,9 @@ def _prepare_destroy(
         revision = entries.record_entry.revision if entries.record_entry else 0
         return partial(remove_record, store, record_key, revision, entries), message
     conditions, tombstone = make_tombstone(store, entries)
-    stack_conditions, stack_puts = make_end(store, entries.request.stack if entries.request else record.stack)
+    stack_conditions, stack_puts = make_end(
+        store, entries.request.stack if entries.request else record.stack, record.instance
+    )
     message = f'{record.instance}: destroy accepted; {compute} carries it out'
     if not is_alive(store, compute):
         message += ' once this compute is no longer silent'
@@ -207,7 +209,9 @@ def remove_record(store: Store, key: str, revision: int, entries: InstanceEntrie
     conditions = [Unchanged(key, revision), Unchanged(keys.request(record.compute, record.instance), 0)]
 
     def make_change() -> Change:
-        return merge_changes(release_name(store, entries.name, record.instance), make_end(store, record.stack))
+        return merge_changes(
+            release_name(store, entries.name, record.instance), make_end(store, record.stack, record.instance)
+        )
 
     written = commit_with_shared(store, conditions, [Delete(key)], make_change)
     if written is not None and entries.record_entry is not None:

@@ -239,10 +239,11 @@ def _make_mismatch(place: Place) -> Conflict:
     return Conflict(f'stack {place.name} has another instance of {place.entry_name}. Try: eschedule audit')
 
 
-def make_end(store: Store, place: Place | None) -> Change:
+def make_end(store: Store, place: Place | None, instance: str) -> Change:
     """Return the change that notes the end of an instance in its stack's key; empty if the key does not have it."""
     stored = store.get(keys.stack(place.name)) if place else None
-    if place is None or stored is None:
+    # A compute may write the place of another instance (rule: shown-not-acted-on).
+    if place is None or stored is None or place.instance != instance:
         return [], []
     with suppress(ValueError):  # the audit reports a malformed key
         stack = from_json(place.name, stored.value)
