@@ -367,7 +367,6 @@ SHAPES: Mapping[str, Schema] = {
         instance=_FOUND, state=_text('last known state; null if none', null=True), name=_NAME, address=_ADDRESS
     ),
     'events': _EVENT,
-    # With --file it is that of `apply`.
     'destroy': _outcome(**_REACHED),
     'stop': _outcome(**_REACHED),
     'start': _outcome(**_REACHED),

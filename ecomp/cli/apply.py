@@ -1,4 +1,4 @@
-"""`eschedule apply FILE`: exactly the instances of a file; and `destroy --file`, which removes them."""
+"""`eschedule apply FILE`: exactly the instances of a file."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _apply(ctx: Context) -> int:
 
 def _describe_origin(ctx: Context) -> str:
     """Return the user, host and file of this command, as a stack's key has them."""
-    path = ctx.options.file or ctx.words[0]
+    path = ctx.words[0]
     user = os.environ.get('USER') or os.getuid()
     return f'{user}@{socket.gethostname()}:{path if path == STDIN else os.path.abspath(path)}'
 
@@ -373,7 +373,7 @@ def _report(run: _Apply, is_preview: bool = False) -> None:
         cells = [step.name, step.action, state, address, naming.format_name(compute) or None, known_uuid or None]
         is_shared = ctx.form == TABLE and step.action in (DIFFERS, REPLACE) and step.entry not in failed
         rows.append(Row([*cells, None if is_shared else '; '.join(reasons) or None], value))
-    if rows or ctx.form != TABLE:
+    if rows or ctx.form != TABLE or ctx.options.columns:
         document = {'stack': run.file.name, 'instances': [row.value for row in rows]}
         ctx.show(Listing(list(COLUMNS), rows, document))
     counts = Counter('failed' if step.entry in failed else _DESCRIPTIONS[step.action] for step in run.steps)
@@ -465,27 +465,6 @@ def _read_stage(entry: Entry | None) -> str:
     if record is None or record.state in RETENTION_SECONDS:
         return SCHEDULED if record is None else record.state
     return next((stage for stage in reversed(STAGES) if stage in record.reached_stages), SCHEDULED)
-
-
-def destroy_file(ctx: Context) -> int:
-    """Destroy the instances of the file that exist, with --wait wait until they are gone; return the exit code."""
-    from ecomp.scheduler.queries.stacks import read_stack
-
-    ctx.connect()
-    file = load_stack_file(ctx, ctx.options.file or '')
-    run = _Apply(ctx, file)
-    run.state = read_stack(ctx.store, file.name)
-    run.steps = [step for step in plan_steps({}, run.state.existing, {}, prune=True) if step.entry in file.instances]
-    confirm_destroy(ctx, [step.name or step.instance for step in run.select(DESTROY)])
-    try:
-        if run.select(DESTROY):
-            _remove(run, run.select(DESTROY))
-        _report(run)
-        if ctx.options.wait is None:
-            return 0
-        return 0 if _wait_for_ends(run, run.steps) else StillGoing.exit_code
-    except KeyboardInterrupt:
-        raise _make_interruption(run) from None
 
 
 # fmt: off

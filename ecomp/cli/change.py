@@ -34,10 +34,6 @@ def _destroy(ctx: Context) -> int:
     from ecomp.scheduler.changes.wait import Wait, wait_until_gone
     from ecomp.scheduler.queries.find import is_known
 
-    if ctx.options.file is not None:
-        from ecomp.cli.apply import destroy_file
-
-        return destroy_file(ctx)
     if select_instances(ctx):
         confirm_destroy(ctx, [ctx.display_names.get(word, word) for word in ctx.words])
     elif is_terminal(sys.stdin):

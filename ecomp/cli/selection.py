@@ -104,11 +104,27 @@ def list_selected(ctx: Context) -> list[Record]:
     return selected
 
 
+def _list_of_file(ctx: Context, path: str) -> list[Record]:
+    """Read the records, not gone, of the members in a stack's file."""
+    from ecomp.cli.stack_file import load_stack_file
+    from ecomp.scheduler.queries.stacks import read_stack
+
+    file = load_stack_file(ctx, path)
+    entries = read_stack(ctx.store, file.name).entries
+    selected = sort_records(entries[name].record for name in file.instances if name in entries)
+    if not selected:
+        ctx.out.say(f'stack {file.name}: no instance of this file exists')
+    return selected
+
+
 def select_instances(ctx: Context) -> bool:
-    """Replace ctx.words by the selected instances, if options select them, and return True; NotFound for none."""
-    if not has_selectors(ctx.options):
+    """Replace ctx.words by the selected instances, if options select them, and return True.
+
+    NotFound if the options select none; a file may have none, so that a `destroy --file` can be repeated.
+    """
+    if not has_selectors(ctx.options) and ctx.options.file is None:
         return False
-    selected = list_selected(ctx)
+    selected = list_selected(ctx) if ctx.options.file is None else _list_of_file(ctx, ctx.options.file)
     ctx.words = tuple(record.instance for record in selected)
     ctx.display_names |= {record.instance: record.name for record in selected if record.name}
     return True

@@ -130,7 +130,9 @@ class _Reader:
                 members.add_problem(member, problem)
             member_by_name |= dict.fromkeys(names, member)
             for number, own in enumerate(names, 1):
-                instances[f'{member}/{number}'] = desired._replace(order=replace(desired.order, name=own))
+                base = own.removesuffix('-1') if number == 1 and 'count' in section else ''
+                order = replace(desired.order, name=own)
+                instances[f'{member}/{number}'] = desired._replace(order=order, unnumbered_name=base)
         if not instances and 'instances' not in top:
             top.add_problem('instances', 'is missing. Fix: give a mapping of members, such as `web: {flavor: small}`')
         if len(instances) > MAX_STACK_SIZE:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -37,12 +37,14 @@ ALL_MEMBERS = None
 class Desired(NamedTuple):
     """An instance that a file asks for, without a uuid yet.
 
-    `origins` is {field of the order: where its value is from, if not from the file}.
+    `origins` is {field of the order: where its value is from, if not from the file}. An instance that was made before
+    its member had a count keeps its `unnumbered_name`, '' if it has none.
     """
 
     order: Order
     weigh: str
     origins: Mapping[str, str] = {}
+    unnumbered_name: str = ''
 
 
 class Existing(NamedTuple):
@@ -102,6 +104,8 @@ def _plan_desired(
     owners: Mapping[str, str],
     replaced_members: Collection[str] | None,
 ) -> Step:
+    if existing is not None and existing.record.name == desired.unnumbered_name:
+        desired = desired._replace(order=replace(desired.order, name=existing.record.name))
     name, member = desired.order.name, entry.rpartition('/')[0]
     owner = owners.get(name or '')
     if owner is not None and (existing is None or existing.record.instance != owner):

@@ -8,7 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
-from ecomp.cli.apply import COMMANDS, destroy_file
+from ecomp.cli import apply, change
 from ecomp.cli.command import Context, Invocation
 from ecomp.cli.options import JSON, Options
 from ecomp.cli.stack_file import StackFile
@@ -48,13 +48,20 @@ def make_file(*entries: str, **fields: Any) -> StackFile:
 class ApplyContext(Context):
     """The context of one command about a file; it keeps what the command shows and says."""
 
-    def __init__(self, cloud: Cloud, file: StackFile, options: Mapping[str, object]) -> None:
+    def __init__(
+        self,
+        cloud: Cloud,
+        file: StackFile,
+        options: Mapping[str, object],
+        name: str = 'apply',
+        words: Sequence[str] = ('the file',),
+    ) -> None:
         self.said: list[str] = []
         self.shown: Sequence[Mapping[str, Any]] = ()
         out = Terminal(lambda _: None, lambda _: None, self.said.append)
         config = cast(Any, SimpleNamespace(placement=cloud.placement, etcd=None))
         given = Options(format=JSON, yes=True)._replace(**options)  # type: ignore[arg-type]
-        super().__init__(out, config, Invocation('apply', ('the file',), given))
+        super().__init__(out, config, Invocation(name, words, given))
         self.file = file
         self.store = ModelStore(cloud.etcd)
         self.store.claims = self.read_claims
@@ -72,7 +79,7 @@ class ApplyContext(Context):
 
 def run_apply(cloud: Cloud, file: StackFile, **options: object) -> dict[str, DeliveryOutcome]:
     """Apply a file; return the instance of each entry with its compute, or raise the error of the exit code."""
-    return _run(ApplyContext(cloud, file, options), COMMANDS[0].run)
+    return _run(ApplyContext(cloud, file, options), apply.COMMANDS[0].run)
 
 
 def _run(ctx: ApplyContext, command: Callable[[Context], int]) -> dict[str, DeliveryOutcome]:
@@ -120,7 +127,7 @@ def add_destroy_file(cloud: Cloud, name: str, file: StackFile) -> Actor:
     """Add an `eschedule destroy --file`."""
 
     def work() -> None:
-        _run(ApplyContext(cloud, file, {'file': 'the file'}), destroy_file)
+        _run(ApplyContext(cloud, file, {'file': 'the file'}, 'destroy', ()), change.COMMANDS[0].run)
 
     return cloud.add_actor(name, work, retry=work)
 

@@ -116,6 +116,7 @@ def _virtual_ask_placement(placement: object, *_: object) -> Future[tuple[object
 def _make_apply_patches() -> list[Any]:
     """Patch `eschedule apply`: its file is that of its context, and its process is its actor."""
     import ecomp.cli.apply
+    import ecomp.cli.stack_file
     import ecomp.scheduler.placing.evacuate
     import ecomp.scheduler.placing.stack
     import ecomp.scheduler.queries.find
@@ -133,6 +134,7 @@ def _make_apply_patches() -> list[Any]:
         mock.patch.object(ecomp.scheduler.placing.stack, 'os', system),
         mock.patch.object(ecomp.scheduler.placing.evacuate, 'os', system),
         mock.patch.object(ecomp.cli.apply, 'load_stack_file', lambda ctx, _: ctx.file),
+        mock.patch.object(ecomp.cli.stack_file, 'load_stack_file', lambda ctx, _: ctx.file),
         mock.patch.object(
             ecomp.scheduler.queries.stacks, 'random', SimpleNamespace(randrange=lambda low, _: low + find_pid())
         ),

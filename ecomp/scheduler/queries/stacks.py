@@ -89,10 +89,17 @@ def read_stack(store: Store, name: str, instance_names: Collection[str] = ()) ->
                 place = request.stack if request else None
                 # An entry that has an instance adopts none: any compute may write a name and its own requests
                 # (rule: shown-not-acted-on).
-                is_vacant = place is not None and place.entry_name not in entries
-                if stack is not None and place is not None and is_vacant and _is_newer(stack, place, owner):
-                    stack = stack.with_delivered({place: current.record.compute})
-                    entries[place.entry_name], is_stale = current, True
+                if stack is None or request is None or place is None or place.entry_name in entries:
+                    continue
+                if (place.name, place.epoch, place.instance) != (stack.name, stack.epoch, owner):
+                    continue
+                previous = stack.entries.get(place.entry_name)
+                if previous is None or previous.incarnation < place.incarnation:
+                    # etcd was restored to before its delivery; its compute has written its request and name again.
+                    stack, is_stale = stack.with_delivered({place: current.record.compute}), True
+                    entries[place.entry_name] = current
+                elif request.is_tombstone:  # a former instance that is being destroyed
+                    entries[place.entry_name] = current
     return StackState(stack, revision, entries, owners, is_stale)
 
 
@@ -114,16 +121,6 @@ def find_silent_computes(
             if compute and compute not in living:
                 silent[name] = compute
     return silent
-
-
-def _is_newer(stack: Stack, place: Place, instance: str) -> bool:
-    """Return True for an instance of the stack that its key lacks: etcd was restored to before its delivery.
-
-    Its compute has written its request and its name again.
-    """
-    is_ours = (place.name, place.epoch, place.instance) == (stack.name, stack.epoch, instance)
-    previous = stack.entries.get(place.entry_name)
-    return is_ours and (previous is None or previous.incarnation < place.incarnation)
 
 
 class LoadedStack(NamedTuple):
