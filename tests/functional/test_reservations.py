@@ -212,9 +212,17 @@ def test_malformed_file_of_leases_prevents_no_reservation_and_is_reported_with_a
     prefix = 'libvirt cannot read its leases of network small, so it knows no address of a guest there: '
     assert problem.startswith(prefix + 'internal error: ')
     assert '. Fix: rm /var/lib/libvirt/dnsmasq/virbr1.status; ' in problem
-    with closing(Connection(host.uri)) as own, pytest.raises(EcompError) as caught:
-        Networks(own).read_leases('small', [mac])
-    assert str(caught.value) == problem
+    with closing(Connection(host.uri)) as own:
+
+        def read_leases() -> str:
+            file.write_bytes(damaged)
+            try:
+                Networks(own).read_leases('small', [mac])
+            except EcompError as error:
+                return str(error)
+            return ''
+
+        assert wait_until(read_leases, 20, 'the damage is reported') == problem
 
     host.run_inside(['sh', '-e', '-c', problem.partition('. Fix: ')[2]])
     wait_until(lambda: (mac, leased) in list_leases(small), 20, 'dnsmasq writes its leases again')
