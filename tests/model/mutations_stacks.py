@@ -78,7 +78,9 @@ STACKS = {
         'apply_late',
     ),
     'an instance that is newer than the restored key of its stack is foreign': make_bug(
-        'ecomp.scheduler.queries.stacks:_is_newer', return_constant(False), 'applied_after_a_restore'
+        'ecomp.scheduler.queries.stacks:read_stack',
+        replace_condition('False', 'previous', 'incarnation'),
+        'applied_after_a_restore',
     ),
     'a killed apply is never taken over': make_bug(
         'ecomp.scheduler.placing.stack:check_previous', replace_condition('False', 'host', 'pid'), 'apply_killed'
@@ -153,7 +155,7 @@ STACKS = {
     ),
     'an entry with an instance adopts another one': make_bug(
         'ecomp.scheduler.queries.stacks:read_stack',
-        replace_assignment('is_vacant', 'True'),
+        replace_condition('stack is None or request is None or place is None', 'entry_name', 'request'),
         'apply_beside_a_forged_replacement',
     ),
 }
