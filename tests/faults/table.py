@@ -124,6 +124,7 @@ PROTOCOL_RULES: dict[str, tuple[str, ...]] = {
         'faults/test_new_etcd.py::test_wiped_etcd_changes_nothing_until_accepted',
         'faults/test_new_etcd.py::test_restored_etcd_is_repaired_after_acceptance',
         'faults/test_new_etcd.py::test_restored_etcd_with_higher_revision_is_noticed',
+        RESTORE_TESTS + 'test_acceptance_by_one_compute_counts_for_one_that_was_off',
         'faults/test_reboot.py::test_reboot_restores_every_guest_state',
         'faults/test_reboot.py::test_crash_without_reboot_leaves_guests_stopped',
     ),

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import yaml
 
+from ecomp.model import keys
 from ecomp.model.order import make_member_uuid
 from tests.faults.etcds import SavedSnapshot, Snapshot, restore_placement, save_placement
 from tests.faults.etcds import restore_placement as restore
@@ -272,6 +273,20 @@ def test_new_compute_waits_after_both_are_restored(own_control: Control) -> None
     wait_state(own_control, instance, 'active')
     assert count_domains(first, second) == {instance: 1, later: 1}
     check_settled(own_control, first, second)
+
+
+@pytest.mark.unaudited('one of its hosts is a provider that no ecompute keeps')
+def test_acceptance_by_one_compute_counts_for_one_that_was_off(cluster: Control) -> None:
+    """The compute knows the etcd from before the request, which may have been taken before a restore (fake)."""
+    compute = stop_compute(cluster.ecompute(queues=True))
+    queue_request(cluster)
+    silent = cluster.placement.make_provider(VCPU=1, MEMORY_MB=64, DISK_GB=1)
+    cluster.etcd.put(keys.acceptance(silent), str(10**9))
+    compute.start()
+    wait_log_lines(compute, 'requests are not taken', silent)
+    later = queue_request(cluster)
+    wait_state(cluster, later, 'active')
+    assert count_domains(compute) == {later: 1}
 
 
 @pytest.mark.parametrize('kind', [SavedSnapshot, pytest.param(Snapshot, marks=pytest.mark.slow)])
