@@ -295,6 +295,16 @@ def test_drain_waits_for_attempt_with_a_recent_offer(cloud: Cloud) -> None:
         wait_until_drained(cloud.store, cloud.placement, compute, compute, Deadline(60), tell)
 
 
+def test_attempt_with_an_old_offer_queries_placement_again(cloud: Cloud) -> None:
+    """A drain has not waited for it."""
+    compute, order = cloud.make_order()
+    offer = allocations.read_candidates(cloud.placement, order.query)
+    disable(cloud.placement, compute, compute)
+    with pytest.raises(NoCapacity):
+        cloud.create(order, offer=offer._replace(queried_at=offer.queried_at - MAX_OFFER_AGE_SECONDS))
+    cloud.assert_not_placed(order, compute)
+
+
 def test_forget_keeps_claim_delivered_during_its_check(cloud: Cloud) -> None:
     compute, order = cloud.make_order(alive=False)
     store = make_delivering_store(cloud, compute, order)

@@ -221,6 +221,19 @@ def test_move_with_unknown_outcome_is_resumed_from_its_taker_key(
     assert_taken(cloud, compute, place.entry)
 
 
+def test_request_that_was_removed_manually_is_not_moved(cloud: Cloud, flavor: Flavor) -> None:
+    """Its taker key is still there: `eschedule destroy` deletes that, too."""
+    compute, place = cloud.make_compute(), queue_request(cloud, flavor)
+
+    def remove() -> str:
+        cloud.etcd.delete(place.entry.key)
+        return 'now'
+
+    assert not make_taker(cloud, compute, now=remove).take(place)
+    assert cloud.etcd.list_keys(keys.request_prefix(compute)) == []
+    assert cloud.server.read_allocations(place.entry.instance) == {}
+
+
 @pytest.mark.parametrize('arrives', [True, False])
 def test_claim_is_made_despite_a_lost_message(
     cloud: Cloud, flavor: Flavor, placement_proxy: Proxy, shaky_placement: Placement, arrives: bool
