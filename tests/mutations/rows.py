@@ -64,7 +64,7 @@ ROWS = (
         'ecomp/cli/stack_file.py',
         'self._groups[group.name] = Membership(group.name, policy, strict)',
         'self._groups[group.name] = group',
-        ('tests/unit/test_stack_file.py::test_members_with_aliases_flavors_and_image_names',),
+        ('tests/unit/test_stack.py::test_members_with_aliases_flavors_and_image_names',),
     ),
     # Decisions
     Row(
@@ -267,7 +267,7 @@ ROWS = (
         'ecomp/agent/queue.py',
         '            self._given_up.add(place.entry.key)\n',
         '',
-        ('tests/unit/test_offers.py::test_request_given_up_wakes_all_open_computes',),
+        ('tests/unit/test_queue.py::test_request_given_up_wakes_all_open_computes',),
     ),
     # eschedule
     Row(

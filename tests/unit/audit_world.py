@@ -77,7 +77,6 @@ class WorldBuilder:
         self.put(keys.request(ONE, instance), to_json(replace(request, name=name)))
 
     def put_tombstone(self, compute: str, instance: str, replaced_by: str, project_id: str = '') -> None:
-        """Put the tombstone of an instance that was evacuated."""
         former = Request(instance, {}, image=None, project_id=project_id, former_resources=SIZE)
         self.put(keys.request(compute, instance), to_json(replace(former, replaced_by=replaced_by)))
 

@@ -44,9 +44,6 @@ def test_consistent_cluster_has_no_finding(world: WorldBuilder) -> None:
     assert audit(Planes({}, {}, {})) == []
 
 
-# One defect each: the finding's code, its subject, and the change that causes it.
-
-
 def add_namesake(world: WorldBuilder) -> None:
     world.add_instance(TWO, UNKNOWN, name='web1')
 

@@ -1,7 +1,4 @@
-"""compute.yaml and schedule.yaml: valid contents and defaults.
-
-Mistakes in them are in test_conf_mistakes.py.
-"""
+"""compute.yaml and schedule.yaml: valid contents, defaults and mistakes."""
 
 from __future__ import annotations
 
@@ -14,11 +11,14 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from ecomp.compute_conf import ComputeConfig, load_compute
+from ecomp.compute_conf import ComputeConfig, load_compute, parse_inventory
 from ecomp.conf import (
     DEFAULT_IMAGE,
     DEFAULT_PROJECT_ID,
@@ -28,14 +28,14 @@ from ecomp.conf import (
     ScheduleConfig,
     load_schedule,
 )
+from ecomp.errors import UsageError
 from ecomp.model.guest import Attachment
 from ecomp.model.image import check_image, split_pin
+from ecomp.yaml_file import _parse_with_pyyaml
+from ecomp.yaml_plain import Node, parse_plain
 from tests.unit.conf_text import UUID
 
 TOP = Path(__file__).resolve().parents[2]
-
-
-# Defaults
 
 
 def test_defaults_without_a_file_point_at_localhost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,3 +246,258 @@ def test_networks_keep_their_order(compute_config: Callable[[str | bytes], Compu
     assert networks == (
         Attachment('bridge', 'br0'), Attachment('network', 'default'), Attachment('network', 'other net')
     )  # fmt: skip
+
+
+# Mistakes in compute.yaml, schedule.yaml and --fake: each is reported with its line.
+
+
+@pytest.fixture
+def mistakes(compute_config: Callable[[str | bytes], ComputeConfig]) -> Callable[[str | bytes], list[str]]:
+    """A function that loads a text as compute.yaml and returns the lines of its error.
+
+    The directory of the file is removed from the lines.
+    """
+
+    def load(content: str | bytes) -> list[str]:
+        with pytest.raises(UsageError) as error:
+            compute_config(content)
+        return [re.sub(r'^\S*/compute.yaml', 'compute.yaml', line) for line in str(error.value).split('\n')]
+
+    return load
+
+
+@pytest.mark.parametrize(
+    ('content', 'reason'),
+    [
+        ('a: ' + '[' * 5000, 'compute.yaml:1:11: is nested too deeply'),
+        (b'ok: 1\nuuid: \xff', 'compute.yaml:2: is not UTF-8 text'),
+        ('#' * 65537, 'compute.yaml: is larger than 64 KiB'),
+    ],
+)
+def test_large_or_binary_file_is_refused(
+    mistakes: Callable[[str | bytes], list[str]], content: str | bytes, reason: str
+) -> None:
+    """Other mistakes are in tests/golden/texts/files.txt."""
+    (line,) = mistakes(content)
+    assert line.startswith(reason)
+
+
+# Unreadable files
+
+
+def test_named_file_must_exist(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match='none.yaml: cannot be read: No such file or directory'):
+        load_compute(tmp_path / 'none.yaml')
+    with pytest.raises(UsageError, match='cannot be read: Is a directory'):
+        load_schedule(tmp_path)
+
+
+def test_unreadable_default_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path('compute.yaml').symlink_to('gone')
+    Path('schedule.yaml').mkdir()
+    with pytest.raises(UsageError, match='^compute.yaml: cannot be read'):
+        load_compute(None)
+    with pytest.raises(UsageError, match='^schedule.yaml: cannot be read'):
+        load_schedule(None)
+
+
+def test_message_with_odd_file_name_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_compute(tmp_path / 'a\nb')
+    assert '\n' not in str(caught.value)
+
+
+def test_deleted_current_directory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / 'gone'
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(UsageError, match='compute.yaml: cannot be read'):
+        load_compute(None)
+    os.chdir(tmp_path)
+
+
+# The inventory of --fake
+
+
+@given(st.text(max_size=40) | st.text(alphabet='VCPU:4, 019', max_size=20))
+def test_any_inventory_is_parsed_or_a_usage_error(text: str) -> None:
+    totals, message = {}, ''
+    try:
+        totals = parse_inventory(text)
+    except UsageError as error:
+        message = str(error)
+    assert message.isprintable()
+    assert bool(totals) != bool(message)
+    assert all(total > 0 for total in totals.values())
+
+
+# Arbitrary input
+
+
+KEYS = [f.name for kind in (ComputeConfig, ScheduleConfig) for f in dataclasses.fields(kind)]
+KEYS += EtcdConfig._fields
+LIKELY_WORDS = st.sampled_from(
+    [*KEYS, 'host', 'port', 'endpoint', 'user', 'VCPU', 'http://ds1', 'ds1:2379', UUID, '.', '<<']
+)
+SCALARS = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.dates() | st.text(max_size=20) | st.binary(max_size=4)
+)
+TREES = st.recursive(
+    SCALARS | LIKELY_WORDS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(LIKELY_WORDS | SCALARS, inner, max_size=6),
+    max_leaves=12,
+)
+ANY_CONTENT = st.one_of(
+    st.binary(max_size=200),
+    st.text(max_size=200).map(lambda text: text.encode('utf-8', 'replace')),
+    TREES.map(lambda tree: yaml.dump(tree, allow_unicode=True).encode('utf-8', 'replace')),
+    st.text(alphabet='abuid:-[]{}#&*!|>%@,?"\'\n \t~0189.<', max_size=60).map(str.encode),
+)
+
+
+@settings(max_examples=200)
+@given(ANY_CONTENT)
+@example(b'a: "\\ud800"')
+@example(b'2001-13-45: 2001-13-45')
+@example(b'? {a: b}\n: c')
+@example(b'%YAML 9.9\n---\na: b')
+@example(b'%TAG ! x\n')
+@example(b'{' * 65000)
+@example(b'[' * 65000)
+@example(b'- ' * 32000)
+@example(b'"\\xZZ"')
+@example(b'a: "\\UFFFFFFFF"')
+@example(b'? ' * 32000)
+def test_any_bytes_are_loaded_or_a_usage_error(content: bytes) -> None:
+    with tempfile.NamedTemporaryFile(suffix='.yaml') as file:
+        file.write(content)
+        file.flush()
+        for load in (load_compute, load_schedule):
+            try:
+                load(Path(file.name))
+            except UsageError as error:
+                for line in str(error).split('\n'):
+                    assert line.isprintable()
+                    assert line.startswith(file.name)
+                    assert len(line) < 500
+
+
+# The fast reader of plain YAML: what it reads, it reads like PyYAML.
+
+
+WORDS = st.sampled_from([
+    *('etcd', 'a_b', 'yes', 'No', 'true', 'True', 'FALSE', 'null', 'Null', 'y', 'nan', '_', '_1', 'e3', 'inf', 'x:y'),
+    *('/etc/x.crt', 'https://ds1:8080', 'http://ds1:8080/', 'ds1:2379', '127.0.0.1:2379', '10.0.0.1', '1.2', '1:30'),
+    *('0', '7', '010', '0x1f', '1_000', '-1', '1e3', '12:30:45', '2026-11-24', '~', '""', "''", '"a b"', "'it''s'"),
+    *('"a\\n"', "'# no comment'", '"a#b"', 'a#b', 'a b', 'a: b', 'a:', '-', '- x', '-x', '?', '? x', '!x', '&a', '*a'),
+    *('[a, b]', '[]', '[ a ]', '[a,b]', '[a, b', '[[a]]', '[a: b]', '{a: b}', '{}', '[1, 2]', '["a", \'b\']', '|', '>'),
+    *('%x', '@x', '`x', 'a,b', 'a]', 'a}', 'é', '...', '---', '[a, ]', '[,]', "[a'b]", 'a"b', '.5', '[true, ~]', '<<'),
+    *('a#b', 'x.img#sha256=07e4', 'resources=VCPU:1,DISK_GB:5&required=!A', 'a,b: c', '[x.img#a, b]'),
+])  # fmt: skip
+YAML_KEYS = st.sampled_from(
+    ['etcd', 'a_b', 'on', 'ca_cert', 'a-b', 'a.b', '1', 'null', 'a', 'b', '"q"', '?', '<<', 'x y']
+)
+ENDS = st.sampled_from(['', '', '', ' ', ' # why', '#x', ' #', '\t', '\r', '  # a: b'])
+INDENTS = st.sampled_from(['', '', '  ', '  ', '    ', ' ', '\t'])
+LINES = st.one_of(
+    st.builds('{}{}: {}{}'.format, INDENTS, YAML_KEYS, WORDS, ENDS),
+    st.builds('{}{}:{}'.format, INDENTS, YAML_KEYS, ENDS),
+    st.builds('{}- {}{}'.format, INDENTS, WORDS, ENDS),
+    st.builds('{}-{}'.format, INDENTS, ENDS),
+    st.builds('{}{}'.format, INDENTS, ENDS),
+    st.builds('{}{}{}'.format, INDENTS, WORDS, ENDS),
+)
+WELL_FORMED = st.one_of(
+    st.builds('{}: {}'.format, st.sampled_from(['a', 'b', 'etcd']), WORDS),
+    st.builds('etcd:\n  host: {}\n  port: {}'.format, WORDS, WORDS),
+    st.builds('keys:\n- {}\n- {}'.format, WORDS, WORDS),
+    st.builds('keys:\n  - {}\n\n  # why\n  - {}'.format, WORDS, WORDS),
+)
+
+
+def is_plain_like_pyyaml(text: str) -> bool:
+    """Return whether the text is plain; if it is, check that PyYAML reads the same."""
+    result = parse_plain(text)
+    if result is not None:
+        assert (None if result.kind == 'null' else result) == _parse_with_pyyaml(text.encode(), 'x.yaml'), text
+    return result is not None
+
+
+NAMES = st.sampled_from(['etcd', 'etcd', 'a_b', 'ca_cert', 'a', 'b', '_1', 'on', 'a-b'])
+GOOD = st.sampled_from([
+    *('ds1:2379', '10.0.0.1', '/etc/x.crt', 'https://h:1', 'a', '# b', 'x.img#sha256=07e4', 'a=B:1,C:5&d=!E')
+])  # fmt: skip
+VALUES = st.one_of(GOOD, GOOD, GOOD, WORDS, st.booleans(), st.integers(-1, 70_000), st.lists(GOOD, max_size=3))
+DUMPED_VALUES = st.dictionaries(NAMES, VALUES | st.dictionaries(NAMES, VALUES, max_size=3), min_size=1, max_size=3)
+FILES = st.one_of(
+    DUMPED_VALUES.map(yaml.safe_dump),
+    DUMPED_VALUES.map(yaml.safe_dump),
+    st.lists(LINES, max_size=6).map('\n'.join),
+    st.lists(WELL_FORMED, max_size=4).map('\n'.join),
+    st.text('ab:- #\n\'"[],{}1.0~', max_size=25),
+)
+
+
+@pytest.mark.parametrize('examples', [200, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_plain_files_are_read_like_pyyaml(examples: int) -> None:
+    plain_texts: list[str] = []
+
+    @settings(max_examples=examples)
+    @given(FILES)
+    def read(text: str) -> None:
+        if is_plain_like_pyyaml(text):
+            plain_texts.append(text)
+
+    read()
+    assert len(plain_texts) > examples / 20, 'too few are plain for this to say anything'
+
+
+def read_outcome(text: str, loader: type) -> object:
+    """Return the nodes of a text, or the error, with this class in place of libyaml's loader."""
+    with patch.object(yaml, 'CSafeLoader', loader):
+        try:
+            root = _parse_with_pyyaml(text.encode(), 'x.yaml', 100)
+        except UsageError as error:
+            return str(error)
+    return root and remove_null_lines(root)
+
+
+def remove_null_lines(node: Node) -> Node:
+    """Remove the lines of null nodes: libyaml has another idea of where a value is that is not written."""
+    return Node(
+        node.kind,
+        0 if node.kind == 'null' else node.line,
+        node.text,
+        tuple(map(remove_null_lines, node.items)),
+        tuple((remove_null_lines(key), remove_null_lines(value)) for key, value in node.pairs),
+    )
+
+
+@given(FILES)
+def test_libyaml_and_pyyaml_read_the_same(text: str) -> None:
+    assert read_outcome(text, yaml.CSafeLoader) == read_outcome(text, yaml.SafeLoader)
+
+
+SECURED_CONFIGURATION = {
+    'etcd': {'endpoints': ['ds1:2379', '10.0.0.1:2379'], 'ca_cert': '/etc/ecomp/ca.crt', 'timeout': 5},
+    'placement': {'endpoint': 'https://ds1:8080', 'token_file': '/etc/ecomp/token', 'insecure': True},
+    'project_id': 'web',
+    'image': 'https://images.invalid/x.img#sha256=07e4',
+    'flavors': {'small': 'resources=VCPU:1,DISK_GB:5&required=HW_CPU_X86_AVX2,!A'},
+    'ssh_keys': ['id_ed25519.pub'],
+}
+
+
+def test_example_is_plain() -> None:
+    assert is_plain_like_pyyaml((TOP / 'schedule.yaml').read_text())
+
+
+def test_output_of_pyyaml_is_plain() -> None:
+    assert is_plain_like_pyyaml(yaml.safe_dump(SECURED_CONFIGURATION))
+
+
+@pytest.mark.parametrize('text', ['a: é\n', 'a: |\n  b\n', ' a: b\n', 'a: b\n c: d\n', 'a: yes\n'])
+def test_other_yaml_is_not_plain(text: str) -> None:
+    assert parse_plain(text) is None

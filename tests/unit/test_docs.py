@@ -64,7 +64,6 @@ def test_dashboard_draws_good_states_green_and_bad_ones_red(
 
 
 def read_legend(picture: str) -> dict[str, str]:
-    """Return the colours of the legends in a picture, by their texts."""
     entries = re.findall(r'height="3" fill="(#\w+)"/>\s*<text[^>]*>([^<]*)', picture)
     return {text: colour for colour, text in entries}
 

@@ -1,4 +1,4 @@
-"""Explanations of a failed query: each provider's failures and the smallest change.
+"""Placement queries, and explanations of a failed one: each provider's failures and the smallest change.
 
 The rules are compared with placement in tests/functional/test_scheduler_explain.py.
 """
@@ -21,7 +21,20 @@ from ecomp.model.explain import (
     format_cures,
     sort_misses,
 )
-from ecomp.model.query import Amount, Exclusion, Requirement, exclude_disabled, format_query, parse_query
+from ecomp.model.query import (
+    Amount,
+    Exclusion,
+    QueryNames,
+    Requirement,
+    check_query,
+    exclude_disabled,
+    format_query,
+    parse_names,
+    parse_query,
+    resolve_trees,
+    restrict_to_compute,
+    split_restriction,
+)
 from ecomp.model.status import DISABLED
 
 GUEST = 'resources=VCPU:1,MEMORY_MB:256,DISK_GB:1'
@@ -38,7 +51,6 @@ def list_failures(query: str, candidate: Provider) -> list[str]:
 
 
 def suggest_change(query: str, *providers: Provider) -> str | None:
-    """Return the smallest change of the query, as text."""
     change = find_smallest_miss(find_miss(parse_query(query), candidate) for candidate in providers)
     return format_cures(change.cures, change.provider) if change is not None and change.cures else None
 
@@ -170,3 +182,56 @@ def test_no_change_is_suggested_for_a_disabled_provider(query: str) -> None:
     # A query may require the trait of disabled providers.
     assert list_failures(exclude_disabled(f'{GUEST}&required={DISABLED}'), Provider('d', ROOMY, {DISABLED})) == []
     assert suggest_change(f'{GUEST}&required={DISABLED}', make_provider()) == f'remove required={DISABLED}'
+
+
+# Placement queries: checked for errors, and the names in them.
+
+
+# Errors are found before placement is asked. Queries and their parts are in tests/golden/texts/requests.txt.
+
+
+SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'
+SOME_AGGREGATE = 'a66e9a7e-0000-4000-8000-000000000001'
+
+
+def test_query_beside_a_flavor_needs_no_resources() -> None:
+    assert check_query('required=A', needs_resources=False) == 'required=A'
+    assert check_query('', needs_resources=False) == ''
+
+
+@pytest.mark.parametrize('parameter', ['in_tree', 'in_tree1'])
+def test_in_tree_cannot_be_combined_with_on(parameter: str) -> None:
+    query = f'{SMALL}&{parameter}={SOME_AGGREGATE}'
+    assert check_query(query) == query
+    with pytest.raises(ValueError, match=f'--on cannot be combined with {parameter}='):
+        check_query(query, has_on_option=True)
+
+
+@pytest.mark.parametrize('query', [SMALL, 'resources1=VCPU:1&resources_2=MEMORY_MB:1', f'{SMALL}&required=A&limit=1'])
+def test_restriction_of_on_is_found_again(query: str) -> None:
+    assert split_restriction(restrict_to_compute(query, SOME_AGGREGATE)) == (query, SOME_AGGREGATE)
+    assert split_restriction(query) == (query, '')
+
+
+@pytest.mark.parametrize('part', ['in_tree1={0}', 'in_tree={0}&required=A', 'in_tree={0}&in_tree1={0}'])
+def test_other_restrictions_are_kept(part: str) -> None:
+    query = f'{SMALL}&{part.format(SOME_AGGREGATE)}'
+    assert split_restriction(query) == (query, '')
+
+
+@pytest.mark.parametrize('name', ['hv1', 'HV1', 'hv%31', ' hv1', 'hv1+'])
+@pytest.mark.parametrize('parameter', ['in_tree', 'in_tree1', 'in_tree_A-b'])
+def test_host_names_become_uuids(name: str, parameter: str) -> None:
+    hosts = {'hv1': SOME_AGGREGATE, 'HV1': SOME_AGGREGATE}
+    query = f'{SMALL}&{parameter}={name}&required=in_tree=x'
+    assert resolve_trees(query, hosts.__getitem__) == query.replace(f'={name}&', f'={SOME_AGGREGATE}&')
+
+
+def test_only_host_names_are_replaced() -> None:
+    query = f'in_tree={SOME_AGGREGATE}&in_tree=&{SMALL}&xin_tree=hv1&required=in_tree'
+    assert resolve_trees(query, {}.__getitem__) == query
+
+
+def test_named_lists_classes_and_traits() -> None:
+    query = f'{SMALL}&required=A,!B&root_required=C&required1=in:D,E&resources1=CUSTOM_G:1&member_of={SOME_AGGREGATE}'
+    assert parse_names(query) == QueryNames(frozenset(['VCPU', 'DISK_GB', 'MEMORY_MB', 'CUSTOM_G']), frozenset('ABCDE'))

@@ -30,8 +30,6 @@ from ecomp.model.guest import (
 )
 from ecomp.model.record import ACTIVE, Record, to_json
 
-# Valid user-data and ssh keys. A refusal names the line and never quotes it.
-
 
 def read_reason(check: Callable[[bytes], object], data: bytes) -> str:
     try:

@@ -52,9 +52,6 @@ from ecomp.store.history import (
     _PastProgress,
 )
 
-# Events of a change of etcd's keys. A change without news has none.
-
-
 EVENT = Draft202012Validator(SHAPES['events'])
 INSTANCE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 OTHER = 'e9bedb97-917a-4f4e-9a69-8ad21840267f'

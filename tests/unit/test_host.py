@@ -51,9 +51,6 @@ from ecomp.store.client import Entry
 from tests.kit.forms import render
 from tests.kit.transcript import compare_with_file
 
-# A compute in both planes: its state, its living instances, and what may be removed with it.
-
-
 HOST, OTHER = (f'{digit * 8}-3a52-4b0f-8d87-0d8f1f2a6b01' for digit in 'ab')
 A, B, C, D, E = (f'{digit * 8}-0000-4b0f-8d87-0d8f1f2a6b01' for digit in '12345')
 
@@ -84,9 +81,6 @@ def make_computes(hosts: dict[str, str | None]) -> Computes:
 def read_state(etcd: EtcdState, providers: dict[str, ProviderSummary]) -> str:
     (host,) = list_hosts(etcd, providers)
     return host.state
-
-
-# Output of eschedule hosts
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,6 @@ from tests.unit.rooms import (
     WALL_CLOCK_MODULES,
 )
 
-# Imports between layers, and risky calls. The tables are in rooms.py.
-
-
 TOP = Path(__file__).resolve().parents[2]
 
 

@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -27,14 +28,11 @@ from ecomp.errors import EcompError, Unreachable
 from ecomp.model.backoff import Backoff
 from tests.kit.servers import wait_until
 
-# Scheduled jobs, run by few threads.
-
 
 @pytest.fixture
 def threads() -> Iterator[Threads]:
-    pools = Threads(1000, 6)
-    yield pools
-    pools.close()
+    with closing(Threads(1000, 6)) as pools:
+        yield pools
 
 
 class Work:
@@ -280,7 +278,6 @@ LIBVIRT = Unreachable('libvirt is gone while building', 'libvirt')
 
 @pytest.fixture
 def info_log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    """The log, from level INFO."""
     caplog.set_level(logging.INFO)
     return caplog
 

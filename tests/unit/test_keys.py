@@ -29,9 +29,6 @@ from ecomp.model.roles import (
 )
 from tests.kit.roles import INSTANCE, OTHER, OWN, WRITERS_BY_KEY
 
-# The keys of etcd, and valid uuids.
-
-
 COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
 
 

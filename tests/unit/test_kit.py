@@ -1,11 +1,16 @@
-"""Tools of the tests: the history judge, the filter for tracebacks in a host's log, and the start of a lab."""
+"""Tools of the tests: the history judge, the filter for tracebacks, the start of a lab, the plugin of tests/run."""
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
+import subprocess
+import sys
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +18,135 @@ import pytest
 
 from ecomp.lab import machine
 from tests.kit import lab as labs
-from tests.kit.history import CommandRun, judge
+from tests.kit.ending import StoredValue
+from tests.kit.history import Change, CommandRun, History, judge
 from tests.kit.hypervisor import drop_stillborn_tracebacks
-from tests.unit.good_history import (
-    ALIVE,
-    BROKEN,
-    DOOMED,
-    LEASE,
-    ONE,
-    OTHER,
-    QUEUED,
-    REFUSED,
-    SIZE,
-    TAKEN,
-    TWO,
-    Story,
-    ask_create,
-    ask_destroy,
-    encode,
-    encode_queued,
-    encode_record,
-    encode_request,
-    format_notice,
-    make_good_story,
-)
+from tests.kit.plan import FOLDERS, PARTS, TESTS, find_part
+from tests.kit.servers import make_environment
+
+ONE, TWO = (f'{number}0000000-0000-4000-8000-000000000000' for number in (1, 2))
+ALIVE, DOOMED, BROKEN, QUEUED, TAKEN, REFUSED, OTHER = (f'{n}aaaaaaa-0000-4000-8000-000000000000' for n in range(1, 8))
+SIZE = {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 64}
+QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
+IMAGE = 'http://images.invalid/i.qcow2'
+CAPACITY = {'VCPU': 4, 'DISK_GB': 10, 'MEMORY_MB': 512}
+LEASE = 7
+STAGES = dict.fromkeys(('requested', 'scheduled', 'image', 'disk', 'started'), 'T')
+
+
+def encode(**facts: Any) -> str:
+    return json.dumps({'version': 1, **facts})
+
+
+def encode_request(compute: str, instance: str, **more: Any) -> str:
+    facts = {'image': IMAGE, 'project_id': 'web', **more}
+    return encode(instance=instance, allocations={compute: {'resources': SIZE}}, **facts)
+
+
+def encode_queued(instance: str, **more: Any) -> str:
+    return encode(instance=instance, flavor='small', query=QUERY, project_id='web', **more)
+
+
+def encode_record(compute: str, instance: str, state: str, **more: Any) -> str:
+    stages = STAGES if state in ('active', 'stopped') else {'scheduled': 'T'}
+    return encode(instance=instance, compute=compute, state=state, stages=stages, **{'error': None, **more})
+
+
+def format_notice(compute: str, instance: str) -> str:
+    return f'NOTIFIED TARGET, {compute}, OF INSTANCE {instance}\n'
+
+
+def ask_create(code: int | None, stdout: str = '', *words: str, pid: int = 0) -> CommandRun:
+    return CommandRun((*words, QUERY), code, stdout, '', pid=pid)
+
+
+def ask_destroy(instance: str, answer: str = 'destroy accepted; it carries it out') -> CommandRun:
+    return CommandRun(('destroy', instance), 0, '', f'eschedule: {instance}: {answer}\n')
+
+
+@dataclass
+class Story:
+    """A history that a test writes; each step is one revision."""
+
+    asks: list[CommandRun] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
+    allocations: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+    def step(self, *keys: tuple[str, str | None] | tuple[str, str | None, int]) -> None:
+        """Write one transaction; each key is (key, value or None, and optionally a lease)."""
+        revision = len({change.revision for change in self.changes}) + 1
+        for key, text, *lease in keys:
+            stored = None if text is None else StoredValue(text.encode(), lease[0] if lease else 0)
+            self.changes.append(Change(revision, key, stored))
+
+    def start_attempt(self, instance: str, pid: int = 9) -> None:
+        self.step((f'/requests/{instance}', encode(instances=[instance], pid=pid), LEASE))
+
+    def deliver(self, compute: str, instance: str, **more: Any) -> None:
+        """Write the attempt, the claim and the delivery of a request."""
+        self.start_attempt(instance)
+        self.allocations[instance] = {compute: SIZE}
+        named: list[tuple[str, str]] = []
+        if 'name' in more:
+            named = [(f'/names/{more["name"]}', encode(instance=instance))]
+        self.step(
+            (f'/hosts/{compute}/{instance}', encode_request(compute, instance, **more)),
+            *named,
+            (f'/requests/{instance}', None),
+        )
+
+    def write_records(self, compute: str, instance: str, *states: str, **more: Any) -> None:
+        for state in states:
+            self.step((f'/instances/{instance}', encode_record(compute, instance, state, **more)))
+
+    def finish(self, compute: str, instance: str, state: str = 'gone', **more: Any) -> None:
+        """Write the final record, and delete the request and the claim."""
+        self.allocations.pop(instance, None)
+        last = encode_record(compute, instance, state, **more)
+        self.step((f'/hosts/{compute}/{instance}', None), (f'/instances/{instance}', last, LEASE))
+
+    def build_history(self) -> History:
+        capacity = {ONE: CAPACITY, TWO: CAPACITY}
+        whole = History(tuple(self.asks), {}, self.changes, self.allocations, capacity)
+        return replace(whole, **self.overrides)
+
+
+def make_good_story() -> Story:
+    """Return a story with one instance of each outcome, a name, a group and a quota."""
+    story = Story()
+    group = {'name': 'apart', 'policy': 'anti-affinity', 'strict': True}
+    story.deliver(ONE, ALIVE, name='web1', group=group)
+    story.step(('/groups/apart', encode(policy='anti-affinity', strict=True, members={ALIVE: ONE})))
+    story.asks.append(ask_create(0, format_notice(ONE, ALIVE)))
+    story.write_records(ONE, ALIVE, 'building', 'building', 'active', 'stopped', 'active', name='web1')
+    story.deliver(TWO, DOOMED)
+    story.asks.append(ask_create(0, format_notice(TWO, DOOMED), '--uuid', DOOMED))
+    story.write_records(TWO, DOOMED, 'scheduled', 'building')
+    tombstone = encode(instance=DOOMED, allocations={}, image=None, resources=SIZE, project_id='web')
+    story.step((f'/hosts/{TWO}/{DOOMED}', tombstone))
+    story.asks.append(ask_destroy(DOOMED))
+    story.write_records(TWO, DOOMED, 'destroying')
+    story.finish(TWO, DOOMED)
+    story.deliver(TWO, BROKEN)
+    story.asks.append(ask_create(1, format_notice(TWO, BROKEN), '--wait'))
+    story.finish(TWO, BROKEN, 'error', error={'reason': 'HTTP 404'})
+    for instance in (QUEUED, TAKEN):
+        story.step((f'/queues/small/{instance}', encode_queued(instance)))
+        story.asks.append(CommandRun(('--queue', '--flavor', 'small'), 0, f'QUEUED INSTANCE {instance}\n', ''))
+    story.step((f'/queues/small/{TAKEN}/taker', encode(compute=ONE), LEASE))
+    story.allocations[TAKEN] = {ONE: SIZE}
+    story.step(
+        (f'/queues/small/{TAKEN}', None),
+        (f'/queues/small/{TAKEN}/taker', None),
+        (f'/hosts/{ONE}/{TAKEN}', encode_request(ONE, TAKEN)),
+    )
+    story.write_records(ONE, TAKEN, 'building', 'active')
+    story.asks.append(ask_create(3, 'NO ALLOCATIONS LEFT\n', '--uuid', REFUSED))
+    used = {name: 3 * amount for name, amount in SIZE.items()}
+    story.step(('/quotas/web', encode(limits={'instances': 9}, used={**used, 'instances': 3})))
+    return story
+
 
 # The history judge: a good history passes, and each violation is reported alone.
 
@@ -98,10 +208,6 @@ def deliver_with_taken_name(story: Story) -> None:
     story.finish(TWO, OTHER, 'error', error={'reason': 'r'}, name='web1')
 
 
-def append_destroy(story: Story, answer: str) -> None:
-    story.asks.append(ask_destroy(ALIVE, answer))
-
-
 def leave_attempt(code: int | None) -> Callable[[Story], None]:
     def change(story: Story) -> None:
         story.start_attempt(OTHER, pid=77)
@@ -145,7 +251,10 @@ CASES: list[tuple[Sequence[str], Callable[[Story], None]]] = [
     (['of which nobody was told'], deliver_unreported),
     (['is not begun at the end'], lambda story: deliver_to_silent_compute(story, building=False)),
     (['is building at the end'], lambda story: deliver_to_silent_compute(story, building=True)),
-    (['is active at the end'], lambda story: append_destroy(story, 'destroy accepted; it carries it out')),
+    (
+        ['is active at the end'],
+        lambda story: story.asks.append(ask_destroy(ALIVE, 'destroy accepted; it carries it out')),
+    ),
     (['is left by an eschedule that ended with {0}'], leave_attempt(0)),
     # Records
     (
@@ -260,9 +369,6 @@ def test_violation_is_reported_alone(words: Sequence[str], change: Callable[[Sto
     assert unmatched == [], violations
 
 
-# No violation
-
-
 def test_refused_set_must_not_be_delivered() -> None:
     member = str(uuid.uuid5(uuid.UUID(REFUSED), '2'))
     story = make_good_story()
@@ -335,3 +441,77 @@ def test_failed_start_of_a_lab_is_reported_and_repeated_once(
     with pytest.warns(UserWarning, match=f'lab one is started again, because: {reason}'), end:
         labs.Lab('one', 1, lambda _: steps.append('prepare'))
     assert steps == [*['prepare', 'up', 'down'] * failures, *['prepare', 'up'] * (2 - failures)]
+
+
+# The plugin of tests/run: forbidden skips, tests that share a lab, overdue tests.
+
+
+TEST_FILE = """
+import os
+import pytest
+
+@pytest.fixture(scope='session')
+def shared_lab():
+    return os.getpid()
+
+@pytest.fixture(scope='session')
+def pids(tmp_path_factory):
+    return tmp_path_factory.getbasetemp().parent / 'pids'
+
+@pytest.mark.parametrize('number', range(12))
+def test_of_a_lab(shared_lab, number, pids):
+    with open(pids, 'a') as file:
+        file.write(f'{shared_lab}\\n')
+
+@pytest.mark.parametrize('number', range(12))
+def test_of_none(number):
+    pass
+"""
+
+
+def run_pytest(directory: Path, text: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run pytest with the plugin on one file, without other configuration than the markers."""
+    (directory / 'test_them.py').write_text(text)
+    (directory / 'pytest.ini').write_text('[pytest]\nmarkers =\n    slow\n    fast\n    long\n')
+    command = [sys.executable, '-m', 'pytest', '-p', 'tests.kit.plan', '-p', 'no:cacheprovider', *words]
+    return subprocess.run(command, cwd=directory, env=make_environment(), capture_output=True, text=True, check=False)
+
+
+@pytest.mark.long
+def test_nothing_skipped_turns_skips_into_failures(tmp_path: Path) -> None:
+    (tmp_path / 'test_gone.py').write_text('import pytest\npytest.importorskip("nothing_of_that_name")\n')
+    text = """
+import pytest
+
+def test_one():
+    pytest.skip('no root')
+
+@pytest.mark.skip(reason='not here')
+def test_two():
+    pass
+"""
+    assert '3 skipped' in run_pytest(tmp_path, text).stdout
+    refused = run_pytest(tmp_path, text, '--nothing-skipped', '--continue-on-collection-errors')
+    assert refused.returncode == 1, refused.stdout
+    # A mark and an importorskip of a module skip before the test runs, so they count as errors.
+    assert '1 failed, 2 errors' in refused.stdout
+    assert refused.stdout.count('skipped, where nothing may be') >= 3
+
+
+@pytest.mark.long
+def test_tests_of_one_lab_run_in_one_process(tmp_path: Path) -> None:
+    base = tmp_path / 'base'
+    words = ['-n', '2', '--dist', 'loadgroup', '--no-loadscope-reorder', '--basetemp', str(base)]
+    process = run_pytest(tmp_path, TEST_FILE, *words)
+    assert (process.returncode, '24 passed' in process.stdout) == (0, True), process.stdout
+    assert len(set((base / 'pids').read_text().split())) == 1
+
+
+def test_each_part_of_all_is_known_to_the_script_and_has_files() -> None:
+    listed = re.search(r'^PARTS=\((.*)\)$', (TESTS / 'run').read_text(), re.MULTILINE)
+    assert listed is not None
+    assert listed[1].split() == [*FOLDERS, *PARTS]
+    assert [file for files in PARTS.values() for file in files if not (TESTS / file).exists()] == []
+    assert {path.parent.name for path in TESTS.glob('*/test_*.py')} == set(FOLDERS)
+    assert find_part(TESTS / 'faults/test_soak.py') == 'kills'
+    assert find_part(TESTS / 'faults/test_etcd.py') == 'faults'

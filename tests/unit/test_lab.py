@@ -37,12 +37,9 @@ from ecomp.lab.network import (
     parse_routed_networks,
     render_network_xml,
 )
-from ecomp.lab.placement_server import Application, require_token, restrict_hosts
+from ecomp.lab.placement_server import Application, check_schemas_once, require_token, restrict_hosts
 from ecomp.model.guest import METADATA_ADDRESS
 from tests.unit.lab_root import make_lab
-
-# A lab's names and addresses, and the choice of a free network.
-
 
 UUID = '8f14e45f-ceea-567f-a2b1-6d2b3c4d5e6f'
 
@@ -383,7 +380,6 @@ def test_program_with_libraries_is_not_static() -> None:
 
 
 def make_key_line(kind: str) -> str:
-    """Return a line of a .pub file with a key of this type."""
     blob = b''.join(len(part).to_bytes(4, 'big') + part for part in (kind.encode(), bytes(32)))
     return f'{kind} {base64.b64encode(blob).decode()}'
 
@@ -465,3 +461,48 @@ def test_placement_accepts_only_the_token_in_its_file(tmp_path: Path) -> None:
         assert send_request(application)[0] == '401 Unauthorized'
     token.unlink()
     assert send_request(application)[0] == '401 Unauthorized'
+
+
+# The lab's placement checks each schema once, and every request against its schema.
+
+
+jsonschema = pytest.importorskip('jsonschema', reason="placement is not installed: pip install '.[lab]'")
+
+WHOLE_NUMBER = {'type': 'integer', 'minimum': 1}
+
+
+@pytest.fixture
+def checked_schemas(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    validator = jsonschema.validators.validator_for({})
+    check, schemas = validator.check_schema, []
+
+    def record_schema(schema: Any, *rest: Any, **named: Any) -> None:
+        schemas.append(schema)
+        check(schema, *rest, **named)
+
+    monkeypatch.setattr(validator, 'check_schema', record_schema)
+    check_schemas_once()
+    return schemas
+
+
+def test_schema_is_checked_at_its_first_use_only(checked_schemas: list[Any]) -> None:
+    for _ in range(3):
+        jsonschema.validate(3, WHOLE_NUMBER)
+    assert checked_schemas == [WHOLE_NUMBER]
+    jsonschema.validate('x', {'type': 'string'})
+    assert checked_schemas == [WHOLE_NUMBER, {'type': 'string'}]
+
+
+@pytest.mark.usefixtures('checked_schemas')
+def test_invalid_data_is_refused_each_time() -> None:
+    for _ in range(2):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(0, WHOLE_NUMBER)
+
+
+@pytest.mark.usefixtures('checked_schemas')
+def test_invalid_schema_is_refused_each_time() -> None:
+    nonsense = {'type': 'no such type'}
+    for _ in range(2):
+        with pytest.raises(jsonschema.SchemaError):
+            jsonschema.validate(3, nonsense)

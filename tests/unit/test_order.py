@@ -24,9 +24,6 @@ from ecomp.model.record import to_json as record_to_json
 from ecomp.model.text import check_name, is_label, parse_uuid_prefix
 from tests.kit.hostile import COMPUTE, HOSTILE, IMAGE, INSTANCE, OTHER_UUID, RESOURCES, make_request
 
-# Values of /hosts/<compute>/<instance>: current requests and those of 2019; others are refused with a reason.
-
-
 KEY = keys.request(COMPUTE, INSTANCE)
 
 

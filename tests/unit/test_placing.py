@@ -10,12 +10,15 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ecomp.agent.host.claims import CONFIRMATION_SECONDS, confirm_sightings, find_orphans
+from ecomp.cli.create import LARGE_CLUSTER_SIZE, is_large_cluster, remember_cluster_size
+from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, NoCapacity, PlacementRefusal, UnknownOutcome, Unreachable
 from ecomp.model import keys
 from ecomp.model.allocation import (
@@ -45,9 +48,6 @@ from ecomp.scheduler.placing.claim import (
 )
 from ecomp.scheduler.placing.place import MAX_PLACES_AHEAD, MAX_REFRESHES, MIN_SPARE_PLACES, Contention, Placer
 from ecomp.store.client import Entry, Snapshot, count_placements_before_and_after, list_attempted_instances
-
-# Candidates: only those whose compute is alive are tried, in no fixed order.
-
 
 COMPUTES = [f'compute-{n}' for n in range(6)]
 ONE = {'VCPU': 1}
@@ -256,7 +256,6 @@ def make_placer(
 
 
 def place_order(answer: Offer, seed: int, weigh: str, ahead: int, behind: int = 0, count: int = 1) -> list[str]:
-    """Place one order and return the computes of its instances."""
     set_order = SetOrder(
         str(uuid.UUID(int=seed)), query='query', image='image', weigh=weigh, count=count, minimum=count
     )
@@ -507,3 +506,48 @@ def test_compute_of_is_the_provider_of_vcpus() -> None:
     assert find_compute({shared: {'DISK_GB': 1}, compute: {'VCPU': 1, 'MEMORY_MB': 1}}) == compute
     assert find_compute({shared: {'DISK_GB': 1}}) == ''
     assert find_compute({}) == ''
+
+
+# The cluster size that eschedule remembers from its last run.
+
+
+TWO_MEMBERS = EtcdConfig(('one:2379', 'two:2379'))
+OTHER = EtcdConfig(('other:2379',))
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+    return tmp_path / 'cache'
+
+
+def test_large_cluster_is_remembered_per_etcd(home: Path) -> None:
+    assert not is_large_cluster(TWO_MEMBERS)
+    remember_cluster_size(TWO_MEMBERS, LARGE_CLUSTER_SIZE)
+    assert not home.exists()  # small clusters, the usual case, write nothing
+    remember_cluster_size(TWO_MEMBERS, LARGE_CLUSTER_SIZE + 1)
+    remember_cluster_size(TWO_MEMBERS, LARGE_CLUSTER_SIZE + 1)
+    assert is_large_cluster(TWO_MEMBERS)
+    assert not is_large_cluster(OTHER)
+    remember_cluster_size(OTHER, 5)
+    assert is_large_cluster(TWO_MEMBERS)
+    remember_cluster_size(TWO_MEMBERS, LARGE_CLUSTER_SIZE)
+    assert not is_large_cluster(TWO_MEMBERS)
+    assert list((home / 'ecomp').iterdir()) == []
+
+
+def test_unwritable_cache_is_ignored(home: Path) -> None:
+    home.write_text('a file where a directory is to be')
+    remember_cluster_size(TWO_MEMBERS, LARGE_CLUSTER_SIZE + 1)
+    assert not is_large_cluster(TWO_MEMBERS)
+    remember_cluster_size(TWO_MEMBERS, 1)
+
+
+def test_missing_home_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_no_home() -> Path:
+        raise RuntimeError('no home')
+
+    monkeypatch.delenv('XDG_CACHE_HOME')
+    monkeypatch.setattr(Path, 'home', raise_no_home)
+    remember_cluster_size(TWO_MEMBERS, LARGE_CLUSTER_SIZE + 1)
+    assert not is_large_cluster(TWO_MEMBERS)

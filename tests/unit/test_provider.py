@@ -29,9 +29,6 @@ from ecomp.model.status import DISABLED, STATUS_TRAITS, find_managed_names, merg
 from ecomp.model.traits import CPU_TRAITS, list_cpu_traits
 from ecomp.virt import xml
 
-# Features of a processor, and their traits in placement.
-
-
 FEATURES = Path('/usr/share/libvirt/cpu_map/x86_features.xml')
 
 CAPABILITIES = """<domainCapabilities><cpu>

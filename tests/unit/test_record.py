@@ -35,9 +35,6 @@ from ecomp.model.record import (
 )
 from ecomp.scheduler.changes.wait import is_before_boot, is_pending
 
-# Records: written and read back whole, refused if malformed or of a newer version.
-
-
 COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
 INSTANCE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 NOW = '2026-01-31T12:00:00.000Z'

@@ -90,7 +90,6 @@ def make_offer(*vcpus: int) -> Offer:
 def distribute_set(
     offer: Offer, group: Group | None, count: int, weigh: str = SPREAD, seed: int = 1
 ) -> list[Candidate]:
-    """Choose and distribute `count` instances, and return their candidates."""
     rng = random.Random(seed)
     choice = choose(offer, HOSTS, weigh, rng, group)
     return distribute(choice.candidates, offer.rooms, count, weigh, rng, group)

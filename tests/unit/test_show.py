@@ -45,9 +45,6 @@ from ecomp.model.stack import Place
 from ecomp.scheduler.placing.evacuate import Evacuated
 from tests.kit.forms import render
 
-# Output about instances: tables, JSON, and what an instance waits for.
-
-
 COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
 INSTANCE = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 NOW = '2026-01-31T12:00:00.000Z'

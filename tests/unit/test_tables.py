@@ -38,9 +38,6 @@ from ecomp.cli.terminal import LiveLine, Terminal
 from ecomp.errors import EcompError, Unreachable, UsageError
 from ecomp.model.text import join_some, make_printable, replace_uuids
 
-# Rows as tables that fit, JSON, YAML, CSV and bare values; sorted, selected, coloured.
-
-
 ONE, TWO, SIMILAR = (f'{start}-0000-4000-8000-000000000001' for start in ('1a5c0de0', '2b5c0de0', '2b5c0de0'))
 SIMILAR = SIMILAR.replace('0000-4', '0001-4')
 NOW = '2026-01-31T12:00:00.000Z'

@@ -31,7 +31,6 @@ def git(tree: Path, *words: str) -> str:
 
 
 def read_version(tree: Path, **environment: str) -> str:
-    """Return the version that the package in the tree reports."""
     command = [sys.executable, '-c', 'from ecomp.version import read_version; print(read_version())']
     env = {'PATH': '/usr/bin:/bin', **environment}
     return subprocess.run(command, cwd=tree, env=env, capture_output=True, text=True, check=True).stdout.strip()

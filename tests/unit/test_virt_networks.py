@@ -1,8 +1,9 @@
-"""The DHCP of a libvirt network: the choice among its leases, and its closing to unknown MACs."""
+"""The DHCP of a libvirt network: the choice among its leases, its closing to unknown MACs; guest agents."""
 
 from __future__ import annotations
 
 import os
+import threading
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -20,8 +21,10 @@ from ecomp.compute_conf import ComputeConfig  # noqa: E402
 from ecomp.errors import Conflict  # noqa: E402
 from ecomp.model.guest import Address, Attachment  # noqa: E402
 from ecomp.virt.connection import Connection  # noqa: E402
+from ecomp.virt.domains import GuestAgents, pick_addresses  # noqa: E402
 from ecomp.virt.networks import Networks, pick_newest_leases  # noqa: E402
 from ecomp.virt.xml import close_dhcp, read_dhcp  # noqa: E402
+from tests.kit.servers import wait_until  # noqa: E402
 
 RANGE = "<network><ip address='10.0.0.1'><dhcp><range start='10.0.0.2' end='10.0.0.9'/></dhcp></ip></network>"
 NETWORK = read_dhcp(RANGE)
@@ -274,3 +277,38 @@ def test_nothing_to_do_needs_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyP
     expected = ['nothing to do: no network in `networks:` has DHCP that serves unknown MACs']
     assert list(checking.close_dhcp(config)) == expected
     assert not config.state.exists()
+
+
+# The guest agent's answer, which the guest controls.
+
+
+def make_interface(mac: str | None, *addresses: str) -> dict[str, object]:
+    return {'hwaddr': mac, 'addrs': [{'addr': address, 'prefix': 24, 'type': 0} for address in addresses] or None}
+
+
+def test_first_reachable_address_is_used() -> None:
+    answer = {
+        'lo': make_interface('00:00:00:00:00:00', '127.0.0.1'),
+        'eth0': make_interface(MAC.upper(), 'fe80::1', '169.254.3.4', '10.0.0.5', '10.0.0.6'),
+        'eth0.5': make_interface(MAC, '10.5.0.5'),
+        'eth1': make_interface(OTHER),
+        'tap0': make_interface(None, '10.9.0.1'),
+    }
+    assert pick_addresses(answer, [MAC, OTHER]) == {MAC: '10.0.0.5'}
+    assert pick_addresses(answer, [OTHER]) == {}
+    assert pick_addresses({}, [MAC]) == {}
+    for text in ('', '0.0.0.0', '127.0.0.1', '169.254.1.1', '224.0.0.1', '255.255.255.255', '1', 'x'):
+        assert pick_addresses({'eth0': make_interface(MAC, text)}, [MAC]) == {}, text
+
+
+def test_failed_thread_start_is_retried_by_a_later_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse_start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    agents = GuestAgents('test:///default')
+    monkeypatch.setattr(GuestAgents, '_query', lambda *_: {'eth0': make_interface(MAC, '10.0.0.5')})
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, 'start', refuse_start)
+        assert agents.query_addresses('one', [MAC]) == {}
+    wait_until(lambda: agents.query_addresses('one', [MAC]) == {MAC: '10.0.0.5'}, 20, 'it was asked')
+    agents.close()
