@@ -124,8 +124,6 @@ def add_apply(
 
 
 def add_destroy_file(cloud: Cloud, name: str, file: StackFile) -> Actor:
-    """Add an `eschedule destroy --file`."""
-
     def work() -> None:
         _run(ApplyContext(cloud, file, {'file': 'the file'}, 'destroy', ()), change.COMMANDS[0].run)
 

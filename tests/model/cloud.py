@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import random
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ecomp.errors import UnknownOutcome, Unreachable
 from ecomp.model import keys
@@ -21,6 +21,7 @@ from ecomp.model.group import Group, Membership
 from ecomp.model.group import to_json as group_json
 from ecomp.model.order import PowerAction, Request, SetOrder, name_to_json
 from ecomp.model.order import to_json as request_json
+from ecomp.model.planes import to_pages
 from ecomp.model.queue import QueueEntry, WaitingEntry
 from ecomp.model.quota import Quota, sum_charges
 from ecomp.model.quota import to_json as quota_json
@@ -30,17 +31,37 @@ from ecomp.scheduler.changes.change import change_power, destroy
 from ecomp.scheduler.placing.claim import DeliveryOutcome, abandon, announce
 from ecomp.scheduler.placing.create import create
 from ecomp.scheduler.placing.enqueue import enqueue
-from ecomp.store.client import Put
+from ecomp.store.client import Delete, Put
 from tests.kit.memory_etcd import Etcd
 from tests.kit.memory_placement import PlacementModel, Provider
 from tests.model.acting import EXPIRY, MINUTE, Actor, Event
 from tests.model.compute import Compute
-from tests.model.digests import answer_audits
 from tests.model.etcd import ModelStore
 from tests.model.invariants import RULES, Invariants
 from tests.model.placement_client import ModelPlacement
 from tests.model.virtual import NOW
 from tests.model.world import World
+
+if TYPE_CHECKING:
+    from tests.model.compute import Compute
+
+
+def answer_audits(etcd: Etcd, computes: Mapping[str, Compute]) -> None:
+    def answer(operations: Sequence[Put | Delete]) -> None:
+        for operation in operations:
+            audit = operation.key.removeprefix(keys.AUDIT)
+            if not isinstance(operation, Put) or audit == operation.key or '/' in audit:
+                continue
+            for each, compute in computes.items():
+                if compute.is_dead or keys.compute(each) not in etcd.entries:
+                    continue
+                pages = to_pages(compute.make_digest())
+                parts = {'heard': '', **{str(number): page for number, page in enumerate(pages)}}
+                puts = [Put(keys.digest(audit, each, part), value, operation.lease) for part, value in parts.items()]
+                etcd.commit([], puts)
+
+    etcd.listeners.append(answer)
+
 
 QUERY = 'resources=VCPU:1,MEMORY_MB:1,DISK_GB:1'
 LARGER_QUERY = 'resources=VCPU:2,MEMORY_MB:1,DISK_GB:1'

@@ -127,20 +127,17 @@ def make_change_factory(edit: Callable[..., None]) -> Callable[..., Change]:
 
 @make_change_factory
 def combine(function: Function, *changes: Change) -> None:
-    """Make several changes to one function."""
     for change in changes:
         change(function)
 
 
 @make_change_factory
 def return_constant(function: Function, value: object) -> None:
-    """Return a constant immediately."""
     function.body = [ast.Return(_parse_expression(repr(value)))]
 
 
 @make_change_factory
 def replace_condition(function: Function, expression: str, *names: str) -> None:
-    """Replace the one condition that mentions these names."""
     tests = [(node, 'test', node.test) for node in ast.walk(function) if isinstance(node, ast.If | ast.IfExp)]
     owner, field, _ = _get_only(names, [test for test in tests if _mentions(test[2], names)])
     setattr(owner, field, _parse_expression(expression))
@@ -152,7 +149,6 @@ def never(*names: str) -> Change:
 
 
 def always(*names: str) -> Change:
-    """Make the one condition that mentions these names always true."""
     return replace_condition('True', *names)
 
 
@@ -219,19 +215,16 @@ def drop_argument(function: Function, call: str, *names: str) -> None:
 
 @make_change_factory
 def replace_argument(function: Function, call: str, position: int, expression: str) -> None:
-    """Replace the argument at this position in the one call of this function."""
     _get_only((call,), _find_calls(function, call)).args[position] = _parse_expression(expression)
 
 
 @make_change_factory
 def replace_call(function: Function, call: str, expression: str) -> None:
-    """Replace the one call of this function by another expression."""
     _replace_node(function, _get_only((call,), _find_calls(function, call)), _parse_expression(expression))
 
 
 @make_change_factory
 def replace_assignment(function: Function, name: str, expression: str) -> None:
-    """Replace the value of the first assignment to this name."""
     assignments = [
         node
         for node in ast.walk(function)
@@ -245,7 +238,6 @@ def replace_assignment(function: Function, name: str, expression: str) -> None:
 
 @make_change_factory
 def replace_return(function: Function, expression: str) -> None:
-    """Replace the value of the function's last return."""
     statements = [statement for statement in function.body if isinstance(statement, ast.Return)]
     if not statements:
         raise Misplaced('it does not end with a return')
@@ -254,7 +246,6 @@ def replace_return(function: Function, expression: str) -> None:
 
 @make_change_factory
 def replace_handler(function: Function, before: str, after: str) -> None:
-    """Replace the exception class of the one handler that catches `before`."""
     handlers = [node for node in ast.walk(function) if isinstance(node, ast.ExceptHandler) and node.type]
     matches = [node for node in handlers if ast.unparse(node.type or node) == before]
     _get_only((before,), matches).type = _parse_expression(after)

@@ -5,12 +5,7 @@ from __future__ import annotations
 from tests.model import (
     scenarios_claims,
     scenarios_evacuated,
-    scenarios_few,
-    scenarios_hands,
-    scenarios_hosts,
-    scenarios_life,
     scenarios_losses,
-    scenarios_lost,
     scenarios_once,
     scenarios_operators,
     scenarios_pairs,
@@ -22,14 +17,12 @@ from tests.model import (
     scenarios_stacks,
     scenarios_strangers,
     scenarios_threads,
-    scenarios_three,
 )
 from tests.model.explorer import Scenario
 
 MODULES = (
-    *(scenarios_claims, scenarios_operators, scenarios_queues, scenarios_shared, scenarios_life, scenarios_hosts),
-    *(scenarios_three, scenarios_few, scenarios_hands, scenarios_losses, scenarios_registered),
-    *(scenarios_pairs, scenarios_strangers, scenarios_threads, scenarios_lost, scenarios_returning),
+    *(scenarios_claims, scenarios_operators, scenarios_queues, scenarios_shared, scenarios_registered),
+    *(scenarios_pairs, scenarios_strangers, scenarios_losses, scenarios_threads, scenarios_returning),
     *(scenarios_restored, scenarios_stacks, scenarios_evacuated, scenarios_once),
 )
 SCENARIOS: dict[str, Scenario] = {each.name: each for room in MODULES for each in room.SCENARIOS}

@@ -15,7 +15,7 @@ from tests.model.compute import Compute
 from tests.model.explorer import Check, make_scenarios
 from tests.model.invariants import CLAIM
 from tests.model.scenarios_losses import restore_etcd
-from tests.model.scenarios_operators import add_compute_end, add_drain, add_forget, make_forget
+from tests.model.scenarios_operators import add_compute_end, add_drain, add_forget, forget_and_create, make_forget
 from tests.model.scenarios_pairs import make_active
 
 # Passing time
@@ -91,10 +91,7 @@ def drain_beside_a_frozen_taker(cloud: Cloud) -> None:
 
 def forget_and_slow_create(cloud: Cloud) -> None:
     """A compute ends and is forgotten during a create that may be slow."""
-    cloud.add_host(A)
-    cloud.has_ample_room = False
-    cloud.add_create('eschedule', U)
-    add_forget(cloud, A, add_compute_end(cloud, A))
+    forget_and_create(cloud)
 
 
 def forget_and_slow_taker(cloud: Cloud) -> None:

@@ -33,17 +33,12 @@ def _make_applied(cloud: Cloud, *entries: str, computes: Sequence[str] = (A, B))
     _add_hosts(cloud, *computes)
     run_apply(cloud, make_file(*entries))
     _build(cloud)
-    return _list_instances(cloud)
+    return dict(from_json(STACK, cloud.etcd.entries[keys.stack(STACK)].value).list_instances())
 
 
 def _build(cloud: Cloud) -> None:
     for host in cloud.computes.values():
         host.plan(3)
-
-
-def _list_instances(cloud: Cloud) -> dict[str, str]:
-    """Return {entry: last delivered instance} of the stack's key."""
-    return dict(from_json(STACK, cloud.etcd.entries[keys.stack(STACK)].value).list_instances())
 
 
 def _add_builds(cloud: Cloud) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
 from ecomp.conf import EtcdConfig
 from ecomp.placement.client import Placement
-from ecomp.store.client import Delete, Fence, Put, Store, Unchanged
+from ecomp.store.client import Delete, Entry, Exists, Fence, Put, Snapshot, Store, Unchanged
 from ecomp.store.http2_client import EtcdMember
 from tests.kit.in_process import remove_providers, start_placement
 from tests.kit.memory_etcd import Etcd as EtcdModel
@@ -17,11 +20,10 @@ from tests.kit.memory_etcd import MemoryMember, NoWorld
 from tests.kit.memory_placement import PlacementModel
 from tests.kit.servers import Etcd
 from tests.model.acting import Bounds
-from tests.model.alike import get_answer, make_random_uuid
+from tests.model.alike import Query, format_difference, get_answer, make_random_uuid
 from tests.model.etcd import ModelStore
 from tests.model.explorer import RecordingChooser
 from tests.model.messages import MemberPair
-from tests.model.pair import PlacementPair
 from tests.model.placement_client import ModelPlacement
 from tests.model.planting import (
     Constant,
@@ -36,8 +38,291 @@ from tests.model.planting import (
     replace_return,
     return_constant,
 )
-from tests.model.twins import StorePair
 from tests.model.world import World
+
+TRAITS = ['COMPUTE_STATUS_DISABLED', 'HW_CPU_X86_AVX', 'CUSTOM_NOBODY_HAS']
+
+
+@dataclass
+class PlacementPair:
+    """A real placement and the model, which get the same calls."""
+
+    real: Placement
+    model: ModelPlacement
+    rng: random.Random
+    calls: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.providers = [make_random_uuid() for _ in range(2)]
+        self.consumers = [make_random_uuid() for _ in range(3)]
+        self.projects = [make_random_uuid() for _ in range(2)]
+        self.aggregates = [make_random_uuid() for _ in range(2)]
+        for provider in self.providers:
+            self.write('POST', '/resource_providers', {'uuid': provider, 'name': provider})
+            self.write('PUT', f'/resource_providers/{provider}/inventories', self.make_inventory(provider))
+
+    def step(self) -> None:
+        """Make one call to both; after a write also compare what both hold."""
+        writes = [*[self.claim] * 4, self.claim_set, self.release, self.change, self.change]
+        if self.rng.random() < 0.4:
+            self.read(self.rng.choice(self.list_paths()))
+            return
+        self.rng.choice(writes)()
+        for consumer in self.consumers:
+            self.read(f'/allocations/{consumer}')
+        for provider in self.providers:
+            self.read(f'/resource_providers/{provider}/usages')
+
+    def list_paths(self) -> list[str]:
+        provider_paths = [
+            f'/resource_providers/{provider}{part}'
+            for provider in self.providers
+            for part in ('', '/inventories', '/usages', '/allocations', '/traits', '/aggregates')
+        ]
+        trait = self.rng.choice(TRAITS)
+        tree, aggregate = self.rng.choice(self.providers), self.rng.choice(self.aggregates)
+        queries = [
+            *(f'required={trait}', f'required=!{trait}', f'member_of={aggregate}', f'member_of=!{aggregate}'),
+            *(f'required=in:{trait},HW_CPU_X86_SSE', f'member_of=in:{aggregate},{make_random_uuid()}', ''),
+        ]
+        extra = self.rng.choice([*queries, f'root_required=!{trait}'])
+        query = f'resources=VCPU:{self.rng.randint(1, 3)},DISK_GB:1&in_tree={tree}&{extra}'.rstrip('&')
+        return [
+            *provider_paths,
+            *(f'/resource_providers?in_tree={tree}&{self.rng.choice(queries)}'.rstrip('&') for _ in range(3)),
+            f'/resource_providers?in_tree={tree}&resources=VCPU:{self.rng.randint(1, 4)}',
+            *[f'/allocation_candidates?{query}'] * 4,
+            f'/allocation_candidates?{query}&resources1=VCPU:1',
+            f'/allocation_candidates?{query}&resources_1=VCPU:1&resources_2=VCPU:1&group_policy=none&in_tree_2={tree}',
+            f'/allocation_candidates?resources=NO_SUCH_CLASS:1&root_required=!{trait}',
+            *('/allocation_candidates?resources=NO_SUCH_CLASS:1', '/allocation_candidates?resources=VCPU:1&in_tree=x'),
+            f'/usages?project_id={self.rng.choice(self.projects)}',
+            *('/traits', f'/traits?name=in:{",".join(TRAITS)}'),
+            '/resource_classes',
+        ]
+
+    def make_allocation(self, empty_share: float = 0.1) -> dict[str, Any]:
+        """Return a random allocation; its provider may be missing or lack the capacity."""
+        provider = self.rng.choice([*self.providers * 4, make_random_uuid()])
+        sizes = {'VCPU': self.rng.randint(1, 3), **({'DISK_GB': 1} if self.rng.random() < 0.5 else {})}
+        generation = self.rng.choice([None, None, 0, 1, 2])
+        allocations = (
+            {} if generation is not None and self.rng.random() < empty_share else {provider: {'resources': sizes}}
+        )
+        return {
+            'allocations': allocations,
+            'user_id': 'u',
+            'project_id': self.rng.choice(self.projects),
+            'consumer_generation': generation,
+            'consumer_type': 'INSTANCE',
+        }
+
+    def claim(self) -> None:
+        consumer, body = self.rng.choice(self.consumers), self.make_allocation()
+        if self.rng.random() < 0.6 and body['allocations']:
+            body['consumer_generation'] = self.read_generation(consumer)
+        self.write('PUT', f'/allocations/{consumer}', body)
+
+    def claim_set(self) -> None:
+        bodies = {}
+        for consumer in self.rng.sample(self.consumers, self.rng.randint(2, 3)):
+            bodies[consumer] = self.make_allocation()
+            if self.rng.random() < 0.9 and bodies[consumer]['allocations']:
+                bodies[consumer]['consumer_generation'] = self.read_generation(consumer)
+        self.write('POST', '/allocations', bodies)
+
+    def release(self) -> None:
+        consumer = self.rng.choice(self.consumers)
+        generation = self.read_generation(consumer)
+        if generation is not None:
+            body = {**self.make_allocation(), 'allocations': {}, 'consumer_generation': generation}
+            self.write('PUT', f'/allocations/{consumer}', body)
+
+    def change(self) -> None:
+        """Change the inventory, traits or aggregates of a provider, or delete and recreate it."""
+        provider = self.rng.choice(self.providers)
+        part = self.rng.choice(['inventories', 'inventories', 'no inventories', 'traits', 'aggregates', 'delete'])
+        path = f'/resource_providers/{provider}'
+        if part == 'delete':
+            self.write('DELETE', path, None)
+            self.write('POST', '/resource_providers', {'uuid': provider, 'name': provider})
+            return
+        if part == 'no inventories':
+            self.write('DELETE', f'{path}/inventories', None)
+            return
+        body = {
+            'inventories': lambda: self.make_inventory(provider),
+            'traits': lambda: self.make_name_list(provider, 'traits', TRAITS),
+            'aggregates': lambda: self.make_name_list(provider, 'aggregates', self.aggregates),
+        }[part]()
+        self.write('PUT', f'{path}/{part}', body)
+
+    def make_inventory(self, provider: str) -> dict[str, Any]:
+        total = self.rng.randint(2, 5)
+        vcpu = {'total': total, 'reserved': self.rng.choice([0, 0, 0, 1, total, total + 1])}
+        disk = {'total': 2, 'allocation_ratio': 1.5}
+        disks: list[dict[str, Any]] = [{}, {'DISK_GB': disk}, {'DISK_GB': {'total': 4}}]
+        disk_inventory = self.rng.choice(disks)
+        inventories: dict[str, Any] = {'VCPU': vcpu, **disk_inventory}
+        return {**self.make_generation(provider), 'inventories': inventories}
+
+    def make_name_list(self, provider: str, part: str, choices: list[str]) -> dict[str, Any]:
+        return {**self.make_generation(provider), part: [value for value in choices if self.rng.random() < 0.4]}
+
+    def make_generation(self, provider: str) -> dict[str, int]:
+        """Return the provider's generation, sometimes a wrong one."""
+        summary = get_answer(lambda real: real.get(f'/resource_providers/{provider}'), self.real)
+        generation = summary['generation'] if isinstance(summary, dict) else 0
+        return {'resource_provider_generation': generation + (self.rng.random() < 0.1)}
+
+    def read_generation(self, consumer: str) -> int | None:
+        return self.real.get(f'/allocations/{consumer}').get('consumer_generation')
+
+    def read(self, path: str) -> None:
+        self.calls.append(f'GET {path}')
+        real, model = (
+            normalize_answer(get_answer(lambda each: each.get(path), client)) for client in (self.real, self.model)
+        )
+        assert real == model, format_difference(self.calls, real, model)
+
+    def write(self, method: str, path: str, body: dict[str, Any] | None) -> None:
+        self.calls.append(f'{method} {path} {body}')
+        real, model = (
+            get_answer(lambda each: each.write(method, path, body), client) for client in (self.real, self.model)
+        )
+        assert real == model, format_difference(self.calls, real, model)
+        self.calls[-1] += f': {real or "done"}'
+
+
+# Fields that the product never reads.
+UNREAD_FIELDS = {'links', 'mappings', 'consumer_type'}
+
+
+def normalize_answer(answer: object) -> object:
+    """Return the part of an answer that the product reads, in a canonical order."""
+    if isinstance(answer, dict):
+        fields = {name: normalize_answer(part) for name, part in answer.items() if name not in UNREAD_FIELDS}
+        if 'capacity' not in fields and {'resources', 'traits'} <= fields.keys():
+            return {'resources': fields['resources']}  # a provider summary
+        return fields
+    if isinstance(answer, list):
+        return sorted(map(normalize_answer, answer), key=repr)
+    return answer
+
+
+@dataclass
+class StorePair:
+    """A real store and the model, which get the same calls, and the pairs of their numbers."""
+
+    real: Store
+    model: ModelStore
+    prefix: str
+    rng: random.Random
+    revisions: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
+    leases: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
+    calls: list[str] = field(default_factory=list)
+
+    def pick_key(self) -> str:
+        return self.prefix + self.rng.choice(['a', 'a/1', 'ab', 'b', 'c'])
+
+    def step(self) -> None:
+        reads = [self.read, self.list_, self.list_, self.count, self.around]
+        ask = self.rng.choice([*reads, *[self.commit] * 4, self.grant, self.revoke])
+        ask()
+
+    def compare(self, description: str, real: Query, model: Query) -> tuple[object, object]:
+        """Make a call to both; AssertionError if the answers have different meanings."""
+        self.calls.append(description)
+        answers = get_answer(real, self.real), get_answer(model, self.model)
+        if isinstance(answers[0], int) and isinstance(answers[1], int) and description.startswith('commit'):
+            self.revisions.append((answers[0], answers[1]))
+        meanings = self.normalize(answers[0], 0), self.normalize(answers[1], 1)
+        assert meanings[0] == meanings[1], format_difference(self.calls, *meanings)
+        return answers
+
+    def normalize(self, answer: object, which: int) -> object:
+        """Return the answer with its numbers replaced by ones that are equal in both."""
+        if isinstance(answer, Entry):
+            revision = [pair[which] for pair in self.revisions].index(answer.revision)
+            lease = [pair[which] for pair in self.leases].index(answer.lease)
+            return answer.key, answer.value, revision, lease
+        if isinstance(answer, list):
+            return [self.normalize(item, which) for item in answer]
+        if isinstance(answer, Snapshot):
+            return [self.normalize(entry, which) for entry in answer.entries.values()]
+        return 'a number' if isinstance(answer, int) else answer
+
+    def read(self) -> None:
+        key = self.pick_key()
+        self.compare(f'get {key}', lambda store: store.get(key), lambda store: store.get(key))
+
+    def list_(self) -> None:
+        prefix, keys_only = self.rng.choice([self.prefix, self.prefix + 'a']), self.rng.random() < 0.3
+
+        def ask(store: Store) -> Snapshot:
+            return store.snapshot(prefix, keys_only)
+
+        self.compare(f'list {prefix}', ask, ask)
+
+    def around(self) -> None:
+        start, limit = self.pick_key() + self.rng.choice(['', '0']), self.rng.randint(1, 6)
+
+        def ask(store: Store) -> list[object]:
+            entries, number = store.sample(self.prefix, start, limit)
+            return [*entries, str(number)]
+
+        self.compare(f'around {start}, {limit}', ask, ask)
+
+    def count(self) -> None:
+        self.calls.append('count')
+        real, model = self.real.count(self.prefix), self.model.count(self.prefix)
+        assert real == model, format_difference(self.calls, real, model)
+
+    def commit(self) -> None:
+        """Commit a random transaction: a condition may fail, a lease may be missing."""
+        pairs = [self.make_condition() for _ in range(self.rng.randint(0, 2))]
+        operations = [self.make_operation() for _ in range(self.rng.randint(1, 3))]
+        description = f'commit if {pairs}: {operations}'
+        asks = [
+            lambda store, which=which: store.commit(
+                [pair[which] for pair in pairs], [pair[which] for pair in operations]
+            )
+            for which in (0, 1)
+        ]
+        self.compare(description, *asks)
+
+    def make_condition(self) -> tuple[Unchanged | Exists, Unchanged | Exists]:
+        """Return a pair of conditions that mostly holds."""
+        key = self.pick_key()
+        if self.rng.random() < 0.2:
+            return Exists(key), Exists(key)
+        entry = self.model.get(key)
+        index = [pair[1] for pair in self.revisions].index(entry.revision if entry else 0)
+        real, model = self.revisions[index] if self.rng.random() < 0.8 else self.rng.choice(self.revisions)
+        return Unchanged(key, real), Unchanged(key, model)
+
+    def make_operation(self) -> tuple[Put | Delete, Put | Delete]:
+        key = self.pick_key()
+        if self.rng.random() < 0.3:
+            return Delete(key), Delete(key)
+        real, model = self.rng.choice([(0, 0), self.rng.choice(self.leases)])
+        value = str(self.rng.randint(0, 9))
+        return Put(key, value, real), Put(key, value, model)
+
+    def grant(self) -> None:
+        self.leases.append((self.real.grant(600), self.model.grant(600)))
+        self.calls.append(f'grant: {self.leases[-1]}')
+
+    def revoke(self) -> None:
+        """Revoke a lease, which may have expired already, and check that it cannot be renewed."""
+        leases = self.rng.choice(self.leases[1:] or [(0, 0)])
+        if not leases[0]:
+            return
+        asks = [lambda store, lease=number: store.revoke(lease) for number in leases]
+        self.compare(f'revoke {leases}', *asks)
+        self.calls.append('keep alive')
+        assert self.real.keep_alive(leases[0]) == self.model.keep_alive(leases[1]) == 0
+
 
 # Calls of each server in every run; those of placement take ten times as long.
 CALLS = 1_000
@@ -57,15 +342,12 @@ def world() -> World:
 
 
 def compare_etcd(etcd: Etcd, world: World, steps: int, seed: int) -> None:
-    store = Store(EtcdConfig((etcd.endpoint,)))
-    try:
+    with closing(Store(EtcdConfig((etcd.endpoint,)))) as store:
         for number in range(steps // CALLS_OF_SEQUENCE):
             rng = random.Random(f'{seed} {number}')
             twins = StorePair(store, ModelStore(EtcdModel(world)), f'/twins/{make_random_uuid()}/', rng)
             for _ in range(CALLS_OF_SEQUENCE):
                 twins.step()
-    finally:
-        store.close()
 
 
 @pytest.fixture(scope='module')
@@ -76,8 +358,7 @@ def quiet_etcd() -> Iterator[Etcd]:
 
 
 def compare_members(etcd: Etcd, steps: int, seed: int) -> None:
-    member = EtcdMember(EtcdConfig((etcd.endpoint,)), etcd.endpoint)
-    try:
+    with closing(EtcdMember(EtcdConfig((etcd.endpoint,)), etcd.endpoint)) as member:
         for number in range(steps // CALLS_OF_SEQUENCE):
             rng = random.Random(f'{seed} {number}')
             memory = MemoryMember(EtcdModel(NoWorld()))
@@ -85,8 +366,6 @@ def compare_members(etcd: Etcd, steps: int, seed: int) -> None:
             for _ in range(CALLS_OF_SEQUENCE):
                 pair.step()
             pair.compare_watches()
-    finally:
-        member.close()
 
 
 def test_member_in_memory_answers_like_etcd(quiet_etcd: Etcd) -> None:

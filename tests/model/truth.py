@@ -448,7 +448,6 @@ ROWS = [
 
 
 def find_row(sentence: Sentence) -> Row | None:
-    """Return the first row that matches, or None."""
     for row in ROWS:
         is_match = sentence.actor.command in row.commands and isinstance(sentence.outcome, row.outcome)
         if is_match and re.search(row.pattern, sentence.text):
