@@ -292,11 +292,7 @@ def parametrize_cases(quick_number: int) -> Any:
 
 @contextmanager
 def check_case(name: str, number: int, value: object) -> Iterator[None]:
-    """Check one case: every error but the product's own fails it.
-
-    Raises:
-        AssertionError: another error, with the name and number of the case.
-    """
+    """Check one case: every error but the product's own fails it."""
     try:
         yield
     except RefusedError as error:

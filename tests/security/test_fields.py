@@ -113,7 +113,6 @@ VALID_VALUES['record'] = {
 
 
 def iterate_places(value: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """Yield the place of the value itself and of each value in it."""
     yield place
     for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
         yield from iterate_places(value[key], (*place, key))

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import IPv4Network
 from pathlib import Path
@@ -26,12 +26,9 @@ pytestmark = [
 
 @pytest.fixture(scope='module')
 def lab(guest_image: Path) -> Iterator[Lab]:
-    started = Lab(make_lab_name('guests'), 1)
-    try:
+    with closing(Lab(make_lab_name('guests'), 1)) as started:
         (started.directory / 'images/guest.qcow2').write_bytes(guest_image.read_bytes())
         yield started
-    finally:
-        started.close()
 
 
 @pytest.fixture(scope='module')

@@ -42,9 +42,6 @@ from tests.kit.images import LIMITS, LOOPBACK_REACH, MIB, get_base, list_cached
 from tests.kit.servers import SLOWDOWN_FACTOR, free_port, wait_until
 from tests.security.image_servers import BOOT_DISK, fetch_refusal, get_port, make_cache
 
-# A user who chooses an image URL can reach no forbidden address: by address, name, redirect or proxy.
-
-
 URL_WITH_PASSWORD = 'http://alice:hunter2@images.example.org/x.qcow2'
 
 
@@ -71,9 +68,6 @@ def test_password_in_an_image_url_is_refused_by_ecompute(tmp_path: Path) -> None
     with pytest.raises(BuildFailed, match='the image has a user or a password') as caught:
         get_base(cache, URL_WITH_PASSWORD)
     assert 'hunter2' not in str(caught.value)
-
-
-# Allowed sources.
 
 
 def test_only_listed_sources_are_allowed() -> None:
@@ -511,9 +505,6 @@ def test_destroy_or_signal_ends_image_inspection(
     assert list_cached(tmp_path / 'images') == []
 
 
-# Error messages.
-
-
 @pytest.mark.parametrize(
     'page', [b'TOKEN=hunter2-and-more', b'{"etcdserver":"3.4.23"}', b'QFI\xfb\0\0\0\x03' + b'hunter2-' * 200]
 )
@@ -533,7 +524,6 @@ def test_refusal_shows_no_content_of_the_image(web: ImageServer, tmp_path: Path,
 
 
 def send_endless_head(handler: Handler) -> None:
-    """Send an endless head, a byte at a time."""
     handler.wfile.write(b'HTTP/1.1 200 OK\r\nx: ')
     while not handler.server.may_go_on.wait(0.05):
         handler.wfile.write(b'x')

@@ -16,6 +16,7 @@ import threading
 import time
 import uuid
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -38,10 +39,6 @@ from tests.security.rights import (
     MetadataServer,
     write_files,
 )
-
-# The metadata server that root starts: once it listens, it has an unprivileged user, and cannot access files of root.
-# Its monitor opens those for it: see below.
-
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason='who is not root has nothing to give up')
 
@@ -416,8 +413,7 @@ def test_monitor_opens_no_other_files(tmp_path: Path) -> None:
     write_files(tmp_path, {LOOPBACK: (MAC, UUID)})
     (tmp_path / 'token').write_text('canary')
     guests = tmp_path / 'metadata'
-    monitor = Monitor(conf.load(tmp_path / 'mdserver.conf'))
-    try:
+    with closing(Monitor(conf.load(tmp_path / 'mdserver.conf'))) as monitor:
         assert query_monitor(monitor, 'user-data') == ['#!one\n']
         for request in (
             ' ',
@@ -477,5 +473,3 @@ def test_monitor_opens_no_other_files(tmp_path: Path) -> None:
         report.symlink_to(tmp_path / 'made')
         assert query_monitor(monitor, f'ready {MAC} {UUID} {{}}') == []
         assert not (tmp_path / 'made').exists()
-    finally:
-        monitor.close()

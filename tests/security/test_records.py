@@ -1,4 +1,4 @@
-"""Records and requests of instances written by others: foreign, malformed or too large."""
+"""Records, requests and stacks written by others: foreign, malformed or too large."""
 
 from __future__ import annotations
 
@@ -13,23 +13,26 @@ from uuid import uuid4
 import pytest
 
 from ecomp.conf import EtcdConfig
-from ecomp.errors import EcompError
-from ecomp.model import keys
+from ecomp.errors import EcompError, Unreadable
+from ecomp.model import keys, stack
 from ecomp.model.flavor import parse_flavor
 from ecomp.model.order import MAX_REQUEST_BYTES, InvalidRequest, parse_request
 from ecomp.model.queue import Backlog, InvalidEntry, QueueEntry, WaitingEntry, to_json, update_backlog
+from ecomp.scheduler.queries.stacks import load_stack
 from ecomp.store import connection as paging
 from ecomp.store import http2_client
 from ecomp.store import watch as keeping
 from ecomp.store.client import Entry, Put, Unchanged
 from ecomp.store.sharing import find_by_listing, read_index
 from ecomp.store.watch import SMALL_VALUE_BYTES, EntryCache, Follower
+from tests.kit.audit import run_audit
 from tests.kit.by_hand import make_request, put_claim
 from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import read_guests
-from tests.kit.hostile import COMPUTE, IMAGE, INSTANCE
-from tests.kit.invariants import check_invariants
+from tests.kit.hostile import COMPUTE, IMAGE, INSTANCE, OTHER_UUID
+from tests.kit.invariants import check_invariants, read_allocations
 from tests.kit.servers import Etcd, wait_until
+from tests.kit.stacks import list_instances, write_stack
 from tests.kit.store_client import open_store
 from tests.kit.story import IMAGE as IMAGE_URL
 from tests.kit.story import SMALL_QUERY as QUERY
@@ -572,3 +575,68 @@ def test_tombstone_of_a_request_with_long_query_is_small(cluster: Control, compu
     wait_until(lambda: read_guests(compute) == {}, 20, 'it is gone')
     wait_state(cluster, instance, 'gone')
     check_invariants(cluster, compute)
+
+
+# Malformed values of /stacks/<name>, and stacks in requests: refused in one sentence, and no instance is harmed.
+
+
+KEY = keys.stack('shop')
+ENTRY = {'incarnation': 1, 'compute': COMPUTE}
+PLACE = stack.Stack('shop', OTHER_UUID).make_place('web/2', 7)
+
+
+def make_value(**fields: Any) -> bytes:
+    return json.dumps({'version': 1, 'epoch': OTHER_UUID, 'entries': {}, **fields}).encode()
+
+
+def make_entries(name: str, **fields: Any) -> bytes:
+    return make_value(entries={name: {**ENTRY, **fields}})
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize('name', ['', 'a' * 31, 'my-shop', '../x', 'shop\n', '\ud800', 'Shop'])
+def test_stack_of_an_invalid_name_is_refused(name: str) -> None:
+    """Its key can be written by anybody, and its name would be part of the names of instances."""
+    with pytest.raises(ValueError, match='not a valid stack name'):
+        stack.from_json(name, make_value())
+    with pytest.raises(ValueError, match='not a valid stack name'):
+        stack.parse_place({**PLACE._asdict(), 'name': name})
+
+
+@pytest.mark.usefixtures('compute')
+def test_malformed_stack_is_refused_by_all_commands_and_harms_no_instance(cluster: Control) -> None:
+    path = write_stack(cluster, {'db': {}, 'web': {}})
+    assert cluster.eschedule('apply', path, '--wait').code == 0
+    before, good = list_instances(cluster), cluster.etcd.get(KEY) or b''
+    commands = [
+        ('apply', path),
+        ('apply', path, '--dry-run'),
+        ('apply', path, '--prune', '--replace-all', '--yes'),
+        ('list', '--stack', 'shop'),
+        ('stop', '--stack', 'shop'),
+        ('destroy', '--file', path, '--yes'),
+        ('destroy', '--stack', 'shop', '--yes'),
+    ]
+    for value in (b'x' * 1_500_000, b'[' * 100_000, b'\xff', make_entries('\x1b]0;x\x07\x1b[2J/1')):
+        cluster.etcd.put(KEY, value)
+        with open_store(cluster.etcd.endpoint) as store, pytest.raises(Unreadable):
+            load_stack(store, 'shop')
+        for words in commands:
+            result = cluster.eschedule(*words)
+            line = assert_one_line(result, 1, KEY)
+            assert (line.isprintable(), len(line) < 400, result.stdout) == (True, True, ''), result
+        (finding,) = run_audit(cluster)
+        assert (finding['code'], finding['subject']) == ('stack-unreadable', 'shop')
+        assert finding['sentence'].startswith(f'{KEY} is malformed: ')
+        assert finding['sentence'].isprintable()
+        assert cluster.eschedule('list').code == 0
+    assert list_instances(cluster) == before
+    assert read_allocations(cluster).keys() == set(before.values())
+    # A malformed stack keeps nobody from destroying its instances.
+    assert cluster.eschedule('destroy', 'shop-db', '--wait').code == 0
+    # As the audit says: without the key, the stack is restored.
+    cluster.etcd.delete(KEY)
+    assert cluster.eschedule('apply', path, '--wait').code == 0
+    after = list_instances(cluster)
+    assert (after.keys(), after['shop-web']) == (before.keys(), before['shop-web'])
+    assert json.loads(cluster.etcd.get(KEY) or b'')['epoch'] == json.loads(good)['epoch']

@@ -30,10 +30,6 @@ from tests.kit.store_client import open_store
 from tests.security.mutants import HOSTILE_VALUES, make_mutant, make_nested
 from tests.security.readers import KEYS_BY_KIND, READERS, audit_values, check_case, parametrize_cases
 
-# Numbers, depth and text of values in etcd: a reader either refuses them with a reason, or what it accepts can be
-# written again.
-
-
 KEY = keys.request(COMPUTE, INSTANCE)
 LONG_NUMBER = '9' * 4300
 HALF_CHARACTER = '\ud800'
@@ -59,7 +55,6 @@ def test_values_that_no_reader_accepts_are_not_written() -> None:
 
 
 def find_json_dumps(source: str) -> list[int]:
-    """List the lines that call json.dump or json.dumps."""
     if 'json.dump' not in source:
         return []
     calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
