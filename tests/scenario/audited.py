@@ -44,7 +44,6 @@ class Scene:
         return audit(self.store, self.placement, again)
 
     def list_findings(self) -> list[tuple[str, str]]:
-        """Return the code and subject of each finding."""
         return [(finding.code, finding.subject) for finding in self.audit().findings]
 
     def put(self, key: str, value: object, seconds: int = 0) -> None:
@@ -75,7 +74,6 @@ class Scene:
         self.set_allocation(consumer, {compute: {**SIZE, **changed} for compute in computes})
 
     def set_inventory(self, compute: str, **totals: int) -> None:
-        """Set a compute's inventory."""
         path = f'/resource_providers/{compute}'
         generation = self.control.placement.call('GET', path)['generation']
         inventories = {name: {'total': total} for name, total in totals.items()}
@@ -162,5 +160,4 @@ class Baseline(NamedTuple):
 
 
 def get_guests_path(compute: Ecompute) -> Path:
-    """Return the path of the file in which a fake compute keeps its guests."""
     return compute.directory / 'state' / 'fake.json'

@@ -51,7 +51,6 @@ VERSION = 1
 
 
 def get_debian_image() -> Path:
-    """Return the path of the qcow2 image, which is made if it is not cached."""
     return cache_file('debian.qcow2', (VERSION, RELEASE, PACKAGES, INITRAMFS, FILES, SYSLINUX_CFG), _make_image)
 
 

@@ -83,15 +83,12 @@ class Cluster:
         assert done.returncode == 0, done
 
     def show_record(self, name: str) -> dict[str, Any]:
-        """Return the record of a guest as `show` prints it."""
         return dict(json.loads(self.eschedule('show', name, '-f', 'json')))
 
     def read_states(self) -> dict[str, str]:
-        """Return the state of each host as `hosts` prints it."""
         return {row['host']: row['state'] for row in json.loads(self.eschedule('hosts', '-f', 'json'))}
 
     def wait_up(self, *hosts: str) -> None:
-        """Wait until `hosts` shows these hosts as up."""
         wait_until(lambda: {self.read_states().get(host) for host in hosts} == {'up'}, 60, f'{hosts} are up')
 
     def is_answering(self, name: str) -> bool:
@@ -116,13 +113,11 @@ class Cluster:
         assert self.is_answering(name)
 
     def read_console(self, name: str) -> str:
-        """Return the console output of a guest."""
         host, _, path = self.show_record(name)['console'].partition(':')
         return self.hypervisors[host].run('cat', path)
 
 
 def read_unit(booted: BootedMachine, name: str) -> dict[str, str]:
-    """Return systemd's properties of a unit."""
     lines = booted.run('systemctl', 'show', name).splitlines()
     return {key: value for key, _, value in (line.partition('=') for line in lines)}
 
@@ -151,13 +146,11 @@ def serves_metadata(hypervisor: BootedMachine) -> bool:
 
 
 def read_guest_pids(hypervisor: BootedMachine) -> dict[str, int]:
-    """Return the pid of each running guest by uuid."""
     names = hypervisor.run('virsh', '-q', 'list', '--name').split()
     return {name: int(hypervisor.run('cat', f'/run/libvirt/qemu/{name}.pid')) for name in names}
 
 
 def read_blocks(machine: str, page: Path = PAGE) -> list[str]:
-    """Return the blocks that a page has typed on this machine."""
     return [text for place, text in BLOCK.findall(page.read_text()) if place == machine]
 
 

@@ -35,7 +35,6 @@ def enqueue_request(control: Control, *words: str) -> str:
 
 
 def list_waiting(control: Control) -> list[str]:
-    """Return the instances that wait in a queue."""
     return [key.rsplit('/', 1)[1] for key in control.etcd.list_keys('/queues/') if not key.endswith('/taker')]
 
 

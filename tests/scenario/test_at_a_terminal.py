@@ -32,7 +32,43 @@ from tests.kit.journal import JOURNAL
 from tests.kit.servers import make_environment, wait_until
 from tests.kit.stacks import write_stack
 from tests.kit.story import IMAGE, SMALL_QUERY, place, run_in_process
-from tests.kit.terminal_screen import render_screen
+
+_SEQUENCE = re.compile(r'\x1b\[([0-9;]*)([A-Za-z])|(.)', re.DOTALL)
+
+
+def render_screen(output: str, columns: int, height: int = 24) -> list[str]:
+    """Return the lines on a terminal and in its scrollback, without blanks at the end of each.
+
+    It wraps as xterm does: a character in the last column leaves the cursor there, and the next one begins a line. The
+    cursor cannot move up into the scrollback.
+    """
+    lines, row, column = [''], 0, 0
+    for match in _SEQUENCE.finditer(output):
+        argument, command, character = match.groups()
+        top = max(len(lines) - height, 0)
+        if command == 'A':
+            row = max(row - int(argument or 1), top)
+        elif command == 'H':
+            row, column = top, 0
+        elif command == 'J':
+            row = top if argument == '2' else row
+            lines[row:] = ['' if argument == '2' else lines[row][:column]]
+            lines += [''] * (row - len(lines) + 1)
+        elif command == 'K':
+            lines[row] = lines[row][:column]
+        elif command:
+            assert command == 'm', f'unknown sequence {match[0]!r}'
+        elif character == '\r':
+            column = 0
+        else:
+            if character == '\n' or column == columns:
+                row, column = row + 1, 0 if column == columns and character != '\n' else column
+                lines += [''] * (row - len(lines) + 1)
+            if character != '\n':
+                lines[row] = lines[row][:column].ljust(column) + character + lines[row][column + 1 :]
+                column += 1
+    return [line.rstrip() for line in lines]
+
 
 COLOUR = re.compile('\x1b\\[[0-9]*m')
 
@@ -258,6 +294,10 @@ def test_wait_shows_its_condition_on_the_terminal(cluster: Control, compute: Eco
 
 
 STACK = {'db': {}, 'web': {'count': 3}}
+# test_every_message_stands_above_the_status tries the other widths without a cluster.
+OTHER_WIDTHS_ARE_SLOW = pytest.mark.parametrize(
+    'columns', [pytest.param(70, marks=pytest.mark.slow), 80, pytest.param(100, marks=pytest.mark.slow)]
+)
 
 
 def remove_blanks(text: str) -> str:
@@ -281,7 +321,7 @@ def split_at_table(terminal: Screen) -> tuple[str, list[str], str]:
     return remove_blanks(''.join(lines[:first])), lines[first:last], remove_blanks(''.join(lines[last:]))
 
 
-@pytest.mark.parametrize('columns', [70, 80, 100])
+@OTHER_WIDTHS_ARE_SLOW
 def test_failed_member_is_on_the_screen_with_its_reason(cluster: Control, compute: Ecompute, columns: int) -> None:
     shop = write_stack(cluster, STACK)
     compute.pause()
@@ -327,7 +367,7 @@ def test_failure_during_the_wait_has_its_reason_in_a_pipe(cluster: Control, comp
     assert run_in_process(cluster, 'destroy', '--stack', 'shop', '--yes', '--wait').code == 0
 
 
-@pytest.mark.parametrize('columns', [70, 80, 100])
+@OTHER_WIDTHS_ARE_SLOW
 def test_messages_of_a_wait_that_ends_early_are_whole(cluster: Control, compute: Ecompute, columns: int) -> None:
     # The status fills the line, so that a terminal wraps the ^C that it adds at its end.
     shop = write_stack(cluster, {'a' * 50: {'name': 'one'}, 'web': {'count': 3}})

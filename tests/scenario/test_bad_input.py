@@ -50,7 +50,6 @@ def test_unreachable_default_server_is_reported_as_a_guess(tmp_path: Path) -> No
 
 
 def read_tree(directory: Path) -> dict[str, tuple[int, bytes]]:
-    """Return mode and content of a directory and of each path below it."""
     paths = [directory, *sorted(directory.rglob('*'))]
     return {str(path): (path.stat().st_mode, path.read_bytes() if path.is_file() else b'') for path in paths}
 

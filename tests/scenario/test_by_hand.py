@@ -1,6 +1,6 @@
 """Requests from other clients, in the format of 2019.
 
-Malformed and malicious values are in tests/faults/test_hostile.py and tests/unit/test_order.py.
+Malformed and malicious values are in tests/faults/test_hostile.py and tests/unit/test_record.py.
 """
 
 from __future__ import annotations

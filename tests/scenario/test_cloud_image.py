@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,8 +103,7 @@ class Guest:
 def guests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Guest]]:
     """Provide one guest for each way of metadata; they boot side by side."""
     work = tmp_path_factory.mktemp('cloud')
-    lab = Lab(make_lab_name('cloud'), len(HOST_BY_WAY))
-    try:
+    with closing(Lab(make_lab_name('cloud'), len(HOST_BY_WAY))) as lab:
         shutil.copyfile(get_debian_image(), lab.directory / 'images/debian.qcow2')
         for way, host in HOST_BY_WAY.items():
             lab.stop_ecompute(host)
@@ -126,8 +126,6 @@ def guests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Gu
 
         with ThreadPoolExecutor() as pool:
             yield dict(zip(HOST_BY_WAY, pool.map(boot, HOST_BY_WAY), strict=True))
-    finally:
-        lab.close()
 
 
 @pytest.mark.parametrize('way', HOST_BY_WAY)

@@ -62,7 +62,6 @@ def write_completion_script(directory: Path, shell: str, env: dict[str, str]) ->
 
 
 def list_candidates(shell: str, script: Path, env: dict[str, str], line: str) -> list[str]:
-    """Return the candidates for the end of a line."""
     if shell == 'fish':
         shell_code = f'source {script}; complete -C {shlex.quote(line)}'
         command = ['fish', '--no-config', '-c', shell_code]

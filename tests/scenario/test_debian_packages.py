@@ -76,7 +76,6 @@ def new_files(cluster: Cluster) -> set[str]:
 
 
 def list_clone(machine: BootedMachine) -> set[str]:
-    """Return the paths of all files in the clone on a machine."""
     return set(machine.run('find', str(CLONE_PATH), '-type', 'f', '-printf', '%P\n').split())
 
 

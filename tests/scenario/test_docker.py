@@ -80,7 +80,6 @@ def list_etcd_keys(engine: Engine) -> str:
 
 
 def read_start_times(engine: Engine) -> dict[str, str]:
-    """Return the start time of each container, by name."""
     names = engine.run_docker('ps', '--all', '--format', '{{.Names}}').split()
     return {name: engine.run_docker('inspect', '--format', '{{.State.StartedAt}}', name) for name in names}
 
@@ -213,7 +212,6 @@ def test_servers_on_a_public_address_require_certificates(engine: Engine, run: R
 
 
 def make_elab_directory(tools: Path) -> Path:
-    """Make a directory with an `elab` command in it."""
     tools.mkdir()
     (tools / 'elab').write_text(f'#!/bin/sh\nexec {sys.executable} -m ecomp.lab.elab "$@"\n')
     (tools / 'elab').chmod(0o755)

@@ -97,7 +97,6 @@ def list_canary_findings(result: Result) -> list[tuple[str, str]]:
 
 
 def run_canaries(control: Control, *words: str) -> Result:
-    """Run a doctor with canaries to its end."""
     return control.eschedule('doctor', '--canary', '-f', 'json', *words)
 
 
@@ -107,7 +106,6 @@ def start_canaries(control: Control, *words: str) -> Eschedule:
 
 
 def list_canary_keys(control: Control) -> list[str]:
-    """Return the keys that canaries still have in etcd."""
     prefixes = ('/hosts/', '/instances/', '/names/', '/requests/', '/booted/', '/groups/')
     return [key for prefix in prefixes for key in control.etcd.list_keys(prefix)]
 
@@ -118,7 +116,6 @@ def expect_nothing_left(control: Control, *computes: Ecompute) -> None:
 
 
 def wait_until_requested(control: Control, *computes: Ecompute) -> None:
-    """Wait until each compute has a request."""
     prefixes = [f'/hosts/{compute.uuid}/' for compute in computes]
     wait_until(lambda: all(map(control.etcd.list_keys, prefixes)), 30, 'each host is asked for a canary')
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
+from contextlib import closing
 from ipaddress import IPv4Network
 from pathlib import Path
 
@@ -45,13 +46,9 @@ pytestmark = [
 
 @pytest.fixture
 def lab(guest_image: Path) -> Iterator[Lab]:
-    """Provide a lab with one host."""
-    started = Lab(make_lab_name('forging'), 1)
-    try:
+    with closing(Lab(make_lab_name('forging'), 1)) as started:
         (started.directory / 'images/guest.qcow2').write_bytes(guest_image.read_bytes())
         yield started
-    finally:
-        started.close()
 
 
 def request_as_other(guest: Guest, mac: str, address: str) -> dict[str, str]:
@@ -71,7 +68,6 @@ def make_refused_answers(guest: Guest) -> dict[str, str]:
 
 
 def remove_filter(lab: Lab, guest: Guest) -> None:
-    """Remove the filter of a running guest."""
     interface = lab.read_domain('hv1', guest.instance).find('devices/interface')
     assert interface is not None
     reference = interface.find('filterref')
@@ -83,12 +79,10 @@ def remove_filter(lab: Lab, guest: Guest) -> None:
 
 
 def list_filters(lab: Lab) -> list[str]:
-    """Return the filter of each interface."""
     return [line.split()[1] for line in lab.virsh('hv1', 'nwfilter-binding-list').splitlines() if line.strip()]
 
 
 def read_lease_expiry(lab: Lab, guest: Guest) -> int:
-    """Return the expiry time of a guest's DHCP lease."""
     leases = json.loads((lab.directory / 'hv1/lib/dnsmasq/virbr0.status').read_text())
     return next(int(lease['expiry-time']) for lease in leases if lease['mac-address'] == guest.mac)
 
@@ -133,7 +127,6 @@ def reboot(lab: Lab, guest: Guest) -> None:
 
 
 def read_pid(lab: Lab, name: str) -> int:
-    """Return the pid of a process of the lab by its name in lab.json."""
     return int(json.loads((lab.directory / 'lab.json').read_text())['processes'][name]['pid'])
 
 

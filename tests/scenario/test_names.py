@@ -48,7 +48,6 @@ def read_guest_data(compute: Ecompute) -> dict[str, dict[str, Any]]:
 
 
 def write_files(directory: Path, **files: str | bytes) -> dict[str, str]:
-    """Write files and return their paths by name."""
     for name, content in files.items():
         (directory / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     return {name: str(directory / name) for name in files}

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
-from datetime import datetime
 
 from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import list_running_guests
 from tests.kit.invariants import check_invariants
 from tests.kit.servers import wait_until
 from tests.kit.story import (
-    IMAGE,
-    SMALL_QUERY,
     assert_one_line,
     boot,
     find_log_lines,
@@ -119,20 +116,6 @@ def test_silent_compute_carries_out_the_last_action_later(cluster: Control, comp
     assert len(wait_log_lines(compute, 'START INSTANCE', instance)) == 1
     compute.restart()
     assert list_running_guests(compute) == {instance}, 'done once'
-
-
-def test_power_action_keeps_unknown_fields_of_the_request(cluster: Control, compute: Ecompute) -> None:
-    """Unknown fields of a newer eschedule are kept, too."""
-    instance = boot(cluster, SMALL_QUERY, IMAGE)
-    key = f'/hosts/{compute.uuid}/{instance}'
-    request = {**json.loads(cluster.etcd.get(key) or b''), 'later': {'names': ['web1', 1.5, None]}}
-    cluster.etcd.put(key, json.dumps(request))
-    switch(cluster, 'stop', instance)
-    stored = json.loads(cluster.etcd.get(key) or b'')
-    power = stored.pop('power')
-    assert datetime.fromisoformat(stored.pop('written_at')).tzinfo is not None
-    assert stored == request
-    assert (power['action'], read_record(cluster, instance)['power']) == ('stop', power['id'])  # type: ignore[index]
 
 
 def test_failed_start_reports_its_reason_and_is_not_retried(cluster: Control, compute: Ecompute) -> None:

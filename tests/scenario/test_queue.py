@@ -158,7 +158,6 @@ SHARED_OPTIONS = ('--project', 'shop', '--name', 'web1', '--group', 'web', '--po
 
 
 def read_used_instances(control: Control) -> int:
-    """Return the number of instances that the quota counts."""
     shown = run_in_process(control, 'quota', 'show', 'shop', '-f', 'json')
     return int(json.loads(shown.stdout)['used'].get('instances', 0))
 
@@ -295,7 +294,6 @@ def make_computes(control: Control, count: int) -> list[TunedEcompute]:
 
 
 def start_computes(computes: Sequence[ArmedEcompute]) -> None:
-    """Start the computes, four at a time."""
     for first in range(0, len(computes), 4):
         batch = computes[first : first + 4]
         # No threads here: a process that a thread starts would end together with the thread.
@@ -306,7 +304,6 @@ def start_computes(computes: Sequence[ArmedEcompute]) -> None:
 
 
 def enqueue_requests(control: Control, count: int) -> set[str]:
-    """Queue this many requests; return their uuids."""
     return {enqueue_request(control) for _ in range(count)}
 
 

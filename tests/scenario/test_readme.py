@@ -220,7 +220,6 @@ def provide_venv(clone: Path) -> None:
 
 
 def get_path(machine: Machine, path: str) -> Path:
-    """Return where a path of the machine is for this process."""
     return Path(f'/proc/{machine.pid}/root{path}')
 
 

@@ -94,10 +94,6 @@ def count_excess(etcd: Etcd, requested_paths: list[str], provider: str) -> Count
     return increase
 
 
-def count_threads(pid: int) -> int:
-    return len(list(Path(f'/proc/{pid}/task').iterdir()))
-
-
 @pytest.mark.slow
 def test_number_of_threads_does_not_grow_with_the_computes(cluster: Control) -> None:
     count = 40
@@ -105,7 +101,7 @@ def test_number_of_threads_does_not_grow_with_the_computes(cluster: Control) -> 
     many.start()
     for instance in [parse_notice(cluster.eschedule(SMALL_QUERY))[1] for _ in range(2)]:
         wait_address(cluster, instance)
-    threads = count_threads(many.pid)
+    threads = len(list(Path(f'/proc/{many.pid}/task').iterdir()))
     assert threads < count, f'{threads} of {count} computes'
     assert many.stop() == 0
 
@@ -118,7 +114,6 @@ WAIT_SECONDS = 10.0
 
 
 def list_leases_without_key(control: Control) -> set[str]:
-    """Return the leases that have no key."""
     empty_leases = set()
     for lease in control.etcd.call('lease/leases', {}).get('leases', []):
         lease_state = control.etcd.call('lease/timetolive', {'ID': lease['ID'], 'keys': True})
@@ -205,7 +200,6 @@ THREAD_STARTERS_BY_MODULE = {'jobs.py': ('Thread', 'DaemonThreadPool')}
 
 
 def read_documented_names() -> set[str]:
-    """Return the names in the table."""
     return set(re.findall(r'^    (\S.*?)  +\S', ecomp.agent.__doc__ or '', re.MULTILINE))
 
 
@@ -319,7 +313,6 @@ def ear() -> Iterator[NotifySocket]:
 
 
 def start_service(control: Control, ear: NotifySocket) -> ServiceCompute:
-    """Start a fake ecompute as a service."""
     compute = ServiceCompute(control.etcd.endpoint, control.placement.url)
     compute.ear = ear
     return control.at_exit.enter_context(compute)
@@ -367,7 +360,6 @@ def test_ecompute_that_cannot_start_is_never_ready(tmp_path: Path, ear: NotifySo
 
 @contextmanager
 def run_service(*words: str, ear: NotifySocket, cwd: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a Python command as a service."""
     env = make_environment() | ear.make_environment(WATCHDOG_SECONDS)
     with (cwd / 'log').open('wb') as log:
         process = subprocess.Popen([sys.executable, *words], cwd=cwd, env=env, stdout=log, stderr=log)

@@ -1,4 +1,4 @@
-"""Sets, groups, quotas and flavors.
+"""Sets, groups, quotas and flavors, and plans of them.
 
 Their races are in tests/model (scenarios of shared keys), their rules in tests/unit/test_sharing.py.
 """
@@ -11,9 +11,9 @@ import uuid
 from collections import Counter
 from pathlib import Path
 
-from tests.kit.commands import Control, Ecompute, write_config
+from tests.kit.commands import Control, Ecompute, Result, write_config
 from tests.kit.hands import check_settled, expire_key
-from tests.kit.invariants import read_lasting_keys
+from tests.kit.invariants import check_invariants, read_lasting_keys
 from tests.kit.sharing import parse_notices, read_members, read_usage, start_computes
 from tests.kit.story import (
     IMAGE,
@@ -22,6 +22,7 @@ from tests.kit.story import (
     parse_notice,
     place,
     read_record,
+    run_concurrently,
     run_in_process,
     wait_address,
     wait_state,
@@ -35,7 +36,6 @@ SCRIPT = '#!/bin/sh\necho canary\n'
 
 
 def read_allocations(cluster: Control, computes: list[Ecompute]) -> dict[str, dict[str, int]]:
-    """Return the allocation of each consumer on these computes."""
     return {
         name: amounts
         for compute in computes
@@ -233,3 +233,83 @@ def test_flavor_is_set_listed_used_and_deleted(cluster: Control) -> None:
     write_config(cluster.schedule_yaml, cluster.etcd.endpoint, cluster.placement.url)
     assert_one_line(cluster.eschedule('flavor', 'delete', 'tiny'), 0, 'removed')
     assert_one_line(cluster.eschedule('--flavor', 'tiny'), 4, 'tiny: no such flavor')
+
+
+# Planning: where instances would go, compared with where they go.
+
+
+def count_by_compute(done: Result) -> Counter[str]:
+    """Return the number of instances of each compute, placed or planned."""
+    assert done.code == 0, done
+    if done.stdout.startswith('NOTIFIED'):
+        return Counter(line.split(', ')[1] for line in done.stdout.splitlines())
+    return Counter({row['compute']: row['instances'] for row in json.loads(done.stdout) if row['instances']})
+
+
+def test_plan_predicts_the_placement_of_a_set(cluster: Control) -> None:
+    computes = [cluster.ecompute(f'VCPU:{size},DISK_GB:100,MEMORY_MB:4096').uuid for size in (2, 4, 8)]
+    place(cluster, SMALL_QUERY, '--on', computes[2])
+    place(cluster, SMALL_QUERY, '--on', computes[0])
+    for words in (
+        ('--count', '5'),
+        ('--count', '2', '--weigh', 'pack'),
+        ('--count', '2', '--group', 'web', '--policy', 'anti-affinity'),
+        ('--count', '3', '--group', 'db', '--policy', 'affinity', '--weigh', 'pack'),
+    ):
+        # Options of a new instance, such as the image, are accepted but do not affect a plan.
+        planned = count_by_compute(cluster.eschedule('plan', SMALL_QUERY, IMAGE, *words, '-f', 'json'))
+        assert sum(planned.values()) == int(words[1])
+        if words[-1] != 'anti-affinity':  # any of equal computes
+            assert count_by_compute(cluster.eschedule(SMALL_QUERY, IMAGE, *words)) == planned
+        else:
+            assert set(planned.values()) == {1}
+    # Fourteen slots had two left; now one.
+    assert sum(count_by_compute(cluster.eschedule(SMALL_QUERY, IMAGE, '--count', '1')).values()) == 1
+    results = [cluster.eschedule(*words, SMALL_QUERY, '--count', '2') for words in (('plan',), ())]
+    for done in results:
+        assert (done.code, done.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
+        assert 'there is room for 1 of 2' in done.stderr
+    assert results[0].stderr == results[1].stderr
+    done = cluster.eschedule('plan', SMALL_QUERY, '--count', '2', '--min', '1', '-f', 'json')
+    assert sum(count_by_compute(done).values()) == 1
+    assert '1 of 2 instances would be placed: there is no room or quota for more' in done.stderr
+
+
+def test_plan_refuses_what_create_refuses(cluster: Control) -> None:
+    cluster.ecompute(TOY)
+    assert_one_line(cluster.eschedule('quota', 'set', 'shop', 'instances=2'), 0, 'quota of project shop')
+    place(cluster, SMALL_QUERY, '--project', 'shop')
+    assert count_by_compute(cluster.eschedule('plan', SMALL_QUERY, '--project', 'shop', '-f', 'json')).total() == 1
+    for words in (('--project', 'shop', '--count', '2'), ('--count', '2', '--project', 'shop', '--group', 'new')):
+        real, planned = cluster.eschedule(SMALL_QUERY, *words), cluster.eschedule('plan', SMALL_QUERY, *words)
+        assert real.code == planned.code != 0
+        assert (planned.stdout, planned.stderr) == (real.stdout, real.stderr)
+    done = cluster.eschedule('plan', SMALL_QUERY, '--project', 'shop', '--count', '2')
+    assert 'instances: limit 2, used 1, requested 2' in done.stderr
+    assert cluster.eschedule('plan', SMALL_QUERY, '--project', 'other', '--count', '2').code == 0
+    for query in ('resources=VCPU:1', 'resources=VCPU:1,MEMORY_MB:64'):
+        real, planned = cluster.eschedule(query), cluster.eschedule('plan', query)
+        assert real.code == planned.code == 2
+        assert real.stderr == planned.stderr
+
+
+# Concurrent requests for the last places of a compute.
+
+
+def test_concurrent_requests_fill_a_compute_exactly(cluster: Control) -> None:
+    compute = cluster.ecompute('VCPU:7,DISK_GB:100,MEMORY_MB:4096')
+    first = [parse_notice(result)[1] for result in run_concurrently(cluster, [[SMALL_QUERY]] * 5, width=5)]
+    assert len(set(first)) == 5
+    for instance in first:
+        assert wait_state(cluster, instance, 'active')['compute'] == compute.uuid
+
+    second = run_concurrently(cluster, [[SMALL_QUERY]] * 5, width=5)
+
+    assert Counter(result.code for result in second) == {0: 2, 3: 3}
+    assert [result.stdout for result in second if result.code == 3] == ['NO ALLOCATIONS LEFT\n'] * 3
+    usages = cluster.placement.call('GET', f'/resource_providers/{compute.uuid}/usages')['usages']
+    assert usages == {'VCPU': 7, 'DISK_GB': 7, 'MEMORY_MB': 7 * 128}
+    check_invariants(cluster, compute)
+    log = compute.log.read_text()
+    wire = f"{{'{compute.uuid}': {{'resources': {{'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}}}}}}"
+    assert log.count('INSTANTIATE INSTANCE ') == log.count(f'ALLOCATIONS ARE {wire}') == 7

@@ -58,7 +58,6 @@ class Product:
         return self._at_exit.enter_context(self._started[-1])
 
     def add_compute(self, name: str) -> RoleEcompute:
-        """Add a compute: its certificate, its role and its ecompute."""
         certify(self.cloud.certs, self.cloud.etcd.port, (name,))
         config = (self.cloud.certs / f'compute-{name}/compute.yaml').read_text()
         self.cloud.computes[f'compute-{name}'] = config.rpartition('uuid: ')[2].strip()

@@ -348,7 +348,7 @@ def test_forged_record_of_a_requested_instance_is_ignored(cloud: Product, victim
     assert (cloud.run_successfully('show', 'victim'), cloud.run_successfully('victim')) == (shown, address)
 
 
-@pytest.mark.parametrize('state', ['active', 'gone'])
+@pytest.mark.parametrize('state', [pytest.param('active', marks=pytest.mark.slow), 'gone'])
 def test_forged_record_of_a_queued_instance_is_ignored(cloud: Product, state: str) -> None:
     """The uuid of a queued request is public: the compute that holds its allocation is trusted."""
     forger, owner = (cloud.computes[user] for user in (FIRST_USER, SECOND_USER))
