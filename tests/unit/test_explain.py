@@ -1,15 +1,21 @@
-"""Placement queries, and explanations of a failed one: each provider's failures and the smallest change.
+"""Placement queries, explanations of a failed one, and where the guests of dead hosts would go.
 
 The rules are compared with placement in tests/functional/test_scheduler_explain.py.
 """
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.model.allocation import MAX_AMOUNT, Inventory
+from ecomp.model import moves
+from ecomp.model.allocation import MAX_AMOUNT, Allocations, Inventory, Room
+from ecomp.model.choose import FIRST, PACK, SPREAD, Offer, PlacementReason
 from ecomp.model.explain import (
     Cure,
     Miss,
@@ -21,6 +27,9 @@ from ecomp.model.explain import (
     format_cures,
     sort_misses,
 )
+from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group
+from ecomp.model.moves import Guest, Move, MovePlanner
+from ecomp.model.order import InvalidRequest, Request
 from ecomp.model.query import (
     Amount,
     Exclusion,
@@ -29,6 +38,7 @@ from ecomp.model.query import (
     check_query,
     exclude_disabled,
     format_query,
+    list_trees,
     parse_names,
     parse_query,
     resolve_trees,
@@ -235,3 +245,199 @@ def test_only_host_names_are_replaced() -> None:
 def test_named_lists_classes_and_traits() -> None:
     query = f'{SMALL}&required=A,!B&root_required=C&required1=in:D,E&resources1=CUSTOM_G:1&member_of={SOME_AGGREGATE}'
     assert parse_names(query) == QueryNames(frozenset(['VCPU', 'DISK_GB', 'MEMORY_MB', 'CUSTOM_G']), frozenset('ABCDE'))
+
+
+# Where the guests of dead hosts would go.
+
+
+def make_guest(name: str, compute: str, query: str = '1', group: Group | None = None, weigh: str = SPREAD) -> Guest:
+    """Make a guest whose query is its number of VCPU."""
+    why = PlacementReason(weigh, None, 1)
+    membership = group.membership if group else None
+    return Guest(compute, Request(name, {compute: {'VCPU': 1}}, name=name, query=query, group=membership, why=why))
+
+
+def make_planner(
+    free: Mapping[str, int],
+    queries: Iterable[str] = ('1', '2'),
+    groups: Sequence[Group] = (),
+    refusals: Mapping[str, str] = {},
+) -> MovePlanner:
+    """Make a planner for computes of ten VCPU with this many free; each offers what fits."""
+    rooms = {compute: {'VCPU': Room(10, 10 - amount)} for compute, amount in free.items()}
+    offers = {
+        query: Offer([{each: {'VCPU': int(query[0])}} for each in free if free[each] >= int(query[0])], rooms)
+        for query in queries
+    }
+    named = {group.name: group for group in groups}
+    return MovePlanner(offers, refusals, named, free, random.Random(1))
+
+
+def read_places(plan: Iterable[Move]) -> dict[str, str | None]:
+    return {move.guest.request.instance: move.candidate and move.candidate.compute for move in plan}
+
+
+def read_reasons(plan: Iterable[Move]) -> dict[str, str]:
+    return {move.guest.request.instance: move.reason for move in plan if move.candidate is None}
+
+
+def test_the_emptiest_host_comes_first_and_larger_guests_before_smaller_ones() -> None:
+    planner = make_planner({'a': 10, 'b': 3, 'c': 2})
+    guests = [make_guest('s1', 'a'), make_guest('s2', 'a'), make_guest('large', 'a', '2')]
+    assert read_places(planner.plan_moves(guests, {'a'})) == {'large': 'b', 's1': 'c', 's2': 'b'}
+    assert read_places(planner.plan_moves(guests[:1], {'a', 'b'})) == {'s1': 'c'}
+    packed = [make_guest('p1', 'a', weigh=PACK), make_guest('p2', 'a', weigh=PACK)]
+    assert read_places(planner.plan_moves(packed, {'a'})) == {'p1': 'c', 'p2': 'c'}
+    assert read_places(planner.plan_moves([make_guest('f1', 'a', weigh=FIRST)], {'a'})) == {'f1': 'b'}
+
+
+def test_a_plan_leaves_the_room_of_the_next_plan_alone() -> None:
+    planner = make_planner({'a': 1, 'b': 1})
+    for _ in range(2):
+        assert read_places(planner.plan_moves([make_guest('x', 'a')], {'a'})) == {'x': 'b'}
+        assert read_places(planner.plan_moves([make_guest('y', 'b')], {'b'})) == {'y': 'a'}
+
+
+def test_guests_without_room_have_the_words_of_a_refusal() -> None:
+    planner = make_planner({'a': 5, 'b': 2, 'c': 1})
+    few = [make_guest(f's{number}', 'a') for number in range(5)]
+    plan = planner.plan_moves(few, {'a'})
+    assert read_reasons(plan) == dict.fromkeys(('s3', 's4'), 'there is room for 3 of 5')
+    assert Counter(read_places(plan).values()) == {'b': 2, 'c': 1, None: 2}
+    none = planner.plan_moves([make_guest('large', 'a', '2')], {'a', 'b'})
+    assert read_reasons(none) == {'large': 'no compute satisfies the whole query'}
+    taken = planner.plan_moves([make_guest('large', 'a', '2'), make_guest('s', 'a')], {'a', 'c'})
+    assert read_reasons(taken) == {'s': 'other guests took every candidate first'}
+    last = make_planner({'a': 5}).plan_moves([make_guest('s', 'a')], {'a'})
+    assert read_reasons(last) == {'s': 'no compute is alive. Fix: start ecompute on a host'}
+
+
+def test_what_has_no_answer_has_no_place_and_may_be_unknown() -> None:
+    on_a, on_b = '1&in_tree=a', '1&in_tree=b'
+    planner = make_planner({'a': 5, 'b': 5}, ('1&limit=2', '1&limit=3', on_b), refusals={'odd': 'placement refuses it'})
+    guests = [make_guest(query, 'a', query) for query in ('odd', on_a, on_b, '1&limit=2', '1&limit=3', '')]
+    guests.append(Guest('a', InvalidRequest('malformed', 'it is no JSON')))
+    plan = planner.plan_moves(guests, {'a'})
+    assert {move.guest.request.instance: move.is_known for move in plan if move.candidate is None} == {
+        'odd': True, on_a: True, '1&limit=2': False, '': False, 'malformed': False,
+    }  # fmt: skip
+    reasons = read_reasons(plan)
+    assert (reasons['odd'], reasons[on_a]) == ('placement refuses it', 'its query allows only a (in_tree=, or --on)')
+    assert reasons['malformed'] == 'not known: it is no JSON'
+    assert {name for name, place in read_places(plan).items() if place} == {on_b, '1&limit=3'}
+
+
+def test_dead_members_do_not_count_and_others_exclude_their_hosts() -> None:
+    anti = Group('anti', ANTI_AFFINITY, True, {'x': 'a', 'y': 'b', 'dead': 'a'})
+    planner = make_planner({'a': 5, 'b': 9, 'c': 1, 'd': 1}, groups=[anti])
+    guests = [make_guest('x', 'a', group=anti), make_guest('dead', 'a', group=anti)]
+    assert set(read_places(planner.plan_moves(guests, {'a'})).values()) == {'c', 'd'}
+    both = planner.plan_moves([*guests, make_guest('y', 'b', group=anti)], {'a', 'b'})
+    assert read_reasons(both) == {'y': 'there is room for 2 of 3 in group anti (strict anti-affinity)'}
+    alone = make_planner({'a': 5, 'b': 9}, groups=[anti]).plan_moves(guests[:1], {'a'})
+    excluded = 'there is room, but not where group anti allows it (strict anti-affinity)'
+    assert read_reasons(alone) == {'x': excluded}
+    soft, near = (
+        Group('soft', ANTI_AFFINITY, False, {'x': 'a', 'y': 'b'}),
+        Group('near', AFFINITY, False, {'x': 'a', 'y': 'c'}),
+    )
+    planner = make_planner({'a': 5, 'b': 9, 'c': 2}, groups=[soft, near])
+    assert read_places(planner.plan_moves([make_guest('x', 'a', group=soft)], {'a'})) == {'x': 'c'}
+    assert read_places(planner.plan_moves([make_guest('x', 'a', group=soft)], {'a', 'c'})) == {'x': 'b'}
+    assert read_places(planner.plan_moves([make_guest('x', 'a', group=near)], {'a'})) == {'x': 'c'}
+
+
+def test_a_group_of_one_host_moves_as_a_whole_or_not() -> None:
+    near = Group('near', AFFINITY, True, {'n1': 'a', 'n2': 'a', 'm': 'a'})
+    guests = [make_guest('n1', 'a', group=near), make_guest('n2', 'a', group=near), make_guest('m', 'a', '2', near)]
+    planner = make_planner({'a': 9, 'b': 4, 'c': 3, 'd': 3}, groups=[near])
+    assert set(read_places(planner.plan_moves(guests, {'a'})).values()) == {'b'}
+    plan = planner.plan_moves(guests, {'a', 'b'})
+    reason = 'there is room for 2 of 3 in group near (strict affinity)'
+    assert read_reasons(plan) == dict.fromkeys(('n1', 'n2', 'm'), reason)
+    # The room that it did not take is left to others.
+    places = read_places(planner.plan_moves([*guests, make_guest('s1', 'a'), make_guest('s2', 'a')], {'a', 'b', 'd'}))
+    assert places == {'n1': None, 'n2': None, 'm': None, 's1': 'c', 's2': 'c'}
+    pinned = [*guests[:2], make_guest('m', 'a', '2&in_tree=a', near)]
+    plan = planner.plan_moves(pinned, {'a'})
+    stays = 'group near has to stay together, and its member m does not move'
+    assert read_reasons(plan) == {'m': 'its query allows only a (in_tree=, or --on)', 'n1': stays, 'n2': stays}
+
+
+def test_what_a_dead_host_shares_is_no_candidate() -> None:
+    candidates: list[Allocations] = [
+        {'b': {'VCPU': 1}, 'a': {'DISK_GB': 1}},
+        {'b': {'VCPU': 1}, 'store': {'DISK_GB': 1}},
+        {'c': {'VCPU': 1, 'DISK_GB': 1}},
+    ]
+    rooms = {
+        'a': {'DISK_GB': Room(9, 0)},
+        'b': {'VCPU': Room(9, 0)},
+        'c': {'VCPU': Room(9, 8)},
+        'store': {'DISK_GB': Room(1, 0)},
+    }
+    planner = MovePlanner({'1': Offer(candidates, rooms)}, {}, {}, {'b', 'c'}, random.Random(1))
+    guests = [make_guest('x', 'a'), make_guest('y', 'a'), make_guest('z', 'a')]
+    plan = planner.plan_moves(guests, {'a'})
+    # The shared disk has room for one guest.
+    assert Counter(read_places(plan).values()) == {'b': 1, 'c': 1, None: 1}
+    assert all('a' not in move.candidate.allocations for move in plan if move.candidate)
+
+
+def make_cluster(rng: random.Random) -> tuple[MovePlanner, dict[str, list[Guest]]]:
+    """Make a random cluster of twelve hosts with 60 guests of six kinds and three queries."""
+    hosts = [f'h{number}' for number in range(12)]
+    weigh = rng.choice([SPREAD, PACK, FIRST])
+    policies = [(policy, strict) for policy in (AFFINITY, ANTI_AFFINITY) for strict in (True, False)]
+    kinds = [None, None, *(Group(f'{policy}-{strict}', policy, strict) for policy, strict in policies)]
+    members: dict[str, dict[str, str]] = {kind.name: {} for kind in kinds if kind}
+    guests: dict[str, list[Guest]] = {host: [] for host in hosts}
+    home = rng.choice(hosts)
+    for number in range(60):
+        kind, host = rng.choice(kinds), rng.choice(hosts)
+        if kind is not None and kind.strict:
+            host = home if kind.policy == AFFINITY else host
+            if kind.policy == ANTI_AFFINITY and host in members[kind.name].values():
+                kind = None
+        if kind is not None:
+            members[kind.name][f'g{number}'] = host
+        guests[host].append(make_guest(f'g{number}', host, rng.choice('123'), kind, weigh))
+    groups = [Group(kind.name, kind.policy, kind.strict, members[kind.name]) for kind in kinds if kind]
+    free = {host: rng.randrange(7) for host in hosts}
+    return make_planner(free, '123', groups), guests
+
+
+@pytest.mark.parametrize('seed', range(40))
+def test_looking_at_the_best_hosts_only_changes_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    planner, guests = make_cluster(random.Random(seed))
+    dead_sets = [[host] for host in guests] + [['h1', 'h2'], ['h3', 'h4', 'h5']]
+
+    def plan_all() -> Iterator[dict[str, tuple[str | None, str]]]:
+        for dead in dead_sets:
+            plan = planner.plan_moves([guest for host in dead for guest in guests[host]], dead)
+            yield {
+                move.guest.request.instance: (move.candidate and move.candidate.compute, move.reason) for move in plan
+            }
+
+    limited = list(plan_all())
+    monkeypatch.setattr(moves, 'islice', lambda items, _: items)
+    assert limited == list(plan_all())
+    for dead, plan in zip(dead_sets, limited, strict=True):
+        used = Counter[str]()
+        for host in dead:
+            for guest in guests[host]:
+                place = plan[guest.request.instance][0]
+                assert place not in dead
+                if place is not None:
+                    assert isinstance(guest.request, Request)
+                    used[place] += int(guest.request.query or '')
+        assert all(amount <= 10 - planner.rooms[host]['VCPU'].used for host, amount in used.items())
+        for group in planner.groups.values():
+            moved = {name: plan[name][0] or '' for name, host in group.members.items() if host in dead}
+            living = {name: host for name, host in group.members.items() if host not in dead}
+            assert Group(group.name, group.policy, group.strict, living | moved).list_breaches() == []
+
+
+def test_list_trees_reads_each_in_tree_of_a_query() -> None:
+    assert list_trees('resources=VCPU:1') == set()
+    assert list_trees('resources=VCPU:1&in_tree=a&resources1=CUSTOM_GPU:1&in_tree1= b') == {'a', 'b'}
