@@ -92,7 +92,6 @@ class Scene:
         return self.revision
 
     def expire_lease(self, lease: int) -> None:
-        """Delete all keys on a lease."""
         gone = [key for key, entry in self.entries.items() if entry.lease == lease]
         if gone:
             self.commit([], [Delete(key) for key in gone])

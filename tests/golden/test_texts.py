@@ -106,13 +106,11 @@ def find_warnings(content: str) -> object:
 
 
 def format_options(options: Options) -> str:
-    """Return the options that are not at their default."""
     default = Options()
     return ' '.join(f'{name}={value!r}' for name, value in options._asdict().items() if value != getattr(default, name))
 
 
 def format_command(line: str) -> str:
-    """Return the command, its words and its options."""
     command = parse(shlex.split(line))
     return f'{command.name} {list(command.words)} {format_options(command.options)}'.strip()
 
@@ -124,13 +122,11 @@ def format_words(line: str) -> str:
 
 
 def make_stack(entry: str) -> bytes:
-    """Return the value of a stack with one entry."""
     entries = {entry: {'incarnation': 7, 'compute': INSTANCE}}
     return json.dumps({'version': 1, 'epoch': INSTANCE, 'entries': entries}).encode()
 
 
 def make_context(line: str) -> Context:
-    """Return the context of a command."""
     return Context(Terminal(print, print, print), ScheduleConfig(), parse(shlex.split(line)))
 
 
@@ -151,11 +147,6 @@ def find_metadata(path: str) -> object:
     body = metadata.find_body(path, GUEST)
     assert metadata.find_body(path + '/', GUEST) == body
     return body
-
-
-def find_parts(value: str) -> object:
-    """Return the short form of a query's constraints."""
-    return [*map(str, query.parse_query(value))]
 
 
 SMALL = 'resources=VCPU:1,MEMORY_MB:256,DISK_GB:1'
@@ -195,7 +186,7 @@ READERS: dict[str, dict[str, Callable[..., object]]] = {
             'a.name', ip_address(address), image.parse_image_sources(['0.0.0.0/0', '::/0', '169.254.0.0/16'])
         ),
         'query': query.check_query,
-        'parts of a query': find_parts,
+        'parts of a query': lambda value: [*map(str, query.parse_query(value))],
         'query without disabled computes': query.exclude_disabled,
         'query for compute x': lambda value: query.restrict_to_compute(value, 'x'),
         'flavor': lambda name, value: flavor.parse_flavor(name, value).query,
