@@ -14,6 +14,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -118,11 +119,8 @@ def own_control(own_etcd: Etcd, own_placement: PlacementServer, tmp_path: Path) 
 def _open_control(
     etcd: Etcd, placement: PlacementServer, directory: Path, is_mortal: bool = False
 ) -> Iterator[Control]:
-    control = Control(etcd, placement, directory, is_mortal=is_mortal)
-    try:
+    with closing(Control(etcd, placement, directory, is_mortal=is_mortal)) as control:
         yield control
-    finally:
-        control.close()
 
 
 @pytest.fixture(scope='session')

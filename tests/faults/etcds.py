@@ -187,7 +187,6 @@ class EtcdCluster:
         return leader
 
     def move_leader(self, to: Member) -> None:
-        """Transfer the leadership to this member."""
         leader = self.find_leader()
         if leader is not to:
             status = to.call('maintenance/status', {})

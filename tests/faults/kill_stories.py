@@ -476,7 +476,6 @@ def prepare_start(control: Control, _: int) -> Work:
 
 
 def read_names(control: Control, compute: str, kind: str) -> set[str]:
-    """Return the traits or aggregates of a provider."""
     return set(control.placement.call('GET', f'/resource_providers/{compute}/{kind}')[kind])
 
 

@@ -80,7 +80,7 @@ PROTOCOL_RULES: dict[str, tuple[str, ...]] = {
     ),
     'confirmed-claim': (
         MANUAL_CHANGE_TESTS + 'test_request_without_an_allocation_is_not_built',
-        'functional/test_confirming.py::test_request_whose_claim_is_elsewhere_or_differs_is_not_built',
+        'functional/test_ends_in_error.py::test_request_whose_claim_is_elsewhere_or_differs_is_not_built',
         RESTART_TESTS + 'test_compute_waits_for_a_killed_placement',
     ),
     'release-by-generation': (

@@ -59,7 +59,6 @@ def check_findings(host: Hypervisor, *expected: tuple[str, str]) -> None:
 
 
 def find_base(host: Hypervisor, instance: str) -> Path:
-    """Return the base volume of an instance's disk."""
     command = ['qemu-img', 'info', '-U', '--output=json', str(host.get_disk_path(instance))]
     return Path(json.loads(subprocess.run(command, check=True, capture_output=True).stdout)['full-backing-filename'])
 
@@ -120,7 +119,6 @@ def reserve(host: Hypervisor, command: str, instance: str, address: str) -> None
 
 
 def find_free_address(host: Hypervisor) -> str:
-    """Return a free address of the network."""
     text = host.virsh('net-dumpxml', 'default')
     first = re.search(r"range start='(\S+)\.2'", text)
     assert first, text

@@ -6,7 +6,7 @@ import os
 import subprocess
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -82,7 +82,6 @@ def make_disk(tmp_path: Path) -> Iterator[Callable[[int], SmallDisk]]:
 
 
 def list_partial_files(directory: Path) -> list[str]:
-    """List partial files below a directory."""
     return [str(path) for path in directory.rglob('*') if path.suffix in ('.part', '.new')]
 
 
@@ -197,31 +196,30 @@ def test_etcd_disk_full(own_placement: PlacementServer, make_disk: Callable[[int
     """F21: no room on etcd's disk, etcd panics: requests refused, guests stay; etcd's return is noticed (fake)."""
     # Two segments of its log are 64 MiB each, allocated in advance; only its database grows.
     disk = make_disk(140 * MIB)
-    with Etcd(disk.path / 'etcd') as etcd:
-        control = Control(etcd, own_placement, tmp_path, is_mortal=True)
-        try:
-            compute = control.ecompute()
-            _, instance = place(control)
-            address = wait_address(control, instance)
-            disk.fill()
-            write_until_etcd_dies(etcd)
-            refused = control.eschedule(SMALL_QUERY)
-            assert_one_line(refused, 7, 'etcd', etcd.endpoint)
-            assert list(own_placement.read_consumers(compute.uuid)) == [instance]
-            wait_until(lambda: find_log_lines(compute, 'etcd', 'trying again'), 20, 'the loss is said')
-            assert compute.is_running
-            assert read_guests(compute)[instance]['running']
-            disk.free()
-            etcd.start()
-            wait_until(lambda: find_log_lines(compute, 'etcd', 'is back'), 20, 'its return is said')
-            assert len(wait_log_lines(compute, 'etcd', 'trying again until it is back')) == 1
-            assert wait_address(control, instance) == address
-            for key in etcd.list_keys('/filler/'):
-                etcd.delete(key)
-            wait_address(control, place(control)[1])
-            check_invariants(control, compute)
-        finally:
-            control.close()
+    with (
+        Etcd(disk.path / 'etcd') as etcd,
+        closing(Control(etcd, own_placement, tmp_path, is_mortal=True)) as control,
+    ):
+        compute = control.ecompute()
+        _, instance = place(control)
+        address = wait_address(control, instance)
+        disk.fill()
+        write_until_etcd_dies(etcd)
+        refused = control.eschedule(SMALL_QUERY)
+        assert_one_line(refused, 7, 'etcd', etcd.endpoint)
+        assert list(own_placement.read_consumers(compute.uuid)) == [instance]
+        wait_until(lambda: find_log_lines(compute, 'etcd', 'trying again'), 20, 'the loss is said')
+        assert compute.is_running
+        assert read_guests(compute)[instance]['running']
+        disk.free()
+        etcd.start()
+        wait_until(lambda: find_log_lines(compute, 'etcd', 'is back'), 20, 'its return is said')
+        assert len(wait_log_lines(compute, 'etcd', 'trying again until it is back')) == 1
+        assert wait_address(control, instance) == address
+        for key in etcd.list_keys('/filler/'):
+            etcd.delete(key)
+        wait_address(control, place(control)[1])
+        check_invariants(control, compute)
 
 
 def write_until_etcd_dies(etcd: Etcd) -> None:
@@ -238,22 +236,21 @@ def write_until_etcd_dies(etcd: Etcd) -> None:
 def test_placement_disk_full(own_etcd: Etcd, make_disk: Callable[[int], SmallDisk], tmp_path: Path) -> None:
     """F21: no room for placement's database, it answers 500: exit 7, nothing claimed, destroys wait (fake)."""
     disk = make_disk(3 * MIB)
-    with PlacementServer(disk.path / 'placement') as placement:
-        control = Control(own_etcd, placement, tmp_path, is_mortal=True)
-        try:
-            compute = control.ecompute()
-            instance = boot(control)
-            disk.fill()
-            result = control.eschedule(SMALL_QUERY)
-            assert_one_line(result, 7, 'placement', 'HTTP 500')
-            assert control.eschedule('destroy', instance).code == 0
-            wait_until(lambda: find_log_lines(compute, 'trying again'), 30, 'ecompute says that it waits')
-            assert (read_record(control, instance) or {})['state'] == 'destroying'
-            disk.free()
-            wait_state(control, instance, 'gone')
-            assert placement.read_consumers(compute.uuid) == {}
-            expire_attempts(control)
-            wait_address(control, place(control)[1])
-            check_invariants(control, compute)
-        finally:
-            control.close()
+    with (
+        PlacementServer(disk.path / 'placement') as placement,
+        closing(Control(own_etcd, placement, tmp_path, is_mortal=True)) as control,
+    ):
+        compute = control.ecompute()
+        instance = boot(control)
+        disk.fill()
+        result = control.eschedule(SMALL_QUERY)
+        assert_one_line(result, 7, 'placement', 'HTTP 500')
+        assert control.eschedule('destroy', instance).code == 0
+        wait_until(lambda: find_log_lines(compute, 'trying again'), 30, 'ecompute says that it waits')
+        assert (read_record(control, instance) or {})['state'] == 'destroying'
+        disk.free()
+        wait_state(control, instance, 'gone')
+        assert placement.read_consumers(compute.uuid) == {}
+        expire_attempts(control)
+        wait_address(control, place(control)[1])
+        check_invariants(control, compute)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -13,14 +16,6 @@ import pytest
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError
 from ecomp.store.client import Put, Store
-from tests.faults.etcd_away import (
-    LOST_MESSAGE,
-    assert_refused,
-    count_etcd_back,
-    count_logged,
-    measure_cpu_share,
-    run_while_frozen,
-)
 from tests.faults.etcds import EtcdCluster, EtcdControl, clear_space_alarm, fill
 from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import (
@@ -47,6 +42,68 @@ from tests.kit.story import (
     wait_log_lines,
     wait_state,
 )
+
+LOST_MESSAGE = 'trying again until it is back'
+
+
+def read_cpu_seconds(stat: Path) -> tuple[float, float]:
+    """Return the processor seconds in user mode and in the kernel of a process or thread: proc(5)."""
+    fields = stat.read_text().rpartition(')')[2].split()
+    return int(fields[11]) / os.sysconf('SC_CLK_TCK'), int(fields[12]) / os.sysconf('SC_CLK_TCK')
+
+
+def read_cpu_by_thread(compute: Ecompute) -> dict[str, tuple[float, float]]:
+    """Return the processor times of a whole compute and of each of its threads."""
+    process = Path(f'/proc/{compute.pid}')
+    used = {'all': read_cpu_seconds(process / 'stat')}
+    for task in (process / 'task').iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+            used[f'{task.name} {(task / "comm").read_text().strip()}'] = read_cpu_seconds(task / 'stat')
+    return used
+
+
+def measure_cpu_share(compute: Ecompute, seconds: float = 10.0) -> float:
+    """Measure the share of a core that a compute uses; print which threads used it.
+
+    The wait is the measuring period, not a synchronisation.
+    """
+    before, began = read_cpu_by_thread(compute), time.monotonic()
+    threading.Event().wait(seconds)
+    after, took = read_cpu_by_thread(compute), time.monotonic() - began
+    spent = {
+        name: [round(now - then, 2) for now, then in zip(used, before.get(name, (0.0, 0.0)), strict=True)]
+        for name, used in after.items()
+    }
+    busy = {name: times for name, times in spent.items() if any(times)}
+    sys.stdout.write(f'{took:.1f} s, load {os.getloadavg()[0]:.1f}, used: {busy}\n{compute.tail_log()}\n')
+    return sum(spent['all']) / took
+
+
+def count_logged(compute: Ecompute, *words: str) -> int:
+    """Count the log lines of a compute that contain all these words."""
+    return len(find_log_lines(compute, *words))
+
+
+def count_etcd_back(compute: Ecompute) -> int:
+    return count_logged(compute, ' INFO ', 'etcd at ', 'is back')
+
+
+def assert_refused(control: Control, etcd: Etcd, *words: str, within: float = 20.0) -> None:
+    """Assert that eschedule ends in time with exit 7 and one line that names etcd."""
+    began = time.monotonic()
+    assert_one_line(control.eschedule(*words), 7, 'etcd at ')
+    assert time.monotonic() - began < SLOWDOWN_FACTOR * within
+    assert etcd
+
+
+def run_while_frozen(compute: Ecompute, action: Callable[[], object]) -> None:
+    """Do something that a compute notices only afterwards: it is frozen until then."""
+    compute.pause()
+    try:
+        action()
+    finally:
+        compute.resume()
+
 
 # F7, F8, F11: one etcd killed, frozen, or compacted while a compute does not follow it.
 
@@ -114,12 +171,11 @@ def test_etcd_compacted_while_a_compute_is_away(own_control: Control) -> None:
 @pytest.fixture
 def small_etcd_control(own_placement: PlacementServer, tmp_path: Path) -> Iterator[Control]:
     """A control with an etcd that has a small quota."""
-    with Etcd(tmp_path / 'etcd', '--quota-backend-bytes=8388608') as etcd:
-        control = Control(etcd, own_placement, tmp_path, is_mortal=True)
-        try:
-            yield control
-        finally:
-            control.close()
+    with (
+        Etcd(tmp_path / 'etcd', '--quota-backend-bytes=8388608') as etcd,
+        closing(Control(etcd, own_placement, tmp_path, is_mortal=True)) as control,
+    ):
+        yield control
 
 
 def test_full_etcd_completes_destroys_and_refuses_creates(small_etcd_control: Control, compute: Ecompute) -> None:
@@ -219,11 +275,8 @@ def members(tmp_path: Path) -> Iterator[EtcdCluster]:
 @pytest.fixture
 def cluster_control(members: EtcdCluster, own_placement: PlacementServer, tmp_path: Path) -> Iterator[Control]:
     """A control whose clients are configured with all members; the checks query the last one."""
-    control = EtcdControl(members.members[2], own_placement, tmp_path, {'endpoints': members.endpoints})
-    try:
+    with closing(EtcdControl(members.members[2], own_placement, tmp_path, {'endpoints': members.endpoints})) as control:
         yield control
-    finally:
-        control.close()
 
 
 def measure_write_outage(cluster: EtcdCluster, inject: Callable[[], None]) -> float:
@@ -231,8 +284,7 @@ def measure_write_outage(cluster: EtcdCluster, inject: Callable[[], None]) -> fl
 
     A write with an unknown outcome counts as failed.
     """
-    store = Store(EtcdConfig(tuple(cluster.endpoints)))
-    try:
+    with closing(Store(EtcdConfig(tuple(cluster.endpoints)))) as store:
         assert store.commit([], [Put('/probe', 'before')])
         inject()
         began = time.monotonic()
@@ -244,8 +296,6 @@ def measure_write_outage(cluster: EtcdCluster, inject: Callable[[], None]) -> fl
 
         wait_until(can_write, 30, 'writes resume')
         return time.monotonic() - began
-    finally:
-        store.close()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -48,19 +49,19 @@ class CertificateOffice:
 
 @pytest.fixture
 def office(tmp_path: Path) -> CertificateOffice:
-    """Certificates of this test's own."""
     return CertificateOffice(tmp_path / 'certificates')
 
 
 @pytest.fixture
 def secured(office: CertificateOffice, own_placement: PlacementServer, tmp_path: Path) -> Iterator[EtcdControl]:
     """One etcd that accepts only clients with certificates, addressed by name."""
-    with Member(tmp_path / 'etcd', 'm0', office.tls('server', *HOSTS), 'localhost') as etcd:
-        control = EtcdControl(etcd, own_placement, tmp_path, {'endpoints': [etcd.endpoint], **office.section})
-        try:
-            yield control
-        finally:
-            control.close()
+    with (
+        Member(tmp_path / 'etcd', 'm0', office.tls('server', *HOSTS), 'localhost') as etcd,
+        closing(
+            EtcdControl(etcd, own_placement, tmp_path, {'endpoints': [etcd.endpoint], **office.section})
+        ) as control,
+    ):
+        yield control
 
 
 def check_refused(control: EtcdControl, changes: Mapping[str, Any], *words: str, code: int = 7) -> None:
@@ -159,7 +160,6 @@ def test_wrong_server_certificate_is_reported(
 
 
 def count_etcd_back(compute: Ecompute) -> int:
-    """Count how often it logged that etcd is back."""
     return len(find_log_lines(compute, ' INFO ', 'etcd at ', 'is back'))
 
 
@@ -216,8 +216,7 @@ def test_members_with_their_own_certificates(
     tls = [office.tls(f'server{number}', host) for number, host in enumerate(hosts)]
     with EtcdCluster(tmp_path / 'etcd', hosts, tls) as members:
         section = {'endpoints': members.endpoints, **office.section}
-        control = EtcdControl(members.members[2], own_placement, tmp_path, section)
-        try:
+        with closing(EtcdControl(members.members[2], own_placement, tmp_path, section)) as control:
             compute = control.ecompute()
             boot(control)
             members.members[0].kill()
@@ -229,5 +228,3 @@ def test_members_with_their_own_certificates(
             boot(control)
             members.members[1].start()
             check_settled(control, compute)
-        finally:
-            control.close()

@@ -21,13 +21,15 @@ from tests.kit.hands import read_guests
 from tests.kit.hostile import COMPUTE, HOSTILE, HOSTILE_TEXTS, INSTANCE, make_request
 from tests.kit.invariants import check_invariants
 from tests.kit.servers import wait_until
-from tests.kit.sharing import ANTI_AFFINITY
+from tests.kit.sharing import ANTI_AFFINITY, read_members, read_usage
 from tests.kit.story import (
     IMAGE,
     SMALL_QUERY,
     assert_one_line,
+    boot,
     find_log_lines,
     place,
+    read_record,
     run_in_process,
     wait_address,
     wait_log_lines,
@@ -81,7 +83,6 @@ def compute(cluster: Control) -> Ecompute:
 
 
 def replace_instance(value: bytes | str | dict[str, Any], instance: str) -> bytes:
-    """Replace the instance in a request."""
     if isinstance(value, dict):
         value = json.dumps(value)
     raw = value.encode() if isinstance(value, str) else value
@@ -193,7 +194,6 @@ def test_malformed_record_defers_its_instance(cluster: Control, compute: Ecomput
 
 
 def format_record(**changed: Any) -> str:
-    """Format a record of INSTANCE with changed fields."""
     return json.dumps({**json.loads(record_to_json(Record(INSTANCE, COMPUTE, 'active', image=IMAGE))), **changed})
 
 
@@ -315,3 +315,39 @@ def test_malformed_group_and_quota_affect_only_their_users(cluster: Control) -> 
         cluster.etcd.delete(key)
     wait_address(cluster, place(cluster, *SHARED_WORDS)[1])
     check_invariants(cluster, compute)
+
+
+# F34: values of the next version are refused and kept.
+
+
+def test_refused_newer_request_frees_group_quota_and_name(cluster: Control, compute: Ecompute) -> None:
+    """F34: a refused request of a newer version leaves its group and quota, and its name is free (fake)."""
+    assert cluster.eschedule('quota', 'set', 'q', 'instances=1').code == 0
+    words = (SMALL_QUERY, '--name', 'web', '--group', 'g', *ANTI_AFFINITY, '--project', 'q')
+    compute.pause()  # so that it does not take the request before that is rewritten
+    _, instance = place(cluster, *words)
+    key = f'/hosts/{compute.uuid}/{instance}'
+    cluster.etcd.put(key, json.dumps({**json.loads(cluster.etcd.get(key) or b''), 'version': 2}))
+    compute.resume()
+    failed = wait_state(cluster, instance, 'error')
+    assert (failed['name'], failed['project_id']) == ('web', 'q')
+    assert (read_members(cluster, 'g'), read_usage(cluster, 'q')) == ({}, {})
+    _, repeated = place(cluster, *words)
+    wait_state(cluster, repeated, 'active')
+
+
+def test_newer_request_of_a_running_guest_is_a_fault(cluster: Control, compute: Ecompute) -> None:
+    """F34: the request of a running guest rewritten by a newer eschedule: it stays, with a fault (fake)."""
+    instance = boot(cluster)
+    key = f'/hosts/{compute.uuid}/{instance}'
+    original = cluster.etcd.get(key)
+    assert original is not None
+    newer = json.dumps({**json.loads(original), 'version': 2, 'power': 'off'})
+    cluster.etcd.put(key, newer)
+    wait_until(lambda: (read_record(cluster, instance) or {})['fault'], 20, 'a fault says so')
+    status = read_record(cluster, instance) or {}
+    assert 'version 2' in status['fault']
+    assert (status['state'], set(read_guests(compute))) == ('active', {instance})
+    assert cluster.etcd.get(key) == newer.encode()
+    # A destroy by this version's eschedule can be parsed and is carried out.
+    assert cluster.eschedule('destroy', '--wait', instance).code == 0

@@ -42,7 +42,6 @@ TIB = 2**40
 
 
 def make_qcow2(directory: Path, size: int = 16 * MEBIBYTE, content: bytes = b'') -> bytes:
-    """Make a qcow2 of this virtual size with this content."""
     raw, converted = directory / 'raw', directory / 'qcow2'
     raw.write_bytes(content)
     os.truncate(raw, len(content) or 512)
@@ -66,7 +65,6 @@ def web(image: bytes) -> Iterator[ImageServer]:
 
 @pytest.fixture
 def cache(tmp_path: Path) -> ImageCache:
-    """An empty cache in `tmp_path`/images."""
     return ImageCache(tmp_path / 'images', inspect_image, None, LIMITS, LOOPBACK_REACH)
 
 
@@ -140,7 +138,6 @@ def test_hostile_image_is_refused_and_cache_unchanged(  # noqa: PLR0913
 
 
 def read_contents(directory: Path) -> dict[str, bytes]:
-    """Return every file of the cache with its content."""
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
@@ -230,7 +227,6 @@ def test_changed_image_is_used_by_new_builds_only(host: Hypervisor) -> None:
 
 
 def find_base(host: Hypervisor, instance: str) -> Path:
-    """Return the base volume under an instance's disk."""
     output = subprocess.run(
         ['qemu-img', 'info', '-U', str(host.get_disk_path(instance))], check=True, capture_output=True, text=True
     ).stdout

@@ -28,9 +28,6 @@ from tests.kit.story import (
 )
 from tests.kit.tuned import make_tuned
 
-# F13: etcd wiped, restored or replaced, while ecompute runs or is away: it is read-only and logs this until accepted.
-
-
 STRANGE_ETCD_MESSAGE = 'is not the one this compute knew'
 FAILPOINTS = (REPUBLISHED := 'republished',)
 

@@ -1,13 +1,17 @@
-"""F20 (libvirt): the host is rebooted: every process ends, /run is empty, and the boot id is new."""
+"""F18, F20, F38 (libvirt): libvirtd is killed, the host is rebooted, and guests are stopped, started and rebooted."""
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 import uuid
-from functools import partial
 
 import pytest
 
-from tests.kit.hypervisor import Hypervisor
+from tests.kit.boot_sectors import POWER_BUTTON
+from tests.kit.hands import assert_idle
+from tests.kit.hypervisor import Hypervisor, put_image
 from tests.kit.servers import wait_until
 
 
@@ -27,11 +31,6 @@ def check_running(host: Hypervisor, *instances: str) -> None:
         raise AssertionError(f'{error}, but {host.list_qemus()}\n{host.read_log()[-5000:]}') from None
     for instance in instances:
         host.wait_state(instance, 'active', fault=None)
-
-
-def has_running_guests(host: Hypervisor, number: int) -> bool:
-    """Return True if at least this many guests run."""
-    return len(host.list_qemus()) >= number
 
 
 @pytest.mark.slow
@@ -89,7 +88,184 @@ def test_killed_while_restarting_guests(host: Hypervisor) -> None:
     host.crash()
     boot_host(host)
     for number in range(1, 4):
-        wait_until(partial(has_running_guests, host, number), 60, f'{number} of them run')
+        wait_until(lambda number=number: len(host.list_qemus()) >= number, 60, f'{number} of them run')
         host.restart()
     check_running(host, *instances)
+    host.check_settled()
+
+
+# F38: stop, start and reboot are done exactly once, when processes are killed and other requests arrive.
+
+
+def read_domain_state(host: Hypervisor, instance: str) -> str:
+    return host.virsh('domstate', '--reason', instance).strip()
+
+
+@pytest.mark.slow
+def test_reacting_and_deaf_guests_stop_and_start(host: Hypervisor) -> None:
+    """F38: a guest that reacts turns itself off, one that does not is switched off; both start again (libvirt)."""
+    host.restart(numbers={'planner.SHUTDOWN_GRACE_SECONDS': 12, 'planner.SHUTDOWN_REPEAT_SECONDS': 0.5})
+    reacting, deaf = host.place(put_image(host, 'power-button.raw', POWER_BUTTON)), host.place()
+    other = host.start_instance()
+    for name in (reacting, deaf):
+        host.wait_state(name, 'active')
+    disks = {name: host.get_disk_path(name).stat().st_ino for name in (reacting, deaf)}
+    claims = {name: host.read_allocation(name) for name in (reacting, deaf)}
+    qemu = host.find_qemu(other)
+    stopped = host.lab.eschedule('stop', '--wait', reacting, deaf)
+    assert stopped.code == 0, stopped
+    assert (read_domain_state(host, reacting), read_domain_state(host, deaf)) == (
+        'shut off (shutdown)',
+        'shut off (destroyed)',
+    )
+    assert host.list_qemus() == [other]
+    assert {name: host.read_allocation(name) for name in claims} == claims
+    host.check_settled()  # a stopped guest is not a finding
+    assert host.lab.eschedule('start', '--wait', deaf).code == 0
+    assert host.lab.eschedule('reboot', '--wait', reacting).code == 0
+    assert sorted(host.list_qemus()) == sorted([reacting, deaf, other])
+    before = host.find_qemu(reacting)
+    rebooted = host.lab.eschedule('reboot', '--wait', reacting)
+    assert rebooted.code == 0, rebooted
+    assert host.find_qemu(reacting) not in (0, before)
+    assert host.find_qemu(other) == qemu
+    assert {name: host.get_disk_path(name).stat().st_ino for name in disks} == disks
+    assert len(host.find_log_lines('SWITCH OFF INSTANCE')) == 1
+    host.check_settled()
+
+
+@pytest.mark.slow
+def test_frozen_qemu_is_switched_off(host: Hypervisor) -> None:
+    """F38: a frozen QEMU accepts no command: it is switched off anyway, and no worker hangs (libvirt)."""
+    host.restart(numbers={'planner.SHUTDOWN_GRACE_SECONDS': 2})
+    instance, other = host.start_instance(), host.start_instance()
+    os.kill(host.find_qemu(instance), signal.SIGSTOP)
+    host.request_action('stop', instance)
+    host.wait_state(instance, 'stopped')
+    assert host.list_qemus() == [other]
+    wait_until(lambda: host.is_free(instance), 20, 'no worker is at it')
+    host.request_action('reboot', other)
+    wait_until(lambda: len(host.find_log_lines('START INSTANCE', other)) == 1, 60, 'it is started again')
+    host.wait_state(other, 'active')
+    host.check_settled()
+
+
+@pytest.mark.slow
+def test_libvirtd_killed_before_power_changes(host: Hypervisor) -> None:
+    """F38: libvirtd killed when a stop, and when a start, is requested: both are done when it is back (libvirt)."""
+    host.restart(numbers={'planner.SHUTDOWN_GRACE_SECONDS': 2})
+    off, on = host.start_instance(), host.start_instance()
+    host.request_action('stop', on)
+    host.wait_state(on, 'stopped')
+    host.kill_libvirtd()
+    wait_until(lambda: host.count_losses('libvirt qemu:///system')[0], 40, 'the loss is logged')
+    host.request_action('stop', off)
+    host.request_action('start', on)
+    assert host.list_qemus() == [off]
+    host.start_libvirtd()
+    host.wait_state(off, 'stopped')
+    host.wait_state(on, 'active', fault=None)
+    assert host.list_qemus() == [on]
+    host.check_settled()
+
+
+# F18: libvirtd killed, ended and frozen, while idle and in the middle of each step of a worker.
+
+
+STEP_FAILPOINTS = ('disk-created', 'domain-defined', 'domain-destroyed')
+LIBVIRT = 'libvirt qemu:///system'
+
+
+def wait_until_lost(host: Hypervisor) -> None:
+    """Wait until ecompute has logged the loss of libvirtd."""
+    wait_until(lambda: host.count_losses(LIBVIRT)[0], 40, 'the loss is logged')
+
+
+def wait_until_back(host: Hypervisor) -> None:
+    """Wait until ecompute has logged the return of libvirtd; check that the loss was logged once."""
+    wait_until(lambda: host.count_losses(LIBVIRT)[1], 40, 'the return is logged')
+    assert host.count_losses(LIBVIRT)[0] == 1, host.read_log()
+
+
+KILL = signal.SIGKILL
+TERM = signal.SIGTERM
+ALL = [(step, how, when) for step in STEP_FAILPOINTS for how in (KILL, TERM) for when in ('away', 'back')]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(('step', 'how', 'when'), ALL)
+def test_libvirtd_ended_during_a_step(host: Hypervisor, step: str, how: int, when: str) -> None:
+    """F18: libvirtd killed or stopped, and restarted, while a worker is in a step: the step is repeated (libvirt).
+
+    The worker is continued while libvirtd is `away`, or when it is `back`.
+    """
+    surviving = host.start_instance()
+    qemu, destroyed = host.find_qemu(surviving), step == 'domain-destroyed'
+    host.restart(f'{step}:stop:1')
+    instance = host.start_instance() if destroyed else host.place()
+    if destroyed:
+        host.request_destroy(instance)
+    worker = host.wait_frozen_at(step)
+    host.kill_libvirtd(how)
+    wait_until_lost(host)
+    if when == 'away':
+        os.kill(worker, signal.SIGCONT)
+        wait_until(lambda: host.is_free(instance), 60, 'the worker has given up')
+        assert host.read_record(instance)['state'] == ('destroying' if destroyed else 'building')
+    host.start_libvirtd()
+    if when == 'back':
+        os.kill(worker, signal.SIGCONT)
+    record = host.wait_state(instance, 'gone' if destroyed else 'active')
+    assert record['attempts'] == 0, "that libvirtd is away is nobody's failure"
+    wait_until_back(host)
+    assert host.find_qemu(surviving) == qemu
+    assert sorted(host.list_qemus()) == sorted([surviving] if destroyed else [surviving, instance])
+    host.check_settled()
+
+
+@pytest.mark.slow
+def test_libvirtd_killed_for_ten_seconds(host: Hypervisor) -> None:
+    """F18: kill -9 of libvirtd for ten seconds: guests keep running, ecompute idles, requests wait (libvirt)."""
+    surviving, doomed = host.start_instance(), host.start_instance()
+    qemus = {name: host.find_qemu(name) for name in (surviving, doomed)}
+    host.kill_libvirtd()
+    wait_until_lost(host)
+    instance = host.place()
+    host.request_destroy(doomed)
+    began = time.monotonic()
+    with assert_idle(host.pid):
+        wait_until(lambda: time.monotonic() - began > 10, 20, 'ten seconds have passed')
+    assert {name: host.find_qemu(name) for name in (surviving, doomed)} == qemus
+    assert host.read_record(surviving)['state'] == 'active'
+    assert host.read_record(surviving)['fault'] is None
+    host.start_libvirtd()
+    host.wait_state(instance, 'active')
+    host.wait_state(doomed, 'gone')
+    wait_until_back(host)
+    assert host.find_qemu(surviving) == qemus[surviving]
+    host.check_settled()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('long', [False, True])
+def test_libvirtd_frozen_during_a_build(host: Hypervisor, long: bool) -> None:
+    """F18: SIGSTOP of libvirtd in a build, until the keepalive fails: no hang, SIGCONT completes it (libvirt)."""
+    surviving = host.start_instance()
+    qemu = host.find_qemu(surviving)
+    host.restart('disk-created:stop:1')
+    instance = host.place()
+    worker = host.wait_frozen_at('disk-created')
+    os.kill(host.libvirtd_pid, signal.SIGSTOP)
+    os.kill(worker, signal.SIGCONT)
+    with assert_idle(host.pid):
+        wait_until_lost(host)
+        if long:
+            wait_until(lambda: host.is_free(instance), 120, 'the worker has given up, and its undoing, too')
+    assert host.find_qemu(surviving) == qemu
+    assert host.read_record(instance)['state'] == 'building'
+    os.kill(host.libvirtd_pid, signal.SIGCONT)
+    assert host.wait_state(instance, 'active')['attempts'] == 0
+    wait_until_back(host)
+    assert host.find_qemu(surviving) == qemu
+    assert host.read_record(surviving)['fault'] is None
     host.check_settled()

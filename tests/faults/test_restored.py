@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -15,16 +17,8 @@ from ecomp.model.order import make_member_uuid
 from tests.faults.etcds import SavedSnapshot, Snapshot, restore_placement, save_placement
 from tests.faults.etcds import restore_placement as restore
 from tests.faults.etcds import save_placement as save
-from tests.faults.restored import (
-    QUERY,
-    count_domains,
-    create_with_uuid,
-    format_compute_label,
-    queue_request,
-    stop_compute,
-)
 from tests.kit.audit import run_audit
-from tests.kit.commands import Control, Ecompute
+from tests.kit.commands import Control, Ecompute, Result
 from tests.kit.hands import (
     Eschedule,
     check_settled,
@@ -47,6 +41,38 @@ from tests.kit.story import (
     wait_log_lines,
     wait_state,
 )
+
+QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:16'
+
+
+def count_domains(*computes: Ecompute) -> dict[str, int]:
+    """Count the domains of each instance over the state directories of all computes."""
+    return dict(Counter(instance for compute in computes for instance in read_guests(compute)))
+
+
+def format_compute_label(compute: Ecompute) -> str:
+    """Return the label that messages use for one of several computes of this machine."""
+    return f'{socket.gethostname()} ({compute.uuid})'
+
+
+def queue_request(control: Control, *words: str) -> str:
+    """Queue a request for flavor small; return its uuid."""
+    assert control.eschedule('flavor', 'set', 'small', QUERY).code == 0
+    instance = str(uuid.uuid4())
+    result = control.eschedule('--flavor', 'small', '--queue', IMAGE, '--uuid', instance, *words)
+    assert result.code == 0, result
+    return instance
+
+
+def stop_compute(compute: Ecompute) -> Ecompute:
+    """Stop a compute; launch() or start() starts it again."""
+    assert compute.stop() == 0
+    return compute
+
+
+def create_with_uuid(control: Control, instance: str, *words: str) -> Result:
+    return control.eschedule(QUERY, IMAGE, '--uuid', instance, *words)
+
 
 # After a restore: an attempt that fails, an etcd that restarts, a host that returns.
 

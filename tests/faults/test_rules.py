@@ -84,7 +84,6 @@ def read_planes(etcd: Etcd, placement: PlacementServer, world: World) -> list[ob
 
 
 def add_power_change(world: World, action: str) -> Request:
-    """Return the request with a power change."""
     return replace(world.request, power=PowerAction(action, str(uuid.uuid4())))
 
 

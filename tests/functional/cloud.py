@@ -50,7 +50,6 @@ class Cloud:
         return compute
 
     def make_order_on(self, compute: str, instance: str | None = None, resources: str = RESOURCES) -> SetOrder:
-        """Return an order for one small guest on that compute."""
         return SetOrder(
             instance or make_uuid(),
             query=f'{resources}&in_tree={compute}',
@@ -100,7 +99,6 @@ class Cloud:
         return Claimer(placement or self.placement, 'a-user', 'a-project', lambda: True)
 
     def make_candidate(self, compute: str) -> Candidate:
-        """Return a candidate for one small guest on the compute."""
         return Candidate(compute, {compute: SMALL}, None)
 
     def read_request(self, compute: str, instance: str) -> Request:

@@ -17,6 +17,7 @@ import pytest
 
 from ecomp.model.guest import BaseImage, GuestSpec
 from ecomp.placement.client import Placement
+from ecomp.store import http2_client
 from ecomp.store.client import Store
 from tests.functional import placement_client
 from tests.functional.cloud import Cloud
@@ -144,6 +145,20 @@ def shaky_placement(placement_proxy: Proxy) -> Iterator[Placement]:
         yield client
 
 
+@pytest.fixture
+def requests(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The requests that eschedule sends to etcd in this process, in their order."""
+    sent: list[Any] = []
+    call = http2_client.EtcdMember.call
+
+    def record(self: http2_client.EtcdMember, request: Any, timeout_seconds: float) -> Any:
+        sent.append(request)
+        return call(self, request, timeout_seconds)
+
+    monkeypatch.setattr(http2_client.EtcdMember, 'call', record)
+    return sent
+
+
 # Images
 
 
@@ -186,9 +201,8 @@ def host() -> Iterator[LibvirtHost]:
 def connection(host: LibvirtHost) -> Iterator[Any]:
     """The test's own libvirt connection, to observe and change what ecompute does not."""
     libvirt = pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
-    opened = libvirt.open(host.uri)
-    yield opened
-    opened.close()
+    with closing(libvirt.open(host.uri)) as opened:
+        yield opened
 
 
 @pytest.fixture(scope='module')

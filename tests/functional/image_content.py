@@ -17,12 +17,10 @@ def sha256(content: bytes) -> str:
 
 
 def get_base_name(content: bytes, format: str = 'raw') -> str:
-    """Return the file name of the base volume with this content."""
     return f'base-{sha256(content)}.{format}'
 
 
 def create_overlay(directory: Path, name: str, backing_name: str, format: str) -> None:
-    """Create an overlay on a file in the same directory."""
     command = ['qemu-img', 'create', '-q', '-f', 'qcow2', '-F', format, '-b', str(directory / backing_name)]
     subprocess.run([*command, str(directory / name), '4M'], check=True)
 

@@ -86,7 +86,6 @@ class LibvirtHost:
         input: str | None = None,
         timeout: float = 120.0,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command in the host's namespaces and return the completed process."""
         # virtlogd survives a killed libvirtd, and is in the same namespaces.
         nsenter = ['nsenter', '-t', str(self.read_pid('virtlogd')), '-m', '-n', *command]
         return subprocess.run(

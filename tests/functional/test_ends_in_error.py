@@ -1,10 +1,12 @@
-"""A failed instance ends with its own reason, even if something else fails on the way.
+"""Builds wait for their claim, and a failed instance ends with its own reason, even if something else fails.
 
 The tests run a compute in steps, without threads.
 """
 
 from __future__ import annotations
 
+import json
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,17 +15,21 @@ from typing import Any
 
 import pytest
 
+from ecomp.agent.compute import record_missed_ends
+from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.host.state import Memory
-from ecomp.agent.instance.instances import ControlPlane, Instances
+from ecomp.agent.instance.instances import ControlPlane, Instances, query_aside
 from ecomp.agent.instance.records import Records
 from ecomp.agent.jobs import FailureLog
 from ecomp.agent.planner import Planner
 from ecomp.agent.queue import Taker
-from ecomp.errors import BuildFailed, EcompError, NoSpace, OverQuota, Unreachable
+from ecomp.errors import BuildFailed, EcompError, NoSpace, NotFound, OverQuota, Unreachable
+from ecomp.files import write_durably
 from ecomp.model import keys
 from ecomp.model.flavor import Flavor
 from ecomp.model.group import Membership
-from ecomp.model.guest import Guest, GuestSpec
+from ecomp.model.guest import Attachment, Guest, GuestSpec, list_macs, make_mac_address
+from ecomp.model.order import Request
 from ecomp.model.queue import Backlog, QueueEntry, update_backlog
 from ecomp.model.queue import to_json as waiting_to_json
 from ecomp.model.quota import Quota
@@ -31,9 +37,11 @@ from ecomp.model.quota import from_json as quota_from_json
 from ecomp.model.quota import to_json as quota_to_json
 from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE
 from ecomp.placement import allocations
+from ecomp.placement.allocations import Consumer
 from ecomp.store.client import Delete, Put
 from ecomp.virt.fake import FakeHypervisor
-from tests.functional.cloud import Cloud, interpose, make_uuid
+from tests.functional.cloud import SMALL, Cloud, interpose, make_uuid
+from tests.functional.guest import SAME_MAC_INSTANCES
 from tests.functional.toy import NOW, ToyCompute, make_toy_compute
 from tests.kit.store_client import read_entry
 
@@ -370,3 +378,227 @@ def test_republish_skips_instance_claimed_by_another_compute(
     toy_compute.republish(guests)
     assert cloud.store.read(places) == {}
     assert ('this guest is kept, but not managed. Fix: ' in caplog.text) == bool(guests)
+
+
+# A build waits until placement confirms its claim (rule: confirmed-claim).
+
+
+@pytest.mark.parametrize('says', [Unreachable('placement is away', 'placement'), EcompError('too old'), NotFound('no')])
+def test_build_waits_until_placement_confirms_its_claim(
+    toy_compute: ToyCompute, cloud: Cloud, says: EcompError
+) -> None:
+    """It writes nothing to etcd and repeats no step; only a different claim ends it."""
+    instance = toy_compute.place()
+
+    def raise_error(*_: object) -> Consumer:
+        raise says
+
+    revision = cloud.store.snapshot('/').revision
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(allocations, 'read_consumer', raise_error)
+        assert toy_compute.step() == [f'build {instance}']
+        remembered = toy_compute.memory.get_entries()[instance].record
+        assert (remembered.state, remembered.attempts) == (BUILDING, 0)
+        patch.setattr(toy_compute.hypervisor, 'reserve_address', None)
+        for _ in range(4):
+            toy_compute.planner.retry_now()
+            assert toy_compute.step() == [f'build {instance}']
+        assert cloud.store.snapshot('/').revision == revision
+        assert toy_compute.instances.records.get(instance) is None
+        assert toy_compute.hypervisor.list_guests() == {}
+    toy_compute.planner.retry_now()
+    toy_compute.step()
+    assert toy_compute.read_record(instance).state == ACTIVE
+
+
+@pytest.mark.parametrize('restarts', [False, True])
+def test_unconfirmed_build_is_undone_when_its_request_is_deleted(
+    toy_compute: ToyCompute, cloud: Cloud, tmp_path: Path, restarts: bool
+) -> None:
+    """The request is deleted manually while placement is unreachable or the compute is down."""
+    instance = toy_compute.place()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(allocations, 'read_consumer', lambda *_: (_ for _ in ()).throw(Unreachable('placement is away')))
+        toy_compute.step()
+    assert [reservation.instance for reservation in toy_compute.hypervisor.list_reservations().values()] == [instance]
+    cloud.store.commit([], [Delete(keys.request(toy_compute.compute, instance))])
+    if restarts:
+        toy_compute.restart()
+        record_missed_ends(
+            toy_compute.compute, cloud.store, toy_compute.memory, toy_compute.hypervisor.list_guests().keys()
+        )
+    toy_compute.step()
+    toy_compute.planner.recheck()
+    assert toy_compute.hypervisor.list_reservations() == {}
+    assert list((tmp_path / 'metadata').glob('*')) == []
+    assert cloud.server.read_allocations(instance) == {}
+    assert toy_compute.memory.get_entries() == {}
+    toy_compute.instances.records.forget(instance)
+    assert toy_compute.instances.records.get(instance) is None
+
+
+@pytest.mark.parametrize('restarts', [False, True])
+def test_instance_forgotten_while_its_host_was_down_stays_gone(
+    toy_compute: ToyCompute, cloud: Cloud, restarts: bool
+) -> None:
+    """Its host died during the build; then `host forget` and `clear` removed all of it."""
+    instance = toy_compute.place()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(toy_compute.host.runner, 'run', lambda _: (_ for _ in ()).throw(Unreachable('its host died')))
+        toy_compute.step()
+    assert toy_compute.read_record(instance).state == BUILDING
+    key = keys.record(toy_compute.compute, instance)
+    # As `host forget` and `clear` do.
+    allocations.release_once(cloud.placement, instance, allocations.read_consumer(cloud.placement, instance))
+    cloud.store.commit([], [Delete(key), Delete(keys.request(toy_compute.compute, instance))])
+    if restarts:
+        toy_compute.restart()
+        record_missed_ends(
+            toy_compute.compute, cloud.store, toy_compute.memory, toy_compute.hypervisor.list_guests().keys()
+        )
+    toy_compute.step()
+    for _ in range(3):
+        toy_compute.planner.recheck()
+    assert cloud.store.get(key) is None
+    assert toy_compute.memory.get_entries() == {}
+    assert toy_compute.hypervisor.list_reservations() == {}
+
+
+def test_nothing_is_left_of_a_build_without_a_claim(toy_compute: ToyCompute, cloud: Cloud, tmp_path: Path) -> None:
+    instance = toy_compute.place()
+    client = cloud.placement
+    allocations.release_once(client, instance, allocations.read_consumer(client, instance))
+    toy_compute.step()
+    assert toy_compute.read_failure(instance)[1].stage == 'scheduled'
+    assert toy_compute.hypervisor.list_reservations() == {}
+    assert list((tmp_path / 'metadata').glob('*')) == []
+    assert toy_compute.hypervisor.list_guests() == {}
+
+
+@pytest.mark.parametrize(('is_elsewhere', 'size'), [(True, SMALL), (False, {**SMALL, 'VCPU': 2})])
+def test_request_whose_claim_is_elsewhere_or_differs_is_not_built(
+    toy_compute: ToyCompute, cloud: Cloud, is_elsewhere: bool, size: dict[str, int]
+) -> None:
+    """Only the request is here, as a client of 2019 may write it."""
+    instance, other = toy_compute.place(), cloud.make_compute()
+    client, claimed = cloud.placement, {other if is_elsewhere else toy_compute.compute: size}
+    generation = allocations.read_consumer(client, instance).generation
+    allocations.replace_allocations(client, instance, claimed, 'a-user', 'a-project', generation)
+    toy_compute.step()
+    assert toy_compute.read_failure(instance)[1].stage == 'scheduled'
+    assert toy_compute.hypervisor.list_guests() == {}
+    assert cloud.server.read_allocations(instance) == ({other: SMALL} if is_elsewhere else {})
+
+
+def test_placement_is_queried_while_an_address_is_reserved(toy_compute: ToyCompute) -> None:
+    """The query of placement blocks until the reservation has begun."""
+    instance = toy_compute.place()
+    reserving, consumer, reserve = threading.Event(), allocations.read_consumer, toy_compute.hypervisor.reserve_address
+
+    def query_claim(*args: object) -> Consumer:
+        assert reserving.wait(20)
+        return consumer(*args)  # type: ignore[arg-type]
+
+    def reserve_address(*args: object) -> str | None:
+        reserving.set()
+        return reserve(*args)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(allocations, 'read_consumer', query_claim)
+        patch.setattr(toy_compute.hypervisor, 'reserve_address', reserve_address)
+        toy_compute.step()
+    assert toy_compute.read_record(instance).state == ACTIVE
+
+
+def test_query_runs_in_the_caller_if_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_to_start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, 'start', fail_to_start)
+    consumer = Consumer({}, 7)
+
+    def fail_to_query() -> Consumer:
+        raise Unreachable('placement is away')
+
+    assert query_aside(lambda: consumer).result(0) == consumer
+    with pytest.raises(Unreachable, match='is away'):
+        query_aside(fail_to_query).result(0)
+
+
+# Two instances on one host with the same MAC: the second one is refused.
+
+
+FIRST, SECOND = SAME_MAC_INSTANCES
+MAC = make_mac_address(FIRST, 0)
+
+
+def read_owners(directory: Path) -> dict[str, str]:
+    """Return the instance of each file that the metadata server reads."""
+    return {path.stem: json.loads(path.read_text())['instance'] for path in directory.glob('*.json')}
+
+
+@pytest.mark.parametrize('kind', ['network', 'bridge'])
+def test_second_instance_fails_and_the_first_is_kept(cloud: Cloud, tmp_path: Path, kind: str) -> None:
+    """Check that on a bridge, the metadata file names the MAC's owner: there is no reservation."""
+    with make_toy_compute(cloud, tmp_path, networks=(Attachment(kind, 'some'),)) as compute:
+        for instance in SAME_MAC_INSTANCES:
+            compute.cloud.create(cloud.make_order_on(compute.compute, instance))
+            compute.step()
+        assert compute.read_record(FIRST).state == ACTIVE
+        reserved = compute.hypervisor.list_reservations()
+        assert {reservation.instance for reservation in reserved.values()} == ({FIRST} if kind == 'network' else set())
+        assert read_owners(tmp_path / 'metadata') == {MAC: FIRST}
+        failure = compute.read_failure(SECOND)[1]
+        reason = f'its MAC {MAC} is also that of instance {FIRST} on this host'
+        reason += '. Fix: create the instance with another uuid, which gives another MAC'
+        assert (failure.stage, failure.reason) == ('scheduled', reason)
+        assert compute.hypervisor.list_guests().keys() == {FIRST}
+
+
+def test_metadata_file_is_removed_only_for_its_instance(tmp_path: Path) -> None:
+    data = GuestData(tmp_path)
+    data.write(Request(FIRST, {}), [MAC])
+    data.remove(SECOND, list_macs(SECOND))
+    assert read_owners(tmp_path) == {MAC: FIRST}
+    # A file of an instance that is no longer on this host does not block others.
+    data.write(Request(SECOND, {}), [MAC], lambda: {SECOND})
+    assert read_owners(tmp_path) == {MAC: SECOND}
+    (tmp_path / f'{MAC}.json').write_text('{')
+    data.write(Request(SECOND, {}), [MAC], lambda: SAME_MAC_INSTANCES)
+    data.remove(SECOND, list_macs(SECOND))
+    assert read_owners(tmp_path) == {}
+
+
+def test_metadata_write_does_not_wait_for_another_instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check that a slow write for one instance blocks no other instance.
+
+    An instance with the same MAC is refused before the file exists, and does not take the MAC over.
+    """
+    data, results, other_mac = GuestData(tmp_path), list[str](), make_mac_address(SECOND, 1)
+
+    def write_second() -> None:
+        data.write(Request(SECOND, {}), [other_mac], lambda: SAME_MAC_INSTANCES)
+        results.append(read_owners(tmp_path)[other_mac])
+        try:
+            data.write(Request(SECOND, {}), [MAC], lambda: SAME_MAC_INSTANCES)
+        except BuildFailed as error:
+            results.append(error.reason)
+        data.remove(SECOND, list_macs(SECOND))
+        results.append(str(read_owners(tmp_path)))
+
+    thread, began = threading.Thread(target=write_second, daemon=True), threading.Lock()
+
+    def write_slowly(path: Path, text: str) -> None:
+        if began.acquire(blocking=False):
+            thread.start()
+            thread.join(30)
+        write_durably(path, text)
+
+    monkeypatch.setattr('ecomp.agent.host.metadata.write_durably', write_slowly)
+    data.write(Request(FIRST, {}), [MAC], lambda: SAME_MAC_INSTANCES)
+    refused = (
+        f'its MAC {MAC} is also that of instance {FIRST} on this host. '
+        'Fix: create the instance with another uuid, which gives another MAC'
+    )
+    assert results == [SECOND, refused, '{}']
+    assert read_owners(tmp_path) == {MAC: FIRST}

@@ -56,7 +56,6 @@ class SshGuest:
     sshd: subprocess.Popen[bytes] | None = None
 
     def make_key(self, name: str) -> str:
-        """Make a host key; return its public part."""
         path = self.home / name
         subprocess.run(['ssh-keygen', '-q', '-t', 'ed25519', '-N', '', '-f', path], check=True, timeout=60)
         return ' '.join(path.with_suffix('.pub').read_text().split()[:2])
@@ -79,7 +78,6 @@ class SshGuest:
         wait_until(lambda: 'Server listening' in log.read_text(), 30, 'sshd listens')
 
     def write_record(self, record: Record) -> None:
-        """Write the record, as its compute does."""
         self.etcd.put_record(to_json(record))
 
     def run_eschedule(self, *words: str) -> Result:
@@ -93,7 +91,6 @@ class SshGuest:
         return self.run_eschedule('ssh', self.record.instance, '-i', str(self.private), *words)
 
     def close(self) -> None:
-        """Stop sshd."""
         if self.sshd is not None:
             self.sshd.terminate()
             self.sshd.wait(20)

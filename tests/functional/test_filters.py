@@ -186,8 +186,7 @@ def send_frames(
     """
     interface = make_binding()
     xml.add_filter_reference(interface, address, [CONTROL], MAC if ipv6 else None, by_dhcp)
-    connection = libvirt.open(link.uri)
-    try:
+    with closing(libvirt.open(link.uri)) as connection:
         binding = connection.nwfilterBindingCreateXML(ET.tostring(interface, 'unicode'))
         try:
             before()
@@ -196,8 +195,6 @@ def send_frames(
             numbers = json.loads(link.run_inside([sys.executable, '-c', SEND_SCRIPT], input=frames_json).stdout)
         finally:
             binding.delete()
-    finally:
-        connection.close()
     return {list(frames)[number] for number in numbers[:-1]}
 
 

@@ -349,6 +349,8 @@ def test_start_without_a_disk_fails(hypervisor: Hypervisor, spec: GuestSpec) -> 
     assert '\n' not in caught.value.reason
 
 
+# On libvirt, test_libvirt.py::test_driver_reconnects_after_libvirtd_was_killed shows it in the usual run.
+@REAL_IS_SLOW
 def test_changes_are_reported(hypervisor: Hypervisor, spec: GuestSpec) -> None:
     changes: queue.Queue[str] = queue.Queue()
     hypervisor.watch_changes(changes.put)

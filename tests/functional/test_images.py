@@ -27,9 +27,6 @@ from tests.kit.image_server import Handler, ImageServer
 from tests.kit.images import LIMITS, MIB, assert_refused, get_base, list_cached, make_cache
 from tests.kit.servers import SLOWDOWN_FACTOR, wait_until
 
-# The image cache against a web server that does everything wrong, and files that are not images.
-
-
 # Downloads that succeed
 
 
@@ -159,9 +156,6 @@ def test_endless_slow_download_times_out(
     assert time.monotonic() - started_at < SLOWDOWN_FACTOR * 5
 
 
-# A destroy during the download
-
-
 def raise_cancelled() -> None:
     raise Cancelled
 
@@ -174,9 +168,6 @@ def test_wait_for_the_download_of_another_build_can_be_cancelled(web: ImageServe
             get_base(make_cache(directory), web.url + 'slowly', raise_cancelled)
         web.may_go_on.set()
         assert Path(other_download.result(SLOWDOWN_FACTOR * 30).path).exists()
-
-
-# The disk
 
 
 def test_directory_that_cannot_be_created_is_reported(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -81,11 +81,6 @@ def request_as_page(url: str, body: bytes | None = None, **headers: str) -> tupl
         return error.code, {name.lower(): value for name, value in error.headers.items()}
 
 
-def list_readable_by_others(directory: Path) -> list[str]:
-    """List the files in the directory, and itself, that other users may read."""
-    return [path.name for path in (directory, *directory.iterdir()) if path.stat().st_mode & 0o077]
-
-
 def list_children(process: subprocess.Popen[str]) -> list[int]:
     return [int(pid) for pid in Path(f'/proc/{process.pid}/task/{process.pid}/children').read_text().split()]
 
@@ -113,7 +108,8 @@ def test_servers_answer_stop_with_elab_and_keep_their_data(tmp_path: Path, numbe
     assert 'every user of this machine can write to etcd and placement. Fix: elab control --certs certs' in errors
     names = {path.name for path in (tmp_path / 'data').iterdir()}
     assert {'placement.sqlite', 'placement.log', 'etcd.log', 'etcd'} <= names
-    assert list_readable_by_others(tmp_path / 'data') == []
+    for path in (tmp_path / 'data', *(tmp_path / 'data').iterdir()):
+        assert path.stat().st_mode & 0o077 == 0, path
     assert is_free(etcd)
     assert is_free(placement)
 
@@ -256,16 +252,15 @@ class SecuredControl(NamedTuple):
         context = ssl.create_default_context(cafile=str(own / 'ca.crt'))
         if (own / 'client.crt').exists():
             context.load_cert_chain(own / 'client.crt', own / 'client.key')
-        connection = http.client.HTTPSConnection('localhost', self.placement, timeout=20, context=context)
-        try:
+        with closing(
+            http.client.HTTPSConnection('localhost', self.placement, timeout=20, context=context)
+        ) as connection:
             sent_token = (own / 'token').read_text().strip() if token is None else token
             connection.request('GET', '/resource_providers', headers={**headers, 'x-auth-token': sent_token})
             certificate = connection.sock.getpeercert()
             answer = connection.getresponse()
             answer.read()
             return answer.status, str(certificate['serialNumber'])
-        finally:
-            connection.close()
 
 
 @pytest.fixture(scope='module')
@@ -290,7 +285,6 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredControl
 
 
 def issue_certs(control_plane: SecuredControl) -> None:
-    """Make certificates as elab certs does."""
     names = {'servers': ('localhost', '127.0.0.1'), 'computes': ('hv1',), 'schedulers': (), 'operators': ('ann',)}
     cluster = certs.Cluster(**names, etcd_port=control_plane.etcd, placement_port=control_plane.placement)
     certs.make_certificates(control_plane.certs, cluster, datetime.now(UTC).replace(microsecond=0), lambda _: None)

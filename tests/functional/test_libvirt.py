@@ -1,7 +1,8 @@
 """Failures that only libvirt has, with real daemons: libvirtd killed, frozen or lost.
 
 The guests' disks have a boot signature and no system: the guests run, which is all that these tests need. Disks are in
-test_volumes.py, filters in test_filters.py, addresses in test_reservations.py.
+test_volumes.py, filters in test_filters.py, addresses in test_reservations.py. Calls
+are counted on a real libvirtd, and guests that vanish are simulated on libvirt's test driver.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import signal
 import subprocess
 import threading
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from pwd import getpwnam
 from shutil import which
@@ -33,8 +36,12 @@ from tests.functional.libvirt_host import LibvirtHost
 from tests.kit.servers import wait_until
 
 libvirt = pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
-from ecomp.virt import libvirt_host  # noqa: E402
+libvirtmod = pytest.importorskip('libvirtmod')
+from ecomp.virt import domains, libvirt_host  # noqa: E402
+from ecomp.virt.connection import Connection  # noqa: E402
+from ecomp.virt.domains import Domains  # noqa: E402
 from ecomp.virt.libvirt_host import Libvirt, probe_libvirt  # noqa: E402
+from ecomp.virt.xml import MARK_NAMESPACE  # noqa: E402
 
 BRIDGED_NETWORKS = (*DEFAULT_NETWORKS, Attachment('bridge', 'br0'))
 
@@ -446,3 +453,99 @@ def test_cpu_features_of_a_guest(real_libvirt: Libvirt, caplog: pytest.LogCaptur
     # This host has no kvm, so no features are reported for it.
     assert real_libvirt.read_cpu_features('kvm') == frozenset()
     assert 'no CPU traits are published to placement: libvirt failed while' in caplog.text
+
+
+# The exact calls to libvirtd for a guest's start and end. They start no process here.
+
+
+# Calls that libvirt's client answers without libvirtd.
+LOCAL_CALLS = ('Free', 'IsAlive', 'GetUUIDString', 'GetName', 'GetLastError', 'GetConnect')
+
+
+@pytest.fixture
+def call_counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """The number of calls to libvirtd by this thread. `process` counts started processes."""
+    counts: Counter[str] = Counter()
+    here = threading.get_ident()  # the event loop has a thread of its own
+
+    def count_calls(owner: Any, name: str, label: str) -> None:
+        real = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == here:
+                counts[label] += 1
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    for name in dir(libvirtmod):
+        if name.startswith('vir') and callable(getattr(libvirtmod, name)) and not name.endswith(LOCAL_CALLS):
+            count_calls(libvirtmod, name, name.removeprefix('vir'))
+    for owner, name in ((os, 'fork'), (os, 'posix_spawn'), (subprocess.Popen, '__init__')):
+        count_calls(owner, name, 'process')
+    return counts
+
+
+def test_calls_for_a_disk_a_start_and_an_end(real_libvirt: Libvirt, spec: GuestSpec, call_counts: Counter[str]) -> None:
+    def count(action: Callable[[], object]) -> Counter[str]:
+        call_counts.clear()
+        action()
+        return Counter(call_counts)
+
+    lookups = {'DomainLookupByName': 1, 'DomainLookupByUUIDString': 1}
+    pool = {'StoragePoolLookupByName': 1}
+    assert count(lambda: real_libvirt.create_disk(spec)) == {**pool, 'StorageVolCreateXML': 1}
+    assert count(lambda: real_libvirt.start(spec)) == {
+        **lookups,
+        **{'NWFilterLookupByName': 2, 'DomainDefineXML': 1, 'DomainCreate': 1},
+        **{'NetworkLookupByName': 1, 'NetworkGetXMLDesc': 1},  # find out if its network has IPv6 to filter
+    }
+    assert count(lambda: real_libvirt.destroy(spec.instance, COMPUTE)) == {
+        **{'DomainLookupByName': 2, 'DomainLookupByUUIDString': 2, 'DomainGetMetadata': 1, 'DomainIsActive': 1},
+        **{'DomainDestroy': 1, 'DomainIsPersistent': 1, 'DomainUndefineFlags': 1},
+    }
+    assert count(lambda: real_libvirt.delete_disk(spec.instance)) == {
+        **lookups,
+        **pool,
+        **{'StorageVolLookupByName': 1, 'StorageVolDelete': 1},
+    }
+
+
+# Domains without a definition, which vanish when they end, on libvirt's test driver.
+
+
+DOMAIN_XML = f"""<domain type='test'><name>{{0}}</name><uuid>{{0}}</uuid><memory>65536</memory><os><type>hvm</type></os>
+<metadata><ecomp:instance xmlns:ecomp='{MARK_NAMESPACE}' uuid='{{0}}' compute='{COMPUTE}'/></metadata></domain>"""
+
+
+@pytest.fixture
+def driver() -> Iterator[Any]:
+    with closing(libvirt.open('test:///default')) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(
+    'ask',
+    [
+        partial(Domains.force_off, undefine=True),
+        partial(Domains.force_off, undefine=False),
+        lambda on, instance, _: on.is_domain_running(instance),
+    ],
+)
+def test_domain_that_ends_between_two_calls(
+    driver: Any, monkeypatch: pytest.MonkeyPatch, ask: Callable[[Domains, str, str], object]
+) -> None:
+    instance, connection = str(uuid4()), Connection('test:///default')
+    connection._current = driver  # the usual opening sets a keepalive, which this driver does not support
+    domain = driver.createXML(DOMAIN_XML.format(instance))
+    find = domains._find_domains
+
+    def find_and_destroy(*args: Any) -> list[Any]:
+        domains_found = find(*args)
+        if domains_found:
+            domain.destroy()
+        return domains_found
+
+    monkeypatch.setattr(domains, '_find_domains', find_and_destroy)
+    assert not ask(Domains(connection), instance, COMPUTE)
+    assert find(driver, instance) == []

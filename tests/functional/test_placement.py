@@ -15,7 +15,6 @@ import pytest
 
 from ecomp.errors import (
     Conflict,
-    EcompError,
     GenerationConflict,
     NoCapacity,
     NotFound,
@@ -136,6 +135,7 @@ MALFORMED = [
     # No part of these may be dropped silently.
     'resources=VCPU:1#x&required=MISC_SHARES_VIA_AGGREGATE',
     'resources=VCPU:1\n&x=1',
+    'resources=é:1',
 ]
 
 
@@ -147,18 +147,6 @@ def test_malformed_query_is_refused_with_placement_s_message(client: Placement, 
     assert str(caught.value)
     assert '\n' not in str(caught.value)
     assert caught.value.exit_code == 2
-
-
-@pytest.mark.parametrize(
-    'query', ['resources=VCPU:1#x', 'resources=é:1', '', 'resources=VCPU:1 &x', 'a\r\nb: c', '\x00']
-)
-def test_query_cannot_inject_url_parts_or_headers(client: Placement, query: str) -> None:
-    message = ''
-    try:
-        allocations.read_candidates(client, query)
-    except EcompError as error:
-        message = str(error)
-    assert '\n' not in message
 
 
 # Candidates
@@ -416,7 +404,6 @@ class ForgetfulServer(ThreadedServer):
         self.url = f'http://{self.address}'
 
     def forget_connections(self) -> None:
-        """Forget all connections that are open now."""
         self.barrier = None
         self._forgotten = self.connection_count
 

@@ -38,9 +38,6 @@ from tests.kit.listening import CannedServer, make_answer
 from tests.kit.servers import PlacementServer
 from tests.kit.story import SMALL_QUERY, find_log_lines, place, read_log, read_record, wait_log_lines, wait_state
 
-# Placement behind a front end that checks certificates and a token, and the errors for wrong ones.
-
-
 SERVER_NAMES = ('localhost', '127.0.0.1')
 CLIENT_CERTIFICATE_ERROR = re.compile('our certificate|certificate of ours')
 
@@ -395,8 +392,8 @@ def test_http_503_is_retried_for_reads_but_not_for_writes() -> None:
 
 def test_path_is_quoted_once() -> None:
     with serve_answers((200, 'application/json', b'{}')) as server, open_client(server.url + '/a b') as client:
-        client.get('/x?name=é #\ud800&y=%41:1,!z')
-        assert server.requests == ['GET /a%20b/x?name=%C3%A9%20%23%5Cud800&y=%41:1,!z']
+        client.get('/x?name=é #\ud800\r\nb: c\0&y=%41:1,!z')
+        assert server.requests == ['GET /a%20b/x?name=%C3%A9%20%23%5Cud800%0D%0Ab:%20c%00&y=%41:1,!z']
 
 
 def test_requests_name_a_fixed_microversion() -> None:

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -524,10 +523,6 @@ def test_build_blocked_by_a_lock_does_not_block_its_image(pool_of_two: TendedPoo
 STORE_METHODS = ('get', 'read', 'snapshot', 'count', 'read_revision', 'commit', 'grant', 'keep_alive', 'revoke')
 
 
-def label_call(name: str, *_: object) -> str:
-    return name
-
-
 @pytest.fixture
 def call_counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Provide a counter of calls, with keys like `etcd get` and `placement PUT /allocations`."""
@@ -548,7 +543,7 @@ def call_counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     count_calls('placement', Placement, 'get', lambda path: f'GET /{path.split("/")[1].split("?")[0]}')
     count_calls('placement', Placement, 'write', lambda method, path, _: f'{method} /{path.split("/")[1]}')
     for name in STORE_METHODS:
-        count_calls('etcd', Store, name, partial(label_call, name))
+        count_calls('etcd', Store, name, lambda *_, name=name: name)
     return counts
 
 

@@ -17,11 +17,25 @@ from ecomp.errors import Conflict, NoSpace, Unreachable
 from ecomp.store.client import FENCE_RENEWAL_SECONDS, Delete, Put, Store, Unchanged
 from ecomp.store.presence import LEASE_SECONDS, Presence, PresenceLease, hash_token
 from tests.functional.present import make_presence, start_and_stop
-from tests.kit.etcd_proxy import GrpcProxy
-from tests.kit.servers import SLOWDOWN_FACTOR, Etcd, PlacementServer, wait_until
+from tests.kit.servers import SLOWDOWN_FACTOR, Etcd, PlacementServer, Server, free_port, is_healthy, wait_until
 from tests.kit.store_client import open_store, read_entry
 
-# Ownership and lifetime of the presence key on a real etcd.
+
+class GrpcProxy(Server):
+    """The proxy; `endpoint` is where it listens."""
+
+    name = 'grpc-proxy'
+
+    def __init__(self, etcd: str) -> None:
+        super().__init__()
+        self._etcd = etcd
+        self.endpoint = f'127.0.0.1:{free_port()}'
+
+    def command(self) -> list[str]:
+        return ['etcd', 'grpc-proxy', 'start', f'--endpoints={self._etcd}', f'--listen-addr={self.endpoint}']
+
+    def is_ready(self) -> bool:
+        return is_healthy(f'http://{self.endpoint}')
 
 
 def test_same_token_takes_over_and_another_is_refused(store: Store, prefix: str) -> None:

@@ -59,7 +59,6 @@ class QueueCompute:
         return waiting.instance
 
     def get_place(self, instance: str) -> WaitingEntry:
-        """Return the place of an instance in the queue."""
         assert self.offers.backlog is not None
         return self.offers.backlog.entries[keys.queue(self.flavor.name, instance)]
 
@@ -291,37 +290,25 @@ def test_blocked_groups_are_read_together_with_growing_pauses(
     assert compute.taken_instances == {instances[7]}
 
 
-def test_request_of_a_full_group_is_not_touched(cloud: Cloud, flavor: Flavor) -> None:
-    compute, members = QueueCompute(cloud, flavor), [make_uuid() for _ in range(MAX_MEMBERS)]
-    name = f'g{make_uuid()}'
-    cloud.etcd.put(keys.group(name), group_to_json(Group(name, 'affinity', True, dict.fromkeys(members, compute.uuid))))
-    instance = compute.enqueue(group=Membership(name, 'affinity', True))
-    compute.read_changes()
-    before = cloud.store.snapshot('/').revision
-    compute.step()
-    assert cloud.store.snapshot('/').revision == before
-    assert compute.waiting_instances == {instance}
-    # An instance that is already a member is taken like any other.
-    joined = Group(name, 'affinity', True, {**dict.fromkeys(members[1:], compute.uuid), instance: ''})
-    cloud.etcd.put(keys.group(name), group_to_json(joined))
-    compute.step_later()
-    assert compute.taken_instances == {instance}
-    cloud.etcd.delete(keys.group(name))
-
-
-def test_request_of_a_changed_group_is_not_touched(
-    cloud: Cloud, flavor: Flavor, make_group: Callable[[str, str], str]
+@pytest.mark.parametrize(('policy', 'member_count'), [('affinity', MAX_MEMBERS), ('anti-affinity', 1)])
+def test_request_of_a_full_or_changed_group_is_not_touched(
+    cloud: Cloud, flavor: Flavor, policy: str, member_count: int
 ) -> None:
     """Check that it is not marked, claimed and released twice a second, with a note each time."""
-    compute = QueueCompute(cloud, flavor)
-    name = make_group('affinity', compute.uuid)
-    instance = compute.enqueue(group=Membership(name, 'anti-affinity', True))
+    compute, members = QueueCompute(cloud, flavor), [make_uuid() for _ in range(member_count)]
+    name = f'g{make_uuid()}'
+    cloud.etcd.put(keys.group(name), group_to_json(Group(name, 'affinity', True, dict.fromkeys(members, compute.uuid))))
+    instance = compute.enqueue(group=Membership(name, policy, True))
     compute.read_changes()
     before = cloud.store.snapshot('/').revision
     compute.step()
     assert cloud.store.snapshot('/').revision == before
     assert compute.waiting_instances == {instance}
-    cloud.etcd.delete(keys.group(name))
+    if member_count < MAX_MEMBERS:
+        cloud.etcd.delete(keys.group(name))
+    else:  # An instance that is already a member is taken like any other.
+        joined = Group(name, policy, True, {**dict.fromkeys(members[1:], compute.uuid), instance: ''})
+        cloud.etcd.put(keys.group(name), group_to_json(joined))
     compute.step_later()
     assert compute.taken_instances == {instance}
     cloud.etcd.delete(keys.group(name))

@@ -34,8 +34,6 @@ from tests.functional.cloud import IMAGE, OWNER, RESOURCES, SMALL, Cloud, Counti
 from tests.kit.in_process import InProcessPlacement, put_with_generation
 from tests.kit.servers import SLOWDOWN_FACTOR, Etcd, wait_until
 
-# create on real etcd and placement makes one instance with one claim, or nothing.
-
 
 @pytest.mark.fast
 def test_create_announces_its_attempt_and_delivers(cloud: Cloud) -> None:

@@ -29,8 +29,6 @@ from tests.kit.proxy import Proxy
 from tests.kit.servers import SLOWDOWN_FACTOR, Etcd, wait_until
 from tests.kit.store_client import read_entry
 
-# destroy and find on real etcd and placement, also with lost answers.
-
 
 @pytest.mark.fast
 def test_destroy_writes_a_tombstone(cloud: Cloud) -> None:
@@ -287,19 +285,20 @@ def write_record(
     cloud.etcd.put_record(to_json(record))
 
 
-def is_time(text: str) -> bool:
-    return format_time(datetime.fromisoformat(text)) == text
-
-
 def test_power_action_is_added_to_the_request(cloud: Cloud) -> None:
     compute, instance = create_instance(cloud)
-    before = json.loads(cloud.etcd.get(keys.request(compute, instance)) or b'')
+    before = {
+        **json.loads(cloud.etcd.get(keys.request(compute, instance)) or b''),
+        'later': {'names': ['web1', 1.5, None]},
+    }
+    cloud.etcd.put(keys.request(compute, instance), json.dumps(before))  # a field of a newer eschedule is kept
     stop = PowerAction(STOP, make_uuid())
     accepted = change_power(cloud.store, instance, stop)
     assert accepted.message == f'{instance}: stop accepted; {compute} carries it out'
     assert accepted.power == stop
     after = json.loads(cloud.etcd.get(keys.request(compute, instance)) or b'')
-    assert is_time(after.pop('written_at'))
+    written_at = after.pop('written_at')
+    assert format_time(datetime.fromisoformat(written_at)) == written_at
     assert after == {**before, 'power': {'action': 'stop', 'id': stop.id}}
     assert list(after)[:-1] == list(before)
     assert cloud.read_request(compute, instance).power == stop

@@ -30,9 +30,6 @@ from tests.kit.in_process import InProcessPlacement, put_with_generation, remove
 from tests.kit.servers import Etcd
 from tests.kit.store_client import open_store
 
-# The explanation of each host, the nearest miss, and the smallest change of the query that fits.
-
-
 GUEST_QUERY = 'resources=VCPU:1,MEMORY_MB:256,DISK_GB:1'
 AVX2 = 'HW_CPU_X86_AVX2'
 
@@ -467,7 +464,6 @@ def check_single_constraints(
 
 
 def free_amounts(provider: Provider, cures: tuple[Cure, ...]) -> Provider:
-    """Return the provider with the usage reduced by the freed amounts."""
     inventories = dict(provider.inventories)
     for cure in cures:
         if cure.amount_to_free and isinstance(cure.constraint, Amount):
@@ -509,7 +505,9 @@ def make_cluster(placement: InProcessPlacement, rng: random.Random) -> list[str]
                 'consumer_type': 'INSTANCE',
             }
             placement.write(
-                'PUT', f'/allocations/{make_consumer_uuid(provider)}', {'allocations': allocation, **consumer_fields}
+                'PUT',
+                f'/allocations/{uuid.uuid5(uuid.UUID(provider), "consumer")}',
+                {'allocations': allocation, **consumer_fields},
             )
         put_with_generation(placement, f'{path}/inventories', inventories=inventories)
         traits = [name for name in TRAITS if rng.random() < 0.5]
@@ -566,8 +564,3 @@ def make_query(rng: random.Random, providers: list[Provider]) -> str:
     if rng.random() < 0.05:
         parts.insert(0, 'resources=DISK_GB:1')  # the last one of two counts
     return '&'.join(parts)
-
-
-def make_consumer_uuid(provider: str) -> str:
-    """Return the uuid of the provider's consumer."""
-    return str(uuid.uuid5(uuid.UUID(provider), 'consumer'))

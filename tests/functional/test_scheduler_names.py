@@ -29,7 +29,6 @@ def name() -> str:
 
 
 def make_named_order(cloud: Cloud, name: str, compute: str | None = None, **changes: object) -> SetOrder:
-    """Make an order for a small instance with this name."""
     return replace(cloud.make_order_on(compute or cloud.make_compute()), name=name, **changes)  # type: ignore[arg-type]
 
 

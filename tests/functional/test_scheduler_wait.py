@@ -69,11 +69,11 @@ def test_wait_reports_each_stage(cloud: Cloud, messages: list[str]) -> None:
     with begin_wait(
         messages, wait_for_stage, Wait(config, instance, Deadline(30), messages.append), 'addressed'
     ) as waiting:
-        for stage in ('image', 'disk', 'started', 'addressed'):
+        for stage, next_stage in {'image': 'disk', 'disk': 'started', 'started': 'addressed', 'addressed': ''}.items():
             record = record.enter_state(ACTIVE, 't', stage)
             cloud.etcd.put_record(to_json(record))
-            if stage != 'addressed':
-                wait_until(partial(is_waiting_for, _get_next_event(stage)), 10, f'{stage} is seen')
+            if next_stage:
+                wait_until(partial(is_waiting_for, WAIT_REASONS[next_stage]), 10, f'{stage} is seen')
         assert waiting.result(SLOWDOWN_FACTOR * 10) == record
 
 
@@ -103,10 +103,6 @@ def test_wait_reports_the_progress_of_a_download(cloud: Cloud, messages: list[st
         )
         cloud.etcd.put_record(to_json(record.enter_state(ACTIVE, 't', 'image', 'disk', 'started')))
         assert waiting.result(SLOWDOWN_FACTOR * 10).progress is None
-
-
-def _get_next_event(stage: str) -> str:
-    return WAIT_REASONS[{'image': 'disk', 'disk': 'started', 'started': 'addressed'}[stage]]
 
 
 def test_waits_share_one_deadline(cloud: Cloud, messages: list[str]) -> None:

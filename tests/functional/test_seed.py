@@ -42,7 +42,6 @@ def data(tmp_path: Path) -> GuestData:
 
 
 def read_guest_seed(data: GuestData, request: Request, macs: int = 1, phones_home: bool = True) -> dict[str, bytes]:
-    """Return the seed's files of a guest with this number of interfaces."""
     data.write(request, MACS[:macs])
     return dict(read_seed(data.directory, data.directory.parent, MACS[0], phones_home))
 

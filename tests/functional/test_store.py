@@ -31,9 +31,6 @@ from tests.kit.proxy import Proxy
 from tests.kit.servers import SLOWDOWN_FACTOR, Etcd, free_port, wait_until
 from tests.kit.store_client import open_store, read_entry
 
-# The store on a real etcd that answers, refuses, is frozen, is stopped or is restarted.
-
-
 # Reads
 
 

@@ -8,7 +8,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,11 +37,38 @@ from ecomp.store.messages import (
 from ecomp.tls import ETCD_SENTENCES, TlsFailure
 from tests.kit.certificates import Authority
 from tests.kit.etcd_member import Member, Tls
-from tests.kit.holes import open_hole
 from tests.kit.listening import ThreadedServer
 from tests.kit.servers import SLOWDOWN_FACTOR, Etcd, PlacementServer, wait_until
 
-# Connections with unreachable addresses, stopped members, and certificates that are being replaced.
+# Connections that are never accepted: with the shortest queue the kernel drops all that follow.
+FILLING_CONNECTIONS = 4
+
+
+@contextmanager
+def open_hole(port: int, *addresses: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        for address in addresses:
+            listener = stack.enter_context(socket.socket())
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((address, port))
+            listener.listen(0)
+            for _ in range(FILLING_CONNECTIONS):
+                filler = stack.enter_context(socket.socket())
+                filler.setblocking(False)
+                with suppress(BlockingIOError):
+                    filler.connect((address, port))
+            wait_until(lambda address=address: _is_silent(address, port), 5, f'nobody answers at {address}')
+        yield
+
+
+def _is_silent(address: str, port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(0.2)
+        try:
+            probe.connect((address, port))
+        except TimeoutError:
+            return True
+    return False
 
 
 UNREACHABLE_ADDRESSES = ('127.0.0.2', '127.0.0.3')
@@ -375,11 +402,10 @@ def test_call_to_a_flooding_server_times_out(endpoint: str) -> None:
 
 def test_watch_of_a_flooding_server_times_out(endpoint: str) -> None:
     began = time.monotonic()
-    member = H2Member(EtcdConfig((endpoint,), timeout=1.0), endpoint)
-    try:
-        with pytest.raises(CallFailure) as caught:
-            list(member.watch([WatchCreate(b'/x', b'/y', 1)], 1.0))
-    finally:
-        member.close()
+    with (
+        closing(H2Member(EtcdConfig((endpoint,), timeout=1.0), endpoint)) as member,
+        pytest.raises(CallFailure) as caught,
+    ):
+        list(member.watch([WatchCreate(b'/x', b'/y', 1)], 1.0))
     assert caught.value.code in (DEADLINE_EXCEEDED, UNAVAILABLE)
     assert time.monotonic() - began < FLOOD_SECONDS

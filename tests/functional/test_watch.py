@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from uuid import uuid4
 
 import grpc
@@ -21,14 +24,112 @@ from ecomp.model.cluster import KnownCluster
 from ecomp.model.record import ERROR, Failure, Record
 from ecomp.store.client import Delete, Entry, Guard, Put, Store, Unchanged
 from ecomp.store.presence import Presence
+from ecomp.store.roles import etcdrpc  # this module makes protobuf load it
 from ecomp.store.sharing import write_final_record
 from ecomp.store.watch import Follower
-from tests.functional.fake_etcd import FakeEtcd, Frame
-from tests.functional.following import RecordingFollower, StateRecorder
 from tests.functional.present import start_and_stop
 from tests.kit.proxy import Proxy
 from tests.kit.servers import SLOWDOWN_FACTOR, Etcd, wait_until
 from tests.kit.store_client import make_config
+
+# A reply of a watch, an error that ends the stream, or None to end it normally.
+Frame = etcdrpc.WatchResponse | grpc.StatusCode | None
+
+
+@dataclass
+class FakeEtcd(etcdrpc.KVServicer, etcdrpc.WatchServicer):
+    """An etcd that answers ranges with `values`, and each watch with the next of `watches`.
+
+    If `watches` is empty, a watch is created and stays silent. `list_count` counts the ranges of more than one key.
+    """
+
+    values: dict[bytes, bytes] = field(default_factory=dict)
+    header: tuple[int, int, int] = (1, 10, 2)
+    list_count: int = 0
+
+    def __post_init__(self) -> None:
+        self.watches: queue.SimpleQueue[list[Frame]] = queue.SimpleQueue()
+        self._server = grpc.server(ThreadPoolExecutor(8))
+        etcdrpc.add_KVServicer_to_server(self, self._server)
+        etcdrpc.add_WatchServicer_to_server(self, self._server)
+        self.endpoint = f'127.0.0.1:{self._server.add_insecure_port("127.0.0.1:0")}'
+
+    def __enter__(self) -> Self:
+        self._server.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.stop(0).wait()
+
+    def make_frame(self, **fields: Any) -> etcdrpc.WatchResponse:
+        return etcdrpc.WatchResponse(header=_make_header(*fields.pop('header', self.header)), watch_id=0, **fields)
+
+    def make_put_frame(self, key: bytes, value: bytes, **fields: Any) -> etcdrpc.WatchResponse:
+        frame = self.make_frame(**fields)
+        event = frame.events.add()
+        event.kv.key, event.kv.value, event.kv.mod_revision = key, value, frame.header.revision
+        return frame
+
+    def Range(self, request: Any, _: Any) -> Any:  # noqa: N802
+        """Return the requested values; the requested revision is ignored."""
+        end = request.range_end or request.key + b'\0'
+        self.list_count += bool(request.range_end)
+        reply = etcdrpc.RangeResponse(header=_make_header(*self.header))
+        for key, value in sorted(self.values.items()):
+            if request.key <= key < end:
+                reply.kvs.add(key=key, value=value, mod_revision=self.header[1], create_revision=1, version=1)
+        return reply
+
+    def Watch(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:  # noqa: N802
+        """Send the next scripted frames, then stay silent."""
+        next(requests)
+        try:
+            script = self.watches.get_nowait()
+        except queue.Empty:
+            script = [self.make_frame(created=True)]
+        for frame in script:
+            if frame is None:
+                return
+            if isinstance(frame, grpc.StatusCode):
+                context.abort(frame, 'as scripted')
+            yield frame
+        for _ in requests:
+            pass
+
+
+def _make_header(cluster: int, revision: int, term: int) -> Any:
+    return etcdrpc.ResponseHeader(cluster_id=cluster, member_id=7, revision=revision, raft_term=term)
+
+
+class StateRecorder:
+    """A callback that records the reported states."""
+
+    def __init__(self) -> None:
+        self.states: list[dict[str, bytes]] = []
+
+    def on_state(self, state: Mapping[str, Entry]) -> None:
+        self.states.append({key: entry.value for key, entry in state.items()})
+
+    def wait_for_state(self, expected: dict[str, bytes], description: str = 'what is there') -> None:
+        wait_until(
+            lambda: self.states[-1:] == [expected], 15, f'{description}: {expected} is seen, last {self.states[-1:]}'
+        )
+
+
+class RecordingFollower(StateRecorder):
+    """A follower of one prefix that runs while its context is entered."""
+
+    def __init__(self, endpoint: str, prefix: str, resync: float = 60.0, timeout: float = 2.0, **options: Any) -> None:
+        super().__init__()
+        self.follower = Follower(make_config(endpoint, timeout), [(prefix, self.on_state)], resync, **options)
+
+    def __enter__(self) -> Self:
+        self.follower.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.follower.stop()
+
 
 # A follower on a real etcd sees each change, despite outages of etcd and of the connection.
 
@@ -342,9 +443,6 @@ def test_raft_term_of_a_candidate_is_not_strange() -> None:
     guard.check_reply(guard.known_cluster, cluster.Header(1, 12, 3), 'e')
     with pytest.raises(StrangeEtcd, match='raft term is 2, and was 3 before'):
         guard.check_reply(guard.known_cluster, cluster.Header(1, 12, 2), 'e')
-
-
-# On a real etcd
 
 
 def test_presence_is_not_published_in_another_etcd(own_etcd: Etcd) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from ecomp.model import keys
 from ecomp.placement.client import Placement
-from ecomp.store import http2_client
 from ecomp.store.messages import Range, Transaction
 from tests.kit.commands import Control, Result
 from tests.kit.invariants import read_allocations
@@ -51,22 +50,7 @@ def questions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return paths
 
 
-@pytest.fixture
-def requests(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The requests that eschedule sends to etcd in this process, in their order."""
-    sent: list[Any] = []
-    call = http2_client.EtcdMember.call
-
-    def record(self: http2_client.EtcdMember, request: Any, timeout_seconds: float) -> Any:
-        sent.append(request)
-        return call(self, request, timeout_seconds)
-
-    monkeypatch.setattr(http2_client.EtcdMember, 'call', record)
-    return sent
-
-
 def create(cluster: Control, name: str, query: str, *words: str) -> str:
-    """Create an instance and return its uuid."""
     result = cluster.eschedule(query, IMAGE, '--name', name, '-f', 'json', *words)
     assert result.code == 0, result
     return str(json.loads(result.stdout)[0]['instance'])

@@ -107,7 +107,6 @@ class ToyCompute:
         return done
 
     def read_record(self, instance: str) -> Record:
-        """Return the record as the compute has it."""
         record = self.instances.records.get(instance)
         assert record is not None
         return record

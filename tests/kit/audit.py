@@ -33,11 +33,7 @@ def run_audit(cluster: Control | Lab, foreign: Collection[str] = ()) -> list[dic
 
 
 def wait_audit_clean(cluster: Control | Lab, seconds: float = 30.0, foreign: Collection[str] = ()) -> None:
-    """Wait until an audit finds nothing but `foreign`.
-
-    Raises:
-        AssertionError: it still finds something after `seconds`.
-    """
+    """Wait until an audit finds nothing but `foreign`."""
     remaining: list[object] = []
 
     def clean() -> bool:

@@ -145,19 +145,11 @@ class BootedMachine:
         return subprocess.run(inside, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
 
     def run(self, *command: str) -> str:
-        """Run a command on the machine as root, and return what it prints.
-
-        Raises:
-            AssertionError: it failed.
-        """
+        """Run a command on the machine as root, and return what it prints."""
         return self._check_output(self.run_unchecked(*command), ' '.join(command))
 
     def type_as_user(self, text: str) -> str:
-        """Type text into a shell of USER in the clone, and return what it prints.
-
-        Raises:
-            AssertionError: a command failed.
-        """
+        """Type text into a shell of USER in the clone, and return what it prints."""
         script = f'cd {CLONE_PATH}\nset -eo pipefail\n{text}'
         return self._check_output(self.run_unchecked('runuser', '-l', USER, '-c', script), text)
 

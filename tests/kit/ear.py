@@ -42,9 +42,6 @@ class NotifySocket:
 
         Returns:
             The pid of its sender, and its lines.
-
-        Raises:
-            AssertionError: none came in time.
         """
         ready, _, _ = select.select([self._socket], [], [], SLOWDOWN_FACTOR * seconds)
         assert ready, f'nothing was said for {seconds:g} s'

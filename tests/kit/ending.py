@@ -78,7 +78,10 @@ def find_contradictions(
     violations += [f'{name}: is being taken, and does not wait' for name in being_taken - set(queued) - set(foreign)]
     # An attempt in flight may hold its allocation already.
     in_flight = {
-        name for key, stored in under['requests'].items() if key not in foreign for name in _parse_attempt(stored)
+        name
+        for key, stored in under['requests'].items()
+        if key not in foreign
+        for name in map(str, json.loads(stored.value)['instances'])
     }
     violations += [
         f'{name}: allocation without an instance'
@@ -148,10 +151,6 @@ def _parse_project(stored: StoredValue) -> str | None:
 
 def _get_state(records: Mapping[str, dict[str, Any]], name: str) -> str | None:
     return records.get(name, {}).get('state')
-
-
-def _parse_attempt(stored: StoredValue) -> list[str]:
-    return [str(name) for name in json.loads(stored.value)['instances']]
 
 
 def _check_capacity(

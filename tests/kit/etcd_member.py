@@ -41,7 +41,6 @@ class Member(Etcd):
         return [*super().command(), f'--name={self.member}', f'--initial-cluster-state={self.state}', *secure]
 
     def is_ready(self) -> bool:
-        """True if it answers and has a leader."""
         try:
             return self.get('/nothing') is None
         except OSError:

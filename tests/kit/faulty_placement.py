@@ -7,7 +7,7 @@ import itertools
 import socket
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Self
 
@@ -83,13 +83,10 @@ class FaultyPlacement:
 
     def pass_on(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, str, bytes]:
         """Send a request to the real placement, and return status, content type and body."""
-        connection = http.client.HTTPConnection('127.0.0.1', self._target, timeout=30)
-        try:
+        with closing(http.client.HTTPConnection('127.0.0.1', self._target, timeout=30)) as connection:
             connection.request(method, path, body or None, headers)
             answer = connection.getresponse()
             return answer.status, answer.headers.get('content-type', ''), answer.read()
-        finally:
-            connection.close()
 
     def wrap(self, connection: socket.socket) -> socket.socket:
         """Wrap an accepted connection, e.g. in TLS."""

@@ -111,7 +111,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(self.server.image[half:])
 
     def answer_mirrored(self) -> None:
-        """Redirect to another mirror each time."""
         self.server.redirect_count += 1
         self.redirect(f'/mirror{self.server.redirect_count % 2}?signed={self.server.redirect_count}')
 
@@ -140,7 +139,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_body(self.server.image, **self.server.headers)
 
     def send_mirrored(self, number: int) -> None:
-        """Send the image with this mirror's own ETag."""
         says = {
             name: f'"{value} of {number}"' if name == 'etag' else value for name, value in self.server.headers.items()
         }

@@ -36,7 +36,6 @@ def read_lasting_keys(control: Control) -> dict[str, StoredValue]:
 
 
 def remove_hints(presence: bytes) -> bytes:
-    """Remove the hints from a compute's presence."""
     facts = json.loads(presence)
     return json.dumps({name: fact for name, fact in facts.items() if name not in ('room', 'images')}).encode()
 
@@ -81,9 +80,6 @@ def check_invariants(
     """Wait until all invariants hold and ecomp's audit finds nothing but `foreign`.
 
     `unaudited` is the reason why the audit must find something; it is skipped then.
-
-    Raises:
-        AssertionError: some invariant is still violated after the timeout.
     """
     problems = [['not looked']]
 

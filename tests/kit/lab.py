@@ -15,6 +15,7 @@ import urllib.request
 import warnings
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -173,11 +174,10 @@ class Lab:
         import libvirt
 
         # Use the socket's path, which works from outside: a process in the host's namespaces for each query costs more.
-        connection = libvirt.open(f'qemu+unix:///system?socket={self.directory}/{host}/run/libvirt-sock')
-        try:
+        with closing(
+            libvirt.open(f'qemu+unix:///system?socket={self.directory}/{host}/run/libvirt-sock')
+        ) as connection:
             yield connection
-        finally:
-            connection.close()
 
     def list_disks(self, host: str) -> set[str]:
         paths = (self.get_state_directory(host) / 'images').glob('*.qcow2')

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -28,13 +28,10 @@ def start_lab(
     name: str, size: int, guest_image: Path, prepare: Callable[[Path], None] = lambda _: None
 ) -> Iterator[Lab]:
     """Start a lab that serves the small guest image and one that halts at once; remove it at the end."""
-    lab = Lab(name, size, prepare)
-    try:
+    with closing(Lab(name, size, prepare)) as lab:
         (lab.directory / 'images/guest.qcow2').write_bytes(guest_image.read_bytes())
         (lab.directory / 'images/idle.raw').write_bytes(make_boot_disk(HALT))
         yield lab
-    finally:
-        lab.close()
 
 
 @pytest.fixture(scope='session')
@@ -72,14 +69,14 @@ def hypervisors() -> Iterator[tuple[Hypervisor, Hypervisor]]:
     """Two hosts; the second has a small file system for images, which a test may enlarge."""
     if os.geteuid() != 0:
         pytest.skip('hypervisors in namespaces need root')
+
     def mount_small(directory: Path) -> None:
         # Before the host is made: its daemons get their view of the file systems when they start.
         small = directory / 'hv2/state/images'
         small.mkdir(parents=True)
         subprocess.run(['mount', '-t', 'tmpfs', '-o', f'size={SMALL_IMAGES_MB}m', 'tmpfs', str(small)], check=True)
 
-    lab = Lab(make_lab_name('faults'), 2, mount_small)
-    try:
+    with closing(Lab(make_lab_name('faults'), 2, mount_small)) as lab:
         (lab.directory / 'images/idle.raw').write_bytes(make_boot_disk(HALT))
         pair = Hypervisor(lab, 'hv1'), Hypervisor(lab, 'hv2')
         for hypervisor in pair:
@@ -91,26 +88,25 @@ def hypervisors() -> Iterator[tuple[Hypervisor, Hypervisor]]:
         for hypervisor in pair:
             hypervisor.wait_ready()
         yield pair
-    finally:
-        lab.close()
 
 
 @pytest.fixture
 def host(hypervisors: tuple[Hypervisor, Hypervisor]) -> Iterator[Hypervisor]:
     """A host, empty before and after."""
-    hypervisors[0].mark_log()
-    yield hypervisors[0]
-    hypervisors[0].reset()
-    hypervisors[0].lab.check()
+    yield from _use_host(hypervisors[0])
 
 
 @pytest.fixture
 def small_host(hypervisors: tuple[Hypervisor, Hypervisor]) -> Iterator[Hypervisor]:
     """A host with little room for disks, empty before and after."""
-    hypervisors[1].mark_log()
-    yield hypervisors[1]
-    hypervisors[1].reset()
-    hypervisors[1].lab.check()
+    yield from _use_host(hypervisors[1])
+
+
+def _use_host(host: Hypervisor) -> Iterator[Hypervisor]:
+    host.mark_log()
+    yield host
+    host.reset()
+    host.lab.check()
 
 
 @pytest.fixture

@@ -373,7 +373,6 @@ class PlacementModel:
 
 
 def answer_request(model: PlacementModel, method: str, path: str, body: Json | None) -> tuple[int, Json | None]:
-    """Return the status and the body of placement's answer; None for 204."""
     try:
         if path == '/':
             return 200, {'versions': [{'id': 'v1.0', 'max_version': '1.39', 'min_version': '1.0'}]}

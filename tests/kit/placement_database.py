@@ -65,7 +65,6 @@ class PlacementDatabase:
         return self._read_allocations(f'{SELECT_ALLOCATIONS} WHERE consumer_id = ?', consumer).get(consumer, {})
 
     def read_consumers(self, provider: str) -> dict[str, dict[str, int]]:
-        """Return the allocations of a provider: {consumer: {class: amount}}."""
         allocations = self._read_allocations(f'{SELECT_ALLOCATIONS} WHERE resource_providers.uuid = ?', provider)
         return {consumer: by_provider[provider] for consumer, by_provider in allocations.items()}
 

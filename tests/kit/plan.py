@@ -96,11 +96,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Check that xdist respects the groups.
-
-    Raises:
-        AssertionError: it does not, and each process would make its own lab.
-    """
+    """Check that xdist respects the groups."""
     if getattr(session.config.option, 'loadgroup', False):
         for item in session.items:
             mark = item.get_closest_marker('xdist_group')

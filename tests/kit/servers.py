@@ -50,9 +50,6 @@ def wait_until(condition: Callable[[], Value], seconds: float, description: str)
     """Poll until `condition()` is true, and return its value.
 
     `seconds` is the time it takes on an idle machine; SLOWDOWN_FACTOR times as long is allowed.
-
-    Raises:
-        AssertionError: the condition, as in `description`, did not become true in time.
     """
     deadline = time.monotonic() + seconds * SLOWDOWN_FACTOR
     pause = FIRST_PAUSE_SECONDS
@@ -378,7 +375,6 @@ class PlacementServer(Server):
         return self.database.read_allocations_of(consumer)
 
     def read_consumers(self, provider: str) -> dict[str, dict[str, int]]:
-        """Return the allocations of a provider: {consumer: {class: amount}}."""
         return self.database.read_consumers(provider)
 
     def read_inventory(self, provider: str) -> dict[str, dict[str, Any]]:

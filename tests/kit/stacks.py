@@ -32,6 +32,5 @@ def list_instances(control: Control) -> dict[str, str]:
 
 
 def list_states(control: Control, state: str) -> list[str]:
-    """Return the uuids of the instances in this state."""
     records = json.loads(control.eschedule('list', '-f', 'json').stdout)
     return [record['instance'] for record in records if record['state'] == state]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from ecomp.conf import EtcdConfig
 from ecomp.store.client import Entry, Store
@@ -15,15 +15,11 @@ def make_config(endpoint: str, timeout: float = 5.0) -> EtcdConfig:
 
 @contextmanager
 def open_store(endpoint: str, timeout: float = 5.0) -> Iterator[Store]:
-    store = Store(make_config(endpoint, timeout))
-    try:
+    with closing(Store(make_config(endpoint, timeout))) as store:
         yield store
-    finally:
-        store.close()
 
 
 def read_entry(store: Store, key: str) -> Entry:
-    """Read a key that must exist."""
     entry = store.get(key)
     assert entry is not None, key
     return entry

@@ -66,7 +66,6 @@ def read_record(control: Control, instance: str) -> dict[str, Any] | None:
 
 
 def require_record(control: Control, instance: str) -> dict[str, Any]:
-    """Return the instance's record, which must exist."""
     stored = read_record(control, instance)
     assert stored is not None, instance
     return stored

@@ -128,11 +128,7 @@ class Witness:
 
 
 def require_clean(witness: Witness) -> None:
-    """Wait until the history has no violations.
-
-    Raises:
-        AssertionError: it has some.
-    """
+    """Wait until the history has no violations."""
     witness.restore_servers()
     verdicts = [Verdict([], ['not looked'])]
 
