@@ -24,6 +24,7 @@ from ecomp.errors import EcompError
 from ecomp.lab.machine import run
 from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import assert_idle, check_settled, count_losses, read_guests
+from tests.kit.lab import make_lab_name
 from tests.kit.servers import Etcd, PlacementServer, wait_until
 from tests.kit.story import (
     REACTION_SECONDS,
@@ -50,7 +51,7 @@ class Island:
     def __init__(self) -> None:
         interfaces = {path.name for path in Path('/sys/class/net').iterdir()}
         number = next(n % 16384 for n in _numbers if f'ecf14v{n % 16384}' not in interfaces)
-        self.space = f'ecf14-{number}'
+        self.space = make_lab_name(f'island{number}-')
         self._link = f'ecf14v{number}'
         base = f'10.214.{number // 64}.{number % 64 * 4}'.rpartition('.')
         self.gateway, self.address = (f'{base[0]}.{int(base[2]) + offset}' for offset in (1, 2))

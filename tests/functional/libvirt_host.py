@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.kit.capabilities import keep_capabilities, provide_capabilities
+from tests.kit.lab import make_lab_name
 from tests.kit.servers import TOP, wait_until
 
 # Our directories, and the directories of libvirt over which they are bind-mounted.
@@ -127,7 +128,7 @@ def start_libvirt_host() -> Iterator[LibvirtHost]:
         root = Path(tempfile.mkdtemp(prefix='evt-'))
         undo.callback(shutil.rmtree, root)
         root.chmod(0o711)
-        namespace = root.name.replace('_', '')
+        namespace = make_lab_name(root.name.replace('_', ''))
         for name in (*BIND_MOUNTS, *EXPECTED_DIRECTORIES):
             (root / name).mkdir(exist_ok=True)
         provide_capabilities(root / 'cache', 'host')

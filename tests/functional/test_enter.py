@@ -34,6 +34,7 @@ from ecomp.model.record import ACTIVE, BUILDING, STAGES, STOPPED, Interface, Rec
 from ecomp.schedule import make_terminal
 from tests.functional.cloud import IMAGE, make_uuid
 from tests.kit.commands import Command, Result, write_config
+from tests.kit.lab import make_lab_name
 from tests.kit.servers import TOP, Etcd, make_environment, wait_until
 
 SSHD = shutil.which('sshd', path='/usr/sbin:/usr/local/sbin:/usr/bin')
@@ -98,7 +99,7 @@ class SshGuest:
 
 @pytest.fixture
 def guest(etcd: Etcd, tmp_path: Path) -> Iterator[SshGuest]:
-    namespace, instance, compute = f'tenter{os.getpid()}', make_uuid(), make_uuid()
+    namespace, instance, compute = make_lab_name('enter'), make_uuid(), make_uuid()
     for command in (['netns', 'add', namespace], ['-n', namespace, 'link', 'set', 'lo', 'up'],
                     ['-n', namespace, 'address', 'add', f'{ADDRESS}/32', 'dev', 'lo']):  # fmt: skip
         subprocess.run(['ip', *command], check=True, timeout=60)

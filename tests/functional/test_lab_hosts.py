@@ -20,11 +20,11 @@ from ecomp.compute_conf import load_compute
 from ecomp.errors import UsageError
 from ecomp.lab import guest, machine, state
 from ecomp.model.cluster import describe_vulnerabilities
-from tests.kit.lab import get_json
+from tests.kit.lab import get_json, make_lab_name
 from tests.kit.servers import make_environment, wait_until
 
 ROOT = Path('/var/lib/elab')
-NAME = f'f{os.getpid()}'
+NAME = make_lab_name('f')
 
 
 def describe_missing() -> str:

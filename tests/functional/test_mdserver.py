@@ -39,6 +39,7 @@ from tests.functional.mdservers import (
     start_server,
     write_host_files,
 )
+from tests.kit.lab import make_lab_name
 from tests.kit.servers import wait_until
 
 # The metadata server itself, started as users start it.
@@ -204,7 +205,7 @@ class Bridge:
     """
 
     def __init__(self) -> None:
-        self.host, self.a, self.b = (f'emd{os.getpid()}{which}' for which in 'hab')
+        self.host, self.a, self.b = (make_lab_name(f'md{which}') for which in 'hab')
         self.askers: dict[str, subprocess.Popen[str]] = {}
 
     def run_ip(self, namespace: str, *arguments: str) -> None:

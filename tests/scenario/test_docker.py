@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.kit.lab import make_lab_name
 from tests.kit.servers import wait_until
 from tests.scenario.docker_engine import BASE, POSTGRES, Engine
 from tests.scenario.docker_runs import SCRIPT, TOP, Run, expect_success
@@ -395,7 +396,7 @@ def run_as_guest(engine: Engine, run: Run) -> Iterator[RunAsGuest]:
 
     The first call waits until the guest reaches its router.
     """
-    name = f'guest-{engine.pid}'
+    name = make_lab_name(f'guest{engine.pid}-')
     subprocess.run(['ip', 'netns', 'add', name], check=True)
 
     def run_in_namespace(*words: str) -> subprocess.CompletedProcess[str]:

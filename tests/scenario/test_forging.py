@@ -135,7 +135,7 @@ def check_outsider(lab: Lab, guest: Guest) -> None:
 
     It is no guest, so no filter stops its frames.
     """
-    name, host = f'forger{os.getpid()}', f'elab-{lab.name}-hv1'
+    name, host = make_lab_name('forger'), f'elab-{lab.name}-hv1'
 
     def ip(*words: str) -> None:
         subprocess.run(['ip', *words], check=True, timeout=60)

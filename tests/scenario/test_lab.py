@@ -22,7 +22,7 @@ import yaml
 from ecomp.agent.host.metadata import SERVER_UID
 from ecomp.model.guest import make_network_config
 from tests.kit.boot_sectors import HALT, make_boot_disk
-from tests.kit.lab import BOOT_SECONDS, NOTIFIED_PATTERN, Lab, is_alive, is_serving
+from tests.kit.lab import BOOT_SECONDS, NOTIFIED_PATTERN, Lab, is_alive, is_serving, make_lab_name
 from tests.kit.lab_fixtures import SSH_KEY
 from tests.kit.servers import wait_until
 
@@ -36,7 +36,7 @@ SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
 
 def test_defaults_work_without_configuration(tmp_path: Path) -> None:
     """The defaults use fixed ports on localhost, so the test has its own network namespace."""
-    space = f't{os.getpid()}'
+    space = make_lab_name('defaults')
     inside = ['ip', 'netns', 'exec', space, sys.executable, '-m']
     processes: list[subprocess.Popen[bytes]] = []
 

@@ -124,7 +124,7 @@ except TimeoutError:
 
 def test_dhcp_answers_only_macs_with_a_reservation(lab: Lab, guest: Guest) -> None:
     """One guest once took all 252 addresses in 1.7 s, with forged hardware addresses (ENEMY 4)."""
-    name, host = f'many{os.getpid()}', f'elab-{lab.name}-hv1'
+    name, host = make_lab_name('many'), f'elab-{lab.name}-hv1'
 
     def ip(*words: str) -> str:
         return subprocess.run(['ip', *words], check=True, timeout=60, capture_output=True, text=True).stdout

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from ecomp.agent.images.connections import EgressPolicy
 from ecomp.agent.images.download import ServerUnavailable, make_source
 from ecomp.errors import BuildFailed
+from ecomp.files import get_search_path
 from ecomp.model.allocation import GIB
 from ecomp.model.guest import BaseImage, GuestSpec
 from ecomp.model.image import check_image, find_sha256
@@ -110,14 +111,15 @@ HYBRID_MBR = struct.pack('<B3BB3BII', 0, 0, 2, 0, 0xEE, 0, 0, 0, 1, 2047) + PART
 @pytest.fixture(params=['raw', 'qcow2', 'qcow2 -c', 'qcow2 -o cluster_size=512', 'qcow2 -c -o cluster_size=4k'])
 def make_partitioned(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str, dict[int, bytes]], Path]:
     """Provide a function that makes an image with a partition table, and writes more at some offsets."""
-    if shutil.which('sfdisk') is None or shutil.which('qemu-img') is None:
+    sfdisk = shutil.which('sfdisk', path=get_search_path())
+    if sfdisk is None or shutil.which('qemu-img') is None:
         pytest.skip('sfdisk (fdisk) or qemu-img (qemu-utils) is not installed')
 
     def make(table: str, content: dict[int, bytes]) -> Path:
         disk, path = tmp_path / 'disk', tmp_path / 'converted'
         disk.write_bytes(b'')
         os.truncate(disk, 8 * MIB)
-        subprocess.run(['sfdisk', '-q', disk], input=table.replace(';', '\n'), text=True, check=True)
+        subprocess.run([sfdisk, '-q', disk], input=table.replace(';', '\n'), text=True, check=True)
         with disk.open('r+b') as file:
             for offset, data in content.items():
                 file.seek(offset)
