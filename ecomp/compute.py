@@ -60,13 +60,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         with ExitStack() as at_exit:
             if options.fake is not None:
                 config = _make_fake_config(config, parse_inventory(options.fake), options.count, at_exit)
-            elif options.count is not None:
-                raise UsageError('--count needs --fake: a real machine is one compute')
+            elif (options.count, options.name, options.boot) != (None, None, None):
+                raise UsageError('--count, --name and --boot need --fake: a real machine is one compute')
             from ecomp.agent.process import Process
+            from ecomp.virt.fake import Fake
 
             is_serving = True
-            is_fake, accept_new_etcd = options.fake is not None, options.accept_new_etcd
-            process = Process(config, is_fake, options.count, accept_new_etcd, service, at_exit)
+            fake = None if options.fake is None else Fake(options.name or '', options.boot)
+            process = Process(config, fake, options.count, options.accept_new_etcd, service, at_exit)
             process.register()
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
@@ -113,6 +114,13 @@ def make_parser() -> argparse.ArgumentParser:
         type=_parse_count,
         help=f'with --fake: the number of computes, 1 to {MAX_FAKE_COMPUTES}. Default: 1',
     )
+    name_help = "with --fake: the fake's host name. Default: that of this machine"
+    command.add_argument('--name', metavar='HOST', help=name_help)
+    boot_help = (
+        'with --fake: seconds until a started guest has its address, and as many until it is ready. Default: it has '
+        'its address immediately, and is never ready'
+    )
+    command.add_argument('--boot', metavar='SECONDS', type=_parse_count, help=boot_help)
     accept_help = 'accept an etcd that was wiped, restored or replaced, after writing the instances of this host to it'
     command.add_argument('--accept-new-etcd', action='store_true', help=accept_help)
     check_help = 'only check this machine, etcd and placement: print a line with a fix for each problem, and exit'

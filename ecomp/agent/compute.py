@@ -16,6 +16,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ecomp.agent.host import provider
 from ecomp.agent.host.claims import ClaimKeeper, GenerationReader
@@ -49,6 +50,9 @@ from ecomp.store.sharing import keep_user_data
 from ecomp.store.watch import State as Entries
 from ecomp.version import read_version
 from ecomp.virt import Hypervisor
+
+if TYPE_CHECKING:
+    from ecomp.virt.fake import Fake
 
 log = logging.getLogger(__name__)
 
@@ -100,18 +104,19 @@ MAX_DEFAULT_WORKERS = 8
 Admit = Callable[[Set[str]], None]
 
 
-def make_fake_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> HostServices:
+def make_fake_host(fake: Fake, config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> HostServices:
     """Make a host without libvirt (--fake), which runs jobs in the caller's thread; errors of `admit` are raised."""
     from ecomp.virt.fake import FakeHypervisor
 
-    hypervisor = FakeHypervisor(config.state)
+    data = GuestData(config.state / 'metadata')
+    # The report is empty: the guest has no host keys.
+    hypervisor = FakeHypervisor(config.state, fake.boot_seconds, lambda guest: data.get_report_path(guest).touch())
     hypervisor.prepare()
     hypervisor.choose_virt_type(config.virt_type)
     admit({guest.compute for guest in hypervisor.list_guests().values() if guest.compute})
     images = FakeImages()
     runner = InlineRunner(hypervisor, images)
     at_exit.callback(runner.stop)
-    data = GuestData(config.state / 'metadata')
     return HostServices(hypervisor, runner, data, list_image_hashes=images.list_image_hashes)
 
 
@@ -357,7 +362,7 @@ class Environment:
     guard. With `checks_names` each checks that placement knows its traits and classes.
     """
 
-    fake: bool
+    fake: Fake | None
     accepts_new_etcd: bool
     is_familiar_etcd: bool
     accepted_revision: int
@@ -394,7 +399,7 @@ class Compute:
         self._generation: int | None = None
         self._hostname_valid_until = self._user_data_valid_until = 0.0
         self._is_denial_logged = False
-        self._hostname = socket.gethostname()
+        self._hostname = (environment.fake and environment.fake.hostname) or socket.gethostname()
         self.has_noted_acceptance = False
         facts = {'version': read_version(), 'hostname': self._hostname, 'since': now(), 'token': self._token}
         facts |= {'boot': read_boot_id(), 'pid': str(os.getpid())}  # to tell two processes with the same token apart
@@ -413,10 +418,11 @@ class Compute:
         # First, because another ecompute may be this compute, and must not be disturbed.
         if familiar:
             self._presence.check()
-        self.host = (make_fake_host if fake else make_libvirt_host)(config, self._at_exit, self._admit)
+        make_host = make_libvirt_host if fake is None else partial(make_fake_host, fake)
+        self.host = make_host(config, self._at_exit, self._admit)
         hypervisor = self.host.hypervisor
         virt_type = hypervisor.choose_virt_type(config.virt_type)
-        self._inventory = make_host_inventory(config, fake, hypervisor)
+        self._inventory = make_host_inventory(config, fake is not None, hypervisor)
         self._guest_type = 'fake' if fake else virt_type
         self._presence.add_fields(kind='fake' if fake else virt_type, queues=config.queues)
         self._provider = Registration(
@@ -477,7 +483,7 @@ class Compute:
         In an unfamiliar etcd it only answers audits. Errors of etcd are raised.
         """
         familiar, at_exit = self._environment.is_familiar_etcd, self._at_exit
-        if not self._environment.fake:  # fake guests have no cloud-init, and a watch costs a thread for each compute
+        if self._environment.fake is None:  # the fake hypervisor notifies, and a watch costs a thread for each compute
             at_exit.callback(self.host.guest_data.watch_reports(self._planner.wake_up))
         # Before any request can arrive: nothing is started for an unfamiliar etcd.
         self._environment.guard.add_refusal_listener(self._become_read_only)

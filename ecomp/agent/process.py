@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ecomp.agent.compute import Compute, Environment, count_workers, now
 from ecomp.agent.host.claims import GenerationReader
@@ -41,6 +41,9 @@ from ecomp.store.presence import LEASE_SECONDS, PresenceLease
 from ecomp.store.watch import Follower, Subscription
 from ecomp.store.watch import State as Entries
 from ecomp.systemd import Service
+
+if TYPE_CHECKING:
+    from ecomp.virt.fake import Fake
 
 log = logging.getLogger(__name__)
 ready = logging.getLogger('ecomp.ready')
@@ -155,7 +158,7 @@ class Process:
     """
 
     config: ComputeConfig
-    fake: bool
+    fake: Fake | None
     count: int | None
     accepts_new_etcd: bool
     service: Service

@@ -38,6 +38,8 @@ def _run_ssh(ctx: Context) -> int:
 
     user, word = split_user(ctx.words[0])
     access = find_guest_access(ctx.store, ctx.resolve_instance(word))
+    if access.record.console is None:
+        raise NotFound(f'{access.record.instance}: its guest is fake, so nothing answers ssh')
     ctx.report_age(access.record)
     ssh_options = _make_ssh_options(ctx, access, ctx.options.accept_new)
     _replace_process(ctx, _make_ssh_command(ctx, access, ssh_options, user, ctx.words[1:]))

@@ -71,6 +71,11 @@ class LabServer:
     env: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[Path, str] = field(default_factory=dict)
 
+    def describe_state(self, process: Process | None) -> str:
+        if process is None:
+            return 'down'
+        return 'ready' if self.is_ready(process) else f'no answer (pid {process.pid})'
+
     def start(self, prefix: list[str], record_process: RecordProcess | None = None) -> Process:
         """Write the files, and start `prefix` and the command by machine.start(). Raises EcompError or OSError."""
         for path, text in self.files.items():

@@ -19,7 +19,7 @@ from pathlib import Path
 from ecomp import log, systemd
 from ecomp.arguments import Parser
 from ecomp.errors import EcompError, NotFound, UsageError
-from ecomp.lab import control, guest, machine, state
+from ecomp.lab import control, fakes, guest, machine, state
 from ecomp.lab.hosts import LabHost
 from ecomp.lab.network import (
     CONTROL,
@@ -40,21 +40,21 @@ PS1="({name}) ${{PS1-}}"
 """
 
 
-def enter_shell(lab: Lab, words: Sequence[str]) -> int:
+def enter_shell(directory: Path, name: str, words: Sequence[str]) -> int:
     """Run a command, or bash without `words`, with the lab's ECOMP_CONFIG and eschedule's directory first in PATH.
 
     Returns its exit code, 128 + N if signal N ended it. Raises EcompError if the lab's schedule.yaml is unreadable or
     the command cannot be started.
     """
-    config = lab.directory / 'schedule.yaml'
+    config = directory / 'schedule.yaml'
     if not os.access(config, os.R_OK):
-        raise EcompError(f'{config} cannot be read. Try: elab up --name {lab.layout.name}')
+        raise EcompError(f'{config} cannot be read. Try: elab up --name {name}')
     own = str(Path(sys.executable).parent)
     paths = [own, *(path for path in os.environ.get('PATH', os.defpath).split(os.pathsep) if path != own)]
-    env = {**os.environ, 'ECOMP_CONFIG': str(lab.directory), 'PATH': os.pathsep.join(paths)}
+    env = {**os.environ, 'ECOMP_CONFIG': str(directory), 'PATH': os.pathsep.join(paths)}
     # A file in memory: none is left behind, and users without write access to the lab's directory have one too.
     with open(os.memfd_create('bashrc', 0), 'w', encoding='utf-8') as rcfile:
-        rcfile.write(RCFILE.format(name=lab.layout.name))
+        rcfile.write(RCFILE.format(name=name))
         rcfile.flush()
         command = list(words) or ['bash', '--rcfile', f'/dev/fd/{rcfile.fileno()}', '-i']
         os.lseek(rcfile.fileno(), 0, os.SEEK_SET)
@@ -138,6 +138,7 @@ def _make_certificates(lab: Lab) -> None:
 
 
 GUEST_IMAGE = Path('images/guest.qcow2')
+LAB_DAEMONS = ('libvirtd', 'ecompute')
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -177,8 +178,8 @@ def make_parser() -> argparse.ArgumentParser:
 
     def add_lab_command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         subparser = add_command(name, run, text)
-        lab_help = 'the lab. Default: the lab of this directory or of this `elab shell`, else the lab named `lab`'
-        subparser.add_argument('--name', default=state.find_lab_name(), help=lab_help)
+        lab_help = 'the lab. Default: the lab of this directory or of this `elab shell`, else `lab`, else `fake`'
+        subparser.add_argument('--name', help=lab_help)
         return subparser
 
     def add_ports(subparser: argparse.ArgumentParser) -> None:
@@ -193,12 +194,23 @@ def make_parser() -> argparse.ArgumentParser:
 
     up = add_lab_command('up', _run_up, 'create and start the lab, or the missing parts of an existing one')
     up.add_argument('--hosts', type=_parse_count, metavar='N', help='number of hosts; a lab can grow. Default: 3')
+    fake_help = (
+        'make N fake hosts instead, fake1 and so on, with fake guests: that needs neither root nor libvirt. '
+        f'Default of N: {fakes.DEFAULT_COUNT}; of the name: {fakes.DEFAULT_NAME}'
+    )
+    up.add_argument('--fake', type=_parse_count, nargs='?', const=0, metavar='N', help=fake_help)
+    size_help = f'with --fake: the inventory of each host. Default: {fakes.DEFAULT_SIZE}'
+    up.add_argument('--size', metavar='INVENTORY', help=size_help)
+    fetch_help = "with --fake: unpack etcd and stunnel for this user, if they are missing, from Debian's packages"
+    up.add_argument('--fetch', action='store_true', help=fetch_help)
     add_lab_command('status', _run_status, 'show for each server and host whether it answers')
     run = add_lab_command('exec', _run_exec, 'run a command in a host (hv1, hv2 …) or in `control`')
     run.add_argument('host', metavar='HOST', help='the host, or control')
     run.add_argument('words', metavar='CMD', nargs=argparse.REMAINDER, help='the command and its arguments')
     shell = add_lab_command('shell', _run_shell, "run a shell in which eschedule uses the lab's schedule.yaml")
     shell.add_argument('words', metavar='CMD', nargs=argparse.REMAINDER, help='the command to run. Default: a shell')
+    killed = add_lab_command('kill', _run_kill, 'kill a fake host, as a power cut would; `elab up` brings it back')
+    killed.add_argument('host', metavar='HOST', help='the fake host')
     add_command('list', _run_list, 'list all labs of this machine, with state and directory')
     add_lab_command('down', _run_down, 'remove the lab with its guests and everything that elab made for it')
     only = add_command('control', _run_control, 'run only etcd and placement, in the foreground')
@@ -267,41 +279,70 @@ def _run_up(options: argparse.Namespace) -> int:
 
     Returns 0. Raises UsageError unless root or if a program is missing, and another EcompError if a step fails.
     """
-    name = check_name(options.name)
-    machine.require_root('elab up')
+    name = find_name(options) if options.fake is None else check_name(options.name or fakes.DEFAULT_NAME)
+    if options.fake is not None or fakes.find(name):
+        return _run_fake_up(name, options)
+    if options.size or options.fetch:
+        raise UsageError('--size and --fetch need --fake')
+    machine.require_root('elab up', '; or, without root: elab up --fake')
     # QEMU, dnsmasq and users of eschedule need to read these files; secret files have their own modes.
     os.umask(0o022)
     modules = ['placement', 'waitress', 'cryptography', 'libvirt', 'mdserver']
     machine.require({**machine.CONTROL_PROGRAMS, **machine.SECURE_PROGRAMS, **machine.HOST_PROGRAMS}, modules)
-    from ecomp.lab import certs
-
+    is_new = not (state.ROOT / name).exists()
     with _lock_lab(name), _report_step(f'lab {name} is up'):
         lab = state.load_or_create(name, options.hosts)
         if options.hosts and options.hosts < lab.host_count:
             _print_message(
                 f'lab {name} already has {lab.host_count} hosts, and keeps them until `elab down` removes the lab'
             )
-        with _report_step('control plane'):
-            start_control(lab)
-        hosts = [LabHost(lab, host_name) for host_name in lab.hosts]
-        _reduce_inventories(hosts)
-        with _report_step('namespaces and libvirtd of ' + ', '.join(lab.hosts)):
-            # All are started before the first wait, because each libvirtd probes its own QEMU.
-            for host in hosts:
-                host.prepare()
-                host.start_libvirt()
-            for host in hosts:
-                host.wait_libvirt()
-        with _report_step('ecompute on ' + ', '.join(lab.hosts)):
-            # A lab made by an earlier elab stays without roles.
-            if all(host.publish_uuid() for host in hosts):
-                certs.enable_roles(lab.certs, datetime.now(UTC), lambda _: None)
-            for host in hosts:
-                host.start_ecompute()
-            for host in hosts:
-                host.wait_ecompute()
+        try:
+            _start_lab(lab)
+        except EcompError as error:
+            if not is_new:
+                raise
+            _remove_lab(name, lab)
+            raise machine.omit_logs(error) from error
     _provide_image(lab)
     print(f'etcd {lab.layout.etcd}\nplacement {lab.layout.placement}\nimages {lab.layout.images}')
+    print(f'schedule.yaml {lab.directory}/schedule.yaml')
+    return 0
+
+
+def _start_lab(lab: Lab) -> None:
+    """Make or start what the lab lacks, and wait until all of it is ready; EcompError or OSError if a step fails."""
+    from ecomp.lab import certs
+
+    with _report_step('control plane'):
+        start_control(lab)
+    hosts = [LabHost(lab, host_name) for host_name in lab.hosts]
+    _reduce_inventories(hosts)
+    with _report_step('namespaces and libvirtd of ' + ', '.join(lab.hosts)):
+        # All are started before the first wait, because each libvirtd probes its own QEMU.
+        for host in hosts:
+            host.prepare()
+            host.start_libvirt()
+        for host in hosts:
+            host.wait_libvirt()
+    with _report_step('ecompute on ' + ', '.join(lab.hosts)):
+        # A lab made by an earlier elab stays without roles.
+        if all(host.publish_uuid() for host in hosts):
+            certs.enable_roles(lab.certs, datetime.now(UTC), lambda _: None)
+        for host in hosts:
+            host.start_ecompute()
+        for host in hosts:
+            host.wait_ecompute()
+
+
+def _run_fake_up(name: str, options: argparse.Namespace) -> int:
+    """Make or complete a cluster of fakes, and print its addresses; return 0. Raises what bring_up() does."""
+    if options.hosts or (state.ROOT / name).exists():
+        raise UsageError(f'{name}: a lab has either real or fake hosts. Fix: give another --name, without --hosts')
+    if options.fetch:
+        fakes.fetch_programs()
+    with state.hold_lock(fakes.find_root()), _report_step(f'cluster {name} is up'):
+        lab = fakes.bring_up(name, options.fake, options.size, _report_step)
+    print(f'etcd {control.LOCALHOST}:{lab.etcd_port}\nplacement https://{control.LOCALHOST}:{lab.placement_port}')
     print(f'schedule.yaml {lab.directory}/schedule.yaml')
     return 0
 
@@ -333,26 +374,34 @@ def _provide_image(lab: Lab) -> None:
 
 def _run_status(options: argparse.Namespace) -> int:
     """Print the state of each server and host; return 1 unless all are ready. UsageError unless root, or EcompError."""
+    if fake := fakes.find(find_name(options)):
+        rows = _list_servers(fake, fake.servers, control.LOCALHOST)
+        rows += [(host.name, control.LOCALHOST, host.describe_ecompute()) for host in fakes.list_hosts(fake)]
+        return _print_states(rows, fake.name)
     machine.require_root('elab status')
-    lab = state.load(check_name(options.name))
+    lab = state.load(find_name(options))
     layout = lab.layout
-    rows = [('PLACE', 'ADDRESS', 'STATE')]
-    for server in control.make_lab_servers(layout, lab.directory / CONTROL, lab.directory / 'images', lab.certs):
-        process = lab.find_running(server.name)
-        status = (
-            'down' if process is None else 'ready' if server.is_ready(process) else f'no answer (pid {process.pid})'
-        )
-        rows.append((server.name, str(layout.control), status))
+    servers = control.make_lab_servers(layout, lab.directory / CONTROL, lab.directory / 'images', lab.certs)
+    rows = _list_servers(lab, servers, str(layout.control))
     etcd_answers = ('etcd', str(layout.control), 'ready') in rows
     for name in lab.hosts:
         rows.append((name, str(layout.get_address(name)), LabHost(lab, name).describe_state(etcd_answers)))
-    for place, address, status in rows:
+    return _print_states(rows, layout.name)
+
+
+def _list_servers(lab: state.Record, servers: Sequence[control.LabServer], address: str) -> list[tuple[str, str, str]]:
+    return [(server.name, address, server.describe_state(lab.find_running(server.name))) for server in servers]
+
+
+def _print_states(rows: Sequence[tuple[str, str, str]], name: str) -> int:
+    """Print (place, address, state) of servers and hosts, and what helps; return 1 unless all are ready."""
+    for place, address, status in [('PLACE', 'ADDRESS', 'STATE'), *rows]:
         print(f'{place:<10} {address:<15} {status}')
-    kinds = {kind: [row[0] for row in rows[1:] if row[2].startswith(kind)] for kind in ('down', 'no answer', 'unknown')}
+    kinds = {kind: [row[0] for row in rows if row[2].startswith(kind)] for kind in ('down', 'no answer', 'unknown')}
     if kinds['down']:
-        _print_message(f'down: {", ".join(kinds["down"])}. Fix: elab up --name {layout.name}')
+        _print_message(f'down: {", ".join(kinds["down"])}. Fix: elab up --name {name}')
     if kinds['no answer']:
-        fix = f'end the processes that hang, and run `elab up --name {layout.name}`'
+        fix = f'end the processes that hang, and run `elab up --name {name}`'
         _print_message(f'no answer: {", ".join(kinds["no answer"])}. Fix: {fix}')
     return 1 if any(kinds.values()) else 0
 
@@ -362,12 +411,15 @@ def _run_exec(options: argparse.Namespace) -> int:
 
     Raises UsageError unless root, or without a command; NotFound without the lab or host; EcompError.
     """
-    machine.require_root('elab exec')
-    lab = state.load(check_name(options.name))
-    if options.host not in lab.places:
-        raise NotFound(f'lab {lab.layout.name} has no host {options.host!r}: it has {", ".join(lab.places)}')
     if not options.words:
         raise UsageError(f'exec {options.host}: missing argument: the command')
+    if fake := fakes.find(find_name(options)):
+        _require_place(options.host, fake)
+        words = options.words[1:] if options.words[:1] == ['--'] else options.words
+        return wait_for_exit(subprocess.Popen(words, cwd=fake.directory / options.host))
+    machine.require_root('elab exec')
+    lab = state.load(find_name(options))
+    _require_place(options.host, lab)
     if not machine.has_namespace(lab.layout, options.host):
         raise EcompError(f'{options.host} is down. Fix: elab up --name {lab.layout.name}')
     return wait_for_exit(
@@ -375,37 +427,58 @@ def _run_exec(options: argparse.Namespace) -> int:
     )
 
 
+def _require_place(place: str, lab: state.Record) -> None:
+    if place not in lab.places:
+        raise NotFound(f'lab {lab.name} has no host {place!r}: it has {", ".join(lab.places)}')
+
+
 def _run_shell(options: argparse.Namespace) -> int:
     """Run the words, or a shell, by enter_shell(); return the exit code. NotFound without the lab."""
     # argparse passes a leading -- on to REMAINDER arguments.
-    words = options.words[1:] if options.words[:1] == ['--'] else options.words
-    return enter_shell(state.load(check_name(options.name)), words)
+    words, name = options.words[1:] if options.words[:1] == ['--'] else options.words, find_name(options)
+    return enter_shell((fakes.find(name) or state.load(name)).directory, name, words)
+
+
+def _run_kill(options: argparse.Namespace) -> int:
+    """Kill a fake host; return 0. NotFound without the cluster of fakes, or the host."""
+    lab = fakes.find(find_name(options))
+    if lab is None:
+        raise NotFound(f'there is no cluster of fakes {find_name(options)!r}. Try: elab list')
+    _require_place(options.host, lab)
+    if process := lab.find_running(f'{options.host} ecompute'):
+        os.kill(process.pid, signal.SIGKILL)
+    return 0
 
 
 def _run_list(_: argparse.Namespace) -> int:
     """Print a table of all labs, or a hint on stderr if there are none; return 0."""
-    labs = state.list_labs()
-    if not labs:
+    found = [_make_row(lab, str(lab.layout.network), LAB_DAEMONS) for lab in state.list_labs()]
+    found += [_make_row(lab, 'fake', ('ecompute',)) for lab in fakes.list_all()]
+    if not found:
         _print_message('no lab exists. Try: elab up')
         return 0
-    rows = [('LAB', 'STATE', 'HOSTS', 'NETWORK', 'DIRECTORY'), *map(_make_row, labs)]
+    rows = [('LAB', 'STATE', 'HOSTS', 'NETWORK', 'DIRECTORY'), *found]
     width = max(len(name) for name, *_ in rows)
     for name, *cells in rows:
         print(f'{name:<{width}}', '{:<13} {:<5} {:<15} {}'.format(*cells))
     return 0
 
 
-def _make_row(lab: Lab) -> tuple[str, ...]:
-    """Make a lab's row of `elab list`: up if etcd, placement, libvirtds and ecomputes run, partly up if some."""
-    servers = ('etcd', 'placement', *(f'{host} {name}' for host in lab.hosts for name in ('libvirtd', 'ecompute')))
+def _make_row(lab: state.Record, network: str, daemons: Sequence[str]) -> tuple[str, ...]:
+    """Make a row of `elab list`: up if etcd, placement and the hosts' daemons run, partly up if some."""
+    servers = ('etcd', 'placement', *(f'{host} {name}' for host in lab.hosts for name in daemons))
     running = [name for name in servers if lab.find_running(name)]
     condition = 'up' if len(running) == len(servers) else 'partly up' if running else 'down'
-    return lab.layout.name, condition, str(lab.host_count), str(lab.layout.network), str(lab.directory)
+    return lab.name, condition, str(lab.host_count), network, str(lab.directory)
 
 
 def _run_down(options: argparse.Namespace) -> int:
     """Remove the lab, if it exists, and all its processes; return 0. UsageError unless root, or EcompError."""
-    name = check_name(options.name)
+    name = find_name(options)
+    if fake := fakes.find(name):
+        with state.hold_lock(fakes.find_root()), _report_step(f'cluster {name} is removed'):
+            fakes.remove(fake)
+        return 0
     machine.require_root('elab down')
     directory = state.ROOT / name
     try:
@@ -419,20 +492,25 @@ def _run_down(options: argparse.Namespace) -> int:
     with _lock_lab(name), _report_step(f'lab {name} is removed'):
         with contextlib.suppress(EcompError):
             lab = state.load(name)  # an elab up may have finished before the lock
-        spaces = machine.list_namespaces(name)
-        recorded = list(lab.processes.values()) if lab else []
-        with _report_step('processes and guests ended'):
-            # Hosts first, so that their ecomputes can sign off in etcd and placement.
-            machine.end_processes([space for space in spaces if not space.endswith(f'-{CONTROL}')], [])
-            machine.end_processes(spaces, recorded)
-        with _report_step('namespaces and links removed'):
-            machine.remove_namespaces(spaces, lab.layout if lab else None)
-        for mount_point in state.unmount_all(directory):
-            _print_message(f'{mount_point}: unmounted')
-        state.remove_directory(directory)
+        _remove_lab(name, lab)
+    return 0
+
+
+def _remove_lab(name: str, lab: Lab | None) -> None:
+    """End the processes and remove the namespaces and the directory; the caller holds the lock. Raises EcompError."""
+    spaces = machine.list_namespaces(name)
+    recorded = list(lab.processes.values()) if lab else []
+    with _report_step('processes and guests ended'):
+        # Hosts first, so that their ecomputes can sign off in etcd and placement.
+        machine.end_processes([space for space in spaces if not space.endswith(f'-{CONTROL}')], [])
+        machine.end_processes(spaces, recorded)
+    with _report_step('namespaces and links removed'):
+        machine.remove_namespaces(spaces, lab.layout if lab else None)
+    for mount_point in state.unmount_all(state.ROOT / name):
+        _print_message(f'{mount_point}: unmounted')
+    state.remove_directory(state.ROOT / name)
     with contextlib.suppress(OSError):  # other labs remain
         state.ROOT.rmdir()
-    return 0
 
 
 def _run_control(options: argparse.Namespace) -> int:
@@ -490,6 +568,15 @@ def _run_guest(options: argparse.Namespace) -> int:
     with _report_step(f'{options.output} is made'):
         guest.make_image(options.output, _print_message)
     return 0
+
+
+def find_name(options: argparse.Namespace) -> str:
+    """Return the name of the lab or cluster of fakes that a command means; UsageError for a malformed one."""
+    is_only = not (state.ROOT / 'lab').exists() and fakes.find(fakes.DEFAULT_NAME)
+    default = fakes.DEFAULT_NAME if is_only else 'lab'
+    if options.name is not None:
+        return check_name(options.name)
+    return check_name(state.find_lab_name([state.ROOT, fakes.find_root()]) or default)
 
 
 def _lock_lab(name: str) -> contextlib.AbstractContextManager[None]:

@@ -12,12 +12,12 @@ import uuid
 from pathlib import Path
 
 from ecomp.compute_conf import load_compute
-from ecomp.conf import EtcdConfig
+from ecomp.conf import load_schedule
 from ecomp.errors import EcompError, Unreachable
 from ecomp.files import write_durably
 from ecomp.lab import machine
 from ecomp.lab.network import ETCD_PORT, divide_resources, reduce_inventory, render_backends, render_network_xml
-from ecomp.lab.state import Lab
+from ecomp.lab.state import Lab, Record
 from ecomp.model.allocation import GIB, MIB
 from ecomp.model.guest import parse_public_key
 from ecomp.model.keys import COMPUTES
@@ -69,16 +69,74 @@ security_driver = "none"
 """
 
 
-class LabHost:
-    """A host of a lab; prepare(), start_… and wait_… make only what is missing. EcompError or OSError on failure."""
+class Host:
+    """The ecompute of one host of a lab or of one fake; start and wait make only what is missing."""
 
-    def __init__(self, lab: Lab, name: str) -> None:
+    def __init__(self, lab: Record, name: str) -> None:
         self.lab = lab
         self.name = name
         self.directory = lab.directory / name
         self.log = self.directory / 'ecompute.log'
-        self._certificate = lab.certs / f'compute-{name}'
         self._previous_revision = 0
+
+    def make_command(self, words: list[str]) -> list[str]:
+        """Make the command that runs `words` on the host."""
+        return words
+
+    def start_ecompute(self) -> None:
+        """Unless ecompute runs, remember its last presence and start it, without waiting for its new presence."""
+        label = f'{self.name} ecompute'
+        if not self.lab.find_running(label):
+            # A killed ecompute's presence stays until its lease expires; it does not show that this one is ready.
+            self._previous_revision = self._read_presence_revision()
+            config = str(self.directory / 'compute.yaml')
+            command = self.make_command([sys.executable, '-m', 'ecomp.compute', '--config', config])
+            machine.start(label, command, self.log, record_process=self.lab.record_process)
+
+    def wait_ecompute(self) -> None:
+        """Wait for is_ecompute_ready(); EcompError if ecompute ends first, or after START_SECONDS."""
+        label = f'{self.name} ecompute'
+        machine.wait_for(label, self.is_ecompute_ready, self.lab.processes[label], self.log, START_SECONDS)
+
+    def is_ecompute_ready(self) -> bool:
+        """Return True if ecompute runs and has written its presence since start_ecompute().
+
+        Any presence counts if start_ecompute() was not called, found ecompute running or etcd unreachable.
+        """
+        return (
+            self.lab.find_running(f'{self.name} ecompute') is not None
+            and self._read_presence_revision() > self._previous_revision
+        )
+
+    def describe_ecompute(self) -> str:
+        return 'ready' if self.is_ecompute_ready() else f'down: ecompute (see {self.log})'
+
+    def _read_presence_revision(self) -> int:
+        """Read the revision of ecompute's presence, 0 if it has none or etcd is unreachable."""
+        compute, entry = self.read_uuid(), None
+        with contextlib.suppress(Unreachable):
+            entry = self._store.get(COMPUTES + compute) if compute is not None else None
+        return entry.revision if entry else 0
+
+    @functools.cached_property
+    def _store(self) -> Store:
+        return Store(load_schedule(self.lab.operator / 'schedule.yaml').etcd._replace(timeout=ETCD_SECONDS))
+
+    def read_uuid(self) -> str | None:
+        """Read the uuid of the host's ecompute; None before its first start or if malformed."""
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            return str(uuid.UUID((self.directory / 'state/uuid').read_text(encoding='ascii').strip()))
+        return None
+
+
+class LabHost(Host):
+    """A host of a lab; prepare(), start_… and wait_… make only what is missing. EcompError or OSError on failure."""
+
+    lab: Lab
+
+    def __init__(self, lab: Lab, name: str) -> None:
+        super().__init__(lab, name)
+        self._certificate = lab.certs / f'compute-{name}'
 
     def make_command(self, words: list[str]) -> list[str]:
         """Make the command that runs `words` in the host's namespaces."""
@@ -106,10 +164,10 @@ class LabHost:
         # Of the machine's settings copy only the filters: its networks, hooks and passwords are not the lab's.
         if Path('/etc/libvirt/nwfilter').is_dir():
             shutil.copytree('/etc/libvirt/nwfilter', etc / 'nwfilter', dirs_exist_ok=True)
-        _write_once(etc / 'qemu.conf', QEMU_CONF)
-        _write_once(self.directory / 'compute.yaml', self._render_compute_yaml())
-        _write_once(self.directory / 'user-data', USER_DATA)
-        _write_once(self.directory / 'mdserver.conf', render_mdserver_conf())
+        write_once(etc / 'qemu.conf', QEMU_CONF)
+        write_once(self.directory / 'compute.yaml', self._render_compute_yaml())
+        write_once(self.directory / 'user-data', USER_DATA)
+        write_once(self.directory / 'mdserver.conf', render_mdserver_conf())
 
     def _prepare_kvm(self) -> None:
         """Make a /dev/kvm for the host that QEMU can open, unless all users may open the machine's own.
@@ -181,31 +239,6 @@ class LabHost:
         """Count the running domains of the host; EcompError if libvirtd does not answer within LIBVIRT_SECONDS."""
         return len(self._run_virsh('list', '--name', timeout_seconds=LIBVIRT_SECONDS).split())
 
-    def start_ecompute(self) -> None:
-        """Unless ecompute runs, remember its last presence and start it, without waiting for its new presence."""
-        label = f'{self.name} ecompute'
-        if not self.lab.find_running(label):
-            # A killed ecompute's presence stays until its lease expires; it does not show that this one is ready.
-            self._previous_revision = self._read_presence_revision()
-            config = str(self.directory / 'compute.yaml')
-            command = self.make_command([sys.executable, '-m', 'ecomp.compute', '--config', config])
-            machine.start(label, command, self.log, record_process=self.lab.record_process)
-
-    def wait_ecompute(self) -> None:
-        """Wait for is_ecompute_ready(); EcompError if ecompute ends first, or after START_SECONDS."""
-        label = f'{self.name} ecompute'
-        machine.wait_for(label, self.is_ecompute_ready, self.lab.processes[label], self.log, START_SECONDS)
-
-    def is_ecompute_ready(self) -> bool:
-        """Return True if ecompute runs and has written its presence since start_ecompute().
-
-        Any presence counts if start_ecompute() was not called, found ecompute running or etcd unreachable.
-        """
-        return (
-            self.lab.find_running(f'{self.name} ecompute') is not None
-            and self._read_presence_revision() > self._previous_revision
-        )
-
     def describe_state(self, etcd_answers: bool) -> str:
         """Describe the host for `elab status`: ready, or down, no answer or unknown, and why."""
         if not machine.has_namespace(self.lab.layout, self.name):
@@ -217,33 +250,12 @@ class LabHost:
             return f'no answer: libvirtd (pid {libvirtd.pid}, see {self.directory}/libvirtd.log)'
         if not self.is_network_active():
             return 'down: network default'
-        if not self.lab.find_running(f'{self.name} ecompute'):
-            return f'down: ecompute (see {self.log})'
-        if not etcd_answers:
+        if not etcd_answers and self.lab.find_running(f'{self.name} ecompute'):
             return 'unknown: ecompute runs, but etcd does not answer'
-        if not self.is_ecompute_ready():
-            return f'down: ecompute (see {self.log})'
+        if (ecompute := self.describe_ecompute()) != 'ready':
+            return ecompute
         count, network = self.count_guests(), self.lab.layout.get_guest_network(self.name)
         return f'ready: {count} guest{"" if count == 1 else "s"}, network {network}'
-
-    def _read_presence_revision(self) -> int:
-        """Read the revision of ecompute's presence, 0 if it has none or etcd is unreachable."""
-        compute, entry = self.read_uuid(), None
-        with contextlib.suppress(Unreachable):
-            entry = self._store.get(COMPUTES + compute) if compute is not None else None
-        return entry.revision if entry else 0
-
-    @functools.cached_property
-    def _store(self) -> Store:
-        directory = self.lab.operator
-        files = directory / 'ca.crt', directory / 'client.key', directory / 'client.crt'
-        return Store(EtcdConfig((self.lab.layout.etcd,), *files, timeout=ETCD_SECONDS))
-
-    def read_uuid(self) -> str | None:
-        """Read the uuid of the host's ecompute; None before its first start or if malformed."""
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            return str(uuid.UUID((self.directory / 'state/uuid').read_text(encoding='ascii').strip()))
-        return None
 
     def _run_virsh(self, *words: str, timeout_seconds: float = START_SECONDS) -> str:
         """Run virsh in the host and return its output; EcompError if it fails or exceeds the timeout."""
@@ -287,7 +299,7 @@ class LabHost:
         return text + QUEUES_YAML if self.name == QUEUES_HOST else text
 
 
-def _write_once(path: Path, text: str) -> None:
+def write_once(path: Path, text: str) -> None:
     """Write the file, readable by all users; no-op if it exists."""
     if not path.exists():
         write_durably(path, text, 0o644)

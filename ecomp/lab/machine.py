@@ -190,21 +190,40 @@ def wait_for(label: str, is_ready: Callable[[], bool], process: Process, log: Pa
         time.sleep(0.05)
 
 
+# Of a server's last lines these name the cause of its end; what follows may be a stack trace.
+CURES = {
+    'no space left|disk is full': 'free space on this disk',
+    'address already in use': 'end the program that uses this port',
+}
+
+
 def read_last_line(log: Path) -> str:
-    """Read the last non-empty line of a log, at most 300 characters; `its log is empty` without a line or file."""
+    """Read the line of a log that names the cause of an end, with a fix, or else the last one that is not empty.
+
+    It has at most 300 characters; without a line or file it is `its log is empty`.
+    """
     with contextlib.suppress(FileNotFoundError):
         lines = [line for line in log.read_text(encoding='utf-8', errors='replace').splitlines() if line.strip()]
+        for line in lines[:-100:-1]:
+            for pattern, cure in CURES.items():
+                if re.search(pattern, line, re.IGNORECASE):
+                    return f'{line.strip()[:300]}. Fix: {cure}'
         if lines:
             return lines[-1].strip()[:300]
     return 'its log is empty'
 
 
-def require_root(command: str) -> None:
-    """Raise UsageError with the sudo command to use, unless this process is root; `command` is for the message."""
+def omit_logs(error: EcompError) -> EcompError:
+    """Return the error without the names of logs, which are removed with what could not be made."""
+    return type(error)(re.sub(r' \(see [^)]*\)', '', str(error)))
+
+
+def require_root(command: str, alternative: str = '') -> None:
+    """Raise UsageError with the sudo command to use, or `alternative`, unless this process is root."""
     if os.geteuid() != 0:
         # The full path: sudo's own PATH has no virtual environment.
         words = ['sudo', *systemd.make_command(sys.argv[0], sys.executable, 'ecomp.lab.elab'), *sys.argv[1:]]
-        raise UsageError(f'{command} needs root. Fix: {shlex.join(words)}')
+        raise UsageError(f'{command} needs root. Fix: {shlex.join(words)}{alternative}')
 
 
 def require(programs: Mapping[str, str], modules: Collection[str] = ()) -> None:

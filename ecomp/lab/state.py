@@ -12,7 +12,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from ipaddress import IPv4Network
 from pathlib import Path
@@ -32,14 +33,25 @@ PREPARED_NAMES = r'hv[0-9]+|control|certs|images|schedule\.yaml'
 MOUNTINFO = Path('/proc/self/mountinfo')
 
 
-@dataclass
-class Lab:
-    """A lab: its directory, its number of hosts, and each server's last process by label."""
+class Record:
+    """What a lab and a cluster of fakes have in common: a directory, and each server's last process by label."""
 
     directory: Path
-    layout: Layout
     host_count: int
-    processes: dict[str, Process] = field(default_factory=dict)
+    processes: dict[str, Process]
+
+    @property
+    def name(self) -> str:
+        return self.directory.name
+
+    @property
+    @abstractmethod
+    def hosts(self) -> list[str]: ...
+
+    @property
+    def places(self) -> list[str]:
+        """`control` and the hosts."""
+        return [CONTROL, *self.hosts]
 
     @property
     def certs(self) -> Path:
@@ -51,15 +63,6 @@ class Lab:
         """The directory of the certificate and token of this machine's eschedule."""
         return self.certs / f'operator-{OPERATOR}'
 
-    @property
-    def hosts(self) -> list[str]:
-        return list_host_names(self.host_count)
-
-    @property
-    def places(self) -> list[str]:
-        """`control` and the hosts."""
-        return [CONTROL, *self.hosts]
-
     def find_running(self, label: str) -> Process | None:
         """Find the running process started as `label`; None if it has ended or was never started."""
         process = self.processes.get(label)
@@ -69,6 +72,24 @@ class Lab:
         """Record that `label` is this process, here and in lab.json. Raises OSError."""
         self.processes[label] = process
         self.save()
+
+    @abstractmethod
+    def save(self) -> None:
+        """Write lab.json atomically and durably. Raises OSError."""
+
+
+@dataclass
+class Lab(Record):
+    """A lab: its directory, its number of hosts, and each server's last process by label."""
+
+    directory: Path
+    layout: Layout
+    host_count: int
+    processes: dict[str, Process] = field(default_factory=dict)
+
+    @property
+    def hosts(self) -> list[str]:
+        return list_host_names(self.host_count)
 
     def save(self) -> None:
         """Write lab.json atomically and durably. Raises OSError."""
@@ -205,16 +226,16 @@ def _make_removal_error(directory: Path, reason: str) -> EcompError:
     return EcompError(f'{directory} cannot be removed completely: {reason}. Fix: {fix}')
 
 
-def find_lab_name() -> str:
-    """Find ROOT's directory that contains the working directory, or else $ECOMP_CONFIG; return its name, or `lab`."""
+def find_lab_name(roots: Sequence[Path]) -> str | None:
+    """Return the name of the lab that contains the working directory, or else $ECOMP_CONFIG; None if none does."""
     places = [os.environ.get('ECOMP_CONFIG', '/')]
     with contextlib.suppress(OSError):  # the working directory may have been removed
         places.insert(0, os.getcwd())
     for place in map(os.path.realpath, places):
-        for directory in ROOT.glob('*'):
+        for directory in (directory for root in roots for directory in root.glob('*')):
             if directory.resolve() in (Path(place), *Path(place).parents):
                 return directory.name
-    return 'lab'
+    return None
 
 
 def list_labs(root: Path = ROOT) -> list[Lab]:

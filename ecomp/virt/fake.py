@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ecomp.errors import BuildFailed, Conflict, EcompError, UsageError
 from ecomp.model.allocation import MIB
@@ -18,11 +19,30 @@ from ecomp.virt import image
 T = TypeVar('T')
 
 
-class FakeHypervisor:
-    """Fake guests, kept in the directory `state`, or in memory if None; EcompError if a file cannot be written."""
+class Fake(NamedTuple):
+    """The host name of a fake, '' for this machine's, and `boot_seconds` of FakeHypervisor."""
 
-    def __init__(self, state: Path | None = None) -> None:
+    hostname: str = ''
+    boot_seconds: int | None = None
+
+
+class FakeHypervisor:
+    """Fake guests, kept in the directory `state`, or in memory if None; EcompError if a file cannot be written.
+
+    A started guest has an address after `boot_seconds`, and after as many more `report_ready` gets its instance. None:
+    it has its address immediately, and is never ready.
+    """
+
+    def __init__(
+        self,
+        state: Path | None = None,
+        boot_seconds: int | None = None,
+        report_ready: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._state = state
+        self._boot_seconds = boot_seconds
+        self._report_ready = report_ready
+        self._unaddressed: set[str] = set()
         self._lock = threading.RLock()
         self._notify: Callable[[str], None] | None = None
         self._guests: dict[str, Guest] = {}
@@ -42,6 +62,9 @@ class FakeHypervisor:
         )
         with self._lock:
             self._reservations, self._seeds, self._guests = reservations or {}, seeds or frozenset(), guests or {}
+        for guest in self._guests.values():
+            if guest.running:
+                self._boot(guest.instance)  # an earlier process may not have reported it
 
     def choose_virt_type(self, setting: str) -> str:
         """Return 'qemu' for any setting; UsageError for 'kvm'."""
@@ -131,6 +154,8 @@ class FakeHypervisor:
             size |= {} if spec.disk_gb is None else {'DISK_GB': spec.disk_gb}
             owned = replace(guest, compute=spec.compute, size=size)
             self._save_guest(replace(owned, defined=True, running=True), 'started')
+            self._unaddressed.add(spec.instance)
+        self._boot(spec.instance)
         self._notify_change(f'fake: domain {spec.instance} started')
 
     def start_existing(self, instance: str, compute: str) -> None:
@@ -140,7 +165,26 @@ class FakeHypervisor:
             if not guest.defined or not guest.disk:
                 raise BuildFailed('started', 'its domain is gone' if not guest.defined else 'its disk is gone')
             self._save_guest(replace(guest, running=True, trouble=''))
+            self._unaddressed.add(instance)
+        self._boot(instance)
         self._notify_change(f'fake: domain {instance} started')
+
+    def _boot(self, instance: str) -> None:
+        """Give a started guest its address, and then report that it is ready, both after `boot_seconds`."""
+
+        def boot(seconds: int) -> None:
+            time.sleep(seconds)
+            self._unaddressed.discard(instance)
+            self._notify_change(f'fake: domain {instance} has its address')
+            time.sleep(seconds)
+            if self.is_running(instance):
+                self._report_ready(instance)
+                self._notify_change(f'fake: the guest of {instance} is ready')
+
+        if self._boot_seconds is None:
+            self._unaddressed.discard(instance)
+        else:
+            threading.Thread(target=boot, args=(self._boot_seconds,), name='boot', daemon=True).start()
 
     def shutdown(self, instance: str, compute: str) -> None:
         """Switch the guest off immediately: the fake has no guest that could do it."""
@@ -198,7 +242,7 @@ class FakeHypervisor:
     def find_addresses(self, instance: str) -> Mapping[str, Address]:
         """Return {MAC: Address} of the reservations of a running guest; {} if it is off or unknown."""
         with self._lock:
-            if instance not in self._guests or not self._guests[instance].running:
+            if instance in self._unaddressed or instance not in self._guests or not self._guests[instance].running:
                 return {}
             reservations = self._reservations.items()
         return {mac: Address(entry.address, 'lease') for mac, entry in reservations if entry.instance == instance}

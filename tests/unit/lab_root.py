@@ -19,6 +19,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     labs = tmp_path / 'labs'
     labs.mkdir()
     monkeypatch.setattr(state, 'ROOT', labs)
+    monkeypatch.setenv('XDG_STATE_HOME', str(tmp_path / 'state'))
     monkeypatch.setattr(state.load, '__defaults__', (labs,))
     monkeypatch.setattr(state.list_labs, '__defaults__', (labs,))
     return labs
@@ -27,7 +28,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def fake_root(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine on which root is not needed and no lab has a namespace."""
-    monkeypatch.setattr(machine, 'require_root', lambda _: None)
+    monkeypatch.setattr(machine, 'require_root', lambda *_: None)
     monkeypatch.setattr(machine, 'list_namespaces', lambda _: [])
 
 

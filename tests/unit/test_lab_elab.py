@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from ecomp.errors import EcompError
-from ecomp.lab import control, guest, machine, state
-from ecomp.lab.elab import main, make_parser
+from ecomp.lab import control, elab, guest, machine, state
+from ecomp.lab.elab import find_name, main, make_parser
 from ecomp.lab.hosts import COMPUTE_YAML
 from ecomp.lab.machine import Process
 from ecomp.lab.network import divide_resources, reduce_inventory
@@ -36,8 +37,9 @@ def test_lab_commands_need_root(words: list[str], tmp_path: Path) -> None:
     if 'Permission denied' in process.stderr:
         pytest.skip(f'another user cannot read {top}')
     assert (process.returncode, process.stdout) == (2, '')
-    command_line = f'sudo {sys.executable} -P -m ecomp.lab.elab {" ".join(words)}'
-    assert process.stderr == f'elab: elab {words[0]} needs root. Fix: {command_line}\n'
+    command_line = shlex.join(['sudo', sys.executable, '-P', '-m', 'ecomp.lab.elab', *words])
+    otherwise = '; or, without root: elab up --fake' if words == ['up'] else ''
+    assert process.stderr == f'elab: elab {words[0]} needs root. Fix: {command_line}{otherwise}\n'
 
 
 @pytest.mark.parametrize(
@@ -56,8 +58,8 @@ def test_default_lab_is_chosen_by_directory_and_environment(
     if shell is not None:
         monkeypatch.setenv('ECOMP_CONFIG', str(root / shell))
     for words in (['up'], ['status'], ['exec', 'hv1', 'true'], ['down'], ['shell']):
-        assert make_parser().parse_args(words).name == name
-        assert make_parser().parse_args([words[0], '--name', 'three', *words[1:]]).name == 'three'
+        assert find_name(make_parser().parse_args(words)) == name
+        assert find_name(make_parser().parse_args([words[0], '--name', 'three', *words[1:]])) == 'three'
 
 
 def test_deleted_working_directory_selects_the_default_lab(
@@ -68,7 +70,7 @@ def test_deleted_working_directory_selects_the_default_lab(
     monkeypatch.chdir(root / 'one')
     (root / 'one').rmdir()
     try:
-        assert make_parser().parse_args(['status']).name == 'lab'
+        assert find_name(make_parser().parse_args(['status'])) == 'lab'
     finally:
         os.chdir(tmp_path)
 
@@ -213,6 +215,7 @@ def failing_up(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     monkeypatch.setattr(machine, 'run', lambda *_: '[]')
     monkeypatch.setattr(machine, 'ensure_control', lambda _: None)
     monkeypatch.setattr(control, 'make_lab_servers', refuse)
+    monkeypatch.setattr(elab, '_remove_lab', lambda *_: None)  # what was made is looked at
     return run_up
 
 
@@ -304,8 +307,8 @@ def test_shell_has_the_environment_of_its_lab(root: Path, capfd: pytest.CaptureF
     assert capfd.readouterr().err == 'elab: no-such-command: No such file or directory\n'
     script = 'printf "%s\\n" "$PS1" "$ECOMP_CONFIG" >said; exit 5\n'
     command = (
-        f'{sys.executable} -c "import os; from ecomp.lab import elab, state; from pathlib import Path; '
-        f"raise SystemExit(elab.enter_shell(state.load('one', Path('{root}')), []))\""
+        f'{shlex.quote(sys.executable)} -c "import os; from ecomp.lab import elab, state; from pathlib import Path; '
+        f"raise SystemExit(elab.enter_shell(Path('{root}/one'), 'one', []))\""
     )
     env = {**os.environ, 'HOME': str(root), 'PYTHONPATH': str(Path(__file__).parents[2])}
     terminal = ['script', '-qec', command, '/dev/null']

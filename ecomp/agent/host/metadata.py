@@ -353,7 +353,7 @@ class GuestData:
 
     def read_report(self, instance: str) -> GuestReport:
         """Read a guest's report of cloud-init's end, empty if malformed or too long; OSError, also if missing."""
-        with self._get_report_path(instance).open('rb') as file:
+        with self.get_report_path(instance).open('rb') as file:
             return parse_guest_report(file.read(REPORT_LIMIT_BYTES))
 
     def watch_reports(self, notify: Callable[[str], None]) -> Callable[[], None]:
@@ -390,7 +390,7 @@ class GuestData:
     def _unlink_report(self, instance: str) -> None:
         """Remove the guest's report, complete or not; OSError if that fails."""
         (self.directory / f'{instance}{PARTIAL_REPORT_SUFFIX}').unlink(missing_ok=True)
-        self._get_report_path(instance).unlink(missing_ok=True)
+        self.get_report_path(instance).unlink(missing_ok=True)
 
     def _read_owner(self, mac: str) -> str | None:
         """Return the instance in the MAC's file; None if the file is missing or malformed."""
@@ -399,5 +399,6 @@ class GuestData:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def _get_report_path(self, instance: str) -> Path:
+    def get_report_path(self, instance: str) -> Path:
+        """Return the file of a guest's report, existing or not."""
         return self.directory / f'{instance}{READY_SUFFIX}'

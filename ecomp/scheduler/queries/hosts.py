@@ -397,6 +397,8 @@ def find_console(store: Store, instance: str) -> tuple[str, str]:
     """
     record = find_living(store, instance).record
     if record.console is None:
+        if record.state in (ACTIVE, STOPPED):
+            raise NotFound(f'{instance}: has no console: its guest is fake')
         yet = '' if record.state == ERROR else ' yet'
         raise NotFound(f'{instance}: has no console{yet}: its state is {record.state}')
     try:
