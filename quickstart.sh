@@ -1,69 +1,103 @@
 #!/usr/bin/env bash
-# quickstart.sh: from a machine with git and Python to a cluster of hypervisors with a VM that answers
+# quickstart.sh: from a machine with git and Python to a cluster that schedules VMs
 #
-#   ./quickstart.sh         install what is missing, make the lab, schedule a VM and wait for its address
-#   ./quickstart.sh down    remove the lab and its VMs; .venv and the Debian packages stay
+#   ./quickstart.sh         install what is missing, make a lab of hypervisors and schedule a VM; where this machine
+#                           cannot have them, say why, and do as with --fake
+#   ./quickstart.sh --fake  the same with fake hosts and guests, which needs neither root nor libvirt
+#   ./quickstart.sh down    remove the lab and the fakes; .venv and the Debian packages stay
 #   ./quickstart.sh --help  print this text
 #
-# For Debian 12 or newer and current Ubuntu, on x86-64. It prints each step and its duration; another run does only
-# what is missing. Debian packages and the lab need root: if you are another user, sudo asks for your password. The
-# environment variable PYTHON selects the python3 (3.11 or newer) that creates .venv. Exit codes: 0 done, 1 failed,
-# 2 usage; if elab or eschedule fails, its exit code (docs/reference/exit-codes.md).
+# For Debian 12 or newer and current Ubuntu, on x86-64. First it prints what this machine has, then each step and its
+# duration; another run does only what is missing. Debian packages and the lab need root: if you are another user, sudo
+# asks for your password. The environment variable PYTHON selects the python3 (3.11 or newer) that creates .venv. Exit
+# codes: 0 done, 1 failed, 2 usage; if elab or eschedule fails, its exit code (docs/reference/exit-codes.md).
 
 set -euo pipefail
 cd "$(dirname "$(readlink -f "$0")")"
 
 PYTHON=${PYTHON:-python3}
 LAB=/var/lib/elab/lab
+FAKES=${XDG_STATE_HOME:-$HOME/.local/state}/elab/fake
 QUERY='resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'
 PACKAGES=(
-    gcc pkg-config libvirt-dev                                                             # to build libvirt-python
-    etcd-server stunnel4                                                                   # the control plane
-    libvirt-daemon-system libvirt-daemon-driver-qemu libvirt-clients qemu-system-x86 qemu-utils  # the hypervisors
-    dnsmasq-base iptables iproute2                                                         # their networks
-    busybox-static syslinux mtools                                                         # the small guest
-    curl openssh-client                                                                    # for the tutorial
+    gcc pkg-config libvirt-dev # to build libvirt-python
+    etcd-server stunnel4 libvirt-daemon-system libvirt-daemon-driver-qemu libvirt-clients qemu-system-x86 qemu-utils
+    dnsmasq-base iptables iproute2 busybox-static syslinux mtools curl openssh-client
 )
+export PIP_RETRIES=1 PIP_TIMEOUT=10 PIP_DISABLE_PIP_VERSION_CHECK=1
 
 fail() { printf 'quickstart.sh: %s\n' "$1" >&2; exit "${2:-1}"; }
 
-# Print the start of a step, and its end with its duration.
-begin() {
-    began=${EPOCHREALTIME//[.,]/}
+# Print a step, run its command, and print how long it took; if it fails, the line of its output that names the cause.
+step() {
+    local began=${EPOCHREALTIME//[.,]/} tenths log cause cure=''
+    local pattern='no space left|name resolution|could not resolve|unreachable|timed out|permission denied'
     printf '== %s\n' "$1"
-}
-finish() {
-    local tenths=$(((${EPOCHREALTIME//[.,]/} - began) / 100000))
+    shift
+    log=$(mktemp)
+    if ! "$@" >"$log" 2>&1 </dev/null; then
+        cause=$(grep -iE "$pattern" "$log" | tail -n 1) || cause=$(grep . "$log" | tail -n 1) || cause='it printed nothing'
+        case ${cause,,} in
+            *'no space left'*) cure='. Fix: free space on this disk' ;;
+            *resol* | *unreachable* | *'timed out'*) cure='. Fix: connect this machine, or set its proxy or mirror' ;;
+        esac
+        rm "$log"
+        fail "$* failed: ${cause:0:300}$cure"
+    fi
+    rm "$log"
+    tenths=$(((${EPOCHREALTIME//[.,]/} - began) / 100000))
     printf '   done in %d.%d s\n' $((tenths / 10)) $((tenths % 10))
 }
 
-# Run a command, and print its output only if it fails.
-quietly() {
-    local said
-    said=$("$@" 2>&1 </dev/null) || { printf '%s\n' "$said" >&2; fail "failed: $*"; }
+root() { if [ "$(id -u)" = 0 ]; then "$@"; else sudo "$@"; fi; }
+
+# Print a line about this machine; `why` is the first reason why it cannot have real hosts.
+report() {
+    printf '   %-11s %s\n' "$1" "$2"
+    [ -z "${3-}" ] || why=${why:-$3}
 }
 
-# Run a command as root.
-root() {
+# Find out what this machine can do before anything is installed.
+check_machine() {
+    local memory free output
+    printf '== what this machine has\n'
+    "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
+        fail "$PYTHON is $("$PYTHON" --version 2>&1 | tail -n 1), not 3.11 or newer. Fix: name one with PYTHON=..."
+    report Python "$("$PYTHON" --version)"
     if [ "$(id -u)" = 0 ]; then
-        "$@"
+        report root yes
+    elif { [ -t 0 ] && sudo -v || sudo -n true; } 2>/dev/null; then
+        report root 'by sudo'
     else
-        sudo "$@"
+        report root 'no. Fix: run this as root, or as a user with sudo' 'you are not root, and cannot use sudo'
+        "$PYTHON" -c 'import ensurepip, venv' 2>/dev/null || [ -x .venv/bin/pip ] ||
+            fail "$PYTHON has no module venv. Fix: apt-get install python3-venv, or name another with PYTHON=..."
+    fi
+    if [ -z "$why" ]; then
+        output=$(root unshare --net --mount true 2>&1) && report namespaces yes ||
+            report namespaces "no (${output##*: }). Fix: a virtual machine, or a privileged container" \
+                "this machine makes no namespaces (${output##*: })"
+    fi
+    memory=$(awk '/^MemAvailable:/ {print int($2 / 1024)}' /proc/meminfo) free=$(df --output=avail -B1M . | tail -n 1)
+    report memory "$memory MiB available" "$([ "$memory" -ge 2048 ] || echo 'less than 2 GiB of memory are available')"
+    report disk "$free MiB free here" "$([ "$free" -ge 3072 ] || echo 'less than 3 GiB are free here')"
+    [ "$free" -ge 700 ] || fail "less than 700 MiB are free in $PWD, for .venv and etcd. Fix: free space on this disk"
+    # pip itself would retry for minutes.
+    output=$(mktemp -d)
+    if [ ! -e .venv/installed-quickstart ] && "$PYTHON" -c 'import pip' 2>/dev/null; then
+        "$PYTHON" -m pip download -q --no-deps --no-cache-dir --retries 0 --timeout 4 -d "$output" os-traits 2>/dev/null ||
+            fail 'PyPI does not answer. Fix: connect this machine, or set its proxy or mirror'
+        report PyPI answers
+    fi
+    rm -r "$output"
+    if [ "$(uname -m)" != x86_64 ] || ! command -v apt-get >/dev/null; then
+        report system "$(uname -sm)" 'the packages and guests of the lab are for Debian or Ubuntu on x86-64'
     fi
 }
 
-eschedule() { .venv/bin/eschedule --config "$LAB/schedule.yaml" "$@"; }
-
-check_machine() {
-    [ "$(uname -m)" = x86_64 ] || fail "this machine is $(uname -m), but the lab's guests and packages are for x86_64"
-    command -v apt-get >/dev/null || fail 'apt-get is missing: this is neither Debian nor Ubuntu'
-    [ "$(id -u)" = 0 ] || command -v sudo >/dev/null || fail 'it needs root, but sudo is missing. Fix: run it as root'
-    "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
-        fail "$PYTHON is $("$PYTHON" --version 2>&1 | tail -n 1), not 3.11 or newer. Fix: name one with PYTHON=..."
-}
-
 update_packages() {
-    [ -n "${updated-}" ] || quietly root apt-get update
+    [ -n "${updated-}" ] || step "reading the lists of Debian's packages" root apt-get -o Acquire::Retries=1 \
+        -o Acquire::http::Timeout=10 -o APT::Update::Error-Mode=any update
     updated=1
 }
 
@@ -77,105 +111,90 @@ install_packages() {
         [ "$(dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null)" = installed ] || missing+=("$package")
     done
     [ ${#missing[@]} -gt 0 ] || return 0
-    begin "installing Debian packages: ${missing[*]}"
     update_packages
-    quietly root env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "${missing[@]}"
-    finish
+    step "installing Debian packages: ${missing[*]}" root env DEBIAN_FRONTEND=noninteractive \
+        apt-get install -y --no-install-recommends "${missing[@]}"
 }
 
+# Make .venv; `fake` leaves out libvirt-python, which is built from source.
 make_venv() {
-    local wanted stamp=.venv/installed-quickstart
+    local wanted stamp=.venv/installed-quickstart constraints=constraints.txt
     # pip's version is installed last: without it, the making of .venv was interrupted.
     if ! .venv/bin/python -c 'import pip, importlib.metadata as m; m.version("pip")' 2>/dev/null; then
-        begin "making .venv with $("$PYTHON" --version)"
         # The pip of Python 3.11 takes twice as long for all that follows.
-        quietly "$PYTHON" -m venv --clear --upgrade-deps .venv
-        finish
+        step "making .venv with $("$PYTHON" --version)" "$PYTHON" -m venv --clear --upgrade-deps .venv
     fi
     wanted=$(cat setup.py constraints.txt | sha256sum)
-    # tests/run installs the same packages and more.
-    if [ "$wanted" != "$(cat "$stamp" 2>/dev/null)" ] &&
-        [ "$(sha256sum <setup.py)" != "$(cat .venv/installed 2>/dev/null)" ]; then
-        begin 'installing ecomp and what it needs into .venv'
-        # The tested versions, pinned by hash: also setuptools, with which pip builds libvirt-python and ecomp.
-        PIP_BUILD_CONSTRAINT=constraints.txt \
-            quietly .venv/bin/python -m pip install --disable-pip-version-check --require-hashes -r constraints.txt
-        # Up to 1.1 the package's name was ecomp. Removed later, that one would take its successor's files with it.
-        quietly .venv/bin/python -m pip uninstall --disable-pip-version-check -y ecomp
-        # In place, so that git pull alone updates it.
-        PIP_BUILD_CONSTRAINT=constraints.txt \
-            quietly .venv/bin/python -m pip install --disable-pip-version-check --use-pep517 --no-deps -e .
-        printf '%s\n' "$wanted" >"$stamp"
-        finish
-    fi
+    # tests/run installs the same packages and more; so does a run without --fake.
+    case $(cat "$stamp" .venv/installed 2>/dev/null) in
+        *"$wanted real"* | *"$(sha256sum <setup.py)"*) return 0 ;;
+        *"$wanted fake"*) [ "$1" = real ] || return 0 ;;
+    esac
+    # The tested versions, pinned by hash: also setuptools, with which pip builds libvirt-python and ecomp.
+    export PIP_BUILD_CONSTRAINT=constraints.txt
+    [ "$1" = real ] || { constraints=.venv/fake.txt; sed '/^libvirt-python/,/[^\\]$/d' constraints.txt >$constraints; }
+    step 'installing what ecomp needs into .venv' .venv/bin/python -m pip install --require-hashes -r $constraints
+    # In place, so that git pull alone updates it.
+    step 'installing ecomp into .venv' .venv/bin/python -m pip install --use-pep517 --no-deps -e .
+    printf '%s %s\n' "$wanted" "$1" >"$stamp"
 }
 
 make_lab() {
-    if root .venv/bin/elab status --name lab >/dev/null 2>&1; then
-        printf '== the lab is already up\n'
-    else
-        begin 'starting the lab: etcd, placement and 3 hypervisor hosts'
-        root .venv/bin/elab up --name lab >/dev/null
-        finish
-    fi
+    step 'starting the lab: etcd, placement and 3 hypervisor hosts' root .venv/bin/elab up --name lab
     if [ ! -e "$LAB/images/guest.qcow2" ]; then
-        begin 'making a small guest image'
         # apt-get downloads its kernel, and must know the newest version.
         update_packages
-        root .venv/bin/elab guest "$LAB/images/guest.qcow2"
-        finish
+        step 'making a small guest image' root .venv/bin/elab guest "$LAB/images/guest.qcow2"
     fi
 }
 
-# Print the uuid of an active instance, or nothing.
-running_instance() {
-    eschedule list -f json | .venv/bin/python -c '
-import json, sys
-print(*[each["instance"] for each in json.load(sys.stdin) if each["state"] == "active"][:1])'
-}
+eschedule() { .venv/bin/eschedule --config "$config" "$@"; }
 
 schedule() {
-    image=$(sed -n 's/^image: //p' "$LAB/schedule.yaml")
-    instance=$(running_instance)
-    if [ -n "$instance" ]; then
-        printf '== a VM already runs: %s at %s\n' "$instance" "$(eschedule "$instance" || true)"
-    else
-        begin "scheduling a VM: eschedule '$QUERY' $image"
-        eschedule "$QUERY" "$image" --wait
-        finish
-        made=$(running_instance) # none was active before
+    if [ -z "$(eschedule list --state active -f value -c instance)" ]; then
+        printf "== scheduling a VM: eschedule '%s' --wait\n" "$QUERY"
+        eschedule "$QUERY" --wait
     fi
     printf '== eschedule list\n'
     eschedule list
 }
 
 try_next() {
-    local sudo='sudo '
-    [ "$(id -u)" = 0 ] && sudo=''
     cat <<END
 
 Try next (./quickstart.sh down removes everything):
-  .venv/bin/eschedule --config $LAB/schedule.yaml '$QUERY'
-  ${sudo}.venv/bin/elab status
+  . .venv/bin/activate; export ECOMP_CONFIG=${config%/*}
+  eschedule '$QUERY' --wait
+  eschedule apply examples/shop.yaml --wait
 END
-    # Only the instance of this run: an older one may be in use.
-    [ -z "${made-}" ] || printf '  %s destroy %s\n' ".venv/bin/eschedule --config $LAB/schedule.yaml" "$made"
 }
 
+why='' config=$LAB/schedule.yaml
 case ${1-} in
-    '')
+    '' | --fake)
         check_machine
-        install_packages
-        make_venv
-        make_lab
-        schedule
+        [ "${1-}" != --fake ] || why='you asked for fakes'
+        if [ -n "$why" ]; then
+            printf '== %s: so hosts and guests are fake\n' "$why"
+            config=$FAKES/schedule.yaml
+            make_venv fake
+            printf '== examples/fakes.sh: a cluster of fakes\n'
+            examples/fakes.sh
+            printf '\netcd, placement and all decisions were real. Hosts and guests were fake: nothing booted.\n'
+        else
+            install_packages
+            make_venv real
+            make_lab
+            schedule
+        fi
         try_next
         printf '\nThis took %d s.\n' "$SECONDS"
         ;;
     down)
         [ -x .venv/bin/elab ] || fail '.venv/bin/elab is missing: no lab was made from this directory'
-        root .venv/bin/elab down --name lab
+        [ ! -e "$FAKES" ] || .venv/bin/elab down --name fake
+        [ ! -e "$LAB" ] || root .venv/bin/elab down --name lab
         ;;
     -h | --help) sed -n '2,/^$/s/^# \{0,1\}//p' "$0" ;;
-    *) fail "'$1' is not a command: the only one is down. Try: --help" 2 ;;
+    *) fail "'$1' is not a command: the only ones are --fake and down. Try: --help" 2 ;;
 esac

@@ -58,10 +58,11 @@ AMOUNT = re.compile(
 
 @dataclass
 class Step:
-    """A command and the output that the page shows."""
+    """A command, the lines that the page shows, and whether it shows any output, be it omitted (…)."""
 
     command: str
     shown: list[str]
+    has_output: bool = False
 
 
 @dataclass
@@ -292,14 +293,16 @@ def parse_steps(text: str) -> list[Step]:
             parsed.append(Step(line[2:], []))
         elif line.startswith('> '):
             parsed[-1].command += '\n' + line[2:]
-        elif line.strip() not in ('', '…'):
-            parsed[-1].shown.append(line)
+        elif line.strip():
+            parsed[-1].has_output = True
+            parsed[-1].shown += [line] if line.strip() != '…' else []
     return parsed
 
 
 def run_step(shell: subprocess.Popen[str], step: Step, names: RealNames) -> None:
-    """Run a step and check that each shown line is in the output."""
-    real = run_command(shell, names.replace_names(step.command))
+    """Run a step, and check that each shown line is in the output; one that shows none has to succeed."""
+    otherwise = '' if step.has_output else '|| { echo "its exit code is $?"; exit 1; }'
+    real = run_command(shell, names.replace_names(step.command), otherwise)
     lines = iter(real)
     for shown in step.shown:
         assert any(names.matches(shown, line) for line in lines), (
@@ -307,12 +310,12 @@ def run_step(shell: subprocess.Popen[str], step: Step, names: RealNames) -> None
         )
 
 
-def run_command(shell: subprocess.Popen[str], command: str) -> list[str]:
-    """Type a command into the shell; return the lines that it prints."""
+def run_command(shell: subprocess.Popen[str], command: str, otherwise: str = '') -> list[str]:
+    """Type a command into the shell, and `otherwise` after it; return the lines that it prints."""
     assert shell.stdin
     assert shell.stdout
     # A command that reads its standard input must not consume the next one.
-    shell.stdin.write(f'{{ {command}\n}} </dev/null; echo; echo {END_MARKER}\n')
+    shell.stdin.write(f'{{ {command}\n}} </dev/null {otherwise}; echo; echo {END_MARKER}\n')
     shell.stdin.flush()
     lines: list[str] = []
     for line in shell.stdout:
