@@ -22,11 +22,12 @@ Run = Callable[..., Result]
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
     """Run elab, or with `eschedule` first eschedule in the cluster; the cluster is removed at the end."""
-    env = {**make_environment(), 'XDG_STATE_HOME': str(tmp_path), 'HOME': str(tmp_path)}
+    state = tmp_path / 'state'
+    env = {**make_environment(), 'XDG_STATE_HOME': str(state), 'HOME': str(tmp_path)}
 
     def run(*words: str, **variables: str) -> Result:
         module = 'ecomp.schedule' if words[0] == 'eschedule' else 'ecomp.lab.elab'
-        config = {'ECOMP_CONFIG': str(tmp_path / 'elab/fake')}
+        config = {'ECOMP_CONFIG': str(state / 'elab/fake')}
         command = [sys.executable, '-m', module, *(words[1:] if words[0] == 'eschedule' else words)]
         done = subprocess.run(
             command, env={**env, **config, **variables}, capture_output=True, text=True, cwd=tmp_path, timeout=120
@@ -52,7 +53,7 @@ def test_hosts_of_a_cluster_of_fakes_die_and_return(run: Run, tmp_path: Path) ->
         refused = run('eschedule', command, 'db')
         assert (refused.code, 'its guest is fake' in refused.stderr) == (4, True), refused
 
-    assert run('exec', 'fake2', 'pwd').stdout == f'{tmp_path}/elab/fake/fake2\n'
+    assert run('exec', 'fake2', 'pwd').stdout == f'{tmp_path}/state/elab/fake/fake2\n'
     assert run('kill', 'fake2').code == 0
     status = run('status')
     assert (status.code, 'down: fake2. Fix: elab up --name fake' in status.stderr) == (1, True), status
@@ -63,11 +64,11 @@ def test_hosts_of_a_cluster_of_fakes_die_and_return(run: Run, tmp_path: Path) ->
     assert json.loads(run('eschedule', 'show', 'db', '-f', 'json').stdout)['state'] == 'active'
     wait_until(lambda: run('eschedule', 'audit').code == 0, 60, 'the audit is clean')
     # Roles are enforced: a fake's certificate cannot write what only schedulers write.
-    lab = fakes.FakeLab(tmp_path / 'elab/fake', 0, 0, 3, '')
+    lab = fakes.FakeLab(tmp_path / 'state/elab/fake', 0, 0, 3, '')
     denied = run('eschedule', '--config', str(lab.certs / 'compute-fake1/compute.yaml'), 'quota', 'set', 'p', 'VCPU=1')
     assert denied.code != 0, denied
     assert run('down').code == 0
-    assert list(tmp_path.iterdir()) == [], 'nothing is left'
+    assert list((tmp_path / 'state').iterdir()) == [], 'nothing is left'
 
 
 def test_cluster_that_cannot_be_made_leaves_nothing(run: Run, tmp_path: Path) -> None:
@@ -81,7 +82,7 @@ def test_cluster_that_cannot_be_made_leaves_nothing(run: Run, tmp_path: Path) ->
     assert (refused.code, refused.stdout) == (1, ''), refused
     reason = 'panic: write wal: no space left on device. Fix: free space on this disk'
     assert refused.stderr == f'elab: etcd ended while starting: {reason}\n'
-    assert list(tmp_path.iterdir()) == [etcd.parent]
+    assert list((tmp_path / 'state').iterdir()) == []
 
 
 def test_missing_programs_are_named_and_fetched_without_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
