@@ -120,7 +120,7 @@ def find(name: str) -> FakeLab | None:
         data = json.loads((directory / state.RECORD_NAME).read_text(encoding='utf-8'))
         recorded = data.pop('processes') if data.pop('boot') == read_boot_id() else {}
         return FakeLab(directory, processes={label: Process(**each) for label, each in recorded.items()}, **data)
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, PermissionError):  # the last for a home of another user
         return None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         path = directory / state.RECORD_NAME
@@ -129,7 +129,8 @@ def find(name: str) -> FakeLab | None:
 
 def list_all() -> list[FakeLab]:
     """Load all clusters of fakes of this user, sorted by name."""
-    paths = sorted(find_root().glob(f'*/{state.RECORD_NAME}'))
+    root = find_root()
+    paths = sorted(root.glob(f'*/{state.RECORD_NAME}')) if os.access(root, os.R_OK) else []
     return [lab for path in paths if (lab := find(path.parent.name))]
 
 

@@ -232,7 +232,7 @@ def find_lab_name(roots: Sequence[Path]) -> str | None:
     with contextlib.suppress(OSError):  # the working directory may have been removed
         places.insert(0, os.getcwd())
     for place in map(os.path.realpath, places):
-        for directory in (directory for root in roots for directory in root.glob('*')):
+        for directory in (path for root in roots if os.access(root, os.R_OK) for path in root.glob('*')):
             if directory.resolve() in (Path(place), *Path(place).parents):
                 return directory.name
     return None
