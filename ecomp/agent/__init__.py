@@ -34,6 +34,7 @@ handles a compute or an instance. Before it exits, ecompute waits for the thread
     agents                    asks guest agents for addresses; callers read the last answer. Ends at close
     to a worker               writes jobs from a queue into the pipe of one worker. Ends with that worker
     scrub                     verifies base volumes (Scrubber). Joined
+    boot                      with --boot: gives a fake guest its address and its report. Not waited for
     libvirt-ask               in a worker: asks one guest to shut down. Ends when QEMU has accepted that
     ending_N                  in a worker: destroys guests or switches them off concurrently; they write to the pipe
                               under a lock. Joined when the pipe ends

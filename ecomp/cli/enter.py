@@ -38,7 +38,7 @@ def _run_ssh(ctx: Context) -> int:
 
     user, word = split_user(ctx.words[0])
     access = find_guest_access(ctx.store, ctx.resolve_instance(word))
-    if access.record.console is None:
+    if access.record.console is None and not access.record.host_keys:
         raise NotFound(f'{access.record.instance}: its guest is fake, so nothing answers ssh')
     ctx.report_age(access.record)
     ssh_options = _make_ssh_options(ctx, access, ctx.options.accept_new)
