@@ -228,6 +228,7 @@ if TYPE_CHECKING:
 
 # Seconds that a commit waits for a new fence after its fence did not hold.
 FENCE_RENEWAL_SECONDS = 1.0
+FENCE_POLL_SECONDS = 0.01
 
 # Maximum number of operations in a transaction: etcd's own --max-txn-ops.
 MAX_TRANSACTION_OPERATIONS = 128
@@ -427,7 +428,7 @@ class Store:
             deadline = deadline or time.monotonic() + FENCE_RENEWAL_SECONDS
             # After an outage longer than the lease, all commits wait here until the key is put again.
             while self.fence is fence and time.monotonic() < deadline:
-                time.sleep(FENCE_RENEWAL_SECONDS / 100)
+                time.sleep(FENCE_POLL_SECONDS)
             if time.monotonic() >= deadline:
                 raise Unreachable(
                     f'{fencing.key} expired or was changed: nothing is written until ecompute restores it'

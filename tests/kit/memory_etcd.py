@@ -182,10 +182,11 @@ class Etcd:
 class MemoryMember:
     """Answers requests as ecomp's client of one member does; threads may share it.
 
-    Keys are bytes outside and text inside. Leases end by the monotonic clock.
+    Keys are bytes outside and text inside. Leases end by the monotonic clock. Without a history it has no watches, and
+    an older revision is the current one.
     """
 
-    def __init__(self, etcd: Etcd) -> None:
+    def __init__(self, etcd: Etcd, keeps_history: bool = True) -> None:
         self.etcd = etcd
         self._lock = threading.Lock()
         self.changed = threading.Condition(self._lock)
@@ -193,10 +194,22 @@ class MemoryMember:
         # Each change: its revision and key, and the entry after and before it, None without the key.
         self._changes: list[tuple[int, str, Entry | None, Entry | None]] = []
         self._last: dict[str, Entry | None] = {}
-        etcd.listeners.append(self._record_changes)
+        self._keeps_history = keeps_history
+        if keeps_history:
+            etcd.listeners.append(self._record_changes)
 
     def call(self, request: Request, _timeout_seconds: float = 0.0) -> Any:
         """Answer a request; raise CallFailure as etcd would."""
+        with self._lock:
+            for lease, granted in list(self.etcd.leases.items()):
+                if time.monotonic() > granted.renewed_at + granted.seconds:
+                    self.etcd.end_lease(lease)
+            answer = self.answer(request)
+            self.changed.notify_all()
+        return answer
+
+    def answer(self, request: Request) -> Any:
+        """Answer a request, with the leases as they are."""
         answers: dict[type, Callable[[Any], SimpleNamespace]] = {
             Range: self._answer_range,
             Transaction: self._answer_transaction,
@@ -206,13 +219,8 @@ class MemoryMember:
             TimeToLive: self._answer_time_to_live,
             Status: lambda _: SimpleNamespace(version=VERSION),
         }
-        with self._lock:
-            for lease, granted in list(self.etcd.leases.items()):
-                if time.monotonic() > granted.renewed_at + granted.seconds:
-                    self.etcd.end_lease(lease)
-            answer = answers[type(request)](request)
-            answer.header = self.make_header()
-            self.changed.notify_all()
+        answer = answers[type(request)](request)
+        answer.header = self.make_header()
         return answer
 
     def watch(
@@ -256,16 +264,16 @@ class MemoryMember:
         )
 
     def _list_entries(self, revision: int) -> list[Entry]:
-        if not revision:
+        if not revision or not self._keeps_history:
             return list(self.etcd.entries.values())
         then = {key: after for at, key, after, _ in self._changes if at <= revision}
         return [entry for entry in then.values() if entry is not None]
 
     def _answer_transaction(self, request: Transaction) -> SimpleNamespace:
-        success, failure = (list(map(_make_operation, part)) for part in (request.success, request.failure))
+        success, failure = (list(map(make_operation, part)) for part in (request.success, request.failure))
         self.etcd.check_transaction(len(request.compare), success)
         self.etcd.check_transaction(0, failure)
-        succeeded = all(self.etcd.is_met(_make_condition(comparison)) for comparison in request.compare)
+        succeeded = all(self.etcd.is_met(make_condition(comparison)) for comparison in request.compare)
         operations = success if succeeded else failure
         self.etcd.check_leases(operations)
         responses = [
@@ -372,12 +380,12 @@ def _make_event(key: str, revision: int, entry: Entry | None, before: Entry | No
     )
 
 
-def _make_condition(comparison: Comparison) -> Unchanged | Exists:
+def make_condition(comparison: Comparison) -> Unchanged | Exists:
     key = decode_key(comparison.key)
     return Exists(key) if comparison.result == GREATER else Unchanged(key, comparison.revision)
 
 
-def _make_operation(request: Range | Write | Removal) -> Put | Delete | Range:
+def make_operation(request: Range | Write | Removal) -> Put | Delete | Range:
     if isinstance(request, Range):
         return request
     key = decode_key(request.key)

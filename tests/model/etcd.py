@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from ecomp.errors import EcompError, NoSpace, Unreachable
-from ecomp.store.client import Delete, Entry, Exists, Fence, Put, Snapshot, Store, Unchanged
-from ecomp.store.messages import CallFailure, is_full, suggest_remedy
-from tests.kit.memory_etcd import Etcd
+from ecomp.store.client import Exists, Fence, Store, Unchanged
+from ecomp.store.messages import CallFailure, Range, Request, Transaction, is_full, suggest_remedy
+from tests.kit.memory_etcd import Etcd, MemoryMember, decode_key, make_condition, make_operation
 from tests.model.acting import Call
 from tests.model.world import World
-
-FENCE_RENEWAL_SECONDS = 1.0
-
 
 Value = TypeVar('Value')
 
@@ -30,80 +26,55 @@ def translate_refusal(function: Callable[[], Value]) -> Value:
 
 
 class ModelStore(Store):
-    """The connection of one process: the product's store with all its calls replaced."""
+    """The connection of one process: the product's store, but what it sends is answered by the etcd in memory."""
 
     def __init__(self, etcd: Etcd) -> None:
         self.endpoints = 'memory'
         self.fence: Fence | None = None
+        self._guard = None
         self._etcd = etcd
+        self._member = MemoryMember(etcd, keeps_history=False)
         self._world = cast(World, etcd.world)
 
-    def get(self, key: str) -> Entry | None:
-        return self._world.call(
-            Call('etcd', ('get', key)), lambda: self._etcd.entries.get(key), self._etcd.make_fingerprint
-        )
+    def _ask(self, request: Request, _error: type[Unreachable], _linearizable: bool, _about: Sequence[str]) -> Any:
+        """Answer a request in one step, whose answer in a story is the revision of a transaction that writes."""
+        replies: list[Any] = []
 
-    def snapshot(
-        self, prefix: str, keys_only: bool = False, transform: Callable[[Entry], Entry | None] = lambda entry: entry
-    ) -> Snapshot:
-        def read() -> Snapshot:
-            entries = self._etcd.entries
-            matching = {key: entries[key] for key in sorted(entries) if key.startswith(prefix)}
-            if keys_only:
-                matching = {key: replace(entry, value=b'') for key, entry in matching.items()}
-            transformed = {key: new for key, entry in matching.items() if (new := transform(entry)) is not None}
-            return Snapshot(self._etcd.revision, transformed)
+        def answer() -> Any:
+            replies[:] = [translate_refusal(lambda: self._member.answer(request))]
+            if not call.writes:
+                return replies[0]
+            return replies[0].header.revision if replies[0].succeeded else None
 
-        return self._world.call(Call('etcd', ('list', prefix)), read, self._etcd.make_fingerprint)
+        def make_fingerprint(_: object) -> Hashable:
+            (reply,) = replies
+            kvs = [
+                *getattr(reply, 'kvs', ()),
+                *(kv for each in getattr(reply, 'responses', ()) for kv in _list_kvs(each)),
+            ]
+            entries = tuple((kv.key, kv.value, self._etcd.writer_marks[kv.mod_revision], kv.lease) for kv in kvs)
+            succeeded = getattr(reply, 'succeeded', None)
+            mark = self._etcd.writer_marks.get(reply.header.revision, 0) if call.writes and succeeded else 0
+            return entries, getattr(reply, 'count', 0), succeeded, mark
 
-    def read(self, requested_keys: Sequence[str]) -> dict[str, Entry]:
-        def select() -> dict[str, Entry]:
-            return {key: self._etcd.entries[key] for key in requested_keys if key in self._etcd.entries}
+        call = Call('etcd', *self._describe(request))
+        self._world.call(call, answer, make_fingerprint)
+        return replies[0]
 
-        def shape(entries: dict[str, Entry]) -> Hashable:
-            return tuple(map(self._etcd.make_fingerprint, entries.values()))
-
-        return self._world.call(Call('etcd', ('read', tuple(requested_keys))), select, shape)
-
-    def sample(self, prefix: str, start: str, limit: int) -> tuple[list[Entry], int]:
-        def select() -> tuple[list[Entry], int]:
-            names = sorted(key for key in self._etcd.entries if key.startswith(prefix))
-            order = sorted(names, key=lambda key: key < start)
-            return [self._etcd.entries[key] for key in order[:limit]], len(names)
-
-        def shape(answer: tuple[list[Entry], int]) -> Hashable:
-            return tuple(map(self._etcd.make_fingerprint, answer[0])), answer[1]
-
-        return self._world.call(Call('etcd', ('around', prefix, start, limit)), select, shape)
-
-    def count(self, prefix: str) -> int:
-        entries = self._etcd.entries
-        return self._world.call(Call('etcd', ('count', prefix)), lambda: sum(key.startswith(prefix) for key in entries))
-
-    def commit(
-        self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete], use_fence: bool = True
-    ) -> int | None:
-        while True:
-            fence = self.fence if use_fence else None
-            held = fence.select_condition(operations) if fence else None
-            compared = [*conditions, *([held] if held else [])]
-            marks = tuple((condition.key, self._get_writer_mark(condition)) for condition in compared)
-            call = Call('etcd', ('commit', marks, tuple(operations)), writes=True)
-
-            def write(compared: Sequence[Unchanged | Exists] = compared, held: Unchanged | None = held) -> int | None:
-                written = translate_refusal(lambda: self._etcd.commit(compared, operations))
-                is_ours = held is None or self._etcd.is_met(held)
-                return written if written is not None else None if is_ours else -1
-
-            written = self._world.call(call, write, self._etcd.make_fingerprint)
-            if written != -1:
-                return written
-            assert fence is not None
-            assert held is not None
-            fence.on_broken()
-            self._world.sleep(FENCE_RENEWAL_SECONDS)
-            if self.fence is fence:
-                raise Unreachable(f'{held.key} expired or was changed: nothing is written until ecompute restores it')
+    def _describe(self, request: Request) -> tuple[tuple[Hashable, ...], bool]:
+        """Return the operation of a request, and whether it writes."""
+        if isinstance(request, Range):
+            key = decode_key(request.key)
+            kind = 'count' if request.count_only else 'list' if request.end else 'get'
+            return (kind, key, *([request.min_mod_revision] if request.min_mod_revision else [])), False
+        assert isinstance(request, Transaction)
+        if request.success and all(isinstance(each, Range) for each in request.success):
+            ranges = [each for each in request.success if isinstance(each, Range)]
+            keys = tuple(decode_key(each.key) for each in ranges)
+            return ('around', *keys, ranges[0].limit) if ranges[0].end else ('read', keys), False
+        compared = [make_condition(comparison) for comparison in request.compare]
+        marks = tuple((condition.key, self._get_writer_mark(condition)) for condition in compared)
+        return ('commit', marks, tuple(map(make_operation, request.success))), bool(request.success)
 
     def grant(self, seconds: int) -> int:
         actor, name = self._world.current, 'the scene'
@@ -137,3 +108,7 @@ class ModelStore(Store):
 
     def _get_writer_mark(self, condition: Unchanged | Exists) -> int:
         return -1 if isinstance(condition, Exists) else self._etcd.writer_marks.get(condition.revision, -2)
+
+
+def _list_kvs(response: Any) -> Sequence[Any]:
+    return response.response_range.kvs  # type: ignore[no-any-return]

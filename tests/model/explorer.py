@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ecomp.store.client import Entry, Put, Snapshot
+from ecomp.store.client import Put
 from tests.model.acting import (
     ANSWER,
     HALVES,
@@ -128,13 +128,12 @@ def _format_answer(step: Step) -> str:
     if isinstance(answer, Exception):
         return f'{type(answer).__name__}, {answer}'
     if call.service == 'etcd':
-        if isinstance(answer, Snapshot):
-            return ', '.join(answer.entries) or 'nothing is there'
-        if isinstance(answer, Entry):
-            return f'it is there, of revision {answer.revision}'
-        if call.operation[0] == 'commit':
+        if call.writes and call.operation[0] == 'commit':
             return 'refused' if answer is None else f'done, at revision {answer}'
-        return 'it is not there' if call.operation[0] == 'get' else ''
+        if call.operation[0] in ('get', 'list'):
+            found = [f'{kv.key.decode()} of revision {kv.mod_revision}' for kv in answer.kvs]  # type: ignore[attr-defined]
+            return ', '.join(found) or 'nothing is there'
+        return ''
     if call.service == 'placement' and isinstance(answer, dict):
         return _format_placement_answer(answer)
     return 'done' if call.service == 'placement' else ''

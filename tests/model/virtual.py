@@ -168,6 +168,8 @@ def patch_environment() -> Iterator[None]:
 
     patches: list[Any] = [
         mock.patch.object(time, 'sleep', _virtual_sleep),
+        # One step instead of a hundred.
+        mock.patch.object(ecomp.store.client, 'FENCE_POLL_SECONDS', ecomp.store.client.FENCE_RENEWAL_SECONDS),
         mock.patch.object(time, 'monotonic', _virtual_monotonic),
         mock.patch.object(random, 'uniform', _virtual_uniform),
         mock.patch.object(uuid, 'uuid4', _virtual_uuid4),
