@@ -195,6 +195,15 @@ class MemoryMember:
         self._changes: list[tuple[int, str, Entry | None, Entry | None]] = []
         self._last: dict[str, Entry | None] = {}
         self._keeps_history = keeps_history
+        self._answers: dict[type, Callable[[Any], SimpleNamespace]] = {
+            Range: self._answer_range,
+            Transaction: self._answer_transaction,
+            Grant: self._answer_grant,
+            KeepAlive: self._answer_keep_alive,
+            Revoke: self._answer_revoke,
+            TimeToLive: self._answer_time_to_live,
+            Status: lambda _: SimpleNamespace(version=VERSION),
+        }
         if keeps_history:
             etcd.listeners.append(self._record_changes)
 
@@ -210,16 +219,7 @@ class MemoryMember:
 
     def answer(self, request: Request) -> Any:
         """Answer a request, with the leases as they are."""
-        answers: dict[type, Callable[[Any], SimpleNamespace]] = {
-            Range: self._answer_range,
-            Transaction: self._answer_transaction,
-            Grant: self._answer_grant,
-            KeepAlive: self._answer_keep_alive,
-            Revoke: self._answer_revoke,
-            TimeToLive: self._answer_time_to_live,
-            Status: lambda _: SimpleNamespace(version=VERSION),
-        }
-        answer = answers[type(request)](request)
+        answer = self._answers[type(request)](request)
         answer.header = self.make_header()
         return answer
 
@@ -254,8 +254,12 @@ class MemoryMember:
     def _answer_range(self, request: Range) -> SimpleNamespace:
         if request.revision > self.etcd.revision:
             raise CallFailure('OUT_OF_RANGE', 'etcdserver: mvcc: required revision is a future revision')
-        matching = [entry for entry in self._list_entries(request.revision) if _is_in_range(entry.key, request)]
-        matching.sort(key=lambda entry: encode_key(entry.key))
+        if not request.end and not request.revision:
+            entry = self.etcd.entries.get(decode_key(request.key))
+            matching = [entry] if entry else []
+        else:
+            matching = [entry for entry in self._list_entries(request.revision) if _is_in_range(entry.key, request)]
+            matching.sort(key=lambda entry: encode_key(entry.key))
         selected = [entry for entry in matching if entry.revision >= request.min_mod_revision]
         limited = selected[: request.limit or None]
         kvs = [] if request.count_only else [_make_kv(entry, request.keys_only) for entry in limited]
