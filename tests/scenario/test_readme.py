@@ -31,7 +31,11 @@ from tests.kit.tree import copy_tree
 BLOCK = re.compile(r'<!-- runs in: (\w+) -->\n```console\n(.*?)```', re.DOTALL)
 END_MARKER = '@@end-of-command@@'
 # The places where blocks are typed, and the commands that go there from the clone.
-COMMAND_BY_PLACE = {'clone': 'true', 'lab': '. .venv/bin/activate; cd /var/lib/elab/lab'}
+COMMAND_BY_PLACE = {
+    'clone': 'true',
+    'lab': '. .venv/bin/activate; cd /var/lib/elab/lab',
+    'fakes': '. .venv/bin/activate; export ECOMP_CONFIG=~/.local/state/elab/fake',
+}
 
 # Patterns of what may differ from run to run.
 UUID = re.compile(r'[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}')
@@ -40,7 +44,7 @@ TIME = re.compile(r'\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z')
 # The host of an instance: spread may choose any of them.
 HOST = re.compile(
     r'\bhv\d(?=:?/| carries it out$| +\d{4}-| [0-9a-f]{8}-| - -$)|(?<=is on )hv\d|(?<=[0-9a-f]{12} )hv\d$|'
-    r'(?<= on )hv\d$|(?<=[0-9a-f]{12} )hv\d(?= 10\.)|(?<=[0-9a-f]{12} hv2 )hv\d(?= -$)|(?<=evacuated to )hv\d|'
+    r'(?<= on )hv\d$|(?<=[0-9a-f]{12} )hv\d(?= 10\.)|(?<=[0-9a-f]{12} hv2 )hv\d(?= -$)|(?<=evacuated to )(?:hv|fake)\d|'
     r'(?<=active )hv\d$|'
     r'(?<=^host )hv\d$'
 )
@@ -94,8 +98,8 @@ class RealNames:
                     pattern += (UUID if UUID.fullmatch(part) else ADDRESS).pattern.join(('(?:', ')'))
             elif TIME.fullmatch(part):
                 pattern += TIME.pattern
-            elif re.fullmatch(r'hv\d', part):
-                pattern += r'hv\d'
+            elif found := re.fullmatch(r'(hv|fake)\d', part):
+                pattern += rf'{found[1]}\d'
             elif matching := [
                 pattern_type
                 for pattern_type in (COMMIT, SINCE, SHARE, WEIGHT, SHA256, BAR)
@@ -151,8 +155,9 @@ def list_pages() -> list[str]:
 
 README, *GUIDES = list_pages()
 TUTORIAL = 'docs/tutorial.md'
-# Pages that start too many guests for the usual run.
-LARGE = ('docs/howto/stacks.md', HOST_DIED)
+# Pages that start too many guests, or wait too long, for the usual run.
+FAKES = 'docs/howto/fakes.md'
+LARGE = ('docs/howto/stacks.md', FAKES, HOST_DIED)
 LAB = '/var/lib/elab/lab'
 LAB_IMAGE = f'{LAB}/images/guest.qcow2'
 
@@ -177,9 +182,11 @@ def test_commands_of_the_readme_print_what_is_shown(copy: Path, dhcp_image: Path
 @pytest.mark.long
 @pytest.mark.parametrize('page', [pytest.param(page, marks=[pytest.mark.slow] * (page in LARGE)) for page in GUIDES])
 def test_commands_of_a_page_print_what_is_shown(
-    machine_with_lab: Machine, page: str, guest_image: Path, dhcp_image: Path
+    machine_with_lab: Machine, page: str, guest_image: Path, dhcp_image: Path, tmp_path: Path
 ) -> None:
     environment = {'PYTHONPATH': make_environment()['PYTHONPATH']}
+    if page == FAKES:  # below the home directory
+        environment['HOME'] = str(tmp_path)
     if page == HOST_DIED:  # when a host was seen last is known only if its ecompute ran for a minute
         pid = f'$(cat {LAB}/hv2/state/lock)'
         with open_shell(machine_with_lab, TOP, environment) as shell:
