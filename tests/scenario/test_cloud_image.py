@@ -357,13 +357,15 @@ def test_quickstart_and_its_commands(trixie: Machine) -> None:
     output = run(trixie, './quickstart.sh')
     assert 'NOTIFIED TARGET' in output
     assert 'This took ' in output
-    commands = [line.strip() for line in output.partition('Try next')[2].splitlines() if line.startswith('  .venv')]
+    commands = [line.strip() for line in output.partition('Try next')[2].splitlines() if line.startswith('  ')]
     assert len(commands) == 3
-    placed, status, destroyed = (run(trixie, 'sh', '-c', command) for command in commands)
-    assert placed.startswith('NOTIFIED TARGET')
-    assert status.count('ready') == 8
-    assert destroyed == ''
-    assert '3 computes' in run(trixie, 'sh', '-c', f'{commands[2].split(" destroy ")[0]} audit 2>&1')
+    ends = ['elab status', 'eschedule destroy --every --yes --wait', 'eschedule audit 2>&1']
+    said = run(trixie, 'bash', '-ec', '\n'.join([*commands, *ends]))
+    assert (said.count('NOTIFIED TARGET'), said.count(' ready')) == (1, 8)
+    assert 'shop-web-3  create' in said
+    assert '3 computes, 0 living instances' in said
+    faked = run(trixie, './quickstart.sh', '--fake')
+    assert 'evacuated to fake' in faked
     run(trixie, './quickstart.sh', 'down')
     assert trixie.run(['ls', '/var/lib/elab']).stdout == ''
 
