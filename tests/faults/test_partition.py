@@ -29,7 +29,6 @@ from tests.kit.servers import Etcd, PlacementServer, wait_until
 from tests.kit.story import (
     REACTION_SECONDS,
     SMALL_QUERY,
-    find_log_lines,
     place,
     read_log,
     require_record,
@@ -248,10 +247,10 @@ def place_on(control: Control, compute: Ecompute) -> str:
     return place(control, f'{SMALL_QUERY}&in_tree={compute.uuid}')[1]
 
 
-def count_losses_when_back(compute: Ecompute) -> int:
-    """Wait until it has every server back; return the number of losses so far."""
+def count_losses_when_back(compute: Ecompute, server: str) -> int:
+    """Wait until it has every server back; return the number of losses of this one so far."""
     wait_until(lambda: operator.eq(*count_losses(compute, '')), REACTION_SECONDS, 'whatever it missed is back')
-    return count_losses(compute, '')[0]
+    return count_losses(compute, server)[0]
 
 
 QUICK_CUTS = [('etcd', BOTH), ('etcd', REQUESTS), ('etcd', ANSWERS), ('placement', BOTH)]
@@ -273,7 +272,8 @@ def test_partitioned_computes_converge(tmp_path: Path, cuts: list[tuple[str, str
         if not seconds:
             # Its kept-alive connections end, so that placement's loss is noticed in 3 s instead of 30.
             control.placement.restart()
-        before = [count_losses_when_back(compute) for compute in computes]
+        # Of the server alone that is cut off: a busy compute may notice placement's restart later.
+        before = [count_losses_when_back(compute, server) for compute, (server, _) in zip(computes, cuts, strict=True)]
         ports = {'etcd': control.etcd.port, 'placement': control.placement.port}
         for island, (server, which) in zip(islands_made, cuts, strict=True):
             island.cut(ports[server], which)
@@ -284,7 +284,7 @@ def test_partitioned_computes_converge(tmp_path: Path, cuts: list[tuple[str, str
             assert control.eschedule('destroy', instance).code == 0
         for compute, island, (server, which), count in zip(computes, islands_made, cuts, before, strict=True):
             wait_until(
-                lambda: count_losses(compute, '')[0] > count,  # noqa: B023
+                lambda: count_losses(compute, server)[0] > count,  # noqa: B023
                 DETECTION_SECONDS,
                 f'{server}, {which}: it is noticed',
             )
@@ -304,9 +304,8 @@ def test_partitioned_computes_converge(tmp_path: Path, cuts: list[tuple[str, str
             wait_until(lambda: control.etcd.get(f'/booted/{late}'), 60, f'{late} has an address')  # noqa: B023
             wait_state(control, destroyed, 'gone')
         for compute, (server, _), stayed, late, count in zip(computes, cuts, surviving, created, before, strict=True):
-            wait_until(lambda: count_losses(compute, '')[1] > count, 70, 'the return is logged')  # noqa: B023
-            assert count_losses(compute, '') == (count + 1, count + 1), read_log(compute)
-            assert server in find_log_lines(compute, 'trying again until')[-1]
+            wait_until(lambda: count_losses(compute, server)[1] > count, 70, 'the return is logged')  # noqa: B023
+            assert count_losses(compute, server) == (count + 1, count + 1), read_log(compute)
             assert read_guests(compute).keys() == {stayed, late}
             wait_until(lambda: control.etcd.get(f'/computes/{compute.uuid}'), 20, 'it is alive')  # noqa: B023
         check_settled(control, *computes)
