@@ -84,7 +84,7 @@ check_machine() {
     [ "$free" -ge 700 ] || fail "less than 700 MiB are free in $PWD, for .venv and etcd. Fix: free space on this disk"
     # pip itself would retry for minutes.
     output=$(mktemp -d)
-    if [ ! -e .venv/installed-quickstart ] && "$PYTHON" -c 'import pip' 2>/dev/null; then
+    if [ -z "$(cat .venv/installed* 2>/dev/null)" ] && "$PYTHON" -c 'import pip' 2>/dev/null; then
         "$PYTHON" -m pip download -q --no-deps --no-cache-dir --retries 0 --timeout 4 -d "$output" os-traits 2>/dev/null ||
             fail 'PyPI does not answer. Fix: connect this machine, or set its proxy or mirror'
         report PyPI answers
@@ -149,7 +149,6 @@ make_lab() {
 }
 
 eschedule() { .venv/bin/eschedule --config "$config" "$@"; }
-
 schedule() {
     if [ -z "$(eschedule list --state active -f value -c instance)" ]; then
         printf "== scheduling a VM: eschedule '%s' --wait\n" "$QUERY"
