@@ -158,16 +158,6 @@ schedule() {
     eschedule list
 }
 
-try_next() {
-    cat <<END
-
-Try next (./quickstart.sh down removes everything):
-  . .venv/bin/activate; export ECOMP_CONFIG=${config%/*}
-  eschedule '$QUERY' --wait
-  eschedule apply examples/shop.yaml --wait
-END
-}
-
 why='' config=$LAB/schedule.yaml
 case ${1-} in
     '' | --fake)
@@ -176,6 +166,9 @@ case ${1-} in
         if [ -n "$why" ]; then
             printf '== %s: so hosts and guests are fake\n' "$why"
             config=$FAKES/schedule.yaml
+            # Without root, `elab up --fetch` unpacks them.
+            PACKAGES=(etcd-server stunnel4)
+            [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null || install_packages
             make_venv fake
             printf '== examples/fakes.sh: a cluster of fakes\n'
             examples/fakes.sh
@@ -186,8 +179,15 @@ case ${1-} in
             make_lab
             schedule
         fi
-        try_next
-        printf '\nThis took %d s.\n' "$SECONDS"
+        cat <<END
+
+Try next (./quickstart.sh down removes everything):
+  . .venv/bin/activate; export ECOMP_CONFIG=${config%/*}
+  eschedule '$QUERY' --wait
+  eschedule apply examples/shop.yaml --wait
+
+This took $SECONDS s.
+END
         ;;
     down)
         [ -x .venv/bin/elab ] || fail '.venv/bin/elab is missing: no lab was made from this directory'

@@ -296,13 +296,8 @@ def _run_up(options: argparse.Namespace) -> int:
             _print_message(
                 f'lab {name} already has {lab.host_count} hosts, and keeps them until `elab down` removes the lab'
             )
-        try:
+        with machine.undo_on_error((lambda: _remove_lab(name, lab)) if is_new else None):
             _start_lab(lab)
-        except EcompError as error:
-            if not is_new:
-                raise
-            _remove_lab(name, lab)
-            raise machine.omit_logs(error) from error
     _provide_image(lab)
     print(f'etcd {lab.layout.etcd}\nplacement {lab.layout.placement}\nimages {lab.layout.images}')
     print(f'schedule.yaml {lab.directory}/schedule.yaml')

@@ -157,14 +157,8 @@ def bring_up(name: str, count: int | None, size: str | None, report_step: Report
     lab.directory.mkdir(parents=True, exist_ok=True)
     lab.host_count = max(lab.host_count, count or 0)
     lab.save()
-    try:
+    with machine.undo_on_error((lambda: remove(lab)) if is_new else None):
         _start(lab, report_step)
-    except BaseException as error:
-        if is_new:
-            remove(lab)
-        if is_new and isinstance(error, EcompError):
-            raise machine.omit_logs(error) from error
-        raise
     return lab
 
 
@@ -209,6 +203,7 @@ def remove(lab: FakeLab) -> None:
 
 def fetch_programs() -> None:
     """Unpack Debian's packages for this user if etcd or stunnel is missing; EcompError if apt or dpkg fails."""
+    use_fetched_programs()
     target = _find_programs()
     if all(shutil.which(program, path=get_search_path()) for program in PROGRAMS):
         return

@@ -1,4 +1,4 @@
-"""A hypervisor host of a lab: its directories, virtlogd, libvirtd, network and ecompute."""
+"""The ecompute of a real or fake host, and a hypervisor host of a lab: its directories, libvirtd and network."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ and one route may appear outside the namespaces.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
 import json
 import os
@@ -18,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -213,9 +214,17 @@ def read_last_line(log: Path) -> str:
     return 'its log is empty'
 
 
-def omit_logs(error: EcompError) -> EcompError:
-    """Return the error without the names of logs, which are removed with what could not be made."""
-    return type(error)(re.sub(r' \(see [^)]*\)', '', str(error)))
+@contextlib.contextmanager
+def undo_on_error(undo: Callable[[], None] | None) -> Iterator[None]:
+    """If the block fails, call `undo`, unless None, and leave the logs, which it removes, out of the error."""
+    try:
+        yield
+    except (EcompError, OSError) as error:
+        if undo is None:
+            raise
+        undo()
+        full = '. Fix: free space on this disk' if isinstance(error, OSError) and error.errno == errno.ENOSPC else ''
+        raise EcompError(re.sub(r' \(see [^)]*\)', '', str(error)) + full) from error
 
 
 def require_root(command: str, alternative: str = '') -> None:

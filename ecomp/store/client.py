@@ -228,6 +228,7 @@ if TYPE_CHECKING:
 
 # Seconds that a commit waits for a new fence after its fence did not hold.
 FENCE_RENEWAL_SECONDS = 1.0
+# Seconds between two looks for the new fence.
 FENCE_POLL_SECONDS = 0.01
 
 # Maximum number of operations in a transaction: etcd's own --max-txn-ops.

@@ -177,9 +177,10 @@ class FakeHypervisor:
             self._unaddressed.discard(instance)
             self._notify_change(f'fake: domain {instance} has its address')
             time.sleep(seconds)
-            if self.is_running(instance):
-                self._report_ready(instance)
-                self._notify_change(f'fake: the guest of {instance} is ready')
+            with self._lock:  # or a destroy might remove the report before it is written
+                if self.is_running(instance):
+                    self._report_ready(instance)
+            self._notify_change(f'fake: the guest of {instance} is ready')
 
         if self._boot_seconds is None:
             self._unaddressed.discard(instance)
