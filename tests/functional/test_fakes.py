@@ -8,11 +8,15 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from ecomp.compute_conf import load_compute
+from ecomp.errors import Denied
 from ecomp.lab import fakes, machine
+from ecomp.store.client import Put, Store
 from tests.kit.commands import Result
 from tests.kit.servers import make_environment, wait_until
 
@@ -63,10 +67,10 @@ def test_hosts_of_a_cluster_of_fakes_die_and_return(run: Run, tmp_path: Path) ->
     assert run('status').code == 0
     assert json.loads(run('eschedule', 'show', 'db', '-f', 'json').stdout)['state'] == 'active'
     wait_until(lambda: run('eschedule', 'audit').code == 0, 60, 'the audit is clean')
-    # Roles are enforced: a fake's certificate cannot write what only schedulers write.
-    lab = fakes.FakeLab(tmp_path / 'state/elab/fake', 0, 0, 3, '')
-    denied = run('eschedule', '--config', str(lab.certs / 'compute-fake1/compute.yaml'), 'quota', 'set', 'p', 'VCPU=1')
-    assert denied.code != 0, denied
+    # Roles are enforced: a fake's certificate cannot write what only operators write.
+    own = Store(load_compute(tmp_path / 'state/elab/fake/certs/compute-fake1/compute.yaml').etcd)
+    with closing(own), pytest.raises(Denied, match='/flavors/own'):
+        own.commit([], [Put('/flavors/own', '{}')])
     assert run('down').code == 0
     assert list((tmp_path / 'state').iterdir()) == [], 'nothing is left'
 
@@ -101,5 +105,7 @@ def test_missing_programs_are_named_and_fetched_without_root(tmp_path: Path, mon
         fakes.bring_up('fake', None, None, lambda _: pytest.fail('it begins'))
     fakes.fetch_programs()
     fakes.use_fetched_programs()
+    (programs / 'apt-get').unlink()
+    fakes.fetch_programs()  # what is there is not fetched again
     for name in ('etcd', 'stunnel4'):
         assert machine.run([name, '--version' if name == 'etcd' else '-version'], timeout_seconds=30) is not None
