@@ -13,7 +13,6 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,11 @@ from bench.result import Result, arguments, asked, make_result, paired, tell  # 
 from bench.singles import INSTANCE_RESOURCES, FakeCluster  # noqa: E402
 from ecomp.conf import EtcdConfig  # noqa: E402
 from ecomp.model import keys  # noqa: E402
-from ecomp.model.choose import Offer  # noqa: E402
 from ecomp.model.order import Request, SetOrder, to_json  # noqa: E402
 from ecomp.placement import allocations  # noqa: E402
 from ecomp.placement.client import Placement  # noqa: E402
 from ecomp.scheduler.placing.create import create  # noqa: E402
+from ecomp.scheduler.placing.session import Scheduler  # noqa: E402
 from ecomp.store.client import Delete, Put, Store  # noqa: E402
 
 ATTEMPT_OWNER = {'host': 'here', 'pid': 1}
@@ -43,9 +42,9 @@ def make_order(count: int) -> SetOrder:
 
 def place_by_eschedule(store: Store, placement: Placement, order: SetOrder) -> dict[str, str]:
     """Place as eschedule does; return {instance: compute}."""
-    backend: Future[tuple[Placement, Offer]] = Future()
-    backend.set_result((placement, allocations.read_candidates(placement, QUERY)))
-    candidates = create(store, backend, order, ATTEMPT_OWNER, False, random.Random(), lambda: '2030-01-01T00:00:01Z')
+    answer = placement, allocations.read_candidates(placement, QUERY)
+    scheduler = Scheduler(store, lambda: answer, ATTEMPT_OWNER, random.Random(), lambda: '2030-01-01T00:00:01Z')
+    candidates = create(scheduler, order, resume=False)
     return {instance: candidate.compute for instance, candidate in candidates.items()}
 
 

@@ -215,6 +215,7 @@ def _refuse_conflicts(run: _Apply) -> int:
 
 def _carry_out(run: _Apply) -> int:
     """Create, replace and destroy; return 0, or the exit code of what was refused or interrupted."""
+    from ecomp.scheduler.placing.session import Scheduler
     from ecomp.scheduler.placing.stack import apply_change
     from ecomp.scheduler.queries.find import ask_placement
 
@@ -223,7 +224,8 @@ def _carry_out(run: _Apply) -> int:
     change = _make_change(run, run.select(*CHANGES))
     owner = describe_owner(make_timestamp())
     try:
-        run.computes = apply_change(ctx.store, backend, change, owner, random.Random(), make_timestamp)
+        scheduler = Scheduler(ctx.store, backend.result, owner, random.Random(), make_timestamp)
+        run.computes = apply_change(scheduler, change)
     except NoCapacity as error:
         if run.select(REPLACE):
             kept = 'its place and its share of the quota'
@@ -237,7 +239,8 @@ def _carry_out(run: _Apply) -> int:
 
 def _make_change(run: _Apply, steps: Sequence[Step], preview: bool = False) -> StackChange:
     """Make the change of these steps; write the key of a new or restored stack, unless it is a preview."""
-    from ecomp.scheduler.placing.stack import Removal, StackChange, write_stack
+    from ecomp.scheduler.placing.session import Removal
+    from ecomp.scheduler.placing.stack import StackChange, write_stack
     from ecomp.scheduler.queries.stacks import check_claims_known
 
     stack = run.state.stack or Stack(run.file.name, make_uuid(os.urandom(16)))
@@ -322,9 +325,9 @@ def _wait_for_ends(run: _Apply, steps: Sequence[Step]) -> bool:
 def _report_no_room(ctx: Context, error: NoCapacity, backend: Backend, change: StackChange) -> int:
     """Report that there is no room, and what each compute lacks for the member; return 3."""
     from ecomp.scheduler.placing.explain import report_reasons
-    from ecomp.scheduler.placing.stack import NoRoom
+    from ecomp.scheduler.placing.stack import MembersRefused
 
-    if not isinstance(error, NoRoom) or change.order is None:
+    if not isinstance(error, MembersRefused) or change.order is None:
         return report_refusal(ctx, error)
     order = change.order.orders[error.instances[0]]
 

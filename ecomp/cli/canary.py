@@ -8,7 +8,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -28,20 +27,18 @@ from ecomp.model.canary import (
     find_stages,
     format_line,
 )
-from ecomp.model.choose import Offer
 from ecomp.model.host import UP, Host
 from ecomp.model.image import check_image
 from ecomp.model.order import SetOrder
 from ecomp.model.query import check_query, restrict_to_compute
 from ecomp.model.record import SCHEDULED, WAIT_REASONS, describe_wait
 from ecomp.placement.allocations import read_candidates
-from ecomp.placement.client import Placement
 from ecomp.scheduler.changes.change import destroy, remove_if_finished
 from ecomp.scheduler.changes.wait import Deadline, Wait, wait_for_stage, wait_until_gone
 from ecomp.scheduler.operations.sharing import apply_flavor
 from ecomp.scheduler.placing.create import create
 from ecomp.scheduler.placing.explain import find_shortfalls
-from ecomp.scheduler.placing.place import check_complete
+from ecomp.scheduler.placing.session import Scheduler, check_complete
 from ecomp.scheduler.queries.find import find
 from ecomp.scheduler.queries.hosts import make_no_such_compute
 
@@ -125,9 +122,9 @@ def _place_canary(ctx: Context, plan: CanaryPlan, canary: Canary, query: str) ->
         ssh_keys=plan.keys,
         user_data=EMPTY_USER_DATA,
     )
-    backend: Future[tuple[Placement, Offer]] = Future()
-    backend.set_result((ctx.placement, read_candidates(ctx.placement, query)))
-    create(ctx.store, backend, order, describe_owner(order.stages['requested']), False, random.Random(), make_timestamp)
+    owner, offer = describe_owner(order.stages['requested']), read_candidates(ctx.placement, query)
+    scheduler = Scheduler(ctx.store, lambda: (ctx.placement, offer), owner, random.Random(), make_timestamp)
+    create(scheduler, order, resume=False)
 
 
 def _boot_and_enter(

@@ -121,24 +121,17 @@ def _place(ctx: Context, order: Order) -> int:
     ctx.connect()
 
     from ecomp.scheduler.placing.create import create
+    from ecomp.scheduler.placing.session import Scheduler
 
     remember_count = partial(remember_cluster_size, ctx.config.etcd)
     instance, set_order = order.instance, _make_set_order(ctx, order, query)
     advice = f'Try: the same command with --uuid {instance}'
+    owner = describe_owner(order.stages['requested'])
+    scheduler = Scheduler(ctx.store, backend.result, owner, random.Random(), make_timestamp)
     try:
-        outcomes = create(
-            ctx.store,
-            backend,
-            set_order,
-            describe_owner(order.stages['requested']),
-            resume,
-            random.Random(),
-            make_timestamp,
-            sample_above,
-            remember_count,
-        )
+        outcomes = create(scheduler, set_order, resume, sample_above, remember_count)
     except NoCapacity as error:
-        from ecomp.scheduler.placing.place import MAX_STALE_HINTS
+        from ecomp.scheduler.placing.sample import MAX_STALE_HINTS
 
         return _report_no_capacity(
             ctx, error, backend, query, used_calls=0 if sample_above is None else MAX_STALE_HINTS
@@ -275,7 +268,7 @@ def _enqueue(ctx: Context, order: Order) -> int:
 def _plan(ctx: Context) -> int:
     """Print the computes that would be tried, claiming nothing; return 0, 3 without capacity."""
     from ecomp.cli.operators import make_plan_listing
-    from ecomp.scheduler.placing.place import plan
+    from ecomp.scheduler.placing.create import plan
     from ecomp.scheduler.queries.find import ask_placement
 
     query = _build_query(ctx)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from ecomp.model.moves import Move
     from ecomp.scheduler.changes.wait import Deadline
     from ecomp.scheduler.operations.audit import Report
+    from ecomp.scheduler.placing.create import RankedCompute
     from ecomp.scheduler.placing.evacuate import Evacuated
-    from ecomp.scheduler.placing.place import RankedCompute
 
 GREEDY_NOTE = 'Each was placed after the other, as eschedule would place them: another placement of all may exist'
 COMPUTE_COLUMN = Column('COMPUTE', rank=2, kind=UUID)
@@ -144,6 +144,7 @@ def _forget_hosts(ctx: Context) -> int:
 
 def _plan_moves(ctx: Context) -> int:
     """Print where the guests of dead computes would go, or a line for each compute; return 3 if one has no place."""
+    from ecomp.model.moves import plan_moves
     from ecomp.scheduler.placing.evacuate import read_moves
     from ecomp.scheduler.queries.hosts import check_compute_exists
 
@@ -152,13 +153,13 @@ def _plan_moves(ctx: Context) -> int:
         check_compute_exists(ctx.computes, lambda: ctx.placement, compute)
     guests, planner = read_moves(ctx.store, ctx.placement, ctx.computes.living, dead or None)
     if dead:
-        moves = planner.plan_moves([guest for compute in dead for guest in guests.get(compute, ())], dead)
+        moves = plan_moves(planner, [guest for compute in dead for guest in guests.get(compute, ())], dead)
         listing = make_move_listing(moves, ctx.computes)
     else:
         computes = sorted(
             {*ctx.computes.living, *guests}, key=lambda each: make_sort_key(ctx.computes.format_name(each))
         )
-        plans = {compute: planner.plan_moves(guests.get(compute, ()), [compute]) for compute in computes}
+        plans = {compute: plan_moves(planner, guests.get(compute, ()), [compute]) for compute in computes}
         moves = [move for plan in plans.values() for move in plan]
         listing = make_absorption_listing(plans, ctx.computes)
     ctx.show(listing)
@@ -180,8 +181,11 @@ def _evacuate(ctx: Context) -> int:
     from ecomp.cli.change import wait_and_report
     from ecomp.cli.create import describe_owner
     from ecomp.cli.selection import confirm_destroy
+    from ecomp.model.choose import Offer
+    from ecomp.model.moves import plan_moves
     from ecomp.scheduler.operations.decommission import disable
     from ecomp.scheduler.placing.evacuate import check_silent, evacuate, read_moves
+    from ecomp.scheduler.placing.session import Scheduler
     from ecomp.scheduler.queries.find import read_record
     from ecomp.scheduler.queries.hosts import check_compute_exists, read_absent_states
     from ecomp.store.sharing import KeyIndex
@@ -199,7 +203,7 @@ def _evacuate(ctx: Context) -> int:
     if read_absent_states(ctx.placement, [target]).get(target) == CLOSED:
         ctx.out.say(f'{host}: its ecompute was stopped cleanly, and its guests run on unless the machine is off')
     guests, planner = read_moves(ctx.store, ctx.placement, ctx.computes.living, [target])
-    moves = planner.plan_moves(guests.get(target, ()), [target])
+    moves = plan_moves(planner, guests.get(target, ()), [target])
     lost = [move.guest.request for move in moves if move.candidate is not None]
     if lost:
         ctx.out.say(f'{len(lost)} {"disks" if lost[1:] else "disk"} on {host} {"are" if lost[1:] else "is"} lost')
@@ -212,8 +216,9 @@ def _evacuate(ctx: Context) -> int:
 
     try:
         ctx.out.say(disable(ctx.placement, target, host))
-        owner, rng = describe_owner(make_timestamp()), random.Random()
-        for consumer in evacuate(ctx.store, ctx.placement, target, host, owner, rng, make_timestamp, report):
+        owner, offer = describe_owner(make_timestamp()), Offer(())
+        scheduler = Scheduler(ctx.store, lambda: (ctx.placement, offer), owner, random.Random(), make_timestamp)
+        for consumer in evacuate(scheduler, target, host, report):
             ctx.out.say(f'{consumer}: its claim on {host} is released: no request owns it')
     except KeyboardInterrupt:
         ctx.out.say(f'interrupted: guests of {host} may not be evacuated yet. {again}')

@@ -121,28 +121,10 @@ def distribute(
     rng: random.Random,
     group: Group | None = None,
 ) -> list[Candidate]:
-    """Return a candidate for each of `count` instances, or for fewer if the room or the group allows no more.
+    """Choose for each of `count` instances the best candidate that has room; for fewer if none is left.
 
-    `candidates` are in the order of choose(). A class or provider that is missing in `rooms` is unlimited. A strict
-    affinity group without members gets one compute: the first that has room for all, or else for most.
+    `candidates` are in the order of choose(). A class or provider that is missing in `rooms` is unlimited.
     """
-    if group is None or not group.is_undecided:
-        return _distribute(candidates, rooms, count, strategy, rng, group)
-    best: list[Candidate] = []
-    for compute in dict.fromkeys(candidate.compute for candidate in candidates):
-        on_compute = [candidate for candidate in candidates if candidate.compute == compute]
-        distributed = _distribute(on_compute, rooms, count, strategy, rng, None)
-        if len(distributed) > len(best):
-            best = distributed
-        if len(distributed) == count:
-            break
-    return best
-
-
-def _distribute(
-    candidates: Sequence[Candidate], rooms: Rooms, count: int, strategy: str, rng: random.Random, group: Group | None
-) -> list[Candidate]:
-    """Choose for each instance the best candidate that has room, for fewer if none is left; see distribute()."""
     remaining = {provider: dict(room) for provider, room in rooms.items()}
     counts = Counter(group.member_counts if group is not None else ())
     indices: dict[str, list[int]] = {}

@@ -145,6 +145,12 @@ def read_silence_condition(store: Store, compute: str) -> Unchanged | None:
     return Unchanged(keys.compute(compute), entry.revision if entry is not None else 0)
 
 
+def list_living(store: Store) -> list[str]:
+    """Return the computes whose presence key is on a lease."""
+    presence = store.snapshot(keys.COMPUTES, keys_only=True).entries
+    return [keys.get_last_part(key) for key, entry in presence.items() if entry.lease]
+
+
 # Tries to delete an attempt: if an answer is lost, the next try finds out what happened.
 MAX_WITHDRAW_TRIES = 3
 

@@ -23,6 +23,7 @@ from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.claim import Claimer, DeliveryOutcome
 from ecomp.scheduler.placing.create import create
+from ecomp.scheduler.placing.session import Scheduler
 from ecomp.store.client import Put, Store, Unchanged
 from tests.kit.servers import Etcd, PlacementServer
 
@@ -84,15 +85,16 @@ class Cloud:
             backend.set_result((placement, offer))
         except EcompError as error:
             backend.set_exception(error)
-        (outcome,) = create(store or self.store, backend, order, OWNER, resume, random.Random(), now).values()
+        scheduler = Scheduler(store or self.store, backend.result, OWNER, random.Random(), now)
+        (outcome,) = create(scheduler, order, resume).values()
         return outcome
 
     def create_all(
         self, order: SetOrder, resume: bool = False, store: Store | None = None
     ) -> Mapping[str, DeliveryOutcome]:
-        backend: Future[tuple[Placement, Offer]] = Future()
-        backend.set_result((self.placement, allocations.read_candidates(self.placement, order.query or '')))
-        return create(store or self.store, backend, order, OWNER, resume, random.Random(), lambda: 'now')
+        answer = self.placement, allocations.read_candidates(self.placement, order.query or '')
+        scheduler = Scheduler(store or self.store, lambda: answer, OWNER, random.Random(), lambda: 'now')
+        return create(scheduler, order, resume)
 
     def make_claimer(self, placement: Placement | None = None) -> Claimer:
         """Return a Claimer whose attempt is never taken over."""

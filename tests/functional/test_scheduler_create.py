@@ -28,7 +28,8 @@ from ecomp.scheduler.placing import claim as claims
 from ecomp.scheduler.placing import create as attempts
 from ecomp.scheduler.placing.claim import DeliveryOutcome
 from ecomp.scheduler.placing.create import create
-from ecomp.scheduler.placing.place import MAX_LOGGED_COMPUTES, MAX_QUERIES, MAX_STALE_HINTS, get_sampleable_amounts
+from ecomp.scheduler.placing.sample import MAX_QUERIES, MAX_STALE_HINTS, get_sampleable_amounts
+from ecomp.scheduler.placing.session import MAX_LOGGED_COMPUTES, Scheduler
 from ecomp.store.client import Store
 from tests.functional.cloud import IMAGE, OWNER, RESOURCES, SMALL, Cloud, CountingStore, make_uuid, start_attempt
 from tests.kit.in_process import InProcessPlacement, put_with_generation
@@ -294,7 +295,8 @@ class SampledCluster:
         backend.set_result(
             (self.placement, Offer(()) if large is not None else read_candidates(self.placement, RESOURCES))
         )
-        delivered = create(self.store, backend, order, OWNER, False, random.Random(1), lambda: 'now', large)
+        scheduler = Scheduler(self.store, backend.result, OWNER, random.Random(1), lambda: 'now')
+        delivered = create(scheduler, order, False, large)
         (compute,) = (outcome.compute for outcome in delivered.values())
         self.statements = self.placement.statements - before
         value = self.etcd.get(keys.request(compute, order.instance))

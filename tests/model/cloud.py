@@ -31,6 +31,7 @@ from ecomp.scheduler.changes.change import change_power, destroy
 from ecomp.scheduler.placing.claim import DeliveryOutcome, abandon, announce
 from ecomp.scheduler.placing.create import create
 from ecomp.scheduler.placing.enqueue import enqueue
+from ecomp.scheduler.placing.session import Scheduler
 from ecomp.store.client import Delete, Put
 from tests.kit.memory_etcd import Etcd
 from tests.kit.memory_placement import PlacementModel, Provider
@@ -257,7 +258,8 @@ class Cloud:
             backend = cast('Future[tuple[Placement, Offer]]', OfferFuture(self, order.query, asks_first))
         else:
             backend.set_result((cast(Placement, self.placement), Offer(())))
-        return create(store, backend, order, ATTEMPT_OWNER, resume, random.Random(seed), lambda: NOW, large)
+        scheduler = Scheduler(store, backend.result, ATTEMPT_OWNER, random.Random(seed), lambda: NOW)
+        return create(scheduler, order, resume, large)
 
     def add_abandon(self, name: str, instance: str, request: str) -> Actor:
         """Add an eschedule that could not deliver and releases its claim; its attempt has ended."""

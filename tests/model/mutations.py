@@ -139,7 +139,7 @@ CLAIM = {
         'overtaken_by_a_queue',
     ),
     'a claim does not exceed the generations released': make_bug(
-        'ecomp.scheduler.placing.create:Attempt.read_highest_released',
+        'ecomp.scheduler.placing.session:Session.read_highest_released',
         return_constant(0),
         'late_release_keeper_and_resume',
     ),
@@ -224,9 +224,9 @@ DELIVERY = {
         'refused_by_placement',
     ),
     'disabled computes are sampled': make_bug(
-        'ecomp.scheduler.placing.place:SampledPlacer._query_compute',
+        'ecomp.scheduler.placing.sample:SampledPlacer._query_compute',
         replace_argument(
-            'read_candidates', 1, "f'{self.order.query}&in_tree={compute}&root_required=COMPUTE_STATUS_DISABLED'"
+            'read_offer', 0, "f'{self.order.query}&in_tree={compute}&root_required=COMPUTE_STATUS_DISABLED'"
         ),
         'sample_and_disable',
     ),

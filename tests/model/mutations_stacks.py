@@ -18,7 +18,7 @@ from tests.model.planting import (
 
 EVACUATED = {
     'an evacuation does not compare the old request': make_bug(
-        'ecomp.scheduler.placing.stack:_make_removal',
+        'ecomp.scheduler.placing.session:make_removal',
         replace_call('make_tombstone', '([], make_tombstone(store, entries, removal.replaced_by)[1])'),
         'evacuated_beside_destroy',
     ),
@@ -28,22 +28,22 @@ EVACUATED = {
         'evacuated_while_its_host_returns',
     ),
     'an evacuation writes no tombstone': make_bug(
-        'ecomp.scheduler.placing.stack:deliver_with_removals',
-        replace_call('_make_removal', '([], [])'),
+        'ecomp.scheduler.placing.session:Session.deliver',
+        replace_call('make_removal', '([], [])'),
         'evacuated_twice',
     ),
     'a tombstone does not name its replacement': make_bug(
-        'ecomp.scheduler.placing.stack:_make_removal',
+        'ecomp.scheduler.placing.session:make_removal',
         replace_argument('make_tombstone', 2, 'None'),
         'evacuated_twice',
     ),
     'an evacuation does not move the name': make_bug(
-        'ecomp.scheduler.placing.stack:deliver_with_removals',
+        'ecomp.scheduler.placing.session:Session.deliver',
         replace_call('reserve_names', '([], [])'),
         'evacuated_twice',
     ),
     'an evacuation does not move the place in a group': make_bug(
-        'ecomp.scheduler.placing.stack:deliver_with_removals',
+        'ecomp.scheduler.placing.session:Session.deliver',
         replace_call('join_group', '([], [])'),
         'evacuated_twice',
     ),
@@ -59,18 +59,20 @@ EVACUATED = {
         'evacuated_beside_forget',
     ),
     'a killed evacuation is never continued': make_bug(
-        'ecomp.scheduler.placing.stack:check_previous', replace_condition('False', 'host', 'pid'), 'evacuation_repeated'
+        'ecomp.scheduler.placing.session:check_previous',
+        replace_condition('False', 'host', 'pid'),
+        'evacuation_repeated',
     ),
     'a claim that was not delivered is kept': make_bug(
         'ecomp.scheduler.placing.evacuate:evacuate', replace_call('undo', 'None'), 'evacuated_beside_forget'
     ),
     'a failed evacuation counts guests that stay': make_bug(
-        'ecomp.scheduler.placing.evacuate:_Evacuation._describe_moved',
+        'ecomp.scheduler.placing.evacuate:_Evacuation.describe_moved',
         replace_return("f'{len(self.guests)} instances were evacuated before' if self.moved else ''"),
         'evacuation_repeated',
     ),
     'a failed evacuation says that it changed nothing': make_bug(
-        'ecomp.scheduler.placing.evacuate:_Evacuation._describe_moved', return_constant(''), 'evacuation_repeated'
+        'ecomp.scheduler.placing.evacuate:_Evacuation.describe_moved', return_constant(''), 'evacuation_repeated'
     ),
     'an evacuation that is overtaken says that it changed nothing': make_bug(
         'ecomp.scheduler.placing.evacuate:_Evacuation._announce',
@@ -78,7 +80,7 @@ EVACUATED = {
         'evacuated_twice',
     ),
     'an evacuation overwrites a request with its uuid': make_bug(
-        'ecomp.scheduler.placing.stack:deliver_with_removals',
+        'ecomp.scheduler.placing.session:Session.deliver',
         replace_assignment('unused', '[]'),
         'evacuated_beside_create_of_its_replacement',
     ),
@@ -99,12 +101,12 @@ EVACUATED = {
         'evacuated_group_of_a_queue',
     ),
     'an evacuation plans without groups': make_bug(
-        'ecomp.model.moves:_Plan.get_group', return_constant(None), 'evacuated_group_of_a_queue'
+        'ecomp.model.assign:_Plan.get_group', return_constant(None), 'evacuated_group_of_a_queue'
     ),
     # A compute's word is not acted on
     'a replacement on a silent host gets another uuid': make_bug(
         'ecomp.scheduler.placing.evacuate:_Evacuation._take_claim',
-        replace_condition('claimed_on in self.read_alive()', 'claimed_on', 'compute'),
+        replace_condition('claimed_on in self.session.read_alive()', 'claimed_on', 'compute'),
         'evacuated_again_after_a_restore',
     ),
     'any key at its uuid is a replacement': make_bug(
@@ -131,12 +133,12 @@ STACKS = {
         'ecomp.scheduler.placing.stack:_make_stack_change', drop_operand('Unchanged'), 'pruned_and_applied'
     ),
     "an apply does not check the stack's key after it announced": make_bug(
-        'ecomp.scheduler.placing.stack:StackAttempt.announce_alone',
+        'ecomp.scheduler.placing.stack:_Application.announce',
         never('entry', 'revision'),
         'applied_twice',
     ),
     "an apply compares the stack's key neither after it announced nor as it delivers": make_pair(
-        make_bug('ecomp.scheduler.placing.stack:StackAttempt.announce_alone', never('entry', 'revision')),
+        make_bug('ecomp.scheduler.placing.stack:_Application.announce', never('entry', 'revision')),
         make_bug('ecomp.scheduler.placing.stack:_make_stack_change', drop_operand('Unchanged')),
         'applied_with_two_files',
     ),
@@ -169,18 +171,18 @@ STACKS = {
         'apply_interrupted_after_a_restore',
     ),
     "an apply neither reads earlier claims nor leaves another attempt's claim where it is": make_pair(
-        make_bug('ecomp.scheduler.placing.create:read_earlier_claims', return_constant(({}, {}))),
+        make_bug('ecomp.scheduler.placing.session:read_earlier_claims', return_constant(({}, {}))),
         make_bug('ecomp.placement.allocations:claim', never('elsewhere')),
         'applied_after_a_restore_beside_silence',
     ),
     'an apply does not take over the claims of a killed one': make_bug(
-        'ecomp.scheduler.placing.stack:StackAttempt._take_over_all', return_constant({}), 'apply_killed'
+        'ecomp.scheduler.placing.stack:_Application._take_over', return_constant({}), 'apply_killed'
     ),
     'an apply that is refused keeps its claims': make_bug(
-        'ecomp.scheduler.placing.create:Attempt.undo', never('releasable', 'movable'), 'applied_in_one_group'
+        'ecomp.scheduler.placing.session:Session.undo', never('releasable', 'movable'), 'applied_in_one_group'
     ),
     'a new instance of a stack is not charged to the quota': make_bug(
-        'ecomp.scheduler.placing.stack:StackAttempt._deliver_part',
+        'ecomp.scheduler.placing.stack:_Application._deliver_part',
         replace_call('charge_quota', '([], [])'),
         'apply_late',
     ),
@@ -190,29 +192,29 @@ STACKS = {
         'applied_after_a_restore',
     ),
     'a killed apply is never taken over': make_bug(
-        'ecomp.scheduler.placing.stack:check_previous', replace_condition('False', 'host', 'pid'), 'apply_killed'
+        'ecomp.scheduler.placing.session:check_previous', replace_condition('False', 'host', 'pid'), 'apply_killed'
     ),
     'an apply is placed on disabled computes': make_bug(
-        'ecomp.scheduler.placing.stack:StackAttempt._read_offer',
+        'ecomp.scheduler.placing.session:Session.read_offer',
         replace_argument('read_candidates', 1, "f'{query}&root_required=COMPUTE_STATUS_DISABLED'"),
         'applied_and_disabled',
     ),
     # Replacements, and what is destroyed
     'a removal does not compare the request, and a destroy does not note the end of the entry': make_pair(
         make_bug(
-            'ecomp.scheduler.placing.stack:_make_removal',
+            'ecomp.scheduler.placing.session:make_removal',
             replace_call('make_tombstone', '([], make_tombstone(store, entries)[1])'),
         ),
         make_bug('ecomp.scheduler.queries.stacks:make_end', return_constant(([], []))),
         'pruned_and_destroyed',
     ),
     'a prune beside new members destroys nothing': make_bug(
-        'ecomp.scheduler.placing.stack:StackAttempt.deliver_all',
+        'ecomp.scheduler.placing.stack:_Application.deliver',
         replace_argument('_deliver_part', 2, '[removal for removal in self.change.removals if removal.is_replaced]'),
         'pruned_beside_create',
     ),
     'a replacement leaves the old instance': make_bug(
-        'ecomp.scheduler.placing.stack:StackAttempt.deliver_all',
+        'ecomp.scheduler.placing.stack:_Application.deliver',
         replace_argument('_deliver_part', 2, '()'),
         'replaced_twice',
     ),
@@ -232,12 +234,12 @@ STACKS = {
         'applied_beside_create_of_its_name',
     ),
     'an apply takes a refused claim for granted': make_bug(
-        'ecomp.scheduler.placing.stack:StackAttempt.claim_all',
-        replace_assignment('claimed', '(self.claimer.claim_what_fits(chosen), set(chosen))[1]'),
+        'ecomp.scheduler.placing.session:Session.place',
+        replace_assignment('claimed', '(self.claim(assignment.chosen), set(assignment.chosen))[1]'),
         'replaced_beside_create_in_its_room',
     ),
     'a group admits everybody of a stack': make_bug(
-        'ecomp.scheduler.placing.stack:deliver_with_removals',
+        'ecomp.scheduler.placing.session:Session.deliver',
         replace_call('join_group', '([], [])'),
         'applied_in_one_group',
     ),

@@ -35,7 +35,7 @@ REPORTED = {
         'ecomp.scheduler.changes.change:retry_until_accepted', always('is_unknown'), 'destroy_with_losses'
     ),
     'an attempt that releases nothing calls its claim released': make_bug(
-        'ecomp.scheduler.placing.create:Attempt._release', always('abandon'), 'one_name', 'create_with_losses'
+        'ecomp.scheduler.placing.session:Session.release', always('abandon'), 'one_name', 'create_with_losses'
     ),
     'a name is taken from who still has it': make_bug(
         'ecomp.scheduler.queries.find:check_name_is_free', never('current', 'state'), 'one_name', 'name_of_destroyed'
@@ -57,7 +57,7 @@ REPORTED = {
         'drain_beside_a_frozen_claim',
     ),
     'a create that was slow does not ask placement again': make_bug(
-        'ecomp.scheduler.placing.create:Attempt.claim', never('MAX_OFFER_AGE_SECONDS'), 'drain_and_slow_create'
+        'ecomp.scheduler.placing.create:_Creation.claim', never('MAX_OFFER_AGE_SECONDS'), 'drain_and_slow_create'
     ),
     'a taker does not read its traits before it takes': make_bug(
         'ecomp.agent.queue:Puller._is_enabled', return_constant(True), 'drain_beside_a_frozen_taker'
@@ -103,7 +103,7 @@ REPORTED = {
         'resumed_as_it_is_published',
     ),
     'undo releases claims that the attempt did not make': make_bug(
-        'ecomp.scheduler.placing.create:Attempt.undo',
+        'ecomp.scheduler.placing.session:Session.undo',
         replace_condition('(releasable := self.attempted)', 'releasable', 'movable'),
         'resumed_as_it_is_published',
     ),
@@ -153,7 +153,10 @@ REPORTED = {
         'built_and_destroyed',
     ),
     'an attempt does not look for a delivery once it is announced': make_bug(
-        'ecomp.scheduler.placing.create:Attempt.announce', replace_return('{}'), 'one_uuid_twice', 'resume_with_losses'
+        'ecomp.scheduler.placing.create:_Creation.announce',
+        replace_return('{}'),
+        'one_uuid_twice',
+        'resume_with_losses',
     ),
 }
 PAIRED = {
@@ -178,7 +181,7 @@ PAIRED = {
         *('new_compute_after_a_restore', 'new_compute_beside_a_living_one'),
     ),
     'a create neither reads earlier claims nor leaves them where they are': make_pair(
-        make_bug('ecomp.scheduler.placing.create:read_earlier_claims', return_constant(({}, {}))),
+        make_bug('ecomp.scheduler.placing.session:read_earlier_claims', return_constant(({}, {}))),
         make_bug('ecomp.placement.allocations:claim', never('elsewhere')),
         'resumed_after_a_restore',
     ),

@@ -6,16 +6,20 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from ecomp.agent.planner import Work
 from ecomp.errors import Conflict, StillGoing, Unreachable
 from ecomp.model import keys
+from ecomp.model.choose import Offer
 from ecomp.model.group import Group, Membership
 from ecomp.model.group import to_json as group_json
 from ecomp.model.order import Request, parse_request
+from ecomp.placement.client import Placement
 from ecomp.scheduler.operations.decommission import disable
 from ecomp.scheduler.operations.sharing import set_limits
 from ecomp.scheduler.placing.evacuate import Evacuated, check_silent, evacuate
+from ecomp.scheduler.placing.session import Scheduler
 from ecomp.store.client import Delete, Put
 from tests.model.acting import SINGLE_FAULT, Actor, Bounds
 from tests.model.applying import OTHER_IMAGE, add_apply, make_file, run_apply
@@ -57,10 +61,12 @@ def lose_power(cloud: Cloud, host: Compute) -> None:
 def run_evacuation(cloud: Cloud) -> list[Evacuated]:
     outcomes: list[Evacuated] = []
     owner = {'host': HOST, 'pid': find_pid(), 'since': NOW}
-    rng, store = random.Random(1), ModelStore(cloud.etcd)
+    store = ModelStore(cloud.etcd)
+    answer = cast(Placement, cloud.placement), Offer(())
     check_silent(store, A, 'A')
     disable(cloud.placement, A, 'A')
-    evacuate(store, cloud.placement, A, 'A', owner, rng, lambda: NOW, outcomes.append)
+    scheduler = Scheduler(store, lambda: answer, owner, random.Random(1), lambda: NOW)
+    evacuate(scheduler, A, 'A', outcomes.append)
     return outcomes
 
 

@@ -118,7 +118,7 @@ def _make_apply_patches() -> list[Any]:
     import ecomp.cli.apply
     import ecomp.cli.stack_file
     import ecomp.scheduler.placing.evacuate
-    import ecomp.scheduler.placing.stack
+    import ecomp.scheduler.placing.session
     import ecomp.scheduler.queries.find
     import ecomp.scheduler.queries.stacks
 
@@ -131,7 +131,7 @@ def _make_apply_patches() -> list[Any]:
         mock.patch.object(
             ecomp.cli.apply, 'describe_owner', lambda since: {'host': HOST, 'pid': find_pid(), 'since': since}
         ),
-        mock.patch.object(ecomp.scheduler.placing.stack, 'os', system),
+        mock.patch.object(ecomp.scheduler.placing.session, 'os', system),
         mock.patch.object(ecomp.scheduler.placing.evacuate, 'os', system),
         mock.patch.object(ecomp.cli.apply, 'load_stack_file', lambda ctx, _: ctx.file),
         mock.patch.object(ecomp.cli.stack_file, 'load_stack_file', lambda ctx, _: ctx.file),

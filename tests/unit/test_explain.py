@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.model import moves
+from ecomp.model import assign
 from ecomp.model.allocation import MAX_AMOUNT, Allocations, Inventory, Room
+from ecomp.model.assign import Planner
 from ecomp.model.choose import FIRST, PACK, SPREAD, Offer, PlacementReason
 from ecomp.model.explain import (
     Cure,
@@ -28,7 +29,7 @@ from ecomp.model.explain import (
     sort_misses,
 )
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group
-from ecomp.model.moves import Guest, Move, MovePlanner
+from ecomp.model.moves import Guest, Move, plan_moves
 from ecomp.model.order import InvalidRequest, Request
 from ecomp.model.query import (
     Amount,
@@ -262,7 +263,7 @@ def make_planner(
     queries: Iterable[str] = ('1', '2'),
     groups: Sequence[Group] = (),
     refusals: Mapping[str, str] = {},
-) -> MovePlanner:
+) -> Planner:
     """Make a planner for computes of ten VCPU with this many free; each offers what fits."""
     rooms = {compute: {'VCPU': Room(10, 10 - amount)} for compute, amount in free.items()}
     offers = {
@@ -270,7 +271,7 @@ def make_planner(
         for query in queries
     }
     named = {group.name: group for group in groups}
-    return MovePlanner(offers, refusals, named, free, random.Random(1))
+    return Planner(offers, named, free, random.Random(1), refusals)
 
 
 def read_places(plan: Iterable[Move]) -> dict[str, str | None]:
@@ -284,31 +285,31 @@ def read_reasons(plan: Iterable[Move]) -> dict[str, str]:
 def test_the_emptiest_host_comes_first_and_larger_guests_before_smaller_ones() -> None:
     planner = make_planner({'a': 10, 'b': 3, 'c': 2})
     guests = [make_guest('s1', 'a'), make_guest('s2', 'a'), make_guest('large', 'a', '2')]
-    assert read_places(planner.plan_moves(guests, {'a'})) == {'large': 'b', 's1': 'c', 's2': 'b'}
-    assert read_places(planner.plan_moves(guests[:1], {'a', 'b'})) == {'s1': 'c'}
+    assert read_places(plan_moves(planner, guests, {'a'})) == {'large': 'b', 's1': 'c', 's2': 'b'}
+    assert read_places(plan_moves(planner, guests[:1], {'a', 'b'})) == {'s1': 'c'}
     packed = [make_guest('p1', 'a', weigh=PACK), make_guest('p2', 'a', weigh=PACK)]
-    assert read_places(planner.plan_moves(packed, {'a'})) == {'p1': 'c', 'p2': 'c'}
-    assert read_places(planner.plan_moves([make_guest('f1', 'a', weigh=FIRST)], {'a'})) == {'f1': 'b'}
+    assert read_places(plan_moves(planner, packed, {'a'})) == {'p1': 'c', 'p2': 'c'}
+    assert read_places(plan_moves(planner, [make_guest('f1', 'a', weigh=FIRST)], {'a'})) == {'f1': 'b'}
 
 
 def test_a_plan_leaves_the_room_of_the_next_plan_alone() -> None:
     planner = make_planner({'a': 1, 'b': 1})
     for _ in range(2):
-        assert read_places(planner.plan_moves([make_guest('x', 'a')], {'a'})) == {'x': 'b'}
-        assert read_places(planner.plan_moves([make_guest('y', 'b')], {'b'})) == {'y': 'a'}
+        assert read_places(plan_moves(planner, [make_guest('x', 'a')], {'a'})) == {'x': 'b'}
+        assert read_places(plan_moves(planner, [make_guest('y', 'b')], {'b'})) == {'y': 'a'}
 
 
 def test_guests_without_room_have_the_words_of_a_refusal() -> None:
     planner = make_planner({'a': 5, 'b': 2, 'c': 1})
     few = [make_guest(f's{number}', 'a') for number in range(5)]
-    plan = planner.plan_moves(few, {'a'})
+    plan = plan_moves(planner, few, {'a'})
     assert read_reasons(plan) == dict.fromkeys(('s3', 's4'), 'there is room for 3 of 5')
     assert Counter(read_places(plan).values()) == {'b': 2, 'c': 1, None: 2}
-    none = planner.plan_moves([make_guest('large', 'a', '2')], {'a', 'b'})
+    none = plan_moves(planner, [make_guest('large', 'a', '2')], {'a', 'b'})
     assert read_reasons(none) == {'large': 'no compute satisfies the whole query'}
-    taken = planner.plan_moves([make_guest('large', 'a', '2'), make_guest('s', 'a')], {'a', 'c'})
+    taken = plan_moves(planner, [make_guest('large', 'a', '2'), make_guest('s', 'a')], {'a', 'c'})
     assert read_reasons(taken) == {'s': 'other guests took every candidate first'}
-    last = make_planner({'a': 5}).plan_moves([make_guest('s', 'a')], {'a'})
+    last = plan_moves(make_planner({'a': 5}), [make_guest('s', 'a')], {'a'})
     assert read_reasons(last) == {'s': 'no compute is alive. Fix: start ecompute on a host'}
 
 
@@ -317,7 +318,7 @@ def test_what_has_no_answer_has_no_place_and_may_be_unknown() -> None:
     planner = make_planner({'a': 5, 'b': 5}, ('1&limit=2', '1&limit=3', on_b), refusals={'odd': 'placement refuses it'})
     guests = [make_guest(query, 'a', query) for query in ('odd', on_a, on_b, '1&limit=2', '1&limit=3', '')]
     guests.append(Guest('a', InvalidRequest('malformed', 'it is no JSON')))
-    plan = planner.plan_moves(guests, {'a'})
+    plan = plan_moves(planner, guests, {'a'})
     assert {move.guest.request.instance: move.is_known for move in plan if move.candidate is None} == {
         'odd': True, on_a: True, '1&limit=2': False, '': False, 'malformed': False,
     }  # fmt: skip
@@ -331,10 +332,10 @@ def test_dead_members_do_not_count_and_others_exclude_their_hosts() -> None:
     anti = Group('anti', ANTI_AFFINITY, True, {'x': 'a', 'y': 'b', 'dead': 'a'})
     planner = make_planner({'a': 5, 'b': 9, 'c': 1, 'd': 1}, groups=[anti])
     guests = [make_guest('x', 'a', group=anti), make_guest('dead', 'a', group=anti)]
-    assert set(read_places(planner.plan_moves(guests, {'a'})).values()) == {'c', 'd'}
-    both = planner.plan_moves([*guests, make_guest('y', 'b', group=anti)], {'a', 'b'})
+    assert set(read_places(plan_moves(planner, guests, {'a'})).values()) == {'c', 'd'}
+    both = plan_moves(planner, [*guests, make_guest('y', 'b', group=anti)], {'a', 'b'})
     assert read_reasons(both) == {'y': 'there is room for 2 of 3 in group anti (strict anti-affinity)'}
-    alone = make_planner({'a': 5, 'b': 9}, groups=[anti]).plan_moves(guests[:1], {'a'})
+    alone = plan_moves(make_planner({'a': 5, 'b': 9}, groups=[anti]), guests[:1], {'a'})
     excluded = 'there is room, but not where group anti allows it (strict anti-affinity)'
     assert read_reasons(alone) == {'x': excluded}
     soft, near = (
@@ -342,24 +343,24 @@ def test_dead_members_do_not_count_and_others_exclude_their_hosts() -> None:
         Group('near', AFFINITY, False, {'x': 'a', 'y': 'c'}),
     )
     planner = make_planner({'a': 5, 'b': 9, 'c': 2}, groups=[soft, near])
-    assert read_places(planner.plan_moves([make_guest('x', 'a', group=soft)], {'a'})) == {'x': 'c'}
-    assert read_places(planner.plan_moves([make_guest('x', 'a', group=soft)], {'a', 'c'})) == {'x': 'b'}
-    assert read_places(planner.plan_moves([make_guest('x', 'a', group=near)], {'a'})) == {'x': 'c'}
+    assert read_places(plan_moves(planner, [make_guest('x', 'a', group=soft)], {'a'})) == {'x': 'c'}
+    assert read_places(plan_moves(planner, [make_guest('x', 'a', group=soft)], {'a', 'c'})) == {'x': 'b'}
+    assert read_places(plan_moves(planner, [make_guest('x', 'a', group=near)], {'a'})) == {'x': 'c'}
 
 
 def test_a_group_of_one_host_moves_as_a_whole_or_not() -> None:
     near = Group('near', AFFINITY, True, {'n1': 'a', 'n2': 'a', 'm': 'a'})
     guests = [make_guest('n1', 'a', group=near), make_guest('n2', 'a', group=near), make_guest('m', 'a', '2', near)]
     planner = make_planner({'a': 9, 'b': 4, 'c': 3, 'd': 3}, groups=[near])
-    assert set(read_places(planner.plan_moves(guests, {'a'})).values()) == {'b'}
-    plan = planner.plan_moves(guests, {'a', 'b'})
+    assert set(read_places(plan_moves(planner, guests, {'a'})).values()) == {'b'}
+    plan = plan_moves(planner, guests, {'a', 'b'})
     reason = 'there is room for 2 of 3 in group near (strict affinity)'
     assert read_reasons(plan) == dict.fromkeys(('n1', 'n2', 'm'), reason)
     # The room that it did not take is left to others.
-    places = read_places(planner.plan_moves([*guests, make_guest('s1', 'a'), make_guest('s2', 'a')], {'a', 'b', 'd'}))
+    places = read_places(plan_moves(planner, [*guests, make_guest('s1', 'a'), make_guest('s2', 'a')], {'a', 'b', 'd'}))
     assert places == {'n1': None, 'n2': None, 'm': None, 's1': 'c', 's2': 'c'}
     pinned = [*guests[:2], make_guest('m', 'a', '2&in_tree=a', near)]
-    plan = planner.plan_moves(pinned, {'a'})
+    plan = plan_moves(planner, pinned, {'a'})
     stays = 'group near has to stay together, and its member m does not move'
     assert read_reasons(plan) == {'m': 'its query allows only a (in_tree=, or --on)', 'n1': stays, 'n2': stays}
 
@@ -376,15 +377,15 @@ def test_what_a_dead_host_shares_is_no_candidate() -> None:
         'c': {'VCPU': Room(9, 8)},
         'store': {'DISK_GB': Room(1, 0)},
     }
-    planner = MovePlanner({'1': Offer(candidates, rooms)}, {}, {}, {'b', 'c'}, random.Random(1))
+    planner = Planner({'1': Offer(candidates, rooms)}, {}, {'b', 'c'}, random.Random(1))
     guests = [make_guest('x', 'a'), make_guest('y', 'a'), make_guest('z', 'a')]
-    plan = planner.plan_moves(guests, {'a'})
+    plan = plan_moves(planner, guests, {'a'})
     # The shared disk has room for one guest.
     assert Counter(read_places(plan).values()) == {'b': 1, 'c': 1, None: 1}
     assert all('a' not in move.candidate.allocations for move in plan if move.candidate)
 
 
-def make_cluster(rng: random.Random) -> tuple[MovePlanner, dict[str, list[Guest]]]:
+def make_cluster(rng: random.Random) -> tuple[Planner, dict[str, list[Guest]]]:
     """Make a random cluster of twelve hosts with 60 guests of six kinds and three queries."""
     hosts = [f'h{number}' for number in range(12)]
     weigh = rng.choice([SPREAD, PACK, FIRST])
@@ -414,13 +415,13 @@ def test_looking_at_the_best_hosts_only_changes_nothing(seed: int, monkeypatch: 
 
     def plan_all() -> Iterator[dict[str, tuple[str | None, str]]]:
         for dead in dead_sets:
-            plan = planner.plan_moves([guest for host in dead for guest in guests[host]], dead)
+            plan = plan_moves(planner, [guest for host in dead for guest in guests[host]], dead)
             yield {
                 move.guest.request.instance: (move.candidate and move.candidate.compute, move.reason) for move in plan
             }
 
     limited = list(plan_all())
-    monkeypatch.setattr(moves, 'islice', lambda items, _: items)
+    monkeypatch.setattr(assign, 'islice', lambda items, _: items)
     assert limited == list(plan_all())
     for dead, plan in zip(dead_sets, limited, strict=True):
         used = Counter[str]()

@@ -8,9 +8,10 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import example, given
@@ -26,6 +27,7 @@ from ecomp.model.allocation import (
     Room,
     find_compute,
 )
+from ecomp.model.assign import MIN_SPARE_PLACES, Lot
 from ecomp.model.choose import (
     FIRST,
     PACK,
@@ -38,16 +40,15 @@ from ecomp.model.choose import (
     choose,
     distribute,
 )
-from ecomp.model.order import SetOrder
+from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.claim import (
     MAX_CONCURRENT_CALLS,
     MAX_INSTANCES_PER_CALL,
     Claimer,
-    Terms,
     split_into_blocks,
 )
-from ecomp.scheduler.placing.place import MAX_PLACES_AHEAD, MAX_REFRESHES, MIN_SPARE_PLACES, Contention, Placer
-from ecomp.store.client import Entry, Snapshot, count_placements_before_and_after, list_attempted_instances
+from ecomp.scheduler.placing.session import MAX_PLACES_AHEAD, MAX_REFRESHES, Contention, Scheduler, Session
+from ecomp.store.client import Entry, Snapshot, Store, count_placements_before_and_after, list_attempted_instances
 
 COMPUTES = [f'compute-{n}' for n in range(6)]
 ONE = {'VCPU': 1}
@@ -161,9 +162,9 @@ def make_contention(*read: tuple[int, int]) -> tuple[Contention, list[str]]:
         actions.append('read')
         return counts.pop(0) if len(counts) > 1 else counts[0]
 
-    def ask() -> Offer:
+    def ask() -> dict[str, Offer]:
         actions.append('ask')
-        return Offer([])
+        return {}
 
     return Contention(read_counts, ask, random.Random(1)), actions
 
@@ -229,38 +230,43 @@ SIZE = {'VCPU': 1, 'MEMORY_MB': 128, 'DISK_GB': 1}
 INSTANCES_PER_COMPUTE = 4
 
 
-@dataclass(frozen=True)
-class AcceptingClaimer(Claimer):
-    """A claimer whose claims all succeed: the tests never ask for more than the room."""
-
-    def claim_what_fits(self, candidates: Mapping[str, Candidate]) -> set[str]:
-        return set(candidates)
-
-
 def make_offer(computes: int) -> Offer:
     names = [str(uuid.UUID(int=number)) for number in range(computes)]
     rooms = {name: {unit: Room(INSTANCES_PER_COMPUTE * amount, 0) for unit, amount in SIZE.items()} for name in names}
     return Offer([{name: SIZE} for name in names], rooms)
 
 
-def make_placer(
-    claimer: type[Claimer], look: Callable[[], Offer], set_order: SetOrder, alive: list[str],
-    others: tuple[int, int] = (0, 0), seed: int = 0,
-) -> Placer:  # fmt: skip
-    """Make a placer that claims by `claimer` and never asks placement.
+class UnservedSession(Session):
+    """A session without servers, whose claims all succeed: the tests never ask for more than the room."""
 
-    `others` are the numbers of instances of older and of newer attempts.
-    """
-    claims = claimer(None, '', '', lambda: True)  # type: ignore[arg-type]
-    return Placer(claims, look, lambda: others, alive, lambda _: True, set_order, random.Random(seed))
+    def __init__(self, alive: Collection[str], others: tuple[int, int] = (0, 0), seed: int = 0) -> None:
+        """Make a session; `others` are the numbers of instances of older and of newer attempts."""
+        answer = cast(Placement, None), Offer(())
+        scheduler = Scheduler(cast(Store, None), lambda: answer, {}, random.Random(seed), str)
+        super().__init__(scheduler, 'attempt', ())
+        self.alive, self.others, self.answer = list(alive), others, Offer(())
+
+    def read_alive(self) -> list[str]:
+        return self.alive
+
+    def count_in_flight(self) -> tuple[int, int]:
+        return self.others
+
+    def read_offers(self, queries: Iterable[str]) -> dict[str, Offer]:
+        return dict.fromkeys(queries, self.answer)
+
+    def claim(self, candidates: Mapping[str, Candidate], *_: str | None) -> set[str]:
+        return set(candidates)
+
+    def place_lot(self, answer: Offer, weigh: str, count: int = 1) -> list[Candidate]:
+        self.answer = answer
+        lot = Lot('query', None, weigh, tuple(map(str, range(count))))
+        return list(self.place(lambda *_: [lot], {}, {'query': answer}, {}).values())
 
 
 def place_order(answer: Offer, seed: int, weigh: str, ahead: int, behind: int = 0, count: int = 1) -> list[str]:
-    set_order = SetOrder(
-        str(uuid.UUID(int=seed)), query='query', image='image', weigh=weigh, count=count, minimum=count
-    )
-    placer = make_placer(AcceptingClaimer, lambda: answer, set_order, list(answer.rooms), (ahead, behind), seed)
-    return [candidate.compute for candidate in placer.place(answer, Terms(None, None), {}).values()]
+    session = UnservedSession(answer.rooms, (ahead, behind), seed)
+    return [candidate.compute for candidate in session.place_lot(answer, weigh, count)]
 
 
 def count_fullest(computes: list[str]) -> int:
@@ -305,11 +311,10 @@ def test_lost_place_leaves_the_other_places_of_its_compute() -> None:
     compute, gpus = str(uuid.uuid4()), [str(uuid.uuid4()) for _ in range(6)]
     free_gpus = set(gpus)
 
-    @dataclass(frozen=True)
-    class RacedClaimer(Claimer):
+    class RacedSession(UnservedSession):
         """Other attempts are faster as long as there is another free GPU."""
 
-        def claim_what_fits(self, candidates: Mapping[str, Candidate]) -> set[str]:
+        def claim(self, candidates: Mapping[str, Candidate], *_: str | None) -> set[str]:
             ((instance, candidate),) = candidates.items()
             (gpu,) = candidate.allocations.keys() - {compute}
             if len(free_gpus) == 1:
@@ -317,13 +322,13 @@ def test_lost_place_leaves_the_other_places_of_its_compute() -> None:
             free_gpus.discard(gpu)
             return set()
 
+        def read_offers(self, queries: Iterable[str]) -> dict[str, Offer]:
+            return dict.fromkeys(queries, read_offer())
+
     def read_offer() -> Offer:
         return Offer([{compute: SIZE, gpu: {'CUSTOM_GPU': 1}} for gpu in sorted(free_gpus)], {})
 
-    set_order = SetOrder(str(uuid.uuid4()), query='query', image='image')
-    (chosen,) = (
-        make_placer(RacedClaimer, read_offer, set_order, [compute]).place(read_offer(), Terms(None, None), {}).values()
-    )
+    (chosen,) = RacedSession([compute]).place_lot(read_offer(), SPREAD)
     assert chosen.allocations.keys() == {compute, *free_gpus}
 
 
@@ -341,15 +346,9 @@ def test_candidate_on_two_computes_is_explained() -> None:
 def test_adopted_claim_never_becomes_movable(monkeypatch: pytest.MonkeyPatch) -> None:
     """A set that restarts, or whose group changed, may claim on the same compute again."""
     monkeypatch.setattr('ecomp.scheduler.placing.claim.claim', lambda *_: None)
-    answer = make_offer(1)
-    (compute,) = answer.rooms
-    set_order = SetOrder(str(uuid.uuid4()), query='query', image='image', count=2, minimum=2)
-    claimer = Claimer(None, '', '', lambda: True)  # type: ignore[arg-type]  # placement is not asked
-    placer = Placer(claimer, lambda: answer, lambda: (0, 0), [compute], lambda _: True, set_order, random.Random(0))
-    running, new = set_order.instances
-    placer.take_over({running: Candidate(compute, {compute: SIZE}, None)})
-    placer.place(answer, Terms(None, None), {})
-    assert claimer.movable == {new}
+    claimer = Claimer(cast(Placement, None), '', '', lambda: True, foreign={'running'})  # placement is not asked
+    claimer.claim({'running': {'compute': SIZE}, 'new': {'compute': SIZE}})
+    assert claimer.movable == {'new'}
 
 
 # Orphaned claims, and when they have been seen for long enough.

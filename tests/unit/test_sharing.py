@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from ecomp.errors import Conflict, UsageError
 from ecomp.model.allocation import Room, sum_resources
-from ecomp.model.choose import SPREAD, STRATEGIES, Candidate, Offer, choose, distribute
+from ecomp.model.assign import Lot, Planner
+from ecomp.model.choose import SPREAD, STRATEGIES, Candidate, Offer
 from ecomp.model.flavor import Flavor, merge_query, parse_flavor
 from ecomp.model.flavor import from_json as read_flavor
 from ecomp.model.flavor import to_json as write_flavor
@@ -90,9 +91,10 @@ def make_offer(*vcpus: int) -> Offer:
 def distribute_set(
     offer: Offer, group: Group | None, count: int, weigh: str = SPREAD, seed: int = 1
 ) -> list[Candidate]:
-    rng = random.Random(seed)
-    choice = choose(offer, HOSTS, weigh, rng, group)
-    return distribute(choice.candidates, offer.rooms, count, weigh, rng, group)
+    groups = {} if group is None else {group.name: group}
+    membership = None if group is None else group.membership
+    lot = Lot('', membership, weigh, tuple(map(str, range(count))), minimum=0)
+    return list(Planner({'': offer}, groups, HOSTS, random.Random(seed)).assign([lot]).chosen.values())
 
 
 def test_soft_anti_affinity_spreads_and_soft_affinity_fills() -> None:

@@ -8,7 +8,7 @@ import os
 import random
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -27,14 +27,14 @@ from ecomp.errors import UsageError
 from ecomp.model import stack
 from ecomp.model.allocation import Room
 from ecomp.model.apply import ALL_MEMBERS, Desired, Existing, Step, find_exit_code, make_stack_order, plan_steps
-from ecomp.model.choose import PACK, SPREAD, Offer
+from ecomp.model.assign import Lot, Planner
+from ecomp.model.choose import PACK, SPREAD, Candidate, Offer
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group, Membership
 from ecomp.model.guest import MAX_USER_DATA_BYTES, SharedUserData
 from ecomp.model.order import Order, Request, parse_request
 from ecomp.model.order import to_json as request_to_json
 from ecomp.model.record import Failure, Record
 from ecomp.model.stack import Entry, Place, Stack, from_json, restore_stack, to_json
-from ecomp.scheduler.placing.stack import Lot, distribute_lots
 from ecomp.store.client import Entry as StoredEntry
 from ecomp.store.client import Snapshot
 from ecomp.yaml_file import shorten
@@ -246,53 +246,58 @@ def test_order_of_a_stack_is_limited_by_the_size_of_a_transaction() -> None:
         order(300, 4000)
 
 
-def distribute(
-    lots: list[Lot], rooms: dict[str, int], groups: tuple[Group, ...] = (), held: tuple[str, ...] = ()
-) -> tuple[dict[str, str], Lot | None]:
-    """Distribute lots, whose query is their number of VCPU, over computes with this free room."""
+def assign(
+    lots: list[Lot], rooms: dict[str, int], groups: tuple[Group, ...] = (), held: Mapping[str, str] | None = None
+) -> tuple[dict[str, str], set[str]]:
+    """Assign lots, whose query is their number of VCPU, to computes with this free room.
+
+    `held` is {instance: compute}. Return the new places, and the instances without one.
+    """
     room = {compute: {'VCPU': Room(free + 1, 1)} for compute, free in rooms.items()}
     offers = {lot.query: Offer([{each: {'VCPU': int(lot.query)}} for each in rooms], room) for lot in lots}
-    chosen, failed = distribute_lots(
-        lots, offers, {group.name: group for group in groups}, rooms, held, random.Random(1)
-    )
+    claims = {instance: Candidate(compute, {}, None) for instance, compute in (held or {}).items()}
+    planner = Planner(offers, {group.name: group for group in groups}, rooms, random.Random(1))
+    assignment = planner.assign(lots, claims)
+    chosen = assignment.chosen
     for compute, free in rooms.items():
         assert sum(each.allocations[compute]['VCPU'] for each in chosen.values() if each.compute == compute) <= free
-    return {instance: candidate.compute for instance, candidate in chosen.items()}, failed
+    return {instance: candidate.compute for instance, candidate in chosen.items()}, set(assignment.missing)
 
 
 def test_larger_instances_are_placed_first_in_one_table_of_room() -> None:
     small, large = Lot('1', None, SPREAD, ('s1', 's2', 's3')), Lot('3', None, SPREAD, ('l1',))
     for lots in ([small, large], [large, small]):
-        places, failed = distribute(lots, {'a': 3, 'b': 3})
-        assert failed is None
+        places, missing = assign(lots, {'a': 3, 'b': 3})
+        assert not missing
         assert {places[each] for each in ('s1', 's2', 's3')} == {'a', 'b'} - {places['l1']}
         assert len(places) == 4
-        _, failed = distribute(lots, {'a': 3, 'b': 2})
-        assert failed == small
-    places, failed = distribute([small, large], {'a': 3, 'b': 2}, held=('s1', 'l1'))
-    assert (set(places), failed) == ({'s2', 's3'}, None)
+        assert assign(lots, {'a': 3, 'b': 2}) == ({'l1': 'a'}, {'s1', 's2', 's3'})
+    places, missing = assign([small, large], {'a': 3, 'b': 2}, held={'s1': 'a', 'l1': 'b'})
+    assert (set(places), missing) == ({'s2', 's3'}, set())
 
 
 def test_groups_are_kept_over_the_lots_of_a_stack() -> None:
     anti, near = Group('anti', ANTI_AFFINITY), Group('near', AFFINITY)
     two = [Lot('1', anti.membership, SPREAD, ('a1', 'a2')), Lot('2', anti.membership, SPREAD, ('b1',))]
-    places, failed = distribute(two, {'a': 9, 'b': 9, 'c': 9}, (anti,))
-    assert (set(places.values()), failed) == ({'a', 'b', 'c'}, None)
-    assert distribute(two, {'a': 9, 'b': 9}, (anti,))[1] is not None
-    held = anti.with_members({'a1': 'a'})
-    places, failed = distribute(two, {'a': 9, 'b': 9, 'c': 9}, (held,), held=('a1',))
-    assert (set(places.values()), set(places), failed) == ({'b', 'c'}, {'a2', 'b1'}, None)
+    places, missing = assign(two, {'a': 9, 'b': 9, 'c': 9}, (anti,))
+    assert (set(places.values()), missing) == ({'a', 'b', 'c'}, set())
+    assert assign(two, {'a': 9, 'b': 9}, (anti,))[1]
+    places, missing = assign(two, {'a': 9, 'b': 9, 'c': 9}, (anti,), held={'a1': 'a'})
+    assert (set(places.values()), set(places), missing) == ({'b', 'c'}, {'a2', 'b1'}, set())
     # All of a strict affinity group are on one compute, also those of another query, and those of no group fit in.
     lots = [Lot('1', None, SPREAD, ('x1', 'x2'))]
     lots += [Lot('1', near.membership, SPREAD, ('n1', 'n2')), Lot('2', near.membership, SPREAD, ('m1',))]
-    places, failed = distribute(lots, {'a': 2, 'b': 4}, (near,))
-    assert (places, failed) == (dict.fromkeys(('n1', 'n2', 'm1'), 'b') | dict.fromkeys(('x1', 'x2'), 'a'), None)
-    assert distribute(lots[1:], {'a': 3, 'b': 3}, (near,))[1] is not None
+    places, missing = assign(lots, {'a': 2, 'b': 4}, (near,))
+    assert (places, missing) == (dict.fromkeys(('n1', 'n2', 'm1'), 'b') | dict.fromkeys(('x1', 'x2'), 'a'), set())
+    assert assign(lots[1:], {'a': 3, 'b': 3}, (near,)) == ({}, {'n1', 'n2', 'm1'})
+    # A member that is held decides for the members of each query.
+    places, missing = assign(lots[1:], {'a': 9, 'b': 4}, (near,), held={'m1': 'b'})
+    assert (places, missing) == (dict.fromkeys(('n1', 'n2'), 'b'), set())
     # That compute has room for all of them.
     lots = [Lot('3', near.membership, PACK, ('m1',)), Lot('1', near.membership, PACK, ('n1', 'n2'))]
     for rooms in ({'a': 4, 'b': 5}, {'a': 5, 'b': 4}):
-        places, failed = distribute(lots, rooms, (near,))
-        assert (failed, len(set(places.values())), len(places)) == (None, 1, 3)
+        places, missing = assign(lots, rooms, (near,))
+        assert (missing, len(set(places.values())), len(places)) == (set(), 1, 3)
 
 
 # The file of `eschedule apply`: what it may contain, and every mistake with its line.

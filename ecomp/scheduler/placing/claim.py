@@ -48,6 +48,11 @@ class Terms(NamedTuple):
     group: Group | None
     quota: Quota | None
 
+    @property
+    def groups(self) -> dict[str, Group]:
+        """The group by its name; {} without one."""
+        return {} if self.group is None else {self.group.name: self.group}
+
     def count_allowed(self, resources: Resources, count: int, minimum: int) -> int:
         """Count how many of `count` instances the quota allows (without a quota all); OverQuota below `minimum`."""
         if self.quota is None:

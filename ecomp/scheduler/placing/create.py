@@ -1,7 +1,7 @@
 """Deliver requests for a placement query to computes: for one instance, or for a set.
 
 1 announce the attempt, a key below /requests on a lease; 2 query; 3 claim; 4 deliver in a transaction that deletes the
-attempt. After a kill the computes undo the rest (rule: orphaned-claim). What an earlier attempt claimed stays there.
+attempt.
 """
 
 from __future__ import annotations
@@ -9,41 +9,40 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from ecomp.errors import ClaimedElsewhere, Conflict, EcompError, NoCapacity, UnknownOutcome, Unreachable, put_before_fix
+from ecomp.errors import ClaimedElsewhere, Conflict, NoCapacity, TooFew, Unreachable
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
-from ecomp.model.allocation import find_compute, sum_allocations
-from ecomp.model.choose import Candidate, Offer, PlacementReason
-from ecomp.model.group import Group, Membership
+from ecomp.model.allocation import Room, sum_allocations
+from ecomp.model.assign import Lot, Planner
+from ecomp.model.choose import Candidate, Offer, PlacementReason, choose, describe_room, explain_no_candidate
+from ecomp.model.group import Membership
 from ecomp.model.order import Order, Request, SetOrder, check_order_size, describe_difference, make_member_uuid
-from ecomp.model.query import Amount, UnsupportedQueryError, exclude_disabled, parse_query
 from ecomp.model.record import ERROR, GONE
-from ecomp.placement import allocations, providers
 from ecomp.placement.client import Placement
-from ecomp.scheduler.placing.claim import Claimer, DeliveryOutcome, Terms, abandon, announce, deliver, read_terms
-from ecomp.scheduler.placing.place import Placer, SampledPlacer
-from ecomp.scheduler.queries.find import MAX_OFFER_AGE_SECONDS, InstanceEntries, find, reserve_names
-from ecomp.store.client import Store, Unchanged, count_placements_before_and_after
-from ecomp.store.sharing import (
-    Change,
-    Excluded,
-    charge_quota,
-    join_group,
-    merge_changes,
-    read_highest_released,
-    read_index,
-    try_revoke,
+from ecomp.scheduler.placing.claim import DeliveryOutcome, Terms, read_terms
+from ecomp.scheduler.placing.sample import SampledPlacer
+from ecomp.scheduler.placing.session import (
+    UNCHANGED,
+    DeliveryRefused,
+    NoRoom,
+    Scheduler,
+    Session,
+    add_state,
+    check_complete,
 )
+from ecomp.scheduler.queries.find import MAX_OFFER_AGE_SECONDS, InstanceEntries, find, reserve_names
+from ecomp.store.client import Store
+from ecomp.store.sharing import Excluded, charge_quota, read_index, try_revoke
 
 if TYPE_CHECKING:
     from ecomp.model.host import Computes
+
+log = logging.getLogger(__name__)
 
 
 def _find_delivered(store: Store, order: SetOrder, resume: bool) -> dict[str, DeliveryOutcome]:
@@ -99,90 +98,65 @@ def check_same(entries: InstanceEntries, order: Order) -> None:
         raise Conflict(f'{instance}: exists, but was requested {mismatch}')
 
 
-def read_earlier_claims(
-    placement: Placement, instances: Collection[str], query: str, alive: Collection[str], group: Group | None
-) -> tuple[dict[str, Candidate], dict[str, str]]:
-    """Read earlier claims: {instance: candidate} of those to take over, {instance: compute} of all others.
-
-    Others: on a silent compute or one that group or query exclude, with other amounts, or if the query is unparsable.
-    """
-    held = allocations.read_consumers(placement, instances)
-    claimed_on = {each: compute for each, consumer in held.items() if (compute := find_compute(consumer.allocations))}
-    try:
-        constraints = parse_query(exclude_disabled(query)) if claimed_on else []
-    except UnsupportedQueryError:
-        return {}, claimed_on
-    amounts = {constraint.name: constraint.amount for constraint in constraints if isinstance(constraint, Amount)}
-    others = [constraint for constraint in constraints if not isinstance(constraint, Amount)]
-    fitting = set(alive).intersection(*(providers.find_satisfying(placement, constraint) for constraint in others))
-    usable = {
-        instance: Candidate(compute, held[instance].allocations, None)
-        for instance, compute in claimed_on.items()
-        if compute in fitting and sum_allocations(held[instance].allocations) == amounts
-        if group is None or group.explain_exclusion(compute) is None
-    }
-    return usable, {instance: compute for instance, compute in claimed_on.items() if instance not in usable}
-
-
-log = logging.getLogger(__name__)
-
-# The outcome of a failed request, in messages.
-UNCHANGED = 'nothing was changed'
-UNDONE = 'nothing was placed, and the claim is released'
-
-
-def create(  # noqa: PLR0913
-    store: Store,
-    backend: Future[tuple[Placement, Offer]],
+def create(
+    scheduler: Scheduler,
     order: SetOrder,
-    owner: Mapping[str, object],
     resume: bool,
-    rng: random.Random,
-    now: Callable[[], str],
     sample_above: int | None = None,
     on_cluster_size: Callable[[int], None] = lambda _: None,
 ) -> dict[str, DeliveryOutcome]:
     """Place the instances of an order; return {instance: outcome} of those that are placed.
 
-    `backend` brings placement and the candidates. In a cluster of more than `sample_above` computes a few are tried
-    first (None: never). `on_cluster_size` gets the number of all if they are read. `owner`: our host, pid and time.
-    With `resume` (the user gave the uuid) earlier deliveries are returned, if any, and no more placed. `now`: ISO time.
+    With `resume` (the user gave the uuid) earlier deliveries are returned, if any, and no more placed. In a cluster of
+    more than `sample_above` computes a few are tried first (None: never). `on_cluster_size` gets the number of all
+    computes if they are read.
 
-    Raises NoCapacity (TooFew, OverQuota), PlacementRefusal, UsageError (set too large for etcd, query lacks what a
-    guest needs), Conflict or ClaimedElsewhere (uuid or name used otherwise, taken over), Unreachable, with what was
-    undone, and UnknownOutcome, after which nothing is released.
+    Raises:
+        NoCapacity: there is no room (TooFew: for a part of a set), or the quota is used up (OverQuota).
+        PlacementRefusal: placement refuses the query.
+        UsageError: the set is too large for etcd, or the query lacks what a guest needs.
+        Conflict: the uuid or the name is used otherwise (ClaimedElsewhere: claimed), or the attempt was taken over.
+        Unreachable: with what was undone.
+        UnknownOutcome: nothing is released.
     """
     check_order_size(order)
+    store = scheduler.store
     try:
         delivered = _find_delivered(store, order, resume)
         if delivered:
             return delivered
         terms = read_terms(store, order, order.instances)
         reserve_names(store, order.instances)  # before anything is claimed
-        lease = store.grant(keys.ATTEMPT_SECONDS)
     except Unreachable as error:
         raise add_state(error, UNCHANGED) from error
     # No other process can have claimed for a uuid that was generated here.
     movable = set[str]() if resume else set(order.instances)
-    attempt = Attempt(store, backend, order, resume, rng, sample_above, on_cluster_size, lease, movable)
-    with attempt.undo_on_error():
-        delivered = attempt.announce(owner)
+    session = Session(
+        scheduler,
+        order.instance,
+        order.instances,
+        order.user_id,
+        order.project_id,
+        resume,
+        ', or use another uuid',
+        on_cluster_size,
+        movable=movable,
+    )
+    creation = _Creation(session, order)
+    with session.open():
+        delivered = creation.announce()
         if delivered:
-            try_revoke(store, lease)
+            try_revoke(store, session.lease)
             return delivered
-        claims = attempt.claim(terms)
+        claims = creation.claim(terms, sample_above)
         while True:
             failpoint('claimed')
             try:
-                return attempt.deliver(claims, now())
+                return creation.deliver(claims, scheduler.now())
             except Excluded as excluded:
                 # Others of its group or project were delivered first, so some of our places are not allowed now.
-                claims = attempt.claim_again(claims, excluded.admitted)
+                claims = creation.claim_again(claims, excluded.admitted)
     raise AssertionError
-
-
-class DeliveryRefused(Conflict):
-    """The delivery was refused; undo_on_error() adds what was undone to the message."""
 
 
 class ClaimedSet(NamedTuple):
@@ -198,269 +172,164 @@ class ClaimedSet(NamedTuple):
 
 
 @dataclass
-class Attempt:
-    """One run of create(), a method for each step; other data is read when it is first needed.
+class _Creation:
+    """One run of create(). `candidate_count` is the most computes, in any query, that could have taken an instance.
 
-    Its key is on `lease`, with `revision` once it is written; see create() for arguments. undo() releases the claims of
-    `attempted` instances that are `movable`, because no other attempt made their claims (rule: claim-stays), or
-    `unclaimed` (no claim after the announcement, and none of another attempt since). claim() sets `placement`.
+    The instances of `claimed_elsewhere`, {instance: compute} of another attempt's claims, are not placed.
     """
 
-    store: Store
-    backend: Future[tuple[Placement, Offer]]
+    session: Session
     order: SetOrder
-    resume: bool
-    rng: random.Random
-    sample_above: int | None
-    on_cluster_size: Callable[[int], None]
-    lease: int
-    movable: set[str]
-    revision: int = 0
-    attempted: list[str] = field(default_factory=list)
-    unclaimed: set[str] = field(default_factory=set)
-    placement: Placement = field(init=False)
-    # Ends the cure for a claim of another attempt.
-    alternative: str = ', or use another uuid'
-    _alive: list[str] | None = None
+    candidate_count: int = 1
+    claimed_elsewhere: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def condition(self) -> Unchanged:
-        """The condition that the attempt's key is still ours."""
-        return Unchanged(keys.attempt(self.order.instance), self.revision)
-
-    def announce(self, owner: Mapping[str, object]) -> dict[str, DeliveryOutcome]:
-        """Write the attempt's key; return what was delivered before ({}: nothing). Conflict if a uuid is in use."""
-        value = {'version': 1, 'instances': list(self.order.instances), 'query': self.order.query, **owner}
-        self.revision = announce(self.store, self.lease, self.order.instance, value, self.resume)
+    def announce(self) -> dict[str, DeliveryOutcome]:
+        """Write the attempt's key; return what was delivered before ({}: nothing)."""
+        self.session.announce(self.order.query)
         # Another process may have delivered in between. From here on it cannot: a delivery needs the key we hold.
-        return _find_delivered(self.store, self.order, self.resume)
+        return _find_delivered(self.session.store, self.order, self.session.resume)
 
-    def claim(self, terms: Terms) -> ClaimedSet:
-        """Claim a place for each instance, or for the minimum; errors as those of the placers.
+    def claim(self, terms: Terms, sample_above: int | None) -> ClaimedSet:
+        """Claim a place for each instance, or for the minimum.
 
-        ClaimedElsewhere if too many of a resumed order must stay elsewhere, or others claim them in three tries.
+        Raises:
+            ClaimedElsewhere: too many of a resumed order must stay elsewhere, or others claim them in three tries.
         """
-        if self.sample_above is None:
-            self.read_alive()  # read while placement is queried
+        session, order, resume = self.session, self.order, self.session.resume
+        if sample_above is None:
+            session.read_alive()  # read while placement is queried
         announced = time.monotonic()
-        self.placement, offer = self.backend.result()
+        _, offer = session.first_answer
         failpoint('announced')
-        if claims := self._claim_sampled(terms):
-            return claims
-        placer = self.placer
+        if sample_above is not None and not resume:
+            sampled = SampledPlacer(session, order)
+            if placed := sampled.place(terms, sample_above):
+                return ClaimedSet(placed, terms, sampled.fitting)
         if announced - offer.queried_at > MAX_OFFER_AGE_SECONDS:
-            offer = self.refresh_offer()  # a drain waits no longer than this for attempts
-        if not self.resume:
-            return self._claim_offered(offer, terms, {})
+            offer = self._refresh()  # a drain waits no longer than this for attempts
+        if not resume:
+            return self._place(offer, terms, {})
         for is_last_try in (False, False, True):
-            placed = self._take_over(placer, terms)
-            if len(placed) + placer.count_room(offer, terms) < self.order.minimum:
-                offer = self.refresh_offer()  # room may have been released since the query
+            placed = self._take_over(terms)
+            if len(placed) + self._count_room(offer, terms) < order.minimum:
+                offer = self._refresh()  # room may have been released since the query
             try:
-                return self._claim_offered(offer, terms, placed)
+                return self._place(offer, terms, placed)
             except ClaimedElsewhere as error:
                 # An overtaken attempt or a publishing compute claimed in between: take that over, never release it.
-                self.unclaimed -= error.computes.keys()
+                session.unclaimed -= error.computes.keys()
                 if is_last_try:
                     raise
         raise AssertionError
 
     def claim_again(self, claims: ClaimedSet, kept_instances: Collection[str]) -> ClaimedSet:
-        """Claim again, with current data, for all but `kept_instances`; errors as Placer.place() and read_terms()."""
+        """Claim again, with current data, for all but `kept_instances`."""
         log.debug(
             '%s: other attempts were faster: %d of %d claims are kept',
             self.order.instance,
             len(kept_instances),
             len(claims.candidates),
         )
-        terms, offer = read_terms(self.store, self.order, self.order.instances), self.refresh_offer()
-        return self._claim_offered(offer, terms, {instance: claims.candidates[instance] for instance in kept_instances})
+        terms, offer = read_terms(self.session.store, self.order, self.order.instances), self._refresh()
+        return self._place(offer, terms, {instance: claims.candidates[instance] for instance in kept_instances})
 
     def deliver(self, claims: ClaimedSet, scheduled_at: str) -> dict[str, DeliveryOutcome]:
         """Deliver `claims`, release our other ones, revoke the lease; return {instance: outcome}. `scheduled_at`: ISO.
 
         Raises Excluded (group, quota), DeliveryRefused (not our attempt now), Conflict (a name), UnknownOutcome.
         """
-        order, placed = self.order, claims.candidates
+        order, store, placed = self.order, self.session.store, claims.candidates
         requests = _make_requests(order, claims, scheduled_at)
-        deliveries = [(placed[instance].compute, own_request) for instance, own_request in requests.items()]
-
-        def make_shared_change() -> Change:
-            names = {instance: request.name for instance, request in requests.items()}
-            computes = {instance: candidate.compute for instance, candidate in placed.items()}
-            resources = {instance: request.resources for instance, request in requests.items()}
-            return merge_changes(
-                reserve_names(self.store, names),
-                join_group(self.store, claims.membership, computes),
-                charge_quota(self.store, order.project_id, resources),
-            )
-
-        if not deliver(self.store, deliveries, self.condition, order.shared_user_data, make_shared_change):
+        deliveries = [(placed[instance].compute, request) for instance, request in requests.items()]
+        resources = {instance: request.resources for instance, request in requests.items()}
+        if not self.session.deliver(
+            deliveries,
+            lambda: charge_quota(store, order.project_id, resources),
+            user_data=order.shared_user_data,
+        ):
             why = 'the connection broke, this eschedule was too slow, or another one took over this uuid'
             raise DeliveryRefused(f'{order.instance}: not delivered: {why}')
         failpoint('delivered')
-        unused = self.movable.intersection(self.attempted) - placed.keys()
-        if unused:  # of a set; computes release what cannot be released here
-            log.debug('%s', self._release(unused))
-        try_revoke(self.store, self.lease)
+        self.session.finish(placed)
         return {request.instance: DeliveryOutcome(compute) for compute, request in deliveries}
 
-    @contextmanager
-    def undo_on_error(self) -> Iterator[None]:
-        """Undo the attempt if the block raises, and raise the error with what was undone; not after UnknownOutcome."""
+    def _place(self, offer: Offer, terms: Terms, held: Mapping[str, Candidate]) -> ClaimedSet:
+        """Claim by this offer; Conflict instead of NoCapacity if a newer attempt took over."""
+        order = self.order
+
+        def list_lots(planner: Planner, held: Mapping[str, Candidate]) -> Sequence[Lot]:
+            members = {instance: candidate.compute for instance, candidate in held.items()}
+            group = terms.group.with_members(members) if terms.group is not None else None
+            candidates = planner.list_candidates(make_lot(order, terms), group)
+            self.candidate_count = max(len({each.compute for each in candidates}), self.candidate_count)
+            allowed = count_to_place([*candidates, *held.values()], terms, order)
+            count = min(allowed, order.count - len(self.claimed_elsewhere))
+            others = [each for each in order.instances if each not in held and each not in self.claimed_elsewhere]
+            return [make_lot(order, terms, [*held, *others[: max(count - len(held), 0)]])]
+
         try:
-            yield
-        except UnknownOutcome:
-            raise  # nothing is released while it is unknown what was written (rule: read-back)
-        except BaseException as error:
-            outcome = self.undo()
-            if isinstance(error, ClaimedElsewhere):
-                raise self.make_refusal(error.computes) from error
-            if isinstance(error, Unreachable):
-                raise add_state(error, outcome) from error
-            if isinstance(error, DeliveryRefused):
-                raise Conflict(put_before_fix(str(error), f'; {outcome}')) from error
-            if outcome not in (UNCHANGED, UNDONE):
-                log.warning('%s', outcome)
+            placed = self.session.place(list_lots, terms.groups, {order.query or '': offer}, held)
+        except NoCapacity as error:
+            if self.session.resume:  # the missing room may be a newer attempt's claim for the same instances
+                self.session.check_ours()
+            if isinstance(error, NoRoom):
+                is_raced = bool(self.session.attempted)
+                raise make_refusal(order, terms, error, lambda: self.session.computes, is_raced) from error
             raise
+        in_order = {instance: placed[instance] for instance in order.instances if instance in placed}
+        return ClaimedSet(in_order, terms, self.candidate_count)
 
-    def undo(self) -> str:
-        """Release the claims, revoke the lease; return UNCHANGED, UNDONE, or what is left, also after an error."""
-        outcome = UNCHANGED
-        if releasable := (self.movable | self.unclaimed).intersection(self.attempted):
-            outcome = self._release(releasable)
-            failpoint('undone')
-        try_revoke(self.store, self.lease)
-        return outcome
-
-    def _claim_sampled(self, terms: Terms) -> ClaimedSet | None:
-        """Claim on a sampled compute; None if sampling is off, the attempt resumes, or no sampled compute will do."""
-        if self.sample_above is None or self.resume:
-            return None
-        placer = SampledPlacer(self.claimer, self.order, self.rng, self.attempted)
-        placed = placer.place(self.store, terms, self.sample_above)
-        return ClaimedSet(placed, terms, placer.fitting) if placed else None
-
-    def _claim_offered(self, offer: Offer, terms: Terms, placed: Mapping[str, Candidate]) -> ClaimedSet:
-        """Claim as Placer.place() does with this offer; Conflict instead of NoCapacity if a newer attempt took over."""
-        placer = self.placer
-        try:
-            placed = placer.place(offer, terms, placed)
-            return ClaimedSet(placed, terms, placer.candidate_count)
-        except NoCapacity:
-            if self.resume:  # the missing room may be a newer attempt's claim for the same instances
-                self.claimer.check(self.order.instance)
-            raise
-
-    def _take_over(self, placer: Placer, terms: Terms) -> Mapping[str, Candidate]:
+    def _take_over(self, terms: Terms) -> dict[str, Candidate]:
         """Take over earlier claims; log those that must stay, or raise ClaimedElsewhere if they are too many."""
-        claims, placer.claimed_elsewhere = read_earlier_claims(
-            self.placement, self.order.instances, self.order.query or '', placer.alive, terms.group
-        )
-        self.unclaimed |= set(self.order.instances) - claims.keys() - placer.claimed_elsewhere.keys()
-        placed = placer.take_over(claims)
-        placer.claimed_elsewhere |= {
-            instance: claim.compute for instance, claim in claims.items() if instance not in placed
-        }
-        if placer.claimed_elsewhere:
-            refusal = self.make_refusal(placer.claimed_elsewhere)
-            if self.order.count - len(placer.claimed_elsewhere) < self.order.minimum:
+        held, self.claimed_elsewhere = self.session.take_over([make_lot(self.order, terms)], terms.groups)
+        if self.claimed_elsewhere:
+            refusal = self.session.make_refusal(self.claimed_elsewhere)
+            if self.order.count - len(self.claimed_elsewhere) < self.order.minimum:
                 raise refusal
             log.warning('%s', refusal)
-        return placed
+        return held
 
-    def make_refusal(self, claimed_on: Mapping[str, str]) -> ClaimedElsewhere:
-        """Make the error, with its cure, for {instance: compute} of claims elsewhere; reads the computes from etcd."""
-        instance, compute = next(iter(claimed_on.items()))
-        host = self.get_display_name(compute)
-        which = f'{instance} is' if len(claimed_on) == 1 else f'{instance} and {len(claimed_on) - 1} more are'
-        if compute in self.read_alive():
-            problem = f'{which} claimed on {host} by another attempt'
-            cure = f'wait two minutes ({host} then has released the claim if no request owns it){self.alternative}'
-        else:
-            from ecomp.model.host import describe_silent_fix
+    def _count_room(self, offer: Offer, terms: Terms) -> int:
+        """Count the instances of the order for which the offer and the group have room."""
+        alive, rng = self.session.read_alive(), self.session.scheduler.rng
+        planner = Planner({self.order.query or '': offer}, terms.groups, alive, rng)
+        return len(planner.assign([make_lot(self.order, terms)._replace(minimum=0)]).chosen)
 
-            problem = f'{which} claimed on {host}, which is silent and may be running it'
-            cure = describe_silent_fix(host, self.alternative)
-        return ClaimedElsewhere(claimed_on, f'{problem}. Fix: {cure}')
+    def _refresh(self) -> Offer:
+        return self.session.read_offers([self.order.query or ''])[self.order.query or '']
 
-    def _release(self, instances: Iterable[str]) -> str:
-        """Release the instances' claims; return UNDONE, or a sentence about leftovers or the error."""
-        uuid = self.order.instance
-        try:
-            if abandon(self.store, self.placement, instances, uuid, self.revision):
-                return UNDONE
-            return f'{uuid}: its claim stays: another attempt is in flight, or this eschedule was too slow'
-        except EcompError as error:
-            log.debug('the claim of %s could not be released: %s', uuid, error)
-            return (
-                f'{uuid} is not placed: the computes release its claim within minutes. '
-                f'Try: the same command with --uuid {uuid}, which takes the claim over'
-            )
 
-    @property
-    def claimer(self) -> Claimer:
-        """A new Claimer for this attempt's user and project."""
-        user, project = self.order.user_id, self.order.project_id
-        return Claimer(
-            self.placement,
-            user,
-            project,
-            self.is_attempt_ours,
-            self.read_highest_released,
-            self.get_display_name,
-            self.movable,
-        )
+def make_lot(order: SetOrder, terms: Terms, instances: Sequence[str] | None = None) -> Lot:
+    """Return the lot of an order, of these instances (None: of all)."""
+    membership = terms.group.membership if terms.group is not None else None
+    names = order.instances if instances is None else instances
+    return Lot(order.query or '', membership, order.weigh, tuple(names), order.minimum)
 
-    @cached_property
-    def placer(self) -> Placer:
-        """The Placer of this attempt; its first use reads the living computes."""
-        alive, line, is_ours = self.read_alive(), self.count_in_flight, self.is_ours
-        refresh, claimer = self.refresh_offer, self.claimer
-        return Placer(claimer, refresh, line, alive, is_ours, self.order, self.rng, self.attempted)
 
-    def read_alive(self) -> list[str]:
-        """Return the living computes, read once; on_cluster_size() gets the number of keys then."""
-        if self._alive is None:
-            presence = self.store.snapshot(keys.COMPUTES, keys_only=True).entries
-            self.on_cluster_size(len(presence))
-            self._alive = [keys.get_last_part(key) for key, entry in presence.items() if entry.lease]
-        return self._alive
+def count_to_place(candidates: Sequence[Candidate], terms: Terms, order: SetOrder) -> int:
+    """Count what the quota allows, at most order.count; without candidates, order.count. OverQuota, UsageError."""
+    for candidate in candidates:
+        check_complete(candidate.allocations)
+    if not candidates:
+        return order.count
+    return terms.count_allowed(sum_allocations(candidates[0].allocations), order.count, order.minimum)
 
-    @cached_property
-    def computes(self) -> Computes:
-        """All computes with their host names, read from etcd at first use."""
-        from ecomp.scheduler.queries.hosts import read_computes  # only for messages about computes
 
-        return read_computes(self.store)
-
-    def get_display_name(self, compute: str) -> str:
-        """Return a compute's host name (see Computes.format_name()); the first call reads etcd."""
-        return self.computes.format_name(compute)
-
-    def is_ours(self, compute: str) -> bool:
-        """Return True for a provider that is a compute of this cluster, alive or not."""
-        return compute in self.computes.stored_hostnames
-
-    def is_attempt_ours(self) -> bool:
-        """Refresh the lease, read the key; return False if the key is gone or another process took it over."""
-        self.store.keep_alive(self.lease)  # a long attempt that still asks is alive
-        entry = self.store.get(keys.attempt(self.order.instance))
-        return entry is not None and entry.revision == self.revision
-
-    def refresh_offer(self) -> Offer:
-        """Refresh the lease, and query the candidates again."""
-        self.store.keep_alive(self.lease)
-        return allocations.read_candidates(self.placement, self.order.query or '')
-
-    def read_highest_released(self, instances: Collection[str]) -> int:
-        """Return the highest generation at which a claim of these was released; 0 if none, or if not resuming."""
-        # A uuid that was generated here is new to all others.
-        return read_highest_released(self.store, instances) if self.resume else 0
-
-    def count_in_flight(self) -> tuple[int, int]:
-        """Count the instances that older attempts place, and those of newer attempts."""
-        return count_placements_before_and_after(self.store.snapshot(keys.ATTEMPTS), self.revision)
+def make_refusal(
+    order: SetOrder, terms: Terms, no_room: NoRoom, get_computes: Callable[[], Computes], is_raced: bool = False
+) -> NoCapacity:
+    """Make the error: TooFew for a set with some places, otherwise NoCapacity; `is_raced`: claims were refused."""
+    placed = [*no_room.held.values(), *no_room.assignment.chosen.values(), *no_room.assignment.insufficient.values()]
+    if order.count > 1 and placed:
+        required = '' if order.minimum == order.count else f', and at least {order.minimum} are required'
+        return TooFew(describe_room(len(placed), order.count, terms.group) + required, placed)
+    ((offer,), computes) = no_room.offers.values(), get_computes()
+    choice = choose(offer, computes.living, order.weigh, random.Random(0), terms.group)
+    # Another cloud may use this placement.
+    choice = choice._replace(skipped=[each for each in choice.skipped if each in computes.stored_hostnames])
+    if is_raced and (terms.group is None or choice.candidates):
+        return NoCapacity('other attempts took every candidate first')
+    return NoCapacity(explain_no_candidate(offer, choice, computes.living, terms.group))
 
 
 def _make_requests(order: SetOrder, claims: ClaimedSet, scheduled_at: str) -> dict[str, Request]:
@@ -474,6 +343,44 @@ def _make_requests(order: SetOrder, claims: ClaimedSet, scheduled_at: str) -> di
     return {instance: make_request(instance, candidate) for instance, candidate in claims.candidates.items()}
 
 
-def add_state(error: Unreachable, state: str) -> Unreachable:
-    """Return an error of the same type with the state of the request added to its message."""
-    return type(error)(put_before_fix(str(error), f'; {state}'), error.backend)
+@dataclass(frozen=True)
+class RankedCompute:
+    """A compute to try, its `rooms`, `weight` (None: not weighed), an instance's `amounts` on it, how many go there."""
+
+    compute: str
+    hostname: str | None
+    weight: float | None
+    amounts: Mapping[str, int]
+    rooms: Mapping[str, Room]
+    instance_count: int
+
+
+def plan(
+    store: Store, backend: Future[tuple[Placement, Offer]], order: SetOrder, rng: random.Random
+) -> list[RankedCompute]:
+    """Return the candidates in the order of trying, without a claim; a compute may occur twice.
+
+    Raises NoCapacity, TooFew or OverQuota as create() does, UsageError, and the errors of the backends.
+    """
+    terms = read_terms(store, order, order.instances)
+    from ecomp.scheduler.queries.hosts import read_computes  # not for a claim
+
+    computes = read_computes(store)
+    _, offer = backend.result()
+    planner = Planner({order.query or '': offer}, terms.groups, computes.living, rng)
+    candidates = planner.list_candidates(make_lot(order, terms), terms.group)
+    lot = make_lot(order, terms, list(order.instances)[: count_to_place(candidates, terms, order)])
+    assignment = planner.assign([lot])
+    if lot.is_short(assignment.chosen):
+        raise make_refusal(order, terms, NoRoom(assignment, {}, planner.offers), lambda: computes)
+    return [
+        RankedCompute(
+            candidate.compute,
+            computes.find_hostname(candidate.compute),
+            candidate.weight,
+            candidate.allocations[candidate.compute],
+            offer.rooms.get(candidate.compute, {}),
+            sum(each is candidate for each in assignment.chosen.values()),
+        )
+        for candidate in candidates
+    ]

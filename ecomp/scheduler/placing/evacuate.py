@@ -10,9 +10,8 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -20,11 +19,12 @@ from ecomp.errors import Conflict, NotFound, PlacementRefusal, TooManyOperations
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations, find_compute
+from ecomp.model.assign import Planner
 from ecomp.model.choose import SPREAD, Candidate, Offer, PlacementReason
 from ecomp.model.group import AFFINITY
 from ecomp.model.host import EntriesByCompute, describe_silent_fix, group_by_instance
-from ecomp.model.moves import Guest, MovePlanner
-from ecomp.model.order import InvalidRequest, Request, SetOrder, get_holdings, parse_request
+from ecomp.model.moves import Guest, plan_moves
+from ecomp.model.order import InvalidRequest, Request, get_holdings, parse_request
 from ecomp.model.query import list_trees
 from ecomp.model.stack import Place
 from ecomp.placement.allocations import (
@@ -36,9 +36,7 @@ from ecomp.placement.allocations import (
     release,
 )
 from ecomp.placement.client import Placement
-from ecomp.scheduler.placing.claim import announce
-from ecomp.scheduler.placing.create import UNCHANGED, Attempt
-from ecomp.scheduler.placing.stack import Removal, check_previous, deliver_with_removals
+from ecomp.scheduler.placing.session import MAX_PLACES_AHEAD, UNCHANGED, Removal, Scheduler, Session, check_previous
 from ecomp.scheduler.queries.find import from_places
 from ecomp.scheduler.queries.stacks import find_next_place, make_move
 from ecomp.store.client import (
@@ -49,12 +47,12 @@ from ecomp.store.client import (
     is_alive,
     read_silence_condition,
 )
-from ecomp.store.sharing import KeyIndex, load_groups, note_released, read_index
+from ecomp.store.sharing import Excluded, KeyIndex, load_groups, note_released, read_index
 
 
 def read_moves(
     store: Store, placement: Placement, alive: Collection[str], computes: Sequence[str] | None = None
-) -> tuple[Mapping[str, Sequence[Guest]], MovePlanner]:
+) -> tuple[Mapping[str, Sequence[Guest]], Planner]:
     """Read the guests of these computes (None: of all), by compute, and make the planner for all of them.
 
     Placement is asked once for each query. Guests in error or gone have no request. Raises Unreadable for a malformed
@@ -85,7 +83,7 @@ def read_moves(
         except PlacementRefusal as error:
             refusals[query or ''] = str(error)
     # The same random choices each time, so that an unchanged cluster gives the same plan.
-    return guests, MovePlanner(offers, refusals, groups, alive, random.Random(0))
+    return guests, Planner(offers, groups, alive, random.Random(0), refusals)
 
 
 # Plans of all guests that have not moved, each after a lost race for room.
@@ -128,33 +126,21 @@ def check_silent(store: Store, compute: str, display_name: str) -> Unchanged:
     return silent
 
 
-def evacuate(  # noqa: PLR0913
-    store: Store,
-    placement: Placement,
-    compute: str,
-    display_name: str,
-    owner: Mapping[str, object],
-    rng: random.Random,
-    now: Callable[[], str],
-    report: Callable[[Evacuated], None],
-) -> list[str]:
+def evacuate(scheduler: Scheduler, compute: str, display_name: str, report: Callable[[Evacuated], None]) -> list[str]:
     """Place each guest of a compute anew that the operator has fenced and disabled; `report` gets each outcome.
 
-    Then release the claims on the compute that no request owns, and return their consumers. `owner`, `now`: see
-    create(). Raises Conflict if the compute is alive or another evacuation is in flight, and as create().
+    Then release the claims on the compute that no request owns, and return their consumers. Raises Conflict if the
+    compute is alive or another evacuation is in flight, and as create().
     """
-    check_silent(store, compute, display_name)
-    order, lease = SetOrder(keys.derive_uuid(compute, 'evacuate')), store.grant(keys.ATTEMPT_SECONDS)
-    attempt = _Evacuation(
-        store, Future(), order, True, rng, None, lambda _: None, lease, set(),
-        compute=compute, display_name=display_name, owner=owner, now=now, report=report,
-    )  # fmt: skip
-    attempt.placement = placement
-    with attempt.undo_on_error():
-        attempt.move_all()
-    attempt.undo()  # claims for guests that were destroyed or changed in the meantime
+    check_silent(scheduler.store, compute, display_name)
+    session = Session(scheduler, keys.derive_uuid(compute, 'evacuate'), ())
+    evacuation = _Evacuation(session, compute, display_name, report)
+    session.describe_done = evacuation.describe_moved
+    with session.open():
+        evacuation.move_all()
+    session.undo()  # claims for guests that were destroyed or changed in the meantime
     with suppress(NotFound):  # `host forget` came first
-        return _release_orphans(store, placement, compute)
+        return _release_orphans(scheduler.store, session.placement, compute)
     return []
 
 
@@ -175,31 +161,24 @@ def _release_orphans(store: Store, placement: Placement, compute: str) -> list[s
 
 
 @dataclass
-class _Evacuation(Attempt):
-    """The attempt of one evacuation: it claims for all guests that move, and delivers them one by one.
+class _Evacuation:
+    """One evacuation: it claims for all guests that move, and delivers them one by one.
 
     `guests`, `replacements` and `reasons` (why guests stay) are by the old instance; `moved` are old instances.
     """
 
-    compute: str = field(kw_only=True)
-    display_name: str = field(kw_only=True)
-    owner: Mapping[str, object] = field(kw_only=True)
-    now: Callable[[], str] = field(kw_only=True)
-    report: Callable[[Evacuated], None] = field(kw_only=True)
-    alternative: str = ''  # the uuid follows from the old instance
-    planner: MovePlanner = field(init=False)
+    session: Session
+    compute: str
+    display_name: str
+    report: Callable[[Evacuated], None]
+    planner: Planner = field(init=False)
     guests: Mapping[str, Guest] = field(init=False)
     replacements: dict[str, _Replacement] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
-    foreign: set[str] = field(default_factory=set)
     moved: set[str] = field(default_factory=set)
 
-    def undo(self) -> str:
-        """Undo as Attempt does; if instances were moved, return how many."""
-        outcome = super().undo()
-        return self._describe_moved() or outcome
-
-    def _describe_moved(self) -> str:
+    def describe_moved(self) -> str:
+        """Return how many instances were moved, '' for none."""
         return f'{len(self.moved)} instances were evacuated before' if self.moved else ''
 
     def move_all(self) -> None:
@@ -213,7 +192,7 @@ class _Evacuation(Attempt):
             if not (chosen := self._plan()):
                 break
             self._move(chosen)
-            requested = self.store.snapshot(keys.request_prefix(self.compute), keys_only=True).entries
+            requested = self.session.store.snapshot(keys.request_prefix(self.compute), keys_only=True).entries
             if self.moved.issuperset(map(keys.get_last_part, requested)):
                 return
             self._read_guests()  # also those that an attempt in flight has delivered since
@@ -222,12 +201,17 @@ class _Evacuation(Attempt):
             self.report(Evacuated(old, get_holdings(guest.request).name, reason=reason))
 
     def _read_guests(self) -> None:
-        guests, self.planner = read_moves(self.store, self.placement, self.read_alive(), [self.compute])
+        guests, self.planner = read_moves(
+            self.session.store, self.session.placement, self.session.read_alive(), [self.compute]
+        )
         self.guests = {guest.request.instance: guest for guest in guests.get(self.compute, ())}
 
     def _choose_replacements(self) -> None:
         """Choose the uuid of each new instance, or note why the guest stays."""
-        index, user_data = read_index(self.store), self.store.snapshot(keys.USER_DATA, keys_only=True).entries
+        index, user_data = (
+            read_index(self.session.store),
+            self.session.store.snapshot(keys.USER_DATA, keys_only=True).entries,
+        )
         for old, (_, request) in self.guests.items():
             if isinstance(request, InvalidRequest):
                 continue  # the plan says why it stays
@@ -236,19 +220,19 @@ class _Evacuation(Attempt):
                     raise Conflict('its user-data is no longer in etcd. Fix: destroy it, and create it again')
                 if len(index.requests.get(old, ())) > 1:
                     raise Conflict('several computes have a request for it. Try: eschedule audit')
-                place = find_next_place(self.store, request, self.compute)
+                place = find_next_place(self.session.store, request, self.compute)
                 new = place.instance if place else keys.derive_uuid(old, 'evacuated')
                 self.replacements[old] = _Replacement(request, new, place, None)
             except REFUSALS as error:
                 self.reasons[old] = str(error)
-        claimed_here = read_provider_allocations(self.placement, self.compute)
+        claimed_here = read_provider_allocations(self.session.placement, self.compute)
         consumers = {each.instance for each in self.replacements.values()} | self.replacements.keys() - claimed_here
-        claims = {each: held.allocations for each, held in read_consumers(self.placement, consumers).items()}
+        claims = {each: held.allocations for each, held in read_consumers(self.session.placement, consumers).items()}
         for old, replacement in list(self.replacements.items()):
             del self.replacements[old]
             try:
                 if (claimed_on := find_compute(claims.get(old, {}))) not in ('', self.compute):
-                    host = self.get_display_name(claimed_on)
+                    host = self.session.get_display_name(claimed_on)
                     raise Conflict(f'it is claimed on {host}, which may run it. Try: eschedule audit')
                 self.replacements[old] = self._take_claim(replacement, claims[replacement.instance], index)
             except REFUSALS as error:
@@ -264,29 +248,28 @@ class _Evacuation(Attempt):
             instance, claimed_on = replacement.instance, find_compute(held)
             is_listed = instance in index.requests or instance in index.records
             if claimed_on and claimed_on != self.compute:
-                host, problem = self.get_display_name(claimed_on), f'its replacement {instance} is claimed on'
-                if claimed_on not in self.read_alive():
+                host, problem = self.session.get_display_name(claimed_on), f'its replacement {instance} is claimed on'
+                if claimed_on not in self.session.read_alive():
                     cure = describe_silent_fix(host, '')
                     raise Conflict(f'{problem} {host}, which is silent and may run it. Fix: {cure}')
                 if is_listed:
                     raise Conflict(f'{problem} {host}, as after a restore of etcd. Try: eschedule audit')
-                self.foreign.add(instance)
+                self.session.foreign.add(instance)
                 return replacement._replace(claim=Candidate(claimed_on, held, None))
             if not claimed_on and not is_listed:
                 return replacement
-            place, step = replacement.place, self.rng.randint(1, MAX_INCARNATION_STEP)
+            place, step = replacement.place, self.session.scheduler.rng.randint(1, MAX_INCARNATION_STEP)
             place = place and place._replace(incarnation=place.incarnation + step)
             instance = place.instance if place else keys.make_uuid(os.urandom(16))
             replacement = replacement._replace(instance=instance, place=place)
-            held = read_consumer(self.placement, instance).allocations
+            held = read_consumer(self.session.placement, instance).allocations
 
     def _announce(self) -> None:
         """Write the attempt's key; Conflict if another evacuation of the compute is in flight."""
-        instances = [each.instance for each in self.replacements.values()]
-        value = {'version': 1, 'instances': instances, 'query': None, **self.owner}
-        outcome = self._describe_moved() or UNCHANGED
-        check = partial(check_previous, f'{self.display_name}: another evacuation', self.owner, outcome=outcome)
-        self.revision = announce(self.store, self.lease, self.order.instance, value, True, check)
+        self.session.instances = [each.instance for each in self.replacements.values()]
+        outcome = self.describe_moved() or UNCHANGED
+        other, owner = f'{self.display_name}: another evacuation', self.session.scheduler.owner
+        self.session.announce(None, partial(check_previous, other, owner, outcome=outcome))
 
     def _plan(self) -> dict[str, Candidate]:
         """Choose a candidate for each guest with a replacement, an earlier claim first; note why others stay."""
@@ -294,7 +277,10 @@ class _Evacuation(Attempt):
             guest for old, guest in self.guests.items()
             if old in self.replacements or isinstance(guest.request, InvalidRequest)
         ]  # fmt: skip
-        moves = {move.guest.request.instance: move for move in self.planner.plan_moves(guests, [self.compute])}
+        # The places of older attempts are left to them, without waiting for their end: the host is dead.
+        ahead = min(self.session.count_in_flight()[0], MAX_PLACES_AHEAD)
+        planned = plan_moves(self.planner, guests, [self.compute], ahead)
+        moves = {move.guest.request.instance: move for move in planned}
         self.reasons |= {old: move.reason for old, move in moves.items() if move.candidate is None}
         claims = {old: self.replacements[old].claim for old in moves.keys() & self.replacements.keys()}
         chosen = {old: each for old, move in moves.items() if (each := claims.get(old) or move.candidate) is not None}
@@ -314,10 +300,8 @@ class _Evacuation(Attempt):
             by_owner.setdefault((request.user_id, request.project_id), {})[instance] = candidate
         claimed = set[str]()
         for (user, project), candidates in by_owner.items():
-            self.store.keep_alive(self.lease)
-            self.attempted += [instance for instance in candidates if instance not in self.attempted]
-            claimer = replace(self.claimer, user_id=user, project_id=project, foreign=self.foreign)
-            claimed |= claimer.claim_what_fits(candidates)
+            self.session.store.keep_alive(self.session.lease)
+            claimed |= self.session.claim(candidates, user, project)
         failpoint('evacuation-claimed')
         waiting = [
             unit for unit in self._list_units(chosen)
@@ -343,12 +327,12 @@ class _Evacuation(Attempt):
 
         Conflict if the compute is alive again, or another evacuation took over; UnknownOutcome.
         """
-        silent = check_silent(self.store, self.compute, self.display_name)
-        if not self.is_attempt_ours():  # deliver() deletes the attempt's key to settle an unknown outcome
+        silent = check_silent(self.session.store, self.compute, self.display_name)
+        if not self.session.is_attempt_ours():  # deliver() deletes the attempt's key to settle an unknown outcome
             self._announce()
         guests = [old for unit in units for old in unit]
         own_keys = [key(self.compute, old) for old in guests for key in (keys.request, keys.record)]
-        read = self.store.read([*own_keys, *map(keys.old_record, guests)])
+        read = self.session.store.read([*own_keys, *map(keys.old_record, guests)])
         places = group_by_instance(read.items())
         return [unit for unit in units if not self._settle(unit, chosen, places, silent)]
 
@@ -376,8 +360,11 @@ class _Evacuation(Attempt):
                 if (request.query, request.group, request.stack) != (planned.query, planned.group, planned.stack):
                     return True
                 weigh = request.why.weigh if request.why else SPREAD
-                why = PlacementReason(weigh, chosen[old].weight, len(self.read_alive()))
-                stages = {'requested': str(self.owner['since']), 'scheduled': self.now()}
+                why = PlacementReason(weigh, chosen[old].weight, len(self.session.read_alive()))
+                stages = {
+                    'requested': str(self.session.scheduler.owner['since']),
+                    'scheduled': self.session.scheduler.now(),
+                }
                 fields = request.copy_fields(instance=new, replaces=old, stack=place or request.stack, stages=stages)
                 delivery = Request(allocations=chosen[old].allocations, why=why, **fields)
                 deliveries.append((chosen[old].compute, delivery))
@@ -385,19 +372,20 @@ class _Evacuation(Attempt):
                 computes |= {place: chosen[old].compute} if place else {}
             if not deliveries:
                 return True
-            make_own_change = partial(make_move, self.store, computes, silent)
-            if deliver_with_removals(
-                self.store, deliveries, self.condition, removals, make_own_change, ends_attempt=False
-            ):
+            make_own_change = partial(make_move, self.session.store, computes, silent)
+            revision = 0
+            with suppress(Excluded):  # others of the group came first
+                revision = self.session.deliver(deliveries, make_own_change, removals, ends_attempt=False)
+            if revision:
                 failpoint('evacuated')
                 for _, request in deliveries:
                     self._report_moved(str(request.replaces), chosen[str(request.replaces)])
                 return True
             for compute, request in deliveries:
                 new = request.instance
-                if self.store.get(keys.request(compute, new)) is not None:
+                if self.session.store.get(keys.request(compute, new)) is not None:
                     # A create has this uuid, and its claim is not ours to move or to release.
-                    self.movable.discard(new)
+                    self.session.movable.discard(new)
                     del self.replacements[str(request.replaces)]
                     raise Conflict(f'instance {new} exists already. Try: eschedule audit')
             return False
@@ -407,6 +395,6 @@ class _Evacuation(Attempt):
 
     def _report_moved(self, old: str, candidate: Candidate) -> None:
         request, new, *_ = self.replacements[old]
-        self.attempted.remove(new)
+        self.session.attempted.remove(new)
         self.moved.add(old)
         self.report(Evacuated(old, request.name, new, candidate.compute))

@@ -1,0 +1,282 @@
+"""Assign instances to computes: one lot or many, with their groups and earlier claims. Pure.
+
+A plan keeps only the room that its own instances take, so the plans for a thousand hosts share placement's answers. It
+looks at as many computes as it has instances, the best ones, and at those that it has used: no others can be chosen.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import islice
+from types import MappingProxyType
+from typing import NamedTuple
+
+from ecomp.model.allocation import Resources, Room, sum_allocations
+from ecomp.model.choose import (
+    FIRST,
+    SPREAD,
+    Candidate,
+    Choice,
+    Offer,
+    add_usage,
+    choose,
+    describe_room,
+    distribute,
+    explain_no_candidate,
+)
+from ecomp.model.group import AFFINITY, Group, Membership
+
+# With fewer spare places, ours may have been taken since placement was queried.
+MIN_SPARE_PLACES = 64
+
+
+class Lot(NamedTuple):
+    """Instances that are placed alike; at least `minimum` of them (None: all) are placed, or none."""
+
+    query: str
+    membership: Membership | None
+    weigh: str
+    instances: tuple[str, ...]
+    minimum: int | None = None
+
+    @property
+    def required(self) -> int:
+        return len(self.instances) if self.minimum is None else self.minimum
+
+    def is_short(self, places: Collection[str]) -> bool:
+        """Return whether fewer of the instances than required are among those with a place."""
+        return sum(instance in places for instance in self.instances) < self.required
+
+
+class Assignment(NamedTuple):
+    """The new places, and why the other instances have none, in the words of a refusal.
+
+    `insufficient` has the places of lots below their minimum. `spare` is the least number of places that are left
+    behind those of a lot and of older attempts; below 0 too few.
+    """
+
+    chosen: Mapping[str, Candidate]
+    missing: Mapping[str, str]
+    insufficient: Mapping[str, Candidate]
+    spare: int
+
+
+class Ranking(NamedTuple):
+    """The candidates of a query by compute, the best compute first, each with its position among all of them.
+
+    `skipped` are the providers that are not alive: see Choice.
+    """
+
+    candidates: Mapping[str, Sequence[tuple[int, Candidate]]]
+    skipped: Sequence[str]
+
+
+@dataclass
+class Planner:
+    """Assigns by placement's answers {query: offer}; `groups` have all their members but those to be assigned.
+
+    `refusals` has placement's reason for each query that it refused; these have no offer.
+    """
+
+    offers: Mapping[str, Offer]
+    groups: Mapping[str, Group]
+    alive: Collection[str]
+    rng: random.Random
+    refusals: Mapping[str, str] = field(default_factory=dict)
+    _rankings: dict[tuple[str, str], Ranking] = field(default_factory=dict)
+
+    def assign(
+        self,
+        lots: Sequence[Lot],
+        held: Mapping[str, Candidate] = MappingProxyType({}),
+        dead: Collection[str] = (),
+        ahead: int | None = None,
+    ) -> Assignment:
+        """Assign each instance that is not `held` as if these computes, with all members there, were dead.
+
+        The choice is greedy: groups of one compute come first, then other groups, then large amounts, because small
+        ones fit into the gaps. Room that is held is used in placement's answers already.
+
+        A lot without a group leaves a place for each of the instances that older attempts place: `ahead`, or None if
+        no other attempt is in flight.
+        """
+        plan = _Plan(self, frozenset(dead), held, ahead)
+        for lot in lots:
+            if lot.membership is not None:
+                joined = plan.get_group(lot) or self.get_group(lot.membership, dead)
+                members = {each: held[each].compute for each in lot.instances if each in held}
+                plan.groups[joined.name] = joined.with_members(members)
+        units: dict[str | Lot, list[Lot]] = {}
+        for lot in sorted(lots, key=self._make_sort_key):
+            group = plan.get_group(lot)
+            units.setdefault(group.name if group and group.is_undecided else lot, []).append(lot)
+        for unit in units.values():
+            plan.place(unit)
+        return Assignment(plan.chosen, plan.missing, plan.insufficient, plan.spare)
+
+    def rank(self, lot: Lot) -> Ranking:
+        """Return the candidates for a lot without its group, as they are now; made once for all plans."""
+        key = lot.query, lot.weigh
+        if key not in self._rankings:
+            ranking: dict[str, list[tuple[int, Candidate]]] = {}
+            choice = choose(self.offers[lot.query], self.alive, lot.weigh, self.rng)
+            for position, candidate in enumerate(choice.candidates):
+                ranking.setdefault(candidate.compute, []).append((position, candidate))
+            self._rankings[key] = Ranking(ranking, choice.skipped)
+        return self._rankings[key]
+
+    def list_candidates(self, lot: Lot, group: Group | None) -> list[Candidate]:
+        """Return the candidates that the group admits, in the order of trying."""
+        pairs = [pair for of_compute in self.rank(lot).candidates.values() for pair in of_compute]
+        candidates = [candidate for _, candidate in sorted(pairs, key=lambda pair: pair[0])]
+        if group is None:
+            return candidates
+        admitted = [each for each in candidates if group.can_admit(each.compute, group.member_counts)]
+        return sorted(admitted, key=lambda each: -group.get_preference(each.compute))
+
+    def get_group(self, membership: Membership, dead: Collection[str] = ()) -> Group:
+        """Return a group without its members on dead computes; a new one if it does not exist."""
+        name, policy, strict = membership
+        group = self.groups.get(name, Group(name, policy or '', bool(strict)))
+        living = {instance: compute for instance, compute in group.members.items() if compute not in dead}
+        return replace(group, members=living)
+
+    @cached_property
+    def rooms(self) -> Mapping[str, Mapping[str, Room]]:
+        """The room of each provider in all answers."""
+        rooms: dict[str, dict[str, Room]] = {}
+        for offer in self.offers.values():
+            for provider, room in offer.rooms.items():
+                rooms.setdefault(provider, {}).update(room)
+        return rooms
+
+    def _make_sort_key(self, lot: Lot) -> tuple[bool, bool, list[int]]:
+        candidates = self.offers[lot.query].candidates
+        amounts: Resources = sum_allocations(candidates[0]) if candidates else {}
+        is_affine = lot.membership is not None and self.get_group(lot.membership).policy == AFFINITY
+        return lot.membership is None, not is_affine, sorted(-amount for amount in amounts.values())
+
+
+@dataclass
+class _Plan:
+    """One assignment: what it has chosen, and the room and the groups that it has changed."""
+
+    planner: Planner
+    dead: frozenset[str]
+    held: Mapping[str, Candidate]
+    ahead: int | None
+    chosen: dict[str, Candidate] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    insufficient: dict[str, Candidate] = field(default_factory=dict)
+    spare: int = MIN_SPARE_PLACES
+    used: dict[str, dict[str, Room]] = field(default_factory=dict)
+    groups: dict[str, Group] = field(default_factory=dict)
+
+    def get_group(self, lot: Lot) -> Group | None:
+        """Return the lot's group with the members that this plan has placed; None without one."""
+        return self.groups.get(lot.membership.name) if lot.membership is not None else None
+
+    def place(self, lots: Sequence[Lot]) -> None:
+        """Place as many instances as possible, at least the minimum, of one lot or of several that need one compute."""
+        names = {lot: [each for each in lot.instances if each not in self.held] for lot in lots}
+        group, count = self.get_group(lots[0]), sum(map(len, names.values()))
+        required = sum(lot.required - len(lot.instances) for lot in lots) + count
+        best, best_used, is_united = dict[str, Candidate](), self.used, group is not None and group.is_undecided
+        for computes in self._list_choices(lots[0], group, count) if count else ():
+            chosen, used = dict[str, Candidate](), dict(self.used)
+            for lot in lots:
+                candidates = self._list_candidates(lot, computes)
+                providers = (provider for candidate in candidates for provider in candidate.allocations)
+                rooms = {each: used.get(each) or self.planner.rooms.get(each, {}) for each in providers}
+                batch = self._distribute(lot, candidates, rooms, len(names[lot]), None if is_united else group)
+                for candidate in batch:
+                    used |= {each: dict(used.get(each) or rooms[each]) for each in candidate.allocations}
+                    add_usage(candidate.allocations, used)
+                chosen |= zip(names[lot], batch, strict=False)
+            if len(chosen) > len(best):
+                best, best_used = chosen, used
+            if len(best) == count:
+                break
+        if len(best) < count:
+            reason = self._explain(lots[0], group, len(best), count)
+            if len(best) < required:
+                self.insufficient |= best
+                best, best_used = {}, self.used
+            self.missing |= {each: reason for of_lot in names.values() for each in of_lot if each not in best}
+        self.chosen |= best
+        self.used.update(best_used)
+        if group is not None:
+            self.groups[group.name] = group.with_members({each: best[each].compute for each in best})
+
+    def _distribute(
+        self,
+        lot: Lot,
+        candidates: Sequence[Candidate],
+        rooms: Mapping[str, Mapping[str, Room]],
+        count: int,
+        group: Group | None,
+    ) -> list[Candidate]:
+        """Return a candidate for each of `count` instances, or for fewer, behind the places of older attempts."""
+        weigh, ahead, rng = lot.weigh, self.ahead, self.planner.rng
+        if ahead is None or lot.membership is not None:  # a group's places are not chosen for other attempts
+            return distribute(candidates, rooms, count, weigh, rng, group)
+        # Not shuffled: every attempt has to simulate the others in the same order.
+        ordered = candidates if weigh == FIRST else sorted(candidates, key=_make_fixed_key)
+        places = distribute(ordered, rooms, ahead + count + MIN_SPARE_PLACES, weigh, rng)
+        spare = len(places) - ahead - count
+        self.spare = min(self.spare, spare)
+        if weigh == SPREAD and count == 1 and spare >= MIN_SPARE_PLACES:
+            # Shuffled: of many equal places, attempts hardly choose the same, even unannounced ones. Sets would still
+            # meet on some compute, where placement serializes them.
+            places = distribute(candidates, rooms, ahead + 1, weigh, rng)
+        if spare >= 0:
+            return places[ahead : ahead + count]
+        if count == 1:
+            return [rng.choice(places)] if places else []
+        return distribute(candidates, rooms, count, weigh, rng)
+
+    def _list_choices(self, lot: Lot, group: Group | None, count: int) -> Iterator[Collection[str]]:
+        """Yield sets of computes to try: each alone if all instances need the same; else the best, and then all.
+
+        All are needed only if some share the room of a provider, and for the last choice of a soft group.
+        """
+        ranking = self.planner.rank(lot).candidates
+        if group is not None and group.is_undecided:
+            yield from ({compute} for compute in ranking)
+            return
+        members = group.member_counts if group is not None else {}
+        others = (each for each in ranking if each not in self.used and each not in members and each not in self.dead)
+        if self.ahead is None or group is not None:
+            best = {*self.used, *islice(others, count)}
+            if group is not None and group.policy == AFFINITY:
+                best |= members.keys()
+            yield {each for each in best if group is None or group.can_admit(each, members)}
+        yield {each for each in ranking if group is None or group.can_admit(each, members)}
+
+    def _list_candidates(self, lot: Lot, computes: Collection[str]) -> list[Candidate]:
+        """Return the candidates for a lot on these computes, in the order of rank()."""
+        ranking = self.planner.rank(lot).candidates
+        pairs = [pair for compute in computes for pair in ranking.get(compute, ())]
+        living = [pair for pair in pairs if self.dead.isdisjoint(pair[1].allocations)]
+        return [candidate for _, candidate in sorted(living, key=lambda pair: pair[0])]
+
+    def _explain(self, lot: Lot, group: Group | None, placed_count: int, count: int) -> str:
+        """Return why only `placed_count` of `count` instances have a place."""
+        if placed_count:
+            return describe_room(placed_count, count, group)
+        ranking = self.planner.rank(lot)
+        admitted = [each for each in ranking.candidates if group is None or group.can_admit(each, group.member_counts)]
+        if self._list_candidates(lot, admitted):
+            return 'other guests took every candidate first'
+        living = set(self.planner.alive) - self.dead
+        offer = self.planner.offers[lot.query]
+        offer = offer._replace(candidates=[each for each in offer.candidates if self.dead.isdisjoint(each)])
+        skipped = [provider for each in offer.candidates for provider in each if living.isdisjoint(each)]
+        return explain_no_candidate(offer, Choice((), skipped), living, group)
+
+
+def _make_fixed_key(candidate: Candidate) -> tuple[str, tuple[str, ...]]:
+    return candidate.compute, tuple(sorted(candidate.allocations))

@@ -1,0 +1,536 @@
+"""One attempt to place instances: announce it, take over earlier claims, claim, deliver, and undo what is left.
+
+The attempt is a key below /requests on a lease. A delivery deletes it, or compares it. After a kill the computes undo
+the rest (rule: orphaned-claim). What an earlier attempt claimed stays where it is (rule: claim-stays).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+from ecomp.errors import (
+    ClaimedElsewhere,
+    Conflict,
+    EcompError,
+    NoCapacity,
+    UnknownOutcome,
+    Unreachable,
+    UsageError,
+    put_before_fix,
+)
+from ecomp.failpoints import failpoint
+from ecomp.model import keys
+from ecomp.model.allocation import Allocations, find_compute, list_missing_classes, sum_allocations
+from ecomp.model.assign import MIN_SPARE_PLACES, Assignment, Lot, Planner
+from ecomp.model.choose import Candidate, Offer
+from ecomp.model.group import Group, Membership
+from ecomp.model.guest import SharedUserData
+from ecomp.model.json_object import load_object_or_empty
+from ecomp.model.order import Request
+from ecomp.model.query import Amount, UnsupportedQueryError, exclude_disabled, parse_query
+from ecomp.model.record import ERROR
+from ecomp.placement import allocations, providers
+from ecomp.placement.client import Placement
+from ecomp.scheduler.changes.change import make_tombstone
+from ecomp.scheduler.placing.claim import Claimer, abandon, announce, deliver
+from ecomp.scheduler.queries.find import InstanceEntries, reserve_names
+from ecomp.store.client import Delete, Entry, Store, Unchanged, count_placements_before_and_after
+from ecomp.store.sharing import Change, join_group, merge_changes, read_highest_released, release_name, try_revoke
+
+if TYPE_CHECKING:
+    from ecomp.model.host import Computes
+
+log = logging.getLogger(__name__)
+
+# The outcome of a failed request, in messages.
+UNCHANGED = 'nothing was changed'
+UNDONE = 'nothing was placed, and the claim is released'
+
+# New queries while no attempt ahead finishes: a killed one stays ahead for a minute.
+MAX_REFRESHES = 8
+# Seconds before each of these queries: at most this, and half of it at least.
+MAX_PAUSE_SECONDS = 0.1
+# Places that are left to other attempts, at most: they are simulated one by one.
+MAX_PLACES_AHEAD = 300
+# Refused claims after which a place is left out: it is too busy, as a full one is not offered. A compute with child
+# providers (GPUs, say) is several places, of which some may be free.
+MAX_REFUSALS = 2
+# Computes that are logged by name, at most.
+MAX_LOGGED_COMPUTES = 20
+
+# {query: placement's answer}
+Offers = Mapping[str, Offer]
+
+
+class DeliveryRefused(Conflict):
+    """The delivery was refused; undo_on_error() adds what was undone to the message."""
+
+
+class NoRoom(NoCapacity):
+    """There is no room by these offers: `assignment` has the places that were found, `held` those that are claimed."""
+
+    def __init__(self, assignment: Assignment, held: Mapping[str, Candidate], offers: Offers) -> None:
+        super().__init__(next(iter(assignment.missing.values()), ''))
+        self.assignment = assignment
+        self.held = held
+        self.offers = offers
+
+
+class Removal(NamedTuple):
+    """An instance to destroy, for its entry in the stack; `is_replaced` if a new one is delivered for the entry.
+
+    `replaced_by` is the new instance if the old one is evacuated.
+    """
+
+    entry: str
+    entries: InstanceEntries
+    is_replaced: bool
+    replaced_by: str | None = None
+
+
+class Scheduler(NamedTuple):
+    """What attempts work with.
+
+    `backend` waits for placement and its first answer. `owner` is our host, pid and time, `now` returns an ISO time.
+    """
+
+    store: Store
+    backend: Callable[[], tuple[Placement, Offer]]
+    owner: Mapping[str, object]
+    rng: random.Random
+    now: Callable[[], str]
+
+
+class Contention:
+    """The place of this attempt: `ahead` is the number of older attempts' instances, at most MAX_PLACES_AHEAD."""
+
+    def __init__(
+        self, count_in_flight: Callable[[], tuple[int, int]], query_placement: Callable[[], Offers], rng: random.Random
+    ) -> None:
+        """Count the instances of older and of newer attempts in flight; refresh() queries placement."""
+        self._count_in_flight = count_in_flight
+        self._query_placement = query_placement
+        self._rng = rng
+        self._is_fresh = False
+        self._refreshes_left = MAX_REFRESHES
+        self._fewest_ahead = MAX_PLACES_AHEAD
+        instances_ahead, self._instances_behind = count_in_flight()
+        self.ahead = min(instances_ahead, MAX_PLACES_AHEAD)
+
+    @property
+    def is_alone(self) -> bool:
+        """True if no other attempt was in flight at the last count."""
+        return self.ahead + self._instances_behind == 0
+
+    def refresh(self) -> Offers:
+        """Count the attempts again, then return new answers of placement."""
+        ahead, self._instances_behind = self._count_in_flight()
+        self.ahead = min(ahead, MAX_PLACES_AHEAD)
+        self._is_fresh = True
+        return self._query_placement()
+
+    def should_refresh(self, spare_places: int) -> bool:
+        """Return whether to call refresh(), with `spare_places` left behind ours (< 0: too few). May sleep.
+
+        Before the first refresh: if others are in flight and fewer than MIN_SPARE_PLACES are left. Later: if too few
+        are left and some are ahead, after a pause, until MAX_REFRESHES calls in a row found no fewer ahead.
+        """
+        if not self._is_fresh:  # placement was queried before this attempt was announced
+            return spare_places < MIN_SPARE_PLACES and not self.is_alone
+        if spare_places >= 0 or not self.ahead:
+            return False
+        self._refreshes_left = MAX_REFRESHES if self.ahead < self._fewest_ahead else self._refreshes_left - 1
+        self._fewest_ahead = min(self.ahead, self._fewest_ahead)
+        if self._refreshes_left:
+            time.sleep(self._rng.uniform(MAX_PAUSE_SECONDS / 2, MAX_PAUSE_SECONDS))
+        return self._refreshes_left > 0
+
+
+def check_complete(allocations: Allocations) -> None:
+    """Raise UsageError if these allocations lack what a guest needs."""
+    lacking = list_missing_classes(sum_allocations(allocations))
+    if lacking:
+        raise UsageError(f'the query lacks {", ".join(lacking)}, which every guest needs')
+
+
+@dataclass
+class Session:
+    """One attempt, whose key is on `lease`, with `revision` once it is written.
+
+    undo() releases the claims of `attempted` instances that are `movable`, because no other attempt made their claims
+    (rule: claim-stays), or `unclaimed` (no claim after the announcement, and none of another attempt since). `foreign`
+    instances, which another attempt claimed, never become movable.
+    """
+
+    scheduler: Scheduler
+    uuid: str
+    instances: Collection[str]
+    user_id: str = ''
+    project_id: str = ''
+    # Whether another attempt may have had these uuids.
+    resume: bool = True
+    # Ends the cure for a claim of another attempt.
+    alternative: str = ''
+    on_cluster_size: Callable[[int], None] = lambda _: None
+    # Says what was delivered in spite of an error, '' for nothing.
+    describe_done: Callable[[], str] = lambda: ''
+    lease: int = 0
+    revision: int = 0
+    movable: set[str] = field(default_factory=set)
+    foreign: set[str] = field(default_factory=set)
+    unclaimed: set[str] = field(default_factory=set)
+    attempted: list[str] = field(default_factory=list)
+    _alive: list[str] | None = None
+
+    @property
+    def store(self) -> Store:
+        return self.scheduler.store
+
+    @cached_property
+    def first_answer(self) -> tuple[Placement, Offer]:
+        """Placement, and its first answer; the first use waits for them."""
+        return self.scheduler.backend()
+
+    @property
+    def placement(self) -> Placement:
+        return self.first_answer[0]
+
+    @property
+    def condition(self) -> Unchanged:
+        """The condition that the attempt's key is still ours."""
+        return Unchanged(keys.attempt(self.uuid), self.revision)
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Grant the lease. Undo the attempt if the block raises, and raise the error with what was undone.
+
+        After UnknownOutcome nothing is released (rule: read-back).
+        """
+        try:
+            self.lease = self.store.grant(keys.ATTEMPT_SECONDS)
+        except Unreachable as error:
+            raise add_state(error, UNCHANGED) from error
+        try:
+            yield
+        except UnknownOutcome:
+            raise
+        except BaseException as error:
+            outcome = self.undo()
+            if isinstance(error, ClaimedElsewhere):
+                raise self.make_refusal(error.computes) from error
+            if isinstance(error, Unreachable):
+                raise add_state(error, outcome) from error
+            if isinstance(error, DeliveryRefused):
+                raise Conflict(put_before_fix(str(error), f'; {outcome}')) from error
+            if outcome not in (UNCHANGED, UNDONE):
+                log.warning('%s', outcome)
+            raise
+
+    def undo(self) -> str:
+        """Release the claims, revoke the lease; return UNCHANGED, UNDONE, or what is left, also after an error."""
+        outcome = UNCHANGED
+        if releasable := (self.movable | self.unclaimed).intersection(self.attempted):
+            outcome = self.release(releasable)
+            failpoint('undone')
+        try_revoke(self.store, self.lease)
+        return self.describe_done() or outcome
+
+    def announce(self, query: str | None, check_previous: Callable[[Entry], object] | None = None) -> None:
+        """Write the attempt's key; see ecomp.scheduler.placing.claim.announce()."""
+        value = {'version': 1, 'instances': list(self.instances), 'query': query, **self.scheduler.owner}
+        takes_over, check = self.resume or check_previous is not None, check_previous or (lambda _: None)
+        self.revision = announce(self.store, self.lease, self.uuid, value, takes_over, check)
+
+    def take_over(
+        self, lots: Sequence[Lot], groups: Mapping[str, Group]
+    ) -> tuple[dict[str, Candidate], dict[str, str]]:
+        """Claim where an earlier attempt's claims are; return those held, and {instance: compute} of all others.
+
+        They stay (rule: claim-stays): after a restore of etcd the instances may run there.
+        """
+        earlier, elsewhere = dict[str, Candidate](), dict[str, str]()
+        for lot in lots:
+            group = groups.get(lot.membership.name) if lot.membership else None
+            usable, others = read_earlier_claims(self.placement, lot.instances, lot.query, self.read_alive(), group)
+            earlier |= usable
+            elsewhere |= others
+        self.unclaimed |= {each for lot in lots for each in lot.instances} - earlier.keys() - elsewhere.keys()
+        self.foreign.update(earlier.keys() - self.movable)
+        claimed = self.claim(earlier)
+        held = {instance: candidate for instance, candidate in earlier.items() if instance in claimed}
+        return held, elsewhere | {each: earlier[each].compute for each in earlier.keys() - claimed}
+
+    def place(
+        self,
+        list_lots: Callable[[Planner, Mapping[str, Candidate]], Sequence[Lot]],
+        groups: Mapping[str, Group],
+        offers: Mapping[str, Offer | None],
+        held: Mapping[str, Candidate],
+        check: Callable[[Mapping[str, Candidate]], None] = lambda _: None,
+    ) -> dict[str, Candidate]:
+        """Claim a candidate for each instance, or for each lot's minimum; return these and the `held` ones.
+
+        The first places are left to older attempts in flight. The places of a finished attempt are not offered, nor
+        those of an attempt that has claimed since it was counted: usable places then stay free. After a lost race
+        placement is queried again.
+
+        `list_lots` returns the lots; it is called after each answer of placement. `groups` are without our instances.
+        `offers` has placement's answer to each query, or None to query it after the attempts are counted. `check`
+        raises an error if these candidates must not be claimed.
+
+        Raises:
+            NoRoom: a lot has fewer places than its minimum. Claims made until then stay.
+            UsageError: the query lacks what a guest needs.
+        """
+        held, refusals = dict(held), Counter[frozenset[str]]()
+        contention = Contention(self.count_in_flight, lambda: self.read_offers(offers), self.scheduler.rng)
+        current: Offers = {query: offer or self.read_offer(query) for query, offer in offers.items()}
+        while True:
+            usable = {query: _leave_out(offer, refusals) for query, offer in current.items()}
+            planner = Planner(usable, groups, self.read_alive(), self.scheduler.rng)
+            lots = list_lots(planner, held)
+            self._log_skipped({provider for lot in lots for provider in planner.rank(lot).skipped})
+            assignment = planner.assign(lots, held, ahead=None if contention.is_alone else contention.ahead)
+            if contention.should_refresh(assignment.spare):
+                current = contention.refresh()
+                continue
+            if any(lot.is_short({**held, **assignment.chosen}) for lot in lots):
+                raise NoRoom(assignment, held, current)
+            for candidate in assignment.chosen.values():
+                check_complete(candidate.allocations)
+            check({**held, **assignment.chosen})
+            claimed = self.claim(assignment.chosen)
+            held |= {instance: assignment.chosen[instance] for instance in claimed}
+            refused = assignment.chosen.keys() - claimed
+            if not refused:
+                return held
+            # Another attempt was faster there, so the offer is stale.
+            refusals.update({frozenset(assignment.chosen[instance].allocations) for instance in refused})
+            for lot in lots:
+                group = groups.get(lot.membership.name) if lot.membership else None
+                if group is not None and group.is_undecided and lot.is_short(held):
+                    # All members share one compute: try another one.
+                    held = {each: candidate for each, candidate in held.items() if each not in lot.instances}
+            current = contention.refresh()
+
+    def claim(
+        self, candidates: Mapping[str, Candidate], user_id: str | None = None, project_id: str | None = None
+    ) -> set[str]:
+        """Claim what there is room for; see Claimer.claim_what_fits()."""
+        self.attempted += [instance for instance in candidates if instance not in self.attempted]
+        if not candidates:
+            return set()
+        return self.make_claimer(user_id or self.user_id, project_id or self.project_id).claim_what_fits(candidates)
+
+    def check_ours(self) -> None:
+        """Raise Conflict if another process took the attempt over."""
+        self.make_claimer(self.user_id, self.project_id).check(self.uuid)
+
+    def make_claimer(self, user_id: str, project_id: str) -> Claimer:
+        return Claimer(
+            self.placement,
+            user_id,
+            project_id,
+            self.is_attempt_ours,
+            self.read_highest_released,
+            self.get_display_name,
+            self.movable,
+            self.foreign,
+        )
+
+    def deliver(
+        self,
+        deliveries: Sequence[tuple[str, Request]],
+        make_own_change: Callable[[], Change],
+        removals: Sequence[Removal] = (),
+        user_data: SharedUserData | None = None,
+        ends_attempt: bool = True,
+    ) -> int:
+        """Deliver (compute, request) pairs, and destroy what they replace, in one transaction; see claim.deliver().
+
+        Names and group slots move from replaced instances to new ones. `make_own_change` adds quota and stack. Raises
+        Excluded if others of a group or of the project came first.
+        """
+        removed = [removal.entries.record.instance for removal in removals]
+
+        def make_shared_change() -> Change:
+            places: dict[Membership, dict[str, str]] = {}
+            for compute, request in deliveries:
+                if request.group is not None:
+                    places.setdefault(request.group, {})[request.instance] = compute
+            # An evacuation looks for deliveries of its uuids before it announces them, so a create may have come since.
+            unused = [
+                Unchanged(keys.request(compute, each.instance), 0) for compute, each in deliveries if each.replaces
+            ]
+            return merge_changes(
+                (unused, []),
+                reserve_names(self.store, {request.instance: request.name for _, request in deliveries}, removed),
+                *(join_group(self.store, group, members, removed) for group, members in places.items()),
+                *(make_removal(self.store, removal) for removal in removals),
+                make_own_change(),
+            )
+
+        return deliver(self.store, deliveries, self.condition, user_data, make_shared_change, ends_attempt)
+
+    def finish(self, delivered: Collection[str]) -> None:
+        """Release what was claimed and not delivered, and revoke the lease."""
+        unused = self.movable.intersection(self.attempted).difference(delivered)
+        if unused:  # of a set; computes release what cannot be released here
+            log.debug('%s', self.release(unused))
+        try_revoke(self.store, self.lease)
+
+    def release(self, instances: Iterable[str]) -> str:
+        """Release the instances' claims; return UNDONE, or a sentence about leftovers or the error."""
+        try:
+            if abandon(self.store, self.placement, instances, self.uuid, self.revision):
+                return UNDONE
+            return f'{self.uuid}: its claim stays: another attempt is in flight, or this eschedule was too slow'
+        except EcompError as error:
+            log.debug('the claim of %s could not be released: %s', self.uuid, error)
+            return (
+                f'{self.uuid} is not placed: the computes release its claim within minutes. '
+                f'Try: the same command with --uuid {self.uuid}, which takes the claim over'
+            )
+
+    def make_refusal(self, claimed_on: Mapping[str, str]) -> ClaimedElsewhere:
+        """Make the error, with its cure, for {instance: compute} of claims elsewhere; reads the computes from etcd."""
+        instance, compute = next(iter(claimed_on.items()))
+        host = self.get_display_name(compute)
+        which = f'{instance} is' if len(claimed_on) == 1 else f'{instance} and {len(claimed_on) - 1} more are'
+        if compute in self.read_alive():
+            problem = f'{which} claimed on {host} by another attempt'
+            cure = f'wait two minutes ({host} then has released the claim if no request owns it){self.alternative}'
+        else:
+            from ecomp.model.host import describe_silent_fix
+
+            problem = f'{which} claimed on {host}, which is silent and may be running it'
+            cure = describe_silent_fix(host, self.alternative)
+        return ClaimedElsewhere(claimed_on, f'{problem}. Fix: {cure}')
+
+    def read_alive(self) -> list[str]:
+        """Return the living computes, read once; on_cluster_size() gets the number of keys then."""
+        if self._alive is None:
+            presence = self.store.snapshot(keys.COMPUTES, keys_only=True).entries
+            self.on_cluster_size(len(presence))
+            self._alive = [keys.get_last_part(key) for key, entry in presence.items() if entry.lease]
+        return self._alive
+
+    @cached_property
+    def computes(self) -> Computes:
+        """All computes with their host names, read from etcd at first use."""
+        from ecomp.scheduler.queries.hosts import read_computes  # only for messages about computes
+
+        return read_computes(self.store)
+
+    def get_display_name(self, compute: str) -> str:
+        """Return a compute's host name (see Computes.format_name()); the first call reads etcd."""
+        return self.computes.format_name(compute)
+
+    def is_attempt_ours(self) -> bool:
+        """Refresh the lease, read the key; return False if the key is gone or another process took it over."""
+        self.store.keep_alive(self.lease)  # a long attempt that still asks is alive
+        entry = self.store.get(keys.attempt(self.uuid))
+        return entry is not None and entry.revision == self.revision
+
+    def read_offers(self, queries: Iterable[str]) -> dict[str, Offer]:
+        """Refresh the lease, and query the candidates."""
+        self.store.keep_alive(self.lease)
+        return {query: self.read_offer(query) for query in queries}
+
+    def read_offer(self, query: str) -> Offer:
+        return allocations.read_candidates(self.placement, query)
+
+    def read_highest_released(self, instances: Collection[str]) -> int:
+        """Return the highest generation at which a claim of these was released; 0 if none, or if not resuming."""
+        # A uuid that was generated here is new to all others.
+        return read_highest_released(self.store, instances) if self.resume else 0
+
+    def count_in_flight(self) -> tuple[int, int]:
+        """Count the instances that older attempts place, and those of newer attempts."""
+        return count_placements_before_and_after(self.store.snapshot(keys.ATTEMPTS), self.revision)
+
+    def _log_skipped(self, skipped: Collection[str]) -> None:
+        """Log the computes that placement offers and that are not alive."""
+        # Providers of another cloud in the same placement are not logged.
+        ours = sorted(provider for provider in skipped if provider in self.computes.stored_hostnames)
+        for provider in ours[:MAX_LOGGED_COMPUTES]:
+            log.warning('compute %s is not alive: skipped', self.get_display_name(provider))
+        if len(ours) > MAX_LOGGED_COMPUTES:
+            log.warning('%d more not alive: skipped', len(ours) - MAX_LOGGED_COMPUTES)
+
+
+def read_earlier_claims(
+    placement: Placement, instances: Collection[str], query: str, alive: Collection[str], group: Group | None
+) -> tuple[dict[str, Candidate], dict[str, str]]:
+    """Read earlier claims: {instance: candidate} of those to take over, {instance: compute} of all others.
+
+    Others: on a silent compute or one that group or query exclude, with other amounts, or if the query is unparsable.
+    """
+    held = allocations.read_consumers(placement, instances)
+    claimed_on = {each: compute for each, consumer in held.items() if (compute := find_compute(consumer.allocations))}
+    try:
+        constraints = parse_query(exclude_disabled(query)) if claimed_on else []
+    except UnsupportedQueryError:
+        return {}, claimed_on
+    amounts = {constraint.name: constraint.amount for constraint in constraints if isinstance(constraint, Amount)}
+    others = [constraint for constraint in constraints if not isinstance(constraint, Amount)]
+    fitting = set(alive).intersection(*(providers.find_satisfying(placement, constraint) for constraint in others))
+    usable = {
+        instance: Candidate(compute, held[instance].allocations, None)
+        for instance, compute in claimed_on.items()
+        if compute in fitting and sum_allocations(held[instance].allocations) == amounts
+        if group is None or group.explain_exclusion(compute) is None
+    }
+    return usable, {instance: compute for instance, compute in claimed_on.items() if instance not in usable}
+
+
+def make_removal(store: Store, removal: Removal) -> Change:
+    """Return the change that destroys an instance, or removes the record of one in error."""
+    entries = removal.entries
+    record, entry = entries.record, entries.record_entry
+    if record.state != ERROR or entries.request_entry is not None or entry is None:
+        conditions, tombstone = make_tombstone(store, entries, removal.replaced_by)
+        return conditions, [tombstone]
+    unchanged = [Unchanged(entry.key, entry.revision), Unchanged(keys.request(record.compute, record.instance), 0)]
+    # A replacement takes the name over.
+    name = ([], []) if removal.is_replaced else release_name(store, entries.name, record.instance)
+    return merge_changes((unchanged, [Delete(entry.key)]), name)
+
+
+def check_previous(other: str, owner: Mapping[str, object], entry: Entry, outcome: str = UNCHANGED) -> None:
+    """Raise Conflict, with our `outcome`, unless the process of the `other` attempt ran here and has ended."""
+    facts = load_object_or_empty(entry.value)
+    host, pid = str(facts.get('host'))[:80], facts.get('pid')
+    if host == owner['host'] and type(pid) is int and pid > 0:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        except (PermissionError, OverflowError):
+            pass
+    raise Conflict(
+        f'{other} is in flight, process {pid!r:.20} on {host}; {outcome}. Fix: repeat '
+        f'the command when it has finished, or {keys.ATTEMPT_SECONDS} s after it was killed'
+    )
+
+
+def add_state(error: Unreachable, state: str) -> Unreachable:
+    """Return an error of the same type with the state of the request added to its message."""
+    return type(error)(put_before_fix(str(error), f'; {state}'), error.backend)
+
+
+def _leave_out(offer: Offer, refusals: Mapping[frozenset[str], int]) -> Offer:
+    """Return the offer without the candidates that were refused MAX_REFUSALS times."""
+    if not refusals:
+        return offer
+    usable = [each for each in offer.candidates if refusals.get(frozenset(each), 0) < MAX_REFUSALS]
+    return offer._replace(candidates=usable)
