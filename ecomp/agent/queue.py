@@ -36,7 +36,7 @@ from ecomp.errors import (
 )
 from ecomp.failpoints import failpoint
 from ecomp.model import keys, queue
-from ecomp.model.allocation import Inventory, find_compute, sum_resources
+from ecomp.model.allocation import Allocations, Inventory, find_compute, sum_resources
 from ecomp.model.backoff import Backoff
 from ecomp.model.cluster import find_accepted_revision
 from ecomp.model.explain import Provider
@@ -49,11 +49,11 @@ from ecomp.model.record import to_json as record_to_json
 from ecomp.model.status import DISABLED
 from ecomp.model.text import join_some
 from ecomp.placement import allocations, providers
-from ecomp.placement.allocations import Consumer, claim, read_consumer, release
+from ecomp.placement.allocations import claim, read_consumer, release
 from ecomp.placement.client import Placement
 from ecomp.placement.providers import read_provider
 from ecomp.store import sharing
-from ecomp.store.client import Delete, Exists, Put, Unchanged, delete_if_unchanged, list_attempted_instances
+from ecomp.store.client import NOT_QUEUED, Delete, Exists, Put, Unchanged, delete_if_unchanged, find_needed
 from ecomp.store.presence import LEASE_SECONDS, MAX_EXPIRY_DELAY_SECONDS
 from ecomp.store.watch import State
 
@@ -327,13 +327,9 @@ class Taker:
         request is here, or the claim was changed concurrently. Errors of etcd and placement are raised.
         """
 
-        def select_kept(holding: Mapping[str, Consumer]) -> Collection[str]:
-            if self.compute not in holding[instance].allocations:
-                return holding
+        def select_kept(holding: Mapping[str, Allocations]) -> Collection[str]:
             # A new order may use the uuid again, and its attempt then takes over our claim.
-            if instance in list_attempted_instances(self.store.snapshot(keys.ATTEMPTS)):
-                return holding
-            return () if self.store.get(keys.request(self.compute, instance)) is None else holding
+            return find_needed(self.store, holding, self.compute, NOT_QUEUED)
 
         return bool(
             release(self.placement, [instance], select_kept, partial(sharing.note_released, self.store))[instance]

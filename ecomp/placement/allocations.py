@@ -258,15 +258,15 @@ def claim(  # noqa: PLR0913
 def release(
     placement: Placement,
     consumers: Iterable[str],
-    find_kept: Callable[[Mapping[str, Consumer]], Collection[str]],
+    find_kept: Callable[[Mapping[str, Allocations]], Collection[str]],
     note_generations: Callable[[Mapping[str, int]], None] = lambda _: None,
 ) -> dict[str, bool | None]:
     """Release what consumers hold; return {consumer: True if it holds nothing now, None if wanted, False if changed}.
 
-    In each batch of MAX_RELEASE_BATCH generations are read; then `find_kept` returns which of those that hold something
-    are wanted. `note_generations` gets the generations of the others, so that no claim uses them again (see
-    ecomp.store.sharing; omit it if no process claims again). Under these generations the others are released. The first
-    error is raised, with some released.
+    In each batch of MAX_RELEASE_BATCH generations are read. Then `find_kept` gets what is held by those that
+    hold something, and returns which are wanted. `note_generations` gets the generations of the others, so that no
+    claim uses them again (see ecomp.store.sharing; omit it if no process claims again). Under these generations the
+    others are released. The first error is raised, with some released.
     """
     names = list(consumers)
     results = dict[str, bool | None]()
@@ -275,7 +275,7 @@ def release(
         holding = {name: held for name, held in batch.items() if held.allocations}
         # After the generations are read (rule: order-of-reading): a process that wants a consumer after this read of
         # etcd also claims after it, which changes the consumer's generation.
-        excluded = find_kept(holding) if holding else ()
+        excluded = find_kept({name: held.allocations for name, held in holding.items()}) if holding else ()
         released = {name: held for name, held in holding.items() if name not in excluded}
         note_generations({name: held.generation for name, held in released.items() if held.generation is not None})
         for name, held in batch.items():

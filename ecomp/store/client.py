@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -155,33 +155,50 @@ def list_living(store: Store) -> list[str]:
 MAX_WITHDRAW_TRIES = 3
 
 
-def read_pending_instances(store: Store, include_queued: bool = True) -> set[str]:
-    """Return the instances and sets with an attempt in flight; with `include_queued` also queued and taken ones."""
+# Which queued requests need a claim: all of them, those that a compute takes now, or none.
+QUEUED = 'queued'
+TAKEN = 'taken'
+NOT_QUEUED = ''
+
+
+def read_pending_instances(store: Store, queued: str = QUEUED, own_attempt: Unchanged | None = None) -> set[str]:
+    """Return the instances and sets with an attempt in flight that is not ours; with QUEUED or TAKEN also such ones."""
     # Attempts before queues: an order that is delivered to a queue in between is seen twice rather than missed.
-    placing = list_attempted_instances(store.snapshot(keys.ATTEMPTS))
-    if not include_queued:
-        return placing
-    queues = store.snapshot(keys.QUEUES, keys_only=True).entries
-    return placing | {
-        keys.get_queued_instance(key) for key, entry in queues.items() if entry.lease or not key.endswith(keys.TAKER)
-    }
+    attempts = store.snapshot(keys.ATTEMPTS)
+    if own_attempt is not None:
+        others = {key: each for key, each in attempts.entries.items() if (key, each.revision) != own_attempt}
+        attempts = attempts._replace(entries=others)
+    placing = list_attempted_instances(attempts)
+    if queued == TAKEN:
+        return placing | read_taken_instances(store)
+    if queued == QUEUED:
+        entries = store.snapshot(keys.QUEUES, keys_only=True).entries
+        return placing | {
+            keys.get_queued_instance(key) for key, each in entries.items() if each.lease or not key.endswith(keys.TAKER)
+        }
+    return placing
 
 
-def find_requested_instances(
-    store: Store, computes_by_instance: Mapping[str, Iterable[str]], include_queued: bool = True
+def find_needed(
+    store: Store,
+    holding: Mapping[str, Collection[str]],
+    compute: str = '',
+    queued: str = QUEUED,
+    own_attempt: Unchanged | None = None,
+    make_keys: Sequence[Callable[[str, str], str]] = (keys.request,),
 ) -> set[str]:
-    """Return those instances that have an attempt in flight, a queued request or a request key.
+    """Return those instances whose claims must not be released: {instance: providers that it holds}.
 
-    `computes_by_instance` names the computes whose request keys count. Requests move from /requests and /queues to
-    /hosts, so /hosts is read last: otherwise a request that moves in between would be missed. Without
-    `include_queued` queued requests do not count: the compute that would take them is dead.
+    A claim is needed while its instance has another attempt in flight, waits in a queue (see QUEUED), or has one of
+    these keys on a compute that it holds. With `compute` the claims elsewhere are left to those computes.
     """
-    pending = read_pending_instances(store, include_queued)
-    return {
-        instance
-        for instance, computes in computes_by_instance.items()
-        if instance in pending or any(store.get(keys.request(compute, instance)) is not None for compute in computes)
-    }
+    elsewhere = {instance for instance, providers in holding.items() if compute and compute not in providers}
+    pending = read_pending_instances(store, queued, own_attempt)
+    # Requests move from /requests and /queues to /hosts, so /hosts is read last: otherwise one that moves in between
+    # would be missed.
+    names = {make(each, instance): instance for instance in holding for each in holding[instance] for make in make_keys}
+    found = store.read(list(names)) if names else {}
+    return elsewhere | pending.intersection(holding) | {names[key] for key in found}
 
 
 def list_attempted_instances(snapshot: Snapshot) -> set[str]:

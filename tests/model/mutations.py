@@ -108,16 +108,19 @@ MAX_SCHEDULES = 3_000
 
 CLAIM = {
     'undo does not ask who holds the attempt': make_bug(
-        'ecomp.scheduler.placing.claim:abandon',
-        never('attempt_entry', 'revision'),
+        'ecomp.store.client:read_pending_instances',
+        replace_assignment('others', '{key: each for key, each in attempts.entries.items() if key != own_attempt.key}'),
         'late_releases',
         'one_uuid_of_two_sizes',
     ),
     'undo does not look for a delivery': make_bug(
-        'ecomp.scheduler.placing.claim:abandon', drop_operand('read'), 'one_uuid_twice', 'lost_delivery'
+        'ecomp.scheduler.placing.claim:abandon',
+        replace_argument('find_needed', 5, '()'),
+        'one_uuid_twice',
+        'lost_delivery',
     ),
     'undo does not ask who takes it from a queue': make_bug(
-        'ecomp.scheduler.placing.claim:abandon', drop_operand('taken_now'), 'overtaken_by_a_queue'
+        'ecomp.scheduler.placing.claim:abandon', replace_argument('find_needed', 3, "''"), 'overtaken_by_a_queue'
     ),
     'a claim is released with a generation read later': make_bug(
         'ecomp.placement.allocations:release',
@@ -125,11 +128,10 @@ CLAIM = {
         *('release_beside_resume', 'claim_keeper'),
     ),
     'attempts are read after requests': make_bug(
-        'ecomp.store.client:find_requested_instances',
+        'ecomp.store.client:find_needed',
         replace_return(
-            '{name for name, on in computes_by_instance.items() if any(store.get(keys.request(at, name)) for at in on)}'
-            ' | (computes_by_instance.keys() & (read_pending_instances(store) if include_queued'
-            ' else list_attempted_instances(store.snapshot(keys.ATTEMPTS))))'
+            'elsewhere | {names[key] for key in found}'
+            ' | read_pending_instances(store, queued, own_attempt).intersection(holding)'
         ),
         'fix_and_create',
     ),
@@ -174,11 +176,11 @@ CLAIM = {
         'cleared_and_created_larger',
     ),
     'a taker that gives up does not ask for attempts': make_bug(
-        'ecomp.agent.queue:Taker.release_claim', never('list_attempted_instances'), 'queue_entry_removed'
+        'ecomp.agent.queue:Taker.release_claim', replace_call('find_needed', '()'), 'queue_entry_removed'
     ),
     'a compute without queues keeps what it claimed for them': make_bug(
         'ecomp.agent.host.claims:ClaimKeeper._select_kept',
-        drop_argument('find_requested_instances', 'include_queued'),
+        replace_argument('find_needed', 3, "'queued'"),
         'queues_off',
     ),
     'the keeper releases at the first look': make_bug(

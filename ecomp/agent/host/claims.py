@@ -15,10 +15,11 @@ from functools import partial
 from ecomp.errors import NotFound
 from ecomp.metrics import TALLY
 from ecomp.model import keys
+from ecomp.model.allocation import Allocations
 from ecomp.placement import allocations, providers
 from ecomp.placement.allocations import release
 from ecomp.placement.client import Placement
-from ecomp.store.client import Store, find_requested_instances, read_pending_instances
+from ecomp.store.client import NOT_QUEUED, QUEUED, Store, find_needed, read_pending_instances
 from ecomp.store.sharing import note_released
 
 # How long the computes of one process share an answer of placement about all providers.
@@ -98,7 +99,7 @@ class ClaimKeeper:
 
     def __init__(self, compute: str, store: Store, placement: Placement, takes_from_queues: bool = True) -> None:
         self._compute = compute
-        self._takes_from_queues = takes_from_queues
+        self._queued = QUEUED if takes_from_queues else NOT_QUEUED
         self._store = store
         self._placement = placement
         self._first_sightings: dict[str, float] = {}
@@ -128,7 +129,7 @@ class ClaimKeeper:
         requested = [
             keys.get_last_part(key) for key in self._store.snapshot(keys.request_prefix(self._compute), True).entries
         ]
-        in_flight = read_pending_instances(self._store, self._takes_from_queues)
+        in_flight = read_pending_instances(self._store, self._queued)
         self._first_sightings, confirmed = confirm_sightings(
             self._first_sightings, find_orphans(held, requested, guests, in_flight), now
         )
@@ -139,8 +140,5 @@ class ClaimKeeper:
                 log.warning('released the claim of instance %s: the instance has no request', consumer)
             self._first_sightings.pop(consumer, None)
 
-    def _select_kept(self, holding: Mapping[str, allocations.Consumer]) -> set[str]:
-        """Return the consumers that hold nothing here, or have a request or attempt. Reads etcd."""
-        elsewhere = {consumer for consumer, held in holding.items() if self._compute not in held.allocations}
-        computes_of = {consumer: held.allocations for consumer, held in holding.items()}
-        return elsewhere | find_requested_instances(self._store, computes_of, include_queued=self._takes_from_queues)
+    def _select_kept(self, holding: Mapping[str, Allocations]) -> set[str]:
+        return find_needed(self._store, holding, self._compute, self._queued)

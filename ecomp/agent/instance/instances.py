@@ -35,7 +35,7 @@ from ecomp.errors import BuildFailed, Conflict, EcompError, NoSpace, Unreachable
 from ecomp.failpoints import failpoint
 from ecomp.metrics import TALLY
 from ecomp.model import keys
-from ecomp.model.allocation import describe_difference, sum_allocations, to_wire
+from ecomp.model.allocation import Allocations, describe_difference, sum_allocations, to_wire
 from ecomp.model.boots import CREATED, HOST_REBOOT, MANUAL
 from ecomp.model.guest import (
     REFUSED_METADATA,
@@ -653,8 +653,8 @@ class Instances:
     def _release_claim(self, instance: str) -> None:
         """Release the claim, unless it is on another compute; Unreachable after MAX_RELEASE_TRIES conflicts."""
 
-        def find_claims_elsewhere(holding: Mapping[str, allocations.Consumer]) -> Collection[str]:
-            return [consumer for consumer, held in holding.items() if self.compute not in held.allocations]
+        def find_claims_elsewhere(holding: Mapping[str, Allocations]) -> Collection[str]:
+            return [consumer for consumer, held in holding.items() if self.compute not in held]
 
         def attempt() -> bool | None:
             return release(self.placement, [instance], find_claims_elsewhere)[instance] is not False or None

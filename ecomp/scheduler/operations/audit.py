@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from ecomp.errors import EcompError, NotFound
 from ecomp.model import keys, planes
+from ecomp.model.allocation import Allocations
 from ecomp.model.audit import Finding, Repair, Revisions, confirm_findings, list_orphaned_entries
 from ecomp.model.audit import audit as compare
 from ecomp.model.backoff import Backoff
@@ -36,7 +37,7 @@ from ecomp.scheduler.operations.sharing import recount_quota
 from ecomp.scheduler.queries.find import find
 from ecomp.scheduler.queries.stacks import load_stack
 from ecomp.store.client import MAX_TRANSACTION_OPERATIONS as MOST
-from ecomp.store.client import Delete, Entry, Put, Store, Unchanged, find_requested_instances, read_pending_instances
+from ecomp.store.client import Delete, Entry, Put, Store, Unchanged, find_needed, read_pending_instances
 from ecomp.store.sharing import (
     commit_with_shared,
     has_unfinished_record,
@@ -399,13 +400,11 @@ def _release_orphan(store: Store, placement: Placement, instance: str) -> str:
     """Release and note a consumer's claims; CHANGED_SINCE if changed, or with a request, attempt or living record."""
     computes: list[str] = []
 
-    def find_needed(holding: Mapping[str, allocations.Consumer]) -> Collection[str]:
-        computes[:] = sorted(holding[instance].allocations)
-        if has_unfinished_record(store, instance):
-            return {instance}
-        return find_requested_instances(store, {instance: computes})
+    def find_kept(holding: Mapping[str, Allocations]) -> Collection[str]:
+        computes[:] = sorted(holding[instance])
+        return holding if has_unfinished_record(store, instance) else find_needed(store, holding)
 
-    if not release(placement, [instance], find_needed, partial(note_released, store))[instance]:
+    if not release(placement, [instance], find_kept, partial(note_released, store))[instance]:
         return CHANGED_SINCE
     return f'released on {", ".join(computes)}' if computes else 'is already released'
 

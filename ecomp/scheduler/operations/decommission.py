@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from ecomp.errors import Conflict, EcompError, NotFound, StillGoing, Unreachable
 from ecomp.failpoints import failpoint
 from ecomp.model import keys, status
+from ecomp.model.allocation import Allocations
 from ecomp.model.host import (
     MAX_QUOTED_INSTANCES,
     Leftovers,
@@ -33,10 +34,11 @@ from ecomp.placement.client import Placement
 from ecomp.scheduler.queries.find import MAX_OFFER_AGE_SECONDS
 from ecomp.scheduler.queries.hosts import Survey, read_survey
 from ecomp.store.client import (
+    NOT_QUEUED,
     Delete,
     Store,
     Unchanged,
-    find_requested_instances,
+    find_needed,
     is_alive,
     list_attempted_instances,
     read_silence_condition,
@@ -367,18 +369,17 @@ class _Removal:
         claim elsewhere moves the generation that was read.
         """
 
-        def find_needed(holding: Mapping[str, allocations.Consumer]) -> Collection[str]:
-            holders = holding[consumer].allocations
-            if self.compute not in holders:
+        def find_kept(holding: Mapping[str, Allocations]) -> Collection[str]:
+            if self.compute not in holding[consumer]:
                 return holding
+            made = () if is_destroyed else (keys.request,)
             # Only this compute would have taken a queued request here, so one that waits does not keep its claim.
-            claims = {consumer: () if is_destroyed else holders}
-            if is_alive(self.store, self.compute) or find_requested_instances(self.store, claims, False):
+            if is_alive(self.store, self.compute) or find_needed(self.store, holding, '', NOT_QUEUED, None, made):
                 raise _StaleReadError
             return ()
 
         # Noted even if destroyed: for a late concurrent forget its record may be cleared and its uuid used again.
-        if release(self.placement, [consumer], find_needed, partial(note_released, self.store))[consumer] is False:
+        if release(self.placement, [consumer], find_kept, partial(note_released, self.store))[consumer] is False:
             raise _StaleReadError
 
 

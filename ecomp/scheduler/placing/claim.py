@@ -35,10 +35,10 @@ from ecomp.model.json_object import dump, load_object_or_empty
 from ecomp.model.order import Order, Request, parse_attempt_instances, to_json
 from ecomp.model.quota import Quota, describe_excesses, make_charge, multiply_amounts
 from ecomp.model.text import format_suggestion
-from ecomp.placement import allocations, providers
+from ecomp.placement import providers
 from ecomp.placement.allocations import claim, release, summarize_instances
 from ecomp.placement.client import Placement
-from ecomp.store.client import Delete, Entry, Put, Store, Unchanged, delete_if_unchanged, read_taken_instances
+from ecomp.store.client import TAKEN, Delete, Entry, Put, Store, Unchanged, delete_if_unchanged, find_needed
 from ecomp.store.sharing import Change, commit_with_shared, load_group, load_quota, note_released, prepare_user_data
 
 
@@ -222,22 +222,12 @@ def abandon(store: Store, placement: Placement, instances: Iterable[str], attemp
     queue. Both are read after the generations (rule: order-of-reading): we see the key of a second eschedule, or its
     claim has changed a generation and our release fails. Raises the errors of etcd and placement.
     """
+    own, made = Unchanged(keys.attempt(attempt), revision), (keys.request, keys.record)
 
-    def find_needed(holding: Mapping[str, allocations.Consumer]) -> Collection[str]:
-        attempt_entry = store.get(keys.attempt(attempt))
-        if attempt_entry is not None and attempt_entry.revision != revision:
-            return holding
-        taken_now = read_taken_instances(store)
-        return [
-            instance
-            for instance, held in holding.items()
-            if instance in taken_now
-            or store.read(
-                [key(provider, instance) for provider in held.allocations for key in (keys.request, keys.record)]
-            )
-        ]
+    def find_kept(holding: Mapping[str, Allocations]) -> Collection[str]:
+        return find_needed(store, holding, '', TAKEN, own, made)
 
-    return all(release(placement, instances, find_needed, partial(note_released, store)).values())
+    return all(release(placement, instances, find_kept, partial(note_released, store)).values())
 
 
 class DeliveryOutcome(NamedTuple):

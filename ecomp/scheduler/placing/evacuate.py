@@ -28,7 +28,6 @@ from ecomp.model.order import InvalidRequest, Request, get_holdings, parse_reque
 from ecomp.model.query import list_trees
 from ecomp.model.stack import Place
 from ecomp.placement.allocations import (
-    Consumer,
     read_candidates,
     read_consumer,
     read_consumers,
@@ -43,7 +42,7 @@ from ecomp.store.client import (
     Entry,
     Store,
     Unchanged,
-    find_requested_instances,
+    find_needed,
     is_alive,
     read_silence_condition,
 )
@@ -147,16 +146,13 @@ def evacuate(scheduler: Scheduler, compute: str, display_name: str, report: Call
 def _release_orphans(store: Store, placement: Placement, compute: str) -> list[str]:
     """Release the claims on a silent compute without a request, an attempt or a queue entry; return the consumers."""
 
-    def find_needed(holding: Mapping[str, Consumer]) -> Collection[str]:
-        if is_alive(store, compute):
-            return holding
-        elsewhere = {consumer for consumer, held in holding.items() if compute not in held.allocations}
-        return elsewhere | find_requested_instances(store, {name: held.allocations for name, held in holding.items()})
+    def find_kept(holding: Mapping[str, Allocations]) -> Collection[str]:
+        return holding if is_alive(store, compute) else find_needed(store, holding, compute)
 
     # Placement first: a claim that is delivered later has its key in etcd by then.
     consumers = read_provider_allocations(placement, compute)
     requested = map(keys.get_last_part, store.snapshot(keys.request_prefix(compute), keys_only=True).entries)
-    results = release(placement, consumers.keys() - set(requested), find_needed, partial(note_released, store))
+    results = release(placement, consumers.keys() - set(requested), find_kept, partial(note_released, store))
     return [consumer for consumer, is_released in results.items() if is_released]
 
 

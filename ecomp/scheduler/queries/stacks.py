@@ -20,7 +20,7 @@ from ecomp.placement import providers
 from ecomp.placement.allocations import read_consumers, read_provider_allocations
 from ecomp.placement.client import Placement
 from ecomp.scheduler.queries.find import InstanceEntries, find, from_places
-from ecomp.store.client import Entry, Put, Store, Unchanged, find_requested_instances
+from ecomp.store.client import Entry, Put, Store, Unchanged, find_needed
 from ecomp.store.presence import LEASE_SECONDS, MAX_EXPIRY_DELAY_SECONDS
 from ecomp.store.sharing import (
     Change,
@@ -169,7 +169,7 @@ def check_claims_known(store: Store, placement: Placement, name: str, computes: 
             allocations = read_provider_allocations(placement, compute)
             # A provider that others share, of disks for example, is no compute.
             held = {consumer: [compute] for consumer, resources in allocations.items() if 'VCPU' in resources}
-            if unknown := sorted(held.keys() - find_requested_instances(store, held)):
+            if unknown := sorted(held.keys() - find_needed(store, held)):
                 host = computes.format_name(compute)
                 problem = f'stack {name}: {host} has the claim of {unknown[0]}, which etcd does not know'
                 doubt = 'after a restore of etcd it may run instances of the stack; nothing was changed'
