@@ -49,7 +49,7 @@ from ecomp.model.record import to_json as record_to_json
 from ecomp.model.status import DISABLED
 from ecomp.model.text import join_some
 from ecomp.placement import allocations, providers
-from ecomp.placement.allocations import claim, read_consumer, release
+from ecomp.placement.allocations import Requester, claim, read_consumer, release
 from ecomp.placement.client import Placement
 from ecomp.placement.providers import read_provider
 from ecomp.store import sharing
@@ -364,7 +364,8 @@ class Taker:
 
         new_claims = {waiting.instance: {self.compute: waiting.flavor.resources}}
         above = partial(sharing.read_highest_released, self.store, new_claims)
-        claim(self.placement, new_claims, waiting.user_id, waiting.project_id, check, above)
+        requester = Requester(waiting.user_id, waiting.project_id)
+        claim(self.placement, new_claims, requester, check, above)
 
     def _move(self, place: WaitingEntry, taker_revision: int) -> tuple[bool, int]:
         """Move the request to our /hosts key; return whether it is there, and the revision of our taker key.

@@ -37,6 +37,13 @@ MIN_CONCURRENT_READS = 20
 MAX_CONCURRENT_READS = 4
 
 
+class Requester(NamedTuple):
+    """The user and the project of a consumer, as placement records them."""
+
+    user_id: str
+    project_id: str
+
+
 class Consumer(NamedTuple):
     """A consumer in placement; one that holds nothing is unknown there (generation None)."""
 
@@ -169,11 +176,10 @@ EMPTY_CONSUMER_PAUSE_SECONDS = 0.25
 MAX_RELEASE_BATCH = 20
 
 
-def claim(  # noqa: PLR0913
+def claim(
     placement: Placement,
     requested_allocations: Mapping[str, Allocations],
-    user_id: str,
-    project_id: str,
+    requester: Requester,
     check: Callable[[], None],
     read_min_generation: Callable[[], int] = lambda: 0,
     movable_instances: Container[str] = (),
@@ -200,7 +206,7 @@ def claim(  # noqa: PLR0913
     while True:
         error: EcompError
         try:
-            _write_claim(placement, requested_allocations, user_id, project_id, generations)
+            _write_claim(placement, requested_allocations, requester, generations)
         except (UnknownOutcome, GenerationConflict) as caught:
             error, remaining_tries = caught, remaining_tries - 1
         else:
@@ -302,12 +308,11 @@ def _is_own_claim(held: Consumer, requested_allocations: Allocations, sent_gener
 def _write_claim(
     placement: Placement,
     requested_allocations: Mapping[str, Allocations],
-    user_id: str,
-    project_id: str,
+    requester: Requester,
     generations: Mapping[str, int | None],
 ) -> None:
     """Claim with one call, for one or more instances; see replace_allocations()."""
     if len(requested_allocations) > 1:
-        return replace_set_allocations(placement, requested_allocations, user_id, project_id, generations)
+        return replace_set_allocations(placement, requested_allocations, *requester, generations)
     ((instance, allocations),) = requested_allocations.items()
-    return replace_allocations(placement, instance, allocations, user_id, project_id, generations[instance])
+    return replace_allocations(placement, instance, allocations, *requester, generations[instance])

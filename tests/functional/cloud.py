@@ -20,6 +20,7 @@ from ecomp.model.allocation import Allocations
 from ecomp.model.choose import Candidate, Offer
 from ecomp.model.order import Request, SetOrder, parse_request
 from ecomp.placement import allocations
+from ecomp.placement.allocations import Requester
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.claim import Claimer, DeliveryOutcome
 from ecomp.scheduler.placing.create import create
@@ -98,7 +99,7 @@ class Cloud:
 
     def make_claimer(self, placement: Placement | None = None) -> Claimer:
         """Return a Claimer whose attempt is never taken over."""
-        return Claimer(placement or self.placement, 'a-user', 'a-project', lambda: True)
+        return Claimer(placement or self.placement, Requester('a-user', 'a-project'), lambda: True)
 
     def make_candidate(self, compute: str) -> Candidate:
         return Candidate(compute, {compute: SMALL}, None)

@@ -18,7 +18,7 @@ from ecomp.errors import ClaimedElsewhere, Conflict, NoCapacity, NotFound, Place
 from ecomp.model import keys
 from ecomp.model.order import Request, SetOrder, to_json
 from ecomp.placement import allocations
-from ecomp.placement.allocations import claim
+from ecomp.placement.allocations import Requester, claim
 from ecomp.placement.client import Placement
 from ecomp.scheduler.changes.wait import Deadline
 from ecomp.scheduler.operations.audit import _release_orphan as repaired
@@ -178,7 +178,7 @@ def test_lost_claim_that_equals_the_old_one_raises_its_generation(
     allocations.replace_allocations(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
     consumer = allocations.read_consumer(cloud.placement, instance)
     intercepted_placement.intercept('PUT', f'/allocations/{instance}', lost=True)
-    claim(intercepted_placement, {instance: {compute: SMALL}}, 'a-user', 'a-project', lambda: None)
+    claim(intercepted_placement, {instance: {compute: SMALL}}, Requester('a-user', 'a-project'), lambda: None)
     assert not allocations.release_once(cloud.placement, instance, consumer)
     assert cloud.server.read_consumers(compute).keys() == {instance}
 
@@ -217,9 +217,8 @@ def test_release_claim_sent_late_does_not_free_a_newer_claim(cloud: Cloud, count
 
     def claim_all() -> dict[str, allocations.Consumer]:
         requested = {instance: {compute: SMALL} for instance in instances}
-        claim(
-            cloud.placement, requested, 'u', 'p', lambda: None, partial(read_highest_released, cloud.store, instances)
-        )
+        above = partial(read_highest_released, cloud.store, instances)
+        claim(cloud.placement, requested, Requester('u', 'p'), lambda: None, above)
         return {instance: allocations.read_consumer(cloud.placement, instance) for instance in instances}
 
     reads = [claim_all()]
@@ -467,7 +466,7 @@ def test_large_noted_generation_is_limited(cloud: Cloud, number: int) -> None:
     compute, instance = cloud.make_compute(), make_uuid()
     cloud.etcd.put(keys.released_claims(instance, 1), released_to_json({instance: number}))
     above = partial(read_highest_released, cloud.store, [instance])
-    claim(cloud.placement, {instance: {compute: SMALL}}, 'u', 'p', lambda: None, above)
+    claim(cloud.placement, {instance: {compute: SMALL}}, Requester('u', 'p'), lambda: None, above)
     assert allocations.read_consumer(cloud.placement, instance).generation == sharing.MAX_NOTED_GENERATION + 1 == 51
 
 

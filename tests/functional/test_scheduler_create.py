@@ -163,7 +163,7 @@ def test_late_release_of_the_first_attempt_does_not_free_the_second(cloud: Cloud
     order = cloud.make_order_on(first)
     lease = cloud.store.grant(60)
     revision = start_attempt(cloud, order, lease)
-    claims.Claimer(cloud.placement, 'a-user', 'a-project', lambda: True).claim({order.instance: {first: SMALL}})
+    cloud.make_claimer().claim({order.instance: {first: SMALL}})
     consumer = allocations.read_consumer(cloud.placement, order.instance)
     # The first attempt freezes here, and the user repeats the command.
     assert cloud.create(order, resume=True) == DeliveryOutcome(first)
@@ -214,8 +214,9 @@ def test_first_attempt_that_wakes_up_late_claims_nothing(cloud: Cloud) -> None:
     slow, quick = cloud.make_compute(), cloud.make_compute()
     order = cloud.make_order_on(quick)
     candidates: Future[tuple[Placement, Offer]] = Future()
+    scheduler = Scheduler(cloud.store, candidates.result, OWNER, random.Random(), lambda: 'late')
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(create, cloud.store, candidates, order, OWNER, False, random.Random(), lambda: 'late')
+        first = pool.submit(create, scheduler, order, False)
         wait_until(lambda: cloud.etcd.get(keys.attempt(order.instance)), 10, 'the first one is at it')
         assert cloud.create(order, resume=True) == DeliveryOutcome(quick)
         # Only now the first attempt gets placement's answer, which names another compute.

@@ -351,6 +351,7 @@ class OfferFuture:
     def __init__(self, cloud: Cloud, query: str, starts_immediately: bool) -> None:
         self._cloud, self._query = cloud, query
         self._asker: Actor | None = None
+        self._answer: tuple[Placement, Offer] | None = None
         if starts_immediately:
             parent = cloud.world.current
             name = f'the thread of {parent.name}' if parent is not None else 'a thread'
@@ -360,8 +361,11 @@ class OfferFuture:
 
     def result(self) -> tuple[Placement, Offer]:
         asker = self._asker
+        if self._answer is not None:
+            return self._answer
         if asker is None:
-            return self._cloud.placement, allocations.read_candidates(self._cloud.placement, self._query)
+            self._answer = self._cloud.placement, allocations.read_candidates(self._cloud.placement, self._query)
+            return self._answer
         self._cloud.world.wait('what placement offers', lambda: asker.done)
         if isinstance(asker.outcome, BaseException):
             raise asker.outcome

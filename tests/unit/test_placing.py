@@ -40,6 +40,7 @@ from ecomp.model.choose import (
     choose,
     distribute,
 )
+from ecomp.placement.allocations import Requester
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.claim import (
     MAX_CONCURRENT_CALLS,
@@ -243,7 +244,7 @@ class UnservedSession(Session):
         """Make a session; `others` are the numbers of instances of older and of newer attempts."""
         answer = cast(Placement, None), Offer(())
         scheduler = Scheduler(cast(Store, None), lambda: answer, {}, random.Random(seed), str)
-        super().__init__(scheduler, 'attempt', ())
+        super().__init__(scheduler, 'attempt', (), Requester('', ''))
         self.alive, self.others, self.answer = list(alive), others, Offer(())
 
     def read_alive(self) -> list[str]:
@@ -255,7 +256,7 @@ class UnservedSession(Session):
     def read_offers(self, queries: Iterable[str]) -> dict[str, Offer]:
         return dict.fromkeys(queries, self.answer)
 
-    def claim(self, candidates: Mapping[str, Candidate], *_: str | None) -> set[str]:
+    def claim(self, candidates: Mapping[str, Candidate], _: Requester | None = None) -> set[str]:
         return set(candidates)
 
     def place_lot(self, answer: Offer, weigh: str, count: int = 1) -> list[Candidate]:
@@ -314,7 +315,7 @@ def test_lost_place_leaves_the_other_places_of_its_compute() -> None:
     class RacedSession(UnservedSession):
         """Other attempts are faster as long as there is another free GPU."""
 
-        def claim(self, candidates: Mapping[str, Candidate], *_: str | None) -> set[str]:
+        def claim(self, candidates: Mapping[str, Candidate], _: Requester | None = None) -> set[str]:
             ((instance, candidate),) = candidates.items()
             (gpu,) = candidate.allocations.keys() - {compute}
             if len(free_gpus) == 1:
@@ -346,7 +347,9 @@ def test_candidate_on_two_computes_is_explained() -> None:
 def test_adopted_claim_never_becomes_movable(monkeypatch: pytest.MonkeyPatch) -> None:
     """A set that restarts, or whose group changed, may claim on the same compute again."""
     monkeypatch.setattr('ecomp.scheduler.placing.claim.claim', lambda *_: None)
-    claimer = Claimer(cast(Placement, None), '', '', lambda: True, foreign={'running'})  # placement is not asked
+    claimer = Claimer(
+        cast(Placement, None), Requester('', ''), lambda: True, foreign={'running'}
+    )  # placement is not asked
     claimer.claim({'running': {'compute': SIZE}, 'new': {'compute': SIZE}})
     assert claimer.movable == {'new'}
 
@@ -461,7 +464,7 @@ class FailingClaimer(Claimer):
 
 
 def make_failing_claimer(**errors: EcompError) -> FailingClaimer:
-    return FailingClaimer(None, '', '', lambda: True, errors=errors)  # type: ignore[arg-type]  # placement is not asked
+    return FailingClaimer(cast(Placement, None), Requester('', ''), lambda: True, errors=errors)
 
 
 TWO = make_candidates(*'a' * MAX_INSTANCES_PER_CALL, *'b' * MAX_INSTANCES_PER_CALL)

@@ -36,7 +36,7 @@ from ecomp.model.order import Order, Request, parse_attempt_instances, to_json
 from ecomp.model.quota import Quota, describe_excesses, make_charge, multiply_amounts
 from ecomp.model.text import format_suggestion
 from ecomp.placement import providers
-from ecomp.placement.allocations import claim, release, summarize_instances
+from ecomp.placement.allocations import Requester, claim, release, summarize_instances
 from ecomp.placement.client import Placement
 from ecomp.store.client import TAKEN, Delete, Entry, Put, Store, Unchanged, delete_if_unchanged, find_needed
 from ecomp.store.sharing import Change, commit_with_shared, load_group, load_quota, note_released, prepare_user_data
@@ -101,8 +101,7 @@ class Claimer:
     """
 
     placement: Placement
-    user_id: str
-    project_id: str
+    requester: Requester
     is_attempt_ours: Callable[[], bool]
     read_highest_released: Callable[[Collection[str]], int] = lambda _: 0
     get_display_name: Callable[[str], str] = str
@@ -162,8 +161,7 @@ class Claimer:
         claim(
             self.placement,
             claims,
-            self.user_id,
-            self.project_id,
+            self.requester,
             lambda: self.check(summarize_instances(claims)),
             lambda: self.read_highest_released(claims),
             self.movable,

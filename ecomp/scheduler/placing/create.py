@@ -23,6 +23,7 @@ from ecomp.model.choose import Candidate, Offer, PlacementReason, choose, descri
 from ecomp.model.group import Membership
 from ecomp.model.order import Order, Request, SetOrder, check_order_size, describe_difference, make_member_uuid
 from ecomp.model.record import ERROR, GONE
+from ecomp.placement.allocations import Requester
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.claim import DeliveryOutcome, Terms, read_terms
 from ecomp.scheduler.placing.sample import SampledPlacer
@@ -135,8 +136,7 @@ def create(
         scheduler,
         order.instance,
         order.instances,
-        order.user_id,
-        order.project_id,
+        Requester(order.user_id, order.project_id),
         resume,
         ', or use another uuid',
         on_cluster_size,
@@ -199,7 +199,7 @@ class _Creation:
         if sample_above is None:
             session.read_alive()  # read while placement is queried
         announced = time.monotonic()
-        _, offer = session.first_answer
+        _, offer = session.scheduler.backend()
         failpoint('announced')
         if sample_above is not None and not resume:
             sampled = SampledPlacer(session, order)

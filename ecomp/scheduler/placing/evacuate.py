@@ -28,6 +28,7 @@ from ecomp.model.order import InvalidRequest, Request, get_holdings, parse_reque
 from ecomp.model.query import list_trees
 from ecomp.model.stack import Place
 from ecomp.placement.allocations import (
+    Requester,
     read_candidates,
     read_consumer,
     read_consumers,
@@ -132,7 +133,7 @@ def evacuate(scheduler: Scheduler, compute: str, display_name: str, report: Call
     compute is alive or another evacuation is in flight, and as create().
     """
     check_silent(scheduler.store, compute, display_name)
-    session = Session(scheduler, keys.derive_uuid(compute, 'evacuate'), ())
+    session = Session(scheduler, keys.derive_uuid(compute, 'evacuate'), (), Requester('', ''))
     evacuation = _Evacuation(session, compute, display_name, report)
     session.describe_done = evacuation.describe_moved
     with session.open():
@@ -290,14 +291,15 @@ class _Evacuation:
 
     def _move(self, chosen: Mapping[str, Candidate]) -> None:
         """Claim these candidates, and deliver what was claimed."""
-        by_owner: dict[tuple[str, str], dict[str, Candidate]] = {}
+        by_requester: dict[Requester, dict[str, Candidate]] = {}
         for old, candidate in chosen.items():
             request, instance, *_ = self.replacements[old]
-            by_owner.setdefault((request.user_id, request.project_id), {})[instance] = candidate
+            requester = Requester(request.user_id, request.project_id)
+            by_requester.setdefault(requester, {})[instance] = candidate
         claimed = set[str]()
-        for (user, project), candidates in by_owner.items():
+        for requester, candidates in by_requester.items():
             self.session.store.keep_alive(self.session.lease)
-            claimed |= self.session.claim(candidates, user, project)
+            claimed |= self.session.claim(candidates, requester)
         failpoint('evacuation-claimed')
         waiting = [
             unit for unit in self._list_units(chosen)

@@ -39,6 +39,7 @@ from ecomp.model.order import Request
 from ecomp.model.query import Amount, UnsupportedQueryError, exclude_disabled, parse_query
 from ecomp.model.record import ERROR
 from ecomp.placement import allocations, providers
+from ecomp.placement.allocations import Requester
 from ecomp.placement.client import Placement
 from ecomp.scheduler.changes.change import make_tombstone
 from ecomp.scheduler.placing.claim import Claimer, abandon, announce, deliver
@@ -100,7 +101,7 @@ class Removal(NamedTuple):
 class Scheduler(NamedTuple):
     """What attempts work with.
 
-    `backend` waits for placement and its first answer. `owner` is our host, pid and time, `now` returns an ISO time.
+    `backend` waits for placement and its first answer, the same at each call. `owner` is our host, pid and time, `now` returns an ISO time.
     """
 
     store: Store
@@ -174,8 +175,7 @@ class Session:
     scheduler: Scheduler
     uuid: str
     instances: Collection[str]
-    user_id: str = ''
-    project_id: str = ''
+    requester: Requester
     # Whether another attempt may have had these uuids.
     resume: bool = True
     # Ends the cure for a claim of another attempt.
@@ -195,14 +195,9 @@ class Session:
     def store(self) -> Store:
         return self.scheduler.store
 
-    @cached_property
-    def first_answer(self) -> tuple[Placement, Offer]:
-        """Placement, and its first answer; the first use waits for them."""
-        return self.scheduler.backend()
-
     @property
     def placement(self) -> Placement:
-        return self.first_answer[0]
+        return self.scheduler.backend()[0]
 
     @property
     def condition(self) -> Unchanged:
@@ -322,24 +317,21 @@ class Session:
                     held = {each: candidate for each, candidate in held.items() if each not in lot.instances}
             current = contention.refresh()
 
-    def claim(
-        self, candidates: Mapping[str, Candidate], user_id: str | None = None, project_id: str | None = None
-    ) -> set[str]:
+    def claim(self, candidates: Mapping[str, Candidate], requester: Requester | None = None) -> set[str]:
         """Claim what there is room for; see Claimer.claim_what_fits()."""
         self.attempted += [instance for instance in candidates if instance not in self.attempted]
         if not candidates:
             return set()
-        return self.make_claimer(user_id or self.user_id, project_id or self.project_id).claim_what_fits(candidates)
+        return self.make_claimer(requester or self.requester).claim_what_fits(candidates)
 
     def check_ours(self) -> None:
         """Raise Conflict if another process took the attempt over."""
-        self.make_claimer(self.user_id, self.project_id).check(self.uuid)
+        self.make_claimer(self.requester).check(self.uuid)
 
-    def make_claimer(self, user_id: str, project_id: str) -> Claimer:
+    def make_claimer(self, requester: Requester) -> Claimer:
         return Claimer(
             self.placement,
-            user_id,
-            project_id,
+            requester,
             self.is_attempt_ours,
             self.read_highest_released,
             self.get_display_name,

@@ -35,7 +35,7 @@ from ecomp.model.order import Request
 from ecomp.model.quota import describe_excesses, make_charge
 from ecomp.model.record import ERROR
 from ecomp.model.stack import Place, Stack, to_json
-from ecomp.placement.allocations import read_candidates
+from ecomp.placement.allocations import Requester, read_candidates
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.claim import read_settled_group
 from ecomp.scheduler.placing.session import (
@@ -181,9 +181,8 @@ def apply_change(scheduler: Scheduler, change: StackChange) -> dict[str, str]:
     except Unreachable as error:
         raise add_state(error, UNCHANGED) from error
     movable = set(order.instances) if change.is_new else set[str]()
-    session = Session(
-        scheduler, order.instance, order.instances, order.user_id, order.project_id, not change.is_new, movable=movable
-    )
+    requester = Requester(order.user_id, order.project_id)
+    session = Session(scheduler, order.instance, order.instances, requester, not change.is_new, movable=movable)
     application = _Application(session, _Wanted(store, change, order), change)
     session.describe_done = application.describe_done
     with session.open():
