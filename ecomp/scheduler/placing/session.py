@@ -101,7 +101,8 @@ class Removal(NamedTuple):
 class Scheduler(NamedTuple):
     """What attempts work with.
 
-    `backend` waits for placement and its first answer, the same at each call. `owner` is our host, pid and time, `now` returns an ISO time.
+    `backend` waits for placement and its first answer, the same at each call. `owner` is our host, pid and time, and
+    `now` returns an ISO time.
     """
 
     store: Store
