@@ -69,13 +69,12 @@ def record_missed_ends(compute: str, store: Store, memory: Memory, guests: Colle
     remembered = memory.get_entries()
     for instance in remembered.keys() - requested - set(guests):
         # Read after the requests: an end changes both in one transaction, so a living instance has one of the two.
-        record_keys = keys.record(compute, instance), keys.old_record(instance)
-        records, entry = store.read(record_keys).values(), remembered[instance]
-        if not records and entry.record.state == BUILDING and entry.failure is None:
+        stored, entry = store.get(keys.record(compute, instance)), remembered[instance]
+        if stored is None and entry.record.state == BUILDING and entry.failure is None:
             continue  # killed before the first record of its build: the planner releases what is reserved for it
         # A malformed record, or one of a newer ecomp, does not show an end; one that names another compute does.
-        parsed = [parse_or_none(record.value) for record in records]
-        if all(each is not None and (each.state in (GONE, ERROR) or each.compute != compute) for each in parsed):
+        record = parse_or_none(stored.value) if stored is not None else None
+        if stored is None or (record and (record.state in (GONE, ERROR) or record.compute != compute)):
             memory.record_end(instance)
             log.info('instance %s has finished, but the state directory did not say so: corrected it', instance)
 

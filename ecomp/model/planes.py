@@ -160,8 +160,8 @@ class AuditIndex:
         return self.planes.etcd.get(key)
 
     def get_record_key(self, instance: str) -> str:
-        """Return the key that the trusted record has or would have; without record and request ecomp 1.0's key."""
-        return self._record_keys.get(instance) or keys.old_record(instance)
+        """Return the key that the trusted record has or would have."""
+        return self._record_keys.get(instance) or keys.record('', instance)
 
     def list_request_keys(self, instance: str) -> tuple[str, ...]:
         """Return the keys of all requests for an instance, also if several computes are asked."""

@@ -286,11 +286,7 @@ def test_manual_fix_names_the_keys_to_delete(world: WorldBuilder) -> None:
     world.put_request(TWO, GONE)
     wrong = f'{keys.request(TWO, GONE)} or {keys.record(ONE, GONE)}'
     assert list_fixes(GONE) == [f'delete the wrong key with `etcdctl del`: {wrong}']
-    # Records of ecomp 1.0 have another key. A key with a blank is quoted for the shell.
-    world.etcd[keys.old_record(GONE)] = world.etcd.pop(keys.record(ONE, GONE))
-    assert list_fixes(GONE) == [
-        f'delete the wrong key with `etcdctl del`: {keys.request(TWO, GONE)} or {keys.old_record(GONE)}'
-    ]
+    # A key with a blank is quoted for the shell.
     world.put(keys.quota('a b'), '{}')
     assert list_fixes('a b') == ["if no newer ecomp wrote it: `etcdctl del '/quotas/a b'`"]
 

@@ -157,11 +157,6 @@ def test_record_at_the_wrong_key_is_malformed() -> None:
         assert describe(Change(key, None, to_json(READY).encode(), 7)) == ['record is malformed']
 
 
-def test_migration_of_an_old_record_yields_no_event() -> None:
-    value = to_json(READY).encode()
-    assert describe(Change(keys.old_record(INSTANCE), value, None, 7), change_record(READY, READY)) == []
-
-
 def test_changed_request_yields_its_events() -> None:
     tombstone = replace(REQUEST, allocations={}, image=None)
     assert describe(change_request(None, REQUEST)) == ['request accepted, for hv1']

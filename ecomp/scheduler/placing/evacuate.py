@@ -347,8 +347,7 @@ class _Evacuation(Attempt):
         if not self.is_attempt_ours():  # deliver() deletes the attempt's key to settle an unknown outcome
             self._announce()
         guests = [old for unit in units for old in unit]
-        own_keys = [key(self.compute, old) for old in guests for key in (keys.request, keys.record)]
-        read = self.store.read([*own_keys, *map(keys.old_record, guests)])
+        read = self.store.read([key(self.compute, old) for old in guests for key in (keys.request, keys.record)])
         places = group_by_instance(read.items())
         return [unit for unit in units if not self._settle(unit, chosen, places, silent)]
 
