@@ -503,13 +503,6 @@ def test_name_of_malformed_value_is_not_orphaned(world: WorldBuilder) -> None:
         del world.etcd[key]
 
 
-def test_name_of_older_record_without_name_is_kept(world: WorldBuilder) -> None:
-    world.put_record(ACTIVE, record.ACTIVE, address='10.0.0.1')
-    assert world.audit_codes() == []
-    del world.etcd[keys.name('web1')]
-    assert world.audit_codes() == ['name-missing']
-
-
 def test_name_of_failed_instance_may_be_reused(world: WorldBuilder) -> None:
     world.add_instance(TWO, UNKNOWN, name='failed')
     assert world.audit_codes() == []
