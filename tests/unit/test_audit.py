@@ -439,7 +439,7 @@ def test_evacuated_instance_with_its_tombstone_has_no_finding(world: WorldBuilde
     world.put_tombstone(AWAY_COMPUTE, ELSEWHERE, ACTIVE, project_id='p')
     world.put(keys.quota('p'), quota_to_json(Quota('p', {}, {**SIZE, 'instances': 1})))
     assert audit(world.build_planes()) == []
-    # An older ecompute releases the charge at the end of the tombstone.
+    # The charge is missing.
     world.put(keys.quota('p'), quota_to_json(Quota('p', {'VCPU': 9}, {})))
     (finding,) = audit(world.build_planes())
     assert (finding.code, finding.subject, finding.fix) == ('quota-differs', 'p', 'counts the usage again')
