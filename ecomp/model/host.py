@@ -196,7 +196,7 @@ _HOSTNAME_PATTERN = re.compile('[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}')
 
 
 class PresenceFacts(NamedTuple):
-    """The content of a presence; absent or malformed fields are None, as are those that an earlier ecomp does not have.
+    """The content of a presence; absent or malformed fields are None.
 
     `kind` is kvm, qemu or fake. `queues`: it takes requests from queues. `images` are hashes of cached images.
     """
