@@ -34,7 +34,7 @@ from ecomp.agent.jobs import Deferrals, FailureLog, ScheduledJob, Threads
 from ecomp.agent.planner import CHECKING_CLAIMS, PLAN_INTERVAL_SECONDS, Planner, Work
 from ecomp.agent.queue import Offers, Puller, PullLoop, Taker
 from ecomp.compute_conf import ComputeConfig
-from ecomp.errors import BuildFailed, Conflict, Denied, EcompError
+from ecomp.errors import BuildFailed, Conflict, EcompError
 from ecomp.failpoints import failpoint
 from ecomp.files import read_boot_id
 from ecomp.model import host, keys
@@ -69,13 +69,12 @@ def record_missed_ends(compute: str, store: Store, memory: Memory, guests: Colle
     remembered = memory.get_entries()
     for instance in remembered.keys() - requested - set(guests):
         # Read after the requests: an end changes both in one transaction, so a living instance has one of the two.
-        record_keys = keys.record(compute, instance), keys.old_record(instance)
-        records, entry = store.read(record_keys).values(), remembered[instance]
-        if not records and entry.record.state == BUILDING and entry.failure is None:
+        stored, entry = store.get(keys.record(compute, instance)), remembered[instance]
+        if stored is None and entry.record.state == BUILDING and entry.failure is None:
             continue  # killed before the first record of its build: the planner releases what is reserved for it
         # A malformed record, or one of a newer ecomp, does not show an end; one that names another compute does.
-        parsed = [parse_or_none(record.value) for record in records]
-        if all(each is not None and (each.state in (GONE, ERROR) or each.compute != compute) for each in parsed):
+        record = parse_or_none(stored.value) if stored is not None else None
+        if stored is None or (record and (record.state in (GONE, ERROR) or record.compute != compute)):
             memory.record_end(instance)
             log.info('instance %s has finished, but the state directory did not say so: corrected it', instance)
 
@@ -356,16 +355,14 @@ class Environment:
     """The parts and settings of a process that all its computes share.
 
     With `accepts_new_etcd` the computes republish their instances to an etcd that may be another one. Unless
-    `is_familiar_etcd`, they are read-only from the start (rule: familiar-etcd). They write `accepted_revision`, at
-    which etcd was accepted, to etcd (0: none, or written already). `first_seen_revision`: see Puller. The first queries
-    to placement are spread over `spread_seconds`, because all start together. `audits` is an etcd connection without a
-    guard. With `checks_names` each checks that placement knows its traits and classes.
+    `is_familiar_etcd`, they are read-only from the start (rule: familiar-etcd). `first_seen_revision`: see Puller. The
+    first queries to placement are spread over `spread_seconds`, because all start together. `audits` is an etcd
+    connection without a guard. With `checks_names` each checks that placement knows its traits and classes.
     """
 
     fake: Fake | None
     accepts_new_etcd: bool
     is_familiar_etcd: bool
-    accepted_revision: int
     first_seen_revision: int
     guard: Guard
     placement: Placement
@@ -398,9 +395,7 @@ class Compute:
         self._requests: Entries = {}
         self._generation: int | None = None
         self._hostname_valid_until = self._user_data_valid_until = 0.0
-        self._is_denial_logged = False
         self._hostname = (environment.fake and environment.fake.hostname) or socket.gethostname()
-        self.has_noted_acceptance = False
         facts = {'version': read_version(), 'hostname': self._hostname, 'since': now(), 'token': self._token}
         facts |= {'boot': read_boot_id(), 'pid': str(os.getpid())}  # to tell two processes with the same token apart
         key = keys.compute(self.uuid)
@@ -443,8 +438,9 @@ class Compute:
         if familiar:
             # First, because republished instances claim on the provider.
             self._provider.register()
-            self.has_noted_acceptance = self._write_acceptance()
             if self._environment.accepts_new_etcd:
+                revision = str(self._environment.first_seen_revision)
+                self._store.commit([], [Put(keys.acceptance(self.uuid), revision)])
                 republish(self.uuid, self._store, placement, memory, set(hypervisor.list_guests()), now())
                 failpoint('republished')
             # After that: etcd's records correct the memory, and the memory corrects DHCP.
@@ -544,21 +540,6 @@ class Compute:
         if self.queues is not None:
             self.queues.wake_up('etcd is back')
 
-    def _write_acceptance(self) -> bool:
-        """Write the acceptance's revision to etcd, unless it is 0; return False if etcd denies that, which is logged.
-
-        A role that ecomp 1.1 made denies it. With `accepts_new_etcd` Denied is raised; other errors of etcd always are.
-        """
-        try:
-            if self._environment.accepted_revision:
-                self._store.commit([], [Put(keys.acceptance(self.uuid), str(self._environment.accepted_revision))])
-        except Denied as error:
-            if self._environment.accepts_new_etcd:
-                raise
-            log.error('%s', error)
-            return False
-        return True
-
     def _become_read_only(self, reason: str) -> None:
         self.daemon.become_read_only(reason)
 
@@ -608,10 +589,7 @@ class Compute:
         self._hostname_valid_until = time.monotonic() + HOSTNAME_CHECK_MINUTES * PLAN_INTERVAL_SECONDS
 
     def _keep_user_data(self) -> None:
-        """Once a day refresh the user-data that requests refer to; put what is missing and was given to a guest here.
-
-        If etcd denies that, because the role was made by ecomp 1.1, it is logged once. Other errors of etcd are raised.
-        """
+        """Once a day refresh the user-data that requests refer to; put what is missing and a guest here was given."""
         if time.monotonic() < self._user_data_valid_until:
             return
         macs_by_hash: dict[str, list[str]] = {}
@@ -620,12 +598,7 @@ class Compute:
             if isinstance(request, Request) and request.user_data_sha256 is not None:
                 macs_by_hash.setdefault(request.user_data_sha256, []).extend(list_macs(request.instance))
         for sha256, macs in macs_by_hash.items():
-            try:
-                keep_user_data(self._store, sha256, filter(None, map(self.host.guest_data.read_user_data, macs)))
-            except Denied as error:
-                if not self._is_denial_logged:
-                    log.warning('%s', error)
-                self._is_denial_logged = True
+            keep_user_data(self._store, sha256, filter(None, map(self.host.guest_data.read_user_data, macs)))
         self._user_data_valid_until = time.monotonic() + USER_DATA_CHECK_SECONDS * random.uniform(0.5, 1.0)
 
     def _publish_hints(self) -> None:

@@ -198,16 +198,14 @@ class Process:
         familiar = check_or_adopt(self._guard, self._store, now())
         self._offers.start_revision = revision = self._guard.known_cluster.revision
         self._offers.term = lambda: self._guard.known_cluster.term
-        accepted = revision if self.accepts_new_etcd else etcd_file.read_accepted()
         # A compute that remembers no etcd knows nothing older than now, like one that accepts a new etcd.
-        first_seen = max(accepted, etcd_file.read_first_seen()) if remembered.identity else revision
+        first_seen = etcd_file.read_first_seen() if remembered.identity else revision
         spread = min(SPREAD_SECONDS_PER_COMPUTE * (self.count or 0), PLAN_INTERVAL_SECONDS)
         lease, audits = PresenceLease(self._store, LEASE_SECONDS), Store(config.etcd)
         at_exit.callback(audits.close)
         self._environment = Environment(
             fake=self.fake,
             accepts_new_etcd=self.accepts_new_etcd,
-            accepted_revision=accepted,
             first_seen_revision=first_seen,
             is_familiar_etcd=familiar,
             guard=self._guard,
@@ -235,7 +233,7 @@ class Process:
         _run_each(self._register_one, range(1, (self.count or 1) + 1))
         # Last, so that after a kill before this the next start finds the same unfamiliar etcd.
         if familiar:
-            etcd_file.save_first_seen(first_seen, all(compute.has_noted_acceptance for compute in self._computes))
+            etcd_file.save_first_seen(first_seen)
             etcd_file.start()
 
     def run(self) -> None:

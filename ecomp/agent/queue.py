@@ -22,7 +22,7 @@ from functools import partial
 from typing import NamedTuple
 
 from ecomp.agent.instance.instances import ControlPlane
-from ecomp.agent.instance.records import get_revision, parse_old_record
+from ecomp.agent.instance.records import get_revision
 from ecomp.agent.jobs import Deferrals, FailureLog, ScheduledJob, Threads
 from ecomp.errors import (
     ClaimedElsewhere,
@@ -44,7 +44,7 @@ from ecomp.model.group import MAX_MEMBERS, Group, Membership, resolve_group
 from ecomp.model.host import ProviderSummary, list_unproven
 from ecomp.model.order import MAX_REASON_CHARACTERS, to_json
 from ecomp.model.queue import Backlog, QueueEntry, Takers, WaitingEntry
-from ecomp.model.record import ERROR, GONE, RETENTION_SECONDS, Failure, make_record
+from ecomp.model.record import ERROR, GONE, RETENTION_SECONDS, Failure, make_record, parse_or_none
 from ecomp.model.record import to_json as record_to_json
 from ecomp.model.status import DISABLED
 from ecomp.model.text import join_some
@@ -301,7 +301,7 @@ class Taker:
             record = replace(record.enter_state(ERROR, now, 'error'), error=failure)
             return sharing.write_final_record(self.store, record, conditions, [key]) is not None
         operations, shared = list[Put | Delete]([Delete(key)]), sharing.make_empty_change
-        old = parse_old_record(stored.get(own[0]), self.compute, waiting.instance)
+        old = parse_or_none(stored[own[0]].value, waiting.instance, self.compute) if own[0] in stored else None
         # Others keep their name, group and quota.
         if old is not None and old.state in RETENTION_SECONDS and own[1] not in stored:
             operations.append(Put(own[0], record_to_json(replace(old, fault=reason)), stored[own[0]].lease))

@@ -81,7 +81,7 @@ def explain_placement(store: Store, placement: Callable[[], Placement], entries:
     from ecomp.scheduler.queries.hosts import read_computes, read_names_by_instance
     from ecomp.store.sharing import load_group
 
-    record, request, name = entries.record, entries.request, entries.group_name
+    record, request, name = entries.record, entries.request, entries.record.group_name
     choice = record.why or (request.why if request else None)
     group, computes = load_group(store, name)[0] if name else None, read_computes(store)
     wait = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ecomp.cli.command import Context
 from ecomp.cli.options import Options
@@ -35,15 +35,12 @@ def make_filter(ctx: Context) -> RecordFilter:
     """
     options = ctx.options
     compute = None if options.host is None else ctx.resolve_compute(options.host)
-    instances: Collection[str] = ()
     if options.stack is not None:
         from ecomp.scheduler.queries.stacks import load_stack
 
-        stack = load_stack(ctx.store, options.stack).stack
-        if stack is None:
+        if load_stack(ctx.store, options.stack).stack is None:
             raise NotFound(f'{options.stack}: no such stack. Try: eschedule list')
-        instances = stack.list_instances().values()  # a compute of ecomp 1.0 records no stack
-    return RecordFilter(options.states, compute, options.project, options.group, options.name, options.stack, instances)
+    return RecordFilter(options.states, compute, options.project, options.group, options.name, options.stack)
 
 
 def select_records(

@@ -251,8 +251,7 @@ COMMANDS: Sequence[Command] = (
     Command('image list', 'image list', 'list named images, and which hosts have them',
             'List the names in `images:` of schedule.yaml, their URLs, and the living hosts that have the image in '
             'their caches: an instance there starts without a download. A host reports its cache a few seconds after '
-            'it has changed; `unknown:` is before hosts whose ecompute is of an earlier version, or which have more '
-            'images than they report.',
+            'it has changed; `unknown:` is before hosts that have more images than they report.',
             parse_nothing, _list_images, LISTING_OPTIONS, example='eschedule image list'),
     Command('group list', 'group list', 'list all groups and their policies',
             'List all groups, one a line: name, policy, number of members, and number of computes they are on.',

@@ -34,7 +34,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ecomp.compute_conf import load_compute
 from ecomp.conf import load_schedule
-from ecomp.errors import Conflict, Denied, EcompError, UnknownOutcome, UsageError, put_before_fix
+from ecomp.errors import Denied, EcompError, UnknownOutcome, UsageError, put_before_fix
 from ecomp.files import write_durably
 from ecomp.lab import state
 from ecomp.lab.network import bracket_address, render_backends
@@ -42,7 +42,7 @@ from ecomp.model import cluster as cluster_model
 from ecomp.model import keys, roles
 from ecomp.model.record import format_time
 from ecomp.model.text import make_printable
-from ecomp.store.client import Put, Snapshot, Store, Unchanged
+from ecomp.store.client import Put, Store, Unchanged
 
 if TYPE_CHECKING:
     from ecomp.store.roles import Accounts
@@ -314,9 +314,9 @@ def _format_expiry(certificate: x509.Certificate) -> str:
 def enable_roles(directory: Path, now: datetime, say: Callable[[str], None]) -> None:
     """Have etcd restrict each certificate in `directory` to its role, and write a missing /cluster; report each step.
 
-    Raises UsageError if a uuid is missing or a duplicate, or no operator has a certificate, Conflict if etcd has
-    records of an earlier version, Denied if no operator may do this, and another EcompError if etcd fails. Living
-    computes and users of etcd without a certificate in `directory` only cause a warning.
+    Raises UsageError if a uuid is missing or a duplicate, or no operator has a certificate, Denied if no operator may
+    do this, and another EcompError if etcd fails. Living computes and users of etcd without a certificate in
+    `directory` only cause a warning.
     """
     target_roles = roles.make_roles(
         _read_computes(directory), list_clients(directory, SCHEDULER), list_clients(directory, OPERATOR)
@@ -324,13 +324,6 @@ def enable_roles(directory: Path, now: datetime, say: Callable[[str], None]) -> 
     with _connect_as_operator(directory) as (accounts, store):
         if warning := cluster_model.describe_vulnerabilities(store.read_version()):
             say(put_before_fix(f'warning: {warning}', '. Roles prevent mistakes in this etcd, but not attacks'))
-        if old_records := _find_old_records(store.snapshot(keys.INSTANCES, keys_only=True)):
-            fix = (
-                'upgrade ecomp on the hosts whose version is lower than that of `elab --version`, and restart their '
-                'ecompute; then run '
-                '`eschedule audit`, and correct the records that it reports'
-            )
-            raise Conflict(f'{_format_names(old_records)}: written by an earlier ecompute. Fix: {fix}')
         current_roles = accounts.read_roles()
         live_computes = [
             keys.get_last_part(key) for key, entry in store.snapshot(keys.COMPUTES).entries.items() if entry.lease
@@ -409,12 +402,6 @@ def _connect_as_operator(directory: Path) -> Iterator[tuple[Accounts, Store]]:
                 raise
             yield accounts, store
             return
-
-
-def _find_old_records(records: Snapshot) -> list[str]:
-    """List the keys right below /instances/, where earlier versions wrote, except those that expire with a lease."""
-    entries = sorted(records.entries.items())
-    return [key for key, entry in entries if not entry.lease and '/' not in key.removeprefix(keys.INSTANCES)]
 
 
 def _format_names(names: list[str]) -> str:

@@ -320,9 +320,9 @@ def _start_lab(lab: Lab) -> None:
         for host in hosts:
             host.wait_libvirt()
     with _report_step('ecompute on ' + ', '.join(lab.hosts)):
-        # A lab made by an earlier elab stays without roles.
-        if all(host.publish_uuid() for host in hosts):
-            certs.enable_roles(lab.certs, datetime.now(UTC), lambda _: None)
+        for host in hosts:
+            host.publish_uuid()
+        certs.enable_roles(lab.certs, datetime.now(UTC), lambda _: None)
         for host in hosts:
             host.start_ecompute()
         for host in hosts:

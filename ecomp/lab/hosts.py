@@ -184,17 +184,13 @@ class LabHost(Host):
                 os.mknod(node, stat.S_IFCHR, device.st_rdev)
                 os.chmod(node, 0o666)  # systemd's own rule
 
-    def publish_uuid(self) -> bool:
-        """Copy the uuid in the host's compute.yaml to the compute.yaml beside its certificate, for its role in etcd.
-
-        Returns False, and copies nothing, if the host's compute.yaml has no uuid: earlier versions of elab wrote none.
-        """
+    def publish_uuid(self) -> None:
+        """Copy the uuid in the host's compute.yaml to the compute.yaml beside its certificate, for its role in etcd."""
         own = load_compute(self.directory / 'compute.yaml').uuid
         target = self._certificate / 'compute.yaml'
-        if own is not None and load_compute(target).uuid != own:
+        if load_compute(target).uuid != own:
             lines = [line for line in target.read_text(encoding='utf-8').splitlines() if not line.startswith('uuid:')]
             write_durably(target, '\n'.join([*lines, f'uuid: {own}\n']), 0o644)
-        return own is not None
 
     def start_libvirt(self) -> None:
         """Start virtlogd and libvirtd unless they run, without waiting for them."""

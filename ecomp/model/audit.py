@@ -505,8 +505,7 @@ def _audit_instance(world: AuditIndex, instance: str) -> Iterator[Finding]:
     record = world.records.get(instance)
     for compute, state in sorted(world.contradicting_states.get(instance, {}).items()):
         conflict = f'compute {compute} has a record with state {state}'
-        current_key = keys.record(compute, instance)
-        other_key = current_key if world.get_value(current_key) else keys.old_record(instance)
+        other_key = keys.record(compute, instance)
         if record is not None:
             text = f'its record has state {record.state} on compute {record.compute}, but {conflict}'
             yield Finding('record-doubled', instance, text, compute, keys=(world.get_record_key(instance), other_key))

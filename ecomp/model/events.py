@@ -193,16 +193,14 @@ def _ignore(_change: Change, _name_compute: NameCompute, _takers: Mapping[str, s
 
 
 def _describe_record(change: Change, name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
-    """Yield what is new in a record, or that it is deleted or malformed; nothing for a deletion of the key of 1.0."""
+    """Yield what is new in a record, or that it is deleted or malformed."""
     compute, instance = keys.parse_record_key(change.key)
-    if change.after is None and compute is None:
-        return  # a record of ecomp 1.0 that moved below its compute
     if change.after is None:
-        yield Event(change.revision, 'instance', 'record deleted', instance, compute=compute or ''), ()
+        yield Event(change.revision, 'instance', 'record deleted', instance, compute=compute), ()
         return
     before, after = (parse_or_none(value, instance, compute) for value in (change.before, change.after))
     if after is None:
-        yield Event(change.revision, 'instance', 'record is malformed', instance, compute=compute or ''), ()
+        yield Event(change.revision, 'instance', 'record is malformed', instance, compute=compute), ()
         return
     old_stages = before.stages if before is not None else {}
     # The times of the first two are those of the request: a record repeats them.

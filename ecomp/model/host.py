@@ -35,7 +35,7 @@ from ecomp.model.allocation import (
 )
 from ecomp.model.json_object import dump, load_object_or_empty
 from ecomp.model.order import InvalidRequest, Request
-from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, GONE, SCHEDULED, STOPPED, Record, format_time, from_json
+from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, GONE, SCHEDULED, STOPPED, Record, format_time
 from ecomp.model.text import join_some, make_printable, replace_uuids
 
 # Returns the consumers that hold a claim on the compute with this uuid.
@@ -52,8 +52,8 @@ class EntriesByCompute(Generic[Kind]):
     alone does not suffice: the uuid is public before delivery, so the oldest request may be a false one. Without a
     request, the compute with the oldest record is trusted. `request`, `record` and `record_key` are its own, or None.
 
-    `claimless` are computes that mark_claimless() found without the claim. In `records`, '' is for a record that names
-    no compute, or a malformed one of ecomp 1.0.
+    `claimless` are computes that mark_claimless() found without the claim. In `records`, '' is for a record whose key
+    names no compute.
     """
 
     requests: dict[str, Kind] = field(default_factory=dict)
@@ -97,47 +97,21 @@ class EntriesByCompute(Generic[Kind]):
         return self.record_keys.get(self.compute)
 
 
-def group_by_instance(entries: Iterable[tuple[str, Kind]]) -> dict[str, EntriesByCompute[Kind]]:
+def group_by_instance(stored: Iterable[tuple[str, Kind]]) -> dict[str, EntriesByCompute[Kind]]:
     """Return {instance: requests and records} from pairs of a key and its stored value; other keys are ignored.
 
-    Uuids are not checked. A record of ecomp 1.0, whose key names no compute, counts for the compute in its value unless
-    that has another record. If malformed, it counts only if the instance has no other, so that it cannot hide one.
+    Uuids are not checked.
     """
     by_uuid: dict[str, EntriesByCompute[Kind]] = {}
-    old_records = []
-    for key, written in entries:
+    for key, written in stored:
         if key.startswith(keys.HOSTS):
             compute, _, instance = key.removeprefix(keys.HOSTS).partition('/')
             by_uuid.setdefault(instance, EntriesByCompute()).requests[compute] = written
         elif key.startswith(keys.INSTANCES):
-            recorded_compute, instance = keys.parse_record_key(key)
-            if recorded_compute is None:
-                old_records.append((key, instance, written))
-            else:
-                _add_record(by_uuid, recorded_compute, key, instance, written)
-    for key, instance, written in old_records:
-        records = by_uuid.setdefault(instance, EntriesByCompute()).records
-        named_compute = _parse_compute(written.value)
-        if (not records) if named_compute is None else (named_compute not in records):
-            _add_record(by_uuid, named_compute or '', key, instance, written)
+            compute, instance = keys.parse_record_key(key)
+            entries = by_uuid.setdefault(instance, EntriesByCompute())
+            entries.records[compute], entries.record_keys[compute] = written, key
     return by_uuid
-
-
-def _add_record(
-    by_uuid: dict[str, EntriesByCompute[Kind]], compute: str, key: str, instance: str, stored: Kind
-) -> None:
-    """Store a record and its key in `by_uuid`, which is changed, as those of `compute`."""
-    entries = by_uuid.setdefault(instance, EntriesByCompute())
-    entries.records[compute] = stored
-    entries.record_keys[compute] = key
-
-
-def _parse_compute(value: bytes) -> str | None:
-    """Return the compute that a record names: '' for none, None for a malformed record."""
-    try:
-        return from_json(value).compute
-    except ValueError:
-        return None
 
 
 # A room hint with more resource classes than this is ignored.
@@ -222,7 +196,7 @@ _HOSTNAME_PATTERN = re.compile('[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}')
 
 
 class PresenceFacts(NamedTuple):
-    """The content of a presence; absent or malformed fields are None, as are those that an earlier ecomp does not have.
+    """The content of a presence; absent or malformed fields are None.
 
     `kind` is kvm, qemu or fake. `queues`: it takes requests from queues. `images` are hashes of cached images.
     """

@@ -4,7 +4,6 @@
     /requests/<uuid>              an attempt in flight; on eschedule's lease
     /booted/<instance>            the address of the instance, plain text
     /instances/<compute>/<instance>   the record; <compute> is `none` if no compute ever had the instance
-    /instances/<instance>         the record, as ecomp 1.0 wrote it; it is read and moved, no longer written
     /names/<name>                 the owner of a name, {"version", "instance"}; until the instance is gone
     /groups/<group>               members, their computes and the policy; changed when a member is added or removed
     /quotas/<project>             limits and usage of a project; changed when an instance is added or removed
@@ -93,7 +92,6 @@ def _make_key_function(prefix: str) -> Callable[[str], str]:
 # Two attempts for one uuid collide at this key. The uuid is the one that was ordered: for a set, the set's.
 attempt = _make_key_function(ATTEMPTS)
 address = _make_key_function(BOOTED)
-old_record = _make_key_function(INSTANCES)
 name = _make_key_function(NAMES)
 group = _make_key_function(GROUPS)
 quota = _make_key_function(QUOTAS)
@@ -122,10 +120,10 @@ def record(compute: str, instance: str) -> str:
     return f'{INSTANCES}{compute or NO_COMPUTE}/{instance}'
 
 
-def parse_record_key(key: str) -> tuple[str | None, str]:
-    """Return the compute ('': none had it; None: a key of ecomp 1.0) and the instance in a record's key."""
+def parse_record_key(key: str) -> tuple[str, str]:
+    """Return the compute ('': none had it, or the key has none) and the instance in a record's key."""
     compute, slash, instance = key.removeprefix(INSTANCES).partition('/')
-    return ('' if compute == NO_COMPUTE else compute, instance) if slash else (None, compute)
+    return ('' if compute == NO_COMPUTE else compute, instance) if slash else ('', compute)
 
 
 def queue(flavor: str, instance: str) -> str:

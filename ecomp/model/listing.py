@@ -61,7 +61,7 @@ def is_on_host(record: Record) -> bool:
 class RecordFilter(NamedTuple):
     """A filter for records; None accepts all. `name` is a pattern of fnmatchcase(); a missing name counts as ''.
 
-    `states` are of SHOWN_STATES. `stack_instances` are of the stack, too, if their records do not say so.
+    `states` are of SHOWN_STATES.
     """
 
     states: Collection[str] | None = None
@@ -70,7 +70,6 @@ class RecordFilter(NamedTuple):
     group: str | None = None
     name: str | None = None
     stack: str | None = None
-    stack_instances: Collection[str] = ()
 
     def select(self, records: Iterable[Record], absences: Absences = NO_ABSENCES) -> list[Record]:
         """Return the records that pass the filter, in their order."""
@@ -83,8 +82,5 @@ class RecordFilter(NamedTuple):
             and self.project in (None, record.project_id)
             and self.group in (None, record.group_name)
             and (self.name is None or fnmatchcase(record.name or '', self.name))
-            and (self.stack is None or self._is_of_stack(record))
+            and self.stack in (None, record.stack and record.stack.name)
         )
-
-    def _is_of_stack(self, record: Record) -> bool:
-        return record.instance in self.stack_instances or (record.stack is not None and record.stack.name == self.stack)

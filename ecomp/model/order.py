@@ -313,7 +313,7 @@ def describe_difference(existing: Order, requested: Order, is_recorded: bool = F
         if each.differs is None or (is_recorded and not each.recorded):
             continue
         if each.name == 'project_id' and not existing.project_id:
-            continue  # an older ecompute does not write it
+            continue  # another client may not write it
         if getattr(existing, attribute) != getattr(requested, attribute):
             return each.differs(existing)
     return None

@@ -160,8 +160,8 @@ class AuditIndex:
         return self.planes.etcd.get(key)
 
     def get_record_key(self, instance: str) -> str:
-        """Return the key that the trusted record has or would have; without record and request ecomp 1.0's key."""
-        return self._record_keys.get(instance) or keys.old_record(instance)
+        """Return the key that the trusted record has or would have."""
+        return self._record_keys.get(instance) or keys.record('', instance)
 
     def list_request_keys(self, instance: str) -> tuple[str, ...]:
         """Return the keys of all requests for an instance, also if several computes are asked."""
@@ -177,7 +177,7 @@ class AuditIndex:
         return stored.revision if stored is not None else 0
 
     def list_names(self, instance: str) -> set[str]:
-        """Return the names in the record (an older ecompute records none), requests and queues."""
+        """Return the names in the record, requests and queues."""
         requests = self.requests_by_compute.get(instance, {}).values()
         record = self.records.get(instance)
         entries = self.queue_entries.get(instance, {}).values()
@@ -267,7 +267,7 @@ PAGE_BYTES = 400 * 1024
 # A compute's reason for not giving a digest is cut off after so many characters.
 MAX_REASON_CHARACTERS = 500
 
-# {dictionary field of a digest: its name in JSON}; in ecomp 1.0 "seeds" was the metadata.
+# {dictionary field of a digest: its name in JSON}
 _JSON_NAMES = {
     **{'without_base': 'without_base', 'metadata': 'seeds', 'seeds': 'isos'},
     **{name: name for name in ('reservations', 'parts', 'open_dhcp', 'bad_bases')},
@@ -351,7 +351,6 @@ def from_pages(values: Sequence[bytes]) -> Digest:
             f'its answer has {len(pages)} of {make_printable(str(pages[0].get("pages")), 20)} announced pages'
         )
     try:
-        # ecomp 1.1 sends no conditions. It refuses unknown fields of a guest, so they are not among these.
         conditions = {name: value for page in pages for name, value in page.get('conditions', {}).items()}
         guests = [
             _add_condition(_make_guest(**entry), conditions.get(entry['instance'], {}))

@@ -228,8 +228,7 @@ class Presence:
         """Prepare the key; nothing is read or written before check() or start()."""
         self._store = store
         self._key = key
-        self._token = str(value['token'])
-        self._base_value = {**value, 'token': hash_token(self._token)}
+        self._base_value = {**value, 'token': hash_token(str(value['token']))}
         # The value to publish, and the one published last.
         self._value = self._base_value
         self._published_value = self._base_value
@@ -356,8 +355,7 @@ class Presence:
         holder = _parse_holder(entry)
         if holder is None or not entry.lease:
             return entry  # no ecompute wrote it, or it would not expire: no owner
-        # ecompute 1.0 wrote the token itself.
-        if holder['token'] not in (self._value['token'], self._token):
+        if holder['token'] != self._value['token']:
             raise self._make_conflict(entry, OTHER_OWNER_REMEDY)
         if self._revision and {name: holder.get(name) for name in self._base_value} != self._base_value:
             raise self._make_conflict(entry, COPY_REMEDY)

@@ -460,7 +460,7 @@ def find_at_living_computes(
     if key_index is not None:
         places = find_by_listing(store, instance, key_index)
         # An instance that ended in its queue is below no compute, and never elsewhere.
-        if places.compute or places.record_key == keys.record('', instance):
+        if places.compute or places.record:
             return places
     presences = store.snapshot(keys.COMPUTES, keys_only=True).entries
     alive = {
@@ -469,7 +469,7 @@ def find_at_living_computes(
         if entry.lease and keys.is_uuid(keys.get_last_part(key))
     }
     possible = [key for host in sorted(alive) for key in (keys.request(host, instance), keys.record(host, instance))]
-    living_places = _resolve_instance(store, instance, store.read([*possible, keys.old_record(instance)]))
+    living_places = _resolve_instance(store, instance, store.read(possible))
     return living_places if living_places is not None and living_places.compute in alive else None
 
 
@@ -494,7 +494,7 @@ def _list_keys_by_instance(store: Store, family: str) -> Mapping[str, Sequence[s
     keys_by_instance: dict[str, list[str]] = {}
     for key in store.snapshot(family, keys_only=True).entries:
         # Other keys below a compute are of no instance, even if their last part is a uuid.
-        if (slashes := key.count('/')) == 3 or (slashes == 2 and family == keys.INSTANCES):
+        if key.count('/') == 3:
             keys_by_instance.setdefault(keys.get_last_part(key), []).append(key)
     return keys_by_instance
 
@@ -534,6 +534,5 @@ def resolve_places(store: Store, entries: Iterable[tuple[str, Entry]]) -> dict[s
 
 
 def _list_record_keys(key_index: KeyIndex, instance: str) -> list[str]:
-    """Return the keys at which the computes with a request have, or will have, their record, and that of ecomp 1.0."""
-    request_keys = key_index.requests.get(instance, ())
-    return [*(keys.record(key.split('/')[2], instance) for key in request_keys), keys.old_record(instance)]
+    """Return the keys at which the computes with a request have, or will have, their record."""
+    return [keys.record(key.split('/')[2], instance) for key in key_index.requests.get(instance, ())]

@@ -143,7 +143,7 @@ def parse_guest(data: bytes, mac: str) -> Guest:
         keys = tuple((f'key-{n}' if n else 'default', key) for n, key in enumerate(lines))
     if text is not None and not isinstance(text, str):
         raise ValueError('"user_data" is not text')
-    # An older ecompute writes no network_config.
+    # A guest with one interface has no network_config.
     network_config = record.get('network_config')
     if network_config is not None and not isinstance(network_config, dict):
         raise ValueError('"network_config" is not a JSON object')

@@ -255,24 +255,6 @@ def test_download_reserves_its_room_at_the_start(web: ImageServer, directory: Pa
         other_download.result(SLOWDOWN_FACTOR * 30)
 
 
-def test_base_volumes_of_earlier_versions_stay_while_disks_need_them(web: ImageServer, directory: Path) -> None:
-    """Earlier versions named them by the URL."""
-    directory.mkdir()
-    old = directory / 'base-0123456789abcdef0123456789abcdef.raw'
-    old.write_bytes(make_raw_image(MIB))
-    os.utime(old, (0, 0))
-    create_overlay(directory, 'x.qcow2', old.name, 'raw')
-    image_cache = make_cache(directory, limit=2 * MIB)
-    for number in range(3):
-        web.image = make_raw_image(MIB, number + 1)
-        get_base(image_cache, f'{web.url}good?{number}')
-        assert old.exists()
-    (directory / 'x.qcow2').unlink()
-    web.image = make_raw_image(MIB, 9)
-    get_base(image_cache, web.url + 'good?9')
-    assert not old.exists()
-
-
 # Checksums: pinned in the URL, and listed beside the image on the server.
 
 

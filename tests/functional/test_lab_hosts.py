@@ -291,22 +291,6 @@ def test_roles_follow_a_new_uuid_and_a_new_host(lab: dict[str, Any]) -> None:
     assert [row[0] for row in rows][-2:] == ['hv1', 'hv2']
 
 
-def test_lab_of_an_earlier_elab_stays_without_roles(lab: dict[str, Any]) -> None:
-    """Its compute.yaml has no uuid, and an older ecompute may still write records elsewhere."""
-    config = ROOT / NAME / 'hv1/compute.yaml'
-    own = load_compute(config).uuid
-    config.write_text(config.read_text().replace(f'uuid: {own}\n', ''))
-    run_elab('certs', str(ROOT / NAME / 'certs'), '--disable')
-    assert list_hosts_with_role(lab, 'hv1', 'hv2') == []
-    pid = read_lab_json(NAME)['processes']['hv1 ecompute']['pid']
-    os.kill(pid, signal.SIGTERM)
-    wait_until(lambda: machine.read_start_time(pid) is None, 30, 'ecompute is gone')
-    run_elab('up', '--name', NAME)
-    assert list_hosts_with_role(lab, 'hv1', 'hv2') == []
-    assert (ROOT / NAME / 'hv1/state/uuid').read_text().strip() == own
-    run_elab('status', '--name', NAME)
-
-
 def test_down_removes_the_lab_and_keeps_other_processes(lab: dict[str, Any]) -> None:
     bystander = subprocess.Popen(['sleep', '600'], cwd=ROOT / NAME)
     try:

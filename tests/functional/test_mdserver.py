@@ -77,7 +77,7 @@ def test_guest_gets_its_own_metadata_and_the_defaults(server: Server) -> None:
 
 def test_guest_with_several_interfaces_gets_a_network_config(server: Server, tmp_path: Path) -> None:
     path, data = f'/seed/{UUID_A}/network-config', GuestData(tmp_path / 'metadata')
-    assert server.get(path).read() == b'', 'an older ecompute says nothing of it'
+    assert server.get(path).read() == b'', 'it has one interface'
     data.write(make_request(UUID_A), [MAC_A, MAC_B])
     assert json.loads(server.get(path).read()) == make_network_config([MAC_A, MAC_B])
     data.write(make_request(UUID_A), [MAC_A])

@@ -17,11 +17,11 @@ import pytest
 pytest.importorskip('cryptography', reason="pip install '.[lab]'")
 
 from ecomp.compute_conf import load_compute
-from ecomp.errors import Conflict, Denied, EcompError, Unreachable, UsageError
+from ecomp.errors import Denied, EcompError, Unreachable, UsageError
 from ecomp.lab import elab
 from ecomp.model import cluster, keys, roles
 from ecomp.model.roles import Permission
-from ecomp.store.client import Delete, Put, Unchanged
+from ecomp.store.client import Put, Unchanged
 from ecomp.store.presence import Presence
 from ecomp.store.roles import Accounts
 from ecomp.tls import ETCD_SENTENCES, TlsFailure
@@ -196,22 +196,6 @@ def test_enable_and_disable_need_an_operator_certificate(cloud: EtcdWithRoles) -
     for act in (cloud.enable, cloud.disable):
         with pytest.raises(Denied, match='operator-bob/client.crt do that'):
             act()
-
-
-def test_records_of_an_earlier_version_are_refused(cloud: EtcdWithRoles) -> None:
-    records = [f'/instances/{number}{str(uuid.uuid4())[1:]}' for number in range(6)]
-    put_key(cloud, '/instances/ended', lease=cloud.stores['compute-hv1'].grant(60))
-    put_key(cloud, f'/instances/{cloud.computes["compute-hv1"]}/{uuid.uuid4()}')
-    for record in records:
-        put_key(cloud, record)
-    cure = 'written by an earlier ecompute. Fix: upgrade ecomp on the hosts whose version is lower '
-    cure += 'than that of `elab --version`, and restart their ecompute; then run `eschedule audit`, and correct the '
-    cure += 'records that it reports'
-    expect_refusal(cloud, Conflict, f'{", ".join(records[:5])} …: {cure}')
-    cloud.stores['operator-ann'].commit([], [Delete(record) for record in records[:5]])
-    expect_refusal(cloud, Conflict, f'{records[5]}: {cure}')
-    cloud.stores['operator-ann'].commit([], [Delete(records[5])])
-    assert cloud.enable()
 
 
 @pytest.mark.parametrize('asks', [0, 1])

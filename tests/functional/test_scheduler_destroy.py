@@ -247,9 +247,9 @@ def test_index_reads_record_names_only_when_needed(own_etcd: Etcd) -> None:
         request = Request(requested, {computes[0]: SMALL}, image=IMAGE, user_id='u', project_id='p', stages={})
         own_etcd.put(keys.request(computes[0], requested), requests.to_json(request))
         own_etcd.put(keys.record(computes[0], requested), to_json(Record(requested, computes[0], ACTIVE, image=IMAGE)))
-        # The computes of these are not alive; ecomp 1.0 wrote records outside any compute's prefix.
+        # The computes of these are not alive.
         own_etcd.put(keys.record(computes[2], ended[0]), to_json(Record(ended[0], computes[2], GONE, image=IMAGE)))
-        own_etcd.put(keys.old_record(ended[1]), to_json(Record(ended[1], computes[2], ERROR, image=IMAGE)))
+        own_etcd.put(keys.record(computes[2], ended[1]), to_json(Record(ended[1], computes[2], ERROR, image=IMAGE)))
         # A record of another compute is ignored if the instance has a request elsewhere.
         own_etcd.put(keys.record(computes[2], requested), to_json(Record(requested, computes[2], GONE, image=IMAGE)))
         located = read_index(store)

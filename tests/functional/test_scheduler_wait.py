@@ -77,17 +77,6 @@ def test_wait_reports_each_stage(cloud: Cloud, messages: list[str]) -> None:
         assert waiting.result(SLOWDOWN_FACTOR * 10) == record
 
 
-def test_end_is_found_despite_a_malformed_old_record(cloud: Cloud, messages: list[str]) -> None:
-    """Check an instance that ended before the wait began.
-
-    No request is left then that would tell which record counts.
-    """
-    instance = make_uuid()
-    cloud.etcd.put(keys.old_record(instance), 'rubbish')
-    cloud.etcd.put_record(to_json(Record(instance, make_uuid(), GONE, stages={'gone': 'now'})))
-    wait_until_gone(Wait(EtcdConfig((cloud.etcd.endpoint,)), instance, Deadline(5), messages.append))
-
-
 def test_wait_reports_the_progress_of_a_download(cloud: Cloud, messages: list[str]) -> None:
     instance = make_uuid()
     record = Record(instance, make_uuid(), BUILDING, image=IMAGE, stages={'requested': 't', 'scheduled': 't'})

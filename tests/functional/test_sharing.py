@@ -231,7 +231,7 @@ def test_lease_of_present_user_data_is_refreshed_and_nothing_is_written(cloud: C
 
 
 def test_user_data_on_a_lease_of_a_week_is_moved_to_a_longer_one(cloud: Cloud, content: bytes) -> None:
-    """As ecomp 1.1 put it; a compute that does not have it keeps the week refreshed."""
+    """Any compute may write it so; a compute that does not have the user-data keeps the week refreshed."""
     week = put(cloud, content, 7 * 24 * 3600)
     keep(cloud, content)
     entry = read_user_data(cloud, content)

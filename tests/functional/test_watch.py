@@ -531,19 +531,14 @@ def test_known_etcd_is_written_soon_and_at_stop(tmp_path: Path, monkeypatch: pyt
     assert [path.name for path in tmp_path.iterdir()] == ['etcd.json']
 
 
-def test_first_seen_revision_and_old_acceptance_are_remembered(tmp_path: Path) -> None:
+def test_first_seen_revision_is_remembered(tmp_path: Path) -> None:
     memory = KnownEtcd(tmp_path)
-    assert (memory.read_accepted(), memory.read_first_seen()) == (0, 0)
-    (tmp_path / 'accepted').write_text('345\n')
-    assert memory.read_accepted() == 345
-    memory.save_first_seen(350, has_noted_acceptance=False)
-    assert (KnownEtcd(tmp_path).read_accepted(), KnownEtcd(tmp_path).read_first_seen()) == (345, 350)
-    memory.save_first_seen(350, has_noted_acceptance=True)
-    assert KnownEtcd(tmp_path).read_accepted() == 0
-    for name, read in (('accepted', memory.read_accepted), ('first-seen', memory.read_first_seen)):
-        (tmp_path / name).write_text('rubbish')
-        with pytest.raises(UsageError, match=f'{name}: .*Fix: restore the file, or run `ecompute --accept-new-etcd`'):
-            read()
+    assert memory.read_first_seen() == 0
+    memory.save_first_seen(350)
+    assert KnownEtcd(tmp_path).read_first_seen() == 350
+    (tmp_path / 'first-seen').write_text('rubbish')
+    with pytest.raises(UsageError, match='first-seen: .*Fix: restore the file, or run `ecompute --accept-new-etcd`'):
+        memory.read_first_seen()
 
 
 def test_failed_write_is_logged_once_and_retried(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

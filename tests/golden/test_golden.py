@@ -306,7 +306,6 @@ def test_layout_of_keys() -> None:
         'an address': keys.address(instance),
         'a record': keys.record(host, instance),
         'a record of no compute': keys.record('', instance),
-        'a record of 1.0': keys.old_record(instance),
         'a name': keys.name('web'),
         'a group': keys.group('web'),
         'a quota': keys.quota('web'),

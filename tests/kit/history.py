@@ -123,8 +123,7 @@ class HistoryReplay:
                     by_place[place] = parse_object(stored)
                 elif not by_place:
                     del requests_by_family[family][instance]
-            case ['instances', *_, instance]:
-                # ecomp 1.0 uses another key. A record moves from there in one revision.
+            case ['instances', _, instance]:
                 if stored is not None:
                     self._records[instance], self._record_keys[instance] = parse_object(stored), key
                 elif self._record_keys.get(instance) == key:
@@ -147,12 +146,9 @@ class HistoryReplay:
                         self._get_lifecycle(instance).queued_revisions.append(revision)
                     self._check_single_place(revision, instance)
                     self._check_name(revision, instance, parse_object(stored))
-                case ['instances', instance] if stored is None and self._record_keys.get(instance) not in (None, key):
-                    continue  # moved below its compute's key
-                case ['instances', *place, instance]:
-                    if place and stored is not None and place[0] != (parse_object(stored).get('compute') or 'none'):
-                        self._report(revision, f'is recorded below {place[0]} by another compute', instance)
-                    previous = previous or before.get(f'/instances/{instance}')
+                case ['instances', compute, instance]:
+                    if stored is not None and compute != (parse_object(stored).get('compute') or 'none'):
+                        self._report(revision, f'is recorded below {compute} by another compute', instance)
                     tombstone = any(path.endswith(f'/{instance}') for path in removed if path.startswith('/hosts/'))
                     self._check_record(revision, instance, previous, stored, tombstone)
                 case ['names', name]:
@@ -231,8 +227,6 @@ class HistoryReplay:
         is_found_disk = state == 'stopped' and record.get('fault')  # a disk of this name existed before the request
         if previous is None and (life.state == 'gone' or not (state in FIRST_STATES or is_found_disk)):
             self._report(revision, f'{life.state or "nothing"}, then {state}', instance)
-        if previous is not None and str(earlier_record.get('compute')) != compute:
-            self._report(revision, f'moves from compute {earlier_record.get("compute")} to {compute}', instance)
         error = record.get('error')
         if state == 'error' and not (isinstance(error, dict) and error.get('reason')):
             self._report(revision, 'is in error without a reason', instance)

@@ -12,7 +12,6 @@ WRITERS_BY_KEY = {
     f'/hosts/{OWN}0': (False, True),
     f'/instances/{OWN}/{INSTANCE}': (True, True),
     f'/instances/{OTHER}/{INSTANCE}': (False, True),
-    f'/instances/{INSTANCE}': (False, True),
     f'/digests/{OWN}/a/0': (True, True),
     f'/digests/{OTHER}/a/0': (False, True),
     f'/computes/{OWN}': (True, False),

@@ -34,7 +34,9 @@ from tests.model.planting import (
 
 HOST = {
     'a record is trusted wherever it is': make_bug(
-        'ecomp.agent.instance.records:parse_old_record', drop_argument('from_json', 'compute'), 'forged_records'
+        'ecomp.scheduler.queries.find:from_places',
+        replace_call('read_record', 'read_record(places.records[max(places.records)])'),
+        'forged_records',
     ),
     'an inventory is corrected while it is closed': make_bug(
         'ecomp.agent.host.provider:Registration.register',

@@ -32,11 +32,11 @@ class Facts:
         self.families = families
         hosts = ((path.partition('/'), value) for path, value in families.get('hosts', {}).items())
         self.requests: list[tuple[str, str, Json]] = [(compute, name, value) for (compute, _, name), value in hosts]
-        # A record by the instance's own compute overrides one that another process wrote. A record by a compute of this
-        # cloud overrides one by an unknown compute. Malformed records are ignored.
-        readable = [item for item in families.get('instances', {}).items() if 'compute' in item[1]]
-        recorded = sorted(readable, key=lambda each: each[0].startswith(each[1]['compute']))
-        recorded.sort(key=lambda each: each[1]['compute'] in cloud.computes)
+        # A record below the compute with the request overrides one that another process wrote. A record by a compute of
+        # this cloud overrides one by an unknown compute. Malformed records are ignored.
+        requested = {f'{compute}/{name}' for compute, name, _ in self.requests}
+        recorded = [item for item in families.get('instances', {}).items() if 'compute' in item[1]]
+        recorded.sort(key=lambda each: (each[0] in requested, each[1]['compute'] in cloud.computes))
         self.records = {path.rpartition('/')[2]: value for path, value in recorded}
         queues = families.get('queues', {}).items()
         self.waiting = {path.rpartition('/')[2]: value for path, value in queues if not path.endswith('/taker')}

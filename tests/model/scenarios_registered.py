@@ -233,14 +233,14 @@ def rebooted(cloud: Cloud) -> None:
 
 
 def forged_records(cloud: Cloud) -> None:
-    """Forged records say that U is gone on another compute: U is built nevertheless."""
+    """A forged record says that U is gone on another compute: U is built nevertheless."""
     host = _deliver(cloud)
+    cloud.add_host(B)
     forged = to_json(Record(U, B, GONE))
 
     def forge() -> None:
         lease = cloud.store.grant(RETENTION_SECONDS[GONE])
-        for key in (keys.old_record(U), keys.record(B, U)):
-            cloud.store.commit([], [Put(key, forged, lease)])
+        cloud.store.commit([], [Put(keys.record(B, U), forged, lease)])
 
     cloud.add_compute_actor(A, '', host.repeat(3, host.plan))
     cloud.add_actor('somebody', forge)

@@ -86,9 +86,7 @@ ROWS = (
         'ecomp/model/quota.py',
         'demand.is_tombstone and demand.replaced_by:',
         'demand.is_tombstone and demand.replaces:',
-        (
-            'tests/functional/test_audit.py::test_fix_recounts_the_quota_after_an_older_compute_ended_an_evacuated_instance',
-        ),
+        ('tests/functional/test_audit.py::test_fix_counts_an_evacuated_instance_once',),
     ),
     Row(
         'a restored stack has the oldest instance of each entry',

@@ -195,8 +195,6 @@ def test_audit_of_mutated_values_finishes(number: int) -> None:
         for name, key in KEYS_BY_KIND.items():
             good = READERS[name][1]
             value = make_mutant(good, rng) if rng.random() < 0.4 else json.dumps(good).encode()
-            if name == 'record' and rng.random() < 0.2:
-                etcd[keys.old_record(INSTANCE)] = Entry('/', value, rng.randrange(3), rng.randrange(2))
             if rng.random() < 0.8:
                 etcd[key] = Entry(key, value, rng.randrange(3), rng.randrange(2))
         digests = {}

@@ -286,11 +286,7 @@ def test_manual_fix_names_the_keys_to_delete(world: WorldBuilder) -> None:
     world.put_request(TWO, GONE)
     wrong = f'{keys.request(TWO, GONE)} or {keys.record(ONE, GONE)}'
     assert list_fixes(GONE) == [f'delete the wrong key with `etcdctl del`: {wrong}']
-    # Records of ecomp 1.0 have another key. A key with a blank is quoted for the shell.
-    world.etcd[keys.old_record(GONE)] = world.etcd.pop(keys.record(ONE, GONE))
-    assert list_fixes(GONE) == [
-        f'delete the wrong key with `etcdctl del`: {keys.request(TWO, GONE)} or {keys.old_record(GONE)}'
-    ]
+    # A key with a blank is quoted for the shell.
     world.put(keys.quota('a b'), '{}')
     assert list_fixes('a b') == ["if no newer ecomp wrote it: `etcdctl del '/quotas/a b'`"]
 
@@ -443,7 +439,7 @@ def test_evacuated_instance_with_its_tombstone_has_no_finding(world: WorldBuilde
     world.put_tombstone(AWAY_COMPUTE, ELSEWHERE, ACTIVE, project_id='p')
     world.put(keys.quota('p'), quota_to_json(Quota('p', {}, {**SIZE, 'instances': 1})))
     assert audit(world.build_planes()) == []
-    # An older ecompute releases the charge at the end of the tombstone.
+    # The charge is missing.
     world.put(keys.quota('p'), quota_to_json(Quota('p', {'VCPU': 9}, {})))
     (finding,) = audit(world.build_planes())
     assert (finding.code, finding.subject, finding.fix) == ('quota-differs', 'p', 'counts the usage again')
@@ -505,13 +501,6 @@ def test_name_of_malformed_value_is_not_orphaned(world: WorldBuilder) -> None:
         world.put(key, '{"version": 99, "name": "web2"}')
         assert world.audit_codes() == ['record-unreadable' if key.startswith(keys.INSTANCES) else 'request-unreadable']
         del world.etcd[key]
-
-
-def test_name_of_older_record_without_name_is_kept(world: WorldBuilder) -> None:
-    world.put_record(ACTIVE, record.ACTIVE, address='10.0.0.1')
-    assert world.audit_codes() == []
-    del world.etcd[keys.name('web1')]
-    assert world.audit_codes() == ['name-missing']
 
 
 def test_name_of_failed_instance_may_be_reused(world: WorldBuilder) -> None:

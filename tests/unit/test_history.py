@@ -157,11 +157,6 @@ def test_record_at_the_wrong_key_is_malformed() -> None:
         assert describe(Change(key, None, to_json(READY).encode(), 7)) == ['record is malformed']
 
 
-def test_migration_of_an_old_record_yields_no_event() -> None:
-    value = to_json(READY).encode()
-    assert describe(Change(keys.old_record(INSTANCE), value, None, 7), change_record(READY, READY)) == []
-
-
 def test_changed_request_yields_its_events() -> None:
     tombstone = replace(REQUEST, allocations={}, image=None)
     assert describe(change_request(None, REQUEST)) == ['request accepted, for hv1']
@@ -259,7 +254,7 @@ def test_events_of_one_revision_share_its_time() -> None:
     destroyed = change_request(REQUEST, replace(REQUEST, allocations={}, image=None, stages={'addressed': time_at(3)}))
     assert [event.time for event in make_events([destroyed], name_host)] == ['']
     assert [event.time for event in make_events([add_written_at(destroyed, time_at(9))], name_host)] == [time_at(9)]
-    # An older eschedule keeps the time of an earlier power action.
+    # A writer that does not know `written_at` keeps the time of an earlier power action.
     old = add_written_at(change_request(None, REQUEST), time_at(8)).after
     assert [event.time for event in make_events([add_written_at(stopped, time_at(8), old)], name_host)] == ['']
 

@@ -428,17 +428,6 @@ def find_places(*pairs: tuple[str, StoredValue]) -> EntriesByCompute[StoredValue
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize('rubbish', [b'', b'null', b'{"version": 2}', b'[' * 100])
-def test_malformed_old_record_does_not_hide_the_new_one(rubbish: bytes) -> None:
-    """A finished instance, whose request is deleted, must not look unfinished forever."""
-    ended = make_record_value(ONE, GONE, created=9)
-    pairs = [(keys.old_record(INSTANCE), StoredValue(rubbish, 1)), (keys.record(ONE, INSTANCE), ended)]
-    assert find_places(*pairs).record is find_places(*reversed(pairs)).record is ended
-    alone = StoredValue(rubbish, 1)
-    assert find_places((keys.old_record(INSTANCE), alone)).record is alone, 'it is all there is'
-
-
-@pytest.mark.fast
 def test_oldest_of_several_records_is_trusted() -> None:
     first, later = make_record_value(ONE, ACTIVE, created=2), make_record_value(TWO, ACTIVE, created=5)
     assert find_places((keys.record(TWO, INSTANCE), later), (keys.record(ONE, INSTANCE), first)).compute == ONE

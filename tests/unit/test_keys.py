@@ -36,7 +36,7 @@ def test_key_of_a_record_is_parsed() -> None:
     """The layout of all keys is in tests/golden/keys.txt."""
     for compute in (COMPUTE, ''):
         assert keys.parse_record_key(keys.record(compute, INSTANCE)) == (compute, INSTANCE)
-    assert keys.parse_record_key(keys.old_record(INSTANCE)) == (None, INSTANCE)
+    assert keys.parse_record_key('/instances/x') == ('', 'x')
 
 
 def test_prefix_of_a_compute_excludes_longer_names() -> None:

@@ -98,13 +98,13 @@ class Story:
 
     def write_records(self, compute: str, instance: str, *states: str, **more: Any) -> None:
         for state in states:
-            self.step((f'/instances/{instance}', encode_record(compute, instance, state, **more)))
+            self.step((f'/instances/{compute}/{instance}', encode_record(compute, instance, state, **more)))
 
     def finish(self, compute: str, instance: str, state: str = 'gone', **more: Any) -> None:
         """Write the final record, and delete the request and the claim."""
         self.allocations.pop(instance, None)
         last = encode_record(compute, instance, state, **more)
-        self.step((f'/hosts/{compute}/{instance}', None), (f'/instances/{instance}', last, LEASE))
+        self.step((f'/hosts/{compute}/{instance}', None), (f'/instances/{compute}/{instance}', last, LEASE))
 
     def build_history(self) -> History:
         capacity = {ONE: CAPACITY, TWO: CAPACITY}
@@ -189,7 +189,7 @@ def deliver_unreported(story: Story, *asks: CommandRun) -> None:
 
 def deliver_twice(story: Story) -> None:
     story.deliver(ONE, OTHER, project_id='other')
-    story.step((f'/hosts/{ONE}/{OTHER}', None), (f'/instances/{OTHER}', encode_record(ONE, OTHER, 'gone'), LEASE))
+    story.step((f'/hosts/{ONE}/{OTHER}', None), (f'/instances/{ONE}/{OTHER}', encode_record(ONE, OTHER, 'gone'), LEASE))
     story.deliver(ONE, OTHER, project_id='other')
     story.asks.append(ask_create(0, format_notice(ONE, OTHER)))
     story.finish(ONE, OTHER)
@@ -266,18 +266,18 @@ CASES: list[tuple[Sequence[str], Callable[[Story], None]]] = [
             'instance without an allocation',
             'is active at the end',
         ],
-        write((f'/instances/{DOOMED}', encode_record(TWO, DOOMED, 'active'))),
+        write((f'/instances/{TWO}/{DOOMED}', encode_record(TWO, DOOMED, 'active'))),
     ),
     (
         ['active, then building', 'is building at the end'],
-        write((f'/instances/{ALIVE}', encode_record(ONE, ALIVE, 'building', name='web1'))),
+        write((f'/instances/{ONE}/{ALIVE}', encode_record(ONE, ALIVE, 'building', name='web1'))),
     ),
     (
         ['active, then error'],
         combine(
-            write((f'/instances/{TAKEN}', encode_record(ONE, TAKEN, 'error', error={'reason': 'r'}))),
+            write((f'/instances/{ONE}/{TAKEN}', encode_record(ONE, TAKEN, 'error', error={'reason': 'r'}))),
             write(
-                (f'/instances/{TAKEN}', encode_record(ONE, TAKEN, 'error', error={'reason': 'r'}), LEASE),
+                (f'/instances/{ONE}/{TAKEN}', encode_record(ONE, TAKEN, 'error', error={'reason': 'r'}), LEASE),
                 (f'/hosts/{ONE}/{TAKEN}', None),
             ),
             write(('/quotas/web', encode(used={**{name: 2 * each for name, each in SIZE.items()}, 'instances': 2}))),
@@ -293,19 +293,19 @@ CASES: list[tuple[Sequence[str], Callable[[Story], None]]] = [
         ),
     ),
     (
-        ['moves from compute', 'on a compute that is not asked', 'its record is of'],
-        write((f'/instances/{TAKEN}', encode_record(TWO, TAKEN, 'active'))),
+        ['is recorded below', 'is below', 'on a compute that is not asked', 'its record is of'],
+        write((f'/instances/{ONE}/{TAKEN}', encode_record(TWO, TAKEN, 'active'))),
     ),
     (
         ['is in error without a reason'],
-        write((f'/instances/{BROKEN}', encode_record(TWO, BROKEN, 'error', error={}), LEASE)),
+        write((f'/instances/{TWO}/{BROKEN}', encode_record(TWO, BROKEN, 'error', error={}), LEASE)),
     ),
     (
         ['its record went while it was active'],
         combine(
-            write((f'/instances/{TAKEN}', None)),
-            write((f'/instances/{TAKEN}', encode_record(ONE, TAKEN, 'building'))),
-            write((f'/instances/{TAKEN}', encode_record(ONE, TAKEN, 'active'))),
+            write((f'/instances/{ONE}/{TAKEN}', None)),
+            write((f'/instances/{ONE}/{TAKEN}', encode_record(ONE, TAKEN, 'building'))),
+            write((f'/instances/{ONE}/{TAKEN}', encode_record(ONE, TAKEN, 'active'))),
         ),
     ),
     (
@@ -339,8 +339,8 @@ CASES: list[tuple[Sequence[str], Callable[[Story], None]]] = [
         combine(
             write((f'/hosts/{ONE}/{OTHER}', encode_request(ONE, OTHER, name='web2', project_id='other'))),
             claim(OTHER, ONE),
-            write((f'/instances/{OTHER}', encode_record(ONE, OTHER, 'building'))),
-            write((f'/instances/{OTHER}', encode_record(ONE, OTHER, 'active'))),
+            write((f'/instances/{ONE}/{OTHER}', encode_record(ONE, OTHER, 'building'))),
+            write((f'/instances/{ONE}/{OTHER}', encode_record(ONE, OTHER, 'active'))),
         ),
     ),
     (['the name web1 is taken', 'there is no such name'], write(('/names/web1', None))),

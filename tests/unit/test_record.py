@@ -295,16 +295,6 @@ def test_digest_round_trips_in_pages_of_limited_size(digest: Digest) -> None:
     assert max(map(len, parts)) < PAGE_BYTES + 1000
 
 
-def test_digest_of_an_older_compute_has_guests_of_unknown_size() -> None:
-    guest = Guest(INSTANCES[0], ANSWERER, True, True, True, 'it is paused', {'VCPU': 2})
-    (page,) = make_pages(Digest({guest.instance: guest}))
-    older = {name: value for name, value in json.loads(page).items() if name != 'conditions'}
-    # ecomp 1.1 refuses a guest with any other field.
-    assert [set(entry) for entry in older['guests']] == [{'instance', 'compute', 'defined', 'running', 'disk'}]
-    parsed = from_pages([json.dumps(older).encode()]).guests[guest.instance]
-    assert (parsed, parsed.size) == (Guest(guest.instance, ANSWERER, True, True, True), {})
-
-
 def test_incomplete_or_malformed_digest_is_refused() -> None:
     parts = make_pages(Digest({instance: Guest(instance, ANSWERER, True, True, True) for instance in INSTANCES}))
     assert len(parts) > 2

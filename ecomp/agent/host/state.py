@@ -355,8 +355,7 @@ class KnownEtcd:
     """The file with what is known of etcd, which a thread writes between start() and stop()."""
 
     def __init__(self, directory: Path) -> None:
-        self._path, self._accepted_path = directory / 'etcd.json', directory / 'accepted'
-        self._first_seen_path = directory / 'first-seen'
+        self._path, self._first_seen_path = directory / 'etcd.json', directory / 'first-seen'
         self._cluster = KnownCluster()
         self._changed = threading.Event()
         self._stopped = threading.Event()
@@ -367,24 +366,15 @@ class KnownEtcd:
         self._cluster = _read_file(self._path, cluster.from_json, self._cluster)
         return self._cluster
 
-    def read_accepted(self) -> int:
-        """Read the revision at which ecomp 1.1 accepted an etcd, 0 if none; UsageError if malformed."""
-        return _read_file(self._accepted_path, lambda text: int(text.decode()), 0)
-
     def read_first_seen(self) -> int:
         """Read etcd's revision when it was first seen or accepted, 0 if not noted; UsageError if malformed."""
         return _read_file(self._first_seen_path, lambda text: int(text.decode()), 0)
 
-    def save_first_seen(self, revision: int, has_noted_acceptance: bool) -> None:
-        """Save etcd's first-seen revision; raise EcompError if that fails.
-
-        `has_noted_acceptance`: etcd has the revision in 1.1's file `accepted`, so remove that file.
-        """
+    def save_first_seen(self, revision: int) -> None:
+        """Save etcd's first-seen revision; raise EcompError if that fails."""
         try:
             if revision != self.read_first_seen():
                 write_durably(self._first_seen_path, f'{revision}\n')
-            if has_noted_acceptance:
-                self._accepted_path.unlink(missing_ok=True)
         except OSError as error:
             raise EcompError(f'{self._first_seen_path}: {error.strerror}') from error
 

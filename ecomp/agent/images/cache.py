@@ -10,7 +10,6 @@ base-<hash of its URL>.part             a download; as long as it will be, or as
 .asked-<hash of its URL>                when the server was last asked and answered, and in which boot
 .away-<hash of its URL>                 when the server was last asked and gave no answer, and in which boot
 .read-<SHA-256>, .bad-<SHA-256>         when it was last read as a whole; that its content has changed
-base-<hash of its URL>.<format>         a base volume with its earlier name: used by existing overlays only
 """
 
 from __future__ import annotations
@@ -307,12 +306,10 @@ def _read_url_file(path: Path) -> tuple[str, Download]:
 
 
 def _hold_file(path: Path) -> BaseHold:
-    """Open a base volume, flock it shared without waiting, set its mtime to now and its owner to us. Raises OSError."""
+    """Open a base volume, flock it shared without waiting, and set its mtime to now. Raises OSError."""
     descriptor = _open_flocked(path, fcntl.LOCK_SH)
     try:
         os.utime(descriptor)
-        if os.fstat(descriptor).st_uid != os.geteuid():  # libvirt gave it to QEMU's user, under an earlier ecomp
-            os.fchown(descriptor, os.geteuid(), os.getegid())
         return BaseHold(read_base_volume(path), descriptor)
     except BaseException:
         os.close(descriptor)

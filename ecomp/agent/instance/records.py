@@ -1,8 +1,7 @@
 """The records of a compute's instances, written while their request is unchanged (rule: compared-revision).
 
-A record that ecomp 1.0 wrote is moved to its new key: of an active or stopped instance when it is read, of another one
-by its next write. After etcd was restored the records are republished, because this compute's memory is newer and no
-other process writes its records. Only a tombstone in etcd takes precedence.
+After etcd was restored the records are republished, because this compute's memory is newer and no other process writes
+its records. Only a tombstone in etcd takes precedence.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ecomp.agent.host.state import Memory, MemoryEntry
-from ecomp.errors import Denied, EcompError, GenerationConflict, NoSpace, UnknownOutcome, Unreachable, Unreadable
+from ecomp.errors import EcompError, GenerationConflict, NoSpace, UnknownOutcome, Unreachable, Unreadable
 from ecomp.failpoints import failpoint
 from ecomp.metrics import TALLY
 from ecomp.model import keys
@@ -40,11 +39,10 @@ class Superseded(Exception):
 
 
 class RecordEntry(NamedTuple):
-    """A cached record (None: none, or malformed), and the revisions of its new and old key (0: absent)."""
+    """A cached record (None: none, or malformed), and the revision of its key (0: absent)."""
 
     record: Record | None = None
     revision: int = 0
-    old_revision: int = 0
 
 
 class Records:
@@ -61,7 +59,7 @@ class Records:
         self._cache: dict[str, RecordEntry] = {}
 
     def get(self, instance: str) -> Record | None:
-        """Return the record, cached or read (and migrated); None if absent. Unreadable if malformed at its new key."""
+        """Return the record, cached or read; None if absent. Unreadable if malformed."""
         cached = self._cache.get(instance, RecordEntry())
         if cached.record is None:
             cached = self._read(instance)
@@ -81,14 +79,10 @@ class Records:
         try:
             return self.get(instance)
         except Unreadable as error:
-            own, older = self._get_keys(instance)
-            stored = self._store.read([own, older])
-            if own in stored or older in stored:
-                if any(is_newer(entry.value) for entry in stored.values()):
+            if (stored := self._store.get(self._get_key(instance))) is not None:
+                if is_newer(stored.value):
                     raise
-                self._cache[instance] = RecordEntry(
-                    None, get_revision(stored.get(own)), get_revision(stored.get(older))
-                )
+                self._cache[instance] = RecordEntry(None, stored.revision)
                 log.warning('instance %s is destroyed although its record is malformed: %s', instance, error)
             return None
 
@@ -106,7 +100,7 @@ class Records:
         }
         if not to_check:
             return []
-        own_keys = {self._get_keys(instance)[0] for instance in to_check}
+        own_keys = set(map(self._get_key, to_check))
         snapshot = self._store.snapshot(
             keys.record(self._compute, ''),
             keys_only=True,
@@ -114,10 +108,9 @@ class Records:
         )
         changed = []
         for instance, cached in to_check.items():
-            own, older = self._get_keys(instance)
-            entry = snapshot.entries.get(own) if cached.revision else self._store.get(older)
+            entry = snapshot.entries.get(self._get_key(instance))
             # The cache has a new entry if the record was written during the snapshot.
-            if get_revision(entry) != (cached.revision or cached.old_revision) and self._cache.get(instance) is cached:
+            if get_revision(entry) != cached.revision and self._cache.get(instance) is cached:
                 changed.append(instance)
         for instance in changed:
             self.forget(instance)
@@ -132,13 +125,13 @@ class Records:
     def write(self, record: Record, revision: int, extra: Collection[Put | Delete] = ()) -> Record:
         """Put the record, with `extra` in one transaction, if the request is at `revision`; return it.
 
-        A `revision` of 0 means that there is no request. Superseded if request or record has changed. The old key is
-        deleted; an active, stopped or destroying instance is remembered.
+        A `revision` of 0 means that there is no request. Superseded if request or record has changed. An active,
+        stopped or destroying instance is remembered.
         """
         instance = record.instance
-        unchanged, old_keys = self._make_conditions(instance)
-        operations = [Put(self._get_keys(instance)[0], to_json(record)), *map(Delete, old_keys), *extra]
-        written = self._commit(instance, revision, lambda host: self._store.commit([host, *unchanged], operations))
+        unchanged = self._make_condition(instance)
+        operations = [Put(unchanged.key, to_json(record)), *extra]
+        written = self._commit(instance, revision, lambda host: self._store.commit([host, unchanged], operations))
         observe_stages(self._cache.get(instance, RecordEntry()).record, record)
         self._cache[instance] = RecordEntry(record, written)
         if record.state in (ACTIVE, STOPPED, DESTROYING):
@@ -171,14 +164,13 @@ class Records:
         its group and quota. The end is remembered.
         """
         instance = record.instance
-        unchanged, old_keys = self._make_conditions(instance)
-        removed = [keys.request(self._compute, instance), *old_keys]
+        removed = [keys.request(self._compute, instance)]
         if 'addressed' in record.stages:
             removed.append(keys.address(instance))
         # Another compute that has a request for it uses what it shares, so a failure here releases none of that.
         other_requests = self._find_other_request(instance) if record.state == ERROR else []
         # As a condition, or two computes that fail concurrently would each leave it to the other.
-        conditions: list[Unchanged | Exists] = [*unchanged, *other_requests]
+        conditions: list[Unchanged | Exists] = [self._make_condition(instance), *other_requests]
 
         def write(request_condition: Unchanged) -> int | None:
             return sharing.write_final_record(
@@ -192,7 +184,7 @@ class Records:
                 raise
             # A full etcd takes deletes only, which make room. Group and quota are left to the audit.
             name_conditions, change = sharing.release_name(self._store, record.name, instance)
-            operations = [*map(Delete, (self._get_keys(instance)[0], *removed)), *change]
+            operations = [*map(Delete, (self._get_key(instance), *removed)), *change]
             self._commit(
                 instance,
                 revision,
@@ -228,38 +220,18 @@ class Records:
             raise Superseded
         return written
 
-    def _get_keys(self, instance: str) -> tuple[str, str]:
-        """Return the record's key, and that of ecomp 1.0."""
-        return keys.record(self._compute, instance), keys.old_record(instance)
+    def _get_key(self, instance: str) -> str:
+        return keys.record(self._compute, instance)
 
     def _read(self, instance: str) -> RecordEntry:
-        """Read the record, at its old key if the new one is absent; an empty entry if neither is ours.
-
-        A valid one at the old key is moved, if possible. Raises Unreadable if that at the new key is malformed.
-        """
-        own, older = self._get_keys(instance)
-        entries = self._store.read([own, older])
-        if own not in entries:
-            record = parse_old_record(entries.get(older), self._compute, instance)
-            return RecordEntry() if record is None else self._migrate(record, entries[older])
+        """Read the record, an empty entry if absent; Unreadable if it is malformed."""
+        key = self._get_key(instance)
+        if (entry := self._store.get(key)) is None:
+            return RecordEntry()
         try:
-            return RecordEntry(from_json(entries[own].value, instance, self._compute), entries[own].revision)
+            return RecordEntry(from_json(entry.value, instance, self._compute), entry.revision)
         except ValueError as error:
-            raise Unreadable(own, error) from error
-
-    def _migrate(self, record: Record, entry: Entry) -> RecordEntry:
-        """Move a record of ecomp 1.0 to its new key, if it is active or stopped and on no lease.
-
-        A failed move is left to the next write. Roles are set up after all moves, as they forbid writes to the old key.
-        """
-        own, older = self._get_keys(record.instance)
-        if record.state in (ACTIVE, STOPPED) and not entry.lease:
-            unchanged = [Unchanged(own, 0), Unchanged(older, entry.revision)]
-            with suppress(UnknownOutcome, NoSpace, Denied):
-                written = self._store.commit(unchanged, [Put(own, to_json(record)), Delete(older)])
-                if written is not None:
-                    return RecordEntry(record, written)
-        return RecordEntry(record, 0, entry.revision)
+            raise Unreadable(key, error) from error
 
     def _find_other_request(self, instance: str) -> list[Exists]:
         """Return, as a list, the condition that another compute (a uuid) has a request for it; [] if none.
@@ -271,14 +243,9 @@ class Records:
         others = sorted(compute for compute in all_requests if compute != self._compute and keys.is_uuid(compute))
         return [Exists(all_requests[compute].key) for compute in others[:1]]
 
-    def _make_conditions(self, instance: str) -> tuple[list[Unchanged], list[str]]:
-        """Return the conditions that the record is as cached, and the old key to delete, if any."""
-        cached, (own, older) = self._cache.get(instance, RecordEntry()), self._get_keys(instance)
-        old_keys = [older] if cached.old_revision else []
-        return [
-            Unchanged(own, cached.revision),
-            *([Unchanged(older, cached.old_revision)] if old_keys else []),
-        ], old_keys
+    def _make_condition(self, instance: str) -> Unchanged:
+        """Return the condition that the record is as cached."""
+        return Unchanged(self._get_key(instance), self._cache.get(instance, RecordEntry()).revision)
 
 
 def observe_stages(previous: Record | None, record: Record) -> None:
@@ -289,14 +256,6 @@ def observe_stages(previous: Record | None, record: Record) -> None:
             with suppress(ValueError, TypeError):  # an eschedule wrote the first times, or another program
                 duration = datetime.fromisoformat(end) - datetime.fromisoformat(begin)
                 TALLY.observe('ecomp_stage_duration_seconds', stage, duration.total_seconds())
-
-
-def parse_old_record(entry: Entry | None, compute: str, instance: str) -> Record | None:
-    """Parse a record of ecomp 1.0; None if malformed, or not of this instance and compute."""
-    try:
-        return from_json(entry.value, instance, compute) if entry is not None else None
-    except ValueError:  # ecomp no longer writes there, and other programs may
-        return None
 
 
 def get_revision(entry: Entry | None) -> int:
@@ -462,11 +421,10 @@ class _EtcdState:
     def __init__(self, compute: str, store: Store, instance: str) -> None:
         """Read the keys; errors of etcd are raised."""
         self.store = store
-        self.compute, self.instance = compute, instance
+        self.compute = compute
         self.request_key, self.record_key = keys.request(compute, instance), keys.record(compute, instance)
-        self.booted_key, self.old_key = keys.address(instance), keys.old_record(instance)
-        self.waiting_key = keys.record('', instance)
-        read = (self.request_key, self.record_key, self.old_key, self.waiting_key)
+        self.booted_key, self.waiting_key = keys.address(instance), keys.record('', instance)
+        read = (self.request_key, self.record_key, self.waiting_key)
         self._entries = store.read(read)
         self._unchanged = [Unchanged(key, get_revision(self._entries.get(key))) for key in read]
 
@@ -474,7 +432,7 @@ class _EtcdState:
         """Parse what was read. Unreadable if the record is malformed or of a newer version."""
         entry = self._entries.get(self.record_key)
         try:
-            record = records.from_json(entry.value) if entry else self._parse_old_record()
+            record = records.from_json(entry.value) if entry else None
         except ValueError as error:
             raise Unreadable(self.record_key, error) from error
         request_entry = self._entries.get(self.request_key)
@@ -484,9 +442,7 @@ class _EtcdState:
     def commit(
         self, operations: Collection[Put | Delete], conditions: Collection[Unchanged], make_shared: Callable[[], Change]
     ) -> bool:
-        """Commit with make_shared()'s change; a new record deletes the old key. False on a conflict or lost answer."""
-        if self.record_key in {operation.key for operation in operations}:
-            operations = [*operations, *map(Delete, self._list_moved_keys())]
+        """Commit with make_shared()'s change; False on a conflict or lost answer."""
         with suppress(UnknownOutcome):
             return (
                 sharing.commit_with_shared(self.store, [*self._unchanged, *conditions], list(operations), make_shared)
@@ -497,16 +453,9 @@ class _EtcdState:
     def end(self, record: Record) -> bool:
         """Write the last record, delete request and address, release shared keys; False on a conflict or no answer."""
         with suppress(UnknownOutcome):
-            removed = [self.request_key, self.booted_key, *self._list_moved_keys()]
+            removed = [self.request_key, self.booted_key]
             return sharing.write_final_record(self.store, record, self._unchanged, removed) is not None
         return False
-
-    def _list_moved_keys(self) -> list[str]:
-        """Return the old key if it has this compute's record of the instance, else []."""
-        return [self.old_key] if self._parse_old_record() is not None else []
-
-    def _parse_old_record(self) -> Record | None:
-        return parse_old_record(self._entries.get(self.old_key), self.compute, self.instance)
 
 
 def _list_queued(store: Store) -> Mapping[str, Sequence[Entry]]:

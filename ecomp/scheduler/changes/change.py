@@ -185,7 +185,7 @@ def make_tombstone(
         user_id=record.user_id,
         project_id=record.project_id,
         # A compute that has not seen the request yet releases all of this, too.
-        name=entries.name,
+        name=record.name,
         group=request.group if request else _read_membership(store, record),
         former_resources=request.resources if request else record.resources,
         stack=request.stack if request else record.stack,
@@ -210,7 +210,7 @@ def remove_record(store: Store, key: str, revision: int, entries: InstanceEntrie
 
     def make_change() -> Change:
         return merge_changes(
-            release_name(store, entries.name, record.instance), make_end(store, record.stack, record.instance)
+            release_name(store, record.name, record.instance), make_end(store, record.stack, record.instance)
         )
 
     written = commit_with_shared(store, conditions, [Delete(key)], make_change)

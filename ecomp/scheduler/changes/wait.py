@@ -129,7 +129,7 @@ class InstanceFollower:
     @property
     def compute(self) -> str:
         """The compute of the last read's record or request; '' if none is known."""
-        return keys.parse_record_key(self._key)[0] or '' if self._key.startswith(keys.INSTANCES) else ''
+        return keys.parse_record_key(self._key)[0] if self._key.startswith(keys.INSTANCES) else ''
 
     @cached_property
     def queue_reason(self) -> str:

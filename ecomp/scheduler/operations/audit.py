@@ -318,11 +318,12 @@ class _Repairs:
     def _restore_name(self, finding: Finding) -> str:
         """Write the key of the instance's name; CHANGED_SINCE without a name, or if any living instance holds it."""
         entries = find(self.store, finding.subject)
-        change = restore_name(self.store, entries.name, finding.subject) if entries is not None else None
-        if entries is None or entries.name is None or change is None or not change[1]:
+        name = entries.record.name if entries is not None else None
+        change = restore_name(self.store, name, finding.subject)
+        if name is None or change is None or not change[1]:
             return CHANGED_SINCE
         conditions, operations = change
-        return self._commit(finding, operations, f'{keys.name(entries.name)} is restored', conditions)
+        return self._commit(finding, operations, f'{keys.name(name)} is restored', conditions)
 
     def _join_group(self, finding: Finding) -> str:
         """Add the instance to its request's group; CHANGED_SINCE if it names none, or the instance is a member."""

@@ -321,7 +321,7 @@ class _Removal:
             raise _StaleReadError
 
         def make_conditions(name: str) -> list[Unchanged]:
-            paths = keys.request(self.compute, name), keys.record(self.compute, name), keys.old_record(name)
+            paths = keys.request(self.compute, name), keys.record(self.compute, name)
             return [
                 silent,
                 *(Unchanged(key, survey.entries[key].revision if key in survey.entries else 0) for key in paths),
@@ -341,8 +341,6 @@ class _Removal:
         failpoint('host-released')
         record = _make_end_record(self.compute, survey, instance, self.now())
         removed = [keys.request(self.compute, instance), keys.address(instance)]
-        if keys.record(self.compute, instance) not in survey.entries:
-            removed.append(keys.old_record(instance))
         if write_final_record(self.store, record, conditions, removed) is None:
             raise _StaleReadError
         done = 'its claim and its keys are removed, and its state is gone'

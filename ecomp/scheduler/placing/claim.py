@@ -315,12 +315,9 @@ def deliver(
                 # A create with the uuid that an evacuation chose is another instance.
                 is_ours = load_object_or_empty(written.value).get('replaces') == deliveries[0][1].replaces
                 return written.revision if is_ours else 0
-            from ecomp.model.host import group_by_instance
-
             # A record of another compute comes from a delivery by another eschedule with this uuid.
-            records = store.read([keys.record(first, instance), keys.old_record(instance)])
-            places = group_by_instance(records.items()).get(instance)
-            return places.records[first].revision if places and first in places.records else 0
+            record = store.get(keys.record(first, instance))
+            return record.revision if record is not None else 0
         except EcompError:
             doubt = f'; it is unknown whether {keys.get_last_part(attempt.key)} was delivered'
             raise UnknownOutcome(put_before_fix(str(error), doubt)) from error

@@ -330,7 +330,7 @@ class _Evacuation:
             self._announce()
         guests = [old for unit in units for old in unit]
         own_keys = [key(self.compute, old) for old in guests for key in (keys.request, keys.record)]
-        read = self.session.store.read([*own_keys, *map(keys.old_record, guests)])
+        read = self.session.store.read(own_keys)
         places = group_by_instance(read.items())
         return [unit for unit in units if not self._settle(unit, chosen, places, silent)]
 

@@ -495,7 +495,7 @@ def make_removal(store: Store, removal: Removal) -> Change:
         return conditions, [tombstone]
     unchanged = [Unchanged(entry.key, entry.revision), Unchanged(keys.request(record.compute, record.instance), 0)]
     # A replacement takes the name over.
-    name = ([], []) if removal.is_replaced else release_name(store, entries.name, record.instance)
+    name = ([], []) if removal.is_replaced else release_name(store, record.name, record.instance)
     return merge_changes((unchanged, [Delete(entry.key)]), name)
 
 

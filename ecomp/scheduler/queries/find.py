@@ -107,18 +107,6 @@ class InstanceEntries(NamedTuple):
         request = self.request
         return request is not None and request.is_tombstone
 
-    @property
-    def name(self) -> str | None:
-        """The instance's name, from the request if an older ecompute wrote the record."""
-        request = self.request
-        return self.record.name or (request.name if request else None)
-
-    @property
-    def group_name(self) -> str | None:
-        """The name of the instance's group, from the request if an older ecompute wrote the record."""
-        request = self.request
-        return self.record.group_name or (request.group_name if request else None)
-
 
 def resolve(store: Store, argument: str, key_index: KeyIndex | None = None) -> str:
     """Return the uuid of the instance that an argument (uuid, name or uuid prefix) means.
@@ -161,14 +149,9 @@ def _check_name(store: Store, name: str, instance: str, key_index: KeyIndex | No
         entries = find(store, instance, key_index)
     except Unreadable:
         return
-    # The name of a failed instance is unknown if an older ecompute wrote its record.
-    if (
-        entries is None
-        or entries.name == name
-        or (entries.name, entries.request, entries.queue_entry) == (None, None, None)
-    ):
+    if entries is None or entries.record.name == name:
         return
-    actual_name = f'is called {make_printable(entries.name)}' if entries.name else 'has no name'
+    actual_name = f'is called {make_printable(entries.record.name)}' if entries.record.name else 'has no name'
     mismatch = f'{keys.name(name)} refers to instance {instance}, which {actual_name}'
     raise Conflict(f'{mismatch} (`eschedule audit` reports such keys). Fix: give the uuid of the right instance')
 
