@@ -129,8 +129,14 @@ class Context:
         from ecomp.store.client import Store
 
         store = Store(self.etcd_config)
-        store.claims = self.read_claims
+        store.claims, store.find_claim = self.read_claims, self._try_find_claim
         return store
+
+    def _try_find_claim(self, instance: str) -> str:
+        try:
+            return self.find_claiming_compute(instance)
+        except EcompError:
+            return ''  # the search among all computes needs no claim
 
     def read_claims(self, compute: str) -> Mapping[str, object]:
         """Read a compute's claims by consumer, {} for an unknown compute; raise placement's other errors."""
@@ -198,11 +204,11 @@ class Context:
 
     @cached_property
     def instance_index(self) -> KeyIndex | None:
-        """The keys of all instances, listed once; None for fewer than two words, or if etcd cannot be reached."""
-        if len(self.words) < 2:
-            return None
-        from ecomp.store.sharing import read_index
+        """The keys of all instances, listed once; for one word, of what was looked up. None if etcd does not answer."""
+        from ecomp.store.sharing import KeyIndex, read_index
 
+        if len(self.words) < 2:
+            return KeyIndex({})
         try:
             return read_index(self.store)
         except Unreachable:

@@ -432,20 +432,29 @@ class KeyIndex:
     """The keys of many instances at the time of the listing, see read_index().
 
     Nothing in etcd says below which compute an instance's keys are. Without an index lookups read the keys at
-    living computes, 64 a transaction, and list all keys only if none is there. With an index they share one listing.
+    living computes, 64 a transaction, and list all keys only if none is there. With an index they share one listing. An
+    empty index remembers what a look-up found.
     """
 
     def __init__(
         self, requests: Mapping[str, Sequence[str]], records: Callable[[], Mapping[str, Sequence[str]]] = dict
     ) -> None:
         """Take {instance: keys below /hosts/} and a function that lists those below /instances/."""
-        self.requests = requests
+        self.requests = dict(requests)
         self._list_records = records
+
+    def remember(self, instance: str, compute: str) -> None:
+        """Note below which compute the keys of an instance are that was not listed."""
+        self.requests.setdefault(instance, [keys.request(compute, instance)])
 
     @cached_property
     def records(self) -> Mapping[str, Sequence[str]]:
         """{instance: its keys below /instances/}, listed when this is first read."""
         return self._list_records()
+
+
+# In a cluster of more living computes, placement is asked which of them has the instance's claim.
+MAX_SEARCHED_COMPUTES = MAX_TRANSACTION_OPERATIONS // 2
 
 
 def find_places(store: Store, instance: str) -> EntriesByCompute[Entry]:
@@ -468,9 +477,13 @@ def find_at_living_computes(
         for key, entry in presences.items()
         if entry.lease and keys.is_uuid(keys.get_last_part(key))
     }
-    possible = [key for host in sorted(alive) for key in (keys.request(host, instance), keys.record(host, instance))]
-    living_places = _resolve_instance(store, instance, store.read(possible))
-    return living_places if living_places is not None and living_places.compute in alive else None
+    claimant = store.find_claim(instance) if store.find_claim is not None and len(alive) > MAX_SEARCHED_COMPUTES else ''
+    for hosts in [[claimant], sorted(alive)] if claimant in alive else [sorted(alive)]:
+        possible = [key for host in hosts for key in (keys.request(host, instance), keys.record(host, instance))]
+        living_places = _resolve_instance(store, instance, store.read(possible))
+        if living_places is not None:
+            return living_places if living_places.compute in alive else None
+    return None
 
 
 def has_unfinished_record(store: Store, instance: str) -> bool:

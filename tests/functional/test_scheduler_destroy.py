@@ -21,9 +21,9 @@ from ecomp.model.order import REBOOT, SHUT_OFF, SHUTDOWN_REQUESTED, START, STOP,
 from ecomp.model.record import ACTIVE, ERROR, GONE, STOPPED, Failure, Record, format_time, make_record, to_json
 from ecomp.scheduler.changes.change import Acceptance, change_power, clear, destroy
 from ecomp.scheduler.changes.wait import Deadline, Wait, wait_for_power
-from ecomp.scheduler.queries.find import find, find_living
+from ecomp.scheduler.queries.find import find, find_living, resolve
 from ecomp.store.client import Delete, Put, Snapshot, Store
-from ecomp.store.sharing import read_index
+from ecomp.store.sharing import MAX_SEARCHED_COMPUTES, KeyIndex, read_index
 from tests.functional.cloud import IMAGE, SMALL, Cloud, CountingStore, interpose, make_uuid
 from tests.kit.proxy import Proxy
 from tests.kit.servers import SLOWDOWN_FACTOR, Etcd, wait_until
@@ -217,6 +217,44 @@ def test_find_with_an_index_takes_one_call(own_etcd: Etcd) -> None:
         assert result is not None
         assert result.record.compute == computes[9]
         assert destroy(store, late, located) == f'{late}: destroy accepted; {computes[9]} carries it out'
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(('compute_count', 'max_calls'), [(10, 6), (1000, 8)])
+def test_destroy_by_name_searches_once(own_etcd: Etcd, compute_count: int, max_calls: int) -> None:
+    with closing(CountingStore(EtcdConfig((own_etcd.endpoint,)))) as store:
+        lease, instance = own_etcd.grant(), make_uuid()
+        computes = [make_uuid() for _ in range(compute_count)]
+        for start in range(0, compute_count, 100):
+            store.commit([], [Put(keys.compute(each), '{}', lease) for each in computes[start : start + 100]])
+        request = Request(
+            instance, {computes[7]: SMALL}, image=IMAGE, user_id='u', project_id='p', stages={}, name='web'
+        )
+        own_etcd.put(keys.request(computes[7], instance), requests.to_json(request))
+        own_etcd.put(keys.name('web'), requests.name_to_json(instance))
+        asked: list[str] = []
+        store.find_claim = lambda each: asked.append(each) or computes[7]
+        before, key_index = store.request_count, KeyIndex({})
+        assert resolve(store, 'web', key_index) == instance
+        assert destroy(store, instance, key_index) == f'{instance}: destroy accepted; {computes[7]} carries it out'
+        assert store.request_count - before <= max_calls
+        # A small cluster is searched without placement.
+        assert asked == ([instance] if compute_count > MAX_SEARCHED_COMPUTES else [])
+
+
+@pytest.mark.fast
+def test_a_claim_without_keys_does_not_end_the_search(own_etcd: Etcd) -> None:
+    with closing(Store(EtcdConfig((own_etcd.endpoint,)))) as store:
+        lease, instance = own_etcd.grant(), make_uuid()
+        computes = [make_uuid() for _ in range(MAX_SEARCHED_COMPUTES + 2)]
+        store.commit([], [Put(keys.compute(each), '{}', lease) for each in computes])
+        request = Request(instance, {computes[7]: SMALL}, image=IMAGE, user_id='u', project_id='p', stages={})
+        own_etcd.put(keys.request(computes[7], instance), requests.to_json(request))
+        for claimant in (computes[8], make_uuid(), ''):
+            store.find_claim = lambda _, claimant=claimant: claimant
+            found = find(store, instance)
+            assert found is not None
+            assert found.record.compute == computes[7]
 
 
 @pytest.mark.fast

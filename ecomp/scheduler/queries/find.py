@@ -169,6 +169,8 @@ def find(store: Store, instance: str, key_index: KeyIndex | None = None) -> Inst
         if queue_entry is not None:
             return InstanceEntries(read_queued_record(queue_entry), None, None, queue_entry)
         places = find_by_listing(store, instance)
+    if key_index is not None and places.compute:
+        key_index.remember(instance, places.compute)
     return from_places(places)
 
 
