@@ -40,6 +40,7 @@ from ecomp.model.choose import (
     choose,
     distribute,
 )
+from ecomp.model.group import AFFINITY, Group
 from ecomp.placement.allocations import Requester
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.claim import (
@@ -331,6 +332,24 @@ def test_lost_place_leaves_the_other_places_of_its_compute() -> None:
 
     (chosen,) = RacedSession([compute]).place_lot(read_offer(), SPREAD)
     assert chosen.allocations.keys() == {compute, *free_gpus}
+
+
+def test_group_of_one_compute_that_lost_a_race_moves_as_a_whole() -> None:
+    answer = make_offer(2)
+    full, other = answer.rooms
+
+    class RacedSession(UnservedSession):
+        def claim(self, candidates: Mapping[str, Candidate], _: Requester | None = None) -> set[str]:
+            """Lose all races but the first for the compute that is chosen first."""
+            return {instance for instance, each in candidates.items() if each.compute == other or instance == '0'}
+
+    group = Group('db', AFFINITY)
+    lot = Lot('query', group.membership, FIRST, ('0', '1'))
+    session = RacedSession(answer.rooms)
+    session.answer = answer
+    placed = session.place(lambda *_: [lot], {'db': group}, {'query': answer}, {})
+    assert {each.compute for each in placed.values()} == {other}
+    assert len(placed) == 2
 
 
 def test_candidate_on_two_computes_is_explained() -> None:
