@@ -321,7 +321,7 @@ ROWS = (
     Row(
         'a delivery without an answer, of what has ended since, counts as not delivered',
         'ecomp/scheduler/placing/claim.py',
-        'return places.records[first].revision if places and first in places.records else 0',
+        'return record.revision if record is not None else 0',
         'return 0',
         ('tests/functional/test_scheduler_lost.py::test_lost_delivery_of_what_has_ended_since_is_reported_as_done',),
     ),
