@@ -276,7 +276,7 @@ class _Evacuation:
         ]  # fmt: skip
         # The places of older attempts are left to them, without waiting for their end: the host is dead.
         ahead = min(self.session.count_in_flight()[0], MAX_PLACES_AHEAD)
-        planned = plan_moves(self.planner, guests, [self.compute], ahead)
+        planned = plan_moves(self.planner, guests, [self.compute], ahead or None)
         moves = {move.guest.request.instance: move for move in planned}
         self.reasons |= {old: move.reason for old, move in moves.items() if move.candidate is None}
         claims = {old: self.replacements[old].claim for old in moves.keys() & self.replacements.keys()}
