@@ -1,16 +1,15 @@
 """Assign instances to computes: one lot or many, with their groups and earlier claims. Pure.
 
-A plan keeps only the room that its own instances take, so the plans for a thousand hosts share placement's answers. It
-looks at as many computes as it has instances, the best ones, and at those that it has used: no others can be chosen.
+A plan keeps only the room that its own instances take, so the plans for a thousand hosts share placement's answers.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import islice
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -21,6 +20,7 @@ from ecomp.model.choose import (
     Candidate,
     Choice,
     Offer,
+    Ranking,
     add_usage,
     choose,
     describe_room,
@@ -64,16 +64,6 @@ class Assignment(NamedTuple):
     spare: int
 
 
-class Ranking(NamedTuple):
-    """The candidates of a query by compute, the best compute first, each with its position among all of them.
-
-    `skipped` are the providers that are not alive: see Choice.
-    """
-
-    candidates: Mapping[str, Sequence[tuple[int, Candidate]]]
-    skipped: Sequence[str]
-
-
 @dataclass
 class Planner:
     """Assigns by placement's answers {query: offer}; `groups` have all their members but those to be assigned.
@@ -86,6 +76,8 @@ class Planner:
     alive: Collection[str]
     rng: random.Random
     refusals: Mapping[str, str] = field(default_factory=dict)
+    # The providers that placement offers and that are not alive.
+    skipped: set[str] = field(default_factory=set)
     _rankings: dict[tuple[str, str], Ranking] = field(default_factory=dict)
 
     def assign(
@@ -121,19 +113,16 @@ class Planner:
         """Return the candidates for a lot without its group, as they are now; made once for all plans."""
         key = lot.query, lot.weigh
         if key not in self._rankings:
-            ranking: dict[str, list[tuple[int, Candidate]]] = {}
             choice = choose(self.offers[lot.query], self.alive, lot.weigh, self.rng)
-            for position, candidate in enumerate(choice.candidates):
-                ranking.setdefault(candidate.compute, []).append((position, candidate))
-            self._rankings[key] = Ranking(ranking, choice.skipped)
+            self._rankings[key] = Ranking(choice.candidates)
+            self.skipped.update(choice.skipped)
         return self._rankings[key]
 
     def list_candidates(self, lot: Lot, group: Group | None) -> list[Candidate]:
         """Return the candidates that the group admits, in the order of trying."""
-        pairs = [pair for of_compute in self.rank(lot).candidates.values() for pair in of_compute]
-        candidates = [candidate for _, candidate in sorted(pairs, key=lambda pair: pair[0])]
+        candidates = self.rank(lot).candidates
         if group is None:
-            return candidates
+            return list(candidates)
         admitted = [each for each in candidates if group.can_admit(each.compute, group.member_counts)]
         return sorted(admitted, key=lambda each: -group.get_preference(each.compute))
 
@@ -145,7 +134,7 @@ class Planner:
         return replace(group, members=living)
 
     @cached_property
-    def rooms(self) -> Mapping[str, Mapping[str, Room]]:
+    def rooms(self) -> dict[str, dict[str, Room]]:
         """The room of each provider in all answers."""
         rooms: dict[str, dict[str, Room]] = {}
         for offer in self.offers.values():
@@ -184,16 +173,16 @@ class _Plan:
         names = {lot: [each for each in lot.instances if each not in self.held] for lot in lots}
         group, count = self.get_group(lots[0]), sum(map(len, names.values()))
         required = sum(lot.required - len(lot.instances) for lot in lots) + count
-        best, best_used, is_united = dict[str, Candidate](), self.used, group is not None and group.is_undecided
-        for computes in self._list_choices(lots[0], group, count) if count else ():
+        best, best_used = dict[str, Candidate](), self.used
+        is_united = group is not None and group.is_undecided
+        for compute in self.planner.rank(lots[0]).positions if is_united and count else [''] * bool(count):
             chosen, used = dict[str, Candidate](), dict(self.used)
+            rooms = ChainMap(used, self.planner.rooms)
             for lot in lots:
-                candidates = self._list_candidates(lot, computes)
-                providers = (provider for candidate in candidates for provider in candidate.allocations)
-                rooms = {each: used.get(each) or self.planner.rooms.get(each, {}) for each in providers}
-                batch = self._distribute(lot, candidates, rooms, len(names[lot]), None if is_united else group)
+                ranking = self.planner.rank(lot).restrict(compute) if compute else self.planner.rank(lot)
+                batch = self._distribute(lot, ranking, rooms, len(names[lot]), group)
                 for candidate in batch:
-                    used |= {each: dict(used.get(each) or rooms[each]) for each in candidate.allocations}
+                    used |= {each: dict(rooms.get(each, {})) for each in candidate.allocations}
                     add_usage(candidate.allocations, used)
                 chosen |= zip(names[lot], batch, strict=False)
             if len(chosen) > len(best):
@@ -214,62 +203,39 @@ class _Plan:
     def _distribute(
         self,
         lot: Lot,
-        candidates: Sequence[Candidate],
-        rooms: Mapping[str, Mapping[str, Room]],
+        ranking: Ranking,
+        rooms: ChainMap[str, dict[str, Room]],
         count: int,
         group: Group | None,
     ) -> list[Candidate]:
         """Return a candidate for each of `count` instances, or for fewer, behind the places of older attempts."""
         weigh, ahead, rng = lot.weigh, self.ahead, self.planner.rng
-        if ahead is None or lot.membership is not None:  # a group's places are not chosen for other attempts
-            return distribute(candidates, rooms, count, weigh, rng, group)
+
+        def choose_places(ranking: Ranking, count: int) -> list[Candidate]:
+            return distribute(ranking, rooms, count, weigh, rng, group, self.dead, rooms.maps[0])
+
+        if ahead is None or group is not None:  # a group's places are not chosen for other attempts
+            return choose_places(ranking, count)
         # Not shuffled: every attempt has to simulate the others in the same order.
-        ordered = candidates if weigh == FIRST else sorted(candidates, key=_make_fixed_key)
-        places = distribute(ordered, rooms, ahead + count + MIN_SPARE_PLACES, weigh, rng)
+        ordered = ranking if weigh == FIRST else Ranking(sorted(ranking.candidates, key=_make_fixed_key))
+        places = choose_places(ordered, ahead + count + MIN_SPARE_PLACES)
         spare = len(places) - ahead - count
         self.spare = min(self.spare, spare)
         if weigh == SPREAD and count == 1 and spare >= MIN_SPARE_PLACES:
             # Shuffled: of many equal places, attempts hardly choose the same, even unannounced ones. Sets would still
             # meet on some compute, where placement serializes them.
-            places = distribute(candidates, rooms, ahead + 1, weigh, rng)
+            places = choose_places(ranking, ahead + 1)
         if spare >= 0:
             return places[ahead : ahead + count]
         if count == 1:
             return [rng.choice(places)] if places else []
-        return distribute(candidates, rooms, count, weigh, rng)
-
-    def _list_choices(self, lot: Lot, group: Group | None, count: int) -> Iterator[Collection[str]]:
-        """Yield sets of computes to try: each alone if all instances need the same; else the best, and then all.
-
-        All are needed only if some share the room of a provider, and for the last choice of a soft group.
-        """
-        ranking = self.planner.rank(lot).candidates
-        if group is not None and group.is_undecided:
-            yield from ({compute} for compute in ranking)
-            return
-        members = group.member_counts if group is not None else {}
-        others = (each for each in ranking if each not in self.used and each not in members and each not in self.dead)
-        if self.ahead is None or group is not None:
-            best = {*self.used, *islice(others, count)}
-            if group is not None and group.policy == AFFINITY:
-                best |= members.keys()
-            yield {each for each in best if group is None or group.can_admit(each, members)}
-        yield {each for each in ranking if group is None or group.can_admit(each, members)}
-
-    def _list_candidates(self, lot: Lot, computes: Collection[str]) -> list[Candidate]:
-        """Return the candidates for a lot on these computes, in the order of rank()."""
-        ranking = self.planner.rank(lot).candidates
-        pairs = [pair for compute in computes for pair in ranking.get(compute, ())]
-        living = [pair for pair in pairs if self.dead.isdisjoint(pair[1].allocations)]
-        return [candidate for _, candidate in sorted(living, key=lambda pair: pair[0])]
+        return choose_places(ranking, count)
 
     def _explain(self, lot: Lot, group: Group | None, placed_count: int, count: int) -> str:
         """Return why only `placed_count` of `count` instances have a place."""
         if placed_count:
             return describe_room(placed_count, count, group)
-        ranking = self.planner.rank(lot)
-        admitted = [each for each in ranking.candidates if group is None or group.can_admit(each, group.member_counts)]
-        if self._list_candidates(lot, admitted):
+        if any(self.dead.isdisjoint(each.allocations) for each in self.planner.list_candidates(lot, group)):
             return 'other guests took every candidate first'
         living = set(self.planner.alive) - self.dead
         offer = self.planner.offers[lot.query]
@@ -278,5 +244,5 @@ class _Plan:
         return explain_no_candidate(offer, Choice((), skipped), living, group)
 
 
-def _make_fixed_key(candidate: Candidate) -> tuple[str, tuple[str, ...]]:
-    return candidate.compute, tuple(sorted(candidate.allocations))
+def _make_fixed_key(candidate: Candidate) -> tuple[float, str, tuple[str, ...]]:
+    return -(candidate.weight or 0), candidate.compute, tuple(sorted(candidate.allocations))

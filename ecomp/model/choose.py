@@ -6,6 +6,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
 from ecomp.model.allocation import MAX_AMOUNT, Allocations, Resources, Room, Rooms, is_amount
@@ -18,9 +19,6 @@ RANDOM = 'random'
 FIRST = 'first'
 # Strategies: the emptiest compute first, the fullest one that has room first, a random one, or placement's own order.
 STRATEGIES = (SPREAD, PACK, RANDOM, FIRST)
-
-# The weight of a candidate that has no room left or that the group excludes; below every other weight.
-EXCLUDED_WEIGHT = (-math.inf, 0.0)
 
 # Stands for the strategy in PlacementReason if a compute took the request from a queue, so nothing was weighed.
 FROM_QUEUE = 'queue'
@@ -84,9 +82,8 @@ def choose(
     for allocations in offer.candidates:
         computes = [provider for provider in allocations if provider in living]
         if len(computes) == 1:
-            candidates.append(
-                Candidate(computes[0], allocations, _calculate_weight(computes[0], allocations, offer.rooms, strategy))
-            )
+            candidate = Candidate(computes[0], allocations, None)
+            candidates.append(candidate._replace(weight=_calculate_weight(candidate, offer.rooms, strategy)))
         else:
             skipped.update(allocations)
     if strategy != FIRST:
@@ -113,53 +110,76 @@ def calculate_free_share(requested: Resources, room: Mapping[str, Room]) -> floa
     return round(max(min(shares, default=0.0), 0.0), 2)
 
 
-def distribute(
-    candidates: Sequence[Candidate],
+class Ranking:
+    """Candidates in the order of choose() without a group: the best first."""
+
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        self.candidates = candidates
+        self.positions: dict[str, list[int]] = {}
+        for position, candidate in enumerate(candidates):
+            self.positions.setdefault(candidate.compute, []).append(position)
+
+    def restrict(self, compute: str) -> Ranking:
+        """Return the candidates on one compute."""
+        return Ranking([self.candidates[position] for position in self.positions.get(compute, ())])
+
+
+def distribute(  # noqa: PLR0913
+    ranking: Ranking,
     rooms: Rooms,
     count: int,
     strategy: str,
     rng: random.Random,
     group: Group | None = None,
+    dead: Collection[str] = (),
+    used_computes: Iterable[str] = (),
 ) -> list[Candidate]:
     """Choose for each of `count` instances the best candidate that has room; for fewer if none is left.
 
-    `candidates` are in the order of choose(). A class or provider that is missing in `rooms` is unlimited.
+    It looks at as many candidates as it needs. A class or provider that is missing in `rooms` is unlimited. Candidates
+    with a provider in `dead` are left out. The room of `used_computes` has changed since they were ranked.
     """
-    remaining = {provider: dict(room) for provider, room in rooms.items()}
+    changed, chosen, positions = dict[str, dict[str, Room]](), list[Candidate](), ranking.positions
     counts = Counter(group.member_counts if group is not None else ())
-    indices: dict[str, list[int]] = {}
-    for index, chosen in enumerate(candidates):
-        indices.setdefault(chosen.compute, []).append(index)
 
-    def weigh_candidate(candidate: Candidate) -> tuple[float, float]:
+    def make_entry(position: int, is_unused: bool = False) -> tuple[int, float, int]:
+        """Return what is smaller for a better candidate."""
+        candidate = ranking.candidates[position]
         preference = 0 if group is None else group.preference_sign * counts[candidate.compute]
-        return preference, 0.0 if strategy == RANDOM else _calculate_weight(
-            candidate.compute, candidate.allocations, remaining, strategy
-        ) or 0.0
+        if strategy == RANDOM:  # the ranking is shuffled, and a compute that was chosen takes part again
+            return -preference, position / len(ranking.candidates) if is_unused else rng.random(), position
+        room = {candidate.compute: changed.get(candidate.compute) or rooms.get(candidate.compute, {})}
+        return -preference, -(_calculate_weight(candidate, room, strategy) or 0.0), position
 
-    weights = [weigh_candidate(contender) for contender in candidates]
-    distributed: list[Candidate] = []
-    while len(distributed) < count:
-        best = max(weights, default=EXCLUDED_WEIGHT)
-        if best == EXCLUDED_WEIGHT:
-            break
-        # Candidates come shuffled, so the first of equals will do. RANDOM chooses again for each instance.
-        equals = [index for index, value in enumerate(weights) if value == best] if strategy == RANDOM else []
-        index = rng.choice(equals) if equals else weights.index(best)
-        chosen = candidates[index]
-        if not add_usage(chosen.allocations, remaining):
-            weights[index] = EXCLUDED_WEIGHT
+    ranked_anew = {*used_computes, *counts}
+    entries = [make_entry(position) for compute in ranked_anew for position in positions.get(compute, ())]
+    heapify(entries)
+    unused = (number for number, each in enumerate(ranking.candidates) if each.compute not in ranked_anew)
+    following = next(unused, None)
+    while len(chosen) < count and (entries or following is not None):
+        if following is None or (entries and entries[0] < make_entry(following, is_unused=True)):
+            position = heappop(entries)[2]
+        else:
+            position, following = following, next(unused, None)
+        candidate = ranking.candidates[position]
+        compute, allocations = candidate.compute, candidate.allocations
+        if any(each in dead for each in allocations) or (group is not None and not group.can_admit(compute, counts)):
             continue
-        distributed.append(chosen)
-        counts[chosen.compute] += 1
-        for other in indices[chosen.compute]:
-            weights[other] = (
-                EXCLUDED_WEIGHT if weights[other] == EXCLUDED_WEIGHT else weigh_candidate(candidates[other])
-            )
-        if group is not None and group.strict:
-            for other, contender in enumerate(candidates):
-                weights[other] = weights[other] if group.can_admit(contender.compute, counts) else EXCLUDED_WEIGHT
-    return distributed
+        for provider in allocations.keys() - changed:
+            changed[provider] = dict(rooms.get(provider, {}))
+        if not add_usage(allocations, changed):
+            continue
+        chosen.append(candidate)
+        counts[compute] += 1
+        ranked_anew.add(compute)
+        if len(positions[compute]) > 1:  # its other candidates have another weight now
+            entries = [each for each in entries if each[2] not in positions[compute]]
+            heapify(entries)
+        for other in positions[compute]:
+            heappush(entries, make_entry(other))
+        while following is not None and ranking.candidates[following].compute in ranked_anew:
+            following = next(unused, None)
+    return chosen
 
 
 def add_usage(allocations: Allocations, rooms: dict[str, dict[str, Room]]) -> bool:
@@ -203,9 +223,9 @@ def explain_no_candidate(offer: Offer, choice: Choice, alive: Collection[str], g
     return 'no compute satisfies the whole query'
 
 
-def _calculate_weight(compute: str, allocations: Allocations, rooms: Rooms, strategy: str) -> float | None:
+def _calculate_weight(candidate: Candidate, rooms: Rooms, strategy: str) -> float | None:
     """Return the weight by SPREAD or PACK, from 0 to 1 (the best); None for other strategies, which do not weigh."""
     if strategy not in (SPREAD, PACK):
         return None
-    free_share = calculate_free_share(allocations[compute], rooms.get(compute, {}))
+    free_share = calculate_free_share(candidate.allocations[candidate.compute], rooms.get(candidate.compute, {}))
     return free_share if strategy == SPREAD else 1 - free_share

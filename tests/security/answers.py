@@ -10,7 +10,7 @@ from typing import Any
 from ecomp.cli.operators import make_finding_listing, make_host_listing
 from ecomp.model.allocation import describe_difference
 from ecomp.model.audit import audit
-from ecomp.model.choose import STRATEGIES, choose, distribute
+from ecomp.model.choose import STRATEGIES, Ranking, choose, distribute
 from ecomp.model.explain import find_miss, sort_misses
 from ecomp.model.host import Computes, EtcdState, PresenceFacts, ProviderSummary, list_hosts
 from ecomp.model.planes import Planes, ProviderState
@@ -46,7 +46,7 @@ def check_candidates(client: Placement) -> None:
     offer = allocations.read_candidates(client, QUERY)
     for weigh in STRATEGIES:
         choice = choose(offer, [COMPUTE], weigh, random.Random(0))
-        distribute(choice.candidates, offer.rooms, 3, weigh, random.Random(0))
+        distribute(Ranking(choice.candidates), offer.rooms, 3, weigh, random.Random(0))
 
 
 def check_shares(client: Placement) -> None:

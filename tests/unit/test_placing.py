@@ -22,11 +22,7 @@ from ecomp.cli.create import LARGE_CLUSTER_SIZE, is_large_cluster, remember_clus
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, NoCapacity, PlacementRefusal, UnknownOutcome, Unreachable
 from ecomp.model import keys
-from ecomp.model.allocation import (
-    Allocations,
-    Room,
-    find_compute,
-)
+from ecomp.model.allocation import Allocations, Room, Rooms, find_compute
 from ecomp.model.assign import MIN_SPARE_PLACES, Lot
 from ecomp.model.choose import (
     FIRST,
@@ -36,11 +32,13 @@ from ecomp.model.choose import (
     STRATEGIES,
     Candidate,
     Offer,
+    Ranking,
+    add_usage,
     calculate_free_share,
     choose,
     distribute,
 )
-from ecomp.model.group import AFFINITY, Group
+from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group
 from ecomp.placement.allocations import Requester
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.claim import (
@@ -132,7 +130,7 @@ def test_set_uses_all_the_room(free: list[int], count: int, weigh: str, rng: ran
     rooms = {f'compute-{number}': {'VCPU': Room(10, 10 - amount)} for number, amount in enumerate(free)}
     offer = Offer([{name: ONE} for name, room in rooms.items() if room['VCPU'].used < 10], rooms)
     tries = choose(offer, rooms, weigh, rng).candidates
-    placements = distribute(tries, rooms, count, weigh, rng)
+    placements = distribute(Ranking(tries), rooms, count, weigh, rng)
     assert len(placements) == min(count, sum(free))
     counts = Counter(candidate.compute for candidate in placements)
     used_after = {name: room['VCPU'].used + counts[name] for name, room in rooms.items()}
@@ -146,11 +144,66 @@ def test_set_uses_all_the_room(free: list[int], count: int, weigh: str, rng: ran
         assert sum(used_after[name] < 10 for name in counts) <= 1
 
 
+def distribute_naively(
+    candidates: Sequence[Candidate], rooms: Rooms, count: int, weigh: str, group: Group | None
+) -> list[Candidate]:
+    """Choose by a look at each candidate for each instance."""
+    chosen, room, open_candidates = (
+        list[Candidate](),
+        {name: dict(each) for name, each in rooms.items()},
+        list(candidates),
+    )
+    while len(chosen) < count and open_candidates:
+        members = {f'new {number}': each.compute for number, each in enumerate(chosen)}
+        joined = group.with_members(members) if group else None
+
+        def make_key(each: Candidate, joined: Group | None = joined) -> tuple[int, float]:
+            offer = choose(Offer([each.allocations], room), COMPUTES, weigh, random.Random(0))
+            return joined.get_preference(each.compute) if joined else 0, offer.candidates[0].weight or 0
+
+        best = max(open_candidates, key=make_key)
+        if joined is not None and joined.explain_exclusion(best.compute) or not add_usage(best.allocations, room):
+            open_candidates.remove(best)
+        else:
+            chosen.append(best)
+    return chosen
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(COMPUTES), st.sampled_from(['', 'gpu-1', 'gpu-2', 'pool'])), max_size=8, unique=True
+    ),
+    st.dictionaries(st.sampled_from([*COMPUTES, 'gpu-1', 'pool']), st.integers(0, 4)),
+    st.integers(0, 12),
+    st.sampled_from([SPREAD, PACK, FIRST]),
+    st.one_of(
+        st.none(),
+        st.builds(
+            Group,
+            st.just('web'),
+            st.sampled_from([AFFINITY, ANTI_AFFINITY]),
+            st.booleans(),
+            st.dictionaries(st.sampled_from('abc'), st.sampled_from(COMPUTES)),
+        ),
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_a_few_candidates_give_the_choice_of_all(
+    pairs: set[tuple[str, str]], free: dict[str, int], count: int, weigh: str, group: Group | None, rng: random.Random
+) -> None:
+    rooms = {name: {'VCPU': Room(4, 4 - amount)} for name, amount in free.items()}
+    offer = Offer([{compute: ONE, **({other: ONE} if other else {})} for compute, other in sorted(pairs)], rooms)
+    candidates = choose(offer, COMPUTES, weigh, rng).candidates
+    assert distribute(Ranking(candidates), rooms, count, weigh, rng, group) == distribute_naively(
+        candidates, rooms, count, weigh, group
+    )
+
+
 def test_a_shared_disk_limits_a_set() -> None:
     rooms = {'pool': {'DISK_GB': Room(3, 0)}, **{name: {'VCPU': Room(8, 0)} for name in COMPUTES}}
     offer = Offer([{name: ONE, 'pool': {'DISK_GB': 1}} for name in COMPUTES], rooms)
     tries = choose(offer, COMPUTES, SPREAD, random.Random(0)).candidates
-    assert len(distribute(tries, rooms, 10, SPREAD, random.Random(0))) == 3
+    assert len(distribute(Ranking(tries), rooms, 10, SPREAD, random.Random(0))) == 3
 
 
 # Contention: which place each of many concurrent attempts takes.

@@ -294,8 +294,8 @@ class Session:
             usable = {query: _leave_out(offer, refusals) for query, offer in current.items()}
             planner = Planner(usable, groups, self.read_alive(), self.scheduler.rng)
             lots = list_lots(planner, held)
-            self._log_skipped({provider for lot in lots for provider in planner.rank(lot).skipped})
             assignment = planner.assign(lots, held, ahead=None if contention.is_alone else contention.ahead)
+            self._log_skipped(planner.skipped)
             if contention.should_refresh(assignment.spare):
                 current = contention.refresh()
                 continue
