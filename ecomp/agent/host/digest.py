@@ -23,7 +23,7 @@ from ecomp.model import keys
 from ecomp.model.json_object import dump, load_object
 from ecomp.model.planes import Digest, Leftover, clearance_from_json, make_error_page, to_pages
 from ecomp.model.usage import HOST
-from ecomp.store.client import Entry, Put, Store, Unchanged, read_pending_instances
+from ecomp.store.client import Entry, Put, Store, Unchanged, find_needed
 from ecomp.store.sharing import has_unfinished_record, try_revoke
 from ecomp.virt import Hypervisor
 
@@ -227,9 +227,7 @@ class AuditAnswerer:
 
     def _check_wanted(self, instance: str) -> bool:
         """Read whether the instance has a request here, a queued one or an attempt, or a living or malformed record."""
-        if self.store.get(keys.request(self.compute, instance)) is not None or instance in read_pending_instances(
-            self.store
-        ):
+        if find_needed(self.store, {instance: [self.compute]}):
             return True
         try:
             # On any compute: the leftover here may be the only copy.
