@@ -27,10 +27,11 @@ from ecomp.model.order import (
     parse_request,
 )
 from ecomp.model.queue import parse_queue_entry, parse_taker
-from ecomp.model.quota import from_json as quota_from_json
+from ecomp.model.quota import Quota
 from ecomp.model.record import ACTIVE, ERROR, QUEUED, STAGES, Interface, Record, format_time, parse_or_none
 from ecomp.model.stack import Stack
 from ecomp.model.stack import from_json as stack_from_json
+from ecomp.model.stored import decode
 from ecomp.model.text import join_some
 
 # Characters of an event's text, which may quote values of any length from etcd.
@@ -371,7 +372,10 @@ def _describe_value(describe: Callable[[str, bytes], Parsed], name: str, value: 
 
 def _describe_limits(project: str, value: bytes) -> str:
     """Describe a quota's limits; `no limits` without any, ValueError if it is malformed."""
-    return ', '.join(f'{name} {limit}' for name, limit in quota_from_json(project, value).limits.items()) or 'no limits'
+    return (
+        ', '.join(f'{name} {limit}' for name, limit in decode(Quota, value, project=project).limits.items())
+        or 'no limits'
+    )
 
 
 def _describe_stack(change: Change, _name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:

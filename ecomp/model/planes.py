@@ -14,9 +14,10 @@ from ecomp.model.host import CLOSED, SILENT, group_by_instance, parse_computes
 from ecomp.model.json_object import check_version, dump, load, load_object
 from ecomp.model.order import InvalidRequest, Request, parse_attempt_instances, parse_name_owner, parse_request
 from ecomp.model.queue import QueueEntry, parse_queue_entry
-from ecomp.model.quota import from_json as quota_from_json
+from ecomp.model.quota import Quota
 from ecomp.model.record import BUILDING, DESTROYING, ERROR, GONE, SCHEDULED, Record, from_json
 from ecomp.model.stack import from_json as stack_from_json
+from ecomp.model.stored import decode
 from ecomp.model.text import make_printable
 
 Parsed = TypeVar('Parsed')
@@ -105,7 +106,7 @@ class AuditIndex:
             except ValueError:
                 self.name_owners[key.removeprefix(keys.NAMES)] = None
         self.groups = self._parse_values(group_from_json, keys.GROUPS)
-        self.quotas = self._parse_values(quota_from_json, keys.QUOTAS)
+        self.quotas = self._parse_values(lambda name, value: decode(Quota, value, project=name), keys.QUOTAS)
         self.stacks = self._parse_values(stack_from_json, keys.STACKS)
         # {instance: {flavor: request}}. A taker key only says that a compute is taking the request.
         self.queue_entries: dict[str, dict[str, QueueEntry | InvalidRequest]] = {}

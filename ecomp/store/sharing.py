@@ -24,11 +24,10 @@ from ecomp.model.host import EntriesByCompute, group_by_instance
 from ecomp.model.json_object import dump, load_object_or_empty
 from ecomp.model.order import name_to_json, parse_name_owner
 from ecomp.model.quota import Quota, make_charge
-from ecomp.model.quota import from_json as quota_from_json
-from ecomp.model.quota import to_json as quota_to_json
 from ecomp.model.record import ERROR, GONE, RETENTION_SECONDS, Record
 from ecomp.model.record import from_json as record_from_json
 from ecomp.model.record import to_json as record_to_json
+from ecomp.model.stored import decode, encode
 from ecomp.store.client import MAX_TRANSACTION_OPERATIONS, Delete, Entry, Exists, Put, Store, Unchanged
 
 Shared = TypeVar('Shared', Group, Quota)
@@ -106,7 +105,7 @@ def load_groups(store: Store, names: Iterable[str]) -> tuple[dict[str, Group], s
 
 def load_quota(store: Store, project: str) -> tuple[Quota | None, Unchanged]:
     """Return a project's quota, or None, and the condition that it stays so; raise Unreadable."""
-    return _read(store, keys.quota(project), lambda value: quota_from_json(project, value))
+    return _read(store, keys.quota(project), lambda value: decode(Quota, value, project=project))
 
 
 def load_all(
@@ -186,7 +185,7 @@ def merge_changes(*changes: Change) -> Change:
 
 def make_quota_put(new_quota: Quota) -> Put:
     """Return the write that creates or replaces the quota's key, without a condition."""
-    return Put(keys.quota(new_quota.project), quota_to_json(new_quota))
+    return Put(keys.quota(new_quota.project), encode(new_quota))
 
 
 def write_final_record(

@@ -25,8 +25,9 @@ from ecomp.model.guest import BaseImage, Guest, GuestSpec, Usage, make_mac_addre
 from ecomp.model.order import Request, name_to_json
 from ecomp.model.order import to_json as request_to_json
 from ecomp.model.planes import Digest, Leftover, clearance_to_json, from_pages, to_pages
-from ecomp.model.quota import Quota, to_json
+from ecomp.model.quota import Quota
 from ecomp.model.record import GONE, make_record
+from ecomp.model.stored import encode
 from ecomp.model.usage import HOST
 from ecomp.scheduler.operations import audit as auditing
 from ecomp.scheduler.operations.audit import Report, audit, fix, open_audit_session, wait_for_answers
@@ -188,7 +189,7 @@ def test_audit_ignores_malformed_page_names(cloud: Cloud, host: Host, monkeypatc
 @pytest.mark.parametrize('length', [0, 256, 100_000])
 def test_audit_tolerates_quota_of_invalid_project_id(cloud: Cloud, length: int) -> None:
     key = keys.quota('x' * length)
-    cloud.etcd.put(key, to_json(Quota('x' * length, {'VCPU': 1})))
+    cloud.etcd.put(key, encode(Quota('x' * length, {'VCPU': 1})))
     try:
         findings = audit(cloud.store, cloud.placement, 0.1).findings
     finally:

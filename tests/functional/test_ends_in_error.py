@@ -33,9 +33,8 @@ from ecomp.model.order import Request
 from ecomp.model.queue import Backlog, QueueEntry, update_backlog
 from ecomp.model.queue import to_json as waiting_to_json
 from ecomp.model.quota import Quota
-from ecomp.model.quota import from_json as quota_from_json
-from ecomp.model.quota import to_json as quota_to_json
 from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE
+from ecomp.model.stored import decode, encode
 from ecomp.placement import allocations
 from ecomp.placement.allocations import Consumer
 from ecomp.store.client import Delete, Put
@@ -147,10 +146,10 @@ def set_quota(
     """
     key = keys.quota(project)
     assert cloud.store.get(key) is None, 'no other test of this etcd has one'
-    cloud.store.commit([], [Put(key, quota_to_json(Quota(project, {'instances': count}, used or {})))])
+    cloud.store.commit([], [Put(key, encode(Quota(project, {'instances': count}, used or {})))])
 
     def read_used() -> int:
-        return quota_from_json(project, read_entry(cloud.store, key).value).used.get('instances', 0)
+        return decode(Quota, read_entry(cloud.store, key).value, project=project).used.get('instances', 0)
 
     try:
         yield read_used

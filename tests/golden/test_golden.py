@@ -24,6 +24,7 @@ from ecomp.errors import Unreachable
 from ecomp.model import cluster, flavor, group, guest, keys, order, planes, queue, quota, record
 from ecomp.model.audit import CODES
 from ecomp.model.level import COMPUTE_WARNINGS, SCHEDULE_WARNINGS
+from ecomp.model.stored import decode, encode
 from ecomp.store import sharing
 from ecomp.store.client import Store
 from tests.golden import scene
@@ -259,7 +260,7 @@ REWRITERS: dict[str, Callable[[str, bytes], str]] = {
     keys.INSTANCES: lambda key, value: record.to_json(record.from_json(value, keys.get_last_part(key))),
     keys.NAMES: lambda _, value: order.name_to_json(order.parse_name_owner(value)),
     keys.GROUPS: lambda key, value: group.to_json(group.from_json(keys.get_last_part(key), value)),
-    keys.QUOTAS: lambda key, value: quota.to_json(quota.from_json(keys.get_last_part(key), value)),
+    keys.QUOTAS: lambda key, value: encode(decode(quota.Quota, value, project=keys.get_last_part(key))),
     keys.FLAVORS: lambda key, value: flavor.to_json(flavor.from_json(keys.get_last_part(key), value)),
     keys.USER_DATA: rewrite_user_data,
     keys.RELEASED: lambda _, value: sharing.released_to_json(sharing.released_from_json(value)),

@@ -24,7 +24,7 @@ from ecomp.model.order import to_json as request_json
 from ecomp.model.planes import to_pages
 from ecomp.model.queue import QueueEntry, WaitingEntry
 from ecomp.model.quota import Quota, sum_charges
-from ecomp.model.quota import to_json as quota_json
+from ecomp.model.stored import encode
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.scheduler.changes.change import change_power, destroy
@@ -159,7 +159,7 @@ class Cloud:
         allocations.replace_allocations(self.placement, instance, {compute: SIZE}, 'u', 'p')
 
     def set_instance_limit(self, instances: int) -> None:
-        self.store.commit([], [Put(keys.quota('p'), quota_json(Quota('p', {'instances': instances}, {})))])
+        self.store.commit([], [Put(keys.quota('p'), encode(Quota('p', {'instances': instances}, {})))])
 
     def deliver(self, instance: str, compute: str, name: str | None = None, group: Membership | None = None) -> None:
         """Write a request that its compute has not seen yet, with every key that a delivery writes."""
@@ -185,7 +185,7 @@ class Cloud:
         entry = self.etcd.entries.get(keys.quota('p'))
         if entry is not None:
             limits = json.loads(entry.value)['limits']
-            puts.append(Put(keys.quota('p'), quota_json(Quota('p', limits, sum_charges('p', [request])))))
+            puts.append(Put(keys.quota('p'), encode(Quota('p', limits, sum_charges('p', [request])))))
         self.store.commit([], puts)
 
     def set_flavor(self) -> int:

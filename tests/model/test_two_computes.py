@@ -16,9 +16,10 @@ from ecomp.model.host import EntriesByCompute
 from ecomp.model.json_object import dump
 from ecomp.model.order import Request, SetOrder
 from ecomp.model.order import to_json as request_json
-from ecomp.model.quota import from_json as quota_from_json
+from ecomp.model.quota import Quota
 from ecomp.model.record import ACTIVE, ERROR, Record
 from ecomp.model.record import to_json as record_json
+from ecomp.model.stored import decode
 from ecomp.placement.allocations import read_provider_allocations
 from ecomp.scheduler.changes.change import clear
 from ecomp.scheduler.operations.audit import CHANGED_SINCE, audit, repair_findings
@@ -58,7 +59,7 @@ def raise_unreachable(_: str) -> list[str]:
 
 
 def read_quota_usage(cloud: Cloud) -> Mapping[str, int]:
-    return quota_from_json('p', cloud.etcd.entries[keys.quota('p')].value).used
+    return decode(Quota, cloud.etcd.entries[keys.quota('p')].value, project='p').used
 
 
 def test_fix_uses_the_record_that_the_audit_trusts(cloud: Cloud) -> None:

@@ -35,6 +35,7 @@ from ecomp.model.planes import Planes, ProviderState, index_revisions
 from ecomp.model.query import parse_query
 from ecomp.model.record import Failure, Interface, Progress, Record
 from ecomp.model.stack import Stack
+from ecomp.model.stored import decode, encode
 from ecomp.store.client import Entry
 from ecomp.store.presence import _format_field, _parse_holder
 from ecomp.store.sharing import released_from_json, released_to_json
@@ -71,14 +72,14 @@ class RefusedError(Exception):
     """A reader refused the value with this message."""
 
 
-def call_reader(read: Callable[..., Any], *arguments: Any) -> Any:
+def call_reader(read: Callable[..., Any], *arguments: Any, **given: Any) -> Any:
     """Return what the reader returns.
 
     Raises:
         RefusedError: it raised its documented error, a ValueError with a message.
     """
     try:
-        return read(*arguments)
+        return read(*arguments, **given)
     except UnicodeEncodeError:
         raise  # an accepted text that cannot be written
     except ValueError as error:
@@ -130,9 +131,9 @@ def read_group(value: bytes) -> None:
 
 
 def read_quota(value: bytes) -> None:
-    parsed = call_reader(quota.from_json, 'p', value)
+    parsed = call_reader(decode, quota.Quota, value, project='p')
     charged = parsed.add_used(quota.make_charge({'VCPU': 7})).subtract_used({'VCPU': 1})
-    assert quota.from_json('p', quota.to_json(charged).encode()) == charged
+    assert decode(quota.Quota, encode(charged).encode(), project='p') == charged
     quota.describe_excesses('p', parsed.list_excesses(quota.make_charge({'VCPU': MAX_SUM})))
     assert_printable(
         *render_all(make_quota_listing([parsed])), *render_all(make_usage_listing([parsed], is_array=True))

@@ -18,6 +18,7 @@ import pytest
 from ecomp.errors import Unreachable
 from ecomp.model import cluster, flavor, group, host, keys, order, planes, queue, quota, record, stack
 from ecomp.model.guest import parse_shared_user_data
+from ecomp.model.stored import decode
 from ecomp.placement import allocations, providers
 from ecomp.placement.client import Placement
 from ecomp.store.sharing import released_from_json
@@ -80,7 +81,7 @@ PARSERS: dict[str, Callable[[bytes], object]] = {
     'record': lambda value: record.from_json(value, INSTANCE),
     'waiting': lambda value: queue.parse_queue_entry(keys.queue('f', INSTANCE), value),
     'group': lambda value: group.from_json('g', value),
-    'quota': lambda value: quota.from_json('p', value),
+    'quota': lambda value: decode(quota.Quota, value, project='p'),
     'flavor': lambda value: flavor.from_json('f', value),
     'stack': lambda value: stack.from_json('shop', value),
     'digest': lambda value: planes.from_pages([value]),

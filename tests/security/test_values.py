@@ -22,6 +22,7 @@ from ecomp.model.order import MAX_REQUEST_BYTES, InvalidRequest, Request, parse_
 from ecomp.model.record import ACTIVE, Record, make_record
 from ecomp.model.record import from_json as record_from_json
 from ecomp.model.record import to_json as record_to_json
+from ecomp.model.stored import decode, encode
 from ecomp.schedule import make_terminal
 from ecomp.store.client import Delete, Entry, Put, Unchanged
 from tests.kit.hostile import COMPUTE, IMAGE, INSTANCE, OTHER_UUID, make_request
@@ -76,9 +77,11 @@ def test_one_function_writes_json() -> None:
 
 @pytest.mark.fast
 def test_quota_at_its_bound_can_be_charged() -> None:
-    full = quota.from_json('p', insert_number({'version': 1, 'limits': {}, 'used': {'VCPU': 'HERE'}}, str(MAX_SUM)))
+    full = decode(
+        quota.Quota, insert_number({'version': 1, 'limits': {}, 'used': {'VCPU': 'HERE'}}, str(MAX_SUM)), project='p'
+    )
     more = full.add_used({'VCPU': MAX_AMOUNT})
-    assert quota.from_json('p', quota.to_json(more).encode()) == more
+    assert decode(quota.Quota, encode(more).encode(), project='p') == more
 
 
 @pytest.mark.fast

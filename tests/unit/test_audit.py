@@ -16,8 +16,8 @@ from ecomp.model.host import hostname_to_json as computes_to_json
 from ecomp.model.order import Request, to_json
 from ecomp.model.planes import AuditIndex, Digest, Planes, index_revisions
 from ecomp.model.quota import Quota, multiply_amounts
-from ecomp.model.quota import to_json as quota_to_json
 from ecomp.model.stack import Stack
+from ecomp.model.stored import encode
 from tests.unit.audit_world import (
     ACTIVE,
     AWAY_COMPUTE,
@@ -149,12 +149,12 @@ DEFECTS: list[tuple[str, str, Callable[[WorldBuilder], object]]] = [
         lambda w: (w.put_grouped_request(ACTIVE, 'web'), w.put_group('web', ANTI_AFFINITY, {ACTIVE: TWO})),
     ),
     ('quota-unreadable', 'a/b', lambda w: w.put(keys.quota('a/b'), '{}')),
-    ('quota-differs', 'web', lambda w: w.put(keys.quota('web'), quota_to_json(Quota('web', {}, {'VCPU': 1})))),
+    ('quota-differs', 'web', lambda w: w.put(keys.quota('web'), encode(Quota('web', {}, {'VCPU': 1})))),
     (
         'usage-differs',
         'web',
         lambda w: (
-            w.put(keys.quota('web'), quota_to_json(Quota('web', {'VCPU': 9}))),
+            w.put(keys.quota('web'), encode(Quota('web', {'VCPU': 9}))),
             w.usages.update(web={'VCPU': 1, 'instances': 1}),
         ),
     ),
@@ -428,7 +428,7 @@ def test_consistent_groups_and_quotas_have_no_finding(world: WorldBuilder) -> No
     world.put_grouped_request(ACTIVE, 'web')
     world.put_group('web', ANTI_AFFINITY, {ACTIVE: ONE, ELSEWHERE: AWAY_COMPUTE})
     world.put(keys.request(ONE, OFF), to_json(Request(OFF, {ONE: SIZE}, image=IMAGE, user_id='', project_id='p')))
-    world.put(keys.quota('p'), quota_to_json(Quota('p', {'VCPU': 1}, {**SIZE, 'instances': 1})))
+    world.put(keys.quota('p'), encode(Quota('p', {'VCPU': 1}, {**SIZE, 'instances': 1})))
     world.usages['p'] = {**SIZE, 'instances': 1}
     assert audit(world.build_planes()) == []
     # An attempt in flight has claimed and not delivered yet.
@@ -441,13 +441,13 @@ def test_evacuated_instance_with_its_tombstone_has_no_finding(world: WorldBuilde
     """Its charge has moved, so its tombstone does not count in the quota."""
     world.put_replacement(ACTIVE, ELSEWHERE, project_id='p')
     world.put_tombstone(AWAY_COMPUTE, ELSEWHERE, ACTIVE, project_id='p')
-    world.put(keys.quota('p'), quota_to_json(Quota('p', {}, {**SIZE, 'instances': 1})))
+    world.put(keys.quota('p'), encode(Quota('p', {}, {**SIZE, 'instances': 1})))
     assert audit(world.build_planes()) == []
     # An older ecompute releases the charge at the end of the tombstone.
-    world.put(keys.quota('p'), quota_to_json(Quota('p', {'VCPU': 9}, {})))
+    world.put(keys.quota('p'), encode(Quota('p', {'VCPU': 9}, {})))
     (finding,) = audit(world.build_planes())
     assert (finding.code, finding.subject, finding.fix) == ('quota-differs', 'p', 'counts the usage again')
-    world.put(keys.quota('p'), quota_to_json(Quota('p', {'VCPU': 9}, {**SIZE, 'instances': 1})))
+    world.put(keys.quota('p'), encode(Quota('p', {'VCPU': 9}, {**SIZE, 'instances': 1})))
     # Its request is gone, and its record says so.
     del world.etcd[keys.request(AWAY_COMPUTE, ELSEWHERE)]
     world.put_record(ELSEWHERE, record.GONE, AWAY_COMPUTE, lease=LEASE)

@@ -45,6 +45,7 @@ from ecomp.model.record import (
     Record,
     to_json,
 )
+from ecomp.model.stored import encode
 from ecomp.store.history import (
     MAX_ANSWER_REVISIONS,
     PROGRESS_INTERVAL_SECONDS,
@@ -216,7 +217,7 @@ def test_names_groups_quotas_and_flavors_yield_events() -> None:
     assert describe(Change(keys.group('web'), None, written[0], 7)) == ['group web: strict affinity']
     assert describe(Change(keys.group('web'), *written, 7)) == []
     assert describe(Change(keys.group('web'), written[1], None, 7)) == ['group web: removed']
-    limits = [quota.to_json(quota.Quota('p', {'VCPU': 5}, {'VCPU': used})).encode() for used in (1, 2)]
+    limits = [encode(quota.Quota('p', {'VCPU': 5}, {'VCPU': used})).encode() for used in (1, 2)]
     assert describe(Change(keys.quota('p'), None, limits[0], 7)) == ['quota p: VCPU 5']
     assert describe(Change(keys.quota('p'), *limits, 7)) == []
     assert describe(Change(keys.flavor('small'), None, flavor.to_json(SMALL).encode(), 7)) == [
@@ -276,7 +277,7 @@ def add_written_at(change: Change, time: str, before: bytes | None = None) -> Ch
 
 def test_limits_and_flavors_have_the_time_at_which_they_were_set() -> None:
     small = Change(keys.flavor('small'), None, flavor.to_json(SMALL).encode(), 7)
-    limits = [quota.to_json(quota.Quota('p', {'VCPU': number})).encode() for number in (1, 2)]
+    limits = [encode(quota.Quota('p', {'VCPU': number})).encode() for number in (1, 2)]
     for change in (small, Change(keys.quota('p'), *limits, 7)):
         (undated,) = make_events([change], name_host)
         (dated,) = make_events([add_written_at(change, time_at(9))], name_host)

@@ -1,0 +1,211 @@
+"""The codec of values that are stored as JSON: a version, and for each field a parser. Pure.
+
+A parser takes what the JSON has for the field, None if it has nothing. It returns the field's value, or raises
+ValueError that says what it expects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from ecomp.model import keys
+from ecomp.model.json_object import dump, load_object, load_object_or_empty
+from ecomp.model.text import make_printable
+
+T = TypeVar('T')
+Parser = Callable[[Any], Any]
+
+# A reason, which may quote the whole value, is cut off after this number of characters.
+MAX_REASON_CHARACTERS = 500
+MAX_QUOTED_CHARACTERS = 80
+
+
+def to_plain(value: Any) -> Any:
+    """Return the value as JSON has it: stored values as dicts, tuples as lists."""
+    if type(value) in _CODECS:
+        return to_dict(value)
+    if isinstance(value, Mapping):
+        return {name: to_plain(item) for name, item in value.items()}
+    return [to_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+class Field(NamedTuple):
+    """How a field is read and written; without `write` it is in the key only, `name` is its name in the JSON."""
+
+    parse: Parser
+    write: Callable[[Any], Any] | None = to_plain
+    name: str = ''
+    # Absent or null, it has the class's default; a `lenient` one also if it is malformed. `sparse`: not written then.
+    is_optional: bool = False
+    is_lenient: bool = False
+    is_sparse: bool = False
+
+
+def optional(parse: Parser, write: Callable[[Any], Any] = to_plain) -> Field:
+    return Field(parse, write, is_optional=True)
+
+
+def lenient(parse: Parser) -> Field:
+    return Field(parse, is_optional=True, is_lenient=True)
+
+
+def sparse(parse: Parser, write: Callable[[Any], Any] = to_plain, name: str = '') -> Field:
+    return Field(parse, write, name, is_optional=True, is_sparse=True)
+
+
+def in_key(parse: Parser) -> Field:
+    return Field(parse, None)
+
+
+class _Codec(NamedTuple):
+    fields: Mapping[str, Field]
+    defaults: Mapping[str, Any]
+    version: int
+    noun: str
+    separators: tuple[str, str] | None
+
+
+_CODECS: dict[type, _Codec] = {}
+
+
+def stored(
+    version: int = 0, noun: str = '', *, is_compact: bool = False, **parsers: Parser | Field
+) -> Callable[[type[T]], type[T]]:
+    """Make a dataclass or NamedTuple a stored value, whose fields are written in the order of their parsers.
+
+    `version` is the newest that can be read, and that is written, 0 for a part of another value. An error calls the
+    value `noun`.
+    """
+
+    def register(kind: type[T]) -> type[T]:
+        defaults = getattr(kind, '_field_defaults', {})
+        if is_dataclass(kind):
+            factories = {each.name: each.default_factory for each in fields(kind)}
+            defaults = {name: make() for name, make in factories.items() if make is not MISSING}
+            defaults |= {each.name: each.default for each in fields(kind) if each.default is not MISSING}
+        rows = {name: each if isinstance(each, Field) else Field(each) for name, each in parsers.items()}
+        _CODECS[kind] = _Codec(rows, defaults, version, noun, (',', ':') if is_compact else None)
+        return kind
+
+    return register
+
+
+def decode(kind: type[T], value: bytes, **given: Any) -> T:
+    """Parse a stored value; ValueError with one printable line if it is malformed or of a newer version.
+
+    A value without a version has version 1. Unknown fields are ignored. Fields that the key has are `given`.
+    """
+    codec = _CODECS[kind]
+    try:
+        data = load_object(value)
+        check_version(data, codec.version, codec.noun)
+        return parse_fields(kind, data, **given)
+    except ValueError as error:
+        raise ValueError(make_printable(str(error))[:MAX_REASON_CHARACTERS]) from error
+
+
+def decode_lenient(kind: type[T], value: bytes) -> T:
+    """Parse a value of lenient fields, of any version."""
+    return parse_fields(kind, load_object_or_empty(value))
+
+
+def check_version(data: Mapping[str, Any], newest: int, noun: str) -> None:
+    """Raise ValueError unless the version, 1 if absent, is an int from 1 to `newest`."""
+    version = data.get('version', 1)
+    if type(version) is not int or not 1 <= version <= newest:
+        raise ValueError(
+            f'format version {repr(version)[:40]} of the {noun} is not supported: '
+            f'this ecomp reads versions up to {newest}; a newer ecomp may read it'
+        )
+
+
+def parse_fields(kind: type[T], data: Mapping[str, Any], **given: Any) -> T:
+    """Parse the fields of a stored value from a JSON object; ValueError names the field that is malformed."""
+    values = dict(given)
+    for name, field in _CODECS[kind].fields.items():
+        value = given[name] if name in given else data.get(field.name or name)
+        if field.is_optional and value is None:
+            continue
+        try:
+            values[name] = _parse_part(field.name or name, field.parse, value)
+        except ValueError:
+            if not field.is_lenient:
+                raise
+    return kind(**values)
+
+
+def encode(value: Any) -> str:
+    """Return the JSON of a stored value, with its version."""
+    codec = _CODECS[type(value)]
+    return dump({'version': codec.version, **to_dict(value)}, separators=codec.separators)
+
+
+def to_dict(value: Any) -> dict[str, Any]:
+    """Return a stored value as a JSON object, without its version."""
+    codec, data = _CODECS[type(value)], {}
+    for name, field in codec.fields.items():
+        item = getattr(value, name)
+        if field.write is not None and not (field.is_sparse and item == codec.defaults[name]):
+            data[field.name or name] = None if item is None else field.write(item)
+    return data
+
+
+def _parse_part(name: str, parse: Parser, value: Any) -> Any:
+    try:
+        return parse(value)
+    except ValueError as error:
+        raise ValueError(f'{name[:MAX_QUOTED_CHARACTERS]}: {error}') from None
+
+
+def check(expected: str, is_valid: Callable[[Any], object], *, is_secret: bool = False) -> Parser:
+    """Make a parser that returns a valid value unchanged; its error never quotes a secret."""
+
+    def parse(value: Any) -> Any:
+        if not is_valid(value):
+            raise ValueError(f'expected {expected}{"" if is_secret else f", not {quote(value)}"}')
+        return value
+
+    return parse
+
+
+def quote(value: object) -> str:
+    return repr(value)[:MAX_QUOTED_CHARACTERS]
+
+
+TEXT = check('text', lambda value: isinstance(value, str))
+FLAG = check('true or false', lambda value: isinstance(value, bool))
+UUID = check('a uuid', keys.is_uuid)
+_OBJECT = check('an object', lambda value: isinstance(value, dict))
+_LIST = check('a list', lambda value: isinstance(value, list))
+
+
+def text(convert: Callable[[str], Any]) -> Parser:
+    """Make a parser of a text that `convert` checks or converts."""
+    return lambda value: convert(TEXT(value))
+
+
+def one_of(choices: Iterable[str]) -> Parser:
+    return check(' or '.join(choices), frozenset(choices).__contains__)
+
+
+def number(lowest: int, highest: int) -> Parser:
+    """Make a parser of an int, not a bool, in this range."""
+    expected = f'a whole number from {lowest} to {highest}'
+    return check(expected, lambda value: type(value) is int and lowest <= value <= highest)
+
+
+def list_of(parse: Parser) -> Parser:
+    return lambda value: tuple(_parse_part(str(place), parse, item) for place, item in enumerate(_LIST(value)))
+
+
+def dict_of(parse: Parser, parse_key: Parser = TEXT) -> Parser:
+    return lambda value: {
+        _parse_part(name, parse_key, name): _parse_part(name, parse, item) for name, item in _OBJECT(value).items()
+    }
+
+
+def nested(kind: type[Any]) -> Parser:
+    """Make a parser of a stored value inside another one."""
+    return lambda value: parse_fields(kind, _OBJECT(value))
