@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ecomp.model import boots, keys
 from ecomp.model.flavor import from_json as flavor_from_json
-from ecomp.model.group import from_json as group_from_json
+from ecomp.model.group import Group
 from ecomp.model.json_object import WRITTEN_AT, is_utf8_text, load_object_or_empty
 from ecomp.model.order import (
     SHUT_OFF,
@@ -30,7 +30,6 @@ from ecomp.model.queue import parse_queue_entry, parse_taker
 from ecomp.model.quota import Quota
 from ecomp.model.record import ACTIVE, ERROR, QUEUED, STAGES, Interface, Record, format_time, parse_or_none
 from ecomp.model.stack import Stack
-from ecomp.model.stack import from_json as stack_from_json
 from ecomp.model.stored import decode
 from ecomp.model.text import join_some
 
@@ -378,10 +377,14 @@ def _describe_limits(project: str, value: bytes) -> str:
     )
 
 
+def _parse_stack(name: str, value: bytes) -> Stack:
+    return decode(Stack, value, name=name)
+
+
 def _describe_stack(change: Change, _name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
     """Yield that a stack is new, restored, removed or malformed, or which of its entries were delivered or ended."""
     name = change.key.removeprefix(keys.STACKS)
-    before, after = (_describe_value(stack_from_json, name, value) for value in (change.before, change.after))
+    before, after = (_describe_value(_parse_stack, name, value) for value in (change.before, change.after))
     texts = []
     if after is None:
         texts = ['removed']
@@ -410,7 +413,7 @@ _DESCRIBERS: Mapping[str, Callable[[Change, NameCompute, Mapping[str, str]], Dat
     keys.QUEUES: _describe_queue,
     keys.NAMES: _describe_name,
     keys.COMPUTES: _describe_compute,
-    keys.GROUPS: _make_describer('group', lambda name, value: group_from_json(name, value).rule),
+    keys.GROUPS: _make_describer('group', lambda name, value: decode(Group, value, name=name).rule),
     keys.QUOTAS: _make_describer('quota', _describe_limits),
     keys.FLAVORS: _make_describer('flavor', lambda name, value: flavor_from_json(name, value).query),
     keys.STACKS: _describe_stack,

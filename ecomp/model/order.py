@@ -30,11 +30,12 @@ from ecomp.model.allocation import (
     to_wire,
 )
 from ecomp.model.choose import SPREAD, PlacementReason, parse_placement_reason
-from ecomp.model.group import Membership, parse_membership
+from ecomp.model.group import Membership
 from ecomp.model.guest import MAX_USER_DATA_BYTES, SharedUserData
 from ecomp.model.image import check_image
 from ecomp.model.json_object import check_version, dump, load_object, load_object_or_empty
-from ecomp.model.stack import Place, parse_place
+from ecomp.model.stack import Place
+from ecomp.model.stored import nested
 from ecomp.model.text import is_label, make_printable
 
 STOP, START, REBOOT = ACTIONS = ('stop', 'start', 'reboot')
@@ -125,6 +126,11 @@ def read_text_field(data: Mapping[str, Any], name: str) -> str:
 def _read_optional_text(data: Mapping[str, Any], name: str) -> str | None:
     """Return a text field, None if it is absent or null; ValueError for another type."""
     return None if data.get(name) is None else read_text_field(data, name)
+
+
+def _read_nested(kind: type[Any]) -> Callable[[Mapping[str, Any], str], Any]:
+    parse = nested(kind)
+    return lambda data, name: None if data.get(name) is None else parse(data[name])
 
 
 def _read_stages(data: Mapping[str, Any], name: str) -> dict[str, str]:
@@ -261,13 +267,13 @@ class Order:
     count: int = _declare_field(1, _read_count, recorded=False, differs=_describe_count, report_rank=4)
     group: Membership | None = _declare_field(
         None,
-        lambda data, name: parse_membership(data.get(name)),
+        _read_nested(Membership),
         Membership._asdict,
         differs=_describe_group,
         compared='group_name',
         report_rank=3,
     )
-    stack: Place | None = _declare_field(None, lambda data, name: parse_place(data.get(name)), Place._asdict)
+    stack: Place | None = _declare_field(None, _read_nested(Place), Place._asdict)
     replaces: str | None = _declare_field(None, _read_uuid)
     replaced_by: str | None = _declare_field(None, _read_uuid)
 
@@ -416,7 +422,7 @@ def get_holdings(request: Request | InvalidRequest) -> Holdings:
 def parse_holdings(value: bytes) -> tuple[Holdings, Mapping[str, Any]]:
     """Return a malformed request's name and group (None if invalid), and its JSON object ({} if none or too large)."""
     data = load_object_or_empty(value) if len(value) <= MAX_REQUEST_BYTES else {}
-    group = _read_or_none(lambda: parse_membership(data.get('group')))
+    group = _read_or_none(lambda: _read_nested(Membership)(data, 'group'))
     return Holdings(_read_or_none(lambda: read_name_field(data)), group.name if group else None), data
 
 

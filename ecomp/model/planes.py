@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ecomp.model import keys
 from ecomp.model.allocation import Resources
-from ecomp.model.group import from_json as group_from_json
+from ecomp.model.group import Group
 from ecomp.model.guest import Guest
 from ecomp.model.host import CLOSED, SILENT, group_by_instance, parse_computes
 from ecomp.model.json_object import check_version, dump, load, load_object
@@ -16,7 +16,7 @@ from ecomp.model.order import InvalidRequest, Request, parse_attempt_instances, 
 from ecomp.model.queue import QueueEntry, parse_queue_entry
 from ecomp.model.quota import Quota
 from ecomp.model.record import BUILDING, DESTROYING, ERROR, GONE, SCHEDULED, Record, from_json
-from ecomp.model.stack import from_json as stack_from_json
+from ecomp.model.stack import Stack
 from ecomp.model.stored import decode
 from ecomp.model.text import make_printable
 
@@ -105,9 +105,9 @@ class AuditIndex:
                 self.name_owners[key.removeprefix(keys.NAMES)] = parse_name_owner(stored.value)
             except ValueError:
                 self.name_owners[key.removeprefix(keys.NAMES)] = None
-        self.groups = self._parse_values(group_from_json, keys.GROUPS)
+        self.groups = self._parse_values(lambda name, value: decode(Group, value, name=name), keys.GROUPS)
         self.quotas = self._parse_values(lambda name, value: decode(Quota, value, project=name), keys.QUOTAS)
-        self.stacks = self._parse_values(stack_from_json, keys.STACKS)
+        self.stacks = self._parse_values(lambda name, value: decode(Stack, value, name=name), keys.STACKS)
         # {instance: {flavor: request}}. A taker key only says that a compute is taking the request.
         self.queue_entries: dict[str, dict[str, QueueEntry | InvalidRequest]] = {}
         self.in_flight: set[str] = set()

@@ -6,7 +6,7 @@ ValueError that says what it expects.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,6 +20,7 @@ Parser = Callable[[Any], Any]
 # A reason, which may quote the whole value, is cut off after this number of characters.
 MAX_REASON_CHARACTERS = 500
 MAX_QUOTED_CHARACTERS = 80
+COMPACT = (',', ':')
 
 
 def to_plain(value: Any) -> Any:
@@ -71,7 +72,7 @@ _CODECS: dict[type, _Codec] = {}
 
 
 def stored(
-    version: int = 0, noun: str = '', *, is_compact: bool = False, **parsers: Parser | Field
+    version: int = 0, noun: str = '', separators: tuple[str, str] | None = None, /, **parsers: Parser | Field
 ) -> Callable[[type[T]], type[T]]:
     """Make a dataclass or NamedTuple a stored value, whose fields are written in the order of their parsers.
 
@@ -86,7 +87,7 @@ def stored(
             defaults = {name: make() for name, make in factories.items() if make is not MISSING}
             defaults |= {each.name: each.default for each in fields(kind) if each.default is not MISSING}
         rows = {name: each if isinstance(each, Field) else Field(each) for name, each in parsers.items()}
-        _CODECS[kind] = _Codec(rows, defaults, version, noun, (',', ':') if is_compact else None)
+        _CODECS[kind] = _Codec(rows, defaults, version, noun, separators)
         return kind
 
     return register
@@ -186,8 +187,8 @@ def text(convert: Callable[[str], Any]) -> Parser:
     return lambda value: convert(TEXT(value))
 
 
-def one_of(choices: Iterable[str]) -> Parser:
-    return check(' or '.join(choices), frozenset(choices).__contains__)
+def one_of(choices: Collection[str]) -> Parser:
+    return check(' or '.join(choices), lambda value: isinstance(value, str) and value in choices)
 
 
 def number(lowest: int, highest: int) -> Parser:

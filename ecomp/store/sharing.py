@@ -17,8 +17,6 @@ from ecomp.errors import Conflict, EcompError, NoSpace, StrangeEtcd, UnknownOutc
 from ecomp.model import keys
 from ecomp.model.allocation import Resources, sum_resources
 from ecomp.model.group import MAX_MEMBERS, Group, Membership, filter_admitted, resolve_group
-from ecomp.model.group import from_json as group_from_json
-from ecomp.model.group import to_json as group_to_json
 from ecomp.model.guest import SharedUserData
 from ecomp.model.host import EntriesByCompute, group_by_instance
 from ecomp.model.json_object import dump, load_object_or_empty
@@ -85,7 +83,7 @@ def restore_name(store: Store, name: str | None, instance: str) -> Change | None
 
 def load_group(store: Store, name: str) -> tuple[Group | None, Unchanged]:
     """Return a group, or None, and the condition that it stays so; raise Unreadable."""
-    return _read(store, keys.group(name), lambda value: group_from_json(name, value))
+    return _read(store, keys.group(name), lambda value: decode(Group, value, name=name))
 
 
 def load_groups(store: Store, names: Iterable[str]) -> tuple[dict[str, Group], set[str]]:
@@ -97,7 +95,7 @@ def load_groups(store: Store, names: Iterable[str]) -> tuple[dict[str, Group], s
         for key, entry in store.read(group_keys[start : start + MAX_TRANSACTION_OPERATIONS]).items():
             name = key.removeprefix(keys.GROUPS)
             try:
-                groups_by_name[name] = group_from_json(name, entry.value)
+                groups_by_name[name] = decode(Group, entry.value, name=name)
             except ValueError:
                 unreadable.add(name)
     return groups_by_name, unreadable
@@ -335,7 +333,7 @@ def commit_with_shared(
 def make_group_operation(new_group: Group) -> Put | Delete:
     """Return the write of a group's key, or its deletion if it has no members."""
     key = keys.group(new_group.name)
-    return Put(key, group_to_json(new_group)) if new_group.members else Delete(key)
+    return Put(key, encode(new_group)) if new_group.members else Delete(key)
 
 
 def _read(store: Store, key: str, parse: Callable[[bytes], Shared]) -> tuple[Shared | None, Unchanged]:

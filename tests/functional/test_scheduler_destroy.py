@@ -16,9 +16,9 @@ from ecomp.errors import Conflict, EcompError, NotFound, StillGoing
 from ecomp.model import keys
 from ecomp.model import order as requests
 from ecomp.model.group import Group, Membership
-from ecomp.model.group import to_json as group_to_json
 from ecomp.model.order import REBOOT, SHUT_OFF, SHUTDOWN_REQUESTED, START, STOP, Holdings, PowerAction, Request
 from ecomp.model.record import ACTIVE, ERROR, GONE, STOPPED, Failure, Record, format_time, make_record, to_json
+from ecomp.model.stored import encode
 from ecomp.scheduler.changes.change import Acceptance, change_power, clear, destroy
 from ecomp.scheduler.changes.wait import Deadline, Wait, wait_for_power
 from ecomp.scheduler.queries.find import find, find_living
@@ -146,7 +146,7 @@ def test_tombstone_of_a_newer_request_names_its_shared_keys(cloud: Cloud) -> Non
     )
     key = keys.request(compute, instance)
     cloud.etcd.put(key, json.dumps({**json.loads(requests.to_json(newer)), 'version': 99}))
-    cloud.etcd.put(keys.group(group.name), group_to_json(group))
+    cloud.etcd.put(keys.group(group.name), encode(group))
     destroy(cloud.store, instance)
     tombstone = requests.parse_request(compute, key, read_entry(cloud.store, key).value)
     assert isinstance(tombstone, Request)

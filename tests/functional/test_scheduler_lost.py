@@ -22,7 +22,7 @@ from ecomp.model import keys
 from ecomp.model.allocation import Allocations
 from ecomp.model.record import GONE, make_record, to_json
 from ecomp.model.stack import Stack
-from ecomp.model.stack import to_json as stack_to_json
+from ecomp.model.stored import encode
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.claim import DeliveryOutcome
@@ -115,7 +115,7 @@ def test_key_of_a_new_stack_is_read_back_after_a_lost_message(
     assert etcd_proxy.has_lost
     entry = cloud.store.get(key)
     assert entry is not None
-    assert entry.value == stack_to_json(ours if is_ours else theirs).encode()
+    assert entry.value == encode(ours if is_ours else theirs).encode()
 
 
 @pytest.mark.parametrize('arrives', [True, False])

@@ -15,7 +15,6 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import Denied, EcompError, NoSpace, UnknownOutcome, Unreachable, Unreadable
 from ecomp.model import keys
 from ecomp.model.group import Group, Membership
-from ecomp.model.group import to_json as group_to_json
 from ecomp.model.guest import SharedUserData
 from ecomp.model.order import Request
 from ecomp.model.quota import Quota
@@ -62,7 +61,7 @@ def member(cloud: Cloud) -> Record:
     )
     cloud.etcd.put(
         GROUP_KEY,
-        group_to_json(
+        encode(
             Group(
                 'web', 'affinity', True, {instance_record.instance: instance_record.compute, make_uuid(): make_uuid()}
             )

@@ -259,7 +259,7 @@ REWRITERS: dict[str, Callable[[str, bytes], str]] = {
     keys.TAKER: lambda _, value: queue.taker_to_json(queue.parse_taker(value) or ''),
     keys.INSTANCES: lambda key, value: record.to_json(record.from_json(value, keys.get_last_part(key))),
     keys.NAMES: lambda _, value: order.name_to_json(order.parse_name_owner(value)),
-    keys.GROUPS: lambda key, value: group.to_json(group.from_json(keys.get_last_part(key), value)),
+    keys.GROUPS: lambda key, value: encode(decode(group.Group, value, name=keys.get_last_part(key))),
     keys.QUOTAS: lambda key, value: encode(decode(quota.Quota, value, project=keys.get_last_part(key))),
     keys.FLAVORS: lambda key, value: flavor.to_json(flavor.from_json(keys.get_last_part(key), value)),
     keys.USER_DATA: rewrite_user_data,

@@ -18,7 +18,6 @@ from ecomp.model.choose import Offer
 from ecomp.model.flavor import parse_flavor
 from ecomp.model.flavor import to_json as flavor_json
 from ecomp.model.group import Group, Membership
-from ecomp.model.group import to_json as group_json
 from ecomp.model.order import PowerAction, Request, SetOrder, name_to_json
 from ecomp.model.order import to_json as request_json
 from ecomp.model.planes import to_pages
@@ -181,7 +180,7 @@ class Cloud:
             puts.append(Put(keys.name(name), name_to_json(instance)))
         if group:
             with_member = Group(group.name, group.policy or '', bool(group.strict), {instance: compute})
-            puts.append(Put(keys.group(group.name), group_json(with_member)))
+            puts.append(Put(keys.group(group.name), encode(with_member)))
         entry = self.etcd.entries.get(keys.quota('p'))
         if entry is not None:
             limits = json.loads(entry.value)['limits']

@@ -16,7 +16,6 @@ import pytest
 
 from ecomp.model import keys
 from ecomp.model.group import Group
-from ecomp.model.group import to_json as group_json
 from ecomp.model.order import name_to_json
 from ecomp.model.quota import Quota
 from ecomp.model.stored import encode
@@ -124,7 +123,7 @@ LEAKS = {
     ),
     'a name': make_put(keys.name('other'), name_to_json(V)),
     'a name that is gone': make_delete(keys.name('web')),
-    'a member of a group': make_put(keys.group('h'), group_json(Group('h', 'affinity', True, {V: A}))),
+    'a member of a group': make_put(keys.group('h'), encode(Group('h', 'affinity', True, {V: A}))),
     'a quota that counts too much': make_put(keys.quota('p'), encode(Quota('p', {'instances': 5}, {'instances': 2}))),
     'an address': make_put(keys.address(V), '10.0.0.1'),
     'an address that is gone': make_delete(keys.address(U)),

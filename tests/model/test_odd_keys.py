@@ -11,8 +11,6 @@ from ecomp.cli.history import explain_placement, format_explanation
 from ecomp.errors import Conflict, NotFound, StillGoing
 from ecomp.model import keys
 from ecomp.model.group import Group, Membership
-from ecomp.model.group import from_json as group_from_json
-from ecomp.model.group import to_json as group_json
 from ecomp.model.host import hostname_to_json
 from ecomp.model.json_object import dump, load_object
 from ecomp.model.order import STOP, PowerAction, Request
@@ -20,6 +18,7 @@ from ecomp.model.order import to_json as request_json
 from ecomp.model.queue import taker_to_json
 from ecomp.model.record import ACTIVE, ERROR, GONE, UNSEEN_END_FAULT, Failure, Record, from_json
 from ecomp.model.record import to_json as record_json
+from ecomp.model.stored import decode, encode
 from ecomp.placement.client import Placement
 from ecomp.scheduler.changes.change import change_power, destroy
 from ecomp.scheduler.changes.wait import Deadline
@@ -281,12 +280,12 @@ def test_malformed_record_keeps_only_its_own_group_member(cloud: Cloud) -> None:
     host.plan(2)
     wrong_group = Group('g', 'affinity', True, {U: A, V: A, W: A})
     puts = [
-        Put(keys.group('g'), group_json(wrong_group)),
+        Put(keys.group('g'), encode(wrong_group)),
         *(Put(keys.record(A, instance), '{"rubbish') for instance in (U, V)),
     ]
     cloud.store.commit([], puts)
     assert f'group-orphaned g: {W} is removed' in run_fix(cloud)
-    assert group_from_json('g', cloud.etcd.entries[keys.group('g')].value).members == {U: A, V: A}
+    assert decode(Group, cloud.etcd.entries[keys.group('g')].value, name='g').members == {U: A, V: A}
 
 
 # Attempt and taker keys without a lease: they belong to no process (rule: limited-trust)

@@ -21,7 +21,7 @@ from ecomp.cli.sharing import (
     make_usage_listing,
 )
 from ecomp.errors import EcompError
-from ecomp.model import cluster, flavor, group, keys, planes, quota, stack
+from ecomp.model import cluster, flavor, keys, planes, quota, stack
 from ecomp.model import order as requesting
 from ecomp.model import queue as queues
 from ecomp.model import record as records
@@ -35,7 +35,7 @@ from ecomp.model.planes import Planes, ProviderState, index_revisions
 from ecomp.model.query import parse_query
 from ecomp.model.record import Failure, Interface, Progress, Record
 from ecomp.model.stack import Stack
-from ecomp.model.stored import decode, encode
+from ecomp.model.stored import decode, encode, nested
 from ecomp.store.client import Entry
 from ecomp.store.presence import _format_field, _parse_holder
 from ecomp.store.sharing import released_from_json, released_to_json
@@ -122,8 +122,8 @@ def read_queued(value: bytes) -> None:
 
 
 def read_group(value: bytes) -> None:
-    parsed = call_reader(group.from_json, 'g', value)
-    assert group.from_json('g', group.to_json(parsed).encode()) == parsed
+    parsed = call_reader(decode, Group, value, name='g')
+    assert decode(Group, encode(parsed).encode(), name='g') == parsed
     parsed.explain_exclusion(COMPUTE)
     parsed.list_breaches()
     assert_printable(*render_all(make_group_listing([parsed], NO_COMPUTES, {})))
@@ -148,14 +148,14 @@ def read_flavor(value: bytes) -> None:
 
 
 def read_stack(value: bytes) -> None:
-    parsed = call_reader(stack.from_json, 'shop', value)
+    parsed = call_reader(decode, Stack, value, name='shop')
     delivered = parsed.with_delivered({parsed.make_place('new/1'): COMPUTE}).with_ended(parsed.entries)
     for written in (parsed, delivered):
-        assert stack.from_json('shop', stack.to_json(written).encode()) == written
+        assert decode(Stack, encode(written).encode(), name='shop') == written
     places = {parsed.make_place(entry, parsed.entries[entry].incarnation): COMPUTE for entry in parsed.entries}
     assert parsed.list_instances() == {place.entry_name: place.instance for place in places}
     for place in places:
-        assert stack.parse_place(json.loads(json.dumps(place._asdict()))) == place
+        assert nested(stack.Place)(json.loads(json.dumps(place._asdict()))) == place
     stack.restore_stack('shop', places, 1)
 
 

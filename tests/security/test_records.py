@@ -18,6 +18,7 @@ from ecomp.model import keys, stack
 from ecomp.model.flavor import parse_flavor
 from ecomp.model.order import MAX_REQUEST_BYTES, InvalidRequest, parse_request
 from ecomp.model.queue import Backlog, InvalidEntry, QueueEntry, WaitingEntry, to_json, update_backlog
+from ecomp.model.stored import decode, nested
 from ecomp.scheduler.queries.stacks import load_stack
 from ecomp.store import connection as paging
 from ecomp.store import http2_client
@@ -598,9 +599,9 @@ def make_entries(name: str, **fields: Any) -> bytes:
 def test_stack_of_an_invalid_name_is_refused(name: str) -> None:
     """Its key can be written by anybody, and its name would be part of the names of instances."""
     with pytest.raises(ValueError, match='not a valid stack name'):
-        stack.from_json(name, make_value())
+        decode(stack.Stack, make_value(), name=name)
     with pytest.raises(ValueError, match='not a valid stack name'):
-        stack.parse_place({**PLACE._asdict(), 'name': name})
+        nested(stack.Place)({**PLACE._asdict(), 'name': name})
 
 
 @pytest.mark.usefixtures('compute')

@@ -12,7 +12,6 @@ from ecomp.model import keys, record
 from ecomp.model.audit import audit
 from ecomp.model.flavor import Flavor
 from ecomp.model.group import ANTI_AFFINITY, Group, Membership
-from ecomp.model.group import to_json as group_to_json
 from ecomp.model.guest import Guest, make_mac_address
 from ecomp.model.order import Request, name_to_json, to_json
 from ecomp.model.planes import Digest, Planes, ProviderState
@@ -20,7 +19,7 @@ from ecomp.model.queue import QueueEntry
 from ecomp.model.queue import to_json as waiting_to_json
 from ecomp.model.record import Failure, Interface, Record
 from ecomp.model.stack import Place, Stack
-from ecomp.model.stack import to_json as stack_to_json
+from ecomp.model.stored import encode
 from ecomp.store.client import Entry
 
 # Computes: two are up, AWAY_COMPUTE is not.
@@ -89,7 +88,7 @@ class WorldBuilder:
         self.put(keys.name(name), name_to_json(instance), lease)
 
     def put_group(self, name: str, policy: str, members: dict[str, str]) -> None:
-        self.put(keys.group(name), group_to_json(Group(name, policy, True, members)))
+        self.put(keys.group(name), encode(Group(name, policy, True, members)))
 
     def put_grouped_request(self, instance: str, name: str) -> None:
         request = Request(instance, {ONE: SIZE}, image=IMAGE, name='web1', group=Membership(name, ANTI_AFFINITY, True))
@@ -104,7 +103,7 @@ class WorldBuilder:
         return instance
 
     def put_stack(self, stack: Stack) -> None:
-        self.put(keys.stack(stack.name), stack_to_json(stack))
+        self.put(keys.stack(stack.name), encode(stack))
 
     def put_presence(self, compute: str, lease: int = LEASE) -> None:
         self.put(keys.compute(compute), '{"token": "x"}', lease)

@@ -213,7 +213,7 @@ def test_names_groups_quotas_and_flavors_yield_events() -> None:
     assert (moved.instance, moved.name) == (OTHER, 'web1')
     web = group.Group('web', 'affinity', True, {INSTANCE: COMPUTE})
     more = replace(web, members={INSTANCE: COMPUTE, OTHER: COMPUTE})
-    written = [group.to_json(item).encode() for item in (web, more)]
+    written = [encode(item).encode() for item in (web, more)]
     assert describe(Change(keys.group('web'), None, written[0], 7)) == ['group web: strict affinity']
     assert describe(Change(keys.group('web'), *written, 7)) == []
     assert describe(Change(keys.group('web'), written[1], None, 7)) == ['group web: removed']
@@ -230,7 +230,7 @@ def test_stack_yields_its_creation_deliveries_and_ends() -> None:
     both = new.with_delivered({new.make_place('db/1'): COMPUTE, new.make_place('web/1'): COMPUTE})
     replaced = both.with_ended(['db/1']).with_delivered({both.make_place('web/1'): COMPUTE})
     empty, delivered, changed, restored = (
-        stack.to_json(each).encode() for each in (new, both, replaced, replace(both, floor=9))
+        encode(each).encode() for each in (new, both, replaced, replace(both, floor=9))
     )
     (created,) = make_events([Change(key, None, empty, 7)], name_host)
     assert (created.kind, created.instance, created.says) == ('stack', '', 'stack shop: created')
@@ -243,7 +243,7 @@ def test_stack_yields_its_creation_deliveries_and_ends() -> None:
     (malformed,) = describe(Change(key, empty, b'{"version": 99}', 7))
     assert malformed.startswith('stack shop: malformed: format version 99')
     many = new.with_delivered({new.make_place(f'web/{number}'): COMPUTE for number in range(1, 301)})
-    (text,) = describe(Change(key, empty, stack.to_json(many).encode(), 7))
+    (text,) = describe(Change(key, empty, encode(many).encode(), 7))
     assert text.endswith('web/10 and 290 more delivered')
 
 

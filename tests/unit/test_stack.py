@@ -33,7 +33,8 @@ from ecomp.model.guest import MAX_USER_DATA_BYTES, SharedUserData
 from ecomp.model.order import Order, Request, parse_request
 from ecomp.model.order import to_json as request_to_json
 from ecomp.model.record import Failure, Record
-from ecomp.model.stack import Entry, Place, Stack, from_json, restore_stack, to_json
+from ecomp.model.stack import Entry, Place, Stack, restore_stack
+from ecomp.model.stored import decode, encode
 from ecomp.scheduler.placing.stack import Lot, distribute_lots
 from ecomp.store.client import Entry as StoredEntry
 from ecomp.store.client import Snapshot
@@ -51,7 +52,7 @@ all_entries = st.dictionaries(st.from_regex(stack._ENTRY_NAME, fullmatch=True), 
 
 @given(st.builds(Stack, names, uuids, all_entries, st.integers(0, stack.MAX_FLOOR), st.text()))
 def test_stack_is_read_as_written(value: Stack) -> None:
-    assert from_json(value.name, to_json(value).encode()) == value
+    assert decode(Stack, encode(value).encode(), name=value.name) == value
 
 
 def test_each_place_and_incarnation_has_its_own_uuid() -> None:

@@ -27,7 +27,7 @@ from ecomp.model.order import Request
 from ecomp.model.quota import INSTANCES, Quota
 from ecomp.model.record import RETENTION_SECONDS
 from ecomp.model.stack import Stack
-from ecomp.model.stack import to_json as stack_to_json
+from ecomp.model.stored import encode
 from ecomp.model.text import make_printable
 from ecomp.placement import allocations, providers
 from ecomp.placement.allocations import release
@@ -366,7 +366,7 @@ class _Repairs:
         for name in ended:
             request = keys.request(stack.entries[name].compute, instances[name])
             unchanged += [request, self.world.get_record_key(instances[name])]
-        put = Put(finding.keys[0], stack_to_json(stack.with_ended(ended)))
+        put = Put(finding.keys[0], encode(stack.with_ended(ended)))
         done = f'{len(ended)} entries are marked as ended' if len(ended) > 1 else f'{ended[0]} is marked as ended'
         return self._commit(finding, [put], done, self._make_conditions(*unchanged))
 
@@ -375,7 +375,7 @@ class _Repairs:
         stack, _, is_restored = load_stack(self.store, finding.subject)
         if stack is None or not is_restored:
             return CHANGED_SINCE
-        return self._commit(finding, [Put(finding.keys[0], stack_to_json(stack))], f'{finding.keys[0]} is restored')
+        return self._commit(finding, [Put(finding.keys[0], encode(stack))], f'{finding.keys[0]} is restored')
 
     def _commit(
         self,

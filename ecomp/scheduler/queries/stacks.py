@@ -15,7 +15,8 @@ from ecomp.model.apply import Existing
 from ecomp.model.host import Computes, describe_silent_fix, list_unproven, parse_life_leases
 from ecomp.model.order import Request, parse_request
 from ecomp.model.record import ERROR, GONE
-from ecomp.model.stack import MAX_FLOOR, Place, Stack, from_json, restore_stack, to_json
+from ecomp.model.stack import MAX_FLOOR, Place, Stack, restore_stack
+from ecomp.model.stored import decode, encode
 from ecomp.placement import providers
 from ecomp.placement.allocations import read_consumers, read_provider_allocations
 from ecomp.placement.client import Placement
@@ -138,7 +139,7 @@ def load_stack(store: Store, name: str) -> LoadedStack:
     """Read a stack from its key, or else from the requests; Unreadable."""
     entry = store.get(keys.stack(name))
     try:
-        stack = from_json(name, entry.value) if entry is not None else None
+        stack = decode(Stack, entry.value, name=name) if entry is not None else None
     except ValueError as error:
         raise Unreadable(keys.stack(name), error) from error
     restored = None
@@ -227,7 +228,7 @@ def make_move(store: Store, computes: Mapping[Place, str], silent: Unchanged) ->
             ):
                 raise _make_mismatch(place)
         if stack is not None:
-            delivered = to_json(stack.with_delivered(places))
+            delivered = encode(stack.with_delivered(places))
             changes.append(([Unchanged(keys.stack(name), revision)], [Put(keys.stack(name), delivered)]))
     return merge_changes(*changes)
 
@@ -243,9 +244,9 @@ def make_end(store: Store, place: Place | None, instance: str) -> Change:
     if place is None or stored is None or place.instance != instance:
         return [], []
     with suppress(ValueError):  # the audit reports a malformed key
-        stack = from_json(place.name, stored.value)
+        stack = decode(Stack, stored.value, name=place.name)
         entry = stack.entries.get(place.entry_name)
         if entry is not None and (stack.epoch, entry[::2]) == (place.epoch, (place.incarnation, False)):
-            ended = to_json(stack.with_ended([place.entry_name]))
+            ended = encode(stack.with_ended([place.entry_name]))
             return [Unchanged(stored.key, stored.revision)], [Put(stored.key, ended)]
     return [], []
