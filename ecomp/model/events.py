@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from typing import Any, NamedTuple, TypeVar
 
 from ecomp.model import boots, keys
-from ecomp.model.flavor import from_json as flavor_from_json
+from ecomp.model.flavor import Flavor
 from ecomp.model.group import Group
 from ecomp.model.json_object import WRITTEN_AT, is_utf8_text, load_object_or_empty
 from ecomp.model.order import (
@@ -415,7 +415,7 @@ _DESCRIBERS: Mapping[str, Callable[[Change, NameCompute, Mapping[str, str]], Dat
     keys.COMPUTES: _describe_compute,
     keys.GROUPS: _make_describer('group', lambda name, value: decode(Group, value, name=name).rule),
     keys.QUOTAS: _make_describer('quota', _describe_limits),
-    keys.FLAVORS: _make_describer('flavor', lambda name, value: flavor_from_json(name, value).query),
+    keys.FLAVORS: _make_describer('flavor', lambda name, value: decode(Flavor, value, name=name).query),
     keys.STACKS: _describe_stack,
     keys.CLUSTER: _describe_cluster,
 }

@@ -261,7 +261,7 @@ REWRITERS: dict[str, Callable[[str, bytes], str]] = {
     keys.NAMES: lambda _, value: order.name_to_json(order.parse_name_owner(value)),
     keys.GROUPS: lambda key, value: encode(decode(group.Group, value, name=keys.get_last_part(key))),
     keys.QUOTAS: lambda key, value: encode(decode(quota.Quota, value, project=keys.get_last_part(key))),
-    keys.FLAVORS: lambda key, value: flavor.to_json(flavor.from_json(keys.get_last_part(key), value)),
+    keys.FLAVORS: lambda key, value: encode(decode(flavor.Flavor, value, name=keys.get_last_part(key))),
     keys.USER_DATA: rewrite_user_data,
     keys.RELEASED: lambda _, value: sharing.released_to_json(sharing.released_from_json(value)),
     keys.AUDIT: lambda _, value: planes.clearance_to_json(planes.clearance_from_json(value)),

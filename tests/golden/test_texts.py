@@ -191,7 +191,7 @@ READERS: dict[str, dict[str, Callable[..., object]]] = {
         'query without disabled computes': query.exclude_disabled,
         'query for compute x': lambda value: query.restrict_to_compute(value, 'x'),
         'flavor': lambda name, value: flavor.parse_flavor(name, value).query,
-        'value of a flavor': lambda value: flavor.from_json('small', value.encode()).query,
+        'value of a flavor': lambda value: decode(flavor.Flavor, value.encode(), name='small').query,
         'limits': quota.parse_limits,
         'inventory': parse_inventory,
         'public keys': lambda value: guest.parse_public_keys(value.encode()),

@@ -16,7 +16,6 @@ from ecomp.model import keys
 from ecomp.model.allocation import find_compute
 from ecomp.model.choose import Offer
 from ecomp.model.flavor import parse_flavor
-from ecomp.model.flavor import to_json as flavor_json
 from ecomp.model.group import Group, Membership
 from ecomp.model.order import PowerAction, Request, SetOrder, name_to_json
 from ecomp.model.order import to_json as request_json
@@ -188,7 +187,7 @@ class Cloud:
         self.store.commit([], puts)
 
     def set_flavor(self) -> int:
-        written = self.store.commit([], [Put(keys.flavor(FLAVOR), flavor_json(parse_flavor(FLAVOR, QUERY)))])
+        written = self.store.commit([], [Put(keys.flavor(FLAVOR), encode(parse_flavor(FLAVOR, QUERY)))])
         assert written
         return written
 

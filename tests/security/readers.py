@@ -141,8 +141,8 @@ def read_quota(value: bytes) -> None:
 
 
 def read_flavor(value: bytes) -> None:
-    parsed = call_reader(flavor.from_json, 'f', value)
-    assert flavor.from_json('f', flavor.to_json(parsed).encode()) == parsed
+    parsed = call_reader(decode, flavor.Flavor, value, name='f')
+    assert decode(flavor.Flavor, encode(parsed).encode(), name='f') == parsed
     parse_query(flavor.merge_query(parsed, 'resources=VCPU:2&required=T'))
     assert_printable(*render_all(make_flavor_listing({'f': (parsed, 'etcd')})))
 

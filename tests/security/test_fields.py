@@ -82,7 +82,7 @@ PARSERS: dict[str, Callable[[bytes], object]] = {
     'waiting': lambda value: queue.parse_queue_entry(keys.queue('f', INSTANCE), value),
     'group': lambda value: decode(group.Group, value, name='g'),
     'quota': lambda value: decode(quota.Quota, value, project='p'),
-    'flavor': lambda value: flavor.from_json('f', value),
+    'flavor': lambda value: decode(flavor.Flavor, value, name='f'),
     'stack': lambda value: decode(stack.Stack, value, name='shop'),
     'digest': lambda value: planes.from_pages([value]),
     'clearance': planes.clearance_from_json,

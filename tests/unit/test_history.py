@@ -15,7 +15,7 @@ from jsonschema import Draft202012Validator
 from docs.shapes import SHAPES
 from ecomp.cli.history import MAX_BAR_WIDTH, EventFormatter, compute_percentiles, draw_timelines, make_timeline
 from ecomp.cli.tables import OutputStyle
-from ecomp.model import flavor, group, keys, queue, quota, stack
+from ecomp.model import group, keys, queue, quota, stack
 from ecomp.model import order as requests
 from ecomp.model.events import (
     KINDS,
@@ -220,9 +220,7 @@ def test_names_groups_quotas_and_flavors_yield_events() -> None:
     limits = [encode(quota.Quota('p', {'VCPU': 5}, {'VCPU': used})).encode() for used in (1, 2)]
     assert describe(Change(keys.quota('p'), None, limits[0], 7)) == ['quota p: VCPU 5']
     assert describe(Change(keys.quota('p'), *limits, 7)) == []
-    assert describe(Change(keys.flavor('small'), None, flavor.to_json(SMALL).encode(), 7)) == [
-        f'flavor small: {SMALL.query}'
-    ]
+    assert describe(Change(keys.flavor('small'), None, encode(SMALL).encode(), 7)) == [f'flavor small: {SMALL.query}']
 
 
 def test_stack_yields_its_creation_deliveries_and_ends() -> None:
@@ -276,7 +274,7 @@ def add_written_at(change: Change, time: str, before: bytes | None = None) -> Ch
 
 
 def test_limits_and_flavors_have_the_time_at_which_they_were_set() -> None:
-    small = Change(keys.flavor('small'), None, flavor.to_json(SMALL).encode(), 7)
+    small = Change(keys.flavor('small'), None, encode(SMALL).encode(), 7)
     limits = [encode(quota.Quota('p', {'VCPU': number})).encode() for number in (1, 2)]
     for change in (small, Change(keys.quota('p'), *limits, 7)):
         (undated,) = make_events([change], name_host)
