@@ -25,7 +25,7 @@ from bench.singles import FakeCluster  # noqa: E402
 from ecomp.conf import EtcdConfig, ScheduleConfig  # noqa: E402
 from ecomp.model import keys  # noqa: E402
 from ecomp.model.group import Group, Membership  # noqa: E402
-from ecomp.model.order import Request, name_to_json, parse_request, to_json  # noqa: E402
+from ecomp.model.order import NameOwner, Request, parse_request  # noqa: E402
 from ecomp.model.query import parse_query  # noqa: E402
 from ecomp.model.stored import encode  # noqa: E402
 from ecomp.store.client import Delete, Put, Store  # noqa: E402
@@ -63,8 +63,8 @@ class Bench:
             )  # fmt: skip
             if group is not None:
                 members.setdefault(group, {})[instance] = self.dead
-            puts += [Put(keys.request(self.dead, instance), to_json(request))]
-            puts += [Put(keys.name(f'guest-{number}'), name_to_json(instance))]
+            puts += [Put(keys.request(self.dead, instance), encode(request))]
+            puts += [Put(keys.name(f'guest-{number}'), encode(NameOwner(instance)))]
             body = {'allocations': {self.dead: {'resources': amounts}}, 'consumer_generation': None}
             owner = {'user_id': config.user_id, 'project_id': config.project_id, 'consumer_type': 'INSTANCE'}
             claims[instance] = body | owner

@@ -24,7 +24,6 @@ from ecomp.conf import EtcdConfig
 from ecomp.model import keys
 from ecomp.model.flavor import Flavor
 from ecomp.model.queue import QueueEntry
-from ecomp.model.queue import to_json as waiting_to_json
 from ecomp.model.stored import encode
 from ecomp.store.client import Put, Store
 from tests.kit.commands import Ecompute
@@ -45,7 +44,7 @@ def make_large_flavor(number: int) -> Flavor:
 def make_waiting_request(flavor: Flavor) -> Put:
     """Make the put of one more waiting request."""
     entry = QueueEntry(str(uuid.uuid4()), flavor, image='http://bench.invalid/x', user_id='bench', project_id='bench')
-    return Put(entry.key, waiting_to_json(entry))
+    return Put(entry.key, encode(entry))
 
 
 def put_all(store: Store, puts: Iterator[Put]) -> None:

@@ -21,16 +21,16 @@ from ecomp.model.order import (
     SHUT_OFF,
     SHUTDOWN_REQUESTED,
     InvalidRequest,
+    NameOwner,
     Request,
-    parse_name_owner,
     parse_phase,
     parse_request,
 )
-from ecomp.model.queue import parse_queue_entry, parse_taker
+from ecomp.model.queue import QueueTaker, parse_queue_entry
 from ecomp.model.quota import Quota
 from ecomp.model.record import ACTIVE, ERROR, QUEUED, STAGES, Interface, Record, format_time, parse_or_none
 from ecomp.model.stack import Stack
-from ecomp.model.stored import decode
+from ecomp.model.stored import decode, decode_lenient
 from ecomp.model.text import join_some
 
 # Characters of an event's text, which may quote values of any length from etcd.
@@ -294,7 +294,7 @@ def _describe_queue(change: Change, name_compute: NameCompute, takers: Mapping[s
     place = keys.parse_queue_key(change.key)
     if place is None:
         flavor, instance = change.key.removeprefix(keys.QUEUES).split('/', 1)[0], keys.get_queued_instance(change.key)
-        compute = parse_taker(change.after) if change.after is not None else None
+        compute = decode_lenient(QueueTaker, change.after).compute if change.after is not None else None
         if compute and change.key.endswith(keys.TAKER) and change.before is None:
             text = f'queue {flavor}: {name_compute(compute)} is taking it'
             yield Event(change.revision, 'queue', text, instance, compute=compute), ()
@@ -319,7 +319,7 @@ def _describe_name(change: Change, _name_compute: NameCompute, _takers: Mapping[
     name, holders = change.key.removeprefix(keys.NAMES), []
     for value in (change.before, change.after):
         try:
-            holders.append(parse_name_owner(value) if value is not None else '')
+            holders.append(decode(NameOwner, value).instance if value is not None else '')
         except ValueError:
             holders.append('?')
     before, after = holders

@@ -12,7 +12,8 @@ from functools import cached_property, partial
 
 from ecomp.model.allocation import MAX_AMOUNT, Resources, is_class
 from ecomp.model.json_object import MAX_DIGITS
-from ecomp.model.stored import dict_of, list_of, number, optional, stored, text
+from ecomp.model.parsers import dict_of, list_of, number, text
+from ecomp.model.stored import optional, stored
 from ecomp.model.text import check_plain_name
 
 

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from ecomp.errors import Conflict, UsageError
 from ecomp.model import keys
-from ecomp.model.stored import COMPACT, FLAG, UUID, check, dict_of, in_key, one_of, stored, text
+from ecomp.model.parsers import FLAG, UUID, check, dict_of, one_of, text
+from ecomp.model.stored import COMPACT, in_key, stored
 from ecomp.model.text import check_plain_name
 
 AFFINITY = 'affinity'

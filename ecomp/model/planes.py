@@ -12,7 +12,8 @@ from ecomp.model.group import Group
 from ecomp.model.guest import Guest
 from ecomp.model.host import CLOSED, SILENT, group_by_instance, parse_computes
 from ecomp.model.json_object import check_version, dump, load, load_object
-from ecomp.model.order import InvalidRequest, Request, parse_attempt_instances, parse_name_owner, parse_request
+from ecomp.model.order import InvalidRequest, NameOwner, Request, parse_attempt_instances, parse_request
+from ecomp.model.parsers import format_reason
 from ecomp.model.queue import QueueEntry, parse_queue_entry
 from ecomp.model.quota import Quota
 from ecomp.model.record import BUILDING, DESTROYING, ERROR, GONE, SCHEDULED, Record, from_json
@@ -102,7 +103,7 @@ class AuditIndex:
         self.name_owners: dict[str, str | None] = {}
         for key, stored in self.select_prefix(keys.NAMES).items():
             try:
-                self.name_owners[key.removeprefix(keys.NAMES)] = parse_name_owner(stored.value)
+                self.name_owners[key.removeprefix(keys.NAMES)] = decode(NameOwner, stored.value).instance
             except ValueError:
                 self.name_owners[key.removeprefix(keys.NAMES)] = None
         self.groups = self._parse_values(lambda name, value: decode(Group, value, name=name), keys.GROUPS)
@@ -265,8 +266,6 @@ def index_revisions(etcd: Mapping[str, keys.StoredValue]) -> dict[str, dict[str,
 VERSION = 1
 # The next page begins after so many bytes: one more entry must fit into the 1.5 MiB that etcd takes.
 PAGE_BYTES = 400 * 1024
-# A compute's reason for not giving a digest is cut off after so many characters.
-MAX_REASON_CHARACTERS = 500
 
 # {dictionary field of a digest: its name in JSON}; in ecomp 1.0 "seeds" was the metadata.
 _JSON_NAMES = {
@@ -346,7 +345,7 @@ def from_pages(values: Sequence[bytes]) -> Digest:
     for parsed_page in pages:
         check_version(parsed_page.get('version'), VERSION, 'digest')
     if pages[0].get('error'):
-        raise ValueError(make_printable(str(pages[0]['error']))[:MAX_REASON_CHARACTERS])
+        raise ValueError(format_reason(pages[0]['error']))
     if pages[0].get('pages') != len(pages):
         raise ValueError(
             f'its answer has {len(pages)} of {make_printable(str(pages[0].get("pages")), 20)} announced pages'
@@ -365,7 +364,7 @@ def from_pages(values: Sequence[bytes]) -> Digest:
         }
         return Digest({guest.instance: guest for guest in guests}, **dictionaries)
     except (TypeError, AttributeError) as error:
-        raise ValueError(f'its digest is malformed: {make_printable(str(error))[:MAX_REASON_CHARACTERS]}') from error
+        raise ValueError(f'its digest is malformed: {format_reason(error)}') from error
 
 
 def clearance_to_json(leftovers: Sequence[Leftover]) -> str:
@@ -380,9 +379,7 @@ def clearance_from_json(value: bytes) -> list[Leftover]:
     try:
         return [Leftover(*(_check_text(item[name]) for name in ('kind', 'name', 'mark'))) for item in data['leftovers']]
     except (TypeError, KeyError) as error:
-        raise ValueError(
-            f'the list of leftovers to remove is malformed: {make_printable(str(error))[:MAX_REASON_CHARACTERS]}'
-        ) from error
+        raise ValueError(f'the list of leftovers to remove is malformed: {format_reason(error)}') from error
 
 
 def cleared_from_json(value: bytes) -> list[str]:

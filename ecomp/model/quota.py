@@ -13,8 +13,9 @@ from typing import NamedTuple, Protocol
 from ecomp.model.allocation import MAX_AMOUNT, MAX_SUM, REQUIRED_CLASSES, Resources, is_class, sum_resources
 from ecomp.model.json_object import MAX_DIGITS
 from ecomp.model.order import Request
+from ecomp.model.parsers import dict_of, number
 from ecomp.model.record import ERROR, GONE, Record
-from ecomp.model.stored import dict_of, number, stored
+from ecomp.model.stored import stored
 from ecomp.model.text import format_suggestion
 
 INSTANCES = 'instances'

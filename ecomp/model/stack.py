@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ecomp.model import keys
-from ecomp.model.stored import COMPACT, FLAG, TEXT, UUID, check, dict_of, in_key, nested, number, sparse, stored, text
+from ecomp.model.parsers import FLAG, TEXT, UUID, check, dict_of, number, text
+from ecomp.model.stored import COMPACT, in_key, nested, sparse, stored
 
 # Instances of a stack: their delivery is one transaction of less than 1.4 MB.
 MAX_STACK_SIZE = 300

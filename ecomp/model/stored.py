@@ -1,25 +1,16 @@
-"""The codec of values that are stored as JSON: a version, and for each field a parser. Pure.
-
-A parser takes what the JSON has for the field, None if it has nothing. It returns the field's value, or raises
-ValueError that says what it expects.
-"""
+"""The codec of values that are stored as JSON: a version, and for each field a parser. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from ecomp.model import keys
 from ecomp.model.json_object import dump, load_object, load_object_or_empty
-from ecomp.model.text import make_printable
+from ecomp.model.parsers import OBJECT, Parser, format_reason, parse_part, quote
 
 T = TypeVar('T')
-Parser = Callable[[Any], Any]
 
-# A reason, which may quote the whole value, is cut off after this number of characters.
-MAX_REASON_CHARACTERS = 500
-MAX_QUOTED_CHARACTERS = 80
 COMPACT = (',', ':')
 
 
@@ -44,20 +35,20 @@ class Field(NamedTuple):
     is_sparse: bool = False
 
 
-def optional(parse: Parser, write: Callable[[Any], Any] = to_plain) -> Field:
-    return Field(parse, write, is_optional=True)
+def optional(parse: Parser, **more: Any) -> Field:
+    return Field(parse, is_optional=True, **more)
 
 
-def lenient(parse: Parser) -> Field:
-    return Field(parse, is_optional=True, is_lenient=True)
+def lenient(parse: Parser, **more: Any) -> Field:
+    return optional(parse, is_lenient=True, **more)
 
 
-def sparse(parse: Parser, write: Callable[[Any], Any] = to_plain, name: str = '') -> Field:
-    return Field(parse, write, name, is_optional=True, is_sparse=True)
+def sparse(parse: Parser, **more: Any) -> Field:
+    return optional(parse, is_sparse=True, **more)
 
 
 def in_key(parse: Parser) -> Field:
-    return Field(parse, None)
+    return Field(parse, write=None)
 
 
 class _Codec(NamedTuple):
@@ -104,12 +95,24 @@ def decode(kind: type[T], value: bytes, **given: Any) -> T:
         check_version(data, codec.version, codec.noun)
         return parse_fields(kind, data, **given)
     except ValueError as error:
-        raise ValueError(make_printable(str(error))[:MAX_REASON_CHARACTERS]) from error
+        raise ValueError(format_reason(error)) from error
 
 
 def decode_lenient(kind: type[T], value: bytes) -> T:
     """Parse a value of lenient fields, of any version."""
     return parse_fields(kind, load_object_or_empty(value))
+
+
+def is_newer(kind: type[Any], value: bytes) -> bool:
+    """Return whether a newer ecomp wrote it (False if malformed); it must not be overwritten."""
+    version = load_object_or_empty(value).get('version')
+    return type(version) is int and version > _CODECS[kind].version
+
+
+def require_same(name: str, value: object, in_key: object) -> None:
+    """Raise ValueError unless a field has the value that its key names."""
+    if value != in_key:
+        raise ValueError(f'{name}: {quote(value)} differs from {quote(in_key)} in its key')
 
 
 def check_version(data: Mapping[str, Any], newest: int, noun: str) -> None:
@@ -126,11 +129,13 @@ def parse_fields(kind: type[T], data: Mapping[str, Any], **given: Any) -> T:
     """Parse the fields of a stored value from a JSON object; ValueError names the field that is malformed."""
     values = dict(given)
     for name, field in _CODECS[kind].fields.items():
-        value = given[name] if name in given else data.get(field.name or name)
-        if field.is_optional and value is None:
+        source, key = (given, name) if name in given else (data, field.name or name)
+        if field.is_optional and source.get(key) is None:
             continue
+        if key not in source:
+            raise ValueError(f'{key} is missing')
         try:
-            values[name] = _parse_part(field.name or name, field.parse, value)
+            values[name] = parse_part(key, field.parse, source[key])
         except ValueError:
             if not field.is_lenient:
                 raise
@@ -153,60 +158,6 @@ def to_dict(value: Any) -> dict[str, Any]:
     return data
 
 
-def _parse_part(name: str, parse: Parser, value: Any) -> Any:
-    try:
-        return parse(value)
-    except ValueError as error:
-        raise ValueError(f'{name[:MAX_QUOTED_CHARACTERS]}: {error}') from None
-
-
-def check(expected: str, is_valid: Callable[[Any], object], *, is_secret: bool = False) -> Parser:
-    """Make a parser that returns a valid value unchanged; its error never quotes a secret."""
-
-    def parse(value: Any) -> Any:
-        if not is_valid(value):
-            raise ValueError(f'expected {expected}{"" if is_secret else f", not {quote(value)}"}')
-        return value
-
-    return parse
-
-
-def quote(value: object) -> str:
-    return repr(value)[:MAX_QUOTED_CHARACTERS]
-
-
-TEXT = check('text', lambda value: isinstance(value, str))
-FLAG = check('true or false', lambda value: isinstance(value, bool))
-UUID = check('a uuid', keys.is_uuid)
-_OBJECT = check('an object', lambda value: isinstance(value, dict))
-_LIST = check('a list', lambda value: isinstance(value, list))
-
-
-def text(convert: Callable[[str], Any]) -> Parser:
-    """Make a parser of a text that `convert` checks or converts."""
-    return lambda value: convert(TEXT(value))
-
-
-def one_of(choices: Collection[str]) -> Parser:
-    return check(' or '.join(choices), lambda value: isinstance(value, str) and value in choices)
-
-
-def number(lowest: int, highest: int) -> Parser:
-    """Make a parser of an int, not a bool, in this range."""
-    expected = f'a whole number from {lowest} to {highest}'
-    return check(expected, lambda value: type(value) is int and lowest <= value <= highest)
-
-
-def list_of(parse: Parser) -> Parser:
-    return lambda value: tuple(_parse_part(str(place), parse, item) for place, item in enumerate(_LIST(value)))
-
-
-def dict_of(parse: Parser, parse_key: Parser = TEXT) -> Parser:
-    return lambda value: {
-        _parse_part(name, parse_key, name): _parse_part(name, parse, item) for name, item in _OBJECT(value).items()
-    }
-
-
 def nested(kind: type[Any]) -> Parser:
     """Make a parser of a stored value inside another one."""
-    return lambda value: parse_fields(kind, _OBJECT(value))
+    return lambda value: parse_fields(kind, OBJECT(value))

@@ -20,11 +20,10 @@ from ecomp.model.group import MAX_MEMBERS, Group, Membership, filter_admitted, r
 from ecomp.model.guest import SharedUserData
 from ecomp.model.host import EntriesByCompute, group_by_instance
 from ecomp.model.json_object import dump, load_object_or_empty
-from ecomp.model.order import name_to_json, parse_name_owner
+from ecomp.model.order import NameOwner
 from ecomp.model.quota import Quota, make_charge
 from ecomp.model.record import ERROR, GONE, RETENTION_SECONDS, Record
 from ecomp.model.record import from_json as record_from_json
-from ecomp.model.record import to_json as record_to_json
 from ecomp.model.stored import decode, encode
 from ecomp.store.client import MAX_TRANSACTION_OPERATIONS, Delete, Entry, Exists, Put, Store, Unchanged
 
@@ -49,7 +48,7 @@ class Excluded(Exception):
 def parse_name_holder(entry: Entry) -> str:
     """Return the instance that a name's key belongs to; Unreadable if the value is malformed."""
     try:
-        return parse_name_owner(entry.value)
+        return decode(NameOwner, entry.value).instance
     except ValueError as error:
         raise Unreadable(entry.key, error) from error
 
@@ -78,7 +77,7 @@ def restore_name(store: Store, name: str | None, instance: str) -> Change | None
     if entry is not None and not entry.lease:
         return None
     key = keys.name(name)
-    return [Unchanged(key, entry.revision if entry else 0)], [Put(key, name_to_json(instance))]
+    return [Unchanged(key, entry.revision if entry else 0)], [Put(key, encode(NameOwner(instance)))]
 
 
 def load_group(store: Store, name: str) -> tuple[Group | None, Unchanged]:
@@ -204,7 +203,7 @@ def write_final_record(
     # Before its end, only the record of an instance in the state error is on a lease.
     error_record = store.get(key) if record.state == GONE and record.error is not None else None
     lease = store.grant(lease_seconds or RETENTION_SECONDS[record.state])
-    put = Put(key, record_to_json(record), lease)
+    put = Put(key, encode(record), lease)
     name_lease = lease if record.state == ERROR else 0
     make_change = partial(release_shared_keys, store, record, name_lease) if release_shared else make_empty_change
     written = commit_with_shared(store, conditions, [put, *map(Delete, removed_keys)], make_change, lease)
@@ -350,7 +349,7 @@ def _read(store: Store, key: str, parse: Callable[[bytes], Shared]) -> tuple[Sha
 def _is_held_by(entry: Entry, instance: str) -> bool:
     """Return whether the name's key names the instance; False if it is malformed."""
     try:
-        return parse_name_owner(entry.value) == instance
+        return decode(NameOwner, entry.value).instance == instance
     except ValueError:
         return False
 

@@ -22,8 +22,7 @@ from ecomp.errors import StrangeEtcd, Unreachable
 from ecomp.files import try_lock
 from ecomp.model import keys
 from ecomp.model.guest import BaseImage, Guest, GuestSpec, Usage, make_mac_address
-from ecomp.model.order import Request, name_to_json
-from ecomp.model.order import to_json as request_to_json
+from ecomp.model.order import NameOwner, Request
 from ecomp.model.planes import Digest, Leftover, clearance_to_json, from_pages, to_pages
 from ecomp.model.quota import Quota
 from ecomp.model.record import GONE, make_record
@@ -205,7 +204,7 @@ def test_fix_recounts_the_quota_after_an_older_compute_ended_an_evacuated_instan
     tombstone = replace(former, allocations={}, image=None, former_resources=size, replaced_by=instance)
     moved = replace(former, instance=instance, allocations={new_compute: size}, replaces=replaced)
     old_key, new_key = keys.request(old_compute, replaced), keys.request(new_compute, instance)
-    puts = [Put(old_key, request_to_json(tombstone)), Put(new_key, request_to_json(moved))]
+    puts = [Put(old_key, encode(tombstone)), Put(new_key, encode(moved))]
     cloud.store.commit([], puts)
     set_limits(cloud.store, project, ['instances=5'])
     used = {**size, 'instances': 1}
@@ -478,7 +477,9 @@ def compute(cloud: Cloud) -> Iterator[str]:
     """A live compute, and a repairable finding."""
     compute, name = make_uuid(), f'n{make_uuid()[:8]}'
     lease = cloud.store.grant(600)
-    cloud.store.commit([], [Put(keys.compute(compute), '{}', lease), Put(keys.name(name), name_to_json(make_uuid()))])
+    cloud.store.commit(
+        [], [Put(keys.compute(compute), '{}', lease), Put(keys.name(name), encode(NameOwner(make_uuid())))]
+    )
     yield compute
     cloud.store.revoke(lease)
     cloud.etcd.delete(keys.name(name))

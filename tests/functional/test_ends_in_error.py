@@ -31,7 +31,6 @@ from ecomp.model.group import Membership
 from ecomp.model.guest import Attachment, Guest, GuestSpec, list_macs, make_mac_address
 from ecomp.model.order import Request
 from ecomp.model.queue import Backlog, QueueEntry, update_backlog
-from ecomp.model.queue import to_json as waiting_to_json
 from ecomp.model.quota import Quota
 from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE
 from ecomp.model.stored import decode, encode
@@ -226,7 +225,7 @@ def test_instance_refused_from_its_queue_during_republish_is_counted(
         request = cloud.read_request(toy_compute.compute, instance)
         # An etcd from before it was taken: its queue entry holds its name, group and quota.
         entry = QueueEntry(flavor=Flavor('small', request.resources), **request.copy_fields())
-        cloud.store.commit([], [*map(Delete, places), Put(entry.key, waiting_to_json(entry))])
+        cloud.store.commit([], [*map(Delete, places), Put(entry.key, encode(entry))])
         (place,) = update_backlog(cloud.store.snapshot(keys.QUEUES).entries, Backlog()).entries.values()
         other_taker = Taker(ControlPlane(make_uuid(), cloud.store, cloud.placement, lambda: NOW), lambda: 0)
 
@@ -347,7 +346,7 @@ def test_ended_instance_that_is_queued_again_ends_with_one_lease(toy_compute: To
     toy_compute.step()
     before = read_entry(cloud.store, keys.record(toy_compute.compute, instance))
     entry = QueueEntry(flavor=Flavor('small', request.resources), **request.copy_fields())
-    cloud.store.commit([], [Put(entry.key, waiting_to_json(entry))])
+    cloud.store.commit([], [Put(entry.key, encode(entry))])
     toy_compute.republish(())
     assert cloud.store.get(entry.key) is None
     assert cloud.store.keep_alive(before.lease) == 0

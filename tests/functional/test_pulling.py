@@ -16,7 +16,7 @@ from ecomp.errors import NoCapacity
 from ecomp.model import keys
 from ecomp.model.flavor import Flavor
 from ecomp.model.group import MAX_MEMBERS, Group, Membership
-from ecomp.model.queue import Backlog, QueueEntry, WaitingEntry, taker_to_json, to_json
+from ecomp.model.queue import Backlog, QueueEntry, QueueTaker, WaitingEntry
 from ecomp.model.record import ERROR, Record, from_json
 from ecomp.model.stored import encode
 from ecomp.placement import allocations
@@ -55,7 +55,7 @@ class QueueCompute:
             project_id=project,
             stages={'requested': '2026-11-21T08:00:00.000Z'},
         )
-        self.cloud.etcd.put(waiting.key, to_json(waiting))
+        self.cloud.etcd.put(waiting.key, encode(waiting))
         return waiting.instance
 
     def get_place(self, instance: str) -> WaitingEntry:
@@ -119,7 +119,7 @@ def test_dead_attempt_s_claim_is_released_after_another_taker(cloud: Cloud, flav
     instance = compute.enqueue()
     allocations.replace_allocations(cloud.placement, instance, {compute.uuid: SMALL}, 'u', 'p')
     mark = keys.taker(keys.queue(flavor.name, instance))
-    cloud.etcd.put(mark, taker_to_json(make_uuid()))
+    cloud.etcd.put(mark, encode(QueueTaker(make_uuid())))
     compute.read_changes()
     compute.step()
     assert compute.claimed_instances == {instance}, 'it is the other one to move'

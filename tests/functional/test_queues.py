@@ -12,7 +12,7 @@ from ecomp.agent.host.claims import CONFIRMATION_SECONDS, ClaimKeeper
 from ecomp.errors import ClaimedElsewhere, Conflict, EcompError, NoCapacity, UnknownOutcome, Unreachable
 from ecomp.model import keys
 from ecomp.model.flavor import Flavor
-from ecomp.model.queue import taker_to_json
+from ecomp.model.queue import QueueTaker
 from ecomp.model.stored import encode
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
@@ -117,7 +117,7 @@ def test_taker_key_and_queue_entry_protect_a_claim(cloud: Cloud, flavor: Flavor)
     instance, taker_key = place.entry.instance, keys.taker(place.entry.key)
     allocations.replace_allocations(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
     lease = cloud.store.grant(60)
-    cloud.store.commit([Unchanged(taker_key, 0)], [Put(taker_key, taker_to_json(compute), lease)])
+    cloud.store.commit([Unchanged(taker_key, 0)], [Put(taker_key, encode(QueueTaker(compute)), lease)])
     assert instance in read_pending_instances(cloud.store)
     assert 'taker' not in read_pending_instances(cloud.store)
     keeper = ClaimKeeper(compute, cloud.store, cloud.placement)

@@ -22,19 +22,8 @@ from ecomp.errors import StillGoing
 from ecomp.model import keys
 from ecomp.model.host import hostname_to_json
 from ecomp.model.order import Request
-from ecomp.model.order import to_json as request_to_json
-from ecomp.model.record import (
-    ACTIVE,
-    BUILDING,
-    DESTROYING,
-    ERROR,
-    STAGES,
-    Failure,
-    Interface,
-    Record,
-    format_time,
-    to_json,
-)
+from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, STAGES, Failure, Interface, Record, format_time
+from ecomp.model.stored import encode
 from ecomp.placement import providers
 from ecomp.scheduler.changes import wait as wait_module
 from ecomp.scheduler.changes.wait import Deadline, SilenceDetector, Wait, wait_for_stage
@@ -64,12 +53,12 @@ class Hosts:
         instance = make_uuid()
         named = {'name': f'{name}-{self.project}', 'project_id': self.project, 'image': IMAGE}
         request = Request(instance, {compute: SMALL}, **named, stages={'requested': f't{name}'})
-        self.cloud.etcd.put(keys.request(compute, instance), request_to_json(request))
+        self.cloud.etcd.put(keys.request(compute, instance), encode(request))
         self.cloud.etcd.put(keys.name(named['name']), json.dumps({'version': 1, 'instance': instance}))
         if state:
             stages = {**dict.fromkeys(STAGES, 't'), 'requested': f't{name}'}
             record = Record(instance, compute, state, **named, stages=stages, addresses=(ADDRESS,))
-            self.cloud.etcd.put_record(to_json(replace(record, **fields)))
+            self.cloud.etcd.put_record(encode(replace(record, **fields)))
         return instance
 
     def run(self, *words: str) -> Result:
@@ -314,7 +303,7 @@ def test_wait_goes_on_while_the_host_is_closed_or_starts(hosts: Hosts, monkeypat
             assert checked.wait(30)
         assert not waiting.done()
         record = Record(instance, hosts.closed, ACTIVE, image=IMAGE, stages={'requested': 't', 'addressed': 't'})
-        hosts.cloud.etcd.put_record(to_json(record))
+        hosts.cloud.etcd.put_record(encode(record))
         assert waiting.result(60) == ACTIVE
 
 

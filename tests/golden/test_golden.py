@@ -24,7 +24,9 @@ from ecomp.errors import Unreachable
 from ecomp.model import cluster, flavor, group, guest, keys, order, planes, queue, quota, record
 from ecomp.model.audit import CODES
 from ecomp.model.level import COMPUTE_WARNINGS, SCHEDULE_WARNINGS
-from ecomp.model.stored import decode, encode
+from ecomp.model.order import NameOwner
+from ecomp.model.queue import QueueTaker
+from ecomp.model.stored import decode, decode_lenient, encode
 from ecomp.store import sharing
 from ecomp.store.client import Store
 from tests.golden import scene
@@ -239,13 +241,13 @@ def rerun_commands(path: Path, answer: Callable[[list[str]], list[str]]) -> str:
 def rewrite_request(key: str, value: bytes) -> str:
     parsed = order.parse_request(key.split('/')[2], key, value)
     assert isinstance(parsed, order.Request), parsed
-    return order.to_json(parsed)
+    return encode(parsed)
 
 
 def rewrite_queued(key: str, value: bytes) -> str:
     parsed = queue.parse_queue_entry(key, value)
     assert isinstance(parsed, queue.QueueEntry), parsed
-    return queue.to_json(parsed)
+    return encode(parsed)
 
 
 def rewrite_user_data(key: str, value: bytes) -> str:
@@ -256,9 +258,9 @@ def rewrite_user_data(key: str, value: bytes) -> str:
 REWRITERS: dict[str, Callable[[str, bytes], str]] = {
     keys.HOSTS: rewrite_request,
     keys.QUEUES: rewrite_queued,
-    keys.TAKER: lambda _, value: queue.taker_to_json(queue.parse_taker(value) or ''),
-    keys.INSTANCES: lambda key, value: record.to_json(record.from_json(value, keys.get_last_part(key))),
-    keys.NAMES: lambda _, value: order.name_to_json(order.parse_name_owner(value)),
+    keys.TAKER: lambda _, value: encode(QueueTaker(decode_lenient(QueueTaker, value).compute or '')),
+    keys.INSTANCES: lambda key, value: encode(record.from_json(value, keys.get_last_part(key))),
+    keys.NAMES: lambda _, value: encode(NameOwner(decode(NameOwner, value).instance)),
     keys.GROUPS: lambda key, value: encode(decode(group.Group, value, name=keys.get_last_part(key))),
     keys.QUOTAS: lambda key, value: encode(decode(quota.Quota, value, project=keys.get_last_part(key))),
     keys.FLAVORS: lambda key, value: encode(decode(flavor.Flavor, value, name=keys.get_last_part(key))),

@@ -17,8 +17,7 @@ from ecomp.model.allocation import find_compute
 from ecomp.model.choose import Offer
 from ecomp.model.flavor import parse_flavor
 from ecomp.model.group import Group, Membership
-from ecomp.model.order import PowerAction, Request, SetOrder, name_to_json
-from ecomp.model.order import to_json as request_json
+from ecomp.model.order import NameOwner, PowerAction, Request, SetOrder
 from ecomp.model.planes import to_pages
 from ecomp.model.queue import QueueEntry, WaitingEntry
 from ecomp.model.quota import Quota, sum_charges
@@ -174,9 +173,9 @@ class Cloud:
             name=name,
             group=group,
         )
-        puts = [Put(keys.request(compute, instance), request_json(request))]
+        puts = [Put(keys.request(compute, instance), encode(request))]
         if name:
-            puts.append(Put(keys.name(name), name_to_json(instance)))
+            puts.append(Put(keys.name(name), encode(NameOwner(instance))))
         if group:
             with_member = Group(group.name, group.policy or '', bool(group.strict), {instance: compute})
             puts.append(Put(keys.group(group.name), encode(with_member)))

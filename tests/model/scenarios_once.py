@@ -13,8 +13,7 @@ from dataclasses import replace
 
 from ecomp.errors import ClaimedElsewhere, Conflict, NoCapacity, StillGoing
 from ecomp.model import keys
-from ecomp.model.order import Request, name_to_json, parse_request
-from ecomp.model.order import to_json as request_json
+from ecomp.model.order import NameOwner, Request, parse_request
 from ecomp.model.stack import Stack
 from ecomp.model.stored import decode, encode
 from ecomp.store.client import Delete, Put
@@ -283,7 +282,7 @@ def _forge_request(cloud: Cloud, compute: str, source: str, instance: str, **fie
     for rule in (DELIVERY, ENTRY, NAME, WHOLE):
         cloud.exempt(rule, 'a compute forges a request')
     forged = replace(request, instance=instance, allocations={compute: resources}, **fields)  # type: ignore[arg-type]
-    cloud.store.commit([], [Put(keys.request(compute, instance), request_json(forged))])
+    cloud.store.commit([], [Put(keys.request(compute, instance), encode(forged))])
 
 
 def apply_beside_a_forged_replacement(cloud: Cloud) -> Check:
@@ -297,7 +296,7 @@ def apply_beside_a_forged_replacement(cloud: Cloud) -> Check:
     place = own.make_place(WEB)
     (instance,) = own.list_instances().values()
     _forge_request(cloud, B, keys.request(A, instance), place.instance, stack=place)
-    cloud.store.commit([], [Put(keys.name('s-web-1'), name_to_json(place.instance))])
+    cloud.store.commit([], [Put(keys.name('s-web-1'), encode(NameOwner(place.instance)))])
     add_apply(cloud, 'apply', make_file(WEB), may_fail=REFUSALS)
 
     def check() -> list[str]:

@@ -16,7 +16,7 @@ import pytest
 
 from ecomp.model import keys
 from ecomp.model.group import Group
-from ecomp.model.order import name_to_json
+from ecomp.model.order import NameOwner
 from ecomp.model.quota import Quota
 from ecomp.model.stored import encode
 from ecomp.placement import allocations
@@ -121,7 +121,7 @@ LEAKS = {
     'a claim that is gone': lambda cloud: allocations.release_once(
         cloud.placement, U, allocations.read_consumer(cloud.placement, U)
     ),
-    'a name': make_put(keys.name('other'), name_to_json(V)),
+    'a name': make_put(keys.name('other'), encode(NameOwner(V))),
     'a name that is gone': make_delete(keys.name('web')),
     'a member of a group': make_put(keys.group('h'), encode(Group('h', 'affinity', True, {V: A}))),
     'a quota that counts too much': make_put(keys.quota('p'), encode(Quota('p', {'instances': 5}, {'instances': 2}))),

@@ -27,15 +27,17 @@ from ecomp.model import queue as queues
 from ecomp.model import record as records
 from ecomp.model.allocation import MAX_SUM, describe_difference
 from ecomp.model.audit import audit
+from ecomp.model.choose import PlacementReason
 from ecomp.model.group import Group, Membership
 from ecomp.model.guest import Guest, SharedUserData, parse_shared_user_data
 from ecomp.model.host import NO_COMPUTES, Computes, EtcdState, list_hosts, parse_presence
 from ecomp.model.order import MAX_REQUEST_BYTES, InvalidRequest, PowerAction, Request
+from ecomp.model.parsers import MAX_REASON_CHARACTERS
 from ecomp.model.planes import Planes, ProviderState, index_revisions
 from ecomp.model.query import parse_query
 from ecomp.model.record import Failure, Interface, Progress, Record
 from ecomp.model.stack import Stack
-from ecomp.model.stored import decode, encode, nested
+from ecomp.model.stored import decode, decode_lenient, encode, nested
 from ecomp.store.client import Entry
 from ecomp.store.presence import _format_field, _parse_holder
 from ecomp.store.sharing import released_from_json, released_to_json
@@ -89,23 +91,21 @@ def call_reader(read: Callable[..., Any], *arguments: Any, **given: Any) -> Any:
 def read_request(value: bytes) -> None:
     parsed = requesting.parse_request(COMPUTE, keys.request(COMPUTE, INSTANCE), value)
     if isinstance(parsed, InvalidRequest):
-        assert len(parsed.reason) <= requesting.MAX_REASON_CHARACTERS
-        read_record(
-            records.to_json(records.make_refused_record(COMPUTE, parsed._replace(instance=INSTANCE), NOW)).encode()
-        )
+        assert len(parsed.reason) <= MAX_REASON_CHARACTERS
+        read_record(encode(records.make_refused_record(COMPUTE, parsed._replace(instance=INSTANCE), NOW)).encode())
         return
-    encoded = requesting.to_json(parsed).encode()
+    encoded = encode(parsed).encode()
     if len(encoded) <= MAX_REQUEST_BYTES:
         assert requesting.parse_request(COMPUTE, keys.request(COMPUTE, INSTANCE), encoded) == parsed
     record = records.make_record(COMPUTE, parsed, NOW)
-    assert records.from_json(records.to_json(record).encode(), INSTANCE) == record
+    assert records.from_json(encode(record).encode(), INSTANCE) == record
     render_record(record)
     describe_difference(parsed.allocations, {OTHER_UUID: {'VCPU': 1}})
 
 
 def read_record(value: bytes) -> None:
     parsed = call_reader(records.from_json, value, INSTANCE)
-    assert records.from_json(records.to_json(parsed).encode(), INSTANCE) == parsed
+    assert records.from_json(encode(parsed).encode(), INSTANCE) == parsed
     render_record(parsed)
 
 
@@ -115,8 +115,8 @@ def read_queued(value: bytes) -> None:
     parsed = queues.parse_queue_entry(key, value)
     if isinstance(parsed, InvalidRequest):
         return
-    assert queues.parse_queue_entry(key, queues.to_json(parsed).encode()) == parsed
-    encoded = requesting.to_json(parsed.make_request(COMPUTE, NOW)).encode()
+    assert queues.parse_queue_entry(key, encode(parsed).encode()) == parsed
+    encoded = encode(parsed.make_request(COMPUTE, NOW)).encode()
     accepted = requesting.parse_request(COMPUTE, keys.request(COMPUTE, INSTANCE), encoded)
     assert isinstance(accepted, Request) or len(encoded) > MAX_REQUEST_BYTES
 
@@ -212,7 +212,7 @@ RECORD = Record(
     power=f'{OTHER_UUID}:off',
     progress=Progress('image', 1, 2),
     group=Membership('web'),
-    why=requesting.parse_placement_reason({'weigh': 'spread', 'weight': 0.5, 'of': 3}),
+    why=PlacementReason('spread', 0.5, 3),
     stack=PLACE,
 )
 REQUEST = make_request(
@@ -245,7 +245,7 @@ PRESENCE = {'version': '1', 'hostname': 'h', 'since': NOW, 'token': 't', 'boot':
 READERS: dict[str, tuple[Callable[[bytes], object], Any]] = {
     'request': (read_request, REQUEST),
     'tombstone': (read_request, TOMBSTONE),
-    'record': (read_record, json.loads(records.to_json(RECORD))),
+    'record': (read_record, json.loads(encode(RECORD))),
     'waiting': (read_queued, QUEUED),
     'group': (
         read_group,
@@ -274,8 +274,8 @@ READERS: dict[str, tuple[Callable[[bytes], object], Any]] = {
         {'version': 1, 'instances': [INSTANCE, OTHER_UUID], 'query': 'x', 'host': 'h', 'pid': 1},
     ),
     'compute': (read_compute, PRESENCE),
-    'name': (lambda value: call_reader(requesting.parse_name_owner, value), {'version': 1, 'instance': INSTANCE}),
-    'taker': (queues.parse_taker, {'version': 1, 'compute': COMPUTE}),
+    'name': (lambda value: call_reader(decode, requesting.NameOwner, value), {'version': 1, 'instance': INSTANCE}),
+    'taker': (lambda value: decode_lenient(queues.QueueTaker, value), {'version': 1, 'compute': COMPUTE}),
     'cluster': (
         lambda value: call_reader(cluster.read_identity, value),
         {'version': 1, 'identity': OTHER_UUID, 'since': NOW},

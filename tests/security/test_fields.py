@@ -18,7 +18,7 @@ import pytest
 from ecomp.errors import Unreachable
 from ecomp.model import cluster, flavor, group, host, keys, order, planes, queue, quota, record, stack
 from ecomp.model.guest import parse_shared_user_data
-from ecomp.model.stored import decode
+from ecomp.model.stored import decode, decode_lenient
 from ecomp.placement import allocations, providers
 from ecomp.placement.client import Placement
 from ecomp.store.sharing import released_from_json
@@ -90,9 +90,9 @@ PARSERS: dict[str, Callable[[bytes], object]] = {
     'user-data': lambda value: parse_shared_user_data(value, SHARED.sha256),
     'compute': host.parse_presence,
     'hostname': lambda value: (host.parse_hostname(value), host.parse_life_leases(value)),
-    'name': order.parse_name_owner,
+    'name': lambda value: decode(order.NameOwner, value),
     'announced': lambda value: order.parse_attempt_instances(keys.attempt(INSTANCE), value),
-    'taker': queue.parse_taker,
+    'taker': lambda value: decode_lenient(queue.QueueTaker, value),
     'cluster': cluster.read_identity,
     'known': cluster.from_json,
     'released': released_from_json,

@@ -45,8 +45,8 @@ from ecomp.model.host import (
 from ecomp.model.image import hash_image
 from ecomp.model.order import InvalidRequest, Request
 from ecomp.model.record import ACTIVE, GONE, Failure, Record
-from ecomp.model.record import to_json as record_text
 from ecomp.model.status import DISABLED, DISABLED_BY_OPERATOR
+from ecomp.model.stored import encode
 from ecomp.store.client import Entry
 from tests.kit.forms import render
 from tests.kit.transcript import compare_with_file
@@ -420,7 +420,7 @@ class StoredValue:
 
 
 def make_record_value(compute: str, state: str, created: int) -> StoredValue:
-    return StoredValue(record_text(Record(INSTANCE, compute, state)).encode(), created)
+    return StoredValue(encode(Record(INSTANCE, compute, state)).encode(), created)
 
 
 def find_places(*pairs: tuple[str, StoredValue]) -> EntriesByCompute[StoredValue]:

@@ -31,7 +31,6 @@ from ecomp.model.choose import PACK, SPREAD, Offer
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group, Membership
 from ecomp.model.guest import MAX_USER_DATA_BYTES, SharedUserData
 from ecomp.model.order import Order, Request, parse_request
-from ecomp.model.order import to_json as request_to_json
 from ecomp.model.record import Failure, Record
 from ecomp.model.stack import Entry, Place, Stack, restore_stack
 from ecomp.model.stored import decode, encode
@@ -67,7 +66,7 @@ def test_each_place_and_incarnation_has_its_own_uuid() -> None:
     assert len(uuids) == 8
     assert places[0].instance == str(uuid.uuid5(uuid.UUID(EPOCH), 'web/1/4'))
     request = Request(places[0].instance, image=IMAGE, allocations={COMPUTE: RESOURCES}, stack=places[0])
-    assert parse_request(COMPUTE, f'/hosts/{COMPUTE}/{request.instance}', request_to_json(request).encode()) == request
+    assert parse_request(COMPUTE, f'/hosts/{COMPUTE}/{request.instance}', encode(request).encode()) == request
     # It is a hash of the entry's name, so two members cannot be mistaken for one.
     assert shop.make_place('a/11').instance != shop.make_place('a-1/1').instance
     delivered = shop.with_delivered({places[0]: OTHER_UUID, places[2]: COMPUTE})

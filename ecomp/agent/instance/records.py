@@ -20,12 +20,12 @@ from ecomp.errors import Denied, EcompError, GenerationConflict, NoSpace, Unknow
 from ecomp.failpoints import failpoint
 from ecomp.metrics import TALLY
 from ecomp.model import keys
-from ecomp.model import order as requests
 from ecomp.model import record as records
 from ecomp.model.allocation import describe_difference, find_compute
 from ecomp.model.order import InvalidRequest, Request, get_holdings, parse_request
 from ecomp.model.queue import QueueEntry, parse_queue_entry
-from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, STOPPED, Record, from_json, is_newer, to_json
+from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, STOPPED, Record, from_json
+from ecomp.model.stored import encode, is_newer
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.store import sharing
@@ -84,7 +84,7 @@ class Records:
             own, older = self._get_keys(instance)
             stored = self._store.read([own, older])
             if own in stored or older in stored:
-                if any(is_newer(entry.value) for entry in stored.values()):
+                if any(is_newer(Record, entry.value) for entry in stored.values()):
                     raise
                 self._cache[instance] = RecordEntry(
                     None, get_revision(stored.get(own)), get_revision(stored.get(older))
@@ -137,7 +137,7 @@ class Records:
         """
         instance = record.instance
         unchanged, old_keys = self._make_conditions(instance)
-        operations = [Put(self._get_keys(instance)[0], to_json(record)), *map(Delete, old_keys), *extra]
+        operations = [Put(self._get_keys(instance)[0], encode(record)), *map(Delete, old_keys), *extra]
         written = self._commit(instance, revision, lambda host: self._store.commit([host, *unchanged], operations))
         observe_stages(self._cache.get(instance, RecordEntry()).record, record)
         self._cache[instance] = RecordEntry(record, written)
@@ -256,7 +256,7 @@ class Records:
         if record.state in (ACTIVE, STOPPED) and not entry.lease:
             unchanged = [Unchanged(own, 0), Unchanged(older, entry.revision)]
             with suppress(UnknownOutcome, NoSpace, Denied):
-                written = self._store.commit(unchanged, [Put(own, to_json(record)), Delete(older)])
+                written = self._store.commit(unchanged, [Put(own, encode(record)), Delete(older)])
                 if written is not None:
                     return RecordEntry(record, written)
         return RecordEntry(record, 0, entry.revision)
@@ -548,13 +548,13 @@ def _publish(state: _EtcdState, step: Publish, placement: Placement, queued: Col
         return conditions, changes
 
     if request is not None:
-        operations.append(Put(state.request_key, requests.to_json(request)))
+        operations.append(Put(state.request_key, encode(request)))
         for entry in queued if is_new else ():
             # The quota charge belongs to this entry: a process that removed it first has subtracted it.
             name_conditions.append(Unchanged(entry.key, entry.revision))
             operations += [Delete(entry.key), Delete(keys.taker(entry.key))]
     if record != state.parse_view().record:
-        operations.append(Put(state.record_key, records.to_json(record)))
+        operations.append(Put(state.record_key, encode(record)))
         if record.address is not None:
             operations.append(Put(state.booted_key, record.address))
     if not operations and not make_shared()[1]:

@@ -23,14 +23,7 @@ from ecomp.placement.client import Placement
 from ecomp.scheduler.queries.find import InstanceEntries, find, from_places
 from ecomp.store.client import Entry, Put, Store, Unchanged, find_requested_instances
 from ecomp.store.presence import LEASE_SECONDS, MAX_EXPIRY_DELAY_SECONDS
-from ecomp.store.sharing import (
-    Change,
-    find_by_listing,
-    merge_changes,
-    parse_name_holder,
-    read_index,
-    resolve_places,
-)
+from ecomp.store.sharing import Change, find_by_listing, merge_changes, parse_name_holder, read_index, resolve_places
 
 
 class StackState(NamedTuple):
