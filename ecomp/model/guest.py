@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 
 from ecomp.errors import BuildFailed
 from ecomp.model.json_object import load_object_or_empty
-from ecomp.model.parsers import NONEMPTY, TEXT
+from ecomp.model.parsers import FLAG, NONEMPTY, TEXT, nullable
 from ecomp.model.stored import Field, decode, encode, lenient, nested, optional, parse_fields, stored
 from ecomp.model.text import make_printable
 
@@ -337,6 +337,7 @@ class GuestSpec:
         return tuple(make_mac_address(self.instance, index) for index in range(len(self.networks)))
 
 
+@stored(instance=TEXT, compute=nullable(TEXT), defined=FLAG, running=FLAG, disk=FLAG)
 @dataclass(frozen=True)
 class Guest:
     """An instance's guest as it is on a host: a domain with our owner mark, a disk, or both.

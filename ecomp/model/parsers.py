@@ -5,7 +5,7 @@ A parser returns the value, or raises ValueError that says what it expects.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Container
 from typing import Any
 
 from ecomp.model import keys
@@ -51,7 +51,6 @@ NONEMPTY = check('non-empty text in UTF-8', lambda value: value and is_utf8_text
 FLAG = check('true or false', lambda value: isinstance(value, bool))
 UUID = check('a uuid', keys.is_uuid)
 OBJECT = check('an object', lambda value: isinstance(value, dict))
-_LIST = check('a list', lambda value: isinstance(value, list))
 
 
 def nullable(parse: Parser) -> Parser:
@@ -73,8 +72,9 @@ def number(lowest: int, highest: int) -> Parser:
     return check(expected, lambda value: type(value) is int and lowest <= value <= highest)
 
 
-def list_of(parse: Parser) -> Parser:
-    return lambda value: tuple(parse_part(str(place), parse, item) for place, item in enumerate(_LIST(value)))
+def list_of(parse: Parser, lengths: Container[int] | None = None) -> Parser:
+    parse_list = check('a list', lambda value: isinstance(value, list) and (lengths is None or len(value) in lengths))
+    return lambda value: tuple(parse_part(str(place), parse, item) for place, item in enumerate(parse_list(value)))
 
 
 def dict_of(parse: Parser, parse_key: Parser = TEXT) -> Parser:

@@ -23,7 +23,7 @@ from ecomp.files import try_lock
 from ecomp.model import keys
 from ecomp.model.guest import BaseImage, Guest, GuestSpec, Usage, make_mac_address
 from ecomp.model.order import NameOwner, Request
-from ecomp.model.planes import Digest, Leftover, clearance_to_json, from_pages, to_pages
+from ecomp.model.planes import Clearance, Digest, Leftover, from_pages, to_pages
 from ecomp.model.quota import Quota
 from ecomp.model.record import GONE, make_record
 from ecomp.model.stored import encode
@@ -119,7 +119,7 @@ class Host:
         """Ask the compute to remove these leftovers; return its report."""
         with open_audit_session(store) as (name, lease):
             key = keys.clearance(name, self.compute)
-            assert store.commit([Unchanged(key, 0)], [Put(key, clearance_to_json(leftovers), lease)])
+            assert store.commit([Unchanged(key, 0)], [Put(key, encode(Clearance(leftovers)), lease)])
             assert wait_for_answers(store, name, {self.compute}, 'clearing', 'cleared') == {self.compute}
             return list(json.loads(read_entry(store, keys.digest(name, self.compute, 'cleared')).value))
 

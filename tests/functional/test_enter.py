@@ -27,7 +27,7 @@ from ecomp.conf import load_schedule
 from ecomp.errors import StillGoing
 from ecomp.model import keys
 from ecomp.model.guest import GuestFailure
-from ecomp.model.host import hostname_to_json as hostname_to_json
+from ecomp.model.host import StoredHostname
 from ecomp.model.order import NameOwner, Request
 from ecomp.model.record import ACTIVE, BUILDING, STAGES, STOPPED, Interface, Record
 from ecomp.model.stored import encode
@@ -282,7 +282,7 @@ def test_ssh_config_does_not_use_a_guest_name_that_is_a_host_name(guest: SshGues
     guest.etcd.put(keys.name(name), encode(NameOwner(instance)))
     assert guest.run_eschedule('ssh-config', instance).stdout.startswith(f'Host {name}\n')
     other = make_uuid()
-    guest.etcd.put(keys.hostname(other), hostname_to_json(name))
+    guest.etcd.put(keys.hostname(other), encode(StoredHostname(name)))
     try:
         assert guest.run_eschedule('ssh-config', name).stdout.startswith(f'Host {instance}\n')
     finally:

@@ -266,7 +266,7 @@ REWRITERS: dict[str, Callable[[str, bytes], str]] = {
     keys.FLAVORS: lambda key, value: encode(decode(flavor.Flavor, value, name=keys.get_last_part(key))),
     keys.USER_DATA: rewrite_user_data,
     keys.RELEASED: lambda _, value: sharing.released_to_json(sharing.released_from_json(value)),
-    keys.AUDIT: lambda _, value: planes.clearance_to_json(planes.clearance_from_json(value)),
+    keys.AUDIT: lambda _, value: encode(decode(planes.Clearance, value)),
     keys.DIGESTS: lambda _, value: planes.to_pages(planes.from_pages([value]))[0],
     keys.CLUSTER: lambda _, value: cluster.make_identity_value(
         cluster.read_identity(value), '2021-03-04T05:06:00.000Z'

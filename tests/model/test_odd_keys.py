@@ -11,7 +11,7 @@ from ecomp.cli.history import explain_placement, format_explanation
 from ecomp.errors import Conflict, NotFound, StillGoing
 from ecomp.model import keys
 from ecomp.model.group import Group, Membership
-from ecomp.model.host import hostname_to_json
+from ecomp.model.host import StoredHostname
 from ecomp.model.json_object import dump, load_object
 from ecomp.model.order import STOP, PowerAction, Request
 from ecomp.model.queue import QueueTaker
@@ -55,7 +55,9 @@ def silence_compute(cloud: Cloud) -> None:
     """End the compute's lease, and put its presence key manually without a lease."""
     cloud.etcd.end_lease(cloud.computes[A].presence.lease)
     cloud.computes[A].is_dead = True
-    cloud.store.commit([], [Put(keys.compute(A), '{"hostname":"hv1"}'), Put(keys.hostname(A), hostname_to_json('hv1'))])
+    cloud.store.commit(
+        [], [Put(keys.compute(A), '{"hostname":"hv1"}'), Put(keys.hostname(A), encode(StoredHostname('hv1')))]
+    )
 
 
 def forget_compute(cloud: Cloud) -> list[str]:

@@ -30,7 +30,8 @@ from ecomp.model.audit import audit
 from ecomp.model.choose import PlacementReason
 from ecomp.model.group import Group, Membership
 from ecomp.model.guest import Guest, SharedUserData, parse_shared_user_data
-from ecomp.model.host import NO_COMPUTES, Computes, EtcdState, list_hosts, parse_presence
+from ecomp.model.host import NO_COMPUTES, Computes, EtcdState, PresenceFacts, list_hosts
+from ecomp.model.json_object import load
 from ecomp.model.order import MAX_REQUEST_BYTES, InvalidRequest, PowerAction, Request
 from ecomp.model.parsers import MAX_REASON_CHARACTERS
 from ecomp.model.planes import Planes, ProviderState, index_revisions
@@ -171,13 +172,13 @@ def read_digest(value: bytes) -> None:
 
 
 def read_clearance(value: bytes) -> None:
-    clearance = call_reader(planes.clearance_from_json, value)
-    assert planes.clearance_from_json(planes.clearance_to_json(clearance).encode()) == clearance
+    clearance = call_reader(decode, planes.Clearance, value)
+    assert decode(planes.Clearance, encode(clearance).encode()) == clearance
 
 
 def read_compute(value: bytes) -> None:
     entry = Entry(keys.compute(COMPUTE), value, 1, 1)
-    presence, holder = parse_presence(entry.value), _parse_holder(entry)
+    presence, holder = decode_lenient(PresenceFacts, entry.value), _parse_holder(entry)
     for field in ('hostname', 'since'):
         assert _format_field(holder or {}, field).isprintable()
     rows = list_hosts(EtcdState(Computes({COMPUTE: presence})), {})
@@ -267,7 +268,7 @@ READERS: dict[str, tuple[Callable[[bytes], object], Any]] = {
     ),
     'digest': (read_digest, json.loads(planes.to_pages(DIGEST)[0])),
     'clearance': (read_clearance, {'version': 1, 'leftovers': [{'kind': 'disk', 'name': INSTANCE, 'mark': 'x'}]}),
-    'cleared': (lambda value: call_reader(planes.cleared_from_json, value), ['disk x: removed']),
+    'cleared': (lambda value: call_reader(lambda value: planes.parse_answer(load(value)), value), ['disk x: removed']),
     'user-data': (lambda value: call_reader(parse_shared_user_data, value, SHARED.sha256), json.loads(SHARED.text)),
     'announced': (
         read_attempt,

@@ -18,6 +18,7 @@ import pytest
 from ecomp.errors import Unreachable
 from ecomp.model import cluster, flavor, group, host, keys, order, planes, queue, quota, record, stack
 from ecomp.model.guest import parse_shared_user_data
+from ecomp.model.json_object import load
 from ecomp.model.stored import decode, decode_lenient
 from ecomp.placement import allocations, providers
 from ecomp.placement.client import Placement
@@ -85,11 +86,11 @@ PARSERS: dict[str, Callable[[bytes], object]] = {
     'flavor': lambda value: decode(flavor.Flavor, value, name='f'),
     'stack': lambda value: decode(stack.Stack, value, name='shop'),
     'digest': lambda value: planes.from_pages([value]),
-    'clearance': planes.clearance_from_json,
-    'cleared': planes.cleared_from_json,
+    'clearance': lambda value: decode(planes.Clearance, value),
+    'cleared': lambda value: planes.parse_answer(load(value)),
     'user-data': lambda value: parse_shared_user_data(value, SHARED.sha256),
-    'compute': host.parse_presence,
-    'hostname': lambda value: (host.parse_hostname(value), host.parse_life_leases(value)),
+    'compute': lambda value: decode_lenient(host.PresenceFacts, value),
+    'hostname': lambda value: decode_lenient(host.StoredHostname, value),
     'name': lambda value: decode(order.NameOwner, value),
     'announced': lambda value: order.parse_attempt_instances(keys.attempt(INSTANCE), value),
     'taker': lambda value: decode_lenient(queue.QueueTaker, value),

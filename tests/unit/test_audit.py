@@ -12,7 +12,7 @@ from ecomp.model import keys, record
 from ecomp.model.audit import CODES, Finding, audit, confirm_findings
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY
 from ecomp.model.guest import INTERFACE_DOWN, PAUSED, REFUSED_METADATA, UNFILTERED, UNLIKE, UNPLUGGED
-from ecomp.model.host import hostname_to_json as computes_to_json
+from ecomp.model.host import StoredHostname
 from ecomp.model.order import Request
 from ecomp.model.planes import AuditIndex, Digest, Planes, index_revisions
 from ecomp.model.quota import Quota, multiply_amounts
@@ -131,7 +131,7 @@ DEFECTS: list[tuple[str, str, Callable[[WorldBuilder], object]]] = [
     ('name-orphaned', 'web2', lambda w: w.put_name('web2', OFF)),
     ('name-orphaned', 'web2', lambda w: w.put_name('web2', GONE)),
     ('name-orphaned', 'failed', lambda w: w.put_name('failed', FAILED)),
-    ('hostname-orphaned', UNKNOWN, lambda w: w.put(keys.hostname(UNKNOWN), computes_to_json('hv9'))),
+    ('hostname-orphaned', UNKNOWN, lambda w: w.put(keys.hostname(UNKNOWN), encode(StoredHostname('hv9')))),
     ('name-orphaned', 'x/y', lambda w: w.put(keys.name('x/y'), 'no JSON')),
     ('name-missing', ACTIVE, lambda w: w.etcd.pop(keys.name('web1'))),
     ('name-missing', ACTIVE, lambda w: w.put_name('web1', ACTIVE, LEASE)),

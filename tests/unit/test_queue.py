@@ -22,7 +22,7 @@ from ecomp.model.choose import PlacementReason
 from ecomp.model.explain import Provider
 from ecomp.model.flavor import Flavor
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group, Membership
-from ecomp.model.host import ClassHint, estimate_free_share, make_room_hint, parse_presence, parse_room_hint
+from ecomp.model.host import ClassHint, PresenceFacts, estimate_free_share, make_room_hint, parse_room_hint
 from ecomp.model.host import has_room as fits_there
 from ecomp.model.order import MAX_REQUEST_BYTES, Holdings, InvalidRequest, parse_request
 from ecomp.model.queue import (
@@ -51,7 +51,7 @@ from ecomp.model.queue import (
 )
 from ecomp.model.record import QUEUED
 from ecomp.model.status import DISABLED
-from ecomp.model.stored import encode
+from ecomp.model.stored import decode_lenient, encode
 from ecomp.store.client import Entry
 
 # Queued requests, as they are written and read.
@@ -527,7 +527,9 @@ def test_share_left_is_that_of_the_scarcest_class() -> None:
 
 
 def test_presence_value_holds_the_hint() -> None:
-    living = parse_presence(json.dumps({'hostname': 'hv1', 'room': make_room_hint(INVENTORY, [])}).encode())
+    living = decode_lenient(
+        PresenceFacts, json.dumps({'hostname': 'hv1', 'room': make_room_hint(INVENTORY, [])}).encode()
+    )
     assert living.room == {'VCPU': ClassHint(6, 100), 'MEMORY_MB': ClassHint(8000, 100), 'DISK_GB': ClassHint(0, 0)}
 
 

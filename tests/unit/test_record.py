@@ -311,7 +311,7 @@ def test_incomplete_or_malformed_digest_is_refused() -> None:
             from_pages(wrong)
     page = json.loads(make_pages(Digest({INSTANCES[0]: Guest(INSTANCES[0], ANSWERER, True, True, True)}))[0])
     for condition in (1, [], {'trouble': 1}, {'size': 1}, {'size': {'VCPU': 'many'}}):
-        with pytest.raises(ValueError, match='its digest is malformed'):
+        with pytest.raises(ValueError, match='conditions: '):
             from_pages([json.dumps({**page, 'conditions': {INSTANCES[0]: condition}}).encode()])
     with pytest.raises(ValueError, match='libvirt is away'):
         from_pages([make_error_page('libvirt is away').encode()])

@@ -21,7 +21,7 @@ from ecomp.model.audit import Finding, Repair, Revisions, confirm_findings, list
 from ecomp.model.audit import audit as compare
 from ecomp.model.backoff import Backoff
 from ecomp.model.group import Group
-from ecomp.model.json_object import dump
+from ecomp.model.json_object import dump, load
 from ecomp.model.level import ERROR, count_findings, get_level
 from ecomp.model.order import Request
 from ecomp.model.quota import INSTANCES, Quota
@@ -417,13 +417,13 @@ def _clear_leftovers(store: Store, compute: str, findings: list[Finding]) -> lis
         with open_audit_session(store) as (name, lease):
             # The key is on the audit's lease: a compute that answers late does nothing.
             key = keys.clearance(name, compute)
-            store.commit([Unchanged(key, 0)], [Put(key, planes.clearance_to_json(leftovers), lease)])
+            store.commit([Unchanged(key, 0)], [Put(key, encode(planes.Clearance(leftovers)), lease)])
             if compute not in wait_for_answers(store, name, {compute}, 'clearing', 'cleared'):
                 return [
                     f'compute {compute}: it is unknown whether the repair was made, because the compute does not answer'
                 ]
             entry = store.get(keys.digest(name, compute, 'cleared'))
-            lines = planes.cleared_from_json(entry.value) if entry is not None else []
+            lines = planes.parse_answer(load(entry.value)) if entry is not None else []
             return [f'compute {compute}: {line}' for line in lines]
     except (EcompError, ValueError) as error:
         return [f'compute {compute}: it is unknown whether the repair was made: {error}']

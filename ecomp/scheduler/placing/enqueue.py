@@ -13,7 +13,7 @@ from ecomp.model.allocation import find_compute, list_missing_classes
 from ecomp.model.flavor import Flavor, check_flavor_name
 from ecomp.model.group import Group
 from ecomp.model.guest import SharedUserData
-from ecomp.model.host import Computes, parse_presence
+from ecomp.model.host import Computes, PresenceFacts
 from ecomp.model.query import UnsupportedQueryError
 from ecomp.model.queue import QueueEntry, QueueTaker
 from ecomp.model.stored import decode_lenient, encode
@@ -107,7 +107,7 @@ def read_shared_flavor(config: ScheduleConfig, store: Store, name: str) -> tuple
 def has_taker(store: Store) -> bool:
     """Return True if one of the first TAKER_SAMPLE_SIZE computes lives and takes from queues; others are not read."""
     entries, _ = store.sample(keys.COMPUTES, keys.COMPUTES, TAKER_SAMPLE_SIZE)
-    return any(parse_presence(entry.value).queues for entry in entries if entry.lease)
+    return any(decode_lenient(PresenceFacts, entry.value).queues for entry in entries if entry.lease)
 
 
 def enqueue(

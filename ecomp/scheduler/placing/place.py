@@ -36,8 +36,10 @@ from ecomp.model.choose import (
     explain_no_candidate,
 )
 from ecomp.model.group import Group
+from ecomp.model.host import PresenceFacts
 from ecomp.model.order import SetOrder
 from ecomp.model.query import parse_plain_amounts
+from ecomp.model.stored import decode_lenient
 from ecomp.placement.allocations import read_candidates
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.claim import Claimer, Terms, read_terms
@@ -355,11 +357,11 @@ class SampledPlacer:
         entries, cluster_size = store.sample(keys.COMPUTES, start, SAMPLE_SIZE)
         if cluster_size <= min_cluster_size:
             return {}
-        from ecomp.model.host import estimate_free_share, has_room, parse_presence  # for large clusters only
+        from ecomp.model.host import estimate_free_share, has_room  # for large clusters only
 
         # Another key's name cannot be a provider, and would become a part of the query.
         alive = [entry for entry in entries if entry.lease and keys.is_uuid(keys.get_last_part(entry.key))]
-        hints = {keys.get_last_part(entry.key): parse_presence(entry.value).room for entry in alive}
+        hints = {keys.get_last_part(entry.key): decode_lenient(PresenceFacts, entry.value).room for entry in alive}
         shares = {
             compute: estimate_free_share(hint, amounts)
             for compute, hint in hints.items()

@@ -12,11 +12,11 @@ from ecomp.errors import Conflict, NotFound, Unreadable
 from ecomp.model import keys
 from ecomp.model.allocation import find_compute
 from ecomp.model.apply import Existing
-from ecomp.model.host import Computes, describe_silent_fix, list_unproven, parse_life_leases
+from ecomp.model.host import Computes, StoredHostname, describe_silent_fix, list_unproven
 from ecomp.model.order import Request, parse_request
 from ecomp.model.record import ERROR, GONE
 from ecomp.model.stack import MAX_FLOOR, Place, Stack, restore_stack
-from ecomp.model.stored import decode, encode
+from ecomp.model.stored import decode, decode_lenient, encode
 from ecomp.placement import providers
 from ecomp.placement.allocations import read_consumers, read_provider_allocations
 from ecomp.placement.client import Placement
@@ -154,7 +154,7 @@ def check_claims_known(store: Store, placement: Placement, name: str, computes: 
     ages = (
         store.read_lease_age(leases[1])
         for entry in store.snapshot(keys.HOSTNAMES).entries.values()
-        if (leases := parse_life_leases(entry.value))
+        if (leases := decode_lenient(StoredHostname, entry.value).leases)
     )
     is_proven = any(age is not None and age > MAX_UNPROVEN_SECONDS for age in ages)
     names = providers.read_provider_names(placement)
