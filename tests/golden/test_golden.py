@@ -268,10 +268,8 @@ REWRITERS: dict[str, Callable[[str, bytes], str]] = {
     keys.RELEASED: lambda _, value: sharing.released_to_json(sharing.released_from_json(value)),
     keys.AUDIT: lambda _, value: encode(decode(planes.Clearance, value)),
     keys.DIGESTS: lambda _, value: planes.to_pages(planes.from_pages([value]))[0],
-    keys.CLUSTER: lambda _, value: cluster.make_identity_value(
-        cluster.read_identity(value), '2021-03-04T05:06:00.000Z'
-    ),
-    'the known etcd': lambda _, value: cluster.to_json(cluster.from_json(value)),
+    keys.CLUSTER: lambda _, value: encode(decode(cluster.ClusterIdentity, value)),
+    'the known etcd': lambda _, value: encode(decode(cluster.KnownCluster, value)),
 }
 
 

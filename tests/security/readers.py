@@ -191,8 +191,8 @@ def read_attempt(value: bytes) -> None:
 
 
 def read_known_identity(value: bytes) -> None:
-    identity = call_reader(cluster.from_json, value)
-    assert cluster.from_json(cluster.to_json(identity).encode()) == identity
+    identity = call_reader(decode, cluster.KnownCluster, value)
+    assert decode(cluster.KnownCluster, encode(identity).encode()) == identity
     cluster.explain_identity_mismatch(identity, value)
 
 
@@ -278,7 +278,7 @@ READERS: dict[str, tuple[Callable[[bytes], object], Any]] = {
     'name': (lambda value: call_reader(decode, requesting.NameOwner, value), {'version': 1, 'instance': INSTANCE}),
     'taker': (lambda value: decode_lenient(queues.QueueTaker, value), {'version': 1, 'compute': COMPUTE}),
     'cluster': (
-        lambda value: call_reader(cluster.read_identity, value),
+        lambda value: call_reader(decode, cluster.ClusterIdentity, value),
         {'version': 1, 'identity': OTHER_UUID, 'since': NOW},
     ),
     'known': (read_known_identity, {'version': 1, 'identity': OTHER_UUID, 'cluster': 2**63, 'revision': 7, 'term': 2}),

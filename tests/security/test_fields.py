@@ -94,8 +94,8 @@ PARSERS: dict[str, Callable[[bytes], object]] = {
     'name': lambda value: decode(order.NameOwner, value),
     'announced': lambda value: order.parse_attempt_instances(keys.attempt(INSTANCE), value),
     'taker': lambda value: decode_lenient(queue.QueueTaker, value),
-    'cluster': cluster.read_identity,
-    'known': cluster.from_json,
+    'cluster': lambda value: decode(cluster.ClusterIdentity, value),
+    'known': lambda value: decode(cluster.KnownCluster, value),
     'released': released_from_json,
     **{f'answer {name}': read_answer(call) for name, call in ANSWER_PARSERS.items()},
 }
