@@ -105,18 +105,18 @@ def is_class(name: str) -> bool:
     return _CLASS.fullmatch(name) is not None
 
 
-_AMOUNTS = dict_of(number(1, MAX_AMOUNT))
+parse_resources: Callable[[Any], dict[str, int]] = dict_of(number(1, MAX_AMOUNT))
 
 
-def _parse_resources(entry: Any) -> dict[str, int]:
-    resources: dict[str, int] = _AMOUNTS(OBJECT(entry).get('resources'))
+def _parse_entry(entry: Any) -> dict[str, int]:
+    resources = parse_resources(OBJECT(entry).get('resources'))
     if not resources:
         raise ValueError('has no resources')
     return resources
 
 
 # Converts placement's shape to {provider: {class: amount}}; class names are not checked.
-parse_allocations: Callable[[Any], dict[str, dict[str, int]]] = dict_of(_parse_resources, NONEMPTY)
+parse_allocations: Callable[[Any], dict[str, dict[str, int]]] = dict_of(_parse_entry, NONEMPTY)
 
 
 def to_wire(allocations: Allocations) -> dict[str, dict[str, dict[str, int]]]:

@@ -371,20 +371,17 @@ def _describe_value(describe: Callable[[str, bytes], Parsed], name: str, value: 
 
 def _describe_limits(project: str, value: bytes) -> str:
     """Describe a quota's limits; `no limits` without any, ValueError if it is malformed."""
-    return (
-        ', '.join(f'{name} {limit}' for name, limit in decode(Quota, value, project=project).limits.items())
-        or 'no limits'
-    )
-
-
-def _parse_stack(name: str, value: bytes) -> Stack:
-    return decode(Stack, value, name=name)
+    limits = decode(Quota, value, project=project).limits
+    return ', '.join(f'{name} {limit}' for name, limit in limits.items()) or 'no limits'
 
 
 def _describe_stack(change: Change, _name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
     """Yield that a stack is new, restored, removed or malformed, or which of its entries were delivered or ended."""
     name = change.key.removeprefix(keys.STACKS)
-    before, after = (_describe_value(_parse_stack, name, value) for value in (change.before, change.after))
+    before, after = (
+        _describe_value(lambda name, value: decode(Stack, value, name=name), name, each)
+        for each in (change.before, change.after)
+    )
     texts = []
     if after is None:
         texts = ['removed']

@@ -131,6 +131,7 @@ MAX_UNPACKED_BYTES = 16 * 1024 * 1024
 
 
 def encode_user_data(data: bytes) -> str:
+    """Encode as base64."""
     return binascii.b2a_base64(data, newline=False).decode()
 
 

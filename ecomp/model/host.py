@@ -403,15 +403,11 @@ def parse_computes(presences: Mapping[str, keys.StoredValue], hostnames: Mapping
     A host name that is malformed, or not stored for a uuid, is left out; uuids of presences are not checked.
     """
     by_uuid = {
-        keys.get_last_part(key): decode_lenient(StoredHostname, stored.value).hostname
-        for key, stored in hostnames.items()
+        keys.get_last_part(key): decode_lenient(StoredHostname, each.value).hostname for key, each in hostnames.items()
     }
+    living = {key: each.value for key, each in presences.items() if each.lease}
     return Computes(
-        {
-            keys.get_last_part(key): decode_lenient(PresenceFacts, stored.value)
-            for key, stored in presences.items()
-            if stored.lease
-        },
+        {keys.get_last_part(key): decode_lenient(PresenceFacts, value) for key, value in living.items()},
         {compute: hostname for compute, hostname in by_uuid.items() if hostname is not None and keys.is_uuid(compute)},
     )
 

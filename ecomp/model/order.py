@@ -24,6 +24,7 @@ from ecomp.model.allocation import (
     Resources,
     list_missing_classes,
     parse_allocations,
+    parse_resources,
     sum_allocations,
     to_wire,
 )
@@ -97,22 +98,14 @@ def _parse_name(text: str) -> str | None:
     return text or None
 
 
-# The errors of the next three never quote the value, which may be secret: a reason is logged and put into the record.
+def _are_key_lines(lines: object) -> bool:
+    return isinstance(lines, list) and all(isinstance(line, str) and line and line.isprintable() for line in lines)
 
 
-_KEY_LINES = check(
-    'a list of public keys, one line each',
-    lambda lines: (
-        isinstance(lines, list) and all(isinstance(line, str) and line and line.isprintable() for line in lines)
-    ),
-    is_secret=True,
-)
-_SHA256 = check(
-    '64 hexadecimal digits',
-    lambda digest: isinstance(digest, str) and re.fullmatch('[0-9a-f]{64}', digest),
-    is_secret=True,
-)
-
+# A reason is logged and put into the record, so it quotes no key and no user-data.
+_KEY_LINES = check('a list of public keys, one line each', _are_key_lines, is_secret=True)
+_DIGEST = re.compile('[0-9a-f]{64}')
+_SHA256 = check('64 hexadecimal digits', lambda text: isinstance(text, str) and _DIGEST.fullmatch(text), is_secret=True)
 
 ORDER_FIELDS = {
     **dict.fromkeys(('image', 'user_id', 'project_id', 'query'), optional(TEXT)),
@@ -223,7 +216,7 @@ _REQUEST_FIELDS |= {
     'allocations': Field(parse_allocations, to_wire),
     'image': Field(nullable(text(check_image))),
     'consumer_generation': lenient(one_of(())),
-    'former_resources': sparse(dict_of(number(1, MAX_AMOUNT)), name='resources'),
+    'former_resources': sparse(parse_resources, name='resources'),
     'why': lenient(nested(PlacementReason), is_sparse=True),
     'power': sparse(nested(PowerAction)),
 }
@@ -311,10 +304,7 @@ def parse_holdings(value: bytes) -> tuple[Holdings, Mapping[str, Any]]:
     return parse_fields(Holdings, data), data
 
 
-_CHARGE_FIELDS = {'project_id': TEXT, 'allocations': parse_allocations, 'resources': dict_of(number(1, MAX_AMOUNT))}
-
-
-@stored(**{name: lenient(parse) for name, parse in _CHARGE_FIELDS.items()})
+@stored(project_id=lenient(TEXT), allocations=lenient(parse_allocations), resources=lenient(parse_resources))
 class _Charge(NamedTuple):
     project_id: str = ''
     allocations: Allocations = {}

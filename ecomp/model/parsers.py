@@ -25,6 +25,7 @@ def format_reason(error: object) -> str:
 
 
 def parse_part(name: str, parse: Parser, value: Any) -> Any:
+    """Parse a part of a value; ValueError begins with the part's name."""
     try:
         return parse(value)
     except ValueError as error:
@@ -43,6 +44,7 @@ def check(expected: str, is_valid: Callable[[Any], object], *, is_secret: bool =
 
 
 def quote(value: object) -> str:
+    """Return the beginning of the value's repr()."""
     return repr(value)[:MAX_QUOTED_CHARACTERS]
 
 
@@ -54,6 +56,7 @@ OBJECT = check('an object', lambda value: isinstance(value, dict))
 
 
 def nullable(parse: Parser) -> Parser:
+    """Make a parser that also accepts null."""
     return lambda value: None if value is None else parse(value)
 
 
@@ -63,6 +66,7 @@ def text(convert: Callable[[str], Any]) -> Parser:
 
 
 def one_of(choices: Collection[str]) -> Parser:
+    """Make a parser of a text that is one of these."""
     return check(f'one of {", ".join(choices)}', lambda value: isinstance(value, str) and value in choices)
 
 
@@ -73,11 +77,13 @@ def number(lowest: int, highest: int) -> Parser:
 
 
 def list_of(parse: Parser, lengths: Container[int] | None = None) -> Parser:
+    """Make a parser of a list, with one of these lengths, to a tuple."""
     parse_list = check('a list', lambda value: isinstance(value, list) and (lengths is None or len(value) in lengths))
     return lambda value: tuple(parse_part(str(place), parse, item) for place, item in enumerate(parse_list(value)))
 
 
 def dict_of(parse: Parser, parse_key: Parser = TEXT) -> Parser:
+    """Make a parser of an object's keys and values."""
     return lambda value: {
         parse_part(name, parse_key, name): parse_part(name, parse, item) for name, item in OBJECT(value).items()
     }

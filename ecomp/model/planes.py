@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -100,14 +100,11 @@ class AuditIndex:
             self.requests_by_compute.setdefault(name, {})[compute] = parse_request(compute, key, entry.value)
         # The owner of each name; None if the value is malformed.
         self.name_owners: dict[str, str | None] = {}
-        for key, entry in self.select_prefix(keys.NAMES).items():
-            try:
-                self.name_owners[key.removeprefix(keys.NAMES)] = decode(NameOwner, entry.value).instance
-            except ValueError:
-                self.name_owners[key.removeprefix(keys.NAMES)] = None
-        self.groups = self._parse_values(lambda name, value: decode(Group, value, name=name), keys.GROUPS)
-        self.quotas = self._parse_values(lambda name, value: decode(Quota, value, project=name), keys.QUOTAS)
-        self.stacks = self._parse_values(lambda name, value: decode(Stack, value, name=name), keys.STACKS)
+        for name, owner in self._parse_values(NameOwner, keys.NAMES).items():
+            self.name_owners[name] = None if isinstance(owner, str) else owner.instance
+        self.groups = self._parse_values(Group, keys.GROUPS, 'name')
+        self.quotas = self._parse_values(Quota, keys.QUOTAS, 'project')
+        self.stacks = self._parse_values(Stack, keys.STACKS, 'name')
         # {instance: {flavor: request}}. A taker key only says that a compute is taking the request.
         self.queue_entries: dict[str, dict[str, QueueEntry | InvalidRequest]] = {}
         self.in_flight: set[str] = set()
@@ -226,13 +223,13 @@ class AuditIndex:
         vcpu = provider.inventory.get('VCPU') if provider else None
         return CLOSED if vcpu and vcpu.get('reserved', 0) >= vcpu.get('total', 0) else SILENT
 
-    def _parse_values(self, parse: Callable[[str, bytes], Parsed], prefix: str) -> dict[str, Parsed | str]:
+    def _parse_values(self, kind: type[Parsed], prefix: str, *name_fields: str) -> dict[str, Parsed | str]:
         """Return {name: parsed value, or the reason why it is malformed} of keys below a prefix."""
         values: dict[str, Parsed | str] = {}
         for key, entry in self.select_prefix(prefix).items():
             name = key.removeprefix(prefix)
             try:
-                values[name] = parse(name, entry.value)
+                values[name] = decode(kind, entry.value, **dict.fromkeys(name_fields, name))
             except ValueError as error:
                 values[name] = str(error)
         return values

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, NamedTuple, TypeVar
 
+from ecomp.errors import Unreadable
 from ecomp.model.json_object import dump, load_object, load_object_or_empty
 from ecomp.model.parsers import OBJECT, Parser, format_reason, parse_part, quote
 
@@ -24,30 +25,33 @@ def to_plain(value: Any) -> Any:
 
 
 class Field(NamedTuple):
-    """How a field is read and written; without `write` it is in the key only, `name` is its name in the JSON."""
+    """How a field is read and, unless `write` is None, written; `name` is its name in the JSON, if another one."""
 
     parse: Parser
     write: Callable[[Any], Any] | None = to_plain
     name: str = ''
-    # Absent or null, it has the class's default; a `lenient` one also if it is malformed. `sparse`: not written then.
     is_optional: bool = False
     is_lenient: bool = False
     is_sparse: bool = False
 
 
 def optional(parse: Parser, **more: Any) -> Field:
+    """Make a field that has its class's default if it is absent or null."""
     return Field(parse, is_optional=True, **more)
 
 
 def lenient(parse: Parser, **more: Any) -> Field:
+    """Make an optional field that has its default also if it is malformed."""
     return optional(parse, is_lenient=True, **more)
 
 
 def sparse(parse: Parser, **more: Any) -> Field:
+    """Make an optional field that is not written if it has its default."""
     return optional(parse, is_sparse=True, **more)
 
 
 def in_key(parse: Parser) -> Field:
+    """Make a field that only the key has."""
     return Field(parse, write=None)
 
 
@@ -96,6 +100,14 @@ def decode(kind: type[T], value: bytes, **given: Any) -> T:
         return parse_fields(kind, data, **given)
     except ValueError as error:
         raise ValueError(format_reason(error)) from error
+
+
+def decode_at(key: str, kind: type[T], value: bytes, **given: Any) -> T:
+    """Parse the value of a key as decode() does; Unreadable, which names the key, if it is malformed."""
+    try:
+        return decode(kind, value, **given)
+    except ValueError as error:
+        raise Unreadable(key, error) from error
 
 
 def decode_lenient(kind: type[T], value: bytes) -> T:

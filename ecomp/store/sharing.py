@@ -24,7 +24,7 @@ from ecomp.model.order import NameOwner
 from ecomp.model.quota import Quota, make_charge
 from ecomp.model.record import ERROR, GONE, RETENTION_SECONDS, Record
 from ecomp.model.record import from_json as record_from_json
-from ecomp.model.stored import decode, encode
+from ecomp.model.stored import decode, decode_at, encode
 from ecomp.store.client import MAX_TRANSACTION_OPERATIONS, Delete, Entry, Exists, Put, Store, Unchanged
 
 Shared = TypeVar('Shared', Group, Quota)
@@ -47,10 +47,7 @@ class Excluded(Exception):
 
 def parse_name_holder(entry: Entry) -> str:
     """Return the instance that a name's key belongs to; Unreadable if the value is malformed."""
-    try:
-        return decode(NameOwner, entry.value).instance
-    except ValueError as error:
-        raise Unreadable(entry.key, error) from error
+    return decode_at(entry.key, NameOwner, entry.value).instance
 
 
 def release_name(store: Store, name: str | None, instance: str, record_lease: int = 0) -> Change:
@@ -82,7 +79,7 @@ def restore_name(store: Store, name: str | None, instance: str) -> Change | None
 
 def load_group(store: Store, name: str) -> tuple[Group | None, Unchanged]:
     """Return a group, or None, and the condition that it stays so; raise Unreadable."""
-    return _read(store, keys.group(name), lambda value: decode(Group, value, name=name))
+    return _read(store, keys.group(name), Group, name=name)
 
 
 def load_groups(store: Store, names: Iterable[str]) -> tuple[dict[str, Group], set[str]]:
@@ -102,7 +99,7 @@ def load_groups(store: Store, names: Iterable[str]) -> tuple[dict[str, Group], s
 
 def load_quota(store: Store, project: str) -> tuple[Quota | None, Unchanged]:
     """Return a project's quota, or None, and the condition that it stays so; raise Unreadable."""
-    return _read(store, keys.quota(project), lambda value: decode(Quota, value, project=project))
+    return _read(store, keys.quota(project), Quota, project=project)
 
 
 def load_all(
@@ -335,15 +332,12 @@ def make_group_operation(new_group: Group) -> Put | Delete:
     return Put(key, encode(new_group)) if new_group.members else Delete(key)
 
 
-def _read(store: Store, key: str, parse: Callable[[bytes], Shared]) -> tuple[Shared | None, Unchanged]:
+def _read(store: Store, key: str, kind: type[Shared], **given: str) -> tuple[Shared | None, Unchanged]:
     """Return a key's parsed value, None without a key, and its condition; raise Unreadable."""
     entry = store.get(key)
     if entry is None:
         return None, Unchanged(key, 0)
-    try:
-        return parse(entry.value), Unchanged(key, entry.revision)
-    except ValueError as error:
-        raise Unreadable(key, error) from error
+    return decode_at(key, kind, entry.value, **given), Unchanged(key, entry.revision)
 
 
 def _is_held_by(entry: Entry, instance: str) -> bool:

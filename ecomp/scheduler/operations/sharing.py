@@ -20,7 +20,7 @@ from ecomp.model.json_object import add_time
 from ecomp.model.order import parse_request
 from ecomp.model.quota import INSTANCES, Demand, Quota, format_quota, parse_limits, sum_charges
 from ecomp.model.record import format_time
-from ecomp.model.stored import decode, encode
+from ecomp.model.stored import decode_at, encode
 from ecomp.model.text import format_suggestion, make_printable
 from ecomp.scheduler.queries.find import read_record
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged, retry_until_committed
@@ -129,10 +129,7 @@ def list_flavor_names(store: Store) -> list[str]:
 
 def read_flavor(entry: Entry) -> Flavor:
     """Parse the flavor in an entry; Unreadable if it is malformed."""
-    try:
-        return decode(Flavor, entry.value, name=keys.get_last_part(entry.key))
-    except ValueError as error:
-        raise Unreadable(entry.key, error) from error
+    return decode_at(entry.key, Flavor, entry.value, name=keys.get_last_part(entry.key))
 
 
 def _commit_flavor(

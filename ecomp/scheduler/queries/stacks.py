@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
-from ecomp.errors import Conflict, NotFound, Unreadable
+from ecomp.errors import Conflict, NotFound
 from ecomp.model import keys
 from ecomp.model.allocation import find_compute
 from ecomp.model.apply import Existing
@@ -16,7 +16,7 @@ from ecomp.model.host import Computes, StoredHostname, describe_silent_fix, list
 from ecomp.model.order import Request, parse_request
 from ecomp.model.record import ERROR, GONE
 from ecomp.model.stack import MAX_FLOOR, Place, Stack, restore_stack
-from ecomp.model.stored import decode, decode_lenient, encode
+from ecomp.model.stored import decode, decode_at, decode_lenient, encode
 from ecomp.placement import providers
 from ecomp.placement.allocations import read_consumers, read_provider_allocations
 from ecomp.placement.client import Placement
@@ -131,10 +131,7 @@ class LoadedStack(NamedTuple):
 def load_stack(store: Store, name: str) -> LoadedStack:
     """Read a stack from its key, or else from the requests; Unreadable."""
     entry = store.get(keys.stack(name))
-    try:
-        stack = decode(Stack, entry.value, name=name) if entry is not None else None
-    except ValueError as error:
-        raise Unreadable(keys.stack(name), error) from error
+    stack = decode_at(entry.key, Stack, entry.value, name=name) if entry is not None else None
     restored = None
     if stack is None or not stack.entries:
         restored = restore_stack(name, list_places(store, name), random.randrange(2**16, MAX_FLOOR))
