@@ -1,9 +1,9 @@
 """The identity of an etcd cluster (rule: familiar-etcd), and known problems of etcd versions. Pure.
 
-/cluster is JSON: {"version", "identity": uuid, "since": ISO time}. The first ecompute that finds no such key, and
-remembers none, writes it once. A wiped etcd has another identity, or none. In a healthy cluster the revision never
-decreases; an etcd restored from an older snapshot has a lower one. If new writes have raised it again, the raft term
-is lower, because a restored etcd starts with a low one. If the members have new names, etcd's own cluster id differs.
+/cluster holds the identity, a uuid. The first ecompute that finds no such key, and remembers none, writes it once. A
+wiped etcd has another identity, or none. In a healthy cluster the revision never decreases; an etcd restored from an
+older snapshot has a lower one. If new writes have raised it again, the raft term is lower, because a restored etcd
+starts with a low one. If the members have new names, etcd's own cluster id differs.
 """
 
 from __future__ import annotations

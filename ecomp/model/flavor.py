@@ -1,8 +1,7 @@
 """Flavors: named placement queries. Pure.
 
 A flavor is written as a query with only resources and traits: 'resources=VCPU:1,MEMORY_MB:256&required=T,!FORBIDDEN'.
-The key /flavors/<flavor> holds JSON: {"version", "name", "resources": {class: amount}, "required", "forbidden",
-"written_at": ISO time, for `events`}.
+The JSON at /flavors/<flavor> also has "written_at", an ISO time, for `events`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Groups: instances that are all on one compute (affinity), or all on different ones (anti-affinity). Pure.
 
-The key /groups/<name> holds JSON: {"version", "policy": "affinity" or "anti-affinity", "strict": true or false,
-"members": {instance: the uuid of its compute, or "" while it is in a queue}}. The first member sets the policy; the
-group is deleted with its last member.
+The first member sets the policy; the group, /groups/<name>, is deleted with its last member.
 """
 
 from __future__ import annotations

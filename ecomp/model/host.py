@@ -1,11 +1,11 @@
 """Computes, their free room, and which of them has an instance. Pure.
 
 A compute is shown and typed by its host's name, which is in its presence and, until it is forgotten, in the key
-/hostnames/<compute>, JSON {"version", "hostname", "leases"}.
+/hostnames/<compute>.
 
-"leases" are two leases without keys; their ages show when the host was last alive. ecompute renews the first one every
-10 s, and never the second one, the anchor. etcd resets both when it starts, is restored or elects a leader: then their
-ages are equal, and show no time until the first one is renewed.
+Its `leases` are two leases without keys; their ages show when the host was last alive. ecompute renews the first one
+every 10 s, and never the second one, the anchor. etcd resets both when it starts, is restored or elects a leader: then
+their ages are equal, and show no time until the first one is renewed.
 
 A presence may contain the hint {"room": {"VCPU": [capacity, free percent], …}}, with placement's capacity, which may be
 0. The percentage is rounded up, so that free room is never 0, and negative if more is allocated than the capacity. A

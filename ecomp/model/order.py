@@ -1,11 +1,8 @@
 """An order, what a user asks for before it is placed; requests and sets made from it. Pure.
 
-The JSON of a request, a queued request and a record contains these fields of the order: "image", "user_id",
-"project_id", "query" (the placement query) and "stages" ({"requested": ISO time, …}). The order may also have "name",
-"ssh_keys" (a list of OpenSSH public keys), "user_data" (base64) or, for a set or a queue, "user_data_sha256" (the data
-is at /user-data/<sha256>), "count", "group" ({"name", "policy", "strict"}; in a record only the name), "stack" (see
-ecomp.model.stack), "replaces" (the uuid of the instance that it was evacuated from) and, in a tombstone and the last
-record, "replaced_by".
+Requests, queued requests and records have the fields of an order. A set and a queue have `user_data_sha256`, and the
+data is at /user-data/<sha256>. An instance `replaces` the one that it was evacuated from, of which the tombstone and
+the last record are `replaced_by` it.
 """
 
 from __future__ import annotations
@@ -227,10 +224,9 @@ _REQUEST_FIELDS |= {
 class Request(Order):
     """The value of the key /hosts/<compute>/<instance>.
 
-    JSON: "allocations", "instance", "consumer_generation", "version", the fields of an order, "why" ({"weigh",
-    "weight", "of"}: how its compute was chosen), "power" (see Power) and "written_at" (ISO time of a destroy or of the
-    latest power action, for `events`). A tombstone, a request to destroy the instance, has allocations {} and image
-    null; its "resources" ({class: amount}) are what the instance was allocated.
+    A tombstone, a request to destroy the instance, has allocations {} and image null; its `former_resources` are what
+    the instance was allocated. The JSON also has "written_at", the ISO time of a destroy or of the latest power action,
+    for `events`.
     """
 
     allocations: Allocations

@@ -341,11 +341,7 @@ parse_answer = list_of(TEXT)
 def to_pages(digest: Digest) -> list[str]:
     """Return the values of a digest's pages, /digests/<compute>/<audit>/<page>.
 
-    Each page fits into an etcd value. The caller must write page 0, with the number of pages, last. JSON: {"version",
-    "pages", "error", "guests": [{"instance", "compute", "defined", "running", "disk"}], "conditions": {instance:
-    {"trouble", "size": {class: amount}}}, "without_base": {instance: path}, "seeds": {mac: instance}, "isos":
-    {instance: ""}, "reservations": {mac: "instance address"}, "parts": {name: mark}, "open_dhcp": {network: ""},
-    "bad_bases": {sha256: ""}}.
+    Each page fits into an etcd value. The caller must write page 0, with the number of pages, last.
     """
     pages: list[dict[str, Any]] = []
     size = PAGE_BYTES

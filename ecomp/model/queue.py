@@ -41,10 +41,9 @@ _FIELDS['flavor'] = Field(lambda flavor: flavor, write=lambda flavor: flavor.nam
 class QueueEntry(Order):
     """An order that waits for a compute: the value of /queues/<flavor>/<instance>.
 
-    JSON: "version", "instance", "flavor", and the fields of an order. Its query is the flavor's at the time of the
-    request; a later change of the flavor does not change it. If the flavor is removed, no compute takes the request.
-    The value is never written again, so its revision is its position in the queue. The taker key below it holds
-    {"version", "compute"}.
+    Its query is the flavor's at the time of the request; a later change of the flavor does not change it. If the flavor
+    is removed, no compute takes the request. The value is never written again, so its revision is its position in the
+    queue.
     """
 
     flavor: Flavor

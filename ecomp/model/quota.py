@@ -1,8 +1,7 @@
 """Quotas: the limits of a project, and its usage. Pure.
 
-The key /quotas/<project> has JSON: {"version", "limits": {class or "instances": n}, "used": the same, "written_at"}, in
-placement's resource classes. "written_at" is the ISO time of `quota set`, until the next change of the usage. An
-instance is charged from its request's delivery, queued or not, until that request is removed.
+The JSON at /quotas/<project> also has "written_at", the ISO time of `quota set`, until the next change of the usage.
+An instance is charged from its request's delivery, queued or not, until that request is removed.
 """
 
 from __future__ import annotations

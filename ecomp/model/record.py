@@ -1,16 +1,8 @@
 r"""The record of an instance, /instances/<compute>/<instance>, written by its ecompute.
 
-JSON; readers ignore unknown fields. A field without a value is null:
-
-    {"version", "instance", "compute", "state", "image", "resources": {class: amount}, "query", "user_id", "project_id",
-     "addresses": [{"network", "mac", "address", "source", "expected"}], "console": "<host>:<file>",
-     "stages": {stage: ISO time}, "error": {"stage", "reason", "cleaned"}, "fault", "attempts", "name", "group",
-     "why": {"weigh", "weight", "of"}, "power", "progress": {"stage", "done", "total"}}
-
 `stages` has the first time of each stage. `attempts` counts builds in which a worker died or failed in an unknown way.
-Absent until they have a value: "boots", "stack" (see ecomp.model.stack), "replaces" and "replaced_by" (uuids, see
-ecomp.model.order), and from the guest's reports "host_keys" (["<type> <base64>"]) and "cloud_init" ({"stage", "reason"}
-of its failure; then the guest runs, but is never `ready`).
+`console` is <host>:<file>. The guest reported `host_keys` and the failure of its `cloud_init`; then it runs, but is
+never `ready`.
 
     queued -> scheduled -> building -> active <-> stopped -> destroying -> gone
                                   \-> error                      (only before the first active)

@@ -1,11 +1,10 @@
 """Stacks: the instances of one file, their uuids, and the key /stacks/<name>. Pure.
 
-The key holds JSON: {"version", "epoch": uuid, "floor", "applied_from", "entries": {"<member>/<number>": {"incarnation",
-"compute", "ended"}}}. "applied_from" is `user@host:file` of the file that last changed the stack.
-The first apply of a stack writes a random epoch, and an instance's uuid is a hash of it. `incarnation` counts the
-instances that were delivered for an entry: a replacement gets the next number, so no uuid is used twice. Entries are
-never deleted. `compute` is where the last one was delivered; "ended" is true once a user has destroyed it. New
-instances get incarnations above `floor`, which is 0 until a lost key is restored.
+`applied_from` is `user@host:file` of the file that last changed the stack. The first apply writes a random epoch, and
+an instance's uuid is a hash of it. `incarnation` counts the instances that were delivered for an entry: a replacement
+gets the next number, so no uuid is used twice. Entries are never deleted. `compute` is where the last one was
+delivered; it is ended once a user has destroyed it. New instances get incarnations above `floor`, which is 0 until a
+lost key is restored.
 """
 
 from __future__ import annotations
