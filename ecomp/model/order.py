@@ -224,7 +224,7 @@ _REQUEST_FIELDS |= {
 class Request(Order):
     """The value of the key /hosts/<compute>/<instance>.
 
-    A tombstone, a request to destroy the instance, has allocations {} and image null; its `former_resources` are what
+    A tombstone, a request to destroy the instance, has allocations {} and image null; its "resources" are what
     the instance was allocated. The JSON also has "written_at", the ISO time of a destroy or of the latest power action,
     for `events`.
     """

@@ -307,7 +307,9 @@ def _parse_condition(data: Any) -> dict[str, Any]:
     **{name: optional(dict_of(TEXT), name=json_name) for name, json_name in _JSON_NAMES.items()},
 )
 @dataclass(frozen=True)
-class _Page(Digest):
+class Page(Digest):
+    """A page of a digest, of which the first has the number of pages."""
+
     pages: int = 0
     error: str = ''
     conditions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -366,7 +368,7 @@ def make_error_page(reason: str) -> str:
 
 def from_pages(values: Sequence[bytes]) -> Digest:
     """Parse a digest from its pages in order; ValueError if malformed, incomplete or an error (page 0's text)."""
-    pages = [decode(_Page, page_value) for page_value in values]
+    pages = [decode(Page, page_value) for page_value in values]
     if not pages:
         raise ValueError('its answer has no pages')
     if pages[0].error:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ecomp.errors import Unreadable
 from ecomp.model.json_object import dump, load_object, load_object_or_empty
-from ecomp.model.parsers import OBJECT, Parser, format_reason, parse_part, quote
+from ecomp.model.parsers import OBJECT, Parser, format_reason, quote
 
 T = TypeVar('T')
 
@@ -17,7 +17,7 @@ COMPACT = (',', ':')
 
 def to_plain(value: Any) -> Any:
     """Return the value as JSON has it: stored values as dicts, tuples as lists."""
-    if type(value) in _CODECS:
+    if type(value) in CODECS:
         return to_dict(value)
     if isinstance(value, Mapping):
         return {name: to_plain(item) for name, item in value.items()}
@@ -63,7 +63,7 @@ class _Codec(NamedTuple):
     separators: tuple[str, str] | None
 
 
-_CODECS: dict[type, _Codec] = {}
+CODECS: dict[type, _Codec] = {}
 
 
 def stored(
@@ -82,7 +82,8 @@ def stored(
             defaults = {name: make() for name, make in factories.items() if make is not MISSING}
             defaults |= {each.name: each.default for each in fields(kind) if each.default is not MISSING}
         rows = {name: each if isinstance(each, Field) else Field(each) for name, each in parsers.items()}
-        _CODECS[kind] = _Codec(rows, defaults, version, noun, separators)
+        rows = {name: field._replace(name=field.name or name) for name, field in rows.items()}
+        CODECS[kind] = _Codec(rows, defaults, version, noun, separators)
         return kind
 
     return register
@@ -93,7 +94,7 @@ def decode(kind: type[T], value: bytes, **given: Any) -> T:
 
     A value without a version has version 1. Unknown fields are ignored. Fields that the key has are `given`.
     """
-    codec = _CODECS[kind]
+    codec = CODECS[kind]
     try:
         data = load_object(value)
         check_version(data, codec.version, codec.noun)
@@ -118,7 +119,7 @@ def decode_lenient(kind: type[T], value: bytes) -> T:
 def is_newer(kind: type[Any], value: bytes) -> bool:
     """Return whether a newer ecomp wrote it (False if malformed); it must not be overwritten."""
     version = load_object_or_empty(value).get('version')
-    return type(version) is int and version > _CODECS[kind].version
+    return type(version) is int and version > CODECS[kind].version
 
 
 def require_same(name: str, value: object, in_key: object) -> None:
@@ -139,34 +140,34 @@ def check_version(data: Mapping[str, Any], newest: int, noun: str) -> None:
 
 def parse_fields(kind: type[T], data: Mapping[str, Any], **given: Any) -> T:
     """Parse the fields of a stored value from a JSON object; ValueError names the field that is malformed."""
-    values = dict(given)
-    for name, field in _CODECS[kind].fields.items():
-        source, key = (given, name) if name in given else (data, field.name or name)
-        if field.is_optional and source.get(key) is None:
+    values, data = dict(given), {**data, **given}
+    for name, field in CODECS[kind].fields.items():
+        value = data.get(field.name)
+        if value is None and field.is_optional:
             continue
-        if key not in source:
-            raise ValueError(f'{key} is missing')
+        if value is None and field.name not in data:
+            raise ValueError(f'{field.name} is missing')
         try:
-            values[name] = parse_part(key, field.parse, source[key])
-        except ValueError:
+            values[name] = field.parse(value)
+        except ValueError as error:
             if not field.is_lenient:
-                raise
+                raise ValueError(f'{field.name}: {error}') from None
     return kind(**values)
 
 
 def encode(value: Any) -> str:
     """Return the JSON of a stored value, with its version."""
-    codec = _CODECS[type(value)]
+    codec = CODECS[type(value)]
     return dump({'version': codec.version, **to_dict(value)}, separators=codec.separators)
 
 
 def to_dict(value: Any) -> dict[str, Any]:
     """Return a stored value as a JSON object, without its version."""
-    codec, data = _CODECS[type(value)], {}
+    codec, data = CODECS[type(value)], {}
     for name, field in codec.fields.items():
         item = getattr(value, name)
         if field.write is not None and not (field.is_sparse and item == codec.defaults[name]):
-            data[field.name or name] = None if item is None else field.write(item)
+            data[field.name] = None if item is None else field.write(item)
     return data
 
 
