@@ -25,7 +25,8 @@ from bench.singles import FakeCluster  # noqa: E402
 from ecomp.conf import EtcdConfig  # noqa: E402
 from ecomp.model import keys  # noqa: E402
 from ecomp.model.order import Request, parse_request  # noqa: E402
-from ecomp.model.record import ACTIVE, make_record, to_json  # noqa: E402
+from ecomp.model.record import ACTIVE, make_record  # noqa: E402
+from ecomp.model.stored import encode  # noqa: E402
 from ecomp.store.client import Delete, Put, Store  # noqa: E402
 
 COMPUTES, INSTANCES = 20, 100
@@ -92,7 +93,7 @@ class Bench:
         for request in self._list_requests():
             (compute,) = request.allocations
             record = make_record(compute, request, NOW).enter_state(ACTIVE, NOW, 'started', 'addressed')
-            puts.append(Put(keys.record(compute, request.instance), to_json(record)))
+            puts.append(Put(keys.record(compute, request.instance), encode(record)))
         assert self.store.commit([], puts) is not None
 
     def _list_requests(self) -> list[Request]:

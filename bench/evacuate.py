@@ -25,9 +25,9 @@ from bench.singles import FakeCluster  # noqa: E402
 from ecomp.conf import EtcdConfig, ScheduleConfig  # noqa: E402
 from ecomp.model import keys  # noqa: E402
 from ecomp.model.group import Group, Membership  # noqa: E402
-from ecomp.model.group import to_json as group_to_json  # noqa: E402
-from ecomp.model.order import Request, name_to_json, parse_request, to_json  # noqa: E402
+from ecomp.model.order import NameOwner, Request, parse_request  # noqa: E402
 from ecomp.model.query import parse_query  # noqa: E402
+from ecomp.model.stored import encode  # noqa: E402
 from ecomp.store.client import Delete, Put, Store  # noqa: E402
 
 GUESTS = 100
@@ -63,12 +63,12 @@ class Bench:
             )  # fmt: skip
             if group is not None:
                 members.setdefault(group, {})[instance] = self.dead
-            puts += [Put(keys.request(self.dead, instance), to_json(request))]
-            puts += [Put(keys.name(f'guest-{number}'), name_to_json(instance))]
+            puts += [Put(keys.request(self.dead, instance), encode(request))]
+            puts += [Put(keys.name(f'guest-{number}'), encode(NameOwner(instance)))]
             body = {'allocations': {self.dead: {'resources': amounts}}, 'consumer_generation': None}
             owner = {'user_id': config.user_id, 'project_id': config.project_id, 'consumer_type': 'INSTANCE'}
             claims[instance] = body | owner
-        puts += [Put(keys.group(group.name), group_to_json(Group(*group, places))) for group, places in members.items()]
+        puts += [Put(keys.group(group.name), encode(Group(*group, places))) for group, places in members.items()]
         for start in range(0, len(puts), 100):
             assert self.store.commit([], puts[start : start + 100]) is not None
         self._cluster.placement.call('POST', '/allocations', claims)

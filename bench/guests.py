@@ -20,7 +20,8 @@ from ecomp.agent.images.connections import make_egress_policy
 from ecomp.compute_conf import load_compute
 from ecomp.model import keys
 from ecomp.model.guest import BaseImage, GuestSpec
-from ecomp.model.order import Request, to_json
+from ecomp.model.order import Request
+from ecomp.model.stored import encode
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.store.client import Delete, Entry, Put, Store
@@ -138,7 +139,7 @@ class Bench:
         allocations = {self.compute: share} if share else {}
         image = self._image if share else None
         request = Request(instance, allocations, image=image, user_id='bench', project_id='bench')
-        return Put(keys.request(self.compute, instance), to_json(request))
+        return Put(keys.request(self.compute, instance), encode(request))
 
     # By bare libvirt
 

@@ -22,7 +22,8 @@ from result import Result, make_result, paired
 from ecomp.compute_conf import load_compute
 from ecomp.model import keys
 from ecomp.model.guest import make_mac_address
-from ecomp.model.order import Request, to_json
+from ecomp.model.order import Request
+from ecomp.model.stored import encode
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged
@@ -117,12 +118,12 @@ def measure(pairs: int, images: str) -> Iterator[Result]:
         allocations.replace_allocations(placement, instance, {compute: SHARE}, 'bench', 'bench')
         key = keys.request(compute, instance)
         request = Request(instance, {compute: SHARE}, image=images + 'blank.raw', user_id='bench', project_id='bench')
-        store.commit([], [Put(key, to_json(request))])
+        store.commit([], [Put(key, encode(request))])
         wait_until(
             lambda: (entry := store.get(keys.record(compute, instance))) is not None and b'"active"' in entry.value
         )
         seconds = -request_lease(make_mac_address(instance, 0)) + booted.wait_for(keys.address(instance))
-        store.commit([], [Put(key, to_json(Request(instance, {}, image=None, user_id='bench', project_id='bench')))])
+        store.commit([], [Put(key, encode(Request(instance, {}, image=None, user_id='bench', project_id='bench')))])
         wait_until(lambda: store.get(key) is None)
         store.commit([Unchanged(key, 0)], [Delete(keys.record(compute, instance))])
         return seconds

@@ -23,8 +23,8 @@ from bench.result import arguments, asked, paired, tell
 from bench.secured import SecuredServers, measure_in_turn, start_secured
 from ecomp.model import keys
 from ecomp.model.order import Request
-from ecomp.model.order import to_json as request_to_json
-from ecomp.model.record import ACTIVE, Interface, make_record, to_json
+from ecomp.model.record import ACTIVE, Interface, make_record
+from ecomp.model.stored import encode
 from ecomp.store.client import Put
 
 COMPUTES, INSTANCES = 10, 50
@@ -40,10 +40,10 @@ def write_instances(servers: SecuredServers) -> str:
         resources = {'VCPU': 1, 'MEMORY_MB': 256, 'DISK_GB': 1}
         fields = {'image': 'http://bench/x', 'name': f'web-{number}', 'stages': {'requested': NOW}}
         request = Request(instance, {compute: resources}, **fields)
-        servers.store.commit([], [Put(keys.request(compute, instance), request_to_json(request))])
+        servers.store.commit([], [Put(keys.request(compute, instance), encode(request))])
         record = make_record(compute, request, NOW).enter_state(ACTIVE, NOW, 'started', 'addressed')
         address = Interface('default', f'52:54:00:00:00:{number:02x}', f'192.0.2.{number}')
-        servers.store.commit([], [Put(keys.record(compute, instance), to_json(replace(record, addresses=(address,))))])
+        servers.store.commit([], [Put(keys.record(compute, instance), encode(replace(record, addresses=(address,))))])
         servers.store.commit([], [Put(keys.name(f'web-{number}'), json.dumps({'version': 1, 'instance': instance}))])
     return instance
 

@@ -21,11 +21,10 @@ from result import Result, arguments, asked, make_result, tell
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from ecomp.conf import EtcdConfig
-from ecomp.model import flavor as flavors
 from ecomp.model import keys
 from ecomp.model.flavor import Flavor
 from ecomp.model.queue import QueueEntry
-from ecomp.model.queue import to_json as waiting_to_json
+from ecomp.model.stored import encode
 from ecomp.store.client import Put, Store
 from tests.kit.commands import Ecompute
 from tests.kit.servers import Etcd, PlacementServer, wait_until
@@ -45,7 +44,7 @@ def make_large_flavor(number: int) -> Flavor:
 def make_waiting_request(flavor: Flavor) -> Put:
     """Make the put of one more waiting request."""
     entry = QueueEntry(str(uuid.uuid4()), flavor, image='http://bench.invalid/x', user_id='bench', project_id='bench')
-    return Put(entry.key, waiting_to_json(entry))
+    return Put(entry.key, encode(entry))
 
 
 def put_all(store: Store, puts: Iterator[Put]) -> None:
@@ -59,7 +58,7 @@ def measure_cell(flavor_count: int, request_count: int, take_count: int) -> Iter
     with Etcd() as etcd, PlacementServer() as placement:
         store = Store(EtcdConfig((etcd.endpoint,)))
         all_flavors = (SMALL, *(make_large_flavor(each) for each in range(flavor_count)))
-        put_all(store, (Put(keys.flavor(each.name), flavors.to_json(each)) for each in all_flavors))
+        put_all(store, (Put(keys.flavor(each.name), encode(each)) for each in all_flavors))
         put_all(store, (make_waiting_request(make_large_flavor(each)) for each in range(request_count)))
         with Ecompute(etcd.endpoint, placement.url, ROOM, queues=True) as compute:
             process = psutil.Process(compute.pid)

@@ -24,7 +24,8 @@ from bench.result import Result, arguments, asked, make_result, paired, tell  # 
 from bench.singles import INSTANCE_RESOURCES, FakeCluster  # noqa: E402
 from ecomp.conf import EtcdConfig  # noqa: E402
 from ecomp.model import keys  # noqa: E402
-from ecomp.model.order import Request, SetOrder, to_json  # noqa: E402
+from ecomp.model.order import Request, SetOrder  # noqa: E402
+from ecomp.model.stored import encode  # noqa: E402
 from ecomp.placement import allocations  # noqa: E402
 from ecomp.placement.client import Placement  # noqa: E402
 from ecomp.scheduler.placing.create import create  # noqa: E402
@@ -60,7 +61,7 @@ def place_by_calls(store: Store, placement: Placement, order: SetOrder) -> dict[
         each: Request(allocations={at: INSTANCE_RESOURCES}, **order.orders[each].copy_fields())
         for each, at in where.items()
     }
-    store.commit([], [Put(keys.request(where[each], each), to_json(request)) for each, request in requests.items()])
+    store.commit([], [Put(keys.request(where[each], each), encode(request)) for each, request in requests.items()])
     return where
 
 

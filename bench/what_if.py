@@ -31,11 +31,10 @@ from ecomp.conf import EtcdConfig
 from ecomp.model import keys
 from ecomp.model.allocation import to_wire
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group, Membership
-from ecomp.model.group import to_json as group_to_json
 from ecomp.model.order import Request
-from ecomp.model.order import to_json as request_to_json
 from ecomp.model.query import parse_query
-from ecomp.model.record import ACTIVE, Interface, make_record, to_json
+from ecomp.model.record import ACTIVE, Interface, make_record
+from ecomp.model.stored import encode
 from ecomp.store.client import Put, Store
 from tests.kit.commands import write_config
 from tests.kit.servers import Etcd
@@ -74,9 +73,9 @@ def write_cluster(store: Store, computes: list[str], guests: int) -> None:
         )  # fmt: skip
         record = make_record(compute, request, NOW).enter_state(ACTIVE, NOW, 'started', 'addressed', 'ready')
         address = Interface('default', '52:54:00:00:00:01', '192.0.2.1')
-        puts.append(Put(keys.request(compute, instance), request_to_json(request)))
-        puts.append(Put(keys.record(compute, instance), to_json(replace(record, addresses=(address,)))))
-    puts += [Put(keys.group(group.name), group_to_json(Group(*group, places))) for group, places in members.items()]
+        puts.append(Put(keys.request(compute, instance), encode(request)))
+        puts.append(Put(keys.record(compute, instance), encode(replace(record, addresses=(address,)))))
+    puts += [Put(keys.group(group.name), encode(Group(*group, places))) for group, places in members.items()]
     for start in range(0, len(puts), 100):
         assert store.commit([], puts[start : start + 100]) is not None
 

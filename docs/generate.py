@@ -42,6 +42,7 @@ from ecomp.lab import elab
 from ecomp.model import audit as findings
 from ecomp.model import boots, cluster, flavor, group, keys, order, planes, queue, quota, record, roles
 from ecomp.model.level import mark_warning
+from ecomp.model.stored import CODECS
 from ecomp.store import sharing
 from tests.faults import table as faults
 
@@ -346,6 +347,20 @@ VALUES: dict[str, object] = {
     'Which etcd: /cluster': cluster,
     'Answers to an audit: /digests/': planes.to_pages,
 }
+VALUE_CLASSES: dict[str, type] = {
+    'The request: /hosts/': order.Request,
+    'Power': order.PowerAction,
+    'What waits: /queues/': queue.QueueEntry,
+    'Groups': group.Group,
+    'Quotas': quota.Quota,
+    'Flavors': flavor.Flavor,
+    'Which etcd: /cluster': cluster.ClusterIdentity,
+    'Answers to an audit: /digests/': planes.Page,
+    'addresses': record.Interface,
+    'boots': boots.Boot,
+    'error': record.Failure,
+    'progress': record.Progress,
+}
 
 
 def describe_etcd() -> tuple[list[Block], list[Section]]:
@@ -358,7 +373,22 @@ def describe_etcd() -> tuple[list[Block], list[Section]]:
         rows.append([f'`{key}`', ', '.join(_list_writers(key)), meaning])
     writers = Table(['key', 'may be written by', 'what it is'], rows)
     top = [introduction, writers, *(part.replace('\n', ' ') for part in rest), *parse_docstring(roles)]
-    return top, [Section(title, parse_docstring(module)) for title, module in VALUES.items()]
+    return top, [
+        Section(title, [*parse_docstring(module), *_describe_fields(VALUE_CLASSES.get(title))])
+        for title, module in VALUES.items()
+    ]
+
+
+def _describe_fields(kind: type | None) -> list[str]:
+    """Describe the JSON of a stored value."""
+    if kind is None:
+        return []
+    codec = CODECS[kind]
+    names = ['version'] if codec.version else []
+    names += [field.name for field in codec.fields.values() if field.write is not None and not field.is_sparse]
+    sparse = [field.name for field in codec.fields.values() if field.is_sparse]
+    more = f' If they have a value: {", ".join(f"`{name}`" for name in sparse)}.' if sparse else ''
+    return [f'Fields of the JSON: {", ".join(f"`{name}`" for name in names)}.{more}']
 
 
 def _list_writers(pattern: str) -> list[str]:
@@ -376,10 +406,10 @@ def describe_records() -> tuple[list[Block], list[Section]]:
     retention = ', '.join(f'`{state}` {seconds // 3600} hours' for state, seconds in record.RETENTION_SECONDS.items())
     introduction = 'Look up the states and stages of an instance, and how etcd stores its record. Its fields are those '
     introduction += 'of [`eschedule show -f json`](json.md#eschedule-list-eschedule-show).'
-    return [introduction, *parse_docstring(record)], [
+    return [introduction, *parse_docstring(record), *_describe_fields(record.Record)], [
         Section('Stages', [f'In this order: {", ".join(f"`{stage}`" for stage in record.STAGES)}.']),
         Section('How long a record of a finished instance is kept', [f'{retention}.']),
-        *(Section(title, parse_docstring(source)) for title, source in (
+        *(Section(title, [*parse_docstring(source), *_describe_fields(VALUE_CLASSES.get(title))]) for title, source in (
             ('addresses', record.Interface), ('boots', boots), ('error', record.Failure),
             ('progress', record.Progress), ('power', order.PowerAction),
         )),

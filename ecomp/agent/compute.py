@@ -40,9 +40,10 @@ from ecomp.files import read_boot_id
 from ecomp.model import host, keys
 from ecomp.model.allocation import GIB
 from ecomp.model.guest import ReservedAddress, list_macs
-from ecomp.model.host import hostname_to_json, is_hostname, parse_life_leases
+from ecomp.model.host import StoredHostname, is_hostname
 from ecomp.model.order import Request, parse_request
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, STOPPED, Record, format_time, parse_or_none
+from ecomp.model.stored import decode_lenient, encode
 from ecomp.placement.client import Placement
 from ecomp.store.client import Entry, Guard, Put, Store, Unchanged, is_alive
 from ecomp.store.presence import Presence, PresenceLease, hash_token
@@ -579,10 +580,10 @@ class Compute:
         key = keys.hostname(self.uuid)
         entry = self._store.get(key)
         if is_hostname(self._hostname):
-            leases = parse_life_leases(entry.value) if entry else ()
+            leases = decode_lenient(StoredHostname, entry.value).leases if entry else ()
             with suppress(EcompError):  # a full etcd grants none
                 leases = self._environment.lease.ensure_life_leases(leases)
-            value = hostname_to_json(self._hostname, leases)
+            value = encode(StoredHostname(self._hostname, leases))
             if entry is None or entry.value != value.encode():
                 # If another process was faster, the next check reads its value.
                 self._store.commit([Unchanged(key, entry.revision if entry else 0)], [Put(key, value)])

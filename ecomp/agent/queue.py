@@ -42,11 +42,11 @@ from ecomp.model.cluster import find_accepted_revision
 from ecomp.model.explain import Provider
 from ecomp.model.group import MAX_MEMBERS, Group, Membership, resolve_group
 from ecomp.model.host import ProviderSummary, list_unproven
-from ecomp.model.order import MAX_REASON_CHARACTERS, to_json
-from ecomp.model.queue import Backlog, QueueEntry, Takers, WaitingEntry
+from ecomp.model.parsers import MAX_REASON_CHARACTERS
+from ecomp.model.queue import Backlog, QueueEntry, QueueTaker, Takers, WaitingEntry
 from ecomp.model.record import ERROR, GONE, RETENTION_SECONDS, Failure, make_record, parse_or_none
-from ecomp.model.record import to_json as record_to_json
 from ecomp.model.status import DISABLED
+from ecomp.model.stored import decode_lenient, encode
 from ecomp.model.text import join_some
 from ecomp.placement import allocations, providers
 from ecomp.placement.allocations import Requester, claim, read_consumer, release
@@ -304,7 +304,7 @@ class Taker:
         old = parse_or_none(stored[own[0]].value, waiting.instance, self.compute) if own[0] in stored else None
         # Others keep their name, group and quota.
         if old is not None and old.state in RETENTION_SECONDS and own[1] not in stored:
-            operations.append(Put(own[0], record_to_json(replace(old, fault=reason)), stored[own[0]].lease))
+            operations.append(Put(own[0], encode(replace(old, fault=reason)), stored[own[0]].lease))
             shared = partial(sharing.release_shared_keys, self.store, record.enter_state(GONE, now))
         return sharing.commit_with_shared(self.store, conditions, operations, shared) is not None
 
@@ -347,10 +347,14 @@ class Taker:
         if needs_flavor:
             conditions.append(Exists(keys.flavor(place.entry.flavor.name)))
         try:
-            return self.store.commit(conditions, [Put(key, queue.taker_to_json(self.compute), lease)])
+            return self.store.commit(conditions, [Put(key, encode(QueueTaker(self.compute)), lease)])
         except UnknownOutcome:
             entry = self.store.get(key)
-            ours = entry is not None and entry.lease == lease and queue.parse_taker(entry.value) == self.compute
+            ours = (
+                entry is not None
+                and entry.lease == lease
+                and decode_lenient(QueueTaker, entry.value).compute == self.compute
+            )
             return entry.revision if entry is not None and ours and entry.revision != taker_revision else None
 
     def _claim(self, waiting: QueueEntry, taker_revision: int) -> None:
@@ -379,7 +383,7 @@ class Taker:
             *(Unchanged(queue_key, place.revision), Unchanged(mark_key, taker_revision)),
             *(Unchanged(keys.record(self.compute, instance), 0), Unchanged(request_key, 0)),
         ]
-        request = to_json(waiting.make_request(self.compute, self.now()))
+        request = encode(waiting.make_request(self.compute, self.now()))
         operations: list[Put | Delete] = [Delete(queue_key), Delete(mark_key), Put(request_key, request)]
         try:
             written = sharing.commit_with_shared(

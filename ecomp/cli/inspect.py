@@ -25,18 +25,7 @@ from ecomp.cli.command import (
 from ecomp.cli.options import TABLE, parse_any_instances, parse_bare_instance, parse_instances, parse_nothing
 from ecomp.cli.selection import SELECTORS, check_selection, make_filter, select_instances, select_records, sort_records
 from ecomp.cli.suggestions import make_hint, suggest
-from ecomp.cli.tables import (
-    STATE,
-    TIME,
-    UUID,
-    Cell,
-    Column,
-    Details,
-    Listing,
-    Row,
-    render_details,
-    render_listing,
-)
+from ecomp.cli.tables import STATE, TIME, UUID, Cell, Column, Details, Listing, Row, render_details, render_listing
 from ecomp.cli.terminal import Drawing, make_style, watch
 from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable, put_before_fix
 from ecomp.model import boots, keys
@@ -56,8 +45,8 @@ from ecomp.model.record import (
     Record,
     describe_failure,
     describe_wait,
-    to_dict,
 )
+from ecomp.model.stored import to_dict
 from ecomp.model.text import MIN_PREFIX_DIGITS, make_printable
 
 if TYPE_CHECKING:
@@ -412,7 +401,7 @@ def _record_to_dict(record: Record, known_computes: Computes, absences: Absences
     host = {'host': known_computes.find_hostname(record.compute), 'host_state': absences.get_host_state(record)}
     stale = absences.is_stale(record)
     host['host_last_seen'] = absences.last_seen.get(record.compute) if stale else None
-    return {**to_dict(record), **host, 'stale': stale}
+    return {'version': 1, **to_dict(record), **host, 'stale': stale}
 
 
 # fmt: off

@@ -13,11 +13,12 @@ from ecomp.cli.options import parse_flavor_and_query, parse_names, parse_nothing
 from ecomp.cli.tables import UUID, Column, Listing, Row, make_sort_key
 from ecomp.errors import NotFound
 from ecomp.model import keys
-from ecomp.model.flavor import Flavor, to_dict
+from ecomp.model.flavor import Flavor
 from ecomp.model.group import Group
 from ecomp.model.host import Computes
 from ecomp.model.image import hash_image
 from ecomp.model.quota import Quota, format_quota, list_classes
+from ecomp.model.stored import to_dict
 from ecomp.model.text import format_suggestion, join_some, make_printable
 
 if TYPE_CHECKING:

@@ -41,6 +41,7 @@ from ecomp.lab.network import bracket_address, render_backends
 from ecomp.model import cluster as cluster_model
 from ecomp.model import keys, roles
 from ecomp.model.record import format_time
+from ecomp.model.stored import encode
 from ecomp.model.text import make_printable
 from ecomp.store.client import Put, Store, Unchanged
 
@@ -413,7 +414,7 @@ def _format_names(names: list[str]) -> str:
 
 def _write_cluster_key(store: Store, now: datetime) -> bool:
     """Write /cluster, with a new uuid, if it is missing; retry without a limit. Return True if etcd confirmed it."""
-    value = cluster_model.make_identity_value(str(uuid.uuid4()), format_time(now))
+    value = encode(cluster_model.ClusterIdentity(str(uuid.uuid4()), format_time(now)))
     while store.get(keys.CLUSTER) is None:
         try:
             if store.commit([Unchanged(keys.CLUSTER, 0)], [Put(keys.CLUSTER, value)]) is not None:

@@ -7,10 +7,10 @@ On the wire an allocation has placement's shape: {provider uuid: {'resources': {
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from ecomp.model.json_object import is_utf8_text
+from ecomp.model.parsers import NONEMPTY, OBJECT, dict_of, number
 
 # The maximum amount of one class in placement's schema; placement refuses a larger one.
 MAX_AMOUNT = 2**31 - 1
@@ -105,23 +105,18 @@ def is_class(name: str) -> bool:
     return _CLASS.fullmatch(name) is not None
 
 
-def parse_allocations(value: Any) -> dict[str, dict[str, int]]:
-    """Convert placement's shape to {provider: {class: amount}}; raise ValueError if malformed.
+parse_resources: Callable[[Any], dict[str, int]] = dict_of(number(1, MAX_AMOUNT))
 
-    {} is valid, a provider without resources or an amount outside 1 to MAX_AMOUNT is not. Class names are not checked.
-    """
-    if not isinstance(value, dict):
-        raise ValueError(f'allocations: expected an object, not {type(value).__name__}')
-    parsed: dict[str, dict[str, int]] = {}
-    for provider, entry in value.items():
-        resources = entry.get('resources') if isinstance(entry, dict) else None
-        if not isinstance(resources, dict) or not resources or not is_utf8_text(provider):
-            raise ValueError(f'allocations: {provider!r} has no resources')
-        for name, amount in resources.items():
-            if not is_amount(amount, MAX_AMOUNT) or not amount:
-                raise ValueError(f'allocations: {name} is {amount!r}, not a whole number from 1 to {MAX_AMOUNT}')
-        parsed[provider] = dict(resources)
-    return parsed
+
+def _parse_entry(entry: Any) -> dict[str, int]:
+    resources = parse_resources(OBJECT(entry).get('resources'))
+    if not resources:
+        raise ValueError('has no resources')
+    return resources
+
+
+# Converts placement's shape to {provider: {class: amount}}; class names are not checked.
+parse_allocations: Callable[[Any], dict[str, dict[str, int]]] = dict_of(_parse_entry, NONEMPTY)
 
 
 def to_wire(allocations: Allocations) -> dict[str, dict[str, dict[str, int]]]:

@@ -10,10 +10,11 @@ from typing import NamedTuple
 from ecomp.errors import UsageError
 from ecomp.model.group import Membership
 from ecomp.model.json_object import dump
-from ecomp.model.order import MAX_SET_BYTES, Order, Request, SetOrder, dump_fields
+from ecomp.model.order import MAX_SET_BYTES, Order, Request, SetOrder
 from ecomp.model.query import split_query
 from ecomp.model.record import DESTROYING, ERROR, GONE, QUEUED, Record, describe_failure
 from ecomp.model.stack import Stack
+from ecomp.model.stored import to_dict
 
 # What a step does. The last six are not carried out: apply refuses, waits or only reports.
 CREATE = 'create'
@@ -233,7 +234,7 @@ def make_stack_order(stack: Stack, desired: Mapping[str, Desired], stages: Mappi
         place = stack.make_place(entry)
         fields = target.order.copy_fields(instance=place.instance, stack=place, stages=stages)
         members[place.instance] = target._replace(order=Order(**fields))
-    size = sum(len(dump(dump_fields(target.order))) + 1000 for target in members.values())
+    size = sum(len(dump(to_dict(target.order))) + 1000 for target in members.values())
     if size > MAX_SET_BYTES:
         problem = f'the {len(members)} new instances have {size} bytes, more than a transaction of etcd can have'
         raise UsageError(f'{problem}. Fix: give fewer ssh keys, or split the stack')

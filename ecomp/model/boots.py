@@ -1,15 +1,18 @@
 """The boots of a guest: why each was started, and which stages it reached. Pure.
 
-In a record they are "boots": [{"number", "reason", "stages": {"started", "addressed", "ready", "stopped"}}], with times
-in ISO 8601; the newest 5, oldest first. Number 1 is the boot that the instance was created with. A record that
-ecomp 1.0 wrote has no boots; its first boot is then derived from its stages.
+A record has the newest 5, oldest first. Number 1 is the boot that the instance was created with. A record that ecomp
+1.0 wrote has no boots; its first boot is then derived from its stages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
+
+from ecomp.model.parsers import OBJECT, TEXT, check, dict_of, list_of, number
+from ecomp.model.stored import nested, stored
 
 STARTED, ADDRESSED, READY, STOPPED = STAGES = ('started', 'addressed', 'ready', 'stopped')
 CREATED = 'created'
@@ -22,6 +25,15 @@ MAX_BOOTS = 5  # boots that a record keeps, the newest ones
 MAX_BOOT_NUMBER = 2**53
 
 
+def _parse_stages(data: Any) -> dict[str, str]:
+    known = {name: time for name, time in OBJECT(data).items() if name in STAGES}
+    return dict_of(TEXT)(known)
+
+
+_REASON = check('text of up to 40 characters', lambda value: isinstance(value, str) and len(value) <= 40)
+
+
+@stored(number=number(1, MAX_BOOT_NUMBER), reason=_REASON, stages=_parse_stages)
 @dataclass(frozen=True)
 class Boot:
     """One boot: its number, one of REASONS, and the ISO time of each stage that it has reached."""
@@ -67,29 +79,8 @@ def find_boot(boots: Boots, number: int | None) -> Boot | None:
 
 
 def parse(data: Any) -> Boots:
-    """Parse a record's newest MAX_BOOTS boots, without unknown stages; () for None, ValueError if malformed.
-
-    Their numbers must increase; reasons are any text of up to 40 characters.
-    """
-    if data is None:
-        return ()
-    if not isinstance(data, Sequence) or isinstance(data, str) or not all(map(_is_boot, data)):
-        raise ValueError('not a valid record: its field boots is not a list of boots')
-    boots = [Boot(entry['number'], entry['reason'], _select_stages(entry['stages'])) for entry in data[-MAX_BOOTS:]]
-    if [boot.number for boot in boots] != sorted({boot.number for boot in boots}):
-        raise ValueError('not a valid record: its boots are not in the order of their numbers')
-    return tuple(boots)
-
-
-def _select_stages(stages: Mapping[str, str]) -> dict[str, str]:
-    return {name: stages[name] for name in STAGES if name in stages}
-
-
-def _is_boot(data: Any) -> bool:
-    """Return True for a number from 1, a reason of up to 40 characters and stages with text."""
-    if not isinstance(data, dict) or not isinstance(data.get('reason'), str) or len(data['reason']) > 40:
-        return False
-    number, stages = data.get('number'), data.get('stages')
-    if type(number) is not int or not 0 < number <= MAX_BOOT_NUMBER or not isinstance(stages, dict):
-        return False
-    return all(isinstance(stages.get(name, ''), str) for name in STAGES)
+    """Parse a record's boots, whose numbers must increase, and return the newest MAX_BOOTS."""
+    boots: Boots = list_of(nested(Boot))(data)
+    if any(before.number >= after.number for before, after in pairwise(boots)):
+        raise ValueError('the boots are not in the order of their numbers')
+    return boots[-MAX_BOOTS:]

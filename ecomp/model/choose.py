@@ -7,11 +7,13 @@ import random
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ecomp.model.allocation import MAX_AMOUNT, Allocations, Resources, Room, Rooms, is_amount
+from ecomp.model.allocation import MAX_AMOUNT, Allocations, Resources, Room, Rooms
 from ecomp.model.group import Group
+from ecomp.model.parsers import check, nullable, number, text
 from ecomp.model.status import SHARING_TRAIT
+from ecomp.model.stored import stored
 
 SPREAD = 'spread'
 PACK = 'pack'
@@ -40,25 +42,19 @@ class Candidate(NamedTuple):
     weight: float | None
 
 
+_WEIGHT = check(
+    'a number',
+    lambda value: type(value) in (int, float) and -MAX_AMOUNT <= value <= MAX_AMOUNT,  # never true for NaN
+)
+
+
+@stored(weigh=text(lambda strategy: strategy[:40]), weight=nullable(_WEIGHT), of=number(1, MAX_AMOUNT))
 class PlacementReason(NamedTuple):
     """Why an instance is on its compute: strategy, weight, and number of possible computes."""
 
     weigh: str
     weight: float | None
     of: int
-
-
-def parse_placement_reason(data: Any) -> PlacementReason | None:
-    """Parse the reason in a request or record, its strategy cut off at 40 characters; None if it is malformed."""
-    if not isinstance(data, dict):
-        return None
-    strategy, weight, compute_count = (data.get(name) for name in PlacementReason._fields)
-    if not isinstance(strategy, str) or not is_amount(compute_count, MAX_AMOUNT) or not compute_count:
-        return None
-    # NaN fails both comparisons.
-    if weight is not None and (type(weight) not in (int, float) or not -MAX_AMOUNT <= weight <= MAX_AMOUNT):
-        return None
-    return PlacementReason(strategy[:40], weight, int(compute_count))
 
 
 class Choice(NamedTuple):

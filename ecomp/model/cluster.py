@@ -1,21 +1,21 @@
 """The identity of an etcd cluster (rule: familiar-etcd), and known problems of etcd versions. Pure.
 
-/cluster is JSON: {"version", "identity": uuid, "since": ISO time}. The first ecompute that finds no such key, and
-remembers none, writes it once. A wiped etcd has another identity, or none. In a healthy cluster the revision never
-decreases; an etcd restored from an older snapshot has a lower one. If new writes have raised it again, the raft term
-is lower, because a restored etcd starts with a low one. If the members have new names, etcd's own cluster id differs.
+/cluster holds the identity, a uuid. The first ecompute that finds no such key, and remembers none, writes it once. A
+wiped etcd has another identity, or none. In a healthy cluster the revision never decreases; an etcd restored from an
+older snapshot has a lower one. If new writes have raised it again, the raft term is lower, because a restored etcd
+starts with a low one. If the members have new names, etcd's own cluster id differs.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from ecomp.model import keys
-from ecomp.model.json_object import dump, load_object
-
-VERSION = 1
+from ecomp.model.parsers import TEXT, UUID, number
+from ecomp.model.stored import decode, lenient, stored
 
 # The first patch release of each minor version without a known vulnerability. Maintained versions are listed at
 # https://etcd.io/docs/v3.6/op-guide/versioning/, advisories at https://github.com/etcd-io/etcd/security/advisories.
@@ -31,6 +31,10 @@ class Header:
     term: int
 
 
+_COUNT = number(0, 2**64 - 1)
+
+
+@stored(1, 'known etcd', identity=UUID, cluster=_COUNT, revision=_COUNT, term=_COUNT)
 @dataclass(frozen=True)
 class KnownCluster:
     """An etcd as a compute remembers it, with the highest revision and term; defaults: unknown."""
@@ -45,6 +49,14 @@ class KnownCluster:
         return KnownCluster(
             self.identity, header.cluster, max(self.revision, header.revision), max(self.term, header.term)
         )
+
+
+@stored(1, 'identity of etcd', identity=UUID, since=lenient(TEXT))
+class ClusterIdentity(NamedTuple):
+    """The value of /cluster; `since` is an ISO time."""
+
+    identity: str
+    since: str = ''
 
 
 def find_accepted_revision(entries: Iterable[keys.StoredValue]) -> int:
@@ -76,39 +88,10 @@ def explain_identity_mismatch(remembered: KnownCluster, value: bytes | None) -> 
     if value is None:
         return f'its {keys.CLUSTER} is missing, and had identity {remembered.identity} before'
     try:
-        current = read_identity(value)
+        current = decode(ClusterIdentity, value).identity
     except ValueError as error:
         return f'its {keys.CLUSTER} is malformed ({error}), and had identity {remembered.identity} before'
     return None if current == remembered.identity else f'its identity is {current}, not {remembered.identity} as before'
-
-
-def make_identity_value(identity: str, now: str) -> str:
-    """Return the value of /cluster for this identity; `now` is an ISO time."""
-    return dump({'version': VERSION, 'identity': identity, 'since': now})
-
-
-def read_identity(value: bytes) -> str:
-    """Return the identity in a value of /cluster; ValueError if it is malformed or has none."""
-    text = load_object(value).get('identity')
-    if not isinstance(text, str) or not keys.is_uuid(text):
-        raise ValueError('it has no valid identity')
-    return text
-
-
-def to_json(remembered: KnownCluster) -> str:
-    """Return the text that the state directory keeps."""
-    return dump({'version': VERSION, **asdict(remembered)})
-
-
-def from_json(value: bytes) -> KnownCluster:
-    """Parse the text of to_json(); raise ValueError for other text, or if it has no identity."""
-    data = load_object(value)
-    types = {name: type(default) for name, default in {'version': VERSION, **asdict(KnownCluster())}.items()}
-    if {name: type(field) for name, field in data.items()} != types or data.pop('version') != VERSION:
-        raise ValueError('its fields or its format version differ from those of this ecomp')
-    if not keys.is_uuid(data['identity']):
-        raise ValueError('it has no valid identity')
-    return KnownCluster(**data)
 
 
 def describe_vulnerabilities(version: str) -> str | None:

@@ -14,23 +14,23 @@ from datetime import datetime, timedelta
 from typing import Any, NamedTuple, TypeVar
 
 from ecomp.model import boots, keys
-from ecomp.model.flavor import from_json as flavor_from_json
-from ecomp.model.group import from_json as group_from_json
+from ecomp.model.flavor import Flavor
+from ecomp.model.group import Group
 from ecomp.model.json_object import WRITTEN_AT, is_utf8_text, load_object_or_empty
 from ecomp.model.order import (
     SHUT_OFF,
     SHUTDOWN_REQUESTED,
     InvalidRequest,
+    NameOwner,
     Request,
-    parse_name_owner,
     parse_phase,
     parse_request,
 )
-from ecomp.model.queue import parse_queue_entry, parse_taker
-from ecomp.model.quota import from_json as quota_from_json
+from ecomp.model.queue import QueueTaker, parse_queue_entry
+from ecomp.model.quota import Quota
 from ecomp.model.record import ACTIVE, ERROR, QUEUED, STAGES, Interface, Record, format_time, parse_or_none
 from ecomp.model.stack import Stack
-from ecomp.model.stack import from_json as stack_from_json
+from ecomp.model.stored import decode, decode_lenient
 from ecomp.model.text import join_some
 
 # Characters of an event's text, which may quote values of any length from etcd.
@@ -292,7 +292,7 @@ def _describe_queue(change: Change, name_compute: NameCompute, takers: Mapping[s
     place = keys.parse_queue_key(change.key)
     if place is None:
         flavor, instance = change.key.removeprefix(keys.QUEUES).split('/', 1)[0], keys.get_queued_instance(change.key)
-        compute = parse_taker(change.after) if change.after is not None else None
+        compute = decode_lenient(QueueTaker, change.after).compute if change.after is not None else None
         if compute and change.key.endswith(keys.TAKER) and change.before is None:
             text = f'queue {flavor}: {name_compute(compute)} is taking it'
             yield Event(change.revision, 'queue', text, instance, compute=compute), ()
@@ -317,7 +317,7 @@ def _describe_name(change: Change, _name_compute: NameCompute, _takers: Mapping[
     name, holders = change.key.removeprefix(keys.NAMES), []
     for value in (change.before, change.after):
         try:
-            holders.append(parse_name_owner(value) if value is not None else '')
+            holders.append(decode(NameOwner, value).instance if value is not None else '')
         except ValueError:
             holders.append('?')
     before, after = holders
@@ -369,13 +369,17 @@ def _describe_value(describe: Callable[[str, bytes], Parsed], name: str, value: 
 
 def _describe_limits(project: str, value: bytes) -> str:
     """Describe a quota's limits; `no limits` without any, ValueError if it is malformed."""
-    return ', '.join(f'{name} {limit}' for name, limit in quota_from_json(project, value).limits.items()) or 'no limits'
+    limits = decode(Quota, value, project=project).limits
+    return ', '.join(f'{name} {limit}' for name, limit in limits.items()) or 'no limits'
 
 
 def _describe_stack(change: Change, _name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
     """Yield that a stack is new, restored, removed or malformed, or which of its entries were delivered or ended."""
     name = change.key.removeprefix(keys.STACKS)
-    before, after = (_describe_value(stack_from_json, name, value) for value in (change.before, change.after))
+    before, after = (
+        _describe_value(lambda name, value: decode(Stack, value, name=name), name, each)
+        for each in (change.before, change.after)
+    )
     texts = []
     if after is None:
         texts = ['removed']
@@ -404,9 +408,9 @@ _DESCRIBERS: Mapping[str, Callable[[Change, NameCompute, Mapping[str, str]], Dat
     keys.QUEUES: _describe_queue,
     keys.NAMES: _describe_name,
     keys.COMPUTES: _describe_compute,
-    keys.GROUPS: _make_describer('group', lambda name, value: group_from_json(name, value).rule),
+    keys.GROUPS: _make_describer('group', lambda name, value: decode(Group, value, name=name).rule),
     keys.QUOTAS: _make_describer('quota', _describe_limits),
-    keys.FLAVORS: _make_describer('flavor', lambda name, value: flavor_from_json(name, value).query),
+    keys.FLAVORS: _make_describer('flavor', lambda name, value: decode(Flavor, value, name=name).query),
     keys.STACKS: _describe_stack,
     keys.CLUSTER: _describe_cluster,
 }

@@ -1,24 +1,43 @@
 """Flavors: named placement queries. Pure.
 
 A flavor is written as a query with only resources and traits: 'resources=VCPU:1,MEMORY_MB:256&required=T,!FORBIDDEN'.
-The key /flavors/<flavor> holds JSON: {"version", "name", "resources": {class: amount}, "required", "forbidden",
-"written_at": ISO time, for `events`}.
+The JSON at /flavors/<flavor> also has "written_at", an ISO time, for `events`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
 
 from ecomp.model.allocation import MAX_AMOUNT, Resources, is_class
-from ecomp.model.json_object import MAX_DIGITS, check_version, dump, load_object
+from ecomp.model.json_object import MAX_DIGITS
+from ecomp.model.parsers import dict_of, list_of, number, text
+from ecomp.model.stored import optional, stored
 from ecomp.model.text import check_plain_name
 
-VERSION = 1
+
+def check_flavor_name(name: str) -> str:
+    """Return the name; ValueError unless it is 1 to 63 letters, digits, ., _ and -, starting with a letter or digit."""
+    return check_plain_name(name, 'flavor')
 
 
+def _check_class_name(kind: str, text: str) -> str:
+    """Return the text unchanged; ValueError unless is_class(); `kind` is for its message."""
+    if not is_class(text):
+        raise ValueError(f'{text[:80]!r} is not a valid {kind}: a name has only A-Z, 0-9 and _')
+    return text
+
+
+_TRAITS = optional(list_of(text(partial(_check_class_name, 'trait'))))
+
+
+@stored(
+    *(1, 'flavor'),
+    name=check_flavor_name,
+    resources=dict_of(number(1, MAX_AMOUNT), partial(_check_class_name, 'resource class')),
+    required=_TRAITS,
+    forbidden=_TRAITS,
+)
 @dataclass(frozen=True)
 class Flavor:
     """Amounts of resource classes, and the traits that a compute must have or must not have."""
@@ -28,6 +47,12 @@ class Flavor:
     required: tuple[str, ...] = ()
     forbidden: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not self.resources:
+            raise ValueError('resources= is missing. Fix: add resources=VCPU:1,MEMORY_MB:256,DISK_GB:1')
+        if contradictory := sorted({*self.required} & {*self.forbidden}):
+            raise ValueError(f'{", ".join(contradictory)}: both required and forbidden')
+
     @property
     def traits(self) -> str:
         """The traits as a query writes them, '' if absent."""
@@ -36,11 +61,6 @@ class Flavor:
     @cached_property
     def query(self) -> str:
         return merge_query(self, '')
-
-
-def check_flavor_name(name: str) -> str:
-    """Return the name; ValueError unless it is 1 to 63 letters, digits, ., _ and -, starting with a letter or digit."""
-    return check_plain_name(name, 'flavor')
 
 
 def parse_flavor(name: str, text: str) -> Flavor:
@@ -65,10 +85,6 @@ def parse_flavor(name: str, text: str) -> Flavor:
                 )
         else:
             raise ValueError(f'{part[:80]!r}: a flavor accepts only resources=… and required=…')
-    if not resources:
-        raise ValueError('resources= is missing. Fix: add resources=VCPU:1,MEMORY_MB:256,DISK_GB:1')
-    if set(required) & set(forbidden):
-        raise ValueError(f'{", ".join(sorted(set(required) & set(forbidden)))}: both required and forbidden')
     return Flavor(name, resources, tuple(dict.fromkeys(required)), tuple(dict.fromkeys(forbidden)))
 
 
@@ -83,35 +99,6 @@ def merge_query(flavor: Flavor, query: str) -> str:
             rest.append(part)
     resources = ','.join(f'{name}:{amount}' for name, amount in amounts.items())
     return '&'.join([f'resources={resources}', *([f'required={flavor.traits}'] if flavor.traits else []), *rest])
-
-
-def to_json(flavor: Flavor) -> str:
-    """Return the value of the flavor's key in etcd, with its format version."""
-    return dump({'version': VERSION, **to_dict(flavor)})
-
-
-def to_dict(flavor: Flavor) -> dict[str, Any]:
-    """Return the JSON object that users see; it has no format version."""
-    return {
-        'name': flavor.name,
-        'resources': dict(flavor.resources),
-        'required': list(flavor.required),
-        'forbidden': list(flavor.forbidden),
-    }
-
-
-def from_json(name: str, value: bytes) -> Flavor:
-    """Parse a flavor's value, of version 1 by default, ignoring the name in it; ValueError if malformed or newer."""
-    data = load_object(value)
-    check_version(data.get('version', VERSION), VERSION, 'flavor')
-    resources, traits = data.get('resources'), (data.get('required', []), data.get('forbidden', []))
-    if not isinstance(resources, Mapping) or not all(isinstance(names, list) for names in traits):
-        raise ValueError('expected an object of resources, and lists of required and forbidden traits')
-    if not all(isinstance(number, int | str) for number in resources.values()):
-        raise ValueError('the amount of each resource must be a number')
-    amounts = ','.join(f'{resource_class}:{amount}' for resource_class, amount in resources.items())
-    required = [*map(str, traits[0]), *(f'!{trait}' for trait in traits[1])]
-    return parse_flavor(name, f'resources={amounts}' + (f'&required={",".join(required)}' if required else ''))
 
 
 def _parse_amounts(value: str) -> dict[str, str]:
@@ -130,10 +117,3 @@ def _parse_amount(name: str, text: str) -> int:
     if not text.isdecimal() or not text.isascii() or len(text) > MAX_DIGITS or not 0 < int(text) <= MAX_AMOUNT:
         raise ValueError(f'{name}: {text[:40]!r} is not a whole number from 1 to {MAX_AMOUNT}')
     return int(text)
-
-
-def _check_class_name(kind: str, text: str) -> str:
-    """Return the text unchanged; ValueError unless is_class(); `kind` is for its message."""
-    if not is_class(text):
-        raise ValueError(f'{text[:80]!r} is not a valid {kind}: a name has only A-Z, 0-9 and _')
-    return text

@@ -1,8 +1,6 @@
 """Groups: instances that are all on one compute (affinity), or all on different ones (anti-affinity). Pure.
 
-The key /groups/<name> holds JSON: {"version", "policy": "affinity" or "anti-affinity", "strict": true or false,
-"members": {instance: the uuid of its compute, or "" while it is in a queue}}. The first member sets the policy; the
-group is deleted with its last member.
+The first member sets the policy; the group, /groups/<name>, is deleted with its last member.
 """
 
 from __future__ import annotations
@@ -11,14 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ecomp.errors import Conflict, UsageError
 from ecomp.model import keys
-from ecomp.model.json_object import check_version, dump, load_object
+from ecomp.model.parsers import FLAG, UUID, check, dict_of, one_of, text
+from ecomp.model.stored import COMPACT, in_key, stored
 from ecomp.model.text import check_plain_name
 
-VERSION = 1
 AFFINITY = 'affinity'
 ANTI_AFFINITY = 'anti-affinity'
 POLICIES = (AFFINITY, ANTI_AFFINITY)
@@ -26,6 +24,16 @@ POLICIES = (AFFINITY, ANTI_AFFINITY)
 MAX_MEMBERS = 1000
 
 
+def check_group_name(name: str) -> str:
+    """Return the name; ValueError unless it is 1 to 63 letters, digits, ., _ and -, starting with a letter or digit."""
+    return check_plain_name(name, 'group')
+
+
+_RULE = {'policy': one_of(POLICIES), 'strict': FLAG}
+_PLACE = check("a uuid or ''", lambda compute: compute == '' or keys.is_uuid(compute))
+
+
+@stored(name=text(check_group_name), **_RULE)
 class Membership(NamedTuple):
     """The group in a request; with `policy` or `strict` None the group is taken as it is."""
 
@@ -34,6 +42,7 @@ class Membership(NamedTuple):
     strict: bool | None = None
 
 
+@stored(1, 'group', COMPACT, name=in_key(check_group_name), **_RULE, members=dict_of(_PLACE, UUID))
 @dataclass(frozen=True)
 class Group:
     """A group; `members` is {instance: its compute, or '' while it waits in a queue}."""
@@ -110,11 +119,6 @@ class Group:
         return [f'{counts[compute]} of its members are on compute {compute}' for compute in crowded]
 
 
-def check_group_name(name: str) -> str:
-    """Return the name; ValueError unless it is 1 to 63 letters, digits, ., _ and -, starting with a letter or digit."""
-    return check_plain_name(name, 'group')
-
-
 def resolve_group(existing: Group | None, membership: Membership) -> Group:
     """Return the existing group, or for None a new one without members, strict unless `strict` is False.
 
@@ -142,43 +146,3 @@ def filter_admitted(group: Group, places: Mapping[str, str]) -> list[str]:
             admitted.append(instance)
             joined = joined.with_members({instance: compute})
     return admitted
-
-
-def to_json(group: Group) -> str:
-    """Return the value of the group's key in etcd; the key holds its name."""
-    value = {'version': VERSION, 'policy': group.policy, 'strict': group.strict, 'members': dict(group.members)}
-    return dump(value, separators=(',', ':'))
-
-
-def from_json(name: str, value: bytes) -> Group:
-    """Parse the value of a group's key; raise ValueError if malformed or of a newer version."""
-    data = load_object(value)
-    check_version(data.get('version'), VERSION, 'group')
-    members = data.get('members')
-    if not isinstance(members, dict) or not all(_is_place(*member) for member in members.items()):
-        raise ValueError('not a valid group: its field members is not an object of instances and computes')
-    return Group(check_group_name(name), *_parse_rule(data), dict(members))
-
-
-def parse_membership(data: Any) -> Membership | None:
-    """Parse the group in a request; None for None, ValueError unless it has a valid name, policy and `strict`."""
-    if data is None:
-        return None
-    if not isinstance(data, dict) or not isinstance(data.get('name'), str):
-        raise ValueError('group: expected an object with a name')
-    return Membership(check_group_name(data['name']), *_parse_rule(data))
-
-
-def _parse_rule(data: Mapping[str, Any]) -> tuple[str, bool]:
-    """Return policy and strict; ValueError if one is missing or malformed."""
-    policy, strict = data.get('policy'), data.get('strict')
-    if policy not in POLICIES or not isinstance(strict, bool):
-        raise ValueError(
-            f'not a valid group: its policy is {str(policy)[:40]!r}, and its field strict is {str(strict)[:40]!r}'
-        )
-    return str(policy), strict
-
-
-def _is_place(instance: str, compute: object) -> bool:
-    """Return True for an instance's uuid and its compute's, which may be ''."""
-    return keys.is_uuid(instance) and isinstance(compute, str) and (not compute or keys.is_uuid(compute))

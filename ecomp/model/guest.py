@@ -15,7 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 from ecomp.errors import BuildFailed
-from ecomp.model.json_object import dump, load_object, load_object_or_empty
+from ecomp.model.json_object import load_object_or_empty
+from ecomp.model.parsers import FLAG, NONEMPTY, TEXT, nullable
+from ecomp.model.stored import Field, decode, encode, lenient, nested, optional, parse_fields, stored
 from ecomp.model.text import make_printable
 
 # A configuration with more interfaces for each guest is refused.
@@ -78,27 +80,16 @@ MAX_STAGE_CHARACTERS = 40
 MAX_REASON_CHARACTERS = 500
 
 
+@stored(
+    stage=lambda value: make_printable(NONEMPTY(value), MAX_STAGE_CHARACTERS),
+    reason=lambda value: make_printable(TEXT(value), MAX_REASON_CHARACTERS),
+)
 @dataclass(frozen=True)
 class GuestFailure:
     """A failure of a guest's cloud-init: cloud-init's name of the stage, and its message."""
 
     stage: str
     reason: str
-
-
-class GuestReport(NamedTuple):
-    """A guest's report. `host_keys` are `<type> <base64>`; `failure` is None if cloud-init reports none."""
-
-    host_keys: tuple[str, ...] = ()
-    failure: GuestFailure | None = None
-
-
-def parse_guest_report(data: bytes) -> GuestReport:
-    """Parse a stored report, leaving out malformed parts: all of a malformed or empty one (from an older server)."""
-    report = load_object_or_empty(data)
-    return GuestReport(
-        parse_host_keys(report.get('host_keys')), parse_failure(report.get('stage'), report.get('error'))
-    )
 
 
 def parse_host_keys(value: object) -> tuple[str, ...]:
@@ -114,11 +105,18 @@ def parse_host_keys(value: object) -> tuple[str, ...]:
     return tuple(accepted)[:MAX_HOST_KEYS]
 
 
-def parse_failure(stage: object, reason: object) -> GuestFailure | None:
-    """Return a report's failure, printable and cut off; None unless both are strings and the stage is not empty."""
-    if not isinstance(stage, str) or not isinstance(reason, str) or not stage:
-        return None
-    return GuestFailure(make_printable(stage, MAX_STAGE_CHARACTERS), make_printable(reason, MAX_REASON_CHARACTERS))
+@stored(host_keys=optional(parse_host_keys), failure=lenient(nested(GuestFailure)))
+class GuestReport(NamedTuple):
+    """A guest's report. `host_keys` are `<type> <base64>`; `failure` is None if cloud-init reports none."""
+
+    host_keys: tuple[str, ...] = ()
+    failure: GuestFailure | None = None
+
+
+def parse_guest_report(data: bytes) -> GuestReport:
+    """Parse a stored report, leaving out malformed parts: all of a malformed or empty one (from an older server)."""
+    report = load_object_or_empty(data)
+    return parse_fields(GuestReport, {**report, 'failure': {**report, 'reason': report.get('error')}})
 
 
 # More user-data, or more ssh keys of an instance in total, are refused. A request contains user-data as base64.
@@ -132,6 +130,29 @@ USER_DATA_PREFIXES = ('#cloud-config', '#cloud-boothook', '#!', '#include', '#pa
 MAX_UNPACKED_BYTES = 16 * 1024 * 1024
 
 
+def encode_user_data(data: bytes) -> str:
+    """Encode as base64."""
+    return binascii.b2a_base64(data, newline=False).decode()
+
+
+def parse_user_data(text: Any) -> bytes:
+    """Decode base64; ValueError, which does not quote what may be secret, if malformed, empty or too large."""
+    try:
+        decoded = binascii.a2b_base64(text, strict_mode=True) if isinstance(text, str) else b''
+    except ValueError:
+        decoded = b''
+    if not decoded:
+        raise ValueError('expected base64')
+    if len(decoded) > MAX_USER_DATA_BYTES:
+        raise ValueError(f'has {len(decoded)} bytes; the limit is {MAX_USER_DATA_BYTES}')
+    return decoded
+
+
+@stored(1, 'user-data', user_data=Field(parse_user_data, encode_user_data))
+class _UserData(NamedTuple):
+    user_data: bytes
+
+
 class SharedUserData(NamedTuple):
     """User-data of a set: its SHA-256, for each request, and the value of the key that has it."""
 
@@ -143,20 +164,14 @@ class SharedUserData(NamedTuple):
         """Hash and encode the user-data; it is not checked."""
         import hashlib  # loaded late, here and below: rarely needed, and slow to load
 
-        encoded = binascii.b2a_base64(data, newline=False).decode()
-        return cls(hashlib.sha256(data).hexdigest(), dump({'version': 1, 'user_data': encoded}))
+        return cls(hashlib.sha256(data).hexdigest(), encode(_UserData(data)))
 
 
 def parse_shared_user_data(value: bytes, sha256: str) -> bytes:
-    """Return the user-data of a set's key, of any version; raise ValueError if malformed, too large or altered."""
+    """Return the user-data of a set's key; raise ValueError if malformed, too large or altered."""
     import hashlib
 
-    try:
-        data = binascii.a2b_base64(load_object(value)['user_data'], strict_mode=True)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError('it is malformed') from error
-    if len(data) > MAX_USER_DATA_BYTES:
-        raise ValueError(f'it has {len(data)} bytes; the limit is {MAX_USER_DATA_BYTES}')
+    data = decode(_UserData, value).user_data
     if hashlib.sha256(data).hexdigest() != sha256:
         raise ValueError('its SHA-256 differs from the SHA-256 in its key')
     return data
@@ -323,6 +338,7 @@ class GuestSpec:
         return tuple(make_mac_address(self.instance, index) for index in range(len(self.networks)))
 
 
+@stored(instance=TEXT, compute=nullable(TEXT), defined=FLAG, running=FLAG, disk=FLAG)
 @dataclass(frozen=True)
 class Guest:
     """An instance's guest as it is on a host: a domain with our owner mark, a disk, or both.

@@ -1,11 +1,11 @@
 """Computes, their free room, and which of them has an instance. Pure.
 
 A compute is shown and typed by its host's name, which is in its presence and, until it is forgotten, in the key
-/hostnames/<compute>, JSON {"version", "hostname", "leases"}.
+/hostnames/<compute>.
 
-"leases" are two leases without keys; their ages show when the host was last alive. ecompute renews the first one every
-10 s, and never the second one, the anchor. etcd resets both when it starts, is restored or elects a leader: then their
-ages are equal, and show no time until the first one is renewed.
+Its `leases` are two leases without keys; their ages show when the host was last alive. ecompute renews the first one
+every 10 s, and never the second one, the anchor. etcd resets both when it starts, is restored or elects a leader: then
+their ages are equal, and show no time until the first one is renewed.
 
 A presence may contain the hint {"room": {"VCPU": [capacity, free percent], …}}, with placement's capacity, which may be
 0. The percentage is rounded up, so that free room is never 0, and negative if more is allocated than the capacity. A
@@ -33,9 +33,10 @@ from ecomp.model.allocation import (
     is_class,
     sum_resources,
 )
-from ecomp.model.json_object import dump, load_object_or_empty
 from ecomp.model.order import InvalidRequest, Request
+from ecomp.model.parsers import FLAG, NONEMPTY, check, list_of, number, text
 from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, GONE, SCHEDULED, STOPPED, Record, format_time
+from ecomp.model.stored import decode_lenient, lenient, stored
 from ecomp.model.text import join_some, make_printable, replace_uuids
 
 # Returns the consumers that hold a claim on the compute with this uuid.
@@ -185,7 +186,6 @@ def estimate_free_share(hint: Hint, resources: Resources) -> float:
     return round(max(min(shares, default=0.0), 0.0), 2)
 
 
-VERSION = 1
 # A presence names no more images: others may be cached, too.
 MAX_CACHED_IMAGES = 100
 # A version or kind is cut off after this many characters.
@@ -195,6 +195,36 @@ _VERSION_PATTERN = re.compile('[0-9A-Za-z.+!-]*')
 _HOSTNAME_PATTERN = re.compile('[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}')
 
 
+def is_hostname(text: object) -> bool:
+    """Return whether a value is 1 to 253 of A-Z, a-z, 0-9, ., _ and -, not first . or -; no uuid, even undashed."""
+    if not isinstance(text, str) or not _HOSTNAME_PATTERN.fullmatch(text):
+        return False
+    if len(text.replace('-', '')) != 32:
+        return True
+    import uuid  # imported here because it is slow to load
+
+    try:
+        uuid.UUID(text)
+    except ValueError:
+        return True
+    return False
+
+
+_HOSTNAME = lenient(check('a host name', is_hostname))
+_SHOWN_TEXT = text(lambda shown: NONEMPTY(shown)[:MAX_SHOWN_CHARACTERS])
+# Doctor prints the version in a command for the user to copy, so only harmless characters are accepted.
+_VERSION = check('a version', _VERSION_PATTERN.fullmatch)
+_LEASES = list_of(number(0, 2**63 - 1), lengths=(2,))
+
+
+@stored(
+    hostname=_HOSTNAME,
+    version=lenient(lambda version: _VERSION(_SHOWN_TEXT(version))),
+    kind=lenient(_SHOWN_TEXT),
+    queues=lenient(FLAG),
+    room=lenient(parse_room_hint),
+    images=lenient(list_of(lambda image: image, range(MAX_CACHED_IMAGES + 1))),
+)
 class PresenceFacts(NamedTuple):
     """The content of a presence; absent or malformed fields are None.
 
@@ -213,6 +243,14 @@ class PresenceFacts(NamedTuple):
         if self.images is not None and image_hash in self.images:
             return True
         return None if self.images is None or len(self.images) >= MAX_CACHED_IMAGES else False
+
+
+@stored(1, 'host name', hostname=_HOSTNAME, leases=lenient(_LEASES, is_sparse=True))
+class StoredHostname(NamedTuple):
+    """The value of a key below /hostnames/; None and () for what is malformed."""
+
+    hostname: str | None = None
+    leases: tuple[int, ...] = ()
 
 
 class ComputeNames(Protocol):
@@ -309,37 +347,9 @@ class Computes:
 NO_COMPUTES = Computes()
 
 
-def is_hostname(text: object) -> bool:
-    """Return whether a value is 1 to 253 of A-Z, a-z, 0-9, ., _ and -, not first . or -; no uuid, even undashed."""
-    if not isinstance(text, str) or not _HOSTNAME_PATTERN.fullmatch(text):
-        return False
-    if len(text.replace('-', '')) != 32:
-        return True
-    import uuid  # imported here because it is slow to load
-
-    try:
-        uuid.UUID(text)
-    except ValueError:
-        return True
-    return False
-
-
-def hostname_to_json(hostname: str, life_leases: Sequence[int] = ()) -> str:
-    """Return the value of a key below /hostnames/."""
-    return dump({'version': VERSION, 'hostname': hostname, **({'leases': list(life_leases)} if life_leases else {})})
-
-
 # Seconds by which the anchor's age has to exceed the other lease's, because etcd spreads the reset of more than 1,000
 # leases, by a second for each 750 (lessor.Promote), and by which the clock of a record's host may be ahead of etcd.
 LIFE_MARGIN_SECONDS = 60
-
-
-def parse_life_leases(value: bytes) -> tuple[int, ...]:
-    """Parse the two leases in a value below /hostnames/; () if there are none, or they are not valid."""
-    leases = load_object_or_empty(value).get('leases')
-    if not isinstance(leases, list) or len(leases) != 2 or not all(is_amount(lease, 2**63 - 1) for lease in leases):
-        return ()
-    return tuple(leases)
 
 
 def find_last_seen(ages: Sequence[int | None], now: datetime, record_times: Iterable[str]) -> str | None:
@@ -361,19 +371,17 @@ def describe_silence(last_seen: str | None, today: str) -> str:
     return SILENT + since
 
 
-def parse_hostname(value: bytes) -> str | None:
-    """Parse the host name in a value below /hostnames/ or in a presence; None if not valid."""
-    return _read_hostname(load_object_or_empty(value))
-
-
 def parse_computes(presences: Mapping[str, keys.StoredValue], hostnames: Mapping[str, keys.StoredValue]) -> Computes:
     """Parse the keys below /computes/, ignoring those without a lease, and below /hostnames/.
 
     A host name that is malformed, or not stored for a uuid, is left out; uuids of presences are not checked.
     """
-    by_uuid = {keys.get_last_part(key): parse_hostname(stored.value) for key, stored in hostnames.items()}
+    by_uuid = {
+        keys.get_last_part(key): decode_lenient(StoredHostname, each.value).hostname for key, each in hostnames.items()
+    }
+    living = {key: each.value for key, each in presences.items() if each.lease}
     return Computes(
-        {keys.get_last_part(key): parse_presence(stored.value) for key, stored in presences.items() if stored.lease},
+        {keys.get_last_part(key): decode_lenient(PresenceFacts, value) for key, value in living.items()},
         {compute: hostname for compute, hostname in by_uuid.items() if hostname is not None and keys.is_uuid(compute)},
     )
 
@@ -404,31 +412,6 @@ def list_unproven(
         if stored.lease and (have_leases_expired or stored.revision > start_revision)
     }
     return sorted(uuid for uuid, name in providers.items() if uuid == name and uuid not in alive)
-
-
-def parse_presence(value: bytes) -> PresenceFacts:
-    """Parse a presence; absent, empty or malformed fields are None. Version and kind are cut off, see _shorten()."""
-    data = load_object_or_empty(value)
-    version, kind = (_shorten(data.get(name)) for name in ('version', 'kind'))
-    # Doctor prints the version in a command for the user to copy, so only harmless characters are accepted.
-    if version is not None and not _VERSION_PATTERN.fullmatch(version):
-        version = None
-    queues = data.get('queues')
-    takes_queued = queues if isinstance(queues, bool) else None
-    room, images = parse_room_hint(data.get('room')), data.get('images')
-    cached = tuple(images) if isinstance(images, list) and len(images) <= MAX_CACHED_IMAGES else None
-    return PresenceFacts(_read_hostname(data), version, kind, takes_queued, room, cached)
-
-
-def _read_hostname(data: Mapping[str, Any]) -> str | None:
-    """Return the field `hostname`, or None if is_hostname() refuses it."""
-    name = data.get('hostname')
-    return name if isinstance(name, str) and is_hostname(name) else None
-
-
-def _shorten(text: object) -> str | None:
-    """Return text cut off after MAX_SHOWN_CHARACTERS; None for '' and other types."""
-    return text[:MAX_SHOWN_CHARACTERS] if isinstance(text, str) and text else None
 
 
 UP = 'up'

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 from ecomp.model import keys
-from ecomp.model.allocation import Resources
-from ecomp.model.group import from_json as group_from_json
+from ecomp.model.allocation import MAX_AMOUNT, Resources
+from ecomp.model.group import Group
 from ecomp.model.guest import Guest
 from ecomp.model.host import CLOSED, SILENT, group_by_instance, parse_computes
-from ecomp.model.json_object import check_version, dump, load, load_object
-from ecomp.model.order import InvalidRequest, Request, parse_attempt_instances, parse_name_owner, parse_request
+from ecomp.model.json_object import dump
+from ecomp.model.order import InvalidRequest, NameOwner, Request, parse_attempt_instances, parse_request
+from ecomp.model.parsers import OBJECT, TEXT, check, dict_of, format_reason, list_of, number
 from ecomp.model.queue import QueueEntry, parse_queue_entry
-from ecomp.model.quota import from_json as quota_from_json
+from ecomp.model.quota import Quota
 from ecomp.model.record import BUILDING, DESTROYING, ERROR, GONE, SCHEDULED, Record, from_json
-from ecomp.model.stack import from_json as stack_from_json
-from ecomp.model.text import make_printable
+from ecomp.model.stack import Stack
+from ecomp.model.stored import decode, nested, optional, stored, to_dict
 
 Parsed = TypeVar('Parsed')
 
@@ -70,7 +71,7 @@ class AuditIndex:
     def __init__(self, planes: Planes) -> None:
         self.planes = planes
         self.living_computes = {
-            keys.get_last_part(key) for key, stored in self.select_prefix(keys.COMPUTES).items() if stored.lease
+            keys.get_last_part(key) for key, entry in self.select_prefix(keys.COMPUTES).items() if entry.lease
         }
         self.named_computes = parse_computes(self.select_prefix(keys.COMPUTES), self.select_prefix(keys.HOSTNAMES))
         self.records: dict[str, Record] = {}
@@ -94,32 +95,29 @@ class AuditIndex:
                     self.contradicting_states.setdefault(name, {})[compute] = record.state
             self._record_keys[name] = entries.record_key or keys.record(entries.compute, name)
         self.requests_by_compute: dict[str, dict[str, Request | InvalidRequest]] = {}
-        for key, stored in self.select_prefix(keys.HOSTS).items():
+        for key, entry in self.select_prefix(keys.HOSTS).items():
             compute, _, name = key.removeprefix(keys.HOSTS).partition('/')
-            self.requests_by_compute.setdefault(name, {})[compute] = parse_request(compute, key, stored.value)
+            self.requests_by_compute.setdefault(name, {})[compute] = parse_request(compute, key, entry.value)
         # The owner of each name; None if the value is malformed.
         self.name_owners: dict[str, str | None] = {}
-        for key, stored in self.select_prefix(keys.NAMES).items():
-            try:
-                self.name_owners[key.removeprefix(keys.NAMES)] = parse_name_owner(stored.value)
-            except ValueError:
-                self.name_owners[key.removeprefix(keys.NAMES)] = None
-        self.groups = self._parse_values(group_from_json, keys.GROUPS)
-        self.quotas = self._parse_values(quota_from_json, keys.QUOTAS)
-        self.stacks = self._parse_values(stack_from_json, keys.STACKS)
+        for name, owner in self._parse_values(NameOwner, keys.NAMES).items():
+            self.name_owners[name] = None if isinstance(owner, str) else owner.instance
+        self.groups = self._parse_values(Group, keys.GROUPS, 'name')
+        self.quotas = self._parse_values(Quota, keys.QUOTAS, 'project')
+        self.stacks = self._parse_values(Stack, keys.STACKS, 'name')
         # {instance: {flavor: request}}. A taker key only says that a compute is taking the request.
         self.queue_entries: dict[str, dict[str, QueueEntry | InvalidRequest]] = {}
         self.in_flight: set[str] = set()
-        for key, stored in self.select_prefix(keys.QUEUES).items():
+        for key, entry in self.select_prefix(keys.QUEUES).items():
             if not key.endswith(keys.TAKER):
                 name = keys.get_last_part(key)
                 flavor = key.removeprefix(keys.QUEUES).removesuffix(name).rstrip('/')
-                self.queue_entries.setdefault(name, {})[flavor] = parse_queue_entry(key, stored.value)
-            if stored.lease or not key.endswith(keys.TAKER):
+                self.queue_entries.setdefault(name, {})[flavor] = parse_queue_entry(key, entry.value)
+            if entry.lease or not key.endswith(keys.TAKER):
                 self.in_flight.add(keys.get_queued_instance(key))
-        for key, stored in self.select_prefix(keys.ATTEMPTS).items():
-            if stored.lease:
-                self.in_flight |= parse_attempt_instances(key, stored.value)
+        for key, entry in self.select_prefix(keys.ATTEMPTS).items():
+            if entry.lease:
+                self.in_flight |= parse_attempt_instances(key, entry.value)
         self.computes = self.living_computes | {name for name, each in planes.providers.items() if each.name == name}
         # A request that was removed from its queue before a compute took it has a record without compute.
         self.computes |= {each.compute for each in self.records.values()} - {''}
@@ -173,8 +171,8 @@ class AuditIndex:
 
     def get_revision(self, key: str) -> int:
         """Return the revision of a key, or 0 if it does not exist."""
-        stored = self.get_value(key)
-        return stored.revision if stored is not None else 0
+        entry = self.get_value(key)
+        return entry.revision if entry is not None else 0
 
     def list_names(self, instance: str) -> set[str]:
         """Return the names in the record, requests and queues."""
@@ -225,20 +223,20 @@ class AuditIndex:
         vcpu = provider.inventory.get('VCPU') if provider else None
         return CLOSED if vcpu and vcpu.get('reserved', 0) >= vcpu.get('total', 0) else SILENT
 
-    def _parse_values(self, parse: Callable[[str, bytes], Parsed], prefix: str) -> dict[str, Parsed | str]:
+    def _parse_values(self, kind: type[Parsed], prefix: str, *name_fields: str) -> dict[str, Parsed | str]:
         """Return {name: parsed value, or the reason why it is malformed} of keys below a prefix."""
         values: dict[str, Parsed | str] = {}
-        for key, stored in self.select_prefix(prefix).items():
+        for key, entry in self.select_prefix(prefix).items():
             name = key.removeprefix(prefix)
             try:
-                values[name] = parse(name, stored.value)
+                values[name] = decode(kind, entry.value, **dict.fromkeys(name_fields, name))
             except ValueError as error:
                 values[name] = str(error)
         return values
 
     def select_prefix(self, prefix: str) -> dict[str, keys.StoredValue]:
         """Return the keys below a prefix, with their values."""
-        return {key: stored for key, stored in self.planes.etcd.items() if key.startswith(prefix)}
+        return {key: entry for key, entry in self.planes.etcd.items() if key.startswith(prefix)}
 
 
 def index_revisions(etcd: Mapping[str, keys.StoredValue]) -> dict[str, dict[str, int]]:
@@ -248,24 +246,21 @@ def index_revisions(etcd: Mapping[str, keys.StoredValue]) -> dict[str, dict[str,
     instead of its revision: the same lease means the same process, however often its hint changes.
     """
     revisions: dict[str, dict[str, int]] = {}
-    for key, stored in etcd.items():
+    for key, entry in etcd.items():
         subjects: Iterable[str] = {
             keys.get_queued_instance(key) if key.startswith(keys.QUEUES) else keys.get_last_part(key)
         }
         if key.startswith(keys.ATTEMPTS):
-            subjects = parse_attempt_instances(key, stored.value)
+            subjects = parse_attempt_instances(key, entry.value)
         elif key.startswith(keys.QUOTAS):
             subjects = {key.removeprefix(keys.QUOTAS)}
         for subject in subjects:
-            revisions.setdefault(subject, {})[key] = stored.lease if key.startswith(keys.COMPUTES) else stored.revision
+            revisions.setdefault(subject, {})[key] = entry.lease if key.startswith(keys.COMPUTES) else entry.revision
     return revisions
 
 
-VERSION = 1
 # The next page begins after so many bytes: one more entry must fit into the 1.5 MiB that etcd takes.
 PAGE_BYTES = 400 * 1024
-# A compute's reason for not giving a digest is cut off after so many characters.
-MAX_REASON_CHARACTERS = 500
 
 # {dictionary field of a digest: its name in JSON}
 _JSON_NAMES = {
@@ -294,6 +289,33 @@ class Digest:
     bad_bases: Mapping[str, str] = field(default_factory=dict)
 
 
+_SIZE = dict_of(check('a whole number', lambda value: isinstance(value, int)))
+
+
+def _parse_condition(data: Any) -> dict[str, Any]:
+    condition = OBJECT(data)
+    return {'trouble': TEXT(condition.get('trouble', '')), 'size': _SIZE(condition.get('size', {}))}
+
+
+@stored(
+    *(1, 'digest'),
+    pages=optional(number(1, MAX_AMOUNT)),
+    error=optional(TEXT),
+    guests=optional(lambda data: {guest.instance: guest for guest in list_of(nested(Guest))(data)}),
+    # ecomp 1.1 sends no conditions. It refuses unknown fields of a guest, so they are not among these.
+    conditions=optional(dict_of(_parse_condition)),
+    **{name: optional(dict_of(TEXT), name=json_name) for name, json_name in _JSON_NAMES.items()},
+)
+@dataclass(frozen=True)
+class Page(Digest):
+    """A page of a digest, of which the first has the number of pages."""
+
+    pages: int = 0
+    error: str = ''
+    conditions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+@stored(kind=TEXT, name=TEXT, mark=TEXT)
 @dataclass(frozen=True)
 class Leftover:
     """Something that a compute is asked to remove.
@@ -307,116 +329,65 @@ class Leftover:
     mark: str = ''
 
 
+@stored(1, 'clearance', leftovers=list_of(nested(Leftover)))
+class Clearance(NamedTuple):
+    """The value of /audit/<audit>/<compute>."""
+
+    leftovers: Sequence[Leftover]
+
+
+# A compute's answer to a clearance is a list with a line about each leftover.
+parse_answer = list_of(TEXT)
+
+
 def to_pages(digest: Digest) -> list[str]:
     """Return the values of a digest's pages, /digests/<compute>/<audit>/<page>.
 
-    Each page fits into an etcd value. The caller must write page 0, with the number of pages, last. JSON: {"version",
-    "pages", "error", "guests": [{"instance", "compute", "defined", "running", "disk"}], "conditions": {instance:
-    {"trouble", "size": {class: amount}}}, "without_base": {instance: path}, "seeds": {mac: instance}, "isos":
-    {instance: ""}, "reservations": {mac: "instance address"}, "parts": {name: mark}, "open_dhcp": {network: ""},
-    "bad_bases": {sha256: ""}}.
+    Each page fits into an etcd value. The caller must write page 0, with the number of pages, last.
     """
     pages: list[dict[str, Any]] = []
     size = PAGE_BYTES
     for name, key, value, length in _list_entries(digest):
         if size + length > PAGE_BYTES:
-            pages.append({'version': VERSION, 'guests': [], **{json_name: {} for json_name in _JSON_NAMES.values()}})
+            pages.append({'version': 1, 'guests': [], **{json_name: {} for json_name in _JSON_NAMES.values()}})
             size = 0
         size += length
         if name == 'guests':
             pages[-1][name].append(value)
         else:
             pages[-1].setdefault(name, {})[key] = value
-    pages = pages or [{'version': VERSION}]
+    pages = pages or [{'version': 1}]
     pages[0]['pages'] = len(pages)
     return [dump(page) for page in pages]
 
 
 def make_error_page(reason: str) -> str:
     """Return the value of page 0 of a compute that gives no digest."""
-    return dump({'version': VERSION, 'pages': 1, 'error': reason})
+    return dump({'version': 1, 'pages': 1, 'error': reason})
 
 
 def from_pages(values: Sequence[bytes]) -> Digest:
     """Parse a digest from its pages in order; ValueError if malformed, incomplete or an error (page 0's text)."""
-    pages = [load_object(page_value) for page_value in values]
+    pages = [decode(Page, page_value) for page_value in values]
     if not pages:
         raise ValueError('its answer has no pages')
-    for parsed_page in pages:
-        check_version(parsed_page.get('version'), VERSION, 'digest')
-    if pages[0].get('error'):
-        raise ValueError(make_printable(str(pages[0]['error']))[:MAX_REASON_CHARACTERS])
-    if pages[0].get('pages') != len(pages):
-        raise ValueError(
-            f'its answer has {len(pages)} of {make_printable(str(pages[0].get("pages")), 20)} announced pages'
-        )
-    try:
-        conditions = {name: value for page in pages for name, value in page.get('conditions', {}).items()}
-        guests = [
-            _add_condition(_make_guest(**entry), conditions.get(entry['instance'], {}))
-            for page in pages
-            for entry in page.get('guests', [])
-        ]
-        dictionaries = {
-            name: {key: _check_text(value) for page in pages for key, value in page.get(json_name, {}).items()}
-            for name, json_name in _JSON_NAMES.items()
-        }
-        return Digest({guest.instance: guest for guest in guests}, **dictionaries)
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f'its digest is malformed: {make_printable(str(error))[:MAX_REASON_CHARACTERS]}') from error
-
-
-def clearance_to_json(leftovers: Sequence[Leftover]) -> str:
-    """Return the value of /audit/<audit>/<compute>."""
-    return dump({'version': VERSION, 'leftovers': [vars(leftover) for leftover in leftovers]})
-
-
-def clearance_from_json(value: bytes) -> list[Leftover]:
-    """Parse the value of /audit/<audit>/<compute>; ValueError if it is malformed."""
-    data = load_object(value)
-    check_version(data.get('version'), VERSION, 'clearance')
-    try:
-        return [Leftover(*(_check_text(item[name]) for name in ('kind', 'name', 'mark'))) for item in data['leftovers']]
-    except (TypeError, KeyError) as error:
-        raise ValueError(
-            f'the list of leftovers to remove is malformed: {make_printable(str(error))[:MAX_REASON_CHARACTERS]}'
-        ) from error
-
-
-def cleared_from_json(value: bytes) -> list[str]:
-    """Parse a compute's lines about what it removed, a JSON list; ValueError if malformed."""
-    lines = load(value)
-    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
-        raise ValueError('its answer is not a list of texts')
-    return lines
-
-
-def _make_guest(instance: Any, compute: Any, defined: Any, running: Any, disk: Any) -> Guest:
-    """Make a Guest; TypeError if a value has another type."""
-    if not all(isinstance(each, bool) for each in (defined, running, disk)):
-        raise TypeError('the fields defined, running and disk must be true or false')
-    return Guest(_check_text(instance), None if compute is None else _check_text(compute), defined, running, disk)
-
-
-def _add_condition(guest: Guest, condition: Any) -> Guest:
-    """Return the guest with the trouble and size of its condition; TypeError or AttributeError if malformed."""
-    size = dict(condition.get('size', {}).items())  # AttributeError unless both are objects
-    if not all(isinstance(amount, int) for amount in size.values()):
-        raise TypeError('the amounts of a size must be integers')
-    return replace(guest, trouble=_check_text(condition.get('trouble', '')), size=size)
-
-
-def _check_text(value: Any) -> str:
-    """Return the value; TypeError unless it is text."""
-    if not isinstance(value, str):
-        raise TypeError(f'expected text, not {type(value).__name__}')
-    return value
+    if pages[0].error:
+        raise ValueError(format_reason(pages[0].error))
+    if pages[0].pages != len(pages):
+        raise ValueError(f'its answer has {len(pages)} of {pages[0].pages} announced pages')
+    merged = {
+        name: {key: value for page in pages for key, value in getattr(page, name).items()}
+        for name in ('guests', 'conditions', *_JSON_NAMES)
+    }
+    conditions = merged.pop('conditions')
+    guests = {name: replace(guest, **conditions.get(name, {})) for name, guest in merged.pop('guests').items()}
+    return Digest(guests, **merged)
 
 
 def _list_entries(digest: Digest) -> Iterator[tuple[str, str, Any, int]]:
     """Yield (name in JSON, key, value, length in JSON) of each entry; of guests the key is ''."""
     for guest in digest.guests.values():
-        values = {name: getattr(guest, name) for name in ('instance', 'compute', 'defined', 'running', 'disk')}
+        values = to_dict(guest)
         yield 'guests', '', values, len(dump(values)) + 2
         if guest.trouble or guest.size:
             condition = {'trouble': guest.trouble, 'size': dict(guest.size)}

@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ecomp.model import host, keys
 from ecomp.model.allocation import REQUIRED_CLASSES, Resources, list_missing_classes
@@ -22,35 +22,28 @@ from ecomp.model.explain import Provider, find_miss
 from ecomp.model.flavor import Flavor, parse_flavor
 from ecomp.model.group import Group
 from ecomp.model.image import check_image
-from ecomp.model.json_object import check_version, dump, is_utf8_text, load_object, load_object_or_empty
-from ecomp.model.order import (
-    MAX_REASON_CHARACTERS,
-    Holdings,
-    InvalidRequest,
-    Order,
-    Request,
-    check_request_size,
-    dump_fields,
-    parse_fields,
-    parse_holdings,
-    read_text_field,
-)
+from ecomp.model.json_object import load_object, load_object_or_empty
+from ecomp.model.order import ORDER_FIELDS, Holdings, InvalidRequest, Order, Request, check_request_size, parse_holdings
+from ecomp.model.parsers import NONEMPTY, TEXT, UUID, format_reason, parse_part, text
 from ecomp.model.query import parse_query
 from ecomp.model.record import QUEUED, Record, extract_recorded_fields, make_refused_record
 from ecomp.model.status import DISABLED
-from ecomp.model.text import make_printable
+from ecomp.model.stored import Field, check_version, decode_lenient, lenient, parse_fields, require_same, stored
 
-VERSION = 1
+_FIELDS = dict.fromkeys(('instance', 'flavor', 'query'), Field(UUID)) | ORDER_FIELDS
+_FIELDS |= dict.fromkeys(('user_id', 'project_id', 'query'), Field(NONEMPTY))
+_FIELDS['image'] = Field(text(check_image))
+_FIELDS['flavor'] = Field(lambda flavor: flavor, write=lambda flavor: flavor.name)
 
 
+@stored(1, 'queued request', **_FIELDS)
 @dataclass(frozen=True)
 class QueueEntry(Order):
     """An order that waits for a compute: the value of /queues/<flavor>/<instance>.
 
-    JSON: "version", "instance", "flavor", and the fields of an order. Its query is the flavor's at the time of the
-    request; a later change of the flavor does not change it. If the flavor is removed, no compute takes the request.
-    The value is never written again, so its revision is its position in the queue. The taker key below it holds
-    {"version", "compute"}.
+    Its query is the flavor's at the time of the request; a later change of the flavor does not change it. If the flavor
+    is removed, no compute takes the request. The value is never written again, so its revision is its position in the
+    queue.
     """
 
     flavor: Flavor
@@ -75,30 +68,20 @@ class QueueEntry(Order):
         )
 
 
-def to_json(entry: QueueEntry) -> str:
-    """Return the value of the queued request's key."""
-    own_fields = {'instance': entry.instance, 'flavor': entry.flavor.name, 'query': entry.flavor.query}
-    return dump({'version': VERSION, **own_fields, **dump_fields(entry)})
-
-
 def parse_queue_entry(key: str, value: bytes) -> QueueEntry | InvalidRequest:
     """Parse a queued request; if malformed, return the reason and what it holds, and no compute takes it."""
     try:
         return _parse_entry(key, value)
     except ValueError as error:
-        return InvalidRequest(
-            keys.get_last_part(key), make_printable(str(error))[:MAX_REASON_CHARACTERS], _parse_queue_holdings(value)
-        )
-    except RecursionError:  # from repr() in a reason, which quotes the value
-        return InvalidRequest(keys.get_last_part(key), 'the request is nested too deeply')
+        return InvalidRequest(keys.get_last_part(key), format_reason(error), _parse_queue_holdings(value))
 
 
 def _parse_queue_holdings(value: bytes) -> Holdings:
     """Parse what a malformed queued request holds; its quota charge only if project and query can be parsed."""
     holdings, data = parse_holdings(value)
-    with suppress(ValueError, RecursionError):  # RecursionError: from repr() in a reason
-        resources = parse_flavor('x', _read_required_text(data, 'query')).resources
-        return holdings._replace(project_id=_read_required_text(data, 'project_id'), resources=resources)
+    with suppress(ValueError):
+        resources = parse_flavor('x', NONEMPTY(data.get('query'))).resources
+        return holdings._replace(project_id=NONEMPTY(data.get('project_id')), resources=resources)
     return holdings
 
 
@@ -109,28 +92,15 @@ def _parse_entry(key: str, value: bytes) -> QueueEntry:
         raise ValueError(f'its key {key[:200]!r} must have the form {keys.QUEUES}<flavor>/<uuid>')
     check_request_size(value)
     data = load_object(value)
-    check_version(data.get('version'), VERSION, 'queued request', max_quoted=None)
-    named_place = data.get('flavor'), data.get('instance')
-    if named_place != place:
-        raise ValueError(f'its key has {"/".join(place)}, but its value has {named_place[0]!r} and {named_place[1]!r}')
-    flavor = parse_flavor(place[0], _read_required_text(data, 'query'))
-    lacking = list_missing_classes(flavor.resources)
-    if lacking:
+    check_version(data, 1, 'queued request')
+    require_same('flavor', data.get('flavor'), place[0])
+    require_same('instance', data.get('instance'), place[1])
+    entry = parse_fields(
+        QueueEntry, data, flavor=parse_flavor(place[0], parse_part('query', NONEMPTY, data.get('query')))
+    )
+    if lacking := list_missing_classes(entry.resources):
         raise ValueError(f'its flavor lacks {", ".join(lacking)}, which every guest needs')
-    check_image(_read_required_text(data, 'image'))
-    for name in ('user_id', 'project_id'):
-        _read_required_text(data, name)
-    return QueueEntry(place[1], flavor, **parse_fields(data))
-
-
-def _read_required_text(data: Mapping[str, Any], name: str) -> str:
-    """Return a text field; ValueError if absent, empty, of another type or not UTF-8."""
-    text = read_text_field(data, name)
-    if not text:
-        raise ValueError(f'the request lacks {name}')
-    if not is_utf8_text(text):  # placement would fail on it each time, and delay the other requests
-        raise ValueError(f'{name}: {text[:40]!r} is not valid UTF-8')
-    return text
+    return entry
 
 
 def make_queued_record(key: str, value: bytes) -> Record:
@@ -142,15 +112,11 @@ def make_queued_record(key: str, value: bytes) -> Record:
     return Record(compute='', state=QUEUED, resources=entry.resources, **extract_recorded_fields(entry))
 
 
-def taker_to_json(compute: str) -> str:
-    """Return the value of a taker key."""
-    return dump({'version': VERSION, 'compute': compute})
+@stored(1, 'taker', compute=lenient(TEXT))
+class QueueTaker(NamedTuple):
+    """The value of a taker key: the compute, any text, or None if it is malformed."""
 
-
-def parse_taker(value: bytes) -> str | None:
-    """Return the "compute" (any text) in the JSON of a taker key; None if malformed."""
-    compute = load_object_or_empty(value).get('compute')
-    return compute if isinstance(compute, str) else None
+    compute: str | None = None
 
 
 INITIAL_TAKERS = 4
@@ -343,7 +309,7 @@ def _group_by_taker(
     marks: dict[str, dict[str, tuple[int, WaitingEntry | None]]] = {}
     for key in taker_keys:
         queue_key = key.removesuffix(keys.TAKER)
-        entry, compute = parsed_entries.get(queue_key), parse_taker(state[key].value)
+        entry, compute = parsed_entries.get(queue_key), decode_lenient(QueueTaker, state[key].value).compute
         if compute is not None:
             place = entry if isinstance(entry, WaitingEntry) else None
             marks.setdefault(compute, {})[queue_key] = state[key].revision, place

@@ -1,8 +1,7 @@
 """Quotas: the limits of a project, and its usage. Pure.
 
-The key /quotas/<project> has JSON: {"version", "limits": {class or "instances": n}, "used": the same, "written_at"}, in
-placement's resource classes. "written_at" is the ISO time of `quota set`, until the next change of the usage. An
-instance is charged from its request's delivery, queued or not, until that request is removed.
+The JSON at /quotas/<project> also has "written_at", the ISO time of `quota set`, until the next change of the usage.
+An instance is charged from its request's delivery, queued or not, until that request is removed.
 """
 
 from __future__ import annotations
@@ -10,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from ecomp.model.allocation import MAX_AMOUNT, MAX_SUM, REQUIRED_CLASSES, Resources, is_amount, is_class, sum_resources
-from ecomp.model.json_object import MAX_DIGITS, check_version, dump, load_object
+from ecomp.model.allocation import MAX_AMOUNT, MAX_SUM, REQUIRED_CLASSES, Resources, is_class, sum_resources
+from ecomp.model.json_object import MAX_DIGITS
 from ecomp.model.order import Request
+from ecomp.model.parsers import dict_of, number
 from ecomp.model.record import ERROR, GONE, Record
+from ecomp.model.stored import stored
 from ecomp.model.text import format_suggestion
 
-VERSION = 1
 INSTANCES = 'instances'
+AMOUNTS = dict_of(number(0, MAX_SUM))
 
 
 class ExceededLimit(NamedTuple):
@@ -32,6 +33,7 @@ class ExceededLimit(NamedTuple):
         return f'{self.name}: limit {self.limit}, used {self.used}, requested {self.requested}'
 
 
+@stored(1, 'quota', limits=AMOUNTS, used=AMOUNTS)
 class Quota(NamedTuple):
     """A project's limits and usage, {class or 'instances': amount}; no limit means unlimited."""
 
@@ -143,21 +145,3 @@ def parse_limits(arguments: Sequence[str]) -> dict[str, int | None]:
             raise ValueError(f'{name} is given more than once')
         limits[name] = None if text == 'none' else int(text)
     return limits
-
-
-def to_json(quota: Quota) -> str:
-    """Return the value of the project's key."""
-    return dump({'version': VERSION, 'limits': dict(quota.limits), 'used': dict(quota.used)})
-
-
-def from_json(project: str, value: bytes) -> Quota:
-    """Parse the value of a quota's key; ValueError if malformed or of a newer version."""
-    data = load_object(value)
-    check_version(data.get('version'), VERSION, 'quota')
-    parts = []
-    for part in ('limits', 'used'):
-        amounts = data.get(part)
-        if not isinstance(amounts, dict) or not all(map(is_amount, amounts.values())):
-            raise ValueError(f'not a valid quota: its field {part} is not an object of amounts')
-        parts.append(amounts)
-    return Quota(project, *parts)

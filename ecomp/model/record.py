@@ -1,16 +1,8 @@
 r"""The record of an instance, /instances/<compute>/<instance>, written by its ecompute.
 
-JSON; readers ignore unknown fields. A field without a value is null:
-
-    {"version", "instance", "compute", "state", "image", "resources": {class: amount}, "query", "user_id", "project_id",
-     "addresses": [{"network", "mac", "address", "source", "expected"}], "console": "<host>:<file>",
-     "stages": {stage: ISO time}, "error": {"stage", "reason", "cleaned"}, "fault", "attempts", "name", "group",
-     "why": {"weigh", "weight", "of"}, "power", "progress": {"stage", "done", "total"}}
-
 `stages` has the first time of each stage. `attempts` counts builds in which a worker died or failed in an unknown way.
-Absent until they have a value: "boots", "stack" (see ecomp.model.stack), "replaces" and "replaced_by" (uuids, see
-ecomp.model.order), and from the guest's reports "host_keys" (["<type> <base64>"]) and "cloud_init" ({"stage", "reason"}
-of its failure; then the guest runs, but is never `ready`).
+`console` is <host>:<file>. The guest reported `host_keys` and the failure of its `cloud_init`; then it runs, but is
+never `ready`.
 
     queued -> scheduled -> building -> active <-> stopped -> destroying -> gone
                                   \-> error                      (only before the first active)
@@ -23,20 +15,21 @@ compute has a request for the instance. A uuid is never used twice.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from ecomp.errors import put_before_fix
 from ecomp.model import boots as of_boots
 from ecomp.model import keys
-from ecomp.model.allocation import MAX_AMOUNT, Resources, is_amount
+from ecomp.model.allocation import MAX_AMOUNT, MAX_SUM, Resources
 from ecomp.model.boots import Boot, Boots
-from ecomp.model.choose import PlacementReason, parse_placement_reason
+from ecomp.model.choose import PlacementReason
 from ecomp.model.group import Membership
-from ecomp.model.guest import GuestFailure, parse_failure, parse_host_keys
-from ecomp.model.json_object import check_version, dump, load_object, load_object_or_empty
-from ecomp.model.order import DRAIN, FIELDS, MAX_REASON_CHARACTERS, STOP, InvalidRequest, Order, PowerAction, Request
+from ecomp.model.guest import GuestFailure, parse_host_keys
+from ecomp.model.order import DRAIN, ORDER_FIELDS, RECORDED_FIELDS, STOP, InvalidRequest, Order, PowerAction, Request
+from ecomp.model.parsers import TEXT, UUID, check, dict_of, list_of, number, one_of, text
+from ecomp.model.stored import Field, decode, lenient, nested, optional, require_same, sparse, stored
 from ecomp.model.text import make_printable
 
 QUEUED = 'queued'
@@ -68,9 +61,10 @@ def format_time(now: datetime) -> str:
     return now.astimezone(UTC).isoformat(timespec='milliseconds').replace('+00:00', 'Z')
 
 
-VERSION = 1
+_OPTIONAL_TEXT = optional(TEXT)
 
 
+@stored(network=TEXT, mac=TEXT, address=_OPTIONAL_TEXT, source=_OPTIONAL_TEXT, expected=_OPTIONAL_TEXT)
 @dataclass(frozen=True)
 class Interface:
     """An interface of a guest on a libvirt network or a bridge of the host.
@@ -86,6 +80,7 @@ class Interface:
     expected: str | None = None
 
 
+@stored(stage=TEXT, reason=TEXT, cleaned=TEXT)
 @dataclass(frozen=True)
 class Failure:
     """Why an instance is in error: the stage that failed, the reason, what was cleaned up."""
@@ -106,6 +101,7 @@ class Failure:
         return f'{self.stage}: {put_before_fix(cause, f" ({remarks})")}'
 
 
+@stored(stage=TEXT, done=number(0, 2**63 - 1), total=optional(number(0, 2**63 - 1)))
 @dataclass(frozen=True)
 class Progress:
     """Bytes of a long stage, done and in total (None: unknown); as text `image, 34 of 600 MB`, or `image, 34 MB`."""
@@ -119,6 +115,31 @@ class Progress:
         return f'{self.stage}, {self.done / 1e6:.0f}{total} MB'
 
 
+# Fields that every record has, in this order; others follow if they have a value.
+_ALWAYS_WRITTEN = (
+    *('instance', 'compute', 'state', 'image', 'resources', 'query', 'user_id', 'project_id', 'addresses', 'console'),
+    *('stages', 'error', 'fault', 'attempts', 'name', 'power', 'progress', 'group', 'why'),
+)
+_FIELDS = dict.fromkeys(_ALWAYS_WRITTEN, _OPTIONAL_TEXT) | {name: ORDER_FIELDS[name] for name in RECORDED_FIELDS}
+_FIELDS |= {
+    'instance': Field(UUID),
+    'compute': Field(check("a uuid or ''", lambda compute: compute == '' or keys.is_uuid(compute))),
+    'state': Field(one_of(sorted(STATES))),
+    'resources': optional(dict_of(number(0, MAX_SUM))),
+    'addresses': optional(list_of(nested(Interface))),
+    'error': optional(nested(Failure)),
+    'attempts': optional(number(0, MAX_AMOUNT)),
+    'name': ORDER_FIELDS['name']._replace(is_sparse=False),
+    'progress': lenient(nested(Progress)),
+    'group': optional(text(lambda name: Membership(name) if name else None), write=lambda group: group.name),
+    'why': lenient(nested(PlacementReason)),
+    'host_keys': sparse(parse_host_keys),
+    'cloud_init': lenient(nested(GuestFailure), is_sparse=True),
+    'boots': sparse(of_boots.parse),
+}
+
+
+@stored(1, 'record', **_FIELDS)
 @dataclass(frozen=True)
 class Record(Order):
     """An instance's state and its order's recorded fields, see the module; compute '': none. `now` is an ISO time."""
@@ -188,7 +209,7 @@ class Record(Order):
 def extract_recorded_fields(order: Order) -> dict[str, Any]:
     """Return an order's fields that a record has, as Record's arguments; `group` is a Membership with only a name."""
     group = Membership(order.group.name) if order.group else None
-    fields = {row.name: getattr(order, row.name) for row in FIELDS if row.recorded}
+    fields = {name: getattr(order, name) for name in RECORDED_FIELDS}
     return {'instance': order.instance, **fields, 'group': group}
 
 
@@ -244,43 +265,13 @@ def is_stopped_by_drain(record: Record | None, power: PowerAction | None) -> boo
     return record.state == STOPPED or (record.state == ACTIVE and not power.is_done(record.power))
 
 
-# Fields that every record has, in this order; others follow if they have a value.
-_ALWAYS_WRITTEN = (
-    *('version', 'instance', 'compute', 'state', 'image', 'resources', 'query', 'user_id', 'project_id', 'addresses'),
-    *('console', 'stages', 'error', 'fault', 'attempts', 'name', 'power', 'progress', 'group', 'why'),
-)
-
-
-def to_dict(record: Record) -> dict[str, Any]:
-    """Return the record as the JSON object that users and etcd get."""
-    unrecorded = {row.name for row in FIELDS if not row.recorded}
-    values = {name: value for name, value in asdict(record).items() if name not in unrecorded}
-    # Fields without a value are left out, except those that 1.0 wrote; 0 is a value.
-    values = {name: value for name, value in values.items() if name in _ALWAYS_WRITTEN or value not in (None, ())}
-    named = {'version': VERSION, 'group': record.group_name, 'why': record.why._asdict() if record.why else None}
-    named |= {'stack': record.stack._asdict()} if record.stack else {}
-    return dict.fromkeys(_ALWAYS_WRITTEN) | values | named
-
-
-def to_json(record: Record) -> str:
-    """Return the value of the record's key."""
-    return dump(to_dict(record))
-
-
 def from_json(value: bytes, instance: str | None = None, compute: str | None = None) -> Record:
     """Parse a record of `instance` and `compute` (None: any, '': none); ValueError if malformed, newer or of others."""
-    try:
-        record = _parse_record(load_object(value))
-    except ValueError as error:
-        raise ValueError(make_printable(str(error))[:MAX_REASON_CHARACTERS]) from error
-    except RecursionError as error:  # from repr() in a reason, which quotes the value
-        raise ValueError('not a valid record: nested too deeply') from error
-    if instance not in (None, record.instance):
-        raise ValueError(f'it is a record of instance {record.instance}, but its key is of instance {instance}')
-    if compute not in (None, record.compute):
-        raise ValueError(
-            f'it is a record of compute {record.compute or "none"}, but its key is of compute {compute or "none"}'
-        )
+    record = decode(Record, value)
+    if not record.compute and record.state != GONE:
+        raise ValueError(f'compute: expected a uuid in state {record.state}')
+    require_same('instance', record.instance, instance or record.instance)
+    require_same('compute', record.compute, record.compute if compute is None else compute)
     return record
 
 
@@ -290,124 +281,6 @@ def parse_or_none(value: bytes | None, instance: str | None = None, compute: str
         return from_json(value, instance, compute) if value is not None else None
     except ValueError:
         return None
-
-
-def is_newer(value: bytes) -> bool:
-    """Return whether a newer ecomp wrote it (False if malformed); it must not be overwritten."""
-    version = load_object_or_empty(value).get('version')
-    return type(version) is int and version > VERSION
-
-
-def _parse_record(data: Mapping[str, Any]) -> Record:
-    """Parse a record, whose `error` etc. may be null; ValueError with the reason if malformed."""
-    check_version(data.get('version'), VERSION, 'record', max_quoted=None)
-    state, error = _read_field(data, 'state', str), _read_field(data, 'error', dict | None, None)
-    if state not in STATES:
-        raise ValueError(f'not a valid record: its field state has the invalid value {state!r}')
-    return Record(
-        _parse_uuid(data, 'instance'),
-        _parse_compute(data, state),
-        state,
-        **_parse_order_fields(data),
-        resources=_parse_resources(data),
-        addresses=tuple(_parse_interface(address) for address in _read_field(data, 'addresses', list, [])),
-        console=_read_field(data, 'console', str | None, None),
-        error=Failure(*(_read_field(error, name, str) for name in ('stage', 'reason', 'cleaned'))) if error else None,
-        fault=_read_field(data, 'fault', str | None, None),
-        attempts=_parse_attempts(data),
-        power=_read_field(data, 'power', str | None, None),
-        progress=_parse_progress(data.get('progress')),
-        why=parse_placement_reason(data.get('why')),
-        host_keys=parse_host_keys(data.get('host_keys')),
-        cloud_init=_parse_cloud_init(data.get('cloud_init')),
-        boots=of_boots.parse(data.get('boots')),
-    )
-
-
-def _parse_order_fields(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return its order's recorded fields; ValueError for invalid values, also null where a field is never None."""
-    group = _read_field(data, 'group', str | None, None)
-    values: dict[str, Any] = {'group': Membership(group) if group else None}
-    for row in FIELDS:
-        if row.recorded and row.name not in values:
-            refusal = ValueError(
-                f'not a valid record: its field {row.name} has the invalid value {data.get(row.name)!r}'
-            )
-            try:
-                values[row.name] = row.parse(data, row.name)
-            except ValueError:
-                raise refusal from None
-            if data.get(row.name, '') is None and values[row.name] is not None:
-                raise refusal
-    return values
-
-
-def _read_field(data: Mapping[str, Any], name: str, kind: Any, *default: Any) -> Any:
-    """Return a field of type `kind`; an absent one is the default or else null. ValueError for other types and bool."""
-    if name not in data and default:
-        return default[0]
-    value = data.get(name)
-    # In Python, True is an int.
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise ValueError(f'not a valid record: its field {name} has the invalid value {value!r}')
-    return value
-
-
-def _parse_resources(data: Mapping[str, Any]) -> dict[str, int]:
-    """Return `resources`, {} if absent; ValueError unless the amounts are from 0 to MAX_SUM."""
-    amounts = _read_field(data, 'resources', dict, {})
-    values = {name: _read_field(amounts, name, int) for name in amounts}
-    if not all(map(is_amount, values.values())):
-        raise ValueError(f'not a valid record: its field resources has the invalid value {values!r}')
-    return values
-
-
-def _parse_attempts(data: Mapping[str, Any]) -> int:
-    """Return `attempts`, 0 if absent; ValueError unless from 0 to MAX_AMOUNT."""
-    attempts: int = _read_field(data, 'attempts', int, 0)
-    if not is_amount(attempts, MAX_AMOUNT):
-        raise ValueError(f'not a valid record: its field attempts has the invalid value {attempts}')
-    return attempts
-
-
-def _parse_uuid(data: Mapping[str, Any], name: str) -> str:
-    """Return a uuid; ValueError if it is absent or another value."""
-    if not keys.is_uuid(text := _read_field(data, name, str)):
-        raise ValueError(f'not a valid record: its field {name} has the value {text!r}, which is not a uuid')
-    return str(text)
-
-
-def _parse_compute(data: Mapping[str, Any], state: str) -> str:
-    """Return a uuid, or '' in state gone: the queued request was removed. Else ValueError."""
-    return '' if state == GONE and data.get('compute') == '' else _parse_uuid(data, 'compute')
-
-
-def _parse_interface(data: Any) -> Interface:
-    """Parse an interface; ValueError if malformed or without network or mac."""
-    if not isinstance(data, dict):
-        raise ValueError(f'not a valid record: its field addresses contains {data!r}, which is not an object')
-    optional_fields = (_read_field(data, name, str | None, None) for name in ('address', 'source', 'expected'))
-    return Interface(_read_field(data, 'network', str), _read_field(data, 'mac', str), *optional_fields)
-
-
-def _parse_cloud_init(data: Any) -> GuestFailure | None:
-    """Parse the failure that a guest reported; None for a malformed one."""
-    return parse_failure(data.get('stage'), data.get('reason')) if isinstance(data, dict) else None
-
-
-def _parse_progress(data: Any) -> Progress | None:
-    """Parse the progress; None for a malformed one, as nothing depends on it."""
-    if not isinstance(data, dict):
-        return None
-    try:
-        progress = Progress(
-            _read_field(data, 'stage', str),
-            _read_field(data, 'done', int),
-            _read_field(data, 'total', int | None, None),
-        )
-    except ValueError:
-        return None
-    return progress if all(0 <= size < 2**63 for size in (progress.done, progress.total or 0)) else None
 
 
 # What an instance waits for before each stage, in the user's words.

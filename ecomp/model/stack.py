@@ -1,11 +1,10 @@
 """Stacks: the instances of one file, their uuids, and the key /stacks/<name>. Pure.
 
-The key holds JSON: {"version", "epoch": uuid, "floor", "applied_from", "entries": {"<member>/<number>": {"incarnation",
-"compute", "ended"}}}. "applied_from" is `user@host:file` of the file that last changed the stack.
-The first apply of a stack writes a random epoch, and an instance's uuid is a hash of it. `incarnation` counts the
-instances that were delivered for an entry: a replacement gets the next number, so no uuid is used twice. Entries are
-never deleted. `compute` is where the last one was delivered; "ended" is true once a user has destroyed it. New
-instances get incarnations above `floor`, which is 0 until a lost key is restored.
+`applied_from` is `user@host:file` of the file that last changed the stack. The first apply writes a random epoch, and
+an instance's uuid is a hash of it. `incarnation` counts the instances that were delivered for an entry: a replacement
+gets the next number, so no uuid is used twice. Entries are never deleted. `compute` is where the last one was
+delivered; it is ended once a user has destroyed it. New instances get incarnations above `floor`, which is 0 until a
+lost key is restored.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ecomp.model import keys
-from ecomp.model.json_object import check_version, dump, load_object
+from ecomp.model.parsers import FLAG, TEXT, UUID, check, dict_of, number, text
+from ecomp.model.stored import COMPACT, in_key, nested, sparse, stored
 
-VERSION = 1
 # Instances of a stack: their delivery is one transaction of less than 1.4 MB.
 MAX_STACK_SIZE = 300
 MAX_INCARNATION = 2**31
@@ -28,6 +27,26 @@ _MEMBER_NAME = re.compile('[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?')
 _ENTRY_NAME = re.compile(f'{_MEMBER_NAME.pattern}/[1-9][0-9]{{0,2}}')
 
 
+def check_stack_name(text: str) -> str:
+    """Return the name; ValueError unless it is 1 to 30 lower-case letters and digits."""
+    if not _STACK_NAME.fullmatch(text):
+        reason = 'so that instances of two stacks never have the same name by accident'
+        raise ValueError(f'{text[:80]!r} is not a valid stack name: 1 to 30 lower-case letters and digits, {reason}')
+    return text
+
+
+def check_member_name(text: str) -> str:
+    """Return the name; ValueError unless it is a label: 1 to 63 lower-case letters, digits and inner -."""
+    if not _MEMBER_NAME.fullmatch(text):
+        raise ValueError(f'{text[:80]!r} is not a valid member name: lower-case letters, digits and -, no - at an end')
+    return text
+
+
+_INCARNATION = number(1, MAX_INCARNATION)
+_PARSERS = {'name': text(check_stack_name), 'member': text(check_member_name), 'number': number(1, MAX_STACK_SIZE)}
+
+
+@stored(**_PARSERS, epoch=UUID, incarnation=_INCARNATION)
 class Place(NamedTuple):
     """What a request says of the stack that its instance belongs to; `number` is from 1 on, also without a count."""
 
@@ -48,6 +67,7 @@ class Place(NamedTuple):
         return keys.derive_uuid(self.epoch, f'{self.entry_name}/{self.incarnation}')
 
 
+@stored(incarnation=_INCARNATION, compute=UUID, is_ended=sparse(FLAG, name='ended'))
 class Entry(NamedTuple):
     """The last delivered instance of an entry; see the module."""
 
@@ -56,6 +76,14 @@ class Entry(NamedTuple):
     is_ended: bool = False
 
 
+@stored(
+    *(1, 'stack', COMPACT),
+    name=in_key(check_stack_name),
+    epoch=UUID,
+    floor=sparse(number(1, MAX_FLOOR)),
+    applied_from=sparse(TEXT),
+    entries=dict_of(nested(Entry), check('a member, / and a number', _ENTRY_NAME.fullmatch)),
+)
 @dataclass(frozen=True)
 class Stack:
     """A stack as its key holds it; `entries` is {"<member>/<number>": entry}."""
@@ -103,76 +131,3 @@ def restore_stack(name: str, places: Mapping[Place, str], floor: int) -> Stack |
         stack = by_epoch.get(place.epoch, Stack(name, place.epoch, floor=floor))
         by_epoch[place.epoch] = stack.with_delivered({place: compute})
     return max(by_epoch.values(), key=lambda stack: (len(stack.entries), stack.epoch), default=None)
-
-
-def check_stack_name(text: str) -> str:
-    """Return the name; ValueError unless it is 1 to 30 lower-case letters and digits."""
-    if not _STACK_NAME.fullmatch(text):
-        reason = 'so that instances of two stacks never have the same name by accident'
-        raise ValueError(f'{text[:80]!r} is not a valid stack name: 1 to 30 lower-case letters and digits, {reason}')
-    return text
-
-
-def check_member_name(text: str) -> str:
-    """Return the name; ValueError unless it is a label: 1 to 63 lower-case letters, digits and inner -."""
-    if not _MEMBER_NAME.fullmatch(text):
-        raise ValueError(f'{text[:80]!r} is not a valid member name: lower-case letters, digits and -, no - at an end')
-    return text
-
-
-def to_json(stack: Stack) -> str:
-    """Return the value of the stack's key; the key holds its name."""
-    entries = {
-        name: {
-            'incarnation': entry.incarnation,
-            'compute': entry.compute,
-            **({'ended': True} if entry.is_ended else {}),
-        }
-        for name, entry in stack.entries.items()
-    }
-    optional = {'floor': stack.floor, 'applied_from': stack.applied_from}
-    given = {name: value for name, value in optional.items() if value}
-    return dump({'version': VERSION, 'epoch': stack.epoch, **given, 'entries': entries}, separators=(',', ':'))
-
-
-def from_json(name: str, value: bytes) -> Stack:
-    """Parse the value of a stack's key; ValueError if it is malformed or of a newer version."""
-    data = load_object(value)
-    check_version(data.get('version'), VERSION, 'stack')
-    epoch, entries = data.get('epoch'), data.get('entries')
-    if not isinstance(epoch, str) or not keys.is_uuid(epoch):
-        raise ValueError('not a valid stack: its field epoch is not a uuid')
-    if not isinstance(entries, dict):
-        raise ValueError('not a valid stack: its field entries is not an object')
-    parsed = {entry_name: _parse_entry(entry_name, entry) for entry_name, entry in entries.items()}
-    floor = _parse_number(data, 'floor', MAX_FLOOR) if 'floor' in data else 0
-    return Stack(check_stack_name(name), epoch, parsed, floor, str(data.get('applied_from', '')))
-
-
-def _parse_entry(name: str, data: Any) -> Entry:
-    """Parse an entry; ValueError if it is malformed."""
-    compute = str(data.get('compute')) if isinstance(data, dict) else ''
-    if not _ENTRY_NAME.fullmatch(name) or not keys.is_uuid(compute) or type(data.get('ended', False)) is not bool:
-        raise ValueError(f'not a valid stack: its entry {name[:80]!r} is malformed')
-    return Entry(_parse_number(data, 'incarnation', MAX_INCARNATION), compute, data.get('ended', False))
-
-
-def parse_place(data: Any) -> Place | None:
-    """Parse the stack in a request; None for None, ValueError if it is malformed."""
-    if data is None:
-        return None
-    if not isinstance(data, dict) or not all(isinstance(data.get(name), str) for name in ('name', 'member', 'epoch')):
-        raise ValueError('stack: expected an object with name, member and epoch')
-    if not keys.is_uuid(data['epoch']):
-        raise ValueError('stack: epoch: expected a uuid')
-    number = _parse_number(data, 'number', MAX_STACK_SIZE)
-    incarnation = _parse_number(data, 'incarnation', MAX_INCARNATION)
-    return Place(check_stack_name(data['name']), check_member_name(data['member']), number, data['epoch'], incarnation)
-
-
-def _parse_number(data: Mapping[str, Any], name: str, highest: int) -> int:
-    """Return a number from 1 to `highest`; ValueError for another value."""
-    number = data.get(name)
-    if type(number) is not int or not 1 <= number <= highest:
-        raise ValueError(f'stack: {name}: expected a number from 1 to {highest}, not {str(number)[:40]!r}')
-    return number

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ecomp.model.json_object import load_object
-from ecomp.model.text import make_printable
+from ecomp.model.parsers import format_reason
 
 # Amounts by name, without unknown ones. Names of counters end in `_total`, those of their rates in `_per_second`.
 Amounts = Mapping[str, float]
@@ -22,7 +22,7 @@ def parse_answer(value: bytes) -> Measurement:
     """Parse {"used": {HOST or instance: {name: amount}}}, without malformed amounts; ValueError for {"error"}."""
     data = load_object(value)
     if not isinstance(data.get('used'), dict):
-        raise ValueError(make_printable(str(data.get('error', 'its answer is malformed')))[:500])
+        raise ValueError(format_reason(data.get('error', 'its answer is malformed')))
     return {name: _parse_amounts(amounts) for name, amounts in data['used'].items()}
 
 

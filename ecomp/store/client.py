@@ -18,6 +18,7 @@ from ecomp.metrics import TALLY
 from ecomp.model import cluster, keys
 from ecomp.model.cluster import Header, KnownCluster
 from ecomp.model.order import parse_attempt_instances
+from ecomp.model.stored import decode
 from ecomp.store.connection import AnswerTooLong, Connection, read_pages
 from ecomp.store.messages import (
     EQUAL,
@@ -99,7 +100,7 @@ class Guard:
     def adopt(self, value: bytes, endpoints: str) -> None:
         """Remember the identity in the value of /cluster, which on_change() gets; EcompError if it is malformed."""
         try:
-            identity = cluster.read_identity(value)
+            identity = decode(cluster.ClusterIdentity, value).identity
         except ValueError as error:
             malformed = f'etcd at {endpoints}: {keys.CLUSTER} is malformed: {error}'
             raise EcompError(f'{malformed}. Fix: etcdctl del {keys.CLUSTER}') from error

@@ -17,18 +17,14 @@ from ecomp.errors import Conflict, EcompError, NoSpace, StrangeEtcd, UnknownOutc
 from ecomp.model import keys
 from ecomp.model.allocation import Resources, sum_resources
 from ecomp.model.group import MAX_MEMBERS, Group, Membership, filter_admitted, resolve_group
-from ecomp.model.group import from_json as group_from_json
-from ecomp.model.group import to_json as group_to_json
 from ecomp.model.guest import SharedUserData
 from ecomp.model.host import EntriesByCompute, group_by_instance
 from ecomp.model.json_object import dump, load_object_or_empty
-from ecomp.model.order import name_to_json, parse_name_owner
+from ecomp.model.order import NameOwner
 from ecomp.model.quota import Quota, make_charge
-from ecomp.model.quota import from_json as quota_from_json
-from ecomp.model.quota import to_json as quota_to_json
 from ecomp.model.record import ERROR, GONE, RETENTION_SECONDS, Record
 from ecomp.model.record import from_json as record_from_json
-from ecomp.model.record import to_json as record_to_json
+from ecomp.model.stored import decode, decode_at, encode
 from ecomp.store.client import MAX_TRANSACTION_OPERATIONS, Delete, Entry, Exists, Put, Store, Unchanged
 
 Shared = TypeVar('Shared', Group, Quota)
@@ -51,10 +47,7 @@ class Excluded(Exception):
 
 def parse_name_holder(entry: Entry) -> str:
     """Return the instance that a name's key belongs to; Unreadable if the value is malformed."""
-    try:
-        return parse_name_owner(entry.value)
-    except ValueError as error:
-        raise Unreadable(entry.key, error) from error
+    return decode_at(entry.key, NameOwner, entry.value).instance
 
 
 def release_name(store: Store, name: str | None, instance: str, record_lease: int = 0) -> Change:
@@ -81,12 +74,12 @@ def restore_name(store: Store, name: str | None, instance: str) -> Change | None
     if entry is not None and not entry.lease:
         return None
     key = keys.name(name)
-    return [Unchanged(key, entry.revision if entry else 0)], [Put(key, name_to_json(instance))]
+    return [Unchanged(key, entry.revision if entry else 0)], [Put(key, encode(NameOwner(instance)))]
 
 
 def load_group(store: Store, name: str) -> tuple[Group | None, Unchanged]:
     """Return a group, or None, and the condition that it stays so; raise Unreadable."""
-    return _read(store, keys.group(name), lambda value: group_from_json(name, value))
+    return _read(store, keys.group(name), Group, name=name)
 
 
 def load_groups(store: Store, names: Iterable[str]) -> tuple[dict[str, Group], set[str]]:
@@ -98,7 +91,7 @@ def load_groups(store: Store, names: Iterable[str]) -> tuple[dict[str, Group], s
         for key, entry in store.read(group_keys[start : start + MAX_TRANSACTION_OPERATIONS]).items():
             name = key.removeprefix(keys.GROUPS)
             try:
-                groups_by_name[name] = group_from_json(name, entry.value)
+                groups_by_name[name] = decode(Group, entry.value, name=name)
             except ValueError:
                 unreadable.add(name)
     return groups_by_name, unreadable
@@ -106,7 +99,7 @@ def load_groups(store: Store, names: Iterable[str]) -> tuple[dict[str, Group], s
 
 def load_quota(store: Store, project: str) -> tuple[Quota | None, Unchanged]:
     """Return a project's quota, or None, and the condition that it stays so; raise Unreadable."""
-    return _read(store, keys.quota(project), lambda value: quota_from_json(project, value))
+    return _read(store, keys.quota(project), Quota, project=project)
 
 
 def load_all(
@@ -186,7 +179,7 @@ def merge_changes(*changes: Change) -> Change:
 
 def make_quota_put(new_quota: Quota) -> Put:
     """Return the write that creates or replaces the quota's key, without a condition."""
-    return Put(keys.quota(new_quota.project), quota_to_json(new_quota))
+    return Put(keys.quota(new_quota.project), encode(new_quota))
 
 
 def write_final_record(
@@ -207,7 +200,7 @@ def write_final_record(
     # Before its end, only the record of an instance in the state error is on a lease.
     error_record = store.get(key) if record.state == GONE and record.error is not None else None
     lease = store.grant(lease_seconds or RETENTION_SECONDS[record.state])
-    put = Put(key, record_to_json(record), lease)
+    put = Put(key, encode(record), lease)
     name_lease = lease if record.state == ERROR else 0
     make_change = partial(release_shared_keys, store, record, name_lease) if release_shared else make_empty_change
     written = commit_with_shared(store, conditions, [put, *map(Delete, removed_keys)], make_change, lease)
@@ -336,24 +329,21 @@ def commit_with_shared(
 def make_group_operation(new_group: Group) -> Put | Delete:
     """Return the write of a group's key, or its deletion if it has no members."""
     key = keys.group(new_group.name)
-    return Put(key, group_to_json(new_group)) if new_group.members else Delete(key)
+    return Put(key, encode(new_group)) if new_group.members else Delete(key)
 
 
-def _read(store: Store, key: str, parse: Callable[[bytes], Shared]) -> tuple[Shared | None, Unchanged]:
+def _read(store: Store, key: str, kind: type[Shared], **given: str) -> tuple[Shared | None, Unchanged]:
     """Return a key's parsed value, None without a key, and its condition; raise Unreadable."""
     entry = store.get(key)
     if entry is None:
         return None, Unchanged(key, 0)
-    try:
-        return parse(entry.value), Unchanged(key, entry.revision)
-    except ValueError as error:
-        raise Unreadable(key, error) from error
+    return decode_at(key, kind, entry.value, **given), Unchanged(key, entry.revision)
 
 
 def _is_held_by(entry: Entry, instance: str) -> bool:
     """Return whether the name's key names the instance; False if it is malformed."""
     try:
-        return parse_name_owner(entry.value) == instance
+        return decode(NameOwner, entry.value).instance == instance
     except ValueError:
         return False
 

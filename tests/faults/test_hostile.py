@@ -12,9 +12,10 @@ import pytest
 from ecomp.agent.host.state import Memory
 from ecomp.model import keys
 from ecomp.model.json_object import MAX_VALUE_BYTES
-from ecomp.model.order import MAX_REASON_CHARACTERS, MAX_REQUEST_BYTES, InvalidRequest, Request, parse_request
+from ecomp.model.order import MAX_REQUEST_BYTES, InvalidRequest, Request, parse_request
+from ecomp.model.parsers import MAX_REASON_CHARACTERS
 from ecomp.model.record import Record, from_json
-from ecomp.model.record import to_json as record_to_json
+from ecomp.model.stored import encode
 from ecomp.store.client import Entry, Snapshot, list_attempted_instances
 from tests.kit.commands import Control, Ecompute, Result
 from tests.kit.hands import read_guests
@@ -194,7 +195,7 @@ def test_malformed_record_defers_its_instance(cluster: Control, compute: Ecomput
 
 
 def format_record(**changed: Any) -> str:
-    return json.dumps({**json.loads(record_to_json(Record(INSTANCE, COMPUTE, 'active', image=IMAGE))), **changed})
+    return json.dumps({**json.loads(encode(Record(INSTANCE, COMPUTE, 'active', image=IMAGE))), **changed})
 
 
 def claim_and_make_request(cluster: Control, instance: str) -> dict[str, Any]:

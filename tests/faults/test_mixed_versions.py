@@ -24,10 +24,10 @@ from ecomp.model.choose import PlacementReason
 from ecomp.model.flavor import parse_flavor
 from ecomp.model.group import Membership
 from ecomp.model.json_object import add_time
-from ecomp.model.order import DRAIN, FIELDS, PowerAction, Request, to_json
+from ecomp.model.order import DRAIN, ORDER_FIELDS, PowerAction, Request
 from ecomp.model.queue import QueueEntry
-from ecomp.model.queue import to_json as entry_to_json
 from ecomp.model.stack import Place
+from ecomp.model.stored import encode
 from ecomp.version import read_version
 from tests.kit.audit import wait_audit_clean
 from tests.kit.commands import Command, Control, Ecompute, Result
@@ -516,15 +516,15 @@ def test_old_compute_reads_every_field_of_a_request() -> None:
         **{'group': Membership('g', 'affinity', False), 'replaced_by': other},
         **{'user_data': b'#!/bin/sh', 'user_data_sha256': 'ab' * 32},
     }
-    assert values.keys() == {row.name for row in FIELDS}, 'a new field: give it a value here'
+    assert values.keys() == ORDER_FIELDS.keys(), 'a new field: give it a value here'
     amounts = {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 64}
     allocations = {compute: amounts, other: {'CUSTOM_X': 2}}
     why, power = PlacementReason('spread', 0.5, 3), PowerAction('stop', other, DRAIN)
     request = Request(instance, allocations, why=why, power=power, **values)
     tombstone = Request(instance, {}, former_resources=amounts, **{**values, 'image': None})
-    requests = [(keys.request(compute, instance), add_time(to_json(each), 'now')) for each in (request, tombstone)]
+    requests = [(keys.request(compute, instance), add_time(encode(each), 'now')) for each in (request, tombstone)]
     entry = QueueEntry(instance, flavor=parse_flavor('small', QUERY), **{**values, 'count': 1, 'user_data': None})
-    entries = [(entry.key, entry_to_json(entry))]
+    entries = [(entry.key, encode(entry))]
     output = run_program(OLD, PARSE_PROGRAM, json.dumps([compute, requests, entries]))
     for (_, value), parsed in zip([*requests, *entries], json.loads(output), strict=True):
         sent = json.loads(value)

@@ -22,9 +22,9 @@ from ecomp.agent.instance.records import Superseded
 from ecomp.conf import EtcdConfig
 from ecomp.model import keys
 from ecomp.model.guest import DEFAULT_NETWORKS, Address, Guest, make_mac_address
-from ecomp.model.order import PowerAction, Request, to_json
+from ecomp.model.order import PowerAction, Request
 from ecomp.model.record import ACTIVE, BUILDING, STOPPED, Interface, Record
-from ecomp.model.record import to_json as record_json
+from ecomp.model.stored import encode
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.store.client import Put, Store
@@ -60,7 +60,7 @@ def world(etcd: Etcd, placement: PlacementServer, tmp_path: Path) -> Iterator[Wo
     instances = Instances(ControlPlane(compute, store, client, lambda: NOW), host, shape, memory)
     request = Request(instance, {compute: SIZE}, image='http://h/i', user_id='u', project_id='p')
     allocations.replace_allocations(client, instance, request.allocations, 'u', 'p')
-    planned = store.commit([], [Put(keys.request(compute, instance), to_json(request))])
+    planned = store.commit([], [Put(keys.request(compute, instance), encode(request))])
     assert planned
     guest = Guest(instance, compute, defined=True, running=True, disk=True)
     yield World(instances, request, compute, guest, planned, hypervisor)
@@ -115,11 +115,11 @@ def test_late_write_changes_nothing(
     state, carry_out = TASKS[task]
     name = world.request.instance
     if state is not None:
-        etcd.put_record(record_json(make_record(world, state)))
+        etcd.put_record(encode(make_record(world, state)))
         assert world.instances.records.get(name) is not None  # loads it into ecompute's records
     # Between the plan and the task.
     if since == 'rewritten':
-        etcd.put(keys.request(world.compute, name), to_json(replace(world.request, user_id='somebody else')))
+        etcd.put(keys.request(world.compute, name), encode(replace(world.request, user_id='somebody else')))
     else:
         etcd.delete(keys.request(world.compute, name))
     before = read_planes(etcd, placement, world)

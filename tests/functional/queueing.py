@@ -10,8 +10,8 @@ from ecomp.agent.instance.instances import ControlPlane
 from ecomp.agent.queue import Taker
 from ecomp.model import keys
 from ecomp.model.flavor import Flavor
-from ecomp.model.flavor import to_json as flavor_to_json
 from ecomp.model.queue import QueueEntry, WaitingEntry
+from ecomp.model.stored import encode
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.enqueue import enqueue
 from ecomp.store.client import Store
@@ -23,7 +23,7 @@ from tests.kit.store_client import read_entry
 def flavor(cloud: Cloud) -> Iterator[Flavor]:
     """A flavor of the test's own, and its queue."""
     own_flavor = Flavor(f'f{make_uuid()}', SMALL)
-    cloud.etcd.put(keys.flavor(own_flavor.name), flavor_to_json(own_flavor))
+    cloud.etcd.put(keys.flavor(own_flavor.name), encode(own_flavor))
     yield own_flavor
     # Also delete flavors whose names begin with this one's.
     for key in (

@@ -17,7 +17,8 @@ import pytest
 
 from ecomp.model import keys
 from ecomp.model.roles import WRITE, Permission, RevokePermission
-from ecomp.model.stack import MAX_STACK_SIZE, to_json
+from ecomp.model.stack import MAX_STACK_SIZE
+from ecomp.model.stored import encode
 from ecomp.scheduler.queries.stacks import load_stack
 from ecomp.store.messages import Range, Transaction
 from ecomp.store.roles import Accounts
@@ -212,7 +213,7 @@ def test_name_of_a_former_instance_that_is_being_destroyed_is_waited_for(cluster
     assert stack is not None
     later = stack.with_delivered({stack.make_place('db/1'): stack.entries['db/1'].compute}).with_ended(['db/1'])
     assert cluster.eschedule('destroy', 'shop-db').code == 0
-    cluster.etcd.put(keys.stack('shop'), to_json(later))
+    cluster.etcd.put(keys.stack('shop'), encode(later))
     applied = cluster.eschedule('apply', shop)
     assert (applied.code, 'shop-db: still being destroyed' in applied.stderr) == (6, True), applied
 

@@ -22,10 +22,10 @@ from ecomp.errors import StrangeEtcd, Unreachable
 from ecomp.files import try_lock
 from ecomp.model import keys
 from ecomp.model.guest import BaseImage, Guest, GuestSpec, Usage, make_mac_address
-from ecomp.model.order import Request, name_to_json
-from ecomp.model.order import to_json as request_to_json
-from ecomp.model.planes import Digest, Leftover, clearance_to_json, from_pages, to_pages
-from ecomp.model.quota import Quota, to_json
+from ecomp.model.order import NameOwner, Request
+from ecomp.model.planes import Clearance, Digest, Leftover, from_pages, to_pages
+from ecomp.model.quota import Quota
+from ecomp.model.stored import encode
 from ecomp.model.usage import HOST
 from ecomp.scheduler.operations import audit as auditing
 from ecomp.scheduler.operations.audit import Report, audit, fix, open_audit_session, wait_for_answers
@@ -118,7 +118,7 @@ class Host:
         """Ask the compute to remove these leftovers; return its report."""
         with open_audit_session(store) as (name, lease):
             key = keys.clearance(name, self.compute)
-            assert store.commit([Unchanged(key, 0)], [Put(key, clearance_to_json(leftovers), lease)])
+            assert store.commit([Unchanged(key, 0)], [Put(key, encode(Clearance(leftovers)), lease)])
             assert wait_for_answers(store, name, {self.compute}, 'clearing', 'cleared') == {self.compute}
             return list(json.loads(read_entry(store, keys.digest(name, self.compute, 'cleared')).value))
 
@@ -187,7 +187,7 @@ def test_audit_ignores_malformed_page_names(cloud: Cloud, host: Host, monkeypatc
 @pytest.mark.parametrize('length', [0, 256, 100_000])
 def test_audit_tolerates_quota_of_invalid_project_id(cloud: Cloud, length: int) -> None:
     key = keys.quota('x' * length)
-    cloud.etcd.put(key, to_json(Quota('x' * length, {'VCPU': 1})))
+    cloud.etcd.put(key, encode(Quota('x' * length, {'VCPU': 1})))
     try:
         findings = audit(cloud.store, cloud.placement, 0.1).findings
     finally:
@@ -203,12 +203,12 @@ def test_fix_counts_an_evacuated_instance_once(cloud: Cloud) -> None:
     tombstone = replace(former, allocations={}, image=None, former_resources=size, replaced_by=instance)
     moved = replace(former, instance=instance, allocations={new_compute: size}, replaces=replaced)
     old_key, new_key = keys.request(old_compute, replaced), keys.request(new_compute, instance)
-    puts = [Put(old_key, request_to_json(tombstone)), Put(new_key, request_to_json(moved))]
+    puts = [Put(old_key, encode(tombstone)), Put(new_key, encode(moved))]
     cloud.store.commit([], puts)
     set_limits(cloud.store, project, ['instances=5'])
     used = {**size, 'instances': 1}
     assert load_quota(cloud.store, project)[0] == Quota(project, {'instances': 5}, used), 'only one of the two counts'
-    cloud.etcd.put(keys.quota(project), to_json(Quota(project, {'instances': 5}, {})))
+    cloud.etcd.put(keys.quota(project), encode(Quota(project, {'instances': 5}, {})))
     lines: list[str] = []
     fix(cloud.store, cloud.placement, lines.append, interval_seconds=0.1)
     assert f'quota-differs {project}: recounted' in lines
@@ -474,7 +474,9 @@ def compute(cloud: Cloud) -> Iterator[str]:
     """A live compute, and a repairable finding."""
     compute, name = make_uuid(), f'n{make_uuid()[:8]}'
     lease = cloud.store.grant(600)
-    cloud.store.commit([], [Put(keys.compute(compute), '{}', lease), Put(keys.name(name), name_to_json(make_uuid()))])
+    cloud.store.commit(
+        [], [Put(keys.compute(compute), '{}', lease), Put(keys.name(name), encode(NameOwner(make_uuid())))]
+    )
     yield compute
     cloud.store.revoke(lease)
     cloud.etcd.delete(keys.name(name))

@@ -16,7 +16,8 @@ from ecomp.agent.host.claims import CONFIRMATION_SECONDS, ClaimKeeper
 from ecomp.conf import EtcdConfig
 from ecomp.errors import ClaimedElsewhere, Conflict, NoCapacity, NotFound, PlacementRefusal, UnknownOutcome, Unreachable
 from ecomp.model import keys
-from ecomp.model.order import Request, SetOrder, to_json
+from ecomp.model.order import Request, SetOrder
+from ecomp.model.stored import encode
 from ecomp.placement import allocations
 from ecomp.placement.allocations import Requester, claim
 from ecomp.placement.client import Placement
@@ -91,7 +92,7 @@ def make_delivering_store(cloud: Cloud, compute: str, order: SetOrder) -> Store:
     request = Request(order.instance, {compute: SMALL}, image='image', **fields)
 
     def deliver() -> None:
-        cloud.store.commit([], [Put(keys.request(compute, order.instance), to_json(request))])
+        cloud.store.commit([], [Put(keys.request(compute, order.instance), encode(request))])
         cloud.store.revoke(lease)
 
     return make_placing_store(cloud, deliver)

@@ -31,11 +31,9 @@ from ecomp.model.group import Membership
 from ecomp.model.guest import Attachment, Guest, GuestSpec, list_macs, make_mac_address
 from ecomp.model.order import Request
 from ecomp.model.queue import Backlog, QueueEntry, update_backlog
-from ecomp.model.queue import to_json as waiting_to_json
 from ecomp.model.quota import Quota
-from ecomp.model.quota import from_json as quota_from_json
-from ecomp.model.quota import to_json as quota_to_json
 from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE
+from ecomp.model.stored import decode, encode
 from ecomp.placement import allocations
 from ecomp.placement.allocations import Consumer
 from ecomp.store.client import Delete, Put
@@ -147,10 +145,10 @@ def set_quota(
     """
     key = keys.quota(project)
     assert cloud.store.get(key) is None, 'no other test of this etcd has one'
-    cloud.store.commit([], [Put(key, quota_to_json(Quota(project, {'instances': count}, used or {})))])
+    cloud.store.commit([], [Put(key, encode(Quota(project, {'instances': count}, used or {})))])
 
     def read_used() -> int:
-        return quota_from_json(project, read_entry(cloud.store, key).value).used.get('instances', 0)
+        return decode(Quota, read_entry(cloud.store, key).value, project=project).used.get('instances', 0)
 
     try:
         yield read_used
@@ -227,7 +225,7 @@ def test_instance_refused_from_its_queue_during_republish_is_counted(
         request = cloud.read_request(toy_compute.compute, instance)
         # An etcd from before it was taken: its queue entry holds its name, group and quota.
         entry = QueueEntry(flavor=Flavor('small', request.resources), **request.copy_fields())
-        cloud.store.commit([], [*map(Delete, places), Put(entry.key, waiting_to_json(entry))])
+        cloud.store.commit([], [*map(Delete, places), Put(entry.key, encode(entry))])
         (place,) = update_backlog(cloud.store.snapshot(keys.QUEUES).entries, Backlog()).entries.values()
         other_taker = Taker(ControlPlane(make_uuid(), cloud.store, cloud.placement, lambda: NOW), lambda: 0)
 
@@ -348,7 +346,7 @@ def test_ended_instance_that_is_queued_again_ends_with_one_lease(toy_compute: To
     toy_compute.step()
     before = read_entry(cloud.store, keys.record(toy_compute.compute, instance))
     entry = QueueEntry(flavor=Flavor('small', request.resources), **request.copy_fields())
-    cloud.store.commit([], [Put(entry.key, waiting_to_json(entry))])
+    cloud.store.commit([], [Put(entry.key, encode(entry))])
     toy_compute.republish(())
     assert cloud.store.get(entry.key) is None
     assert cloud.store.keep_alive(before.lease) == 0

@@ -26,11 +26,11 @@ from ecomp.cli.terminal import make_timestamp
 from ecomp.conf import load_schedule
 from ecomp.errors import StillGoing
 from ecomp.model import keys
-from ecomp.model import order as requests
 from ecomp.model.guest import GuestFailure
-from ecomp.model.host import hostname_to_json as hostname_to_json
-from ecomp.model.order import Request
-from ecomp.model.record import ACTIVE, BUILDING, STAGES, STOPPED, Interface, Record, to_json
+from ecomp.model.host import StoredHostname
+from ecomp.model.order import NameOwner, Request
+from ecomp.model.record import ACTIVE, BUILDING, STAGES, STOPPED, Interface, Record
+from ecomp.model.stored import encode
 from ecomp.schedule import make_terminal
 from tests.functional.cloud import IMAGE, make_uuid
 from tests.kit.commands import Command, Result, write_config
@@ -79,7 +79,7 @@ class SshGuest:
         wait_until(lambda: 'Server listening' in log.read_text(), 30, 'sshd listens')
 
     def write_record(self, record: Record) -> None:
-        self.etcd.put_record(to_json(record))
+        self.etcd.put_record(encode(record))
 
     def run_eschedule(self, *words: str) -> Result:
         """Run eschedule in its own process, because it becomes another program."""
@@ -114,7 +114,7 @@ def guest(etcd: Etcd, tmp_path: Path) -> Iterator[SshGuest]:
         stages={'requested': 't', 'started': 't', 'addressed': 't'},
     )  # fmt: skip
     etcd.put(keys.compute(compute), '{}', etcd.grant())
-    etcd.put(keys.request(compute, instance), requests.to_json(Request(instance, {}, image=IMAGE)))
+    etcd.put(keys.request(compute, instance), encode(Request(instance, {}, image=IMAGE)))
     ssh_guest = SshGuest(etcd, tmp_path, config, namespace, record, tmp_path / 'id')
     try:
         ssh_guest.make_key('id')
@@ -260,10 +260,10 @@ def test_ssh_config_uses_a_name_only_for_its_owner(guest: SshGuest) -> None:
     instance, other, name = guest.record.instance, make_uuid(), f'web-{make_uuid()[:8]}'
     forged = replace(guest.record, instance=other, compute=make_uuid(), name=name, host_keys=(guest.make_key('other'),))
     for record in (replace(guest.record, name=name, host_keys=(guest.make_key('host'),)), forged):
-        request = requests.to_json(Request(record.instance, {}, image=IMAGE))
+        request = encode(Request(record.instance, {}, image=IMAGE))
         guest.etcd.put(keys.request(record.compute, record.instance), request)
         guest.write_record(record)
-    guest.etcd.put(keys.name(name), requests.name_to_json(instance))
+    guest.etcd.put(keys.name(name), encode(NameOwner(instance)))
     hosts = {line for line in guest.run_eschedule('ssh-config').stdout.splitlines() if line.startswith('Host ')}
     assert {f'Host {name}', f'Host {other}'} <= hosts
     assert f'Host {instance}' not in hosts
@@ -271,7 +271,7 @@ def test_ssh_config_uses_a_name_only_for_its_owner(guest: SshGuest) -> None:
     assert guest.run_eschedule('ssh-config', other).stdout.startswith(f'Host {other}\n')
     # The uuid of another instance is not accepted as a name.
     guest.write_record(replace(forged, name=instance))
-    guest.etcd.put(keys.name(instance), requests.name_to_json(other))
+    guest.etcd.put(keys.name(instance), encode(NameOwner(other)))
     assert guest.run_eschedule('ssh-config', other).stdout.startswith(f'Host {other}\n')
 
 
@@ -279,10 +279,10 @@ def test_ssh_config_does_not_use_a_guest_name_that_is_a_host_name(guest: SshGues
     """Otherwise ssh to that host would loop through itself, for each guest there."""
     instance, name = guest.record.instance, f'hv-{make_uuid()[:8]}'
     guest.write_record(replace(guest.record, name=name, host_keys=(guest.make_key('host'),)))
-    guest.etcd.put(keys.name(name), requests.name_to_json(instance))
+    guest.etcd.put(keys.name(name), encode(NameOwner(instance)))
     assert guest.run_eschedule('ssh-config', instance).stdout.startswith(f'Host {name}\n')
     other = make_uuid()
-    guest.etcd.put(keys.hostname(other), hostname_to_json(name))
+    guest.etcd.put(keys.hostname(other), encode(StoredHostname(name)))
     try:
         assert guest.run_eschedule('ssh-config', name).stdout.startswith(f'Host {instance}\n')
     finally:
@@ -296,7 +296,7 @@ def test_ssh_config_does_not_use_a_guest_name_that_is_a_host_name(guest: SshGues
 def test_ssh_config_does_not_use_names_of_the_local_machine(guest: SshGuest, name: str) -> None:
     instance = guest.record.instance
     guest.write_record(replace(guest.record, name=name, host_keys=(guest.make_key('host'),)))
-    guest.etcd.put(keys.name(name), requests.name_to_json(instance))
+    guest.etcd.put(keys.name(name), encode(NameOwner(instance)))
     assert guest.run_eschedule('ssh-config', name).stdout.startswith(f'Host {instance}\n')
 
 

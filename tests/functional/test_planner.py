@@ -19,19 +19,14 @@ from ecomp.agent.host.claims import ClaimKeeper
 from ecomp.agent.instance.plan import DOMAIN_AND_DISK_GONE, Kind
 from ecomp.agent.instance.records import Superseded
 from ecomp.agent.jobs import Threads
-from ecomp.agent.planner import (
-    CHECKING_CLAIMS,
-    FIRST_POLL_SECONDS,
-    PLAN_INTERVAL_SECONDS,
-    choose_poll_interval,
-)
+from ecomp.agent.planner import CHECKING_CLAIMS, FIRST_POLL_SECONDS, PLAN_INTERVAL_SECONDS, choose_poll_interval
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, StillGoing, Unreachable
 from ecomp.model import keys
 from ecomp.model.guest import Address, BaseImage, GuestSpec, make_mac_address
 from ecomp.model.order import SHUT_OFF, START, STOP, PowerAction
 from ecomp.model.record import ACTIVE, ERROR, GONE, STOPPED, UNSEEN_END_FAULT, from_json
-from ecomp.model.record import to_json as record_to_json
+from ecomp.model.stored import encode
 from ecomp.scheduler.changes.change import change_power, destroy
 from ecomp.scheduler.changes.wait import Deadline, Wait, wait_for_stage
 from ecomp.store.client import Delete, Put
@@ -213,7 +208,7 @@ def test_guest_without_a_request_is_removed_only_if_its_end_was_accepted_unseen(
     instance = toy_compute.build()
     final = replace(toy_compute.read_record(instance).enter_state(state, NOW, state), fault=fault)
     request, record, address = toy_compute.list_keys(instance)
-    cloud.store.commit([], [Put(record, record_to_json(final)), Delete(request), Delete(address)])
+    cloud.store.commit([], [Put(record, encode(final)), Delete(request), Delete(address)])
     toy_compute.restart()
     assert toy_compute.step() == ([f'destroy as accepted {instance}'] if is_removed else [])
     assert (instance in toy_compute.hypervisor.list_guests()) is not is_removed
@@ -228,7 +223,7 @@ def test_failed_removal_after_a_forget_is_retried(
     instance = toy_compute.build()
     gone = replace(toy_compute.read_record(instance).enter_state(GONE, NOW, 'gone'), fault=UNSEEN_END_FAULT)
     request, record, _ = toy_compute.list_keys(instance)
-    cloud.store.commit([], [Put(record, record_to_json(gone)), Delete(request)])
+    cloud.store.commit([], [Put(record, encode(gone)), Delete(request)])
     toy_compute.restart()
     with monkeypatch.context() as patch:
         patch.setattr(toy_compute.hypervisor, 'destroy', raise_unreachable)

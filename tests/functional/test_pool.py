@@ -28,8 +28,9 @@ from ecomp.agent.instance.pool import InlineRunner, JobEvent
 from ecomp.errors import BuildFailed, EcompError
 from ecomp.files import InstanceLocks
 from ecomp.model import keys
-from ecomp.model.order import Request, SetOrder, to_json
+from ecomp.model.order import Request, SetOrder
 from ecomp.model.record import ACTIVE, Progress
+from ecomp.model.stored import encode
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.claim import MAX_INSTANCES_PER_CALL
 from ecomp.store.client import Delete, Put, Store
@@ -594,7 +595,7 @@ def test_number_of_calls_of_a_build_and_a_destroy(
     }
     assert toy_compute.read_record(instance).state == 'active'
     tombstone = Request(instance, {}, image=None, user_id='me', project_id='us')
-    assert cloud.store.commit([], [Put(keys.request(toy_compute.compute, instance), to_json(tombstone))])
+    assert cloud.store.commit([], [Put(keys.request(toy_compute.compute, instance), encode(tombstone))])
     # The claim's generation and release; records: destroying, then gone on a lease; the project's quota.
     assert count_calls_of_due_tasks(toy_compute, call_counts) == {
         **{'placement GET /allocations': 1, 'placement PUT /allocations': 1},

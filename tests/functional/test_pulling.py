@@ -16,9 +16,9 @@ from ecomp.errors import NoCapacity
 from ecomp.model import keys
 from ecomp.model.flavor import Flavor
 from ecomp.model.group import MAX_MEMBERS, Group, Membership
-from ecomp.model.group import to_json as group_to_json
-from ecomp.model.queue import Backlog, QueueEntry, WaitingEntry, taker_to_json, to_json
+from ecomp.model.queue import Backlog, QueueEntry, QueueTaker, WaitingEntry
 from ecomp.model.record import ERROR, Record, from_json
+from ecomp.model.stored import encode
 from ecomp.placement import allocations
 from ecomp.scheduler.changes.change import destroy
 from ecomp.store.client import Entry
@@ -55,7 +55,7 @@ class QueueCompute:
             project_id=project,
             stages={'requested': '2026-11-21T08:00:00.000Z'},
         )
-        self.cloud.etcd.put(waiting.key, to_json(waiting))
+        self.cloud.etcd.put(waiting.key, encode(waiting))
         return waiting.instance
 
     def get_place(self, instance: str) -> WaitingEntry:
@@ -119,7 +119,7 @@ def test_dead_attempt_s_claim_is_released_after_another_taker(cloud: Cloud, flav
     instance = compute.enqueue()
     allocations.replace_allocations(cloud.placement, instance, {compute.uuid: SMALL}, 'u', 'p')
     mark = keys.taker(keys.queue(flavor.name, instance))
-    cloud.etcd.put(mark, taker_to_json(make_uuid()))
+    cloud.etcd.put(mark, encode(QueueTaker(make_uuid())))
     compute.read_changes()
     compute.step()
     assert compute.claimed_instances == {instance}, 'it is the other one to move'
@@ -251,7 +251,7 @@ def make_group(cloud: Cloud) -> Iterator[Callable[[str, str], str]]:
 
     def make(policy: str, compute: str) -> str:
         name = f'g{make_uuid()[:8]}'
-        cloud.etcd.put(keys.group(name), group_to_json(Group(name, policy, True, {make_uuid(): compute})))
+        cloud.etcd.put(keys.group(name), encode(Group(name, policy, True, {make_uuid(): compute})))
         names.append(name)
         return name
 
@@ -297,7 +297,7 @@ def test_request_of_a_full_or_changed_group_is_not_touched(
     """Check that it is not marked, claimed and released twice a second, with a note each time."""
     compute, members = QueueCompute(cloud, flavor), [make_uuid() for _ in range(member_count)]
     name = f'g{make_uuid()}'
-    cloud.etcd.put(keys.group(name), group_to_json(Group(name, 'affinity', True, dict.fromkeys(members, compute.uuid))))
+    cloud.etcd.put(keys.group(name), encode(Group(name, 'affinity', True, dict.fromkeys(members, compute.uuid))))
     instance = compute.enqueue(group=Membership(name, policy, True))
     compute.read_changes()
     before = cloud.store.snapshot('/').revision
@@ -308,7 +308,7 @@ def test_request_of_a_full_or_changed_group_is_not_touched(
         cloud.etcd.delete(keys.group(name))
     else:  # An instance that is already a member is taken like any other.
         joined = Group(name, policy, True, {**dict.fromkeys(members[1:], compute.uuid), instance: ''})
-        cloud.etcd.put(keys.group(name), group_to_json(joined))
+        cloud.etcd.put(keys.group(name), encode(joined))
     compute.step_later()
     assert compute.taken_instances == {instance}
     cloud.etcd.delete(keys.group(name))

@@ -12,8 +12,8 @@ from ecomp.agent.host.claims import CONFIRMATION_SECONDS, ClaimKeeper
 from ecomp.errors import ClaimedElsewhere, Conflict, EcompError, NoCapacity, UnknownOutcome, Unreachable
 from ecomp.model import keys
 from ecomp.model.flavor import Flavor
-from ecomp.model.flavor import to_json as flavor_to_json
-from ecomp.model.queue import taker_to_json
+from ecomp.model.queue import QueueTaker
+from ecomp.model.stored import encode
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.scheduler.changes.change import destroy
@@ -64,7 +64,7 @@ def test_concurrent_requests_of_one_uuid_queue_it_once(cloud: Cloud, flavor: Fla
     instance = make_uuid()
     flavors = [Flavor(f'{flavor.name}-{number}', SMALL) for number in range(6)]
     for target_flavor in flavors:
-        cloud.etcd.put(keys.flavor(target_flavor.name), flavor_to_json(target_flavor))
+        cloud.etcd.put(keys.flavor(target_flavor.name), encode(target_flavor))
 
     def enqueue_to(target: Flavor) -> str:
         try:
@@ -117,7 +117,7 @@ def test_taker_key_and_queue_entry_protect_a_claim(cloud: Cloud, flavor: Flavor)
     instance, taker_key = place.entry.instance, keys.taker(place.entry.key)
     allocations.replace_allocations(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
     lease = cloud.store.grant(60)
-    cloud.store.commit([Unchanged(taker_key, 0)], [Put(taker_key, taker_to_json(compute), lease)])
+    cloud.store.commit([Unchanged(taker_key, 0)], [Put(taker_key, encode(QueueTaker(compute)), lease)])
     assert instance in read_pending_instances(cloud.store)
     assert 'taker' not in read_pending_instances(cloud.store)
     keeper = ClaimKeeper(compute, cloud.store, cloud.placement)

@@ -21,6 +21,7 @@ from ecomp.errors import Denied, EcompError, Unreachable, UsageError
 from ecomp.lab import elab
 from ecomp.model import cluster, keys, roles
 from ecomp.model.roles import Permission
+from ecomp.model.stored import decode
 from ecomp.store.client import Put, Unchanged
 from ecomp.store.presence import Presence
 from ecomp.store.roles import Accounts
@@ -74,7 +75,7 @@ def test_enable_reports_its_changes_and_is_idempotent(cloud: EtcdWithRoles) -> N
     assert {f'user {user}: added' for user in (*cloud.stores, 'root')} <= {*lines}
     entry = cloud.stores['compute-hv1'].get('/cluster')
     assert entry is not None
-    assert cluster.read_identity(entry.value)
+    assert decode(cluster.ClusterIdentity, entry.value)
     enabled_roles = read_roles(cloud)
     assert enabled_roles == roles.make_roles(cloud.computes, ['scheduler-shell'], ['operator-ann'])
     expect_denied(cloud, '/flavors/small')

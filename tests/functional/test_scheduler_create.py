@@ -19,8 +19,9 @@ from ecomp.errors import ClaimedElsewhere, Conflict, NoCapacity
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations
 from ecomp.model.choose import FIRST, PACK, RANDOM, SPREAD, Offer
-from ecomp.model.host import hostname_to_json as hostname_to_json
+from ecomp.model.host import StoredHostname
 from ecomp.model.order import Request, SetOrder, parse_request
+from ecomp.model.stored import encode
 from ecomp.placement import allocations
 from ecomp.placement.allocations import read_candidates
 from ecomp.placement.client import Placement
@@ -57,7 +58,7 @@ def test_create_announces_its_attempt_and_delivers(cloud: Cloud) -> None:
 @pytest.mark.fast
 def test_dead_compute_is_skipped_and_named(cloud: Cloud, caplog: pytest.LogCaptureFixture) -> None:
     dead, alive = cloud.make_compute(alive=False), cloud.make_compute()
-    cloud.etcd.put(keys.hostname(dead), hostname_to_json('hv-dead'))
+    cloud.etcd.put(keys.hostname(dead), encode(StoredHostname('hv-dead')))
     order = cloud.make_order_on(alive)
     # A provider outside ecomp in the same placement is ignored.
     candidate_list: list[Allocations] = [{dead: SMALL}, {cloud.make_compute(alive=False): SMALL}, {alive: SMALL}]
@@ -464,7 +465,7 @@ def test_number_of_named_dead_computes_is_limited(cluster: SampledCluster, caplo
     alive = cluster.make_compute()
     for _ in range(MAX_LOGGED_COMPUTES + 3):
         cluster.etcd.delete(keys.compute(dead := cluster.make_compute()))
-        cluster.etcd.put(keys.hostname(dead), hostname_to_json(f'hv-{dead[:8]}'))
+        cluster.etcd.put(keys.hostname(dead), encode(StoredHostname(f'hv-{dead[:8]}')))
     assert cluster.create(large=None) == alive
     messages = [record.message for record in caplog.records if 'not alive' in record.message]
     assert len(messages) == MAX_LOGGED_COMPUTES + 1

@@ -16,9 +16,9 @@ from ecomp.errors import Conflict, EcompError, NotFound, StillGoing
 from ecomp.model import keys
 from ecomp.model import order as requests
 from ecomp.model.group import Group, Membership
-from ecomp.model.group import to_json as group_to_json
 from ecomp.model.order import REBOOT, SHUT_OFF, SHUTDOWN_REQUESTED, START, STOP, Holdings, PowerAction, Request
-from ecomp.model.record import ACTIVE, ERROR, GONE, STOPPED, Failure, Record, format_time, make_record, to_json
+from ecomp.model.record import ACTIVE, ERROR, GONE, STOPPED, Failure, Record, format_time, make_record
+from ecomp.model.stored import encode
 from ecomp.scheduler.changes.change import Acceptance, change_power, clear, destroy
 from ecomp.scheduler.changes.wait import Deadline, Wait, wait_for_power
 from ecomp.scheduler.queries.find import find, find_living, resolve
@@ -61,13 +61,13 @@ def test_concurrent_destroys_are_one(cloud: Cloud) -> None:
 @pytest.mark.parametrize('call', ['read', 'commit'])
 def test_instance_that_ends_during_destroy_is_not_destroyed_again(cloud: Cloud, call: str, has_request: bool) -> None:
     compute, instance = cloud.make_compute(), make_uuid()
-    cloud.etcd.put_record(to_json(Record(instance, compute, ACTIVE, image=IMAGE)))
+    cloud.etcd.put_record(encode(Record(instance, compute, ACTIVE, image=IMAGE)))
     if has_request:
         cloud.etcd.put(keys.request(compute, instance), json.dumps({'instance': instance}))
     request, gone = keys.request(compute, instance), Record(instance, compute, GONE, stages={'gone': 'just now'})
 
     def end_instance() -> None:  # as its compute does
-        cloud.store.commit([], [Delete(request), Put(keys.record(compute, instance), to_json(gone))])
+        cloud.store.commit([], [Delete(request), Put(keys.record(compute, instance), encode(gone))])
 
     store = Store(EtcdConfig((cloud.etcd.endpoint,)))
     store = interpose(store, call, end_instance, lambda what, *_: call == 'commit' or request in what)
@@ -90,9 +90,9 @@ def test_destroy_waits_for_a_silent_compute(cloud: Cloud) -> None:
 def test_clear_keeps_an_instance_that_was_created_again(cloud: Cloud, state: str) -> None:
     instance, compute = make_uuid(), make_uuid()
     record = Record(instance, compute, state, image=IMAGE, error=Failure('image', 'HTTP 404', 'nothing is left'))
-    cloud.etcd.put_record(to_json(record))
+    cloud.etcd.put_record(encode(record))
     # Another client cleared the record and created the instance again.
-    alive = [Put(keys.record(compute, instance), to_json(replace(record, state=ACTIVE, error=None)))]
+    alive = [Put(keys.record(compute, instance), encode(replace(record, state=ACTIVE, error=None)))]
     alive.append(Put(keys.request(compute, instance), json.dumps({'instance': instance})))
     store = Store(EtcdConfig((cloud.etcd.endpoint,)))
     cleared = clear(interpose(store, 'commit', lambda: cloud.store.commit([], alive)))
@@ -120,7 +120,7 @@ def test_clear_takes_a_constant_number_of_range_reads(own_etcd: Etcd, there: int
     compute, store = make_uuid(), ListCountingStore(EtcdConfig((own_etcd.endpoint,)))
     # Records of a compute that is not alive, and of requests that were removed from a queue.
     for state, host in ((GONE, compute), (ERROR, compute), (GONE, '')) * there:
-        own_etcd.put(keys.record(host, instance := make_uuid()), to_json(Record(instance, host, state, image=IMAGE)))
+        own_etcd.put(keys.record(host, instance := make_uuid()), encode(Record(instance, host, state, image=IMAGE)))
     assert len(clear(store).removed) == 3 * there
     # Queue entries, requests and records, and the locations of requests and of records.
     assert store.lists == 3 + 2
@@ -145,8 +145,8 @@ def test_tombstone_of_a_newer_request_names_its_shared_keys(cloud: Cloud) -> Non
         group=membership,
     )
     key = keys.request(compute, instance)
-    cloud.etcd.put(key, json.dumps({**json.loads(requests.to_json(newer)), 'version': 99}))
-    cloud.etcd.put(keys.group(group.name), group_to_json(group))
+    cloud.etcd.put(key, json.dumps({**json.loads(encode(newer)), 'version': 99}))
+    cloud.etcd.put(keys.group(group.name), encode(group))
     destroy(cloud.store, instance)
     tombstone = requests.parse_request(compute, key, read_entry(cloud.store, key).value)
     assert isinstance(tombstone, Request)
@@ -158,7 +158,7 @@ def test_tombstone_of_a_newer_request_names_its_shared_keys(cloud: Cloud) -> Non
 def test_destroy_without_a_request_writes_a_tombstone(cloud: Cloud) -> None:
     # The request was removed manually: the domain is kept until a tombstone destroys it.
     instance, compute = make_uuid(), make_uuid()
-    cloud.etcd.put_record(to_json(Record(instance, compute, ACTIVE, image=IMAGE, query='resources=…')))
+    cloud.etcd.put_record(encode(Record(instance, compute, ACTIVE, image=IMAGE, query='resources=…')))
     destroy(cloud.store, instance)
     assert cloud.read_request(compute, instance).is_tombstone
 
@@ -191,7 +191,7 @@ def test_find_with_an_index_takes_one_call(own_etcd: Etcd) -> None:
         instances = [make_uuid() for _ in range(3)]
         for instance in instances:
             request = Request(instance, {computes[7]: SMALL}, image=IMAGE, user_id='u', project_id='p', stages={})
-            own_etcd.put(keys.request(computes[7], instance), requests.to_json(request))
+            own_etcd.put(keys.request(computes[7], instance), encode(request))
         located = read_index(store)
         for instance in instances:
             before = store.request_count
@@ -202,7 +202,7 @@ def test_find_with_an_index_takes_one_call(own_etcd: Etcd) -> None:
             assert result == find(store, instance)
         # After the index was read, the compute writes a record; then the request is deleted.
         record = make_record(computes[7], result.request or request, 'now').enter_state(ACTIVE, 'now', 'started')
-        own_etcd.put(keys.record(computes[7], instances[0]), to_json(replace(record, instance=instances[0])))
+        own_etcd.put(keys.record(computes[7], instances[0]), encode(replace(record, instance=instances[0])))
         for _ in range(2):
             result = find(store, instances[0], located)
             assert result is not None
@@ -212,7 +212,7 @@ def test_find_with_an_index_takes_one_call(own_etcd: Etcd) -> None:
         own_etcd.delete(keys.request(computes[7], instances[1]))
         assert find(store, instances[1], located) is None
         late = make_uuid()
-        own_etcd.put(keys.request(computes[9], late), requests.to_json(replace(request, instance=late)))
+        own_etcd.put(keys.request(computes[9], late), encode(replace(request, instance=late)))
         result = find(store, late, located)
         assert result is not None
         assert result.record.compute == computes[9]
@@ -263,7 +263,7 @@ def test_instance_that_leaves_its_queue_between_two_listings_is_found_with_its_r
     compute, order = cloud.make_order()
     key_index = read_index(cloud.store)  # before the requests are there; the records are listed later
     cloud.create(order)
-    cloud.etcd.put_record(to_json(Record(order.instance, compute, ACTIVE, image=IMAGE)))
+    cloud.etcd.put_record(encode(Record(order.instance, compute, ACTIVE, image=IMAGE)))
     entries = find(cloud.store, order.instance, key_index)
     assert entries is not None
     assert (entries.record.state, entries.request_entry is not None) == (ACTIVE, True)
@@ -283,13 +283,13 @@ def test_index_reads_record_names_only_when_needed(own_etcd: Etcd) -> None:
             own_etcd.put(keys.compute(compute), '{"token": "x"}', lease)
         requested, *ended = (make_uuid() for _ in range(3))
         request = Request(requested, {computes[0]: SMALL}, image=IMAGE, user_id='u', project_id='p', stages={})
-        own_etcd.put(keys.request(computes[0], requested), requests.to_json(request))
-        own_etcd.put(keys.record(computes[0], requested), to_json(Record(requested, computes[0], ACTIVE, image=IMAGE)))
+        own_etcd.put(keys.request(computes[0], requested), encode(request))
+        own_etcd.put(keys.record(computes[0], requested), encode(Record(requested, computes[0], ACTIVE, image=IMAGE)))
         # The computes of these are not alive.
-        own_etcd.put(keys.record(computes[2], ended[0]), to_json(Record(ended[0], computes[2], GONE, image=IMAGE)))
-        own_etcd.put(keys.record(computes[2], ended[1]), to_json(Record(ended[1], computes[2], ERROR, image=IMAGE)))
+        own_etcd.put(keys.record(computes[2], ended[0]), encode(Record(ended[0], computes[2], GONE, image=IMAGE)))
+        own_etcd.put(keys.record(computes[2], ended[1]), encode(Record(ended[1], computes[2], ERROR, image=IMAGE)))
         # A record of another compute is ignored if the instance has a request elsewhere.
-        own_etcd.put(keys.record(computes[2], requested), to_json(Record(requested, computes[2], GONE, image=IMAGE)))
+        own_etcd.put(keys.record(computes[2], requested), encode(Record(requested, computes[2], GONE, image=IMAGE)))
         located = read_index(store)
         assert store.request_count == 1
         result = find(store, requested, located)
@@ -320,7 +320,7 @@ def write_record(
     cloud: Cloud, compute: str, instance: str, state: str, power_id: str | None, fault: str | None = None
 ) -> None:
     record = Record(instance, compute, state, image=IMAGE, fault=fault, power=power_id)
-    cloud.etcd.put_record(to_json(record))
+    cloud.etcd.put_record(encode(record))
 
 
 def test_power_action_is_added_to_the_request(cloud: Cloud) -> None:

@@ -20,9 +20,9 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import Conflict, UnknownOutcome
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations
-from ecomp.model.record import GONE, make_record, to_json
+from ecomp.model.record import GONE, make_record
 from ecomp.model.stack import Stack
-from ecomp.model.stack import to_json as stack_to_json
+from ecomp.model.stored import encode
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.claim import DeliveryOutcome
@@ -64,7 +64,7 @@ def test_another_attempt_s_delivery_is_not_taken_for_the_lost_one(
         assert allocations.release_once(cloud.placement, instance, allocations.read_consumer(cloud.placement, instance))
         assert cloud.create(cloud.make_order_on(other, instance), resume=True) == DeliveryOutcome(other)
         record = make_record(other, cloud.read_request(other, instance), 'now')
-        cloud.etcd.put_record(to_json(record))
+        cloud.etcd.put_record(encode(record))
         return 'now'
 
     etcd_proxy.lose_request(keys.request(compute, instance).encode())
@@ -86,7 +86,7 @@ def test_lost_delivery_of_what_has_ended_since_is_reported_as_done(
         if cloud.etcd.get(request_key) is None:
             return False
         gone = make_record(compute, cloud.read_request(compute, order.instance), 'now').enter_state(GONE, 'now', 'gone')
-        cloud.etcd.put_record(to_json(gone))
+        cloud.etcd.put_record(encode(gone))
         cloud.etcd.delete(request_key)
         return True
 
@@ -115,7 +115,7 @@ def test_key_of_a_new_stack_is_read_back_after_a_lost_message(
     assert etcd_proxy.has_lost
     entry = cloud.store.get(key)
     assert entry is not None
-    assert entry.value == stack_to_json(ours if is_ours else theirs).encode()
+    assert entry.value == encode(ours if is_ours else theirs).encode()
 
 
 @pytest.mark.parametrize('arrives', [True, False])

@@ -9,8 +9,9 @@ import pytest
 
 from ecomp.errors import Conflict, EcompError, NotFound, UsageError
 from ecomp.model import keys
-from ecomp.model.order import SetOrder, name_to_json, parse_name_owner
-from ecomp.model.record import ACTIVE, DESTROYING, ERROR, GONE, Failure, Record, to_json
+from ecomp.model.order import NameOwner, SetOrder
+from ecomp.model.record import ACTIVE, DESTROYING, ERROR, GONE, Failure, Record
+from ecomp.model.stored import decode, encode
 from ecomp.scheduler.changes.change import destroy
 from ecomp.scheduler.placing.claim import DeliveryOutcome
 from ecomp.scheduler.queries.find import find, find_living, resolve
@@ -34,7 +35,7 @@ def make_named_order(cloud: Cloud, name: str, compute: str | None = None, **chan
 
 def read_owner(cloud: Cloud, name: str) -> str | None:
     value = cloud.etcd.get(keys.name(name))
-    return None if value is None else parse_name_owner(value)
+    return None if value is None else decode(NameOwner, value).instance
 
 
 def write_record(cloud: Cloud, order: SetOrder, state: str) -> None:
@@ -47,11 +48,11 @@ def write_record(cloud: Cloud, order: SetOrder, state: str) -> None:
     if state == ERROR:
         lease = cloud.store.grant(3600)
         conditions, change = release_name(cloud.store, order.name, order.instance, lease)
-        put = Put(keys.record(compute, order.instance), to_json(replace(base_record, error=FAILURE)), lease)
+        put = Put(keys.record(compute, order.instance), encode(replace(base_record, error=FAILURE)), lease)
         assert cloud.store.commit(conditions, [put, *change])
         cloud.etcd.delete(keys.request(compute, order.instance))
     else:
-        cloud.etcd.put_record(to_json(base_record))
+        cloud.etcd.put_record(encode(base_record))
 
 
 # Reserving a name with the delivery
@@ -249,7 +250,7 @@ def test_number_of_named_ambiguous_instances_is_limited(cloud: Cloud) -> None:
     digits = make_uuid()[:8]
     for _ in range(8):
         instance = digits + make_uuid()[8:]
-        cloud.etcd.put_record(to_json(Record(instance, make_uuid(), ACTIVE, image=IMAGE)))
+        cloud.etcd.put_record(encode(Record(instance, make_uuid(), ACTIVE, image=IMAGE)))
     with pytest.raises(
         UsageError, match=r'8 uuids of instances begin with it: \S+, \S+, \S+, \S+, \S+ and 3 more\. Fix: '
     ):
@@ -257,7 +258,7 @@ def test_number_of_named_ambiguous_instances_is_limited(cloud: Cloud) -> None:
 
 
 def test_name_of_a_missing_instance_is_resolved_but_not_live(cloud: Cloud, name: str) -> None:
-    cloud.etcd.put(keys.name(name), name_to_json(instance := make_uuid()))
+    cloud.etcd.put(keys.name(name), encode(NameOwner(instance := make_uuid())))
     assert resolve(cloud.store, name) == instance
     with pytest.raises(NotFound, match=f'{instance}: no such instance'):
         find_living(cloud.store, instance)

@@ -17,18 +17,8 @@ import pytest
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable
 from ecomp.model import keys
-from ecomp.model.record import (
-    ACTIVE,
-    BUILDING,
-    DESTROYING,
-    ERROR,
-    GONE,
-    WAIT_REASONS,
-    Failure,
-    Progress,
-    Record,
-    to_json,
-)
+from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, WAIT_REASONS, Failure, Progress, Record
+from ecomp.model.stored import encode
 from ecomp.scheduler.changes import wait as wait_module
 from ecomp.scheduler.changes.wait import Deadline, InstanceFollower, Wait, wait_for_stage, wait_until_gone
 from ecomp.store.client import Delete, Put, Store
@@ -71,7 +61,7 @@ def test_wait_reports_each_stage(cloud: Cloud, messages: list[str]) -> None:
     ) as waiting:
         for stage, next_stage in {'image': 'disk', 'disk': 'started', 'started': 'addressed', 'addressed': ''}.items():
             record = record.enter_state(ACTIVE, 't', stage)
-            cloud.etcd.put_record(to_json(record))
+            cloud.etcd.put_record(encode(record))
             if next_stage:
                 wait_until(partial(is_waiting_for, WAIT_REASONS[next_stage]), 10, f'{stage} is seen')
         assert waiting.result(SLOWDOWN_FACTOR * 10) == record
@@ -84,34 +74,34 @@ def test_wait_reports_the_progress_of_a_download(cloud: Cloud, messages: list[st
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(wait_for_stage, Wait(config, instance, Deadline(30), messages.append), 'started')
         progress = Progress('image', 34_000_000, 600_000_000)
-        cloud.etcd.put_record(to_json(replace(record, progress=progress)))
+        cloud.etcd.put_record(encode(replace(record, progress=progress)))
         wait_until(
             lambda: any(message.startswith('waiting for image, 34 of 600 MB, ') for message in messages),
             10,
             'it is told',
         )
-        cloud.etcd.put_record(to_json(record.enter_state(ACTIVE, 't', 'image', 'disk', 'started')))
+        cloud.etcd.put_record(encode(record.enter_state(ACTIVE, 't', 'image', 'disk', 'started')))
         assert waiting.result(SLOWDOWN_FACTOR * 10).progress is None
 
 
 def test_waits_share_one_deadline(cloud: Cloud, messages: list[str]) -> None:
     config, deadline = EtcdConfig((cloud.etcd.endpoint,)), Deadline(0.5)
     existing, compute = make_uuid(), make_uuid()
-    cloud.etcd.put_record(to_json(Record(existing, compute, ACTIVE, image=IMAGE, stages={'started': 't'})))
+    cloud.etcd.put_record(encode(Record(existing, compute, ACTIVE, image=IMAGE, stages={'started': 't'})))
     with pytest.raises(StillGoing, match=r'timed out after 0\.5 s'):
         wait_for_stage(Wait(config, make_uuid(), deadline, messages.append), 'started')
     assert deadline.elapsed >= 0.5
     # The deadline has passed: each further instance is still checked once.
     assert wait_for_stage(Wait(config, existing, deadline, messages.append), 'started').instance == existing
     stages = dict.fromkeys(('requested', 'scheduled', 'image', 'disk', 'started'), 't')
-    cloud.etcd.put_record(to_json(Record(existing, compute, ACTIVE, image=IMAGE, stages=stages)))
+    cloud.etcd.put_record(encode(Record(existing, compute, ACTIVE, image=IMAGE, stages=stages)))
     with pytest.raises(StillGoing, match=r'\(the operation continues\), still waiting for its DHCP lease$'):
         wait_for_stage(Wait(config, existing, deadline, messages.append), 'addressed')
 
 
 def test_removed_record_ends_a_wait(cloud: Cloud, messages: list[str]) -> None:
     instance, config = make_uuid(), EtcdConfig((cloud.etcd.endpoint,))
-    cloud.etcd.put_record(to_json(Record(instance, make_uuid(), ACTIVE, image=IMAGE)))
+    cloud.etcd.put_record(encode(Record(instance, make_uuid(), ACTIVE, image=IMAGE)))
     with begin_wait(
         messages, wait_for_stage, Wait(config, instance, Deadline(30), messages.append), 'started'
     ) as waiting:
@@ -124,8 +114,8 @@ def test_wait_ends_on_failure_on_destroy_and_at_the_deadline(cloud: Cloud, messa
     config = EtcdConfig((cloud.etcd.endpoint,))
     failed, gone, slow = make_uuid(), make_uuid(), make_uuid()
     error = Failure('image', 'HTTP 404', 'nothing is left')
-    cloud.etcd.put_record(to_json(Record(failed, make_uuid(), ERROR, image=IMAGE, error=error)))
-    cloud.etcd.put_record(to_json(Record(gone, make_uuid(), GONE, image=IMAGE)))
+    cloud.etcd.put_record(encode(Record(failed, make_uuid(), ERROR, image=IMAGE, error=error)))
+    cloud.etcd.put_record(encode(Record(gone, make_uuid(), GONE, image=IMAGE)))
     with pytest.raises(EcompError, match='failed at stage image: HTTP 404') as caught:
         wait_for_stage(Wait(config, failed, Deadline(10), messages.append), 'started')
     assert caught.value.exit_code == 1
@@ -157,10 +147,10 @@ def test_wait_for_the_end_of_an_instance(cloud: Cloud, messages: list[str]) -> N
     config = EtcdConfig((cloud.etcd.endpoint,))
     for instance in (gone, removed):
         messages.clear()
-        cloud.etcd.put_record(to_json(Record(instance, compute, ACTIVE, image=IMAGE)))
+        cloud.etcd.put_record(encode(Record(instance, compute, ACTIVE, image=IMAGE)))
         with begin_wait(messages, wait_until_gone, Wait(config, instance, Deadline(30), messages.append)) as waiting:
             if instance == gone:
-                cloud.etcd.put_record(to_json(Record(gone, compute, GONE, image=IMAGE)))
+                cloud.etcd.put_record(encode(Record(gone, compute, GONE, image=IMAGE)))
             else:  # the record of a failed instance is removed immediately
                 cloud.etcd.delete(cloud.etcd.find_record_key(removed))
             waiting.result(SLOWDOWN_FACTOR * 20)
@@ -177,7 +167,7 @@ def test_instance_that_moves_during_an_etcd_outage_is_found(cloud: Cloud) -> Non
         real, whereabouts._find_key = whereabouts._find_key, _raise_unreachable  # type: ignore[method-assign]
         wait_until(lambda: whereabouts.read() == (False, None), 10, 'it is seen to be gone, and not found')
         whereabouts._find_key = real  # type: ignore[method-assign]
-        cloud.etcd.put_record(to_json(Record(instance, compute, ACTIVE, image=IMAGE)))
+        cloud.etcd.put_record(encode(Record(instance, compute, ACTIVE, image=IMAGE)))
         wait_until(lambda: whereabouts.read()[1] is not None, 10, 'it is found')
     cloud.etcd.delete(request)
 
@@ -194,19 +184,19 @@ def test_wait_from_the_queue_follows_the_compute_with_the_claim(
     config, instance, other, taker = EtcdConfig((cloud.etcd.endpoint,)), make_uuid(), make_uuid(), make_uuid()
     foreign, record = (Record(instance, compute, BUILDING, image=IMAGE) for compute in (other, taker))
     cloud.etcd.put(keys.request(other, instance), '{}')
-    cloud.etcd.put(keys.record(other, instance), to_json(foreign))
+    cloud.etcd.put(keys.record(other, instance), encode(foreign))
     wait = Wait(
         config, instance, Deadline(30), messages.append, claims=lambda each: [instance] if each == taker else []
     )
     with begin_wait(messages, wait_for_stage, wait, 'started') as waiting:
         cloud.etcd.put(keys.request(taker, instance), '{}')
         if has_written:
-            cloud.etcd.put(keys.record(taker, instance), to_json(record))
-        cloud.etcd.put(keys.record(other, instance), to_json(foreign.enter_state(state, 't', 'started')))
+            cloud.etcd.put(keys.record(taker, instance), encode(record))
+        cloud.etcd.put(keys.record(other, instance), encode(foreign.enter_state(state, 't', 'started')))
         time.sleep(1.5)
         assert not waiting.done()
         record = record.enter_state(ACTIVE, 't', 'started')
-        cloud.etcd.put(keys.record(taker, instance), to_json(record))
+        cloud.etcd.put(keys.record(taker, instance), encode(record))
         assert waiting.result(SLOWDOWN_FACTOR * 10) == record
     remove_keys(cloud, instance, other, taker)
 
@@ -215,7 +205,7 @@ def test_two_records_are_not_trusted_until_placement_answers(cloud: Cloud, messa
     config, instance, other, taker = EtcdConfig((cloud.etcd.endpoint,)), make_uuid(), make_uuid(), make_uuid()
     foreign, record = (Record(instance, host, BUILDING, image=IMAGE) for host in (other, taker))
     cloud.etcd.put(keys.request(other, instance), '{}')
-    cloud.etcd.put(keys.record(other, instance), to_json(foreign))
+    cloud.etcd.put(keys.record(other, instance), encode(foreign))
     is_away = threading.Event()
     is_away.set()
 
@@ -227,12 +217,12 @@ def test_two_records_are_not_trusted_until_placement_answers(cloud: Cloud, messa
     wait = Wait(config, instance, Deadline(30), messages.append, claims=list_claims)
     with begin_wait(messages, wait_for_stage, wait, 'started') as waiting:
         cloud.etcd.put(keys.request(taker, instance), '{}')
-        cloud.etcd.put(keys.record(taker, instance), to_json(record))
-        cloud.etcd.put(keys.record(other, instance), to_json(foreign.enter_state(ACTIVE, 't', 'started')))
+        cloud.etcd.put(keys.record(taker, instance), encode(record))
+        cloud.etcd.put(keys.record(other, instance), encode(foreign.enter_state(ACTIVE, 't', 'started')))
         wait_until(lambda: messages[-1].startswith('waiting for placement to answer'), 10, 'it says whom it waits for')
         is_away.clear()
         record = record.enter_state(ACTIVE, 't', 'started')
-        cloud.etcd.put(keys.record(taker, instance), to_json(record))
+        cloud.etcd.put(keys.record(taker, instance), encode(record))
         assert waiting.result(SLOWDOWN_FACTOR * 10) == record
     remove_keys(cloud, instance, other, taker)
 
@@ -250,12 +240,12 @@ def test_wait_for_a_destroy_ignores_a_compute_without_a_claim(cloud: Cloud, mess
     request, record = keys.request(owner, instance), Record(instance, owner, DESTROYING, image=IMAGE)
     for compute in (owner, other):
         cloud.etcd.put(keys.request(compute, instance), '{}')
-        cloud.etcd.put(keys.record(compute, instance), to_json(replace(record, compute=compute)))
+        cloud.etcd.put(keys.record(compute, instance), encode(replace(record, compute=compute)))
     claims = {owner: [instance]}
     wait = Wait(config, instance, Deadline(30), messages.append, claims=lambda each: claims.get(each, []))
     with begin_wait(messages, wait_until_gone, wait) as waiting:
         claims.clear()
-        gone = to_json(record.enter_state(GONE, 't', 'gone'))
+        gone = encode(record.enter_state(GONE, 't', 'gone'))
         cloud.store.commit([], [Delete(request), Put(keys.record(owner, instance), gone)])
         waiting.result(SLOWDOWN_FACTOR * 10)
     remove_keys(cloud, instance, other, owner)
@@ -278,7 +268,7 @@ def test_wait_reports_an_unreachable_placement(cloud: Cloud, messages: list[str]
 def test_wait_with_an_index_takes_one_read(cloud: Cloud, messages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     config, instance, compute = EtcdConfig((cloud.etcd.endpoint,)), make_uuid(), make_uuid()
     started = Record(instance, compute, ACTIVE, image=IMAGE).enter_state(ACTIVE, 't', 'started')
-    cloud.etcd.put_record(to_json(started))
+    cloud.etcd.put_record(encode(started))
     located, mislocated = (KeyIndex({instance: [keys.request(host, instance)]}) for host in (compute, make_uuid()))
     assert (
         wait_for_stage(Wait(config, instance, Deadline(5), messages.append, key_index=mislocated), 'started') == started
@@ -295,7 +285,7 @@ def _raise_unreachable(*_: object) -> NoReturn:
 def test_wait_leaves_no_thread_behind(cloud: Cloud, messages: list[str]) -> None:
     before = threading.active_count()
     instance = make_uuid()
-    cloud.etcd.put_record(to_json(Record(instance, make_uuid(), ACTIVE, image=IMAGE)))
+    cloud.etcd.put_record(encode(Record(instance, make_uuid(), ACTIVE, image=IMAGE)))
     with pytest.raises(StillGoing):
         wait_until_gone(Wait(EtcdConfig((cloud.etcd.endpoint,)), instance, Deadline(0.1), messages.append))
     wait_until(lambda: threading.active_count() <= before, 5, 'as many threads as before')

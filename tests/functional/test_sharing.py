@@ -15,13 +15,11 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import Denied, EcompError, NoSpace, UnknownOutcome, Unreachable, Unreadable
 from ecomp.model import keys
 from ecomp.model.group import Group, Membership
-from ecomp.model.group import to_json as group_to_json
 from ecomp.model.guest import SharedUserData
 from ecomp.model.order import Request
 from ecomp.model.quota import Quota
-from ecomp.model.quota import from_json as quota_from_json
-from ecomp.model.quota import to_json as quota_to_json
 from ecomp.model.record import ACTIVE, GONE, Record
+from ecomp.model.stored import decode, encode
 from ecomp.scheduler.operations.sharing import delete_flavor, put_flavor, set_limits
 from ecomp.scheduler.placing.claim import deliver
 from ecomp.store.client import Entry, Put, Store, Unchanged
@@ -63,14 +61,14 @@ def member(cloud: Cloud) -> Record:
     )
     cloud.etcd.put(
         GROUP_KEY,
-        group_to_json(
+        encode(
             Group(
                 'web', 'affinity', True, {instance_record.instance: instance_record.compute, make_uuid(): make_uuid()}
             )
         ),
     )
     used = {'instances': 2, **{name: 2 * amount for name, amount in SMALL.items()}}
-    cloud.etcd.put(QUOTA_KEY, quota_to_json(Quota('shop', {'instances': 5}, used)))
+    cloud.etcd.put(QUOTA_KEY, encode(Quota('shop', {'instances': 5}, used)))
     return instance_record
 
 
@@ -89,7 +87,7 @@ def test_end_keeps_a_malformed_shared_key(cloud: Cloud, member: Record, key: str
     assert cloud.store.commit(conditions, operations) is not None
     assert cloud.etcd.get(key) == b'rubbish'
     if key == GROUP_KEY:
-        assert quota_from_json('shop', cloud.etcd.get(QUOTA_KEY) or b'').used == {'instances': 1, **SMALL}
+        assert decode(Quota, cloud.etcd.get(QUOTA_KEY) or b'', project='shop').used == {'instances': 1, **SMALL}
     else:
         assert member.instance not in json.loads(cloud.etcd.get(GROUP_KEY) or b'')['members']
 

@@ -20,21 +20,10 @@ import pytest
 from ecomp.conf import EtcdConfig
 from ecomp.errors import StillGoing
 from ecomp.model import keys
-from ecomp.model.host import hostname_to_json
+from ecomp.model.host import StoredHostname
 from ecomp.model.order import Request
-from ecomp.model.order import to_json as request_to_json
-from ecomp.model.record import (
-    ACTIVE,
-    BUILDING,
-    DESTROYING,
-    ERROR,
-    STAGES,
-    Failure,
-    Interface,
-    Record,
-    format_time,
-    to_json,
-)
+from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, STAGES, Failure, Interface, Record, format_time
+from ecomp.model.stored import encode
 from ecomp.placement import providers
 from ecomp.scheduler.changes import wait as wait_module
 from ecomp.scheduler.changes.wait import Deadline, SilenceDetector, Wait, wait_for_stage
@@ -64,12 +53,12 @@ class Hosts:
         instance = make_uuid()
         named = {'name': f'{name}-{self.project}', 'project_id': self.project, 'image': IMAGE}
         request = Request(instance, {compute: SMALL}, **named, stages={'requested': f't{name}'})
-        self.cloud.etcd.put(keys.request(compute, instance), request_to_json(request))
+        self.cloud.etcd.put(keys.request(compute, instance), encode(request))
         self.cloud.etcd.put(keys.name(named['name']), json.dumps({'version': 1, 'instance': instance}))
         if state:
             stages = {**dict.fromkeys(STAGES, 't'), 'requested': f't{name}'}
             record = Record(instance, compute, state, **named, stages=stages, addresses=(ADDRESS,))
-            self.cloud.etcd.put_record(to_json(replace(record, **fields)))
+            self.cloud.etcd.put_record(encode(replace(record, **fields)))
         return instance
 
     def run(self, *words: str) -> Result:
@@ -94,7 +83,7 @@ def hosts(cloud: Cloud, tmp_path: Path) -> Iterator[Hosts]:
     up, closed, silent = cloud.make_compute(), cloud.make_compute(alive=False), cloud.make_compute(alive=False)
     providers.set_inventory(cloud.placement, closed, {'VCPU': {'total': 2, 'reserved': 2}})
     for name, compute in (('up', up), ('closed', closed), ('silent', silent)):
-        cloud.etcd.put(keys.hostname(compute), hostname_to_json(f'hv-{name}'))
+        cloud.etcd.put(keys.hostname(compute), encode(StoredHostname(f'hv-{name}')))
     yield Hosts(cloud, config, f'p{make_uuid()[:8]}', up, closed, silent)
     for compute in (up, closed, silent):  # other tests use this etcd, too
         for key in [*cloud.etcd.list_keys(keys.HOSTS), *cloud.etcd.list_keys(keys.INSTANCES)]:
@@ -144,7 +133,7 @@ def test_time_of_the_last_sign_of_life_is_shown(hosts: Hosts, monkeypatch: pytes
     monkeypatch.setattr(wait_module, 'SILENCE_CHECK_SECONDS', 0.1)
     store, hostname = hosts.cloud.store, keys.hostname(hosts.silent)
     renewed, anchor = leases = store.grant(600), store.grant(600)
-    hosts.cloud.etcd.put(hostname, hostname_to_json('hv-silent', leases))
+    hosts.cloud.etcd.put(hostname, encode(StoredHostname('hv-silent', leases)))
     name, now = f'a-{hosts.project}', format_time(datetime.now(UTC))
     old = hosts.add(hosts.silent, 'a', stages=dict.fromkeys(STAGES[:-1], now))
     hosts.add(hosts.up, 'b')
@@ -314,7 +303,7 @@ def test_wait_goes_on_while_the_host_is_closed_or_starts(hosts: Hosts, monkeypat
             assert checked.wait(30)
         assert not waiting.done()
         record = Record(instance, hosts.closed, ACTIVE, image=IMAGE, stages={'requested': 't', 'addressed': 't'})
-        hosts.cloud.etcd.put_record(to_json(record))
+        hosts.cloud.etcd.put_record(encode(record))
         assert waiting.result(60) == ACTIVE
 
 

@@ -11,7 +11,8 @@ from ecomp.agent.host import metadata
 from ecomp.agent.host.metadata import is_metadata
 from ecomp.conf import EtcdConfig
 from ecomp.model import keys
-from ecomp.model.record import ACTIVE, BUILDING, ERROR, Record, from_json, to_json
+from ecomp.model.record import ACTIVE, BUILDING, ERROR, Record, from_json
+from ecomp.model.stored import encode
 from ecomp.placement.client import Placement
 from ecomp.store.client import Put, Store
 from tests.functional.cloud import Cloud, make_uuid
@@ -56,7 +57,7 @@ def test_build_without_a_request_fails_with_the_reason(
 ) -> None:
     instance = make_uuid()
     key = keys.record(toy_compute.compute, instance)
-    cloud.store.commit([], [Put(key, to_json(Record(instance, toy_compute.compute, state, image='http://h/i')))])
+    cloud.store.commit([], [Put(key, encode(Record(instance, toy_compute.compute, state, image='http://h/i')))])
     toy_compute.instances.end_without_request(instance, None)
     entry = read_entry(cloud.store, key)
     record = from_json(entry.value)

@@ -22,6 +22,7 @@ from ecomp.errors import EcompError, StrangeEtcd, UsageError
 from ecomp.model import cluster, keys
 from ecomp.model.cluster import KnownCluster
 from ecomp.model.record import ERROR, Failure, Record
+from ecomp.model.stored import encode
 from ecomp.store.client import Delete, Entry, Guard, Put, Store, Unchanged
 from ecomp.store.presence import Presence
 from ecomp.store.roles import etcdrpc  # this module makes protobuf load it
@@ -291,7 +292,7 @@ def test_changes_during_an_outage_are_seen_after_it(
 
 IDENTITY = 'b8756be5-a30d-4311-920c-0ad996367a8e'
 OTHER_IDENTITY = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
-CLUSTER_VALUE = cluster.make_identity_value(IDENTITY, 'now').encode()
+CLUSTER_VALUE = encode(cluster.ClusterIdentity(IDENTITY, 'now')).encode()
 KNOWN_CLUSTER = KnownCluster(IDENTITY, 1, 10, 2)
 
 
@@ -386,7 +387,7 @@ def test_refused_watch_is_retried_less_and_less_often() -> None:
         ((2, 10, 2), CLUSTER_VALUE, 'its cluster id is 2, not 1 as before'),
         (
             (1, 10, 2),
-            cluster.make_identity_value(OTHER_IDENTITY, 'now').encode(),
+            encode(cluster.ClusterIdentity(OTHER_IDENTITY, 'now')).encode(),
             f'its identity is {OTHER_IDENTITY}, not {IDENTITY} as before',
         ),
         ((1, 10, 2), None, f'its /cluster is missing, and had identity {IDENTITY} before'),
@@ -459,7 +460,7 @@ def test_first_client_writes_the_identity_and_the_next_adopts_it(own_etcd: Etcd)
     first, second = Guard(KnownCluster(), lambda _: None), Guard(KnownCluster(), lambda _: None)
     for guard, identity in ((first, IDENTITY), (second, OTHER_IDENTITY)):
         with closing(Store(make_config(own_etcd.endpoint), guard)) as store:
-            store.adopt(cluster.make_identity_value(identity, 'now'))
+            store.adopt(encode(cluster.ClusterIdentity(identity, 'now')))
             store.check_identity()
     assert own_etcd.get('/cluster') == CLUSTER_VALUE
     assert first.known_cluster.identity == second.known_cluster.identity == IDENTITY
@@ -555,9 +556,7 @@ def test_failed_write_is_logged_once_and_retried(tmp_path: Path, caplog: pytest.
     assert len(caplog.records) == 1
 
 
-@pytest.mark.parametrize(
-    'text', ['', '{}', '[]', 'x', '{"version": 2}', cluster.to_json(KNOWN_CLUSTER).replace('10', '"10"')]
-)
+@pytest.mark.parametrize('text', ['', '{}', '[]', 'x', '{"version": 2}', encode(KNOWN_CLUSTER).replace('10', '"10"')])
 def test_malformed_memory_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / 'etcd.json').write_text(text)
     with pytest.raises(UsageError, match=r'etcd\.json'):

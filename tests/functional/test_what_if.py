@@ -167,7 +167,7 @@ def test_only_guests_that_live_on_the_host_move(cluster: Control, make_host: Mak
     rows = {row['name'] or row['instance']: (row['new_compute'], row['reason']) for row in json.loads(result.stdout)}
     assert rows == {
         'lives': (other, None),
-        MALFORMED: (None, 'not known: the request lacks allocations, instance, image'),
+        MALFORMED: (None, 'not known: instance is missing'),
     }
     assert result.code == 3
     cluster.etcd.delete(keys.request(compute, MALFORMED))

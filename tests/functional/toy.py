@@ -17,8 +17,9 @@ from ecomp.agent.jobs import FailureLog
 from ecomp.agent.planner import Planner, Work
 from ecomp.model import keys
 from ecomp.model.guest import DEFAULT_NETWORKS, Attachment
-from ecomp.model.order import Request, to_json
+from ecomp.model.order import Request
 from ecomp.model.record import ERROR, Failure, Record
+from ecomp.model.stored import encode
 from ecomp.store.client import Put
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional.cloud import Cloud
@@ -75,7 +76,7 @@ class ToyCompute:
     def destroy(self, instance: str) -> None:
         """Write a tombstone without any check, like eschedule of 2019."""
         tombstone = Request(instance, {}, image=None, user_id='a-user', project_id='a-project')
-        self.cloud.store.commit([], [Put(keys.request(self.compute, instance), to_json(tombstone))])
+        self.cloud.store.commit([], [Put(keys.request(self.compute, instance), encode(tombstone))])
 
     def list_keys(self, instance: str) -> tuple[str, str, str]:
         """Return the keys of an instance's request, record and address."""

@@ -24,6 +24,9 @@ from ecomp.errors import Unreachable
 from ecomp.model import cluster, flavor, group, guest, keys, order, planes, queue, quota, record
 from ecomp.model.audit import CODES
 from ecomp.model.level import COMPUTE_WARNINGS, SCHEDULE_WARNINGS
+from ecomp.model.order import NameOwner
+from ecomp.model.queue import QueueTaker
+from ecomp.model.stored import decode, decode_lenient, encode
 from ecomp.store import sharing
 from ecomp.store.client import Store
 from tests.golden import scene
@@ -238,13 +241,13 @@ def rerun_commands(path: Path, answer: Callable[[list[str]], list[str]]) -> str:
 def rewrite_request(key: str, value: bytes) -> str:
     parsed = order.parse_request(key.split('/')[2], key, value)
     assert isinstance(parsed, order.Request), parsed
-    return order.to_json(parsed)
+    return encode(parsed)
 
 
 def rewrite_queued(key: str, value: bytes) -> str:
     parsed = queue.parse_queue_entry(key, value)
     assert isinstance(parsed, queue.QueueEntry), parsed
-    return queue.to_json(parsed)
+    return encode(parsed)
 
 
 def rewrite_user_data(key: str, value: bytes) -> str:
@@ -255,20 +258,18 @@ def rewrite_user_data(key: str, value: bytes) -> str:
 REWRITERS: dict[str, Callable[[str, bytes], str]] = {
     keys.HOSTS: rewrite_request,
     keys.QUEUES: rewrite_queued,
-    keys.TAKER: lambda _, value: queue.taker_to_json(queue.parse_taker(value) or ''),
-    keys.INSTANCES: lambda key, value: record.to_json(record.from_json(value, keys.get_last_part(key))),
-    keys.NAMES: lambda _, value: order.name_to_json(order.parse_name_owner(value)),
-    keys.GROUPS: lambda key, value: group.to_json(group.from_json(keys.get_last_part(key), value)),
-    keys.QUOTAS: lambda key, value: quota.to_json(quota.from_json(keys.get_last_part(key), value)),
-    keys.FLAVORS: lambda key, value: flavor.to_json(flavor.from_json(keys.get_last_part(key), value)),
+    keys.TAKER: lambda _, value: encode(QueueTaker(decode_lenient(QueueTaker, value).compute or '')),
+    keys.INSTANCES: lambda key, value: encode(record.from_json(value, keys.get_last_part(key))),
+    keys.NAMES: lambda _, value: encode(NameOwner(decode(NameOwner, value).instance)),
+    keys.GROUPS: lambda key, value: encode(decode(group.Group, value, name=keys.get_last_part(key))),
+    keys.QUOTAS: lambda key, value: encode(decode(quota.Quota, value, project=keys.get_last_part(key))),
+    keys.FLAVORS: lambda key, value: encode(decode(flavor.Flavor, value, name=keys.get_last_part(key))),
     keys.USER_DATA: rewrite_user_data,
     keys.RELEASED: lambda _, value: sharing.released_to_json(sharing.released_from_json(value)),
-    keys.AUDIT: lambda _, value: planes.clearance_to_json(planes.clearance_from_json(value)),
+    keys.AUDIT: lambda _, value: encode(decode(planes.Clearance, value)),
     keys.DIGESTS: lambda _, value: planes.to_pages(planes.from_pages([value]))[0],
-    keys.CLUSTER: lambda _, value: cluster.make_identity_value(
-        cluster.read_identity(value), '2021-03-04T05:06:00.000Z'
-    ),
-    'the known etcd': lambda _, value: cluster.to_json(cluster.from_json(value)),
+    keys.CLUSTER: lambda _, value: encode(decode(cluster.ClusterIdentity, value)),
+    'the known etcd': lambda _, value: encode(decode(cluster.KnownCluster, value)),
 }
 
 

@@ -51,6 +51,7 @@ from ecomp.model import (
     usage,
 )
 from ecomp.model.allocation import Inventory, describe_difference
+from ecomp.model.stored import decode
 from ecomp.virt import xml
 from tests.kit.transcript import compare_with_file
 
@@ -172,7 +173,7 @@ READERS: dict[str, dict[str, Callable[..., object]]] = {
         'group': group.check_group_name,
         'stack': stack.check_stack_name,
         'member of a stack': stack.check_member_name,
-        'entry of a stack': lambda name: [*stack.from_json('shop', make_stack(name)).entries],
+        'entry of a stack': lambda name: [*decode(stack.Stack, make_stack(name), name='shop').entries],
         'lab': network.check_name,
         'trait': traits.check_trait,
         'nearest word': text.find_similar,
@@ -190,7 +191,7 @@ READERS: dict[str, dict[str, Callable[..., object]]] = {
         'query without disabled computes': query.exclude_disabled,
         'query for compute x': lambda value: query.restrict_to_compute(value, 'x'),
         'flavor': lambda name, value: flavor.parse_flavor(name, value).query,
-        'value of a flavor': lambda value: flavor.from_json('small', value.encode()).query,
+        'value of a flavor': lambda value: decode(flavor.Flavor, value.encode(), name='small').query,
         'limits': quota.parse_limits,
         'inventory': parse_inventory,
         'public keys': lambda value: guest.parse_public_keys(value.encode()),

@@ -51,10 +51,10 @@ HOSTILE: list[tuple[bytes | str | dict[str, Any], str]] = [
     ('{"why": {"weight": 1e999}}', 'the number 1e999 is too large'),
     ('{"version": 1, "version": 1}', 'a duplicate key'),
     ('{"allocations": {"' + COMPUTE + '": {}, "' + COMPUTE + '": {}}}', 'a duplicate key'),
-    ({}, 'lacks allocations, instance, image'),
+    ({}, 'instance is missing'),
     (make_request(power={'action': 'explode', 'id': OTHER_UUID}), "'explode'"),
     (make_request(version=2), 'version 2 of the request is not supported'),
-    (make_request(instance=OTHER_UUID), f'for instance {OTHER_UUID!r}, but its key has {INSTANCE}'),
+    (make_request(instance=OTHER_UUID), f'instance: {OTHER_UUID!r} differs from {INSTANCE!r} in its key'),
     (
         make_request(allocations={OTHER_UUID: {'resources': RESOURCES}}),
         f'are for {OTHER_UUID}, not for this compute {COMPUTE}',

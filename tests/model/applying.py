@@ -19,7 +19,8 @@ from ecomp.model import keys
 from ecomp.model.apply import CREATE, KEEP, REPLACE, Desired
 from ecomp.model.host import NO_COMPUTES, Computes
 from ecomp.model.order import Order
-from ecomp.model.stack import from_json
+from ecomp.model.stack import Stack
+from ecomp.model.stored import decode
 from ecomp.scheduler.placing.claim import DeliveryOutcome
 from ecomp.store.client import Delete, Put
 from tests.model.acting import Actor
@@ -140,7 +141,7 @@ def _note_instances(cloud: Cloud, actor: Actor, file: StackFile) -> None:
             if operation.key.startswith(keys.ATTEMPTS) and cloud.world.current is actor:
                 actor.subjects = (*actor.subjects, *json.loads(operation.value)['instances'])
             elif operation.key == keys.stack(file.name):
-                stack = from_json(file.name, operation.value.encode())
+                stack = decode(Stack, operation.value.encode(), name=file.name)
                 for entry in {*file.instances, *stack.entries}:
                     place = stack.make_place(entry)
                     cloud.world.names[place.instance] = f'{place.entry_name}#{place.incarnation}'

@@ -16,15 +16,12 @@ from ecomp.model import keys
 from ecomp.model.allocation import find_compute
 from ecomp.model.choose import Offer
 from ecomp.model.flavor import parse_flavor
-from ecomp.model.flavor import to_json as flavor_json
 from ecomp.model.group import Group, Membership
-from ecomp.model.group import to_json as group_json
-from ecomp.model.order import PowerAction, Request, SetOrder, name_to_json
-from ecomp.model.order import to_json as request_json
+from ecomp.model.order import NameOwner, PowerAction, Request, SetOrder
 from ecomp.model.planes import to_pages
 from ecomp.model.queue import QueueEntry, WaitingEntry
 from ecomp.model.quota import Quota, sum_charges
-from ecomp.model.quota import to_json as quota_json
+from ecomp.model.stored import encode
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.scheduler.changes.change import change_power, destroy
@@ -160,7 +157,7 @@ class Cloud:
         allocations.replace_allocations(self.placement, instance, {compute: SIZE}, 'u', 'p')
 
     def set_instance_limit(self, instances: int) -> None:
-        self.store.commit([], [Put(keys.quota('p'), quota_json(Quota('p', {'instances': instances}, {})))])
+        self.store.commit([], [Put(keys.quota('p'), encode(Quota('p', {'instances': instances}, {})))])
 
     def deliver(self, instance: str, compute: str, name: str | None = None, group: Membership | None = None) -> None:
         """Write a request that its compute has not seen yet, with every key that a delivery writes."""
@@ -177,20 +174,20 @@ class Cloud:
             name=name,
             group=group,
         )
-        puts = [Put(keys.request(compute, instance), request_json(request))]
+        puts = [Put(keys.request(compute, instance), encode(request))]
         if name:
-            puts.append(Put(keys.name(name), name_to_json(instance)))
+            puts.append(Put(keys.name(name), encode(NameOwner(instance))))
         if group:
             with_member = Group(group.name, group.policy or '', bool(group.strict), {instance: compute})
-            puts.append(Put(keys.group(group.name), group_json(with_member)))
+            puts.append(Put(keys.group(group.name), encode(with_member)))
         entry = self.etcd.entries.get(keys.quota('p'))
         if entry is not None:
             limits = json.loads(entry.value)['limits']
-            puts.append(Put(keys.quota('p'), quota_json(Quota('p', limits, sum_charges('p', [request])))))
+            puts.append(Put(keys.quota('p'), encode(Quota('p', limits, sum_charges('p', [request])))))
         self.store.commit([], puts)
 
     def set_flavor(self) -> int:
-        written = self.store.commit([], [Put(keys.flavor(FLAVOR), flavor_json(parse_flavor(FLAVOR, QUERY)))])
+        written = self.store.commit([], [Put(keys.flavor(FLAVOR), encode(parse_flavor(FLAVOR, QUERY)))])
         assert written
         return written
 

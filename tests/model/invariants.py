@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ecomp.model import keys
 from ecomp.model.json_object import load_object_or_empty
-from ecomp.model.stack import Place, from_json, parse_place
+from ecomp.model.stack import Place, Stack
+from ecomp.model.stored import decode, nested
 from ecomp.store.client import Delete, Entry, Put
 
 if TYPE_CHECKING:
@@ -207,7 +208,7 @@ def _parse(value: bytes) -> _Request:
     parsed = load_object_or_empty(value)
     state = parsed.get('allocations') == {}, bool(parsed.get('replaced_by'))
     try:
-        return _Request(parsed.get('name'), parse_place(parsed.get('stack')), *state)
+        return _Request(parsed.get('name'), nested(Place)(parsed.get('stack')), *state)
     except ValueError:
         return _Request(parsed.get('name'), None, *state)
 
@@ -220,6 +221,6 @@ def is_living_request(entry: Entry) -> bool:
 @lru_cache(maxsize=4096)
 def _list_request_keys(name: str, value: bytes) -> Mapping[str, str]:
     """Return {entry: key of its request} of a stack's key."""
-    stack = from_json(name, value)
+    stack = decode(Stack, value, name=name)
     instances = stack.list_instances()
     return {each: keys.request(entry.compute, instances[each]) for each, entry in stack.entries.items()}

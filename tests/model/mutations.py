@@ -259,7 +259,7 @@ SHARED = {
     ),
     'a name is not compared': make_bug(
         'ecomp.scheduler.queries.find:reserve_names',
-        replace_return('([], [Put(keys.name(name), name_to_json(instance)) for name, instance in named.items()])'),
+        replace_return('([], [Put(keys.name(name), encode(NameOwner(instance))) for name, instance in named.items()])'),
         'one_name',
     ),
     'a group admits everybody': make_bug(

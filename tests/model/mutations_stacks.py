@@ -230,7 +230,7 @@ STACKS = {
     ),
     'a name of a new member is not compared': make_bug(
         'ecomp.scheduler.queries.find:reserve_names',
-        replace_return('([], [Put(keys.name(name), name_to_json(instance)) for name, instance in named.items()])'),
+        replace_return('([], [Put(keys.name(name), encode(NameOwner(instance))) for name, instance in named.items()])'),
         'applied_beside_create_of_its_name',
     ),
     'an apply takes a refused claim for granted': make_bug(

@@ -13,8 +13,8 @@ from ecomp.errors import Conflict, StillGoing, Unreachable
 from ecomp.model import keys
 from ecomp.model.choose import Offer
 from ecomp.model.group import Group, Membership
-from ecomp.model.group import to_json as group_json
 from ecomp.model.order import Request, parse_request
+from ecomp.model.stored import encode
 from ecomp.placement.client import Placement
 from ecomp.scheduler.operations.decommission import disable
 from ecomp.scheduler.operations.sharing import set_limits
@@ -45,7 +45,7 @@ def die(cloud: Cloud, *names: tuple[str, str], group: Membership = ANTI_AFFINITY
         cloud.deliver(instance, A, name, group if instance in members else None)
     # deliver() counts one instance and one member only
     value = Group(group.name, group.policy or '', bool(group.strict), dict.fromkeys(members, A))
-    cloud.store.commit([], [Put(keys.group(group.name), group_json(value))])
+    cloud.store.commit([], [Put(keys.group(group.name), encode(value))])
     set_limits(cloud.store, 'p', ['instances=5'])
     host.plan(4)
     lose_power(cloud, host)

@@ -6,7 +6,8 @@ from contextlib import suppress
 
 from ecomp.errors import EcompError
 from ecomp.model import keys
-from ecomp.model.queue import taker_to_json
+from ecomp.model.queue import QueueTaker
+from ecomp.model.stored import encode
 from ecomp.scheduler.changes.change import destroy
 from ecomp.store.client import Delete, Entry, Put
 from tests.model.acting import SINGLE_FAULT, Bounds
@@ -178,7 +179,7 @@ def _restore_running_instance(cloud: Cloud, has_taker: bool) -> Check:
     cloud.set_instance_limit(5)
     taker_key = keys.taker(cloud.enqueue_request(U, 'web').entry.key)
     if has_taker:
-        cloud.store.commit([], [Put(taker_key, taker_to_json(B), other.presence.lease)])
+        cloud.store.commit([], [Put(taker_key, encode(QueueTaker(B)), other.presence.lease)])
     saved = dict(cloud.etcd.entries)
     cloud.store.commit([], [Delete(taker_key)])
     _take_and_wait(host)

@@ -13,10 +13,9 @@ from dataclasses import replace
 
 from ecomp.errors import ClaimedElsewhere, Conflict, NoCapacity, StillGoing
 from ecomp.model import keys
-from ecomp.model.order import Request, name_to_json, parse_request
-from ecomp.model.order import to_json as request_json
-from ecomp.model.stack import from_json
-from ecomp.model.stack import to_json as stack_json
+from ecomp.model.order import NameOwner, Request, parse_request
+from ecomp.model.stack import Stack
+from ecomp.model.stored import decode, encode
 from ecomp.store.client import Delete, Put
 from tests.model.acting import SINGLE_FAULT, Actor, Bounds
 from tests.model.applying import OTHER_IMAGE, STACK, add_apply, add_destroy_file, make_file, run_apply
@@ -137,10 +136,10 @@ def apply_after_a_refused_one(cloud: Cloud) -> Check:
     for host in hosts:
         host.plan(3)
     key = keys.stack(STACK)
-    old = from_json(STACK, cloud.etcd.entries[key].value)
+    old = decode(Stack, cloud.etcd.entries[key].value, name=STACK)
     empty = replace(old, epoch=U, entries={})
     cloud.exempt(ENTRY, 'the key is lost')
-    cloud.store.commit([], [Put(key, stack_json(empty))])
+    cloud.store.commit([], [Put(key, encode(empty))])
     check = _check_nothing_runs_twice(cloud)
     apply = add_apply(cloud, 'apply', FILE)
 
@@ -283,7 +282,7 @@ def _forge_request(cloud: Cloud, compute: str, source: str, instance: str, **fie
     for rule in (DELIVERY, ENTRY, NAME, WHOLE):
         cloud.exempt(rule, 'a compute forges a request')
     forged = replace(request, instance=instance, allocations={compute: resources}, **fields)  # type: ignore[arg-type]
-    cloud.store.commit([], [Put(keys.request(compute, instance), request_json(forged))])
+    cloud.store.commit([], [Put(keys.request(compute, instance), encode(forged))])
 
 
 def apply_beside_a_forged_replacement(cloud: Cloud) -> Check:
@@ -293,15 +292,15 @@ def apply_beside_a_forged_replacement(cloud: Cloud) -> Check:
     run_apply(cloud, make_file(WEB))
     host.plan(3)
     cloud.add_host(B)
-    own = from_json(STACK, cloud.etcd.entries[keys.stack(STACK)].value)
+    own = decode(Stack, cloud.etcd.entries[keys.stack(STACK)].value, name=STACK)
     place = own.make_place(WEB)
     (instance,) = own.list_instances().values()
     _forge_request(cloud, B, keys.request(A, instance), place.instance, stack=place)
-    cloud.store.commit([], [Put(keys.name('s-web-1'), name_to_json(place.instance))])
+    cloud.store.commit([], [Put(keys.name('s-web-1'), encode(NameOwner(place.instance)))])
     add_apply(cloud, 'apply', make_file(WEB), may_fail=REFUSALS)
 
     def check() -> list[str]:
-        current = from_json(STACK, cloud.etcd.entries[keys.stack(STACK)].value)
+        current = decode(Stack, cloud.etcd.entries[keys.stack(STACK)].value, name=STACK)
         return ['the stack adopts what a compute claims to have'] if current.entries != own.entries else []
 
     return check
@@ -311,7 +310,7 @@ def evacuated_beside_forged_keys(cloud: Cloud) -> Check:
     """A living compute has a key at the uuid of each replacement: the guests move all the same."""
     _add_dead_host(cloud)
     cloud.add_host(B)
-    own = from_json(STACK, cloud.etcd.entries[keys.stack(STACK)].value)
+    own = decode(Stack, cloud.etcd.entries[keys.stack(STACK)].value, name=STACK)
     for instance in (own.make_place(WEB).instance, keys.derive_uuid(U, 'evacuated')):
         cloud.store.commit([], [Put(keys.record(B, instance), '{}')])
     cloud.ends_inconsistent = True
@@ -332,7 +331,7 @@ def evacuated_with_forged_requests(cloud: Cloud) -> Check:
     run_apply(cloud, make_file(WEB))
     host.plan(3)
     liar = cloud.add_host(A)
-    own = from_json(STACK, cloud.etcd.entries[keys.stack(STACK)].value)
+    own = decode(Stack, cloud.etcd.entries[keys.stack(STACK)].value, name=STACK)
     (instance,), place = own.list_instances().values(), own.make_place(WEB)
     _forge_request(cloud, A, keys.request(B, instance), place.instance, stack=place, name=None)
     lose_power(cloud, liar)
@@ -341,7 +340,7 @@ def evacuated_with_forged_requests(cloud: Cloud) -> Check:
     add_evacuation(cloud, 'evacuate')
 
     def check() -> list[str]:
-        current = from_json(STACK, cloud.etcd.entries[keys.stack(STACK)].value)
+        current = decode(Stack, cloud.etcd.entries[keys.stack(STACK)].value, name=STACK)
         return ['the stack adopts what a compute claims to have'] if current.entries != own.entries else []
 
     return check

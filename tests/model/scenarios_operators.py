@@ -8,8 +8,8 @@ from collections.abc import Callable
 from ecomp.errors import EcompError
 from ecomp.model import keys
 from ecomp.model.group import Group, Membership
-from ecomp.model.group import to_json as group_json
-from ecomp.model.order import name_to_json
+from ecomp.model.order import NameOwner
+from ecomp.model.stored import encode
 from ecomp.scheduler.changes.change import destroy
 from ecomp.scheduler.changes.wait import Deadline
 from ecomp.scheduler.operations.audit import audit, fix, repair_findings
@@ -136,7 +136,7 @@ def fix_drift(cloud: Cloud) -> None:
     cloud.deliver(U, A, 'web', membership)
     host.plan(2)
     wrong_group = Group('g', 'affinity', True, {U: A, W: A})
-    cloud.store.commit([], [Put(keys.name('old'), name_to_json(W)), Put(keys.group('g'), group_json(wrong_group))])
+    cloud.store.commit([], [Put(keys.name('old'), encode(NameOwner(W))), Put(keys.group('g'), encode(wrong_group))])
     add_fix(cloud)
     cloud.add_create('eschedule', V, name='db')
     cloud.add_destroy('destroy', U)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from ecomp.agent.host.provider import PlacementInventory, Registration
 from ecomp.errors import EcompError
 from ecomp.model import keys, status
-from ecomp.model.record import GONE, RETENTION_SECONDS, Record, to_json
+from ecomp.model.record import GONE, RETENTION_SECONDS, Record
+from ecomp.model.stored import encode
 from ecomp.scheduler.operations.decommission import disable, enable
 from ecomp.store.client import Delete, Put
 from tests.model.acting import SINGLE_FAULT, Bounds, Call
@@ -236,7 +237,7 @@ def forged_records(cloud: Cloud) -> None:
     """A forged record says that U is gone on another compute: U is built nevertheless."""
     host = _deliver(cloud)
     cloud.add_host(B)
-    forged = to_json(Record(U, B, GONE))
+    forged = encode(Record(U, B, GONE))
 
     def forge() -> None:
         lease = cloud.store.grant(RETENTION_SECONDS[GONE])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ecomp.model import keys
 from ecomp.model.group import Group
-from ecomp.model.group import to_json as group_json
 from ecomp.model.queue import WaitingEntry
+from ecomp.model.stored import encode
 from ecomp.scheduler.changes.change import destroy
 from ecomp.scheduler.operations.sharing import set_limits
 from ecomp.store.client import Entry, Put
@@ -269,7 +269,7 @@ def destroyed_half_and_restored(cloud: Cloud) -> Check:
     host = make_active(cloud, group=AFFINITY)
     make_active(cloud, V, 'db', AFFINITY)
     group = Group('g', 'affinity', True, {U: A, V: A})  # deliver() writes a group with one member
-    cloud.store.commit([], [Put(keys.group('g'), group_json(group))])
+    cloud.store.commit([], [Put(keys.group('g'), encode(group))])
     set_limits(cloud.store, 'p', ['instances=5'])
     saved = dict(cloud.etcd.entries)
     destroy(cloud.store, U)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from ecomp.errors import ClaimedElsewhere, Conflict, EcompError, NoCapacity, StillGoing
 from ecomp.model import keys
-from ecomp.model.stack import from_json
+from ecomp.model.stack import Stack
+from ecomp.model.stored import decode
 from ecomp.scheduler.changes.change import clear, destroy
 from ecomp.scheduler.operations.decommission import disable
 from ecomp.store.client import Delete
@@ -33,7 +34,7 @@ def _make_applied(cloud: Cloud, *entries: str, computes: Sequence[str] = (A, B))
     _add_hosts(cloud, *computes)
     run_apply(cloud, make_file(*entries))
     _build(cloud)
-    return dict(from_json(STACK, cloud.etcd.entries[keys.stack(STACK)].value).list_instances())
+    return dict(decode(Stack, cloud.etcd.entries[keys.stack(STACK)].value, name=STACK).list_instances())
 
 
 def _build(cloud: Cloud) -> None:

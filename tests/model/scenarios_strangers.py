@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ecomp.model import keys
 from ecomp.model.order import PowerAction
 from ecomp.model.quota import Quota
-from ecomp.model.quota import to_json as quota_json
+from ecomp.model.stored import encode
 from ecomp.scheduler.changes.change import change_power
 from ecomp.scheduler.operations.sharing import set_limits
 from ecomp.store.client import Delete, Exists, Put, Unchanged
@@ -197,7 +197,7 @@ def quota_malformed(cloud: Cloud) -> None:
 
     def spoil() -> None:
         store.commit([], [Put(keys.quota('p'), '{')])
-        store.commit([], [Put(keys.quota('p'), quota_json(Quota('p', {'instances': 5}, {})))])
+        store.commit([], [Put(keys.quota('p'), encode(Quota('p', {'instances': 5}, {})))])
 
     cloud.add_actor('somebody', spoil, mortal=False)
     cloud.add_create('eschedule', V, name='db')
@@ -235,11 +235,11 @@ def accepted_by_two(cloud: Cloud) -> None:
     hosts = {compute: cloud.add_host(compute) for compute in (A, B)}
     saved = dict(cloud.etcd.entries)
     cloud.deliver(U, A, 'web')
-    cloud.store.commit([], [Put(keys.quota('p'), quota_json(Quota('p', {'instances': 5}, {})))])
+    cloud.store.commit([], [Put(keys.quota('p'), encode(Quota('p', {'instances': 5}, {})))])
     cloud.deliver(V, B, 'db')
     amounts_of_two = {name: 2 * amount for name, amount in SIZE.items()}
     cloud.store.commit(
-        [], [Put(keys.quota('p'), quota_json(Quota('p', {'instances': 5}, {**amounts_of_two, 'instances': 2})))]
+        [], [Put(keys.quota('p'), encode(Quota('p', {'instances': 5}, {**amounts_of_two, 'instances': 2})))]
     )
     for host in hosts.values():
         host.plan(3)

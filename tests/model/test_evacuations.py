@@ -9,8 +9,8 @@ import pytest
 from ecomp.errors import Conflict
 from ecomp.model import keys
 from ecomp.model.json_object import dump, load_object
-from ecomp.model.stack import Entry, from_json
-from ecomp.model.stack import to_json as stack_json
+from ecomp.model.stack import Entry, Stack
+from ecomp.model.stored import decode, encode
 from ecomp.scheduler.changes.change import clear
 from ecomp.store.client import Delete, Put
 from tests.model.applying import OTHER_IMAGE, STACK, make_file, run_apply
@@ -30,7 +30,7 @@ def cloud() -> Iterator[Cloud]:
 
 def read_entry(cloud: Cloud) -> Entry:
     """Return the only entry of the stack's key."""
-    return from_json(STACK, cloud.etcd.entries[keys.stack(STACK)].value).entries[WEB]
+    return decode(Stack, cloud.etcd.entries[keys.stack(STACK)].value, name=STACK).entries[WEB]
 
 
 def run_once_after(cloud: Cloud, prefix: str, action: Callable[[], object]) -> None:
@@ -101,9 +101,9 @@ def test_evacuation_leaves_an_entry_with_a_newer_instance(cloud: Cloud) -> None:
     host.plan(4)
     cloud.add_hosts(B, C)
     lose_power(cloud, host)
-    stack = from_json(STACK, cloud.etcd.entries[keys.stack(STACK)].value)
+    stack = decode(Stack, cloud.etcd.entries[keys.stack(STACK)].value, name=STACK)
     newer = stack.with_delivered({stack.make_place(WEB): C})
-    put = Put(keys.stack(STACK), stack_json(newer))
+    put = Put(keys.stack(STACK), encode(newer))
     run_once_after(cloud, keys.ATTEMPTS, lambda: cloud.store.commit([], [put]))
     (outcome,) = run_evacuation(cloud)
     assert 'has another instance of web/1' in outcome.reason

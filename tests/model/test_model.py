@@ -16,10 +16,9 @@ import pytest
 
 from ecomp.model import keys
 from ecomp.model.group import Group
-from ecomp.model.group import to_json as group_json
-from ecomp.model.order import name_to_json
+from ecomp.model.order import NameOwner
 from ecomp.model.quota import Quota
-from ecomp.model.quota import to_json as quota_json
+from ecomp.model.stored import encode
 from ecomp.placement import allocations
 from ecomp.scheduler.operations.audit import audit
 from ecomp.store.client import Delete, Put
@@ -122,12 +121,10 @@ LEAKS = {
     'a claim that is gone': lambda cloud: allocations.release_once(
         cloud.placement, U, allocations.read_consumer(cloud.placement, U)
     ),
-    'a name': make_put(keys.name('other'), name_to_json(V)),
+    'a name': make_put(keys.name('other'), encode(NameOwner(V))),
     'a name that is gone': make_delete(keys.name('web')),
-    'a member of a group': make_put(keys.group('h'), group_json(Group('h', 'affinity', True, {V: A}))),
-    'a quota that counts too much': make_put(
-        keys.quota('p'), quota_json(Quota('p', {'instances': 5}, {'instances': 2}))
-    ),
+    'a member of a group': make_put(keys.group('h'), encode(Group('h', 'affinity', True, {V: A}))),
+    'a quota that counts too much': make_put(keys.quota('p'), encode(Quota('p', {'instances': 5}, {'instances': 2}))),
     'an address': make_put(keys.address(V), '10.0.0.1'),
     'an address that is gone': make_delete(keys.address(U)),
     'a request that is gone': make_delete(keys.request(A, U)),

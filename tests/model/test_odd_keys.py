@@ -11,26 +11,17 @@ from ecomp.cli.history import explain_placement, format_explanation
 from ecomp.errors import Conflict, NotFound, StillGoing
 from ecomp.model import keys
 from ecomp.model.group import Group, Membership
-from ecomp.model.group import from_json as group_from_json
-from ecomp.model.group import to_json as group_json
-from ecomp.model.host import hostname_to_json
+from ecomp.model.host import StoredHostname
 from ecomp.model.json_object import dump, load_object
 from ecomp.model.order import STOP, PowerAction, Request
-from ecomp.model.order import to_json as request_json
-from ecomp.model.queue import taker_to_json
+from ecomp.model.queue import QueueTaker
 from ecomp.model.record import ACTIVE, ERROR, GONE, UNSEEN_END_FAULT, Failure, Record, from_json
-from ecomp.model.record import to_json as record_json
+from ecomp.model.stored import decode, encode
 from ecomp.placement.client import Placement
 from ecomp.scheduler.changes.change import change_power, destroy
 from ecomp.scheduler.changes.wait import Deadline
 from ecomp.scheduler.operations.audit import audit, repair_findings
-from ecomp.scheduler.operations.decommission import (
-    disable,
-    enable,
-    forget,
-    list_inhabitants,
-    wait_until_drained,
-)
+from ecomp.scheduler.operations.decommission import disable, enable, forget, list_inhabitants, wait_until_drained
 from ecomp.scheduler.operations.sharing import require_quota, set_limits
 from ecomp.scheduler.queries.find import find
 from ecomp.store.client import Delete, Put
@@ -64,7 +55,9 @@ def silence_compute(cloud: Cloud) -> None:
     """End the compute's lease, and put its presence key manually without a lease."""
     cloud.etcd.end_lease(cloud.computes[A].presence.lease)
     cloud.computes[A].is_dead = True
-    cloud.store.commit([], [Put(keys.compute(A), '{"hostname":"hv1"}'), Put(keys.hostname(A), hostname_to_json('hv1'))])
+    cloud.store.commit(
+        [], [Put(keys.compute(A), '{"hostname":"hv1"}'), Put(keys.hostname(A), encode(StoredHostname('hv1')))]
+    )
 
 
 def forget_compute(cloud: Cloud) -> list[str]:
@@ -181,7 +174,7 @@ def test_forget_releases_a_failed_share_only_once(cloud: Cloud) -> None:
     failed = Record(V, A, ERROR, project_id='p', resources=SIZE, error=Failure('image', '404', 'all'))
     # An eschedule of 2019 requests a destroy in any state.
     destroyed = Request(V, {}, user_id='u', project_id='p')
-    puts = [Put(keys.record(A, V), record_json(failed)), Put(keys.request(A, V), request_json(destroyed))]
+    puts = [Put(keys.record(A, V), encode(failed)), Put(keys.request(A, V), encode(destroyed))]
     cloud.store.commit([], puts)
     silence_compute(cloud)
     forget_compute(cloud)
@@ -239,8 +232,8 @@ def test_2019_destroy_counts_by_the_record_of_its_compute(cloud: Cloud) -> None:
     cloud.set_instance_limit(5)
     active, gone = Record(U, A, ACTIVE, project_id='p', resources=SIZE), Record(U, B, GONE)
     destroyed = Request(U, {}, user_id='u', project_id='p')
-    puts = [Put(keys.record(record.compute, U), record_json(record)) for record in (active, gone)]
-    cloud.store.commit([], [*puts, Put(keys.request(A, U), request_json(destroyed))])
+    puts = [Put(keys.record(record.compute, U), encode(record)) for record in (active, gone)]
+    cloud.store.commit([], [*puts, Put(keys.request(A, U), encode(destroyed))])
     silence_compute(cloud)
     set_limits(cloud.store, 'p', ['instances=5'])
     assert require_quota(cloud.store, 'p').used == {**SIZE, 'instances': 1}
@@ -252,7 +245,7 @@ def test_2019_destroy_of_a_failed_instance_counts_nothing(cloud: Cloud) -> None:
     cloud.set_instance_limit(3)
     failed = Record(V, A, ERROR, project_id='p', resources=SIZE, error=Failure('image', '404', 'all'))
     destroyed = Request(V, {}, user_id='u', project_id='p')
-    puts = [Put(keys.record(A, V), record_json(failed)), Put(keys.request(A, V), request_json(destroyed))]
+    puts = [Put(keys.record(A, V), encode(failed)), Put(keys.request(A, V), encode(destroyed))]
     cloud.store.commit([], puts)
     assert 'quota-differs' not in list_finding_codes(cloud)
     set_limits(cloud.store, 'p', ['instances=3'])
@@ -281,12 +274,12 @@ def test_malformed_record_keeps_only_its_own_group_member(cloud: Cloud) -> None:
     host.plan(2)
     wrong_group = Group('g', 'affinity', True, {U: A, V: A, W: A})
     puts = [
-        Put(keys.group('g'), group_json(wrong_group)),
+        Put(keys.group('g'), encode(wrong_group)),
         *(Put(keys.record(A, instance), '{"rubbish') for instance in (U, V)),
     ]
     cloud.store.commit([], puts)
     assert f'group-orphaned g: {W} is removed' in run_fix(cloud)
-    assert group_from_json('g', cloud.etcd.entries[keys.group('g')].value).members == {U: A, V: A}
+    assert decode(Group, cloud.etcd.entries[keys.group('g')].value, name='g').members == {U: A, V: A}
 
 
 # Attempt and taker keys without a lease: they belong to no process (rule: limited-trust)
@@ -297,7 +290,7 @@ def test_drain_and_forget_ignore_keys_without_a_lease(cloud: Cloud) -> None:
     cloud.claim(W, A)
     queue_key = keys.queue('small', V)
     attempt = Put(keys.attempt(W), dump({'version': 1, 'instances': [W]}))
-    cloud.store.commit([], [attempt, Put(keys.taker(queue_key), taker_to_json(A))])
+    cloud.store.commit([], [attempt, Put(keys.taker(queue_key), encode(QueueTaker(A)))])
     disable(cloud.placement, A, 'hv1')
     with pytest.raises(StillGoing, match='1 instance to leave'):
         wait_until_drained(cloud.store, cloud.placement, A, 'hv1', Deadline(5.0), lambda _: None)

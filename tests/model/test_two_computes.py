@@ -15,10 +15,9 @@ from ecomp.model.group import Membership
 from ecomp.model.host import EntriesByCompute
 from ecomp.model.json_object import dump
 from ecomp.model.order import Request, SetOrder
-from ecomp.model.order import to_json as request_json
-from ecomp.model.quota import from_json as quota_from_json
+from ecomp.model.quota import Quota
 from ecomp.model.record import ACTIVE, ERROR, Record
-from ecomp.model.record import to_json as record_json
+from ecomp.model.stored import decode, encode
 from ecomp.placement.allocations import read_provider_allocations
 from ecomp.scheduler.changes.change import clear
 from ecomp.scheduler.operations.audit import CHANGED_SINCE, audit, repair_findings
@@ -45,12 +44,12 @@ def put_request(cloud: Cloud, compute: str, instance: str, membership: Membershi
     """Put a request manually, as a compromised compute could below its own uuid."""
     fields = {'user_id': 'u', 'project_id': 'p', 'query': QUERY, 'stages': {'requested': NOW}, 'group': membership}
     request = Request(instance, {compute: SIZE}, image=IMAGE, name='web' if membership else None, **fields)  # type: ignore[arg-type]
-    cloud.store.commit([], [Put(keys.request(compute, instance), request_json(request))])
+    cloud.store.commit([], [Put(keys.request(compute, instance), encode(request))])
 
 
 def put_record(cloud: Cloud, instance: str, state: str) -> None:
     record = Record(instance, A, state, resources=SIZE, user_id='u', project_id='p', stages={'requested': NOW})
-    cloud.store.commit([], [Put(keys.record(A, instance), record_json(record))])
+    cloud.store.commit([], [Put(keys.record(A, instance), encode(record))])
 
 
 def raise_unreachable(_: str) -> list[str]:
@@ -58,7 +57,7 @@ def raise_unreachable(_: str) -> list[str]:
 
 
 def read_quota_usage(cloud: Cloud) -> Mapping[str, int]:
-    return quota_from_json('p', cloud.etcd.entries[keys.quota('p')].value).used
+    return decode(Quota, cloud.etcd.entries[keys.quota('p')].value, project='p').used
 
 
 def test_fix_uses_the_record_that_the_audit_trusts(cloud: Cloud) -> None:
@@ -91,7 +90,7 @@ def test_2019_destroy_on_a_second_compute_keeps_the_quota(cloud: Cloud) -> None:
     put_record(cloud, U, ACTIVE)
     before = read_quota_usage(cloud)
     tombstone = Request(U, {}, user_id='u', project_id='p')
-    cloud.store.commit([], [Put(keys.request(B, U), request_json(tombstone))])
+    cloud.store.commit([], [Put(keys.request(B, U), encode(tombstone))])
     assert [finding.code for finding in audit(cloud.store, cloud.placement).findings if 'quota' in finding.code] == []
     set_limits(cloud.store, 'p', ['instances=9'])
     assert read_quota_usage(cloud) == before
@@ -209,7 +208,7 @@ def test_claim_moved_since_the_audit_does_not_abort_fix(cloud: Cloud) -> None:
     cloud.deliver(U, A)
     put_record(cloud, U, ERROR)
     living = Record(U, B, ACTIVE, resources=SIZE, user_id='u', project_id='p', stages={'requested': NOW})
-    cloud.store.commit([], [Put(keys.record(B, U), record_json(living))])
+    cloud.store.commit([], [Put(keys.record(B, U), encode(living))])
     first, second = audit(cloud.store, cloud.placement), audit(cloud.store, cloud.placement)
     cloud.store.claims = lambda compute: [U] if compute == B else []
     assert f'record-unleased {U}: {CHANGED_SINCE}' in repair_findings(cloud.store, cloud.placement, first, second)

@@ -314,7 +314,7 @@ ROWS = (
     Row(
         "after a lost answer another apply's new stack key is taken for ours",
         'ecomp/scheduler/placing/stack.py',
-        'if entry is not None and entry.value == to_json(stack).encode() else None',
+        'if entry is not None and entry.value == encode(stack).encode() else None',
         'if entry is not None else None',
         ('tests/functional/test_scheduler_lost.py::test_key_of_a_new_stack_is_read_back_after_a_lost_message',),
     ),

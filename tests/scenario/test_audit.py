@@ -17,7 +17,8 @@ import pytest
 
 from ecomp.conf import EtcdConfig
 from ecomp.model.audit import CODES
-from ecomp.model.stack import from_json
+from ecomp.model.stack import Stack
+from ecomp.model.stored import decode
 from ecomp.placement.client import Placement
 from ecomp.scheduler.operations.audit import audit, fix, repair_findings
 from ecomp.store.client import Store
@@ -105,7 +106,7 @@ def test_planted_defects_are_the_only_findings_and_are_repaired(scene: Scene, ba
     if plants.record_unleased in repaired:
         assert read_lasting_keys(scene.control)[scene.control.etcd.find_record_key(scene.gone)].lease
     if plants.stack_mismatch in repaired:
-        restored = from_json('shop', scene.control.etcd.get('/stacks/shop') or b'')
+        restored = decode(Stack, scene.control.etcd.get('/stacks/shop') or b'', name='shop')
         assert restored.make_place('web/1').incarnation > restored.floor > 1
     if batch == [*repaired]:
         assert read_record(scene.control, scene.instance) == record

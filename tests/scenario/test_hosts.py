@@ -9,7 +9,8 @@ import json
 import socket
 import uuid
 
-from ecomp.model.host import parse_hostname
+from ecomp.model.host import StoredHostname
+from ecomp.model.stored import decode_lenient
 from tests.kit.by_hand import put_claim
 from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import Eschedule, read_guests
@@ -131,8 +132,12 @@ def test_host_name_is_written_once_and_restored_when_malformed(cluster: Control)
     name = str(list_hosts(cluster)[compute.uuid]['hostname'])
     assert name == 'None', 'what makes no sense is no name'
     compute.start()
-    named = parse_hostname(value or b'')
-    wait_until(lambda: parse_hostname(cluster.etcd.get(key) or b'') == named, 30, 'it has written it down again')
+    named = decode_lenient(StoredHostname, value or b'').hostname
+    wait_until(
+        lambda: decode_lenient(StoredHostname, cluster.etcd.get(key) or b'').hostname == named,
+        30,
+        'it has written it down again',
+    )
 
 
 # host disable, drain and enable: a disabled compute gets no new instances, even after a restart or a kill.

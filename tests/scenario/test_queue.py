@@ -14,7 +14,8 @@ from dataclasses import replace
 
 import pytest
 
-from ecomp.model.record import ERROR, GONE, Failure, Record, from_json, to_json
+from ecomp.model.record import ERROR, GONE, Failure, Record, from_json
+from ecomp.model.stored import encode
 from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import ArmedEcompute, check_settled, read_guests, wait_killed_at
 from tests.kit.invariants import read_allocations, read_lasting_keys
@@ -172,7 +173,7 @@ def queue_with_record(control: Control, compute: str, state: str) -> tuple[str, 
     past = Record(instance, compute, state, resources={'VCPU': 1}, user_id='u', project_id='shop')
     past = past if state == GONE else replace(past, error=Failure('image', 'not found', 'nothing is left'))
     key = f'/instances/{compute or "none"}/{instance}'
-    control.etcd.put(key, to_json(past), control.etcd.grant())
+    control.etcd.put(key, encode(past), control.etcd.grant())
     return instance, past
 
 

@@ -21,7 +21,8 @@ import pytest
 
 import ecomp.agent
 from ecomp.lab.control import is_etcd_healthy, is_placement_ready
-from ecomp.model.order import Request, to_json
+from ecomp.model.order import Request
+from ecomp.model.stored import encode
 from tests.kit.commands import Control, Ecompute, run_module
 from tests.kit.ear import NotifySocket
 from tests.kit.hands import check_settled
@@ -179,7 +180,7 @@ def test_ends_leave_no_lease_without_a_key(small_cluster: Control) -> None:
         assert run_in_process(small_cluster, 'destroy', make_failed(small_cluster, compute.uuid)).code == 0
         # Another client writes the tombstone: the record becomes gone, on a lease of its own.
         failed = make_failed(small_cluster, compute.uuid)
-        tombstone = to_json(Request(failed, {}, user_id='u', project_id='p'))
+        tombstone = encode(Request(failed, {}, user_id='u', project_id='p'))
         small_cluster.etcd.put(f'/hosts/{compute.uuid}/{failed}', tombstone)
         wait_state(small_cluster, failed, 'gone')
         failed = make_failed(small_cluster, compute.uuid)

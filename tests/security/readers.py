@@ -21,20 +21,24 @@ from ecomp.cli.sharing import (
     make_usage_listing,
 )
 from ecomp.errors import EcompError
-from ecomp.model import cluster, flavor, group, keys, planes, quota, stack
+from ecomp.model import cluster, flavor, keys, planes, quota, stack
 from ecomp.model import order as requesting
 from ecomp.model import queue as queues
 from ecomp.model import record as records
 from ecomp.model.allocation import MAX_SUM, describe_difference
 from ecomp.model.audit import audit
+from ecomp.model.choose import PlacementReason
 from ecomp.model.group import Group, Membership
 from ecomp.model.guest import Guest, SharedUserData, parse_shared_user_data
-from ecomp.model.host import NO_COMPUTES, Computes, EtcdState, list_hosts, parse_presence
+from ecomp.model.host import NO_COMPUTES, Computes, EtcdState, PresenceFacts, list_hosts
+from ecomp.model.json_object import load
 from ecomp.model.order import MAX_REQUEST_BYTES, InvalidRequest, PowerAction, Request
+from ecomp.model.parsers import MAX_REASON_CHARACTERS
 from ecomp.model.planes import Planes, ProviderState, index_revisions
 from ecomp.model.query import parse_query
 from ecomp.model.record import Failure, Interface, Progress, Record
 from ecomp.model.stack import Stack
+from ecomp.model.stored import decode, decode_lenient, encode, nested
 from ecomp.store.client import Entry
 from ecomp.store.presence import _format_field, _parse_holder
 from ecomp.store.sharing import released_from_json, released_to_json
@@ -71,14 +75,14 @@ class RefusedError(Exception):
     """A reader refused the value with this message."""
 
 
-def call_reader(read: Callable[..., Any], *arguments: Any) -> Any:
+def call_reader(read: Callable[..., Any], *arguments: Any, **given: Any) -> Any:
     """Return what the reader returns.
 
     Raises:
         RefusedError: it raised its documented error, a ValueError with a message.
     """
     try:
-        return read(*arguments)
+        return read(*arguments, **given)
     except UnicodeEncodeError:
         raise  # an accepted text that cannot be written
     except ValueError as error:
@@ -88,23 +92,21 @@ def call_reader(read: Callable[..., Any], *arguments: Any) -> Any:
 def read_request(value: bytes) -> None:
     parsed = requesting.parse_request(COMPUTE, keys.request(COMPUTE, INSTANCE), value)
     if isinstance(parsed, InvalidRequest):
-        assert len(parsed.reason) <= requesting.MAX_REASON_CHARACTERS
-        read_record(
-            records.to_json(records.make_refused_record(COMPUTE, parsed._replace(instance=INSTANCE), NOW)).encode()
-        )
+        assert len(parsed.reason) <= MAX_REASON_CHARACTERS
+        read_record(encode(records.make_refused_record(COMPUTE, parsed._replace(instance=INSTANCE), NOW)).encode())
         return
-    encoded = requesting.to_json(parsed).encode()
+    encoded = encode(parsed).encode()
     if len(encoded) <= MAX_REQUEST_BYTES:
         assert requesting.parse_request(COMPUTE, keys.request(COMPUTE, INSTANCE), encoded) == parsed
     record = records.make_record(COMPUTE, parsed, NOW)
-    assert records.from_json(records.to_json(record).encode(), INSTANCE) == record
+    assert records.from_json(encode(record).encode(), INSTANCE) == record
     render_record(record)
     describe_difference(parsed.allocations, {OTHER_UUID: {'VCPU': 1}})
 
 
 def read_record(value: bytes) -> None:
     parsed = call_reader(records.from_json, value, INSTANCE)
-    assert records.from_json(records.to_json(parsed).encode(), INSTANCE) == parsed
+    assert records.from_json(encode(parsed).encode(), INSTANCE) == parsed
     render_record(parsed)
 
 
@@ -114,15 +116,15 @@ def read_queued(value: bytes) -> None:
     parsed = queues.parse_queue_entry(key, value)
     if isinstance(parsed, InvalidRequest):
         return
-    assert queues.parse_queue_entry(key, queues.to_json(parsed).encode()) == parsed
-    encoded = requesting.to_json(parsed.make_request(COMPUTE, NOW)).encode()
+    assert queues.parse_queue_entry(key, encode(parsed).encode()) == parsed
+    encoded = encode(parsed.make_request(COMPUTE, NOW)).encode()
     accepted = requesting.parse_request(COMPUTE, keys.request(COMPUTE, INSTANCE), encoded)
     assert isinstance(accepted, Request) or len(encoded) > MAX_REQUEST_BYTES
 
 
 def read_group(value: bytes) -> None:
-    parsed = call_reader(group.from_json, 'g', value)
-    assert group.from_json('g', group.to_json(parsed).encode()) == parsed
+    parsed = call_reader(decode, Group, value, name='g')
+    assert decode(Group, encode(parsed).encode(), name='g') == parsed
     parsed.explain_exclusion(COMPUTE)
     parsed.list_breaches()
     assert_printable(*render_all(make_group_listing([parsed], NO_COMPUTES, {})))
@@ -130,9 +132,9 @@ def read_group(value: bytes) -> None:
 
 
 def read_quota(value: bytes) -> None:
-    parsed = call_reader(quota.from_json, 'p', value)
+    parsed = call_reader(decode, quota.Quota, value, project='p')
     charged = parsed.add_used(quota.make_charge({'VCPU': 7})).subtract_used({'VCPU': 1})
-    assert quota.from_json('p', quota.to_json(charged).encode()) == charged
+    assert decode(quota.Quota, encode(charged).encode(), project='p') == charged
     quota.describe_excesses('p', parsed.list_excesses(quota.make_charge({'VCPU': MAX_SUM})))
     assert_printable(
         *render_all(make_quota_listing([parsed])), *render_all(make_usage_listing([parsed], is_array=True))
@@ -140,21 +142,21 @@ def read_quota(value: bytes) -> None:
 
 
 def read_flavor(value: bytes) -> None:
-    parsed = call_reader(flavor.from_json, 'f', value)
-    assert flavor.from_json('f', flavor.to_json(parsed).encode()) == parsed
+    parsed = call_reader(decode, flavor.Flavor, value, name='f')
+    assert decode(flavor.Flavor, encode(parsed).encode(), name='f') == parsed
     parse_query(flavor.merge_query(parsed, 'resources=VCPU:2&required=T'))
     assert_printable(*render_all(make_flavor_listing({'f': (parsed, 'etcd')})))
 
 
 def read_stack(value: bytes) -> None:
-    parsed = call_reader(stack.from_json, 'shop', value)
+    parsed = call_reader(decode, Stack, value, name='shop')
     delivered = parsed.with_delivered({parsed.make_place('new/1'): COMPUTE}).with_ended(parsed.entries)
     for written in (parsed, delivered):
-        assert stack.from_json('shop', stack.to_json(written).encode()) == written
+        assert decode(Stack, encode(written).encode(), name='shop') == written
     places = {parsed.make_place(entry, parsed.entries[entry].incarnation): COMPUTE for entry in parsed.entries}
     assert parsed.list_instances() == {place.entry_name: place.instance for place in places}
     for place in places:
-        assert stack.parse_place(json.loads(json.dumps(place._asdict()))) == place
+        assert nested(stack.Place)(json.loads(json.dumps(place._asdict()))) == place
     stack.restore_stack('shop', places, 1)
 
 
@@ -170,13 +172,13 @@ def read_digest(value: bytes) -> None:
 
 
 def read_clearance(value: bytes) -> None:
-    clearance = call_reader(planes.clearance_from_json, value)
-    assert planes.clearance_from_json(planes.clearance_to_json(clearance).encode()) == clearance
+    clearance = call_reader(decode, planes.Clearance, value)
+    assert decode(planes.Clearance, encode(clearance).encode()) == clearance
 
 
 def read_compute(value: bytes) -> None:
     entry = Entry(keys.compute(COMPUTE), value, 1, 1)
-    presence, holder = parse_presence(entry.value), _parse_holder(entry)
+    presence, holder = decode_lenient(PresenceFacts, entry.value), _parse_holder(entry)
     for field in ('hostname', 'since'):
         assert _format_field(holder or {}, field).isprintable()
     rows = list_hosts(EtcdState(Computes({COMPUTE: presence})), {})
@@ -189,8 +191,8 @@ def read_attempt(value: bytes) -> None:
 
 
 def read_known_identity(value: bytes) -> None:
-    identity = call_reader(cluster.from_json, value)
-    assert cluster.from_json(cluster.to_json(identity).encode()) == identity
+    identity = call_reader(decode, cluster.KnownCluster, value)
+    assert decode(cluster.KnownCluster, encode(identity).encode()) == identity
     cluster.explain_identity_mismatch(identity, value)
 
 
@@ -211,7 +213,7 @@ RECORD = Record(
     power=f'{OTHER_UUID}:off',
     progress=Progress('image', 1, 2),
     group=Membership('web'),
-    why=requesting.parse_placement_reason({'weigh': 'spread', 'weight': 0.5, 'of': 3}),
+    why=PlacementReason('spread', 0.5, 3),
     stack=PLACE,
 )
 REQUEST = make_request(
@@ -244,7 +246,7 @@ PRESENCE = {'version': '1', 'hostname': 'h', 'since': NOW, 'token': 't', 'boot':
 READERS: dict[str, tuple[Callable[[bytes], object], Any]] = {
     'request': (read_request, REQUEST),
     'tombstone': (read_request, TOMBSTONE),
-    'record': (read_record, json.loads(records.to_json(RECORD))),
+    'record': (read_record, json.loads(encode(RECORD))),
     'waiting': (read_queued, QUEUED),
     'group': (
         read_group,
@@ -266,17 +268,17 @@ READERS: dict[str, tuple[Callable[[bytes], object], Any]] = {
     ),
     'digest': (read_digest, json.loads(planes.to_pages(DIGEST)[0])),
     'clearance': (read_clearance, {'version': 1, 'leftovers': [{'kind': 'disk', 'name': INSTANCE, 'mark': 'x'}]}),
-    'cleared': (lambda value: call_reader(planes.cleared_from_json, value), ['disk x: removed']),
+    'cleared': (lambda value: call_reader(lambda value: planes.parse_answer(load(value)), value), ['disk x: removed']),
     'user-data': (lambda value: call_reader(parse_shared_user_data, value, SHARED.sha256), json.loads(SHARED.text)),
     'announced': (
         read_attempt,
         {'version': 1, 'instances': [INSTANCE, OTHER_UUID], 'query': 'x', 'host': 'h', 'pid': 1},
     ),
     'compute': (read_compute, PRESENCE),
-    'name': (lambda value: call_reader(requesting.parse_name_owner, value), {'version': 1, 'instance': INSTANCE}),
-    'taker': (queues.parse_taker, {'version': 1, 'compute': COMPUTE}),
+    'name': (lambda value: call_reader(decode, requesting.NameOwner, value), {'version': 1, 'instance': INSTANCE}),
+    'taker': (lambda value: decode_lenient(queues.QueueTaker, value), {'version': 1, 'compute': COMPUTE}),
     'cluster': (
-        lambda value: call_reader(cluster.read_identity, value),
+        lambda value: call_reader(decode, cluster.ClusterIdentity, value),
         {'version': 1, 'identity': OTHER_UUID, 'since': NOW},
     ),
     'known': (read_known_identity, {'version': 1, 'identity': OTHER_UUID, 'cluster': 2**63, 'revision': 7, 'term': 2}),

@@ -18,6 +18,8 @@ import pytest
 from ecomp.errors import Unreachable
 from ecomp.model import cluster, flavor, group, host, keys, order, planes, queue, quota, record, stack
 from ecomp.model.guest import parse_shared_user_data
+from ecomp.model.json_object import load
+from ecomp.model.stored import decode, decode_lenient
 from ecomp.placement import allocations, providers
 from ecomp.placement.client import Placement
 from ecomp.store.sharing import released_from_json
@@ -79,21 +81,21 @@ PARSERS: dict[str, Callable[[bytes], object]] = {
     'request': lambda value: order.parse_request(COMPUTE, keys.request(COMPUTE, INSTANCE), value),
     'record': lambda value: record.from_json(value, INSTANCE),
     'waiting': lambda value: queue.parse_queue_entry(keys.queue('f', INSTANCE), value),
-    'group': lambda value: group.from_json('g', value),
-    'quota': lambda value: quota.from_json('p', value),
-    'flavor': lambda value: flavor.from_json('f', value),
-    'stack': lambda value: stack.from_json('shop', value),
+    'group': lambda value: decode(group.Group, value, name='g'),
+    'quota': lambda value: decode(quota.Quota, value, project='p'),
+    'flavor': lambda value: decode(flavor.Flavor, value, name='f'),
+    'stack': lambda value: decode(stack.Stack, value, name='shop'),
     'digest': lambda value: planes.from_pages([value]),
-    'clearance': planes.clearance_from_json,
-    'cleared': planes.cleared_from_json,
+    'clearance': lambda value: decode(planes.Clearance, value),
+    'cleared': lambda value: planes.parse_answer(load(value)),
     'user-data': lambda value: parse_shared_user_data(value, SHARED.sha256),
-    'compute': host.parse_presence,
-    'hostname': lambda value: (host.parse_hostname(value), host.parse_life_leases(value)),
-    'name': order.parse_name_owner,
+    'compute': lambda value: decode_lenient(host.PresenceFacts, value),
+    'hostname': lambda value: decode_lenient(host.StoredHostname, value),
+    'name': lambda value: decode(order.NameOwner, value),
     'announced': lambda value: order.parse_attempt_instances(keys.attempt(INSTANCE), value),
-    'taker': queue.parse_taker,
-    'cluster': cluster.read_identity,
-    'known': cluster.from_json,
+    'taker': lambda value: decode_lenient(queue.QueueTaker, value),
+    'cluster': lambda value: decode(cluster.ClusterIdentity, value),
+    'known': lambda value: decode(cluster.KnownCluster, value),
     'released': released_from_json,
     **{f'answer {name}': read_answer(call) for name, call in ANSWER_PARSERS.items()},
 }

@@ -17,7 +17,8 @@ from ecomp.errors import EcompError, Unreadable
 from ecomp.model import keys, stack
 from ecomp.model.flavor import parse_flavor
 from ecomp.model.order import MAX_REQUEST_BYTES, InvalidRequest, parse_request
-from ecomp.model.queue import Backlog, InvalidEntry, QueueEntry, WaitingEntry, to_json, update_backlog
+from ecomp.model.queue import Backlog, InvalidEntry, QueueEntry, WaitingEntry, update_backlog
+from ecomp.model.stored import decode, encode, nested
 from ecomp.scheduler.queries.stacks import load_stack
 from ecomp.store import connection as paging
 from ecomp.store import http2_client
@@ -273,7 +274,7 @@ def test_dropped_request_reports_the_reason() -> None:
 def test_dropped_queued_request_is_read_once_there_is_room() -> None:
     flavor = parse_flavor('f', 'resources=VCPU:1,MEMORY_MB:1,DISK_GB:1')
     waiting = QueueEntry(INSTANCE, flavor, image=IMAGE, user_id='u', project_id='p')
-    complete = Entry(waiting.key, to_json(waiting).encode(), 5)
+    complete = Entry(waiting.key, encode(waiting).encode(), 5)
     first = update_backlog({waiting.key: Entry(waiting.key, b'', 5, dropped=len(complete.value))}, Backlog())
     assert first.parsed_entries == {waiting.key: InvalidEntry(5)}
     second = update_backlog({waiting.key: complete}, first)
@@ -381,7 +382,7 @@ def test_forged_record_under_its_own_key_is_not_trusted(cluster: Control) -> Non
     address, allocation = wait_address(cluster, instance), cluster.placement.read_allocations(instance)
     key = cluster.etcd.find_record_key(instance)
     forge(cluster, instance, 'gone', key)
-    wait_log_lines(compute, key, f'it is a record of compute {OTHER_COMPUTE}')
+    wait_log_lines(compute, key, f"compute: '{OTHER_COMPUTE}' differs")
     assert_one_line(cluster.eschedule('show', instance), 1, f'etcdctl del {key}')
     assert cluster.placement.read_allocations(instance) == allocation
     assert read_guests(compute)[instance]['running']
@@ -554,9 +555,9 @@ def make_entries(name: str, **fields: Any) -> bytes:
 def test_stack_of_an_invalid_name_is_refused(name: str) -> None:
     """Its key can be written by anybody, and its name would be part of the names of instances."""
     with pytest.raises(ValueError, match='not a valid stack name'):
-        stack.from_json(name, make_value())
+        decode(stack.Stack, make_value(), name=name)
     with pytest.raises(ValueError, match='not a valid stack name'):
-        stack.parse_place({**PLACE._asdict(), 'name': name})
+        nested(stack.Place)({**PLACE._asdict(), 'name': name})
 
 
 @pytest.mark.usefixtures('compute')

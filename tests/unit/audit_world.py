@@ -12,15 +12,13 @@ from ecomp.model import keys, record
 from ecomp.model.audit import audit
 from ecomp.model.flavor import Flavor
 from ecomp.model.group import ANTI_AFFINITY, Group, Membership
-from ecomp.model.group import to_json as group_to_json
 from ecomp.model.guest import Guest, make_mac_address
-from ecomp.model.order import Request, name_to_json, to_json
+from ecomp.model.order import NameOwner, Request
 from ecomp.model.planes import Digest, Planes, ProviderState
 from ecomp.model.queue import QueueEntry
-from ecomp.model.queue import to_json as waiting_to_json
 from ecomp.model.record import Failure, Interface, Record
 from ecomp.model.stack import Place, Stack
-from ecomp.model.stack import to_json as stack_to_json
+from ecomp.model.stored import encode
 from ecomp.store.client import Entry
 
 # Computes: two are up, AWAY_COMPUTE is not.
@@ -52,7 +50,7 @@ class WorldBuilder:
 
     def put_request(self, compute: str, instance: str, tombstone: bool = False, name: str | None = None) -> None:
         allocations, image = ({}, None) if tombstone else ({compute: SIZE}, IMAGE)
-        self.put(keys.request(compute, instance), to_json(Request(instance, allocations, image=image, name=name)))
+        self.put(keys.request(compute, instance), encode(Request(instance, allocations, image=image, name=name)))
 
     def put_record(
         self,
@@ -68,43 +66,43 @@ class WorldBuilder:
         instance_record = Record(
             instance, compute, state, image=IMAGE, resources=SIZE, addresses=(interface,), error=error, name=name
         )
-        self.put(keys.record(compute, instance), record.to_json(instance_record), lease)
+        self.put(keys.record(compute, instance), encode(instance_record), lease)
 
     def put_replacement(self, instance: str, replaced: str, project_id: str = '') -> None:
         """Put the request on ONE of an instance to which `replaced` was evacuated."""
         request = Request(instance, {ONE: SIZE}, image=IMAGE, project_id=project_id, replaces=replaced)
         name = record.from_json(self.etcd[keys.record(ONE, instance)].value).name
-        self.put(keys.request(ONE, instance), to_json(replace(request, name=name)))
+        self.put(keys.request(ONE, instance), encode(replace(request, name=name)))
 
     def put_tombstone(self, compute: str, instance: str, replaced_by: str, project_id: str = '') -> None:
         former = Request(instance, {}, image=None, project_id=project_id, former_resources=SIZE)
-        self.put(keys.request(compute, instance), to_json(replace(former, replaced_by=replaced_by)))
+        self.put(keys.request(compute, instance), encode(replace(former, replaced_by=replaced_by)))
 
     def put_queued(self, instance: str, name: str | None = None, flavor: str = 'small') -> None:
         waiting = QueueEntry(instance, Flavor(flavor, SIZE), image=IMAGE, user_id='u', project_id='p', name=name)
-        self.put(waiting.key, waiting_to_json(waiting))
+        self.put(waiting.key, encode(waiting))
         self.put(keys.flavor('small'), '{}')
 
     def put_name(self, name: str, instance: str, lease: int = 0) -> None:
-        self.put(keys.name(name), name_to_json(instance), lease)
+        self.put(keys.name(name), encode(NameOwner(instance)), lease)
 
     def put_group(self, name: str, policy: str, members: dict[str, str]) -> None:
-        self.put(keys.group(name), group_to_json(Group(name, policy, True, members)))
+        self.put(keys.group(name), encode(Group(name, policy, True, members)))
 
     def put_grouped_request(self, instance: str, name: str) -> None:
         request = Request(instance, {ONE: SIZE}, image=IMAGE, name='web1', group=Membership(name, ANTI_AFFINITY, True))
-        self.put(keys.request(ONE, instance), to_json(request))
+        self.put(keys.request(ONE, instance), encode(request))
 
     def put_stacked_request(self, compute: str, place: Place, instance: str | None = None) -> str:
         """Put an active instance of a stack everywhere but in the key of the stack, and return its uuid."""
         instance = instance or place.instance
         self.add_instance(compute, instance)
         request = Request(instance, {compute: SIZE}, image=IMAGE, stack=place)
-        self.put(keys.request(compute, instance), to_json(request))
+        self.put(keys.request(compute, instance), encode(request))
         return instance
 
     def put_stack(self, stack: Stack) -> None:
-        self.put(keys.stack(stack.name), stack_to_json(stack))
+        self.put(keys.stack(stack.name), encode(stack))
 
     def put_presence(self, compute: str, lease: int = LEASE) -> None:
         self.put(keys.compute(compute), '{"token": "x"}', lease)

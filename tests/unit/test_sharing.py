@@ -15,10 +15,9 @@ from ecomp.model.allocation import Room, sum_resources
 from ecomp.model.assign import Lot, Planner
 from ecomp.model.choose import SPREAD, STRATEGIES, Candidate, Offer
 from ecomp.model.flavor import Flavor, merge_query, parse_flavor
-from ecomp.model.flavor import from_json as read_flavor
-from ecomp.model.flavor import to_json as write_flavor
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, POLICIES, Group, Membership, filter_admitted, resolve_group
 from ecomp.model.quota import Quota, describe_excesses, make_charge, multiply_amounts
+from ecomp.model.stored import decode, encode
 
 # Groups: what their policies allow, prefer and exclude, and their format.
 
@@ -204,7 +203,7 @@ flavors = st.builds(
 
 @given(flavors)
 def test_flavor_round_trips_as_json_and_as_query(flavor: Flavor) -> None:
-    assert read_flavor(flavor.name, write_flavor(flavor).encode()) == flavor
+    assert decode(Flavor, encode(flavor).encode(), name=flavor.name) == flavor
     assert parse_flavor(flavor.name, flavor.query) == flavor
 
 

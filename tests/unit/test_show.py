@@ -53,7 +53,7 @@ from ecomp.model.events import Event, event_to_dict
 from ecomp.model.group import Membership
 from ecomp.model.guest import GuestFailure
 from ecomp.model.host import NO_COMPUTES, Computes, PresenceFacts
-from ecomp.model.order import FIELDS, Order, make_create_words
+from ecomp.model.order import ORDER_FIELDS, RECORDED_FIELDS, Order, make_create_words
 from ecomp.model.record import (
     ACTIVE,
     BUILDING,
@@ -68,9 +68,9 @@ from ecomp.model.record import (
     describe_failure,
     describe_wait,
     from_json,
-    to_json,
 )
 from ecomp.model.stack import Place
+from ecomp.model.stored import encode
 from ecomp.model.text import join_some, make_printable, replace_uuids
 from ecomp.scheduler.placing.evacuate import Evacuated
 from tests.kit.forms import render
@@ -108,7 +108,7 @@ ORDER_VALUES: dict[str, Any] = {
     'replaces': INSTANCE,
     'replaced_by': COMPUTE,
 }
-RECORDED_VALUES = {row.name: ORDER_VALUES.get(row.name) for row in FIELDS if row.recorded}
+RECORDED_VALUES = {name: ORDER_VALUES.get(name) for name in RECORDED_FIELDS}
 # What the command of `again` does not set: who asked and when, the number of a set, the places in a stack and of an
 # evacuation. Keys and user-data are options, too, but name files, which tests/scenario/test_again.py reads.
 NOT_REPEATED = {
@@ -118,7 +118,7 @@ NOT_REPEATED = {
 
 
 def test_no_field_of_an_order_is_forgotten_by_again() -> None:
-    assert {row.name for row in FIELDS} == ORDER_VALUES.keys(), 'give each field a value above'
+    assert ORDER_FIELDS.keys() == ORDER_VALUES.keys(), 'give each field a value above'
     bare = make_create_words(Order(INSTANCE))
     repeated = {
         name for name, value in ORDER_VALUES.items() if make_create_words(Order(INSTANCE, **{name: value})) != bare
@@ -137,7 +137,7 @@ def test_no_field_of_an_order_is_forgotten_by_show(name: str) -> None:
 
 def test_recorded_fields_of_an_order_are_read_as_they_were_written() -> None:
     record = replace(RECORD, **RECORDED_VALUES)
-    assert from_json(to_json(record).encode()) == record
+    assert from_json(encode(record).encode()) == record
 
 
 @pytest.mark.parametrize('length', [40, 63])

@@ -32,9 +32,9 @@ from ecomp.model.choose import PACK, SPREAD, Candidate, Offer
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group, Membership
 from ecomp.model.guest import MAX_USER_DATA_BYTES, SharedUserData
 from ecomp.model.order import Order, Request, parse_request
-from ecomp.model.order import to_json as request_to_json
 from ecomp.model.record import Failure, Record
-from ecomp.model.stack import Entry, Place, Stack, from_json, restore_stack, to_json
+from ecomp.model.stack import Entry, Place, Stack, restore_stack
+from ecomp.model.stored import decode, encode
 from ecomp.store.client import Entry as StoredEntry
 from ecomp.store.client import Snapshot
 from ecomp.yaml_file import shorten
@@ -51,7 +51,7 @@ all_entries = st.dictionaries(st.from_regex(stack._ENTRY_NAME, fullmatch=True), 
 
 @given(st.builds(Stack, names, uuids, all_entries, st.integers(0, stack.MAX_FLOOR), st.text()))
 def test_stack_is_read_as_written(value: Stack) -> None:
-    assert from_json(value.name, to_json(value).encode()) == value
+    assert decode(Stack, encode(value).encode(), name=value.name) == value
 
 
 def test_each_place_and_incarnation_has_its_own_uuid() -> None:
@@ -66,7 +66,7 @@ def test_each_place_and_incarnation_has_its_own_uuid() -> None:
     assert len(uuids) == 8
     assert places[0].instance == str(uuid.uuid5(uuid.UUID(EPOCH), 'web/1/4'))
     request = Request(places[0].instance, image=IMAGE, allocations={COMPUTE: RESOURCES}, stack=places[0])
-    assert parse_request(COMPUTE, f'/hosts/{COMPUTE}/{request.instance}', request_to_json(request).encode()) == request
+    assert parse_request(COMPUTE, f'/hosts/{COMPUTE}/{request.instance}', encode(request).encode()) == request
     # It is a hash of the entry's name, so two members cannot be mistaken for one.
     assert shop.make_place('a/11').instance != shop.make_place('a-1/1').instance
     delivered = shop.with_delivered({places[0]: OTHER_UUID, places[2]: COMPUTE})

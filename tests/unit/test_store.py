@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ecomp.model import cluster
 from ecomp.model.cluster import Header, KnownCluster
+from ecomp.model.stored import encode
 from ecomp.store import messages
 from ecomp.store.connection import TARGET_PAGE_BYTES, AnswerTooLong, read_pages
 from ecomp.store.messages import (
@@ -336,9 +337,11 @@ def test_reason_contains_the_actual_and_the_expected_value() -> None:
         cluster.explain_identity_mismatch(expected, None)
         == f'its /cluster is missing, and had identity {IDENTITY} before'
     )
-    other = cluster.make_identity_value(OTHER, 'now').encode()
+    other = encode(cluster.ClusterIdentity(OTHER, 'now')).encode()
     assert cluster.explain_identity_mismatch(expected, other) == f'its identity is {OTHER}, not {IDENTITY} as before'
-    assert cluster.explain_identity_mismatch(expected, cluster.make_identity_value(IDENTITY, 'later').encode()) is None
+    assert (
+        cluster.explain_identity_mismatch(expected, encode(cluster.ClusterIdentity(IDENTITY, 'later')).encode()) is None
+    )
 
 
 class WrittenKey(NamedTuple):

@@ -21,7 +21,8 @@ from ecomp.errors import EcompError
 from ecomp.files import InstanceLocks
 from ecomp.model import keys
 from ecomp.model.json_object import dump, load_object
-from ecomp.model.planes import Digest, Leftover, clearance_from_json, make_error_page, to_pages
+from ecomp.model.planes import Clearance, Digest, Leftover, make_error_page, to_pages
+from ecomp.model.stored import decode
 from ecomp.model.usage import HOST
 from ecomp.store.client import Entry, Put, Store, Unchanged, find_needed
 from ecomp.store.sharing import has_unfinished_record, try_revoke
@@ -171,7 +172,7 @@ class AuditAnswerer:
     def _remove_leftovers(self, entry: Entry) -> list[str]:
         """Remove what still is a leftover; log and return a line about each, or return one about a malformed list."""
         try:
-            leftovers = clearance_from_json(entry.value)
+            leftovers = decode(Clearance, entry.value).leftovers
         except ValueError as error:
             return [f'nothing is removed, because the list of leftovers is malformed: {error}']
         results = []

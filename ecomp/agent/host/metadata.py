@@ -24,7 +24,8 @@ from ecomp.compute_conf import ComputeConfig
 from ecomp.errors import BuildFailed, EcompError, UsageError
 from ecomp.files import watch_files, write_durably
 from ecomp.model.guest import METADATA_ADDRESS, GuestReport, make_mac_conflict, make_network_config, parse_guest_report
-from ecomp.model.order import MAX_REASON_CHARACTERS, Request
+from ecomp.model.order import Request
+from ecomp.model.parsers import MAX_REASON_CHARACTERS
 from ecomp.model.text import make_printable
 from ecomp.yaml_file import check_owner
 

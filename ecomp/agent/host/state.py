@@ -31,13 +31,14 @@ from typing import TypeVar
 
 from ecomp.errors import Conflict, EcompError, StrangeEtcd, UsageError
 from ecomp.files import BOOT_ID, read_boot_id, wait_for_lock, write_durably
-from ecomp.model import cluster, keys
+from ecomp.model import keys
 from ecomp.model import order as requests
 from ecomp.model import record as records
-from ecomp.model.cluster import KnownCluster
+from ecomp.model.cluster import ClusterIdentity, KnownCluster
 from ecomp.model.json_object import dump, load_object
 from ecomp.model.order import InvalidRequest, Request
 from ecomp.model.record import BUILDING, Failure, Record
+from ecomp.model.stored import decode, encode, to_dict
 from ecomp.store.client import Guard, Store
 
 log = logging.getLogger(__name__)
@@ -192,8 +193,8 @@ class Memory:
     def _save(self, entry: MemoryEntry) -> None:
         """Write the entry's file, and make the entry readable even if that fails."""
         record, failure = entry.record, entry.failure
-        data = {'version': VERSION, 'request': json.loads(requests.to_json(entry.request))}
-        data['record'] = records.to_dict(record)
+        data = {'version': VERSION, 'request': json.loads(encode(entry.request))}
+        data['record'] = {'version': 1, **to_dict(record)}
         if failure:
             data['failure'] = {'stage': failure.stage, 'reason': failure.reason}
         self._write(record.instance, dump(data))
@@ -334,7 +335,7 @@ def check_or_adopt(guard: Guard, store: Store, now: str) -> bool:
         if guard.known_cluster.identity:
             store.check_identity()
         else:
-            store.adopt(cluster.make_identity_value(str(uuid.uuid4()), now))
+            store.adopt(encode(ClusterIdentity(str(uuid.uuid4()), now)))
     except StrangeEtcd:
         return False  # not an error: ecompute would be restarted repeatedly, its guests without metadata
     return True
@@ -363,7 +364,7 @@ class KnownEtcd:
 
     def load(self) -> KnownCluster:
         """Read the file, empty if absent; UsageError if it is malformed, OSError if unreadable."""
-        self._cluster = _read_file(self._path, cluster.from_json, self._cluster)
+        self._cluster = _read_file(self._path, lambda text: decode(KnownCluster, text), self._cluster)
         return self._cluster
 
     def read_first_seen(self) -> int:
@@ -402,7 +403,7 @@ class KnownEtcd:
             is_last, current = self._stopped.is_set(), self._cluster
             if current != written and current.identity:
                 try:
-                    write_durably(self._path, cluster.to_json(current) + '\n')
+                    write_durably(self._path, encode(current) + '\n')
                     written, has_failed = current, False
                 except OSError as error:
                     if not has_failed:

@@ -19,12 +19,12 @@ from ecomp.errors import EcompError, GenerationConflict, NoSpace, UnknownOutcome
 from ecomp.failpoints import failpoint
 from ecomp.metrics import TALLY
 from ecomp.model import keys
-from ecomp.model import order as requests
 from ecomp.model import record as records
 from ecomp.model.allocation import describe_difference, find_compute
 from ecomp.model.order import InvalidRequest, Request, get_holdings, parse_request
 from ecomp.model.queue import QueueEntry, parse_queue_entry
-from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, STOPPED, Record, from_json, is_newer, to_json
+from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, STOPPED, Record, from_json
+from ecomp.model.stored import encode, is_newer
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.store import sharing
@@ -80,7 +80,7 @@ class Records:
             return self.get(instance)
         except Unreadable as error:
             if (stored := self._store.get(self._get_key(instance))) is not None:
-                if is_newer(stored.value):
+                if is_newer(Record, stored.value):
                     raise
                 self._cache[instance] = RecordEntry(None, stored.revision)
                 log.warning('instance %s is destroyed although its record is malformed: %s', instance, error)
@@ -130,7 +130,7 @@ class Records:
         """
         instance = record.instance
         unchanged = self._make_condition(instance)
-        operations = [Put(unchanged.key, to_json(record)), *extra]
+        operations = [Put(unchanged.key, encode(record)), *extra]
         written = self._commit(instance, revision, lambda host: self._store.commit([host, unchanged], operations))
         observe_stages(self._cache.get(instance, RecordEntry()).record, record)
         self._cache[instance] = RecordEntry(record, written)
@@ -497,13 +497,13 @@ def _publish(state: _EtcdState, step: Publish, placement: Placement, queued: Col
         return conditions, changes
 
     if request is not None:
-        operations.append(Put(state.request_key, requests.to_json(request)))
+        operations.append(Put(state.request_key, encode(request)))
         for entry in queued if is_new else ():
             # The quota charge belongs to this entry: a process that removed it first has subtracted it.
             name_conditions.append(Unchanged(entry.key, entry.revision))
             operations += [Delete(entry.key), Delete(keys.taker(entry.key))]
     if record != state.parse_view().record:
-        operations.append(Put(state.record_key, records.to_json(record)))
+        operations.append(Put(state.record_key, encode(record)))
         if record.address is not None:
             operations.append(Put(state.booted_key, record.address))
     if not operations and not make_shared()[1]:

@@ -22,9 +22,9 @@ from ecomp.model.order import (
     Request,
     parse_action_id,
     parse_request,
-    to_json,
 )
-from ecomp.model.record import ACTIVE, ERROR, GONE, RETENTION_SECONDS, STOPPED, Record, format_time, is_newer
+from ecomp.model.record import ACTIVE, ERROR, GONE, RETENTION_SECONDS, STOPPED, Record, format_time
+from ecomp.model.stored import encode, is_newer, to_dict
 from ecomp.scheduler.queries.find import (
     InstanceEntries,
     find,
@@ -142,7 +142,7 @@ def _find_destroyable(store: Store, instance: str, key_index: KeyIndex | None) -
         places = find_places(store, instance)
         entries = from_request(places)
         # A record of a newer ecomp may name resources that a destroy by this version does not remove.
-        if entries is None or (places.record is not None and is_newer(places.record.value)):
+        if entries is None or (places.record is not None and is_newer(Record, places.record.value)):
             raise
         return entries
 
@@ -192,9 +192,9 @@ def make_tombstone(
         replaced_by=replaced_by,
     )
     stages = {name: time for name, time in record.stages.items() if time}
-    tombstone = add_time(to_json(replace(bare, query=record.query, stages=stages)), format_time(datetime.now(UTC)))
+    tombstone = add_time(encode(replace(bare, query=record.query, stages=stages)), format_time(datetime.now(UTC)))
     if len(tombstone) > MAX_REQUEST_BYTES:  # dump() escapes text, which makes it up to three times as long
-        tombstone = to_json(bare)
+        tombstone = encode(bare)
     conditions = [Unchanged(request_key, entries.request_entry.revision if entries.request_entry else 0)]
     if entries.request_entry is None:
         # Otherwise an instance that ended since its record was read, and has no request either, is destroyed again.
@@ -342,7 +342,7 @@ def _match_earlier_change(
 
 def _add_power_change(entries: InstanceEntries, entry: Entry, power_change: PowerAction) -> Put:
     """Return the write of the request with the change; Conflict if it would be invalid."""
-    change = {'power': power_change.to_dict(), WRITTEN_AT: format_time(datetime.now(UTC))}
+    change = {'power': to_dict(power_change), WRITTEN_AT: format_time(datetime.now(UTC))}
     value = dump({**load_object(entry.value), **change})
     parsed = parse_request(entries.record.compute, entry.key, value.encode())
     if isinstance(parsed, InvalidRequest):

@@ -22,13 +22,13 @@ from ecomp.model.audit import Finding, Repair, Revisions, confirm_findings, list
 from ecomp.model.audit import audit as compare
 from ecomp.model.backoff import Backoff
 from ecomp.model.group import Group
-from ecomp.model.json_object import dump
+from ecomp.model.json_object import dump, load
 from ecomp.model.level import ERROR, count_findings, get_level
 from ecomp.model.order import Request
 from ecomp.model.quota import INSTANCES, Quota
 from ecomp.model.record import RETENTION_SECONDS
 from ecomp.model.stack import Stack
-from ecomp.model.stack import to_json as stack_to_json
+from ecomp.model.stored import encode
 from ecomp.model.text import make_printable
 from ecomp.placement import allocations, providers
 from ecomp.placement.allocations import release
@@ -368,7 +368,7 @@ class _Repairs:
         for name in ended:
             request = keys.request(stack.entries[name].compute, instances[name])
             unchanged += [request, self.world.get_record_key(instances[name])]
-        put = Put(finding.keys[0], stack_to_json(stack.with_ended(ended)))
+        put = Put(finding.keys[0], encode(stack.with_ended(ended)))
         done = f'{len(ended)} entries are marked as ended' if len(ended) > 1 else f'{ended[0]} is marked as ended'
         return self._commit(finding, [put], done, self._make_conditions(*unchanged))
 
@@ -377,7 +377,7 @@ class _Repairs:
         stack, _, is_restored = load_stack(self.store, finding.subject)
         if stack is None or not is_restored:
             return CHANGED_SINCE
-        return self._commit(finding, [Put(finding.keys[0], stack_to_json(stack))], f'{finding.keys[0]} is restored')
+        return self._commit(finding, [Put(finding.keys[0], encode(stack))], f'{finding.keys[0]} is restored')
 
     def _commit(
         self,
@@ -417,13 +417,13 @@ def _clear_leftovers(store: Store, compute: str, findings: list[Finding]) -> lis
         with open_audit_session(store) as (name, lease):
             # The key is on the audit's lease: a compute that answers late does nothing.
             key = keys.clearance(name, compute)
-            store.commit([Unchanged(key, 0)], [Put(key, planes.clearance_to_json(leftovers), lease)])
+            store.commit([Unchanged(key, 0)], [Put(key, encode(planes.Clearance(leftovers)), lease)])
             if compute not in wait_for_answers(store, name, {compute}, 'clearing', 'cleared'):
                 return [
                     f'compute {compute}: it is unknown whether the repair was made, because the compute does not answer'
                 ]
             entry = store.get(keys.digest(name, compute, 'cleared'))
-            lines = planes.cleared_from_json(entry.value) if entry is not None else []
+            lines = planes.parse_answer(load(entry.value)) if entry is not None else []
             return [f'compute {compute}: {line}' for line in lines]
     except (EcompError, ValueError) as error:
         return [f'compute {compute}: it is unknown whether the repair was made: {error}']

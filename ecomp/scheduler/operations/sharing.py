@@ -15,11 +15,12 @@ from ecomp.errors import Conflict, EcompError, NotFound, UnknownOutcome, Unreach
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import list_missing_classes
-from ecomp.model.flavor import Flavor, check_flavor_name, from_json, merge_query, parse_flavor, to_json
+from ecomp.model.flavor import Flavor, check_flavor_name, merge_query, parse_flavor
 from ecomp.model.json_object import add_time
 from ecomp.model.order import parse_request
 from ecomp.model.quota import INSTANCES, Demand, Quota, format_quota, parse_limits, sum_charges
 from ecomp.model.record import format_time
+from ecomp.model.stored import decode_at, encode
 from ecomp.model.text import format_suggestion, make_printable
 from ecomp.scheduler.queries.find import read_record
 from ecomp.store.client import Delete, Entry, Put, Store, Unchanged, retry_until_committed
@@ -85,7 +86,7 @@ def put_flavor(store: Store, placement: Placement, name: str, text: str) -> str:
     unknown = find_unknown_names(placement, named)
     if unknown.never:
         raise UsageError(f'flavor {name}: {unknown.never}')
-    key, value = keys.flavor(name), add_time(to_json(flavor), format_time(datetime.now(UTC)))
+    key, value = keys.flavor(name), add_time(encode(flavor), format_time(datetime.now(UTC)))
     previous = store.get(key)
     _commit_flavor(store, key, previous, Put(key, value), flavor)
     lacking = ', '.join(list_missing_classes(flavor.resources))
@@ -128,10 +129,7 @@ def list_flavor_names(store: Store) -> list[str]:
 
 def read_flavor(entry: Entry) -> Flavor:
     """Parse the flavor in an entry; Unreadable if it is malformed."""
-    try:
-        return from_json(keys.get_last_part(entry.key), entry.value)
-    except ValueError as error:
-        raise Unreadable(entry.key, error) from error
+    return decode_at(entry.key, Flavor, entry.value, name=keys.get_last_part(entry.key))
 
 
 def _commit_flavor(

@@ -32,8 +32,9 @@ from ecomp.model.choose import Candidate
 from ecomp.model.group import Group, Membership, resolve_group
 from ecomp.model.guest import SharedUserData
 from ecomp.model.json_object import dump, load_object_or_empty
-from ecomp.model.order import Order, Request, parse_attempt_instances, to_json
+from ecomp.model.order import Order, Request, parse_attempt_instances
 from ecomp.model.quota import Quota, describe_excesses, make_charge, multiply_amounts
+from ecomp.model.stored import encode
 from ecomp.model.text import format_suggestion
 from ecomp.placement import providers
 from ecomp.placement.allocations import Requester, claim, release, summarize_instances
@@ -302,7 +303,7 @@ def deliver(
     operations: list[Put | Delete] = [*([Delete(attempt.key)] if ends_attempt else []), *user_data_puts]
     for compute, request in deliveries:
         conditions.append(Unchanged(keys.record(compute, request.instance), 0))
-        operations.append(Put(keys.request(compute, request.instance), to_json(request)))
+        operations.append(Put(keys.request(compute, request.instance), encode(request)))
     try:
         return commit_with_shared(store, conditions, operations, make_shared_change, granted) or 0
     except UnknownOutcome as error:

@@ -13,9 +13,10 @@ from ecomp.model.allocation import find_compute, list_missing_classes
 from ecomp.model.flavor import Flavor, check_flavor_name
 from ecomp.model.group import Group
 from ecomp.model.guest import SharedUserData
-from ecomp.model.host import Computes, parse_presence
+from ecomp.model.host import Computes, PresenceFacts
 from ecomp.model.query import UnsupportedQueryError
-from ecomp.model.queue import QueueEntry, parse_taker, to_json
+from ecomp.model.queue import QueueEntry, QueueTaker
+from ecomp.model.stored import decode_lenient, encode
 from ecomp.placement.allocations import read_consumer
 from ecomp.placement.client import Placement
 from ecomp.scheduler.operations.sharing import list_flavor_names, make_no_such_flavor, read_flavor
@@ -63,7 +64,7 @@ def read_queue_position(
         other.revision < entry.revision for key, other in entries.items() if keys.parse_queue_key(key) is not None
     )
     taker_entry = store.get(keys.taker(entry.key))
-    taker = parse_taker(taker_entry.value) if taker_entry is not None else None
+    taker = decode_lenient(QueueTaker, taker_entry.value).compute if taker_entry is not None else None
     if store.get(keys.flavor(flavor)) is None:
         return QueuePosition(flavor, before, taker, {}, is_flavorless=True)
     try:
@@ -106,7 +107,7 @@ def read_shared_flavor(config: ScheduleConfig, store: Store, name: str) -> tuple
 def has_taker(store: Store) -> bool:
     """Return True if one of the first TAKER_SAMPLE_SIZE computes lives and takes from queues; others are not read."""
     entries, _ = store.sample(keys.COMPUTES, keys.COMPUTES, TAKER_SAMPLE_SIZE)
-    return any(parse_presence(entry.value).queues for entry in entries if entry.lease)
+    return any(decode_lenient(PresenceFacts, entry.value).queues for entry in entries if entry.lease)
 
 
 def enqueue(
@@ -196,7 +197,7 @@ def _commit(
         Unchanged(flavor_key, flavor_revision),
     ]
     user_data_puts, granted = prepare_user_data(store, user_data)
-    operations: list[Put | Delete] = [Put(queue_entry.key, to_json(queue_entry)), Delete(attempt_key), *user_data_puts]
+    operations: list[Put | Delete] = [Put(queue_entry.key, encode(queue_entry)), Delete(attempt_key), *user_data_puts]
 
     def make_shared_change() -> Change:
         return merge_changes(

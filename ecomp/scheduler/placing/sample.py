@@ -15,6 +15,7 @@ from ecomp.model.allocation import Resources, sum_allocations
 from ecomp.model.choose import FIRST, PACK, RANDOM, Candidate, choose
 from ecomp.model.order import SetOrder
 from ecomp.model.query import parse_plain_amounts
+from ecomp.model.stored import decode_lenient
 from ecomp.scheduler.placing.claim import Terms
 from ecomp.scheduler.placing.session import Session, check_complete
 
@@ -50,11 +51,11 @@ class SampledPlacer:
         entries, cluster_size = self.session.store.sample(keys.COMPUTES, start, SAMPLE_SIZE)
         if cluster_size <= min_cluster_size:
             return {}
-        from ecomp.model.host import estimate_free_share, has_room, parse_presence  # for large clusters only
+        from ecomp.model.host import PresenceFacts, estimate_free_share, has_room  # for large clusters only
 
         # Another key's name cannot be a provider, and would become a part of the query.
         alive = [entry for entry in entries if entry.lease and keys.is_uuid(keys.get_last_part(entry.key))]
-        hints = {keys.get_last_part(entry.key): parse_presence(entry.value).room for entry in alive}
+        hints = {keys.get_last_part(entry.key): decode_lenient(PresenceFacts, entry.value).room for entry in alive}
         shares = {
             compute: estimate_free_share(hint, amounts)
             for compute, hint in hints.items()

@@ -34,7 +34,8 @@ from ecomp.model.guest import SharedUserData
 from ecomp.model.order import Request
 from ecomp.model.quota import describe_excesses, make_charge
 from ecomp.model.record import ERROR
-from ecomp.model.stack import Place, Stack, to_json
+from ecomp.model.stack import Place, Stack
+from ecomp.model.stored import encode
 from ecomp.placement.allocations import Requester, read_candidates
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.claim import read_settled_group
@@ -94,10 +95,10 @@ def write_stack(store: Store, stack: Stack, previous_revision: int) -> int:
     """Write the key of a new or stale stack; return its revision, Conflict if another process wrote it."""
     key = keys.stack(stack.name)
     try:
-        revision = store.commit([Unchanged(key, previous_revision)], [Put(key, to_json(stack))])
+        revision = store.commit([Unchanged(key, previous_revision)], [Put(key, encode(stack))])
     except UnknownOutcome:
         entry = store.get(key)
-        revision = entry.revision if entry is not None and entry.value == to_json(stack).encode() else None
+        revision = entry.revision if entry is not None and entry.value == encode(stack).encode() else None
     if revision is None:
         raise Conflict(_CHANGED.format(stack.name, f'; {UNCHANGED}'))
     failpoint('stack-begun')
@@ -140,7 +141,7 @@ def _make_stack_change(change: StackChange, computes: Mapping[Place, str], remov
     key = keys.stack(change.stack.name)
     ended = [removal.entry for removal in removals if not removal.is_replaced]
     stack = change.stack.with_ended(ended).with_delivered(computes)
-    return [Unchanged(key, change.revision)], [Put(key, to_json(stack))]
+    return [Unchanged(key, change.revision)], [Put(key, encode(stack))]
 
 
 def _revoke_records(store: Store, removals: Sequence[Removal]) -> None:

@@ -11,8 +11,9 @@ from ecomp.errors import Conflict, EcompError, NotFound, Unreadable, UsageError,
 from ecomp.model import keys
 from ecomp.model.choose import Offer
 from ecomp.model.host import EntriesByCompute, group_by_instance
-from ecomp.model.order import InvalidRequest, Order, Request, name_to_json, parse_request
+from ecomp.model.order import InvalidRequest, NameOwner, Order, Request, parse_request
 from ecomp.model.record import ERROR, GONE, Record, extract_recorded_fields, from_json, make_record, make_refused_record
+from ecomp.model.stored import encode
 from ecomp.model.text import MIN_PREFIX_DIGITS, is_name, join_some, make_printable, parse_uuid_prefix
 from ecomp.store.client import Entry, Put, Store, Unchanged
 from ecomp.store.sharing import (
@@ -295,7 +296,7 @@ def reserve_names(store: Store, names: Mapping[str, str | None], replaced: Colle
         check_name_is_free(store, name, entries.get(keys.name(name)), {instance, *replaced})
         for name, instance in named.items()
     ]
-    return conditions, [Put(keys.name(name), name_to_json(instance)) for name, instance in named.items()]
+    return conditions, [Put(keys.name(name), encode(NameOwner(instance))) for name, instance in named.items()]
 
 
 def check_name_is_free(store: Store, name: str, entry: Entry | None, admitted: Collection[str]) -> Unchanged:

@@ -22,18 +22,19 @@ from ecomp.model.host import (
     EtcdState,
     Host,
     ProviderSummary,
+    StoredHostname,
     describe_silence,
     find_last_seen,
     find_leftovers,
     get_absent_state,
     list_hosts,
     parse_computes,
-    parse_life_leases,
 )
 from ecomp.model.listing import NO_ABSENCES, Absences, is_on_host
-from ecomp.model.order import InvalidRequest, Request, parse_name_owner, parse_request
+from ecomp.model.order import InvalidRequest, NameOwner, Request, parse_request
 from ecomp.model.reach import is_host_name, parse_console_path
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, QUEUED, SCHEDULED, STOPPED, Interface, Record, describe_wait
+from ecomp.model.stored import decode, decode_lenient
 from ecomp.model.text import format_suggestion, is_name, join_some, make_printable, parse_uuid_prefix
 from ecomp.scheduler.queries.find import MAX_NAMES_IN_ERROR, find_living, read_record
 from ecomp.store.client import Entry, Store, is_alive
@@ -263,7 +264,7 @@ def read_last_seen(store: Store, silent: Collection[str], records: Iterable[Reco
     with suppress(EcompError):
         for entry in store.read(list(map(keys.hostname, silent))).values():
             compute = keys.get_last_part(entry.key)
-            if ages := [store.read_lease_age(lease) for lease in parse_life_leases(entry.value)]:
+            if ages := [store.read_lease_age(lease) for lease in decode_lenient(StoredHostname, entry.value).leases]:
                 time = find_last_seen(ages, datetime.now(UTC), times.get(compute, ()))
                 last_seen |= {compute: time} if time else {}
     return last_seen
@@ -363,7 +364,7 @@ def read_names(store: Store) -> Mapping[str, str]:
     for key, entry in store.snapshot(keys.NAMES).entries.items():
         with suppress(ValueError):
             if is_name(name := key.removeprefix(keys.NAMES)):
-                instances[name] = parse_name_owner(entry.value)
+                instances[name] = decode(NameOwner, entry.value).instance
     return instances
 
 

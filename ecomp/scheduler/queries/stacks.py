@@ -8,28 +8,22 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
-from ecomp.errors import Conflict, NotFound, Unreadable
+from ecomp.errors import Conflict, NotFound
 from ecomp.model import keys
 from ecomp.model.allocation import find_compute
 from ecomp.model.apply import Existing
-from ecomp.model.host import Computes, describe_silent_fix, list_unproven, parse_life_leases
+from ecomp.model.host import Computes, StoredHostname, describe_silent_fix, list_unproven
 from ecomp.model.order import Request, parse_request
 from ecomp.model.record import ERROR, GONE
-from ecomp.model.stack import MAX_FLOOR, Place, Stack, from_json, restore_stack, to_json
+from ecomp.model.stack import MAX_FLOOR, Place, Stack, restore_stack
+from ecomp.model.stored import decode, decode_at, decode_lenient, encode
 from ecomp.placement import providers
 from ecomp.placement.allocations import read_consumers, read_provider_allocations
 from ecomp.placement.client import Placement
 from ecomp.scheduler.queries.find import InstanceEntries, find, from_places
 from ecomp.store.client import Entry, Put, Store, Unchanged, find_needed
 from ecomp.store.presence import LEASE_SECONDS, MAX_EXPIRY_DELAY_SECONDS
-from ecomp.store.sharing import (
-    Change,
-    find_by_listing,
-    merge_changes,
-    parse_name_holder,
-    read_index,
-    resolve_places,
-)
+from ecomp.store.sharing import Change, find_by_listing, merge_changes, parse_name_holder, read_index, resolve_places
 
 
 class StackState(NamedTuple):
@@ -137,10 +131,7 @@ class LoadedStack(NamedTuple):
 def load_stack(store: Store, name: str) -> LoadedStack:
     """Read a stack from its key, or else from the requests; Unreadable."""
     entry = store.get(keys.stack(name))
-    try:
-        stack = from_json(name, entry.value) if entry is not None else None
-    except ValueError as error:
-        raise Unreadable(keys.stack(name), error) from error
+    stack = decode_at(entry.key, Stack, entry.value, name=name) if entry is not None else None
     restored = None
     if stack is None or not stack.entries:
         restored = restore_stack(name, list_places(store, name), random.randrange(2**16, MAX_FLOOR))
@@ -160,7 +151,7 @@ def check_claims_known(store: Store, placement: Placement, name: str, computes: 
     ages = (
         store.read_lease_age(leases[1])
         for entry in store.snapshot(keys.HOSTNAMES).entries.values()
-        if (leases := parse_life_leases(entry.value))
+        if (leases := decode_lenient(StoredHostname, entry.value).leases)
     )
     is_proven = any(age is not None and age > MAX_UNPROVEN_SECONDS for age in ages)
     names = providers.read_provider_names(placement)
@@ -227,7 +218,7 @@ def make_move(store: Store, computes: Mapping[Place, str], silent: Unchanged) ->
             ):
                 raise _make_mismatch(place)
         if stack is not None:
-            delivered = to_json(stack.with_delivered(places))
+            delivered = encode(stack.with_delivered(places))
             changes.append(([Unchanged(keys.stack(name), revision)], [Put(keys.stack(name), delivered)]))
     return merge_changes(*changes)
 
@@ -243,9 +234,9 @@ def make_end(store: Store, place: Place | None, instance: str) -> Change:
     if place is None or stored is None or place.instance != instance:
         return [], []
     with suppress(ValueError):  # the audit reports a malformed key
-        stack = from_json(place.name, stored.value)
+        stack = decode(Stack, stored.value, name=place.name)
         entry = stack.entries.get(place.entry_name)
         if entry is not None and (stack.epoch, entry[::2]) == (place.epoch, (place.incarnation, False)):
-            ended = to_json(stack.with_ended([place.entry_name]))
+            ended = encode(stack.with_ended([place.entry_name]))
             return [Unchanged(stored.key, stored.revision)], [Put(stored.key, ended)]
     return [], []
