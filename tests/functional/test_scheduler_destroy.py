@@ -16,7 +16,17 @@ from ecomp.errors import Conflict, EcompError, NotFound, StillGoing
 from ecomp.model import keys
 from ecomp.model import order as requests
 from ecomp.model.group import Group, Membership
-from ecomp.model.order import REBOOT, SHUT_OFF, SHUTDOWN_REQUESTED, START, STOP, Holdings, PowerAction, Request
+from ecomp.model.order import (
+    REBOOT,
+    SHUT_OFF,
+    SHUTDOWN_REQUESTED,
+    START,
+    STOP,
+    Holdings,
+    NameOwner,
+    PowerAction,
+    Request,
+)
 from ecomp.model.record import ACTIVE, ERROR, GONE, STOPPED, Failure, Record, format_time, make_record
 from ecomp.model.stored import encode
 from ecomp.scheduler.changes.change import Acceptance, change_power, clear, destroy
@@ -230,8 +240,8 @@ def test_destroy_by_name_searches_once(own_etcd: Etcd, compute_count: int, max_c
         request = Request(
             instance, {computes[7]: SMALL}, image=IMAGE, user_id='u', project_id='p', stages={}, name='web'
         )
-        own_etcd.put(keys.request(computes[7], instance), requests.to_json(request))
-        own_etcd.put(keys.name('web'), requests.name_to_json(instance))
+        own_etcd.put(keys.request(computes[7], instance), encode(request))
+        own_etcd.put(keys.name('web'), encode(NameOwner(instance)))
         asked: list[str] = []
         store.find_claim = lambda each: asked.append(each) or computes[7]
         before, key_index = store.request_count, KeyIndex({})
@@ -249,7 +259,7 @@ def test_a_claim_without_keys_does_not_end_the_search(own_etcd: Etcd) -> None:
         computes = [make_uuid() for _ in range(MAX_SEARCHED_COMPUTES + 2)]
         store.commit([], [Put(keys.compute(each), '{}', lease) for each in computes])
         request = Request(instance, {computes[7]: SMALL}, image=IMAGE, user_id='u', project_id='p', stages={})
-        own_etcd.put(keys.request(computes[7], instance), requests.to_json(request))
+        own_etcd.put(keys.request(computes[7], instance), encode(request))
         for claimant in (computes[8], make_uuid(), ''):
             store.find_claim = lambda _, claimant=claimant: claimant
             found = find(store, instance)
