@@ -211,7 +211,9 @@ class Records:
         # A failed instance keeps its name. A malformed request may have got a name when it was rewritten.
         unchanged, change = sharing.release_name(self._store, name, instance) if name != kept_name else ([], [])
         operations = [Delete(key), *change]
-        self._commit(instance, revision, lambda host: self._store.commit([host, *unchanged], operations))
+        # The record may have been removed, and its uuid used again: then this is another instance's request.
+        conditions = [*unchanged, *self._make_conditions(instance)[0]]
+        self._commit(instance, revision, lambda host: self._store.commit([host, *conditions], operations))
 
     def _commit(self, instance: str, revision: int, commit: Callable[[Unchanged], int | None]) -> int:
         """Commit if the request is at `revision`; return the new revision or raise Superseded.
