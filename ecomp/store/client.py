@@ -31,6 +31,7 @@ from ecomp.store.messages import (
     Removal,
     Request,
     Revoke,
+    Rewrite,
     Status,
     TimeToLive,
     Transaction,
@@ -280,6 +281,12 @@ class Put(NamedTuple):
 
 class Delete(NamedTuple):
     """An operation: delete the key."""
+
+    key: str
+
+
+class Touch(NamedTuple):
+    """An operation: write the existing key again as it is, so that only its revision changes."""
 
     key: str
 
@@ -600,6 +607,8 @@ def _is_invalidated_by(condition: Unchanged | Exists, operation: Put | Delete) -
     return isinstance(condition, Exists) or condition.revision > 0
 
 
-def _make_operation(operation: Put | Delete) -> Write | Removal:
+def _make_operation(operation: Put | Delete | Touch) -> Write | Rewrite | Removal:
     key = _encode_key(operation.key)
-    return Write(key, operation.value.encode(), operation.lease) if isinstance(operation, Put) else Removal(key)
+    if isinstance(operation, Put):
+        return Write(key, operation.value.encode(), operation.lease)
+    return Rewrite(key) if isinstance(operation, Touch) else Removal(key)

@@ -29,6 +29,7 @@ from tests.model.planting import (
     Constant,
     Plant,
     always,
+    drop_argument,
     drop_statement,
     never,
     plant_bugs,
@@ -445,7 +446,8 @@ ETCD, PLACEMENT = 'tests.kit.memory_etcd:', 'tests.kit.memory_placement:Placemen
 ETCD_DIFFERENCES = {
     'a key may be written twice': Plant(ETCD + 'Etcd.check_transaction', never('put', 'deleted')),
     'a transaction may be long': Plant(ETCD + 'MAX_TRANSACTION_OPERATIONS', Constant(200)),
-    'a lease need not exist': Plant(ETCD + 'Etcd.check_leases', return_constant(None)),
+    'a lease need not exist': Plant(ETCD + 'Etcd.check_puts', never('leases')),
+    'a key that is written as it is loses its lease': Plant(ETCD + 'Etcd.resolve', drop_argument('Put', 'lease')),
     'a missing key is unchanged': Plant(
         ETCD + 'Etcd.is_met', replace_return('entry is None or entry.revision == condition.revision')
     ),
