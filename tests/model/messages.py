@@ -126,8 +126,9 @@ class MemberPair:
         return lambda which: Range(start, end, limit, revision[which], kind == 'keys', kind == 'count', since[which])
 
     def put(self) -> None:
-        write = Write(self.pick_key(), str(self.rng.randint(0, 9)).encode())
-        self.commit(lambda _: Transaction(success=[write]))
+        """Write a key on the newest lease, so that several keys end with it."""
+        key, value, lease = self.pick_key(), str(self.rng.randint(0, 9)).encode(), [(0, 0), *self.leases][-1]
+        self.commit(lambda which: Transaction(success=[Write(key, value, lease[which])]))
 
     def rewrite(self) -> None:
         """Write a key as it is, which may not exist; rather one that is on a lease."""

@@ -370,7 +370,7 @@ def compare_members(etcd: Etcd, steps: int, seed: int) -> None:
 
 
 def test_member_in_memory_answers_like_etcd(quiet_etcd: Etcd) -> None:
-    compare_members(quiet_etcd, CALLS, 1)
+    compare_members(quiet_etcd, CALLS, 3)
 
 
 @pytest.mark.slow
@@ -487,7 +487,7 @@ PLACEMENT_DIFFERENCES = {
 @pytest.mark.parametrize('difference', ETCD_DIFFERENCES)
 def test_planted_difference_from_etcd_is_noticed(quiet_etcd: Etcd, difference: str) -> None:
     with plant_bugs([ETCD_DIFFERENCES[difference]]), pytest.raises(AssertionError):
-        compare_members(quiet_etcd, CALLS, 1)
+        compare_members(quiet_etcd, CALLS, 3)
 
 
 @pytest.mark.slow
