@@ -34,7 +34,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ecomp.compute_conf import load_compute
 from ecomp.conf import load_schedule
-from ecomp.errors import Conflict, Denied, EcompError, UnknownOutcome, UsageError, put_before_fix
+from ecomp.errors import Conflict, Denied, EcompError, UsageError, put_before_fix
 from ecomp.files import write_durably
 from ecomp.lab import state
 from ecomp.lab.network import bracket_address, render_backends
@@ -42,7 +42,7 @@ from ecomp.model import cluster as cluster_model
 from ecomp.model import keys, roles
 from ecomp.model.record import format_time
 from ecomp.model.text import make_printable
-from ecomp.store.client import Put, Snapshot, Store, Unchanged
+from ecomp.store.client import Put, Settlement, Snapshot, Store, Unchanged
 
 if TYPE_CHECKING:
     from ecomp.store.roles import Accounts
@@ -428,9 +428,6 @@ def _write_cluster_key(store: Store, now: datetime) -> bool:
     """Write /cluster, with a new uuid, if it is missing; retry without a limit. Return True if etcd confirmed it."""
     value = cluster_model.make_identity_value(str(uuid.uuid4()), format_time(now))
     while store.get(keys.CLUSTER) is None:
-        try:
-            if store.commit([Unchanged(keys.CLUSTER, 0)], [Put(keys.CLUSTER, value)]) is not None:
-                return True
-        except UnknownOutcome:
-            continue  # the next read shows the outcome
+        if store.commit([Unchanged(keys.CLUSTER, 0)], [Put(keys.CLUSTER, value)], Settlement()) is not None:
+            return True
     return False

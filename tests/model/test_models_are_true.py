@@ -37,7 +37,6 @@ from tests.model.planting import (
     replace_call,
     replace_condition,
     replace_return,
-    return_constant,
 )
 from tests.model.world import World
 

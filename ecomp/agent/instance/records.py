@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ecomp.agent.host.state import Memory, MemoryEntry
-from ecomp.errors import Denied, EcompError, GenerationConflict, NoSpace, UnknownOutcome, Unreachable, Unreadable
+from ecomp.errors import Denied, EcompError, GenerationConflict, NoSpace, Unreachable, Unreadable
 from ecomp.failpoints import failpoint
 from ecomp.metrics import TALLY
 from ecomp.model import keys
@@ -29,7 +29,7 @@ from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, STOPPE
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.store import sharing
-from ecomp.store.client import Delete, Entry, Exists, Put, Store, Unchanged, retry_until_committed
+from ecomp.store.client import Delete, Entry, Exists, Put, Settlement, Store, Unchanged, retry_until_committed
 from ecomp.store.sharing import Change, find_by_listing
 
 log = logging.getLogger(__name__)
@@ -50,8 +50,8 @@ class RecordEntry(NamedTuple):
 class Records:
     """The records of one compute's instances, as last read or written.
 
-    Every write may raise Superseded, Unreachable, and UnknownOutcome, after which the record is read again. Records
-    below other computes are never read: a record is trusted only for the compute that its key names.
+    Every write may raise Superseded and Unreachable, after which the record is read again. Records below other computes
+    are never read: a record is trusted only for the compute that its key names.
     """
 
     def __init__(self, compute: str, store: Store, memory: Memory) -> None:
@@ -218,15 +218,15 @@ class Records:
     def _commit(self, instance: str, revision: int, commit: Callable[[Unchanged], int | None]) -> int:
         """Commit if the request is at `revision`; return the new revision or raise Superseded.
 
-        The cached record is dropped if `commit` returns None (conditions do not hold), and at an UnknownOutcome.
+        The cached record is dropped if `commit` returns None (conditions do not hold) or raises an error.
         """
+        written = None
         try:
             written = commit(Unchanged(keys.request(self._compute, instance), revision))
-        except UnknownOutcome:
-            self.forget(instance)  # it may have been written: read it again
-            raise
+        finally:
+            if written is None:
+                self.forget(instance)
         if written is None:
-            self.forget(instance)
             raise Superseded
         return written
 
@@ -257,7 +257,7 @@ class Records:
         own, older = self._get_keys(record.instance)
         if record.state in (ACTIVE, STOPPED) and not entry.lease:
             unchanged = [Unchanged(own, 0), Unchanged(older, entry.revision)]
-            with suppress(UnknownOutcome, NoSpace, Denied):
+            with suppress(Unreachable, Denied):
                 written = self._store.commit(unchanged, [Put(own, to_json(record)), Delete(older)])
                 if written is not None:
                     return RecordEntry(record, written)
@@ -306,7 +306,7 @@ def get_revision(entry: Entry | None) -> int:
     return entry.revision if entry is not None else 0
 
 
-# Tries of a write that loses its race, or whose answer is lost.
+# Tries of a write that loses its race.
 MAX_TRIES = 5
 
 END_STATES = frozenset({GONE, ERROR})
@@ -439,7 +439,7 @@ def _end_again(compute: str, store: Store, instance: str, queued: Collection[Ent
 
 
 def _end_queued(compute: str, store: Store, key: str, now: str) -> bool:
-    """End an instance that an older etcd queues; False on a conflict or lost answer, True if gone or malformed."""
+    """End an instance that an older etcd queues; False on a conflict, True if gone or malformed."""
     entry = store.get(key)
     waiting = parse_queue_entry(key, entry.value) if entry is not None else None
     if entry is None or not isinstance(waiting, QueueEntry):
@@ -451,11 +451,10 @@ def _end_queued(compute: str, store: Store, key: str, now: str) -> bool:
         Unchanged(key, entry.revision),
         Unchanged(keys.record(compute, waiting.instance), get_revision(old_entry)),
     ]
-    with suppress(UnknownOutcome):
-        if sharing.write_final_record(store, last_record, unchanged, [key, keys.taker(key)]) is not None:
-            sharing.try_revoke(store, old_entry.lease if old_entry is not None else 0)
-            return True
-    return False
+    if sharing.write_final_record(store, last_record, unchanged, [key, keys.taker(key)]) is None:
+        return False
+    sharing.try_revoke(store, old_entry.lease if old_entry is not None else 0)
+    return True
 
 
 class _EtcdState:
@@ -486,22 +485,19 @@ class _EtcdState:
     def commit(
         self, operations: Collection[Put | Delete], conditions: Collection[Unchanged], make_shared: Callable[[], Change]
     ) -> bool:
-        """Commit with make_shared()'s change; a new record deletes the old key. False on a conflict or lost answer."""
+        """Commit with make_shared()'s change; a new record deletes the old key. False on a conflict."""
         if self.record_key in {operation.key for operation in operations}:
             operations = [*operations, *map(Delete, self._list_moved_keys())]
-        with suppress(UnknownOutcome):
-            return (
-                sharing.commit_with_shared(self.store, [*self._unchanged, *conditions], list(operations), make_shared)
-                is not None
-            )
-        return False
+        unchanged = [*self._unchanged, *conditions]
+        written = sharing.commit_with_shared(
+            self.store, unchanged, list(operations), make_shared, settlement=Settlement()
+        )
+        return written is not None
 
     def end(self, record: Record) -> bool:
-        """Write the last record, delete request and address, release shared keys; False on a conflict or no answer."""
-        with suppress(UnknownOutcome):
-            removed = [self.request_key, self.booted_key, *self._list_moved_keys()]
-            return sharing.write_final_record(self.store, record, self._unchanged, removed) is not None
-        return False
+        """Write the last record, delete request and address, release shared keys; False on a conflict."""
+        removed = [self.request_key, self.booted_key, *self._list_moved_keys()]
+        return sharing.write_final_record(self.store, record, self._unchanged, removed) is not None
 
     def _list_moved_keys(self) -> list[str]:
         """Return the old key if it has this compute's record of the instance, else []."""

@@ -23,7 +23,6 @@ from ecomp.errors import (
     NoCapacity,
     OverQuota,
     TooManyOperations,
-    UnknownOutcome,
     Unreachable,
 )
 from ecomp.failpoints import failpoint
@@ -111,11 +110,7 @@ class StackChange:
 def write_stack(store: Store, stack: Stack, previous_revision: int) -> int:
     """Write the key of a new or stale stack; return its revision, Conflict if another process wrote it."""
     key = keys.stack(stack.name)
-    try:
-        revision = store.commit([Unchanged(key, previous_revision)], [Put(key, to_json(stack))])
-    except UnknownOutcome:
-        entry = store.get(key)
-        revision = entry.revision if entry is not None and entry.value == to_json(stack).encode() else None
+    revision = store.commit([Unchanged(key, previous_revision)], [Put(key, to_json(stack))])
     if revision is None:
         raise Conflict(_CHANGED.format(stack.name, f'; {UNCHANGED}'))
     failpoint('stack-begun')
@@ -247,7 +242,7 @@ def apply_change(
     `backend` brings placement; its offer is not used. `now`: see create().
 
     Raises NoRoom, OverQuota, Conflict (a name, a group, another apply, or an instance that changed), ClaimedElsewhere,
-    PlacementRefusal, Unreachable, with what was undone, and UnknownOutcome, after which nothing is released.
+    PlacementRefusal, Unreachable, with what was undone. Nothing is released while an outcome is unknown.
     """
     if change.order is None:
         remove_instances(store, change, change.removals)
@@ -421,7 +416,7 @@ class StackAttempt(Attempt):
     def deliver_all(self, claims: Mapping[str, Candidate], scheduled_at: str) -> dict[str, str]:
         """Deliver the claims, write the tombstones, revoke the lease; return {instance: compute}.
 
-        Raises DeliveryRefused, Conflict (a name), UnknownOutcome.
+        Raises DeliveryRefused, Conflict (a name).
         """
         self._put_user_data()
         requests = [
