@@ -97,7 +97,7 @@ def _create(ctx: Context) -> int:
         return (_enqueue if ctx.options.queue else _place)(ctx, order)
     except UnknownOutcome as error:
         advice = f'. Try: the same command with --uuid {order.instance}'
-        raise UnknownOutcome(put_before_fix(str(error), advice), error.backend) from error
+        raise type(error)(put_before_fix(str(error), advice), error.backend) from error
 
 
 def resolve_image(config: ScheduleConfig, image: str) -> str:

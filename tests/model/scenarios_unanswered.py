@@ -43,11 +43,15 @@ def _start_when(actor: Actor, condition: Callable[[], bool], *others: Actor) -> 
     actor.is_ready = is_ready
 
 
+def _add_build(cloud: Cloud, host: Compute, first: Actor, takes: bool = False) -> Actor:
+    build = cloud.add_compute_actor(A, 'building', host.repeat(3, host.take_and_build if takes else host.plan))
+    _start_when(build, lambda: any(key.startswith((keys.HOSTS, keys.QUEUES)) for key in cloud.etcd.entries), first)
+    return build
+
+
 def _add_life(cloud: Cloud, host: Compute, first: Actor, takes: bool = False) -> None:
     """Add the whole life of U on A beside the actor that begins it: it is built, destroyed and removed."""
-    build = cloud.add_compute_actor(A, 'building', host.take_and_build if takes else host.plan)
-    _start_when(build, lambda: any(key.startswith((keys.HOSTS, keys.QUEUES)) for key in cloud.etcd.entries), first)
-    destroy = cloud.add_destroy('destroy', U)
+    build, destroy = _add_build(cloud, host, first, takes), cloud.add_destroy('destroy', U)
     _start_when(destroy, lambda: _is_in_state(cloud, ACTIVE), first, build)
     end = cloud.add_compute_actor(A, 'ending', host.repeat(2, host.plan))
     _start_when(end, lambda: _is_destroyed(cloud), first, build, destroy)
@@ -58,6 +62,14 @@ def delivery_unanswered(cloud: Cloud) -> None:
     host = cloud.add_host(A)
     cloud.set_instance_limit(5)
     _add_life(cloud, host, cloud.add_create('eschedule', U, name='web', group=AFFINITY))
+
+
+def delivery_unanswered_and_stopped(cloud: Cloud) -> None:
+    """A delivered instance is built, and its request rewritten, before its eschedule reads it back."""
+    host = cloud.add_host(A)
+    create = cloud.add_create('eschedule', U, name='web')
+    build = _add_build(cloud, host, create)
+    _start_when(cloud.add_power('stop', U, 'stop'), lambda: _is_in_state(cloud, ACTIVE), create, build)
 
 
 def enqueue_unanswered(cloud: Cloud) -> None:
@@ -177,13 +189,23 @@ def evacuation_unanswered(cloud: Cloud) -> None:
 
 
 ONE_LOST = Bounds(1, 1, requests=1, answers=1, late=1)
+USED = Bounds(1, 1, answers=1, late=1)
 TWO_LOST = Bounds(1, 2, requests=1, answers=2, late=1, reads=1)
 SCENARIOS = [
     *make_scenarios(
+        USED,
+        *(delivery_unanswered, delivery_unanswered_and_stopped, enqueue_unanswered, take_unanswered),
+        *(destroy_unanswered, end_unanswered),
+    ),
+    *make_scenarios(
         TWO_LOST,
-        *(delivery_unanswered, enqueue_unanswered, take_unanswered, take_unanswered_beside_another),
-        *(destroy_unanswered, destroy_unanswered_beside_stop, stop_unanswered_beside_reboot, dequeue_unanswered),
-        *(end_unanswered, resume_unanswered),
+        *(
+            take_unanswered_beside_another,
+            destroy_unanswered_beside_stop,
+            stop_unanswered_beside_reboot,
+            dequeue_unanswered,
+        ),
+        resume_unanswered,
     ),
     *make_scenarios(
         ONE_LOST, apply_unanswered, replace_unanswered, set_unanswered_beside_its_member, evacuation_unanswered

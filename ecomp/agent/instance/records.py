@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ecomp.agent.host.state import Memory, MemoryEntry
-from ecomp.errors import Denied, EcompError, GenerationConflict, NoSpace, Unreachable, Unreadable
+from ecomp.errors import Denied, EcompError, GenerationConflict, NoSpace, UnknownOutcome, Unreachable, Unreadable
 from ecomp.failpoints import failpoint
 from ecomp.metrics import TALLY
 from ecomp.model import keys
@@ -218,15 +218,15 @@ class Records:
     def _commit(self, instance: str, revision: int, commit: Callable[[Unchanged], int | None]) -> int:
         """Commit if the request is at `revision`; return the new revision or raise Superseded.
 
-        The cached record is dropped if `commit` returns None (conditions do not hold) or raises an error.
+        The cached record is dropped if it has, or may have, changed.
         """
-        written = None
         try:
             written = commit(Unchanged(keys.request(self._compute, instance), revision))
-        finally:
-            if written is None:
-                self.forget(instance)
+        except UnknownOutcome:
+            self.forget(instance)  # it may have been written: read it again
+            raise
         if written is None:
+            self.forget(instance)
             raise Superseded
         return written
 

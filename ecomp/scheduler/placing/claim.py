@@ -115,7 +115,7 @@ class Claimer:
         """Claim those of one or more candidates for which there is room; return the instances that hold theirs.
 
         The others are logged. On an error it waits for the calls in flight and keeps their claims. Raises Unreachable,
-        ClaimedElsewhere, Conflict or PlacementRefusal; of several errors, UnknownOutcome first.
+        ClaimedElsewhere, Conflict or PlacementRefusal; of several errors, one with an unknown outcome first.
         """
         parts = split_into_blocks(candidates)
         if len(parts) == 1:

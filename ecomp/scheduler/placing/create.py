@@ -150,7 +150,7 @@ def create(  # noqa: PLR0913
 
     Raises NoCapacity (TooFew, OverQuota), PlacementRefusal, UsageError (set too large for etcd, query lacks what a
     guest needs), Conflict or ClaimedElsewhere (uuid or name used otherwise, taken over), Unreachable, with what was
-    undone, and UnknownOutcome, after which nothing is released.
+    undone. Nothing is released while an outcome is unknown.
     """
     check_order_size(order)
     try:
@@ -279,7 +279,7 @@ class Attempt:
     def deliver(self, claims: ClaimedSet, scheduled_at: str) -> dict[str, DeliveryOutcome]:
         """Deliver `claims`, release our other ones, revoke the lease; return {instance: outcome}. `scheduled_at`: ISO.
 
-        Raises Excluded (group, quota), DeliveryRefused (not our attempt now), Conflict (a name), UnknownOutcome.
+        Raises Excluded (group, quota), DeliveryRefused (not our attempt now), Conflict (a name).
         """
         order, placed = self.order, claims.candidates
         requests = _make_requests(order, claims, scheduled_at)
@@ -307,7 +307,7 @@ class Attempt:
 
     @contextmanager
     def undo_on_error(self) -> Iterator[None]:
-        """Undo the attempt if the block raises, and raise the error with what was undone; not after UnknownOutcome."""
+        """Undo the attempt if the block raises, and raise the error with what was undone."""
         try:
             yield
         except UnknownOutcome:

@@ -341,7 +341,7 @@ class _Evacuation(Attempt):
     def _deliver_some(self, units: Sequence[Sequence[str]], chosen: Mapping[str, Candidate]) -> list[Sequence[str]]:
         """Deliver the replacements of each unit in a transaction; return the units that are to be tried again.
 
-        Conflict if the compute is alive again, or another evacuation took over; UnknownOutcome.
+        Conflict if the compute is alive again, or another evacuation took over.
         """
         silent = check_silent(self.store, self.compute, self.display_name)
         if not self.is_attempt_ours():  # deliver() deletes the attempt's key to settle an unknown outcome
@@ -361,7 +361,7 @@ class _Evacuation(Attempt):
     ) -> bool:
         """Deliver the replacements of some guests, unless one has changed, or its group or its name do not allow it.
 
-        Return False if the transaction's conditions did not hold. UnknownOutcome.
+        Return False if the transaction's conditions did not hold.
         """
         deliveries, removals, computes = list[tuple[str, Request]](), list[Removal](), dict[Place, str]()
         try:
