@@ -353,7 +353,8 @@ def find_evidence(
     # A transaction writes at one revision, above all it compared. An equal value may be older, or another process's.
     revision = max((revisions.get(put.key, 0) for put in puts), default=0)
     is_committed = (
-        all(is_written(put) and revisions[put.key] == revision for put in puts)
+        bool(own or any(put.lease for put in puts))  # without either, the value may always have been there
+        and all(is_written(put) and revisions[put.key] == revision for put in puts)
         and all(each.revision < revision for each in lasting)
         and not any(0 < revisions.get(each.key, 0) <= revision for each in deletes)
     )
