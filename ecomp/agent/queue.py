@@ -31,7 +31,6 @@ from ecomp.errors import (
     NoCapacity,
     NotFound,
     PlacementRefusal,
-    UnknownOutcome,
     Unreadable,
 )
 from ecomp.failpoints import failpoint
@@ -46,14 +45,14 @@ from ecomp.model.parsers import MAX_REASON_CHARACTERS
 from ecomp.model.queue import Backlog, QueueEntry, QueueTaker, Takers, WaitingEntry
 from ecomp.model.record import ERROR, GONE, RETENTION_SECONDS, Failure, make_record, parse_or_none
 from ecomp.model.status import DISABLED
-from ecomp.model.stored import decode_lenient, encode
+from ecomp.model.stored import encode
 from ecomp.model.text import join_some
 from ecomp.placement import allocations, providers
 from ecomp.placement.allocations import Requester, claim, read_consumer, release
 from ecomp.placement.client import Placement
 from ecomp.placement.providers import read_provider
 from ecomp.store import sharing
-from ecomp.store.client import NOT_QUEUED, Delete, Exists, Put, Unchanged, delete_if_unchanged, find_needed
+from ecomp.store.client import NOT_QUEUED, Delete, Exists, Put, Settlement, Unchanged, find_needed
 from ecomp.store.presence import LEASE_SECONDS, MAX_EXPIRY_DELAY_SECONDS
 from ecomp.store.watch import State
 
@@ -267,7 +266,7 @@ class Taker:
                 raise Conflict(f'{waiting.instance}: its request no longer fits on this compute')
             self._claim(waiting, mark)
             failpoint('taken')
-            moved, mark = self._move(place, mark)
+            moved = self._move(place, mark)
         except Conflict as error:
             log.debug('%s', error)
         except EcompError:
@@ -316,9 +315,10 @@ class Taker:
         """Return the keys of this compute's record and request of the instance, in this order."""
         return [keys.record(self.compute, instance), keys.request(self.compute, instance)]
 
-    def delete_taker_key(self, queue_key: str, taker_revision: int) -> bool:
-        """Delete our taker key, so that others may take the request; False if changed or gone."""
-        return delete_if_unchanged(self.store, keys.taker(queue_key), taker_revision)
+    def delete_taker_key(self, queue_key: str, taker_revision: int) -> None:
+        """Delete our taker key, unless it was changed, so that others may take the request."""
+        key = keys.taker(queue_key)
+        self.store.commit([Unchanged(key, taker_revision)], [Delete(key)], Settlement(Delete(key)))
 
     def release_claim(self, instance: str) -> bool:
         """Release and note our claim for a request that is not taken; return True if the instance now has no claim.
@@ -335,27 +335,15 @@ class Taker:
             release(self.placement, [instance], select_kept, partial(sharing.note_released, self.store))[instance]
         )
 
-    def _put_taker_key(self, place: WaitingEntry, taker_revision: int, needs_flavor: bool = True) -> int | None:
+    def _put_taker_key(self, place: WaitingEntry, taker_revision: int) -> int | None:
         """Put our taker key; return its revision, or None if the request or its taker key has changed.
 
-        With `needs_flavor` also None if the request's flavor was deleted. After an UnknownOutcome the key is read, and
-        its revision returned if our put has taken effect, else None. Other errors of etcd are raised.
+        Also None if the request's flavor was deleted. Errors of etcd are raised.
         """
-        queue_key, lease = place.entry.key, self.lease()
-        key = keys.taker(queue_key)
-        conditions: list[Unchanged | Exists] = [Unchanged(queue_key, place.revision), Unchanged(key, taker_revision)]
-        if needs_flavor:
-            conditions.append(Exists(keys.flavor(place.entry.flavor.name)))
-        try:
-            return self.store.commit(conditions, [Put(key, encode(QueueTaker(self.compute)), lease)])
-        except UnknownOutcome:
-            entry = self.store.get(key)
-            ours = (
-                entry is not None
-                and entry.lease == lease
-                and decode_lenient(QueueTaker, entry.value).compute == self.compute
-            )
-            return entry.revision if entry is not None and ours and entry.revision != taker_revision else None
+        key, flavor = keys.taker(place.entry.key), Exists(keys.flavor(place.entry.flavor.name))
+        unchanged = Unchanged(place.entry.key, place.revision), Unchanged(key, taker_revision)
+        put = Put(key, encode(QueueTaker(self.compute)), self.lease())
+        return self.store.commit([*unchanged, flavor], [put], Settlement())
 
     def _claim(self, waiting: QueueEntry, taker_revision: int) -> None:
         """Claim the request's resources on this compute; Conflict if our taker key has changed, or from claim()."""
@@ -371,10 +359,10 @@ class Taker:
         requester = Requester(waiting.user_id, waiting.project_id)
         claim(self.placement, new_claims, requester, check, above)
 
-    def _move(self, place: WaitingEntry, taker_revision: int) -> tuple[bool, int]:
-        """Move the request to our /hosts key; return whether it is there, and the revision of our taker key.
+    def _move(self, place: WaitingEntry, taker_revision: int) -> bool:
+        """Move the request to our /hosts key; return whether it was moved.
 
-        Raises Conflict if its group excludes this compute. UnknownOutcome is resolved; other errors of etcd are raised.
+        Raises Conflict if its group excludes this compute. Errors of etcd are raised.
         """
         waiting = place.entry
         queue_key, instance = waiting.key, waiting.instance
@@ -383,26 +371,20 @@ class Taker:
             *(Unchanged(queue_key, place.revision), Unchanged(mark_key, taker_revision)),
             *(Unchanged(keys.record(self.compute, instance), 0), Unchanged(request_key, 0)),
         ]
-        request = encode(waiting.make_request(self.compute, self.now()))
-        operations: list[Put | Delete] = [Delete(queue_key), Delete(mark_key), Put(request_key, request)]
+        request = waiting.make_request(self.compute, self.now())
+        operations: list[Put | Delete] = [Delete(queue_key), Delete(mark_key), Put(request_key, encode(request))]
+        settlement = Settlement(Delete(mark_key), partial(sharing.find_delivery, self.compute, request))
         try:
             written = sharing.commit_with_shared(
                 self.store,
                 conditions,
                 operations,
                 lambda: sharing.join_group(self.store, waiting.group, {instance: self.compute}),
+                settlement=settlement,
             )
-            return written is not None, taker_revision
         except sharing.Excluded as error:
             raise Conflict(f'{instance}: its group no longer allows this compute') from error
-        except UnknownOutcome:
-            # A move in flight could still land after a read; once its taker key has changed it cannot.
-            new_revision = self._put_taker_key(place, taker_revision, needs_flavor=False)
-            if new_revision is not None:
-                return False, new_revision
-            if self.delete_taker_key(queue_key, taker_revision):
-                return False, taker_revision
-            return self.store.get(request_key) is not None, taker_revision
+        return written is not None
 
     def _try_delete_taker_key(self, queue_key: str, taker_revision: int) -> None:
         """Delete our taker key if it is unchanged; an EcompError is ignored."""

@@ -19,7 +19,7 @@ from ecomp.cli.selection import MAX_NAMES_IN_QUESTION, confirm_destroy
 from ecomp.cli.stack_file import StackFile, load_stack_file
 from ecomp.cli.tables import UUID, Column, Listing, Row
 from ecomp.cli.terminal import LiveLine, is_terminal, make_timestamp
-from ecomp.errors import Conflict, NoCapacity, StillGoing, UnknownOutcome, Unreachable, UsageError, put_before_fix
+from ecomp.errors import Conflict, NoCapacity, StillGoing, Unreachable, UsageError
 from ecomp.model import keys
 from ecomp.model.apply import (
     ALL_MEMBERS,
@@ -231,9 +231,6 @@ def _carry_out(run: _Apply) -> int:
             kept = 'its place and its share of the quota'
             ctx.out.say(f'a replaced instance keeps {kept} until the new one is placed. Try: --destroy-first')
         return _report_no_room(ctx, error, backend, change)
-    except UnknownOutcome as error:
-        ctx.out.say(put_before_fix(str(error), '. Try: the same command again'))
-        return error.exit_code
     return 0
 
 

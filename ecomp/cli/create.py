@@ -93,7 +93,11 @@ def _create(ctx: Context) -> int:
         user_data=user_data,
         group=ctx.options.membership,
     )
-    return (_enqueue if ctx.options.queue else _place)(ctx, order)
+    try:
+        return (_enqueue if ctx.options.queue else _place)(ctx, order)
+    except UnknownOutcome as error:
+        advice = f'. Try: the same command with --uuid {order.instance}'
+        raise type(error)(put_before_fix(str(error), advice), error.backend) from error
 
 
 def resolve_image(config: ScheduleConfig, image: str) -> str:
@@ -108,7 +112,7 @@ def resolve_image(config: ScheduleConfig, image: str) -> str:
 def _place(ctx: Context, order: Order) -> int:
     """Place the order, remember the cluster's size, report the result, with --wait wait; return the exit code.
 
-    The code is 3 without capacity, 1 at Ctrl-C during create(), 7 if the outcome is unknown. Other errors are raised.
+    The code is 3 without capacity, 1 at Ctrl-C during create(). Other errors are raised.
     """
     # Imported late, here and below: http.client and h2 load slowly, so placement is queried while h2 loads.
     from ecomp.scheduler.queries.find import ask_placement
@@ -141,9 +145,6 @@ def _place(ctx: Context, order: Order) -> int:
         hint = f'Try: {ctx.command_prefix} {instance}' if set_order.count == 1 else advice
         ctx.out.say(f'interrupted: {subject} may have been placed. {hint}')
         return EcompError.exit_code
-    except UnknownOutcome as error:
-        ctx.out.say(put_before_fix(str(error), f'. {advice}'))
-        return UnknownOutcome.exit_code
     rows: list[NewInstance] = [
         {'instance': uuid, 'compute': outcome.compute, 'host': None, 'name': set_order.instances[uuid]}
         for uuid, outcome in outcomes.items()

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, TextIO
 
 from ecomp.cli.options import TABLE, Options
-from ecomp.errors import EcompError, Unreachable, put_before_fix
+from ecomp.errors import EcompError, UnknownOutcome, Unreachable, put_before_fix
 from ecomp.model.record import format_time
 from ecomp.model.text import make_printable
 
@@ -42,9 +42,12 @@ class Terminal(NamedTuple):
 
     def format_error(self, error: EcompError) -> str:
         """Return the text of an error; for an unreachable backend with `config_source`, and a Try: if it has no fix."""
+        text = str(error)
+        if isinstance(error, UnknownOutcome):
+            text = put_before_fix(text, '. Try: the same command again')
         if not (isinstance(error, Unreachable) and error.backend and self.config_source):
-            return str(error)
-        return put_before_fix(str(error), f' ({make_printable(self.config_source)}). Try: eschedule doctor')
+            return text
+        return put_before_fix(text, f' ({make_printable(self.config_source)}). Try: eschedule doctor')
 
 
 def make_style(options: Options) -> OutputStyle:

@@ -34,7 +34,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ecomp.compute_conf import load_compute
 from ecomp.conf import load_schedule
-from ecomp.errors import Denied, EcompError, UnknownOutcome, UsageError, put_before_fix
+from ecomp.errors import Denied, EcompError, UsageError, put_before_fix
 from ecomp.files import write_durably
 from ecomp.lab import state
 from ecomp.lab.network import bracket_address, render_backends
@@ -43,7 +43,7 @@ from ecomp.model import keys, roles
 from ecomp.model.record import format_time
 from ecomp.model.stored import encode
 from ecomp.model.text import make_printable
-from ecomp.store.client import Put, Store, Unchanged
+from ecomp.store.client import Put, Settlement, Store, Unchanged
 
 if TYPE_CHECKING:
     from ecomp.store.roles import Accounts
@@ -416,9 +416,6 @@ def _write_cluster_key(store: Store, now: datetime) -> bool:
     """Write /cluster, with a new uuid, if it is missing; retry without a limit. Return True if etcd confirmed it."""
     value = encode(cluster_model.ClusterIdentity(str(uuid.uuid4()), format_time(now)))
     while store.get(keys.CLUSTER) is None:
-        try:
-            if store.commit([Unchanged(keys.CLUSTER, 0)], [Put(keys.CLUSTER, value)]) is not None:
-                return True
-        except UnknownOutcome:
-            continue  # the next read shows the outcome
+        if store.commit([Unchanged(keys.CLUSTER, 0)], [Put(keys.CLUSTER, value)], Settlement()) is not None:
+            return True
     return False

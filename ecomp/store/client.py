@@ -8,12 +8,21 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ecomp.conf import EtcdConfig
-from ecomp.errors import EcompError, GenerationConflict, NoSpace, StrangeEtcd, UnknownOutcome, Unreachable
+from ecomp.errors import (
+    EcompError,
+    GenerationConflict,
+    NoSpace,
+    StrangeEtcd,
+    UnknownOutcome,
+    Unreachable,
+    put_before_fix,
+)
 from ecomp.metrics import TALLY
 from ecomp.model import cluster, keys
 from ecomp.model.cluster import Header, KnownCluster
@@ -32,6 +41,7 @@ from ecomp.store.messages import (
     Removal,
     Request,
     Revoke,
+    Rewrite,
     Status,
     TimeToLive,
     Transaction,
@@ -152,10 +162,6 @@ def list_living(store: Store) -> list[str]:
     return [keys.get_last_part(key) for key, entry in presence.items() if entry.lease]
 
 
-# Tries to delete an attempt: if an answer is lost, the next try finds out what happened.
-MAX_WITHDRAW_TRIES = 3
-
-
 # Which queued requests need a claim: all of them, those that a compute takes now, or none.
 QUEUED = 'queued'
 TAKEN = 'taken'
@@ -231,21 +237,6 @@ def count_placements_before_and_after(snapshot: Snapshot, revision: int) -> tupl
     )
 
 
-def delete_if_unchanged(store: Store, key: str, revision: int) -> bool:
-    """Delete the key of an attempt or a taker; return False if it is gone or has another revision.
-
-    After a lost answer it deletes again, in up to MAX_WITHDRAW_TRIES, because no delivery succeeds without the key. It
-    returns False also if a try without an answer deleted the key. Raises UnknownOutcome if no try had an answer.
-    """
-    for remaining_tries in reversed(range(MAX_WITHDRAW_TRIES)):
-        try:
-            return store.commit([Unchanged(key, revision)], [Delete(key)]) is not None
-        except UnknownOutcome:
-            if not remaining_tries:
-                raise
-    return False
-
-
 if TYPE_CHECKING:
     from ecomp.model.host import ConsumerLookup
     from ecomp.store.http2_client import WatchStream
@@ -254,6 +245,9 @@ if TYPE_CHECKING:
 FENCE_RENEWAL_SECONDS = 1.0
 # Seconds between two looks for the new fence.
 FENCE_POLL_SECONDS = 0.01
+
+# Tries to read, and to fence, a transaction whose answer was lost.
+MAX_SETTLE_TRIES = 3
 
 # Maximum number of operations in a transaction: etcd's own --max-txn-ops.
 MAX_TRANSACTION_OPERATIONS = 128
@@ -308,6 +302,12 @@ class Delete(NamedTuple):
     key: str
 
 
+class Touch(NamedTuple):
+    """An operation: write the existing key again as it is, so that only its revision changes."""
+
+    key: str
+
+
 class Fence(NamedTuple):
     """A condition that a store adds to each commit: its owner still holds its key (rule: single-owner).
 
@@ -324,6 +324,70 @@ class Fence(NamedTuple):
         if self.delete_condition is not None and all(isinstance(operation, Delete) for operation in operations):
             return self.delete_condition
         return self.condition
+
+
+class Settlement(NamedTuple):
+    """How a commit finds out what became of its transaction, if the answer is lost.
+
+    `fence` changes a key that the transaction compares at a revision above 0: then it can no longer be committed.
+    Without a fence one that may still be committed counts as refused. The caller then reads again, and compares the
+    same keys, so that one of its two transactions is refused.
+    `find_commit` is asked about a transaction whose writes were replaced or removed, or that was refused. From its keys
+    as they are now it returns the revision of the commit, or None.
+    `doubt` says, in an error, what is unknown; '' if the caller says it.
+    """
+
+    fence: Delete | Touch | None = None
+    find_commit: Callable[[Mapping[str, Entry]], int | None] = lambda _: None
+    doubt: str = ''
+
+
+class Evidence(NamedTuple):
+    """What the keys of a transaction prove, read after it was sent.
+
+    `revision` committed it; 0 if that is not proved. `is_refuted`: it had not been committed when the keys were read.
+    `can_land`: it may be committed later. `has_changed`: a condition that it would make false is false.
+    """
+
+    revision: int
+    is_refuted: bool
+    can_land: bool
+    has_changed: bool
+
+
+def find_evidence(
+    conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete], entries: Mapping[str, Entry]
+) -> Evidence:
+    """Return what the entries of a transaction's keys, all read at one revision, prove about it."""
+    revisions = {key: entry.revision for key, entry in entries.items()}
+
+    def is_met(condition: Unchanged | Exists) -> bool:
+        revision = revisions.get(condition.key, 0)
+        return revision > 0 if isinstance(condition, Exists) else revision == condition.revision
+
+    def is_written(put: Put) -> bool:
+        entry = entries.get(put.key)
+        return entry is not None and (entry.value, entry.lease) == (put.value.encode(), put.lease)
+
+    puts = [operation for operation in operations if isinstance(operation, Put)]
+    deletes = [operation for operation in operations if isinstance(operation, Delete)]
+    own = [each for each in conditions if any(_is_invalidated_by(each, operation) for operation in operations)]
+    # A missing key may have existed, and be missing again. A revision never returns.
+    lasting = [each for each in conditions if isinstance(each, Unchanged) and each.revision]
+    # A transaction writes at one revision, above all it compared. An equal value may be older, or another process's.
+    revision = max((revisions.get(put.key, 0) for put in puts), default=0)
+    is_committed = (
+        bool(own or any(put.lease for put in puts))  # without either, the value may always have been there
+        and all(is_written(put) and revisions[put.key] == revision for put in puts)
+        and all(each.revision < revision for each in lasting)
+        and not any(0 < revisions.get(each.key, 0) <= revision for each in deletes)
+    )
+    return Evidence(
+        revision if is_committed else 0,
+        is_refuted=any(map(is_met, set(own) & set(lasting))),
+        can_land=all(map(is_met, lasting)),
+        has_changed=not all(map(is_met, own)),
+    )
 
 
 class Store:
@@ -423,29 +487,34 @@ class Store:
         return int(reply.header.revision)
 
     def commit(
-        self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete], use_fence: bool = True
+        self,
+        conditions: Sequence[Unchanged | Exists],
+        operations: Sequence[Put | Delete],
+        settlement: Settlement | None = None,
+        use_fence: bool = True,
     ) -> int | None:
         """Carry out all operations if all conditions hold; return the new revision, else None.
 
         If the fence does not hold, its on_broken() is called, and the transaction is repeated once the store has a new
-        fence; Unreachable if there is none within FENCE_RENEWAL_SECONDS. Raises UnknownOutcome without an answer, or if
-        a full etcd may have committed all the same. https://etcd.io/docs/v3.4/learning/api/#transaction
+        fence; Unreachable if there is none within FENCE_RENEWAL_SECONDS. After a lost answer the keys are read, see
+        find_evidence(), and `settlement` decides what they do not prove. Raises UnknownOutcome if that remains unknown.
+        https://etcd.io/docs/v3.4/learning/api/#transaction
         """
         deadline = 0.0
         while True:
             fence = self.fence if use_fence else None
             fencing = fence.select_condition(operations) if fence else None
+            compared = [*conditions, *([fencing] if fencing else [])]
             request = Transaction(
-                compare=[_make_comparison(condition) for condition in (*conditions, *([fencing] if fencing else []))],
+                compare=[_make_comparison(condition) for condition in compared],
                 success=[_make_operation(operation) for operation in operations],
                 failure=[Range(_encode_key(fencing.key), keys_only=True)] if fencing else [],
             )
             try:
-                reply = self._write(request, [operation.key for operation in operations])
-            except NoSpace as error:
-                if self._check_if_written([*conditions, *([fencing] if fencing else [])], operations):
-                    raise UnknownOutcome(f'etcd may have written this change before it became full: {error}') from error
-                raise
+                send = self._write if operations else self._read
+                reply = send(request, about=[operation.key for operation in operations])
+            except (UnknownOutcome, NoSpace) as error:
+                return self._settle(compared, operations, settlement, error)
             if reply.succeeded:
                 return int(reply.header.revision)
             kvs = reply.responses[0].response_range.kvs if fencing else []
@@ -461,25 +530,50 @@ class Store:
                     f'{fencing.key} expired or was changed: nothing is written until ecompute restores it'
                 )
 
-    def _check_if_written(self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete]) -> bool:
-        """Check whether a write that etcd refused for lack of space may have been committed.
+    def _settle(
+        self,
+        conditions: Sequence[Unchanged | Exists],
+        operations: Sequence[Put | Delete],
+        settlement: Settlement | None,
+        error: UnknownOutcome | NoSpace,
+    ) -> int | None:
+        """Find out whether a transaction was committed whose answer was lost, or which a full etcd refused.
 
-        etcd checks its space before it proposes a write and when it applies it. The second time it reports an error and
+        etcd checks its space before it proposes a write and when it applies it. The second time it reports NoSpace and
         writes nevertheless: all writes in flight while it becomes full. https://github.com/etcd-io/etcd/issues/16659
-        Only a condition that the operations make false shows this: False without one, True if etcd cannot be read.
+
+        Returns as commit(). Raises NoSpace, or UnknownOutcome.
         """
-        # Any other may be false for another reason: a full etcd refuses before it compares.
-        invalidated = [
-            condition for condition in conditions if any(_is_invalidated_by(condition, change) for change in operations)
-        ]
-        if not invalidated:
-            return False
-        try:
-            compare = [_make_comparison(condition) for condition in invalidated]
-            about = [condition.key for condition in invalidated]
-            return not self._read(Transaction(compare=compare), about=about).succeeded
-        except EcompError:
-            return True
+        doubt = settlement.doubt if settlement else f'{operations[0].key} was changed'
+        clause = f'; it is unknown whether {doubt}' if doubt else ''
+        unknown = UnknownOutcome(put_before_fix(str(error), clause), error.backend)
+        for _ in range(MAX_SETTLE_TRIES):
+            try:
+                entries = self.read(list({each.key: None for each in (*conditions, *operations)}))
+            except EcompError as failure:
+                raise unknown from failure
+            evidence = find_evidence(conditions, operations, entries)
+            if evidence.revision:
+                return evidence.revision
+            if isinstance(error, NoSpace) and (evidence.is_refuted or not evidence.has_changed):
+                raise error
+            if evidence.is_refuted and not evidence.can_land:
+                return None
+            if settlement is None:
+                break
+            fence = settlement.fence if evidence.can_land and isinstance(error, UnknownOutcome) else None
+            if fence is None:
+                return settlement.find_commit(entries)
+            compared = [each for each in conditions if each.key == fence.key and isinstance(each, Unchanged)]
+            if not compared or not compared[0].revision:
+                break
+            # Without an answer to this, too, the next read shows whether the key has changed.
+            with suppress(EcompError):
+                request = Transaction([_make_comparison(compared[0])], [_make_operation(fence)])
+                is_fenced = self._write(request, [fence.key]).succeeded
+                if is_fenced and any(operation.key == fence.key for operation in operations):
+                    return None  # the transaction would have changed the key before
+        raise unknown from error
 
     def grant(self, seconds: int) -> int:
         """Return a new lease of `seconds`. An unused one expires, so a lost answer does no harm."""
@@ -516,13 +610,10 @@ class Store:
     def adopt(self, new_value: str) -> None:
         """Write `new_value` to /cluster if that key is missing; let a guard remember the key's value.
 
-        A lost answer is followed by another try, without limit. Raises EcompError if the guard finds no identity there.
+        Raises EcompError if the guard finds no identity there.
         """
         while (entry := self.get(keys.CLUSTER)) is None:
-            try:
-                self.commit([Unchanged(keys.CLUSTER, 0)], [Put(keys.CLUSTER, new_value)])
-            except UnknownOutcome:
-                continue  # the next read shows whether it was written
+            self.commit([Unchanged(keys.CLUSTER, 0)], [Put(keys.CLUSTER, new_value)], Settlement())
         if self._guard is not None:
             self._guard.adopt(entry.value, self.endpoints)
 
@@ -571,9 +662,9 @@ def retry_until_committed(
 ) -> Result:
     """Call `attempt`, which reads, decides and writes, until it returns a result; None means a lost race.
 
-    A GenerationConflict of placement means that, too. After an UnknownOutcome the next read shows what was written. A
-    random pause of up to `max_pause_seconds` precedes a repetition, or one of two writers could always lose. Raises
-    `lost_error` after `max_tries`, UnknownOutcome if the last try had no answer, and other errors of `attempt`.
+    A GenerationConflict of placement means that, too. A random pause of up to `max_pause_seconds` precedes a
+    repetition, or one of two writers could always lose. Raises `lost_error` after `max_tries`, and other errors of
+    `attempt`.
     """
     import random  # imported here: most commands write nothing that others change
 
@@ -583,9 +674,6 @@ def retry_until_committed(
                 return result
         except GenerationConflict:
             pass
-        except UnknownOutcome:
-            if not remaining_tries:
-                raise
         if max_pause_seconds and remaining_tries:
             time.sleep(random.uniform(0, max_pause_seconds))
     raise lost_error
@@ -626,6 +714,8 @@ def _is_invalidated_by(condition: Unchanged | Exists, operation: Put | Delete) -
     return isinstance(condition, Exists) or condition.revision > 0
 
 
-def _make_operation(operation: Put | Delete) -> Write | Removal:
+def _make_operation(operation: Put | Delete | Touch) -> Write | Rewrite | Removal:
     key = _encode_key(operation.key)
-    return Write(key, operation.value.encode(), operation.lease) if isinstance(operation, Put) else Removal(key)
+    if isinstance(operation, Put):
+        return Write(key, operation.value.encode(), operation.lease)
+    return Rewrite(key) if isinstance(operation, Touch) else Removal(key)

@@ -68,6 +68,16 @@ class Write(NamedTuple):
         return _encode_bytes(1, self.key) + _encode_bytes(2, self.value) + _encode_number(3, self.lease)
 
 
+class Rewrite(NamedTuple):
+    """Put a key that exists, with the value and the lease that it has: only its revision changes."""
+
+    key: bytes
+
+    def to_bytes(self) -> bytes:
+        # https://etcd.io/docs/v3.4/dev-guide/api_reference_v3/ (PutRequest: ignore_value, ignore_lease)
+        return _encode_bytes(1, self.key) + _encode_number(5, True) + _encode_number(6, True)
+
+
 class Removal(NamedTuple):
     """Delete a key."""
 
@@ -99,8 +109,8 @@ class Transaction(NamedTuple):
     """Do the operations in `success` if all of `compare` hold, else those in `failure`."""
 
     compare: Sequence[Comparison] = ()
-    success: Sequence[Range | Write | Removal] = ()
-    failure: Sequence[Range | Write | Removal] = ()
+    success: Sequence[Range | Write | Rewrite | Removal] = ()
+    failure: Sequence[Range | Write | Rewrite | Removal] = ()
 
     def to_bytes(self) -> bytes:
         parts = [_encode_part(1, comparison.to_bytes()) for comparison in self.compare]
@@ -112,7 +122,7 @@ class Transaction(NamedTuple):
         return b''.join(parts)
 
 
-_OPERATIONS: Mapping[type, int] = {Range: 1, Write: 2, Removal: 3}
+_OPERATIONS: Mapping[type, int] = {Range: 1, Write: 2, Rewrite: 2, Removal: 3}
 
 
 class Grant(NamedTuple):

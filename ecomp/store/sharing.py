@@ -20,12 +20,22 @@ from ecomp.model.group import MAX_MEMBERS, Group, Membership, filter_admitted, r
 from ecomp.model.guest import SharedUserData
 from ecomp.model.host import EntriesByCompute, group_by_instance
 from ecomp.model.json_object import dump, load_object_or_empty
-from ecomp.model.order import NameOwner
+from ecomp.model.order import NameOwner, Request
 from ecomp.model.quota import Quota, make_charge
 from ecomp.model.record import ERROR, GONE, RETENTION_SECONDS, Record
 from ecomp.model.record import from_json as record_from_json
 from ecomp.model.stored import decode, decode_at, encode
-from ecomp.store.client import MAX_TRANSACTION_OPERATIONS, Delete, Entry, Exists, Put, Store, Unchanged
+from ecomp.store.client import (
+    MAX_TRANSACTION_OPERATIONS,
+    Delete,
+    Entry,
+    Exists,
+    Put,
+    Settlement,
+    Store,
+    Touch,
+    Unchanged,
+)
 
 Shared = TypeVar('Shared', Group, Quota)
 
@@ -186,13 +196,14 @@ def write_final_record(
     store: Store,
     record: Record,
     conditions: Sequence[Unchanged | Exists],
-    removed_keys: Iterable[str],
+    removed_keys: Sequence[str],
     release_shared: bool = True,
     lease_seconds: int | None = None,
 ) -> int | None:
     """Write an instance's final record, on a lease, and release the keys it shared.
 
-    `removed_keys` are deleted, too; without `release_shared` the shared keys stay. The lease lasts `lease_seconds`
+    `removed_keys` are deleted, too. The first one settles a lost answer, so `conditions` compare it. Without
+    `release_shared` the shared keys stay. The lease lasts `lease_seconds`
     (None: as long as records of this state are kept), and so does the name of an instance in the state error. The lease
     of an earlier record in the state error is revoked. For result and errors see commit_with_shared().
     """
@@ -203,7 +214,8 @@ def write_final_record(
     put = Put(key, encode(record), lease)
     name_lease = lease if record.state == ERROR else 0
     make_change = partial(release_shared_keys, store, record, name_lease) if release_shared else make_empty_change
-    written = commit_with_shared(store, conditions, [put, *map(Delete, removed_keys)], make_change, lease)
+    settlement = Settlement(Touch(removed_keys[0]))
+    written = commit_with_shared(store, conditions, [put, *map(Delete, removed_keys)], make_change, lease, settlement)
     if written is not None and error_record is not None:
         try_revoke(store, error_record.lease)
     return written
@@ -300,6 +312,7 @@ def commit_with_shared(
     operations: Sequence[Put | Delete],
     make_change: Callable[[], Change],
     lease: int = 0,
+    settlement: Settlement | None = None,
 ) -> int | None:
     """Commit with a change of shared keys, which is made again while those keys change.
 
@@ -309,7 +322,7 @@ def commit_with_shared(
     try:
         shared_conditions, shared_operations = make_change()
         for _ in range(MAX_TRIES):
-            written = store.commit([*conditions, *shared_conditions], [*operations, *shared_operations])
+            written = store.commit([*conditions, *shared_conditions], [*operations, *shared_operations], settlement)
             if written is not None:
                 return written
             previous = shared_conditions
@@ -324,6 +337,20 @@ def commit_with_shared(
         raise
     try_revoke(store, lease)
     return None
+
+
+def find_delivery(compute: str, request: Request, entries: Mapping[str, Entry]) -> int | None:
+    """Return the revision of the delivered request, or of the record of its build; None if it was not delivered.
+
+    All or none are delivered: one of a transaction's requests stands for all.
+    """
+    written = entries.get(keys.request(compute, request.instance))
+    if written is not None:
+        # A create with the uuid that an evacuation chose is another instance.
+        is_ours = load_object_or_empty(written.value).get('replaces') == request.replaces
+        return written.revision if is_ours else None
+    record = entries.get(keys.record(compute, request.instance))
+    return record.revision if record is not None else None
 
 
 def make_group_operation(new_group: Group) -> Put | Delete:
@@ -350,8 +377,6 @@ def _is_held_by(entry: Entry, instance: str) -> bool:
 
 # Seconds that the generation of a released claim is noted; no release sent earlier is still on its way.
 NOTE_SECONDS = 3600
-# Tries to write a note whose answer is lost; then UnknownOutcome.
-MAX_NOTE_TRIES = 3
 # A higher noted generation counts as this: each step up to it is a call to placement, for which others wait. It is
 # reached by a manual write, or by 50 claims and releases of an instance within the hour; from then on a late release
 # could meet the number of another claim again.
@@ -372,13 +397,7 @@ def note_released(store: Store, generations: Mapping[str, int]) -> None:
         for instance, generation in generations.items():
             by_key.setdefault(keys.released_claims(instance, lease), {})[instance] = generation
         puts = [Put(key, released_to_json(noted), lease) for key, noted in by_key.items()]
-        for remaining_tries in reversed(range(MAX_NOTE_TRIES)):
-            try:
-                store.commit([], puts)
-                return
-            except UnknownOutcome:  # writing the note twice does no harm
-                if not remaining_tries:
-                    raise
+        store.commit([], puts)
 
 
 def read_highest_released(store: Store, instances: Collection[str]) -> int:

@@ -133,7 +133,7 @@ def test_failed_end_leaves_no_lease(
         monkeypatch.setattr(store, 'commit', fail)
         for _ in range(3):
             with pytest.raises(error):
-                write_final_record(store, replace(member, state=GONE), [], [])
+                write_final_record(store, replace(member, state=GONE), [], [keys.address(member.instance)])
     assert len(list_leases(cloud) - before) == 3 * left
 
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 from ecomp.model import keys
-from ecomp.store.client import Delete, Entry, Exists, Put, Snapshot, Unchanged
+from ecomp.store.client import Delete, Entry, Exists, Put, Snapshot, Touch, Unchanged
 from ecomp.store.messages import (
     DEADLINE_EXCEEDED,
     EVENT_DELETE,
@@ -32,6 +32,7 @@ from ecomp.store.messages import (
     Removal,
     Request,
     Revoke,
+    Rewrite,
     Status,
     TimeToLive,
     Transaction,
@@ -117,22 +118,24 @@ class Etcd:
         self.check_transaction(len(conditions), operations)
         if not all(map(self.is_met, conditions)):
             return None
-        self.check_leases(operations)
+        self.check_puts(operations)
         return self.write(operations)
 
-    def check_transaction(self, number_of_conditions: int, operations: Sequence[Put | Delete | Range]) -> None:
+    def check_transaction(self, number_of_conditions: int, operations: Sequence[Put | Touch | Delete | Range]) -> None:
         """Raise CallFailure for what etcd refuses before it compares anything."""
         if max(number_of_conditions, len(operations)) > MAX_TRANSACTION_OPERATIONS:
             raise CallFailure(INVALID_ARGUMENT, TOO_MANY_OPERATIONS)
-        put = [operation.key for operation in operations if isinstance(operation, Put)]
+        put = [operation.key for operation in operations if isinstance(operation, Put | Touch)]
         deleted = {operation.key for operation in operations if isinstance(operation, Delete)}
         if len(set(put)) < len(put) or not deleted.isdisjoint(put):
             raise CallFailure(INVALID_ARGUMENT, 'etcdserver: duplicate key given in txn request')
         if put:
             self.check_room()
 
-    def check_leases(self, operations: Sequence[Put | Delete | Range]) -> None:
+    def check_puts(self, operations: Sequence[Put | Touch | Delete | Range]) -> None:
         for operation in operations:
+            if isinstance(operation, Touch) and operation.key not in self.entries:
+                raise CallFailure(INVALID_ARGUMENT, 'etcdserver: key not found')
             if isinstance(operation, Put) and operation.lease and operation.lease not in self.leases:
                 raise CallFailure(NOT_FOUND, 'etcdserver: requested lease not found')
 
@@ -154,7 +157,8 @@ class Etcd:
             return tuple(map(self.make_fingerprint, answer.entries.values()))
         return self.writer_marks.get(answer, 0) if isinstance(answer, int) else repr(answer)
 
-    def write(self, operations: Sequence[Put | Delete]) -> int:
+    def write(self, changes: Sequence[Put | Touch | Delete]) -> int:
+        operations = [self.resolve(change) if isinstance(change, Touch) else change for change in changes]
         if not any(isinstance(operation, Put) or operation.key in self.entries for operation in operations):
             return self.revision  # nothing was deleted, and etcd makes no new revision for that
         self.revision += 1
@@ -177,6 +181,10 @@ class Etcd:
         for listener in self.listeners:
             listener(operations)
         return written
+
+    def resolve(self, touch: Touch) -> Put:
+        entry = self.entries[touch.key]
+        return Put(touch.key, entry.value.decode(errors='surrogateescape'), entry.lease)
 
 
 class MemoryMember:
@@ -279,7 +287,7 @@ class MemoryMember:
         self.etcd.check_transaction(0, failure)
         succeeded = all(self.etcd.is_met(make_condition(comparison)) for comparison in request.compare)
         operations = success if succeeded else failure
-        self.etcd.check_leases(operations)
+        self.etcd.check_puts(operations)
         responses = [
             SimpleNamespace(
                 response_range=self._answer_range(each) if isinstance(each, Range) else SimpleNamespace(kvs=[])
@@ -389,8 +397,10 @@ def make_condition(comparison: Comparison) -> Unchanged | Exists:
     return Exists(key) if comparison.result == GREATER else Unchanged(key, comparison.revision)
 
 
-def make_operation(request: Range | Write | Removal) -> Put | Delete | Range:
+def make_operation(request: Range | Write | Rewrite | Removal) -> Put | Touch | Delete | Range:
     if isinstance(request, Range):
         return request
     key = decode_key(request.key)
+    if isinstance(request, Rewrite):
+        return Touch(key)
     return Put(key, decode_key(request.value), request.lease) if isinstance(request, Write) else Delete(key)

@@ -23,6 +23,7 @@ from ecomp.store.messages import (
     Removal,
     Request,
     Revoke,
+    Rewrite,
     TimeToLive,
     Transaction,
     WatchCreate,
@@ -55,7 +56,7 @@ class MemberPair:
 
     def step(self) -> None:
         reads = [self.read_key, self.read_range, self.read_range, self.read_lease]
-        self.rng.choice([*reads, self.put, *[self.change] * 3, self.grant, self.renew, self.revoke])()
+        self.rng.choice([*reads, self.put, *[self.change] * 3, self.rewrite, self.grant, self.renew, self.revoke])()
 
     def send(self, *requests: Request) -> tuple[Any, Any]:
         """Send the real member the first request and the one in memory the last; compare and return the answers."""
@@ -125,8 +126,15 @@ class MemberPair:
         return lambda which: Range(start, end, limit, revision[which], kind == 'keys', kind == 'count', since[which])
 
     def put(self) -> None:
-        write = Write(self.pick_key(), str(self.rng.randint(0, 9)).encode())
-        self.commit(lambda _: Transaction(success=[write]))
+        """Write a key on the newest lease, so that several keys end with it."""
+        key, value, lease = self.pick_key(), str(self.rng.randint(0, 9)).encode(), [(0, 0), *self.leases][-1]
+        self.commit(lambda which: Transaction(success=[Write(key, value, lease[which])]))
+
+    def rewrite(self) -> None:
+        """Write a key as it is, which may not exist; rather one that is on a lease."""
+        kvs = self.memory.call(Range(self.prefix, get_prefix_range_end(self.prefix))).kvs
+        rewrite = Rewrite(self.rng.choice([kv.key for kv in kvs if kv.lease] or [self.pick_key()]))
+        self.commit(lambda _: Transaction(success=[rewrite]))
 
     def change(self) -> None:
         """Send a transaction whose conditions may not hold, and which etcd may refuse."""

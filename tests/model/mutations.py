@@ -208,11 +208,6 @@ DELIVERY = {
     'an attempt is on no lease': make_bug(
         'ecomp.scheduler.placing.claim:announce', drop_argument('Put', 'lease'), 'one_name', 'one_uuid_twice'
     ),
-    'a lost delivery is only looked for': make_bug(
-        'ecomp.scheduler.placing.claim:deliver',
-        replace_condition('store.get(attempt.key)', 'delete_if_unchanged'),
-        'late_delivery',
-    ),
     'a set and one of its instances are delivered at once': make_bug(
         'ecomp.scheduler.placing.claim:_check_alone', never('is_older'), 'set_and_its_member'
     ),
@@ -233,6 +228,22 @@ DELIVERY = {
             'read_offer', 0, "f'{self.order.query}&in_tree={compute}&root_required=COMPUTE_STATUS_DISABLED'"
         ),
         'sample_and_disable',
+    ),
+}
+SETTLED = {
+    'a lost transaction is only looked for': make_bug(
+        'ecomp.store.client:Store._settle', replace_assignment('fence', 'None'), 'late_delivery'
+    ),
+    'a lost transaction is looked for where it compares, not where it writes': make_bug(
+        'ecomp.store.client:Store._settle', drop_operand('operations', place=0), 'lost_delivery', 'create_with_losses'
+    ),
+    'any value is that of a lost transaction': make_bug(
+        'ecomp.store.client:find_evidence',
+        drop_operand('entry', 'put', 'lease', 'encode'),
+        'destroy_unanswered_beside_stop',
+    ),
+    'a delivery whose effect is used is called undone': make_bug(
+        'ecomp.store.sharing:find_delivery', return_constant(None), 'delivery_unanswered_and_stopped'
     ),
 }
 SHARED = {
@@ -273,7 +284,17 @@ SHARED = {
         'ecomp.scheduler.changes.change:make_tombstone', replace_call('_read_membership', 'None'), 'refused'
     ),
 }
-MUTATIONS: dict[str, Bug] = {**CLAIM, **DELIVERY, **SHARED, **HOST, **STACKS, **EVACUATED, **REPORTED, **PAIRED}
+MUTATIONS: dict[str, Bug] = {
+    **CLAIM,
+    **DELIVERY,
+    **SETTLED,
+    **SHARED,
+    **HOST,
+    **STACKS,
+    **EVACUATED,
+    **REPORTED,
+    **PAIRED,
+}
 
 
 class Detection(NamedTuple):

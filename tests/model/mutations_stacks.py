@@ -84,11 +84,6 @@ EVACUATED = {
         replace_assignment('unused', '[]'),
         'evacuated_beside_create_of_its_replacement',
     ),
-    'after an unknown outcome any request is its own': make_bug(
-        'ecomp.scheduler.placing.claim:deliver',
-        replace_assignment('is_ours', 'True'),
-        'evacuated_beside_create_of_its_replacement',
-    ),
     'a create is NOTIFIED of an instance that has moved': make_bug(
         'ecomp.scheduler.placing.create:check_same', never('is_destroying'), 'evacuated_beside_resume'
     ),

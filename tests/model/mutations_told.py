@@ -28,11 +28,8 @@ REPORTED = {
         'ecomp.agent.instance.instances:Instances._remove', move_first('_release_claim'), 'built_and_destroyed'
     ),
     # What a command reports to its user
-    'a delivery whose answer is lost is called undone': make_bug(
-        'ecomp.scheduler.placing.claim:deliver', never('get', 'request'), 'lost_delivery', 'create_with_losses'
-    ),
     'a destroy whose answer is lost is called not accepted': make_bug(
-        'ecomp.scheduler.changes.change:retry_until_accepted', always('is_unknown'), 'destroy_with_losses'
+        'ecomp.scheduler.changes.change:retry_until_accepted', never('number'), 'destroy_with_losses'
     ),
     'an attempt that releases nothing calls its claim released': make_bug(
         'ecomp.scheduler.placing.session:Session.release', always('abandon'), 'one_name', 'create_with_losses'
@@ -171,7 +168,7 @@ PAIRED = {
         'taken_and_destroyed',
     ),
     'a mark read back compares neither its lease nor its compute, and a claim is moved to another compute': make_pair(
-        make_bug('ecomp.agent.queue:Taker._put_taker_key', replace_assignment('ours', 'entry is not None')),
+        make_bug('ecomp.store.client:find_evidence', drop_operand('entry', 'put', 'lease', 'encode')),
         make_bug('ecomp.placement.allocations:claim', never('elsewhere')),
         *('taker_key_removed', 'two_takers'),
     ),

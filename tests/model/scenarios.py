@@ -17,12 +17,13 @@ from tests.model import (
     scenarios_stacks,
     scenarios_strangers,
     scenarios_threads,
+    scenarios_unanswered,
 )
 from tests.model.explorer import Scenario
 
 MODULES = (
     *(scenarios_claims, scenarios_operators, scenarios_queues, scenarios_shared, scenarios_registered),
     *(scenarios_pairs, scenarios_strangers, scenarios_losses, scenarios_threads, scenarios_returning),
-    *(scenarios_restored, scenarios_stacks, scenarios_evacuated, scenarios_once),
+    *(scenarios_restored, scenarios_stacks, scenarios_evacuated, scenarios_once, scenarios_unanswered),
 )
 SCENARIOS: dict[str, Scenario] = {each.name: each for room in MODULES for each in room.SCENARIOS}

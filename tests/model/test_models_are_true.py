@@ -29,6 +29,7 @@ from tests.model.planting import (
     Constant,
     Plant,
     always,
+    drop_argument,
     drop_statement,
     never,
     plant_bugs,
@@ -36,7 +37,6 @@ from tests.model.planting import (
     replace_call,
     replace_condition,
     replace_return,
-    return_constant,
 )
 from tests.model.world import World
 
@@ -369,7 +369,7 @@ def compare_members(etcd: Etcd, steps: int, seed: int) -> None:
 
 
 def test_member_in_memory_answers_like_etcd(quiet_etcd: Etcd) -> None:
-    compare_members(quiet_etcd, CALLS, 1)
+    compare_members(quiet_etcd, CALLS, 3)
 
 
 @pytest.mark.slow
@@ -445,7 +445,8 @@ ETCD, PLACEMENT = 'tests.kit.memory_etcd:', 'tests.kit.memory_placement:Placemen
 ETCD_DIFFERENCES = {
     'a key may be written twice': Plant(ETCD + 'Etcd.check_transaction', never('put', 'deleted')),
     'a transaction may be long': Plant(ETCD + 'MAX_TRANSACTION_OPERATIONS', Constant(200)),
-    'a lease need not exist': Plant(ETCD + 'Etcd.check_leases', return_constant(None)),
+    'a lease need not exist': Plant(ETCD + 'Etcd.check_puts', never('leases')),
+    'a key that is written as it is loses its lease': Plant(ETCD + 'Etcd.resolve', drop_argument('Put', 'lease')),
     'a missing key is unchanged': Plant(
         ETCD + 'Etcd.is_met', replace_return('entry is None or entry.revision == condition.revision')
     ),
@@ -485,7 +486,7 @@ PLACEMENT_DIFFERENCES = {
 @pytest.mark.parametrize('difference', ETCD_DIFFERENCES)
 def test_planted_difference_from_etcd_is_noticed(quiet_etcd: Etcd, difference: str) -> None:
     with plant_bugs([ETCD_DIFFERENCES[difference]]), pytest.raises(AssertionError):
-        compare_members(quiet_etcd, CALLS, 1)
+        compare_members(quiet_etcd, CALLS, 3)
 
 
 @pytest.mark.slow

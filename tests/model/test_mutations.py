@@ -43,7 +43,6 @@ LATE = {
     'a taker does not note what it releases',
     'a taker does not read its traits before it takes',
     'a taker that gives up does not ask for attempts',
-    'after an unknown outcome any request is its own',
     "an apply compares the stack's key neither after it announced nor as it delivers",
     "an apply does not check the stack's key after it announced",
     'an apply does not take over the claims of a killed one',

@@ -359,7 +359,7 @@ ROWS = [
         PLACEMENT_COMMANDS,
         Conflict,
         'not delivered: .*(its claim stays|the computes release its claim)',
-        promises_nothing,
+        is_not_placed,
     ),
     Row(PLACEMENT_COMMANDS, Conflict, 'took over this uuid', has_left_nothing),
     Row(PLACEMENT_COMMANDS, Conflict, ': exists, (but was requested|and waits in a queue)', is_existing),

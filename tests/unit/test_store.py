@@ -24,6 +24,7 @@ from ecomp.store.messages import (
     Range,
     Removal,
     Revoke,
+    Rewrite,
     Status,
     Transaction,
     WatchCreate,
@@ -41,7 +42,7 @@ UNSIGNED = st.integers(0, 2**64 - 1)
 KEYS = st.binary(max_size=300)
 
 RANGES = st.builds(Range, KEYS, KEYS, NUMBERS, NUMBERS, st.booleans(), st.booleans(), NUMBERS)
-WRITES = st.builds(Write, KEYS, KEYS, NUMBERS)
+WRITES = st.builds(Write, KEYS, KEYS, NUMBERS) | st.builds(Rewrite, KEYS)
 REMOVALS = st.builds(Removal, KEYS)
 COMPARISONS = st.builds(Comparison, KEYS, st.sampled_from((EQUAL, GREATER)), NUMBERS)
 OPERATIONS = st.lists(RANGES | WRITES | REMOVALS, max_size=4)
@@ -59,6 +60,8 @@ def convert_to_etcd3(request: Any) -> Any:
             )  # fmt: skip
         case Write(key, value, lease):
             return etcdrpc.PutRequest(key=key, value=value, lease=lease)
+        case Rewrite(key):
+            return etcdrpc.PutRequest(key=key, ignore_value=True, ignore_lease=True)
         case Removal(key):
             return etcdrpc.DeleteRangeRequest(key=key)
         case Comparison(key, result, revision):
@@ -86,7 +89,7 @@ def convert_to_etcd3(request: Any) -> Any:
 
 
 def convert_to_operation(request: Any) -> Any:
-    kinds = {Range: 'request_range', Write: 'request_put', Removal: 'request_delete_range'}
+    kinds = {Range: 'request_range', Write: 'request_put', Rewrite: 'request_put', Removal: 'request_delete_range'}
     return etcdrpc.RequestOp(**{kinds[type(request)]: convert_to_etcd3(request)})
 
 

@@ -28,7 +28,7 @@ from ecomp.model.stored import encode, is_newer
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
 from ecomp.store import sharing
-from ecomp.store.client import Delete, Entry, Exists, Put, Store, Unchanged, retry_until_committed
+from ecomp.store.client import Delete, Entry, Exists, Put, Settlement, Store, Unchanged, retry_until_committed
 from ecomp.store.sharing import Change, find_by_listing
 
 log = logging.getLogger(__name__)
@@ -48,8 +48,8 @@ class RecordEntry(NamedTuple):
 class Records:
     """The records of one compute's instances, as last read or written.
 
-    Every write may raise Superseded, Unreachable, and UnknownOutcome, after which the record is read again. Records
-    below other computes are never read: a record is trusted only for the compute that its key names.
+    Every write may raise Superseded and Unreachable, after which the record is read again. Records below other computes
+    are never read: a record is trusted only for the compute that its key names.
     """
 
     def __init__(self, compute: str, store: Store, memory: Memory) -> None:
@@ -203,12 +203,14 @@ class Records:
         # A failed instance keeps its name. A malformed request may have got a name when it was rewritten.
         unchanged, change = sharing.release_name(self._store, name, instance) if name != kept_name else ([], [])
         operations = [Delete(key), *change]
-        self._commit(instance, revision, lambda host: self._store.commit([host, *unchanged], operations))
+        # The record may have been removed, and its uuid used again: then this is another instance's request.
+        conditions = [*unchanged, self._make_condition(instance)]
+        self._commit(instance, revision, lambda host: self._store.commit([host, *conditions], operations))
 
     def _commit(self, instance: str, revision: int, commit: Callable[[Unchanged], int | None]) -> int:
         """Commit if the request is at `revision`; return the new revision or raise Superseded.
 
-        The cached record is dropped if `commit` returns None (conditions do not hold), and at an UnknownOutcome.
+        The cached record is dropped if it has, or may have, changed.
         """
         try:
             written = commit(Unchanged(keys.request(self._compute, instance), revision))
@@ -263,7 +265,7 @@ def get_revision(entry: Entry | None) -> int:
     return entry.revision if entry is not None else 0
 
 
-# Tries of a write that loses its race, or whose answer is lost.
+# Tries of a write that loses its race.
 MAX_TRIES = 5
 
 END_STATES = frozenset({GONE, ERROR})
@@ -396,7 +398,7 @@ def _end_again(compute: str, store: Store, instance: str, queued: Collection[Ent
 
 
 def _end_queued(compute: str, store: Store, key: str, now: str) -> bool:
-    """End an instance that an older etcd queues; False on a conflict or lost answer, True if gone or malformed."""
+    """End an instance that an older etcd queues; False on a conflict, True if gone or malformed."""
     entry = store.get(key)
     waiting = parse_queue_entry(key, entry.value) if entry is not None else None
     if entry is None or not isinstance(waiting, QueueEntry):
@@ -408,11 +410,10 @@ def _end_queued(compute: str, store: Store, key: str, now: str) -> bool:
         Unchanged(key, entry.revision),
         Unchanged(keys.record(compute, waiting.instance), get_revision(old_entry)),
     ]
-    with suppress(UnknownOutcome):
-        if sharing.write_final_record(store, last_record, unchanged, [key, keys.taker(key)]) is not None:
-            sharing.try_revoke(store, old_entry.lease if old_entry is not None else 0)
-            return True
-    return False
+    if sharing.write_final_record(store, last_record, unchanged, [key, keys.taker(key)]) is None:
+        return False
+    sharing.try_revoke(store, old_entry.lease if old_entry is not None else 0)
+    return True
 
 
 class _EtcdState:
@@ -442,20 +443,17 @@ class _EtcdState:
     def commit(
         self, operations: Collection[Put | Delete], conditions: Collection[Unchanged], make_shared: Callable[[], Change]
     ) -> bool:
-        """Commit with make_shared()'s change; False on a conflict or lost answer."""
-        with suppress(UnknownOutcome):
-            return (
-                sharing.commit_with_shared(self.store, [*self._unchanged, *conditions], list(operations), make_shared)
-                is not None
-            )
-        return False
+        """Commit with make_shared()'s change; False on a conflict."""
+        unchanged = [*self._unchanged, *conditions]
+        written = sharing.commit_with_shared(
+            self.store, unchanged, list(operations), make_shared, settlement=Settlement()
+        )
+        return written is not None
 
     def end(self, record: Record) -> bool:
-        """Write the last record, delete request and address, release shared keys; False on a conflict or no answer."""
-        with suppress(UnknownOutcome):
-            removed = [self.request_key, self.booted_key]
-            return sharing.write_final_record(self.store, record, self._unchanged, removed) is not None
-        return False
+        """Write the last record, delete request and address, release shared keys; False on a conflict."""
+        removed = [self.request_key, self.booted_key]
+        return sharing.write_final_record(self.store, record, self._unchanged, removed) is not None
 
 
 def _list_queued(store: Store) -> Mapping[str, Sequence[Entry]]:

@@ -35,7 +35,7 @@ from ecomp.scheduler.queries.find import (
     read_queued_record,
 )
 from ecomp.scheduler.queries.stacks import make_end
-from ecomp.store.client import Delete, Entry, Put, Store, Unchanged, is_alive
+from ecomp.store.client import Delete, Entry, Put, Settlement, Store, Touch, Unchanged, is_alive
 from ecomp.store.sharing import (
     Change,
     KeyIndex,
@@ -61,24 +61,20 @@ def retry_until_accepted(
 ) -> Answer:
     """Call `read_and_write` until it returns a result; None means that its reads were stale.
 
-    After a call raised UnknownOutcome, so that its write may be done, later calls get True. Another Unreachable is
-    raised again or, after such a call, as UnknownOutcome with `cure`. Raises Conflict after MAX_TRIES calls.
+    It gets True if a write was tried before. Raises Conflict after MAX_TRIES calls, and Unreachable, which says whether
+    that is unknown, with `cure`.
     """
-    is_unknown = False
-    for _ in range(MAX_TRIES):
+    for number in range(MAX_TRIES):
         try:
-            answer = read_and_write(is_unknown)
-        except UnknownOutcome:
-            is_unknown = True
+            answer = read_and_write(number > 0)
         except Unreachable as error:
-            if not is_unknown:
-                message = put_before_fix(str(error), f'; the {change} of {instance} is not accepted')
-                raise type(error)(message, error.backend) from error
-            doubt = f'; it is unknown whether the {change} of {instance} is accepted. Try: {cure}'
-            raise UnknownOutcome(put_before_fix(str(error), doubt), error.backend) from error
-        else:
-            if answer is not None:
-                return answer
+            if number or isinstance(error, UnknownOutcome):
+                doubt = f'; it is unknown whether the {change} of {instance} is accepted. Try: {cure}'
+                raise UnknownOutcome(put_before_fix(str(error), doubt), error.backend) from error
+            message = put_before_fix(str(error), f'; the {change} of {instance} is not accepted')
+            raise type(error)(message, error.backend) from error
+        if answer is not None:
+            return answer
     raise Conflict(f'{instance}: other processes keep changing it. Try: the same command again')
 
 
@@ -100,14 +96,14 @@ def destroy(
     so, and the compute then destroys it (see _prepare_dequeue()).
 
     Raises NotFound (gone or unknown), Unreadable (record of a newer ecomp, or malformed and without a request), and as
-    retry_until_accepted(). After an unknown outcome, a missing instance counts as destroyed.
+    retry_until_accepted(). An instance that is missing once a write was tried counts as destroyed.
     """
 
-    def read_and_write(is_unknown: bool) -> str | None:
+    def read_and_write(is_repeated: bool) -> str | None:
         try:
             entries = _find_destroyable(store, instance, key_index)
         except NotFound:
-            if not is_unknown:
+            if not is_repeated:
                 raise
             return f'{instance}: gone'
         if entries.is_destroying:
@@ -166,7 +162,8 @@ def _prepare_destroy(
     message = f'{record.instance}: destroy accepted; {compute} carries it out'
     if not is_alive(store, compute):
         message += ' once this compute is no longer silent'
-    return partial(store.commit, [*conditions, *stack_conditions], [tombstone, *stack_puts]), message
+    operations, settlement = [tombstone, *stack_puts], Settlement(Touch(conditions[-1].key))
+    return partial(store.commit, [*conditions, *stack_conditions], operations, settlement), message
 
 
 def make_tombstone(
@@ -213,7 +210,11 @@ def remove_record(store: Store, key: str, revision: int, entries: InstanceEntrie
             release_name(store, record.name, record.instance), make_end(store, record.stack, record.instance)
         )
 
-    written = commit_with_shared(store, conditions, [Delete(key)], make_change)
+    def find_removal(read: Mapping[str, Entry]) -> int | None:
+        return None if key in read else revision
+
+    settlement = Settlement(Touch(key), find_removal)
+    written = commit_with_shared(store, conditions, [Delete(key)], make_change, settlement=settlement)
     if written is not None and entries.record_entry is not None:
         try_revoke(store, entries.record_entry.lease)
     return written
@@ -253,9 +254,9 @@ def _prepare_dequeue(
         else:
             message, seconds = f'{message}; nothing was started', RETENTION_SECONDS[GONE]
     if entries.record_entry is not None or store.get(record_key) is not None:
-        return partial(
-            commit_with_shared, store, conditions, [*map(Delete, removed)], partial(release_shared_keys, store, gone)
-        ), message
+        release, settlement = partial(release_shared_keys, store, gone), Settlement(Touch(entry.key))
+        deletes = [*map(Delete, removed)]
+        return partial(commit_with_shared, store, conditions, deletes, release, settlement=settlement), message
     return partial(
         write_final_record, store, gone, [*conditions, Unchanged(record_key, 0)], removed, lease_seconds=seconds
     ), message
@@ -295,10 +296,8 @@ def change_power(
         if earlier is not None:
             return earlier
         accepted = _make_acceptance(store, entries, power_change)  # before the commit: nothing may fail after it
-        if (
-            store.commit([Unchanged(entry.key, entry.revision)], [_add_power_change(entries, entry, power_change)])
-            is None
-        ):
+        put, settlement = _add_power_change(entries, entry, power_change), Settlement(Touch(entry.key))
+        if store.commit([Unchanged(entry.key, entry.revision)], [put], settlement) is None:
             return None
         failpoint('power-asked')
         return accepted

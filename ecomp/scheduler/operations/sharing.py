@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ecomp.conf import ScheduleConfig
-from ecomp.errors import Conflict, EcompError, NotFound, UnknownOutcome, Unreachable, Unreadable, UsageError
+from ecomp.errors import Conflict, EcompError, NotFound, Unreachable, Unreadable, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import list_missing_classes
@@ -23,7 +23,7 @@ from ecomp.model.record import format_time
 from ecomp.model.stored import decode_at, encode
 from ecomp.model.text import format_suggestion, make_printable
 from ecomp.scheduler.queries.find import read_record
-from ecomp.store.client import Delete, Entry, Put, Store, Unchanged, retry_until_committed
+from ecomp.store.client import Delete, Entry, Put, Settlement, Store, Unchanged, retry_until_committed
 from ecomp.store.sharing import KeyIndex, find_by_listing, load_quota, make_quota_put
 
 if TYPE_CHECKING:
@@ -139,11 +139,8 @@ def _commit_flavor(
 
     `previous` is None for a new key; `new_flavor` is None to delete the key. The time in the value is not compared.
     """
-    try:
-        if store.commit([Unchanged(key, previous.revision if previous else 0)], [change]) is not None:
-            return
-    except UnknownOutcome:
-        pass
+    if store.commit([Unchanged(key, previous.revision if previous else 0)], [change], Settlement()) is not None:
+        return
     current = store.get(key)
     if (read_flavor(current) if current else None) != new_flavor:
         raise EcompError(f'{key}: another process changed it, or it was not written. Try: the same command again')
@@ -197,7 +194,7 @@ def recount_quota(store: Store, project: str, change: Callable[[Quota | None], Q
 
     `change` gets the current quota or None, perhaps several times, and returns one with the limits to write. Deliveries
     and removals change an existing quota, so a count is valid if the quota is unchanged since. They do not create a
-    missing one, so a new quota is written twice. Raises Conflict after MAX_TRIES, UnknownOutcome, Unreadable.
+    missing one, so a new quota is written twice. Raises Conflict after MAX_TRIES, Unreadable.
     """
 
     def try_once() -> Quota | None:
@@ -209,7 +206,7 @@ def recount_quota(store: Store, project: str, change: Callable[[Quota | None], Q
         put = make_quota_put(new)
         put = put._replace(value=add_time(put.value, format_time(datetime.now(UTC))))
         operation: Put | Delete = put if target.limits else Delete(put.key)
-        if store.commit([unchanged], [operation]) is None:
+        if store.commit([unchanged], [operation], Settlement()) is None:
             return None
         if target.limits and now is None:
             failpoint('quota-reckoned')

@@ -16,7 +16,6 @@ from typing import NamedTuple
 from ecomp.errors import (
     Conflict,
     ConsumerConflict,
-    EcompError,
     GenerationConflict,
     NoCapacity,
     OverQuota,
@@ -31,7 +30,7 @@ from ecomp.model.allocation import Allocations, Resources
 from ecomp.model.choose import Candidate
 from ecomp.model.group import Group, Membership, resolve_group
 from ecomp.model.guest import SharedUserData
-from ecomp.model.json_object import dump, load_object_or_empty
+from ecomp.model.json_object import dump
 from ecomp.model.order import Order, Request, parse_attempt_instances
 from ecomp.model.quota import Quota, describe_excesses, make_charge, multiply_amounts
 from ecomp.model.stored import encode
@@ -39,8 +38,16 @@ from ecomp.model.text import format_suggestion
 from ecomp.placement import providers
 from ecomp.placement.allocations import Requester, claim, release, summarize_instances
 from ecomp.placement.client import Placement
-from ecomp.store.client import TAKEN, Delete, Entry, Put, Store, Unchanged, delete_if_unchanged, find_needed
-from ecomp.store.sharing import Change, commit_with_shared, load_group, load_quota, note_released, prepare_user_data
+from ecomp.store.client import TAKEN, Delete, Entry, Put, Settlement, Store, Unchanged, find_needed
+from ecomp.store.sharing import (
+    Change,
+    commit_with_shared,
+    find_delivery,
+    load_group,
+    load_quota,
+    note_released,
+    prepare_user_data,
+)
 
 
 class Terms(NamedTuple):
@@ -113,7 +120,7 @@ class Claimer:
         """Claim those of one or more candidates for which there is room; return the instances that hold theirs.
 
         The others are logged. On an error it waits for the calls in flight and keeps their claims. Raises Unreachable,
-        ClaimedElsewhere, Conflict or PlacementRefusal; of several errors, UnknownOutcome first.
+        ClaimedElsewhere, Conflict or PlacementRefusal; of several errors, one with an unknown outcome first.
         """
         parts = split_into_blocks(candidates)
         if len(parts) == 1:
@@ -255,11 +262,8 @@ def announce(
         if previous is not None:
             check_previous(previous)
             log.warning('%s: taking over the attempt of another eschedule with this uuid', attempt)
-        try:
-            revision = store.commit([Unchanged(key, previous.revision if previous else 0)], [Put(key, text, lease)])
-        except UnknownOutcome:
-            written = store.get(key)
-            revision = written.revision if written and written.lease == lease else None
+        condition = Unchanged(key, previous.revision if previous else 0)
+        revision = store.commit([condition], [Put(key, text, lease)], Settlement())
         if revision:
             if resume:
                 _check_alone(store, attempt, value, revision)
@@ -295,8 +299,7 @@ def deliver(
 
     The transaction includes `make_shared_change` (names, group, quota) and a set's `user_data`; with `ends_attempt` it
     deletes the attempt's key. 0 if our attempt's key lost this `revision`, a record exists, or shared keys keep
-    changing. Raises the errors of that function and of etcd, with nothing delivered, and UnknownOutcome if an unknown
-    outcome cannot be read back.
+    changing. Raises the errors of that function and of etcd. Nothing is delivered then, unless the outcome is unknown.
     """
     conditions = [attempt]
     user_data_puts, granted = prepare_user_data(store, user_data)
@@ -304,21 +307,6 @@ def deliver(
     for compute, request in deliveries:
         conditions.append(Unchanged(keys.record(compute, request.instance), 0))
         operations.append(Put(keys.request(compute, request.instance), encode(request)))
-    try:
-        return commit_with_shared(store, conditions, operations, make_shared_change, granted) or 0
-    except UnknownOutcome as error:
-        first, instance = deliveries[0][0], deliveries[0][1].instance
-        try:
-            if delete_if_unchanged(store, *attempt) and ends_attempt:
-                return 0
-            # All or none: one request stands for all.
-            if (written := store.get(keys.request(first, instance))) is not None:
-                # A create with the uuid that an evacuation chose is another instance.
-                is_ours = load_object_or_empty(written.value).get('replaces') == deliveries[0][1].replaces
-                return written.revision if is_ours else 0
-            # A record of another compute comes from a delivery by another eschedule with this uuid.
-            record = store.get(keys.record(first, instance))
-            return record.revision if record is not None else 0
-        except EcompError:
-            doubt = f'; it is unknown whether {keys.get_last_part(attempt.key)} was delivered'
-            raise UnknownOutcome(put_before_fix(str(error), doubt)) from error
+    doubt = f'{keys.get_last_part(attempt.key)} was delivered'
+    settlement = Settlement(Delete(attempt.key), partial(find_delivery, *deliveries[0]), doubt)
+    return commit_with_shared(store, conditions, operations, make_shared_change, granted, settlement) or 0

@@ -117,8 +117,7 @@ def create(
         PlacementRefusal: placement refuses the query.
         UsageError: the set is too large for etcd, or the query lacks what a guest needs.
         Conflict: the uuid or the name is used otherwise (ClaimedElsewhere: claimed), or the attempt was taken over.
-        Unreachable: with what was undone.
-        UnknownOutcome: nothing is released.
+        Unreachable: with what was undone. Nothing is released while an outcome is unknown.
     """
     check_order_size(order)
     store = scheduler.store
@@ -236,7 +235,7 @@ class _Creation:
     def deliver(self, claims: ClaimedSet, scheduled_at: str) -> dict[str, DeliveryOutcome]:
         """Deliver `claims`, release our other ones, revoke the lease; return {instance: outcome}. `scheduled_at`: ISO.
 
-        Raises Excluded (group, quota), DeliveryRefused (not our attempt now), Conflict (a name), UnknownOutcome.
+        Raises Excluded (group, quota), DeliveryRefused (not our attempt now), Conflict (a name).
         """
         order, store, placed = self.order, self.session.store, claims.candidates
         requests = _make_requests(order, claims, scheduled_at)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ecomp.conf import ScheduleConfig
-from ecomp.errors import Conflict, EcompError, UnknownOutcome, Unreachable, UsageError, put_before_fix
+from ecomp.errors import Conflict, EcompError, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import find_compute, list_missing_classes
@@ -24,7 +24,7 @@ from ecomp.scheduler.placing.claim import announce, read_settled_group, read_ter
 from ecomp.scheduler.placing.create import check_same
 from ecomp.scheduler.placing.explain import find_shortfalls
 from ecomp.scheduler.queries.find import find, reserve_names
-from ecomp.store.client import Delete, Entry, Put, Store, Unchanged, delete_if_unchanged
+from ecomp.store.client import Delete, Entry, Put, Settlement, Store, Unchanged
 from ecomp.store.sharing import (
     Change,
     Excluded,
@@ -121,7 +121,7 @@ def enqueue(
     """Put a request into its queue; return False if `resume` and the same was requested before.
 
     `owner` and `resume`: see create(). Raises Conflict (uuid, name or group differs, interference), OverQuota,
-    UsageError (new group without a policy), Unreadable, UnknownOutcome, Unreachable.
+    UsageError (new group without a policy), Unreadable, Unreachable.
     """
     current_group = read_settled_group(store, queue_entry.group)
     queue_entry = replace(queue_entry, group=current_group.membership if current_group is not None else None)
@@ -138,7 +138,7 @@ def _enqueue(
     owner: Mapping[str, object],
     resume: bool,
 ) -> bool:
-    """Queue the request for enqueue(). If etcd's answer is lost and nothing was queued, try once more with `resume`."""
+    """Queue the request for enqueue(). If nothing was queued, try once more with `resume`."""
     instance = queue_entry.instance
     if not resume:
         _check_allowed(store, queue_entry)  # before anything is written
@@ -151,34 +151,15 @@ def _enqueue(
         # Another process may have delivered in between. From here on it cannot: a delivery needs the key we hold.
         if resume and _check_enqueued(store, queue_entry):
             return False
-        try:
-            if _commit(store, queue_entry, flavor_revision, user_data, revision):
-                return True
-        except UnknownOutcome as error:
-            if _settle_commit(store, queue_entry, revision):
-                return True
-            if resume:
-                raise Conflict(f'{instance}: not queued: {error}. Try: the same command again') from error
-        else:
-            why = 'another process changed its flavor or its name, or took over this uuid'
+        # A taker may have moved it, and a user destroyed it, before a lost answer was settled.
+        if _commit(store, queue_entry, flavor_revision, user_data, revision) or _check_enqueued(store, queue_entry):
+            return True
+        if resume:
+            why = 'another process changed its flavor or its name, or took over this uuid, or the connection broke'
             raise Conflict(f'{instance}: not queued: {why}. Try: the same command again')
     finally:
         try_revoke(store, lease)
     return _enqueue(store, queue_entry, flavor_revision, user_data, owner, resume=True)
-
-
-def _settle_commit(store: Store, queue_entry: QueueEntry, revision: int) -> bool:
-    """Delete our attempt, so that the commit without an answer cannot land later; return whether it landed.
-
-    Raises Conflict as check_same(), and UnknownOutcome if etcd gives no answer again.
-    """
-    try:
-        delete_if_unchanged(store, keys.attempt(queue_entry.instance), revision)
-        return _check_enqueued(store, queue_entry)
-    except Unreachable as error:
-        cure = f'the same command with --uuid {queue_entry.instance}'
-        doubt = f'; it is unknown whether {queue_entry.instance} is queued. Try: {cure}'
-        raise UnknownOutcome(put_before_fix(str(error), doubt), error.backend) from error
 
 
 def _commit(
@@ -186,7 +167,7 @@ def _commit(
 ) -> bool:
     """Queue the request in one transaction with name, group and quota that deletes our attempt; True if it is done.
 
-    False if attempt, flavor or entry changed, or shared keys keep changing. Raises Conflict, OverQuota, UnknownOutcome.
+    False if attempt, flavor or entry changed, or shared keys keep changing. Raises Conflict, OverQuota, Unreachable.
     """
     instance = queue_entry.instance
     attempt_key = keys.attempt(instance)
@@ -206,11 +187,13 @@ def _commit(
             charge_quota(store, queue_entry.project_id, {instance: queue_entry.flavor.resources}),
         )
 
+    settlement = Settlement(Delete(attempt_key), doubt=f'{instance} is queued')
     try:
-        return commit_with_shared(store, conditions, operations, make_shared_change, granted) is not None
+        written = commit_with_shared(store, conditions, operations, make_shared_change, granted, settlement)
     except Excluded:
         _check_allowed(store, queue_entry)
         raise Conflict(f'{instance}: other processes keep changing its quota. Try: the same command again') from None
+    return written is not None
 
 
 def _check_allowed(store: Store, queue_entry: QueueEntry) -> None:

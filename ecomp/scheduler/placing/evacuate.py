@@ -323,7 +323,7 @@ class _Evacuation:
     def _deliver_some(self, units: Sequence[Sequence[str]], chosen: Mapping[str, Candidate]) -> list[Sequence[str]]:
         """Deliver the replacements of each unit in a transaction; return the units that are to be tried again.
 
-        Conflict if the compute is alive again, or another evacuation took over; UnknownOutcome.
+        Conflict if the compute is alive again, or another evacuation took over.
         """
         silent = check_silent(self.session.store, self.compute, self.display_name)
         if not self.session.is_attempt_ours():  # deliver() deletes the attempt's key to settle an unknown outcome
@@ -343,7 +343,7 @@ class _Evacuation:
     ) -> bool:
         """Deliver the replacements of some guests, unless one has changed, or its group or its name do not allow it.
 
-        Return False if the transaction's conditions did not hold. UnknownOutcome.
+        Return False if the transaction's conditions did not hold.
         """
         deliveries, removals, computes = list[tuple[str, Request]](), list[Removal](), dict[Place, str]()
         try:

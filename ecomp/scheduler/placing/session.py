@@ -209,7 +209,7 @@ class Session:
     def open(self) -> Iterator[None]:
         """Grant the lease. Undo the attempt if the block raises, and raise the error with what was undone.
 
-        After UnknownOutcome nothing is released (rule: read-back).
+        Nothing is released while an outcome is unknown (rule: read-back).
         """
         try:
             self.lease = self.store.grant(keys.ATTEMPT_SECONDS)

@@ -20,7 +20,6 @@ from ecomp.errors import (
     NoCapacity,
     OverQuota,
     TooManyOperations,
-    UnknownOutcome,
     Unreachable,
 )
 from ecomp.failpoints import failpoint
@@ -94,11 +93,7 @@ class StackChange:
 def write_stack(store: Store, stack: Stack, previous_revision: int) -> int:
     """Write the key of a new or stale stack; return its revision, Conflict if another process wrote it."""
     key = keys.stack(stack.name)
-    try:
-        revision = store.commit([Unchanged(key, previous_revision)], [Put(key, encode(stack))])
-    except UnknownOutcome:
-        entry = store.get(key)
-        revision = entry.revision if entry is not None and entry.value == encode(stack).encode() else None
+    revision = store.commit([Unchanged(key, previous_revision)], [Put(key, encode(stack))])
     if revision is None:
         raise Conflict(_CHANGED.format(stack.name, f'; {UNCHANGED}'))
     failpoint('stack-begun')
@@ -170,8 +165,7 @@ def apply_change(scheduler: Scheduler, change: StackChange) -> dict[str, str]:
         MembersRefused, OverQuota: there is no room, or the quota is used up.
         Conflict: a name, a group, another apply, or an instance that changed (ClaimedElsewhere: is claimed).
         PlacementRefusal: placement refuses a query.
-        Unreachable: with what was undone.
-        UnknownOutcome: nothing is released.
+        Unreachable: with what was undone. Nothing is released while an outcome is unknown.
     """
     store, order = scheduler.store, change.order
     if order is None:
@@ -316,7 +310,7 @@ class _Application:
     def deliver(self, claims: Mapping[str, Candidate], scheduled_at: str) -> dict[str, str]:
         """Deliver the claims, write the tombstones, revoke the lease; return {instance: compute}.
 
-        Raises DeliveryRefused, Conflict (a name), UnknownOutcome.
+        Raises DeliveryRefused, Conflict (a name).
         """
         self._put_user_data()
         requests = [

@@ -1,0 +1,79 @@
+"""Test what the keys of a transaction without an answer prove about it, and how a delivery is found."""
+
+from __future__ import annotations
+
+import pytest
+
+from ecomp.model import keys
+from ecomp.model.order import Request
+from ecomp.model.stored import encode
+from ecomp.store.client import Delete, Entry, Evidence, Exists, Put, Unchanged, find_evidence
+from ecomp.store.sharing import find_delivery
+
+# The transaction of a delivery: it ends the attempt at revision 5, and takes a name that is free.
+CONDITIONS = [Unchanged('/attempt', 5), Unchanged('/record', 0), Unchanged('/name', 0), Exists('/flavor')]
+OPERATIONS = [Delete('/attempt'), Put('/request', 'r'), Put('/name', 'n', 7)]
+REQUEST, NAME = Entry('/request', b'r', 9), Entry('/name', b'n', 9, 7)
+ATTEMPT = Entry('/attempt', b'a', 5)
+NOTHING = Evidence(0, is_refuted=False, can_land=False, has_changed=True)
+
+
+def find(*entries: Entry) -> Evidence:
+    return find_evidence(CONDITIONS, OPERATIONS, {entry.key: entry for entry in entries})
+
+
+def test_puts_of_one_new_revision_prove_the_commit() -> None:
+    assert find(REQUEST, NAME).revision == 9
+
+
+@pytest.mark.parametrize(
+    'entries',
+    [
+        (REQUEST,),
+        (Entry('/request', b'other', 9), NAME),
+        (REQUEST, Entry('/name', b'n', 9, 8)),
+        # Equal values that two other transactions wrote, or one that deleted nothing.
+        (REQUEST, Entry('/name', b'n', 8, 7)),
+        (Entry('/attempt', b'a', 6), REQUEST, NAME),
+    ],
+    ids=['missing', 'other value', 'other lease', 'two revisions', 'nothing deleted'],
+)
+def test_other_entries_prove_nothing(entries: tuple[Entry, ...]) -> None:
+    evidence = find(*entries)
+    assert not evidence.revision
+    assert not evidence.is_refuted
+
+
+def test_value_that_was_there_before_proves_nothing() -> None:
+    conditions, operations = [Unchanged('/key', 5)], [Put('/key', 'same')]
+    before = find_evidence(conditions, operations, {'/key': Entry('/key', b'same', 5)})
+    assert before == Evidence(0, is_refuted=True, can_land=True, has_changed=False)
+
+
+def test_compared_key_that_it_would_change_refutes_the_commit() -> None:
+    assert find(ATTEMPT) == Evidence(0, is_refuted=True, can_land=True, has_changed=False)
+
+
+def test_missing_key_does_not_refute_a_commit_as_it_may_have_existed() -> None:
+    absent = find_evidence([Unchanged('/name', 0)], [Put('/name', 'n')], {})
+    assert absent == Evidence(0, is_refuted=False, can_land=True, has_changed=False)
+
+
+def test_compared_key_that_has_changed_forbids_a_later_commit() -> None:
+    assert find() == NOTHING
+
+
+def test_deletes_alone_prove_no_commit() -> None:
+    assert find_evidence([Unchanged('/key', 5)], [Delete('/key')], {}) == NOTHING
+
+
+def test_delivery_is_found_by_its_request_or_its_record() -> None:
+    request = Request('i', {'c': {}}, replaces='old')
+    request_key, record_key = keys.request('c', 'i'), keys.record('c', 'i')
+    stopped = Entry(request_key, encode(request).encode(), 11)
+    foreign = Entry(request_key, encode(Request('i', {'c': {}})).encode(), 11)
+    record = Entry(record_key, b'{}', 12)
+    assert find_delivery('c', request, {request_key: stopped}) == 11
+    assert find_delivery('c', request, {request_key: foreign, record_key: record}) is None
+    assert find_delivery('c', request, {record_key: record}) == 12
+    assert find_delivery('c', request, {}) is None
