@@ -313,16 +313,16 @@ ROWS = (
     ),
     Row(
         "after a lost answer another apply's new stack key is taken for ours",
-        'ecomp/scheduler/placing/stack.py',
-        'if entry is not None and entry.value == encode(stack).encode() else None',
-        'if entry is not None else None',
+        'ecomp/store/client.py',
+        'return entry is not None and (entry.value, entry.lease) == (put.value.encode(), put.lease)',
+        'return entry is not None',
         ('tests/functional/test_scheduler_lost.py::test_key_of_a_new_stack_is_read_back_after_a_lost_message',),
     ),
     Row(
         'a delivery without an answer, of what has ended since, counts as not delivered',
-        'ecomp/scheduler/placing/claim.py',
-        'return record.revision if record is not None else 0',
-        'return 0',
+        'ecomp/store/sharing.py',
+        'return record.revision if record is not None else None',
+        'return None',
         ('tests/functional/test_scheduler_lost.py::test_lost_delivery_of_what_has_ended_since_is_reported_as_done',),
     ),
     Row(
