@@ -187,7 +187,7 @@ class MemberPair:
         return lambda which: Write(key, value, lease[which])
 
     def grant(self) -> None:
-        seconds = self.rng.randint(9000, 9999)  # longer than the test: only etcd's own leases end by time
+        seconds = self.rng.randint(9000, 9999)  # longer than the test takes on a busy machine
         answers = self.send(Grant(seconds))
         self.leases.append((answers[0].ID, answers[1].ID))
 
