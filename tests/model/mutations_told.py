@@ -141,7 +141,7 @@ REPORTED = {
     ),
     'a destroy does not compare the request': make_bug(
         'ecomp.scheduler.changes.change:make_tombstone',
-        replace_assignment('conditions', '[]'),
+        replace_assignment('conditions', "[Unchanged('/nothing', 0)]"),
         'destroyed_twice_beside_another',
     ),
     'an address is not written for clients of 2019': make_bug(
