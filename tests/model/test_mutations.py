@@ -24,6 +24,7 @@ LATE = {
     "a change of a stack does not compare the stack's key",
     'a compute that publishes does not restore groups',
     'a create that was slow does not ask placement again',
+    'a delivery does not compare its attempt',
     'a destroy out of a queue does not compare the entry',
     'a destroy whose answer is lost is called not accepted',
     'a first quota is counted once',

@@ -165,8 +165,9 @@ def _prepare_destroy(
     message = f'{record.instance}: destroy accepted; {compute} carries it out'
     if not is_alive(store, compute):
         message += ' once this compute is no longer silent'
-    operations, settlement = [tombstone, *stack_puts], Settlement(Touch(conditions[-1].key), doubts.append)
-    return partial(store.commit, [*conditions, *stack_conditions], operations, settlement), message
+    compared = entries.request_entry or entries.record_entry
+    settlement = Settlement(Touch(compared.key) if compared else None, doubts.append)
+    return partial(store.commit, [*conditions, *stack_conditions], [tombstone, *stack_puts], settlement), message
 
 
 def make_tombstone(
