@@ -237,7 +237,7 @@ def test_replace_with_and_without_room(cluster: Control, compute: Ecompute) -> N
     large = write_stack(cluster.directory, db=change_memory(65, 3), web=change_memory(65))
     refused = cluster.eschedule('apply', large, '--replace', 'db', '--yes')
     assert (refused.code, 'Try: --destroy-first' in refused.stderr) == (3, True), refused
-    assert 'db: no compute has room for it; nothing was created' in refused.stderr
+    assert 'db: no compute satisfies the whole query; nothing was created' in refused.stderr
     assert read_allocations(cluster).keys() == {db['instance'], web['instance']}
     done = cluster.eschedule('apply', large, '--replace', 'db', '--yes', '--destroy-first', '--wait', '-f', 'json')
     assert (done.code, json.loads(done.stdout)['instances'][0]['state']) == (0, 'active'), done
