@@ -5,8 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -27,7 +26,7 @@ from ecomp.scheduler.operations.decommission import disable, forget, wait_until_
 from ecomp.scheduler.placing.claim import DeliveryOutcome, abandon
 from ecomp.scheduler.queries.find import MAX_OFFER_AGE_SECONDS
 from ecomp.store import sharing
-from ecomp.store.client import Delete, Exists, Put, Snapshot, Store, Unchanged
+from ecomp.store.client import Put, Snapshot, Store, Unchanged
 from ecomp.store.sharing import note_released, read_highest_released, released_to_json
 from tests.functional.cloud import RESOURCES, SMALL, Cloud, interpose, make_uuid, start_attempt
 from tests.kit.store_client import read_entry
@@ -394,27 +393,6 @@ def test_claim_moved_to_another_compute_is_not_released(cloud: Cloud) -> None:
 # The generation that is noted before a claim is released.
 
 
-class LossyStore(Store):
-    """A store that loses the answers to its first `times` commits."""
-
-    times = 0
-
-    def commit(
-        self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete], use_fence: bool = True
-    ) -> int | None:
-        written = super().commit(conditions, operations, use_fence)
-        self.times -= 1
-        if self.times >= 0:
-            raise UnknownOutcome('no answer', 'etcd')
-        return written
-
-
-@pytest.fixture
-def lossy_store(cloud: Cloud) -> Iterator[LossyStore]:
-    with closing(LossyStore(EtcdConfig((cloud.etcd.endpoint,)))) as store:
-        yield store
-
-
 @pytest.mark.fast
 def test_highest_released_generation_is_noted_for_an_hour(cloud: Cloud) -> None:
     first, second, third, fourth = (digits + make_uuid()[2:] for digits in ('00', '00', '00', 'f0'))
@@ -484,14 +462,3 @@ def test_notes_are_not_held_in_memory(cloud: Cloud, monkeypatch: pytest.MonkeyPa
         == 4
     )
     assert [len(snapshot.entries) for snapshot in reads] == [0, 0]
-
-
-@pytest.mark.fast
-def test_note_is_sent_again_after_a_lost_answer(cloud: Cloud, lossy_store: LossyStore) -> None:
-    instance = make_uuid()
-    lossy_store.times = sharing.MAX_NOTE_TRIES - 1
-    note_released(lossy_store, {instance: 3})
-    assert read_highest_released(cloud.store, [instance]) == 3
-    lossy_store.times = sharing.MAX_NOTE_TRIES
-    with pytest.raises(UnknownOutcome):
-        note_released(lossy_store, {instance: 4})

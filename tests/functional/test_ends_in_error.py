@@ -236,7 +236,7 @@ def test_instance_refused_from_its_queue_during_republish_is_counted(
             assert other_taker.refuse(place, 'it asks for too much')
             assert read_used() == 0
 
-        interpose(cloud.store, 'commit', refuse, lambda _, operations: places[0] in {put.key for put in operations})
+        interpose(cloud.store, 'commit', refuse, lambda *words: places[0] in {put.key for put in words[1]})
         toy_compute.republish(toy_compute.hypervisor.list_guests().keys())
         assert read_used() == 1
         assert cloud.store.get(places[0]) is not None
@@ -256,11 +256,11 @@ def test_republish_retries_until_concurrent_quota_writes_end(
         cloud.store.commit([], [*map(Delete, (*places, keys.name('among-many'), keys.group('among-many')))])
         key, commit, others = keys.quota('a-project'), cloud.store.commit, list(range(20))
 
-        def commit_late(conditions: Any, operations: Any) -> int | None:
+        def commit_late(conditions: Any, operations: Any, *settlement: Any) -> int | None:
             if others and any(put.key == key for put in operations):
                 others.pop()
                 commit([], [Put(key, read_entry(cloud.store, key).value.decode())])  # another compute writes first
-            return commit(conditions, operations)
+            return commit(conditions, operations, *settlement)
 
         monkeypatch.setattr(cloud.store, 'commit', commit_late)
         toy_compute.republish(toy_compute.hypervisor.list_guests().keys())

@@ -27,7 +27,7 @@ import pytest
 
 from ecomp import schedule
 from ecomp.placement.client import Placement
-from ecomp.store.client import Delete, Entry, Exists, Put, Snapshot, Store, Unchanged
+from ecomp.store.client import Delete, Entry, Exists, Put, Settlement, Snapshot, Store, Unchanged
 from ecomp.store.watch import Follower
 from tests.kit.in_process import InProcessPlacement, put_with_generation, remove_providers
 
@@ -161,9 +161,8 @@ class SceneStore(Store):
         return len(self.snapshot(prefix).entries)
 
     def commit(
-        self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete], use_fence: bool = True
+        self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete], _: Settlement | None = None
     ) -> int | None:
-        del use_fence
         return self.scene.commit(conditions, operations)
 
     def grant(self, seconds: int) -> int:

@@ -125,20 +125,6 @@ def enqueue(
     """
     current_group = read_settled_group(store, queue_entry.group)
     queue_entry = replace(queue_entry, group=current_group.membership if current_group is not None else None)
-    is_new = _enqueue(store, queue_entry, flavor_revision, user_data, owner, resume)
-    failpoint('queued')
-    return is_new
-
-
-def _enqueue(
-    store: Store,
-    queue_entry: QueueEntry,
-    flavor_revision: int,
-    user_data: SharedUserData | None,
-    owner: Mapping[str, object],
-    resume: bool,
-) -> bool:
-    """Queue the request for enqueue(). If nothing was queued, try once more with `resume`."""
     instance = queue_entry.instance
     if not resume:
         _check_allowed(store, queue_entry)  # before anything is written
@@ -153,13 +139,14 @@ def _enqueue(
             return False
         # A taker may have moved it, and a user destroyed it, before a lost answer was settled.
         if _commit(store, queue_entry, flavor_revision, user_data, revision) or _check_enqueued(store, queue_entry):
+            failpoint('queued')
             return True
         if resume:
             why = 'another process changed its flavor or its name, or took over this uuid, or the connection broke'
             raise Conflict(f'{instance}: not queued: {why}. Try: the same command again')
     finally:
         try_revoke(store, lease)
-    return _enqueue(store, queue_entry, flavor_revision, user_data, owner, resume=True)
+    return enqueue(store, queue_entry, flavor_revision, user_data, owner, resume=True)
 
 
 def _commit(
