@@ -207,7 +207,6 @@ SCENARIOS = [
         ),
         resume_unanswered,
     ),
-    *make_scenarios(
-        ONE_LOST, apply_unanswered, replace_unanswered, set_unanswered_beside_its_member, evacuation_unanswered
-    ),
+    *make_scenarios(ONE_LOST, apply_unanswered, replace_unanswered, set_unanswered_beside_its_member),
+    *make_scenarios(ONE_LOST._replace(reads=1), evacuation_unanswered),
 ]

@@ -418,7 +418,7 @@ def test_candidate_on_two_computes_is_explained() -> None:
 
 def test_adopted_claim_never_becomes_movable(monkeypatch: pytest.MonkeyPatch) -> None:
     """A set that restarts, or whose group changed, may claim on the same compute again."""
-    monkeypatch.setattr('ecomp.scheduler.placing.claim.claim', lambda *_: None)
+    monkeypatch.setattr('ecomp.scheduler.placing.claim.claim', lambda *arguments: arguments[4]())
     claimer = Claimer(
         cast(Placement, None), Requester('', ''), lambda: True, foreign={'running'}
     )  # placement is not asked

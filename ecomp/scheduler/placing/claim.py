@@ -166,15 +166,17 @@ class Claimer:
 
     def claim(self, claims: Mapping[str, Allocations]) -> None:
         """Claim exactly these allocations, or raise as allocations.claim(); all but `foreign` ones become `movable`."""
-        claim(
-            self.placement,
-            claims,
-            self.requester,
-            lambda: self.check(summarize_instances(claims)),
-            lambda: self.read_highest_released(claims),
-            self.movable,
-        )
-        self.movable.update(claims.keys() - self.foreign)
+        movable_before = frozenset(self.movable)
+
+        def read_min_generation() -> int:
+            # The claims are made: they are ours to release, also if this read fails.
+            self.movable.update(claims.keys() - self.foreign)
+            return self.read_highest_released(claims)
+
+        def check() -> None:
+            self.check(summarize_instances(claims))
+
+        claim(self.placement, claims, self.requester, check, read_min_generation, movable_before)
 
     def check(self, instances: str) -> None:
         """Raise Conflict unless the attempt is ours; `instances` names it in the message."""
