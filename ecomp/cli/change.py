@@ -145,8 +145,7 @@ def wait_and_report(
     from ecomp.store.client import is_alive
 
     stage = ctx.options.stage or ctx.options.wait or ADDRESSED
-    records = dict[str, Record]()
-    silence = SilenceDetector(lambda compute: find_silent(ctx.store, ctx.placement, compute, list(records.values())))
+    silence = SilenceDetector(lambda compute: find_silent(ctx.store, ctx.placement, compute))
 
     def print_console(record: Record) -> None:
         from ecomp.cli.enter import read_last_lines
@@ -156,7 +155,6 @@ def wait_and_report(
 
     def wait(word: str, deadline: Deadline) -> None:
         def record_status(record: Record) -> None:
-            records[record.instance] = record
             outcomes.report(word, '', **extract_status(record))
 
         instance = resolve_instance(word)
@@ -174,7 +172,7 @@ def wait_and_report(
             )
             record = wait_for_stage(wait_state, stage, power_by_instance.get(instance))
         is_old = ctx.name == 'wait' and not is_alive(ctx.store, record.compute)
-        if is_old and (host := find_silent(ctx.store, ctx.placement, record.compute, [record])):
+        if is_old and (host := find_silent(ctx.store, ctx.placement, record.compute)):
             reached = f'{instance}: reached {stage}, but its host {host}'
             raise StillGoing(f'{reached}. Try: eschedule hosts')
         if (

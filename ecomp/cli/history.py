@@ -211,7 +211,7 @@ def make_timeline(record: Record, number: int | None = None) -> Timeline:
 
     Boot 1 includes the stages before it. Without such a boot, `boot` is None and the stages are the record's.
     """
-    boot = find_boot(record.all_boots, number)
+    boot = find_boot(record.boots, number)
     stages = record.stages if boot is None else boot.stages
     if boot is not None and boot.number == 1:
         stages = {**{name: time for name, time in record.stages.items() if name not in BOOT_STAGES}, **stages}

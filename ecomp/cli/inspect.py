@@ -195,7 +195,7 @@ def _print_timeline(ctx: Context) -> int:
 
     def read_record_with_boot(word: str) -> Record:
         record = _find_instance(ctx, word).record
-        numbers = [boot.number for boot in record.all_boots]
+        numbers = [boot.number for boot in record.boots]
         if number is not None and number not in numbers:
             reason = 'the guest has not started yet'
             if numbers:

@@ -46,13 +46,6 @@ class Boot:
 Boots = tuple[Boot, ...]
 
 
-def infer_boots(boots: Boots, stages: Mapping[str, str]) -> Boots:
-    """Return a record's boots; without any, the one that its `stages` show, or () if it was never started."""
-    if boots or STARTED not in stages:
-        return boots
-    return (Boot(1, CREATED, {name: stages[name] for name in (STARTED, ADDRESSED, READY) if name in stages}),)
-
-
 def record_running(boots: Boots, reason: str, now: str) -> Boots:
     """Return `boots` if the last one has not stopped; else add one, STARTED at `now`; keep the newest MAX_BOOTS."""
     if boots and STOPPED not in boots[-1].stages:

@@ -348,21 +348,17 @@ NO_COMPUTES = Computes()
 
 
 # Seconds by which the anchor's age has to exceed the other lease's, because etcd spreads the reset of more than 1,000
-# leases, by a second for each 750 (lessor.Promote), and by which the clock of a record's host may be ahead of etcd.
+# leases, by a second for each 750 (lessor.Promote).
 LIFE_MARGIN_SECONDS = 60
 
 
-def find_last_seen(ages: Sequence[int | None], now: datetime, record_times: Iterable[str]) -> str | None:
-    """Return the ISO time of a silent host's last sign of life, from the ages of its leases; None if unknown.
-
-    It is unknown if a record is newer: then an older ecompute ran there, which renews no such lease.
-    """
+def find_last_seen(ages: Sequence[int | None], now: datetime) -> str | None:
+    """Return the ISO time of a silent host's last sign of life, from the ages of its leases; None if unknown."""
     age, anchor_age = ages
     # A leader that has just been elected may report a negative age.
     if age is None or age < 0 or anchor_age is None or anchor_age - age < LIFE_MARGIN_SECONDS:
         return None
-    is_outdated = max(record_times, default='') > format_time(now - timedelta(seconds=age - LIFE_MARGIN_SECONDS))
-    return None if is_outdated else format_time((now - timedelta(seconds=age)).replace(microsecond=0))
+    return format_time((now - timedelta(seconds=age)).replace(microsecond=0))
 
 
 def describe_silence(last_seen: str | None, today: str) -> str:

@@ -168,29 +168,23 @@ class Record(Order):
 
     def mark_running(self, reason: str, now: str) -> Record:
         """Return the record as active; if the guest did not run before, add a boot for `reason`, drop `cloud_init`."""
-        before = self.mark_off(now) if self.state == STOPPED else self  # an older ecompute does not record a boot's end
-        boots = of_boots.record_running(before.all_boots, reason, now)
+        boots = of_boots.record_running(self.boots, reason, now)
         # In a new boot cloud-init runs again.
-        cloud_init = self.cloud_init if boots == self.all_boots else None
-        return replace(before.enter_state(ACTIVE, now), boots=boots, cloud_init=cloud_init)
+        cloud_init = self.cloud_init if boots == self.boots else None
+        return replace(self.enter_state(ACTIVE, now), boots=boots, cloud_init=cloud_init)
 
     def mark_off(self, now: str) -> Record:
         """Return the record as stopped; the stop of its last boot gets the time `now`, unless it has one."""
-        return replace(self.enter_state(STOPPED, now), boots=of_boots.add_stage(self.all_boots, of_boots.STOPPED, now))
+        return replace(self.enter_state(STOPPED, now), boots=of_boots.add_stage(self.boots, of_boots.STOPPED, now))
 
     def mark_stage(self, stage: str, now: str) -> Record:
         """Return the record, without progress, with a stage at `now`, also in its last boot; an earlier time stays."""
-        return replace(self.enter_state(self.state, now, stage), boots=of_boots.add_stage(self.all_boots, stage, now))
-
-    @property
-    def all_boots(self) -> Boots:
-        """All boots; an older ecompute recorded only the first, as stages."""
-        return of_boots.infer_boots(self.boots, self.stages)
+        return replace(self.enter_state(self.state, now, stage), boots=of_boots.add_stage(self.boots, stage, now))
 
     @property
     def last_boot(self) -> Boot | None:
-        """The last of all_boots (inferred from stages in a 1.0 record), or None if never started."""
-        return of_boots.find_boot(self.all_boots, None)
+        """The last of the boots; None if it was never started."""
+        return of_boots.find_boot(self.boots, None)
 
     @property
     def reached_stages(self) -> Mapping[str, str]:

@@ -230,7 +230,7 @@ READERS: dict[str, dict[str, Callable[..., object]]] = {
         'clause before the fix': put_before_fix,
         'version of etcd': cluster.describe_vulnerabilities,
         'hint of room': host.parse_room_hint,
-        'ages of two leases': lambda ages, times: host.find_last_seen(tuple(ages), NOW, times),
+        'ages of two leases': lambda *ages: host.find_last_seen(ages, NOW),
         'ticks of an axis': lambda highest, unit: [
             dashboard.format_value(tick, unit) for tick in dashboard.choose_ticks(highest, unit)
         ],

@@ -77,7 +77,7 @@ ROWS = (
     Row(
         'a failed cloud-init of an earlier boot stays in the record',
         'ecomp/model/record.py',
-        'cloud_init = self.cloud_init if boots == self.all_boots else None',
+        'cloud_init = self.cloud_init if boots == self.boots else None',
         'cloud_init = self.cloud_init',
         ('tests/unit/test_record.py::test_cloud_init_failure_belongs_to_its_boot',),
     ),

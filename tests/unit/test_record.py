@@ -190,18 +190,6 @@ def test_only_the_last_boots_are_kept() -> None:
     assert from_json(encode(record).encode()) == record
 
 
-def test_first_boot_of_an_older_record_is_read_from_its_stages() -> None:
-    older = replace(FIRST, boots=(), stages={**FIRST.stages, 'started': format_minute(1)})
-    assert 'boots' not in json.loads(encode(older))
-    assert older.all_boots == FIRST.boots
-    assert older.mark_off(format_minute(4)).mark_running('reboot', format_minute(5)).boots == SECOND.boots
-    # The older record of a guest that is off does not contain when it stopped.
-    restarted = replace(older, state=STOPPED).mark_running('start', format_minute(5))
-    assert [boot.number for boot in restarted.boots] == [1, 2]
-    assert restarted.boots[0].stages['stopped'] == format_minute(5)
-    assert NEW.all_boots == ()
-
-
 def test_new_boot_awaits_its_own_address_and_report() -> None:
     interface = Interface('default', MAC, '10.0.0.1', 'lease')
     first, second = replace(FIRST, addresses=(interface,)), replace(SECOND, addresses=(interface,))

@@ -186,7 +186,7 @@ def has_new_address(record: Record, addresses: Mapping[str, Address], now: str =
     first_address = addresses.get(record.addresses[0].mac) if record.addresses else None
     if first_address is None or not _is_unaddressed(record):
         return False
-    off_time = find_previous_stop(record.all_boots)
+    off_time = find_previous_stop(record.boots)
     # The clock may have been set back since: until it has caught up, every new lease looks older than the last boot.
     if now and off_time > now:
         return True

@@ -73,7 +73,7 @@ def read_hosts(
     }
     hosts = list_hosts(survey.etcd, in_placement)
     silent = [host.compute for host in hosts if host.state in (SILENT, ORPHANED)]
-    last_seen = read_last_seen(store, silent, survey.etcd.records.values())
+    last_seen = read_last_seen(store, silent)
     return [replace(host, last_seen=last_seen.get(host.compute)) for host in hosts], survey.errors
 
 
@@ -248,36 +248,27 @@ def read_absences(
         if isinstance(request, Request) and request.is_tombstone:
             tombstones.add(request.instance)
     silent = [compute for compute, state in states.items() if state == SILENT]
-    last_seen = read_last_seen(store, silent, old_records)
+    last_seen = read_last_seen(store, silent)
     return Absences(states, tombstones, last_seen, datetime.now(UTC).date().isoformat())
 
 
-def read_last_seen(store: Store, silent: Collection[str], records: Iterable[Record]) -> dict[str, str]:
-    """Return {compute: ISO time} of the last sign of life of silent computes, as far as etcd answers and knows it.
-
-    A time in `records`, of any computes, may show that a compute was alive later; then it is unknown.
-    """
-    last_seen, times = dict[str, str](), dict[str, list[str]]()
-    for record in filter(is_on_host, records):
-        stages = (record.stages, *(boot.stages for boot in record.boots))
-        times.setdefault(record.compute, []).extend(time for each in stages for time in each.values())
+def read_last_seen(store: Store, silent: Collection[str]) -> dict[str, str]:
+    """Return {compute: ISO time} of the last sign of life of silent computes, as far as etcd answers and knows it."""
+    last_seen = dict[str, str]()
     with suppress(EcompError):
         for entry in store.read(list(map(keys.hostname, silent))).values():
             compute = keys.get_last_part(entry.key)
             if ages := [store.read_lease_age(lease) for lease in decode_lenient(StoredHostname, entry.value).leases]:
-                time = find_last_seen(ages, datetime.now(UTC), times.get(compute, ()))
+                time = find_last_seen(ages, datetime.now(UTC))
                 last_seen |= {compute: time} if time else {}
     return last_seen
 
 
-def find_silent(store: Store, placement: Placement, compute: str, records: Collection[Record] = ()) -> str | None:
-    """Return `hv2 is silent since 16:35:54` for a silent compute; see read_last_seen() for `records`.
-
-    None if it is not silent, or if etcd or placement does not answer.
-    """
+def find_silent(store: Store, placement: Placement, compute: str) -> str | None:
+    """Return `hv2 is silent since 16:35:54`; None if it is not silent, or if etcd or placement does not answer."""
     with suppress(EcompError):
         if not is_alive(store, compute) and read_absent_states(placement, [compute]).get(compute, SILENT) == SILENT:
-            last_seen = read_last_seen(store, [compute], records).get(compute)
+            last_seen = read_last_seen(store, [compute]).get(compute)
             silence = describe_silence(last_seen, datetime.now(UTC).date().isoformat())
             return f'{read_computes(store).format_name(compute)} is {silence}'
     return None
