@@ -590,7 +590,7 @@ def test_number_of_calls_of_a_build_and_a_destroy(
     # active.
     assert count_calls_of_due_tasks(toy_compute, call_counts) == {
         'placement GET /allocations': 1,
-        'etcd read': 1,
+        'etcd get': 1,
         'etcd commit': 4,
     }
     assert toy_compute.read_record(instance).state == 'active'

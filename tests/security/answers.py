@@ -84,7 +84,7 @@ def check_audit(client: Placement) -> None:
 
 def check_claim(client: Placement) -> None:
     consumer = allocations.read_consumer(client, INSTANCE)
-    allocations.claim(client, {INSTANCE: {COMPUTE: {'VCPU': 1}}}, 'u', 'p', lambda: None)
+    allocations.claim(client, {INSTANCE: {COMPUTE: {'VCPU': 1}}}, allocations.Requester('u', 'p'), lambda: None)
     describe_difference({COMPUTE: {'VCPU': 1}}, consumer.allocations)
     allocations.release_once(client, INSTANCE, consumer)
 

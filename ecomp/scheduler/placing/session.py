@@ -41,7 +41,6 @@ from ecomp.model.record import ERROR
 from ecomp.placement import allocations, providers
 from ecomp.placement.allocations import Requester
 from ecomp.placement.client import Placement
-from ecomp.scheduler.changes.change import make_tombstone
 from ecomp.scheduler.placing.claim import Claimer, abandon, announce, deliver
 from ecomp.scheduler.queries.find import InstanceEntries, reserve_names
 from ecomp.store.client import Delete, Entry, Store, Unchanged, count_placements_before_and_after
@@ -488,6 +487,8 @@ def read_earlier_claims(
 
 def make_removal(store: Store, removal: Removal) -> Change:
     """Return the change that destroys an instance, or removes the record of one in error."""
+    from ecomp.scheduler.changes.change import make_tombstone  # not for a create
+
     entries = removal.entries
     record, entry = entries.record, entries.record_entry
     if record.state != ERROR or entries.request_entry is not None or entry is None:
