@@ -13,7 +13,7 @@
     ├── ClaimedElsewhere       5  another attempt holds a claim on another compute, which may be running the instance
     ├── StillGoing             6  the operation is not finished, and continues
     ├── Unreachable            7  a backend cannot be reached; unless it is an UnknownOutcome, nothing was changed
-    │   ├── UnknownOutcome     7  a write was sent and not answered: the caller reads back first
+    │   ├── UnknownOutcome     7  a write was sent and not answered, and a read does not show its outcome
     │   ├── NoSpace            7  etcd is full: it accepts only reads and deletes
     │   └── StrangeEtcd        7  etcd answers, but is not the one this compute used before
     ├── Denied                 1  etcd accepts the certificate, but its role does not allow this
@@ -126,7 +126,7 @@ class Unreachable(EcompError):
 
 
 class UnknownOutcome(Unreachable):
-    """A write was sent and not answered: read back before anything else."""
+    """A write was sent and not answered, and a read does not show whether it was carried out."""
 
 
 class NoSpace(Unreachable):

@@ -203,9 +203,9 @@ def write_final_record(
     """Write an instance's final record, on a lease, and release the keys it shared.
 
     `removed_keys` are deleted, too. The first one settles a lost answer, so `conditions` compare it. Without
-    `release_shared` the shared keys stay. The lease lasts `lease_seconds`
-    (None: as long as records of this state are kept), and so does the name of an instance in the state error. The lease
-    of an earlier record in the state error is revoked. For result and errors see commit_with_shared().
+    `release_shared` the shared keys stay. The lease lasts `lease_seconds` (None: as long as records of this state are
+    kept), and so does the name of an instance in the state error. The lease of an earlier record in the state error is
+    revoked. For result and errors see commit_with_shared().
     """
     key = keys.record(record.compute, record.instance)
     # Before its end, only the record of an instance in the state error is on a lease.

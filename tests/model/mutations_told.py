@@ -29,7 +29,7 @@ REPORTED = {
     ),
     # What a command reports to its user
     'a destroy whose answer is lost is called not accepted': make_bug(
-        'ecomp.scheduler.changes.change:retry_until_accepted', never('number'), 'destroy_with_losses'
+        'ecomp.scheduler.changes.change:retry_until_accepted', never('doubts'), 'destroy_with_losses'
     ),
     'an attempt that releases nothing calls its claim released': make_bug(
         'ecomp.scheduler.placing.session:Session.release', always('abandon'), 'one_name', 'create_with_losses'

@@ -54,21 +54,24 @@ from ecomp.store.sharing import (
 MAX_TRIES = 5
 
 Answer = TypeVar('Answer')
+# What was read of each write that may have been done, and whose effect was replaced or removed since. Its append() is
+# a Settlement's find_commit: it returns None, so that the caller reads again.
+Doubts = list[Mapping[str, Entry]]
 
 
 def retry_until_accepted(
-    instance: str, change: str, cure: str, read_and_write: Callable[[bool], Answer | None]
+    instance: str, change: str, cure: str, read_and_write: Callable[[Doubts], Answer | None]
 ) -> Answer:
     """Call `read_and_write` until it returns a result; None means that its reads were stale.
 
-    It gets True if a write was tried before. Raises Conflict after MAX_TRIES calls, and Unreachable, which says whether
-    that is unknown, with `cure`.
+    Raises Conflict after MAX_TRIES calls, and Unreachable, which says if the outcome is unknown, with `cure`.
     """
-    for number in range(MAX_TRIES):
+    doubts: Doubts = []
+    for _ in range(MAX_TRIES):
         try:
-            answer = read_and_write(number > 0)
+            answer = read_and_write(doubts)
         except Unreachable as error:
-            if number or isinstance(error, UnknownOutcome):
+            if doubts or isinstance(error, UnknownOutcome):
                 doubt = f'; it is unknown whether the {change} of {instance} is accepted. Try: {cure}'
                 raise UnknownOutcome(put_before_fix(str(error), doubt), error.backend) from error
             message = put_before_fix(str(error), f'; the {change} of {instance} is not accepted')
@@ -96,21 +99,21 @@ def destroy(
     so, and the compute then destroys it (see _prepare_dequeue()).
 
     Raises NotFound (gone or unknown), Unreadable (record of a newer ecomp, or malformed and without a request), and as
-    retry_until_accepted(). An instance that is missing once a write was tried counts as destroyed.
+    retry_until_accepted(). After a write that may have been done, a missing instance counts as destroyed.
     """
 
-    def read_and_write(is_repeated: bool) -> str | None:
+    def read_and_write(doubts: Doubts) -> str | None:
         try:
             entries = _find_destroyable(store, instance, key_index)
         except NotFound:
-            if not is_repeated:
+            if not doubts:
                 raise
             return f'{instance}: gone'
         if entries.is_destroying:
             new = entries.request.replaced_by if entries.request else None
             successor = f'; it was evacuated, and instance {new} replaces it' if new else ''
             return f'{instance}: is already being destroyed on {entries.record.compute}{successor}'
-        commit, message = _prepare_destroy(store, entries, find_claiming_compute)
+        commit, message = _prepare_destroy(store, entries, find_claiming_compute, doubts)
         if commit() is None:
             return None
         if entries.queue_entry is None:
@@ -144,11 +147,11 @@ def _find_destroyable(store: Store, instance: str, key_index: KeyIndex | None) -
 
 
 def _prepare_destroy(
-    store: Store, entries: InstanceEntries, find_claiming_compute: Callable[[str], str]
+    store: Store, entries: InstanceEntries, find_claiming_compute: Callable[[str], str], doubts: Doubts
 ) -> tuple[Callable[[], int | None], str]:
     """Read etcd, and placement if queued; return a function that commits (or returns None: stale), and a sentence."""
     if entries.queue_entry is not None:
-        return _prepare_dequeue(store, entries, entries.queue_entry, find_claiming_compute)
+        return _prepare_dequeue(store, entries, entries.queue_entry, find_claiming_compute, doubts)
     record, compute = entries.record, entries.record.compute
     if record.state == ERROR and entries.request_entry is None:
         message = f'{record.instance}: its record is removed; nothing else remains'
@@ -162,7 +165,7 @@ def _prepare_destroy(
     message = f'{record.instance}: destroy accepted; {compute} carries it out'
     if not is_alive(store, compute):
         message += ' once this compute is no longer silent'
-    operations, settlement = [tombstone, *stack_puts], Settlement(Touch(conditions[-1].key))
+    operations, settlement = [tombstone, *stack_puts], Settlement(Touch(conditions[-1].key), doubts.append)
     return partial(store.commit, [*conditions, *stack_conditions], operations, settlement), message
 
 
@@ -230,7 +233,7 @@ def _read_membership(store: Store, record: Record) -> Membership | None:
 
 
 def _prepare_dequeue(
-    store: Store, entries: InstanceEntries, entry: Entry, find_claiming_compute: Callable[[str], str]
+    store: Store, entries: InstanceEntries, entry: Entry, find_claiming_compute: Callable[[str], str], doubts: Doubts
 ) -> tuple[Callable[[], int | None], str]:
     """Prepare to remove a request from its queue, even if a compute is taking it; returns as _prepare_destroy().
 
@@ -254,12 +257,11 @@ def _prepare_dequeue(
         else:
             message, seconds = f'{message}; nothing was started', RETENTION_SECONDS[GONE]
     if entries.record_entry is not None or store.get(record_key) is not None:
-        release, settlement = partial(release_shared_keys, store, gone), Settlement(Touch(entry.key))
+        release, settlement = partial(release_shared_keys, store, gone), Settlement(Touch(entry.key), doubts.append)
         deletes = [*map(Delete, removed)]
         return partial(commit_with_shared, store, conditions, deletes, release, settlement=settlement), message
-    return partial(
-        write_final_record, store, gone, [*conditions, Unchanged(record_key, 0)], removed, lease_seconds=seconds
-    ), message
+    conditions.append(Unchanged(record_key, 0))
+    return partial(write_final_record, store, gone, conditions, removed, lease_seconds=seconds), message
 
 
 POWER_REFUSALS = {
@@ -289,14 +291,14 @@ def change_power(
     destroyed), and as retry_until_accepted().
     """
 
-    def read_and_write(_: bool) -> Acceptance | None:
+    def read_and_write(doubts: Doubts) -> Acceptance | None:
         entries = find_living(store, instance, key_index)
         entry, request = _parse_changeable_request(entries)
         earlier = _match_earlier_change(store, entries, request, power_change)
         if earlier is not None:
             return earlier
         accepted = _make_acceptance(store, entries, power_change)  # before the commit: nothing may fail after it
-        put, settlement = _add_power_change(entries, entry, power_change), Settlement(Touch(entry.key))
+        put, settlement = _add_power_change(entries, entry, power_change), Settlement(Touch(entry.key), doubts.append)
         if store.commit([Unchanged(entry.key, entry.revision)], [put], settlement) is None:
             return None
         failpoint('power-asked')
