@@ -319,6 +319,8 @@ def commit_with_shared(
     Returns the new revision; None if one of `conditions` does not hold or after MAX_TRIES. Raises errors of the store
     and of `make_change`. `lease`, granted for this transaction, is revoked if certainly nothing was written.
     """
+    if lease and settlement is not None:
+        settlement = settlement._replace(find_commit=partial(_find_on_lease, lease, settlement.find_commit))
     try:
         shared_conditions, shared_operations = make_change()
         for _ in range(MAX_TRIES):
@@ -337,6 +339,13 @@ def commit_with_shared(
         raise
     try_revoke(store, lease)
     return None
+
+
+def _find_on_lease(
+    lease: int, find_commit: Callable[[Mapping[str, Entry]], int | None], entries: Mapping[str, Entry]
+) -> int | None:
+    # A shared key that has changed since hides a commit, but no other transaction writes on its lease.
+    return min((each.revision for each in entries.values() if each.lease == lease), default=find_commit(entries))
 
 
 def find_delivery(compute: str, request: Request, entries: Mapping[str, Entry]) -> int | None:

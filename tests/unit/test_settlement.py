@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
 
+from ecomp.errors import UnknownOutcome, Unreachable
 from ecomp.model import keys
 from ecomp.model.order import Request
 from ecomp.model.stored import encode
-from ecomp.store.client import Delete, Entry, Evidence, Exists, Put, Unchanged, find_evidence
-from ecomp.store.sharing import find_delivery
+from ecomp.store.client import Delete, Entry, Evidence, Exists, Put, Settlement, Store, Touch, Unchanged, find_evidence
+from ecomp.store.messages import Revoke
+from ecomp.store.sharing import Change, commit_with_shared, find_delivery
+from tests.kit.memory_etcd import Etcd, MemoryMember, NoWorld
 
 # The transaction of a delivery: it ends the attempt at revision 5, and takes a name that is free.
 CONDITIONS = [Unchanged('/attempt', 5), Unchanged('/record', 0), Unchanged('/name', 0), Exists('/flavor')]
@@ -77,3 +83,41 @@ def test_delivery_is_found_by_its_request_or_its_record() -> None:
     assert find_delivery('c', request, {request_key: foreign, record_key: record}) is None
     assert find_delivery('c', request, {record_key: record}) == 12
     assert find_delivery('c', request, {}) is None
+
+
+class UnansweredConnection:
+    """A connection to an etcd in memory that loses the answer to the first write; `afterwards` is called then."""
+
+    def __init__(self, etcd: Etcd, afterwards: Callable[[], object]) -> None:
+        self.member = MemoryMember(etcd)
+        self.afterwards: Callable[[], object] | None = afterwards
+
+    def ask(self, send: Callable[[Any, float], Any], error: type[Unreachable], _about: Sequence[str]) -> Any:
+        answer = send(self.member, 0)
+        if error is UnknownOutcome and (afterwards := self.afterwards) is not None:
+            self.afterwards = None
+            afterwards()
+            raise UnknownOutcome('no answer', 'etcd')
+        return answer
+
+    def ask_once(self, request: Revoke) -> Any:
+        return self.member.call(request)
+
+
+@pytest.mark.parametrize('settlement', [Settlement(Touch('/request')), Settlement(Delete('/request'))])
+def test_key_on_its_own_lease_stays_although_a_shared_key_changed_before_the_read(settlement: Settlement) -> None:
+    etcd, store = Etcd(NoWorld()), Store.__new__(Store)
+    etcd.write([Put('/request', 'r'), Put('/quota', '2')])
+    connection: Any = UnansweredConnection(etcd, lambda: etcd.write([Put('/quota', '0')]))
+    store._connection, store._guard, store.fence = connection, None, None
+    lease = store.grant(60)
+
+    def make_change() -> Change:
+        entry = store.get('/quota')
+        return [Unchanged('/quota', entry.revision if entry else 0)], [Put('/quota', '1')]
+
+    operations: list[Put | Delete] = [Put('/record', 'gone', lease), Delete('/request')]
+    written = commit_with_shared(store, [Unchanged('/request', 2)], operations, make_change, lease, settlement)
+
+    assert etcd.entries['/record'].lease == lease
+    assert written == etcd.entries['/record'].revision
