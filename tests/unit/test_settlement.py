@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -11,7 +11,19 @@ from ecomp.errors import UnknownOutcome, Unreachable
 from ecomp.model import keys
 from ecomp.model.order import Request
 from ecomp.model.stored import encode
-from ecomp.store.client import Delete, Entry, Evidence, Exists, Put, Settlement, Store, Touch, Unchanged, find_evidence
+from ecomp.store.client import (
+    Delete,
+    Entry,
+    Evidence,
+    Exists,
+    Fence,
+    Put,
+    Settlement,
+    Store,
+    Touch,
+    Unchanged,
+    find_evidence,
+)
 from ecomp.store.messages import Revoke
 from ecomp.store.sharing import Change, commit_with_shared, find_delivery
 from tests.kit.memory_etcd import Etcd, MemoryMember, NoWorld
@@ -86,30 +98,37 @@ def test_delivery_is_found_by_its_request_or_its_record() -> None:
 
 
 class UnansweredConnection:
-    """A connection to an etcd in memory that loses the answer to the first write; `afterwards` is called then."""
+    """A connection to an etcd in memory that loses the first write, or its answer; `afterwards` is called then."""
 
-    def __init__(self, etcd: Etcd, afterwards: Callable[[], object]) -> None:
+    def __init__(self, etcd: Etcd, afterwards: Callable[[], object], arrives: bool = True) -> None:
         self.member = MemoryMember(etcd)
         self.afterwards: Callable[[], object] | None = afterwards
+        self.arrives = arrives
 
     def ask(self, send: Callable[[Any, float], Any], error: type[Unreachable], _about: Sequence[str]) -> Any:
-        answer = send(self.member, 0)
-        if error is UnknownOutcome and (afterwards := self.afterwards) is not None:
-            self.afterwards = None
-            afterwards()
-            raise UnknownOutcome('no answer', 'etcd')
-        return answer
+        if error is not UnknownOutcome or (afterwards := self.afterwards) is None:
+            return send(self.member, 0)
+        if self.arrives:
+            send(self.member, 0)
+        self.afterwards = None
+        afterwards()
+        raise UnknownOutcome('no answer', 'etcd')
 
     def ask_once(self, request: Revoke) -> Any:
         return self.member.call(request)
 
 
+def make_store(etcd: Etcd, afterwards: Callable[[], object], arrives: bool = True) -> Store:
+    store, connection = Store.__new__(Store), cast(Any, UnansweredConnection(etcd, afterwards, arrives))
+    store._connection, store._guard, store.fence = connection, None, None
+    return store
+
+
 @pytest.mark.parametrize('settlement', [Settlement(Touch('/request')), Settlement(Delete('/request'))])
 def test_key_on_its_own_lease_stays_although_a_shared_key_changed_before_the_read(settlement: Settlement) -> None:
-    etcd, store = Etcd(NoWorld()), Store.__new__(Store)
+    etcd = Etcd(NoWorld())
     etcd.write([Put('/request', 'r'), Put('/quota', '2')])
-    connection: Any = UnansweredConnection(etcd, lambda: etcd.write([Put('/quota', '0')]))
-    store._connection, store._guard, store.fence = connection, None, None
+    store = make_store(etcd, lambda: etcd.write([Put('/quota', '0')]))
     lease = store.grant(60)
 
     def make_change() -> Change:
@@ -121,3 +140,18 @@ def test_key_on_its_own_lease_stays_although_a_shared_key_changed_before_the_rea
 
     assert etcd.entries['/record'].lease == lease
     assert written == etcd.entries['/record'].revision
+
+
+def test_lost_write_is_repeated_if_only_the_fence_was_replaced() -> None:
+    etcd = Etcd(NoWorld())
+    etcd.write([Put('/presence', 'p'), Put('/record', 'old')])
+
+    def replace_presence() -> None:
+        store.fence = Fence(Unchanged('/presence', etcd.write([Put('/presence', 'p')])), lambda: None)
+
+    store = make_store(etcd, replace_presence, arrives=False)
+    store.fence = Fence(Unchanged('/presence', 2), lambda: None)
+
+    # A refusal would mean that the instance has changed, which cancels its build.
+    assert store.commit([Unchanged('/record', 2)], [Put('/record', 'new')]) == etcd.revision
+    assert etcd.entries['/record'].value == b'new'
