@@ -665,9 +665,9 @@ def retry_until_committed(
 ) -> Result:
     """Call `attempt`, which reads, decides and writes, until it returns a result; None means a lost race.
 
-    A GenerationConflict of placement means that, too. A random pause of up to `max_pause_seconds` precedes a
-    repetition, or one of two writers could always lose. Raises `lost_error` after `max_tries`, and other errors of
-    `attempt`.
+    A GenerationConflict of placement means that, too. After its UnknownOutcome the next read shows what was written. A
+    random pause of up to `max_pause_seconds` precedes a repetition, or one of two writers could always lose. Raises
+    `lost_error` after `max_tries`, UnknownOutcome if the last try had no answer, and other errors of `attempt`.
     """
     import random  # imported here: most commands write nothing that others change
 
@@ -677,6 +677,9 @@ def retry_until_committed(
                 return result
         except GenerationConflict:
             pass
+        except UnknownOutcome:
+            if not remaining_tries:
+                raise
         if max_pause_seconds and remaining_tries:
             time.sleep(random.uniform(0, max_pause_seconds))
     raise lost_error

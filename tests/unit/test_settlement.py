@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from ecomp.errors import UnknownOutcome, Unreachable
+from ecomp.errors import Conflict, UnknownOutcome, Unreachable
 from ecomp.model import keys
 from ecomp.model.order import Request
 from ecomp.model.stored import encode
@@ -23,6 +23,7 @@ from ecomp.store.client import (
     Touch,
     Unchanged,
     find_evidence,
+    retry_until_committed,
 )
 from ecomp.store.messages import Revoke
 from ecomp.store.sharing import Change, commit_with_shared, find_delivery
@@ -155,3 +156,14 @@ def test_lost_write_is_repeated_if_only_the_fence_was_replaced() -> None:
     # A refusal would mean that the instance has changed, which cancels its build.
     assert store.commit([Unchanged('/record', 2)], [Put('/record', 'new')]) == etcd.revision
     assert etcd.entries['/record'].value == b'new'
+
+
+def test_lost_answer_of_placement_is_followed_by_another_try() -> None:
+    outcomes = iter([UnknownOutcome('no answer', 'placement'), None])
+
+    def attempt() -> bool:
+        if (error := next(outcomes)) is not None:
+            raise error
+        return True
+
+    assert retry_until_committed(attempt, Conflict('lost'), 3)
