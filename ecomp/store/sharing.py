@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import cache, cached_property, partial
 from typing import TypeVar
 
-from ecomp.errors import Conflict, EcompError, NoSpace, StrangeEtcd, UnknownOutcome, Unreadable
+from ecomp.errors import Conflict, EcompError, NoSpace, StrangeEtcd, UnknownOutcome, Unreachable, Unreadable
 from ecomp.model import keys
 from ecomp.model.allocation import Resources, sum_resources
 from ecomp.model.group import MAX_MEMBERS, Group, Membership, filter_admitted, resolve_group
@@ -35,6 +35,7 @@ from ecomp.store.client import (
     Store,
     Touch,
     Unchanged,
+    retry_until_committed,
 )
 
 Shared = TypeVar('Shared', Group, Quota)
@@ -386,6 +387,8 @@ def _is_held_by(entry: Entry, instance: str) -> bool:
 
 # Seconds that the generation of a released claim is noted; no release sent earlier is still on its way.
 NOTE_SECONDS = 3600
+# Tries to write a note whose answer is lost; then UnknownOutcome.
+MAX_NOTE_TRIES = 3
 # A higher noted generation counts as this: each step up to it is a call to placement, for which others wait. It is
 # reached by a manual write, or by 50 claims and releases of an instance within the hour; from then on a late release
 # could meet the number of another claim again.
@@ -406,7 +409,9 @@ def note_released(store: Store, generations: Mapping[str, int]) -> None:
         for instance, generation in generations.items():
             by_key.setdefault(keys.released_claims(instance, lease), {})[instance] = generation
         puts = [Put(key, released_to_json(noted), lease) for key, noted in by_key.items()]
-        store.commit([], puts)
+        # Writing the note twice does no harm.
+        lost = Unreachable('the release of a claim could not be noted', 'etcd')
+        retry_until_committed(lambda: store.commit([], puts), lost, MAX_NOTE_TRIES)
 
 
 def read_highest_released(store: Store, instances: Collection[str]) -> int:

@@ -26,7 +26,7 @@ from ecomp.store.client import (
     retry_until_committed,
 )
 from ecomp.store.messages import Revoke
-from ecomp.store.sharing import Change, commit_with_shared, find_delivery
+from ecomp.store.sharing import Change, commit_with_shared, find_delivery, note_released, read_highest_released
 from tests.kit.memory_etcd import Etcd, MemoryMember, NoWorld
 
 # The transaction of a delivery: it ends the attempt at revision 5, and takes a name that is free.
@@ -167,3 +167,9 @@ def test_lost_answer_of_placement_is_followed_by_another_try() -> None:
         return True
 
     assert retry_until_committed(attempt, Conflict('lost'), 3)
+
+
+def test_note_of_a_release_is_written_again_if_it_was_lost() -> None:
+    store, instance = make_store(Etcd(NoWorld()), lambda: None, arrives=False), '00000000-0000-4000-8000-000000000001'
+    note_released(store, {instance: 4})
+    assert read_highest_released(store, [instance]) == 4
