@@ -145,8 +145,9 @@ class Planner:
     def _make_sort_key(self, lot: Lot) -> tuple[bool, bool, list[int]]:
         candidates = self.offers[lot.query].candidates
         amounts: Resources = sum_allocations(candidates[0]) if candidates else {}
-        is_affine = lot.membership is not None and self.get_group(lot.membership).policy == AFFINITY
-        return lot.membership is None, not is_affine, sorted(-amount for amount in amounts.values())
+        group = self.get_group(lot.membership) if lot.membership is not None else None
+        needs_one_compute = group is not None and group.strict and group.policy == AFFINITY
+        return group is None, not needs_one_compute, sorted(-amount for amount in amounts.values())
 
 
 @dataclass

@@ -169,7 +169,7 @@ def distribute(  # noqa: PLR0913
         counts[compute] += 1
         ranked_anew.add(compute)
         if len(positions[compute]) > 1:  # its other candidates have another weight now
-            entries = [each for each in entries if each[2] not in positions[compute]]
+            entries = [each for each in entries if ranking.candidates[each[2]].compute != compute]
             heapify(entries)
         for other in positions[compute]:
             heappush(entries, make_entry(other))

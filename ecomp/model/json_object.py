@@ -30,18 +30,6 @@ def load_object_or_empty(value: bytes) -> dict[str, Any]:
         return {}
 
 
-def check_version(version: object, newest: int, kind: str, max_quoted: int | None = 40) -> None:
-    """Raise ValueError unless `version` is an int from 1 to `newest`, not a bool.
-
-    The error names the kind of value, and quotes `max_quoted` characters of the version (None: all).
-    """
-    if type(version) is not int or not 1 <= version <= newest:
-        raise ValueError(
-            f'format version {repr(version)[:max_quoted]} of the {kind} is not supported: '
-            f'this ecomp reads versions up to {newest}; a newer ecomp may read it'
-        )
-
-
 def load(value: bytes) -> Any:
     """Parse JSON; ValueError if it is malformed, not UTF-8, or longer than MAX_VALUE_BYTES.
 

@@ -135,24 +135,15 @@ def release_once(placement: Placement, instance: str, held: Consumer) -> bool:
     """Release what an instance holds if it is still as read; return False if it was changed.
 
     If it held nothing, return True without a call. The call is a PUT of {} with the generation: a DELETE would also
-    remove a newer claim. After a lost answer it is read back. Raises UnknownOutcome after MAX_TRIES.
+    remove a newer claim. Raises UnknownOutcome.
     """
     if not held.allocations:
         return True
-    for remaining_tries in reversed(range(MAX_TRIES)):
-        try:
-            replace_allocations(placement, instance, {}, held.user_id, held.project_id, held.generation)
-        except GenerationConflict:
-            # A call without an answer may have released it before.
-            return remaining_tries < MAX_TRIES - 1 and not read_consumer(placement, instance).allocations
-        except UnknownOutcome:
-            if not remaining_tries:
-                raise
-            if not read_consumer(placement, instance).allocations:
-                return True
-        else:
-            return True
-    return False
+    try:
+        replace_allocations(placement, instance, {}, held.user_id, held.project_id, held.generation)
+    except GenerationConflict:
+        return False
+    return True
 
 
 def read_provider_allocations(placement: Placement, provider: str) -> dict[str, Mapping[str, int]]:

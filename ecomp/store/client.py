@@ -514,7 +514,7 @@ class Store:
                 send = self._write if operations else self._read
                 reply = send(request, about=[operation.key for operation in operations])
             except (UnknownOutcome, NoSpace) as error:
-                return self._settle(compared, operations, settlement, error)
+                return self._settle(conditions, compared, operations, settlement, error)
             if reply.succeeded:
                 return int(reply.header.revision)
             kvs = reply.responses[0].response_range.kvs if fencing else []
@@ -533,6 +533,7 @@ class Store:
     def _settle(
         self,
         conditions: Sequence[Unchanged | Exists],
+        compared: Sequence[Unchanged | Exists],
         operations: Sequence[Put | Delete],
         settlement: Settlement | None,
         error: UnknownOutcome | NoSpace,
@@ -542,34 +543,36 @@ class Store:
         etcd checks its space before it proposes a write and when it applies it. The second time it reports NoSpace and
         writes nevertheless: all writes in flight while it becomes full. https://github.com/etcd-io/etcd/issues/16659
 
-        Returns as commit(). Raises NoSpace, or UnknownOutcome.
+        Returns as commit(). `compared` are the `conditions` and the fence. Raises NoSpace, or UnknownOutcome.
         """
         doubt = settlement.doubt if settlement else f'{operations[0].key} was changed'
         clause = f'; it is unknown whether {doubt}' if doubt else ''
         unknown = UnknownOutcome(put_before_fix(str(error), clause), error.backend)
         for _ in range(MAX_SETTLE_TRIES):
             try:
-                entries = self.read(list({each.key: None for each in (*conditions, *operations)}))
+                entries = self.read(list({each.key: None for each in (*compared, *operations)}))
             except EcompError as failure:
                 raise unknown from failure
-            evidence = find_evidence(conditions, operations, entries)
+            evidence = find_evidence(compared, operations, entries)
             if evidence.revision:
                 return evidence.revision
             if isinstance(error, NoSpace) and (evidence.is_refuted or not evidence.has_changed):
                 raise error
             if evidence.is_refuted and not evidence.can_land:
-                return None
+                # What the caller compares may still hold: then only the store's fence was replaced or has expired.
+                is_allowed = find_evidence(conditions, operations, entries).can_land
+                return self.commit(conditions, operations, settlement) if is_allowed else None
             if settlement is None:
                 break
             fence = settlement.fence if evidence.can_land and isinstance(error, UnknownOutcome) else None
             if fence is None:
                 return settlement.find_commit(entries)
-            compared = [each for each in conditions if each.key == fence.key and isinstance(each, Unchanged)]
-            if not compared or not compared[0].revision:
+            fenced = [each for each in conditions if each.key == fence.key and isinstance(each, Unchanged)]
+            if not fenced or not fenced[0].revision:
                 break
             # Without an answer to this, too, the next read shows whether the key has changed.
             with suppress(EcompError):
-                request = Transaction([_make_comparison(compared[0])], [_make_operation(fence)])
+                request = Transaction([_make_comparison(fenced[0])], [_make_operation(fence)])
                 is_fenced = self._write(request, [fence.key]).succeeded
                 if is_fenced and any(operation.key == fence.key for operation in operations):
                     return None  # the transaction would have changed the key before
@@ -662,9 +665,9 @@ def retry_until_committed(
 ) -> Result:
     """Call `attempt`, which reads, decides and writes, until it returns a result; None means a lost race.
 
-    A GenerationConflict of placement means that, too. A random pause of up to `max_pause_seconds` precedes a
-    repetition, or one of two writers could always lose. Raises `lost_error` after `max_tries`, and other errors of
-    `attempt`.
+    A GenerationConflict of placement means that, too. After its UnknownOutcome the next read shows what was written. A
+    random pause of up to `max_pause_seconds` precedes a repetition, or one of two writers could always lose. Raises
+    `lost_error` after `max_tries`, UnknownOutcome if the last try had no answer, and other errors of `attempt`.
     """
     import random  # imported here: most commands write nothing that others change
 
@@ -674,6 +677,9 @@ def retry_until_committed(
                 return result
         except GenerationConflict:
             pass
+        except UnknownOutcome:
+            if not remaining_tries:
+                raise
         if max_pause_seconds and remaining_tries:
             time.sleep(random.uniform(0, max_pause_seconds))
     raise lost_error

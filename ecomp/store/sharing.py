@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import cache, cached_property, partial
 from typing import TypeVar
 
-from ecomp.errors import Conflict, EcompError, NoSpace, StrangeEtcd, UnknownOutcome, Unreadable
+from ecomp.errors import Conflict, EcompError, NoSpace, StrangeEtcd, UnknownOutcome, Unreachable, Unreadable
 from ecomp.model import keys
 from ecomp.model.allocation import Resources, sum_resources
 from ecomp.model.group import MAX_MEMBERS, Group, Membership, filter_admitted, resolve_group
@@ -35,6 +35,7 @@ from ecomp.store.client import (
     Store,
     Touch,
     Unchanged,
+    retry_until_committed,
 )
 
 Shared = TypeVar('Shared', Group, Quota)
@@ -319,6 +320,8 @@ def commit_with_shared(
     Returns the new revision; None if one of `conditions` does not hold or after MAX_TRIES. Raises errors of the store
     and of `make_change`. `lease`, granted for this transaction, is revoked if certainly nothing was written.
     """
+    if lease and settlement is not None:
+        settlement = settlement._replace(find_commit=partial(_find_on_lease, lease, settlement.find_commit))
     try:
         shared_conditions, shared_operations = make_change()
         for _ in range(MAX_TRIES):
@@ -337,6 +340,13 @@ def commit_with_shared(
         raise
     try_revoke(store, lease)
     return None
+
+
+def _find_on_lease(
+    lease: int, find_commit: Callable[[Mapping[str, Entry]], int | None], entries: Mapping[str, Entry]
+) -> int | None:
+    # A shared key that has changed since hides a commit, but no other transaction writes on its lease.
+    return min((each.revision for each in entries.values() if each.lease == lease), default=find_commit(entries))
 
 
 def find_delivery(compute: str, request: Request, entries: Mapping[str, Entry]) -> int | None:
@@ -377,6 +387,8 @@ def _is_held_by(entry: Entry, instance: str) -> bool:
 
 # Seconds that the generation of a released claim is noted; no release sent earlier is still on its way.
 NOTE_SECONDS = 3600
+# Tries to write a note whose answer is lost; then UnknownOutcome.
+MAX_NOTE_TRIES = 3
 # A higher noted generation counts as this: each step up to it is a call to placement, for which others wait. It is
 # reached by a manual write, or by 50 claims and releases of an instance within the hour; from then on a late release
 # could meet the number of another claim again.
@@ -397,7 +409,9 @@ def note_released(store: Store, generations: Mapping[str, int]) -> None:
         for instance, generation in generations.items():
             by_key.setdefault(keys.released_claims(instance, lease), {})[instance] = generation
         puts = [Put(key, released_to_json(noted), lease) for key, noted in by_key.items()]
-        store.commit([], puts)
+        # Writing the note twice does no harm.
+        lost = Unreachable('the release of a claim could not be noted', 'etcd')
+        retry_until_committed(lambda: store.commit([], puts), lost, MAX_NOTE_TRIES)
 
 
 def read_highest_released(store: Store, instances: Collection[str]) -> int:

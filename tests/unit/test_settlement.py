@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
 import pytest
 
+from ecomp.errors import Conflict, UnknownOutcome, Unreachable
 from ecomp.model import keys
 from ecomp.model.order import Request
 from ecomp.model.stored import encode
-from ecomp.store.client import Delete, Entry, Evidence, Exists, Put, Unchanged, find_evidence
-from ecomp.store.sharing import find_delivery
+from ecomp.store.client import (
+    Delete,
+    Entry,
+    Evidence,
+    Exists,
+    Fence,
+    Put,
+    Settlement,
+    Store,
+    Touch,
+    Unchanged,
+    find_evidence,
+    retry_until_committed,
+)
+from ecomp.store.messages import Revoke
+from ecomp.store.sharing import Change, commit_with_shared, find_delivery, note_released, read_highest_released
+from tests.kit.memory_etcd import Etcd, MemoryMember, NoWorld
 
 # The transaction of a delivery: it ends the attempt at revision 5, and takes a name that is free.
 CONDITIONS = [Unchanged('/attempt', 5), Unchanged('/record', 0), Unchanged('/name', 0), Exists('/flavor')]
@@ -77,3 +96,80 @@ def test_delivery_is_found_by_its_request_or_its_record() -> None:
     assert find_delivery('c', request, {request_key: foreign, record_key: record}) is None
     assert find_delivery('c', request, {record_key: record}) == 12
     assert find_delivery('c', request, {}) is None
+
+
+class UnansweredConnection:
+    """A connection to an etcd in memory that loses the first write, or its answer; `afterwards` is called then."""
+
+    def __init__(self, etcd: Etcd, afterwards: Callable[[], object], arrives: bool = True) -> None:
+        self.member = MemoryMember(etcd)
+        self.afterwards: Callable[[], object] | None = afterwards
+        self.arrives = arrives
+
+    def ask(self, send: Callable[[Any, float], Any], error: type[Unreachable], _about: Sequence[str]) -> Any:
+        if error is not UnknownOutcome or (afterwards := self.afterwards) is None:
+            return send(self.member, 0)
+        if self.arrives:
+            send(self.member, 0)
+        self.afterwards = None
+        afterwards()
+        raise UnknownOutcome('no answer', 'etcd')
+
+    def ask_once(self, request: Revoke) -> Any:
+        return self.member.call(request)
+
+
+def make_store(etcd: Etcd, afterwards: Callable[[], object], arrives: bool = True) -> Store:
+    store, connection = Store.__new__(Store), cast(Any, UnansweredConnection(etcd, afterwards, arrives))
+    store._connection, store._guard, store.fence = connection, None, None
+    return store
+
+
+@pytest.mark.parametrize('settlement', [Settlement(Touch('/request')), Settlement(Delete('/request'))])
+def test_key_on_its_own_lease_stays_although_a_shared_key_changed_before_the_read(settlement: Settlement) -> None:
+    etcd = Etcd(NoWorld())
+    etcd.write([Put('/request', 'r'), Put('/quota', '2')])
+    store = make_store(etcd, lambda: etcd.write([Put('/quota', '0')]))
+    lease = store.grant(60)
+
+    def make_change() -> Change:
+        entry = store.get('/quota')
+        return [Unchanged('/quota', entry.revision if entry else 0)], [Put('/quota', '1')]
+
+    operations: list[Put | Delete] = [Put('/record', 'gone', lease), Delete('/request')]
+    written = commit_with_shared(store, [Unchanged('/request', 2)], operations, make_change, lease, settlement)
+
+    assert etcd.entries['/record'].lease == lease
+    assert written == etcd.entries['/record'].revision
+
+
+def test_lost_write_is_repeated_if_only_the_fence_was_replaced() -> None:
+    etcd = Etcd(NoWorld())
+    etcd.write([Put('/presence', 'p'), Put('/record', 'old')])
+
+    def replace_presence() -> None:
+        store.fence = Fence(Unchanged('/presence', etcd.write([Put('/presence', 'p')])), lambda: None)
+
+    store = make_store(etcd, replace_presence, arrives=False)
+    store.fence = Fence(Unchanged('/presence', 2), lambda: None)
+
+    # A refusal would mean that the instance has changed, which cancels its build.
+    assert store.commit([Unchanged('/record', 2)], [Put('/record', 'new')]) == etcd.revision
+    assert etcd.entries['/record'].value == b'new'
+
+
+def test_lost_answer_of_placement_is_followed_by_another_try() -> None:
+    outcomes = iter([UnknownOutcome('no answer', 'placement'), None])
+
+    def attempt() -> bool:
+        if (error := next(outcomes)) is not None:
+            raise error
+        return True
+
+    assert retry_until_committed(attempt, Conflict('lost'), 3)
+
+
+def test_note_of_a_release_is_written_again_if_it_was_lost() -> None:
+    store, instance = make_store(Etcd(NoWorld()), lambda: None, arrives=False), '00000000-0000-4000-8000-000000000001'
+    note_released(store, {instance: 4})
+    assert read_highest_released(store, [instance]) == 4

@@ -300,6 +300,13 @@ def test_groups_are_kept_over_the_lots_of_a_stack() -> None:
         assert (missing, len(set(places.values())), len(places)) == (set(), 1, 3)
 
 
+def test_soft_affinity_does_not_take_the_places_of_strict_anti_affinity() -> None:
+    anti, soft = Group('anti', ANTI_AFFINITY), Group('soft', AFFINITY, strict=False)
+    lots = [Lot('1', soft.membership, SPREAD, ('s1', 's2')), Lot('2', anti.membership, SPREAD, ('a1', 'a2'))]
+    places, missing = assign(lots, {'a': 3, 'b': 3}, (anti, soft))
+    assert (places['a1'] != places['a2'], len(places), missing) == (True, 4, set())
+
+
 # The file of `eschedule apply`: what it may contain, and every mistake with its line.
 
 

@@ -39,14 +39,7 @@ from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.session import MAX_PLACES_AHEAD, UNCHANGED, Removal, Scheduler, Session, check_previous
 from ecomp.scheduler.queries.find import from_places
 from ecomp.scheduler.queries.stacks import find_next_place, make_move
-from ecomp.store.client import (
-    Entry,
-    Store,
-    Unchanged,
-    find_needed,
-    is_alive,
-    read_silence_condition,
-)
+from ecomp.store.client import Entry, Store, Unchanged, find_needed, is_alive, read_silence_condition
 from ecomp.store.sharing import Excluded, KeyIndex, load_groups, note_released, read_index
 
 
@@ -205,10 +198,8 @@ class _Evacuation:
 
     def _choose_replacements(self) -> None:
         """Choose the uuid of each new instance, or note why the guest stays."""
-        index, user_data = (
-            read_index(self.session.store),
-            self.session.store.snapshot(keys.USER_DATA, keys_only=True).entries,
-        )
+        index = read_index(self.session.store)
+        user_data = self.session.store.snapshot(keys.USER_DATA, keys_only=True).entries
         for old, (_, request) in self.guests.items():
             if isinstance(request, InvalidRequest):
                 continue  # the plan says why it stays
