@@ -129,7 +129,9 @@ class Context:
         from ecomp.store.client import Store
 
         store = Store(self.etcd_config)
-        store.claims, store.find_claim = self.read_claims, self._try_find_claim
+        store.claims = self.read_claims
+        if self.name == 'destroy':  # what only looks does not wait for placement
+            store.find_claim = self._try_find_claim
         return store
 
     def _try_find_claim(self, instance: str) -> str:

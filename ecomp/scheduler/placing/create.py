@@ -280,10 +280,11 @@ class _Creation:
 
     def _take_over(self, terms: Terms) -> dict[str, Candidate]:
         """Take over earlier claims; log those that must stay, or raise ClaimedElsewhere if they are too many."""
-        held, self.claimed_elsewhere = self.session.take_over([make_lot(self.order, terms)], terms.groups)
+        spare, lot = self.order.count - self.order.minimum, make_lot(self.order, terms)
+        held, self.claimed_elsewhere = self.session.take_over([lot], terms.groups, spare)
         if self.claimed_elsewhere:
             refusal = self.session.make_refusal(self.claimed_elsewhere)
-            if self.order.count - len(self.claimed_elsewhere) < self.order.minimum:
+            if len(self.claimed_elsewhere) > spare:
                 raise refusal
             log.warning('%s', refusal)
         return held

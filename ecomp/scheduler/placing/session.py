@@ -246,11 +246,12 @@ class Session:
         self.revision = announce(self.store, self.lease, self.uuid, value, takes_over, check)
 
     def take_over(
-        self, lots: Sequence[Lot], groups: Mapping[str, Group]
+        self, lots: Sequence[Lot], groups: Mapping[str, Group], max_elsewhere: int
     ) -> tuple[dict[str, Candidate], dict[str, str]]:
         """Claim where an earlier attempt's claims are; return those held, and {instance: compute} of all others.
 
-        They stay (rule: claim-stays): after a restore of etcd the instances may run there.
+        They stay (rule: claim-stays): after a restore of etcd the instances may run there. Raises ClaimedElsewhere,
+        with nothing claimed, if there are more than `max_elsewhere` others.
         """
         earlier, elsewhere = dict[str, Candidate](), dict[str, str]()
         for lot in lots:
@@ -258,6 +259,8 @@ class Session:
             usable, others = read_earlier_claims(self.placement, lot.instances, lot.query, self.read_alive(), group)
             earlier |= usable
             elsewhere |= others
+        if len(elsewhere) > max_elsewhere:
+            raise ClaimedElsewhere(elsewhere, '')
         self.unclaimed |= {each for lot in lots for each in lot.instances} - earlier.keys() - elsewhere.keys()
         self.foreign.update(earlier.keys() - self.movable)
         claimed = self.claim(earlier)

@@ -385,7 +385,7 @@ class _Application:
         if self.session.movable:  # the stack is new, and no other attempt has had its uuids
             return {}
         self._check_unused()
-        held, elsewhere = self.session.take_over(self.wanted.lots, self.wanted.groups)
+        held, elsewhere = self.session.take_over(self.wanted.lots, self.wanted.groups, 0)
         if elsewhere:
             raise ClaimedElsewhere(elsewhere, '')
         return held
