@@ -116,7 +116,6 @@ class Ranking:
             self.positions.setdefault(candidate.compute, []).append(position)
 
     def restrict(self, compute: str) -> Ranking:
-        """Return the candidates on one compute."""
         return Ranking([self.candidates[position] for position in self.positions.get(compute, ())])
 
 
@@ -132,20 +131,23 @@ def distribute(  # noqa: PLR0913
 ) -> list[Candidate]:
     """Choose for each of `count` instances the best candidate that has room; for fewer if none is left.
 
-    It looks at as many candidates as it needs. A class or provider that is missing in `rooms` is unlimited. Candidates
-    with a provider in `dead` are left out. The room of `used_computes` has changed since they were ranked.
+    A class or provider that is missing in `rooms` is unlimited. Candidates with a provider in `dead` are left out. The
+    room of `used_computes` has changed since they were ranked.
     """
     changed, chosen, positions = dict[str, dict[str, Room]](), list[Candidate](), ranking.positions
     counts = Counter(group.member_counts if group is not None else ())
 
-    def make_entry(position: int, is_unused: bool = False) -> tuple[int, float, int]:
-        """Return what is smaller for a better candidate."""
+    # Entries: what is smaller for a better candidate. RANDOM: the ranking is shuffled, and chosen ones take part again.
+    def make_unused_entry(position: int) -> tuple[int, float, int]:
+        weight = ranking.candidates[position].weight or 0.0
+        return 0, position / len(ranking.candidates) if strategy == RANDOM else -weight, position
+
+    def make_entry(position: int) -> tuple[int, float, int]:
         candidate = ranking.candidates[position]
         preference = 0 if group is None else group.preference_sign * counts[candidate.compute]
-        if strategy == RANDOM:  # the ranking is shuffled, and a compute that was chosen takes part again
-            return -preference, position / len(ranking.candidates) if is_unused else rng.random(), position
         room = {candidate.compute: changed.get(candidate.compute) or rooms.get(candidate.compute, {})}
-        return -preference, -(_calculate_weight(candidate, room, strategy) or 0.0), position
+        weight = -rng.random() if strategy == RANDOM else _calculate_weight(candidate, room, strategy) or 0.0
+        return -preference, -weight, position
 
     ranked_anew = {*used_computes, *counts}
     entries = [make_entry(position) for compute in ranked_anew for position in positions.get(compute, ())]
@@ -153,7 +155,7 @@ def distribute(  # noqa: PLR0913
     unused = (number for number, each in enumerate(ranking.candidates) if each.compute not in ranked_anew)
     following = next(unused, None)
     while len(chosen) < count and (entries or following is not None):
-        if following is None or (entries and entries[0] < make_entry(following, is_unused=True)):
+        if following is None or (entries and entries[0] < make_unused_entry(following)):
             position = heappop(entries)[2]
         else:
             position, following = following, next(unused, None)

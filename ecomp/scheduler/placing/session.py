@@ -129,7 +129,6 @@ class Contention:
 
     @property
     def is_alone(self) -> bool:
-        """True if no other attempt was in flight at the last count."""
         return self.ahead + self._instances_behind == 0
 
     def refresh(self) -> Offers:
@@ -201,7 +200,6 @@ class Session:
 
     @property
     def condition(self) -> Unchanged:
-        """The condition that the attempt's key is still ours."""
         return Unchanged(keys.attempt(self.uuid), self.revision)
 
     @contextmanager
@@ -427,7 +425,6 @@ class Session:
         return read_computes(self.store)
 
     def get_display_name(self, compute: str) -> str:
-        """Return a compute's host name (see Computes.format_name()); the first call reads etcd."""
         return self.computes.format_name(compute)
 
     def is_attempt_ours(self) -> bool:
