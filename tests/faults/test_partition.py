@@ -272,10 +272,11 @@ def test_partitioned_computes_converge(tmp_path: Path, cuts: list[tuple[str, str
         if not seconds:
             # Its kept-alive connections end, so that placement's loss is noticed in 3 s instead of 30.
             control.placement.restart()
-        # Of the server alone that is cut off: a busy compute may notice placement's restart later.
-        before = [count_losses_when_back(compute, server) for compute, (server, _) in zip(computes, cuts, strict=True)]
+        before = []
         ports = {'etcd': control.etcd.port, 'placement': control.placement.port}
-        for island, (server, which) in zip(islands_made, cuts, strict=True):
+        for compute, island, (server, which) in zip(computes, islands_made, cuts, strict=True):
+            # Of this server, and just before it is cut off: a busy compute may notice placement's restart late.
+            before.append(count_losses_when_back(compute, server))
             island.cut(ports[server], which)
         began = time.monotonic()
         # The computes still count as alive; those cut off from etcd read these requests when it is back.
@@ -305,7 +306,7 @@ def test_partitioned_computes_converge(tmp_path: Path, cuts: list[tuple[str, str
             wait_state(control, destroyed, 'gone')
         for compute, (server, _), stayed, late, count in zip(computes, cuts, surviving, created, before, strict=True):
             wait_until(lambda: count_losses(compute, server)[1] > count, 70, 'the return is logged')  # noqa: B023
-            assert count_losses(compute, server) == (count + 1, count + 1), read_log(compute)
+            assert count_losses(compute, server) == (count + 1, count + 1), '\n'.join(read_log(compute))
             assert read_guests(compute).keys() == {stayed, late}
             wait_until(lambda: control.etcd.get(f'/computes/{compute.uuid}'), 20, 'it is alive')  # noqa: B023
         check_settled(control, *computes)
