@@ -1,7 +1,6 @@
 """The boots of a guest: why each was started, and which stages it reached. Pure.
 
-A record has the newest 5, oldest first. Number 1 is the boot that the instance was created with. A record that ecomp
-1.0 wrote has no boots; its first boot is then derived from its stages.
+A record has the newest 5, oldest first. Number 1 is the boot that the instance was created with.
 """
 
 from __future__ import annotations

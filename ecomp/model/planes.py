@@ -302,7 +302,7 @@ def _parse_condition(data: Any) -> dict[str, Any]:
     pages=optional(number(1, MAX_AMOUNT)),
     error=optional(TEXT),
     guests=optional(lambda data: {guest.instance: guest for guest in list_of(nested(Guest))(data)}),
-    # ecomp 1.1 sends no conditions. It refuses unknown fields of a guest, so they are not among these.
+    # The oldest supported release refuses unknown fields of a guest, so its condition is not among these.
     conditions=optional(dict_of(_parse_condition)),
     **{name: optional(dict_of(TEXT), name=json_name) for name, json_name in _JSON_NAMES.items()},
 )

@@ -346,7 +346,8 @@ def _find_on_lease(
     lease: int, find_commit: Callable[[Mapping[str, Entry]], int | None], entries: Mapping[str, Entry]
 ) -> int | None:
     # A shared key that has changed since hides a commit, but no other transaction writes on its lease.
-    return min((each.revision for each in entries.values() if each.lease == lease), default=find_commit(entries))
+    revisions = [each.revision for each in entries.values() if each.lease == lease]
+    return min(revisions) if revisions else find_commit(entries)
 
 
 def find_delivery(compute: str, request: Request, entries: Mapping[str, Entry]) -> int | None:

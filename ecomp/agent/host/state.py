@@ -38,7 +38,7 @@ from ecomp.model.cluster import ClusterIdentity, KnownCluster
 from ecomp.model.json_object import dump, load_object
 from ecomp.model.order import InvalidRequest, Request
 from ecomp.model.record import BUILDING, Failure, Record
-from ecomp.model.stored import decode, encode, to_dict
+from ecomp.model.stored import decode, encode
 from ecomp.store.client import Guard, Store
 
 log = logging.getLogger(__name__)
@@ -193,8 +193,7 @@ class Memory:
     def _save(self, entry: MemoryEntry) -> None:
         """Write the entry's file, and make the entry readable even if that fails."""
         record, failure = entry.record, entry.failure
-        data = {'version': VERSION, 'request': json.loads(encode(entry.request))}
-        data['record'] = {'version': 1, **to_dict(record)}
+        data = {'version': VERSION, 'request': json.loads(encode(entry.request)), 'record': json.loads(encode(record))}
         if failure:
             data['failure'] = {'stage': failure.stage, 'reason': failure.reason}
         self._write(record.instance, dump(data))

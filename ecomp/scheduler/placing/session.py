@@ -72,7 +72,7 @@ Offers = Mapping[str, Offer]
 
 
 class DeliveryRefused(Conflict):
-    """The delivery was refused; undo_on_error() adds what was undone to the message."""
+    """The delivery was refused; Session.open() adds what was undone to the message."""
 
 
 class NoRoom(NoCapacity):
