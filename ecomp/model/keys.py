@@ -13,6 +13,9 @@
     /queues/<flavor>/<instance>   a request that waits for a compute to take it
     /queues/<flavor>/<instance>/taker   the compute that takes it; on that compute's lease
     /computes/<compute>           presence: hostname, version, since, token hash, boot id, pid, kind, queues, room; 30 s
+    /facts/<compute>              room, limits, traits, aggregates and cached images; on the presence's lease
+    /troubles/<compute>           why the compute cannot build; on the same lease, only while it lasts
+    /findings/<compute>           what the compute's own checks found; on the same lease
     /hostnames/<compute>          the host's name, {"version", "hostname", "leases"}; until the compute is forgotten
     /released/<2 digits>/<lease>  generations of released claims, by the first digits of instances; on this lease
     /cluster                      this etcd's identity, written once
@@ -38,6 +41,9 @@ BOOTED = '/booted/'
 INSTANCES = '/instances/'
 NAMES = '/names/'
 COMPUTES = '/computes/'
+FACTS = '/facts/'
+TROUBLES = '/troubles/'
+FINDINGS = '/findings/'
 HOSTNAMES = '/hostnames/'
 USER_DATA = '/user-data/'
 FLAVORS = '/flavors/'
@@ -99,6 +105,9 @@ stack = _make_key_function(STACKS)
 flavor = _make_key_function(FLAVORS)
 user_data = _make_key_function(USER_DATA)
 compute = _make_key_function(COMPUTES)
+facts = _make_key_function(FACTS)
+troubles = _make_key_function(TROUBLES)
+findings = _make_key_function(FINDINGS)
 hostname = _make_key_function(HOSTNAMES)
 # This key stays when the compute is forgotten.
 acceptance = _make_key_function(ACCEPTED)

@@ -102,8 +102,8 @@ SHARED_PERMISSIONS = frozenset(
 def list_compute_permissions(compute: str) -> Permissions:
     """Return a compute's permissions: the shared ones, and to write the keys with its uuid."""
     own = (make_prefix_permission(f'{prefix}{compute}/') for prefix in (keys.HOSTS, keys.INSTANCES, keys.DIGESTS))
-    named = keys.compute(compute), keys.hostname(compute), keys.acceptance(compute)
-    alone = (Permission(WRITE, key) for key in named)
+    named = (keys.compute, keys.facts, keys.troubles, keys.findings, keys.hostname, keys.acceptance)
+    alone = (Permission(WRITE, make_key(compute)) for make_key in named)
     return SHARED_PERMISSIONS | {READ_ALL, *own, *alone}
 
 

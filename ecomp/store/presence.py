@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from ecomp.errors import Conflict, EcompError, NoSpace, UnknownOutcome
+from ecomp.errors import Conflict, Denied, EcompError, NoSpace, UnknownOutcome
 from ecomp.model import keys
 from ecomp.model.json_object import dump, load_object_or_empty
 from ecomp.store.client import Delete, Entry, Fence, Put, Store, Unchanged
@@ -232,6 +232,9 @@ class Presence:
         # The value to publish, and the one published last.
         self._value = self._base_value
         self._published_value = self._base_value
+        # The values of other keys on our lease (None: no key), and as they were written last.
+        self._attached: dict[str, str | None] = {}
+        self._written: dict[str, str | None] = {}
         self._on_lost = on_lost
         self._on_back = on_back
         self._is_lost = False
@@ -258,6 +261,17 @@ class Presence:
         self._value = value
         if self._revision:
             self._presence_lease.schedule_check(self, is_urgent=False)
+
+    def publish(self, key: str, value: str | None, is_urgent: bool = False) -> None:
+        """Keep a value at another key on our lease, None to have no such key. From any thread.
+
+        A change is written with the next renewal, or now if it `is_urgent`, and again after the presence was lost.
+        """
+        if key in self._attached and self._attached[key] == value:
+            return
+        self._attached = {**self._attached, key: value}
+        if self._revision:
+            self._presence_lease.schedule_check(self, is_urgent)
 
     def start(self) -> None:
         """Put the key and keep it; raise the store's errors, and Conflict if it has another owner.
@@ -288,7 +302,8 @@ class Presence:
         self._stopped.set()
         try:
             if self._presence_lease.leave(self) and self._revision:
-                self._store.commit([Unchanged(self._key, self._revision)], [Delete(self._key)], use_fence=False)
+                own = map(Delete, (self._key, *self._attached))
+                self._store.commit([Unchanged(self._key, self._revision)], [*own], use_fence=False)
         except EcompError as error:
             log.warning('%s could not be deleted, but expires in %d s: %s', self._key, LEASE_SECONDS, error)
 
@@ -309,6 +324,7 @@ class Presence:
             if self._is_lost:
                 self._is_lost = False
                 self._on_back()
+            self._write_attached()
 
     def report_loss(self, reason: str) -> None:
         """Call `on_lost` with the reason, unless it was called since the key was last held."""
@@ -327,6 +343,27 @@ class Presence:
         if written:
             self._record_revision(written, value)
         return bool(written)
+
+    def _write_attached(self) -> None:
+        """Write the other keys whose values changed, if the presence is still ours. An error is left to the next try.
+
+        A key that etcd's roles deny is written no more: one warning says so.
+        """
+        changed = {
+            key: value
+            for key, value in self._attached.items()
+            if key not in self._written or self._written[key] != value
+        }
+        for key, value in changed.items():
+            operation = Delete(key) if value is None else Put(key, value, self._lease_id)
+            with suppress(NoSpace, UnknownOutcome):
+                try:
+                    written = self._store.commit([Unchanged(self._key, self._revision)], [operation], use_fence=False)
+                except Denied as error:
+                    log.warning('%s is not published: %s', key, error)
+                    written = 1
+                if written:
+                    self._written[key] = value
 
     def _record_revision(self, revision: int, value: dict[str, Any]) -> None:
         """Note the key's value and revision, which Store.fence then requires; commits that wait for that go on."""
@@ -392,7 +429,7 @@ class Presence:
                     self._store.fence = Fence(Unchanged(self._key, self._revision), self.schedule_check, condition)
                 raise
             if written:
-                self._lease_id = lease
+                self._lease_id, self._written = lease, {}
                 self._record_revision(written, value)
                 return
         raise Conflict(

@@ -13,7 +13,7 @@ import pytest
 
 from ecomp import backends
 from ecomp.conf import EtcdConfig, PlacementConfig
-from ecomp.errors import Conflict, NoSpace, Unreachable
+from ecomp.errors import Conflict, Denied, NoSpace, Unreachable
 from ecomp.store.client import FENCE_RENEWAL_SECONDS, Delete, Put, Store, Unchanged
 from ecomp.store.presence import LEASE_SECONDS, Presence, PresenceLease, hash_token
 from tests.functional.present import make_presence, start_and_stop
@@ -423,6 +423,62 @@ def test_later_facts_are_written_with_the_next_renewal(
     assert lost == []
 
 
+def test_other_keys_are_kept_on_the_lease_of_the_presence(store: Store, prefix: str) -> None:
+    lost, key, facts, trouble = list[str](), prefix + 'c', prefix + 'facts', prefix + 'trouble'
+    store.commit([], [Put(trouble, 'of an earlier process')])
+    with start_and_stop(make_presence(store, key, 'mine', lost)) as alive:
+        original = read_entry(store, key)
+        for value in ('1', '2'):
+            alive.publish(facts, value)
+            alive.publish(trouble, None, is_urgent=True)
+            alive.schedule_check()
+            wait_until(
+                lambda value=value: read_values(store, prefix) == {'c': original.value, 'facts': value.encode()},
+                10,
+                'it is published',
+            )
+        assert read_entry(store, key) == original, 'the presence itself, which every commit compares, is not changed'
+        assert read_entry(store, facts).lease == original.lease
+
+        store.revoke(original.lease)
+        alive.schedule_check()
+        wait_until(lambda: read_values(store, prefix).get('facts') == b'2', 10, 'it is published')
+        assert read_entry(store, facts).lease == alive.lease != original.lease
+    assert (read_values(store, prefix), lost) == ({}, [])
+
+
+def test_unchanged_key_is_not_written_again(store: Store, prefix: str) -> None:
+    with start_and_stop(make_presence(store, prefix + 'c', 'mine')) as alive:
+        alive.publish(prefix + 'facts', '1', is_urgent=True)
+        wait_until(lambda: 'facts' in read_values(store, prefix), 10, 'it is published')
+        entry = read_entry(store, prefix + 'facts')
+        alive.publish(prefix + 'facts', '1', is_urgent=True)
+        alive.publish(prefix + 'other', '1', is_urgent=True)
+        wait_until(lambda: 'other' in read_values(store, prefix), 10, 'it is published')
+        assert read_entry(store, prefix + 'facts') == entry
+
+
+def test_key_that_roles_deny_is_reported_once(
+    store: Store, prefix: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    commit = Store.commit
+
+    def deny(self: Store, conditions: object, operations: list[Put], **options: bool) -> object:
+        if any(each.key.endswith('facts') for each in operations):
+            raise Denied('etcd does not let this certificate write it')
+        return commit(self, conditions, operations, **options)
+
+    monkeypatch.setattr(Store, 'commit', deny)
+    with start_and_stop(make_presence(store, prefix + 'c', 'mine')) as alive:
+        for _ in range(3):
+            alive.publish(prefix + 'facts', '1')
+            alive.publish(prefix + 'other', '1')
+            alive.ensure_published()
+    assert [each.getMessage() for each in caplog.records] == [
+        f'{prefix}facts is not published: etcd does not let this certificate write it'
+    ]
+
+
 # Two leases without keys show when a process was last alive.
 
 
@@ -501,6 +557,10 @@ def start_sharing_presences(
         presences.append(Presence(store.copy_without_fence(), f'{prefix}{index}', facts, lost.append, lease))
         presences[-1].start()
     return lease, presences
+
+
+def read_values(store: Store, prefix: str) -> dict[str, bytes]:
+    return {key.removeprefix(prefix): entry.value for key, entry in store.snapshot(prefix).entries.items()}
 
 
 def read_leases(store: Store, prefix: str) -> dict[str, int]:
