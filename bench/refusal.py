@@ -2,7 +2,7 @@
 
     python bench/refusal.py [ROUNDS] [--quick] [--json] [--computes 10,1000]
 
-`all`: nothing is free, and the hints show it; `vcpu`: another client took all VCPU, and the hints are wrong. The floor
+`all`: nothing is free, and the facts show it; `vcpu`: another client took all VCPU, and the facts are wrong. The floor
 is one GET /allocation_candidates of the same query, in turn with the refusals.
 """
 
@@ -24,7 +24,7 @@ from bench.singles import INSTANCE_RESOURCES, FakeCluster  # noqa: E402
 
 
 def take_vcpu(cluster: FakeCluster) -> list[str]:
-    """Take all VCPU without an update of hints, and return the consumers."""
+    """Take all VCPU without an update of facts, and return the consumers."""
     held = []
     for start in range(0, cluster.size, 100):
         claims = {

@@ -20,10 +20,13 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from ecomp.agent.host.provider import parse_inventory
 from ecomp.conf import EtcdConfig, PlacementConfig
 from ecomp.lab import control
 from ecomp.lab.machine import terminate
-from ecomp.model import host, keys
+from ecomp.model import keys
+from ecomp.model.explain import Provider
+from ecomp.model.facts import make_facts
 from ecomp.model.json_object import dump
 from ecomp.placement import providers
 from ecomp.placement.client import Placement
@@ -86,8 +89,10 @@ def start_secured(computes: int) -> Iterator[SecuredServers]:
             compute = str(uuid.uuid4())
             providers.ensure_provider(placement, compute)
             providers.set_inventory(placement, compute, LARGE_INVENTORY)
-            presence = {'version': '1.0.0', 'hostname': 'pretended', 'room': host.make_room_hint(LARGE_INVENTORY, [])}
-            store.commit([], [Put(keys.compute(compute), dump(presence), lease)])
+            presence = {'version': '1.0.0', 'hostname': 'pretended'}
+            facts = make_facts(Provider(compute, parse_inventory(LARGE_INVENTORY)), {}, ())
+            puts = [Put(keys.compute(compute), dump(presence), lease), Put(keys.facts(compute), facts, lease)]
+            store.commit([], puts)
         credentials = ['--cacert', str(certs / 'ca.crt'), '--cert', str(client[0]), '--key', str(client[1])]
         yield SecuredServers(etcd.endpoint, url, config, store, credentials, (certs / 'token').read_text())
 

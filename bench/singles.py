@@ -5,7 +5,7 @@
 
 The clusters run side by side, each with its own etcd and placement, and each round asks all of them: the rates of a
 size and of the smallest in a round are a pair. `full` is the percentage of places taken. The computes are only keys and
-providers, whose hints are renewed every ten seconds, as by an ecompute. Needs '.[lab,test]', psycopg2-binary and
+providers, whose facts are renewed every ten seconds, as by an ecompute. Needs '.[lab,test]', psycopg2-binary and
 PostgreSQL.
 """
 
@@ -29,16 +29,19 @@ sys.path[:0] = [str(TOP), str(TOP / 'md_server')]
 from bench.cluster import CountedPlacement, Postgres  # noqa: E402
 from bench.comparison import Requesters, parse_numbers  # noqa: E402
 from bench.result import Result, arguments, asked, paired, tell  # noqa: E402
+from ecomp.agent.host.provider import parse_inventory  # noqa: E402
 from ecomp.conf import EtcdConfig  # noqa: E402
-from ecomp.model import host, keys  # noqa: E402
+from ecomp.model import keys  # noqa: E402
+from ecomp.model.explain import Provider  # noqa: E402
+from ecomp.model.facts import make_facts  # noqa: E402
 from ecomp.model.json_object import dump  # noqa: E402
 from ecomp.store.client import Put, Store  # noqa: E402
 from tests.kit.commands import write_config  # noqa: E402
 from tests.kit.servers import Etcd  # noqa: E402
 
 INSTANCE_RESOURCES = {'VCPU': 1, 'MEMORY_MB': 128, 'DISK_GB': 1}
-# Seconds between two renewals of a compute's hint.
-HINT_SECONDS = 10
+# Seconds between two renewals of a compute's facts.
+FACTS_SECONDS = 10
 # Minimum of the rate, relative to the smallest cluster, by size.
 TARGETS = {1000: 0.8, 10_000: 0.6}
 # The ids of the first classes in placement's database.
@@ -71,7 +74,7 @@ class FakeCluster:
         self._at_exit.callback(self._store.close)
         self._register()
         self._lease = self._store.grant(3600)
-        self.publish_hints(self.computes)
+        self.publish_facts(self.computes)
         thread = threading.Thread(target=self._renew, daemon=True)
         thread.start()
         self._at_exit.callback(thread.join)
@@ -98,18 +101,19 @@ class FakeCluster:
         consumers = list(claims)
         for start in range(0, len(consumers), 100):
             self.placement.call('POST', '/allocations', {each: claims[each] for each in consumers[start : start + 100]})
-        self.publish_hints(self.computes)
+        self.publish_facts(self.computes)
 
-    def publish_hints(self, computes: list[str]) -> None:
-        """Renew the hints of those computes whose room has changed."""
+    def publish_facts(self, computes: list[str]) -> None:
+        """Publish the facts of those computes whose room has changed, with their presence."""
         changed = [compute for compute in computes if self._published.get(compute) != self.used[compute]]
-        for start in range(0, len(changed), 100):
+        for start in range(0, len(changed), 50):
             puts = []
-            for compute in changed[start : start + 100]:
+            for compute in changed[start : start + 50]:
                 allocated = {name: amount * self.used[compute] for name, amount in INSTANCE_RESOURCES.items()}
-                room = host.make_room_hint(self.inventory, [allocated])
-                value = dump({'token': 'x', 'hostname': compute[:8], 'room': room})
-                puts.append(Put(keys.compute(compute), value, self._lease))
+                provider = Provider(compute, parse_inventory(self.inventory))
+                puts.append(Put(keys.facts(compute), make_facts(provider, allocated, ()), self._lease))
+                if compute not in self._published:
+                    puts.append(Put(keys.compute(compute), dump({'token': 'x', 'hostname': compute[:8]}), self._lease))
                 self._published[compute] = self.used[compute]
             self._store.commit([], puts)
 
@@ -128,7 +132,7 @@ class FakeCluster:
         for number in range(10**9):
             if self._stop.wait(1):
                 return
-            self.publish_hints(self.computes[number % HINT_SECONDS :: HINT_SECONDS])
+            self.publish_facts(self.computes[number % FACTS_SECONDS :: FACTS_SECONDS])
 
     def _register(self) -> None:
         """Register providers in the database: ten thousand take half an hour by requests."""

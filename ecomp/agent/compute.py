@@ -37,8 +37,9 @@ from ecomp.compute_conf import ComputeConfig
 from ecomp.errors import BuildFailed, Conflict, EcompError
 from ecomp.failpoints import failpoint
 from ecomp.files import read_boot_id
-from ecomp.model import host, keys
+from ecomp.model import keys
 from ecomp.model.allocation import GIB
+from ecomp.model.facts import make_facts
 from ecomp.model.guest import ReservedAddress, list_macs
 from ecomp.model.host import StoredHostname, is_hostname
 from ecomp.model.order import Request, parse_request
@@ -395,6 +396,7 @@ class Compute:
         self._at_exit = at_exit
         self._requests: Entries = {}
         self._generation: int | None = None
+        self._has_facts = False
         self._hostname_valid_until = self._user_data_valid_until = 0.0
         self._hostname = (environment.fake and environment.fake.hostname) or socket.gethostname()
         facts = {'version': read_version(), 'hostname': self._hostname, 'since': now(), 'token': self._token}
@@ -459,7 +461,7 @@ class Compute:
         delay = random.uniform(0.0, self._environment.spread_seconds)
         threads = self._environment.threads
         self.daemon = PlanningLoop(
-            self.host, self._planner, remote_checks, threads, first_check_seconds=delay, on_planned=self._publish_hints
+            self.host, self._planner, remote_checks, threads, first_check_seconds=delay, on_planned=self._publish_facts
         )
         self.queues = None
         if config.queues and familiar:
@@ -568,7 +570,10 @@ class Compute:
 
     def _check_registration(self) -> None:
         """Check the provider, and register it again if it was changed, unless ending or read-only; raise errors."""
+        before = self._provider.provider
         self._provider.ensure_registered(lambda: not self._may_take(), self._generation)
+        if self._provider.provider != before:
+            self._planner.wake_up('its provider has changed')  # a plan publishes it
 
     def _check_hostname(self) -> None:
         """Write the key with this host's name, for use while it is down, and its life leases, if it differs.
@@ -602,14 +607,13 @@ class Compute:
             keep_user_data(self._store, sha256, filter(None, map(self.host.guest_data.read_user_data, macs)))
         self._user_data_valid_until = time.monotonic() + USER_DATA_CHECK_SECONDS * random.uniform(0.5, 1.0)
 
-    def _publish_hints(self) -> None:
-        """Set the presence's hints; no room before requests are read, and while disabled, ending or read-only."""
-        held = self._planner.held_resources
-        is_known = held is not None and not self._provider.is_disabled and self._may_take()
-        self._presence.add_fields(
-            room=host.make_room_hint(self._inventory, [held]) if is_known and held is not None else None,
-            images=self.host.list_image_hashes(),
-        )
+    def _publish_facts(self) -> None:
+        """Publish what this compute has, once its provider and its requests were read; the first time at once."""
+        provider, held = self._provider.provider, self._planner.held_resources
+        if provider is not None and held is not None:
+            facts = make_facts(provider, held, self.host.list_image_hashes())
+            self._presence.publish(keys.facts(self.uuid), facts, is_urgent=not self._has_facts)
+            self._has_facts = True
 
     def _may_take(self) -> bool:
         """Return False while this compute ends or is read-only."""

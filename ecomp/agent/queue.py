@@ -213,7 +213,7 @@ class Offers:
     def count_allowed(self, place: WaitingEntry) -> int:
         """Return how many computes of the cluster may take the request now, at least 1.
 
-        While a new one is offered to ever more, these count; else all that have room by their hints, or no hint.
+        While a new one is offered to ever more, these count; else all.
         """
         takers, offer = self._takers, self._offers.get(place.entry.key)
         if offer is not None:
@@ -225,7 +225,7 @@ class Offers:
     def _add_offer(self, key: str, place: WaitingEntry, now: float) -> list[str]:
         """Return the computes here that may take a new request now; offer it to more later. The caller holds _lock."""
         assert self._takers is not None
-        order = queue.rank_takers(place.entry.instance, place.entry.flavor.resources, self._takers)
+        order = queue.rank_takers(place.entry.instance, self._takers)
         if len(order) > queue.INITIAL_TAKERS:
             self._offers[key] = _Offer(place, now, order)
             self._schedule(now + queue.WIDEN_SECONDS)
@@ -617,7 +617,7 @@ class Puller:
                 else:
                     self._needs_cleanup = True
         used = sum_resources(held.values())
-        provider = read_provider(self._placement, self._compute, True, traits=True, aggregates=False, used=used)
+        provider = read_provider(self._placement, self._compute, traits=True, aggregates=False, used=used)
         provider = provider or Provider(self._compute)
         if provider != self._room:
             self._room, self._fits_by_query = provider, {}

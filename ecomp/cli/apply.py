@@ -321,7 +321,7 @@ def _wait_for_ends(run: _Apply, steps: Sequence[Step]) -> bool:
 
 def _report_no_room(ctx: Context, error: NoCapacity, backend: Backend, change: StackChange) -> int:
     """Report that there is no room, and what each compute lacks for the member; return 3."""
-    from ecomp.scheduler.placing.explain import report_reasons
+    from ecomp.scheduler.placing.explain import Refusal, report_reasons
     from ecomp.scheduler.placing.stack import MembersRefused
 
     if not isinstance(error, MembersRefused) or change.order is None:
@@ -333,7 +333,8 @@ def _report_no_room(ctx: Context, error: NoCapacity, backend: Backend, change: S
             if not line.startswith('Try: --count'):  # an option of create
                 say(line)
 
-        report_reasons(ctx.store, backend, order.query or '', order.group, error.placed, None, say_unless_about_count)
+        refusal = Refusal(order.query or '', taken=error.placed)
+        report_reasons(ctx.store, backend, refusal, order.group, say_unless_about_count)
 
     return report_refusal(ctx, error, explain)
 

@@ -179,7 +179,7 @@ def _explain_no_capacity(ctx: Context, query: str, compute: str, error: NoCapaci
     """Ask placement what the compute lacks for the query; return that, or the error's text if unknown or OverQuota."""
     if not isinstance(error, OverQuota):
         with suppress(EcompError, ValueError):
-            return find_shortfalls(ctx.placement, query, ctx.computes, [compute]).get(compute) or str(error)
+            return find_shortfalls(ctx.store, query, ctx.computes, [compute]).get(compute) or str(error)
     return str(error)
 
 

@@ -71,7 +71,7 @@ QUEUED_MESSAGE = 'QUEUED INSTANCE {instance}'
 STDIN = '-'
 CLOUD_CONFIG = b'#cloud-config'
 # Above this number of computes a create asks about a sample first. Below it sampling does not pay: placement answers
-# about 100 nearly as fast as about 1, and hints are soon stale (8 requesters: 1.4 queries a create, worse balance).
+# about 100 nearly as fast as about 1, and facts are soon stale (8 requesters: 1.4 queries a create, worse balance).
 LARGE_CLUSTER_SIZE = 256
 
 NewInstance = dict[str, str | None]
@@ -135,11 +135,7 @@ def _place(ctx: Context, order: Order) -> int:
     try:
         outcomes = create(scheduler, set_order, resume, sample_above, remember_count)
     except NoCapacity as error:
-        from ecomp.scheduler.placing.sample import MAX_STALE_HINTS
-
-        return _report_no_capacity(
-            ctx, error, backend, query, used_calls=0 if sample_above is None else MAX_STALE_HINTS
-        )
+        return _report_no_capacity(ctx, error, backend, query)
     except KeyboardInterrupt:
         subject = f'instance {instance}' if set_order.count == 1 else 'the instances'
         hint = f'Try: {ctx.command_prefix} {instance}' if set_order.count == 1 else advice
@@ -365,10 +361,10 @@ def _describe_hosts(set_order: SetOrder, outcomes: Mapping[str, DeliveryOutcome]
     return lines
 
 
-def _report_no_capacity(ctx: Context, error: NoCapacity, backend: Backend, query: str, used_calls: int = 0) -> int:
+def _report_no_capacity(ctx: Context, error: NoCapacity, backend: Backend, query: str) -> int:
     """Report the error and, unless a quota is exceeded, what each compute lacks; return the exit code, 3.
 
-    `used_calls` is how many calls to placement a sample may have cost. Raises NotFound if --on is a uuid of no compute:
+    Raises NotFound if --on is a uuid of no compute:
     that is checked only here, so that a successful create does not wait for it.
     """
     on = ctx.options.on
@@ -379,10 +375,10 @@ def _report_no_capacity(ctx: Context, error: NoCapacity, backend: Backend, query
             check_compute_exists(ctx.computes, lambda: backend.result()[0], on)
 
     def report_reasons(say: Callable[[str], None]) -> None:
-        from ecomp.scheduler.placing.explain import MAX_CALLS, report_reasons
+        from ecomp.scheduler.placing.explain import Refusal, report_reasons
 
-        candidates = error.candidates if isinstance(error, TooFew) else ()
-        report_reasons(ctx.store, backend, query, ctx.options.membership, candidates, on, say, MAX_CALLS - used_calls)
+        refusal = Refusal(query, taken=error.candidates if isinstance(error, TooFew) else (), on=on)
+        report_reasons(ctx.store, backend, refusal, ctx.options.membership, say)
 
     return report_refusal(ctx, error, None if isinstance(error, OverQuota) else report_reasons)
 

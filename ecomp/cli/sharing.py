@@ -13,6 +13,7 @@ from ecomp.cli.options import parse_flavor_and_query, parse_names, parse_nothing
 from ecomp.cli.tables import UUID, Column, Listing, Row, make_sort_key
 from ecomp.errors import NotFound
 from ecomp.model import keys
+from ecomp.model.facts import NO_FACTS, Facts
 from ecomp.model.flavor import Flavor
 from ecomp.model.group import Group
 from ecomp.model.host import Computes
@@ -64,7 +65,9 @@ def _delete_flavors(ctx: Context) -> int:
 
 def _list_images(ctx: Context) -> int:
     """Print the images of schedule.yaml, and which living computes have them in their caches; return 0."""
-    return ctx.show(make_image_listing(ctx.config.images, ctx.computes))
+    from ecomp.scheduler.queries.hosts import read_facts
+
+    return ctx.show(make_image_listing(ctx.config.images, ctx.computes, read_facts(ctx.store).facts))
 
 
 def _list_groups(ctx: Context) -> int:
@@ -144,13 +147,13 @@ def make_flavor_listing(flavors: Mapping[str, tuple[Flavor, str]]) -> Listing:
     return Listing(columns, rows)
 
 
-def make_image_listing(images: Mapping[str, str], known_computes: Computes) -> Listing:
+def make_image_listing(images: Mapping[str, str], known_computes: Computes, facts: Mapping[str, Facts]) -> Listing:
     """List images, {name: URL}, with the living computes that have them in their caches, or may have them."""
     rows = []
     for name, url in images.items():
         image_hash, hosts, names = hash_image(url), list[object](), dict[bool | None, list[str]]()
-        for compute, facts in sorted(known_computes.living.items()):
-            is_cached = facts.has_image(image_hash)
+        for compute in sorted(known_computes.living):
+            is_cached = facts.get(compute, NO_FACTS).has_image(image_hash)
             hosts.append({'compute': compute, 'host': known_computes.find_hostname(compute), 'cached': is_cached})
             names.setdefault(is_cached, []).append(known_computes.format_name(compute))
         texts = [join_some(names[True], MAX_HOSTS_IN_CELL)] if True in names else []

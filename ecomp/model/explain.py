@@ -18,13 +18,12 @@ from ecomp.model.status import DISABLED
 
 @dataclass(frozen=True)
 class Provider:
-    """A resource provider, standalone if not nested. Its usage includes that of `taken_count` instances of a set."""
+    """A resource provider. Its usage includes that of `taken_count` instances of a set."""
 
     uuid: str
     inventories: Mapping[str, Inventory] = field(default_factory=dict)
     traits: Collection[str] = ()
     aggregates: Collection[str] = ()
-    is_standalone: bool = True
     taken_count: int = 0
 
     @property
@@ -104,23 +103,11 @@ class Miss:
         return cures if len(cures) == len(self.failures) else None
 
 
-def explain_uncovered(
-    query: Iterable[Constraint], provider: Provider, sharing_providers: Iterable[Provider]
-) -> str | None:
-    """Say, as the end of a sentence, why this module does not cover a provider; None if it does.
-
-    Not covered are nested and sharing providers, and those to which one of `sharing_providers`
-    (MISC_SHARES_VIA_AGGREGATE) may supply a class of the query.
-    """
-    if not provider.is_standalone:
-        return 'its resource providers are nested'
-    classes = {constraint.name for constraint in query if isinstance(constraint, Amount)}
-    for other in sharing_providers:
-        if other.uuid == provider.uuid:
-            return 'it shares resources with other providers'
-        common_aggregates = set(other.aggregates) & set(provider.aggregates)
-        if common_aggregates and classes & other.inventories.keys():
-            return f'provider {other.uuid} shares resources with it'
+def explain_uncovered(query: Iterable[Constraint], provider: Provider) -> str | None:
+    """Say why this module does not cover a provider, to which others of its aggregates may supply a class; or None."""
+    names = [each.name for each in query if isinstance(each, Amount) and each.name not in provider.inventories]
+    if names and provider.aggregates:
+        return f'not explained: another provider of its aggregates may share {", ".join(names)} with it'
     return None
 
 

@@ -6,10 +6,6 @@ A compute is shown and typed by its host's name, which is in its presence and, u
 Its `leases` are two leases without keys; their ages show when the host was last alive. ecompute renews the first one
 every 10 s, and never the second one, the anchor. etcd resets both when it starts, is restored or elects a leader: then
 their ages are equal, and show no time until the first one is renewed.
-
-A presence may contain the hint {"room": {"VCPU": [capacity, free percent], …}}, with placement's capacity, which may be
-0. The percentage is rounded up, so that free room is never 0, and negative if more is allocated than the capacity. A
-closed or read-only compute publishes no hint. {"images": [hash, …]} are its cached images, see image.hash_image().
 """
 
 from __future__ import annotations
@@ -19,19 +15,12 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from functools import cached_property
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from ecomp.model import keys, status
 from ecomp.model.allocation import (
-    MAX_AMOUNT,
-    MAX_SUM,
     Inventory,
-    Resources,
     Room,
-    calculate_capacity,
-    is_amount,
-    is_class,
-    sum_resources,
 )
 from ecomp.model.order import InvalidRequest, Request
 from ecomp.model.parsers import FLAG, NONEMPTY, check, list_of, number, text
@@ -115,79 +104,6 @@ def group_by_instance(stored: Iterable[tuple[str, Kind]]) -> dict[str, EntriesBy
     return by_uuid
 
 
-# A room hint with more resource classes than this is ignored.
-MAX_RESOURCE_CLASSES = 40
-
-
-class ClassHint(NamedTuple):
-    """One class of a hint: capacity, and how many percent are free (negative: over-allocated)."""
-
-    capacity: int
-    free_percent: int
-
-    @property
-    def max_free(self) -> int:
-        """The largest amount that may be free; negative if over-allocated."""
-        return self.capacity * self.free_percent // 100
-
-
-Hint = Mapping[str, ClassHint]  # by resource class
-
-
-def make_room_hint(
-    inventory: Mapping[str, Mapping[str, float]], allocations: Iterable[Resources]
-) -> dict[str, list[int]]:
-    """Return the hint to publish for an inventory, {class: placement's fields}: {class: [capacity, free percent]}.
-
-    Over-allocation is rounded away from 0: 1 above a capacity of 3 is -34 percent. With a capacity of 0 or less, each
-    unit above it is 100 percent. -MAX_AMOUNT is the lowest percentage. Of the fields "total" is required.
-    """
-    used = sum_resources(allocations)
-    hint = {}
-    for name, entry in sorted(inventory.items()):
-        total = calculate_capacity(entry['total'], entry.get('allocation_ratio', 1.0), entry.get('reserved', 0))
-        free = total - used.get(name, 0)
-        # Negating before and after the floor division rounds up.
-        hint[name] = [total, -(-100 * free // total) if free > 0 else max(100 * free // max(total, 1), -MAX_AMOUNT)]
-    return hint
-
-
-def parse_room_hint(value: Any) -> Hint | None:
-    """Parse the hint in a presence; None if malformed, empty or of too many classes."""
-    if not isinstance(value, dict) or not 0 < len(value) <= MAX_RESOURCE_CLASSES:
-        return None
-    hint = {}
-    for name, pair in value.items():
-        if not isinstance(pair, list) or len(pair) != 2 or not is_class(name):
-            return None
-        class_capacity, free_percent = pair
-        if (
-            not is_amount(class_capacity, MAX_SUM)
-            or type(free_percent) is not int
-            or not -MAX_AMOUNT <= free_percent <= 100
-        ):
-            return None
-        hint[name] = ClassHint(class_capacity, free_percent)
-    return hint
-
-
-def has_room(hint: Hint, resources: Resources) -> bool:
-    """Return whether there may be room for these resources; False if the hint lacks one of their classes."""
-    return all(name in hint and amount <= hint[name].max_free for name, amount in resources.items())
-
-
-def estimate_free_share(hint: Hint, resources: Resources) -> float:
-    """Return the free share (0 to 1, rounded to 0.01) of the class in `resources` that is scarcest after placing them.
-
-    Classes that the hint lacks or whose capacity is 0 are ignored; 0 if no class remains.
-    """
-    hinted = [(hint[name], amount) for name, amount in resources.items() if name in hint and hint[name].capacity]
-    shares = [class_hint.free_percent / 100 - amount / class_hint.capacity for class_hint, amount in hinted]
-    return round(max(min(shares, default=0.0), 0.0), 2)
-
-
-# A presence names no more images: others may be cached, too.
-MAX_CACHED_IMAGES = 100
 # A version or kind is cut off after this many characters.
 MAX_SHOWN_CHARACTERS = 64
 
@@ -222,27 +138,17 @@ _LEASES = list_of(number(0, 2**63 - 1), lengths=(2,))
     version=lenient(lambda version: _VERSION(_SHOWN_TEXT(version))),
     kind=lenient(_SHOWN_TEXT),
     queues=lenient(FLAG),
-    room=lenient(parse_room_hint),
-    images=lenient(list_of(lambda image: image, range(MAX_CACHED_IMAGES + 1))),
 )
 class PresenceFacts(NamedTuple):
     """The content of a presence; absent or malformed fields are None.
 
-    `kind` is kvm, qemu or fake. `queues`: it takes requests from queues. `images` are hashes of cached images.
+    `kind` is kvm, qemu or fake. `queues`: it takes requests from queues.
     """
 
     hostname: str | None = None
     version: str | None = None
     kind: str | None = None
     queues: bool | None = None
-    room: Hint | None = None
-    images: Collection[object] | None = None
-
-    def has_image(self, image_hash: str) -> bool | None:
-        """Return whether the compute has this image in its cache; None if that is unknown."""
-        if self.images is not None and image_hash in self.images:
-            return True
-        return None if self.images is None or len(self.images) >= MAX_CACHED_IMAGES else False
 
 
 @stored(1, 'host name', hostname=_HOSTNAME, leases=lenient(_LEASES, is_sparse=True))

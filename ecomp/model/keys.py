@@ -12,7 +12,7 @@
     /flavors/<flavor>             a named query; written by operators
     /queues/<flavor>/<instance>   a request that waits for a compute to take it
     /queues/<flavor>/<instance>/taker   the compute that takes it; on that compute's lease
-    /computes/<compute>           presence: hostname, version, since, token hash, boot id, pid, kind, queues, room; 30 s
+    /computes/<compute>           presence: hostname, version, since, token hash, boot id, pid, kind, queues; 30 s
     /facts/<compute>              room, limits, traits, aggregates and cached images; on the presence's lease
     /troubles/<compute>           why the compute cannot build; on the same lease, only while it lasts
     /findings/<compute>           what the compute's own checks found; on the same lease

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from typing import NamedTuple
 
-from ecomp.model import host, keys
+from ecomp.model import keys
 from ecomp.model.allocation import REQUIRED_CLASSES, Resources, list_missing_classes
 from ecomp.model.choose import FROM_QUEUE, PlacementReason
 from ecomp.model.explain import Provider, find_miss
@@ -129,56 +129,42 @@ HASH_MASK = 2**64 - 1
 
 @dataclass(frozen=True)
 class Takers:
-    """The living computes that take from queues: the hash of each, its hint if any, and all presences by key.
+    """The living computes that take from queues: the hash of each, and all presences by key.
 
     The number with room is cached for each amount, because every compute of a process needs it for each choice.
     """
 
     hashes: Mapping[str, int] = field(default_factory=dict)
-    hints: Mapping[str, host.Hint] = field(default_factory=dict)
     values: Mapping[str, keys.StoredValue] = field(default_factory=dict, repr=False)
     _room_counts: dict[tuple[tuple[str, int], ...], int] = field(default_factory=dict, repr=False, compare=False)
 
     def count_with_room(self, resources: Resources) -> int:
-        """Return how many takers have room for the resources, or have no hint."""
+        """Return how many takers there are."""
         amounts = tuple(sorted(resources.items()))
         if amounts not in self._room_counts:
-            full_count = sum(not host.has_room(hint, resources) for hint in self.hints.values())
-            self._room_counts[amounts] = len(self.hashes) - full_count
+            self._room_counts[amounts] = len(self.hashes)
         return self._room_counts[amounts]
-
-    def has_room(self, compute: str, resources: Resources) -> bool:
-        """Return whether a compute has room by its hint; True without a hint."""
-        hint = self.hints.get(compute)
-        return hint is None or host.has_room(hint, resources)
 
 
 def update_takers(state: Mapping[str, keys.StoredValue], previous: Takers) -> Takers:
     """Return the takers below /computes/ (on a lease, `queues` true); only values that changed are parsed."""
-    points, hints = dict(previous.hashes), dict(previous.hints)
+    points = dict(previous.hashes)
     removed = previous.values.keys() - state.keys()
     changed = [key for key, stored in state.items() if previous.values.get(key) is not stored]
     for key in (*removed, *changed):
         points.pop(keys.get_last_part(key), None)
-        hints.pop(keys.get_last_part(key), None)
     for key in changed:
         compute, data = keys.get_last_part(key), load_object_or_empty(state[key].value)
         if data.get('queues') is True and state[key].lease:
             points[compute] = previous.hashes.get(compute) or hash_uuid(compute)
-            hint = host.parse_room_hint(data.get('room'))
-            if hint is not None:
-                hints[compute] = hint
-    return Takers(points, hints, dict(state))
+    return Takers(points, dict(state))
 
 
-def rank_takers(instance: str, resources: Resources, takers: Takers) -> dict[str, int]:
-    """Return {compute: its rank, from 0, among the takers of this request}; full ones are last."""
-    uuid_hash, full = hash_uuid(instance), set[str]()
-    if takers.hints:
-        full = {compute for compute in takers.hints if not takers.has_room(compute, resources)}
+def rank_takers(instance: str, takers: Takers) -> dict[str, int]:
+    """Return {compute: its rank, from 0, among the takers of this request}."""
+    uuid_hash = hash_uuid(instance)
     scored = sorted(
-        (compute in full, ((uuid_hash ^ other) * HASH_MULTIPLIER & HASH_MASK), compute)
-        for compute, other in takers.hashes.items()
+        (((uuid_hash ^ other) * HASH_MULTIPLIER & HASH_MASK), compute) for compute, other in takers.hashes.items()
     )
     return {compute: rank for rank, (*_, compute) in enumerate(scored)}
 

@@ -142,17 +142,13 @@ def read_inventory(placement: Placement, provider: str, used: Mapping[str, int] 
         raise placement.make_foreign_error() from error
 
 
-def has_inventory(placement: Placement, provider: str, expected: Mapping[str, Mapping[str, float]]) -> bool | None:
-    """Return whether the inventory has exactly these classes, with at least these fields; None without a provider."""
-    try:
-        current = read_raw_inventory(placement, provider)
-    except NotFound:
-        return None
-    if current.keys() != expected.keys():
+def is_as_expected(inventories: Mapping[str, Inventory], expected: Mapping[str, Mapping[str, float]]) -> bool:
+    """Return whether there are exactly these classes, with at least these fields."""
+    if inventories.keys() != expected.keys():
         return False
     # Not every database keeps all digits of a ratio.
-    pairs = ((current[name].get(part), value) for name, fields in expected.items() for part, value in fields.items())
-    return all(held is not None and math.isclose(held, value, rel_tol=1e-6) for held, value in pairs)
+    pairs = ((getattr(inventories[name], part), value) for name in expected for part, value in expected[name].items())
+    return all(math.isclose(held, value, rel_tol=1e-6) for held, value in pairs)
 
 
 def read_usages(placement: Placement, provider: str) -> dict[str, int]:
@@ -353,36 +349,6 @@ def _read_classes(placement: Placement) -> frozenset[str]:
     return placement.get_parsed(f'/{key}', lambda data: frozenset(check_text(row['name']) for row in data[key]))
 
 
-class ProviderListing(NamedTuple):
-    """A provider in a list; `is_alone` means that it has no parent and no children."""
-
-    uuid: str
-    name: str
-    is_alone: bool
-
-
-def list_all(placement: Placement) -> dict[str, ProviderListing]:
-    """Return every provider by uuid."""
-    roots_by_uuid = list_providers(
-        placement, lambda each: (check_text(each['name']), check_text(each['root_provider_uuid']))
-    )
-    trees = Counter(root for _, root in roots_by_uuid.values())
-    return {uuid: ProviderListing(uuid, name, trees[root] == 1) for uuid, (name, root) in roots_by_uuid.items()}
-
-
-def read_with_free(placement: Placement, class_name: str) -> dict[str, Provider]:
-    """Return the providers with a free unit of a class, and the rest of their trees.
-
-    This is one call. In the inventories `total` is the capacity, and only `used` is also read; `aggregates` is empty
-    and `is_standalone` True for all. Raises PlacementRefusal for an unknown class.
-    """
-    data = placement.get(f'/allocation_candidates?resources={class_name}:1')
-    try:
-        return {check_text(uuid): _parse_summary(uuid, summary) for uuid, summary in data['provider_summaries'].items()}
-    except PARSE_ERRORS as error:
-        raise placement.make_foreign_error() from error
-
-
 def find_satisfying(placement: Placement, constraint: Constraint) -> frozenset[str]:
     """Find the providers that satisfy a constraint; PlacementRefusal for unknown names.
 
@@ -398,7 +364,6 @@ def find_satisfying(placement: Placement, constraint: Constraint) -> frozenset[s
 def read_provider(
     placement: Placement,
     uuid: str,
-    is_alone: bool,
     *,
     traits: bool,
     aggregates: bool,
@@ -411,16 +376,6 @@ def read_provider(
         inventory_by_class = read_inventory(placement, uuid, used)
         trait_names = read_names(placement, uuid, TRAITS) if traits else frozenset()
         aggregate_uuids = read_names(placement, uuid, AGGREGATES) if aggregates else frozenset()
-        return Provider(uuid, inventory_by_class, trait_names, aggregate_uuids, is_alone)
+        return Provider(uuid, inventory_by_class, trait_names, aggregate_uuids)
     except NotFound:
         return None
-
-
-def _parse_summary(uuid: str, summary: Mapping[str, Any]) -> Provider:
-    """Make a Provider of its summary in a list of candidates; raise one of PARSE_ERRORS."""
-    from ecomp.model.explain import Provider  # as above
-
-    stock = {name: Inventory(room.capacity, used=room.used) for name, room in parse_rooms(summary['resources']).items()}
-    if not isinstance(summary['traits'], list):
-        raise ValueError('not a list of traits')
-    return Provider(uuid, stock, frozenset(map(check_text, summary['traits'])))

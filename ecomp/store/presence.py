@@ -228,10 +228,7 @@ class Presence:
         """Prepare the key; nothing is read or written before check() or start()."""
         self._store = store
         self._key = key
-        self._base_value = {**value, 'token': hash_token(str(value['token']))}
-        # The value to publish, and the one published last.
-        self._value = self._base_value
-        self._published_value = self._base_value
+        self._value = {**value, 'token': hash_token(str(value['token']))}
         # The values of other keys on our lease (None: no key), and as they were written last.
         self._attached: dict[str, str | None] = {}
         self._written: dict[str, str | None] = {}
@@ -254,13 +251,8 @@ class Presence:
             self._store.commit([Unchanged(self._key, IMPOSSIBLE_REVISION)], [Put(self._key, '')], use_fence=False)
 
     def add_fields(self, **fields: object) -> None:
-        """Add or replace fields of the value; after start() the next renewal publishes them. From any thread."""
-        value = {**self._value, **fields}
-        if value == self._value:
-            return
-        self._value = value
-        if self._revision:
-            self._presence_lease.schedule_check(self, is_urgent=False)
+        """Add fields to the value, before start()."""
+        self._value = {**self._value, **fields}
 
     def publish(self, key: str, value: str | None, is_urgent: bool = False) -> None:
         """Keep a value at another key on our lease, None to have no such key. From any thread.
@@ -311,13 +303,12 @@ class Presence:
         return not self._stopped.is_set()
 
     def ensure_published(self) -> None:
-        """Put the key if it or our value changed; call `on_back` if it was lost, `on_lost` for a Conflict."""
+        """Put the key if it changed, and what is published beside it; call `on_back` or, for a Conflict, `on_lost`."""
         try:
-            if self._published_value == self._value or not self._update_value():
-                entry = self._read_entry()
-                if entry is None or entry.revision != self._revision:
-                    log.info('%s was deleted or overwritten: writing it again', self._key)
-                    self._publish()
+            entry = self._read_entry()
+            if entry is None or entry.revision != self._revision:
+                log.info('%s was deleted or overwritten: writing it again', self._key)
+                self._publish()
         except Conflict as error:
             self.report_loss(str(error))
         else:
@@ -331,18 +322,6 @@ class Presence:
         if not self._is_lost:
             self._is_lost = True
             self._on_lost(reason)
-
-    def _update_value(self) -> bool:
-        """Publish the current value; return False if the key has changed, etcd is full, or an answer is lost."""
-        value = self._value
-        put = Put(self._key, dump(value), self._lease_id)
-        try:
-            written = self._store.commit([Unchanged(self._key, self._revision)], [put], use_fence=False)
-        except (NoSpace, UnknownOutcome):
-            return False  # the value can wait; who owns the key, and whether it exists, cannot
-        if written:
-            self._record_revision(written, value)
-        return bool(written)
 
     def _write_attached(self) -> None:
         """Write the other keys whose values changed, if the presence is still ours. An error is left to the next try.
@@ -365,9 +344,9 @@ class Presence:
                 if written:
                     self._written[key] = value
 
-    def _record_revision(self, revision: int, value: dict[str, Any]) -> None:
-        """Note the key's value and revision, which Store.fence then requires; commits that wait for that go on."""
-        self._revision, self._published_value = revision, value
+    def _record_revision(self, revision: int) -> None:
+        """Note the key's revision, which Store.fence then requires; commits that wait for that go on."""
+        self._revision = revision
         self._store.fence = Fence(Unchanged(self._key, revision), self.schedule_check)
 
     def _wait_for_earlier_boot(self) -> None:
@@ -394,7 +373,7 @@ class Presence:
             return entry  # no ecompute wrote it, or it would not expire: no owner
         if holder['token'] != self._value['token']:
             raise self._make_conflict(entry, OTHER_OWNER_REMEDY)
-        if self._revision and {name: holder.get(name) for name in self._base_value} != self._base_value:
+        if self._revision and {name: holder.get(name) for name in self._value} != self._value:
             raise self._make_conflict(entry, COPY_REMEDY)
         return entry
 
@@ -420,8 +399,8 @@ class Presence:
             entry = self._read_entry()
             condition = Unchanged(self._key, entry.revision if entry else 0)
             try:
-                lease, value = self._presence_lease.ensure_granted(), self._value
-                put = Put(self._key, dump(value), lease)
+                lease = self._presence_lease.ensure_granted()
+                put = Put(self._key, dump(self._value), lease)
                 written = self._store.commit([condition], [put], use_fence=False)
             except NoSpace:
                 if self._revision:
@@ -430,7 +409,7 @@ class Presence:
                 raise
             if written:
                 self._lease_id, self._written = lease, {}
-                self._record_revision(written, value)
+                self._record_revision(written)
                 return
         raise Conflict(
             f'{self._key}: another process changed it in each of 2 tries. Try: stop other ecomputes with this uuid'

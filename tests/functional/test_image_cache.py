@@ -17,7 +17,7 @@ import pytest
 from ecomp.agent.images import download
 from ecomp.agent.images.cache import DAY_SECONDS, BaseVolumes, Scrubber, list_bad, list_image_hashes
 from ecomp.errors import BuildFailed
-from ecomp.model.host import MAX_CACHED_IMAGES
+from ecomp.model.facts import MAX_CACHED_IMAGES
 from ecomp.model.image import hash_image
 from tests.functional.image_content import create_overlay, get_base_name, list_url_entries, make_raw_image, sha256
 from tests.functional.present import start_and_stop

@@ -125,19 +125,20 @@ def test_registration_calls_of_a_new_an_unchanged_and_a_closed_provider(
     registration.register()
     initial, calls[:] = list(calls), []
     registration.ensure_registered(is_closing, GenerationReader(client, reads_all=False).read_generation(compute))
-    assert calls == ['GET ']
+    read = ['GET /inventories', 'GET /traits', 'GET /aggregates']
+    assert calls == ['GET ', *read], 'what it publishes is as placement has it'
     assert registration.created_generation == providers.read_generation(client, compute)
     calls.clear()
     assert initial == ['GET /inventories', 'POST /resource_providers', 'PUT /inventories']
     repeated = make_registration()
     repeated.register()
     unchanged, calls[:] = list(calls), []
-    assert unchanged == ['GET /inventories', 'GET /usages', 'GET /traits']
+    assert unchanged == [*read, 'GET /usages', 'GET /traits']
     repeated.close()
     closed, calls[:] = list(calls), []
     assert closed == ['GET ', 'PUT /inventories', 'GET /traits', 'PUT /traits']
     make_registration().register()
-    changed = ['GET /inventories', 'GET /usages', 'GET /traits', 'PUT /traits', 'GET ', 'PUT /inventories']
+    changed = [*read, 'GET /usages', 'GET /traits', 'PUT /traits', 'GET ', 'PUT /inventories']
     assert calls == changed
 
 
@@ -148,13 +149,13 @@ def test_unchanged_provider_is_reread_after_several_checks(
     registration = make_registration()
     registration.register()  # writes nothing, so the registration does not know the generation
     comparisons: list[str] = []
-    real = providers.has_inventory
+    real = providers.is_as_expected
 
-    def is_as(*args: Any) -> bool | None:
+    def is_as_expected(*args: Any) -> bool:
         comparisons.append('looked')
         return real(*args)
 
-    monkeypatch.setattr(providers, 'has_inventory', is_as)
+    monkeypatch.setattr(providers, 'is_as_expected', is_as_expected)
     generations = GenerationReader(client, reads_all=False)
     for _ in range(1 + MAX_SKIPPED_CHECKS):
         registration.ensure_registered(is_closing, generations.read_generation(compute))

@@ -297,17 +297,6 @@ def test_overwritten_key_is_restored_once_it_is_free(etcd: Etcd, store: Store, p
     assert store.get(key) is None
 
 
-def test_recovery_is_noticed_with_unpublished_facts(store: Store, prefix: str) -> None:
-    lost, recovered = list[str](), list[bool]()
-    with start_and_stop(
-        Presence(store, prefix + 'c', FACTS, lost.append, on_back=lambda: recovered.append(True))
-    ) as alive:
-        alive.report_loss('its lease was not renewed')
-        alive.add_fields(kind='fake')
-        alive.ensure_published()
-        assert (len(lost), recovered) == (1, [True])
-
-
 class UnrenewingStore(Store):
     """A store whose lease renewals fail while `fails` is set; all other calls work."""
 
@@ -356,71 +345,7 @@ def test_check_reports_that_leases_are_not_renewed(
     assert 'answers, but does not renew leases, so no compute can stay alive' in problem
 
 
-# Additional facts in the presence key: written with a renewal, and not taken for a copy's write.
-
-
-def test_changed_facts_are_written_with_a_renewal(etcd: Etcd, store: Store, prefix: str) -> None:
-    key, lost = prefix + 'c', list[str]()
-    with start_and_stop(make_presence(store, key, 'mine', lost)) as alive:
-
-        def read_facts() -> dict[str, object]:
-            return json.loads(etcd.get(key) or b'{}')
-
-        original = read_entry(store, key)
-        for room in (1, 2):
-            alive.add_fields(room=room)
-            alive.schedule_check()
-            wait_until(lambda room=room: read_facts().get('room') == room, 10, 'it is said')
-        entry = read_entry(store, key)
-        assert (entry.lease, entry.created) == (original.lease, original.created)
-        assert read_facts()['hostname'] == 'host-of-mine'
-        for _ in range(3):
-            renewed = store.keep_alive(entry.lease)
-            alive.schedule_check()
-            assert renewed
-        # Later writes pass the fence, and the unchanged facts were not written again.
-        assert store.commit([], [Put(prefix + 'x', '1')])
-        assert store.get(key) == entry
-        alive.add_fields(room=None)
-        alive.schedule_check()
-        wait_until(lambda: read_facts()['room'] is None, 10, 'it is not said any more')
-        assert lost == []
-
-
-def test_write_of_facts_with_a_lost_answer_is_not_taken_for_a_copy(etcd: Etcd, store: Store, prefix: str) -> None:
-    key, lost = prefix + 'c', list[str]()
-    with start_and_stop(make_presence(store, key, 'mine', lost)) as alive:
-        entry = read_entry(store, key)
-        # The write arrived, but its answer was lost.
-        landed = json.dumps({**json.loads(entry.value), 'room': 7})
-        with open_store(etcd.endpoint) as other_store:
-            assert other_store.commit([Unchanged(key, entry.revision)], [Put(key, landed, entry.lease)])
-        alive.add_fields(room=8)
-        alive.schedule_check()
-        wait_until(lambda: json.loads(etcd.get(key) or b'{}').get('room') == 8, 10, 'it is put again')
-        assert store.commit([], [Put(prefix + 'x', '1')])
-        assert lost == []
-
-
-def test_later_facts_are_written_with_the_next_renewal(
-    store: Store, prefix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr('ecomp.store.presence.LEASE_SECONDS', 3)
-    key, lost = prefix + 'c', list[str]()
-    with start_and_stop(make_presence(store, key, 'mine', lost)) as alive:
-        assert store.get(key) is not None
-        alive.add_fields(room={'VCPU': [4, 50]})
-
-        def is_published() -> bool:
-            entry = store.get(key)
-            return entry is not None and json.loads(entry.value).get('room') == {'VCPU': [4, 50]}
-
-        assert not is_published()
-        wait_until(is_published, 20, 'it says so')
-        assert store.commit([], [Put(prefix + 'x', '1')]), 'and its fence is the new one'
-        alive.add_fields(room={'VCPU': [4, 25]})
-        alive.schedule_check()
-    assert lost == []
+# Other keys on the lease of the presence.
 
 
 def test_other_keys_are_kept_on_the_lease_of_the_presence(store: Store, prefix: str) -> None:

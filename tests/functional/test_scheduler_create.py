@@ -29,7 +29,7 @@ from ecomp.scheduler.placing import claim as claims
 from ecomp.scheduler.placing import create as attempts
 from ecomp.scheduler.placing.claim import DeliveryOutcome
 from ecomp.scheduler.placing.create import create
-from ecomp.scheduler.placing.sample import MAX_QUERIES, MAX_STALE_HINTS, get_sampleable_amounts
+from ecomp.scheduler.placing.sample import MAX_QUERIES, get_sampleable_amounts
 from ecomp.scheduler.placing.session import MAX_LOGGED_COMPUTES, Scheduler
 from ecomp.store.client import Store
 from tests.functional.cloud import IMAGE, OWNER, RESOURCES, SMALL, Cloud, CountingStore, make_uuid, start_attempt
@@ -246,7 +246,7 @@ def test_concurrent_attempts_of_one_uuid_make_one_instance(cloud: Cloud) -> None
     assert sum(len(cloud.server.read_consumers(compute)) for compute in computes) == 1
 
 
-# In a large cluster, create queries placement about sampled computes: which ones, how often, and with wrong hints.
+# In a large cluster, create queries placement about sampled computes: which ones, how often, and by wrong facts.
 
 
 TOTALS = {'VCPU': 4, 'MEMORY_MB': 256, 'DISK_GB': 4}
@@ -258,14 +258,14 @@ STATEMENTS_WITH_ALL = 36
 
 @dataclass
 class SampledCluster:
-    """A cluster of keys and providers with four places each, and with published hints."""
+    """A cluster of keys and providers with four places each, and what the computes publish."""
 
     etcd: Etcd
     store: CountingStore
     placement: InProcessPlacement
 
     def make_compute(self, used: int = 0, hint: int | None = None) -> str:
-        """Make a compute with `used` places taken, and publish `hint` if it is given."""
+        """Make a compute with `used` places taken, and publish that `hint` are, if it is given."""
         compute = str(uuid.uuid4())
         self.placement.write('POST', '/resource_providers', {'uuid': compute, 'name': compute})
         inventories = {name: {'total': total} for name, total in TOTALS.items()}
@@ -274,13 +274,15 @@ class SampledCluster:
             body = {'allocations': {compute: {'resources': SMALL}}, 'user_id': 'u', 'project_id': 'p'}
             consumer_fields = {'consumer_generation': None, 'consumer_type': 'INSTANCE'}
             self.placement.write('PUT', f'/allocations/{uuid.uuid4()}', {**body, **consumer_fields})
-        self.publish_hint(compute, hint)
+        self.publish(compute, hint)
         return compute
 
-    def publish_hint(self, compute: str, hint: int | None) -> None:
-        """Publish a hint that this number of places is used."""
-        room = {} if hint is None else {'room': {name: [total, 100 - 25 * hint] for name, total in TOTALS.items()}}
-        self.etcd.put(keys.compute(compute), json.dumps({'token': 'x', **room}), self.etcd.grant())
+    def publish(self, compute: str, used: int | None) -> None:
+        """Publish the presence and, unless `used` is None, that this number of places is used."""
+        lease = self.etcd.grant()
+        self.etcd.put(keys.compute(compute), '{"token": "x"}', lease)
+        room = {name: [total, (used or 0) * total // 4] for name, total in TOTALS.items()}
+        self.etcd.put(keys.facts(compute), '' if used is None else json.dumps({'room': room}), lease)
 
     def create(self, large: int | None = 0, weigh: str = SPREAD, **changes: Any) -> str:
         """Place an instance, and return its compute.
@@ -349,7 +351,7 @@ def test_sql_statements_do_not_grow_with_the_computes(
     monkeypatch.setattr(attempts, 'MAX_OFFER_AGE_SECONDS', 60.0)  # a slow machine would query placement again
     for _ in range(computes):
         cluster.make_compute(hint=0)
-    cluster.publish_hint(cluster.create(), 1)  # placement caches the user, the project and the trait names from now on
+    cluster.publish(cluster.create(), 1)  # placement caches the user, the project and the trait names from now on
     compute = cluster.create()  # one of the sample: not all of 40 computes are sampled
     assert cluster.queries == [compute, 'claim']
     assert cluster.statements == STATEMENTS_WITH_SAMPLE
@@ -378,20 +380,19 @@ def test_random_weighing_queries_any_compute(cluster: SampledCluster) -> None:
     assert len(cluster.queries) == 2
 
 
-@pytest.mark.parametrize('computes', [[(3, 0), (1, 1), (2, 2)], [(4, 0), (2, 2)]], ids=['not as empty', 'full'])
-def test_compute_with_a_stale_hint_is_passed_over(cluster: SampledCluster, computes: list[tuple[int, int]]) -> None:
-    stale, better, *_ = [cluster.make_compute(used=used, hint=hint) for used, hint in computes]
+def test_compute_that_is_full_in_spite_of_its_facts_is_passed_over(cluster: SampledCluster) -> None:
+    stale, better = cluster.make_compute(used=4, hint=0), cluster.make_compute(used=2, hint=2)
     assert cluster.create() == better
     assert cluster.queries == [stale, better, 'claim']
 
 
-def test_wrong_hints_lead_to_a_query_about_all_computes(cluster: SampledCluster) -> None:
+def test_wrong_facts_lead_to_a_query_about_all_computes(cluster: SampledCluster) -> None:
     for _ in range(5):
         cluster.make_compute(used=4, hint=0)
     room = cluster.make_compute(used=3, hint=4)
     assert cluster.create() == room
-    assert cluster.queries[MAX_STALE_HINTS:] == ['all', 'claim']
-    assert 'all' not in cluster.queries[:MAX_STALE_HINTS]
+    assert cluster.queries[MAX_QUERIES:] == ['all', 'claim']
+    assert 'all' not in cluster.queries[:MAX_QUERIES]
 
 
 def test_refusal_is_preceded_by_a_query_about_all_computes(cluster: SampledCluster) -> None:
@@ -399,12 +400,12 @@ def test_refusal_is_preceded_by_a_query_about_all_computes(cluster: SampledClust
         cluster.make_compute(used=4, hint=0)
     with pytest.raises(NoCapacity, match='no compute satisfies the whole query'):
         cluster.create()
-    assert len(cluster.queries) == MAX_STALE_HINTS + 1
+    assert len(cluster.queries) == MAX_QUERIES + 1
     assert cluster.queries[-1] == 'all'
     assert not cluster.etcd.list_keys(keys.ATTEMPTS)
 
 
-def test_disabled_compute_is_not_offered_despite_its_hint(cluster: SampledCluster) -> None:
+def test_disabled_compute_is_not_offered_despite_its_facts(cluster: SampledCluster) -> None:
     disabled, other = cluster.make_compute(hint=0), cluster.make_compute(used=1, hint=1)
     put_with_generation(cluster.placement, f'/resource_providers/{disabled}/traits', traits=['COMPUTE_STATUS_DISABLED'])
     assert cluster.create() == other
@@ -412,17 +413,16 @@ def test_disabled_compute_is_not_offered_despite_its_hint(cluster: SampledCluste
 
 
 @pytest.mark.parametrize('value', ['{"room": 7}', 'rubbish', '{"room": {"VCPU": [1e400, 5]}}'])
-def test_compute_with_a_malformed_hint_is_found_by_the_full_query(cluster: SampledCluster, value: str) -> None:
+def test_compute_with_malformed_facts_is_found_by_the_full_query(cluster: SampledCluster, value: str) -> None:
     compute = cluster.make_compute()
-    cluster.etcd.put(keys.compute(compute), value, cluster.etcd.grant())
+    cluster.etcd.put(keys.facts(compute), value, cluster.etcd.grant())
     assert cluster.create() == compute
     assert cluster.queries == ['all', 'claim']
 
 
 def test_presence_key_without_a_lease_is_ignored(cluster: SampledCluster) -> None:
     dead, alive = cluster.make_compute(hint=0), cluster.make_compute(used=1, hint=1)
-    room = json.dumps({'room': {name: [total, 100] for name, total in TOTALS.items()}})
-    cluster.etcd.put(keys.compute(dead), room)
+    cluster.etcd.put(keys.facts(dead), json.dumps({'room': {name: [total, 0] for name, total in TOTALS.items()}}))
     assert cluster.create() == alive
 
 
@@ -456,9 +456,10 @@ def test_only_plain_amounts_are_sampled(query: str, asked: object) -> None:
 
 def test_number_of_queried_computes_is_limited(cluster: SampledCluster) -> None:
     for number in range(4):
-        cluster.make_compute(used=3, hint=number % 3)
-    cluster.create()
-    assert len(cluster.queries) == MAX_QUERIES + 1
+        cluster.make_compute(used=4, hint=number % 3)
+    room = cluster.make_compute(used=3, hint=4)
+    assert cluster.create() == room
+    assert len(cluster.queries) == MAX_QUERIES + 2
 
 
 def test_number_of_named_dead_computes_is_limited(cluster: SampledCluster, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import uuid
 from collections import Counter
 from collections.abc import Iterator
@@ -17,14 +18,16 @@ from ecomp.model import keys
 from ecomp.model.allocation import Allocations
 from ecomp.model.choose import Candidate
 from ecomp.model.explain import Cure, Provider, apply_cures, explain_uncovered, find_miss, find_smallest_miss
+from ecomp.model.facts import make_facts, parse_facts
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group
-from ecomp.model.host import PresenceFacts
-from ecomp.model.query import Amount, UnsupportedQueryError, exclude_disabled, format_query, parse_query
+from ecomp.model.host import StoredHostname
+from ecomp.model.query import Amount, exclude_disabled, format_query, parse_query
 from ecomp.model.status import SHARING_TRAIT
+from ecomp.model.stored import encode
 from ecomp.placement import providers
 from ecomp.placement.allocations import read_candidates
 from ecomp.scheduler.placing import explain
-from ecomp.scheduler.placing.explain import MAX_CALLS, ProviderFacts, Refusal, list_reasons
+from ecomp.scheduler.placing.explain import Refusal, list_reasons
 from ecomp.store.client import Store
 from tests.kit.in_process import InProcessPlacement, put_with_generation, remove_providers
 from tests.kit.servers import Etcd
@@ -62,10 +65,18 @@ class ExplainedCluster:
             self.publish(compute, host)
         return compute
 
-    def publish(self, compute: str, host: str | None, **room: list[int]) -> None:
-        """Write a live compute's presence key with its hints."""
-        hints = {'room': room} if room else {}
-        self.etcd.put(keys.compute(compute), json.dumps({'hostname': host, 'token': 'x', **hints}), self.etcd.grant())
+    def publish(self, compute: str, host: str | None) -> None:
+        """Write a live compute's presence key."""
+        self.etcd.put(keys.compute(compute), json.dumps({'hostname': host, 'token': 'x'}), self.etcd.grant())
+
+    def publish_facts(self) -> None:
+        """Write the facts of all live computes, as they are in placement now."""
+        lease = self.etcd.grant()
+        for compute in map(keys.get_last_part, self.etcd.list_keys(keys.COMPUTES)):
+            provider = providers.read_provider(self.placement, compute, traits=True, aggregates=True)
+            if provider is not None:
+                used = {name: inventory.used for name, inventory in provider.inventories.items()}
+                self.etcd.put(keys.facts(compute), make_facts(provider, used, ()), lease)
 
     def allocate(self, compute: str, **amounts: int) -> None:
         """Allocate these amounts to another consumer."""
@@ -78,8 +89,11 @@ class ExplainedCluster:
     def set_traits(self, compute: str, *traits: str) -> None:
         put_with_generation(self.placement, f'/resource_providers/{compute}/traits', traits=list(traits))
 
-    def explain(self, query: str, **about: Any) -> list[str]:
-        """Return the reasons of a refusal; `about` holds further fields of it."""
+    def explain(self, query: str, are_fresh: bool = True, **about: Any) -> list[str]:
+        """Return the reasons of a refusal, by facts that are fresh or not; `about` holds further fields of it."""
+        if are_fresh:
+            self.publish_facts()
+            self.placement.calls.clear()
         return list_reasons(self.store, self.placement, Refusal(query, **about))
 
 
@@ -114,7 +128,8 @@ def test_explanation_without_a_fitting_change(world: ExplainedCluster) -> None:
 
 
 def test_dead_closed_and_nameless_computes_are_explained(world: ExplainedCluster) -> None:
-    dead, stopped = world.make_compute('hv8', alive=False), world.make_compute('hv9', alive=False, VCPU=0)
+    dead = world.make_compute('hv8', alive=False)
+    world.etcd.put(keys.hostname(dead), encode(StoredHostname('hv8')))
     nameless = world.make_compute(None)
     world.make_compute('hv2', VCPU=0)
     bare = str(uuid.uuid4())
@@ -123,13 +138,11 @@ def test_dead_closed_and_nameless_computes_are_explained(world: ExplainedCluster
     foreign = str(uuid.uuid4())
     world.placement.write('POST', '/resource_providers', {'uuid': foreign, 'name': 'nova'})
     lines = world.explain(f'{GUEST_QUERY}&required={SHARING_TRAIT}')
-    assert lines[:3] == [
-        'hv1: has no resource provider',
+    assert lines == [
+        'hv1: what it has is unknown: its ecompute has just started, or cannot publish it',
         'hv2: is closed: all its VCPU is reserved',
         f'{nameless}: lacks {SHARING_TRAIT}',
-    ]
-    assert lines[3:5] == sorted([f'{dead}: is not alive', f'{stopped}: is closed: its ecompute was stopped'])
-    assert lines[5:] == [
+        'hv8: is not alive',
         f'the closest host is {nameless}',
         f'Try: remove required={SHARING_TRAIT}, which fits on {nameless}',
     ]
@@ -157,26 +170,18 @@ def test_change_that_placement_would_refuse_is_not_suggested(world: ExplainedClu
     ]
 
 
-@pytest.mark.real_servers
-def test_granular_nested_and_shared_providers_are_not_explained(world: ExplainedCluster) -> None:
+def test_granular_queries_and_shared_classes_are_not_explained(world: ExplainedCluster) -> None:
     assert world.explain('resources1=VCPU:1&resources=MEMORY_MB:1,DISK_GB:1') == [
         'what each compute lacks is unknown: the query has granular groups (resources1)'
     ]
-    flat, tree, near = world.make_compute('hv1'), world.make_compute('hv2'), world.make_compute('hv3')
-    world.make_compute('child', alive=False, parent=tree)
-    shares = world.make_compute('storage', alive=False)
-    world.set_traits(shares, SHARING_TRAIT)
-    for provider in (near, shares):
-        put_with_generation(world.placement, f'/resource_providers/{provider}/aggregates', aggregates=[flat])
-    lines = world.explain(f'{GUEST_QUERY}&required={AVX2}')
-    assert lines[:3] == [
-        f'hv1: lacks {AVX2}',
-        'hv2: not explained: its resource providers are nested',
-        f'hv3: not explained: provider {shares} shares resources with it',
-    ]
-    assert lines[-2:] == [
+    world.make_compute('hv1')
+    near = world.make_compute('hv2')
+    put_with_generation(world.placement, f'/resource_providers/{near}/aggregates', aggregates=[near])
+    assert world.explain(f'{GUEST_QUERY},VGPU:1') == [
+        'hv1: has no VGPU',
+        'hv2: not explained: another provider of its aggregates may share VGPU with it',
         'the closest host is hv1',
-        f'Try: remove required={AVX2}, which fits on hv1',
+        'Try: remove VGPU, which fits on hv1',
     ]
 
 
@@ -190,14 +195,14 @@ def test_nearest_of_many_computes_are_shown(world: ExplainedCluster, monkeypatch
     dead = world.make_compute('hv9', alive=False)
     query = f'{GUEST_QUERY}&required={AVX2}&root_required={AVX2}&in_tree={dead}'
     assert world.explain(query) == [
-        f'hv2: MEMORY_MB short by 128 (free 128 of 128); is not the provider {dead}, which in_tree= names',
         f'hv5: MEMORY_MB short by 28 (free 228 of 228); is not the provider {dead}, which in_tree= names',
-        '5 more not shown: each of them is no closer, or not alive',
+        f'hv2: MEMORY_MB short by 128 (free 128 of 128); is not the provider {dead}, which in_tree= names',
+        '4 more not shown: none of them is closer',
         'the closest host is hv5',
         f'Try: request MEMORY_MB:228, remove in_tree={dead}, which fits on hv5',
     ]
     monkeypatch.setattr(explain, 'MAX_LISTED_COMPUTES', 7)
-    assert len(world.explain(query)) == 9
+    assert len(world.explain(query)) == 8
 
 
 def test_refusal_with_on_is_explained_with_the_typed_argument(world: ExplainedCluster) -> None:
@@ -212,7 +217,7 @@ def test_refusal_with_on_is_explained_with_the_typed_argument(world: ExplainedCl
     assert world.explain(query, on=first[:8])[1].startswith(f'Try: remove --on {first[:8]}, ')
     unknown = str(uuid.uuid4())
     assert world.explain(f'{GUEST_QUERY}&in_tree={unknown}', on=unknown) == [
-        f'{unknown}: no host has this name or uuid', f'Try: remove --on {unknown}, which fits on hv2'
+        f'{unknown}: is not alive', f'Try: remove --on {unknown}, which fits on hv2'
     ]  # fmt: skip
 
 
@@ -241,56 +246,45 @@ def test_members_of_the_set_are_distinguished_from_group_members(world: Explaine
     assert explain_hosts(AFFINITY, other=second)[0] == 'hv1: the members of group web are on hv2 (strict affinity)'
 
 
-@pytest.mark.real_servers
-@pytest.mark.parametrize('number', [1, 3, 60])
-def test_calls_of_a_refusal_do_not_grow_with_the_computes(world: ExplainedCluster, number: int) -> None:
+@pytest.mark.parametrize('number', [1, 60])
+def test_refusal_costs_one_question_however_many_computes_there_are(world: ExplainedCluster, number: int) -> None:
     for index in range(number):
-        world.allocate(world.make_compute(f'hv{index:02}', VCPU=2), VCPU=2)
-    world.placement.calls.clear()
-    before = world.placement.statements
-    lines = world.explain(GUEST_QUERY)
-    assert lines[-2:] == ['the closest host is hv00', 'no change of the query alone fits: free 1 VCPU on hv00']
-    assert [line for line in lines if 'VCPU short' in line] == [
-        f'hv{index:02}: VCPU short by 1 (free 0 of 2)' for index in range(min(number, 10))
-    ]
-    # In order: the providers, those with free memory, and the limits of the nearest ones.
-    limits = ['/inventories'] * min(number, 3)
-    assert [call[-12:] for call in world.placement.calls] == ['ce_providers', '=MEMORY_MB:1', *limits]
-    # SQL statements: 2 for the list of providers, 9 for the candidates, 6 for each compute's limits.
-    assert world.placement.statements - before == 11 + 6 * len(limits)
-
-
-def test_totals_of_a_full_compute_come_from_its_hint(world: ExplainedCluster) -> None:
-    computes = [world.make_compute(f'hv{number}', MEMORY_MB=512) for number in range(1, 5)]
-    for number, compute in enumerate(computes, 1):
-        world.allocate(compute, VCPU=4, MEMORY_MB=512, DISK_GB=25)
-        world.publish(compute, f'hv{number}', VCPU=[4, 25], MEMORY_MB=[512, 0], DISK_GB=[25, 0])
-    world.set_traits(computes[1], 'COMPUTE_STATUS_DISABLED')
-    # hv3 publishes no hint, and hv4's hint reports more allocated than it has.
-    world.publish(computes[2], 'hv3')
-    world.publish(computes[3], 'hv4', VCPU=[4, -25], MEMORY_MB=[512, 0], DISK_GB=[25, 0])
-    world.placement.calls.clear()
-    full = 'VCPU short by 1 (free 0 of 4); MEMORY_MB short by 256 (free 0 of 512); DISK_GB short by 1 (free 0 of 25)'
-    lines = world.explain(GUEST_QUERY)
-    assert len(world.placement.calls) == 5, world.placement.calls
-    assert lines == [
-        f'hv1: {full}',
-        f'hv2: is disabled (eschedule host enable hv2); {full}',
-        '2 more not shown: each of them is no closer, or not alive',
-        'the closest host is hv1',
-        'no change of the query alone fits: free 1 VCPU and 256 MEMORY_MB and 1 DISK_GB on hv1',
-    ]
-
-
-def test_fitting_change_is_verified_on_one_compute(world: ExplainedCluster) -> None:
-    for index in range(60):
         world.make_compute(f'hv{index:02}', VCPU=2)
+    lines = world.explain(GUEST_QUERY.replace('VCPU:1', 'VCPU:3'))
+    assert lines[-2:] == ['the closest host is hv00', 'Try: request VCPU:2, which fits on hv00']
+    assert [line for line in lines if 'VCPU short' in line] == [
+        f'hv{index:02}: VCPU short by 1 (free 2 of 2)' for index in range(min(number, 10))
+    ]
+    (call,) = world.placement.calls
+    assert 'allocation_candidates' in call
+    assert 'in_tree=' in call
+
+
+def test_room_that_placement_refused_is_said_with_its_age(world: ExplainedCluster) -> None:
+    compute, disabled = world.make_compute('hv1'), world.make_compute('hv2')
+    world.publish_facts()
+    world.allocate(compute, VCPU=4)
+    world.set_traits(disabled, 'COMPUTE_STATUS_DISABLED')
     world.placement.calls.clear()
-    assert world.explain(GUEST_QUERY.replace('VCPU:1', 'VCPU:3'))[-1] == 'Try: request VCPU:2, which fits on hv00'
-    assert [call.rpartition('/')[2].partition('?')[0] for call in world.placement.calls] == [
-        'resource_providers', 'allocation_candidates', 'inventories', 'inventories', 'allocation_candidates',
-    ]  # fmt: skip
-    assert 'in_tree=' in world.placement.calls[-1]
+    first, second = world.explain(GUEST_QUERY, are_fresh=False)
+    assert re.match(r'hv1: had room \d+ s ago, but placement refused: others were faster, or have a claim', first)
+    assert second == 'hv2: is disabled (eschedule host enable hv2)'
+    assert len(world.placement.calls) == 1
+
+
+@pytest.mark.parametrize(
+    ('value', 'reason'),
+    [
+        ('x' * 9000, 'it publishes more than 8192 bytes'),
+        ('{"room": 7}', 'it publishes malformed facts: room: expected an object, not 7'),
+        ('\x1b[2J', 'it publishes malformed facts: not JSON: Expecting value: line 1 column 1 (char 0)'),
+    ],
+)
+def test_malformed_facts_are_said(world: ExplainedCluster, value: str, reason: str) -> None:
+    compute = world.make_compute('hv1')
+    world.publish_facts()
+    world.etcd.put(keys.facts(compute), value, world.etcd.grant())
+    assert world.explain(GUEST_QUERY, are_fresh=False) == [f'hv1: what it has is unknown: {reason}']
 
 
 def test_max_unit_set_outside_ecomp_is_explained(world: ExplainedCluster) -> None:
@@ -299,11 +293,9 @@ def test_max_unit_set_outside_ecomp_is_explained(world: ExplainedCluster) -> Non
         inventories = {name: {'total': 64} for name in ('VCPU', 'DISK_GB')} | {'MEMORY_MB': {'total': 512}}
         inventories['VCPU']['max_unit'] = 2
         put_with_generation(world.placement, f'/resource_providers/{compute}/inventories', inventories=inventories)
-    world.placement.calls.clear()
     lines = world.explain(GUEST_QUERY.replace('VCPU:1', 'VCPU:3'))
     assert lines[:2] == [f'hv{number}: VCPU:3 is above max_unit 2' for number in (1, 2)]
     assert lines[-1] == 'Try: request VCPU:2, which fits on hv1'
-    assert len(world.placement.calls) == 5
 
 
 # Thousands of random requests: the explanation must agree with placement's answers.
@@ -320,10 +312,7 @@ AGGREGATES = tuple(str(uuid.UUID(int=number)) for number in range(4))
 def test_explanation_agrees_with_placement(placement_in_process: InProcessPlacement) -> None:
     case_counts = run_random_requests(placement_in_process, range(6), 10)
     # Every case must have occurred.
-    assert all(case_counts[case] > 1 for case in ('refused', 'fits', 'changed', 'freed', 'beyond', 'found')), (
-        case_counts
-    )
-    assert case_counts['found'] > 5 * case_counts['not found'], case_counts
+    assert all(case_counts[case] > 1 for case in ('refused', 'fits', 'changed', 'freed', 'beyond')), case_counts
 
 
 @pytest.mark.real_servers
@@ -346,14 +335,8 @@ def run_random_requests(placement: InProcessPlacement, seeds: range, requests: i
 def run_random_cluster(placement: InProcessPlacement, rng: random.Random, count: int) -> Counter[str]:
     """Run `count` random requests on a random cluster, and count the cases that occurred."""
     created = make_cluster(placement, rng)
-    listed = providers.list_all(placement)
-    assert listed.keys() == set(created)
-    provider_facts = (
-        providers.read_provider(placement, listed_uuid, listed[listed_uuid].is_alone, traits=True, aggregates=True)
-        for listed_uuid in listed
-    )
-    present = [facts for facts in provider_facts if facts is not None]
-    sharing = [provider for provider in present if SHARING_TRAIT in provider.traits]
+    read = (providers.read_provider(placement, each, traits=True, aggregates=True) for each in created)
+    present = [publish_and_parse(provider) for provider in read if provider is not None]
     case_counts: Counter[str] = Counter()
     while case_counts['requests'] < count:
         query = make_query(rng, present)
@@ -362,19 +345,20 @@ def run_random_cluster(placement: InProcessPlacement, rng: random.Random, count:
         except PlacementRefusal:
             continue  # the query contradicts itself
         case_counts['requests'] += 1
-        case_counts += compare_explanation(placement, query, present, sharing, named)
-        case_counts += compare_bulk_facts(placement, query, present, sharing)
-    check_single_constraints(placement, make_query(rng, present), present, sharing)
+        case_counts += compare_explanation(placement, query, present, named)
+    check_single_constraints(placement, make_query(rng, present), present)
     remove_providers(placement)
     return case_counts
 
 
+def publish_and_parse(provider: Provider) -> Provider:
+    """Return what others know of a provider whose compute publishes it."""
+    used = {name: inventory.used for name, inventory in provider.inventories.items()}
+    return parse_facts(make_facts(provider, used, ()).encode()).make_provider(provider.uuid)
+
+
 def compare_explanation(
-    placement: InProcessPlacement,
-    query: str,
-    providers: list[Provider],
-    sharing: list[Provider],
-    named: list[Allocations],
+    placement: InProcessPlacement, query: str, providers: list[Provider], named: list[Allocations]
 ) -> Counter[str]:
     """Compare the explanation of a request with placement's answer."""
     constraints = parse_query(exclude_disabled(query))
@@ -382,7 +366,7 @@ def compare_explanation(
     misses = []
     case_counts: Counter[str] = Counter()
     for candidate in providers:
-        if explain_uncovered(constraints, candidate, sharing) is not None:
+        if explain_uncovered(constraints, candidate) is not None:
             case_counts['beyond'] += 1
             continue
         misses.append(find_miss(constraints, candidate))
@@ -418,47 +402,13 @@ def compare_explanation(
     return case_counts
 
 
-def compare_bulk_facts(
-    placement: InProcessPlacement, query: str, providers: list[Provider], sharing: list[Provider]
-) -> Counter[str]:
-    """Check that a few bulk calls yield the same facts as one query for each provider."""
-    constraints, before = parse_query(exclude_disabled(query)), len(placement.calls)
-    exact = {candidate.uuid: candidate for candidate in providers}
-    try:
-        facts = ProviderFacts(placement, constraints)
-        bulk = facts.find(exact, dict.fromkeys(exact, PresenceFacts()), {})
-    except UnsupportedQueryError:
-        return Counter({'too much': 1})
-    assert len(placement.calls) - before <= MAX_CALLS, placement.calls[before:]
-    for bulk_provider in bulk.values():
-        own = exact[bulk_provider.uuid]
-        assert {name: (room.capacity, room.used) for name, room in bulk_provider.inventories.items()} == {
-            name: (room.capacity, room.used) for name, room in own.inventories.items()
-        }
-        assert set(bulk_provider.traits) == set(own.traits)
-        assert (explain_uncovered(constraints, bulk_provider, facts.sharing) is None) == (
-            explain_uncovered(constraints, own, sharing) is None
-        )
-        if explain_uncovered(constraints, own, sharing) is None:
-            bulk_miss, exact_miss = find_miss(constraints, bulk_provider), find_miss(constraints, own)
-            assert bulk_miss.is_candidate == exact_miss.is_candidate
-            # The bulk facts may miss an amount's limit if the compute lacks something else, too.
-            missed, lacking = (
-                {failure.constraint for failure in provider_miss.failures} for provider_miss in (bulk_miss, exact_miss)
-            )
-            assert missed <= lacking
-    return Counter({'found': len(bulk), 'not found': len(exact) - len(bulk), 'plain': 1})
-
-
-def check_single_constraints(
-    placement: InProcessPlacement, query: str, present: list[Provider], sharing: list[Provider]
-) -> None:
+def check_single_constraints(placement: InProcessPlacement, query: str, present: list[Provider]) -> None:
     """Check that placement, queried for one constraint, names the providers that satisfy it."""
     constraints = parse_query(exclude_disabled(query))
     for constraint in constraints:
         holding = providers.find_satisfying(placement, constraint)
         for provider in present:
-            if explain_uncovered(constraints, provider, sharing) is None:
+            if explain_uncovered(constraints, provider) is None:
                 failing = {failure.constraint for failure in find_miss(constraints, provider).failures}
                 assert (constraint not in failing) == (provider.uuid in holding), (constraint, provider)
 
@@ -474,15 +424,11 @@ def free_amounts(provider: Provider, cures: tuple[Cure, ...]) -> Provider:
 
 
 def make_cluster(placement: InProcessPlacement, rng: random.Random) -> list[str]:
-    """Make two to six providers, sometimes with a nested and a sharing one."""
+    """Make two to six providers."""
     created: list[str] = []
-    nested, shares = rng.random() < 0.2, rng.random() < 0.3
-    for number in range(rng.randint(2, 6)):
+    for _ in range(rng.randint(2, 6)):
         provider = str(uuid.UUID(int=rng.getrandbits(128), version=4))
-        # Placement answers HTTP 500 for a sharing provider with a parent.
-        parent = created[0] if nested and number in (2, 3) else None
-        body = {'uuid': provider, 'name': provider, 'parent_provider_uuid': parent}
-        placement.write('POST', '/resource_providers', body)
+        placement.write('POST', '/resource_providers', {'uuid': provider, 'name': provider})
         created.append(provider)
         path = f'/resource_providers/{provider}'
         inventories = {
@@ -511,8 +457,6 @@ def make_cluster(placement: InProcessPlacement, rng: random.Random) -> list[str]
             )
         put_with_generation(placement, f'{path}/inventories', inventories=inventories)
         traits = [name for name in TRAITS if rng.random() < 0.5]
-        if shares and number == 1:
-            traits.append(SHARING_TRAIT)
         put_with_generation(placement, f'{path}/traits', traits=traits)
         put_with_generation(
             placement, f'{path}/aggregates', aggregates=[name for name in AGGREGATES[:-1] if rng.random() < 0.4]

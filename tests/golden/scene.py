@@ -66,7 +66,8 @@ class Scene:
         self.entries: dict[str, Entry] = {}
         self.questions = 0
         for number, (key, value) in enumerate(read_entries().items()):
-            lease = ALIVE_LEASE if key.startswith(('/computes/', '/requests/')) or key.endswith('/taker') else 0
+            is_alive = key.startswith(('/computes/', '/facts/', '/requests/')) or key.endswith('/taker')
+            lease = ALIVE_LEASE if is_alive else 0
             self.entries[key] = Entry(key, value.encode(), number + 1, lease, created=number + 1)
 
     def commit(self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete]) -> int | None:

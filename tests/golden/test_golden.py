@@ -23,6 +23,7 @@ from ecomp.cli.command import Context
 from ecomp.errors import Unreachable
 from ecomp.model import cluster, flavor, group, guest, keys, order, planes, queue, quota, record
 from ecomp.model.audit import CODES
+from ecomp.model.facts import parse_facts
 from ecomp.model.level import COMPUTE_WARNINGS, SCHEDULE_WARNINGS
 from ecomp.model.order import NameOwner
 from ecomp.model.queue import QueueTaker
@@ -260,6 +261,7 @@ REWRITERS: dict[str, Callable[[str, bytes], str]] = {
     keys.QUEUES: rewrite_queued,
     keys.TAKER: lambda _, value: encode(QueueTaker(decode_lenient(QueueTaker, value).compute or '')),
     keys.INSTANCES: lambda key, value: encode(record.from_json(value, keys.get_last_part(key))),
+    keys.FACTS: lambda _, value: encode(parse_facts(value)),
     keys.NAMES: lambda _, value: encode(NameOwner(decode(NameOwner, value).instance)),
     keys.GROUPS: lambda key, value: encode(decode(group.Group, value, name=keys.get_last_part(key))),
     keys.QUOTAS: lambda key, value: encode(decode(quota.Quota, value, project=keys.get_last_part(key))),

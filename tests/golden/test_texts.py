@@ -51,6 +51,7 @@ from ecomp.model import (
     usage,
 )
 from ecomp.model.allocation import Inventory, describe_difference
+from ecomp.model.facts import parse_facts
 from ecomp.model.stored import decode
 from ecomp.virt import xml
 from tests.kit.transcript import compare_with_file
@@ -229,7 +230,7 @@ READERS: dict[str, dict[str, Callable[..., object]]] = {
         'text in YAML': lambda value: format_document([value], 'yaml'),
         'clause before the fix': put_before_fix,
         'version of etcd': cluster.describe_vulnerabilities,
-        'hint of room': host.parse_room_hint,
+        'room that a compute publishes': lambda room: parse_facts(json.dumps({'room': room}).encode()),
         'ages of two leases': lambda *ages: host.find_last_seen(ages, NOW),
         'ticks of an axis': lambda highest, unit: [
             dashboard.format_value(tick, unit) for tick in dashboard.choose_ticks(highest, unit)

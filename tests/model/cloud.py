@@ -147,10 +147,10 @@ class Cloud:
     def add_hosts(self, *uuids: str, room: int = 4) -> list[Compute]:
         return [self.add_host(compute, room) for compute in uuids]
 
-    def publish_hints(self, compute: str, room: object) -> None:
-        """Publish the room of a compute in its presence, whether it is correct or not."""
+    def publish_facts(self, compute: str, room: object) -> None:
+        """Publish the room of a compute, whether it is correct or not."""
         presence = self.computes[compute].presence
-        presence.add_fields(room=room)
+        presence.publish(keys.facts(compute), json.dumps({'version': 1, 'room': room}))
         presence.ensure_published()
 
     def claim(self, instance: str, compute: str) -> None:

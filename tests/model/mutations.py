@@ -92,7 +92,7 @@ HOST = {
         'addresses_unavailable',
     ),
     'a copy of a compute is the same compute': make_bug(
-        'ecomp.store.presence:Presence._read_entry', never('_revision', '_base_value'), 'copied_host'
+        'ecomp.store.presence:Presence._read_entry', never('_revision', '_value'), 'copied_host'
     ),
     'a full etcd takes no deletes of a compute without a lease': make_bug(
         'ecomp.store.presence:Presence._publish', never('_revision'), 'etcd_full'
@@ -100,8 +100,8 @@ HOST = {
     'a compute does not keep its presence': make_bug(
         'ecomp.store.presence:Presence._publish', drop_argument('Put', 'lease'), 'one_name'
     ),
-    'a compute that reports its room is fenced by what it reported before': make_bug(
-        'ecomp.store.presence:Presence._update_value', never('written'), 'sample_while_hints_are_published'
+    'facts of a lost presence are not written again': make_bug(
+        'ecomp.store.presence:Presence._publish', drop_statement('_written'), 'sample_while_facts_are_published'
     ),
 }
 

@@ -247,39 +247,39 @@ SCENARIOS = [
 ]
 
 
-# Creates in a large cluster that query sampled computes first, by wrong hints.
+# Creates in a large cluster that query sampled computes first, by wrong facts.
 
 
-EMPTY_HINT = {'VCPU': [4, 100], 'MEMORY_MB': [9, 100], 'DISK_GB': [9, 100]}
-HALF_HINT = {'VCPU': [4, 50], 'MEMORY_MB': [9, 50], 'DISK_GB': [9, 50]}
-FULL_HINT = {'VCPU': [4, 0], 'MEMORY_MB': [9, 0], 'DISK_GB': [9, 0]}
+EMPTY = {'VCPU': [4, 0], 'MEMORY_MB': [9, 0], 'DISK_GB': [9, 0]}
+HALF = {'VCPU': [4, 2], 'MEMORY_MB': [9, 4], 'DISK_GB': [9, 4]}
+FULL = {'VCPU': [4, 4], 'MEMORY_MB': [9, 9], 'DISK_GB': [9, 9]}
 
 
 def sample_against_all(cloud: Cloud) -> Check:
     """Two creates compete for the last place; only one of them samples computes."""
     cloud.add_host(A, room=1)
-    cloud.publish_hints(A, EMPTY_HINT)
+    cloud.publish_facts(A, EMPTY)
     cloud.has_ample_room = False
     commands = cloud.add_create('eschedule 1', U, seed=1, large=0), cloud.add_create('eschedule 2', V, seed=2)
     return lambda: check_last_place(cloud, *commands)
 
 
-def sample_by_stale_hints(cloud: Cloud) -> Check:
-    """One hint shows a full compute as empty, the other the reverse: the room is found."""
+def sample_by_stale_facts(cloud: Cloud) -> Check:
+    """One compute publishes that it is empty and is full, the other the reverse: the room is found."""
     cloud.add_hosts(A, B, room=1)
     cloud.deliver(V, A)
-    cloud.publish_hints(A, EMPTY_HINT)
-    cloud.publish_hints(B, FULL_HINT)
+    cloud.publish_facts(A, EMPTY)
+    cloud.publish_facts(B, FULL)
     command = cloud.add_create('eschedule', U, large=0)
     return lambda: _check_placement(cloud, command.outcome, B)
 
 
-def sample_by_malformed_hints(cloud: Cloud) -> None:
-    """One of three computes has a malformed hint, one has no hint, and one is half full."""
+def sample_by_malformed_facts(cloud: Cloud) -> None:
+    """One of three computes has malformed facts, one has none, and one is half full."""
     cloud.add_hosts(A, B)
     cloud.add_host(C)
-    cloud.publish_hints(A, {'VCPU': 'much'})
-    cloud.publish_hints(B, HALF_HINT)
+    cloud.publish_facts(A, {'VCPU': 'much'})
+    cloud.publish_facts(B, HALF)
     cloud.add_create('eschedule', U, large=0)
 
 
@@ -288,16 +288,16 @@ def sample_and_dead_compute(cloud: Cloud) -> None:
     cloud.may_freeze_computes = True
     for compute in (A, B):
         host = cloud.add_host(compute)
-        cloud.publish_hints(compute, EMPTY_HINT)
+        cloud.publish_facts(compute, EMPTY)
         cloud.add_compute_actor(compute, '', host.repeat(2, host.plan))
     cloud.add_create('eschedule', U, large=0)
 
 
 def sample_and_disable(cloud: Cloud) -> Check:
-    """The compute with the best hint is disabled: a later query about it places nothing there."""
+    """The compute with the most room is disabled: a later query about it places nothing there."""
     cloud.add_hosts(A, B)
-    cloud.publish_hints(A, EMPTY_HINT)
-    cloud.publish_hints(B, HALF_HINT)
+    cloud.publish_facts(A, EMPTY)
+    cloud.publish_facts(B, HALF)
     placement: Placement = cloud.placement
     disable(placement, A, 'A')
     command = cloud.add_create('eschedule', U, large=0)
@@ -308,15 +308,15 @@ def sample_beside_a_set(cloud: Cloud) -> None:
     """A create that samples computes and a set compete for two places; the quota is two."""
     for compute in (A, B):
         cloud.add_host(compute, room=1)
-        cloud.publish_hints(compute, EMPTY_HINT)
+        cloud.publish_facts(compute, EMPTY)
     cloud.set_instance_limit(2)
     cloud.has_ample_room = False
     cloud.add_create('the set', S, seed=1, count=2, minimum=1)
     cloud.add_create('the single one', U, seed=2, large=0)
 
 
-def sample_while_hints_are_published(cloud: Cloud) -> Check:
-    """A compute publishes hints while it builds and etcd's answers may be lost.
+def sample_while_facts_are_published(cloud: Cloud) -> Check:
+    """A compute publishes facts while it builds and etcd's answers may be lost.
 
     Its fence stays valid.
     """
@@ -330,13 +330,13 @@ def sample_while_hints_are_published(cloud: Cloud) -> Check:
             problems.add('its fence is not as it put it')
 
     def publish(room: object) -> None:
-        cloud.publish_hints(A, room)
+        cloud.publish_facts(A, room)
         check_fence()  # immediately, because the next publication may repair it
 
-    publish(EMPTY_HINT)
+    publish(EMPTY)
     cloud.add_create('eschedule', U, large=0)
     cloud.add_compute_actor(A, '', host.repeat(2, host.plan))
-    cloud.add_compute_actor(A, 'saying what is left', lambda: publish(HALF_HINT))
+    cloud.add_compute_actor(A, 'saying what is left', lambda: publish(HALF))
 
     def check() -> list[str]:
         check_fence()
@@ -356,11 +356,11 @@ SCENARIOS += [
     *make_scenarios(
         SINGLE_FAULT,
         sample_against_all,
-        sample_by_stale_hints,
-        sample_by_malformed_hints,
+        sample_by_stale_facts,
+        sample_by_malformed_facts,
         sample_and_disable,
         sample_beside_a_set,
     ),
     *make_scenarios(Bounds(2, 2, kills=1, expiries=1), sample_and_dead_compute),
-    *make_scenarios(Bounds(2, 1, answers=1), sample_while_hints_are_published),
+    *make_scenarios(Bounds(2, 1, answers=1), sample_while_facts_are_published),
 ]

@@ -103,7 +103,7 @@ CALLS_AND_ANSWERS: dict[str, tuple[Callable[[Placement], object], Any]] = {
         {'allocations': ALLOCATIONS},
     ),
     'inventory': (
-        lambda client: providers.has_inventory(client, COMPUTE, {'VCPU': {'total': 4.0}}),
+        lambda client: providers.read_inventory(client, COMPUTE, {}),
         {'inventories': {'VCPU': VALID_INVENTORY}},
     ),
     'set inventory': (lambda client: providers.set_inventory(client, COMPUTE, {}), {'generation': 1}),

@@ -28,7 +28,7 @@ from ecomp.placement.client import Placement
 from ecomp.store.client import Store
 from tests.kit.certificates import Authority
 from tests.kit.listening import ThreadedServer
-from tests.kit.servers import free_port, make_environment
+from tests.kit.servers import free_port, make_environment, wait_until
 
 STRANGER = 54321
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason='only root can give a file to somebody else')
@@ -284,7 +284,8 @@ def receive_first_bytes(**settings: Path) -> bytes:
     ):  # type: ignore[arg-type]
         with pytest.raises(Unreachable):
             store.get('/x')
-        return server.received[0]
+        # The client may give up before the server's thread has run.
+        return wait_until(lambda: server.received, 10, 'the server has received something')[0]
 
 
 def test_client_certificate_without_authority_enables_tls(tmp_path: Path) -> None:

@@ -16,9 +16,10 @@ from docs.shapes import SHAPES
 from ecomp.cli.operators import make_host_listing
 from ecomp.cli.sharing import make_image_listing
 from ecomp.model import keys
-from ecomp.model.allocation import Room
+from ecomp.model.allocation import Inventory, Room
+from ecomp.model.explain import Provider
+from ecomp.model.facts import MAX_CACHED_IMAGES, NO_FACTS, Facts, make_facts, parse_facts
 from ecomp.model.host import (
-    MAX_CACHED_IMAGES,
     NO_COMPUTES,
     Computes,
     EntriesByCompute,
@@ -308,17 +309,37 @@ def test_host_name_may_have_two_life_leases() -> None:
     assert decode_lenient(StoredHostname, b'rubbish').leases == ()
 
 
-def test_images_of_a_presence_say_what_is_cached() -> None:
-    def parse(images: object) -> PresenceFacts:
-        return decode_lenient(PresenceFacts, json.dumps({'images': images}).encode())
+def test_facts_say_which_images_are_cached() -> None:
+    def parse(images: object) -> Facts:
+        return parse_facts(json.dumps({'room': {}, 'images': images}).encode())
 
-    cached = parse(['0123456789ab', 7])
-    assert [cached.has_image(each) for each in ('0123456789ab', 'ffffffffffff')] == [True, False]
+    assert [parse(['0123456789ab']).has_image(each) for each in ('0123456789ab', 'ffffffffffff')] == [True, False]
     assert parse([]).has_image('0123456789ab') is False
-    for unknown in (None, '0123456789ab', {}, ['0123456789ab'] * (MAX_CACHED_IMAGES + 1)):
-        assert parse(unknown).has_image('0123456789ab') is None, unknown
+    assert parse({}).has_image('0123456789ab') is NO_FACTS.has_image('0123456789ab') is None
     full = parse([f'{number:012x}' for number in range(MAX_CACHED_IMAGES)])
     assert [full.has_image(each) for each in ('000000000001', 'ffffffffffff')] == [True, None]
+
+
+def test_facts_are_published_as_they_are_parsed() -> None:
+    inventories = {
+        'VCPU': Inventory(4, reserved=1, allocation_ratio=2.0, max_unit=2),
+        'MEMORY_MB': Inventory(8000),
+        'DISK_GB': Inventory(3, reserved=3),
+    }
+    value = make_facts(Provider(HV1, inventories, {'B', 'A'}, {HV2}), {'VCPU': 9}, ['0123456789ab']).encode()
+    facts = parse_facts(value)
+    assert facts == Facts(
+        {'DISK_GB': (0, 0), 'MEMORY_MB': (8000, 0), 'VCPU': (6, 9)},
+        {'VCPU': (1, 2, 1)},
+        ('A', 'B'),
+        (HV2,),
+        ('0123456789ab',),
+    )
+    provider = facts.make_provider(HV1, [{'VCPU': 1}])
+    assert provider.inventories['VCPU'] == Inventory(6, max_unit=2, used=10)
+    assert provider.inventories['DISK_GB'].is_fully_reserved
+    assert facts.rooms['VCPU'] == Room(6, 9)
+    assert len(value) < 400
 
 
 def test_image_is_named_by_its_pin_or_else_its_url() -> None:
@@ -329,18 +350,15 @@ def test_image_is_named_by_its_pin_or_else_its_url() -> None:
 
 def test_image_listing_shows_hosts_that_may_have_the_image() -> None:
     image = 'http://h/a'
-    facts = {
-        HV1: PresenceFacts('hv1', images=(hash_image(image),)),
-        HV2: PresenceFacts('hv2', images=()),
-        HV3: PresenceFacts('hv3'),
-    }
-    listing = make_image_listing({'trixie': image, 'other': 'http://h/b'}, Computes(facts))
+    facts = {HV1: Facts(images=(hash_image(image),)), HV2: Facts()}
+    living = {compute: PresenceFacts(name) for compute, name in ((HV1, 'hv1'), (HV2, 'hv2'), (HV3, 'hv3'))}
+    listing = make_image_listing({'trixie': image, 'other': 'http://h/b'}, Computes(living), facts)
     assert [row.cells for row in listing.rows] == [
         ('trixie', image, 'hv1; unknown: hv3'),
         ('other', 'http://h/b', 'unknown: hv3'),
     ]
     assert [each['cached'] for each in listing.rows[0].value['hosts']] == [True, False, None]
-    alone = make_image_listing({'trixie': image}, Computes({HV2: facts[HV2]}))
+    alone = make_image_listing({'trixie': image}, Computes({HV2: living[HV2]}), facts)
     assert [row.cells for row in alone.rows] == [('trixie', image, None)]
     Draft202012Validator(SHAPES['image list']).validate([row.value for row in listing.rows])
 

@@ -22,8 +22,6 @@ from ecomp.model.choose import PlacementReason
 from ecomp.model.explain import Provider
 from ecomp.model.flavor import Flavor
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group, Membership
-from ecomp.model.host import ClassHint, PresenceFacts, estimate_free_share, make_room_hint, parse_room_hint
-from ecomp.model.host import has_room as fits_there
 from ecomp.model.order import MAX_REQUEST_BYTES, Holdings, InvalidRequest, parse_request
 from ecomp.model.queue import (
     INITIAL_TAKERS,
@@ -51,7 +49,7 @@ from ecomp.model.queue import (
 )
 from ecomp.model.record import QUEUED
 from ecomp.model.status import DISABLED
-from ecomp.model.stored import decode_lenient, encode
+from ecomp.model.stored import encode
 from ecomp.store.client import Entry
 
 # Queued requests, as they are written and read.
@@ -390,14 +388,12 @@ def make_compute_entries(**texts: object) -> dict[str, Entry]:
     return {key: Entry(key, value, 7, 1) for key, value in values.items()}
 
 
-def make_takers(*names: str, **room: object) -> Takers:
-    """Return Takers of these computes, some with hints of their room."""
-    with_hints = {name: {'queues': True, 'room': hint} for name, hint in room.items()}
-    return update_takers(make_compute_entries(**{name: {'queues': True} for name in names}, **with_hints), Takers())
+def make_takers(*names: str) -> Takers:
+    return update_takers(make_compute_entries(**{name: {'queues': True} for name in names}), Takers())
 
 
 def get_first_computes(instance: str, takers: Takers) -> set[str]:
-    return {compute for compute, number in rank_takers(instance, ONE, takers).items() if number < INITIAL_TAKERS}
+    return {compute for compute, number in rank_takers(instance, takers).items() if number < INITIAL_TAKERS}
 
 
 def test_first_computes_differ_per_request() -> None:
@@ -413,20 +409,10 @@ def test_first_computes_differ_per_request() -> None:
 def test_dead_compute_moves_no_other(number: int, dead: int, instance: object) -> None:
     """Processes that see it alive and processes that do not agree on all other computes."""
     living = name_computes(number)
-    before = rank_takers(str(instance), ONE, make_takers(*living))
+    before = rank_takers(str(instance), make_takers(*living))
     dead_compute = living[dead % number]
-    after = rank_takers(str(instance), ONE, make_takers(*(compute for compute in living if compute != dead_compute)))
+    after = rank_takers(str(instance), make_takers(*(compute for compute in living if compute != dead_compute)))
     assert list(after) == [compute for compute in before if compute != dead_compute]
-
-
-def test_computes_without_room_are_last() -> None:
-    full, some = {'VCPU': [4, 10], 'MEMORY_MB': [512, 100]}, {'VCPU': [4, 25], 'MEMORY_MB': [512, 13]}
-    takers = make_takers('unknown', full=full, some=some, none={'VCPU': [4, 100]}, odd='all of it')
-    assert [takers.has_room(name, ONE) for name in ('unknown', 'full', 'some', 'none', 'odd')] == [
-        *(True, False, True, False, True)
-    ]
-    for instance in name_computes(20):
-        assert set(list(rank_takers(instance, ONE, takers))[-2:]) == {'full', 'none'}
 
 
 def test_takers_are_living_computes_that_take_from_queues() -> None:
@@ -436,10 +422,10 @@ def test_takers_are_living_computes_that_take_from_queues() -> None:
     takers = update_takers(entries, Takers())
     assert takers.hashes.keys() == {'a'}
     # One compute is added, one changes its value, one is removed.
-    entries |= make_compute_entries(b={'queues': True}, g={'queues': True, 'room': {'VCPU': [1, 0]}})
+    entries |= make_compute_entries(b={'queues': True}, g={'queues': True})
     del entries['/computes/a']
     takers = update_takers(entries, takers)
-    assert (takers.hashes.keys(), dict(takers.hints)) == ({'b', 'g'}, {'g': {'VCPU': ClassHint(1, 0)}})
+    assert takers.hashes.keys() == {'b', 'g'}
     assert takers == update_takers(entries, Takers())
 
 
@@ -464,73 +450,6 @@ def test_circles_grow_until_all_computes_are_included() -> None:
     allowed = [count_allowed_takers(seconds, 100) for seconds in (0.0, WIDEN_SECONDS, 2 * WIDEN_SECONDS, 3600.0)]
     assert allowed == [INITIAL_TAKERS, 2 * INITIAL_TAKERS, 4 * INITIAL_TAKERS, 100]
     assert count_allowed_takers(0.0, 0) == 1
-
-
-def test_computes_without_a_hint_count_as_having_room() -> None:
-    takers = make_takers(
-        'a', 'b', c={'VCPU': [4, 25], 'MEMORY_MB': [512, 13]}, d={'VCPU': [4, 0], 'MEMORY_MB': [512, 100]}
-    )
-    for _ in range(2):
-        assert takers.count_with_room(ONE) == 3
-        assert takers.count_with_room({**ONE, 'VCPU': 2}) == 2
-    assert update_takers(make_compute_entries(a={'queues': True}), takers).count_with_room(ONE) == 1, (
-        'of others it is another number'
-    )
-
-
-# A compute's hint of its free room, and its use.
-
-
-INVENTORY = {
-    'VCPU': {'total': 4, 'reserved': 1, 'allocation_ratio': 2.0},
-    'MEMORY_MB': {'total': 8000, 'reserved': 0},
-    'DISK_GB': {'total': 3, 'reserved': 3},
-}
-
-
-def test_room_hint_is_capacity_less_allocations() -> None:
-    assert make_room_hint(INVENTORY, []) == {'DISK_GB': [0, 0], 'MEMORY_MB': [8000, 100], 'VCPU': [6, 100]}
-    allocated = [{'VCPU': 1, 'MEMORY_MB': 1}, {'VCPU': 2, 'MEMORY_MB': 7998}]
-    assert make_room_hint(INVENTORY, allocated) == {'DISK_GB': [0, 0], 'MEMORY_MB': [8000, 1], 'VCPU': [6, 50]}
-    assert make_room_hint(INVENTORY, [{'VCPU': 9, 'VGPU': 1}])['VCPU'] == [6, -50]
-
-
-@pytest.mark.parametrize(('name', 'capacity'), [('DISK_GB', 0), ('MEMORY_MB', 8000)])
-def test_any_overcommitment_is_a_negative_hint(name: str, capacity: int) -> None:
-    for more in (1, 11, 10**12):
-        hint = parse_room_hint(make_room_hint(INVENTORY, [{name: capacity + more}]))
-        assert hint is not None
-        assert hint[name].free_percent < 0
-        assert not fits_there(hint, {name: 1})
-
-
-@pytest.mark.parametrize('used', range(7))
-def test_free_room_is_never_hinted_as_used(used: int) -> None:
-    hint = parse_room_hint(make_room_hint(INVENTORY, [{'VCPU': used}]))
-    assert hint is not None
-    for vcpus in range(1, 7):
-        assert fits_there(hint, {'VCPU': vcpus}) == (used + vcpus <= 6)
-    for amount in range(1, 8000, 7):
-        hint = parse_room_hint(make_room_hint(INVENTORY, [{'MEMORY_MB': 8000 - amount}]))
-        assert hint is not None
-        assert fits_there(hint, {'MEMORY_MB': amount})
-        assert not fits_there(hint, {'MEMORY_MB': amount + 80})
-
-
-def test_share_left_is_that_of_the_scarcest_class() -> None:
-    hint = {'VCPU': ClassHint(4, 50), 'MEMORY_MB': ClassHint(1000, 80), 'DISK_GB': ClassHint(0, 0)}
-    assert estimate_free_share(hint, {'VCPU': 1, 'MEMORY_MB': 100, 'DISK_GB': 1}) == 0.25
-    assert estimate_free_share(hint, {'MEMORY_MB': 100}) == 0.7
-    assert estimate_free_share(hint, {'VCPU': 3}) == 0
-    assert not fits_there(hint, {'VGPU': 1})
-    assert not fits_there({'VCPU': ClassHint(4, -25)}, {'VCPU': 1})
-
-
-def test_presence_value_holds_the_hint() -> None:
-    living = decode_lenient(
-        PresenceFacts, json.dumps({'hostname': 'hv1', 'room': make_room_hint(INVENTORY, [])}).encode()
-    )
-    assert living.room == {'VCPU': ClassHint(6, 100), 'MEMORY_MB': ClassHint(8000, 100), 'DISK_GB': ClassHint(0, 0)}
 
 
 # Offers: which computes are woken for a queued request, and when each may take it.

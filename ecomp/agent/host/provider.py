@@ -22,6 +22,7 @@ from ecomp.files import write_durably
 from ecomp.model import allocation as model
 from ecomp.model import status
 from ecomp.model.allocation import GIB, MIB, REQUIRED_CLASSES, calculate_capacity
+from ecomp.model.explain import Provider
 from ecomp.model.json_object import load_object
 from ecomp.model.query import QueryNames
 from ecomp.placement import providers
@@ -182,8 +183,8 @@ class Registration:
         self._last_good_check = LastGoodCheck()
         # The generation at which register() made the provider, with no claims on it; None: it existed before.
         self.created_generation: int | None = None
-        # Whether the provider had the trait of a disabled compute when its traits were last read.
-        self.is_disabled = False
+        # The provider as it was last read, without its usage.
+        self.provider: Provider | None = None
 
     def register(self, is_closing: Callable[[], bool] = lambda: False) -> None:
         """Make and correct the provider, and enable it unless an operator disabled it.
@@ -192,8 +193,8 @@ class Registration:
         so a right inventory means that an earlier run was complete. Raises EcompError if provider.json cannot be
         written, UsageError if placement does not know a configured trait.
         """
-        is_right = providers.has_inventory(self.placement, self.compute, self.inventory)
-        is_new = is_right is None and providers.ensure_provider(self.placement, self.compute)
+        is_right = self._read_provider()
+        is_new = self.provider is None and providers.ensure_provider(self.placement, self.compute)
         if is_new:
             log.info('created resource provider %s', self.compute)
         else:
@@ -205,6 +206,7 @@ class Registration:
         ) and self._update_names(is_closing)
         failpoint('described')
         if not is_right:
+            self.provider = None
             before = 0 if is_new and not has_changed_names else None
             generation = providers.set_inventory(self.placement, self.compute, self.inventory, before, is_closing)
             self._last_good_check.record(generation)
@@ -215,7 +217,7 @@ class Registration:
 
         Skipped if `generation` (read before; None: not known) is the last good one, MAX_SKIPPED_CHECKS times at most.
         """
-        if self._last_good_check.use_skip(generation):
+        if self.provider is not None and self._last_good_check.use_skip(generation):
             return
         # is_closing() is called after the check: if close() has changed the provider, it returns True by then.
         if self._compare_provider():
@@ -240,11 +242,16 @@ class Registration:
             if amount > total:
                 log.warning('%s: allocations use %s, but the capacity is %s. Try: eschedule audit', name, amount, total)
 
+    def _read_provider(self) -> bool:
+        """Read the provider; return whether it has the configured inventory."""
+        self.provider = providers.read_provider(self.placement, self.compute, traits=True, aggregates=True, used={})
+        return self.provider is not None and providers.is_as_expected(self.provider.inventories, self.inventory)
+
     def _compare_provider(self) -> bool:
-        """Read the provider; return whether it is as configured. Update `is_disabled`, unless the inventory differs."""
-        if not providers.has_inventory(self.placement, self.compute, self.inventory):
+        """Read the provider; return whether it is as configured."""
+        if not self._read_provider() or self.provider is None:
             return False
-        current = {kind: providers.read_names(self.placement, self.compute, kind) for kind in self._list_kinds()}
+        current = {TRAITS: frozenset(self.provider.traits), AGGREGATES: frozenset(self.provider.aggregates)}
         return all(names == self._derive_names(kind, names) for kind, names in current.items())
 
     def _list_kinds(self) -> list[str]:
@@ -256,9 +263,7 @@ class Registration:
         ]
 
     def _derive_names(self, kind: str, current: Names) -> Names:
-        """Return what the `current` names should become; of TRAITS also note `is_disabled`."""
-        if kind == TRAITS:
-            self.is_disabled = status.DISABLED in current
+        """Return what the `current` names should become."""
         names = status.merge_names(current, self._configured_names[kind], self._own_names[kind])
         return status.apply_start(names) if kind == TRAITS else names
 

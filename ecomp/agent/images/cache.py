@@ -34,8 +34,8 @@ from ecomp.errors import BuildFailed
 from ecomp.failpoints import failpoint
 from ecomp.files import read_boot_id, sync_directory, try_lock, write_durably
 from ecomp.model.allocation import GIB, MIB
+from ecomp.model.facts import MAX_CACHED_IMAGES
 from ecomp.model.guest import BaseImage
-from ecomp.model.host import MAX_CACHED_IMAGES
 from ecomp.model.image import IMAGE_HASH_DIGITS, check_image, hash_image, hash_url, split_pin
 from ecomp.model.json_object import load_object
 from ecomp.virt.image import read_backing_chain, read_base_volume

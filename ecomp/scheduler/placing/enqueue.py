@@ -73,7 +73,7 @@ def read_queue_position(
             return QueuePosition(flavor, before, taker, {}, claimed_on=claimed_on)
         lacks = dict[str, str]()
         if takers := known_computes.takers:
-            lacks = find_shortfalls(placement, query or '', known_computes, takers, group)
+            lacks = find_shortfalls(store, query or '', known_computes, takers, group)
     except (EcompError, UnsupportedQueryError) as error:
         return QueuePosition(flavor, before, taker, {}, str(error))
     return QueuePosition(flavor, before, taker, lacks)

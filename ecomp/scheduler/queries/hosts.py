@@ -14,6 +14,7 @@ from ecomp.errors import Conflict, EcompError, NotFound, StillGoing, UsageError,
 from ecomp.metrics import Samples
 from ecomp.model import keys, status
 from ecomp.model.allocation import GIB, MIB
+from ecomp.model.facts import Facts, parse_facts
 from ecomp.model.host import (
     CLOSED,
     ORPHANED,
@@ -201,6 +202,26 @@ def read_computes(store: Store) -> Computes:
     # Names first: a compute that is forgotten in between then leaves a name too many, and no name is missing.
     names = store.snapshot(keys.HOSTNAMES).entries
     return parse_computes(store.snapshot(keys.COMPUTES).entries, names)
+
+
+class ReportedFacts(NamedTuple):
+    """What living computes publish, and the lease of each, which is the presence's."""
+
+    facts: Mapping[str, Facts]
+    leases: Mapping[str, int]
+
+    def read_age_seconds(self, store: Store, compute: str) -> int | None:
+        """Read how old the compute's facts may be: the age of the last renewal; None if etcd does not know it."""
+        return store.read_lease_age(self.leases[compute])
+
+
+def read_facts(store: Store) -> ReportedFacts:
+    """Read what each living compute publishes about itself."""
+    entries = {
+        keys.get_last_part(key): entry for key, entry in store.snapshot(keys.FACTS).entries.items() if entry.lease
+    }
+    leases = {compute: entry.lease for compute, entry in entries.items()}
+    return ReportedFacts({compute: parse_facts(entry.value) for compute, entry in entries.items()}, leases)
 
 
 def find_claims_on_silent(store: Store, known_computes: Computes, instances: Collection[str]) -> dict[str, str]:

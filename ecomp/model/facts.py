@@ -1,0 +1,92 @@
+"""What a compute publishes of itself: its room, limits, traits, aggregates and cached images. Pure.
+
+The room is the capacity of its provider, and what its own requests use. Placement may know of more, such as a claim
+that is not delivered yet: facts explain, and only placement decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
+
+from ecomp.model.allocation import MAX_AMOUNT, MAX_SUM, Inventory, Resources, Room, is_class
+from ecomp.model.explain import Provider
+from ecomp.model.parsers import NONEMPTY, check, dict_of, list_of, number
+from ecomp.model.stored import decode, encode, sparse, stored
+
+MAX_FACTS_BYTES = 8192
+# Facts name no more images: others may be cached, too.
+MAX_CACHED_IMAGES = 100
+
+_CLASS = check('a resource class', is_class)
+_NAMES = sparse(list_of(NONEMPTY))
+
+
+@stored(
+    *(1, 'facts', (',', ':')),
+    room=dict_of(list_of(number(0, MAX_SUM), lengths=(2,)), _CLASS),
+    limits=sparse(dict_of(list_of(number(1, MAX_AMOUNT), lengths=(3,)), _CLASS)),
+    traits=_NAMES,
+    aggregates=_NAMES,
+    images=_NAMES,
+)
+class Facts(NamedTuple):
+    """{class: (capacity, used)} and {class: (min_unit, max_unit, step_size)}, where these are not the usual ones.
+
+    `problem` says why nothing is known, '' if something is.
+    """
+
+    room: Mapping[str, tuple[int, int]] = {}
+    limits: Mapping[str, tuple[int, int, int]] = {}
+    traits: tuple[str, ...] = ()
+    aggregates: tuple[str, ...] = ()
+    images: tuple[str, ...] = ()
+    problem: str = ''
+
+    @property
+    def rooms(self) -> dict[str, Room]:
+        return {name: Room(capacity, used, not capacity) for name, (capacity, used) in self.room.items()}
+
+    def has_image(self, image_hash: str) -> bool | None:
+        """Return whether the compute has this image in its cache; None if that is unknown."""
+        if image_hash in self.images:
+            return True
+        return None if self.problem or len(self.images) >= MAX_CACHED_IMAGES else False
+
+    def make_provider(self, compute: str, taken: Iterable[Resources] = ()) -> Provider:
+        """Return the provider, with the amounts of others of the same set added to its usage."""
+        limits = {name: dict(zip(_LIMITS, each, strict=True)) for name, each in self.limits.items()}
+        inventories = {
+            name: Inventory(capacity, used=used, **limits.get(name, {})) for name, (capacity, used) in self.room.items()
+        }
+        return Provider(compute, inventories, self.traits, self.aggregates).with_usage(list(taken))
+
+
+_LIMITS = ('min_unit', 'max_unit', 'step_size')
+NO_FACTS = Facts(problem='what it has is unknown: its ecompute has just started, or cannot publish it')
+
+
+def make_facts(provider: Provider, used: Resources, images: Collection[str]) -> str:
+    """Return the value to publish for a provider, whose own usage does not count."""
+    usual = tuple(Inventory(0)[Inventory._fields.index(name)] for name in _LIMITS)
+    limits = {
+        name: tuple(getattr(each, part) for part in _LIMITS) for name, each in sorted(provider.inventories.items())
+    }
+    facts = Facts(
+        {name: (max(each.capacity, 0), used.get(name, 0)) for name, each in sorted(provider.inventories.items())},
+        {name: each for name, each in limits.items() if each != usual},
+        tuple(sorted(provider.traits)),
+        tuple(sorted(provider.aggregates)),
+        tuple(sorted(images)),
+    )
+    return encode(facts)
+
+
+def parse_facts(value: bytes) -> Facts:
+    """Parse a published value; a malformed or longer one has only a `problem`."""
+    if len(value) > MAX_FACTS_BYTES:
+        return Facts(problem=f'what it has is unknown: it publishes more than {MAX_FACTS_BYTES} bytes')
+    try:
+        return decode(Facts, value)
+    except ValueError as error:
+        return Facts(problem=f'what it has is unknown: it publishes malformed facts: {error}')
