@@ -16,7 +16,8 @@ from ecomp.agent.instance.records import Superseded
 from ecomp.agent.jobs import Deferrals, FailureLog
 from ecomp.errors import EcompError, Unreachable, Unreadable
 from ecomp.model import keys
-from ecomp.model.allocation import Resources, sum_resources
+from ecomp.model.allocation import Resources
+from ecomp.model.facts import sum_held
 from ecomp.model.guest import Address, Guest
 from ecomp.model.order import InvalidRequest, Request, get_holdings, parse_request
 from ecomp.model.record import ACTIVE, BUILDING, STOPPED, Record
@@ -350,10 +351,8 @@ class Planner:
                     name, f'this compute already has {MAX_REQUESTS} instances, the maximum', get_holdings(parsed)
                 )
             self._parsed_requests[name] = entry.revision, parsed
-        parsed_requests = [parsed for _, parsed in self._parsed_requests.values() if isinstance(parsed, Request)]
-        self.held_resources = sum_resources(
-            request.allocations.get(self._instances.compute, request.former_resources) for request in parsed_requests
-        )
+        parsed_requests = (parsed for _, parsed in self._parsed_requests.values())
+        self.held_resources = sum_held(self._instances.compute, parsed_requests)
         for name in before.keys() - self._parsed_requests.keys():
             self._refused_revisions.pop(name, None)
             for activity in (READING_RECORD % name, READING_ADDRESSES % name):

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from ecomp.model.allocation import MAX_AMOUNT, MAX_SUM, Inventory, Resources, Room, is_class
+from ecomp.model.allocation import MAX_AMOUNT, MAX_SUM, Inventory, Resources, Room, is_class, sum_resources
 from ecomp.model.explain import Provider
+from ecomp.model.order import InvalidRequest, Request
 from ecomp.model.parsers import NONEMPTY, check, dict_of, list_of, number
 from ecomp.model.stored import decode, encode, sparse, stored
 
@@ -64,6 +65,12 @@ class Facts(NamedTuple):
 
 _LIMITS = ('min_unit', 'max_unit', 'step_size')
 NO_FACTS = Facts(problem='what it has is unknown: its ecompute has just started, or cannot publish it')
+
+
+def sum_held(compute: str, requests: Iterable[Request | InvalidRequest]) -> dict[str, int]:
+    """Return what the requests of a compute hold there; a destroyed instance holds its resources until it is gone."""
+    valid = (each for each in requests if isinstance(each, Request))
+    return sum_resources(each.allocations.get(compute, each.former_resources) for each in valid)
 
 
 def make_facts(provider: Provider, used: Resources, images: Collection[str]) -> str:

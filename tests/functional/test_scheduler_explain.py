@@ -21,6 +21,7 @@ from ecomp.model.explain import Cure, Provider, apply_cures, explain_uncovered, 
 from ecomp.model.facts import make_facts, parse_facts
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group
 from ecomp.model.host import StoredHostname
+from ecomp.model.order import Request
 from ecomp.model.query import Amount, exclude_disabled, format_query, parse_query
 from ecomp.model.status import SHARING_TRAIT
 from ecomp.model.stored import encode
@@ -266,10 +267,19 @@ def test_room_that_placement_refused_is_said_with_its_age(world: ExplainedCluste
     world.allocate(compute, VCPU=4)
     world.set_traits(disabled, 'COMPUTE_STATUS_DISABLED')
     world.placement.calls.clear()
-    first, second = world.explain(GUEST_QUERY, are_fresh=False)
+    first, second, *_ = world.explain(GUEST_QUERY, are_fresh=False)
     assert re.match(r'hv1: had room \d+ s ago, but placement refused: others were faster, or have a claim', first)
     assert second == 'hv2: is disabled (eschedule host enable hv2)'
     assert len(world.placement.calls) == 1
+
+
+def test_request_that_is_newer_than_the_facts_counts(world: ExplainedCluster) -> None:
+    compute, instance = world.make_compute('hv1'), str(uuid.uuid4())
+    world.publish_facts()
+    request = Request(instance, {compute: {'VCPU': 4, 'MEMORY_MB': 256, 'DISK_GB': 1}}, image='http://x/i')
+    world.etcd.put(keys.request(compute, instance), encode(request))
+    world.allocate(compute, VCPU=4)
+    assert world.explain(GUEST_QUERY, are_fresh=False)[0] == 'hv1: VCPU short by 1 (free 0 of 4)'
 
 
 @pytest.mark.parametrize(

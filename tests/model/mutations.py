@@ -100,7 +100,7 @@ HOST = {
     'a compute does not keep its presence': make_bug(
         'ecomp.store.presence:Presence._publish', drop_argument('Put', 'lease'), 'one_name'
     ),
-    'facts of a lost presence are not written again': make_bug(
+    'facts are not on the lease of the presence': make_bug(
         'ecomp.store.presence:Presence._publish', drop_statement('_written'), 'sample_while_facts_are_published'
     ),
 }

@@ -1,7 +1,7 @@
 """Explain a refusal: what each compute lacks, by what it publishes, and the smallest change that fits.
 
-Facts may be a minute old. So placement is asked one question: whether the advised change fits or, where facts show
-room, which computes are disabled.
+Facts may be a minute old. So placement is asked whether the advised change fits. Where facts show room, the requests
+of that compute are read, and placement is asked which computes are disabled.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from ecomp.errors import EcompError
+from ecomp.model import keys
 from ecomp.model.allocation import Resources
 from ecomp.model.choose import Candidate, Offer
 from ecomp.model.explain import (
@@ -26,9 +27,10 @@ from ecomp.model.explain import (
     format_cures,
     sort_misses,
 )
-from ecomp.model.facts import NO_FACTS, Facts
+from ecomp.model.facts import NO_FACTS, Facts, sum_held
 from ecomp.model.group import Group, Membership
 from ecomp.model.host import Computes
+from ecomp.model.order import parse_request
 from ecomp.model.query import (
     Amount,
     Constraint,
@@ -118,12 +120,11 @@ def list_reasons(store: Store, placement: Placement, refusal: Refusal) -> list[s
     requested = [each.any_of[0] for each in constraints if isinstance(each, Requirement) and each.argument]
     living = sorted(computes.living, key=lambda each: (not computes.find_hostname(each), computes.format_name(each)))
     examination = _examine(constraints, living, computes, reported.facts, refusal)
-    if with_room := [each for each in examination.misses if each.is_candidate]:
-        disabled = find_with_trait(placement, DISABLED)
-        for miss in with_room:
-            examination.texts[miss.provider] = _explain_room(
-                miss.provider, disabled, refusal, computes, reported, store
-            )
+    if with_room := examination.with_room:
+        newer = _update_facts(store, placement, reported.facts, with_room[:MAX_NEAREST_COMPUTES])
+        examination = _examine(constraints, living, computes, {**reported.facts, **newer}, refusal)
+        for compute in examination.with_room:
+            examination.texts[compute] = _explain_room(store, compute, refusal, reported)
     dead = dict.fromkeys(sorted(computes.stored_hostnames.keys() - computes.living.keys()), 'is not alive')
     if requested:
         texts = {**dead, **examination.texts}
@@ -133,7 +134,7 @@ def list_reasons(store: Store, placement: Placement, refusal: Refusal) -> list[s
         lines = [f'{computes.format_name(compute)}: {text}' for compute, text in texts.items()]
         hidden = len(living) + len(dead) - len(texts)
         lines += [f'{hidden} more not shown: none of them is closer'] if hidden else []
-    if with_room:
+    if examination.with_room:
         return lines
     advice = _make_advice(placement, constraints, examination.misses, computes, requested)
     return [*lines, *advice[:1], f'Try: --count {len(refusal.taken)}'] if refusal.taken else [*lines, *advice]
@@ -156,6 +157,10 @@ class _Examination:
 
     texts: dict[str, str] = field(default_factory=dict)
     misses: list[Miss] = field(default_factory=list)
+
+    @property
+    def with_room(self) -> list[str]:
+        return [each.provider for each in self.misses if each.is_candidate]
 
     def shorten(self) -> dict[str, str]:
         """Return the texts, of more than MAX_LISTED_COMPUTES only the nearest's; keep only the misses of these."""
@@ -192,12 +197,22 @@ def _examine(
     return examination
 
 
-def _explain_room(
-    compute: str, disabled: Collection[str], refusal: Refusal, computes: Computes, reported: ReportedFacts, store: Store
-) -> str:
+def _update_facts(
+    store: Store, placement: Placement, facts: Mapping[str, Facts], selected: Iterable[str]
+) -> dict[str, Facts]:
+    """Return the facts of these computes with what their requests hold now, and whether they are disabled now."""
+    disabled, updated = find_with_trait(placement, DISABLED), dict[str, Facts]()
+    for compute in selected:
+        entries = store.snapshot(keys.request_prefix(compute)).entries
+        held = sum_held(compute, (parse_request(compute, key, entry.value) for key, entry in entries.items()))
+        traits = {*facts[compute].traits, DISABLED} if compute in disabled else facts[compute].traits
+        room = {name: (capacity, held.get(name, 0)) for name, (capacity, _) in facts[compute].room.items()}
+        updated[compute] = facts[compute]._replace(room=room, traits=tuple(traits))
+    return updated
+
+
+def _explain_room(store: Store, compute: str, refusal: Refusal, reported: ReportedFacts) -> str:
     """Return why a compute that has room by its facts was not used."""
-    if compute in disabled:
-        return f'is disabled ({_format_enable(compute, computes.format_name(compute))})'
     limit = read_limit(refusal.query)
     if limit and limit.isdecimal() and len(refusal.named) >= int(limit) and compute not in refusal.named:
         # Those that placement offered are unsuitable for the group or the set, or dead: it would offer them again.
