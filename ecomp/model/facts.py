@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ecomp.model.allocation import MAX_AMOUNT, MAX_SUM, Inventory, Resources, Room, is_class, sum_resources
 from ecomp.model.explain import Provider
 from ecomp.model.order import InvalidRequest, Request
-from ecomp.model.parsers import NONEMPTY, check, dict_of, list_of, number
+from ecomp.model.parsers import check, dict_of, list_of, number
 from ecomp.model.stored import decode, encode, sparse, stored
 
 MAX_FACTS_BYTES = 8192
@@ -20,7 +20,9 @@ MAX_FACTS_BYTES = 8192
 MAX_CACHED_IMAGES = 100
 
 _CLASS = check('a resource class', is_class)
-_NAMES = sparse(list_of(NONEMPTY))
+# Not list_of(TEXT): a thousand computes publish a hundred thousand names.
+_TEXTS = check('a list of texts', lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value))
+_NAMES = sparse(lambda value: tuple(_TEXTS(value)))
 
 
 @stored(

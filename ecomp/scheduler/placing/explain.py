@@ -46,7 +46,7 @@ from ecomp.placement.allocations import read_candidates
 from ecomp.placement.client import Placement
 from ecomp.placement.providers import find_with_trait
 from ecomp.scheduler.placing.claim import read_settled_group
-from ecomp.scheduler.queries.hosts import ReportedFacts, read_computes, read_facts
+from ecomp.scheduler.queries.hosts import read_computes, read_facts
 from ecomp.store.client import Store
 
 # Seconds for finding the reasons; the refusal itself is reported before.
@@ -124,7 +124,8 @@ def list_reasons(store: Store, placement: Placement, refusal: Refusal) -> list[s
         newer = _update_facts(store, placement, reported.facts, with_room[:MAX_NEAREST_COMPUTES])
         examination = _examine(constraints, living, computes, {**reported.facts, **newer}, refusal)
         for compute in examination.with_room:
-            examination.texts[compute] = _explain_room(store, compute, refusal, reported)
+            age = reported.read_age_seconds(store, compute) if compute in newer else None
+            examination.texts[compute] = _explain_room(compute, refusal, age)
     dead = dict.fromkeys(sorted(computes.stored_hostnames.keys() - computes.living.keys()), 'is not alive')
     if requested:
         texts = {**dead, **examination.texts}
@@ -211,16 +212,15 @@ def _update_facts(
     return updated
 
 
-def _explain_room(store: Store, compute: str, refusal: Refusal, reported: ReportedFacts) -> str:
-    """Return why a compute that has room by its facts was not used."""
+def _explain_room(compute: str, refusal: Refusal, age_seconds: int | None) -> str:
+    """Return why a compute that has room by its facts, of this age if it is known, was not used."""
     limit = read_limit(refusal.query)
     if limit and limit.isdecimal() and len(refusal.named) >= int(limit) and compute not in refusal.named:
         # Those that placement offered are unsuitable for the group or the set, or dead: it would offer them again.
         return f'has room, but limit={limit} makes placement offer other computes. Fix: remove limit={limit}'
     if compute in refusal.named:
         return 'has room now. Try: the same command again'
-    age = reported.read_age_seconds(store, compute)
-    when = '' if age is None else f' {age} s ago'
+    when = '' if age_seconds is None else f' {age_seconds} s ago'
     return (
         f'had room{when}, but placement refused: others were faster, or have a claim there. Try: the same command again'
     )
