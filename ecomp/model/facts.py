@@ -21,7 +21,7 @@ MAX_CACHED_IMAGES = 100
 
 _CLASS = check('a resource class', is_class)
 # Not list_of(TEXT): a thousand computes publish a hundred thousand names.
-_TEXTS = check('a list of texts', lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value))
+_TEXTS = check('a list of texts', lambda value: isinstance(value, list) and all(type(each) is str for each in value))
 _NAMES = sparse(lambda value: tuple(_TEXTS(value)))
 
 
@@ -48,7 +48,13 @@ class Facts(NamedTuple):
 
     @property
     def rooms(self) -> dict[str, Room]:
-        return {name: Room(capacity, used, not capacity) for name, (capacity, used) in self.room.items()}
+        return {
+            name: Room(capacity, used, name == 'VCPU' and not capacity) for name, (capacity, used) in self.room.items()
+        }
+
+    def with_held(self, held: Resources) -> Facts:
+        """Return the facts with this usage, because requests are newer."""
+        return self._replace(room={name: (capacity, held.get(name, 0)) for name, (capacity, _) in self.room.items()})
 
     def has_image(self, image_hash: str) -> bool | None:
         """Return whether the compute has this image in its cache; None if that is unknown."""

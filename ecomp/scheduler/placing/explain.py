@@ -206,9 +206,8 @@ def _update_facts(
     for compute in selected:
         entries = store.snapshot(keys.request_prefix(compute)).entries
         held = sum_held(compute, (parse_request(compute, key, entry.value) for key, entry in entries.items()))
-        traits = {*facts[compute].traits, DISABLED} if compute in disabled else facts[compute].traits
-        room = {name: (capacity, held.get(name, 0)) for name, (capacity, _) in facts[compute].room.items()}
-        updated[compute] = facts[compute]._replace(room=room, traits=tuple(traits))
+        traits = (*facts[compute].traits, *((DISABLED,) if compute in disabled else ()))
+        updated[compute] = facts[compute].with_held(held)._replace(traits=traits)
     return updated
 
 

@@ -14,7 +14,7 @@ from ecomp.errors import Conflict, EcompError, NotFound, StillGoing, UsageError,
 from ecomp.metrics import Samples
 from ecomp.model import keys, status
 from ecomp.model.allocation import GIB, MIB
-from ecomp.model.facts import Facts, parse_facts
+from ecomp.model.facts import Facts, parse_facts, sum_held
 from ecomp.model.host import (
     CLOSED,
     ORPHANED,
@@ -56,7 +56,10 @@ class Survey(NamedTuple):
 def read_hosts(
     store: Store, placement: Placement, survey: Survey | None = None
 ) -> tuple[list[Host], tuple[EcompError, ...]]:
-    """Read all computes, and errors of malformed records, which do not count; raises etcd's and placement's errors."""
+    """Read all computes, and errors of malformed records, which do not count; raises etcd's and placement's errors.
+
+    The room of a living compute is by its facts and its requests.
+    """
     from ecomp.placement import providers  # imported late here and below: most commands use etcd only
 
     survey = survey or read_survey(store)
@@ -66,10 +69,18 @@ def read_hosts(
         *survey.etcd.requests,
         *(uuid for uuid, name in names.items() if uuid == name),
     }
-    shares = providers.read_rooms(placement, uuids & names.keys())
+    shares = {
+        compute: facts.with_held(sum_held(compute, survey.etcd.requests.get(compute, {}).values())).rooms
+        for compute, facts in read_facts(store).facts.items()
+        if compute in uuids and not facts.problem
+    }
+    if others := (uuids & names.keys()) - shares.keys():
+        shares |= providers.read_rooms(placement, others)
     having = {trait: providers.find_with_trait(placement, trait) for trait in status.STATUS_TRAITS}
     in_placement = {
-        uuid: ProviderSummary(uuid, names[uuid], each, frozenset(trait for trait in having if uuid in having[trait]))
+        uuid: ProviderSummary(
+            uuid, names.get(uuid, uuid), each, frozenset(trait for trait in having if uuid in having[trait])
+        )
         for uuid, each in shares.items()
     }
     hosts = list_hosts(survey.etcd, in_placement)
