@@ -188,8 +188,9 @@ def _examine(
             continue
         of_compute = facts.get(compute, NO_FACTS)
         provider = of_compute.make_provider(compute, taken.get(compute, ()))
-        if unknown := of_compute.problem or explain_uncovered(constraints, provider):
-            examination.texts[compute] = unknown
+        closed = 'is closed: all its VCPU is reserved' if provider.is_closed else None
+        if excuse := of_compute.problem or closed or explain_uncovered(constraints, provider):
+            examination.texts[compute] = excuse
             continue
         miss = find_miss(constraints, provider)
         miss = add_group_failure(miss, refusal.group, takers, computes.format_name)
@@ -238,8 +239,6 @@ def _parse_constraints(query: str, compute_argument: str | None = None) -> tuple
 
 def _describe_miss(miss: Miss, display_name: str, provider: Provider) -> str:
     """Describe what a compute lacks, or that it has room, without its name."""
-    if provider.is_closed:
-        return 'is closed: all its VCPU is reserved'
     cure = f' ({_format_enable(miss.provider, display_name)})'
     reasons_given = (failure.reason + cure if failure.is_disabled else failure.reason for failure in miss.failures)
     is_short = any(isinstance(failure.constraint, Amount) for failure in miss.failures)
