@@ -19,6 +19,7 @@ from pathlib import Path
 
 from tests.kit.capabilities import keep_capabilities, provide_capabilities
 from tests.kit.lab import make_lab_name
+from tests.kit.qemu_starts import note_qemu_starts
 from tests.kit.servers import TOP, wait_until
 
 # Our directories, and the directories of libvirt over which they are bind-mounted.
@@ -156,6 +157,7 @@ def start_libvirt_host() -> Iterator[LibvirtHost]:
         host.run_inside(['virsh', '-q', 'net-define', str(root / 'network.xml')])
         yield host
         keep_capabilities(root / 'cache', 'host')
+        note_qemu_starts(root)
 
 
 def kill_processes(namespace: str) -> None:

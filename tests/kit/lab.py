@@ -30,6 +30,7 @@ from tests.kit.commands import Command, Result, run_eschedule
 from tests.kit.gateway import Reply
 from tests.kit.journal import JOURNAL
 from tests.kit.placement_database import PlacementDatabase
+from tests.kit.qemu_starts import note_qemu_starts
 from tests.kit.servers import TOP, b64, wait_until
 from tests.kit.witness import Witness, is_process_working
 
@@ -84,6 +85,7 @@ class Lab:
 
     def close(self) -> None:
         """Remove the lab, with what was mounted in its directory."""
+        note_qemu_starts(self.directory)
         self.run_elab('down')
 
     def run_elab(self, command: str, *words: str) -> str:

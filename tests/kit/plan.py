@@ -1,4 +1,4 @@
-"""A pytest plugin for the distribution of tests, skips, and last runs of slow tests.
+"""A pytest plugin for the distribution of tests, skips, starts of QEMU, and last runs of slow tests.
 
 Tests that share something expensive to make (a lab, a libvirt host, a module's fixture) run in one process, one after
 the other; all others run in any free process. The longest tests start first.
@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.kit.qemu_starts import STARTED_GUESTS
 
 # Each lab is made by one process, for the fixtures `shared_lab` and `hypervisors`.
 LAB_GROUPS = 'lab of the stories', 'first lab of the faults', 'second lab of the faults'
@@ -38,6 +40,10 @@ PARTS = {
 }
 FOLDERS = ('unit', 'golden', 'functional', 'model', 'scenario', 'faults', 'security', 'mutations')
 SLOW_TESTS = pytest.StashKey[list[str]]()
+# Each costs seconds of both processors, so that more of them are stories for --all.
+MAX_QEMU_STARTS = 25
+# The starts in this process, or in all of xdist's workers.
+QEMU_STARTS = pytest.StashKey[int]()
 # The test that first showed the error of a shared fixture, by the error.
 FAILED_SETUPS = pytest.StashKey[dict[BaseException, str]]()
 # When each test that only --all runs last passed: lines `2026-01-31 NODEID`, written by `tests/run --all`.
@@ -92,8 +98,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Take over a worker's list of slow tests; the controller of xdist collects nothing itself."""
-    node.config.stash[SLOW_TESTS] = getattr(node, 'workeroutput', {}).get('slow', [])
+    """Take over a worker's slow tests and starts of QEMU; the controller of xdist runs nothing itself."""
+    output, stash = getattr(node, 'workeroutput', {}), node.config.stash
+    stash[SLOW_TESTS] = output.get('slow', [])
+    stash[QEMU_STARTS] = stash.get(QEMU_STARTS, 0) + output.get('qemu_starts', 0)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Pass on how often this process started QEMU; the usual run fails if all of them did it too often."""
+    config = session.config
+    config.stash[QEMU_STARTS] = config.stash.get(QEMU_STARTS, 0) + len(STARTED_GUESTS)
+    getattr(config, 'workeroutput', {})['qemu_starts'] = len(STARTED_GUESTS)
+    if config.option.markexpr == 'not slow' and config.stash[QEMU_STARTS] > MAX_QEMU_STARTS:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -186,7 +203,9 @@ class LastRuns:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print which slow test passed longest ago; with --note-last-run record those that passed."""
+    """Print the starts of QEMU and the slow test that passed longest ago; --note-last-run records those that passed."""
+    starts = config.stash.get(QEMU_STARTS, 0)
+    terminalreporter.write_line(f'starts of QEMU: {starts} (at most {MAX_QEMU_STARTS} in the usual run)')
     passed = terminalreporter.stats.get('passed', [])
     slow = [_remove_group(report.nodeid) for report in passed if ('slow', True) in report.user_properties]
     runs = LastRuns(LAST_RUN_PATH)

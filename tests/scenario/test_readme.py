@@ -25,6 +25,7 @@ import pytest
 
 from tests.kit.capabilities import provide_capabilities
 from tests.kit.machine import Machine, explain_missing, start_machine
+from tests.kit.qemu_starts import note_qemu_starts
 from tests.kit.servers import TOP, make_environment
 from tests.kit.tree import copy_tree
 
@@ -175,6 +176,7 @@ def test_commands_of_the_readme_print_what_is_shown(copy: Path, dhcp_image: Path
         omitted = '' if is_new else '== making .venv'
         # Compiling modules that no page imports would be most of the installation time.
         type_page(README, machine, copy, dhcp_image, {'PIP_NO_COMPILE': '1'}, omitted)
+        note_qemu_starts(get_path(machine, LAB))
         machine.run(['./quickstart.sh', 'down'], copy)
         assert machine.run(['ls', '/var/lib/elab']).stdout == ''
 
@@ -240,6 +242,7 @@ def machine_with_lab() -> Iterator[Machine]:
         )
         assert result.returncode == 0, result
         yield machine
+        note_qemu_starts(get_path(machine, LAB))
 
 
 @pytest.fixture
