@@ -17,11 +17,12 @@ from contextlib import closing
 from dataclasses import replace
 from ipaddress import IPv4Address
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ecomp.errors import BuildFailed
-from ecomp.model.guest import DEFAULT_NETWORKS, UNFILTERED, Attachment, GuestSpec
+from ecomp.model.guest import DEFAULT_NETWORKS, INTERFACE_DOWN, UNFILTERED, Attachment, GuestSpec
 from tests.functional.guest import COMPUTE, build
 from tests.functional.libvirt_host import LibvirtHost
 from tests.kit.servers import wait_until
@@ -31,6 +32,7 @@ from ecomp.virt import xml  # noqa: E402
 from ecomp.virt.connection import Connection  # noqa: E402
 from ecomp.virt.domains import MAX_START_TRIES  # noqa: E402
 from ecomp.virt.libvirt_host import NO_FILTERS, Filters, Libvirt  # noqa: E402
+from ecomp.virt.networks import INTERFACES_DIRECTORY  # noqa: E402
 from ecomp.virt.xml import Service  # noqa: E402
 
 MAC = '52:54:00:00:00:0a'
@@ -232,9 +234,7 @@ def lan(link: LibvirtHost) -> Iterator[LibvirtHost]:
     link.run_inside(['kill', (link.root / 'lan.pid').read_text().strip()])
 
 
-def test_guest_on_a_bridge_can_be_limited_to_its_dhcp_address(
-    lan: LibvirtHost,
-) -> None:
+def test_guest_on_a_bridge_can_be_limited_to_its_dhcp_address(lan: LibvirtHost) -> None:
     others = {
         'another address': make_tcp_frame('10.88.0.67'),
         'arp another address': make_arp_frame(address='10.88.0.67'),
@@ -256,57 +256,6 @@ def list_rules(host: LibvirtHost) -> str:
     return host.run_inside(['ebtables', '--concurrent', '-t', 'nat', '-L']).stdout
 
 
-def test_guest_has_these_filter_rules(
-    real_libvirt: Libvirt, spec: GuestSpec, host: LibvirtHost, connection: object
-) -> None:
-    host.run_inside(['ip', 'link', 'add', 'br0', 'type', 'bridge'])
-    control = [('10.88.0.9', 2379), ('10.88.0.9', 8080), ('10.88.0.10', 2379), ('fd00:88::9', 8080)]
-    real_libvirt = Libvirt(host.root / 'state', uri=host.uri, control_endpoints=control)
-    for_all = [
-        '-p IPv4 --ip-proto udp --ip-sport 67 -j DROP',
-        '-p IPv6 --ip6-proto udp --ip6-sport 547 -j DROP',
-        '-p IPv6 --ip6-proto ipv6-icmp --ip6-icmp-type router-advertisement -j DROP',
-        '-p IPv6 --ip6-proto ipv6-icmp --ip6-icmp-type redirect -j DROP',
-        '-p IPv4 --ip-dst 10.88.0.9 --ip-proto tcp --ip-dport 2379 -j DROP',
-        '-p IPv4 --ip-dst 10.88.0.9 --ip-proto tcp --ip-dport 8080 -j DROP',
-        '-p IPv4 --ip-dst 10.88.0.10 --ip-proto tcp --ip-dport 2379 -j DROP',
-        '-p IPv6 --ip6-dst fd00:88::9 --ip6-proto tcp --ip6-dport 8080 -j DROP',
-    ]
-    try:
-        build(real_libvirt, replace(spec, networks=BRIDGED_NETWORKS, reserved_addresses=('10.77.0.50', None)))
-        for _ in range(2):
-            bindings = {binding.portDev(): binding.filterName() for binding in connection.listAllNWFilterBindings()}
-            assert sorted(bindings.values()) == [xml.ADDRESS_FILTER, xml.MAC_FILTER]
-            reserved_port, bridged_port = sorted(bindings, key=bindings.__getitem__)
-            first, second = replace(spec, networks=BRIDGED_NETWORKS).macs
-            chains = {text.split(',')[0]: text.splitlines()[1:] for text in list_rules(host).split('Bridge chain: ')}
-            assert [line.strip() for line in chains[f'libvirt-I-{reserved_port}'] if line.strip()] == [
-                *for_all,
-                f'-p IPv4 -s {first} --ip-src 10.77.0.50 -j ACCEPT',
-                f'-p IPv4 -s {first} --ip-dst 255.255.255.255 -j ACCEPT',
-                f'-p ARP -s {first} --arp-ip-src 10.77.0.50 --arp-mac-src {first} -j ACCEPT',
-                '-p IPv6 -s 00:00:00:00:00:00 -j ACCEPT',  # the network has no IPv6
-                '-j DROP',
-            ]
-            assert [line.strip() for line in chains[f'libvirt-I-{bridged_port}'] if line.strip()] == [
-                *for_all,
-                f'-p IPv4 -s {second} -j ACCEPT',
-                f'-p ARP -s {second} --arp-mac-src {second} -j ACCEPT',
-                f'-p IPv6 -s {second} -j ACCEPT',
-                '-j DROP',
-            ]
-            real_libvirt.switch_off(spec.instance, COMPUTE)
-            assert 'libvirt-I' not in list_rules(host)
-            # The filters are unused now and can be removed manually; they are defined again when they are needed.
-            for name in xml.FILTERS:
-                connection.nwfilterLookupByName(name).undefine()
-            real_libvirt.start_existing(spec.instance, COMPUTE)
-    finally:
-        real_libvirt.destroy(spec.instance, COMPUTE)
-        host.run_inside(['ip', 'link', 'del', 'br0'])
-    assert 'libvirt-I' not in list_rules(host)
-
-
 @pytest.fixture
 def races(host: LibvirtHost) -> Iterator[Path]:
     """A file: for each of its lines one ebtables of the host's libvirt loses a race against other firewall rules."""
@@ -320,16 +269,6 @@ def races(host: LibvirtHost) -> Iterator[Path]:
     yield file
     host.run_inside(['umount', str(Path(EBTABLES_LINK).parent)])
     shutil.rmtree(directory)
-
-
-def test_guest_starts_while_other_firewall_rules_change(real_libvirt: Libvirt, spec: GuestSpec, races: Path) -> None:
-    races.write_text('lost\n' * (MAX_START_TRIES - 1))
-    build(real_libvirt, spec)
-    assert (races.read_text(), real_libvirt.list_guests()[spec.instance].running) == ('', True)
-    real_libvirt.switch_off(spec.instance, COMPUTE)
-    races.write_text('lost\n' * MAX_START_TRIES)
-    with pytest.raises(BuildFailed, match=re.escape(RACE_ERROR)):
-        real_libvirt.start_existing(spec.instance, COMPUTE)
 
 
 def flush_ruleset() -> None:
@@ -389,6 +328,7 @@ def check_restoring(state: str, instance: str) -> None:
     with closing(Libvirt(Path(state), uri='qemu+unix:///system?socket=/nowhere', has_filters=True)) as hypervisor:
         hypervisor.restore_filters()
     with closing(Libvirt(Path(state), has_filters=True)) as hypervisor:
+        hypervisor.replug_interfaces()
         for name, remove in REMOVALS.items():
             remove(taps[1])
             assert read_rules() != before, name
@@ -401,16 +341,6 @@ def check_restoring(state: str, instance: str) -> None:
             log.lines.clear()
             hypervisor.restore_filters()
             assert (read_rules(), log.lines) == (before, []), 'nothing is repeated'
-
-
-def test_removed_rules_are_restored(host: LibvirtHost, real_libvirt: Libvirt, spec: GuestSpec) -> None:
-    host.run_inside(['ip', 'link', 'add', 'br0', 'type', 'bridge'])
-    build(real_libvirt, replace(spec, networks=BRIDGED_NETWORKS, reserved_addresses=('10.77.0.50', None)))
-    try:
-        host.call_function('tests.functional.test_filters', 'check_restoring', spec.instance)
-    finally:
-        real_libvirt.destroy(spec.instance, COMPUTE)
-        host.run_inside(['ip', 'link', 'del', 'br0'])
 
 
 def check_trouble(state: str, instance: str) -> None:
@@ -427,14 +357,84 @@ def check_trouble(state: str, instance: str) -> None:
         assert (hypervisor.list_guests()[instance].trouble, read_rules()) == ('', before)
 
 
-def test_filter_that_cannot_be_restored_is_a_trouble(
-    host: LibvirtHost, real_libvirt: Libvirt, spec: GuestSpec, races: Path
+def check_interface_down(state: str, instance: str) -> None:
+    """Check in the host's namespaces that an interface that is down is a trouble, for which a restart is the fix."""
+    with closing(Libvirt(Path(state))) as hypervisor:
+        hypervisor.replug_interfaces()
+        assert hypervisor.list_guests()[instance].trouble == ''
+        tap = min(path.name for path in INTERFACES_DIRECTORY.glob('vnet*'))
+        subprocess.run(['ip', 'link', 'set', tap, 'down'], check=True)
+        hypervisor.replug_interfaces()
+        trouble = hypervisor.list_guests()[instance].trouble
+        assert trouble == f'{INTERFACE_DOWN} ({tap}). Fix: stop the guest, and start it'
+
+
+def test_guest_has_these_filter_rules(
+    real_libvirt: Libvirt, spec: GuestSpec, host: LibvirtHost, connection: Any, races: Path
 ) -> None:
-    build(real_libvirt, spec)
-    # The first check loses them all, and the second one all but one.
-    races.write_text('lost\n' * (2 * MAX_START_TRIES - 1))
-    host.call_function('tests.functional.test_filters', 'check_trouble', spec.instance)
-    assert races.read_text() == ''
+    """Its rules are the same after a restart, while other firewall rules change, and when some were removed."""
+    host.run_inside(['ip', 'link', 'add', 'br0', 'type', 'bridge'])
+    control = [('10.88.0.9', 2379), ('10.88.0.9', 8080), ('10.88.0.10', 2379), ('fd00:88::9', 8080)]
+    real_libvirt = Libvirt(host.root / 'state', uri=host.uri, control_endpoints=control)
+    spec = replace(spec, networks=BRIDGED_NETWORKS, reserved_addresses=('10.77.0.50', None))
+    first, second = spec.macs
+    for_all = [
+        '-p IPv4 --ip-proto udp --ip-sport 67 -j DROP',
+        '-p IPv6 --ip6-proto udp --ip6-sport 547 -j DROP',
+        '-p IPv6 --ip6-proto ipv6-icmp --ip6-icmp-type router-advertisement -j DROP',
+        '-p IPv6 --ip6-proto ipv6-icmp --ip6-icmp-type redirect -j DROP',
+        '-p IPv4 --ip-dst 10.88.0.9 --ip-proto tcp --ip-dport 2379 -j DROP',
+        '-p IPv4 --ip-dst 10.88.0.9 --ip-proto tcp --ip-dport 8080 -j DROP',
+        '-p IPv4 --ip-dst 10.88.0.10 --ip-proto tcp --ip-dport 2379 -j DROP',
+        '-p IPv6 --ip6-dst fd00:88::9 --ip6-proto tcp --ip6-dport 8080 -j DROP',
+    ]
+
+    def check_rules() -> None:
+        bindings = {binding.portDev(): binding.filterName() for binding in connection.listAllNWFilterBindings()}
+        assert sorted(bindings.values()) == [xml.ADDRESS_FILTER, xml.MAC_FILTER]
+        reserved_port, bridged_port = sorted(bindings, key=bindings.__getitem__)
+        chains = {text.split(',')[0]: text.splitlines()[1:] for text in list_rules(host).split('Bridge chain: ')}
+        assert [line.strip() for line in chains[f'libvirt-I-{reserved_port}'] if line.strip()] == [
+            *for_all,
+            f'-p IPv4 -s {first} --ip-src 10.77.0.50 -j ACCEPT',
+            f'-p IPv4 -s {first} --ip-dst 255.255.255.255 -j ACCEPT',
+            f'-p ARP -s {first} --arp-ip-src 10.77.0.50 --arp-mac-src {first} -j ACCEPT',
+            '-p IPv6 -s 00:00:00:00:00:00 -j ACCEPT',  # the network has no IPv6
+            '-j DROP',
+        ]
+        assert [line.strip() for line in chains[f'libvirt-I-{bridged_port}'] if line.strip()] == [
+            *for_all,
+            f'-p IPv4 -s {second} -j ACCEPT',
+            f'-p ARP -s {second} --arp-mac-src {second} -j ACCEPT',
+            f'-p IPv6 -s {second} -j ACCEPT',
+            '-j DROP',
+        ]
+
+    try:
+        races.write_text('lost\n' * (MAX_START_TRIES - 1))
+        build(real_libvirt, spec)
+        assert races.read_text() == ''
+        check_rules()
+        host.call_function('tests.functional.test_filters', 'check_interface_down', spec.instance)
+        real_libvirt.switch_off(spec.instance, COMPUTE)
+        assert 'libvirt-I' not in list_rules(host)
+        # The filters are unused now and can be removed manually; they are defined again when they are needed.
+        for name in xml.FILTERS:
+            connection.nwfilterLookupByName(name).undefine()
+        races.write_text('lost\n' * MAX_START_TRIES)
+        with pytest.raises(BuildFailed, match=re.escape(RACE_ERROR)):
+            real_libvirt.start_existing(spec.instance, COMPUTE)
+        real_libvirt.start_existing(spec.instance, COMPUTE)
+        check_rules()
+        host.call_function('tests.functional.test_filters', 'check_restoring', spec.instance)
+        # The first check loses them all on both interfaces, and the second one all but one.
+        races.write_text('lost\n' * (3 * MAX_START_TRIES - 1))
+        host.call_function('tests.functional.test_filters', 'check_trouble', spec.instance)
+        assert races.read_text() == ''
+    finally:
+        real_libvirt.destroy(spec.instance, COMPUTE)
+        host.run_inside(['ip', 'link', 'del', 'br0'])
+    assert 'libvirt-I' not in list_rules(host)
 
 
 def check_learned_address(_state: str, _instance: str) -> None:

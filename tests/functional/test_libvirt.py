@@ -46,60 +46,6 @@ from ecomp.virt.xml import MARK_NAMESPACE  # noqa: E402
 BRIDGED_NETWORKS = (*DEFAULT_NETWORKS, Attachment('bridge', 'br0'))
 
 
-def test_disk_and_domain_have_the_specified_properties(
-    real_libvirt: Libvirt, spec: GuestSpec, host: LibvirtHost, connection: object
-) -> None:
-    host.run_inside(['ip', 'link', 'add', 'br0', 'type', 'bridge'])
-    try:
-        build(real_libvirt, replace(spec, networks=BRIDGED_NETWORKS, vcpus=2))
-        domain = connection.lookupByUUIDString(spec.instance)
-        description = ET.fromstring(domain.XMLDesc())
-        macs = [element.get('address') for element in description.findall('devices/interface/mac')]
-        assert macs == list(replace(spec, networks=BRIDGED_NETWORKS).macs)
-        assert domain.info()[1:4] == [32 * 1024, 32 * 1024, 2]
-        assert domain.blockInfo('vda')[0] == 2**30
-        # A guest that breaks out of QEMU must not be able to write to a base volume that other guests use.
-        overlay = real_libvirt.get_image_directory() / f'{spec.instance}.qcow2'
-        assert (Path(spec.base.path).stat().st_uid, overlay.stat().st_uid) == (0, getpwnam('libvirt-qemu').pw_uid)
-        # The domain's XML is valid by libvirt's schema.
-        connection.defineXMLFlags(domain.XMLDesc(), libvirt.VIR_DOMAIN_DEFINE_VALIDATE)
-    finally:
-        host.run_inside(['ip', 'link', 'del', 'br0'])
-    disk = real_libvirt.get_image_directory() / f'{spec.instance}.qcow2'
-    console = host.root / 'state' / 'console' / f'{spec.instance}.log'
-    assert (disk.stat().st_mode & 0o777, console.stat().st_mode & 0o777) == (0o600, 0o600)
-    volume = ET.fromstring(connection.storageVolLookupByPath(str(disk)).XMLDesc())
-    assert (volume.findtext('backingStore/path'), volume.find('backingStore/format').get('type')) == (
-        spec.base.path,
-        'raw',
-    )
-    real_libvirt.destroy(spec.instance, COMPUTE)
-    real_libvirt.delete_disk(spec.instance)
-    assert not disk.exists()
-    assert not console.exists()
-
-
-def test_seed_is_a_second_disk_that_only_qemu_reads(
-    real_libvirt: Libvirt, spec: GuestSpec, host: LibvirtHost, connection: object
-) -> None:
-    seeded = replace(spec, seed={'meta-data': b'{}', 'user-data': b'secret'})
-    real_libvirt.create_disk(seeded)
-    real_libvirt.create_seed(spec.instance, seeded.seed)
-    seed = host.root / 'state' / 'seeds' / f'{spec.instance}.iso'
-    assert (seed.stat().st_mode & 0o777, seed.stat().st_uid) == (0o600, 0)
-    real_libvirt.start(seeded)
-    assert (seed.stat().st_mode & 0o777, seed.stat().st_uid) == (0o600, getpwnam('libvirt-qemu').pw_uid)
-    domain = connection.lookupByUUIDString(spec.instance)
-    connection.defineXMLFlags(domain.XMLDesc(), libvirt.VIR_DOMAIN_DEFINE_VALIDATE)
-    assert domain.blockInfo('vdb')[0] == seed.stat().st_size
-    assert domain.blockInfo('vda')[0] == 2**30
-    with pytest.raises(libvirt.libvirtError, match='read-only|readonly'):
-        domain.blockResize('vdb', 2**20, libvirt.VIR_DOMAIN_BLOCK_RESIZE_BYTES)
-    real_libvirt.destroy(spec.instance, COMPUTE)
-    real_libvirt.delete_disk(spec.instance)
-    assert not seed.exists()
-
-
 def test_foreign_domains_are_ignored_and_not_changed(
     real_libvirt: Libvirt, spec: GuestSpec, connection: object
 ) -> None:
@@ -128,45 +74,33 @@ def test_foreign_domains_are_ignored_and_not_changed(
         other_name.undefine()
 
 
-def test_autostart_is_removed_from_our_domains_alone(
-    real_libvirt: Libvirt, spec: GuestSpec, connection: object, caplog: pytest.LogCaptureFixture
+def test_domain_changed_by_virsh(
+    real_libvirt: Libvirt, make_spec: MakeSpec, connection: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Libvirt would start the guest at a boot before ecompute has read whether it was destroyed or evacuated."""
+    """One guest whose definition, disk and snapshots are changed outside ecomp, until it is destroyed."""
+    spec, neighbour = make_spec(), make_spec()
     build(real_libvirt, spec)
-    ours = connection.lookupByUUIDString(spec.instance)
-    foreign = connection.defineXML(FOREIGN_DOMAIN_XML.format(name='foreign', uuid=uuid4()))
-    try:
-        for domain in (ours, foreign):
-            domain.setAutostart(True)
-        for _ in range(2):
-            real_libvirt.disable_autostart()
-        assert (ours.autostart(), foreign.autostart()) == (0, 1)
-        assert real_libvirt.is_running(spec.instance)
-        assert caplog.text.count(f'instance {spec.instance}: removed the autostart of its domain') == 1
-    finally:
-        foreign.undefine()
-
-
-def test_running_guest_that_was_undefined_can_be_destroyed(
-    real_libvirt: Libvirt, spec: GuestSpec, connection: object
-) -> None:
-    build(real_libvirt, spec)
-    connection.lookupByUUIDString(spec.instance).undefine()
-    assert real_libvirt.list_guests()[spec.instance] == Guest(
-        spec.instance, COMPUTE, defined=False, running=True, disk=True
-    )
-    real_libvirt.destroy(spec.instance, COMPUTE)
-    assert not real_libvirt.list_guests()[spec.instance].running
-
-
-def test_changes_by_virsh_are_reported(real_libvirt: Libvirt, spec: GuestSpec, connection: object) -> None:
-    build(real_libvirt, spec)
+    real_libvirt.create_disk(neighbour)
     domain = connection.lookupByUUIDString(spec.instance)
+    images = real_libvirt.get_image_directory()
+    assert images is not None
+    disk, before = images / f'{spec.instance}.qcow2', {path.name for path in images.iterdir()}
+    description = FOREIGN_DOMAIN_XML.format(name='foreign', uuid=uuid4())
+    drive = f"<disk type='file'><source file='{images / 'used'}'/><target dev='vda'/></disk>"
+    foreign = connection.defineXML(description.replace('</domain>', f'<devices>{drive}</devices></domain>'))
 
     def read_guest() -> tuple[str, dict[str, int]]:
         guest = real_libvirt.list_guests()[spec.instance]
         assert guest.running is bool(domain.isActive())
         return guest.trouble, dict(guest.size)
+
+    # Libvirt would start the guest at a boot before ecompute has read whether it was destroyed or evacuated.
+    for each in (domain, foreign):
+        each.setAutostart(True)
+    for _ in range(2):
+        real_libvirt.disable_autostart()
+    assert (domain.autostart(), foreign.autostart(), domain.isActive()) == (0, 1, 1)
+    assert caplog.text.count(f'instance {spec.instance}: removed the autostart of its domain') == 1
 
     size = {'VCPU': 1, 'MEMORY_MB': 32, 'MEMORY_MB now': 32, 'DISK_GB': 1}
     assert read_guest() == ('', size)
@@ -186,59 +120,31 @@ def test_changes_by_virsh_are_reported(real_libvirt: Libvirt, spec: GuestSpec, c
     domain.create()
     assert read_guest() == ('', {**larger, 'MEMORY_MB now': 128})  # without a system, the guest's balloon stays empty
 
-
-def test_managed_save_and_snapshot_do_not_prevent_a_destroy(
-    real_libvirt: Libvirt, spec: GuestSpec, connection: object
-) -> None:
-    build(real_libvirt, spec)
-    domain = connection.lookupByUUIDString(spec.instance)
+    # `virsh snapshot-create-as --disk-only` makes an overlay of the disk, with what the guest writes from then on.
     domain.snapshotCreateXML('<domainsnapshot><name>s</name></domainsnapshot>')
-    domain.managedSave()
-    assert real_libvirt.list_guests()[spec.instance] == Guest(
-        spec.instance, COMPUTE, defined=True, running=False, disk=True
-    )
-    real_libvirt.destroy(spec.instance, COMPUTE)
-    assert not real_libvirt.list_guests()[spec.instance].defined
-
-
-def test_external_snapshots_are_removed_with_the_disk(
-    real_libvirt: Libvirt, make_spec: MakeSpec, connection: Any, tmp_path: Path
-) -> None:
-    """`virsh snapshot-create-as --disk-only` makes an overlay of the disk, with what the guest writes from then on."""
-    spec, neighbour = make_spec(), make_spec()
-    images = real_libvirt.get_image_directory()
-    assert images is not None
-    disk = images / f'{spec.instance}.qcow2'
-    for guest in (spec, neighbour):
-        build(real_libvirt, guest)
-    domain = connection.lookupByUUIDString(spec.instance)
-    before = {path.name for path in images.iterdir()}
     for name in ('one', 'two'):
         xml = f'<domainsnapshot><name>{name}</name></domainsnapshot>'
         domain.snapshotCreateXML(xml, libvirt.VIR_DOMAIN_SNAPSHOT_CREATE_DISK_ONLY)
     names = {path.name for path in images.iterdir()} - before
     assert names == {f'{spec.instance}.one', f'{spec.instance}.two'}
-
     # Left alone: an overlay elsewhere, a link to one, a copy of the disk, a snapshot of another instance, and the
     # overlay of a domain that was not made by ecompute.
-    snapshot = '<domainsnapshot><name>three</name></domainsnapshot>'
-    other = connection.lookupByUUIDString(neighbour.instance)
-    other.snapshotCreateXML(snapshot, libvirt.VIR_DOMAIN_SNAPSHOT_CREATE_DISK_ONLY)
-    for path in (tmp_path / 'overlay', images / 'used'):
-        subprocess.run(['qemu-img', 'create', '-q', '-f', 'qcow2', '-F', 'qcow2', '-b', disk, path], check=True)
+    others = {f'{neighbour.instance}.three': images / f'{neighbour.instance}.qcow2', 'used': disk}
+    overlays = {tmp_path / 'overlay': disk, **{images / name: base for name, base in others.items()}}
+    for path, base in overlays.items():
+        subprocess.run(['qemu-img', 'create', '-q', '-f', 'qcow2', '-F', 'qcow2', '-b', base, path], check=True)
     (images / 'link').symlink_to(tmp_path / 'overlay')
     shutil.copy(disk, images / f'{spec.instance}.copy')
-    description = FOREIGN_DOMAIN_XML.format(name='foreign', uuid=uuid4())
-    drive = f"<disk type='file'><source file='{images / 'used'}'/><target dev='vda'/></disk>"
-    foreign = connection.defineXML(description.replace('</domain>', f'<devices>{drive}</devices></domain>'))
-    kept = {f'{neighbour.instance}.three', 'link', 'used', f'{spec.instance}.copy'}
-
+    kept = {*others, 'link', f'{spec.instance}.copy'}
+    domain.managedSave()
+    saved_guest = Guest(spec.instance, COMPUTE, defined=True, running=False, disk=True)
+    assert real_libvirt.list_guests()[spec.instance] == saved_guest
     real_libvirt.destroy(spec.instance, COMPUTE)
+    assert not real_libvirt.list_guests()[spec.instance].defined
     real_libvirt.delete_disk(spec.instance)
     assert {path.name for path in images.iterdir()} == before - {disk.name} | kept
     assert (tmp_path / 'overlay').exists()
     foreign.undefine()
-    other.destroy()
     for name in kept:
         (images / name).unlink()
 
@@ -262,7 +168,13 @@ def test_driver_reconnects_after_libvirtd_was_killed(host: LibvirtHost, real_lib
     assert len(list_unix_sockets()) < sockets + 3
     while not events.empty():
         events.get()
+    # A running guest that was undefined can be destroyed.
+    with closing(libvirt.open(host.uri)) as connection:
+        connection.lookupByUUIDString(spec.instance).undefine()
+    undefined_guest = Guest(spec.instance, COMPUTE, defined=False, running=True, disk=True)
+    assert real_libvirt.list_guests()[spec.instance] == undefined_guest
     real_libvirt.destroy(spec.instance, COMPUTE)
+    assert not real_libvirt.list_guests()[spec.instance].running
     wait_until(lambda: spec.instance in events.get(timeout=60), 60, 'events come over the new connection')
 
 
@@ -486,7 +398,9 @@ def call_counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-def test_calls_for_a_disk_a_start_and_an_end(real_libvirt: Libvirt, spec: GuestSpec, call_counts: Counter[str]) -> None:
+def test_guest_is_as_specified_and_needs_these_calls(
+    real_libvirt: Libvirt, spec: GuestSpec, host: LibvirtHost, connection: Any, call_counts: Counter[str]
+) -> None:
     def count(action: Callable[[], object]) -> Counter[str]:
         call_counts.clear()
         action()
@@ -494,12 +408,42 @@ def test_calls_for_a_disk_a_start_and_an_end(real_libvirt: Libvirt, spec: GuestS
 
     lookups = {'DomainLookupByName': 1, 'DomainLookupByUUIDString': 1}
     pool = {'StoragePoolLookupByName': 1}
-    assert count(lambda: real_libvirt.create_disk(spec)) == {**pool, 'StorageVolCreateXML': 1}
-    assert count(lambda: real_libvirt.start(spec)) == {
-        **lookups,
-        **{'NWFilterLookupByName': 2, 'DomainDefineXML': 1, 'DomainCreate': 1},
-        **{'NetworkLookupByName': 1, 'NetworkGetXMLDesc': 1},  # find out if its network has IPv6 to filter
-    }
+    seed_data = {'meta-data': b'{}', 'user-data': b'secret'}
+    spec = replace(spec, networks=BRIDGED_NETWORKS, vcpus=2, seed=seed_data)
+    seed, console = (
+        host.root / f'state/{name}' for name in (f'seeds/{spec.instance}.iso', f'console/{spec.instance}.log')
+    )
+    images = real_libvirt.get_image_directory()
+    assert images is not None
+    disk = images / f'{spec.instance}.qcow2'
+    host.run_inside(['ip', 'link', 'add', 'br0', 'type', 'bridge'])
+    try:
+        assert count(lambda: real_libvirt.create_disk(spec)) == {**pool, 'StorageVolCreateXML': 1}
+        real_libvirt.create_seed(spec.instance, seed_data)
+        assert (seed.stat().st_mode & 0o777, seed.stat().st_uid) == (0o600, 0)
+        assert count(lambda: real_libvirt.start(spec)) == {
+            **lookups,
+            **{'NWFilterLookupByName': 2, 'DomainDefineXML': 1, 'DomainCreate': 1},
+            **{'NetworkLookupByName': 1, 'NetworkGetXMLDesc': 1},  # find out if its network has IPv6 to filter
+        }
+    finally:
+        host.run_inside(['ip', 'link', 'del', 'br0'])
+    domain = connection.lookupByUUIDString(spec.instance)
+    # The domain's XML is valid by libvirt's schema.
+    connection.defineXMLFlags(domain.XMLDesc(), libvirt.VIR_DOMAIN_DEFINE_VALIDATE)
+    macs = ET.fromstring(domain.XMLDesc()).findall('devices/interface/mac')
+    assert [element.get('address') for element in macs] == list(spec.macs)
+    assert domain.info()[1:4] == [32 * 1024, 32 * 1024, 2]
+    assert (domain.blockInfo('vda')[0], domain.blockInfo('vdb')[0]) == (2**30, seed.stat().st_size)
+    with pytest.raises(libvirt.libvirtError, match='read-only|readonly'):
+        domain.blockResize('vdb', 2**20, libvirt.VIR_DOMAIN_BLOCK_RESIZE_BYTES)
+    # A guest that breaks out of QEMU must not be able to write to a base volume that other guests use.
+    qemu = getpwnam('libvirt-qemu').pw_uid
+    assert [path.stat().st_uid for path in (Path(spec.base.path), disk, seed)] == [0, qemu, qemu]
+    assert [path.stat().st_mode & 0o777 for path in (disk, console, seed)] == [0o600] * 3
+    volume = ET.fromstring(connection.storageVolLookupByPath(str(disk)).XMLDesc())
+    backing = volume.findtext('backingStore/path'), volume.find('backingStore/format').get('type')
+    assert backing == (spec.base.path, 'raw')
     assert count(lambda: real_libvirt.destroy(spec.instance, COMPUTE)) == {
         **{'DomainLookupByName': 2, 'DomainLookupByUUIDString': 2, 'DomainGetMetadata': 1, 'DomainIsActive': 1},
         **{'DomainDestroy': 1, 'DomainIsPersistent': 1, 'DomainUndefineFlags': 1},
@@ -509,6 +453,7 @@ def test_calls_for_a_disk_a_start_and_an_end(real_libvirt: Libvirt, spec: GuestS
         **pool,
         **{'StorageVolLookupByName': 1, 'StorageVolDelete': 1},
     }
+    assert not any(path.exists() for path in (disk, console, seed))
 
 
 # Domains without a definition, which vanish when they end, on libvirt's test driver.

@@ -399,15 +399,6 @@ def check_addresses(state: str, instance: str) -> None:
     hypervisor.close()
 
 
-def test_leases_and_the_metadata_address_on_a_host(host: LibvirtHost, real_libvirt: Libvirt, spec: GuestSpec) -> None:
-    host.run_inside(['ip', 'link', 'add', 'br0', 'up', 'type', 'bridge'])
-    build(real_libvirt, replace(spec, networks=BRIDGED_NETWORKS))
-    try:
-        host.call_function('tests.functional.test_reservations', 'check_addresses', spec.instance)
-    finally:
-        host.run_inside(['ip', 'link', 'del', 'br0'])
-
-
 CLOSED_NETWORK = """<network xmlns:dnsmasq='http://libvirt.org/schemas/network/dnsmasq/1.0'><name>shut</name>
 <forward mode='open'/><bridge name='virbr8'/>
 <ip address='10.78.0.1' netmask='255.255.255.0'><dhcp><range start='10.78.0.2' end='10.78.0.9'/></dhcp></ip>
@@ -437,10 +428,10 @@ AJAR_NETWORK = """<network><name>ajar</name><forward mode='open'/><bridge name='
 </network>"""
 
 
-def test_close_dhcp_restarts_a_network_without_guests(
+def test_leases_and_the_metadata_address_of_a_host_and_its_dhcp_is_closed(
     host: LibvirtHost, real_libvirt: Libvirt, spec: GuestSpec
 ) -> None:
-    """Close the DHCP of a running network, first while a guest runs there; repeat it on the closed one."""
+    """Close the DHCP of a running network, too, first while a guest runs there; repeat it on the closed one."""
     (host.root / 'ajar.xml').write_text(AJAR_NETWORK)
     config = host.root / 'closing.yaml'
     config.write_text(f'state: {host.root}/closing\nnetworks: [{{network: ajar}}]\n')
@@ -448,7 +439,9 @@ def test_close_dhcp_restarts_a_network_without_guests(
     host.run_inside(['virsh', '-q', 'net-define', str(host.root / 'ajar.xml')])
     host.run_inside(['virsh', '-q', 'net-start', 'ajar'])
     try:
-        build(real_libvirt, replace(spec, networks=(Attachment('network', 'ajar'),)))
+        host.run_inside(['ip', 'link', 'add', 'br0', 'up', 'type', 'bridge'])
+        build(real_libvirt, replace(spec, networks=(*BRIDGED_NETWORKS, Attachment('network', 'ajar'))))
+        host.call_function('tests.functional.test_reservations', 'check_addresses', spec.instance)
         refused = host.run_inside(command, make_environment(), check=False)
         assert (refused.returncode, refused.stdout) == (5, ''), refused
         assert f'it connects guest {spec.instance}, which a restart would cut off. Fix: ' in refused.stderr
@@ -463,8 +456,8 @@ def test_close_dhcp_restarts_a_network_without_guests(
         assert host.run_inside(command, make_environment()).stdout.startswith('nothing to do: ')
     finally:
         real_libvirt.destroy(spec.instance, spec.compute)
-        host.run_inside(['virsh', '-q', 'net-destroy', 'ajar'])
-        host.run_inside(['virsh', '-q', 'net-undefine', 'ajar'])
+        for command_line in ('virsh -q net-destroy ajar', 'virsh -q net-undefine ajar', 'ip link del br0'):
+            host.run_inside(command_line.split())
 
 
 # Unsuitable libvirt networks are detected before a guest is made on them.

@@ -201,7 +201,7 @@ ROWS = (
         'ecomp/virt/domains.py',
         'if mark.compute != compute:',
         'if not mark.compute:',
-        ('tests/functional/test_hypervisor.py::test_guest_of_another_compute_is_left_alone',),
+        ('tests/functional/test_hypervisor.py::test_guest_is_created_started_and_destroyed',),
     ),
     Row(
         'a guest with several addresses by ARP gets one of them',
