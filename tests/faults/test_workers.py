@@ -23,7 +23,7 @@ def make_image_name() -> str:
     return f'idle.raw?{uuid.uuid4()}'
 
 
-@pytest.mark.parametrize('step', mark_slow_steps(BUILD_FAILPOINTS, 'domain-started'))
+@pytest.mark.parametrize('step', mark_slow_steps(BUILD_FAILPOINTS))
 def test_worker_killed_during_a_build(host: Hypervisor, step: str) -> None:
     """F3: kill -9 of a worker at a step of a build, once: the next one builds it (libvirt)."""
     host.restart(f'{step}:kill:1')

@@ -222,6 +222,7 @@ def test_repeated_interrupt_names_the_canary_that_may_be_left(cluster: Control, 
     expect_nothing_left(cluster, compute)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('image', 'stage'), [('idle.raw', 'started'), pytest.param('guest.qcow2', 'ready', marks=pytest.mark.slow)]
 )
