@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from docs import writing
 from tests.faults import table
@@ -32,17 +31,3 @@ def test_tests_of_the_rules_exist() -> None:
 
 def test_every_row_docstring_is_well_formed() -> None:
     assert table.find_unmarked() == []
-
-
-def test_planted_tests_are_found_or_reported(tmp_path: Path) -> None:
-    (tmp_path / 'test_x.py').write_text(
-        'def test_a():\n    """F7: etcd killed. (fake)"""\n'
-        'def test_b():\n    """F8 etcd frozen"""\n'
-        '@pytest.mark.slow\ndef test_c():\n    """F9, F10: a member\n    lost (libvirt)\n\n    And why."""\n'
-    )
-    assert [(case.row, case.summary, case.backend, case.slow) for case in table.find_cases(tmp_path)] == [
-        (7, 'etcd killed', 'fake', False),
-        (9, 'a member lost', 'libvirt', True),
-        (10, 'a member lost', 'libvirt', True),
-    ]
-    assert table.find_unmarked(tmp_path) == ['test_x.py::test_b']

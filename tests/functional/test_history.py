@@ -18,14 +18,12 @@ from ecomp.store.client import Put
 from ecomp.store.history import MAX_ANSWER_REVISIONS, REQUIRED_PROGRESS_ANSWERS, History
 from ecomp.store.messages import WatchCreate
 from tests.kit.commands import Control
-from tests.kit.ending import StoredValue
-from tests.kit.history import Change as HistoryChange
 from tests.kit.journal import JOURNAL, parse_eschedule_arguments
 from tests.kit.judging import is_broken
 from tests.kit.servers import Etcd, PlacementServer, b64, wait_until
 from tests.kit.store_client import make_config, open_store
 from tests.kit.story import SMALL_QUERY, place, wait_state
-from tests.kit.witness import CompactedError, RevisionReader, require_clean
+from tests.kit.witness import require_clean
 
 # The past is read completely or not at all, even if etcd stalls, and with any content.
 
@@ -257,66 +255,6 @@ def recording_journal() -> Iterator[None]:
     JOURNAL.begin()
     yield
     JOURNAL.end()
-
-
-def test_witness_reads_each_change_once(own_etcd: Etcd) -> None:
-    own_etcd.put('/earlier', 'here')
-    revisions = RevisionReader(own_etcd.ask)
-    revisions.begin()
-    assert revisions.before == {'/earlier': StoredValue(b'here', 0)}
-    assert (revisions.read_new(), revisions.changes) == (2, [])
-
-    lease = int(own_etcd.call('lease/grant', {'TTL': 60})['ID'])
-    own_etcd.call('kv/put', {'key': b64('/mark'), 'value': b64('x'), 'lease': lease})
-    puts = [{'requestPut': {'key': b64(key), 'value': b64('1')}} for key in ('/a', '/b')]
-    own_etcd.call('kv/txn', {'success': puts})
-    assert revisions.read_new() == 4
-    own_etcd.delete('/earlier')
-    own_etcd.call('lease/revoke', {'ID': lease})
-    assert revisions.read_new() == 6
-    assert revisions.changes == [
-        HistoryChange(3, '/mark', StoredValue(b'x', lease)),
-        *(HistoryChange(4, key, StoredValue(b'1', 0)) for key in ('/a', '/b')),
-        HistoryChange(5, '/earlier', None),
-        HistoryChange(6, '/mark', None),
-    ]
-
-
-def test_witness_reports_compacted_changes(own_etcd: Etcd) -> None:
-    revisions = RevisionReader(own_etcd.ask)
-    revisions.begin()
-    for _ in range(3):
-        own_etcd.put('/a', 'x')
-    own_etcd.compact()
-    with pytest.raises(CompactedError, match='before revision 4'):
-        revisions.read_new()
-
-
-def test_witness_reads_the_same_claims_as_placement(each_placement: PlacementServer) -> None:
-    database = each_placement.database
-    database.empty()
-    provider, idle = each_placement.make_provider(VCPU=4, DISK_GB=9), each_placement.make_provider(VCPU=2)
-    assert (database.read_allocations(), database.read_capacities()) == ({}, {})
-    consumer = str(uuid.uuid4())
-    body = {
-        'allocations': {provider: {'resources': {'VCPU': 3, 'DISK_GB': 1}}},
-        'project_id': 'p',
-        'user_id': 'u',
-        'consumer_generation': None,
-        'consumer_type': 'INSTANCE',
-    }
-    each_placement.call('PUT', f'/allocations/{consumer}', body)
-    claims = {consumer: {provider: each_placement.read_allocations(consumer)[provider]}}
-    assert claims == {consumer: {provider: {'VCPU': 3, 'DISK_GB': 1}}}
-    assert (database.read_allocations(), database.read_capacities()) == (claims, {provider: {'VCPU': 4, 'DISK_GB': 9}})
-    assert idle not in database.read_capacities()
-
-    # An inventory that is reduced afterwards may be smaller than its claims.
-    generation = each_placement.call('GET', f'/resource_providers/{provider}')['generation']
-    smaller = {'VCPU': {'total': 1}, 'DISK_GB': {'total': 9}}
-    body = {'resource_provider_generation': generation, 'inventories': smaller}
-    each_placement.call('PUT', f'/resource_providers/{provider}/inventories', body)
-    assert (database.read_allocations(), database.read_capacities()) == (claims, {})
 
 
 @pytest.mark.usefixtures('recording_journal')  # before the cluster

@@ -8,14 +8,8 @@ import pytest
 
 from tests.model.mutations import MUTATIONS, detect
 from tests.model.planting import (
-    Misplaced,
     Plant,
-    drop_operand,
-    drop_statement,
-    never,
     plant_bugs,
-    replace_call,
-    return_constant,
 )
 from tests.model.scenarios import SCENARIOS
 
@@ -93,20 +87,3 @@ def read_code(plant: Plant) -> object:
     for part in name.split('.'):
         value = getattr(value, part)
     return getattr(value, '__code__', value)
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize(
-    ('where', 'change'),
-    [
-        ('ecomp.placement.allocations:no_such_function', return_constant(None)),
-        ('ecomp.placement.allocations:release', drop_statement('no_such_name')),
-        ('ecomp.placement.allocations:release', never('no_such_name')),
-        ('ecomp.placement.allocations:release', drop_operand('no_such_name')),
-        ('ecomp.placement.allocations:claim', replace_call('consumer_of', 'None')),
-        ('ecomp.scheduler.operations.decommission:drained', drop_operand('placing')),
-    ],
-)
-def test_plant_without_a_unique_place_is_misplaced(where: str, change: object) -> None:
-    with pytest.raises(Misplaced, match=where.rpartition('.')[2]), plant_bugs([Plant(where, change)]):  # type: ignore[arg-type]
-        pass

@@ -203,14 +203,3 @@ def test_rule_broken_for_one_step_is_reported(rule: str) -> None:
     result = explore(Scenario(scene, Bounds(0, 0)))
     assert [finding.violations for finding in result.findings] == [(BREACHES[rule].message,)]
     assert f'WRONG from here on: {BREACHES[rule].message}' in result.findings[0].story
-
-
-@pytest.mark.parametrize('rule', RULES)
-def test_an_exempt_rule_is_not_checked(rule: str) -> None:
-    def scene(cloud: Cloud) -> Check | None:
-        """The same rule is broken for one step, and the scenario exempts it."""
-        cloud.exempt(rule, 'the scenario breaks it itself')
-        _break_for_one_step(cloud, BREACHES[rule])
-        return None
-
-    assert explore(Scenario(scene, Bounds(0, 0))).findings == []

@@ -117,32 +117,6 @@ class RealNames:
         return match is not None
 
 
-def test_names_match_only_equal_lines() -> None:
-    first, second, third = (f'{digit * 8}-2efb-47ba-be1d-7e277a42cde0' for digit in 'abc')
-    names = RealNames({first})
-    assert not names.matches(f'OF {first} at 10.1.2.3', f'OF {second}')
-    assert names.matches(f'OF {first} at 10.1.2.3', f'OF {second} at 10.9.9.9')
-    assert not names.matches(f'OF {first}', f'OF {third}')
-    assert names.replace_names(f'x {first}') == f'x {second}'
-    assert names.matches(f'OF {third}', f'OF {first}')
-    assert names.matches('done in 3.4 s', 'done in 12.0 s')
-    assert names.matches('1.1.0+g01234567  qemu', '1.1.0+g89abcdef qemu')
-    assert names.matches('hv1  up  0  0/4  0/8035', 'hv1  up  0  0/16  0/512')
-    assert not names.matches('hv1  up  0  0/4', 'hv1  up  0  -')
-    assert not names.matches('hv1  up  0  0/4', 'hv1  up  1  0/4')
-    assert not names.matches('NO ALLOCATIONS LEFT', 'NOTHING LEFT')
-    assert names.matches('console  hv1:/lab/hv1/console', 'console  hv3:/lab/hv3/console')
-    assert names.matches('shop-db  create  -  hv1  -  -', 'shop-db  create  -  hv2  -  -')
-    assert names.matches(f'shop-db  create  -  hv1  {first}  -', f'shop-db  create  -  hv2  {second}  -')
-    assert names.matches('hv2 silent since 16:35:54, was active', 'hv2 silent since 16:35:59, was active')
-    assert names.matches(f'db  {first}  hv2  hv1  -', f'db  {second}  hv2  hv3  -')
-    assert not names.matches(f'db  {first}  hv2  hv1  -', f'db  {second}  hv1  hv3  -')
-    assert not names.matches('hv1: lacks X', 'hv2: lacks X')
-    assert not names.matches('the closest host is hv1', 'the closest host is hv2')
-    assert names.matches('web1 is on hv1 (there), it weighed 0.75', 'web1 is on hv3 (there), it weighed 1.00')
-    assert names.matches('disk 0.023 s |  ===    |', 'disk 1.5 s |=      |')
-
-
 HOST_DIED = 'docs/howto/a-host-died.md'
 
 

@@ -233,26 +233,11 @@ VIOLATIONS = [
     ('ecomp.agent.x', 'count = 0\ndef more():\n    global count\n    count += 1'),
     ('ecomp.agent.x', 'class Thing:\n    def unexplained(self):\n        a = 1\n        return a'),
 ]
-VALID_CODE = [
-    ('ecomp.model.x', 'import random\ndef pick(of, rng: random.Random): return rng.choice(of)'),
-    ('ecomp.model.x', 'from . import keys'),
-    ('ecomp.agent.images', 'import urllib3'),
-    ('ecomp.agent.x', 'import time\nlate = time.monotonic() + 5'),
-    ('ecomp.compute', 'import sys\nfrom ecomp.agent import plan\nsys.exit(print(plan))'),
-    ('ecomp.lab.elab', 'import subprocess\nfrom ecomp.lab import hosts'),
-    ('ecomp.agent.x', 'class Thing:\n    def one(self):\n        return 1'),
-    ('mdserver.server', 'import bottle\nfrom mdserver import guests'),
-]
 
 
 @pytest.mark.parametrize(('module', 'source'), VIOLATIONS)
 def test_violation_is_found(module: str, source: str) -> None:
     assert [line for rule in RULES for line in rule({module: source})]
-
-
-@pytest.mark.parametrize(('module', 'source'), VALID_CODE)
-def test_valid_code_passes(module: str, source: str) -> None:
-    assert [line for rule in RULES for line in rule({module: source})] == []
 
 
 # Failpoints
@@ -333,15 +318,6 @@ def test_no_module_imports_tests_or_helpers_of_another_folder() -> None:
 )
 def test_forbidden_import_among_tests_is_found(module: str, source: str) -> None:
     assert find_wrong_test_imports({module: source})
-
-
-def test_valid_import_among_tests_passes() -> None:
-    fine = {
-        'tests.faults.test_x': 'from tests.kit.story import place\nfrom tests.faults import table',
-        'tests.faults.test_y': 'from tests.faults import test_y',
-        'bench.x': 'from tests.kit.servers import Etcd',
-    }
-    assert find_wrong_test_imports(fine) == []
 
 
 # Linters: ruff, bandit's rules for the product, mypy, and bash -n for each script.

@@ -1,26 +1,21 @@
-"""Tools of the tests: the history judge, the filter for tracebacks, the start of a lab, the plugin of tests/run."""
+"""Tools of the tests: the history judge, and the plugin of tests/run."""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ecomp.lab import machine
-from tests.kit import lab as labs
 from tests.kit.ending import StoredValue
 from tests.kit.history import Change, CommandRun, History, judge
-from tests.kit.hypervisor import drop_stillborn_tracebacks
 from tests.kit.plan import FOLDERS, PARTS, TESTS, find_part
 from tests.kit.servers import make_environment
 
@@ -380,93 +375,7 @@ def test_refused_set_must_not_be_delivered() -> None:
     assert list_violations(story) == []
 
 
-# Tracebacks in a host's log: those of workers whose ecompute was killed as it started them are ignored.
-
-
-STILLBORN = """\
-Traceback (most recent call last):
-  File "<string>", line 1, in <module>
-  File "/usr/lib/python3.11/multiprocessing/spawn.py", line 122, in spawn_main
-{between}    exitcode = _main(fd, parent_sentinel)
-               ^^^^^^^^^^^^^^^^^^^^^^^^^^
-EOFError: Ran out of input
-"""
-LOGGED = '2026-11-24T17:15:38.644+00:00 INFO 23140 compute ec74ac85, state in /x, ecomp 1.0.0\n'
-FAILURE = """\
-2026-11-24T17:15:38.556+00:00 ERROR 23140 unexpected error while planning; trying again
-Traceback (most recent call last):
-  File "planner.py", line 1, in step
-KeyError: 'x'
-"""
-
-
-INCOMPLETE = STILLBORN.format(between=LOGGED).removesuffix('EOFError: Ran out of input\n')
-
-
-@pytest.mark.parametrize(
-    ('log', 'expected'),
-    [
-        (LOGGED + STILLBORN.format(between='') + LOGGED, LOGGED + LOGGED),
-        (LOGGED + STILLBORN.format(between=LOGGED), LOGGED + LOGGED),  # the next ecompute's log lines are in between
-        (FAILURE, FAILURE),
-        # The whole log is kept.
-        (FAILURE + STILLBORN.format(between=LOGGED), FAILURE + STILLBORN.format(between=LOGGED)),
-        (INCOMPLETE, INCOMPLETE),  # kept until the traceback is complete
-    ],
-)
-def test_only_tracebacks_of_stillborn_workers_are_removed(log: str, expected: str) -> None:
-    assert drop_stillborn_tracebacks(log) == expected
-
-
-# A lab that does not start
-
-
-@pytest.mark.parametrize('failures', [1, 2])
-def test_failed_start_of_a_lab_is_reported_and_repeated_once(
-    failures: int, root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps: list[str] = []
-    reason = 'the second host ended'
-
-    def run_elab(lab: labs.Lab, command: str, *_: str) -> None:
-        steps.append(command)
-        if command == 'down':
-            shutil.rmtree(lab.directory)
-        assert command != 'up' or steps.count('up') > failures, reason
-
-    monkeypatch.setattr(labs, 'LABS_ROOT', root)
-    monkeypatch.setattr(labs.Lab, 'run_elab', run_elab)
-    monkeypatch.setattr(machine, 'run', lambda _: '[]')
-    end = pytest.raises(AssertionError, match=reason) if failures == 2 else nullcontext()
-    with pytest.warns(UserWarning, match=f'lab one is started again, because: {reason}'), end:
-        labs.Lab('one', 1, lambda _: steps.append('prepare'))
-    assert steps == [*['prepare', 'up', 'down'] * failures, *['prepare', 'up'] * (2 - failures)]
-
-
-# The plugin of tests/run: forbidden skips, tests that share a lab, overdue tests.
-
-
-TEST_FILE = """
-import os
-import pytest
-
-@pytest.fixture(scope='session')
-def shared_lab():
-    return os.getpid()
-
-@pytest.fixture(scope='session')
-def pids(tmp_path_factory):
-    return tmp_path_factory.getbasetemp().parent / 'pids'
-
-@pytest.mark.parametrize('number', range(12))
-def test_of_a_lab(shared_lab, number, pids):
-    with open(pids, 'a') as file:
-        file.write(f'{shared_lab}\\n')
-
-@pytest.mark.parametrize('number', range(12))
-def test_of_none(number):
-    pass
-"""
+# The plugin of tests/run: forbidden skips, and its parts.
 
 
 def run_pytest(directory: Path, text: str, *words: str) -> subprocess.CompletedProcess[str]:
@@ -496,15 +405,6 @@ def test_two():
     # A mark and an importorskip of a module skip before the test runs, so they count as errors.
     assert '1 failed, 2 errors' in refused.stdout
     assert refused.stdout.count('skipped, where nothing may be') >= 3
-
-
-@pytest.mark.long
-def test_tests_of_one_lab_run_in_one_process(tmp_path: Path) -> None:
-    base = tmp_path / 'base'
-    words = ['-n', '2', '--dist', 'loadgroup', '--no-loadscope-reorder', '--basetemp', str(base)]
-    process = run_pytest(tmp_path, TEST_FILE, *words)
-    assert (process.returncode, '24 passed' in process.stdout) == (0, True), process.stdout
-    assert len(set((base / 'pids').read_text().split())) == 1
 
 
 def test_each_part_of_all_is_known_to_the_script_and_has_files() -> None:
