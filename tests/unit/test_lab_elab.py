@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -273,23 +272,6 @@ def test_up_as_root_keeps_the_owner_from_sudo(
     assert {path.name: path.stat().st_uid for path in (own, *own.iterdir())} == dict.fromkeys(
         ('operator-lab', 'ca.crt', 'client.crt', 'client.key', 'schedule.yaml', 'token'), 12345
     )
-
-
-@pytest.mark.usefixtures('root', 'fake_root')
-def test_stunnel_reloads_only_for_a_new_certificate(failing_up: Callable[[], None]) -> None:
-    failing_up()
-    stunnel = subprocess.Popen(['sleep', '600'])
-    try:
-        lab = state.load('lab')
-        lab.record_process('stunnel', Process('stunnel', stunnel.pid, machine.read_start_time(stunnel.pid) or 0))
-        failing_up()
-        assert stunnel.poll() is None
-        (lab.certs / 'placement/server.crt').unlink()
-        failing_up()
-        assert stunnel.wait(30) == -signal.SIGHUP
-    finally:
-        stunnel.kill()
-        stunnel.wait()
 
 
 def test_shell_has_the_environment_of_its_lab(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
