@@ -64,19 +64,16 @@ ROWS = {
     40: 'a compute killed or frozen while it takes from a queue',
 }
 
-LOST_TESTS = 'functional/test_scheduler_lost.py::'
-CREATE_TESTS = 'functional/test_scheduler_create.py::'
 MANUAL_CHANGE_TESTS = 'scenario/test_by_hand.py::'
 RESTART_TESTS = 'scenario/test_restart.py::'
-CLAIM_TESTS = 'functional/test_claims.py::'
 KILL_TESTS = 'faults/test_kills.py::'
 RESTORE_TESTS = 'faults/test_restored.py::'
 # {rule of docs/explanation/protocol.md: the tests that replay the race that it closes}
 PROTOCOL_RULES: dict[str, tuple[str, ...]] = {
     'read-back': (
         'functional/test_scheduler_names.py::test_lost_delivery_keeps_name_and_claim_consistent',
-        LOST_TESTS + 'test_unknown_delivery_keeps_its_claim_and_is_resumed',
-        LOST_TESTS + 'test_unknown_claim_is_not_released_and_is_resumed',
+        'model/scenarios_losses.py::create_with_losses',
+        'model/scenarios_losses.py::resume_with_losses',
     ),
     'confirmed-claim': (
         MANUAL_CHANGE_TESTS + 'test_request_without_an_allocation_is_not_built',
@@ -84,11 +81,11 @@ PROTOCOL_RULES: dict[str, tuple[str, ...]] = {
         RESTART_TESTS + 'test_compute_waits_for_a_killed_placement',
     ),
     'release-by-generation': (
-        CLAIM_TESTS + 'test_late_release_does_not_free_a_claim_that_was_taken_over',
-        CLAIM_TESTS + 'test_uuid_with_empty_consumer_is_placed',
-        CLAIM_TESTS + 'test_lost_claim_that_equals_the_old_one_raises_its_generation',
-        CREATE_TESTS + 'test_late_release_of_the_first_attempt_does_not_free_the_second',
-        CREATE_TESTS + 'test_first_attempt_that_wakes_up_late_claims_nothing',
+        *(
+            f'model/scenarios_claims.py::{name}'
+            for name in ('release_beside_resume', 'orphan_consumer', 'late_releases')
+        ),
+        'model/scenarios_claims.py::one_uuid_twice',
     ),
     'orphaned-claim': (
         'functional/test_claims.py::test_orphan_is_released_after_two_spaced_checks',
@@ -129,9 +126,9 @@ PROTOCOL_RULES: dict[str, tuple[str, ...]] = {
         'faults/test_reboot.py::test_crash_without_reboot_leaves_guests_stopped',
     ),
     'order-of-reading': (
-        CLAIM_TESTS + 'test_claim_keeper_keeps_claim_taken_over_during_its_check',
-        CLAIM_TESTS + 'test_forget_keeps_claim_delivered_during_its_check',
-        CLAIM_TESTS + 'test_repair_keeps_claim_delivered_during_its_check',
+        'model/scenarios_claims.py::claim_keeper',
+        'model/scenarios_operators.py::forget_and_create',
+        'model/scenarios_operators.py::fix_and_create',
     ),
     'limited-trust': (
         'faults/test_hostile.py::test_junk_in_other_keys_disturbs_nothing',

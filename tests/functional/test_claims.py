@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -13,22 +12,18 @@ import pytest
 
 from ecomp.agent.host.claims import CONFIRMATION_SECONDS, ClaimKeeper
 from ecomp.conf import EtcdConfig
-from ecomp.errors import ClaimedElsewhere, Conflict, NoCapacity, NotFound, PlacementRefusal, UnknownOutcome, Unreachable
+from ecomp.errors import ClaimedElsewhere, Conflict, NoCapacity, PlacementRefusal, UnknownOutcome, Unreachable
 from ecomp.model import keys
-from ecomp.model.order import Request, SetOrder
-from ecomp.model.stored import encode
 from ecomp.placement import allocations
 from ecomp.placement.allocations import Requester, claim
 from ecomp.placement.client import Placement
-from ecomp.scheduler.changes.wait import Deadline
-from ecomp.scheduler.operations.audit import _release_orphan as repaired
-from ecomp.scheduler.operations.decommission import disable, forget, wait_until_drained
-from ecomp.scheduler.placing.claim import DeliveryOutcome, abandon
+from ecomp.scheduler.operations.decommission import disable, forget
+from ecomp.scheduler.placing.claim import DeliveryOutcome
 from ecomp.scheduler.queries.find import MAX_OFFER_AGE_SECONDS
 from ecomp.store import sharing
 from ecomp.store.client import Put, Snapshot, Store, Unchanged
 from ecomp.store.sharing import note_released, read_highest_released, released_to_json
-from tests.functional.cloud import RESOURCES, SMALL, Cloud, interpose, make_uuid, start_attempt
+from tests.functional.cloud import RESOURCES, SMALL, Cloud, interpose, make_uuid
 from tests.kit.store_client import read_entry
 
 # A claim is moved to its new owner, never released under it: races of reads, and generations that start again at 1.
@@ -79,31 +74,6 @@ def make_placing_store(cloud: Cloud, action: Callable[[], object]) -> Store:
     return interpose(store, 'snapshot', action, lambda prefix, *_: prefix == keys.ATTEMPTS)
 
 
-def make_delivering_store(cloud: Cloud, compute: str, order: SetOrder) -> Store:
-    """Claim as the owner of an attempt; deliver when the returned store reads the attempts.
-
-    The delivery deletes the attempt and writes the request.
-    """
-    lease = cloud.store.grant(60)
-    start_attempt(cloud, order, lease)
-    allocations.replace_allocations(cloud.placement, order.instance, {compute: SMALL}, 'a-user', 'a-project')
-    fields = {'user_id': 'a-user', 'project_id': 'a-project', 'query': 'query', 'stages': {'requested': 'now'}}
-    request = Request(order.instance, {compute: SMALL}, image='image', **fields)
-
-    def deliver() -> None:
-        cloud.store.commit([], [Put(keys.request(compute, order.instance), encode(request))])
-        cloud.store.revoke(lease)
-
-    return make_placing_store(cloud, deliver)
-
-
-def test_uuid_with_empty_consumer_is_placed(cloud: Cloud) -> None:
-    compute, order = cloud.make_order()
-    create_empty_consumer(cloud, order.instance)
-    assert cloud.create(order, resume=True) == DeliveryOutcome(compute)
-    cloud.assert_placed(compute, order)
-
-
 def test_set_with_empty_consumer_is_claimed(cloud: Cloud) -> None:
     compute = cloud.make_compute(VCPU=3, MEMORY_MB=512, DISK_GB=10)
     instances = [make_uuid() for _ in range(3)]
@@ -142,23 +112,6 @@ def test_forgotten_candidate_is_skipped(cloud: Cloud) -> None:
         assert claimed == ({instance} if compute == existing else set())
 
 
-@pytest.mark.parametrize('third', [False, True])
-def test_late_release_does_not_free_a_claim_that_was_taken_over(cloud: Cloud, third: bool) -> None:
-    """The first attempt's claim takes all room.
-
-    With `third`, another process releases it first.
-    """
-    compute, order = cloud.make_order(**ROOM_FOR_ONE)
-    allocations.replace_allocations(cloud.placement, order.instance, {compute: SMALL}, 'a-user', 'a-project')
-    consumer = allocations.read_consumer(cloud.placement, order.instance)
-    assert allocations.read_candidates(cloud.placement, order.query).candidates == []
-    if third:
-        assert abandon(cloud.store, cloud.placement, [order.instance], order.instance, -1)
-    assert cloud.create(order, resume=True) == DeliveryOutcome(compute)
-    assert not allocations.release_once(cloud.placement, order.instance, consumer)
-    cloud.assert_placed(compute, order)
-
-
 @pytest.mark.parametrize('query', [RESOURCES.replace('64', '32'), f'{RESOURCES}&required=HW_CPU_X86_AVX2'])
 def test_claim_of_another_query_is_not_taken_over(cloud: Cloud, query: str) -> None:
     compute = cloud.make_compute(**ROOM_FOR_ONE)
@@ -169,18 +122,6 @@ def test_claim_of_another_query_is_not_taken_over(cloud: Cloud, query: str) -> N
     # The claim's compute releases it if no request or attempt owns it.
     assert cloud.server.read_allocations(order.instance) == {compute: SMALL}
     assert cloud.etcd.get(keys.attempt(order.instance)) is None
-
-
-def test_lost_claim_that_equals_the_old_one_raises_its_generation(
-    cloud: Cloud, intercepted_placement: InterceptedPlacement
-) -> None:
-    compute, instance = cloud.make_compute(), make_uuid()
-    allocations.replace_allocations(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
-    consumer = allocations.read_consumer(cloud.placement, instance)
-    intercepted_placement.intercept('PUT', f'/allocations/{instance}', lost=True)
-    claim(intercepted_placement, {instance: {compute: SMALL}}, Requester('a-user', 'a-project'), lambda: None)
-    assert not allocations.release_once(cloud.placement, instance, consumer)
-    assert cloud.server.read_consumers(compute).keys() == {instance}
 
 
 def test_no_room_due_to_a_takeover_is_reported_as_conflict(cloud: Cloud) -> None:
@@ -207,28 +148,6 @@ def test_room_released_after_the_offer_is_used(cloud: Cloud) -> None:
     assert allocations.release_once(cloud.placement, order.instance, consumer)
     assert cloud.create(order, resume=True, offer=offer) == DeliveryOutcome(compute)
     cloud.assert_placed(compute, order)
-
-
-@pytest.mark.parametrize('count', [1, 2])
-def test_release_claim_sent_late_does_not_free_a_newer_claim(cloud: Cloud, count: int) -> None:
-    """A process reads the generation and stalls. Others release the claim and claim again."""
-    compute = cloud.make_compute(VCPU=9, MEMORY_MB=900, DISK_GB=9)
-    instances = [make_uuid() for _ in range(count)]
-
-    def claim_all() -> dict[str, allocations.Consumer]:
-        requested = {instance: {compute: SMALL} for instance in instances}
-        above = partial(read_highest_released, cloud.store, instances)
-        claim(cloud.placement, requested, Requester('u', 'p'), lambda: None, above)
-        return {instance: allocations.read_consumer(cloud.placement, instance) for instance in instances}
-
-    reads = [claim_all()]
-    for _ in range(3):
-        assert abandon(cloud.store, cloud.placement, instances, instances[0], -1)
-        reads.append(claim_all())
-        for read in reads[:-1]:
-            assert [allocations.release_once(cloud.placement, *pair) for pair in read.items()] == [False] * count
-        assert cloud.server.read_consumers(compute).keys() == set(instances)
-    assert {read[instance].generation for read in reads for instance in instances} == {1, 2, 3, 4}
 
 
 def test_claim_is_not_released_if_its_note_fails(cloud: Cloud) -> None:
@@ -263,37 +182,6 @@ def test_many_claims_are_released_in_portions(cloud: Cloud) -> None:
     assert cloud.server.read_consumers(compute).keys() == {kept_instance}
 
 
-def test_claim_keeper_keeps_claim_taken_over_during_its_check(
-    cloud: Cloud, intercepted_placement: InterceptedPlacement
-) -> None:
-    compute, order = cloud.make_order()
-    allocations.replace_allocations(cloud.placement, order.instance, {compute: SMALL}, 'a-user', 'a-project')
-    keeper = ClaimKeeper(compute, cloud.store, intercepted_placement)
-    keeper.check_claims([], 0.0)
-    intercepted_placement.intercept('GET', f'/allocations/{order.instance}', lambda: cloud.create(order, resume=True))
-    keeper.check_claims([], CONFIRMATION_SECONDS)
-    cloud.assert_placed(compute, order)
-
-
-def test_drain_waits_for_attempt_with_a_recent_offer(cloud: Cloud) -> None:
-    """The attempt has an older offer, and starts after the drain's first check."""
-    compute, order = cloud.make_order()
-    offer = allocations.read_candidates(cloud.placement, order.query)
-    disable(cloud.placement, compute, compute)
-    messages: list[str] = []
-
-    def tell(message: str) -> None:
-        if not messages:
-            assert time.monotonic() - offer.queried_at < MAX_OFFER_AGE_SECONDS
-            assert cloud.create(order, offer=offer) == DeliveryOutcome(compute)
-        messages.append(message)
-        if 'to leave' in message:
-            raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        wait_until_drained(cloud.store, cloud.placement, compute, compute, Deadline(60), tell)
-
-
 def test_attempt_with_an_old_offer_queries_placement_again(cloud: Cloud) -> None:
     """A drain has not waited for it."""
     compute, order = cloud.make_order()
@@ -302,15 +190,6 @@ def test_attempt_with_an_old_offer_queries_placement_again(cloud: Cloud) -> None
     with pytest.raises(NoCapacity):
         cloud.create(order, offer=offer._replace(queried_at=offer.queried_at - MAX_OFFER_AGE_SECONDS))
     cloud.assert_not_placed(order, compute)
-
-
-def test_forget_keeps_claim_delivered_during_its_check(cloud: Cloud) -> None:
-    compute, order = cloud.make_order(alive=False)
-    store = make_delivering_store(cloud, compute, order)
-    with pytest.raises(Exception, match=f'compute {compute} is not forgotten') as caught:
-        forget(store, cloud.placement, compute, compute, lambda: 'now', lambda _: None, fenced=True)
-    assert not isinstance(caught.value, NotFound)
-    assert cloud.server.read_consumers(compute).keys() == {order.instance}
 
 
 def test_forget_releases_claim_of_dead_taker_but_keeps_queue_entry(cloud: Cloud) -> None:
@@ -322,13 +201,6 @@ def test_forget_releases_claim_of_dead_taker_but_keeps_queue_entry(cloud: Cloud)
     forget(cloud.store, cloud.placement, compute, compute, lambda: 'now', lambda _: None, fenced=True)
     assert cloud.server.read_allocations(order.instance) == {}
     assert cloud.etcd.get(f'{keys.QUEUES}small/{order.instance}') is not None
-
-
-def test_repair_keeps_claim_delivered_during_its_check(cloud: Cloud) -> None:
-    compute, order = cloud.make_order()
-    store = make_delivering_store(cloud, compute, order)
-    assert 'it has changed' in repaired(store, cloud.placement, order.instance)
-    assert cloud.server.read_consumers(compute).keys() == {order.instance}
 
 
 # On real etcd and placement: computes release claims without an owner, and no others (rule: orphaned-claim).

@@ -23,7 +23,7 @@ from ecomp.agent.instance.records import Records
 from ecomp.agent.jobs import FailureLog
 from ecomp.agent.planner import Planner
 from ecomp.agent.queue import Taker
-from ecomp.errors import BuildFailed, EcompError, NoSpace, NotFound, OverQuota, Unreachable
+from ecomp.errors import BuildFailed, EcompError, NoSpace, NotFound, Unreachable
 from ecomp.files import write_durably
 from ecomp.model import keys
 from ecomp.model.flavor import Flavor
@@ -32,7 +32,7 @@ from ecomp.model.guest import Attachment, Guest, GuestSpec, list_macs, make_mac_
 from ecomp.model.order import Request
 from ecomp.model.queue import Backlog, QueueEntry, update_backlog
 from ecomp.model.quota import Quota
-from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE
+from ecomp.model.record import ACTIVE, BUILDING, DESTROYING
 from ecomp.model.stored import decode, encode
 from ecomp.placement import allocations
 from ecomp.placement.allocations import Consumer
@@ -185,35 +185,6 @@ def test_dropped_request_releases_name_group_and_quota(toy_compute: ToyCompute, 
         assert lease, 'it is found by its name as long as its record is there, and not for ever'
 
 
-def test_instance_missing_in_restored_etcd_counts_for_its_quota_again(toy_compute: ToyCompute, cloud: Cloud) -> None:
-    """It counts once, however often it is republished, and is released when it is destroyed."""
-    with set_quota(cloud, 'a-project', 1) as read_used:
-        quota = read_entry(cloud.store, keys.quota('a-project'))
-        instance = deliver_named(cloud, toy_compute.compute, 'later')
-        toy_compute.step()
-        assert toy_compute.read_record(instance).state == ACTIVE
-        places = toy_compute.list_keys(instance)
-        restored = [Put(quota.key, quota.value.decode()), *map(Delete, (*places, keys.name('later')))]
-        cloud.store.commit([], [*restored, Delete(keys.group('later'))])
-        assert read_used() == 0
-        for _ in range(2):
-            toy_compute.republish(toy_compute.hypervisor.list_guests().keys())
-            assert read_used() == 1
-        with pytest.raises(OverQuota):
-            cloud.create(cloud.make_order_on(toy_compute.compute))
-        # An instance that was queued in the snapshot is counted already; republishing removes its queue entry.
-        queued = keys.queue('small', instance)
-        cloud.store.commit([], [*map(Delete, places[:2]), Put(queued, '{}'), Put(keys.taker(queued), '{}')])
-        toy_compute.republish(toy_compute.hypervisor.list_guests().keys())
-        assert read_used() == 1
-        assert cloud.etcd.list_keys(queued) == []
-        assert cloud.store.get(places[0]) is not None
-        toy_compute.destroy(instance)
-        toy_compute.instances.records.forget(instance)
-        toy_compute.settle()
-        assert read_used() == 0
-
-
 @pytest.mark.parametrize('shares', [True, False])
 def test_instance_refused_from_its_queue_during_republish_is_counted(
     toy_compute: ToyCompute, cloud: Cloud, shares: bool
@@ -271,44 +242,6 @@ def test_republish_retries_until_concurrent_quota_writes_end(
         cloud.store.commit([], [*map(Delete, (*places, keys.name('among-many'), keys.group('among-many')))])
 
 
-def test_failed_instance_releases_its_quota_once(cloud: Cloud, tmp_path: Path) -> None:
-    """An unchecked destroy, as eschedule sent in 2019, is carried out and does not count."""
-    with make_toy_compute(cloud, tmp_path, FullHypervisor()) as one:
-        instance = one.place()
-        with set_quota(cloud, 'a-project', 5, {'instances': 2, 'VCPU': 2}) as read_used:
-            one.step()
-            assert one.read_record(instance).state == ERROR
-            assert read_used() == 1
-            one.destroy(instance)
-            assert one.step() == [f'destroy {instance}']
-            one.instances.records.forget(instance)
-            assert one.read_record(instance).state == GONE
-            assert read_used() == 1
-
-
-@pytest.mark.parametrize('how', ['adopted', 'built again', 'refused', 'at once'])
-def test_no_address_is_left_after_a_record_was_lost(toy_compute: ToyCompute, cloud: Cloud, how: str) -> None:
-    """An instance that ends before its address is written again leaves no address either."""
-    instance = toy_compute.build()
-    request, booted = keys.request(toy_compute.compute, instance), keys.address(instance)
-    assert cloud.store.get(booted) is not None
-    cloud.store.commit([], [Delete(keys.record(toy_compute.compute, instance))])
-    toy_compute.instances.records.forget(instance)
-    if how in ('built again', 'refused'):
-        toy_compute.hypervisor.destroy(instance, toy_compute.compute)
-        toy_compute.hypervisor.delete_disk(instance)
-    if how == 'refused':
-        cloud.store.commit([], [Put(request, '{"version": 99}')])
-    if how != 'at once':
-        toy_compute.step()
-    if how != 'refused':
-        toy_compute.destroy(instance)
-    toy_compute.settle()
-    assert cloud.store.get(request) is None
-    assert cloud.store.get(booted) is None
-    assert cloud.server.read_allocations(instance) == {}
-
-
 def test_address_of_another_compute_stays_after_a_record_was_lost(toy_compute: ToyCompute, cloud: Cloud) -> None:
     """Two computes have requests for one instance, and one record is lost.
 
@@ -324,17 +257,6 @@ def test_address_of_another_compute_stays_after_a_record_was_lost(toy_compute: T
     toy_compute.planner.retry_now()
     assert [line.partition(' ')[0] for line in toy_compute.step()] == ['build']
     assert read_entry(cloud.store, keys.address(instance)).value == b'10.9.9.9'
-
-
-def test_instance_remembered_as_ended_is_kept_if_its_guest_runs(toy_compute: ToyCompute, cloud: Cloud) -> None:
-    """The remembered end is outdated: a restored etcd has the request, and the guest runs."""
-    instance = toy_compute.build()
-    toy_compute.memory.record_end(instance)
-    before = cloud.etcd.get(keys.request(toy_compute.compute, instance))
-    toy_compute.republish({instance})
-    assert cloud.etcd.get(keys.request(toy_compute.compute, instance)) == before
-    toy_compute.republish(())
-    assert cloud.etcd.get(keys.request(toy_compute.compute, instance)) is None
 
 
 def test_ended_instance_that_is_queued_again_ends_with_one_lease(toy_compute: ToyCompute, cloud: Cloud) -> None:
@@ -460,17 +382,6 @@ def test_instance_forgotten_while_its_host_was_down_stays_gone(
     assert cloud.store.get(key) is None
     assert toy_compute.memory.get_entries() == {}
     assert toy_compute.hypervisor.list_reservations() == {}
-
-
-def test_nothing_is_left_of_a_build_without_a_claim(toy_compute: ToyCompute, cloud: Cloud, tmp_path: Path) -> None:
-    instance = toy_compute.place()
-    client = cloud.placement
-    allocations.release_once(client, instance, allocations.read_consumer(client, instance))
-    toy_compute.step()
-    assert toy_compute.read_failure(instance)[1].stage == 'scheduled'
-    assert toy_compute.hypervisor.list_reservations() == {}
-    assert list((tmp_path / 'metadata').glob('*')) == []
-    assert toy_compute.hypervisor.list_guests() == {}
 
 
 @pytest.mark.parametrize(('is_elsewhere', 'size'), [(True, SMALL), (False, {**SMALL, 'VCPU': 2})])

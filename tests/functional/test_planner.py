@@ -16,7 +16,7 @@ import pytest
 from ecomp.agent.compute import PlanningLoop
 from ecomp.agent.host import state
 from ecomp.agent.host.claims import ClaimKeeper
-from ecomp.agent.instance.plan import DOMAIN_AND_DISK_GONE, Kind
+from ecomp.agent.instance.plan import DOMAIN_AND_DISK_GONE
 from ecomp.agent.instance.records import Superseded
 from ecomp.agent.jobs import Threads
 from ecomp.agent.planner import CHECKING_CLAIMS, FIRST_POLL_SECONDS, PLAN_INTERVAL_SECONDS, choose_poll_interval
@@ -24,10 +24,9 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, StillGoing, Unreachable
 from ecomp.model import keys
 from ecomp.model.guest import Address, BaseImage, GuestSpec, make_mac_address
-from ecomp.model.order import SHUT_OFF, START, STOP, PowerAction
 from ecomp.model.record import ACTIVE, ERROR, GONE, STOPPED, UNSEEN_END_FAULT, from_json
 from ecomp.model.stored import encode
-from ecomp.scheduler.changes.change import change_power, destroy
+from ecomp.scheduler.changes.change import destroy
 from ecomp.scheduler.changes.wait import Deadline, Wait, wait_for_stage
 from ecomp.store.client import Delete, Put
 from ecomp.virt.fake import FakeHypervisor
@@ -92,32 +91,6 @@ class FailingHypervisor(FakeHypervisor):
         if instance in self.failures:
             raise self.failures[instance]
         return super().find_addresses(instance)
-
-
-def test_failing_address_query_does_not_block_other_guests(
-    cloud: Cloud, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    hypervisor = FailingHypervisor()
-    with make_toy_compute(cloud, tmp_path, hypervisor) as toy_compute:
-        failing = toy_compute.place()
-        message = "libvirt failed while reading the DHCP of network lan: no network with matching name 'lan'"
-        hypervisor.failures[failing] = EcompError(message)
-        assert toy_compute.step() == [f'build {failing}']
-        other = toy_compute.place()
-        assert toy_compute.step() == [f'build {other}']
-        assert toy_compute.step() == [f'address {other}']
-        waiting, since = toy_compute.planner.without_addresses
-        assert waiting == {failing, other}
-        toy_compute.step()
-        assert toy_compute.planner.without_addresses[0] == {failing}
-        assert since < toy_compute.planner.without_addresses[1]
-        since = toy_compute.planner.without_addresses[1]
-        toy_compute.step()
-        assert toy_compute.planner.without_addresses == ({failing}, since), 'it is looked for ever less often'
-        assert [line.levelname for line in caplog.records if 'no network' in line.message] == ['WARNING'], 'said once'
-        destroy(cloud.store, failing)
-        assert toy_compute.step() == [f'destroy {failing}']
-        assert toy_compute.step() == []
 
 
 def test_unreachable_hypervisor_is_not_a_guest_s_fault(cloud: Cloud, tmp_path: Path) -> None:
@@ -270,26 +243,6 @@ def test_guest_running_before_a_reboot_is_resumed_once(toy_compute: ToyCompute) 
     toy_compute.restart()
     assert toy_compute.step() == [f'power {instance}']
     assert toy_compute.read_record(instance).state == STOPPED
-
-
-def test_guest_destroyed_since_the_plan_is_not_started(toy_compute: ToyCompute, cloud: Cloud) -> None:
-    """Check each start, after a reboot and as requested: another host may have the instance since."""
-    rebooted, started = toy_compute.build(), toy_compute.build()
-    change_power(cloud.store, started, PowerAction(STOP, make_uuid()))
-    toy_compute.settle()
-    toy_compute.reboot()
-    change_power(cloud.store, started, PowerAction(START, make_uuid()))
-    work = {each.task.kind: each for each in toy_compute.plan()}
-    assert work.keys() == {Kind.START_AFTER_REBOOT, Kind.START}
-    start = work[Kind.START]
-    toy_compute.instances._record_phase(start.request, start.revision, SHUT_OFF)  # as before a crash
-    for instance in (rebooted, started):
-        destroy(cloud.store, instance)
-    for each in work.values():
-        toy_compute.planner.begin(each)
-        toy_compute.planner.carry_out(each)
-    assert not any(guest.running for guest in toy_compute.hypervisor.list_guests().values())
-    assert sorted(toy_compute.step()) == sorted([f'destroy {rebooted}', f'destroy {started}'])
 
 
 def test_guest_built_after_a_reboot_is_not_resumed(toy_compute: ToyCompute) -> None:
@@ -538,33 +491,6 @@ def test_guests_are_plugged_in_after_a_network_restart(cloud: Cloud, tmp_path: P
         send_requests(daemon, toy_compute)
         wait_for_state(toy_compute, instance, ACTIVE)
         assert hypervisor.plugged.empty(), 'once, until a minute has passed'
-
-
-def test_failed_thread_start_is_retried(
-    cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    real, tried, exhausted = threading.Thread.start, threading.Event(), threading.Event()
-
-    def start(thread: threading.Thread) -> None:
-        if exhausted.is_set() and thread.name.startswith(('build', 'task')):
-            tried.set()
-            raise RuntimeError("can't start new thread")
-        real(thread)
-
-    monkeypatch.setattr(threading.Thread, 'start', start)
-    with (
-        make_toy_compute(cloud, tmp_path) as toy_compute,
-        start_daemon(toy_compute, BlockingClaimKeeper(toy_compute)) as daemon,
-    ):
-        exhausted.set()
-        instance = toy_compute.place()
-        send_requests(daemon, toy_compute)
-        assert tried.wait(60)
-        wait_until(lambda: 'no thread can be started' in caplog.text, 20, 'it says so')
-        exhausted.clear()
-        wait_for_state(toy_compute, instance, ACTIVE)
-        assert caplog.text.count('no thread can be started') <= 2, 'said once, and that it works again'
-        assert toy_compute.hypervisor.list_guests().keys() == {instance}
 
 
 def test_missing_address_is_polled_less_and_less_often() -> None:

@@ -7,13 +7,13 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 
 import pytest
 
 from ecomp import backends
 from ecomp.conf import EtcdConfig, PlacementConfig
-from ecomp.errors import Conflict, Denied, NoSpace, Unreachable
+from ecomp.errors import Conflict, Denied, Unreachable
 from ecomp.store.client import FENCE_RENEWAL_SECONDS, Delete, Put, Store, Unchanged
 from ecomp.store.presence import LEASE_SECONDS, Presence, PresenceLease, hash_token
 from tests.functional.present import make_presence, start_and_stop
@@ -215,50 +215,6 @@ def test_write_fails_while_the_key_is_not_restored(store: Store, prefix: str) ->
         store.commit([], [Put(prefix + 'x', '1')])
     assert time.monotonic() - began >= FENCE_RENEWAL_SECONDS
     assert store.get(prefix + 'x') is None
-
-
-@contextmanager
-def simulate_full_etcd(etcd: Etcd) -> Iterator[None]:
-    """Raise etcd's NOSPACE alarm, which makes it behave as if it were out of space."""
-    member = etcd.call('cluster/member/list', {})['members'][0]['ID']
-    alarm = {'memberID': member, 'alarm': 'NOSPACE'}
-    etcd.call('maintenance/alarm', {**alarm, 'action': 'ACTIVATE'})
-    yield
-    etcd.call('maintenance/alarm', {**alarm, 'action': 'DEACTIVATE'})
-
-
-def test_owner_with_an_expired_lease_may_delete_in_a_full_etcd(own_etcd: Etcd) -> None:
-    lost: list[str] = []
-    with open_store(own_etcd.endpoint) as store, open_store(own_etcd.endpoint) as other_store:
-        alive = make_presence(store, '/c', 'mine', lost)
-        alive.start()
-        for path in ('/x', '/y', '/z'):
-            store.commit([], [Put(path, '1')])
-        entry = read_entry(store, '/c')
-        with simulate_full_etcd(own_etcd):
-            store.revoke(entry.lease)
-            assert store.commit([], [Delete('/x')])
-            assert store.commit([Unchanged('/y', 1)], [Delete('/y')]) is None, 'conditions count as ever'
-            with pytest.raises(NoSpace):
-                store.commit([], [Put('/x', '2')])
-        # Once there is room, the key is restored before anything else is written.
-        alive.schedule_check()
-        wait_until(lambda: store.get('/c'), 10, 'its key is there')
-        assert store.commit([], [Put('/x', '2')])
-
-        # No deletion is possible while another compute has the key.
-        entry = read_entry(store, '/c')
-        alive._stopped.set()  # frozen
-        alive.schedule_check()
-        store.revoke(entry.lease)
-        with start_and_stop(make_presence(other_store, '/c', 'theirs')):
-            with (
-                simulate_full_etcd(own_etcd),
-                pytest.raises(Unreachable, match='expired or was changed: nothing is written'),
-            ):
-                store.commit([], [Delete('/z')])
-            assert other_store.get('/z') is not None
-    assert lost == []
 
 
 # A lost presence key is restored once it is free; the compute is read-only until then.

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-import time
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 
 from ecomp.conf import EtcdConfig
-from ecomp.errors import ClaimedElsewhere, Conflict, NoCapacity
+from ecomp.errors import ClaimedElsewhere, NoCapacity
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations
 from ecomp.model.choose import FIRST, PACK, RANDOM, SPREAD, Offer
@@ -25,16 +24,15 @@ from ecomp.model.stored import encode
 from ecomp.placement import allocations
 from ecomp.placement.allocations import read_candidates
 from ecomp.placement.client import Placement
-from ecomp.scheduler.placing import claim as claims
 from ecomp.scheduler.placing import create as attempts
 from ecomp.scheduler.placing.claim import DeliveryOutcome
 from ecomp.scheduler.placing.create import create
 from ecomp.scheduler.placing.sample import MAX_QUERIES, get_sampleable_amounts
 from ecomp.scheduler.placing.session import MAX_LOGGED_COMPUTES, Scheduler
 from ecomp.store.client import Store
-from tests.functional.cloud import IMAGE, OWNER, RESOURCES, SMALL, Cloud, CountingStore, make_uuid, start_attempt
+from tests.functional.cloud import IMAGE, OWNER, RESOURCES, SMALL, Cloud, CountingStore, make_uuid
 from tests.kit.in_process import InProcessPlacement, put_with_generation
-from tests.kit.servers import SLOWDOWN_FACTOR, Etcd, wait_until
+from tests.kit.servers import Etcd
 
 
 @pytest.mark.fast
@@ -159,37 +157,6 @@ def test_interruption_after_the_claim_releases_it(cloud: Cloud, error: type[Base
 
 
 @pytest.mark.fast
-def test_late_release_of_the_first_attempt_does_not_free_the_second(cloud: Cloud) -> None:
-    first, second = cloud.make_compute(), cloud.make_compute()
-    order = cloud.make_order_on(first)
-    lease = cloud.store.grant(60)
-    revision = start_attempt(cloud, order, lease)
-    cloud.make_claimer().claim({order.instance: {first: SMALL}})
-    consumer = allocations.read_consumer(cloud.placement, order.instance)
-    # The first attempt freezes here, and the user repeats the command.
-    assert cloud.create(order, resume=True) == DeliveryOutcome(first)
-    cloud.assert_placed(first, order)
-    assert not claims.abandon(cloud.store, cloud.placement, [order.instance], order.instance, revision)
-    assert not allocations.release_once(cloud.placement, order.instance, consumer)
-    cloud.store.revoke(lease)
-    cloud.assert_placed(first, order)
-    assert cloud.server.read_consumers(second) == {}
-
-
-@pytest.mark.fast
-def test_claim_of_another_attempt_is_neither_moved_nor_released(cloud: Cloud) -> None:
-    """The compute of the claim may have built the instance (rule: claim-stays)."""
-    first, second, silent = cloud.make_compute(), cloud.make_compute(), cloud.make_compute(alive=False)
-    for compute in (first, silent):
-        order = cloud.make_order_on(second)
-        allocations.replace_allocations(cloud.placement, order.instance, {compute: SMALL}, 'a-user', 'a-project')
-        with pytest.raises(ClaimedElsewhere, match=f'claimed on {compute}'):
-            cloud.create(order, resume=True)
-        assert cloud.server.read_allocations(order.instance) == {compute: SMALL}
-        assert cloud.etcd.get(keys.attempt(order.instance)) is None
-
-
-@pytest.mark.fast
 def test_set_is_placed_without_an_instance_claimed_on_a_silent_compute(
     cloud: Cloud, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -208,42 +175,6 @@ def test_set_is_placed_without_an_instance_claimed_on_a_silent_compute(
     with pytest.raises(ClaimedElsewhere):
         cloud.create_all(complete_order, resume=True)
     assert cloud.server.read_consumers(compute).keys() == set(remaining)
-
-
-@pytest.mark.fast
-def test_first_attempt_that_wakes_up_late_claims_nothing(cloud: Cloud) -> None:
-    slow, quick = cloud.make_compute(), cloud.make_compute()
-    order = cloud.make_order_on(quick)
-    candidates: Future[tuple[Placement, Offer]] = Future()
-    scheduler = Scheduler(cloud.store, candidates.result, OWNER, random.Random(), lambda: 'late')
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(create, scheduler, order, False)
-        wait_until(lambda: cloud.etcd.get(keys.attempt(order.instance)), 10, 'the first one is at it')
-        assert cloud.create(order, resume=True) == DeliveryOutcome(quick)
-        # Only now the first attempt gets placement's answer, which names another compute.
-        candidates.set_result((cloud.placement, Offer([{slow: SMALL}], queried_at=time.monotonic())))
-        with pytest.raises(Conflict, match='another eschedule took over this uuid'):
-            first.result(SLOWDOWN_FACTOR * 30)
-    cloud.assert_placed(quick, order)
-    assert cloud.server.read_consumers(slow) == {}
-
-
-@pytest.mark.fast
-def test_concurrent_attempts_of_one_uuid_make_one_instance(cloud: Cloud) -> None:
-    computes = [cloud.make_compute() for _ in range(3)]
-    order = replace(cloud.make_order_on(computes[0]), query=RESOURCES)
-
-    def create_on(compute: str) -> str:
-        try:
-            return cloud.create(order, resume=True, candidates=[{compute: SMALL}]).compute
-        except (ClaimedElsewhere, Conflict, NoCapacity):
-            return ''
-
-    with ThreadPoolExecutor(6) as pool:
-        answers = set(pool.map(create_on, computes * 2)) - {''}
-    assert len(answers) == 1
-    cloud.assert_placed(answers.pop(), order)
-    assert sum(len(cloud.server.read_consumers(compute)) for compute in computes) == 1
 
 
 # In a large cluster, create queries placement about sampled computes: which ones, how often, and by wrong facts.

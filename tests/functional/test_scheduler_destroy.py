@@ -35,7 +35,6 @@ from ecomp.scheduler.queries.find import find, find_living, resolve
 from ecomp.store.client import Delete, Put, Snapshot, Store
 from ecomp.store.sharing import MAX_SEARCHED_COMPUTES, KeyIndex, read_index
 from tests.functional.cloud import IMAGE, SMALL, Cloud, CountingStore, interpose, make_uuid
-from tests.kit.proxy import Proxy
 from tests.kit.servers import SLOWDOWN_FACTOR, Etcd, wait_until
 from tests.kit.store_client import read_entry
 
@@ -54,16 +53,6 @@ def test_destroy_writes_a_tombstone(cloud: Cloud) -> None:
     assert 'being destroyed' in destroy(cloud.store, order.instance)
     assert cloud.store.get(keys.request(compute, order.instance)) == before
     assert find_living(cloud.store, order.instance).is_destroying
-
-
-@pytest.mark.fast
-def test_concurrent_destroys_are_one(cloud: Cloud) -> None:
-    compute, order = cloud.make_order()
-    cloud.create(order)
-    with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda _: destroy(cloud.store, order.instance), range(4)))
-    assert sum('accepted' in answer for answer in answers) == 1
-    assert sum('already' in answer for answer in answers) == 3
 
 
 @pytest.mark.fast
@@ -171,22 +160,6 @@ def test_destroy_without_a_request_writes_a_tombstone(cloud: Cloud) -> None:
     cloud.etcd.put_record(encode(Record(instance, compute, ACTIVE, image=IMAGE, query='resources=…')))
     destroy(cloud.store, instance)
     assert cloud.read_request(compute, instance).is_tombstone
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize('arrives', [True, False])
-def test_destroy_is_written_despite_a_lost_message(
-    cloud: Cloud, etcd_proxy: Proxy, shaky_store: Store, arrives: bool
-) -> None:
-    compute, order = cloud.make_order()
-    cloud.create(order)
-    find_living(shaky_store, order.instance)  # opens the connection
-    # Only the tombstone, and none of the reads before it, contains empty allocations.
-    applied = (lambda: cloud.read_request(compute, order.instance).is_tombstone) if arrives else None
-    etcd_proxy.lose(b'"allocations": {}', applied)
-    assert 'destroy accepted' in destroy(shaky_store, order.instance)
-    assert etcd_proxy.has_lost
-    assert cloud.read_request(compute, order.instance).is_tombstone
 
 
 @pytest.mark.fast
@@ -389,32 +362,6 @@ def test_power_action_is_refused(cloud: Cloud) -> None:
     destroy(cloud.store, instance)
     with pytest.raises(Conflict, match='is being destroyed'):
         change_power(cloud.store, instance, stop)
-
-
-@pytest.mark.parametrize('arrives', [True, False])
-def test_power_action_is_written_despite_a_lost_message(
-    cloud: Cloud, etcd_proxy: Proxy, shaky_store: Store, arrives: bool
-) -> None:
-    compute, instance = create_instance(cloud)
-    stop = PowerAction(STOP, make_uuid())
-    with pytest.raises(NotFound):
-        change_power(shaky_store, make_uuid(), stop)  # opens the connection
-    applied = (lambda: cloud.read_request(compute, instance).power == stop) if arrives else None
-    etcd_proxy.lose(stop.id.encode(), applied)
-    accepted = change_power(shaky_store, instance, stop)
-    assert etcd_proxy.has_lost
-    assert accepted.message == f'{instance}: stop accepted; {compute} carries it out'
-    assert (accepted.power, cloud.read_request(compute, instance).power) == (stop, stop)
-
-
-def test_concurrent_power_actions_are_one(cloud: Cloud) -> None:
-    compute, instance = create_instance(cloud)
-    with ThreadPoolExecutor(4) as pool:
-        answers = list(
-            pool.map(lambda _: change_power(cloud.store, instance, PowerAction(REBOOT, make_uuid())), range(4))
-        )
-    assert {answer.power for answer in answers} == {cloud.read_request(compute, instance).power}
-    assert sum('accepted' in answer.message for answer in answers) == 1
 
 
 # Waiting for a power action

@@ -17,62 +17,21 @@ from h2.events import DataReceived, RequestReceived, StreamEnded
 from h2.exceptions import H2Error
 
 from ecomp.conf import EtcdConfig
-from ecomp.errors import Conflict, UnknownOutcome
+from ecomp.errors import UnknownOutcome
 from ecomp.model import keys
-from ecomp.model.allocation import Allocations
 from ecomp.model.record import GONE, make_record
 from ecomp.model.stack import Stack
 from ecomp.model.stored import encode
-from ecomp.placement import allocations
-from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.claim import DeliveryOutcome
 from ecomp.scheduler.placing.stack import write_stack
 from ecomp.store.client import Put, Store, Unchanged
-from tests.functional.cloud import SMALL, Cloud, make_uuid
+from tests.functional.cloud import Cloud, make_uuid
 from tests.kit.listening import ThreadedServer
 from tests.kit.proxy import Proxy
 from tests.kit.servers import Etcd
 from tests.kit.store_client import read_entry
 
 # Messages to etcd
-
-
-@pytest.mark.parametrize('applied', [True, False])
-def test_unknown_delivery_keeps_its_claim_and_is_resumed(
-    cloud: Cloud, etcd_proxy: Proxy, shaky_store: Store, applied: bool
-) -> None:
-    compute, order = cloud.make_order()
-    request_key = keys.request(compute, order.instance)
-    arrived = (lambda: cloud.etcd.get(request_key)) if applied else None
-    etcd_proxy.lose(request_key.encode(), arrived, stay_away=True)
-    with pytest.raises(UnknownOutcome, match=order.instance) as caught:
-        cloud.create(order, store=shaky_store)
-    assert caught.value.exit_code == 7
-    assert cloud.server.read_allocations(order.instance) == {compute: SMALL}
-    assert (cloud.etcd.get(request_key) is not None) is applied
-    assert cloud.create(order, resume=True) == DeliveryOutcome(compute, is_repeated=applied)
-    cloud.assert_placed(compute, order)
-
-
-def test_another_attempt_s_delivery_is_not_taken_for_the_lost_one(
-    cloud: Cloud, etcd_proxy: Proxy, shaky_store: Store
-) -> None:
-    compute, other, instance = cloud.make_compute(), cloud.make_compute(), make_uuid()
-
-    def deliver_elsewhere() -> str:
-        # The first attempt is so slow that its compute has released its claim.
-        assert allocations.release_once(cloud.placement, instance, allocations.read_consumer(cloud.placement, instance))
-        assert cloud.create(cloud.make_order_on(other, instance), resume=True) == DeliveryOutcome(other)
-        record = make_record(other, cloud.read_request(other, instance), 'now')
-        cloud.etcd.put_record(encode(record))
-        return 'now'
-
-    etcd_proxy.lose_request(keys.request(compute, instance).encode())
-    with pytest.raises(Conflict, match='not delivered'):
-        cloud.create(cloud.make_order_on(compute, instance), store=shaky_store, now=deliver_elsewhere)
-    assert etcd_proxy.has_lost
-    cloud.assert_placed(other, cloud.make_order_on(other, instance))
-    assert cloud.etcd.get(keys.request(compute, instance)) is None
 
 
 def test_lost_delivery_of_what_has_ended_since_is_reported_as_done(
@@ -118,49 +77,7 @@ def test_key_of_a_new_stack_is_read_back_after_a_lost_message(
     assert entry.value == encode(ours if is_ours else theirs).encode()
 
 
-@pytest.mark.parametrize('arrives', [True, False])
-def test_attempt_is_announced_despite_a_lost_message(
-    cloud: Cloud, etcd_proxy: Proxy, shaky_store: Store, arrives: bool
-) -> None:
-    compute, order = cloud.make_order()
-    attempt_key = keys.attempt(order.instance)
-    etcd_proxy.lose(attempt_key.encode(), (lambda: cloud.etcd.get(attempt_key)) if arrives else None)
-    assert cloud.create(order, store=shaky_store) == DeliveryOutcome(compute)
-    assert etcd_proxy.has_lost
-    cloud.assert_placed(compute, order)
-
-
 # Messages to placement
-
-
-@pytest.mark.parametrize('arrives', [True, False])
-def test_claim_is_made_once_despite_a_lost_message(
-    cloud: Cloud, placement_proxy: Proxy, shaky_placement: Placement, arrives: bool
-) -> None:
-    compute, order = cloud.make_order()
-    applied = (lambda: cloud.server.read_allocations(order.instance)) if arrives else None
-    placement_proxy.lose(f'PUT /allocations/{order.instance}'.encode(), applied)
-    assert cloud.create(order, placement=shaky_placement) == DeliveryOutcome(compute)
-    assert placement_proxy.has_lost
-    assert cloud.server.read_consumers(compute) == {order.instance: SMALL}
-    cloud.assert_placed(compute, order)
-
-
-@pytest.mark.parametrize('arrives', [True, False])
-def test_unknown_claim_is_not_released_and_is_resumed(
-    cloud: Cloud, placement_proxy: Proxy, shaky_placement: Placement, arrives: bool
-) -> None:
-    compute, order = cloud.make_order()
-    candidates: list[Allocations] = [{compute: SMALL}]
-    applied = (lambda: cloud.server.read_allocations(order.instance)) if arrives else None
-    placement_proxy.lose(f'PUT /allocations/{order.instance}'.encode(), applied, stay_away=True)
-    with pytest.raises(UnknownOutcome) as caught:
-        cloud.create(order, placement=shaky_placement, candidates=candidates)
-    assert caught.value.exit_code == 7
-    # The attempt key stays until its lease ends, so no compute releases the possible claim.
-    assert cloud.etcd.get(keys.attempt(order.instance)) is not None
-    assert cloud.create(order, resume=True) == DeliveryOutcome(compute)
-    cloud.assert_placed(compute, order)
 
 
 # Streams that etcd resets after the call took effect: a write is never sent twice.
