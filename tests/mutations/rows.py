@@ -134,8 +134,8 @@ ROWS = (
     Row(
         'an inventory with a superfluous class counts as right',
         'ecomp/placement/providers.py',
-        'if current.keys() != expected.keys():',
-        'if not current.keys() >= expected.keys():',
+        'if inventories.keys() != expected.keys():',
+        'if not inventories.keys() >= expected.keys():',
         ('tests/functional/test_placement.py::test_set_inventory_replaces_the_whole_inventory',),
     ),
     # etcd
