@@ -406,20 +406,11 @@ def test_number_of_named_dead_computes_is_limited(cluster: SampledCluster, caplo
     assert cluster.store.request_count == 10
 
 
-def test_rounded_hint_is_not_stale(cluster: SampledCluster) -> None:
-    for _ in range(5):
-        compute = cluster.make_compute(used=1)
-        room = {'VCPU': [4, 76], 'MEMORY_MB': [256, 76], 'DISK_GB': [4, 76]}
-        cluster.etcd.put(keys.compute(compute), json.dumps({'room': room}), cluster.etcd.grant())
-    cluster.create()
-    assert len(cluster.queries) == 2
-
-
-def test_presence_key_with_an_invalid_uuid_is_not_queried(cluster: SampledCluster) -> None:
+def test_facts_of_an_invalid_uuid_are_not_queried(cluster: SampledCluster) -> None:
     """Check that such keys, which make an invalid or a longer query, cannot make creates fail."""
     cluster.make_compute(used=1, hint=1)
-    room = {name: [total, 100] for name, total in TOTALS.items()}
+    facts = json.dumps({'room': {name: [total, 0] for name, total in TOTALS.items()}})
     for name in ('test', 'x&required=HW_CPU_X86_AVX2', str(uuid.uuid4()).upper()):
-        cluster.etcd.put(keys.compute(name), json.dumps({'token': 'x', 'room': room}), cluster.etcd.grant())
+        cluster.etcd.put(keys.facts(name), facts, cluster.etcd.grant())
     compute = cluster.create()
     assert cluster.queries == [compute, 'claim']

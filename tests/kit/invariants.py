@@ -27,17 +27,8 @@ def read_lasting_keys(control: Control) -> dict[str, StoredValue]:
     requests within ten seconds.
     """
     entries = dict(map(parse_entry, control.etcd.call('kv/range', ALL_KEYS).get('kvs', [])))
-    lasting = {key: stored for key, stored in entries.items() if not (key.startswith('/released/') and stored.lease)}
-    presences = {key: stored for key, stored in lasting.items() if key.startswith('/computes/') and stored.lease}
-    return {
-        **lasting,
-        **{key: StoredValue(remove_hints(stored.value), stored.lease) for key, stored in presences.items()},
-    }
-
-
-def remove_hints(presence: bytes) -> bytes:
-    facts = json.loads(presence)
-    return json.dumps({name: fact for name, fact in facts.items() if name not in ('room', 'images')}).encode()
+    published = ('/released/', '/facts/', '/troubles/', '/findings/')
+    return {key: stored for key, stored in entries.items() if not (key.startswith(published) and stored.lease)}
 
 
 def read_allocations(control: Control) -> dict[str, dict[str, dict[str, int]]]:

@@ -92,7 +92,7 @@ def test_closed_and_silent_computes_keep_their_host_names(cluster: Control) -> N
         assert cluster.eschedule('host', command, 'hv4').code == 0
     refusal = cluster.eschedule('--on', 'hv4', SMALL_QUERY)
     assert (refusal.code, refusal.stdout) == (3, 'NO ALLOCATIONS LEFT\n'), refusal
-    assert 'eschedule: hv4: is closed: its ecompute was stopped' in refusal.stderr.splitlines()
+    assert 'eschedule: hv4: is not alive' in refusal.stderr.splitlines()
 
     assert_one_line(cluster.eschedule('host', 'forget', 'hv5'), 5, 'compute hv5 is not forgotten', instance)
     assert cluster.eschedule('destroy', instance).code == 0

@@ -13,7 +13,6 @@ from ecomp.store.client import Entry, Store
 from tests.kit.behind_roles import EtcdWithRoles
 from tests.kit.commands import Ecompute, Result, run_eschedule_process
 from tests.kit.hands import LARGE_INVENTORY
-from tests.kit.invariants import remove_hints
 from tests.kit.secured import certify
 from tests.kit.servers import PlacementServer, wait_until
 from tests.kit.story import REACTION_SECONDS, parse_notice, read_log
@@ -96,7 +95,7 @@ class Product:
     def read_lasting_values(self) -> Mapping[str, bytes]:
         """Return all of etcd without the hints of computes, which follow earlier requests."""
         values = {key: entry.value for key, entry in self.read_entries().items()}
-        return {key: remove_hints(value) if key.startswith('/computes/') else value for key, value in values.items()}
+        return {key: value for key, value in values.items() if not key.startswith('/facts/')}
 
     def wait_state(self, instance: str, state: str) -> None:
         wait_until(lambda: self.read_record(instance)['state'] == state, REACTION_SECONDS, f'{instance} is {state}')

@@ -28,6 +28,8 @@ from ecomp.model import record as records
 from ecomp.model.allocation import MAX_SUM, describe_difference
 from ecomp.model.audit import audit
 from ecomp.model.choose import PlacementReason
+from ecomp.model.explain import find_miss
+from ecomp.model.facts import parse_facts
 from ecomp.model.group import Group, Membership
 from ecomp.model.guest import Guest, SharedUserData, parse_shared_user_data
 from ecomp.model.host import NO_COMPUTES, Computes, EtcdState, PresenceFacts, list_hosts
@@ -185,6 +187,14 @@ def read_compute(value: bytes) -> None:
     assert_printable(*render_all(make_host_listing(rows)))
 
 
+def read_facts(value: bytes) -> None:
+    facts = parse_facts(value)
+    provider = facts.make_provider(COMPUTE, [{'VCPU': 1}])
+    for query in ('resources=VCPU:1', f'resources=VCPU:{10**4000}&required=T&member_of={OTHER_UUID}'):
+        miss = find_miss(parse_query(query), provider)
+        assert_printable(facts.problem, *(failure.reason for failure in miss.failures))
+
+
 def read_attempt(value: bytes) -> None:
     assert INSTANCE in requesting.parse_attempt_instances(keys.attempt(INSTANCE), value)
     audit_values({keys.attempt(INSTANCE): Entry(keys.attempt(INSTANCE), value, 1, 7)}, {})
@@ -275,6 +285,13 @@ READERS: dict[str, tuple[Callable[[bytes], object], Any]] = {
         {'version': 1, 'instances': [INSTANCE, OTHER_UUID], 'query': 'x', 'host': 'h', 'pid': 1},
     ),
     'compute': (read_compute, PRESENCE),
+    'facts': (
+        read_facts,
+        {
+            **{'version': 1, 'room': {'VCPU': [4, 5]}, 'limits': {'VCPU': [1, 2, 1]}},
+            **{'traits': ['T'], 'aggregates': [OTHER_UUID], 'images': ['0123456789ab']},
+        },
+    ),
     'name': (lambda value: call_reader(decode, requesting.NameOwner, value), {'version': 1, 'instance': INSTANCE}),
     'taker': (lambda value: decode_lenient(queues.QueueTaker, value), {'version': 1, 'compute': COMPUTE}),
     'cluster': (

@@ -17,6 +17,7 @@ import pytest
 
 from ecomp.errors import Unreachable
 from ecomp.model import cluster, flavor, group, host, keys, order, planes, queue, quota, record, stack
+from ecomp.model.facts import Facts, parse_facts
 from ecomp.model.guest import parse_shared_user_data
 from ecomp.model.json_object import load
 from ecomp.model.stored import decode, decode_lenient
@@ -70,10 +71,9 @@ ANSWER_PARSERS: dict[str, Callable[[Placement], object]] = {
     'set inventory': lambda client: providers.set_inventory(client, COMPUTE, {'VCPU': {'total': 1}}),
     'usages': lambda client: providers.read_usages(client, COMPUTE),
     'project': lambda client: providers.read_project_usages(client, 'p'),
-    'names': lambda client: (providers.read_provider_names(client), providers.list_all(client)),
+    'names': providers.read_provider_names,
     'name': lambda client: providers.read_provider_name(client, COMPUTE),
     'shares': lambda client: providers.read_rooms(client, [COMPUTE]),
-    'free': lambda client: providers.read_with_free(client, 'VCPU'),
     'traits': lambda client: providers.read_names(client, COMPUTE, providers.TRAITS),
 }
 # What parses a value of this kind, where READERS checks more than that.
@@ -90,6 +90,7 @@ PARSERS: dict[str, Callable[[bytes], object]] = {
     'cleared': lambda value: planes.parse_answer(load(value)),
     'user-data': lambda value: parse_shared_user_data(value, SHARED.sha256),
     'compute': lambda value: decode_lenient(host.PresenceFacts, value),
+    'facts': parse_facts,
     'hostname': lambda value: decode_lenient(host.StoredHostname, value),
     'name': lambda value: decode(order.NameOwner, value),
     'announced': lambda value: order.parse_attempt_instances(keys.attempt(INSTANCE), value),
@@ -106,7 +107,7 @@ VALID_VALUES = {
 }
 VALID_VALUES['compute'] = {
     **VALID_VALUES['compute'],
-    **{'kind': 'kvm', 'queues': True, 'room': {'VCPU': [4, 50]}, 'images': ['0123456789ab']},
+    **{'kind': 'kvm', 'queues': True},
 }
 VALID_VALUES['record'] = {
     **VALID_VALUES['record'],
@@ -154,6 +155,8 @@ def parse_or_refuse(name: str, value: Any) -> Outcome:
         parsed = PARSERS[name](encode(value))
     except ValueError as error:
         return Outcome(None, str(error))
+    if isinstance(parsed, Facts) and parsed.problem:
+        return Outcome(None, parsed.problem)
     return Outcome(None, parsed.reason) if isinstance(parsed, order.InvalidRequest) else Outcome(parsed)
 
 

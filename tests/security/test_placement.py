@@ -20,6 +20,7 @@ import pytest
 from ecomp.errors import EcompError, UnknownOutcome, Unreachable
 from ecomp.model.choose import SPREAD, choose
 from ecomp.model.explain import find_miss
+from ecomp.model.facts import make_facts, parse_facts
 from ecomp.model.query import Amount
 from ecomp.model.query import parse_query as parse_query
 from ecomp.placement import allocations, providers
@@ -297,12 +298,12 @@ def test_largest_numbers_do_not_overflow() -> None:
         ):  # type: ignore[misc]
             offer = allocations.read_candidates(placement, 'resources=VCPU:1')
             assert choose(offer, [PROVIDER], SPREAD, random.Random(0)).candidates
-            provider = providers.read_provider(placement, PROVIDER, True, traits=False, aggregates=False)
+            provider = providers.read_provider(placement, PROVIDER, traits=False, aggregates=False)
             assert provider is not None
             assert provider.inventories['VCPU'].free >= 0
             assert providers.read_rooms(placement, [PROVIDER])
-            free = providers.read_with_free(placement, 'VCPU')[PROVIDER]
-            assert find_miss([Amount('VCPU', largest)], free).failures or capacity == largest
+            find_miss([Amount('VCPU', largest)], provider)
+            assert 'malformed facts' in parse_facts(make_facts(provider, {}, ()).encode()).problem
 
 
 def test_malformed_head_logs_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
