@@ -11,7 +11,6 @@ from typing import Any
 
 from ecomp.model.apply import ACTIONS
 from ecomp.model.boots import REASONS
-from ecomp.model.canary import ENTERED
 from ecomp.model.choose import STRATEGIES
 from ecomp.model.events import KINDS
 from ecomp.model.group import POLICIES
@@ -254,14 +253,6 @@ _EVENT = _object(
     instance=_text('uuid of the instance; null if the event is about no instance', null=True), name=_NAME,
     compute=_text('uuid of the compute; null if the event is about no compute', null=True), says=_text('what happened'),
 )  # fmt: skip
-_CANARY = _object(
-    compute=_COMPUTE, host=_ON, instance=_text('uuid of the guest; null if none was placed', null=True),
-    name=_text('name of the guest; null if none was placed', null=True),
-    reached=_text(f'last stage of the guest, or {ENTERED} after a login; null if none was placed', null=True),
-    seconds=_is('number', 'seconds until that stage; null after a failure or an interrupt', null=True),
-    said=_text('why the guest came no further, or had no login; else null', null=True),
-    gone=_is('boolean', 'whether the guest was removed completely; null if none was placed', null=True),
-)  # fmt: skip
 _HEALTH = _fields({
     'findings': many(_object(
         check=_text('name of the check'), what=_text('problem'), cure=_text('fix'), level=_LEVEL,
@@ -272,8 +263,7 @@ _HEALTH = _fields({
                          microversion=_text('newest supported microversion; null if it does not answer', null=True)),
     'certificates': _map('expiry of each certificate, by file', _text('date of expiry; null if unreadable', null=True)),
     'computes': _map('version of each living compute, by uuid', _text('version of its ecompute')),
-    'canaries': many(_CANARY, 'with --canary: the result on each compute; else absent'),
-}, may='canaries')  # fmt: skip
+})  # fmt: skip
 _NEW = _fields({
     'instance': _INSTANCE,
     'compute': _text('uuid of the compute; absent while the request is in a queue', pattern=UUID),

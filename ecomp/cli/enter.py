@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 # Bytes of a console line; a longer line is printed in several parts.
 LINE_LIMIT_BYTES = 8192
 MAX_LAST_LINES = 5
-# Seconds after which a login to a guest is given up; under emulation it takes ten or twenty.
-LOGIN_TIMEOUT_SECONDS = 120.0
 # Seconds after its start in which a guest's cloud-init reports. Without a report by then, none is expected.
 REPORT_SECONDS = 600
 # Seconds that a host has to send the last console lines; after that they are omitted.
@@ -42,48 +40,13 @@ def _run_ssh(ctx: Context) -> int:
         raise NotFound(f'{access.record.instance}: its guest is fake, so nothing answers ssh')
     ctx.report_age(access.record)
     ssh_options = _make_ssh_options(ctx, access, ctx.options.accept_new)
-    _replace_process(ctx, _make_ssh_command(ctx, access, ssh_options, user, ctx.words[1:]))
-
-
-def _make_ssh_command(
-    ctx: Context, access: GuestAccess, ssh_options: Mapping[str, str], user: str, command: Sequence[str]
-) -> list[str]:
-    """Return the ssh command line for a guest; `user` '' means that of schedule.yaml."""
-    key = [('-i', ctx.options.identity)] if ctx.options.identity else []
     pairs = [
         *(('-o', f'{name}={value}') for name, value in ssh_options.items()),
-        *key,
+        *([('-i', ctx.options.identity)] if ctx.options.identity else []),
         ('-l', user or ctx.config.ssh_user),
     ]
     options = [word for pair in pairs for word in pair]
-    return ['ssh', *options, '--', access.address, *reach.quote_remote_command(command)]
-
-
-def check_login(ctx: Context, instance: str, on_tick: Callable[[], None]) -> str:
-    """Log in to a guest with known host keys and out again; return '' or why that failed.
-
-    It takes LOGIN_TIMEOUT_SECONDS at most, then removes the guest's known_hosts file. `on_tick` is called about once a
-    second; its errors are raised. EcompError if ssh, a reachable address or known host keys are missing.
-    """
-    from ecomp.scheduler.queries.hosts import find_guest_access
-
-    access = find_guest_access(ctx.store, instance)
-    ssh_options = {
-        **_make_ssh_options(ctx, access, accept_new=False),
-        'BatchMode': 'yes',
-        'ConnectTimeout': f'{LOGIN_TIMEOUT_SECONDS:.0f}',
-    }
-    command = _make_ssh_command(ctx, access, ssh_options, '', ['true'])
-    try:
-        code, output = _run_command(command, LOGIN_TIMEOUT_SECONDS, on_tick, with_stderr=True)
-    except FileNotFoundError as error:
-        raise _make_missing_program_error(command[0]) from error
-    finally:
-        (_find_known_hosts_directory() / instance).unlink(missing_ok=True)
-    if code < 0:
-        return f'ssh timed out after {LOGIN_TIMEOUT_SECONDS:.0f} s'
-    last = ' '.join([_decode_line(line) for line in output.splitlines() if line][-1:])
-    return '' if code == 0 else f'ssh exited with {code}: {make_printable(last, 200)}'
+    _replace_process(ctx, ['ssh', *options, '--', access.address, *reach.quote_remote_command(ctx.words[1:])])
 
 
 def _print_ssh_config(ctx: Context) -> int:
@@ -188,42 +151,32 @@ def read_last_lines(ctx: Context, record: Record) -> list[str]:
         command = ctx.config.reach.make_command(
             find_host_name(ctx.store, record), reach.make_tail_command(file, MAX_LAST_LINES, False), options
         )
-        _, output = _run_command(command, LAST_LINES_TIMEOUT_SECONDS)
-        return [_decode_line(line) for line in output.rstrip(b'\n').split(b'\n') if line]
+        return [_decode_line(line) for line in _run_command(command).rstrip(b'\n').split(b'\n') if line]
     return []
 
 
-def _run_command(
-    command: Sequence[str],
-    timeout_seconds: float,
-    on_tick: Callable[[], None] = lambda: None,
-    with_stderr: bool = False,
-) -> tuple[int, bytes]:
-    """Run a command; return its exit code (negative: timeout or signal) and output, with stderr if `with_stderr`.
+def _run_command(command: Sequence[str]) -> bytes:
+    """Run a command for LAST_LINES_TIMEOUT_SECONDS; return its output, MAX_LAST_LINES * LINE_LIMIT_BYTES at most.
 
-    The output is cut to MAX_LAST_LINES * LINE_LIMIT_BYTES. `on_tick` is called about once a second; what it raises
-    kills the command and is raised. Raises FileNotFoundError.
+    Raises FileNotFoundError.
     """
     import signal
     import subprocess
     import tempfile
-    import time
 
-    deadline = time.monotonic() + timeout_seconds
     with tempfile.TemporaryFile() as file:  # not a pipe, which stays open while any descendant holds it
-        errors = file if with_stderr else subprocess.DEVNULL
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=errors, start_new_session=True)
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.DEVNULL, start_new_session=True
+        )
         try:
-            while child.poll() is None and (remaining := deadline - time.monotonic()) > 0:
-                on_tick()
-                with suppress(subprocess.TimeoutExpired):
-                    child.wait(min(1.0, remaining))
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(LAST_LINES_TIMEOUT_SECONDS)
         finally:
             if child.poll() is None:
                 os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
         file.seek(0)
-        return child.returncode, file.read(MAX_LAST_LINES * LINE_LIMIT_BYTES)
+        return file.read(MAX_LAST_LINES * LINE_LIMIT_BYTES)
 
 
 def _make_ssh_options(ctx: Context, access: GuestAccess, accept_new: bool) -> Mapping[str, str]:

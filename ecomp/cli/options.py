@@ -151,18 +151,13 @@ def is_image(word: str) -> bool:
 
 
 def parse_planned_query(name: str, words: Sequence[str]) -> Words:
-    """Parse as parse_optional_query_and_image(), and return only the query: the image does not matter."""
-    return parse_optional_query_and_image(name, words)[:1]
-
-
-def parse_optional_query_and_image(name: str, words: Sequence[str]) -> Words:
-    """Parse as parse_query_and_image(), but UsageError if the second word is no image URL."""
+    """Parse as parse_query_and_image(), but return only the query; UsageError if the second word is no image URL."""
     query, *image = parse_query_and_image(name, words)
     if not all(is_image(word) for word in image):
         raise UsageError(
             f'{name}: {image[0]!r} is not an image URL. Fix: give a URL that starts with http://, https:// or file:///'
         )
-    return (query, *image)
+    return (query,)
 
 
 def _normalize_if_uuid(word: str) -> str:
@@ -480,12 +475,6 @@ class Options(NamedTuple):
             'are not changed',
         ),
     ] = False
-    canary: Annotated[
-        bool,
-        _make_option(
-            '--canary', 'boot a small guest on every host that is up, log in to it and destroy it, concurrently'
-        ),
-    ] = False
     follow: Annotated[
         bool, _make_option('--follow', 'continue with new output of the guest, until Ctrl-C. Short form: -f')
     ] = False
@@ -564,14 +553,10 @@ class Options(NamedTuple):
 OPTIONS: Mapping[str, tuple[Option, ...]] = {field: row.__metadata__ for field, row in Options.__annotations__.items()}
 
 
-def find_given_fields(options: Options) -> set[str]:
-    """Return the fields that are given, except --config, which every command accepts."""
-    return {key for key, value in options._asdict().items() if value is not None and value is not False} - {'config'}
-
-
 def check_accepted(options: Options, accepted_fields: Iterable[str]) -> None:
-    """Raise UsageError for a given option that is not among the accepted fields."""
-    unaccepted = sorted(find_given_fields(options).difference(accepted_fields))
+    """Raise UsageError for a given option that is not among the accepted fields; --config is always accepted."""
+    given_fields = {key for key, value in options._asdict().items() if value is not None and value is not False}
+    unaccepted = sorted(given_fields.difference(accepted_fields, {'config'}))
     if unaccepted:
         rows = OPTIONS[unaccepted[0]]
         flag = rows[0].flags[-1] if len(rows) == 1 else f'--{getattr(options, unaccepted[0])}'

@@ -19,19 +19,13 @@ from typing import Any
 
 import pytest
 
-from ecomp.cli.command import Context, Invocation
-from ecomp.cli.enter import check_login
-from ecomp.cli.options import Options
 from ecomp.cli.terminal import make_timestamp
-from ecomp.conf import load_schedule
-from ecomp.errors import StillGoing
 from ecomp.model import keys
 from ecomp.model.guest import GuestFailure
 from ecomp.model.host import StoredHostname
 from ecomp.model.order import NameOwner, Request
 from ecomp.model.record import ACTIVE, BUILDING, STAGES, STOPPED, Interface, Record
 from ecomp.model.stored import encode
-from ecomp.schedule import make_terminal
 from tests.functional.cloud import IMAGE, make_uuid
 from tests.kit.commands import Command, Result, write_config
 from tests.kit.lab import make_lab_name
@@ -169,31 +163,6 @@ def test_concurrent_commands_write_known_hosts_atomically(guest: SshGuest) -> No
         assert guest.run_eschedule('ssh-config').code == 0
         assert known_hosts.stat().st_ino == before, 'it is there already'
     assert [item.name for item in known_hosts.parent.iterdir() if not keys.is_uuid(item.name)] == []
-
-
-def test_canary_is_entered_with_its_reported_key_and_leaves_no_files(
-    guest: SshGuest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv('HOME', str(guest.home))
-    guest.write_record(replace(guest.record, host_keys=(guest.make_key('host'),)))
-    options = Options(identity=str(guest.private))
-    context = Context(make_terminal(), load_schedule(guest.config), Invocation('doctor', (), options))
-    ticks: list[int] = []
-    guest.start_sshd('host')
-    assert check_login(context, guest.record.instance, lambda: ticks.append(1)) == ''
-    assert ticks
-    guest.make_key('another')
-    guest.start_sshd('another')
-    reason = check_login(context, guest.record.instance, lambda: None)
-    assert reason == 'ssh exited with 255: Host key verification failed.'
-    assert list((guest.home / '.cache/ecomp/known_hosts').iterdir()) == []
-
-    def end() -> None:
-        raise StillGoing('enough')
-
-    with pytest.raises(StillGoing):
-        check_login(context, guest.record.instance, end)
-    context.close()
 
 
 def test_guest_without_reported_key_needs_accept_new(guest: SshGuest) -> None:

@@ -253,7 +253,6 @@ APPLIED_PATTERN = re.compile(
     re.M,
 )
 QUEUED_PATTERN = re.compile(r'^QUEUED INSTANCE ([0-9a-f-]{36})$', re.M)
-CANARY_PATTERN = re.compile(r'\bcanary-([0-9a-f]{8})\b')
 ACCEPTED_PATTERN = re.compile(r'^eschedule: ([0-9a-f-]{36}): (?:destroy accepted|is already being destroyed)', re.M)
 GONE_PATTERN = re.compile(r'^eschedule: ([0-9a-f-]{36}): (?:gone$|removed from its queue|its record is removed)', re.M)
 # Exit codes that mean that nothing was placed.
@@ -292,9 +291,7 @@ class CommandRun(NamedTuple):
         if self.is_apply:
             return '--dry-run' not in self.arguments
         is_query = any('resources' in word and '=' in word for word in self.arguments)
-        return (is_query or self.get_option('--flavor') is not None) and not {'plan', 'flavor', 'doctor'} & set(
-            self.arguments
-        )
+        return (is_query or self.get_option('--flavor') is not None) and not {'plan', 'flavor'} & set(self.arguments)
 
     def get_option(self, option: str) -> str | None:
         for word, next_word in zip(self.arguments, (*self.arguments[1:], ''), strict=True):
@@ -334,11 +331,6 @@ class CommandRun(NamedTuple):
             return {instance: compute for compute, instance in APPLIED_PATTERN.findall(self.stdout)}
         entries = json.loads(self.stdout).get('instances', []) if self.code == 0 else []
         return {entry['instance']: entry['compute'] for entry in entries if entry['action'] in ('create', 'replace')}
-
-    @property
-    def canary_prefixes(self) -> set[str]:
-        """The uuid prefixes of the canaries it reported."""
-        return set(CANARY_PATTERN.findall(self.stdout + self.stderr)) if '--canary' in self.arguments else set()
 
 
 class Change(NamedTuple):
@@ -417,8 +409,6 @@ def _check_answers(history: History, course: HistoryReplay) -> Iterator[str]:
         if len(runs) > 1 + course.lifecycles.get(instance, Lifecycle()).failure_count:
             yield f'{instance}: was placed, say {len(runs)}, and none of them that it was there before: {runs[1]}'
     reported = {instance for run in history.runs for instance in run.placed_instances}
-    canary_prefixes = {prefix for run in history.runs for prefix in run.canary_prefixes}
-    reported |= {instance for instance in course.lifecycles if instance[:8] in canary_prefixes}
     uncertain = [run for run in history.runs if run.is_create and run.code not in CERTAIN_CODES]
     unknown: dict[int, list[str]] = {}
     for instance, life in course.lifecycles.items():

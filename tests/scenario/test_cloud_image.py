@@ -268,37 +268,6 @@ def test_destroyed_guests_leave_nothing(guests: Mapping[str, Guest]) -> None:
     lab.check()
 
 
-def test_canaries_are_entered_on_every_host_and_destroyed(
-    guests: Mapping[str, Guest], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Runs after the other guests are gone: emulation is slow for two guests at a time."""
-    guest = guests['iso']
-    monkeypatch.setenv('HOME', str(guest.private.parent))
-    lab, key = guest.lab, ('--ssh-key', f'{guest.private}.pub', '-i', str(guest.private))
-    canary = ('doctor', '--canary', '-f', 'json', QUERY, lab.make_url('debian.qcow2'))
-    words = (*canary, *key, '--timeout', str(READY_SECONDS))
-    done = lab.eschedule(*words, timeout=2 * READY_SECONDS)
-    report = json.loads(done.stdout)
-    assert [finding for finding in report['findings'] if finding['check'] == 'canary'] == []
-    assert {
-        (outcome['host'], outcome['reached'], outcome['said'], outcome['gone']) for outcome in report['canaries']
-    } == {(host, 'entered', None, True) for host in HOST_BY_WAY.values()}
-    assert not {outcome['instance'] for outcome in report['canaries']} & {
-        key.rsplit('/', 1)[1] for key in lab.read_etcd('/')
-    }
-    lab.check()
-    # With a key that does not match, the login fails. That is a finding, and the canary is still destroyed.
-    wrong_key = ('--ssh-key', f'{guest.private}.pub', '-i', str(guests['network'].private), '--on', guest.host)
-    refused = lab.eschedule(*words[:6], *wrong_key, '--timeout', str(READY_SECONDS), timeout=2 * READY_SECONDS)
-    report = json.loads(refused.stdout)
-    [login_failure] = [finding for finding in report['findings'] if finding['check'] == 'canary']
-    assert (refused.code, 'Permission denied' in login_failure['what']) == (8, True)
-    assert login_failure['cure'].startswith('give the private key with -i')
-    [canary] = report['canaries']
-    assert (canary['reached'], canary['gone']) == ('ready', True)
-    lab.check()
-
-
 # Debian 13 with its Python 3.13, libvirt 11.3, QEMU 10.0 and etcd 3.5: the quickstart, and the tests of two parts.
 #
 # A minimal system made from Debian's packages, on a machine of its own, with a copy of this tree as a clone has it.

@@ -19,16 +19,6 @@ from ecomp.compute_conf import ComputeConfig
 from ecomp.conf import ScheduleConfig
 from ecomp.model import health
 from ecomp.model.audit import CODES, audit
-from ecomp.model.canary import (
-    CURES,
-    DEFAULT_CURE,
-    ENTERED,
-    Canary,
-    check_names_no_host,
-    diagnose_canaries,
-    find_stages,
-    format_line,
-)
 from ecomp.model.guest import Attachment
 from ecomp.model.health import (
     MISSING,
@@ -47,7 +37,6 @@ from ecomp.model.health import ComputeFacts as Facts
 from ecomp.model.host import CLOSED, ORPHANED, SILENT, UP, Host
 from ecomp.model.level import COMPUTE_WARNINGS, SCHEDULE_WARNINGS, WARNING, get_level
 from ecomp.model.planes import AuditIndex
-from ecomp.model.record import ACTIVE, BUILDING, ERROR, SCHEDULED, STAGES, Failure, Record
 from ecomp.scheduler.operations.audit import Report
 from ecomp.tls import ETCD_SENTENCES, SENTENCES, TlsFailure, classify_tls_error
 from tests.kit.certificates import Authority
@@ -276,80 +265,6 @@ def test_ends_refuses_a_truncated_certificate(tmp_path: Path) -> None:
             reasons.append(str(error))
     assert reasons
     assert all('certificate' in reason for reason in reasons)
-
-
-# Canaries: their lines and findings.
-
-
-HOST = 'c0000000-0000-4000-8000-000000000001'
-INSTANCE = '1a5c0de0-0000-4000-8000-000000000001'
-NO_CANARY = Canary(HOST, 'hv1', 'hv1', reason='it is disabled')
-CANARY = Canary(HOST, 'hv1', 'hv1', INSTANCE, 'canary-1a5c0de0', 'addressed', 4.25, 'no ssh key')
-ENTERED_CANARY = CANARY._replace(reached=ENTERED, reason='')
-BROKEN_CANARY = CANARY._replace(reached='scheduled', seconds=None, reason='no such image', failed_stage='image')
-LEFT_CANARY = ENTERED_CANARY._replace(leftover_reason='etcd is away')
-
-
-@pytest.mark.parametrize(
-    ('canary', 'text'),
-    [
-        (NO_CANARY, 'no canary: it is disabled'),
-        (CANARY, 'canary-1a5c0de0 booted after 4.2 s, and no login was tried (gone): no ssh key'),
-        (
-            CANARY._replace(reached='disk'),
-            'canary-1a5c0de0 reached disk after 4.2 s, and no login was tried (gone): no ssh key',
-        ),
-        (ENTERED_CANARY, 'canary-1a5c0de0 accepted a login after 4.2 s; gone'),
-        (BROKEN_CANARY, 'canary-1a5c0de0 (gone): no such image'),
-        (LEFT_CANARY, 'canary-1a5c0de0 accepted a login after 4.2 s; it may still exist: etcd is away'),
-    ],
-)
-def test_canary_is_reported_in_one_line(canary: Canary, text: str) -> None:
-    assert format_line(canary) == f'{HOST}: {text}'
-
-
-def test_broken_and_leftover_canaries_are_findings() -> None:
-    assert diagnose_canaries([NO_CANARY, CANARY, ENTERED_CANARY], False) == []
-    assert diagnose_canaries([BROKEN_CANARY, LEFT_CANARY], False) == [
-        Ailment('canary', 'the canary on hv1 failed: no such image', CURES['image']),
-        Ailment(
-            'canary', 'canary-1a5c0de0 on hv1 may still exist: etcd is away', f'eschedule destroy --wait {INSTANCE}'
-        ),
-    ]
-    assert diagnose_canaries([BROKEN_CANARY._replace(failed_stage='disk')], False)[0].cure == DEFAULT_CURE
-
-
-def test_missing_canary_is_a_finding_unless_interrupted() -> None:
-    for canaries in ([], [NO_CANARY]):
-        assert [finding.check for finding in diagnose_canaries(canaries, False)] == ['canary']
-        assert diagnose_canaries(canaries, True) == []
-
-
-def test_canary_to_dict() -> None:
-    fields = LEFT_CANARY.to_dict()
-    assert (fields['reached'], fields['seconds'], fields['said'], fields['gone']) == (ENTERED, 4.25, None, False)
-    assert (CANARY.to_dict()['gone'], NO_CANARY.to_dict()['gone'], NO_CANARY.to_dict()['said']) == (
-        True,
-        None,
-        'it is disabled',
-    )
-
-
-def test_how_far_returns_the_stage_reached_and_the_next() -> None:
-    building = Record(INSTANCE, HOST, BUILDING, stages=dict.fromkeys(STAGES[:3], 'then'))
-    assert find_stages(None) == ('requested', 'requested')
-    scheduled = replace(building, state=SCHEDULED, stages=dict.fromkeys(STAGES[:2], 'then'))
-    assert find_stages(scheduled) == ('scheduled', SCHEDULED)
-    assert find_stages(building) == ('image', 'disk')
-    assert find_stages(replace(building, state=ERROR, error=Failure('started', 'x', 'y'))) == ('image', 'started')
-    assert find_stages(replace(building, state=ACTIVE, stages=dict.fromkeys(STAGES, 'then'))) == ('ready', 'ready')
-
-
-def test_canary_query_must_not_name_a_host() -> None:
-    check_names_no_host('resources=VCPU:1&required=in_tree')
-    for key in ('in_tree', 'in_tree_1'):
-        with pytest.raises(ValueError, match='--on'):
-            check_names_no_host(f'resources=VCPU:1&{key}=')
 
 
 # TLS failures are classified by OpenSSL's own reason, and each has a message.

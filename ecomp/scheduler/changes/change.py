@@ -386,7 +386,7 @@ def clear(store: Store) -> ClearResult:
     for record in records:
         if record.state in (GONE, ERROR):
             try:
-                if remove_if_finished(store, find(store, record.instance, key_index)):
+                if _remove_if_finished(store, find(store, record.instance, key_index)):
                     removed[record.instance] = record.state
             except NotFound:
                 pass  # it was removed concurrently, or its lease expired
@@ -396,7 +396,7 @@ def clear(store: Store) -> ClearResult:
     return ClearResult(removed, errors)
 
 
-def remove_if_finished(store: Store, entries: InstanceEntries | None) -> bool:
+def _remove_if_finished(store: Store, entries: InstanceEntries | None) -> bool:
     """Remove the record of an instance that is gone or in error and has no request; False if not, or if it changed."""
     if entries is None or entries.record_entry is None or entries.request_entry is not None:
         return False

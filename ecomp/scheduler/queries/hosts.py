@@ -173,7 +173,7 @@ def resolve_compute(store: Store, get_placement: Callable[[], Placement], argume
         some = join_some(matches, MAX_NAMES_IN_ERROR)
         raise UsageError(f'{argument}: {len(matches)} uuids of computes begin with it: {some}. Fix: give more digits')
     if not matches:
-        raise make_no_such_compute(argument, known_computes)
+        raise _make_no_such_compute(argument, known_computes)
     return matches[0]
 
 
@@ -185,10 +185,10 @@ def check_compute_exists(known_computes: Computes, get_placement: Callable[[], P
     from ecomp.placement import providers
 
     if providers.read_provider_name(get_placement(), full_uuid) != full_uuid:
-        raise make_no_such_compute(argument, known_computes)
+        raise _make_no_such_compute(argument, known_computes)
 
 
-def make_no_such_compute(argument: str, known_computes: Computes) -> NotFound:
+def _make_no_such_compute(argument: str, known_computes: Computes) -> NotFound:
     """Make the error for an argument that means no compute."""
     suggestion = format_suggestion(
         argument,
