@@ -204,13 +204,9 @@ _STAGE = _object(
     seconds=_is('number', 'duration in seconds; null for the first stage', null=True),
 )  # fmt: skip
 _TIMELINE = _object(
-    instances=many(_object(instance=_INSTANCE, state=_STATE,
-                           boot=_is('integer', 'number of the boot; null before the first', null=True),
-                           reason=_text('why the guest was started; null before the first boot', null=True),
-                           stages=many(_STAGE, 'reached stages, in order')), 'instances that the command names'),
-    percentiles=_map('durations by stage', _object(
-        'durations of the stage', instances=_is('integer', 'number of instances that reached the stage'),
-        p50=_is('number', 'median in seconds'), p95=_is('number', '95th percentile in seconds'))),
+    instance=_INSTANCE, state=_STATE, boot=_is('integer', 'number of the boot; null before the first', null=True),
+    reason=_text('why the guest was started; null before the first boot', null=True),
+    stages=many(_STAGE, 'reached stages, in order'),
 )  # fmt: skip
 _FLAVOR = _object(
     name=_text('name of the flavor'), resources=_AMOUNTS, required=many(_text('trait'), 'traits that are required'),

@@ -6,7 +6,6 @@ timed by eschedule's clock, the others by the compute's, so a duration may be ne
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ecomp.cli.command import Command, Context, select_options
 from ecomp.cli.options import JSON, TABLE, parse_any_instances, parse_one_instance
-from ecomp.cli.tables import MIN_COLUMN_WIDTH, Column, Listing, OutputStyle, Row, render_listing, shorten_uuids
+from ecomp.cli.tables import MIN_COLUMN_WIDTH, OutputStyle, shorten_uuids
 from ecomp.cli.terminal import make_timestamp
 from ecomp.errors import Conflict, EcompError, NotFound, UsageError
 from ecomp.model import keys
@@ -48,8 +47,6 @@ WEIGH_MEANINGS = {
 MAX_BAR_WIDTH = 60
 # Characters of a line beside its bar: the stage, the seconds, and a | on either side.
 BAR_MARGIN = 23
-PERCENTILES = {'p50': 0.5, 'p95': 0.95}
-TOTAL = 'total'
 # Instances whose names are remembered at most; events of others without a name show their uuid.
 MAX_REMEMBERED_NAMES = 10_000
 
@@ -186,7 +183,7 @@ def _explain_choice(choice: PlacementReason | None) -> str:
     return f'{prefix}, and the chosen compute had weight {choice.weight:g} (0 to 1, the highest is best)'
 
 
-# How long each stage of an instance took: bars on one scale, and percentiles
+# How long each stage of an instance took
 
 
 class StageTime(NamedTuple):
@@ -198,18 +195,10 @@ class StageTime(NamedTuple):
     duration_seconds: float | None
 
 
-class Timeline(NamedTuple):
-    """The stages of one boot, `error` last after a failure; `boot` is None if the record has no such boot."""
+def find_stage_times(record: Record, number: int | None = None) -> tuple[Boot | None, list[StageTime]]:
+    """Return a boot, by default the last, and its stages, `error` last after a failure; malformed times are omitted.
 
-    record: Record
-    boot: Boot | None
-    stages: Sequence[StageTime]
-
-
-def make_timeline(record: Record, number: int | None = None) -> Timeline:
-    """Return the timeline of a boot, by default the last; malformed times are omitted.
-
-    Boot 1 includes the stages before it. Without such a boot, `boot` is None and the stages are the record's.
+    Boot 1 includes the stages before it. Without such a boot it is None, and the stages are the record's.
     """
     boot = find_boot(record.boots, number)
     stages = record.stages if boot is None else boot.stages
@@ -219,58 +208,21 @@ def make_timeline(record: Record, number: int | None = None) -> Timeline:
     times = [(stage, seconds) for stage, seconds in candidates if seconds is not None]
     first = previous = times[0][1] if times else 0.0
     stage_times = []
-    for number, (stage, seconds) in enumerate(times):
-        stage_times.append(StageTime(stage, stages[stage], seconds - first, seconds - previous if number else None))
+    for index, (stage, seconds) in enumerate(times):
+        stage_times.append(StageTime(stage, stages[stage], seconds - first, seconds - previous if index else None))
         previous = seconds
-    return Timeline(record, boot, stage_times)
+    return boot, stage_times
 
 
-def compute_percentiles(timelines: Sequence[Timeline]) -> dict[str, dict[str, float]]:
-    """Return by stage {"instances": how many reached it, "p50": seconds, …}, by nearest rank.
+def draw_timeline(record: Record, style: OutputStyle, number: int | None = None) -> str:
+    """Draw a boot, by default the last: a heading with its first stage, and a line for each other stage.
 
-    The first and unreached stages are omitted. `total` is the time from the first stage to the last that any instance
-    has reached; only the instances that reached it count.
+    A stage that was not reached has `-`.
     """
-    samples: dict[str, list[float]] = {stage: [] for stage in (*STAGES, ERROR)}
-    for boot_timeline in timelines:
-        for stage in boot_timeline.stages:
-            if stage.duration_seconds is not None:
-                samples[stage.stage].append(stage.duration_seconds)
-    last = next((stage for stage in reversed(STAGES) if samples[stage]), None)
-    samples[TOTAL] = [stage.offset_seconds for item in timelines for stage in item.stages if stage.stage == last]
-    return {
-        stage: {
-            'instances': len(times),
-            **{name: sorted(times)[math.ceil(part * len(times)) - 1] for name, part in PERCENTILES.items()},
-        }
-        for stage, times in samples.items()
-        if times
-    }
-
-
-def draw_timelines(records: Sequence[Record], style: OutputStyle, number: int | None = None) -> str:
-    """Draw the boots (default: the last) of one or more records as bars on one scale; for several add percentiles."""
-    timelines = [make_timeline(item, number) for item in records]
-    longest = max((stage.offset_seconds for boot_timeline in timelines for stage in boot_timeline.stages), default=0.0)
+    boot, stages = find_stage_times(record, number)
+    scale_seconds = max((stage.offset_seconds for stage in stages), default=0.0)
     width = MAX_BAR_WIDTH if style.width is None else max(style.width - BAR_MARGIN, MIN_COLUMN_WIDTH)
-    short_names = {} if style.width is None else shorten_uuids(record.instance for record in records)
-    labels = [short_names.get(record.instance, record.instance) for record in records]
-    parts = [_draw_timeline(label, item, longest, width) for label, item in zip(labels, timelines, strict=True)]
-    end = _format_seconds(longest)
-    parts[-1] += f'\n{"":21}0 s{end:>{width - 1}}'
-    if len(records) > 1:
-        columns = [Column(name) for name in ('STAGE', 'INSTANCES', *(name.upper() for name in PERCENTILES))]
-        rows = [
-            Row((stage, int(values['instances']), *(_format_seconds(values[name]) for name in PERCENTILES)))
-            for stage, values in compute_percentiles(timelines).items()
-        ]
-        parts.append(render_listing(Listing(columns, rows), OutputStyle(width=style.width)))
-    return '\n\n'.join(parts)
-
-
-def _draw_timeline(label: str, boot_timeline: Timeline, scale_seconds: float, width: int) -> str:
-    """Draw one instance: a heading with its first stage, and a line for each other stage, `-` if not reached."""
-    record, boot, stages = boot_timeline
+    label = record.instance if style.width is None else shorten_uuids([record.instance])[record.instance]
     first = make_printable(f'  {stages[0].stage} {stages[0].time}') if stages else ''
     is_later = boot is not None and boot.number > 1
     boot_text = make_printable(f'  boot {boot.number}, {boot.reason}') if boot is not None and is_later else ''
@@ -283,6 +235,7 @@ def _draw_timeline(label: str, boot_timeline: Timeline, scale_seconds: float, wi
         elif (took := times[stage].duration_seconds) is not None:
             bar = _draw_bar(times[stage].offset_seconds - took, times[stage].offset_seconds, scale_seconds, width)
             lines.append(f'{stage:9}{_format_seconds(took):>10}  |{bar:{width}}|')
+    lines.append(f'{"":21}0 s{_format_seconds(scale_seconds):>{width - 1}}')
     return '\n'.join(lines)
 
 
@@ -295,24 +248,17 @@ def _draw_bar(begin: float, end: float, scale_seconds: float, width: int) -> str
     return ' ' * left + '=' * (right - left)
 
 
-def timelines_to_dict(records: Sequence[Record], number: int | None = None) -> dict[str, Any]:
-    """Return the timelines and percentiles for JSON, with seconds rounded to milliseconds."""
-    timelines = [make_timeline(item, number) for item in records]
+def timeline_to_dict(record: Record, number: int | None = None) -> dict[str, Any]:
+    """Return the timeline for JSON, with seconds rounded to milliseconds."""
+    boot, stages = find_stage_times(record, number)
 
     def stage_to_dict(stage: StageTime) -> dict[str, object]:
         took = None if stage.duration_seconds is None else round(stage.duration_seconds, 3)
         return {'stage': stage.stage, 'time': stage.time, 'at': round(stage.offset_seconds, 3), 'seconds': took}
 
-    instances = []
-    for record, boot, stages in timelines:
-        fields = {'instance': record.instance, 'state': record.state}
-        boot_fields = {'boot': boot.number if boot else None, 'reason': boot.reason if boot else None}
-        instances.append({**fields, **boot_fields, 'stages': list(map(stage_to_dict, stages))})
-    rounded = {
-        stage: {name: round(value, 3) for name, value in row.items()}
-        for stage, row in compute_percentiles(timelines).items()
-    }
-    return {'instances': instances, 'percentiles': rounded}
+    boot_fields = {'boot': boot.number if boot else None, 'reason': boot.reason if boot else None}
+    fields = {'instance': record.instance, 'state': record.state, **boot_fields}
+    return {**fields, 'stages': list(map(stage_to_dict, stages))}
 
 
 def _parse_seconds(time: str) -> float | None:

@@ -22,7 +22,14 @@ from ecomp.cli.command import (
     extract_status,
     select_options,
 )
-from ecomp.cli.options import TABLE, parse_any_instances, parse_bare_instance, parse_instances, parse_nothing
+from ecomp.cli.options import (
+    TABLE,
+    parse_any_instances,
+    parse_bare_instance,
+    parse_instances,
+    parse_nothing,
+    parse_one_instance,
+)
 from ecomp.cli.selection import SELECTORS, check_selection, make_filter, select_instances, select_records, sort_records
 from ecomp.cli.suggestions import make_hint, suggest
 from ecomp.cli.tables import STATE, TIME, UUID, Cell, Column, Details, Listing, Row, render_details, render_listing
@@ -188,28 +195,23 @@ def _print_why(ctx: Context) -> int:
 
 
 def _print_timeline(ctx: Context) -> int:
-    """Draw the timelines of the instances found; return the exit code, 4 also if the boot of --boot is not kept."""
-    from ecomp.cli.history import draw_timelines, timelines_to_dict
+    """Draw the timeline of an instance; NotFound also if the boot of --boot is not kept."""
+    from ecomp.cli.history import draw_timeline, timeline_to_dict
 
-    number = ctx.options.boot
-
-    def read_record_with_boot(word: str) -> Record:
-        record = _find_instance(ctx, word).record
-        numbers = [boot.number for boot in record.boots]
-        if number is not None and number not in numbers:
-            reason = 'the guest has not started yet'
-            if numbers:
-                kept = f'boots {numbers[0]} to {numbers[-1]} are' if numbers[1:] else f'boot {numbers[0]} is'
-                reason = f'only {kept} kept'
-            raise NotFound(f'{word}: boot {number} is not kept: {reason}')
-        return record
-
-    records, code = ctx.find_each(read_record_with_boot)
-    if records and ctx.form == TABLE:
-        ctx.draw(draw_timelines(records, ctx.style, number))
-    elif records:
-        ctx.show_document([timelines_to_dict(records, number)])
-    return code
+    word, number = ctx.words[0], ctx.options.boot
+    record = _find_instance(ctx, word).record
+    numbers = [boot.number for boot in record.boots]
+    if number is not None and number not in numbers:
+        reason = 'the guest has not started yet'
+        if numbers:
+            kept = f'boots {numbers[0]} to {numbers[-1]} are' if numbers[1:] else f'boot {numbers[0]} is'
+            reason = f'only {kept} kept'
+        raise NotFound(f'{word}: boot {number} is not kept: {reason}')
+    if ctx.form == TABLE:
+        ctx.draw(draw_timeline(record, ctx.style, number))
+    else:
+        ctx.show_document([timeline_to_dict(record, number)])
+    return 0
 
 
 def _find_instance(ctx: Context, word: str) -> InstanceEntries:
@@ -428,13 +430,13 @@ COMMANDS: Sequence[Command] = (
             'when it has waited, how many requests are before it, and what each compute that takes queued requests '
             'lacks.',
             parse_instances, _print_why, DOCUMENT_OPTIONS, (4, 5), example='eschedule why web1'),
-    Command('timeline', 'timeline <id>…', 'show how long each stage of a boot took',
+    Command('timeline', 'timeline <id>', 'show how long each stage of a boot took',
             'Draw the duration of each stage of an instance as a bar, in seconds: for its last boot, or for the boot '
-            'that --boot names. Boots after the first have only the stages started, addressed and ready. For several '
-            'instances, also print the median (p50) and the 95th percentile of each stage. The times of the first two '
-            'stages come from the clock of the machine that ran eschedule, all others from the clock of the compute.',
-            parse_instances, _print_timeline, select_options('boot format wide'), (4, 5),
-            example='eschedule timeline web1 web2'),
+            'that --boot names. Boots after the first have only the stages started, addressed and ready. The times of '
+            'the first two stages come from the clock of the machine that ran eschedule, all others from the clock of '
+            'the compute.',
+            parse_one_instance, _print_timeline, select_options('boot format wide'), (4, 5),
+            example='eschedule timeline web1'),
     Command('wait', 'wait [<id>…]', 'wait until an instance has its address',
             'Wait until each instance has its address, and print the address. With --for, wait for another stage. '
             'After a start or a reboot, the command waits for the stage of the new boot; while a guest is off, for '

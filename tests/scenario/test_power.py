@@ -84,8 +84,7 @@ def test_wait_after_reboot_waits_for_the_new_boot(cluster: Control, compute: Eco
     last = cluster.eschedule('timeline', instance).stdout.splitlines()
     assert last[0].startswith(f'{instance}  active  boot 3, start  started {boots[2]["stages"]["started"]}')
     assert [line.split()[0] for line in last[1:]] == ['addressed', 'ready', '0']
-    report = json.loads(cluster.eschedule('timeline', instance, '--boot', '2', '-f', 'json').stdout)
-    (shown,) = report['instances']
+    shown = json.loads(cluster.eschedule('timeline', instance, '--boot', '2', '-f', 'json').stdout)
     assert (shown['boot'], shown['reason']) == (2, 'reboot')
     assert [stage['stage'] for stage in shown['stages']] == ['started', 'addressed']
     assert_one_line(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ecomp.cli.history import Explanation, draw_timelines, explanation_to_dict, format_explanation, timelines_to_dict
+from ecomp.cli.history import Explanation, draw_timeline, explanation_to_dict, format_explanation, timeline_to_dict
 from ecomp.cli.inspect import explain_no_address, make_record_details, make_record_listing
 from ecomp.cli.operators import make_finding_listing, make_host_listing
 from ecomp.cli.sharing import (
@@ -68,8 +68,8 @@ def render_record(record: Record) -> None:
         assert_printable(*render_all(table))
     assert_printable(format_explanation(explanation), *make_documents(explanation_to_dict(explanation)))
     for look in ALL_LOOKS:
-        assert_printable(draw_timelines([record, record], look))
-    assert_printable(*make_documents(timelines_to_dict([record, record])))
+        assert_printable(draw_timeline(record, look))
+    assert_printable(*make_documents(timeline_to_dict(record)))
     assert explain_no_address(replace(record, state=records.BUILDING))
 
 

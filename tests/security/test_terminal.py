@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import yaml
 
-from ecomp.cli.history import Explanation, draw_timelines, explanation_to_dict, format_explanation, timelines_to_dict
+from ecomp.cli.history import Explanation, draw_timeline, explanation_to_dict, format_explanation, timeline_to_dict
 from ecomp.cli.inspect import make_record_details, make_record_listing
 from ecomp.cli.options import TABLE
 from ecomp.cli.tables import OutputStyle, format_document, render_details, render_listing
@@ -58,8 +58,8 @@ def render_all(look: OutputStyle) -> list[str]:
     ]
     outputs += [render_listing(make_record_listing([RECORD, FAILED_RECORD]), look)]
     if look.form == TABLE:
-        return [*outputs, format_explanation(EXPLANATION), draw_timelines([RECORD], look)]
-    values = (explanation_to_dict(EXPLANATION), timelines_to_dict([RECORD])) if look.form in ('json', 'yaml') else ()
+        return [*outputs, format_explanation(EXPLANATION), draw_timeline(RECORD, look)]
+    values = (explanation_to_dict(EXPLANATION), timeline_to_dict(RECORD)) if look.form in ('json', 'yaml') else ()
     return [*outputs, *(format_document(value, look.form) for value in values)]
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from docs.shapes import SHAPES
-from ecomp.cli.history import MAX_BAR_WIDTH, EventFormatter, compute_percentiles, draw_timelines, make_timeline
+from ecomp.cli.history import MAX_BAR_WIDTH, EventFormatter, draw_timeline
 from ecomp.cli.tables import OutputStyle
 from ecomp.model import group, keys, quota, stack
 from ecomp.model.events import (
@@ -386,11 +386,8 @@ def test_any_change_yields_valid_events_or_none(
         assert '\n' not in EventFormatter().format_line(event)
 
 
-# The duration of each stage, as an exact chart and as JSON.
+# The duration of each stage, as an exact chart.
 
-
-FAST = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
-SLOW = 'e9bedb97-917a-4f4e-9a69-8ad21840267f'
 
 
 def make_stages(*seconds: float) -> dict[str, str]:
@@ -398,35 +395,24 @@ def make_stages(*seconds: float) -> dict[str, str]:
     return {stage: f'2026-01-31T12:00:{second:06.3f}Z' for stage, second in zip(STAGES, (0.0, *seconds), strict=False)}
 
 
-def make_record(instance: str = FAST, state: str = ACTIVE, *seconds: float) -> Record:
+def make_record(state: str = ACTIVE, *seconds: float) -> Record:
     times = make_stages(*(seconds or (0.165, 0.19, 0.203, 0.534, 7.191)))
-    return Record(instance, COMPUTE, state, image='http://h/i', stages=times)
+    return Record('d578fb7c-7787-4e73-b69a-a7b3ef9bf73a', COMPUTE, state, image='http://h/i', stages=times)
 
 
 def test_chart_shows_negative_durations() -> None:
     later = {'image': '2026-01-31T11:59:59.900', 'disk': '2026-01-31T12:00:01Z'}
-    lines = draw_timelines([replace(make_record(), stages={**make_stages(0.2), **later})], OutputStyle()).splitlines()
+    lines = draw_timeline(replace(make_record(), stages={**make_stages(0.2), **later}), OutputStyle()).splitlines()
     assert lines[2] == f'image      -0.300 s  |{"":{MAX_BAR_WIDTH}}|'
     assert lines[3].startswith('disk        1.100 s  |=====')
 
 
 @pytest.mark.parametrize('width', [40, 80, 132])
 def test_chart_is_as_wide_as_the_terminal(width: int) -> None:
-    lines = draw_timelines(
-        [make_record(), make_record(SLOW, BUILDING, 0.2, 30.2)], OutputStyle(width=width)
-    ).splitlines()
-    assert max(map(len, lines)) == max(width, len('e9bedb97  building  requested 2026-01-31T12:00:00.000Z'))
+    lines = draw_timeline(make_record(BUILDING, 0.2, 30.2), OutputStyle(width=width)).splitlines()
+    assert max(map(len, lines)) == max(width, len('d578fb7c  building  requested 2026-01-31T12:00:00.000Z'))
     assert {len(line) for line in lines if line.endswith('|')} == {width}
     assert f'image      30.000 s  |{"=" * (width - 23)}|' in lines
-
-
-def test_percentiles_use_the_nearest_rank() -> None:
-    timelines = [make_timeline(make_record(FAST, ACTIVE, float(number))) for number in range(1, 41)]
-    assert compute_percentiles(timelines) == {
-        'scheduled': {'instances': 40, 'p50': 20.0, 'p95': 38.0},
-        'total': {'instances': 40, 'p50': 20.0, 'p95': 38.0},
-    }
-    assert compute_percentiles([make_timeline(replace(make_record(), stages={}))]) == {}
 
 
 # The end of the past. Old versions of etcd answer WatchProgress too early, so the changes must confirm the answer.
