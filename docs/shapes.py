@@ -242,9 +242,7 @@ _FINDING = _object(
 )  # fmt: skip
 _EVENT = _object(
     'one object per line', revision=_is('integer', 'revision of the change in etcd'),
-    time=_text('time of the event, or when --watch saw it; null if only an interval is known', null=True),
-    not_before=_text('time before which the event did not happen; null if unknown', null=True),
-    not_after=_text('time after which it did not happen, equal to not_before if that is exact', null=True),
+    time=_text('time of the event, by the clock of its writer; null if unknown', null=True),
     kind=_text('what the event is about', enum=list(KINDS)),
     instance=_text('uuid of the instance; null if the event is about no instance', null=True), name=_NAME,
     compute=_text('uuid of the compute; null if the event is about no compute', null=True), says=_text('what happened'),

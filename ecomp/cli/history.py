@@ -10,14 +10,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ecomp.cli.command import Command, Context, select_options
 from ecomp.cli.options import JSON, TABLE, parse_any_instances, parse_one_instance
 from ecomp.cli.tables import MIN_COLUMN_WIDTH, OutputStyle, shorten_uuids
-from ecomp.cli.terminal import make_timestamp
 from ecomp.errors import Conflict, EcompError, NotFound, UsageError
 from ecomp.model import keys
 from ecomp.model.boots import STAGES as BOOT_STAGES
@@ -30,7 +29,7 @@ from ecomp.model.record import ERROR, STAGES, Record
 from ecomp.model.text import escape_characters, make_printable
 
 if TYPE_CHECKING:
-    from ecomp.model.events import Event, EventDater
+    from ecomp.model.events import Event
     from ecomp.model.order import Order
     from ecomp.placement.client import Placement
     from ecomp.scheduler.placing.enqueue import QueuePosition
@@ -283,7 +282,7 @@ def _print_events(ctx: Context) -> int:
     Raises UsageError for -f other than table and json, resolve()'s errors for a word, and without --watch, at the end,
     NotFound if a given instance has no event.
     """
-    from ecomp.model.events import EventDater, event_to_dict
+    from ecomp.model.events import event_to_dict
     from ecomp.scheduler.queries.find import resolve
     from ecomp.store.history import History
 
@@ -293,14 +292,14 @@ def _print_events(ctx: Context) -> int:
     words = {resolve(ctx.store, word): word for word in ctx.words}
     unseen = set(words)
     last, watches = ctx.options.lines, ctx.options.watch
-    formatter, dater = EventFormatter(), EventDater()
+    formatter = EventFormatter()
     next_revision = 1
 
     def read_lines(follow: bool, first: int = 1) -> Iterator[str]:
         nonlocal next_revision
         history = History(ctx.config.etcd, follow, ctx.out.say, first)
         try:
-            for event in _read_events(ctx, history, dater, follow):
+            for event in _read_events(ctx, history):
                 if not words or event.instance in words:
                     unseen.discard(event.instance)
                     yield dump(event_to_dict(event)) if ctx.form == JSON else formatter.format_line(event)
@@ -309,7 +308,7 @@ def _print_events(ctx: Context) -> int:
             history.close()
 
     try:
-        # The last lines, and the time before which the last event happened, are known once the whole past was read.
+        # The last lines are known once the whole past was read.
         _print_lines(ctx, read_lines(False) if last is None else deque(read_lines(False), last))
         if watches:
             _print_lines(ctx, read_lines(True, next_revision))
@@ -331,10 +330,10 @@ def _print_lines(ctx: Context, lines: Iterable[str]) -> None:
             ctx.put_lines([line])
 
 
-def _read_events(ctx: Context, history: History, dater: EventDater, follow: bool) -> Iterator[Event]:
+def _read_events(ctx: Context, history: History) -> Iterator[Event]:
     """Yield the events of a history; if it starts at revision 1, first print how far back it goes.
 
-    With `follow` none waits for a later one. After a new change of a compute the computes' names are read again.
+    After a new change of a compute the computes' names are read again.
     """
     from ecomp.model import keys
     from ecomp.model.events import make_events
@@ -352,13 +351,9 @@ def _read_events(ctx: Context, history: History, dater: EventDater, follow: bool
             is_reported = True
         if not history.is_past and any(change.key.startswith(keys.COMPUTES) for change in changes):
             known_computes = read_computes(ctx.store)
-        now = make_timestamp()
-        yield from dater.add(make_events(changes, name_compute, dater.latest_time), now)
-        if follow:
-            yield from dater.finish(now, is_seen=not history.is_past)
+        yield from make_events(changes, name_compute)
     if not is_reported:
         _report_since(ctx, history.oldest_revision)
-    yield from dater.finish(make_timestamp())
 
 
 def _report_since(ctx: Context, since: int) -> None:
@@ -375,23 +370,12 @@ class EventFormatter:
         self._names: dict[str, str] = {}
 
     def format_line(self, event: Event) -> str:
-        """Return the line of an event, with its time or the interval in which it happened, and remember its name."""
+        """Return the line of an event, with its time or else its revision, and remember its name."""
         if event.name and (event.instance in self._names or len(self._names) < MAX_REMEMBERED_NAMES):
             self._names[event.instance] = event.name
         subject = event.name or self._names.get(event.instance) or event.instance
-        time = (
-            event.time if event.not_before == event.not_after else _format_interval(event.not_before, event.not_after)
-        )
-        return make_printable(f'{time:29} {subject}: {event.says}' if subject else f'{time:29} {event.says}')
-
-
-def _format_interval(not_before: str, not_after: str) -> str:
-    """Return an interval in whole seconds, the date once if it does not change; ? for a limit that is unknown."""
-    end = datetime.fromisoformat(not_after) if not_after else None
-    if end is not None and end.microsecond:
-        end = end.replace(microsecond=0) + timedelta(seconds=1)
-    begin_text, end_text = not_before[:19] or '?', f'{end.isoformat()[:19]}Z' if end else '?'
-    return f'{begin_text}–{end_text[11:] if begin_text[:11] == end_text[:11] else end_text}'
+        when = event.time or f'revision {event.revision}'
+        return make_printable(f'{when:24} {subject}: {event.says}' if subject else f'{when:24} {event.says}')
 
 
 # The command that creates an instance again
@@ -479,8 +463,8 @@ COMMANDS: Sequence[Command] = (
             'Print what happened to all instances, computes, queues, names, groups, quotas, flavors and stacks, or '
             'only to the given instances: one event per line, the oldest first. etcd keeps the events of the last '
             'hour or two, depending on the etcd option --auto-compaction-retention; stderr prints the oldest revision'
-            ' that etcd still has. etcd stores no times: if an event contains no time, it is printed with the interval'
-            ' in which it happened. With -f json each line is one JSON object with its revision.',
+            ' that etcd still has. etcd stores no times: if an event contains no time, its revision is printed. With '
+            '-f json each line is one JSON object.',
             parse_any_instances, _print_events,
             {**select_options('watch'), 'lines': 'print only the last N events', 'format': _FORMAT_HELP}, (4, 5),
             example='eschedule events web1 -n 20 --watch'),

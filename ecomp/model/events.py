@@ -1,16 +1,15 @@
 """Events: changes of etcd's keys, described in words. Pure.
 
-etcd stores values without times, so an event's time is from the new value (a stage, a boot, `written_at`). Without one
-it happened between the times of an earlier and a later event. Progress, claims and audit answers give no events. Events
-are not trusted: a compute can write anything below its own uuid.
+etcd stores values without times, so an event's time is from the new value (a stage, a boot, `written_at`); without one
+it is unknown. Progress, claims and audit answers give no events. Events are not trusted: a compute can write anything
+below its own uuid.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import Any, NamedTuple, TypeVar
 
 from ecomp.model import boots, keys
@@ -36,11 +35,6 @@ from ecomp.model.text import join_some
 # Characters of an event's text, which may quote values of any length from etcd.
 MAX_TEXT_CHARACTERS = 500
 MAX_QUOTED_ENTRIES = 10
-# A new key whose times are older than this, compared with those of earlier events, was written again: they are not its
-# own. Clocks differ by less, and a write takes less.
-MAX_WRITE_DELAY = timedelta(seconds=60)
-# Events that wait for the time of a later one at most; then the first of them has no known end.
-MAX_HELD_EVENTS = 10_000
 KINDS = ('instance', 'request', 'queue', 'name', 'compute', 'group', 'quota', 'flavor', 'stack', 'cluster')
 
 Parsed = TypeVar('Parsed')
@@ -49,26 +43,18 @@ NameCompute = Callable[[str], str]
 
 
 class Change(NamedTuple):
-    """A change of a key (value None: no key); if not `is_known`, `before` is None because etcd has compacted it.
-
-    `before_revision` is that of the value before, 0 if there is none or it is not known.
-    """
+    """A change of a key (value None: no key); if not `is_known`, `before` is None because etcd has compacted it."""
 
     key: str
     before: bytes | None
     after: bytes | None
     revision: int
     is_known: bool = True
-    before_revision: int = 0
 
 
 @dataclass(frozen=True)
 class Event:
-    """An event of one of KINDS; `says` is the text. Uuids, the instance's name and the ISO times are '' if unknown.
-
-    It happened from `not_before` to `not_after`. `time` is both if they are equal, else '' or when a watch saw it. All
-    that was written up to `settled_revision` was written before `time`.
-    """
+    """An event of one of KINDS; `says` is the text. Uuids, the instance's name and the ISO time are '' if unknown."""
 
     revision: int
     kind: str
@@ -77,95 +63,29 @@ class Event:
     name: str = ''
     compute: str = ''
     time: str = ''
-    not_before: str = ''
-    not_after: str = ''
-    settled_revision: int = 0
 
 
 # Each event with the times, in ISO 8601, that are new in the changed value.
 DatedEvents = Iterator[tuple[Event, Iterable[str]]]
 
 
-def make_events(changes: Sequence[Change], name_compute: NameCompute, latest_time: str = '') -> list[Event]:
-    """Return a revision's events, texts cut off, with the latest time in new values; `latest_time`: of earlier ones."""
+def make_events(changes: Sequence[Change], name_compute: NameCompute) -> list[Event]:
+    """Return a revision's events, texts cut off, with the latest time in its new values."""
     # The keys of requests that had no value before, or a compacted one.
     request_keys = [each.key for each in changes if each.key.startswith(keys.HOSTS) and each.before is None]
     takers = {keys.get_last_part(key): key.split('/')[2] for key in request_keys if key.count('/') == 3}
-    timed = [
-        (change, event, list(filter(_is_time, stamps)))
+    described = [
+        (event, list(filter(_is_time, stamps)))
         for change in changes
         for event, stamps in _DESCRIBERS.get(_get_family(change.key), _ignore)(change, name_compute, takers)
     ]
-    own = [(time, change) for change, _, times in timed for time in times if _is_own(time, change, latest_time)]
-    when = max((time for time, _ in own), default='')
-    not_before = when or max((time for *_, times in timed for time in times), default='')
-    settled = max((_find_settled_revision(change) for _, change in own), default=0)
-    texts = [event.says[:MAX_TEXT_CHARACTERS] for _, event, _ in timed]
-    return [
-        replace(event, says=text, time=when, not_before=not_before, not_after=when, settled_revision=settled)
-        for (_, event, _), text in zip(timed, texts, strict=True)
-    ]
-
-
-def _is_own(time: str, change: Change, latest_time: str) -> bool:
-    """Return whether a time in a new value is that of its event: not of one before a compaction, or written again."""
-    if not change.is_known or change.before is not None or not latest_time:
-        return change.is_known
-    return datetime.fromisoformat(latest_time) - datetime.fromisoformat(time) <= MAX_WRITE_DELAY
-
-
-def _find_settled_revision(change: Change) -> int:
-    """Return up to which revision all was written before the new time in this value; 0 if unknown."""
-    # While its compute cannot reach etcd, a record collects times. They are later than the record's previous write.
-    if _get_family(change.key) == keys.INSTANCES:
-        return change.before_revision
-    # The writer of these reads the clock just before the write: what is written in between is later by milliseconds.
-    return change.revision - 1 if _get_family(change.key) in (keys.HOSTS, keys.FLAVORS, keys.QUOTAS) else 0
-
-
-class EventDater:
-    """Finds the interval in which each event happened, from the times of the events before and after it."""
-
-    def __init__(self) -> None:
-        self.latest_time = ''
-        self._held: deque[Event] = deque()
-
-    def add(self, events: Iterable[Event], now: str) -> Iterator[Event]:
-        """Add a revision's events; yield those whose interval is known, in order. A time after `now` is no limit."""
-        for event in events:
-            if event.not_before <= now:
-                self.latest_time = max(self.latest_time, event.not_before)
-            if event.time <= now:
-                yield from self._release(event.time, event.settled_revision)
-            self._held.append(event if event.time else replace(event, not_before=self.latest_time))
-        yield from self._release()
-
-    def finish(self, now: str, is_seen: bool = False) -> Iterator[Event]:
-        """Yield the other events, which happened before `now`; with `is_seen` a watch has just seen them."""
-        while self._held:
-            event = self._held.popleft()
-            dated = event if event.not_after else _end(event, now)
-            yield replace(dated, time=now) if is_seen and not event.time else dated
-
-    def _release(self, time: str = '', revision: int = 0) -> Iterator[Event]:
-        """Yield the first events while their intervals are known, of those up to `revision` that `time` ends."""
-        while self._held:
-            event = self._held[0]
-            if not event.not_after and event.revision <= revision and event.not_before <= time:
-                event = _end(event, time)
-            if not event.not_after and len(self._held) <= MAX_HELD_EVENTS:
-                return
-            self._held.popleft()
-            yield event
-
-
-def _end(event: Event, not_after: str) -> Event:
-    return replace(event, not_after=not_after, time=not_after if event.not_before == not_after else '')
+    time = max((time for _, times in described for time in times), default='')
+    return [replace(event, says=event.says[:MAX_TEXT_CHARACTERS], time=time) for event, _ in described]
 
 
 def event_to_dict(event: Event) -> dict[str, Any]:
     """Return the event as the JSON object that users see; empty fields are null."""
-    names = ('revision', 'time', 'not_before', 'not_after', 'kind', 'instance', 'name', 'compute', 'says')
+    names = ('revision', 'time', 'kind', 'instance', 'name', 'compute', 'says')
     return {name: getattr(event, name) or None for name in names}
 
 
@@ -202,12 +122,13 @@ def _describe_record(change: Change, name_compute: NameCompute, _takers: Mapping
     if after is None:
         yield Event(change.revision, 'instance', 'record is malformed', instance, compute=compute), ()
         return
-    old_stages = before.stages if before is not None else {}
-    # The times of the first two are those of the request: a record repeats them.
-    times = [time for name, time in after.stages.items() if name not in STAGES[:2] and old_stages.get(name) != time]
-    times += [
-        time for boot in after.boots if before is None or boot not in before.boots for time in boot.stages.values()
-    ]
+    times = list[str]()
+    if before is not None:  # a compute may write a record again, with the times of long ago
+        # The times of the first two are those of the request: a record repeats them.
+        times += [
+            time for name, time in after.stages.items() if name not in STAGES[:2] and before.stages.get(name) != time
+        ]
+        times += [time for boot in after.boots if boot not in before.boots for time in boot.stages.values()]
     for text in _describe_record_changes(before, after, name_compute, change.is_known):
         yield Event(change.revision, 'instance', text, after.instance, after.name or '', after.compute), times
 
@@ -337,9 +258,10 @@ def _describe_compute(change: Change, name_compute: NameCompute, _takers: Mappin
     if change.after is None:
         yield Event(change.revision, 'compute', f'compute {label} went away', compute=compute), ()
     elif change.before is None or before.get('since') != since:
-        suffix = f', ecomp {version}' if version else ''
+        # Not the time of this event: the process may have begun long ago, and lost its lease in the meantime.
+        suffix = (f', ecomp {version}' if version else '') + (f', running since {since}' if since else '')
         verb = 'came up' if change.before is None and change.is_known else 'is up'
-        yield Event(change.revision, 'compute', f'compute {label} {verb}{suffix}', compute=compute), (str(since),)
+        yield Event(change.revision, 'compute', f'compute {label} {verb}{suffix}', compute=compute), ()
 
 
 def _make_describer(
@@ -399,7 +321,7 @@ def _describe_stack(change: Change, _name_compute: NameCompute, _takers: Mapping
 def _describe_cluster(change: Change, _name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
     """Yield that etcd got its identity, for each change of the key."""
     since = load_object_or_empty(change.after or b'').get('since')
-    yield Event(change.revision, 'cluster', 'this etcd got its identity'), (str(since),)
+    yield Event(change.revision, 'cluster', 'this etcd got its identity'), (str(since),) if change.is_known else ()
 
 
 _DESCRIBERS: Mapping[str, Callable[[Change, NameCompute, Mapping[str, str]], DatedEvents]] = {

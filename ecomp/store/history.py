@@ -317,8 +317,7 @@ def _make_change(event: Any) -> Change:
     kv, deleted = event.kv, event.type == EVENT_DELETE
     is_new = not deleted and kv.create_revision == kv.mod_revision
     # For a missing prev_kv protobuf has an empty message.
-    before_revision = int(event.prev_kv.mod_revision)
-    before = bytes(event.prev_kv.value) if before_revision else None
+    before = bytes(event.prev_kv.value) if event.prev_kv.mod_revision else None
     key = kv.key.decode(errors='replace')
     after = None if deleted else bytes(kv.value)
-    return Change(key, before, after, int(kv.mod_revision), before is not None or is_new, before_revision)
+    return Change(key, before, after, int(kv.mod_revision), before is not None or is_new)
