@@ -22,7 +22,6 @@ FAILPOINT_STATES = {
     'claimed-some': 'eschedule: placement holds some of the claims of a set, but no request is delivered',
     'claimed': 'eschedule: placement holds the claim, but the request is not delivered',
     'delivered': 'eschedule: the request is delivered to the compute, but nothing is printed yet',
-    'stack-part': 'eschedule: an etcd with its default limit has one part of a stack, and the attempt still exists',
     'stack-begun': 'eschedule: the key of a new stack is written, but no attempt is announced',
     'stack-announced': 'eschedule: the attempt of an apply is in etcd, but nothing is claimed',
     'stack-claimed': 'eschedule: placement holds all claims of an apply, but nothing is delivered',

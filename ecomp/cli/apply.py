@@ -138,6 +138,7 @@ def _apply(ctx: Context) -> int:
     run.read()
     if not run.select(*CONFLICTS):
         _report_other_file(run)
+        _require_size(run)
     if ctx.options.dry_run:
         return _preview(run, ask_placement(ctx.config.placement, None, ctx.slow_notice))
     if run.select(*CONFLICTS):
@@ -171,6 +172,15 @@ def _report_other_file(run: _Apply) -> None:
         names = join_some([step.name or step.instance for step in surplus], MAX_NAMES_IN_QUESTION)
         effect = ', which --prune destroys' if run.ctx.options.prune else ''
         run.ctx.out.say(f'{origin}; this file lacks {names}{effect}')
+
+
+def _require_size(run: _Apply) -> None:
+    """Raise TooManyOperations if the change is known to be too large for one transaction of this etcd."""
+    from ecomp.scheduler.placing.stack import require_transaction_size
+
+    orders = [run.file.instances[step.entry].order for step in run.select(CREATE, REPLACE)]
+    removed = run.select(DESTROY) if run.ctx.options.destroy_first else run.select(REPLACE, DESTROY)
+    require_transaction_size(run.ctx.store, run.file.name, orders, len(removed))
 
 
 def _change(run: _Apply) -> int:
@@ -265,7 +275,7 @@ def _remove(run: _Apply, steps: Sequence[Step]) -> None:
     from ecomp.scheduler.placing.stack import remove_instances
 
     change = _make_change(run, [step._replace(action=DESTROY) for step in steps])
-    remove_instances(run.ctx.store, change, change.removals)
+    remove_instances(run.ctx.store, change)
 
 
 def _preview(run: _Apply, backend: Backend) -> int:
@@ -476,10 +486,8 @@ COMMANDS: Sequence[Command] = (
             'command that was killed is continued by the next one. FILE is YAML, - is standard input; paths in it are '
             'relative to FILE. If an instance differs from the file, nothing is changed (exit 5), unless you give '
             '--replace. Instances that the file no longer has are kept, unless you give --prune, and so are instances '
-            'on a silent host, which may still run (exit 1). On an etcd that takes '
-            'only 128 operations in a transaction (docker.sh and elab start one that takes 2048) a delivery of more '
-            'than about 60 instances is split into parts of 25; if a later part is refused, the message says how many '
-            'instances exist.',
+            'on a silent host, which may still run (exit 1). More than about 60 instances need an etcd that takes more '
+            'than 128 operations in a transaction; docker.sh and elab start one that takes 2048.',
             parse_file, _apply,
             {'dry_run': '', 'prune': '', 'replace': '', 'replace_all': '', 'destroy_first': '', 'yes': '',
              'wait': 'return once the instances of the file have reached STAGE: ' + ', '.join(STAGES) + '; without '

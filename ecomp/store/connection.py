@@ -213,7 +213,8 @@ class Connection:
             certificate = str(self.config.cert_cert or '')
             return Denied(f'{name} does not let {describe_denial(certificate, about, is_read)}')
         if error.details == TOO_MANY_OPERATIONS:
-            return TooManyOperations(f'{name} refuses: {error.details}')
+            cure = 'start etcd with --max-txn-ops=2048, or change fewer instances at a time'
+            return TooManyOperations(f'{name} refuses: {error.details}. Fix: {cure}')
         if is_refusal(error) and not is_too_long(error):
             return EcompError(f'{name} refuses: {error.details}{suggest_remedy(error)}')
         if self._certificate_error and is_unsent(error) and not is_transient(error):

@@ -16,7 +16,6 @@ from tests.kit.by_hand import make_request
 from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import ArmedEcompute, Eschedule, expire_attempts, list_running_guests, read_guests
 from tests.kit.invariants import read_allocations
-from tests.kit.many import ManyComputes
 from tests.kit.servers import wait_until
 from tests.kit.sharing import kill_and_lapse, read_members, read_usage
 from tests.kit.stacks import QUERY, list_instances, write_stack
@@ -259,13 +258,6 @@ def prepare_prune(control: Control) -> Scene:
     return Scene(('apply', path, '--prune', '--yes', '--wait'), _make_stack_check(control, *_WEBS), [compute])
 
 
-def prepare_parts(control: Control) -> Scene:
-    """Prepare a stack that is too large for one transaction of an etcd with its default limit."""
-    control.at_exit.enter_context(ManyComputes(control, 17))
-    path = write_stack(control, {'web': {'count': 65}})
-    return Scene(('apply', path), _make_stack_check(control, *(f'shop-web-{number}' for number in range(1, 66))))
-
-
 def prepare_evacuate(control: Control) -> Scene:
     dead = control.ecompute()
     run(control, QUERY, IMAGE, '--name', 'web', '--count', '4')
@@ -303,7 +295,6 @@ COMMAND_STORIES: dict[str, Callable[[Control], Scene]] = {
     'apply': prepare_apply,
     'replace': prepare_replace,
     'prune': prepare_prune,
-    'apply in parts': prepare_parts,
     'evacuate': prepare_evacuate,
 }
 

@@ -166,7 +166,6 @@ STORY_FAILPOINTS = {
     'apply': ('stack-begun', 'stack-announced', 'claimed-some', 'stack-claimed', 'stack-delivered'),
     'replace': ('stack-announced', 'stack-claimed', 'stack-delivered'),
     'prune': ('stack-removed',),
-    'apply in parts': ('stack-part',),
     'evacuate': ('evacuation-announced', 'claimed-some', 'evacuation-claimed', 'evacuated'),
     'build': (
         *('remembered', 'reserved', 'seeded', 'confirmed', 'building', 'image-ready', 'disk-created', 'seed-written'),

@@ -87,11 +87,7 @@ def release_orphans(cluster: Control, scene: Scene) -> None:
         check_claims_twice(cluster, compute, read_guests(compute))
 
 
-# A large stack takes long; other stories deliver stacks in one part.
-@pytest.mark.parametrize(
-    'story',
-    [pytest.param(each, marks=[pytest.mark.slow] * (each == 'apply in parts')) for each in COMMAND_STORIES],
-)
+@pytest.mark.parametrize('story', COMMAND_STORIES)
 def test_command_killed_at_each_failpoint_in_turn(cluster: Control, story: str) -> None:
     """F1, F38, F39: kill -9 of eschedule, repeated, at one failpoint after the other: then as requested (fake)."""
     scene = COMMAND_STORIES[story](cluster)
@@ -112,8 +108,7 @@ def test_killed_command_is_completed_by_a_repeat(cluster: Control, story: str, s
     complete(cluster, scene)
 
 
-# The many computes of a large stack keep their claims themselves, a minute later.
-@choose_cases([story for story in COMMAND_STORIES if story != 'apply in parts'], USUAL_COMMANDS)
+@choose_cases(COMMAND_STORIES, USUAL_COMMANDS)
 def test_nothing_is_left_of_a_killed_command(cluster: Control, story: str, step: str) -> None:
     """F1: kill -9 of eschedule at each failpoint: nothing is claimed once its lease has expired (fake)."""
     scene = COMMAND_STORIES[story](cluster)

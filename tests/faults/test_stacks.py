@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from tests.kit.commands import Control, Ecompute
-from tests.kit.hands import Eschedule
 from tests.kit.invariants import read_allocations
-from tests.kit.many import ManyComputes
 from tests.kit.servers import wait_until
 from tests.kit.stacks import list_instances, list_states, write_stack
 
@@ -29,22 +25,6 @@ def test_member_destroyed_manually_gets_a_new_uuid_once(cluster: Control) -> Non
     assert {name for name in NAMES if after[name] != before[name]} == {'shop-web-2'}
 
 
-@pytest.mark.slow
-def test_refused_part_of_a_split_delivery_says_how_many_instances_exist(cluster: Control) -> None:
-    cluster.at_exit.enter_context(ManyComputes(cluster, 20))
-    path = write_stack(cluster, {'web': {'count': 70}})
-    with Eschedule(cluster, 'apply', path, failpoint='stack-part:stop') as eschedule:
-        eschedule.wait_frozen_at('stack-part')
-        stored = json.loads(cluster.etcd.get('/stacks/shop') or b'')
-        cluster.etcd.put('/stacks/shop', json.dumps(stored))
-        eschedule.resume()
-        refused = eschedule.wait()
-    assert refused.code == 5, refused
-    assert 'another eschedule changed it; 25 of 70 new instances exist. Try: the same command' in refused.stderr
-    assert cluster.eschedule('apply', path).code == 0
-    assert len(list_instances(cluster)) == 70
-
-
 def test_pruned_instance_on_a_silent_host_does_not_block_the_others(cluster: Control, compute: Ecompute) -> None:
     assert cluster.eschedule('apply', write_stack(cluster, {**SHOP, 'web': {'count': 2}}), '--wait').code == 0
     path = write_stack(cluster, {'web': {'count': 2}})
@@ -54,25 +34,6 @@ def test_pruned_instance_on_a_silent_host_does_not_block_the_others(cluster: Con
     again = cluster.eschedule('apply', path)
     assert (again.code, again.stderr) == (0, 'eschedule: stack shop: 2 as the file asks\n')
     compute.start()
-
-
-@pytest.mark.slow
-def test_failed_members_of_many_groups_are_replaced_on_an_etcd_with_the_default_limit(cluster: Control) -> None:
-    user_data = cluster.directory / 'user-data'
-    user_data.write_text('#cloud-config\n{}\n')
-    computes = cluster.at_exit.enter_context(ManyComputes(cluster, 20))
-    groups = {f'web{number}': {'name': f'g{number}', 'policy': 'affinity'} for number in range(40)}
-    members = {name: {'group': group, 'user_data': str(user_data)} for name, group in groups.items()}
-    path = write_stack(cluster, members)
-    computes.pause()
-    assert cluster.eschedule('apply', path).code == 0
-    for key in cluster.etcd.list_keys('/user-data/'):
-        cluster.etcd.delete(key)
-    computes.resume()
-    wait_until(lambda: len(list_states(cluster, 'error')) == 40, 60, 'all have failed')
-    replaced = cluster.eschedule('apply', path, '--replace-all', '--yes', '--wait')
-    assert replaced.code == 0, replaced
-    assert len(list_states(cluster, 'active')) == 40
 
 
 def test_every_selects_no_failed_instance(cluster: Control, compute: Ecompute) -> None:

@@ -19,6 +19,7 @@ from ecomp.model import keys
 from ecomp.model.roles import WRITE, Permission, RevokePermission
 from ecomp.model.stack import MAX_STACK_SIZE
 from ecomp.model.stored import encode
+from ecomp.scheduler.placing import stack as placing
 from ecomp.scheduler.queries.stacks import load_stack
 from ecomp.store.messages import Range, Transaction
 from ecomp.store.roles import Accounts
@@ -432,6 +433,31 @@ def test_300_instances_are_one_transaction_if_etcd_takes_it(
             assert control.eschedule('apply', shop).code == 0
             assert len(requests) <= 9
             assert control.eschedule('destroy', '--file', shop, '--yes').code == 0
+
+
+@pytest.mark.parametrize('is_checked', [True, False])
+def test_stack_too_large_for_etcd_is_refused_and_a_smaller_one_works(
+    cluster: Control, requests: list[Any], monkeypatch: pytest.MonkeyPatch, is_checked: bool
+) -> None:
+    """This etcd takes 128 operations in a transaction, which is its default."""
+    cluster.at_exit.enter_context(ManyComputes(cluster, 20))
+    large, small = (write_stack(cluster.directory, web={'count': count}) for count in (63, 62))
+    if not is_checked:  # as for instances in error, which the check counts once: only the delivery is refused
+        monkeypatch.setattr(placing, 'MAX_TRANSACTION_OPERATIONS', 1000)
+    requests.clear()
+    refused = cluster.eschedule('apply', large)
+    cause = 'refuses: etcdserver: too many operations in txn request. Fix: start etcd with --max-txn-ops=2048'
+    assert (refused.code, refused.stdout, cause in refused.stderr) == (1, '', True), refused
+    assert any(b'/requests/' in each.to_bytes() for each in requests) is not is_checked
+    assert read_allocations(cluster) == {}
+    prefixes = [keys.HOSTS, keys.ATTEMPTS, keys.NAMES, *([keys.STACKS] if is_checked else [])]
+    assert [cluster.etcd.list_keys(prefix) for prefix in prefixes] == [[] for _ in prefixes]
+    if is_checked:
+        assert cluster.eschedule('apply', large, '--dry-run') == refused
+    applied = cluster.eschedule('apply', small)
+    assert applied.code == 0, applied
+    assert len(list_names(cluster)) == 62
+    assert cluster.eschedule('destroy', '--file', small, '--yes').code == 0
 
 
 @pytest.mark.parametrize('step', ['stack-delivered', ''])

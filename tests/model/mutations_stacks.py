@@ -177,7 +177,7 @@ STACKS = {
         'ecomp.scheduler.placing.session:Session.undo', never('releasable', 'movable'), 'applied_in_one_group'
     ),
     'a new instance of a stack is not charged to the quota': make_bug(
-        'ecomp.scheduler.placing.stack:_Application._deliver_part',
+        'ecomp.scheduler.placing.stack:_Application.deliver',
         replace_call('charge_quota', '([], [])'),
         'apply_late',
     ),
@@ -205,12 +205,12 @@ STACKS = {
     ),
     'a prune beside new members destroys nothing': make_bug(
         'ecomp.scheduler.placing.stack:_Application.deliver',
-        replace_argument('_deliver_part', 2, '[removal for removal in self.change.removals if removal.is_replaced]'),
+        replace_argument('deliver', 2, '[removal for removal in self.change.removals if removal.is_replaced]'),
         'pruned_beside_create',
     ),
     'a replacement leaves the old instance': make_bug(
         'ecomp.scheduler.placing.stack:_Application.deliver',
-        replace_argument('_deliver_part', 2, '()'),
+        replace_argument('deliver', 2, '()'),
         'replaced_twice',
     ),
     'a replacement does not take the name over': make_bug(

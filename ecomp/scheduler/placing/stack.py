@@ -10,7 +10,7 @@ import random
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from ecomp.errors import (
@@ -19,7 +19,6 @@ from ecomp.errors import (
     EcompError,
     NoCapacity,
     OverQuota,
-    TooManyOperations,
     Unreachable,
 )
 from ecomp.failpoints import failpoint
@@ -30,7 +29,7 @@ from ecomp.model.assign import Lot, Planner
 from ecomp.model.choose import Candidate, Offer, PlacementReason
 from ecomp.model.group import Group, Membership
 from ecomp.model.guest import SharedUserData
-from ecomp.model.order import Request
+from ecomp.model.order import Order, Request
 from ecomp.model.quota import describe_excesses, make_charge
 from ecomp.model.record import ERROR
 from ecomp.model.stack import Place, Stack
@@ -51,7 +50,7 @@ from ecomp.scheduler.placing.session import (
     make_removal,
 )
 from ecomp.scheduler.queries.find import reserve_names
-from ecomp.store.client import Entry, Put, Store, Unchanged, list_living
+from ecomp.store.client import MAX_TRANSACTION_OPERATIONS, Entry, Put, Store, Unchanged, list_living
 from ecomp.store.sharing import (
     Change,
     Excluded,
@@ -64,9 +63,6 @@ from ecomp.store.sharing import (
     try_revoke,
 )
 
-# Instances of one part of a delivery, if etcd takes only 128 conditions: each needs five at most (record, name, group,
-# and two for a replaced one in error), and all together three.
-PART_SIZE = 25
 # The error of a change that another process's change of the stack came before; a clause says what was changed.
 _CHANGED = 'stack {}: another eschedule changed it{}. Try: the same command again'
 
@@ -100,41 +96,40 @@ def write_stack(store: Store, stack: Stack, previous_revision: int) -> int:
     return revision
 
 
-def remove_instances(store: Store, change: StackChange, removals: Sequence[Removal]) -> StackChange:
-    """Write the tombstones of these instances, and that their entries ended; return what else is to be changed.
+def require_transaction_size(store: Store, stack_name: str, orders: Collection[Order], removed_count: int) -> None:
+    """Raise TooManyOperations, before anything is written, if etcd takes no transaction for these new instances.
 
-    On an etcd with the default limit it takes several transactions. Conflict if the stack or an instance has changed.
+    `removed_count` instances are removed in the same transaction. The delivery needs at least what is asked for here.
     """
-    try:
-        return _remove_part(store, change, removals)
-    except TooManyOperations:
-        for start in range(0, len(removals), PART_SIZE):
-            change = _remove_part(store, change, removals[start : start + PART_SIZE])
-        return change
+    groups = {order.group.name for order in orders if order.group is not None}
+    # Conditions: the attempt, the stack and the quota, a record and a name each, the groups, and what is removed.
+    count = 3 + 2 * len(orders) + len(groups) + removed_count if orders else 0
+    if count > MAX_TRANSACTION_OPERATIONS:
+        # etcd counts the conditions before it compares anything.
+        store.commit([Unchanged(keys.stack(stack_name), 0)] * count, [])
 
 
-def _remove_part(store: Store, change: StackChange, removals: Sequence[Removal]) -> StackChange:
-    """Do what remove_instances() does, in one transaction."""
+def remove_instances(store: Store, change: StackChange) -> None:
+    """Write the tombstones of the removed instances, and that their entries ended, in one transaction.
+
+    Raises Conflict if the stack or an instance has changed.
+    """
 
     def make_change() -> Change:
         return merge_changes(
-            _make_stack_change(change, {}, removals), *(make_removal(store, removal) for removal in removals)
+            _make_stack_change(change, {}), *(make_removal(store, removal) for removal in change.removals)
         )
 
-    written = commit_with_shared(store, [], [], make_change)
-    if written is None:
+    if commit_with_shared(store, [], [], make_change) is None:
         raise Conflict(_CHANGED.format(change.stack.name, f'; {UNCHANGED}'))
     failpoint('stack-removed')
-    _revoke_records(store, removals)
-    remaining = [removal for removal in change.removals if removal not in removals]
-    stack = change.stack.with_ended(removal.entry for removal in removals)
-    return replace(change, stack=stack, revision=written, removals=remaining)
+    _revoke_records(store, change.removals)
 
 
-def _make_stack_change(change: StackChange, computes: Mapping[Place, str], removals: Sequence[Removal]) -> Change:
+def _make_stack_change(change: StackChange, computes: Mapping[Place, str]) -> Change:
     """Return the change that notes deliveries and ends in the stack's key."""
     key = keys.stack(change.stack.name)
-    ended = [removal.entry for removal in removals if not removal.is_replaced]
+    ended = [removal.entry for removal in change.removals if not removal.is_replaced]
     stack = change.stack.with_ended(ended).with_delivered(computes)
     return [Unchanged(key, change.revision)], [Put(key, encode(stack))]
 
@@ -165,11 +160,12 @@ def apply_change(scheduler: Scheduler, change: StackChange) -> dict[str, str]:
         MembersRefused, OverQuota: there is no room, or the quota is used up.
         Conflict: a name, a group, another apply, or an instance that changed (ClaimedElsewhere: is claimed).
         PlacementRefusal: placement refuses a query.
+        TooManyOperations: etcd takes no transaction of this size.
         Unreachable: with what was undone. Nothing is released while an outcome is unknown.
     """
     store, order = scheduler.store, change.order
     if order is None:
-        remove_instances(store, change, change.removals)
+        remove_instances(store, change)
         return {}
     try:
         reserve_names(store, order.instances, change.removed_instances)  # before anything is claimed
@@ -179,7 +175,6 @@ def apply_change(scheduler: Scheduler, change: StackChange) -> dict[str, str]:
     requester = Requester(order.user_id, order.project_id)
     session = Session(scheduler, order.instance, order.instances, requester, not change.is_new, movable=movable)
     application = _Application(session, _Wanted(store, change, order), change)
-    session.describe_done = application.describe_done
     with session.open():
         application.announce()
         claims = application.claim()
@@ -267,13 +262,6 @@ class _Application:
     session: Session
     wanted: _Wanted
     change: StackChange
-    delivered_count: int = 0
-
-    def describe_done(self) -> str:
-        """Return how many instances exist if a part was delivered, else ''."""
-        return (
-            f'{self.delivered_count} of {self.wanted.order.count} new instances exist' if self.delivered_count else ''
-        )
 
     def announce(self) -> None:
         """Write the attempt's key; Conflict if another attempt is in flight, or the stack's key has changed."""
@@ -313,62 +301,35 @@ class _Application:
         Raises DeliveryRefused, Conflict (a name).
         """
         self._put_user_data()
-        requests = [
-            Request(
-                allocations=claims[instance].allocations,
-                why=PlacementReason(desired.weigh, claims[instance].weight, max(len(self.session.read_alive()), 1)),
+        store, order, deliveries = self.session.store, self.wanted.order, list[tuple[str, Request]]()
+        for instance, desired in order.members.items():
+            candidate = claims[instance]
+            request = Request(
+                allocations=candidate.allocations,
+                why=PlacementReason(desired.weigh, candidate.weight, max(len(self.session.read_alive()), 1)),
                 **desired.order.copy_fields(
                     group=self.wanted.settle(desired.order.group),
                     stages={**desired.order.stages, 'scheduled': scheduled_at},
                 ),
             )
-            for instance, desired in self.wanted.order.members.items()
-        ]
-        try:
-            self._deliver_part(requests, claims, self.change.removals)
-        except TooManyOperations:
-            self._deliver_in_parts(requests, claims)
-        failpoint('stack-delivered')
-        _revoke_records(self.session.store, self.change.removals)
-        try_revoke(self.session.store, self.session.lease)
-        return {instance: candidate.compute for instance, candidate in claims.items()}
-
-    def _deliver_in_parts(self, requests: Sequence[Request], claims: Mapping[str, Candidate]) -> None:
-        """Deliver PART_SIZE instances at a time to an etcd with its default limit; the last part ends the attempt."""
-        replaced = {removal.entry: removal for removal in self.change.removals if removal.is_replaced}
-        others = [removal for removal in self.change.removals if not removal.is_replaced]
-        self.change = remove_instances(self.session.store, self.change, others)
-        for start in range(0, len(requests), PART_SIZE):
-            part = requests[start : start + PART_SIZE]
-            entries = [request.stack.entry_name for request in part if request.stack]
-            is_last = start + PART_SIZE >= len(requests)
-            self._deliver_part(part, claims, [replaced[each] for each in entries if each in replaced], is_last)
-            self.delivered_count += len(part)
-            failpoint('stack-part')
-
-    def _deliver_part(
-        self,
-        requests: Sequence[Request],
-        claims: Mapping[str, Candidate],
-        removals: Sequence[Removal],
-        is_last: bool = True,
-    ) -> None:
-        """Deliver these requests and removals in one transaction, which ends the attempt if it is the last one."""
-        store, project = self.session.store, self.wanted.order.project_id
-        deliveries = [(claims[request.instance].compute, request) for request in requests]
+            deliveries.append((candidate.compute, request))
         computes = {request.stack: compute for compute, request in deliveries if request.stack}
-        resources = {request.instance: request.resources for request in requests}
+        resources = {request.instance: request.resources for _, request in deliveries}
 
         def make_own_change() -> Change:
-            own = _make_stack_change(self.change, computes, removals)
-            return merge_changes(charge_quota(store, project, resources), own)
+            return merge_changes(
+                charge_quota(store, order.project_id, resources), _make_stack_change(self.change, computes)
+            )
 
         revision = 0
         with suppress(Excluded):
-            revision = self.session.deliver(deliveries, make_own_change, removals, ends_attempt=is_last)
+            revision = self.session.deliver(deliveries, make_own_change, self.change.removals)
         if not revision:
             raise self._make_changed()
-        self.change = replace(self.change, stack=self.change.stack.with_delivered(computes), revision=revision)
+        failpoint('stack-delivered')
+        _revoke_records(store, self.change.removals)
+        try_revoke(store, self.session.lease)
+        return {instance: candidate.compute for instance, candidate in claims.items()}
 
     def _put_user_data(self) -> None:
         """Store the user-data that the new instances refer to, each content once."""
