@@ -34,7 +34,7 @@ MBR_PROTECTIVE, MBR_ESP = 0xEE, 0xEF
 
 
 def determine_capacity(spec: GuestSpec) -> int:
-    """Return the disk's bytes: DISK_GB, or the image's size if None; BuildFailed('disk', …) if the image is larger."""
+    """Return the disk's bytes: DISK_GB, or the image's size if None; BuildFailed('image', …) if the image is larger."""
     if spec.disk_gb is None:
         return spec.base.virtual_size
     if spec.base.virtual_size > spec.disk_gb * GIB:
@@ -42,7 +42,7 @@ def determine_capacity(spec: GuestSpec) -> int:
         size = -(-spec.base.virtual_size * 10 // GIB) / 10
         needed_gb = -(-spec.base.virtual_size // GIB)
         raise BuildFailed(
-            'disk', f'the image is {size} GiB, but DISK_GB is {spec.disk_gb}. Fix: request DISK_GB:{needed_gb} or more'
+            'image', f'the image is {size} GiB, but DISK_GB is {spec.disk_gb}. Fix: request DISK_GB:{needed_gb} or more'
         )
     return spec.disk_gb * GIB
 

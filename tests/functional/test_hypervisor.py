@@ -333,7 +333,7 @@ def test_resume_without_a_domain_fails(hypervisor: Hypervisor, spec: GuestSpec) 
 
 
 def test_image_larger_than_the_disk_is_refused(hypervisor: Hypervisor, spec: GuestSpec) -> None:
-    with pytest.raises(BuildFailed, match=r'disk: the image is 3.0 GiB, but DISK_GB is 1'):
+    with pytest.raises(BuildFailed, match=r'image: the image is 3.0 GiB, but DISK_GB is 1'):
         hypervisor.create_disk(replace(spec, base=replace(spec.base, virtual_size=3 * 2**30)))
     assert hypervisor.list_guests() == {}
 

@@ -274,10 +274,10 @@ def test_capacity() -> None:
     assert image.determine_capacity(make_spec(3, 100 * MIB)) == 3 * GIB
     assert image.determine_capacity(make_spec(1, GIB)) == GIB
     assert image.determine_capacity(make_spec(None, 100 * MIB)) == 100 * MIB
-    with pytest.raises(BuildFailed, match=r'disk: the image is 2.2 GiB, but DISK_GB is 1. Fix: request DISK_GB:3 '):
+    with pytest.raises(BuildFailed, match=r'image: the image is 2.2 GiB, but DISK_GB is 1. Fix: request DISK_GB:3 '):
         image.determine_capacity(make_spec(1, 2_361_393_152))
     # A fixed VHD is a raw disk with 512 more bytes.
-    with pytest.raises(BuildFailed, match=r'disk: the image is 30.1 GiB, but DISK_GB is 30. Fix: request DISK_GB:31 '):
+    with pytest.raises(BuildFailed, match=r'image: the image is 30.1 GiB, but DISK_GB is 30. Fix: request DISK_GB:31 '):
         image.determine_capacity(make_spec(30, 30 * GIB + 512))
 
 
