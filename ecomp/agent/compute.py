@@ -11,7 +11,7 @@ import os
 import random
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,6 +24,7 @@ from ecomp.agent.host.digest import AuditAnswerer
 from ecomp.agent.host.metadata import GuestData, make_seed_reader, serve_metadata
 from ecomp.agent.host.provider import PlacementInventory, Registration, check_names, parse_inventory
 from ecomp.agent.host.state import Identity, Memory
+from ecomp.agent.host.troubles import Troubles
 from ecomp.agent.images.cache import CacheLimits, FakeImages, Scrubber, list_image_hashes
 from ecomp.agent.images.connections import make_egress_policy
 from ecomp.agent.instance.instances import ControlPlane, GuestTemplate, HostServices, Instances
@@ -45,6 +46,7 @@ from ecomp.model.host import StoredHostname, is_hostname
 from ecomp.model.order import Request, parse_request
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, STOPPED, Record, format_time, parse_or_none
 from ecomp.model.stored import decode_lenient, encode
+from ecomp.model.trouble import encode_trouble
 from ecomp.placement.client import Placement
 from ecomp.store.client import Entry, Guard, Put, Store, Unchanged, is_alive
 from ecomp.store.presence import Presence, PresenceLease, hash_token
@@ -207,7 +209,8 @@ class PlanningLoop:
     """Plans for one compute from begin() to drain(); run() tends the process's workers until stop().
 
     The periodic checks run first after `first_check_seconds`; those of `remote_checks`, {activity: check}, in another
-    thread than plans. on_planned() is called in each plan.
+    thread than plans. on_planned() is called in each plan. check_troubles() is called when a plan fails or a network
+    changes.
     """
 
     host: HostServices
@@ -216,6 +219,7 @@ class PlanningLoop:
     threads: Threads
     first_check_seconds: float
     on_planned: Callable[[], None]
+    check_troubles: Callable[[], None]
 
     def __post_init__(self) -> None:
         self._failures = self.planner.failures
@@ -285,6 +289,7 @@ class PlanningLoop:
     def check_soon(self, reason: str) -> None:
         """Schedule a plan with the periodic checks now. From any thread."""
         self._next_check = 0.0
+        self.check_troubles()
         self.planner.wake_up(reason)
 
     def is_ending(self) -> bool:
@@ -299,6 +304,7 @@ class PlanningLoop:
         if next_time is None:
             next_time = self._deferrals.defer(PLANNING)
             self._next_check = min(self._next_check, next_time)
+            self.check_troubles()
         else:
             self._deferrals.cancel(PLANNING)
         return next_time
@@ -460,15 +466,23 @@ class Compute:
         remote_checks |= {'keeping the user-data of sets in etcd': self._keep_user_data}
         delay = random.uniform(0.0, self._environment.spread_seconds)
         threads = self._environment.threads
+        self.troubles = Troubles(hypervisor, threads, self._publish_troubles)
+        instances.on_build_end = self.troubles.note_build
         self.daemon = PlanningLoop(
-            self.host, self._planner, remote_checks, threads, first_check_seconds=delay, on_planned=self._publish_facts
+            self.host,
+            self._planner,
+            remote_checks,
+            threads,
+            first_check_seconds=delay,
+            on_planned=self._publish_facts,
+            check_troubles=self.troubles.check_soon,
         )
         self.queues = None
         if config.queues and familiar:
             taker = Taker(self._control, lambda: self._presence.lease)
             inventory, first_seen = parse_inventory(self._inventory), self._environment.first_seen_revision
             puller = Puller(
-                taker, self._environment.offers, self._may_take, inventory, first_seen, hypervisor.list_guests
+                taker, self._environment.offers, self._may_take_queued, inventory, first_seen, hypervisor.list_guests
             )
             self.queues = PullLoop(puller, self._failures, threads)
         token, audits = hash_token(self._token), self._environment.audits
@@ -504,6 +518,8 @@ class Compute:
         if self.queues is not None:
             at_exit.callback(self.queues.stop)
             self.queues.start()
+        at_exit.callback(self.troubles.stop)
+        self.troubles.check_soon()
         at_exit.callback(self.daemon.stop)
         self.daemon.begin()
 
@@ -615,9 +631,19 @@ class Compute:
             self._presence.publish(keys.facts(self.uuid), facts, is_urgent=not self._has_facts)
             self._has_facts = True
 
+    def _publish_troubles(self, reasons: Sequence[str]) -> None:
+        """Publish why this compute cannot build; without reasons delete the key, and take from queues again."""
+        self._presence.publish(keys.troubles(self.uuid), encode_trouble(reasons), is_urgent=True)
+        if self.queues is not None and not reasons:
+            self.queues.wake_up('this compute can build again')
+
     def _may_take(self) -> bool:
         """Return False while this compute ends or is read-only."""
         return not self.daemon.is_ending()
+
+    def _may_take_queued(self) -> bool:
+        """Return False also while this compute cannot build."""
+        return self._may_take() and not self.troubles.reasons
 
     def _check_removable(self, instance: str) -> bool:
         """Check etcd's identity, raising errors; return False if read-only or `instance` ('': none) is remembered."""

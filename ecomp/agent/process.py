@@ -66,6 +66,7 @@ REQUIRED_LIMITS = (
 METRICS_INTERVAL_SECONDS = 15.0
 METRICS = {
     'ecomp_read_only': ('gauge', 'Whether this ecompute is read-only, and so starts nothing.', ''),
+    'ecomp_troubled': ('gauge', 'Whether this ecompute reports that it cannot build.', ''),
     'ecomp_instances': ('gauge', 'Instances of this ecompute.', 'state'),
     'ecomp_stage_duration_seconds': ('histogram', 'Time from one stage of an instance to the next.', 'stage'),
     'ecomp_builds': ('counter', 'Builds that made an instance active.', ''),
@@ -140,6 +141,7 @@ class MetricsWriter:
         states = Counter(record.state if record else SCHEDULED for record in records.values())
         samples['ecomp_instances'] = {(s,): states[s] for s in (SCHEDULED, BUILDING, ACTIVE, STOPPED, DESTROYING)}
         samples['ecomp_read_only'] = {(): any(compute.daemon.read_only for compute in self._computes)}
+        samples['ecomp_troubled'] = {(): any(compute.troubles.reasons for compute in self._computes)}
         samples['ecomp_vm_info'] = {(vm, (record and record.name) or ''): 1 for vm, record in records.items()}
         for field in Usage._fields:
             used = {(vm,): getattr(usage[vm], field) for vm in records.keys() & usage}

@@ -50,6 +50,12 @@ class Hypervisor(Protocol):
     def list_open_dhcp(self) -> Set[str]:
         """Return the names of this compute's networks whose DHCP serves unknown MACs, too."""
 
+    def find_troubles(self) -> list[str]:
+        """Return why no guest can be built now, in short texts that stay the same while the reasons do.
+
+        It is called every minute: it changes nothing, and makes a few calls to libvirt.
+        """
+
     def list_disk_users(self, instance: str) -> Set[str]:
         """Return the names of all domains, ours or not, that use the instance's overlay as a disk."""
 

@@ -42,6 +42,8 @@ class FakeHypervisor:
         self._state = state
         self._boot_seconds = boot_seconds
         self._report_ready = report_ready
+        # What find_troubles() returns.
+        self.troubles: list[str] = []
         self._unaddressed: set[str] = set()
         self._lock = threading.RLock()
         self._notify: Callable[[str], None] | None = None
@@ -103,6 +105,9 @@ class FakeHypervisor:
     def list_open_dhcp(self) -> Set[str]:
         """Return the empty set."""
         return set()
+
+    def find_troubles(self) -> list[str]:
+        return self.troubles
 
     def list_disk_users(self, instance: str) -> Set[str]:
         """Return {instance} if it has a disk and a domain, else the empty set."""

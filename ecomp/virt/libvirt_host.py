@@ -287,6 +287,10 @@ class Libvirt:
         names = {name for kind, name in self._attachments if kind == 'network'}
         return {name for name in names if self._networks.has_open_dhcp(name)}
 
+    def find_troubles(self) -> list[str]:
+        found = [*map(self._networks.find_trouble, dict.fromkeys(self._attachments)), *self._volumes.find_troubles()]
+        return list(filter(None, found))
+
     def list_disk_users(self, instance: str) -> Set[str]:
         """Return the names of all domains, ours or not, that use the instance's overlay."""
         return self._domains.list_disk_users(str(self._volumes.get_path(instance)))

@@ -277,6 +277,19 @@ class Networks:
             return USABLE if connection.networkLookupByName(name).isActive() else OFF
         return MISSING
 
+    def find_trouble(self, attachment: Attachment) -> str:
+        """Return why no guest can be plugged in there now, or ''."""
+        kind, name = attachment
+        if (state := self.read_state(attachment)) != USABLE:
+            return f'{kind} {name} is {state}'
+        if kind == 'network':
+            with self._connection.use(f'looking for a free address on network {name}') as connection:
+                network = connection.networkLookupByName(name)
+                dhcp = xml.read_dhcp(network.XMLDesc())
+                if dhcp.ranges and dhcp.is_served and _choose_address(network, {LIVE: dhcp}, '', None) is None:
+                    return f'no free address on network {name}'
+        return ''
+
     def check(self, attachment: Attachment) -> str:
         """Return what read_state() returns, but raise UsageError, with a fix, for MISSING."""
         if (state := self.read_state(attachment)) != MISSING:

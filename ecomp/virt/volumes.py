@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import struct
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
@@ -84,6 +84,8 @@ POOL = 'ecompute'
 REFRESH_TIMEOUT_SECONDS = 20.0
 # Seconds for which another worker may be setting up the pool; then libvirt's error is raised.
 POOL_SETUP_TIMEOUT_SECONDS = 2.0
+# With fewer bytes free, or without a free inode, a file system is full: a guest's disk begins with 200 KiB.
+MIN_FREE_BYTES = 64 * 2**20
 POOL_SETUP_RACE_ERRORS = libvirt.VIR_ERR_OPERATION_INVALID, libvirt.VIR_ERR_OPERATION_FAILED
 
 
@@ -101,6 +103,20 @@ class Volumes(_InstanceFiles):
         """Raise Conflict if the pool is over another directory; a missing pool is accepted."""
         with self._connection.use(f'looking for the storage pool {POOL}') as connection:
             self._find_pool(connection)
+
+    def find_troubles(self) -> Iterator[str]:
+        """Yield why no disk can be created now: the pool is off, or its file system is full or not mounted."""
+        with self._connection.use(f'looking for the storage pool {POOL}') as connection:
+            pool = self._find_pool(connection)
+            if pool is None or not pool.isActive():
+                yield f'storage pool {POOL} is off'
+        try:
+            free = os.statvfs(self.directory)
+        except OSError as error:
+            yield f'{self.directory}: {error.strerror}'
+        else:
+            if free.f_bavail * free.f_frsize < MIN_FREE_BYTES or (free.f_files and not free.f_favail):
+                yield f'the file system of {self.directory} is full'
 
     def prepare(self) -> None:
         """Define the pool over our directory, start it and its autostart, where necessary."""

@@ -251,6 +251,8 @@ class Instances:
         self.template = template
         self.memory = memory
         self.records = Records(control.compute, control.store, memory)
+        # Called with the image when a build ends, with None for a success.
+        self.on_build_end: Callable[[str, Failure | None], None] = lambda _image, _failure: None
 
     def list_guests(self) -> Mapping[str, Guest]:
         """List the guests, with a trouble if one runs and was refused metadata; delete refusals of unknown MACs."""
@@ -349,6 +351,7 @@ class Instances:
             record = self.records.write(self._make_running_record(record), revision)
             self.memory.remember(request, record)
             TALLY.add('ecomp_builds_total')
+            self.on_build_end(request.image, None)
             failpoint('active')
             log.info('instance %s is active', instance)
 
@@ -623,6 +626,8 @@ class Instances:
         The failure is remembered with `request` (None: the remembered one), because the record may have to wait. With
         `remove_guest` False domain and disk are not touched.
         """
+        if request is not None and request.image is not None:
+            self.on_build_end(request.image, failure)  # before its user sees the failure, and tries again
         self.memory.remember(request, record, failure)
         failpoint('failing')
         self._remove(record.instance, Destroy(record.instance, self.compute) if remove_guest else None)

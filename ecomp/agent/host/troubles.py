@@ -1,0 +1,79 @@
+"""Why a compute cannot build now: checked every minute and after each failed build, published while it lasts."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from ecomp.agent.jobs import ScheduledJob, Threads
+from ecomp.errors import EcompError, Unreachable, split_fix
+from ecomp.model.record import Failure
+from ecomp.model.trouble import BuildFailure, find_build_trouble, may_be_host_fault
+from ecomp.virt import Hypervisor
+
+log = logging.getLogger(__name__)
+
+CHECK_INTERVAL_SECONDS = 60.0
+# Seconds for which the hypervisor has to fail: a restart of libvirtd takes less.
+CONFIRMATION_SECONDS = 10.0
+# The last failed builds that are remembered.
+MAX_FAILURES = 64
+
+
+class Troubles:
+    """The reasons why one compute cannot build; `publish` gets them when they change. Thread-safe."""
+
+    def __init__(self, hypervisor: Hypervisor, threads: Threads, publish: Callable[[Sequence[str]], None]) -> None:
+        self._hypervisor, self._publish = hypervisor, publish
+        self._lock = threading.Lock()
+        self._failures = deque[BuildFailure](maxlen=MAX_FAILURES)
+        # What the hypervisor found, and since when (monotonic) it fails; None: it answers.
+        self._found: list[str] = []
+        self._failing_since: float | None = None
+        self.reasons: Sequence[str] = ()
+        self._job = ScheduledJob(threads, threads.minutes, self.check)
+        self.check_soon, self.stop = self._job.schedule, self._job.cancel
+
+    def note_build(self, image: str, failure: Failure | None) -> None:
+        """Note that a build failed or, with None, succeeded, which ends the trouble of failed builds."""
+        with self._lock:
+            if failure is None:
+                self._failures.clear()
+            elif may_be_host_fault(failure):
+                self._failures.append(BuildFailure(time.monotonic(), image, failure.stage))
+            self._update()
+        if failure is not None:
+            self.check_soon()
+
+    def check(self) -> float:
+        """Check for troubles, and publish them if they changed; return when (monotonic) to check again."""
+        found, now = list[str](), time.monotonic()
+        try:
+            found, failing_since = self._hypervisor.find_troubles(), None
+        except EcompError as error:
+            failing_since = now if self._failing_since is None else self._failing_since
+            if now - failing_since < CONFIRMATION_SECONDS:
+                found = self._found
+            else:
+                found = ['libvirt does not answer' if isinstance(error, Unreachable) else split_fix(str(error))[0]]
+        with self._lock:
+            self._found, self._failing_since = found, failing_since
+            self._update()
+        interval = CHECK_INTERVAL_SECONDS * random.uniform(0.9, 1.1)
+        return time.monotonic() + (interval if failing_since is None else CONFIRMATION_SECONDS)
+
+    def _update(self) -> None:
+        """Publish the reasons if they changed; the caller holds the lock, so that the last ones are published last."""
+        failed_builds = find_build_trouble(self._failures, time.monotonic())
+        reasons = [*self._found, *([failed_builds] if failed_builds else [])]
+        if reasons != list(self.reasons):
+            self.reasons = reasons
+            if reasons:
+                log.warning('this compute cannot build, so others are preferred: %s', '; '.join(reasons))
+            else:
+                log.info('this compute can build again')
+            self._publish(reasons)

@@ -1,0 +1,82 @@
+"""Why a compute cannot build now: the value below /troubles/, and which failed builds are the host's fault. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ecomp.model.parsers import check, list_of
+from ecomp.model.record import Failure
+from ecomp.model.stored import decode, encode, stored
+from ecomp.model.text import make_printable
+
+MAX_BYTES = 1024
+# JSON needs up to 12 bytes for a character, so one reason always fits into MAX_BYTES.
+MAX_REASON_CHARACTERS = 80
+MALFORMED = 'it reports a trouble that is malformed'
+
+_REASON = check('one line of text', lambda value: isinstance(value, str) and value and value.isprintable())
+
+
+@stored(1, 'trouble', reasons=list_of(_REASON, range(1, MAX_BYTES)))
+class Trouble(NamedTuple):
+    """The value of a key below /troubles/: at least one reason."""
+
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return '; '.join(self.reasons)
+
+
+def encode_trouble(reasons: Sequence[str]) -> str | None:
+    """Return the value with as many of the reasons as fit into MAX_BYTES; None without any."""
+    kept = [make_printable(each)[:MAX_REASON_CHARACTERS] for each in reasons]
+    while kept and len(encode(Trouble(tuple(kept)))) > MAX_BYTES:
+        kept.pop()
+    return encode(Trouble(tuple(kept))) if kept else None
+
+
+def parse_trouble(value: bytes) -> Trouble:
+    """Parse a value that any compute may have written; a malformed or longer one is a trouble, too."""
+    try:
+        return decode(Trouble, value) if len(value) <= MAX_BYTES else Trouble((MALFORMED,))
+    except ValueError:
+        return Trouble((MALFORMED,))
+
+
+def describe_trouble(value: bytes) -> str:
+    """Return the reasons in a value as one printable line."""
+    return str(parse_trouble(value))
+
+
+# Stages that depend on the host alone. In the others also a bad image, its server or an invalid claim makes a build
+# fail; the hypervisor itself finds that no address is free.
+HOST_STAGES = ('disk', 'started')
+# How the reason of a failure ends if a file system was full.
+DISK_FULL = 'No space left on device'
+# Failures of two images within this time are the host's fault, and count for as long.
+BUILD_FAILURE_SECONDS = 600.0
+
+
+class BuildFailure(NamedTuple):
+    """A build that failed by the host's fault, or of one image that is bad; `failed_at` is monotonic."""
+
+    failed_at: float
+    image: str
+    stage: str
+
+
+def may_be_host_fault(failure: Failure) -> bool:
+    """Return whether the host may have made a build fail: at one of HOST_STAGES, or by a full disk."""
+    return failure.stage in HOST_STAGES or failure.reason.endswith(DISK_FULL)
+
+
+def find_build_trouble(failures: Sequence[BuildFailure], now: float) -> str | None:
+    """Return the reason if builds of two images failed within BUILD_FAILURE_SECONDS, the last one as recently."""
+    recent = [each for each in failures if now - each.failed_at < BUILD_FAILURE_SECONDS]
+    is_host_fault = any(
+        each.image != last.image and abs(each.failed_at - last.failed_at) < BUILD_FAILURE_SECONDS
+        for last in recent
+        for each in failures
+    )
+    return f'builds of different images fail at stage {recent[-1].stage}' if is_host_fault else None
