@@ -68,7 +68,8 @@ class Assignment(NamedTuple):
 class Planner:
     """Assigns by placement's answers {query: offer}; `groups` have all their members but those to be assigned.
 
-    `refusals` has placement's reason for each query that it refused; these have no offer.
+    `refusals` has placement's reason for each query that it refused; these have no offer. `troubled` computes, which
+    report that they cannot build, are used only where no other has room.
     """
 
     offers: Mapping[str, Offer]
@@ -76,6 +77,7 @@ class Planner:
     alive: Collection[str]
     rng: random.Random
     refusals: Mapping[str, str] = field(default_factory=dict)
+    troubled: Collection[str] = ()
     # The providers that placement offers and that are not alive.
     skipped: set[str] = field(default_factory=set)
     _rankings: dict[tuple[str, str], Ranking] = field(default_factory=dict)
@@ -113,7 +115,7 @@ class Planner:
         """Return the candidates for a lot without its group, as they are now; made once for all plans."""
         key = lot.query, lot.weigh
         if key not in self._rankings:
-            choice = choose(self.offers[lot.query], self.alive, lot.weigh, self.rng)
+            choice = choose(self.offers[lot.query], self.alive, lot.weigh, self.rng, troubled=self.troubled)
             self._rankings[key] = Ranking(choice.candidates)
             self.skipped.update(choice.skipped)
         return self._rankings[key]
@@ -124,7 +126,7 @@ class Planner:
         if group is None:
             return list(candidates)
         admitted = [each for each in candidates if group.can_admit(each.compute, group.member_counts)]
-        return sorted(admitted, key=lambda each: -group.get_preference(each.compute))
+        return sorted(admitted, key=lambda each: (each.is_troubled, -group.get_preference(each.compute)))
 
     def get_group(self, membership: Membership, dead: Collection[str] = ()) -> Group:
         """Return a group without its members on dead computes; a new one if it does not exist."""
@@ -229,7 +231,8 @@ class _Plan:
         if spare >= 0:
             return places[ahead : ahead + count]
         if count == 1:
-            return [rng.choice(places)] if places else []
+            healthy = [place for place in places if not place.is_troubled]
+            return [rng.choice(healthy or places)] if places else []
         return choose_places(ranking, count)
 
     def _explain(self, lot: Lot, group: Group | None, placed_count: int, count: int) -> str:
@@ -245,5 +248,5 @@ class _Plan:
         return explain_no_candidate(offer, Choice((), skipped), living, group)
 
 
-def _make_fixed_key(candidate: Candidate) -> tuple[float, str, tuple[str, ...]]:
-    return -(candidate.weight or 0), candidate.compute, tuple(sorted(candidate.allocations))
+def _make_fixed_key(candidate: Candidate) -> tuple[bool, float, str, tuple[str, ...]]:
+    return candidate.is_troubled, -(candidate.weight or 0), candidate.compute, tuple(sorted(candidate.allocations))

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from ecomp.model.allocation import MAX_AMOUNT, Allocations, Resources, Room, Rooms
 from ecomp.model.group import Group
-from ecomp.model.parsers import check, nullable, number, text
+from ecomp.model.parsers import FLAG, check, nullable, number, text
 from ecomp.model.status import SHARING_TRAIT
-from ecomp.model.stored import stored
+from ecomp.model.stored import sparse, stored
 
 SPREAD = 'spread'
 PACK = 'pack'
@@ -35,11 +35,15 @@ class Offer(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A candidate on one compute. A larger `weight` is tried earlier; None: not weighed."""
+    """A candidate on one compute. A larger `weight` is tried earlier; None: not weighed.
+
+    Those on a compute that reports a trouble are tried after all others.
+    """
 
     compute: str
     allocations: Allocations
     weight: float | None
+    is_troubled: bool = False
 
 
 _WEIGHT = check(
@@ -48,13 +52,19 @@ _WEIGHT = check(
 )
 
 
-@stored(weigh=text(lambda strategy: strategy[:40]), weight=nullable(_WEIGHT), of=number(1, MAX_AMOUNT))
+@stored(
+    weigh=text(lambda strategy: strategy[:40]),
+    weight=nullable(_WEIGHT),
+    of=number(1, MAX_AMOUNT),
+    troubled=sparse(FLAG),
+)
 class PlacementReason(NamedTuple):
-    """Why an instance is on its compute: strategy, weight, and number of possible computes."""
+    """Why an instance is on its compute: strategy, weight, number of possible computes, whether it had a trouble."""
 
     weigh: str
     weight: float | None
     of: int
+    troubled: bool = False
 
 
 class Choice(NamedTuple):
@@ -65,9 +75,14 @@ class Choice(NamedTuple):
 
 
 def choose(
-    offer: Offer, living_computes: Iterable[str], strategy: str, rng: random.Random, group: Group | None = None
+    offer: Offer,
+    living_computes: Iterable[str],
+    strategy: str,
+    rng: random.Random,
+    group: Group | None = None,
+    troubled: Collection[str] = (),
 ) -> Choice:
-    """Order the candidates on living computes by the group's preference, then by weight.
+    """Order the candidates on living computes: `troubled` ones last, then by the group's preference, then by weight.
 
     Candidates that the group excludes, and those without exactly one living compute, are left out. Equal ones are
     shuffled, so that racing schedulers do not all want the same one; FIRST keeps placement's order.
@@ -78,7 +93,7 @@ def choose(
     for allocations in offer.candidates:
         computes = [provider for provider in allocations if provider in living]
         if len(computes) == 1:
-            candidate = Candidate(computes[0], allocations, None)
+            candidate = Candidate(computes[0], allocations, None, computes[0] in troubled)
             candidates.append(candidate._replace(weight=_calculate_weight(candidate, offer.rooms, strategy)))
         else:
             skipped.update(allocations)
@@ -90,6 +105,7 @@ def choose(
     if group is not None:
         candidates = [candidate for candidate in candidates if group.explain_exclusion(candidate.compute) is None]
         candidates.sort(key=lambda each: -group.get_preference(each.compute))
+    candidates.sort(key=lambda each: each.is_troubled)
     return Choice(candidates, sorted(skipped))
 
 
@@ -138,16 +154,17 @@ def distribute(  # noqa: PLR0913
     counts = Counter(group.member_counts if group is not None else ())
 
     # Entries: what is smaller for a better candidate. RANDOM: the ranking is shuffled, and chosen ones take part again.
-    def make_unused_entry(position: int) -> tuple[int, float, int]:
-        weight = ranking.candidates[position].weight or 0.0
-        return 0, position / len(ranking.candidates) if strategy == RANDOM else -weight, position
+    def make_unused_entry(position: int) -> tuple[bool, int, float, int]:
+        candidate = ranking.candidates[position]
+        weight = position / len(ranking.candidates) if strategy == RANDOM else -(candidate.weight or 0.0)
+        return candidate.is_troubled, 0, weight, position
 
-    def make_entry(position: int) -> tuple[int, float, int]:
+    def make_entry(position: int) -> tuple[bool, int, float, int]:
         candidate = ranking.candidates[position]
         preference = 0 if group is None else group.preference_sign * counts[candidate.compute]
         room = {candidate.compute: changed.get(candidate.compute) or rooms.get(candidate.compute, {})}
         weight = -rng.random() if strategy == RANDOM else _calculate_weight(candidate, room, strategy) or 0.0
-        return -preference, -weight, position
+        return candidate.is_troubled, -preference, -weight, position
 
     ranked_anew = {*used_computes, *counts}
     entries = [make_entry(position) for compute in ranked_anew for position in positions.get(compute, ())]
@@ -156,7 +173,7 @@ def distribute(  # noqa: PLR0913
     following = next(unused, None)
     while len(chosen) < count and (entries or following is not None):
         if following is None or (entries and entries[0] < make_unused_entry(following)):
-            position = heappop(entries)[2]
+            position = heappop(entries)[-1]
         else:
             position, following = following, next(unused, None)
         candidate = ranking.candidates[position]
@@ -171,7 +188,7 @@ def distribute(  # noqa: PLR0913
         counts[compute] += 1
         ranked_anew.add(compute)
         if len(positions[compute]) > 1:  # its other candidates have another weight now
-            entries = [each for each in entries if ranking.candidates[each[2]].compute != compute]
+            entries = [each for each in entries if ranking.candidates[each[-1]].compute != compute]
             heapify(entries)
         for other in positions[compute]:
             heappush(entries, make_entry(other))

@@ -156,10 +156,10 @@ def read_silence_condition(store: Store, compute: str) -> Unchanged | None:
     return Unchanged(keys.compute(compute), entry.revision if entry is not None else 0)
 
 
-def list_living(store: Store) -> list[str]:
-    """Return the computes whose presence key is on a lease."""
-    presence = store.snapshot(keys.COMPUTES, keys_only=True).entries
-    return [keys.get_last_part(key) for key, entry in presence.items() if entry.lease]
+def list_leased(store: Store, prefix: str) -> list[str]:
+    """Return the last parts of the keys below a prefix that are on a lease: living computes, or troubled ones."""
+    entries = store.snapshot(prefix, keys_only=True).entries
+    return [keys.get_last_part(key) for key, entry in entries.items() if entry.lease]
 
 
 # Which queued requests need a claim: all of them, those that a compute takes now, or none.

@@ -23,7 +23,7 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, NoCapacity, PlacementRefusal, UnknownOutcome, Unreachable
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations, Room, Rooms, find_compute
-from ecomp.model.assign import MIN_SPARE_PLACES, Lot
+from ecomp.model.assign import MIN_SPARE_PLACES, Lot, Planner
 from ecomp.model.choose import (
     FIRST,
     PACK,
@@ -69,8 +69,8 @@ def test_each_try_has_exactly_one_living_compute(
     proposed: list[dict[str, dict[str, int]]], alive: set[str], weigh: str, rng: random.Random
 ) -> None:
     choice = choose(Offer(proposed), alive, weigh, rng)
-    for compute, allocations, _ in choice.candidates:
-        assert set(allocations) & alive == {compute}
+    for candidate in choice.candidates:
+        assert set(candidate.allocations) & alive == {candidate.compute}
     usable = [candidate for candidate in proposed if len(set(candidate) & alive) == 1]
     assert sorted(map(str, usable)) == sorted(str(candidate.allocations) for candidate in choice.candidates)
     # A candidate with two living computes is skipped: the request goes to one of them, and would hold room of the other
@@ -157,9 +157,10 @@ def distribute_naively(
         members = {f'new {number}': each.compute for number, each in enumerate(chosen)}
         joined = group.with_members(members) if group else None
 
-        def make_key(each: Candidate, joined: Group | None = joined) -> tuple[int, float]:
+        def make_key(each: Candidate, joined: Group | None = joined) -> tuple[bool, int, float]:
             offer = choose(Offer([each.allocations], room), COMPUTES, weigh, random.Random(0))
-            return joined.get_preference(each.compute) if joined else 0, offer.candidates[0].weight or 0
+            preference = joined.get_preference(each.compute) if joined else 0
+            return not each.is_troubled, preference, offer.candidates[0].weight or 0
 
         best = max(open_candidates, key=make_key)
         if joined is not None and joined.explain_exclusion(best.compute) or not add_usage(best.allocations, room):
@@ -186,17 +187,61 @@ def distribute_naively(
             st.dictionaries(st.sampled_from('abc'), st.sampled_from(COMPUTES)),
         ),
     ),
+    st.sets(st.sampled_from(COMPUTES)),
     st.randoms(use_true_random=False),
 )
-def test_a_few_candidates_give_the_choice_of_all(
-    pairs: set[tuple[str, str]], free: dict[str, int], count: int, weigh: str, group: Group | None, rng: random.Random
+def test_a_few_candidates_give_the_choice_of_all(  # noqa: PLR0913
+    pairs: set[tuple[str, str]],
+    free: dict[str, int],
+    count: int,
+    weigh: str,
+    group: Group | None,
+    troubled: set[str],
+    rng: random.Random,
 ) -> None:
     rooms = {name: {'VCPU': Room(4, 4 - amount)} for name, amount in free.items()}
     offer = Offer([{compute: ONE, **({other: ONE} if other else {})} for compute, other in sorted(pairs)], rooms)
-    candidates = choose(offer, COMPUTES, weigh, rng).candidates
+    candidates = choose(offer, COMPUTES, weigh, rng, troubled=troubled).candidates
     assert distribute(Ranking(candidates), rooms, count, weigh, rng, group) == distribute_naively(
         candidates, rooms, count, weigh, group
     )
+
+
+@given(
+    sizes,
+    st.sets(st.sampled_from(COMPUTES)),
+    st.integers(1, 12),
+    st.sampled_from(STRATEGIES),
+    st.sampled_from([None, AFFINITY, ANTI_AFFINITY]),
+    st.sampled_from([None, 0, 3]),
+    st.randoms(use_true_random=False),
+)
+def test_a_troubled_compute_is_used_last_and_never_excluded(  # noqa: PLR0913
+    free: list[int],
+    troubled: set[str],
+    count: int,
+    weigh: str,
+    policy: str | None,
+    ahead: int | None,
+    rng: random.Random,
+) -> None:
+    rooms = {compute: {'VCPU': Room(10, 10 - amount)} for compute, amount in zip(COMPUTES, free, strict=False)}
+    group = Group('web', policy, False, {'x': COMPUTES[0]}) if policy else None
+    groups = {'web': group} if group else {}
+    places = [{compute: ONE} for compute, room in rooms.items() if room['VCPU'].used < 10]
+    offers = {'': Offer(places, rooms)}
+    lot = Lot('', group.membership if group else None, weigh, tuple(map(str, range(count))), 0)
+    planner = Planner(offers, groups, COMPUTES, rng, troubled=troubled)
+    tried = [each.compute in troubled for each in planner.list_candidates(lot, group)]
+    assert tried == sorted(tried)
+    assignment = planner.assign([lot], ahead=ahead)
+    used = Counter(each.compute for each in assignment.chosen.values())
+    assert len(assignment.chosen) == len(Planner(offers, groups, COMPUTES, rng).assign([lot], ahead=ahead).chosen)
+    healthy = {compute: amount for compute, amount in zip(COMPUTES, free, strict=False) if compute not in troubled}
+    if ahead is None or group:
+        assert sum(used[compute] for compute in healthy) == min(count, sum(healthy.values()))
+    elif sum(healthy.values()) >= ahead + count:
+        assert troubled.isdisjoint(used)
 
 
 def test_a_shared_disk_limits_a_set() -> None:
@@ -303,6 +348,9 @@ class UnservedSession(Session):
 
     def read_alive(self) -> list[str]:
         return self.alive
+
+    def read_troubled(self) -> list[str]:
+        return []
 
     def count_in_flight(self) -> tuple[int, int]:
         return self.others

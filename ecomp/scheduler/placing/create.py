@@ -37,7 +37,7 @@ from ecomp.scheduler.placing.session import (
     check_complete,
 )
 from ecomp.scheduler.queries.find import MAX_OFFER_AGE_SECONDS, InstanceEntries, find, reserve_names
-from ecomp.store.client import Store
+from ecomp.store.client import Store, list_leased
 from ecomp.store.sharing import Excluded, charge_quota, read_index, try_revoke
 
 if TYPE_CHECKING:
@@ -195,8 +195,9 @@ class _Creation:
             ClaimedElsewhere: too many of a resumed order must stay elsewhere, or others claim them in three tries.
         """
         session, order, resume = self.session, self.order, self.session.resume
+        session.read_troubled()  # read while placement is queried
         if sample_above is None:
-            session.read_alive()  # read while placement is queried
+            session.read_alive()
         announced = time.monotonic()
         _, offer = session.scheduler.backend()
         failpoint('announced')
@@ -291,8 +292,7 @@ class _Creation:
 
     def _count_room(self, offer: Offer, terms: Terms) -> int:
         """Count the instances of the order for which the offer and the group have room."""
-        alive, rng = self.session.read_alive(), self.session.scheduler.rng
-        planner = Planner({self.order.query or '': offer}, terms.groups, alive, rng)
+        planner = self.session.make_planner({self.order.query or '': offer}, terms.groups)
         return len(planner.assign([make_lot(self.order, terms)._replace(minimum=0)]).chosen)
 
     def _refresh(self) -> Offer:
@@ -337,7 +337,7 @@ def _make_requests(order: SetOrder, claims: ClaimedSet, scheduled_at: str) -> di
     decided = {'group': claims.membership, 'stages': {**order.stages, 'scheduled': scheduled_at}}
 
     def make_request(instance: str, candidate: Candidate) -> Request:
-        why = PlacementReason(order.weigh, candidate.weight, claims.candidate_count)
+        why = PlacementReason(order.weigh, candidate.weight, claims.candidate_count, candidate.is_troubled)
         return Request(allocations=candidate.allocations, why=why, **order.orders[instance].copy_fields(**decided))
 
     return {instance: make_request(instance, candidate) for instance, candidate in claims.candidates.items()}
@@ -367,7 +367,8 @@ def plan(
 
     computes = read_computes(store)
     _, offer = backend.result()
-    planner = Planner({order.query or '': offer}, terms.groups, computes.living, rng)
+    troubled = list_leased(store, keys.TROUBLES)
+    planner = Planner({order.query or '': offer}, terms.groups, computes.living, rng, troubled=troubled)
     candidates = planner.list_candidates(make_lot(order, terms), terms.group)
     lot = make_lot(order, terms, list(order.instances)[: count_to_place(candidates, terms, order)])
     assignment = planner.assign([lot])

@@ -39,7 +39,7 @@ from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.session import MAX_PLACES_AHEAD, UNCHANGED, Removal, Scheduler, Session, check_previous
 from ecomp.scheduler.queries.find import from_places
 from ecomp.scheduler.queries.stacks import find_next_place, make_move
-from ecomp.store.client import Entry, Store, Unchanged, find_needed, is_alive, read_silence_condition
+from ecomp.store.client import Entry, Store, Unchanged, find_needed, is_alive, list_leased, read_silence_condition
 from ecomp.store.sharing import Excluded, KeyIndex, load_groups, note_released, read_index
 
 
@@ -76,7 +76,7 @@ def read_moves(
         except PlacementRefusal as error:
             refusals[query or ''] = str(error)
     # The same random choices each time, so that an unchanged cluster gives the same plan.
-    return guests, Planner(offers, groups, alive, random.Random(0), refusals)
+    return guests, Planner(offers, groups, alive, random.Random(0), refusals, list_leased(store, keys.TROUBLES))
 
 
 # Plans of all guests that have not moved, each after a lost race for room.
@@ -349,7 +349,8 @@ class _Evacuation:
                 if (request.query, request.group, request.stack) != (planned.query, planned.group, planned.stack):
                     return True
                 weigh = request.why.weigh if request.why else SPREAD
-                why = PlacementReason(weigh, chosen[old].weight, len(self.session.read_alive()))
+                candidate, count = chosen[old], len(self.session.read_alive())
+                why = PlacementReason(weigh, candidate.weight, count, candidate.is_troubled)
                 stages = {
                     'requested': str(self.session.scheduler.owner['since']),
                     'scheduled': self.session.scheduler.now(),

@@ -48,12 +48,15 @@ class SampledPlacer:
         from ecomp.model.facts import parse_facts
 
         facts = {keys.get_last_part(entry.key): parse_facts(entry.value) for entry in entries if entry.lease}
+        # If all that are sampled report a trouble, the query about all computes finds one that does not.
+        usable = facts.keys() - set(self.session.read_troubled())
         constraints = parse_query(exclude_disabled(self.order.query or ''))
         free_shares = {
             compute: calculate_free_share(amounts, each.rooms)
             for compute, each in facts.items()
             # Another key's name cannot be a provider, and would become a part of the query.
-            if keys.is_uuid(compute) and find_miss(constraints, each.make_provider(compute)).is_candidate
+            if keys.is_uuid(compute)
+            if compute in usable and find_miss(constraints, each.make_provider(compute)).is_candidate
         }
         self.fitting = len(free_shares)
         ranked = self.session.scheduler.rng.sample(sorted(free_shares), len(free_shares))

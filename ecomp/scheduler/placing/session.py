@@ -43,7 +43,7 @@ from ecomp.placement.allocations import Requester
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.claim import Claimer, abandon, announce, deliver
 from ecomp.scheduler.queries.find import InstanceEntries, reserve_names
-from ecomp.store.client import Delete, Entry, Store, Unchanged, count_placements_before_and_after
+from ecomp.store.client import Delete, Entry, Store, Unchanged, count_placements_before_and_after, list_leased
 from ecomp.store.sharing import Change, join_group, merge_changes, read_highest_released, release_name, try_revoke
 
 if TYPE_CHECKING:
@@ -189,6 +189,7 @@ class Session:
     unclaimed: set[str] = field(default_factory=set)
     attempted: list[str] = field(default_factory=list)
     _alive: list[str] | None = None
+    _troubled: list[str] | None = None
 
     @property
     def store(self) -> Store:
@@ -292,7 +293,7 @@ class Session:
         current: Offers = {query: offer or self.read_offer(query) for query, offer in offers.items()}
         while True:
             usable = {query: _leave_out(offer, refusals) for query, offer in current.items()}
-            planner = Planner(usable, groups, self.read_alive(), self.scheduler.rng)
+            planner = self.make_planner(usable, groups)
             lots = list_lots(planner, held)
             assignment = planner.assign(lots, held, ahead=None if contention.is_alone else contention.ahead)
             self._log_skipped(planner.skipped)
@@ -317,6 +318,9 @@ class Session:
                     # All members share one compute: try another one.
                     held = {each: candidate for each, candidate in held.items() if each not in lot.instances}
             current = contention.refresh()
+
+    def make_planner(self, offers: Offers, groups: Mapping[str, Group]) -> Planner:
+        return Planner(offers, groups, self.read_alive(), self.scheduler.rng, troubled=self.read_troubled())
 
     def claim(self, candidates: Mapping[str, Candidate], requester: Requester | None = None) -> set[str]:
         """Claim what there is room for; see Claimer.claim_what_fits()."""
@@ -416,6 +420,12 @@ class Session:
             self.on_cluster_size(len(presence))
             self._alive = [keys.get_last_part(key) for key, entry in presence.items() if entry.lease]
         return self._alive
+
+    def read_troubled(self) -> list[str]:
+        """Return the computes that report why they cannot build, read once."""
+        if self._troubled is None:
+            self._troubled = list_leased(self.store, keys.TROUBLES)
+        return self._troubled
 
     @cached_property
     def computes(self) -> Computes:

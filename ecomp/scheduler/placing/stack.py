@@ -50,7 +50,7 @@ from ecomp.scheduler.placing.session import (
     make_removal,
 )
 from ecomp.scheduler.queries.find import reserve_names
-from ecomp.store.client import MAX_TRANSACTION_OPERATIONS, Entry, Put, Store, Unchanged, list_living
+from ecomp.store.client import MAX_TRANSACTION_OPERATIONS, Entry, Put, Store, Unchanged, list_leased
 from ecomp.store.sharing import (
     Change,
     Excluded,
@@ -195,7 +195,8 @@ def preview_change(
     reserve_names(store, order.instances, change.removed_instances)
     wanted, (placement, _) = _Wanted(store, change, order), backend.result()
     offers = {query: read_candidates(placement, query) for query in wanted.queries}
-    assignment = Planner(offers, wanted.groups, list_living(store), rng).assign(wanted.lots)
+    living, troubled = list_leased(store, keys.COMPUTES), list_leased(store, keys.TROUBLES)
+    assignment = Planner(offers, wanted.groups, living, rng, troubled=troubled).assign(wanted.lots)
     if assignment.missing:
         raise wanted.make_refusal(NoRoom(assignment, {}, offers))
     for candidate in assignment.chosen.values():
@@ -302,11 +303,12 @@ class _Application:
         """
         self._put_user_data()
         store, order, deliveries = self.session.store, self.wanted.order, list[tuple[str, Request]]()
+        living_count = max(len(self.session.read_alive()), 1)
         for instance, desired in order.members.items():
             candidate = claims[instance]
             request = Request(
                 allocations=candidate.allocations,
-                why=PlacementReason(desired.weigh, candidate.weight, max(len(self.session.read_alive()), 1)),
+                why=PlacementReason(desired.weigh, candidate.weight, living_count, candidate.is_troubled),
                 **desired.order.copy_fields(
                     group=self.wanted.settle(desired.order.group),
                     stages={**desired.order.stages, 'scheduled': scheduled_at},
