@@ -93,12 +93,13 @@ def _outcome(**extra_fields: Schema) -> Schema:
     return one_or_many(_single_outcome(**extra_fields))
 
 
-_WEIGHED = _object(
-    'how the compute was chosen; null if unknown', null=True,
-    weigh=_text(f'order in which computes were tried: {", ".join(STRATEGIES)}, or queue (a compute took the request)'),
-    weight=_is('number', 'weight of the chosen compute, 1 is the best; null without weights', null=True),
-    of=_is('integer', 'number of computes that had room for the instance'),
-)  # fmt: skip
+_WEIGHED = _fields({
+    'weigh': _text(
+        f'order in which computes were tried: {", ".join(STRATEGIES)}, or queue (a compute took the request)'),
+    'weight': _is('number', 'weight of the chosen compute, 1 is the best; null without weights', null=True),
+    'of': _is('integer', 'number of computes that had room for the instance'),
+    'troubled': _is('boolean', 'true if it reported that it could not build, and no other compute had room'),
+}, 'how the compute was chosen; null if unknown', null=True, may='troubled')  # fmt: skip
 _INTERFACE = _object(
     network=_text('libvirt network, or bridge'), mac=_text('MAC address'),
     address=_text('address that the guest uses; null if none is known', null=True),
@@ -182,6 +183,7 @@ _HOST = _object(
     kind=_text('kind of its guests: kvm, qemu or fake; null while the compute is not up', null=True),
     queues=_is('boolean', 'whether it takes queued requests; null if unknown', null=True),
     state=_text('state of the compute (see `eschedule hosts --help`)', enum=[UP, DISABLED, CLOSED, SILENT, ORPHANED]),
+    trouble=_text('why it cannot build now, so that others are preferred; null if it reports nothing', null=True),
     last_seen=_text('time of the last sign of life of a silent or orphaned compute, ISO 8601, UTC; null for others, or '
                     'if unknown', null=True),
     disabled=_is('boolean', 'whether it is disabled, also while it is not up'),

@@ -26,6 +26,7 @@ from ecomp.model.group import Group
 from ecomp.model.host import Computes, describe_silent_fix
 from ecomp.model.json_object import dump
 from ecomp.model.record import ERROR, STAGES, Record
+from ecomp.model.stored import to_dict
 from ecomp.model.text import escape_characters, make_printable
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def explanation_to_dict(explanation: Explanation) -> dict[str, Any]:
     document['host'] = explanation.computes.find_hostname(record.compute)
     membership = None if group is None else {**group.membership._asdict(), 'others': _list_other_members(explanation)}
     wait = _waiting_to_dict(explanation) if explanation.waiting else None
-    return {**document, 'why': choice._asdict() if choice else None, 'group': membership, 'waits': wait}
+    return {**document, 'why': to_dict(choice) if choice else None, 'group': membership, 'waits': wait}
 
 
 def _list_other_members(explanation: Explanation) -> dict[str, str]:
@@ -177,6 +178,8 @@ def _explain_choice(choice: PlacementReason | None) -> str:
         f'when it was placed, {choice.of} compute{"" if choice.of == 1 else "s"} had room; '
         f'the order was {choice.weigh} ({meaning})'
     )
+    if choice.troubled:
+        prefix = f'{prefix}; the chosen compute reported that it could not build, and no other one had room'
     if choice.weight is None:
         return prefix
     return f'{prefix}, and the chosen compute had weight {choice.weight:g} (0 to 1, the highest is best)'

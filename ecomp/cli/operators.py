@@ -277,6 +277,7 @@ def make_host_listing(hosts: Sequence[Host]) -> Listing:
     for host in hosts:
         shares = [_format_share(host.rooms.get(name)) for name in classes]
         state = f'{host.state}, disabled' if host.is_disabled and host.state != DISABLED else host.state
+        state += f', cannot build: {host.trouble.reasons[0]}' if host.trouble else ''
         cells = [host.compute, host.hostname or None, state, len(host.instances)]
         rows.append(Row([*cells, *shares, host.facts.version, host.facts.kind, host.last_seen], _host_to_dict(host)))
     # Usually no host is silent; then the table has no such column.
@@ -416,7 +417,8 @@ def _host_to_dict(host: Host) -> dict[str, object]:
         for name, room in sorted(host.rooms.items())
     }
     fields = {field: getattr(host, field) for field in ('compute', 'hostname', 'state', 'last_seen')}
-    counts = {'disabled': host.is_disabled, 'instances': len(host.instances)}
+    trouble = str(host.trouble) if host.trouble else None
+    counts = {'trouble': trouble, 'disabled': host.is_disabled, 'instances': len(host.instances)}
     reported_fields = {field: getattr(host.facts, field) for field in ('version', 'kind', 'queues')}
     return {**fields, **counts, 'host': host.hostname, **reported_fields, 'resources': shares}
 
@@ -428,7 +430,8 @@ COMMANDS: Sequence[Command] = (
             'of each resource class (memory in MiB, disk in GiB); for a compute that is up, also the version of its '
             'ecompute and the kind of its guests (kvm, qemu, fake). The state is `up`, `disabled` (up, but gets no '
             'new instances), `closed` (its ecompute was stopped), `silent` (its ecompute died or cannot reach etcd) '
-            'or `orphaned` (only its provider in placement is left). LAST SEEN is when a silent one was last alive.',
+            'or `orphaned` (only its provider in placement is left). LAST SEEN is when a silent one was last alive. '
+            '`up, cannot build: …` says why new instances go to other computes first.',
             parse_nothing, _list_hosts, LISTING_OPTIONS, example='eschedule hosts'),
     Command('metrics', 'metrics', "print the cluster's metrics for Prometheus",
             'Print metrics of the cluster in the text format of Prometheus: computes and instances by state, capacity '

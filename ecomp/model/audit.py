@@ -25,6 +25,7 @@ from ecomp.model.quota import Quota, sum_charges
 from ecomp.model.record import ACTIVE, ERROR, Record
 from ecomp.model.stack import Stack
 from ecomp.model.text import join_some
+from ecomp.model.trouble import describe_trouble
 
 
 class Repair(Enum):
@@ -170,6 +171,10 @@ CODES = {
     'compute-mute': Code(
         'a living compute does not answer the audit with a valid digest (a summary of what it has)',
         manual_repair='check the log of its ecompute, then restart this ecompute',
+    ),
+    'host-trouble': Code(
+        'a compute reports that it cannot build, so new instances go to others first',
+        manual_repair='remove the cause that it names; failed builds count until one succeeds, or for ten minutes',
     ),
     'domain-missing': Code('a living instance has no domain', manual_repair='eschedule destroy <instance>'),
     'domain-off': Code(
@@ -360,6 +365,10 @@ def _audit_computes(world: AuditIndex) -> Iterator[Finding]:
         if compute in world.planes.mute_reasons:
             reason = world.planes.mute_reasons[compute]
             yield Finding('compute-mute', compute, f'compute {compute} is alive, but returns no valid digest: {reason}')
+        trouble = world.get_value(keys.troubles(compute))
+        if trouble is not None and trouble.lease:
+            reasons = describe_trouble(trouble.value)
+            yield Finding('host-trouble', compute, f'compute {compute} cannot build: {reasons}', compute)
     for compute, state in world.list_absent_computes().items():
         held = world.planes.providers[compute].allocations if compute in world.planes.providers else {}
         if state == SILENT and (held or world.queue_entries):

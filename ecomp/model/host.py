@@ -27,6 +27,7 @@ from ecomp.model.parsers import FLAG, NONEMPTY, check, list_of, number, text
 from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, GONE, SCHEDULED, STOPPED, Record, format_time
 from ecomp.model.stored import decode_lenient, lenient, stored
 from ecomp.model.text import join_some, make_printable, replace_uuids
+from ecomp.model.trouble import Trouble
 
 # Returns the consumers that hold a claim on the compute with this uuid.
 ConsumerLookup = Callable[[str], Container[str]]
@@ -356,6 +357,7 @@ class EtcdState:
     records: Mapping[str, Record] = field(default_factory=dict)
     malformed_records: Collection[str] = ()
     invalid_names: Mapping[str, Collection[str]] = field(default_factory=dict)
+    troubles: Mapping[str, Trouble] = field(default_factory=dict)
 
     def format_instance(self, instance: str) -> str:
         """Return an instance's name from its record, else from a request; its uuid without one."""
@@ -384,6 +386,7 @@ class Host:
     is_disabled: bool = False
     facts: PresenceFacts = PresenceFacts()
     last_seen: str | None = None
+    trouble: Trouble | None = None
 
 
 @dataclass(frozen=True)
@@ -485,16 +488,18 @@ def _make_host(compute: str, etcd: EtcdState, provider: ProviderSummary | None) 
     has_requests = bool(etcd.requests.get(compute) or etcd.invalid_names.get(compute))
     traits = provider.status_traits if provider else frozenset()
     disabled = status.DISABLED_BY_OPERATOR in traits
+    trouble = None
     if compute in etcd.living_computes:
         disabled = disabled or status.DISABLED in traits
-        state = DISABLED if disabled else UP
+        state, trouble = DISABLED if disabled else UP, etcd.troubles.get(compute)
     else:
         state = get_absent_state(shares)
         if state == SILENT and not has_requests and all(each.compute != compute for each in etcd.records.values()):
             state = ORPHANED
     instances = tuple(sorted(list_present(compute, etcd)))
     facts = etcd.computes.living.get(compute, PresenceFacts())
-    return Host(compute, etcd.computes.find_hostname(compute), state, instances, shares, disabled, facts)
+    hostname = etcd.computes.find_hostname(compute)
+    return Host(compute, hostname, state, instances, shares, disabled, facts, trouble=trouble)
 
 
 def get_absent_state(rooms: Mapping[str, Room | Inventory]) -> str:

@@ -1,7 +1,8 @@
 """The levels of what the doctor, the audit and `ecompute --check` find: errors and warnings. Pure.
 
 An operator must act on an error. A warning is about what the packages of the system bring and no newer package of the
-system repairs; it does not change the exit code, and `ignore_warnings:` silences it.
+system repairs, or about a host that others stand in for; it does not change the exit code, and `ignore_warnings:`
+silences it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ EXIT_FINDINGS = 8
 
 # Warnings by code, as eschedule (doctor, audit) and ecompute (--check, log) print them. Debian 12 and 13 have an etcd
 # with known vulnerabilities, older systems an untested libvirt, and libvirt's package defines a network with open DHCP.
-SCHEDULE_WARNINGS = ('dhcp-open', 'etcd-version')
+SCHEDULE_WARNINGS = ('dhcp-open', 'etcd-version', 'host-trouble')
 COMPUTE_WARNINGS = ('etcd-version', 'libvirt-version')
 
 

@@ -25,7 +25,7 @@ Parsed = TypeVar('Parsed')
 AUDITED_PREFIXES = (
     *(keys.ATTEMPTS, keys.QUEUES, keys.HOSTS, keys.INSTANCES, keys.BOOTED, keys.NAMES, keys.COMPUTES),
     # After the requests, which are never delivered before the key of their stack exists.
-    *(keys.HOSTNAMES, keys.FLAVORS, keys.GROUPS, keys.QUOTAS, keys.STACKS),
+    *(keys.TROUBLES, keys.HOSTNAMES, keys.FLAVORS, keys.GROUPS, keys.QUOTAS, keys.STACKS),
 )
 
 

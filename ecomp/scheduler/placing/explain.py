@@ -46,7 +46,7 @@ from ecomp.placement.allocations import read_candidates
 from ecomp.placement.client import Placement
 from ecomp.placement.providers import find_with_trait
 from ecomp.scheduler.placing.claim import read_settled_group
-from ecomp.scheduler.queries.hosts import read_computes, read_facts
+from ecomp.scheduler.queries.hosts import read_computes, read_facts, read_troubles
 from ecomp.store.client import Store
 
 # Seconds for finding the reasons; the refusal itself is reported before.
@@ -126,6 +126,7 @@ def list_reasons(store: Store, placement: Placement, refusal: Refusal) -> list[s
         for compute in examination.with_room:
             age = reported.read_age_seconds(store, compute) if compute in newer else None
             examination.texts[compute] = _explain_room(compute, refusal, age)
+    _add_troubles(store, examination.texts)
     dead = dict.fromkeys(sorted(computes.stored_hostnames.keys() - computes.living.keys()), 'is not alive')
     if requested:
         texts = {**dead, **examination.texts}
@@ -149,7 +150,9 @@ def find_shortfalls(
     Raises etcd's errors, and UnsupportedQueryError.
     """
     constraints, selected = _parse_constraints(query), selected[:MAX_LISTED_COMPUTES]
-    return _examine(constraints, selected, computes, read_facts(store).facts, Refusal(query, group)).texts
+    texts = _examine(constraints, selected, computes, read_facts(store).facts, Refusal(query, group)).texts
+    _add_troubles(store, texts)
+    return texts
 
 
 @dataclass
@@ -197,6 +200,13 @@ def _examine(
         examination.misses.append(miss)
         examination.texts[compute] = _describe_miss(miss, computes.format_name(compute), provider)
     return examination
+
+
+def _add_troubles(store: Store, texts: dict[str, str]) -> None:
+    """Say at the beginning of a compute's text why it cannot build, if it reports that."""
+    for compute, trouble in read_troubles(store).items():
+        if compute in texts:
+            texts[compute] = f'cannot build: {trouble}; {texts[compute]}'
 
 
 def _update_facts(

@@ -37,6 +37,7 @@ from ecomp.model.reach import is_host_name, parse_console_path
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, QUEUED, SCHEDULED, STOPPED, Interface, Record, describe_wait
 from ecomp.model.stored import decode, decode_lenient
 from ecomp.model.text import format_suggestion, is_name, join_some, make_printable, parse_uuid_prefix
+from ecomp.model.trouble import Trouble, parse_trouble
 from ecomp.scheduler.queries.find import MAX_NAMES_IN_ERROR, find_living, read_record
 from ecomp.store.client import Entry, Store, is_alive
 from ecomp.store.sharing import load_all, load_quota, resolve_places
@@ -91,6 +92,7 @@ def read_hosts(
 
 CLUSTER_METRICS = {
     'ecomp_cluster_hosts': ('gauge', 'Computes, by the states of `eschedule hosts`.', 'state'),
+    'ecomp_cluster_hosts_troubled': ('gauge', 'Living computes that report that they cannot build.', ''),
     'ecomp_cluster_instances': ('gauge', 'Instances, by the states of `eschedule list`.', 'state'),
     'ecomp_cluster_capacity': ('gauge', 'What a compute can allocate.', 'compute host class unit'),
     'ecomp_cluster_used': ('gauge', 'What is allocated on a compute.', 'compute host class unit'),
@@ -128,6 +130,7 @@ def read_metrics(store: Store, placement: Placement) -> tuple[Samples, list[Ecom
         samples[f'ecomp_cluster_{field}'] = _label_amounts(zip(computes, amounts, strict=True))
     samples['ecomp_cluster_quota_limit'] = _label_amounts(((quota.project,), quota.limits) for quota in quotas)
     samples['ecomp_cluster_quota_used'] = _label_amounts(((quota.project,), quota.used) for quota in quotas)
+    samples['ecomp_cluster_hosts_troubled'] = {(): sum(host.trouble is not None for host in hosts)}
     return samples | {'ecomp_cluster_unreadable_values': {(): len(errors)}}, errors
 
 
@@ -233,6 +236,12 @@ def read_facts(store: Store) -> ReportedFacts:
     }
     leases = {compute: entry.lease for compute, entry in entries.items()}
     return ReportedFacts({compute: parse_facts(entry.value) for compute, entry in entries.items()}, leases)
+
+
+def read_troubles(store: Store) -> dict[str, Trouble]:
+    """Read why computes, alive or not, cannot build; a key that would not expire does not count."""
+    entries = store.snapshot(keys.TROUBLES).entries
+    return {keys.get_last_part(key): parse_trouble(entry.value) for key, entry in entries.items() if entry.lease}
 
 
 def find_claims_on_silent(store: Store, known_computes: Computes, instances: Collection[str]) -> dict[str, str]:
@@ -343,7 +352,7 @@ def read_survey(store: Store) -> Survey:
                 records[instance] = read_record(places.record)
         except EcompError as error:
             errors[instance] = error
-    etcd = EtcdState(known_computes, requests, records, frozenset(errors), junk)
+    etcd = EtcdState(known_computes, requests, records, frozenset(errors), junk, read_troubles(store))
     return Survey(etcd, {**requested, **recorded}, tuple(errors.values()))
 
 
