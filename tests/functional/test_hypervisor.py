@@ -230,6 +230,28 @@ def test_mac_collision_is_refused_while_the_first_instance_exists(hypervisor: Hy
             hypervisor.release_addresses(instance)
 
 
+@pytest.fixture
+def break_host(hypervisor: Hypervisor, request: pytest.FixtureRequest) -> Callable[[bool], object]:
+    """A function that switches the network `default` off or, for False, on."""
+    if isinstance(hypervisor, FakeHypervisor):
+        fake = hypervisor
+        return lambda is_off: fake.troubles.__setitem__(slice(None), ['network default is off'] * is_off)
+    host: LibvirtHost = request.getfixturevalue('host')
+    return lambda is_off: host.run_inside(['virsh', '-q', 'net-destroy' if is_off else 'net-start', 'default'])
+
+
+def test_trouble_of_the_host_lasts_as_long_as_its_cause(
+    hypervisor: Hypervisor, break_host: Callable[[bool], object]
+) -> None:
+    assert hypervisor.find_troubles() == []
+    break_host(True)
+    try:
+        assert hypervisor.find_troubles() == ['network default is off']
+    finally:
+        break_host(False)
+    assert hypervisor.find_troubles() == []
+
+
 @REAL_IS_SLOW
 def test_users_of_a_disk(hypervisor: Hypervisor, make_spec: MakeSpec) -> None:
     running, disk_only = make_spec(), make_spec()

@@ -417,7 +417,13 @@ def start_daemon(
     periodic = {CHECKING_CLAIMS: lambda: keeper.check_claims(toy_compute.hypervisor.list_guests(), time.monotonic())}
     threads = shared or Threads(1, 2)
     daemon = PlanningLoop(
-        toy_compute.host, toy_compute.planner, periodic, threads, first_check_seconds=0.0, on_planned=lambda: None
+        toy_compute.host,
+        toy_compute.planner,
+        periodic,
+        threads,
+        first_check_seconds=0.0,
+        on_planned=lambda: None,
+        check_troubles=lambda: None,
     )
     daemon.begin()
     try:

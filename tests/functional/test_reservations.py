@@ -139,7 +139,10 @@ def test_concurrent_reservations_are_distinct_until_the_range_is_full(
         BuildFailed, match=r'scheduled: network small has no free address: all of 10.78.0.1 to 10.78.0.9 are'
     ):
         reserve_address(real_libvirt, str(uuid4()))
-    real_libvirt.release_addresses(instances[0])
+    with closing(Libvirt(host.root / 'state', [Attachment('network', 'small')], host.uri)) as hypervisor:
+        assert hypervisor.find_troubles() == ['no free address on network small']
+        real_libvirt.release_addresses(instances[0])
+        assert hypervisor.find_troubles() == []
     assert reserve_address(real_libvirt, str(uuid4())) == addresses[0]
     assert set(read_reservations(small)) == set(read_reservations(small, INACTIVE))
 

@@ -88,6 +88,11 @@ disk_missing = make_guest_plant('disk_missing', disk=False)
 disk_orphaned = make_guest_plant('disk_orphaned', of_nobody=True, on_two=True, **DISK_ONLY)
 
 
+def host_trouble(scene: Scene) -> str:
+    scene.put(f'/troubles/{scene.second.uuid}', {'version': 1, 'reasons': ['network default is off']}, 600)
+    return scene.second.uuid
+
+
 def provider_missing(scene: Scene) -> str:
     scene.control.placement.call('DELETE', f'/resource_providers/{scene.second.uuid}')
     return scene.second.uuid
@@ -326,7 +331,7 @@ PLANTS: list[Plant] = [
     *(group_unreadable, group_broken, group_orphaned, group_missing, quota_unreadable, quota_differs, usage_differs),
     *(stack_unreadable, stack_entry, stack_mismatch),
     *(name_orphaned, name_missing, name_reserved, hostname_orphaned),
-    *(attempt_unleased, presence_unleased, compute_mute),
+    *(attempt_unleased, presence_unleased, compute_mute, host_trouble),
     *(queued_unreadable, queued_flavorless, queued_doubled, taker_unleased),
     *(domain_missing, domain_off, domain_running, domain_differs, domain_undefined),
     *(domain_orphaned, domain_misplaced, domain_doubled),

@@ -41,6 +41,7 @@ from ecomp.model.query import parse_query
 from ecomp.model.record import Failure, Interface, Progress, Record
 from ecomp.model.stack import Stack
 from ecomp.model.stored import decode, decode_lenient, encode, nested
+from ecomp.model.trouble import describe_trouble, parse_trouble
 from ecomp.store.client import Entry
 from ecomp.store.presence import _format_field, _parse_holder
 from ecomp.store.sharing import released_from_json, released_to_json
@@ -195,6 +196,17 @@ def read_facts(value: bytes) -> None:
         assert_printable(facts.problem, *(failure.reason for failure in miss.failures))
 
 
+def read_trouble(value: bytes) -> None:
+    key = keys.troubles(COMPUTE)
+    assert describe_trouble(value).isprintable()
+    computes = Computes({COMPUTE: PresenceFacts()})
+    hosts = list_hosts(EtcdState(computes, troubles={COMPUTE: parse_trouble(value)}), {})
+    assert [(host.state, host.trouble is None) for host in hosts] == [('up', False)]
+    assert_printable(*render_all(make_host_listing(hosts)))
+    presence = Entry(keys.compute(COMPUTE), b'{}', 1, 1)
+    audit_values({key: Entry(key, value, 1, 1), presence.key: presence}, {})
+
+
 def read_attempt(value: bytes) -> None:
     assert INSTANCE in requesting.parse_attempt_instances(keys.attempt(INSTANCE), value)
     audit_values({keys.attempt(INSTANCE): Entry(keys.attempt(INSTANCE), value, 1, 7)}, {})
@@ -292,6 +304,7 @@ READERS: dict[str, tuple[Callable[[bytes], object], Any]] = {
             **{'traits': ['T'], 'aggregates': [OTHER_UUID], 'images': ['0123456789ab']},
         },
     ),
+    'trouble': (read_trouble, {'version': 1, 'reasons': ['network default is off', 'disk full']}),
     'name': (lambda value: call_reader(decode, requesting.NameOwner, value), {'version': 1, 'instance': INSTANCE}),
     'taker': (lambda value: decode_lenient(queues.QueueTaker, value), {'version': 1, 'compute': COMPUTE}),
     'cluster': (
@@ -337,6 +350,7 @@ KEYS_BY_KIND = {
     'stack': keys.stack('shop'),
     'announced': keys.attempt(OTHER_UUID),
     'compute': keys.compute(COMPUTE),
+    'trouble': keys.troubles(COMPUTE),
     'name': keys.name('web1'),
     'taker': keys.taker(keys.queue('f', INSTANCE)),
 }

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from ecomp.errors import Unreachable
-from ecomp.model import cluster, flavor, group, host, keys, order, planes, queue, quota, record, stack
+from ecomp.model import cluster, flavor, group, host, keys, order, planes, queue, quota, record, stack, trouble
 from ecomp.model.facts import Facts, parse_facts
 from ecomp.model.guest import parse_shared_user_data
 from ecomp.model.json_object import load
@@ -92,6 +92,7 @@ PARSERS: dict[str, Callable[[bytes], object]] = {
     'compute': lambda value: decode_lenient(host.PresenceFacts, value),
     'facts': parse_facts,
     'hostname': lambda value: decode_lenient(host.StoredHostname, value),
+    'trouble': lambda value: decode(trouble.Trouble, value),
     'name': lambda value: decode(order.NameOwner, value),
     'announced': lambda value: order.parse_attempt_instances(keys.attempt(INSTANCE), value),
     'taker': lambda value: decode_lenient(queue.QueueTaker, value),

@@ -198,6 +198,8 @@ DEFECTS: list[tuple[str, str, Callable[[WorldBuilder], object]]] = [
     ('attempt-unleased', UNKNOWN, lambda w: w.put(keys.attempt(UNKNOWN), json.dumps({'instances': [UNKNOWN]}))),
     ('presence-unleased', TWO, lambda w: w.put_presence(TWO, lease=0)),
     ('compute-mute', TWO, make_compute_mute),
+    ('host-trouble', TWO, lambda w: w.put(keys.troubles(TWO), '{"reasons": ["network default is off"]}', LEASE)),
+    ('host-trouble', TWO, lambda w: w.put(keys.troubles(TWO), 'x' * 2000, LEASE)),
     ('domain-missing', ACTIVE, lambda w: w.remove_guest(ONE, ACTIVE)),
     ('domain-missing', OFF, lambda w: w.add_guest(ONE, OFF, False, compute=None, defined=False)),
     ('domain-off', ACTIVE, lambda w: w.add_guest(ONE, ACTIVE, running=False)),

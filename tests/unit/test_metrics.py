@@ -292,6 +292,10 @@ class StubCompute:
     def daemon(self) -> Any:
         return SimpleNamespace(read_only=False, planner=SimpleNamespace(failures=self.failures))
 
+    @property
+    def troubles(self) -> Any:
+        return SimpleNamespace(reasons=())
+
     def list_records(self) -> Mapping[str, Record | None]:
         return self.records
 
