@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import socket
 import uuid
+from pathlib import Path
 
 from ecomp.model.host import StoredHostname
 from ecomp.model.stored import decode_lenient
@@ -65,6 +66,63 @@ def test_hosts_shows_up_closed_silent_and_orphaned(cluster: Control) -> None:
         compute.start()
     assert set(list_states(cluster).values()) == {'up'}
     check_invariants(cluster, up_compute, closed, silent, orphaned)
+
+
+# A host that cannot build is used last, and says why.
+
+
+def break_builds(compute: Ecompute) -> Path:
+    """Let each build of a fake compute without guests fail at stage disk; the directory that does so is returned."""
+    obstacle = compute.directory / 'state' / 'fake.json'
+    obstacle.mkdir()
+    return obstacle
+
+
+def read_trouble(control: Control, compute: Ecompute) -> str | None:
+    trouble = list_hosts(control)[compute.uuid]['trouble']
+    assert trouble is None or isinstance(trouble, str)
+    return trouble
+
+
+def test_two_of_five_requests_fail_beside_a_host_that_fails_all_builds(cluster: Control) -> None:
+    broken, good = cluster.ecompute(queues=True), cluster.ecompute('VCPU:5,DISK_GB:10,MEMORY_MB:1024')
+    boot(cluster, f'{SMALL_QUERY}&in_tree={good.uuid}')  # so the broken one is the emptiest
+    obstacle, failed, words = break_builds(broken), 0, ('--wait', '--timeout', '60')
+    for number in range(5):
+        result = cluster.eschedule(SMALL_QUERY, f'http://images.invalid/{"ab"[number % 2]}.qcow2', *words)
+        failed += result.code
+        if failed == 2:
+            wait_until(lambda: cluster.etcd.get(f'/troubles/{broken.uuid}'), 20, 'it reports its trouble')
+    assert failed == 2
+
+    trouble = 'builds of different images fail at stage disk'
+    assert read_trouble(cluster, broken) == trouble
+    assert read_trouble(cluster, good) is None
+    states = cluster.eschedule('hosts', '-f', 'value', '-c', 'state').stdout.splitlines()
+    assert sorted(states) == ['up', f'up, cannot build: {trouble}']
+    audit = cluster.eschedule('audit', '-f', 'json')
+    assert [(each['code'], each['level'], each['subject']) for each in json.loads(audit.stdout)] == [
+        ('host-trouble', 'warning', broken.uuid)
+    ]
+    assert audit.code == 0
+    assert 'ecomp_cluster_hosts_troubled 1.0' in cluster.eschedule('metrics').stdout
+    preview = json.loads(cluster.eschedule('plan', SMALL_QUERY, '-f', 'json').stdout)
+    assert [each['compute'] for each in preview] == [good.uuid, broken.uuid]
+
+    # It takes nothing from a queue, and gets what no other host has room for.
+    assert cluster.eschedule('flavor', 'set', 'small', SMALL_QUERY).code == 0
+    waiting = cluster.eschedule('--queue', '--flavor', 'small', '--name', 'waits').stdout.split()[-1]
+    assert f'cannot build: {trouble}' in cluster.eschedule('why', waiting).stdout
+    obstacle.rmdir()
+    (_, fits), (compute, last) = place(cluster), place(cluster)
+    assert compute == broken.uuid
+    wait_address(cluster, fits)
+    assert 'the chosen compute reported that it could not build' in cluster.eschedule('why', last).stdout
+    # That build succeeds, which ends the trouble.
+    for instance in (last, waiting):
+        wait_address(cluster, instance)
+    wait_until(lambda: read_trouble(cluster, broken) is None, 20, 'its trouble is over')
+    check_invariants(cluster, broken, good)
 
 
 # A compute has its host's name wherever users read or type it, even while it is down.
