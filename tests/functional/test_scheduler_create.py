@@ -266,8 +266,8 @@ def test_create_takes_one_query_and_one_claim(cluster: SampledCluster) -> None:
     assert cluster.queries == [best, 'claim']
     etcd_calls = cluster.store.request_count
     assert cluster.sample_size == 10
-    # In order: quota, lease, attempt, sample, quota again, delivery.
-    assert etcd_calls == 6
+    # In order: quota, lease, attempt, troubles, sample, quota again, delivery.
+    assert etcd_calls == 7
     assert cluster.create(large=None) != ''
     assert cluster.queries == ['all', 'claim']
     # Without sampling, the names of all computes are read, and the other attempts.
@@ -393,6 +393,21 @@ def test_number_of_queried_computes_is_limited(cluster: SampledCluster) -> None:
     assert len(cluster.queries) == MAX_QUERIES + 2
 
 
+def test_troubled_compute_is_not_sampled_and_gets_what_no_other_has_room_for(cluster: SampledCluster) -> None:
+    troubled = [cluster.make_compute(hint=0) for _ in range(5)]
+    healthy = cluster.make_compute(used=3, hint=3)
+    for compute in troubled:
+        cluster.etcd.put(keys.troubles(compute), 'x', cluster.etcd.grant())
+    assert cluster.create() == healthy
+    assert cluster.queries == [healthy, 'claim']
+    cluster.publish_hint(healthy, 4)
+    assert cluster.create() in troubled
+    assert cluster.queries == ['all', 'claim']
+    # A key that would not expire is no trouble.
+    cluster.etcd.put(keys.troubles(troubled[0]), 'x')
+    assert cluster.create() == troubled[0]
+
+
 def test_number_of_named_dead_computes_is_limited(cluster: SampledCluster, caplog: pytest.LogCaptureFixture) -> None:
     alive = cluster.make_compute()
     for _ in range(MAX_LOGGED_COMPUTES + 3):
@@ -403,7 +418,7 @@ def test_number_of_named_dead_computes_is_limited(cluster: SampledCluster, caplo
     assert len(messages) == MAX_LOGGED_COMPUTES + 1
     assert messages[-1] == '3 more not alive: skipped'
     # Three calls more than with live computes only: the computes, and two pages of host names.
-    assert cluster.store.request_count == 10
+    assert cluster.store.request_count == 11
 
 
 def test_facts_of_an_invalid_uuid_are_not_queried(cluster: SampledCluster) -> None:
