@@ -16,8 +16,9 @@ handles a compute or an instance. Before it exits, ecompute waits for the thread
                               the planner by a queue. Builds in flight are waited for at the end
     confirm                   queries placement for a build's claim, while the build prepares. Ends with the answer
     task_N                    like build_N, for all other tasks
-    minute_N                  makes periodic checks of claims (ClaimKeeper), the provider (Registration) and the key of
-                              the host name, which it owns while the compute runs. Not waited for
+    minute_N                  makes periodic checks of claims (ClaimKeeper), the provider (Registration), what keeps the
+                              host from building (Troubles, under a lock) and the key of the host name, which it owns
+                              while the compute runs. Not waited for
     presence                  keeps /computes/<compute> of all computes on their lease (Lease). Joined
     follow /hosts/            follows requests (of a single compute only its own), queues and presence keys; callbacks
                               set a flag, or replace a state under a lock. Joined

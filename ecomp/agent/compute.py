@@ -469,13 +469,7 @@ class Compute:
         self.troubles = Troubles(hypervisor, threads, self._publish_troubles)
         instances.on_build_end = self.troubles.note_build
         self.daemon = PlanningLoop(
-            self.host,
-            self._planner,
-            remote_checks,
-            threads,
-            first_check_seconds=delay,
-            on_planned=self._publish_facts,
-            check_troubles=self.troubles.check_soon,
+            self.host, self._planner, remote_checks, threads, delay, self._publish_facts, self.troubles.check_soon
         )
         self.queues = None
         if config.queues and familiar:

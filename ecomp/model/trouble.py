@@ -30,10 +30,8 @@ class Trouble(NamedTuple):
 
 def encode_trouble(reasons: Sequence[str]) -> str | None:
     """Return the value with as many of the reasons as fit into MAX_BYTES; None without any."""
-    kept = [make_printable(each)[:MAX_REASON_CHARACTERS] for each in reasons]
-    while kept and len(encode(Trouble(tuple(kept)))) > MAX_BYTES:
-        kept.pop()
-    return encode(Trouble(tuple(kept))) if kept else None
+    value = encode(Trouble(tuple(make_printable(each)[:MAX_REASON_CHARACTERS] for each in reasons)))
+    return (value if len(value) <= MAX_BYTES else encode_trouble(reasons[:-1])) if reasons else None
 
 
 def parse_trouble(value: bytes) -> Trouble:
@@ -49,8 +47,8 @@ def describe_trouble(value: bytes) -> str:
     return str(parse_trouble(value))
 
 
-# Stages that depend on the host alone. In the others also a bad image, its server or an invalid claim makes a build
-# fail; the hypervisor itself finds that no address is free.
+# Stages that depend on the host. In others also an image, its server or a claim makes a build fail; that no address is
+# free the hypervisor finds itself.
 HOST_STAGES = ('disk', 'started')
 # How the reason of a failure ends if a file system was full.
 DISK_FULL = 'No space left on device'
@@ -59,7 +57,7 @@ BUILD_FAILURE_SECONDS = 600.0
 
 
 class BuildFailure(NamedTuple):
-    """A build that failed by the host's fault, or of one image that is bad; `failed_at` is monotonic."""
+    """A build that may have failed by the host's fault; `failed_at` is monotonic."""
 
     failed_at: float
     image: str
@@ -73,10 +71,8 @@ def may_be_host_fault(failure: Failure) -> bool:
 
 def find_build_trouble(failures: Sequence[BuildFailure], now: float) -> str | None:
     """Return the reason if builds of two images failed within BUILD_FAILURE_SECONDS, the last one as recently."""
-    recent = [each for each in failures if now - each.failed_at < BUILD_FAILURE_SECONDS]
-    is_host_fault = any(
-        each.image != last.image and abs(each.failed_at - last.failed_at) < BUILD_FAILURE_SECONDS
-        for last in recent
-        for each in failures
-    )
-    return f'builds of different images fail at stage {recent[-1].stage}' if is_host_fault else None
+    for last in reversed([each for each in failures if now - each.failed_at < BUILD_FAILURE_SECONDS]):
+        images = {each.image for each in failures if abs(each.failed_at - last.failed_at) < BUILD_FAILURE_SECONDS}
+        if len(images) > 1:
+            return f'builds of different images fail at stage {last.stage}'
+    return None

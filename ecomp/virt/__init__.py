@@ -51,10 +51,7 @@ class Hypervisor(Protocol):
         """Return the names of this compute's networks whose DHCP serves unknown MACs, too."""
 
     def find_troubles(self) -> list[str]:
-        """Return why no guest can be built now, in short texts that stay the same while the reasons do.
-
-        It is called every minute: it changes nothing, and makes a few calls to libvirt.
-        """
+        """Return why no guest can be built now, in short texts that stay the same while the reasons do."""
 
     def list_disk_users(self, instance: str) -> Set[str]:
         """Return the names of all domains, ours or not, that use the instance's overlay as a disk."""

@@ -280,15 +280,14 @@ class Networks:
     def find_trouble(self, attachment: Attachment) -> str:
         """Return why no guest can be plugged in there now, or ''."""
         kind, name = attachment
-        if (state := self.read_state(attachment)) != USABLE:
-            return f'{kind} {name} is {state}'
-        if kind == 'network':
-            with self._connection.use(f'looking for a free address on network {name}') as connection:
-                network = connection.networkLookupByName(name)
-                dhcp = xml.read_dhcp(network.XMLDesc())
-                if dhcp.ranges and dhcp.is_served and _choose_address(network, {LIVE: dhcp}, '', None) is None:
-                    return f'no free address on network {name}'
-        return ''
+        if (state := self.read_state(attachment)) != USABLE or kind != 'network':
+            return '' if state == USABLE else f'{kind} {name} is {state}'
+        with self._connection.use(f'looking for a free address on network {name}') as connection:
+            network = connection.networkLookupByName(name)
+            dhcp = xml.read_dhcp(network.XMLDesc())
+            has_dhcp = dhcp.ranges and dhcp.is_served
+            is_full = has_dhcp and _choose_address(network, {LIVE: dhcp}, '', None) is None
+            return f'no free address on network {name}' if is_full else ''
 
     def check(self, attachment: Attachment) -> str:
         """Return what read_state() returns, but raise UsageError, with a fix, for MISSING."""
