@@ -99,7 +99,8 @@ _WEIGHED = _fields({
     'weight': _is('number', 'weight of the chosen compute, 1 is the best; null without weights', null=True),
     'of': _is('integer', 'number of computes that had room for the instance'),
     'troubled': _is('boolean', 'true if it reported that it could not build, and no other compute had room'),
-}, 'how the compute was chosen; null if unknown', null=True, may='troubled')  # fmt: skip
+    'has_image': _is('boolean', 'true if it was preferred to equal ones because it had the image'),
+}, 'how the compute was chosen; null if unknown', null=True, may='troubled has_image')  # fmt: skip
 _INTERFACE = _object(
     network=_text('libvirt network, or bridge'), mac=_text('MAC address'),
     address=_text('address that the guest uses; null if none is known', null=True),

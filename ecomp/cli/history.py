@@ -182,7 +182,8 @@ def _explain_choice(choice: PlacementReason | None) -> str:
         prefix = f'{prefix}; the chosen compute reported that it could not build, and no other one had room'
     if choice.weight is None:
         return prefix
-    return f'{prefix}, and the chosen compute had weight {choice.weight:g} (0 to 1, the highest is best)'
+    image = '; it was preferred to equal ones, because it had the image' if choice.has_image else ''
+    return f'{prefix}, and the chosen compute had weight {choice.weight:g} (0 to 1, the highest is best){image}'
 
 
 # How long each stage of an instance took

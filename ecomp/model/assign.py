@@ -29,6 +29,8 @@ from ecomp.model.choose import (
 )
 from ecomp.model.group import AFFINITY, Group, Membership
 
+# Computes of which it matters whether they have an image, at most.
+MAX_EQUAL_COMPUTES = 16
 # With fewer spare places, ours may have been taken since placement was queried.
 MIN_SPARE_PLACES = 64
 
@@ -41,6 +43,7 @@ class Lot(NamedTuple):
     weigh: str
     instances: tuple[str, ...]
     minimum: int | None = None
+    image: str = ''
 
     @property
     def required(self) -> int:
@@ -80,7 +83,7 @@ class Planner:
     troubled: Collection[str] = ()
     # The providers that placement offers and that are not alive.
     skipped: set[str] = field(default_factory=set)
-    _rankings: dict[tuple[str, str], Ranking] = field(default_factory=dict)
+    _rankings: dict[tuple[str, str, str], Ranking] = field(default_factory=dict)
 
     def assign(
         self,
@@ -113,12 +116,23 @@ class Planner:
 
     def rank(self, lot: Lot) -> Ranking:
         """Return the candidates for a lot without its group, as they are now; made once for all plans."""
-        key = lot.query, lot.weigh
+        key = lot.query, lot.weigh, lot.image
         if key not in self._rankings:
             choice = choose(self.offers[lot.query], self.alive, lot.weigh, self.rng, troubled=self.troubled)
             self._rankings[key] = Ranking(choice.candidates)
             self.skipped.update(choice.skipped)
         return self._rankings[key]
+
+    def list_best(self, lot: Lot) -> list[str]:
+        """Return the computes of the first candidates, up to MAX_EQUAL_COMPUTES, that are as good as the first one."""
+        best = self.rank(lot).candidates[:MAX_EQUAL_COMPUTES]
+        return list(dict.fromkeys(each.compute for each in best if each.quality == best[0].quality))
+
+    def prefer(self, lot: Lot, computes: Collection[str]) -> None:
+        """Try the candidates on these computes, which have the lot's image, before others that are as good."""
+        candidates = [each._replace(has_image=each.compute in computes) for each in self.rank(lot).candidates]
+        candidates.sort(key=lambda each: (each.quality, not each.has_image))
+        self._rankings[lot.query, lot.weigh, lot.image] = Ranking(candidates)
 
     def list_candidates(self, lot: Lot, group: Group | None) -> list[Candidate]:
         """Return the candidates that the group admits, in the order of trying."""
@@ -249,4 +263,4 @@ class _Plan:
 
 
 def _make_fixed_key(candidate: Candidate) -> tuple[bool, float, str, tuple[str, ...]]:
-    return candidate.is_troubled, -(candidate.weight or 0), candidate.compute, tuple(sorted(candidate.allocations))
+    return *candidate.quality, candidate.compute, tuple(sorted(candidate.allocations))

@@ -37,13 +37,20 @@ class Offer(NamedTuple):
 class Candidate(NamedTuple):
     """A candidate on one compute. A larger `weight` is tried earlier; None: not weighed.
 
-    Those on a compute that reports a trouble are tried after all others.
+    Those on a compute that reports a trouble are tried after all others. `has_image`: the compute is preferred to equal
+    ones because it has the image in its cache.
     """
 
     compute: str
     allocations: Allocations
     weight: float | None
     is_troubled: bool = False
+    has_image: bool = False
+
+    @property
+    def quality(self) -> tuple[bool, float]:
+        """Smaller for a candidate that is tried earlier."""
+        return self.is_troubled, -(self.weight or 0)
 
 
 _WEIGHT = check(
@@ -57,14 +64,19 @@ _WEIGHT = check(
     weight=nullable(_WEIGHT),
     of=number(1, MAX_AMOUNT),
     troubled=sparse(FLAG),
+    has_image=sparse(FLAG),
 )
 class PlacementReason(NamedTuple):
-    """Why an instance is on its compute: strategy, weight, number of possible computes, whether it had a trouble."""
+    """Why an instance is on its compute: strategy, weight, and number of possible computes.
+
+    `troubled`: the compute had a trouble. `has_image`: it was preferred to equal ones because it had the image.
+    """
 
     weigh: str
     weight: float | None
     of: int
     troubled: bool = False
+    has_image: bool = False
 
 
 class Choice(NamedTuple):

@@ -19,6 +19,7 @@ from ecomp.model import keys
 from ecomp.model.allocation import Allocations
 from ecomp.model.choose import FIRST, PACK, RANDOM, SPREAD, Offer
 from ecomp.model.host import StoredHostname
+from ecomp.model.image import hash_image
 from ecomp.model.order import Request, SetOrder, parse_request
 from ecomp.model.stored import encode
 from ecomp.placement import allocations
@@ -270,8 +271,8 @@ def test_create_takes_one_query_and_one_claim(cluster: SampledCluster) -> None:
     assert etcd_calls == 7
     assert cluster.create(large=None) != ''
     assert cluster.queries == ['all', 'claim']
-    # Without sampling, the names of all computes are read, and the other attempts.
-    assert cluster.store.request_count == etcd_calls + 1
+    # Without sampling, the names of all computes are read, the other attempts, and which equal ones have the image.
+    assert cluster.store.request_count == etcd_calls + 2
 
 
 @pytest.mark.real_servers
@@ -288,6 +289,17 @@ def test_sql_statements_do_not_grow_with_the_computes(
     assert cluster.statements == STATEMENTS_WITH_SAMPLE
     assert cluster.create(large=None) != ''
     assert cluster.statements == STATEMENTS_WITH_ALL
+
+
+def test_compute_that_has_the_image_is_preferred_to_equal_ones(cluster: SampledCluster) -> None:
+    computes = [cluster.make_compute(used=1, hint=1) for _ in range(6)]
+    room = {name: [total, total // 4] for name, total in TOTALS.items()}
+    facts = json.dumps({'room': room, 'images': [hash_image(IMAGE)]})
+    cluster.etcd.put(keys.facts(computes[3]), facts, cluster.etcd.grant())
+    assert cluster.create(large=None) == computes[3]
+    assert cluster.create(large=None, weigh=RANDOM) in computes
+    emptier = cluster.make_compute(hint=0)
+    assert cluster.create(large=None) == emptier
 
 
 def test_small_cluster_is_queried_as_a_whole(cluster: SampledCluster) -> None:
@@ -400,7 +412,7 @@ def test_troubled_compute_is_not_sampled_and_gets_what_no_other_has_room_for(clu
         cluster.etcd.put(keys.troubles(compute), 'x', cluster.etcd.grant())
     assert cluster.create() == healthy
     assert cluster.queries == [healthy, 'claim']
-    cluster.publish_hint(healthy, 4)
+    cluster.publish(healthy, 4)
     assert cluster.create() in troubled
     assert cluster.queries == ['all', 'claim']
     # A key that would not expire is no trouble.

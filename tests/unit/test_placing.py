@@ -244,6 +244,19 @@ def test_a_troubled_compute_is_used_last_and_never_excluded(  # noqa: PLR0913
         assert troubled.isdisjoint(used)
 
 
+@given(st.lists(st.integers(1, 5), min_size=4, max_size=4), st.sets(st.sampled_from(COMPUTES)), st.integers(0, 9))
+def test_image_counts_only_among_equal_computes(free: list[int], holders: set[str], seed: int) -> None:
+    rooms = {compute: {'VCPU': Room(10, 10 - amount)} for compute, amount in zip(COMPUTES, free, strict=False)}
+    offers = {'': Offer([{compute: ONE} for compute in rooms], rooms)}
+    planner, lot = Planner(offers, {}, COMPUTES, random.Random(seed)), Lot('', None, SPREAD, ('0',), image='i')
+    best = [compute for compute in rooms if rooms[compute]['VCPU'].free == max(free[: len(rooms)])]
+    assert sorted(planner.list_best(lot)) == sorted(best)
+    planner.prefer(lot, holders)
+    (chosen,) = planner.assign([lot]).chosen.values()
+    assert chosen.compute in (holders.intersection(best) or best)
+    assert chosen.has_image == (chosen.compute in holders)
+
+
 def test_a_shared_disk_limits_a_set() -> None:
     rooms = {'pool': {'DISK_GB': Room(3, 0)}, **{name: {'VCPU': Room(8, 0)} for name in COMPUTES}}
     offer = Offer([{name: ONE, 'pool': {'DISK_GB': 1}} for name in COMPUTES], rooms)

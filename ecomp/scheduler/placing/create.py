@@ -303,7 +303,7 @@ def make_lot(order: SetOrder, terms: Terms, instances: Sequence[str] | None = No
     """Return the lot of an order, of these instances (None: of all)."""
     membership = terms.group.membership if terms.group is not None else None
     names = order.instances if instances is None else instances
-    return Lot(order.query or '', membership, order.weigh, tuple(names), order.minimum)
+    return Lot(order.query or '', membership, order.weigh, tuple(names), order.minimum, order.image or '')
 
 
 def count_to_place(candidates: Sequence[Candidate], terms: Terms, order: SetOrder) -> int:
@@ -337,7 +337,8 @@ def _make_requests(order: SetOrder, claims: ClaimedSet, scheduled_at: str) -> di
     decided = {'group': claims.membership, 'stages': {**order.stages, 'scheduled': scheduled_at}}
 
     def make_request(instance: str, candidate: Candidate) -> Request:
-        why = PlacementReason(order.weigh, candidate.weight, claims.candidate_count, candidate.is_troubled)
+        flags = candidate.is_troubled, candidate.has_image
+        why = PlacementReason(order.weigh, candidate.weight, claims.candidate_count, *flags)
         return Request(allocations=candidate.allocations, why=why, **order.orders[instance].copy_fields(**decided))
 
     return {instance: make_request(instance, candidate) for instance, candidate in claims.candidates.items()}

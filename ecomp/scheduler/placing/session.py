@@ -31,7 +31,7 @@ from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations, find_compute, list_missing_classes, sum_allocations
 from ecomp.model.assign import MIN_SPARE_PLACES, Assignment, Lot, Planner
-from ecomp.model.choose import Candidate, Offer
+from ecomp.model.choose import PACK, SPREAD, Candidate, Offer
 from ecomp.model.group import Group, Membership
 from ecomp.model.guest import SharedUserData
 from ecomp.model.json_object import load_object_or_empty
@@ -64,6 +64,8 @@ MAX_PLACES_AHEAD = 300
 # Refused claims after which a place is left out: it is too busy, as a full one is not offered. A compute with child
 # providers (GPUs, say) is several places, of which some may be free.
 MAX_REFUSALS = 2
+# In a larger cluster no facts are read to prefer computes that have the image.
+MAX_CLUSTER_FOR_IMAGES = 256
 # Computes that are logged by name, at most.
 MAX_LOGGED_COMPUTES = 20
 
@@ -295,6 +297,7 @@ class Session:
             usable = {query: _leave_out(offer, refusals) for query, offer in current.items()}
             planner = self.make_planner(usable, groups)
             lots = list_lots(planner, held)
+            self._prefer_images(planner, lots)
             assignment = planner.assign(lots, held, ahead=None if contention.is_alone else contention.ahead)
             self._log_skipped(planner.skipped)
             if contention.should_refresh(assignment.spare):
@@ -318,6 +321,22 @@ class Session:
                     # All members share one compute: try another one.
                     held = {each: candidate for each, candidate in held.items() if each not in lot.instances}
             current = contention.refresh()
+
+    def _prefer_images(self, planner: Planner, lots: Sequence[Lot]) -> None:
+        """Prefer, among equal candidates, those on computes that have the image; not in large clusters."""
+        if len(self.read_alive()) > MAX_CLUSTER_FOR_IMAGES:
+            return
+        equal = {lot: planner.list_best(lot) for lot in lots if lot.image and lot.weigh in (SPREAD, PACK)}
+        if not any(len(computes) > 1 for computes in equal.values()):
+            return
+        from ecomp.model.facts import parse_facts  # not for most commands
+        from ecomp.model.image import hash_image
+
+        entries = self.store.read(sorted({keys.facts(each) for computes in equal.values() for each in computes}))
+        facts = {keys.get_last_part(key): parse_facts(entry.value) for key, entry in entries.items() if entry.lease}
+        for lot, computes in equal.items():
+            image_hash = hash_image(lot.image)
+            planner.prefer(lot, [each for each in computes if each in facts and facts[each].has_image(image_hash)])
 
     def make_planner(self, offers: Offers, groups: Mapping[str, Group]) -> Planner:
         return Planner(offers, groups, self.read_alive(), self.scheduler.rng, troubled=self.read_troubled())

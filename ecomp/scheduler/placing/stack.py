@@ -215,11 +215,11 @@ class _Wanted:
 
     @cached_property
     def lots(self) -> list[Lot]:
-        instances: dict[tuple[str, Membership | None, str], list[str]] = {}
+        instances: dict[tuple[str, Membership | None, str, str], list[str]] = {}
         for instance, desired in self.order.members.items():
-            key = (desired.order.query or '', desired.order.group, desired.weigh)
+            key = (desired.order.query or '', desired.order.group, desired.weigh, desired.order.image or '')
             instances.setdefault(key, []).append(instance)
-        return [Lot(*key, tuple(names)) for key, names in instances.items()]
+        return [Lot(*key[:3], tuple(names), image=key[3]) for key, names in instances.items()]
 
     @property
     def queries(self) -> list[str]:
@@ -308,7 +308,9 @@ class _Application:
             candidate = claims[instance]
             request = Request(
                 allocations=candidate.allocations,
-                why=PlacementReason(desired.weigh, candidate.weight, living_count, candidate.is_troubled),
+                why=PlacementReason(
+                    desired.weigh, candidate.weight, living_count, candidate.is_troubled, candidate.has_image
+                ),
                 **desired.order.copy_fields(
                     group=self.wanted.settle(desired.order.group),
                     stages={**desired.order.stages, 'scheduled': scheduled_at},
