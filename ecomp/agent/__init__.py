@@ -11,7 +11,7 @@ handles a compute or an instance. Before it exits, ecompute waits for the thread
                               signals set flags and wake it. Ends last, after the threads that are joined
     timer                     starts scheduled jobs when due (Threads). Ends, as numbered threads, at Threads.close()
     planner_N                 reads requests, plans and starts tasks. Owns the Planner, except for what is in flight or
-                              deferred, and widens offers (Offers). Planning stops at a signal, and while read-only
+                              deferred. Planning stops at a signal, and while read-only
     build_N                   carries out a build. Owns the instance and its record while it does; passes the result to
                               the planner by a queue. Builds in flight are waited for at the end
     confirm                   queries placement for a build's claim, while the build prepares. Ends with the answer
@@ -25,7 +25,7 @@ handles a compute or an instance. Before it exits, ecompute waits for the thread
     follow /audit/            follows audits, and passes them to `audits_N`. Joined
     audits_N                  answers audits, by an etcd connection of their own (AuditAnswerer). Waited for
     known etcd                writes <state>/etcd.json (KnownEtcd); other threads leave a value for it. Joined
-    queues_N                  with `queues: True`: takes from the queues; owns the Puller and its deferrals. Waited for
+    queues_N                  with `queues: True`: takes from the queues; owns the Taker and its deferrals. Waited for
     metrics_0                 with `metrics:` writes that file (MetricsWriter), from what others count. Not waited for
     start_N                   with --count: registers and starts computes concurrently. Joined when all have started
     end_N                     with --count: stops them. Joined when all have stopped

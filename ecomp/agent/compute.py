@@ -33,7 +33,7 @@ from ecomp.agent.instance.pool import InlineRunner, Workers, WorkerSettings
 from ecomp.agent.instance.records import republish
 from ecomp.agent.jobs import Deferrals, FailureLog, ScheduledJob, Threads
 from ecomp.agent.planner import CHECKING_CLAIMS, PLAN_INTERVAL_SECONDS, Planner, Work
-from ecomp.agent.queue import Offers, Puller, PullLoop, Taker
+from ecomp.agent.queue import Queues, TakeLoop, Taker
 from ecomp.compute_conf import ComputeConfig
 from ecomp.errors import BuildFailed, Conflict, EcompError
 from ecomp.failpoints import failpoint
@@ -363,7 +363,7 @@ class Environment:
     """The parts and settings of a process that all its computes share.
 
     With `accepts_new_etcd` the computes republish their instances to an etcd that may be another one. Unless
-    `is_familiar_etcd`, they are read-only from the start (rule: familiar-etcd). `first_seen_revision`: see Puller. The
+    `is_familiar_etcd`, they are read-only from the start (rule: familiar-etcd). `first_seen_revision`: see Queues. The
     first queries to placement are spread over `spread_seconds`, because all start together. `audits` is an etcd
     connection without a guard. With `checks_names` each checks that placement knows its traits and classes.
     """
@@ -377,7 +377,7 @@ class Environment:
     spread_seconds: float
     threads: Threads
     lease: PresenceLease
-    offers: Offers
+    queues: Queues
     generations: GenerationReader
     audits: Store
     checks_names: bool
@@ -471,14 +471,12 @@ class Compute:
         self.daemon = PlanningLoop(
             self.host, self._planner, remote_checks, threads, delay, self._publish_facts, self.troubles.check_soon
         )
-        self.queues = None
+        self._taking = None
         if config.queues and familiar:
-            taker = Taker(self._control, lambda: self._presence.lease)
-            inventory, first_seen = parse_inventory(self._inventory), self._environment.first_seen_revision
-            puller = Puller(
-                taker, self._environment.offers, self._may_take_queued, inventory, first_seen, hypervisor.list_guests
-            )
-            self.queues = PullLoop(puller, self._failures, threads)
+            inventory, queues = parse_inventory(self._inventory), self._environment.queues
+            lease, guests = lambda: self._presence.lease, hypervisor.list_guests
+            taker = Taker(self._control, lease, queues, self._may_take_queued, inventory, guests)
+            self._taking = TakeLoop(taker, self._failures, threads)
         token, audits = hash_token(self._token), self._environment.audits
         self.answerer = AuditAnswerer(
             self.uuid, token, audits, hypervisor, self.host.guest_data, config.state, self._check_removable, threads
@@ -509,9 +507,9 @@ class Compute:
         # flight; only then remove the presence key.
         at_exit.callback(self.daemon.drain)
         at_exit.callback(self._close_provider)
-        if self.queues is not None:
-            at_exit.callback(self.queues.stop)
-            self.queues.start()
+        if self._taking is not None:
+            at_exit.callback(self._taking.stop)
+            self._taking.wake_up('this compute started')
         at_exit.callback(self.troubles.stop)
         self.troubles.check_soon()
         at_exit.callback(self.daemon.stop)
@@ -535,8 +533,8 @@ class Compute:
         """Replace this compute's requests, for plans and takes, and schedule a plan."""
         self._requests = state
         self.daemon.on_state(state)
-        if self.queues is not None:
-            self.queues.on_hosts(state)
+        if self._taking is not None:
+            self._taking.on_hosts(state)
 
     def on_computes(self, state: Entries) -> None:
         """Schedule a check of the presence key if it is not as it was put."""
@@ -550,8 +548,12 @@ class Compute:
         """End the failure of on_lost(), which retries deferred tasks; schedule a check of the presence and queues."""
         self._presence.schedule_check()
         self._failures.report_success(FOLLOWING)
-        if self.queues is not None:
-            self.queues.wake_up('etcd is back')
+        self.wake_taker('etcd is back')
+
+    def wake_taker(self, reason: str) -> None:
+        """Have this compute take from the queues soon, if it does."""
+        if self._taking is not None:
+            self._taking.wake_up(reason)
 
     def _become_read_only(self, reason: str) -> None:
         self.daemon.become_read_only(reason)
@@ -559,8 +561,7 @@ class Compute:
     def _become_writable(self) -> None:
         """Let tasks and takes start again after _become_read_only()."""
         self.daemon.become_writable()
-        if self.queues is not None:
-            self.queues.wake_up('this compute may write again')
+        self.wake_taker('this compute may write again')
 
     def _admit(self, guest_computes: Set[str]) -> None:
         """Raise Conflict if another compute with guests here is not alive (rule: single-owner)."""
@@ -628,8 +629,8 @@ class Compute:
     def _publish_troubles(self, reasons: Sequence[str]) -> None:
         """Publish why this compute cannot build; without reasons delete the key, and take from queues again."""
         self._presence.publish(keys.troubles(self.uuid), encode_trouble(reasons), is_urgent=True)
-        if self.queues is not None and not reasons:
-            self.queues.wake_up('this compute can build again')
+        if self._taking is not None and not reasons:
+            self._taking.wake_up('this compute can build again')
 
     def _may_take(self) -> bool:
         """Return False while this compute ends or is read-only."""

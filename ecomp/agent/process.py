@@ -22,7 +22,7 @@ from ecomp.agent.images.cache import measure_cache
 from ecomp.agent.instance.build import MAX_CONCURRENT_STOPS
 from ecomp.agent.jobs import FailureLog, ScheduledJob, Threads
 from ecomp.agent.planner import PLAN_INTERVAL_SECONDS
-from ecomp.agent.queue import Offers
+from ecomp.agent.queue import Queues
 from ecomp.compute_conf import ComputeConfig, explain_unsafe_metrics
 from ecomp.conf import list_cleartext_hosts, list_exposed_secrets
 from ecomp.errors import EcompError, UsageError
@@ -167,7 +167,7 @@ class Process:
     at_exit: ExitStack
 
     def __post_init__(self) -> None:
-        """Make what the computes share, threads and offers; register() makes the computes."""
+        """Make what the computes share, threads and queues; register() makes the computes."""
         self._started_at = time.monotonic()
         self._computes: list[Compute] = []
         self._followers: list[Follower] = []
@@ -177,8 +177,7 @@ class Process:
         self._threads = Threads(
             self.count or 1, 2 * count_workers(self.config) + (2 if self.fake else MAX_CONCURRENT_STOPS)
         )
-        self._widen_job = ScheduledJob(self._threads, self._threads.plans, lambda: self._offers.wake_more())
-        self._offers = Offers(self._widen_job.schedule)
+        self._queues = Queues()
 
     def register(self) -> None:
         """Lock the state directory, recognise etcd or adopt a first one, and register each compute.
@@ -198,10 +197,11 @@ class Process:
         placement = Placement(config.placement)
         at_exit.callback(placement.close)
         familiar = check_or_adopt(self._guard, self._store, now())
-        self._offers.start_revision = revision = self._guard.known_cluster.revision
-        self._offers.term = lambda: self._guard.known_cluster.term
+        self._queues.start_revision = revision = self._guard.known_cluster.revision
+        self._queues.term = lambda: self._guard.known_cluster.term
         # A compute that remembers no etcd knows nothing older than now, like one that accepts a new etcd.
         first_seen = etcd_file.read_first_seen() if remembered.identity else revision
+        self._queues.first_seen_revision = first_seen
         spread = min(SPREAD_SECONDS_PER_COMPUTE * (self.count or 0), PLAN_INTERVAL_SECONDS)
         lease, audits = PresenceLease(self._store, LEASE_SECONDS), Store(config.etcd)
         at_exit.callback(audits.close)
@@ -215,7 +215,7 @@ class Process:
             spread_seconds=spread,
             threads=self._threads,
             lease=lease,
-            offers=self._offers,
+            queues=self._queues,
             generations=GenerationReader(placement, reads_all=self.count is not None),
             audits=audits,
             checks_names=self.count is None,
@@ -250,8 +250,8 @@ class Process:
             requests = [(keys.request_prefix(compute.uuid), compute.on_requests) for compute in self._computes]
         if self.config.queues:
             # In this order, because the queues are judged by the other two.
-            requests += [(keys.ACCEPTED, self._offers.on_accepted), (keys.COMPUTES, self._on_computes)]
-            requests.append((keys.QUEUES, self._offers.on_queues))
+            requests += [(keys.ACCEPTED, self._queues.on_accepted), (keys.COMPUTES, self._on_computes)]
+            requests.append((keys.QUEUES, self._on_queues))
         elif self.count is None:
             requests.append((keys.compute(self._computes[0].uuid), self._on_computes))
         else:
@@ -324,14 +324,19 @@ class Process:
                 candidate.on_requests(changed.get(candidate.uuid, {}))
 
     def _on_computes(self, state: Entries) -> None:
-        """Pass presence keys to the offers (with `queues:`), and to computes whose own key changed or is missing."""
+        """Count the takers (with `queues:`), and pass presence keys to computes whose own changed or is missing."""
         if self.config.queues:
-            self._offers.on_computes(state)
+            self._queues.on_computes(state)
         before, self._presence_state = self._presence_state, state
         for compute in self._computes:
             key = keys.compute(compute.uuid)
             if state.get(key) is not before.get(key) or key not in state:
                 compute.on_computes(state)
+
+    def _on_queues(self, state: Entries) -> None:
+        if self._queues.on_queues(state):
+            for compute in self._computes:
+                compute.wake_taker('requests are queued')
 
     def _on_audits(self, state: Entries) -> None:
         for compute in self._computes:

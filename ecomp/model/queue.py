@@ -1,18 +1,11 @@
-"""The queues: what waits, and which compute takes which request next. Pure.
-
-Each request has its own order of the computes that take from queues, by rendezvous hashing: every compute calculates it
-locally, and one that starts or stops does not change the order of the others. The first few may take the request
-immediately, twice as many after WIDEN_SECONDS, and so on, so none waits long for dead, full or mistaken computes. The
-order is a hint, not a lock: two that see different presences may compete, and one taker key wins.
-"""
+"""The queues: what waits, and how long a compute waits before it takes a request. Pure."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import islice, pairwise
 from typing import NamedTuple
 
 from ecomp.model import keys
@@ -20,9 +13,8 @@ from ecomp.model.allocation import REQUIRED_CLASSES, Resources, list_missing_cla
 from ecomp.model.choose import FROM_QUEUE, PlacementReason
 from ecomp.model.explain import Provider, find_miss
 from ecomp.model.flavor import Flavor, parse_flavor
-from ecomp.model.group import Group
 from ecomp.model.image import check_image
-from ecomp.model.json_object import load_object, load_object_or_empty
+from ecomp.model.json_object import load_object
 from ecomp.model.order import ORDER_FIELDS, Holdings, InvalidRequest, Order, Request, check_request_size, parse_holdings
 from ecomp.model.parsers import NONEMPTY, TEXT, UUID, format_reason, parse_part, text
 from ecomp.model.query import parse_query
@@ -119,83 +111,29 @@ class QueueTaker(NamedTuple):
     compute: str | None = None
 
 
-INITIAL_TAKERS = 4
-# Seconds until twice as many may take it: the last of a thousand after 2 s, of ten thousand after 3 s.
-WIDEN_SECONDS = 0.25
-# A multiplier that mixes the bits of a score, and the mask of its 64 bits.
-HASH_MULTIPLIER = 0x9E3779B97F4A7C15
-HASH_MASK = 2**64 - 1
-
-
-@dataclass(frozen=True)
-class Takers:
-    """The living computes that take from queues: the hash of each, and all presences by key.
-
-    The number with room is cached for each amount, because every compute of a process needs it for each choice.
-    """
-
-    hashes: Mapping[str, int] = field(default_factory=dict)
-    values: Mapping[str, keys.StoredValue] = field(default_factory=dict, repr=False)
-    _room_counts: dict[tuple[tuple[str, int], ...], int] = field(default_factory=dict, repr=False, compare=False)
-
-    def count_with_room(self, resources: Resources) -> int:
-        """Return how many takers there are."""
-        amounts = tuple(sorted(resources.items()))
-        if amounts not in self._room_counts:
-            self._room_counts[amounts] = len(self.hashes)
-        return self._room_counts[amounts]
-
-
-def update_takers(state: Mapping[str, keys.StoredValue], previous: Takers) -> Takers:
-    """Return the takers below /computes/ (on a lease, `queues` true); only values that changed are parsed."""
-    points = dict(previous.hashes)
-    removed = previous.values.keys() - state.keys()
-    changed = [key for key, stored in state.items() if previous.values.get(key) is not stored]
-    for key in (*removed, *changed):
-        points.pop(keys.get_last_part(key), None)
-    for key in changed:
-        compute, data = keys.get_last_part(key), load_object_or_empty(state[key].value)
-        if data.get('queues') is True and state[key].lease:
-            points[compute] = previous.hashes.get(compute) or hash_uuid(compute)
-    return Takers(points, dict(state))
-
-
-def rank_takers(instance: str, takers: Takers) -> dict[str, int]:
-    """Return {compute: its rank, from 0, among the takers of this request}."""
-    uuid_hash = hash_uuid(instance)
-    scored = sorted(
-        (((uuid_hash ^ other) * HASH_MULTIPLIER & HASH_MASK), compute) for compute, other in takers.hashes.items()
-    )
-    return {compute: rank for rank, (*_, compute) in enumerate(scored)}
-
-
-def get_opening_seconds(rank: int) -> float:
-    """Return the seconds after which the compute of this rank may take a request: 0.0 for the first INITIAL_TAKERS."""
-    return WIDEN_SECONDS * (rank // INITIAL_TAKERS).bit_length()
-
-
-def count_allowed_takers(seconds: float, taker_count: int) -> int:
-    """Return how many takers, at least 1, may take a request first seen `seconds` ago; these must not be negative."""
-    doublings = min(int(seconds / WIDEN_SECONDS + 1e-6), 64)
-    return max(min(INITIAL_TAKERS << doublings, taker_count), 1)
-
-
-def hash_uuid(uuid: str) -> int:
-    """Return a 64-bit hash of a uuid."""
-    import hashlib  # imported here because it is slow to load, and eschedule does not need it
-
-    return int.from_bytes(hashlib.blake2b(uuid.encode(errors='surrogatepass'), digest_size=8).digest())
-
-
 # Seconds that a full compute waits before it takes a request; another waits the share of this that it has used.
 MAX_LOAD_DELAY_SECONDS = 0.2
-# Computes of equal load wait at random within JITTER_PER_COMPUTE_SECONDS times their number, from MIN_JITTER_SECONDS to
+# Computes wait at random within JITTER_PER_COMPUTE_SECONDS times their number, from MIN_JITTER_SECONDS to
 # MAX_JITTER_SECONDS: as long as etcd needs to notify every compute that another was faster, so that few compete.
 MIN_JITTER_SECONDS = 0.02
 JITTER_PER_COMPUTE_SECONDS = 0.002
 MAX_JITTER_SECONDS = 2.0
-# Requests at the front of a queue among which a compute chooses, at most.
-MAX_CHOICES = 64
+
+
+def get_max_jitter(compute_count: int) -> float:
+    """Return the most seconds of the random delay if so many living computes take from queues."""
+    return min(max(JITTER_PER_COMPUTE_SECONDS * compute_count, MIN_JITTER_SECONDS), MAX_JITTER_SECONDS)
+
+
+def choose_delay(provider: Provider, compute_count: int, rng: random.Random) -> float:
+    """Choose the seconds that a compute waits: longer the fuller its scarcest class, so that emptier ones go first."""
+    shares = [
+        inventory.used / inventory.capacity if inventory.capacity > 0 else 1.0
+        for name, inventory in provider.inventories.items()
+        if name in REQUIRED_CLASSES
+    ]
+    used_share = min(max(shares, default=1.0), 1.0)
+    return MAX_LOAD_DELAY_SECONDS * used_share + rng.uniform(0.0, get_max_jitter(compute_count))
 
 
 class WaitingEntry(NamedTuple):
@@ -205,10 +143,8 @@ class WaitingEntry(NamedTuple):
     entry: QueueEntry
 
 
-class InvalidEntry(NamedTuple):
-    """A key in the queues with a malformed request; no compute takes it."""
-
-    revision: int
+# A value below /queues/, and the request in it or the compute of a taker key; None if it is malformed.
+_Parsed = tuple[keys.StoredValue, WaitingEntry | str | None]
 
 
 @dataclass(frozen=True)
@@ -216,18 +152,16 @@ class Backlog:
     """The queues at one revision.
 
     `entries` are the requests that wait and are not being taken, by key, oldest first; `flavors` are theirs, by query.
-    `taken` has what each compute takes: {key: (revision of the taker key, request or None if it is gone or malformed)}.
-    `has_new`: an entry is new or released since the previous backlog. The other fields serve to make the next one.
+    `taken` has what each compute takes: {key of the request: revision of the taker key}. `names` are those of all
+    instances and flavors in the queues. `has_new`: an entry is new or released since the previous backlog.
     """
 
     entries: Mapping[str, WaitingEntry] = field(default_factory=dict)
     flavors: Mapping[str, Flavor] = field(default_factory=dict)
-    taken: Mapping[str, Mapping[str, tuple[int, WaitingEntry | None]]] = field(default_factory=dict)
+    taken: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    names: frozenset[str] = frozenset()
     has_new: bool = False
-    state: Mapping[str, keys.StoredValue] = field(default_factory=dict, repr=False)
-    parsed_entries: Mapping[str, WaitingEntry | InvalidEntry] = field(default_factory=dict, repr=False)
-    taker_keys: frozenset[str] = field(default=frozenset(), repr=False)
-    counts_by_query: Mapping[str, int] = field(default_factory=dict, repr=False)
+    parsed: Mapping[str, _Parsed] = field(default_factory=dict, repr=False)
 
 
 def update_backlog(state: Mapping[str, keys.StoredValue], previous: Backlog) -> Backlog:
@@ -235,133 +169,31 @@ def update_backlog(state: Mapping[str, keys.StoredValue], previous: Backlog) -> 
 
     Only changed keys are parsed: 10,000 queued requests cause 20,000 events on each compute, each with all keys.
     """
-    old_state = previous.state
-    changed = [
-        key
-        for key, entry in state.items()
-        if (old := old_state.get(key)) is not entry
-        and (old is None or keys.get_value_id(old) != keys.get_value_id(entry))
-    ]
-    added_count = sum(key not in old_state for key in changed)
-    removed = old_state.keys() - state.keys() if len(state) < len(old_state) + added_count else set()
-    parsed, takers = dict(previous.parsed_entries), set(previous.taker_keys - removed)
-    for key in removed:
-        parsed.pop(key, None)
-    for key in changed:
-        if keys.parse_queue_key(key) is not None:
-            waiting = parse_queue_entry(key, state[key].value)
-            revision = state[key].revision
-            parsed[key] = WaitingEntry(revision, waiting) if isinstance(waiting, QueueEntry) else InvalidEntry(revision)
-        elif key.endswith(keys.TAKER):
-            takers.add(key)
-    places, flavors, counts = dict(previous.entries), dict(previous.flavors), dict(previous.counts_by_query)
-    added = []
-    for key in {each.removesuffix(keys.TAKER) for each in (*changed, *removed)}:
-        old_place, value = places.get(key), parsed.get(key)
-        new_place = value if isinstance(value, WaitingEntry) and keys.taker(key) not in takers else None
-        if old_place is new_place:
-            continue
-        if old_place is not None:
-            query = places.pop(key).entry.flavor.query
-            counts[query] -= 1
-            if not counts[query]:
-                del counts[query], flavors[query]
-        if new_place is not None:
-            added.append(new_place)
-    for place in sorted(added, key=lambda each: each.revision):
-        flavor = place.entry.flavor
-        places[place.entry.key], flavors[flavor.query] = place, flavor
-        counts[flavor.query] = counts.get(flavor.query, 0) + 1
-    marks, has_more = _group_by_taker(state, takers, parsed), bool(added)
-    return Backlog(
-        _sort_by_revision(places, len(added)), flavors, marks, has_more, state, parsed, frozenset(takers), counts
-    )
+    parsed, taken = dict[str, _Parsed](), dict[str, dict[str, int]]()
+    for key, value in state.items():
+        stored, content = previous.parsed.get(key, (None, None))
+        if stored is None or (stored is not value and keys.get_value_id(stored) != keys.get_value_id(value)):
+            content = _parse_content(key, value)
+        parsed[key] = value, content
+        if isinstance(content, str):  # a malformed taker key, too, blocks its entry
+            taken.setdefault(content, {})[key.removesuffix(keys.TAKER)] = value.revision
+    places = [each for _, each in parsed.values() if isinstance(each, WaitingEntry)]
+    waiting = sorted((each for each in places if keys.taker(each.entry.key) not in parsed), key=lambda each: each[0])
+    entries = {each.entry.key: each for each in waiting}
+    names = frozenset(name for each in places for name in (each.entry.instance, each.entry.flavor.name))
+    flavors = {each.entry.flavor.query: each.entry.flavor for each in waiting}
+    has_new = any(previous.entries.get(key) != each for key, each in entries.items())
+    return Backlog(entries, flavors, taken, names, has_new, parsed)
 
 
-def _sort_by_revision(entries: dict[str, WaitingEntry], added: int) -> dict[str, WaitingEntry]:
-    """Return the entries sorted by revision; only the last `added` may be out of order, for released ones are older."""
-    tail = list(islice(reversed(entries.values()), added + 1))
-    if all(later.revision > earlier.revision for later, earlier in pairwise(tail)):
-        return entries
-    return dict(sorted(entries.items(), key=lambda item: item[1].revision))
-
-
-def _group_by_taker(
-    state: Mapping[str, keys.StoredValue],
-    taker_keys: Iterable[str],
-    parsed_entries: Mapping[str, WaitingEntry | InvalidEntry],
-) -> dict[str, dict[str, tuple[int, WaitingEntry | None]]]:
-    """Return `taken` of a Backlog, without malformed taker keys; these, too, block their entry."""
-    marks: dict[str, dict[str, tuple[int, WaitingEntry | None]]] = {}
-    for key in taker_keys:
-        queue_key = key.removesuffix(keys.TAKER)
-        entry, compute = parsed_entries.get(queue_key), decode_lenient(QueueTaker, state[key].value).compute
-        if compute is not None:
-            place = entry if isinstance(entry, WaitingEntry) else None
-            marks.setdefault(compute, {})[queue_key] = state[key].revision, place
-    return marks
+def _parse_content(key: str, stored: keys.StoredValue) -> WaitingEntry | str | None:
+    """Parse a queued request or a taker key; None if it is malformed."""
+    if keys.parse_queue_key(key) is not None:
+        entry = parse_queue_entry(key, stored.value)
+        return WaitingEntry(stored.revision, entry) if isinstance(entry, QueueEntry) else None
+    return decode_lenient(QueueTaker, stored.value).compute if key.endswith(keys.TAKER) else None
 
 
 def can_take(flavor: Flavor, provider: Provider) -> bool:
     """Return whether the provider is enabled and satisfies the flavor, by placement's rules."""
     return DISABLED not in provider.traits and not find_miss(parse_query(flavor.query), provider).failures
-
-
-def check_flavors(
-    flavors: Mapping[str, Flavor], provider: Provider, known_answers: Mapping[str, bool]
-) -> dict[str, bool]:
-    """Return {query: whether the provider can take it} of `flavors`, those that requests wait for.
-
-    Those in `known_answers`, of the same state of the provider, are not checked: there may be tens of thousands.
-    """
-    return {
-        query: known_answers[query] if query in known_answers else can_take(flavor, provider)
-        for query, flavor in flavors.items()
-    }
-
-
-def choose_next(
-    entries: Iterable[WaitingEntry],
-    allowed_queries: Mapping[str, bool],
-    excluded_instances: Container[str],
-    limit: int,
-    rng: random.Random,
-) -> WaitingEntry | None:
-    """Return a random one of the first `limit` entries allowed and not excluded, or None."""
-    eligible = (
-        place
-        for place in entries
-        if allowed_queries.get(place.entry.flavor.query) and place.entry.instance not in excluded_instances
-    )
-    first = list(islice(eligible, limit))
-    return rng.choice(first) if first else None
-
-
-def adjust_limit(limit: int, has_won: bool) -> int:
-    """Return the next `limit` of choose_next(): half after a win, else twice; 1 to MAX_CHOICES."""
-    return max(limit // 2, 1) if has_won else min(limit * 2, MAX_CHOICES)
-
-
-def choose_delay(provider: Provider, group: Group | None, compute_count: int, rng: random.Random) -> float:
-    """Return the seconds that this compute waits, so that computes with more room take first.
-
-    It grows with the used share of the scarcest class, by up to MAX_LOAD_DELAY_SECONDS, and by all of that constant if
-    `group` prefers other computes. The random part is from the used share of its maximum to that maximum, which grows
-    with `compute_count`.
-    """
-    shares = [
-        inventory.used / inventory.capacity if inventory.capacity > 0 else 1.0
-        for name, inventory in provider.inventories.items()
-        if name in REQUIRED_CLASSES
-    ]
-    used_share = min(max(shares, default=1.0), 1.0)
-    is_preferred = group is None or group.get_preference(provider.uuid) >= max(
-        [0, *map(group.get_preference, group.member_counts)]
-    )
-    group_delay = 0.0 if is_preferred else MAX_LOAD_DELAY_SECONDS
-    return (
-        group_delay
-        + MAX_LOAD_DELAY_SECONDS * used_share
-        + min(max(JITTER_PER_COMPUTE_SECONDS * compute_count, MIN_JITTER_SECONDS), MAX_JITTER_SECONDS)
-        * rng.uniform(used_share, 1.0)
-    )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ecomp.agent.instance.instances import ControlPlane
-from ecomp.agent.queue import Taker
+from ecomp.agent.queue import Queues, Taker
 from ecomp.model import keys
 from ecomp.model.flavor import Flavor
 from ecomp.model.queue import QueueEntry, WaitingEntry
@@ -64,7 +64,8 @@ def make_taker(
     now: Callable[[], str] = lambda: 'now',
 ) -> Taker:
     lease = cloud.store.grant(60)
-    return Taker(ControlPlane(compute, store or cloud.store, placement or cloud.placement, now), lambda: lease)
+    control = ControlPlane(compute, store or cloud.store, placement or cloud.placement, now)
+    return Taker(control, lambda: lease, Queues(), lambda: True, {}, set)
 
 
 def assert_taken(cloud: Cloud, compute: str, entry: QueueEntry) -> None:

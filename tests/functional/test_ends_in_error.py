@@ -22,7 +22,6 @@ from ecomp.agent.instance.instances import ControlPlane, Instances, query_aside
 from ecomp.agent.instance.records import Records
 from ecomp.agent.jobs import FailureLog
 from ecomp.agent.planner import Planner
-from ecomp.agent.queue import Taker
 from ecomp.errors import BuildFailed, EcompError, NoSpace, NotFound, Unreachable
 from ecomp.files import write_durably
 from ecomp.model import keys
@@ -40,6 +39,7 @@ from ecomp.store.client import Delete, Put
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional.cloud import SMALL, Cloud, interpose, make_uuid
 from tests.functional.guest import SAME_MAC_INSTANCES
+from tests.functional.queueing import make_taker
 from tests.functional.toy import NOW, ToyCompute, make_toy_compute
 from tests.kit.store_client import read_entry
 
@@ -198,7 +198,7 @@ def test_instance_refused_from_its_queue_during_republish_is_counted(
         entry = QueueEntry(flavor=Flavor('small', request.resources), **request.copy_fields())
         cloud.store.commit([], [*map(Delete, places), Put(entry.key, encode(entry))])
         (place,) = update_backlog(cloud.store.snapshot(keys.QUEUES).entries, Backlog()).entries.values()
-        other_taker = Taker(ControlPlane(make_uuid(), cloud.store, cloud.placement, lambda: NOW), lambda: 0)
+        other_taker = make_taker(cloud, make_uuid(), now=lambda: NOW)
 
         def refuse() -> None:
             # In a placement from before it was taken, the instance has no claim.

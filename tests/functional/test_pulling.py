@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from ecomp.agent import queue as pulling
 from ecomp.agent.instance.instances import ControlPlane
-from ecomp.agent.queue import Offers, Puller, Taker
+from ecomp.agent.queue import Queues, Taker
 from ecomp.errors import NoCapacity
 from ecomp.model import keys
 from ecomp.model.flavor import Flavor
 from ecomp.model.group import MAX_MEMBERS, Group, Membership
-from ecomp.model.queue import Backlog, QueueEntry, QueueTaker, WaitingEntry
+from ecomp.model.queue import QueueEntry, QueueTaker, WaitingEntry
 from ecomp.model.record import ERROR, Record, from_json
 from ecomp.model.stored import encode
 from ecomp.placement import allocations
 from ecomp.scheduler.changes.change import destroy
-from ecomp.store.client import Entry
 from tests.functional.cloud import IMAGE, SMALL, Cloud, make_uuid
 
 pytestmark = pytest.mark.fast
@@ -40,9 +37,8 @@ class QueueCompute:
         self.uuid = cloud.make_compute(**totals)
         lease = cloud.store.grant(60)
         control = ControlPlane(self.uuid, cloud.store, cloud.placement, lambda: '2026-11-21T09:00:00.000Z')
-        self.taker = Taker(control, lambda: lease)
-        self.offers = Offers(lambda _: None)
-        self.puller = Puller(self.taker, self.offers, lambda: True, None, 0, set)
+        self.queues = Queues()
+        self.taker = Taker(control, lambda: lease, self.queues, lambda: True, {}, set)
 
     def enqueue(self, project: str = 'p', group: Membership | None = None) -> str:
         """Queue one more instance, as any client may have written it, and return its uuid."""
@@ -59,27 +55,23 @@ class QueueCompute:
         return waiting.instance
 
     def get_place(self, instance: str) -> WaitingEntry:
-        assert self.offers.backlog is not None
-        return self.offers.backlog.entries[keys.queue(self.flavor.name, instance)]
+        assert self.queues.backlog is not None
+        return self.queues.backlog.entries[keys.queue(self.flavor.name, instance)]
 
     def read_changes(self) -> bool:
         """Process the current requests and queue entries, and return whether a step is due."""
-        has_changed = self.puller.on_hosts(self.cloud.store.snapshot(keys.request_prefix(self.uuid)).entries)
-        wake_ups: list[str] = []
-        self.offers.add(self.uuid, wake_ups.append)
-        self.offers.on_queues(self.cloud.store.snapshot(f'{keys.QUEUES}{self.flavor.name}/').entries)
-        return has_changed or bool(wake_ups)
+        has_changed = self.taker.on_hosts(self.cloud.store.snapshot(keys.request_prefix(self.uuid)).entries)
+        has_new = self.queues.on_queues(self.cloud.store.snapshot(f'{keys.QUEUES}{self.flavor.name}/').entries)
+        return has_new or has_changed
 
     def step(self) -> None:
-        """Take what fits, and give way to other computes only for a moment."""
-        wake = self.puller.step()
-        while self.puller._next_take:
-            threading.Event().wait(wake)
-            wake = self.puller.step()
+        """Take what fits."""
+        while self.taker.take_next():
+            pass
 
     def step_later(self) -> None:
         """Step as if all back-offs had elapsed."""
-        self.puller.deferrals.clear()
+        self.taker.deferrals.clear()
         self.read_changes()
         self.step()
 
@@ -106,7 +98,7 @@ def test_dead_attempt_s_claim_is_released_after_other_changes(cloud: Cloud, flav
     allocations.replace_allocations(cloud.placement, instance, {compute.uuid: SMALL}, 'u', 'p')
     other_request = keys.request(compute.uuid, make_uuid())
     cloud.etcd.put(other_request, '{}')
-    assert compute.puller.on_hosts(cloud.store.snapshot(keys.request_prefix(compute.uuid)).entries)
+    assert compute.taker.on_hosts(cloud.store.snapshot(keys.request_prefix(compute.uuid)).entries)
     compute.step()
     cloud.etcd.delete(other_request)
     compute.read_changes()
@@ -125,7 +117,7 @@ def test_dead_attempt_s_claim_is_released_after_another_taker(cloud: Cloud, flav
     assert compute.claimed_instances == {instance}, 'it is the other one to move'
     cloud.etcd.delete(mark)
     assert compute.read_changes()
-    compute.puller._next_room_read = 0.0  # a minute later
+    compute.taker._next_room_read = 0.0  # a minute later
     compute.step()
     assert (compute.taken_instances, compute.waiting_instances) == ({instance}, set())
 
@@ -169,14 +161,14 @@ def test_lost_provider_does_not_fail_the_request(cloud: Cloud, flavor: Flavor) -
     compute.read_changes()
     for path in ('/inventories', ''):
         cloud.server.call('DELETE', f'/resource_providers/{compute.uuid}{path}')
-    compute.puller._on_refusal(compute.get_place(instance), 'no such provider')
+    compute.taker._on_refusal(compute.get_place(instance), 'no such provider')
     compute.step_later()
     assert compute.waiting_instances == {instance}, 'it fits nowhere now'
     cloud.server.call('POST', '/resource_providers', {'uuid': compute.uuid, 'name': compute.uuid})
     room = {name: {'total': amount} for name, amount in COMPUTE_TOTALS.items()}
     inventories = {'resource_provider_generation': 0, 'inventories': room}
     cloud.server.call('PUT', f'/resource_providers/{compute.uuid}/inventories', inventories)
-    compute.puller._next_room_read = 0.0  # a minute later
+    compute.taker._next_room_read = 0.0  # a minute later
     compute.step_later()
     assert (compute.taken_instances, compute.waiting_instances) == ({instance}, set())
 
@@ -194,48 +186,10 @@ def test_flavor_without_room_is_retried_later(cloud: Cloud, flavor: Flavor, monk
 
     monkeypatch.setattr(Taker, 'take', take)
     compute.step()
-    compute.step_later()
-    assert compute.waiting_instances == {instance}, 'nothing has changed since'
-    # A minute later.
-    compute.puller._refusals = {query: (room, 0.0) for query, (room, _) in compute.puller._refusals.items()}
+    assert compute.waiting_instances == {instance}
+    assert compute.taker.deferrals.get_deferred(time.monotonic()).keys() == {instance, flavor.name}
     compute.step_later()
     assert compute.taken_instances == {instance}
-
-
-@pytest.mark.parametrize(('takers', 'among'), [(1, [1, 1, 1]), (3, [1, 2, 3]), (1000, [1, 2, 4])])
-def test_lost_races_widen_the_choice_until_the_queue_is_empty(
-    cloud: Cloud, flavor: Flavor, monkeypatch: pytest.MonkeyPatch, takers: int, among: list[int]
-) -> None:
-    """Check that losers of a race do not all try the same next request.
-
-    Otherwise a thousand computes would all wait for the oldest request, and choose again whenever one is taken.
-    """
-    compute = QueueCompute(cloud, flavor, VCPU=8, MEMORY_MB=1024, DISK_GB=10)
-    chosen: list[tuple[int, WaitingEntry]] = []
-    real = pulling.queue.choose_next
-
-    def next_of(places: Any, takes: Any, passed_over: Any, among: int, rng: Any) -> WaitingEntry | None:
-        choice: WaitingEntry | None = real(places, takes, passed_over, among, rng)
-        chosen.extend([(among, choice)] if choice is not None else [])
-        return choice
-
-    monkeypatch.setattr(pulling.queue, 'choose_next', next_of)
-    for _ in range(2):
-        for _ in range(3):
-            compute.enqueue()
-        # Requests that wait when a queue is first read are open to all computes.
-        compute.offers = compute.puller.offers = Offers(lambda _: None)
-        alive = (Entry(keys.compute(uuid), b'{"queues": true}', 1, 1) for uuid in (make_uuid() for _ in range(takers)))
-        compute.offers.on_computes({entry.key: entry for entry in alive})
-        compute.read_changes()
-        for _ in range(3):
-            assert compute.puller.step() < 3
-            assert compute.puller._next_take
-            cloud.etcd.delete(chosen[-1][1].entry.key)  # another compute takes it first
-            compute.read_changes()
-        compute.step()
-        assert compute.claimed_instances == set()
-    assert [candidate_count for candidate_count, _ in chosen] == among * 2
 
 
 # Groups
@@ -276,14 +230,14 @@ def test_blocked_groups_are_read_together_with_growing_pauses(
     for _ in range(5):
         read.clear()
         began = time.monotonic()
-        compute.puller.step()
-        assert len(read) == 2, read
-        deferred = compute.puller.deferrals.get_deferred(began)
-        assert deferred.keys() == set(instances)
-        pauses.append(min(deferred.values()) - began)
-        compute.puller.deferrals.clear()  # the pause has elapsed
-    for pause, longest in zip(pauses, (5, 10, 20, 30, 30), strict=True):
-        assert 0.8 * longest <= pause <= longest + 1
+        compute.step()
+        assert len(read) == 1, read
+        due_times = compute.taker.deferrals.get_deferred(began)
+        assert due_times.keys() == set(instances)
+        pauses.append(min(due_times.values()) - began)
+        deferred = compute.taker.deferrals
+        deferred._deferrals = {name: delay._replace(due=0.0) for name, delay in deferred._deferrals.items()}
+    assert pauses[4] > 4 * pauses[0]
     # A group whose member is gone admits its instance at the next step; the others keep waiting.
     cloud.etcd.delete(keys.group(groups[7]))
     compute.step_later()
@@ -346,10 +300,10 @@ def test_claim_of_a_running_guest_is_not_released(cloud: Cloud, flavor: Flavor) 
     instance = compute.enqueue()
     allocations.replace_allocations(cloud.placement, instance, {compute.uuid: SMALL}, 'u', 'p')
     compute.read_changes()
-    compute.puller.list_guests = lambda: {instance}
-    compute.puller._read_room(compute.offers.backlog or Backlog())
+    assert compute.queues.backlog is not None
+    compute.taker.list_guests = lambda: {instance}
+    compute.taker._read_room(compute.queues.backlog)
     assert cloud.server.read_allocations(instance) == {compute.uuid: SMALL}
-    compute.puller.list_guests = set
-    compute.puller._needs_cleanup = True
-    compute.puller._read_room(compute.offers.backlog or Backlog())
+    compute.taker.list_guests = set
+    compute.taker._read_room(compute.queues.backlog)
     assert cloud.server.read_allocations(instance) == {}

@@ -21,7 +21,7 @@ from ecomp.agent.instance.pool import InlineRunner
 from ecomp.agent.instance.records import republish
 from ecomp.agent.jobs import FailureLog
 from ecomp.agent.planner import Planner
-from ecomp.agent.queue import Offers, Puller, Taker
+from ecomp.agent.queue import Queues, Taker
 from ecomp.errors import EcompError
 from ecomp.model import keys
 from ecomp.model.guest import DEFAULT_NETWORKS, Address, Guest, GuestSpec
@@ -162,13 +162,13 @@ class Compute:
         self.instances = Instances(control, host, shape, memory)
         self.planner = Planner(self.instances, FailureLog())
         self.keeper = ClaimKeeper(self.uuid, self.store, self.placement, self.takes_from_queues)
-        taker = Taker(control, lambda: self.presence.lease)
-        self.offers = Offers(lambda _: None)
-        guests = self.hypervisor.list_guests
-        self.puller = Puller(taker, self.offers, lambda: not self.is_dead, None, self.first_seen, guests)
-        self.offers.start_revision = self.etcd.revision
-        self.puller._rng = random.Random(self.uuid)
-        self.memory, self.taker = memory, taker
+        self.queues = Queues()
+        self.queues.start_revision = self.etcd.revision
+        self.queues.first_seen_revision = self.first_seen
+        lease, may_take = lambda: self.presence.lease, lambda: not self.is_dead
+        self.taker = Taker(control, lease, self.queues, may_take, {}, self.hypervisor.list_guests)
+        self.taker._rng = random.Random(self.uuid)
+        self.memory = memory
         self.presence._publish()
         self.lease.join(self.presence)
         self.process = object()
@@ -207,37 +207,31 @@ class Compute:
         self.keeper.check_claims(self.hypervisor.list_guests(), self.world.read_clock())
 
     def read_requests(self) -> bool:
-        return self.puller.on_hosts(self.store.snapshot(keys.request_prefix(self.uuid)).entries)
+        return self.taker.on_hosts(self.store.snapshot(keys.request_prefix(self.uuid)).entries)
 
     def read_queues(self) -> bool:
-        before = self.offers.backlog
-        self.offers.on_queues(self.store.snapshot(keys.QUEUES).entries)
-        backlog = self.offers.backlog
-        assert backlog is not None
-        return before is None or backlog.has_new or self.uuid in backlog.taken
+        return self.queues.on_queues(self.store.snapshot(keys.QUEUES).entries)
 
     def read_presence(self) -> None:
         state = self.store.snapshot(keys.COMPUTES).entries
-        self.offers.on_computes(state)
+        self.queues.on_computes(state)
         self.presence.on_computes(state)
 
     @property
     def has_queued(self) -> bool:
-        return self.offers.backlog is not None and bool(self.offers.backlog.entries)
+        return self.queues.backlog is not None and bool(self.queues.backlog.entries)
 
     def pull(self) -> None:
-        """Take the requests that fit and are due, and wait briefly for others to become due."""
+        """Take the requests that fit and are due."""
         # The followed presence keys are always current here, so that following them needs no step of its own.
-        self.offers.on_computes(
+        self.queues.on_computes(
             {key: entry for key, entry in self.etcd.entries.items() if key.startswith(keys.COMPUTES)}
         )
         try:
-            wake = self.puller.step()
-            while self.puller._next_take and not self.is_dead:
-                self.world.sleep(wake)
-                wake = self.puller.step()
+            while self.taker.take_next():
+                pass
         except EcompError:
-            self.puller.reset()
+            self.taker.reset()
             raise
 
     def take_and_build(self, times: int = 1) -> None:

@@ -163,7 +163,7 @@ CLAIM = {
         'ecomp.agent.queue:Taker._claim', replace_assignment('above', 'lambda: 0'), 'late_release_by_taker'
     ),
     'a taker does not note what it releases': make_bug(
-        'ecomp.agent.queue:Taker.release_claim', drop_argument('release', 'note_released'), 'late_release_by_taker'
+        'ecomp.agent.queue:Taker.release_claim', drop_argument('release', 'note'), 'late_release_by_taker'
     ),
     'an empty consumer is a conflict': make_bug(
         'ecomp.placement.allocations:claim', never('ConsumerConflict', 'current', 'generations'), 'orphan_consumer'
@@ -195,7 +195,7 @@ CLAIM = {
         'ecomp.agent.host.claims:find_orphans', drop_operand('requested'), 'claim_of_a_removed_request'
     ),
     'the claim of a dead attempt is not released before a look': make_bug(
-        'ecomp.agent.queue:Puller._read_room', never('_needs_cleanup'), 'restarted_taker'
+        'ecomp.agent.queue:Taker._read_room', replace_call('_release_dead_claims', '()'), 'restarted_taker'
     ),
     'a drain does not wait for attempts that are not announced': make_bug(
         'ecomp.scheduler.operations.decommission:wait_until_drained', drop_operand('all_announced'), 'drain_and_create'
@@ -214,11 +214,9 @@ DELIVERY = {
     'a queued request does not compare its attempt': make_bug(
         'ecomp.scheduler.placing.enqueue:_commit', drop_operand('attempt_revision'), 'queued_and_direct'
     ),
-    'a mark is on no lease': make_bug(
-        'ecomp.agent.queue:Taker._put_taker_key', drop_argument('Put', 'lease'), 'dead_taker'
-    ),
+    'a mark is on no lease': make_bug('ecomp.agent.queue:Taker.take', drop_argument('Put', 'get_lease'), 'dead_taker'),
     'a refusal of placement is put down to its flavor': make_bug(
-        'ecomp.agent.queue:Puller._take',
+        'ecomp.agent.queue:Taker._try',
         replace_handler('NoCapacity', '(NoCapacity, PlacementRefusal)'),
         'refused_by_placement',
     ),

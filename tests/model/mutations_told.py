@@ -57,10 +57,12 @@ REPORTED = {
         'ecomp.scheduler.placing.create:_Creation.claim', never('MAX_OFFER_AGE_SECONDS'), 'drain_and_slow_create'
     ),
     'a taker does not read its traits before it takes': make_bug(
-        'ecomp.agent.queue:Puller._is_enabled', return_constant(True), 'drain_beside_a_frozen_taker'
+        'ecomp.agent.queue:Taker._try', replace_assignment('traits', 'self._room.traits'), 'drain_beside_a_frozen_taker'
     ),
-    'a refusal of placement lasts for ever': make_bug(
-        'ecomp.agent.queue:Puller.step', drop_statement('_refusals'), 'refused_and_room_freed'
+    'a compute that was full stays so for ever': make_bug(
+        'ecomp.agent.queue:Taker.take_next',
+        combine(never('_is_room_stale'), never('get_due_time')),
+        'refused_and_room_freed',
     ),
     # Computes that are forgotten, come back, or are new
     'forget does not ask whether the compute has come back': make_bug(
@@ -105,7 +107,7 @@ REPORTED = {
         'resumed_as_it_is_published',
     ),
     'a taker does not ask whether a silent compute may run it': make_bug(
-        'ecomp.agent.queue:Puller._may_run_elsewhere', return_constant(False), 'new_compute_after_restoring_both'
+        'ecomp.agent.queue:Taker._may_run_elsewhere', return_constant(False), 'new_compute_after_restoring_both'
     ),
     'any key on a lease proves that its compute lives': make_bug(
         'ecomp.model.host:list_unproven', replace_assignment('alive', _ON_A_LEASE), 'new_compute_beside_a_restored_key'
@@ -121,13 +123,15 @@ REPORTED = {
         'forgotten_after_a_restore',
     ),
     'a taker releases the claim of an instance that has a domain here': make_bug(
-        'ecomp.agent.queue:Puller._read_room', never('instance', 'here'), 'state_directory_lost_after_a_restore'
+        'ecomp.agent.queue:Taker._release_dead_claims',
+        drop_operand('guests'),
+        'state_directory_lost_after_a_restore',
     ),
     'a request is ended in error although another compute holds a claim for it': make_bug(
         'ecomp.agent.queue:Taker.refuse', never('read_consumer'), 'refused_after_a_restore'
     ),
     'a request is left alone for ever once another compute held a claim for it': make_bug(
-        'ecomp.agent.queue:Puller._is_held_elsewhere', drop_statement('discard'), 'forget_and_taker'
+        'ecomp.agent.queue:Taker._is_held_elsewhere', drop_statement('discard'), 'forget_and_taker'
     ),
     # Claims that are checked a second time
     'the keeper does not look again before it releases': make_bug(
@@ -173,7 +177,7 @@ PAIRED = {
         *('taker_key_removed', 'two_takers'),
     ),
     "a taker neither leaves alone what may run elsewhere nor another compute's claim": make_pair(
-        make_bug('ecomp.agent.queue:Puller._may_run_elsewhere', return_constant(False)),
+        make_bug('ecomp.agent.queue:Taker._may_run_elsewhere', return_constant(False)),
         make_bug('ecomp.placement.allocations:claim', never('elsewhere')),
         *('new_compute_after_a_restore', 'new_compute_beside_a_living_one'),
     ),

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from functools import partial
 
 from ecomp.model import keys
-from ecomp.model.queue import INITIAL_TAKERS, WIDEN_SECONDS, Takers, hash_uuid, rank_takers
-from ecomp.store.client import Delete, Put
+from ecomp.store.client import Delete
 from tests.model.acting import SINGLE_FAULT, Bounds
-from tests.model.cloud import ANTI_AFFINITY, A, B, C, Cloud, U, V, make_numbered_uuid
-from tests.model.compute import Compute
+from tests.model.cloud import ANTI_AFFINITY, A, B, C, Cloud, U, V
 from tests.model.etcd import ModelStore
 from tests.model.explorer import Check, make_scenarios
 
@@ -174,91 +172,21 @@ def flavor_removed(cloud: Cloud) -> None:
     cloud.add_actor('flavor unset, and set', remove, mortal=False)
 
 
-def _add_stale_computes(
-    cloud: Cloud, instance: str, number: int, before: Sequence[str], after: Sequence[str] = ()
-) -> Callable[[], None]:
-    """Add dead computes that still have a presence key; return what ends their lease.
-
-    In the request's order of computes all `number` of them come before all of `before` and after all of `after`.
-    """
-    stale: list[str] = []
-    for compute in map(make_numbered_uuid, range(1000, 9000)):
-        takers = Takers({name: hash_uuid(name) for name in (compute, *before, *after)})
-        position = rank_takers(instance, {}, takers)
-        if all(position[other] < position[compute] for other in after) and all(
-            position[compute] < position[other] for other in before
-        ):
-            stale.append(compute)
-        if len(stale) == number:
-            break
-    assert len(stale) == number
-    lease = cloud.store.grant(60)
-    cloud.world.names |= {compute: f'D{which}' for which, compute in enumerate(stale)}
-    cloud.store.commit([], [Put(keys.compute(compute), '{"queues": true}', lease) for compute in stale])
-    for host in cloud.computes.values():  # before anything is queued, so that computes are offered it in their order
-        host.read_presence()
-        host.read_queues()
-    return lambda: cloud.etcd.end_lease(lease)
-
-
-def _make_taking(host: Compute, times: int = 3) -> Callable[[], None]:
-    """Return the work of reading the queues and taking what is due, from circle to circle."""
-    return host.repeat(times, host.read_presence, host.read_queues, host.pull, lambda: host.world.sleep(WIDEN_SECONDS))
-
-
-def first_circle_dead(cloud: Cloud) -> Check:
-    """All computes of the first circle are dead: the next one takes the request a moment later."""
-    host = cloud.add_host(A)
-    end_lease = _add_stale_computes(cloud, U, INITIAL_TAKERS, [A])
-    cloud.enqueue_request(U)
-    cloud.add_actor('A, taking', _make_taking(host), mortal=False)
-
-    def check() -> list[str]:
-        end_lease()
-        is_untaken = keys.request(A, U) not in cloud.etcd.entries
-        return ['it was not taken although the second circle had come'] if is_untaken else []
-
-    return check
-
-
-def two_circles(cloud: Cloud) -> Check:
-    """One compute is offered a request first, another a moment later; either may die or freeze."""
-    hosts = {compute: cloud.add_host(compute) for compute in (A, B)}
-    first, second = sorted(
-        hosts, key=lambda each: rank_takers(U, {}, Takers({name: hash_uuid(name) for name in hosts}))[each]
-    )
-    end_lease = _add_stale_computes(cloud, U, INITIAL_TAKERS - 1, [second], [first])
+def two_pullers(cloud: Cloud) -> None:
+    """Two computes choose one request and take it; either may die or freeze."""
     cloud.may_freeze_computes = True
+    hosts = {compute: cloud.add_host(compute) for compute in (A, B)}
     cloud.enqueue_request(U)
     for compute, host in hosts.items():
-        cloud.add_compute_actor(compute, 'taking', _make_taking(host))
-
-    def check() -> list[str]:
-        end_lease()
-        return []
-
-    return check
+        cloud.add_compute_actor(compute, 'taking', host.repeat(2, host.read_queues, host.pull))
 
 
-def first_taker_dead(cloud: Cloud) -> Check:
-    """The first taker dies for good as it takes the request; the next one still takes it."""
-    hosts = {compute: cloud.add_host(compute) for compute in (A, B)}
-    first, second = sorted(
-        hosts, key=lambda each: rank_takers(U, {}, Takers({name: hash_uuid(name) for name in hosts}))[each]
-    )
-    end_lease = _add_stale_computes(cloud, U, INITIAL_TAKERS - 1, [second], [first])
-    place = cloud.enqueue_request(U)
-    taker = cloud.add_take(first, place)
-    cloud.add_actor('the other, taking', _make_taking(hosts[second], 2), mortal=False)
-
-    def check() -> list[str]:
-        end_lease()
-        host = cloud.computes[first]
-        host.is_dead = taker.dead
-        if taker.dead:
-            cloud.etcd.end_lease(host.presence.lease)
-        return []
-
+def dead_taker_beside_another(cloud: Cloud) -> Check:
+    """A taker dies for good as it takes the request; another one still takes it."""
+    check = dead_taker(cloud)
+    host = cloud.computes[B]
+    wait = partial(cloud.world.sleep, 1.0)
+    cloud.add_actor('B, taking', host.repeat(2, host.read_queues, host.pull, wait), mortal=False)
     return check
 
 
@@ -272,10 +200,9 @@ SCENARIOS = [
     *make_scenarios(Bounds(1, 2, halves=1, kills=1), queue_orphan_consumer),
     *make_scenarios(Bounds(2, 0), restarted_taker, anti_affinity_and_cancelled),
     *make_scenarios(Bounds(2, 2, expiries=1, answers=1), frozen_taker),
-    *make_scenarios(Bounds(1, 1, kills=1), dead_taker, first_taker_dead),
+    *make_scenarios(Bounds(1, 1, kills=1), dead_taker, dead_taker_beside_another),
     *make_scenarios(Bounds(2, 1, late=1), late_move),
     *make_scenarios(Bounds(2, 1, requests=1), late_release_by_taker),
     *make_scenarios(Bounds(1, 2, requests=2), three_takers),
-    *make_scenarios(Bounds(0, 2), first_circle_dead),
-    *make_scenarios(Bounds(2, 1, kills=1, expiries=1), two_circles),
+    *make_scenarios(Bounds(2, 1, kills=1, expiries=1), two_pullers),
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ecomp.model import keys
 from ecomp.model.group import Group
 from ecomp.model.queue import WaitingEntry
@@ -78,14 +80,14 @@ def drain_beside_a_frozen_taker(cloud: Cloud) -> None:
     cloud.has_ample_room = False
     cloud.enqueue_request(U)
     drain = add_drain(cloud, A)
-    begin = host.offers.begin_take
+    take = host.taker.take
 
-    def begin_late(place: WaitingEntry) -> bool:
+    def take_late(place: WaitingEntry, still_fits: Callable[[], bool] = lambda: True) -> bool:
         if drain.is_active:
             cloud.world.wait('the drain to end', lambda: not drain.is_active)
-        return begin(place)
+        return take(place, still_fits)
 
-    host.offers.begin_take = begin_late  # type: ignore[method-assign]
+    host.taker.take = take_late  # type: ignore[method-assign]
     cloud.add_compute_actor(A, 'taking', host.take_and_build)
 
 

@@ -260,13 +260,6 @@ ROWS = (
         '',
         ('tests/functional/test_image_cache.py::test_least_recently_used_image_is_evicted',),
     ),
-    Row(
-        'a request that a compute gave up is offered to no other',
-        'ecomp/agent/queue.py',
-        '            self._given_up.add(place.entry.key)\n',
-        '',
-        ('tests/unit/test_queue.py::test_request_given_up_wakes_all_open_computes',),
-    ),
     # eschedule
     Row(
         'a host name of two computes means one of them',
@@ -408,7 +401,7 @@ ROWS = (
     Row(
         "a compute does not read others' acceptance of an etcd",
         'ecomp/agent/process.py',
-        '(keys.ACCEPTED, self._offers.on_accepted), ',
+        '(keys.ACCEPTED, self._queues.on_accepted), ',
         '',
         ('tests/faults/test_restored.py::test_acceptance_by_one_compute_counts_for_one_that_was_off',),
     ),

@@ -17,7 +17,7 @@ from ecomp.errors import EcompError, Unreadable
 from ecomp.model import keys, stack
 from ecomp.model.flavor import parse_flavor
 from ecomp.model.order import MAX_REQUEST_BYTES, InvalidRequest, parse_request
-from ecomp.model.queue import Backlog, InvalidEntry, QueueEntry, WaitingEntry, update_backlog
+from ecomp.model.queue import Backlog, QueueEntry, WaitingEntry, update_backlog
 from ecomp.model.stored import decode, encode, nested
 from ecomp.scheduler.queries.stacks import load_stack
 from ecomp.store import connection as paging
@@ -276,9 +276,8 @@ def test_dropped_queued_request_is_read_once_there_is_room() -> None:
     waiting = QueueEntry(INSTANCE, flavor, image=IMAGE, user_id='u', project_id='p')
     complete = Entry(waiting.key, encode(waiting).encode(), 5)
     first = update_backlog({waiting.key: Entry(waiting.key, b'', 5, dropped=len(complete.value))}, Backlog())
-    assert first.parsed_entries == {waiting.key: InvalidEntry(5)}
-    second = update_backlog({waiting.key: complete}, first)
-    assert second.parsed_entries == second.entries == {waiting.key: WaitingEntry(5, waiting)}
+    assert first.entries == {}
+    assert update_backlog({waiting.key: complete}, first).entries == {waiting.key: WaitingEntry(5, waiting)}
 
 
 def test_compute_works_despite_large_and_junk_requests(cluster: Control) -> None:

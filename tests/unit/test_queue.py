@@ -1,4 +1,4 @@
-"""Queued requests: format, order, hints of free room, and which computes are woken and may take one when."""
+"""Queued requests: format, order, how long a compute waits for one, and hints of free room."""
 
 from __future__ import annotations
 
@@ -6,50 +6,41 @@ import json
 import math
 import random
 import time
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.agent.queue import Offers
-from ecomp.model import keys, queue
+from ecomp.agent.instance.instances import ControlPlane
+from ecomp.agent.jobs import FailureLog, ScheduledJob, Threads
+from ecomp.agent.queue import Queues, TakeLoop, Taker
+from ecomp.model import keys
 from ecomp.model.allocation import Inventory
 from ecomp.model.choose import PlacementReason
 from ecomp.model.explain import Provider
 from ecomp.model.flavor import Flavor
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group, Membership
+from ecomp.model.host import ClassHint, PresenceFacts, estimate_free_share, make_room_hint, parse_room_hint
+from ecomp.model.host import has_room as fits_there
 from ecomp.model.order import MAX_REQUEST_BYTES, Holdings, InvalidRequest, parse_request
 from ecomp.model.queue import (
-    INITIAL_TAKERS,
-    MAX_JITTER_SECONDS,
     MAX_LOAD_DELAY_SECONDS,
     MIN_JITTER_SECONDS,
-    WIDEN_SECONDS,
     Backlog,
     QueueEntry,
     QueueTaker,
-    Takers,
     WaitingEntry,
-    adjust_limit,
-    can_take,
-    check_flavors,
     choose_delay,
-    choose_next,
-    count_allowed_takers,
-    get_opening_seconds,
     make_queued_record,
     parse_queue_entry,
-    rank_takers,
     update_backlog,
-    update_takers,
 )
 from ecomp.model.record import QUEUED
 from ecomp.model.status import DISABLED
-from ecomp.model.stored import encode
+from ecomp.model.stored import decode_lenient, encode
 from ecomp.store.client import Entry
 
 # Queued requests, as they are written and read.
@@ -167,7 +158,8 @@ def test_backlog_is_in_order_and_lists_takers() -> None:
     backlog = update_backlog(make_entries(waiting, f2=COMPUTE), Backlog())
     assert list(backlog.entries.items()) == [(place.entry.key, place) for place in (one, three)]
     assert backlog.flavors == {SMALL.query: SMALL}
-    assert backlog.taken == {COMPUTE: {two.entry.key: (1002, two)}}
+    assert backlog.taken == {COMPUTE: {two.entry.key: 1002}}
+    assert backlog.names == {*(place.entry.instance for place in waiting), 'small', 'large'}
     assert backlog.has_new
 
 
@@ -207,11 +199,7 @@ def test_updated_backlog_equals_a_rebuilt_one(steps: list[list[tuple[str, int]]]
         before, backlog = backlog, update_backlog(dict(entries), backlog)
         rebuilt = update_backlog(dict(entries), Backlog())
         assert list(backlog.entries.items()) == list(rebuilt.entries.items())
-        assert (backlog.flavors, backlog.taken, backlog.counts_by_query) == (
-            rebuilt.flavors,
-            rebuilt.taken,
-            rebuilt.counts_by_query,
-        )
+        assert (backlog.flavors, backlog.taken, backlog.names) == (rebuilt.flavors, rebuilt.taken, rebuilt.names)
         assert backlog.has_new == any(before.entries.get(key) is not place for key, place in backlog.entries.items())
 
 
@@ -249,7 +237,7 @@ def test_malformed_entries_do_not_block_others() -> None:
     }
     backlog = update_backlog(entries, Backlog())
     assert list(backlog.entries.values()) == [good]
-    assert backlog.taken == {COMPUTE: {f'/queues/small/{INSTANCE}': (3, None)}}
+    assert backlog.taken == {COMPUTE: {f'/queues/small/{INSTANCE}': 3}}
     for rubbish in (b'', b'[]', b'{"compute": ["x"]}', b'{"compute": null}'):
         marked = update_backlog({**entries, key: Entry(key, rubbish, 5)}, backlog)
         assert (marked.entries, set(marked.taken)) == ({}, {COMPUTE}), 'whoever it is: somebody is at it'
@@ -265,8 +253,12 @@ def make_places(*flavors: Flavor) -> list[WaitingEntry]:
     ]
 
 
-def collect_flavors(waiting: Iterable[WaitingEntry]) -> dict[str, Flavor]:
-    return {place.entry.flavor.query: place.entry.flavor for place in waiting}
+def make_taker(room: Provider) -> Taker:
+    """Return a taker that knows this room, without backends."""
+    control = ControlPlane(COMPUTE, cast(Any, None), cast(Any, None), lambda: 'now')
+    taker = Taker(control, lambda: 1, Queues(), lambda: True, {}, set)
+    taker._room = room
+    return taker
 
 
 LARGE = Flavor('large', {**SIZE, 'VCPU': 3})
@@ -275,7 +267,7 @@ SLOW = Flavor('slow', SIZE, (), ('CUSTOM_FAST',))
 
 
 @pytest.mark.parametrize(
-    ('taker', 'revision'),
+    ('room', 'revision'),
     [
         (make_provider(), 2),
         (make_provider(used=1), 2),
@@ -288,67 +280,62 @@ SLOW = Flavor('slow', SIZE, (), ('CUSTOM_FAST',))
         (Provider(COMPUTE), None),
     ],
 )
-def test_oldest_fitting_request_is_taken(taker: Provider, revision: int | None) -> None:
+def test_oldest_fitting_request_is_taken(room: Provider, revision: int | None) -> None:
     waiting = make_places(FAST, LARGE, SMALL, SLOW)
-    takes = check_flavors(collect_flavors(waiting), taker, {})
-    place = find_first(waiting, takes)
+    place = make_taker(room)._choose(update_backlog(make_entries(waiting), Backlog()))
     assert (place.revision if place else None) == revision
-    assert takes == {flavor.query: can_take(flavor, taker) for flavor in (FAST, LARGE, SMALL, SLOW)}
-    assert check_flavors(collect_flavors(waiting[:1]), taker, {FAST.query: True, LARGE.query: True}) == {
-        FAST.query: True
-    }
 
 
-def test_skipped_and_unfit_requests_are_not_taken() -> None:
+def test_deferred_requests_and_flavors_are_not_taken() -> None:
     waiting = make_places(SMALL, SMALL, LARGE)
-    takes = check_flavors(collect_flavors(waiting), make_provider(), {})
-    assert find_first(waiting, takes, [waiting[0].entry.instance]) == waiting[1]
-    assert find_first(waiting, takes | {SMALL.query: False}) == waiting[2]
-    assert find_first(waiting, takes, [place.entry.instance for place in waiting]) is None
-    assert find_first([], {}) is None
+    backlog, taker = update_backlog(make_entries(waiting), Backlog()), make_taker(make_provider())
+    for deferred, place in zip((waiting[0].entry.instance, 'small', 'large'), (*waiting[1:], None), strict=True):
+        taker.deferrals.defer(deferred)
+        assert taker._choose(backlog) == place
 
 
-def test_lost_races_widen_the_window() -> None:
-    waiting, rng = make_places(SMALL, LARGE, *[SMALL] * 200), random.Random(2026)
-    takes = check_flavors(collect_flavors(waiting), make_provider(), {}) | {LARGE.query: False}
-    window, windows = 1, []
-    for _ in range(10):
-        picked = [choose_next(waiting, takes, (), window, rng) for _ in range(2000)]
-        revisions = {place.revision for place in picked if place}
-        assert revisions == {1, *range(3, window + 2)}  # all of the first ones that fit, and no others
-        windows.append(window)
-        window = adjust_limit(window, False)
-    assert windows == [1, 2, 4, 8, 16, 32, 64, 64, 64, 64]
-    for _ in range(6):
-        assert window > 1
-        window = adjust_limit(window, True)
-    assert adjust_limit(window, True) == window == 1
+def test_compute_that_cannot_take_is_not_due_before_its_room_is_read_again() -> None:
+    taker = make_taker(make_provider(used=4))
+    assert taker.get_due_time() == math.inf
+    taker.queues.on_queues({})
+    assert not taker.take_next()
+    assert taker.get_due_time() == math.inf
+    taker._next_room_read = 10.0**9
+    taker.queues.on_queues(make_entries(make_places(SMALL)))
+    assert not taker.take_next()
+    assert taker.get_due_time() == 10.0**9
+    taker.may_take = lambda: False
+    assert taker.get_due_time() == math.inf
 
 
-def find_first(
-    waiting: list[WaitingEntry], takes: dict[str, bool], passed_over: Sequence[str] = ()
-) -> WaitingEntry | None:
-    return choose_next(waiting, takes, passed_over, 1, random.Random())
+def test_woken_compute_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments: list[float] = []
+    monkeypatch.setattr(ScheduledJob, 'schedule', lambda _, moment: moments.append(moment))
+    loop, began = TakeLoop(make_taker(make_provider(used=4)), FailureLog(), Threads(1, 1)), time.monotonic()
+    for _ in range(3):
+        loop.wake_up('requests are queued')
+    (moment,) = moments
+    assert moment >= began + MAX_LOAD_DELAY_SECONDS
 
 
 def test_patience_grows_with_the_load() -> None:
     rng = random.Random(1)
-    waits = [choose_delay(make_provider(used=used), None, 1, rng) for used in range(5)]
+    waits = [choose_delay(make_provider(used=used), 1, rng) for used in range(5)]
     assert waits == sorted(waits)
     assert 0 <= waits[0] <= MIN_JITTER_SECONDS
     assert MAX_LOAD_DELAY_SECONDS <= waits[4] <= MAX_LOAD_DELAY_SECONDS + MIN_JITTER_SECONDS
     # The scarcest class counts, a class that no guest needs does not, and more than full counts as full.
-    assert choose_delay(make_provider(used=3, MEMORY_MB=384), None, 1, rng) >= MAX_LOAD_DELAY_SECONDS
-    assert choose_delay(make_provider(used=9), None, 1, rng) <= MAX_LOAD_DELAY_SECONDS + MIN_JITTER_SECONDS
+    assert choose_delay(make_provider(used=3, MEMORY_MB=384), 1, rng) >= MAX_LOAD_DELAY_SECONDS
+    assert choose_delay(make_provider(used=9), 1, rng) <= MAX_LOAD_DELAY_SECONDS + MIN_JITTER_SECONDS
     spare = make_provider(CUSTOM_X=0)
-    assert choose_delay(spare, None, 1, rng) <= MIN_JITTER_SECONDS
+    assert choose_delay(spare, 1, rng) <= MIN_JITTER_SECONDS
 
 
 @pytest.mark.parametrize('computes', [1, 30, 300])
 def test_few_of_many_equal_computes_try_concurrently(computes: int) -> None:
     rng, concurrent, shortest = random.Random(2026), [], []
     for _ in range(100):
-        waits = sorted(choose_delay(make_provider(), None, computes, rng) for _ in range(computes))
+        waits = sorted(choose_delay(make_provider(), computes, rng) for _ in range(computes))
         concurrent.append(sum(wait <= waits[0] + 0.01 for wait in waits))  # before they learn that it is taken
         shortest.append(waits[0])
     assert sum(concurrent) / len(concurrent) <= 8
@@ -357,246 +344,88 @@ def test_few_of_many_equal_computes_try_concurrently(computes: int) -> None:
 
 def test_idlest_of_many_computes_is_first() -> None:
     rng = random.Random(1)
-    half = [choose_delay(make_provider(used=2), None, 1000, rng) for _ in range(1000)]
-    assert min(half) >= MAX_LOAD_DELAY_SECONDS / 2 + MAX_JITTER_SECONDS / 2
-    assert {choose_delay(make_provider(used=4), None, 10_000, rng) for _ in range(10)} == {
-        MAX_LOAD_DELAY_SECONDS + MAX_JITTER_SECONDS
-    }
+    idle, half = ([choose_delay(make_provider(used=used), 1000, rng) for _ in range(500)] for used in (0, 2))
+    assert min(idle) < 0.05 < min(half)
+    assert min(half) >= MAX_LOAD_DELAY_SECONDS / 2
 
 
-def test_compute_preferred_by_a_soft_group_is_first() -> None:
-    rng = random.Random(1)
+def test_compute_leaves_time_to_those_that_a_soft_group_prefers() -> None:
     here, elsewhere = {INSTANCE: COMPUTE}, {INSTANCE: 'b8756be5-0000-4000-8000-000000000000'}
     for policy, first, later in ((AFFINITY, here, elsewhere), (ANTI_AFFINITY, elsewhere, here)):
-        assert choose_delay(make_provider(), Group('web', policy, False, first), 1, rng) <= MIN_JITTER_SECONDS
-        assert choose_delay(make_provider(), Group('web', policy, False, later), 1, rng) >= MAX_LOAD_DELAY_SECONDS
-        assert choose_delay(make_provider(), Group('web', policy, False), 1, rng) <= MIN_JITTER_SECONDS
+        taker = make_taker(make_provider())
+        assert not taker._yields(INSTANCE, Group('web', policy, False, first))
+        assert not taker._yields(INSTANCE, Group('web', policy, False))
+        assert [taker._yields(INSTANCE, Group('web', policy, False, later)) for _ in range(2)] == [True, False]
+        assert taker.deferrals.get_due_time(INSTANCE) > time.monotonic() + MAX_LOAD_DELAY_SECONDS / 2
 
 
-# Computes that may take a queued request immediately, and those that may later.
+def test_living_computes_that_take_are_counted() -> None:
+    taking = b'{"queues": true}'
+    values = {'a': (taking, 1), 'b': (b'{"queues": false}', 1), 'c': (b'{}', 1), 'd': (b'7', 1), 'e': (b'not JSON', 1)}
+    values['f'] = (taking, 0)  # without a lease it is not alive
+    state = {
+        keys.compute(name): Entry(keys.compute(name), value, 7, lease=lease) for name, (value, lease) in values.items()
+    }
+    queues = Queues()
+    queues.on_computes(state)
+    assert queues.taker_count == 1
+    changed = {keys.compute(name): Entry(keys.compute(name), taking, 8, lease=1) for name in 'bg'}
+    queues.on_computes({**state, **changed})
+    assert queues.taker_count == 3
+    queues.on_computes(changed)
+    assert queues.taker_count == 2
 
 
-ONE = {'VCPU': 1, 'MEMORY_MB': 64}
+# A compute's hint of its free room, and its use.
 
 
-def name_computes(number: int) -> list[str]:
-    return [f'c{index}' for index in range(number)]
+INVENTORY = {
+    'VCPU': {'total': 4, 'reserved': 1, 'allocation_ratio': 2.0},
+    'MEMORY_MB': {'total': 8000, 'reserved': 0},
+    'DISK_GB': {'total': 3, 'reserved': 3},
+}
 
 
-def make_compute_entries(**texts: object) -> dict[str, Entry]:
-    values = {keys.compute(name): json.dumps(text).encode() for name, text in texts.items()}
-    return {key: Entry(key, value, 7, 1) for key, value in values.items()}
+def test_room_hint_is_capacity_less_allocations() -> None:
+    assert make_room_hint(INVENTORY, []) == {'DISK_GB': [0, 0], 'MEMORY_MB': [8000, 100], 'VCPU': [6, 100]}
+    allocated = [{'VCPU': 1, 'MEMORY_MB': 1}, {'VCPU': 2, 'MEMORY_MB': 7998}]
+    assert make_room_hint(INVENTORY, allocated) == {'DISK_GB': [0, 0], 'MEMORY_MB': [8000, 1], 'VCPU': [6, 50]}
+    assert make_room_hint(INVENTORY, [{'VCPU': 9, 'VGPU': 1}])['VCPU'] == [6, -50]
 
 
-def make_takers(*names: str) -> Takers:
-    return update_takers(make_compute_entries(**{name: {'queues': True} for name in names}), Takers())
+@pytest.mark.parametrize(('name', 'capacity'), [('DISK_GB', 0), ('MEMORY_MB', 8000)])
+def test_any_overcommitment_is_a_negative_hint(name: str, capacity: int) -> None:
+    for more in (1, 11, 10**12):
+        hint = parse_room_hint(make_room_hint(INVENTORY, [{name: capacity + more}]))
+        assert hint is not None
+        assert hint[name].free_percent < 0
+        assert not fits_there(hint, {name: 1})
 
 
-def get_first_computes(instance: str, takers: Takers) -> set[str]:
-    return {compute for compute, number in rank_takers(instance, takers).items() if number < INITIAL_TAKERS}
+@pytest.mark.parametrize('used', range(7))
+def test_free_room_is_never_hinted_as_used(used: int) -> None:
+    hint = parse_room_hint(make_room_hint(INVENTORY, [{'VCPU': used}]))
+    assert hint is not None
+    for vcpus in range(1, 7):
+        assert fits_there(hint, {'VCPU': vcpus}) == (used + vcpus <= 6)
+    for amount in range(1, 8000, 7):
+        hint = parse_room_hint(make_room_hint(INVENTORY, [{'MEMORY_MB': 8000 - amount}]))
+        assert hint is not None
+        assert fits_there(hint, {'MEMORY_MB': amount})
+        assert not fits_there(hint, {'MEMORY_MB': amount + 80})
 
 
-def test_first_computes_differ_per_request() -> None:
-    takers = make_takers(*name_computes(100))
-    chosen = Counter(compute for number in range(1000) for compute in get_first_computes(f'instance {number}', takers))
-    assert chosen.keys() == set(name_computes(100))
-    # The mean is 40; the limits are about four standard deviations away.
-    assert 15 < min(chosen.values()) <= max(chosen.values()) < 66
-    assert len({frozenset(get_first_computes(f'instance {number}', takers)) for number in range(100)}) > 95
+def test_share_left_is_that_of_the_scarcest_class() -> None:
+    hint = {'VCPU': ClassHint(4, 50), 'MEMORY_MB': ClassHint(1000, 80), 'DISK_GB': ClassHint(0, 0)}
+    assert estimate_free_share(hint, {'VCPU': 1, 'MEMORY_MB': 100, 'DISK_GB': 1}) == 0.25
+    assert estimate_free_share(hint, {'MEMORY_MB': 100}) == 0.7
+    assert estimate_free_share(hint, {'VCPU': 3}) == 0
+    assert not fits_there(hint, {'VGPU': 1})
+    assert not fits_there({'VCPU': ClassHint(4, -25)}, {'VCPU': 1})
 
 
-@given(st.integers(5, 60), st.integers(0, 59), st.uuids())
-def test_dead_compute_moves_no_other(number: int, dead: int, instance: object) -> None:
-    """Processes that see it alive and processes that do not agree on all other computes."""
-    living = name_computes(number)
-    before = rank_takers(str(instance), make_takers(*living))
-    dead_compute = living[dead % number]
-    after = rank_takers(str(instance), make_takers(*(compute for compute in living if compute != dead_compute)))
-    assert list(after) == [compute for compute in before if compute != dead_compute]
-
-
-def test_takers_are_living_computes_that_take_from_queues() -> None:
-    entries = make_compute_entries(a={'queues': True}, b={'queues': False}, c={}, d=7)
-    entries['/computes/e'] = Entry('/computes/e', b'not JSON', 7, 1)
-    entries['/computes/f'] = Entry('/computes/f', b'{"queues": true}', 7)  # without a lease it is not alive
-    takers = update_takers(entries, Takers())
-    assert takers.hashes.keys() == {'a'}
-    # One compute is added, one changes its value, one is removed.
-    entries |= make_compute_entries(b={'queues': True}, g={'queues': True})
-    del entries['/computes/a']
-    takers = update_takers(entries, takers)
-    assert takers.hashes.keys() == {'b', 'g'}
-    assert takers == update_takers(entries, Takers())
-
-
-def test_takers_update_parses_only_changed_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    entries = make_compute_entries(**{name: {'queues': True} for name in name_computes(50)})
-    takers = update_takers(entries, Takers())
-    parsed: list[object] = []
-    monkeypatch.setattr(queue, 'load_object_or_empty', lambda value: parsed.append(value) or json.loads(value))
-    updated = update_takers({**entries, **make_compute_entries(c7={'queues': False}, new={'queues': True})}, takers)
-    assert len(parsed) == 2
-    assert updated.hashes.keys() == {*name_computes(50), 'new'} - {'c7'}
-
-
-def test_circles_grow_until_all_computes_are_included() -> None:
-    opened = [
-        get_opening_seconds(position)
-        for position in (0, INITIAL_TAKERS - 1, INITIAL_TAKERS, 2 * INITIAL_TAKERS, 4 * INITIAL_TAKERS)
-    ]
-    assert opened == [0, 0, WIDEN_SECONDS, 2 * WIDEN_SECONDS, 3 * WIDEN_SECONDS]
-    assert get_opening_seconds(999) <= 2.0
-    assert get_opening_seconds(9_999) <= 3.0
-    allowed = [count_allowed_takers(seconds, 100) for seconds in (0.0, WIDEN_SECONDS, 2 * WIDEN_SECONDS, 3600.0)]
-    assert allowed == [INITIAL_TAKERS, 2 * INITIAL_TAKERS, 4 * INITIAL_TAKERS, 100]
-    assert count_allowed_takers(0.0, 0) == 1
-
-
-# Offers: which computes are woken for a queued request, and when each may take it.
-
-
-SMALL_FLAVOR = Flavor('small', {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1})
-COMPUTES = [f'c{number}' for number in range(64)]
-
-
-class Scene:
-    """The offers of one process under a fake clock, with its computes `here` and all `alive`."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, here: list[str], alive: list[str]) -> None:
-        self.now = 100.0
-        self.woken = list[str]()
-        self.wake_times = list[float]()
-        monkeypatch.setattr(time, 'monotonic', lambda: self.now)
-        self.offers = Offers(self.wake_times.append)
-        for each in here:
-            self.offers.add(each, lambda _, each=each: self.woken.append(each))  # type: ignore[misc]
-        self.queues: dict[str, Entry] = {}
-        self.set_alive(alive)
-        self.deliver_queues()
-
-    def set_alive(self, alive: list[str]) -> None:
-        entries = (Entry(keys.compute(compute), b'{"queues": true}', 1, 1) for compute in alive)
-        self.offers.on_computes({entry.key: entry for entry in entries})
-
-    def enqueue(self, instance: str = '720d910e-8174-4dd6-a60b-a6d688df6d7b') -> str:
-        entry = QueueEntry(instance, SMALL_FLAVOR, image='http://i/i', user_id='u', project_id='p', stages={})
-        self.queues[entry.key] = Entry(entry.key, encode(entry).encode(), 10 + len(self.queues))
-        self.deliver_queues()
-        return entry.key
-
-    def put_taker_key(self, key: str, compute: str) -> None:
-        self.queues[keys.taker(key)] = Entry(keys.taker(key), encode(QueueTaker(compute)).encode(), 50, 1)
-        self.deliver_queues()
-
-    def deliver_queues(self) -> None:
-        self.woken.clear()
-        self.offers.on_queues(dict(self.queues))
-
-    def advance(self, seconds: float) -> float:
-        self.woken.clear()
-        self.now += seconds
-        return self.offers.wake_more()
-
-    def get_open_computes(self, key: str) -> set[str]:
-        assert self.offers.backlog is not None
-        place = self.offers.backlog.entries[key]
-        return {compute for compute in COMPUTES if self.offers.is_open(place, compute)}
-
-
-def test_offer_doubles_until_all_computes_are_woken(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(monkeypatch, COMPUTES, COMPUTES)
-    key = scene.enqueue()
-    assert scene.get_open_computes(key) == set(scene.woken)
-    sizes, wakes = [len(scene.woken)], [scene.wake_times[-1]]
-    while wakes[-1] < math.inf:
-        before = scene.get_open_computes(key)
-        wakes.append(scene.advance(WIDEN_SECONDS))
-        assert before < scene.get_open_computes(key) == set(scene.woken)
-        sizes.append(len(scene.woken))
-    assert sizes == [INITIAL_TAKERS, 2 * INITIAL_TAKERS, 4 * INITIAL_TAKERS, 8 * INITIAL_TAKERS, len(COMPUTES)]
-    assert wakes[:-1] == [100.0 + WIDEN_SECONDS * number for number in range(1, 5)]
-
-
-def test_processes_agree_on_the_first_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    scenes = [Scene(monkeypatch, [compute], COMPUTES) for compute in COMPUTES]
-    for scene in scenes:
-        scene.enqueue()
-    assert sum(len(scene.woken) for scene in scenes) == INITIAL_TAKERS
-
-
-def test_taken_request_wakes_no_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(monkeypatch, COMPUTES, COMPUTES)
-    scene.put_taker_key(scene.enqueue(), 'another')
-    assert scene.advance(WIDEN_SECONDS) == math.inf
-    assert scene.woken == []
-
-
-def test_returned_request_is_offered_from_the_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The taker died and its taker key expired; which computes tried before is unknown."""
-    scene = Scene(monkeypatch, COMPUTES, COMPUTES)
-    key = scene.enqueue()
-    first_computes = set(scene.woken)
-    scene.put_taker_key(key, 'another')
-    scene.advance(30.0)
-    del scene.queues[keys.taker(key)]
-    scene.deliver_queues()
-    assert set(scene.woken) == first_computes == scene.get_open_computes(key)
-
-
-def test_compute_not_seen_alive_is_woken_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(monkeypatch, ['unseen'], COMPUTES[:16])
-    scene.enqueue()
-    assert scene.woken == []
-    for _ in range(2):
-        scene.advance(WIDEN_SECONDS)
-    assert scene.woken == ['unseen']
-
-
-def test_owner_of_a_taker_key_is_woken_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(monkeypatch, COMPUTES, COMPUTES)
-    key = scene.enqueue()
-    scene.put_taker_key(key, 'c7')
-    assert scene.woken == ['c7']
-    scene.enqueue('820d910e-8174-4dd6-a60b-a6d688df6d7b')
-    assert 'c7' not in scene.woken or len(scene.woken) == INITIAL_TAKERS
-
-
-def test_request_queued_before_the_start_is_open_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = Scene(monkeypatch, COMPUTES, COMPUTES)
-    key = before.enqueue()
-    scene = Scene(monkeypatch, COMPUTES, COMPUTES)
-    scene.offers = Offers(lambda _: None)
-    scene.offers.add('c7', lambda _: scene.woken.append('c7'))
-    scene.set_alive(COMPUTES)
-    scene.queues = before.queues
-    scene.deliver_queues()
-    assert scene.woken == ['c7']
-    assert scene.get_open_computes(key) == set(COMPUTES)
-
-
-def test_request_is_tried_by_one_compute_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(monkeypatch, COMPUTES, COMPUTES)
-    key = scene.enqueue()
-    place = scene.offers.backlog.entries[key]  # type: ignore[union-attr]
-    open_computes = scene.get_open_computes(key)
-    assert scene.offers.begin_take(place)
-    assert not scene.offers.begin_take(place)
-    assert scene.get_open_computes(key) == set()
-    scene.offers.end_take(place, is_taken=False)
-    assert scene.get_open_computes(key) == open_computes
-    scene.advance(0.0)
-    assert set(scene.woken) == open_computes, 'it is left to the others, and they are told'
-    assert scene.offers.begin_take(place)
-    scene.offers.end_take(place, is_taken=True)
-    assert scene.get_open_computes(key) == set(), 'also until etcd has told of it'
-
-
-def test_request_given_up_wakes_all_open_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    scene = Scene(monkeypatch, COMPUTES, COMPUTES)
-    key = scene.enqueue()
-    place = scene.offers.backlog.entries[key]  # type: ignore[union-attr]
-    assert scene.advance(3600.0) == math.inf
-    assert scene.offers.begin_take(place)
-    scene.offers.end_take(place, is_taken=False)
-    scene.advance(0.0)
-    assert set(scene.woken) == set(COMPUTES)
+def test_presence_value_holds_the_hint() -> None:
+    living = decode_lenient(
+        PresenceFacts, json.dumps({'hostname': 'hv1', 'room': make_room_hint(INVENTORY, [])}).encode()
+    )
+    assert living.room == {'VCPU': ClassHint(6, 100), 'MEMORY_MB': ClassHint(8000, 100), 'DISK_GB': ClassHint(0, 0)}
