@@ -178,6 +178,9 @@ def _commit(
     try:
         written = commit_with_shared(store, conditions, operations, make_shared_change, granted, settlement)
     except Excluded:
+        # After a lost answer, the request itself may be what its quota and its group have no room beside.
+        if _check_enqueued(store, queue_entry):
+            return True
         _check_allowed(store, queue_entry)
         raise Conflict(f'{instance}: other processes keep changing its quota. Try: the same command again') from None
     return written is not None
