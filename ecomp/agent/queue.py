@@ -67,7 +67,6 @@ class Queues:
         self._silent: list[str] = []
 
     def on_computes(self, state: State) -> None:
-        """Replace the presence keys."""
         if self._followed_since == math.inf:
             self._followed_since, self._term = time.monotonic(), self.term()
         self._takers = {
@@ -79,7 +78,6 @@ class Queues:
         self._presences, self.taker_count = state, sum(self._takers.values())
 
     def on_accepted(self, state: State) -> None:
-        """Note the highest revision at which any compute accepted this etcd."""
         self.accepted_revision = find_accepted_revision(state.values())
 
     def on_queues(self, state: State) -> bool:
@@ -106,8 +104,7 @@ class Queues:
 
 
 TAKING = 'taking requests from the queues'
-# While queued requests do not fit, the room is read at this interval, spread as all computes hear of them together;
-# at the shorter one if the compute is disabled, because an operator who enables it waits.
+# While queued requests do not fit, the room is read at this interval, at the shorter one if the compute is disabled.
 ROOM_INTERVAL_SECONDS = 60.0
 DISABLED_INTERVAL_SECONDS = 10.0
 # Requests whose groups are read together.
@@ -146,7 +143,6 @@ class Taker:
         self._next_room_read, self._fits_by_query = -math.inf, dict[str, bool]()
 
     def choose_delay(self) -> float:
-        """Choose the seconds to wait before the next take, so that emptier computes go first."""
         return queue.choose_delay(self._room, self.queues.taker_count, self._rng)
 
     def on_hosts(self, state: State) -> bool:
@@ -307,6 +303,7 @@ class Taker:
             traits = providers.read_names(self._placement, self.compute, providers.TRAITS)
             if traits != self._room.traits:
                 self._room, self._fits_by_query = replace(self._room, traits=traits), {}
+            self._is_room_stale = self._is_room_stale or DISABLED in traits  # an operator who enables it waits
             return self._fits(flavor)
 
         self._moved.add(instance)
@@ -499,7 +496,6 @@ class TakeLoop:
             self._job.schedule(self._next_take)
 
     def on_hosts(self, state: State) -> None:
-        """Pass this compute's requests to the taker; wake it if they changed. From any thread."""
         if self._taker.on_hosts(state):
             self.wake_up('the room of this compute changed')
 

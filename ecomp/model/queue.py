@@ -116,8 +116,8 @@ MAX_LOAD_DELAY_SECONDS = 0.2
 # Computes wait at random within JITTER_PER_COMPUTE_SECONDS times their number, from MIN_JITTER_SECONDS to
 # MAX_JITTER_SECONDS: as long as etcd needs to notify every compute that another was faster, so that few compete.
 MIN_JITTER_SECONDS = 0.02
-JITTER_PER_COMPUTE_SECONDS = 0.002
-MAX_JITTER_SECONDS = 2.0
+JITTER_PER_COMPUTE_SECONDS = 0.005
+MAX_JITTER_SECONDS = 5.0
 
 
 def get_max_jitter(compute_count: int) -> float:

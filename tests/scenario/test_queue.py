@@ -128,12 +128,11 @@ def test_oldest_fitting_request_is_taken_first(small_cluster: Control) -> None:
 
 
 def test_disabled_compute_takes_nothing(small_cluster: Control) -> None:
-    """The disable counts even just after a check of the traits; enabled, it takes again."""
+    """The disable counts even just after a take; enabled, it takes again."""
     with record_placement_calls(small_cluster) as (placement, requested_paths):
         # The compute checks again within 20 s; the test shortens that.
-        compute = make_tuned(
-            small_cluster, TOY, numbers={'queue.MAX_ROOM_AGE_SECONDS': 2}, placement=placement, queues=True
-        )
+        numbers = {'queue.DISABLED_INTERVAL_SECONDS': 2}
+        compute = make_tuned(small_cluster, TOY, numbers=numbers, placement=placement, queues=True)
         wait_address(
             small_cluster, enqueue_request(small_cluster)
         )  # so it has just checked its traits and knows that it has room
