@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from ecomp.model import keys
@@ -143,25 +144,31 @@ class WaitingEntry(NamedTuple):
     entry: QueueEntry
 
 
-# A value below /queues/, and the request in it or the compute of a taker key; None if it is malformed.
-_Parsed = tuple[keys.StoredValue, WaitingEntry | str | None]
-
-
 @dataclass(frozen=True)
 class Backlog:
     """The queues at one revision.
 
-    `entries` are the requests that wait and are not being taken, by key, oldest first; `flavors` are theirs, by query.
-    `taken` has what each compute takes: {key of the request: revision of the taker key}. `names` are those of all
-    instances and flavors in the queues. `has_new`: an entry is new or released since the previous backlog.
+    `entries` are the requests that wait and are not being taken, by key, oldest first. `taken` has what each compute
+    takes: {key of the request: revision of the taker key}. `has_new`: an entry is new or released since the previous
+    backlog. `parsed` has all valid requests, and the compute of each taker key; None for what is malformed.
     """
 
     entries: Mapping[str, WaitingEntry] = field(default_factory=dict)
-    flavors: Mapping[str, Flavor] = field(default_factory=dict)
     taken: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    names: frozenset[str] = frozenset()
     has_new: bool = False
-    parsed: Mapping[str, _Parsed] = field(default_factory=dict, repr=False)
+    state: Mapping[str, keys.StoredValue] = field(default_factory=dict, repr=False)
+    parsed: Mapping[str, WaitingEntry | str | None] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def flavors(self) -> Mapping[str, Flavor]:
+        """The flavors of the entries, by query."""
+        return {place.entry.flavor.query: place.entry.flavor for place in self.entries.values()}
+
+    @cached_property
+    def names(self) -> Set[str]:
+        """All instances and flavors in the queues."""
+        places = [place.entry for place in self.parsed.values() if isinstance(place, WaitingEntry)]
+        return {entry.instance for entry in places} | {entry.flavor.name for entry in places}
 
 
 def update_backlog(state: Mapping[str, keys.StoredValue], previous: Backlog) -> Backlog:
@@ -169,25 +176,28 @@ def update_backlog(state: Mapping[str, keys.StoredValue], previous: Backlog) -> 
 
     Only changed keys are parsed: 10,000 queued requests cause 20,000 events on each compute, each with all keys.
     """
-    parsed, taken = dict[str, _Parsed](), dict[str, dict[str, int]]()
-    for key, value in state.items():
-        stored, content = previous.parsed.get(key, (None, None))
-        if stored is None or (stored is not value and keys.get_value_id(stored) != keys.get_value_id(value)):
-            content = _parse_content(key, value)
-        parsed[key] = value, content
-        if isinstance(content, str):  # a malformed taker key, too, blocks its entry
-            taken.setdefault(content, {})[key.removesuffix(keys.TAKER)] = value.revision
-    places = [each for _, each in parsed.values() if isinstance(each, WaitingEntry)]
-    waiting = sorted((each for each in places if keys.taker(each.entry.key) not in parsed), key=lambda each: each[0])
-    entries = {each.entry.key: each for each in waiting}
-    names = frozenset(name for each in places for name in (each.entry.instance, each.entry.flavor.name))
-    flavors = {each.entry.flavor.query: each.entry.flavor for each in waiting}
-    has_new = any(previous.entries.get(key) != each for key, each in entries.items())
-    return Backlog(entries, flavors, taken, names, has_new, parsed)
+    old = previous.state
+    changed = [key for key, value in state.items() if old.get(key) is not value]
+    changed = [key for key in changed if key not in old or keys.get_value_id(old[key]) != keys.get_value_id(state[key])]
+    removed = old.keys() - state.keys()
+    parsed, entries, has_new = dict(previous.parsed), dict(previous.entries), False
+    for key in removed:
+        del parsed[key]
+    parsed |= {key: _parse_content(key, state[key]) for key in changed}
+    for key in {each.removesuffix(keys.TAKER) for each in (*changed, *removed)}:
+        place, before = parsed.get(key), entries.pop(key, None)
+        if isinstance(place, WaitingEntry) and keys.taker(key) not in parsed:  # a malformed taker key blocks it, too
+            entries[key], has_new = place, has_new or place != before
+    if has_new:
+        entries = dict(sorted(entries.items(), key=lambda item: item[1].revision))
+    taken: dict[str, dict[str, int]] = {}
+    for key in [key for key, content in parsed.items() if isinstance(content, str)]:
+        taken.setdefault(str(parsed[key]), {})[key.removesuffix(keys.TAKER)] = state[key].revision
+    return Backlog(entries, taken, has_new, state, parsed)
 
 
 def _parse_content(key: str, stored: keys.StoredValue) -> WaitingEntry | str | None:
-    """Parse a queued request or a taker key; None if it is malformed."""
+    """Parse a queued request, or the compute of a taker key; None if it is malformed."""
     if keys.parse_queue_key(key) is not None:
         entry = parse_queue_entry(key, stored.value)
         return WaitingEntry(stored.revision, entry) if isinstance(entry, QueueEntry) else None
