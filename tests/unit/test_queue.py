@@ -23,8 +23,6 @@ from ecomp.model.choose import PlacementReason
 from ecomp.model.explain import Provider
 from ecomp.model.flavor import Flavor
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group, Membership
-from ecomp.model.host import ClassHint, PresenceFacts, estimate_free_share, make_room_hint, parse_room_hint
-from ecomp.model.host import has_room as fits_there
 from ecomp.model.order import MAX_REQUEST_BYTES, Holdings, InvalidRequest, parse_request
 from ecomp.model.queue import (
     MAX_LOAD_DELAY_SECONDS,
@@ -40,7 +38,7 @@ from ecomp.model.queue import (
 )
 from ecomp.model.record import QUEUED
 from ecomp.model.status import DISABLED
-from ecomp.model.stored import decode_lenient, encode
+from ecomp.model.stored import encode
 from ecomp.store.client import Entry
 
 # Queued requests, as they are written and read.
@@ -374,58 +372,3 @@ def test_living_computes_that_take_are_counted() -> None:
     assert queues.taker_count == 3
     queues.on_computes(changed)
     assert queues.taker_count == 2
-
-
-# A compute's hint of its free room, and its use.
-
-
-INVENTORY = {
-    'VCPU': {'total': 4, 'reserved': 1, 'allocation_ratio': 2.0},
-    'MEMORY_MB': {'total': 8000, 'reserved': 0},
-    'DISK_GB': {'total': 3, 'reserved': 3},
-}
-
-
-def test_room_hint_is_capacity_less_allocations() -> None:
-    assert make_room_hint(INVENTORY, []) == {'DISK_GB': [0, 0], 'MEMORY_MB': [8000, 100], 'VCPU': [6, 100]}
-    allocated = [{'VCPU': 1, 'MEMORY_MB': 1}, {'VCPU': 2, 'MEMORY_MB': 7998}]
-    assert make_room_hint(INVENTORY, allocated) == {'DISK_GB': [0, 0], 'MEMORY_MB': [8000, 1], 'VCPU': [6, 50]}
-    assert make_room_hint(INVENTORY, [{'VCPU': 9, 'VGPU': 1}])['VCPU'] == [6, -50]
-
-
-@pytest.mark.parametrize(('name', 'capacity'), [('DISK_GB', 0), ('MEMORY_MB', 8000)])
-def test_any_overcommitment_is_a_negative_hint(name: str, capacity: int) -> None:
-    for more in (1, 11, 10**12):
-        hint = parse_room_hint(make_room_hint(INVENTORY, [{name: capacity + more}]))
-        assert hint is not None
-        assert hint[name].free_percent < 0
-        assert not fits_there(hint, {name: 1})
-
-
-@pytest.mark.parametrize('used', range(7))
-def test_free_room_is_never_hinted_as_used(used: int) -> None:
-    hint = parse_room_hint(make_room_hint(INVENTORY, [{'VCPU': used}]))
-    assert hint is not None
-    for vcpus in range(1, 7):
-        assert fits_there(hint, {'VCPU': vcpus}) == (used + vcpus <= 6)
-    for amount in range(1, 8000, 7):
-        hint = parse_room_hint(make_room_hint(INVENTORY, [{'MEMORY_MB': 8000 - amount}]))
-        assert hint is not None
-        assert fits_there(hint, {'MEMORY_MB': amount})
-        assert not fits_there(hint, {'MEMORY_MB': amount + 80})
-
-
-def test_share_left_is_that_of_the_scarcest_class() -> None:
-    hint = {'VCPU': ClassHint(4, 50), 'MEMORY_MB': ClassHint(1000, 80), 'DISK_GB': ClassHint(0, 0)}
-    assert estimate_free_share(hint, {'VCPU': 1, 'MEMORY_MB': 100, 'DISK_GB': 1}) == 0.25
-    assert estimate_free_share(hint, {'MEMORY_MB': 100}) == 0.7
-    assert estimate_free_share(hint, {'VCPU': 3}) == 0
-    assert not fits_there(hint, {'VGPU': 1})
-    assert not fits_there({'VCPU': ClassHint(4, -25)}, {'VCPU': 1})
-
-
-def test_presence_value_holds_the_hint() -> None:
-    living = decode_lenient(
-        PresenceFacts, json.dumps({'hostname': 'hv1', 'room': make_room_hint(INVENTORY, [])}).encode()
-    )
-    assert living.room == {'VCPU': ClassHint(6, 100), 'MEMORY_MB': ClassHint(8000, 100), 'DISK_GB': ClassHint(0, 0)}
