@@ -475,7 +475,8 @@ class Compute:
         if config.queues and familiar:
             inventory, queues = parse_inventory(self._inventory), self._environment.queues
             lease, guests = lambda: self._presence.lease, hypervisor.list_guests
-            taker = Taker(self._control, lease, queues, self._may_take_queued, inventory, guests)
+            can_build = lambda: not self.troubles.reasons  # noqa: E731
+            taker = Taker(self._control, lease, queues, self._may_take, inventory, guests, can_build)
             self._taking = TakeLoop(taker, self._failures, threads)
         token, audits = hash_token(self._token), self._environment.audits
         self.answerer = AuditAnswerer(
@@ -635,10 +636,6 @@ class Compute:
     def _may_take(self) -> bool:
         """Return False while this compute ends or is read-only."""
         return not self.daemon.is_ending()
-
-    def _may_take_queued(self) -> bool:
-        """Return False also while this compute cannot build."""
-        return self._may_take() and not self.troubles.reasons
 
     def _check_removable(self, instance: str) -> bool:
         """Check etcd's identity, raising errors; return False if read-only or `instance` ('': none) is remembered."""

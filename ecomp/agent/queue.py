@@ -118,8 +118,8 @@ CLAIMED_ELSEWHERE, REFUSED, LOST, YIELDED = 'claimed elsewhere', 'refused', 'los
 class Taker:
     """Takes requests for one compute, one at a time; only on_hosts() and choose_delay() are thread-safe.
 
-    `may_take` alone decides whether this compute may take now. `initial_inventory` is its room until its requests are
-    known. `list_guests` returns the instances with a domain or disk.
+    `may_take` decides whether this compute may write now, and `can_build` whether it takes more. `initial_inventory` is
+    its room until its requests are known. `list_guests` returns the instances with a domain or disk.
     """
 
     control: ControlPlane
@@ -128,6 +128,7 @@ class Taker:
     may_take: Callable[[], bool]
     initial_inventory: Mapping[str, Inventory]
     list_guests: Callable[[], Collection[str]]
+    can_build: Callable[[], bool] = lambda: True
 
     def __post_init__(self) -> None:
         self.compute, self._store = self.control.compute, self.control.store
@@ -160,7 +161,7 @@ class Taker:
     def get_due_time(self) -> float:
         """Return when (monotonic) to call take_next() again if nothing changes, or inf."""
         backlog = self.queues.backlog
-        if backlog is None or not self.may_take():
+        if backlog is None or not self.may_take() or not self.can_build():
             return math.inf
         room_due = self._next_room_read if not all(map(self._fits, backlog.flavors.values())) else math.inf
         return min([room_due, *self.deferrals.get_deferred(time.monotonic()).values()])
@@ -176,6 +177,8 @@ class Taker:
         self.deferrals.cancel_all_but(backlog.names)
         self._noted = {note for note in self._noted if note[0] in backlog.names}
         self._clear_taker_keys(backlog)
+        if not self.can_build():
+            return False
         if self._is_room_stale and backlog.entries:
             self._read_room(backlog)
             return True  # the delay depends on the room

@@ -122,6 +122,20 @@ def test_dead_attempt_s_claim_is_released_after_another_taker(cloud: Cloud, flav
     assert (compute.taken_instances, compute.waiting_instances) == ({instance}, set())
 
 
+def test_compute_that_cannot_build_gives_back_what_its_dead_attempt_was_taking(cloud: Cloud, flavor: Flavor) -> None:
+    compute = QueueCompute(cloud, flavor, **SINGLE_TOTALS)
+    instance = compute.enqueue()
+    allocations.replace_allocations(cloud.placement, instance, {compute.uuid: SMALL}, 'u', 'p')
+    mark = keys.taker(keys.queue(flavor.name, instance))
+    cloud.etcd.put(mark, encode(QueueTaker(compute.uuid)))
+    compute.taker.can_build = lambda: False
+    compute.step_later()
+    assert (compute.claimed_instances, compute.taken_instances, cloud.etcd.get(mark)) == (set(), set(), None)
+    compute.taker.can_build = lambda: True
+    compute.step_later()
+    assert (compute.taken_instances, compute.waiting_instances) == ({instance}, set())
+
+
 # Refusals by placement
 
 
