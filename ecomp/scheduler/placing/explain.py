@@ -232,7 +232,7 @@ def _explain_room(compute: str, refusal: Refusal, age_seconds: int | None) -> st
         return 'has room now. Try: the same command again'
     when = '' if age_seconds is None else f' {age_seconds} s ago'
     return (
-        f'had room{when}, but placement refused: others were faster, or have a claim there. Try: the same command again'
+        f'had room{when}, but placement refused: another request probably took it. Try: the same command again'
     )
 
 
