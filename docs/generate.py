@@ -40,7 +40,7 @@ from ecomp.cli.commands import FAMILIES, PLACEHOLDER_MEANINGS, PLANNED_WORDS, lo
 from ecomp.cli.options import OPTIONS
 from ecomp.lab import elab
 from ecomp.model import audit as findings
-from ecomp.model import boots, cluster, flavor, group, keys, order, planes, queue, quota, record, roles
+from ecomp.model import boots, cluster, flavor, group, keys, order, queue, quota, record, roles
 from ecomp.model.level import mark_warning
 from ecomp.model.stored import CODECS
 from ecomp.store import sharing
@@ -345,7 +345,7 @@ VALUES: dict[str, object] = {
     'Flavors': flavor,
     'Released claims': sharing.released_to_json,
     'Which etcd: /cluster': cluster,
-    'Answers to an audit: /digests/': planes.to_pages,
+    'What a host found: /findings/': findings.HostReport,
 }
 VALUE_CLASSES: dict[str, type] = {
     'The request: /hosts/': order.Request,
@@ -355,7 +355,7 @@ VALUE_CLASSES: dict[str, type] = {
     'Quotas': quota.Quota,
     'Flavors': flavor.Flavor,
     'Which etcd: /cluster': cluster.ClusterIdentity,
-    'Answers to an audit: /digests/': planes.Page,
+    'What a host found: /findings/': findings.HostReport,
     'addresses': record.Interface,
     'boots': boots.Boot,
     'error': record.Failure,
@@ -419,7 +419,7 @@ def describe_records() -> tuple[list[Block], list[Section]]:
 def describe_audit() -> tuple[list[Block], list[Section]]:
     rows = [
         [f'`{code}`', mark_warning(code, row.meaning), row.fix or '-', row.manual_repair or '-']
-        for code, row in findings.CODES.items()
+        for code, row in findings.CHECKS.items()
     ]
     head = ['code', 'what it means', 'what `audit --fix` does', 'the manual fix']
     top = 'Look up what a code of `eschedule audit` means, and how to repair what it found. Codes do not change, so '

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 
 from ecomp.agent.host import provider
 from ecomp.agent.host.claims import ClaimKeeper, GenerationReader
-from ecomp.agent.host.digest import AuditAnswerer
 from ecomp.agent.host.metadata import GuestData, make_seed_reader, serve_metadata
 from ecomp.agent.host.provider import PlacementInventory, Registration, check_names, parse_inventory
 from ecomp.agent.host.state import Identity, Memory
 from ecomp.agent.host.troubles import Troubles
+from ecomp.agent.host.upkeep import Upkeep, restore_reservations
 from ecomp.agent.images.cache import CacheLimits, FakeImages, Scrubber, list_image_hashes
 from ecomp.agent.images.connections import make_egress_policy
 from ecomp.agent.instance.instances import ControlPlane, GuestTemplate, HostServices, Instances
@@ -35,21 +35,21 @@ from ecomp.agent.jobs import Deferrals, FailureLog, ScheduledJob, Threads
 from ecomp.agent.planner import CHECKING_CLAIMS, PLAN_INTERVAL_SECONDS, Planner, Work
 from ecomp.agent.queue import Queues, TakeLoop, Taker
 from ecomp.compute_conf import ComputeConfig
-from ecomp.errors import BuildFailed, Conflict, EcompError
+from ecomp.errors import Conflict, EcompError
 from ecomp.failpoints import failpoint
 from ecomp.files import read_boot_id
 from ecomp.model import keys
 from ecomp.model.allocation import GIB
 from ecomp.model.facts import make_facts
-from ecomp.model.guest import ReservedAddress, list_macs
+from ecomp.model.guest import list_macs
 from ecomp.model.host import StoredHostname, is_hostname
 from ecomp.model.order import Request, parse_request
-from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, STOPPED, Record, format_time, parse_or_none
+from ecomp.model.record import BUILDING, ERROR, GONE, Record, format_time, parse_or_none
 from ecomp.model.stored import decode_lenient, encode
 from ecomp.model.trouble import encode_trouble
 from ecomp.placement.client import Placement
 from ecomp.store.client import Entry, Guard, Put, Store, Unchanged, is_alive
-from ecomp.store.presence import Presence, PresenceLease, hash_token
+from ecomp.store.presence import Presence, PresenceLease
 from ecomp.store.sharing import keep_user_data
 from ecomp.store.watch import State as Entries
 from ecomp.version import read_version
@@ -81,23 +81,6 @@ def record_missed_ends(compute: str, store: Store, memory: Memory, guests: Colle
         if stored is None or (record and (record.state in (GONE, ERROR) or record.compute != compute)):
             memory.record_end(instance)
             log.info('instance %s has finished, but the state directory did not say so: corrected it', instance)
-
-
-def restore_reservations(hypervisor: Hypervisor, memory: Memory) -> None:
-    """Reserve missing addresses of active and stopped instances again, or other ones; log each and each BuildFailed."""
-    reservations = hypervisor.list_reservations()
-    for instance, remembered in memory.get_entries().items():
-        if remembered.record.state not in (ACTIVE, STOPPED):
-            continue  # its build or destroy changes the reservations
-        for nic in remembered.record.addresses:
-            if nic.expected is None or reservations.get(nic.mac) == ReservedAddress(instance, nic.expected):
-                continue
-            try:
-                ip = hypervisor.reserve_address(instance, nic.mac, nic.network, nic.expected)
-            except BuildFailed as error:
-                log.warning('instance %s: cannot reserve %s again: %s', instance, nic.expected, error.reason)
-            else:
-                log.warning('instance %s: %s was missing on %s; reserved %s', instance, nic.expected, nic.network, ip)
 
 
 # Worker processes without `workers:` in compute.yaml: one a processor, but no more than these.
@@ -364,8 +347,8 @@ class Environment:
 
     With `accepts_new_etcd` the computes republish their instances to an etcd that may be another one. Unless
     `is_familiar_etcd`, they are read-only from the start (rule: familiar-etcd). `first_seen_revision`: see Queues. The
-    first queries to placement are spread over `spread_seconds`, because all start together. `audits` is an etcd
-    connection without a guard. With `checks_names` each checks that placement knows its traits and classes.
+    first queries to placement are spread over `spread_seconds`, because all start together. With
+    `checks_names` each checks that placement knows its traits and classes.
     """
 
     fake: Fake | None
@@ -379,7 +362,6 @@ class Environment:
     lease: PresenceLease
     queues: Queues
     generations: GenerationReader
-    audits: Store
     checks_names: bool
 
 
@@ -464,6 +446,7 @@ class Compute:
         remote_checks = {'writing the host name to etcd': self._check_hostname, CHECKING_CLAIMS: self._check_claims}
         remote_checks |= {'checking the provider': self._check_registration}
         remote_checks |= {'keeping the user-data of sets in etcd': self._keep_user_data}
+        remote_checks |= {'looking at this host': self._look}
         delay = random.uniform(0.0, self._environment.spread_seconds)
         threads = self._environment.threads
         self.troubles = Troubles(hypervisor, threads, self._publish_troubles)
@@ -478,24 +461,25 @@ class Compute:
             can_build = lambda: not self.troubles.reasons  # noqa: E731
             taker = Taker(self._control, lease, queues, self._may_take, inventory, guests, can_build)
             self._taking = TakeLoop(taker, self._failures, threads)
-        token, audits = hash_token(self._token), self._environment.audits
-        self.answerer = AuditAnswerer(
-            self.uuid, token, audits, hypervisor, self.host.guest_data, config.state, self._check_removable, threads
+        self.upkeep = Upkeep(
+            *(self.uuid, self._store, placement, self._claims, hypervisor, self.host.guest_data, config.state, memory),
+            publish=partial(self._presence.publish, is_urgent=True),
+            may_remove=self._check_removable,
+            read_requests=lambda: self._requests,
+            threads=threads,
         )
 
     def start(self) -> None:
         """Publish the presence key, begin to plan and to take requests; Conflict if another ecompute is this compute.
 
-        In an unfamiliar etcd it only answers audits. Errors of etcd are raised.
+        In an unfamiliar etcd it does nothing. Errors of etcd are raised.
         """
         familiar, at_exit = self._environment.is_familiar_etcd, self._at_exit
         if self._environment.fake is None:  # the fake hypervisor notifies, and a watch costs a thread for each compute
             at_exit.callback(self.host.guest_data.watch_reports(self._planner.wake_up))
         # Before any request can arrive: nothing is started for an unfamiliar etcd.
         self._environment.guard.add_refusal_listener(self._become_read_only)
-        # Before the presence key, which makes audits expect an answer; also if the compute is read-only.
-        self.answerer.start()
-        at_exit.callback(self.answerer.stop)
+        at_exit.callback(self.upkeep.stop)
         # Before any other write, because every write compares the presence key (rule: single-owner).
         if familiar:
             self._presence.start()
@@ -578,7 +562,15 @@ class Compute:
         self._generation = None
         self._generation = self._environment.generations.read_generation(self.uuid)
         requests = {keys.get_last_part(key) for key in self._requests}
-        self._claims.check_claims(self.host.hypervisor.list_guests(), time.monotonic(), self._generation, requests)
+        with self.upkeep.lock:
+            self._claims.check_claims(self.host.hypervisor.list_guests(), time.monotonic(), self._generation, requests)
+
+    def _look(self) -> None:
+        """Look at this host; correct the memory first, if it has instances that may have ended; raise errors."""
+        guests = self.host.hypervisor.list_guests()
+        if self._memory.get_entries().keys() - {*map(keys.get_last_part, self._requests), *guests}:
+            record_missed_ends(self.uuid, self._store, self._memory, guests)
+        self.upkeep.step()
 
     def _check_registration(self) -> None:
         """Check the provider, and register it again if it was changed, unless ending or read-only; raise errors."""

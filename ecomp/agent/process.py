@@ -72,6 +72,7 @@ METRICS = {
     'ecomp_builds': ('counter', 'Builds that made an instance active.', ''),
     'ecomp_build_failures': ('counter', 'Builds that failed in this stage.', 'stage'),
     'ecomp_worker_deaths': ('counter', 'Worker processes that ended unexpectedly.', ''),
+    'ecomp_findings': ('gauge', 'What the checks of this host found, by the codes of `eschedule audit`.', 'code'),
     'ecomp_claims_released': ('counter', 'Claims that were released because no request owned them.', ''),
     'ecomp_backend_up': ('gauge', 'Whether the last call to this backend was answered.', 'backend'),
     'ecomp_backend_call_duration_seconds': ('histogram', 'Time of a call, with its repetitions.', 'backend'),
@@ -140,6 +141,8 @@ class MetricsWriter:
             usage |= failures.attempt('reading the usage of guests', read, lambda: self._is_stopped) or {}
         states = Counter(record.state if record else SCHEDULED for record in records.values())
         samples['ecomp_instances'] = {(s,): states[s] for s in (SCHEDULED, BUILDING, ACTIVE, STOPPED, DESTROYING)}
+        found = Counter(finding.code for compute in self._computes for finding in compute.upkeep.report.findings)
+        samples['ecomp_findings'] = {(code,): count for code, count in found.items()}
         samples['ecomp_read_only'] = {(): any(compute.daemon.read_only for compute in self._computes)}
         samples['ecomp_troubled'] = {(): any(compute.troubles.reasons for compute in self._computes)}
         samples['ecomp_vm_info'] = {(vm, (record and record.name) or ''): 1 for vm, record in records.items()}
@@ -170,7 +173,7 @@ class Process:
         """Make what the computes share, threads and queues; register() makes the computes."""
         self._started_at = time.monotonic()
         self._computes: list[Compute] = []
-        self._followers: list[Follower] = []
+        self._follower: Follower | None = None
         self._presence_state: Entries = {}
         self._requests: Entries | None = None
         self._requests_by_compute: dict[str, Entries] = {}
@@ -203,8 +206,7 @@ class Process:
         first_seen = etcd_file.read_first_seen() if remembered.identity else revision
         self._queues.first_seen_revision = first_seen
         spread = min(SPREAD_SECONDS_PER_COMPUTE * (self.count or 0), PLAN_INTERVAL_SECONDS)
-        lease, audits = PresenceLease(self._store, LEASE_SECONDS), Store(config.etcd)
-        at_exit.callback(audits.close)
+        lease = PresenceLease(self._store, LEASE_SECONDS)
         self._environment = Environment(
             fake=self.fake,
             accepts_new_etcd=self.accepts_new_etcd,
@@ -217,7 +219,6 @@ class Process:
             lease=lease,
             queues=self._queues,
             generations=GenerationReader(placement, reads_all=self.count is not None),
-            audits=audits,
             checks_names=self.count is None,
         )
         if self.count is not None and familiar:
@@ -228,9 +229,9 @@ class Process:
             for name in ('ecomp.compute', 'ecomp.agent.compute', 'ecomp.agent.host.provider'):
                 logging.getLogger(name).setLevel(logging.WARNING)  # a thousand computes would log the same
         at_exit.callback(self._threads.close)
-        # Callbacks run in reverse: the computes stop before the followers.
+        # Callbacks run in reverse: the computes stop before the follower.
         at_exit.callback(etcd_file.stop)
-        at_exit.callback(self._stop_followers)
+        at_exit.callback(self._stop_follower)
         at_exit.callback(self._stop_computes)
         _run_each(self._register_one, range(1, (self.count or 1) + 1))
         # Last, so that after a kill before this the next start finds the same unfamiliar etcd.
@@ -241,7 +242,7 @@ class Process:
     def run(self) -> None:
         """Start each compute (raising its errors), follow etcd, and tend workers in the main thread until end_soon().
 
-        An unfamiliar etcd is followed only for audits. Systemd is notified when ready, while alive and at the end.
+        An unfamiliar etcd is not followed. Systemd is notified when ready, while alive and at the end.
         """
         self._computes[0].host.runner.waker.wake_on_signals()
         _run_each(Compute.start, self._computes)
@@ -256,12 +257,9 @@ class Process:
             requests.append((keys.compute(self._computes[0].uuid), self._on_computes))
         else:
             requests.append((keys.COMPUTES, self._on_computes))
-        # Audits have a stream without a guard, because they are answered in an unfamiliar etcd, too. The other stream
-        # logs that etcd is unreachable.
-        audits: list[Subscription] = [(keys.AUDIT, self._on_audits)]
-        self._followers.append(Follower(self.config.etcd, audits, on_lost=lambda _: None, on_back=lambda: None))
+        requests.append((keys.AUDIT, self._on_questions))
         if self._environment.is_familiar_etcd:
-            follower = Follower(
+            self._follower = Follower(
                 self.config.etcd,
                 requests,
                 guard=self._guard,
@@ -269,9 +267,7 @@ class Process:
                 on_back=self._on_back,
                 max_value_bytes=MAX_REQUEST_BYTES,
             )
-            self._followers.append(follower)
-        for follower in self._followers:
-            follower.start()
+            self._follower.start()
         if self.config.metrics is not None:
             self.at_exit.callback(MetricsWriter(self.config.metrics, self._computes, self._threads).stop)
         for compute in self._computes if self._environment.is_familiar_etcd else ():
@@ -338,9 +334,9 @@ class Process:
             for compute in self._computes:
                 compute.wake_taker('requests are queued')
 
-    def _on_audits(self, state: Entries) -> None:
+    def _on_questions(self, state: Entries) -> None:
         for compute in self._computes:
-            compute.answerer.on_audits(state)
+            compute.upkeep.on_questions(state)
 
     def _on_lost(self, error: EcompError) -> None:
         for compute in self._computes:
@@ -350,9 +346,9 @@ class Process:
         for compute in self._computes:
             compute.on_back()
 
-    def _stop_followers(self) -> None:
-        for follower in self._followers:
-            follower.stop()
+    def _stop_follower(self) -> None:
+        if self._follower is not None:
+            self._follower.stop()
 
     def _stop_computes(self) -> None:
         """Stop all computes concurrently, the first in this thread; then raise the first error."""

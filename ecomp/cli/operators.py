@@ -255,14 +255,14 @@ def _audit(ctx: Context) -> int:
 
         report = fix(ctx.store, ctx.placement, ctx.out.say)
     else:
-        report = audit(ctx.store, ctx.placement)
-    report = report._replace(findings=[row for row in report.findings if row.code not in ctx.config.ignore_warnings])
-    if report.findings or ctx.form != TABLE:
-        names = read_names_by_instance(ctx.store) if report.findings else {}
-        ctx.show(make_finding_listing(report.findings, report.world.named_computes, names))
-    for line in _summarize(report):
+        report = audit(ctx.store, ctx.placement, is_now=ctx.options.now)
+    findings = [row for row in report.findings if row.code not in ctx.config.ignore_warnings]
+    if findings or ctx.form != TABLE:
+        names = read_names_by_instance(ctx.store) if findings else {}
+        ctx.show(make_finding_listing(findings, report.world.named_computes, names))
+    for line in _summarize(report, findings):
         ctx.out.say(make_printable(line))
-    return get_exit_code([finding.code for finding in report.findings])
+    return get_exit_code([finding.code for finding in findings])
 
 
 # Listings of computes and findings
@@ -361,7 +361,8 @@ def make_finding_listing(
 ) -> Listing:
     """List an audit's findings, with uuids of `known_computes` as host names; `names` are of instances, by uuid."""
     columns = [Column('CODE'), Column('SUBJECT', rank=1, kind=UUID), Column('NAME', rank=2, min_width=24)]
-    columns.append(Column('FINDING', min_width=40, folds=True))
+    # Where it was found: a host's word is shown as that.
+    columns += [Column('HOST', rank=3), Column('FINDING', min_width=40, folds=True)]
     rows = []
     for item in findings:
         name = names.get(item.subject)
@@ -369,25 +370,25 @@ def make_finding_listing(
             item.code,
             known_computes.replace_uuids(item.subject),
             name,
+            known_computes.format_name(item.compute) or None,
             mark_warning(item.code, known_computes.replace_uuids(item.sentence)),
         ]
         rows.append(Row(cells, {**item.to_dict(), 'host': known_computes.find_hostname(item.compute), 'name': name}))
     return Listing(columns, rows)
 
 
-def _summarize(report: Report) -> list[str]:
+def _summarize(report: Report, findings: Sequence[Finding]) -> list[str]:
     """Return lines on absent computes and unserved queues, each different fix once, and the numbers of findings."""
-    called, silent = report.world.named_computes.format_name, report.world.list_absent_computes()
+    called, silent = report.world.named_computes.format_name, report.world.absent_computes
     away = [
         f'compute {called(uuid)} is {state}: its guests and disks were not compared' for uuid, state in silent.items()
     ]
     cures = (
-        f'{row.code}. Fix: ' + (f'eschedule audit --fix, which {row.fix}' if row.fix else row.how)
-        for row in report.findings
+        f'{row.code}. Fix: ' + (f'eschedule audit --fix, which {row.fix}' if row.fix else row.how) for row in findings
     )
-    count = count_findings([row.code for row in report.findings])
+    count = count_findings([row.code for row in findings])
     unserved = filter(None, [report.world.describe_unserved()])
-    return [*away, *unserved, *dict.fromkeys(cures), f'{report.summary}: {count}']
+    return [*away, *report.notes, *unserved, *dict.fromkeys(cures), f'{report.summary}: {count}']
 
 
 def _format_share(share: Room | None) -> str | None:
@@ -492,8 +493,9 @@ COMMANDS: Sequence[Command] = (
              'timeout': '', **LISTING_OPTIONS},
             (3, 4, 5, 6), example='eschedule evacuate hv2 --fenced'),
     Command('audit', 'audit', 'find where etcd, placement and computes disagree',
-            'Compare what etcd, placement and every compute report, and print each disagreement: a code, the subject '
-            'and a sentence. The audit takes a few seconds, and checks twice if it finds something. stderr prints the '
-            'fix of each finding. A warning does not change the exit code.',
-            parse_nothing, _audit, {'fix': '', **LISTING_OPTIONS}, (8,), example='eschedule audit --fix'),
+            'Print where etcd, placement and the hosts disagree: a code, the subject and a sentence. Each host '
+            'compares its guests, disks and claims once a minute, and publishes what two looks agree on; the command '
+            'compares the rest. With --now the hosts look at that moment, which takes some seconds. stderr prints '
+            'the fix of each finding. A warning does not change the exit code.',
+            parse_nothing, _audit, {'now': '', 'fix': '', **LISTING_OPTIONS}, (8,), example='eschedule audit --fix'),
 )

@@ -475,6 +475,9 @@ class Options(NamedTuple):
             'are not changed',
         ),
     ] = False
+    now: Annotated[
+        bool, _make_option('--now', 'have every host look at itself now, twice, and wait for that: at most 10 s')
+    ] = False
     follow: Annotated[
         bool, _make_option('--follow', 'continue with new output of the guest, until Ctrl-C. Short form: -f')
     ] = False

@@ -20,10 +20,10 @@
     /released/<2 digits>/<lease>  generations of released claims, by the first digits of instances; on this lease
     /cluster                      this etcd's identity, written once
     /accepted/<compute>           the revision at which this compute accepted a restored or new etcd, in decimal digits
-    /audit/<audit>                eschedule asks all computes for a digest; on eschedule's lease
-    /audit/<audit>/<compute>      eschedule asks one compute to remove leftovers; on the same lease
-    /audit/<audit>/usage          eschedule asks what the named or all computes use; older ones ignore it
-    /digests/<compute>/<audit>/…  the answer of a compute; removed by the eschedule that asked, or with a lease
+    /audit/<audit>                eschedule asks all computes to look at themselves now; on eschedule's lease
+    /audit/<audit>/<compute>      eschedule asks one compute to repair what it finds; on the same lease
+    /audit/<audit>/usage          eschedule asks what the named or all computes use; on the same lease
+    /usage/<compute>              what the compute and its guests use; on the presence's lease, only while it is asked
 
 A key that only one compute writes contains its uuid, so that an etcd role can be limited to it. Prefixes end with a
 slash, because /hosts/1 would also match /hosts/10.
@@ -56,9 +56,9 @@ RELEASED = '/released/'
 CLUSTER = '/cluster'
 ACCEPTED = '/accepted/'
 AUDIT = '/audit/'
-DIGESTS = '/digests/'
-# Stands for a compute in the key of a question about usage, and for a page in the keys of its answers.
-USAGE = 'usage'
+USAGE = '/usage/'
+# The end of the key of a question about usage.
+USAGE_QUESTION = '/usage'
 # TTL of the lease of keys below /requests/: an attempt whose eschedule died is in flight for at most this long. A
 # claim, or anything else that eschedule creates before its delivery, is an orphan if two checks this far apart find no
 # request and no attempt for it (rule: orphaned-claim).
@@ -112,6 +112,7 @@ hostname = _make_key_function(HOSTNAMES)
 # This key stays when the compute is forgotten.
 acceptance = _make_key_function(ACCEPTED)
 audit = _make_key_function(AUDIT)
+usage = _make_key_function(USAGE)
 
 
 def request_prefix(compute: str) -> str:
@@ -164,21 +165,6 @@ def released_claims_prefix(instance: str) -> str:
 def released_claims(instance: str, lease: int) -> str:
     """Return the key below released_claims_prefix() that is on this lease, whose number is in hex."""
     return f'{released_claims_prefix(instance)}{lease:x}'
-
-
-def clearance(audit: str, compute: str) -> str:
-    """Return the key that asks one compute to remove leftovers."""
-    return f'{AUDIT}{audit}/{compute}'
-
-
-def digest_prefix(audit: str, compute: str) -> str:
-    """Return the prefix of a compute's answers to an audit."""
-    return f'{DIGESTS}{compute}/{audit}/'
-
-
-def digest(audit: str, compute: str, part: int | str) -> str:
-    """Return the key of one part of a compute's answer: a page number, 'cleared' or USAGE."""
-    return f'{digest_prefix(audit, compute)}{part}'
 
 
 def get_last_part(key: str) -> str:

@@ -101,15 +101,15 @@ SHARED_PERMISSIONS = frozenset(
 
 def list_compute_permissions(compute: str) -> Permissions:
     """Return a compute's permissions: the shared ones, and to write the keys with its uuid."""
-    own = (make_prefix_permission(f'{prefix}{compute}/') for prefix in (keys.HOSTS, keys.INSTANCES, keys.DIGESTS))
-    named = (keys.compute, keys.facts, keys.troubles, keys.findings, keys.hostname, keys.acceptance)
+    own = (make_prefix_permission(f'{prefix}{compute}/') for prefix in (keys.HOSTS, keys.INSTANCES))
+    named = (keys.compute, keys.facts, keys.troubles, keys.findings, keys.usage, keys.hostname, keys.acceptance)
     alone = (Permission(WRITE, make_key(compute)) for make_key in named)
     return SHARED_PERMISSIONS | {READ_ALL, *own, *alone}
 
 
 def list_scheduler_permissions() -> Permissions:
     """Return the permissions of a machine that runs eschedule."""
-    own = (keys.ATTEMPTS, keys.HOSTS, keys.STACKS, keys.INSTANCES, keys.AUDIT, keys.DIGESTS, keys.HOSTNAMES)
+    own = (keys.ATTEMPTS, keys.HOSTS, keys.STACKS, keys.INSTANCES, keys.AUDIT, keys.HOSTNAMES)
     return SHARED_PERMISSIONS | {READ_ALL, *map(make_prefix_permission, own)}
 
 

@@ -27,6 +27,7 @@ from ecomp.errors import (
 )
 from ecomp.model.allocation import Allocations, describe_difference, find_compute, parse_allocations, to_wire
 from ecomp.model.choose import Offer
+from ecomp.model.order import Request
 from ecomp.model.query import exclude_disabled, parse_names
 from ecomp.placement.client import PARSE_ERRORS, Placement, check_integer, check_text
 from ecomp.placement.providers import find_unknown_names, parse_rooms
@@ -114,6 +115,19 @@ def replace_allocations(
     """
     body = _make_body(allocations, user_id, project_id, generation)
     placement.write('PUT', f'/allocations/{instance}', body)
+
+
+def claim_missing(placement: Placement, request: Request, is_unchanged: Callable[[], bool]) -> bool:
+    """Claim what a request names, if its instance holds nothing and the request is unchanged; return whether it was.
+
+    Raises as replace_allocations(). A claim that lands beside a destroy is an orphan.
+    """
+    held = read_consumer(placement, request.instance)  # the generation before etcd
+    if held.allocations or not is_unchanged():
+        return False
+    owner = request.user_id or '', request.project_id or ''
+    replace_allocations(placement, request.instance, request.allocations, *owner, held.generation)
+    return True
 
 
 def replace_set_allocations(

@@ -49,7 +49,8 @@ def check_findings(host: Hypervisor, *expected: tuple[str, str]) -> None:
 
     def has_expected() -> bool:
         with open_backends(host) as (store, placement):
-            findings[:] = [(finding.code, finding.subject) for finding in audit(store, placement, 0.5).findings]
+            report = audit(store, placement, 0.5, is_now=True)
+            findings[:] = [(finding.code, finding.subject) for finding in report.findings]
         return sorted(map(str, findings)) == sorted(map(str, expected))
 
     try:
@@ -242,11 +243,11 @@ def test_audit_fix_removes_leftovers_and_keeps_foreign_disks(host: Hypervisor, f
         )
         messages: list[str] = []
         with open_backends(host) as (store, placement):
-            report = fix(store, placement, messages.append, interval_seconds=0.5)
+            report = fix(store, placement, messages.append, interval_seconds=62)
         remaining = {(finding.code, finding.subject) for finding in report.findings}
         assert remaining == {('disk-orphaned', foreign_disk), ('domain-orphaned', domain)}, messages
         assert any(
-            f'disk {foreign_disk}: not removed: in use by domain {FOREIGN_DOMAIN}' in line for line in messages
+            f'disk-orphaned {foreign_disk}: not removed: in use by domain {FOREIGN_DOMAIN}' in line for line in messages
         ), messages
         assert not any(path.exists() for path in (host.get_disk_path(orphan), seed, image, iso))
         assert unnamed not in host.virsh('net-dumpxml', 'default') + host.virsh('net-dumpxml', 'default', '--inactive')

@@ -1,47 +1,52 @@
-"""Audits: what ecompute answers, and how long an audit waits for it."""
+"""A host looks at itself: what it publishes and removes, and what an audit makes of it."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from uuid import uuid4
 
 import pytest
 
-from ecomp.agent.host.digest import AuditAnswerer, find_abandoned_parts, read_digest
+from ecomp.agent.host import upkeep
+from ecomp.agent.host.claims import ClaimKeeper
 from ecomp.agent.host.metadata import GuestData
+from ecomp.agent.host.state import Memory
+from ecomp.agent.host.upkeep import Upkeep, find_abandoned_parts, read_facts
 from ecomp.agent.images.cache import LOCK_FILE
 from ecomp.agent.jobs import Threads
 from ecomp.conf import EtcdConfig
 from ecomp.errors import StrangeEtcd, Unreachable
 from ecomp.files import try_lock
 from ecomp.model import keys
+from ecomp.model.audit import MAX_REPORT_BYTES, HostReport, Leftover, encode_report, find_all, parse_report
 from ecomp.model.guest import BaseImage, Guest, GuestSpec, Usage, make_mac_address
-from ecomp.model.order import NameOwner, Request
-from ecomp.model.planes import Clearance, Digest, Leftover, from_pages, to_pages
+from ecomp.model.order import Request
 from ecomp.model.quota import Quota
+from ecomp.model.record import ACTIVE, Record
 from ecomp.model.stored import encode
 from ecomp.model.usage import HOST
+from ecomp.placement.allocations import read_provider_allocations
 from ecomp.scheduler.operations import audit as auditing
-from ecomp.scheduler.operations.audit import Report, audit, fix, open_audit_session, wait_for_answers
+from ecomp.scheduler.operations import usage
+from ecomp.scheduler.operations.audit import audit, fix, repair_hosts
 from ecomp.scheduler.operations.sharing import set_limits
 from ecomp.scheduler.operations.usage import UseReader
-from ecomp.store.client import Entry, Put, Store, Unchanged
+from ecomp.store.client import Delete, Put, Store
 from ecomp.store.sharing import load_quota
 from ecomp.store.watch import Follower
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional.cloud import Cloud, make_uuid
-from tests.functional.present import start_and_stop
+from tests.functional.present import make_presence
 from tests.kit.servers import wait_until
-from tests.kit.store_client import read_entry
-
-# ecompute answers an audit on a lease, in as many pages as needed. It removes only what it has checked itself.
-
 
 MAC = '52:54:00:00:00:01'
 BASE = BaseImage('/base', 'qcow2', 0)
@@ -68,12 +73,11 @@ class FakeHost(FakeHypervisor):
 
 
 class Host:
-    """A compute that only answers audits."""
+    """A compute that only looks at itself."""
 
     def __init__(self, cloud: Cloud, state: Path) -> None:
         self.compute = cloud.server.make_provider(VCPU=2, MEMORY_MB=512, DISK_GB=10)
         self.state = state
-        self.token = 'mine'
         self.read_only = False
         self.remembered: set[str] = set()
         self.hypervisor = FakeHost(state)
@@ -81,23 +85,25 @@ class Host:
         self.data = GuestData(state / 'metadata')
         config = EtcdConfig((cloud.etcd.endpoint,))
         self.threads, self.store = Threads(1, 1), Store(config)
-        self.answerer = self.make_answerer(self.token, self.hypervisor, state, self.may_remove)
-        self.follower = Follower(config, [(keys.AUDIT, self.answerer.on_audits)])
-        lease = cloud.store.grant(3600)
-        put = Put(keys.compute(self.compute), json.dumps({'token': self.token}), lease)
-        assert cloud.store.commit([], [put])
-        self.answerer.start()
+        self.presence = make_presence(self.store, keys.compute(self.compute), 'mine')
+        memory = Memory(state, self.compute, lambda: '2026-01-01T00:00:00.000Z')
+        prefix = keys.request_prefix(self.compute)
+        self.upkeep = Upkeep(
+            *(self.compute, self.store, cloud.placement, ClaimKeeper(self.compute, self.store, cloud.placement)),
+            *(self.hypervisor, self.data, state, memory),
+            publish=partial(self.presence.publish, is_urgent=True),
+            may_remove=self.may_remove,
+            read_requests=lambda: self.store.snapshot(prefix).entries,
+            threads=self.threads,
+        )
+        self.follower = Follower(config, [(keys.AUDIT, self.upkeep.on_questions)])
+        self.presence.start()
         self.follower.start()
-
-    def make_answerer(
-        self, token: str, hypervisor: FakeHypervisor, state: Path, may_remove: Callable[[str], bool]
-    ) -> AuditAnswerer:
-        data = GuestData(state / 'metadata')
-        return AuditAnswerer(self.compute, token, self.store, hypervisor, data, state, may_remove, self.threads)
 
     def close(self) -> None:
         self.follower.stop()
-        self.answerer.stop()
+        self.upkeep.stop()
+        self.presence.stop()
         self.threads.close()
         self.store.close()
 
@@ -114,20 +120,19 @@ class Host:
         self.hypervisor.start(GuestSpec(instance, self.compute, 1, 64, 1, BASE, 'qemu'))
         return instance
 
-    def clear(self, store: Store, *leftovers: Leftover) -> list[str]:
-        """Ask the compute to remove these leftovers; return its report."""
-        with open_audit_session(store) as (name, lease):
-            key = keys.clearance(name, self.compute)
-            assert store.commit([Unchanged(key, 0)], [Put(key, encode(Clearance(leftovers)), lease)])
-            assert wait_for_answers(store, name, {self.compute}, 'clearing', 'cleared') == {self.compute}
-            return list(json.loads(read_entry(store, keys.digest(name, self.compute, 'cleared')).value))
+    def clear(self, *leftovers: Leftover) -> list[str]:
+        """Have the compute remove these leftovers; return what it says about each."""
+        return [f'{each.kind} {each.name}: {self.upkeep._remove(each)}' for each in leftovers]
+
+    def repair(self, store: Store) -> list[str]:
+        """Ask the compute to repair what it finds; return its lines."""
+        return [line.removeprefix(f'compute {self.compute}: ') for line in repair_hosts(store, [self.compute])]
 
 
 @pytest.fixture
 def host(cloud: Cloud, tmp_path: Path) -> Iterator[Host]:
     with closing(Host(cloud, tmp_path)) as audited:
         yield audited
-    cloud.etcd.delete(keys.compute(audited.compute))
 
 
 def audit_host(cloud: Cloud, host: Host) -> list[tuple[str, str]]:
@@ -135,53 +140,141 @@ def audit_host(cloud: Cloud, host: Host) -> list[tuple[str, str]]:
 
     The servers are shared: findings about other hosts are not this test's.
     """
+    findings = audit(cloud.store, cloud.placement, 0.1, is_now=True).findings
+    return [(row.code, row.subject) for row in findings if host.compute in (row.subject, row.compute)]
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let two looks confirm each other without a pause, also for a repair."""
+    monkeypatch.setattr(upkeep, 'LOOK_SECONDS', 0.05)
+    monkeypatch.setattr(upkeep, 'CONFIRMATION_SECONDS', 0.05)
+
+
+# A host looks twice, publishes what both looks saw, and says which question it answers.
+
+
+def test_host_publishes_what_two_looks_saw(cloud: Cloud, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(upkeep, 'time', SimpleNamespace(monotonic=lambda: now))
+    disk = host.create_disk()
+    host.upkeep.step()
+    assert host.upkeep.report == HostReport()
+    now += 60
+    other = host.create_disk()
+    host.upkeep.step()
+    (finding,) = host.upkeep.report.findings
+    assert (finding.code, finding.subject) == ('disk-orphaned', disk)
+    host.hypervisor.delete_disk(disk)
+    now += 60
+    host.upkeep.step()
+    assert [each.subject for each in host.upkeep.report.findings] == [other]
+    wait_until(lambda: [each for _, each in audit_host_without_question(cloud, host)] == [other], 15, 'it is published')
+    assert disk not in host.hypervisor.list_guests(), 'nothing is removed without a person'
+
+
+def audit_host_without_question(cloud: Cloud, host: Host) -> list[tuple[str, str]]:
     findings = audit(cloud.store, cloud.placement, 0.1).findings
     return [(row.code, row.subject) for row in findings if host.compute in (row.subject, row.compute)]
 
 
-def read_answer(store: Store, host: Host) -> dict[str, bytes]:
-    """Return one compute's whole answer by part name.
-
-    Each part must be on a lease, and must be removed with the question.
-    """
-    with open_audit_session(store) as (name, lease):
-        assert store.commit([Unchanged(keys.audit(name), 0)], [Put(keys.audit(name), '{}', lease)])
-        assert wait_for_answers(store, name, {host.compute}, 'heard', '0') == {host.compute}
-        entries = store.snapshot(keys.digest_prefix(name, host.compute)).entries
-        assert all(entry.lease not in (0, lease) for entry in entries.values())
-    assert not store.snapshot(keys.digest_prefix(name, host.compute)).entries
-    assert store.get(keys.audit(name)) is None
-    return {keys.get_last_part(key): entry.value for key, entry in entries.items()}
+def test_host_looks_twice_when_asked(cloud: Cloud, host: Host) -> None:
+    disk, began = host.create_disk(), time.monotonic()
+    assert audit_host(cloud, host) == [('disk-orphaned', disk)]
+    assert time.monotonic() - began > upkeep.LOOK_SECONDS
+    cloud.placement.write('DELETE', f'/resource_providers/{host.compute}', None)
+    assert set(audit_host(cloud, host)) == {('disk-orphaned', disk), ('provider-missing', host.compute)}
 
 
-def test_answer_with_ten_thousand_guests_has_several_pages(cloud: Cloud, host: Host) -> None:
-    guests = {uuid: Guest(uuid, host.compute, True, True, True) for uuid in (str(uuid4()) for _ in range(10_000))}
-    host.hypervisor._guests = guests
-    answer = read_answer(cloud.store, host)
-    assert answer.pop('heard') == b''
-    assert len(answer) > 2
-    assert max(map(len, answer.values())) < 512 * 1024
-    assert from_pages([answer[str(number)] for number in range(len(answer))]).guests == guests
+@pytest.mark.usefixtures('soon')
+def test_host_releases_reservations_without_disk_by_itself(host: Host) -> None:
+    """One of a disk stays: after a restore of etcd the disk is the guest."""
+    alone, with_disk = str(uuid4()), host.create_disk()
+    for instance in (alone, with_disk):
+        host.hypervisor.reserve_address(instance, make_mac_address(instance, 0), 'default')
+    for _ in range(2):
+        host.upkeep.step()
+        time.sleep(0.06)
+    host.upkeep.step()
+    assert {each.instance for each in host.hypervisor.list_reservations().values()} == {with_disk}
+    assert with_disk in host.hypervisor.list_guests()
+
+
+@pytest.mark.usefixtures('soon')
+def test_host_repairs_what_it_has_found_for_a_minute_when_asked(
+    cloud: Cloud, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = host.create_disk()
+    assert host.repair(cloud.store) == [f'disk-orphaned {disk}: removed']
+    assert audit_host(cloud, host) == []
+    monkeypatch.setattr(upkeep, 'CONFIRMATION_SECONDS', 60)
+    disk = host.create_disk()
+    (line,) = host.repair(cloud.store)
+    assert line.startswith(f'disk-orphaned {disk}: not repaired: it was first seen 0 s ago')
+    assert disk in host.hypervisor.list_guests()
+
+
+@pytest.mark.usefixtures('soon')
+def test_host_claims_again_when_asked(cloud: Cloud, host: Host) -> None:
+    instance, size = host.start_guest(), {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}
+    request = Request(instance, {host.compute: size}, image='http://x/i', user_id='u', project_id='p')
+    record = Record(instance, host.compute, ACTIVE, image='http://x/i', resources=size)
+    pairs = {keys.request(host.compute, instance): request, keys.record(host.compute, instance): record}
+    cloud.store.commit([], [Put(key, encode(value)) for key, value in pairs.items()])
+    assert audit_host(cloud, host) == [('allocation-missing', instance)]
+    assert host.repair(cloud.store) == [f'allocation-missing {instance}: claimed again on {host.compute}']
+    assert read_provider_allocations(cloud.placement, host.compute) == {instance: size}
+    cloud.store.commit([], list(map(Delete, pairs)))
 
 
 def test_audit_reports_unreachable_hypervisor(cloud: Cloud, host: Host) -> None:
     host.hypervisor.is_away = True
-    findings = audit(cloud.store, cloud.placement, 0.1).findings
+    findings = audit(cloud.store, cloud.placement, 0.1, is_now=True).findings
     (mute_finding,) = [finding for finding in findings if finding.subject == host.compute]
     assert mute_finding.code == 'compute-mute'
     assert 'libvirt is away' in mute_finding.sentence
 
 
-def test_audit_ignores_malformed_page_names(cloud: Cloud, host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    put = host.answerer._write_answer
+def test_host_in_foreign_etcd_or_read_only_does_not_answer(
+    cloud: Cloud, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without requests in that etcd, its guests would be reported as orphans to destroy."""
+    monkeypatch.setattr(auditing, 'ANSWER_TIMEOUT_SECONDS', 3.0)
+    host.start_guest()
+    host.read_only = True
+    assert audit_host(cloud, host) == [('compute-mute', host.compute)]
+    host.upkeep.may_remove = lambda _: (_ for _ in ()).throw(StrangeEtcd('another etcd'))
+    assert audit_host(cloud, host) == [('compute-mute', host.compute)]
 
-    def put_extra_pages(entry: Entry, audit: str, part: int | str, value: str) -> None:
-        for page in ('1' * 5_000, '\u0663', '\u00b2') if part == 0 else ():
-            put(entry, audit, page, value)
-        put(entry, audit, part, value)
 
-    monkeypatch.setattr(host.answerer, '_write_answer', put_extra_pages)
-    assert audit_host(cloud, host) == []
+def test_report_of_a_hostile_host_is_its_own_damage(cloud: Cloud, host: Host) -> None:
+    sentence, victim = 'its disk\n\x1b[2J is gone', make_uuid()
+    finding = {'code': 'disk-orphaned', 'subject': f'{victim}\r', 'sentence': sentence, 'compute': 'another'}
+    lease, key = host.presence.lease, keys.findings(host.compute)
+    for value, codes in (
+        (json.dumps({'findings': [finding]}), {'disk-orphaned'}),
+        (json.dumps({'findings': [{**finding, 'code': 'compute-silent'}]}), {'compute-mute'}),
+        (json.dumps({'findings': [finding] * 1000}), {'compute-mute'}),
+        ('{"findings": [[]]}', {'compute-mute'}),
+        ('\x00' * 1000, {'compute-mute'}),
+    ):
+        cloud.store.commit([], [Put(key, value, lease)])
+        report = audit(cloud.store, cloud.placement, 0.1)
+        own = [each for each in report.findings if host.compute in (each.compute, each.subject)]
+        assert {each.code for each in own} == codes, value[:100]
+        assert all(each.sentence.isprintable() and each.subject.isprintable() for each in own)
+        assert not [each for each in report.own_findings if victim in each.subject]
+
+
+def test_report_has_a_limit(host: Host) -> None:
+    guests = {uuid: Guest(uuid, host.compute, True, True, True) for uuid in (str(uuid4()) for _ in range(10_000))}
+    host.hypervisor._guests = guests
+    found = find_all(host.upkeep.read_world(is_asked=False))
+    assert len(found) == len(guests)
+    value = encode_report(HostReport(tuple(found), error='x')).encode()
+    report = parse_report(host.compute, value)
+    assert len(value) <= MAX_REPORT_BYTES
+    assert len(report.findings) + report.omitted == len(guests)
 
 
 @pytest.mark.parametrize('length', [0, 256, 100_000])
@@ -217,43 +310,17 @@ def test_fix_counts_an_evacuated_instance_once(cloud: Cloud) -> None:
         cloud.etcd.delete(key)
 
 
-def test_compute_in_foreign_etcd_reports_that_instead_of_its_guests(cloud: Cloud, host: Host) -> None:
-    """Without requests in that etcd, its guests would be reported as orphans to destroy."""
-    host.start_guest()
-    host.answerer.may_remove = lambda _: (_ for _ in ()).throw(StrangeEtcd('another etcd'))
-    report = audit(cloud.store, cloud.placement, 0.1)
-    (finding,) = [listed for listed in report.findings if host.compute in (listed.subject, listed.compute)]
-    assert (finding.code, 'another etcd' in finding.sentence) == ('compute-mute', True)
-
-
-def test_only_ecompute_with_current_token_answers(cloud: Cloud, host: Host, tmp_path: Path) -> None:
-    own_instance = host.create_disk()
-    other_hypervisor = FakeHost(tmp_path / 'other')
-    other_hypervisor.prepare()
-    other_instance = str(uuid4())
-    other_hypervisor.create_disk(GuestSpec(other_instance, host.compute, 1, 64, 1, BASE, 'qemu'))
-    config = EtcdConfig((cloud.etcd.endpoint,))
-    other_answerer = host.make_answerer('theirs', other_hypervisor, tmp_path / 'other', lambda _: True)
-    follower = Follower(config, [(keys.AUDIT, other_answerer.on_audits)])
-    with start_and_stop(other_answerer), start_and_stop(follower):
-        for token, instance in (('mine', own_instance), ('theirs', other_instance)) * 3:
-            cloud.etcd.put(keys.compute(host.compute), json.dumps({'token': token}), cloud.etcd.grant())
-            assert set(from_pages([read_answer(cloud.store, host)['0']]).guests) == {instance}
-
-
-def test_read_only_or_remembering_compute_answers_but_removes_nothing(cloud: Cloud, host: Host) -> None:
+def test_read_only_or_remembering_compute_removes_nothing(host: Host) -> None:
     host.read_only = True
     instance = host.create_disk()
-    assert '0' in read_answer(cloud.store, host)
-    assert host.clear(cloud.store, Leftover('disk', instance)) == [
-        f'disk {instance}: not removed: this compute is read-only, or its state directory still lists the instance'
-    ]
+    refusal = 'not removed: this compute is read-only, or its state directory still lists the instance'
+    assert host.clear(Leftover('disk', instance)) == [f'disk {instance}: {refusal}']
     host.read_only, host.remembered = False, {instance}
-    assert 'its state directory still lists the instance' in host.clear(cloud.store, Leftover('disk', instance))[0]
-    assert 'its state directory still lists the instance' in host.clear(cloud.store, Leftover('seed', MAC, instance))[0]
+    for leftover in (Leftover('disk', instance), Leftover('seed', MAC, instance)):
+        assert refusal in host.clear(leftover)[0]
     assert instance in host.hypervisor.list_guests()
     host.remembered = set()
-    assert host.clear(cloud.store, Leftover('disk', instance)) == [f'disk {instance}: removed']
+    assert host.clear(Leftover('disk', instance)) == [f'disk {instance}: removed']
 
 
 # What a compute uses, which `eschedule top` asks
@@ -272,14 +339,14 @@ def test_compute_measures_once_a_question_and_never_without_one(cloud: Cloud, ho
     assert used[HOST]['cpu_seconds_per_second'] >= 0
     audit_host(cloud, host)
     assert host.hypervisor.measured_count == 2
-    for prefix in (keys.AUDIT, keys.DIGESTS):
-        assert not any(host.compute in key for key in cloud.store.snapshot(prefix).entries)
+    key = keys.usage(host.compute)
+    wait_until(lambda: cloud.store.get(key) is None, 10, 'it removes its answer')
 
 
 def test_compute_that_is_not_among_the_selected_ones_does_not_measure(
     cloud: Cloud, host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auditing, 'HEARD_TIMEOUT_SECONDS', 0.5)
+    monkeypatch.setattr(usage, 'ANSWER_TIMEOUT_SECONDS', 0.5)
     other = cloud.make_compute()
     assert UseReader(cloud.store, [other]).read().used.keys() == {other}
     assert make_reader(cloud, host).read().reasons == {}
@@ -293,14 +360,13 @@ def test_several_users_look_while_an_audit_runs(cloud: Cloud, host: Host) -> Non
         findings = audit_host(cloud, host)
     assert all(host.compute not in look.result().reasons for look in looks)
     assert not [finding for finding in findings if finding[0] == 'compute-mute']
-    assert host.hypervisor.measured_count == 3
+    assert 1 <= host.hypervisor.measured_count <= 3
 
 
 def test_older_or_frozen_compute_is_unknown_and_others_are_not(
     cloud: Cloud, host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An older one takes the question for one about a compute of that name, and does nothing."""
-    monkeypatch.setattr(auditing, 'HEARD_TIMEOUT_SECONDS', 0.5)
+    monkeypatch.setattr(usage, 'ANSWER_TIMEOUT_SECONDS', 0.5)
     older = cloud.make_compute()
     use = make_reader(cloud, host, older).read()
     assert (use.used[older], use.reasons.keys()) == ({}, {older})
@@ -318,7 +384,7 @@ def test_unreachable_hypervisor_is_the_reason_why_nothing_is_known(cloud: Cloud,
 
 def test_malformed_question_is_not_answered(cloud: Cloud, host: Host, caplog: pytest.LogCaptureFixture) -> None:
     lease = cloud.store.grant(60)
-    cloud.store.commit([], [Put(keys.clearance('x', keys.USAGE), '{"some": ["other"]}', lease)])
+    cloud.store.commit([], [Put(keys.audit('x') + keys.USAGE_QUESTION, '{"some": ["other"]}', lease)])
     make_reader(cloud, host).read()
     cloud.store.revoke(lease)
     assert (host.hypervisor.measured_count, caplog.records) == (1, [])
@@ -331,24 +397,24 @@ def make_reader(cloud: Cloud, host: Host, *others: str) -> UseReader:
 # Removing
 
 
-def test_orphaned_disk_and_seed_are_removed(cloud: Cloud, host: Host) -> None:
+def test_orphaned_disk_and_seed_are_removed(host: Host) -> None:
     instance, data = host.create_disk(), GuestData(host.state / 'metadata')
     data.write(Request(instance, {}), [make_mac_address(instance, 0)])
     mac = make_mac_address(instance, 0)
-    assert host.clear(cloud.store, Leftover('disk', instance), Leftover('seed', mac, instance)) == [
+    assert host.clear(Leftover('disk', instance), Leftover('seed', mac, instance)) == [
         f'disk {instance}: removed',
         f'seed {mac}: removed',
     ]
     assert host.hypervisor.list_guests() == {}
     assert data.read_instances() == {}
-    assert host.clear(cloud.store, Leftover('disk', instance), Leftover('seed', mac, instance)) == [
+    assert host.clear(Leftover('disk', instance), Leftover('seed', mac, instance)) == [
         f'disk {instance}: already gone',
         f'seed {mac}: already gone',
     ]
     # A removal that was killed midway leaves only the ready report.
     (data.directory / f'{instance}.ready').touch()
-    assert read_digest(host.hypervisor, host.data, host.state).metadata == {instance: instance}
-    assert host.clear(cloud.store, Leftover('seed', instance, instance)) == [f'seed {instance}: removed']
+    assert read_facts(host.hypervisor, host.data, host.state).metadata == {instance: instance}
+    assert host.clear(Leftover('seed', instance, instance)) == [f'seed {instance}: removed']
     assert list(data.directory.iterdir()) == []
 
 
@@ -356,18 +422,16 @@ def test_orphaned_nocloud_disk_is_removed(cloud: Cloud, host: Host) -> None:
     lone, with_disk, running = str(uuid4()), host.create_disk(), host.start_guest()
     for uuid in (lone, with_disk):
         host.hypervisor.create_seed(uuid, {})
-    assert read_digest(host.hypervisor, host.data, host.state).seeds.keys() == {lone, with_disk}
+    assert read_facts(host.hypervisor, host.data, host.state).seeds == {lone, with_disk}
     findings = audit_host(cloud, host)
     assert {('iso-orphaned', lone), ('disk-orphaned', with_disk)} <= set(findings)
     assert ('iso-orphaned', with_disk) not in findings
     cloud.etcd.put(keys.request(host.compute, lone), '{}')
-    assert host.clear(cloud.store, Leftover('iso', lone)) == [
-        f'iso {lone}: not removed: its instance is requested or alive'
-    ]
+    assert host.clear(Leftover('iso', lone)) == [f'iso {lone}: not removed: its instance is requested or alive']
     cloud.etcd.delete(keys.request(host.compute, lone))
     for uuid, text in ((running, 'not removed: its domain exists'), (lone, 'removed'), (lone, 'already gone')):
-        assert host.clear(cloud.store, Leftover('iso', uuid)) == [f'iso {uuid}: {text}']
-    assert host.clear(cloud.store, Leftover('disk', with_disk)) == [f'disk {with_disk}: removed']
+        assert host.clear(Leftover('iso', uuid)) == [f'iso {uuid}: {text}']
+    assert host.clear(Leftover('disk', with_disk)) == [f'disk {with_disk}: removed']
     assert host.hypervisor.list_seeds() == set()
 
 
@@ -388,7 +452,6 @@ def test_used_or_unknown_leftovers_are_not_removed(cloud: Cloud, host: Host) -> 
     refusal = 'not removed: its instance is requested or alive'
     try:
         assert host.clear(
-            cloud.store,
             *(Leftover('disk', instance) for instance in (running, queried, recorded, tried)),
             *(Leftover('seed', MAC, queried), Leftover('seed', MAC, used), Leftover('reservations', running)),
             *(Leftover('disk', '../../etc'), Leftover('domain', used), Leftover('seed', '../../x', 'y')),
@@ -402,9 +465,7 @@ def test_used_or_unknown_leftovers_are_not_removed(cloud: Cloud, host: Host) -> 
             'seed ../../x: not removed: its instance is not a valid uuid',
         ]
         host.hypervisor.other_users = frozenset({'somebodys'})
-        assert host.clear(cloud.store, Leftover('disk', used)) == [
-            f'disk {used}: not removed: in use by domain somebodys'
-        ]
+        assert host.clear(Leftover('disk', used)) == [f'disk {used}: not removed: in use by domain somebodys']
         assert host.hypervisor.list_guests() == before
         assert data.read_instances() == {MAC: queried}
     finally:
@@ -412,7 +473,7 @@ def test_used_or_unknown_leftovers_are_not_removed(cloud: Cloud, host: Host) -> 
             cloud.etcd.delete(key)
 
 
-def test_partial_files_are_removed_if_unchanged(cloud: Cloud, host: Host) -> None:
+def test_partial_files_are_removed_if_unchanged(host: Host) -> None:
     images = host.state / 'images'
     images.mkdir()
     for path in (images / 'base-aa.part', host.state / 'metadata' / '.x.json.part', host.state / '.token.part'):
@@ -422,110 +483,20 @@ def test_partial_files_are_removed_if_unchanged(cloud: Cloud, host: Host) -> Non
     assert lock is not None
     partial_files = find_abandoned_parts(host.state)
     assert set(partial_files) == {'images/base-aa.part', 'metadata/.x.json.part', '.token.part'}
-    assert read_digest(host.hypervisor, host.data, host.state).parts == partial_files
+    assert read_facts(host.hypervisor, host.data, host.state).parts == partial_files
 
     leftovers = [Leftover('part', name, mark) for name, mark in partial_files.items()]
     (images / 'base-aa.part').write_text('written again')
     leftovers += [Leftover('part', 'images/base-bb.part', 'x'), Leftover('part', '../uuid', '')]
-    report = host.clear(cloud.store, *leftovers)
+    report = host.clear(*leftovers)
 
     assert sorted(report) == [
-        'part ../uuid: not removed: it has changed since the audit listed it, or is gone',
+        'part ../uuid: not removed: it has changed since it was found, or is gone',
         'part .token.part: removed',
-        'part images/base-aa.part: not removed: it has changed since the audit listed it, or is gone',
-        'part images/base-bb.part: not removed: it has changed since the audit listed it, or is gone',
+        'part images/base-aa.part: not removed: it has changed since it was found, or is gone',
+        'part images/base-bb.part: not removed: it has changed since it was found, or is gone',
         'part metadata/.x.json.part: removed',
     ]
     assert {path.name for path in images.glob('*.part')} == {'base-aa.part', 'base-bb.part'}
     os.close(lock)
     assert set(find_abandoned_parts(host.state)) == {'images/base-aa.part', 'images/base-bb.part'}
-
-
-def test_malformed_audit_and_clearance_are_answered(cloud: Cloud, host: Host) -> None:
-    with open_audit_session(cloud.store) as (name, lease):
-        for key in (keys.clearance(name, host.compute), f'{keys.AUDIT}{name}/x/y'):
-            cloud.store.commit([], [Put(key, 'nonsense', lease)])
-        assert wait_for_answers(cloud.store, name, {host.compute}, 'clearing', 'cleared') == {host.compute}
-        entry = read_entry(cloud.store, keys.digest(name, host.compute, 'cleared'))
-        assert 'nothing is removed' in json.loads(entry.value)[0]
-    wait_until(lambda: '0' in read_answer(cloud.store, host), 10, 'it answers still')
-
-
-# An audit waits for computes that make progress, even slow progress, but not for ever after an acknowledgement.
-
-
-class Clock:
-    """A clock that advances when a test sleeps, and then lets the compute answer."""
-
-    def __init__(self, answers: Callable[[float], None]) -> None:
-        self._answers = answers
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        self._answers(self.now)
-
-
-@pytest.fixture
-def compute(cloud: Cloud) -> Iterator[str]:
-    """A live compute, and a repairable finding."""
-    compute, name = make_uuid(), f'n{make_uuid()[:8]}'
-    lease = cloud.store.grant(600)
-    cloud.store.commit(
-        [], [Put(keys.compute(compute), '{}', lease), Put(keys.name(name), encode(NameOwner(make_uuid())))]
-    )
-    yield compute
-    cloud.store.revoke(lease)
-    cloud.etcd.delete(keys.name(name))
-
-
-def list_codes(report: Report, compute: str) -> set[str]:
-    return {finding.code for finding in report.findings if finding.subject == compute}
-
-
-def list_audits(cloud: Cloud) -> list[str]:
-    return [keys.get_last_part(name) for name in cloud.store.snapshot(keys.AUDIT, keys_only=True).entries]
-
-
-def test_fix_waits_once_for_compute_that_only_acknowledges(
-    cloud: Cloud, compute: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """--fix runs three audits; waiting in each would take four minutes every time."""
-
-    def acknowledge(_: float) -> None:
-        for audit_name in list_audits(cloud):
-            cloud.etcd.put(keys.digest(audit_name, compute, 'heard'), '')
-
-    clock = Clock(acknowledge)
-    monkeypatch.setattr(auditing, 'time', clock)
-    lines: list[str] = []
-    report = fix(cloud.store, cloud.placement, lines.append, interval_seconds=0.1)
-    assert 'compute-mute' in list_codes(report, compute)
-    assert any(line.startswith('name-orphaned') for line in lines)
-    assert auditing.ANSWER_TIMEOUT_SECONDS < clock.now < 2 * auditing.ANSWER_TIMEOUT_SECONDS
-
-
-def test_late_and_slow_compute_is_not_reported_as_mute(
-    cloud: Cloud, compute: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The compute starts during the audit, and libvirt takes a minute to list its domains."""
-    first_audit: set[str] = set()
-    heard_at: dict[str, float] = {}
-
-    def answer_late(now: float) -> None:
-        for audit_name in list_audits(cloud):
-            first_audit.update([] if first_audit else [audit_name])
-            if audit_name in first_audit:
-                continue
-            cloud.etcd.put(keys.digest(audit_name, compute, 'heard'), '')
-            if now - heard_at.setdefault(audit_name, now) > 60:
-                for number, page in enumerate(to_pages(Digest())):
-                    cloud.etcd.put(keys.digest(audit_name, compute, str(number)), page)
-
-    monkeypatch.setattr(auditing, 'time', Clock(answer_late))
-    report = auditing.audit(cloud.store, cloud.placement, 0.1)
-    assert 'compute-mute' not in list_codes(report, compute)
-    assert len(heard_at) > 0

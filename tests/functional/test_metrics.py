@@ -292,7 +292,8 @@ def test_terminal_is_redrawn_until_ctrl_c(control: Control) -> None:
         reader.join()
         os.close(ours)
     assert process.returncode == 0
-    assert control.etcd.list_keys('/audit/') + control.etcd.list_keys('/digests/') == []
+    assert control.etcd.list_keys('/audit/') == []
+    wait_until(lambda: control.etcd.list_keys('/usage/') == [], 15, 'the computes remove their answers')
 
 
 @pytest.mark.parametrize('form', ['table', 'json'])

@@ -66,7 +66,7 @@ class Scene:
         self.entries: dict[str, Entry] = {}
         self.questions = 0
         for number, (key, value) in enumerate(read_entries().items()):
-            is_alive = key.startswith(('/computes/', '/facts/', '/requests/')) or key.endswith('/taker')
+            is_alive = key.startswith(('/computes/', '/facts/', '/findings/', '/requests/')) or key.endswith('/taker')
             lease = ALIVE_LEASE if is_alive else 0
             self.entries[key] = Entry(key, value.encode(), number + 1, lease, created=number + 1)
 
@@ -89,8 +89,9 @@ class Scene:
                 self.writes.append(f'+ {operation.key}{ttl} {operation.value}')
             elif before:
                 self.writes.append(f'- {operation.key}')
+        written = self.revision
         self._answer_audit(operations)
-        return self.revision
+        return written
 
     def expire_lease(self, lease: int) -> None:
         gone = [key for key, entry in self.entries.items() if entry.lease == lease]
@@ -98,26 +99,21 @@ class Scene:
             self.commit([], [Delete(key) for key in gone])
 
     def _answer_audit(self, operations: Sequence[Put | Delete]) -> None:
-        """Answer audits in place of the living computes.
-
-        The digests are in digests.txt. A request to remove something is answered as done.
-        """
-        pages = (HERE / 'digests.txt').read_text().splitlines()
+        """Answer audits in place of the living computes, whose reports are in scene.txt; repairs are done."""
         for operation in operations:
-            audit, _, host = operation.key.removeprefix('/audit/').partition('/')
+            _, _, question = operation.key.removeprefix('/audit/').partition('/')
             if not isinstance(operation, Put) or not operation.key.startswith('/audit/'):
                 continue
-            if host == 'usage':
-                self._answer_usage(audit, operation.lease)
+            if question == 'usage':
+                self._answer_usage(operation)
                 continue
-            parts = {'cleared': '["removed"]'} if host else {'heard': ''}
-            for number, compute in enumerate((HV1, HV2)):
-                answer = parts if host else {**parts, '0': pages[number]}
-                if host in ('', compute):
-                    keys = {f'/digests/{compute}/{audit}/{part}': value for part, value in answer.items()}
-                    self.commit([], [Put(key, value, operation.lease) for key, value in keys.items()])
+            for compute in (HV1, HV2) if not question else (question,):
+                report = json.loads(self.entries[f'/findings/{compute}'].value)
+                answer = {**report, 'revision': self.entries[operation.key].revision}
+                answer |= {'repairs': ['part-orphaned x.part: removed']} if question else {}
+                self.commit([], [Put(f'/findings/{compute}', json.dumps(answer), ALIVE_LEASE)])
 
-    def _answer_usage(self, audit: str, lease: int) -> None:
+    def _answer_usage(self, question: Put) -> None:
         """Answer `eschedule top` with counters that grow with each question; hv2 cannot answer."""
         self.questions += 1
         sizes = {'memory_used_bytes': 2**30, 'memory_bytes': 2**32, 'disk_used_bytes': 2**31, 'disk_bytes': 2**36}
@@ -125,9 +121,10 @@ class Scene:
         guest = {'vcpu_seconds_total': 0.5 * self.questions, 'resident_memory_bytes': 2**27}
         guest |= {'disk_read_bytes_total': 8192 * self.questions, 'disk_written_bytes_total': 0}
         used = {'host': {**host, **sizes}, '1a5c0de0-0000-4000-8000-000000000001': guest}
-        answers = {HV1: {'version': 1, 'used': used}, HV2: {'version': 1, 'error': 'libvirt does not answer'}}
-        for compute, answer in answers.items():
-            self.commit([], [Put(f'/digests/{compute}/{audit}/usage', json.dumps(answer), lease)])
+        revision = self.entries[question.key].revision
+        for compute, answer in ((HV1, {'used': used}), (HV2, {'error': 'libvirt does not answer'})):
+            value = json.dumps({'version': 1, 'revision': revision, **answer})
+            self.commit([], [Put(f'/usage/{compute}', value, question.lease)])
 
 
 class SceneStore(Store):

@@ -21,8 +21,8 @@ from ecomp import errors
 from ecomp.cli import create
 from ecomp.cli.command import Context
 from ecomp.errors import Unreachable
-from ecomp.model import cluster, flavor, group, guest, keys, order, planes, queue, quota, record
-from ecomp.model.audit import CODES
+from ecomp.model import cluster, flavor, group, guest, keys, order, queue, quota, record
+from ecomp.model.audit import CHECKS, encode_report, parse_report
 from ecomp.model.facts import parse_facts
 from ecomp.model.level import COMPUTE_WARNINGS, SCHEDULE_WARNINGS
 from ecomp.model.order import NameOwner
@@ -268,8 +268,7 @@ REWRITERS: dict[str, Callable[[str, bytes], str]] = {
     keys.FLAVORS: lambda key, value: encode(decode(flavor.Flavor, value, name=keys.get_last_part(key))),
     keys.USER_DATA: rewrite_user_data,
     keys.RELEASED: lambda _, value: sharing.released_to_json(sharing.released_from_json(value)),
-    keys.AUDIT: lambda _, value: encode(decode(planes.Clearance, value)),
-    keys.DIGESTS: lambda _, value: planes.to_pages(planes.from_pages([value]))[0],
+    keys.FINDINGS: lambda key, value: encode_report(parse_report(keys.get_last_part(key), value)),
     keys.CLUSTER: lambda _, value: encode(decode(cluster.ClusterIdentity, value)),
     'the known etcd': lambda _, value: encode(decode(cluster.KnownCluster, value)),
 }
@@ -295,11 +294,6 @@ def rewrite_line(line: str) -> str | None:
     return f'{key} {REWRITERS[kind](key, value.encode())}' if kind else None
 
 
-def test_digests_are_parsed_and_written_unchanged() -> None:
-    lines = (HERE / 'digests.txt').read_text().splitlines()
-    assert [planes.to_pages(planes.from_pages([line.encode()])) for line in lines] == [[line] for line in lines]
-
-
 def test_layout_of_keys() -> None:
     host, instance = scene.HV1, '1a5c0de0-0000-4000-8000-000000000001'
     examples = {
@@ -320,11 +314,10 @@ def test_layout_of_keys() -> None:
         'a compute': keys.compute(host),
         'the cluster': keys.CLUSTER,
         'an audit': keys.audit(instance),
-        'a clearance': keys.clearance(instance, host),
-        'a question about usage': keys.clearance(instance, keys.USAGE),
-        'a page of a digest': keys.digest(instance, host, 0),
-        'an answer about usage': keys.digest(instance, host, keys.USAGE),
-        'what was cleared': keys.digest(instance, host, 'cleared'),
+        'a question to repair': f'{keys.audit(instance)}/{host}',
+        'a question about usage': keys.audit(instance) + keys.USAGE_QUESTION,
+        'what a host found': keys.findings(host),
+        'an answer about usage': keys.usage(host),
     }
     compare_with_file(HERE / 'keys.txt', ''.join(f'{name}: {key}\n' for name, key in examples.items()))
 
@@ -332,7 +325,7 @@ def test_layout_of_keys() -> None:
 def test_codes_states_and_stages() -> None:
     exits = {name: error.exit_code for name, error in vars(errors).items() if hasattr(error, 'exit_code')}
     lines = [f'exit {code} {name}' for name, code in sorted(exits.items(), key=lambda each: (each[1], each[0]))]
-    lines += [f'audit {code}{" --fix" if code_info.fix else ""}' for code, code_info in sorted(CODES.items())]
+    lines += [f'audit {code}{" --fix" if code_info.fix else ""}' for code, code_info in sorted(CHECKS.items())]
     lines += [f'warning {code}' for code in sorted({*SCHEDULE_WARNINGS, *COMPUTE_WARNINGS})]
     lines += [f'state {state_name}' for state_name in sorted({record.QUEUED, *record.STATES})]
     lines += [f'stage {stage}' for stage in record.STAGES]

@@ -24,7 +24,7 @@ def run_audit(cluster: Control | Lab, foreign: Collection[str] = ()) -> list[dic
 
     Silent computes are left out: the test itself killed or froze them. So are warnings: they depend on the machine.
     """
-    result = cluster.eschedule('audit', '-f', 'json')
+    result = cluster.eschedule('audit', '--now', '-f', 'json')
     assert result.code in (EXIT_CLEAN, EXIT_FINDINGS), result
     entries = json.loads(result.stdout)
     entries = [finding for finding in entries if finding['level'] == 'error']

@@ -23,8 +23,8 @@ PATIENCE_SECONDS = 20.0
 def read_lasting_keys(control: Control) -> dict[str, StoredValue]:
     """Read all of etcd at one revision, without values that change by themselves.
 
-    These are notes of released claims, which expire with their leases, and the hints of living computes, which follow
-    requests within ten seconds.
+    These are notes of released claims, which expire with their leases, and what living computes publish: hints, which
+    follow requests within ten seconds, and findings.
     """
     entries = dict(map(parse_entry, control.etcd.call('kv/range', ALL_KEYS).get('kvs', [])))
     published = ('/released/', '/facts/', '/troubles/', '/findings/')

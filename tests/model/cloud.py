@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, cast
 from ecomp.errors import UnknownOutcome, Unreachable
 from ecomp.model import keys
 from ecomp.model.allocation import find_compute
+from ecomp.model.audit import HostReport, encode_report
 from ecomp.model.choose import Offer
 from ecomp.model.flavor import parse_flavor
 from ecomp.model.group import Group, Membership
 from ecomp.model.order import NameOwner, PowerAction, Request, SetOrder
-from ecomp.model.planes import to_pages
 from ecomp.model.queue import QueueEntry, WaitingEntry
 from ecomp.model.quota import Quota, sum_charges
 from ecomp.model.stored import encode
@@ -44,19 +44,24 @@ if TYPE_CHECKING:
     from tests.model.compute import Compute
 
 
-def answer_audits(etcd: Etcd, computes: Mapping[str, Compute]) -> None:
+def answer_audits(world: World, etcd: Etcd, computes: Mapping[str, Compute]) -> None:
+    """Have each living compute look at itself, in the step that asks for it, and publish what it finds."""
+
     def answer(operations: Sequence[Put | Delete]) -> None:
         for operation in operations:
-            audit = operation.key.removeprefix(keys.AUDIT)
-            if not isinstance(operation, Put) or audit == operation.key or '/' in audit:
+            if not isinstance(operation, Put) or not operation.key.startswith(keys.AUDIT):
                 continue
+            repairs_on = operation.key.removeprefix(keys.AUDIT).partition('/')[2]
+            actor, world.current = world.current, None
+            # The model answers the question with the revision of the last report.
+            question = etcd.revision + len(computes)
             for each, compute in computes.items():
-                if compute.is_dead or keys.compute(each) not in etcd.entries:
-                    continue
-                pages = to_pages(compute.make_digest())
-                parts = {'heard': '', **{str(number): page for number, page in enumerate(pages)}}
-                puts = [Put(keys.digest(audit, each, part), value, operation.lease) for part, value in parts.items()]
-                etcd.commit([], puts)
+                if not compute.is_dead and keys.compute(each) in etcd.entries:
+                    if repairs_on == each:
+                        compute.claim_again()
+                    report = encode_report(HostReport(tuple(compute.look()), question))
+                    etcd.commit([], [Put(keys.findings(each), report, compute.presence.lease)])
+            world.current = actor
 
     etcd.listeners.append(answer)
 
@@ -122,7 +127,7 @@ class Cloud:
         # True if all quotas are set before anything is delivered.
         self.has_quota_from_start = True
         self.allowed_to_fail: set[str] = set()
-        answer_audits(self.etcd, self.computes)
+        answer_audits(world, self.etcd, self.computes)
         self.invariants = Invariants(self)
         world.invariants.append(self.invariants.check)
         world.events.append(self._list_expiries)

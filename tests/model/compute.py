@@ -9,12 +9,14 @@ import random
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
-from ecomp.agent.compute import record_missed_ends, restore_reservations
+from ecomp.agent.compute import record_missed_ends
 from ecomp.agent.host.claims import ClaimKeeper
 from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.host.state import Memory
+from ecomp.agent.host.upkeep import Upkeep, restore_reservations
 from ecomp.agent.images.cache import FakeImages
 from ecomp.agent.instance.instances import ControlPlane, GuestTemplate, HostServices, Instances
 from ecomp.agent.instance.pool import InlineRunner
@@ -22,11 +24,11 @@ from ecomp.agent.instance.records import republish
 from ecomp.agent.jobs import FailureLog
 from ecomp.agent.planner import Planner
 from ecomp.agent.queue import Queues, Taker
-from ecomp.errors import EcompError
+from ecomp.errors import EcompError, NotFound
 from ecomp.model import keys
+from ecomp.model.audit import Finding, Repair, find_all
 from ecomp.model.guest import DEFAULT_NETWORKS, Address, Guest, GuestSpec
-from ecomp.model.planes import Digest
-from ecomp.placement.allocations import Consumer
+from ecomp.placement.allocations import Consumer, read_provider_allocations
 from ecomp.store.presence import LEASE_SECONDS, Presence, PresenceLease
 from ecomp.virt.fake import FakeHypervisor
 from tests.kit.memory_etcd import Etcd
@@ -108,6 +110,13 @@ class UnthreadedLease(PresenceLease):
         return threading.Thread()
 
 
+class ModelUpkeep(Upkeep):
+    """The product's looks of a host at itself, without locks and threads."""
+
+    def __post_init__(self) -> None:
+        self._held = self._inventory = None
+
+
 class InlinePool(InlineRunner):
     """A pool that runs each job in its caller, without the pipe that wakes a main thread."""
 
@@ -162,6 +171,11 @@ class Compute:
         self.instances = Instances(control, host, shape, memory)
         self.planner = Planner(self.instances, FailureLog())
         self.keeper = ClaimKeeper(self.uuid, self.store, self.placement, self.takes_from_queues)
+        read_requests = lambda: self.store.snapshot(keys.request_prefix(self.uuid)).entries  # noqa: E731
+        self.upkeep = ModelUpkeep(  # type: ignore[arg-type]
+            *(self.uuid, self.store, self.placement, self.keeper, self.hypervisor, self.guest_data, state, memory),
+            *(lambda _key, _value: None, lambda _: True, read_requests, None),
+        )
         self.queues = Queues()
         self.queues.start_revision = self.etcd.revision
         self.queues.first_seen_revision = self.first_seen
@@ -239,13 +253,19 @@ class Compute:
         for _ in range(times):
             self.run_all(self.read_queues, self.read_requests, self.pull, self.plan)
 
-    def make_digest(self) -> Digest:
-        reserved = {
-            mac: f'{reservation.instance} {reservation.address}'
-            for mac, reservation in self.hypervisor.list_reservations().items()
-        }
-        isos = dict.fromkeys(self.hypervisor.list_seeds(), '')
-        return Digest(self.hypervisor.list_guests(), {}, self.guest_data.read_instances(), isos, reserved)
+    def look(self) -> list[Finding]:
+        """Look at this host once, and return what it finds."""
+        with suppress(NotFound):
+            self.keeper.held = read_provider_allocations(self.placement, self.uuid)
+        return find_all(self.upkeep.read_world(is_asked=False))
+
+    def claim_again(self) -> None:
+        """Claim again what living instances lack, as `audit --fix` asks for."""
+        self.keeper.held = read_provider_allocations(self.placement, self.uuid)
+        world = self.upkeep.read_world(is_asked=False)
+        for finding in find_all(world):
+            if finding.repair is Repair.CLAIM:
+                self.upkeep._repair(world, finding)
 
     def run_all(self, *functions: Callable[[], Any]) -> list[EcompError]:
         """Run each function, and return the errors; the caller retries later."""

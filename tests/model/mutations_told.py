@@ -138,7 +138,7 @@ REPORTED = {
         'ecomp.agent.host.claims:ClaimKeeper._select_kept', replace_return('set()'), 'claim_keeper'
     ),
     'a release does not keep what is wanted': make_bug(
-        'ecomp.placement.allocations:release', replace_assignment('excluded', '()'), 'fix_and_create'
+        'ecomp.placement.allocations:release', replace_assignment('excluded', '()'), 'keeper_and_create'
     ),
     'a destroy out of a queue does not compare the entry': make_bug(
         'ecomp.scheduler.changes.change:_prepare_dequeue', drop_operand('entry', 'Unchanged'), 'taken_and_destroyed'

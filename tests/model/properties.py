@@ -210,7 +210,7 @@ def check_queues(facts: Facts) -> Iterator[str]:
 
 def check_audit(facts: Facts) -> Iterator[str]:
     try:
-        report = audit(facts.cloud.store, facts.cloud.placement)
+        report = audit(facts.cloud.store, facts.cloud.placement, is_now=True)
     except EcompError as error:
         yield f'the audit fails: {error}'
         return

@@ -14,7 +14,7 @@ from tests.model.acting import SINGLE_FAULT, Bounds
 from tests.model.cloud import AFFINITY, ANTI_AFFINITY, A, B, Cloud, S, U, V
 from tests.model.compute import Compute
 from tests.model.explorer import Check, make_scenarios
-from tests.model.scenarios_operators import add_drain, first_quota, fix_and_create, forget_during_destroy
+from tests.model.scenarios_operators import add_drain, first_quota, forget_during_destroy
 from tests.model.scenarios_pairs import make_active
 
 ONE_KILL = Bounds(2, 1, kills=1)
@@ -280,11 +280,6 @@ def forget_with_losses(cloud: Cloud) -> None:
     forget_during_destroy(cloud)
 
 
-def fix_with_losses(cloud: Cloud) -> None:
-    """`audit --fix` releases an orphaned claim while its uuid is created again."""
-    fix_and_create(cloud)
-
-
 def drain_with_losses(cloud: Cloud) -> None:
     """A compute is drained during a create."""
     cloud.add_host(A)
@@ -311,7 +306,7 @@ SCENARIOS += [
     *make_scenarios(
         LOSSY,
         *(create_with_losses, resume_with_losses, set_with_losses, queue_with_losses, destroy_with_losses),
-        *(destroy_of_queued_with_losses, stop_with_losses, forget_with_losses, fix_with_losses, drain_with_losses),
+        *(destroy_of_queued_with_losses, stop_with_losses, forget_with_losses, drain_with_losses),
         *(quota_with_losses, keeper_with_losses),
     ),
 ]

@@ -18,7 +18,14 @@ from tests.model.compute import Compute
 from tests.model.etcd import ModelStore
 from tests.model.explorer import Check, make_scenarios
 from tests.model.invariants import CLAIM, NAME
-from tests.model.scenarios_operators import add_compute_end, add_drain, add_fix, add_forget, add_quota_set, make_forget
+from tests.model.scenarios_operators import (
+    add_compute_end,
+    add_drain,
+    add_forget,
+    add_keeper,
+    add_quota_set,
+    make_forget,
+)
 
 
 def make_active(cloud: Cloud, instance: str = U, name: str | None = 'web', group: Membership | None = None) -> Compute:
@@ -118,14 +125,14 @@ def fix_beside_a_queue(cloud: Cloud) -> None:
 
 
 def claim_deleted(cloud: Cloud) -> None:
-    """The claim of an active instance is deleted manually, then repaired or destroyed."""
+    """The claim of an active instance is deleted manually, then repaired by its host or destroyed."""
     host = make_active(cloud)
     cloud.exempt(CLAIM, 'somebody deletes the claim of what lives')
     cloud.has_ample_room = False
     cloud.model.held.pop(U)
     cloud.model.rows.pop(U)
     cloud.starts_inconsistent = True
-    add_complete_fix(cloud)
+    cloud.add_compute_actor(A, 'repairing', host.claim_again)
     cloud.add_destroy('destroy', U)
     cloud.add_compute_actor(A, '', host.repeat(2, host.plan, host.check_claims))
 
@@ -349,21 +356,19 @@ def keeper_drain_and_other_create(cloud: Cloud) -> None:
     add_drain(cloud, A)
 
 
-def fix_destroy_and_resume(cloud: Cloud) -> None:
-    """`audit --fix` releases a claim while its uuid is created again and destroyed."""
+def keeper_destroy_and_resume(cloud: Cloud) -> None:
+    """A compute releases a claim while its uuid is created again and destroyed."""
     host = cloud.add_host(A)
-    cloud.claim(U, A)
-    add_fix(cloud)
+    add_keeper(cloud, U)
     cloud.add_create('eschedule', U, resume=True)
     cloud.add_destroy('destroy', U)
     cloud.add_compute_actor(A, '', host.repeat(2, host.plan))
 
 
-def fix_taking_and_destroy(cloud: Cloud) -> None:
-    """`audit --fix` releases the claim of a now queued instance; it is taken and destroyed."""
+def keeper_taking_and_destroy(cloud: Cloud) -> None:
+    """A compute releases the claim of a now queued instance; it is taken and destroyed."""
     cloud.add_host(A)
-    cloud.claim(U, A)
-    add_fix(cloud)
+    add_keeper(cloud, U)
     cloud.add_take(A, cloud.enqueue_request(U))
     cloud.add_destroy('destroy', U)
 
@@ -439,6 +444,6 @@ SCENARIOS += [
         late_release_keeper_and_resume,
     ),
     *make_scenarios(Bounds(2, 2, minutes=2), keeper_drain_and_other_create),
-    *make_scenarios(SINGLE_FAULT, fix_destroy_and_resume, fix_taking_and_destroy, forget_and_taker),
+    *make_scenarios(SINGLE_FAULT, keeper_destroy_and_resume, keeper_taking_and_destroy, forget_and_taker),
     *make_scenarios(Bounds(2, 1, answers=1), quota_two_creates_and_destroy),
 ]

@@ -139,9 +139,9 @@ def test_a_planted_leak_is_found(leak: str) -> None:
         cloud = Cloud(world)
         cloud.set_instance_limit(5)
         make_active(cloud)
-        assert audit(cloud.store, cloud.placement).findings == []
+        assert audit(cloud.store, cloud.placement, is_now=True).findings == []
         LEAKS[leak](cloud)  # type: ignore[operator]
-        assert audit(cloud.store, cloud.placement).findings != []
+        assert audit(cloud.store, cloud.placement, is_now=True).findings != []
 
 
 def test_a_planted_leak_is_found_at_rest() -> None:

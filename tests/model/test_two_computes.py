@@ -64,12 +64,12 @@ def test_fix_uses_the_record_that_the_audit_trusts(cloud: Cloud) -> None:
     put_request(cloud, B, U)
     cloud.deliver(U, A)
     put_record(cloud, U, ERROR)
-    first, second = audit(cloud.store, cloud.placement), audit(cloud.store, cloud.placement)
-    assert {'request-ended', 'record-unleased'} <= {finding.code for finding in first.findings}
+    first, second = audit(cloud.store, cloud.placement, is_now=True), audit(cloud.store, cloud.placement, is_now=True)
+    assert {'request-ended', 'unleased'} <= {finding.code for finding in first.findings}
     # Findings that a repair of this run has changed are left to the next audit.
     repairs = repair_findings(cloud.store, cloud.placement, first, second)
     assert f'request-ended {U}: {keys.request(A, U)} is deleted' in repairs
-    assert f'record-unleased {U}: {CHANGED_SINCE}' in repairs
+    assert f'unleased {U}: {CHANGED_SINCE}' in repairs
 
 
 def test_list_without_placement_shows_the_older_request(cloud: Cloud) -> None:
@@ -91,7 +91,9 @@ def test_2019_destroy_on_a_second_compute_keeps_the_quota(cloud: Cloud) -> None:
     before = read_quota_usage(cloud)
     tombstone = Request(U, {}, user_id='u', project_id='p')
     cloud.store.commit([], [Put(keys.request(B, U), encode(tombstone))])
-    assert [finding.code for finding in audit(cloud.store, cloud.placement).findings if 'quota' in finding.code] == []
+    assert [
+        finding.code for finding in audit(cloud.store, cloud.placement, is_now=True).findings if 'quota' in finding.code
+    ] == []
     set_limits(cloud.store, 'p', ['instances=9'])
     assert read_quota_usage(cloud) == before
 
@@ -209,17 +211,17 @@ def test_claim_moved_since_the_audit_does_not_abort_fix(cloud: Cloud) -> None:
     put_record(cloud, U, ERROR)
     living = Record(U, B, ACTIVE, resources=SIZE, user_id='u', project_id='p', stages={'requested': NOW})
     cloud.store.commit([], [Put(keys.record(B, U), encode(living))])
-    first, second = audit(cloud.store, cloud.placement), audit(cloud.store, cloud.placement)
+    first, second = audit(cloud.store, cloud.placement, is_now=True), audit(cloud.store, cloud.placement, is_now=True)
     cloud.store.claims = lambda compute: [U] if compute == B else []
-    assert f'record-unleased {U}: {CHANGED_SINCE}' in repair_findings(cloud.store, cloud.placement, first, second)
+    assert f'unleased {U}: {CHANGED_SINCE}' in repair_findings(cloud.store, cloud.placement, first, second)
 
 
 def test_fix_of_a_changed_record_leaves_no_lease(cloud: Cloud) -> None:
     put_record(cloud, U, ERROR)
-    first, second = audit(cloud.store, cloud.placement), audit(cloud.store, cloud.placement)
+    first, second = audit(cloud.store, cloud.placement, is_now=True), audit(cloud.store, cloud.placement, is_now=True)
     put_record(cloud, U, ERROR)
     before = set(cloud.etcd.leases)
-    assert f'record-unleased {U}: {CHANGED_SINCE}' in repair_findings(cloud.store, cloud.placement, first, second)
+    assert f'unleased {U}: {CHANGED_SINCE}' in repair_findings(cloud.store, cloud.placement, first, second)
     assert set(cloud.etcd.leases) == before
 
 

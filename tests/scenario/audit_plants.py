@@ -1,6 +1,6 @@
 """The defects that an audit reports: one function plants each.
 
-A function is named after the code of its finding and returns the subject of that finding.
+A function is named after the code of its finding, or `…_unleased`, and returns the subject of that finding.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ def make_key_plant(name: str, key: str, value: object, subject: str) -> Plant:
 
 
 NEWER_VALUE = {'version': 99}
-request_unreadable = make_key_plant('request_unreadable', '/hosts/$other/$nobody', 'no request', '$nobody')
-queued_unreadable = make_key_plant('queued_unreadable', '/queues/small/$nobody', 'no request', '$nobody')
-record_unreadable = make_key_plant('record_unreadable', '/instances/$one/$nobody', NEWER_VALUE, '$nobody')
-group_unreadable = make_key_plant('group_unreadable', '/groups/newer', NEWER_VALUE, 'newer')
-quota_unreadable = make_key_plant('quota_unreadable', '/quotas/newer', NEWER_VALUE, 'newer')
-stack_unreadable = make_key_plant('stack_unreadable', '/stacks/newer', NEWER_VALUE, 'newer')
+request_malformed = make_key_plant('malformed', '/hosts/$other/$nobody', 'no request', '$nobody')
+queued_malformed = make_key_plant('malformed', '/queues/small/$nobody', 'no request', '$nobody')
+record_malformed = make_key_plant('malformed', '/instances/$one/$nobody', NEWER_VALUE, '$nobody')
+group_malformed = make_key_plant('malformed', '/groups/newer', NEWER_VALUE, 'newer')
+quota_malformed = make_key_plant('malformed', '/quotas/newer', NEWER_VALUE, 'newer')
+stack_malformed = make_key_plant('malformed', '/stacks/newer', NEWER_VALUE, 'newer')
 STACK = {'version': 1, 'epoch': '$nobody', 'entries': {'web/1': {'incarnation': 1, 'compute': '$one'}}}
 stack_entry = make_key_plant('stack_entry', '/stacks/shop', STACK, 'shop')
 booted_orphaned = make_key_plant('booted_orphaned', '/booted/$gone', '10.1.2.3', '$gone')
 booted_differs = make_key_plant('booted_differs', '/booted/$instance', '10.1.2.3', '$instance')
 name_orphaned = make_key_plant('name_orphaned', '/names/of-nobody', {'version': 1, 'instance': '$gone'}, 'of-nobody')
 ATTEMPT = {'version': 1, 'instances': ['$nobody'], 'pid': 1}
-attempt_unleased = make_key_plant('attempt_unleased', '/requests/$nobody', ATTEMPT, '$nobody')
+attempt_unleased = make_key_plant('unleased', '/requests/$nobody', ATTEMPT, '$nobody')
 hostname_orphaned = make_key_plant(
     'hostname_orphaned', '/hostnames/$nobody', {'version': 1, 'hostname': 'hv9'}, '$nobody'
 )
@@ -324,15 +324,15 @@ def part_orphaned(scene: Scene) -> str:
 PLANTS: list[Plant] = [
     *(provider_missing, inventory_missing, compute_silent, capacity_exceeded),
     *(allocation_orphaned, allocation_missing, allocation_differs, allocation_doubled),
-    *(request_doubled, request_misplaced, request_missing, request_ended, request_unreadable),
+    *(request_doubled, request_misplaced, request_missing, request_ended, request_malformed),
     replaced_lives,
-    *(record_doubled, record_missing, record_unreadable, record_unleased, record_leased),
+    *(record_doubled, record_missing, record_malformed, record_unleased, record_leased),
     *(booted_orphaned, booted_differs),
-    *(group_unreadable, group_broken, group_orphaned, group_missing, quota_unreadable, quota_differs, usage_differs),
-    *(stack_unreadable, stack_entry, stack_mismatch),
+    *(group_malformed, group_broken, group_orphaned, group_missing, quota_malformed, quota_differs, usage_differs),
+    *(stack_malformed, stack_entry, stack_mismatch),
     *(name_orphaned, name_missing, name_reserved, hostname_orphaned),
     *(attempt_unleased, presence_unleased, compute_mute, host_trouble),
-    *(queued_unreadable, queued_flavorless, queued_doubled, taker_unleased),
+    *(queued_malformed, queued_flavorless, queued_doubled, taker_unleased),
     *(domain_missing, domain_off, domain_running, domain_differs, domain_undefined),
     *(domain_orphaned, domain_misplaced, domain_doubled),
     *(disk_missing, disk_orphaned, seed_orphaned, metadata_refused, filter_missing, part_orphaned),
@@ -340,8 +340,8 @@ PLANTS: list[Plant] = [
 # Defects that do not affect each other are planted together, which takes one restored scene for all of them.
 BATCHES: list[list[Plant]] = [
     [
-        *(queued_unreadable, record_unreadable, group_unreadable, quota_unreadable),
-        *(stack_unreadable, stack_entry, booted_orphaned, name_orphaned, attempt_unleased, hostname_orphaned),
+        *(queued_malformed, record_malformed, group_malformed, quota_malformed),
+        *(stack_malformed, stack_entry, booted_orphaned, name_orphaned, attempt_unleased, hostname_orphaned),
         *(quota_differs, queued_flavorless),
     ],
     [
@@ -362,4 +362,6 @@ HYPERVISOR_CODES = {
 
 
 def get_code(plant: Plant) -> str:
-    return plant.__name__.replace('_', '-')
+    """Return the code of the finding; several plants have the code `unleased`."""
+    name = plant.__name__.replace('_', '-')
+    return 'unleased' if name.endswith('-unleased') else name

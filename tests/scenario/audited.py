@@ -41,7 +41,7 @@ class Scene:
 
     def audit(self, again: float = 0.3) -> Report:
         """Run one audit in this process."""
-        return audit(self.store, self.placement, again)
+        return audit(self.store, self.placement, again, is_now=True)
 
     def list_findings(self) -> list[tuple[str, str]]:
         return [(finding.code, finding.subject) for finding in self.audit().findings]

@@ -279,6 +279,14 @@ def test_each_alert_fires_by_its_fault_and_each_panel_has_data(lab: Lab, monitor
     fire('EcompWorkersDie', f'{deaths} workers of hv1 were killed', began)
     failed_at = time.monotonic()
 
+    # A partly written file is left behind.
+    began = time.monotonic()
+    part = first.state / 'images' / 'base-0123.part'
+    part.write_bytes(b'half')
+    fire('EcompFindings', 'a partly written file was left on hv1', began, 2 * 60)
+    part.unlink()
+    end('the file was removed', time.monotonic(), 'EcompFindings')
+
     # The cluster is full, and requests wait.
     filled_at = time.monotonic()
     fillers = [f'filler-{number}' for number in range(1, 6)]
@@ -335,6 +343,7 @@ def test_each_alert_fires_by_its_fault_and_each_panel_has_data(lab: Lab, monitor
         'EcompHostSilent': {f'{control} silent'},
         'EcompBuildsFail': {'hv1:9100'},
         'EcompWorkersDie': {'hv1:9100'},
+        'EcompFindings': {'hv1:9100'},
         'EcompMetricsStale': {'hv2-collected/ecompute.prom hv2:9100'},
         'EcompCapacityLow': {'VCPU'},
         'EcompQueueStuck': {'small'},

@@ -9,12 +9,12 @@ from typing import Any
 
 from ecomp.cli.operators import make_finding_listing, make_host_listing
 from ecomp.model.allocation import describe_difference
-from ecomp.model.audit import audit
+from ecomp.model.audit import find_all
 from ecomp.model.choose import STRATEGIES, Ranking, choose, distribute
 from ecomp.model.explain import find_miss, sort_misses
 from ecomp.model.host import Computes, EtcdState, PresenceFacts, ProviderSummary, list_hosts
-from ecomp.model.planes import Planes, ProviderState
 from ecomp.model.query import parse_query
+from ecomp.model.world import Planes, ProviderState, World
 from ecomp.placement import allocations, providers
 from ecomp.placement.client import Placement
 from ecomp.placement.http_client import Answer
@@ -72,7 +72,8 @@ def check_audit(client: Placement) -> None:
     )
     etcd = {key: Entry(key, json.dumps(READERS[name][1]).encode(), 1, 1) for name, key in KEYS_BY_KIND.items()}
     _, used = providers.read_project_usages(client, 'p')
-    assert_printable(*render_all(make_finding_listing(audit(Planes({COMPUTE: provider}, etcd, {}, {}, {'p': used})))))
+    world = World(Planes({COMPUTE: provider}, etcd, usages={'p': used}))
+    assert_printable(*render_all(make_finding_listing(find_all(world))))
 
 
 def check_claim(client: Placement) -> None:

@@ -95,13 +95,13 @@ class Product:
     def read_lasting_values(self) -> Mapping[str, bytes]:
         """Return all of etcd without the hints of computes, which follow earlier requests."""
         values = {key: entry.value for key, entry in self.read_entries().items()}
-        return {key: value for key, value in values.items() if not key.startswith('/facts/')}
+        return {key: value for key, value in values.items() if not key.startswith(('/facts/', '/findings/'))}
 
     def wait_state(self, instance: str, state: str) -> None:
         wait_until(lambda: self.read_record(instance)['state'] == state, REACTION_SECONDS, f'{instance} is {state}')
 
     def list_findings(self, user: str = SCHEDULER) -> list[tuple[str, str]]:
-        result = self.run_eschedule('audit', '-f', 'json', user=user)
+        result = self.run_eschedule('audit', '--now', '-f', 'json', user=user)
         assert result.code in (0, 8), result
         return [(finding['code'], finding['subject']) for finding in json.loads(result.stdout)]
 
@@ -111,7 +111,7 @@ class Product:
             wrong_lines = [line for line in read_log(compute) if WRONG_LOG_PATTERN.search(line)]
             assert wrong_lines == [], wrong_lines
         wait_until(lambda: self.list_findings() == [], REACTION_SECONDS, 'the audit finds nothing')
-        leftover_keys = [key for key in self.read_entries() if key.startswith(('/audit/', '/digests/', '/requests/'))]
+        leftover_keys = [key for key in self.read_entries() if key.startswith(('/audit/', '/usage/', '/requests/'))]
         assert leftover_keys == [], leftover_keys
 
 

@@ -21,27 +21,26 @@ from ecomp.cli.sharing import (
     make_usage_listing,
 )
 from ecomp.errors import EcompError
-from ecomp.model import cluster, flavor, keys, planes, quota, stack
+from ecomp.model import cluster, flavor, keys, quota, stack
 from ecomp.model import order as requesting
 from ecomp.model import queue as queues
 from ecomp.model import record as records
 from ecomp.model.allocation import MAX_SUM, describe_difference
-from ecomp.model.audit import audit
+from ecomp.model.audit import Finding, HostReport, encode_report, find_all, parse_report
 from ecomp.model.choose import PlacementReason
 from ecomp.model.explain import find_miss
 from ecomp.model.facts import parse_facts
 from ecomp.model.group import Group, Membership
-from ecomp.model.guest import Guest, SharedUserData, parse_shared_user_data
+from ecomp.model.guest import Guest, ReservedAddress, SharedUserData, parse_shared_user_data
 from ecomp.model.host import NO_COMPUTES, Computes, EtcdState, PresenceFacts, list_hosts
-from ecomp.model.json_object import load
 from ecomp.model.order import MAX_REQUEST_BYTES, InvalidRequest, PowerAction, Request
 from ecomp.model.parsers import MAX_REASON_CHARACTERS
-from ecomp.model.planes import Planes, ProviderState, index_revisions
 from ecomp.model.query import parse_query
 from ecomp.model.record import Failure, Interface, Progress, Record
 from ecomp.model.stack import Stack
 from ecomp.model.stored import decode, decode_lenient, encode, nested
 from ecomp.model.trouble import describe_trouble, parse_trouble
+from ecomp.model.world import HostFacts, Planes, ProviderState, World, index_revisions
 from ecomp.store.client import Entry
 from ecomp.store.presence import _format_field, _parse_holder
 from ecomp.store.sharing import released_from_json, released_to_json
@@ -163,20 +162,19 @@ def read_stack(value: bytes) -> None:
     stack.restore_stack('shop', places, 1)
 
 
-def audit_values(etcd: dict[str, Entry], digests: dict[str, planes.Digest]) -> None:
+def audit_values(etcd: dict[str, Entry], facts: HostFacts | None = None) -> None:
+    """Audit these keys as eschedule does, or with `facts` as a host does."""
     index_revisions(etcd)
-    assert_printable(*render_all(make_finding_listing(audit(Planes({COMPUTE: ProviderState(COMPUTE)}, etcd, digests)))))
+    provider = ProviderState(COMPUTE, {}, {})
+    planes = Planes({COMPUTE: provider}, etcd) if facts is None else Planes({COMPUTE: provider}, etcd, COMPUTE, facts)
+    assert_printable(*render_all(make_finding_listing(find_all(World(planes)))))
 
 
-def read_digest(value: bytes) -> None:
-    digest = call_reader(planes.from_pages, [value])
-    assert planes.from_pages([page.encode() for page in planes.to_pages(digest)]) == digest
-    audit_values({}, {COMPUTE: digest})
-
-
-def read_clearance(value: bytes) -> None:
-    clearance = call_reader(decode, planes.Clearance, value)
-    assert decode(planes.Clearance, encode(clearance).encode()) == clearance
+def read_report(value: bytes) -> None:
+    report = call_reader(parse_report, COMPUTE, value)
+    assert parse_report(COMPUTE, encode_report(report).encode()) == report
+    assert {finding.compute for finding in report.findings} <= {COMPUTE}
+    assert_printable(report.error, *report.repairs, *render_all(make_finding_listing(report.findings)))
 
 
 def read_compute(value: bytes) -> None:
@@ -209,7 +207,7 @@ def read_trouble(value: bytes) -> None:
 
 def read_attempt(value: bytes) -> None:
     assert INSTANCE in requesting.parse_attempt_instances(keys.attempt(INSTANCE), value)
-    audit_values({keys.attempt(INSTANCE): Entry(keys.attempt(INSTANCE), value, 1, 7)}, {})
+    audit_values({keys.attempt(INSTANCE): Entry(keys.attempt(INSTANCE), value, 1, 7)})
 
 
 def read_known_identity(value: bytes) -> None:
@@ -257,11 +255,15 @@ QUEUED = {
     **{name: REQUEST[name] for name in ('stages', 'name', 'group')},
     **{'flavor': 'f', 'query': 'resources=VCPU:1,MEMORY_MB:1,DISK_GB:1&required=T', 'ssh_keys': ['x'], 'count': 1},
 }
-DIGEST = planes.Digest(
+FACTS = HostFacts(
     {INSTANCE: Guest(INSTANCE, COMPUTE, True, True, True)},
-    *({INSTANCE: '/base'}, {'52:54:00:00:00:01': INSTANCE}, {INSTANCE: ''}),
-    {'52:54:00:00:00:01': f'{INSTANCE} 10.0.0.1'},
+    *({INSTANCE: '/base'}, {'52:54:00:00:00:01': INSTANCE}, frozenset({INSTANCE})),
+    {'52:54:00:00:00:01': ReservedAddress(INSTANCE, '10.0.0.1')},
     {'x.part': '1/2'},
+)
+REPORT = HostReport(
+    (Finding('disk-orphaned', INSTANCE, 'its disk', is_repairable=False), Finding('dhcp-open', COMPUTE, 'x')),
+    *(7, 1, 'away', ('x: removed',)),
 )
 PRESENCE = {'version': '1', 'hostname': 'h', 'since': NOW, 'token': 't', 'boot': 'b', 'pid': '7'}
 
@@ -288,9 +290,7 @@ READERS: dict[str, tuple[Callable[[bytes], object], Any]] = {
             },
         },
     ),
-    'digest': (read_digest, json.loads(planes.to_pages(DIGEST)[0])),
-    'clearance': (read_clearance, {'version': 1, 'leftovers': [{'kind': 'disk', 'name': INSTANCE, 'mark': 'x'}]}),
-    'cleared': (lambda value: call_reader(lambda value: planes.parse_answer(load(value)), value), ['disk x: removed']),
+    'report': (read_report, json.loads(encode_report(REPORT))),
     'user-data': (lambda value: call_reader(parse_shared_user_data, value, SHARED.sha256), json.loads(SHARED.text)),
     'announced': (
         read_attempt,

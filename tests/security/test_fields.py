@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from ecomp.errors import Unreachable
-from ecomp.model import cluster, flavor, group, host, keys, order, planes, queue, quota, record, stack, trouble
+from ecomp.model import cluster, flavor, group, host, keys, order, queue, quota, record, stack, trouble
+from ecomp.model.audit import parse_report
 from ecomp.model.facts import Facts, parse_facts
 from ecomp.model.guest import parse_shared_user_data
-from ecomp.model.json_object import load
 from ecomp.model.stored import decode, decode_lenient
 from ecomp.placement import allocations, providers
 from ecomp.placement.client import Placement
@@ -85,9 +85,7 @@ PARSERS: dict[str, Callable[[bytes], object]] = {
     'quota': lambda value: decode(quota.Quota, value, project='p'),
     'flavor': lambda value: decode(flavor.Flavor, value, name='f'),
     'stack': lambda value: decode(stack.Stack, value, name='shop'),
-    'digest': lambda value: planes.from_pages([value]),
-    'clearance': lambda value: decode(planes.Clearance, value),
-    'cleared': lambda value: planes.parse_answer(load(value)),
+    'report': lambda value: parse_report(COMPUTE, value),
     'user-data': lambda value: parse_shared_user_data(value, SHARED.sha256),
     'compute': lambda value: decode_lenient(host.PresenceFacts, value),
     'facts': parse_facts,

@@ -344,7 +344,7 @@ def test_forged_record_of_a_guest_is_not_trusted(cluster: Control, down: bool) -
         assert cluster.etcd.get(f'/hosts/{compute.uuid}/{instance}') is not None
         assert cluster.etcd.get(f'/instances/{compute.uuid}/{instance}') == records[instance]
     assert read_guests(compute).items() >= running.items()
-    report = cluster.eschedule('audit')
+    report = cluster.eschedule('audit', '--now')
     assert report.code == 8
     assert report.stdout.count('record-doubled') == 4
     assert report.stdout.count('booted-differs') == 6
@@ -582,7 +582,7 @@ def test_malformed_stack_is_refused_by_all_commands_and_harms_no_instance(cluste
             line = assert_one_line(result, 1, KEY)
             assert (line.isprintable(), len(line) < 400, result.stdout) == (True, True, ''), result
         (finding,) = run_audit(cluster)
-        assert (finding['code'], finding['subject']) == ('stack-unreadable', 'shop')
+        assert (finding['code'], finding['subject']) == ('malformed', 'shop')
         assert finding['sentence'].startswith(f'{KEY} is malformed: ')
         assert finding['sentence'].isprintable()
         assert cluster.eschedule('list').code == 0

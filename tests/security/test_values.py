@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import random
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.model import flavor, keys, planes, queue, quota
+from ecomp.model import flavor, keys, queue, quota
 from ecomp.model.allocation import MAX_AMOUNT, MAX_SUM
+from ecomp.model.audit import parse_report
 from ecomp.model.choose import PlacementReason
 from ecomp.model.guest import parse_shared_user_data
 from ecomp.model.json_object import MAX_DEPTH, MAX_VALUE_BYTES, dump, load_object
@@ -28,7 +28,7 @@ from tests.kit.hostile import COMPUTE, IMAGE, INSTANCE, OTHER_UUID, make_request
 from tests.kit.servers import TOP, Etcd
 from tests.kit.store_client import open_store
 from tests.security.mutants import HOSTILE_VALUES, make_mutant, make_nested
-from tests.security.readers import KEYS_BY_KIND, READERS, audit_values, check_case, parametrize_cases
+from tests.security.readers import FACTS, KEYS_BY_KIND, READERS, audit_values, check_case, parametrize_cases
 
 KEY = keys.request(COMPUTE, INSTANCE)
 LONG_NUMBER = '9' * 4300
@@ -64,7 +64,7 @@ def find_json_dumps(source: str) -> list[int]:
 @pytest.mark.fast
 def test_one_function_writes_json() -> None:
     """JSON for etcd, state files and terminals is written in one place."""
-    paths = ['model', 'scheduler', 'store', 'agent/host/digest.py', 'agent/host/state.py', 'schedule.py', 'compute.py']
+    paths = ['model', 'scheduler', 'store', 'agent/host/upkeep.py', 'agent/host/state.py', 'schedule.py', 'compute.py']
     lines_by_file = {}
     for name in paths:
         top = TOP / 'ecomp' / name
@@ -90,9 +90,9 @@ def test_json_that_is_nested_too_deeply_is_refused() -> None:
             load_object(json.dumps({'version': deep}).encode())
     assert repr(load_object(json.dumps({'a': make_nested(MAX_DEPTH - 1)}).encode()))
     for depth in (500, 900, 100_000):
-        value = b'{"version": 1, "pages": 1, "error": ' + b'[' * depth + b']' * depth + b'}'
+        value = b'{"version": 1, "error": ' + b'[' * depth + b']' * depth + b'}'
         with pytest.raises(ValueError, match='nested too deeply'):
-            planes.from_pages([value])
+            parse_report(COMPUTE, value)
         with pytest.raises(ValueError, match='nested too deeply'):
             parse_shared_user_data(value, 'x')
 
@@ -199,11 +199,9 @@ def test_audit_of_mutated_values_finishes(number: int) -> None:
             value = make_mutant(good, rng) if rng.random() < 0.4 else json.dumps(good).encode()
             if rng.random() < 0.8:
                 etcd[key] = Entry(key, value, rng.randrange(3), rng.randrange(2))
-        digests = {}
-        with suppress(ValueError):
-            digests[COMPUTE] = planes.from_pages([make_mutant(READERS['digest'][1], rng)])
         with check_case('audit', index, etcd):
-            audit_values(etcd, digests)
+            audit_values(etcd)
+            audit_values(etcd, FACTS)
 
 
 @parametrize_cases(60)

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from ecomp.model import keys, record
-from ecomp.model.audit import audit
+from ecomp.model.audit import Finding, find_all
 from ecomp.model.flavor import Flavor
 from ecomp.model.group import ANTI_AFFINITY, Group, Membership
-from ecomp.model.guest import Guest, make_mac_address
+from ecomp.model.guest import Guest, ReservedAddress, make_mac_address
 from ecomp.model.order import NameOwner, Request
-from ecomp.model.planes import Digest, Planes, ProviderState
 from ecomp.model.queue import QueueEntry
 from ecomp.model.record import Failure, Interface, Record
 from ecomp.model.stack import Place, Stack
 from ecomp.model.stored import encode
+from ecomp.model.world import HostFacts, Planes, ProviderState, World
 from ecomp.store.client import Entry
 
 # Computes: two are up, AWAY_COMPUTE is not.
@@ -35,13 +35,13 @@ FIRST, REPLACEMENT = STACK.make_place('web/1', 1), STACK.make_place('web/1', 2)
 
 @dataclass
 class WorldBuilder:
-    """Contents of etcd, placement and digests, which a test changes and then audits."""
+    """Contents of etcd, placement and hosts, which a test changes and then audits."""
 
     etcd: dict[str, Entry] = field(default_factory=dict)
     inventories: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict)
     allocations: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
-    digests: dict[str, Digest] = field(default_factory=dict)
+    facts: dict[str, HostFacts] = field(default_factory=dict)
     mute: dict[str, str] = field(default_factory=dict)
     usages: dict[str, dict[str, int]] = field(default_factory=dict)
 
@@ -116,26 +116,26 @@ class WorldBuilder:
 
     def add_guest(self, host: str, instance: str, running: bool = True, **other: Any) -> None:
         guest = replace(Guest(instance, host, True, running, True), **other)
-        before = self.digests[host]
-        self.digests[host] = replace(before, guests={**before.guests, instance: guest})
+        before = self.facts[host]
+        self.facts[host] = replace(before, guests={**before.guests, instance: guest})
 
     def remove_guest(self, compute: str, instance: str) -> None:
-        before = self.digests[compute]
-        self.digests[compute] = replace(before, guests={k: v for k, v in before.guests.items() if k != instance})
+        before = self.facts[compute]
+        self.facts[compute] = replace(before, guests={k: v for k, v in before.guests.items() if k != instance})
 
     def add_metadata(self, compute: str, instance: str) -> None:
-        before = self.digests[compute]
+        before = self.facts[compute]
         metadata = {**before.metadata, make_mac_address(instance, 0): instance}
-        self.digests[compute] = replace(before, metadata=metadata)
+        self.facts[compute] = replace(before, metadata=metadata)
 
     def add_iso(self, compute: str, instance: str) -> None:
-        before = self.digests[compute]
-        self.digests[compute] = replace(before, seeds={**before.seeds, instance: ''})
+        before = self.facts[compute]
+        self.facts[compute] = replace(before, seeds=before.seeds | {instance})
 
     def add_reservation(self, compute: str, instance: str, address: str) -> None:
-        before = self.digests[compute]
-        reservations = {**before.reservations, make_mac_address(instance, 0): f'{instance} {address}'}
-        self.digests[compute] = replace(before, reservations=reservations)
+        before = self.facts[compute]
+        reservations = {**before.reservations, make_mac_address(instance, 0): ReservedAddress(instance, address)}
+        self.facts[compute] = replace(before, reservations=reservations)
 
     def add_instance(self, compute: str, instance: str, state: str = record.ACTIVE, name: str | None = None) -> None:
         """Add an instance with everything it has in all planes, consistently."""
@@ -145,21 +145,46 @@ class WorldBuilder:
             self.put_name(name, instance)
         self.put(keys.address(instance), '10.0.0.1')
         self.allocations[compute][instance] = dict(SIZE)
-        if compute in self.digests:
+        if compute in self.facts:
             self.add_guest(compute, instance, running=state == record.ACTIVE)
             self.add_metadata(compute, instance)
             self.add_iso(compute, instance)
             self.add_reservation(compute, instance, '10.0.0.1')
 
     def build_planes(self) -> Planes:
-        providers = {
-            compute: ProviderState(name, self.inventories[compute], self.allocations[compute])
-            for compute, name in self.names.items()
+        """Return what eschedule reads: of the living computes no claims."""
+        states = {compute: ProviderState(name) for compute, name in self.names.items()}
+        states |= {name: self._build_state(name) for name in states if not self.is_alive(name)}
+        return Planes(states, self.etcd, mute_reasons=self.mute, usages=self.usages)
+
+    def build_host(self, compute: str) -> Planes:
+        """Return what a host reads: its own keys, and those of other hosts about what it has."""
+        facts, state = self.facts[compute], self._build_state(compute)
+        present = facts.list_instances() | (state.allocations or {}).keys()
+        present |= {key.split('/')[-1] for key in self.etcd if key.startswith(keys.record(compute, ''))}
+        etcd = {
+            key: entry
+            for key, entry in self.etcd.items()
+            if key.startswith((keys.ATTEMPTS, keys.QUEUES))
+            or (key.startswith((keys.HOSTS, keys.INSTANCES)) and (compute in key or key.split('/')[-1] in present))
         }
-        return Planes(providers, self.etcd, self.digests, self.mute, self.usages)
+        return Planes({compute: state}, etcd, compute, facts)
+
+    def is_alive(self, compute: str) -> bool:
+        return bool((entry := self.etcd.get(keys.compute(compute))) and entry.lease)
+
+    def _build_state(self, compute: str) -> ProviderState:
+        if compute not in self.names:
+            return ProviderState(compute)
+        return ProviderState(self.names[compute], self.inventories[compute], self.allocations[compute])
+
+    def audit(self) -> list[Finding]:
+        """Return the findings of the cluster and of the living hosts."""
+        planes = [self.build_planes(), *(self.build_host(compute) for compute in self.facts if self.is_alive(compute))]
+        return [finding for each in planes for finding in find_all(World(each))]
 
     def audit_codes(self) -> list[str]:
-        return [finding.code for finding in audit(self.build_planes())]
+        return [finding.code for finding in self.audit()]
 
 
 @pytest.fixture
@@ -170,7 +195,7 @@ def world() -> WorldBuilder:
         builder.add_provider(compute, TOTALS)
         if compute != AWAY_COMPUTE:
             builder.put_presence(compute)
-            builder.digests[compute] = Digest()
+            builder.facts[compute] = HostFacts()
     builder.add_instance(ONE, ACTIVE, name='web1')
     builder.add_instance(ONE, OFF, record.STOPPED)
     builder.add_instance(AWAY_COMPUTE, ELSEWHERE)

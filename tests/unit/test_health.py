@@ -18,7 +18,7 @@ from ecomp.cli.terminal import Terminal
 from ecomp.compute_conf import ComputeConfig
 from ecomp.conf import ScheduleConfig
 from ecomp.model import health
-from ecomp.model.audit import CODES, audit
+from ecomp.model.audit import CHECKS
 from ecomp.model.guest import Attachment
 from ecomp.model.health import (
     MISSING,
@@ -36,7 +36,7 @@ from ecomp.model.health import (
 from ecomp.model.health import ComputeFacts as Facts
 from ecomp.model.host import CLOSED, ORPHANED, SILENT, UP, Host
 from ecomp.model.level import COMPUTE_WARNINGS, SCHEDULE_WARNINGS, WARNING, get_level
-from ecomp.model.planes import AuditIndex
+from ecomp.model.world import World
 from ecomp.scheduler.operations.audit import Report
 from ecomp.tls import ETCD_SENTENCES, SENTENCES, TlsFailure, classify_tls_error
 from tests.kit.certificates import Authority
@@ -229,8 +229,8 @@ def test_every_warning_is_a_check_or_an_audit_code() -> None:
     """A misspelled code would make no finding a warning, and `ignore_warnings` would accept it."""
     machine_checks = {*health.BACKEND_CHECKS, *health.MACHINE_CHECKS, *health.LIBVIRT_CHECKS}
     assert set(COMPUTE_WARNINGS) <= machine_checks
-    assert set(SCHEDULE_WARNINGS) <= {*health.BACKEND_CHECKS, *health.COMPUTE_CHECKS, *CODES}
-    assert {code for code in (*machine_checks, *health.COMPUTE_CHECKS, *CODES) if get_level(code) == WARNING} == {
+    assert set(SCHEDULE_WARNINGS) <= {*health.BACKEND_CHECKS, *health.COMPUTE_CHECKS, *CHECKS}
+    assert {code for code in (*machine_checks, *health.COMPUTE_CHECKS, *CHECKS) if get_level(code) == WARNING} == {
         *COMPUTE_WARNINGS,
         *SCHEDULE_WARNINGS,
     }
@@ -334,11 +334,10 @@ class Answer:
 @pytest.fixture
 def opened(world: WorldBuilder, monkeypatch: pytest.MonkeyPatch) -> WorldBuilder:
     """A world with open DHCP, which audits read."""
-    world.digests[ONE] = replace(world.digests[ONE], open_dhcp={'default': ''})
+    world.facts[ONE] = replace(world.facts[ONE], open_dhcp=frozenset({'default'}))
 
-    def read_report(*_: object) -> Report:
-        planes = world.build_planes()
-        return Report(audit(planes), 'all were compared', AuditIndex(planes), ({}, {}), frozenset())
+    def read_report(*_: object, is_now: bool) -> Report:  # noqa: ARG001
+        return Report([], world.audit(), 'all were compared', World(world.build_planes()))
 
     monkeypatch.setattr('ecomp.scheduler.operations.audit.audit', read_report)
     monkeypatch.setattr('ecomp.scheduler.queries.hosts.read_names_by_instance', lambda _: {})
@@ -346,7 +345,7 @@ def opened(world: WorldBuilder, monkeypatch: pytest.MonkeyPatch) -> WorldBuilder
 
 
 def test_audit_with_a_warning_alone_exits_with_0(opened: WorldBuilder) -> None:
-    assert opened.digests[ONE].open_dhcp
+    assert opened.facts[ONE].open_dhcp
     answer = Answer(ScheduleConfig(), 'audit')
     assert (answer.code, answer.messages[-1]) == (0, 'all were compared: no findings, 1 warning')
     assert 'dhcp-open' in answer.data
@@ -357,7 +356,7 @@ def test_audit_with_a_warning_alone_exits_with_0(opened: WorldBuilder) -> None:
 
 
 def test_audit_does_not_report_an_ignored_warning(opened: WorldBuilder) -> None:
-    assert opened.digests[ONE].open_dhcp
+    assert opened.facts[ONE].open_dhcp
     config = ScheduleConfig(ignore_warnings=('dhcp-open',))
     answer = Answer(config, 'audit')
     assert (answer.code, answer.data, answer.messages[-1]) == (0, '', 'all were compared: no findings')

@@ -1,4 +1,4 @@
-"""Requests, records, boots and digests: written, read back whole, and refused if malformed."""
+"""Requests, records and boots: written, read back whole, and refused if malformed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ecomp.model.boots import CREATED, HOST_REBOOT, MANUAL, MAX_BOOTS, Boot, fin
 from ecomp.model.choose import PlacementReason
 from ecomp.model.command_names import RESERVED
 from ecomp.model.group import ANTI_AFFINITY, Membership
-from ecomp.model.guest import MAX_SSH_KEYS_BYTES, MAX_USER_DATA_BYTES, Address, Guest, GuestFailure
+from ecomp.model.guest import MAX_SSH_KEYS_BYTES, MAX_USER_DATA_BYTES, Address, GuestFailure
 from ecomp.model.order import (
     MAX_REQUEST_BYTES,
     Holdings,
@@ -31,7 +31,6 @@ from ecomp.model.order import (
     get_holdings,
     parse_request,
 )
-from ecomp.model.planes import PAGE_BYTES, Digest, from_pages, make_error_page, to_pages
 from ecomp.model.record import (
     ACTIVE,
     BUILDING,
@@ -252,47 +251,6 @@ def test_console_is_removed_when_the_instance_is_gone() -> None:
 def test_only_the_last_boots_and_known_stages_are_read() -> None:
     many = [{'number': number, 'reason': 'later', 'stages': {'started': 'T', 'more': 7}} for number in range(1, 99)]
     assert parse(many) == tuple(Boot(number, 'later', {'started': 'T'}) for number in range(94, 99))
-
-
-# A compute's digest for an audit survives being split into pages, at any size.
-
-
-ANSWERER = 'aaaaaaaa-0000-4000-8000-000000000000'
-INSTANCES = [f'{number:08d}-0000-4000-8000-000000000000' for number in range(10_000)]
-names = st.text(max_size=40)
-sizes = st.dictionaries(names, st.integers(), max_size=4)
-guests = st.builds(Guest, names, names | st.none(), *[st.booleans()] * 3, names, sizes)
-words = st.dictionaries(names, names, max_size=20)
-digests = st.builds(
-    lambda found, *rest: Digest({each.instance: each for each in found}, *rest), st.lists(guests), *[words] * 7
-)
-
-
-def make_pages(digest: Digest) -> list[bytes]:
-    return [page.encode() for page in to_pages(digest)]
-
-
-@given(digests)
-def test_digest_round_trips_in_pages_of_limited_size(digest: Digest) -> None:
-    parts = make_pages(digest)
-    parsed = from_pages(parts)
-    assert parsed == digest
-    assert [guest.size for guest in parsed.guests.values()] == [guest.size for guest in digest.guests.values()]
-    assert max(map(len, parts)) < PAGE_BYTES + 1000
-
-
-def test_incomplete_or_malformed_digest_is_refused() -> None:
-    parts = make_pages(Digest({instance: Guest(instance, ANSWERER, True, True, True) for instance in INSTANCES}))
-    assert len(parts) > 2
-    for wrong in ([], parts[:-1], parts[1:], [*parts, parts[-1]], [b'', *parts[1:]], [b'{}'], [b'{"version": 2}']):
-        with pytest.raises(ValueError, match='.'):
-            from_pages(wrong)
-    page = json.loads(make_pages(Digest({INSTANCES[0]: Guest(INSTANCES[0], ANSWERER, True, True, True)}))[0])
-    for condition in (1, [], {'trouble': 1}, {'size': 1}, {'size': {'VCPU': 'many'}}):
-        with pytest.raises(ValueError, match='conditions: '):
-            from_pages([json.dumps({**page, 'conditions': {INSTANCES[0]: condition}}).encode()])
-    with pytest.raises(ValueError, match='libvirt is away'):
-        from_pages([make_error_page('libvirt is away').encode()])
 
 
 # What `host drain --stop` stops and waits for.

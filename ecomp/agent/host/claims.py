@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Hashable, Mapping
 from functools import partial
+from typing import TypeVar
 
 from ecomp.errors import NotFound
 from ecomp.metrics import TALLY
 from ecomp.model import keys
-from ecomp.model.allocation import Allocations
+from ecomp.model.allocation import Allocations, Resources
 from ecomp.placement import allocations, providers
 from ecomp.placement.allocations import release
 from ecomp.placement.client import Placement
@@ -73,6 +74,8 @@ class LastGoodCheck:
 
 log = logging.getLogger(__name__)
 
+Seen = TypeVar('Seen', bound=Hashable)
+
 # Least time between the first and the confirming sighting, on this compute's monotonic clock.
 CONFIRMATION_SECONDS = keys.ATTEMPT_SECONDS
 
@@ -85,10 +88,10 @@ def find_orphans(
 
 
 def confirm_sightings(
-    previous_sightings: Mapping[str, float], sighted: Collection[str], now: float
-) -> tuple[dict[str, float], set[str]]:
+    previous_sightings: Mapping[Seen, float], sighted: Collection[Seen], now: float
+) -> tuple[dict[Seen, float], set[Seen]]:
     """Return {name: first sighting} of `sighted` alone, and those seen for CONFIRMATION_SECONDS or more. Pure."""
-    first_sightings = {consumer: previous_sightings.get(consumer, now) for consumer in sighted}
+    first_sightings = {each: previous_sightings.get(each, now) for each in sighted}
     return first_sightings, {
         consumer for consumer, seen_at in first_sightings.items() if now - seen_at >= CONFIRMATION_SECONDS
     }
@@ -105,7 +108,8 @@ class ClaimKeeper:
         self._first_sightings: dict[str, float] = {}
         # The generation at which this compute had no orphaned claim.
         self.last_good_check = LastGoodCheck()
-        self._consumers: Collection[str] = ()
+        # What consumers held of the provider when it was read last, without what was released since; None before.
+        self.held: Mapping[str, Resources] | None = None
 
     def check_claims(
         self, guests: Collection[str], now: float, generation: int | None = None, requests: Collection[str] = ()
@@ -115,10 +119,10 @@ class ClaimKeeper:
         Skipped, MAX_SKIPPED_CHECKS times in a row at most, if `generation` (read before; None: not known) is unchanged
         and each consumer of the last check has a guest or a request in `requests`. Raises errors of both backends.
         """
-        if not find_orphans(self._consumers, requests, guests, ()) and self.last_good_check.use_skip(generation):
+        if not find_orphans(self.held or (), requests, guests, ()) and self.last_good_check.use_skip(generation):
             return
         self.last_good_check.record(None)
-        self._consumers = held = allocations.read_provider_allocations(self._placement, self._compute)
+        self.held = held = allocations.read_provider_allocations(self._placement, self._compute)
         if not find_orphans(held, requests, guests, ()):
             self.last_good_check.record(generation)
         if not held:
@@ -136,6 +140,7 @@ class ClaimKeeper:
         note = partial(note_released, self._store)
         for consumer, released in release(self._placement, confirmed, self._select_kept, note).items():
             if released:
+                held.pop(consumer, None)
                 TALLY.add('ecomp_claims_released_total')
                 log.warning('released the claim of instance %s: the instance has no request', consumer)
             self._first_sightings.pop(consumer, None)

@@ -1,7 +1,7 @@
-"""Audit etcd, placement and computes: report what two reads find, and repair it for --fix.
+"""Audit etcd and what placement has of absent computes, collect what hosts found themselves, and repair for --fix.
 
-A key on a lease asks every compute for a digest. A repair needs the same finding in two audits a minute apart, and
-unchanged keys. Domains, running instances, foreign data and silent computes are never changed.
+A key on a lease asks hosts to look now, or one to repair. A repair needs the same finding in two audits a minute apart,
+and unchanged keys; it never rests on what a host reported. Domains, running instances and foreign data are not changed.
 """
 
 from __future__ import annotations
@@ -12,17 +12,24 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 from ecomp.errors import EcompError, NotFound
-from ecomp.model import keys, planes
-from ecomp.model.allocation import Allocations
-from ecomp.model.audit import Finding, Repair, Revisions, confirm_findings, list_orphaned_entries
-from ecomp.model.audit import audit as compare
+from ecomp.model import keys
+from ecomp.model.audit import (
+    Finding,
+    HostReport,
+    Repair,
+    Revisions,
+    confirm_findings,
+    find_all,
+    find_mute,
+    list_orphaned_entries,
+    parse_report,
+)
 from ecomp.model.backoff import Backoff
 from ecomp.model.group import Group
-from ecomp.model.json_object import dump, load
+from ecomp.model.json_object import load_object_or_empty
 from ecomp.model.level import ERROR, count_findings, get_level
 from ecomp.model.order import Request
 from ecomp.model.quota import INSTANCES, Quota
@@ -30,40 +37,35 @@ from ecomp.model.record import RETENTION_SECONDS
 from ecomp.model.stack import Stack
 from ecomp.model.stored import encode
 from ecomp.model.text import make_printable
+from ecomp.model.world import AUDITED_PREFIXES, Planes, ProviderState, World, index_revisions
 from ecomp.placement import allocations, providers
-from ecomp.placement.allocations import release
 from ecomp.placement.client import Placement
 from ecomp.scheduler.operations.sharing import recount_quota
 from ecomp.scheduler.queries.find import find
 from ecomp.scheduler.queries.stacks import load_stack
-from ecomp.store.client import MAX_TRANSACTION_OPERATIONS as MOST
-from ecomp.store.client import Delete, Entry, Put, Store, Unchanged, find_needed, read_pending_instances
-from ecomp.store.sharing import (
-    commit_with_shared,
-    has_unfinished_record,
-    make_empty_change,
-    make_group_operation,
-    note_released,
-    rejoin_group,
-    restore_name,
+from ecomp.store.client import (
+    MAX_TRANSACTION_OPERATIONS,
+    Delete,
+    Entry,
+    Put,
+    Store,
+    Unchanged,
+    read_pending_instances,
 )
+from ecomp.store.sharing import commit_with_shared, make_empty_change, make_group_operation, rejoin_group, restore_name
 
-# Seconds for which the keys of a killed audit, questions and answers, stay in etcd.
+# Seconds for which the questions of a killed eschedule stay in etcd.
 LEASE_SECONDS = 180
-# Seconds in which a compute has to acknowledge an audit, and then to answer: libvirt needs long for 10,000 domains.
-HEARD_TIMEOUT_SECONDS = 5.0
-ANSWER_TIMEOUT_SECONDS = 120.0
+# Seconds in which a host has to answer, and to repair: some remove many disks.
+ANSWER_TIMEOUT_SECONDS = 10.0
+REPAIR_TIMEOUT_SECONDS = 120.0
 MIN_POLL_SECONDS = 0.01
 MAX_POLL_SECONDS = 0.25
 # Seconds between two reads of one audit.
 READ_INTERVAL_SECONDS = 1.5
 # Seconds between the two audits of --fix (rule: orphaned-claim): the life of an attempt's lease.
 AUDIT_INTERVAL_SECONDS = keys.ATTEMPT_SECONDS
-# Reads in one audit, at most. Two are enough if the same computes answered.
-MAX_READS = 4
 PLACEMENT_THREADS = 8
-# Digits of a page number in a digest, at most; a key with more is no page.
-MAX_PAGE_DIGITS = 9
 # Characters of a project id, at most: placement refuses longer ones, and empty ones.
 MAX_PROJECT_CHARACTERS = 255
 
@@ -71,126 +73,148 @@ Notify = Callable[[str], None]
 
 
 class Report(NamedTuple):
-    """The result of an audit, its last read (`world`), and the revisions of its first and last reads of etcd.
+    """The result of an audit: its own findings, those of hosts, and its last read (`world`).
 
-    `stalled` are the computes that acknowledged a read and did not answer, here or in the last audit.
+    `revisions` are of its first and last reads of etcd. `notes` are lines on what hosts left out of their reports.
     """
 
-    findings: list[Finding]
+    own_findings: list[Finding]
+    host_findings: list[Finding]
     summary: str
-    world: planes.AuditIndex
-    revisions: tuple[Revisions, Revisions]
-    stalled: frozenset[str]
+    world: World
+    revisions: tuple[Revisions, Revisions] = ({}, {})
+    notes: tuple[str, ...] = ()
+
+    @property
+    def findings(self) -> list[Finding]:
+        return [*self.own_findings, *self.host_findings]
 
 
 def audit(
-    store: Store,
-    placement: Placement,
-    interval_seconds: float = READ_INTERVAL_SECONDS,
-    stalled: frozenset[str] = frozenset(),
+    store: Store, placement: Placement, interval_seconds: float = READ_INTERVAL_SECONDS, is_now: bool = False
 ) -> Report:
-    """Audit once: if the first read has findings, read again and report those that the last two reads confirm.
+    """Audit once: if the first read has findings, read again and report those that both confirm.
 
-    It reads at intervals until two successive reads have digests of the same computes, MAX_READS times at most. For
-    `stalled`, computes of the last report, it waits HEARD_TIMEOUT_SECONDS. Raises the errors of etcd and placement.
+    If `is_now`, hosts are asked to look at themselves, and those that do not within ANSWER_TIMEOUT_SECONDS are mute.
+    Otherwise their reports are up to two minutes old. Raises the errors of etcd and placement.
     """
-    first = last = _read_planes(store, placement, stalled)
-    findings, etcd = compare(first), first.etcd
-    for _ in range(MAX_READS - 1 if findings else 0):
-        time.sleep(interval_seconds)
-        stalled |= last.stalled
-        previous, last = last, _read_planes(store, placement, stalled)
-        etcd = _read_etcd(store)
-        revisions = [planes.index_revisions(entries) for entries in (previous.etcd, last.etcd, etcd)]
-        findings = confirm_findings(compare(previous), compare(last), revisions)
-        if previous.digests.keys() == last.digests.keys():
-            break  # otherwise one of the two reads lacks what a compute has
-    world = planes.AuditIndex(last)
-    consumers = sum(1 for held in world.allocations.values() if not world.computes.isdisjoint(held))
-    living = sum(world.is_living(instance) for instance in world.records)
-    counted = zip((len(last.digests), living, consumers), ('compute', 'living instance', 'allocation'), strict=True)
-    computes, instances, claims = (f'{number} {name}' + ('' if number == 1 else 's') for number, name in counted)
-    compared = f'{computes}, {instances} and {claims} were compared'
-    revisions_read, stalled = (planes.index_revisions(first.etcd), planes.index_revisions(etcd)), stalled | last.stalled
-    return Report(findings, compared, world, revisions_read, stalled)
+    began = time.monotonic()
+    with ask(store, *([''] if is_now else [])) as revisions:
+        first = last = _read_world(store, placement)
+        findings, etcd = find_all(first), first.planes.etcd
+        questions = dict.fromkeys(first.living_computes if is_now else (), revisions.get('', 0))
+        wait_for_answers(store, keys.FINDINGS, questions, ANSWER_TIMEOUT_SECONDS)
+        reports = _read_reports(store, first, revisions.get('', 0))
+        if findings or first.planes.mute_reasons:
+            time.sleep(max(0.0, began + interval_seconds - time.monotonic()))
+        if findings:
+            last = _read_world(store, placement)
+            etcd = _read_etcd(store)
+            indexes = [index_revisions(entries) for entries in (first.planes.etcd, last.planes.etcd, etcd)]
+            findings = confirm_findings(findings, find_all(last), indexes)
+        if findings or first.planes.mute_reasons:
+            reports = _read_reports(store, last, revisions.get('', 0))
+    findings += find_mute(last)
+    living = sum(map(last.is_living, last.records))
+    counted = ((len(reports), 'compute'), (living, 'living instance'))
+    computes, instances = (f'{number} {name}{"" if number == 1 else "s"}' for number, name in counted)
+    compared = f'{computes} and {instances} were compared, as of {"now" if is_now else "up to two minutes ago"}'
+    full = {last.named_computes.format_name(compute): each.omitted for compute, each in reports.items() if each.omitted}
+    notes = [f'compute {name} has {count} more findings than its report has room for' for name, count in full.items()]
+    from_hosts = [finding for _, each in sorted(reports.items()) for finding in each.findings]
+    read = index_revisions(first.planes.etcd), index_revisions(etcd)
+    return Report(findings, from_hosts, compared, last, read, tuple(notes))
 
 
 @contextmanager
-def open_audit_session(store: Store) -> Iterator[tuple[str, int]]:
-    """Yield a new audit's name and lease; at the end, even after an error, revoke the lease and delete the answers.
+def ask(store: Store, *parts: str, value: str = '{"version": 1}') -> Iterator[Mapping[str, int]]:
+    """Put the questions of a new audit, /audit/<audit><part>, for the block; yield their revisions, by part.
 
-    An EcompError of this cleanup is ignored: what remains expires.
+    An EcompError while they are removed is ignored: then they expire.
     """
-    lease, name = store.grant(LEASE_SECONDS), str(uuid.uuid4())
+    lease, prefix = store.grant(LEASE_SECONDS) if parts else 0, keys.audit(str(uuid.uuid4()))
     try:
-        yield name, lease
+        revisions = dict[str, int]()
+        for start in range(0, len(parts), MAX_TRANSACTION_OPERATIONS):
+            some = parts[start : start + MAX_TRANSACTION_OPERATIONS]
+            written = store.commit([], [Put(prefix + part, value, lease) for part in some])
+            revisions |= dict.fromkeys(some, written or 0)
+        yield revisions
     finally:
-        with suppress(EcompError):  # the lease then expires
-            store.revoke(lease)
-            answer_keys = [key for key in store.snapshot(keys.DIGESTS, keys_only=True).entries if f'/{name}/' in key]
-            for first in range(0, len(answer_keys), MOST):
-                store.commit([], [Delete(key) for key in answer_keys[first : first + MOST]])
+        with suppress(EcompError):
+            if lease:
+                store.revoke(lease)
 
 
-def wait_for_answers(
-    store: Store, audit_name: str, computes: set[str], heard_part: str, answer_part: str, stalled: Collection[str] = ()
-) -> set[str]:
-    """Wait until each compute has written its `answer_part`, ANSWER_TIMEOUT_SECONDS at most; return those that did.
-
-    A compute in `stalled`, or without its `heard_part`, is given up after HEARD_TIMEOUT_SECONDS.
-    """
+def wait_for_answers(store: Store, prefix: str, questions: Mapping[str, int], timeout_seconds: float) -> set[str]:
+    """Wait until the key of each compute below `prefix` has the revision of its question; return those that have."""
     began, backoff = time.monotonic(), Backoff(MIN_POLL_SECONDS, MAX_POLL_SECONDS)
+    answered, seen = set[str](), dict[str, int]()
     while True:
-        parts = store.snapshot(keys.DIGESTS, keys_only=True).entries
-        done = {compute for compute in computes if keys.digest(audit_name, compute, answer_part) in parts}
-        going = {
-            compute for compute in computes.difference(stalled) if keys.digest(audit_name, compute, heard_part) in parts
-        }
-        elapsed = time.monotonic() - began
-        if done >= computes or elapsed > ANSWER_TIMEOUT_SECONDS or (elapsed > HEARD_TIMEOUT_SECONDS and done >= going):
-            return done
+        written = {key: each.revision for key, each in store.snapshot(prefix, keys_only=True).entries.items()}
+        # Values are read only once they have changed: a thousand reports may be large.
+        waiting = {prefix + compute for compute, asked in questions.items() if written.get(prefix + compute, 0) > asked}
+        changed = [key for key in sorted(waiting) if seen.get(key) != written[key]]
+        seen |= {key: written[key] for key in changed}
+        for key, entry in store.read(changed).items() if changed else ():
+            compute = keys.get_last_part(key)
+            revision = load_object_or_empty(entry.value).get('revision')
+            if isinstance(revision, int) and revision >= questions[compute]:
+                answered.add(compute)
+        if len(answered) == len(questions) or time.monotonic() - began > timeout_seconds:
+            return answered
         time.sleep(backoff.next())
 
 
-def _read_planes(store: Store, placement: Placement, stalled: Collection[str]) -> planes.Planes:
-    """Read all planes, etcd first: the revisions of the next read then show later changes.
+def _read_reports(store: Store, world: World, revision: int) -> dict[str, HostReport]:
+    """Read the reports of living computes that answer this question; note in the world why others have none."""
+    stored, reports, mute = store.snapshot(keys.FINDINGS).entries, dict[str, HostReport](), dict[str, str]()
+    for compute in sorted(world.living_computes):
+        entry = stored.get(keys.findings(compute))
+        try:
+            report = parse_report(compute, entry.value) if entry is not None and entry.lease else None
+        except ValueError as error:
+            mute[compute] = f'its report is malformed: {error}'
+            continue
+        if report is None or report.revision < revision:
+            why = 'is frozen, was just killed' if revision else 'was just started'
+            mute[compute] = f'it has not published what it found: its ecompute {why}, or is too old'
+        elif report.error:
+            mute[compute] = report.error
+        else:
+            reports[compute] = report
+    world.planes = world.planes._replace(mute_reasons=mute)
+    return reports
 
-    It asks living computes for digests; those without a valid one are in `mute_reasons`. Raises the backends' errors.
-    """
+
+def _read_world(store: Store, placement: Placement) -> World:
+    """Read etcd, and placement after it: the revisions of the next read then show later changes."""
     etcd = _read_etcd(store)
-    # A presence key without a lease proves no life: its compute is not waited for.
+    # A presence key without a lease proves no life.
     alive = {keys.get_last_part(key) for key, entry in etcd.items() if key.startswith(keys.COMPUTES) and entry.lease}
-    with ThreadPoolExecutor(PLACEMENT_THREADS) as threads, open_audit_session(store) as (name, lease):
-        # The computes first: they prepare their digests while placement is read.
-        value = dump({'version': 1})
-        if store.commit([Unchanged(keys.audit(name), 0)], [Put(keys.audit(name), value, lease)]) is None:
-            raise EcompError(f'{keys.audit(name)}: key exists already')
-        held = dict(
-            threads.map(lambda each: _read_provider(placement, *each), providers.read_provider_names(placement).items())
-        )
-        answered = wait_for_answers(store, name, alive, 'heard', '0', stalled)
-        late = alive - answered
-        parts = store.snapshot(keys.DIGESTS, keys_only=True).entries if late else {}
-        stalled_now = frozenset(
-            late_compute for late_compute in late if keys.digest(name, late_compute, 'heard') in parts
-        )
-        digests: dict[str, planes.Digest] = {}
-        mute = dict.fromkeys(
-            late, 'it does not answer: its ecompute is frozen, was killed in the last minute, or is too old'
-        )
-        for compute in sorted(answered):
-            pages = store.snapshot(keys.digest_prefix(name, compute)).entries
-            numbered = sorted(
-                (int(keys.get_last_part(key)), page.value) for key, page in pages.items() if _is_page_key(key)
-            )
-            try:
-                digests[compute] = planes.from_pages([value for _, value in numbered])
-            except ValueError as error:
-                mute[compute] = str(error)
+    names = providers.read_provider_names(placement)
+    contested = _list_contested(etcd)
+    to_read = {provider for provider in names if provider not in alive or provider in contested}
+    with ThreadPoolExecutor(PLACEMENT_THREADS) as threads:
+        read = dict(threads.map(lambda provider: _read_provider(placement, provider, names[provider]), sorted(to_read)))
+    states = {name: ProviderState(called) for name, called in names.items() if read.get(name, ()) is not None}
+    states |= {provider: state for provider, state in read.items() if state is not None}
     projects = [key.removeprefix(keys.QUOTAS) for key in etcd if key.startswith(keys.QUOTAS)]
     usages = {each: _read_usage(placement, each) for each in projects if 0 < len(each) <= MAX_PROJECT_CHARACTERS}
-    states = {provider: state for provider, state in held.items() if state is not None}
-    return planes.Planes(states, etcd, digests, mute, usages, stalled_now)
+    return World(Planes(states, etcd, usages=usages))
+
+
+def _list_contested(etcd: Mapping[str, Entry]) -> set[str]:
+    """Return the computes from which an instance is requested that is requested from others, too.
+
+    Which of them is trusted depends on its claim.
+    """
+    first_homes, contested = dict[str, str](), set[str]()
+    for key in etcd:
+        compute, _, instance = key.removeprefix(keys.HOSTS).partition('/')
+        if key.startswith(keys.HOSTS) and (other := first_homes.setdefault(instance, compute)) != compute:
+            contested |= {compute, other}
+    return contested
 
 
 def _read_usage(placement: Placement, project: str) -> dict[str, int]:
@@ -201,25 +225,16 @@ def _read_usage(placement: Placement, project: str) -> dict[str, int]:
 
 def _read_etcd(store: Store) -> dict[str, Entry]:
     """Read all audited prefixes: {key: entry}."""
-    return {key: entry for family in planes.AUDITED_PREFIXES for key, entry in store.snapshot(family).entries.items()}
+    return {key: entry for family in AUDITED_PREFIXES for key, entry in store.snapshot(family).entries.items()}
 
 
-def _read_provider(placement: Placement, provider: str, name: str) -> tuple[str, planes.ProviderState | None]:
+def _read_provider(placement: Placement, provider: str, name: str) -> tuple[str, ProviderState | None]:
     """Return the provider and its state: None if it was removed since the list was read."""
     try:
         inventory = providers.read_raw_inventory(placement, provider)
-        return provider, planes.ProviderState(
-            name, inventory, allocations.read_provider_allocations(placement, provider)
-        )
+        return provider, ProviderState(name, inventory, allocations.read_provider_allocations(placement, provider))
     except NotFound:
-        return provider, None  # removed since the list was read
-
-
-def _is_page_key(key: str) -> bool:
-    """Return True if the key ends in a number of 1 to MAX_PAGE_DIGITS digits."""
-    # A compute may write any key there, and int() refuses 5,000 digits.
-    number = keys.get_last_part(key)
-    return number.isascii() and number.isdecimal() and len(number) <= MAX_PAGE_DIGITS
+        return provider, None
 
 
 # Each member takes two of the 128 conditions that etcd allows in a transaction.
@@ -230,35 +245,48 @@ CHANGED_SINCE = 'not repaired: it has changed since the audit'
 def fix(store: Store, placement: Placement, notify: Notify, interval_seconds: float = AUDIT_INTERVAL_SECONDS) -> Report:
     """Audit twice, `interval_seconds` apart, repair what both found, audit again and return the last report.
 
-    `notify` gets each line of progress. If the first audit has no repairable finding, its report is returned.
+    Hosts repair what they found themselves. `notify` gets each line of progress. If the first audit has no repairable
+    finding, its report is returned.
     """
-    first = audit(store, placement)
+    first = audit(store, placement, is_now=True)
     if not any(finding.fix for finding in first.findings):
         return first
     count = count_findings([finding.code for finding in first.findings if get_level(finding.code) == ERROR])
     notify(f'{count}; the audit is repeated in {interval_seconds:g} s, before anything is changed')
     time.sleep(interval_seconds)
-    second = audit(store, placement, stalled=first.stalled)
-    for line in repair_findings(store, placement, first, second):
+    second = audit(store, placement, is_now=True)
+    due = {finding.compute for finding in {*first.host_findings} & {*second.host_findings} if finding.fix}
+    for line in [*repair_findings(store, placement, first, second), *repair_hosts(store, due)]:
         notify(line)
-    return audit(store, placement, stalled=first.stalled | second.stalled)
+    return audit(store, placement, is_now=True)
 
 
 def repair_findings(store: Store, placement: Placement, first: Report, second: Report) -> list[str]:
-    """Repair what both audits found with unchanged keys; return lines about repairs, errors and leftovers."""
+    """Repair what both audits found themselves with unchanged keys; return lines about repairs and errors."""
     revisions = [*first.revisions, *second.revisions]
-    due = [finding for finding in confirm_findings(first.findings, second.findings, revisions) if finding.fix]
+    due = [each for each in confirm_findings(first.own_findings, second.own_findings, revisions) if each.fix]
     due.sort(key=lambda each: each.repair is Repair.RECOUNT)  # after the repairs that change the usage
     repairs = _Repairs(store, placement, second.world)
-    done = [
-        f'{finding.code} {finding.subject}: {repairs.carry_out(finding)}' for finding in due if finding.leftover is None
-    ]
-    for compute in sorted({finding.compute for finding in due if finding.leftover is not None}):
-        done += _clear_leftovers(
-            store, compute, [finding for finding in due if finding.leftover and finding.compute == compute]
-        )
-    # Each is one line: names in keys, and answers of computes, may contain line breaks.
-    return [make_printable(line) for line in done]
+    # Each is one line: names in keys may contain line breaks.
+    return [make_printable(f'{each.code} {each.subject}: {repairs.carry_out(each)}') for each in due]
+
+
+def repair_hosts(store: Store, computes: Collection[str]) -> list[str]:
+    """Have each of these hosts repair what it has found for a minute; return their lines, or one for no answer."""
+    lines = []
+    with ask(store, *(f'/{compute}' for compute in sorted(computes))) as revisions:
+        questions = {part.removeprefix('/'): revision for part, revision in revisions.items()}
+        answered = wait_for_answers(store, keys.FINDINGS, questions, REPAIR_TIMEOUT_SECONDS)
+        entries = store.read([keys.findings(compute) for compute in sorted(answered)])
+    for compute in sorted(computes):
+        try:
+            lines += [
+                f'compute {compute}: {line}'
+                for line in parse_report(compute, entries[keys.findings(compute)].value).repairs
+            ]
+        except (KeyError, ValueError):
+            lines.append(f'compute {compute}: it is unknown whether it was repaired, because it does not answer')
+    return lines
 
 
 @dataclass(frozen=True)
@@ -267,14 +295,13 @@ class _Repairs:
 
     store: Store
     placement: Placement
-    world: planes.AuditIndex
+    world: World
 
     def carry_out(self, finding: Finding) -> str:
         """Repair one finding; return a sentence about the result, also for an error."""
         repairs: dict[Repair | None, Callable[[Finding], str]] = {
             **dict.fromkeys((Repair.DELETE, Repair.DELETE_REQUEST, Repair.UNQUEUE), self._delete),
             Repair.PUT_ON_LEASE: self._put_on_lease,
-            Repair.RELEASE: lambda orphan: _release_orphan(self.store, self.placement, orphan.subject),
             Repair.CLAIM: self._claim,
             Repair.RESTORE_NAME: self._restore_name,
             Repair.JOIN_GROUP: self._join_group,
@@ -302,18 +329,17 @@ class _Repairs:
 
     def _claim(self, finding: Finding) -> str:
         """Claim what a valid, unchanged request names; CHANGED_SINCE without one, for a tombstone or with a claim."""
-        instance, key = finding.subject, keys.request(finding.compute, finding.subject)
-        parsed = self.world.requests_by_compute.get(instance, {}).get(finding.compute)
-        # The generation is read before etcd. A claim that lands beside a destroy is an orphan.
-        held = allocations.read_consumer(self.placement, instance)
-        entry = self.store.get(key)
-        if not isinstance(parsed, Request) or parsed.is_tombstone or held.allocations:
+        key = keys.request(finding.compute, finding.subject)
+        parsed = self.world.requests_by_compute.get(finding.subject, {}).get(finding.compute)
+        if not isinstance(parsed, Request) or parsed.is_tombstone:
             return CHANGED_SINCE
-        if entry is None or entry.revision != self.world.get_revision(key):
-            return CHANGED_SINCE
-        owner = parsed.user_id, parsed.project_id
-        allocations.replace_allocations(self.placement, instance, parsed.allocations, *owner, held.generation)
-        return f'claimed again on {", ".join(sorted(parsed.allocations))}'
+
+        def is_unchanged() -> bool:
+            entry = self.store.get(key)
+            return entry is not None and entry.revision == self.world.get_revision(key)
+
+        is_claimed = allocations.claim_missing(self.placement, parsed, is_unchanged)
+        return f'claimed again on {", ".join(sorted(parsed.allocations))}' if is_claimed else CHANGED_SINCE
 
     def _restore_name(self, finding: Finding) -> str:
         """Write the key of the instance's name; CHANGED_SINCE without a name, or if any living instance holds it."""
@@ -395,35 +421,3 @@ class _Repairs:
     def _make_conditions(self, *etcd_keys: str) -> list[Unchanged]:
         """Return the conditions that these keys are as in `world`, or still missing."""
         return [Unchanged(key, self.world.get_revision(key)) for key in etcd_keys]
-
-
-def _release_orphan(store: Store, placement: Placement, instance: str) -> str:
-    """Release and note a consumer's claims; CHANGED_SINCE if changed, or with a request, attempt or living record."""
-    computes: list[str] = []
-
-    def find_kept(holding: Mapping[str, Allocations]) -> Collection[str]:
-        computes[:] = sorted(holding[instance])
-        return holding if has_unfinished_record(store, instance) else find_needed(store, holding)
-
-    if not release(placement, [instance], find_kept, partial(note_released, store))[instance]:
-        return CHANGED_SINCE
-    return f'released on {", ".join(computes)}' if computes else 'is already released'
-
-
-def _clear_leftovers(store: Store, compute: str, findings: list[Finding]) -> list[str]:
-    """Have a compute check and remove leftovers; return its line for each, or one line for an error or no answer."""
-    leftovers = [finding.leftover for finding in findings if finding.leftover is not None]
-    try:
-        with open_audit_session(store) as (name, lease):
-            # The key is on the audit's lease: a compute that answers late does nothing.
-            key = keys.clearance(name, compute)
-            store.commit([Unchanged(key, 0)], [Put(key, encode(planes.Clearance(leftovers)), lease)])
-            if compute not in wait_for_answers(store, name, {compute}, 'clearing', 'cleared'):
-                return [
-                    f'compute {compute}: it is unknown whether the repair was made, because the compute does not answer'
-                ]
-            entry = store.get(keys.digest(name, compute, 'cleared'))
-            lines = planes.parse_answer(load(entry.value)) if entry is not None else []
-            return [f'compute {compute}: {line}' for line in lines]
-    except (EcompError, ValueError) as error:
-        return [f'compute {compute}: it is unknown whether the repair was made: {error}']

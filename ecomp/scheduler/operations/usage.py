@@ -9,10 +9,12 @@ from typing import NamedTuple
 from ecomp.model import keys
 from ecomp.model.host import Computes
 from ecomp.model.usage import Measurement, compute_use, parse_answer
-from ecomp.scheduler.operations.audit import open_audit_session, wait_for_answers
+from ecomp.scheduler.operations.audit import ask, wait_for_answers
 from ecomp.scheduler.queries.hosts import read_computes
-from ecomp.store.client import Put, Store
+from ecomp.store.client import Store
 
+# Seconds in which a compute has to answer.
+ANSWER_TIMEOUT_SECONDS = 5.0
 # Seconds between two questions, and what each compute adds to them: its answer is three writes to etcd.
 MIN_INTERVAL_SECONDS = 2.0
 INTERVAL_SECONDS_PER_COMPUTE = 0.01
@@ -43,14 +45,13 @@ class UseReader:
         computes = set(self._selected) or set(filter(keys.is_uuid, {*known.living, *known.stored_hostnames}))
         self._due = began + MIN_INTERVAL_SECONDS + INTERVAL_SECONDS_PER_COMPUTE * len(computes)
         reasons, answers = dict.fromkeys(computes, 'its ecompute is not alive. Try: eschedule hosts'), {}
-        with open_audit_session(self._store) as (name, lease):
-            self._store.commit([], [Put(keys.clearance(name, keys.USAGE), ' '.join(self._selected), lease)])
-            asked = {keys.digest(name, compute, keys.USAGE): compute for compute in computes & known.living.keys()}
-            wait_for_answers(self._store, name, set(asked.values()), keys.USAGE, keys.USAGE)
-            entries = self._store.read(list(asked))
-        for key, compute in asked.items():
+        with ask(self._store, keys.USAGE_QUESTION, value=' '.join(self._selected)) as revisions:
+            asked = dict.fromkeys(computes & known.living.keys(), revisions[keys.USAGE_QUESTION])
+            answered = wait_for_answers(self._store, keys.USAGE, asked, ANSWER_TIMEOUT_SECONDS)
+            entries = self._store.read([keys.usage(compute) for compute in sorted(answered)])
+        for compute in asked:
             try:
-                answers[compute] = parse_answer(entries[key].value)
+                answers[compute] = parse_answer(entries[keys.usage(compute)].value)
                 del reasons[compute]
             except KeyError:
                 reasons[compute] = 'its ecompute does not answer: it is frozen, was just killed, or is too old'

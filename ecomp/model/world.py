@@ -1,24 +1,23 @@
-"""The state that an audit reads from placement, etcd and computes; digests as JSON. Pure."""
+"""What an audit sees: the whole of etcd and some of placement, or one host with its keys and its provider. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 from ecomp.model import keys
-from ecomp.model.allocation import MAX_AMOUNT, Resources
+from ecomp.model.allocation import Resources
 from ecomp.model.group import Group
-from ecomp.model.guest import Guest
+from ecomp.model.guest import Guest, ReservedAddress
 from ecomp.model.host import CLOSED, SILENT, group_by_instance, parse_computes
-from ecomp.model.json_object import dump
 from ecomp.model.order import InvalidRequest, NameOwner, Request, parse_attempt_instances, parse_request
-from ecomp.model.parsers import OBJECT, TEXT, check, dict_of, format_reason, list_of, number
 from ecomp.model.queue import QueueEntry, parse_queue_entry
 from ecomp.model.quota import Quota
 from ecomp.model.record import BUILDING, DESTROYING, ERROR, GONE, SCHEDULED, Record, from_json
 from ecomp.model.stack import Stack
-from ecomp.model.stored import decode, nested, optional, stored, to_dict
+from ecomp.model.stored import decode
 
 Parsed = TypeVar('Parsed')
 
@@ -30,46 +29,74 @@ AUDITED_PREFIXES = (
 
 
 class ProviderState(NamedTuple):
-    """A resource provider: inventory as in placement's answer, and allocations by consumer."""
+    """A resource provider: inventory as in placement's answer, and allocations by consumer; None: not read."""
 
     name: str
-    inventory: Mapping[str, Mapping[str, Any]] = {}
-    allocations: Mapping[str, Resources] = {}
+    inventory: Mapping[str, Mapping[str, Any]] | None = None
+    allocations: Mapping[str, Resources] | None = None
+
+
+@dataclass(frozen=True)
+class HostFacts:
+    """Everything that one host has. `guests` are domains and disks with our owner mark, by instance.
+
+    `without_base` is {instance: path of its missing base volume}; `metadata` {MAC: instance} of the metadata server's
+    files; `seeds` the instances with a NoCloud disk; `reservations` those of DHCP by MAC; `parts` {file that no process
+    writes: a mark that changes when it is written}; `open_dhcp` the networks whose DHCP serves any MAC; `bad_bases` the
+    SHA-256s of base volumes whose content has changed.
+    """
+
+    guests: Mapping[str, Guest] = field(default_factory=dict)
+    without_base: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    seeds: frozenset[str] = frozenset()
+    reservations: Mapping[str, ReservedAddress] = field(default_factory=dict)
+    parts: Mapping[str, str] = field(default_factory=dict)
+    open_dhcp: frozenset[str] = frozenset()
+    bad_bases: frozenset[str] = frozenset()
+
+    def list_instances(self) -> set[str]:
+        """Return the instances of which anything is on this host."""
+        reserved = {each.instance for each in self.reservations.values()}
+        return {*self.guests, *self.metadata.values(), *self.seeds, *reserved}
 
 
 class Planes(NamedTuple):
-    """The state that an audit read: providers, keys of etcd, and digests of computes.
+    """What was read of placement and etcd, and, if `compute` looks at itself, what it has.
 
-    `mute_reasons` says for each living compute without digest why; `stalled` are those of them that acknowledged the
-    audit. `usages` has placement's usage, as a quota counts it, for each project with a quota.
+    A compute reads its own keys, those of other computes about what it has, and its own provider. Otherwise etcd is
+    complete, and of placement only the allocations of providers without a living compute are read. `mute_reasons` says
+    of living computes why nothing is known of them. `usages` has placement's usage, as a quota counts it, by project.
     """
 
     providers: Mapping[str, ProviderState]
     etcd: Mapping[str, keys.StoredValue]
-    digests: Mapping[str, Digest]
+    compute: str = ''
+    facts: HostFacts = HostFacts()
     mute_reasons: Mapping[str, str] = {}
     usages: Mapping[str, Mapping[str, int]] = {}
-    stalled: frozenset[str] = frozenset()
 
     def list_consumers(self, compute: str) -> Container[str]:
-        """Return the consumers with allocations on a provider; () if it is unknown."""
+        """Return the consumers with allocations on a provider; () if they were not read."""
         provider = self.providers.get(compute)
-        return () if provider is None else provider.allocations
+        return () if provider is None or provider.allocations is None else provider.allocations
 
 
-class AuditIndex:
+class World:
     """The planes, parsed and indexed by instance; malformed values are kept as such.
 
     By instance: `records` (the trusted one) or `malformed_records` (error), `requests_by_compute` {compute: request},
-    `guests` {compute: guest}, `metadata` {compute: MACs}, `seeds` (computes), `reservations` {compute: {MAC: address}},
-    `allocations` {provider: resources}. `groups`, `quotas` and `stacks` by name have the error, a text, for a malformed
-    value.
+    `allocations` {provider: resources} and, of the host that looks, `metadata` (MACs) and `reservations` {MAC:
+    address}. `groups`, `quotas` and `stacks` by name have the error, a text, for a malformed value.
     `in_flight` are instances that wait in a queue or, by a key on a lease, are being taken or have an attempt.
     `computes` have a presence on a lease, a provider named by its uuid, a request or a trusted record.
     """
 
     def __init__(self, planes: Planes) -> None:
         self.planes = planes
+        self._families: dict[str, dict[str, keys.StoredValue]] = {}
+        for key, entry in planes.etcd.items():
+            self._families.setdefault(key[: key.find('/', 1) + 1], {})[key] = entry
         self.living_computes = {
             keys.get_last_part(key) for key, entry in self.select_prefix(keys.COMPUTES).items() if entry.lease
         }
@@ -122,37 +149,53 @@ class AuditIndex:
         # A request that was removed from its queue before a compute took it has a record without compute.
         self.computes |= {each.compute for each in self.records.values()} - {''}
         self.computes |= {compute for by_compute in self.requests_by_compute.values() for compute in by_compute}
-        self.guests: dict[str, dict[str, Guest]] = {}
-        self.metadata: dict[str, dict[str, list[str]]] = {}
-        self.seeds: dict[str, set[str]] = {}
-        self.reservations: dict[str, dict[str, dict[str, str]]] = {}
-        for compute, digest in planes.digests.items():
-            for name, guest in digest.guests.items():
-                self.guests.setdefault(name, {})[compute] = guest
-            for mac, name in digest.metadata.items():
-                self.metadata.setdefault(name, {}).setdefault(compute, []).append(mac)
-            for name in digest.seeds:
-                self.seeds.setdefault(name, set()).add(compute)
-            for mac, reservation in digest.reservations.items():
-                name, _, address = reservation.partition(' ')
-                self.reservations.setdefault(name, {}).setdefault(compute, {})[mac] = address
+        self.metadata: dict[str, list[str]] = {}
+        self.reservations: dict[str, dict[str, str]] = {}
+        for mac, name in planes.facts.metadata.items():
+            self.metadata.setdefault(name, []).append(mac)
+        for mac, reserved in planes.facts.reservations.items():
+            self.reservations.setdefault(reserved.instance, {})[mac] = reserved.address
         self.allocations: dict[str, dict[str, Resources]] = {}
         for provider, each in planes.providers.items():
-            for consumer, resources in each.allocations.items():
+            for consumer, resources in (each.allocations or {}).items():
                 self.allocations.setdefault(consumer, {})[provider] = resources
 
-    def list_instances(self) -> list[str]:
-        """Return the instances in any plane, and the consumers with a claim on a compute, sorted.
+    @cached_property
+    def judged(self) -> list[str]:
+        """The instances in any plane, sorted, without those in flight or with a malformed record or request.
 
-        Those only in a queue, or only in an attempt, a name or a group, are left out.
+        Those only in a queue, an attempt, a name or a group are left out, too, and consumers of other providers than
+        computes.
         """
-        instances = {*self.requests_by_compute, *self.records, *self.malformed_records, *self.guests}
-        instances |= {*self.metadata, *self.seeds, *self.reservations}
+        instances = {*self.requests_by_compute, *self.records, *self.planes.facts.list_instances()}
         instances |= {keys.get_last_part(key) for key in self.select_prefix(keys.BOOTED)}
         instances |= {
             consumer for consumer, providers in self.allocations.items() if not self.computes.isdisjoint(providers)
         }
-        return sorted(instances)
+        return sorted(filter(self._is_judged, instances - self.in_flight))
+
+    def _is_judged(self, instance: str) -> bool:
+        requests = self.requests_by_compute.get(instance, {}).values()
+        return instance not in self.malformed_records and not any(isinstance(each, InvalidRequest) for each in requests)
+
+    @cached_property
+    def settled(self) -> list[Record]:
+        """The records of the `judged` instances that live and are not in work."""
+        living = filter(self.is_living, self.judged)
+        return [self.records[instance] for instance in living if not self.is_in_work(instance)]
+
+    @cached_property
+    def visible_providers(self) -> dict[str, ProviderState]:
+        """The providers whose claims can be compared here: that of the host that looks, or those of no living compute.
+
+        Of the other providers a living compute compares the claims itself.
+        """
+        own = self.planes.compute
+        return {
+            name: each
+            for name, each in self.planes.providers.items()
+            if each.allocations is not None and (name == own or (not own and name not in self.living_computes))
+        }
 
     def get_value(self, key: str) -> keys.StoredValue | None:
         return self.planes.etcd.get(key)
@@ -206,8 +249,9 @@ class AuditIndex:
         actions = [parsed.power for parsed in requests if isinstance(parsed, Request) and parsed.power]
         return record is not None and any(not power.is_done(record.power) for power in actions)
 
-    def list_absent_computes(self) -> dict[str, str]:
-        """Return {compute: CLOSED or SILENT} of the computes without presence, which cannot be audited.
+    @cached_property
+    def absent_computes(self) -> dict[str, str]:
+        """{compute: CLOSED or SILENT} of the computes without presence, which do not look at themselves.
 
         A compute of which only records of ended instances remain was forgotten and is left out.
         """
@@ -220,7 +264,7 @@ class AuditIndex:
     def _get_absent_state(self, compute: str) -> str:
         """Return CLOSED if all VCPU of the compute's provider is reserved, else SILENT."""
         provider = self.planes.providers.get(compute)
-        vcpu = provider.inventory.get('VCPU') if provider else None
+        vcpu = provider.inventory.get('VCPU') if provider and provider.inventory else None
         return CLOSED if vcpu and vcpu.get('reserved', 0) >= vcpu.get('total', 0) else SILENT
 
     def _parse_values(self, kind: type[Parsed], prefix: str, *name_fields: str) -> dict[str, Parsed | str]:
@@ -234,9 +278,9 @@ class AuditIndex:
                 values[name] = str(error)
         return values
 
-    def select_prefix(self, prefix: str) -> dict[str, keys.StoredValue]:
-        """Return the keys below a prefix, with their values."""
-        return {key: entry for key, entry in self.planes.etcd.items() if key.startswith(prefix)}
+    def select_prefix(self, prefix: str) -> Mapping[str, keys.StoredValue]:
+        """Return the keys below one of the AUDITED_PREFIXES, with their values."""
+        return self._families.get(prefix, {})
 
 
 def index_revisions(etcd: Mapping[str, keys.StoredValue]) -> dict[str, dict[str, int]]:
@@ -257,141 +301,3 @@ def index_revisions(etcd: Mapping[str, keys.StoredValue]) -> dict[str, dict[str,
         for subject in subjects:
             revisions.setdefault(subject, {})[key] = entry.lease if key.startswith(keys.COMPUTES) else entry.revision
     return revisions
-
-
-# The next page begins after so many bytes: one more entry must fit into the 1.5 MiB that etcd takes.
-PAGE_BYTES = 400 * 1024
-
-# {dictionary field of a digest: its name in JSON}
-_JSON_NAMES = {
-    **{'without_base': 'without_base', 'metadata': 'seeds', 'seeds': 'isos'},
-    **{name: name for name in ('reservations', 'parts', 'open_dhcp', 'bad_bases')},
-}
-
-
-@dataclass(frozen=True)
-class Digest:
-    """Everything that one compute has. `guests` are domains and disks with our owner mark.
-
-    `guests` is by instance. `without_base` is {instance: path of its missing base volume}; `metadata` {MAC: instance}
-    of the metadata server's files; `seeds` the instances with a NoCloud disk; `reservations` {MAC: 'instance address'}
-    of DHCP; `parts` {file that no process writes: a mark that changes when it is written}; `open_dhcp` the networks
-    whose DHCP serves any MAC; `bad_bases` the SHA-256s of base volumes whose content has changed.
-    """
-
-    guests: Mapping[str, Guest] = field(default_factory=dict)
-    without_base: Mapping[str, str] = field(default_factory=dict)
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    seeds: Mapping[str, str] = field(default_factory=dict)
-    reservations: Mapping[str, str] = field(default_factory=dict)
-    parts: Mapping[str, str] = field(default_factory=dict)
-    open_dhcp: Mapping[str, str] = field(default_factory=dict)
-    bad_bases: Mapping[str, str] = field(default_factory=dict)
-
-
-_SIZE = dict_of(check('a whole number', lambda value: isinstance(value, int)))
-
-
-def _parse_condition(data: Any) -> dict[str, Any]:
-    condition = OBJECT(data)
-    return {'trouble': TEXT(condition.get('trouble', '')), 'size': _SIZE(condition.get('size', {}))}
-
-
-@stored(
-    *(1, 'digest'),
-    pages=optional(number(1, MAX_AMOUNT)),
-    error=optional(TEXT),
-    guests=optional(lambda data: {guest.instance: guest for guest in list_of(nested(Guest))(data)}),
-    # The oldest supported release refuses unknown fields of a guest, so its condition is not among these.
-    conditions=optional(dict_of(_parse_condition)),
-    **{name: optional(dict_of(TEXT), name=json_name) for name, json_name in _JSON_NAMES.items()},
-)
-@dataclass(frozen=True)
-class Page(Digest):
-    """A page of a digest, of which the first has the number of pages."""
-
-    pages: int = 0
-    error: str = ''
-    conditions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-
-
-@stored(kind=TEXT, name=TEXT, mark=TEXT)
-@dataclass(frozen=True)
-class Leftover:
-    """Something that a compute is asked to remove.
-
-    `kind` is `disk`, `iso` (NoCloud disk) or `reservations` of an instance, `seed` (metadata of a MAC) or `part`.
-    `mark` is the digest's value for metadata (the instance) or a part; the compute keeps what has another value now.
-    """
-
-    kind: str
-    name: str
-    mark: str = ''
-
-
-@stored(1, 'clearance', leftovers=list_of(nested(Leftover)))
-class Clearance(NamedTuple):
-    """The value of /audit/<audit>/<compute>."""
-
-    leftovers: Sequence[Leftover]
-
-
-# A compute's answer to a clearance is a list with a line about each leftover.
-parse_answer = list_of(TEXT)
-
-
-def to_pages(digest: Digest) -> list[str]:
-    """Return the values of a digest's pages, /digests/<compute>/<audit>/<page>.
-
-    Each page fits into an etcd value. The caller must write page 0, with the number of pages, last.
-    """
-    pages: list[dict[str, Any]] = []
-    size = PAGE_BYTES
-    for name, key, value, length in _list_entries(digest):
-        if size + length > PAGE_BYTES:
-            pages.append({'version': 1, 'guests': [], **{json_name: {} for json_name in _JSON_NAMES.values()}})
-            size = 0
-        size += length
-        if name == 'guests':
-            pages[-1][name].append(value)
-        else:
-            pages[-1].setdefault(name, {})[key] = value
-    pages = pages or [{'version': 1}]
-    pages[0]['pages'] = len(pages)
-    return [dump(page) for page in pages]
-
-
-def make_error_page(reason: str) -> str:
-    """Return the value of page 0 of a compute that gives no digest."""
-    return dump({'version': 1, 'pages': 1, 'error': reason})
-
-
-def from_pages(values: Sequence[bytes]) -> Digest:
-    """Parse a digest from its pages in order; ValueError if malformed, incomplete or an error (page 0's text)."""
-    pages = [decode(Page, page_value) for page_value in values]
-    if not pages:
-        raise ValueError('its answer has no pages')
-    if pages[0].error:
-        raise ValueError(format_reason(pages[0].error))
-    if pages[0].pages != len(pages):
-        raise ValueError(f'its answer has {len(pages)} of {pages[0].pages} announced pages')
-    merged = {
-        name: {key: value for page in pages for key, value in getattr(page, name).items()}
-        for name in ('guests', 'conditions', *_JSON_NAMES)
-    }
-    conditions = merged.pop('conditions')
-    guests = {name: replace(guest, **conditions.get(name, {})) for name, guest in merged.pop('guests').items()}
-    return Digest(guests, **merged)
-
-
-def _list_entries(digest: Digest) -> Iterator[tuple[str, str, Any, int]]:
-    """Yield (name in JSON, key, value, length in JSON) of each entry; of guests the key is ''."""
-    for guest in digest.guests.values():
-        values = to_dict(guest)
-        yield 'guests', '', values, len(dump(values)) + 2
-        if guest.trouble or guest.size:
-            condition = {'trouble': guest.trouble, 'size': dict(guest.size)}
-            yield 'conditions', guest.instance, condition, len(dump({guest.instance: condition})) + 2
-    for name, json_name in _JSON_NAMES.items():
-        for key, value in getattr(digest, name).items():
-            yield json_name, key, value, len(dump({key: value})) + 2

@@ -1,0 +1,353 @@
+"""Look at this host, publish what two looks find, and repair it: each minute what is safe, leftovers only when asked.
+
+Questions are keys below /audit/: to look now, to repair leftovers, or what the host and its guests use.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Collection, Hashable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ecomp.agent.host.claims import CONFIRMATION_SECONDS, ClaimKeeper, confirm_sightings
+from ecomp.agent.host.metadata import GuestData
+from ecomp.agent.host.provider import measure_usage
+from ecomp.agent.host.state import Memory
+from ecomp.agent.images.cache import list_bad, lock_if_idle
+from ecomp.agent.jobs import ScheduledJob, Threads
+from ecomp.errors import BuildFailed, EcompError, NotFound
+from ecomp.files import InstanceLocks
+from ecomp.model import keys
+from ecomp.model.allocation import Resources
+from ecomp.model.audit import Finding, HostReport, Leftover, Repair, encode_report, find_all
+from ecomp.model.guest import ReservedAddress
+from ecomp.model.json_object import dump
+from ecomp.model.order import Request
+from ecomp.model.record import ACTIVE, ERROR, GONE, STOPPED, parse_or_none
+from ecomp.model.usage import HOST
+from ecomp.model.world import HostFacts, Planes, ProviderState, World, index_revisions
+from ecomp.placement import providers
+from ecomp.placement.allocations import claim_missing
+from ecomp.placement.client import Placement
+from ecomp.store.client import Entry, Store, find_needed
+from ecomp.store.sharing import has_unfinished_record, read_index
+from ecomp.virt import Hypervisor
+
+log = logging.getLogger(__name__)
+
+# Least time between two looks that must agree before a finding is published.
+LOOK_SECONDS = 2.0
+
+
+def restore_reservations(hypervisor: Hypervisor, memory: Memory, instances: Collection[str] | None = None) -> None:
+    """Reserve missing addresses of active and stopped instances again, or other ones; log each and each BuildFailed."""
+    reservations = hypervisor.list_reservations()
+    for instance, remembered in memory.get_entries().items():
+        if remembered.record.state not in (ACTIVE, STOPPED) or (instances is not None and instance not in instances):
+            continue  # its build or destroy changes the reservations
+        for nic in remembered.record.addresses:
+            if nic.expected is None or reservations.get(nic.mac) == ReservedAddress(instance, nic.expected):
+                continue
+            try:
+                ip = hypervisor.reserve_address(instance, nic.mac, nic.network, nic.expected)
+            except BuildFailed as error:
+                log.warning('instance %s: cannot reserve %s again: %s', instance, nic.expected, error.reason)
+            else:
+                log.warning('instance %s: %s was missing on %s; reserved %s', instance, nic.expected, nic.network, ip)
+
+
+def find_abandoned_parts(state: Path) -> dict[str, str]:
+    """Return {relative path: mark that a write changes} of *.part files, also one level down, without a writer."""
+    marks = {}
+    for path in [*state.glob('*.part'), *state.glob('*/*.part')]:
+        try:
+            with lock_if_idle(path) as is_abandoned:
+                status = path.stat()
+                if is_abandoned:
+                    marks[str(path.relative_to(state))] = f'{status.st_ino}/{status.st_mtime_ns}'
+        except OSError:
+            continue  # it was just renamed
+    return marks
+
+
+def read_facts(hypervisor: Hypervisor, data: GuestData, state: Path) -> HostFacts:
+    """Read what is on this host; errors are those of the hypervisor."""
+    return HostFacts(
+        guests=hypervisor.list_guests(),
+        without_base=hypervisor.list_missing_bases(),
+        metadata=data.read_instances(),
+        seeds=frozenset(hypervisor.list_seeds()),
+        reservations=hypervisor.list_reservations(),
+        parts=find_abandoned_parts(state),
+        open_dhcp=frozenset(hypervisor.list_open_dhcp()),
+        bad_bases=frozenset(list_bad(state / 'images')),
+    )
+
+
+@dataclass(eq=False)
+class Upkeep:
+    """The looks of a compute at itself: step() each minute, and the questions passed to on_questions().
+
+    `publish` gets the value of a key below /findings/ or /usage/ for the presence's lease. `may_remove` is called with
+    an instance before something of it is removed, and with '' before a part file is: it raises an EcompError if etcd is
+    unfamiliar. `read_requests` returns the followed requests of this compute.
+    """
+
+    compute: str
+    store: Store
+    placement: Placement
+    claims: ClaimKeeper
+    hypervisor: Hypervisor
+    data: GuestData
+    state: Path
+    memory: Memory
+    publish: Callable[[str, str | None], None]
+    may_remove: Callable[[str], bool]
+    read_requests: Callable[[], Mapping[str, Entry]]
+    threads: Threads
+
+    def __post_init__(self) -> None:
+        self._locks = InstanceLocks(self.state)
+        # Held during a look, and while claims are checked.
+        self.lock = threading.Lock()
+        self._questions: Mapping[str, Entry] = {}  # replaced, never changed
+        # The keys of questions that are answered, and of those after which one of two looks was made.
+        self._answered: set[str] = set()
+        self._begun: set[str] = set()
+        self._has_published_usage = False
+        self._next_look = 0.0
+        # The claims that were compared last, and the inventory, which is read when the claims were read anew.
+        self._held: Mapping[str, Resources] | None = None
+        self._inventory: Mapping[str, Mapping[str, Any]] | None = None
+        self._first_sightings: dict[Hashable, float] = {}
+        # What two looks agreed on last.
+        self.report = HostReport()
+        self._job = ScheduledJob(self.threads, self.threads.audits, self._answer_all)
+
+    def stop(self) -> None:
+        """Answer no more, after the answer in flight."""
+        self._job.cancel()
+        self._job.wait()
+
+    def on_questions(self, state: Mapping[str, Entry]) -> None:
+        """Replace the questions, and schedule answers if any came or went. The follower's thread calls this."""
+        before, self._questions = self._questions, state
+        if state.keys() != before.keys():
+            self._job.schedule()
+
+    def step(self) -> None:
+        """Look, publish what the last look saw, too, and repair reservations; raise errors, which are published."""
+        with self.lock:
+            try:
+                world, ages = self._look(is_asked=False)
+            except EcompError as error:
+                self._publish(HostReport(revision=self.report.revision, error=str(error)))
+                raise
+            self._publish(HostReport(tuple(select_older(ages, LOOK_SECONDS)), self.report.revision))
+            for finding in select_older(ages, CONFIRMATION_SECONDS):
+                if finding.code == 'reservation-missing':
+                    with self._locks.hold(finding.subject, lambda: None):
+                        restore_reservations(self.hypervisor, self.memory, {finding.subject})
+                elif finding.code == 'reservation-orphaned' and finding.subject not in world.planes.facts.guests:
+                    log.warning('%s %s: %s', finding.code, finding.subject, self._repair(world, finding))
+
+    def _look(self, is_asked: bool) -> tuple[World, dict[Finding, float]]:
+        """Look once; return what was seen, and for how many seconds each finding. Raises errors of read_world()."""
+        now = time.monotonic()
+        world = self.read_world(is_asked)
+        revisions = index_revisions(world.planes.etcd)
+        seen: dict[Hashable, Finding] = {
+            (each, tuple(sorted(revisions.get(each.subject, {}).items()))): each for each in find_all(world)
+        }
+        self._first_sightings, _ = confirm_sightings(self._first_sightings, seen.keys(), now)
+        return world, {finding: now - self._first_sightings[sighting] for sighting, finding in seen.items()}
+
+    def _publish(self, report: HostReport) -> None:
+        self.report = report
+        self.publish(keys.findings(self.compute), encode_report(report))
+
+    def read_world(self, is_asked: bool) -> World:
+        """Read what this host has, its keys, the keys elsewhere of what it has, and its provider; raise errors.
+
+        If it `is_asked` for, claims and requests are read anew.
+        """
+        # Placement first: a claim in its answer that was delivered since then has its request's key.
+        held = None
+        with suppress(NotFound):  # eschedule finds that there is no provider
+            if is_asked:
+                self.claims.check_claims(self.hypervisor.list_guests(), time.monotonic())
+            if self.claims.held is not None and self.claims.held is not self._held:
+                self._inventory = providers.read_raw_inventory(self.placement, self.compute)
+            held = self._held = self.claims.held
+        facts, prefix = read_facts(self.hypervisor, self.data, self.state), keys.request_prefix(self.compute)
+        etcd = dict(self.read_requests())
+        present = facts.list_instances() | (held or {}).keys()
+        if is_asked or present - set(map(keys.get_last_part, etcd)):
+            # Requests move from these two to /hosts.
+            pending = {**self.store.snapshot(keys.ATTEMPTS).entries, **self.store.snapshot(keys.QUEUES).entries}
+            etcd = {**pending, **self.store.snapshot(prefix).entries}
+        records = self.store.snapshot(keys.record(self.compute, '')).entries
+        for key, entry in records.items():
+            if (record := parse_or_none(entry.value)) is not None and record.state not in (GONE, ERROR):
+                present.add(keys.get_last_part(key))
+        if strangers := {each for each in present if keys.request(self.compute, each) not in etcd}:
+            index = read_index(self.store)
+            etcd |= self.store.read(
+                [key for each in strangers for found in (index.requests, index.records) for key in found.get(each, ())]
+            )
+        state = ProviderState(self.compute, self._inventory, held)
+        return World(Planes({self.compute: state}, {**etcd, **records}, self.compute, facts))
+
+    def _answer_all(self) -> float:
+        """Answer questions about usage at once, others after a second look; log errors; return when to look again."""
+        questions = self._questions
+        self._answered &= questions.keys()
+        new = {key: entry for key, entry in questions.items() if key not in self._answered}
+        usage = {key: entry for key, entry in new.items() if key.endswith(keys.USAGE_QUESTION)}
+        if asked := [each.revision for each in usage.values() if not each.value or self._is_named_in(each.value)]:
+            self._has_published_usage = True
+            self.publish(keys.usage(self.compute), dump(self._measure_usage(max(asked))))
+        elif self._has_published_usage and not any(key.endswith(keys.USAGE_QUESTION) for key in questions):
+            self._has_published_usage = False
+            self.publish(keys.usage(self.compute), None)
+        self._answered |= usage.keys()
+        looks = {key: entry for key, entry in new.items() if self._is_look(key)}
+        if looks and time.monotonic() < self._next_look:
+            return self._next_look
+        try:
+            if looks and self.may_remove(''):  # a read-only compute is not asked
+                self._answer_looks(looks)
+                self._next_look = time.monotonic() + LOOK_SECONDS
+                return self._next_look if self._begun else math.inf
+        except EcompError as error:
+            log.debug('this host does not answer: %s', error)
+        except Exception:
+            log.exception('unexpected error while this host looks at itself')
+        self._answered |= looks.keys()
+        return math.inf
+
+    def _is_named_in(self, value: bytes) -> bool:
+        return self.compute.encode() in value
+
+    def _is_look(self, key: str) -> bool:
+        """Return whether a question asks this compute to look: all computes do, or this one alone, to repair."""
+        return key.removeprefix(keys.AUDIT).partition('/')[2] in ('', self.compute)
+
+    def _answer_looks(self, looks: Mapping[str, Entry]) -> None:
+        """Look; answer the questions after which this is the second look, and of these make the repairs."""
+        answered, self._begun = looks.keys() & self._begun, set(looks.keys() - self._begun)
+        with self.lock:
+            try:
+                world, ages = self._look(is_asked=True)
+            except EcompError as error:
+                answered, self._begun = set(looks), set()
+                report = HostReport(error=str(error))
+            else:
+                report = HostReport(tuple(select_older(ages, LOOK_SECONDS)))
+                if any(key.endswith(f'/{self.compute}') for key in answered):
+                    due = (each for each in report.findings if each.fix)
+                    lines = [f'{each.code} {each.subject}: {self._repair(world, each, ages[each])}' for each in due]
+                    report = report._replace(repairs=tuple(lines))
+                    for line in lines:
+                        log.warning('audit: %s', line)
+            self._answered |= answered
+            if answered:
+                self._publish(report._replace(revision=max(looks[key].revision for key in answered)))
+
+    def _repair(self, world: World, finding: Finding, age_seconds: float = math.inf) -> str:
+        """Repair a finding of this host; return what was done, also for an error."""
+        if age_seconds < CONFIRMATION_SECONDS:
+            return f'not repaired: it was first seen {age_seconds:.0f} s ago. Try: the same command in a minute'
+        try:
+            if finding.leftover is not None:
+                return self._remove(finding.leftover)
+            if finding.repair is Repair.CLAIM:
+                return self._claim_again(world, finding.subject)
+            return 'is released by this host once it has been seen for a minute'
+        except (EcompError, OSError) as error:
+            return f'not repaired: {error}'
+
+    def _claim_again(self, world: World, instance: str) -> str:
+        """Claim what an unchanged request names, unless its instance holds anything; return what was done."""
+        key, parsed = keys.request(self.compute, instance), world.requests_by_compute[instance].get(self.compute)
+        if not isinstance(parsed, Request) or parsed.is_tombstone:
+            return 'not repaired: it has no valid request'
+
+        def is_unchanged() -> bool:
+            entry = self.store.get(key)
+            return entry is not None and entry.revision == world.get_revision(key)
+
+        is_claimed = claim_missing(self.placement, parsed, is_unchanged)
+        return f'claimed again on {self.compute}' if is_claimed else 'not repaired: it has changed since the look'
+
+    def _remove(self, leftover: Leftover) -> str:
+        """Remove a leftover if it still is one; return what was done. Raises OSError, errors of etcd, hypervisor."""
+        kind, name = leftover.kind, leftover.name
+        instance = {'disk': name, 'iso': name, 'reservations': name, 'seed': leftover.mark}.get(kind, '')
+        if not self.may_remove(instance):
+            return 'not removed: this compute is read-only, or its state directory still lists the instance'
+        if kind == 'part':
+            return self._remove_part(leftover)
+        if not keys.is_uuid(instance):
+            return 'not removed: its instance is not a valid uuid'
+        # A build of this instance waits for the lock, and then recreates the disk.
+        with self._locks.hold(instance, lambda: None):
+            guest = self.hypervisor.list_guests().get(instance)
+            if self._is_needed(instance):
+                return 'not removed: its instance is requested or alive'
+            if guest is not None and (guest.defined or guest.running):
+                return 'not removed: its domain exists'
+            if kind == 'reservations':
+                self.hypervisor.release_addresses(instance)
+            elif kind == 'iso' and instance in self.hypervisor.list_seeds():
+                self.hypervisor.delete_seed(instance)
+            elif kind == 'seed' and self.data.read_instances().get(name) == instance:
+                self.data.remove(instance, [name])
+            elif kind == 'disk' and guest is not None:
+                if users := self.hypervisor.list_disk_users(instance):
+                    return f'not removed: in use by domain {", ".join(sorted(users))}'
+                self.hypervisor.delete_disk(instance)
+            else:
+                return 'already gone'
+            return 'removed'
+
+    def _remove_part(self, leftover: Leftover) -> str:
+        """Remove a part file unless its mark changed, or it is being written; return what was done. Raises OSError."""
+        if find_abandoned_parts(self.state).get(leftover.name) != leftover.mark:
+            return 'not removed: it has changed since it was found, or is gone'
+        path = self.state / leftover.name
+        with lock_if_idle(path) as is_abandoned:
+            if is_abandoned:
+                path.unlink(missing_ok=True)
+        return 'removed' if is_abandoned else 'not removed: it is being written'
+
+    def _is_needed(self, instance: str) -> bool:
+        """Read whether the instance has a request here, a queued one or an attempt, or a living or malformed record."""
+        if find_needed(self.store, {instance: [self.compute]}):
+            return True
+        try:
+            # On any compute: the leftover here may be the only copy.
+            return has_unfinished_record(self.store, instance)
+        except ValueError:
+            return True
+
+    def _measure_usage(self, revision: int) -> dict[str, object]:
+        """Return what this machine and its guests use, from one call of libvirt; see parse_answer()."""
+        answer: dict[str, object] = {'version': 1, 'revision': revision}
+        try:
+            guests = self.hypervisor.read_usage()
+            host = {'seconds': time.monotonic(), **measure_usage(self.state)}
+        except (EcompError, OSError) as error:
+            return {**answer, 'error': str(error)}
+        return {**answer, 'used': {HOST: host, **{name: usage._asdict() for name, usage in guests.items()}}}
+
+
+def select_older(ages: Mapping[Finding, float], min_seconds: float) -> list[Finding]:
+    """Return the findings that were first seen so many seconds ago or more."""
+    return [finding for finding, age in ages.items() if age >= min_seconds]
