@@ -418,7 +418,7 @@ def describe_records() -> tuple[list[Block], list[Section]]:
 
 def describe_audit() -> tuple[list[Block], list[Section]]:
     rows = [
-        [f'`{code}`', mark_warning(code, row.meaning), row.fix or '-', row.manual_repair or '-']
+        [f'`{code}`', mark_warning(code, row.meaning), row.repair and row.repair.value or '-', row.manual_repair or '-']
         for code, row in findings.CHECKS.items()
     ]
     head = ['code', 'what it means', 'what `audit --fix` does', 'the manual fix']

@@ -26,7 +26,7 @@ def check_machine(config: ComputeConfig) -> tuple[Backends, list[Ailment]]:
     """Check etcd, placement and this machine; return the backends' state and the ailments, except ignored warnings."""
     status = backends.probe_backends(config.etcd, config.placement, config.path, 'compute.yaml')
     machine = _read_machine(config, not status.placement_failure)
-    ailments = [*health.check_backends(status), *health.check_machine(machine)]
+    ailments = [*health.run_checks(health.BACKEND_CHECKS, status), *health.check_machine(machine)]
     return status, [ailment for ailment in ailments if ailment.check not in config.ignore_warnings]
 
 

@@ -18,10 +18,18 @@ def _diagnose(ctx: Context) -> int:
     It is 7 if a backend is unavailable (the rest is skipped), else 8 for errors, or 0.
     """
     from ecomp import backends
-    from ecomp.model.health import ComputeFacts, check_backends, check_computes, format_lines, get_exit_code, summarize
+    from ecomp.model.health import (
+        BACKEND_CHECKS,
+        COMPUTE_CHECKS,
+        ComputeFacts,
+        format_lines,
+        get_exit_code,
+        run_checks,
+        summarize,
+    )
 
     backend_report = backends.probe_backends(ctx.config.etcd, ctx.config.placement, ctx.config.path, 'schedule.yaml')
-    findings = check_backends(backend_report)
+    findings = run_checks(BACKEND_CHECKS, backend_report)
     computes = ComputeFacts(own_version=read_version())
     if not backend_report.is_unavailable:
         from ecomp.scheduler.queries.find import list_records
@@ -31,7 +39,7 @@ def _diagnose(ctx: Context) -> int:
         versions = {host.compute: host.facts.version for host in hosts if host.facts.version is not None}
         waiting = [item.name or item.instance for item in list_records(ctx.store, False)[0] if item.state == QUEUED]
         computes = ComputeFacts(tuple(hosts), versions, read_version(), ctx.computes.describe_unserved(waiting))
-        findings += check_computes(computes)
+        findings += run_checks(COMPUTE_CHECKS, computes)
     findings = [finding for finding in findings if finding.check not in ctx.config.ignore_warnings]
     document = {
         'findings': [{**finding._asdict(), 'level': get_level(finding.check)} for finding in findings],

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from enum import Enum, Flag
+from enum import Enum
 from typing import Any, NamedTuple
 
 from ecomp.model import keys
@@ -49,6 +49,11 @@ class Repair(Enum):
     CLEAR = 'has its host remove the leftover'
 
 
+# Who looks for a code: a host at itself, eschedule at the cluster, or both.
+HOST, CLUSTER = frozenset({'host'}), frozenset({'cluster'})
+BOTH = HOST | CLUSTER
+
+
 class Leftover(NamedTuple):
     """Something that a host can remove.
 
@@ -62,7 +67,9 @@ class Leftover(NamedTuple):
 
 
 @stored(
-    code=check('a code of a host', lambda code: isinstance(code, str) and code in CHECKS and CHECKS[code].is_of_host),
+    code=check(
+        'a code of a host', lambda code: isinstance(code, str) and code in CHECKS and CHECKS[code].scope >= HOST
+    ),
     subject=text(lambda subject: make_printable(subject, MAX_SUBJECT_CHARACTERS)),
     sentence=text(lambda sentence: make_printable(sentence, MAX_SENTENCE_CHARACTERS)),
     is_repairable=sparse(FLAG),
@@ -105,17 +112,6 @@ class Finding(NamedTuple):
         return {**fields, 'level': get_level(self.code)}
 
 
-class Scope(Flag):
-    """Who looks for a code: a host at itself, eschedule at the cluster, or both."""
-
-    HOST = 1
-    CLUSTER = 2
-    BOTH = 3
-
-
-HOST, CLUSTER, BOTH = Scope.HOST, Scope.CLUSTER, Scope.BOTH
-
-
 class Check(NamedTuple):
     """A row of the table: who looks for a code, which function finds it, what it means, and its repairs.
 
@@ -123,26 +119,17 @@ class Check(NamedTuple):
     its keys if one of them is wrong.
     """
 
-    scope: Scope
+    scope: frozenset[str]
     find: Callable[[World], Iterator[Finding]]
     meaning: str
     manual_repair: str = ''
     repair: Repair | None = None
 
-    @property
-    def fix(self) -> str:
-        """The repair of `audit --fix` in words, '' if absent."""
-        return self.repair.value if self.repair else ''
-
-    @property
-    def is_of_host(self) -> bool:
-        return Scope.HOST in self.scope
-
 
 def find_all(world: World) -> list[Finding]:
     """Return all findings of a host that looks at itself, or of the cluster."""
-    scope = Scope.HOST if world.planes.compute else Scope.CLUSTER
-    finders = dict.fromkeys(check.find for check in CHECKS.values() if scope in check.scope)
+    scope = HOST if world.planes.compute else CLUSTER
+    finders = dict.fromkeys(check.find for check in CHECKS.values() if check.scope >= scope)
     return [finding for find in finders for finding in find(world)]
 
 
@@ -358,9 +345,8 @@ def _find_own_name_problems(world: World, record: Record) -> Iterator[Finding]:
             continue
         sentence = f'its name is {name}, but {keys.name(name)} {detail}'
         related_keys = world.list_instance_keys(record.instance)
-        yield Finding(
-            'name-missing', record.instance, sentence, is_repairable=entry is None or is_own, keys=related_keys
-        )
+        is_free = entry is None or is_own
+        yield Finding('name-missing', record.instance, sentence, is_repairable=is_free, keys=related_keys)
 
 
 def _find_replaced(world: World) -> Iterator[Finding]:
@@ -389,10 +375,15 @@ def _find_entry_problems(world: World) -> Iterator[Finding]:
     """Compare the requests, the record and the address of each instance."""
     for instance in world.judged:
         record, requests = world.records.get(instance), sorted(world.requests_by_compute.get(instance, {}))
-        yield from _find_contradictions(world, instance)
+        requested_from = f'it is requested from compute{"s" * (len(requests) > 1)} {", ".join(requests)}'
+        for compute, state in sorted(world.contradicting_states.get(instance, {}).items()):
+            code = 'record-doubled' if record is not None else 'request-misplaced'
+            home = f'its record has state {record.state} on compute {record.compute}' if record else requested_from
+            trusted_keys = [world.get_record_key(instance)] if record else world.list_request_keys(instance)
+            sentence = f'{home}, but compute {compute} has a record with state {state}'
+            yield Finding(code, instance, sentence, compute, keys=(*trusted_keys, keys.record(compute, instance)))
         if len(requests) > 1 and (record is None or world.is_living(instance)):
-            sentence = f'it is requested from computes {", ".join(requests)}'
-            yield Finding('request-doubled', instance, sentence, keys=world.list_request_keys(instance))
+            yield Finding('request-doubled', instance, requested_from, keys=world.list_request_keys(instance))
         booted = world.get_value(keys.address(instance))
         address = booted.value.decode(errors='replace') if booted else 'no address'
         if record is not None and world.is_living(instance):
@@ -418,23 +409,6 @@ def _find_entry_problems(world: World) -> Iterator[Finding]:
                 yield Finding('booted-orphaned', instance, sentence, keys=related_keys)
 
 
-def _find_contradictions(world: World, instance: str) -> Iterator[Finding]:
-    """Find the records of an instance on other computes than the trusted one."""
-    record = world.records.get(instance)
-    for compute, state in sorted(world.contradicting_states.get(instance, {}).items()):
-        conflict = f'compute {compute} has a record with state {state}'
-        other_key = keys.record(compute, instance)
-        if record is not None:
-            sentence = f'its record has state {record.state} on compute {record.compute}, but {conflict}'
-            record_keys = (world.get_record_key(instance), other_key)
-            yield Finding('record-doubled', instance, sentence, compute, keys=record_keys)
-        else:
-            requested_from = ', '.join(sorted(world.requests_by_compute.get(instance, {})))
-            sentence = f'{conflict}, but it is requested from compute {requested_from}'
-            related_keys = (*world.list_request_keys(instance), other_key)
-            yield Finding('request-misplaced', instance, sentence, compute, keys=related_keys)
-
-
 def _find_group_problems(world: World) -> Iterator[Finding]:
     """Find broken strict rules, members that are neither requested nor living, and instances without their group."""
     for name, group in world.groups.items():
@@ -444,43 +418,27 @@ def _find_group_problems(world: World) -> Iterator[Finding]:
             yield Finding('group-broken', name, f'its policy is {group.rule}, but {line}')
         orphans = [instance for instance in sorted(group.members) if not _is_requested_or_living(world, instance)]
         if orphans:
-            sentence = f'{keys.group(name)} has members that are neither requested nor living'
-            yield Finding(
-                'group-orphaned',
-                name,
-                f'{sentence}: {join_some(orphans, MAX_QUOTED_INSTANCES)}',
-                keys=(keys.group(name),),
-            )
-    for record in world.settled:
-        yield from _find_membership_problems(world, record.instance)
+            listed = join_some(orphans, MAX_QUOTED_INSTANCES)
+            sentence = f'{keys.group(name)} has members that are neither requested nor living: {listed}'
+            yield Finding('group-orphaned', name, sentence, keys=(keys.group(name),))
+    for instance in (record.instance for record in world.settled):
+        for compute, parsed in world.requests_by_compute.get(instance, {}).items():
+            if not isinstance(parsed, Request) or parsed.is_tombstone or parsed.group is None:
+                continue
+            own_group = world.groups.get(name := parsed.group.name)
+            if isinstance(own_group, str) or (own_group is not None and own_group.members.get(instance) == compute):
+                continue
+            other = own_group.members.get(instance) if own_group is not None else None
+            lack = f'has it on compute {other}' if other else 'does not have it'
+            detail = lack if own_group is not None else 'does not exist'
+            sentence = f'it is requested in group {name} on compute {compute}, but {keys.group(name)} {detail}'
+            yield Finding('group-missing', instance, sentence, compute, keys=world.list_instance_keys(instance))
 
 
 def _is_requested_or_living(world: World, instance: str) -> bool:
     """Return True if the instance is requested, in flight or living, or has a malformed record."""
-    is_requested = (
-        instance in world.in_flight
-        or instance in world.malformed_records
-        or bool(world.requests_by_compute.get(instance))
-    )
-    return is_requested or world.is_living(instance)
-
-
-def _find_membership_problems(world: World, instance: str) -> Iterator[Finding]:
-    """Find valid requests, no tombstones, whose group is absent or, if valid, lacks the instance on their compute."""
-    for compute, parsed in world.requests_by_compute.get(instance, {}).items():
-        if not isinstance(parsed, Request) or parsed.is_tombstone or parsed.group is None:
-            continue
-        group = world.groups.get(parsed.group.name)
-        if group is None:
-            detail = 'does not exist'
-        elif not isinstance(group, Group) or group.members.get(instance) == compute:
-            continue
-        else:
-            group_compute = group.members.get(instance)
-            detail = f'has it on compute {group_compute}' if group_compute else 'does not have it'
-        name = parsed.group.name
-        sentence = f'it is requested in group {name} on compute {compute}, but {keys.group(name)} {detail}'
-        yield Finding('group-missing', instance, sentence, compute, keys=world.list_instance_keys(instance))
+    is_known = instance in world.in_flight or instance in world.malformed_records
+    return is_known or bool(world.requests_by_compute.get(instance)) or world.is_living(instance)
 
 
 def _find_quota_problems(world: World) -> Iterator[Finding]:
@@ -493,10 +451,8 @@ def _find_quota_problems(world: World) -> Iterator[Finding]:
         requested = _count_requested(world, project)
         difference = _describe_difference(quota.used, requested)
         if difference:
-            sentence = (
-                f'{keys.quota(project)} counts {difference[0]}, but the requests of the project use {difference[1]}'
-            )
-            yield Finding('quota-differs', project, sentence)
+            used = f'the requests of the project use {difference[1]}'
+            yield Finding('quota-differs', project, f'{keys.quota(project)} counts {difference[0]}, but {used}')
             continue
         claimed = world.planes.usages.get(project)
         difference = None if claimed is None or in_work else _describe_difference(quota.used, claimed)
@@ -599,11 +555,10 @@ def _find_guest_problems(world: World) -> Iterator[Finding]:
             yield Finding('domain-missing', instance, f'{summary}, but {detail}', compute)
         elif guest.compute == compute:  # _find_foreign_domains() reports another one
             yield from _find_domain_problems(world, record, guest, summary)
-            yield from _find_reservation_problems(world, record)
 
 
 def _find_domain_problems(world: World, record: Record, guest: Guest, summary: str) -> Iterator[Finding]:
-    """Compare the record of a living instance with its domain and disk, and report what its compute has noticed."""
+    """Compare the record of a living instance with its domain, disk and addresses; report its troubles."""
     instance, compute, without_base = record.instance, record.compute, world.planes.facts.without_base
     if not guest.disk:
         yield Finding('disk-missing', instance, f'{summary}, but its domain has no disk', compute)
@@ -625,20 +580,14 @@ def _find_domain_problems(world: World, record: Record, guest: Guest, summary: s
         sentences = {**dict.fromkeys(codes, f'{summary}; {label}: {fault}'), **sentences}
     for code, sentence in sentences.items():
         yield Finding(code, instance, sentence, compute)
-
-
-def _find_reservation_problems(world: World, record: Record) -> Iterator[Finding]:
-    """Find expected addresses whose reservation is missing or different; unknown reservations count as missing."""
-    instance, compute = record.instance, record.compute
     reserved = world.reservations.get(instance, {})
     for interface in record.addresses:
         address = reserved.get(interface.mac)
-        if interface.expected is None or address == interface.expected:
-            continue
-        code = 'reservation-missing' if address is None else 'reservation-differs'
-        held = f'reserves {address or "no address"} for it'
-        sentence = f'its record expects {interface.expected} on {interface.network}, but compute {compute} {held}'
-        yield Finding(code, instance, sentence, compute)
+        if interface.expected is not None and address != interface.expected:
+            code = 'reservation-missing' if address is None else 'reservation-differs'
+            held = f'compute {compute} reserves {address or "no address"} for it'
+            sentence = f'its record expects {interface.expected} on {interface.network}, but {held}'
+            yield Finding(code, instance, sentence, compute)
 
 
 def _is_domain_of(guest: Guest, compute: str) -> bool:
@@ -691,10 +640,8 @@ def _find_leftovers(world: World) -> Iterator[Finding]:
         # A guest or a request needs the claim.
         held_here = world.allocations.get(instance, {}).get(compute)
         if held_here is not None and guest is None and not requests and not world.is_living(instance):
-            amounts = f'{format_resources(held_here)} on {compute}'
-            yield Finding(
-                'allocation-orphaned', instance, f'placement has its claim of {amounts}, but {summary}', compute
-            )
+            sentence = f'placement has its claim of {format_resources(held_here)} on {compute}, but {summary}'
+            yield Finding('allocation-orphaned', instance, sentence, compute)
 
 
 def _find_file_problems(world: World) -> Iterator[Finding]:

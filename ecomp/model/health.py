@@ -194,16 +194,15 @@ def _check_images(facts: MachineFacts) -> Iterator[Problem]:
         yield problem, f'run {mkdir}, or correct `images:` in compute.yaml'
 
 
-def _check_metrics(facts: MachineFacts) -> Iterator[Problem]:
-    """Report why metrics are not written."""
-    if facts.metrics_problem:
-        yield _parse_problem(facts.metrics_problem)
-
-
 def _parse_problem(text: str) -> Problem:
     """Split `problem. Fix: cure`."""
     problem, cure = split_fix(text)
     return problem, cure.removeprefix('. Fix: ')
+
+
+def _parse_problems(*texts: str | None) -> list[Problem]:
+    """Split each text, `problem. Fix: cure`, that is not empty."""
+    return [_parse_problem(text) for text in texts if text]
 
 
 def _check_libvirt(facts: MachineFacts) -> Iterator[Problem]:
@@ -223,7 +222,7 @@ MACHINE_CHECKS: Mapping[str, Callable[[MachineFacts], Iterable[Problem]]] = {
     'proxy': _check_proxy,
     'configuration': _check_refused_settings,
     'images': _check_images,
-    'metrics': _check_metrics,
+    'metrics': lambda facts: _parse_problems(facts.metrics_problem),
     'libvirt': _check_libvirt,
 }
 
@@ -248,11 +247,6 @@ def _check_libvirt_restart(libvirt: LibvirtFacts, _: MachineFacts) -> Iterator[P
 def _format_version(version: int) -> str:
     """Format a version as libvirt counts: 9000000 is 9.0.0."""
     return f'{version // 10**6}.{version // 1000 % 1000}.{version % 1000}'
-
-
-def _check_qemu(libvirt: LibvirtFacts, _: MachineFacts) -> Iterator[Problem]:
-    if libvirt.no_qemu_reason:
-        yield _parse_problem(libvirt.no_qemu_reason)
 
 
 def _check_kvm(libvirt: LibvirtFacts, facts: MachineFacts) -> Iterator[Problem]:
@@ -299,8 +293,7 @@ def _check_networks(libvirt: LibvirtFacts, _facts: MachineFacts) -> Iterator[Pro
             )
         elif state == OFF:
             yield f'network {name} is not active', f'virsh net-start {name}; virsh net-autostart {name}'
-    for reason in libvirt.network_problems:
-        yield _parse_problem(reason)
+    yield from _parse_problems(*libvirt.network_problems)
 
 
 def _check_metadata(libvirt: LibvirtFacts, facts: MachineFacts) -> Iterator[Problem]:
@@ -327,7 +320,7 @@ def _check_filters(libvirt: LibvirtFacts, _: MachineFacts) -> Iterator[Problem]:
 LIBVIRT_CHECKS: Mapping[str, Callable[[LibvirtFacts, MachineFacts], Iterable[Problem]]] = {
     'libvirt-version': _check_libvirt_version,
     'libvirt-restart': _check_libvirt_restart,
-    'qemu': _check_qemu,
+    'qemu': lambda libvirt, _: _parse_problems(libvirt.no_qemu_reason),
     'kvm': _check_kvm,
     'way': _check_path_to_disks,
     'pool': _check_pool,
@@ -339,13 +332,8 @@ LIBVIRT_CHECKS: Mapping[str, Callable[[LibvirtFacts, MachineFacts], Iterable[Pro
 
 def check_machine(facts: MachineFacts) -> list[Ailment]:
     """Run the checks of this machine, and those of libvirt if there are facts about it."""
-    ailments = [Ailment(name, *problem) for name, check in MACHINE_CHECKS.items() for problem in check(facts)]
-    libvirt = facts.libvirt
-    if libvirt is not None:
-        ailments += [
-            Ailment(name, *problem) for name, check in LIBVIRT_CHECKS.items() for problem in check(libvirt, facts)
-        ]
-    return ailments
+    of_libvirt = run_checks(LIBVIRT_CHECKS, facts.libvirt, facts) if facts.libvirt is not None else []
+    return [*run_checks(MACHINE_CHECKS, facts), *of_libvirt]
 
 
 # Seconds by which two clocks may differ.
@@ -440,13 +428,6 @@ def _find_cure(section: str, reason: str, facts: Backends) -> str:
     return f'start {section} at this address, or correct `{section}:` in {facts.config_path}'
 
 
-def _check_etcd_version(facts: Backends) -> Iterator[Problem]:
-    """Report an etcd that is end-of-life or vulnerable; an unknown version is neither."""
-    warning = describe_vulnerabilities(facts.etcd_version)
-    if warning is not None:
-        yield _parse_problem(warning)
-
-
 def _check_placement_version(facts: Backends) -> Iterator[Problem]:
     """Report a microversion that is malformed or below MICROVERSION; nothing for '', an unknown one."""
     if not facts.placement_version:
@@ -525,11 +506,6 @@ def _check_versions(facts: ComputeFacts) -> Iterator[Problem]:
                 yield problem, f'{place}: `{steps}, or its package ecomp-client, as docs/howto/upgrade.md describes'
 
 
-def _check_queue(facts: ComputeFacts) -> Iterator[Problem]:
-    if facts.unserved_reason is not None:
-        yield _parse_problem(facts.unserved_reason)
-
-
 def _are_same_version(one: str, other: str) -> bool:
     """Return True for equal releases and commits; a commit that only one has is ignored."""
     # A wheel's version has no commit (ecomp.read_version): it may have been built from the other's.
@@ -545,7 +521,7 @@ def _parse_version(version: str) -> list[int]:
 BACKEND_CHECKS: Mapping[str, Callable[[Backends], Iterable[Problem]]] = {
     'etcd': lambda facts: _check_answer('etcd', facts.etcd_failure, facts),
     'placement': lambda facts: _check_answer('placement', facts.placement_failure, facts),
-    'etcd-version': _check_etcd_version,
+    'etcd-version': lambda facts: _parse_problems(describe_vulnerabilities(facts.etcd_version)),
     'placement-version': _check_placement_version,
     'clock': _check_clock,
     'certificate': _check_certificates,
@@ -554,18 +530,13 @@ BACKEND_CHECKS: Mapping[str, Callable[[Backends], Iterable[Problem]]] = {
 COMPUTE_CHECKS: Mapping[str, Callable[[ComputeFacts], Iterable[Problem]]] = {
     'compute': _check_computes,
     'version': _check_versions,
-    'queue': _check_queue,
+    'queue': lambda facts: _parse_problems(facts.unserved_reason),
 }
 
 
-def check_backends(facts: Backends) -> list[Ailment]:
-    """Run all BACKEND_CHECKS; the list is empty if nothing is wrong."""
-    return [Ailment(name, *problem) for name, check in BACKEND_CHECKS.items() for problem in check(facts)]
-
-
-def check_computes(facts: ComputeFacts) -> list[Ailment]:
-    """Run all COMPUTE_CHECKS; the list is empty if nothing is wrong."""
-    return [Ailment(name, *problem) for name, check in COMPUTE_CHECKS.items() for problem in check(facts)]
+def run_checks(checks: Mapping[str, Callable[..., Iterable[Problem]]], *facts: object) -> list[Ailment]:
+    """Run all checks of a table on its facts; the list is empty if nothing is wrong."""
+    return [Ailment(name, *problem) for name, check in checks.items() for problem in check(*facts)]
 
 
 def format_lines(ailments: Sequence[Ailment]) -> list[str]:

@@ -295,7 +295,7 @@ def list_failed_checks(etcd: Etcd, url: str, **certificates: Path) -> set[str]:
     state = backends.probe_backends(
         EtcdConfig((etcd.endpoint,)), PlacementConfig(url, **certificates), None, 'schedule.yaml'
     )
-    return {finding.check for finding in health.check_backends(state)} - {'etcd-version'}
+    return {finding.check for finding in health.run_checks(health.BACKEND_CHECKS, state)} - {'etcd-version'}
 
 
 def test_odd_placement_and_its_clock_are_found(etcd: Etcd, placement: PlacementServer, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from mdserver.files import Files
 from mdserver.guests import ForgedAddressError
 
 from ecomp.errors import BuildFailed, EcompError, UsageError
-from ecomp.model.audit import CODES
+from ecomp.model.audit import CHECKS
 from ecomp.model.guest import (
     DEFAULT_NETWORKS,
     Address,
@@ -423,7 +423,7 @@ def test_networks_with_open_dhcp_are_listed(host: LibvirtHost) -> None:
     finally:
         hypervisor.close()
         host.run_inside(['virsh', '-q', 'net-undefine', 'shut'])
-    assert '`ecompute --close-dhcp`' in CODES['dhcp-open'].manual_repair
+    assert '`ecompute --close-dhcp`' in CHECKS['dhcp-open'].manual_repair
 
 
 AJAR_NETWORK = """<network><name>ajar</name><forward mode='open'/><bridge name='virbr7' stp='off'/>

@@ -325,7 +325,7 @@ def test_layout_of_keys() -> None:
 def test_codes_states_and_stages() -> None:
     exits = {name: error.exit_code for name, error in vars(errors).items() if hasattr(error, 'exit_code')}
     lines = [f'exit {code} {name}' for name, code in sorted(exits.items(), key=lambda each: (each[1], each[0]))]
-    lines += [f'audit {code}{" --fix" if code_info.fix else ""}' for code, code_info in sorted(CHECKS.items())]
+    lines += [f'audit {code}{" --fix" if code_info.repair else ""}' for code, code_info in sorted(CHECKS.items())]
     lines += [f'warning {code}' for code in sorted({*SCHEDULE_WARNINGS, *COMPUTE_WARNINGS})]
     lines += [f'state {state_name}' for state_name in sorted({record.QUEUED, *record.STATES})]
     lines += [f'stage {stage}' for stage in record.STAGES]

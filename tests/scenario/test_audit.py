@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ecomp.conf import EtcdConfig
-from ecomp.model.audit import CHECKS, Repair, Scope
+from ecomp.model.audit import CHECKS, CLUSTER, Repair
 from ecomp.model.stack import Stack
 from ecomp.model.stored import decode
 from ecomp.placement.client import Placement
@@ -72,7 +72,7 @@ def is_repaired_by_eschedule(plant: Plant) -> bool:
     """Return whether --fix repairs the finding itself, without a host; of keys without a lease only a record."""
     check = CHECKS[get_code(plant)]
     is_record = check.repair is not Repair.PUT_ON_LEASE or plant is plants.record_unleased
-    return check.repair is not None and check.scope is Scope.CLUSTER and is_record
+    return check.repair is not None and check.scope == CLUSTER and is_record
 
 
 @pytest.mark.parametrize('batch', BATCHES, ids=lambda batch: f'{get_code(batch[0])}-{len(batch)}')

@@ -6,6 +6,7 @@ import json
 import ssl
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +62,12 @@ WITHOUT_LIBVIRT = replace(MACHINE, libvirt=None, no_libvirt_reason='no socket')
 
 
 def test_healthy_machine_and_cluster_have_no_finding() -> None:
-    assert health.check_backends(HEALTHY) == []
+    assert health.run_checks(health.BACKEND_CHECKS, HEALTHY) == []
     assert health.check_machine(MACHINE) == []
     up = Host(A, 'hv1', UP, (), {})
-    assert health.check_computes(Facts((up,), {A: '1.1.0'}, '1.1.0')) == []
-    assert health.check_computes(Facts((up,), {A: '1.1.0'}, '1.1.0+g01234567')) == []
-    assert health.check_computes(Facts((up,), {A: '1.1.0+g01234567'}, '1.1.0')) == []
+    assert health.run_checks(health.COMPUTE_CHECKS, Facts((up,), {A: '1.1.0'}, '1.1.0')) == []
+    assert health.run_checks(health.COMPUTE_CHECKS, Facts((up,), {A: '1.1.0'}, '1.1.0+g01234567')) == []
+    assert health.run_checks(health.COMPUTE_CHECKS, Facts((up,), {A: '1.1.0+g01234567'}, '1.1.0')) == []
     assert health.get_exit_code(HEALTHY, []) == 0
     assert health.summarize(HEALTHY, []) == (
         'no findings; etcd at ds1:2379 (3.5.33), placement at http://ds1:8080 (microversion 1.39); '
@@ -165,8 +166,8 @@ MACHINE_FAULTS = [
 def test_each_fault_is_found_with_its_cure() -> None:
     lines = []
     for check, faults in (
-        (health.check_backends, BACKEND_FAULTS),
-        (health.check_computes, COMPUTE_FAULTS),
+        (partial(health.run_checks, health.BACKEND_CHECKS), BACKEND_FAULTS),
+        (partial(health.run_checks, health.COMPUTE_CHECKS), COMPUTE_FAULTS),
         (health.check_machine, MACHINE_FAULTS),
     ):
         for facts in faults:
@@ -196,8 +197,8 @@ def test_acceptable_machine_has_no_finding(facts: MachineFacts) -> None:
 def test_every_check_is_covered_by_a_case() -> None:
     """Each check of the product has a case above that makes it report a finding."""
     expected = {*health.BACKEND_CHECKS, *health.COMPUTE_CHECKS, *health.MACHINE_CHECKS, *health.LIBVIRT_CHECKS}
-    found = [finding.check for facts in BACKEND_FAULTS for finding in health.check_backends(facts)]
-    found += [finding.check for facts in COMPUTE_FAULTS for finding in health.check_computes(facts)]
+    found = [finding.check for facts in BACKEND_FAULTS for finding in health.run_checks(health.BACKEND_CHECKS, facts)]
+    found += [finding.check for facts in COMPUTE_FAULTS for finding in health.run_checks(health.COMPUTE_CHECKS, facts)]
     found += [finding.check for facts in MACHINE_FAULTS for finding in health.check_machine(facts)]
     assert set(found) == expected
     assert Ailment._fields == ('check', 'what', 'cure')

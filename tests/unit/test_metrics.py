@@ -29,6 +29,7 @@ from ecomp.cli.top import make_guest_listing, make_host_listing
 from ecomp.compute_conf import ComputeConfig, explain_unsafe_metrics
 from ecomp.errors import EcompError, NotFound, UnknownOutcome, Unreachable
 from ecomp.metrics import TALLY, Tally, make_text
+from ecomp.model.audit import Finding, HostReport
 from ecomp.model.guest import BaseImage, GuestSpec, Usage
 from ecomp.model.host import Computes
 from ecomp.model.record import ACTIVE, BUILDING, STOPPED, Record
@@ -289,6 +290,10 @@ class StubCompute:
         return SimpleNamespace(hypervisor=self.hypervisor)
 
     @property
+    def upkeep(self) -> Any:
+        return SimpleNamespace(report=HostReport((Finding('disk-orphaned', VM, 'its disk'),)))
+
+    @property
     def daemon(self) -> Any:
         return SimpleNamespace(read_only=False, planner=SimpleNamespace(failures=self.failures))
 
@@ -347,6 +352,7 @@ def test_file_has_instances_guests_and_images_and_is_readable_by_all(
     assert samples[f'ecomp_vm_resident_memory_bytes{{vm="{VM}"}}'] == 256 * 2**20
     assert samples['ecomp_build_failures_total{stage="image"}'] == samples['ecomp_worker_deaths_total'] == 0
     assert samples['ecomp_image_cache_bytes'] == 7
+    assert samples['ecomp_findings{code="disk-orphaned"}'] == 1
     assert sum(name.startswith('ecomp_vm_disk_read_bytes_total') for name in samples) == 1
     assert path.stat().st_mode & 0o777 == 0o644
     assert not any(math.isnan(number) for number in samples.values())

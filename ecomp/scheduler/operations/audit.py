@@ -20,7 +20,6 @@ from ecomp.model.audit import (
     Finding,
     HostReport,
     Repair,
-    Revisions,
     confirm_findings,
     find_all,
     find_mute,
@@ -75,14 +74,14 @@ Notify = Callable[[str], None]
 class Report(NamedTuple):
     """The result of an audit: its own findings, those of hosts, and its last read (`world`).
 
-    `revisions` are of its first and last reads of etcd. `notes` are lines on what hosts left out of their reports.
+    `reads` are its first and last reads of etcd. `notes` are lines on what hosts left out of their reports.
     """
 
     own_findings: list[Finding]
     host_findings: list[Finding]
     summary: str
     world: World
-    revisions: tuple[Revisions, Revisions] = ({}, {})
+    reads: tuple[Mapping[str, Entry], ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -100,17 +99,18 @@ def audit(
     """
     began = time.monotonic()
     with ask(store, *([''] if is_now else [])) as revisions:
-        first = last = _read_world(store, placement)
-        findings, etcd = find_all(first), first.planes.etcd
+        first_etcd = etcd = _read_etcd(store)
+        first = last = _read_world(etcd, placement)
+        findings = find_all(first)
         questions = dict.fromkeys(first.living_computes if is_now else (), revisions.get('', 0))
         wait_for_answers(store, keys.FINDINGS, questions, ANSWER_TIMEOUT_SECONDS)
         reports = _read_reports(store, first, revisions.get('', 0))
         if findings or first.planes.mute_reasons:
             time.sleep(max(0.0, began + interval_seconds - time.monotonic()))
         if findings:
-            last = _read_world(store, placement)
+            last = _read_world(_read_etcd(store), placement)
             etcd = _read_etcd(store)
-            indexes = [index_revisions(entries) for entries in (first.planes.etcd, last.planes.etcd, etcd)]
+            indexes = [index_revisions(entries) for entries in (first_etcd, last.planes.etcd, etcd)]
             findings = confirm_findings(findings, find_all(last), indexes)
         if findings or first.planes.mute_reasons:
             reports = _read_reports(store, last, revisions.get('', 0))
@@ -122,8 +122,7 @@ def audit(
     full = {last.named_computes.format_name(compute): each.omitted for compute, each in reports.items() if each.omitted}
     notes = [f'compute {name} has {count} more findings than its report has room for' for name, count in full.items()]
     from_hosts = [finding for _, each in sorted(reports.items()) for finding in each.findings]
-    read = index_revisions(first.planes.etcd), index_revisions(etcd)
-    return Report(findings, from_hosts, compared, last, read, tuple(notes))
+    return Report(findings, from_hosts, compared, last, (first_etcd, etcd), tuple(notes))
 
 
 @contextmanager
@@ -150,7 +149,7 @@ def wait_for_answers(store: Store, prefix: str, questions: Mapping[str, int], ti
     """Wait until the key of each compute below `prefix` has the revision of its question; return those that have."""
     began, backoff = time.monotonic(), Backoff(MIN_POLL_SECONDS, MAX_POLL_SECONDS)
     answered, seen = set[str](), dict[str, int]()
-    while True:
+    while len(answered) < len(questions) and time.monotonic() - began <= timeout_seconds:
         written = {key: each.revision for key, each in store.snapshot(prefix, keys_only=True).entries.items()}
         # Values are read only once they have changed: a thousand reports may be large.
         waiting = {prefix + compute for compute, asked in questions.items() if written.get(prefix + compute, 0) > asked}
@@ -161,9 +160,9 @@ def wait_for_answers(store: Store, prefix: str, questions: Mapping[str, int], ti
             revision = load_object_or_empty(entry.value).get('revision')
             if isinstance(revision, int) and revision >= questions[compute]:
                 answered.add(compute)
-        if len(answered) == len(questions) or time.monotonic() - began > timeout_seconds:
-            return answered
-        time.sleep(backoff.next())
+        if len(answered) < len(questions):
+            time.sleep(backoff.next())
+    return answered
 
 
 def _read_reports(store: Store, world: World, revision: int) -> dict[str, HostReport]:
@@ -187,9 +186,8 @@ def _read_reports(store: Store, world: World, revision: int) -> dict[str, HostRe
     return reports
 
 
-def _read_world(store: Store, placement: Placement) -> World:
-    """Read etcd, and placement after it: the revisions of the next read then show later changes."""
-    etcd = _read_etcd(store)
+def _read_world(etcd: Mapping[str, Entry], placement: Placement) -> World:
+    """Read placement, after etcd: the revisions of the next read then show later changes."""
     # A presence key without a lease proves no life.
     alive = {keys.get_last_part(key) for key, entry in etcd.items() if key.startswith(keys.COMPUTES) and entry.lease}
     names = providers.read_provider_names(placement)
@@ -263,7 +261,7 @@ def fix(store: Store, placement: Placement, notify: Notify, interval_seconds: fl
 
 def repair_findings(store: Store, placement: Placement, first: Report, second: Report) -> list[str]:
     """Repair what both audits found themselves with unchanged keys; return lines about repairs and errors."""
-    revisions = [*first.revisions, *second.revisions]
+    revisions = list(map(index_revisions, (*first.reads, *second.reads)))
     due = [each for each in confirm_findings(first.own_findings, second.own_findings, revisions) if each.fix]
     due.sort(key=lambda each: each.repair is Repair.RECOUNT)  # after the repairs that change the usage
     repairs = _Repairs(store, placement, second.world)
