@@ -462,7 +462,8 @@ class Compute:
             taker = Taker(self._control, lease, queues, self._may_take, inventory, guests, can_build)
             self._taking = TakeLoop(taker, self._failures, threads)
         self.upkeep = Upkeep(
-            *(self.uuid, self._store, placement, self._claims, hypervisor, self.host.guest_data, config.state, memory),
+            *(self.uuid, self._store, placement, self._claims, instances.list_guests),
+            *(hypervisor, self.host.guest_data, config.state, memory),
             publish=partial(self._presence.publish, is_urgent=True),
             may_remove=self._check_removable,
             read_requests=lambda: self._requests,
@@ -559,7 +560,7 @@ class Compute:
 
     def _check_claims(self) -> None:
         """Note the provider's generation, and release each claim that is an orphan in a second check; raise errors."""
-        self._generation = None
+        self._generation, self._claims.is_current = None, False
         self._generation = self._environment.generations.read_generation(self.uuid)
         requests = {keys.get_last_part(key) for key in self._requests}
         with self.upkeep.lock:

@@ -173,7 +173,7 @@ class Process:
         """Make what the computes share, threads and queues; register() makes the computes."""
         self._started_at = time.monotonic()
         self._computes: list[Compute] = []
-        self._follower: Follower | None = None
+        self._end_following = ExitStack()
         self._presence_state: Entries = {}
         self._requests: Entries | None = None
         self._requests_by_compute: dict[str, Entries] = {}
@@ -231,7 +231,7 @@ class Process:
         at_exit.callback(self._threads.close)
         # Callbacks run in reverse: the computes stop before the follower.
         at_exit.callback(etcd_file.stop)
-        at_exit.callback(self._stop_follower)
+        at_exit.callback(self._end_following.close)
         at_exit.callback(self._stop_computes)
         _run_each(self._register_one, range(1, (self.count or 1) + 1))
         # Last, so that after a kill before this the next start finds the same unfamiliar etcd.
@@ -259,7 +259,7 @@ class Process:
             requests.append((keys.COMPUTES, self._on_computes))
         requests.append((keys.AUDIT, self._on_questions))
         if self._environment.is_familiar_etcd:
-            self._follower = Follower(
+            follower = Follower(
                 self.config.etcd,
                 requests,
                 guard=self._guard,
@@ -267,7 +267,8 @@ class Process:
                 on_back=self._on_back,
                 max_value_bytes=MAX_REQUEST_BYTES,
             )
-            self._follower.start()
+            follower.start()
+            self._end_following.callback(follower.stop)
         if self.config.metrics is not None:
             self.at_exit.callback(MetricsWriter(self.config.metrics, self._computes, self._threads).stop)
         for compute in self._computes if self._environment.is_familiar_etcd else ():
@@ -345,10 +346,6 @@ class Process:
     def _on_back(self) -> None:
         for compute in self._computes:
             compute.on_back()
-
-    def _stop_follower(self) -> None:
-        if self._follower is not None:
-            self._follower.stop()
 
     def _stop_computes(self) -> None:
         """Stop all computes concurrently, the first in this thread; then raise the first error."""

@@ -527,7 +527,7 @@ def list_orphaned_entries(world: World, stack: Stack) -> list[str]:
 
 # Of a host, by itself
 
-# The code for each trouble of a living guest that its compute detects itself and writes into the record's fault.
+# The code for each trouble of a living guest.
 CODES_BY_TROUBLE = {
     **dict.fromkeys((PAUSED, UNLIKE, UNPLUGGED, INTERFACE_DOWN), 'domain-differs'),
     UNFILTERED: 'filter-missing',
@@ -572,14 +572,9 @@ def _find_domain_problems(world: World, record: Record, guest: Guest, summary: s
         yield Finding('domain-off', instance, f'{summary}, but its domain is off', compute)
     if record.state != ACTIVE and guest.running and not switching:
         yield Finding('domain-running', instance, f'{summary}, but its domain runs', compute)
-    # A plan may not have recorded the fault since the guest was changed.
-    observed = '' if switching else guest.describe_trouble(record.resources)
-    sentences: dict[str, str] = {}
-    for label, fault in (('fault', record.fault or ''), ('not in its fault yet', observed)):
-        codes = [code for trouble, code in CODES_BY_TROUBLE.items() if trouble in fault]
-        sentences = {**dict.fromkeys(codes, f'{summary}; {label}: {fault}'), **sentences}
-    for code, sentence in sentences.items():
-        yield Finding(code, instance, sentence, compute)
+    for trouble in () if switching else guest.list_troubles(record.resources):
+        if trouble.kind in CODES_BY_TROUBLE:
+            yield Finding(CODES_BY_TROUBLE[trouble.kind], instance, f'{summary}, but {"".join(trouble)}', compute)
     reserved = world.reservations.get(instance, {})
     for interface in record.addresses:
         address = reserved.get(interface.mac)
@@ -601,9 +596,8 @@ def _find_leftovers(world: World) -> Iterator[Finding]:
         record, requests = world.records.get(instance), sorted(world.requests_by_compute.get(instance, {}))
         homes = {*requests} if record is None else {record.compute} if world.is_living(instance) else set()
         homes |= world.contradicting_states.get(instance, {}).keys()
-        guest, domain = facts.guests.get(instance), None
-        if guest is not None and _is_domain_of(guest, compute):
-            domain = guest
+        guest = facts.guests.get(instance)
+        domain = guest if guest is not None and _is_domain_of(guest, compute) else None
         if record is not None:
             summary = f'its record has state {record.state}' + (f' on compute {record.compute}' if homes else '')
         else:

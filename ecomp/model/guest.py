@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 
 from ecomp.errors import BuildFailed
 from ecomp.model.json_object import load_object_or_empty
-from ecomp.model.parsers import FLAG, NONEMPTY, TEXT, nullable
+from ecomp.model.parsers import NONEMPTY, TEXT
 from ecomp.model.stored import Field, decode, encode, lenient, nested, optional, parse_fields, stored
 from ecomp.model.text import make_printable
 
@@ -338,14 +338,19 @@ class GuestSpec:
         return tuple(make_mac_address(self.instance, index) for index in range(len(self.networks)))
 
 
-@stored(instance=TEXT, compute=nullable(TEXT), defined=FLAG, running=FLAG, disk=FLAG)
+class Trouble(NamedTuple):
+    """What is wrong with a guest on its host: a kind, such as PAUSED, and the end of its sentence."""
+
+    kind: str
+    detail: str = ''
+
+
 @dataclass(frozen=True)
 class Guest:
     """An instance's guest as it is on a host: a domain with our owner mark, a disk, or both.
 
-    `compute` is the uuid in the owner mark, None if there is only a disk. `trouble` says what is wrong with the guest
-    on this host (its QEMU crashed, or is paused because the disk is full), '' if nothing is. `size` has the domain's
-    amounts by resource class, if known; `MEMORY_MB now` is the memory that its balloon leaves it.
+    `compute` is the uuid in the owner mark, None if there is only a disk. `size` has the domain's amounts by resource
+    class, if known; `MEMORY_MB now` is the memory that its balloon leaves it.
     """
 
     instance: str
@@ -353,15 +358,15 @@ class Guest:
     defined: bool
     running: bool
     disk: bool
-    trouble: str = ''
+    troubles: tuple[Trouble, ...] = ()
     size: Mapping[str, int] = field(default_factory=dict, compare=False)
 
-    def with_trouble(self, trouble: str) -> Guest:
-        """Return the guest with `trouble` added to its troubles; '' adds none."""
-        return replace(self, trouble='; '.join(filter(None, (self.trouble, trouble))))
+    def with_trouble(self, trouble: Trouble | None) -> Guest:
+        """Return the guest with one more trouble; None adds none."""
+        return replace(self, troubles=(*self.troubles, trouble)) if trouble else self
 
-    def describe_trouble(self, claim: Mapping[str, int]) -> str:
-        """Return `trouble`, and how `size` differs from the claim, by resource class; '' if nothing is wrong."""
+    def list_troubles(self, claim: Mapping[str, int]) -> tuple[Trouble, ...]:
+        """Return the `troubles`, and how `size` differs from the claim, by resource class."""
         sizes = [(name, size, claim.get(name.partition(' ')[0], size)) for name, size in self.size.items()]
         # A disk may be smaller: without `resize` it is as large as its image.
         differences = [
@@ -369,7 +374,11 @@ class Guest:
             for name, size, amount in sizes
             if size > amount or (size < amount and name != 'DISK_GB')
         ]
-        return self.with_trouble(f'{UNLIKE}: {", ".join(differences)}' if differences else '').trouble
+        return (*self.troubles, *([Trouble(UNLIKE, f': {", ".join(differences)}')] if differences else ()))
+
+    def describe_trouble(self, claim: Mapping[str, int]) -> str:
+        """Return the text of list_troubles(), '' without any."""
+        return '; '.join(map(''.join, self.list_troubles(claim)))
 
     @property
     def is_built(self) -> bool:

@@ -214,8 +214,7 @@ class World:
 
     def get_revision(self, key: str) -> int:
         """Return the revision of a key, or 0 if it does not exist."""
-        entry = self.get_value(key)
-        return entry.revision if entry is not None else 0
+        return entry.revision if (entry := self.get_value(key)) is not None else 0
 
     def list_names(self, instance: str) -> set[str]:
         """Return the names in the record, requests and queues."""

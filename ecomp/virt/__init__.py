@@ -109,10 +109,10 @@ class Hypervisor(Protocol):
         """
 
     def replug_interfaces(self) -> None:
-        """Put interfaces that are on no bridge back; failures, and one that is down, are `trouble` in list_guests()."""
+        """Put interfaces that are on no bridge back; failures, and one that is down, are `troubles` of the guest."""
 
     def restore_filters(self) -> None:
-        """Apply the guests' filters whose rules something removed; failures are `trouble` in list_guests()."""
+        """Apply the guests' filters whose rules something removed; failures are `troubles` in list_guests()."""
 
     def disable_autostart(self) -> None:
         """Remove the autostart of our domains: libvirt would start them before ecompute has read their requests."""

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from ecomp.errors import BuildFailed, Conflict, EcompError
 from ecomp.failpoints import failpoint
 from ecomp.metrics import TALLY
-from ecomp.model.guest import CRASHED, NO_SPACE, PAUSED, Guest, GuestSpec, Usage
+from ecomp.model.guest import CRASHED, NO_SPACE, PAUSED, Guest, GuestSpec, Trouble, Usage
 from ecomp.virt import xml
 from ecomp.virt.connection import Connection, IgnoredErrors, describe_error, is_broken, libvirt, raise_build_failed
 
@@ -174,8 +174,8 @@ class Domains:
                         _, max_kib, now_kib, vcpus, _ = domain.info()
                         size = {'VCPU': vcpus, 'MEMORY_MB': max_kib // 1024, 'MEMORY_MB now': now_kib // 1024}
                         is_defined, is_active = bool(domain.isPersistent()), bool(domain.isActive())
-                        presence, trouble = (is_defined, is_active, False), _describe_trouble(*domain.state())
-                        guests[mark.instance] = Guest(mark.instance, mark.compute, *presence, trouble, size)
+                        presence, troubles = (is_defined, is_active, False), _find_troubles(*domain.state())
+                        guests[mark.instance] = Guest(mark.instance, mark.compute, *presence, troubles, size)
         return guests
 
     def read_usage(self) -> dict[str, Usage]:
@@ -428,18 +428,18 @@ def _check_ours(domain: libvirt.virDomain, instance: str, compute: str, allow_fo
     return True
 
 
-def _describe_trouble(state: int, reason_code: int) -> str:
-    """Return CRASHED, NO_SPACE, PAUSED or '' for a domain's state and its reason."""
+def _find_troubles(state: int, reason_code: int) -> tuple[Trouble, ...]:
+    """Return CRASHED, NO_SPACE, PAUSED or nothing for a domain's state and its reason."""
     # https://libvirt.org/html/libvirt-libvirt-domain.html#virDomainState and the reasons below it
     # A domain that failed to start (SHUTOFF_FAILED) has not crashed: its start raised the reason.
     if state == libvirt.VIR_DOMAIN_CRASHED or (
         state == libvirt.VIR_DOMAIN_SHUTOFF and reason_code == libvirt.VIR_DOMAIN_SHUTOFF_CRASHED
     ):
-        return CRASHED
+        return (Trouble(CRASHED),)
     if state == libvirt.VIR_DOMAIN_PAUSED and reason_code == libvirt.VIR_DOMAIN_PAUSED_IOERROR:
-        return NO_SPACE
+        return (Trouble(NO_SPACE),)
     is_paused = state == libvirt.VIR_DOMAIN_PAUSED and reason_code in EXTERNAL_PAUSE_REASONS
-    return PAUSED if is_paused or state == libvirt.VIR_DOMAIN_PMSUSPENDED else ''
+    return (Trouble(PAUSED),) if is_paused or state == libvirt.VIR_DOMAIN_PMSUSPENDED else ()
 
 
 def _undefine(domain: libvirt.virDomain) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ecomp.errors import BuildFailed, Conflict, EcompError, UsageError
 from ecomp.model.allocation import MIB
-from ecomp.model.guest import Address, Guest, GuestSpec, ReservedAddress, Usage, make_mac_conflict
+from ecomp.model.guest import Address, Guest, GuestSpec, ReservedAddress, Trouble, Usage, make_mac_conflict
 from ecomp.virt import image
 
 T = TypeVar('T')
@@ -59,9 +59,7 @@ class FakeHypervisor:
         reserved_path = state / 'fake-reserved.json'
         reservations = _read(reserved_path, lambda data: {mac: ReservedAddress(*row) for mac, row in data.items()})
         seeds = _read(state / 'fake-seeds.json', lambda data: frozenset(map(str, data)))
-        guests = _read(
-            state / 'fake.json', lambda data: {guest.instance: guest for guest in (Guest(**row) for row in data)}
-        )
+        guests = _read(state / 'fake.json', lambda data: {row['instance']: _parse_guest(row) for row in data})
         with self._lock:
             self._reservations, self._seeds, self._guests = reservations or {}, seeds or frozenset(), guests or {}
         for guest in self._guests.values():
@@ -164,12 +162,12 @@ class FakeHypervisor:
         self._notify_change(f'fake: domain {spec.instance} started')
 
     def start_existing(self, instance: str, compute: str) -> None:
-        """Start our guest, clear its `trouble`, notify; BuildFailed without domain or disk; Conflict if foreign."""
+        """Start our guest, clear its `troubles`, notify; BuildFailed without domain or disk; Conflict if foreign."""
         with self._lock:
             guest = self._get_own_guest(instance, compute)
             if not guest.defined or not guest.disk:
                 raise BuildFailed('started', 'its domain is gone' if not guest.defined else 'its disk is gone')
-            self._save_guest(replace(guest, running=True, trouble=''))
+            self._save_guest(replace(guest, running=True, troubles=()))
             self._unaddressed.add(instance)
         self._boot(instance)
         self._notify_change(f'fake: domain {instance} started')
@@ -199,14 +197,14 @@ class FakeHypervisor:
     def switch_off(self, instance: str, compute: str) -> None:
         """Switch our guest off, and notify even if it is off; Conflict if it is another compute's."""
         with self._lock:
-            self._save_guest(replace(self._get_own_guest(instance, compute), running=False, trouble=''))
+            self._save_guest(replace(self._get_own_guest(instance, compute), running=False, troubles=()))
         self._notify_change(f'fake: domain {instance} is off')
 
     def destroy(self, instance: str, compute: str) -> None:
         """Remove our guest's domain, not its disk, and notify; Conflict if it is another compute's."""
         with self._lock:
             self._save_guest(
-                replace(self._get_own_guest(instance, compute), compute=None, defined=False, running=False, trouble='')
+                replace(self._get_own_guest(instance, compute), compute=None, defined=False, running=False, troubles=())
             )
         self._notify_change(f'fake: domain {instance} destroyed')
 
@@ -330,6 +328,10 @@ def _read(path: Path, parse: Callable[[Any], T]) -> T | None:
         raise EcompError(
             f'{path} is malformed: {error}. Fix: remove the file, and with it the fake guests in it'
         ) from error
+
+
+def _parse_guest(row: dict[str, Any]) -> Guest:
+    return Guest(**{**row, 'troubles': tuple(Trouble(*each) for each in row.get('troubles', ()))})
 
 
 def _make_empty_guest(instance: str) -> Guest:

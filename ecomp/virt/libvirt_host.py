@@ -32,6 +32,7 @@ from ecomp.model.guest import (
     Attachment,
     Guest,
     GuestSpec,
+    Trouble,
 )
 from ecomp.model.health import MISSING
 from ecomp.model.image import Address as IpAddress
@@ -181,8 +182,8 @@ class Libvirt:
         self._seeds = Seeds(self._state / 'seeds')
         self._networks = Networks(self._connection)
         self._is_probed = False
-        self._unplugged_reasons: dict[str, str] = {}
-        self._unfiltered_reasons: dict[str, str] = {}
+        self._unplugged: dict[str, Trouble] = {}
+        self._unfiltered: dict[str, Trouble] = {}
         self._lease_watch = ExitStack()
         # Operations that one part implements alone.
         self.shutdown, self.list_missing_bases = self._domains.shutdown, self._volumes.list_missing_bases
@@ -270,7 +271,7 @@ class Libvirt:
     def list_guests(self) -> Mapping[str, Guest]:
         """Return {instance: Guest} of all overlays, and of the domains with the owner mark of any compute.
 
-        `size` of a domain has DISK_GB, too (0: unreadable); `trouble` includes failed repairs of its interfaces.
+        `size` of a domain has DISK_GB, too (0: unreadable); `troubles` include failed repairs of its interfaces.
         """
         # List disks first: a guest removed in between then seems to have a disk, not to lack one.
         disks = self._volumes.list_instances()
@@ -278,8 +279,8 @@ class Libvirt:
         for instance, guest_domain in self._domains.list_guests().items():
             size = {**guest_domain.size, 'DISK_GB': self._volumes.measure_disk_gb(instance)}
             guest = replace(guest_domain, disk=instance in disks, size=size)
-            guest = guest.with_trouble(self._unplugged_reasons.get(instance, ''))
-            guests[instance] = guest.with_trouble(self._unfiltered_reasons.get(instance, ''))
+            guest = guest.with_trouble(self._unplugged.get(instance))
+            guests[instance] = guest.with_trouble(self._unfiltered.get(instance))
         return guests
 
     def list_open_dhcp(self) -> Set[str]:
@@ -386,11 +387,11 @@ class Libvirt:
         return known_addresses
 
     def replug_interfaces(self) -> None:
-        """Put our guests' unplugged interfaces back, each logged; failures are `trouble` until the next call.
+        """Put our guests' unplugged interfaces back, each logged; failures are `troubles` until the next call.
 
         So is an interface that is down.
         """
-        unplugged: dict[str, str] = {}
+        unplugged: dict[str, Trouble] = {}
         for instance, link in self._find_links(networks.find_loose_taps):
             kind, name = link.attachment
             try:
@@ -398,27 +399,28 @@ class Libvirt:
                 networks.plug_tap(link.tap, bridge, link.is_isolated)
                 log.warning('instance %s: %s was on no bridge: plugged it into %s', instance, link.tap, bridge)
             except EcompError as error:
-                unplugged[instance] = f'{UNPLUGGED} ({link.tap}): {error}. Fix: start {kind} {name} again'
+                unplugged[instance] = Trouble(UNPLUGGED, f' ({link.tap}): {error}. Fix: start {kind} {name} again')
         # With `hold_addresses` libvirt sets an interface down if it cannot apply the address that it has learned, and
         # learns no other. To set it up again is not enough.
         for instance, link in self._find_links(networks.find_downed_taps):
-            unplugged.setdefault(instance, f'{INTERFACE_DOWN} ({link.tap}). Fix: stop the guest, and start it')
-        self._unplugged_reasons = unplugged
+            down = Trouble(INTERFACE_DOWN, f' ({link.tap}). Fix: stop the guest, and start it')
+            unplugged.setdefault(instance, down)
+        self._unplugged = unplugged
 
     def restore_filters(self) -> None:
-        """Apply filters of our guests whose rules are gone, each logged; failures are `trouble` until the next call.
+        """Apply filters of our guests whose rules are gone, each logged; failures are `troubles` until the next call.
 
         Intact filters cost one ebtables-save, however many guests there are.
         """
-        unfiltered: dict[str, str] = {}
+        unfiltered: dict[str, Trouble] = {}
         for instance, link in self._find_links(networks.find_unfiltered_taps) if self.has_filters else ():
             try:
                 if link.filter_binding:
                     self._filters.restore(link)
                     log.warning('instance %s: the filter rules of %s were gone: restored them', instance, link.tap)
             except EcompError as error:
-                unfiltered[instance] = f'{UNFILTERED} ({link.tap}): {error}. Fix: systemctl reload libvirtd'
-        self._unfiltered_reasons = unfiltered
+                unfiltered[instance] = Trouble(UNFILTERED, f' ({link.tap}): {error}. Fix: systemctl reload libvirtd')
+        self._unfiltered = unfiltered
 
     def _find_links(self, find_taps: Callable[[], Set[str]]) -> Iterator[tuple[str, xml.InterfaceLink]]:
         """Yield each interface of our guests whose tap `find_taps` returns, with its instance."""

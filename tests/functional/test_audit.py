@@ -20,7 +20,7 @@ from ecomp.agent.host import upkeep
 from ecomp.agent.host.claims import ClaimKeeper
 from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.host.state import Memory
-from ecomp.agent.host.upkeep import Upkeep, find_abandoned_parts, read_facts
+from ecomp.agent.host.upkeep import Upkeep, find_abandoned_parts
 from ecomp.agent.images.cache import LOCK_FILE
 from ecomp.agent.jobs import Threads
 from ecomp.conf import EtcdConfig
@@ -90,7 +90,7 @@ class Host:
         prefix = keys.request_prefix(self.compute)
         self.upkeep = Upkeep(
             *(self.compute, self.store, cloud.placement, ClaimKeeper(self.compute, self.store, cloud.placement)),
-            *(self.hypervisor, self.data, state, memory),
+            *(self.hypervisor.list_guests, self.hypervisor, self.data, state, memory),
             publish=partial(self.presence.publish, is_urgent=True),
             may_remove=self.may_remove,
             read_requests=lambda: self.store.snapshot(prefix).entries,
@@ -413,7 +413,7 @@ def test_orphaned_disk_and_seed_are_removed(host: Host) -> None:
     ]
     # A removal that was killed midway leaves only the ready report.
     (data.directory / f'{instance}.ready').touch()
-    assert read_facts(host.hypervisor, host.data, host.state).metadata == {instance: instance}
+    assert host.upkeep._read_facts().metadata == {instance: instance}
     assert host.clear(Leftover('seed', instance, instance)) == [f'seed {instance}: removed']
     assert list(data.directory.iterdir()) == []
 
@@ -422,7 +422,7 @@ def test_orphaned_nocloud_disk_is_removed(cloud: Cloud, host: Host) -> None:
     lone, with_disk, running = str(uuid4()), host.create_disk(), host.start_guest()
     for uuid in (lone, with_disk):
         host.hypervisor.create_seed(uuid, {})
-    assert read_facts(host.hypervisor, host.data, host.state).seeds == {lone, with_disk}
+    assert host.upkeep._read_facts().seeds == {lone, with_disk}
     findings = audit_host(cloud, host)
     assert {('iso-orphaned', lone), ('disk-orphaned', with_disk)} <= set(findings)
     assert ('iso-orphaned', with_disk) not in findings
@@ -483,7 +483,7 @@ def test_partial_files_are_removed_if_unchanged(host: Host) -> None:
     assert lock is not None
     partial_files = find_abandoned_parts(host.state)
     assert set(partial_files) == {'images/base-aa.part', 'metadata/.x.json.part', '.token.part'}
-    assert read_facts(host.hypervisor, host.data, host.state).parts == partial_files
+    assert host.upkeep._read_facts().parts == partial_files
 
     leftovers = [Leftover('part', name, mark) for name, mark in partial_files.items()]
     (images / 'base-aa.part').write_text('written again')

@@ -334,7 +334,7 @@ def check_restoring(state: str, instance: str) -> None:
             assert read_rules() != before, name
             hypervisor.restore_filters()
             assert read_rules() == before, name
-            assert hypervisor.list_guests()[instance].trouble == '', name
+            assert hypervisor.list_guests()[instance].describe_trouble({}) == '', name
             removed = taps if name in ('nft flush ruleset', 'ebtables -F') else taps[1:]
             restored = [f'instance {instance}: the filter rules of {tap} were gone: restored them' for tap in removed]
             assert sorted(log.lines) == restored, name
@@ -349,12 +349,12 @@ def check_trouble(state: str, instance: str) -> None:
     with closing(Libvirt(Path(state), has_filters=True)) as hypervisor:
         flush_ruleset()
         hypervisor.restore_filters()
-        trouble = hypervisor.list_guests()[instance].trouble
+        trouble = hypervisor.list_guests()[instance].describe_trouble({})
         assert trouble.startswith(f'{UNFILTERED} (vnet'), trouble
         assert RACE_ERROR in trouble
         assert trouble.endswith('. Fix: systemctl reload libvirtd')
         hypervisor.restore_filters()
-        assert (hypervisor.list_guests()[instance].trouble, read_rules()) == ('', before)
+        assert (hypervisor.list_guests()[instance].describe_trouble({}), read_rules()) == ('', before)
 
 
 def check_interface_down(state: str, instance: str) -> None:

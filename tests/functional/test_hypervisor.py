@@ -17,7 +17,7 @@ from uuid import uuid4
 import pytest
 
 from ecomp.errors import BuildFailed, Conflict
-from ecomp.model.guest import PAUSED, UNLIKE, Guest, GuestSpec, ReservedAddress, make_mac_address
+from ecomp.model.guest import PAUSED, UNLIKE, Guest, GuestSpec, ReservedAddress, Trouble, make_mac_address
 from ecomp.virt import Hypervisor
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional.guest import COMPUTE, SAME_MAC_INSTANCES, MakeSpec, build
@@ -56,7 +56,7 @@ def power_off(hypervisor: Hypervisor, request: pytest.FixtureRequest, tmp_path: 
 def pause(hypervisor: Hypervisor, request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], object]:
     """A function that pauses a guest without ecompute."""
     if isinstance(hypervisor, FakeHypervisor):
-        return partial(change_fake_guest, hypervisor, tmp_path / 'fake.json', trouble=PAUSED)
+        return partial(change_fake_guest, hypervisor, tmp_path / 'fake.json', troubles=[[PAUSED]])
     host: LibvirtHost = request.getfixturevalue('host')
     return lambda instance: host.run_inside(['virsh', '-q', 'suspend', instance])
 
@@ -131,9 +131,9 @@ def test_paused_guest_is_reported_until_it_is_switched_off(
     for end in (hypervisor.switch_off, hypervisor.destroy):
         pause(spec.instance)
         guest = hypervisor.list_guests()[spec.instance]
-        assert (guest.running, guest.trouble) == (True, PAUSED)
+        assert (guest.running, guest.troubles) == (True, (Trouble(PAUSED),))
         end(spec.instance, COMPUTE)
-        assert hypervisor.list_guests()[spec.instance].trouble == ''
+        assert hypervisor.list_guests()[spec.instance].troubles == ()
         if end == hypervisor.switch_off:
             hypervisor.start_existing(spec.instance, COMPUTE)
     hypervisor.delete_disk(spec.instance)

@@ -92,7 +92,7 @@ def test_domain_changed_by_virsh(
     def read_guest() -> tuple[str, dict[str, int]]:
         guest = real_libvirt.list_guests()[spec.instance]
         assert guest.running is bool(domain.isActive())
-        return guest.trouble, dict(guest.size)
+        return ''.join(map(''.join, guest.troubles)), dict(guest.size)
 
     # Libvirt would start the guest at a boot before ecompute has read whether it was destroyed or evacuated.
     for each in (domain, foreign):

@@ -53,13 +53,13 @@ def check_reconnection(state: str, instance: str) -> None:
             run_command('virsh', '-q', 'net-define', f'{state}/network.xml')
             assert list_bridges() == ['', 'br0', 'virbr6']
             hypervisor.replug_interfaces()
-            trouble = hypervisor.list_guests()[instance].trouble
+            trouble = hypervisor.list_guests()[instance].describe_trouble({})
             assert trouble.startswith(f'{UNPLUGGED} (vnet0): ')
             assert trouble.endswith('. Fix: start network default again')
             run_command('virsh', '-q', 'net-start', 'default')
             assert notices.get(timeout=60) == 'libvirt: network default was started or stopped'
             hypervisor.replug_interfaces()
-            assert hypervisor.list_guests()[instance].trouble == ''
+            assert hypervisor.list_guests()[instance].describe_trouble({}) == ''
 
         assert list_bridges() == ['virbr0', 'br0', 'virbr6']
         hypervisor.replug_interfaces()
@@ -69,17 +69,17 @@ def check_reconnection(state: str, instance: str) -> None:
         # libvirt sends no event for a bridge that the host itself manages.
         run_command('ip', 'link', 'del', 'br0')
         hypervisor.replug_interfaces()
-        assert hypervisor.list_guests()[instance].trouble.endswith('. Fix: start bridge br0 again')
+        assert hypervisor.list_guests()[instance].describe_trouble({}).endswith('. Fix: start bridge br0 again')
         run_command('ip', 'link', 'add', 'br0', 'up', 'type', 'bridge')
         hypervisor.replug_interfaces()
-        assert (list_bridges(), hypervisor.list_guests()[instance].trouble) == (['virbr0', 'br0', 'virbr6'], '')
+        assert (list_bridges(), hypervisor.list_guests()[instance].describe_trouble({})) == (['virbr0', 'br0', 'virbr6'], '')
         # A replugged tap is isolated again.
         assert is_isolated()
         for command in ('net-destroy', 'net-start'):
             run_command('virsh', '-q', command, 'alone')
         assert not is_isolated()
         hypervisor.replug_interfaces()
-        assert (list_bridges()[2], is_isolated(), hypervisor.list_guests()[instance].trouble) == ('virbr6', True, '')
+        assert (list_bridges()[2], is_isolated(), hypervisor.list_guests()[instance].describe_trouble({})) == ('virbr6', True, '')
         # A tap that was moved to another bridge manually stays there.
         run_command('ip', 'link', 'set', 'vnet1', 'master', 'virbr0')
         hypervisor.replug_interfaces()

@@ -173,7 +173,8 @@ class Compute:
         self.keeper = ClaimKeeper(self.uuid, self.store, self.placement, self.takes_from_queues)
         read_requests = lambda: self.store.snapshot(keys.request_prefix(self.uuid)).entries  # noqa: E731
         self.upkeep = ModelUpkeep(  # type: ignore[arg-type]
-            *(self.uuid, self.store, self.placement, self.keeper, self.hypervisor, self.guest_data, state, memory),
+            *(self.uuid, self.store, self.placement, self.keeper, self.instances.list_guests),
+            *(self.hypervisor, self.guest_data, state, memory),
             *(lambda _key, _value: None, lambda _: True, read_requests, None),
         )
         self.queues = Queues()
@@ -253,15 +254,19 @@ class Compute:
         for _ in range(times):
             self.run_all(self.read_queues, self.read_requests, self.pull, self.plan)
 
+    def _read_claims(self) -> None:
+        self.keeper.held = read_provider_allocations(self.placement, self.uuid)
+        self.keeper.is_current = True
+
     def look(self) -> list[Finding]:
         """Look at this host once, and return what it finds."""
         with suppress(NotFound):
-            self.keeper.held = read_provider_allocations(self.placement, self.uuid)
+            self._read_claims()
         return find_all(self.upkeep.read_world(is_asked=False))
 
     def claim_again(self) -> None:
         """Claim again what living instances lack, as `audit --fix` asks for."""
-        self.keeper.held = read_provider_allocations(self.placement, self.uuid)
+        self._read_claims()
         world = self.upkeep.read_world(is_asked=False)
         for finding in find_all(world):
             if finding.repair is Repair.CLAIM:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from string import Template
 from typing import Any
 
+from ecomp.model.guest import REFUSED_METADATA, UNFILTERED
 from ecomp.model.stack import Place
 from tests.kit.story import SMALL_QUERY, read_record, wait_state
 from tests.scenario.audited import GROUP, MAC, NAME, SIZE, Scene, get_guests_path
@@ -83,7 +84,7 @@ domain_orphaned = make_guest_plant('domain_orphaned', of_nobody=True, on_two=Tru
 domain_misplaced = make_guest_plant('domain_misplaced', of_nobody=True, on_two=True, compute='$one')
 domain_doubled = make_guest_plant('domain_doubled', on_two=True)
 domain_differs = make_guest_plant('domain_differs', size={'VCPU': 9})
-filter_missing = make_guest_plant('filter_missing', trouble='its interface has no filter (vnet0): RULE_DELETE failed')
+filter_missing = make_guest_plant('filter_missing', troubles=[(UNFILTERED, ' (vnet0): RULE_DELETE failed')])
 disk_missing = make_guest_plant('disk_missing', disk=False)
 disk_orphaned = make_guest_plant('disk_orphaned', of_nobody=True, on_two=True, **DISK_ONLY)
 
@@ -310,9 +311,7 @@ def seed_orphaned(scene: Scene) -> str:
     return nobody
 
 
-def metadata_refused(scene: Scene) -> str:
-    scene.rewrite_record(scene.instance, fault='the metadata server refuses it: no current DHCP lease for 10.0.0.9')
-    return scene.instance
+metadata_refused = make_guest_plant('metadata_refused', troubles=[(REFUSED_METADATA, ': no current DHCP lease')])
 
 
 def part_orphaned(scene: Scene) -> str:
@@ -352,8 +351,6 @@ BATCHES: list[list[Plant]] = [
 ]
 BATCHES += [[plant] for plant in PLANTS if not any(plant in batch for batch in BATCHES)]
 SELF_REPAIRED = [domain_off, domain_running, record_missing, provider_missing, inventory_missing, capacity_exceeded]
-# An ecompute repairs this itself once a minute: the test plants it again.
-SELF_REPAIRED += [metadata_refused]
 # Codes that tests/faults/test_audit_lab.py plants and repairs.
 HYPERVISOR_CODES = {
     *('base-missing', 'iso-orphaned', 'reservation-orphaned', 'reservation-missing', 'reservation-differs'),

@@ -11,7 +11,16 @@ import pytest
 from ecomp.model import keys, record
 from ecomp.model.audit import CHECKS, Finding, confirm_findings, find_all
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY
-from ecomp.model.guest import INTERFACE_DOWN, PAUSED, REFUSED_METADATA, UNFILTERED, UNLIKE, UNPLUGGED
+from ecomp.model.guest import (
+    CRASHED,
+    INTERFACE_DOWN,
+    PAUSED,
+    REFUSED_METADATA,
+    UNFILTERED,
+    UNLIKE,
+    UNPLUGGED,
+    Trouble,
+)
 from ecomp.model.host import StoredHostname
 from ecomp.model.order import Request
 from ecomp.model.quota import Quota, multiply_amounts
@@ -52,14 +61,8 @@ def make_facts_change(**changed: object) -> Callable[[WorldBuilder], None]:
     return lambda world: world.facts.update({ONE: replace(world.facts[ONE], **changed)})
 
 
-def make_fault_change(fault: str) -> Callable[[WorldBuilder], None]:
-    def plant(world: WorldBuilder) -> None:
-        key = keys.record(ONE, ACTIVE)
-        entry = world.etcd[key]
-        changed = replace(record.from_json(entry.value), fault=fault)
-        world.etcd[key] = replace(entry, value=encode(changed).encode())
-
-    return plant
+def make_trouble_change(*troubles: Trouble, **size: int) -> Callable[[WorldBuilder], None]:
+    return lambda world: world.add_guest(ONE, ACTIVE, troubles=troubles, size=size)
 
 
 def make_compute_mute(world: WorldBuilder) -> None:
@@ -229,14 +232,17 @@ DEFECTS: list[tuple[str, str, Callable[[WorldBuilder], object]]] = [
     ('reservation-orphaned', ACTIVE, lambda w: w.add_reservation(TWO, ACTIVE, '10.0.0.1')),
     ('reservation-missing', ACTIVE, remove_reservation),
     ('reservation-differs', OFF, lambda w: w.add_reservation(ONE, OFF, '10.0.0.9')),
-    ('domain-differs', ACTIVE, make_fault_change(f'{UNPLUGGED} (vnet0): network default is off')),
-    ('domain-differs', ACTIVE, make_fault_change(f'{INTERFACE_DOWN} (vnet0)')),
-    ('domain-differs', ACTIVE, make_fault_change(PAUSED)),
-    ('domain-differs', ACTIVE, make_fault_change(f'{PAUSED}; {UNLIKE}: VCPU:3 for 2')),
-    ('domain-differs', ACTIVE, lambda w: w.add_guest(ONE, ACTIVE, trouble=PAUSED)),
+    ('domain-differs', ACTIVE, make_trouble_change(Trouble(UNPLUGGED, ' (vnet0): network default is off'))),
+    ('domain-differs', ACTIVE, make_trouble_change(Trouble(INTERFACE_DOWN, ' (vnet0)'))),
+    ('domain-differs', ACTIVE, make_trouble_change(Trouble(PAUSED))),
+    ('domain-differs', ACTIVE, make_trouble_change(VCPU=3)),
     ('domain-differs', OFF, lambda w: w.add_guest(ONE, OFF, running=False, size={'VCPU': 2})),
-    ('filter-missing', ACTIVE, make_fault_change(f'{UNFILTERED} (vnet0): RULE_DELETE failed')),
-    ('metadata-refused', ACTIVE, make_fault_change(f'{REFUSED_METADATA}: no current DHCP lease for 10.0.0.9')),
+    ('filter-missing', ACTIVE, make_trouble_change(Trouble(UNFILTERED, ' (vnet0): RULE_DELETE failed'))),
+    (
+        'metadata-refused',
+        ACTIVE,
+        make_trouble_change(Trouble(REFUSED_METADATA, ': no current DHCP lease')),
+    ),
     ('dhcp-open', ONE, make_facts_change(open_dhcp=frozenset({'default'}))),
     ('base-differs', ONE, make_facts_change(bad_bases=frozenset({'ab12'}))),
     ('part-orphaned', ONE, make_facts_change(parts={'images/x.part': '1'})),
@@ -257,13 +263,11 @@ def test_each_defect_yields_its_code_alone(
     assert 'etcdctl' not in findings[0].how or set(findings[0].keys) <= {*world.etcd, keys.address(findings[0].subject)}
 
 
-def test_changed_guest_is_reported_once_by_its_fault(world: WorldBuilder) -> None:
-    world.add_guest(ONE, ACTIVE, trouble=PAUSED, size={**SIZE, 'VCPU': 3})
-    before = f'its record has state active on compute {ONE}; not in its fault yet: {PAUSED}; {UNLIKE}: VCPU:3 for 1'
-    assert [finding.sentence for finding in world.audit()] == [before]
-    make_fault_change(PAUSED)(world)
-    after = f'its record has state active on compute {ONE}; fault: {PAUSED}'
-    assert [finding.sentence for finding in world.audit()] == [after]
+def test_each_trouble_of_a_guest_is_reported(world: WorldBuilder) -> None:
+    make_trouble_change(Trouble(PAUSED), Trouble(CRASHED), Trouble(UNFILTERED, ' (vnet0)'), VCPU=3)(world)
+    summary = f'its record has state active on compute {ONE}, but'
+    expected = [f'{summary} {PAUSED}', f'{summary} {UNFILTERED} (vnet0)', f'{summary} {UNLIKE}: VCPU:3 for 1']
+    assert [finding.sentence for finding in world.audit()] == expected
 
 
 @pytest.mark.parametrize('size', [{}, SIZE, {**SIZE, 'DISK_GB': 0}, {'CUSTOM_GPU': 1, '': 5}])

@@ -108,8 +108,10 @@ class ClaimKeeper:
         self._first_sightings: dict[str, float] = {}
         # The generation at which this compute had no orphaned claim.
         self.last_good_check = LastGoodCheck()
-        # What consumers held of the provider when it was read last, without what was released since; None before.
+        # What consumers held of the provider when it was read last, without what was released since; None before. It
+        # `is_current` if it still was so at the last check.
         self.held: Mapping[str, Resources] | None = None
+        self.is_current = False
 
     def check_claims(
         self, guests: Collection[str], now: float, generation: int | None = None, requests: Collection[str] = ()
@@ -120,9 +122,11 @@ class ClaimKeeper:
         and each consumer of the last check has a guest or a request in `requests`. Raises errors of both backends.
         """
         if not find_orphans(self.held or (), requests, guests, ()) and self.last_good_check.use_skip(generation):
+            self.is_current = self.held is not None
             return
         self.last_good_check.record(None)
         self.held = held = allocations.read_provider_allocations(self._placement, self._compute)
+        self.is_current = True
         if not find_orphans(held, requests, guests, ()):
             self.last_good_check.record(generation)
         if not held:

@@ -26,7 +26,7 @@ from ecomp.files import InstanceLocks
 from ecomp.model import keys
 from ecomp.model.allocation import Resources
 from ecomp.model.audit import Finding, HostReport, Leftover, Repair, encode_report, find_all
-from ecomp.model.guest import ReservedAddress
+from ecomp.model.guest import Guest, ReservedAddress
 from ecomp.model.json_object import dump
 from ecomp.model.order import Request
 from ecomp.model.record import ACTIVE, ERROR, GONE, STOPPED, parse_or_none
@@ -76,20 +76,6 @@ def find_abandoned_parts(state: Path) -> dict[str, str]:
     return marks
 
 
-def read_facts(hypervisor: Hypervisor, data: GuestData, state: Path) -> HostFacts:
-    """Read what is on this host; errors are those of the hypervisor."""
-    return HostFacts(
-        guests=hypervisor.list_guests(),
-        without_base=hypervisor.list_missing_bases(),
-        metadata=data.read_instances(),
-        seeds=frozenset(hypervisor.list_seeds()),
-        reservations=hypervisor.list_reservations(),
-        parts=find_abandoned_parts(state),
-        open_dhcp=frozenset(hypervisor.list_open_dhcp()),
-        bad_bases=frozenset(list_bad(state / 'images')),
-    )
-
-
 @dataclass(eq=False)
 class Upkeep:
     """The looks of a compute at itself: step() each minute, and the questions passed to on_questions().
@@ -103,6 +89,7 @@ class Upkeep:
     store: Store
     placement: Placement
     claims: ClaimKeeper
+    list_guests: Callable[[], Mapping[str, Guest]]
     hypervisor: Hypervisor
     data: GuestData
     state: Path
@@ -182,10 +169,11 @@ class Upkeep:
         with suppress(NotFound):  # eschedule finds that there is no provider
             if is_asked:
                 self.claims.check_claims(self.hypervisor.list_guests(), time.monotonic())
-            if self.claims.held is not None and self.claims.held is not self._held:
-                self._inventory = providers.read_raw_inventory(self.placement, self.compute)
-            held = self._held = self.claims.held
-        facts, prefix = read_facts(self.hypervisor, self.data, self.state), keys.request_prefix(self.compute)
+            if self.claims.is_current:
+                if self.claims.held is not self._held:
+                    self._inventory = providers.read_raw_inventory(self.placement, self.compute)
+                held = self._held = self.claims.held
+        facts, prefix = self._read_facts(), keys.request_prefix(self.compute)
         etcd = dict(self.read_requests())
         present = facts.list_instances() | (held or {}).keys()
         if is_asked or present - set(map(keys.get_last_part, etcd)):
@@ -204,20 +192,33 @@ class Upkeep:
         state = ProviderState(self.compute, self._inventory, held)
         return World(Planes({self.compute: state}, {**etcd, **records}, self.compute, facts))
 
+    def _read_facts(self) -> HostFacts:
+        return HostFacts(
+            guests=self.list_guests(),
+            without_base=self.hypervisor.list_missing_bases(),
+            metadata=self.data.read_instances(),
+            seeds=frozenset(self.hypervisor.list_seeds()),
+            reservations=self.hypervisor.list_reservations(),
+            parts=find_abandoned_parts(self.state),
+            open_dhcp=frozenset(self.hypervisor.list_open_dhcp()),
+            bad_bases=frozenset(list_bad(self.state / 'images')),
+        )
+
     def _answer_all(self) -> float:
         """Answer questions about usage at once, others after a second look; log errors; return when to look again."""
-        questions = self._questions
+        questions, own = self._questions, self.compute.encode()
         self._answered &= questions.keys()
         new = {key: entry for key, entry in questions.items() if key not in self._answered}
         usage = {key: entry for key, entry in new.items() if key.endswith(keys.USAGE_QUESTION)}
-        if asked := [each.revision for each in usage.values() if not each.value or self._is_named_in(each.value)]:
+        if asked := [each.revision for each in usage.values() if not each.value or own in each.value]:
             self._has_published_usage = True
             self.publish(keys.usage(self.compute), dump(self._measure_usage(max(asked))))
         elif self._has_published_usage and not any(key.endswith(keys.USAGE_QUESTION) for key in questions):
             self._has_published_usage = False
             self.publish(keys.usage(self.compute), None)
         self._answered |= usage.keys()
-        looks = {key: entry for key, entry in new.items() if self._is_look(key)}
+        parts = {key: key.removeprefix(keys.AUDIT).partition('/')[2] for key in new}  # of all computes, or of one
+        looks = {key: entry for key, entry in new.items() if parts[key] in ('', self.compute)}
         if looks and time.monotonic() < self._next_look:
             return self._next_look
         try:
@@ -231,13 +232,6 @@ class Upkeep:
             log.exception('unexpected error while this host looks at itself')
         self._answered |= looks.keys()
         return math.inf
-
-    def _is_named_in(self, value: bytes) -> bool:
-        return self.compute.encode() in value
-
-    def _is_look(self, key: str) -> bool:
-        """Return whether a question asks this compute to look: all computes do, or this one alone, to repair."""
-        return key.removeprefix(keys.AUDIT).partition('/')[2] in ('', self.compute)
 
     def _answer_looks(self, looks: Mapping[str, Entry]) -> None:
         """Look; answer the questions after which this is the second look, and of these make the repairs."""

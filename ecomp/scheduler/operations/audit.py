@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -51,7 +51,14 @@ from ecomp.store.client import (
     Unchanged,
     read_pending_instances,
 )
-from ecomp.store.sharing import commit_with_shared, make_empty_change, make_group_operation, rejoin_group, restore_name
+from ecomp.store.sharing import (
+    commit_with_shared,
+    make_empty_change,
+    make_group_operation,
+    rejoin_group,
+    restore_name,
+    try_revoke,
+)
 
 # Seconds for which the questions of a killed eschedule stay in etcd.
 LEASE_SECONDS = 180
@@ -62,13 +69,9 @@ MIN_POLL_SECONDS = 0.01
 MAX_POLL_SECONDS = 0.25
 # Seconds between two reads of one audit.
 READ_INTERVAL_SECONDS = 1.5
-# Seconds between the two audits of --fix (rule: orphaned-claim): the life of an attempt's lease.
-AUDIT_INTERVAL_SECONDS = keys.ATTEMPT_SECONDS
 PLACEMENT_THREADS = 8
 # Characters of a project id, at most: placement refuses longer ones, and empty ones.
 MAX_PROJECT_CHARACTERS = 255
-
-Notify = Callable[[str], None]
 
 
 class Report(NamedTuple):
@@ -127,10 +130,7 @@ def audit(
 
 @contextmanager
 def ask(store: Store, *parts: str, value: str = '{"version": 1}') -> Iterator[Mapping[str, int]]:
-    """Put the questions of a new audit, /audit/<audit><part>, for the block; yield their revisions, by part.
-
-    An EcompError while they are removed is ignored: then they expire.
-    """
+    """Put the questions of a new audit, /audit/<audit><part>, for the block; yield their revisions, by part."""
     lease, prefix = store.grant(LEASE_SECONDS) if parts else 0, keys.audit(str(uuid.uuid4()))
     try:
         revisions = dict[str, int]()
@@ -140,9 +140,7 @@ def ask(store: Store, *parts: str, value: str = '{"version": 1}') -> Iterator[Ma
             revisions |= dict.fromkeys(some, written or 0)
         yield revisions
     finally:
-        with suppress(EcompError):
-            if lease:
-                store.revoke(lease)
+        try_revoke(store, lease)
 
 
 def wait_for_answers(store: Store, prefix: str, questions: Mapping[str, int], timeout_seconds: float) -> set[str]:
@@ -240,11 +238,13 @@ MAX_MEMBERS_PER_TRANSACTION = 50
 CHANGED_SINCE = 'not repaired: it has changed since the audit'
 
 
-def fix(store: Store, placement: Placement, notify: Notify, interval_seconds: float = AUDIT_INTERVAL_SECONDS) -> Report:
+def fix(
+    store: Store, placement: Placement, notify: Callable[[str], None], interval_seconds: float = keys.ATTEMPT_SECONDS
+) -> Report:
     """Audit twice, `interval_seconds` apart, repair what both found, audit again and return the last report.
 
-    Hosts repair what they found themselves. `notify` gets each line of progress. If the first audit has no repairable
-    finding, its report is returned.
+    The interval is the life of an attempt's lease (rule: orphaned-claim). Hosts repair what they found themselves.
+    `notify` gets each line of progress. If the first audit has no repairable finding, its report is returned.
     """
     first = audit(store, placement, is_now=True)
     if not any(finding.fix for finding in first.findings):
