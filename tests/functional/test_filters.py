@@ -361,11 +361,11 @@ def check_interface_down(state: str, instance: str) -> None:
     """Check in the host's namespaces that an interface that is down is a trouble, for which a restart is the fix."""
     with closing(Libvirt(Path(state))) as hypervisor:
         hypervisor.replug_interfaces()
-        assert hypervisor.list_guests()[instance].trouble == ''
+        assert hypervisor.list_guests()[instance].troubles == ()
         tap = min(path.name for path in INTERFACES_DIRECTORY.glob('vnet*'))
         subprocess.run(['ip', 'link', 'set', tap, 'down'], check=True)
         hypervisor.replug_interfaces()
-        trouble = hypervisor.list_guests()[instance].trouble
+        trouble = hypervisor.list_guests()[instance].describe_trouble({})
         assert trouble == f'{INTERFACE_DOWN} ({tap}). Fix: stop the guest, and start it'
 
 

@@ -162,7 +162,7 @@ def test_partial_build_is_repeated(real_libvirt: Libvirt, spec: GuestSpec, conne
     disk.unlink()
     with pytest.raises(BuildFailed):
         real_libvirt.start_existing(spec.instance, COMPUTE)
-    assert real_libvirt.list_guests()[spec.instance].trouble == ''
+    assert real_libvirt.list_guests()[spec.instance].troubles == ()
 
 
 def test_disk_removed_outside_ecomp_is_recreated(real_libvirt: Libvirt, spec: GuestSpec) -> None:
