@@ -135,7 +135,7 @@ CLAIM = {
             'elsewhere | {names[key] for key in found}'
             ' | read_pending_instances(store, queued, own_attempt).intersection(holding)'
         ),
-        'keeper_and_create',
+        'release_beside_resume',
     ),
     'an equal claim is taken for ours': make_bug(
         'ecomp.placement.allocations:_is_own_claim',
