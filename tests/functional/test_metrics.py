@@ -211,7 +211,7 @@ def test_each_alert_fires_when_it_should_and_only_then(promtool: Promtool, tmp_p
 
 def test_each_alert_names_a_section_that_says_what_to_do() -> None:
     alerts = list_alerts()
-    assert len(alerts) == 9
+    assert len(alerts) == 10
     for alert in alerts:
         page, _, section = alert['annotations']['what_to_do'].partition('#')
         assert section in map(writing.make_anchor, re.findall(r'(?m)^### (.*)', (TOP / page).read_text())), alert

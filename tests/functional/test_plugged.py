@@ -72,14 +72,14 @@ def check_reconnection(state: str, instance: str) -> None:
         assert hypervisor.list_guests()[instance].describe_trouble({}).endswith('. Fix: start bridge br0 again')
         run_command('ip', 'link', 'add', 'br0', 'up', 'type', 'bridge')
         hypervisor.replug_interfaces()
-        assert (list_bridges(), hypervisor.list_guests()[instance].describe_trouble({})) == (['virbr0', 'br0', 'virbr6'], '')
+        assert (list_bridges(), hypervisor.list_guests()[instance].troubles) == (['virbr0', 'br0', 'virbr6'], ())
         # A replugged tap is isolated again.
         assert is_isolated()
         for command in ('net-destroy', 'net-start'):
             run_command('virsh', '-q', command, 'alone')
         assert not is_isolated()
         hypervisor.replug_interfaces()
-        assert (list_bridges()[2], is_isolated(), hypervisor.list_guests()[instance].describe_trouble({})) == ('virbr6', True, '')
+        assert (list_bridges()[2], is_isolated(), hypervisor.list_guests()[instance].troubles) == ('virbr6', True, ())
         # A tap that was moved to another bridge manually stays there.
         run_command('ip', 'link', 'set', 'vnet1', 'master', 'virbr0')
         hypervisor.replug_interfaces()
