@@ -117,6 +117,7 @@ class Scene:
         for compute in rewritten:
             compute.stop()
             get_guests_path(compute).write_text(before.guests[compute.uuid])
+        self.control.etcd.delete(f'/troubles/{self.second.uuid}')  # what a host publishes is not among the lasting keys
         current = read_lasting_keys(self.control)
         for key in (current.keys() | before.etcd.keys()) - presence_keys:
             if key not in before.etcd:
