@@ -221,7 +221,7 @@ DELIVERY = {
         'refused_by_placement',
     ),
     'disabled computes are sampled': make_bug(
-        'ecomp.scheduler.placing.sample:SampledPlacer._query_compute',
+        'ecomp.scheduler.placing.sample:SampledPlacer._claim',
         replace_argument(
             'read_offer', 0, "f'{self.order.query}&in_tree={compute}&root_required=COMPUTE_STATUS_DISABLED'"
         ),

@@ -269,6 +269,8 @@ def test_one_request_makes_one_compute_query_placement(small_cluster: Control) -
     with record_placement_calls(small_cluster) as (placement, requested_paths):
         computes = [make_tuned(small_cluster, TOY, placement=placement, queues=True) for _ in range(6)]
         trait_paths = {f'/resource_providers/{taker.uuid}/traits' for taker in computes}
+        # They have read their providers then.
+        wait_until(lambda: len(small_cluster.etcd.list_keys('/facts/')) == len(computes), 20, 'all publish facts')
         requested_paths.clear()
         instance = enqueue_request(small_cluster)
         wait_address(small_cluster, instance)

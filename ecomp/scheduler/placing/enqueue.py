@@ -71,9 +71,7 @@ def read_queue_position(
         claimed_on = find_compute(read_consumer(placement, keys.get_last_part(entry.key)).allocations) or None
         if claimed_on is not None:
             return QueuePosition(flavor, before, taker, {}, claimed_on=claimed_on)
-        lacks = dict[str, str]()
-        if takers := known_computes.takers:
-            lacks = find_shortfalls(store, query or '', known_computes, takers, group)
+        lacks = find_shortfalls(store, placement, query or '', known_computes, group)
     except (EcompError, UnsupportedQueryError) as error:
         return QueuePosition(flavor, before, taker, {}, str(error))
     return QueuePosition(flavor, before, taker, lacks)

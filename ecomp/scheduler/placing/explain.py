@@ -116,16 +116,12 @@ def list_reasons(store: Store, placement: Placement, refusal: Refusal) -> list[s
         constraints = _parse_constraints(refusal.query, refusal.on)
     except UnsupportedQueryError as error:
         return [f'what each compute lacks is unknown: {error}']
-    computes, reported = read_computes(store), read_facts(store)
+    computes = read_computes(store)
     requested = [each.any_of[0] for each in constraints if isinstance(each, Requirement) and each.argument]
     living = sorted(computes.living, key=lambda each: (not computes.find_hostname(each), computes.format_name(each)))
-    examination = _examine(constraints, living, computes, reported.facts, refusal)
-    if with_room := examination.with_room:
-        newer = _update_facts(store, placement, reported.facts, with_room[:MAX_NEAREST_COMPUTES])
-        examination = _examine(constraints, living, computes, {**reported.facts, **newer}, refusal)
-        for compute in examination.with_room:
-            age = reported.read_age_seconds(store, compute) if compute in newer else None
-            examination.texts[compute] = _explain_room(compute, refusal, age)
+    examination = _examine(store, placement, constraints, living, computes, refusal)
+    for compute in examination.with_room:
+        examination.texts[compute] = _explain_room(compute, refusal, examination.ages_seconds.get(compute))
     _add_troubles(store, examination.texts)
     dead = dict.fromkeys(sorted(computes.stored_hostnames.keys() - computes.living.keys()), 'is not alive')
     if requested:
@@ -143,24 +139,28 @@ def list_reasons(store: Store, placement: Placement, refusal: Refusal) -> list[s
 
 
 def find_shortfalls(
-    store: Store, query: str, computes: Computes, selected: Sequence[str], group: Group | None = None
+    store: Store, placement: Placement, query: str, computes: Computes, group: Group | None = None
 ) -> dict[str, str]:
-    """Return {compute: what it lacks, or that it has room} of the first MAX_LISTED_COMPUTES of these.
+    """Return {compute: what it lacks, or that it has room} of the first MAX_LISTED_COMPUTES that take from queues.
 
-    Raises etcd's errors, and UnsupportedQueryError.
+    Raises the backends' errors, and UnsupportedQueryError.
     """
-    constraints, selected = _parse_constraints(query), selected[:MAX_LISTED_COMPUTES]
-    texts = _examine(constraints, selected, computes, read_facts(store).facts, Refusal(query, group)).texts
+    constraints, takers = _parse_constraints(query), computes.takers[:MAX_LISTED_COMPUTES]
+    texts = _examine(store, placement, constraints, takers, computes, Refusal(query, group)).texts
     _add_troubles(store, texts)
     return texts
 
 
 @dataclass
 class _Examination:
-    """What computes lack, as {compute: text}, and the misses of those that find_miss() covers."""
+    """What computes lack, as {compute: text}, and the misses of those that find_miss() covers.
+
+    `ages_seconds` has how old the facts may be of the first computes with room, where etcd knows it.
+    """
 
     texts: dict[str, str] = field(default_factory=dict)
     misses: list[Miss] = field(default_factory=list)
+    ages_seconds: dict[str, int | None] = field(default_factory=dict)
 
     @property
     def with_room(self) -> list[str]:
@@ -176,6 +176,25 @@ class _Examination:
 
 
 def _examine(
+    store: Store,
+    placement: Placement,
+    constraints: Sequence[Constraint],
+    chosen: Sequence[str],
+    computes: Computes,
+    refusal: Refusal,
+) -> _Examination:
+    """Examine these computes by their facts, and again those with room by what is newer."""
+    reported = read_facts(store)
+    examination = _compare(constraints, chosen, computes, reported.facts, refusal)
+    if with_room := examination.with_room:
+        newer = _update_facts(store, placement, reported.facts, with_room[:MAX_NEAREST_COMPUTES])
+        examination = _compare(constraints, chosen, computes, {**reported.facts, **newer}, refusal)
+        for compute in newer.keys() & set(examination.with_room):
+            examination.ages_seconds[compute] = reported.read_age_seconds(store, compute)
+    return examination
+
+
+def _compare(
     constraints: Sequence[Constraint],
     chosen: Iterable[str],
     computes: Computes,
