@@ -243,6 +243,8 @@ class Upkeep:
                 answered, self._begun = set(looks), set()
                 report = HostReport(error=str(error))
             else:
+                if not ages:  # a second look has nothing to confirm
+                    answered, self._begun = set(looks), set()
                 report = HostReport(tuple(select_older(ages, LOOK_SECONDS)))
                 if any(key.endswith(f'/{self.compute}') for key in answered):
                     due = (each for each in report.findings if each.fix)
