@@ -128,7 +128,7 @@ PROTOCOL_RULES: dict[str, tuple[str, ...]] = {
     'order-of-reading': (
         'model/scenarios_claims.py::claim_keeper',
         'model/scenarios_operators.py::forget_and_create',
-        'model/scenarios_operators.py::fix_and_create',
+        'model/scenarios_operators.py::keeper_and_create',
     ),
     'limited-trust': (
         'faults/test_hostile.py::test_junk_in_other_keys_disturbs_nothing',

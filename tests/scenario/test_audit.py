@@ -28,10 +28,12 @@ from tests.kit.hands import read_guests
 from tests.kit.invariants import read_allocations, read_lasting_keys
 from tests.kit.servers import Etcd, PlacementServer, wait_until
 from tests.kit.story import SMALL_QUERY, assert_one_line, parse_notice, place, read_record, wait_address, wait_state
+from tests.kit.tuned import make_tuned
 from tests.scenario import audit_plants as plants
 from tests.scenario.audit_plants import BATCHES, HYPERVISOR_CODES, PLANTS, SELF_REPAIRED, Plant, get_code, make_uuid
 from tests.scenario.audited import AUDIT_TIMEOUT_SECONDS, NAME, Baseline, Scene, get_guests_path
 
+QUICK_LOOKS = {'host.upkeep.LOOK_SECONDS': 0.2}
 BIG_INVENTORY = 'VCPU:64,DISK_GB:64,MEMORY_MB:65536'
 
 
@@ -40,7 +42,7 @@ def shared_scene(tmp_path_factory: pytest.TempPathFactory, usual_placement: type
     """Provide one scene for the whole module; each test restores it."""
     with Etcd() as etcd, usual_placement() as server, contextlib.ExitStack() as at_exit:
         control = Control(etcd, server, tmp_path_factory.mktemp('audit'), at_exit)
-        first, second = control.ecompute(BIG_INVENTORY), control.ecompute(BIG_INVENTORY)
+        first, second = (make_tuned(control, BIG_INVENTORY, numbers=QUICK_LOOKS) for _ in range(2))
         query = f'{SMALL_QUERY}&in_tree={first.uuid}'
         instance, gone = place(control, query, '--name', NAME)[1], place(control, query)[1]
         wait_address(control, instance)

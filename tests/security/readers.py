@@ -202,7 +202,7 @@ def read_trouble(value: bytes) -> None:
     assert [(host.state, host.trouble is None) for host in hosts] == [('up', False)]
     assert_printable(*render_all(make_host_listing(hosts)))
     presence = Entry(keys.compute(COMPUTE), b'{}', 1, 1)
-    audit_values({key: Entry(key, value, 1, 1), presence.key: presence}, {})
+    audit_values({key: Entry(key, value, 1, 1), presence.key: presence})
 
 
 def read_attempt(value: bytes) -> None:

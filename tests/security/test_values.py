@@ -91,7 +91,7 @@ def test_json_that_is_nested_too_deeply_is_refused() -> None:
     assert repr(load_object(json.dumps({'a': make_nested(MAX_DEPTH - 1)}).encode()))
     for depth in (500, 900, 100_000):
         value = b'{"version": 1, "error": ' + b'[' * depth + b']' * depth + b'}'
-        with pytest.raises(ValueError, match='nested too deeply'):
+        with pytest.raises(ValueError, match='nested too deeply|the limit is'):
             parse_report(COMPUTE, value)
         with pytest.raises(ValueError, match='nested too deeply'):
             parse_shared_user_data(value, 'x')
