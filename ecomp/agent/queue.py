@@ -41,8 +41,8 @@ from ecomp.placement.allocations import Requester, claim, read_consumer, release
 from ecomp.placement.client import Placement
 from ecomp.placement.providers import read_provider
 from ecomp.store import sharing
-from ecomp.store.client import NOT_QUEUED, Delete, Exists, Put, Settlement, Unchanged, find_needed
-from ecomp.store.presence import LEASE_SECONDS, MAX_EXPIRY_DELAY_SECONDS
+from ecomp.store.client import NOT_QUEUED, Delete, Exists, Put, Settlement, Store, Unchanged, find_needed
+from ecomp.store.presence import LEASE_SECONDS, MAX_EXPIRY_DELAY_SECONDS, are_presences_proven
 from ecomp.store.watch import State
 
 log = logging.getLogger(__name__)
@@ -85,15 +85,15 @@ class Queues:
         is_first, self.backlog = self.backlog is None, queue.update_backlog(state, self.backlog or Backlog())
         return is_first or self.backlog.has_new
 
-    def find_silent(self, placement: Placement) -> list[str]:
-        """Return computes not proven alive, cached SILENT_CACHE_SECONDS; log a new list. Raises placement's errors."""
+    def find_silent(self, store: Store, placement: Placement) -> list[str]:
+        """Return computes not proven alive, cached SILENT_CACHE_SECONDS; log a new list. Raises errors of both."""
         now = time.monotonic()
         if now - self._silent_read_at > SILENT_CACHE_SECONDS:
             if (read_term := self.term()) != self._term:
                 self._followed_since, self._term = now, read_term
             has_lease_ended = now - self._followed_since > LEASE_SECONDS + MAX_EXPIRY_DELAY_SECONDS
-            names = providers.read_provider_names(placement)
-            silent_uuids = list_unproven(names, self._presences, self.start_revision, has_lease_ended)
+            is_proven, names = has_lease_ended or are_presences_proven(store), providers.read_provider_names(placement)
+            silent_uuids = list_unproven(names, self._presences, self.start_revision, is_proven)
             shares = providers.read_rooms(placement, silent_uuids) if silent_uuids else {}
             silent = [uuid for uuid in silent_uuids if ProviderSummary(uuid, uuid, shares.get(uuid, {})).is_ours]
             if silent and silent != self._silent:
@@ -273,7 +273,7 @@ class Taker:
     def _may_run_elsewhere(self, place: WaitingEntry) -> bool:
         """Return whether a silent compute may have taken the request before etcd was restored."""
         is_old = place.revision <= max(self.queues.first_seen_revision, self.queues.accepted_revision)
-        return is_old and bool(self.queues.find_silent(self._placement))
+        return is_old and bool(self.queues.find_silent(self._store, self._placement))
 
     def _is_allowed(self, instance: str, membership: Membership, group: Group | None) -> bool:
         """Return False if the group (None: not existing yet) excludes this compute, is full or has another policy."""

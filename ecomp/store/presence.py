@@ -17,7 +17,9 @@ from typing import Any
 
 from ecomp.errors import Conflict, Denied, EcompError, NoSpace, UnknownOutcome
 from ecomp.model import keys
+from ecomp.model.host import StoredHostname
 from ecomp.model.json_object import dump, load_object_or_empty
+from ecomp.model.stored import decode_lenient
 from ecomp.store.client import Delete, Entry, Fence, Put, Store, Unchanged
 
 log = logging.getLogger(__name__)
@@ -196,6 +198,9 @@ LEASE_SECONDS = 30
 LIFE_SECONDS = 10 * 365 * 86_400
 # Seconds by which a lease may expire late.
 MAX_EXPIRY_DELAY_SECONDS = 5
+# Seconds after a start of etcd until each presence has been renewed since, or has expired: after a restore all are back
+# with their full leases, and a compute may renew its own once before it sees that the etcd is another one.
+MAX_UNPROVEN_SECONDS = 2 * (LEASE_SECONDS + MAX_EXPIRY_DELAY_SECONDS)
 IMPOSSIBLE_REVISION = 2**63 - 1
 COPY_REMEDY = (
     ': one state directory is a copy of the other. Fix: stop one of the two ecomputes, remove `uuid` and `token` from '
@@ -414,6 +419,16 @@ class Presence:
         raise Conflict(
             f'{self._key}: another process changed it in each of 2 tries. Try: stop other ecomputes with this uuid'
         )
+
+
+def are_presences_proven(store: Store) -> bool:
+    """Return whether every presence is one of this etcd: a life lease shows that etcd has run for long enough."""
+    ages = (
+        store.read_lease_age(leases[1])
+        for entry in store.snapshot(keys.HOSTNAMES).entries.values()
+        if (leases := decode_lenient(StoredHostname, entry.value).leases)
+    )
+    return any(age is not None and age > MAX_UNPROVEN_SECONDS for age in ages)
 
 
 def hash_token(token: str) -> str:

@@ -12,17 +12,17 @@ from ecomp.errors import Conflict, NotFound
 from ecomp.model import keys
 from ecomp.model.allocation import find_compute
 from ecomp.model.apply import Existing
-from ecomp.model.host import Computes, StoredHostname, describe_silent_fix, list_unproven
+from ecomp.model.host import Computes, describe_silent_fix, list_unproven
 from ecomp.model.order import Request, parse_request
 from ecomp.model.record import ERROR, GONE
 from ecomp.model.stack import MAX_FLOOR, Place, Stack, restore_stack
-from ecomp.model.stored import decode, decode_at, decode_lenient, encode
+from ecomp.model.stored import decode, decode_at, encode
 from ecomp.placement import providers
 from ecomp.placement.allocations import read_consumers, read_provider_allocations
 from ecomp.placement.client import Placement
 from ecomp.scheduler.queries.find import InstanceEntries, find, from_places
 from ecomp.store.client import Entry, Put, Store, Unchanged, find_needed
-from ecomp.store.presence import LEASE_SECONDS, MAX_EXPIRY_DELAY_SECONDS
+from ecomp.store.presence import are_presences_proven
 from ecomp.store.sharing import Change, find_by_listing, merge_changes, parse_name_holder, read_index, resolve_places
 
 
@@ -138,23 +138,12 @@ def load_stack(store: Store, name: str) -> LoadedStack:
     return LoadedStack(restored or stack, entry.revision if entry else 0, restored is not None)
 
 
-# Seconds after a start of etcd until each presence has been renewed since, or has expired: after a restore all are back
-# with their full leases, and a compute may renew its own once before it sees that the etcd is another one.
-MAX_UNPROVEN_SECONDS = 2 * (LEASE_SECONDS + MAX_EXPIRY_DELAY_SECONDS)
-
-
 def check_claims_known(store: Store, placement: Placement, name: str, computes: Computes) -> None:
     """Raise Conflict if a compute that is not proven alive has a claim without a request, for a stack without a key.
 
     After a restore of etcd the claim may be that of an instance of the stack, and the compute may run it.
     """
-    ages = (
-        store.read_lease_age(leases[1])
-        for entry in store.snapshot(keys.HOSTNAMES).entries.values()
-        if (leases := decode_lenient(StoredHostname, entry.value).leases)
-    )
-    is_proven = any(age is not None and age > MAX_UNPROVEN_SECONDS for age in ages)
-    names = providers.read_provider_names(placement)
+    is_proven, names = are_presences_proven(store), providers.read_provider_names(placement)
     for compute in sorted(list_unproven(names, store.snapshot(keys.COMPUTES).entries, sys.maxsize, is_proven)):
         with suppress(NotFound):
             allocations = read_provider_allocations(placement, compute)
