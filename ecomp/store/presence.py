@@ -237,6 +237,7 @@ class Presence:
         # The values of other keys on our lease (None: no key), and as they were written last.
         self._attached: dict[str, str | None] = {}
         self._written: dict[str, str | None] = {}
+        self._denied: set[str] = set()
         self._on_lost = on_lost
         self._on_back = on_back
         self._is_lost = False
@@ -331,7 +332,7 @@ class Presence:
     def _write_attached(self) -> None:
         """Write the other keys whose values changed, if the presence is still ours. An error is left to the next try.
 
-        A key that etcd's roles deny is written no more: one warning says so.
+        A key that etcd's roles deny is logged once; it is written when the role allows it.
         """
         changed = {
             key: value
@@ -344,8 +345,11 @@ class Presence:
                 try:
                     written = self._store.commit([Unchanged(self._key, self._revision)], [operation], use_fence=False)
                 except Denied as error:
-                    log.warning('%s is not published: %s', key, error)
-                    written = 1
+                    if key not in self._denied:
+                        log.warning('%s is not published: %s', key, error)
+                    self._denied.add(key)
+                    continue
+                self._denied.discard(key)
                 if written:
                     self._written[key] = value
 

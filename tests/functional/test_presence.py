@@ -355,6 +355,10 @@ def test_key_that_roles_deny_is_reported_once(
             alive.publish(prefix + 'facts', '1')
             alive.publish(prefix + 'other', '1')
             alive.ensure_published()
+        assert read_values(store, prefix).keys() == {'c', 'other'}
+        monkeypatch.setattr(Store, 'commit', commit)
+        alive.ensure_published()
+        assert read_values(store, prefix).keys() == {'c', 'other', 'facts'}, 'its role allows it now'
     assert [each.getMessage() for each in caplog.records] == [
         f'{prefix}facts is not published: etcd does not let this certificate write it'
     ]

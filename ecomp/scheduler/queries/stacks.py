@@ -143,7 +143,8 @@ def check_claims_known(store: Store, placement: Placement, name: str, computes: 
 
     After a restore of etcd the claim may be that of an instance of the stack, and the compute may run it.
     """
-    is_proven, names = are_presences_proven(store), providers.read_provider_names(placement)
+    is_proven = are_presences_proven(store)
+    names = providers.read_provider_names(placement)
     for compute in sorted(list_unproven(names, store.snapshot(keys.COMPUTES).entries, sys.maxsize, is_proven)):
         with suppress(NotFound):
             allocations = read_provider_allocations(placement, compute)
