@@ -234,9 +234,9 @@ class Presence:
         self._store = store
         self._key = key
         self._value = {**value, 'token': hash_token(str(value['token']))}
-        # The values of other keys on our lease (None: no key), and as they were written last.
+        # The values of other keys on our lease (None: no key), and those of these keys that etcd's roles deny.
         self._attached: dict[str, str | None] = {}
-        self._written: dict[str, str | None] = {}
+        self._attached_lock = threading.Lock()
         self._denied: set[str] = set()
         self._on_lost = on_lost
         self._on_back = on_back
@@ -265,9 +265,10 @@ class Presence:
 
         A change is written with the next renewal, or now if it `is_urgent`, and again after the presence was lost.
         """
-        if key in self._attached and self._attached[key] == value:
-            return
-        self._attached = {**self._attached, key: value}
+        with self._attached_lock:
+            if key in self._attached and self._attached[key] == value:
+                return
+            self._attached = {**self._attached, key: value}
         if self._revision:
             self._presence_lease.schedule_check(self, is_urgent)
 
@@ -300,7 +301,7 @@ class Presence:
         self._stopped.set()
         try:
             if self._presence_lease.leave(self) and self._revision:
-                own = map(Delete, (self._key, *self._attached))
+                own = map(Delete, {self._key, *self._attached} - self._denied)
                 self._store.commit([Unchanged(self._key, self._revision)], [*own], use_fence=False)
         except EcompError as error:
             log.warning('%s could not be deleted, but expires in %d s: %s', self._key, LEASE_SECONDS, error)
@@ -330,28 +331,26 @@ class Presence:
             self._on_lost(reason)
 
     def _write_attached(self) -> None:
-        """Write the other keys whose values changed, if the presence is still ours. An error is left to the next try.
+        """Write the other keys that are not as they should be, if the presence is still ours; the next try repeats it.
 
         A key that etcd's roles deny is logged once; it is written when the role allows it.
         """
-        changed = {
-            key: value
-            for key, value in self._attached.items()
-            if key not in self._written or self._written[key] != value
-        }
-        for key, value in changed.items():
+        attached = self._attached
+        # Read, because a write whose answer was lost may arrive after a later one.
+        stored = self._store.read(list(attached)) if attached else {}
+        for key, value in attached.items():
+            entry = stored.get(key)
+            if (entry and (entry.value, entry.lease)) == (None if value is None else (value.encode(), self._lease_id)):
+                continue
             operation = Delete(key) if value is None else Put(key, value, self._lease_id)
-            with suppress(NoSpace, UnknownOutcome):
-                try:
-                    written = self._store.commit([Unchanged(self._key, self._revision)], [operation], use_fence=False)
-                except Denied as error:
-                    if key not in self._denied:
-                        log.warning('%s is not published: %s', key, error)
-                    self._denied.add(key)
-                    continue
+            try:
+                with suppress(NoSpace, UnknownOutcome):
+                    self._store.commit([Unchanged(self._key, self._revision)], [operation], use_fence=False)
                 self._denied.discard(key)
-                if written:
-                    self._written[key] = value
+            except Denied as error:
+                if key not in self._denied:
+                    log.warning('%s is not published: %s', key, error)
+                self._denied.add(key)
 
     def _record_revision(self, revision: int) -> None:
         """Note the key's revision, which Store.fence then requires; commits that wait for that go on."""
@@ -417,7 +416,7 @@ class Presence:
                     self._store.fence = Fence(Unchanged(self._key, self._revision), self.schedule_check, condition)
                 raise
             if written:
-                self._lease_id, self._written = lease, {}
+                self._lease_id = lease
                 self._record_revision(written)
                 return
         raise Conflict(

@@ -339,6 +339,20 @@ def test_unchanged_key_is_not_written_again(store: Store, prefix: str) -> None:
         assert read_entry(store, prefix + 'facts') == entry
 
 
+def test_late_write_of_an_older_value_is_corrected(store: Store, prefix: str) -> None:
+    with start_and_stop(make_presence(store, prefix + 'c', 'mine')) as alive:
+        alive.publish(prefix + 'trouble', None)
+        alive.publish(prefix + 'facts', 'new')
+        alive.ensure_published()
+        for name in ('trouble', 'facts'):  # of which no answer came
+            assert store.commit([], [Put(prefix + name, 'old', alive.lease)])
+        alive.ensure_published()
+        assert {name: read_values(store, prefix).get(name) for name in ('trouble', 'facts')} == {
+            'trouble': None,
+            'facts': b'new',
+        }
+
+
 def test_key_that_roles_deny_is_reported_once(
     store: Store, prefix: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

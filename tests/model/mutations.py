@@ -101,7 +101,9 @@ HOST = {
         'ecomp.store.presence:Presence._publish', drop_argument('Put', 'lease'), 'one_name'
     ),
     'facts are not on the lease of the presence': make_bug(
-        'ecomp.store.presence:Presence._publish', drop_statement('_written'), 'sample_while_facts_are_published'
+        'ecomp.store.presence:Presence._write_attached',
+        drop_argument('Put', '_lease_id'),
+        'sample_while_facts_are_published',
     ),
 }
 
