@@ -273,6 +273,15 @@ def test_room_that_placement_refused_is_said_with_its_age(world: ExplainedCluste
     assert len(world.placement.calls) == 1
 
 
+def test_compute_that_was_just_enabled_is_not_said_to_be_disabled(world: ExplainedCluster) -> None:
+    compute = world.make_compute('hv1')
+    world.set_traits(compute, 'COMPUTE_STATUS_DISABLED')
+    world.publish_facts()
+    world.set_traits(compute)
+    lines = world.explain(GUEST_QUERY.replace('VCPU:1', 'VCPU:9'), are_fresh=False)
+    assert lines[0] == 'hv1: VCPU short by 5 (free 4 of 4)'
+
+
 def test_request_that_is_newer_than_the_facts_counts(world: ExplainedCluster) -> None:
     compute, instance = world.make_compute('hv1'), str(uuid.uuid4())
     world.publish_facts()
@@ -286,7 +295,7 @@ def test_request_that_is_newer_than_the_facts_counts(world: ExplainedCluster) ->
     ('value', 'reason'),
     [
         ('x' * 9000, 'it publishes more than 8192 bytes'),
-        ('{"room": 7}', 'it publishes malformed facts: room: expected an object, not 7'),
+        ('{"room": 7}', 'it publishes malformed facts: room: expected up to 40 resource classes, not 7'),
         ('\x1b[2J', 'it publishes malformed facts: not JSON: Expecting value: line 1 column 1 (char 0)'),
     ],
 )

@@ -1,7 +1,7 @@
 """Explain a refusal: what each compute lacks, by what it publishes, and the smallest change that fits.
 
-Facts may be a minute old. So placement is asked whether the advised change fits. Where facts show room, the requests
-of that compute are read, and placement is asked which computes are disabled.
+Facts may be a minute old. So placement is asked whether the advised change fits. Where facts show room, or that the
+compute is disabled, its requests are read, and placement is asked which computes are disabled.
 """
 
 from __future__ import annotations
@@ -183,11 +183,11 @@ def _examine(
     computes: Computes,
     refusal: Refusal,
 ) -> _Examination:
-    """Examine these computes by their facts, and again those with room by what is newer."""
+    """Examine these computes by their facts, and again by what is newer those that have room or are disabled."""
     reported = read_facts(store)
     examination = _compare(constraints, chosen, computes, reported.facts, refusal)
-    if with_room := examination.with_room:
-        newer = _update_facts(store, placement, reported.facts, with_room[:MAX_NEAREST_COMPUTES])
+    if doubtful := [each.provider for each in examination.misses if each.is_candidate or each.failures[0].is_disabled]:
+        newer = _update_facts(store, placement, reported.facts, doubtful[:MAX_NEAREST_COMPUTES])
         examination = _compare(constraints, chosen, computes, {**reported.facts, **newer}, refusal)
         for compute in newer.keys() & set(examination.with_room):
             examination.ages_seconds[compute] = reported.read_age_seconds(store, compute)
@@ -236,8 +236,8 @@ def _update_facts(
     for compute in selected:
         entries = store.snapshot(keys.request_prefix(compute)).entries
         held = sum_held(compute, (parse_request(compute, key, entry.value) for key, entry in entries.items()))
-        traits = (*facts[compute].traits, *((DISABLED,) if compute in disabled else ()))
-        updated[compute] = facts[compute].with_held(held)._replace(traits=traits)
+        traits = {*facts[compute].traits} - {DISABLED} | ({DISABLED} if compute in disabled else set())
+        updated[compute] = facts[compute].with_held(held)._replace(traits=tuple(traits))
     return updated
 
 
