@@ -20,6 +20,9 @@ MAX_FACTS_BYTES = 8192
 MAX_CACHED_IMAGES = 100
 
 _CLASS = check('a resource class', is_class)
+# `hosts` has a column for each class of any compute.
+_ROOM = check('up to 40 resource classes', lambda value: isinstance(value, dict) and len(value) <= 40)
+_AMOUNTS = dict_of(list_of(number(0, MAX_SUM), lengths=(2,)), _CLASS)
 # Not list_of(TEXT): a thousand computes publish a hundred thousand names.
 _TEXTS = check('a list of texts', lambda value: isinstance(value, list) and all(type(each) is str for each in value))
 _NAMES = sparse(lambda value: tuple(_TEXTS(value)))
@@ -27,7 +30,7 @@ _NAMES = sparse(lambda value: tuple(_TEXTS(value)))
 
 @stored(
     *(1, 'facts', (',', ':')),
-    room=dict_of(list_of(number(0, MAX_SUM), lengths=(2,)), _CLASS),
+    room=lambda value: _AMOUNTS(_ROOM(value)),
     limits=sparse(dict_of(list_of(number(1, MAX_AMOUNT), lengths=(3,)), _CLASS)),
     traits=_NAMES,
     aggregates=_NAMES,
