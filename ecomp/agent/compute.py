@@ -458,8 +458,7 @@ class Compute:
         if config.queues and familiar:
             inventory, queues = parse_inventory(self._inventory), self._environment.queues
             lease, guests = lambda: self._presence.lease, hypervisor.list_guests
-            can_build = lambda: not self.troubles.reasons  # noqa: E731
-            taker = Taker(self._control, lease, queues, self._may_take, inventory, guests, can_build)
+            taker = Taker(self._control, lease, queues, self._may_take, inventory, guests, self.troubles.can_build)
             self._taking = TakeLoop(taker, self._failures, threads)
         self.upkeep = Upkeep(
             *(self.uuid, self._store, placement, self._claims, instances.list_guests),

@@ -124,11 +124,6 @@ def to_wire(allocations: Allocations) -> dict[str, dict[str, dict[str, int]]]:
     return {provider: {'resources': dict(resources)} for provider, resources in allocations.items()}
 
 
-def is_amount(value: object, maximum: int = MAX_SUM) -> bool:
-    """Return True for an int from 0 to `maximum`; False for a bool, because true would be one VCPU."""
-    return type(value) is int and 0 <= value <= maximum
-
-
 def sum_allocations(allocations: Allocations) -> dict[str, int]:
     """Return the sum over all providers, by class; a shared provider may supply the disk."""
     return sum_resources(allocations.values())

@@ -38,6 +38,9 @@ class Troubles:
         self._job = ScheduledJob(threads, threads.minutes, self.check)
         self.check_soon, self.stop = self._job.schedule, self._job.cancel
 
+    def can_build(self) -> bool:
+        return not self.reasons
+
     def note_build(self, image: str, failure: Failure | None) -> None:
         """Note that a build failed or, with None, succeeded, which ends the trouble of failed builds."""
         with self._lock:
