@@ -6,8 +6,10 @@ A broken connection never recovers, and a new one has no callbacks: libvirt.org/
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -32,8 +34,10 @@ log = logging.getLogger(__name__)
 # considered dead. Without keepalive a call to a frozen one would never return.
 KEEPALIVE_INTERVAL = 5
 KEEPALIVE_COUNT = 3
-# Seconds to wait for a connection; after that it is Unreachable.
+# Seconds without an answer after which libvirtd is Unreachable. The last ones of a lost connection count.
 OPEN_TIMEOUT = 20.0
+# Seconds for which each call waits at least: libvirtd may answer again.
+MIN_OPEN_TIMEOUT = 1.0
 # Seconds between two attempts to reopen a lost connection. The delay doubles from the first to the second value.
 MIN_REOPEN_DELAY_SECONDS = 0.2
 MAX_REOPEN_DELAY_SECONDS = 5.0
@@ -88,6 +92,8 @@ class Connection:
         self._lock = threading.Lock()
         self._current: libvirt.virConnect | None = None
         self._pending: Future[libvirt.virConnect] | None = None
+        # Since when (monotonic) libvirtd has not answered, if a connection was lost by that or is being opened.
+        self._silent_since = math.inf
         self._notify: Callable[[str], None] | None = None
         self._on_network_change: Callable[[str], None] | None = None
         self._registration: tuple[libvirt.virConnect, int, int | None] | None = None
@@ -135,8 +141,13 @@ class Connection:
             with suppress(libvirt.libvirtError):
                 connection.close()
 
-    def _get_connection(self) -> libvirt.virConnect:
-        """Return the connection, opened if needed; Unreachable if that fails or is slow; EcompError after close()."""
+    def _get_connection(self, timeout: float | None = None) -> libvirt.virConnect:
+        """Return the connection, opened if needed.
+
+        Raises:
+            Unreachable: it cannot be opened, or not within `timeout` seconds (None: see OPEN_TIMEOUT).
+            EcompError: close() was called.
+        """
         with self._lock:
             if self._closed.is_set():
                 raise EcompError(f'{self._name}: this process has closed the connection')
@@ -147,9 +158,10 @@ class Connection:
                 self._remove_callbacks(self._current)
                 self._current = None
             opening = self._pending or self._begin_opening()
-        # libvirt waits forever for a frozen daemon. The opening thread stays blocked; the next call waits for it, too.
+            wait = max(self._silent_since + OPEN_TIMEOUT - time.monotonic(), MIN_OPEN_TIMEOUT)
+        # libvirt waits forever for a frozen daemon. The opening thread stays blocked; later calls fail soon.
         try:
-            return opening.result(OPEN_TIMEOUT)
+            return opening.result(wait if timeout is None else timeout)
         except TimeoutError as error:
             raise Unreachable(f'{self._name} does not answer within {OPEN_TIMEOUT:g} s', self._name) from error
         except libvirt.libvirtError as error:
@@ -160,6 +172,7 @@ class Connection:
     def _begin_opening(self) -> Future[libvirt.virConnect]:
         """Start a thread that opens the connection, with the lock held; Unreachable if it cannot start."""
         opening: Future[libvirt.virConnect] = Future()
+        self._silent_since = min(self._silent_since, time.monotonic())
         try:
             _start_event_loop()
             threading.Thread(target=self._connect, args=(opening,), name='libvirt-open', daemon=True).start()
@@ -184,11 +197,11 @@ class Connection:
                 with suppress(libvirt.libvirtError):
                     connection.close()
             with self._lock:
-                self._pending = None
+                self._pending, self._silent_since = None, math.inf
             result.set_exception(error)
         else:
             with self._lock:
-                self._current, self._pending = connection, None
+                self._current, self._pending, self._silent_since = connection, None, math.inf
             result.set_result(connection)
 
     def _discard(self, connection: libvirt.virConnect) -> None:
@@ -252,6 +265,8 @@ class Connection:
 
     def _on_close(self, _connection: object, reason_code: int, _opaque: object) -> None:
         """Let _keep_open() reopen the connection; report the loss, unless close() was called."""
+        if reason_code == libvirt.VIR_CONNECT_CLOSE_REASON_KEEPALIVE:
+            self._silent_since = time.monotonic() - KEEPALIVE_INTERVAL * (KEEPALIVE_COUNT + 1)
         self._lost.set()
         if self._notify is not None and not self._closed.is_set():
             self._notify(f'libvirt: connection lost (reason {reason_code})')
@@ -264,7 +279,7 @@ class Connection:
             backoff = Backoff(MIN_REOPEN_DELAY_SECONDS, MAX_REOPEN_DELAY_SECONDS)
             while not self._closed.is_set():
                 try:
-                    self._get_connection()
+                    self._get_connection(OPEN_TIMEOUT)
                 except EcompError as error:
                     log.debug('%s', error)
                     self._closed.wait(backoff.next())

@@ -86,6 +86,16 @@ def test_silent_hypervisor_is_a_trouble_only_if_it_lasts(host: Host, error: Ecom
     assert host.published == [[reason], []]
 
 
+def test_hypervisor_that_is_silent_for_long_is_a_trouble_at_once(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait_in_vain() -> list[str]:
+        host.now += CONFIRMATION_SECONDS
+        raise Unreachable('no answer', 'libvirt')
+
+    monkeypatch.setattr(host.hypervisor, 'find_troubles', wait_in_vain)
+    host.check()
+    assert host.published == [['libvirt does not answer']]
+
+
 def test_known_trouble_stays_while_the_hypervisor_is_silent_for_a_moment(host: Host) -> None:
     host.hypervisor.troubles = ['network default is off']
     host.check()

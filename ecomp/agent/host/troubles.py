@@ -59,7 +59,7 @@ class Troubles:
             found, failing_since = self._hypervisor.find_troubles(), None
         except EcompError as error:
             failing_since = now if self._failing_since is None else self._failing_since
-            if now - failing_since < CONFIRMATION_SECONDS:
+            if time.monotonic() - failing_since < CONFIRMATION_SECONDS:  # the question itself may take long
                 found = self._found
             else:
                 found = ['libvirt does not answer' if isinstance(error, Unreachable) else split_fix(str(error))[0]]
