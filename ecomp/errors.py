@@ -153,13 +153,17 @@ class Unreadable(EcompError):
 
 
 class BuildFailed(EcompError):
-    """The step `stage` failed: scheduled (invalid request or claim), image, disk or started."""
+    """The step `stage` failed: scheduled (invalid request or claim), image, disk or started.
 
-    def __init__(self, stage: str, reason: str) -> None:
+    `is_host_fault`: an image failed for a reason that is this host's alone.
+    """
+
+    def __init__(self, stage: str, reason: str, is_host_fault: bool = False) -> None:
         super().__init__(f'{stage}: {reason}')
         self.stage = stage
         self.reason = reason
+        self.is_host_fault = is_host_fault
 
-    def __reduce__(self) -> tuple[type['BuildFailed'], tuple[str, str]]:
+    def __reduce__(self) -> tuple[type['BuildFailed'], tuple[str, str, bool]]:
         # Unpickling a worker's error would otherwise call BuildFailed(message).
-        return type(self), (self.stage, self.reason)
+        return type(self), (self.stage, self.reason, self.is_host_fault)

@@ -111,6 +111,7 @@ Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 
 LOOPBACK = 'a loopback address'
+UNLISTED = 'not in the `image_sources:` of this compute'
 LINK_LOCAL = 'a link-local address'
 METADATA = 'the metadata address of a cloud'
 NO_HOST = 'not the address of a host'
@@ -180,7 +181,7 @@ def find_host_refusal(host: str, sources: ImageSources | None) -> str | None:
     """
     name = host.lower().rstrip('.')
     if sources is not None and name not in sources.names:
-        return 'not in the `image_sources:` of this compute'
+        return UNLISTED
     return LOOPBACK if name == 'localhost' or name.endswith('.localhost') else None
 
 
@@ -201,7 +202,7 @@ def find_address_refusal(host: str, address: Address, sources: ImageSources | No
     if sources is None or host.lower().rstrip('.') in sources.names:
         return None
     is_listed = any(inner in network for network in listed for inner in expand_address(address))
-    return None if is_listed else 'not in the `image_sources:` of this compute'
+    return None if is_listed else UNLISTED
 
 
 def is_listed_exactly(address: Address, sources: ImageSources | None) -> bool:

@@ -83,11 +83,15 @@ class Interface:
 @stored(stage=TEXT, reason=TEXT, cleaned=TEXT)
 @dataclass(frozen=True)
 class Failure:
-    """Why an instance is in error: the stage that failed, the reason, what was cleaned up."""
+    """Why an instance is in error: the stage that failed, the reason, what was cleaned up.
+
+    `is_host_fault`, which is not stored, is that of BuildFailed.
+    """
 
     stage: str
     reason: str
     cleaned: str
+    is_host_fault: bool = field(default=False, compare=False)
 
     @property
     def cause_and_subject(self) -> tuple[str, str]:

@@ -47,11 +47,9 @@ def describe_trouble(value: bytes) -> str:
     return str(parse_trouble(value))
 
 
-# Stages that depend on the host. In others also an image, its server or a claim makes a build fail; that no address is
-# free the hypervisor finds itself.
+# Stages that depend on the host. At others a claim, or an image or its server makes most builds fail; that no address
+# is free the hypervisor finds itself.
 HOST_STAGES = ('disk', 'started')
-# How the reason of a failure ends if a file system was full.
-DISK_FULL = 'No space left on device'
 # Failures of two images within this time are the host's fault, and count for as long.
 BUILD_FAILURE_SECONDS = 600.0
 
@@ -65,8 +63,7 @@ class BuildFailure(NamedTuple):
 
 
 def may_be_host_fault(failure: Failure) -> bool:
-    """Return whether the host may have made a build fail: at one of HOST_STAGES, or by a full disk."""
-    return failure.stage in HOST_STAGES or failure.reason.endswith(DISK_FULL)
+    return failure.stage in HOST_STAGES or failure.is_host_fault
 
 
 def find_build_trouble(failures: Sequence[BuildFailure], now: float) -> str | None:

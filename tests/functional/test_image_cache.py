@@ -183,8 +183,9 @@ def test_unreadable_disk_prevents_eviction(web: ImageServer, directory: Path, mo
 
     monkeypatch.setattr('ecomp.agent.images.cache.read_backing_chain', unreadable)
     web.image = make_raw_image(MIB, 1)
-    with pytest.raises(BuildFailed, match='cannot be stored in .*: Input/output error'):
+    with pytest.raises(BuildFailed, match='cannot be stored in .*: Input/output error') as refused:
         get_base(image_cache, web.url + 'good?b')
+    assert refused.value.is_host_fault
     assert list_cached(directory) == [get_base_name(make_raw_image(MIB))]
 
 

@@ -130,6 +130,19 @@ def test_every_hop_of_a_redirect_is_checked(
     assert web.requests.count('good') == 1
 
 
+def test_only_a_direct_refusal_by_the_image_sources_is_the_fault_of_the_host(
+    web: ImageServer, tmp_path: Path, dns_answers: dict[str, list[list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dns_answers['images.example.org'], dns_answers['unlisted.example.org'] = [['127.0.0.1']], [['192.0.2.1']]
+    base, unlisted = (f'http://{name}.example.org:{get_port(web.url)}' for name in ('images', 'unlisted'))
+    cache = make_cache(tmp_path, EgressPolicy(parse_image_sources(['images.example.org', '127.0.0.1/32'])))
+    monkeypatch.setattr(Handler, 'answer_moved', lambda handler: handler.redirect(f'{unlisted}/good'))
+    for url, is_host_fault in [(f'{unlisted}/good', True), (f'{base}/moved', False)]:
+        with pytest.raises(BuildFailed, match='image_sources') as refused:
+            get_base(cache, url)
+        assert refused.value.is_host_fault is is_host_fault
+
+
 def test_the_body_of_a_redirect_is_not_read(web: ImageServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The body may be endless, and would be read into memory."""
     waited: list[bool] = []

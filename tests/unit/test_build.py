@@ -230,7 +230,7 @@ def test_power_jobs_switch_the_guest_and_remove_nothing() -> None:
     assert hypervisor.calls == []
 
 
-@pytest.mark.parametrize('error', [BuildFailed('disk', 'no room'), Cancelled(), EcompError('x')])
+@pytest.mark.parametrize('error', [BuildFailed('image', 'no room', is_host_fault=True), Cancelled(), EcompError('x')])
 def test_errors_survive_pickling(error: BuildFailed) -> None:
     unpickled = pickle.loads(pickle.dumps(error))
     assert type(unpickled) is type(error)

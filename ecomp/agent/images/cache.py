@@ -508,7 +508,8 @@ class ImageCache:
             with closing(hold):
                 yield hold.image
         except OSError as error:
-            raise BuildFailed('image', f'{url}: cannot be stored in {self.directory}: {error.strerror}') from error
+            reason = f'{url}: cannot be stored in {self.directory}: {error.strerror}'
+            raise BuildFailed('image', reason, is_host_fault=True) from error
 
     def _use_while_checking(
         self, url: str, entry: Download, hold: BaseHold, checkpoint: Checkpoint, report_progress: ProgressCallback

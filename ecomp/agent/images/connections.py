@@ -266,7 +266,7 @@ def load_tls_context() -> ssl.SSLContext:
     except OSError as error:
         reason = f'{path}: certificate authorities cannot be read: {error.strerror or error}'
         fix = f'set {" or ".join(CA_VARIABLES)} to a readable file or directory of certificates'
-        raise BuildFailed('image', f'{reason}. Fix: {fix}') from error
+        raise BuildFailed('image', f'{reason}. Fix: {fix}', is_host_fault=True) from error
 
 
 @lru_cache(maxsize=1)  # only the current one: a file that is rewritten every hour must not fill the cache

@@ -30,7 +30,7 @@ from urllib3.exceptions import HTTPError, LocationValueError, NewConnectionError
 from ecomp.agent.images.connections import AddressRefused, Connections, EgressPolicy
 from ecomp.errors import BuildFailed
 from ecomp.failpoints import failpoint
-from ecomp.model.image import check_image, find_sha256
+from ecomp.model.image import UNLISTED, check_image, find_sha256
 from ecomp.tls import SENTENCES, TlsFailure, classify_tls_error
 
 log = logging.getLogger(__name__)
@@ -285,7 +285,7 @@ class RemoteSource:
             except AddressRefused as refused:
                 direct = f'{refused.target}, {refused.reason}: images from there are refused'
                 reason = f'redirected to a refused address ({refused.reason})' if hop else direct
-                raise BuildFailed('image', f'{url}: {reason}') from refused
+                raise BuildFailed('image', f'{url}: {reason}', not hop and refused.reason == UNLISTED) from refused
             except LocationValueError as error:
                 raise BuildFailed('image', f'{url}: the host name is malformed') from error
             except HTTPError as error:

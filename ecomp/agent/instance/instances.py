@@ -329,11 +329,11 @@ class Instances:
             self._release_host_data(instance)
             raise Superseded from None
         except BuildFailed as error:
-            fail(record, revision, Failure(error.stage, error.reason, ''), remove_guest=must_remove)
+            failure = Failure(error.stage, error.reason, '', error.is_host_fault)
+            fail(record, revision, failure, remove_guest=must_remove)
         except OSError as error:
-            fail(
-                record, revision, Failure('image', f'{error.filename}: {error.strerror}', ''), remove_guest=must_remove
-            )
+            failure = Failure('image', f'{error.filename}: {error.strerror}', '', is_host_fault=True)
+            fail(record, revision, failure, remove_guest=must_remove)
         except (Conflict, UsageError) as error:
             # The build has undone its steps; the rest is not ecomp's.
             fail(record, revision, Failure('started', str(error), ''), remove_guest=False)
