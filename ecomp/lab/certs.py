@@ -296,13 +296,11 @@ def _write_configuration(path: Path, cluster: Cluster, extra_lines: str = '') ->
 
 
 def _write_if_changed(path: Path, content: bytes) -> None:
-    """Write a file; no-op if it already has this content, so that its owner stays."""
     if not path.exists() or path.read_bytes() != content:
         write_durably(path, content)
 
 
 def _encode_key(key: ec.EllipticCurvePrivateKey) -> bytes:
-    """Return the key as unencrypted PEM (PKCS #8)."""
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )

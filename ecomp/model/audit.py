@@ -27,7 +27,7 @@ from ecomp.model.record import ACTIVE, ERROR, Record
 from ecomp.model.stack import Stack
 from ecomp.model.stored import decode, encode, nested, optional, sparse, stored, to_dict
 from ecomp.model.text import join_some, make_printable
-from ecomp.model.trouble import describe_trouble
+from ecomp.model.trouble import parse_trouble
 from ecomp.model.world import World
 
 
@@ -171,7 +171,7 @@ def _find_compute_problems(world: World) -> Iterator[Finding]:
             yield Finding('provider-missing', compute, f'compute {compute} is alive, but has no provider')
         trouble = world.get_value(keys.troubles(compute))
         if trouble is not None and trouble.lease:
-            sentence = f'compute {compute} cannot build: {describe_trouble(trouble.value)}'
+            sentence = f'compute {compute} cannot build: {parse_trouble(trouble.value)}'
             yield Finding('host-trouble', compute, sentence, compute)
     for compute, state in world.absent_computes.items():
         provider = world.planes.providers.get(compute)

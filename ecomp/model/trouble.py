@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ecomp.model.parsers import check, list_of
-from ecomp.model.record import Failure
 from ecomp.model.stored import decode, encode, stored
 from ecomp.model.text import make_printable
 
@@ -42,11 +41,6 @@ def parse_trouble(value: bytes) -> Trouble:
         return Trouble((MALFORMED,))
 
 
-def describe_trouble(value: bytes) -> str:
-    """Return the reasons in a value as one printable line."""
-    return str(parse_trouble(value))
-
-
 # Stages that depend on the host. At others a claim, or an image or its server makes most builds fail; that no address
 # is free the hypervisor finds itself.
 HOST_STAGES = ('disk', 'started')
@@ -60,10 +54,6 @@ class BuildFailure(NamedTuple):
     failed_at: float
     image: str
     stage: str
-
-
-def may_be_host_fault(failure: Failure) -> bool:
-    return failure.stage in HOST_STAGES or failure.is_host_fault
 
 
 def find_build_trouble(failures: Sequence[BuildFailure], now: float) -> str | None:

@@ -251,7 +251,6 @@ class Connection:
 
     # The callbacks run in the event loop's thread, where a call to libvirt could deadlock.
     def _on_lifecycle(self, _: object, domain: libvirt.virDomain, event: int, detail: int, *_rest: object) -> None:
-        """Report any event of a domain to the `notify` of watch()."""
         if self._notify is not None:
             self._notify(f'libvirt: domain {domain.name()}: event {event}.{detail}')
 

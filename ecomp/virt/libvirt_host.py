@@ -473,7 +473,6 @@ class Libvirt:
         return self._console_directory / f'{instance}.log'
 
     def _find_qemu_user(self) -> QemuUser:
-        """Return the user QEMU runs as; UsageError if libvirt has no QEMU."""
         capabilities = self._read_capabilities()
         return find_user(capabilities.qemu_uid, capabilities.qemu_gid)
 

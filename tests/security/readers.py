@@ -39,7 +39,7 @@ from ecomp.model.query import parse_query
 from ecomp.model.record import Failure, Interface, Progress, Record
 from ecomp.model.stack import Stack
 from ecomp.model.stored import decode, decode_lenient, encode, nested
-from ecomp.model.trouble import describe_trouble, parse_trouble
+from ecomp.model.trouble import parse_trouble
 from ecomp.model.world import HostFacts, Planes, ProviderState, World, index_revisions
 from ecomp.store.client import Entry
 from ecomp.store.presence import _format_field, _parse_holder
@@ -196,7 +196,7 @@ def read_facts(value: bytes) -> None:
 
 def read_trouble(value: bytes) -> None:
     key = keys.troubles(COMPUTE)
-    assert describe_trouble(value).isprintable()
+    assert str(parse_trouble(value)).isprintable()
     computes = Computes({COMPUTE: PresenceFacts()})
     hosts = list_hosts(EtcdState(computes, troubles={COMPUTE: parse_trouble(value)}), {})
     assert [(host.state, host.trouble is None) for host in hosts] == [('up', False)]

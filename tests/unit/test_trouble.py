@@ -8,15 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.model.record import Failure
 from ecomp.model.trouble import (
     MALFORMED,
     MAX_BYTES,
     BuildFailure,
-    describe_trouble,
     encode_trouble,
     find_build_trouble,
-    may_be_host_fault,
     parse_trouble,
 )
 
@@ -38,7 +35,7 @@ def test_a_published_trouble_is_small_and_has_its_first_reason(reasons: list[str
 def test_two_reasons_are_shown_in_one_line() -> None:
     value = encode_trouble(['no free address on network default', 'network blue is off'])
     assert value is not None
-    assert describe_trouble(value.encode()) == 'no free address on network default; network blue is off'
+    assert str(parse_trouble(value.encode())) == 'no free address on network default; network blue is off'
 
 
 @pytest.mark.parametrize(
@@ -59,21 +56,12 @@ def test_two_reasons_are_shown_in_one_line() -> None:
     ],
 )
 def test_a_malformed_trouble_is_a_trouble(value: bytes) -> None:
-    assert describe_trouble(value) == MALFORMED
+    assert str(parse_trouble(value)) == MALFORMED
 
 
 @given(st.binary(max_size=2 * MAX_BYTES))
 def test_what_is_shown_of_any_value_is_one_printable_line(value: bytes) -> None:
-    assert describe_trouble(value).isprintable()
-
-
-@pytest.mark.parametrize(
-    ('stage', 'is_host_fault', 'counts'),
-    [('disk', False, True), ('started', False, True), ('image', True, True)]
-    + [('image', False, False), ('scheduled', False, False)],
-)
-def test_only_failures_that_the_host_may_have_caused_count(stage: str, is_host_fault: bool, counts: bool) -> None:
-    assert may_be_host_fault(Failure(stage, 'the reason', '', is_host_fault)) is counts
+    assert str(parse_trouble(value)).isprintable()
 
 
 @pytest.mark.parametrize(

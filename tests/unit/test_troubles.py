@@ -121,6 +121,19 @@ def test_failed_builds_of_two_images_count_until_one_succeeds_or_for_ten_minutes
     assert host.published == [FAILED_BUILDS, [], FAILED_BUILDS, []]
 
 
+@pytest.mark.parametrize(
+    ('stage', 'is_host_fault', 'counts'),
+    [('disk', False, True), ('started', False, True), ('image', True, True)]
+    + [('image', False, False), ('scheduled', False, False)],
+)
+def test_only_failures_that_the_host_may_have_caused_count(
+    host: Host, stage: str, is_host_fault: bool, counts: bool
+) -> None:
+    for image in ('a', 'b'):
+        host.troubles.note_build(image, Failure(stage, 'the reason', '', is_host_fault))
+    assert bool(host.published) is counts
+
+
 def test_failed_builds_come_after_what_the_hypervisor_finds(host: Host) -> None:
     host.troubles.note_build('a', FULL)
     host.troubles.note_build('b', FULL)

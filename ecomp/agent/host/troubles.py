@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from ecomp.agent.jobs import ScheduledJob, Threads
 from ecomp.errors import EcompError, Unreachable, split_fix
 from ecomp.model.record import Failure
-from ecomp.model.trouble import BuildFailure, find_build_trouble, may_be_host_fault
+from ecomp.model.trouble import HOST_STAGES, BuildFailure, find_build_trouble
 from ecomp.virt import Hypervisor
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Troubles:
         with self._lock:
             if failure is None:
                 self._failures.clear()
-            elif may_be_host_fault(failure):
+            elif failure.stage in HOST_STAGES or failure.is_host_fault:
                 self._failures.append(BuildFailure(time.monotonic(), image, failure.stage))
             self._update()
         if failure is not None:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ecomp.agent.host.metadata import GuestData
@@ -181,6 +181,7 @@ def load_user_data(store: Store, request: Request) -> Request:
 MAX_ATTEMPTS = 3
 
 
+@dataclass
 class Shutdowns:
     """When guests were asked to shut down (monotonic, not stored); for the planning thread only.
 
@@ -188,41 +189,33 @@ class Shutdowns:
     `grace_seconds`, which begin again after a restart of ecompute.
     """
 
-    def __init__(self, grace_seconds: float, retry_seconds: float) -> None:
-        self._grace_seconds = grace_seconds
-        self._retry_seconds = retry_seconds
-        self._request_times: dict[str, tuple[float, float]] = {}
+    grace_seconds: float
+    retry_seconds: float
+    # When each guest was asked first and last.
+    request_times: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def note_request(self, instance: str, now: float) -> None:
         """Note that a guest was asked at `now`, for the first time or again."""
-        first_time, _ = self._request_times.get(instance, (now, now))
-        self._request_times[instance] = first_time, now
+        self.request_times[instance] = self.request_times.get(instance, (now,))[0], now
 
     def find_actions(self, now: float) -> dict[str, ShutdownAction]:
         """Return the action that is due for each guest that was asked; WAIT if none is."""
-        return {
-            instance: self._decide_action(first, last, now) for instance, (first, last) in self._request_times.items()
-        }
+
+        def decide(first: float, last: float) -> ShutdownAction:
+            if now >= first + self.grace_seconds:
+                return ShutdownAction.SWITCH_OFF
+            return ShutdownAction.ASK_AGAIN if now >= last + self.retry_seconds else ShutdownAction.WAIT
+
+        return {instance: decide(*times) for instance, times in self.request_times.items()}
 
     def find_times(self, after: float) -> list[float]:
         """Return the times after `after` at which another action becomes due."""
-        times = [
-            when
-            for first, last in self._request_times.values()
-            for when in (first + self._grace_seconds, last + self._retry_seconds)
-        ]
-        return [when for when in times if when > after]
+        times = [(first + self.grace_seconds, last + self.retry_seconds) for first, last in self.request_times.values()]
+        return [when for pair in times for when in pair if when > after]
 
     def forget_all_but(self, running: Collection[str]) -> None:
         """Forget the guests that are not running: they have shut down."""
-        self._request_times = {
-            instance: times for instance, times in self._request_times.items() if instance in running
-        }
-
-    def _decide_action(self, first: float, last: float, now: float) -> ShutdownAction:
-        if now >= first + self._grace_seconds:
-            return ShutdownAction.SWITCH_OFF
-        return ShutdownAction.ASK_AGAIN if now >= last + self._retry_seconds else ShutdownAction.WAIT
+        self.request_times = {each: times for each, times in self.request_times.items() if each in running}
 
 
 def _get_power(request: Request) -> PowerAction:
@@ -651,7 +644,6 @@ class Instances:
         failpoint('released')
 
     def _release_host_data(self, instance: str) -> None:
-        """Remove the guest's data for the metadata server and its DHCP reservations."""
         self.guest_data.remove(instance, list_macs(instance))
         failpoint('forgotten')
         self.hypervisor.release_addresses(instance)
@@ -718,7 +710,6 @@ class Instances:
         return None
 
     def _run_step(self, job: Step) -> None:
-        """Run the job to its end, drop its events, and raise its errors."""
         for _ in self.runner.run(job):
             pass
 

@@ -246,7 +246,6 @@ class Records:
         return [Exists(all_requests[compute].key) for compute in others[:1]]
 
     def _make_condition(self, instance: str) -> Unchanged:
-        """Return the condition that the record is as cached."""
         return Unchanged(self._get_key(instance), self._cache.get(instance, RecordEntry()).revision)
 
 
