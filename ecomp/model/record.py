@@ -83,14 +83,12 @@ class Interface:
 @stored(stage=TEXT, reason=TEXT, cleaned=TEXT)
 @dataclass(frozen=True)
 class Failure:
-    """Why an instance is in error: the stage that failed, the reason, what was cleaned up.
-
-    `is_host_fault`, which is not stored, is that of BuildFailed.
-    """
+    """Why an instance is in error: the stage that failed, the reason, what was cleaned up."""
 
     stage: str
     reason: str
     cleaned: str
+    # That of BuildFailed, which is not stored.
     is_host_fault: bool = field(default=False, compare=False)
 
     @property
