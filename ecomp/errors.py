@@ -26,6 +26,7 @@ A message is one line for a person: what failed, where, how to fix it. Only entr
 
 import re
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 
@@ -115,14 +116,16 @@ class StillGoing(EcompError):
 class Unreachable(EcompError):
     """A backend does not answer; `backend` is 'etcd at localhost:2379', or '' if it answers but cannot do this.
 
-    Nothing was changed, unless it is an UnknownOutcome or, after a write, a StrangeEtcd.
+    Nothing was changed, unless it is an UnknownOutcome or, after a write, a StrangeEtcd. `tls_failure` is the
+    ecomp.tls.TlsFailure, None if TLS did not fail.
     """
 
     exit_code = 7
 
-    def __init__(self, message: str, backend: str = '') -> None:
+    def __init__(self, message: str, backend: str = '', tls_failure: Enum | None = None) -> None:
         super().__init__(message)
         self.backend = backend
+        self.tls_failure = tls_failure
 
 
 class UnknownOutcome(Unreachable):

@@ -184,6 +184,9 @@ class Connections:
         """Return the error for a call without an answer."""
         return error_type(f'{self.name} cannot be reached: {reason}', self.name)
 
+    def make_tls_error(self, error_type: type[Unreachable], failure: TlsFailure) -> Unreachable:
+        return error_type(f'{self.name} cannot be reached: {SENTENCES[failure]}', self.name, failure)
+
     def make_broken_error(self, error_type: type[Unreachable]) -> Unreachable:
         """Return the error for a broken connection; over TLS it suggests a rejected certificate."""
         # A server that rejects our certificate often closes the connection before its alert arrives.
@@ -252,7 +255,7 @@ class Connections:
         if isinstance(error, TimeoutError):
             return self.make_late_error(no_answer_error, deadline)
         if isinstance(error, ssl.SSLError):
-            return self.make_unreachable_error(no_answer_error, SENTENCES[classify_tls_error(error)])
+            return self.make_tls_error(no_answer_error, classify_tls_error(error))
         if isinstance(error, OSError) and not isinstance(error, AnswerTooLong):
             return self.make_broken_error(no_answer_error)
         return self.make_foreign_error(no_answer_error)
@@ -280,7 +283,7 @@ class Connections:
         except (OSError, ValueError) as error:
             sock.close()
             if isinstance(error, ssl.SSLError):
-                raise self.make_unreachable_error(Unreachable, SENTENCES[classify_tls_error(error)]) from error
+                raise self.make_tls_error(Unreachable, classify_tls_error(error)) from error
             if isinstance(error, ConnectionError):
                 raise self.make_broken_error(Unreachable) from error
             raise self.make_unreachable_error(Unreachable, 'no connection') from error
@@ -312,7 +315,7 @@ class Connections:
             if config.cert_cert is not None:
                 context.load_cert_chain(config.cert_cert, config.cert_key)
         except OSError as error:
-            raise self.make_unreachable_error(Unreachable, SENTENCES[TlsFailure.UNUSABLE_FILES]) from error
+            raise self.make_tls_error(Unreachable, TlsFailure.UNUSABLE_FILES) from error
         return context
 
 

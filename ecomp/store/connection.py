@@ -223,7 +223,7 @@ class Connection:
                 f'{name} cannot be reached: {self._certificate_error}', f'{name} ({self._certificate_error})'
             )
         why = 'no answer in time' if error.code == DEADLINE_EXCEEDED else error.details
-        return no_answer_error(f'{name} cannot be reached: {why}', name)
+        return no_answer_error(f'{name} cannot be reached: {why}', name, error.tls_failure)
 
 
 def _describe_certificate_error(error: OSError) -> str:

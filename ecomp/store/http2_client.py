@@ -194,7 +194,8 @@ class Transport:
             why = f'DNS resolution failed for {self.endpoint}: {error.strerror}'
             self._failed = CallFailure(UNAVAILABLE, why, unsent=True)
         except Exception as error:
-            self._failed = CallFailure(UNAVAILABLE, self._describe_connect_error(error), unsent=True)
+            failure = classify_tls_error(error) if isinstance(error, ssl.SSLError) else None
+            self._failed = CallFailure(UNAVAILABLE, self._describe_connect_error(error), True, failure)
 
     def _describe_connect_error(self, error: Exception) -> str:
         """Return why the connection failed, as text: TCP, TLS, or no HTTP/2."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ecomp.model.text import make_printable
+from ecomp.tls import TlsFailure
 
 # Results of a Comparison.
 EQUAL = 0
@@ -426,11 +427,14 @@ _ROLES_CHANGED = 'etcdserver: revision of auth store is old'
 class CallFailure(Exception):
     """A failed call: gRPC's code, its details in one line, and whether it was not sent (see is_unsent())."""
 
-    def __init__(self, code: str, details: str | None, unsent: bool = False) -> None:
+    def __init__(
+        self, code: str, details: str | None, unsent: bool = False, tls_failure: TlsFailure | None = None
+    ) -> None:
         super().__init__(code, details)
         self.code = code
         self.details = ' '.join((details or '').split())
         self.unsent = unsent
+        self.tls_failure = tls_failure
 
 
 def is_full(error: CallFailure) -> bool:

@@ -30,6 +30,7 @@ from ecomp.errors import (
 )
 from ecomp.placement.client import Placement
 from ecomp.placement.http_client import HEADERS
+from ecomp.tls import SENTENCES
 from tests.functional.placement_client import claim, make_uuid, open_client
 from tests.kit.certificates import Authority
 from tests.kit.commands import Control, Ecompute
@@ -149,7 +150,11 @@ def read_refusal(config: PlacementConfig) -> str:
         with pytest.raises((Unreachable, UnknownOutcome)):
             client.write('POST', '/resource_providers', {'name': 'never'})
     assert str(refusal.value).isprintable()
-    assert str(refusal.value).startswith(f'placement at {config.endpoint} cannot be reached: ')
+    prefix, failure = f'placement at {config.endpoint} cannot be reached: ', refusal.value.tls_failure
+    assert str(refusal.value).startswith(prefix)
+    # The doctor's cure depends on it.
+    sentence = str(refusal.value).removeprefix(prefix)
+    assert failure in ([each for each, text in SENTENCES.items() if text == sentence] or [None])
     return str(refusal.value)
 
 

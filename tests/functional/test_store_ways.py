@@ -319,6 +319,19 @@ def test_unreadable_certificate_is_named_until_it_is_restored(secured: SecuredEt
             store.get('/x')
 
 
+def test_error_has_the_failure_of_tls(secured: SecuredEtcd, tmp_path: Path) -> None:
+    """The doctor's cure depends on it."""
+    stranger = Authority(tmp_path / 'stranger').certificate
+    own_failures = {TlsFailure.OWN_MISSING, TlsFailure.OWN_REFUSED}
+    for config, failures in (
+        (secured.config._replace(cert_cert=None, cert_key=None), own_failures),
+        (secured.config._replace(ca_cert=stranger), {TlsFailure.UNTRUSTED}),
+    ):
+        with closing(Store(config)) as store, pytest.raises(Unreachable) as caught:
+            store.get('/x')
+        assert caught.value.tls_failure in failures
+
+
 @pytest.mark.parametrize(
     ('says', 'why'),
     [
