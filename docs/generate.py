@@ -41,7 +41,7 @@ from ecomp.cli.options import OPTIONS
 from ecomp.lab import elab
 from ecomp.model import audit as findings
 from ecomp.model import boots, cluster, flavor, group, keys, order, queue, quota, record, roles
-from ecomp.model.level import mark_warning
+from ecomp.model.finding import mark_warning
 from ecomp.model.stored import CODECS
 from ecomp.store import sharing
 from tests.faults import table as faults

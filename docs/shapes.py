@@ -13,9 +13,9 @@ from ecomp.model.apply import ACTIONS
 from ecomp.model.boots import REASONS
 from ecomp.model.choose import STRATEGIES
 from ecomp.model.events import KINDS
+from ecomp.model.finding import ERROR, WARNING
 from ecomp.model.group import POLICIES
 from ecomp.model.host import CLOSED, DISABLED, ORPHANED, SILENT, UP
-from ecomp.model.level import ERROR, WARNING
 from ecomp.model.record import QUEUED, STATES
 
 Schema = Mapping[str, Any]

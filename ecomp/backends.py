@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import base64
+import re
+from contextlib import closing, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 from ecomp.conf import EtcdConfig, PlacementConfig, list_exposed_secrets
-from ecomp.errors import EcompError, NoSpace
-from ecomp.model.health import Backends, Certificate, read_certificate_end
+from ecomp.errors import EcompError, NoSpace, Problem, Unreachable
+from ecomp.model.health import Backends
 from ecomp.placement.client import Placement
 from ecomp.store.client import Store
+from ecomp.tls import CURES
 
 # Seconds of the lease that is granted, renewed and revoked as a test.
 TEST_LEASE_SECONDS = 10
@@ -23,47 +26,51 @@ def probe_backends(
 
     `config_path` is the configuration that names both, or None; `config_name` is the usual name of its file.
     """
-    no_etcd = no_placement = etcd_version = placement_version = ''
+    no_etcd = no_placement = None
+    etcd_version = placement_version = ''
     clock_ahead: float | None = None
     try:
-        store = Store(etcd)
-        try:
+        with closing(Store(etcd)) as store:
             store.count('/computes/')
             etcd_version = store.read_version()
             _check_lease(store)
-        finally:
-            store.close()
     except EcompError as error:
-        no_etcd = str(error)
-    client = Placement(placement)
+        no_etcd = explain_failure('etcd', error, config_path, config_name)
     try:
-        about = client.read_server_info()
-        placement_version = about.version
-        if about.clock is not None:
-            clock_ahead = (datetime.now(UTC) - about.clock).total_seconds()
-        # The version page does not use placement's database, so query that, too.
-        client.get('/traits?name=in:COMPUTE_STATUS_DISABLED')
+        with closing(Placement(placement)) as client:
+            about = client.read_server_info()
+            placement_version = about.version
+            if about.clock is not None:
+                clock_ahead = (datetime.now(UTC) - about.clock).total_seconds()
+            # The version page does not use placement's database, so query that, too.
+            client.get('/traits?name=in:COMPUTE_STATUS_DISABLED')
     except EcompError as error:
-        no_placement = str(error)
-    finally:
-        client.close()
+        no_placement = explain_failure('placement', error, config_path, config_name)
     paths = (etcd.ca_cert, etcd.cert_cert, placement.ca_cert, placement.cert_cert)
     return Backends(
         etcd=f'etcd at {",".join(etcd.endpoints)}',
         placement=f'placement at {placement.endpoint}',
-        config_path=None if config_path is None else str(config_path),
+        configuration=str(config_path or f'no {config_name}'),
         now=datetime.now(UTC),
-        default_config_name=config_name,
         etcd_failure=no_etcd,
         placement_failure=no_placement,
         etcd_version=etcd_version,
         placement_version=placement_version,
         ahead_seconds=clock_ahead,
         open_secrets=tuple(map(str, list_exposed_secrets(etcd, placement))),
-        certificates=tuple(
-            Certificate(str(path), _read_expiry(path)) for path in dict.fromkeys(paths) if path is not None
-        ),
+        certificates={str(path): read_certificate_end(path) for path in paths if path is not None},
     )
+
+
+def explain_failure(section: str, error: EcompError, config_path: Path | None, config_name: str) -> Problem:
+    """Return why the server of a section does not answer; the parameters are those of probe_backends()."""
+    cure = f'start {section} at this address, or correct `{section}:` in {config_path}'
+    if isinstance(error, Unreachable) and error.tls_failure in CURES:
+        cure = CURES[error.tls_failure].format(section=section)
+    elif config_path is None:
+        reason = f'no {config_name} was found, so the address is localhost'
+        cure = f'name a configuration file with --config or in ECOMP_CONFIG: {reason}'
+    return Problem(error.problem.what, cure)
 
 
 def _check_lease(store: Store) -> None:
@@ -80,9 +87,20 @@ def _check_lease(store: Store) -> None:
             store.revoke(lease)
 
 
-def _read_expiry(path: Path) -> datetime | None:
-    """Return when the certificate expires (UTC); None if the file is unreadable or malformed."""
-    try:
-        return read_certificate_end(path.read_bytes())
-    except (OSError, ValueError):
-        return None
+_CERTIFICATE = re.compile(rb'-----BEGIN CERTIFICATE-----([A-Za-z0-9+/=\s]+)-----END CERTIFICATE-----')
+# RFC 5280, 4.1.2.5: the validity is a sequence of two times in UTC, each with seconds: UTCTime or GeneralizedTime.
+_TIME = rb'(?:\x17\x0d|\x18\x0f)([0-9]{12,14}Z)'
+_VALIDITY = re.compile(rb'\x30[\x1e\x20\x22]' + _TIME + _TIME)
+
+
+def read_certificate_end(path: Path) -> datetime | None:
+    """Return when (UTC) the first certificate in a PEM file expires; None if it is absent, unreadable or malformed."""
+    # A regular expression, because Python's ssl decodes only certificates of authorities and of a connection's peer.
+    with suppress(OSError, ValueError):
+        certificate = _CERTIFICATE.search(path.read_bytes())
+        validity = certificate and _VALIDITY.search(base64.b64decode(certificate[1]))
+        if validity:
+            end = validity[2].decode()
+            date_format = '%y%m%d%H%M%SZ' if len(end) == len('YYMMDDhhmmssZ') else '%Y%m%d%H%M%SZ'
+            return datetime.strptime(end, date_format).replace(tzinfo=UTC)
+    return None

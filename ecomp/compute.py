@@ -151,13 +151,13 @@ def _check_alone(options: argparse.Namespace, name: str) -> None:
 def _run_check(config: ComputeConfig) -> int:
     """Print findings to stdout and a summary to stderr; return the exit code."""
     from ecomp.agent.checking import check_machine
-    from ecomp.model.health import format_lines, get_exit_code, summarize
+    from ecomp.model.finding import get_exit_code
 
     backends, findings = check_machine(config)
-    for line in format_lines(findings):
-        print(make_printable(line), flush=True)
-    _print_message(summarize(backends, findings))
-    return get_exit_code(backends, findings)
+    for finding in findings:
+        print(make_printable(str(finding)), flush=True)
+    _print_message(backends.summarize(findings))
+    return get_exit_code(findings)
 
 
 def _close_dhcp(config: ComputeConfig) -> int:

@@ -21,12 +21,12 @@ from ecomp.conf import (
     read_etcd,
     read_placement,
 )
-from ecomp.errors import UsageError
+from ecomp.errors import Problem, UsageError
 from ecomp.model import keys
 from ecomp.model.allocation import is_class
+from ecomp.model.finding import COMPUTE_WARNINGS
 from ecomp.model.guest import DEFAULT_NETWORKS, MAX_INTERFACES, Attachment
 from ecomp.model.image import check_source
-from ecomp.model.level import COMPUTE_WARNINGS
 from ecomp.yaml_file import (
     InvalidValue,
     Node,
@@ -157,17 +157,17 @@ def _parse_metrics(file: YamlFile, node: Node) -> Path:
     return path
 
 
-def explain_unsafe_metrics(path: Path | None) -> str:
-    """Return why metrics must not be written there, with a fix; '' if only root and this user can write there."""
+def explain_unsafe_metrics(path: Path | None) -> Problem | None:
+    """Return why metrics must not be written there; None if only root and this user can write there."""
     if path is None:
-        return ''
+        return None
     loose: Path | None = path.parent
     with suppress(OSError):  # missing, or in a directory that this user cannot enter
         loose = find_loose_directory(path, (0, os.geteuid()))
         if loose is None and not path.parent.stat().st_mode & 0o022:
-            return ''
-    cure = 'Fix: create it as root, writable by root only, or correct `metrics:` in compute.yaml'
-    return f'no metrics are written: {loose or path.parent} is not a directory to which only root can write. {cure}'
+            return None
+    what = f'no metrics are written: {loose or path.parent} is not a directory to which only root can write'
+    return Problem(what, 'create it as root, writable by root only, or correct `metrics:` in compute.yaml')
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from ecomp.model.finding import SCHEDULE_WARNINGS
 from ecomp.model.image import check_image
-from ecomp.model.level import SCHEDULE_WARNINGS
 from ecomp.model.reach import DEFAULT_REACH, ReachCommand, check_user, parse_reach
 from ecomp.model.text import check_plain_name
 from ecomp.yaml_file import (

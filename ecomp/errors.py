@@ -25,9 +25,19 @@ A message is one line for a person: what failed, where, how to fix it. Only entr
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Problem(NamedTuple):
+    """A problem and its cure, a command or what to do; '' if none is known."""
+
+    what: str
+    cure: str = ''
+
+    def __str__(self) -> str:
+        return f'{self.what}. Fix: {self.cure}' if self.cure else self.what
 
 
 def split_fix(message: str) -> tuple[str, str]:
@@ -46,6 +56,20 @@ class EcompError(Exception):
     """An expected failure; str() is one line for a person."""
 
     exit_code = 1
+
+    @property
+    def problem(self) -> Problem:
+        what, _, cure = str(self).partition('. Fix: ')
+        return Problem(what, cure)
+
+
+def explain_error(check: Callable[[], object]) -> Problem | None:
+    """Return why a check raises UsageError or Conflict; None if it does not."""
+    try:
+        check()
+    except (Conflict, UsageError) as error:
+        return error.problem
+    return None
 
 
 class UsageError(EcompError):

@@ -58,6 +58,15 @@ ETCD_SENTENCES: Mapping[TlsFailure, str] = {
     **dict.fromkeys((TlsFailure.PLAIN_TEXT, TlsFailure.OTHER), 'it does not speak TLS as this host does'),
     TlsFailure.HUNG_UP: 'it closes TLS connections (it may expect plain text, without ca_cert)',
 }
+# Where the server runs at this address, but something else is wrong. After HUNG_UP it may as well be shutting down.
+CURES: Mapping[Enum | None, str] = {
+    TlsFailure.NOT_YET_VALID: 'run `timedatectl set-ntp true` here and on the control host',
+    TlsFailure.EXPIRED: 'run `elab certs DIR` on the control host, and check that the clock of this machine is right',
+    **dict.fromkeys(
+        _OWN_CERTIFICATE_FAILURES,
+        'run `elab certs DIR` on the control host, copy the new files here, and name them in `{section}:`',
+    ),
+}
 
 # Named in https://docs.openssl.org/master/man3/X509_STORE_CTX_get_error/; the numbers are in OpenSSL's x509_vfy.h.
 _BY_VERIFY_CODE = {

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
+from functools import partial
 from pathlib import Path
 
 from ecomp import backends
@@ -13,21 +15,22 @@ from ecomp.agent.host import metadata, provider
 from ecomp.agent.host.provider import check_names
 from ecomp.agent.host.state import Identity
 from ecomp.compute_conf import ComputeConfig, explain_unsafe_metrics
-from ecomp.errors import Conflict, EcompError, UsageError, split_fix
-from ecomp.model import health, keys
+from ecomp.errors import Conflict, EcompError, Problem, UsageError, explain_error
+from ecomp.files import get_search_path
+from ecomp.model import health
 from ecomp.model.allocation import REQUIRED_CLASSES
-from ecomp.model.health import Ailment, Backends
+from ecomp.model.finding import MACHINE, SERVERS, Finding, run_checks
 from ecomp.placement.client import Placement
 
 PROXY_VARIABLES = ('http_proxy', 'https_proxy', 'all_proxy', 'HTTP_PROXY', 'HTTPS_PROXY', 'ALL_PROXY')
 
 
-def check_machine(config: ComputeConfig) -> tuple[Backends, list[Ailment]]:
-    """Check etcd, placement and this machine; return the backends' state and the ailments, except ignored warnings."""
+def check_machine(config: ComputeConfig) -> tuple[health.Backends, list[Finding]]:
+    """Check etcd, placement and this machine; return the backends' state and the findings, except ignored warnings."""
     status = backends.probe_backends(config.etcd, config.placement, config.path, 'compute.yaml')
     machine = _read_machine(config, not status.placement_failure)
-    ailments = [*health.run_checks(health.BACKEND_CHECKS, status), *health.check_machine(machine)]
-    return status, [ailment for ailment in ailments if ailment.check not in config.ignore_warnings]
+    findings = [*run_checks(health.CHECKS, SERVERS, status), *run_checks(health.CHECKS, MACHINE, machine)]
+    return status, [finding for finding in findings if finding.code not in config.ignore_warnings]
 
 
 def close_dhcp(config: ComputeConfig) -> Iterator[str]:
@@ -48,76 +51,70 @@ def close_dhcp(config: ComputeConfig) -> Iterator[str]:
         try:
             at_exit.callback(Identity(config.state).close)
         except Conflict as error:
-            problem = f'{split_fix(str(error))[0]}, which may start a guest while a network is restarted'
+            problem = f'{error.problem.what}, which may start a guest while a network is restarted'
             raise Conflict(f'{problem}. Fix: systemctl stop ecompute, and repeat the command') from error
         for name, found in open_networks.items():
             yield networks.close_dhcp(name, found)
 
 
-def find_refusals(config: ComputeConfig, has_placement: bool) -> Iterator[str]:
-    """Yield, as text, a start's UsageErrors about ratios and, if `has_placement` and it answers, traits and classes."""
+def find_refusals(config: ComputeConfig, has_placement: bool) -> list[Problem]:
+    """Return why a start fails: wrong ratios and, if `has_placement` and it answers, unknown traits and classes."""
     classes = sorted({*REQUIRED_CLASSES, *(config.inventory or ())})
-    try:
-        provider.add_ratios(dict.fromkeys(classes, {}), config.allocation_ratios)
-    except UsageError as error:
-        yield str(error)
-    if not has_placement:
-        return
-    placement = Placement(config.placement)
-    try:
-        check_names(placement, config.traits, config.inventory or ())
-    except UsageError as error:
-        yield str(error)
-    except EcompError:
-        pass  # placement does not answer; a start would wait for it, so the configuration is not wrong
-    finally:
-        placement.close()
+    found = [explain_error(partial(provider.add_ratios, dict.fromkeys(classes, {}), config.allocation_ratios))]
+    # A start waits for a placement that does not answer, so the configuration is not wrong then.
+    with closing(Placement(config.placement)) as placement, suppress(EcompError):
+        if has_placement:
+            found.append(explain_error(partial(check_names, placement, config.traits, config.inventory or ())))
+    return [problem for problem in found if problem]
 
 
-def find_missing_images(config: ComputeConfig) -> str:
-    """Return the path of `images:` if that is set and not a directory, else ''."""
-    return '' if config.images is None or os.path.isdir(config.images) else str(config.images)
+def explain_missing_images(config: ComputeConfig) -> Problem | None:
+    """Return that `images:` is set and not a directory, else None."""
+    if config.images is None or os.path.isdir(config.images):
+        return None
+    what = f'`images:` {config.images} is not a directory: each file:// image fails'
+    return Problem(what, f'run `mkdir -p {shlex.quote(str(config.images))}`, or correct `images:` in compute.yaml')
 
 
 def _read_machine(config: ComputeConfig, has_placement: bool) -> health.MachineFacts:
-    """Collect health.check_machine()'s facts; libvirt's errors become reasons. `has_placement`: see find_refusals()."""
-    libvirt_state, no_libvirt, no_library = None, '', ''
+    """Collect the facts; libvirt's errors are part of them. `has_placement`: see find_refusals()."""
+    refused = [Problem(f'ecompute cannot start: {what}', cure) for what, cure in find_refusals(config, has_placement)]
+    problems: dict[str, Sequence[Problem | None]] = {
+        'configuration': refused,
+        'images': [explain_missing_images(config)],
+        'metrics': [explain_unsafe_metrics(config.metrics)],
+    }
+    libvirt_facts = None
     try:
         from ecomp.virt.libvirt_host import probe_libvirt
     except UsageError as error:
-        no_library = str(error)
+        problems['libvirt'] = [error.problem]
     else:
         try:
-            libvirt_state = probe_libvirt(config.state, config.networks)
+            libvirt_facts = probe_libvirt(config.state, config.networks, virt_type=config.virt_type)
         except EcompError as error:
-            no_libvirt = str(error)
+            is_installed = shutil.which('libvirtd', path=get_search_path()) is not None
+            cure = 'systemctl start libvirtd' if is_installed else 'apt-get install libvirt-daemon-system'
+            problems['libvirt'] = [Problem(error.problem.what, cure)]
     return health.MachineFacts(
         state=_read_state_directory(config.state),
-        libvirt=libvirt_state,
-        no_libvirt_reason=no_libvirt,
-        no_library_reason=no_library,
-        has_libvirtd=shutil.which('libvirtd', path=f'{os.environ.get("PATH", os.defpath)}:/usr/sbin') is not None,
+        libvirt=libvirt_facts,
         configured_uuid=config.uuid,
-        virt_type=config.virt_type,
         metadata_mode=config.metadata,
         proxy_variables=tuple(name for name in PROXY_VARIABLES if os.environ.get(name)),
         has_image_proxy=config.image_proxy is not None,
         is_metadata_port_taken=metadata.is_address_taken(),
-        refused_settings=tuple(find_refusals(config, has_placement)),
-        missing_image_directory=find_missing_images(config),
-        metrics_problem=explain_unsafe_metrics(config.metrics),
+        problems=problems,
     )
 
 
 def _read_state_directory(directory: Path) -> health.StateDirectory:
     """Read owner and text of `uuid` (None, '' if unreadable), and the free bytes where the directory is or will be."""
     owner, saved_uuid = None, ''
-    try:
+    with suppress(OSError, ValueError):  # before the first start, or not readable, which the owner explains
         owner = directory.stat().st_uid
         saved_uuid = (directory / 'uuid').read_text().strip()
-    except (OSError, ValueError):
-        pass  # before the first start, or not readable, which the owner explains
     # Below a directory we may not enter, os.path.exists() returns False, where Path.exists() raises.
     nearest = next(path for path in (directory, *directory.absolute().parents) if os.path.exists(path))
     free_bytes = shutil.disk_usage(nearest).free
-    return health.StateDirectory(str(directory), os.geteuid(), owner, saved_uuid, keys.is_uuid(saved_uuid), free_bytes)
+    return health.StateDirectory(str(directory), os.geteuid(), owner, saved_uuid, free_bytes)

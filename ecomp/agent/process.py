@@ -121,7 +121,7 @@ class MetricsWriter:
     def _write(self) -> None:
         """Write the file, unless stopped; EcompError if that fails."""
         if problem := explain_unsafe_metrics(self._path):
-            raise EcompError(problem)
+            raise EcompError(str(problem))
         text = make_text(METRICS, self.collect())
         try:
             with self._lock:

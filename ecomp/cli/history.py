@@ -153,7 +153,7 @@ def _explain_waiting(queue_wait: QueuePosition, naming: Computes) -> list[str]:
         lines.append(f'{host} is silent: until {host} is back or forgotten, no compute {condition} takes the request')
     if queue_wait.unknown_reason is not None:
         lines.append(f'it is unknown what each compute lacks: {queue_wait.unknown_reason}')
-    return [naming.no_taker_reason] if naming.no_taker_reason else lines
+    return [str(naming.no_taker_reason)] if naming.no_taker_reason else lines
 
 
 def _waiting_to_dict(explanation: Explanation) -> dict[str, object]:

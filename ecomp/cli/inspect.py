@@ -107,8 +107,8 @@ def _print_address(ctx: Context) -> int:
 def _explain_unserved(records: Sequence[Record], read_computes: Callable[[], Computes]) -> list[str]:
     """Return a line if no compute takes the queued records, else []; call `read_computes` only if one is queued."""
     waiting = [record.name or record.instance for record in records if record.state == QUEUED]
-    sentence = read_computes().describe_unserved(waiting) if waiting else None
-    return [] if sentence is None else [sentence]
+    unserved = read_computes().describe_unserved(waiting) if waiting else None
+    return [] if unserved is None else [str(unserved)]
 
 
 def _list(ctx: Context) -> int:
@@ -348,7 +348,7 @@ def make_record_details(
     rows += [(STAGE_FIELDS.get(stage, stage), time) for stage, time in times if time]
     rows += [(f'boot {boot.number}', _format_boot(boot)) for boot in record.boots if len(record.boots) > 1]
     if record.state == QUEUED and (unserved := known_computes.describe_unserved(['it'])):
-        rows.append(('waits', unserved))
+        rows.append(('waits', str(unserved)))
     if record.progress:
         rows.append(('progress', str(record.progress)))
     if reason:

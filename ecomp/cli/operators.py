@@ -14,14 +14,13 @@ from ecomp.cli.terminal import LiveLine, make_timestamp
 from ecomp.errors import Conflict, EcompError, NoCapacity, NotFound, StillGoing, Unreachable, UsageError, put_before_fix
 from ecomp.model import keys
 from ecomp.model.allocation import REQUIRED_CLASSES, Room
+from ecomp.model.finding import Finding, count_findings, get_exit_code, mark_warning
 from ecomp.model.host import CLOSED, DISABLED, NO_COMPUTES, Computes, Host
-from ecomp.model.level import count_findings, get_exit_code, mark_warning
 from ecomp.model.order import START, STOP, get_holdings
 from ecomp.model.record import STAGES
 from ecomp.model.text import make_printable
 
 if TYPE_CHECKING:
-    from ecomp.model.audit import Finding
     from ecomp.model.moves import Move
     from ecomp.scheduler.changes.wait import Deadline
     from ecomp.scheduler.operations.audit import Report
@@ -262,7 +261,7 @@ def _audit(ctx: Context) -> int:
         ctx.show(make_finding_listing(findings, report.world.named_computes, names))
     for line in _summarize(report, findings):
         ctx.out.say(make_printable(line))
-    return get_exit_code([finding.code for finding in findings])
+    return get_exit_code(findings)
 
 
 # Listings of computes and findings
@@ -386,9 +385,8 @@ def _summarize(report: Report, findings: Sequence[Finding]) -> list[str]:
     cures = (
         f'{row.code}. Fix: ' + (f'eschedule audit --fix, which {row.fix}' if row.fix else row.how) for row in findings
     )
-    count = count_findings([row.code for row in findings])
-    unserved = filter(None, [report.world.describe_unserved()])
-    return [*away, *report.notes, *unserved, *dict.fromkeys(cures), f'{report.summary}: {count}']
+    unserved = map(str, filter(None, [report.world.describe_unserved()]))
+    return [*away, *report.notes, *unserved, *dict.fromkeys(cures), f'{report.summary}: {count_findings(findings)}']
 
 
 def _format_share(share: Room | None) -> str | None:

@@ -7,130 +7,34 @@ state explains. The module has more than 700 lines because the rows stay beside 
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from enum import Enum
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from ecomp.model import keys
 from ecomp.model.allocation import calculate_capacity, describe_difference, format_resources, sum_resources
 from ecomp.model.command_names import RESERVED
+from ecomp.model.finding import CLUSTER, HOST, Check, Finding, Leftover, Repair, add_checks, run_checks
 from ecomp.model.group import Group
 from ecomp.model.guest import INTERFACE_DOWN, PAUSED, REFUSED_METADATA, UNFILTERED, UNLIKE, UNPLUGGED, Guest
 from ecomp.model.host import MAX_QUOTED_INSTANCES, SILENT
 from ecomp.model.json_object import dump
-from ecomp.model.level import get_level
 from ecomp.model.order import InvalidRequest, Request
-from ecomp.model.parsers import FLAG, check, format_reason, list_of, number, text
+from ecomp.model.parsers import format_reason, list_of, number, text
 from ecomp.model.quota import Quota, sum_charges
 from ecomp.model.record import ACTIVE, ERROR, Record
 from ecomp.model.stack import Stack
 from ecomp.model.stored import decode, encode, nested, optional, sparse, stored, to_dict
-from ecomp.model.text import join_some, make_printable
+from ecomp.model.text import join_some
 from ecomp.model.trouble import parse_trouble
 from ecomp.model.world import World
 
-
-class Repair(Enum):
-    """A repair of `audit --fix`, in words; ecomp.scheduler.operations.audit or, on a host, its ecompute makes it."""
-
-    RELEASE = 'releases the claim'
-    CLAIM = 'claims the resources of the request again'
-    DELETE = 'deletes the key'
-    DELETE_REQUEST = 'deletes the request'
-    UNQUEUE = 'removes the request from the queue'
-    PUT_ON_LEASE = 'puts the record on a lease'
-    RESTORE_NAME = 'restores the name'
-    JOIN_GROUP = 'adds the instance and its compute to the group'
-    LEAVE_GROUP = 'removes these members from the group'
-    RECOUNT = 'counts the usage again'
-    END_ENTRIES = 'marks these entries as ended'
-    RESTORE_STACK = 'restores the stack from the requests'
-    CLEAR = 'has its host remove the leftover'
-
-
-# Who looks for a code: a host at itself, eschedule at the cluster, or both.
-HOST, CLUSTER = frozenset({'host'}), frozenset({'cluster'})
+# A host at itself, and eschedule at what placement has of absent computes.
 BOTH = HOST | CLUSTER
-
-
-class Leftover(NamedTuple):
-    """Something that a host can remove.
-
-    `kind` is `disk`, `iso` (NoCloud disk) or `reservations` of an instance, `seed` (metadata of a MAC) or `part`.
-    `mark` is the instance of metadata, or the mark of a part; a host keeps what has another one by then.
-    """
-
-    kind: str
-    name: str
-    mark: str = ''
-
-
-@stored(
-    code=check(
-        'a code of a host', lambda code: isinstance(code, str) and code in CHECKS and CHECKS[code].scope >= HOST
-    ),
-    subject=text(lambda subject: make_printable(subject, MAX_SUBJECT_CHARACTERS)),
-    sentence=text(lambda sentence: make_printable(sentence, MAX_SENTENCE_CHARACTERS)),
-    is_repairable=sparse(FLAG),
-)
-class Finding(NamedTuple):
-    """One disagreement about `subject`: an instance, compute, name, group, project or stack.
-
-    `compute` is where it was found, or ''; with a `leftover`, that host can remove it. If not `is_repairable`, --fix
-    leaves the finding alone, although its code has a repair. --fix changes etcd only if all `keys` are unchanged. A
-    repair that deletes a key, or puts it on a lease, applies to the first of `keys`.
-    """
-
-    code: str
-    subject: str
-    sentence: str
-    compute: str = ''
-    leftover: Leftover | None = None
-    is_repairable: bool = True
-    keys: tuple[str, ...] = ()
-
-    @property
-    def repair(self) -> Repair | None:
-        """The repair of `audit --fix`, None if it leaves the finding alone."""
-        return CHECKS[self.code].repair if self.is_repairable else None
-
-    @property
-    def fix(self) -> str:
-        """The repair in words, '' if absent."""
-        return self.repair.value if self.repair else ''
-
-    @property
-    def how(self) -> str:
-        """The manual repair, with only `<key>` filled in, quoted for the shell; '' if `audit --fix` repairs it."""
-        text = '' if self.fix else CHECKS[self.code].manual_repair
-        return text.replace('<key>', ' or '.join(map(shlex.quote, self.keys))) if self.keys else text
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON object that users see: with level, fix and how, without leftover, is_repairable and keys."""
-        fields = {name: getattr(self, name) for name in ('code', 'subject', 'compute', 'sentence', 'fix', 'how')}
-        return {**fields, 'level': get_level(self.code)}
-
-
-class Check(NamedTuple):
-    """A row of the table: who looks for a code, which function finds it, what it means, and its repairs.
-
-    Codes are stable: scripts depend on them. In the manual repair `<key>` stands for the finding's key, or for all of
-    its keys if one of them is wrong.
-    """
-
-    scope: frozenset[str]
-    find: Callable[[World], Iterator[Finding]]
-    meaning: str
-    manual_repair: str = ''
-    repair: Repair | None = None
 
 
 def find_all(world: World) -> list[Finding]:
     """Return all findings of a host that looks at itself, or of the cluster."""
-    scope = HOST if world.planes.compute else CLUSTER
-    finders = dict.fromkeys(check.find for check in CHECKS.values() if check.scope >= scope)
-    return [finding for find in finders for finding in find(world)]
+    return run_checks(CHECKS, HOST if world.planes.compute else CLUSTER, world)
 
 
 # {subject: {key about the subject: its revision in etcd}}
@@ -445,10 +349,12 @@ def _find_quota_problems(world: World) -> Iterator[Finding]:
     """Find quotas that are unlike their requests or, while nothing is in work, unlike placement's usage."""
     # Usage is not compared while work is in progress: an attempt claims before it delivers, a destroy releases.
     in_work = world.in_flight or any(map(world.is_in_work, world.requests_by_compute)) if world.quotas else True
+    waiting = (each for places in world.queue_entries.values() for each in places.values())
+    requests = *waiting, *(each for places in world.requests_by_compute.values() for each in places.values())
     for project, quota in world.quotas.items():
         if not isinstance(quota, Quota):
             continue
-        requested = _count_requested(world, project)
+        requested = sum_charges(project, requests, world.records.get)
         difference = _describe_difference(quota.used, requested)
         if difference:
             used = f'the requests of the project use {difference[1]}'
@@ -459,13 +365,6 @@ def _find_quota_problems(world: World) -> Iterator[Finding]:
         if difference:
             sentence = f'{keys.quota(project)} counts {difference[0]}, but placement counts {difference[1]}'
             yield Finding('usage-differs', project, sentence)
-
-
-def _count_requested(world: World, project: str) -> dict[str, int]:
-    """Return the usage of a project by its queued and delivered requests: {class: amount}."""
-    waiting_requests = (waiting for places in world.queue_entries.values() for waiting in places.values())
-    requests = (parsed for by_compute in world.requests_by_compute.values() for parsed in by_compute.values())
-    return sum_charges(project, (*waiting_requests, *requests), world.records.get)
 
 
 def _describe_difference(first: Mapping[str, int], second: Mapping[str, int]) -> tuple[str, str] | None:
@@ -657,7 +556,7 @@ REPAIR_WRONG_DOMAIN = 'on the host of the wrong domain: `virsh destroy <instance
 
 
 # fmt: off
-CHECKS: Mapping[str, Check] = {
+CHECKS = add_checks({
     # of the cluster, by eschedule
     'provider-missing': Check(CLUSTER, _find_compute_problems, 'a living compute has no provider',
         'wait a minute, then check the log of its ecompute'),
@@ -788,7 +687,7 @@ CHECKS: Mapping[str, Check] = {
         'then downloads the image again'),
     'dhcp-open': Check(HOST, _find_file_problems, 'the DHCP of a network gives addresses to unknown MACs',
         'on its host, while ecompute and the guests on this network are stopped: `ecompute --close-dhcp`'),
-}
+})
 # fmt: on
 
 
@@ -796,8 +695,6 @@ CHECKS: Mapping[str, Check] = {
 
 # A longer report is malformed.
 MAX_REPORT_BYTES = 64 * 1024
-MAX_SENTENCE_CHARACTERS = 1000
-MAX_SUBJECT_CHARACTERS = 255
 
 
 @stored(

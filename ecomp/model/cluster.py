@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ecomp.errors import Problem
 from ecomp.model import keys
 from ecomp.model.parsers import TEXT, UUID, number
 from ecomp.model.stored import decode, lenient, stored
@@ -94,8 +95,8 @@ def explain_identity_mismatch(remembered: KnownCluster, value: bytes | None) -> 
     return None if current == remembered.identity else f'its identity is {current}, not {remembered.identity} as before'
 
 
-def describe_vulnerabilities(version: str) -> str | None:
-    """Return a warning with its Fix: for an end-of-life or vulnerable etcd; None for others, or if unknown."""
+def describe_vulnerabilities(version: str) -> Problem | None:
+    """Return the problem of an end-of-life or vulnerable etcd; None for others, or if unknown."""
     parts = re.match(r'(\d+)\.(\d+)\.(\d+)', version)
     if parts is None:
         return None
@@ -103,7 +104,7 @@ def describe_vulnerabilities(version: str) -> str | None:
     fixed = ', '.join(f'{m}.{n}.{patch}' for (m, n), patch in FIXED_PATCHES.items())
     cure = f'upgrade etcd; {fixed} and newer have no known vulnerabilities'
     if (major, minor) < min(FIXED_PATCHES):
-        return f'etcd {version} is end-of-life, and its roles do not protect its keys. Fix: {cure}'
+        return Problem(f'etcd {version} is end-of-life, and its roles do not protect its keys', cure)
     if patch < FIXED_PATCHES.get((major, minor), 0):
-        return f'etcd {version} has known vulnerabilities. Fix: {cure}'
+        return Problem(f'etcd {version} has known vulnerabilities', cure)
     return None

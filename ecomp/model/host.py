@@ -17,6 +17,7 @@ from datetime import datetime, timedelta
 from functools import cached_property
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
+from ecomp.errors import Problem
 from ecomp.model import keys, status
 from ecomp.model.allocation import (
     Inventory,
@@ -198,8 +199,8 @@ class Computes:
         return sorted(compute for compute, presence in self.living.items() if presence.queues)
 
     @property
-    def no_taker_reason(self) -> str | None:
-        """Why no compute takes queued requests, with a fix, or that this is unknown; None if one takes them."""
+    def no_taker_reason(self) -> Problem | None:
+        """Why no compute takes queued requests, or that this is unknown; None if one takes them."""
         if self.takers:
             return None
         unknown = sorted(
@@ -207,23 +208,17 @@ class Computes:
         )
         if unknown:
             older = f'the ecompute of {join_some(unknown, 1)} is too old to report it'
-            return f'no compute reports that it takes queued requests, but {older}'
-        return (
-            'no compute takes queued requests. Fix: set `queues: True` in the compute.yaml of a host, '
-            'and restart its ecompute'
-        )
+            return Problem(f'no compute reports that it takes queued requests, but {older}')
+        cure = 'set `queues: True` in the compute.yaml of a host, and restart its ecompute'
+        return Problem('no compute takes queued requests', cure)
 
-    def describe_unserved(self, names: Sequence[str]) -> str | None:
-        """Return a line that no compute takes these requests, naming the first; None without `names`, or if one may."""
-        if (
-            not names
-            or self.no_taker_reason is None
-            or any(presence.queues is None for presence in self.living.values())
-        ):
+    def describe_unserved(self, names: Sequence[str]) -> Problem | None:
+        """Return that no compute takes these requests, naming the first; None without `names`, or if one may."""
+        reason = self.no_taker_reason
+        if not names or reason is None or any(presence.queues is None for presence in self.living.values()):
             return None
-        return make_printable(
-            f'{join_some(names, 1)} wait{"s" if len(names) == 1 else ""} in a queue, but {self.no_taker_reason}'
-        )
+        waiting = make_printable(f'{join_some(names, 1)} wait{"s" if len(names) == 1 else ""} in a queue')
+        return reason._replace(what=f'{waiting}, but {reason.what}')
 
     def replace_uuids(self, text: str) -> str:
         """Return the text with uuids of computes replaced by names, except in paths of keys."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
+from ecomp.errors import Problem
 from ecomp.model import keys
 from ecomp.model.allocation import Resources
 from ecomp.model.group import Group
@@ -225,8 +226,8 @@ class World:
         labels.add(record.name if record else None)
         return {name for name in labels if name}
 
-    def describe_unserved(self) -> str | None:
-        """Return one line that no compute takes what is queued; None if one may or nothing waits."""
+    def describe_unserved(self) -> Problem | None:
+        """Return that no compute takes what is queued; None if one may or nothing waits."""
         return self.named_computes.describe_unserved(
             [min(self.list_names(each), default=each) for each in sorted(self.queue_entries)]
         )

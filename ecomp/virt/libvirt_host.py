@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from ecomp.addresses import is_own_address, resolve_addresses
-from ecomp.errors import BuildFailed, Conflict, EcompError, Unreachable, UsageError
+from ecomp.errors import BuildFailed, Conflict, EcompError, Problem, Unreachable, UsageError, explain_error
 from ecomp.files import get_search_path
 from ecomp.model import health
 from ecomp.model.guest import (
@@ -34,63 +34,49 @@ from ecomp.model.guest import (
     GuestSpec,
     Trouble,
 )
-from ecomp.model.health import MISSING
 from ecomp.model.image import Address as IpAddress
 from ecomp.virt import networks, xml
 from ecomp.virt.connection import Connection, IgnoredErrors, describe_error, is_broken, libvirt
 from ecomp.virt.domains import Domains, GuestAgents, apply_filter
 from ecomp.virt.networks import Networks
-from ecomp.virt.volumes import POOL, Seeds, Volumes
+from ecomp.virt.volumes import Seeds, Volumes
 from ecomp.virt.xml import Service
 
 
-def probe_libvirt(state: Path, attachments: Sequence[Attachment], uri: str = 'qemu:///system') -> health.LibvirtFacts:
+def probe_libvirt(
+    state: Path, attachments: Sequence[Attachment], uri: str = 'qemu:///system', virt_type: str = 'auto'
+) -> health.LibvirtFacts:
     """Return what libvirt offers here; change nothing. Raises Unreachable, EcompError (libvirt's) or OSError."""
     with closing(Connection(uri)) as connection:
         with connection.use('reading its version') as opened:
             version = opened.getLibVersion()
         capabilities, no_qemu = read_capabilities(connection, timeout_seconds=0)
         qemu = find_user(capabilities.qemu_uid, capabilities.qemu_gid)
-        host_networks = Networks(connection)
-        states = {attachment: host_networks.read_state(attachment) for attachment in attachments}
-        filters = Filters(connection, ()).explain_missing()
-        unfit = [host_networks.explain_unfit(attachment, not filters) for attachment in attachments]
-        unfit += [(host_networks.find_lease_problem(attachment), '') for attachment in attachments]
-        closed = find_blocked_directory(state.absolute() / 'images', qemu)
+        images, host_networks = state.absolute() / 'images', Networks(connection)
+        no_kvm = explain_no_kvm(qemu, capabilities.domain_types)
+        why = Filters(connection, ()).explain_missing()
+        problems: health.Problems = {
+            'qemu': [no_qemu],
+            'kvm': [explain_closed_kvm(qemu) or explain_error(partial(choose_virt_type, virt_type, no_kvm))],
+            'way': [explain_blocked(images, qemu)],
+            'pool': [explain_error(Volumes(connection, images).check)],
+            'network': [problem for each in attachments for problem in host_networks.find_problems(each, not why)],
+            'filters': [explain_no_filters(why)] if why else [],
+        }
         return health.LibvirtFacts(
             version=version,
             library_version=libvirt.getVersion(),
-            no_qemu_reason=no_qemu,
-            qemu_user=qemu.name,
-            has_kvm_device=KVM_DEVICE.exists(),
-            is_kvm_closed=is_kvm_closed(qemu),
-            no_kvm_reason=explain_no_kvm(qemu, capabilities.domain_types),
-            blocked_directory='' if closed is None else str(closed),
-            foreign_pool_directory=_find_foreign_pool(connection, state.absolute() / 'images'),
-            networks=states,
-            has_bridge=any(
-                _has_bridge(connection, attachment) for attachment, condition in states.items() if condition != MISSING
-            ),
-            no_filters_reason=filters,
-            network_problems=tuple(problem for problems in unfit for problem in problems if problem),
+            has_bridge=any(_has_bridge(host_networks, attachment) for attachment in attachments),
             computes=Domains(connection).list_computes(),
+            problems=problems,
         )
 
 
-def _has_bridge(connection: Connection, attachment: Attachment) -> bool:
+def _has_bridge(host_networks: Networks, attachment: Attachment) -> bool:
     """Return whether the attachment is a network on a bridge that libvirt made; False on errors."""
-    with suppress(EcompError):  # a network without a bridge
-        return attachment.kind == 'network' and Networks(connection).find_own_bridge(attachment.name) is not None
+    with suppress(EcompError):  # a network that is missing, or without a bridge
+        return attachment.kind == 'network' and host_networks.find_own_bridge(attachment.name) is not None
     return False
-
-
-def _find_foreign_pool(connection: Connection, directory: Path) -> str:
-    """Return the directory of the pool `ecompute` if that is not `directory`, else ''."""
-    with connection.use(f'looking for the storage pool {POOL}') as opened:
-        targets = [
-            xml.parse_pool_target(pool.XMLDesc()) for pool in opened.listAllStoragePools() if pool.name() == POOL
-        ]
-    return next((str(target) for target in targets if os.path.realpath(target) != os.path.realpath(directory)), '')
 
 
 log = logging.getLogger(__name__)
@@ -99,33 +85,31 @@ EMULATOR = 'qemu-system-x86_64'
 # libvirt's probe starts QEMU, which the kernel may kill, or a busy machine may delay beyond libvirt's own limit.
 PROBE_SECONDS = 120.0
 PROBE_PAUSE_SECONDS = 5.0
-NO_QEMU = (
-    f'libvirt has no QEMU for {xml.ARCHITECTURE} guests. Fix: apt-get install qemu-system-x86; '
-    'systemctl restart libvirtd'
+NO_QEMU = Problem(
+    f'libvirt has no QEMU for {xml.ARCHITECTURE} guests', 'apt-get install qemu-system-x86; systemctl restart libvirtd'
 )
-UNUSABLE_QEMU = 'libvirt cannot use {emulator}: {why}. Fix: systemctl restart libvirtd'
 
 
-def read_capabilities(connection: Connection, timeout_seconds: float) -> tuple[xml.Capabilities, str]:
+def read_capabilities(connection: Connection, timeout_seconds: float) -> tuple[xml.Capabilities, Problem | None]:
     """Read libvirt's capabilities; if an installed QEMU is not in them, ask again for `timeout_seconds`.
 
     Raises what Connection.use() does.
 
     Returns:
-        The capabilities, and why they lack QEMU as `problem. Fix: cure`, or '' if they do not.
+        The capabilities, and why they lack QEMU, None if they do not.
     """
     deadline = time.monotonic() + timeout_seconds
     while True:
         with connection.use('reading its capabilities') as opened:
             capabilities = xml.parse_capabilities(opened.getCapabilities())
             if 'qemu' in capabilities.domain_types:
-                return capabilities, ''
+                return capabilities, None
             emulator = shutil.which(EMULATOR, path=get_search_path())
             if emulator is None:
                 return capabilities, NO_QEMU
             why = _explain_failed_probe(opened, emulator)
         if time.monotonic() >= deadline:
-            return capabilities, UNUSABLE_QEMU.format(emulator=emulator, why=why)
+            return capabilities, Problem(f'libvirt cannot use {emulator}: {why}', 'systemctl restart libvirtd')
         log.warning('libvirt cannot use %s: %s; asking it again in %.0f s', emulator, why, PROBE_PAUSE_SECONDS)
         time.sleep(PROBE_PAUSE_SECONDS)
 
@@ -150,6 +134,12 @@ FILTERS_LOST = (
     'libvirt can no longer filter what guests send ({why}): ecompute starts no guest until libvirt can again. Fix: '
     'restore the filters, or restart ecompute, which then starts guests without filters'
 )
+
+
+def explain_no_filters(why: str) -> Problem:
+    """Return the problem of guests whose libvirt has no filters."""
+    problem = f'libvirt cannot filter what guests send ({why}): a guest can take the address of another guest'
+    return Problem(problem, 'apt-get install iptables libvirt-daemon-system; systemctl restart libvirtd')
 
 
 class Libvirt:
@@ -210,7 +200,7 @@ class Libvirt:
             build_problem, address_problem = self._networks.explain_unfit(attachment, has_filters)
             # Only the first interface's address is waited for.
             if build_problem or (address_problem and number == 0):
-                raise UsageError(build_problem or address_problem)
+                raise UsageError(str(build_problem or address_problem))
         self._volumes.check()
 
     def prepare(self) -> None:
@@ -229,7 +219,7 @@ class Libvirt:
                 raise UsageError(f'{problem}. Fix: correct `state:`, or repair that directory') from error
         qemu = self._find_qemu_user()
         check_reachable(self._volumes.directory, qemu)  # again: a new directory may have a default ACL
-        if is_kvm_closed(qemu):
+        if explain_closed_kvm(qemu):
             log.warning('%s %s', KVM_DEVICE, UNUSABLE_KVM.format(name=qemu.name))
         for attachment in self._attachments:
             self._networks.prepare(attachment)
@@ -480,7 +470,7 @@ class Libvirt:
         """Read libvirt's capabilities; UsageError if they lack QEMU, for PROBE_SECONDS if it is installed."""
         capabilities, problem = read_capabilities(self._connection, PROBE_SECONDS)
         if problem:
-            raise UsageError(problem)
+            raise UsageError(str(problem))
         return capabilities
 
 
@@ -615,6 +605,14 @@ def check_reachable(directory: Path, qemu: QemuUser) -> None:
         )
 
 
+def explain_blocked(directory: Path, qemu: QemuUser) -> Problem | None:
+    """Return that QEMU cannot enter a directory on the path to the disks; None if it can."""
+    if (step := find_blocked_directory(directory, qemu)) is None:
+        return None
+    what = f'QEMU runs as {qemu.name}, which cannot enter {step} above the disks'
+    return Problem(what, f'chmod o+x {shlex.quote(str(step))}')
+
+
 def find_blocked_directory(directory: Path, qemu: QemuUser) -> Path | None:
     """Return the first existing directory on the path to this one that QEMU cannot enter, or None."""
     real = directory.resolve()
@@ -660,9 +658,12 @@ def evaluate_permissions(mode: int, owner: int, group: int, acl: bytes, qemu: Qe
     return mode & 0o7
 
 
-def is_kvm_closed(qemu: QemuUser) -> bool:
-    """Return whether /dev/kvm exists and QEMU may not open it."""
-    return KVM_DEVICE.exists() and not has_access(READ_WRITE, KVM_DEVICE, qemu)
+def explain_closed_kvm(qemu: QemuUser) -> Problem | None:
+    """Return that QEMU may not open /dev/kvm; None if it may, or if this machine has none."""
+    if not KVM_DEVICE.exists() or has_access(READ_WRITE, KVM_DEVICE, qemu):
+        return None
+    effect = 'guests are emulated, and each start of a guest or of ecompute takes up to a minute longer'
+    return Problem(f'{qemu.name} cannot open /dev/kvm: {effect}', 'chgrp kvm /dev/kvm; chmod 660 /dev/kvm')
 
 
 def explain_no_kvm(qemu: QemuUser, domain_types: Collection[str]) -> str:
@@ -671,7 +672,7 @@ def explain_no_kvm(qemu: QemuUser, domain_types: Collection[str]) -> str:
     flags = CPUINFO.read_text(errors='replace').split()
     needed = {
         'the CPU has neither vmx nor svm': 'vmx' in flags or 'svm' in flags,
-        'QEMU cannot open /dev/kvm': KVM_DEVICE.exists() and not is_kvm_closed(qemu),
+        'QEMU cannot open /dev/kvm': KVM_DEVICE.exists() and not explain_closed_kvm(qemu),
         'libvirt does not offer KVM': 'kvm' in domain_types,
     }
     return '; '.join(problem for problem, is_met in needed.items() if not is_met)

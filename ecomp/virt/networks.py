@@ -21,11 +21,10 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import Any
 
-from ecomp.errors import BuildFailed, Conflict, EcompError, UsageError
+from ecomp.errors import BuildFailed, Conflict, EcompError, Problem, UsageError
 from ecomp.files import get_search_path, watch_files
 from ecomp.model import keys
 from ecomp.model.guest import METADATA_ADDRESS, Address, Attachment, ReservedAddress, list_macs, make_mac_conflict
-from ecomp.model.health import MISSING, OFF, USABLE
 from ecomp.model.record import format_time
 from ecomp.model.text import join_some
 from ecomp.virt import xml
@@ -40,6 +39,11 @@ from ecomp.virt.connection import (
 from ecomp.virt.xml import Dhcp, Reservation
 
 log = logging.getLogger(__name__)
+
+# The states of a network or bridge.
+USABLE = 'there'
+OFF = 'off'
+MISSING = 'missing'
 
 INTERFACES_DIRECTORY = Path('/sys/class/net')
 # States of a neighbour entry in which its MAC is trusted.
@@ -353,21 +357,22 @@ class Networks:
         networks = dict.fromkeys(attachment for attachment in attachments if attachment.kind == 'network')
         return [attachment for attachment in networks if not self._read_dhcp(attachment.name).has_ipv6]
 
-    def explain_unfit(self, attachment: Attachment, has_filters: bool) -> tuple[str, str]:
-        """Return why no guest can run there ('' unless `has_filters`) and why none gets IPv4, each with a fix or ''."""
-        build_problem, address_problem = (
-            self._read_dhcp(attachment.name).problems if attachment.kind == 'network' else ('', '')
-        )
-        return build_problem if has_filters else '', address_problem
+    def explain_unfit(self, attachment: Attachment, has_filters: bool) -> tuple[Problem | None, Problem | None]:
+        """Return why no guest can run there (None unless `has_filters`), and why none gets IPv4; None if it does."""
+        if attachment.kind != 'network':
+            return None, None
+        build_problem, address_problem = self._read_dhcp(attachment.name).problems
+        return build_problem if has_filters else None, address_problem
 
-    def find_lease_problem(self, attachment: Attachment) -> str:
-        """Return why the leases of a network cannot be read, with a fix, or ''."""
+    def find_problems(self, attachment: Attachment, has_filters: bool) -> Iterator[Problem]:
+        """Yield why no guest can be plugged in or run there, or gets or shows an address."""
+        found = explain_state(attachment, self.read_state(attachment)), *self.explain_unfit(attachment, has_filters)
+        yield from filter(None, found)
         try:
             if attachment.kind == 'network':
                 self.read_leases(attachment.name, ())
         except UnreadableLeases as error:
-            return str(error)
-        return ''
+            yield error.problem
 
     def _read_dhcp(self, name: str) -> Dhcp:
         """Return the network's DHCP; one without ranges if the network is missing."""
@@ -383,6 +388,22 @@ class Networks:
             network = connection.networkLookupByName(name)
             return pick_newest_leases(_list_leases(network), macs, xml.read_dhcp(network.XMLDesc()))
         return {}
+
+
+def explain_state(attachment: Attachment, state: str) -> Problem | None:
+    """Return why guests cannot be plugged in there; None if they can."""
+    kind, name = attachment
+    if state == USABLE:
+        return None
+    if state == OFF:
+        return Problem(f'network {name} is not active', f'virsh net-start {name}; virsh net-autostart {name}')
+    if kind == 'bridge':
+        return Problem(f'this host has no bridge {name}', f'ip link add {name} type bridge; ip link set {name} up')
+    cure = 'correct `networks:`; `virsh net-list --all` shows the networks'
+    if name == 'default':
+        define = 'virsh net-define /usr/share/libvirt/networks/default.xml; virsh net-autostart default'
+        cure = f'{define}; virsh net-start default'
+    return Problem(f'libvirt has no network named {name}', cure)
 
 
 def _list_leases(network: libvirt.virNetwork) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, IPv6Address
 from typing import NamedTuple
 
+from ecomp.errors import Problem
 from ecomp.model.guest import METADATA_ADDRESS, Attachment, GuestSpec
 
 MARK_NAMESPACE = 'urn:ecomp:1'
@@ -413,7 +414,7 @@ class Dhcp:
     reserved_only: bool = False
     lease_seconds: tuple[int, ...] = ()
     has_ipv6: bool = True
-    problems: tuple[str, str] = ('', '')
+    problems: tuple[Problem | None, Problem | None] = (None, None)
     server: IPv4Address | None = None
 
     @property
@@ -478,21 +479,22 @@ def close_dhcp(xml: str) -> str:
 
 def _explain_unfit(
     root: ET.Element, is_served: bool, ipv4_elements: list[ET.Element], has_no_range: bool
-) -> tuple[str, str]:
-    """Return why no guest can run there, and why none gets IPv4 ('' unless `is_served`), each with a fix or ''."""
-    name, unfilterable, unaddressed = f'network {root.findtext("name")}', '', ''
+) -> tuple[Problem | None, Problem | None]:
+    """Return why no guest can run there, and why none gets IPv4 (None unless `is_served`), each None if they can."""
+    name, unfilterable, unaddressed = f'network {root.findtext("name")}', None, None
     ports = [*root.iterfind('virtualport[@type]'), *root.iterfind("portgroup[@default='yes']/virtualport[@type]")]
     # virDomainActualNetDefValidate() in libvirt's src/conf/domain_conf.c: filters require a tap on a Linux bridge.
     if ports or not (is_served or root.find('bridge') is not None):
         kind = f'a port of {ports[0].get("type")}' if ports else 'the network card itself (macvtap or hostdev)'
         fix = 'name a Linux bridge instead under `networks:`, like `- bridge: br0`, as docs/howto/bridge.md describes'
-        unfilterable = f'{name} uses {kind}, where libvirt cannot filter guests: no guest can run there. Fix: {fix}'
+        why = f'{name} uses {kind}, where libvirt cannot filter guests'
+        unfilterable = Problem(f'{why}: no guest can run there', fix)
     if is_served and has_no_range and any(element.find('dhcp') is not None for element in ipv4_elements):
         fix = f"virsh net-update {root.findtext('name')} add ip-dhcp-range \"<range start='FIRST' end='LAST'/>\""
-        unaddressed = f'{name} has DHCP without a <range>: guests get no address. Fix: {fix} --live --config'
+        unaddressed = Problem(f'{name} has DHCP without a <range>: guests get no address', f'{fix} --live --config')
     elif is_served and not ipv4_elements and root.find('ip') is not None:
         fix = 'add an <ip> of IPv4 with a <dhcp><range> with `virsh net-edit`, and restart the network'
-        unaddressed = f'{name} has only IPv6: guests wait for an IPv4 address forever. Fix: {fix}'
+        unaddressed = Problem(f'{name} has only IPv6: guests wait for an IPv4 address forever', fix)
     return unfilterable, unaddressed
 
 

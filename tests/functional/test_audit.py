@@ -27,7 +27,8 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import StrangeEtcd, Unreachable
 from ecomp.files import try_lock
 from ecomp.model import keys
-from ecomp.model.audit import MAX_REPORT_BYTES, HostReport, Leftover, encode_report, find_all, parse_report
+from ecomp.model.audit import MAX_REPORT_BYTES, HostReport, encode_report, find_all, parse_report
+from ecomp.model.finding import Leftover
 from ecomp.model.guest import BaseImage, Guest, GuestSpec, Usage, make_mac_address
 from ecomp.model.order import Request
 from ecomp.model.quota import Quota

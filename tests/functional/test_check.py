@@ -19,7 +19,8 @@ from ecomp import backends
 from ecomp.agent import checking
 from ecomp.compute_conf import load_compute
 from ecomp.conf import EtcdConfig, PlacementConfig
-from ecomp.model import health
+from ecomp.model.finding import SERVERS, run_checks
+from ecomp.model.health import CHECKS
 from tests.functional.libvirt_host import LibvirtHost, describe_missing, start_libvirt_host
 from tests.kit.certificates import Authority
 from tests.kit.commands import Command
@@ -259,16 +260,13 @@ def test_invalid_settings_are_found_before_a_start(etcd: Etcd, placement: Placem
     def check_config(**changed: object) -> list[str]:
         (tmp_path / 'compute.yaml').write_text(yaml.safe_dump(settings | changed))
         config = load_compute(tmp_path / 'compute.yaml')
-        return [
-            str(finding)
-            for finding in (*checking.find_refusals(config, True), checking.find_missing_images(config))
-            if finding
-        ]
+        found = (*checking.find_refusals(config, True), checking.explain_missing_images(config))
+        return [problem.what for problem in found if problem]
 
     assert check_config() == [
         'allocation_ratios: the inventory has no VPCU, only DISK_GB, MEMORY, MEMORY_MB, VCPU, VGPU',
         'inventory: placement knows no resource class MEMORY (did you mean MEMORY_MB?)',
-        str(tmp_path / 'images'),
+        f'`images:` {tmp_path}/images is not a directory: each file:// image fails',
     ]
     (tmp_path / 'images').mkdir()
     custom = {'inventory': {'CUSTOM_FPGA': 1}, 'allocation_ratios': {'VCPU': 4}}
@@ -277,7 +275,7 @@ def test_invalid_settings_are_found_before_a_start(etcd: Etcd, placement: Placem
     # Findings that do not need placement are reported even if placement is unreachable.
     (tmp_path / 'compute.yaml').write_text(yaml.safe_dump(settings))
     (ratio,) = checking.find_refusals(load_compute(tmp_path / 'compute.yaml'), False)
-    assert ratio.startswith('allocation_ratios: ')
+    assert ratio.what.startswith('allocation_ratios: ')
 
 
 # Checks of the control plane, which ecompute and eschedule share
@@ -295,7 +293,7 @@ def list_failed_checks(etcd: Etcd, url: str, **certificates: Path) -> set[str]:
     state = backends.probe_backends(
         EtcdConfig((etcd.endpoint,)), PlacementConfig(url, **certificates), None, 'schedule.yaml'
     )
-    return {finding.check for finding in health.run_checks(health.BACKEND_CHECKS, state)} - {'etcd-version'}
+    return {finding.code for finding in run_checks(CHECKS, SERVERS, state)} - {'etcd-version'}
 
 
 def test_odd_placement_and_its_clock_are_found(etcd: Etcd, placement: PlacementServer, tmp_path: Path) -> None:

@@ -346,14 +346,14 @@ def test_probe_that_keeps_failing_is_reported_with_the_reason_of_libvirt(
     with closing(Libvirt(host.root / 'state', uri=host.uri)) as driver:
         with pytest.raises(UsageError, match='unexpected fatal signal 9. Fix: systemctl restart libvirtd$'):
             driver.check()
-        assert 'unexpected fatal signal 9' in probe_libvirt(host.root / 'state', (), host.uri).no_qemu_reason
+        assert 'unexpected fatal signal 9' in str(probe_libvirt(host.root / 'state', (), host.uri).problems['qemu'])
         # A QEMU that is not installed is not waited for.
         monkeypatch.setattr(libvirt_host, 'PROBE_SECONDS', math.inf)
         monkeypatch.setattr(libvirt_host, 'EMULATOR', 'qemu-system-none')
         with pytest.raises(UsageError, match='Fix: apt-get install qemu-system-x86'):
             driver.check()
     facts = probe_libvirt(host.root / 'state', (), host.uri)
-    assert facts.no_qemu_reason == libvirt_host.NO_QEMU
+    assert facts.problems['qemu'] == [libvirt_host.NO_QEMU]
 
 
 def test_cpu_features_of_a_guest(real_libvirt: Libvirt, caplog: pytest.LogCaptureFixture) -> None:

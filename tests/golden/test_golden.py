@@ -24,7 +24,7 @@ from ecomp.errors import Unreachable
 from ecomp.model import cluster, flavor, group, guest, keys, order, queue, quota, record
 from ecomp.model.audit import CHECKS, encode_report, parse_report
 from ecomp.model.facts import parse_facts
-from ecomp.model.level import COMPUTE_WARNINGS, SCHEDULE_WARNINGS
+from ecomp.model.finding import COMPUTE_WARNINGS, SCHEDULE_WARNINGS
 from ecomp.model.order import NameOwner
 from ecomp.model.queue import QueueTaker
 from ecomp.model.stored import decode, decode_lenient, encode

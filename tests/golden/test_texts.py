@@ -135,7 +135,7 @@ def make_context(line: str) -> Context:
 def read_network(definition: str) -> object:
     """Return whether libvirt serves DHCP, whether the network has IPv6, and why it cannot be used."""
     dhcp = xml.read_dhcp(definition)
-    return dhcp.is_served, dhcp.has_ipv6, dhcp.problems
+    return dhcp.is_served, dhcp.has_ipv6, tuple(str(problem or '') for problem in dhcp.problems)
 
 
 def select_leases(leases: list[list[Any]]) -> object:
@@ -229,7 +229,7 @@ READERS: dict[str, dict[str, Callable[..., object]]] = {
         'argument in a unit': systemd.quote_argument,
         'text in YAML': lambda value: format_document([value], 'yaml'),
         'clause before the fix': put_before_fix,
-        'version of etcd': cluster.describe_vulnerabilities,
+        'version of etcd': lambda version: (problem := cluster.describe_vulnerabilities(version)) and str(problem),
         'room that a compute publishes': lambda room: parse_facts(json.dumps({'room': room}).encode()),
         'ages of two leases': lambda *ages: host.find_last_seen(ages, NOW),
         'ticks of an axis': lambda highest, unit: [

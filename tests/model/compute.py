@@ -26,7 +26,8 @@ from ecomp.agent.planner import Planner
 from ecomp.agent.queue import Queues, Taker
 from ecomp.errors import EcompError, NotFound
 from ecomp.model import keys
-from ecomp.model.audit import Finding, Repair, find_all
+from ecomp.model.audit import find_all
+from ecomp.model.finding import Finding, Repair
 from ecomp.model.guest import DEFAULT_NETWORKS, Address, Guest, GuestSpec
 from ecomp.placement.allocations import Consumer, read_provider_allocations
 from ecomp.store.presence import LEASE_SECONDS, Presence, PresenceLease

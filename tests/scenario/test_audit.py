@@ -16,7 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ecomp.conf import EtcdConfig
-from ecomp.model.audit import CHECKS, CLUSTER, Repair
+from ecomp.model.audit import CHECKS
+from ecomp.model.finding import CLUSTER, Repair
 from ecomp.model.stack import Stack
 from ecomp.model.stored import decode
 from ecomp.placement.client import Placement

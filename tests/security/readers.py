@@ -26,10 +26,11 @@ from ecomp.model import order as requesting
 from ecomp.model import queue as queues
 from ecomp.model import record as records
 from ecomp.model.allocation import MAX_SUM, describe_difference
-from ecomp.model.audit import Finding, HostReport, encode_report, find_all, parse_report
+from ecomp.model.audit import HostReport, encode_report, find_all, parse_report
 from ecomp.model.choose import PlacementReason
 from ecomp.model.explain import find_miss
 from ecomp.model.facts import parse_facts
+from ecomp.model.finding import Finding
 from ecomp.model.group import Group, Membership
 from ecomp.model.guest import Guest, ReservedAddress, SharedUserData, parse_shared_user_data
 from ecomp.model.host import NO_COMPUTES, Computes, EtcdState, PresenceFacts, list_hosts

@@ -23,7 +23,8 @@ from ecomp.compute_conf import ComputeConfig, load_compute
 from ecomp.conf import EtcdConfig, PlacementConfig, load_schedule
 from ecomp.errors import BuildFailed, Unreachable, UsageError
 from ecomp.lab.certs import enable_roles
-from ecomp.model.health import BACKEND_CHECKS, run_checks
+from ecomp.model.finding import SERVERS, run_checks
+from ecomp.model.health import CHECKS
 from ecomp.placement.client import Placement
 from ecomp.store.client import Store
 from tests.kit.certificates import Authority
@@ -340,10 +341,9 @@ def test_doctor_and_ecompute_name_secrets_open_to_all_users(
     etcd = EtcdConfig((closed_endpoint,), authority.certificate, key, certificate)
     placement = PlacementConfig(f'https://{closed_endpoint}', authority.certificate, key, certificate, token)
     expected = [str(key), str(token)] if is_open else []
-    ailments = [
-        item for item in run_checks(BACKEND_CHECKS, probe_backends(etcd, placement, None, '')) if item.check == 'secret'
-    ]
-    assert [(item.what.split()[0], item.cure) for item in ailments] == [(path, f'chmod o= {path}') for path in expected]
+    findings = run_checks(CHECKS, SERVERS, probe_backends(etcd, placement, None, ''))
+    secrets = [(item.sentence.split()[0], item.how) for item in findings if item.code == 'secret']
+    assert secrets == [(path, f'chmod o= {path}') for path in expected]
     store = Store(etcd)
     _warn_of_insecure_setup(ComputeConfig(etcd=etcd, placement=placement), store)
     store.close()
@@ -352,8 +352,5 @@ def test_doctor_and_ecompute_name_secrets_open_to_all_users(
 
 def test_doctor_ignores_a_key_that_it_cannot_stat(tmp_path: Path) -> None:
     key = tmp_path / ('x' * 300)  # ENAMETOOLONG, as EACCES is for others than root
-    ailments = run_checks(
-        BACKEND_CHECKS,
-        probe_backends(EtcdConfig((f'127.0.0.1:{free_port()}',), cert_key=key), PlacementConfig(), None, ''),
-    )
-    assert 'secret' not in [ailment.check for ailment in ailments]
+    facts = probe_backends(EtcdConfig((f'127.0.0.1:{free_port()}',), cert_key=key), PlacementConfig(), None, '')
+    assert 'secret' not in [finding.code for finding in run_checks(CHECKS, SERVERS, facts)]

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from ecomp.model import keys, record
-from ecomp.model.audit import Finding, find_all
+from ecomp.model.audit import find_all
+from ecomp.model.finding import Finding
 from ecomp.model.flavor import Flavor
 from ecomp.model.group import ANTI_AFFINITY, Group, Membership
 from ecomp.model.guest import Guest, ReservedAddress, make_mac_address

@@ -37,7 +37,9 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     'ecomp.conf': {'ecomp.yaml_file', 'ecomp.model'},
     'ecomp.compute_conf': {'ecomp.conf', 'ecomp.errors', 'ecomp.yaml_file', 'ecomp.model'},
     'ecomp.model': {'ecomp.errors'},
-    'ecomp.backends': {*('ecomp.errors', 'ecomp.conf', 'ecomp.model', 'ecomp.placement', 'ecomp.store')},
+    'ecomp.backends': {
+        *('ecomp.errors', 'ecomp.conf', 'ecomp.model', 'ecomp.placement', 'ecomp.store', 'ecomp.tls')
+    },
     'ecomp.placement': {'ecomp.errors', 'ecomp.conf', 'ecomp.metrics', 'ecomp.model', 'ecomp.tls'},
     'ecomp.store': {'ecomp.errors', 'ecomp.conf', 'ecomp.metrics', 'ecomp.model', 'ecomp.tls'},
     'ecomp.virt': {

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from ecomp.model import keys, record
-from ecomp.model.audit import CHECKS, Finding, confirm_findings, find_all
+from ecomp.model.audit import CHECKS, confirm_findings, find_all
+from ecomp.model.finding import Finding
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY
 from ecomp.model.guest import (
     CRASHED,

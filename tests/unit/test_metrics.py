@@ -29,7 +29,8 @@ from ecomp.cli.top import make_guest_listing, make_host_listing
 from ecomp.compute_conf import ComputeConfig, explain_unsafe_metrics
 from ecomp.errors import EcompError, NotFound, UnknownOutcome, Unreachable
 from ecomp.metrics import TALLY, Tally, make_text
-from ecomp.model.audit import Finding, HostReport
+from ecomp.model.audit import HostReport
+from ecomp.model.finding import Finding
 from ecomp.model.guest import BaseImage, GuestSpec, Usage
 from ecomp.model.host import Computes
 from ecomp.model.record import ACTIVE, BUILDING, STOPPED, Record
@@ -144,7 +145,8 @@ def test_metrics_are_written_only_where_only_root_can_write(
         os.chown(directory, owner, owner)
     path = compute_config('metrics: node/ecompute.prom\n').metrics
     assert path == directory / 'ecompute.prom'
-    assert explain_unsafe_metrics(path) == ('' if is_safe else PRIVATE_DIRECTORY.replace('HERE', str(directory)))
+    problem = '' if is_safe else PRIVATE_DIRECTORY.replace('HERE', str(directory))
+    assert str(explain_unsafe_metrics(path) or '') == problem
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason='only root can give a directory to another user')
@@ -152,12 +154,12 @@ def test_metrics_are_not_written_where_another_user_may_exchange_a_directory(tmp
     """Debian gives the parent of node_exporter's directory to the user prometheus."""
     stranger, parent, target = 12345, tmp_path / 'prometheus', tmp_path / 'of-root'
     (directory := parent / 'node-exporter').mkdir(parents=True)
-    assert explain_unsafe_metrics(directory / 'ecompute.prom') == ''
+    assert explain_unsafe_metrics(directory / 'ecompute.prom') is None
     for mode, owner, is_safe in ((0o755, stranger, False), (0o757, 0, False), (0o1777, 0, True), (0o755, 0, True)):
         parent.chmod(mode)
         os.chown(parent, owner, owner)
         problem = '' if is_safe else PRIVATE_DIRECTORY.replace('HERE', str(parent))
-        assert explain_unsafe_metrics(directory / 'ecompute.prom') == problem
+        assert str(explain_unsafe_metrics(directory / 'ecompute.prom') or '') == problem
     # A link of the other user leads to a directory of root.
     target.mkdir()
     directory.rmdir()
@@ -165,12 +167,12 @@ def test_metrics_are_not_written_where_another_user_may_exchange_a_directory(tmp
     for owner in (stranger, 0):
         os.chown(directory, owner, owner, follow_symlinks=False)
         problem = PRIVATE_DIRECTORY.replace('HERE', str(directory))
-        assert explain_unsafe_metrics(directory / 'ecompute.prom') == problem
+        assert str(explain_unsafe_metrics(directory / 'ecompute.prom') or '') == problem
 
 
 def test_directory_that_cannot_be_looked_at_is_a_problem_and_no_error(tmp_path: Path) -> None:
     directory = tmp_path / ('x' * 300)  # stat() fails as it does below a directory of another user
-    assert explain_unsafe_metrics(directory / 'a.prom') == PRIVATE_DIRECTORY.replace('HERE', str(directory))
+    assert str(explain_unsafe_metrics(directory / 'a.prom')) == PRIVATE_DIRECTORY.replace('HERE', str(directory))
 
 
 # The stages

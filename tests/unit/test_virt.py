@@ -71,6 +71,8 @@ def test_unreachable_directory_is_named_with_the_command(tmp_path: Path) -> None
     with pytest.raises(UsageError) as refused:
         libvirt_host.check_reachable(tmp_path / 'a b' / 'images', QEMU)
     assert f"run `setfacl -m u:qemu:x '{tmp_path}/a b'` or " in str(refused.value)
+    problem = f"QEMU runs as qemu, which cannot enter {tmp_path}/a b above the disks. Fix: chmod o+x '{tmp_path}/a b'"
+    assert str(libvirt_host.explain_blocked(tmp_path / 'a b' / 'images', QEMU)) == problem
 
 
 @pytest.mark.parametrize(('cpu_flag', 'device', 'offered'), list(itertools.product((False, True), repeat=3)))
@@ -87,7 +89,11 @@ def test_virt_type(
     def choose(virt_type: str) -> str:
         return libvirt_host.choose_virt_type(virt_type, no_kvm)
 
-    assert libvirt_host.is_kvm_closed(QEMU) == (not device)
+    closed = (
+        'qemu cannot open /dev/kvm: guests are emulated, and each start of a guest or of ecompute takes up to a minute '
+        'longer. Fix: chgrp kvm /dev/kvm; chmod 660 /dev/kvm'
+    )
+    assert str(libvirt_host.explain_closed_kvm(QEMU) or '') == ('' if device else closed)
     assert choose('qemu') == 'qemu'
     if cpu_flag and device and offered:
         assert (choose('auto'), choose('kvm')) == ('kvm', 'kvm')

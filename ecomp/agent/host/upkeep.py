@@ -25,7 +25,8 @@ from ecomp.errors import BuildFailed, EcompError, NotFound
 from ecomp.files import InstanceLocks
 from ecomp.model import keys
 from ecomp.model.allocation import Resources
-from ecomp.model.audit import Finding, HostReport, Leftover, Repair, encode_report, find_all
+from ecomp.model.audit import HostReport, encode_report, find_all
+from ecomp.model.finding import Finding, Leftover, Repair
 from ecomp.model.guest import Guest, ReservedAddress
 from ecomp.model.json_object import dump
 from ecomp.model.order import Request

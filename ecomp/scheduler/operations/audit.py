@@ -17,9 +17,7 @@ from typing import NamedTuple
 from ecomp.errors import EcompError, NotFound
 from ecomp.model import keys
 from ecomp.model.audit import (
-    Finding,
     HostReport,
-    Repair,
     confirm_findings,
     find_all,
     find_mute,
@@ -27,9 +25,9 @@ from ecomp.model.audit import (
     parse_report,
 )
 from ecomp.model.backoff import Backoff
+from ecomp.model.finding import ERROR, Finding, Repair, count_findings
 from ecomp.model.group import Group
 from ecomp.model.json_object import load_object_or_empty
-from ecomp.model.level import ERROR, count_findings, get_level
 from ecomp.model.order import Request
 from ecomp.model.quota import INSTANCES, Quota
 from ecomp.model.record import RETENTION_SECONDS
@@ -249,7 +247,7 @@ def fix(
     first = audit(store, placement, is_now=True)
     if not any(finding.fix for finding in first.findings):
         return first
-    count = count_findings([finding.code for finding in first.findings if get_level(finding.code) == ERROR])
+    count = count_findings([finding for finding in first.findings if finding.level == ERROR])
     notify(f'{count}; the audit is repeated in {interval_seconds:g} s, before anything is changed')
     time.sleep(interval_seconds)
     second = audit(store, placement, is_now=True)

@@ -1,0 +1,177 @@
+"""A check and what it finds, for `audit`, `doctor` and `ecompute --check`, with its level and its repairs. Pure.
+
+An operator must act on an error. A warning is about what the packages of the system bring and no newer package of the
+system repairs, or about a host that others stand in for; it does not change the exit code, and `ignore_warnings:`
+silences it.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+from ecomp.errors import Unreachable
+from ecomp.model.parsers import FLAG, check, text
+from ecomp.model.stored import sparse, stored
+from ecomp.model.text import make_printable
+
+ERROR = 'error'
+WARNING = 'warning'
+# The exit code of a command that finds an error.
+EXIT_FINDINGS = 8
+
+# Warnings by code, as eschedule (doctor, audit) and ecompute (--check, log) print them: the configuration needs them
+# before any check is loaded. Debian 12 and 13 have an etcd with known vulnerabilities, older systems an untested
+# libvirt, and libvirt's package defines a network with open DHCP.
+SCHEDULE_WARNINGS = ('dhcp-open', 'etcd-version', 'host-trouble')
+COMPUTE_WARNINGS = ('etcd-version', 'libvirt-version')
+
+# Who looks for a code: a host at itself, eschedule at the cluster, or both; at etcd and placement, at the computes that
+# eschedule lists, or at the machine of an ecompute.
+HOST, CLUSTER = frozenset({'host'}), frozenset({'cluster'})
+SERVERS, COMPUTES, MACHINE = frozenset({'servers'}), frozenset({'computes'}), frozenset({'machine'})
+
+MAX_SENTENCE_CHARACTERS = 1000
+MAX_SUBJECT_CHARACTERS = 255
+
+
+class Repair(Enum):
+    """A repair of `audit --fix`, in words; ecomp.scheduler.operations.audit or, on a host, its ecompute makes it."""
+
+    RELEASE = 'releases the claim'
+    CLAIM = 'claims the resources of the request again'
+    DELETE = 'deletes the key'
+    DELETE_REQUEST = 'deletes the request'
+    UNQUEUE = 'removes the request from the queue'
+    PUT_ON_LEASE = 'puts the record on a lease'
+    RESTORE_NAME = 'restores the name'
+    JOIN_GROUP = 'adds the instance and its compute to the group'
+    LEAVE_GROUP = 'removes these members from the group'
+    RECOUNT = 'counts the usage again'
+    END_ENTRIES = 'marks these entries as ended'
+    RESTORE_STACK = 'restores the stack from the requests'
+    CLEAR = 'has its host remove the leftover'
+
+
+class Leftover(NamedTuple):
+    """Something that a host can remove.
+
+    `kind` is `disk`, `iso` (NoCloud disk) or `reservations` of an instance, `seed` (metadata of a MAC) or `part`.
+    `mark` is the instance of metadata, or the mark of a part; a host keeps what has another one by then.
+    """
+
+    kind: str
+    name: str
+    mark: str = ''
+
+
+class Check(NamedTuple):
+    """A row of the table: who looks for a code, which function finds it, what it means, and its repairs.
+
+    Codes are stable: scripts depend on them. In the manual repair `<key>` stands for the finding's key, or for all of
+    its keys if one of them is wrong. A finding whose manual repair depends on what was found has its own.
+    """
+
+    scope: frozenset[str]
+    find: Callable[[Any], Iterable[Finding]]
+    meaning: str
+    manual_repair: str = ''
+    repair: Repair | None = None
+
+
+# The table, by code. ecomp.model.audit and ecomp.model.health add their rows, which stay beside their finders.
+_TABLE: dict[str, Check] = {}
+
+
+def add_checks(rows: Mapping[str, Check]) -> Mapping[str, Check]:
+    """Add rows to the table, and return them."""
+    _TABLE.update(rows)
+    return rows
+
+
+def run_checks(checks: Mapping[str, Check], scope: frozenset[str], facts: object) -> list[Finding]:
+    """Return all that the checks of a scope find in its facts."""
+    finders = dict.fromkeys(check.find for check in checks.values() if check.scope >= scope)
+    return [finding for find in finders for finding in find(facts)]
+
+
+@stored(
+    code=check(
+        'a code of a host', lambda code: isinstance(code, str) and code in _TABLE and _TABLE[code].scope >= HOST
+    ),
+    subject=text(lambda subject: make_printable(subject, MAX_SUBJECT_CHARACTERS)),
+    sentence=text(lambda sentence: make_printable(sentence, MAX_SENTENCE_CHARACTERS)),
+    is_repairable=sparse(FLAG),
+)
+class Finding(NamedTuple):
+    """One problem of `subject`: an instance, compute, name, group, project, stack, server, file or network.
+
+    `compute` is where it was found, or ''; with a `leftover`, that host can remove it. If not `is_repairable`, --fix
+    leaves the finding alone, although its code has a repair. --fix changes etcd only if all `keys` are unchanged. A
+    repair that deletes a key, or puts it on a lease, applies to the first of `keys`. `cure` is the manual repair, ''
+    for that of the row.
+    """
+
+    code: str
+    subject: str
+    sentence: str
+    compute: str = ''
+    leftover: Leftover | None = None
+    is_repairable: bool = True
+    keys: tuple[str, ...] = ()
+    cure: str = ''
+
+    @property
+    def level(self) -> str:
+        return get_level(self.code)
+
+    @property
+    def repair(self) -> Repair | None:
+        """The repair of `audit --fix`, None if it leaves the finding alone."""
+        return _TABLE[self.code].repair if self.is_repairable else None
+
+    @property
+    def fix(self) -> str:
+        """The repair in words, '' if absent."""
+        return self.repair.value if self.repair else ''
+
+    @property
+    def how(self) -> str:
+        """The manual repair, with only `<key>` filled in, quoted for the shell; '' if `audit --fix` repairs it."""
+        text = '' if self.fix else self.cure or _TABLE[self.code].manual_repair
+        return text.replace('<key>', ' or '.join(map(shlex.quote, self.keys))) if self.keys else text
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON object that users see: with level, fix and how, without leftover, is_repairable and keys."""
+        names = ('code', 'subject', 'compute', 'sentence', 'fix', 'how', 'level')
+        return {name: getattr(self, name) for name in names}
+
+    def __str__(self) -> str:
+        return f'{self.code}: {mark_warning(self.code, self.sentence)}. Fix: {self.how}'
+
+
+def get_level(code: str) -> str:
+    """Return WARNING or ERROR for the code of a check."""
+    return WARNING if code in (*SCHEDULE_WARNINGS, *COMPUTE_WARNINGS) else ERROR
+
+
+def mark_warning(code: str, sentence: str) -> str:
+    """Return a finding's sentence for people: that of a warning begins with `warning: `."""
+    return f'{WARNING}: {sentence}' if get_level(code) == WARNING else sentence
+
+
+def get_exit_code(findings: Sequence[Finding]) -> int:
+    """Return 7 if etcd or placement does not answer, else EXIT_FINDINGS if an operator must act, else 0."""
+    if any(finding.code in ('etcd', 'placement') for finding in findings):
+        return Unreachable.exit_code
+    return EXIT_FINDINGS if any(finding.level == ERROR for finding in findings) else 0
+
+
+def count_findings(findings: Sequence[Finding]) -> str:
+    """Return 'no findings', '1 finding' or '2 findings, 1 warning': the warnings are counted separately."""
+    warnings = sum(finding.level == WARNING for finding in findings)
+    errors = len(findings) - warnings
+    text = f'{errors or "no"} finding{"" if errors == 1 else "s"}'
+    return f'{text}, {warnings} warning{"" if warnings == 1 else "s"}' if warnings else text
