@@ -126,10 +126,6 @@ def _explain_failed_probe(connection: libvirt.virConnect, emulator: str) -> str:
     return 'its probe failed, and succeeded when it was repeated'
 
 
-NO_FILTERS = (
-    'libvirt cannot filter what guests send ({why}): a guest can take the address of another guest, and reach etcd and '
-    'placement. Fix: apt-get install iptables libvirt-daemon-system; systemctl restart libvirtd'
-)
 FILTERS_LOST = (
     'libvirt can no longer filter what guests send ({why}): ecompute starts no guest until libvirt can again. Fix: '
     'restore the filters, or restart ecompute, which then starts guests without filters'
@@ -139,7 +135,8 @@ FILTERS_LOST = (
 def explain_no_filters(why: str) -> Problem:
     """Return the problem of guests whose libvirt has no filters."""
     problem = f'libvirt cannot filter what guests send ({why}): a guest can take the address of another guest'
-    return Problem(problem, 'apt-get install iptables libvirt-daemon-system; systemctl restart libvirtd')
+    cure = 'apt-get install iptables libvirt-daemon-system; systemctl restart libvirtd'
+    return Problem(f'{problem}, and reach etcd and placement', cure)
 
 
 class Libvirt:
@@ -193,7 +190,8 @@ class Libvirt:
         qemu = self._find_qemu_user()
         if is_first:
             log.info('libvirt answered after %.1f s', time.monotonic() - started_at)
-        check_reachable(self._volumes.directory, qemu)
+        if blocked := explain_blocked(self._volumes.directory, qemu):
+            raise UsageError(str(blocked))
         has_filters = not self._filters.explain_missing()
         for number, attachment in enumerate(self._attachments):
             self._networks.check(attachment)
@@ -218,16 +216,17 @@ class Libvirt:
                 problem = f'{directory} cannot be created or made accessible: {error.strerror}'
                 raise UsageError(f'{problem}. Fix: correct `state:`, or repair that directory') from error
         qemu = self._find_qemu_user()
-        check_reachable(self._volumes.directory, qemu)  # again: a new directory may have a default ACL
-        if explain_closed_kvm(qemu):
-            log.warning('%s %s', KVM_DEVICE, UNUSABLE_KVM.format(name=qemu.name))
+        if blocked := explain_blocked(self._volumes.directory, qemu):  # again: a new directory may have a default ACL
+            raise UsageError(str(blocked))
+        if closed := explain_closed_kvm(qemu):
+            log.warning('%s', closed)
         for attachment in self._attachments:
             self._networks.prepare(attachment)
         self._volumes.prepare()
         problem = self._filters.prepare()
         self.has_filters = not problem
         if problem:
-            log.warning(NO_FILTERS.format(why=problem))
+            log.warning('%s', explain_no_filters(problem))
         # libvirt's first probe of QEMU takes seconds: do it here, not when the first guest starts.
         with self._connection.use('probing QEMU') as connection:
             connection.getDomainCapabilities(None, xml.ARCHITECTURE, xml.MACHINE, self.choose_virt_type('auto'))
@@ -568,11 +567,6 @@ READ_WRITE = 0o6
 
 CPUINFO = Path('/proc/cpuinfo')
 KVM_DEVICE = Path('/dev/kvm')
-# libvirt then considers its cache of QEMU's capabilities outdated on every use.
-UNUSABLE_KVM = (
-    'cannot be opened by {name}: each start of a guest or of ecompute takes up to a minute longer, because libvirt '
-    'probes QEMU again. Fix: chgrp kvm /dev/kvm; chmod 660 /dev/kvm'
-)
 
 
 @dataclass(frozen=True)
@@ -595,30 +589,16 @@ def find_user(uid: int, gid: int) -> QemuUser:
     return QemuUser(entry.pw_name, uid, frozenset({*groups, gid}))
 
 
-def check_reachable(directory: Path, qemu: QemuUser) -> None:
-    """Raise UsageError, with a fix, for the first existing directory that QEMU cannot enter."""
-    if (step := find_blocked_directory(directory, qemu)) is not None:
-        quoted = shlex.quote(str(step))
-        raise UsageError(
-            f'QEMU runs as {qemu.name}, which cannot enter {step}, on the path to the disks in {directory}. '
-            f'Fix: run `setfacl -m u:{qemu.name}:x {quoted}` or `chmod o+x {quoted}`, or set another `state:`'
-        )
-
-
 def explain_blocked(directory: Path, qemu: QemuUser) -> Problem | None:
     """Return that QEMU cannot enter a directory on the path to the disks; None if it can."""
-    if (step := find_blocked_directory(directory, qemu)) is None:
-        return None
-    what = f'QEMU runs as {qemu.name}, which cannot enter {step} above the disks'
-    return Problem(what, f'chmod o+x {shlex.quote(str(step))}')
-
-
-def find_blocked_directory(directory: Path, qemu: QemuUser) -> Path | None:
-    """Return the first existing directory on the path to this one that QEMU cannot enter, or None."""
     real = directory.resolve()
-    steps = (*reversed(real.parents), real)
-    # ecompute creates missing ones accessible. Unlike Path.exists(), this is False below what we may not enter.
-    return next((step for step in steps if os.path.exists(step) and not has_access(ENTER, step, qemu)), None)
+    for step in (*reversed(real.parents), real):
+        # ecompute creates missing ones accessible. Unlike Path.exists(), this is False below what we may not enter.
+        if os.path.exists(step) and not has_access(ENTER, step, qemu):
+            quoted = shlex.quote(str(step))
+            cure = f'setfacl -m u:{qemu.name}:x {quoted} || chmod o+x {quoted}'
+            return Problem(f'QEMU runs as {qemu.name}, which cannot enter {step} above the disks', cure)
+    return None
 
 
 def has_access(required_bits: int, path: Path, qemu: QemuUser) -> bool:
@@ -662,6 +642,7 @@ def explain_closed_kvm(qemu: QemuUser) -> Problem | None:
     """Return that QEMU may not open /dev/kvm; None if it may, or if this machine has none."""
     if not KVM_DEVICE.exists() or has_access(READ_WRITE, KVM_DEVICE, qemu):
         return None
+    # libvirt then considers its cache of QEMU's capabilities outdated on every use.
     effect = 'guests are emulated, and each start of a guest or of ecompute takes up to a minute longer'
     return Problem(f'{qemu.name} cannot open /dev/kvm: {effect}', 'chgrp kvm /dev/kvm; chmod 660 /dev/kvm')
 
@@ -685,5 +666,5 @@ def choose_virt_type(setting: str, no_kvm: str) -> str:
     if setting not in ('auto', 'kvm'):
         raise UsageError(f'virt_type: must be auto, kvm or qemu, not {setting!r}')
     if no_kvm:
-        raise UsageError(f'virt_type: kvm is not available: {no_kvm}. Fix: set `virt_type: auto`')
+        raise UsageError(f'virt_type: kvm is not available: {no_kvm}. Fix: set `virt_type: auto` in compute.yaml')
     return 'kvm'

@@ -295,15 +295,9 @@ class Networks:
 
     def check(self, attachment: Attachment) -> str:
         """Return what read_state() returns, but raise UsageError, with a fix, for MISSING."""
-        if (state := self.read_state(attachment)) != MISSING:
-            return state
-        kind, name = attachment
-        if kind == 'bridge':
-            cure = 'create it (docs/howto/bridge.md), or remove it from `networks:`'
-            raise UsageError(f'this host has no bridge {name}. Fix: {cure}')
-        define_default = 'virsh net-define /usr/share/libvirt/networks/default.xml; virsh net-autostart default'
-        cure = f'Fix: {define_default}' if name == 'default' else 'Try: virsh net-list --all'
-        raise UsageError(f'libvirt has no network named {name!r}. {cure}')
+        if (state := self.read_state(attachment)) == MISSING:
+            raise UsageError(str(explain_state(attachment, state)))
+        return state
 
     def prepare(self, attachment: Attachment) -> None:
         """Start libvirt's network if it is off. Raises UsageError if it is missing."""

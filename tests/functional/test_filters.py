@@ -31,7 +31,7 @@ libvirt = pytest.importorskip('libvirt', reason="libvirt-python is not installed
 from ecomp.virt import xml  # noqa: E402
 from ecomp.virt.connection import Connection  # noqa: E402
 from ecomp.virt.domains import MAX_START_TRIES  # noqa: E402
-from ecomp.virt.libvirt_host import NO_FILTERS, Filters, Libvirt  # noqa: E402
+from ecomp.virt.libvirt_host import Filters, Libvirt, explain_no_filters  # noqa: E402
 from ecomp.virt.networks import INTERFACES_DIRECTORY  # noqa: E402
 from ecomp.virt.xml import Service  # noqa: E402
 
@@ -496,7 +496,7 @@ def test_guest_has_no_filters_without_ebtables(
     monkeypatch.setattr('ecomp.virt.libvirt_host.get_search_path', lambda: '/nowhere')
     real_libvirt.prepare()
     build(real_libvirt, replace(spec, reserved_addresses=('10.77.0.50',)))
-    assert list_filter_messages(caplog) == [NO_FILTERS.format(why='ebtables is not installed')]
+    assert list_filter_messages(caplog) == [str(explain_no_filters('ebtables is not installed'))]
     assert 'filterref' not in connection.lookupByUUIDString(spec.instance).XMLDesc()
 
 
@@ -516,7 +516,7 @@ def test_guest_has_no_filters_if_libvirtd_lacks_the_driver(
         host.kill_libvirtd()
         host.start_libvirtd()
     why = 'this function is not supported by the connection driver: virNWFilterLookupByName'
-    assert list_filter_messages(caplog) == [NO_FILTERS.format(why=why)]
+    assert list_filter_messages(caplog) == [str(explain_no_filters(why))]
     new_connection = libvirt.open(host.uri)
     assert 'filterref' not in new_connection.lookupByUUIDString(spec.instance).XMLDesc()
     new_connection.close()

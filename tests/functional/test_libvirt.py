@@ -291,10 +291,10 @@ def test_prepare_checks_the_host_and_starts_network_and_pool(
     closed.mkdir(mode=0o700)
     with (
         closing(Libvirt(closed / 'state', uri=host.uri)) as closed_driver,
-        pytest.raises(UsageError, match=f'setfacl -m u:libvirt-qemu:x {closed}` '),
+        pytest.raises(UsageError, match=f'setfacl -m u:libvirt-qemu:x {closed} '),
     ):
         closed_driver.prepare()
-    for plug, words in ((('network', 'none'), "no network named 'none'"), (('bridge', 'br-none'), 'no bridge br-none')):
+    for plug, words in ((('network', 'none'), 'no network named none'), (('bridge', 'br-none'), 'no bridge br-none')):
         with pytest.raises(UsageError, match=words):
             Libvirt(host.root / 'state', [Attachment(*plug)], uri=host.uri).prepare()
     network, pool = connection.networkLookupByName('default'), connection.storagePoolLookupByName('ecompute')

@@ -66,13 +66,13 @@ def test_unreachable_directory_is_named_with_the_command(tmp_path: Path) -> None
     for step in (tmp_path, *tmp_path.parents):
         if not libvirt_host.has_access(libvirt_host.ENTER, step, QEMU):
             step.chmod(step.stat().st_mode | 0o001)
-    libvirt_host.check_reachable(tmp_path / 'a b' / 'images', QEMU)
+    assert libvirt_host.explain_blocked(tmp_path / 'a b' / 'images', QEMU) is None
     (tmp_path / 'a b').chmod(0o700)
-    with pytest.raises(UsageError) as refused:
-        libvirt_host.check_reachable(tmp_path / 'a b' / 'images', QEMU)
-    assert f"run `setfacl -m u:qemu:x '{tmp_path}/a b'` or " in str(refused.value)
-    problem = f"QEMU runs as qemu, which cannot enter {tmp_path}/a b above the disks. Fix: chmod o+x '{tmp_path}/a b'"
-    assert str(libvirt_host.explain_blocked(tmp_path / 'a b' / 'images', QEMU)) == problem
+    quoted = f"'{tmp_path}/a b'"
+    problem = libvirt_host.explain_blocked(tmp_path / 'a b' / 'images', QEMU)
+    assert problem is not None
+    assert problem.what == f'QEMU runs as qemu, which cannot enter {tmp_path}/a b above the disks'
+    assert problem.cure == f'setfacl -m u:qemu:x {quoted} || chmod o+x {quoted}'
 
 
 @pytest.mark.parametrize(('cpu_flag', 'device', 'offered'), list(itertools.product((False, True), repeat=3)))
@@ -101,6 +101,7 @@ def test_virt_type(
     assert choose('auto') == 'qemu'
     with pytest.raises(UsageError) as refused:
         choose('kvm')
+    assert str(refused.value).endswith('. Fix: set `virt_type: auto` in compute.yaml')
     assert ('vmx' in str(refused.value)) == (not cpu_flag)
     assert ('/dev/kvm' in str(refused.value)) == (not device)
     assert ('libvirt' in str(refused.value)) == (not offered)
