@@ -40,8 +40,8 @@ from ecomp.cli.commands import FAMILIES, PLACEHOLDER_MEANINGS, PLANNED_WORDS, lo
 from ecomp.cli.options import OPTIONS
 from ecomp.lab import elab
 from ecomp.model import audit as findings
-from ecomp.model import boots, cluster, flavor, group, keys, order, queue, quota, record, roles
-from ecomp.model.finding import mark_warning
+from ecomp.model import boots, cluster, flavor, group, health, keys, order, queue, quota, record, roles
+from ecomp.model.finding import COMPUTES, MACHINE, SERVERS, mark_warning
 from ecomp.model.stored import CODECS
 from ecomp.store import sharing
 from tests.faults import table as faults
@@ -427,7 +427,13 @@ def describe_audit() -> tuple[list[Block], list[Section]]:
         'scripts can depend on them. A `warning` does not change the exit code. etcdctl needs [the certificate of an '
     )
     top += 'operator](../howto/certificates.md#etcdctl-by-hand).'
-    return [top, Table(head, rows)], []
+    places = {SERVERS: 'both', COMPUTES: 'doctor', MACHINE: '--check'}
+    checks = [[f'`{code}`', places[row.scope], mark_warning(code, row.meaning)] for code, row in health.CHECKS.items()]
+    return [top, Table(head, rows)], [
+        Section('`eschedule doctor` and `ecompute --check`', [
+            'These print the fix of each problem.', Table(['check', 'who looks for it', 'what it means'], checks),
+        ]),
+    ]  # fmt: skip
 
 
 def describe_exit_codes() -> tuple[list[Block], list[Section]]:
