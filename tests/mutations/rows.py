@@ -40,8 +40,8 @@ ROWS = (
     Row(
         "a worker's error repeats its stage in the reason",
         'ecomp/errors.py',
-        'return type(self), (self.stage, self.reason)',
-        'return type(self), (self.stage, str(self))',
+        'return type(self), (self.stage, self.reason, self.is_host_fault)',
+        'return type(self), (self.stage, str(self), self.is_host_fault)',
         ('tests/unit/test_build.py::test_errors_survive_pickling',),
     ),
     # Command line
@@ -221,8 +221,8 @@ ROWS = (
     Row(
         'a guest that ignores the power button is asked for ever',
         'ecomp/agent/instance/instances.py',
-        'self._request_times[instance] = first_time, now',
-        'self._request_times[instance] = now, now',
+        'self.request_times.get(instance, (now,))[0], now',
+        'now, now',
         ('tests/unit/test_plan.py::test_shutdown_is_requested_again_until_the_grace_period_ends',),
     ),
     Row(
