@@ -24,6 +24,7 @@ from ecomp.conf import EtcdConfig
 from ecomp.model import keys
 from ecomp.store.watch import Follower, State
 from tests.kit.commands import write_config
+from tests.kit.many import ManyServer
 from tests.kit.servers import TOP, Etcd, PlacementServer, Server, free_port, wait_until
 
 # Of placement: one process a core, as in docker.sh.
@@ -137,32 +138,19 @@ class CountedPlacement(PlacementServer):
         return {'asking': counts[str(self.port)], 'computes': counts[str(self.computes_port)]}
 
 
-class Computes(Server):
-    """`ecompute --fake … --count N`."""
+class Computes(ManyServer):
+    """Many fake computes in one process."""
 
     name = 'computes'
-
-    def __init__(self, config: Path, count: int, inventory: str) -> None:
-        super().__init__()
-        self._config, self._count, self._inventory = config, count, inventory
-
-    def command(self) -> list[str]:
-        return [ECOMPUTE, '--config', str(self._config), '--fake', self._inventory, '--count', str(self._count)]
-
-    def environment(self) -> dict[str, str]:
-        """Put its temporary state into this server's directory."""
-        return {**super().environment(), 'TMPDIR': str(self.directory)}
 
     def wait_ready(self) -> None:
         """Wait for the log line; a thousand computes take a minute on a busy machine."""
 
         def ready() -> bool:
             assert self.is_running, f'{self.name} ended while starting:\n{self.tail_log()}'
-            # Other lines may follow: the process works on waiting requests immediately. The pid excludes the line of an
-            # earlier process.
-            return f' {self.pid} ready computes: {self._count}' in self.log.read_text(errors='replace')
+            return self.is_ready()
 
-        wait_until(ready, 900, f'{self._count} computes are ready (see {self.log})')
+        wait_until(ready, 900, f'{self.count} computes are ready (see {self.log})')
 
 
 class Cluster:

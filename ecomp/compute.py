@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 # The configuration file of the systemd unit, independent of the directory that --unit runs in.
 SERVICE_CONFIG = '/etc/ecomp/compute.yaml'
-# Limit of fake computes in one process: more keep it busy with refreshing their presence.
-MAX_FAKE_COMPUTES = 1000
+# Of --boot.
+MAX_BOOT_SECONDS = 1000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,15 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run_check(config) if options.check else _close_dhcp(config)
         with ExitStack() as at_exit:
             if options.fake is not None:
-                config = _make_fake_config(config, parse_inventory(options.fake), options.count, at_exit)
-            elif (options.count, options.name, options.boot) != (None, None, None):
-                raise UsageError('--count, --name and --boot need --fake: a real machine is one compute')
+                config = _make_fake_config(config, parse_inventory(options.fake), at_exit)
+            elif (options.name, options.boot) != (None, None):
+                raise UsageError('--name and --boot need --fake: a real machine has its own name')
             from ecomp.agent.process import Process
             from ecomp.virt.fake import Fake
 
             is_serving = True
             fake = None if options.fake is None else Fake(options.name or '', options.boot)
-            process = Process(config, fake, options.count, options.accept_new_etcd, service, at_exit)
+            process = Process(config, fake, options.accept_new_etcd, service, at_exit)
             process.register()
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
@@ -108,19 +108,13 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument('--config', metavar='FILE', help=config_help)
     fake_help = "run without libvirt, with fake guests and this inventory, as in 'VCPU:4,DISK_GB:10,MEMORY_MB:512'"
     command.add_argument('--fake', metavar='INVENTORY', help=fake_help)
-    command.add_argument(
-        '--count',
-        metavar='N',
-        type=_parse_count,
-        help=f'with --fake: the number of computes, 1 to {MAX_FAKE_COMPUTES}. Default: 1',
-    )
     name_help = "with --fake: the fake's host name. Default: that of this machine"
     command.add_argument('--name', metavar='HOST', help=name_help)
     boot_help = (
         'with --fake: seconds until a started guest has its address, and as many until it is ready. Default: it has '
         'its address immediately, and is never ready'
     )
-    command.add_argument('--boot', metavar='SECONDS', type=_parse_count, help=boot_help)
+    command.add_argument('--boot', metavar='SECONDS', type=_parse_seconds, help=boot_help)
     accept_help = 'accept an etcd that was wiped, restored or replaced, after writing the instances of this host to it'
     command.add_argument('--accept-new-etcd', action='store_true', help=accept_help)
     check_help = 'only check this machine, etcd and placement: print a line with a fix for each problem, and exit'
@@ -169,11 +163,10 @@ def _close_dhcp(config: ComputeConfig) -> int:
     return 0
 
 
-def _parse_count(text: str) -> int:
-    """Parse a number from 1 to MAX_FAKE_COMPUTES; else argparse.ArgumentTypeError."""
-    if re.fullmatch('[0-9]{1,6}', text) and 1 <= int(text) <= MAX_FAKE_COMPUTES:
+def _parse_seconds(text: str) -> int:
+    if re.fullmatch('[0-9]{1,6}', text) and 1 <= int(text) <= MAX_BOOT_SECONDS:
         return int(text)
-    raise argparse.ArgumentTypeError(f'{text[:20]!r} is not a number from 1 to {MAX_FAKE_COMPUTES}')
+    raise argparse.ArgumentTypeError(f'{text[:20]!r} is not a number from 1 to {MAX_BOOT_SECONDS}')
 
 
 def _print_message(text: str) -> None:
@@ -182,15 +175,11 @@ def _print_message(text: str) -> None:
         print(f'ecompute: {make_lines_printable(logs.redact(text))}', file=sys.stderr, flush=True)
 
 
-def _make_fake_config(
-    config: ComputeConfig, totals: Mapping[str, int], count: int | None, at_exit: ExitStack
-) -> ComputeConfig:
-    """Return `config` with the inventory `totals` and default networks; UsageError for a uuid and `count` above 1.
+def _make_fake_config(config: ComputeConfig, totals: Mapping[str, int], at_exit: ExitStack) -> ComputeConfig:
+    """Return `config` with the inventory `totals` and default networks.
 
     If `state` is the default, a temporary directory replaces it, which `at_exit` removes, and the uuid becomes None.
     """
-    if config.uuid is not None and (count or 1) > 1:
-        raise UsageError(f'--count {count}: `uuid:` in the configuration names only one compute. Fix: remove `uuid:`')
     if config.state == ComputeConfig().state:
         temporary = at_exit.enter_context(tempfile.TemporaryDirectory(prefix='ecompute-fake-'))
         # A temporary state with a fixed uuid would make every fake started this way the same compute.

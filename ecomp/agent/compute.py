@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ecomp.agent.host import provider
-from ecomp.agent.host.claims import ClaimKeeper, GenerationReader
+from ecomp.agent.host.claims import ClaimKeeper
 from ecomp.agent.host.metadata import GuestData, make_seed_reader, serve_metadata
 from ecomp.agent.host.provider import PlacementInventory, Registration, check_names, parse_inventory
 from ecomp.agent.host.state import Identity, Memory
@@ -27,15 +27,16 @@ from ecomp.agent.host.troubles import Troubles
 from ecomp.agent.host.upkeep import Upkeep, restore_reservations
 from ecomp.agent.images.cache import CacheLimits, FakeImages, Scrubber, list_image_hashes
 from ecomp.agent.images.connections import make_egress_policy
+from ecomp.agent.instance.build import MAX_CONCURRENT_STOPS
 from ecomp.agent.instance.instances import ControlPlane, GuestTemplate, HostServices, Instances
 from ecomp.agent.instance.plan import Kind
 from ecomp.agent.instance.pool import InlineRunner, Workers, WorkerSettings
 from ecomp.agent.instance.records import republish
-from ecomp.agent.jobs import Deferrals, FailureLog, ScheduledJob, Threads
+from ecomp.agent.jobs import DaemonThreadPool, Deferrals, FailureLog, Loop
 from ecomp.agent.planner import CHECKING_CLAIMS, PLAN_INTERVAL_SECONDS, Planner, Work
 from ecomp.agent.queue import Queues, TakeLoop, Taker
 from ecomp.compute_conf import ComputeConfig
-from ecomp.errors import Conflict, EcompError
+from ecomp.errors import Conflict, EcompError, NotFound
 from ecomp.failpoints import failpoint
 from ecomp.files import read_boot_id
 from ecomp.model import keys
@@ -47,9 +48,10 @@ from ecomp.model.order import Request, parse_request
 from ecomp.model.record import BUILDING, ERROR, GONE, Record, format_time, parse_or_none
 from ecomp.model.stored import decode_lenient, encode
 from ecomp.model.trouble import encode_trouble
+from ecomp.placement import providers
 from ecomp.placement.client import Placement
 from ecomp.store.client import Entry, Guard, Put, Store, Unchanged, is_alive
-from ecomp.store.presence import Presence, PresenceLease
+from ecomp.store.presence import Presence
 from ecomp.store.sharing import keep_user_data
 from ecomp.store.watch import State as Entries
 from ecomp.version import read_version
@@ -85,6 +87,9 @@ def record_missed_ends(compute: str, store: Store, memory: Memory, guests: Colle
 
 # Worker processes without `workers:` in compute.yaml: one a processor, but no more than these.
 MAX_DEFAULT_WORKERS = 8
+
+# Most builds may wait for one image's download: neither other tasks nor builds of other images may wait for them.
+MIN_BUILD_THREADS = 32
 
 # Takes the computes that have guests on this host; raises Conflict if this compute must not start beside them.
 Admit = Callable[[Set[str]], None]
@@ -191,16 +196,15 @@ USER_DATA_CHECK_SECONDS = 24 * 3600
 class PlanningLoop:
     """Plans for one compute from begin() to drain(); run() tends the process's workers until stop().
 
-    The periodic checks run first after `first_check_seconds`; those of `remote_checks`, {activity: check}, in another
-    thread than plans. on_planned() is called in each plan. check_troubles() is called when a plan fails or a network
-    changes.
+    The checks of `remote_checks`, {activity: check}, run in another thread than plans. At most `max_tasks` tasks that
+    are no builds run at a time. on_planned() is called in each plan. check_troubles() is called when a plan fails or a
+    network changes.
     """
 
     host: HostServices
     planner: Planner
     remote_checks: Mapping[str, Callable[[], None]]
-    threads: Threads
-    first_check_seconds: float
+    max_tasks: int
     on_planned: Callable[[], None]
     check_troubles: Callable[[], None]
 
@@ -215,11 +219,11 @@ class PlanningLoop:
         self._local_checks['checking the metadata server'] = self.host.ensure_metadata_server
         # The back-off of planning and of the two groups of checks.
         self._deferrals = Deferrals()
-        self._plan_job = ScheduledJob(self.threads, self.threads.plans, self._run_plan)
-        self._remote_job = ScheduledJob(
-            self.threads, self.threads.minutes, partial(self._run_checks, REMOTE_CHECKS, self.remote_checks)
-        )
-        self._next_check = time.monotonic() + self.first_check_seconds
+        self._plans = Loop('planner', self._run_plan)
+        self._remote = Loop('checks', partial(self._run_checks, REMOTE_CHECKS, self.remote_checks))
+        self._builds = DaemonThreadPool('build', max(self.max_tasks, MIN_BUILD_THREADS))
+        self._tasks = DaemonThreadPool('task', self.max_tasks)
+        self._next_check = 0.0
         # Replaced, never changed; the planner is woken after that. None: not read yet.
         self._state: Mapping[str, Entry] | None = None
         # Set once, and without a lock, because a signal handler sets it.
@@ -229,8 +233,8 @@ class PlanningLoop:
     def begin(self) -> None:
         """Watch the hypervisor for changes, and schedule a plan now and at each wake-up."""
         self.host.hypervisor.watch_changes(self.planner.wake_up, self.check_soon)
-        self.planner.on_wake_up = self._plan_job.schedule
-        self._plan_job.schedule()  # for wake-ups before this
+        self.planner.on_wake_up = self._plans.schedule
+        self._plans.schedule()  # for wake-ups before this
 
     def run(self, notify_alive: Callable[[], float]) -> None:
         """Tend the process's workers until stop(); each round calls notify_alive() for the longest wait in seconds."""
@@ -240,11 +244,13 @@ class PlanningLoop:
     def drain(self) -> None:
         """Start nothing more, stop builds; tend the workers until no plan or task is in flight, without a timeout."""
         self._is_stopping = True
-        self._plan_job.cancel()
-        self._remote_job.cancel()
+        self._plans.stop()
+        self._remote.stop()
         self.planner.stop_builds()
-        while self._plan_job.is_busy or self.planner.get_in_flight():
+        while self._plans.is_busy or self.planner.get_in_flight():
             self.host.runner.tend(0.2)
+        self._builds.close()
+        self._tasks.close()
 
     def stop(self) -> None:
         """End run() soon, and start no more tasks. Safe in a signal handler."""
@@ -307,8 +313,8 @@ class PlanningLoop:
         if is_minute or self._deferrals.get_due_time(LOCAL_CHECKS) <= time.monotonic():
             self._run_checks(LOCAL_CHECKS, self._local_checks)
         # Checks that still wait for placement are not started twice.
-        if is_minute and not self._remote_job.is_busy:
-            self._remote_job.schedule()
+        if is_minute and not self._remote.is_busy:
+            self._remote.schedule()
         # A pause, so that something overdue does not make this loop spin.
         due_times = self._next_check, self._deferrals.get_due_time(LOCAL_CHECKS), *self.planner.list_due_times()
         return max(min(due_times), time.monotonic() + 0.01)
@@ -316,7 +322,7 @@ class PlanningLoop:
     def _start_task(self, work: Work) -> None:
         """Have a thread carry out the work; hand it back if no thread can be started."""
         self.planner.begin(work)
-        pool = self.threads.builds if work.task.kind is Kind.BUILD else self.threads.tasks
+        pool = self._builds if work.task.kind is Kind.BUILD else self._tasks
         try:
             pool.submit(partial(self.planner.carry_out, work))
         except RuntimeError as error:
@@ -343,12 +349,10 @@ class PlanningLoop:
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """The parts and settings of a process that all its computes share.
+    """What a compute is started with.
 
-    With `accepts_new_etcd` the computes republish their instances to an etcd that may be another one. Unless
-    `is_familiar_etcd`, they are read-only from the start (rule: familiar-etcd). `first_seen_revision`: see Queues. The
-    first queries to placement are spread over `spread_seconds`, because all start together. With
-    `checks_names` each checks that placement knows its traits and classes.
+    With `accepts_new_etcd` it republishes its instances to an etcd that may be another one. Unless `is_familiar_etcd`,
+    it is read-only from the start (rule: familiar-etcd). `first_seen_revision`: see Queues.
     """
 
     fake: Fake | None
@@ -357,20 +361,13 @@ class Environment:
     first_seen_revision: int
     guard: Guard
     placement: Placement
-    spread_seconds: float
-    threads: Threads
-    lease: PresenceLease
     queues: Queues
-    generations: GenerationReader
-    checks_names: bool
 
 
 class Compute:
     """One compute: call register(), start() and, even after errors, stop(). Followers of etcd call the on_… methods."""
 
-    def __init__(
-        self, config: ComputeConfig, identity: Identity, store: Store, environment: Environment, at_exit: ExitStack
-    ) -> None:
+    def __init__(self, config: ComputeConfig, identity: Identity, store: Store, environment: Environment) -> None:
         """Choose the uuid and the token, without saving them; errors of `identity` are raised."""
         self.uuid = identity.choose_uuid(config.uuid)
         log.info('compute %s, state in %s, ecomp %s', self.uuid, config.state, read_version())
@@ -381,7 +378,8 @@ class Compute:
         self._environment = environment
         self._control = ControlPlane(self.uuid, store, environment.placement, now)
         self._failures = FailureLog()
-        self._at_exit = at_exit
+        self.is_familiar_etcd = environment.is_familiar_etcd
+        self._at_exit = ExitStack()
         self._requests: Entries = {}
         self._generation: int | None = None
         self._has_facts = False
@@ -390,7 +388,7 @@ class Compute:
         facts = {'version': read_version(), 'hostname': self._hostname, 'since': now(), 'token': self._token}
         facts |= {'boot': read_boot_id(), 'pid': str(os.getpid())}  # to tell two processes with the same token apart
         key = keys.compute(self.uuid)
-        self._presence = Presence(store, key, facts, self._become_read_only, environment.lease, self._become_writable)
+        self._presence = Presence(store, key, facts, self._become_read_only, self._become_writable)
 
     def register(self) -> None:
         """Check that this compute may run here, save its identity, register it in placement, and make its parts.
@@ -421,8 +419,7 @@ class Compute:
             state_directory=config.state,
         )
         if familiar:
-            if self._environment.checks_names:
-                check_names(placement, config.traits, config.inventory or ())
+            check_names(placement, config.traits, config.inventory or ())
             # Before placement knows the uuid, and after the last refusal: the next start is this compute, too.
             self._identity.save()
         self._memory = memory = Memory(config.state, self.uuid, now)
@@ -447,26 +444,24 @@ class Compute:
         remote_checks |= {'checking the provider': self._check_registration}
         remote_checks |= {'keeping the user-data of sets in etcd': self._keep_user_data}
         remote_checks |= {'looking at this host': self._look}
-        delay = random.uniform(0.0, self._environment.spread_seconds)
-        threads = self._environment.threads
-        self.troubles = Troubles(hypervisor, threads, self._publish_troubles)
+        self.troubles = Troubles(hypervisor, self._publish_troubles)
         instances.on_build_end = self.troubles.note_build
+        max_tasks = 2 * count_workers(config) + (2 if fake else MAX_CONCURRENT_STOPS)
         self.daemon = PlanningLoop(
-            self.host, self._planner, remote_checks, threads, delay, self._publish_facts, self.troubles.check_soon
+            self.host, self._planner, remote_checks, max_tasks, self._publish_facts, self.troubles.check_soon
         )
         self._taking = None
         if config.queues and familiar:
             inventory, queues = parse_inventory(self._inventory), self._environment.queues
             lease, guests = lambda: self._presence.lease, hypervisor.list_guests
             taker = Taker(self._control, lease, queues, self._may_take, inventory, guests, self.troubles.can_build)
-            self._taking = TakeLoop(taker, self._failures, threads)
+            self._taking = TakeLoop(taker, self._failures)
         self.upkeep = Upkeep(
             *(self.uuid, self._store, placement, self._claims, instances.list_guests),
             *(hypervisor, self.host.guest_data, config.state, memory),
             publish=partial(self._presence.publish, is_urgent=True),
             may_remove=self._check_removable,
             read_requests=lambda: self._requests,
-            threads=threads,
         )
 
     def start(self) -> None:
@@ -475,7 +470,7 @@ class Compute:
         In an unfamiliar etcd it does nothing. Errors of etcd are raised.
         """
         familiar, at_exit = self._environment.is_familiar_etcd, self._at_exit
-        if self._environment.fake is None:  # the fake hypervisor notifies, and a watch costs a thread for each compute
+        if self._environment.fake is None:  # the fake hypervisor notifies
             at_exit.callback(self.host.guest_data.watch_reports(self._planner.wake_up))
         # Before any request can arrive: nothing is started for an unfamiliar etcd.
         self._environment.guard.add_refusal_listener(self._become_read_only)
@@ -560,7 +555,8 @@ class Compute:
     def _check_claims(self) -> None:
         """Note the provider's generation, and release each claim that is an orphan in a second check; raise errors."""
         self._generation, self._claims.is_current = None, False
-        self._generation = self._environment.generations.read_generation(self.uuid)
+        with suppress(NotFound):
+            self._generation = providers.read_generation(self._environment.placement, self.uuid)
         requests = {keys.get_last_part(key) for key in self._requests}
         with self.upkeep.lock:
             self._claims.check_claims(self.host.hypervisor.list_guests(), time.monotonic(), self._generation, requests)
@@ -591,7 +587,7 @@ class Compute:
         if is_hostname(self._hostname):
             leases = decode_lenient(StoredHostname, entry.value).leases if entry else ()
             with suppress(EcompError):  # a full etcd grants none
-                leases = self._environment.lease.ensure_life_leases(leases)
+                leases = self._presence.ensure_life_leases(leases)
             value = encode(StoredHostname(self._hostname, leases))
             if entry is None or entry.value != value.encode():
                 # If another process was faster, the next check reads its value.

@@ -1,9 +1,7 @@
-"""Thread pools of a process, jobs that one timer thread starts in them, back-off, and the log of failures."""
+"""The loops and thread pools of ecompute, back-off, and the log of failures."""
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import logging
 import math
 import os
@@ -21,7 +19,7 @@ from ecomp.model.backoff import Backoff
 
 log = logging.getLogger(__name__)
 
-# Delay before a job is retried that found no thread or raised an unexpected error.
+# Delay before a step is repeated that raised an unexpected error.
 RETRY_SECONDS = 1.0
 FIRST_BACKOFF_SECONDS = 0.5
 MAX_BACKOFF_SECONDS = 15.0
@@ -267,128 +265,62 @@ class DaemonThreadPool:
                 self._idle += 1
 
 
-class ScheduledJob:
-    """Calls `work` in a thread of `pool`, one run at a time.
+class Loop:
+    """Calls `step` in a daemon thread of its own when it is due, one call at a time.
 
-    `work` returns when (monotonic) it is due again, or inf. If it raises, or has no thread, it is due in RETRY_SECONDS.
+    `step` returns when (monotonic) it is due again, or inf. An Exception is logged, and repeats it in RETRY_SECONDS.
     """
 
-    def __init__(self, threads: Threads, pool: DaemonThreadPool, work: Callable[[], float]) -> None:
-        """Make a job that is not due before schedule()."""
-        self._threads, self._pool, self._work = threads, pool, work
+    def __init__(self, name: str, step: Callable[[], float]) -> None:
+        """Prepare the thread, which starts with the first schedule()."""
+        self._name, self._step = name, step
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
         self._due = math.inf
-        self._is_cancelled = False
-        # Whether `work` is running or submitted.
+        self._is_stopped = False
         self.is_busy = False
-        # The time of the next timer that is set for this job. Only Threads changes it.
-        self.timer_due = math.inf
 
     def schedule(self, moment: float = 0.0) -> None:
-        """Run the job by this time (monotonic; 0: now), once more if running; no-op after cancel(). Thread-safe."""
-        with self._threads.changed:
-            if moment < self._due and not self._is_cancelled:
+        """Call `step` by this time (monotonic; 0: now), once more if it runs; no-op after stop(). From any thread.
+
+        Raises:
+            RuntimeError: no thread can be started.
+        """
+        with self._changed:
+            if moment < self._due and not self._is_stopped:
+                if self._thread is None:
+                    thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                    thread.start()
+                    self._thread = thread
                 self._due = moment
-                if not self.is_busy:
-                    self._start_or_wait()
+                self._changed.notify()
 
-    def cancel(self) -> None:
-        """Do not start the job again. A run in flight continues: see is_busy and wait()."""
-        with self._threads.changed:
-            self._is_cancelled, self._due = True, math.inf
+    def stop(self) -> None:
+        """Call `step` no more. A call in flight continues: see is_busy and join()."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify()
 
-    def wait(self) -> None:
-        """After cancel(), wait for the run in flight. Must not be called by the job itself."""
-        with self._threads.changed:
-            self._threads.changed.wait_for(lambda: not self.is_busy)
+    def join(self) -> None:
+        """After stop(), wait for the call in flight. Must not be called by `step`."""
+        if self._thread is not None:
+            self._thread.join()
 
-    def on_timer(self, when: float) -> None:
-        """Start the job if due, else set its timer again; no-op while it runs. The caller holds `Threads.changed`."""
-        if when == self.timer_due:
-            self.timer_due = math.inf
-        if not self.is_busy:
-            self._start_or_wait()
-
-    def _start_or_wait(self) -> None:
-        """Submit the job if due; else, or without a thread, set its timer. The caller holds `Threads.changed`."""
-        now = time.monotonic()
-        if self._due <= now:
-            self._due, self.is_busy = math.inf, True
+    def _run(self) -> None:
+        while self._wait():
+            next_due = time.monotonic() + RETRY_SECONDS
             try:
-                self._pool.submit(self._run)
-                return
-            except RuntimeError as error:
-                log.warning('no thread can be started: %s; trying again', error)
-                self.is_busy, self._due = False, now + RETRY_SECONDS
-        self._threads.set_timer(self, self._due)
-
-    def _run(self) -> None:
-        """Call `work`, unless cancelled, and schedule the next run; raise its exceptions."""
-        next_due = time.monotonic() + RETRY_SECONDS
-        try:
-            if not self._is_cancelled:
-                next_due = self._work()
-        finally:
-            with self._threads.changed:
+                next_due = self._step()
+            except Exception:
+                log.exception('unexpected error in thread %s; trying again', self._name)
+            with self._changed:
                 self.is_busy = False
-                if self._is_cancelled:
-                    self._threads.changed.notify_all()
-                else:
-                    self._due = min(self._due, next_due)
-                    self._start_or_wait()
+                self._due = min(self._due, next_due)
 
-
-class Threads:
-    """The thread pools, no larger for a thousand computes than for a few, and the timer thread of due jobs."""
-
-    # Most builds may wait for one image's download: neither other tasks nor builds of other images may wait for them.
-    MIN_BUILD_THREADS = 32
-    # Size of the pools that many computes use concurrently: their threads wait for the same etcd and placement.
-    SHARED_POOL_THREADS = 16
-
-    def __init__(self, compute_count: int, max_tasks: int) -> None:
-        """Make pools: of `max_tasks` threads or more for builds and tasks, the others of one a compute or fewer."""
-        few_threads, shared_threads = min(compute_count, 4), min(compute_count, self.SHARED_POOL_THREADS)
-        self.plans = DaemonThreadPool('planner', few_threads)
-        self.builds = DaemonThreadPool('build', max(max_tasks, self.MIN_BUILD_THREADS))
-        self.tasks = DaemonThreadPool(
-            'task', max_tasks if compute_count == 1 else max(max_tasks, self.SHARED_POOL_THREADS)
-        )
-        self.minutes = DaemonThreadPool('minute', few_threads)
-        self.audits = DaemonThreadPool('audits', few_threads)
-        self.queues = DaemonThreadPool('queues', shared_threads)
-        self.metrics = DaemonThreadPool('metrics', 1)
-        self.changed = threading.Condition()
-        self._closed = False
-        self._timers: list[tuple[float, int, ScheduledJob]] = []
-        self._sequence = itertools.count()
-        self._timer = threading.Thread(target=self._run, name='timer', daemon=True)
-
-    def set_timer(self, job: ScheduledJob, when: float) -> None:
-        """Set the job's timer to `when` (monotonic) if earlier; no-op after close(). The caller holds `changed`."""
-        if when >= job.timer_due or self._closed:
-            return
-        job.timer_due = when
-        if not self._timer.is_alive():
-            self._timer.start()
-        heapq.heappush(self._timers, (when, next(self._sequence), job))
-        if self._timers[0][2] is job:
-            self.changed.notify_all()
-
-    def close(self) -> None:
-        """Start no further jobs, and let the threads end, without waiting for them."""
-        with self.changed:
-            self._closed = True
-            self.changed.notify_all()
-        for pool in (self.plans, self.builds, self.tasks, self.minutes, self.audits, self.queues, self.metrics):
-            pool.close()
-
-    def _run(self) -> None:
-        """Start the jobs whose timers are due, until close(). The timer thread."""
-        with self.changed:
-            while not self._closed:
-                now = time.monotonic()
-                while self._timers and self._timers[0][0] <= now:
-                    when, _, turn = heapq.heappop(self._timers)
-                    turn.on_timer(when)
-                seconds = self._timers[0][0] - now if self._timers else threading.TIMEOUT_MAX
-                self.changed.wait(min(seconds, threading.TIMEOUT_MAX))
+    def _wait(self) -> bool:
+        """Wait until the step is due, and note that it begins; return False after stop()."""
+        with self._changed:
+            while not self._is_stopped and (seconds := self._due - time.monotonic()) > 0:
+                self._changed.wait(min(seconds, threading.TIMEOUT_MAX))
+            self._due, self.is_busy = math.inf, not self._is_stopped
+            return self.is_busy

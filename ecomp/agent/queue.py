@@ -1,4 +1,4 @@
-"""Take requests from the queues for one compute, without a thread of its own.
+"""Take requests from the queues for one compute.
 
 A compute that hears of a new request waits, longer the fuller it is, so that emptier computes go first, and at random,
 so that few compete. Then it takes the oldest request that fits its room and that it may take. It puts the taker key,
@@ -20,7 +20,7 @@ from itertools import islice
 
 from ecomp.agent.instance.instances import ControlPlane
 from ecomp.agent.instance.records import get_revision
-from ecomp.agent.jobs import Deferrals, FailureLog, ScheduledJob, Threads
+from ecomp.agent.jobs import Deferrals, FailureLog, Loop
 from ecomp.errors import ClaimedElsewhere, Conflict, EcompError, NoCapacity, NotFound, PlacementRefusal, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.model import keys, queue
@@ -51,16 +51,19 @@ SILENT_CACHE_SECONDS = 5.0
 
 
 class Queues:
-    """What a process knows of the queues, and of the computes that may take. The follower's thread calls on_…()."""
+    """What a process knows of the queues, and of the computes that may take. The follower's thread calls on_…().
 
-    def __init__(self) -> None:
+    `start_revision` is etcd's when this process started, and `first_seen_revision` that at which this host first saw or
+    accepted etcd. `term` returns etcd's raft term: a new leader gives each lease its whole time again.
+    """
+
+    def __init__(
+        self, start_revision: int = 0, first_seen_revision: int = 0, term: Callable[[], int] = lambda: 0
+    ) -> None:
         self.backlog: Backlog | None = None  # None before the queues were read
         self.taker_count = 0  # living computes that take from queues
         self.accepted_revision = 0  # the highest revision at which any compute accepted this etcd
-        self.start_revision = 0  # etcd's revision when this process started
-        self.first_seen_revision = 0  # that at which this host first saw or accepted etcd
-        # Returns etcd's raft term: a new leader gives each lease its whole time again.
-        self.term: Callable[[], int] = lambda: 0
+        self.start_revision, self.first_seen_revision, self.term = start_revision, first_seen_revision, term
         self._presences: State = {}
         self._takers: Mapping[str, bool] = {}
         self._followed_since, self._silent_read_at, self._term = math.inf, -math.inf, 0
@@ -480,23 +483,23 @@ class Taker:
 class TakeLoop:
     """Runs the taker of one compute, from start() to stop()."""
 
-    def __init__(self, taker: Taker, failures: FailureLog, threads: Threads) -> None:
+    def __init__(self, taker: Taker, failures: FailureLog) -> None:
         self._taker = taker
         self._failures, self._deferrals = failures, Deferrals()
         self._next_take = math.inf  # when (monotonic) the compute may take, if it was woken
-        self._job = ScheduledJob(threads, threads.queues, self._run)
+        self._loop = Loop('queues', self._run)
 
     def stop(self) -> None:
         """Stop, and wait for the take in flight. Before this `may_take` must return False."""
-        self._job.cancel()
-        self._job.wait()
+        self._loop.stop()
+        self._loop.join()
 
     def wake_up(self, reason: str) -> None:
         """Take after this compute's delay, unless it is woken already. From any thread."""
         if self._next_take == math.inf:
             log.debug('woken: %s', reason)
             self._next_take = time.monotonic() + self._taker.choose_delay()
-            self._job.schedule(self._next_take)
+            self._loop.schedule(self._next_take)
 
     def on_hosts(self, state: State) -> None:
         if self._taker.on_hosts(state):

@@ -524,38 +524,3 @@ def _format_instances(instances: list[str], etcd: EtcdState) -> str:
     """Return `instance a` or `instances a, b`; MAX_QUOTED_INSTANCES are named, others counted."""
     text = join_some(list(map(etcd.format_instance, instances)), MAX_QUOTED_INSTANCES)
     return f'instance{"s" if len(instances) > 1 else ""} {text}'
-
-
-Each = TypeVar('Each', bound=keys.StoredValue)
-
-
-def collect_changed_requests(
-    previous: Mapping[str, Each], state: Mapping[str, Each], previous_by_compute: Mapping[str, Mapping[str, Each]]
-) -> dict[str, dict[str, Each]]:
-    """Return {compute: {key: request}} of the computes whose requests changed: all current ones, {} if there are none.
-
-    All keys (maybe 10,000) are below /hosts/; only changed ones are grouped. `previous_by_compute` groups `previous`.
-    """
-    changed: dict[str, dict[str, Each]] = {}
-
-    def add_copy(key: str) -> dict[str, Each]:
-        """Return the compute's dict in `changed`; if absent, add a copy of its previous requests."""
-        compute = key.removeprefix(keys.HOSTS).partition('/')[0]
-        if compute not in changed:
-            changed[compute] = dict(previous_by_compute.get(compute, {}))
-        return changed[compute]
-
-    removed_count = len(previous) - len(state)
-    for key, entry in state.items():
-        old_entry = previous.get(key)
-        if old_entry is entry:
-            continue
-        if old_entry is None:
-            removed_count += 1
-        elif keys.get_value_id(old_entry) == keys.get_value_id(entry):
-            continue
-        add_copy(key)[key] = entry
-    if removed_count:
-        for key in previous.keys() - state.keys():
-            del add_copy(key)[key]
-    return changed

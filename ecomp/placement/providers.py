@@ -74,11 +74,6 @@ def list_providers(
     )
 
 
-def read_generations(placement: Placement) -> dict[str, int]:
-    """Return the generation of every resource provider, by uuid, in one call."""
-    return list_providers(placement, lambda each: check_integer(each['generation']))
-
-
 def set_inventory(
     placement: Placement,
     provider: str,

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -410,12 +409,6 @@ class Store:
         self.endpoints = self._connection.endpoints
         self._guard = guard
         self.fence: Fence | None = None
-
-    def copy_without_fence(self) -> Store:
-        """Return another store over the same connection, without a fence. Close only one of them."""
-        other = copy(self)
-        other.fence = None
-        return other
 
     def get(self, key: str) -> Entry | None:
         """Return the key's entry, or None if the key does not exist."""

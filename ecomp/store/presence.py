@@ -25,173 +25,6 @@ from ecomp.store.client import Delete, Entry, Fence, Put, Store, Unchanged
 log = logging.getLogger(__name__)
 
 
-class PresenceLease:
-    """The lease that a process's presences share: a thousand idle presences cost etcd what one does."""
-
-    def __init__(self, store: Store, seconds: int) -> None:
-        self._store = store
-        self._seconds = seconds
-        self._grant_lock = threading.Lock()
-        self._lock = threading.Lock()
-        self._wake_event = threading.Event()
-        self._members: dict[Presence, None] = {}
-        # Members whose keys are to be checked.
-        self._due: dict[Presence, None] = {}
-        self._next_member = 0
-        self._thread: threading.Thread | None = None
-        self._lease_id = 0
-        self._renewed_at = -math.inf
-        self._is_lapsed = False
-        self._life_leases: tuple[int, ...] = ()
-
-    def ensure_granted(self) -> int:
-        """Return the lease to put a key on, renewed or granted if needed; raise the store's errors."""
-        with self._grant_lock:
-            now = time.monotonic()
-            if (
-                self._lease_id
-                and now - self._renewed_at > self._seconds / 2
-                and not self._store.keep_alive(self._lease_id)
-            ):
-                self._lease_id = 0  # it expired: etcd was away while the first keys were put
-            if not self._lease_id:
-                self._lease_id = self._store.grant(self._seconds)
-            self._renewed_at = now
-            return self._lease_id
-
-    def ensure_life_leases(self, known_leases: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the leases that show when this process was alive: `known_leases` if they exist, or new ones.
-
-        The first is renewed with the presences' lease, the second never (ecomp.model.host). Raises the store's errors.
-        """
-        with self._grant_lock:
-            if not self._life_leases:
-                ages = [self._store.read_lease_age(lease) for lease in known_leases]
-                # Renewed at once, so that no time before this start is shown.
-                exist = bool(ages) and None not in ages and self._store.keep_alive(known_leases[0]) > 0
-                self._life_leases = known_leases if exist else tuple(map(self._store.grant, [LIFE_SECONDS] * 2))
-            return self._life_leases
-
-    def join(self, member: Presence) -> None:
-        """Watch over the key of `member`, which has been put, until leave(), in a thread."""
-        with self._lock:
-            self._members[member] = None
-            if self._thread is None:
-                self._thread = self._start_thread()
-
-    def schedule_check(self, member: Presence, is_urgent: bool = True) -> None:
-        """Let the thread check a member's key, now or, unless `is_urgent`, with the next renewal; no-op if it left."""
-        with self._lock:
-            if member in self._members:
-                self._due[member] = None
-        if is_urgent:
-            self._wake_event.set()
-
-    def leave(self, member: Presence) -> bool:
-        """Stop watching over a key; return whether the caller has to delete it, as other members need the lease.
-
-        The last one waits for the thread and revokes the lease, which deletes the key. Raises the store's errors.
-        """
-        with self._lock:
-            self._members.pop(member, None)
-            self._due.pop(member, None)
-            if self._members:
-                return True
-            thread, self._thread = self._thread, None
-        self._wake_event.set()
-        if thread is not None:
-            thread.join()
-        with self._grant_lock:
-            lease, self._lease_id = self._lease_id, 0
-            if lease:
-                self._store.revoke(lease)
-        return False
-
-    def renew_and_check(self, is_renewal_due: bool = True) -> None:
-        """Renew the lease and check the keys that are due (all if it had expired), and one more if `is_renewal_due`.
-
-        That key, each in turn, may have changed without an event. Never raises: the next renewal repeats failed checks.
-        """
-        with self._lock:
-            due, self._due, members = self._due, {}, list(self._members)
-        if not any(presence.is_active() for presence in members):
-            return  # all are stopped
-        start = time.monotonic()
-        try:
-            if not self._store.keep_alive(self._lease_id):
-                with self._grant_lock:
-                    self._lease_id = 0  # granted again when the next key is put
-                due = dict.fromkeys(members)
-            self._renewed_at = start
-        except Exception as error:
-            self._defer(dict.fromkeys(members) if self._detect_lapse(members) else due, error)
-            return
-        self._is_lapsed = False
-        if is_renewal_due:
-            self._next_member = (self._next_member + 1) % len(members)
-            due[members[self._next_member]] = None
-        pending = list(due)
-        while pending and time.monotonic() < start + self._seconds / 3:
-            member = pending.pop(0)
-            try:
-                if member.is_active():
-                    member.ensure_published()
-            except Exception as error:
-                self._defer({member: None}, error)
-        if pending:
-            with self._lock:
-                self._due |= dict.fromkeys(pending)
-            self._wake_event.set()
-        # A copy of a compute, whose presence is lost, must not seem to be that compute.
-        if self._life_leases and not all(presence._is_lost for presence in members):
-            try:
-                if not self._store.keep_alive(self._life_leases[0]):
-                    self._life_leases = ()  # granted again when the host's name is checked
-            except Exception as error:
-                self._defer({}, error)
-
-    def _detect_lapse(self, members: list[Presence]) -> bool:
-        """Return whether the lease expired though etcd answers; ask etcd and report that to the members once."""
-        if time.monotonic() - self._renewed_at <= self._seconds or self._is_lapsed:
-            return self._is_lapsed
-        with suppress(EcompError):
-            self._store.get(keys.CLUSTER)
-            try:
-                self._store.keep_alive(self._lease_id)
-            except EcompError as error:
-                self._is_lapsed = True
-                reason = f'etcd answers, but has not renewed the lease of this compute for {self._seconds} s: {error}'
-                for member in members:
-                    member.report_loss(f'{reason}. Fix: name members of etcd in `etcd:`, or a proxy that renews leases')
-        return self._is_lapsed
-
-    def _defer(self, members: dict[Presence, None], error: Exception) -> None:
-        """Mark these members to be checked with the next renewal; log the error unless it is an EcompError."""
-        # The follower logs once that etcd is away. After an unknown outcome the next check reads the key.
-        if not isinstance(error, EcompError):
-            log.error('unexpected error while keeping a key alive; trying again', exc_info=error)
-        with self._lock:
-            self._due |= {member: None for member in members if member in self._members}
-
-    def _start_thread(self) -> threading.Thread:
-        thread = threading.Thread(target=self._run, name='presence', daemon=True)
-        thread.start()
-        return thread
-
-    def _run(self) -> None:
-        """Renew every third of the lease, and check when woken, until no member is left."""
-        next_renewal = time.monotonic() + self._seconds / 3
-        while True:
-            self._wake_event.wait(max(next_renewal - time.monotonic(), 0.0))
-            self._wake_event.clear()
-            with self._lock:
-                if not self._members:
-                    return
-            is_due = time.monotonic() >= next_renewal
-            next_renewal = time.monotonic() + self._seconds / 3
-            self.renew_and_check(is_due)
-
-
 # Seconds that a lease lasts without a renewal; then its owner counts as dead.
 LEASE_SECONDS = 30
 # Seconds that the life leases last, on which no key is: ten years.
@@ -218,7 +51,7 @@ class Presence:
 
     `on_lost` is called when the key has another owner (another token, or our token in a value that a copy of the state
     directory wrote), or when its lease expired and cannot be renewed. Once the key is free it is put again in one
-    transaction, and `on_back` is called. `lease` is shared with other presences of the process; None: one of its own.
+    transaction, and `on_back` is called.
     """
 
     def __init__(
@@ -227,7 +60,6 @@ class Presence:
         key: str,
         value: Mapping[str, Any],
         on_lost: Callable[[str], None],
-        lease: PresenceLease | None = None,
         on_back: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare the key; nothing is read or written before check() or start()."""
@@ -241,9 +73,17 @@ class Presence:
         self._on_lost = on_lost
         self._on_back = on_back
         self._is_lost = False
-        self._presence_lease = lease or PresenceLease(store, LEASE_SECONDS)
-        self._lease_id = 0
+        self._grant_lock = threading.Lock()
+        # The lease that is renewed, 0 if none is granted or it expired, and that of the key as it was put.
+        self._granted = self._lease_id = 0
+        self._renewed_at = -math.inf
+        self._is_lapsed = False
+        self._life_leases: tuple[int, ...] = ()
         self._revision = 0
+        # Set if the key is to be checked, by now or with the next renewal.
+        self._is_due = threading.Event()
+        self._wake_event = threading.Event()
+        self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
 
     def check(self) -> None:
@@ -270,7 +110,7 @@ class Presence:
                 return
             self._attached = {**self._attached, key: value}
         if self._revision:
-            self._presence_lease.schedule_check(self, is_urgent)
+            self.schedule_check(is_urgent)
 
     def start(self) -> None:
         """Put the key and keep it; raise the store's errors, and Conflict if it has another owner.
@@ -279,16 +119,18 @@ class Presence:
         """
         self._wait_for_earlier_boot()
         self._publish()
-        self._presence_lease.join(self)
+        self._start_thread()
 
     @property
     def lease(self) -> int:
         """The lease of the key, for keys that are to expire with it; 0 before start()."""
         return self._lease_id
 
-    def schedule_check(self) -> None:
-        """Check the key now, since its lease may have expired; from any thread."""
-        self._presence_lease.schedule_check(self)
+    def schedule_check(self, is_urgent: bool = True) -> None:
+        """Check the key now, since its lease may have expired, or with the next renewal; from any thread."""
+        self._is_due.set()
+        if is_urgent:
+            self._wake_event.set()
 
     def on_computes(self, state: Mapping[str, Entry]) -> None:
         """Check the key if it is not as it was put; a follower's callback for the keys around it."""
@@ -297,17 +139,111 @@ class Presence:
             self.schedule_check()
 
     def stop(self) -> None:
-        """Delete the key, which Store.fence still requires, and stop; without etcd log a warning: the key expires."""
+        """Stop, and delete the keys with their lease; without etcd log a warning: they expire."""
         self._stopped.set()
+        self._wake_event.set()
+        if self._thread is not None:
+            self._thread.join()
+        with self._grant_lock:
+            lease, self._granted = self._granted, 0
         try:
-            if self._presence_lease.leave(self) and self._revision:
-                own = map(Delete, {self._key, *self._attached} - self._denied)
-                self._store.commit([Unchanged(self._key, self._revision)], [*own], use_fence=False)
+            if lease:
+                self._store.revoke(lease)
         except EcompError as error:
             log.warning('%s could not be deleted, but expires in %d s: %s', self._key, LEASE_SECONDS, error)
 
-    def is_active(self) -> bool:
-        return not self._stopped.is_set()
+    def renew_and_check(self, is_renewal_due: bool = True) -> None:
+        """Renew the lease, and check the key if `is_renewal_due` or this was asked for. Never raises: it is repeated.
+
+        The key may have changed without an event.
+        """
+        if self._stopped.is_set():
+            return
+        start, is_due = time.monotonic(), self._is_due.is_set()
+        if is_due:  # else a set() in the meantime would be lost
+            self._is_due.clear()
+        try:
+            if not self._store.keep_alive(self._granted):
+                with self._grant_lock:
+                    self._granted = 0  # granted again when the key is put
+                is_due = True
+            self._renewed_at = start
+        except Exception as error:
+            self._defer(self._detect_lapse() or is_due, error)
+            return
+        self._is_lapsed = False
+        try:
+            if is_due or is_renewal_due:
+                self.ensure_published()
+        except Exception as error:
+            self._defer(True, error)
+        # A copy of a compute, whose presence is lost, must not seem to be that compute.
+        if self._life_leases and not self._is_lost:
+            try:
+                if not self._store.keep_alive(self._life_leases[0]):
+                    self._life_leases = ()  # granted again when the host's name is checked
+            except Exception as error:
+                self._defer(False, error)
+
+    def ensure_life_leases(self, known_leases: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the leases that show when this process was alive: `known_leases` if they exist, or new ones.
+
+        The first is renewed with the presence's lease, the second never (ecomp.model.host). Raises the store's errors.
+        """
+        with self._grant_lock:
+            if not self._life_leases:
+                ages = [self._store.read_lease_age(lease) for lease in known_leases]
+                # Renewed at once, so that no time before this start is shown.
+                exist = bool(ages) and None not in ages and self._store.keep_alive(known_leases[0]) > 0
+                self._life_leases = known_leases if exist else tuple(map(self._store.grant, [LIFE_SECONDS] * 2))
+            return self._life_leases
+
+    def _start_thread(self) -> None:
+        self._thread = threading.Thread(target=self._run, name='presence', daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        """Renew every third of the lease, and check when woken, until stop()."""
+        next_renewal = time.monotonic() + LEASE_SECONDS / 3
+        while not self._stopped.is_set():
+            self._wake_event.wait(max(next_renewal - time.monotonic(), 0.0))
+            self._wake_event.clear()
+            is_due = time.monotonic() >= next_renewal
+            next_renewal = time.monotonic() + LEASE_SECONDS / 3
+            self.renew_and_check(is_due)
+
+    def _detect_lapse(self) -> bool:
+        """Return whether the lease expired though etcd answers; ask etcd, and report that once."""
+        if time.monotonic() - self._renewed_at <= LEASE_SECONDS or self._is_lapsed:
+            return self._is_lapsed
+        with suppress(EcompError):
+            self._store.get(keys.CLUSTER)
+            try:
+                self._store.keep_alive(self._granted)
+            except EcompError as error:
+                self._is_lapsed = True
+                reason = f'etcd answers, but has not renewed the lease of this compute for {LEASE_SECONDS} s: {error}'
+                self._report_loss(f'{reason}. Fix: name members of etcd in `etcd:`, or a proxy that renews leases')
+        return self._is_lapsed
+
+    def _defer(self, is_due: bool, error: Exception) -> None:
+        """Have the key checked with the next renewal if `is_due`; log the error unless it is an EcompError."""
+        # The follower logs once that etcd is away. After an unknown outcome the next check reads the key.
+        if not isinstance(error, EcompError):
+            log.error('unexpected error while keeping a key alive; trying again', exc_info=error)
+        if is_due:
+            self._is_due.set()
+
+    def _ensure_granted(self) -> int:
+        """Return the lease to put the key on, renewed or granted if needed; raise the store's errors."""
+        with self._grant_lock:
+            now = time.monotonic()
+            is_old = now - self._renewed_at > LEASE_SECONDS / 2
+            if self._granted and is_old and not self._store.keep_alive(self._granted):
+                self._granted = 0  # it expired: etcd was away while the key was put
+            self._granted = self._granted or self._store.grant(LEASE_SECONDS)
+            self._renewed_at = now
+            return self._granted
 
     def ensure_published(self) -> None:
         """Put the key if it changed, and what is published beside it; call `on_back` or, for a Conflict, `on_lost`."""
@@ -317,14 +253,14 @@ class Presence:
                 log.info('%s was deleted or overwritten: writing it again', self._key)
                 self._publish()
         except Conflict as error:
-            self.report_loss(str(error))
+            self._report_loss(str(error))
         else:
             if self._is_lost:
                 self._is_lost = False
                 self._on_back()
             self._write_attached()
 
-    def report_loss(self, reason: str) -> None:
+    def _report_loss(self, reason: str) -> None:
         """Call `on_lost` with the reason, unless it was called since the key was last held."""
         if not self._is_lost:
             self._is_lost = True
@@ -407,7 +343,7 @@ class Presence:
             entry = self._read_entry()
             condition = Unchanged(self._key, entry.revision if entry else 0)
             try:
-                lease = self._presence_lease.ensure_granted()
+                lease = self._ensure_granted()
                 put = Put(self._key, dump(self._value), lease)
                 written = self._store.commit([condition], [put], use_fence=False)
             except NoSpace:

@@ -22,7 +22,6 @@ from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.host.state import Memory
 from ecomp.agent.host.upkeep import Upkeep, find_abandoned_parts
 from ecomp.agent.images.cache import LOCK_FILE
-from ecomp.agent.jobs import Threads
 from ecomp.conf import EtcdConfig
 from ecomp.errors import StrangeEtcd, Unreachable
 from ecomp.files import try_lock
@@ -85,7 +84,7 @@ class Host:
         self.hypervisor.prepare()
         self.data = GuestData(state / 'metadata')
         config = EtcdConfig((cloud.etcd.endpoint,))
-        self.threads, self.store = Threads(1, 1), Store(config)
+        self.store = Store(config)
         self.presence = make_presence(self.store, keys.compute(self.compute), 'mine')
         memory = Memory(state, self.compute, lambda: '2026-01-01T00:00:00.000Z')
         prefix = keys.request_prefix(self.compute)
@@ -95,7 +94,6 @@ class Host:
             publish=partial(self.presence.publish, is_urgent=True),
             may_remove=self.may_remove,
             read_requests=lambda: self.store.snapshot(prefix).entries,
-            threads=self.threads,
         )
         self.follower = Follower(config, [(keys.AUDIT, self.upkeep.on_questions)])
         self.presence.start()
@@ -105,7 +103,6 @@ class Host:
         self.follower.stop()
         self.upkeep.stop()
         self.presence.stop()
-        self.threads.close()
         self.store.close()
 
     def may_remove(self, instance: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ecomp.agent.host.claims import MAX_SKIPPED_CHECKS, GenerationReader
+from ecomp.agent.host.claims import MAX_SKIPPED_CHECKS
 from ecomp.agent.host.provider import PlacementInventory, Registration, add_ratios
 from ecomp.errors import NotFound, PlacementRefusal, UsageError
 from ecomp.model.status import DISABLED, DISABLED_BY_OPERATOR
@@ -124,7 +124,7 @@ def test_registration_calls_of_a_new_an_unchanged_and_a_closed_provider(
     registration = make_registration()
     registration.register()
     initial, calls[:] = list(calls), []
-    registration.ensure_registered(is_closing, GenerationReader(client, reads_all=False).read_generation(compute))
+    registration.ensure_registered(is_closing, providers.read_generation(client, compute))
     read = ['GET /inventories', 'GET /traits', 'GET /aggregates']
     assert calls == ['GET ', *read], 'what it publishes is as placement has it'
     assert registration.created_generation == providers.read_generation(client, compute)
@@ -156,42 +156,19 @@ def test_unchanged_provider_is_reread_after_several_checks(
         return real(*args)
 
     monkeypatch.setattr(providers, 'is_as_expected', is_as_expected)
-    generations = GenerationReader(client, reads_all=False)
     for _ in range(1 + MAX_SKIPPED_CHECKS):
-        registration.ensure_registered(is_closing, generations.read_generation(compute))
+        registration.ensure_registered(is_closing, providers.read_generation(client, compute))
     assert len(comparisons) == 1
-    registration.ensure_registered(is_closing, generations.read_generation(compute))
+    registration.ensure_registered(is_closing, providers.read_generation(client, compute))
     assert len(comparisons) == 2, 'a database that was restored may have counted up to it again'
     add_foreign_names(client, compute, FAST)
-    registration.ensure_registered(is_closing, generations.read_generation(compute))
+    registration.ensure_registered(is_closing, providers.read_generation(client, compute))
     assert len(comparisons) == 3
     registration.ensure_registered(is_closing)
     assert len(comparisons) == 4, 'where it is not known'
     client.write('DELETE', f'/resource_providers/{compute}', None)
-    generation = generations.read_generation(compute)
-    assert generation is None
-    registration.ensure_registered(is_closing, generation)
-    assert generations.read_generation(compute) is not None
-
-
-def test_generations_of_several_computes_take_one_call(client: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
-    uuids = [make_uuid() for _ in range(5)]
-    for provider in uuids:
-        providers.ensure_provider(client, provider)
-    shared, single = GenerationReader(client, reads_all=True), GenerationReader(client, reads_all=False)
-    paths: list[str] = []
-    real = client.get
-
-    def get(path: str) -> Any:
-        paths.append(path)
-        return real(path)
-
-    monkeypatch.setattr(client, 'get', get)
-    assert [shared.read_generation(provider) for provider in uuids] == [0] * 5
-    assert shared.read_generation(make_uuid()) is None
-    assert paths == ['/resource_providers']
-    assert [single.read_generation(provider) for provider in uuids] == [0] * 5
-    assert single.read_generation(make_uuid()) is None
+    registration.ensure_registered(is_closing)
+    assert providers.read_generation(client, compute) > 0
 
 
 def test_allocation_ratios_apply_to_claims(

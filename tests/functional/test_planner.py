@@ -18,7 +18,6 @@ from ecomp.agent.host import state
 from ecomp.agent.host.claims import ClaimKeeper
 from ecomp.agent.instance.plan import DOMAIN_AND_DISK_GONE
 from ecomp.agent.instance.records import Superseded
-from ecomp.agent.jobs import Threads
 from ecomp.agent.planner import CHECKING_CLAIMS, FIRST_POLL_SECONDS, PLAN_INTERVAL_SECONDS, choose_poll_interval
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, StillGoing, Unreachable
@@ -407,21 +406,14 @@ class BlockingClaimKeeper(ClaimKeeper):
 
 
 @contextmanager
-def start_daemon(
-    toy_compute: ToyCompute, keeper: BlockingClaimKeeper, shared: Threads | None = None
-) -> Iterator[PlanningLoop]:
-    """Start the daemon of a compute, which send_requests() feeds, and drain it at the end.
-
-    It uses the threads in `shared`, or else its own.
-    """
+def start_daemon(toy_compute: ToyCompute, keeper: BlockingClaimKeeper, max_tasks: int = 2) -> Iterator[PlanningLoop]:
+    """Start the daemon of a compute, which send_requests() feeds, and drain it at the end."""
     periodic = {CHECKING_CLAIMS: lambda: keeper.check_claims(toy_compute.hypervisor.list_guests(), time.monotonic())}
-    threads = shared or Threads(1, 2)
     daemon = PlanningLoop(
         toy_compute.host,
         toy_compute.planner,
         periodic,
-        threads,
-        first_check_seconds=0.0,
+        max_tasks,
         on_planned=lambda: None,
         check_troubles=lambda: None,
     )
@@ -431,8 +423,6 @@ def start_daemon(
     finally:
         daemon.stop()
         daemon.drain()
-        if shared is None:
-            threads.close()
 
 
 def send_requests(daemon: PlanningLoop, toy_compute: ToyCompute) -> None:
@@ -544,10 +534,10 @@ def test_read_only_compute_undoes_the_build_in_work(cloud: Cloud, tmp_path: Path
 def test_queued_builds_do_not_begin_after_a_stop(
     cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
-    monkeypatch.setattr(Threads, 'MIN_BUILD_THREADS', 1)
-    hypervisor, threads = BlockingHypervisor(), Threads(1, 1)
+    monkeypatch.setattr('ecomp.agent.compute.MIN_BUILD_THREADS', 1)
+    hypervisor = BlockingHypervisor()
     with make_toy_compute(cloud, tmp_path, hypervisor) as toy_compute:
-        with start_daemon(toy_compute, BlockingClaimKeeper(toy_compute), threads) as daemon:
+        with start_daemon(toy_compute, BlockingClaimKeeper(toy_compute), max_tasks=1) as daemon:
             instances = [toy_compute.place() for _ in range(3)]
             send_requests(daemon, toy_compute)
             assert hypervisor.is_creating.wait(60)
@@ -558,7 +548,6 @@ def test_queued_builds_do_not_begin_after_a_stop(
                 daemon.become_read_only('another one is this compute')
                 hypervisor.may_create.set()
                 wait_until(lambda: not toy_compute.planner.get_in_flight(), 20, 'it has ended')
-        threads.close()
         assert hypervisor.list_guests() == {}
         begun = [instance for instance in instances if cloud.etcd.read_record(instance) is not None]
         assert len(begun) == 1, 'of the others nothing is begun'

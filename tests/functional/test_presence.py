@@ -15,7 +15,7 @@ from ecomp import backends
 from ecomp.conf import EtcdConfig, PlacementConfig
 from ecomp.errors import Conflict, Denied, Unreachable
 from ecomp.store.client import FENCE_RENEWAL_SECONDS, Delete, Put, Store, Unchanged
-from ecomp.store.presence import LEASE_SECONDS, Presence, PresenceLease, hash_token
+from ecomp.store.presence import Presence, hash_token
 from tests.functional.present import make_presence, start_and_stop
 from tests.kit.servers import SLOWDOWN_FACTOR, Etcd, PlacementServer, Server, free_port, is_healthy, wait_until
 from tests.kit.store_client import open_store, read_entry
@@ -264,11 +264,12 @@ class UnrenewingStore(Store):
         return super().keep_alive(lease)
 
 
-def test_unrenewed_lease_is_reported_and_replaced(etcd: Etcd, prefix: str) -> None:
+def test_unrenewed_lease_is_reported_and_replaced(etcd: Etcd, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr('ecomp.store.presence.LEASE_SECONDS', 1)
     lost, recovered, key = list[str](), list[bool](), prefix + 'c'
     with closing(UnrenewingStore(EtcdConfig((etcd.endpoint,)))) as store:
-        lease = PresenceLease(store, 1)
-        with start_and_stop(Presence(store, key, FACTS, lost.append, lease, on_back=lambda: recovered.append(True))):
+        presence = Presence(store, key, FACTS, lost.append, on_back=lambda: recovered.append(True))
+        with start_and_stop(presence):
             store.fails = True
             wait_until(lambda: lost, 20, 'it is told')
             wait_until(lambda: store.get(key) is None, 20, 'the lease has ended')
@@ -381,11 +382,16 @@ def test_key_that_roles_deny_is_reported_once(
 # Two leases without keys show when a process was last alive.
 
 
-class UnthreadedLease(PresenceLease):
-    """A lease without a thread: renew_and_check() renews it."""
+class UnthreadedPresence(Presence):
+    """A presence without a thread: renew_and_check() renews it."""
 
-    def _start_thread(self) -> threading.Thread:
-        return threading.Thread()
+    def _start_thread(self) -> None:
+        pass
+
+
+def ensure_life_leases(store: Store, known_leases: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """Have a process that has just started return its life leases."""
+    return Presence(store, 'unused', FACTS, lambda _: None).ensure_life_leases(known_leases)
 
 
 def read_ages(store: Store, leases: Iterable[int]) -> list[int | None]:
@@ -393,46 +399,47 @@ def read_ages(store: Store, leases: Iterable[int]) -> list[int | None]:
 
 
 def test_first_life_lease_is_renewed_and_the_anchor_is_not(store: Store, prefix: str) -> None:
-    lease, lost = UnthreadedLease(store, LEASE_SECONDS), list[str]()
-    presence = Presence(store, prefix + 'c', FACTS, lost.append, lease)
+    lost = list[str]()
+    presence = UnthreadedPresence(store, prefix + 'c', FACTS, lost.append)
     presence.start()
-    leases = lease.ensure_life_leases(())
+    leases = presence.ensure_life_leases(())
     wait_until(lambda: (store.read_lease_age(leases[0]) or 0) >= 2, 20, 'both are older')
-    lease.renew_and_check()
+    presence.renew_and_check()
     age, anchor_age = read_ages(store, leases)
     assert (age or 0) <= 1 < 2 <= (anchor_age or 0)
 
     # The next process goes on with them, and renews the first one: the time before its start is no time of silence.
     wait_until(lambda: (store.read_lease_age(leases[0]) or 0) >= 2, 20, 'both are older')
-    assert PresenceLease(store, LEASE_SECONDS).ensure_life_leases(leases) == leases
+    assert ensure_life_leases(store, leases) == leases
     assert (store.read_lease_age(leases[0]) or 0) <= 1
     # Leases that are gone are replaced.
     store.revoke(leases[1])
-    others = PresenceLease(store, LEASE_SECONDS).ensure_life_leases(leases)
+    others = ensure_life_leases(store, leases)
     assert len({*leases, *others}) == 4
     # If the renewed one is gone, the next check of the host's name gets others.
     store.revoke(leases[0])
-    lease.renew_and_check()
-    assert len({*lease.ensure_life_leases(leases), *leases, *others}) == 6
+    presence.renew_and_check()
+    assert len({*presence.ensure_life_leases(leases), *leases, *others}) == 6
     assert lost == []
     store.revoke(presence.lease)
 
 
 def test_process_that_lost_its_presence_does_not_seem_alive(etcd: Etcd, store: Store, prefix: str) -> None:
-    lease, key, lost = UnthreadedLease(store, LEASE_SECONDS), prefix + 'c', list[str]()
-    Presence(store, key, FACTS, lost.append, lease).start()
-    leases = lease.ensure_life_leases(())
+    key, lost = prefix + 'c', list[str]()
+    presence = UnthreadedPresence(store, key, FACTS, lost.append)
+    presence.start()
+    leases = presence.ensure_life_leases(())
     store.commit([], [Delete(key)], use_fence=False)
     with open_store(etcd.endpoint) as other_store, start_and_stop(make_presence(other_store, key, 'theirs')):
         wait_until(lambda: (store.read_lease_age(leases[0]) or 0) >= 2, 20, 'it is older')
-        lease.renew_and_check()
+        presence.renew_and_check()
         assert len(lost) == 1
         assert (store.read_lease_age(leases[0]) or 0) >= 2
 
 
 def test_restart_of_etcd_makes_both_life_leases_equally_old() -> None:
     with Etcd() as own_etcd, open_store(own_etcd.endpoint) as store:
-        leases = PresenceLease(store, LEASE_SECONDS).ensure_life_leases(())
+        leases = ensure_life_leases(store)
         wait_until(lambda: (store.read_lease_age(leases[1]) or 0) >= 3, 20, 'the anchor is older')
         store.keep_alive(leases[0])
         age, anchor_age = read_ages(store, leases)
@@ -443,82 +450,27 @@ def test_restart_of_etcd_makes_both_life_leases_equally_old() -> None:
         assert abs((anchor_age or 0) - (age or 0)) <= 1
 
 
-# A process's shared lease lasts until its last compute stops. A compute that loses its key fails alone.
-
-
-def start_sharing_presences(
-    store: Store, prefix: str, number: int, lost: list[str]
-) -> tuple[PresenceLease, list[Presence]]:
-    """Start `number` presences on one lease, each with its own fence."""
-    lease, presences = PresenceLease(store, LEASE_SECONDS), list[Presence]()
-    for index in range(number):
-        facts = {'hostname': 'h', 'since': 'today', 'token': f'of-{index}'}
-        presences.append(Presence(store.copy_without_fence(), f'{prefix}{index}', facts, lost.append, lease))
-        presences[-1].start()
-    return lease, presences
-
-
 def read_values(store: Store, prefix: str) -> dict[str, bytes]:
     return {key.removeprefix(prefix): entry.value for key, entry in store.snapshot(prefix).entries.items()}
 
 
-def read_leases(store: Store, prefix: str) -> dict[str, int]:
-    return {key.removeprefix(prefix): entry.lease for key, entry in store.snapshot(prefix).entries.items()}
-
-
-def test_lease_is_shared_until_the_last_presence_stops(store: Store, prefix: str) -> None:
-    lost: list[str] = []
-    _, (first, second, third) = start_sharing_presences(store, prefix, 3, lost)
-    leases_by_name = read_leases(store, prefix)
-    assert leases_by_name.keys() == set('012')
-    assert len(set(leases_by_name.values())) == 1
-    second.stop()
-    assert read_leases(store, prefix).keys() == set('02')
-    first.stop()
-    third.stop()
-    assert (read_leases(store, prefix), lost) == ({}, [])
-    assert store.keep_alive(leases_by_name['0']) == 0
-
-
-def test_lost_shared_lease_is_replaced_by_one_lease(store: Store, prefix: str) -> None:
-    lost: list[str] = []
-    _, presences = start_sharing_presences(store, prefix, 5, lost)
-    before = read_leases(store, prefix)
-    store.revoke(before['0'])
-    presences[3].schedule_check()  # one check is enough
-    wait_until(lambda: read_leases(store, prefix).keys() == before.keys(), 20, 'all are there again')
-    after = read_leases(store, prefix)
-    assert len(set(after.values())) == 1
-    assert after['0'] != before['0']
-    assert {alive.lease for alive in presences} == {after['0']}
-    for alive in presences:
-        alive.stop()
-    assert (read_leases(store, prefix), lost) == ({}, [])
-
-
-def test_compute_whose_key_is_taken_fails_alone(etcd: Etcd, store: Store, prefix: str) -> None:
-    lost: list[str] = []
-    _, (first, second) = start_sharing_presences(store, prefix, 2, lost)
-    store.commit([], [Delete(f'{prefix}0')], use_fence=False)
-    with open_store(etcd.endpoint) as other_store, start_and_stop(make_presence(other_store, f'{prefix}0', 'theirs')):
-        first.schedule_check()
-        wait_until(lambda: lost, 20, 'it is told')
-        store.revoke(second.lease)
-        second.schedule_check()
-        wait_until(lambda: '1' in read_leases(store, prefix), 20, 'the other one is put again')
-        first.stop()
-        assert read_leases(store, prefix).keys() == set('01'), 'what is theirs stays'
-    second.stop()
+def test_stop_leaves_the_key_of_another_owner(etcd: Etcd, store: Store, prefix: str) -> None:
+    key, lost = prefix + 'c', list[str]()
+    with start_and_stop(Presence(store, key, FACTS, lost.append)) as first:
+        store.commit([], [Delete(key)], use_fence=False)
+        with open_store(etcd.endpoint) as other_store, start_and_stop(make_presence(other_store, key, 'theirs')):
+            first.schedule_check()
+            wait_until(lambda: lost, 20, 'it is told')
+            first.stop()
+            assert read_values(store, prefix).keys() == {'c'}
     assert len(lost) == 1
 
 
 def test_watched_deletion_of_the_key_restores_it_immediately(store: Store, prefix: str) -> None:
-    lost: list[str] = []
-    _, presences = start_sharing_presences(store, prefix, 2, lost)
-    presences[1].on_computes(store.snapshot(prefix).entries)
-    store.commit([], [Delete(f'{prefix}1')], use_fence=False)
-    presences[1].on_computes(store.snapshot(prefix).entries)
-    wait_until(lambda: '1' in read_leases(store, prefix), 5, 'the key is there again, long before a third of its lease')
-    for alive in presences:
-        alive.stop()
+    key, lost = prefix + 'c', list[str]()
+    with start_and_stop(Presence(store, key, FACTS, lost.append)) as presence:
+        presence.on_computes(store.snapshot(prefix).entries)
+        store.commit([], [Delete(key)], use_fence=False)
+        presence.on_computes(store.snapshot(prefix).entries)
+        wait_until(lambda: store.get(key), 5, 'the key is there again, long before a third of its lease')
     assert lost == []

@@ -1,44 +1,179 @@
-"""`ecompute --fake … --count N`: many fake computes in one process."""
+"""Many fake computes in one process, each with its own presence: for benchmarks, and tests that need places.
+
+    python -m tests.kit.many CONFIG INVENTORY COUNT
+
+With `state:` in CONFIG their uuids last, in its subdirectories 1 to COUNT.
+"""
 
 from __future__ import annotations
 
+import copy
+import logging
+import signal
 import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from ecomp import log as logs
+from ecomp.agent.compute import Compute, Environment, now
+from ecomp.agent.host.state import Identity, check_or_adopt
+from ecomp.agent.queue import Queues
+from ecomp.compute_conf import ComputeConfig, load_compute, parse_inventory
+from ecomp.model import keys
+from ecomp.model.cluster import KnownCluster
+from ecomp.placement.client import Placement
+from ecomp.store.client import Entry, Guard, Store
+from ecomp.store.watch import Follower, State, Subscription
+from ecomp.virt.fake import Fake
 from tests.kit.commands import Control, write_config
-from tests.kit.servers import Server
+from tests.kit.servers import TOP, Server
 
 TOY_INVENTORY = 'VCPU:4,DISK_GB:10,MEMORY_MB:512'
+# Computes that start or stop concurrently.
+MAX_CONCURRENT = 16
+
+log = logging.getLogger('ecomp')
 
 
-class ManyComputes(Server):
-    """`ecompute --fake INVENTORY --count N`, with a compute.yaml in its directory.
-
-    `placement` among the settings is another URL than the cluster's.
-    """
+class ManyServer(Server):
+    """The process of many computes, from its configuration file on."""
 
     name = 'many'
 
-    def __init__(self, cluster: Control, count: int, inventory: str = TOY_INVENTORY, **settings: Any) -> None:
-        super().__init__(cluster.directory)
-        self._inventory = inventory
-        self.count = count
-        self._etcd = cluster.etcd
-        placement = settings.pop('placement', cluster.placement.url)
-        write_config(self.directory / 'compute.yaml', cluster.etcd.endpoint, placement, **settings)
-        cluster.at_exit.callback(self.close)
+    def __init__(self, config: Path, count: int, inventory: str = TOY_INVENTORY) -> None:
+        super().__init__()
+        self._config, self.count, self._inventory = config, count, inventory
 
     def command(self) -> list[str]:
-        """The command line; compute.yaml is found in the working directory."""
-        return [sys.executable, '-m', 'ecomp.compute', '--fake', self._inventory, '--count', str(self.count)]
+        words = str(self._config), self._inventory, str(self.count)
+        return [sys.executable, '-m', 'tests.kit.many', *words]
 
     def environment(self) -> dict[str, str]:
-        """Keep its temporary state in the test's directory, which is removed even if it is killed."""
-        return {**super().environment(), 'TMPDIR': str(self.directory)}
+        """Keep its temporary state in this server's directory, which is removed even if it is killed."""
+        return {**super().environment(), 'TMPDIR': str(self.directory), 'PYTHONPATH': str(TOP)}
 
     def is_ready(self) -> bool:
-        return f' {self.pid} ready computes: {self.count}' in self.tail_log()
+        # The process works on waiting requests at once, so other lines may follow. The pid excludes an earlier process.
+        return f' {self.pid} ready computes: {self.count}' in self.log.read_text(errors='replace')
 
-    @property
-    def computes(self) -> set[str]:
-        return {key.rsplit('/', 1)[1] for key in self._etcd.list_keys('/computes/')}
+
+class ManyComputes(ManyServer):
+    """Many computes of a cluster of the tests, until the cluster is closed."""
+
+    def __init__(self, cluster: Control, count: int, inventory: str = TOY_INVENTORY, **settings: Any) -> None:
+        etcd, placement = cluster.etcd.endpoint, cluster.placement.url
+        config = write_config(cluster.directory / 'many.yaml', etcd, placement, **settings)
+        super().__init__(config, count, inventory)
+        cluster.at_exit.callback(self.close)
+
+
+class Crowd:
+    """The computes of this process, and what they follow in etcd: together, because each watch costs a connection."""
+
+    def __init__(self, config: ComputeConfig, count: int, at_exit: ExitStack) -> None:
+        """Register and start them all, and follow etcd; `at_exit` stops them."""
+        self._requests: State = {}
+        guard = Guard(KnownCluster(), lambda _: None)
+        store, placement = Store(config.etcd, guard), Placement(config.placement)
+        at_exit.callback(store.close)
+        at_exit.callback(placement.close)
+        assert check_or_adopt(guard, store, now())
+        revision = guard.known_cluster.revision
+        self._queues = Queues(revision, revision, lambda: guard.known_cluster.term)
+        environment = Environment(
+            fake=Fake('', None),
+            accepts_new_etcd=False,
+            first_seen_revision=revision,
+            is_familiar_etcd=True,
+            guard=guard,
+            placement=placement,
+            queues=self._queues,
+        )
+        self._end_following = at_exit.enter_context(ExitStack())
+
+        def make(number: int) -> Compute:
+            own = replace(config, state=config.state / str(number))
+            identity, own_store = Identity(own.state), copy.copy(store)
+            at_exit.callback(identity.close)
+            own_store.fence = None  # that of its own presence (rule: single-owner)
+            compute = Compute(own, identity, own_store, environment)
+            compute.register()
+            compute.start()
+            return compute
+
+        with ThreadPoolExecutor(MAX_CONCURRENT) as threads:
+            computes = list(threads.map(make, range(1, count + 1)))
+        self._computes = {each.uuid: each for each in computes}
+        at_exit.callback(self._stop)
+        subscriptions: list[Subscription] = [(keys.HOSTS, self._on_hosts)]
+        if config.queues:
+            subscriptions += [(keys.ACCEPTED, self._queues.on_accepted)]
+        subscriptions.append((keys.COMPUTES, self._on_computes))
+        subscriptions += [(keys.QUEUES, self._on_queues)] if config.queues else []
+        follower = Follower(config.etcd, [*subscriptions, (keys.AUDIT, self._on_questions)], guard=guard)
+        follower.start()
+        self._end_following.callback(follower.stop)
+
+    def _on_hosts(self, state: State) -> None:
+        """Pass each compute its requests if they changed, and the first time."""
+        before, self._requests = self._requests, state
+        changed = {_get_compute(key) for key in before.keys() ^ state.keys()}
+        changed |= {_get_compute(key) for key in before.keys() & state.keys() if before[key] is not state[key]}
+        own: dict[str, dict[str, Entry]] = {each: {} for each in (changed if before else self._computes)}
+        for key, entry in state.items():
+            if (compute := _get_compute(key)) in own:
+                own[compute][key] = entry
+        for compute, requests in own.items():
+            if compute in self._computes:
+                self._computes[compute].on_requests(requests)
+
+    def _on_computes(self, state: State) -> None:
+        self._queues.on_computes(state)
+        for compute in self._computes.values():
+            compute.on_computes(state)
+
+    def _on_queues(self, state: State) -> None:
+        if self._queues.on_queues(state):
+            for compute in self._computes.values():
+                compute.wake_taker('requests are queued')
+
+    def _on_questions(self, state: Mapping[str, Entry]) -> None:
+        for compute in self._computes.values():
+            compute.upkeep.on_questions(state)
+
+    def _stop(self) -> None:
+        with ThreadPoolExecutor(MAX_CONCURRENT) as threads:
+            list(threads.map(Compute.stop, self._computes.values()))
+
+
+def _get_compute(key: str) -> str:
+    return key.removeprefix(keys.HOSTS).partition('/')[0]
+
+
+def main() -> None:
+    """Run the computes until a signal."""
+    logs.configure()
+    for name in ('ecomp.compute', 'ecomp.agent.compute', 'ecomp.agent.host.provider'):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    path, inventory, count = sys.argv[1:]
+    config = replace(load_compute(Path(path)), inventory=parse_inventory(inventory), networks=ComputeConfig.networks)
+    ended = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    with ExitStack() as at_exit:
+        if config.state == ComputeConfig().state:
+            directory = at_exit.enter_context(tempfile.TemporaryDirectory(prefix='many-'))
+            config = replace(config, state=Path(directory))
+        Crowd(config, int(count), at_exit)
+        log.info('ready computes: %s', count)
+        ended.wait()
+
+
+if __name__ == '__main__':
+    main()

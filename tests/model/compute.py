@@ -6,7 +6,6 @@ These are the product's own classes. Guests, disk and threads are fake: a thread
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -30,7 +29,7 @@ from ecomp.model.audit import find_all
 from ecomp.model.finding import Finding, Repair
 from ecomp.model.guest import DEFAULT_NETWORKS, Address, Guest, GuestSpec
 from ecomp.placement.allocations import Consumer, read_provider_allocations
-from ecomp.store.presence import LEASE_SECONDS, Presence, PresenceLease
+from ecomp.store.presence import Presence
 from ecomp.virt.fake import FakeHypervisor
 from tests.kit.memory_etcd import Etcd
 from tests.model.acting import Call
@@ -104,11 +103,11 @@ def complete_query(query: Callable[[], Consumer]) -> Future[Consumer]:
     return future
 
 
-class UnthreadedLease(PresenceLease):
-    """The product's lease without a thread: each caller renews it."""
+class UnthreadedPresence(Presence):
+    """The product's presence without a thread: each caller renews it."""
 
-    def _start_thread(self) -> threading.Thread:
-        return threading.Thread()
+    def _start_thread(self) -> None:
+        pass
 
 
 class ModelUpkeep(Upkeep):
@@ -156,8 +155,7 @@ class Compute:
         self.store = ModelStore(self.etcd)
         identity = {'hostname': 'h', 'token': 'token of ' + self.uuid, 'since': self.since}
         value = {**identity, 'queues': True}
-        self.lease = UnthreadedLease(self.store, LEASE_SECONDS)
-        self.presence = Presence(self.store, keys.compute(self.uuid), value, self._set_read_only, self.lease)
+        self.presence = UnthreadedPresence(self.store, keys.compute(self.uuid), value, self._set_read_only)
         memory = Memory(state, self.uuid, lambda: self.now, self.disk.make_path('boot_id'))
         if republishes:
             self.first_seen = self.etcd.revision
@@ -176,17 +174,14 @@ class Compute:
         self.upkeep = ModelUpkeep(  # type: ignore[arg-type]
             *(self.uuid, self.store, self.placement, self.keeper, self.instances.list_guests),
             *(self.hypervisor, self.guest_data, state, memory),
-            *(lambda _key, _value: None, lambda _: True, read_requests, None),
+            *(lambda _key, _value: None, lambda _: True, read_requests),
         )
-        self.queues = Queues()
-        self.queues.start_revision = self.etcd.revision
-        self.queues.first_seen_revision = self.first_seen
+        self.queues = Queues(self.etcd.revision, self.first_seen)
         lease, may_take = lambda: self.presence.lease, lambda: not self.is_dead
         self.taker = Taker(control, lease, self.queues, may_take, {}, self.hypervisor.list_guests)
         self.taker._rng = random.Random(self.uuid)
         self.memory = memory
         self.presence._publish()
-        self.lease.join(self.presence)
         self.process = object()
 
     def restart(self) -> None:
@@ -195,7 +190,7 @@ class Compute:
 
     def keep_presence(self) -> None:
         """Renew the lease, and write the presence key again if it was changed."""
-        self.lease.renew_and_check()
+        self.presence.renew_and_check()
 
     def _set_read_only(self, _: str) -> None:
         self.is_read_only = True

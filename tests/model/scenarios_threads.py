@@ -8,9 +8,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-from ecomp.agent.host.claims import GenerationReader
 from ecomp.errors import EcompError, NotFound
 from ecomp.model import keys
+from ecomp.placement.providers import read_generation
 from ecomp.scheduler.changes.change import destroy
 from ecomp.scheduler.operations.audit import fix
 from ecomp.scheduler.operations.sharing import set_limits
@@ -121,7 +121,6 @@ def keeper_with_generations(cloud: Cloud) -> Check:
     """The keeper uses the generation and followed requests, which lag behind."""
     cloud.set_instance_limit(5)
     host = make_active(cloud)
-    generations = GenerationReader(cloud.placement, reads_all=False)
     followed: set[str] = set()
 
     def follow() -> None:
@@ -129,7 +128,7 @@ def keeper_with_generations(cloud: Cloud) -> Check:
         followed.update(map(keys.get_last_part, host.store.snapshot(keys.request_prefix(A)).entries))
 
     def keep() -> None:
-        generation = generations.read_generation(A)
+        generation = read_generation(cloud.placement, A)
         host.keeper.check_claims(host.hypervisor.list_guests(), cloud.world.read_clock(), generation, set(followed))
 
     cloud.world.state_parts.append(lambda: tuple(sorted(followed)))

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
@@ -29,7 +28,6 @@ from ecomp.model.host import (
     PresenceFacts,
     ProviderSummary,
     StoredHostname,
-    collect_changed_requests,
     describe_silence,
     describe_silent_fix,
     find_forget_obstacle,
@@ -242,30 +240,6 @@ REVISIONS = st.dictionaries(REQUEST_KEYS, st.integers(1, 3))
 
 def make_state(revisions: dict[str, int]) -> dict[str, Entry]:
     return {key: Entry(key, b'', revision) for key, revision in revisions.items()}
-
-
-@given(REVISIONS, REVISIONS)
-def test_changed_hosts_returns_all_keys_of_changed_computes(before: dict[str, int], after: dict[str, int]) -> None:
-    old_state = make_state(before)
-    of_each = collect_changed_requests({}, old_state, {})
-    copy = {compute: dict(entries) for compute, entries in of_each.items()}
-    changed = collect_changed_requests(old_state, make_state(after), of_each)
-    assert of_each == copy, 'what was told before is never changed'
-    for compute in 'abc':
-        former, current = (
-            {key: revision for key, revision in revisions.items() if key.startswith(keys.request_prefix(compute))}
-            for revisions in (before, after)
-        )
-        assert (compute in changed) == (former != current)
-        if compute in changed:
-            assert changed[compute] == make_state(current)
-
-
-def test_changed_hosts_reports_a_value_that_was_dropped_before() -> None:
-    key = keys.request('a', 'u')
-    long, short = Entry(key, b'', 7, dropped=2000), Entry(key, b'{}', 7)
-    assert collect_changed_requests({key: long}, {key: short}, {'a': {key: long}}) == {'a': {key: short}}
-    assert collect_changed_requests({key: short}, {key: Entry(key, b'{}', 7)}, {'a': {key: short}}) == {}
 
 
 # Names of computes: the host name, and the uuid where the name is not unique.

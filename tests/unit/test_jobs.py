@@ -1,4 +1,4 @@
-"""Scheduled jobs, back-off, logging of failures, and what ends a wait."""
+"""Loops, thread pools, back-off, logging of failures, and what ends a wait."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -20,8 +19,7 @@ from ecomp.agent.jobs import (
     DaemonThreadPool,
     Deferrals,
     FailureLog,
-    ScheduledJob,
-    Threads,
+    Loop,
     Waker,
 )
 from ecomp.errors import EcompError, Unreachable
@@ -29,14 +27,8 @@ from ecomp.model.backoff import Backoff
 from tests.kit.servers import wait_until
 
 
-@pytest.fixture
-def threads() -> Iterator[Threads]:
-    with closing(Threads(1000, 6)) as pools:
-        yield pools
-
-
 class Work:
-    """A job that counts its runs, and blocks while `released` is not set."""
+    """A step that counts its runs, and blocks while `released` is not set."""
 
     def __init__(self, next_time: float = math.inf) -> None:
         self.begun = threading.Event()
@@ -52,49 +44,68 @@ class Work:
         return self.next_time
 
 
-def test_schedule_during_a_run_causes_one_more_run(threads: Threads) -> None:
+@pytest.fixture
+def make_loop() -> Iterator[Callable[[Callable[[], float]], Loop]]:
+    """Make a loop, which ends with the test."""
+    loops = list[Loop]()
+
+    def make(step: Callable[[], float]) -> Loop:
+        loops.append(Loop('looping', step))
+        return loops[-1]
+
+    yield make
+    for loop in loops:
+        loop.stop()
+
+
+MakeLoop = Callable[[Callable[[], float]], Loop]
+
+
+def test_schedule_during_a_step_causes_one_more_step(make_loop: MakeLoop) -> None:
     work = Work()
-    turn = ScheduledJob(threads, threads.plans, work)
+    loop = make_loop(work)
     work.released.clear()
-    turn.schedule()
+    loop.schedule()
     assert work.begun.wait(20)
     for _ in range(5):
-        turn.schedule()
+        loop.schedule()
+    assert loop.is_busy
     work.released.set()
-    wait_until(lambda: work.runs == 2 and not turn.is_busy, 20, 'it was done twice')
-    turn.wait()
+    wait_until(lambda: work.runs == 2 and not loop.is_busy, 20, 'it was done twice')
+    loop.stop()
+    loop.join()
     assert work.runs == 2
 
 
-def test_earliest_scheduled_time_counts(threads: Threads) -> None:
+def test_earliest_scheduled_time_counts(make_loop: MakeLoop) -> None:
     work = Work()
-    turn = ScheduledJob(threads, threads.plans, work)
-    turn.schedule(time.monotonic() + 3600)
-    turn.schedule(time.monotonic() + 0.05)
-    turn.schedule(time.monotonic() + 7200)
+    loop = make_loop(work)
+    loop.schedule(time.monotonic() + 3600)
+    loop.schedule(time.monotonic() + 0.05)
+    loop.schedule(time.monotonic() + 7200)
     assert work.begun.wait(20)
     work.next_time = time.monotonic() + 0.05
-    turn.schedule()
+    loop.schedule()
     wait_until(lambda: work.runs >= 3, 20, 'it says itself when it is to be done again')
 
 
-def test_cancelled_job_is_not_begun_and_a_run_is_awaited(threads: Threads) -> None:
+def test_stopped_loop_begins_no_step_and_one_in_flight_is_awaited(make_loop: MakeLoop) -> None:
     work = Work()
-    turn = ScheduledJob(threads, threads.plans, work)
+    loop = make_loop(work)
     work.released.clear()
-    turn.schedule()
+    loop.schedule()
     assert work.begun.wait(20)
-    turn.schedule()
-    turn.cancel()
-    turn.schedule()
+    loop.schedule()
+    loop.stop()
+    loop.schedule()
     threading.Timer(0.05, work.released.set).start()
-    turn.wait()
+    loop.join()
     assert work.runs == 1
-    assert not turn.is_busy
+    assert not loop.is_busy
 
 
-def test_unexpected_error_causes_another_run(
-    threads: Threads, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_unexpected_error_causes_another_step(
+    make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr('ecomp.agent.jobs.RETRY_SECONDS', 0.01)
     failures, done = [MemoryError('none')], threading.Event()
@@ -105,20 +116,29 @@ def test_unexpected_error_causes_another_run(
         done.set()
         return math.inf
 
-    ScheduledJob(threads, threads.plans, work).schedule()
+    make_loop(work).schedule()
     assert done.wait(20)
-    # The next run may begin, in another thread, before the error is logged.
-    wait_until(lambda: 'unexpected error in thread planner_0' in caplog.text, 20, 'the error is logged')
+    assert 'unexpected error in thread looping' in caplog.text
 
 
-def test_hanging_job_does_not_delay_others(threads: Threads) -> None:
-    hangs, others = Work(), [Work() for _ in range(200)]
-    hangs.released.clear()
-    ScheduledJob(threads, threads.plans, hangs).schedule()
-    for other in others:
-        ScheduledJob(threads, threads.plans, other).schedule()
-    wait_until(lambda: all(other.runs == 1 for other in others), 20, 'all others were done')
-    hangs.released.set()
+def test_failed_thread_start_is_raised_and_can_be_repeated(
+    make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, refusals = threading.Thread.start, [1]
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == 'looping' and refusals.pop():
+            refusals.append(0)
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, 'start', start)
+    work = Work()
+    loop = make_loop(work)
+    with pytest.raises(RuntimeError):
+        loop.schedule()
+    loop.schedule()
+    wait_until(lambda: work.runs == 1, 20, 'it is done')
 
 
 def test_pool_never_exceeds_its_thread_limit() -> None:
@@ -135,33 +155,6 @@ def test_pool_never_exceeds_its_thread_limit() -> None:
     assert last.wait(20)
     assert names <= {f'few_{number}' for number in range(4)}
     pool.close()
-
-
-def test_no_thread_is_started_before_there_is_work() -> None:
-    before = threading.active_count()
-    pools = Threads(1000, 6)
-    assert threading.active_count() == before
-    pools.close()
-
-
-def test_failed_thread_start_is_retried(
-    threads: Threads, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr('ecomp.agent.jobs.RETRY_SECONDS', 0.01)
-    caplog.set_level(logging.WARNING)
-    real, refusals = threading.Thread.start, [1, 2]
-
-    def start(thread: threading.Thread) -> None:
-        if refusals and thread.name.startswith('planner'):
-            refusals.pop()
-            raise RuntimeError("can't start new thread")
-        real(thread)
-
-    monkeypatch.setattr(threading.Thread, 'start', start)
-    work = Work()
-    ScheduledJob(threads, threads.plans, work).schedule()
-    wait_until(lambda: work.runs == 1, 20, 'it is done in the end, and once')
-    assert caplog.text.count('no thread can be started') == 2
 
 
 def test_refused_submission_is_never_run(monkeypatch: pytest.MonkeyPatch) -> None:

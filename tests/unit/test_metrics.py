@@ -22,7 +22,7 @@ from ecomp import metrics
 from ecomp.agent import process
 from ecomp.agent.images.cache import measure_cache
 from ecomp.agent.instance.records import observe_stages
-from ecomp.agent.jobs import FailureLog, Threads
+from ecomp.agent.jobs import FailureLog, Loop
 from ecomp.agent.process import METRICS, MetricsWriter
 from ecomp.cli.terminal import Drawing, redraw
 from ecomp.cli.top import make_guest_listing, make_host_listing
@@ -313,12 +313,11 @@ def compute() -> StubCompute:
 
 
 @pytest.fixture
-def writer(tally: Tally, compute: StubCompute, tmp_path: Path) -> MetricsWriter:
-    """A writer that never runs by itself: its thread pool accepts no work."""
+def writer(tally: Tally, compute: StubCompute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MetricsWriter:
+    """A writer that never runs by itself."""
     del tally
-    threads = Threads(1, 1)
-    threads.metrics = SimpleNamespace(submit=lambda _: None)  # type: ignore[assignment]
-    return MetricsWriter(tmp_path / 'ecompute.prom', [compute], threads)  # type: ignore[list-item]
+    monkeypatch.setattr(Loop, 'schedule', lambda *_: None)
+    return MetricsWriter(tmp_path / 'ecompute.prom', compute)  # type: ignore[arg-type]
 
 
 def read_samples(path: Path) -> dict[str, float]:

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecomp.agent.instance.instances import ControlPlane
-from ecomp.agent.jobs import FailureLog, ScheduledJob, Threads
+from ecomp.agent.jobs import FailureLog, Loop
 from ecomp.agent.queue import Queues, TakeLoop, Taker
 from ecomp.model import keys
 from ecomp.model.allocation import Inventory
@@ -308,8 +308,8 @@ def test_compute_that_cannot_take_is_not_due_before_its_room_is_read_again() -> 
 
 def test_woken_compute_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
     moments: list[float] = []
-    monkeypatch.setattr(ScheduledJob, 'schedule', lambda _, moment: moments.append(moment))
-    loop, began = TakeLoop(make_taker(make_provider(used=4)), FailureLog(), Threads(1, 1)), time.monotonic()
+    monkeypatch.setattr(Loop, 'schedule', lambda _, moment: moments.append(moment))
+    loop, began = TakeLoop(make_taker(make_provider(used=4)), FailureLog()), time.monotonic()
     for _ in range(3):
         loop.wake_up('requests are queued')
     (moment,) = moments

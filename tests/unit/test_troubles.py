@@ -9,7 +9,7 @@ import pytest
 
 from ecomp.agent.host import troubles as watched
 from ecomp.agent.host.troubles import CHECK_INTERVAL_SECONDS, CONFIRMATION_SECONDS, Troubles
-from ecomp.agent.jobs import Threads
+from ecomp.agent.jobs import Loop
 from ecomp.errors import Conflict, EcompError, Unreachable
 from ecomp.model.record import Failure
 from ecomp.virt.fake import FakeHypervisor
@@ -36,10 +36,9 @@ class Host:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.published = 1000.0, list[Sequence[str]]()
         self.hypervisor = SilentHypervisor()
-        threads = Threads(1, 1)
-        threads.minutes = SimpleNamespace(submit=lambda _: None)  # type: ignore[assignment]
+        monkeypatch.setattr(Loop, 'schedule', lambda *_: None)
         monkeypatch.setattr(watched, 'time', SimpleNamespace(monotonic=lambda: self.now))
-        self.troubles = Troubles(self.hypervisor, threads, self.published.append)
+        self.troubles = Troubles(self.hypervisor, self.published.append)
 
     def check(self, seconds_later: float = 0.0) -> float:
         """Check after this time, and return the seconds until the next check."""

@@ -7,50 +7,21 @@ deleted. A conclusion from an unchanged generation therefore also holds after a 
 from __future__ import annotations
 
 import logging
-import threading
-import time
 from collections.abc import Collection, Hashable, Mapping
 from functools import partial
 from typing import TypeVar
 
-from ecomp.errors import NotFound
 from ecomp.metrics import TALLY
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations, Resources
-from ecomp.placement import allocations, providers
+from ecomp.placement import allocations
 from ecomp.placement.allocations import release
 from ecomp.placement.client import Placement
 from ecomp.store.client import NOT_QUEUED, QUEUED, Store, find_needed, read_pending_instances
 from ecomp.store.sharing import note_released
 
-# How long the computes of one process share an answer of placement about all providers.
-GENERATIONS_CACHE_SECONDS = 20.0
 # Checks skipped in a row because of an unchanged generation: a restored database may count up to it again.
 MAX_SKIPPED_CHECKS = 10
-
-
-class GenerationReader:
-    """Reads providers' generations, with `reads_all` those of all providers in one call. Raises placement's errors."""
-
-    def __init__(self, placement: Placement, reads_all: bool) -> None:
-        self._placement, self._reads_all = placement, reads_all
-        self._lock = threading.Lock()
-        self._generations: dict[str, int] = {}
-        self._valid_until = 0.0
-
-    def read_generation(self, compute: str) -> int | None:
-        """Return the generation, None without a provider; with `reads_all` GENERATIONS_CACHE_SECONDS old at most."""
-        if not self._reads_all:
-            try:
-                return providers.read_generation(self._placement, compute)
-            except NotFound:
-                return None
-        with self._lock:  # held during the call to placement: all other computes wait for the same answer
-            started_at = time.monotonic()
-            if started_at >= self._valid_until:
-                self._generations = providers.read_generations(self._placement)
-                self._valid_until = started_at + GENERATIONS_CACHE_SECONDS
-            return self._generations.get(compute)
 
 
 class LastGoodCheck:

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ecomp.agent.jobs import ScheduledJob, Threads
+from ecomp.agent.jobs import Loop
 from ecomp.errors import EcompError, Unreachable, split_fix
 from ecomp.model.record import Failure
 from ecomp.model.trouble import HOST_STAGES, BuildFailure, find_build_trouble
@@ -27,7 +27,7 @@ MAX_FAILURES = 64
 class Troubles:
     """The reasons why one compute cannot build; `publish` gets them when they change. Thread-safe."""
 
-    def __init__(self, hypervisor: Hypervisor, threads: Threads, publish: Callable[[Sequence[str]], None]) -> None:
+    def __init__(self, hypervisor: Hypervisor, publish: Callable[[Sequence[str]], None]) -> None:
         self._hypervisor, self._publish = hypervisor, publish
         self._lock = threading.Lock()
         self._failures = deque[BuildFailure](maxlen=MAX_FAILURES)
@@ -35,8 +35,8 @@ class Troubles:
         self._found: list[str] = []
         self._failing_since: float | None = None
         self.reasons: Sequence[str] = ()
-        self._job = ScheduledJob(threads, threads.minutes, self.check)
-        self.check_soon, self.stop = self._job.schedule, self._job.cancel
+        loop = Loop('troubles', self.check)
+        self.check_soon, self.stop = loop.schedule, loop.stop
 
     def can_build(self) -> bool:
         return not self.reasons

@@ -20,7 +20,7 @@ from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.host.provider import measure_usage
 from ecomp.agent.host.state import Memory
 from ecomp.agent.images.cache import list_bad, lock_if_idle
-from ecomp.agent.jobs import ScheduledJob, Threads
+from ecomp.agent.jobs import Loop
 from ecomp.errors import BuildFailed, EcompError, NotFound
 from ecomp.files import InstanceLocks
 from ecomp.model import keys
@@ -98,7 +98,6 @@ class Upkeep:
     publish: Callable[[str, str | None], None]
     may_remove: Callable[[str], bool]
     read_requests: Callable[[], Mapping[str, Entry]]
-    threads: Threads
 
     def __post_init__(self) -> None:
         self._locks = InstanceLocks(self.state)
@@ -116,18 +115,18 @@ class Upkeep:
         self._first_sightings: dict[Hashable, float] = {}
         # What two looks agreed on last.
         self.report = HostReport()
-        self._job = ScheduledJob(self.threads, self.threads.audits, self._answer_all)
+        self._loop = Loop('audits', self._answer_all)
 
     def stop(self) -> None:
         """Answer no more, after the answer in flight."""
-        self._job.cancel()
-        self._job.wait()
+        self._loop.stop()
+        self._loop.join()
 
     def on_questions(self, state: Mapping[str, Entry]) -> None:
         """Replace the questions, and schedule answers if any came or went. The follower's thread calls this."""
         before, self._questions = self._questions, state
         if state.keys() != before.keys():
-            self._job.schedule()
+            self._loop.schedule()
 
     def step(self) -> None:
         """Look, publish what the last look saw, too, and repair reservations; raise errors, which are published."""
