@@ -139,14 +139,14 @@ def measure(cluster: Any, requesters: int, way_name: str, requests: int) -> Row:
     """Measure a cell: place, get refusals with no room, and empty the cluster."""
     processes = Requesters(requesters, cluster.schedule_yaml, way_name)
     try:
-        before = cluster.placement.counts()
+        before = cluster.placement.read_counts()
         results = processes.place(requests // (SET if way_name == 'sets' else 1))
         instances, latencies = set[str](), list[float]()
         placed = [(began, UUID.findall(output)) for began, _, code, output in results if code == 0]
         for _, uuids in placed:
             instances |= set(uuids)
         cluster.wait_for(instances, 900)
-        after = cluster.placement.counts()
+        after = cluster.placement.read_counts()
         for began, uuids in placed:
             latencies += [cluster.seen[instance][0] - began for instance in uuids]
         seconds = max(cluster.seen[each][0] for each in instances) - min(began for began, *_ in results)
@@ -169,10 +169,10 @@ def measure(cluster: Any, requesters: int, way_name: str, requests: int) -> Row:
 def _measure_refusals(cluster: Any, asking: Requesters, requesters: int) -> Row:
     """Measure requests to a cluster without any room."""
     fillers = cluster.fill()
-    before = cluster.placement.counts()
+    before = cluster.placement.read_counts()
     results = asking.place(max(requesters, REFUSALS))
-    after = cluster.placement.counts()
-    cluster.empty(fillers)
+    after = cluster.placement.read_counts()
+    cluster.release(fillers)
     durations = [ended - began for began, ended, *_ in results]
     return {
         'codes': sorted({code for *_, code, _ in results}),
@@ -201,7 +201,7 @@ def _destroy_all(cluster: Any, instances: set[str]) -> None:
     for start in range(0, len(uuids), 500):
         result = run_eschedule_process(cluster.schedule_yaml, 'destroy', *uuids[start : start + 500], timeout=600)
         assert result.code == 0, result.stderr[-500:]
-    wait_until(lambda: not cluster.there, 600, 'every instance is gone')
+    wait_until(lambda: not cluster.current_requests, 600, 'every instance is gone')
 
 
 def run(options: argparse.Namespace) -> None:
