@@ -218,7 +218,7 @@ def test_commands_of_the_other_programs(command: str, tmp_path: Path) -> None:
     lines = [shlex.split(line)[2:] for _, line in split_commands(path) if line]
     process = subprocess.run(
         [sys.executable, '-c', RUN_COMMANDS, OTHER_PROGRAMS[command]], input=json.dumps(lines),
-        cwd=tmp_path, env=make_environment(), capture_output=True, text=True, check=True, timeout=60,
+        cwd=tmp_path, env=make_environment(), capture_output=True, text=True, check=True, timeout=300,
     )  # fmt: skip
     answers = iter(json.loads(process.stdout))
 
