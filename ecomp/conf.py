@@ -135,8 +135,8 @@ def read_etcd(file: YamlFile, name: str, default: EtcdConfig) -> EtcdConfig:
     `default` supplies only the timeout; without a host the endpoint is localhost:2379.
     """
     etcd = file.top.read_section(name)
-    for key in ('user', 'password'):
-        etcd.refuse(key, 'logging in with a password is not safe. Fix: use certificates (cert_cert, cert_key)')
+    for key in etcd.take_keys('user|password'):
+        etcd.add_problem(key, 'logging in with a password is not safe. Fix: use certificates (cert_cert, cert_key)')
     host = etcd.read('host', lambda node: _parse_host(parse_text(node)), 'localhost')
     port = etcd.read('port', make_integer_parser(1, 65535), 2379)
     single: tuple[str, ...] = (f'{host}:{port}',)
@@ -153,7 +153,12 @@ def read_etcd(file: YamlFile, name: str, default: EtcdConfig) -> EtcdConfig:
         timeout=etcd.read('timeout', _parse_seconds, default.timeout),
     )
     if etcd.read('grpc_options', describe_node, None):
-        file.warn('etcd.grpc_options is ignored: ecomp uses no gRPC library. Fix: remove the key; ecomp 2.0 refuses it')
+        import logging  # imported here: few files cause a warning
+
+        fix = 'Fix: remove the key; ecomp 2.0 refuses it'
+        logging.getLogger(__name__).warning(
+            '%s: etcd.grpc_options is ignored: ecomp uses no gRPC library. %s', file.name, fix
+        )
     if not insecure and not _has_certificate_keys(etcd) and (others := list_cleartext_hosts(config)):
         etcd.add_problem('endpoints' if 'endpoints' in etcd else 'host', CLEARTEXT_REFUSAL.format(others[0], ''))
     return config
@@ -267,6 +272,10 @@ def _parse_images(node: Node) -> dict[str, str]:
     return make_mapping_parser(parse_name, lambda _, node: parse(node), 'a mapping of names to URLs')(node)
 
 
+def _parse_paths(file: YamlFile, node: Node) -> tuple[Path, ...]:
+    return make_list_parser(file.parse_path, 'a list like [id_ed25519.pub]')(node)
+
+
 def _parse_identifier(node: Node) -> str:
     """Parse a text of at most 255 characters; else InvalidValue."""
     if len(text := parse_text(node)) > 255:
@@ -284,7 +293,7 @@ class ScheduleConfig:
     user_id: str = make_field(DEFAULT_USER_ID, _parse_identifier)
     project_id: str = make_field(DEFAULT_PROJECT_ID, _parse_identifier)
     user_data: Path | None = make_path_field(None, YamlFile.parse_path)
-    ssh_keys: tuple[Path, ...] = make_path_field((), YamlFile.parse_paths)
+    ssh_keys: tuple[Path, ...] = make_path_field((), _parse_paths)
     flavors: Mapping[str, Flavor] = make_field({}, _parse_flavors)
     images: Mapping[str, str] = make_field({}, _parse_images)
     reach: ReachCommand = make_field(DEFAULT_REACH, make_text_parser(parse_reach))

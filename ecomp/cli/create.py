@@ -439,7 +439,7 @@ def read_user_data(source: str | Path | bytes, warn: Callable[[str], None]) -> b
     elif is_unknown_user_data(unpacked_data):
         warn(f'{label}: does not begin with #cloud-config, #! or a MIME header, so cloud-init ignores it')
     elif unpacked_data.lstrip().split(b'\n', 1)[0].rstrip().lower() == CLOUD_CONFIG:
-        from ecomp.yaml_file import explain_invalid_mapping  # needed only with cloud-config
+        from ecomp.yaml_graph import explain_invalid_mapping  # needed only with cloud-config
 
         if problem := explain_invalid_mapping(unpacked_data.decode(errors='replace')):
             warn(f'{label}: begins with #cloud-config, but {problem}, so cloud-init ignores it')

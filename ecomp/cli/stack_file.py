@@ -117,7 +117,8 @@ class _Reader:
         instances: dict[str, Desired] = {}
         member_by_name: dict[str, str] = {}
         owner = Order('', project_id=project, user_id=config.user_id)
-        for member, section in members.read_each_section().items():
+        for member in members.take_keys('(?s:.*)'):
+            section = members.read_section(member)
             desired = self._read_member(section, Desired(owner, SPREAD, origins))
             names = self._read_names(section, f'{name}-{member}')
             try:
@@ -190,7 +191,7 @@ class _Reader:
         flavor = section.read('flavor', parse_text, None)
         query = section.read('query', make_text_parser(lambda text: check_query(text, flavor is None)), '')
         on = section.read('on', parse_text, None)
-        if section.drop('[A-Z][A-Z0-9_]*(:.*)?'):
+        if section.take_keys('[A-Z][A-Z0-9_]*(:.*)?'):
             section.add_problem('query', 'is cut off at a comma, because it stands in { }. Fix: put it in quotes')
             return '', {}
         if flavor is None and 'query' not in section:
@@ -266,7 +267,7 @@ class _Reader:
         if node.kind != 'map':
             return Membership(make_text_parser(check_group_name)(node))
         problems: list[tuple[int, str]] = []
-        section = Section(lambda line, text: problems.append((line, text)), node)
+        section = Section(problems, node)
         name = section.read('name', make_text_parser(check_group_name), '')
         membership = Membership(
             name, section.read('policy', make_choice_parser(*POLICIES), None), section.read('strict', parse_flag, None)

@@ -294,7 +294,7 @@ def render_details(things: Sequence[Details], style: OutputStyle, is_array: bool
 def format_document(value: object, form: str) -> str:
     """Format a value as YAML if `form` is YAML, else as indented JSON."""
     if form == YAML:
-        from ecomp.yaml_file import dump_yaml  # imported late: seldom needed
+        from ecomp.yaml_graph import dump_yaml  # imported late: seldom needed
 
         return dump_yaml(value)
     return dump(value, indent=2)

@@ -27,7 +27,8 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     'ecomp.log': {'ecomp.model'},
     'ecomp.failpoints': {'ecomp.errors'},
     'ecomp.yaml_plain': set(),
-    'ecomp.yaml_file': {'ecomp.errors', 'ecomp.model', 'ecomp.yaml_plain'},
+    'ecomp.yaml_graph': {'ecomp.errors', 'ecomp.model', 'ecomp.yaml_plain'},
+    'ecomp.yaml_file': {'ecomp.errors', 'ecomp.model', 'ecomp.yaml_graph', 'ecomp.yaml_plain'},
     'ecomp.files': {'ecomp.errors'},
     'ecomp.metrics': {'ecomp.errors', 'ecomp.model'},
     'ecomp.systemd': set(),
@@ -77,8 +78,9 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     },
     'ecomp.cli': {
         *('ecomp.backends', 'ecomp.errors', 'ecomp.conf', 'ecomp.files', 'ecomp.version', 'ecomp.yaml_file'),
-        *('ecomp.metrics', 'ecomp.model', 'ecomp.placement', 'ecomp.store', 'ecomp.scheduler.queries'),
-        *('ecomp.scheduler.changes', 'ecomp.scheduler.operations', 'ecomp.scheduler.placing'),
+        *('ecomp.yaml_graph', 'ecomp.metrics', 'ecomp.model', 'ecomp.placement', 'ecomp.store'),
+        *('ecomp.scheduler.queries', 'ecomp.scheduler.changes', 'ecomp.scheduler.operations'),
+        'ecomp.scheduler.placing',
     },
     'ecomp.schedule': {
         *('ecomp.yaml_file', 'ecomp.errors', 'ecomp.conf', 'ecomp.log', 'ecomp.model', 'ecomp.cli', 'ecomp.version')
@@ -107,7 +109,7 @@ LIBRARY_PLACES: dict[str, set[str]] = {
     'psutil': {'ecomp.agent.host.provider'},
     'prometheus_client': {'ecomp.metrics'},
     'os_traits': {'ecomp.model.traits'},
-    'yaml': {'ecomp.yaml_file'},
+    'yaml': {'ecomp.yaml_graph'},
     'bottle': {'mdserver'},
     'waitress': {'mdserver', 'ecomp.lab'},  # the lab serves placement with it
     'placement': {'ecomp.lab'},

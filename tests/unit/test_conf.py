@@ -18,6 +18,7 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from ecomp import yaml_graph
 from ecomp.compute_conf import ComputeConfig, load_compute, parse_inventory
 from ecomp.conf import (
     DEFAULT_IMAGE,
@@ -31,7 +32,7 @@ from ecomp.conf import (
 from ecomp.errors import UsageError
 from ecomp.model.guest import Attachment
 from ecomp.model.image import check_image, split_pin
-from ecomp.yaml_file import _parse_with_pyyaml
+from ecomp.yaml_graph import parse_any
 from ecomp.yaml_plain import Node, parse_plain
 from tests.unit.conf_text import UUID
 
@@ -421,7 +422,7 @@ def is_plain_like_pyyaml(text: str) -> bool:
     """Return whether the text is plain; if it is, check that PyYAML reads the same."""
     result = parse_plain(text)
     if result is not None:
-        assert (None if result.kind == 'null' else result) == _parse_with_pyyaml(text.encode(), 'x.yaml'), text
+        assert (None if result.kind == 'null' else result) == parse_any(text.encode(), 'x.yaml'), text
     return result is not None
 
 
@@ -456,9 +457,9 @@ def test_plain_files_are_read_like_pyyaml(examples: int) -> None:
 
 def read_outcome(text: str, loader: type) -> object:
     """Return the nodes of a text, or the error, with this class in place of libyaml's loader."""
-    with patch.object(yaml, 'CSafeLoader', loader):
+    with patch.object(yaml_graph, 'FAST_LOADER', loader):
         try:
-            root = _parse_with_pyyaml(text.encode(), 'x.yaml', 100)
+            root = parse_any(text.encode(), 'x.yaml', 100)
         except UsageError as error:
             return str(error)
     return root and remove_null_lines(root)
