@@ -80,6 +80,10 @@ def _run_command(argv: list[str]) -> int:
     if not argv:
         print(format_help(''), end='', flush=True)
         return 2
+    if argv[0] == '__complete':
+        from ecomp.cli.completion import print_candidates
+
+        return print_candidates(_print_text, COMMANDS, *argv[1:])
     command = parse(argv)
     if command.name == VERSION:
         from ecomp.version import read_version  # loads subprocess

@@ -268,7 +268,7 @@ def _print_help(ctx: Context) -> int:
 def _print_completion(ctx: Context) -> int:
     from ecomp.cli.completion import make_script
 
-    ctx.out.put(make_script(ctx.words[0], COMMANDS).rstrip('\n'))
+    ctx.out.put(make_script(ctx.words[0]))
     return 0
 
 

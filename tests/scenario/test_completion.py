@@ -29,6 +29,14 @@ LINES_OF_OTHER_SHELLS = {
     *('eschedule create --flavor small ', 'eschedule resources=VCPU:1 --wait=addr', 'eschedule list --uu'),
     *('eschedule help flavor ', 'eschedule list --state s', 'eschedule --config /nowhere show we'),
 }
+# What prints the candidates for the last word of a line, without a terminal.
+CALLS = {
+    'bash': 'source SCRIPT; COMP_WORDBREAKS=; COMP_WORDS=(LINE); COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); '
+    '_eschedule; printf "%s\\n" "${COMPREPLY[@]}"',
+    'zsh': 'compdef() { :; }; compadd() { shift; print -l -- "$@" }; source SCRIPT; '
+    'words=(LINE); CURRENT=$#words; _eschedule',
+    'fish': 'source SCRIPT; complete -C LINE',
+}
 SHELLS = {'bash': ['bash', '--norc', '--noprofile', '-i'], 'zsh': ['zsh', '-f', '-i'], 'fish': ['fish', '--no-config']}
 
 
@@ -62,19 +70,13 @@ def write_completion_script(directory: Path, shell: str, env: dict[str, str]) ->
 
 
 def list_candidates(shell: str, script: Path, env: dict[str, str], line: str) -> list[str]:
-    if shell == 'fish':
-        shell_code = f'source {script}; complete -C {shlex.quote(line)}'
-        command = ['fish', '--no-config', '-c', shell_code]
-    else:
-        *before, current = line.split(' ')[1:]
-        shell_code = f'compdef() {{ :; }}; source {script}; _eschedule_candidates {shlex.join([current, *before])}'
-        command = [*SHELLS[shell][:-1], '-c', shell_code]
+    words = shlex.quote(line) if shell == 'fish' else shlex.join(line.split(' '))
+    call = CALLS[shell].replace('SCRIPT', str(script)).replace('LINE', words)
+    command = [*(word for word in SHELLS[shell] if word != '-i'), '-c', call]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=SLOWDOWN_FACTOR * 60)
     assert done.stderr == ''
-    current = line.split(' ')[-1]
-    return sorted(
-        candidate for row in done.stdout.splitlines() if (candidate := row.split('\t')[0]).startswith(current)
-    )
+    candidates = (row.split('\t')[0] for row in done.stdout.splitlines())
+    return sorted(word for word in candidates if word and word.startswith(line.split(' ')[-1]))
 
 
 def complete_on_terminal(shell: str, script: Path, env: dict[str, str], line: str) -> str:
@@ -155,7 +157,7 @@ def test_candidates_of_each_command(cluster: Control, env: dict[str, str], shell
             f'eschedule --config {cluster.schedule_yaml} show we': ['web1'],
             'eschedule --config /nowhere show we': [],
         }.items():
-            # zsh shares bash's functions, and fish's are made of the same tables.
+            # All shells ask the same command.
             if shell == 'bash' or line in LINES_OF_OTHER_SHELLS:
                 assert list_candidates(shell, script, env, line) == expected, line
     finally:

@@ -128,7 +128,7 @@ LIBRARY_PLACES: dict[str, set[str]] = {
 PURE_MODULES = {
     *('ecomp.model', 'ecomp.store.messages', 'ecomp.virt.xml'),
     *('ecomp.agent.instance.plan', 'ecomp.yaml_plain'),
-    *('ecomp.cli.options', 'ecomp.cli.suggestions', 'ecomp.cli.tables', 'ecomp.cli.completion'),
+    *('ecomp.cli.options', 'ecomp.cli.suggestions', 'ecomp.cli.tables'),
     'ecomp.lab.network',
     *('mdserver.guests', 'mdserver.metadata'),
 }
