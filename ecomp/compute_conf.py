@@ -28,7 +28,6 @@ from ecomp.model.finding import COMPUTE_WARNINGS
 from ecomp.model.guest import DEFAULT_NETWORKS, MAX_INTERFACES, Attachment
 from ecomp.model.image import check_source
 from ecomp.yaml_file import (
-    InvalidValue,
     Node,
     YamlFile,
     describe_typed_node,
@@ -49,55 +48,56 @@ MAX_ALLOCATION_RATIO = 1000  # a larger allocation ratio is refused
 
 
 def _parse_uuid(node: Node) -> str:
-    """Parse a uuid with hyphens, not nil, and return it in lower case; else InvalidValue."""
+    """Parse a uuid with hyphens, not nil, and return it in lower case; else ValueError."""
     if not keys.is_uuid(text := parse_text(node).lower()):
-        raise InvalidValue(f'must be a uuid like {DEFAULT_USER_ID}, not {shorten(text)}')
+        raise ValueError(f'must be a uuid like {DEFAULT_USER_ID}, not {shorten(text)}')
     return text
 
 
 def _parse_trait(node: Node) -> str:
-    """Parse the name of a trait that check_trait() accepts; else InvalidValue."""
+    """Parse the name of a trait that check_trait() accepts; else ValueError."""
     from ecomp.model.traits import check_trait  # imported here: os_traits loads slowly, and few files have traits
 
+    name = parse_text(node)
     try:
-        return check_trait(name := parse_text(node))
+        return check_trait(name)
     except ValueError as error:
-        raise InvalidValue(f'{shorten(name)} {error}') from error
+        raise ValueError(f'{shorten(name)} {error}') from error
 
 
 def _parse_attachment(item: Node) -> Attachment:
-    """Parse a mapping of one key, `network` or `bridge`, to a name; else InvalidValue."""
+    """Parse a mapping of one key, `network` or `bridge`, to a name; else ValueError."""
     kinds = {'network': _parse_network, 'bridge': _parse_interface}
     if item.kind != 'map' or len(item.pairs) != 1 or item.pairs[0][0].text not in kinds:
-        raise InvalidValue('must be `network: NAME` (a libvirt network) or `bridge: NAME` (a bridge of this host)')
+        raise ValueError('must be `network: NAME` (a libvirt network) or `bridge: NAME` (a bridge of this host)')
     key, value = item.pairs[0]
     return Attachment(key.text, kinds[key.text](value))
 
 
 def _parse_network(node: Node) -> str:
-    """Parse a name of at most 100 characters without a slash; else InvalidValue."""
+    """Parse a name of at most 100 characters without a slash; else ValueError."""
     if '/' in (text := parse_text(node)) or len(text) > 100:
-        raise InvalidValue(f'must be the name of a libvirt network, not {shorten(text)}')
+        raise ValueError(f'must be the name of a libvirt network, not {shorten(text)}')
     return text
 
 
 def _parse_interface(node: Node) -> str:
-    """Parse a name of 1 to 15 letters, digits and `._-`, not `.` or `..`; else InvalidValue."""
+    """Parse a name of 1 to 15 letters, digits and `._-`, not `.` or `..`; else ValueError."""
     if not re.fullmatch(r'(?!\.\.?$)[A-Za-z0-9_.-]{1,15}', text := parse_text(node)):
-        raise InvalidValue(f'must be the name of a network interface (at most 15 characters), not {shorten(text)}')
+        raise ValueError(f'must be the name of a network interface (at most 15 characters), not {shorten(text)}')
     return text
 
 
 def _parse_stated_total(_: str, node: Node) -> int:
-    """Parse a total from 1 to MAX_INT, an integer and not text; else InvalidValue."""
+    """Parse a total from 1 to MAX_INT, an integer and not text; else ValueError."""
     return _parse_total(node.text if node.kind == 'int' else describe_typed_node(node))
 
 
 def _parse_ratio(_: str, node: Node) -> float:
-    """Parse a decimal like 0.5, unsigned, without exponent, above 0, up to MAX_ALLOCATION_RATIO; else InvalidValue."""
+    """Parse a decimal like 0.5, unsigned, without exponent, above 0, up to MAX_ALLOCATION_RATIO; else ValueError."""
     is_decimal = node.kind in ('int', 'float') and re.fullmatch(r'[0-9]{1,9}(\.[0-9]{0,9})?', node.text)
     if not is_decimal or not 0 < (ratio := float(node.text)) <= MAX_ALLOCATION_RATIO:
-        raise InvalidValue(
+        raise ValueError(
             f'the ratio must be a number like 0.5, above 0 and at most {MAX_ALLOCATION_RATIO}, '
             f'not {describe_typed_node(node)}'
         )
@@ -105,21 +105,21 @@ def _parse_ratio(_: str, node: Node) -> float:
 
 
 def _parse_class_node(key: Node) -> str:
-    """Parse a key that is a resource class; else InvalidValue."""
+    """Parse a key that is a resource class; else ValueError."""
     return _parse_resource_class(key.text)
 
 
 def _parse_resource_class(name: str) -> str:
-    """Return the name if it is a resource class; else InvalidValue."""
+    """Return the name if it is a resource class; else ValueError."""
     if not is_class(name):
-        raise InvalidValue('must be a resource class: capitals, digits and _')
+        raise ValueError('must be a resource class: capitals, digits and _')
     return name
 
 
 def _parse_total(text: str) -> int:
-    """Parse a total from 1 to MAX_INT, without a leading zero; else InvalidValue."""
+    """Parse a total from 1 to MAX_INT, without a leading zero; else ValueError."""
     if not re.fullmatch('[1-9][0-9]{0,9}', text) or int(text) > MAX_INT:
-        raise InvalidValue(f'the total must be a whole number from 1 to {MAX_INT}, not {shorten(text)}')
+        raise ValueError(f'the total must be a whole number from 1 to {MAX_INT}, not {shorten(text)}')
     return int(text)
 
 
@@ -135,7 +135,7 @@ def _read_networks(file: YamlFile, name: str, default: tuple[Attachment, ...]) -
 
 
 def _parse_networks(node: Node) -> tuple[Attachment, ...]:
-    """Parse a list of 1 to MAX_INTERFACES attachments, none of them twice; else InvalidValue."""
+    """Parse a list of 1 to MAX_INTERFACES attachments, none of them twice; else ValueError."""
 
     def describe(item: Node) -> str:
         kind, name = item.pairs[0]
@@ -145,7 +145,7 @@ def _parse_networks(node: Node) -> tuple[Attachment, ...]:
         _parse_attachment, 'a list of `- network: NAME` and `- bridge: NAME`', min_items=1, describe_item=describe
     )(node)
     if len(attachments) > MAX_INTERFACES:
-        raise InvalidValue(f'must have at most {MAX_INTERFACES} entries, not {len(attachments)}')
+        raise ValueError(f'must have at most {MAX_INTERFACES} entries, not {len(attachments)}')
     return attachments
 
 
@@ -153,7 +153,7 @@ def _parse_metrics(file: YamlFile, node: Node) -> Path:
     """Parse the path of a .prom file; its directory may be created later: see explain_unsafe_metrics()."""
     path = file.parse_path(node)
     if path.suffix != '.prom':
-        raise InvalidValue(f'must end in .prom, because node_exporter reads no other file, not {shorten(path.name)}')
+        raise ValueError(f'must end in .prom, because node_exporter reads no other file, not {shorten(path.name)}')
     return path
 
 
@@ -218,11 +218,11 @@ def parse_inventory(text: str) -> dict[str, int]:
         name, colon, total = (word.strip() for word in part.partition(':'))
         try:
             if not colon:
-                raise InvalidValue('is not CLASS:TOTAL')
+                raise ValueError('is not CLASS:TOTAL')
             if name in totals:
-                raise InvalidValue('is given more than once')
+                raise ValueError('is given more than once')
             totals[_parse_resource_class(name)] = _parse_total(total)
-        except InvalidValue as wrong:
+        except ValueError as wrong:
             where = f"inventory '{shorten(text)}': '{shorten(part.strip())}'"
             raise UsageError(f'{where}: {wrong}. Fix: write it like VCPU:4,DISK_GB:10,MEMORY_MB:512') from wrong
     return totals

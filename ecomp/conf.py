@@ -20,7 +20,6 @@ from ecomp.model.image import check_image
 from ecomp.model.reach import DEFAULT_REACH, ReachCommand, check_user, parse_reach
 from ecomp.model.text import check_plain_name
 from ecomp.yaml_file import (
-    InvalidValue,
     Node,
     Section,
     YamlFile,
@@ -78,16 +77,16 @@ class PlacementConfig(NamedTuple):
 
 
 def _parse_seconds(node: Node) -> float:
-    """Parse seconds above 0 and at most 3600, without an exponent; else InvalidValue."""
+    """Parse seconds above 0 and at most 3600, without an exponent; else ValueError."""
     if node.kind not in ('int', 'float') or not re.fullmatch(r'[0-9]{1,9}(\.[0-9]*)?', node.text):
-        raise InvalidValue(f'must be a number of seconds, not {describe_typed_node(node)}')
+        raise ValueError(f'must be a number of seconds, not {describe_typed_node(node)}')
     if not 0 < (seconds := float(node.text)) <= 3600:
-        raise InvalidValue(f'must be more than 0 and at most 3600 seconds, not {shorten(node.text)}')
+        raise ValueError(f'must be more than 0 and at most 3600 seconds, not {shorten(node.text)}')
     return seconds
 
 
 def _parse_host(text: str) -> str:
-    """Parse a host name, not resolved, or an address; an IPv6 address gets brackets. Else InvalidValue."""
+    """Parse a host name, not resolved, or an address; an IPv6 address gets brackets. Else ValueError."""
     import ipaddress  # imported here: only a file that names a host needs it
 
     if re.fullmatch(r'[A-Za-z0-9_]([A-Za-z0-9_.-]{0,253})', text):
@@ -95,19 +94,19 @@ def _parse_host(text: str) -> str:
     try:
         return f'[{ipaddress.IPv6Address(text.removeprefix("[").removesuffix("]"))}]'
     except ValueError as error:
-        raise InvalidValue(f'must be a host name or address, not {shorten(text)}') from error
+        raise ValueError(f'must be a host name or address, not {shorten(text)}') from error
 
 
 def _parse_endpoint(node: Node) -> str:
-    """Parse host:port, the port 1 to 65535; an IPv6 address gets brackets. Else InvalidValue."""
+    """Parse host:port, the port 1 to 65535; an IPv6 address gets brackets. Else ValueError."""
     host, _, port = (text := parse_text(node)).rpartition(':')
     if not re.fullmatch('[0-9]{1,5}', port) or not 1 <= int(port) <= 65535:
-        raise InvalidValue(f'{shorten(text)} must be host:port, with a port from 1 to 65535')
+        raise ValueError(f'{shorten(text)} must be host:port, with a port from 1 to 65535')
     return f'{_parse_host(host)}:{int(port)}'
 
 
 def parse_url(node: Node) -> str:
-    """Parse an http or https URL without user, query or fragment, and remove trailing slashes; else InvalidValue."""
+    """Parse an http or https URL without user, query or fragment, and remove trailing slashes; else ValueError."""
     from urllib.parse import urlsplit  # as above
 
     text = parse_text(node)
@@ -115,14 +114,14 @@ def parse_url(node: Node) -> str:
         parts = urlsplit(text)
         port = parts.port
         host = _parse_host(parts.hostname or '')
-    except (ValueError, InvalidValue) as error:
-        raise InvalidValue('must be a URL like http://ds1:8080') from error
+    except ValueError as error:
+        raise ValueError('must be a URL like http://ds1:8080') from error
     if '@' in parts.netloc:  # not repeated: it may be a password
-        raise InvalidValue('must not contain a user or password: they would appear in logs and process lists')
+        raise ValueError('must not contain a user or password: they would appear in logs and process lists')
     if parts.scheme not in ('http', 'https') or parts.query or parts.fragment or ' ' in text or not host:
-        raise InvalidValue(f'must be a URL like http://ds1:8080, not {shorten(text)}')
+        raise ValueError(f'must be a URL like http://ds1:8080, not {shorten(text)}')
     if port == 0:
-        raise InvalidValue('the port must be 1 to 65535')
+        raise ValueError('the port must be 1 to 65535')
     return text.rstrip('/')
 
 
@@ -251,12 +250,12 @@ DEFAULT_IMAGE = (
 
 
 def _parse_flavors(node: Node) -> dict[str, Flavor]:
-    """Parse a mapping of flavors' names to their queries; else InvalidValue."""
+    """Parse a mapping of flavors' names to their queries; else ValueError."""
     from ecomp.model.flavor import parse_flavor  # imported here: only files with flavors need it
 
     def parse_name(node: Node) -> str:
         if node.items or node.pairs:
-            raise InvalidValue('a name must be text')
+            raise ValueError('a name must be text')
         return node.text
 
     def parse(name: str, node: Node) -> Flavor:
@@ -266,7 +265,7 @@ def _parse_flavors(node: Node) -> dict[str, Flavor]:
 
 
 def _parse_images(node: Node) -> dict[str, str]:
-    """Parse a mapping of images' names to their URLs; else InvalidValue."""
+    """Parse a mapping of images' names to their URLs; else ValueError."""
     parse = make_text_parser(check_image)
     parse_name = make_text_parser(partial(check_plain_name, kind='image'))
     return make_mapping_parser(parse_name, lambda _, node: parse(node), 'a mapping of names to URLs')(node)
@@ -277,9 +276,9 @@ def _parse_paths(file: YamlFile, node: Node) -> tuple[Path, ...]:
 
 
 def _parse_identifier(node: Node) -> str:
-    """Parse a text of at most 255 characters; else InvalidValue."""
+    """Parse a text of at most 255 characters; else ValueError."""
     if len(text := parse_text(node)) > 255:
-        raise InvalidValue(f'must have at most 255 characters, not {len(text)}')
+        raise ValueError(f'must have at most 255 characters, not {len(text)}')
     return text
 
 

@@ -27,12 +27,15 @@ UNQUOTED_KINDS = ('int', 'float', 'bool', 'timestamp', 'null')
 T = TypeVar('T')
 
 
-class InvalidValue(Exception):
-    """A value is refused. `parts` has the line of each mistake, 0 for that of the key, and its reason."""
+# What converts a value raises ValueError with the reason if it refuses the value.
 
-    def __init__(self, reason: str = '', parts: Collection[tuple[int, str]] = ()) -> None:
-        super().__init__(reason)
-        self.parts = parts or [(0, reason)]
+
+class InvalidParts(ValueError):
+    """Parts of a value are refused, each with its line and the reason."""
+
+    def __init__(self, parts: Collection[tuple[int, str]]) -> None:
+        super().__init__()
+        self.parts = parts
 
 
 class Section:
@@ -76,8 +79,8 @@ class Section:
         self._read_keys[key] = None
         try:
             return parse(self._nodes[key]) if key in self else default
-        except InvalidValue as wrong:
-            for line, reason in wrong.parts:
+        except ValueError as wrong:
+            for line, reason in wrong.parts if isinstance(wrong, InvalidParts) else [(0, str(wrong))]:
                 self.add_problem(key, reason, line)
             return default
 
@@ -159,16 +162,16 @@ class YamlFile:
         return cls(name, directory, node, path)
 
     def parse_path(self, node: Node) -> Path:
-        """Parse a path, relative to the file's directory, and make it absolute; InvalidValue if it begins with `~`."""
+        """Parse a path, relative to the file's directory, and make it absolute; ValueError if it begins with `~`."""
         text = parse_text(node)
         if text.startswith('~'):
-            raise InvalidValue(
+            raise ValueError(
                 '~ is not accepted: it depends on the user who starts the program. Fix: write the directory in full'
             )
         return Path(os.path.normpath(self.directory / text))
 
     def parse_readable_file(self, node: Node) -> Path:
-        """Parse the path of a readable file; else InvalidValue, or UsageError if a directory on it denies access."""
+        """Parse the path of a readable file; else ValueError, or UsageError if a directory on it denies access."""
         path = self.parse_path(node)
         try:
             is_readable = path.is_file() and os.access(path, os.R_OK)
@@ -176,7 +179,7 @@ class YamlFile:
             problem = f'{self.name} names {path}, but this user may not read it'
             raise UsageError(f'{problem}. Fix: run this as the owner of that file, or with sudo') from error
         if not is_readable:
-            raise InvalidValue(f'{shorten(str(path), 200)} is not a readable file')
+            raise ValueError(f'{shorten(str(path), 200)} is not a readable file')
         return path
 
     def finish(self) -> None:
@@ -266,62 +269,55 @@ def _count_values(node: Node) -> int:
 
 
 def parse_text(node: Node) -> str:
-    """Parse a text of one printable line, not blank; else InvalidValue, also for an unquoted number, flag or date."""
+    """Parse a text of one printable line, not blank; else ValueError, also for an unquoted number, flag or date."""
     if node.kind in UNQUOTED_KINDS and node.kind != 'null':
-        raise InvalidValue(f'must be text. Fix: put {shorten(node.text)} in quotes')
+        raise ValueError(f'must be text. Fix: put {shorten(node.text)} in quotes')
     if node.kind != 'str':
-        raise InvalidValue(f'must be text, not {describe_node(node)}')
+        raise ValueError(f'must be text, not {describe_node(node)}')
     if not node.text.strip() or not node.text.isprintable():
-        raise InvalidValue('must be one line of printable text')
+        raise ValueError('must be one line of printable text')
     return node.text
 
 
 def parse_flag(node: Node) -> bool:
-    """Parse true, yes, on, false, no or off, unquoted, in lower, upper or title case; else InvalidValue."""
+    """Parse true, yes, on, false, no or off, unquoted, in lower, upper or title case; else ValueError."""
     if node.kind != 'bool':
-        raise InvalidValue(f'must be True or False, not {describe_typed_node(node)}')
+        raise ValueError(f'must be True or False, not {describe_typed_node(node)}')
     return node.text.lower() in ('true', 'yes', 'on')
 
 
 def parse_integer(node: Node) -> int:
-    """Parse a decimal integer of up to 18 digits; else InvalidValue, also for 010 and 1:30 (8 and 90 in YAML 1.1)."""
+    """Parse a decimal integer of up to 18 digits; else ValueError, also for 010 and 1:30 (8 and 90 in YAML 1.1)."""
     if node.kind != 'int' or not re.fullmatch(r'[-+]?(0|[1-9][0-9]{0,17})', node.text):
-        raise InvalidValue(f'must be a whole number, not {describe_typed_node(node)}')
+        raise ValueError(f'must be a whole number, not {describe_typed_node(node)}')
     return int(node.text)
 
 
 def make_integer_parser(low: int, high: int) -> Callable[[Node], int]:
-    """Make a parser of integers from `low` to `high`, which raises InvalidValue for others."""
+    """Make a parser of integers from `low` to `high`, which raises ValueError for others."""
 
     def parse(node: Node) -> int:
         if not low <= (number := parse_integer(node)) <= high:
-            raise InvalidValue(f'must be {low} to {high}, not {number}')
+            raise ValueError(f'must be {low} to {high}, not {number}')
         return number
 
     return parse
 
 
 def make_choice_parser(*words: str) -> Callable[[Node], str]:
-    """Make a parser of one of these words, which raises InvalidValue for others."""
+    """Make a parser of one of these words, which raises ValueError for others."""
 
     def parse(node: Node) -> str:
         if (word := parse_text(node)) not in words:
-            raise InvalidValue(f'must be {", ".join(words[:-1])} or {words[-1]}, not {shorten(word)}')
+            raise ValueError(f'must be {", ".join(words[:-1])} or {words[-1]}, not {shorten(word)}')
         return word
 
     return parse
 
 
 def make_text_parser(check: Callable[[str], T]) -> Callable[[Node], T]:
-    """Make a parser of text that `check` converts; its ValueError becomes InvalidValue."""
-
-    def parse(node: Node) -> T:
-        try:
-            return check(parse_text(node))
-        except ValueError as error:
-            raise InvalidValue(str(error)) from error
-
-    return parse
+    """Make a parser of text that `check` converts."""
+    return lambda node: check(parse_text(node))
 
 
 def make_list_parser(
@@ -338,7 +334,7 @@ def make_list_parser(
         def read(item: Node) -> None:
             values.append(parse(item))
             if describe_item and values[-1] in values[:-1]:
-                raise InvalidValue(f'{describe_item(item)} is given more than once')
+                raise ValueError(f'{describe_item(item)} is given more than once')
 
         _read_parts(node, 'seq', shape, min_items, read)
         return tuple(values)
@@ -361,7 +357,7 @@ def make_mapping_parser(
 
         def read(key: Node, value: Node) -> None:
             if (name := parse_name(key)) in values:
-                raise InvalidValue('is given more than once')
+                raise ValueError('is given more than once')
             values[name] = parse(name, value)
 
         _read_parts(node, 'map', shape, min_items, read)
@@ -371,19 +367,19 @@ def make_mapping_parser(
 
 
 def _read_parts(node: Node, kind: str, shape: str, min_parts: int, read: Callable[..., None]) -> None:
-    """Call `read` for each item or pair of a node, then raise one InvalidValue with all that it refused, if any."""
+    """Call `read` for each item or pair of a node, then raise one InvalidParts for all that it refused, if any."""
     parts: list[tuple[Node, ...]] = [*node.pairs, *((item,) for item in node.items)]
     if node.kind != kind or len(parts) < min_parts:
-        raise InvalidValue(f'must be {shape}, not {describe_node(node)}')
+        raise ValueError(f'must be {shape}, not {describe_node(node)}')
     wrong: list[tuple[int, str]] = []
     for part in parts:
         try:
             read(*part)
-        except InvalidValue as error:
+        except ValueError as error:
             name = f'{shorten(part[0].text)}: ' if node.pairs and part[0].text else ''
             wrong.append((part[0].line, f'{name}{error}'))
     if wrong:
-        raise InvalidValue(parts=wrong)
+        raise InvalidParts(wrong)
 
 
 def describe_node(node: Node) -> str:

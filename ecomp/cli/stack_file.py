@@ -31,7 +31,7 @@ from ecomp.model.query import (
 from ecomp.model.stack import MAX_STACK_SIZE, check_member_name, check_stack_name
 from ecomp.model.text import check_name
 from ecomp.yaml_file import (
-    InvalidValue,
+    InvalidParts,
     Node,
     Section,
     YamlFile,
@@ -76,7 +76,7 @@ def load_stack_file(ctx: Context, path: str) -> StackFile:
 def _parse_count(node: Node) -> int:
     """Parse a number of instances, at least 1; the limit of a stack is checked for all members together."""
     if (count := parse_integer(node)) < 1:
-        raise InvalidValue(f'must be at least 1, not {count}. Fix: remove the member, and apply with --prune')
+        raise ValueError(f'must be at least 1, not {count}. Fix: remove the member, and apply with --prune')
     return count
 
 
@@ -255,7 +255,7 @@ class _Reader:
         if node.kind == 'str' and '\n' in node.text:
             return node.text.encode(errors='replace')
         if self._directory.resolve() not in (path := self._parse_path(node)).resolve().parents:
-            raise InvalidValue(f'{shorten(parse_text(node))} is outside the directory of this file. Fix: copy it there')
+            raise ValueError(f'{shorten(parse_text(node))} is outside the directory of this file. Fix: copy it there')
         return path
 
     def _parse_key(self, node: Node) -> Path | bytes:
@@ -276,7 +276,7 @@ class _Reader:
         if not name and not problems:
             problems.append((node.line, 'name: is missing'))
         if problems:
-            raise InvalidValue(parts=problems)
+            raise InvalidParts(problems)
         return membership
 
     def _find_groups_without_policy(self) -> None:
