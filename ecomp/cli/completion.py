@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from typing import TypeAlias
 
 from ecomp.cli.command import CREATE, Command, Context, Invocation
@@ -19,6 +20,8 @@ from ecomp.model.record import SHOWN_STATES, STAGES
 
 # The candidate that stands for the names of files, which the shell completes.
 FILES = '<files>'
+# Seconds that etcd has for an answer at most: a person waits at the prompt.
+MAX_ETCD_SECONDS = 2.0
 # Names from etcd are offered only if every shell reads them as one word.
 SAFE_NAME = re.compile('[A-Za-z0-9._-]+')
 
@@ -114,6 +117,8 @@ def _list_names(commands: Mapping[str, Command], name: str, columns: str, config
     invocation = Invocation(name, (), Options(format=VALUE, columns=[columns]))
     with suppress(EcompError, OSError):
         config = load_schedule(parse_config_option(config_file))
+        etcd = config.etcd._replace(timeout=min(config.etcd.timeout, MAX_ETCD_SECONDS))
+        config = replace(config, etcd=etcd)
         with closing(Context(Terminal(texts.append, texts.append, lambda _: None), config, invocation)) as context:
             commands[name].run(context)
     return [cell for cell in re.split('[\t\n]', '\n'.join(texts)) if SAFE_NAME.fullmatch(cell) and cell != '-']

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from ecomp.schedule import main
 from tests.kit.commands import Control
 from tests.kit.invariants import check_invariants
 from tests.kit.servers import SLOWDOWN_FACTOR, make_environment
@@ -164,6 +165,16 @@ def test_candidates_of_each_command(cluster: Control, env: dict[str, str], shell
         cluster.etcd.delete('/groups/$(touch x)')
         cluster.etcd.delete('/groups/a;b')
     assert not (cluster.directory / 'x').exists()
+
+
+def test_no_name_is_awaited_for_long_from_an_etcd_that_does_not_answer(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(('127.0.0.1', 0)) as server:
+        path = tmp_path / 'schedule.yaml'
+        path.write_text(f'etcd:\n  port: {server.getsockname()[1]}\n  timeout: 3600\n')
+        assert main(['__complete', 'we', 'show', '--config', str(path)]) == 0
+    assert capfd.readouterr() == ('', '')
 
 
 @pytest.mark.parametrize('shell', [pytest.param('bash', marks=pytest.mark.slow), 'zsh'])
