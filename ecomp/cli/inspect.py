@@ -274,21 +274,8 @@ STAGE_FIELDS = {stage: 'image ready' if stage == 'image' else stage for stage in
 # The fields that the details of an instance may have; interfaces and boots are numbered.
 DETAIL_FIELDS = (
     *('instance', 'name', 'state', 'since', 'address', 'host', 'compute', 'image', 'resources', 'query', 'project'),
-    *(
-        'user',
-        'group',
-        'stack',
-        'replaces',
-        'replaced by',
-        'interface 0',
-        'console',
-        *STAGE_FIELDS.values(),
-        'boot 1',
-        'waits',
-        'progress',
-        'reason',
-    ),
-    *('cleaned up', 'power', 'fault', 'cloud-init', 'host key'),
+    *('user', 'group', 'stack', 'replaces', 'replaced by', 'interface 0', 'console', *STAGE_FIELDS.values(), 'boot 1'),
+    *('waits', 'progress', 'reason', 'cleaned up', 'power', 'fault', 'cloud-init', 'host key'),
 )
 
 
@@ -304,14 +291,10 @@ def make_record_listing(
     instance = INSTANCE_COLUMN._replace(rank=5 if all(item.name for item in records) else 0)
     rows = []
     for record, problem in zip(records, reasons, strict=True):
-        cells = [record.instance, record.name or None, absences.get_state(record), record.address or None]
-        cells += [
-            known_computes.format_name(record.compute) or None,
-            record.compute or None,
-            record.stages.get('requested') or None,
-        ]
-        cells += [problem, record.project_id or None, record.group_name, record.image or None]
-        rows.append(Row(cells, _record_to_dict(record, known_computes, absences)))
+        cells = [record.instance, record.name, absences.get_state(record), record.address]
+        cells += [known_computes.format_name(record.compute), record.compute, record.stages.get('requested')]
+        cells += [problem, record.project_id, record.group_name, record.image]
+        rows.append(Row([cell or None for cell in cells], _record_to_dict(record, known_computes, absences)))
     return Listing([instance, *LIST_COLUMNS[1:], reason, *WIDE_COLUMNS], rows)
 
 

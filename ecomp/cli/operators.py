@@ -292,9 +292,8 @@ def make_plan_listing(ranked: Sequence[RankedCompute]) -> Listing:
     for item in ranked:
         shares = [_format_share(item.rooms.get(name)) for name in classes]
         weight = None if item.weight is None else f'{item.weight:.2f}'
-        rows.append(
-            Row([item.compute, item.hostname or None, weight, *shares, item.instance_count], _ranked_to_dict(item))
-        )
+        cells = [item.compute, item.hostname or None, weight, *shares, item.instance_count]
+        rows.append(Row(cells, _ranked_to_dict(item)))
     return Listing([*columns, *_make_share_columns(classes), Column('INSTANCES')], rows)
 
 
@@ -328,14 +327,8 @@ def make_evacuation_listing(
         cells = [name, old, new or None, known_computes.format_name(compute) or None, address, reason or None]
         value = {'instance': old, 'name': name, **place, 'address': address, 'reason': reason or None}
         rows.append(Row(cells, value))
-    columns = [
-        Column('NAME'),
-        Column('OLD', 2, UUID),
-        Column('INSTANCE', 1, UUID),
-        Column('HOST'),
-        Column('ADDRESS', 2),
-    ]
-    return Listing([*columns, Column('REASON', folds=True)], rows)
+    columns = [Column('NAME'), Column('OLD', 2, UUID), Column('INSTANCE', 1, UUID), Column('HOST')]
+    return Listing([*columns, Column('ADDRESS', 2), Column('REASON', folds=True)], rows)
 
 
 def make_absorption_listing(plans: Mapping[str, Sequence[Move]], known_computes: Computes) -> Listing:
@@ -364,15 +357,10 @@ def make_finding_listing(
     columns += [Column('HOST', rank=3), Column('FINDING', min_width=40, folds=True)]
     rows = []
     for item in findings:
-        name = names.get(item.subject)
-        cells = [
-            item.code,
-            known_computes.replace_uuids(item.subject),
-            name,
-            known_computes.format_name(item.compute) or None,
-            mark_warning(item.code, known_computes.replace_uuids(item.sentence)),
-        ]
-        rows.append(Row(cells, {**item.to_dict(), 'host': known_computes.find_hostname(item.compute), 'name': name}))
+        name, host = names.get(item.subject), known_computes.format_name(item.compute) or None
+        subject, sentence = map(known_computes.replace_uuids, (item.subject, item.sentence))
+        value = {**item.to_dict(), 'host': known_computes.find_hostname(item.compute), 'name': name}
+        rows.append(Row([item.code, subject, name, host, mark_warning(item.code, sentence)], value))
     return Listing(columns, rows)
 
 
@@ -399,14 +387,9 @@ def _format_share(share: Room | None) -> str | None:
 def _ranked_to_dict(ranked: RankedCompute) -> dict[str, object]:
     """Return {"compute", "host", "hostname" (the same), "weight", "asked", "resources": {class: …}, "instances"}."""
     rooms = {name: {'used': room.used, 'capacity': room.capacity} for name, room in sorted(ranked.rooms.items())}
-    fields = {'asked': dict(sorted(ranked.amounts.items())), 'resources': rooms, 'instances': ranked.instance_count}
-    return {
-        'compute': ranked.compute,
-        'host': ranked.hostname,
-        'hostname': ranked.hostname,
-        'weight': ranked.weight,
-        **fields,
-    }
+    host = {'compute': ranked.compute, 'host': ranked.hostname, 'hostname': ranked.hostname, 'weight': ranked.weight}
+    asked = dict(sorted(ranked.amounts.items()))
+    return {**host, 'asked': asked, 'resources': rooms, 'instances': ranked.instance_count}
 
 
 def _host_to_dict(host: Host) -> dict[str, object]:

@@ -165,14 +165,9 @@ def make_image_listing(images: Mapping[str, str], known_computes: Computes, fact
 def make_group_listing(groups: Sequence[Group], known_computes: Computes, names: Mapping[str, str]) -> Listing:
     """List groups with member counts; `names` are of instances, by uuid, for the JSON."""
     columns = [Column('GROUP'), Column('POLICY'), Column('MEMBERS', 1), Column('COMPUTES', 2)]
-    rows = [
-        Row(
-            (item.name, item.rule, len(item.members), len(item.member_counts)),
-            _group_to_dict(item, known_computes, names),
-        )
-        for item in groups
-    ]
-    return Listing(columns, rows)
+    values = (_group_to_dict(item, known_computes, names) for item in groups)
+    cells = ((item.name, item.rule, len(item.members), len(item.member_counts)) for item in groups)
+    return Listing(columns, list(map(Row, cells, values)))
 
 
 def make_member_listing(
@@ -196,13 +191,8 @@ def _group_to_dict(group: Group, known_computes: Computes, names: Mapping[str, s
     """Return name, policy, strict and "members": [{"instance", "name", "compute", "host"}], None for unknown values."""
     rule = {'name': group.name, 'policy': group.policy, 'strict': group.strict}
     members = [
-        {
-            'instance': instance,
-            'name': names.get(instance),
-            'compute': compute or None,
-            'host': known_computes.find_hostname(compute),
-        }
-        for instance, compute in group.members.items()
+        {'instance': uuid, 'name': names.get(uuid), 'compute': on or None, 'host': known_computes.find_hostname(on)}
+        for uuid, on in group.members.items()
     ]
     return {**rule, 'members': members}
 
