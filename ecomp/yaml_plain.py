@@ -72,24 +72,17 @@ def _parse_block(lines: list[_Line]) -> Node:
         if any((item.indent, item.is_item) != (first.indent, True) for item in lines):
             raise _NotPlain
         return Node('seq', first.number, items=tuple(_parse_value(item) for item in lines))
+    if any(line.indent < first.indent for line in lines):
+        raise _NotPlain
     pairs = []
-    start = 0
-    while start < len(lines):
-        line = lines[start]
-        if line.indent != first.indent or line.is_item or _RESERVED_WORD.fullmatch(line.key):
+    # The list below a key need not be indented.
+    starts = [at for at, line in enumerate(lines) if line.indent == first.indent and not line.is_item]
+    for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
+        line, nested = lines[start], lines[start + 1 : end]
+        if _RESERVED_WORD.fullmatch(line.key) or (nested and line.rest):
             raise _NotPlain
-        end = start + 1
-        # The list below a key need not be indented.
-        while end < len(lines) and (lines[end].indent > line.indent or (lines[end].is_item and not line.rest)):
-            if lines[end].indent < line.indent:
-                break
-            end += 1
-        nested = lines[start + 1 : end]
-        if nested and line.rest:
-            raise _NotPlain
-        key = Node('str', line.number, line.key)
-        pairs.append((key, _parse_block(nested) if nested else _parse_value(line)))
-        start = end
+        value = _parse_block(nested) if nested else _parse_value(line)
+        pairs.append((Node('str', line.number, line.key), value))
     return Node('map', first.number, pairs=tuple(pairs))
 
 
