@@ -14,9 +14,7 @@ import yaml
 from ecomp.errors import UsageError
 from ecomp.model.json_object import dump
 from ecomp.model.text import make_printable
-from ecomp.yaml_plain import Node
-
-MAX_DEPTH = 8  # of nested mappings and lists; deeper ones are refused
+from ecomp.yaml_plain import MAX_DEPTH, Node
 
 # Numbers in YAML 1.2's core schema. PyYAML, which implements YAML 1.1, reads 1e3, 0o17 and 08 as text.
 CORE_SCHEMA_NUMBER = (

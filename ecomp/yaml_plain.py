@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+# Nested mappings and lists; PyYAML's reader refuses deeper ones.
+MAX_DEPTH = 8
+
 
 class Node(NamedTuple):
     """A value; `kind` is str, int, float, bool, null, map or seq, or another tag of YAML."""
@@ -65,9 +68,11 @@ def parse_plain(text: str) -> Node | None:
         return None
 
 
-def _parse_block(lines: list[_Line]) -> Node:
+def _parse_block(lines: list[_Line], depth: int = 1) -> Node:
     """Parse lines that are indented like the first one, and their deeper nested lines; _NotPlain if not simple."""
     first = lines[0]
+    if depth == MAX_DEPTH:  # there may be a list in brackets below
+        raise _NotPlain
     if first.is_item:
         if any((item.indent, item.is_item) != (first.indent, True) for item in lines):
             raise _NotPlain
@@ -81,7 +86,7 @@ def _parse_block(lines: list[_Line]) -> Node:
         line, nested = lines[start], lines[start + 1 : end]
         if _RESERVED_WORD.fullmatch(line.key) or (nested and line.rest):
             raise _NotPlain
-        value = _parse_block(nested) if nested else _parse_value(line)
+        value = _parse_block(nested, depth + 1) if nested else _parse_value(line)
         pairs.append((Node('str', line.number, line.key), value))
     return Node('map', first.number, pairs=tuple(pairs))
 

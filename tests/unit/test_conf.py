@@ -271,6 +271,7 @@ def mistakes(compute_config: Callable[[str | bytes], ComputeConfig]) -> Callable
     ('content', 'reason'),
     [
         ('a: ' + '[' * 5000, 'compute.yaml:1:11: is nested too deeply'),
+        ('\n'.join(' ' * level + 'a:' for level in range(300)), 'compute.yaml:9:9: is nested too deeply'),
         (b'ok: 1\nuuid: \xff', 'compute.yaml:2: is not UTF-8 text'),
         ('#' * 65537, 'compute.yaml: is larger than 64 KiB'),
     ],
