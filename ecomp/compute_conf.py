@@ -32,6 +32,7 @@ from ecomp.yaml_file import (
     YamlFile,
     describe_typed_node,
     find_loose_directory,
+    make_checked_parser,
     make_choice_parser,
     make_integer_parser,
     make_list_parser,
@@ -47,11 +48,13 @@ MAX_INT = 2**31 - 1  # placement's limit for a total
 MAX_ALLOCATION_RATIO = 1000  # a larger allocation ratio is refused
 
 
-def _parse_uuid(node: Node) -> str:
-    """Parse a uuid with hyphens, not nil, and return it in lower case; else ValueError."""
-    if not keys.is_uuid(text := parse_text(node).lower()):
-        raise ValueError(f'must be a uuid like {DEFAULT_USER_ID}, not {shorten(text)}')
-    return text
+_parse_uuid = make_checked_parser(lambda node: parse_text(node).lower(), keys.is_uuid, f'a uuid like {DEFAULT_USER_ID}')
+_parse_network = make_checked_parser(parse_text, re.compile('[^/]{1,100}').fullmatch, 'the name of a libvirt network')
+_parse_interface = make_checked_parser(
+    parse_text,
+    re.compile(r'(?!\.\.?$)[A-Za-z0-9_.-]{1,15}').fullmatch,
+    'the name of a network interface (at most 15 characters)',
+)
 
 
 def _parse_trait(node: Node) -> str:
@@ -72,20 +75,6 @@ def _parse_attachment(item: Node) -> Attachment:
         raise ValueError('must be `network: NAME` (a libvirt network) or `bridge: NAME` (a bridge of this host)')
     key, value = item.pairs[0]
     return Attachment(key.text, kinds[key.text](value))
-
-
-def _parse_network(node: Node) -> str:
-    """Parse a name of at most 100 characters without a slash; else ValueError."""
-    if '/' in (text := parse_text(node)) or len(text) > 100:
-        raise ValueError(f'must be the name of a libvirt network, not {shorten(text)}')
-    return text
-
-
-def _parse_interface(node: Node) -> str:
-    """Parse a name of 1 to 15 letters, digits and `._-`, not `.` or `..`; else ValueError."""
-    if not re.fullmatch(r'(?!\.\.?$)[A-Za-z0-9_.-]{1,15}', text := parse_text(node)):
-        raise ValueError(f'must be the name of a network interface (at most 15 characters), not {shorten(text)}')
-    return text
 
 
 def _parse_stated_total(_: str, node: Node) -> int:

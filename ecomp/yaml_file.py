@@ -293,26 +293,25 @@ def parse_integer(node: Node) -> int:
     return int(node.text)
 
 
+def make_checked_parser(parse: Callable[[Node], T], accepts: Callable[[T], object], shape: str) -> Callable[[Node], T]:
+    """Make a parser of what `parse` returns and `accepts` does not refuse. The message calls it `shape`."""
+
+    def parse_checked(node: Node) -> T:
+        if not accepts(value := parse(node)):
+            raise ValueError(f'must be {shape}, not {shorten(str(value))}')
+        return value
+
+    return parse_checked
+
+
 def make_integer_parser(low: int, high: int) -> Callable[[Node], int]:
-    """Make a parser of integers from `low` to `high`, which raises ValueError for others."""
-
-    def parse(node: Node) -> int:
-        if not low <= (number := parse_integer(node)) <= high:
-            raise ValueError(f'must be {low} to {high}, not {number}')
-        return number
-
-    return parse
+    """Make a parser of integers from `low` to `high`."""
+    return make_checked_parser(parse_integer, lambda number: low <= number <= high, f'{low} to {high}')
 
 
 def make_choice_parser(*words: str) -> Callable[[Node], str]:
-    """Make a parser of one of these words, which raises ValueError for others."""
-
-    def parse(node: Node) -> str:
-        if (word := parse_text(node)) not in words:
-            raise ValueError(f'must be {", ".join(words[:-1])} or {words[-1]}, not {shorten(word)}')
-        return word
-
-    return parse
+    """Make a parser of one of these words."""
+    return make_checked_parser(parse_text, words.__contains__, f'{", ".join(words[:-1])} or {words[-1]}')
 
 
 def make_text_parser(check: Callable[[str], T]) -> Callable[[Node], T]:
