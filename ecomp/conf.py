@@ -76,6 +76,9 @@ class PlacementConfig(NamedTuple):
     token_file: Path | None = None
 
 
+Backend = TypeVar('Backend', EtcdConfig, PlacementConfig)
+
+
 def _parse_seconds(node: Node) -> float:
     """Parse seconds above 0 and at most 3600, without an exponent; else ValueError."""
     if node.kind not in ('int', 'float') or not re.fullmatch(r'[0-9]{1,9}(\.[0-9]*)?', node.text):
@@ -139,18 +142,12 @@ def read_etcd(file: YamlFile, name: str, default: EtcdConfig) -> EtcdConfig:
     host = etcd.read('host', lambda node: _parse_host(parse_text(node)), 'localhost')
     port = etcd.read('port', make_integer_parser(1, 65535), 2379)
     single: tuple[str, ...] = (f'{host}:{port}',)
-    insecure = etcd.read('insecure', parse_flag, False)
     endpoints = etcd.read(
         'endpoints', make_list_parser(_parse_endpoint, 'a list like [ds1:2379, ds2:2379]', min_items=1), single
     )
     for key in ('host', 'port'):
         if key in etcd and 'endpoints' in etcd:
             etcd.add_problem(key, 'set either endpoints, or host and port')
-    config = EtcdConfig(
-        endpoints,
-        *_read_certificates(file, etcd),
-        timeout=etcd.read('timeout', _parse_seconds, default.timeout),
-    )
     if etcd.read('grpc_options', describe_node, None):
         import logging  # imported here: few files cause a warning
 
@@ -158,9 +155,8 @@ def read_etcd(file: YamlFile, name: str, default: EtcdConfig) -> EtcdConfig:
         logging.getLogger(__name__).warning(
             '%s: etcd.grpc_options is ignored: ecomp uses no gRPC library. %s', file.name, fix
         )
-    if not insecure and not _has_certificate_keys(etcd) and (others := list_cleartext_hosts(config)):
-        etcd.add_problem('endpoints' if 'endpoints' in etcd else 'host', CLEARTEXT_REFUSAL.format(others[0], ''))
-    return config
+    config = EtcdConfig(endpoints, timeout=etcd.read('timeout', _parse_seconds, default.timeout))
+    return _read_certificates(file, etcd, config, 'endpoints' if 'endpoints' in etcd else 'host', '')
 
 
 def read_placement(file: YamlFile, name: str, default: PlacementConfig) -> PlacementConfig:
@@ -170,33 +166,24 @@ def read_placement(file: YamlFile, name: str, default: PlacementConfig) -> Place
     for key in CERTIFICATE_KEYS:
         if key in placement and not endpoint.startswith('https://'):
             placement.add_problem(key, f'needs an endpoint with https://, not {endpoint}')
-    insecure = placement.read('insecure', parse_flag, False)
-    config = PlacementConfig(
-        endpoint,
-        *_read_certificates(file, placement),
-        token_file=placement.read('token_file', file.parse_readable_file, None),
-    )
-    if not insecure and not _has_certificate_keys(placement) and (others := list_cleartext_hosts(config)):
-        placement.add_problem('endpoint', CLEARTEXT_REFUSAL.format(others[0], 'an endpoint with https://, '))
-    return config
+    config = PlacementConfig(endpoint, token_file=placement.read('token_file', file.parse_readable_file, None))
+    return _read_certificates(file, placement, config, 'endpoint', 'an endpoint with https://, ')
 
 
-def _read_certificates(file: YamlFile, section: Section) -> tuple[Path | None, Path | None, Path | None]:
-    """Return ca_cert, cert_key and cert_cert, None if missing or invalid; record it if one of the last two is alone."""
+def _read_certificates(file: YamlFile, section: Section, config: Backend, address_key: str, advice: str) -> Backend:
+    """Read the certificates of a backend; without any, refuse plain text to other machines unless it is `insecure`.
+
+    That problem is added to `address_key`, with `advice`. A certificate without its key, or the reverse, is one, too.
+    """
     for key, other in (('cert_key', 'cert_cert'), ('cert_cert', 'cert_key')):
         if key in section and other not in section:
             section.add_problem(key, f'needs {other}, too')
-    ca_cert = section.read('ca_cert', file.parse_readable_file, None)
-    return (
-        ca_cert,
-        section.read('cert_key', file.parse_readable_file, None),
-        section.read('cert_cert', file.parse_readable_file, None),
-    )
-
-
-def _has_certificate_keys(section: Section) -> bool:
-    """Return True if the section names a certificate, even an invalid one."""
-    return any(key in section for key in CERTIFICATE_KEYS)
+    may_be_plain = section.read('insecure', parse_flag, False) or any(key in section for key in CERTIFICATE_KEYS)
+    files: dict[str, Any] = {key: section.read(key, file.parse_readable_file, None) for key in CERTIFICATE_KEYS}
+    config = config._replace(**files)
+    if not may_be_plain and (hosts := list_cleartext_hosts(config)):
+        section.add_problem(address_key, CLEARTEXT_REFUSAL.format(hosts[0], advice))
+    return config
 
 
 # Fields of the configuration classes
