@@ -430,7 +430,7 @@ def read_user_data(source: str | Path | bytes, warn: Callable[[str], None]) -> b
     label, data = 'user-data', source
     if not isinstance(data, bytes):
         label = f'user-data {make_printable(str(source), 200)}'
-        data = _read_file(label, data, MAX_USER_DATA_BYTES, 'let the guest fetch the rest, or compress it with gzip')
+        data = read_file(label, data, MAX_USER_DATA_BYTES, 'let the guest fetch the rest, or compress it with gzip')
     with convert_to_usage_error(label):
         check_user_data(data)
     unpacked_data = unpack_user_data(data)
@@ -453,7 +453,7 @@ def read_ssh_keys(sources: Sequence[str | Path | bytes]) -> tuple[str, ...]:
         label, data = 'ssh keys', source
         if not isinstance(data, bytes):
             label = f'ssh keys {make_printable(str(source), 200)}'
-            data = _read_file(label, data, MAX_SSH_KEYS_BYTES, 'give files with fewer public keys')
+            data = read_file(label, data, MAX_SSH_KEYS_BYTES, 'give files with fewer public keys')
         with convert_to_usage_error(label):
             unique_keys.update(dict.fromkeys(parse_public_keys(data)))
     size = len(dump(list(unique_keys)))
@@ -462,9 +462,10 @@ def read_ssh_keys(sources: Sequence[str | Path | bytes]) -> tuple[str, ...]:
     return tuple(unique_keys)
 
 
-def _read_file(label: str, path: str | Path, limit_bytes: int, advice: str) -> bytes:
+def read_file(label: str, path: str | Path, limit_bytes: int, advice: str) -> bytes:
     """Read a file, `-` for stdin; UsageError with `label` if unreadable or, with `advice`, above `limit_bytes`."""
     try:
+        # Closed, sys.stdin could not be asked later whether it is a terminal.
         with open(0 if path == STDIN else path, 'rb', closefd=path != STDIN) as file:
             data = file.read(limit_bytes + 1)
             status = os.fstat(file.fileno())

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ecomp.cli.command import Context
-from ecomp.cli.create import STDIN, check_flavor_suffices, read_ssh_keys, read_user_data, resolve_image
+from ecomp.cli.create import STDIN, check_flavor_suffices, read_file, read_ssh_keys, read_user_data, resolve_image
 from ecomp.cli.options import check_project
 from ecomp.errors import EcompError, Unreachable, UsageError
 from ecomp.model.allocation import REQUIRED_CLASSES, list_missing_classes
@@ -85,15 +85,7 @@ class _Reader:
         self._ctx = ctx
         name = 'standard input' if path == STDIN else shorten(path, 200)
         self._directory = Path.cwd() if path == STDIN else Path(os.path.abspath(path)).parent
-        try:
-            # Closed, sys.stdin could not be asked later whether it is a terminal.
-            with open(0 if path == STDIN else path, 'rb', closefd=path != STDIN) as stream:
-                content = stream.read(MAX_FILE_BYTES + 1)
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
-            raise UsageError(f'{name}: cannot be read: {reason}') from error
-        if len(content) > MAX_FILE_BYTES:
-            raise UsageError(f'{name}: is larger than {MAX_FILE_BYTES // 1024} KiB')
+        content = read_file(name, path, MAX_FILE_BYTES, 'divide the stack')
         self._file = YamlFile.parse(content, name, self._directory, MAX_NODES)
         self._user_data: dict[str, SharedUserData] = {}
         self._groups: dict[str, Membership] = {}

@@ -391,7 +391,7 @@ def mistakes(load: Callable[..., StackFile]) -> Callable[..., list[str]]:
     ('content', 'reason'),
     [
         (b'stack: \xff\n', '1: is not UTF-8 text'),
-        (' ' * (MAX_FILE_BYTES + 1), ' is larger than 1024 KiB'),
+        (' ' * (MAX_FILE_BYTES + 1), ' has 1048577 bytes; the limit is 1048576 (1024 KiB). Fix: divide the stack'),
         ('stack: a\ninstances:\n' + '  b:\n' * 10_000, '5000:5: has more than 10000 values'),
         (f'stack: a\ninstances: [{"b, " * 10_000}]\n', ': has more than 10000 values'),
         (f'b: &b {{{", ".join(f"k{n}: 1" for n in range(900))}}}\nc: {{<<: [{"*b, " * 12}]}}\n', 'more than 10000'),
@@ -426,7 +426,7 @@ def test_same_stack_in_other_encodings(load: Callable[..., StackFile], content: 
 def test_file_that_is_a_device_or_a_pipe(mistakes: Callable[..., list[str]], tmp_path: Path) -> None:
     assert [line.split(': ')[1] for line in mistakes('', '/dev/null')] == ['instances', 'stack']
     (line,) = mistakes('', '/dev/zero')
-    assert line == '/dev/zero: is larger than 1024 KiB'
+    assert line == '/dev/zero: has more than 1048576 bytes; the limit is 1048576 (1024 KiB). Fix: divide the stack'
     fifo = tmp_path / 'fifo'
     os.mkfifo(fifo)
     with ThreadPoolExecutor(1) as threads:
