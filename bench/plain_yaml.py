@@ -38,7 +38,7 @@ class Node(NamedTuple):
     items: tuple[Node, ...] = ()
     pairs: tuple[tuple[Node, Node], ...] = ()
 sys.modules['ecomp.yaml_plain'] = without = ModuleType('ecomp.yaml_plain')
-without.Node, without.parse_plain = Node, lambda text: None
+without.Node, without.parse_plain, without.MAX_DEPTH = Node, lambda text: None, 8
 {COMMAND}"""
 
 
