@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ecomp.cli.command import EMPTY_STATUS, LISTING_OPTIONS, Command, Context, Outcomes
-from ecomp.cli.create import STDIN, describe_owner, report_refusal
+from ecomp.cli.create import report_refusal
+from ecomp.cli.input import STDIN, describe_owner
 from ecomp.cli.options import TABLE, Options, parse_file
 from ecomp.cli.selection import MAX_NAMES_IN_QUESTION, confirm_destroy
 from ecomp.cli.stack_file import StackFile, load_stack_file
@@ -412,7 +413,7 @@ _DESCRIPTIONS = {
 
 def _wait(run: _Apply) -> int:
     """With --wait, wait until new and kept instances, except stopped ones, have reached the stage; return the code."""
-    from ecomp.cli.change import wait_and_report
+    from ecomp.cli.waiting import wait_and_report
     from ecomp.store.sharing import KeyIndex
 
     ctx = run.ctx

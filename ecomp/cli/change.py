@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from ecomp.cli.command import DOCUMENT_OPTIONS, Command, Context, Outcomes, extract_status, make_wait_options
-from ecomp.cli.options import TABLE, parse_any_instances, parse_nothing
+from ecomp.cli.command import DOCUMENT_OPTIONS, Command, Context, Outcomes, make_wait_options
+from ecomp.cli.options import parse_any_instances, parse_nothing
 from ecomp.cli.selection import SELECTORS, check_selection, confirm_destroy, select_instances
 from ecomp.cli.terminal import LiveLine, is_terminal
-from ecomp.errors import EcompError, StillGoing
+from ecomp.errors import EcompError
 from ecomp.model import keys
 from ecomp.model.keys import make_uuid
 from ecomp.model.order import REBOOT, PowerAction
-from ecomp.model.record import GONE, STAGES, Record
-from ecomp.model.text import make_printable, parse_uuid_prefix
+from ecomp.model.record import GONE
+from ecomp.model.text import parse_uuid_prefix
 
 if TYPE_CHECKING:
     from ecomp.scheduler.changes.change import Acceptance
     from ecomp.scheduler.changes.wait import Deadline
-    from ecomp.store.sharing import KeyIndex
-
-ADDRESSED = 'addressed'
 
 
 def _destroy(ctx: Context) -> int:
@@ -123,67 +119,6 @@ def _clear(ctx: Context) -> int:
         ctx.out.say(str(error))
     ctx.show_document([{'removed': [{'instance': instance, 'state': state} for instance, state in removed.items()]}])
     return EcompError.exit_code if errors else 0
-
-
-def wait_and_report(
-    ctx: Context,
-    outcomes: Outcomes,
-    resolve_instance: Callable[[str], str],
-    instance_index: KeyIndex | None,
-    power_by_instance: Mapping[str, PowerAction | None] = MappingProxyType({}),
-    show_progress: Callable[[str], None] | None = None,
-) -> None:
-    """Wait until each word's instance reaches the stage of --for or --wait, else addressed.
-
-    All instances share one deadline, --timeout seconds; at the deadline the last console lines are printed. The table
-    form prints an address if the stage implies one; the caller prints the document of other forms. Ctrl-C and errors:
-    see Outcomes.wait(). `resolve_instance` may add power changes to `power_by_instance`. `instance_index`: see find().
-    `show_progress` gets the status instead of the terminal; then no address is printed.
-    """
-    from ecomp.scheduler.changes.wait import SilenceDetector, Wait, wait_for_stage
-    from ecomp.scheduler.queries.hosts import find_silent
-    from ecomp.store.client import is_alive
-
-    stage = ctx.options.stage or ctx.options.wait or ADDRESSED
-    silence = SilenceDetector(lambda compute: find_silent(ctx.store, ctx.placement, compute))
-
-    def print_console(record: Record) -> None:
-        from ecomp.cli.enter import read_last_lines
-
-        for line in read_last_lines(ctx, record):
-            ctx.out.say(f'console of {record.name or record.instance}: {line}')
-
-    def wait(word: str, deadline: Deadline) -> None:
-        def record_status(record: Record) -> None:
-            outcomes.report(word, '', **extract_status(record))
-
-        instance = resolve_instance(word)
-        with LiveLine() as show_status:
-            wait_state = Wait(
-                ctx.etcd_config,
-                instance,
-                deadline,
-                show_progress or show_status,
-                instance_index,
-                record_status,
-                print_console,
-                ctx.read_claims,
-                silence,
-            )
-            record = wait_for_stage(wait_state, stage, power_by_instance.get(instance))
-        is_old = ctx.name == 'wait' and not is_alive(ctx.store, record.compute)
-        if is_old and (host := find_silent(ctx.store, ctx.placement, record.compute)):
-            reached = f'{instance}: reached {stage}, but its host {host}'
-            raise StillGoing(f'{reached}. Try: eschedule hosts')
-        if (
-            ctx.form == TABLE
-            and show_progress is None
-            and record.address
-            and STAGES.index(stage) >= STAGES.index(ADDRESSED)
-        ):
-            ctx.out.put(make_printable(record.address or ''))
-
-    outcomes.wait(list(outcomes.results), wait, 'wait', '' if stage == ADDRESSED else f' --for {stage}')
 
 
 # fmt: off

@@ -226,7 +226,7 @@ def _find_instance(ctx: Context, word: str) -> InstanceEntries:
 
 def _wait(ctx: Context) -> int:
     """Wait for each instance's stage; print addresses or the document; return the exit code, 4 if one is destroyed."""
-    from ecomp.cli.change import wait_and_report
+    from ecomp.cli.waiting import wait_and_report
     from ecomp.scheduler.queries.find import find_living
 
     select_instances(ctx)

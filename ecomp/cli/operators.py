@@ -177,9 +177,9 @@ def _evacuate(ctx: Context) -> int:
     """Place the guests of a dead compute anew, with --wait wait for their addresses; return 3 if one stays."""
     import random
 
-    from ecomp.cli.change import wait_and_report
-    from ecomp.cli.create import describe_owner
+    from ecomp.cli.input import describe_owner
     from ecomp.cli.selection import confirm_destroy
+    from ecomp.cli.waiting import wait_and_report
     from ecomp.model.choose import Offer
     from ecomp.model.moves import plan_moves
     from ecomp.scheduler.operations.decommission import disable

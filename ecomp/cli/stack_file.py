@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ecomp.cli.command import Context
-from ecomp.cli.create import STDIN, check_flavor_suffices, read_file, read_ssh_keys, read_user_data, resolve_image
+from ecomp.cli.input import STDIN, check_flavor_suffices, read_file, read_ssh_keys, read_user_data, resolve_image
 from ecomp.cli.options import check_project
 from ecomp.errors import EcompError, Unreachable, UsageError
 from ecomp.model.allocation import REQUIRED_CLASSES, list_missing_classes

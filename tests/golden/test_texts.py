@@ -25,7 +25,7 @@ from ecomp import log, systemd
 from ecomp.cli import stack_file
 from ecomp.cli.command import Context, Invocation
 from ecomp.cli.commands import parse
-from ecomp.cli.create import read_user_data
+from ecomp.cli.input import read_user_data
 from ecomp.cli.options import Options, parse_command_line
 from ecomp.cli.tables import format_document
 from ecomp.cli.terminal import Terminal

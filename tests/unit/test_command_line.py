@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from ecomp.cli.command import Invocation
 from ecomp.cli.commands import COMMANDS, format_help, parse
-from ecomp.cli.create import read_user_data
+from ecomp.cli.input import read_user_data
 from ecomp.cli.options import FLAGS, OPTIONS, Options, parse_command_line
 from ecomp.cli.suggestions import FAMILY_SYNONYMS, FOREIGN_NOUNS, FOREIGN_WORDS, LOSS_WARNINGS
 from ecomp.errors import UsageError

@@ -1,0 +1,114 @@
+"""What commands read beside their options: files, stdin, names of images, and who runs the command."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ecomp.cli.options import convert_to_usage_error
+from ecomp.errors import UsageError
+from ecomp.model.allocation import list_missing_classes
+from ecomp.model.guest import (
+    MAX_SSH_KEYS_BYTES,
+    MAX_USER_DATA_BYTES,
+    check_user_data,
+    is_unknown_user_data,
+    parse_public_keys,
+    unpack_user_data,
+)
+from ecomp.model.image import check_image
+from ecomp.model.json_object import dump
+from ecomp.model.text import format_suggestion, make_printable
+
+if TYPE_CHECKING:
+    from ecomp.conf import ScheduleConfig
+
+STDIN = '-'
+CLOUD_CONFIG = b'#cloud-config'
+
+
+def resolve_image(config: ScheduleConfig, image: str) -> str:
+    """Return the URL of an image, which may be a name in schedule.yaml; ValueError if it is neither."""
+    if '/' not in image and image not in config.images and image != config.image:
+        known = f': it has {", ".join(config.images)}' if config.images else ''
+        problem = f'the image {image!r:.80} is neither a URL nor a name in `images:` of schedule.yaml'
+        raise ValueError(problem + (format_suggestion(image, config.images) or known))
+    return check_image(config.images.get(image, image))
+
+
+def check_flavor_suffices(flavor: str, query: str) -> None:
+    """Raise UsageError if the combined `query` lacks what every guest needs."""
+    from ecomp.model.query import parse_names
+
+    lacking = list_missing_classes(parse_names(query).classes)
+    if lacking:
+        advice = f"give a query with 'resources={','.join(f'{name}:…' for name in lacking)}'"
+        raise UsageError(f'flavor {flavor} lacks {", ".join(lacking)}, which every guest needs. Fix: {advice}')
+
+
+def describe_owner(since: str) -> dict[str, object]:
+    """Return the owner of an attempt, as etcd stores it: host, pid and the time of the request."""
+    return {'host': socket.gethostname(), 'pid': os.getpid(), 'since': since}
+
+
+def read_user_data(source: str | Path | bytes, warn: Callable[[str], None]) -> bytes:
+    """Read user-data of at most MAX_USER_DATA_BYTES, `-` for stdin; UsageError with the file's name if invalid.
+
+    Bytes are the user-data itself. `warn` gets a line if cloud-init would ignore the data, which is accepted: other
+    programs in guests may use it.
+    """
+    label, data = 'user-data', source
+    if not isinstance(data, bytes):
+        label = f'user-data {make_printable(str(source), 200)}'
+        data = read_file(label, data, MAX_USER_DATA_BYTES, 'let the guest fetch the rest, or compress it with gzip')
+    with convert_to_usage_error(label):
+        check_user_data(data)
+    unpacked_data = unpack_user_data(data)
+    if unpacked_data is None:
+        warn(f'{label}: is damaged gzip, so cloud-init ignores it')
+    elif is_unknown_user_data(unpacked_data):
+        warn(f'{label}: does not begin with #cloud-config, #! or a MIME header, so cloud-init ignores it')
+    elif unpacked_data.lstrip().split(b'\n', 1)[0].rstrip().lower() == CLOUD_CONFIG:
+        from ecomp.yaml_graph import explain_invalid_mapping  # needed only with cloud-config
+
+        if problem := explain_invalid_mapping(unpacked_data.decode(errors='replace')):
+            warn(f'{label}: begins with #cloud-config, but {problem}, so cloud-init ignores it')
+    return data
+
+
+def read_ssh_keys(sources: Sequence[str | Path | bytes]) -> tuple[str, ...]:
+    """Read the unique public keys of files or texts; UsageError, with file and line, if invalid or too large."""
+    unique_keys: dict[str, None] = {}
+    for source in sources:
+        label, data = 'ssh keys', source
+        if not isinstance(data, bytes):
+            label = f'ssh keys {make_printable(str(source), 200)}'
+            data = read_file(label, data, MAX_SSH_KEYS_BYTES, 'give files with fewer public keys')
+        with convert_to_usage_error(label):
+            unique_keys.update(dict.fromkeys(parse_public_keys(data)))
+    size = len(dump(list(unique_keys)))
+    if size > MAX_SSH_KEYS_BYTES:
+        raise UsageError(f'ssh keys: have {size} bytes in all; the limit is {MAX_SSH_KEYS_BYTES}. Fix: give fewer keys')
+    return tuple(unique_keys)
+
+
+def read_file(label: str, path: str | Path, limit_bytes: int, advice: str) -> bytes:
+    """Read a file, `-` for stdin; UsageError with `label` if unreadable or, with `advice`, above `limit_bytes`."""
+    try:
+        # Closed, sys.stdin could not be asked later whether it is a terminal.
+        with open(0 if path == STDIN else path, 'rb', closefd=path != STDIN) as file:
+            data = file.read(limit_bytes + 1)
+            status = os.fstat(file.fileno())
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f'{label}: cannot be read: {reason}') from error
+    if len(data) > limit_bytes:
+        size = status.st_size if stat.S_ISREG(status.st_mode) else f'more than {limit_bytes}'
+        raise UsageError(
+            f'{label}: has {size} bytes; the limit is {limit_bytes} ({limit_bytes // 1024} KiB). Fix: {advice}'
+        )
+    return data

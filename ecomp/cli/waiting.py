@@ -1,0 +1,82 @@
+"""The wait of a command for several instances, with one deadline, and its report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from ecomp.cli.command import Context, Outcomes, extract_status
+from ecomp.cli.options import TABLE
+from ecomp.cli.terminal import LiveLine
+from ecomp.errors import StillGoing
+from ecomp.model.order import PowerAction
+from ecomp.model.record import STAGES, Record
+from ecomp.model.text import make_printable
+
+if TYPE_CHECKING:
+    from ecomp.scheduler.changes.wait import Deadline
+    from ecomp.store.sharing import KeyIndex
+
+ADDRESSED = 'addressed'
+
+
+def wait_and_report(
+    ctx: Context,
+    outcomes: Outcomes,
+    resolve_instance: Callable[[str], str],
+    instance_index: KeyIndex | None,
+    power_by_instance: Mapping[str, PowerAction | None] = MappingProxyType({}),
+    show_progress: Callable[[str], None] | None = None,
+) -> None:
+    """Wait until each word's instance reaches the stage of --for or --wait, else addressed.
+
+    All instances share one deadline, --timeout seconds; at the deadline the last console lines are printed. The table
+    form prints an address if the stage implies one; the caller prints the document of other forms. Ctrl-C and errors:
+    see Outcomes.wait(). `resolve_instance` may add power changes to `power_by_instance`. `instance_index`: see find().
+    `show_progress` gets the status instead of the terminal; then no address is printed.
+    """
+    from ecomp.scheduler.changes.wait import SilenceDetector, Wait, wait_for_stage
+    from ecomp.scheduler.queries.hosts import find_silent
+    from ecomp.store.client import is_alive
+
+    stage = ctx.options.stage or ctx.options.wait or ADDRESSED
+    silence = SilenceDetector(lambda compute: find_silent(ctx.store, ctx.placement, compute))
+
+    def print_console(record: Record) -> None:
+        from ecomp.cli.enter import read_last_lines
+
+        for line in read_last_lines(ctx, record):
+            ctx.out.say(f'console of {record.name or record.instance}: {line}')
+
+    def wait(word: str, deadline: Deadline) -> None:
+        def record_status(record: Record) -> None:
+            outcomes.report(word, '', **extract_status(record))
+
+        instance = resolve_instance(word)
+        with LiveLine() as show_status:
+            wait_state = Wait(
+                ctx.etcd_config,
+                instance,
+                deadline,
+                show_progress or show_status,
+                instance_index,
+                record_status,
+                print_console,
+                ctx.read_claims,
+                silence,
+            )
+            record = wait_for_stage(wait_state, stage, power_by_instance.get(instance))
+        is_old = ctx.name == 'wait' and not is_alive(ctx.store, record.compute)
+        if is_old and (host := find_silent(ctx.store, ctx.placement, record.compute)):
+            reached = f'{instance}: reached {stage}, but its host {host}'
+            raise StillGoing(f'{reached}. Try: eschedule hosts')
+        if (
+            ctx.form == TABLE
+            and show_progress is None
+            and record.address
+            and STAGES.index(stage) >= STAGES.index(ADDRESSED)
+        ):
+            ctx.out.put(make_printable(record.address or ''))
+
+    outcomes.wait(list(outcomes.results), wait, 'wait', '' if stage == ADDRESSED else f' --for {stage}')
