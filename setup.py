@@ -30,9 +30,6 @@ REQUIRES = [
     'PyYAML>=6.0.1',
     'prometheus_client>=0.16',  # of `eschedule metrics`, and of ecompute with `metrics:`; loaded only there
     'os-traits>=3.9',  # the names of traits, which placement takes from there too
-    # Images come by them: ecompute loads them with --fake, too. 2.6 closes CVE-2025-66418; certifi has the authorities.
-    'urllib3>=2.6',
-    'certifi',
     # mdserver's.
     'bottle>=0.13',
     'waitress>=3.0.1',
@@ -42,6 +39,10 @@ HYPERVISOR = [
     'libvirt-python>=9.0',  # from source: needs libvirt-dev, pkg-config and gcc
     'oslo.utils[image-inspection]>=8.0',
     'pycdlib>=1.14',
+    # Images come by them; certifi has the authorities. 2.32.4 closes CVE-2024-47081, 2.6 closes CVE-2025-66418.
+    'requests>=2.32.4',
+    'urllib3>=2.6',
+    'certifi',
     'watchdog>=4.0',
 ]
 
@@ -71,7 +72,7 @@ TEST = [
     'pytest>=8.0,<9.2',  # in 9.2, pytest-xdist 3.8 passes over its groups
     'pytest-timeout>=2.3',
     'pytest-xdist>=3.7',  # --no-loadscope-reorder
-    'requests',  # what bench/look.py measures commands by
+    'requests>=2.32.4',  # what bench/look.py measures commands by
     'ruff>=0.6',
     'twine>=6.1',  # checks the wheel; before 6.1 it does not know metadata 2.4
     'types-PyYAML',

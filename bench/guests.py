@@ -16,7 +16,7 @@ from typing import Any
 
 from lab import Lab
 
-from ecomp.agent.images.connections import make_egress_policy
+from ecomp.agent.images.sources import make_egress_policy
 from ecomp.compute_conf import load_compute
 from ecomp.model import keys
 from ecomp.model.guest import BaseImage, GuestSpec

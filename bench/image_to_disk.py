@@ -22,7 +22,7 @@ from result import Result, make_result, paired
 
 from ecomp.agent.images import inspection
 from ecomp.agent.images.cache import CacheLimits, ImageCache
-from ecomp.agent.images.connections import make_egress_policy
+from ecomp.agent.images.sources import make_egress_policy
 from ecomp.compute_conf import load_compute
 from ecomp.model.guest import GuestSpec
 from ecomp.virt.libvirt_host import Libvirt
@@ -64,10 +64,8 @@ def measure(
     disk = directory / f'{uuid.uuid4()}.qcow2'
 
     def ours(url: str) -> None:
-        with cache.hold(url, lambda: None, lambda *_: None) as images:
-            for image in images:
-                assert image is not None, 'the server has no newer one'
-                libvirt.create_disk(GuestSpec(disk.stem, 'bench', 1, 64, 1, image, 'qemu'))
+        with cache.hold(url, lambda: None, lambda *_: None) as image:
+            libvirt.create_disk(GuestSpec(disk.stem, 'bench', 1, 64, 1, image, 'qemu'))
 
     def overlay() -> None:
         command = ['qemu-img', 'create', '-q', '-f', 'qcow2', '-F', 'qcow2', '-b', str(base), str(disk), '1G']

@@ -20,6 +20,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from ecomp.agent.images import child
+from tests.kit import forked
 from tests.kit.audit import wait_audit_clean
 from tests.kit.boot_sectors import DHCP_SOURCE, make_dhcp_image
 from tests.kit.commands import Control, Ecompute
@@ -41,6 +43,12 @@ LENIENT = {'deadline': None, 'suppress_health_check': [HealthCheck.too_slow]}
 settings.register_profile('usual', max_examples=30, **LENIENT)
 settings.register_profile('all', max_examples=200, **LENIENT)
 settings.load_profile('usual')  # tests/run --all selects the other profile
+
+
+@pytest.fixture(autouse=True)
+def forked_downloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the program that downloads images have what a test patches; those of other processes are the real ones."""
+    monkeypatch.setattr(child, 'start_program', forked.start_program)
 
 
 def _require_program(program: str, package: str) -> None:

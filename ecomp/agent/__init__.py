@@ -36,7 +36,7 @@ thread at a time handles an instance. Before it exits, ecompute waits for the th
     libvirt-ask               in a worker: asks one guest to shut down. Ends when QEMU has accepted that
     ending_N                  in a worker: destroys guests or switches them off concurrently; they write to the pipe
                               under a lock. Joined when the pipe ends
-    download                  in a worker: fetches one image; the job reads its progress. Ends with the download
+    question                  in a worker: asks a server about a cached image. Ends with the answer, or after 10 s
     etcd                      connects to a member of etcd, for the first thread that needs it. Ends once connected
     Thread-N                  not ours: watchdog's, which watches for .ready files
 """

@@ -26,7 +26,7 @@ from ecomp.agent.host.state import Identity, Memory
 from ecomp.agent.host.troubles import Troubles
 from ecomp.agent.host.upkeep import Upkeep, restore_reservations
 from ecomp.agent.images.cache import CacheLimits, FakeImages, Scrubber, list_image_hashes
-from ecomp.agent.images.connections import make_egress_policy
+from ecomp.agent.images.sources import make_egress_policy
 from ecomp.agent.instance.build import MAX_CONCURRENT_STOPS
 from ecomp.agent.instance.instances import ControlPlane, GuestTemplate, HostServices, Instances
 from ecomp.agent.instance.plan import Kind

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
-from ecomp.agent.images import download
+from ecomp.agent.images import remote
 from ecomp.agent.images.cache import ImageCache
 from ecomp.errors import BuildFailed
 from tests.kit.boot_sectors import HALT, make_boot_disk
@@ -129,7 +130,7 @@ def test_hostile_image_is_refused_and_cache_unchanged(  # noqa: PLR0913
     web.headers = {'etag': '"1"'} if path == 'changing' else {}
     web.sums = f'{"1" * 64}  listed\n'.encode()
     monkeypatch.setattr(Handler, 'answer_listed', Handler.answer_good, raising=False)
-    monkeypatch.setattr(download, 'TIMEOUT_SECONDS', (5.0, 0.5))
+    monkeypatch.setattr(remote, 'TIMEOUT_SECONDS', (5.0, 0.5))
     check_refused(cache, tmp_path / 'images', web.url + path, reason)
     assert read_contents(tmp_path / 'images') == before
     with pytest.MonkeyPatch.context() as patch:
@@ -141,8 +142,9 @@ def read_contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-DOWNLOAD_FAILPOINTS = ('image-begun', 'image-part', 'image-kept')
-EVICTION_FAILPOINTS = ('image-evicted',)
+# Those of the worker, and those of the program that downloads for it.
+WORKER_FAILPOINTS = ('image-part', 'image-kept')
+PROGRAM_FAILPOINTS = ('image-begun', 'image-evicted')
 FETCH_SCRIPT = """
 import sys
 from pathlib import Path
@@ -152,8 +154,8 @@ from tests.kit.images import LOOPBACK_REACH
 
 cache = ImageCache(Path(sys.argv[1]), inspect, None, CacheLimits(int(sys.argv[3]), 2**40), LOOPBACK_REACH)
 cache.sweep()
-with cache.hold(sys.argv[2], lambda: None, lambda *_: None) as bases:
-    print(list(bases)[-1].path)
+with cache.hold(sys.argv[2], lambda: None, lambda *_: None) as base:
+    print(base.path)
 """
 
 
@@ -164,7 +166,7 @@ def fetch(directory: Path, url: str, limit: int, failpoint: str = '') -> Result:
         return command.wait()
 
 
-@pytest.mark.parametrize('step', DOWNLOAD_FAILPOINTS)
+@pytest.mark.parametrize('step', WORKER_FAILPOINTS)
 def test_killed_during_a_download(web: ImageServer, tmp_path: Path, step: str) -> None:
     """F22: kill -9 at each step of a download: the next one restarts or has it, nothing else is left (fake)."""
     directory = tmp_path / 'images'
@@ -177,8 +179,29 @@ def test_killed_during_a_download(web: ImageServer, tmp_path: Path, step: str) -
     assert len(web.sent_bodies) == 2
 
 
-@pytest.mark.parametrize('step', EVICTION_FAILPOINTS)
-def test_killed_during_eviction_keeps_used_bases(web: ImageServer, tmp_path: Path, step: str) -> None:
+def test_worker_killed_during_a_download_ends_the_download(web: ImageServer, tmp_path: Path) -> None:
+    """F22: kill -9 of a worker: the program that downloads for it dies, too, and the next start removes its file."""
+    directory, words = tmp_path / 'images', [sys.executable, '-c', FETCH_SCRIPT]
+    with Command([*words, str(tmp_path / 'images'), web.url + 'half', str(2**30)], tmp_path) as worker:
+        (program,) = wait_until(lambda: psutil.Process(worker.pid).children(), 20, 'the program runs')
+        wait_until(lambda: list(directory.glob('*.part')), 20, 'it downloads')
+        worker.send_signal(signal.SIGKILL)
+        psutil.wait_procs([program], 20)
+        assert not program.is_running()
+    assert [name.rpartition('.')[2] for name in list_cached(directory)] == ['part']
+    web.may_go_on.set()
+    repeated = fetch(directory, web.url + 'good', 2**30)
+    assert list_cached(directory) == [Path(repeated.stdout.strip()).name], repeated
+
+
+def test_killed_program_fails_its_download(web: ImageServer, tmp_path: Path) -> None:
+    """F22: kill -9 of the program that downloads: its worker reports that, and leaves nothing."""
+    result = fetch(tmp_path / 'images', web.url + 'good', 2**30, PROGRAM_FAILPOINTS[0])
+    assert 'the download ended with exit code -9' in result.stderr
+    assert list_cached(tmp_path / 'images') == []
+
+
+def test_killed_during_eviction_keeps_used_bases(web: ImageServer, tmp_path: Path) -> None:
     """F23: kill -9 while base volumes are evicted: those under a disk stay (fake)."""
     directory, size = tmp_path / 'images', 2**20
     disks = [make_boot_disk(bytes([number])) for number in range(3)]
@@ -188,7 +211,7 @@ def test_killed_during_eviction_keeps_used_bases(web: ImageServer, tmp_path: Pat
     command = ['qemu-img', 'create', '-q', '-f', 'qcow2', '-F', 'raw', '-b', str(base), str(directory / 'x.qcow2')]
     subprocess.run(command, check=True)
     web.image = disks[2]
-    assert fetch(directory, f'{web.url}good?2', 2 * size, step).code == -signal.SIGKILL
+    assert fetch(directory, f'{web.url}good?2', 2 * size, PROGRAM_FAILPOINTS[1]).code == 1
     assert list(directory.glob('base-*.raw')) == [base]
     repeated = fetch(directory, f'{web.url}good?2', 2 * size)
     assert set(list_cached(directory)) == {base.name, Path(repeated.stdout.strip()).name, 'x.qcow2'}

@@ -40,7 +40,7 @@ class ScriptedImages:
     @contextmanager
     def hold(
         self, url: str, checkpoint: Callable[[], None], tell: Callable[[int, int | None], None], since: float
-    ) -> Iterator[Iterator[BaseImage | None]]:
+    ) -> Iterator[BaseImage]:
         del since
         parts = urlsplit(url)
         instance = parse_qs(parts.query).get('instance', [parts.path.strip('/')])[0]
@@ -62,7 +62,7 @@ class ScriptedImages:
             time.sleep(0.02)
         if word == 'stalls':
             raise BuildFailed('image', 'it was told to, later')
-        yield iter([BaseImage('/base', 'qcow2', 0)])
+        yield BaseImage('/base', 'qcow2', 0)
 
 
 class SharedHypervisor:

@@ -23,21 +23,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         with suppress(BrokenPipeError, ConnectionResetError):  # the client disconnected
             answer()
 
-    def do_HEAD(self) -> None:
-        """Answer as to a GET, without the body, unless `refuses_head` refuses."""
-        if self.server.refuses_head is not None:
-            self.server.refuses_head(self)
-            return
-        path = self.path.partition('?')[0].strip('/')
-        self.server.head_requests.append(path)
-        answer: Callable[[], None] = getattr(self, f'answer_{path}', self.answer_missing)
-        answer()
-
     def send_body(self, body: bytes, length: int | None = None, status: int = 200, **headers: str) -> None:
         """Send a response with a content-length, which may be wrong."""
         self.send_head(status, content_length=str(len(body) if length is None else length), **headers)
-        if self.command != 'HEAD':
-            self.wfile.write(body)
+        self.wfile.write(body)
 
     def send_head(self, status: int = 200, **headers: str) -> None:
         self.send_response(status)
@@ -116,9 +105,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def answer_farm(self) -> None:
         """Answer as one of three servers with their own ETags; `headers` are common to them."""
-        if self.command != 'HEAD':
-            self.server.redirect_count += 1
-            self.server.sent_bodies.append('farm')
+        self.server.redirect_count += 1
+        self.server.sent_bodies.append('farm')
         self.send_body(self.server.image, **{'etag': f'"{self.server.redirect_count % 3}"', **self.server.headers})
 
     def answer_now(self) -> None:
@@ -152,8 +140,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         ):
             self.send_head(304)
             return
-        if self.command != 'HEAD':
-            self.server.sent_bodies.append(name)
+        self.server.sent_bodies.append(name)
         self.send_body(self.server.image, **image_headers)
 
     def answer_more_in_chunks(self) -> None:
@@ -181,9 +168,6 @@ class ImageServer(http.server.ThreadingHTTPServer):
         # The headers of a good image: its etag and last-modified.
         self.headers: dict[str, str] = {}
         self.compares = True
-        self.refuses_head: Callable[[Handler], None] | None = lambda handler: handler.send_error(501)
-        # The paths requested by HEAD, if HEAD is not refused.
-        self.head_requests: list[str] = []
         self.sums: bytes | None = None
         # Number of redirects to a mirror.
         self.redirect_count = 0

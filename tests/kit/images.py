@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ecomp.agent.images.cache import CacheLimits, ImageCache
-from ecomp.agent.images.connections import EgressPolicy
+from ecomp.agent.images.sources import EgressPolicy
 from ecomp.errors import BuildFailed
 from ecomp.model.guest import BaseImage
 from ecomp.model.image import parse_image_sources
@@ -43,9 +43,7 @@ def get_base(
     since: float = math.inf,
 ) -> BaseImage:
     """Return the base volume of an image, and release it immediately."""
-    with cache.hold(url, checkpoint, report_progress, since) as bases:
-        base = list(bases)[-1]
-        assert base is not None
+    with cache.hold(url, checkpoint, report_progress, since) as base:
         return base
 
 

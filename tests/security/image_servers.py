@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from ecomp.agent.images.cache import ImageCache
-from ecomp.agent.images.connections import EgressPolicy
+from ecomp.agent.images.sources import EgressPolicy
 from ecomp.errors import BuildFailed
 from tests.kit.image_server import ImageServer, serve_images
 from tests.kit.images import LIMITS, get_base, inspect_image

@@ -26,9 +26,9 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from ecomp.agent.images import download, inspection
+from ecomp.agent.images import cache, fetch, inspection
 from ecomp.agent.images.cache import ImageCache
-from ecomp.agent.images.connections import EgressPolicy, make_egress_policy
+from ecomp.agent.images.sources import EgressPolicy, make_egress_policy
 from ecomp.agent.instance.build import Cancelled
 from ecomp.compute_conf import load_compute
 from ecomp.errors import BuildFailed, EcompError
@@ -536,6 +536,10 @@ def test_refusal_shows_no_content_of_the_image(web: ImageServer, tmp_path: Path,
 # A slow download blocks nothing, and leaves nothing in this process once it is cancelled.
 
 
+def list_children() -> list[psutil.Process]:
+    return psutil.Process().children()
+
+
 def send_endless_head(handler: Handler) -> None:
     handler.wfile.write(b'HTTP/1.1 200 OK\r\nx: ')
     while not handler.server.may_go_on.wait(0.05):
@@ -544,13 +548,13 @@ def send_endless_head(handler: Handler) -> None:
 
 
 @pytest.mark.parametrize('path', ['head', 'dripping/good', 'drip'])
-def test_cancelled_download_leaves_no_thread_or_descriptor(
+def test_cancelled_download_leaves_no_process_or_descriptor(
     web: ImageServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     """The head, the list of checksums or the image itself arrives slowly."""
     monkeypatch.setattr(Handler, 'answer_head', send_endless_head, raising=False)
     cache = make_cache(tmp_path, LOOPBACK_REACH)
-    open_before = len(os.listdir('/proc/self/fd'))
+    open_before, children = len(os.listdir('/proc/self/fd')), list_children()
 
     def cancelled_once_asked() -> None:
         if last in web.requests:
@@ -561,13 +565,13 @@ def test_cancelled_download_leaves_no_thread_or_descriptor(
         web.requests.clear()
         with pytest.raises(Cancelled):
             get_base(cache, web.url + path, cancelled_once_asked)
-    wait_until(lambda: not [t for t in threading.enumerate() if t.name == 'download'], 10, 'its threads end')
+    assert list_children() == children
     wait_until(lambda: len(os.listdir('/proc/self/fd')) <= open_before, 10, 'nothing stays open')
 
 
-def test_cancelled_tls_handshake_leaves_no_thread(tmp_path: Path) -> None:
+def test_cancelled_tls_handshake_leaves_no_process(tmp_path: Path) -> None:
     """The server accepts the connection, and sends nothing."""
-    checks: list[float] = []
+    checks, children = list[float](), list_children()
 
     def checkpoint() -> None:
         checks.append(time.monotonic())
@@ -576,13 +580,13 @@ def test_cancelled_tls_handshake_leaves_no_thread(tmp_path: Path) -> None:
 
     with socket.create_server(('127.0.0.1', 0)) as server, pytest.raises(Cancelled):
         get_base(make_cache(tmp_path, LOOPBACK_REACH), f'https://127.0.0.1:{server.getsockname()[1]}/good', checkpoint)
-    wait_until(lambda: not [t for t in threading.enumerate() if t.name == 'download'], 3, 'its thread ends')
+    assert list_children() == children
 
 
-def test_cancelled_connection_attempts_leave_no_thread(tmp_path: Path, dns_answers: dict[str, list[list[str]]]) -> None:
+def test_cancelled_connection_attempts_leave_nothing(tmp_path: Path, dns_answers: dict[str, list[list[str]]]) -> None:
     """A name may have any number of addresses, each silent for seconds."""
     dns_answers['images.example.org'] = [['127.0.0.1'] * 20]
-    started = threading.Event()
+    started, children = threading.Event(), list_children()
 
     def checkpoint() -> None:
         if started.wait(0.5):
@@ -601,7 +605,7 @@ def test_cancelled_connection_attempts_leave_no_thread(tmp_path: Path, dns_answe
                 f'http://images.example.org:{server.getsockname()[1]}/x',
                 checkpoint,
             )
-        wait_until(lambda: not [t for t in threading.enumerate() if t.name == 'download'], 4, 'its thread ends')
+        assert list_children() == children
 
 
 @pytest.mark.parametrize(
@@ -616,8 +620,8 @@ def test_slow_answers_time_out(
     web: ImageServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, message: str
 ) -> None:
     monkeypatch.setattr(Handler, 'answer_head', send_endless_head, raising=False)
-    monkeypatch.setattr(download, 'MAX_ANSWER_SECONDS', 0.5)
-    monkeypatch.setattr(download, 'SLOW_PERIOD_SECONDS', 0.5)
+    monkeypatch.setattr(fetch, 'MAX_ANSWER_SECONDS', 0.5)
+    monkeypatch.setattr(fetch, 'SLOW_PERIOD_SECONDS', 0.5)
     assert re.search(message, fetch_refusal(make_cache(tmp_path, LOOPBACK_REACH), web.url + path))
     assert list_cached(tmp_path / 'images') == []
     # A download that is fast enough has no deadline.
@@ -625,10 +629,26 @@ def test_slow_answers_time_out(
     assert get_base(make_cache(tmp_path, LOOPBACK_REACH), web.url + 'good').virtual_size == MIB
 
 
+@pytest.mark.parametrize('scheme', ['http', 'https'])
+def test_endless_answer_about_a_cached_image_keeps_no_thread(
+    web: ImageServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, scheme: str
+) -> None:
+    url = f'http://127.0.0.1:{get_port(web.url)}/good'
+    if scheme == 'https':
+        request.getfixturevalue('tls_context')
+        request.getfixturevalue('dns_answers')['images.example.org'] = [['127.0.0.1']]
+        url = f'https://images.example.org:{get_port(web.url)}/good'
+    first = get_base(make_cache(tmp_path, LOOPBACK_REACH), url)
+    monkeypatch.setattr(Handler, 'answer_good', send_endless_head)
+    monkeypatch.setattr(cache, 'MAX_CHECK_SECONDS', 0.5)
+    assert get_base(make_cache(tmp_path, LOOPBACK_REACH), url) == first
+    wait_until(lambda: 'question' not in [thread.name for thread in threading.enumerate()], 5, 'its thread ends')
+
+
 def test_cached_image_is_used_if_the_newer_one_is_slow(
     web: ImageServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(download, 'SLOW_PERIOD_SECONDS', 0.5)
+    monkeypatch.setattr(fetch, 'SLOW_PERIOD_SECONDS', 0.5)
     first = get_base(make_cache(tmp_path, LOOPBACK_REACH), web.url + 'good')
     monkeypatch.setattr(Handler, 'answer_good', Handler.answer_drip)
     assert get_base(make_cache(tmp_path, LOOPBACK_REACH), web.url + 'good') == first

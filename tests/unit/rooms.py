@@ -104,8 +104,7 @@ LIBRARY_PLACES: dict[str, set[str]] = {
     'oslo_utils': {'ecomp.virt'},
     'pycdlib': {'ecomp.virt.volumes'},
     'watchdog': {'ecomp.files'},
-    'certifi': {'ecomp.agent.images'},
-    'urllib3': {'ecomp.agent.images'},
+    **{library: {'ecomp.agent.images.remote'} for library in ('certifi', 'requests', 'urllib3')},
     'psutil': {'ecomp.agent.host.provider'},
     'prometheus_client': {'ecomp.metrics'},
     'os_traits': {'ecomp.model.traits'},
@@ -115,9 +114,9 @@ LIBRARY_PLACES: dict[str, set[str]] = {
     'placement': {'ecomp.lab'},
     'jsonschema': {'ecomp.lab'},  # the library that placement validates with
     'cryptography': {'ecomp.lab.certs'},
-    # The agent starts mdserver and inspects images in a child process; the lab starts the cluster's daemons.
+    # The agent starts mdserver, and child processes for images; the lab starts the cluster's daemons.
     'subprocess': {
-        *('ecomp.lab', 'ecomp.agent.host.metadata', 'ecomp.agent.images.inspection'),
+        *('ecomp.lab', 'ecomp.agent.host.metadata', 'ecomp.agent.images.child'),
         'ecomp.cli.enter',  # ssh to a host
         'ecomp.version',  # git rev-parse
         'ecomp.virt.networks',
@@ -144,7 +143,10 @@ WALL_CLOCK_MODULES = {
 }
 
 # Modules that may exit the process although they are not a front door, with the reason.
-EXIT_MODULES = {'ecomp.agent.images.inspection': 'a child whose parent is gone has nobody to raise to'}
+EXIT_MODULES = {
+    'ecomp.agent.images.child': 'a child whose parent is gone has nobody to raise to',
+    'ecomp.agent.images.inspection': 'the exit code tells the parent that qemu-img is missing',
+}
 # Modules that may replace the process by exec, with the reason.
 EXEC_MODULES = {
     'ecomp.cli.enter': 'who is in a guest by ssh has a terminal, and ssh alone knows what to do with it',

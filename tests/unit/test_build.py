@@ -40,20 +40,19 @@ class Recording(FakeHypervisor):
     def __init__(self, fails_at: str = '') -> None:
         super().__init__()
         self.fails_at = fails_at
-        self.bases: list[BaseImage | None] = [BASE]
         self.calls: list[str] = []
         self.spec: GuestSpec | None = None
 
     @contextmanager
     def hold(
         self, url: str, checkpoint: Callable[[], None], tell: Callable[[int, int | None], None], since: float
-    ) -> Iterator[Iterator[BaseImage | None]]:
+    ) -> Iterator[BaseImage]:
         """Stand in for the image cache."""
         self._record_step('image')
         assert (url, since) == (JOB.image, JOB.requested_at)
         checkpoint()
         tell(1, 2)
-        yield iter(self.bases)
+        yield BASE
         self.calls.append('let go')
 
     def create_disk(self, spec: GuestSpec) -> None:
@@ -99,45 +98,6 @@ def test_build_runs_its_steps_in_order() -> None:
     assert hypervisor.list_guests()[INSTANCE].running
     assert hypervisor.spec is not None
     assert hypervisor.spec.base == BASE
-
-
-def test_disk_on_outdated_image_is_recreated_on_the_new_one() -> None:
-    hypervisor = Recording()
-    hypervisor.bases = [replace(BASE, path='/older.qcow2'), None, BASE]
-    assert run_build(hypervisor) == ALL_EVENTS
-    # The new base volume may need the space of the old one, so no overlay may use the old one then.
-    assert hypervisor.calls == ['image', 'create_disk', 'delete_disk', 'create_disk', 'let go', 'start']
-    assert hypervisor.spec is not None
-    assert hypervisor.spec.base == BASE
-
-
-class TooLargeImage(Recording):
-    """A hypervisor that cannot create disks on /large.qcow2."""
-
-    def create_disk(self, spec: GuestSpec) -> None:
-        if spec.base.path == '/large.qcow2':
-            raise BuildFailed('disk', 'the image is larger than DISK_GB')
-        super().create_disk(spec)
-
-
-@pytest.mark.parametrize(
-    ('bases', 'fails'),
-    [
-        (['/large.qcow2', None, '/small.qcow2'], False),
-        (['/small.qcow2', None, '/large.qcow2'], True),
-        (['/large.qcow2'], True),
-    ],
-)
-def test_build_fails_only_if_the_current_image_is_too_large(bases: list[str | None], fails: bool) -> None:
-    hypervisor, events = TooLargeImage(), list[JobEvent]()
-    hypervisor.bases = [path and replace(BASE, path=path) for path in bases]
-    if fails:
-        with pytest.raises(BuildFailed, match='larger'):
-            carry_out(JOB, hypervisor, hypervisor, events.append, lambda: None)
-        assert hypervisor.list_guests() == {}
-    else:
-        carry_out(JOB, hypervisor, hypervisor, events.append, lambda: None)
-    assert events == (ALL_EVENTS[:2] if fails else ALL_EVENTS), 'the image is there, whatever comes of the disk'
 
 
 def test_seed_is_created_before_the_guest_starts() -> None:

@@ -19,8 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.agent.images.connections import EgressPolicy
-from ecomp.agent.images.download import ServerUnavailable, make_source
+from ecomp.agent.images.sources import EgressPolicy, ServerUnavailable, make_source
 from ecomp.errors import BuildFailed
 from ecomp.files import get_search_path
 from ecomp.model.allocation import GIB
@@ -367,11 +366,11 @@ def test_unreachable_server_is_reported_with_its_reason(
 
     resolves = isinstance(cause, socket.gaierror)
     monkeypatch.setattr(
-        'ecomp.agent.images.connections.' + ('resolve_addresses' if resolves else 'create_connection'), fail
+        'ecomp.agent.images.' + ('sources.resolve_addresses' if resolves else 'remote.create_connection'), fail
     )
     remote = make_source('http://192.0.2.1/x', None, EgressPolicy())
     with pytest.raises(ServerUnavailable) as away:
-        remote.open(None)
+        remote.open()
     remote.close()
     assert str(away.value).startswith(f'image: http://192.0.2.1/x: the server cannot be reached: {reason}')
 
@@ -386,7 +385,7 @@ def test_unreadable_certificate_authorities_are_named(
     monkeypatch.setenv('REQUESTS_CA_BUNDLE', str(file))
     remote = make_source('https://192.0.2.1/x', None, EgressPolicy())
     with pytest.raises(BuildFailed) as failed:
-        remote.open(None)
+        remote.open()
     remote.close()
     assert not isinstance(failed.value, ServerUnavailable)
     message = str(failed.value)

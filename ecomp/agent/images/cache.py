@@ -7,8 +7,7 @@ changed. Overlays share base volumes, so each is read again once a day; a change
 base-<SHA-256 of its content>.<format>  a base volume; mtime: last use. Users flock it until an overlay refers to it
 base-<hash of its URL>.part             a download; as long as it will be, or as room is reserved for it
 .url-<hash of its URL>.json             the image that the URL had when its server was last asked
-.asked-<hash of its URL>                when the server was last asked and answered, and in which boot
-.away-<hash of its URL>                 when the server was last asked and gave no answer, and in which boot
+.asked-<hash of its URL>                when the server was last asked, and whether it answered; until the next sweep
 .read-<SHA-256>, .bad-<SHA-256>         when it was last read as a whole; that its content has changed
 """
 
@@ -20,19 +19,21 @@ import json
 import logging
 import math
 import os
+import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from ecomp.agent.images.connections import EgressPolicy
-from ecomp.agent.images.download import Download, ProgressCallback, ServerUnavailable, Transfer, Version, make_source
-from ecomp.errors import BuildFailed
+from ecomp.agent.images.child import run_program
+from ecomp.agent.images.sources import Download, EgressPolicy, ServerUnavailable, Version, make_source
+from ecomp.errors import BuildFailed, EcompError
 from ecomp.failpoints import failpoint
-from ecomp.files import read_boot_id, sync_directory, try_lock, write_durably
+from ecomp.files import sync_directory, try_lock, write_durably
 from ecomp.model.allocation import GIB, MIB
 from ecomp.model.facts import MAX_CACHED_IMAGES
 from ecomp.model.guest import BaseImage
@@ -44,7 +45,6 @@ VERSION = 1
 FORMATS = ('qcow2', 'raw')
 LOCK_FILE = '.lock'
 ASKED_PREFIX = '.asked-'
-UNREACHABLE_PREFIX = '.away-'
 SCRUBBED_PREFIX = '.read-'
 BAD_PREFIX = '.bad-'
 
@@ -87,20 +87,25 @@ class BaseVolumes:
         """Write what image the URL has, as its server answered at `asked_at` (monotonic); OSError if that fails."""
         text = json.dumps({'version': VERSION, 'url': url, 'found': asdict(entry)})
         write_durably(self._get_note_path('.url-', f'{hash_url(url)}.json'), text + '\n')
-        self.note_time(ASKED_PREFIX, url, asked_at)
+        self.note_question(url, asked_at, is_answered=True)
 
-    def note_time(self, prefix: str, url: str, moment: float) -> None:
-        """Write a monotonic time, which all processes of a boot share, if possible (prefix: module docstring)."""
+    def note_question(self, url: str, asked_at: float, is_answered: bool) -> None:
+        """Note for all processes, if possible, when (monotonic) the URL's server was asked."""
         with suppress(OSError):
-            self._get_note_path(prefix, hash_url(url)).write_text(f'{read_boot_id()} {moment}')
+            self._get_note_path(ASKED_PREFIX, hash_url(url)).write_text(json.dumps([asked_at, is_answered]))
 
-    def read_time(self, prefix: str, url: str) -> float:
-        """Return the time that note_time() wrote last in this boot; -inf if none or invalid."""
-        with suppress(OSError, ValueError):
-            boot, when = self._get_note_path(prefix, hash_url(url)).read_text().split()
-            if boot == read_boot_id() and float(when) <= time.monotonic():
-                return float(when)
-        return -math.inf
+    def must_ask(self, url: str, requested_at: float) -> bool:
+        """Return whether the note does not serve a build requested at `requested_at` (monotonic).
+
+        An answer counts for builds that were requested before the question, as a pool starts builds one by one. Silence
+        counts for all builds of UNREACHABLE_SECONDS: their timeouts would add up.
+        """
+        try:
+            asked_at, is_answered = json.loads(self._get_note_path(ASKED_PREFIX, hash_url(url)).read_bytes())
+            is_served = asked_at > requested_at if is_answered else time.monotonic() - asked_at < UNREACHABLE_SECONDS
+            return not is_served or asked_at > time.monotonic()
+        except (OSError, ValueError, TypeError):
+            return True
 
     def read_scrub_time(self, sha256: str) -> float:
         """Return when a base volume was last read as a whole, in seconds since the epoch; 0: never."""
@@ -155,9 +160,11 @@ class BaseVolumes:
             return size_bytes
 
     def sweep(self) -> None:
-        """Remove the downloads of killed workers, and the notes of images no longer cached."""
+        """Remove the downloads of killed workers, and the notes of images no longer cached, or of an earlier boot."""
         with self._hold_lock():
             self._remove_stale_notes()
+        for note in self._directory.glob(f'{ASKED_PREFIX}*'):
+            note.unlink(missing_ok=True)
         for part in self._directory.glob('base-*.part'):
             with suppress(OSError), lock_if_idle(part) as is_idle:
                 if is_idle:
@@ -224,9 +231,6 @@ class BaseVolumes:
                 _, entry = _read_url_file(path)
                 if not self._is_cached(entry.sha256):
                     path.unlink()
-        for path in [*self._directory.glob(f'{UNREACHABLE_PREFIX}*'), *self._directory.glob(f'{ASKED_PREFIX}*')]:
-            if not path.with_name(f'.url-{path.name.rpartition("-")[2]}.json').exists():
-                path.unlink(missing_ok=True)
         for path in [*self._directory.glob(f'{SCRUBBED_PREFIX}*'), *self._directory.glob(f'{BAD_PREFIX}*')]:
             if not self._is_cached(path.name.partition('-')[2]):
                 path.unlink(missing_ok=True)
@@ -297,12 +301,16 @@ def lock_if_idle(part: Path) -> Iterator[bool]:
 def _read_url_file(path: Path) -> tuple[str, Download]:
     """Read a file of record_url(); OSError, ValueError, KeyError or TypeError if unreadable or malformed."""
     data = load_object(path.read_bytes())
-    entry, version = data['found'], Version(**data['found']['version'])
-    texts = version.etag, version.modified, version.answered
-    is_valid = type(entry['size']) is int and all(isinstance(text, str) for text in texts)
-    if data['version'] != VERSION or not re.fullmatch('[0-9a-f]{64}', entry['sha256']) or not is_valid:
+    entry = _parse_download(data['found'])
+    texts = entry.version.etag, entry.version.modified, entry.version.answered
+    is_valid = type(entry.size) is int and all(isinstance(text, str) for text in texts)
+    if data['version'] != VERSION or not re.fullmatch('[0-9a-f]{64}', entry.sha256) or not is_valid:
         raise ValueError(f'{path}: is malformed')
-    return data['url'], Download(entry['sha256'], entry['size'], version)
+    return data['url'], entry
+
+
+def _parse_download(data: dict[str, Any]) -> Download:
+    return Download(data['sha256'], data['size'], Version(**data['version']))
 
 
 def _hold_file(path: Path) -> BaseHold:
@@ -427,8 +435,13 @@ class Scrubber:
 
 # Time for which the cached image is used without asking, after its server gave no worker an answer.
 UNREACHABLE_SECONDS = 30.0
+# Time for an answer about a cached image; then the cached one is used.
+MAX_CHECK_SECONDS = 10.0
+CHECKPOINT_SECONDS = 0.2  # seconds between two calls of the checkpoint
 
 Checkpoint = Callable[[], None]
+# Called with the bytes downloaded and the total (None: unknown), at most once a second and if there are more.
+ProgressCallback = Callable[[int, int | None], None]
 
 
 @dataclass(frozen=True)
@@ -441,7 +454,7 @@ class CacheLimits:
 
 @dataclass(eq=False)
 class ImageCache:
-    """The base volumes in `directory`, and their download. hold() raises BuildFailed('image', reason).
+    """The base volumes in `directory`, and their download.
 
     `inspect` reads a file's format and size, calling the checkpoint; hold() raises errors of both. file:// URLs may
     point into `local_directory` (None: nowhere), others to what `egress` allows.
@@ -459,130 +472,146 @@ class ImageCache:
     @contextmanager
     def hold(
         self, url: str, checkpoint: Checkpoint, report_progress: ProgressCallback, requested_at: float = math.inf
-    ) -> Iterator[Iterator[BaseImage | None]]:
-        """Yield the base volumes to make a disk on, each held until the next one is requested.
+    ) -> Iterator[BaseImage]:
+        """Yield the base volume of the URL's image, which is not evicted during the block.
 
-        The last one has the URL's image, or the cached one if its server gives no answer. The cached image may come
-        first, for use while its server is asked. If that has a newer one, None follows: the caller removes its disk,
-        because the new image may need the room. `checkpoint` is called at least once a second. A cached image's server
-        is not asked if it gave no answer lately, or another process began to ask it after `requested_at` (monotonic).
+        It is the cached one if the image's server gives no answer. `checkpoint` is called at least once a second. The
+        server is not asked if it gave no answer lately, or answered a question asked after `requested_at` (monotonic).
+
+        Raises:
+            BuildFailed: the image is refused, or cannot be downloaded or stored.
+            EcompError: the download ended unexpectedly.
         """
         try:
             bare, pin = split_pin(check_image(url))
         except ValueError as error:
             raise BuildFailed('image', str(error)) from error
-        with closing(self._iter_bases(bare, pin, checkpoint, report_progress, requested_at)) as bases:
-            yield bases
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            hold = self._bases.hold(pin) if pin else None
+            if hold is None:
+                with self._bases.lock_url(bare, checkpoint):
+                    if pin is None:
+                        hold = self._find_current(bare, checkpoint, report_progress, requested_at)
+                    else:
+                        hold = self._bases.hold(pin) or self._fetch(bare, pin, checkpoint, report_progress)
+        except OSError as error:
+            reason = f'{bare}: cannot be stored in {self.directory}: {error.strerror}'
+            raise BuildFailed('image', reason, is_host_fault=True) from error
+        with closing(hold):
+            yield hold.image
 
     def sweep(self) -> None:
         """Make the directory, and remove in it what killed workers left. Raises OSError."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self._bases.sweep()
 
-    def _iter_bases(
-        self, url: str, pin: str | None, checkpoint: Checkpoint, report_progress: ProgressCallback, requested_at: float
-    ) -> Generator[BaseImage | None, None, None]:
-        """Yield hold()'s images, of a URL without fragment, pinned SHA-256 or None; OSErrors become BuildFailed."""
+    def _find_current(
+        self, url: str, checkpoint: Checkpoint, report_progress: ProgressCallback, requested_at: float
+    ) -> BaseHold:
+        """Hold the URL's image: the cached one, unless its server has a newer one that can be downloaded."""
+        entry = self._bases.read_url_entry(url)
+        hold = self._bases.hold(entry.sha256, entry.size) if entry else None
+        if entry is None or hold is None:
+            return self._fetch(url, None, checkpoint, report_progress)
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            if pin is not None:
-                hold = self._bases.hold(pin)
-                if hold is None:
-                    with self._bases.lock_url(url, checkpoint):
-                        hold = self._bases.hold(pin) or self._fetch(url, pin, checkpoint, report_progress)
-            else:
-                asked_before = self._bases.read_time(ASKED_PREFIX, url)
-                with self._bases.lock_url(url, checkpoint):
-                    entry = self._bases.read_url_entry(url)
-                    hold = self._bases.hold(entry.sha256, entry.size) if entry else None
-                    # Do not ask if another process did during the wait for the lock or after this build was requested
-                    # (a pool starts builds one by one), nor if the server gave no answer lately: timeouts would add up.
-                    asked_at = self._bases.read_time(ASKED_PREFIX, url)
-                    is_away = time.monotonic() - self._bases.read_time(UNREACHABLE_PREFIX, url) < UNREACHABLE_SECONDS
-                    must_ask = asked_at == asked_before and asked_at <= requested_at and not is_away
-                    if entry and hold and must_ask:
-                        if (yield from self._use_while_checking(url, entry, hold, checkpoint, report_progress)):
-                            return
-                        hold = self._bases.hold(entry.sha256, entry.size)  # the newer image could not be fetched
-                    hold = hold or self._fetch(url, None, checkpoint, report_progress)
-            with closing(hold):
-                yield hold.image
-        except OSError as error:
-            reason = f'{url}: cannot be stored in {self.directory}: {error.strerror}'
-            raise BuildFailed('image', reason, is_host_fault=True) from error
+            if not self._bases.must_ask(url, requested_at) or self._ask(url, entry.version, checkpoint):
+                return hold
+        except ServerUnavailable as error:
+            self._note_unreachable(url, error)
+            return hold
+        except BaseException:
+            hold.close()
+            raise
+        hold.close()  # the newer image may need its room
+        try:
+            return self._fetch(url, None, checkpoint, report_progress)
+        except ServerUnavailable as error:
+            hold = self._bases.hold(entry.sha256, entry.size)
+            if hold is None:
+                raise
+            self._note_unreachable(url, error)
+            return hold
 
-    def _use_while_checking(
-        self, url: str, entry: Download, hold: BaseHold, checkpoint: Checkpoint, report_progress: ProgressCallback
-    ) -> Generator[BaseImage | None, None, bool]:
-        """Yield the cached image while its server is asked; if outdated, None and the newer one.
+    def _ask(self, url: str, version: Version, checkpoint: Checkpoint) -> bool:
+        """Ask the server whether the URL still has this version; ServerUnavailable after MAX_CHECK_SECONDS."""
+        asked_at = time.monotonic()
+        answers: queue.SimpleQueue[bool | Exception] = queue.SimpleQueue()
 
-        At None the caller removes its disk: the cached image is no longer held and may be evicted. Returns False if the
-        server went away during the download of the newer image; else True, also if it gave no answer when asked.
-        """
-        with self._open_transfer(url, None, entry.version) as transfer:
-            with closing(hold):
-                transfer.start()
-                yield hold.image
-                try:
-                    is_current = transfer.await_check(checkpoint)
-                except ServerUnavailable as error:
-                    self._note_unreachable(url, error)
-                    return True
-                if is_current:
-                    self._bases.note_time(ASKED_PREFIX, url, transfer.asked_at)
-                    return True
-            # The cached image is not held here, because the newer one may need its room.
-            yield None
+        def ask() -> None:
             try:
-                newer = self._download(url, transfer, checkpoint, report_progress)
-            except ServerUnavailable as error:
-                self._note_unreachable(url, error)
-                return False
-            with closing(newer):
-                yield newer.image
-            return True
+                with closing(make_source(url, self.local_directory, self.egress)) as source:
+                    source.deadline = asked_at + MAX_CHECK_SECONDS
+                    answers.put(source.has_version(version))
+            except Exception as error:
+                answers.put(error)
+
+        # In a thread, because a destroy must not wait for a server or a DNS lookup. It ends at its deadline.
+        threading.Thread(target=ask, name='question', daemon=True).start()
+        while time.monotonic() < asked_at + MAX_CHECK_SECONDS:
+            with suppress(queue.Empty):
+                answer = answers.get(timeout=CHECKPOINT_SECONDS)
+                if isinstance(answer, Exception):
+                    raise answer
+                if answer:
+                    self._bases.note_question(url, asked_at, is_answered=True)
+                return answer
+            checkpoint()
+        raise ServerUnavailable('image', f'{url}: the server does not answer in time')
 
     def _note_unreachable(self, url: str, error: ServerUnavailable) -> None:
         """Log that the server gives no answer, and note when: it is not asked for UNREACHABLE_SECONDS."""
-        self._bases.note_time(UNREACHABLE_PREFIX, url, time.monotonic())
+        self._bases.note_question(url, time.monotonic(), is_answered=False)
         log.warning('the cached image is used without a check for a newer one: %s', error.reason)
 
     def _fetch(self, url: str, pin: str | None, checkpoint: Checkpoint, report_progress: ProgressCallback) -> BaseHold:
-        """Download the image, whatever is cached, and hold it. `pin` None accepts any content."""
-        with self._open_transfer(url, pin, None) as transfer:
-            transfer.start()
-            return self._download(url, transfer, checkpoint, report_progress)
-
-    @contextmanager
-    def _open_transfer(self, url: str, pin: str | None, cached_version: Version | None) -> Iterator[Transfer]:
-        """Yield an unstarted Transfer to the URL's .part file; at the end abandon it and remove the file."""
-        part = self._bases.get_part_path(url)
-        image_source = make_source(url, self.local_directory, self.egress)
-        transfer = Transfer(url, image_source, cached_version, pin, part, self._bases.reserve)
+        """Download, inspect, cache, record and hold the image, whatever is cached. `pin` None accepts any content."""
+        began_at, part = time.monotonic(), self._bases.get_part_path(url)
+        part.unlink(missing_ok=True)  # of a worker that was killed
         try:
-            yield transfer
+            download = self._run_fetch(url, pin, part, checkpoint, report_progress)
+            image = self.inspect(part, checkpoint)
+            if image.virtual_size > self.limits.disk_bytes:
+                size, limit = image.virtual_size / GIB, self.limits.disk_bytes / GIB
+                reason = f'the image needs {size:.1f} GiB, but this host has {limit:.1f} GiB for disks'
+                raise BuildFailed('image', reason)
+            failpoint('image-part')
+            hold = self._bases.add(part, download.sha256, image.format)
         finally:
-            transfer.abandon()
             part.unlink(missing_ok=True)
-
-    def _download(
-        self, url: str, transfer: Transfer, checkpoint: Checkpoint, report_progress: ProgressCallback
-    ) -> BaseHold:
-        """Download, inspect, cache, record and hold the image; BuildFailed also if it exceeds this host's disk room."""
-        fetched = transfer.run(checkpoint, report_progress)
-        part = self._bases.get_part_path(url)
-        image = self.inspect(part, checkpoint)
-        if image.virtual_size > self.limits.disk_bytes:
-            size, limit = image.virtual_size / GIB, self.limits.disk_bytes / GIB
-            raise BuildFailed('image', f'the image needs {size:.1f} GiB, but this host has {limit:.1f} GiB for disks')
-        failpoint('image-part')
-        hold = self._bases.add(part, fetched.sha256, image.format)
         failpoint('image-kept')
         try:
-            self._bases.record_url(url, fetched, transfer.asked_at)
+            self._bases.record_url(url, download, began_at)
         except OSError as error:
             log.warning('%s: cannot record in %s which image this URL has: %s', url, self.directory, error.strerror)
         return hold
+
+    def _run_fetch(
+        self, url: str, pin: str | None, part: Path, checkpoint: Checkpoint, report_progress: ProgressCallback
+    ) -> Download:
+        """Run the program that downloads the image to `part`; BuildFailed, or EcompError if the program dies."""
+        result: dict[str, Any] = {}
+
+        def handle_answer(answer: dict[str, Any]) -> None:
+            if 'done' in answer:
+                report_progress(answer['done'], answer['total'])
+            elif 'warning' in answer:
+                log.warning('%s', answer['warning'])
+            else:
+                result.update(answer)
+
+        local_directory = self.local_directory and str(self.local_directory.absolute())
+        job = {
+            'url': url, 'pin': pin, 'part': str(part.absolute()), 'limit_bytes': self.limits.cache_bytes,
+            'local_directory': local_directory, 'egress': self.egress.to_json(),
+        }  # fmt: skip
+        code = run_program('ecomp.agent.images.fetch', job, checkpoint, handle_answer)
+        if 'reason' in result:
+            kind = ServerUnavailable if result['is_temporary'] else BuildFailed
+            raise kind('image', result['reason'], result['is_host_fault'])
+        if 'download' not in result:
+            raise EcompError(f'{url}: the download ended with exit code {code}')
+        return _parse_download(result['download'])
 
 
 class FakeImages:
@@ -597,13 +626,13 @@ class FakeImages:
     @contextmanager
     def hold(
         self, url: str, checkpoint: Checkpoint, report_progress: ProgressCallback, requested_at: float
-    ) -> Iterator[Iterator[BaseImage | None]]:
-        """Call `checkpoint` once, and yield one empty qcow2 image whose path is the URL."""
+    ) -> Iterator[BaseImage]:
+        """Call `checkpoint` once, and yield an empty qcow2 image whose path is the URL."""
         del report_progress, requested_at
         checkpoint()
         if len(self._hashes) < MAX_CACHED_IMAGES:
             self._hashes[hash_image(url)] = None
-        yield iter([BaseImage(url, 'qcow2', 0)])
+        yield BaseImage(url, 'qcow2', 0)
 
 
 Images = ImageCache | FakeImages

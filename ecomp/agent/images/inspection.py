@@ -6,19 +6,16 @@ A child process (main) inspects it, so that a destroy, a SIGTERM or a timeout ca
 
 from __future__ import annotations
 
-import ctypes
-import json
 import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import ecomp
+from ecomp.agent.images.child import answer, read_job, run_program
 from ecomp.errors import BuildFailed, EcompError
 from ecomp.model.guest import BaseImage
 from ecomp.virt import image
@@ -29,91 +26,69 @@ MAX_SECONDS = 30
 MAX_ADDRESS_SPACE_BYTES = 2**30
 # Data that QEMU may allocate to open a qcow2: 92 MiB were needed for the largest tables that it allows.
 MAX_QEMU_DATA_BYTES = 160 * 2**20
-CHECKPOINT_SECONDS = 0.1  # seconds between two calls of the checkpoint
-PR_SET_PDEATHSIG = 1
 EXIT_NO_QEMU_IMG = 127  # exit status of the child, as a shell's for a command that was not found
 
 
 def inspect(path: Path, checkpoint: Callable[[], None]) -> BaseImage:
     """Return what virt.image.inspect() returns for the file at `path`, within the limits.
 
-    Raises BuildFailed if the image is refused or exceeds a limit, and EcompError, maybe temporary, if the child could
-    not work. An error of `checkpoint` ends the child and is raised.
+    An error of `checkpoint` ends the child and is raised.
+
+    Raises:
+        BuildFailed: the image is refused, or exceeds a limit.
+        EcompError: the child could not work; that may be temporary.
     """
-    limits = [str(os.getpid()), str(MAX_SECONDS), str(MAX_ADDRESS_SPACE_BYTES), str(MAX_QEMU_DATA_BYTES)]
     deadline = time.monotonic() + MAX_SECONDS
-    try:
-        # -P and / : no module is imported from the current directory.
-        child = subprocess.Popen(
-            [sys.executable, '-P', '-m', __name__, str(path.absolute()), *limits],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, cwd='/', env=_make_environment(),
-        )  # fmt: skip
-    except OSError as error:
-        raise EcompError(f'the image cannot be inspected: {error.strerror}') from error
-    with child:
-        try:
-            answer = _read_answer(child, deadline, checkpoint)
-        finally:
-            child.kill()
-    if child.returncode == -signal.SIGXCPU:
+    job = {
+        'path': str(path.absolute()), 'seconds': MAX_SECONDS, 'memory_bytes': MAX_ADDRESS_SPACE_BYTES,
+        'qemu_bytes': MAX_QEMU_DATA_BYTES,
+    }  # fmt: skip
+    result: dict[str, Any] = {}
+
+    def check_time() -> None:
+        checkpoint()
+        if time.monotonic() > deadline:
+            raise _make_timeout_error()
+
+    code = run_program(__name__, job, check_time, result.update)
+    if code == -signal.SIGXCPU:
         raise _make_timeout_error()
-    if child.returncode == EXIT_NO_QEMU_IMG:
+    if code == EXIT_NO_QEMU_IMG:
         raise EcompError('the image cannot be inspected: qemu-img is not installed here. Fix: install qemu-utils')
-    if child.returncode != 0 and not answer:
-        raise EcompError(f'the image cannot be inspected: the inspection ended with exit code {child.returncode}')
-    result = json.loads(answer)
+    if code != 0 and not result:
+        raise EcompError(f'the image cannot be inspected: the inspection ended with exit code {code}')
     if 'reason' in result:
         raise BuildFailed('image', result['reason'])
-    if child.returncode != 0:
+    if code != 0:
         needs = f'needs more than {MAX_QEMU_DATA_BYTES // 2**20} MiB to open it'
         raise BuildFailed('image', f'QEMU cannot open the image, or {needs}. Fix: qemu-img convert -O qcow2 OLD NEW')
     return BaseImage(str(path), result['format'], result['virtual_size'])
-
-
-def _read_answer(child: subprocess.Popen[bytes], deadline: float, checkpoint: Callable[[], None]) -> bytes:
-    """Return the child's output at its end; BuildFailed after `deadline` (monotonic). Raises errors of `checkpoint`."""
-    while True:
-        checkpoint()
-        try:
-            return child.communicate(timeout=CHECKPOINT_SECONDS)[0]
-        except subprocess.TimeoutExpired:
-            if time.monotonic() > deadline:
-                raise _make_timeout_error() from None
 
 
 def _make_timeout_error() -> BuildFailed:
     return BuildFailed('image', f'the inspection of the image takes more than {MAX_SECONDS} s: the image is refused')
 
 
-def _make_environment() -> dict[str, str]:
-    """Return the environment with a PYTHONPATH in which the child finds the same ecomp."""
-    package_parent = str(Path(ecomp.__file__).parents[1])
-    return {**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, (package_parent, os.environ.get('PYTHONPATH'))))}
+def main() -> None:
+    """Run the child: answer with the `format` and `virtual_size` of a file, or the `reason` against it.
 
-
-def main(arguments: Sequence[str]) -> None:
-    """Run the child: print what the file is, within the limits in the arguments.
-
-    Arguments: the file, the parent's pid, seconds of processor time, bytes of address space and of QEMU's data. It
-    prints JSON: `format` and `virtual_size`, or the `reason` against it. For a qcow2 it exits as qemu-img does.
+    For a qcow2 it exits as qemu-img does.
     """
-    path, (parent, seconds, memory, qemu_memory) = arguments[0], map(int, arguments[1:])
-    die_with_parent(parent)
+    job = read_job()
     # The soft limit ends the child with SIGXCPU, which tells the parent the reason.
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CPU, (job['seconds'], job['seconds'] + 1))
+    resource.setrlimit(resource.RLIMIT_AS, (job['memory_bytes'], job['memory_bytes']))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        base = image.inspect(Path(path))
-        answer: dict[str, object] = {'format': base.format, 'virtual_size': base.virtual_size}
+        base = image.inspect(Path(job['path']))
     except BuildFailed as error:
-        answer = {'reason': error.reason}
+        answer(reason=error.reason)
     except MemoryError:
-        answer = {'reason': f'the inspection of the image needs more than {memory // 2**20} MiB of memory'}
-    sys.stdout.write(json.dumps(answer))
-    sys.stdout.flush()
-    if answer.get('format') == 'qcow2':
-        _become_qemu_img(path, qemu_memory)
+        answer(reason=f'the inspection of the image needs more than {job["memory_bytes"] // 2**20} MiB of memory')
+    else:
+        answer(format=base.format, virtual_size=base.virtual_size)
+        if base.format == 'qcow2':
+            _become_qemu_img(job['path'], job['qemu_bytes'])
 
 
 def _become_qemu_img(path: str, data_bytes: int) -> None:
@@ -133,12 +108,5 @@ def _become_qemu_img(path: str, data_bytes: int) -> None:
     os.execvp(program, [program, 'measure', '-f', 'qcow2', '-O', 'raw', path])
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process (prctl(2)) when its starting thread ends; exit 1 if `parent_pid` has ended."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it died before prctl() was called
-        os._exit(1)
-
-
 if __name__ == '__main__':
-    main(sys.argv[1:])
+    main()

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from ecomp.agent.images.cache import Images
-from ecomp.errors import BuildFailed, Conflict, EcompError
+from ecomp.errors import Conflict, EcompError
 from ecomp.failpoints import failpoint
 from ecomp.model.guest import GuestSpec
 from ecomp.model.record import Progress
@@ -121,27 +121,16 @@ def carry_out(
         return
     with ExitStack() as undo:
         checkpoint()
-        disk_error: BuildFailed | None = None
         with images.hold(
             job.image, checkpoint, lambda *bytes: report(Progress('image', *bytes)), job.requested_at
-        ) as bases:
+        ) as base:
+            report('image')
+            failpoint('image-ready')
+            checkpoint()
+            spec = replace(spec, base=base)
             # Registered before the step: one that fails halfway leaves something, and removing nothing is harmless.
             undo.callback(hypervisor.delete_disk, instance)
-            for base in bases:
-                if base is None:
-                    checkpoint()
-                    hypervisor.delete_disk(instance)
-                    continue
-                failpoint('image-ready')
-                checkpoint()
-                spec, disk_error = replace(job.spec, base=base), None
-                try:
-                    hypervisor.create_disk(spec)
-                except BuildFailed as error:
-                    disk_error = error  # only the outcome with the last base counts
-        report('image')
-        if disk_error is not None:
-            raise disk_error
+            hypervisor.create_disk(spec)
         failpoint('disk-created')
         if spec.seed is not None:
             checkpoint()

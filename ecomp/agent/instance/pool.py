@@ -32,7 +32,8 @@ from typing import Any
 from ecomp import log as logs
 from ecomp.agent.images import inspection
 from ecomp.agent.images.cache import CacheLimits, ImageCache, Images
-from ecomp.agent.images.connections import EgressPolicy
+from ecomp.agent.images.child import die_with_parent
+from ecomp.agent.images.sources import EgressPolicy
 from ecomp.agent.instance.build import (
     MAX_CONCURRENT_STOPS,
     STOPPING_STEPS,
@@ -131,7 +132,7 @@ def main(pipe: Connection, settings: WorkerSettings) -> None:
 def prepare(settings: WorkerSettings) -> None:
     """Set up a worker: it dies with its parent, ignores SIGINT, SIGTERM and SIGHUP, and logs."""
     # Without this a worker continues its build after its parent was killed with SIGKILL, beside the next ecompute's.
-    inspection.die_with_parent(settings.parent_pid)
+    die_with_parent(settings.parent_pid)
     # A terminal signals its whole process group, but only the parent decides when to stop.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

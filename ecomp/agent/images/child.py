@@ -1,0 +1,96 @@
+"""Programs of this package that a worker runs as child processes: they work for it, and may be killed at any moment.
+
+A program gets its job as a line of JSON on stdin, and answers with such lines on stdout.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import ecomp
+from ecomp.errors import EcompError
+
+CHECKPOINT_SECONDS = 0.1  # seconds between two calls of the checkpoint
+PR_SET_PDEATHSIG = 1
+
+
+def run_program(
+    module: str,
+    job: Mapping[str, Any],
+    checkpoint: Callable[[], None],
+    handle_answer: Callable[[dict[str, Any]], None],
+) -> int:
+    """Run a module as a program; call `handle_answer` for each answer, and return the exit code.
+
+    `checkpoint` is called every CHECKPOINT_SECONDS. An error of it kills the program and is raised.
+
+    Raises:
+        EcompError: the program cannot be started.
+    """
+    try:
+        child = start_program(module)
+    except OSError as error:
+        raise EcompError(f'{sys.executable} cannot be started: {error.strerror}') from error
+    with child:
+        try:
+            assert child.stdin is not None
+            assert child.stdout is not None
+            with suppress(BrokenPipeError), child.stdin as stdin:  # it may have ended already
+                stdin.write(json.dumps({**job, 'parent': os.getpid()}).encode() + b'\n')
+            unread = b''
+            while True:
+                checkpoint()
+                if wait([child.stdout.fileno()], CHECKPOINT_SECONDS):
+                    if not (data := os.read(child.stdout.fileno(), 65536)):
+                        break
+                    *lines, unread = (unread + data).split(b'\n')
+                    for line in lines:
+                        handle_answer(json.loads(line))
+            while child.poll() is None:
+                checkpoint()
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(CHECKPOINT_SECONDS)
+        finally:
+            child.kill()
+    return child.returncode
+
+
+def start_program(module: str) -> subprocess.Popen[bytes]:
+    """Start `python -m module` with this process's ecomp. Raises OSError."""
+    package_parent = str(Path(ecomp.__file__).parents[1])
+    python_path = os.pathsep.join(filter(None, (package_parent, os.environ.get('PYTHONPATH'))))
+    # -P and / : no module is imported from the current directory.
+    return subprocess.Popen(
+        [sys.executable, '-P', '-m', module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd='/',
+        env={**os.environ, 'PYTHONPATH': python_path},
+    )  # fmt: skip
+
+
+def read_job() -> dict[str, Any]:
+    """Read this program's job; from now on the program ends with its parent."""
+    with open(0, 'rb', closefd=False) as stdin:
+        job: dict[str, Any] = json.loads(stdin.readline())
+    die_with_parent(job['parent'])
+    return job
+
+
+def answer(**fields: Any) -> None:
+    """Print an answer to the parent."""
+    os.write(1, json.dumps(fields).encode() + b'\n')
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process (prctl(2)) when its starting thread ends; exit 1 if `parent_pid` has ended."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before prctl() was called
+        os._exit(1)

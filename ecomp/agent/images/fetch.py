@@ -1,0 +1,203 @@
+"""The program that downloads one image for a worker, within limits of size, rate and time.
+
+It answers with {done, total} while it downloads, {warning}, and at its end with the Download or a reason against it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import IO
+
+from ecomp.agent.images.cache import BaseVolumes
+from ecomp.agent.images.child import answer, read_job
+from ecomp.agent.images.remote import RemoteSource
+from ecomp.agent.images.sources import (
+    SUMS_FILE,
+    Download,
+    EgressPolicy,
+    LocalSource,
+    ServerUnavailable,
+    Stream,
+    Version,
+    make_source,
+)
+from ecomp.errors import BuildFailed
+from ecomp.failpoints import failpoint
+from ecomp.model.image import find_sha256
+
+# Time for a whole download: a timeout between two reads alone would let a slow server drip for ever.
+MAX_DOWNLOAD_SECONDS = 3600.0
+# Time for an answer of a server, including redirects, and again for SHA256SUMS; then the download fails.
+MAX_ANSWER_SECONDS = 60.0
+# A download that is slower than this rate for this period fails.
+MIN_BYTES_PER_SECOND = 64 * 2**10
+SLOW_PERIOD_SECONDS = 60.0
+# Room reserved in advance if a server sends no length: reads are small, and a reservation lists the whole directory.
+RESERVE_AHEAD_BYTES = 64 * 2**20
+REPORT_SECONDS = 1.0  # seconds between two reports of progress
+
+
+def main() -> None:
+    """Download the image of the job, and answer."""
+    job = read_job()
+    url, part = job['url'], Path(job['part'])
+    egress = EgressPolicy.from_json(job['egress'])
+    local_directory = job['local_directory'] and Path(job['local_directory'])
+    bases = BaseVolumes(part.parent, job['limit_bytes'])
+    try:
+        # A new file: a program whose worker was killed may still write to an earlier one for a moment.
+        with part.open('xb') as file, closing(make_source(url, local_directory, egress)) as source:
+            answer(download=asdict(Fetch(url, source, job['pin'], file, bases.reserve).run()))
+    except BuildFailed as error:
+        is_temporary = isinstance(error, ServerUnavailable)
+        answer(reason=error.reason, is_temporary=is_temporary, is_host_fault=error.is_host_fault)
+    except OSError as error:
+        reason = f'{url}: cannot be stored in {part.parent}: {error.strerror}'
+        answer(reason=reason, is_temporary=False, is_host_fault=True)
+
+
+@dataclass(eq=False)
+class Fetch:
+    """A download into an open file.
+
+    `pin` is the SHA-256 of the content, None for any. `reserve(descriptor, size, ahead)` is called before the file
+    grows to `size` bytes; it returns the size allowed, from `size` to `size + ahead`.
+    """
+
+    url: str
+    source: LocalSource | RemoteSource
+    pin: str | None
+    file: IO[bytes]
+    reserve: Callable[[int, int, int], int]
+    _done_bytes: int = 0
+    _total_bytes: int | None = None
+    _ends_at: float = field(default_factory=lambda: time.monotonic() + MAX_DOWNLOAD_SECONDS)
+
+    def run(self) -> Download:
+        """Download the image. Raises ServerUnavailable, also at a time limit, BuildFailed and OSError."""
+        threading.Thread(target=self._report_progress, daemon=True).start()
+        try:
+            stream = self._open()
+            expected = self.pin or self._read_listed_sum()
+            result = self._store(stream, expected)
+            return result if expected is not None or self._recheck(result.version) else self._fetch_again(result)
+        except ServerUnavailable as error:
+            if time.monotonic() < self._ends_at:
+                raise
+            late = f'not complete after {MAX_DOWNLOAD_SECONDS:g} s, {self._done_bytes} bytes so far'
+            raise ServerUnavailable('image', f'{self.url}: the download is {late}') from error
+
+    def _open(self) -> Stream:
+        with self._limit_wait('answer'):
+            return self.source.open()
+
+    def _read_listed_sum(self) -> str | None:
+        with self._limit_wait(SUMS_FILE):
+            sums = self.source.read_sums()
+        return None if sums is None else find_sha256(sums, self.url)
+
+    def _fetch_again(self, first: Download) -> Download:
+        """Download again, as servers of one name may report different versions; BuildFailed if the content differs.
+
+        The returned version has no ETag, and a date only if it is the same in both.
+        """
+        stream = self._open()
+        self._done_bytes = self.file.seek(0)
+        self.file.truncate()
+        again = self._store(stream, None)
+        fix = 'add #sha256=… to the URL of the image'
+        if again.sha256 != first.sha256:
+            raise BuildFailed(
+                'image', f'{self.url}: changed during the download. Fix: create the instance again, or {fix}'
+            )
+        answer(warning=f'{self.url}: downloaded twice: its server reports another version each time. Fix: {fix}')
+        modified = again.version.modified if again.version.modified == first.version.modified else ''
+        return replace(again, version=replace(again.version, etag='', modified=modified))
+
+    def _store(self, stream: Stream, expected: str | None) -> Download:
+        """Write the stream to the file, durably; `expected` is its SHA-256, or None for any.
+
+        Raises:
+            BuildFailed: it is empty, not as long as announced or not `expected`, or there is no room.
+            ServerUnavailable: it is too slow.
+        """
+        length = self._total_bytes = stream.version.length
+        digest = hashlib.sha256()
+        reserved = self.reserve(self.file.fileno(), length, 0) if length else 0
+        failpoint('image-begun')
+        period_start, period_bytes = time.monotonic(), 0
+        with closing(stream):
+            while chunk := stream.read():
+                if self._done_bytes + len(chunk) > reserved:
+                    if length is not None:
+                        reason = f'longer than the {length} bytes that the server announced'
+                        raise BuildFailed('image', f'{self.url}: {reason}')
+                    reserved = self.reserve(self.file.fileno(), self._done_bytes + len(chunk), RESERVE_AHEAD_BYTES)
+                if chunk == bytes(len(chunk)):
+                    self.file.seek(len(chunk), os.SEEK_CUR)  # leaves a hole: a sparse image stays sparse
+                else:
+                    self.file.write(chunk)
+                digest.update(chunk)
+                self._done_bytes += len(chunk)
+                now = time.monotonic()
+                if now >= self._ends_at:
+                    raise ServerUnavailable('image', 'late')
+                if (seconds := now - period_start) >= SLOW_PERIOD_SECONDS:
+                    if self._done_bytes - period_bytes < MIN_BYTES_PER_SECOND * seconds:
+                        slow = f'slower than {MIN_BYTES_PER_SECOND // 2**10} KiB/s for {SLOW_PERIOD_SECONDS:g} s'
+                        reason = f'the download is {slow}, {self._done_bytes} bytes so far'
+                        raise ServerUnavailable('image', f'{self.url}: {reason}')
+                    period_start, period_bytes = now, self._done_bytes
+        if length is not None and length != self._done_bytes:
+            raise BuildFailed('image', f'{self.url}: cut off after {self._done_bytes} of {length} bytes')
+        if not self._done_bytes:
+            raise BuildFailed('image', f'{self.url}: is empty')
+        if expected not in (None, digest.hexdigest()):
+            origin = 'its URL' if self.pin else f'{SUMS_FILE} in its directory'
+            raise BuildFailed('image', f'{self.url}: its SHA-256 is {digest.hexdigest()}, but {origin} has {expected}')
+        self.file.truncate(self._done_bytes)  # release what was reserved in advance
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        return Download(digest.hexdigest(), self._done_bytes, stream.version)
+
+    def _recheck(self, version: Version) -> bool:
+        """Ask if the server has this version; True if unknown (no ETag and date, or no answer). Raises BuildFailed."""
+        if not version.etag and not version.modified:
+            return True
+        with suppress(ServerUnavailable), self._limit_wait('answer'):
+            return self.source.has_version(version)
+        return True
+
+    @contextmanager
+    def _limit_wait(self, awaited: str) -> Iterator[None]:
+        """Limit the block, which waits for `awaited`, to MAX_ANSWER_SECONDS."""
+        ends_at = time.monotonic() + MAX_ANSWER_SECONDS
+        self.source.deadline = min(ends_at, self._ends_at)
+        try:
+            yield
+        except ServerUnavailable as error:
+            if time.monotonic() < ends_at:
+                raise
+            raise ServerUnavailable('image', f'{self.url}: no {awaited} after {MAX_ANSWER_SECONDS:g} s') from error
+        finally:
+            self.source.deadline = self._ends_at
+
+    def _report_progress(self) -> None:
+        """Report progress until the program ends, if there is any."""
+        reported_bytes = 0
+        while True:
+            time.sleep(REPORT_SECONDS)
+            if self._done_bytes != reported_bytes:
+                reported_bytes = self._done_bytes
+                answer(done=reported_bytes, total=self._total_bytes)
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,366 @@
+"""Images on web servers, by requests.
+
+A host name is resolved once, in urllib3's `_new_conn`, which is below HTTP and TLS: a check before the request could
+get another answer from the name server.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import re
+import socket
+import ssl
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from functools import lru_cache, partial
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+from urllib.parse import urldefrag, urljoin, urlsplit
+
+import certifi
+import requests
+from requests.adapters import HTTPAdapter
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.exceptions import ConnectTimeoutError, HTTPError, NameResolutionError, NewConnectionError
+from urllib3.util.connection import create_connection
+from urllib3.util.ssl_ import create_urllib3_context
+
+from ecomp import __version__
+from ecomp.agent.images.sources import (
+    CHUNK_BYTES,
+    MAX_SUMS_BYTES,
+    SUMS_FILE,
+    AddressRefused,
+    EgressPolicy,
+    ServerUnavailable,
+    Stream,
+    Version,
+)
+from ecomp.errors import BuildFailed
+from ecomp.model.image import UNLISTED, check_image
+from ecomp.tls import SENTENCES, TlsFailure, classify_tls_error
+
+# Time to connect, and between two reads; a server that takes longer is unavailable.
+TIMEOUT_SECONDS = (5.0, 60.0)
+MAX_REDIRECTS = 5
+# Environment variables that may name a file or directory of certificate authorities.
+CA_VARIABLES = ('REQUESTS_CA_BUNDLE', 'CURL_CA_BUNDLE')
+HEADERS = {'user-agent': f'ecomp/{__version__}', 'accept': '*/*', 'accept-encoding': 'identity'}
+# http.client's error for a proxy that opens no tunnel to an https server.
+TUNNEL_FAILURE = re.compile('Tunnel connection failed: ([0-9]{3}) ')
+# Messages about an image server's certificate, to which `ca_cert` does not apply.
+IMAGE_SERVER_SENTENCES = {
+    **{each: SENTENCES[each] for each in (TlsFailure.EXPIRED, TlsFailure.NOT_YET_VALID, TlsFailure.OTHER_NAME)},
+    TlsFailure.OTHER_ADDRESS: 'its certificate is for another address',
+    TlsFailure.TOO_WEAK: SENTENCES[TlsFailure.TOO_WEAK],
+    TlsFailure.NO_KEY_IDENTIFIER: 'its certificate is not trusted by this host',
+    TlsFailure.UNTRUSTED: 'its certificate is not trusted by this host',
+}
+
+
+class RemoteSource:
+    """An image on a web server; `url` has no fragment. Each wait for the server ends at `deadline` (monotonic).
+
+    No redirect is followed unchecked, and nothing is retried. Its methods raise ServerUnavailable if there is no answer
+    (also HTTP 5xx and 429), and else BuildFailed. No reason quotes a server's answer.
+    """
+
+    def __init__(self, url: str, egress: EgressPolicy) -> None:
+        self.deadline = math.inf
+        self._url = url
+        self._found_at = url
+        self.egress = egress
+        self._session = _Session()
+        # The proxy and ~/.netrc of the environment are not used: that proxy would resolve names unchecked, and ~/.netrc
+        # is root's.
+        self._session.trust_env = False
+        self._session.headers.clear()
+        self._session.headers.update(HEADERS)
+        if egress.proxy_url is not None:
+            self._session.proxies = {'http': egress.proxy_url, 'https': egress.proxy_url}
+        for scheme in ('http://', 'https://'):
+            self._session.mount(scheme, _Adapter(self))
+
+    def open(self) -> Stream:
+        """Return a stream of the image."""
+        with self._translate_errors():
+            answer = self._expect_ok(self._request(self._url))
+            self._found_at = answer.url
+            # Undecoded: gzip could be a bomb. read1: a slow server could keep one read waiting past the deadline.
+            read = self._translate_errors()(partial(answer.raw.read1, CHUNK_BYTES, decode_content=False))
+            return Stream(_parse_version(answer), read, answer.close)
+
+    def has_version(self, version: Version) -> bool:
+        """Return whether the URL that answered open(), or else the image's own, has this version."""
+        # Ask that URL, because a redirect may lead to another mirror each time.
+        try:
+            return self._ask(self._found_at, version)
+        except ServerUnavailable:
+            raise
+        except BuildFailed:
+            if self._found_at == self._url:
+                raise
+            return self._ask(self._url, version)  # that URL was valid for a short time, such as a signed one
+
+    def _ask(self, url: str, version: Version) -> bool:
+        # No if-modified-since: an older image is "not modified since" as well, and may be another one.
+        headers = {'if-none-match': version.etag} if version.etag else {}
+        with self._translate_errors(), closing(self._request(url, headers)) as answer:
+            return answer.status_code == 304 or version.is_same(_parse_version(self._expect_ok(answer)))
+
+    def read_sums(self) -> str | None:
+        """Return SHA256SUMS in the image's directory; None if absent (HTTP 4xx but 429)."""
+        url = urljoin(self._url, SUMS_FILE)
+        with self._translate_errors(url), closing(self._request(url)) as answer:
+            if 400 <= answer.status_code < 500 and answer.status_code != 429:
+                return None  # many servers answer 403 for a missing file
+            self._expect_ok(answer, url)
+            text = b''
+            while len(text) <= MAX_SUMS_BYTES and (chunk := answer.raw.read1(CHUNK_BYTES, decode_content=False)):
+                text += chunk
+        if len(text) > MAX_SUMS_BYTES:
+            reason = f'is longer than {MAX_SUMS_BYTES // 2**20} MiB. Fix: add #sha256=… to the URL of the image'
+            raise BuildFailed('image', f'{url}: {reason}')
+        return text.decode(errors='replace')
+
+    def close(self) -> None:
+        self._session.close()
+
+    def _expect_ok(self, answer: requests.Response, url: str = '') -> requests.Response:
+        """Return an answer with status 200; close any other one and raise."""
+        if answer.status_code == 200:
+            return answer
+        answer.close()
+        reason = f'{url or self._url}: the server returned HTTP {_format_status(answer.status_code)}'
+        is_temporary = answer.status_code >= 500 or answer.status_code == 429
+        raise ServerUnavailable('image', reason) if is_temporary else BuildFailed('image', reason)
+
+    def _request(self, url: str, headers: Mapping[str, str] | None = None) -> requests.Response:
+        """Return the answer, of any status and with its body unread, after up to MAX_REDIRECTS.
+
+        Redirects are checked like a first URL.
+        """
+        current_url = url
+        for hop in range(MAX_REDIRECTS + 1):
+            if urlsplit(current_url).scheme == 'https':
+                load_tls_context()  # reports bad authorities before the server is asked
+            try:
+                answer = self._session.get(
+                    current_url, headers=headers, timeout=TIMEOUT_SECONDS, stream=True, allow_redirects=False
+                )
+            except AddressRefused as refused:
+                direct = f'{refused.target}, {refused.reason}: images from there are refused'
+                reason = f'redirected to a refused address ({refused.reason})' if hop else direct
+                raise BuildFailed('image', f'{url}: {reason}', not hop and refused.reason == UNLISTED) from refused
+            except requests.exceptions.InvalidHeader as error:  # of an ETag in several lines, or a length
+                raise BuildFailed('image', f'{url}: the server sends malformed HTTP') from error
+            except requests.exceptions.InvalidURL as error:
+                raise BuildFailed('image', f'{url}: the host name is malformed') from error
+            except (requests.RequestException, HTTPError) as error:
+                raise ServerUnavailable('image', f'{url}: {describe_failure(error)}') from error
+            if answer.is_redirect:
+                answer.close()
+                current_url = _resolve_redirect(url, current_url, answer.headers['location'])
+                continue
+            if answer.headers.get('content-encoding', 'identity').lower() in ('', 'identity'):
+                return answer
+            answer.close()
+            reason = 'the server compresses it (Content-Encoding). Fix: have the server send the file as it is'
+            raise BuildFailed('image', f'{url}: {reason}')
+        raise BuildFailed('image', f'{url}: more than {MAX_REDIRECTS} redirects')
+
+    @contextmanager
+    def _translate_errors(self, url: str = '') -> Iterator[None]:
+        """Turn the errors of reading an answer into ServerUnavailable, and those of malformed HTTP into BuildFailed."""
+        try:
+            yield
+        except (HTTPError, OSError) as error:
+            reason = f'the connection broke: {type(error).__name__}'
+            raise ServerUnavailable('image', f'{url or self._url}: {reason}') from error
+        except (ValueError, RuntimeError) as error:  # such an error may quote the server's answer
+            raise BuildFailed('image', f'{url or self._url}: the server sends malformed HTTP') from error
+
+    def open_socket(self, connection: HTTPConnection) -> socket.socket:
+        """Connect to the first address of the host that answers; with a proxy, of the proxy.
+
+        Raises:
+            AddressRefused: any address is refused.
+            HTTPError: no address can be connected to; the last failure.
+        """
+        host, port = connection.host.strip('[]'), connection.port
+        try:
+            addresses = self.egress.resolve(host, port)
+        except socket.gaierror as error:
+            raise NameResolutionError(host, connection, error) from error
+        except (OSError, ValueError) as error:
+            raise NewConnectionError(connection, type(error).__name__) from error
+        failure: Exception = NewConnectionError(connection, 'no address')
+        for address in addresses:
+            try:
+                timeout = self.limit(TIMEOUT_SECONDS[0])
+                connected = create_connection((str(address), port), timeout, socket_options=connection.socket_options)
+            except TimeoutError:
+                failure = ConnectTimeoutError(connection, f'{address} does not answer')
+            except OSError as error:
+                failure = NewConnectionError(connection, f'{address}: {error}')
+                failure.__cause__ = error
+            else:
+                timed = _TimedSocket(fileno=connected.detach())
+                timed.settimeout(timeout)
+                timed.source = self
+                return timed
+        raise failure
+
+    def limit(self, seconds: float) -> float:
+        """Return the time that a wait may take, at most `seconds`; TimeoutError at the deadline."""
+        if (remaining := self.deadline - time.monotonic()) <= 0:
+            raise TimeoutError
+        return min(seconds, remaining)
+
+
+class _Timed:
+    """A socket whose reads end at the deadline of its source, however slowly a server sends bytes."""
+
+    source: RemoteSource | None = None
+
+    def recv_into(self, *args: Any, **kwargs: Any) -> int:
+        if self.source is not None:
+            self.settimeout(self.source.limit(TIMEOUT_SECONDS[1]))  # type: ignore[attr-defined]
+        return super().recv_into(*args, **kwargs)  # type: ignore[misc,no-any-return]
+
+
+class _TimedSocket(_Timed, socket.socket):
+    pass
+
+
+class _TimedTlsSocket(_Timed, ssl.SSLSocket):
+    pass
+
+
+class _Session(requests.Session):
+    def get_redirect_target(self, resp: requests.Response) -> None:
+        """Find no redirect: requests would read the whole body of one, which may be endless."""
+
+
+class _Adapter(HTTPAdapter):
+    """Sends requests by connections that `source` opens, if the policy allows them."""
+
+    def __init__(self, source: RemoteSource) -> None:
+        super().__init__()
+        self._source = source
+
+    def get_connection_with_tls_context(self, request: requests.PreparedRequest, *args: Any, **kwargs: Any) -> Any:
+        self._source.egress.check_url(request.url or '')
+        pool: Any = super().get_connection_with_tls_context(request, *args, **kwargs)
+        pool.ConnectionCls = partial(_Https if pool.scheme == 'https' else _Http, source=self._source)
+        return pool
+
+    def cert_verify(self, *_: Any) -> None:
+        """No-op: load_tls_context() has the authorities, and requests would add its own."""
+
+
+class _Http(HTTPConnection):
+    def __init__(self, *args: Any, source: RemoteSource, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._source = source
+
+    def _new_conn(self) -> socket.socket:
+        return self._source.open_socket(self)
+
+
+class _Https(_Http, HTTPSConnection):
+    def connect(self) -> None:
+        self.ssl_context = load_tls_context()
+        super().connect()  # the handshake ends within the timeout of the socket
+        setattr(self.sock, 'source', self._source)  # noqa: B010  (a socket has no such attribute)
+
+
+def load_tls_context() -> ssl.SSLContext:
+    """Return the TLS context with the authorities of CA_VARIABLES, or certifi's; BuildFailed if unreadable."""
+    path = next(filter(None, map(os.environ.get, CA_VARIABLES)), None) or certifi.where()
+    try:
+        return _load_tls_context(path, Path(path).stat().st_mtime_ns)
+    except OSError as error:
+        reason = f'{path}: certificate authorities cannot be read: {error.strerror or error}'
+        fix = f'set {" or ".join(CA_VARIABLES)} to a readable file or directory of certificates'
+        raise BuildFailed('image', f'{reason}. Fix: {fix}', is_host_fault=True) from error
+
+
+@lru_cache(maxsize=1)  # only the current one: a file that is rewritten every hour must not fill the cache
+def _load_tls_context(path: str, modified_ns: int) -> ssl.SSLContext:
+    """Load the authorities at `path`, cached until `modified_ns` changes: to read a hundred takes 20 ms."""
+    del modified_ns
+    context = create_urllib3_context()
+    context.sslsocket_class = _TimedTlsSocket
+    context.load_verify_locations(**{'capath' if os.path.isdir(path) else 'cafile': path})
+    return context
+
+
+def _parse_version(answer: requests.Response) -> Version:
+    """Return the version in a response's headers; its length is None if unknown or chunked."""
+    # A chunked response is as long as its chunks, whatever its content-length (RFC 9112, 6.3).
+    length = '' if 'transfer-encoding' in answer.headers else answer.headers.get('content-length', '')
+    return Version(
+        answer.headers.get('etag', ''),
+        answer.headers.get('last-modified', ''),
+        int(length) if length.isdecimal() and length.isascii() else None,
+        answer.url.partition('?')[0],
+    )
+
+
+def describe_failure(error: Exception) -> str:
+    """Describe why a server gives no answer, without quoting it."""
+    server = 'the proxy' if isinstance(error, requests.exceptions.ProxyError) else 'the server'
+    if isinstance(error, requests.Timeout):
+        return f'{server} does not answer in time'
+    causes: list[BaseException] = [error]
+    for cause_error in causes:  # grows during the loop: urllib3 and requests wrap errors repeatedly
+        inner = (cause_error.__cause__, *cause_error.args, getattr(cause_error, 'reason', None))
+        causes += [cause for cause in inner if isinstance(cause, BaseException) and cause not in causes]
+    if (
+        answered := next(filter(None, (TUNNEL_FAILURE.match(str(cause_error)) for cause_error in causes)), None)
+    ) is not None:
+        return f'the proxy returned HTTP {_format_status(int(answered[1]))}'
+    return f'{server} cannot be reached' + next(
+        (f': {detail}' for detail in map(_describe_cause, causes) if detail), ''
+    )
+
+
+def _describe_cause(error: BaseException) -> str | None:
+    """Describe this one error, not those it wraps; None if it is of another kind."""
+    if isinstance(error, socket.gaierror):
+        is_missing = error.errno in (socket.EAI_NONAME, socket.EAI_NODATA)
+        if is_missing:
+            return 'its host name does not exist'
+        return 'its host name cannot be resolved. Try: check the name server of this host'
+    if isinstance(error, ssl.SSLError):
+        return IMAGE_SERVER_SENTENCES.get(classify_tls_error(error), 'the TLS handshake failed')
+    if isinstance(error, ConnectionRefusedError):
+        return 'it refuses the connection: nothing listens on that port'
+    if isinstance(error, OSError) and error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
+        return 'there is no route to it'
+    return 'the connection broke' if isinstance(error, ConnectionError) else None
+
+
+def _format_status(code: int) -> str:
+    """Format a status code with HTTP's name: the one in the response is the server's text."""
+    try:
+        return f'{code} {HTTPStatus(code).phrase}'
+    except ValueError:
+        return str(code)
+
+
+def _resolve_redirect(url: str, current_url: str, location: str) -> str:
+    """Return the URL to follow to `location`; BuildFailed, not quoting it, if it is refused."""
+    try:
+        target = check_image(urldefrag(urljoin(current_url, location)).url)
+    except ValueError:
+        reason = 'an invalid image URL, or one with a user or a password'
+        raise BuildFailed('image', f'{url}: redirected to {reason}') from None
+    if urlsplit(target).scheme == 'file':
+        raise BuildFailed('image', f'{url}: redirected to a local file, which is refused')
+    return target
