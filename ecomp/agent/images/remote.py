@@ -72,44 +72,30 @@ class RemoteSource:
     def __init__(self, url: str, egress: EgressPolicy) -> None:
         self.deadline = math.inf
         self._url = url
-        self._found_at = url
         self.egress = egress
         self._session = _Session()
         # The proxy and ~/.netrc of the environment are not used: that proxy would resolve names unchecked, and ~/.netrc
         # is root's.
         self._session.trust_env = False
-        self._session.headers.clear()
-        self._session.headers.update(HEADERS)
+        self._session.headers = requests.structures.CaseInsensitiveDict(HEADERS)
         if egress.proxy_url is not None:
             self._session.proxies = {'http': egress.proxy_url, 'https': egress.proxy_url}
-        for scheme in ('http://', 'https://'):
-            self._session.mount(scheme, _Adapter(self))
+        self._session.adapters.clear()
+        self._session.mount('http', _Adapter(self))  # http:// and https://
 
     def open(self) -> Stream:
         """Return a stream of the image."""
         with self._translate_errors():
             answer = self._expect_ok(self._request(self._url))
-            self._found_at = answer.url
             # Undecoded: gzip could be a bomb. read1: a slow server could keep one read waiting past the deadline.
             read = self._translate_errors()(partial(answer.raw.read1, CHUNK_BYTES, decode_content=False))
             return Stream(_parse_version(answer), read, answer.close)
 
     def has_version(self, version: Version) -> bool:
-        """Return whether the URL that answered open(), or else the image's own, has this version."""
-        # Ask that URL, because a redirect may lead to another mirror each time.
-        try:
-            return self._ask(self._found_at, version)
-        except ServerUnavailable:
-            raise
-        except BuildFailed:
-            if self._found_at == self._url:
-                raise
-            return self._ask(self._url, version)  # that URL was valid for a short time, such as a signed one
-
-    def _ask(self, url: str, version: Version) -> bool:
+        """Return whether the server still has this version."""
         # No if-modified-since: an older image is "not modified since" as well, and may be another one.
         headers = {'if-none-match': version.etag} if version.etag else {}
-        with self._translate_errors(), closing(self._request(url, headers)) as answer:
+        with self._translate_errors(), closing(self._request(self._url, headers)) as answer:
             return answer.status_code == 304 or version.is_same(_parse_version(self._expect_ok(answer)))
 
     def read_sums(self) -> str | None:
