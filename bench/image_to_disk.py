@@ -2,7 +2,7 @@
 
 Our side is a worker's part of a build: look the image up in the cache, hold it, and make an overlay on it by libvirt.
 `asked` checks with the image's server for a newer one; `pinned` has a URL with #sha256= and asks no server. All sides
-run in turn on one lab host. Target: at most 1.5 times qemu-img; the copy has no target.
+run in turn on one lab host. Targets: at most 1.8 times qemu-img if asked, 1.5 times if pinned; the copy has none.
 
     python bench/image_to_disk.py [ROUNDS] [--quick] [--json]      (as root; it makes a lab of its own and removes it)
 """
@@ -30,7 +30,7 @@ from ecomp.virt.libvirt_host import Libvirt
 LAB = Lab('benchi')
 MIB = 2**20
 SIZES = (13, 600)
-TARGET = 1.5
+TARGETS = {'asked': 1.8, 'pinned': 1.5}
 MAX_COPIES = 4
 
 
@@ -92,8 +92,8 @@ def measure(
             times[name].append(once(sides[name]))
     # Separately, because its writes keep the disk busy afterwards.
     copies = [once(copied) for _ in range(min(rounds, MAX_COPIES))]
-    for name in ('asked', 'pinned'):
-        yield paired('image-to-disk', f'{name}, {size} MB', times[name], times['qemu-img'], TARGET)
+    for name, target in TARGETS.items():
+        yield paired('image-to-disk', f'{name}, {size} MB', times[name], times['qemu-img'], target)
     yield make_result('image-to-disk', f'a plain copy, {size} MB', copies, None)
 
 

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ecomp.agent.images.child import run_program
+from ecomp.agent.images.child import CHECKPOINT_SECONDS, run_program
 from ecomp.agent.images.sources import Download, EgressPolicy, ServerUnavailable, Version, make_source
 from ecomp.errors import BuildFailed, EcompError
 from ecomp.failpoints import failpoint
@@ -68,9 +68,9 @@ class BaseVolumes:
         self._limit_bytes = limit_bytes
 
     def lock_url(self, url: str, checkpoint: Callable[[], None]) -> AbstractContextManager[None]:
-        """Lock a URL against other threads and processes; waits, calling `checkpoint` every 0.1 s."""
+        """Lock a URL against other threads and processes; waits, calling `checkpoint`."""
         # Not a blocking lock: a destroy must not wait for another instance's download.
-        return self._hold_lock(self.get_part_path(url).stem, 0.1, checkpoint)
+        return self._hold_lock(self.get_part_path(url).stem, CHECKPOINT_SECONDS, checkpoint)
 
     def get_part_path(self, url: str) -> Path:
         return self._directory / f'base-{hash_url(url)}.part'
@@ -216,7 +216,6 @@ class BaseVolumes:
         return self._limit_bytes - used - more_bytes
 
     def _list_base_files(self) -> set[str]:
-        """Return the base files of all qcow2 files here; OSError if one is unreadable."""
         base_files: set[str] = set()
         for path in self._directory.iterdir():
             with suppress(FileNotFoundError):  # another worker has just removed it, and it lies on nothing any more
@@ -345,7 +344,6 @@ def _stat(path: Path) -> tuple[int, int]:
 
 
 def _format_size(size: int) -> str:
-    """Format bytes as GiB, or as MiB below 0.1 GiB, with one decimal."""
     return f'{size / GIB:.1f} GiB' if size >= GIB / 10 else f'{size / MIB:.1f} MiB'
 
 
@@ -427,7 +425,6 @@ class Scrubber:
         return users
 
     def _run(self) -> None:
-        """Scrub now and every hour until stop()."""
         while not self._stopped.is_set():
             self.scrub(time.time())
             self._stopped.wait(HOUR_SECONDS)
@@ -437,7 +434,6 @@ class Scrubber:
 UNREACHABLE_SECONDS = 30.0
 # Time for an answer about a cached image; then the cached one is used.
 MAX_CHECK_SECONDS = 10.0
-CHECKPOINT_SECONDS = 0.2  # seconds between two calls of the checkpoint
 
 Checkpoint = Callable[[], None]
 # Called with the bytes downloaded and the total (None: unknown), at most once a second and if there are more.
@@ -560,7 +556,6 @@ class ImageCache:
         raise ServerUnavailable('image', f'{url}: the server does not answer in time')
 
     def _note_unreachable(self, url: str, error: ServerUnavailable) -> None:
-        """Log that the server gives no answer, and note when: it is not asked for UNREACHABLE_SECONDS."""
         self._bases.note_question(url, time.monotonic(), is_answered=False)
         log.warning('the cached image is used without a check for a newer one: %s', error.reason)
 
