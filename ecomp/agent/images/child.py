@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import wait
@@ -22,6 +23,7 @@ from ecomp.errors import EcompError
 
 CHECKPOINT_SECONDS = 0.1  # seconds between two calls of the checkpoint
 PR_SET_PDEATHSIG = 1
+_ANSWERING = threading.Lock()
 
 
 def run_program(
@@ -86,7 +88,8 @@ def read_job() -> dict[str, Any]:
 
 def answer(**fields: Any) -> None:
     """Print an answer to the parent."""
-    os.write(1, json.dumps(fields).encode() + b'\n')
+    with _ANSWERING:  # a long line is not written atomically
+        os.write(1, json.dumps(fields).encode() + b'\n')
 
 
 def die_with_parent(parent_pid: int) -> None:
