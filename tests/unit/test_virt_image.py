@@ -19,7 +19,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.agent.images.sources import EgressPolicy, ServerUnavailable, make_source
+from ecomp.agent.images.cache import make_source
+from ecomp.agent.images.sources import EgressPolicy, ServerUnavailable
 from ecomp.errors import BuildFailed
 from ecomp.files import get_search_path
 from ecomp.model.allocation import GIB

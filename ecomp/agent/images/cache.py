@@ -27,10 +27,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from ecomp.agent.images.child import CHECKPOINT_SECONDS, run_program
-from ecomp.agent.images.sources import Download, EgressPolicy, ServerUnavailable, Version, make_source
+from ecomp.agent.images.sources import Download, EgressPolicy, LocalSource, ServerUnavailable, Version
 from ecomp.errors import BuildFailed, EcompError
 from ecomp.failpoints import failpoint
 from ecomp.files import sync_directory, try_lock, write_durably
@@ -40,6 +41,9 @@ from ecomp.model.guest import BaseImage
 from ecomp.model.image import IMAGE_HASH_DIGITS, check_image, hash_image, hash_url, split_pin
 from ecomp.model.json_object import load_object
 from ecomp.virt.image import read_backing_chain, read_base_volume
+
+if TYPE_CHECKING:
+    from ecomp.agent.images.remote import RemoteSource
 
 VERSION = 1
 FORMATS = ('qcow2', 'raw')
@@ -446,6 +450,16 @@ class CacheLimits:
 
     cache_bytes: int
     disk_bytes: int
+
+
+def make_source(url: str, local_directory: Path | None, egress: EgressPolicy) -> LocalSource | RemoteSource:
+    """Make the source for `url`, which check_image() accepted and which has no fragment."""
+    if urlsplit(url).scheme == 'file':
+        return LocalSource(url, local_directory)
+    # Imported late: it loads requests, which takes 0.1 s and 12 MiB, and is needed only where an image is asked for.
+    from ecomp.agent.images.remote import RemoteSource
+
+    return RemoteSource(url, egress)
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
-from ecomp.agent.images.cache import BaseVolumes
+from ecomp.agent.images.cache import BaseVolumes, make_source
 from ecomp.agent.images.child import answer, read_job
 from ecomp.agent.images.remote import RemoteSource
 from ecomp.agent.images.sources import (
@@ -26,7 +26,6 @@ from ecomp.agent.images.sources import (
     ServerUnavailable,
     Stream,
     Version,
-    make_source,
 )
 from ecomp.errors import BuildFailed
 from ecomp.failpoints import failpoint

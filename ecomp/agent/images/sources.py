@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from ecomp.addresses import is_own_address, resolve_addresses
@@ -18,9 +18,6 @@ from ecomp.compute_conf import ComputeConfig
 from ecomp.errors import BuildFailed
 from ecomp.model import image
 from ecomp.model.image import Address, ImageSources, expand_address, parse_image_sources
-
-if TYPE_CHECKING:
-    from ecomp.agent.images.remote import RemoteSource
 
 CONTROL_PLANE = 'etcd or placement'
 OWN_ADDRESS = 'an address of this host that `image_sources:` does not list exactly'
@@ -240,13 +237,3 @@ class LocalSource:
             raise BuildFailed('image', f'{self._url}: cannot be read: {error.strerror}') from error
         except (ValueError, RuntimeError) as error:  # a zero byte in its path, or a cyclic link
             raise BuildFailed('image', f'{self._url}: {error}') from error
-
-
-def make_source(url: str, local_directory: Path | None, egress: EgressPolicy) -> LocalSource | RemoteSource:
-    """Make the source for `url`, which check_image() accepted and which has no fragment."""
-    if urlsplit(url).scheme == 'file':
-        return LocalSource(url, local_directory)
-    # Imported late: it loads requests, which takes 0.1 s and 12 MiB, and is needed only where an image is asked for.
-    from ecomp.agent.images.remote import RemoteSource
-
-    return RemoteSource(url, egress)
