@@ -29,7 +29,7 @@ from ecomp.model.cluster import find_accepted_revision
 from ecomp.model.explain import Provider
 from ecomp.model.flavor import Flavor
 from ecomp.model.group import MAX_MEMBERS, Group, Membership, resolve_group
-from ecomp.model.host import PresenceFacts, ProviderSummary, list_unproven
+from ecomp.model.host import PresenceFacts, is_ours, list_unproven
 from ecomp.model.parsers import MAX_REASON_CHARACTERS
 from ecomp.model.queue import Backlog, QueueEntry, QueueTaker, WaitingEntry
 from ecomp.model.record import ERROR, GONE, RETENTION_SECONDS, Failure, make_record, parse_or_none
@@ -98,7 +98,7 @@ class Queues:
             is_proven, names = has_lease_ended or are_presences_proven(store), providers.read_provider_names(placement)
             silent_uuids = list_unproven(names, self._presences, self.start_revision, is_proven)
             shares = providers.read_rooms(placement, silent_uuids) if silent_uuids else {}
-            silent = [uuid for uuid in silent_uuids if ProviderSummary(uuid, uuid, shares.get(uuid, {})).is_ours]
+            silent = [uuid for uuid in silent_uuids if is_ours(uuid, uuid, shares.get(uuid, {}))]
             if silent and silent != self._silent:
                 shown = join_some(silent, 3)
                 log.info('older queued requests are not taken: their guests may run on silent computes: %s', shown)

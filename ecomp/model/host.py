@@ -1,4 +1,4 @@
-"""Computes, their free room, and which of them has an instance. Pure.
+"""Computes, their names and signs of life, and which of them is trusted to have an instance. Pure.
 
 A compute is shown and typed by its host's name, which is in its presence and, until it is forgotten, in the key
 /hostnames/<compute>.
@@ -11,21 +11,17 @@ their ages are equal, and show no time until the first one is renewed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from functools import cached_property
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from ecomp.errors import Problem
-from ecomp.model import keys, status
-from ecomp.model.allocation import (
-    Inventory,
-    Room,
-)
-from ecomp.model.order import InvalidRequest, Request
+from ecomp.model import keys
+from ecomp.model.allocation import Inventory, Room
 from ecomp.model.parsers import FLAG, NONEMPTY, check, list_of, number, text
-from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, GONE, SCHEDULED, STOPPED, Record, format_time
+from ecomp.model.record import ACTIVE, BUILDING, SCHEDULED, STOPPED, format_time
 from ecomp.model.stored import decode_lenient, lenient, stored
 from ecomp.model.text import join_some, make_printable, replace_uuids
 from ecomp.model.trouble import Trouble
@@ -334,41 +330,18 @@ class ProviderSummary:
     rooms: Mapping[str, Room] = field(default_factory=dict)
     status_traits: frozenset[str] = frozenset()
 
-    @property
-    def is_ours(self) -> bool:
-        """True if named by its uuid, with VCPU or (as ecompute registers it) without inventory.
 
-        Others are not shown or removed: nova names its computes by host name, a storage pool has no VCPU.
-        """
-        return self.name == self.uuid and (not self.rooms or 'VCPU' in self.rooms)
+def is_ours(uuid: str, name: str, classes: Collection[str]) -> bool:
+    """Return True for a provider named by its uuid, with VCPU or (as ecompute registers it) without inventory.
 
-
-@dataclass(frozen=True)
-class EtcdState:
-    """etcd's state. `malformed_records` are instances; `invalid_names` are, by compute, names that are not uuids."""
-
-    computes: Computes = NO_COMPUTES
-    requests: Mapping[str, Mapping[str, Request | InvalidRequest]] = field(default_factory=dict)
-    records: Mapping[str, Record] = field(default_factory=dict)
-    malformed_records: Collection[str] = ()
-    invalid_names: Mapping[str, Collection[str]] = field(default_factory=dict)
-    troubles: Mapping[str, Trouble] = field(default_factory=dict)
-
-    def format_instance(self, instance: str) -> str:
-        """Return an instance's name from its record, else from a request; its uuid without one."""
-        record = self.records.get(instance)
-        requests = (parsed.get(instance) for parsed in self.requests.values())
-        names = [record.name if record else None, *(parsed.name for parsed in requests if isinstance(parsed, Request))]
-        return next(filter(None, names), None) or instance
-
-    @property
-    def living_computes(self) -> Collection[str]:
-        return self.computes.living
+    Others are not shown or removed: nova names its computes by host name, a storage pool has no VCPU.
+    """
+    return name == uuid and (not classes or 'VCPU' in classes)
 
 
 @dataclass(frozen=True)
 class Host:
-    """A line of `eschedule hosts`. `state` is UP to ORPHANED; `instances` are those of list_present().
+    """A line of `eschedule hosts`. `state` is UP to ORPHANED; `instances` are those present there (see Inhabitants).
 
     `last_seen` is None unless the host is silent and its last sign of life is known.
     """
@@ -384,143 +357,6 @@ class Host:
     trouble: Trouble | None = None
 
 
-@dataclass(frozen=True)
-class Leftovers:
-    """The remains of a compute on which no instance lives.
-
-    `destroyed` are instances whose destroy was accepted, `orphans` the other consumers with allocations there, and
-    `stray_requests` of instances that are gone or on another compute, or with a name that is not a uuid.
-    """
-
-    destroyed: tuple[str, ...] = ()
-    stray_requests: tuple[str, ...] = ()
-    orphans: tuple[str, ...] = ()
-
-
-def list_hosts(etcd: EtcdState, providers: Mapping[str, ProviderSummary]) -> list[Host]:
-    """Return the computes that live, have requests or live instances, or are providers of ours, if they are uuids.
-
-    Sorted by host name and uuid; nameless ones come last.
-    """
-    uuids = {*etcd.living_computes, *etcd.requests, *etcd.invalid_names}
-    uuids |= {record.compute for record in etcd.records.values() if record.state in LIVE_STATES}
-    uuids |= {provider.uuid for provider in providers.values() if provider.is_ours}
-    listed = [_make_host(compute, etcd, providers.get(compute)) for compute in uuids if keys.is_uuid(compute)]
-    return sorted(listed, key=lambda each: (each.hostname is None, each.hostname or '', each.compute))
-
-
-def list_living(compute: str, etcd: EtcdState) -> set[str]:
-    """Return the instances that live on a compute or are requested there, also by a malformed request.
-
-    Instances with a tombstone there, and requests of instances that are gone or on another compute, are left out.
-    """
-    requests = etcd.requests.get(compute, {})
-    requested = {
-        name
-        for name, request in requests.items()
-        if not _is_tombstone(request) and not _is_stray(compute, etcd.records.get(name))
-    }
-    recorded = {
-        name for name, record in etcd.records.items() if record.compute == compute and record.state in LIVE_STATES
-    }
-    return requested | (recorded - requests.keys())
-
-
-def list_present(compute: str, etcd: EtcdState) -> set[str]:
-    """Return the instances that live, are requested or are being destroyed on a compute."""
-    remains = find_leftovers(compute, etcd, ())
-    return list_living(compute, etcd) | set(remains.destroyed)
-
-
-def find_forget_obstacle(
-    compute: str, etcd: EtcdState, consumers: Collection[str], in_flight: Collection[str]
-) -> str | None:
-    """Return why a compute must not be forgotten, and the cure; None if it may be. `consumers` have claims there."""
-    if compute in etcd.living_computes:
-        host = etcd.computes.find_hostname(compute)
-        return f'it is alive{f" on {host}" if host else ""}. Fix: stop its ecompute'
-    live_instances = sorted(list_living(compute, etcd))
-    if live_instances:
-        named = _format_instances(live_instances, etcd)
-        return f'it still has {named}. Fix: destroy all instances there, and repeat the command'
-    attempted = sorted(set(consumers) & set(in_flight))
-    if attempted:
-        retry = (
-            f'repeat the command when the attempt has finished, or {keys.ATTEMPT_SECONDS} s after its eschedule died'
-        )
-        return f'an attempt to place {_format_instances(attempted, etcd)} there is still running. Fix: {retry}'
-    unreadable = sorted({*etcd.requests.get(compute, {}), *consumers} & set(etcd.malformed_records))
-    if unreadable:
-        have = 'have malformed records' if len(unreadable) > 1 else 'has a malformed record'
-        return f'{_format_instances(unreadable, etcd)} {have}. Try: eschedule list'
-    for consumer in sorted(consumers):
-        others = [other for other in _list_homes(consumer, etcd) if other != compute]
-        if others:
-            home = f'{etcd.format_instance(consumer)} belongs to compute {etcd.computes.format_name(others[0])}'
-            return f'instance {home}, but has a claim on this compute. Fix: destroy that instance'
-    return None
-
-
-def find_leftovers(compute: str, etcd: EtcdState, consumers: Collection[str]) -> Leftovers:
-    """Return what to remove with a compute that may be forgotten; `consumers` have allocations there."""
-    requests = etcd.requests.get(compute, {})
-    stray = {name for name in requests if _is_stray(compute, etcd.records.get(name))}
-    # A record is in state destroying only after a tombstone was delivered.
-    destroying = {
-        name for name, record in etcd.records.items() if record.compute == compute and record.state == DESTROYING
-    }
-    ended = ({name for name, request in requests.items() if _is_tombstone(request)} - stray) | destroying
-    return Leftovers(
-        destroyed=tuple(sorted(ended)),
-        stray_requests=tuple(sorted({*stray, *etcd.invalid_names.get(compute, ())})),
-        orphans=tuple(sorted(set(consumers) - ended)),
-    )
-
-
-def _make_host(compute: str, etcd: EtcdState, provider: ProviderSummary | None) -> Host:
-    """Return a compute's line of `eschedule hosts`; the trait that ecompute sets itself disables only a living one."""
-    shares = provider.rooms if provider else {}
-    has_requests = bool(etcd.requests.get(compute) or etcd.invalid_names.get(compute))
-    traits = provider.status_traits if provider else frozenset()
-    disabled = status.DISABLED_BY_OPERATOR in traits
-    trouble = None
-    if compute in etcd.living_computes:
-        disabled = disabled or status.DISABLED in traits
-        state, trouble = DISABLED if disabled else UP, etcd.troubles.get(compute)
-    else:
-        state = get_absent_state(shares)
-        if state == SILENT and not has_requests and all(each.compute != compute for each in etcd.records.values()):
-            state = ORPHANED
-    instances = tuple(sorted(list_present(compute, etcd)))
-    facts = etcd.computes.living.get(compute, PresenceFacts())
-    hostname = etcd.computes.find_hostname(compute)
-    return Host(compute, hostname, state, instances, shares, disabled, facts, trouble=trouble)
-
-
 def get_absent_state(rooms: Mapping[str, Room | Inventory]) -> str:
     """Return CLOSED or SILENT for a compute without presence: a clean stop reserves all VCPU of its provider."""
     return CLOSED if 'VCPU' in rooms and rooms['VCPU'].is_fully_reserved else SILENT
-
-
-def _is_tombstone(request: Request | InvalidRequest) -> bool:
-    """Return True for a valid request to destroy; False for a malformed request."""
-    return isinstance(request, Request) and request.is_tombstone
-
-
-def _is_stray(compute: str, record: Record | None) -> bool:
-    """Return True if the compute would drop the request: the instance is gone or elsewhere."""
-    return record is not None and (record.compute != compute or record.state == GONE)
-
-
-def _list_homes(instance: str, etcd: EtcdState) -> Iterator[str]:
-    """Yield each compute with a request or tombstone, then that of a live or destroying record, maybe again."""
-    yield from (compute for compute, requests in etcd.requests.items() if instance in requests)
-    record = etcd.records.get(instance)
-    if record is not None and record.state in (*LIVE_STATES, DESTROYING):
-        yield record.compute
-
-
-def _format_instances(instances: list[str], etcd: EtcdState) -> str:
-    """Return `instance a` or `instances a, b`; MAX_QUOTED_INSTANCES are named, others counted."""
-    text = join_some(list(map(etcd.format_instance, instances)), MAX_QUOTED_INSTANCES)
-    return f'instance{"s" if len(instances) > 1 else ""} {text}'

@@ -1,24 +1,40 @@
-"""What an audit sees: the whole of etcd and some of placement, or one host with its keys and its provider. Pure."""
+"""What was read of etcd and placement, parsed: the whole, what a command needs of it, or one host's part. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 from ecomp.errors import Problem
-from ecomp.model import keys
+from ecomp.model import keys, status
 from ecomp.model.allocation import Resources
 from ecomp.model.group import Group
 from ecomp.model.guest import Guest, ReservedAddress
-from ecomp.model.host import CLOSED, SILENT, group_by_instance, parse_computes
+from ecomp.model.host import (
+    CLOSED,
+    DISABLED,
+    LIVE_STATES,
+    ORPHANED,
+    SILENT,
+    UP,
+    ConsumerLookup,
+    Host,
+    PresenceFacts,
+    ProviderSummary,
+    get_absent_state,
+    group_by_instance,
+    is_ours,
+    parse_computes,
+)
 from ecomp.model.order import InvalidRequest, NameOwner, Request, parse_attempt_instances, parse_request
 from ecomp.model.queue import QueueEntry, parse_queue_entry
 from ecomp.model.quota import Quota
 from ecomp.model.record import BUILDING, DESTROYING, ERROR, GONE, SCHEDULED, Record, from_json
 from ecomp.model.stack import Stack
 from ecomp.model.stored import decode
+from ecomp.model.trouble import parse_trouble
 
 Parsed = TypeVar('Parsed')
 
@@ -68,6 +84,7 @@ class Planes(NamedTuple):
     A compute reads its own keys, those of other computes about what it has, and its own provider. Otherwise etcd is
     complete, and of placement only the allocations of providers without a living compute are read. `mute_reasons` says
     of living computes why nothing is known of them. `usages` has placement's usage, as a quota counts it, by project.
+    Commands that do not audit read only the keys, and the providers, that they need.
     """
 
     providers: Mapping[str, ProviderState]
@@ -77,10 +94,26 @@ class Planes(NamedTuple):
     mute_reasons: Mapping[str, str] = {}
     usages: Mapping[str, Mapping[str, int]] = {}
 
-    def list_consumers(self, compute: str) -> Container[str]:
+    def list_consumers(self, compute: str) -> Collection[str]:
         """Return the consumers with allocations on a provider; () if they were not read."""
         provider = self.providers.get(compute)
         return () if provider is None or provider.allocations is None else provider.allocations
+
+
+class Inhabitants(NamedTuple):
+    """The instances of a compute.
+
+    `living` live or are requested there, also by a malformed request. `destroyed` have an accepted destroy there. The
+    compute carries out no `stray` request: the instance is gone or on another compute, or the name is not a uuid.
+    """
+
+    living: set[str]
+    destroyed: set[str]
+    stray: set[str]
+
+    @property
+    def present(self) -> set[str]:
+        return self.living | self.destroyed
 
 
 class World:
@@ -89,11 +122,14 @@ class World:
     By instance: `records` (the trusted one) or `malformed_records` (error), `requests_by_compute` {compute: request},
     `allocations` {provider: resources} and, of the host that looks, `metadata` (MACs) and `reservations` {MAC:
     address}. `groups`, `quotas` and `stacks` by name have the error, a text, for a malformed value.
-    `in_flight` are instances that wait in a queue or, by a key on a lease, are being taken or have an attempt.
+    `requests_at` and `records_at` have the same requests and trusted records as {compute: {instance: value}}.
+    `attempted` are instances that, by a key on a lease, have an attempt. `in_flight` are these, and those that wait in
+    a queue or, by a key on a lease, are being taken.
     `computes` have a presence on a lease, a provider named by its uuid, a request or a trusted record.
     """
 
-    def __init__(self, planes: Planes) -> None:
+    def __init__(self, planes: Planes, claims: ConsumerLookup | None = None) -> None:
+        """Parse the planes. `claims` finds the trusted of several computes; by default the planes do."""
         self.planes = planes
         self._families: dict[str, dict[str, keys.StoredValue]] = {}
         for key, entry in planes.etcd.items():
@@ -103,13 +139,14 @@ class World:
         }
         self.named_computes = parse_computes(self.select_prefix(keys.COMPUTES), self.select_prefix(keys.HOSTNAMES))
         self.records: dict[str, Record] = {}
+        self.records_at: dict[str, dict[str, Record]] = {}
         self.malformed_records: dict[str, str] = {}
         # {instance: {compute: state}}: records of other than the trusted computes, if they say that the instance lives,
         # or if the trusted compute has none.
         self.contradicting_states: dict[str, dict[str, str]] = {}
         self._record_keys: dict[str, str] = {}
         for name, entries in group_by_instance(planes.etcd.items()).items():
-            entries.mark_claimless(name, planes.list_consumers)
+            entries.mark_claimless(name, claims or planes.list_consumers)
             for compute, key in entries.record_keys.items():
                 try:
                     record = from_json(planes.etcd[key].value, name, keys.parse_record_key(key)[0])
@@ -118,14 +155,16 @@ class World:
                         self.malformed_records[name] = str(error)
                     continue
                 if compute == entries.compute:
-                    self.records[name] = record
+                    self.records[name] = self.records_at.setdefault(compute, {})[name] = record
                 elif record.state not in (GONE, ERROR) or entries.record is None:
                     self.contradicting_states.setdefault(name, {})[compute] = record.state
             self._record_keys[name] = entries.record_key or keys.record(entries.compute, name)
         self.requests_by_compute: dict[str, dict[str, Request | InvalidRequest]] = {}
+        self.requests_at: dict[str, dict[str, Request | InvalidRequest]] = {}
         for key, entry in self.select_prefix(keys.HOSTS).items():
             compute, _, name = key.removeprefix(keys.HOSTS).partition('/')
-            self.requests_by_compute.setdefault(name, {})[compute] = parse_request(compute, key, entry.value)
+            parsed = self.requests_at.setdefault(compute, {})[name] = parse_request(compute, key, entry.value)
+            self.requests_by_compute.setdefault(name, {})[compute] = parsed
         # The owner of each name; None if the value is malformed.
         self.name_owners: dict[str, str | None] = {}
         for name, owner in self._parse_values(NameOwner, keys.NAMES).items():
@@ -135,7 +174,11 @@ class World:
         self.stacks = self._parse_values(Stack, keys.STACKS, 'name')
         # {instance: {flavor: request}}. A taker key only says that a compute is taking the request.
         self.queue_entries: dict[str, dict[str, QueueEntry | InvalidRequest]] = {}
-        self.in_flight: set[str] = set()
+        self.attempted: set[str] = set()
+        for key, entry in self.select_prefix(keys.ATTEMPTS).items():
+            # A key without a lease has no owner.
+            self.attempted |= parse_attempt_instances(key, entry.value) if entry.lease else set()
+        self.in_flight = set(self.attempted)
         for key, entry in self.select_prefix(keys.QUEUES).items():
             if not key.endswith(keys.TAKER):
                 name = keys.get_last_part(key)
@@ -143,13 +186,10 @@ class World:
                 self.queue_entries.setdefault(name, {})[flavor] = parse_queue_entry(key, entry.value)
             if entry.lease or not key.endswith(keys.TAKER):
                 self.in_flight.add(keys.get_queued_instance(key))
-        for key, entry in self.select_prefix(keys.ATTEMPTS).items():
-            if entry.lease:
-                self.in_flight |= parse_attempt_instances(key, entry.value)
         self.computes = self.living_computes | {name for name, each in planes.providers.items() if each.name == name}
         # A request that was removed from its queue before a compute took it has a record without compute.
         self.computes |= {each.compute for each in self.records.values()} - {''}
-        self.computes |= {compute for by_compute in self.requests_by_compute.values() for compute in by_compute}
+        self.computes |= self.requests_at.keys()
         self.metadata: dict[str, list[str]] = {}
         self.reservations: dict[str, dict[str, str]] = {}
         for mac, name in planes.facts.metadata.items():
@@ -226,6 +266,27 @@ class World:
         labels.add(record.name if record else None)
         return {name for name in labels if name}
 
+    def format_instance(self, instance: str) -> str:
+        """Return an instance's name from its record, else from a request; its uuid without one."""
+        known = [self.records.get(instance), *self.requests_by_compute.get(instance, {}).values()]
+        names = (each.name for each in known if each is not None and not isinstance(each, InvalidRequest))
+        return next(filter(None, names), instance)
+
+    def find_inhabitants(self, compute: str) -> Inhabitants:
+        requests, records = self.requests_at.get(compute, {}), self.records_at.get(compute, {})
+        tombstones = {name for name, each in requests.items() if isinstance(each, Request) and each.is_tombstone}
+        stray = set()
+        for name in requests:
+            record = self.records.get(name)
+            is_elsewhere = record is not None and (record.compute != compute or record.state == GONE)
+            if is_elsewhere or not keys.is_uuid(name):
+                stray.add(name)
+        recorded = {name for name, record in records.items() if record.state in LIVE_STATES}
+        # A record is in state destroying only after a tombstone was delivered.
+        destroying = {name for name, record in records.items() if record.state == DESTROYING}
+        living = (requests.keys() - tombstones - stray) | (recorded - requests.keys())
+        return Inhabitants(living, (tombstones - stray) | destroying, stray)
+
     def describe_unserved(self) -> Problem | None:
         """Return that no compute takes what is queued; None if one may or nothing waits."""
         return self.named_computes.describe_unserved(
@@ -257,8 +318,7 @@ class World:
         """
         ended = {each.compute for each in self.records.values()}
         living = {each.compute for each in self.records.values() if self.is_living(each.instance)}
-        requested = {compute for requested in self.requests_by_compute.values() for compute in requested}
-        forgotten = ended - living - requested - self.planes.providers.keys()
+        forgotten = ended - living - self.requests_at.keys() - self.planes.providers.keys()
         return {each: self._get_absent_state(each) for each in sorted(self.computes - self.living_computes - forgotten)}
 
     def _get_absent_state(self, compute: str) -> str:
@@ -281,6 +341,37 @@ class World:
     def select_prefix(self, prefix: str) -> Mapping[str, keys.StoredValue]:
         """Return the keys below one of the AUDITED_PREFIXES, with their values."""
         return self._families.get(prefix, {})
+
+
+def list_hosts(world: World, providers: Mapping[str, ProviderSummary]) -> list[Host]:
+    """Return the computes that live, have requests or live instances, or are providers of ours, if they are uuids.
+
+    Sorted by host name and uuid; nameless ones come last.
+    """
+    uuids = {*world.living_computes, *world.requests_at}
+    uuids |= {record.compute for record in world.records.values() if record.state in LIVE_STATES}
+    uuids |= {each.uuid for each in providers.values() if is_ours(each.uuid, each.name, each.rooms)}
+    listed = [_make_host(compute, world, providers.get(compute)) for compute in uuids if keys.is_uuid(compute)]
+    return sorted(listed, key=lambda each: (each.hostname is None, each.hostname or '', each.compute))
+
+
+def _make_host(compute: str, world: World, provider: ProviderSummary | None) -> Host:
+    rooms = provider.rooms if provider else {}
+    traits = provider.status_traits if provider else frozenset()
+    disabled, trouble = status.DISABLED_BY_OPERATOR in traits, None
+    if compute in world.living_computes:
+        # ecompute sets this trait itself when it stops, so it disables only a living compute.
+        disabled = disabled or status.DISABLED in traits
+        entry = world.get_value(keys.troubles(compute))
+        state, trouble = DISABLED if disabled else UP, parse_trouble(entry.value) if entry and entry.lease else None
+    else:
+        state = get_absent_state(rooms)
+        if state == SILENT and compute not in world.requests_at and compute not in world.records_at:
+            state = ORPHANED
+    instances = tuple(sorted(world.find_inhabitants(compute).present))
+    facts = world.named_computes.living.get(compute, PresenceFacts())
+    hostname = world.named_computes.find_hostname(compute)
+    return Host(compute, hostname, state, instances, rooms, disabled, facts, trouble=trouble)
 
 
 def index_revisions(etcd: Mapping[str, keys.StoredValue]) -> dict[str, dict[str, int]]:

@@ -8,13 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 from ecomp.cli.operators import make_finding_listing, make_host_listing
+from ecomp.model import keys
 from ecomp.model.allocation import describe_difference
 from ecomp.model.audit import find_all
 from ecomp.model.choose import STRATEGIES, Ranking, choose, distribute
 from ecomp.model.explain import find_miss, sort_misses
-from ecomp.model.host import Computes, EtcdState, PresenceFacts, ProviderSummary, list_hosts
+from ecomp.model.host import ProviderSummary
 from ecomp.model.query import parse_query
-from ecomp.model.world import Planes, ProviderState, World
+from ecomp.model.world import Planes, ProviderState, World, list_hosts
 from ecomp.placement import allocations, providers
 from ecomp.placement.client import Placement
 from ecomp.placement.http_client import Answer
@@ -52,9 +53,9 @@ def check_candidates(client: Placement) -> None:
 def check_shares(client: Placement) -> None:
     shares = providers.read_rooms(client, [COMPUTE, OTHER_UUID])
     in_placement = {uuid: ProviderSummary(uuid, uuid, share) for uuid, share in shares.items()}
-    assert_printable(
-        *render_all(make_host_listing(list_hosts(EtcdState(Computes({COMPUTE: PresenceFacts('h')})), in_placement)))
-    )
+    presence = Entry(keys.compute(COMPUTE), b'{"hostname": "h"}', 1, 1)
+    world = World(Planes({}, {presence.key: presence}))
+    assert_printable(*render_all(make_host_listing(list_hosts(world, in_placement))))
 
 
 def check_look(client: Placement) -> None:

@@ -33,7 +33,7 @@ from ecomp.model.facts import parse_facts
 from ecomp.model.finding import Finding
 from ecomp.model.group import Group, Membership
 from ecomp.model.guest import Guest, ReservedAddress, SharedUserData, parse_shared_user_data
-from ecomp.model.host import NO_COMPUTES, Computes, EtcdState, PresenceFacts, list_hosts
+from ecomp.model.host import NO_COMPUTES, Computes, PresenceFacts
 from ecomp.model.order import MAX_REQUEST_BYTES, InvalidRequest, PowerAction, Request
 from ecomp.model.parsers import MAX_REASON_CHARACTERS
 from ecomp.model.query import parse_query
@@ -41,7 +41,7 @@ from ecomp.model.record import Failure, Interface, Progress, Record
 from ecomp.model.stack import Stack
 from ecomp.model.stored import decode, decode_lenient, encode, nested
 from ecomp.model.trouble import parse_trouble
-from ecomp.model.world import HostFacts, Planes, ProviderState, World, index_revisions
+from ecomp.model.world import HostFacts, Planes, ProviderState, World, index_revisions, list_hosts
 from ecomp.store.client import Entry
 from ecomp.store.presence import _format_field, _parse_holder
 from ecomp.store.sharing import released_from_json, released_to_json
@@ -183,8 +183,9 @@ def read_compute(value: bytes) -> None:
     presence, holder = decode_lenient(PresenceFacts, entry.value), _parse_holder(entry)
     for field in ('hostname', 'since'):
         assert _format_field(holder or {}, field).isprintable()
-    rows = list_hosts(EtcdState(Computes({COMPUTE: presence})), {})
-    assert_printable(*render_all(make_host_listing(rows)))
+    (host,) = list_hosts(World(Planes({}, {entry.key: entry})), {})
+    assert host.facts == presence
+    assert_printable(*render_all(make_host_listing([host])))
 
 
 def read_facts(value: bytes) -> None:
@@ -198,12 +199,12 @@ def read_facts(value: bytes) -> None:
 def read_trouble(value: bytes) -> None:
     key = keys.troubles(COMPUTE)
     assert str(parse_trouble(value)).isprintable()
-    computes = Computes({COMPUTE: PresenceFacts()})
-    hosts = list_hosts(EtcdState(computes, troubles={COMPUTE: parse_trouble(value)}), {})
+    presence = Entry(keys.compute(COMPUTE), b'{}', 1, 1)
+    etcd = {key: Entry(key, value, 1, 1), presence.key: presence}
+    hosts = list_hosts(World(Planes({}, etcd)), {})
     assert [(host.state, host.trouble is None) for host in hosts] == [('up', False)]
     assert_printable(*render_all(make_host_listing(hosts)))
-    presence = Entry(keys.compute(COMPUTE), b'{}', 1, 1)
-    audit_values({key: Entry(key, value, 1, 1), presence.key: presence})
+    audit_values(etcd)
 
 
 def read_attempt(value: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -18,31 +19,26 @@ from ecomp.model import keys
 from ecomp.model.allocation import Inventory, Room
 from ecomp.model.explain import Provider
 from ecomp.model.facts import MAX_CACHED_IMAGES, NO_FACTS, Facts, make_facts, parse_facts
+from ecomp.model.forget import find_obstacle
 from ecomp.model.host import (
     NO_COMPUTES,
     Computes,
     EntriesByCompute,
-    EtcdState,
     Host,
-    Leftovers,
     PresenceFacts,
     ProviderSummary,
     StoredHostname,
     describe_silence,
     describe_silent_fix,
-    find_forget_obstacle,
-    find_leftovers,
     group_by_instance,
-    list_hosts,
-    list_living,
-    list_present,
     list_unproven,
 )
 from ecomp.model.image import hash_image
-from ecomp.model.order import InvalidRequest, Request
+from ecomp.model.order import Request
 from ecomp.model.record import ACTIVE, GONE, Failure, Record
 from ecomp.model.status import DISABLED, DISABLED_BY_OPERATOR
 from ecomp.model.stored import decode_lenient, encode
+from ecomp.model.world import Inhabitants, Planes, ProviderState, World, list_hosts
 from ecomp.store.client import Entry
 from tests.kit.forms import render
 from tests.kit.transcript import compare_with_file
@@ -50,12 +46,14 @@ from tests.kit.transcript import compare_with_file
 HOST, OTHER = (f'{digit * 8}-3a52-4b0f-8d87-0d8f1f2a6b01' for digit in 'ab')
 A, B, C, D, E = (f'{digit * 8}-0000-4b0f-8d87-0d8f1f2a6b01' for digit in '12345')
 
+SIZE = {'VCPU': 1, 'MEMORY_MB': 128, 'DISK_GB': 1}
+LEASE = 7
 OPEN_ROOM = {'VCPU': Room(4, 1), 'MEMORY_MB': Room(512, 128), 'DISK_GB': Room(10, 1)}
 CLOSED_ROOM = {**OPEN_ROOM, 'VCPU': Room(0, 1, is_fully_reserved=True)}
 
 
 def make_request(instance: str) -> Request:
-    return Request(instance, {HOST: {'VCPU': 1, 'MEMORY_MB': 128, 'DISK_GB': 1}}, image='http://images.invalid/a')
+    return Request(instance, {HOST: SIZE}, image='http://images.invalid/a')
 
 
 def make_tombstone(instance: str) -> Request:
@@ -70,42 +68,53 @@ def make_provider(shares: dict[str, Room] = OPEN_ROOM, uuid: str = HOST, name: s
     return {uuid: ProviderSummary(uuid, name or uuid, shares)}
 
 
-def make_computes(hosts: dict[str, str | None]) -> Computes:
-    return Computes({compute: PresenceFacts(host) for compute, host in hosts.items()})
+def make_world(
+    hostnames: dict[str, str | None] | None = None,
+    requests: dict[str, list[Request]] | None = None,
+    records: Collection[Record] = (),
+    held: Collection[str] = (),
+    others: Collection[tuple[str, str]] = (),
+) -> World:
+    """Make a world of living computes, requests, records, claims on HOST, and other keys and values."""
+    hostnames, values = hostnames or {}, dict(others)
+    values |= {keys.compute(compute): json.dumps({'hostname': host}) for compute, host in hostnames.items()}
+    for compute, requested in (requests or {}).items():
+        values |= {keys.request(compute, each.instance): encode(each) for each in requested}
+    values |= {keys.record(each.compute, each.instance): encode(each) for each in records}
+    etcd = {key: Entry(key, value.encode(), 1, LEASE) for key, value in values.items()}
+    return World(Planes({HOST: ProviderState(HOST, allocations=dict.fromkeys(held, {}))}, etcd))
 
 
-def read_state(etcd: EtcdState, providers: dict[str, ProviderSummary]) -> str:
-    (host,) = list_hosts(etcd, providers)
+def read_state(world: World, providers: dict[str, ProviderSummary]) -> str:
+    (host,) = list_hosts(world, providers)
     return host.state
 
 
 @pytest.mark.parametrize(
-    ('etcd', 'providers', 'expected'),
+    ('world', 'providers', 'expected'),
     [
-        (EtcdState(make_computes({HOST: 'hv1'})), make_provider(), 'up'),
-        (EtcdState(make_computes({HOST: 'hv1'})), make_provider(CLOSED_ROOM), 'up'),
-        (EtcdState(make_computes({HOST: None})), {}, 'up'),
-        (EtcdState(), make_provider(CLOSED_ROOM), 'closed'),
-        (EtcdState(requests={HOST: {A: make_request(A)}}), make_provider(CLOSED_ROOM), 'closed'),
-        (EtcdState(requests={HOST: {A: make_request(A)}}), make_provider(), 'silent'),
-        (EtcdState(requests={HOST: {A: make_tombstone(A)}}), {}, 'silent'),
-        (EtcdState(records={A: make_record(A, 'active')}), {}, 'silent'),
-        (EtcdState(records={A: make_record(A, 'gone')}), make_provider(), 'silent'),
-        (EtcdState(invalid_names={HOST: ['x']}), make_provider(), 'silent'),
-        (EtcdState(), make_provider(), 'orphaned'),
-        (EtcdState(), make_provider({}), 'orphaned'),
-        (
-            EtcdState(records={A: make_record(A, 'active', OTHER)}),
-            {**make_provider(), **make_provider(uuid=OTHER)},
-            None,
-        ),
+        (make_world({HOST: 'hv1'}), make_provider(), 'up'),
+        (make_world({HOST: 'hv1'}), make_provider(CLOSED_ROOM), 'up'),
+        (make_world({HOST: None}), {}, 'up'),
+        (make_world(), make_provider(CLOSED_ROOM), 'closed'),
+        (make_world(requests={HOST: [make_request(A)]}), make_provider(CLOSED_ROOM), 'closed'),
+        (make_world(requests={HOST: [make_request(A)]}), make_provider(), 'silent'),
+        (make_world(requests={HOST: [make_tombstone(A)]}), {}, 'silent'),
+        (make_world(records=[make_record(A, 'active')]), {}, 'silent'),
+        (make_world(records=[make_record(A, 'gone')]), make_provider(), 'silent'),
+        (make_world(others=[(keys.request(HOST, 'x'), '')]), make_provider(), 'silent'),
+        (make_world(), make_provider(), 'orphaned'),
+        (make_world(), make_provider({}), 'orphaned'),
     ],
 )
-def test_state_of_a_compute(etcd: EtcdState, providers: dict[str, ProviderSummary], expected: str | None) -> None:
-    if expected is None:
-        assert {host.compute: host.state for host in list_hosts(etcd, providers)} == {HOST: 'orphaned', OTHER: 'silent'}
-    else:
-        assert read_state(etcd, providers) == expected
+def test_state_of_a_compute(world: World, providers: dict[str, ProviderSummary], expected: str) -> None:
+    assert read_state(world, providers) == expected
+
+
+def test_record_on_another_compute_makes_no_compute_silent() -> None:
+    world = make_world(records=[make_record(A, 'active', OTHER)])
+    listed = list_hosts(world, {**make_provider(), **make_provider(uuid=OTHER)})
+    assert {host.compute: host.state for host in listed} == {HOST: 'orphaned', OTHER: 'silent'}
 
 
 @pytest.mark.parametrize(
@@ -117,28 +126,30 @@ def test_state_of_a_compute(etcd: EtcdState, providers: dict[str, ProviderSummar
     ],
 )
 def test_foreign_provider_is_not_listed(foreign: dict[str, ProviderSummary]) -> None:
-    assert list_hosts(EtcdState(), foreign) == []
+    assert list_hosts(make_world(), foreign) == []
     # If etcd knows it, it is shown with its data from placement.
-    (shown,) = list_hosts(EtcdState(make_computes({HOST: 'hv1'})), foreign)
+    (shown,) = list_hosts(make_world({HOST: 'hv1'}), foreign)
     assert shown == Host(HOST, 'hv1', 'up', (), foreign[HOST].rooms, facts=PresenceFacts('hv1'))
 
 
 def test_key_without_a_uuid_is_not_a_compute() -> None:
-    assert list_hosts(EtcdState(make_computes({'x': 'y'}), invalid_names={'': ['z']}), {}) == []
-    assert list_hosts(EtcdState(records={A: make_record(A, 'active', 'x')}), {}) == []
+    assert list_hosts(make_world({'x': 'y'}, others=[(keys.request('', 'z'), '')]), {}) == []
+    assert list_hosts(make_world(records=[make_record(A, 'active', 'x')]), {}) == []
 
 
 def test_hosts_are_sorted_by_name_with_unnamed_last() -> None:
     third = 'c' + OTHER[1:]
-    shown = list_hosts(EtcdState(make_computes({third: 'hv1', OTHER: 'hv2'})), make_provider())
+    shown = list_hosts(make_world({third: 'hv1', OTHER: 'hv2'}), make_provider())
     assert [host.compute for host in shown] == [third, OTHER, HOST]
 
 
 def test_closed_host_is_listed_with_its_name() -> None:
-    computes = Computes({OTHER: PresenceFacts('hv2', '1.1.0', 'kvm', True)}, {HOST: 'hv1', 'c' + OTHER[1:]: 'hv3'})
-    away, here = list_hosts(EtcdState(computes), make_provider(CLOSED_ROOM))
+    hostnames = {HOST: 'hv1', 'c' + OTHER[1:]: 'hv3'}
+    remembered = [(keys.hostname(compute), encode(StoredHostname(host))) for compute, host in hostnames.items()]
+    world = make_world({OTHER: 'hv2'}, others=remembered)
+    away, here = list_hosts(world, make_provider(CLOSED_ROOM))
     assert (away.compute, away.hostname, away.state, away.facts) == (HOST, 'hv1', 'closed', PresenceFacts())
-    assert (here.hostname, here.facts.version, here.facts.kind) == ('hv2', '1.1.0', 'kvm')
+    assert (here.hostname, here.facts) == ('hv2', PresenceFacts('hv2'))
 
 
 def test_overcommitted_room_is_shown_and_free_is_not_negative() -> None:
@@ -152,49 +163,53 @@ def test_overcommitted_room_is_shown_and_free_is_not_negative() -> None:
 # Instances of a compute
 
 
-@pytest.mark.parametrize('instance_record', [make_record(A, 'gone'), make_record(A, 'active', OTHER)])
-def test_request_of_finished_or_moved_instance_is_stray(instance_record: Record) -> None:
-    etcd = EtcdState(requests={HOST: {A: make_request(A)}}, records={A: instance_record})
-    assert list_living(HOST, etcd) == set()
-    assert find_leftovers(HOST, etcd, ()) == Leftovers(stray_requests=(A,))
+def test_request_of_finished_or_moved_instance_is_stray() -> None:
+    finished = make_world(requests={HOST: [make_request(A)]}, records=[make_record(A, 'gone')])
+    on_other = replace(make_request(A), allocations={OTHER: SIZE})
+    both = make_world(requests={HOST: [make_request(A)], OTHER: [on_other]}, records=[make_record(A, 'active', OTHER)])
+    moved = World(both.planes, lambda compute: {A} if compute == OTHER else set())
+    for world in (finished, moved):
+        assert world.find_inhabitants(HOST) == Inhabitants(set(), set(), {A})
 
 
 # Forgetting a compute
 
 
-# (etcd, what placement has allocated there, what is being placed there)
-FORGOTTEN: list[tuple[EtcdState, tuple[str, ...], tuple[str, ...]]] = [
-    (EtcdState(make_computes({HOST: 'hv1'})), (), ()),
-    (EtcdState(make_computes({HOST: None})), (), ()),
-    (EtcdState(requests={HOST: {A: make_request(A)}}), (A,), ()),
-    (EtcdState(records={A: make_record(A, 'active')}), (), ()),
-    (EtcdState(records={A: replace(make_record(A, 'active'), name='web1')}), (), ()),
-    (EtcdState(requests={HOST: {A: InvalidRequest(A, 'not JSON')}}), (), ()),
-    (EtcdState(requests={HOST: {each: make_request(each) for each in (A, B, C, D, E)}}), (), ()),
-    (EtcdState(), (A,), (A, B)),
-    (EtcdState(malformed_records={A}), (A,), ()),
-    (EtcdState(requests={HOST: {A: make_tombstone(A)}}, malformed_records={A}), (), ()),
-    (EtcdState(requests={OTHER: {A: make_request(A)}}), (A,), ()),
-    (EtcdState(records={A: make_record(A, 'active', OTHER)}), (A,), ()),
-    (EtcdState(make_computes({OTHER: 'hv2'}), {OTHER: {A: make_request(A)}}), (A,), ()),
-    (EtcdState(), (), ()),
-    (EtcdState(make_computes({OTHER: 'hv2'}), requests={OTHER: {A: make_request(A)}}, malformed_records={B}), (), (B,)),
-    (EtcdState(), (A,), (B,)),
-    (EtcdState(records={A: make_record(A, 'gone'), B: make_record(B, 'error')}), (A, B), ()),
-    (
-        EtcdState(requests={HOST: {A: make_tombstone(A), B: make_tombstone(B)}}, records={B: make_record(B, 'active')}),
-        (A, B, C),
-        (),
+ON_OTHER = replace(make_request(A), allocations={OTHER: SIZE})
+FORGOTTEN: list[World] = [
+    make_world({HOST: 'hv1'}),
+    make_world({HOST: None}),
+    make_world(requests={HOST: [make_request(A)]}, held={A}),
+    make_world(records=[make_record(A, 'active')]),
+    make_world(records=[replace(make_record(A, 'active'), name='web1')]),
+    make_world(others=[(keys.request(HOST, A), '')]),
+    make_world(requests={HOST: [make_request(each) for each in (A, B, C, D, E)]}),
+    make_world(held={A}, others=[(keys.attempt(each), '') for each in (A, B)]),
+    make_world(held={A}, others=[(keys.record(HOST, A), '')]),
+    make_world(requests={HOST: [make_tombstone(A)]}, others=[(keys.record(HOST, A), '')]),
+    make_world(requests={OTHER: [ON_OTHER]}, held={A}),
+    make_world(records=[make_record(A, 'active', OTHER)], held={A}),
+    make_world({OTHER: 'hv2'}, {OTHER: [ON_OTHER]}, held={A}),
+    make_world(),
+    make_world({OTHER: 'hv2'}, {OTHER: [ON_OTHER]}, others=[(keys.record(OTHER, B), ''), (keys.attempt(B), '')]),
+    make_world(held={A}, others=[(keys.attempt(B), '')]),
+    make_world(records=[make_record(A, 'gone'), make_record(B, 'error')], held={A, B}),
+    make_world(
+        requests={HOST: [make_tombstone(A), make_tombstone(B)]}, records=[make_record(B, 'active')], held={A, B, C}
     ),
-    (EtcdState(records={A: make_record(A, 'destroying')}), (A,), ()),
-    (EtcdState(invalid_names={HOST: ['x/y']}), (), ()),
+    make_world(records=[make_record(A, 'destroying')], held={A}),
+    make_world(others=[(keys.request(HOST, 'x/y'), '')]),
 ]
 
 
 def test_forget_is_refused_or_removes_what_is_left() -> None:
     lines = []
-    for etcd, held, attempted in FORGOTTEN:
-        lines.append(find_forget_obstacle(HOST, etcd, held, attempted) or repr(find_leftovers(HOST, etcd, held)))
+    for world in FORGOTTEN:
+        there = world.find_inhabitants(HOST)
+        orphans = set(world.planes.list_consumers(HOST)) - there.destroyed
+        destroyed, stray_requests, orphans = (tuple(sorted(each)) for each in (there.destroyed, there.stray, orphans))
+        left = f'Leftovers({destroyed=}, {stray_requests=}, {orphans=})'
+        lines.append(find_obstacle(world, HOST) or left)
     compare_with_file(Path(__file__).parent / 'golden/forget.txt', '\n'.join(lines) + '\n')
 
 
@@ -212,23 +227,21 @@ def test_forget_is_refused_or_removes_what_is_left() -> None:
 def test_disabled_computes_are_shown(
     alive: bool, traits: set[str], shares: dict[str, Room], expected: tuple[str, bool], shown: str
 ) -> None:
-    etcd = EtcdState(make_computes({HOST: 'hv1'} if alive else {}))
-    listed = list_hosts(etcd, {HOST: ProviderSummary(HOST, HOST, shares, frozenset(traits))})
+    provider = ProviderSummary(HOST, HOST, shares, frozenset(traits))
+    listed = list_hosts(make_world({HOST: 'hv1'} if alive else {}), {HOST: provider})
     assert [(host.state, host.is_disabled) for host in listed] == [expected]
     assert shown in [cell.strip() for cell in render(make_host_listing(listed)).splitlines()[1].split('  ')]
 
 
 def test_there_includes_instances_being_destroyed() -> None:
-    records = {
-        A: make_record(A, 'active'),
-        B: make_record(B, 'destroying'),
-        C: make_record(C, 'gone'),
-        D: make_record(D, 'active', OTHER),
-    }
-    etcd = EtcdState(requests={HOST: {A: make_request(A), B: make_tombstone(B), C: make_request(C)}}, records=records)
-    assert list_present(HOST, etcd) == {A, B}
+    states = {A: 'active', B: 'destroying', C: 'gone'}
+    world = make_world(
+        requests={HOST: [make_request(A), make_tombstone(B), make_request(C)]},
+        records=[*(make_record(*each) for each in states.items()), make_record(D, 'active', OTHER)],
+    )
+    assert world.find_inhabitants(HOST).present == {A, B}
     # The same in the line of `eschedule hosts`.
-    assert {host.compute: host.instances for host in list_hosts(etcd, {})} == {HOST: (A, B), OTHER: (D,)}
+    assert {host.compute: host.instances for host in list_hosts(world, {})} == {HOST: (A, B), OTHER: (D,)}
 
 
 # Changed requests, by compute.

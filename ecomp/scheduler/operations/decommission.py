@@ -17,22 +17,17 @@ from ecomp.errors import Conflict, EcompError, NotFound, StillGoing, Unreachable
 from ecomp.failpoints import failpoint
 from ecomp.model import keys, status
 from ecomp.model.allocation import Allocations
-from ecomp.model.host import (
-    MAX_QUOTED_INSTANCES,
-    Leftovers,
-    ProviderSummary,
-    find_forget_obstacle,
-    find_leftovers,
-    list_present,
-)
+from ecomp.model.forget import find_obstacle
+from ecomp.model.host import MAX_QUOTED_INSTANCES, is_ours
 from ecomp.model.order import DRAIN, STOP, PowerAction, Request
 from ecomp.model.record import GONE, SCHEDULED, UNSEEN_END_FAULT, Record, is_stopped_by_drain, make_record, plan_drain
 from ecomp.model.text import join_some, replace_uuids
+from ecomp.model.world import Planes, ProviderState, World
 from ecomp.placement import allocations, providers
 from ecomp.placement.allocations import release
 from ecomp.placement.client import Placement
 from ecomp.scheduler.queries.find import MAX_OFFER_AGE_SECONDS
-from ecomp.scheduler.queries.hosts import Survey, read_survey
+from ecomp.scheduler.queries.hosts import read_world
 from ecomp.store.client import (
     NOT_QUEUED,
     Delete,
@@ -40,7 +35,6 @@ from ecomp.store.client import (
     Unchanged,
     find_needed,
     is_alive,
-    list_attempted_instances,
     read_silence_condition,
     retry_until_committed,
 )
@@ -81,12 +75,12 @@ def list_inhabitants(store: Store, placement: Placement, compute: str, display_n
     """Return lines on the instances on a compute or with a claim there: their number, then each. Raises NotFound."""
     # First: later deliveries are then seen as requests.
     consumers = allocations.read_provider_allocations(placement, compute)
-    etcd = read_survey(store).etcd
-    instances = sorted(list_present(compute, etcd) | consumers.keys())
+    world = read_world(store)
+    instances = sorted(world.find_inhabitants(compute).present | consumers.keys())
     lines = [f'{display_name}: {_format_count(len(instances))} there']
     for instance in instances:
-        record = etcd.records.get(instance)
-        lines.append(f'{etcd.format_instance(instance)}: {record.state if record is not None else SCHEDULED}')
+        record = world.records.get(instance)
+        lines.append(f'{world.format_instance(instance)}: {record.state if record is not None else SCHEDULED}')
     return lines
 
 
@@ -99,10 +93,11 @@ def change_guests(
     """
     from ecomp.scheduler.changes.change import change_power
 
-    etcd = read_survey(store).etcd
-    requests = etcd.requests.get(compute, {})
+    world = read_world(store)
+    requests = world.requests_at.get(compute, {})
     powers = {name: request.power for name, request in requests.items() if isinstance(request, Request)}
-    records = {instance: etcd.records.get(instance) for instance in sorted(list_present(compute, etcd))}
+    present = world.find_inhabitants(compute).present
+    records = {instance: world.records.get(instance) for instance in sorted(present)}
     to_stop, to_await = plan_drain(records, powers, changed_guests)
     to_start = [instance for instance in records if is_stopped_by_drain(records[instance], powers.get(instance))]
     to_change = to_stop if action == STOP else to_start
@@ -116,7 +111,7 @@ def change_guests(
             raise
         except EcompError as error:  # it has ended since, or its request is malformed
             sentence = str(error)
-        report(replace_uuids(sentence, {instance: etcd.format_instance(instance)}))
+        report(replace_uuids(sentence, {instance: world.format_instance(instance)}))
     return [*to_change, *to_await] if action == STOP else set(to_change) - changed_guests
 
 
@@ -175,11 +170,14 @@ def _read_taker_keys(store: Store) -> frozenset[tuple[str, int]]:
 def check_provider(placement: Placement, compute: str, display_name: str) -> None:
     """Raise NotFound unless placement has the compute's provider and ecompute made it."""
     name = providers.read_provider_name(placement, compute)
-    if name is None:
-        raise NotFound(f'{display_name}: no host has this name or uuid')
     if name != compute:
-        why = f'placement has a provider with this uuid, {name}, but no ecompute created this provider'
-        raise NotFound(f'{display_name}: no host has this name or uuid: {why}')
+        raise _make_not_found(display_name, name)
+
+
+def _make_not_found(display_name: str, provider_name: str | None = None) -> NotFound:
+    """Make the error for a uuid without a compute of ours; `provider_name` is that of a foreign provider."""
+    why = f': placement has a provider with this uuid, {provider_name}, but no ecompute created this provider'
+    return NotFound(f'{display_name}: no host has this name or uuid{why if provider_name is not None else ""}')
 
 
 def _format_count(number: int) -> str:
@@ -189,21 +187,6 @@ def _format_count(number: int) -> str:
 
 # Tries to forget a compute, each after a new read of both planes.
 MAX_TRIES = 5
-
-
-@dataclass(frozen=True)
-class _BothPlanes:
-    """Both planes as read: the provider (None: missing), its consumers if it is ours, and etcd.
-
-    `in_flight` are instances with an attempt. `may_run_queued`: placement knows the compute and a request is queued,
-    which the compute may run after a restore of both planes.
-    """
-
-    provider: ProviderSummary | None
-    consumers: Mapping[str, object]
-    survey: Survey
-    in_flight: frozenset[str]
-    may_run_queued: bool
 
 
 class _StaleReadError(Exception):
@@ -228,19 +211,19 @@ def forget(  # noqa: PLR0913
     """
     removal = _Removal(store, placement, compute, display_name, now, report)
 
-    def try_once() -> _BothPlanes | None:
-        planes = _read_planes(store, placement, compute)
-        remaining = _check_allowed(compute, display_name, planes, read_silence_condition(store, compute), fenced)
+    def try_once() -> World | None:
+        world = _read_planes(store, placement, compute)
+        _check_allowed(compute, display_name, world, fenced)
         try:
-            removal.remove(planes.survey, remaining)
+            removal.remove(world)
         except _StaleReadError:
             return None
-        return planes
+        return world
 
     lost = Conflict(f'compute {display_name}: other processes keep changing it. Try: the same command again')
-    planes = retry_until_committed(try_once, lost, MAX_TRIES)
+    provider = retry_until_committed(try_once, lost, MAX_TRIES).planes.providers.get(compute)
     failpoint('host-emptied')
-    if planes.provider is not None and planes.provider.is_ours:
+    if provider is not None and provider.allocations is not None:
         try:
             providers.delete_provider(placement, compute)
         except Conflict as error:
@@ -253,54 +236,47 @@ def forget(  # noqa: PLR0913
     if silent is not None and last_keys and store.commit([silent], list(map(Delete, last_keys))) is not None:
         if silent.revision:
             report(f'{silent.key}: removed: it had no lease')
-        if name is not None and planes.provider is None:
+        if name is not None and provider is None:
             report(f'{display_name}: its host name is removed')
     # The compute may have started after the last read; it registers its provider at its start only.
     if is_alive(store, compute):
         raise Conflict(f'compute {display_name} was started while it was being forgotten. Fix: restart its ecompute')
 
 
-def _read_planes(store: Store, placement: Placement, compute: str) -> _BothPlanes:
+def _read_planes(store: Store, placement: Placement, compute: str) -> World:
     """Read placement and etcd about the compute; consumers only of a provider that is ours."""
     # Placement first: a claim that is delivered later has its key in etcd by then. /hosts last: requests move there.
-    provider, consumers = None, {}
-    name = providers.read_provider_name(placement, compute)
-    if name is not None:
-        provider = ProviderSummary(compute, name, providers.read_rooms(placement, [compute]).get(compute, {}))
-        if provider.is_ours:
-            consumers = allocations.read_provider_allocations(placement, compute)
-    placing = frozenset(list_attempted_instances(store.snapshot(keys.ATTEMPTS)))
-    is_awaited = name is not None and bool(store.snapshot(keys.QUEUES, keys_only=True).entries)
-    return _BothPlanes(provider, consumers, read_survey(store), placing, is_awaited)
+    states: dict[str, ProviderState] = {}
+    if (name := providers.read_provider_name(placement, compute)) is not None:
+        rooms = providers.read_rooms(placement, [compute]).get(compute, {})
+        held = allocations.read_provider_allocations(placement, compute) if is_ours(compute, name, rooms) else None
+        states[compute] = ProviderState(name, allocations=held)
+    pending = {**store.snapshot(keys.ATTEMPTS).entries, **store.snapshot(keys.QUEUES, keys_only=True).entries}
+    return read_world(store, Planes(states, pending))
 
 
-def _check_allowed(
-    compute: str, display_name: str, planes: _BothPlanes, silent: Unchanged | None, fenced: bool
-) -> Leftovers:
-    """Return what has to be removed; Conflict or NotFound if the compute must not be forgotten.
-
-    `silent`: see read_silence_condition(); its revision is not 0 if the presence key exists without a lease.
-    """
-    reason = find_forget_obstacle(compute, planes.survey.etcd, planes.consumers, planes.in_flight)
+def _check_allowed(compute: str, display_name: str, world: World, fenced: bool) -> None:
+    """Raise Conflict if the compute must not be forgotten, NotFound if there is no such compute of ours."""
+    reason = find_obstacle(world, compute)
     if reason is not None:
         raise Conflict(f'compute {display_name} is not forgotten: {reason}')
-    if (planes.consumers or planes.may_run_queued) and not fenced:
-        named = join_some(list(map(planes.survey.etcd.format_instance, sorted(planes.consumers))), MAX_QUOTED_INSTANCES)
+    consumers, provider = world.planes.list_consumers(compute), world.planes.providers.get(compute)
+    # After a restore of both planes, a compute may run a queued request without a claim.
+    may_run_queued = provider is not None and bool(world.select_prefix(keys.QUEUES))
+    if (consumers or may_run_queued) and not fenced:
+        named = join_some(list(map(world.format_instance, sorted(consumers))), MAX_QUOTED_INSTANCES)
         waits = 'it may run queued requests'
         may_run = f'it holds claims and may run {named}' if named else waits
         start = 'start ecompute on its host (after a restore of etcd: `ecompute --accept-new-etcd`)'
         cure = f'{start}; if the machine never comes back: `eschedule host forget {display_name} --fenced`'
         raise Conflict(f'compute {display_name} is not forgotten: {may_run}. Fix: {cure}')
-    remaining = find_leftovers(compute, planes.survey.etcd, planes.consumers)
-    provider = planes.provider
-    is_remembered = compute in planes.survey.etcd.computes.stored_hostnames
-    has_key = silent is not None and silent.revision > 0
-    if remaining == Leftovers() and provider is None and not is_remembered and not has_key:
-        raise NotFound(f'{display_name}: no host has this name or uuid')
-    if remaining == Leftovers() and provider is not None and not provider.is_ours and not is_remembered:
-        why = f'placement has a provider with this uuid, {provider.name}, but no ecompute created this provider'
-        raise NotFound(f'{display_name}: no host has this name or uuid: {why}')
-    return remaining
+    there = world.find_inhabitants(compute)
+    if consumers or there.destroyed or there.stray or compute in world.named_computes.stored_hostnames:
+        return
+    if provider is None and world.get_value(keys.compute(compute)) is None:
+        raise _make_not_found(display_name)
+    if provider is not None and provider.allocations is None:
+        raise _make_not_found(display_name, provider.name)
 
 
 @dataclass(frozen=True)
@@ -314,7 +290,7 @@ class _Removal:
     now: Callable[[], str]
     report: Callable[[str], None]
 
-    def remove(self, survey: Survey, remaining: Leftovers) -> None:
+    def remove(self, world: World) -> None:
         """Remove and report leftovers; _StaleReadError if the compute is alive, and errors of the methods below."""
         silent = read_silence_condition(self.store, self.compute)
         if silent is None:
@@ -324,22 +300,23 @@ class _Removal:
             paths = keys.request(self.compute, name), keys.record(self.compute, name)
             return [
                 silent,
-                *(Unchanged(key, survey.entries[key].revision if key in survey.entries else 0) for key in paths),
+                *(Unchanged(key, world.get_revision(key)) for key in paths),
             ]
 
-        for instance in remaining.destroyed:
-            self._complete_destroy(instance, survey, make_conditions(instance))
-        for name in remaining.stray_requests:
+        there = world.find_inhabitants(self.compute)
+        for instance in sorted(there.destroyed):
+            self._complete_destroy(instance, world, make_conditions(instance))
+        for name in sorted(there.stray):
             self._remove_stray(name, make_conditions(name))
-        for consumer in remaining.orphans:
+        for consumer in sorted(set(world.planes.list_consumers(self.compute)) - there.destroyed):
             self._release(consumer)
             self.report(f'{consumer}: its claim is released: no request owns it')
 
-    def _complete_destroy(self, instance: str, survey: Survey, conditions: Sequence[Unchanged]) -> None:
+    def _complete_destroy(self, instance: str, world: World, conditions: Sequence[Unchanged]) -> None:
         """Release the claim, write the final record and delete the keys of an accepted destroy, or _StaleReadError."""
         self._release(instance, is_destroyed=True)
         failpoint('host-released')
-        record = _make_end_record(self.compute, survey, instance, self.now())
+        record = _make_end_record(self.compute, world, instance, self.now())
         removed = [keys.request(self.compute, instance), keys.address(instance)]
         if write_final_record(self.store, record, conditions, removed) is None:
             raise _StaleReadError
@@ -381,12 +358,12 @@ class _Removal:
             raise _StaleReadError
 
 
-def _make_end_record(compute: str, survey: Survey, instance: str, now: str) -> Record:
+def _make_end_record(compute: str, world: World, instance: str, now: str) -> Record:
     """Make the final record of a destroy that ends at `now` (ISO); EcompError with neither record nor valid request."""
-    record, request = survey.etcd.records.get(instance), survey.etcd.requests.get(compute, {}).get(instance)
+    record, request = world.records.get(instance), world.requests_at.get(compute, {}).get(instance)
     if record is None:
         if not isinstance(request, Request):
-            # find_leftovers() lists no such instance.
+            # World.find_inhabitants() has no such instance.
             raise EcompError(f'{instance}: has neither a record nor a request')
         record = make_record(compute, request, now)
     replaced_by = request.replaced_by if isinstance(request, Request) else None

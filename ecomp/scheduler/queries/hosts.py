@@ -7,10 +7,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import cache
 from ipaddress import AddressValueError, IPv4Address
 from typing import TYPE_CHECKING, NamedTuple
 
-from ecomp.errors import Conflict, EcompError, NotFound, StillGoing, UsageError, put_before_fix
+from ecomp.errors import Conflict, EcompError, NotFound, StillGoing, Unreadable, UsageError, put_before_fix
 from ecomp.metrics import Samples
 from ecomp.model import keys, status
 from ecomp.model.allocation import GIB, MIB
@@ -20,42 +21,45 @@ from ecomp.model.host import (
     ORPHANED,
     SILENT,
     Computes,
-    EtcdState,
     Host,
     ProviderSummary,
     StoredHostname,
     describe_silence,
     find_last_seen,
-    find_leftovers,
     get_absent_state,
-    list_hosts,
     parse_computes,
 )
 from ecomp.model.listing import NO_ABSENCES, Absences, is_on_host
-from ecomp.model.order import InvalidRequest, NameOwner, Request, parse_request
+from ecomp.model.order import NameOwner, Request, parse_request
 from ecomp.model.reach import is_host_name, parse_console_path
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, QUEUED, SCHEDULED, STOPPED, Interface, Record, describe_wait
 from ecomp.model.stored import decode, decode_lenient
 from ecomp.model.text import format_suggestion, is_name, join_some, make_printable, parse_uuid_prefix
 from ecomp.model.trouble import Trouble, parse_trouble
-from ecomp.scheduler.queries.find import MAX_NAMES_IN_ERROR, find_living, read_record
-from ecomp.store.client import Entry, Store, is_alive
-from ecomp.store.sharing import load_all, load_quota, resolve_places
+from ecomp.model.world import Planes, World, list_hosts
+from ecomp.scheduler.queries.find import MAX_NAMES_IN_ERROR, find_living
+from ecomp.store.client import Store, is_alive
+from ecomp.store.sharing import load_all, load_quota
 
 if TYPE_CHECKING:
     from ecomp.placement.client import Placement
 
 
-class Survey(NamedTuple):
-    """The parsed contents of etcd, the entries by key, and the errors of malformed records."""
+def read_world(store: Store, planes: Planes | None = None) -> World:
+    """Read all computes, requests and records, after what `planes` has.
 
-    etcd: EtcdState
-    entries: Mapping[str, Entry]
-    errors: tuple[EcompError, ...]
+    Raises etcd's errors, and placement's if it has to decide between several computes.
+    """
+    providers, etcd = (planes.providers, dict(planes.etcd)) if planes else ({}, {})
+    # Names first: a compute that is forgotten in between then leaves a name too many, and no name is missing.
+    # Requests before records: an instance that ends in between is then read twice, not missed.
+    for prefix in (keys.HOSTNAMES, keys.COMPUTES, keys.HOSTS, keys.INSTANCES, keys.TROUBLES):
+        etcd |= store.snapshot(prefix).entries
+    return World(Planes(providers, etcd), cache(store.claims) if store.claims else None)
 
 
 def read_hosts(
-    store: Store, placement: Placement, survey: Survey | None = None
+    store: Store, placement: Placement, world: World | None = None
 ) -> tuple[list[Host], tuple[EcompError, ...]]:
     """Read all computes, and errors of malformed records, which do not count; raises etcd's and placement's errors.
 
@@ -63,15 +67,11 @@ def read_hosts(
     """
     from ecomp.placement import providers  # imported late here and below: most commands use etcd only
 
-    survey = survey or read_survey(store)
+    world = world or read_world(store)
     names = providers.read_provider_names(placement)
-    uuids = {
-        *survey.etcd.living_computes,
-        *survey.etcd.requests,
-        *(uuid for uuid, name in names.items() if uuid == name),
-    }
+    uuids = {*world.living_computes, *world.requests_at, *(uuid for uuid, name in names.items() if uuid == name)}
     shares = {
-        compute: facts.with_held(sum_held(compute, survey.etcd.requests.get(compute, {}).values())).rooms
+        compute: facts.with_held(sum_held(compute, world.requests_at.get(compute, {}).values())).rooms
         for compute, facts in read_facts(store).facts.items()
         if compute in uuids and not facts.problem
     }
@@ -84,10 +84,12 @@ def read_hosts(
         )
         for uuid, each in shares.items()
     }
-    hosts = list_hosts(survey.etcd, in_placement)
+    hosts = list_hosts(world, in_placement)
     silent = [host.compute for host in hosts if host.state in (SILENT, ORPHANED)]
     last_seen = read_last_seen(store, silent)
-    return [replace(host, last_seen=last_seen.get(host.compute)) for host in hosts], survey.errors
+    malformed = ((world.get_record_key(instance), reason) for instance, reason in world.malformed_records.items())
+    errors = tuple(Unreadable(make_printable(key, 100), reason) for key, reason in malformed)
+    return [replace(host, last_seen=last_seen.get(host.compute)) for host in hosts], errors
 
 
 CLUSTER_METRICS = {
@@ -109,14 +111,14 @@ def read_metrics(store: Store, placement: Placement) -> tuple[Samples, list[Ecom
     queue_keys = map(keys.parse_queue_key, store.snapshot(keys.QUEUES, keys_only=True).entries)
     queued = {instance: flavor for flavor, instance in filter(None, queue_keys)}
     quotas, quota_errors = load_all(store, keys.QUOTAS, load_quota)
-    survey = read_survey(store)
-    etcd, errors = survey.etcd, [*survey.errors, *quota_errors]
-    hosts, _ = read_hosts(store, placement, survey)
+    world = read_world(store)
+    hosts, record_errors = read_hosts(store, placement, world)
+    errors = [*record_errors, *quota_errors]
     away = {host.compute: host.state for host in hosts if host.state in (CLOSED, SILENT)}
-    destroyed = {name for compute in away for name in find_leftovers(compute, etcd, ()).destroyed}
-    states = Counter(Absences(away, destroyed).get_state(record) for record in etcd.records.values())
-    recorded = {*etcd.records, *etcd.malformed_records}
-    requested = {name for requests in etcd.requests.values() for name in requests} - recorded
+    destroyed = {name for compute in away for name in world.find_inhabitants(compute).destroyed}
+    states = Counter(Absences(away, destroyed).get_state(record) for record in world.records.values())
+    recorded = {*world.records, *world.malformed_records}
+    requested = set(filter(keys.is_uuid, world.requests_by_compute)) - recorded
     states.update({SCHEDULED: len(requested), QUEUED: len(queued.keys() - requested - recorded)})
     counts = {'hosts': Counter(host.state for host in hosts), 'instances': states}
     counts['queued_requests'] = Counter(queued.values())
@@ -326,34 +328,6 @@ def read_absent_states(placement: Placement, computes: Collection[str]) -> dict[
             # One small call each: few hosts are absent, and read_rooms() lists the whole cluster.
             states[compute] = get_absent_state(providers.read_inventory(placement, compute, {}))
     return states
-
-
-def read_survey(store: Store) -> Survey:
-    """Read all computes, requests and records from etcd; malformed records become errors.
-
-    Raises etcd's errors, and placement's if it has to decide between several computes.
-    """
-    # Requests before records: an instance that ends in between is then read twice, not missed.
-    known_computes = read_computes(store)
-    requested, recorded = store.snapshot(keys.HOSTS).entries, store.snapshot(keys.INSTANCES).entries
-    requests: dict[str, dict[str, Request | InvalidRequest]] = {}
-    junk: dict[str, list[str]] = {}
-    for key, entry in requested.items():
-        compute, _, name = key.removeprefix(keys.HOSTS).partition('/')
-        if keys.is_uuid(name):
-            requests.setdefault(compute, {})[name] = parse_request(compute, key, entry.value)
-        else:
-            junk.setdefault(compute, []).append(name)
-    records: dict[str, Record] = {}
-    errors: dict[str, EcompError] = {}
-    for instance, places in resolve_places(store, {**requested, **recorded}.items()).items():
-        try:
-            if places.record is not None:
-                records[instance] = read_record(places.record)
-        except EcompError as error:
-            errors[instance] = error
-    etcd = EtcdState(known_computes, requests, records, frozenset(errors), junk, read_troubles(store))
-    return Survey(etcd, {**requested, **recorded}, tuple(errors.values()))
 
 
 @dataclass(frozen=True)

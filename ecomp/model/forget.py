@@ -1,0 +1,46 @@
+"""What keeps a compute from being forgotten, and what remains of one that may be. Pure.
+
+Placement's claims on the compute are the allocations of its provider in the world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ecomp.model import keys
+from ecomp.model.host import LIVE_STATES, MAX_QUOTED_INSTANCES
+from ecomp.model.record import DESTROYING
+from ecomp.model.text import join_some
+from ecomp.model.world import World
+
+
+def find_obstacle(world: World, compute: str) -> str | None:
+    """Return why a compute must not be forgotten, and the cure; None if it may be."""
+    if compute in world.living_computes:
+        host = world.named_computes.find_hostname(compute)
+        return f'it is alive{f" on {host}" if host else ""}. Fix: stop its ecompute'
+    consumers, there = set(world.planes.list_consumers(compute)), world.find_inhabitants(compute)
+    if there.living:
+        named = _format_instances(there.living, world)
+        return f'it still has {named}. Fix: destroy all instances there, and repeat the command'
+    if attempted := consumers & world.attempted:
+        retry = (
+            f'repeat the command when the attempt has finished, or {keys.ATTEMPT_SECONDS} s after its eschedule died'
+        )
+        return f'an attempt to place {_format_instances(attempted, world)} there is still running. Fix: {retry}'
+    if unreadable := (there.destroyed | consumers) & world.malformed_records.keys():
+        have = 'have malformed records' if len(unreadable) > 1 else 'has a malformed record'
+        return f'{_format_instances(unreadable, world)} {have}. Try: eschedule list'
+    for consumer in sorted(consumers):
+        homes, record = [*world.requests_by_compute.get(consumer, {})], world.records.get(consumer)
+        homes += [record.compute] if record and record.state in (*LIVE_STATES, DESTROYING) else []
+        if others := [home for home in homes if home != compute]:
+            home = f'{world.format_instance(consumer)} belongs to compute {world.named_computes.format_name(others[0])}'
+            return f'instance {home}, but has a claim on this compute. Fix: destroy that instance'
+    return None
+
+
+def _format_instances(instances: Collection[str], world: World) -> str:
+    """Return `instance a` or `instances a, b`; MAX_QUOTED_INSTANCES are named, others counted."""
+    text = join_some([world.format_instance(each) for each in sorted(instances)], MAX_QUOTED_INSTANCES)
+    return f'instance{"s" if len(instances) > 1 else ""} {text}'
