@@ -124,7 +124,7 @@ def _change_host_status(ctx: Context) -> int:
 
 def _forget_hosts(ctx: Context) -> int:
     """Remove computes that will never come back, and print what is removed; return the exit code."""
-    from ecomp.scheduler.operations.decommission import forget
+    from ecomp.scheduler.operations.forget import forget
 
     outcomes = Outcomes(ctx, ctx.words, compute=None)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ecomp.model import keys
+from ecomp.model.audit import Finding
 from ecomp.model.host import LIVE_STATES, MAX_QUOTED_INSTANCES
 from ecomp.model.record import DESTROYING
 from ecomp.model.text import join_some
@@ -38,6 +39,31 @@ def find_obstacle(world: World, compute: str) -> str | None:
             home = f'{world.format_instance(consumer)} belongs to compute {world.named_computes.format_name(others[0])}'
             return f'instance {home}, but has a claim on this compute. Fix: destroy that instance'
     return None
+
+
+def find_leftovers(world: World, compute: str) -> list[Finding]:
+    """Find what has to be repaired once this compute, which may be forgotten, does not exist.
+
+    Each sentence says what its repair has done.
+    """
+    there, presence = world.find_inhabitants(compute), keys.compute(compute)
+
+    def make(code: str, name: str, sentence: str) -> Finding:
+        return Finding(
+            code, name, sentence, compute, keys=(keys.request(compute, name), keys.record(compute, name), presence)
+        )
+
+    destroyed = 'its accepted destroy is completed: its claim and its keys are removed, and its state is gone'
+    stray = 'removed: no compute carries out this request'
+    orphans = set(world.planes.list_consumers(compute)) - there.destroyed
+    return [
+        *(make('allocation-orphaned', each, f'{each}: {destroyed}') for each in sorted(there.destroyed)),
+        *(make('request-ended', each, f'{keys.request(compute, each)}: {stray}') for each in sorted(there.stray)),
+        *(
+            Finding('allocation-orphaned', each, f'{each}: its claim is released: no request owns it', compute)
+            for each in sorted(orphans)
+        ),
+    ]
 
 
 def _format_instances(instances: Collection[str], world: World) -> str:

@@ -273,6 +273,7 @@ class World:
         return next(filter(None, names), instance)
 
     def find_inhabitants(self, compute: str) -> Inhabitants:
+        """Sort the requests and records of a compute, alive or not."""
         requests, records = self.requests_at.get(compute, {}), self.records_at.get(compute, {})
         tombstones = {name for name, each in requests.items() if isinstance(each, Request) and each.is_tombstone}
         stray = set()

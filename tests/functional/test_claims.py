@@ -17,7 +17,8 @@ from ecomp.model import keys
 from ecomp.placement import allocations
 from ecomp.placement.allocations import Requester, claim
 from ecomp.placement.client import Placement
-from ecomp.scheduler.operations.decommission import disable, forget
+from ecomp.scheduler.operations.decommission import disable
+from ecomp.scheduler.operations.forget import forget
 from ecomp.scheduler.placing.claim import DeliveryOutcome
 from ecomp.scheduler.queries.find import MAX_OFFER_AGE_SECONDS
 from ecomp.store import sharing

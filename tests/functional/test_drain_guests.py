@@ -16,7 +16,8 @@ from ecomp.model.order import DRAIN, REBOOT, START, STOP, PowerAction
 from ecomp.model.record import ACTIVE, STOPPED
 from ecomp.scheduler.changes.change import change_power
 from ecomp.scheduler.changes.wait import Deadline
-from ecomp.scheduler.operations.decommission import change_guests, disable, forget, wait_until_drained
+from ecomp.scheduler.operations.decommission import change_guests, disable, wait_until_drained
+from ecomp.scheduler.operations.forget import forget
 from ecomp.store.client import Put
 from tests.functional.cloud import Cloud, make_uuid
 from tests.functional.toy import ToyCompute, make_toy_compute

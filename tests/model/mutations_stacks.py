@@ -54,7 +54,7 @@ EVACUATED = {
         'ecomp.store.sharing:release_shared_keys', drop_operand('replaced_by'), 'evacuated_while_its_host_returns'
     ),
     'a host forget releases the charge of the replacement': make_bug(
-        'ecomp.scheduler.operations.decommission:_make_end_record',
+        'ecomp.scheduler.operations.audit:Repairs._release',
         replace_assignment('replaced_by', 'None'),
         'evacuated_beside_forget',
     ),

@@ -66,10 +66,10 @@ REPORTED = {
     ),
     # Computes that are forgotten, come back, or are new
     'forget does not ask whether the compute has come back': make_bug(
-        'ecomp.scheduler.operations.decommission:_Removal._release', drop_operand('is_alive'), 'forgotten_while_taking'
+        'ecomp.scheduler.operations.audit:Repairs._release', drop_operand('is_alive'), 'forgotten_while_taking'
     ),
     'forget does not note what it releases': make_bug(
-        'ecomp.scheduler.operations.decommission:_Removal._release',
+        'ecomp.scheduler.operations.audit:Repairs._release',
         drop_argument('release', 'note_released'),
         'frozen_forget_and_reused',
     ),
@@ -118,7 +118,7 @@ REPORTED = {
         'destroyed_in_a_restored_queue',
     ),
     'forget without --fenced does not ask for claims': make_bug(
-        'ecomp.scheduler.operations.decommission:_check_allowed',
+        'ecomp.scheduler.operations.forget:_find_leftovers',
         never('consumers', 'fenced'),
         'forgotten_after_a_restore',
     ),
@@ -192,8 +192,8 @@ PAIRED = {
         'destroyed_and_asked_again',
     ),
     'forget neither refuses nor looks before it releases': make_pair(
-        make_bug('ecomp.scheduler.operations.decommission:_check_allowed', never('reason')),
-        make_bug('ecomp.scheduler.operations.decommission:_Removal._release', never('is_alive')),
+        make_bug('ecomp.scheduler.operations.forget:_find_leftovers', never('reason')),
+        make_bug('ecomp.scheduler.operations.audit:Repairs._release', never('is_alive')),
         'forget_and_create',
     ),
 }

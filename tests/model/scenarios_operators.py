@@ -13,7 +13,8 @@ from ecomp.model.stored import encode
 from ecomp.scheduler.changes.change import destroy
 from ecomp.scheduler.changes.wait import Deadline
 from ecomp.scheduler.operations.audit import audit, fix, repair_findings
-from ecomp.scheduler.operations.decommission import disable, enable, forget, wait_until_drained
+from ecomp.scheduler.operations.decommission import disable, enable, wait_until_drained
+from ecomp.scheduler.operations.forget import forget
 from ecomp.scheduler.operations.sharing import set_limits
 from ecomp.store.client import Delete, Put
 from tests.model.acting import SINGLE_FAULT, Actor, Bounds

@@ -21,7 +21,8 @@ from ecomp.placement.client import Placement
 from ecomp.scheduler.changes.change import change_power, destroy
 from ecomp.scheduler.changes.wait import Deadline
 from ecomp.scheduler.operations.audit import audit, repair_findings
-from ecomp.scheduler.operations.decommission import disable, enable, forget, list_inhabitants, wait_until_drained
+from ecomp.scheduler.operations.decommission import disable, enable, list_inhabitants, wait_until_drained
+from ecomp.scheduler.operations.forget import forget
 from ecomp.scheduler.operations.sharing import require_quota, set_limits
 from ecomp.scheduler.queries.find import find
 from ecomp.store.client import Delete, Put

@@ -19,7 +19,7 @@ from ecomp.model import keys
 from ecomp.model.allocation import Inventory, Room
 from ecomp.model.explain import Provider
 from ecomp.model.facts import MAX_CACHED_IMAGES, NO_FACTS, Facts, make_facts, parse_facts
-from ecomp.model.forget import find_obstacle
+from ecomp.model.forget import find_leftovers, find_obstacle
 from ecomp.model.host import (
     NO_COMPUTES,
     Computes,
@@ -205,11 +205,8 @@ FORGOTTEN: list[World] = [
 def test_forget_is_refused_or_removes_what_is_left() -> None:
     lines = []
     for world in FORGOTTEN:
-        there = world.find_inhabitants(HOST)
-        orphans = set(world.planes.list_consumers(HOST)) - there.destroyed
-        destroyed, stray_requests, orphans = (tuple(sorted(each)) for each in (there.destroyed, there.stray, orphans))
-        left = f'Leftovers({destroyed=}, {stray_requests=}, {orphans=})'
-        lines.append(find_obstacle(world, HOST) or left)
+        done = '; '.join(finding.sentence for finding in find_leftovers(world, HOST))
+        lines.append(find_obstacle(world, HOST) or done or 'nothing is left')
     compare_with_file(Path(__file__).parent / 'golden/forget.txt', '\n'.join(lines) + '\n')
 
 

@@ -11,11 +11,14 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import NamedTuple
 
 from ecomp.errors import EcompError, NotFound
+from ecomp.failpoints import failpoint
 from ecomp.model import keys
+from ecomp.model.allocation import Allocations
 from ecomp.model.audit import (
     HostReport,
     confirm_findings,
@@ -30,7 +33,7 @@ from ecomp.model.group import Group
 from ecomp.model.json_object import load_object_or_empty
 from ecomp.model.order import Request
 from ecomp.model.quota import INSTANCES, Quota
-from ecomp.model.record import RETENTION_SECONDS
+from ecomp.model.record import GONE, RETENTION_SECONDS, UNSEEN_END_FAULT, make_record
 from ecomp.model.stack import Stack
 from ecomp.model.stored import encode
 from ecomp.model.text import make_printable
@@ -42,20 +45,25 @@ from ecomp.scheduler.queries.find import find
 from ecomp.scheduler.queries.stacks import load_stack
 from ecomp.store.client import (
     MAX_TRANSACTION_OPERATIONS,
+    NOT_QUEUED,
     Delete,
     Entry,
     Put,
     Store,
     Unchanged,
+    find_needed,
+    is_alive,
     read_pending_instances,
 )
 from ecomp.store.sharing import (
     commit_with_shared,
     make_empty_change,
     make_group_operation,
+    note_released,
     rejoin_group,
     restore_name,
     try_revoke,
+    write_final_record,
 )
 
 # Seconds for which the questions of a killed eschedule stay in etcd.
@@ -187,28 +195,24 @@ def _read_world(etcd: Mapping[str, Entry], placement: Placement) -> World:
     # A presence key without a lease proves no life.
     alive = {keys.get_last_part(key) for key, entry in etcd.items() if key.startswith(keys.COMPUTES) and entry.lease}
     names = providers.read_provider_names(placement)
-    contested = _list_contested(etcd)
-    to_read = {provider for provider in names if provider not in alive or provider in contested}
+    to_read = sorted(names.keys() - alive)
     with ThreadPoolExecutor(PLACEMENT_THREADS) as threads:
-        read = dict(threads.map(lambda provider: _read_provider(placement, provider, names[provider]), sorted(to_read)))
+        states_read = threads.map(lambda provider: read_provider(placement, provider, names[provider]), to_read)
+        read = dict(zip(to_read, states_read, strict=True))
     states = {name: ProviderState(called) for name, called in names.items() if read.get(name, ()) is not None}
     states |= {provider: state for provider, state in read.items() if state is not None}
     projects = [key.removeprefix(keys.QUOTAS) for key in etcd if key.startswith(keys.QUOTAS)]
     usages = {each: _read_usage(placement, each) for each in projects if 0 < len(each) <= MAX_PROJECT_CHARACTERS}
-    return World(Planes(states, etcd, usages=usages))
 
+    @cache
+    def read_consumers(compute: str) -> Collection[str]:
+        # The claims of a living compute are read only to decide which of several computes is trusted.
+        state = states.get(compute)
+        if state is not None and state.allocations is None:
+            state = read_provider(placement, compute, state.name)
+        return state.allocations or () if state is not None else ()
 
-def _list_contested(etcd: Mapping[str, Entry]) -> set[str]:
-    """Return the computes from which an instance is requested that is requested from others, too.
-
-    Which of them is trusted depends on its claim.
-    """
-    first_homes, contested = dict[str, str](), set[str]()
-    for key in etcd:
-        compute, _, instance = key.removeprefix(keys.HOSTS).partition('/')
-        if key.startswith(keys.HOSTS) and (other := first_homes.setdefault(instance, compute)) != compute:
-            contested |= {compute, other}
-    return contested
+    return World(Planes(states, etcd, usages=usages), read_consumers)
 
 
 def _read_usage(placement: Placement, project: str) -> dict[str, int]:
@@ -222,18 +226,22 @@ def _read_etcd(store: Store) -> dict[str, Entry]:
     return {key: entry for family in AUDITED_PREFIXES for key, entry in store.snapshot(family).entries.items()}
 
 
-def _read_provider(placement: Placement, provider: str, name: str) -> tuple[str, ProviderState | None]:
-    """Return the provider and its state: None if it was removed since the list was read."""
+def read_provider(placement: Placement, provider: str, name: str) -> ProviderState | None:
+    """Read a provider of this name; None if it was removed in the meantime."""
     try:
         inventory = providers.read_raw_inventory(placement, provider)
-        return provider, ProviderState(name, inventory, allocations.read_provider_allocations(placement, provider))
+        return ProviderState(name, inventory, allocations.read_provider_allocations(placement, provider))
     except NotFound:
-        return provider, None
+        return None
 
 
 # Each member takes two of the 128 conditions that etcd allows in a transaction.
 MAX_MEMBERS_PER_TRANSACTION = 50
 CHANGED_SINCE = 'not repaired: it has changed since the audit'
+
+
+class StaleFindingError(Exception):
+    """What a finding is about has changed since it was read: it is not repaired."""
 
 
 def fix(
@@ -262,7 +270,7 @@ def repair_findings(store: Store, placement: Placement, first: Report, second: R
     revisions = list(map(index_revisions, (*first.reads, *second.reads)))
     due = [each for each in confirm_findings(first.own_findings, second.own_findings, revisions) if each.fix]
     due.sort(key=lambda each: each.repair is Repair.RECOUNT)  # after the repairs that change the usage
-    repairs = _Repairs(store, placement, second.world)
+    repairs = Repairs(store, placement, second.world)
     # Each is one line: names in keys may contain line breaks.
     return [make_printable(f'{each.code} {each.subject}: {repairs.carry_out(each)}') for each in due]
 
@@ -286,15 +294,25 @@ def repair_hosts(store: Store, computes: Collection[str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Repairs:
-    """Repairs by finding. `world` is the second audit's last read, with which _commit() compares the finding's keys."""
+class Repairs:
+    """Repairs by finding. _commit() compares the finding's keys with `world`. A destroy is completed at `now`, ISO."""
 
     store: Store
     placement: Placement
     world: World
+    now: str = ''
 
     def carry_out(self, finding: Finding) -> str:
         """Repair one finding; return a sentence about the result, also for an error."""
+        try:
+            return self.repair(finding)
+        except StaleFindingError:
+            return CHANGED_SINCE
+        except (EcompError, ValueError) as error:
+            return f'it is unknown whether the repair was made: {error}'
+
+    def repair(self, finding: Finding) -> str:
+        """Repair one finding; return a sentence about the result. StaleFindingError, EcompError, ValueError."""
         repairs: dict[Repair | None, Callable[[Finding], str]] = {
             **dict.fromkeys((Repair.DELETE, Repair.DELETE_REQUEST, Repair.UNQUEUE), self._delete),
             Repair.PUT_ON_LEASE: self._put_on_lease,
@@ -305,56 +323,91 @@ class _Repairs:
             Repair.RECOUNT: self._recount,
             Repair.END_ENTRIES: self._end_entries,
             Repair.RESTORE_STACK: self._restore_stack,
+            Repair.RELEASE: self._release,
         }
-        try:
-            return repairs[finding.repair](finding)
-        except (EcompError, ValueError) as error:
-            return f'it is unknown whether the repair was made: {error}'
+        return repairs[finding.repair](finding)
 
     def _delete(self, finding: Finding) -> str:
-        """Delete the first of the finding's keys; return a sentence, CHANGED_SINCE if it is not done."""
+        """Delete the first of the finding's keys; return a sentence."""
         key = finding.keys[0]
         return self._commit(finding, [Delete(key)], f'{key} is deleted')
 
     def _put_on_lease(self, finding: Finding) -> str:
-        """Write the record again on a new lease of its state's retention; return a sentence or CHANGED_SINCE."""
+        """Write the record again on a new lease of its state's retention; return a sentence."""
         key, state = finding.keys[0], self.world.records[finding.subject].state
         lease = self.store.grant(RETENTION_SECONDS[state])
         put = Put(key, self.world.planes.etcd[key].value.decode(), lease)
         return self._commit(finding, [put], f'{key} is on a lease', lease=lease)
 
     def _claim(self, finding: Finding) -> str:
-        """Claim what a valid, unchanged request names; CHANGED_SINCE without one, for a tombstone or with a claim."""
+        """Claim what a valid, unchanged request names; stale without one, for a tombstone or with a claim."""
         key = keys.request(finding.compute, finding.subject)
         parsed = self.world.requests_by_compute.get(finding.subject, {}).get(finding.compute)
         if not isinstance(parsed, Request) or parsed.is_tombstone:
-            return CHANGED_SINCE
+            raise StaleFindingError
 
         def is_unchanged() -> bool:
             entry = self.store.get(key)
             return entry is not None and entry.revision == self.world.get_revision(key)
 
-        is_claimed = allocations.claim_missing(self.placement, parsed, is_unchanged)
-        return f'claimed again on {", ".join(sorted(parsed.allocations))}' if is_claimed else CHANGED_SINCE
+        if not allocations.claim_missing(self.placement, parsed, is_unchanged):
+            raise StaleFindingError
+        return f'claimed again on {", ".join(sorted(parsed.allocations))}'
+
+    def _release(self, finding: Finding) -> str:
+        """Release a claim on a silent compute; with keys, complete the accepted destroy that they show."""
+        instance, compute = finding.subject, finding.compute
+
+        def find_kept(holding: Mapping[str, Allocations]) -> Collection[str]:
+            # A silent compute claims nothing, and a claim elsewhere moves the generation that was read.
+            if compute not in holding[instance]:
+                return holding
+            # A tombstone keeps no claim. Only this compute would have taken a queued request here, so one that waits
+            # keeps none either.
+            owners = () if finding.keys else (keys.request,)
+            if is_alive(self.store, compute) or find_needed(self.store, holding, '', NOT_QUEUED, None, owners):
+                raise StaleFindingError
+            return ()
+
+        # Noted even if destroyed: for a late concurrent forget its record may be cleared and its uuid used again.
+        released = allocations.release(self.placement, [instance], find_kept, partial(note_released, self.store))
+        if released[instance] is False:
+            raise StaleFindingError
+        if not finding.keys:
+            return 'released'
+        failpoint('host-released')
+        record, request = self.world.records.get(instance), self.world.requests_at.get(compute, {}).get(instance)
+        tombstone = request if isinstance(request, Request) else None
+        if record is None and tombstone is not None:
+            record = make_record(compute, tombstone, self.now)
+        assert record is not None  # otherwise no destroy is accepted
+        # An error stays: it shows that the quota's share was released before (ecomp.store.sharing).
+        replaced_by = tombstone.replaced_by if tombstone is not None else None
+        last = replace(record.enter_state(GONE, self.now, 'gone'), fault=UNSEEN_END_FAULT, replaced_by=replaced_by)
+        removed = [keys.request(compute, instance), keys.address(instance)]
+        if write_final_record(self.store, last, self._make_conditions(*finding.keys), removed) is None:
+            raise StaleFindingError
+        return 'the destroy is completed'
 
     def _restore_name(self, finding: Finding) -> str:
-        """Write the key of the instance's name; CHANGED_SINCE without a name, or if any living instance holds it."""
+        """Write the key of the instance's name; stale without a name, or if any living instance holds it."""
         entries = find(self.store, finding.subject)
         name = entries.record.name if entries is not None else None
         change = restore_name(self.store, name, finding.subject)
         if name is None or change is None or not change[1]:
-            return CHANGED_SINCE
+            raise StaleFindingError
         conditions, operations = change
         return self._commit(finding, operations, f'{keys.name(name)} is restored', conditions)
 
     def _join_group(self, finding: Finding) -> str:
-        """Add the instance to its request's group; CHANGED_SINCE if it names none, or the instance is a member."""
+        """Add the instance to its request's group; stale if it names none, or the instance is a member."""
         parsed = self.world.requests_by_compute[finding.subject][finding.compute]
         if not isinstance(parsed, Request) or parsed.group is None:
-            return CHANGED_SINCE
+            raise StaleFindingError
         conditions, operations = rejoin_group(self.store, parsed.group, finding.subject, finding.compute)
-        done = f'the instance is in group {parsed.group.name}'
-        return self._commit(finding, operations, done, conditions) if operations else CHANGED_SINCE
+        if not operations:
+            raise StaleFindingError
+        return self._commit(finding, operations, f'the instance is in group {parsed.group.name}', conditions)
 
     def _remove_from_group(self, finding: Finding) -> str:
         """Remove members without request, attempt, living or malformed record, MAX_MEMBERS_PER_TRANSACTION at most."""
@@ -369,15 +422,16 @@ class _Repairs:
             if len(leaving) == MAX_MEMBERS_PER_TRANSACTION:
                 break
         if not leaving:
-            return CHANGED_SINCE
+            raise StaleFindingError
         conditions = [condition for unchanged in leaving.values() for condition in unchanged]
         done = f'{", ".join(leaving)} is removed' if len(leaving) == 1 else f'{len(leaving)} members are removed'
         return self._commit(finding, [make_group_operation(current_group.without_members(*leaving))], done, conditions)
 
     def _recount(self, finding: Finding) -> str:
-        """Count the usage of a project's quota again; CHANGED_SINCE if it has no limits."""
-        counted = recount_quota(self.store, finding.subject, lambda now: now or Quota(finding.subject))
-        return 'recounted' if counted is not None else CHANGED_SINCE
+        """Count the usage of a project's quota again; stale if it has no limits."""
+        if recount_quota(self.store, finding.subject, lambda now: now or Quota(finding.subject)) is None:
+            raise StaleFindingError
+        return 'recounted'
 
     def _end_entries(self, finding: Finding) -> str:
         """Mark the entries of a stack whose instances are gone as ended, MAX_MEMBERS_PER_TRANSACTION at most."""
@@ -395,10 +449,10 @@ class _Repairs:
         return self._commit(finding, [put], done, self._make_conditions(*unchanged))
 
     def _restore_stack(self, finding: Finding) -> str:
-        """Write the key of a stack as its requests show it; CHANGED_SINCE without any, or if the key has entries."""
+        """Write the key of a stack as its requests show it; stale without any, or if the key has entries."""
         stack, _, is_restored = load_stack(self.store, finding.subject)
         if stack is None or not is_restored:
-            return CHANGED_SINCE
+            raise StaleFindingError
         return self._commit(finding, [Put(finding.keys[0], encode(stack))], f'{finding.keys[0]} is restored')
 
     def _commit(
@@ -409,10 +463,11 @@ class _Repairs:
         conditions: Sequence[Unchanged] = (),
         lease: int = 0,
     ) -> str:
-        """Change etcd and return `message`; if a key or condition changed, revoke `lease`, return CHANGED_SINCE."""
+        """Change etcd and return `message`; if a key or condition changed, revoke `lease`, raise StaleFindingError."""
         as_read = self._make_conditions(*finding.keys)
-        written = commit_with_shared(self.store, [*conditions, *as_read], operations, make_empty_change, lease)
-        return message if written is not None else CHANGED_SINCE
+        if commit_with_shared(self.store, [*conditions, *as_read], operations, make_empty_change, lease) is None:
+            raise StaleFindingError
+        return message
 
     def _make_conditions(self, *etcd_keys: str) -> list[Unchanged]:
         """Return the conditions that these keys are as in `world`, or still missing."""

@@ -1,44 +1,24 @@
-"""Disable, enable and drain a compute, which destroys nothing, and forget one that is gone for good.
-
-Forgetting reads both planes and refuses while an instance lives there. It releases claims, deletes keys (each
-transaction compares that the compute is silent), the provider, and the host name: after a kill the command continues.
-"""
+"""Disable, enable and drain a compute, which destroys nothing."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from ecomp.errors import Conflict, EcompError, NotFound, StillGoing, Unreachable
+from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable
 from ecomp.failpoints import failpoint
 from ecomp.model import keys, status
-from ecomp.model.allocation import Allocations
-from ecomp.model.forget import find_obstacle
-from ecomp.model.host import MAX_QUOTED_INSTANCES, is_ours
 from ecomp.model.order import DRAIN, STOP, PowerAction, Request
-from ecomp.model.record import GONE, SCHEDULED, UNSEEN_END_FAULT, Record, is_stopped_by_drain, make_record, plan_drain
-from ecomp.model.text import join_some, replace_uuids
-from ecomp.model.world import Planes, ProviderState, World
+from ecomp.model.record import SCHEDULED, is_stopped_by_drain, plan_drain
+from ecomp.model.text import replace_uuids
 from ecomp.placement import allocations, providers
-from ecomp.placement.allocations import release
 from ecomp.placement.client import Placement
 from ecomp.scheduler.queries.find import MAX_OFFER_AGE_SECONDS
 from ecomp.scheduler.queries.hosts import read_world
-from ecomp.store.client import (
-    NOT_QUEUED,
-    Delete,
-    Store,
-    Unchanged,
-    find_needed,
-    is_alive,
-    read_silence_condition,
-    retry_until_committed,
-)
-from ecomp.store.sharing import note_released, read_index, write_final_record
+from ecomp.store.client import Store, is_alive
+from ecomp.store.sharing import read_index
 
 if TYPE_CHECKING:
     from ecomp.scheduler.changes.wait import Deadline
@@ -171,10 +151,10 @@ def check_provider(placement: Placement, compute: str, display_name: str) -> Non
     """Raise NotFound unless placement has the compute's provider and ecompute made it."""
     name = providers.read_provider_name(placement, compute)
     if name != compute:
-        raise _make_not_found(display_name, name)
+        raise make_not_found(display_name, name)
 
 
-def _make_not_found(display_name: str, provider_name: str | None = None) -> NotFound:
+def make_not_found(display_name: str, provider_name: str | None = None) -> NotFound:
     """Make the error for a uuid without a compute of ours; `provider_name` is that of a foreign provider."""
     why = f': placement has a provider with this uuid, {provider_name}, but no ecompute created this provider'
     return NotFound(f'{display_name}: no host has this name or uuid{why if provider_name is not None else ""}')
@@ -183,189 +163,3 @@ def _make_not_found(display_name: str, provider_name: str | None = None) -> NotF
 def _format_count(number: int) -> str:
     """Format the number of instances; 0 is `no instances`."""
     return f'{number or "no"} instance{"" if number == 1 else "s"}'
-
-
-# Tries to forget a compute, each after a new read of both planes.
-MAX_TRIES = 5
-
-
-class _StaleReadError(Exception):
-    """A key or claim has changed since it was read: read again."""
-
-
-def forget(  # noqa: PLR0913
-    store: Store,
-    placement: Placement,
-    compute: str,
-    display_name: str,
-    now: Callable[[], str],
-    report: Callable[[str], None],
-    fenced: bool = False,
-) -> None:
-    """Remove a compute from placement and etcd; `report` gets a sentence for each removal.
-
-    `now` returns the time in ISO form. Raises NotFound (no compute of ours), and Conflict if it is alive or came back,
-    an instance lives there, its provider stays, or keys keep changing. `fenced`: the operator confirms that the machine
-    is off for good. Otherwise Conflict for a compute with claims, or known to placement while any request is queued,
-    too: it may run these instances (rule: claim-stays), also if a restore of both planes lost the claim.
-    """
-    removal = _Removal(store, placement, compute, display_name, now, report)
-
-    def try_once() -> World | None:
-        world = _read_planes(store, placement, compute)
-        _check_allowed(compute, display_name, world, fenced)
-        try:
-            removal.remove(world)
-        except _StaleReadError:
-            return None
-        return world
-
-    lost = Conflict(f'compute {display_name}: other processes keep changing it. Try: the same command again')
-    provider = retry_until_committed(try_once, lost, MAX_TRIES).planes.providers.get(compute)
-    failpoint('host-emptied')
-    if provider is not None and provider.allocations is not None:
-        try:
-            providers.delete_provider(placement, compute)
-        except Conflict as error:
-            raise Conflict(f'compute {display_name}: its resource provider stays: {error}') from error
-        report(f'{display_name}: its resource provider is removed')
-    failpoint('host-unregistered')
-    # The name last: until then the command can be repeated with it.
-    silent, name = read_silence_condition(store, compute), store.get(keys.hostname(compute))
-    last_keys = [entry.key for entry in (silent, name) if entry is not None and entry.revision]
-    if silent is not None and last_keys and store.commit([silent], list(map(Delete, last_keys))) is not None:
-        if silent.revision:
-            report(f'{silent.key}: removed: it had no lease')
-        if name is not None and provider is None:
-            report(f'{display_name}: its host name is removed')
-    # The compute may have started after the last read; it registers its provider at its start only.
-    if is_alive(store, compute):
-        raise Conflict(f'compute {display_name} was started while it was being forgotten. Fix: restart its ecompute')
-
-
-def _read_planes(store: Store, placement: Placement, compute: str) -> World:
-    """Read placement and etcd about the compute; consumers only of a provider that is ours."""
-    # Placement first: a claim that is delivered later has its key in etcd by then. /hosts last: requests move there.
-    states: dict[str, ProviderState] = {}
-    if (name := providers.read_provider_name(placement, compute)) is not None:
-        rooms = providers.read_rooms(placement, [compute]).get(compute, {})
-        held = allocations.read_provider_allocations(placement, compute) if is_ours(compute, name, rooms) else None
-        states[compute] = ProviderState(name, allocations=held)
-    pending = {**store.snapshot(keys.ATTEMPTS).entries, **store.snapshot(keys.QUEUES, keys_only=True).entries}
-    return read_world(store, Planes(states, pending))
-
-
-def _check_allowed(compute: str, display_name: str, world: World, fenced: bool) -> None:
-    """Raise Conflict if the compute must not be forgotten, NotFound if there is no such compute of ours."""
-    reason = find_obstacle(world, compute)
-    if reason is not None:
-        raise Conflict(f'compute {display_name} is not forgotten: {reason}')
-    consumers, provider = world.planes.list_consumers(compute), world.planes.providers.get(compute)
-    # After a restore of both planes, a compute may run a queued request without a claim.
-    may_run_queued = provider is not None and bool(world.select_prefix(keys.QUEUES))
-    if (consumers or may_run_queued) and not fenced:
-        named = join_some(list(map(world.format_instance, sorted(consumers))), MAX_QUOTED_INSTANCES)
-        waits = 'it may run queued requests'
-        may_run = f'it holds claims and may run {named}' if named else waits
-        start = 'start ecompute on its host (after a restore of etcd: `ecompute --accept-new-etcd`)'
-        cure = f'{start}; if the machine never comes back: `eschedule host forget {display_name} --fenced`'
-        raise Conflict(f'compute {display_name} is not forgotten: {may_run}. Fix: {cure}')
-    there = world.find_inhabitants(compute)
-    if consumers or there.destroyed or there.stray or compute in world.named_computes.stored_hostnames:
-        return
-    if provider is None and world.get_value(keys.compute(compute)) is None:
-        raise _make_not_found(display_name)
-    if provider is not None and provider.allocations is None:
-        raise _make_not_found(display_name, provider.name)
-
-
-@dataclass(frozen=True)
-class _Removal:
-    """The removal of a compute's leftovers; see forget()."""
-
-    store: Store
-    placement: Placement
-    compute: str
-    display_name: str
-    now: Callable[[], str]
-    report: Callable[[str], None]
-
-    def remove(self, world: World) -> None:
-        """Remove and report leftovers; _StaleReadError if the compute is alive, and errors of the methods below."""
-        silent = read_silence_condition(self.store, self.compute)
-        if silent is None:
-            raise _StaleReadError
-
-        def make_conditions(name: str) -> list[Unchanged]:
-            paths = keys.request(self.compute, name), keys.record(self.compute, name)
-            return [
-                silent,
-                *(Unchanged(key, world.get_revision(key)) for key in paths),
-            ]
-
-        there = world.find_inhabitants(self.compute)
-        for instance in sorted(there.destroyed):
-            self._complete_destroy(instance, world, make_conditions(instance))
-        for name in sorted(there.stray):
-            self._remove_stray(name, make_conditions(name))
-        for consumer in sorted(set(world.planes.list_consumers(self.compute)) - there.destroyed):
-            self._release(consumer)
-            self.report(f'{consumer}: its claim is released: no request owns it')
-
-    def _complete_destroy(self, instance: str, world: World, conditions: Sequence[Unchanged]) -> None:
-        """Release the claim, write the final record and delete the keys of an accepted destroy, or _StaleReadError."""
-        self._release(instance, is_destroyed=True)
-        failpoint('host-released')
-        record = _make_end_record(self.compute, world, instance, self.now())
-        removed = [keys.request(self.compute, instance), keys.address(instance)]
-        if write_final_record(self.store, record, conditions, removed) is None:
-            raise _StaleReadError
-        done = 'its claim and its keys are removed, and its state is gone'
-        self.report(f'{instance}: its accepted destroy is completed: {done}')
-
-    def _remove_stray(self, name: str, conditions: Sequence[Unchanged]) -> None:
-        """Delete a request that no compute carries out; _StaleReadError, or Conflict if its key is undecodable."""
-        key = keys.request(self.compute, name)
-        if self.store.commit(conditions, [Delete(key)]) is None:
-            # Undecodable bytes of a key are read as this character, with which the key cannot be found again.
-            if '\ufffd' in name and self.store.get(key) is None:
-                prefix = keys.request_prefix(self.compute)
-                raise Conflict(
-                    f'compute {self.display_name} is not forgotten: a key below {prefix} is not UTF-8 (`etcdctl get '
-                    f'--keys-only --prefix {prefix} | cat -v` shows the key). Fix: remove the key with etcdctl'
-                )
-            raise _StaleReadError
-        self.report(f'{key}: removed: no compute carries out this request')
-
-    def _release(self, consumer: str, is_destroyed: bool = False) -> None:
-        """Release and note a consumer's claim, if on this compute; _StaleReadError if in use, or the compute is alive.
-
-        `is_destroyed`: its request here is a tombstone, which keeps no claim. A silent compute claims nothing, and a
-        claim elsewhere moves the generation that was read.
-        """
-
-        def find_kept(holding: Mapping[str, Allocations]) -> Collection[str]:
-            if self.compute not in holding[consumer]:
-                return holding
-            made = () if is_destroyed else (keys.request,)
-            # Only this compute would have taken a queued request here, so one that waits does not keep its claim.
-            if is_alive(self.store, self.compute) or find_needed(self.store, holding, '', NOT_QUEUED, None, made):
-                raise _StaleReadError
-            return ()
-
-        # Noted even if destroyed: for a late concurrent forget its record may be cleared and its uuid used again.
-        if release(self.placement, [consumer], find_kept, partial(note_released, self.store))[consumer] is False:
-            raise _StaleReadError
-
-
-def _make_end_record(compute: str, world: World, instance: str, now: str) -> Record:
-    """Make the final record of a destroy that ends at `now` (ISO); EcompError with neither record nor valid request."""
-    record, request = world.records.get(instance), world.requests_at.get(compute, {}).get(instance)
-    if record is None:
-        if not isinstance(request, Request):
-            # World.find_inhabitants() has no such instance.
-            raise EcompError(f'{instance}: has neither a record nor a request')
-        record = make_record(compute, request, now)
-    replaced_by = request.replaced_by if isinstance(request, Request) else None
-    # An error stays: it shows that the quota's share was released before (ecomp.store.sharing).
-    return replace(record.enter_state(GONE, now, 'gone'), fault=UNSEEN_END_FAULT, replaced_by=replaced_by)

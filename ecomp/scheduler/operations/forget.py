@@ -1,0 +1,126 @@
+"""Forget a compute that is gone for good: make the repairs of a cluster without this compute.
+
+Its provider goes after them, and its host name last: after a kill the command continues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ecomp.errors import Conflict
+from ecomp.failpoints import failpoint
+from ecomp.model import keys
+from ecomp.model.audit import Finding
+from ecomp.model.forget import find_leftovers, find_obstacle
+from ecomp.model.host import MAX_QUOTED_INSTANCES, is_ours
+from ecomp.model.text import join_some
+from ecomp.model.world import Planes, World
+from ecomp.placement import providers
+from ecomp.placement.client import Placement
+from ecomp.scheduler.operations.audit import Repairs, StaleFindingError, read_provider
+from ecomp.scheduler.operations.decommission import make_not_found
+from ecomp.scheduler.queries.hosts import read_world
+from ecomp.store.client import Delete, Store, is_alive, read_silence_condition, retry_until_committed
+
+# Tries to forget a compute, each after a new read of both planes.
+MAX_TRIES = 5
+
+
+def forget(  # noqa: PLR0913
+    store: Store,
+    placement: Placement,
+    compute: str,
+    display_name: str,
+    now: Callable[[], str],
+    report: Callable[[str], None],
+    fenced: bool = False,
+) -> None:
+    """Remove a compute from placement and etcd; `report` gets a sentence for each removal.
+
+    `now` returns the time in ISO form. Raises NotFound (no compute of ours), and Conflict if it is alive or came back,
+    an instance lives there, its provider stays, or keys keep changing. `fenced`: the operator confirms that the machine
+    is off for good. Otherwise Conflict for a compute with claims, or known to placement while any request is queued,
+    too: it may run these instances (rule: claim-stays), also if a restore of both planes lost the claim.
+    """
+
+    def try_once() -> World | None:
+        world = _read_planes(store, placement, compute)
+        findings = _find_leftovers(compute, display_name, world, fenced)
+        if is_alive(store, compute):
+            return None
+        repairs = Repairs(store, placement, world, now())
+        for finding in findings:
+            try:
+                repairs.repair(finding)
+            except StaleFindingError:
+                _check_is_utf8(store, finding, display_name)
+                return None
+            report(finding.sentence)
+        return world
+
+    lost = Conflict(f'compute {display_name}: other processes keep changing it. Try: the same command again')
+    provider = retry_until_committed(try_once, lost, MAX_TRIES).planes.providers.get(compute)
+    failpoint('host-emptied')
+    if provider is not None and provider.allocations is not None:
+        try:
+            providers.delete_provider(placement, compute)
+        except Conflict as error:
+            raise Conflict(f'compute {display_name}: its resource provider stays: {error}') from error
+        report(f'{display_name}: its resource provider is removed')
+    failpoint('host-unregistered')
+    # The name last: until then the command can be repeated with it.
+    silent, name = read_silence_condition(store, compute), store.get(keys.hostname(compute))
+    last_keys = [entry.key for entry in (silent, name) if entry is not None and entry.revision]
+    if silent is not None and last_keys and store.commit([silent], list(map(Delete, last_keys))) is not None:
+        if silent.revision:
+            report(f'{silent.key}: removed: it had no lease')
+        if name is not None and provider is None:
+            report(f'{display_name}: its host name is removed')
+    # The compute may have started after the last read; it registers its provider at its start only.
+    if is_alive(store, compute):
+        raise Conflict(f'compute {display_name} was started while it was being forgotten. Fix: restart its ecompute')
+
+
+def _read_planes(store: Store, placement: Placement, compute: str) -> World:
+    """Read placement and etcd about the compute; no claims of a provider that is not ours."""
+    # Placement first: a claim that is delivered later has its key in etcd by then. /hosts last: requests move there.
+    name = providers.read_provider_name(placement, compute)
+    state = read_provider(placement, compute, name) if name is not None else None
+    if state is not None and not is_ours(compute, state.name, state.inventory or ()):
+        state = state._replace(allocations=None)
+    pending = {**store.snapshot(keys.ATTEMPTS).entries, **store.snapshot(keys.QUEUES, keys_only=True).entries}
+    return read_world(store, Planes({} if state is None else {compute: state}, pending))
+
+
+def _find_leftovers(compute: str, display_name: str, world: World, fenced: bool) -> list[Finding]:
+    """Return what has to be repaired; Conflict if the compute must not be forgotten, NotFound if it is none of ours."""
+    reason = find_obstacle(world, compute)
+    if reason is not None:
+        raise Conflict(f'compute {display_name} is not forgotten: {reason}')
+    consumers, provider = world.planes.list_consumers(compute), world.planes.providers.get(compute)
+    # After a restore of both planes, a compute may run a queued request without a claim.
+    may_run_queued = provider is not None and bool(world.select_prefix(keys.QUEUES))
+    if (consumers or may_run_queued) and not fenced:
+        named = join_some(list(map(world.format_instance, sorted(consumers))), MAX_QUOTED_INSTANCES)
+        may_run = f'it holds claims and may run {named}' if named else 'it may run queued requests'
+        start = 'start ecompute on its host (after a restore of etcd: `ecompute --accept-new-etcd`)'
+        cure = f'{start}; if the machine never comes back: `eschedule host forget {display_name} --fenced`'
+        raise Conflict(f'compute {display_name} is not forgotten: {may_run}. Fix: {cure}')
+    findings = find_leftovers(world, compute)
+    if not findings and compute not in world.named_computes.stored_hostnames:
+        if provider is None and world.get_value(keys.compute(compute)) is None:
+            raise make_not_found(display_name)
+        if provider is not None and provider.allocations is None:
+            raise make_not_found(display_name, provider.name)
+    return findings
+
+
+def _check_is_utf8(store: Store, finding: Finding, display_name: str) -> None:
+    """Raise Conflict if the finding's key cannot be found again."""
+    # Undecodable bytes of a key are read as this character, with which the key cannot be found again.
+    if '\ufffd' in finding.subject and store.get(finding.keys[0]) is None:
+        prefix = keys.request_prefix(finding.compute)
+        raise Conflict(
+            f'compute {display_name} is not forgotten: a key below {prefix} is not UTF-8 (`etcdctl get '
+            f'--keys-only --prefix {prefix} | cat -v` shows the key). Fix: remove the key with etcdctl'
+        )
