@@ -134,10 +134,8 @@ class World:
         self._families: dict[str, dict[str, keys.StoredValue]] = {}
         for key, entry in planes.etcd.items():
             self._families.setdefault(key[: key.find('/', 1) + 1], {})[key] = entry
-        self.living_computes = {
-            keys.get_last_part(key) for key, entry in self.select_prefix(keys.COMPUTES).items() if entry.lease
-        }
         self.named_computes = parse_computes(self.select_prefix(keys.COMPUTES), self.select_prefix(keys.HOSTNAMES))
+        self.living_computes = set(self.named_computes.living)
         self.records: dict[str, Record] = {}
         self.records_at: dict[str, dict[str, Record]] = {}
         self.malformed_records: dict[str, str] = {}
@@ -188,7 +186,7 @@ class World:
                 self.in_flight.add(keys.get_queued_instance(key))
         self.computes = self.living_computes | {name for name, each in planes.providers.items() if each.name == name}
         # A request that was removed from its queue before a compute took it has a record without compute.
-        self.computes |= {each.compute for each in self.records.values()} - {''}
+        self.computes |= self.records_at.keys() - {''}
         self.computes |= self.requests_at.keys()
         self.metadata: dict[str, list[str]] = {}
         self.reservations: dict[str, dict[str, str]] = {}
@@ -276,12 +274,8 @@ class World:
         """Sort the requests and records of a compute, alive or not."""
         requests, records = self.requests_at.get(compute, {}), self.records_at.get(compute, {})
         tombstones = {name for name, each in requests.items() if isinstance(each, Request) and each.is_tombstone}
-        stray = set()
-        for name in requests:
-            record = self.records.get(name)
-            is_elsewhere = record is not None and (record.compute != compute or record.state == GONE)
-            if is_elsewhere or not keys.is_uuid(name):
-                stray.add(name)
+        there = {name for name, record in records.items() if record.state != GONE}
+        stray = {name for name in requests if not keys.is_uuid(name) or (name in self.records and name not in there)}
         recorded = {name for name, record in records.items() if record.state in LIVE_STATES}
         # A record is in state destroying only after a tombstone was delivered.
         destroying = {name for name, record in records.items() if record.state == DESTROYING}
@@ -317,9 +311,8 @@ class World:
 
         A compute of which only records of ended instances remain was forgotten and is left out.
         """
-        ended = {each.compute for each in self.records.values()}
         living = {each.compute for each in self.records.values() if self.is_living(each.instance)}
-        forgotten = ended - living - self.requests_at.keys() - self.planes.providers.keys()
+        forgotten = self.records_at.keys() - living - self.requests_at.keys() - self.planes.providers.keys()
         return {each: self._get_absent_state(each) for each in sorted(self.computes - self.living_computes - forgotten)}
 
     def _get_absent_state(self, compute: str) -> str:
@@ -350,7 +343,7 @@ def list_hosts(world: World, providers: Mapping[str, ProviderSummary]) -> list[H
     Sorted by host name and uuid; nameless ones come last.
     """
     uuids = {*world.living_computes, *world.requests_at}
-    uuids |= {record.compute for record in world.records.values() if record.state in LIVE_STATES}
+    uuids |= {each.compute for each in world.records.values() if each.state in LIVE_STATES}
     uuids |= {each.uuid for each in providers.values() if is_ours(each.uuid, each.name, each.rooms)}
     listed = [_make_host(compute, world, providers.get(compute)) for compute in uuids if keys.is_uuid(compute)]
     return sorted(listed, key=lambda each: (each.hostname is None, each.hostname or '', each.compute))

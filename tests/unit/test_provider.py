@@ -94,7 +94,7 @@ assert 'os_traits' not in sys.modules, [each for each in sys.modules if 'trait' 
 @pytest.mark.parametrize(
     'module',
     [
-        'ecomp.schedule, ecomp.scheduler.placing.create, ecomp.scheduler.operations.decommission',
+        'ecomp.schedule, ecomp.scheduler.placing.create, ecomp.scheduler.operations.forget',
         'ecomp.compute, ecomp.agent.instance.pool',
         'ecomp.agent.host.provider',
     ],
