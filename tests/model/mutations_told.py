@@ -118,7 +118,7 @@ REPORTED = {
         'destroyed_in_a_restored_queue',
     ),
     'forget without --fenced does not ask for claims': make_bug(
-        'ecomp.scheduler.operations.forget:_find_leftovers',
+        'ecomp.model.forget:find_obstacle',
         never('consumers', 'fenced'),
         'forgotten_after_a_restore',
     ),
@@ -192,7 +192,7 @@ PAIRED = {
         'destroyed_and_asked_again',
     ),
     'forget neither refuses nor looks before it releases': make_pair(
-        make_bug('ecomp.scheduler.operations.forget:_find_leftovers', never('reason')),
+        make_bug('ecomp.scheduler.operations.forget:forget', never('reason')),
         make_bug('ecomp.scheduler.operations.audit:Repairs._release', never('is_alive')),
         'forget_and_create',
     ),

@@ -10,10 +10,8 @@ from collections.abc import Callable
 from ecomp.errors import Conflict
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
-from ecomp.model.audit import Finding
 from ecomp.model.forget import find_leftovers, find_obstacle
-from ecomp.model.host import MAX_QUOTED_INSTANCES, is_ours
-from ecomp.model.text import join_some
+from ecomp.model.host import is_ours
 from ecomp.model.world import Planes, World
 from ecomp.placement import providers
 from ecomp.placement.client import Placement
@@ -37,15 +35,21 @@ def forget(  # noqa: PLR0913
 ) -> None:
     """Remove a compute from placement and etcd; `report` gets a sentence for each removal.
 
-    `now` returns the time in ISO form. Raises NotFound (no compute of ours), and Conflict if it is alive or came back,
-    an instance lives there, its provider stays, or keys keep changing. `fenced`: the operator confirms that the machine
-    is off for good. Otherwise Conflict for a compute with claims, or known to placement while any request is queued,
-    too: it may run these instances (rule: claim-stays), also if a restore of both planes lost the claim.
+    `now` returns the time in ISO form. `fenced`: the operator confirms that the machine is off for good.
+    Raises NotFound for a compute that is not ours.
+    Raises Conflict if there is an obstacle, the compute came back, its provider stays, or keys keep changing.
     """
 
     def try_once() -> World | None:
         world = _read_planes(store, placement, compute)
-        findings = _find_leftovers(compute, display_name, world, fenced)
+        if (reason := find_obstacle(world, compute, display_name, fenced)) is not None:
+            raise Conflict(f'compute {display_name} is not forgotten: {reason}')
+        findings, provider = find_leftovers(world, compute), world.planes.providers.get(compute)
+        if not findings and compute not in world.named_computes.stored_hostnames:
+            if provider is None and world.get_value(keys.compute(compute)) is None:
+                raise make_not_found(display_name)
+            if provider is not None and provider.allocations is None:
+                raise make_not_found(display_name, provider.name)
         if is_alive(store, compute):
             return None
         repairs = Repairs(store, placement, world, now())
@@ -53,7 +57,13 @@ def forget(  # noqa: PLR0913
             try:
                 repairs.repair(finding)
             except StaleFindingError:
-                _check_is_utf8(store, finding, display_name)
+                # Undecodable bytes of a key are read as this character, with which the key cannot be found again.
+                if '\ufffd' in finding.subject and store.get(finding.keys[0]) is None:
+                    prefix = keys.request_prefix(compute)
+                    raise Conflict(
+                        f'compute {display_name} is not forgotten: a key below {prefix} is not UTF-8 (`etcdctl get '
+                        f'--keys-only --prefix {prefix} | cat -v` shows the key). Fix: remove the key with etcdctl'
+                    ) from None
                 return None
             report(finding.sentence)
         return world
@@ -90,37 +100,3 @@ def _read_planes(store: Store, placement: Placement, compute: str) -> World:
         state = state._replace(allocations=None)
     pending = {**store.snapshot(keys.ATTEMPTS).entries, **store.snapshot(keys.QUEUES, keys_only=True).entries}
     return read_world(store, Planes({} if state is None else {compute: state}, pending))
-
-
-def _find_leftovers(compute: str, display_name: str, world: World, fenced: bool) -> list[Finding]:
-    """Return what has to be repaired; Conflict if the compute must not be forgotten, NotFound if it is none of ours."""
-    reason = find_obstacle(world, compute)
-    if reason is not None:
-        raise Conflict(f'compute {display_name} is not forgotten: {reason}')
-    consumers, provider = world.planes.list_consumers(compute), world.planes.providers.get(compute)
-    # After a restore of both planes, a compute may run a queued request without a claim.
-    may_run_queued = provider is not None and bool(world.select_prefix(keys.QUEUES))
-    if (consumers or may_run_queued) and not fenced:
-        named = join_some(list(map(world.format_instance, sorted(consumers))), MAX_QUOTED_INSTANCES)
-        may_run = f'it holds claims and may run {named}' if named else 'it may run queued requests'
-        start = 'start ecompute on its host (after a restore of etcd: `ecompute --accept-new-etcd`)'
-        cure = f'{start}; if the machine never comes back: `eschedule host forget {display_name} --fenced`'
-        raise Conflict(f'compute {display_name} is not forgotten: {may_run}. Fix: {cure}')
-    findings = find_leftovers(world, compute)
-    if not findings and compute not in world.named_computes.stored_hostnames:
-        if provider is None and world.get_value(keys.compute(compute)) is None:
-            raise make_not_found(display_name)
-        if provider is not None and provider.allocations is None:
-            raise make_not_found(display_name, provider.name)
-    return findings
-
-
-def _check_is_utf8(store: Store, finding: Finding, display_name: str) -> None:
-    """Raise Conflict if the finding's key cannot be found again."""
-    # Undecodable bytes of a key are read as this character, with which the key cannot be found again.
-    if '\ufffd' in finding.subject and store.get(finding.keys[0]) is None:
-        prefix = keys.request_prefix(finding.compute)
-        raise Conflict(
-            f'compute {display_name} is not forgotten: a key below {prefix} is not UTF-8 (`etcdctl get '
-            f'--keys-only --prefix {prefix} | cat -v` shows the key). Fix: remove the key with etcdctl'
-        )
