@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ecomp.model import keys
-from ecomp.model.audit import Finding
+from ecomp.model.audit import CHECKS
+from ecomp.model.finding import Finding
 from ecomp.model.host import LIVE_STATES, MAX_QUOTED_INSTANCES
 from ecomp.model.record import DESTROYING
 from ecomp.model.text import join_some
@@ -40,9 +41,7 @@ def find_obstacle(world: World, compute: str, display_name: str, fenced: bool) -
     may_run_queued = compute in world.planes.providers and world.select_prefix(keys.QUEUES)
     if (consumers or may_run_queued) and not fenced:
         may_run = f'holds claims and may run {_join(consumers, world)}' if consumers else 'may run queued requests'
-        start = 'start ecompute on its host (after a restore of etcd: `ecompute --accept-new-etcd`)'
-        fence = f'if the machine never comes back: `eschedule host forget {display_name} --fenced`'
-        return f'it {may_run}. Fix: {start}; {fence}'
+        return f'it {may_run}. Fix: {CHECKS["compute-silent"].manual_repair.replace("<host>", display_name)}'
     return None
 
 

@@ -325,7 +325,6 @@ MAX_QUOTED_INSTANCES = 3
 class ProviderSummary:
     """A resource provider. `status_traits` are its traits that mark it as disabled."""
 
-    uuid: str
     name: str
     rooms: Mapping[str, Room] = field(default_factory=dict)
     status_traits: frozenset[str] = frozenset()

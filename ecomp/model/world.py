@@ -344,7 +344,7 @@ def list_hosts(world: World, providers: Mapping[str, ProviderSummary]) -> list[H
     """
     uuids = {*world.living_computes, *world.requests_at}
     uuids |= {each.compute for each in world.records.values() if each.state in LIVE_STATES}
-    uuids |= {each.uuid for each in providers.values() if is_ours(each.uuid, each.name, each.rooms)}
+    uuids |= {uuid for uuid, each in providers.items() if is_ours(uuid, each.name, each.rooms)}
     listed = [_make_host(compute, world, providers.get(compute)) for compute in uuids if keys.is_uuid(compute)]
     return sorted(listed, key=lambda each: (each.hostname is None, each.hostname or '', each.compute))
 

@@ -52,7 +52,7 @@ def check_candidates(client: Placement) -> None:
 
 def check_shares(client: Placement) -> None:
     shares = providers.read_rooms(client, [COMPUTE, OTHER_UUID])
-    in_placement = {uuid: ProviderSummary(uuid, uuid, share) for uuid, share in shares.items()}
+    in_placement = {uuid: ProviderSummary(uuid, share) for uuid, share in shares.items()}
     presence = Entry(keys.compute(COMPUTE), b'{"hostname": "h"}', 1, 1)
     world = World(Planes({}, {presence.key: presence}))
     assert_printable(*render_all(make_host_listing(list_hosts(world, in_placement))))

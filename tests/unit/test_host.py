@@ -65,7 +65,7 @@ def make_record(instance: str, state: str, compute: str = HOST) -> Record:
 
 
 def make_provider(shares: dict[str, Room] = OPEN_ROOM, uuid: str = HOST, name: str = '') -> dict[str, ProviderSummary]:
-    return {uuid: ProviderSummary(uuid, name or uuid, shares)}
+    return {uuid: ProviderSummary(name or uuid, shares)}
 
 
 def make_world(
@@ -83,11 +83,6 @@ def make_world(
     values |= {keys.record(each.compute, each.instance): encode(each) for each in records}
     etcd = {key: Entry(key, value.encode(), 1, LEASE) for key, value in values.items()}
     return World(Planes({HOST: ProviderState(HOST, allocations=dict.fromkeys(held, {}))}, etcd))
-
-
-def read_state(world: World, providers: dict[str, ProviderSummary]) -> str:
-    (host,) = list_hosts(world, providers)
-    return host.state
 
 
 @pytest.mark.parametrize(
@@ -108,7 +103,7 @@ def read_state(world: World, providers: dict[str, ProviderSummary]) -> str:
     ],
 )
 def test_state_of_a_compute(world: World, providers: dict[str, ProviderSummary], expected: str) -> None:
-    assert read_state(world, providers) == expected
+    assert [host.state for host in list_hosts(world, providers)] == [expected]
 
 
 def test_record_on_another_compute_makes_no_compute_silent() -> None:
@@ -224,7 +219,7 @@ def test_forget_is_refused_or_removes_what_is_left() -> None:
 def test_disabled_computes_are_shown(
     alive: bool, traits: set[str], shares: dict[str, Room], expected: tuple[str, bool], shown: str
 ) -> None:
-    provider = ProviderSummary(HOST, HOST, shares, frozenset(traits))
+    provider = ProviderSummary(HOST, shares, frozenset(traits))
     listed = list_hosts(make_world({HOST: 'hv1'} if alive else {}), {HOST: provider})
     assert [(host.state, host.is_disabled) for host in listed] == [expected]
     assert shown in [cell.strip() for cell in render(make_host_listing(listed)).splitlines()[1].split('  ')]

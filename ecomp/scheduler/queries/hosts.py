@@ -80,7 +80,7 @@ def read_hosts(
     having = {trait: providers.find_with_trait(placement, trait) for trait in status.STATUS_TRAITS}
     in_placement = {
         uuid: ProviderSummary(
-            uuid, names.get(uuid, uuid), each, frozenset(trait for trait in having if uuid in having[trait])
+            names.get(uuid, uuid), each, frozenset(trait for trait in having if uuid in having[trait])
         )
         for uuid, each in shares.items()
     }
