@@ -180,7 +180,7 @@ def test_killed_during_a_download(web: ImageServer, tmp_path: Path, step: str) -
 
 
 def test_worker_killed_during_a_download_ends_the_download(web: ImageServer, tmp_path: Path) -> None:
-    """F22: kill -9 of a worker: the program that downloads for it dies, too, and the next start removes its file."""
+    """F22: kill -9 of a worker: its download dies with it, and the next start removes the file (fake)."""
     directory, words = tmp_path / 'images', [sys.executable, '-c', FETCH_SCRIPT]
     with Command([*words, str(tmp_path / 'images'), web.url + 'half', str(2**30)], tmp_path) as worker:
         (program,) = wait_until(lambda: psutil.Process(worker.pid).children(), 20, 'the program runs')
@@ -195,7 +195,7 @@ def test_worker_killed_during_a_download_ends_the_download(web: ImageServer, tmp
 
 
 def test_killed_program_fails_its_download(web: ImageServer, tmp_path: Path) -> None:
-    """F22: kill -9 of the program that downloads: its worker reports that, and leaves nothing."""
+    """F22: kill -9 of the program that downloads: its worker reports that, and leaves nothing (fake)."""
     result = fetch(tmp_path / 'images', web.url + 'good', 2**30, PROGRAM_FAILPOINTS[0])
     assert 'the download ended with exit code -9' in result.stderr
     assert list_cached(tmp_path / 'images') == []

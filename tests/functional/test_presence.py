@@ -289,7 +289,7 @@ def test_lease_is_renewed_behind_a_grpc_proxy(grpc_proxy: GrpcProxy, placement: 
         store.revoke(lease)
         assert store.keep_alive(lease) == 0
     config = EtcdConfig((grpc_proxy.endpoint,)), PlacementConfig(placement.url)
-    assert backends.probe_backends(*config, None, 'compute.yaml').etcd_failure == ''
+    assert backends.probe_backends(*config, None, 'compute.yaml').etcd_failure is None
 
 
 def test_check_reports_that_leases_are_not_renewed(
@@ -299,7 +299,7 @@ def test_check_reports_that_leases_are_not_renewed(
     monkeypatch.setattr(UnrenewingStore, 'fails', True)
     config = EtcdConfig((etcd.endpoint,)), PlacementConfig(placement.url)
     problem = backends.probe_backends(*config, None, 'compute.yaml').etcd_failure
-    assert 'answers, but does not renew leases, so no compute can stay alive' in problem
+    assert 'answers, but does not renew leases, so no compute can stay alive' in str(problem)
 
 
 # Other keys on the lease of the presence.

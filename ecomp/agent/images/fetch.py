@@ -81,7 +81,7 @@ class Fetch:
 
     def run(self) -> Download:
         """Download the image. Raises ServerUnavailable, also at a time limit, BuildFailed and OSError."""
-        threading.Thread(target=self._report_progress, daemon=True).start()
+        threading.Thread(target=self._report_progress, name='progress', daemon=True).start()
         try:
             stream = self._open()
             expected = self.pin or self._read_listed_sum()
