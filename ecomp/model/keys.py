@@ -82,14 +82,6 @@ class StoredValue(Protocol):
     def lease(self) -> int: ...
 
 
-def get_value_id(stored: StoredValue) -> tuple[int, int]:
-    """Return (revision, length), which identifies a value.
-
-    A value dropped as too large has length 0, so it differs from the same value once that fits.
-    """
-    return stored.revision, len(stored.value)
-
-
 def _make_key_function(prefix: str) -> Callable[[str], str]:
     """Return a function that puts `prefix` before its argument."""
     return lambda part: prefix + part

@@ -176,9 +176,13 @@ def update_backlog(state: Mapping[str, keys.StoredValue], previous: Backlog) -> 
 
     Only changed keys are parsed: 10,000 queued requests cause 20,000 events on each compute, each with all keys.
     """
+
+    def identify(stored: keys.StoredValue) -> tuple[int, int]:
+        return stored.revision, len(stored.value)  # a value that was dropped as too large has length 0
+
     old = previous.state
     changed = [key for key, value in state.items() if old.get(key) is not value]
-    changed = [key for key in changed if key not in old or keys.get_value_id(old[key]) != keys.get_value_id(state[key])]
+    changed = [key for key in changed if key not in old or identify(old[key]) != identify(state[key])]
     removed = old.keys() - state.keys()
     parsed, entries, has_new = dict(previous.parsed), dict(previous.entries), False
     for key in removed:

@@ -97,7 +97,7 @@ ROWS = (
     ),
     Row(
         'a value that was dropped as too large is not processed once it fits',
-        'ecomp/model/keys.py',
+        'ecomp/model/queue.py',
         'return stored.revision, len(stored.value)',
         'return stored.revision, 0',
         ('tests/unit/test_queue.py::test_value_that_was_dropped_as_too_large_is_queued_once_it_fits',),
