@@ -172,7 +172,10 @@ class Connection:
     def _begin_opening(self) -> Future[libvirt.virConnect]:
         """Start a thread that opens the connection, with the lock held; Unreachable if it cannot start."""
         opening: Future[libvirt.virConnect] = Future()
-        self._silent_since = min(self._silent_since, time.monotonic())
+        now = time.monotonic()
+        # A silence of long ago, when nothing used the connection, may have ended since.
+        if not now - 2 * OPEN_TIMEOUT < self._silent_since < now:
+            self._silent_since = now
         try:
             _start_event_loop()
             threading.Thread(target=self._connect, args=(opening,), name='libvirt-open', daemon=True).start()

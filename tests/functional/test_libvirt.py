@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,7 +25,9 @@ from functools import partial
 from pathlib import Path
 from pwd import getpwnam
 from shutil import which
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 from uuid import uuid4
 
 import pytest
@@ -206,6 +209,24 @@ def test_calls_to_a_frozen_libvirtd_time_out(host: LibvirtHost, monkeypatch: pyt
         wait_until(answers, 60, 'libvirtd answers again')
     with pytest.raises(EcompError, match='closed'):
         frozen.list_guests()
+
+
+def test_silence_of_long_ago_shortens_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker does not reopen a lost connection before it needs one."""
+    from ecomp.virt import connection
+
+    def open_slowly(_: str) -> Mock:
+        time.sleep(0.3)
+        return Mock()
+
+    monkeypatch.setattr(connection, 'MIN_OPEN_TIMEOUT', 0.01)
+    monkeypatch.setattr(connection.libvirt, 'open', open_slowly)
+    idle = Connection('test:///default')
+    idle._on_close(None, libvirt.VIR_CONNECT_CLOSE_REASON_KEEPALIVE, None)
+    now = time.monotonic
+    monkeypatch.setattr(connection, 'time', SimpleNamespace(monotonic=lambda: now() + 60))
+    with closing(idle), idle.use('listing domains'):
+        pass
 
 
 @pytest.mark.usefixtures('real_libvirt')
