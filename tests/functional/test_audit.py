@@ -22,6 +22,7 @@ from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.host.state import Memory
 from ecomp.agent.host.upkeep import Upkeep, find_abandoned_parts
 from ecomp.agent.images.cache import LOCK_FILE
+from ecomp.agent.jobs import Loop
 from ecomp.conf import EtcdConfig
 from ecomp.errors import StrangeEtcd, Unreachable
 from ecomp.files import try_lock
@@ -386,6 +387,22 @@ def test_malformed_question_is_not_answered(cloud: Cloud, host: Host, caplog: py
     make_reader(cloud, host).read()
     cloud.store.revoke(lease)
     assert (host.hypervisor.measured_count, caplog.records) == (1, [])
+
+
+def test_question_that_found_no_thread_is_answered_later(
+    cloud: Cloud, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The follower lists again after an error of its callback."""
+    real, failures = Loop.schedule, [RuntimeError("can't start new thread")]
+
+    def schedule(loop: Loop, moment: float = 0.0) -> None:
+        if failures:
+            raise failures.pop()
+        real(loop, moment)
+
+    monkeypatch.setattr(Loop, 'schedule', schedule)
+    assert host.compute in make_reader(cloud, host).read().used
+    assert (failures, host.hypervisor.measured_count) == ([], 1)
 
 
 def make_reader(cloud: Cloud, host: Host, *others: str) -> UseReader:

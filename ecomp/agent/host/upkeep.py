@@ -123,9 +123,9 @@ class Upkeep:
         self._loop.join()
 
     def on_questions(self, state: Mapping[str, Entry]) -> None:
-        """Replace the questions, and schedule answers if any came or went. The follower's thread calls this."""
+        """Replace the questions, and schedule answers if there are or were any. The follower's thread calls this."""
         before, self._questions = self._questions, state
-        if state.keys() != before.keys():
+        if state or before:
             self._loop.schedule()
 
     def step(self) -> None:
