@@ -477,9 +477,9 @@ class Compute:
         at_exit.callback(self.upkeep.stop)
         # Before any other write, because every write compares the presence key (rule: single-owner).
         if familiar:
+            at_exit.callback(self._presence.stop)
             self._presence.start()
             failpoint('published')
-            at_exit.callback(self._presence.stop)
             # Users may name an alive compute by its host name. If the write fails, the periodic check logs why.
             with suppress(EcompError):
                 self._check_hostname()

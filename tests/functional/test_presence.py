@@ -7,15 +7,22 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
+from pathlib import Path
 
 import pytest
 
 from ecomp import backends
+from ecomp.agent.process import Process
+from ecomp.compute_conf import ComputeConfig
 from ecomp.conf import EtcdConfig, PlacementConfig
 from ecomp.errors import Conflict, Denied, Unreachable
+from ecomp.model import keys
 from ecomp.store.client import FENCE_RENEWAL_SECONDS, Delete, Put, Store, Unchanged
 from ecomp.store.presence import Presence, hash_token
+from ecomp.systemd import Service
+from ecomp.virt.fake import Fake
+from tests.functional.cloud import Cloud
 from tests.functional.present import make_presence, start_and_stop
 from tests.kit.servers import SLOWDOWN_FACTOR, Etcd, PlacementServer, Server, free_port, is_healthy, wait_until
 from tests.kit.store_client import open_store, read_entry
@@ -452,6 +459,21 @@ def test_restart_of_etcd_makes_both_life_leases_equally_old() -> None:
 
 def read_values(store: Store, prefix: str) -> dict[str, bytes]:
     return {key.removeprefix(prefix): entry.value for key, entry in store.snapshot(prefix).entries.items()}
+
+
+def test_start_that_fails_leaves_no_presence(cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Presence) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Presence, '_start_thread', fail)
+    backends = EtcdConfig((cloud.etcd.endpoint,)), PlacementConfig(cloud.server.url)
+    config = ComputeConfig(etcd=backends[0], placement=backends[1], state=tmp_path, inventory={'VCPU': 1})
+    with ExitStack() as at_exit:
+        process = Process(config, Fake('', None), False, Service(), at_exit)
+        process.register()
+        with pytest.raises(RuntimeError, match='new thread'):
+            process.run()
+    assert cloud.store.snapshot(keys.COMPUTES).entries == {}
 
 
 def test_stop_leaves_the_key_of_another_owner(etcd: Etcd, store: Store, prefix: str) -> None:
