@@ -216,7 +216,7 @@ class Presence:
         """Return whether the lease expired though etcd answers; ask etcd, and report that once."""
         if time.monotonic() - self._renewed_at <= LEASE_SECONDS or self._is_lapsed:
             return self._is_lapsed
-        with suppress(EcompError):
+        with suppress(Exception):  # or the thread would end
             self._store.get(keys.CLUSTER)
             try:
                 self._store.keep_alive(self._granted)

@@ -288,6 +288,18 @@ def test_unrenewed_lease_is_reported_and_replaced(etcd: Etcd, prefix: str, monke
             assert len(lost) == 1
 
 
+def test_unexpected_errors_end_no_renewal(store: Store, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = list[str]()
+    presence = UnthreadedPresence(store, prefix + 'c', FACTS, lost.append)
+    with start_and_stop(presence), monkeypatch.context() as patch:
+        # As for a process that may start no thread for a new connection, for longer than its lease lasts.
+        patch.setattr('ecomp.store.presence.LEASE_SECONDS', 0)
+        for name in ('get', 'keep_alive'):
+            patch.setattr(store, name, lambda _: (_ for _ in ()).throw(RuntimeError("can't start new thread")))
+        presence.renew_and_check()
+    assert lost == []
+
+
 def test_lease_is_renewed_behind_a_grpc_proxy(grpc_proxy: GrpcProxy, placement: PlacementServer) -> None:
     """Check a proxy that cancels a renewal whose stream is half closed before the answer."""
     with open_store(grpc_proxy.endpoint) as store:
