@@ -19,9 +19,8 @@ thread at a time handles an instance. Before it exits, ecompute waits for the th
                               for
     troubles                  checks what keeps the host from building (Troubles, under a lock). Not waited for
     presence                  keeps /computes/<compute>, and the keys beside it, on their lease (Presence). Joined
-    follow /hosts/            follows the requests of this compute, queues and presence keys; callbacks set a flag, or
-                              replace a state under a lock. Joined
-    follow /audit/            follows audits, and passes them to `audits`. Joined
+    follow /hosts/            follows the requests of this compute, queues, presence keys and audits; callbacks set a
+                              flag, or replace a state under a lock. Joined
     audits                    answers audits (Upkeep, under a lock). Waited for
     known etcd                writes <state>/etcd.json (KnownEtcd); other threads leave a value for it. Joined
     queues                    with `queues: True`: takes from the queues; owns the Taker and its deferrals. Waited for

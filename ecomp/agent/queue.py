@@ -481,7 +481,7 @@ class Taker:
 
 
 class TakeLoop:
-    """Runs the taker of one compute, from start() to stop()."""
+    """Runs the taker of one compute, from the first wake_up() to stop()."""
 
     def __init__(self, taker: Taker, failures: FailureLog) -> None:
         self._taker = taker
