@@ -96,21 +96,21 @@ class Crowd:
             queues=self._queues,
         )
         self._end_following = at_exit.enter_context(ExitStack())
+        self._computes: dict[str, Compute] = {}
+        at_exit.callback(self._stop)
 
-        def make(number: int) -> Compute:
+        def make(number: int) -> None:
             own = replace(config, state=config.state / str(number))
             identity, own_store = Identity(own.state), copy.copy(store)
             at_exit.callback(identity.close)
             own_store.fence = None  # that of its own presence (rule: single-owner)
             compute = Compute(own, identity, own_store, environment)
+            self._computes[compute.uuid] = compute
             compute.register()
             compute.start()
-            return compute
 
         with ThreadPoolExecutor(MAX_CONCURRENT) as threads:
-            computes = list(threads.map(make, range(1, count + 1)))
-        self._computes = {each.uuid: each for each in computes}
-        at_exit.callback(self._stop)
+            list(threads.map(make, range(1, count + 1)))
         subscriptions: list[Subscription] = [(keys.HOSTS, self._on_hosts)]
         if config.queues:
             subscriptions += [(keys.ACCEPTED, self._queues.on_accepted)]
