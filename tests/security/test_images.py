@@ -279,6 +279,20 @@ def test_proxy_and_netrc_of_the_environment_are_ignored(
     assert sent == [None]
 
 
+def test_cookies_of_a_server_are_not_sent_back(
+    web: ImageServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They could be for all hosts of a domain, also for another one to which a redirect leads."""
+    sent: list[str | None] = []
+    answer = Handler.answer_good
+    monkeypatch.setattr(Handler, 'answer_good', lambda self: (sent.append(self.headers['cookie']), answer(self)))
+    monkeypatch.setattr(
+        Handler, 'answer_moved', lambda self: self.send_body(b'', status=302, location='good', set_cookie='a=b')
+    )
+    get_base(make_cache(tmp_path, LOOPBACK_REACH), web.url + 'moved')
+    assert sent == [None]
+
+
 def test_certificate_is_checked_against_the_name_behind_a_proxy(
     web: ImageServer,
     tls_context: ssl.SSLContext,  # noqa: ARG001

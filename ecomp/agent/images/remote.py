@@ -73,15 +73,10 @@ class RemoteSource:
         self.deadline = math.inf
         self._url = url
         self.egress = egress
-        self._session = _Session()
-        # The proxy and ~/.netrc of the environment are not used: that proxy would resolve names unchecked, and ~/.netrc
-        # is root's.
-        self._session.trust_env = False
-        self._session.headers = requests.structures.CaseInsensitiveDict(HEADERS)
-        if egress.proxy_url is not None:
-            self._session.proxies = {'http': egress.proxy_url, 'https': egress.proxy_url}
-        self._session.adapters.clear()
-        self._session.mount('http', _Adapter(self))  # http:// and https://
+        # Not a requests.Session, which sends cookies, and reads the body of a redirect, which may be endless. It takes
+        # a proxy and ~/.netrc from the environment: that proxy would resolve names unchecked, and ~/.netrc is root's.
+        self._adapter = _Adapter(self)
+        self._proxies = dict.fromkeys(('http', 'https'), egress.proxy_url) if egress.proxy_url else {}
 
     def open(self) -> Stream:
         """Return a stream of the image."""
@@ -114,7 +109,7 @@ class RemoteSource:
         return text.decode(errors='replace')
 
     def close(self) -> None:
-        self._session.close()
+        self._adapter.close()
 
     def _expect_ok(self, answer: requests.Response, url: str = '') -> requests.Response:
         """Return an answer with status 200; close any other one and raise."""
@@ -135,9 +130,8 @@ class RemoteSource:
             if urlsplit(current_url).scheme == 'https':
                 load_tls_context()  # reports bad authorities before the server is asked
             try:
-                answer = self._session.get(
-                    current_url, headers=headers, timeout=TIMEOUT_SECONDS, stream=True, allow_redirects=False
-                )
+                request = requests.Request('GET', current_url, {**HEADERS, **(headers or {})}).prepare()
+                answer = self._adapter.send(request, stream=True, timeout=TIMEOUT_SECONDS, proxies=self._proxies)
             except AddressRefused as refused:
                 direct = f'{refused.target}, {refused.reason}: images from there are refused'
                 reason = f'redirected to a refused address ({refused.reason})' if hop else direct
@@ -225,11 +219,6 @@ class _TimedSocket(_Timed, socket.socket):
 
 class _TimedTlsSocket(_Timed, ssl.SSLSocket):
     pass
-
-
-class _Session(requests.Session):
-    def get_redirect_target(self, resp: requests.Response) -> None:
-        """Find no redirect: requests would read the whole body of one, which may be endless."""
 
 
 class _Adapter(HTTPAdapter):
