@@ -561,6 +561,15 @@ def send_endless_head(handler: Handler) -> None:
         handler.wfile.flush()
 
 
+def send_endless_trailer(handler: Handler) -> None:
+    handler.protocol_version = 'HTTP/1.1'
+    handler.send_head(transfer_encoding='chunked')
+    handler.wfile.write(b'1\r\nx\r\n0\r\n')
+    while not handler.server.may_go_on.wait(0.05):
+        handler.wfile.write(b'x: y\r\n')
+        handler.wfile.flush()
+
+
 @pytest.mark.parametrize('path', ['head', 'dripping/good', 'drip'])
 def test_cancelled_download_leaves_no_process_or_descriptor(
     web: ImageServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
@@ -628,12 +637,14 @@ def test_cancelled_connection_attempts_leave_nothing(tmp_path: Path, dns_answers
         ('head', 'no answer after 0.5 s'),
         ('dripping/good', 'no SHA256SUMS after 0.5 s'),
         ('drip', r'slower than 64 KiB/s for 0.5 s, [0-9]+ bytes so far'),
+        ('trailer', 'no data after 0.5 s'),
     ],
 )
 def test_slow_answers_time_out(
     web: ImageServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, message: str
 ) -> None:
     monkeypatch.setattr(Handler, 'answer_head', send_endless_head, raising=False)
+    monkeypatch.setattr(Handler, 'answer_trailer', send_endless_trailer, raising=False)
     monkeypatch.setattr(fetch, 'MAX_ANSWER_SECONDS', 0.5)
     monkeypatch.setattr(fetch, 'SLOW_PERIOD_SECONDS', 0.5)
     assert re.search(message, fetch_refusal(make_cache(tmp_path, LOOPBACK_REACH), web.url + path))
@@ -641,6 +652,15 @@ def test_slow_answers_time_out(
     # A download that is fast enough has no deadline.
     web.image = BOOT_DISK.ljust(MIB, b'\0')
     assert get_base(make_cache(tmp_path, LOOPBACK_REACH), web.url + 'good').virtual_size == MIB
+
+
+def test_slow_name_server_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The C library's resolver has time limits of its own, and cannot be interrupted."""
+    monkeypatch.setattr(socket, 'getaddrinfo', lambda *_, **__: time.sleep(60))
+    monkeypatch.setattr(fetch, 'MAX_ANSWER_SECONDS', 0.5)
+    monkeypatch.setattr(fetch, 'REPORT_SECONDS', 0.1)
+    refusal = fetch_refusal(make_cache(tmp_path, LOOPBACK_REACH), 'http://images.example.org/x')
+    assert 'does not answer in time' in refusal
 
 
 @pytest.mark.parametrize('scheme', ['http', 'https'])

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import ecomp
 from ecomp.errors import EcompError
@@ -90,6 +90,12 @@ def answer(**fields: Any) -> None:
     """Print an answer to the parent."""
     with _ANSWERING:  # a long line is not written atomically
         os.write(1, json.dumps(fields).encode() + b'\n')
+
+
+def answer_finally(**fields: Any) -> NoReturn:
+    """Print an answer and end the program, whatever its other threads wait for."""
+    answer(**fields)
+    os._exit(1)
 
 
 def die_with_parent(parent_pid: int) -> None:

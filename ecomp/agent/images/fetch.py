@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from ecomp.agent.images.cache import BaseVolumes, make_source
-from ecomp.agent.images.child import answer, read_job
+from ecomp.agent.images.child import answer, answer_finally, read_job
 from ecomp.agent.images.remote import RemoteSource
 from ecomp.agent.images.sources import (
     SUMS_FILE,
@@ -132,8 +132,9 @@ class Fetch:
         reserved = self.reserve(self.file.fileno(), length, 0) if length else 0
         failpoint('image-begun')
         period_start, period_bytes = time.monotonic(), 0
+        read = self._limit_wait('data')(stream.read)  # it may take long: a chunk's extension is no data
         with closing(stream):
-            while chunk := stream.read():
+            while chunk := read():
                 if self._done_bytes + len(chunk) > reserved:
                     if length is not None:
                         reason = f'longer than the {length} bytes that the server announced'
@@ -189,10 +190,13 @@ class Fetch:
             self.source.deadline = self._ends_at
 
     def _report_progress(self) -> None:
-        """Report progress until the program ends, if there is any."""
+        """Report progress, if there is any, until the program ends; end it if a wait does not end at its deadline."""
         reported_bytes = 0
         while True:
             time.sleep(REPORT_SECONDS)
+            if time.monotonic() > self.source.deadline + REPORT_SECONDS:  # as of a resolver, or of TLS within TLS
+                reason = f'{self.url}: the server does not answer in time'
+                answer_finally(reason=reason, is_temporary=True, is_host_fault=False)
             if self._done_bytes != reported_bytes:
                 reported_bytes = self._done_bytes
                 answer(done=reported_bytes, total=self._total_bytes)

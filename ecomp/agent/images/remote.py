@@ -300,16 +300,14 @@ def describe_failure(error: Exception) -> str:
         answered := next(filter(None, (TUNNEL_FAILURE.match(str(cause_error)) for cause_error in causes)), None)
     ) is not None:
         return f'the proxy returned HTTP {_format_status(int(answered[1]))}'
-    return f'{server} cannot be reached' + next(
-        (f': {detail}' for detail in map(_describe_cause, causes) if detail), ''
-    )
+    detail = next(filter(None, map(_describe_cause, causes)), None)
+    return f'{server} cannot be reached' + (f': {detail}' if detail else '')
 
 
 def _describe_cause(error: BaseException) -> str | None:
     """Describe this one error, not those it wraps; None if it is of another kind."""
     if isinstance(error, socket.gaierror):
-        is_missing = error.errno in (socket.EAI_NONAME, socket.EAI_NODATA)
-        if is_missing:
+        if error.errno in (socket.EAI_NONAME, socket.EAI_NODATA):
             return 'its host name does not exist'
         return 'its host name cannot be resolved. Try: check the name server of this host'
     if isinstance(error, ssl.SSLError):
