@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
-from ecomp.errors import Unreachable
+from ecomp.errors import Problem, Unreachable
 from ecomp.model.parsers import FLAG, check, text
 from ecomp.model.stored import sparse, stored
 from ecomp.model.text import make_printable
@@ -149,7 +149,7 @@ class Finding(NamedTuple):
         return {name: getattr(self, name) for name in names}
 
     def __str__(self) -> str:
-        return f'{self.code}: {mark_warning(self.code, self.sentence)}. Fix: {self.how}'
+        return str(Problem(f'{self.code}: {mark_warning(self.code, self.sentence)}', self.how))
 
 
 def get_level(code: str) -> str:

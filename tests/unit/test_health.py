@@ -111,6 +111,11 @@ COMPUTE_FAULTS = [
 ]
 
 
+def test_finding_without_a_cure_promises_none() -> None:
+    (finding,) = run_checks(CHECKS, COMPUTES, ComputeFacts(unserved=Problem('no compute takes queued requests')))
+    assert str(finding) == 'queue: no compute takes queued requests'
+
+
 def make_machine(**changed: object) -> MachineFacts:
     return replace(FACTS, libvirt=replace(LIBVIRT, **changed))
 
