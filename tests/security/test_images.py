@@ -366,6 +366,9 @@ def test_sources_are_checked_by_name_behind_a_proxy(
     any_name = EgressPolicy(None, web.url.rstrip('/'), (('ds1', 2379),))
     assert 'a loopback address' in fetch_refusal(make_cache(tmp_path, any_name), 'http://localhost/x')
     assert 'etcd or placement' in fetch_refusal(make_cache(tmp_path, any_name), 'http://ds1:2379/x')
+    assert 'a link-local address' in fetch_refusal(make_cache(tmp_path, any_name), 'http://169.254.169.254./x')
+    for host in ('[fe80::1%25eth0]', 'images.example.org%2f'):
+        assert 'not the address of a host' in fetch_refusal(make_cache(tmp_path, any_name), f'http://{host}/x')
     assert requested_urls == []
     assert get_base(make_cache(tmp_path, any_name), 'http://unknown.example.org/y').format == 'raw'
 

@@ -75,12 +75,15 @@ class EgressPolicy:
         """With a proxy, check the host's text or numeric address, because the proxy resolves names: AddressRefused."""
         if self.proxy_url is None:
             return
-        host, port = urlsplit(url).hostname or '', get_port(urlsplit(url))
+        # The C library of the proxy would take 169.254.169.254. for an address, too.
+        host, port = (urlsplit(url).hostname or '').rstrip('.'), get_port(urlsplit(url))
+        if '%' in host:  # a link of this host, or an encoding that the proxy may decode
+            raise AddressRefused(host, image.NO_HOST)
         try:
             numeric_addresses = resolve_addresses(host, socket.AI_NUMERICHOST)
         except (OSError, ValueError):
             reason = image.find_host_refusal(host, self.sources)
-            if reason is None and (host.lower().rstrip('.'), port) in self.control_endpoints:
+            if reason is None and (host, port) in self.control_endpoints:
                 reason = CONTROL_PLANE
             if reason is not None:
                 raise AddressRefused(host, reason) from None
