@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from ecomp import log as logs
+from ecomp.agent import compute
 from ecomp.agent.compute import Compute, Environment, now
+from ecomp.agent.host import troubles
 from ecomp.agent.host.state import Identity, check_or_adopt
 from ecomp.agent.queue import Queues
 from ecomp.compute_conf import ComputeConfig, load_compute, parse_inventory
@@ -35,6 +37,8 @@ from tests.kit.commands import Control, write_config
 from tests.kit.servers import TOP, Server
 
 TOY_INVENTORY = 'VCPU:4,DISK_GB:10,MEMORY_MB:512'
+# Seconds between periodic checks, which a thousand hosts would make on processors of their own.
+CHECK_INTERVAL_SECONDS = 600.0
 # Computes that start or stop concurrently.
 MAX_CONCURRENT = 16
 
@@ -104,10 +108,10 @@ class Crowd:
             identity, own_store = Identity(own.state), copy.copy(store)
             at_exit.callback(identity.close)
             own_store.fence = None  # that of its own presence (rule: single-owner)
-            compute = Compute(own, identity, own_store, environment)
-            self._computes[compute.uuid] = compute
-            compute.register()
-            compute.start()
+            made = Compute(own, identity, own_store, environment)
+            self._computes[made.uuid] = made
+            made.register()
+            made.start()
 
         with ThreadPoolExecutor(MAX_CONCURRENT) as threads:
             list(threads.map(make, range(1, count + 1)))
@@ -127,25 +131,25 @@ class Crowd:
         changed |= {_get_compute(key) for key in before.keys() & state.keys() if before[key] is not state[key]}
         own: dict[str, dict[str, Entry]] = {each: {} for each in (changed if before else self._computes)}
         for key, entry in state.items():
-            if (compute := _get_compute(key)) in own:
-                own[compute][key] = entry
-        for compute, requests in own.items():
-            if compute in self._computes:
-                self._computes[compute].on_requests(requests)
+            if (uuid := _get_compute(key)) in own:
+                own[uuid][key] = entry
+        for uuid, requests in own.items():
+            if uuid in self._computes:
+                self._computes[uuid].on_requests(requests)
 
     def _on_computes(self, state: State) -> None:
         self._queues.on_computes(state)
-        for compute in self._computes.values():
-            compute.on_computes(state)
+        for each in self._computes.values():
+            each.on_computes(state)
 
     def _on_queues(self, state: State) -> None:
         if self._queues.on_queues(state):
-            for compute in self._computes.values():
-                compute.wake_taker('requests are queued')
+            for each in self._computes.values():
+                each.wake_taker('requests are queued')
 
     def _on_questions(self, state: Mapping[str, Entry]) -> None:
-        for compute in self._computes.values():
-            compute.upkeep.on_questions(state)
+        for each in self._computes.values():
+            each.upkeep.on_questions(state)
 
     def _stop(self) -> None:
         with ThreadPoolExecutor(MAX_CONCURRENT) as threads:
@@ -163,6 +167,7 @@ def main() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     path, inventory, count = sys.argv[1:]
     config = replace(load_compute(Path(path)), inventory=parse_inventory(inventory), networks=ComputeConfig.networks)
+    compute.PLAN_INTERVAL_SECONDS = troubles.CHECK_INTERVAL_SECONDS = CHECK_INTERVAL_SECONDS
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
