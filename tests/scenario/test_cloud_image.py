@@ -332,7 +332,7 @@ def test_quickstart_and_its_commands(trixie: Machine) -> None:
     said = run(trixie, 'bash', '-ec', '\n'.join([*commands, *ends]))
     assert (said.count('NOTIFIED TARGET'), said.count(' ready')) == (1, 8)
     assert 'shop-web-3  create' in said
-    assert '3 computes, 0 living instances' in said
+    assert '3 computes and 0 living instances' in said
     faked = run(trixie, './quickstart.sh', '--fake')
     assert 'Hosts and guests were fake: nothing booted' in faked
     run(trixie, './quickstart.sh', 'down')

@@ -268,7 +268,8 @@ def test_each_alert_fires_by_its_fault_and_each_panel_has_data(lab: Lab, monitor
     began = time.monotonic()
     idle = lab.make_url('idle.raw')
     for _ in range(4):
-        run(lab, IDLE_QUERY, idle.replace('/idle', ':81/idle'), '--on', 'hv1')
+        failed = lab.eschedule(IDLE_QUERY, idle.replace('/idle', ':81/idle'), '--on', 'hv1', '--wait')
+        assert failed.code == 1, failed  # and its claim is released, for hv1 has no room for four
     fire('EcompBuildsFail', 'the image server of four builds on hv1 did not answer', began)
     began = time.monotonic()
     deaths = 0
@@ -286,6 +287,13 @@ def test_each_alert_fires_by_its_fault_and_each_panel_has_data(lab: Lab, monitor
     fire('EcompFindings', 'a partly written file was left on hv1', began, 2 * 60)
     part.unlink()
     end('the file was removed', time.monotonic(), 'EcompFindings')
+
+    # The storage pool of a host is off.
+    began = time.monotonic()
+    first.virsh('pool-destroy', 'ecompute')
+    fire('EcompHostTroubled', 'the storage pool of hv1 was off', began, 2 * 60)
+    first.virsh('pool-start', 'ecompute')
+    end('the pool was started', time.monotonic(), 'EcompHostTroubled')
 
     # The cluster is full, and requests wait.
     filled_at = time.monotonic()
@@ -344,6 +352,7 @@ def test_each_alert_fires_by_its_fault_and_each_panel_has_data(lab: Lab, monitor
         'EcompBuildsFail': {'hv1:9100'},
         'EcompWorkersDie': {'hv1:9100'},
         'EcompFindings': {'hv1:9100'},
+        'EcompHostTroubled': {control},
         'EcompMetricsStale': {'hv2-collected/ecompute.prom hv2:9100'},
         'EcompCapacityLow': {'VCPU'},
         'EcompQueueStuck': {'small'},
