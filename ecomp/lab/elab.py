@@ -254,14 +254,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _parse_count(text: str) -> int:
-    """Parse a number from 1 to MAX_HOSTS; else argparse.ArgumentTypeError."""
     if not text.isdecimal() or not 1 <= int(text) <= MAX_HOSTS:
         raise argparse.ArgumentTypeError(f'{text!r} is not a number from 1 to {MAX_HOSTS}')
     return int(text)
 
 
 def _parse_port(text: str) -> int:
-    """Parse a port, 1 to 65535; else argparse.ArgumentTypeError."""
     if not text.isdecimal() or not 1 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f'{text!r} is not a port, 1 to 65535')
     return int(text)
@@ -590,7 +588,6 @@ def _report_step(description: str) -> Iterator[None]:
 
 
 def _print_message(text: str) -> None:
-    """Print to stderr; ignore OSError."""
     with contextlib.suppress(OSError):  # a full disk or a closed terminal does not stop the work
         print(text, file=sys.stderr, flush=True)
 

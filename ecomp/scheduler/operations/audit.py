@@ -222,7 +222,6 @@ def _read_usage(placement: Placement, project: str) -> dict[str, int]:
 
 
 def _read_etcd(store: Store) -> dict[str, Entry]:
-    """Read all audited prefixes: {key: entry}."""
     return {key: entry for family in AUDITED_PREFIXES for key, entry in store.snapshot(family).entries.items()}
 
 

@@ -161,5 +161,4 @@ def make_not_found(display_name: str, provider_name: str | None = None) -> NotFo
 
 
 def _format_count(number: int) -> str:
-    """Format the number of instances; 0 is `no instances`."""
     return f'{number or "no"} instance{"" if number == 1 else "s"}'
