@@ -199,8 +199,9 @@ class Presence:
             return self._life_leases
 
     def _start_thread(self) -> None:
-        self._thread = threading.Thread(target=self._run, name='presence', daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, name='presence', daemon=True)
+        thread.start()
+        self._thread = thread
 
     def _run(self) -> None:
         """Renew every third of the lease, and check when woken, until stop()."""

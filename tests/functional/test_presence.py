@@ -474,10 +474,14 @@ def read_values(store: Store, prefix: str) -> dict[str, bytes]:
 
 
 def test_start_that_fails_leaves_no_presence(cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: Presence) -> None:
-        raise RuntimeError("can't start new thread")
+    real = threading.Thread.start
 
-    monkeypatch.setattr(Presence, '_start_thread', fail)
+    def start(thread: threading.Thread) -> None:
+        if thread.name == 'presence':
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, 'start', start)
     backends = EtcdConfig((cloud.etcd.endpoint,)), PlacementConfig(cloud.server.url)
     config = ComputeConfig(etcd=backends[0], placement=backends[1], state=tmp_path, inventory={'VCPU': 1})
     with ExitStack() as at_exit:
