@@ -499,7 +499,11 @@ class TakeLoop:
         if self._next_take == math.inf:
             log.debug('woken: %s', reason)
             self._next_take = time.monotonic() + self._taker.choose_delay()
-            self._loop.schedule(self._next_take)
+            try:
+                self._loop.schedule(self._next_take)
+            except RuntimeError:
+                self._next_take = math.inf  # or no later wake-up would start the thread
+                raise
 
     def on_hosts(self, state: State) -> None:
         if self._taker.on_hosts(state):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import threading
 import time
 from collections.abc import Iterable
 from dataclasses import replace
@@ -322,6 +323,26 @@ def test_woken_compute_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
         loop.wake_up('requests are queued')
     (moment,) = moments
     assert moment >= began + MAX_LOAD_DELAY_SECONDS
+
+
+def test_compute_that_found_no_thread_takes_when_it_is_woken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, real, refusals = threading.Event(), threading.Thread.start, [1]
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == 'queues' and refusals:
+            refusals.pop()
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, 'start', start)
+    taker = make_taker(make_provider())
+    monkeypatch.setattr(taker, 'take_next', started.set)
+    loop = TakeLoop(taker, FailureLog())
+    with pytest.raises(RuntimeError):
+        loop.wake_up('requests are queued')
+    loop.wake_up('requests are queued')
+    assert started.wait(20)
+    loop.stop()
 
 
 def test_patience_grows_with_the_load() -> None:
