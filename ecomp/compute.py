@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 # The configuration file of the systemd unit, independent of the directory that --unit runs in.
 SERVICE_CONFIG = '/etc/ecomp/compute.yaml'
-# Of --boot.
+# The most seconds that --boot accepts.
 MAX_BOOT_SECONDS = 1000
 
 

@@ -33,7 +33,7 @@ thread at a time handles an instance. Before it exits, ecompute waits for the th
     scrub                     verifies base volumes (Scrubber). Joined
     boot                      with --boot: gives a fake guest its address and its report. Not waited for
     libvirt-ask               in a worker: asks one guest to shut down. Ends when QEMU has accepted that
-    ending_N                  in a worker: stop guests; they write to its pipe under a lock. Joined when the pipe ends
+    ending_N                  in a worker: stops guests, and writes to its pipe under a lock. Joined when the pipe ends
     question                  in a worker: asks a server about a cached image. Ends with the answer, or after 10 s
     progress                  in the program that downloads an image: reports what it has. Ends with the program
     etcd                      connects to a member of etcd, for the first thread that needs it. Ends once connected

@@ -40,10 +40,10 @@ def _report(problems: Problems) -> Iterator[Finding]:
 class Backends:
     """Facts about etcd and placement, as this machine reaches them.
 
-    `etcd` and `placement` are their names with address, `configuration` is the file with them or that there is none. A
-    failure says why a server does not answer properly. A version is '' if unknown. `ahead_seconds`
-    is our clock minus placement's, None if it sends no time. `now` has a time zone. `certificates` has the end of each
-    (UTC), by file; None if it is unreadable or malformed. `open_secrets` are files that are open to every user.
+    `etcd` and `placement` are their names with address. `configuration` is the file that names both, or says that there
+    is none. A failure says why a server does not answer properly. A version is '' if unknown. `ahead_seconds` is our
+    clock minus placement's, None if it sends no time. `now` has a time zone. `certificates` has the end of each (UTC),
+    by file; None if it is unreadable or malformed. `open_secrets` are files that are open to every user.
     """
 
     etcd: str
