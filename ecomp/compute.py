@@ -137,7 +137,6 @@ def render_unit(options: argparse.Namespace, program: Sequence[str]) -> str:
 
 
 def _check_alone(options: argparse.Namespace, name: str) -> None:
-    """Raise UsageError if there is an option beside `name` and `config`."""
     if any(value not in (None, False) for other, value in vars(options).items() if other not in (name, 'config')):
         raise UsageError(f'--{name.replace("_", "-")} accepts only --config')
 
@@ -155,7 +154,6 @@ def _run_check(config: ComputeConfig) -> int:
 
 
 def _close_dhcp(config: ComputeConfig) -> int:
-    """Close the DHCP of libvirt's networks, print what was done, and return 0."""
     from ecomp.agent.checking import close_dhcp
 
     for line in close_dhcp(config):
@@ -170,16 +168,11 @@ def _parse_seconds(text: str) -> int:
 
 
 def _print_message(text: str) -> None:
-    """Print `ecompute: text` to stderr, printable and without passwords in URLs; ignore OSError."""
     with suppress(OSError):  # a full disk or a closed terminal does not change the exit code
         print(f'ecompute: {make_lines_printable(logs.redact(text))}', file=sys.stderr, flush=True)
 
 
 def _make_fake_config(config: ComputeConfig, totals: Mapping[str, int], at_exit: ExitStack) -> ComputeConfig:
-    """Return `config` with the inventory `totals` and default networks.
-
-    If `state` is the default, a temporary directory replaces it, which `at_exit` removes, and the uuid becomes None.
-    """
     if config.state == ComputeConfig().state:
         temporary = at_exit.enter_context(tempfile.TemporaryDirectory(prefix='ecompute-fake-'))
         # A temporary state with a fixed uuid would make every fake started this way the same compute.

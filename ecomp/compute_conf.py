@@ -69,7 +69,6 @@ def _parse_trait(node: Node) -> str:
 
 
 def _parse_attachment(item: Node) -> Attachment:
-    """Parse a mapping of one key, `network` or `bridge`, to a name; else ValueError."""
     kinds = {'network': _parse_network, 'bridge': _parse_interface}
     if item.kind != 'map' or len(item.pairs) != 1 or item.pairs[0][0].text not in kinds:
         raise ValueError('must be `network: NAME` (a libvirt network) or `bridge: NAME` (a bridge of this host)')
@@ -78,7 +77,6 @@ def _parse_attachment(item: Node) -> Attachment:
 
 
 def _parse_stated_total(_: str, node: Node) -> int:
-    """Parse a total from 1 to MAX_INT, an integer and not text; else ValueError."""
     return _parse_total(node.text if node.kind == 'int' else describe_typed_node(node))
 
 
@@ -94,19 +92,16 @@ def _parse_ratio(_: str, node: Node) -> float:
 
 
 def _parse_class_node(key: Node) -> str:
-    """Parse a key that is a resource class; else ValueError."""
     return _parse_resource_class(key.text)
 
 
 def _parse_resource_class(name: str) -> str:
-    """Return the name if it is a resource class; else ValueError."""
     if not is_class(name):
         raise ValueError('must be a resource class: capitals, digits and _')
     return name
 
 
 def _parse_total(text: str) -> int:
-    """Parse a total from 1 to MAX_INT, without a leading zero; else ValueError."""
     if not re.fullmatch('[1-9][0-9]{0,9}', text) or int(text) > MAX_INT:
         raise ValueError(f'the total must be a whole number from 1 to {MAX_INT}, not {shorten(text)}')
     return int(text)
@@ -139,7 +134,6 @@ def _parse_networks(node: Node) -> tuple[Attachment, ...]:
 
 
 def _parse_metrics(file: YamlFile, node: Node) -> Path:
-    """Parse the path of a .prom file; its directory may be created later: see explain_unsafe_metrics()."""
     path = file.parse_path(node)
     if path.suffix != '.prom':
         raise ValueError(f'must end in .prom, because node_exporter reads no other file, not {shorten(path.name)}')

@@ -80,7 +80,6 @@ Backend = TypeVar('Backend', EtcdConfig, PlacementConfig)
 
 
 def _parse_seconds(node: Node) -> float:
-    """Parse seconds above 0 and at most 3600, without an exponent; else ValueError."""
     if node.kind not in ('int', 'float') or not re.fullmatch(r'[0-9]{1,9}(\.[0-9]*)?', node.text):
         raise ValueError(f'must be a number of seconds, not {describe_typed_node(node)}')
     if not 0 < (seconds := float(node.text)) <= 3600:
@@ -101,7 +100,6 @@ def _parse_host(text: str) -> str:
 
 
 def _parse_endpoint(node: Node) -> str:
-    """Parse host:port, the port 1 to 65535; an IPv6 address gets brackets. Else ValueError."""
     host, _, port = (text := parse_text(node)).rpartition(':')
     if not re.fullmatch('[0-9]{1,5}', port) or not 1 <= int(port) <= 65535:
         raise ValueError(f'{shorten(text)} must be host:port, with a port from 1 to 65535')
@@ -252,7 +250,6 @@ def _parse_flavors(node: Node) -> dict[str, Flavor]:
 
 
 def _parse_images(node: Node) -> dict[str, str]:
-    """Parse a mapping of images' names to their URLs; else ValueError."""
     parse = make_text_parser(check_image)
     parse_name = make_text_parser(partial(check_plain_name, kind='image'))
     return make_mapping_parser(parse_name, lambda _, node: parse(node), 'a mapping of names to URLs')(node)
@@ -263,7 +260,6 @@ def _parse_paths(file: YamlFile, node: Node) -> tuple[Path, ...]:
 
 
 def _parse_identifier(node: Node) -> str:
-    """Parse a text of at most 255 characters; else ValueError."""
     if len(text := parse_text(node)) > 255:
         raise ValueError(f'must have at most 255 characters, not {len(text)}')
     return text
@@ -318,7 +314,6 @@ def list_exposed_secrets(*configs: EtcdConfig | PlacementConfig) -> list[Path]:
 
 
 def _is_local(host: str) -> bool:
-    """Return whether it is `localhost` or a loopback address; other names are not resolved."""
     import ipaddress  # as above
 
     try:

@@ -148,7 +148,6 @@ def wait_for_lock(
 
 
 def _hash_to_offset(name: str) -> int:
-    """Return the byte that stands for the name in a lock file, by a 56-bit hash."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
 
 

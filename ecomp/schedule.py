@@ -131,7 +131,6 @@ def _print_message(text: str) -> None:
 
 
 def _report_interrupt() -> int:
-    """Print that eschedule was interrupted, and return the exit code 1."""
     with suppress(OSError):
         print('eschedule: interrupted', file=sys.stderr, flush=True)
     return 1

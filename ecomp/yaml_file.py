@@ -235,13 +235,11 @@ def find_loose_directory(path: Path, trusted_users: Collection[int]) -> Path | N
 
 
 def _list_trusted_users() -> set[int]:
-    """Return the ids of root, the caller and, for root, sudo's user."""
     sudo_user = os.environ.get('SUDO_UID', '') if os.geteuid() == 0 else ''
     return {0, os.geteuid(), *([int(sudo_user)] if sudo_user.isdecimal() else [])}
 
 
 def _can_others_write(status: os.stat_result) -> bool:
-    """Return whether others can write. A group with the owner's number is that user's private one, without others."""
     write_bits = 0o002 if status.st_gid == status.st_uid else 0o022
     return bool(status.st_mode & write_bits)
 

@@ -107,7 +107,6 @@ class _Walk:
                 self._count('parsed', 1, event.start_mark, 0)
 
     def _count(self, kind: str, number: int, mark: Any, depth: int) -> None:
-        """Refuse more than `max_nodes` of a kind, or more levels: an anchor may contain an alias of itself."""
         self._counts[kind] += number
         if self._max_nodes and (self._counts[kind] > self._max_nodes or depth > MAX_DEPTH):
             limit = f'{self._max_nodes} values, or more than {MAX_DEPTH} levels'

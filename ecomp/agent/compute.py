@@ -179,7 +179,6 @@ def count_workers(config: ComputeConfig) -> int:
 
 
 def _get_image_cache_gib(config: ComputeConfig) -> int:
-    """Return the configured `image_cache` in GiB; by default a part of the disk, see choose_cache_gib()."""
     return config.image_cache or provider.choose_cache_gib(config.state)
 
 
@@ -320,7 +319,6 @@ class PlanningLoop:
         return max(min(due_times), time.monotonic() + 0.01)
 
     def _start_task(self, work: Work) -> None:
-        """Have a thread carry out the work; hand it back if no thread can be started."""
         self.planner.begin(work)
         pool = self._builds if work.task.kind is Kind.BUILD else self._tasks
         try:
@@ -329,7 +327,6 @@ class PlanningLoop:
             self.planner.hand_back(work, f'no thread can be started for a task: {error}')
 
     def _run_checks(self, name: str, checks: Mapping[str, Callable[[], None]]) -> float:
-        """Run all checks; return when (monotonic) to run all again because one failed, or inf."""
         results = [self._run_check(doing, look) for doing, look in checks.items()]
         if not all(results):
             return self._deferrals.defer(name)
@@ -539,12 +536,10 @@ class Compute:
         self.daemon.become_read_only(reason)
 
     def _become_writable(self) -> None:
-        """Let tasks and takes start again after _become_read_only()."""
         self.daemon.become_writable()
         self.wake_taker('this compute may write again')
 
     def _admit(self, guest_computes: Set[str]) -> None:
-        """Raise Conflict if another compute with guests here is not alive (rule: single-owner)."""
         for other in sorted(guest_computes - {self.uuid}) if self._environment.is_familiar_etcd else ():
             if not is_alive(self._store, other):
                 raise Conflict(
@@ -553,7 +548,6 @@ class Compute:
                 )
 
     def _check_claims(self) -> None:
-        """Note the provider's generation, and release each claim that is an orphan in a second check; raise errors."""
         self._generation, self._claims.is_current = None, False
         with suppress(NotFound):
             self._generation = providers.read_generation(self._environment.placement, self.uuid)
@@ -562,14 +556,12 @@ class Compute:
             self._claims.check_claims(self.host.hypervisor.list_guests(), time.monotonic(), self._generation, requests)
 
     def _look(self) -> None:
-        """Look at this host; correct the memory first, if it has instances that may have ended; raise errors."""
         guests = self.host.hypervisor.list_guests()
         if self._memory.get_entries().keys() - {*map(keys.get_last_part, self._requests), *guests}:
             record_missed_ends(self.uuid, self._store, self._memory, guests)
         self.upkeep.step()
 
     def _check_registration(self) -> None:
-        """Check the provider, and register it again if it was changed, unless ending or read-only; raise errors."""
         before = self._provider.provider
         self._provider.ensure_registered(lambda: not self._may_take(), self._generation)
         if self._provider.provider != before:
@@ -608,7 +600,6 @@ class Compute:
         self._user_data_valid_until = time.monotonic() + USER_DATA_CHECK_SECONDS * random.uniform(0.5, 1.0)
 
     def _publish_facts(self) -> None:
-        """Publish what this compute has, once its provider and its requests were read; the first time at once."""
         provider, held = self._provider.provider, self._planner.held_resources
         if provider is not None and held is not None:
             facts = make_facts(provider, held, self.host.list_image_hashes())
@@ -616,17 +607,14 @@ class Compute:
             self._has_facts = True
 
     def _publish_troubles(self, reasons: Sequence[str]) -> None:
-        """Publish why this compute cannot build; without reasons delete the key, and take from queues again."""
         self._presence.publish(keys.troubles(self.uuid), encode_trouble(reasons), is_urgent=True)
         if self._taking is not None and not reasons:
             self._taking.wake_up('this compute can build again')
 
     def _may_take(self) -> bool:
-        """Return False while this compute ends or is read-only."""
         return not self.daemon.is_ending()
 
     def _check_removable(self, instance: str) -> bool:
-        """Check etcd's identity, raising errors; return False if read-only or `instance` ('': none) is remembered."""
         self._store.check_identity()  # raises StrangeEtcd
         return not self.daemon.read_only and instance not in self._memory.get_entries()
 

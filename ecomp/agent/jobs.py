@@ -318,7 +318,6 @@ class Loop:
                 self._due = min(self._due, next_due)
 
     def _wait(self) -> bool:
-        """Wait until the step is due, and note that it begins; return False after stop()."""
         with self._changed:
             while not self._is_stopped and (seconds := self._due - time.monotonic()) > 0:
                 self._changed.wait(min(seconds, threading.TIMEOUT_MAX))

@@ -398,7 +398,6 @@ class Planner:
         return addresses
 
     def _end_without_request(self, instance: str) -> None:
-        """End a build whose request was deleted, but keep a built guest; no-op for others. Errors are reported."""
         try:
             self._instances.end_without_request(instance, self._instances.hypervisor.list_guests().get(instance))
         except Superseded:
@@ -413,7 +412,6 @@ def choose_poll_interval(waited_seconds: float) -> float:
 
 
 def _to_ecomp_error(error: EcompError | OSError) -> EcompError:
-    """Return an EcompError unchanged, an OSError as one that names its path and reason."""
     if isinstance(error, EcompError):
         return error
     return EcompError(f'{error.filename or "failed"}: {error.strerror or error}')  # mostly of the state directory

@@ -249,7 +249,6 @@ class Process:
 
 
 def _check_limits() -> None:
-    """Raise UsageError if a soft limit is too low: a library or thread would fail later."""
     for limit, minimum, unit, where in REQUIRED_LIMITS:
         soft, _ = resource.getrlimit(limit)
         if soft != resource.RLIM_INFINITY and soft < minimum:

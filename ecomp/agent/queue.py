@@ -204,7 +204,6 @@ class Taker:
                 self._delete_taker_key(key, revision)
 
     def _release_dead_claims(self, instances: Collection[str]) -> set[str]:
-        """Release claims of dead attempts here; return the instances that have none now."""
         guests = self.list_guests() if instances else ()
         # If an instance has a guest, the state directory was lost: a new build finds the guest.
         return {each for each in instances if each not in guests and self.release_claim(each)}
@@ -229,7 +228,6 @@ class Taker:
         self._next_room_read = time.monotonic() + interval * self._rng.uniform(0.8, 1.0)
 
     def _fits(self, flavor: Flavor) -> bool:
-        """Return whether the room, as it was read, satisfies the flavor; there may be tens of thousands of flavors."""
         if flavor.query not in self._fits_by_query:
             self._fits_by_query[flavor.query] = queue.can_take(flavor, self._room)
         return self._fits_by_query[flavor.query]
@@ -262,10 +260,7 @@ class Taker:
         return None
 
     def _is_held_elsewhere(self, instance: str) -> bool:
-        """Return whether another compute, even a silent one, holds a claim for it (rule: claim-stays).
-
-        Placement is read only if such a claim made a take fail.
-        """
+        # A silent compute keeps its claim, too (rule: claim-stays). Placement is read only if that made a take fail.
         note = instance, CLAIMED_ELSEWHERE
         if note not in self._noted:
             return False  # a take finds out: its claim expects that nothing is held
@@ -274,12 +269,10 @@ class Taker:
         return note in self._noted
 
     def _may_run_elsewhere(self, place: WaitingEntry) -> bool:
-        """Return whether a silent compute may have taken the request before etcd was restored."""
         is_old = place.revision <= max(self.queues.first_seen_revision, self.queues.accepted_revision)
         return is_old and bool(self.queues.find_silent(self._store, self._placement))
 
     def _is_allowed(self, instance: str, membership: Membership, group: Group | None) -> bool:
-        """Return False if the group (None: not existing yet) excludes this compute, is full or has another policy."""
         try:
             merged = resolve_group(group, membership)
             return merged.explain_exclusion(self.compute) is None and len({*merged.members, instance}) <= MAX_MEMBERS
@@ -341,10 +334,6 @@ class Taker:
             log.info('took instance %s from the queue of flavor %s', instance, flavor.name)
 
     def _on_refusal(self, place: WaitingEntry, reason: str) -> None:
-        """At a second refusal end the request in error.
-
-        A refusal concerns the request alone, unless placement has lost our provider, which the next read finds out.
-        """
         self._is_room_stale = True
         instance, reason = place.entry.instance, reason[:MAX_REASON_CHARACTERS]
         if (instance, REFUSED) not in self._noted:
@@ -418,7 +407,6 @@ class Taker:
         return sharing.commit_with_shared(self._store, conditions, operations, shared) is not None
 
     def _list_own_keys(self, instance: str) -> list[str]:
-        """Return the keys of this compute's record and request of the instance, in this order."""
         return [keys.record(self.compute, instance), keys.request(self.compute, instance)]
 
     def release_claim(self, instance: str) -> bool:
@@ -472,7 +460,6 @@ class Taker:
         return written is not None
 
     def _delete_taker_key(self, queue_key: str, taker_revision: int) -> None:
-        """Delete our taker key, unless it was changed, so that others may take the request; ignore an EcompError."""
         key = keys.taker(queue_key)
         try:
             self._store.commit([Unchanged(key, taker_revision)], [Delete(key)], Settlement(Delete(key)))

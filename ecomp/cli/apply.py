@@ -118,7 +118,6 @@ class _Apply:
         self.ctx.display_names |= {step.instance: step.name for step in steps if step.instance and step.name}
 
     def _keep_silent(self, step: Step) -> Step:
-        """Let an instance that a silent host may run stay, instead of replacing or pruning it."""
         if step.entry not in self.silent or step.action not in (REPLACE, DESTROY, DIFFERS):
             return step
         host = self.ctx.name_computes().format_name(self.silent[step.entry])
@@ -159,14 +158,12 @@ def _apply(ctx: Context) -> int:
 
 
 def _describe_origin(ctx: Context) -> str:
-    """Return the user, host and file of this command, as a stack's key has them."""
     path = ctx.words[0]
     user = os.environ.get('USER') or os.getuid()
     return f'{user}@{socket.gethostname()}:{path if path == STDIN else os.path.abspath(path)}'
 
 
 def _report_other_file(run: _Apply) -> None:
-    """Say which other file the stack was last applied from, if it has instances that this file lacks."""
     previous = run.state.stack.applied_from if run.state.stack else ''
     if previous not in ('', _describe_origin(run.ctx)) and (surplus := run.select(SURPLUS, DESTROY)):
         origin = make_printable(f'stack {run.file.name}: was last applied from {previous}', 400)
@@ -176,7 +173,6 @@ def _report_other_file(run: _Apply) -> None:
 
 
 def _require_size(run: _Apply) -> None:
-    """Raise TooManyOperations if the change is known to be too large for one transaction of this etcd."""
     from ecomp.scheduler.placing.stack import require_transaction_size
 
     orders = [run.file.instances[step.entry].order for step in run.select(CREATE, REPLACE)]
@@ -208,7 +204,6 @@ def _change(run: _Apply) -> int:
 
 
 def _make_interruption(run: _Apply) -> StillGoing:
-    """Make the error of a Ctrl-C after which the changes may be carried out."""
     doubt = f'interrupted: the change of stack {run.file.name} may be carried out'
     return StillGoing(f'{doubt}. Try: the same command again')
 
@@ -272,7 +267,6 @@ def _make_change(run: _Apply, steps: Sequence[Step], preview: bool = False) -> S
 
 
 def _remove(run: _Apply, steps: Sequence[Step]) -> None:
-    """Destroy the instances of these steps, without replacements."""
     from ecomp.scheduler.placing.stack import remove_instances
 
     change = _make_change(run, [step._replace(action=DESTROY) for step in steps])
@@ -472,7 +466,6 @@ def _show_members(run: _Apply, places: Mapping[str, str]) -> Iterator[None]:
 
 
 def _read_stage(entry: Entry | None) -> str:
-    """Return the last stage, or the final state, in a record; SCHEDULED if there is none or it is malformed."""
     record = parse_or_none(entry.value if entry is not None else None)
     if record is None or record.state in RETENTION_SECONDS:
         return SCHEDULED if record is None else record.state

@@ -409,7 +409,6 @@ class Outcomes:
         return self.exit_code
 
     def _record_failure(self, word: str, error: EcompError) -> None:
-        """Store the error of a word; the exit code stays that of the first error."""
         self.results[word]['error'] = {'code': error.exit_code, 'said': self._ctx.replace_uuids(str(error))}
         self.exit_code = self.exit_code or error.exit_code
 

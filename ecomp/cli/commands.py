@@ -183,7 +183,6 @@ def _make_incomplete_error(first: str, second: str | None = None, *_: str) -> Us
 
 
 def _match_command(words: Sequence[str]) -> str:
-    """Return the name of the command at the start of the words, or ''."""
     names = (' '.join(words[:count]) for count in (2, 1))
     return next((name for name in names if name in COMMAND_NAMES), '')
 
@@ -192,7 +191,6 @@ def _match_command(words: Sequence[str]) -> str:
 
 
 def _find_command_to_explain(argv: Sequence[str]) -> str:
-    """Return the first command among the words, else CREATE for a query, else a word of FAMILY_WORDS, or ''."""
     words = [word for word in argv if not word.startswith('-')]
     matches = (_match_command(words[first:]) for first in range(len(words)))
     create_name = CREATE if any('=' in word for word in words) else ''
@@ -226,7 +224,6 @@ def _format_summary(command: Command) -> str:
 
 
 def _format_command_help(command: Command) -> str:
-    """Return the help of one command: usage, description, options, example, exit codes."""
     means = ''.join(f' {meaning}' for word, meaning in PLACEHOLDER_MEANINGS.items() if word in command.usage)
     exits = sorted({0, 1, 2, 7, *command.exit_codes})
     lines = [f'usage: eschedule {command.usage} [OPTION]…', '', *_wrap(command.description + means), '']
@@ -253,7 +250,6 @@ def _format_exit_codes(codes: Mapping[int, str]) -> list[str]:
 
 
 def _wrap(text: str) -> list[str]:
-    """Wrap a text to HELP_WIDTH; if it begins with `exit codes`, indent all lines but the first."""
     return textwrap.wrap(text, HELP_WIDTH, subsequent_indent='            ' if text.startswith('exit codes') else '')
 
 
@@ -273,14 +269,12 @@ def _print_completion(ctx: Context) -> int:
 
 
 def _parse_shell(name: str, words: Sequence[str]) -> Words:
-    """Accept exactly one of SHELLS; else raise UsageError."""
     if len(words) != 1 or words[0] not in SHELLS:
         raise UsageError(f'{name}: needs exactly one shell. Fix: give one of {", ".join(SHELLS)}')
     return tuple(words)
 
 
 def _parse_optional_command(name: str, words: Sequence[str]) -> Words:
-    """Return the words if they are a command, one of FAMILY_WORDS, or none; else raise UsageError."""
     command = ' '.join(words)
     if command and command not in COMMANDS and command not in FAMILY_WORDS:
         raise UsageError(f'{name}: {command!r} is not a command{make_hint(words)}')

@@ -271,7 +271,6 @@ def _plan(ctx: Context) -> int:
 
 
 def _make_set_order(ctx: Context, order: Order, query: str) -> SetOrder:
-    """Make a set's order: --count instances (default 1), at least --min (default all), by --weigh (default SPREAD)."""
     count = ctx.options.size or 1
     options = {'weigh': ctx.options.weigh or SPREAD, 'minimum': ctx.options.min or count}
     return SetOrder(**order.copy_fields(query=query, count=count, **options))
@@ -417,7 +416,6 @@ def remember_cluster_size(etcd: EtcdConfig, compute_count: int) -> None:
 
 
 def _find_marker_path(etcd: EtcdConfig) -> Path:
-    """Return the marker's path, for is_large_cluster(); RuntimeError without a home directory."""
     name = 'large-' + ','.join(etcd.endpoints).replace('/', '_')
     return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'ecomp' / name
 

@@ -207,7 +207,6 @@ def _make_ssh_options(ctx: Context, access: GuestAccess, accept_new: bool) -> Ma
 
 
 def _is_report_overdue(record: Record) -> bool:
-    """Return True if no host keys will come: cloud-init ended, or the start is REPORT_SECONDS ago or unknown."""
     started = record.reached_stages.get('started', '')
     latest_start = format_time(datetime.now(UTC) - timedelta(seconds=REPORT_SECONDS))
     return 'ready' in record.reached_stages or record.cloud_init is not None or started < latest_start
@@ -227,7 +226,6 @@ def _write_if_changed(path: Path, text: str) -> None:
 
 
 def _find_known_hosts_directory() -> Path:
-    """Return the directory of guests' host keys, existing or not; EcompError without a home."""
     try:
         return Path.home() / '.cache/ecomp/known_hosts'
     except RuntimeError as error:
@@ -255,7 +253,6 @@ def _make_missing_program_error(program: str) -> EcompError:
 
 
 def _decode_line(line: bytes) -> str:
-    """Return a console line as text, without line end and escape sequences, with tabs expanded."""
     return reach.strip_escapes(line.decode(errors='replace').rstrip('\n')).expandtabs()
 
 

@@ -102,7 +102,6 @@ def explanation_to_dict(explanation: Explanation) -> dict[str, Any]:
 
 
 def _list_other_members(explanation: Explanation) -> dict[str, str]:
-    """Return {instance: compute, '' in a queue} of the group's other members; {} without a group."""
     members = {} if explanation.group is None else explanation.group.members
     return {instance: compute for instance, compute in members.items() if instance != explanation.record.instance}
 
@@ -157,7 +156,6 @@ def _explain_waiting(queue_wait: QueuePosition, naming: Computes) -> list[str]:
 
 
 def _waiting_to_dict(explanation: Explanation) -> dict[str, object]:
-    """Return the part `waits` of the JSON; `explanation.waiting` must not be None."""
     waits, naming = explanation.waiting, explanation.computes
     assert waits is not None
     lacks = [{'compute': key, 'host': naming.find_hostname(key), 'lacks': text} for key, text in waits.lacks.items()]
@@ -243,7 +241,6 @@ def draw_timeline(record: Record, style: OutputStyle, number: int | None = None)
 
 
 def _draw_bar(begin: float, end: float, scale_seconds: float, width: int) -> str:
-    """Return spaces, then one '=' or more, for times in seconds; '' if `end` is before `begin` or the scale is 0."""
     if end < begin or scale_seconds <= 0:
         return ''
     left = min(max(int(begin / scale_seconds * width), 0), width - 1)
@@ -265,7 +262,6 @@ def timeline_to_dict(record: Record, number: int | None = None) -> dict[str, Any
 
 
 def _parse_seconds(time: str) -> float | None:
-    """Return an ISO 8601 time, by default UTC, in seconds since 1970; None if it is malformed."""
     try:
         when = datetime.fromisoformat(time)
     except ValueError:
@@ -326,7 +322,6 @@ def _print_events(ctx: Context) -> int:
 
 
 def _print_lines(ctx: Context, lines: Iterable[str]) -> None:
-    """Print each line as it comes, folded to the terminal's width unless it is JSON."""
     for line in lines:
         if ctx.form == JSON:
             ctx.out.put(line)
@@ -361,7 +356,6 @@ def _read_events(ctx: Context, history: History) -> Iterator[Event]:
 
 
 def _report_since(ctx: Context, since: int) -> None:
-    """Print on stderr how far back the events go; `since` is etcd's oldest revision, 1 for all."""
     part = '' if ctx.options.lines is None else f'the last {ctx.options.lines} of '
     extent = 'all events' if since == 1 else f'the events since revision {since}; etcd keeps no older ones'
     ctx.out.say(f'printing {part}{extent}')

@@ -105,7 +105,6 @@ def _print_address(ctx: Context) -> int:
 
 
 def _explain_unserved(records: Sequence[Record], read_computes: Callable[[], Computes]) -> list[str]:
-    """Return a line if no compute takes the queued records, else []; call `read_computes` only if one is queued."""
     waiting = [record.name or record.instance for record in records if record.state == QUEUED]
     unserved = read_computes().describe_unserved(waiting) if waiting else None
     return [] if unserved is None else [str(unserved)]
@@ -156,7 +155,6 @@ def _list(ctx: Context) -> int:
 
 
 def _add_claim_faults(ctx: Context, records: Sequence[Record], known_computes: Computes) -> list[Record]:
-    """Return the records, with a fault for those queued that are claimed on a silent compute, if placement answers."""
     from ecomp.scheduler.queries.hosts import find_claims_on_silent
 
     faults = find_claims_on_silent(
@@ -215,7 +213,6 @@ def _print_timeline(ctx: Context) -> int:
 
 
 def _find_instance(ctx: Context, word: str) -> InstanceEntries:
-    """Find the instance that a word means, even a gone one; NotFound if etcd has no trace."""
     from ecomp.scheduler.queries.find import find
 
     entries = find(ctx.store, ctx.resolve_instance(word))
@@ -299,7 +296,6 @@ def make_record_listing(
 
 
 def _describe_problem(record: Record, known_computes: Computes, absences: Absences) -> str | None:
-    """Return the error, else why the state is old and the fault, or None; a path comes last, where a column is cut."""
     if record.error is None:
         age = absences.explain_state(record, known_computes.format_name(record.compute))
         return '; '.join(filter(None, (age, record.fault))) or None
@@ -365,7 +361,6 @@ def explain_stopped(record: Record) -> str:
 
 
 def _find_since(record: Record) -> str:
-    """Return since when a guest runs or is off, or '' if that is unknown."""
     stage = {ACTIVE: boots.STARTED, STOPPED: boots.STOPPED}.get(record.state)
     return record.last_boot.stages.get(stage, '') if record.last_boot and stage else ''
 
@@ -382,7 +377,6 @@ def _format_interface(interface: Interface) -> str:
 
 
 def _record_to_dict(record: Record, known_computes: Computes, absences: Absences) -> dict[str, object]:
-    """Return the fields of a record, the name, state and last sign of its host (None: none or unknown), and `stale`."""
     host = {'host': known_computes.find_hostname(record.compute), 'host_state': absences.get_host_state(record)}
     stale = absences.is_stale(record)
     host['host_last_seen'] = absences.last_seen.get(record.compute) if stale else None

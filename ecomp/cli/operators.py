@@ -32,7 +32,6 @@ COMPUTE_COLUMN = Column('COMPUTE', rank=2, kind=UUID)
 
 
 def _list_hosts(ctx: Context) -> int:
-    """Print all computes; return 1 if a record is malformed, else 0."""
     from ecomp.scheduler.queries.hosts import read_hosts
 
     hosts, unreadable = read_hosts(ctx.store, ctx.placement)
@@ -168,7 +167,6 @@ def _plan_moves(ctx: Context) -> int:
 
 
 def _check_what_if(name: str, _: Sequence[str], options: Options) -> None:
-    """Raise UsageError unless exactly one of --without and --without-each is given."""
     if bool(options.without) == options.without_each:
         raise UsageError(f'{name}: needs either --without or --without-each. Try: eschedule {name} --without hv1')
 
@@ -378,14 +376,12 @@ def _summarize(report: Report, findings: Sequence[Finding]) -> list[str]:
 
 
 def _format_share(share: Room | None) -> str | None:
-    """Return 'used/capacity', with the excess if any; None without a room."""
     if share is None:
         return None
     return f'{share.used}/{share.capacity}' + (f' ({share.over} too many)' if share.over else '')
 
 
 def _ranked_to_dict(ranked: RankedCompute) -> dict[str, object]:
-    """Return {"compute", "host", "hostname" (the same), "weight", "asked", "resources": {class: …}, "instances"}."""
     rooms = {name: {'used': room.used, 'capacity': room.capacity} for name, room in sorted(ranked.rooms.items())}
     host = {'compute': ranked.compute, 'host': ranked.hostname, 'hostname': ranked.hostname, 'weight': ranked.weight}
     asked = dict(sorted(ranked.amounts.items()))

@@ -112,7 +112,6 @@ def split_user(word: str) -> tuple[str, str]:
 
 
 def _parse_instance(word: str, problem: str) -> str:
-    """Return a uuid in canonical form, a name or uuid prefix as it is; UsageError, with `problem`, for others."""
     identifier = word if is_name(word) or parse_uuid_prefix(word) else _normalize_uuid(word)
     if identifier is None:
         raise UsageError(f'{word!r} is {problem}')
@@ -229,7 +228,6 @@ class Option(NamedTuple):
 
 
 def _make_option(usage: str, help: str, **more: Any) -> Option:
-    """Make an option; `usage` has its flags, then its metavar if it has a value, separated by spaces."""
     words = usage.split()
     flags = tuple(word for word in words if word.startswith('-'))
     return Option(flags, ''.join(words[len(flags) :]), help, **more)
@@ -606,7 +604,6 @@ def _check_form(options: Options, has_columns: bool) -> None:
 
 
 def _check_group(options: Options) -> None:
-    """Raise UsageError for an invalid --group, or for --policy, --strict or --soft without --group."""
     if options.group is not None:
         with convert_to_usage_error('--group'):
             check_group_name(options.group)
@@ -707,12 +704,10 @@ def _cut_before_end_marker(argv: Sequence[str]) -> Sequence[str]:
 
 
 def _is_option(word: str) -> bool:
-    """Return True for a word that begins with -, except - alone and negative numbers."""
     return word.startswith('-') and word != '-' and not _NEGATIVE.fullmatch(word)
 
 
 def _find_flags(word: str) -> list[str]:
-    """Return the flag of a word, or all long flags that begin with it; [] for none."""
     typed = word.partition('=')[0]
     if typed in FLAGS:
         return [typed]
@@ -735,7 +730,6 @@ def _split_option(word: str) -> tuple[str, str | None]:
 
 
 def _set_const(values: dict[str, Any], flag: str, value: str | None) -> None:
-    """Store an option's `const` in `values`; UsageError if it has a `value` or excludes a stored option."""
     field, option = FLAGS[flag]
     if value is not None:
         raise UsageError(f'{flag} takes no value. Fix: leave out ={value[:MAX_QUOTED_CHARACTERS]}')

@@ -29,7 +29,6 @@ MAX_HOSTS_IN_CELL = 20
 
 
 def _list_flavors(ctx: Context) -> int:
-    """Print all flavors; return 1 if one is malformed, else 0."""
     from ecomp.scheduler.operations.sharing import list_flavors
 
     flavors, unreadable = list_flavors(ctx.config, ctx.store)
@@ -50,28 +49,24 @@ def _show_flavors(ctx: Context) -> int:
 
 
 def _set_flavor(ctx: Context) -> int:
-    """Check a flavor (words: name and query) with placement, store it in etcd, print errors; return the exit code."""
     from ecomp.scheduler.operations.sharing import put_flavor
 
     return _apply_to_each(ctx, [ctx.words[0]], lambda _: put_flavor(ctx.store, ctx.placement, *ctx.words))
 
 
 def _delete_flavors(ctx: Context) -> int:
-    """Delete the named flavors from etcd; return the exit code of the first error, or 0."""
     from ecomp.scheduler.operations.sharing import delete_flavor
 
     return _apply_to_each(ctx, ctx.words, lambda name: delete_flavor(ctx.store, name))
 
 
 def _list_images(ctx: Context) -> int:
-    """Print the images of schedule.yaml, and which living computes have them in their caches; return 0."""
     from ecomp.scheduler.queries.hosts import read_facts
 
     return ctx.show(make_image_listing(ctx.config.images, ctx.computes, read_facts(ctx.store).facts))
 
 
 def _list_groups(ctx: Context) -> int:
-    """Print all groups; return 1 if one is malformed, else 0."""
     from ecomp.scheduler.queries.hosts import read_names_by_instance
     from ecomp.store.sharing import load_all, load_group
 
@@ -105,7 +100,6 @@ def read_group(store: Store, name: str) -> Group:
 
 
 def _list_quotas(ctx: Context) -> int:
-    """Print all quotas; return 1 if one is malformed, else 0."""
     from ecomp.store.sharing import load_all, load_quota
 
     quotas, unreadable = load_all(ctx.store, keys.QUOTAS, load_quota)
@@ -113,7 +107,6 @@ def _list_quotas(ctx: Context) -> int:
 
 
 def _show_quotas(ctx: Context) -> int:
-    """Print the quotas of the named projects; return the exit code of the first error, or 0."""
     from ecomp.scheduler.operations.sharing import require_quota
 
     quotas, code = ctx.find_each(lambda name: require_quota(ctx.store, name))
@@ -123,7 +116,6 @@ def _show_quotas(ctx: Context) -> int:
 
 
 def _set_quota(ctx: Context) -> int:
-    """Set the limits (later words) of a project (first word); return the exit code. UsageError before any write."""
     from ecomp.scheduler.operations.sharing import check_limits, set_limits
 
     remark = check_limits(ctx.placement, ctx.words[1:])
@@ -132,7 +124,6 @@ def _set_quota(ctx: Context) -> int:
 
 
 def _apply_to_each(ctx: Context, words: Sequence[str], change: Callable[[str], str]) -> int:
-    """Call `change` for each word, print the sentences and EcompErrors, return the first error's exit code, or 0."""
     outcomes = Outcomes(ctx, words)
     return outcomes.run(lambda word: outcomes.report(word, change(word)))
 
@@ -188,7 +179,6 @@ def make_member_listing(
 
 
 def _group_to_dict(group: Group, known_computes: Computes, names: Mapping[str, str]) -> dict[str, object]:
-    """Return name, policy, strict and "members": [{"instance", "name", "compute", "host"}], None for unknown values."""
     rule = {'name': group.name, 'policy': group.policy, 'strict': group.strict}
     members = [
         {'instance': uuid, 'name': names.get(uuid), 'compute': on or None, 'host': known_computes.find_hostname(on)}

@@ -74,7 +74,6 @@ def load_stack_file(ctx: Context, path: str) -> StackFile:
 
 
 def _parse_count(node: Node) -> int:
-    """Parse a number of instances, at least 1; the limit of a stack is checked for all members together."""
     if (count := parse_integer(node)) < 1:
         raise ValueError(f'must be at least 1, not {count}. Fix: remove the member, and apply with --prune')
     return count
@@ -140,7 +139,6 @@ class _Reader:
         return StackFile(name, instances, self._user_data)
 
     def _read_names(self, section: Section, default: str) -> list[str]:
-        """Read the names of a member's instances, at most MAX_STACK_SIZE + 1: numbered if `count` is given."""
         count = section.read('count', _parse_count, 1)
         base = section.read('name', make_text_parser(check_name), default)
         numbers = range(1, min(count, MAX_STACK_SIZE + 1) + 1)
@@ -228,7 +226,6 @@ class _Reader:
         return merged
 
     def _read_user_data(self, source: Path | bytes | None) -> str | None:
-        """Read user-data, and return its hash; None without a source."""
         if source is None:
             return None
         shared = SharedUserData.from_bytes(read_user_data(source, self._ctx.out.say))
@@ -236,14 +233,9 @@ class _Reader:
         return shared.sha256
 
     def _parse_path(self, node: Node) -> Path:
-        """Parse a path, relative to the file's directory; `~` is expanded."""
         return self._directory / os.path.expanduser(parse_text(node))
 
     def _parse_user_data(self, node: Node) -> Path | bytes:
-        """Parse user-data itself, if it has a line break as after `user_data: |`, or a path in the file's directory.
-
-        The file may be somebody else's, and name a secret of this user.
-        """
         if node.kind == 'str' and '\n' in node.text:
             return node.text.encode(errors='replace')
         if self._directory.resolve() not in (path := self._parse_path(node)).resolve().parents:
@@ -251,7 +243,6 @@ class _Reader:
         return path
 
     def _parse_key(self, node: Node) -> Path | bytes:
-        """Parse a path, or a public key itself."""
         return node.text.encode() if re.match(r'[\w@.-]+ +AAAA', parse_text(node)) else self._parse_path(node)
 
     def _parse_group(self, node: Node) -> Membership:
@@ -272,7 +263,6 @@ class _Reader:
         return membership
 
     def _find_groups_without_policy(self) -> None:
-        """Record each group that does not exist, and whose policy the file does not give."""
         from ecomp.store.sharing import load_group
 
         for name, section in self._group_sections.items():
@@ -281,7 +271,6 @@ class _Reader:
                 section.add_problem('group', f'group {name} does not exist. Fix: {fix}')
 
     def _merge_group(self, section: Section, group: Membership) -> None:
-        """Note a group; its policy may be given in any member, and is that of all members."""
         known = self._groups.get(group.name, group)
         policy, strict = known.policy or group.policy, group.strict if known.strict is None else known.strict
         if group.policy not in (None, policy) or group.strict not in (None, strict):

@@ -22,7 +22,6 @@ NO_LIMIT = 'quota set PROJECT CLASS=none'
 
 
 def _index_by_word(meanings: Mapping[str, str]) -> dict[str, str]:
-    """Turn {meaning: 'word word'} into {word: meaning}."""
     return {word: meaning for meaning, words in meanings.items() for word in words.split()}
 
 
@@ -102,7 +101,6 @@ def _find_command(first: str, second: str) -> str:
 
 
 def _find_in_family(family: str, verb: str) -> str:
-    """Return the command ('host show') of a family for a verb, even if foreign or mistyped; '' for none."""
     commands = {name.removeprefix(f'{family} '): name for name in COMMAND_NAMES if name.startswith(f'{family} ')}
     commands |= {**{name: name for name in commands.values()}, **FAMILY_SYNONYMS.get(family, {})}
     typo = find_similar(verb, [word for word, name in commands.items() if name not in LOSS_WARNINGS], MIN_SIMILARITY)
@@ -110,5 +108,4 @@ def _find_in_family(family: str, verb: str) -> str:
 
 
 def _get_family(noun: str) -> str | None:
-    """Return the first word of our commands for a noun in singular or plural, '' for an instance; None if unknown."""
     return FOREIGN_NOUNS.get(noun, FOREIGN_NOUNS.get(noun.removesuffix('s')))

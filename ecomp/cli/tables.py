@@ -132,7 +132,6 @@ def shorten_uuids(texts: Iterable[str]) -> Mapping[str, str]:
 
 
 def _count_common_prefix(first: str, second: str) -> int:
-    """Return how many characters are equal at the start of two texts of equal length."""
     return next((index for index, (a, b) in enumerate(zip(first, second, strict=True)) if a != b), len(first))
 
 
@@ -315,7 +314,6 @@ def _format_rows(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], styl
 
 
 def _format_csv(rows: Iterable[Sequence[str]]) -> str:
-    """Return the rows as CSV, without a newline at the end."""
     import csv  # imported late: seldom needed
     import io
 
@@ -325,7 +323,6 @@ def _format_csv(rows: Iterable[Sequence[str]]) -> str:
 
 
 def _format_value(cell: Cell) -> str:
-    """Return a cell on one line for scripts, never cut; '' for None."""
     return '' if cell is None else escape_characters(str(cell))
 
 
@@ -367,12 +364,10 @@ def _format_table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], sty
 
 
 def _prepend_heading(heading: str, cells: Sequence[str], style: OutputStyle) -> list[str]:
-    """Return the cells with the escaped heading before them, but without one for --no-header."""
     return [*[make_printable(heading)] * style.header, *cells]  # headings may be resource classes from placement
 
 
 def _measure_column(column: Column, cells: Sequence[str], style: OutputStyle) -> ColumnWidths:
-    """Return the widths that a column can have with these cells."""
     full, short = (
         max(map(measure_width, _prepend_heading(heading, cells, style)), default=0)
         for heading in (column.name, column.short or column.name)
@@ -399,7 +394,6 @@ def _format_details(details: Details, names: Sequence[str], style: OutputStyle) 
 
 
 def _select_fields(details: Details, names: Sequence[str]) -> Iterable[tuple[str, Cell]]:
-    """Return the fields `names` in that order, None for an absent one; all for (). Of equal names the first counts."""
     if not names:
         return details.fields
     cells = dict(reversed(details.fields))

@@ -131,7 +131,6 @@ class LiveLine:
             self._draw([cut(make_printable(line), width) for line in texts[:MAX_STATUS_LINES]])
 
     def _draw(self, lines: Sequence[str]) -> None:
-        """Replace the lines on the terminal by these."""
         with self._lock:
             if self._lines or lines:
                 erasure = f'\x1b[{len(self._lines) - 1}A\x1b[J' if len(self._lines) > 1 else '\x1b[K'

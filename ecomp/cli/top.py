@@ -94,18 +94,15 @@ def make_guest_listing(use: Use, records: Sequence[Record]) -> Listing:
 
 
 def _describe(use: Use, compute: str, cpus: float | None) -> dict[str, Any]:
-    """Return the fields in JSON that hosts and guests have."""
     percent = None if cpus is None else round(100 * cpus, 1)
     return {'compute': compute, 'host': use.computes.find_hostname(compute), 'cpu_percent': percent}
 
 
 def _sort(rows: Sequence[Row]) -> list[Row]:
-    """Sort by the use of CPU in the second cell, unknown ones last, and then by name."""
     return sorted(rows, key=lambda row: ((cpu := row.cells[1]) is None, -float(cpu or 0), make_sort_key(row.cells[0])))
 
 
 def _format_share(used: float | None, total: float | None, unit: int) -> str | None:
-    """Return `used/total` in this unit, None if one is not known."""
     return None if used is None or total is None else f'{round(used / unit)}/{round(total / unit)}'
 
 

@@ -145,13 +145,11 @@ def _make_all(
 
 
 def _make_client(place: Path, token: Path, signer: _Signer, now: datetime, say: Callable[[str], None]) -> None:
-    """Make the certificate in `place` unless it is usable, and copy `token`. `place.name` is the common name."""
     _make_certificate(place, 'client', place.name, (), signer, now, say)
     _write_if_changed(place / 'token', token.read_bytes())
 
 
 def _check_uuid(name: str, compute: str, path: Path) -> None:
-    """Raise UsageError if `compute` is not a uuid, or a compute.yaml exists at `path` without this uuid."""
     if not keys.is_uuid(compute):
         raise UsageError(f'--compute {name}={compute}: must be a uuid, like 3d9a1c9e-8f0b-4b62-9a53-5a8f0c1e7d24')
     if path.exists() and (own := load_compute(path).uuid) != compute:
@@ -237,7 +235,6 @@ def _make_certificate(  # noqa: PLR0913
 
 
 def _read_names(path: Path) -> tuple[str, ...]:
-    """Read the names and addresses in a certificate, () if it is missing, malformed or without names."""
     try:
         certificate = x509.load_pem_x509_certificate(path.read_bytes())
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -278,7 +275,6 @@ def _make_builder(
 
 
 def _is_address(name: str) -> bool:
-    """Return whether the name is an IP address without a zone (%)."""
     try:
         ip_address(name)
     except ValueError:
@@ -287,7 +283,6 @@ def _is_address(name: str) -> bool:
 
 
 def _write_configuration(path: Path, cluster: Cluster, extra_lines: str = '') -> None:
-    """Write a configuration that names the first server, and `extra_lines`, to `path`; no-op if the file exists."""
     if not path.exists():
         host = cluster.servers[0]
         placement = f'https://{bracket_address(host)}:{cluster.placement_port}'
@@ -404,14 +399,12 @@ def _connect_as_operator(directory: Path) -> Iterator[tuple[Accounts, Store]]:
 
 
 def _format_names(names: list[str]) -> str:
-    """Join the first MAX_LISTED_NAMES names, made printable; `…` stands for the others."""
     return ', '.join(make_printable(name, 200) for name in names[:MAX_LISTED_NAMES]) + (
         ' …' if len(names) > MAX_LISTED_NAMES else ''
     )
 
 
 def _write_cluster_key(store: Store, now: datetime) -> bool:
-    """Write /cluster, with a new uuid, if it is missing; retry without a limit. Return True if etcd confirmed it."""
     value = encode(cluster_model.ClusterIdentity(str(uuid.uuid4()), format_time(now)))
     while store.get(keys.CLUSTER) is None:
         if store.commit([Unchanged(keys.CLUSTER, 0)], [Put(keys.CLUSTER, value)], Settlement()) is not None:

@@ -206,7 +206,6 @@ def is_placement_ready(url: str, certs: Path | None = None) -> bool:
 
 
 def _accepts_connections(path: str) -> bool:
-    """Return True if a process listens on this Unix socket (at most 107 bytes: unix(7))."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         return True
@@ -242,7 +241,6 @@ def _fetch(url: str, headers: Mapping[str, str] | None = None, certs: Path | Non
 
 
 def _is_dhcp_ready(process: Process) -> bool:
-    """Return True if port 67 is bound in the process's network namespace."""
     # dnsmasq answers only by giving a lease; the kernel shows whether port 67 (0x43) is bound.
     with contextlib.suppress(OSError):
         sockets = Path(f'/proc/{process.pid}/net/udp').read_text(encoding='ascii')
@@ -362,7 +360,6 @@ def _make_servers(endpoints: Endpoints, data: Path) -> list[LabServer]:
 
 
 def _read_certificate_time(endpoints: Endpoints) -> float:
-    """Read when placement's certificate was written, in epoch seconds; 0.0 if there is none."""
     with contextlib.suppress(FileNotFoundError):
         return 0.0 if endpoints.certs is None else (endpoints.certs / 'placement/server.crt').stat().st_mtime
     return 0.0

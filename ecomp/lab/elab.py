@@ -112,7 +112,6 @@ def start_control(lab: Lab) -> None:
 
 
 def _make_reach_command(name: str) -> str:
-    """Make the command by which eschedule enters {host}: `elab exec`, after sudo if sudo started this elab."""
     words = [*(['sudo'] if 'SUDO_UID' in os.environ else []), sys.executable, '-P', '-m', 'ecomp.lab.elab', 'exec']
     return f'{shlex.join([*words, "--name", name])} {{host}}'
 
@@ -266,7 +265,6 @@ def _parse_port(text: str) -> int:
 
 
 def _read_ports(options: argparse.Namespace) -> tuple[int, int]:
-    """Return the ports of etcd and placement; UsageError if they are the same."""
     if options.etcd_port == options.placement_port:
         raise UsageError(f'etcd and placement cannot both use port {options.etcd_port}. Fix: use two different ports')
     return options.etcd_port, options.placement_port
@@ -341,7 +339,6 @@ def _run_fake_up(name: str, options: argparse.Namespace) -> int:
 
 
 def _reduce_inventories(hosts: Sequence[LabHost]) -> None:
-    """If hosts are new, reduce the others' inventories, report which, and end their ecomputes; guests continue."""
     old_hosts = [host for host in hosts if (host.directory / 'compute.yaml').exists()]
     if not old_hosts or len(old_hosts) == len(hosts):
         return
@@ -426,7 +423,6 @@ def _require_place(place: str, lab: state.Record) -> None:
 
 
 def _run_shell(options: argparse.Namespace) -> int:
-    """Run the words, or a shell, by enter_shell(); return the exit code. NotFound without the lab."""
     # argparse passes a leading -- on to REMAINDER arguments.
     words, name = options.words[1:] if options.words[:1] == ['--'] else options.words, find_name(options)
     return enter_shell((fakes.find(name) or state.load(name)).directory, name, words)
@@ -458,7 +454,6 @@ def _run_list(_: argparse.Namespace) -> int:
 
 
 def _make_row(lab: state.Record, network: str, daemons: Sequence[str]) -> tuple[str, ...]:
-    """Make a row of `elab list`: up if etcd, placement and the hosts' daemons run, partly up if some."""
     servers = ('etcd', 'placement', *(f'{host} {name}' for host in lab.hosts for name in daemons))
     running = [name for name in servers if lab.find_running(name)]
     condition = 'up' if len(running) == len(servers) else 'partly up' if running else 'down'
@@ -573,7 +568,6 @@ def find_name(options: argparse.Namespace) -> str:
 
 
 def _lock_lab(name: str) -> contextlib.AbstractContextManager[None]:
-    """Return a context with the lab's lock; if another elab has the lock, report that, and wait without a limit."""
     return state.hold_lock(
         state.ROOT / name, lambda: _print_message(f'lab {name}: waiting for another `elab` command to end')
     )
@@ -581,7 +575,6 @@ def _lock_lab(name: str) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _report_step(description: str) -> Iterator[None]:
-    """Report the step and its seconds after the block succeeds; not if it raises."""
     start_time = time.monotonic()
     yield
     _print_message(f'{time.monotonic() - start_time:6.1f} s  {description}')

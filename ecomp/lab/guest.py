@@ -230,7 +230,6 @@ def _list_files(busybox: Path, modules: list[tuple[str, bytes]]) -> list[tuple[s
 
 
 def _find_static_busybox() -> Path:
-    """Find this machine's static busybox; UsageError if there is none."""
     # Debian's dynamic busybox has the same name, and cannot run as init without its libraries.
     for path in map(Path, ('/bin/busybox', '/usr/bin/busybox')):
         if path.exists() and is_static(path.read_bytes()):
@@ -265,7 +264,6 @@ def _fetch_kernel(work: Path, say: Callable[[str], None]) -> tuple[Path, list[tu
 
 
 def _find_kernel_packages() -> list[str]:
-    """List the packages of the first of KERNELS that apt knows; raise EcompError if none."""
     for name in KERNELS:
         images = _find_dependencies(name, 'linux-image-')
         if images:
@@ -275,7 +273,6 @@ def _find_kernel_packages() -> list[str]:
 
 
 def _find_dependencies(package: str, prefix: str) -> list[str]:
-    """Return the package's dependencies that begin with `prefix`; [] for an unknown package."""
     try:
         lines = machine.run(['apt-cache', 'depends', '--important', package]).splitlines()
     except EcompError:
@@ -285,7 +282,6 @@ def _find_dependencies(package: str, prefix: str) -> list[str]:
 
 
 def _read_module(path: Path) -> bytes:
-    """Return the module's content, unpacked for suffix .xz, .gz or .zst. UsageError for .zst if zstd is missing."""
     if path.suffix == '.zst':
         machine.require({'zstd': 'zstd'})
         machine.run(['zstd', '-q', '-d', str(path), '-o', str(path.with_suffix(''))])

@@ -112,7 +112,6 @@ class Host:
         return 'ready' if self.is_ecompute_ready() else f'down: ecompute (see {self.log})'
 
     def _read_presence_revision(self) -> int:
-        """Read the revision of ecompute's presence, 0 if it has none or etcd is unreachable."""
         compute, entry = self.read_uuid(), None
         with contextlib.suppress(Unreachable):
             entry = self._store.get(COMPUTES + compute) if compute is not None else None
@@ -254,7 +253,6 @@ class LabHost(Host):
         return f'ready: {count} guest{"" if count == 1 else "s"}, network {network}'
 
     def _run_virsh(self, *words: str, timeout_seconds: float = START_SECONDS) -> str:
-        """Run virsh in the host and return its output; EcompError if it fails or exceeds the timeout."""
         return machine.run(
             self.make_command(['virsh', '-q', '-c', 'qemu:///system', *words]), timeout_seconds=timeout_seconds
         )
@@ -275,7 +273,6 @@ class LabHost(Host):
         return True
 
     def _calculate_share(self) -> dict[str, int]:
-        """Calculate the host's inventory: its share of the machine's processors, memory and currently free disk."""
         return divide_resources(
             os.cpu_count() or 1,
             os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') // MIB,

@@ -363,7 +363,6 @@ def remove_namespaces(spaces: list[str], layout: Layout | None) -> None:
 
 
 def _list_processes(space: str) -> list[Process]:
-    """Return the namespace's processes, labelled with its name; [] if it cannot be entered."""
     try:
         pids = run(['ip', 'netns', 'pids', space]).split()
     except EcompError:
@@ -400,7 +399,6 @@ def _ensure_fence(layout: Layout, space: str) -> None:
 
 
 def _ensure_bridge(layout: Layout, place: str, address: str) -> None:
-    """Make the bridge br0 if it is missing, give it `address`/24 and switch it on."""
     space = layout.get_namespace(place)
     if not has_interface(layout, place, 'br0'):
         run(['ip', '-n', space, 'link', 'add', 'br0', 'address', layout.get_mac(place), 'type', 'bridge'])
@@ -409,6 +407,5 @@ def _ensure_bridge(layout: Layout, place: str, address: str) -> None:
 
 
 def _delete_link(layout: Layout) -> None:
-    """Delete the machine's interface into the lab; no-op without it."""
     if Path('/sys/class/net', layout.link).exists():
         run(['ip', 'link', 'delete', layout.link])

@@ -217,7 +217,6 @@ def remove_directory(directory: Path) -> None:
 
 
 def _belongs_to_lab(directory: Path) -> bool:
-    """Return False for a link to a place without lab.json, whose files may be foreign; True for any other path."""
     return not directory.is_symlink() or (directory / RECORD_NAME).exists()
 
 
@@ -277,7 +276,6 @@ def hold_lock(directory: Path, on_busy: Callable[[], None] = lambda: None) -> It
 
 
 def _is_same_file(descriptor: int, path: Path) -> bool:
-    """Return whether the path still is the open file; False if it was removed or replaced."""
     with contextlib.suppress(FileNotFoundError):
         return path.stat().st_ino == os.fstat(descriptor).st_ino
     return False

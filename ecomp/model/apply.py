@@ -156,14 +156,12 @@ def list_differences(record: Record, request: Request | None, desired: Desired) 
 
 
 def _list_changed_parts(old: str, new: str) -> list[str]:
-    """Return `part old → new` for each amount or parameter of two queries that differs; their order does not count."""
     before, after = split_query(old), split_query(new)
     parts = [part for part in before | after if before.get(part) != after.get(part)]
     return [f'{part} {before.get(part, "none")} → {after.get(part, "none")}' for part in parts]
 
 
 def _keep_given(existing: Membership, given: Membership) -> Membership:
-    """Return the existing group with only those parts of its rule that are given."""
     # A record has no policy.
     policy = None if given.policy is None else existing.policy or given.policy
     strict = given.strict if given.strict is None or existing.strict is None else existing.strict

@@ -340,7 +340,6 @@ def _find_group_problems(world: World) -> Iterator[Finding]:
 
 
 def _is_requested_or_living(world: World, instance: str) -> bool:
-    """Return True if the instance is requested, in flight or living, or has a malformed record."""
     is_known = instance in world.in_flight or instance in world.malformed_records
     return is_known or bool(world.requests_by_compute.get(instance)) or world.is_living(instance)
 
@@ -368,7 +367,6 @@ def _find_quota_problems(world: World) -> Iterator[Finding]:
 
 
 def _describe_difference(first: Mapping[str, int], second: Mapping[str, int]) -> tuple[str, str] | None:
-    """Return the differing amounts of both as text, 0 for a name that one lacks; None if all are equal."""
     names = sorted(name for name in {*first, *second} if first.get(name, 0) != second.get(name, 0))
     if not names:
         return None

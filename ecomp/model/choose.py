@@ -251,7 +251,6 @@ def explain_no_candidate(offer: Offer, choice: Choice, alive: Collection[str], g
 
 
 def _calculate_weight(candidate: Candidate, rooms: Rooms, strategy: str) -> float | None:
-    """Return the weight by SPREAD or PACK, from 0 to 1 (the best); None for other strategies, which do not weigh."""
     if strategy not in (SPREAD, PACK):
         return None
     free_share = calculate_free_share(candidate.allocations[candidate.compute], rooms.get(candidate.compute, {}))

@@ -90,12 +90,10 @@ def event_to_dict(event: Event) -> dict[str, Any]:
 
 
 def _get_family(key: str) -> str:
-    """Return the prefix of a key (`/hosts/`), or the key itself if it has only one part."""
     return '/'.join(key.split('/')[:2]) + '/' if key.count('/') > 1 else key
 
 
 def _is_time(text: str) -> bool:
-    """Return True for an ISO time as format_time() makes it."""
     try:
         return format_time(datetime.fromisoformat(text)) == text
     except (ValueError, OverflowError):
@@ -103,7 +101,6 @@ def _is_time(text: str) -> bool:
 
 
 def _read_new_time(change: Change) -> tuple[str, ...]:
-    """Return the time that eschedule has just written into a value, unless it is from the value before."""
     before, after = (load_object_or_empty(value or b'').get(WRITTEN_AT) for value in (change.before, change.after))
     return (after,) if isinstance(after, str) and after != before else ()
 
@@ -170,7 +167,6 @@ _POWER_PHASES = {SHUTDOWN_REQUESTED: 'guest shutdown requested', SHUT_OFF: 'gues
 
 
 def _describe_addresses(before: Sequence[Interface], after: Sequence[Interface]) -> Iterator[str]:
-    """Describe each interface's address that is not None and differs from before, by MAC."""
     old_addresses = {interface.mac: interface.address for interface in before}
     for interface in after:
         if interface.address is not None and old_addresses.get(interface.mac) != interface.address:
@@ -197,7 +193,6 @@ def _describe_request(change: Change, name_compute: NameCompute, _takers: Mappin
 
 
 def _describe_request_change(before: Request | None, after: Request, compute_name: str) -> str:
-    """Describe the request, destroy or power action that is new; '' if none is."""
     if after.is_tombstone:
         return '' if before is not None and before.is_tombstone else 'destroy accepted'
     if before is None:
@@ -280,7 +275,6 @@ def _make_describer(
 
 
 def _describe_value(describe: Callable[[str, bytes], Parsed], name: str, value: bytes | None) -> Parsed | str | None:
-    """Describe or parse a value, or say why it is malformed; None for None."""
     if value is None:
         return None
     try:
@@ -290,7 +284,6 @@ def _describe_value(describe: Callable[[str, bytes], Parsed], name: str, value: 
 
 
 def _describe_limits(project: str, value: bytes) -> str:
-    """Describe a quota's limits; `no limits` without any, ValueError if it is malformed."""
     limits = decode(Quota, value, project=project).limits
     return ', '.join(f'{name} {limit}' for name, limit in limits.items()) or 'no limits'
 
@@ -319,7 +312,6 @@ def _describe_stack(change: Change, _name_compute: NameCompute, _takers: Mapping
 
 
 def _describe_cluster(change: Change, _name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
-    """Yield that etcd got its identity, for each change of the key."""
     since = load_object_or_empty(change.after or b'').get('since')
     yield Event(change.revision, 'cluster', 'this etcd got its identity'), (str(since),) if change.is_known else ()
 

@@ -183,7 +183,6 @@ def format_cures(cures: Sequence[Cure], host: str) -> str:
 
 
 def _format_constraint(constraint: Constraint | GroupConstraint) -> str:
-    """Return a constraint's argument, an amount's class, or else the constraint as text."""
     if isinstance(constraint, Requirement) and constraint.argument:
         return constraint.argument
     return constraint.name if isinstance(constraint, Amount) else str(constraint)
@@ -206,7 +205,6 @@ def _check_constraint(constraint: Constraint, provider: Provider, can_drop: bool
 
 
 def _is_enabled_constraint(constraint: Constraint | GroupConstraint) -> bool:
-    """Return True for the constraint that forbids the trait of disabled computes."""
     return isinstance(constraint, Exclusion) and constraint.name == DISABLED
 
 

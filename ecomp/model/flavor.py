@@ -22,7 +22,6 @@ def check_flavor_name(name: str) -> str:
 
 
 def _check_class_name(kind: str, text: str) -> str:
-    """Return the text unchanged; ValueError unless is_class(); `kind` is for its message."""
     if not is_class(text):
         raise ValueError(f'{text[:80]!r} is not a valid {kind}: a name has only A-Z, 0-9 and _')
     return text
@@ -113,7 +112,6 @@ def _parse_amounts(value: str) -> dict[str, str]:
 
 
 def _parse_amount(name: str, text: str) -> int:
-    """Return the amount; ValueError unless it is 1 to MAX_AMOUNT in decimal digits."""
     if not text.isdecimal() or not text.isascii() or len(text) > MAX_DIGITS or not 0 < int(text) <= MAX_AMOUNT:
         raise ValueError(f'{name}: {text[:40]!r} is not a whole number from 1 to {MAX_AMOUNT}')
     return int(text)

@@ -266,7 +266,6 @@ def parse_public_key(fields: list[str]) -> str:
 
 
 def _is_complete_blob(blob: bytes) -> bool:
-    """Return True if the blob consists of two or more complete length-prefixed strings."""
     position = count = 0
     while position < len(blob):
         position += 4 + int.from_bytes(blob[position : position + 4], 'big')

@@ -251,7 +251,6 @@ def _find_machine_problems(facts: MachineFacts) -> Iterator[Finding]:
 
 
 def _format_version(version: int) -> str:
-    """Format a version as libvirt counts: 9000000 is 9.0.0."""
     return f'{version // 10**6}.{version // 1000 % 1000}.{version % 1000}'
 
 

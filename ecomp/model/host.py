@@ -69,7 +69,6 @@ class EntriesByCompute(Generic[Kind]):
         return min(claimants or self.requests or self.records, key=self._make_age_key, default='')
 
     def _make_age_key(self, compute: str) -> tuple[int, str]:
-        """Return (creation revision, compute) of its request or, without any requests, its record."""
         return (self.requests or self.records)[compute].created, compute
 
     @property
@@ -227,13 +226,11 @@ class Computes:
 
     @cached_property
     def _hostnames(self) -> dict[str, str]:
-        """{compute: host name}; a living compute's own overrides the stored one."""
         published = {compute: facts.hostname for compute, facts in self.living.items() if facts.hostname is not None}
         return {**self.stored_hostnames, **published}
 
     @cached_property
     def _by_hostname(self) -> dict[str, list[str]]:
-        """The computes of each host name, alive or not, sorted."""
         by_hostname: dict[str, list[str]] = {}
         for compute, host in sorted(self._hostnames.items()):
             by_hostname.setdefault(host, []).append(compute)

@@ -214,7 +214,6 @@ def is_listed_exactly(address: Address, sources: ImageSources | None) -> bool:
 
 
 def _allows_loopback(listed: Network, loopback: Network, address: Address) -> bool:
-    """Return whether the listed network has the address and lies within `loopback`."""
     return address in listed and listed.prefixlen >= loopback.prefixlen
 
 

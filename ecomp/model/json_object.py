@@ -87,7 +87,6 @@ def _is_shallow(data: dict[str, Any] | list[Any]) -> bool:
 
 
 def _parse_float(text: str) -> float:
-    """Return the number, however many digits it has; ValueError if it is infinite."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f'unsupported JSON: the number {text[:40]} is too large')
@@ -95,7 +94,6 @@ def _parse_float(text: str) -> float:
 
 
 def _parse_int(text: str) -> int:
-    """Return the number; ValueError if it has more than MAX_DIGITS characters."""
     if len(text) > MAX_DIGITS:
         raise ValueError(f'unsupported JSON: a number of {len(text)} digits; the limit is {MAX_DIGITS}')
     return int(text)
@@ -106,7 +104,6 @@ def _refuse_constant(name: str) -> None:
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs as a dict; ValueError if a key stands twice."""
     data = dict(pairs)
     if len(data) != len(pairs):
         raise ValueError('unsupported JSON: a duplicate key')

@@ -83,7 +83,6 @@ class StoredValue(Protocol):
 
 
 def _make_key_function(prefix: str) -> Callable[[str], str]:
-    """Return a function that puts `prefix` before its argument."""
     return lambda part: prefix + part
 
 

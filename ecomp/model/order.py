@@ -89,7 +89,6 @@ def parse_action_id(recorded_power: str | None) -> str:
 
 
 def _parse_name(text: str) -> str | None:
-    """Return the text if it is a label, None if it is empty. Reserved names and uuids pass."""
     if text and not is_label(text):
         raise ValueError(f'{text[:80]!r} is not a valid host name')
     return text or None

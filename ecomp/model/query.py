@@ -189,15 +189,10 @@ def format_query(constraints: Iterable[Constraint]) -> str:
 
 
 def _parse_key(part: str) -> str:
-    """Return the parameter's name in one part of a query, decoded; '' for an empty part."""
     return next((key for key, _ in parse_qsl(part, keep_blank_values=True)), '')
 
 
 def _parse_amounts(value: str) -> Iterator[Constraint]:
-    """Parse a value of `resources`, of each class the last amount.
-
-    ValueError, raised at the call, if it is not name:integer pairs; names and amounts, such as 0, are not checked.
-    """
     amounts: dict[str, int] = {}
     for part in value.split(','):
         name, amount = part.split(':')
@@ -206,10 +201,6 @@ def _parse_amounts(value: str) -> Iterator[Constraint]:
 
 
 def _parse_traits(key: str, value: str) -> Iterator[Constraint]:
-    """Yield a constraint for each trait, an exclusion for !; for a value with in: a single one, of any.
-
-    Names are not checked.
-    """
     if value.startswith('in:'):
         yield Requirement(key, _sort_unique(name.strip() for name in value.removeprefix('in:').split(',')))
         return
@@ -218,7 +209,6 @@ def _parse_traits(key: str, value: str) -> Iterator[Constraint]:
 
 
 def _parse_aggregates(value: str) -> Iterator[Constraint]:
-    """Yield one constraint of any aggregate or, for a value with !, an exclusion of each."""
     if value.startswith('!'):
         yield from (Exclusion('member_of', name) for name in _sort_unique(value[1:].removeprefix('in:').split(',')))
     else:
@@ -295,7 +285,6 @@ def describe_unknown_names(kind: str, unknown_names: frozenset[str], known_names
 
 
 def _find_parameter(key: str) -> str | None:
-    """Return the parameter in a key, without suffix; None if placement has none of that name."""
     if key in OTHER_PARAMETERS:
         return key
     match = _PARAMETER_PATTERN.fullmatch(key)

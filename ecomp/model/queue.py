@@ -70,7 +70,6 @@ def parse_queue_entry(key: str, value: bytes) -> QueueEntry | InvalidRequest:
 
 
 def _parse_queue_holdings(value: bytes) -> Holdings:
-    """Parse what a malformed queued request holds; its quota charge only if project and query can be parsed."""
     holdings, data = parse_holdings(value)
     with suppress(ValueError):
         resources = parse_flavor('x', NONEMPTY(data.get('query'))).resources
@@ -201,7 +200,6 @@ def update_backlog(state: Mapping[str, keys.StoredValue], previous: Backlog) -> 
 
 
 def _parse_content(key: str, stored: keys.StoredValue) -> WaitingEntry | str | None:
-    """Parse a queued request, or the compute of a taker key; None if it is malformed."""
     if keys.parse_queue_key(key) is not None:
         entry = parse_queue_entry(key, stored.value)
         return WaitingEntry(stored.revision, entry) if isinstance(entry, QueueEntry) else None

@@ -64,7 +64,6 @@ class Quota(NamedTuple):
         return self._change_used(charge, -1)
 
     def _change_used(self, charge: Mapping[str, int], sign: int) -> Quota:
-        """Return the quota with `sign` times `charge` added: sums of 0 to MAX_SUM, 0 left out."""
         sums = {name: self.used.get(name, 0) + sign * charge.get(name, 0) for name in {*self.used, *charge}}
         limited = {name: min(max(amount, 0), MAX_SUM) for name, amount in sums.items()}
         return self._replace(used={name: limited[name] for name in sorted(limited) if limited[name]})

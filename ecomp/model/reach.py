@@ -59,7 +59,6 @@ class ReachCommand(NamedTuple):
         return [first, '-W', f'{address}:{SSH_PORT}', *others]
 
     def _fill_in_host(self, host: str) -> list[str]:
-        """Return the words with the host in place of each HOST_PLACEHOLDER."""
         assert is_host_name(host)  # otherwise ssh might take it for an option
         return [word.replace(HOST_PLACEHOLDER, host) for word in self.words]
 

@@ -183,7 +183,6 @@ def describe_change(change: Change) -> str:
 
 
 def _describe_permission(permission: Permission) -> str:
-    """Return the kind and the key; also the range's end, unless it is that of a prefix."""
     kind, key, range_end = permission
     if not range_end or permission == make_prefix_permission(key, kind):
         return f'{kind} {key}'

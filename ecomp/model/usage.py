@@ -27,7 +27,6 @@ def parse_answer(value: bytes) -> Measurement:
 
 
 def _parse_amounts(data: Any) -> Amounts:
-    """Return the numbers in an object that are not negative and fit into 64 bits; {} if it is no object."""
     items = data.items() if isinstance(data, dict) else ()
     return {name: amount for name, amount in items if type(amount) in (int, float) and 0 <= amount < 2**64}
 

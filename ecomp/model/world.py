@@ -316,7 +316,6 @@ class World:
         return {each: self._get_absent_state(each) for each in sorted(self.computes - self.living_computes - forgotten)}
 
     def _get_absent_state(self, compute: str) -> str:
-        """Return CLOSED if all VCPU of the compute's provider is reserved, else SILENT."""
         provider = self.planes.providers.get(compute)
         vcpu = provider.inventory.get('VCPU') if provider and provider.inventory else None
         return CLOSED if vcpu and vcpu.get('reserved', 0) >= vcpu.get('total', 0) else SILENT

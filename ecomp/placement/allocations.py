@@ -310,11 +310,6 @@ def summarize_instances(instances: Mapping[str, object]) -> str:
 
 
 def _is_own_claim(held: Consumer, requested_allocations: Allocations, sent_generation: int | None) -> bool:
-    """Return whether a consumer holds exactly our claim with `sent_generation`, which had no answer.
-
-    False for None: another attempt may have made the same claim, and could release it late. The repetition of our claim
-    changes the generation, which prevents that.
-    """
     is_next = sent_generation is not None and held.generation == sent_generation + 1
     return is_next and describe_difference(requested_allocations, held.allocations) is None
 
@@ -325,7 +320,6 @@ def _write_claim(
     requester: Requester,
     generations: Mapping[str, int | None],
 ) -> None:
-    """Claim with one call, for one or more instances; see replace_allocations()."""
     if len(requested_allocations) > 1:
         return replace_set_allocations(placement, requested_allocations, *requester, generations)
     ((instance, allocations),) = requested_allocations.items()

@@ -77,7 +77,6 @@ def check_text(value: object) -> str:
 
 
 def _reject_constant(name: str) -> NoReturn:
-    """Raise ValueError for NaN and the infinities, which JSON does not have."""
     raise ValueError(f'{name} is not a number')
 
 

@@ -101,7 +101,6 @@ _CALL_LIMITS: ContextVar[tuple[int, float]] = ContextVar('limits of the current 
 
 
 def _start_limits(limits: AnswerLimits) -> float:
-    """Start the limits of this thread's next call, retries included; return its deadline."""
     deadline = time.monotonic() + limits.seconds
     _CALL_LIMITS.set((limits.size_bytes, deadline))
     return deadline
@@ -291,7 +290,6 @@ class Connections:
         return connection
 
     def _return_connection(self, connection: http.client.HTTPConnection) -> None:
-        """Keep the connection for a later call; close it if there are MAX_IDLE_CONNECTIONS."""
         with self._lock:
             if len(self._idle) < MAX_IDLE_CONNECTIONS:
                 self._idle.append((time.monotonic(), connection))
@@ -325,18 +323,14 @@ def quote_path(path: str) -> str:
 
 
 def _is_retryable(error: Exception) -> bool:
-    """Return whether to send a read again after this error.
-
-    False after a timeout or an endless answer, which would come again, and after a TLS error, unless the server closed
-    the connection.
-    """
+    # A timeout or an endless answer would come again.
     if isinstance(error, ssl.SSLError):
         return classify_tls_error(error) is TlsFailure.HUNG_UP
     return not isinstance(error, TimeoutError | AnswerTooLong)
 
 
 def _read_body(response: http.client.HTTPResponse) -> bytes:
-    """Read the body in pieces, as its announced size may exceed memory; raise IncompleteRead if it is shorter."""
+    # In pieces, as its announced size may exceed memory.
     body = bytearray()
     while piece := response.read(READ_BYTES):
         body += piece
@@ -346,7 +340,7 @@ def _read_body(response: http.client.HTTPResponse) -> bytes:
 
 
 def _is_open(connection: http.client.HTTPConnection) -> bool:
-    """Return whether an idle connection is open: if it has received anything, the server closed it."""
+    # If an idle connection has received anything, the server closed it.
     waiting = select.poll()
     waiting.register(connection.sock, select.POLLIN)
     return not waiting.poll(0)

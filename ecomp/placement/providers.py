@@ -222,7 +222,6 @@ def delete_provider(placement: Placement, provider: str) -> bool:
 
 
 def _read_rooms(placement: Placement, provider: str) -> dict[str, Room]:
-    """Return a provider's room by class, of which only VCPU may be `is_fully_reserved`; raise NotFound."""
     # Only VCPU is reserved completely as a sign: its ecompute was stopped in order.
     return {
         name: Room(held.capacity, held.used, name == 'VCPU' and held.is_fully_reserved)
@@ -231,7 +230,6 @@ def _read_rooms(placement: Placement, provider: str) -> dict[str, Room]:
 
 
 def _check_inventory(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Check types of the given fields, and that a step_size is positive; return a copy. Raises one of PARSE_ERRORS."""
     for name, value in fields.items():
         check_number(value) if name == 'allocation_ratio' else check_integer(value)
     if fields.get('step_size', 1) < 1:
@@ -293,23 +291,19 @@ def find_with_trait(placement: Placement, trait: str) -> Names:
 
 
 def _list_uncreatable(missing: Names) -> Names:
-    """Return the names without the prefix CUSTOM_, which no client can create."""
     return frozenset(name for name in missing if not name.startswith(CUSTOM_PREFIX))
 
 
 def _read_known_traits(placement: Placement, traits: Collection[str]) -> Names:
-    """Return which of `traits`, one or more, placement knows."""
     return _parse_names(placement, placement.get(f'/traits?name=in:{",".join(sorted(traits))}'), TRAITS)
 
 
 def _read_names(placement: Placement, provider: str, kind: str) -> tuple[Names, int]:
-    """Return the provider's TRAITS or AGGREGATES, and its generation; raise NotFound."""
     path, counter = f'/resource_providers/{provider}/{kind}', 'resource_provider_generation'
     return placement.get_parsed(path, lambda data: (_parse_names(placement, data, kind), check_integer(data[counter])))
 
 
 def _parse_names(placement: Placement, data: dict[str, Any], kind: str) -> Names:
-    """Return the list `kind` of an answer; raise Unreachable unless it is a list of text."""
     values = data.get(kind)
     if not isinstance(values, list) or not all(map(is_utf8_text, values)):
         raise placement.make_foreign_error()

@@ -118,7 +118,6 @@ class Guard:
             self._learn(KnownCluster(identity, current.cluster, current.revision, current.term))
 
     def _learn(self, new_cluster: KnownCluster) -> None:
-        """Remember a state, and pass it to on_change() if it is new and has an identity; the caller holds the lock."""
         if new_cluster != self._known_cluster:
             self._known_cluster = new_cluster
             if new_cluster.identity:
@@ -632,11 +631,9 @@ class Store:
         self._connection.close()
 
     def _read(self, request: Request, linearizable: bool = True, about: Sequence[str] = ()) -> Any:
-        """Send a request, again if necessary, until an endpoint answers; `about` names its keys."""
         return self._ask(request, Unreachable, linearizable, about)
 
     def _write(self, request: Request, about: Sequence[str]) -> Any:
-        """Send a request, never again once it may have arrived; StrangeEtcd, unsent, if etcd was refused before."""
         if self._guard is not None:
             self._guard.raise_if_refused()
         return self._ask(request, UnknownOutcome, True, about)
@@ -644,7 +641,6 @@ class Store:
     def _ask(
         self, request: Request, no_answer_error: type[Unreachable], linearizable: bool, about: Sequence[str]
     ) -> Any:
-        """Return Connection.ask()'s answer; the guard checks a linearizable one."""
         before = self._guard.known_cluster if self._guard is not None else None
         with TALLY.measure('etcd'):
             reply = self._connection.ask(lambda member, limit: member.call(request, limit), no_answer_error, about)
@@ -690,7 +686,7 @@ def get_prefix_range_end(prefix: bytes) -> bytes:
 
 
 def _encode_key(key: str) -> bytes:
-    """Encode a key; a part of it may come from JSON, which allows lone surrogates."""
+    # A part of the key may come from JSON, which allows lone surrogates.
     return key.encode(errors='surrogatepass')
 
 
@@ -705,7 +701,6 @@ def _make_comparison(condition: Unchanged | Exists) -> Comparison:
 
 
 def _is_invalidated_by(condition: Unchanged | Exists, operation: Put | Delete) -> bool:
-    """Return whether a condition that holds no longer does once the operation is carried out."""
     if condition.key != operation.key:
         return False
     if isinstance(operation, Put):

@@ -188,7 +188,6 @@ class Connection:
             self.client.close()
 
     def _connect(self) -> Any:
-        """Begin to connect to the current endpoint; OSError for an unreadable certificate."""
         from ecomp.store.http2_client import EtcdMember  # late, because h2 is slow to load
 
         if (pending := self._pending.pop(self._endpoint_index, None)) is not None:

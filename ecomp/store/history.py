@@ -126,7 +126,6 @@ class History:
         return False
 
     def _check_for_missing_changes(self) -> bool:
-        """Ask etcd whether an existing key was written at the next revision or later."""
         store = Store(self._config)  # the other connection is busy with the stream
         try:
             return store.has_changed(PREFIX.decode(), self._next_revision)
@@ -156,10 +155,6 @@ class History:
                 yield [_make_change(event) for event in events]
 
     def _handle_failure(self, failure: _StreamError, tries: int) -> None:
-        """Handle failure number `tries` since the last change: without `follow` raise Unreachable after MAX_TRIES.
-
-        With `follow` report one of them, but not the first: etcd may have restarted, and _check_etcd() reports a loss.
-        """
         where = f'etcd at {self._store.endpoints}'
         if not self._follow and tries > MAX_TRIES:
             raise Unreachable(f'{where}: {failure}', 'etcd') from failure
@@ -301,7 +296,6 @@ def _queue_answers(call: WatchStream, replies: queue.Queue[Any], stopped: thread
 
 
 def _put_unless_stopped(replies: queue.Queue[Any], reply: Any, stopped: threading.Event) -> None:
-    """Put an answer, waiting for room in the queue; drop it once `stopped` is set."""
     while not stopped.is_set():
         with suppress(queue.Full):
             replies.put(reply, timeout=0.5)

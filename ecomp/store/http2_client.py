@@ -180,7 +180,6 @@ class Transport:
     __del__ = close
 
     def _mark_broken(self, error: CallFailure) -> CallFailure:
-        """Let all later calls fail as not sent; return `error`."""
         self._failed = CallFailure(UNAVAILABLE, CONNECTION_CLOSED, unsent=True)
         return error
 
@@ -491,7 +490,6 @@ class WatchStream:
 
 
 def _make_headers(transport: Transport, path: str, deadline: float) -> Sequence[tuple[str, str]]:
-    """Return the headers of a call that may take until `deadline`, 1 ms at least."""
     timeout_ms = max(int((deadline - time.monotonic()) * 1000), 1)
     return (
         *((':method', 'POST'), (':path', path), (':scheme', transport.scheme), (':authority', transport.endpoint)),
@@ -501,7 +499,6 @@ def _make_headers(transport: Transport, path: str, deadline: float) -> Sequence[
 
 
 def _frame_message(message: bytes) -> bytes:
-    """Add gRPC's prefix to a message: not compressed, and its length."""
     return b'\0' + len(message).to_bytes(4, 'big') + message
 
 
@@ -536,7 +533,6 @@ def _check_status(stream: Stream) -> None:
 
 
 def _parse_answer(name: str, message: bytes, deadline: float) -> Any:
-    """Parse an answer; raise CallFailure if it is malformed or takes until the deadline."""
     try:
         return parse_answer(name, message, lambda: check_deadline(deadline))
     except TimeoutError as error:

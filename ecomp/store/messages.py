@@ -385,17 +385,14 @@ def _encode_tag(field: int, kind: int) -> bytes:
 
 
 def _encode_number(field: int, value: int) -> bytes:
-    """Encode a field with a number; b'' for 0, the default of a missing field."""
     return _encode_tag(field, _VARINT) + _encode_varint(value) if value else b''
 
 
 def _encode_bytes(field: int, value: bytes) -> bytes:
-    """Encode a field with bytes; b'' if they are empty, the default of a missing field."""
     return _encode_part(field, value) if value else b''
 
 
 def _encode_part(field: int, value: bytes) -> bytes:
-    """Encode a field with bytes or an encoded message, even if empty."""
     return _encode_tag(field, _BYTES) + _encode_varint(len(value)) + value
 
 

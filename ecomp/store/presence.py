@@ -228,7 +228,6 @@ class Presence:
         return self._is_lapsed
 
     def _defer(self, is_due: bool, error: Exception) -> None:
-        """Have the key checked with the next renewal if `is_due`; log the error unless it is an EcompError."""
         # The follower logs once that etcd is away. After an unknown outcome the next check reads the key.
         if not isinstance(error, EcompError):
             log.error('unexpected error while keeping a key alive; trying again', exc_info=error)
@@ -262,7 +261,6 @@ class Presence:
             self._write_attached()
 
     def _report_loss(self, reason: str) -> None:
-        """Call `on_lost` with the reason, unless it was called since the key was last held."""
         if not self._is_lost:
             self._is_lost = True
             self._on_lost(reason)
@@ -290,7 +288,6 @@ class Presence:
                 self._denied.add(key)
 
     def _record_revision(self, revision: int) -> None:
-        """Note the key's revision, which Store.fence then requires; commits that wait for that go on."""
         self._revision = revision
         self._store.fence = Fence(Unchanged(self._key, revision), self.schedule_check)
 
@@ -323,7 +320,6 @@ class Presence:
         return entry
 
     def _is_of_another_boot(self, entry: Entry) -> bool:
-        """Return whether the value names another boot than ours; False if it names none."""
         holder = _parse_holder(entry)
         return holder is not None and holder.get('boot', self._value.get('boot')) != self._value.get('boot')
 
@@ -377,12 +373,10 @@ def hash_token(token: str) -> str:
 
 
 def _parse_holder(entry: Entry) -> dict[str, Any] | None:
-    """Return the value that an ecompute wrote, or None if no ecompute wrote it."""
     holder = load_object_or_empty(entry.value)
     return holder if 'token' in holder else None
 
 
 def _format_field(holder: Mapping[str, Any], name: str) -> str:
-    """Return a field, of any type, of a foreign value as text; '?' if it is missing, long or unprintable."""
     text = str(holder.get(name, '?'))
     return text if len(text) < 256 and text.isprintable() else '?'

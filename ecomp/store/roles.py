@@ -155,16 +155,13 @@ class Accounts:
                 self._change('UserRevokeRole', etcdrpc.AuthUserRevokeRoleRequest(name=user, role=role))
 
     def _query(self, name: str, request: Any) -> Any:
-        """Return the answer to a request that may be repeated; raise Connection.ask()'s errors."""
         return self._connection.ask(partial(self._call, name, request), Unreachable)
 
     def _change(self, name: str, request: Any, *metadata: tuple[str, str]) -> None:
-        """Send a request; without an answer, if it may have arrived, raise UnknownOutcome instead of repeating it."""
         self._connection.ask(partial(self._call, name, request, metadata=metadata), UnknownOutcome)
 
     @staticmethod
     def _call(name: str, request: Any, client: Any, limit: float, metadata: Sequence[tuple[str, str]] = ()) -> Any:
-        """Call this method of etcd's service Auth within `limit` seconds; raise CallFailure."""
         with _translate_failures():
             return getattr(etcdrpc.AuthStub(client.channel), name)(request, limit, metadata=(*METADATA, *metadata))
 
@@ -196,7 +193,6 @@ def _read_certificate(path: Path | None) -> bytes | None:
 
 @contextmanager
 def _translate_failures() -> Iterator[None]:
-    """Convert gRPC's errors to CallFailure, with our own text where no connection was made."""
     try:
         yield
     except grpc.RpcError as error:
@@ -204,7 +200,6 @@ def _translate_failures() -> Iterator[None]:
 
 
 def _make_failure(code: str, details: str) -> CallFailure:
-    """Make a CallFailure; one to connect is marked as unsent, and its reason is in our words where we have some."""
     if code != UNAVAILABLE or not details.startswith((_NOT_CONNECTED, *_ADDRESS_ERRORS)):
         return CallFailure(code, details)
     tls_failure = next((tls_failure for sign, tls_failure in _TLS_FAILURES if sign in details), None)

@@ -266,7 +266,6 @@ def keep_user_data(store: Store, sha256: str, contents: Iterable[bytes]) -> None
 
 
 def _refresh_user_data(store: Store, key: str) -> tuple[Unchanged, int]:
-    """Refresh the lease of a key; return the key as read, and the lease, or 0 if it is missing or too short."""
     entry = store.snapshot(key, keys_only=True).entries.get(key)
     if entry is None:
         return Unchanged(key, 0), 0
@@ -371,7 +370,6 @@ def make_group_operation(new_group: Group) -> Put | Delete:
 
 
 def _read(store: Store, key: str, kind: type[Shared], **given: str) -> tuple[Shared | None, Unchanged]:
-    """Return a key's parsed value, None without a key, and its condition; raise Unreadable."""
     entry = store.get(key)
     if entry is None:
         return None, Unchanged(key, 0)
@@ -379,7 +377,6 @@ def _read(store: Store, key: str, kind: type[Shared], **given: str) -> tuple[Sha
 
 
 def _is_held_by(entry: Entry, instance: str) -> bool:
-    """Return whether the name's key names the instance; False if it is malformed."""
     try:
         return decode(NameOwner, entry.value).instance == instance
     except ValueError:
@@ -527,7 +524,6 @@ def read_index(store: Store) -> KeyIndex:
 
 
 def _list_keys_by_instance(store: Store, family: str) -> Mapping[str, Sequence[str]]:
-    """Read {instance: its keys} below `family` (requests or records) from etcd; other keys are left out."""
     keys_by_instance: dict[str, list[str]] = {}
     for key in store.snapshot(family, keys_only=True).entries:
         # Other keys below a compute are of no instance, even if their last part is a uuid.
@@ -553,7 +549,6 @@ def find_by_listing(store: Store, instance: str, key_index: KeyIndex | None = No
 
 
 def _resolve_instance(store: Store, instance: str, entries: Mapping[str, Entry]) -> EntriesByCompute[Entry] | None:
-    """Return resolve_places() for one instance; None if `entries` has none of its keys."""
     return resolve_places(store, entries.items()).get(instance)
 
 
@@ -571,5 +566,4 @@ def resolve_places(store: Store, entries: Iterable[tuple[str, Entry]]) -> dict[s
 
 
 def _list_record_keys(key_index: KeyIndex, instance: str) -> list[str]:
-    """Return the keys at which the computes with a request have, or will have, their record."""
     return [keys.record(key.split('/')[2], instance) for key in key_index.requests.get(instance, ())]

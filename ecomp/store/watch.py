@@ -90,7 +90,6 @@ class EntryCache:
             self._size -= len(entry.key) + _estimate_bytes(entry.value)
 
     def _has_no_room(self, key: str) -> bool:
-        """Return whether this new key may not be kept even without its value: too many keys, too long, or full."""
         return (
             len(self.entries) >= MAX_KEYS
             or len(key) > MAX_KEY_BYTES
@@ -112,7 +111,6 @@ class EntryCache:
 
 
 def _estimate_bytes(value: bytes) -> int:
-    """Return the bytes that a value counts for once parsed, see BYTES_PER_PART."""
     return len(value) + BYTES_PER_PART * value.count(b',')
 
 

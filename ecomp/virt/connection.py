@@ -208,7 +208,6 @@ class Connection:
             result.set_result(connection)
 
     def _discard(self, connection: libvirt.virConnect) -> None:
-        """Stop using a broken connection, without closing it, and let _keep_open() reopen it."""
         with self._lock:
             if self._current is connection:
                 self._current = None
@@ -216,7 +215,6 @@ class Connection:
         self._lost.set()
 
     def _register_callbacks(self, connection: libvirt.virConnect) -> None:
-        """Register for domain and network events, once for a connection. Raises libvirtError."""
         # Called by watch(), and by the opening that watch() may have caused.
         if self._registration is None or self._registration[0] is not connection:
             lifecycle = libvirt.VIR_DOMAIN_EVENT_ID_LIFECYCLE
@@ -258,7 +256,6 @@ class Connection:
             self._notify(f'libvirt: domain {domain.name()}: event {event}.{detail}')
 
     def _on_network(self, _: object, network: libvirt.virNetwork, event: int, *_rest: object) -> None:
-        """Report the start or stop of a network to on_network_change, if there is one; ignore other events."""
         if self._on_network_change is not None and event in (
             libvirt.VIR_NETWORK_EVENT_STARTED,
             libvirt.VIR_NETWORK_EVENT_STOPPED,
@@ -266,7 +263,6 @@ class Connection:
             self._on_network_change(f'libvirt: network {network.name()} was started or stopped')
 
     def _on_close(self, _connection: object, reason_code: int, _opaque: object) -> None:
-        """Let _keep_open() reopen the connection; report the loss, unless close() was called."""
         if reason_code == libvirt.VIR_CONNECT_CLOSE_REASON_KEEPALIVE:
             self._silent_since = time.monotonic() - KEEPALIVE_INTERVAL * (KEEPALIVE_COUNT + 1)
         self._lost.set()

@@ -99,7 +99,6 @@ def pick_addresses(answer: Mapping[str, Any], macs: Iterable[str]) -> dict[str, 
 
 
 def _is_reachable(text: str) -> bool:
-    """Return False for text that is no IPv4 address, and for loopback, link-local, multicast and reserved ones."""
     try:
         address = IPv4Address(text)
     except ValueError:
@@ -341,7 +340,6 @@ class Domains:
 
 
 def _create(domain: libvirt.virDomain) -> None:
-    """Start the domain, as apply_filter() does; libvirtError."""
     apply_filter(domain.create, f'domain {domain.name()} is started')
 
 
@@ -358,7 +356,6 @@ def apply_filter(operation: Callable[[], object], description: str) -> None:
 
 
 def _find_domains(connection: libvirt.virConnect, instance: str) -> list[libvirt.virDomain]:
-    """Return the domains with this uuid or this name: none, one, or two different ones."""
     domains_by_uuid: dict[str, libvirt.virDomain] = {}
     for lookup in (connection.lookupByUUIDString, connection.lookupByName):
         with IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN):
@@ -368,14 +365,12 @@ def _find_domains(connection: libvirt.virConnect, instance: str) -> list[libvirt
 
 
 def _is_active(domain: libvirt.virDomain) -> bool:
-    """Return whether the domain runs; a transient one no longer exists when it does not."""
     with IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN):
         return bool(domain.isActive())
     return False
 
 
 def _read_usage(connection: Connection) -> dict[str, Usage]:
-    """Return what Domains.read_usage() does."""
     usage = {}
     with TALLY.measure('libvirt'), connection.use('reading the usage of domains') as opened:
         for domain, statistics in opened.getAllDomainStats(USAGE_STATISTICS, USAGE_FLAGS):
@@ -397,21 +392,18 @@ def _press_power_button(connection: Connection, instance: str, compute: str) -> 
 
 
 def _read_owner_mark(domain: libvirt.virDomain) -> xml.OwnerMark | None:
-    """Return the domain's owner mark, None without a complete one."""
     with IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN_METADATA):
         return xml.parse_owner_mark(domain.metadata(libvirt.VIR_DOMAIN_METADATA_ELEMENT, xml.MARK_NAMESPACE))
     return None
 
 
 def _read_disk_paths(domain: libvirt.virDomain) -> Set[str]:
-    """Return the files of the domain's disks, backing files too, now or at its next start."""
     return {
         disk for flags in (0, libvirt.VIR_DOMAIN_XML_INACTIVE) for disk in xml.parse_disk_paths(domain.XMLDesc(flags))
     }
 
 
 def _is_ours(mark: xml.OwnerMark | None, domain: libvirt.virDomain, instance: str) -> bool:
-    """Return whether any ecompute created the domain for this instance; `mark` is the domain's."""
     return mark is not None and mark.instance == instance and domain.UUIDString() == instance
 
 
@@ -443,7 +435,6 @@ def _find_troubles(state: int, reason_code: int) -> tuple[Trouble, ...]:
 
 
 def _undefine(domain: libvirt.virDomain) -> None:
-    """Undefine a domain with the first UNDEFINE_FLAGS its driver knows. Raises libvirtError."""
     for flags in UNDEFINE_FLAGS:
         with IgnoredErrors(libvirt.VIR_ERR_INVALID_ARG):
             domain.undefineFlags(flags)
@@ -452,7 +443,6 @@ def _undefine(domain: libvirt.virDomain) -> None:
 
 
 def _retry_until(deadline: float) -> Iterator[None]:
-    """Yield immediately, then after growing delays, until time.monotonic() passes `deadline`."""
     delay = MIN_RETRY_DELAY_SECONDS
     yield
     while time.monotonic() < deadline:

@@ -271,18 +271,15 @@ class FakeHypervisor:
         self._notify = None
 
     def _get_guest(self, instance: str) -> Guest:
-        """Return the guest; if there is none, one with neither domain nor disk, which is not stored."""
         return self._guests.get(instance, _make_empty_guest(instance))
 
     def _get_own_guest(self, instance: str, compute: str) -> Guest:
-        """Return the guest, as _get_guest() does, also one of no compute; Conflict if it is another compute's."""
         guest = self._get_guest(instance)
         if guest.compute not in (None, compute):
             raise Conflict(f'domain {instance} belongs to compute {guest.compute}: it is left as it is')
         return guest
 
     def _save_guest(self, guest: Guest, stage: str | None = None) -> None:
-        """Store the guest; drop it if it has neither domain nor disk. Raises what _write() raises."""
         guests = {**self._guests, guest.instance: guest}
         if guest == _make_empty_guest(guest.instance):
             del guests[guest.instance]

@@ -125,7 +125,6 @@ def _read_backing_file(path: Path) -> str | None:
 
 
 def _make_refusal(problem: str, cure: str = 'use a qcow2 or raw image') -> BuildFailed:
-    """Make BuildFailed('image', …); `problem` continues 'the image '."""
     return BuildFailed('image', f'the image {problem}. Fix: {cure}')
 
 
@@ -166,10 +165,6 @@ def _check_raw(file: BinaryIO) -> int:
 
 
 def _require_bios(start: bytes) -> None:
-    """Raise BuildFailed if a disk has an EFI system partition and no boot code; `start`: its PARTITION_TABLE_BYTES.
-
-    A BIOS partition, or a partition beside GPT's protective one, may be meant for another boot loader.
-    """
     in_mbr, in_gpt = {*start[450:512:16]}, {start[offset : offset + 16] for offset in range(1024, len(start), 128)}
     has_esp = MBR_ESP in in_mbr or (MBR_PROTECTIVE in in_mbr and GPT_ESP in in_gpt and GPT_BIOS_BOOT not in in_gpt)
     if has_esp and in_mbr <= {0, MBR_PROTECTIVE, MBR_ESP} and not any(start[:440]):
@@ -246,7 +241,6 @@ def _read_guest_start(file: BinaryIO, l1_offset: int, cluster_bits: int, size: i
 
 
 def _read_table(file: BinaryIO, offset: int, entries: int) -> array[int]:
-    """Read `entries` big-endian 64-bit numbers at byte `offset`, a range that was checked."""
     file.seek(offset)
     table = array('Q', file.read(entries * 8))
     if sys.byteorder == 'little':

@@ -73,7 +73,6 @@ def probe_libvirt(
 
 
 def _has_bridge(host_networks: Networks, attachment: Attachment) -> bool:
-    """Return whether the attachment is a network on a bridge that libvirt made; False on errors."""
     with suppress(EcompError):  # a network that is missing, or without a bridge
         return attachment.kind == 'network' and host_networks.find_own_bridge(attachment.name) is not None
     return False
@@ -412,7 +411,6 @@ class Libvirt:
         self._unfiltered = unfiltered
 
     def _find_links(self, find_taps: Callable[[], Set[str]]) -> Iterator[tuple[str, xml.InterfaceLink]]:
-        """Yield each interface of our guests whose tap `find_taps` returns, with its instance."""
         taps = find_taps()
         for instance in self._domains.list_guests() if taps else ():
             for link in self._domains.read_interfaces(instance).values():
@@ -466,7 +464,6 @@ class Libvirt:
         return find_user(capabilities.qemu_uid, capabilities.qemu_gid)
 
     def _read_capabilities(self) -> xml.Capabilities:
-        """Read libvirt's capabilities; UsageError if they lack QEMU, for PROBE_SECONDS if it is installed."""
         capabilities, problem = read_capabilities(self._connection, PROBE_SECONDS)
         if problem:
             raise UsageError(str(problem))
@@ -542,13 +539,11 @@ class Filters:
 
 
 def _delete_binding(connection: libvirt.virConnect, tap: str) -> None:
-    """Remove the filter from a tap, if libvirt knows of one. Raises libvirtError."""
     with IgnoredErrors(libvirt.VIR_ERR_NO_NWFILTER_BINDING):
         connection.nwfilterBindingLookupByPortDev(tap).delete()
 
 
 def _define_filters(connection: libvirt.virConnect) -> None:
-    """Define those of xml.FILTERS whose names libvirt lacks. Raises libvirtError."""
     for name, definition in xml.FILTERS.items():
         with IgnoredErrors(libvirt.VIR_ERR_NO_NWFILTER):
             connection.nwfilterLookupByName(name)

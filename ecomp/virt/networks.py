@@ -143,13 +143,11 @@ def set_metadata_address(bridge: str, present: bool) -> None:
 
 
 def _list_address_entries(interface: str | None = None) -> list[dict[str, Any]]:
-    """Return the `addr_info` entries with an address, of all interfaces or of this one; [] if it is missing."""
     links = [link for link in _query_ip('address', 'show') if interface in (None, link['ifname'])]
     return [entry for link in links for entry in link['addr_info'] if 'local' in entry]
 
 
 def _query_ip(*arguments: str) -> list[dict[str, Any]]:
-    """Run `ip -json` and return its entries, without empty ones. Raises EcompError."""
     # `ip` prints nothing if a namespace has no entries, and {} for an interface that was just removed.
     return [entry for entry in json.loads(_run('ip', '-json', *arguments) or '[]') if entry]
 
@@ -369,7 +367,6 @@ class Networks:
             yield error.problem
 
     def _read_dhcp(self, name: str) -> Dhcp:
-        """Return the network's DHCP; one without ranges if the network is missing."""
         use = self._connection.use(f'reading the DHCP of network {name}')
         with use as connection, IgnoredErrors(libvirt.VIR_ERR_NO_NETWORK):
             return xml.read_dhcp(connection.networkLookupByName(name).XMLDesc())
@@ -415,19 +412,16 @@ def _list_leases(network: libvirt.virNetwork) -> list[dict[str, Any]]:
 
 
 def _is_ours(reservation: Reservation) -> bool:
-    """Return whether the reservation has an instance's name and a MAC of that instance."""
     return keys.is_uuid(reservation.name) and reservation.mac in list_macs(reservation.name)
 
 
 def _iterate_networks(connection: libvirt.virConnect) -> Iterator[tuple[libvirt.virNetwork, Mapping[int, Dhcp]]]:
-    """Yield each network with its _read_definitions(); skip one that is removed concurrently."""
     for network in connection.listAllNetworks():
         with IgnoredErrors(libvirt.VIR_ERR_NO_NETWORK):  # removed after it was listed
             yield network, _read_definitions(network)
 
 
 def _read_definitions(network: libvirt.virNetwork) -> dict[int, Dhcp]:
-    """Return {LIVE: DHCP now, if it runs; CONFIG: at its next start, if persistent}; {} or libvirtError if removed."""
     definitions = {}
     if network.isActive():
         definitions[LIVE] = xml.read_dhcp(network.XMLDesc())
@@ -484,7 +478,6 @@ def _write_reservation(network: libvirt.virNetwork, definitions: Mapping[int, Dh
 
 
 def _update(network: libvirt.virNetwork, command: int, reservation: Reservation, flags: int) -> bool:
-    """Change a reservation at `flags`; return False if another process changed the definition first."""
     with IgnoredErrors(RETRYABLE_ERROR):
         network.update(command, DHCP_HOST_SECTION, -1, xml.make_host_xml(reservation), flags)
         return True
@@ -492,14 +485,12 @@ def _update(network: libvirt.virNetwork, command: int, reservation: Reservation,
 
 
 def _parse_address(address: str | None) -> Iterator[IPv4Address]:
-    """Yield the address; nothing if it is None or malformed."""
     with suppress(ValueError):
         if address is not None:
             yield IPv4Address(address)
 
 
 def _list_ipv4_leases(network: libvirt.virNetwork) -> list[Mapping[str, Any]]:
-    """Return the network's IPv4 leases; none while it is off, or if libvirt cannot read them."""
     leases: list[dict[str, Any]] = []
     with suppress(UnreadableLeases):  # the reading of addresses reports them
         leases = _list_leases(network) if network.isActive() else []
@@ -581,13 +572,11 @@ def pick_newest_leases(leases: Iterable[Mapping[str, Any]], macs: Iterable[str],
 
 
 def _derive_lease_start(lease: Mapping[str, Any], network: Dhcp) -> str:
-    """Return when a lease was given or renewed (ISO 8601, UTC), from its expiry; '' if unknown."""
     lease_seconds = network.get_lease_seconds(IPv4Address(lease['ipaddr']))
     return _format_lease_time(lease, lease_seconds) if lease_seconds else ''
 
 
 def _format_lease_time(lease: Mapping[str, Any], seconds_before_expiry: int = 0) -> str:
-    """Return when the lease expires, or a moment before (ISO 8601, UTC); '' if it never expires or that is unknown."""
     with suppress(ValueError, OverflowError, OSError):  # libvirt accepts even a lease of a million years
         if expiry_seconds := int(lease['expirytime']):
             return format_time(datetime.fromtimestamp(expiry_seconds - seconds_before_expiry, UTC))

@@ -243,7 +243,6 @@ class Volumes(_InstanceFiles):
 
 
 def _create(pool: libvirt.virStoragePool, description: str) -> None:
-    """Create the volume; refresh the pool and retry once if libvirt says that it exists."""
     with IgnoredErrors(libvirt.VIR_ERR_STORAGE_VOL_EXIST):
         pool.createXML(description)
         return

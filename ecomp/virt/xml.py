@@ -499,7 +499,6 @@ def _explain_unfit(
 
 
 def _parse_lease_seconds(lease: ET.Element | None) -> int:
-    """Return the seconds of a range's `<lease>` (0: unlimited); without `<lease>` an hour, dnsmasq's default."""
     if lease is None:
         return 3600
     return int(lease.get('expiry', '0')) * SECONDS_PER_UNIT[lease.get('unit', 'minutes')]

@@ -46,7 +46,6 @@ def _parse_address(value: str, _: Path = Path()) -> str:
 
 
 def _parse_port(value: str, _: Path = Path()) -> int:
-    """Parse a port; 0, any free port, is for tests. Raises ValueError."""
     if not re.fullmatch('[0-9]{1,5}', value) or int(value) > 65535:
         raise ValueError(f'{value!r} is not a port from 0 to 65535')
     return int(value)
@@ -64,13 +63,11 @@ def _make_path_reader(description: str, convert: Callable[[Path], T]) -> Reader[
 
 
 def _check_user_data(path: Path) -> Path:
-    """Read the user-data file, and return its path unchanged; ValueError as read_user_data()."""
     read_user_data(path)  # it is read again for each request; this reports a wrong name now, not in a guest
     return path
 
 
 def _make_field(default: T, read: Reader[T], name: str = '') -> T:
-    """Return a field that is set by the key `name` in [mdserver], '' for the key of its own name."""
     new_field: T = field(default=default, metadata={'read': read, 'name': name})
     return new_field
 
@@ -194,7 +191,6 @@ def _find_field(key: str) -> Field[Any]:
 
 
 def _check_key_name(name: str) -> str:
-    """Return the name of a key in [public-keys] unchanged; ValueError if it is invalid."""
     if not re.fullmatch('[a-z0-9._@+-]+', name):
         raise ValueError('is not a valid name of a key: a name has only letters, digits and . _ @ + -')
     return name

@@ -168,7 +168,6 @@ class Files:
         return leases, problems
 
     def _read_table(self) -> str:
-        """Read the neighbour table; BrokenFileError if it is unreadable."""
         neighbours = self._config.neighbours
         try:
             return neighbours.read_text(encoding='ascii', errors='replace')
@@ -176,11 +175,9 @@ class Files:
             raise BrokenFileError(f'{neighbours}: {error.strerror}') from error
 
     def _read_neighbours(self, address: str) -> list[list[str]]:
-        """Return this address's entries, also incomplete: IP address, HW type, Flags, HW address, Mask, Device."""
         return [line.split() for line in self._read_table().splitlines() if line.split()[:1] == [address]]
 
     def _open_user_data(self) -> int:
-        """Return a descriptor of the user-data file, which the caller closes. Raises OSError."""
         [(_, opened)] = self._ask('user-data')
         if isinstance(opened, OSError):
             raise opened
@@ -221,7 +218,6 @@ def _get_guest_path(config: conf.Config, mac: str) -> Path:
 
 
 def _open(path: Path, follow_links: bool = False) -> OpenedFile:
-    """Return the path and a descriptor to read it, or the OSError."""
     # O_NONBLOCK: opening a FIFO that was planted here must not wait for a writer.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     try:
@@ -267,7 +263,6 @@ def _write_refusal(config: conf.Config, mac: str, reason: str) -> None:
 
 
 def _is_guest_present(config: conf.Config, mac: str, instance: str) -> bool:
-    """Return whether ecompute's file of this MAC is valid and names this instance."""
     with suppress(OSError, ValueError):
         return guests.parse_guest(_read_all(_open(_get_guest_path(config, mac))[1]), mac).instance == instance
     return False

@@ -165,7 +165,6 @@ def is_uuid(text: str) -> bool:
 
 
 def _load_json(data: bytes) -> Any:
-    """Parse JSON; ValueError if it is invalid or nested too deeply."""
     try:
         return json.loads(data)
     # RecursionError: for example ten thousand opening brackets.

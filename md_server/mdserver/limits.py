@@ -59,7 +59,6 @@ class RateLimiter:
         return True
 
     def _record(self, address: str, now: float, used_until: float) -> None:
-        """Store `used_until` plus one event; if MAX_TRACKED_ADDRESSES are known, first drop those idle at `now`."""
         if len(self._used_until) >= MAX_TRACKED_ADDRESSES:
             self._used_until = {other: until for other, until in self._used_until.items() if until > now}
         self._used_until[address] = used_until + self._step

@@ -182,7 +182,6 @@ def _make_seed_files(guest: Guest, extra: Mapping[str, str]) -> dict[str, bytes]
 
 
 def _dump_yaml(data: Mapping[str, Any]) -> bytes:
-    """Dump data as JSON that is YAML: not escaped to ASCII, as YAML has no surrogate pairs."""
     return json.dumps(data, ensure_ascii=False, indent=1).encode()
 
 

@@ -74,7 +74,6 @@ class Monitor:
         self._process.join()
 
     def _receive(self) -> tuple[bytes, int]:
-        """Return the next packet and its descriptor, or -1; OSError if the monitor is gone."""
         packet, descriptors, _, _ = socket.recv_fds(self._channel, MAX_ANSWER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         if not packet:
             raise OSError(errno.EPIPE, 'the monitor process has ended')

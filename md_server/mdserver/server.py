@@ -166,7 +166,6 @@ def _check_headers() -> None:
 
 
 def _make_response(body: bytes) -> bottle.HTTPResponse:
-    """Make the answer 200 with a body as text, without a charset: user-data may have any encoding."""
     return bottle.HTTPResponse(body, 200, {'Content-Type': 'text/plain'})
 
 
@@ -215,7 +214,6 @@ def end_with_parent() -> None:
 
 
 def _exit(_signal: int, _frame: FrameType | None) -> None:
-    """Handle a signal: exit with 0, and ignore the end of the monitor from here on."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     raise SystemExit(0)
 
@@ -355,7 +353,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _print_unit(text: str) -> None:
-    """Print a unit in UTF-8, as systemd reads it, regardless of the terminal's encoding. Raises OSError."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding='utf-8', errors='surrogateescape')
     print(text, end='', flush=True)

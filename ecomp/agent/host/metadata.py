@@ -389,12 +389,10 @@ class GuestData:
         self._unlink_report(instance)  # last: once the other files are gone the metadata server writes no report
 
     def _unlink_report(self, instance: str) -> None:
-        """Remove the guest's report, complete or not; OSError if that fails."""
         (self.directory / f'{instance}{PARTIAL_REPORT_SUFFIX}').unlink(missing_ok=True)
         self.get_report_path(instance).unlink(missing_ok=True)
 
     def _read_owner(self, mac: str) -> str | None:
-        """Return the instance in the MAC's file; None if the file is missing or malformed."""
         try:
             return str(json.loads((self.directory / f'{mac}.json').read_bytes())['instance'])
         except (OSError, ValueError, KeyError, TypeError):

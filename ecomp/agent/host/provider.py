@@ -116,7 +116,6 @@ def reserve_all_vcpus(current: Mapping[str, Mapping[str, float]]) -> PlacementIn
 
 
 def _make_inventory_class(total: int, used_by_others: int, unit: int) -> dict[str, int]:
-    """Make a class's inventory in units: `total` rounded down, at least 1; `reserved` rounded up, from 0 to total."""
     whole = max(total // unit, 1)
     # Rounded up, because a partly used unit cannot be allocated.
     return {'total': whole, 'reserved': min(max(-(-used_by_others // unit), 0), whole)}
@@ -135,7 +134,6 @@ def _measure_guest_memory(instances: Collection[str]) -> int:
 
 
 def _read_allocated_bytes(path: Path) -> int:
-    """Return the bytes that a file occupies on its disk; 0 if it cannot be read."""
     try:
         return path.stat().st_blocks * 512
     except OSError:
@@ -243,19 +241,17 @@ class Registration:
                 log.warning('%s: allocations use %s, but the capacity is %s. Try: eschedule audit', name, amount, total)
 
     def _read_provider(self) -> bool:
-        """Read the provider; return whether it has the configured inventory."""
         self.provider = providers.read_provider(self.placement, self.compute, traits=True, aggregates=True, used={})
         return self.provider is not None and providers.is_as_expected(self.provider.inventories, self.inventory)
 
     def _compare_provider(self) -> bool:
-        """Read the provider; return whether it is as configured."""
         if not self._read_provider() or self.provider is None:
             return False
         current = {TRAITS: frozenset(self.provider.traits), AGGREGATES: frozenset(self.provider.aggregates)}
         return all(names == self._derive_names(kind, names) for kind, names in current.items())
 
     def _list_kinds(self) -> list[str]:
-        """Return the kinds to check; AGGREGATES only if configured or ours, to save most computes a call."""
+        # AGGREGATES only if configured or ours, which saves most computes a call.
         return [
             kind
             for kind in (TRAITS, AGGREGATES)
@@ -263,7 +259,6 @@ class Registration:
         ]
 
     def _derive_names(self, kind: str, current: Names) -> Names:
-        """Return what the `current` names should become."""
         names = status.merge_names(current, self._configured_names[kind], self._own_names[kind])
         return status.apply_start(names) if kind == TRAITS else names
 
@@ -286,7 +281,6 @@ class Registration:
         return changed
 
     def _create_traits(self) -> None:
-        """Create missing CUSTOM_ traits; drop other unknown ones if detected, raise UsageError if configured."""
         if not self._configured_names[TRAITS]:
             return
         missing = self._configured_names[TRAITS] - providers.read_names(self.placement, self.compute, TRAITS)
@@ -323,7 +317,6 @@ def check_names(placement: Placement, traits: Collection[str], classes: Collecti
 
 
 def _refuse_unknown_traits(placement: Placement, unknown: Names) -> None:
-    """Raise UsageError that names the `unknown` traits, if any; it asks nothing."""
     if names := ', '.join(sorted(unknown)):
         raise UsageError(f'traits: {placement.name} does not know {names}, because its os-traits package is too old')
 

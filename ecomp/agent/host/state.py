@@ -293,7 +293,6 @@ class Identity:
         os.close(self._lock)
 
     def _write_holder(self, holder: bytes) -> None:
-        """Replace the text in the lock file; an OSError is ignored."""
         with suppress(OSError):  # the disk is full: the lock holds without the pid
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, holder, 0)
@@ -313,7 +312,6 @@ class Identity:
 
 
 def _make_directory(directory: Path) -> None:
-    """Create the directory and its missing parents, traversable for all; existing ones keep their mode."""
     # QEMU's user must get through, or this start is refused, and so is every later one, which keeps the mode.
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)

@@ -339,7 +339,6 @@ def _open_flocked(path: Path, lock_type: int) -> int:
 
 
 def _stat(path: Path) -> tuple[int, int]:
-    """Return when a file was last used (ns since the epoch) and its bytes; zeros if it is gone."""
     try:
         status = path.stat()
     except FileNotFoundError:  # a download has just finished

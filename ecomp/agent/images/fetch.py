@@ -168,7 +168,6 @@ class Fetch:
         return Download(digest.hexdigest(), self._done_bytes, stream.version)
 
     def _recheck(self, version: Version) -> bool:
-        """Ask if the server has this version; True if unknown (no ETag and date, or no answer). Raises BuildFailed."""
         if not version.etag and not version.modified:
             return True
         with suppress(ServerUnavailable), self._limit_wait('answer'):

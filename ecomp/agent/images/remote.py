@@ -112,7 +112,6 @@ class RemoteSource:
         self._adapter.close()
 
     def _expect_ok(self, answer: requests.Response, url: str = '') -> requests.Response:
-        """Return an answer with status 200; close any other one and raise."""
         if answer.status_code == 200:
             return answer
         answer.close()
@@ -267,7 +266,6 @@ def load_tls_context() -> ssl.SSLContext:
 
 @lru_cache(maxsize=1)  # only the current one: a file that is rewritten every hour must not fill the cache
 def _load_tls_context(path: str, modified_ns: int) -> ssl.SSLContext:
-    """Load the authorities at `path`, cached until `modified_ns` changes: to read a hundred takes 20 ms."""
     del modified_ns
     context = create_urllib3_context()
     context.sslsocket_class = _TimedTlsSocket
@@ -320,7 +318,6 @@ def _describe_cause(error: BaseException) -> str | None:
 
 
 def _format_status(code: int) -> str:
-    """Format a status code with HTTP's name: the one in the response is the server's text."""
     try:
         return f'{code} {HTTPStatus(code).phrase}'
     except ValueError:

@@ -581,7 +581,6 @@ class Instances:
         log.info('instance %s is %s%s', record.instance, record.state, f': {record.fault}' if record.fault else '')
 
     def _reserve_addresses(self, record: Record, spec: GuestSpec) -> Record:
-        """Reserve DHCP addresses on libvirt's networks; return the unwritten record. BuildFailed if none is free."""
         interfaces = []
         for mac, (kind, name) in zip(spec.macs, spec.networks, strict=True):
             reserved = self.hypervisor.reserve_address(record.instance, mac, name) if kind == 'network' else None
@@ -590,7 +589,6 @@ class Instances:
         return replace(record, addresses=tuple(interfaces))
 
     def _make_running_record(self, record: Record) -> Record:
-        """Return the record as active, with console, build stages and a boot; write nothing."""
         console = self.hypervisor.get_console_path(record.instance)
         record = replace(record, console=f'{self.template.hostname}:{console}' if console else None)
         # A running guest has its image and its disk, even if those stages could not be recorded in time.
@@ -598,7 +596,6 @@ class Instances:
         return record.enter_state(ACTIVE, now, 'image', 'disk', 'started').mark_running(CREATED, now)
 
     def _make_current_record(self, record: Record, guest: Guest) -> Record:
-        """Return the record of a built guest: active, or stopped if it is off; write nothing."""
         record = self._make_running_record(record)
         return record if guest.running else record.mark_off(self.now())
 
@@ -683,7 +680,6 @@ class Instances:
         self.records.write(record, revision)
 
     def _start_built(self, record: Record, revision: int) -> str | None:
-        """Start a guest whose domain was defined; return its fault or None. Remove nothing, as it may have run."""
         log.info('START INSTANCE %s: its build was interrupted after it had defined the domain', record.instance)
         reason = self._resume(record, revision)
         return None if reason is None else f'{START_FAILED}: {reason}'
@@ -718,7 +714,6 @@ class Instances:
         failpoint('powered')
 
     def _make_observed_record(self, record: Record, guest: Guest | None, boot_reason: str) -> Record:
-        """Return the unwritten record as observed, `boot_reason` for a new boot; if off, remove its ready report."""
         if guest is not None and guest.running:
             observed = record.mark_running(boot_reason, self.now())
         else:

@@ -207,7 +207,6 @@ def is_address_pending(record: Record) -> bool:
 
 
 def _is_unaddressed(record: Record) -> bool:
-    """Return whether the guest has interfaces and got no address in its last boot."""
     return record.last_boot is not None and bool(record.addresses) and 'addressed' not in record.last_boot.stages
 
 

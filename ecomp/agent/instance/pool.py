@@ -90,7 +90,6 @@ class InlineRunner:
         self.waker.close()
 
     def _checkpoint(self, instance: str) -> None:
-        """Raise Cancelled if the instance's build, or every build, is cancelled."""
         if self._cancelled & {None, instance}:
             raise Cancelled
 
@@ -449,7 +448,6 @@ class Workers:
                     worker.outbox.put(('job', ticket.number, ticket.job))
 
     def _find_next(self, worker: _Worker) -> _Ticket | None:
-        """Find a job: a stopping step, else (unless stop-only) one whose image is not in flight. Needs the lock."""
         stopping = next((ticket for ticket in self._waiting if isinstance(ticket.job, STOPPING_STEPS)), None)
         if stopping is not None or worker.is_stop_only:
             return stopping

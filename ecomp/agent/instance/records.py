@@ -236,11 +236,6 @@ class Records:
             raise Unreadable(key, error) from error
 
     def _find_other_request(self, instance: str) -> list[Exists]:
-        """Return, as a list, the condition that another compute (a uuid) has a request for it; [] if none.
-
-        One key, with any value, is enough (rule: limited-trust): its compute may rewrite it often, and etcd takes at
-        most 128 conditions.
-        """
         all_requests = find_by_listing(self._store, instance).requests
         others = sorted(compute for compute in all_requests if compute != self._compute and keys.is_uuid(compute))
         return [Exists(all_requests[compute].key) for compute in others[:1]]
@@ -456,7 +451,6 @@ class _EtcdState:
 
 
 def _list_queued(store: Store) -> Mapping[str, Sequence[Entry]]:
-    """Return the queue entries of each instance, without their values."""
     entries: dict[str, list[Entry]] = {}
     for key, entry in store.snapshot(keys.QUEUES, keys_only=True).entries.items():
         if not key.endswith(keys.TAKER):
@@ -514,7 +508,6 @@ def _publish(state: _EtcdState, step: Publish, placement: Placement, queued: Col
 
 
 def _find_other_compute(placement: Placement, compute: str, instance: str) -> str:
-    """Return the compute that holds the claim, if not `compute` (it came while this host was off), else ''."""
     claimed_on = find_compute(allocations.read_consumer(placement, instance).allocations)
     return claimed_on if claimed_on != compute else ''
 

@@ -225,7 +225,6 @@ def remove_record(store: Store, key: str, revision: int, entries: InstanceEntrie
 
 
 def _read_membership(store: Store, record: Record) -> Membership | None:
-    """Return a record's group with the policy in etcd; None if the record or etcd has none, or its key is malformed."""
     try:
         current_group = load_group(store, record.group.name)[0] if record.group else None
     except Unreadable:
@@ -343,7 +342,6 @@ def _match_earlier_change(
 
 
 def _add_power_change(entries: InstanceEntries, entry: Entry, power_change: PowerAction) -> Put:
-    """Return the write of the request with the change; Conflict if it would be invalid."""
     change = {'power': to_dict(power_change), WRITTEN_AT: format_time(datetime.now(UTC))}
     value = dump({**load_object(entry.value), **change})
     parsed = parse_request(entries.record.compute, entry.key, value.encode())
@@ -353,7 +351,6 @@ def _add_power_change(entries: InstanceEntries, entry: Entry, power_change: Powe
 
 
 def _make_acceptance(store: Store, entries: InstanceEntries, power_change: PowerAction) -> Acceptance:
-    """Make the answer to an accepted change; its message says so if the instance's compute is silent."""
     instance, compute = entries.record.instance, entries.record.compute
     message = f'{instance}: {power_change.action} accepted; {compute} carries it out'
     if not is_alive(store, compute):
@@ -362,7 +359,6 @@ def _make_acceptance(store: Store, entries: InstanceEntries, power_change: Power
 
 
 def _list_previous_ids(entries: InstanceEntries) -> frozenset[str]:
-    """Return the action ids in the record and in the request ('' for none)."""
     request = entries.request
     return frozenset({parse_action_id(entries.record.power), request.power.id if request and request.power else ''})
 
@@ -397,7 +393,6 @@ def clear(store: Store) -> ClearResult:
 
 
 def _remove_if_finished(store: Store, entries: InstanceEntries | None) -> bool:
-    """Remove the record of an instance that is gone or in error and has no request; False if not, or if it changed."""
     if entries is None or entries.record_entry is None or entries.request_entry is not None:
         return False
     if entries.record.state not in (GONE, ERROR):

@@ -159,13 +159,11 @@ class InstanceFollower:
         return keys.record(places.compute, self._instance) if places.request is not None else '', None
 
     def _start_following(self) -> None:
-        """Watch the key in a thread; no-op if it is watched already or not found yet."""
         if self._key and self._follower is None:
             self._follower = Follower(self._config, [(self._key, self._on_state)])
             self._follower.start()
 
     def _stop_following(self) -> None:
-        """Stop the watch and forget the key: the next read() searches for it."""
         if self._follower is not None:
             self._follower.stop()
             self._follower = None
@@ -173,14 +171,12 @@ class InstanceFollower:
             self._key, self._state, self._last_state = '', None, None
 
     def _on_state(self, state: Mapping[str, Entry]) -> None:
-        """Store what the watch got, and wake wait(); called in the watch's thread."""
         with self._changed:
             self._state = state
             self._changed.notify()
 
 
 def _name_backend(error: Unreachable) -> str:
-    """Return which backend did not answer: 'placement' or 'etcd'."""
     return 'placement' if error.backend.startswith('placement') else 'etcd'
 
 
@@ -318,7 +314,6 @@ def wait_for_power(wait: Wait, accepted: Acceptance) -> Record:
 
 
 def _describe_power_wait(record: Record | None) -> str:
-    """Describe what a pending power change waits for, by the phase in the record, if there is one."""
     how_far = parse_phase(record.power if record else None)
     return {SHUTDOWN_REQUESTED: 'the guest to shut down', SHUT_OFF: 'its domain to start'}.get(
         how_far, 'its compute to accept it'

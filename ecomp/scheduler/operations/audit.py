@@ -216,7 +216,6 @@ def _read_world(etcd: Mapping[str, Entry], placement: Placement) -> World:
 
 
 def _read_usage(placement: Placement, project: str) -> dict[str, int]:
-    """Read what placement counts for a project: {class or 'instances': amount}, without zeros."""
     count, used = providers.read_project_usages(placement, project)
     return {**used, **({INSTANCES: count} if count else {})}
 
@@ -327,12 +326,10 @@ class Repairs:
         return repairs[finding.repair](finding)
 
     def _delete(self, finding: Finding) -> str:
-        """Delete the first of the finding's keys; return a sentence."""
         key = finding.keys[0]
         return self._commit(finding, [Delete(key)], f'{key} is deleted')
 
     def _put_on_lease(self, finding: Finding) -> str:
-        """Write the record again on a new lease of its state's retention; return a sentence."""
         key, state = finding.keys[0], self.world.records[finding.subject].state
         lease = self.store.grant(RETENTION_SECONDS[state])
         put = Put(key, self.world.planes.etcd[key].value.decode(), lease)
@@ -427,7 +424,6 @@ class Repairs:
         return self._commit(finding, [make_group_operation(current_group.without_members(*leaving))], done, conditions)
 
     def _recount(self, finding: Finding) -> str:
-        """Count the usage of a project's quota again; stale if it has no limits."""
         if recount_quota(self.store, finding.subject, lambda now: now or Quota(finding.subject)) is None:
             raise StaleFindingError
         return 'recounted'
@@ -448,7 +444,6 @@ class Repairs:
         return self._commit(finding, [put], done, self._make_conditions(*unchanged))
 
     def _restore_stack(self, finding: Finding) -> str:
-        """Write the key of a stack as its requests show it; stale without any, or if the key has entries."""
         stack, _, is_restored = load_stack(self.store, finding.subject)
         if stack is None or not is_restored:
             raise StaleFindingError
@@ -462,12 +457,10 @@ class Repairs:
         conditions: Sequence[Unchanged] = (),
         lease: int = 0,
     ) -> str:
-        """Change etcd and return `message`; if a key or condition changed, revoke `lease`, raise StaleFindingError."""
         as_read = self._make_conditions(*finding.keys)
         if commit_with_shared(self.store, [*conditions, *as_read], operations, make_empty_change, lease) is None:
             raise StaleFindingError
         return message
 
     def _make_conditions(self, *etcd_keys: str) -> list[Unchanged]:
-        """Return the conditions that these keys are as in `world`, or still missing."""
         return [Unchanged(key, self.world.get_revision(key)) for key in etcd_keys]

@@ -141,7 +141,6 @@ def wait_until_drained(  # noqa: PLR0913
 
 
 def _read_taker_keys(store: Store) -> frozenset[tuple[str, int]]:
-    """Read the taker keys in the queues and their revisions; keys without a lease do not count."""
     waiting = store.snapshot(keys.QUEUES, keys_only=True).entries
     taker_keys = ((key, entry.revision) for key, entry in waiting.items() if entry.lease and key.endswith(keys.TAKER))
     return frozenset(taker_keys)

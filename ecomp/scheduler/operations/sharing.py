@@ -135,10 +135,6 @@ def read_flavor(entry: Entry) -> Flavor:
 def _commit_flavor(
     store: Store, key: str, previous: Entry | None, change: Put | Delete, new_flavor: Flavor | None
 ) -> None:
-    """Write or delete a key; if it changed or etcd did not answer, EcompError unless it has `new_flavor` now.
-
-    `previous` is None for a new key; `new_flavor` is None to delete the key. The time in the value is not compared.
-    """
     if store.commit([Unchanged(key, previous.revision if previous else 0)], [change], Settlement()) is not None:
         return
     current = store.get(key)
@@ -235,7 +231,6 @@ def _count_usage(store: Store, project: str) -> dict[str, int]:
 
 
 def _read_record(store: Store, key_index: KeyIndex, instance: str) -> Record | None:
-    """Read the record of an instance from its trusted compute; None if missing or malformed."""
     try:
         entry = find_by_listing(store, instance, key_index).record
         return read_record(entry) if entry is not None else None

@@ -184,7 +184,6 @@ class Claimer:
             raise Conflict(f'{instances}: another eschedule took over this uuid, or this eschedule was too slow')
 
     def _has_providers(self, candidate: Candidate) -> bool:
-        """Ask placement; return False if a provider of the candidate was removed, by `host forget`, since the offer."""
         return all(
             providers.read_provider_name(self.placement, provider) is not None for provider in candidate.allocations
         )

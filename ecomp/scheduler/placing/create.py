@@ -74,7 +74,6 @@ def _find_delivered(store: Store, order: SetOrder, resume: bool) -> dict[str, De
 
 
 def _check_delivered(entries: InstanceEntries, order: Order) -> DeliveryOutcome:
-    """Return the earlier delivery; Conflict if the instance is queued, or as check_same()."""
     if entries.queue_entry is not None:
         raise Conflict(f'{order.instance}: exists, and waits in a queue. Fix: use another uuid')
     check_same(entries, order)
@@ -291,7 +290,6 @@ class _Creation:
         return held
 
     def _count_room(self, offer: Offer, terms: Terms) -> int:
-        """Count the instances of the order for which the offer and the group have room."""
         planner = self.session.make_planner({self.order.query or '': offer}, terms.groups)
         return len(planner.assign([make_lot(self.order, terms)._replace(minimum=0)]).chosen)
 

@@ -185,13 +185,11 @@ def _commit(
 
 
 def _check_allowed(store: Store, queue_entry: QueueEntry) -> None:
-    """Raise Conflict (name, group), OverQuota, UsageError or Unreadable if the request must not be queued."""
     reserve_names(store, {queue_entry.instance: queue_entry.name})
     read_terms(store, queue_entry, [queue_entry.instance]).count_allowed(queue_entry.flavor.resources, 1, 1)
 
 
 def _check_enqueued(store: Store, queue_entry: QueueEntry) -> bool:
-    """Read etcd; return True if the same was requested before, False for a new uuid; else Conflict (check_same())."""
     entries = find(store, queue_entry.instance)
     if entries is None:
         return False

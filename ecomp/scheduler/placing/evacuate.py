@@ -253,7 +253,6 @@ class _Evacuation:
             held = read_consumer(self.session.placement, instance).allocations
 
     def _announce(self) -> None:
-        """Write the attempt's key; Conflict if another evacuation of the compute is in flight."""
         self.session.instances = [each.instance for each in self.replacements.values()]
         outcome = self.describe_moved() or UNCHANGED
         other, owner = f'{self.display_name}: another evacuation', self.session.scheduler.owner
@@ -303,7 +302,6 @@ class _Evacuation:
             waiting = unsettled
 
     def _list_units(self, guests: Iterable[str]) -> list[Sequence[str]]:
-        """Divide guests into those that move in one transaction: a group of one compute, or a single guest."""
         units: dict[tuple[str, str], list[str]] = {}
         for old in guests:
             group = self.replacements[old].request.group

@@ -222,7 +222,6 @@ def _compare(
 
 
 def _add_troubles(store: Store, texts: dict[str, str]) -> None:
-    """Say at the beginning of a compute's text why it cannot build, if it reports that."""
     for compute, trouble in read_troubles(store).items():
         if compute in texts:
             texts[compute] = f'cannot build: {trouble}; {texts[compute]}'
@@ -250,9 +249,7 @@ def _explain_room(compute: str, refusal: Refusal, age_seconds: int | None) -> st
     if compute in refusal.named:
         return 'has room now. Try: the same command again'
     when = '' if age_seconds is None else f' {age_seconds} s ago'
-    return (
-        f'had room{when}, but placement refused: another request probably took it. Try: the same command again'
-    )
+    return f'had room{when}, but placement refused: another request probably took it. Try: the same command again'
 
 
 def _parse_constraints(query: str, compute_argument: str | None = None) -> tuple[Constraint, ...]:
@@ -267,7 +264,6 @@ def _parse_constraints(query: str, compute_argument: str | None = None) -> tuple
 
 
 def _describe_miss(miss: Miss, display_name: str, provider: Provider) -> str:
-    """Describe what a compute lacks, or that it has room, without its name."""
     cure = f' ({_format_enable(miss.provider, display_name)})'
     reasons_given = (failure.reason + cure if failure.is_disabled else failure.reason for failure in miss.failures)
     is_short = any(isinstance(failure.constraint, Amount) for failure in miss.failures)
@@ -276,7 +272,6 @@ def _describe_miss(miss: Miss, display_name: str, provider: Provider) -> str:
 
 
 def _format_enable(compute: str, display_name: str) -> str:
-    """Format `host enable` with the host name, or the uuid if the name is not unique."""
     return f'eschedule host enable {compute if compute in display_name else display_name}'
 
 
@@ -315,7 +310,6 @@ def _make_advice(
 
 
 def _is_offered(placement: Placement, query: Sequence[Constraint], provider: str) -> bool:
-    """Ask placement whether it offers a provider for a query."""
     constraints = [part for part in query if isinstance(part, Amount) or part.key != 'in_tree']
     query_there = format_query([*constraints, Requirement('in_tree', (provider,))])
     return any(provider in allocations for allocations in read_candidates(placement, query_there).candidates)

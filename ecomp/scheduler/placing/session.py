@@ -480,7 +480,6 @@ class Session:
         return count_placements_before_and_after(self.store.snapshot(keys.ATTEMPTS), self.revision)
 
     def _log_skipped(self, skipped: Collection[str]) -> None:
-        """Log the computes that placement offers and that are not alive."""
         # Providers of another cloud in the same placement are not logged.
         ours = sorted(provider for provider in skipped if provider in self.computes.stored_hostnames)
         for provider in ours[:MAX_LOGGED_COMPUTES]:
@@ -552,7 +551,6 @@ def add_state(error: Unreachable, state: str) -> Unreachable:
 
 
 def _leave_out(offer: Offer, refusals: Mapping[frozenset[str], int]) -> Offer:
-    """Return the offer without the candidates that were refused MAX_REFUSALS times."""
     if not refusals:
         return offer
     usable = [each for each in offer.candidates if refusals.get(frozenset(each), 0) < MAX_REFUSALS]

@@ -127,7 +127,6 @@ def remove_instances(store: Store, change: StackChange) -> None:
 
 
 def _make_stack_change(change: StackChange, computes: Mapping[Place, str]) -> Change:
-    """Return the change that notes deliveries and ends in the stack's key."""
     key = keys.stack(change.stack.name)
     ended = [removal.entry for removal in change.removals if not removal.is_replaced]
     stack = change.stack.with_ended(ended).with_delivered(computes)
@@ -135,7 +134,6 @@ def _make_stack_change(change: StackChange, computes: Mapping[Place, str]) -> Ch
 
 
 def _revoke_records(store: Store, removals: Sequence[Removal]) -> None:
-    """Revoke the leases of the records of instances in error, which were deleted."""
     for removal in removals:
         record_entry = removal.entries.record_entry
         if removal.entries.record.state == ERROR and record_entry is not None:
@@ -356,7 +354,6 @@ class _Application:
         return held
 
     def _check_unused(self) -> None:
-        """Raise Conflict if a new uuid was delivered before: after a restore of etcd the stack's key may be old."""
         index, key = read_index(self.session.store), keys.stack(self.change.stack.name)
         for instance in self.wanted.order.instances:
             if instance in index.requests or instance in index.records:

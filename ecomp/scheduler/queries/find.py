@@ -261,7 +261,6 @@ def read_record(entry: Entry) -> Record:
 
 
 def _make_scheduled_record(entry: Entry) -> Record:
-    """Make the record to show for a request without a record; for an invalid one its fault is the reason."""
     compute, instance = entry.key.split('/')[-2:]
     request = parse_request(compute, entry.key, entry.value)
     if isinstance(request, InvalidRequest):
@@ -278,13 +277,11 @@ def read_queued_record(entry: Entry) -> Record:
 
 
 def _parse_queue_key(key: str) -> str | None:
-    """Return the instance of a queue entry's key, None for another key."""
     flavor_and_instance = keys.parse_queue_key(key)
     return flavor_and_instance[1] if flavor_and_instance and keys.is_uuid(flavor_and_instance[1]) else None
 
 
 def _is_request_key(key: str) -> bool:
-    """Return whether a key, known to be below /hosts, is /hosts/<compute>/<instance>; the compute reports others."""
     return key.count('/') == 3 and keys.is_uuid(keys.get_last_part(key))
 
 

@@ -194,7 +194,6 @@ def check_compute_exists(known_computes: Computes, get_placement: Callable[[], P
 
 
 def _make_no_such_compute(argument: str, known_computes: Computes) -> NotFound:
-    """Make the error for an argument that means no compute."""
     suggestion = format_suggestion(
         argument,
         filter(None, map(known_computes.find_hostname, {*known_computes.living, *known_computes.stored_hostnames})),
@@ -204,7 +203,6 @@ def _make_no_such_compute(argument: str, known_computes: Computes) -> NotFound:
 
 
 def _parse_uuid(argument: str) -> str | None:
-    """Return an argument, a uuid in any form, in canonical form; None if it is no uuid."""
     import uuid
 
     try:
@@ -423,5 +421,4 @@ def find_host_name(store: Store, record: Record) -> str:
 
 
 def _is_behind_host(interface: Interface) -> bool:
-    """Return True for an address of a libvirt network, which only its host reaches."""
     return interface.source == 'lease' or interface.expected is not None
