@@ -43,7 +43,7 @@ from ecomp.model import audit as findings
 from ecomp.model import boots, cluster, flavor, group, health, keys, order, queue, quota, record, roles
 from ecomp.model.finding import COMPUTES, MACHINE, SERVERS, mark_warning
 from ecomp.model.stored import CODECS
-from ecomp.store import sharing
+from ecomp.shared import notes
 from tests.faults import table as faults
 
 TOP = Path(__file__).resolve().parents[1]
@@ -343,7 +343,7 @@ VALUES: dict[str, object] = {
     'Groups': group,
     'Quotas': quota,
     'Flavors': flavor,
-    'Released claims': sharing.released_to_json,
+    'Released claims': notes.released_to_json,
     'Which etcd: /cluster': cluster,
     'What a host found: /findings/': findings.HostReport,
 }

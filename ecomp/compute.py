@@ -62,12 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 config = _make_fake_config(config, parse_inventory(options.fake), at_exit)
             elif (options.name, options.boot) != (None, None):
                 raise UsageError('--name and --boot need --fake: a real machine has its own name')
-            from ecomp.agent.process import Process
+            from ecomp.agent.process import ComputeProcess
             from ecomp.virt.fake import Fake
 
             is_serving = True
             fake = None if options.fake is None else Fake(options.name or '', options.boot)
-            process = Process(config, fake, options.accept_new_etcd, service, at_exit)
+            process = ComputeProcess(config, fake, options.accept_new_etcd, service, at_exit)
             process.register()
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(number) is not signal.SIG_IGN:  # nohup

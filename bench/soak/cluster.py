@@ -22,7 +22,7 @@ from bench.soak.parts import ComputePart, FakePart, FakeServer, HostPart, LabPar
 from bench.soak.plan import Size
 from ecomp.lab import certs, control, machine, state
 from ecomp.lab.hosts import LabHost
-from ecomp.lab.machine import Process
+from ecomp.lab.machine import ServerProcess
 from ecomp.lab.network import ETCD_PORT, PLACEMENT_PORT
 from tests.kit.boot_sectors import HALT, make_boot_disk
 from tests.kit.commands import write_config
@@ -117,7 +117,7 @@ class Cluster:
         path.write_text(yaml.safe_dump(settings))
         name = f'{host.name} libvirtd'
 
-        def start() -> Process:
+        def start() -> ServerProcess:
             host.start_libvirt()
             return self.lab.processes[name]
 

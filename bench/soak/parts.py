@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ecomp.lab import machine, state
 from ecomp.lab.hosts import LabHost
-from ecomp.lab.machine import Process
+from ecomp.lab.machine import ServerProcess
 from tests.kit.commands import Ecompute
 
 
@@ -102,7 +102,7 @@ class LabPart(Part):
     """One of the lab's own processes, started as elab starts it."""
 
     def __init__(
-        self, lab: state.Lab, name: str, start: Callable[[], Process], ready: Callable[[Process], bool]
+        self, lab: state.Lab, name: str, start: Callable[[], ServerProcess], ready: Callable[[ServerProcess], bool]
     ) -> None:
         super().__init__(name)
         self._lab = lab

@@ -50,9 +50,10 @@ from ecomp.model.stored import decode_lenient, encode
 from ecomp.model.trouble import encode_trouble
 from ecomp.placement import providers
 from ecomp.placement.client import Placement
-from ecomp.store.client import Entry, Guard, Put, Store, Unchanged, is_alive
-from ecomp.store.presence import Presence
-from ecomp.store.sharing import keep_user_data
+from ecomp.shared.attempts import is_alive
+from ecomp.shared.ends import keep_user_data
+from ecomp.shared.presence import Presence
+from ecomp.store.client import Entry, Guard, Put, Store, Unchanged
 from ecomp.store.watch import State as Entries
 from ecomp.version import read_version
 from ecomp.virt import Hypervisor

@@ -139,7 +139,7 @@ class MetricsWriter:
 
 
 @dataclass(eq=False)
-class Process:
+class ComputeProcess:
     """The compute of this process: call register(), then run(); `at_exit` stops it, also after an error.
 
     `accepts_new_etcd`: see Environment.

@@ -40,9 +40,11 @@ from ecomp.placement import allocations, providers
 from ecomp.placement.allocations import Requester, claim, read_consumer, release
 from ecomp.placement.client import Placement
 from ecomp.placement.providers import read_provider
-from ecomp.store import sharing
-from ecomp.store.client import NOT_QUEUED, Delete, Exists, Put, Settlement, Store, Unchanged, find_needed
-from ecomp.store.presence import LEASE_SECONDS, MAX_EXPIRY_DELAY_SECONDS, are_presences_proven
+from ecomp.shared import ends, notes
+from ecomp.shared.attempts import NOT_QUEUED, find_needed
+from ecomp.shared.names import Excluded, commit_with_shared, join_group, load_groups, make_empty_change
+from ecomp.shared.presence import LEASE_SECONDS, MAX_EXPIRY_DELAY_SECONDS, are_presences_proven
+from ecomp.store.client import Delete, Exists, Put, Settlement, Store, Unchanged
 from ecomp.store.watch import State
 
 log = logging.getLogger(__name__)
@@ -247,7 +249,7 @@ class Taker:
             if not candidates:
                 break
             names = {place.entry.group.name for place in candidates if place.entry.group is not None}
-            groups, unreadable = sharing.load_groups(self._store, names)
+            groups, unreadable = load_groups(self._store, names)
             for place in candidates:
                 instance, own = place.entry.instance, place.entry.group
                 group = groups.get(own.name) if own is not None else None
@@ -397,14 +399,14 @@ class Taker:
         if not stored:
             failure = Failure('scheduled', reason, 'nothing remains')
             record = replace(record.enter_state(ERROR, now, 'error'), error=failure)
-            return sharing.write_final_record(self._store, record, conditions, [key]) is not None
-        operations, shared = list[Put | Delete]([Delete(key)]), sharing.make_empty_change
+            return ends.write_final_record(self._store, record, conditions, [key]) is not None
+        operations, shared = list[Put | Delete]([Delete(key)]), make_empty_change
         old = parse_or_none(stored[own[0]].value, waiting.instance, self.compute) if own[0] in stored else None
         # Others keep their name, group and quota.
         if old is not None and old.state in RETENTION_SECONDS and own[1] not in stored:
             operations.append(Put(own[0], encode(replace(old, fault=reason)), stored[own[0]].lease))
-            shared = partial(sharing.release_shared_keys, self._store, record.enter_state(GONE, now))
-        return sharing.commit_with_shared(self._store, conditions, operations, shared) is not None
+            shared = partial(ends.release_shared_keys, self._store, record.enter_state(GONE, now))
+        return commit_with_shared(self._store, conditions, operations, shared) is not None
 
     def _list_own_keys(self, instance: str) -> list[str]:
         return [keys.record(self.compute, instance), keys.request(self.compute, instance)]
@@ -414,7 +416,7 @@ class Taker:
 
         False if the claim is elsewhere or changes, or belongs to an attempt in flight or to a request on this compute.
         """
-        note = partial(sharing.note_released, self._store)
+        note = partial(notes.note_released, self._store)
         # A new order may use the uuid again, and its attempt then takes over our claim.
         results = release(
             self._placement, [instance], lambda held: find_needed(self._store, held, self.compute, NOT_QUEUED), note
@@ -431,7 +433,7 @@ class Taker:
                 raise Conflict(f'{waiting.instance}: another compute is taking its request, or it was cancelled')
 
         new_claims = {waiting.instance: {self.compute: waiting.flavor.resources}}
-        above = partial(sharing.read_highest_released, self._store, new_claims)
+        above = partial(notes.read_highest_released, self._store, new_claims)
         requester = Requester(waiting.user_id, waiting.project_id)
         claim(self._placement, new_claims, requester, check, above)
 
@@ -446,16 +448,16 @@ class Taker:
         ]
         request = waiting.make_request(self.compute, self._now())
         operations: list[Put | Delete] = [Delete(queue_key), Delete(mark_key), Put(request_key, encode(request))]
-        settlement = Settlement(Delete(mark_key), partial(sharing.find_delivery, self.compute, request))
+        settlement = Settlement(Delete(mark_key), partial(ends.find_delivery, self.compute, request))
         try:
-            written = sharing.commit_with_shared(
+            written = commit_with_shared(
                 self._store,
                 conditions,
                 operations,
-                lambda: sharing.join_group(self._store, waiting.group, {instance: self.compute}),
+                lambda: join_group(self._store, waiting.group, {instance: self.compute}),
                 settlement=settlement,
             )
-        except sharing.Excluded as error:
+        except Excluded as error:
             raise Conflict(f'{instance}: its group no longer allows this compute') from error
         return written is not None
 

@@ -36,7 +36,7 @@ from ecomp.model.apply import (
     STAYS,
     SURPLUS,
     TAKEN,
-    Step,
+    Action,
     find_exit_code,
     make_stack_order,
     plan_steps,
@@ -86,8 +86,8 @@ class _Apply:
     file: StackFile
     replaced_members: Collection[str] | None = ()
     state: StackState = field(init=False)
-    steps: Sequence[Step] = ()
-    pruned: Sequence[Step] = ()
+    steps: Sequence[Action] = ()
+    pruned: Sequence[Action] = ()
     effect: str = 'nothing was changed'
     silent: dict[str, str] = field(default_factory=dict)
     created: dict[str, str] = field(default_factory=dict)
@@ -117,14 +117,14 @@ class _Apply:
         self.pruned = [step for step in steps if step.action in pruned and step.entry not in desired]
         self.ctx.display_names |= {step.instance: step.name for step in steps if step.instance and step.name}
 
-    def _keep_silent(self, step: Step) -> Step:
+    def _keep_silent(self, step: Action) -> Action:
         if step.entry not in self.silent or step.action not in (REPLACE, DESTROY, DIFFERS):
             return step
         host = self.ctx.name_computes().format_name(self.silent[step.entry])
         reason = f'its host {host} is silent, and may run it. Fix: {describe_silent_fix(host, "")}'
         return step._replace(action=STAYS, reasons=[*step.reasons, reason])
 
-    def select(self, *actions: str) -> list[Step]:
+    def select(self, *actions: str) -> list[Action]:
         return [step for step in self.steps if step.action in actions]
 
 
@@ -240,9 +240,9 @@ def _carry_out(run: _Apply) -> int:
     return 0
 
 
-def _make_change(run: _Apply, steps: Sequence[Step], preview: bool = False) -> StackChange:
+def _make_change(run: _Apply, steps: Sequence[Action], preview: bool = False) -> StackChange:
     """Make the change of these steps; write the key of a new or restored stack, unless it is a preview."""
-    from ecomp.scheduler.placing.session import Removal
+    from ecomp.scheduler.placing.session import OldInstance
     from ecomp.scheduler.placing.stack import StackChange, write_stack
     from ecomp.scheduler.queries.stacks import check_claims_known
 
@@ -254,7 +254,7 @@ def _make_change(run: _Apply, steps: Sequence[Step], preview: bool = False) -> S
     revision = run.state.revision if is_written else write_stack(run.ctx.store, stack, run.state.revision)
     new = {step.entry: run.file.instances[step.entry] for step in steps if step.action in (CREATE, REPLACE)}
     removals = [
-        Removal(step.entry, run.state.entries[step.entry], step.action == REPLACE)
+        OldInstance(step.entry, run.state.entries[step.entry], step.action == REPLACE)
         for step in steps
         if step.action in (REPLACE, DESTROY)
     ]
@@ -266,7 +266,7 @@ def _make_change(run: _Apply, steps: Sequence[Step], preview: bool = False) -> S
     return StackChange(stack, revision, order, removals, user_data, is_new=run.state.stack is None)
 
 
-def _remove(run: _Apply, steps: Sequence[Step]) -> None:
+def _remove(run: _Apply, steps: Sequence[Action]) -> None:
     from ecomp.scheduler.placing.stack import remove_instances
 
     change = _make_change(run, [step._replace(action=DESTROY) for step in steps])
@@ -301,7 +301,7 @@ def _parse_replaced(options: Options, members: Sequence[str]) -> Collection[str]
     return replaced
 
 
-def _wait_for_ends(run: _Apply, steps: Sequence[Step]) -> bool:
+def _wait_for_ends(run: _Apply, steps: Sequence[Action]) -> bool:
     """Wait until these instances are gone, and plan again; without --wait or --destroy-first report, return False."""
     from ecomp.scheduler.changes.wait import Deadline, Wait, wait_until_gone
 
@@ -408,7 +408,7 @@ _DESCRIPTIONS = {
 def _wait(run: _Apply) -> int:
     """With --wait, wait until new and kept instances, except stopped ones, have reached the stage; return the code."""
     from ecomp.cli.waiting import wait_and_report
-    from ecomp.store.sharing import KeyIndex
+    from ecomp.shared.places import KeyIndex
 
     ctx = run.ctx
     kept = {step.instance: step.name for step in run.select(KEEP) if step.state != STOPPED}

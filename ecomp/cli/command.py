@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from ecomp.model.record import Record
     from ecomp.placement.client import Placement, SlowAnswerReport
     from ecomp.scheduler.changes.wait import Deadline
+    from ecomp.shared.places import KeyIndex
     from ecomp.store.client import Store
-    from ecomp.store.sharing import KeyIndex
 
 Result = TypeVar('Result')
 
@@ -207,7 +207,7 @@ class Context:
     @cached_property
     def instance_index(self) -> KeyIndex | None:
         """The keys of all instances, listed once; for one word, of what was looked up. None if etcd does not answer."""
-        from ecomp.store.sharing import KeyIndex, read_index
+        from ecomp.shared.places import KeyIndex, read_index
 
         if len(self.words) < 2:
             return KeyIndex({})
@@ -238,7 +238,7 @@ class Context:
         """Print one line if the record is old or there is a remark; return which hosts are absent, and that line."""
         from ecomp.model.listing import NO_ABSENCES, is_on_host
         from ecomp.scheduler.queries.hosts import read_absences
-        from ecomp.store.client import is_alive
+        from ecomp.shared.attempts import is_alive
 
         absences, doubts, reason = NO_ABSENCES, list[str](), None
         # Usually the host is alive, and its own key is enough.

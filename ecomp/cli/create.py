@@ -190,7 +190,7 @@ def _report_and_wait(
 def _wait(ctx: Context, instances: Sequence[NewInstance]) -> int:
     """Wait for the stage, print the document of -f with the final state, return the exit code."""
     from ecomp.cli.waiting import wait_and_report  # needed only with --wait
-    from ecomp.store.sharing import KeyIndex
+    from ecomp.shared.places import KeyIndex
 
     placed = [(row['instance'] or '', row.get('compute')) for row in instances]
     outcomes = Outcomes(ctx, [instance for instance, _ in placed], **EMPTY_STATUS)

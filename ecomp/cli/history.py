@@ -76,7 +76,7 @@ def explain_placement(store: Store, placement: Callable[[], Placement], entries:
     `placement` raises, Unreadable (the group) and errors of etcd.
     """
     from ecomp.scheduler.queries.hosts import read_computes, read_names_by_instance
-    from ecomp.store.sharing import load_group
+    from ecomp.shared.names import load_group
 
     record, request, name = entries.record, entries.request, entries.record.group_name
     choice = record.why or (request.why if request else None)

@@ -185,7 +185,7 @@ def _evacuate(ctx: Context) -> int:
     from ecomp.scheduler.placing.session import Scheduler
     from ecomp.scheduler.queries.find import read_record
     from ecomp.scheduler.queries.hosts import check_compute_exists, read_absent_states
-    from ecomp.store.sharing import KeyIndex
+    from ecomp.shared.places import KeyIndex
 
     if ctx.options.dry_run:
         return _plan_moves(ctx)

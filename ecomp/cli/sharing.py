@@ -68,7 +68,7 @@ def _list_images(ctx: Context) -> int:
 
 def _list_groups(ctx: Context) -> int:
     from ecomp.scheduler.queries.hosts import read_names_by_instance
-    from ecomp.store.sharing import load_all, load_group
+    from ecomp.shared.names import load_all, load_group
 
     groups, unreadable = load_all(ctx.store, keys.GROUPS, load_group)
     return ctx.show(make_group_listing(groups, ctx.computes, read_names_by_instance(ctx.store)), unreadable)
@@ -90,7 +90,7 @@ def _show_groups(ctx: Context) -> int:
 
 def read_group(store: Store, name: str) -> Group:
     """Return a group; raise NotFound, which suggests a similar name, or Unreadable."""
-    from ecomp.store.sharing import load_group
+    from ecomp.shared.names import load_group
 
     group, _ = load_group(store, name)
     if group is None:
@@ -100,7 +100,7 @@ def read_group(store: Store, name: str) -> Group:
 
 
 def _list_quotas(ctx: Context) -> int:
-    from ecomp.store.sharing import load_all, load_quota
+    from ecomp.shared.names import load_all, load_quota
 
     quotas, unreadable = load_all(ctx.store, keys.QUOTAS, load_quota)
     return ctx.show(make_quota_listing(quotas), unreadable)

@@ -263,7 +263,7 @@ class _Reader:
         return membership
 
     def _find_groups_without_policy(self) -> None:
-        from ecomp.store.sharing import load_group
+        from ecomp.shared.names import load_group
 
         for name, section in self._group_sections.items():
             if self._groups[name].policy is None and load_group(self._ctx.store, name)[0] is None:

@@ -16,7 +16,7 @@ from ecomp.model.text import make_printable
 
 if TYPE_CHECKING:
     from ecomp.scheduler.changes.wait import Deadline
-    from ecomp.store.sharing import KeyIndex
+    from ecomp.shared.places import KeyIndex
 
 ADDRESSED = 'addressed'
 
@@ -38,7 +38,7 @@ def wait_and_report(
     """
     from ecomp.scheduler.changes.wait import SilenceDetector, Wait, wait_for_stage
     from ecomp.scheduler.queries.hosts import find_silent
-    from ecomp.store.client import is_alive
+    from ecomp.shared.attempts import is_alive
 
     stage = ctx.options.stage or ctx.options.wait or ADDRESSED
     silence = SilenceDetector(lambda compute: find_silent(ctx.store, ctx.placement, compute))

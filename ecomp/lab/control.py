@@ -30,7 +30,7 @@ from types import FrameType
 from ecomp import systemd
 from ecomp.errors import EcompError, UsageError
 from ecomp.lab import machine
-from ecomp.lab.machine import Process, RecordProcess
+from ecomp.lab.machine import RecordProcess, ServerProcess
 from ecomp.lab.network import ETCD_PORT, PLACEMENT_PORT, Layout, bracket_address
 from ecomp.systemd import Service
 
@@ -67,23 +67,23 @@ class LabServer:
     name: str
     command: list[str]
     log: Path
-    is_ready: Callable[[Process], bool]
+    is_ready: Callable[[ServerProcess], bool]
     env: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[Path, str] = field(default_factory=dict)
 
-    def describe_state(self, process: Process | None) -> str:
+    def describe_state(self, process: ServerProcess | None) -> str:
         if process is None:
             return 'down'
         return 'ready' if self.is_ready(process) else f'no answer (pid {process.pid})'
 
-    def start(self, prefix: list[str], record_process: RecordProcess | None = None) -> Process:
+    def start(self, prefix: list[str], record_process: RecordProcess | None = None) -> ServerProcess:
         """Write the files, and start `prefix` and the command by machine.start(). Raises EcompError or OSError."""
         for path, text in self.files.items():
             path.write_text(text, encoding='utf-8', errors='surrogateescape')
         command = [*prefix, *self.command]
         return machine.start(self.name, command, self.log, self.env, record_process=record_process, umask=0o077)
 
-    def wait(self, process: Process, stopped: threading.Event | None = None) -> None:
+    def wait(self, process: ServerProcess, stopped: threading.Event | None = None) -> None:
         """Wait until the server is ready or `stopped` is set; EcompError if it ends first, or after START_SECONDS."""
         stops = stopped or threading.Event()
         try:
@@ -124,7 +124,7 @@ def make_etcd_server(data: Path, addresses: list[str], port: int, certs: Path | 
     # Not at every start: it could lose what was written just before the last end.
     command += ['--force-new-cluster'] if begun_marker.exists() else []
 
-    def check_health(_: Process) -> bool:
+    def check_health(_: ServerProcess) -> bool:
         if not is_etcd_healthy(urls[0], certs):
             return False
         begun_marker.unlink(missing_ok=True)
@@ -240,7 +240,7 @@ def _fetch(url: str, headers: Mapping[str, str] | None = None, certs: Path | Non
         raise OSError(f'{url}: no valid HTTP answer: {error}') from error
 
 
-def _is_dhcp_ready(process: Process) -> bool:
+def _is_dhcp_ready(process: ServerProcess) -> bool:
     # dnsmasq answers only by giving a lease; the kernel shows whether port 67 (0x43) is bound.
     with contextlib.suppress(OSError):
         sockets = Path(f'/proc/{process.pid}/net/udp').read_text(encoding='ascii')
@@ -294,7 +294,7 @@ def run_control(
     with ExitStack() as at_exit:
         for number in (signal.SIGINT, signal.SIGTERM):
             at_exit.callback(signal.signal, number, signal.signal(number, stop))
-        running: list[tuple[LabServer, Process]] = []
+        running: list[tuple[LabServer, ServerProcess]] = []
         at_exit.callback(lambda: machine.terminate(process for _, process in running))
         for server in _make_servers(endpoints, endpoints.data.resolve()):
             started_at = time.monotonic()

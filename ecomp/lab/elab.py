@@ -379,7 +379,9 @@ def _run_status(options: argparse.Namespace) -> int:
     return _print_states(rows, layout.name)
 
 
-def _list_servers(lab: state.Record, servers: Sequence[control.LabServer], address: str) -> list[tuple[str, str, str]]:
+def _list_servers(
+    lab: state.LabRecord, servers: Sequence[control.LabServer], address: str
+) -> list[tuple[str, str, str]]:
     return [(server.name, address, server.describe_state(lab.find_running(server.name))) for server in servers]
 
 
@@ -417,7 +419,7 @@ def _run_exec(options: argparse.Namespace) -> int:
     )
 
 
-def _require_place(place: str, lab: state.Record) -> None:
+def _require_place(place: str, lab: state.LabRecord) -> None:
     if place not in lab.places:
         raise NotFound(f'lab {lab.name} has no host {place!r}: it has {", ".join(lab.places)}')
 
@@ -453,7 +455,7 @@ def _run_list(_: argparse.Namespace) -> int:
     return 0
 
 
-def _make_row(lab: state.Record, network: str, daemons: Sequence[str]) -> tuple[str, ...]:
+def _make_row(lab: state.LabRecord, network: str, daemons: Sequence[str]) -> tuple[str, ...]:
     servers = ('etcd', 'placement', *(f'{host} {name}' for host in lab.hosts for name in daemons))
     running = [name for name in servers if lab.find_running(name)]
     condition = 'up' if len(running) == len(servers) else 'partly up' if running else 'down'

@@ -24,7 +24,7 @@ from ecomp.files import get_search_path, read_boot_id, write_durably
 from ecomp.lab import control, machine, state
 from ecomp.lab.control import LOCALHOST, LabServer
 from ecomp.lab.hosts import Host, write_once
-from ecomp.lab.machine import Process
+from ecomp.lab.machine import ServerProcess
 from ecomp.lab.network import CONTROL, render_backends
 
 DEFAULT_NAME = 'fake'
@@ -59,7 +59,7 @@ def find_root() -> Path:
 
 
 @dataclass
-class FakeLab(state.Record):
+class FakeLab(state.LabRecord):
     """A cluster of fakes: its directory, its ports, the size of a fake, and each process by label."""
 
     directory: Path
@@ -67,7 +67,7 @@ class FakeLab(state.Record):
     placement_port: int
     host_count: int
     size: str
-    processes: dict[str, Process] = field(default_factory=dict)
+    processes: dict[str, ServerProcess] = field(default_factory=dict)
 
     @property
     def hosts(self) -> list[str]:
@@ -119,7 +119,7 @@ def find(name: str) -> FakeLab | None:
     try:
         data = json.loads((directory / state.RECORD_NAME).read_text(encoding='utf-8'))
         recorded = data.pop('processes') if data.pop('boot') == read_boot_id() else {}
-        return FakeLab(directory, processes={label: Process(**each) for label, each in recorded.items()}, **data)
+        return FakeLab(directory, processes={label: ServerProcess(**each) for label, each in recorded.items()}, **data)
     except (FileNotFoundError, NotADirectoryError, PermissionError):  # the last for a home of another user
         return None
     except (ValueError, LookupError, TypeError, AttributeError) as error:

@@ -17,7 +17,7 @@ from ecomp.errors import EcompError, Unreachable
 from ecomp.files import write_durably
 from ecomp.lab import machine
 from ecomp.lab.network import ETCD_PORT, divide_resources, reduce_inventory, render_backends, render_network_xml
-from ecomp.lab.state import Lab, Record
+from ecomp.lab.state import Lab, LabRecord
 from ecomp.model.allocation import GIB, MIB
 from ecomp.model.guest import parse_public_key
 from ecomp.model.keys import COMPUTES
@@ -72,7 +72,7 @@ security_driver = "none"
 class Host:
     """The ecompute of one host of a lab or of one fake; start and wait make only what is missing."""
 
-    def __init__(self, lab: Record, name: str) -> None:
+    def __init__(self, lab: LabRecord, name: str) -> None:
         self.lab = lab
         self.name = name
         self.directory = lab.directory / name

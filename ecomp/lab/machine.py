@@ -47,7 +47,7 @@ HOST_PROGRAMS = {
 
 
 @dataclass(frozen=True)
-class Process:
+class ServerProcess:
     """A process labelled `what`, started `started` clock ticks after the boot."""
 
     what: str
@@ -56,7 +56,7 @@ class Process:
 
 
 # Records atomically that a process is the server of this label.
-RecordProcess = Callable[[str, Process], None]
+RecordProcess = Callable[[str, ServerProcess], None]
 
 
 def make_python_path() -> str:
@@ -76,12 +76,12 @@ def read_start_time(pid: int) -> int | None:
     return None if fields[0] in 'ZX' else int(fields[19])
 
 
-def is_alive(process: Process) -> bool:
+def is_alive(process: ServerProcess) -> bool:
     """Return True if the process still runs; False if it is a zombie, or another process has its pid."""
     return read_start_time(process.pid) == process.started
 
 
-def terminate(processes: Iterable[Process], timeout_seconds: float = 5.0) -> None:
+def terminate(processes: Iterable[ServerProcess], timeout_seconds: float = 5.0) -> None:
     """Send SIGTERM to the processes, SIGKILL after `timeout_seconds`, and wait; EcompError if one runs 10 s later."""
     running = [process for process in processes if is_alive(process)]
     for number, seconds in ((signal.SIGTERM, timeout_seconds), (signal.SIGKILL, 10.0)):
@@ -109,7 +109,7 @@ def start(
     *,
     record_process: RecordProcess | None = None,
     umask: int = -1,
-) -> Process:
+) -> ServerProcess:
     """Start a server in a new session; it runs its program once `record_process` has returned.
 
     So no unrecorded server runs, even if this process is killed. Without `record_process` it runs immediately. Output
@@ -137,7 +137,7 @@ def start(
         started = read_start_time(child.pid)
         if started is None:
             raise EcompError(f'{label} ended immediately: {read_last_line(log)}')
-        process = Process(label, child.pid, started)
+        process = ServerProcess(label, child.pid, started)
         if record_process is not None:
             record_process(label, process)
         release_pipe.write(b'\n')
@@ -171,7 +171,9 @@ def run(command: Sequence[str], stdin_text: str | None = None, timeout_seconds: 
     return result.stdout
 
 
-def wait_for(label: str, is_ready: Callable[[], bool], process: Process, log: Path, timeout_seconds: float) -> None:
+def wait_for(
+    label: str, is_ready: Callable[[], bool], process: ServerProcess, log: Path, timeout_seconds: float
+) -> None:
     """Call `is_ready` every 0.05 s until it is true, at least once.
 
     Raises EcompError with the log's last line if the process ends, even when ready, or `timeout_seconds` pass.
@@ -339,7 +341,7 @@ def list_namespaces(name: str) -> list[str]:
     return sorted(space for space in namespaces if re.fullmatch(f'elab-{re.escape(name)}-({CONTROL}|hv[0-9]+)', space))
 
 
-def end_processes(spaces: list[str], recorded: list[Process]) -> None:
+def end_processes(spaces: list[str], recorded: list[ServerProcess]) -> None:
     """End the processes in these namespaces, and the recorded ones: SIGTERM, 3 s later SIGKILL, up to 10 rounds.
 
     Raises EcompError if a process survives or new ones keep appearing.
@@ -362,13 +364,13 @@ def remove_namespaces(spaces: list[str], layout: Layout | None) -> None:
         run(['ip', 'netns', 'delete', space])
 
 
-def _list_processes(space: str) -> list[Process]:
+def _list_processes(space: str) -> list[ServerProcess]:
     try:
         pids = run(['ip', 'netns', 'pids', space]).split()
     except EcompError:
         return []  # incomplete: no process can have been started in it
     start_times = ((int(pid), read_start_time(int(pid))) for pid in pids)
-    return [Process(space, pid, started) for pid, started in start_times if started is not None]
+    return [ServerProcess(space, pid, started) for pid, started in start_times if started is not None]
 
 
 def _ensure_namespace(layout: Layout, place: str) -> bool:

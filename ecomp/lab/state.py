@@ -21,7 +21,7 @@ from pathlib import Path
 from ecomp.errors import EcompError, NotFound, UsageError
 from ecomp.files import get_part_path, read_boot_id, write_durably
 from ecomp.lab import machine
-from ecomp.lab.machine import Process
+from ecomp.lab.machine import ServerProcess
 from ecomp.lab.network import CONTROL, Layout, choose_network, list_host_names, parse_routed_networks
 
 FORMAT_VERSION = 2
@@ -33,12 +33,12 @@ PREPARED_NAMES = r'hv[0-9]+|control|certs|images|schedule\.yaml'
 MOUNTINFO = Path('/proc/self/mountinfo')
 
 
-class Record:
+class LabRecord:
     """What a lab and a cluster of fakes have in common: a directory, and each server's last process by label."""
 
     directory: Path
     host_count: int
-    processes: dict[str, Process]
+    processes: dict[str, ServerProcess]
 
     @property
     def name(self) -> str:
@@ -63,12 +63,12 @@ class Record:
         """The directory of the certificate and token of this machine's eschedule."""
         return self.certs / f'operator-{OPERATOR}'
 
-    def find_running(self, label: str) -> Process | None:
+    def find_running(self, label: str) -> ServerProcess | None:
         """Find the running process started as `label`; None if it has ended or was never started."""
         process = self.processes.get(label)
         return process if process is not None and machine.is_alive(process) else None
 
-    def record_process(self, label: str, process: Process) -> None:
+    def record_process(self, label: str, process: ServerProcess) -> None:
         """Record that `label` is this process, here and in lab.json. Raises OSError."""
         self.processes[label] = process
         self.save()
@@ -79,13 +79,13 @@ class Record:
 
 
 @dataclass
-class Lab(Record):
+class Lab(LabRecord):
     """A lab: its directory, its number of hosts, and each server's last process by label."""
 
     directory: Path
     layout: Layout
     host_count: int
-    processes: dict[str, Process] = field(default_factory=dict)
+    processes: dict[str, ServerProcess] = field(default_factory=dict)
 
     @property
     def hosts(self) -> list[str]:
@@ -126,7 +126,7 @@ def load(name: str, root: Path = ROOT) -> Lab:
             )
         # Start times count from the boot: after a reboot they are meaningless.
         recorded = data['processes'] if data['boot'] == read_boot_id() else {}
-        processes = {label: Process(**process) for label, process in recorded.items()}
+        processes = {label: ServerProcess(**process) for label, process in recorded.items()}
         return Lab(directory, Layout(name, IPv4Network(data['network'])), int(data['hosts']), processes)
     except FileNotFoundError as error:
         names = [lab.layout.name for lab in list_labs(root)]

@@ -55,7 +55,7 @@ class Existing(NamedTuple):
     request: Request | None
 
 
-class Step(NamedTuple):
+class Action(NamedTuple):
     """What is to be done for one entry of the stack.
 
     `instance` is the uuid that exists, '' for CREATE and TAKEN. `reasons` say what differs, why it failed, or who has
@@ -80,7 +80,7 @@ def plan_steps(
     owners: Mapping[str, str],
     replaced_members: Collection[str] | None = (),
     prune: bool = False,
-) -> list[Step]:
+) -> list[Action]:
     """Return a step for each desired entry, in their order, then one for each other entry that exists.
 
     `existing` has the entries whose instance is not gone. `owners` is {name: living instance that has it}. A member of
@@ -94,7 +94,7 @@ def plan_steps(
         if entry not in desired:
             ending = _is_ending(record, request)
             action = ENDING if ending else DESTROY if prune else SURPLUS
-            steps.append(Step(entry, record.name, action, record.instance, DESTROYING if ending else record.state))
+            steps.append(Action(entry, record.name, action, record.instance, DESTROYING if ending else record.state))
     return steps
 
 
@@ -104,18 +104,18 @@ def _plan_desired(
     existing: Existing | None,
     owners: Mapping[str, str],
     replaced_members: Collection[str] | None,
-) -> Step:
+) -> Action:
     if existing is not None and existing.record.name == desired.unnumbered_name:
         desired = desired._replace(order=replace(desired.order, name=existing.record.name))
     name, member = desired.order.name, entry.rpartition('/')[0]
     owner = owners.get(name or '')
     if owner is not None and (existing is None or existing.record.instance != owner):
-        return Step(entry, name, TAKEN, reasons=[f'its name belongs to instance {owner}, which is not of this entry'])
+        return Action(entry, name, TAKEN, reasons=[f'its name belongs to instance {owner}, which is not of this entry'])
     if existing is None:
-        return Step(entry, name, CREATE)
+        return Action(entry, name, CREATE)
     record, request = existing
     if _is_ending(record, request):
-        return Step(entry, name, ENDING, record.instance, DESTROYING)
+        return Action(entry, name, ENDING, record.instance, DESTROYING)
     may_replace = replaced_members is ALL_MEMBERS or member in replaced_members
     if record.state == ERROR:
         action, reasons = FAILED, [describe_failure(record).partition(': ')[2]]
@@ -124,8 +124,8 @@ def _plan_desired(
         if record.state == QUEUED:
             reasons = ['it waits in a queue']
         elif not reasons:
-            return Step(entry, name, KEEP, record.instance, record.state)
-    return Step(entry, name, REPLACE if may_replace else action, record.instance, record.state, reasons)
+            return Action(entry, name, KEEP, record.instance, record.state)
+    return Action(entry, name, REPLACE if may_replace else action, record.instance, record.state, reasons)
 
 
 def _is_ending(record: Record, request: Request | None) -> bool:
@@ -196,7 +196,7 @@ _COMPARED: Sequence[tuple[str, Callable[[Order], str], bool]] = (
 )
 
 
-def find_exit_code(steps: Sequence[Step], dry_run: bool = False) -> int:
+def find_exit_code(steps: Sequence[Action], dry_run: bool = False) -> int:
     """Return the exit code of a plan that is not or need not be carried out; 0 if it can be.
 
     5: a conflict; 1: an instance failed, or stays on a silent host; with `dry_run` 8 for changes.

@@ -337,7 +337,7 @@ class GuestSpec:
         return tuple(make_mac_address(self.instance, index) for index in range(len(self.networks)))
 
 
-class Trouble(NamedTuple):
+class GuestTrouble(NamedTuple):
     """What is wrong with a guest on its host: a kind, such as PAUSED, and the end of its sentence."""
 
     kind: str
@@ -357,14 +357,14 @@ class Guest:
     defined: bool
     running: bool
     disk: bool
-    troubles: tuple[Trouble, ...] = ()
+    troubles: tuple[GuestTrouble, ...] = ()
     size: Mapping[str, int] = field(default_factory=dict, compare=False)
 
-    def with_trouble(self, trouble: Trouble | None) -> Guest:
+    def with_trouble(self, trouble: GuestTrouble | None) -> Guest:
         """Return the guest with one more trouble; None adds none."""
         return replace(self, troubles=(*self.troubles, trouble)) if trouble else self
 
-    def list_troubles(self, claim: Mapping[str, int]) -> tuple[Trouble, ...]:
+    def list_troubles(self, claim: Mapping[str, int]) -> tuple[GuestTrouble, ...]:
         """Return the `troubles`, and how `size` differs from the claim, by resource class."""
         sizes = [(name, size, claim.get(name.partition(' ')[0], size)) for name, size in self.size.items()]
         # A disk may be smaller: without `resize` it is as large as its image.
@@ -373,7 +373,7 @@ class Guest:
             for name, size, amount in sizes
             if size > amount or (size < amount and name != 'DISK_GB')
         ]
-        return (*self.troubles, *([Trouble(UNLIKE, f': {", ".join(differences)}')] if differences else ()))
+        return (*self.troubles, *([GuestTrouble(UNLIKE, f': {", ".join(differences)}')] if differences else ()))
 
     def describe_trouble(self, claim: Mapping[str, int]) -> str:
         """Return the text of list_troubles(), '' without any."""

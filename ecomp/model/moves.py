@@ -11,7 +11,7 @@ from ecomp.model.order import InvalidRequest, Request
 from ecomp.model.query import list_trees, read_limit
 
 
-class Guest(NamedTuple):
+class Evacuee(NamedTuple):
     """A guest on a compute: its request, which is no tombstone."""
 
     compute: str
@@ -21,7 +21,7 @@ class Guest(NamedTuple):
 class Move(NamedTuple):
     """The new place of a guest. If `candidate` is None, `reason` says why; if not `is_known`, there may be a place."""
 
-    guest: Guest
+    guest: Evacuee
     candidate: Candidate | None
     reason: str = ''
     is_known: bool = True
@@ -29,7 +29,7 @@ class Move(NamedTuple):
 
 def plan_moves(
     planner: Planner,
-    guests: Iterable[Guest],
+    guests: Iterable[Evacuee],
     dead: Collection[str],
     ahead: int | None = None,
 ) -> list[Move]:
@@ -38,7 +38,7 @@ def plan_moves(
     Of a group that has to be on one compute all guests move, or none. Quotas do not matter: they count a guest wherever
     it is. A query that list_trees() restricts to a dead compute needs no offer. `ahead`: see Planner.assign().
     """
-    moves, of_lots, by_instance = list[Move](), dict[Lot, list[str]](), dict[str, Guest]()
+    moves, of_lots, by_instance = list[Move](), dict[Lot, list[str]](), dict[str, Evacuee]()
     for guest in guests:
         request = guest.request
         if isinstance(request, InvalidRequest) or not request.query:

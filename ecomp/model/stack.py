@@ -68,7 +68,7 @@ class Place(NamedTuple):
 
 
 @stored(incarnation=_INCARNATION, compute=UUID, is_ended=sparse(FLAG, name='ended'))
-class Entry(NamedTuple):
+class StackEntry(NamedTuple):
     """The last delivered instance of an entry; see the module."""
 
     incarnation: int
@@ -82,7 +82,7 @@ class Entry(NamedTuple):
     epoch=UUID,
     floor=sparse(number(1, MAX_FLOOR)),
     applied_from=sparse(TEXT),
-    entries=dict_of(nested(Entry), check('a member, / and a number', _ENTRY_NAME.fullmatch)),
+    entries=dict_of(nested(StackEntry), check('a member, / and a number', _ENTRY_NAME.fullmatch)),
 )
 @dataclass(frozen=True)
 class Stack:
@@ -90,7 +90,7 @@ class Stack:
 
     name: str
     epoch: str
-    entries: Mapping[str, Entry] = field(default_factory=dict)
+    entries: Mapping[str, StackEntry] = field(default_factory=dict)
     floor: int = 0
     applied_from: str = ''
 
@@ -102,7 +102,7 @@ class Stack:
     def make_place(self, entry_name: str, incarnation: int | None = None) -> Place:
         """Return the place of the next instance of an entry, which may be new, or of this incarnation."""
         member, _, number = entry_name.rpartition('/')
-        previous = max(self.entries.get(entry_name, Entry(0, '')).incarnation, self.floor)
+        previous = max(self.entries.get(entry_name, StackEntry(0, '')).incarnation, self.floor)
         return Place(self.name, member, int(number), self.epoch, incarnation or previous + 1)
 
     def list_instances(self) -> dict[str, str]:
@@ -111,7 +111,7 @@ class Stack:
 
     def with_delivered(self, computes: Mapping[Place, str]) -> Stack:
         """Return the stack after these places were delivered to their computes."""
-        delivered = {place.entry_name: Entry(place.incarnation, compute) for place, compute in computes.items()}
+        delivered = {place.entry_name: StackEntry(place.incarnation, compute) for place, compute in computes.items()}
         return replace(self, entries={**self.entries, **delivered})
 
     def with_ended(self, entry_names: Iterable[str]) -> Stack:

@@ -285,7 +285,7 @@ def release(
 
     In each batch of MAX_RELEASE_BATCH generations are read. Then `find_kept` gets what is held by those that
     hold something, and returns which are wanted. `note_generations` gets the generations of the others, so that no
-    claim uses them again (see ecomp.store.sharing; omit it if no process claims again). Under these generations the
+    claim uses them again (see ecomp.shared.notes; omit it if no process claims again). Under these generations the
     others are released. The first error is raised, with some released.
     """
     names = list(consumers)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -25,7 +25,6 @@ from ecomp.errors import (
 from ecomp.metrics import TALLY
 from ecomp.model import cluster, keys
 from ecomp.model.cluster import Header, KnownCluster
-from ecomp.model.order import parse_attempt_instances
 from ecomp.model.stored import decode
 from ecomp.store.connection import AnswerTooLong, Connection, read_pages
 from ecomp.store.messages import (
@@ -36,8 +35,8 @@ from ecomp.store.messages import (
     Comparison,
     Grant,
     KeepAlive,
+    KeyDeletion,
     Range,
-    Removal,
     Request,
     Revoke,
     Rewrite,
@@ -139,100 +138,6 @@ class Guard:
 
 
 Result = TypeVar('Result')
-
-
-def is_alive(store: Store, compute: str) -> bool:
-    """Return whether the compute has a presence key on a lease, regardless of its writer."""
-    return read_silence_condition(store, compute) is None
-
-
-def read_silence_condition(store: Store, compute: str) -> Unchanged | None:
-    """Return the condition that a silent compute's presence key stays as it is; None if the compute is alive."""
-    entry = store.get(keys.compute(compute))
-    if entry is not None and entry.lease:
-        return None
-    return Unchanged(keys.compute(compute), entry.revision if entry is not None else 0)
-
-
-def list_leased(store: Store, prefix: str) -> list[str]:
-    """Return the last parts of the keys below a prefix that are on a lease: living computes, or troubled ones."""
-    entries = store.snapshot(prefix, keys_only=True).entries
-    return [keys.get_last_part(key) for key, entry in entries.items() if entry.lease]
-
-
-# Which queued requests need a claim: all of them, those that a compute takes now, or none.
-QUEUED = 'queued'
-TAKEN = 'taken'
-NOT_QUEUED = ''
-
-
-def read_pending_instances(store: Store, queued: str = QUEUED, own_attempt: Unchanged | None = None) -> set[str]:
-    """Return the instances and sets with an attempt in flight that is not ours; with QUEUED or TAKEN also such ones."""
-    # Attempts before queues: an order that is delivered to a queue in between is seen twice rather than missed.
-    attempts = store.snapshot(keys.ATTEMPTS)
-    if own_attempt is not None:
-        others = {key: each for key, each in attempts.entries.items() if (key, each.revision) != own_attempt}
-        attempts = attempts._replace(entries=others)
-    placing = list_attempted_instances(attempts)
-    if queued == TAKEN:
-        return placing | read_taken_instances(store)
-    if queued == QUEUED:
-        entries = store.snapshot(keys.QUEUES, keys_only=True).entries
-        return placing | {
-            keys.get_queued_instance(key) for key, each in entries.items() if each.lease or not key.endswith(keys.TAKER)
-        }
-    return placing
-
-
-def find_needed(
-    store: Store,
-    holding: Mapping[str, Collection[str]],
-    compute: str = '',
-    queued: str = QUEUED,
-    own_attempt: Unchanged | None = None,
-    make_keys: Sequence[Callable[[str, str], str]] = (keys.request,),
-) -> set[str]:
-    """Return those instances whose claims must not be released: {instance: providers that it holds}.
-
-    A claim is needed while its instance has another attempt in flight, waits in a queue (see QUEUED), or has one of
-    these keys on a compute that it holds. With `compute` the claims elsewhere are left to those computes.
-    """
-    elsewhere = {instance for instance, providers in holding.items() if compute and compute not in providers}
-    pending = read_pending_instances(store, queued, own_attempt)
-    # Requests move from /requests and /queues to /hosts, so /hosts is read last: otherwise one that moves in between
-    # would be missed.
-    names = {make(each, instance): instance for instance in holding for each in holding[instance] for make in make_keys}
-    found = store.read(list(names)) if names else {}
-    return elsewhere | pending.intersection(holding) | {names[key] for key in found}
-
-
-def list_attempted_instances(snapshot: Snapshot) -> set[str]:
-    """Return the uuids of the instances and sets in attempts. A key without a lease is not ecomp's and is ignored."""
-    attempts = ((key, entry.value) for key, entry in snapshot.entries.items() if entry.lease)
-    return {instance for key, value in attempts for instance in parse_attempt_instances(key, value)}
-
-
-def read_taken_instances(store: Store) -> set[str]:
-    """Return the instances whose taker key is on a lease. A compute that takes one later also claims it later."""
-    entries = store.snapshot(keys.QUEUES, keys_only=True).entries
-    return {keys.get_queued_instance(key) for key, entry in entries.items() if entry.lease and key.endswith(keys.TAKER)}
-
-
-def count_placements_before_and_after(snapshot: Snapshot, revision: int) -> tuple[int, int]:
-    """Count the instances in leased attempts before `revision` and in those after; a malformed one counts as one."""
-
-    def count_instances(entries: Iterable[Entry]) -> int:
-        # The key of a set ends in the uuid of the set, which is no instance.
-        return sum(
-            len(parse_attempt_instances(entry.key, entry.value) - {keys.get_last_part(entry.key)}) or 1
-            for entry in entries
-        )
-
-    entries = snapshot.entries.values()
-    return (
-        count_instances(entry for entry in entries if entry.lease and entry.revision < revision),
-        count_instances(entry for entry in entries if entry.lease and entry.revision > revision),
-    )
 
 
 if TYPE_CHECKING:
@@ -708,8 +613,8 @@ def _is_invalidated_by(condition: Unchanged | Exists, operation: Put | Delete) -
     return isinstance(condition, Exists) or condition.revision > 0
 
 
-def _make_operation(operation: Put | Delete | Touch) -> Write | Rewrite | Removal:
+def _make_operation(operation: Put | Delete | Touch) -> Write | Rewrite | KeyDeletion:
     key = _encode_key(operation.key)
     if isinstance(operation, Put):
         return Write(key, operation.value.encode(), operation.lease)
-    return Rewrite(key) if isinstance(operation, Touch) else Removal(key)
+    return Rewrite(key) if isinstance(operation, Touch) else KeyDeletion(key)

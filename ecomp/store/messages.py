@@ -79,7 +79,7 @@ class Rewrite(NamedTuple):
         return _encode_bytes(1, self.key) + _encode_number(5, True) + _encode_number(6, True)
 
 
-class Removal(NamedTuple):
+class KeyDeletion(NamedTuple):
     """Delete a key."""
 
     key: bytes
@@ -110,8 +110,8 @@ class Transaction(NamedTuple):
     """Do the operations in `success` if all of `compare` hold, else those in `failure`."""
 
     compare: Sequence[Comparison] = ()
-    success: Sequence[Range | Write | Rewrite | Removal] = ()
-    failure: Sequence[Range | Write | Rewrite | Removal] = ()
+    success: Sequence[Range | Write | Rewrite | KeyDeletion] = ()
+    failure: Sequence[Range | Write | Rewrite | KeyDeletion] = ()
 
     def to_bytes(self) -> bytes:
         parts = [_encode_part(1, comparison.to_bytes()) for comparison in self.compare]
@@ -123,7 +123,7 @@ class Transaction(NamedTuple):
         return b''.join(parts)
 
 
-_OPERATIONS: Mapping[type, int] = {Range: 1, Write: 2, Rewrite: 2, Removal: 3}
+_OPERATIONS: Mapping[type, int] = {Range: 1, Write: 2, Rewrite: 2, KeyDeletion: 3}
 
 
 class Grant(NamedTuple):

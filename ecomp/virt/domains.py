@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from ecomp.errors import BuildFailed, Conflict, EcompError
 from ecomp.failpoints import failpoint
 from ecomp.metrics import TALLY
-from ecomp.model.guest import CRASHED, NO_SPACE, PAUSED, Guest, GuestSpec, Trouble, Usage
+from ecomp.model.guest import CRASHED, NO_SPACE, PAUSED, Guest, GuestSpec, GuestTrouble, Usage
 from ecomp.virt import xml
 from ecomp.virt.connection import Connection, IgnoredErrors, describe_error, is_broken, libvirt, raise_build_failed
 
@@ -420,18 +420,18 @@ def _check_ours(domain: libvirt.virDomain, instance: str, compute: str, allow_fo
     return True
 
 
-def _find_troubles(state: int, reason_code: int) -> tuple[Trouble, ...]:
+def _find_troubles(state: int, reason_code: int) -> tuple[GuestTrouble, ...]:
     """Return CRASHED, NO_SPACE, PAUSED or nothing for a domain's state and its reason."""
     # https://libvirt.org/html/libvirt-libvirt-domain.html#virDomainState and the reasons below it
     # A domain that failed to start (SHUTOFF_FAILED) has not crashed: its start raised the reason.
     if state == libvirt.VIR_DOMAIN_CRASHED or (
         state == libvirt.VIR_DOMAIN_SHUTOFF and reason_code == libvirt.VIR_DOMAIN_SHUTOFF_CRASHED
     ):
-        return (Trouble(CRASHED),)
+        return (GuestTrouble(CRASHED),)
     if state == libvirt.VIR_DOMAIN_PAUSED and reason_code == libvirt.VIR_DOMAIN_PAUSED_IOERROR:
-        return (Trouble(NO_SPACE),)
+        return (GuestTrouble(NO_SPACE),)
     is_paused = state == libvirt.VIR_DOMAIN_PAUSED and reason_code in EXTERNAL_PAUSE_REASONS
-    return (Trouble(PAUSED),) if is_paused or state == libvirt.VIR_DOMAIN_PMSUSPENDED else ()
+    return (GuestTrouble(PAUSED),) if is_paused or state == libvirt.VIR_DOMAIN_PMSUSPENDED else ()
 
 
 def _undefine(domain: libvirt.virDomain) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ecomp.errors import BuildFailed, Conflict, EcompError, UsageError
 from ecomp.model.allocation import MIB
-from ecomp.model.guest import Address, Guest, GuestSpec, ReservedAddress, Trouble, Usage, make_mac_conflict
+from ecomp.model.guest import Address, Guest, GuestSpec, GuestTrouble, ReservedAddress, Usage, make_mac_conflict
 from ecomp.virt import image
 
 T = TypeVar('T')
@@ -328,7 +328,7 @@ def _read(path: Path, parse: Callable[[Any], T]) -> T | None:
 
 
 def _parse_guest(row: dict[str, Any]) -> Guest:
-    return Guest(**{**row, 'troubles': tuple(Trouble(*each) for each in row.get('troubles', ()))})
+    return Guest(**{**row, 'troubles': tuple(GuestTrouble(*each) for each in row.get('troubles', ()))})
 
 
 def _make_empty_guest(instance: str) -> Guest:

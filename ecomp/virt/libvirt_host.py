@@ -32,7 +32,7 @@ from ecomp.model.guest import (
     Attachment,
     Guest,
     GuestSpec,
-    Trouble,
+    GuestTrouble,
 )
 from ecomp.model.image import Address as IpAddress
 from ecomp.virt import networks, xml
@@ -40,7 +40,7 @@ from ecomp.virt.connection import Connection, IgnoredErrors, describe_error, is_
 from ecomp.virt.domains import Domains, GuestAgents, apply_filter
 from ecomp.virt.networks import Networks
 from ecomp.virt.volumes import Seeds, Volumes
-from ecomp.virt.xml import Service
+from ecomp.virt.xml import ClosedService
 
 
 def probe_libvirt(
@@ -168,8 +168,8 @@ class Libvirt:
         self._seeds = Seeds(self._state / 'seeds')
         self._networks = Networks(self._connection)
         self._is_probed = False
-        self._unplugged: dict[str, Trouble] = {}
-        self._unfiltered: dict[str, Trouble] = {}
+        self._unplugged: dict[str, GuestTrouble] = {}
+        self._unfiltered: dict[str, GuestTrouble] = {}
         self._lease_watch = ExitStack()
         # Operations that one part implements alone.
         self.shutdown, self.list_missing_bases = self._domains.shutdown, self._volumes.list_missing_bases
@@ -379,7 +379,7 @@ class Libvirt:
 
         So is an interface that is down.
         """
-        unplugged: dict[str, Trouble] = {}
+        unplugged: dict[str, GuestTrouble] = {}
         for instance, link in self._find_links(networks.find_loose_taps):
             kind, name = link.attachment
             try:
@@ -387,11 +387,11 @@ class Libvirt:
                 networks.plug_tap(link.tap, bridge, link.is_isolated)
                 log.warning('instance %s: %s was on no bridge: plugged it into %s', instance, link.tap, bridge)
             except EcompError as error:
-                unplugged[instance] = Trouble(UNPLUGGED, f' ({link.tap}): {error}. Fix: start {kind} {name} again')
+                unplugged[instance] = GuestTrouble(UNPLUGGED, f' ({link.tap}): {error}. Fix: start {kind} {name} again')
         # With `hold_addresses` libvirt sets an interface down if it cannot apply the address that it has learned, and
         # learns no other. To set it up again is not enough.
         for instance, link in self._find_links(networks.find_downed_taps):
-            down = Trouble(INTERFACE_DOWN, f' ({link.tap}). Fix: stop the guest, and start it')
+            down = GuestTrouble(INTERFACE_DOWN, f' ({link.tap}). Fix: stop the guest, and start it')
             unplugged.setdefault(instance, down)
         self._unplugged = unplugged
 
@@ -400,14 +400,16 @@ class Libvirt:
 
         Intact filters cost one ebtables-save, however many guests there are.
         """
-        unfiltered: dict[str, Trouble] = {}
+        unfiltered: dict[str, GuestTrouble] = {}
         for instance, link in self._find_links(networks.find_unfiltered_taps) if self.has_filters else ():
             try:
                 if link.filter_binding:
                     self._filters.restore(link)
                     log.warning('instance %s: the filter rules of %s were gone: restored them', instance, link.tap)
             except EcompError as error:
-                unfiltered[instance] = Trouble(UNFILTERED, f' ({link.tap}): {error}. Fix: systemctl reload libvirtd')
+                unfiltered[instance] = GuestTrouble(
+                    UNFILTERED, f' ({link.tap}): {error}. Fix: systemctl reload libvirtd'
+                )
         self._unfiltered = unfiltered
 
     def _find_links(self, find_taps: Callable[[], Set[str]]) -> Iterator[tuple[str, xml.InterfaceLink]]:
@@ -512,18 +514,18 @@ class Filters:
                 return describe_error(error)
         return ''
 
-    def resolve_services(self) -> list[Service]:
+    def resolve_services(self) -> list[ClosedService]:
         """Return etcd's and placement's services at each current address of their names.
 
         A service on this host is listed with all addresses of the host, because a guest could reach it at any. A name
         that does not resolve now keeps its last addresses; if it never resolved in this process, Unreachable is raised.
         """
-        services: dict[Service, None] = {}
+        services: dict[ClosedService, None] = {}
         for host, port in self._control_endpoints:
             host_addresses = self._resolve(host)
             if any(map(is_own_address, host_addresses)):
                 host_addresses = networks.list_own_addresses()
-            services |= {Service(address, port): None for address in host_addresses}
+            services |= {ClosedService(address, port): None for address in host_addresses}
         return list(services)
 
     def _resolve(self, host: str) -> list[IpAddress]:

@@ -60,7 +60,7 @@ def make_domain_xml(  # noqa: PLR0913
     console_log: str,
     *,
     seed: str | None = None,
-    blocked_services: Collection[Service] | None = (),
+    blocked_services: Collection[ClosedService] | None = (),
     without_ipv6: Collection[Attachment] = (),
     hold_addresses: bool = False,
 ) -> str:
@@ -344,7 +344,7 @@ FILTERS = {
 
 
 @dataclass(frozen=True)
-class Service:
+class ClosedService:
     """A TCP service that guests may not reach."""
 
     address: IPv4Address | IPv6Address
@@ -352,14 +352,14 @@ class Service:
 
 
 # A variable of a libvirt filter needs a value; nothing listens at these.
-_PLACEHOLDER_SERVICES = (Service(IPv4Address('0.0.0.0'), 1), Service(IPv6Address('::'), 1))
+_PLACEHOLDER_SERVICES = (ClosedService(IPv4Address('0.0.0.0'), 1), ClosedService(IPv6Address('::'), 1))
 _UNUSED_MAC = '00:00:00:00:00:00'  # Linux's bridge drops frames from this MAC
 
 
 def add_filter_reference(
     interface: ET.Element,
     address: str | None,
-    blocked_services: Collection[Service],
+    blocked_services: Collection[ClosedService],
     mac6: str | None,
     by_dhcp: bool = False,
 ) -> None:

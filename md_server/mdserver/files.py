@@ -28,7 +28,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from mdserver import conf, guests
-from mdserver.guests import BrokenFileError, ForgedAddressError, Guest, Lease, UnknownGuestError
+from mdserver.guests import BrokenFileError, ForgedAddressError, KnownGuest, Lease, UnknownGuestError
 
 # Bytes of a file; a larger one is refused. Legitimate files are smaller: 256 KiB of gzip are 1.5 MiB of JSON.
 MAX_FILE_BYTES = 1 << 21
@@ -103,7 +103,7 @@ class Files:
                 self._ask(f'refused {mac} {refusal}')
             (self._answered_macs.discard if refusal else self._answered_macs.add)(mac)
 
-    def read_guest(self, mac: str) -> Guest:
+    def read_guest(self, mac: str) -> KnownGuest:
         """Parse ecompute's file of this MAC; UnknownGuestError if missing, BrokenFileError if unusable."""
         [(name, opened)] = self._ask(f'guest {mac}')
         try:
@@ -115,7 +115,7 @@ class Files:
         except ValueError as error:
             raise BrokenFileError(f'{name}: {error}') from error
 
-    def fill_in_defaults(self, guest: Guest, address: str = '') -> Guest:
+    def fill_in_defaults(self, guest: KnownGuest, address: str = '') -> KnownGuest:
         """Return the guest with `address`, and mdserver.conf's values instead of None. ValueError for bad user-data."""
         keys, user_data = guest.public_keys, guest.user_data
         if user_data is None and self._config.user_data is not None:

@@ -50,7 +50,7 @@ class Lease:
 
 
 @dataclass(frozen=True)
-class Guest:
+class KnownGuest:
     """The metadata of a guest, as ecompute wrote it; `address` is its IPv4 address, `instance` its uuid.
 
     `public_keys` are pairs of a unique name and an OpenSSH line. None, for `public_keys` or `user_data`, means those of
@@ -119,7 +119,7 @@ def parse_neighbours(text: str, device: str) -> dict[str, frozenset[str]]:
     return {address: frozenset(macs) for address, macs in macs_of.items()}
 
 
-def parse_guest(data: bytes, mac: str) -> Guest:
+def parse_guest(data: bytes, mac: str) -> KnownGuest:
     """Parse ecompute's file of this MAC, ignoring unknown keys; default hostname: the uuid. Raises ValueError."""
     record = _load_json(data)
     if not isinstance(record, dict):
@@ -149,7 +149,7 @@ def parse_guest(data: bytes, mac: str) -> Guest:
         raise ValueError('"network_config" is not a JSON object')
     # ecompute wrote bytes that are not UTF-8 (gzip) with surrogateescape, too.
     user_data = None if text is None else text.encode('utf-8', 'surrogateescape')
-    return Guest(instance, hostname, keys, user_data, network_config)
+    return KnownGuest(instance, hostname, keys, user_data, network_config)
 
 
 def is_mac(text: str) -> bool:

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import parse_qsl
 
-from mdserver.guests import Guest
+from mdserver.guests import KnownGuest
 
 EC2_VERSIONS = ('2009-04-04', 'latest')
 
@@ -114,7 +114,7 @@ def make_version_list() -> bytes:
     return '\n'.join(EC2_VERSIONS).encode()
 
 
-def find_body(path: str, guest: Guest) -> bytes | None:
+def find_body(path: str, guest: KnownGuest) -> bytes | None:
     """Return what this guest gets at this path (a directory: its entries); None if nothing, or for `/`."""
     # Drop empty steps: a trailing slash has no meaning, and the clients of 2019 request `public-keys//0`.
     match [step for step in path.split('/') if step]:
@@ -126,7 +126,7 @@ def find_body(path: str, guest: Guest) -> bytes | None:
     return None
 
 
-def _make_ec2_tree(guest: Guest) -> Tree:
+def _make_ec2_tree(guest: KnownGuest) -> Tree:
     """Return EC2's tree: instance-id, hostname, local-hostname and local-ipv4.
 
     Public keys and user-data are in it only if the guest has them.
@@ -150,7 +150,7 @@ def _make_ec2_tree(guest: Guest) -> Tree:
     return tree
 
 
-def make_seed(guest: Guest, with_phone_home: bool) -> dict[str, bytes]:
+def make_seed(guest: KnownGuest, with_phone_home: bool) -> dict[str, bytes]:
     """Return {name: content} of this guest's NoCloud disk: meta-data, user-data and optional files with content.
 
     With `with_phone_home` the vendor-data reports the end of cloud-init; a metadata server must receive it.
@@ -162,7 +162,7 @@ def make_seed(guest: Guest, with_phone_home: bool) -> dict[str, bytes]:
     return {name: body for name, body in files.items() if body or name in ('meta-data', 'user-data')}
 
 
-def _make_seed_files(guest: Guest, extra: Mapping[str, str]) -> dict[str, bytes]:
+def _make_seed_files(guest: KnownGuest, extra: Mapping[str, str]) -> dict[str, bytes]:
     """Return {name: content} of the four NoCloud files, b'' for one without content; `extra` joins meta-data."""
     # cloud-init 22.4 drops a seed found by SMBIOS as "local" unless its meta-data has `dsmode: net`. A seed on a disk
     # must be read before the network is up, so it omits that.

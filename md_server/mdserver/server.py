@@ -95,7 +95,7 @@ def make_app(files: Files) -> bottle.Bottle:
     """
     app = App()
 
-    def identify_guest() -> tuple[str, guests.Guest]:
+    def identify_guest() -> tuple[str, guests.KnownGuest]:
         """Return the MAC of the requesting guest and what is served to it; note either result for ecompute.
 
         Raises HTTPError: 404 for an unknown client, 500 if a file is unusable.

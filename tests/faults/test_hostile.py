@@ -16,7 +16,8 @@ from ecomp.model.order import MAX_REQUEST_BYTES, InvalidRequest, Request, parse_
 from ecomp.model.parsers import MAX_REASON_CHARACTERS
 from ecomp.model.record import Record, from_json
 from ecomp.model.stored import encode
-from ecomp.store.client import Entry, Snapshot, list_attempted_instances
+from ecomp.shared.attempts import list_attempted_instances
+from ecomp.store.client import Entry, Snapshot
 from tests.kit.commands import Control, Ecompute, Result
 from tests.kit.hands import read_guests
 from tests.kit.hostile import COMPUTE, HOSTILE, HOSTILE_TEXTS, INSTANCE, make_request

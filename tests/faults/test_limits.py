@@ -18,8 +18,8 @@ from ecomp.agent import process
 from ecomp.agent.planner import MAX_REQUESTS
 from ecomp.conf import EtcdConfig
 from ecomp.placement.http_client import MAX_IDLE_CONNECTIONS
+from ecomp.shared.presence import Presence
 from ecomp.store.client import Entry, Store
-from ecomp.store.presence import Presence
 from ecomp.store.watch import Follower
 from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import assert_idle, read_guests
@@ -115,7 +115,7 @@ def list_problems(log: str) -> list[str]:
 
 def test_threads_survive_unforeseen_exceptions(cluster: Control, monkeypatch: pytest.MonkeyPatch) -> None:
     """F31: unforeseen exceptions, such as MemoryError, end neither the follower nor the presence (fake)."""
-    monkeypatch.setattr('ecomp.store.presence.LEASE_SECONDS', 1)
+    monkeypatch.setattr('ecomp.shared.presence.LEASE_SECONDS', 1)
     key, config = f'/computes/{uuid.uuid4()}', EtcdConfig((cluster.etcd.endpoint,))
     store, states = Store(config), list[Mapping[str, Entry]]()
     failures = [MemoryError('none'), RuntimeError("can't start new thread")]

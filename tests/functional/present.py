@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from ecomp.shared.presence import Presence
 from ecomp.store.client import Store
-from ecomp.store.presence import Presence
 
 
 def make_presence(store: Store, key: str, token: str, losses: list[str] | None = None) -> Presence:

@@ -41,8 +41,8 @@ from ecomp.scheduler.operations import usage
 from ecomp.scheduler.operations.audit import audit, fix, repair_hosts
 from ecomp.scheduler.operations.sharing import set_limits
 from ecomp.scheduler.operations.usage import UseReader
+from ecomp.shared.names import load_quota
 from ecomp.store.client import Delete, Put, Store
-from ecomp.store.sharing import load_quota
 from ecomp.store.watch import Follower
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional.cloud import Cloud, make_uuid

@@ -21,9 +21,9 @@ from ecomp.scheduler.operations.decommission import disable
 from ecomp.scheduler.operations.forget import forget
 from ecomp.scheduler.placing.claim import DeliveryOutcome
 from ecomp.scheduler.queries.find import MAX_OFFER_AGE_SECONDS
-from ecomp.store import sharing
+from ecomp.shared import notes
+from ecomp.shared.notes import note_released, read_highest_released, released_to_json
 from ecomp.store.client import Put, Snapshot, Store, Unchanged
-from ecomp.store.sharing import note_released, read_highest_released, released_to_json
 from tests.functional.cloud import RESOURCES, SMALL, Cloud, interpose, make_uuid
 from tests.kit.store_client import read_entry
 
@@ -278,7 +278,7 @@ def test_highest_released_generation_is_noted_for_an_hour(cloud: Cloud) -> None:
     notes = cloud.store.snapshot(keys.RELEASED).entries
     assert [instances.key for instances in notes.values() if first in instances.key] == []
     for instances in notes.values():
-        assert sharing.NOTE_SECONDS - 60 < cloud.store.keep_alive(instances.lease) <= sharing.NOTE_SECONDS
+        assert notes.NOTE_SECONDS - 60 < cloud.store.keep_alive(instances.lease) <= notes.NOTE_SECONDS
 
 
 @pytest.fixture
@@ -319,7 +319,7 @@ def test_large_noted_generation_is_limited(cloud: Cloud, number: int) -> None:
     cloud.etcd.put(keys.released_claims(instance, 1), released_to_json({instance: number}))
     above = partial(read_highest_released, cloud.store, [instance])
     claim(cloud.placement, {instance: {compute: SMALL}}, Requester('u', 'p'), lambda: None, above)
-    assert allocations.read_consumer(cloud.placement, instance).generation == sharing.MAX_NOTED_GENERATION + 1 == 51
+    assert allocations.read_consumer(cloud.placement, instance).generation == notes.MAX_NOTED_GENERATION + 1 == 51
 
 
 @pytest.mark.fast

@@ -33,12 +33,12 @@ from ecomp.virt.connection import Connection  # noqa: E402
 from ecomp.virt.domains import MAX_START_TRIES  # noqa: E402
 from ecomp.virt.libvirt_host import Filters, Libvirt, explain_no_filters  # noqa: E402
 from ecomp.virt.networks import INTERFACES_DIRECTORY  # noqa: E402
-from ecomp.virt.xml import Service  # noqa: E402
+from ecomp.virt.xml import ClosedService  # noqa: E402
 
 MAC = '52:54:00:00:00:0a'
 NEIGHBOUR = '52:54:00:00:00:0b'
 IP = '10.88.0.66'
-CONTROL = Service(IPv4Address('10.88.0.1'), 2379)
+CONTROL = ClosedService(IPv4Address('10.88.0.1'), 2379)
 # Sends each frame of its input from the guest's end of the link; prints the numbers of the frames the bridge receives.
 # Before that it repeats the last frame until it arrives. libvirt applies an address that it has learned after the guest
 # has got it, and removes its earlier rules, which let through only DHCP, when the new ones are complete.

@@ -17,7 +17,7 @@ from uuid import uuid4
 import pytest
 
 from ecomp.errors import BuildFailed, Conflict
-from ecomp.model.guest import PAUSED, UNLIKE, Guest, GuestSpec, ReservedAddress, Trouble, make_mac_address
+from ecomp.model.guest import PAUSED, UNLIKE, Guest, GuestSpec, GuestTrouble, ReservedAddress, make_mac_address
 from ecomp.virt import Hypervisor
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional.guest import COMPUTE, SAME_MAC_INSTANCES, MakeSpec, build
@@ -131,7 +131,7 @@ def test_paused_guest_is_reported_until_it_is_switched_off(
     for end in (hypervisor.switch_off, hypervisor.destroy):
         pause(spec.instance)
         guest = hypervisor.list_guests()[spec.instance]
-        assert (guest.running, guest.troubles) == (True, (Trouble(PAUSED),))
+        assert (guest.running, guest.troubles) == (True, (GuestTrouble(PAUSED),))
         end(spec.instance, COMPUTE)
         assert hypervisor.list_guests()[spec.instance].troubles == ()
         if end == hypervisor.switch_off:

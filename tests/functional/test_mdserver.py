@@ -409,7 +409,7 @@ class ScriptGuest:
         (self.bin / 'cloud-init').write_text(f'#!{sys.executable}\n')
         (self.bin / 'cloud-init').chmod(0o755)
         self.script = root / 'part-001'
-        text = metadata.find_body(f'/seed/{INSTANCE}/vendor-data', guests.Guest(INSTANCE, 'web1', address=ADDRESS))
+        text = metadata.find_body(f'/seed/{INSTANCE}/vendor-data', guests.KnownGuest(INSTANCE, 'web1', address=ADDRESS))
         assert text is not None
         script = text.decode().replace('/run/cloud-init/', f'{self.run}/').replace('/etc/ssh/', f'{self.ssh}/')
         script = script.replace('/var/lib/cloud/scripts/per-boot/', f'{self.per_boot}/')

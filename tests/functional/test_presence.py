@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from ecomp import backends
-from ecomp.agent.process import Process
+from ecomp.agent.process import ComputeProcess
 from ecomp.compute_conf import ComputeConfig
 from ecomp.conf import EtcdConfig, PlacementConfig
 from ecomp.errors import Conflict, Denied, Unreachable
 from ecomp.model import keys
+from ecomp.shared.presence import Presence, hash_token
 from ecomp.store.client import FENCE_RENEWAL_SECONDS, Delete, Put, Store, Unchanged
-from ecomp.store.presence import Presence, hash_token
 from ecomp.systemd import Service
 from ecomp.virt.fake import Fake
 from tests.functional.cloud import Cloud
@@ -108,7 +108,7 @@ def test_own_value_rewritten_outside_ecomp_is_not_taken_for_a_copy(etcd: Etcd, s
 
 def test_start_after_a_boot_waits_for_the_old_lease(store: Store, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that the previous boot's lease expires, while the lease of a live copy does not."""
-    monkeypatch.setattr('ecomp.store.presence.LEASE_SECONDS', 1)
+    monkeypatch.setattr('ecomp.shared.presence.LEASE_SECONDS', 1)
     key, lost = prefix + 'c', list[str]()
     original = make_copy_presence(store, key, 'original', lost, boot='one')
     original.start()
@@ -152,7 +152,7 @@ def test_token_is_stored_as_a_hash(store: Store, prefix: str) -> None:
 
 def test_key_without_a_lease_is_overwritten(store: Store, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check that one such write does not make a compute read-only permanently."""
-    monkeypatch.setattr('ecomp.store.presence.LEASE_SECONDS', 1)
+    monkeypatch.setattr('ecomp.shared.presence.LEASE_SECONDS', 1)
     key, lost = prefix + 'c', list[str]()
     foreign = Put(key, json.dumps({'token': 'theirs', 'hostname': 'elsewhere', 'since': 'now'}))
     store.commit([], [foreign])
@@ -166,7 +166,7 @@ def test_key_without_a_lease_is_overwritten(store: Store, prefix: str, monkeypat
 
 
 def test_lost_lease_is_replaced(store: Store, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr('ecomp.store.presence.LEASE_SECONDS', 1)
+    monkeypatch.setattr('ecomp.shared.presence.LEASE_SECONDS', 1)
     key, lost = prefix + 'c', list[str]()
     with start_and_stop(make_presence(store, key, 'mine', lost)):
         entry = read_entry(store, key)
@@ -272,7 +272,7 @@ class UnrenewingStore(Store):
 
 
 def test_unrenewed_lease_is_reported_and_replaced(etcd: Etcd, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr('ecomp.store.presence.LEASE_SECONDS', 1)
+    monkeypatch.setattr('ecomp.shared.presence.LEASE_SECONDS', 1)
     lost, recovered, key = list[str](), list[bool](), prefix + 'c'
     with closing(UnrenewingStore(EtcdConfig((etcd.endpoint,)))) as store:
         presence = Presence(store, key, FACTS, lost.append, on_back=lambda: recovered.append(True))
@@ -293,7 +293,7 @@ def test_unexpected_errors_end_no_renewal(store: Store, prefix: str, monkeypatch
     presence = UnthreadedPresence(store, prefix + 'c', FACTS, lost.append)
     with start_and_stop(presence), monkeypatch.context() as patch:
         # As for a process that may start no thread for a new connection, for longer than its lease lasts.
-        patch.setattr('ecomp.store.presence.LEASE_SECONDS', 0)
+        patch.setattr('ecomp.shared.presence.LEASE_SECONDS', 0)
         for name in ('get', 'keep_alive'):
             patch.setattr(store, name, lambda _: (_ for _ in ()).throw(RuntimeError("can't start new thread")))
         presence.renew_and_check()
@@ -485,7 +485,7 @@ def test_start_that_fails_leaves_no_presence(cloud: Cloud, tmp_path: Path, monke
     backends = EtcdConfig((cloud.etcd.endpoint,)), PlacementConfig(cloud.server.url)
     config = ComputeConfig(etcd=backends[0], placement=backends[1], state=tmp_path, inventory={'VCPU': 1})
     with ExitStack() as at_exit:
-        process = Process(config, Fake('', None), False, Service(), at_exit)
+        process = ComputeProcess(config, Fake('', None), False, Service(), at_exit)
         process.register()
         with pytest.raises(RuntimeError, match='new thread'):
             process.run()

@@ -17,7 +17,8 @@ from ecomp.placement.client import Placement
 from ecomp.scheduler.changes.change import destroy
 from ecomp.scheduler.placing.claim import abandon
 from ecomp.scheduler.placing.enqueue import enqueue
-from ecomp.store.client import Put, Store, Unchanged, read_pending_instances
+from ecomp.shared.attempts import read_pending_instances
+from ecomp.store.client import Put, Store, Unchanged
 from tests.functional.cloud import OWNER, SMALL, Cloud, interpose, make_uuid
 from tests.functional.queueing import assert_taken, assert_waiting, make_entry, make_taker, put_in_queue, queue_request
 from tests.kit.proxy import Proxy

@@ -22,8 +22,8 @@ from ecomp.lab import elab
 from ecomp.model import cluster, keys, roles
 from ecomp.model.roles import Permission
 from ecomp.model.stored import decode
+from ecomp.shared.presence import Presence
 from ecomp.store.client import Put, Unchanged
-from ecomp.store.presence import Presence
 from ecomp.store.roles import Accounts
 from ecomp.tls import ETCD_SENTENCES, TlsFailure
 from tests.functional.present import start_and_stop

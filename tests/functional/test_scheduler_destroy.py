@@ -32,8 +32,8 @@ from ecomp.model.stored import encode
 from ecomp.scheduler.changes.change import Acceptance, change_power, clear, destroy
 from ecomp.scheduler.changes.wait import Deadline, Wait, wait_for_power
 from ecomp.scheduler.queries.find import find, find_living, resolve
+from ecomp.shared.places import MAX_SEARCHED_COMPUTES, KeyIndex, read_index
 from ecomp.store.client import Delete, Put, Snapshot, Store
-from ecomp.store.sharing import MAX_SEARCHED_COMPUTES, KeyIndex, read_index
 from tests.functional.cloud import IMAGE, SMALL, Cloud, CountingStore, interpose, make_uuid
 from tests.kit.servers import SLOWDOWN_FACTOR, Etcd, wait_until
 from tests.kit.store_client import read_entry

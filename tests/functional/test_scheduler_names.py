@@ -15,8 +15,8 @@ from ecomp.model.stored import decode, encode
 from ecomp.scheduler.changes.change import destroy
 from ecomp.scheduler.placing.claim import DeliveryOutcome
 from ecomp.scheduler.queries.find import find, find_living, resolve
+from ecomp.shared.names import release_name, restore_name
 from ecomp.store.client import Put, Store
-from ecomp.store.sharing import release_name, restore_name
 from tests.functional.cloud import IMAGE, Cloud, make_uuid
 from tests.kit.proxy import Proxy
 from tests.kit.store_client import read_entry

@@ -21,8 +21,8 @@ from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, WAIT_R
 from ecomp.model.stored import encode
 from ecomp.scheduler.changes import wait as wait_module
 from ecomp.scheduler.changes.wait import Deadline, InstanceFollower, Wait, wait_for_stage, wait_until_gone
+from ecomp.shared.places import KeyIndex
 from ecomp.store.client import Delete, Put, Store
-from ecomp.store.sharing import KeyIndex
 from tests.functional.cloud import IMAGE, Cloud, make_uuid
 from tests.kit.servers import SLOWDOWN_FACTOR, free_port, wait_until
 

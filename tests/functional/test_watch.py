@@ -23,10 +23,10 @@ from ecomp.model import cluster, keys
 from ecomp.model.cluster import KnownCluster
 from ecomp.model.record import ERROR, Failure, Record
 from ecomp.model.stored import encode
+from ecomp.shared.ends import write_final_record
+from ecomp.shared.presence import Presence
 from ecomp.store.client import Delete, Entry, Guard, Put, Store, Unchanged
-from ecomp.store.presence import Presence
 from ecomp.store.roles import etcdrpc  # this module makes protobuf load it
-from ecomp.store.sharing import write_final_record
 from ecomp.store.watch import Follower
 from tests.functional.present import start_and_stop
 from tests.kit.proxy import Proxy

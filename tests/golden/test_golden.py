@@ -28,7 +28,7 @@ from ecomp.model.finding import COMPUTE_WARNINGS, SCHEDULE_WARNINGS
 from ecomp.model.order import NameOwner
 from ecomp.model.queue import QueueTaker
 from ecomp.model.stored import decode, decode_lenient, encode
-from ecomp.store import sharing
+from ecomp.shared import notes
 from ecomp.store.client import Store
 from tests.golden import scene
 from tests.kit.in_process import InMemoryPlacement, InProcessPlacement, remove_providers, start_placement
@@ -267,7 +267,7 @@ REWRITERS: dict[str, Callable[[str, bytes], str]] = {
     keys.QUOTAS: lambda key, value: encode(decode(quota.Quota, value, project=keys.get_last_part(key))),
     keys.FLAVORS: lambda key, value: encode(decode(flavor.Flavor, value, name=keys.get_last_part(key))),
     keys.USER_DATA: rewrite_user_data,
-    keys.RELEASED: lambda _, value: sharing.released_to_json(sharing.released_from_json(value)),
+    keys.RELEASED: lambda _, value: notes.released_to_json(notes.released_from_json(value)),
     keys.FINDINGS: lambda key, value: encode_report(parse_report(keys.get_last_part(key), value)),
     keys.CLUSTER: lambda _, value: encode(decode(cluster.ClusterIdentity, value)),
     'the known etcd': lambda _, value: encode(decode(cluster.KnownCluster, value)),

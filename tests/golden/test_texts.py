@@ -66,7 +66,9 @@ AGGREGATE = 'a66e9a7e-0000-4000-8000-000000000001'
 SECRETS = re.compile('hunter2|canary')
 # What Python's own readers say differs between its versions.
 OF_PYTHON = re.compile('(is not a URL|not JSON): .*')
-GUEST = guests.Guest(INSTANCE, 'web1', (('default', 'ssh-ed25519 AAAA me@here'), ('second', 'ssh-rsa BBBB')), b'#!user')
+GUEST = guests.KnownGuest(
+    INSTANCE, 'web1', (('default', 'ssh-ed25519 AAAA me@here'), ('second', 'ssh-rsa BBBB')), b'#!user'
+)
 GUEST_FILE = {'version': 1, 'instance': INSTANCE, 'mac': MAC, 'hostname': 'web1', 'public_keys': None}
 
 

@@ -83,7 +83,7 @@ class Hypervisor:
             inside = host.lab.processes[f'{self.name} virtlogd'].pid
             pid = WarmProcess(command, self.directory, env, log.fileno(), log.fileno(), inside).pid
         host.lab.record_process(
-            self._process_name, machine.Process(self._process_name, pid, machine.read_start_time(pid) or 0)
+            self._process_name, machine.ServerProcess(self._process_name, pid, machine.read_start_time(pid) or 0)
         )
 
     def wait_ready(self) -> None:

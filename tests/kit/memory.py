@@ -19,7 +19,7 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import Unreachable
 from ecomp.placement.http_client import Answer, Connections
 from ecomp.store import http2_client
-from ecomp.store.messages import Grant, Range, Removal, Request, Revoke, Transaction, Write
+from ecomp.store.messages import Grant, KeyDeletion, Range, Request, Revoke, Transaction, Write
 from tests.kit.memory_etcd import Etcd as EtcdContents
 from tests.kit.memory_etcd import MemoryMember, NoWorld
 from tests.kit.memory_placement import Json, PlacementModel, answer_request
@@ -117,7 +117,7 @@ def _parse_gateway_call(path: str, body: Mapping[str, Any]) -> Request:
         return Transaction(success=[Write(key, base64.b64decode(body['value']), int(body.get('lease', 0)))])
     if path == 'kv/deleterange':
         assert not end, 'a range is deleted key by key'
-        return Transaction(success=[Removal(key)])
+        return Transaction(success=[KeyDeletion(key)])
     if path == 'lease/grant':
         return Grant(int(body['TTL']))
     assert path in ('lease/revoke', 'kv/lease/revoke'), f'the etcd in memory does not answer {path}'

@@ -28,8 +28,8 @@ from ecomp.store.messages import (
     Comparison,
     Grant,
     KeepAlive,
+    KeyDeletion,
     Range,
-    Removal,
     Request,
     Revoke,
     Rewrite,
@@ -397,7 +397,7 @@ def make_condition(comparison: Comparison) -> Unchanged | Exists:
     return Exists(key) if comparison.result == GREATER else Unchanged(key, comparison.revision)
 
 
-def make_operation(request: Range | Write | Rewrite | Removal) -> Put | Touch | Delete | Range:
+def make_operation(request: Range | Write | Rewrite | KeyDeletion) -> Put | Touch | Delete | Range:
     if isinstance(request, Range):
         return request
     key = decode_key(request.key)

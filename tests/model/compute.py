@@ -29,7 +29,7 @@ from ecomp.model.audit import find_all
 from ecomp.model.finding import Finding, Repair
 from ecomp.model.guest import DEFAULT_NETWORKS, Address, Guest, GuestSpec
 from ecomp.placement.allocations import Consumer, read_provider_allocations
-from ecomp.store.presence import Presence
+from ecomp.shared.presence import Presence
 from ecomp.virt.fake import FakeHypervisor
 from tests.kit.memory_etcd import Etcd
 from tests.model.acting import Call

@@ -19,8 +19,8 @@ from ecomp.store.messages import (
     Comparison,
     Grant,
     KeepAlive,
+    KeyDeletion,
     Range,
-    Removal,
     Request,
     Revoke,
     Rewrite,
@@ -172,16 +172,16 @@ class MemberPair:
         revision = current if self.rng.random() < 0.8 else self.pick_revision()
         return lambda which: Comparison(key, EQUAL, revision[which])
 
-    def make_operations(self, number: int) -> list[Callable[[int], Range | Write | Removal]]:
+    def make_operations(self, number: int) -> list[Callable[[int], Range | Write | KeyDeletion]]:
         """Return reads or writes; no request of ecomp has both in one branch."""
         if self.rng.random() < 0.2:
             return [self.make_range() for _ in range(number)]
         return [self.make_write() for _ in range(number)]
 
-    def make_write(self) -> Callable[[int], Write | Removal]:
+    def make_write(self) -> Callable[[int], Write | KeyDeletion]:
         key = self.pick_key()
         if self.rng.random() < 0.3:
-            return lambda _: Removal(key)
+            return lambda _: KeyDeletion(key)
         value = str(self.rng.randint(0, 9)).encode()
         lease = self.pick_lease() if self.rng.random() < 0.3 else (0, 0)
         return lambda which: Write(key, value, lease[which])

@@ -92,16 +92,16 @@ HOST = {
         'addresses_unavailable',
     ),
     'a copy of a compute is the same compute': make_bug(
-        'ecomp.store.presence:Presence._read_entry', never('_revision', '_value'), 'copied_host'
+        'ecomp.shared.presence:Presence._read_entry', never('_revision', '_value'), 'copied_host'
     ),
     'a full etcd takes no deletes of a compute without a lease': make_bug(
-        'ecomp.store.presence:Presence._publish', never('_revision'), 'etcd_full'
+        'ecomp.shared.presence:Presence._publish', never('_revision'), 'etcd_full'
     ),
     'a compute does not keep its presence': make_bug(
-        'ecomp.store.presence:Presence._publish', drop_argument('Put', 'lease'), 'one_name'
+        'ecomp.shared.presence:Presence._publish', drop_argument('Put', 'lease'), 'one_name'
     ),
     'facts are not on the lease of the presence': make_bug(
-        'ecomp.store.presence:Presence._write_attached',
+        'ecomp.shared.presence:Presence._write_attached',
         drop_argument('Put', '_lease_id'),
         'sample_while_facts_are_published',
     ),
@@ -243,7 +243,7 @@ SETTLED = {
         'destroy_unanswered_beside_stop',
     ),
     'a delivery whose effect is used is called undone': make_bug(
-        'ecomp.store.sharing:find_delivery', return_constant(None), 'delivery_unanswered_and_stopped'
+        'ecomp.shared.ends:find_delivery', return_constant(None), 'delivery_unanswered_and_stopped'
     ),
 }
 SHARED = {
@@ -251,22 +251,22 @@ SHARED = {
         'ecomp.scheduler.operations.sharing:recount_quota', replace_condition('False', 'now'), 'first_quota'
     ),
     'an end leaves its place in the group': make_bug(
-        'ecomp.store.sharing:release_shared_keys', drop_statement('make_group_operation'), 'built_and_destroyed'
+        'ecomp.shared.ends:release_shared_keys', drop_statement('make_group_operation'), 'built_and_destroyed'
     ),
     'an end leaves its quota': make_bug(
-        'ecomp.store.sharing:release_shared_keys', drop_statement('make_quota_put'), 'built_and_destroyed'
+        'ecomp.shared.ends:release_shared_keys', drop_statement('make_quota_put'), 'built_and_destroyed'
     ),
     'an end leaves its address': make_bug(
         'ecomp.agent.instance.records:Records.end', drop_statement('address'), 'built_and_destroyed'
     ),
     'a quota is not compared': make_bug(
-        'ecomp.store.sharing:charge_quota', drop_operand('unchanged', place=-1), 'quota_of_one'
+        'ecomp.shared.names:charge_quota', drop_operand('unchanged', place=-1), 'quota_of_one'
     ),
     'a quota that is not there is not compared': make_bug(
-        'ecomp.store.sharing:charge_quota', drop_operand('unchanged', place=0), 'first_quota'
+        'ecomp.shared.names:charge_quota', drop_operand('unchanged', place=0), 'first_quota'
     ),
     'a group is not compared': make_bug(
-        'ecomp.store.sharing:join_group', drop_operand('unchanged'), 'strict_anti_affinity'
+        'ecomp.shared.names:join_group', drop_operand('unchanged'), 'strict_anti_affinity'
     ),
     'a name is not compared': make_bug(
         'ecomp.scheduler.queries.find:reserve_names',

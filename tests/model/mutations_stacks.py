@@ -51,7 +51,7 @@ EVACUATED = {
         'ecomp.scheduler.queries.stacks:make_move', replace_return('([silent], [])'), 'evacuated_beside_replace'
     ),
     'the end of an evacuated instance releases the charge of its replacement': make_bug(
-        'ecomp.store.sharing:release_shared_keys', drop_operand('replaced_by'), 'evacuated_while_its_host_returns'
+        'ecomp.shared.ends:release_shared_keys', drop_operand('replaced_by'), 'evacuated_while_its_host_returns'
     ),
     'a host forget releases the charge of the replacement': make_bug(
         'ecomp.scheduler.operations.audit:Repairs._release',

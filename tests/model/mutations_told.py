@@ -90,7 +90,7 @@ REPORTED = {
         'ecomp.agent.instance.records:_publish', never('is_new', 'queued'), 'accepted_by_two'
     ),
     'a compute that publishes does not restore groups': make_bug(
-        'ecomp.store.sharing:rejoin_group', replace_return('([unchanged], [])'), 'accepted_and_destroyed'
+        'ecomp.shared.names:rejoin_group', replace_return('([unchanged], [])'), 'accepted_and_destroyed'
     ),
     # Claims of another attempt, and what may run on a silent compute (rule: claim-stays)
     'the claim of another attempt is moved to another compute': make_bug(
@@ -163,7 +163,7 @@ REPORTED = {
 PAIRED = {
     'neither the mark nor the lease fences a taker': make_pair(
         make_bug('ecomp.agent.queue:Taker._move', drop_operand('mark_key', 'Unchanged')),
-        make_bug('ecomp.store.presence:Presence._record_revision', drop_statement('fence')),
+        make_bug('ecomp.shared.presence:Presence._record_revision', drop_statement('fence')),
         'frozen_taker_forgotten',
     ),
     'a move compares neither its mark nor the queue entry': make_bug(

@@ -9,7 +9,7 @@ import pytest
 from ecomp.errors import Conflict
 from ecomp.model import keys
 from ecomp.model.json_object import dump, load_object
-from ecomp.model.stack import Entry, Stack
+from ecomp.model.stack import Stack, StackEntry
 from ecomp.model.stored import decode, encode
 from ecomp.scheduler.changes.change import clear
 from ecomp.store.client import Delete, Put
@@ -28,7 +28,7 @@ def cloud() -> Iterator[Cloud]:
         yield quiet
 
 
-def read_entry(cloud: Cloud) -> Entry:
+def read_entry(cloud: Cloud) -> StackEntry:
     """Return the only entry of the stack's key."""
     return decode(Stack, cloud.etcd.entries[keys.stack(STACK)].value, name=STACK).entries[WEB]
 
@@ -116,4 +116,4 @@ def test_removed_record_of_a_replaced_instance_does_not_end_its_entry(cloud: Clo
         run_apply(cloud, make_file(WEB, **image), replace_all=True)
         host.plan(4)
     assert clear(cloud.store).removed
-    assert read_entry(cloud) == Entry(2, A)
+    assert read_entry(cloud) == StackEntry(2, A)

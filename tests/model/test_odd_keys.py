@@ -25,8 +25,8 @@ from ecomp.scheduler.operations.decommission import disable, enable, list_inhabi
 from ecomp.scheduler.operations.forget import forget
 from ecomp.scheduler.operations.sharing import require_quota, set_limits
 from ecomp.scheduler.queries.find import find
+from ecomp.shared.notes import read_highest_released
 from ecomp.store.client import Delete, Put
-from ecomp.store.sharing import read_highest_released
 from tests.model.cloud import FLAVOR, QUERY, SIZE, A, B, Cloud, U, V, W
 from tests.model.explorer import open_quiet_cloud
 from tests.model.virtual import NOW

@@ -162,7 +162,7 @@ ROWS = (
     ),
     Row(
         'a copy of a compute keeps the signs of life of the original fresh',
-        'ecomp/store/presence.py',
+        'ecomp/shared/presence.py',
         'if self._life_leases and not self._is_lost:',
         'if self._life_leases:',
         ('tests/functional/test_presence.py::test_process_that_lost_its_presence_does_not_seem_alive',),
@@ -313,14 +313,14 @@ ROWS = (
     ),
     Row(
         'a delivery without an answer, of what has ended since, counts as not delivered',
-        'ecomp/store/sharing.py',
+        'ecomp/shared/ends.py',
         'return record.revision if record is not None else None',
         'return None',
         ('tests/functional/test_scheduler_lost.py::test_lost_delivery_of_what_has_ended_since_is_reported_as_done',),
     ),
     Row(
         'the life lease is not renewed at a start',
-        'ecomp/store/presence.py',
+        'ecomp/shared/presence.py',
         'exist = bool(ages) and None not in ages and self._store.keep_alive(known_leases[0]) > 0',
         'exist = bool(ages) and None not in ages',
         ('tests/functional/test_presence.py::test_first_life_lease_is_renewed_and_the_anchor_is_not',),

@@ -42,9 +42,9 @@ from ecomp.model.stack import Stack
 from ecomp.model.stored import decode, decode_lenient, encode, nested
 from ecomp.model.trouble import parse_trouble
 from ecomp.model.world import HostFacts, Planes, ProviderState, World, index_revisions, list_hosts
+from ecomp.shared.notes import released_from_json, released_to_json
+from ecomp.shared.presence import _format_field, _parse_holder
 from ecomp.store.client import Entry
-from ecomp.store.presence import _format_field, _parse_holder
-from ecomp.store.sharing import released_from_json, released_to_json
 from tests.kit.forms import ALL_LOOKS, make_documents, render_all
 from tests.kit.hostile import COMPUTE, IMAGE, INSTANCE, OTHER_UUID, make_request
 

@@ -23,7 +23,7 @@ from ecomp.model.guest import parse_shared_user_data
 from ecomp.model.stored import decode, decode_lenient
 from ecomp.placement import allocations, providers
 from ecomp.placement.client import Placement
-from ecomp.store.sharing import released_from_json
+from ecomp.shared.notes import released_from_json
 from tests.kit.hostile import COMPUTE, INSTANCE
 from tests.kit.transcript import compare_with_file
 from tests.security.answers import CALLS_AND_ANSWERS, CannedPlacement

@@ -20,11 +20,11 @@ from ecomp.model.order import MAX_REQUEST_BYTES, InvalidRequest, parse_request
 from ecomp.model.queue import Backlog, QueueEntry, WaitingEntry, update_backlog
 from ecomp.model.stored import decode, encode, nested
 from ecomp.scheduler.queries.stacks import load_stack
+from ecomp.shared.places import find_by_listing, read_index
 from ecomp.store import connection as paging
 from ecomp.store import http2_client
 from ecomp.store import watch as keeping
 from ecomp.store.client import Entry, Put, Unchanged
-from ecomp.store.sharing import find_by_listing, read_index
 from ecomp.store.watch import SMALL_VALUE_BYTES, EntryCache, Follower
 from tests.kit.audit import run_audit
 from tests.kit.by_hand import make_request, put_claim

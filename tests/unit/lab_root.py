@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ecomp.lab import machine, state
-from ecomp.lab.machine import Process
+from ecomp.lab.machine import ServerProcess
 from ecomp.lab.network import Layout
 from ecomp.lab.state import Lab
 
@@ -32,7 +32,7 @@ def fake_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, 'list_namespaces', lambda _: [])
 
 
-def make_lab(root: Path, name: str = 'one', hosts: int = 1, **processes: Process) -> Lab:
+def make_lab(root: Path, name: str = 'one', hosts: int = 1, **processes: ServerProcess) -> Lab:
     """Save a lab, with these processes as its started servers."""
     (root / name).mkdir(exist_ok=True)
     lab = Lab(root / name, Layout(name, IPv4Network('10.33.0.0/16')), hosts, dict(processes))

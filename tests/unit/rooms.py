@@ -1,7 +1,8 @@
 """Layers of the product: what each may import, and where libraries and risky calls go.
 
-The direction of imports: front doors → what they start; agent → placement, store, virt, model; cli → scheduler,
-placement, store, model; scheduler → placement, store, model; boundaries → model; all → errors and configuration values.
+The direction of imports: front doors → what they start; agent → placement, shared, virt, model; cli → scheduler,
+placement, shared, model; scheduler → placement, shared, model; shared → store; boundaries → model; all → errors and
+configuration values.
 No module imports a front door.
 """
 
@@ -12,11 +13,11 @@ AGENT_IMPORTS = {
     *('ecomp', 'ecomp.addresses', 'ecomp.yaml_file', 'ecomp.errors'),
     *('ecomp.backends', 'ecomp.failpoints', 'ecomp.systemd', 'ecomp.tls', 'ecomp.version'),
     *('ecomp.files', 'ecomp.conf', 'ecomp.compute_conf', 'ecomp.log', 'ecomp.model', 'ecomp.placement'),
-    *('ecomp.metrics', 'ecomp.store', 'ecomp.virt'),
+    *('ecomp.metrics', 'ecomp.shared', 'ecomp.store', 'ecomp.virt'),
 }
 SCHEDULER_IMPORTS = {
     *('ecomp.errors', 'ecomp.failpoints', 'ecomp.conf', 'ecomp.metrics', 'ecomp.model', 'ecomp.placement'),
-    'ecomp.store',
+    *('ecomp.shared', 'ecomp.store'),
 }
 
 # {layer: modules of ours that it may import beside itself}. The longest matching prefix of a module is its layer.
@@ -38,10 +39,9 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     'ecomp.conf': {'ecomp.yaml_file', 'ecomp.model'},
     'ecomp.compute_conf': {'ecomp.conf', 'ecomp.errors', 'ecomp.yaml_file', 'ecomp.model'},
     'ecomp.model': {'ecomp.errors'},
-    'ecomp.backends': {
-        *('ecomp.errors', 'ecomp.conf', 'ecomp.model', 'ecomp.placement', 'ecomp.store', 'ecomp.tls')
-    },
+    'ecomp.backends': {*('ecomp.errors', 'ecomp.conf', 'ecomp.model', 'ecomp.placement', 'ecomp.store', 'ecomp.tls')},
     'ecomp.placement': {'ecomp.errors', 'ecomp.conf', 'ecomp.metrics', 'ecomp.model', 'ecomp.tls'},
+    'ecomp.shared': {'ecomp.errors', 'ecomp.model', 'ecomp.store'},
     'ecomp.store': {'ecomp.errors', 'ecomp.conf', 'ecomp.metrics', 'ecomp.model', 'ecomp.tls'},
     'ecomp.virt': {
         *('ecomp.addresses', 'ecomp.errors', 'ecomp.failpoints', 'ecomp.files', 'ecomp.conf', 'ecomp.metrics'),
@@ -78,7 +78,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     },
     'ecomp.cli': {
         *('ecomp.backends', 'ecomp.errors', 'ecomp.conf', 'ecomp.files', 'ecomp.version', 'ecomp.yaml_file'),
-        *('ecomp.yaml_graph', 'ecomp.metrics', 'ecomp.model', 'ecomp.placement', 'ecomp.store'),
+        *('ecomp.yaml_graph', 'ecomp.metrics', 'ecomp.model', 'ecomp.placement', 'ecomp.shared', 'ecomp.store'),
         *('ecomp.scheduler.queries', 'ecomp.scheduler.changes', 'ecomp.scheduler.operations'),
         'ecomp.scheduler.placing',
     },

@@ -20,7 +20,7 @@ from ecomp.model.guest import (
     UNFILTERED,
     UNLIKE,
     UNPLUGGED,
-    Trouble,
+    GuestTrouble,
 )
 from ecomp.model.host import StoredHostname
 from ecomp.model.order import Request
@@ -62,7 +62,7 @@ def make_facts_change(**changed: object) -> Callable[[WorldBuilder], None]:
     return lambda world: world.facts.update({ONE: replace(world.facts[ONE], **changed)})
 
 
-def make_trouble_change(*troubles: Trouble, **size: int) -> Callable[[WorldBuilder], None]:
+def make_trouble_change(*troubles: GuestTrouble, **size: int) -> Callable[[WorldBuilder], None]:
     return lambda world: world.add_guest(ONE, ACTIVE, troubles=troubles, size=size)
 
 
@@ -233,16 +233,16 @@ DEFECTS: list[tuple[str, str, Callable[[WorldBuilder], object]]] = [
     ('reservation-orphaned', ACTIVE, lambda w: w.add_reservation(TWO, ACTIVE, '10.0.0.1')),
     ('reservation-missing', ACTIVE, remove_reservation),
     ('reservation-differs', OFF, lambda w: w.add_reservation(ONE, OFF, '10.0.0.9')),
-    ('domain-differs', ACTIVE, make_trouble_change(Trouble(UNPLUGGED, ' (vnet0): network default is off'))),
-    ('domain-differs', ACTIVE, make_trouble_change(Trouble(INTERFACE_DOWN, ' (vnet0)'))),
-    ('domain-differs', ACTIVE, make_trouble_change(Trouble(PAUSED))),
+    ('domain-differs', ACTIVE, make_trouble_change(GuestTrouble(UNPLUGGED, ' (vnet0): network default is off'))),
+    ('domain-differs', ACTIVE, make_trouble_change(GuestTrouble(INTERFACE_DOWN, ' (vnet0)'))),
+    ('domain-differs', ACTIVE, make_trouble_change(GuestTrouble(PAUSED))),
     ('domain-differs', ACTIVE, make_trouble_change(VCPU=3)),
     ('domain-differs', OFF, lambda w: w.add_guest(ONE, OFF, running=False, size={'VCPU': 2})),
-    ('filter-missing', ACTIVE, make_trouble_change(Trouble(UNFILTERED, ' (vnet0): RULE_DELETE failed'))),
+    ('filter-missing', ACTIVE, make_trouble_change(GuestTrouble(UNFILTERED, ' (vnet0): RULE_DELETE failed'))),
     (
         'metadata-refused',
         ACTIVE,
-        make_trouble_change(Trouble(REFUSED_METADATA, ': no current DHCP lease')),
+        make_trouble_change(GuestTrouble(REFUSED_METADATA, ': no current DHCP lease')),
     ),
     ('dhcp-open', ONE, make_facts_change(open_dhcp=frozenset({'default'}))),
     ('base-differs', ONE, make_facts_change(bad_bases=frozenset({'ab12'}))),
@@ -265,7 +265,9 @@ def test_each_defect_yields_its_code_alone(
 
 
 def test_each_trouble_of_a_guest_is_reported(world: WorldBuilder) -> None:
-    make_trouble_change(Trouble(PAUSED), Trouble(CRASHED), Trouble(UNFILTERED, ' (vnet0)'), VCPU=3)(world)
+    make_trouble_change(GuestTrouble(PAUSED), GuestTrouble(CRASHED), GuestTrouble(UNFILTERED, ' (vnet0)'), VCPU=3)(
+        world
+    )
     summary = f'its record has state active on compute {ONE}, but'
     expected = [f'{summary} {PAUSED}', f'{summary} {UNFILTERED} (vnet0)', f'{summary} {UNLIKE}: VCPU:3 for 1']
     assert [finding.sentence for finding in world.audit()] == expected

@@ -28,7 +28,7 @@ from ecomp.model.explain import (
     sort_misses,
 )
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group
-from ecomp.model.moves import Guest, Move, plan_moves
+from ecomp.model.moves import Evacuee, Move, plan_moves
 from ecomp.model.order import InvalidRequest, Request
 from ecomp.model.query import (
     Amount,
@@ -244,11 +244,11 @@ def test_named_lists_classes_and_traits() -> None:
 # Where the guests of dead hosts would go.
 
 
-def make_guest(name: str, compute: str, query: str = '1', group: Group | None = None, weigh: str = SPREAD) -> Guest:
+def make_guest(name: str, compute: str, query: str = '1', group: Group | None = None, weigh: str = SPREAD) -> Evacuee:
     """Make a guest whose query is its number of VCPU."""
     why = PlacementReason(weigh, None, 1)
     membership = group.membership if group else None
-    return Guest(compute, Request(name, {compute: {'VCPU': 1}}, name=name, query=query, group=membership, why=why))
+    return Evacuee(compute, Request(name, {compute: {'VCPU': 1}}, name=name, query=query, group=membership, why=why))
 
 
 def make_planner(
@@ -310,7 +310,7 @@ def test_what_has_no_answer_has_no_place_and_may_be_unknown() -> None:
     on_a, on_b = '1&in_tree=a', '1&in_tree=b'
     planner = make_planner({'a': 5, 'b': 5}, ('1&limit=2', '1&limit=3', on_b), refusals={'odd': 'placement refuses it'})
     guests = [make_guest(query, 'a', query) for query in ('odd', on_a, on_b, '1&limit=2', '1&limit=3', '')]
-    guests.append(Guest('a', InvalidRequest('malformed', 'it is no JSON')))
+    guests.append(Evacuee('a', InvalidRequest('malformed', 'it is no JSON')))
     plan = plan_moves(planner, guests, {'a'})
     assert {move.guest.request.instance: move.is_known for move in plan if move.candidate is None} == {
         'odd': True, on_a: True, '1&limit=2': False, '': False, 'malformed': False,
@@ -378,14 +378,14 @@ def test_what_a_dead_host_shares_is_no_candidate() -> None:
     assert all('a' not in move.candidate.allocations for move in plan if move.candidate)
 
 
-def make_cluster(rng: random.Random) -> tuple[Planner, dict[str, list[Guest]]]:
+def make_cluster(rng: random.Random) -> tuple[Planner, dict[str, list[Evacuee]]]:
     """Make a random cluster of twelve hosts with 60 guests of six kinds and three queries."""
     hosts = [f'h{number}' for number in range(12)]
     weigh = rng.choice([SPREAD, PACK, FIRST])
     policies = [(policy, strict) for policy in (AFFINITY, ANTI_AFFINITY) for strict in (True, False)]
     kinds = [None, None, *(Group(f'{policy}-{strict}', policy, strict) for policy, strict in policies)]
     members: dict[str, dict[str, str]] = {kind.name: {} for kind in kinds if kind}
-    guests: dict[str, list[Guest]] = {host: [] for host in hosts}
+    guests: dict[str, list[Evacuee]] = {host: [] for host in hosts}
     home = rng.choice(hosts)
     for number in range(60):
         kind, host = rng.choice(kinds), rng.choice(hosts)

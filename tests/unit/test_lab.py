@@ -25,7 +25,7 @@ from ecomp.errors import EcompError, UsageError
 from ecomp.lab import guest, machine, state
 from ecomp.lab.elab import main
 from ecomp.lab.hosts import render_mdserver_conf
-from ecomp.lab.machine import Process
+from ecomp.lab.machine import ServerProcess
 from ecomp.lab.network import (
     CONTROL,
     DNSMASQ,
@@ -117,7 +117,7 @@ def test_network_xml_is_open_and_has_the_metadata_address() -> None:
 # A lab's saved state, its processes and its lock.
 
 
-def run_to_end(directory: Path, script: str) -> Process:
+def run_to_end(directory: Path, script: str) -> ServerProcess:
     """Run a shell script in place of a server, to its end."""
     process = machine.start('server', ['sh', '-c', script], directory / 'log')
     while machine.is_alive(process):
@@ -126,7 +126,7 @@ def run_to_end(directory: Path, script: str) -> Process:
 
 
 def test_saved_lab_is_loaded_unchanged(tmp_path: Path) -> None:
-    lab = make_lab(tmp_path, hosts=2, etcd=Process('etcd', 4711, 99))
+    lab = make_lab(tmp_path, hosts=2, etcd=ServerProcess('etcd', 4711, 99))
 
     assert state.load('one', tmp_path) == lab
     assert [saved_lab.layout.name for saved_lab in state.list_labs(tmp_path)] == ['one']
@@ -134,7 +134,7 @@ def test_saved_lab_is_loaded_unchanged(tmp_path: Path) -> None:
 
 
 def test_processes_of_another_boot_are_forgotten(tmp_path: Path) -> None:
-    make_lab(tmp_path, hosts=2, etcd=Process('etcd', 4711, 99))
+    make_lab(tmp_path, hosts=2, etcd=ServerProcess('etcd', 4711, 99))
     written = tmp_path / 'one/lab.json'
     written.write_text(json.dumps({**json.loads(written.read_text()), 'boot': 'another'}))
 
@@ -146,9 +146,9 @@ def test_reused_pid_is_not_the_recorded_process() -> None:
     started = machine.read_start_time(me)
     assert started is not None
 
-    assert machine.is_alive(Process('me', me, started))
-    assert not machine.is_alive(Process('an earlier one', me, started - 1))
-    machine.terminate([Process('an earlier one', me, started - 1)])  # does not end this process
+    assert machine.is_alive(ServerProcess('me', me, started))
+    assert not machine.is_alive(ServerProcess('an earlier one', me, started - 1))
+    machine.terminate([ServerProcess('an earlier one', me, started - 1)])  # does not end this process
 
 
 def test_zombie_process_counts_as_ended() -> None:
@@ -190,9 +190,9 @@ def test_dead_server_is_not_replaced_by_another_on_its_port(tmp_path: Path) -> N
 
 def test_server_does_not_run_before_it_is_recorded(tmp_path: Path) -> None:
     """An unrecorded server, left when elab up is killed, would block the port of the next one."""
-    processes: list[Process] = []
+    processes: list[ServerProcess] = []
 
-    def record_and_interrupt(_: str, process: Process) -> None:
+    def record_and_interrupt(_: str, process: ServerProcess) -> None:
         processes.append(process)
         raise KeyboardInterrupt
 

@@ -17,7 +17,7 @@ from ecomp.errors import EcompError
 from ecomp.lab import control, elab, guest, machine, state
 from ecomp.lab.elab import find_name, main, make_parser
 from ecomp.lab.hosts import COMPUTE_YAML
-from ecomp.lab.machine import Process
+from ecomp.lab.machine import ServerProcess
 from ecomp.lab.network import divide_resources, reduce_inventory
 from tests.kit.servers import make_environment
 from tests.unit.lab_root import make_lab
@@ -126,7 +126,7 @@ def test_broken_pipe_ends_silently(tmp_path: Path) -> None:
 
 
 def test_list_shows_all_labs(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    me = Process('me', os.getpid(), machine.read_start_time(os.getpid()) or 0)
+    me = ServerProcess('me', os.getpid(), machine.read_start_time(os.getpid()) or 0)
     assert main(['list']) == 0
     assert capsys.readouterr() == ('', 'no lab exists. Try: elab up\n')
     make_lab(root, 'off', 3)

@@ -19,7 +19,14 @@ from hypothesis import strategies as st
 from mdserver import conf, files, guests
 from mdserver.conf import MAX_USER_DATA_BYTES, ConfError, Config, load, parse
 from mdserver.files import Files
-from mdserver.guests import BrokenFileError, ForgedAddressError, Guest, UnknownGuestError, parse_guest, parse_leases
+from mdserver.guests import (
+    BrokenFileError,
+    ForgedAddressError,
+    KnownGuest,
+    UnknownGuestError,
+    parse_guest,
+    parse_leases,
+)
 from mdserver.metadata import find_body, make_seed, make_version_list
 from mdserver.server import make_app
 
@@ -84,7 +91,7 @@ class Host:
         self.arp.write_text(format_arp((IP, A, '0x2')))
         self.status.write_text(json.dumps([make_lease_entry()]))
 
-    def find_guest(self, address: str = IP, now: float = NOW) -> Guest:
+    def find_guest(self, address: str = IP, now: float = NOW) -> KnownGuest:
         tree = Files(conf.Config(leases=str(self.status.parent / '*.status'), neighbours=self.arp, guests=self.guests))
         return tree.read_guest(tree.find_leased_mac(address, now))
 
@@ -210,12 +217,12 @@ def test_missing_guest_fields_come_from_mdserver_conf(tmp_path: Path) -> None:
     config = conf.Config(user_data=tmp_path / 'data', public_keys=(('ops', 'ssh-rsa O'),))
     network = {'version': 2}
     filled_in = Files(config).fill_in_defaults
-    assert filled_in(Guest(UUID, 'web1', None, None, network), IP) == Guest(
+    assert filled_in(KnownGuest(UUID, 'web1', None, None, network), IP) == KnownGuest(
         UUID, 'web1', (('ops', 'ssh-rsa O'),), b'#!default', network, IP
     )
     own = parse_guest(json.dumps({'instance': UUID, 'public_keys': ['A', 'B'], 'user_data': '#!mine'}).encode(), A)
-    assert filled_in(own) == Guest(UUID, UUID, (('default', 'A'), ('key-1', 'B')), b'#!mine')
-    assert filled_in(Guest(UUID, 'web1', (), b'')) == Guest(UUID, 'web1', (), b'')
+    assert filled_in(own) == KnownGuest(UUID, UUID, (('default', 'A'), ('key-1', 'B')), b'#!mine')
+    assert filled_in(KnownGuest(UUID, 'web1', (), b'')) == KnownGuest(UUID, 'web1', (), b'')
 
 
 def test_unusable_guest_file_is_broken(host: Host) -> None:
@@ -241,8 +248,8 @@ def test_unusable_guest_file_is_broken(host: Host) -> None:
 
 
 KEYS = (('default', 'ssh-ed25519 AAAA me@here'), ('second', 'ssh-rsa BBBB 100%: ü\U0001f511'))
-GUEST = Guest(UUID, 'web1', KEYS, b'\x1f\x8b\x00binary\n', address='192.168.122.7')
-BARE = Guest(UUID, UUID, address='192.168.122.7')
+GUEST = KnownGuest(UUID, 'web1', KEYS, b'\x1f\x8b\x00binary\n', address='192.168.122.7')
+BARE = KnownGuest(UUID, UUID, address='192.168.122.7')
 NETWORK = {'version': 2, 'ethernets': {'eth0': {'match': {'macaddress': '52:54:00:aa:00:01'}, 'dhcp4': True}}}
 
 
@@ -251,7 +258,7 @@ def test_the_root_lists_the_versions() -> None:
 
 
 @pytest.mark.parametrize('guest', [GUEST, BARE], ids=['full', 'bare'])
-def test_every_listed_path_has_an_answer(guest: Guest) -> None:
+def test_every_listed_path_has_an_answer(guest: KnownGuest) -> None:
     """Crawl as cloud-init does: a listed path without a value would cost a guest all metadata."""
 
     def crawl(path: str) -> dict[str, object]:

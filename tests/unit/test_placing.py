@@ -48,7 +48,8 @@ from ecomp.scheduler.placing.claim import (
     split_into_blocks,
 )
 from ecomp.scheduler.placing.session import MAX_PLACES_AHEAD, MAX_REFRESHES, Contention, Scheduler, Session
-from ecomp.store.client import Entry, Snapshot, Store, count_placements_before_and_after, list_attempted_instances
+from ecomp.shared.attempts import count_placements_before_and_after, list_attempted_instances
+from ecomp.store.client import Entry, Snapshot, Store
 
 COMPUTES = [f'compute-{n}' for n in range(6)]
 ONE = {'VCPU': 1}

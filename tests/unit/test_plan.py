@@ -38,7 +38,7 @@ from ecomp.model.guest import (
     Guest,
     GuestFailure,
     GuestSpec,
-    Trouble,
+    GuestTrouble,
     list_macs,
     make_mac_address,
 )
@@ -81,9 +81,9 @@ GUESTS = {
     'only a disk': Guest(INSTANCE, None, defined=False, running=False, disk=True),
     'runs without a definition': Guest(INSTANCE, HERE, defined=False, running=True, disk=True),
     'runs no more, it is paused': Guest(
-        INSTANCE, HERE, defined=True, running=True, disk=True, troubles=(Trouble(NO_SPACE),)
+        INSTANCE, HERE, defined=True, running=True, disk=True, troubles=(GuestTrouble(NO_SPACE),)
     ),
-    'is off, killed': Guest(INSTANCE, HERE, defined=True, running=False, disk=True, troubles=(Trouble(CRASHED),)),
+    'is off, killed': Guest(INSTANCE, HERE, defined=True, running=False, disk=True, troubles=(GuestTrouble(CRASHED),)),
 }
 NO_OBSERVATIONS = Observations(
     guests={}, addresses={}, shutdown_actions={}, vanished=(), before_reboot=(), ready=(), now=''
@@ -212,7 +212,7 @@ def test_domain_that_differs_from_its_claim_is_a_fault(
     assert find_fault(before, replace(observed, size={**SIZE, **changed})) == expected
     # An older record contains no resources to compare with.
     assert find_fault(replace(before, resources={}), replace(observed, size={**SIZE, **changed})) is None
-    paused = replace(observed, size={**SIZE, **changed}, troubles=(Trouble(PAUSED),))
+    paused = replace(observed, size={**SIZE, **changed}, troubles=(GuestTrouble(PAUSED),))
     assert find_fault(before, paused) == '; '.join(filter(None, (PAUSED, expected)))
 
 
@@ -308,7 +308,7 @@ THIS_ACTION = '0a1b2c3d-0000-4000-8000-000000000001'
 EARLIER_ACTION = '0a1b2c3d-0000-4000-8000-000000000002'
 RUNS = Guest(INSTANCE, HERE, defined=True, running=True, disk=True)
 IS_OFF = replace(RUNS, running=False)
-FROZEN = replace(RUNS, troubles=(Trouble(NO_SPACE),))
+FROZEN = replace(RUNS, troubles=(GuestTrouble(NO_SPACE),))
 RECORDED_POWERS = (
     None,
     EARLIER_ACTION,
@@ -427,7 +427,7 @@ def test_failed_start_is_a_fault_until_the_guest_runs() -> None:
         assert find_fault(record, IS_OFF) == fault
         assert find_fault(record, RUNS) is None
         assert find_fault(record, FROZEN) == NO_SPACE
-        assert find_fault(record, replace(IS_OFF, troubles=(Trouble(CRASHED),))) == CRASHED
+        assert find_fault(record, replace(IS_OFF, troubles=(GuestTrouble(CRASHED),))) == CRASHED
 
 
 # Patience with a guest that shuts down

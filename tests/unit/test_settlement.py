@@ -11,6 +11,9 @@ from ecomp.errors import Conflict, UnknownOutcome, Unreachable
 from ecomp.model import keys
 from ecomp.model.order import Request
 from ecomp.model.stored import encode
+from ecomp.shared.ends import find_delivery
+from ecomp.shared.names import Change, commit_with_shared
+from ecomp.shared.notes import note_released, read_highest_released
 from ecomp.store.client import (
     Delete,
     Entry,
@@ -26,7 +29,6 @@ from ecomp.store.client import (
     retry_until_committed,
 )
 from ecomp.store.messages import Revoke
-from ecomp.store.sharing import Change, commit_with_shared, find_delivery, note_released, read_highest_released
 from tests.kit.memory_etcd import Etcd, MemoryMember, NoWorld
 
 # The transaction of a delivery: it ends the attempt at revision 5, and takes a name that is free.

@@ -26,17 +26,17 @@ from ecomp.conf import load_schedule
 from ecomp.errors import UsageError
 from ecomp.model import stack
 from ecomp.model.allocation import Room
-from ecomp.model.apply import ALL_MEMBERS, Desired, Existing, Step, find_exit_code, make_stack_order, plan_steps
+from ecomp.model.apply import ALL_MEMBERS, Action, Desired, Existing, find_exit_code, make_stack_order, plan_steps
 from ecomp.model.assign import Lot, Planner
 from ecomp.model.choose import PACK, SPREAD, Candidate, Offer
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group, Membership
 from ecomp.model.guest import MAX_USER_DATA_BYTES, SharedUserData
 from ecomp.model.order import Order, Request, parse_request
 from ecomp.model.record import Failure, Record
-from ecomp.model.stack import Entry, Place, Stack, restore_stack
+from ecomp.model.stack import Place, Stack, StackEntry, restore_stack
 from ecomp.model.stored import decode, encode
-from ecomp.store.client import Entry as StoredEntry
 from ecomp.store.client import Snapshot
+from ecomp.store.client import StackEntry as StoredEntry
 from ecomp.yaml_file import shorten
 from tests.kit.hostile import COMPUTE, IMAGE, INSTANCE, OTHER_UUID, RESOURCES
 
@@ -45,7 +45,7 @@ QUERY = 'resources=VCPU:1,MEMORY_MB:64,DISK_GB:1'
 
 uuids = st.uuids().map(str)
 names = st.from_regex(stack._STACK_NAME, fullmatch=True)
-entries = st.builds(Entry, st.integers(1, stack.MAX_INCARNATION), uuids, st.booleans())
+entries = st.builds(StackEntry, st.integers(1, stack.MAX_INCARNATION), uuids, st.booleans())
 all_entries = st.dictionaries(st.from_regex(stack._ENTRY_NAME, fullmatch=True), entries, max_size=5)
 
 
@@ -55,7 +55,7 @@ def test_stack_is_read_as_written(value: Stack) -> None:
 
 
 def test_each_place_and_incarnation_has_its_own_uuid() -> None:
-    shop = Stack('shop', EPOCH, {'web/1': Entry(3, COMPUTE), 'db/1': Entry(1, COMPUTE, True)})
+    shop = Stack('shop', EPOCH, {'web/1': StackEntry(3, COMPUTE), 'db/1': StackEntry(1, COMPUTE, True)})
     places = [shop.make_place(name) for name in ('web/1', 'web/2', 'db/1')]
     assert [place.incarnation for place in places] == [4, 1, 2]
     floored = replace(shop, floor=10)
@@ -70,9 +70,9 @@ def test_each_place_and_incarnation_has_its_own_uuid() -> None:
     # It is a hash of the entry's name, so two members cannot be mistaken for one.
     assert shop.make_place('a/11').instance != shop.make_place('a-1/1').instance
     delivered = shop.with_delivered({places[0]: OTHER_UUID, places[2]: COMPUTE})
-    assert delivered.entries == {'web/1': Entry(4, OTHER_UUID), 'db/1': Entry(2, COMPUTE)}
+    assert delivered.entries == {'web/1': StackEntry(4, OTHER_UUID), 'db/1': StackEntry(2, COMPUTE)}
     ended = delivered.with_ended(['web/1'])
-    assert (ended.entries['web/1'], ended.make_place('web/1').incarnation) == (Entry(4, OTHER_UUID, True), 5)
+    assert (ended.entries['web/1'], ended.make_place('web/1').incarnation) == (StackEntry(4, OTHER_UUID, True), 5)
 
 
 def test_restored_stack_has_the_epoch_of_most_requests_and_the_newest_instances() -> None:
@@ -81,7 +81,7 @@ def test_restored_stack_has_the_epoch_of_most_requests_and_the_newest_instances(
 
     places = {place('web/1', 3): 'c3', place('web/1', 2): 'c2', place('web/2'): 'c1', place('db/1', 9, OTHER_UUID): 'x'}
     restored = restore_stack('shop', places, 70_000)
-    assert restored == Stack('shop', EPOCH, {'web/1': Entry(3, 'c3'), 'web/2': Entry(1, 'c1')}, 70_000)
+    assert restored == Stack('shop', EPOCH, {'web/1': StackEntry(3, 'c3'), 'web/2': StackEntry(1, 'c1')}, 70_000)
     assert restored.make_place('web/1').incarnation == 70_001
     assert restore_stack('shop', dict(reversed(places.items())), 70_000) == restored
     assert restore_stack('shop', {}, 70_000) is None
@@ -106,7 +106,7 @@ def make_existing(state: str, has_request: bool = True, is_tombstone: bool = Fal
     return Existing(record, Request(**values, allocations=allocations) if has_request else None)
 
 
-def plan(desired: Desired | None, existing: Existing | None, owner: str | None = None, *options: Any) -> list[Step]:
+def plan(desired: Desired | None, existing: Existing | None, owner: str | None = None, *options: Any) -> list[Action]:
     """Return the step of one entry, with its owner and options as plan_steps() has them."""
     owners = {'shop-web': owner} if owner else {}
     return plan_steps({'web/1': desired} if desired else {}, {'web/1': existing} if existing else {}, owners, *options)
@@ -204,7 +204,7 @@ def test_of_a_query_only_what_differs_is_named(old: str | None, new: str, reason
 
 def test_all_reasons_are_listed_and_other_differences_ignored() -> None:
     (failed,), (queued,) = plan(SAME, make_existing('error')), plan(OTHER, make_existing('queued'))
-    assert failed == Step('web/1', 'shop-web', 'failed', INSTANCE, 'error', failed.reasons)
+    assert failed == Action('web/1', 'shop-web', 'failed', INSTANCE, 'error', failed.reasons)
     assert (failed.reasons, queued.reasons) == (
         ['failed at stage image: no such file (removed)'],
         ['it waits in a queue'],
@@ -225,12 +225,12 @@ def test_exit_code_of_a_plan() -> None:
     expected |= dict.fromkeys(('create keep', 'replace', 'destroy', 'destroying'), (0, 8))
     expected |= dict.fromkeys(('taken create', 'differs failed destroy'), (5, 5))
     for actions, codes in expected.items():
-        steps = [Step('web/1', 'shop-web', action) for action in actions.split()]
+        steps = [Action('web/1', 'shop-web', action) for action in actions.split()]
         assert (find_exit_code(steps), find_exit_code(steps, dry_run=True)) == codes, actions
 
 
 def test_order_of_a_stack_is_limited_by_the_size_of_a_transaction() -> None:
-    shop = Stack('shop', EPOCH, {'web/1': Entry(4, COMPUTE)})
+    shop = Stack('shop', EPOCH, {'web/1': StackEntry(4, COMPUTE)})
 
     def order(count: int, key_bytes: int) -> Any:
         each = Desired(make_order(ssh_keys=('ssh-rsa ' + 'A' * key_bytes,)), SPREAD)

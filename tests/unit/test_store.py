@@ -21,8 +21,8 @@ from ecomp.store.messages import (
     Comparison,
     Grant,
     KeepAlive,
+    KeyDeletion,
     Range,
-    Removal,
     Revoke,
     Rewrite,
     Status,
@@ -43,7 +43,7 @@ KEYS = st.binary(max_size=300)
 
 RANGES = st.builds(Range, KEYS, KEYS, NUMBERS, NUMBERS, st.booleans(), st.booleans(), NUMBERS)
 WRITES = st.builds(Write, KEYS, KEYS, NUMBERS) | st.builds(Rewrite, KEYS)
-REMOVALS = st.builds(Removal, KEYS)
+REMOVALS = st.builds(KeyDeletion, KEYS)
 COMPARISONS = st.builds(Comparison, KEYS, st.sampled_from((EQUAL, GREATER)), NUMBERS)
 OPERATIONS = st.lists(RANGES | WRITES | REMOVALS, max_size=4)
 TRANSACTIONS = st.builds(Transaction, st.lists(COMPARISONS, max_size=4), OPERATIONS, OPERATIONS)
@@ -62,7 +62,7 @@ def convert_to_etcd3(request: Any) -> Any:
             return etcdrpc.PutRequest(key=key, value=value, lease=lease)
         case Rewrite(key):
             return etcdrpc.PutRequest(key=key, ignore_value=True, ignore_lease=True)
-        case Removal(key):
+        case KeyDeletion(key):
             return etcdrpc.DeleteRangeRequest(key=key)
         case Comparison(key, result, revision):
             target = etcdrpc.Compare.MOD
@@ -89,7 +89,7 @@ def convert_to_etcd3(request: Any) -> Any:
 
 
 def convert_to_operation(request: Any) -> Any:
-    kinds = {Range: 'request_range', Write: 'request_put', Rewrite: 'request_put', Removal: 'request_delete_range'}
+    kinds = {Range: 'request_range', Write: 'request_put', Rewrite: 'request_put', KeyDeletion: 'request_delete_range'}
     return etcdrpc.RequestOp(**{kinds[type(request)]: convert_to_etcd3(request)})
 
 

@@ -20,7 +20,7 @@ from ecomp.errors import EcompError, UsageError
 from ecomp.model.guest import Attachment, BaseImage, GuestSpec
 from ecomp.virt import image, libvirt_host, xml
 from ecomp.virt.fake import FakeHypervisor
-from ecomp.virt.xml import Dhcp, Reservation, Service, choose_address, make_host_xml, read_dhcp
+from ecomp.virt.xml import ClosedService, Dhcp, Reservation, choose_address, make_host_xml, read_dhcp
 
 # Access rights to directories, and the available virtualization type.
 
@@ -227,9 +227,9 @@ FULL = GuestSpec(
 DISK = f'{IMAGES}/{FULL.instance}.qcow2'
 LOG = f'/var/lib/ecompute/console/{FULL.instance}.log'
 
-V4 = Service(IPv4Address('10.0.0.2'), 2379)
-V6 = Service(IPv6Address('fd00::2'), 8080)
-SECOND = Service(IPv4Address('10.0.0.3'), 2379)
+V4 = ClosedService(IPv4Address('10.0.0.2'), 2379)
+V6 = ClosedService(IPv6Address('fd00::2'), 8080)
+SECOND = ClosedService(IPv4Address('10.0.0.3'), 2379)
 TWO = (Attachment('network', 'default'), Attachment('bridge', 'br0'))
 CASES = {
     'domain-qemu.xml': xml.make_domain_xml(FULL, DISK, LOG),

@@ -17,8 +17,9 @@ from ecomp.model.allocation import Allocations, Resources
 from ecomp.placement import allocations
 from ecomp.placement.allocations import release
 from ecomp.placement.client import Placement
-from ecomp.store.client import NOT_QUEUED, QUEUED, Store, find_needed, read_pending_instances
-from ecomp.store.sharing import note_released
+from ecomp.shared.attempts import NOT_QUEUED, QUEUED, find_needed, read_pending_instances
+from ecomp.shared.notes import note_released
+from ecomp.store.client import Store
 
 # Checks skipped in a row because of an unchanged generation: a restored database may count up to it again.
 MAX_SKIPPED_CHECKS = 10

@@ -36,8 +36,9 @@ from ecomp.model.world import HostFacts, Planes, ProviderState, World, index_rev
 from ecomp.placement import providers
 from ecomp.placement.allocations import claim_missing
 from ecomp.placement.client import Placement
-from ecomp.store.client import Entry, Store, find_needed
-from ecomp.store.sharing import has_unfinished_record, read_index
+from ecomp.shared.attempts import find_needed
+from ecomp.shared.places import has_unfinished_record, read_index
+from ecomp.store.client import Entry, Store
 from ecomp.virt import Hypervisor
 
 log = logging.getLogger(__name__)

@@ -44,7 +44,7 @@ from ecomp.model.guest import (
     BaseImage,
     Guest,
     GuestSpec,
-    Trouble,
+    GuestTrouble,
     list_macs,
     parse_shared_user_data,
 )
@@ -254,7 +254,7 @@ class Instances:
         for instance, guest in [*guests.items()] if refusals else []:
             reasons = [refusals.pop(mac) for mac in list_macs(instance) if mac in refusals]
             if reasons and guest.running:
-                guests[instance] = guest.with_trouble(Trouble(REFUSED_METADATA, f': {reasons[0]}'))
+                guests[instance] = guest.with_trouble(GuestTrouble(REFUSED_METADATA, f': {reasons[0]}'))
         self.guest_data.remove_refusals(refusals)  # the remaining ones are of no guest here
         return guests
 

@@ -27,9 +27,10 @@ from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, STOPPE
 from ecomp.model.stored import encode, is_newer
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
-from ecomp.store import sharing
+from ecomp.shared import ends, names
+from ecomp.shared.names import Change
+from ecomp.shared.places import find_by_listing
 from ecomp.store.client import Delete, Entry, Exists, Put, Settlement, Store, Unchanged, retry_until_committed
-from ecomp.store.sharing import Change, find_by_listing
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +174,7 @@ class Records:
         conditions: list[Unchanged | Exists] = [self._make_condition(instance), *other_requests]
 
         def write(request_condition: Unchanged) -> int | None:
-            return sharing.write_final_record(
+            return ends.write_final_record(
                 self._store, record, [request_condition, *conditions], removed, not other_requests
             )
 
@@ -183,7 +184,7 @@ class Records:
             if record.state == ERROR:
                 raise
             # A full etcd takes deletes only, which make room. Group and quota are left to the audit.
-            name_conditions, change = sharing.release_name(self._store, record.name, instance)
+            name_conditions, change = names.release_name(self._store, record.name, instance)
             operations = [*map(Delete, (self._get_key(instance), *removed)), *change]
             self._commit(
                 instance,
@@ -201,7 +202,7 @@ class Records:
         entry = self._store.get(key)
         name = get_holdings(parse_request(self._compute, key, entry.value)).name if entry is not None else None
         # A failed instance keeps its name. A malformed request may have got a name when it was rewritten.
-        unchanged, change = sharing.release_name(self._store, name, instance) if name != kept_name else ([], [])
+        unchanged, change = names.release_name(self._store, name, instance) if name != kept_name else ([], [])
         operations = [Delete(key), *change]
         # The record may have been removed, and its uuid used again: then this is another instance's request.
         conditions = [*unchanged, self._make_condition(instance)]
@@ -404,9 +405,9 @@ def _end_queued(compute: str, store: Store, key: str, now: str) -> bool:
         Unchanged(key, entry.revision),
         Unchanged(keys.record(compute, waiting.instance), get_revision(old_entry)),
     ]
-    if sharing.write_final_record(store, last_record, unchanged, [key, keys.taker(key)]) is None:
+    if ends.write_final_record(store, last_record, unchanged, [key, keys.taker(key)]) is None:
         return False
-    sharing.try_revoke(store, old_entry.lease if old_entry is not None else 0)
+    names.try_revoke(store, old_entry.lease if old_entry is not None else 0)
     return True
 
 
@@ -439,7 +440,7 @@ class _EtcdState:
     ) -> bool:
         """Commit with make_shared()'s change; False on a conflict."""
         unchanged = [*self._unchanged, *conditions]
-        written = sharing.commit_with_shared(
+        written = names.commit_with_shared(
             self.store, unchanged, list(operations), make_shared, settlement=Settlement()
         )
         return written is not None
@@ -447,7 +448,7 @@ class _EtcdState:
     def end(self, record: Record) -> bool:
         """Write the last record, delete request and address, release shared keys; False on a conflict."""
         removed = [self.request_key, self.booted_key]
-        return sharing.write_final_record(self.store, record, self._unchanged, removed) is not None
+        return ends.write_final_record(self.store, record, self._unchanged, removed) is not None
 
 
 def _list_queued(store: Store) -> Mapping[str, Sequence[Entry]]:
@@ -466,7 +467,7 @@ def _publish(state: _EtcdState, step: Publish, placement: Placement, queued: Col
         if fault and fault != record.fault:
             log.error('instance %s: %s', record.instance, fault)
             record = replace(record, fault=fault)
-    change = sharing.restore_name(state.store, record.name, record.instance)
+    change = names.restore_name(state.store, record.name, record.instance)
     if change is None:
         # Not a fault of the record, which would stay after `audit --fix` has restored the name.
         log.error("instance %s: its name %s is another instance's now", record.instance, record.name)
@@ -478,12 +479,12 @@ def _publish(state: _EtcdState, step: Publish, placement: Placement, queued: Col
         conditions, changes = list[Unchanged](), list[Put | Delete]()
         if request is not None and not request.is_tombstone:
             with suppress(Unreadable):
-                unchanged, joins = sharing.rejoin_group(state.store, request.group, record.instance, record.compute)
+                unchanged, joins = names.rejoin_group(state.store, request.group, record.instance, record.compute)
                 conditions, changes = [*conditions, *unchanged], [*changes, *joins]
         if request is not None and is_new and not queued:
             with suppress(Unreadable):
                 # It was delivered after the backup of this etcd, so the quota lacks it; its end will subtract it.
-                unchanged, counts = sharing.recharge_quota(state.store, record.project_id, record.resources)
+                unchanged, counts = names.recharge_quota(state.store, record.project_id, record.resources)
                 conditions, changes = [*conditions, *unchanged], [*changes, *counts]
         return conditions, changes
 

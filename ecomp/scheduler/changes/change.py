@@ -35,20 +35,11 @@ from ecomp.scheduler.queries.find import (
     read_queued_record,
 )
 from ecomp.scheduler.queries.stacks import make_end
-from ecomp.store.client import Delete, Entry, Put, Settlement, Store, Touch, Unchanged, is_alive
-from ecomp.store.sharing import (
-    Change,
-    KeyIndex,
-    commit_with_shared,
-    find_places,
-    load_group,
-    merge_changes,
-    read_index,
-    release_name,
-    release_shared_keys,
-    try_revoke,
-    write_final_record,
-)
+from ecomp.shared.attempts import is_alive
+from ecomp.shared.ends import release_shared_keys, write_final_record
+from ecomp.shared.names import Change, commit_with_shared, load_group, merge_changes, release_name, try_revoke
+from ecomp.shared.places import KeyIndex, find_places, read_index
+from ecomp.store.client import Delete, Entry, Put, Settlement, Store, Touch, Unchanged
 
 # Tries to write a change, each after a new read; then other processes change the instance too often: Conflict.
 MAX_TRIES = 5

@@ -43,28 +43,18 @@ from ecomp.placement.client import Placement
 from ecomp.scheduler.operations.sharing import recount_quota
 from ecomp.scheduler.queries.find import find
 from ecomp.scheduler.queries.stacks import load_stack
-from ecomp.store.client import (
-    MAX_TRANSACTION_OPERATIONS,
-    NOT_QUEUED,
-    Delete,
-    Entry,
-    Put,
-    Store,
-    Unchanged,
-    find_needed,
-    is_alive,
-    read_pending_instances,
-)
-from ecomp.store.sharing import (
+from ecomp.shared.attempts import NOT_QUEUED, find_needed, is_alive, read_pending_instances
+from ecomp.shared.ends import write_final_record
+from ecomp.shared.names import (
     commit_with_shared,
     make_empty_change,
     make_group_operation,
-    note_released,
     rejoin_group,
     restore_name,
     try_revoke,
-    write_final_record,
 )
+from ecomp.shared.notes import note_released
+from ecomp.store.client import MAX_TRANSACTION_OPERATIONS, Delete, Entry, Put, Store, Unchanged
 
 # Seconds for which the questions of a killed eschedule stay in etcd.
 LEASE_SECONDS = 180
@@ -377,7 +367,7 @@ class Repairs:
         if record is None and tombstone is not None:
             record = make_record(compute, tombstone, self.now)
         assert record is not None  # otherwise no destroy is accepted
-        # An error stays: it shows that the quota's share was released before (ecomp.store.sharing).
+        # An error stays: it shows that the quota's share was released before (ecomp.shared.ends).
         replaced_by = tombstone.replaced_by if tombstone is not None else None
         last = replace(record.enter_state(GONE, self.now, 'gone'), fault=UNSEEN_END_FAULT, replaced_by=replaced_by)
         removed = [keys.request(compute, instance), keys.address(instance)]

@@ -17,8 +17,9 @@ from ecomp.placement import allocations, providers
 from ecomp.placement.client import Placement
 from ecomp.scheduler.queries.find import MAX_OFFER_AGE_SECONDS
 from ecomp.scheduler.queries.hosts import read_world
-from ecomp.store.client import Store, is_alive
-from ecomp.store.sharing import read_index
+from ecomp.shared.attempts import is_alive
+from ecomp.shared.places import read_index
+from ecomp.store.client import Store
 
 if TYPE_CHECKING:
     from ecomp.scheduler.changes.wait import Deadline

@@ -18,7 +18,8 @@ from ecomp.placement.client import Placement
 from ecomp.scheduler.operations.audit import Repairs, StaleFindingError, read_provider
 from ecomp.scheduler.operations.decommission import make_not_found
 from ecomp.scheduler.queries.hosts import read_world
-from ecomp.store.client import Delete, Store, is_alive, read_silence_condition, retry_until_committed
+from ecomp.shared.attempts import is_alive, read_silence_condition
+from ecomp.store.client import Delete, Store, retry_until_committed
 
 # Tries to forget a compute, each after a new read of both planes.
 MAX_TRIES = 5

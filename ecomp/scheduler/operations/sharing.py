@@ -23,8 +23,9 @@ from ecomp.model.record import format_time
 from ecomp.model.stored import decode_at, encode
 from ecomp.model.text import format_suggestion, make_printable
 from ecomp.scheduler.queries.find import read_record
+from ecomp.shared.names import load_quota, make_quota_put
+from ecomp.shared.places import KeyIndex, find_by_listing
 from ecomp.store.client import Delete, Entry, Put, Settlement, Store, Unchanged, retry_until_committed
-from ecomp.store.sharing import KeyIndex, find_by_listing, load_quota, make_quota_put
 
 if TYPE_CHECKING:
     from ecomp.model.record import Record

@@ -38,16 +38,11 @@ from ecomp.model.text import format_suggestion
 from ecomp.placement import providers
 from ecomp.placement.allocations import Requester, claim, release, summarize_instances
 from ecomp.placement.client import Placement
-from ecomp.store.client import TAKEN, Delete, Entry, Put, Settlement, Store, Unchanged, find_needed
-from ecomp.store.sharing import (
-    Change,
-    commit_with_shared,
-    find_delivery,
-    load_group,
-    load_quota,
-    note_released,
-    prepare_user_data,
-)
+from ecomp.shared.attempts import TAKEN, find_needed
+from ecomp.shared.ends import find_delivery, prepare_user_data
+from ecomp.shared.names import Change, commit_with_shared, load_group, load_quota
+from ecomp.shared.notes import note_released
+from ecomp.store.client import Delete, Entry, Put, Settlement, Store, Unchanged
 
 
 class Terms(NamedTuple):

@@ -37,8 +37,10 @@ from ecomp.scheduler.placing.session import (
     check_complete,
 )
 from ecomp.scheduler.queries.find import MAX_OFFER_AGE_SECONDS, InstanceEntries, find, reserve_names
-from ecomp.store.client import Store, list_leased
-from ecomp.store.sharing import Excluded, charge_quota, read_index, try_revoke
+from ecomp.shared.attempts import list_leased
+from ecomp.shared.names import Excluded, charge_quota, try_revoke
+from ecomp.shared.places import read_index
+from ecomp.store.client import Store
 
 if TYPE_CHECKING:
     from ecomp.model.host import Computes

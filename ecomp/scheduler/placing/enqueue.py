@@ -24,17 +24,9 @@ from ecomp.scheduler.placing.claim import announce, read_settled_group, read_ter
 from ecomp.scheduler.placing.create import check_same
 from ecomp.scheduler.placing.explain import find_shortfalls
 from ecomp.scheduler.queries.find import find, reserve_names
+from ecomp.shared.ends import prepare_user_data
+from ecomp.shared.names import Change, Excluded, charge_quota, commit_with_shared, join_group, merge_changes, try_revoke
 from ecomp.store.client import Delete, Entry, Put, Settlement, Store, Unchanged
-from ecomp.store.sharing import (
-    Change,
-    Excluded,
-    charge_quota,
-    commit_with_shared,
-    join_group,
-    merge_changes,
-    prepare_user_data,
-    try_revoke,
-)
 
 
 @dataclass(frozen=True)

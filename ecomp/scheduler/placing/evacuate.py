@@ -23,7 +23,7 @@ from ecomp.model.assign import Planner
 from ecomp.model.choose import SPREAD, Candidate, Offer, PlacementReason
 from ecomp.model.group import AFFINITY
 from ecomp.model.host import EntriesByCompute, describe_silent_fix, group_by_instance
-from ecomp.model.moves import Guest, plan_moves
+from ecomp.model.moves import Evacuee, plan_moves
 from ecomp.model.order import InvalidRequest, Request, get_holdings, parse_request
 from ecomp.model.query import list_trees
 from ecomp.model.stack import Place
@@ -36,29 +36,32 @@ from ecomp.placement.allocations import (
     release,
 )
 from ecomp.placement.client import Placement
-from ecomp.scheduler.placing.session import MAX_PLACES_AHEAD, UNCHANGED, Removal, Scheduler, Session, check_previous
+from ecomp.scheduler.placing.session import MAX_PLACES_AHEAD, UNCHANGED, OldInstance, Scheduler, Session, check_previous
 from ecomp.scheduler.queries.find import from_places
 from ecomp.scheduler.queries.stacks import find_next_place, make_move
-from ecomp.store.client import Entry, Store, Unchanged, find_needed, is_alive, list_leased, read_silence_condition
-from ecomp.store.sharing import Excluded, KeyIndex, load_groups, note_released, read_index
+from ecomp.shared.attempts import find_needed, is_alive, list_leased, read_silence_condition
+from ecomp.shared.names import Excluded, load_groups
+from ecomp.shared.notes import note_released
+from ecomp.shared.places import KeyIndex, read_index
+from ecomp.store.client import Entry, Store, Unchanged
 
 
 def read_moves(
     store: Store, placement: Placement, alive: Collection[str], computes: Sequence[str] | None = None
-) -> tuple[Mapping[str, Sequence[Guest]], Planner]:
+) -> tuple[Mapping[str, Sequence[Evacuee]], Planner]:
     """Read the guests of these computes (None: of all), by compute, and make the planner for all of them.
 
     Placement is asked once for each query. Guests in error or gone have no request. Raises Unreadable for a malformed
     group, and errors of the backends.
     """
-    guests: dict[str, list[Guest]] = {}
+    guests: dict[str, list[Evacuee]] = {}
 
     def collect(entry: Entry) -> None:  # returns None, so no entry is kept
         compute, _, instance = entry.key.removeprefix(keys.HOSTS).partition('/')
         if keys.is_uuid(instance):
             request = parse_request(compute, entry.key, entry.value, entry.dropped)
             if isinstance(request, InvalidRequest) or not request.is_tombstone:
-                guests.setdefault(compute, []).append(Guest(compute, request))
+                guests.setdefault(compute, []).append(Evacuee(compute, request))
 
     for prefix in [keys.HOSTS] if computes is None else map(keys.request_prefix, computes):
         store.snapshot(prefix, transform=collect)
@@ -162,7 +165,7 @@ class _Evacuation:
     display_name: str
     report: Callable[[Evacuated], None]
     planner: Planner = field(init=False)
-    guests: Mapping[str, Guest] = field(init=False)
+    guests: Mapping[str, Evacuee] = field(init=False)
     replacements: dict[str, _Replacement] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     moved: set[str] = field(default_factory=set)
@@ -334,7 +337,7 @@ class _Evacuation:
 
         Return False if the transaction's conditions did not hold.
         """
-        deliveries, removals, computes = list[tuple[str, Request]](), list[Removal](), dict[Place, str]()
+        deliveries, removals, computes = list[tuple[str, Request]](), list[OldInstance](), dict[Place, str]()
         try:
             for old in unit:
                 planned, new, place, _ = self.replacements[old]
@@ -356,7 +359,7 @@ class _Evacuation:
                 fields = request.copy_fields(instance=new, replaces=old, stack=place or request.stack, stages=stages)
                 delivery = Request(allocations=chosen[old].allocations, why=why, **fields)
                 deliveries.append((chosen[old].compute, delivery))
-                removals.append(Removal('', entries, is_replaced=True, replaced_by=new))
+                removals.append(OldInstance('', entries, is_replaced=True, replaced_by=new))
                 computes |= {place: chosen[old].compute} if place else {}
             if not deliveries:
                 return True

@@ -43,8 +43,10 @@ from ecomp.placement.allocations import Requester
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.claim import Claimer, abandon, announce, deliver
 from ecomp.scheduler.queries.find import InstanceEntries, reserve_names
-from ecomp.store.client import Delete, Entry, Store, Unchanged, count_placements_before_and_after, list_leased
-from ecomp.store.sharing import Change, join_group, merge_changes, read_highest_released, release_name, try_revoke
+from ecomp.shared.attempts import count_placements_before_and_after, list_leased
+from ecomp.shared.names import Change, join_group, merge_changes, release_name, try_revoke
+from ecomp.shared.notes import read_highest_released
+from ecomp.store.client import Delete, Entry, Store, Unchanged
 
 if TYPE_CHECKING:
     from ecomp.model.host import Computes
@@ -87,7 +89,7 @@ class NoRoom(NoCapacity):
         self.offers = offers
 
 
-class Removal(NamedTuple):
+class OldInstance(NamedTuple):
     """An instance to destroy, for its entry in the stack; `is_replaced` if a new one is delivered for the entry.
 
     `replaced_by` is the new instance if the old one is evacuated.
@@ -367,7 +369,7 @@ class Session:
         self,
         deliveries: Sequence[tuple[str, Request]],
         make_own_change: Callable[[], Change],
-        removals: Sequence[Removal] = (),
+        removals: Sequence[OldInstance] = (),
         user_data: SharedUserData | None = None,
         ends_attempt: bool = True,
     ) -> int:
@@ -513,7 +515,7 @@ def read_earlier_claims(
     return usable, {instance: compute for instance, compute in claimed_on.items() if instance not in usable}
 
 
-def make_removal(store: Store, removal: Removal) -> Change:
+def make_removal(store: Store, removal: OldInstance) -> Change:
     """Return the change that destroys an instance, or removes the record of one in error."""
     from ecomp.scheduler.changes.change import make_tombstone  # not for a create
 

@@ -41,7 +41,7 @@ from ecomp.scheduler.placing.session import (
     UNCHANGED,
     DeliveryRefused,
     NoRoom,
-    Removal,
+    OldInstance,
     Scheduler,
     Session,
     add_state,
@@ -50,18 +50,11 @@ from ecomp.scheduler.placing.session import (
     make_removal,
 )
 from ecomp.scheduler.queries.find import reserve_names
-from ecomp.store.client import MAX_TRANSACTION_OPERATIONS, Entry, Put, Store, Unchanged, list_leased
-from ecomp.store.sharing import (
-    Change,
-    Excluded,
-    charge_quota,
-    commit_with_shared,
-    load_quota,
-    merge_changes,
-    prepare_user_data,
-    read_index,
-    try_revoke,
-)
+from ecomp.shared.attempts import list_leased
+from ecomp.shared.ends import prepare_user_data
+from ecomp.shared.names import Change, Excluded, charge_quota, commit_with_shared, load_quota, merge_changes, try_revoke
+from ecomp.shared.places import read_index
+from ecomp.store.client import MAX_TRANSACTION_OPERATIONS, Entry, Put, Store, Unchanged
 
 # The error of a change that another process's change of the stack came before; a clause says what was changed.
 _CHANGED = 'stack {}: another eschedule changed it{}. Try: the same command again'
@@ -77,7 +70,7 @@ class StackChange:
     stack: Stack
     revision: int
     order: StackOrder | None
-    removals: Sequence[Removal] = ()
+    removals: Sequence[OldInstance] = ()
     user_data: Collection[SharedUserData] = ()
     is_new: bool = False
 
@@ -133,7 +126,7 @@ def _make_stack_change(change: StackChange, computes: Mapping[Place, str]) -> Ch
     return [Unchanged(key, change.revision)], [Put(key, encode(stack))]
 
 
-def _revoke_records(store: Store, removals: Sequence[Removal]) -> None:
+def _revoke_records(store: Store, removals: Sequence[OldInstance]) -> None:
     for removal in removals:
         record_entry = removal.entries.record_entry
         if removal.entries.record.state == ERROR and record_entry is not None:

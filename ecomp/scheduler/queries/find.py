@@ -15,15 +15,9 @@ from ecomp.model.order import InvalidRequest, NameOwner, Order, Request, parse_r
 from ecomp.model.record import ERROR, GONE, Record, extract_recorded_fields, from_json, make_record, make_refused_record
 from ecomp.model.stored import encode
 from ecomp.model.text import MIN_PREFIX_DIGITS, is_name, join_some, make_printable, parse_uuid_prefix
+from ecomp.shared.names import Change, parse_name_holder
+from ecomp.shared.places import KeyIndex, find_at_living_computes, find_by_listing, resolve_places
 from ecomp.store.client import Entry, Put, Store, Unchanged
-from ecomp.store.sharing import (
-    Change,
-    KeyIndex,
-    find_at_living_computes,
-    find_by_listing,
-    parse_name_holder,
-    resolve_places,
-)
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

@@ -38,8 +38,9 @@ from ecomp.model.text import format_suggestion, is_name, join_some, make_printab
 from ecomp.model.trouble import Trouble, parse_trouble
 from ecomp.model.world import Planes, World, list_hosts
 from ecomp.scheduler.queries.find import MAX_NAMES_IN_ERROR, find_living
-from ecomp.store.client import Store, is_alive
-from ecomp.store.sharing import load_all, load_quota
+from ecomp.shared.attempts import is_alive
+from ecomp.shared.names import load_all, load_quota
+from ecomp.store.client import Store
 
 if TYPE_CHECKING:
     from ecomp.placement.client import Placement

@@ -21,9 +21,11 @@ from ecomp.placement import providers
 from ecomp.placement.allocations import read_consumers, read_provider_allocations
 from ecomp.placement.client import Placement
 from ecomp.scheduler.queries.find import InstanceEntries, find, from_places
-from ecomp.store.client import Entry, Put, Store, Unchanged, find_needed
-from ecomp.store.presence import are_presences_proven
-from ecomp.store.sharing import Change, find_by_listing, merge_changes, parse_name_holder, read_index, resolve_places
+from ecomp.shared.attempts import find_needed
+from ecomp.shared.names import Change, merge_changes, parse_name_holder
+from ecomp.shared.places import find_by_listing, read_index, resolve_places
+from ecomp.shared.presence import are_presences_proven
+from ecomp.store.client import Entry, Put, Store, Unchanged
 
 
 class StackState(NamedTuple):

@@ -1,0 +1,140 @@
+"""What an instance leaves when it ends, and the user-data that instances share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+
+from ecomp.errors import Unreadable
+from ecomp.model import keys
+from ecomp.model.guest import SharedUserData
+from ecomp.model.json_object import load_object_or_empty
+from ecomp.model.order import Request
+from ecomp.model.quota import make_charge
+from ecomp.model.record import ERROR, GONE, RETENTION_SECONDS, Record
+from ecomp.model.stored import encode
+from ecomp.shared.names import (
+    Change,
+    commit_with_shared,
+    load_group,
+    load_quota,
+    make_empty_change,
+    make_group_operation,
+    make_quota_put,
+    release_name,
+    try_revoke,
+)
+from ecomp.store.client import (
+    Delete,
+    Entry,
+    Exists,
+    Put,
+    Settlement,
+    Store,
+    Touch,
+    Unchanged,
+)
+
+# Seconds for which a set's user-data stays once no compute refreshes it: for hosts that are away.
+USER_DATA_SECONDS = 30 * 24 * 3600
+
+
+def write_final_record(
+    store: Store,
+    record: Record,
+    conditions: Sequence[Unchanged | Exists],
+    removed_keys: Sequence[str],
+    release_shared: bool = True,
+    lease_seconds: int | None = None,
+) -> int | None:
+    """Write an instance's final record, on a lease, and release the keys it shared.
+
+    `removed_keys` are deleted, too. The first one settles a lost answer, so `conditions` compare it. Without
+    `release_shared` the shared keys stay. The lease lasts `lease_seconds` (None: as long as records of this state are
+    kept), and so does the name of an instance in the state error. The lease of an earlier record in the state error is
+    revoked. For result and errors see commit_with_shared().
+    """
+    key = keys.record(record.compute, record.instance)
+    # Before its end, only the record of an instance in the state error is on a lease.
+    error_record = store.get(key) if record.state == GONE and record.error is not None else None
+    lease = store.grant(lease_seconds or RETENTION_SECONDS[record.state])
+    put = Put(key, encode(record), lease)
+    name_lease = lease if record.state == ERROR else 0
+    make_change = partial(release_shared_keys, store, record, name_lease) if release_shared else make_empty_change
+    settlement = Settlement(Touch(removed_keys[0]))
+    written = commit_with_shared(store, conditions, [put, *map(Delete, removed_keys)], make_change, lease, settlement)
+    if written is not None and error_record is not None:
+        try_revoke(store, error_record.lease)
+    return written
+
+
+def prepare_user_data(store: Store, user_data: SharedUserData | None) -> tuple[list[Put], int]:
+    """Refresh the lease of user-data's key or grant one; return the write ([] for None), and the lease granted or 0."""
+    if user_data is None:
+        return [], 0
+    key = keys.user_data(user_data.sha256)
+    existing = _refresh_user_data(store, key)[1]
+    if existing:
+        return [Put(key, user_data.text, existing)], 0
+    lease = store.grant(USER_DATA_SECONDS)
+    return [Put(key, user_data.text, lease)], lease
+
+
+def keep_user_data(store: Store, sha256: str, contents: Iterable[bytes]) -> None:
+    """Refresh the lease of user-data; if it is missing or its lease shorter, put that of `contents` with this hash."""
+    condition, existing = _refresh_user_data(store, keys.user_data(sha256))
+    copies = map(SharedUserData.from_bytes, () if existing else contents)
+    copy = next((copy for copy in copies if copy.sha256 == sha256), None)
+    if copy is None:
+        return
+    lease, revision = store.grant(USER_DATA_SECONDS), None
+    try:
+        revision = store.commit([condition], [Put(condition.key, copy.text, lease)])
+    finally:
+        if revision is None:  # another compute was faster, or our role does not allow it
+            try_revoke(store, lease)
+
+
+def _refresh_user_data(store: Store, key: str) -> tuple[Unchanged, int]:
+    entry = store.snapshot(key, keys_only=True).entries.get(key)
+    if entry is None:
+        return Unchanged(key, 0), 0
+    is_kept = entry.lease and store.keep_alive(entry.lease) >= USER_DATA_SECONDS
+    return Unchanged(key, entry.revision), entry.lease if is_kept else 0
+
+
+def release_shared_keys(store: Store, record: Record, record_lease: int = 0) -> Change:
+    """Return the change that releases an instance's name, group slot and quota charge.
+
+    For `record_lease` see release_name(). A malformed group or quota is left as it is, so that the end need not wait
+    for a repair. A failed instance has already released its charge, so a manual request to destroy it releases none.
+    That of an evacuated one has moved to its replacement.
+    """
+    conditions, operations = release_name(store, record.name, record.instance, record_lease)
+    with suppress(Unreadable):
+        members_group, unchanged = load_group(store, record.group.name) if record.group else (None, None)
+        if members_group is not None and unchanged is not None and record.instance in members_group.members:
+            conditions.append(unchanged)
+            operations.append(make_group_operation(members_group.without_members(record.instance)))
+    with suppress(Unreadable):
+        current, unchanged = load_quota(store, record.project_id)
+        conditions.append(unchanged)  # a quota that is set concurrently counts all requests itself
+        is_released = record.replaced_by is not None or (record.state == GONE and record.error is not None)
+        if current is not None and not is_released:
+            operations.append(make_quota_put(current.subtract_used(make_charge(record.resources))))
+    return conditions, operations
+
+
+def find_delivery(compute: str, request: Request, entries: Mapping[str, Entry]) -> int | None:
+    """Return the revision of the delivered request, or of the record of its build; None if it was not delivered.
+
+    All or none are delivered: one of a transaction's requests stands for all.
+    """
+    written = entries.get(keys.request(compute, request.instance))
+    if written is not None:
+        # A create with the uuid that an evacuation chose is another instance.
+        is_ours = load_object_or_empty(written.value).get('replaces') == request.replaces
+        return written.revision if is_ours else None
+    record = entries.get(keys.record(compute, request.instance))
+    return record.revision if record is not None else None

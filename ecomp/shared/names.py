@@ -1,0 +1,273 @@
+"""Names, groups and quotas, which instances share and only deliveries and removals change (rule: change-with-delivery).
+
+A name belongs to one living instance. A failed instance keeps its name, on its record's lease, until another one takes
+it.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import TypeVar
+
+from ecomp.errors import Conflict, EcompError, NoSpace, StrangeEtcd, UnknownOutcome, Unreadable
+from ecomp.model import keys
+from ecomp.model.allocation import Resources, sum_resources
+from ecomp.model.group import MAX_MEMBERS, Group, Membership, filter_admitted, resolve_group
+from ecomp.model.order import NameOwner
+from ecomp.model.quota import Quota, make_charge
+from ecomp.model.stored import decode, decode_at, encode
+from ecomp.store.client import (
+    MAX_TRANSACTION_OPERATIONS,
+    Delete,
+    Entry,
+    Exists,
+    Put,
+    Settlement,
+    Store,
+    Unchanged,
+)
+
+Shared = TypeVar('Shared', Group, Quota)
+
+# The conditions and operations on shared keys in one transaction.
+Change = tuple[list[Unchanged], list[Put | Delete]]
+
+# Tries of a transaction; each one that fails means that another succeeded.
+MAX_TRIES = 100
+
+MAX_PAUSE_SECONDS = 0.05
+
+
+class Excluded(Exception):
+    """A group's rule or a quota now excludes some of the instances; only `admitted` may still be placed there."""
+
+    def __init__(self, admitted: Collection[str]) -> None:
+        super().__init__()
+        self.admitted = admitted
+
+
+def parse_name_holder(entry: Entry) -> str:
+    """Return the instance that a name's key belongs to; Unreadable if the value is malformed."""
+    return decode_at(entry.key, NameOwner, entry.value).instance
+
+
+def release_name(store: Store, name: str | None, instance: str, record_lease: int = 0) -> Change:
+    """Return the change that deletes an instance's name, or moves it to its record's lease.
+
+    `record_lease` is that of an instance that failed, which is found by its name while its record is kept; 0 deletes
+    the name. The change is empty without a name, or if its key is missing, malformed or another instance's.
+    """
+    entry = store.get(keys.name(name)) if name else None
+    if entry is None or not _is_held_by(entry, instance):
+        return [], []
+    operation: Put | Delete = Put(entry.key, entry.value.decode(), record_lease) if record_lease else Delete(entry.key)
+    return [Unchanged(entry.key, entry.revision)], [operation]
+
+
+def restore_name(store: Store, name: str | None, instance: str) -> Change | None:
+    """Return the change that restores an instance's name; None if another living one has it.
+
+    The change is empty without a name, or if the instance has it. A name on a failed instance's lease is taken over.
+    """
+    entry = store.get(keys.name(name)) if name else None
+    if name is None or (entry is not None and not entry.lease and _is_held_by(entry, instance)):
+        return [], []
+    if entry is not None and not entry.lease:
+        return None
+    key = keys.name(name)
+    return [Unchanged(key, entry.revision if entry else 0)], [Put(key, encode(NameOwner(instance)))]
+
+
+def load_group(store: Store, name: str) -> tuple[Group | None, Unchanged]:
+    """Return a group, or None, and the condition that it stays so; raise Unreadable."""
+    return _read(store, keys.group(name), Group, name=name)
+
+
+def load_groups(store: Store, names: Iterable[str]) -> tuple[dict[str, Group], set[str]]:
+    """Return the groups that exist, by name, and the names of unreadable ones."""
+    groups_by_name: dict[str, Group] = {}
+    unreadable = set[str]()
+    group_keys = sorted(map(keys.group, names))
+    for start in range(0, len(group_keys), MAX_TRANSACTION_OPERATIONS):  # each value may be as large as etcd allows
+        for key, entry in store.read(group_keys[start : start + MAX_TRANSACTION_OPERATIONS]).items():
+            name = key.removeprefix(keys.GROUPS)
+            try:
+                groups_by_name[name] = decode(Group, entry.value, name=name)
+            except ValueError:
+                unreadable.add(name)
+    return groups_by_name, unreadable
+
+
+def load_quota(store: Store, project: str) -> tuple[Quota | None, Unchanged]:
+    """Return a project's quota, or None, and the condition that it stays so; raise Unreadable."""
+    return _read(store, keys.quota(project), Quota, project=project)
+
+
+def load_all(
+    store: Store, prefix: str, load: Callable[[Store, str], tuple[Shared | None, Unchanged]]
+) -> tuple[list[Shared], list[EcompError]]:
+    """Return all groups or quotas, sorted by name, and an error for each unreadable one."""
+    values: list[Shared] = []
+    errors: list[EcompError] = []
+    for key in sorted(store.snapshot(prefix, keys_only=True).entries):
+        try:
+            value, _ = load(store, key.removeprefix(prefix))
+            values += [value] if value is not None else []
+        except Unreadable as error:
+            errors.append(error)
+    return values, errors
+
+
+def join_group(
+    store: Store,
+    membership: Membership | None,
+    places: Mapping[str, str],
+    replaced: Collection[str] = (),
+) -> Change:
+    """Return the change that adds instances to their group; empty without a membership.
+
+    `places` is {instance: compute, or '' if queued}.
+    Raises Excluded if the group's rule forbids some of them, UsageError for a new group without a policy, Conflict for
+    another policy or a full group, and Unreadable.
+    """
+    if membership is None:
+        return [], []
+    existing, unchanged = load_group(store, membership.name)
+    settled = resolve_group(existing, membership).without_members(*replaced)
+    admitted = filter_admitted(settled, places)
+    if len(admitted) < len(places):
+        raise Excluded(admitted)
+    extended = settled.with_members(places)
+    if len(extended.members) > MAX_MEMBERS:
+        limit = f'has {len(settled.members)} members, and the limit is {MAX_MEMBERS}'
+        raise Conflict(f'group {membership.name}: {limit}. Fix: use another group')
+    return [unchanged], [make_group_operation(extended)]
+
+
+def charge_quota(store: Store, project: str, resources: Mapping[str, Resources]) -> Change:
+    """Return the change that charges the project's quota for {instance: resources}.
+
+    Without a quota the change only has the condition that there is none. Raises Unreadable, or Excluded, which admits
+    the instances before the first one that does not fit.
+    """
+    current, unchanged = load_quota(store, project)
+    if current is None:
+        return [unchanged], []  # a quota that is set concurrently counts all requests itself
+    charges = {instance: make_charge(amounts) for instance, amounts in resources.items()}
+    admitted: list[str] = []
+    for instance in charges:
+        if current.list_excesses(sum_resources(charges[name] for name in (*admitted, instance))):
+            raise Excluded(admitted)
+        admitted.append(instance)
+    return [unchanged], [make_quota_put(current.add_used(sum_resources(charges.values())))]
+
+
+def recharge_quota(store: Store, project: str, resources: Resources) -> Change:
+    """Return the change of charge_quota() for a living instance, which no limit excludes; raise Unreadable."""
+    current, unchanged = load_quota(store, project)
+    return [unchanged], [] if current is None else [make_quota_put(current.add_used(make_charge(resources)))]
+
+
+def merge_changes(*changes: Change) -> Change:
+    """Merge several changes into one."""
+    conditions: list[Unchanged] = []
+    operations: list[Put | Delete] = []
+    for change_conditions, change_operations in changes:
+        conditions += change_conditions
+        operations += change_operations
+    return conditions, operations
+
+
+def make_quota_put(new_quota: Quota) -> Put:
+    """Return the write that creates or replaces the quota's key, without a condition."""
+    return Put(keys.quota(new_quota.project), encode(new_quota))
+
+
+def make_empty_change() -> Change:
+    """Return a change without conditions and writes."""
+    return [], []
+
+
+def rejoin_group(store: Store, membership: Membership | None, instance: str, compute: str) -> Change:
+    """Return the change that makes an instance a group's member on `compute`, against any rule; raise Unreadable."""
+    if membership is None:
+        return [], []
+    existing, unchanged = load_group(store, membership.name)
+    if existing is not None and existing.members.get(instance) == compute:
+        return [], []
+    target = existing or Group(membership.name, membership.policy or '', bool(membership.strict))
+    return [unchanged], [make_group_operation(target.with_members({instance: compute}))]
+
+
+def commit_with_shared(
+    store: Store,
+    conditions: Sequence[Unchanged | Exists],
+    operations: Sequence[Put | Delete],
+    make_change: Callable[[], Change],
+    lease: int = 0,
+    settlement: Settlement | None = None,
+) -> int | None:
+    """Commit with a change of shared keys, which is made again while those keys change.
+
+    Returns the new revision; None if one of `conditions` does not hold or after MAX_TRIES. Raises errors of the store
+    and of `make_change`. `lease`, granted for this transaction, is revoked if certainly nothing was written.
+    """
+    if lease and settlement is not None:
+        settlement = settlement._replace(find_commit=partial(_find_on_lease, lease, settlement.find_commit))
+    try:
+        shared_conditions, shared_operations = make_change()
+        for _ in range(MAX_TRIES):
+            written = store.commit([*conditions, *shared_conditions], [*operations, *shared_operations], settlement)
+            if written is not None:
+                return written
+            previous = shared_conditions
+            shared_conditions, shared_operations = make_change()
+            if shared_conditions == previous:
+                break
+            time.sleep(random.uniform(0, MAX_PAUSE_SECONDS))
+    except Exception as error:
+        # After these errors the transaction may have been committed: etcd may be found strange by its answer.
+        if not isinstance(error, UnknownOutcome | NoSpace | StrangeEtcd):
+            try_revoke(store, lease)
+        raise
+    try_revoke(store, lease)
+    return None
+
+
+def _find_on_lease(
+    lease: int, find_commit: Callable[[Mapping[str, Entry]], int | None], entries: Mapping[str, Entry]
+) -> int | None:
+    # A shared key that has changed since hides a commit, but no other transaction writes on its lease.
+    revisions = [each.revision for each in entries.values() if each.lease == lease]
+    return min(revisions) if revisions else find_commit(entries)
+
+
+def make_group_operation(new_group: Group) -> Put | Delete:
+    """Return the write of a group's key, or its deletion if it has no members."""
+    key = keys.group(new_group.name)
+    return Put(key, encode(new_group)) if new_group.members else Delete(key)
+
+
+def _read(store: Store, key: str, kind: type[Shared], **given: str) -> tuple[Shared | None, Unchanged]:
+    entry = store.get(key)
+    if entry is None:
+        return None, Unchanged(key, 0)
+    return decode_at(key, kind, entry.value, **given), Unchanged(key, entry.revision)
+
+
+def _is_held_by(entry: Entry, instance: str) -> bool:
+    try:
+        return decode(NameOwner, entry.value).instance == instance
+    except ValueError:
+        return False
+
+
+def try_revoke(store: Store, lease: int) -> None:
+    """Revoke a lease that is no longer needed, unless it is 0; on an error it just expires."""
+    if lease:
+        with suppress(EcompError):
+            store.revoke(lease)

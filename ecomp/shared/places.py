@@ -1,0 +1,135 @@
+"""Finding an instance's request and record by its uuid: below which compute they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, cached_property, partial
+
+from ecomp.model import keys
+from ecomp.model.host import EntriesByCompute, group_by_instance
+from ecomp.model.record import ERROR, GONE
+from ecomp.model.record import from_json as record_from_json
+from ecomp.store.client import (
+    MAX_TRANSACTION_OPERATIONS,
+    Entry,
+    Store,
+)
+
+# In a cluster of more living computes, placement is asked which of them has the instance's claim.
+MAX_SEARCHED_COMPUTES = MAX_TRANSACTION_OPERATIONS // 2
+
+
+class KeyIndex:
+    """The keys of many instances at the time of the listing, see read_index().
+
+    Nothing in etcd says below which compute an instance's keys are. Without an index lookups read the keys at
+    living computes, 64 a transaction, and list all keys only if none is there. With an index they share one listing. An
+    empty index remembers what a look-up found.
+    """
+
+    def __init__(
+        self, requests: Mapping[str, Sequence[str]], records: Callable[[], Mapping[str, Sequence[str]]] = dict
+    ) -> None:
+        """Take {instance: keys below /hosts/} and a function that lists those below /instances/."""
+        self.requests = dict(requests)
+        self._list_records = records
+
+    def remember(self, instance: str, compute: str) -> None:
+        """Note below which compute the keys of an instance are that was not listed."""
+        self.requests.setdefault(instance, [keys.request(compute, instance)])
+
+    @cached_property
+    def records(self) -> Mapping[str, Sequence[str]]:
+        """{instance: its keys below /instances/}, listed when this is first read."""
+        return self._list_records()
+
+
+def find_places(store: Store, instance: str) -> EntriesByCompute[Entry]:
+    """Find the instance's keys below any compute; empty if none. It may leave a queue, so read the queues first."""
+    return find_at_living_computes(store, instance) or find_by_listing(store, instance)
+
+
+def find_at_living_computes(
+    store: Store, instance: str, key_index: KeyIndex | None = None
+) -> EntriesByCompute[Entry] | None:
+    """Find the instance's keys by an earlier index or at living computes; None if elsewhere or absent."""
+    if key_index is not None:
+        places = find_by_listing(store, instance, key_index)
+        # An instance that ended in its queue is below no compute, and never elsewhere.
+        if places.compute or places.record:
+            return places
+    presences = store.snapshot(keys.COMPUTES, keys_only=True).entries
+    alive = {
+        keys.get_last_part(key)
+        for key, entry in presences.items()
+        if entry.lease and keys.is_uuid(keys.get_last_part(key))
+    }
+    claimant = store.find_claim(instance) if store.find_claim is not None and len(alive) > MAX_SEARCHED_COMPUTES else ''
+    for hosts in [[claimant], sorted(alive)] if claimant in alive else [sorted(alive)]:
+        possible = [key for host in hosts for key in (keys.request(host, instance), keys.record(host, instance))]
+        living_places = _resolve_instance(store, instance, store.read(possible))
+        if living_places is not None:
+            return living_places if living_places.compute in alive else None
+    return None
+
+
+def has_unfinished_record(store: Store, instance: str) -> bool:
+    """Return whether the instance has a record in a state other than gone or error; ValueError if malformed."""
+    key_index = read_index(store)
+    # All records, whichever computes have a request; with requests, also records written since the listing.
+    record_keys = {*_list_record_keys(key_index, instance), *key_index.records.get(instance, ())}
+    places = group_by_instance(store.read(sorted(record_keys)).items()).get(instance) or EntriesByCompute()
+    records = [record_from_json(entry.value) for entry in places.records.values()]
+    return any(record.state not in (GONE, ERROR) for record in records)
+
+
+def read_index(store: Store) -> KeyIndex:
+    """List the keys of all requests (10,000 take 0.1 s); those of records when `records` is first read."""
+    # Requests before records: an instance that ends in between is seen twice rather than missed.
+    return KeyIndex(_list_keys_by_instance(store, keys.HOSTS), partial(_list_keys_by_instance, store, keys.INSTANCES))
+
+
+def _list_keys_by_instance(store: Store, family: str) -> Mapping[str, Sequence[str]]:
+    keys_by_instance: dict[str, list[str]] = {}
+    for key in store.snapshot(family, keys_only=True).entries:
+        # Other keys below a compute are of no instance, even if their last part is a uuid.
+        if key.count('/') == 3:
+            keys_by_instance.setdefault(keys.get_last_part(key), []).append(key)
+    return keys_by_instance
+
+
+def find_by_listing(store: Store, instance: str, key_index: KeyIndex | None = None) -> EntriesByCompute[Entry]:
+    """Find the instance's keys in a new listing or an earlier index; empty if none. Callers read the queues first."""
+    key_index = read_index(store) if key_index is None else key_index
+    # Since the listing a record may have been written and its request deleted. With a request, no other record counts.
+    request_keys = key_index.requests.get(instance, ())
+    if request_keys:
+        own_keys = [*request_keys, *_list_record_keys(key_index, instance)]
+    else:
+        # The records were listed after the requests: the instance may have left its queue in between.
+        own_keys = [*key_index.records.get(instance, ())]
+        own_keys += [keys.request(compute, instance) for compute, _ in map(keys.parse_record_key, own_keys) if compute]
+    if not own_keys:
+        return EntriesByCompute()
+    return _resolve_instance(store, instance, store.read(sorted(own_keys))) or EntriesByCompute()
+
+
+def _resolve_instance(store: Store, instance: str, entries: Mapping[str, Entry]) -> EntriesByCompute[Entry] | None:
+    return resolve_places(store, entries.items()).get(instance)
+
+
+def resolve_places(store: Store, entries: Iterable[tuple[str, Entry]]) -> dict[str, EntriesByCompute[Entry]]:
+    """Group entries by instance; if several computes have a request, mark those without a claim.
+
+    Only a store with `claims` asks placement for that, and raises its errors.
+    """
+    places_by_instance = group_by_instance(entries)
+    if store.claims is not None:
+        claims = cache(store.claims)
+        for instance, places in places_by_instance.items():
+            places.mark_claimless(instance, claims)
+    return places_by_instance
+
+
+def _list_record_keys(key_index: KeyIndex, instance: str) -> list[str]:
+    return [keys.record(key.split('/')[2], instance) for key in key_index.requests.get(instance, ())]
