@@ -365,7 +365,7 @@ def test_several_users_look_while_an_audit_runs(cloud: Cloud, host: Host) -> Non
 def test_older_or_frozen_compute_is_unknown_and_others_are_not(
     cloud: Cloud, host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(usage, 'ANSWER_TIMEOUT_SECONDS', 0.5)
+    monkeypatch.setattr(usage, 'ANSWER_TIMEOUT_SECONDS', 2.0)  # enough for the other's answer on a busy machine
     older = cloud.make_compute()
     use = make_reader(cloud, host, older).read()
     assert (use.used[older], use.reasons.keys()) == ({}, {older})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import operator
 import re
 import shutil
 import socket
@@ -35,8 +36,9 @@ from tests.functional.placement_client import claim, make_uuid, open_client
 from tests.kit.certificates import Authority
 from tests.kit.commands import Control, Ecompute
 from tests.kit.faulty_placement import FaultyPlacement
+from tests.kit.hands import count_losses
 from tests.kit.listening import CannedServer, make_answer
-from tests.kit.servers import PlacementServer
+from tests.kit.servers import PlacementServer, wait_until
 from tests.kit.story import SMALL_QUERY, find_log_lines, place, read_log, read_record, wait_log_lines, wait_state
 
 SERVER_NAMES = ('localhost', '127.0.0.1')
@@ -263,6 +265,8 @@ def test_ecompute_survives_replaced_credential_files(
             path.write_bytes(before)
             wait_state(control, instance, 'active')
             assert control.eschedule('destroy', instance, '--wait').code == 0
+            # A check of once a minute may have met the same loss, which is logged again only after its end.
+            wait_until(lambda: operator.eq(*count_losses(compute, 'placement')), 60, 'each return is logged')
         read_log(compute)
 
 

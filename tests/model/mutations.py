@@ -112,7 +112,7 @@ MAX_SCHEDULES = 3_000
 
 CLAIM = {
     'undo does not ask who holds the attempt': make_bug(
-        'ecomp.store.client:read_pending_instances',
+        'ecomp.shared.attempts:read_pending_instances',
         replace_assignment('others', '{key: each for key, each in attempts.entries.items() if key != own_attempt.key}'),
         'late_releases',
         'one_uuid_of_two_sizes',
@@ -132,7 +132,7 @@ CLAIM = {
         *('release_beside_resume', 'claim_keeper'),
     ),
     'attempts are read after requests': make_bug(
-        'ecomp.store.client:find_needed',
+        'ecomp.shared.attempts:find_needed',
         replace_return(
             'elsewhere | {names[key] for key in found}'
             ' | read_pending_instances(store, queued, own_attempt).intersection(holding)'

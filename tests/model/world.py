@@ -39,7 +39,7 @@ Value = TypeVar('Value')
 # The maximum number of seconds between the two halves of a write to placement, unless placement crashes.
 MAX_WRITE_SECONDS = 2.0
 # Steps of one execution; a longer one does not come to rest.
-MAX_STEPS = 600
+MAX_STEPS = 1_500
 
 
 class Killed(BaseException):

@@ -35,8 +35,8 @@ from ecomp.model.order import Order, Request, parse_request
 from ecomp.model.record import Failure, Record
 from ecomp.model.stack import Place, Stack, StackEntry, restore_stack
 from ecomp.model.stored import decode, encode
+from ecomp.store.client import Entry as StoredEntry
 from ecomp.store.client import Snapshot
-from ecomp.store.client import StackEntry as StoredEntry
 from ecomp.yaml_file import shorten
 from tests.kit.hostile import COMPUTE, IMAGE, INSTANCE, OTHER_UUID, RESOURCES
 
