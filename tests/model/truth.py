@@ -438,7 +438,7 @@ ROWS = [
     # eschedule audit --fix, one line for each repair
     Row(FIX, str, ': (released on|is already released)', is_released),
     Row(FIX, str, ' findings?; the audit is repeated in ', promises_nothing),
-    Row(FIX, str, '(not repaired|it is unknown whether the repair was made)', promises_nothing),
+    Row(FIX, str, '(not repaired|it is unknown whether (the repair was made|it was repaired))', promises_nothing),
     Row(FIX, str, ' is deleted$', is_deleted),
     Row(FIX, str, ': claimed again on ', is_claimed_again),
     Row(FIX, str, ': destroy accepted; ', is_ending),
