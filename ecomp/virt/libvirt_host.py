@@ -11,13 +11,14 @@ import os
 import pwd
 import shlex
 import shutil
-import struct
+import subprocess
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ecomp.addresses import is_own_address, resolve_addresses
 from ecomp.errors import BuildFailed, Conflict, EcompError, Problem, Unreachable, UsageError, explain_error
@@ -554,13 +555,9 @@ def _define_filters(connection: libvirt.virConnect) -> None:
         connection.nwfilterDefineXML(definition)
 
 
-ACL_XATTR = 'system.posix_acl_access'
-ACL_USER = 0x02
-ACL_GROUP_OBJ = 0x04
-ACL_GROUP = 0x08
-ACL_MASK = 0x10
-ENTER = 0o1
-READ_WRITE = 0o6
+# What test(1) is asked about a path: whether a directory can be entered, whether a device can be used.
+ENTER = ('-x',)
+READ_WRITE = ('-r', '-w')
 
 CPUINFO = Path('/proc/cpuinfo')
 KVM_DEVICE = Path('/dev/kvm')
@@ -598,41 +595,21 @@ def explain_blocked(directory: Path, qemu: QemuUser) -> Problem | None:
     return None
 
 
-def has_access(required_bits: int, path: Path, qemu: QemuUser) -> bool:
-    """Return whether QEMU has `required_bits` by a path's own mode and ACL. Raises OSError."""
-    status = path.stat()
+def has_access(tests: Iterable[str], path: Path, qemu: QemuUser) -> bool:
+    """Return whether QEMU passes `tests` by the path's own mode and ACL; True unless we are root. Raises OSError."""
+    group, *groups = qemu.groups
+    handle = os.open(path, os.O_PATH)
     try:
-        acl = os.getxattr(path, ACL_XATTR)
-    except OSError:
-        # No ACL is set, or the file system has none: only the mode counts.
-        acl = b''
-    granted_bits = evaluate_permissions(status.st_mode, status.st_uid, status.st_gid, acl, qemu)
-    return granted_bits & required_bits == required_bits
-
-
-def evaluate_permissions(mode: int, owner: int, group: int, acl: bytes, qemu: QemuUser) -> int:
-    """Return the rwx bits (0 to 7) of QEMU's user on a file, by acl(5); b'' means no ACL."""
-    if qemu.uid == 0:
-        return 0o7
-    if owner == qemu.uid:
-        return mode >> 6 & 0o7
-    if not acl:
-        return mode >> 3 & 0o7 if group in qemu.groups else mode & 0o7
-    # A version number of 4 bytes, then (tag, permissions, id) for each entry.
-    entries = list(struct.iter_unpack('<HHI', acl[4:]))
-    mask = next((permissions for tag, permissions, _ in entries if tag == ACL_MASK), 0o7)
-    for tag, permissions, number in entries:
-        if tag == ACL_USER and number == qemu.uid:
-            return permissions & mask
-    by_group = [
-        permissions
-        for tag, permissions, number in entries
-        if (tag == ACL_GROUP and number in qemu.groups) or (tag == ACL_GROUP_OBJ and group in qemu.groups)
-    ]
-    if by_group:
-        # acl(5): one entry must grant all required bits. We require one, or two that are usually granted together.
-        return max(by_group) & mask
-    return mode & 0o7
+        # Named by its descriptor, so that the directories above it do not count.
+        subject = f'/proc/self/fd/{handle}'
+        with suppress(PermissionError):  # only root can become another user
+            for test in tests:
+                as_qemu: Any = {'user': qemu.uid, 'group': group, 'extra_groups': groups}
+                if subprocess.run(['test', test, subject], pass_fds=[handle], check=False, **as_qemu).returncode:
+                    return False
+        return True
+    finally:
+        os.close(handle)
 
 
 def explain_closed_kvm(qemu: QemuUser) -> Problem | None:

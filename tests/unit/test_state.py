@@ -145,7 +145,7 @@ def test_modes_do_not_depend_on_the_umask(umask: int, tmp_path: Path) -> None:
     before = os.umask(umask)
     try:
         state = Identity(tmp_path / 'a/b')
-        qemu = QemuUser('qemu', 4711, frozenset())
+        qemu = QemuUser('qemu', 4711, frozenset({4711}))
         assert [has_access(ENTER, directory, qemu) for directory in (tmp_path / 'a', tmp_path / 'a/b')] == [True, True]
         identity = state.choose_uuid(None), state.choose_token()
         state.save()

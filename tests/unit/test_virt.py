@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import struct
 import subprocess
@@ -25,40 +26,33 @@ from ecomp.virt.xml import ClosedService, Dhcp, Reservation, choose_address, mak
 # Access rights to directories, and the available virtualization type.
 
 
-QEMU = libvirt_host.QemuUser('qemu', 100, frozenset({200, 201}))
-
-
-def make_acl(*entries: tuple[int, int, int]) -> bytes:
-    return struct.pack('<I', 2) + b''.join(struct.pack('<HHI', *entry) for entry in entries)
+QEMU = libvirt_host.QemuUser('qemu', 4711, frozenset({4712, 4713}))
 
 
 @pytest.mark.parametrize(
-    ('mode', 'owner', 'group', 'entries', 'bits'),
+    ('mode', 'group', 'entry', 'can_enter', 'can_write'),
     [
-        (0o40711, 0, 0, (), 1),
-        (0o40700, 0, 0, (), 0),
-        (0o40700, 100, 0, (), 7),
-        (0o40077, 100, 0, (), 0),
-        (0o40710, 0, 201, (), 1),
-        (0o40701, 0, 201, (), 0),
-        (0o40710, 0, 0, ((libvirt_host.ACL_USER, 1, 100), (libvirt_host.ACL_MASK, 1, 0)), 1),
-        (0o40700, 0, 0, ((libvirt_host.ACL_USER, 1, 100), (libvirt_host.ACL_MASK, 0, 0)), 0),
-        (0o40711, 0, 0, ((libvirt_host.ACL_USER, 0, 100), (libvirt_host.ACL_MASK, 1, 0)), 0),
-        (0o40711, 0, 0, ((libvirt_host.ACL_USER, 7, 999), (libvirt_host.ACL_MASK, 7, 0)), 1),
-        (0o40770, 0, 0, ((libvirt_host.ACL_GROUP, 5, 201), (libvirt_host.ACL_MASK, 7, 0)), 5),
-        (
-            *(0o40770, 0, 200),
-            ((libvirt_host.ACL_GROUP_OBJ, 4, 0), (libvirt_host.ACL_GROUP, 5, 201), (libvirt_host.ACL_MASK, 7, 0)),
-            5,
-        ),
+        (0o711, 0, (), True, False),
+        (0o700, 0, (), False, False),
+        (0o706, 0, (), False, True),
+        (0o710, 4713, (), True, False),
+        (0o701, 4713, (), False, False),
+        (0o700, 0, (2, 1, 4711), True, False),
+        (0o700, 0, (8, 7, 4713), True, True),
     ],
 )
-def test_granted_bits(mode: int, owner: int, group: int, entries: tuple[tuple[int, int, int], ...], bits: int) -> None:
-    assert libvirt_host.evaluate_permissions(mode, owner, group, make_acl(*entries) if entries else b'', QEMU) == bits
-    assert (
-        libvirt_host.evaluate_permissions(mode, owner, group, b'', libvirt_host.QemuUser('root', 0, frozenset({0})))
-        == 7
-    )
+def test_access_of_another_user(
+    mode: int, group: int, entry: tuple[int, ...], tmp_path: Path, *, can_enter: bool, can_write: bool
+) -> None:
+    tmp_path.chmod(mode)
+    os.chown(tmp_path, 0, group)
+    if entry:  # acl(5): tag, permissions and id, for the owner, a user or group, the mask and others
+        entries = sorted([(1, 7, 0), (4, 0, 0), entry, (16, 7, 0), (32, 0, 0)])
+        acl = struct.pack('<I', 2) + b''.join(struct.pack('<HHI', *each) for each in entries)
+        os.setxattr(tmp_path, 'system.posix_acl_access', acl)
+    assert libvirt_host.has_access(libvirt_host.ENTER, tmp_path, QEMU) == can_enter
+    assert libvirt_host.has_access(libvirt_host.READ_WRITE, tmp_path, QEMU) == can_write
+    assert libvirt_host.has_access(libvirt_host.ENTER, tmp_path, libvirt_host.QemuUser('root', 0, frozenset({0})))
 
 
 def test_unreachable_directory_is_named_with_the_command(tmp_path: Path) -> None:
