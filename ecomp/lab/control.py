@@ -25,7 +25,6 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from ipaddress import ip_address
 from pathlib import Path
-from types import FrameType
 
 from ecomp import systemd
 from ecomp.errors import EcompError, UsageError
@@ -146,20 +145,21 @@ def make_placement_servers(data: Path, address: str, port: int, certs: Path | No
         command += [address, str(port)]
         return [LabServer('placement', command, log, lambda _: is_placement_ready(f'http://{listen_address}'), env)]
     command += [SOCKET, str(certs / 'token')]
-    files = {data / 'stunnel.conf': STUNNEL.format(where=f'{address}:{port}', socket=SOCKET, certs=certs)}
-    stunnel = ['stunnel4', str(data / 'stunnel.conf')]
-    return [
-        LabServer(
-            'placement', command, log, lambda process: _accepts_connections(f'/proc/{process.pid}/cwd/{SOCKET}'), env
-        ),
-        LabServer(
-            'stunnel',
-            stunnel,
-            data / 'stunnel.log',
-            lambda _: is_placement_ready(f'https://{listen_address}', certs),
-            files=files,
-        ),
-    ]
+    conf, url = data / 'stunnel.conf', f'https://{listen_address}'
+    files = {conf: STUNNEL.format(where=f'{address}:{port}', socket=SOCKET, certs=certs)}
+
+    def is_listening(process: ServerProcess) -> bool:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(f'/proc/{process.pid}/cwd/{SOCKET}')
+            return True
+        return False
+
+    def is_ready(_: ServerProcess) -> bool:
+        return is_placement_ready(url, certs)
+
+    placement = LabServer('placement', command, log, is_listening, env)
+    stunnel = LabServer('stunnel', ['stunnel4', str(conf)], data / 'stunnel.log', is_ready, files=files)
+    return [placement, stunnel]
 
 
 def make_placement_environment(data: Path) -> dict[str, str]:
@@ -172,6 +172,26 @@ def make_placement_environment(data: Path) -> dict[str, str]:
     }
 
 
+@dataclass(frozen=True)
+class Endpoints:
+    """The address, ports and data directory of etcd and placement; `certs` is the directory of `elab certs`, if any."""
+
+    etcd_port: int
+    placement_port: int
+    data: Path
+    bind: str = LOCALHOST
+    certs: Path | None = None
+
+
+def make_servers(endpoints: Endpoints, *more_addresses: str) -> list[LabServer]:
+    """Describe etcd, which also listens on `more_addresses`, and placement, in the order to start them."""
+    etcd, placement = (endpoints.certs and endpoints.certs / name for name in ('etcd', 'placement'))
+    return [
+        make_etcd_server(endpoints.data, [endpoints.bind, *more_addresses], endpoints.etcd_port, etcd),
+        *make_placement_servers(endpoints.data, endpoints.bind, endpoints.placement_port, placement),
+    ]
+
+
 def make_lab_servers(layout: Layout, data: Path, images: Path, certs: Path) -> list[LabServer]:
     """Describe the servers of a lab's control namespace, in the order to start them; start nothing."""
     address = str(layout.control)
@@ -182,8 +202,7 @@ def make_lab_servers(layout: Layout, data: Path, images: Path, certs: Path) -> l
     # No router and no DNS: a guest's route and metadata are only on the network of its host.
     dhcp += ['--dhcp-option=3', '--dhcp-option=6', f'--dhcp-leasefile={data}/dhcp.leases']
     return [
-        make_etcd_server(data, [address, LOCALHOST], ETCD_PORT, certs / 'etcd'),
-        *make_placement_servers(data, address, PLACEMENT_PORT, certs / 'placement'),
+        *make_servers(Endpoints(ETCD_PORT, PLACEMENT_PORT, data, address, certs), LOCALHOST),
         LabServer('images', web, data / 'images.log', lambda _: is_url_available(layout.images)),
         LabServer('dhcp', dhcp, data / 'dhcp.log', _is_dhcp_ready),
     ]
@@ -203,13 +222,6 @@ def is_placement_ready(url: str, certs: Path | None = None) -> bool:
     """
     token = 'admin' if certs is None else (certs / 'token').read_text(encoding='ascii').strip()
     return is_url_available(f'{url}/resource_providers', {'x-auth-token': token}, certs)
-
-
-def _accepts_connections(path: str) -> bool:
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(path)
-        return True
-    return False
 
 
 def is_url_available(url: str, headers: Mapping[str, str] | None = None, certs: Path | None = None) -> bool:
@@ -255,17 +267,6 @@ CERTIFICATE_FILES = {
 }
 
 
-@dataclass(frozen=True)
-class Endpoints:
-    """The address, ports and data directory of etcd and placement; `certs` is the directory of `elab certs`, if any."""
-
-    etcd_port: int
-    placement_port: int
-    data: Path
-    bind: str = LOCALHOST
-    certs: Path | None = None
-
-
 def run_control(
     endpoints: Endpoints, service: Service, say: Callable[[str], None], on_ready: Callable[[str], None]
 ) -> None:
@@ -275,28 +276,15 @@ def run_control(
     `service` notifies systemd. Makes missing certificates, and has stunnel load a replaced one. Raises UsageError for a
     used port, a foreign address, a missing program or unusable file, EcompError if a server ends or is late.
     """
-    for backend, port in (('etcd', endpoints.etcd_port), ('placement', endpoints.placement_port)):
-        _check_free(backend, endpoints.bind, port)
-    is_secure = endpoints.certs is not None
-    programs = {**machine.CONTROL_PROGRAMS, **(machine.SECURE_PROGRAMS if is_secure else {})}
-    machine.require(programs, ['placement', 'waitress', *(['cryptography'] if is_secure else [])])
-    try:
-        endpoints.data.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f'--data {endpoints.data}: {error.strerror}') from error
-    if endpoints.certs is not None:
-        _make_certificates(endpoints.certs, endpoints, say)
+    _prepare(endpoints, say)
+    is_secure, data = endpoints.certs is not None, endpoints.data.resolve()
     stopped = threading.Event()
-
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        stopped.set()
-
     with ExitStack() as at_exit:
         for number in (signal.SIGINT, signal.SIGTERM):
-            at_exit.callback(signal.signal, number, signal.signal(number, stop))
+            at_exit.callback(signal.signal, number, signal.signal(number, lambda *_: stopped.set()))
         running: list[tuple[LabServer, ServerProcess]] = []
         at_exit.callback(lambda: machine.terminate(process for _, process in running))
-        for server in _make_servers(endpoints, endpoints.data.resolve()):
+        for server in make_servers(replace(endpoints, data=data, certs=endpoints.certs and endpoints.certs.resolve())):
             started_at = time.monotonic()
             # They end with this process, even if it is killed and cannot end them.
             process = server.start(['setpriv', '--pdeathsig', 'TERM', '--'])
@@ -308,22 +296,43 @@ def run_control(
         on_ready('https' if is_secure else 'http')
         service.notify_ready(f'etcd and placement answer at {endpoints.bind}')
         if not is_secure:
-            say(
-                'without certificates, every user of this machine can write to etcd and placement. '
-                'Fix: elab control --certs certs'
-            )
-        say(f'the data is in {endpoints.data.resolve()}; Ctrl-C stops both servers')
-        certificate_time = _read_certificate_time(endpoints)
-        while not stopped.wait(0.5):
-            service.notify_alive()
-            for server, process in running:
-                if not machine.is_alive(process):
-                    raise EcompError(f'{server.name} ended: {machine.read_last_line(server.log)} (see {server.log})')
-                # etcd reads its certificate for each connection, stunnel on SIGHUP.
-                if server.name == 'stunnel' and (new_time := _read_certificate_time(endpoints)) != certificate_time:
-                    certificate_time = new_time
-                    os.kill(process.pid, signal.SIGHUP)
+            problem = 'without certificates, every user of this machine can write to etcd and placement'
+            say(f'{problem}. Fix: elab control --certs certs')
+        say(f'the data is in {data}; Ctrl-C stops both servers')
+        _watch(running, endpoints, service, stopped)
         service.notify_stopping('etcd and placement are stopping')
+
+
+def _prepare(endpoints: Endpoints, say: Callable[[str], None]) -> None:
+    """Require ports, programs and certificates, and make the missing directory and certificates."""
+    for backend, port in (('etcd', endpoints.etcd_port), ('placement', endpoints.placement_port)):
+        _check_free(backend, endpoints.bind, port)
+    programs, modules = machine.CONTROL_PROGRAMS, ['placement', 'waitress']
+    if endpoints.certs is not None:
+        programs, modules = {**programs, **machine.SECURE_PROGRAMS}, [*modules, 'cryptography']
+    machine.require(programs, modules)
+    try:
+        endpoints.data.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f'--data {endpoints.data}: {error.strerror}') from error
+    if endpoints.certs is not None:
+        _make_certificates(endpoints.certs, endpoints, say)
+
+
+def _watch(
+    running: list[tuple[LabServer, ServerProcess]], endpoints: Endpoints, service: Service, stopped: threading.Event
+) -> None:
+    """Wait until `stopped` is set; EcompError if a server ends. Has stunnel load a replaced certificate."""
+    certificate_time = _read_certificate_time(endpoints)
+    while not stopped.wait(0.5):
+        service.notify_alive()
+        for server, process in running:
+            if not machine.is_alive(process):
+                raise EcompError(f'{server.name} ended: {machine.read_last_line(server.log)} (see {server.log})')
+            # etcd reads its certificate for each connection, stunnel on SIGHUP.
+            if server.name == 'stunnel' and (new_time := _read_certificate_time(endpoints)) != certificate_time:
+                certificate_time = new_time
+                os.kill(process.pid, signal.SIGHUP)
 
 
 def make_arguments(endpoints: Endpoints) -> list[str]:
@@ -346,17 +355,6 @@ def check_service(endpoints: Endpoints, program: Path) -> None:
         if (place := systemd.find_unsafe_directory(path)) is not None:
             problem = f'the service cannot use {name}: {place} belongs to another user or is not accessible to root'
             raise UsageError(f'--unit: {problem}. Fix: {fix}, as docs/howto/real-machines.md describes')
-
-
-def _make_servers(endpoints: Endpoints, data: Path) -> list[LabServer]:
-    """Describe etcd and placement, in the order to start them, with an absolute `data`; start nothing."""
-    etcd, stunnel = (
-        None if endpoints.certs is None else endpoints.certs.resolve() / name for name in ('etcd', 'placement')
-    )
-    return [
-        make_etcd_server(data, [endpoints.bind], endpoints.etcd_port, etcd),
-        *make_placement_servers(data, endpoints.bind, endpoints.placement_port, stunnel),
-    ]
 
 
 def _read_certificate_time(endpoints: Endpoints) -> float:

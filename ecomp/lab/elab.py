@@ -20,7 +20,7 @@ from ecomp import log, systemd
 from ecomp.arguments import Parser
 from ecomp.errors import EcompError, NotFound, UsageError
 from ecomp.lab import control, fakes, guest, machine, state
-from ecomp.lab.hosts import LabHost
+from ecomp.lab.hosts import LabHost, write_once
 from ecomp.lab.network import (
     CONTROL,
     ETCD_PORT,
@@ -98,22 +98,16 @@ def start_control(lab: Lab) -> None:
             server.start(prefix, lab.record_process)
     for server in servers:
         server.wait(lab.processes[server.name])
-    schedule = lab.directory / 'schedule.yaml'
-    if not schedule.exists():
-        backends = render_backends(str(layout.control), ETCD_PORT, layout.placement, f'{lab.operator}/')
-        text = SCHEDULE_YAML.format(
-            name=layout.name,
-            backends=backends,
-            directory=lab.directory,
-            images=layout.images,
-            reach=json.dumps(_make_reach_command(layout.name)),
-        )
-        schedule.write_text(text, encoding='utf-8')
-
-
-def _make_reach_command(name: str) -> str:
-    words = [*(['sudo'] if 'SUDO_UID' in os.environ else []), sys.executable, '-P', '-m', 'ecomp.lab.elab', 'exec']
-    return f'{shlex.join([*words, "--name", name])} {{host}}'
+    sudo = ['sudo'] if 'SUDO_UID' in os.environ else []
+    words = [*sudo, sys.executable, '-P', '-m', 'ecomp.lab.elab', 'exec', '--name', layout.name]
+    text = SCHEDULE_YAML.format(
+        name=layout.name,
+        backends=render_backends(str(layout.control), ETCD_PORT, layout.placement, f'{lab.operator}/'),
+        directory=lab.directory,
+        images=layout.images,
+        reach=json.dumps(f'{shlex.join(words)} {{host}}'),
+    )
+    write_once(lab.directory / 'schedule.yaml', text)
 
 
 def _make_certificates(lab: Lab) -> None:
@@ -170,86 +164,91 @@ def make_parser() -> argparse.ArgumentParser:
     top.add_argument('--version', action='version', version=f'elab {read_version()}')
     commands = top.add_subparsers(required=True, metavar='COMMAND')
 
-    def add_command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+    def add_command(
+        name: str, run: Callable[[argparse.Namespace], int], text: str, has_name: bool = True
+    ) -> argparse.ArgumentParser:
         subparser = commands.add_parser(name, help=text, description=text)
         subparser.set_defaults(run=run)
+        if has_name:
+            lab_help = 'the lab. Default: the lab of this directory or of this `elab shell`, else `lab`, else `fake`'
+            subparser.add_argument('--name', help=lab_help)
         return subparser
 
-    def add_lab_command(name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        subparser = add_command(name, run, text)
-        lab_help = 'the lab. Default: the lab of this directory or of this `elab shell`, else `lab`, else `fake`'
-        subparser.add_argument('--name', help=lab_help)
-        return subparser
+    _add_up_options(add_command('up', _run_up, 'create and start the lab, or the missing parts of an existing one'))
+    add_command('status', _run_status, 'show for each server and host whether it answers')
+    run = add_command('exec', _run_exec, 'run a command in a host (hv1, hv2 …) or in `control`')
+    run.add_argument('host', metavar='HOST', help='the host, or control')
+    run.add_argument('words', metavar='CMD', nargs=argparse.REMAINDER, help='the command and its arguments')
+    shell = add_command('shell', _run_shell, "run a shell in which eschedule uses the lab's schedule.yaml")
+    shell.add_argument('words', metavar='CMD', nargs=argparse.REMAINDER, help='the command to run. Default: a shell')
+    killed = add_command('kill', _run_kill, 'kill a fake host, as a power cut would; `elab up` brings it back')
+    killed.add_argument('host', metavar='HOST', help='the fake host')
+    add_command('list', _run_list, 'list all labs of this machine, with state and directory', has_name=False)
+    add_command('down', _run_down, 'remove the lab with its guests and everything that elab made for it')
+    only = add_command('control', _run_control, 'run only etcd and placement, in the foreground', has_name=False)
+    _add_control_options(only)
+    certs_text = 'make certificates for etcd, placement and their clients'
+    _add_certs_options(add_command('certs', _run_certs, certs_text, has_name=False))
+    image = add_command('guest', _run_guest, 'make a small guest image from Debian packages', has_name=False)
+    image.add_argument('output', type=Path, metavar='OUT.qcow2', help='the file to write')
+    return top
 
-    def add_ports(subparser: argparse.ArgumentParser) -> None:
-        for name, port in (('etcd', ETCD_PORT), ('placement', PLACEMENT_PORT)):
-            subparser.add_argument(
-                f'--{name}-port',
-                type=_parse_port,
-                default=port,
-                metavar='PORT',
-                help=f'port of {name}. Default: {port}',
-            )
 
-    up = add_lab_command('up', _run_up, 'create and start the lab, or the missing parts of an existing one')
-    up.add_argument('--hosts', type=_parse_count, metavar='N', help='number of hosts; a lab can grow. Default: 3')
+def _add_up_options(parser: argparse.ArgumentParser) -> None:
+    hosts_help = 'number of hosts; a lab can grow. Default: 3'
+    parser.add_argument('--hosts', type=_parse_count, metavar='N', help=hosts_help)
     fake_help = (
         'make N fake hosts instead, fake1 and so on, with fake guests: that needs neither root nor libvirt. '
         f'Default of N: {fakes.DEFAULT_COUNT}; of the name: {fakes.DEFAULT_NAME}'
     )
-    up.add_argument('--fake', type=_parse_count, nargs='?', const=0, metavar='N', help=fake_help)
+    parser.add_argument('--fake', type=_parse_count, nargs='?', const=0, metavar='N', help=fake_help)
     size_help = f'with --fake: the inventory of each host. Default: {fakes.DEFAULT_SIZE}'
-    up.add_argument('--size', metavar='INVENTORY', help=size_help)
+    parser.add_argument('--size', metavar='INVENTORY', help=size_help)
     fetch_help = "with --fake: unpack etcd and stunnel for this user, if they are missing, from Debian's packages"
-    up.add_argument('--fetch', action='store_true', help=fetch_help)
-    add_lab_command('status', _run_status, 'show for each server and host whether it answers')
-    run = add_lab_command('exec', _run_exec, 'run a command in a host (hv1, hv2 …) or in `control`')
-    run.add_argument('host', metavar='HOST', help='the host, or control')
-    run.add_argument('words', metavar='CMD', nargs=argparse.REMAINDER, help='the command and its arguments')
-    shell = add_lab_command('shell', _run_shell, "run a shell in which eschedule uses the lab's schedule.yaml")
-    shell.add_argument('words', metavar='CMD', nargs=argparse.REMAINDER, help='the command to run. Default: a shell')
-    killed = add_lab_command('kill', _run_kill, 'kill a fake host, as a power cut would; `elab up` brings it back')
-    killed.add_argument('host', metavar='HOST', help='the fake host')
-    add_command('list', _run_list, 'list all labs of this machine, with state and directory')
-    add_lab_command('down', _run_down, 'remove the lab with its guests and everything that elab made for it')
-    only = add_command('control', _run_control, 'run only etcd and placement, in the foreground')
-    only.add_argument(
-        '--bind', default=control.LOCALHOST, metavar='ADDRESS', help='address to listen on. Default: 127.0.0.1'
-    )
+    parser.add_argument('--fetch', action='store_true', help=fetch_help)
+
+
+def _add_control_options(parser: argparse.ArgumentParser) -> None:
+    bind_help = 'address to listen on. Default: 127.0.0.1'
+    parser.add_argument('--bind', default=control.LOCALHOST, metavar='ADDRESS', help=bind_help)
     certs_help = (
         'directory of certificates as `elab certs` makes it, created if missing. Default: none if ADDRESS is a '
         'loopback address, else ./certs'
     )
-    only.add_argument('--certs', type=Path, metavar='DIR', help=certs_help)
-    add_ports(only)
+    parser.add_argument('--certs', type=Path, metavar='DIR', help=certs_help)
+    _add_ports(parser)
     data_help = 'directory of the data. Default: ./elab-control'
-    only.add_argument('--data', type=Path, default=Path('elab-control'), metavar='DIR', help=data_help)
+    parser.add_argument('--data', type=Path, default=Path('elab-control'), metavar='DIR', help=data_help)
     unit_help = 'print the systemd unit that runs this command in this directory, and exit'
-    only.add_argument('--unit', action='store_true', help=unit_help)
-    certs = add_command('certs', _run_certs, 'make certificates for etcd, placement and their clients')
+    parser.add_argument('--unit', action='store_true', help=unit_help)
+
+
+def _add_certs_options(parser: argparse.ArgumentParser) -> None:
     directory_help = 'directory of the certificates; without any NAME, replace those that expire within a month'
-    certs.add_argument('directory', type=Path, metavar='DIR', help=directory_help)
+    parser.add_argument('directory', type=Path, metavar='DIR', help=directory_help)
     for option, text in (
         ('--control', 'names and addresses of the control host; clients use the first. Needed only in the first run'),
         ('--compute', 'hypervisor hosts; NAME=UUID for one that already has a uuid'),
         ('--scheduler', 'machines where eschedule runs'),
         ('--operator', 'people who may write all of etcd'),
     ):
-        certs.add_argument(option, nargs='+', action='extend', default=[], metavar='NAME', help=text)
-    add_ports(certs)
-    roles = certs.add_mutually_exclusive_group()
-    enable_help = (
-        'restrict each certificate in DIR to its role in etcd, so that no compute may write the data of another'
-    )
-    roles.add_argument('--enable', action='store_true', help=enable_help)
-    roles.add_argument(
-        '--disable',
-        action='store_true',
-        help='no longer enforce roles: every certificate may again write everything in etcd',
-    )
-    image = add_command('guest', _run_guest, 'make a small guest image from Debian packages')
-    image.add_argument('output', type=Path, metavar='OUT.qcow2', help='the file to write')
-    return top
+        parser.add_argument(option, nargs='+', action='extend', default=[], metavar='NAME', help=text)
+    _add_ports(parser)
+    roles = parser.add_mutually_exclusive_group()
+    for option, text in (
+        (
+            '--enable',
+            'restrict each certificate in DIR to its role in etcd, so that no compute may write the data of another',
+        ),
+        ('--disable', 'no longer enforce roles: every certificate may again write everything in etcd'),
+    ):
+        roles.add_argument(option, action='store_true', help=text)
+
+
+def _add_ports(parser: argparse.ArgumentParser) -> None:
+    for name, port in (('etcd', ETCD_PORT), ('placement', PLACEMENT_PORT)):
+        text = f'port of {name}. Default: {port}'
+        parser.add_argument(f'--{name}-port', type=_parse_port, default=port, metavar='PORT', help=text)
 
 
 def _parse_count(text: str) -> int:

@@ -22,7 +22,7 @@ from ecomp.compute_conf import load_compute, parse_inventory
 from ecomp.errors import EcompError, UsageError
 from ecomp.files import get_search_path, read_boot_id, write_durably
 from ecomp.lab import control, machine, state
-from ecomp.lab.control import LOCALHOST, LabServer
+from ecomp.lab.control import LOCALHOST, Endpoints, LabServer
 from ecomp.lab.hosts import Host, write_once
 from ecomp.lab.machine import ServerProcess
 from ecomp.lab.network import CONTROL, render_backends
@@ -77,10 +77,7 @@ class FakeLab(state.LabRecord):
     def servers(self) -> list[LabServer]:
         """etcd, placement and stunnel, in the order to start them."""
         data = self.directory / CONTROL
-        return [
-            control.make_etcd_server(data, [LOCALHOST], self.etcd_port, self.certs / 'etcd'),
-            *control.make_placement_servers(data, LOCALHOST, self.placement_port, self.certs / 'placement'),
-        ]
+        return control.make_servers(Endpoints(self.etcd_port, self.placement_port, data, certs=self.certs))
 
     def render_backends(self, certificate: Path) -> str:
         placement = f'https://{LOCALHOST}:{self.placement_port}'
