@@ -168,13 +168,13 @@ class Domains:
         with self._connection.use('listing domains') as connection:
             for domain in connection.listAllDomains():
                 with IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN):  # removed after it was listed
-                    mark = _read_owner_mark(domain)
-                    if mark is not None and mark.instance == domain.UUIDString():
+                    if compute := _read_compute(domain):
+                        instance = domain.UUIDString()
                         _, max_kib, now_kib, vcpus, _ = domain.info()
                         size = {'VCPU': vcpus, 'MEMORY_MB': max_kib // 1024, 'MEMORY_MB now': now_kib // 1024}
                         is_defined, is_active = bool(domain.isPersistent()), bool(domain.isActive())
                         presence, troubles = (is_defined, is_active, False), _find_troubles(*domain.state())
-                        guests[mark.instance] = Guest(mark.instance, mark.compute, *presence, troubles, size)
+                        guests[instance] = Guest(instance, compute, *presence, troubles, size)
         return guests
 
     def read_usage(self) -> dict[str, Usage]:
@@ -194,7 +194,7 @@ class Domains:
         with self._connection.use('removing autostart') as connection:
             for domain in connection.listAllDomains(libvirt.VIR_CONNECT_LIST_DOMAINS_AUTOSTART):
                 with IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN):  # removed after it was listed
-                    if _is_ours(_read_owner_mark(domain), domain, domain.UUIDString()):
+                    if _read_compute(domain):
                         domain.setAutostart(False)
                         log.warning('instance %s: removed the autostart of its domain', domain.UUIDString())
 
@@ -207,8 +207,7 @@ class Domains:
         use = self._connection.use(f'looking for domain {instance}')
         with use as connection, IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN):
             domain = connection.lookupByUUIDString(instance)
-            mark = _read_owner_mark(domain)
-            return mark is not None and mark.instance == instance and bool(domain.isActive())
+            return _read_compute(domain) is not None and bool(domain.isActive())
         return False
 
     def list_disk_users(self, disk: str) -> Set[str]:
@@ -231,7 +230,7 @@ class Domains:
         with self._connection.use(f'looking for domain {instance}') as connection:
             for domain in _find_domains(connection, instance):
                 label = f'{domain.name()} ({domain.UUIDString()})'
-                if _is_ours(_read_owner_mark(domain), domain, instance):
+                if _read_compute(domain) and domain.UUIDString() == instance:
                     if domain.isActive():
                         raise Conflict(f'domain {instance} is running: its disk is not removed')
                 elif used := _read_disk_paths(domain) & set(files):
@@ -244,8 +243,8 @@ class Domains:
         BuildFailed('started', …), also for libvirt's errors, or Conflict if a domain of this name or uuid is not ours.
         """
         with self._connection.use(f'starting domain {spec.instance}') as connection, raise_build_failed('started'):
-            for domain in _find_domains(connection, spec.instance):
-                _check_ours(domain, spec.instance, spec.compute)
+            domain = _find_own_domain(connection, spec.instance, spec.compute)
+            if domain is not None:
                 if domain.isActive():
                     return
                 _undefine(domain)
@@ -256,13 +255,11 @@ class Domains:
     def start_existing(self, instance: str, compute: str) -> None:
         """Start our domain as defined; no-op if it runs. Raises what start() does, and BuildFailed if there is none."""
         with self._connection.use(f'starting domain {instance}') as connection, raise_build_failed('started'):
-            domains = _find_domains(connection, instance)
-            for domain in domains:
-                _check_ours(domain, instance, compute)
-                if not domain.isActive():
-                    _create(domain)
-            if not domains:
+            domain = _find_own_domain(connection, instance, compute)
+            if domain is None:
                 raise BuildFailed('started', 'its domain is gone')
+            if not domain.isActive():
+                _create(domain)
 
     def shutdown(self, instance: str, compute: str) -> None:
         """Press the power button of our domain, if it runs; Conflict if the domain is not ours.
@@ -303,31 +300,25 @@ class Domains:
         With `undefine` the latter is left alone instead (rule: single-owner). Raises EcompError after
         DESTROY_TIMEOUT_SECONDS; until then failures that may be temporary are retried.
         """
-        failure, foreign = 'libvirt reports no error', set[str]()
+        failure, activity = 'libvirt reports no error', 'destroying' if undefine else 'switching off'
         for _ in _retry_until(time.monotonic() + DESTROY_TIMEOUT_SECONDS):
-            with self._connection.use(
-                f'{"destroying" if undefine else "switching off"} domain {instance}'
-            ) as connection:
-                for domain in _find_domains(connection, instance):
-                    try:
-                        if not _check_ours(domain, instance, compute, allow_foreign=undefine):
-                            foreign.add(domain.UUIDString())
-                            continue
-                        # Destroy first: undefining makes a running domain transient and leaves it running.
-                        if domain.isActive():
-                            domain.destroy()
-                        failpoint('domain-destroyed')
-                        if undefine and domain.isPersistent():
-                            _undefine(domain)
-                    except libvirt.libvirtError as error:
-                        if is_broken(error) or error.get_error_code() not in RETRYABLE_ERRORS:
-                            raise
-                        failure = describe_error(error)
-                remaining = [
-                    other for other in _find_domains(connection, instance) if other.UUIDString() not in foreign
-                ]
-                if not any(undefine or _is_active(domain) for domain in remaining):
-                    return
+            with self._connection.use(f'{activity} domain {instance}') as connection:
+                try:
+                    if (domain := _find_own_domain(connection, instance, compute, allow_foreign=undefine)) is None:
+                        return
+                    # Destroy first: undefining makes a running domain transient and leaves it running.
+                    if domain.isActive():
+                        domain.destroy()
+                    failpoint('domain-destroyed')
+                    if undefine and domain.isPersistent():
+                        _undefine(domain)
+                    domain = _find_own_domain(connection, instance, compute, allow_foreign=undefine)
+                    if domain is None or not (undefine or _is_active(domain)):
+                        return
+                except libvirt.libvirtError as error:
+                    if is_broken(error) or error.get_error_code() not in RETRYABLE_ERRORS:
+                        raise
+                    failure = describe_error(error)
         state = 'still exists' if undefine else 'still runs'
         raise EcompError(f'domain {instance} {state} after {DESTROY_TIMEOUT_SECONDS:g} s: {failure}')
 
@@ -364,6 +355,28 @@ def _find_domains(connection: libvirt.virConnect, instance: str) -> list[libvirt
     return list(domains_by_uuid.values())
 
 
+def _find_own_domain(
+    connection: libvirt.virConnect, instance: str, own_compute: str, allow_foreign: bool = False
+) -> libvirt.virDomain | None:
+    """Return the instance's domain, if there is one.
+
+    Raises Conflict if it belongs to another compute, or, unless `allow_foreign`, a domain of that name or uuid was not
+    created by ecompute.
+    """
+    own = None
+    for domain in _find_domains(connection, instance):
+        compute = _read_compute(domain)
+        if compute is None or domain.UUIDString() != instance:
+            if allow_foreign:
+                continue
+            label = f'{domain.name()} ({domain.UUIDString()})'
+            raise Conflict(f'domain {label} exists, but was not created by ecompute: it is left as it is')
+        if compute != own_compute:
+            raise Conflict(f'domain {instance} belongs to compute {compute}, not {own_compute}: it is left as it is')
+        own = domain
+    return own
+
+
 def _is_active(domain: libvirt.virDomain) -> bool:
     with IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN):
         return bool(domain.isActive())
@@ -382,18 +395,19 @@ def _read_usage(connection: Connection) -> dict[str, Usage]:
 def _press_power_button(connection: Connection, instance: str, compute: str) -> None:
     """Press the power button of our domain, if it runs; Conflict if it is not ours."""
     with connection.use(f'shutting domain {instance} down') as opened:
-        for domain in _find_domains(opened, instance):
-            _check_ours(domain, instance, compute)
-            # A QEMU that is just ending does not answer; one that keeps running is asked again.
-            with IgnoredErrors(*RETRYABLE_ERRORS):
-                if domain.isActive():
-                    # By default libvirt would try the guest agent first, and wait for it.
-                    domain.shutdownFlags(libvirt.VIR_DOMAIN_SHUTDOWN_ACPI_POWER_BTN)
+        domain = _find_own_domain(opened, instance, compute)
+        # A QEMU that is just ending does not answer; one that keeps running is asked again.
+        with IgnoredErrors(*RETRYABLE_ERRORS):
+            if domain is not None and domain.isActive():
+                # By default libvirt would try the guest agent first, and wait for it.
+                domain.shutdownFlags(libvirt.VIR_DOMAIN_SHUTDOWN_ACPI_POWER_BTN)
 
 
-def _read_owner_mark(domain: libvirt.virDomain) -> xml.OwnerMark | None:
+def _read_compute(domain: libvirt.virDomain) -> str | None:
+    """Return the compute in a domain's owner mark; None if ecompute did not create the domain."""
     with IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN_METADATA):
-        return xml.parse_owner_mark(domain.metadata(libvirt.VIR_DOMAIN_METADATA_ELEMENT, xml.MARK_NAMESPACE))
+        mark = xml.parse_owner_mark(domain.metadata(libvirt.VIR_DOMAIN_METADATA_ELEMENT, xml.MARK_NAMESPACE))
+        return mark.compute if mark is not None and mark.instance == domain.UUIDString() else None
     return None
 
 
@@ -401,23 +415,6 @@ def _read_disk_paths(domain: libvirt.virDomain) -> Set[str]:
     return {
         disk for flags in (0, libvirt.VIR_DOMAIN_XML_INACTIVE) for disk in xml.parse_disk_paths(domain.XMLDesc(flags))
     }
-
-
-def _is_ours(mark: xml.OwnerMark | None, domain: libvirt.virDomain, instance: str) -> bool:
-    return mark is not None and mark.instance == instance and domain.UUIDString() == instance
-
-
-def _check_ours(domain: libvirt.virDomain, instance: str, compute: str, allow_foreign: bool = False) -> bool:
-    """Return True if the domain is ours, False if not made by ecompute and `allow_foreign`; else raise Conflict."""
-    mark = _read_owner_mark(domain)
-    if mark is None or not _is_ours(mark, domain, instance):
-        if allow_foreign:
-            return False
-        label = f'{domain.name()} ({domain.UUIDString()})'
-        raise Conflict(f'domain {label} exists, but was not created by ecompute: it is left as it is')
-    if mark.compute != compute:
-        raise Conflict(f'domain {instance} belongs to compute {mark.compute}, not {compute}: it is left as it is')
-    return True
 
 
 def _find_troubles(state: int, reason_code: int) -> tuple[GuestTrouble, ...]:

@@ -199,8 +199,8 @@ ROWS = (
     Row(
         'a domain of another compute is treated as ours',
         'ecomp/virt/domains.py',
-        'if mark.compute != compute:',
-        'if not mark.compute:',
+        'if compute != own_compute:',
+        'if not compute:',
         ('tests/functional/test_hypervisor.py::test_guest_is_created_started_and_destroyed',),
     ),
     Row(
