@@ -11,7 +11,7 @@ import ipaddress
 import json
 import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -128,28 +128,32 @@ def parse_guest(data: bytes, mac: str) -> KnownGuest:
         raise ValueError(f'"version" is {record["version"]!r}, but this mdserver supports only {FORMAT_VERSION}')
     if record.get('mac', mac) != mac:
         raise ValueError('"mac" differs from the name of the file')
-    instance, hostname = record.get('instance'), record.get('hostname')
-    if not isinstance(instance, str) or not is_uuid(instance):
-        raise ValueError('"instance" is not a uuid')
-    if hostname is None:
-        hostname = instance
-    if not isinstance(hostname, str) or not hostname or not hostname.isprintable():
-        raise ValueError('"hostname" is not a name')
-    keys, text = record.get('public_keys'), record.get('user_data')
+    for name, (form, is_valid) in _FIELDS.items():
+        value = record.get(name)
+        if not is_valid(value) and (value is not None or name == 'instance'):
+            raise ValueError(f'"{name}" is not {form}')
+    instance, keys, text = record['instance'], record.get('public_keys'), record.get('user_data')
+    hostname = instance if record.get('hostname') is None else record['hostname']
     if keys is not None:
-        if not isinstance(keys, list) or not all(isinstance(key, str) and key.strip().isprintable() for key in keys):
-            raise ValueError('"public_keys" is not a list of one-line texts')
         lines = filter(None, map(str.strip, keys))
         keys = tuple((f'key-{n}' if n else 'default', key) for n, key in enumerate(lines))
-    if text is not None and not isinstance(text, str):
-        raise ValueError('"user_data" is not text')
-    # A guest with one interface has no network_config.
-    network_config = record.get('network_config')
-    if network_config is not None and not isinstance(network_config, dict):
-        raise ValueError('"network_config" is not a JSON object')
     # ecompute wrote bytes that are not UTF-8 (gzip) with surrogateescape, too.
     user_data = None if text is None else text.encode('utf-8', 'surrogateescape')
-    return KnownGuest(instance, hostname, keys, user_data, network_config)
+    return KnownGuest(instance, hostname, keys, user_data, record.get('network_config'))
+
+
+def _is_line(value: object) -> bool:
+    return isinstance(value, str) and value.strip().isprintable()
+
+
+# What each field must be. All but `instance` may be missing: a guest with one interface has no network_config.
+_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    'instance': ('a uuid', lambda value: isinstance(value, str) and is_uuid(value)),
+    'hostname': ('a name', lambda value: isinstance(value, str) and value != '' and value.isprintable()),
+    'public_keys': ('a list of one-line texts', lambda value: isinstance(value, list) and all(map(_is_line, value))),
+    'user_data': ('text', lambda value: isinstance(value, str)),
+    'network_config': ('a JSON object', lambda value: isinstance(value, dict)),
+}
 
 
 def is_mac(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""The metadata server: bottle on waitress. `make_app(files)` is the application; `main` starts it.
+"""The metadata server: bottle on waitress. `App(files)` is the application; `main` starts it.
 
 Start it as `mdserver [CONF]`, as `python -m mdserver.server`, or from the source tree as `sudo python
 md_server/mdserver/server.py mdserver.conf`. It exits 0 on SIGINT, SIGTERM or, with --with-parent, at the end of stdin,
@@ -58,10 +58,17 @@ MAX_CONNECTIONS = 500  # of all clients together, further ones wait; limits has 
 
 
 class App(bottle.Bottle):  # type: ignore[misc]
-    """bottle with one-line errors, and rate-limited log lines for requests (--verbose)."""
+    """The WSGI application: bottle with one-line errors, and rate-limited log lines for requests (--verbose).
 
-    def __init__(self) -> None:
+    It identifies a client by REMOTE_ADDR only. It answers 403 and 421 as in _check_headers(), 404 to unknown clients
+    and paths, and 500 if a file is unusable.
+    """
+
+    def __init__(self, files: Files) -> None:
         super().__init__()
+        self._files = files
+        self.route(['/phone-home/<instance>', '/phone-home/<instance>/'], 'POST', self._receive_report)
+        self.route(['/', '/<path:path>'], 'GET', self._serve_data)
         self._log_limiter = limits.RateLimiter(limits.LOG_LINES_PER_SECOND, limits.LOG_LINE_BURST)
 
     def try_acquire_log_line(self, address: str) -> bool:
@@ -87,15 +94,7 @@ class App(bottle.Bottle):  # type: ignore[misc]
 
         return super().wsgi(environ, log_and_start)  # type: ignore[no-any-return]
 
-
-def make_app(files: Files) -> bottle.Bottle:
-    """Return the WSGI application. It identifies a client by REMOTE_ADDR only.
-
-    It answers 403 and 421 as in _check_headers(), 404 to unknown clients and paths, and 500 if a file is unusable.
-    """
-    app = App()
-
-    def identify_guest() -> tuple[str, guests.KnownGuest]:
+    def _identify_guest(self) -> tuple[str, guests.KnownGuest]:
         """Return the MAC of the requesting guest and what is served to it; note either result for ecompute.
 
         Raises HTTPError: 404 for an unknown client, 500 if a file is unusable.
@@ -103,11 +102,11 @@ def make_app(files: Files) -> bottle.Bottle:
         environ = bottle.request.environ
         address = environ['REMOTE_ADDR']
         try:
-            mac = files.find_leased_mac(address, time.time())
-            guest = files.fill_in_defaults(files.read_guest(mac), address)
+            mac = self._files.find_leased_mac(address, time.time())
+            guest = self._files.fill_in_defaults(self._files.read_guest(mac), address)
         except guests.UnknownGuestError as error:
             environ[REASON_KEY] = f' ({error}: {error.detail})'
-            if isinstance(error, guests.ForgedAddressError) and app.try_acquire_log_line(address):
+            if isinstance(error, guests.ForgedAddressError) and self.try_acquire_log_line(address):
                 log.warning('REFUSED %s: %s: %s', address, error, error.detail)
             refusal = bottle.HTTPError(404, f'{error}')
         except (guests.BrokenFileError, OSError, ValueError) as error:
@@ -116,24 +115,24 @@ def make_app(files: Files) -> bottle.Bottle:
         else:
             environ[INSTANCE_KEY] = guest.instance
             with suppress(OSError):  # answer even if the file system is read-only
-                files.note_answer([mac])
+                self._files.note_answer([mac])
             return mac, guest
         with suppress(guests.BrokenFileError, OSError):
-            files.note_answer(files.find_macs(address), refusal.body)
+            self._files.note_answer(self._files.find_macs(address), refusal.body)
         raise refusal
 
-    def serve_data(path: str = '') -> bottle.HTTPResponse:
+    def _serve_data(self, path: str = '') -> bottle.HTTPResponse:
         """Answer a GET: to `/` without identifying the client, else with its own data or 404."""
         _check_headers()
         if not path.strip('/'):
             return _make_response(metadata.make_version_list())
-        body = metadata.find_body(path, identify_guest()[1])
+        body = metadata.find_body(path, self._identify_guest()[1])
         return bottle.HTTPError(404, 'no such data') if body is None else _make_response(body)
 
-    def receive_report(instance: str) -> bottle.HTTPResponse:
+    def _receive_report(self, instance: str) -> bottle.HTTPResponse:
         """Store a guest's first ready report; 404 for another instance's, 400 for too many fields, 500 if it fails."""
         _check_headers()
-        mac, guest = identify_guest()
+        mac, guest = self._identify_guest()
         if guest.instance != instance:
             return bottle.HTTPError(404, 'no such data')
         try:
@@ -141,17 +140,13 @@ def make_app(files: Files) -> bottle.Bottle:
         except ValueError:
             return bottle.HTTPError(400, f'the form has more than {metadata.MAX_FORM_FIELDS} fields')
         try:
-            files.note_ready(mac, instance, report)
+            self._files.note_ready(mac, instance, report)
         except FileNotFoundError:
             return bottle.HTTPError(404, 'no such data')  # removed concurrently
         except OSError as error:
             log.error('cannot store the ready report of instance %s: %s', instance, error)
             return bottle.HTTPError(500, 'the report cannot be stored: see the log of mdserver')
         return _make_response(b'ok')
-
-    app.route(['/phone-home/<instance>', '/phone-home/<instance>/'], 'POST', receive_report)
-    app.route(['/', '/<path:path>'], 'GET', serve_data)
-    return app
 
 
 def _check_headers() -> None:
@@ -372,7 +367,7 @@ def _report_output_error(error: OSError) -> int:
 def _serve(arguments: argparse.Namespace, config: conf.Config, files: Files, sock: socket.socket) -> None:
     """Tell systemd READY=1; serve until a signal, or the end of stdin with --with-parent."""
     server = limits.Server(
-        make_app(files),
+        App(files),
         sock,
         lambda address: is_allowed(address, arguments.bridge, config, files),
         ident=f'mdserver/{__version__}',

@@ -28,7 +28,7 @@ from mdserver.guests import (
     parse_leases,
 )
 from mdserver.metadata import find_body, make_seed, make_version_list
-from mdserver.server import make_app
+from mdserver.server import App
 
 from ecomp.agent.host.metadata import GuestData
 
@@ -338,7 +338,7 @@ def send_request(config: Config, server: Callable[..., Iterable[bytes]] | None =
     environ = {'REMOTE_ADDR': ADDRESS, 'HTTP_HOST': config.listen_address, **environ}
     setup_testing_defaults(environ)
     statuses = []
-    list((server or make_app(files.Files(config)))(environ, lambda status, *_: statuses.append(status)))
+    list((server or App(files.Files(config)))(environ, lambda status, *_: statuses.append(status)))
     return statuses[0]
 
 
@@ -387,7 +387,7 @@ def test_refusal_is_reported_until_the_guest_is_answered(
     config.neighbours.write_text(NEIGHBOURS)
     contents = {path: path.read_text() for path in (config.guests / f'{MAC}.json', config.neighbours)}
     contents[Path(config.leases.replace('*', 'virbr0'))] = Path(config.leases.replace('*', 'virbr0')).read_text()
-    server, data = make_app(files.Files(config)), GuestData(config.guests)
+    server, data = App(files.Files(config)), GuestData(config.guests)
     for _ in range(2):
         assert request_instance_id(config, server) == '200 OK'
         assert MAC not in data.read_refusals()
@@ -403,7 +403,7 @@ def test_refusal_is_reported_until_the_guest_is_answered(
 def test_refusals_of_many_macs_are_limited(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, 'MAX_REFUSALS', 3)
     Path(config.leases.replace('*', 'virbr0')).write_text('[]')
-    server = make_app(files.Files(config))
+    server = App(files.Files(config))
     for number in range(9):
         config.neighbours.write_text(NEIGHBOURS.replace(MAC, f'52:54:00:00:00:0{number}'))
         request_instance_id(config, server)
