@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def probe_libvirt(
         with connection.use('reading its version') as opened:
             version = opened.getLibVersion()
         capabilities, no_qemu = read_capabilities(connection, timeout_seconds=0)
-        qemu = find_user(capabilities.qemu_uid, capabilities.qemu_gid)
+        qemu = find_user(capabilities)
         images, host_networks = state.absolute() / 'images', Networks(connection)
         no_kvm = explain_no_kvm(qemu, capabilities.domain_types)
         why = Filters(connection, ()).explain_missing()
@@ -126,12 +127,6 @@ def _explain_failed_probe(connection: libvirt.virConnect, emulator: str) -> str:
     return 'its probe failed, and succeeded when it was repeated'
 
 
-FILTERS_LOST = (
-    'libvirt can no longer filter what guests send ({why}): ecompute starts no guest until libvirt can again. Fix: '
-    'restore the filters, or restart ecompute, which then starts guests without filters'
-)
-
-
 def explain_no_filters(why: str) -> Problem:
     """Return the problem of guests whose libvirt has no filters."""
     problem = f'libvirt cannot filter what guests send ({why}): a guest can take the address of another guest'
@@ -187,7 +182,7 @@ class Libvirt:
         started_at, is_first, self._is_probed = time.monotonic(), not self._is_probed, True
         if is_first:  # libvirt probes every installed QEMU for its first client
             log.info('asking libvirt for the capabilities of QEMU: this takes seconds, or a minute on a busy machine')
-        qemu = self._find_qemu_user()
+        qemu = find_user(self._read_capabilities())
         if is_first:
             log.info('libvirt answered after %.1f s', time.monotonic() - started_at)
         if blocked := explain_blocked(self._volumes.directory, qemu):
@@ -215,7 +210,7 @@ class Libvirt:
             except OSError as error:
                 problem = f'{directory} cannot be created or made accessible: {error.strerror}'
                 raise UsageError(f'{problem}. Fix: correct `state:`, or repair that directory') from error
-        qemu = self._find_qemu_user()
+        qemu = find_user(self._read_capabilities())
         if blocked := explain_blocked(self._volumes.directory, qemu):  # again: a new directory may have a default ACL
             raise UsageError(str(blocked))
         if closed := explain_closed_kvm(qemu):
@@ -234,8 +229,7 @@ class Libvirt:
     def choose_virt_type(self, setting: str) -> str:
         """Return 'kvm' or 'qemu' for a setting auto, kvm or qemu; UsageError if kvm or QEMU is unavailable."""
         capabilities = self._read_capabilities()
-        qemu = find_user(capabilities.qemu_uid, capabilities.qemu_gid)
-        return choose_virt_type(setting, explain_no_kvm(qemu, capabilities.domain_types))
+        return choose_virt_type(setting, explain_no_kvm(find_user(capabilities), capabilities.domain_types))
 
     def read_cpu_features(self, virt_type: str) -> Set[str]:
         """Return a guest's CPU features, libvirt's names; empty without any or after a logged error. Unreachable."""
@@ -275,7 +269,7 @@ class Libvirt:
     def list_open_dhcp(self) -> Set[str]:
         """Return those of our `attachments` whose DHCP serves unknown MACs, too."""
         names = {name for kind, name in self._attachments if kind == 'network'}
-        return {name for name in names if self._networks.has_open_dhcp(name)}
+        return {name for name in names if self._networks.read_dhcp(name).is_open}
 
     def find_troubles(self) -> list[str]:
         found = [*map(self._networks.find_trouble, dict.fromkeys(self._attachments)), *self._volumes.find_troubles()]
@@ -315,15 +309,21 @@ class Libvirt:
         # Prepared each time: filters may have been removed, or missing packages installed.
         problem = self._filters.prepare()
         if problem and self.has_filters:
-            raise Unreachable(FILTERS_LOST.format(why=problem), "libvirt's network filters")
+            lost = f'libvirt can no longer filter what guests send ({problem})'
+            fix = 'restore the filters, or restart ecompute, which then starts guests without filters'
+            message = f'{lost}: ecompute starts no guest until libvirt can again. Fix: {fix}'
+            raise Unreachable(message, "libvirt's network filters")
         control = None if problem else self._filters.resolve_services()
+        read_dhcp = self._networks.read_dhcp
         description = xml.make_domain_xml(
             spec,
             str(disk),
             str(console),
             seed=seed,
             blocked_services=control,
-            without_ipv6=self._networks.list_without_ipv6(spec.networks),
+            without_ipv6=[
+                each for each in spec.networks if each.kind == 'network' and not read_dhcp(each.name).has_ipv6
+            ],
             hold_addresses=self._hold_addresses,
         )
         self._domains.start(spec, description)
@@ -371,7 +371,7 @@ class Libvirt:
             for mac, address in (find(missing) if missing else {}).items():
                 # dnsmasq adds mere offers to the ARP table, and an agent may report anything: only the lease counts.
                 kind, name = interfaces[mac].attachment
-                if kind != 'network' or not self._networks.can_give(name, address):
+                if kind != 'network' or not self._networks.read_dhcp(name).can_give(IPv4Address(address)):
                     known_addresses[mac] = Address(address, source)
         return known_addresses
 
@@ -461,10 +461,6 @@ class Libvirt:
 
     def get_console_path(self, instance: str) -> Path:
         return self._console_directory / f'{instance}.log'
-
-    def _find_qemu_user(self) -> QemuUser:
-        capabilities = self._read_capabilities()
-        return find_user(capabilities.qemu_uid, capabilities.qemu_gid)
 
     def _read_capabilities(self) -> xml.Capabilities:
         capabilities, problem = read_capabilities(self._connection, PROBE_SECONDS)
@@ -572,8 +568,9 @@ class QemuUser:
     groups: frozenset[int]
 
 
-def find_user(uid: int, gid: int) -> QemuUser:
-    """Return the user with this uid, in the group `gid`, too; named by its number if unknown."""
+def find_user(capabilities: xml.Capabilities) -> QemuUser:
+    """Return the user that QEMU runs as, named by its number if unknown."""
+    uid, gid = capabilities.qemu_uid, capabilities.qemu_gid
     try:
         entry = pwd.getpwuid(uid)
     except KeyError:

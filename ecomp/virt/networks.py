@@ -215,8 +215,9 @@ class Networks:
                 definitions = _read_definitions(libvirt_network)
                 if not definitions:
                     raise BuildFailed(RESERVE_STAGE, f'network {network} was removed')
-                for existing in filter(None, (dhcp.find_reservation(mac) for dhcp in definitions.values())):
-                    if existing.name != instance and _is_ours(existing):
+                reservations = [entry for dhcp in definitions.values() for entry in dhcp.reservations]
+                for existing in reservations:
+                    if existing.mac == mac and existing.name != instance and _is_ours(existing):
                         raise make_mac_conflict(mac, existing.name)
                 effective = definitions[min(definitions)]
                 if not effective.ranges or not effective.is_served:
@@ -225,12 +226,10 @@ class Networks:
                 if address is None:
                     reason = _explain_exhausted(libvirt_network, definitions)
                     raise BuildFailed(RESERVE_STAGE, f'network {network} has no free address: {reason}')
-                for existing in (entry for definition in definitions.values() for entry in definition.reservations):
+                for existing in reservations:
                     # libvirt rejects a second entry of one name. This one was edited, or `networks:` was reordered.
                     if existing.name == instance and existing.mac != mac:
-                        problem = f'network {network} reserves its address for {existing.mac}, not for {mac}'
-                        command = f'delete ip-dhcp-host "<host mac=\'{existing.mac}\'/>" --live --config'
-                        raise BuildFailed(RESERVE_STAGE, f'{problem}. Fix: virsh net-update {network} {command}')
+                        raise BuildFailed(RESERVE_STAGE, _explain_other_mac(network, existing.mac, mac))
                 if _write_reservation(libvirt_network, definitions, Reservation(mac, address, instance)):
                     return address
         raise BuildFailed(RESERVE_STAGE, f'network {network}: other processes took all {MAX_TRIES} tried addresses')
@@ -258,13 +257,11 @@ class Networks:
                 for network, definitions in _iterate_networks(connection):
                     if LIVE in definitions:
                         _release_leases(network, definitions[LIVE], macs)
-                    flags_of: dict[Reservation, int] = {}
-                    for flag, definition in definitions.items():
-                        for reservation in definition.reservations:
-                            if reservation.mac in macs and reservation.name == instance:
-                                flags_of[reservation] = flags_of.get(reservation, 0) | flag
-                    for reservation, flags in flags_of.items():
-                        is_incomplete = not _update(network, DELETE, reservation, flags) or is_incomplete
+                    reservations = {entry for dhcp in definitions.values() for entry in dhcp.reservations}
+                    for reservation in reservations:
+                        if reservation.mac in macs and reservation.name == instance:
+                            flags = sum(flag for flag, dhcp in definitions.items() if reservation in dhcp.reservations)
+                            is_incomplete |= not _update(network, DELETE, reservation, flags)
                 if not is_incomplete:
                     return
         raise EcompError(f'other processes changed the DHCP reservations of {instance} during {MAX_TRIES} tries')
@@ -309,14 +306,6 @@ class Networks:
             network = connection.networkLookupByName(name)
             return str(network.bridgeName()) if xml.read_dhcp(network.XMLDesc()).is_served else None
 
-    def can_give(self, name: str, address: str) -> bool:
-        """Return whether the network's DHCP may give out the address; False without the network."""
-        return self._read_dhcp(name).can_give(IPv4Address(address))
-
-    def has_open_dhcp(self, name: str) -> bool:
-        """Return whether the network's DHCP serves unknown MACs, too; False without the network."""
-        return self._read_dhcp(name).is_open
-
     def find_open_dhcp(self, name: str) -> list[int]:
         """Return the definitions, LIVE and CONFIG, whose DHCP serves unknown MACs, too. UsageError if missing."""
         self.check(Attachment('network', name))
@@ -344,16 +333,11 @@ class Networks:
         restart = '; the network was restarted' if LIVE in open_definitions else ''
         return f'network {name}: its DHCP now serves only MACs with a reservation{restart}'
 
-    def list_without_ipv6(self, attachments: Iterable[Attachment]) -> list[Attachment]:
-        """Return the attachments that are networks on libvirt's own bridges without IPv6."""
-        networks = dict.fromkeys(attachment for attachment in attachments if attachment.kind == 'network')
-        return [attachment for attachment in networks if not self._read_dhcp(attachment.name).has_ipv6]
-
     def explain_unfit(self, attachment: Attachment, has_filters: bool) -> tuple[Problem | None, Problem | None]:
         """Return why no guest can run there (None unless `has_filters`), and why none gets IPv4; None if it does."""
         if attachment.kind != 'network':
             return None, None
-        build_problem, address_problem = self._read_dhcp(attachment.name).problems
+        build_problem, address_problem = self.read_dhcp(attachment.name).problems
         return build_problem if has_filters else None, address_problem
 
     def find_problems(self, attachment: Attachment, has_filters: bool) -> Iterator[Problem]:
@@ -366,7 +350,8 @@ class Networks:
         except UnreadableLeases as error:
             yield error.problem
 
-    def _read_dhcp(self, name: str) -> Dhcp:
+    def read_dhcp(self, name: str) -> Dhcp:
+        """Return the DHCP of the running network; that of a network without addresses if it is missing."""
         use = self._connection.use(f'reading the DHCP of network {name}')
         with use as connection, IgnoredErrors(libvirt.VIR_ERR_NO_NETWORK):
             return xml.read_dhcp(connection.networkLookupByName(name).XMLDesc())
@@ -409,6 +394,12 @@ def _list_leases(network: libvirt.virNetwork) -> list[dict[str, Any]]:
         pid_file = shlex.quote(f'/run/libvirt/network/{network.name()}.pid')
         cure = f'rm {LEASES_DIRECTORY}/{network.bridgeName()}.status; kill -HUP $(cat {pid_file})'
         raise UnreadableLeases(f'{problem}: {describe_error(error)}. Fix: {cure}') from error
+
+
+def _explain_other_mac(network: str, reserved_mac: str, mac: str) -> str:
+    command = f'delete ip-dhcp-host "<host mac=\'{reserved_mac}\'/>" --live --config'
+    problem = f'network {network} reserves its address for {reserved_mac}, not for {mac}'
+    return f'{problem}. Fix: virsh net-update {network} {command}'
 
 
 def _is_ours(reservation: Reservation) -> bool:
