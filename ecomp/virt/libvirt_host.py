@@ -602,7 +602,9 @@ def has_access(tests: Iterable[str], path: Path, qemu: QemuUser) -> bool:
         with suppress(PermissionError):  # only root can become another user
             for test in tests:
                 as_qemu: Any = {'user': qemu.uid, 'group': group, 'extra_groups': groups}
-                if subprocess.run(['test', test, subject], pass_fds=[handle], check=False, **as_qemu).returncode:
+                if subprocess.run(
+                    ['/usr/bin/test', test, subject], pass_fds=[handle], check=False, **as_qemu
+                ).returncode:
                     return False
         return True
     finally:

@@ -119,7 +119,7 @@ LIBRARY_PLACES: dict[str, set[str]] = {
         *('ecomp.lab', 'ecomp.agent.host.metadata', 'ecomp.agent.images.child'),
         'ecomp.cli.enter',  # ssh to a host
         'ecomp.version',  # git rev-parse
-        'ecomp.virt.networks',
+        *('ecomp.virt.networks', 'ecomp.virt.libvirt_host'),  # ip, ebtables, and test(1) as QEMU's user
     },
 }
 
