@@ -142,12 +142,7 @@ class Connection:
                 connection.close()
 
     def _get_connection(self, timeout: float | None = None) -> libvirt.virConnect:
-        """Return the connection, opened if needed.
-
-        Raises:
-            Unreachable: it cannot be opened, or not within `timeout` seconds (None: see OPEN_TIMEOUT).
-            EcompError: close() was called.
-        """
+        """Return the connection; Unreachable if it is not open after `timeout` seconds (None: see OPEN_TIMEOUT)."""
         with self._lock:
             if self._closed.is_set():
                 raise EcompError(f'{self._name}: this process has closed the connection')
@@ -185,7 +180,6 @@ class Connection:
         return opening
 
     def _connect(self, result: Future[libvirt.virConnect]) -> None:
-        """Open and set up a connection; deliver it, or any exception, as `result`."""
         connection = None
         try:
             connection = libvirt.open(self.uri)
@@ -223,10 +217,7 @@ class Connection:
             self._registration = (connection, number, self._register_network_callback(connection))
 
     def _register_network_callback(self, connection: libvirt.virConnect) -> int | None:
-        """Register for network events; return the callback's number, or None after an error.
-
-        The libvirtError of a broken connection is raised.
-        """
+        """Return the callback's number; None if libvirt has no network driver."""
         try:
             lifecycle = libvirt.VIR_NETWORK_EVENT_ID_LIFECYCLE
             return int(connection.networkEventRegisterAny(None, lifecycle, self._on_network, None))

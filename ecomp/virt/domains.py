@@ -58,7 +58,6 @@ class GuestAgents:
         return pick_addresses(answer.result(), macs) if answer is not None else {}
 
     def forget(self, instance: str) -> None:
-        """Drop the answer of an instance that no longer exists."""
         self._answers.pop(instance, None)
 
     def close(self) -> None:
@@ -162,7 +161,7 @@ class Domains:
     def list_guests(self) -> Mapping[str, Guest]:
         """Return {instance: Guest} of every domain with our owner mark; `disk` is always False.
 
-        A paused domain is running, too. `size` has VCPU, MEMORY_MB and 'MEMORY_MB now', what the balloon leaves.
+        A paused domain is running, too.
         """
         guests = {}
         with self._connection.use('listing domains') as connection:
@@ -178,10 +177,7 @@ class Domains:
         return guests
 
     def read_usage(self) -> dict[str, Usage]:
-        """Return the Usage of running domains by uuid, ours or not; without those that libvirt is busy with.
-
-        Concurrent callers share one call. EcompError if it takes longer than QEMU_TIMEOUT_SECONDS.
-        """
+        """Return what Hypervisor.read_usage() does; concurrent callers share one call."""
         if self._usage is None or self._usage.done():
             self._usage = self._call_aside(_read_usage)
         try:
@@ -190,7 +186,6 @@ class Domains:
             raise EcompError('libvirt does not return the usage of guests; a QEMU process may be frozen') from error
 
     def disable_autostart(self) -> None:
-        """Remove the autostart of domains with our owner mark, and log each."""
         with self._connection.use('removing autostart') as connection:
             for domain in connection.listAllDomains(libvirt.VIR_CONNECT_LIST_DOMAINS_AUTOSTART):
                 with IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN):  # removed after it was listed
@@ -199,7 +194,6 @@ class Domains:
                         log.warning('instance %s: removed the autostart of its domain', domain.UUIDString())
 
     def list_computes(self) -> frozenset[str]:
-        """Return the computes to which domains on this host belong."""
         return frozenset(guest.compute for guest in self.list_guests().values() if guest.compute)
 
     def is_guest_running(self, instance: str) -> bool:
@@ -211,7 +205,6 @@ class Domains:
         return False
 
     def list_disk_users(self, disk: str) -> Set[str]:
-        """Return the names of domains, ours or not, with this disk now or at their next start."""
         names = set()
         with self._connection.use(f'looking for the domains with {disk}') as connection:
             for domain in connection.listAllDomains():
@@ -239,8 +232,7 @@ class Domains:
     def start(self, spec: GuestSpec, description: str) -> None:
         """Define the domain from the XML in `description` and start it; no-op if it runs.
 
-        A domain that is defined and off is left from an interrupted build and is redefined. Raises
-        BuildFailed('started', …), also for libvirt's errors, or Conflict if a domain of this name or uuid is not ours.
+        A domain that is defined and off is left from an interrupted build and is redefined.
         """
         with self._connection.use(f'starting domain {spec.instance}') as connection, raise_build_failed('started'):
             domain = _find_own_domain(connection, spec.instance, spec.compute)
@@ -253,7 +245,6 @@ class Domains:
             _create(domain)
 
     def start_existing(self, instance: str, compute: str) -> None:
-        """Start our domain as defined; no-op if it runs. Raises what start() does, and BuildFailed if there is none."""
         with self._connection.use(f'starting domain {instance}') as connection, raise_build_failed('started'):
             domain = _find_own_domain(connection, instance, compute)
             if domain is None:
@@ -262,10 +253,9 @@ class Domains:
                 _create(domain)
 
     def shutdown(self, instance: str, compute: str) -> None:
-        """Press the power button of our domain, if it runs; Conflict if the domain is not ours.
+        """Press the power button of our domain, if it runs; do not wait until it is off.
 
-        Waits at most QEMU_TIMEOUT_SECONDS for QEMU to accept it, not for the guest; a QEMU that is silent or just
-        ending is no error. Raises Unreachable if libvirtd does not answer, either.
+        A QEMU that is silent or just ending is no error.
         """
         # A thread that blocks ends with its QEMU, which is forced off when the shutdown times out.
         pressed = self._call_aside(lambda connection: _press_power_button(connection, instance, compute))
@@ -393,7 +383,6 @@ def _read_usage(connection: Connection) -> dict[str, Usage]:
 
 
 def _press_power_button(connection: Connection, instance: str, compute: str) -> None:
-    """Press the power button of our domain, if it runs; Conflict if it is not ours."""
     with connection.use(f'shutting domain {instance} down') as opened:
         domain = _find_own_domain(opened, instance, compute)
         # A QEMU that is just ending does not answer; one that keeps running is asked again.
@@ -418,7 +407,6 @@ def _read_disk_paths(domain: libvirt.virDomain) -> Set[str]:
 
 
 def _find_troubles(state: int, reason_code: int) -> tuple[GuestTrouble, ...]:
-    """Return CRASHED, NO_SPACE, PAUSED or nothing for a domain's state and its reason."""
     # https://libvirt.org/html/libvirt-libvirt-domain.html#virDomainState and the reasons below it
     # A domain that failed to start (SHUTOFF_FAILED) has not crashed: its start raised the reason.
     if state == libvirt.VIR_DOMAIN_CRASHED or (

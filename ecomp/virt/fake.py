@@ -67,7 +67,6 @@ class FakeHypervisor:
                 self._boot(guest.instance)  # an earlier process may not have reported it
 
     def choose_virt_type(self, setting: str) -> str:
-        """Return 'qemu' for any setting; UsageError for 'kvm'."""
         if setting == 'kvm':
             raise UsageError(
                 'virt_type: kvm is not available, because the guests are fake (--fake). Fix: set `virt_type: auto`'
@@ -75,11 +74,9 @@ class FakeHypervisor:
         return 'qemu'
 
     def read_cpu_features(self, _virt_type: str) -> Set[str]:
-        """Return the empty set."""
         return frozenset()
 
     def get_image_directory(self) -> Path | None:
-        """Return None: the fake has no base volumes."""
         return None
 
     def list_guests(self) -> Mapping[str, Guest]:
@@ -92,29 +89,24 @@ class FakeHypervisor:
             return guest is not None and guest.running
 
     def read_usage(self) -> Mapping[str, Usage]:
-        """Return, for running guests, that they use all their memory and nothing else."""
         guests = self.list_guests()
         return {name: Usage(0, each.size.get('MEMORY_MB', 0) * MIB) for name, each in guests.items() if each.running}
 
     def list_missing_bases(self) -> Mapping[str, str]:
-        """Return {}: the fake has no base volumes."""
         return {}
 
     def list_open_dhcp(self) -> Set[str]:
-        """Return the empty set."""
         return set()
 
     def find_troubles(self) -> list[str]:
         return self.troubles
 
     def list_disk_users(self, instance: str) -> Set[str]:
-        """Return {instance} if it has a disk and a domain, else the empty set."""
         with self._lock:
             guest = self._guests.get(instance)
         return {instance} if guest is not None and guest.disk and guest.defined else set()
 
     def create_disk(self, spec: GuestSpec) -> None:
-        """Record a disk; BuildFailed('disk', …) if the guest runs or the image exceeds its DISK_GB."""
         image.determine_capacity(spec)
         with self._lock:
             guest = self._get_guest(spec.instance)
@@ -123,7 +115,6 @@ class FakeHypervisor:
             self._save_guest(replace(guest, disk=True), 'disk')
 
     def create_seed(self, instance: str, _files: Mapping[str, bytes]) -> None:
-        """Record that the instance has a seed; BuildFailed('disk', …) if its guest runs."""
         with self._lock:
             if self._get_guest(instance).running:
                 raise BuildFailed('disk', f'domain {instance} is running: its seed is not replaced')
@@ -133,17 +124,12 @@ class FakeHypervisor:
         return self._seeds
 
     def delete_seed(self, instance: str) -> None:
-        """Remove the seed if there is one; Conflict while the guest runs."""
         with self._lock:
             if self._get_guest(instance).running:
                 raise Conflict(f'domain {instance} is running: its seed is not removed')
             self._save_seeds(self._seeds - {instance})
 
     def start(self, spec: GuestSpec) -> None:
-        """Define the guest and start it, and notify even if it runs already.
-
-        Raises BuildFailed('started', …) without its disk or the seed in its spec; Conflict if it is another compute's.
-        """
         with self._lock:
             guest = self._get_guest(spec.instance)
             if guest.compute not in (None, spec.compute):
@@ -162,7 +148,6 @@ class FakeHypervisor:
         self._notify_change(f'fake: domain {spec.instance} started')
 
     def start_existing(self, instance: str, compute: str) -> None:
-        """Start our guest, clear its `troubles`, notify; BuildFailed without domain or disk; Conflict if foreign."""
         with self._lock:
             guest = self._get_own_guest(instance, compute)
             if not guest.defined or not guest.disk:
@@ -195,13 +180,11 @@ class FakeHypervisor:
         self.switch_off(instance, compute)
 
     def switch_off(self, instance: str, compute: str) -> None:
-        """Switch our guest off, and notify even if it is off; Conflict if it is another compute's."""
         with self._lock:
             self._save_guest(replace(self._get_own_guest(instance, compute), running=False, troubles=()))
         self._notify_change(f'fake: domain {instance} is off')
 
     def destroy(self, instance: str, compute: str) -> None:
-        """Remove our guest's domain, not its disk, and notify; Conflict if it is another compute's."""
         with self._lock:
             self._save_guest(
                 replace(self._get_own_guest(instance, compute), compute=None, defined=False, running=False, troubles=())
@@ -209,7 +192,6 @@ class FakeHypervisor:
         self._notify_change(f'fake: domain {instance} destroyed')
 
     def delete_disk(self, instance: str) -> None:
-        """Remove seed and disk where they exist; Conflict while the guest runs."""
         with self._lock:
             guest = self._get_guest(instance)
             if guest.running:
@@ -218,11 +200,9 @@ class FakeHypervisor:
             self._save_guest(replace(guest, disk=False))
 
     def get_console_path(self, _instance: str) -> Path | None:
-        """Return None: the fake has no consoles."""
         return None
 
     def reserve_address(self, instance: str, mac: str, _network: str, _preferred: str | None = None) -> str | None:
-        """Reserve the address 10.<hash of the MAC>; BuildFailed('scheduled', …) if another instance has the MAC."""
         digest = hashlib.sha256(mac.encode()).digest()
         address = f'10.{digest[0]}.{digest[1]}.{digest[2] % 254 + 1}'
         with self._lock:
@@ -232,19 +212,16 @@ class FakeHypervisor:
         return address
 
     def list_reservations(self) -> Mapping[str, ReservedAddress]:
-        """Return a copy of {MAC: ReservedAddress} of everything that reserve_address() has reserved."""
         with self._lock:
             return dict(self._reservations)
 
     def release_addresses(self, instance: str) -> None:
-        """Remove all reservations of the instance; no-op without any."""
         with self._lock:
             remaining = {mac: entry for mac, entry in self._reservations.items() if entry.instance != instance}
             if remaining != self._reservations:
                 self._save_reservations(remaining)
 
     def find_addresses(self, instance: str) -> Mapping[str, Address]:
-        """Return {MAC: Address} of the reservations of a running guest; {} if it is off or unknown."""
         with self._lock:
             if instance in self._unaddressed or instance not in self._guests or not self._guests[instance].running:
                 return {}
@@ -263,11 +240,9 @@ class FakeHypervisor:
     def watch_changes(
         self, notify: Callable[[str], None], _on_network_change: Callable[[str], None] | None = None
     ) -> None:
-        """Call notify(reason) when a domain was started, switched off or destroyed."""
         self._notify = notify
 
     def close(self) -> None:
-        """Stop notifying; the guests stay."""
         self._notify = None
 
     def _get_guest(self, instance: str) -> Guest:

@@ -1,7 +1,7 @@
 """Inspect a disk image from its file alone, and determine the size of an instance's disk.
 
-oslo.utils' inspector recognizes formats, but calls everything else "raw", even an HTML error page, and reads only the
-header of a qcow2. So this module checks that a file is whole and can boot. qcow2: docs/interop/qcow2.txt of QEMU.
+oslo.utils recognizes formats, but calls an HTML error page "raw", and reads only the header of a qcow2. So this module
+checks that a file is whole and can boot. qcow2: docs/interop/qcow2.txt of QEMU.
 """
 
 from __future__ import annotations
@@ -146,7 +146,6 @@ def _check_features(path: Path) -> None:
 
 
 def _check_raw(file: BinaryIO) -> int:
-    """Return the bytes of a raw disk, identified by its boot signature, else raise BuildFailed."""
     start = file.read(PARTITION_TABLE_BYTES)
     size = os.fstat(file.fileno()).st_size
     if not start:
@@ -172,10 +171,7 @@ def _require_bios(start: bytes) -> None:
 
 
 def _check_qcow2(file: BinaryIO) -> int:
-    """Return the virtual size in bytes, or raise BuildFailed with what QEMU would refuse or could not read.
-
-    Each table is read once, however many entries refer to it.
-    """
+    """Return the virtual size in bytes, or raise BuildFailed with what QEMU would refuse or could not read."""
     file_bytes = os.fstat(file.fileno()).st_size
     header = struct.unpack('>4sIQIIQIIQQII', file.read(64)[:64])
     _, version, _, _, cluster_bits, size, encryption, l1_entries, l1_offset, refcounts, refcount_clusters, _ = header

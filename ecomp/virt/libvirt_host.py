@@ -1,7 +1,6 @@
-"""The Hypervisor of this host's libvirt. Each process creates its own; threads may share it.
+"""The Hypervisor of this host's libvirt, its probe for `ecompute --check`, and the network filters for guests.
 
-Also here: a read-only probe of libvirt and the networks for `ecompute --check`, the network filters for guests, and
-what QEMU's user may access: the directories above the disks (libvirt grants it only the disks themselves) and KVM.
+Also here: what QEMU's user may access, the directories above the disks and KVM. libvirt grants it only the disks.
 """
 
 from __future__ import annotations
@@ -94,8 +93,6 @@ NO_QEMU = Problem(
 def read_capabilities(connection: Connection, timeout_seconds: float) -> tuple[xml.Capabilities, Problem | None]:
     """Read libvirt's capabilities; if an installed QEMU is not in them, ask again for `timeout_seconds`.
 
-    Raises what Connection.use() does.
-
     Returns:
         The capabilities, and why they lack QEMU, None if they do not.
     """
@@ -116,7 +113,6 @@ def read_capabilities(connection: Connection, timeout_seconds: float) -> tuple[x
 
 
 def _explain_failed_probe(connection: libvirt.virConnect, emulator: str) -> str:
-    """Let libvirt probe this QEMU again, and return its error. Raises libvirtError if the connection broke."""
     # getCapabilities() leaves out a QEMU whose probe failed. It does not tell why.
     try:
         connection.getDomainCapabilities(emulator, xml.ARCHITECTURE, xml.MACHINE, 'qemu')
@@ -197,10 +193,7 @@ class Libvirt:
         self._volumes.check()
 
     def prepare(self) -> None:
-        """Call check(); make directories, start networks and pool, define filters, if necessary.
-
-        Missing filters, and a /dev/kvm closed to QEMU, are only logged. Sets `has_filters`. Raises what check() does.
-        """
+        """Call check(); make directories, start networks and pool, define filters, if necessary. Sets `has_filters`."""
         self.check()
         directory_modes = dict.fromkeys((self._state, self._volumes.directory, self._seeds.directory), 0o711)
         for directory, mode in {**directory_modes, self._console_directory: 0o700}.items():
@@ -227,12 +220,10 @@ class Libvirt:
             connection.getDomainCapabilities(None, xml.ARCHITECTURE, xml.MACHINE, self.choose_virt_type('auto'))
 
     def choose_virt_type(self, setting: str) -> str:
-        """Return 'kvm' or 'qemu' for a setting auto, kvm or qemu; UsageError if kvm or QEMU is unavailable."""
         capabilities = self._read_capabilities()
         return choose_virt_type(setting, explain_no_kvm(find_user(capabilities), capabilities.domain_types))
 
     def read_cpu_features(self, virt_type: str) -> Set[str]:
-        """Return a guest's CPU features, libvirt's names; empty without any or after a logged error. Unreachable."""
         target = (xml.ARCHITECTURE, xml.MACHINE, virt_type)
         try:
             with self._connection.use('reading the CPU of guests') as connection:
@@ -252,10 +243,6 @@ class Libvirt:
         return self._volumes.directory
 
     def list_guests(self) -> Mapping[str, Guest]:
-        """Return {instance: Guest} of all overlays, and of the domains with the owner mark of any compute.
-
-        `size` of a domain has DISK_GB, too (0: unreadable); `troubles` include failed repairs of its interfaces.
-        """
         # List disks first: a guest removed in between then seems to have a disk, not to lack one.
         disks = self._volumes.list_instances()
         guests = {uuid: Guest(uuid, None, defined=False, running=False, disk=True) for uuid in disks}
@@ -267,7 +254,6 @@ class Libvirt:
         return guests
 
     def list_open_dhcp(self) -> Set[str]:
-        """Return those of our `attachments` whose DHCP serves unknown MACs, too."""
         names = {name for kind, name in self._attachments if kind == 'network'}
         return {name for name in names if self._networks.read_dhcp(name).is_open}
 
@@ -276,33 +262,28 @@ class Libvirt:
         return list(filter(None, found))
 
     def list_disk_users(self, instance: str) -> Set[str]:
-        """Return the names of all domains, ours or not, that use the instance's overlay."""
         return self._domains.list_disk_users(str(self._volumes.get_path(instance)))
 
     def create_disk(self, spec: GuestSpec) -> None:
-        """Create or replace the overlay; BuildFailed('disk', …), also while a domain runs on it."""
         # Without a disk no domain runs on it, so the query to libvirt is skipped.
         if self._volumes.get_path(spec.instance).exists() and self._domains.is_domain_running(spec.instance):
             raise BuildFailed('disk', f'domain {spec.instance} is running: its disk is not replaced')
         self._volumes.create(spec)
 
     def create_seed(self, instance: str, files: Mapping[str, bytes]) -> None:
-        """Write or replace the seed; BuildFailed('disk', …), also while the domain runs."""
         if self._domains.is_domain_running(instance):
             raise BuildFailed('disk', f'domain {instance} is running: its seed is not replaced')
         self._seeds.create(instance, files)
 
     def delete_seed(self, instance: str) -> None:
-        """Remove the seed if there is one; Conflict while the domain runs. Raises OSError."""
         if self._domains.is_domain_running(instance):
             raise Conflict(f'domain {instance} is running: its seed is not removed')
         self._seeds.delete(instance)
 
     def start(self, spec: GuestSpec) -> None:
-        """Define filters and the domain, and start it; no-op if ours runs.
+        """Define filters and the domain, and start it.
 
-        Raises BuildFailed('started', …), Conflict if the domain is not ours, and Unreachable if filters worked in
-        prepare() and no longer do, or a control endpoint's name does not resolve.
+        Raises also Unreachable if filters worked in prepare() and no longer do, or a control endpoint does not resolve.
         """
         seed = str(self._seeds.get_path(spec.instance)) if spec.seed is not None else None
         disk, console = self._volumes.get_path(spec.instance), self.get_console_path(spec.instance)
@@ -329,12 +310,10 @@ class Libvirt:
         self._domains.start(spec, description)
 
     def start_existing(self, instance: str, compute: str) -> None:
-        """Define missing filters, if that is possible, and start our domain as Domains.start_existing() does."""
         self._filters.prepare()
         self._domains.start_existing(instance, compute)
 
     def delete_disk(self, instance: str) -> None:
-        """Remove seed, overlay, its external snapshots and console logs where they exist; Conflict while in use."""
         self._domains.check_files_unused(
             instance, [str(files.get_path(instance)) for files in (self._volumes, self._seeds)]
         )
@@ -349,7 +328,6 @@ class Libvirt:
             path.unlink(missing_ok=True)
 
     def release_addresses(self, instance: str) -> None:
-        """Remove all reservations of the instance, and its guest agent's last answer."""
         self._networks.release_addresses(instance)
         self._agents.forget(instance)
 
@@ -376,10 +354,6 @@ class Libvirt:
         return known_addresses
 
     def replug_interfaces(self) -> None:
-        """Put our guests' unplugged interfaces back, each logged; failures are `troubles` until the next call.
-
-        So is an interface that is down.
-        """
         unplugged: dict[str, GuestTrouble] = {}
         for instance, link in self._find_links(networks.find_loose_taps):
             kind, name = link.attachment
@@ -397,10 +371,6 @@ class Libvirt:
         self._unplugged = unplugged
 
     def restore_filters(self) -> None:
-        """Apply filters of our guests whose rules are gone, each logged; failures are `troubles` until the next call.
-
-        Intact filters cost one ebtables-save, however many guests there are.
-        """
         unfiltered: dict[str, GuestTrouble] = {}
         for instance, link in self._find_links(networks.find_unfiltered_taps) if self.has_filters else ():
             try:
@@ -440,7 +410,6 @@ class Libvirt:
         return bridge is not None and networks.has_metadata_address(bridge)
 
     def set_metadata_address(self, present: bool) -> None:
-        """Add 169.254.169.254 to find_bridge() or remove it; no-op without a bridge. EcompError."""
         if (bridge := self.find_bridge()) is not None:
             networks.set_metadata_address(bridge, present)
 
@@ -450,7 +419,6 @@ class Libvirt:
         return next(filter(None, map(self._networks.find_own_bridge, names)), None)
 
     def close(self) -> None:
-        """Stop watching and close the connections; guests keep running."""
         self._lease_watch.close()
         self._agents.close()
         self._connection.close()

@@ -203,11 +203,6 @@ class Networks:
         self._connection = connection
 
     def reserve_address(self, instance: str, mac: str, network: str, preferred: str | None = None) -> str | None:
-        """Reserve an address for this MAC: its current one, else `preferred`, else a free one.
-
-        Returns None if libvirt serves no DHCP there. Raises BuildFailed('scheduled', …) if the network is missing, no
-        address is free, another instance has the MAC, this one has another MAC there, or after MAX_TRIES lost races.
-        """
         use = self._connection.use(f'reserving an address on network {network}')
         with use as connection, raise_build_failed(RESERVE_STAGE, f'network {network}: '):
             libvirt_network = connection.networkLookupByName(network)
@@ -235,7 +230,6 @@ class Networks:
         raise BuildFailed(RESERVE_STAGE, f'network {network}: other processes took all {MAX_TRIES} tried addresses')
 
     def list_reservations(self) -> Mapping[str, ReservedAddress]:
-        """Return {MAC: ReservedAddress} of the reservations for instances."""
         reserved: dict[str, ReservedAddress] = {}
         with self._connection.use('listing DHCP reservations') as connection:
             for _, definitions in _iterate_networks(connection):
@@ -246,10 +240,7 @@ class Networks:
         return reserved
 
     def release_addresses(self, instance: str) -> None:
-        """End the instance's leases, and remove its reservations, on any network.
-
-        A lease that dnsmasq keeps is logged. EcompError if the reservations changed during all MAX_TRIES.
-        """
+        """End the instance's leases (one that dnsmasq keeps is logged), and remove its reservations."""
         macs = frozenset(list_macs(instance))
         for _ in range(MAX_TRIES):
             with self._connection.use(f'releasing the addresses of {instance}') as connection:
@@ -422,7 +413,6 @@ def _read_definitions(network: libvirt.virNetwork) -> dict[int, Dhcp]:
 
 
 def _explain_no_restart(connection: libvirt.virConnect, network: libvirt.virNetwork) -> str:
-    """Return why the network must not be restarted, with the beginning of a fix, or ''."""
     bridge = network.bridgeName()
     users = {port.name for port in (INTERFACES_DIRECTORY / bridge / 'brif').glob('*')}
     for domain in connection.listAllDomains(libvirt.VIR_CONNECT_LIST_DOMAINS_ACTIVE):
@@ -438,10 +428,7 @@ def _explain_no_restart(connection: libvirt.virConnect, network: libvirt.virNetw
 def _choose_address(
     network: libvirt.virNetwork, definitions: Mapping[int, Dhcp], mac: str, preferred: str | None
 ) -> str | None:
-    """Return the MAC's reserved address; else its leased one, else `preferred`, else a free one, or None.
-
-    A leased or preferred address is skipped if DHCP cannot give it, or another MAC has it reserved or leased.
-    """
+    """Return the MAC's reserved address; else its leased one, else `preferred`, else a free one, or None."""
     for _, definition in sorted(definitions.items()):
         if (existing := definition.find_reservation(mac)) is not None:
             return existing.address
@@ -489,7 +476,6 @@ def _list_ipv4_leases(network: libvirt.virNetwork) -> list[Mapping[str, Any]]:
 
 
 def _explain_exhausted(network: libvirt.virNetwork, definitions: Mapping[int, Dhcp]) -> str:
-    """Return what holds the addresses, and until when: first the leases, which end by themselves."""
     reserved = {entry.address: entry.name or entry.mac for dhcp in definitions.values() for entry in dhcp.reservations}
     leases = sorted(_list_ipv4_leases(network), key=lambda lease: int(lease['expirytime']))
     holders = [

@@ -59,7 +59,6 @@ class Seeds(_InstanceFiles):
             raise BuildFailed('disk', f'{self.get_path(instance)}: {error.strerror}') from error
 
     def delete(self, instance: str) -> None:
-        """Remove the instance's seed, if it has one. Raises OSError."""
         for path in (get_part_path(self.get_path(instance)), self.get_path(instance)):
             path.unlink(missing_ok=True)
 
@@ -119,12 +118,10 @@ class Volumes(_InstanceFiles):
                 yield f'the file system of {self.directory} is full'
 
     def prepare(self) -> None:
-        """Define the pool over our directory, start it and its autostart, where necessary."""
         with self._connection.use(f'preparing the storage pool {POOL}') as connection:
             self._set_up_pool(connection)
 
     def _set_up_pool(self, connection: libvirt.virConnect) -> None:
-        """Define the pool, start it and its autostart, where necessary. Raises what _find_pool() does."""
         pool = self._find_pool(connection)
         if pool is None:
             pool = connection.storagePoolDefineXML(xml.make_pool_xml(POOL, str(self.directory)))
@@ -152,7 +149,6 @@ class Volumes(_InstanceFiles):
         return pool
 
     def list_missing_bases(self) -> Mapping[str, str]:
-        """Return {instance: path of its base volume} where that file is missing."""
         bases = {instance: image.find_backing_file(self.get_path(instance)) for instance in self.list_instances()}
         exists = {base: os.path.exists(base) for base in set(bases.values()) if base}
         return {instance: base for instance, base in bases.items() if base and not exists[base]}
@@ -229,7 +225,6 @@ class Volumes(_InstanceFiles):
             time.sleep(0.05)
 
     def _explain_failure(self, message: str) -> str:
-        """Return why no overlay was created: a full or unreachable file system, else `message`."""
         # qemu-img only reports exit status 1, so the file system is queried.
         try:
             free = os.statvfs(self.directory)

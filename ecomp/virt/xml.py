@@ -97,7 +97,6 @@ def make_domain_xml(  # noqa: PLR0913
 
 
 def _add_firmware(domain: ET.Element, spec: GuestSpec, url: str | None) -> None:
-    """Add SMBIOS data, boot device, ACPI and APIC; `url` is the network seed's, None without one."""
     system = ET.SubElement(ET.SubElement(domain, 'sysinfo', type='smbios'), 'system')
     # A current cloud-init looks for a network seed only if DMI's serial number names one. It finds a seed disk by its
     # label, but would still ask the network if the serial number named it.
@@ -114,7 +113,6 @@ def _add_firmware(domain: ET.Element, spec: GuestSpec, url: str | None) -> None:
 
 
 def _add_disks(devices: ET.Element, spec: GuestSpec, disk: str, seed: str | None) -> None:
-    """Add the overlay as vda, with its backing chain, and any seed as vdb."""
     drive = ET.SubElement(devices, 'disk', type='file', device='disk')
     ET.SubElement(drive, 'driver', name='qemu', type='qcow2', discard='unmap', detect_zeroes='unmap')
     ET.SubElement(drive, 'source', file=disk)
@@ -137,7 +135,6 @@ def _add_disks(devices: ET.Element, spec: GuestSpec, disk: str, seed: str | None
 
 
 def _add_devices(devices: ET.Element, spec: GuestSpec, console_log: str) -> None:
-    """Add the interfaces in order, the logged serial console, agent channel, rng and balloon."""
     ET.SubElement(devices, 'controller', type='usb', model='none')
     for mac, (kind, name) in zip(spec.macs, spec.networks, strict=True):
         interface = ET.SubElement(devices, 'interface', type=kind)
@@ -219,7 +216,6 @@ def parse_interfaces(xml: str) -> dict[str, InterfaceLink]:
 
 
 def _make_filter_binding(domain: ET.Element, mac: ET.Element, reference: ET.Element | None, tap: str) -> str:
-    """Return the `filter_binding` of a domain's interface with this MAC and this reference to a filter."""
     if reference is None or not reference.get('filter', '').startswith(FILTER_PREFIX):
         return ''
     binding = ET.Element('filterbinding')
