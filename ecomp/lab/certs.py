@@ -1,16 +1,8 @@
-"""`elab certs DIR`: an authority, and certificates for all who use etcd and placement.
+"""`elab certs DIR`: an authority in DIR, and certificates for all who use etcd and placement.
 
-    DIR/ca.crt, DIR/ca.key    the authority; its key stays here
-    DIR/etcd, DIR/placement   server.crt, server.key and a copy of ca.crt; placement's also has `token`
-    DIR/compute-NAME, DIR/scheduler-NAME, DIR/operator-NAME
-                              client.crt, client.key, ca.crt, token, and a configuration with their relative paths:
-                              compute.yaml (with the uuid, for the role in etcd) or schedule.yaml. A copy of this
-                              directory is the machine's /etc/ecomp
-
-A run makes missing certificates and replaces those that expire within a month; without a name it checks all in DIR.
-With --enable etcd enforces their roles. Each run determines again what has to change, so it can be repeated after a
-kill. It refuses bad input before it changes anything. Concurrent runs wait for each other.
-https://cryptography.io/en/latest/x509/reference/
+DIR/etcd and DIR/placement are the servers'. A copy of DIR/compute-NAME, scheduler-NAME or operator-NAME, with a
+configuration of relative paths, is that machine's /etc/ecomp. Each run determines again what has to change, so it can
+be repeated after a kill. https://cryptography.io/en/latest/x509/reference/
 """
 
 from __future__ import annotations
@@ -117,7 +109,6 @@ def make_certificates(
 def _make_all(
     directory: Path, cluster: Cluster, include_others: bool, now: datetime, say: Callable[[str], None]
 ) -> None:
-    """Do the work of make_certificates(); the caller holds the lock. Raises EcompError or OSError."""
     signer = _load_or_make_authority(directory, now, say)
     token = directory / 'placement' / 'token'
     for server in ('etcd', 'placement'):
@@ -158,7 +149,6 @@ def _check_uuid(name: str, compute: str, path: Path) -> None:
 
 
 def _load_or_make_authority(directory: Path, now: datetime, say: Callable[[str], None]) -> _Signer:
-    """Load the authority; if ca.crt is missing, make and report it. EcompError if unusable at `now`, or OSError."""
     certificate, key = directory / 'ca.crt', directory / 'ca.key'
     fix = f'move {directory} away and make all certificates again'
     if certificate.exists():
@@ -199,10 +189,7 @@ def _load_or_make_authority(directory: Path, now: datetime, say: Callable[[str],
 def _make_certificate(  # noqa: PLR0913
     place: Path, kind: str, name: str, names: Sequence[str], signer: _Signer, now: datetime, say: Callable[[str], None]
 ) -> None:
-    """Make `kind`.crt and `kind`.key in `place` unless they are usable and for these `names` (a client has none).
-
-    The order of `names` counts. Writes ca.crt in any case. Reports a new certificate, and the old names that it lacks.
-    """
+    """Make `kind`.crt and `kind`.key in `place` unless they are usable and for these `names`, whose order counts."""
     path = place / f'{kind}.crt'
     authority = signer.certificate.public_bytes(serialization.Encoding.PEM)
     _write_if_changed(place / 'ca.crt', authority)
@@ -261,7 +248,6 @@ def _is_usable(place: Path, kind: str, signer: _Signer, now: datetime) -> bool:
 def _make_builder(
     subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, now: datetime, end: datetime
 ) -> x509.CertificateBuilder:
-    """Begin a certificate that is valid from an hour before `now` until `end`."""
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -359,7 +345,6 @@ def list_clients(directory: Path, kind: str) -> list[str]:
 
 
 def _read_computes(directory: Path) -> dict[str, str]:
-    """Read {directory's name: uuid} of computes with a certificate; UsageError if a uuid is missing or a duplicate."""
     uuids: dict[str, str] = {}
     for name in list_clients(directory, COMPUTE):
         path = directory / name / 'compute.yaml'

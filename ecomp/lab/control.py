@@ -1,8 +1,7 @@
 """The control plane's servers: how each is started and checked.
 
-A lab has etcd, placement, an image server and DHCP in a namespace (`make_lab_servers`); `elab control` runs etcd and
-placement in the foreground. With certificates (ecomp.lab.certs) etcd and the stunnel before placement require a
-certificate of each client. Certificates are optional only on localhost.
+With certificates (ecomp.lab.certs), which are optional only on localhost, etcd and the stunnel before placement require
+a certificate of each client.
 """
 
 from __future__ import annotations
@@ -218,7 +217,7 @@ def is_etcd_healthy(url: str, certs: Path | None = None) -> bool:
 def is_placement_ready(url: str, certs: Path | None = None) -> bool:
     """Return True if the placement at this URL answers a query that needs its database.
 
-    `certs` None means the token `admin`. Raises OSError if the token is unreadable.
+    `certs` None means the token `admin`.
     """
     token = 'admin' if certs is None else (certs / 'token').read_text(encoding='ascii').strip()
     return is_url_available(f'{url}/resource_providers', {'x-auth-token': token}, certs)
@@ -233,10 +232,7 @@ def is_url_available(url: str, headers: Mapping[str, str] | None = None, certs: 
 
 
 def _fetch(url: str, headers: Mapping[str, str] | None = None, certs: Path | None = None) -> bytes:
-    """Return the body of a GET, with the certificate in `certs` if given.
-
-    Raises OSError, also for HTTP errors, silence, and a server of another protocol.
-    """
+    """Return the body of a GET, with the certificate in `certs` if given. OSError, also for HTTP errors and silence."""
     # A proxy of the machine's environment cannot reach the lab. HTTP errors are OSErrors too.
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     if certs is not None:
@@ -405,7 +401,6 @@ def _make_address_error(bind: str) -> UsageError:
 
 
 def _check_free(backend: str, bind: str, port: int) -> None:
-    """Raise UsageError if the address is not this machine's, or the port cannot be used."""
     option, family = f'--{backend}-port', socket.AF_INET6 if ':' in bind else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -270,10 +270,6 @@ def _read_ports(options: argparse.Namespace) -> tuple[int, int]:
 
 
 def _run_up(options: argparse.Namespace) -> int:
-    """Make the lab, or the parts of it that are missing or have ended, wait until all are ready, print the addresses.
-
-    Returns 0. Raises UsageError unless root or if a program is missing, and another EcompError if a step fails.
-    """
     name = find_name(options) if options.fake is None else check_name(options.name or fakes.DEFAULT_NAME)
     if options.fake is not None or fakes.find(name):
         return _run_fake_up(name, options)
@@ -300,7 +296,6 @@ def _run_up(options: argparse.Namespace) -> int:
 
 
 def _start_lab(lab: Lab) -> None:
-    """Make or start what the lab lacks, and wait until all of it is ready; EcompError or OSError if a step fails."""
     from ecomp.lab import certs
 
     with _report_step('control plane'):
@@ -325,7 +320,6 @@ def _start_lab(lab: Lab) -> None:
 
 
 def _run_fake_up(name: str, options: argparse.Namespace) -> int:
-    """Make or complete a cluster of fakes, and print its addresses; return 0. Raises what bring_up() does."""
     if options.hosts or (state.ROOT / name).exists():
         raise UsageError(f'{name}: a lab has either real or fake hosts. Fix: give another --name, without --hosts')
     if options.fetch:
@@ -347,7 +341,6 @@ def _reduce_inventories(hosts: Sequence[LabHost]) -> None:
 
 
 def _provide_image(lab: Lab) -> None:
-    """If this lab has no guest image, copy another lab's; if no lab has one, report how to make it."""
     own_image = lab.directory / GUEST_IMAGE
     images = [other.directory / GUEST_IMAGE for other in state.list_labs() if (other.directory / GUEST_IMAGE).is_file()]
     if own_image.exists():
@@ -362,7 +355,6 @@ def _provide_image(lab: Lab) -> None:
 
 
 def _run_status(options: argparse.Namespace) -> int:
-    """Print the state of each server and host; return 1 unless all are ready. UsageError unless root, or EcompError."""
     if fake := fakes.find(find_name(options)):
         rows = _list_servers(fake, fake.servers, control.LOCALHOST)
         rows += [(host.name, control.LOCALHOST, host.describe_ecompute()) for host in fakes.list_hosts(fake)]
@@ -385,7 +377,6 @@ def _list_servers(
 
 
 def _print_states(rows: Sequence[tuple[str, str, str]], name: str) -> int:
-    """Print (place, address, state) of servers and hosts, and what helps; return 1 unless all are ready."""
     for place, address, status in [('PLACE', 'ADDRESS', 'STATE'), *rows]:
         print(f'{place:<10} {address:<15} {status}')
     kinds = {kind: [row[0] for row in rows if row[2].startswith(kind)] for kind in ('down', 'no answer', 'unknown')}
@@ -398,10 +389,6 @@ def _print_states(rows: Sequence[tuple[str, str, str]], name: str) -> int:
 
 
 def _run_exec(options: argparse.Namespace) -> int:
-    """Run the command in a host or `control`; return its exit code, also if it is not installed.
-
-    Raises UsageError unless root, or without a command; NotFound without the lab or host; EcompError.
-    """
     if not options.words:
         raise UsageError(f'exec {options.host}: missing argument: the command')
     if fake := fakes.find(find_name(options)):
@@ -430,7 +417,6 @@ def _run_shell(options: argparse.Namespace) -> int:
 
 
 def _run_kill(options: argparse.Namespace) -> int:
-    """Kill a fake host; return 0. NotFound without the cluster of fakes, or the host."""
     lab = fakes.find(find_name(options))
     if lab is None:
         raise NotFound(f'there is no cluster of fakes {find_name(options)!r}. Try: elab list')
@@ -441,7 +427,6 @@ def _run_kill(options: argparse.Namespace) -> int:
 
 
 def _run_list(_: argparse.Namespace) -> int:
-    """Print a table of all labs, or a hint on stderr if there are none; return 0."""
     found = [_make_row(lab, str(lab.layout.network), LAB_DAEMONS) for lab in state.list_labs()]
     found += [_make_row(lab, 'fake', ('ecompute',)) for lab in fakes.list_all()]
     if not found:
@@ -462,7 +447,6 @@ def _make_row(lab: state.LabRecord, network: str, daemons: Sequence[str]) -> tup
 
 
 def _run_down(options: argparse.Namespace) -> int:
-    """Remove the lab, if it exists, and all its processes; return 0. UsageError unless root, or EcompError."""
     name = find_name(options)
     if fake := fakes.find(name):
         with state.hold_lock(fakes.find_root()), _report_step(f'cluster {name} is removed'):
@@ -503,7 +487,6 @@ def _remove_lab(name: str, lab: Lab | None) -> None:
 
 
 def _run_control(options: argparse.Namespace) -> int:
-    """Run etcd and placement until a signal, or with --unit only print the systemd unit; return 0."""
     host = 'localhost' if options.bind == control.LOCALHOST else bracket_address(options.bind)
 
     def print_addresses(scheme: str) -> None:
@@ -525,7 +508,6 @@ def _run_control(options: argparse.Namespace) -> int:
 
 
 def _run_certs(options: argparse.Namespace) -> int:
-    """Make certificates unless --disable is given, then enable or disable roles if asked to; return 0."""
     machine.require({}, ['cryptography', *(['etcd3'] if options.enable or options.disable else [])])
     from ecomp.lab import certs
 

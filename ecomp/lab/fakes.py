@@ -84,7 +84,6 @@ class FakeLab(state.LabRecord):
         return render_backends(LOCALHOST, self.etcd_port, placement, f'{certificate}/')
 
     def save(self) -> None:
-        """Write lab.json atomically and durably. Raises OSError."""
         data = {name: value for name, value in asdict(self).items() if name != 'directory'}
         write_durably(self.directory / state.RECORD_NAME, json.dumps({**data, 'boot': read_boot_id()}, indent=1), 0o644)
 
@@ -98,7 +97,6 @@ class FakeHost(Host):
         return [*words, '--fake', self.lab.size, '--name', self.name, '--boot', str(BOOT_SECONDS)]
 
     def prepare(self) -> None:
-        """Make the directory and its compute.yaml; the certificate exists."""
         certificate = self.lab.certs / f'compute-{self.name}'
         self.directory.mkdir(exist_ok=True)
         text = COMPUTE_YAML.format(

@@ -291,7 +291,6 @@ def _read_module(path: Path) -> bytes:
 
 
 def _write_fat(raw: Path, kernel: Path, initrd: Path, work: Path) -> None:
-    """Write a bootable disk image to `raw`: a FAT without partitions, with kernel, initrd and syslinux."""
     config = work / 'syslinux.cfg'
     config.write_text(SYSLINUX_CFG, encoding='utf-8')
     size = kernel.stat().st_size + initrd.stat().st_size + 2 * MIB

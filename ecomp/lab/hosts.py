@@ -99,10 +99,7 @@ class Host:
         machine.wait_for(label, self.is_ecompute_ready, self.lab.processes[label], self.log, START_SECONDS)
 
     def is_ecompute_ready(self) -> bool:
-        """Return True if ecompute runs and has written its presence since start_ecompute().
-
-        Any presence counts if start_ecompute() was not called, found ecompute running or etcd unreachable.
-        """
+        """Return True if ecompute runs and has written its presence since start_ecompute()."""
         return (
             self.lab.find_running(f'{self.name} ecompute') is not None
             and self._read_presence_revision() > self._previous_revision
@@ -138,14 +135,10 @@ class LabHost(Host):
         self._certificate = lab.certs / f'compute-{name}'
 
     def make_command(self, words: list[str]) -> list[str]:
-        """Make the command that runs `words` in the host's namespaces."""
         return [*machine.make_command_prefix(self.lab.layout, self.lab.directory, self.name), *words]
 
     def prepare(self) -> None:
-        """Make the missing namespace, directories and configuration; copy libvirt's filters, even if they exist.
-
-        Deletes libvirt's runtime state if the namespace was missing. Makes missing MOUNTS targets on the machine, too.
-        """
+        """Make the missing namespace, directories and configuration, and copy libvirt's filters."""
         if machine.ensure_host(self.lab.layout, self.name):
             # The domains in libvirt's runtime state were in a namespace that is gone, for instance after a reboot.
             shutil.rmtree(self.directory / 'run', ignore_errors=True)
@@ -192,7 +185,6 @@ class LabHost(Host):
             write_durably(target, '\n'.join([*lines, f'uuid: {own}\n']), 0o644)
 
     def start_libvirt(self) -> None:
-        """Start virtlogd and libvirtd unless they run, without waiting for them."""
         for daemon in ('virtlogd', 'libvirtd'):
             label = f'{self.name} {daemon}'
             if not self.lab.find_running(label):
@@ -218,7 +210,6 @@ class LabHost(Host):
             self._run_virsh('net-start', 'default')
 
     def is_libvirt_ready(self) -> bool:
-        """Return True if libvirtd answers a query for its domains within LIBVIRT_SECONDS."""
         # virsh waits and retries for a missing socket; checking the file is cheap.
         if (self.directory / 'run/libvirt-sock').exists():
             with contextlib.suppress(EcompError):
@@ -227,15 +218,12 @@ class LabHost(Host):
         return False
 
     def is_network_active(self) -> bool:
-        """Return True if the network `default` is active: its bridge exists. EcompError without the namespace."""
         return machine.has_interface(self.lab.layout, self.name, 'virbr0')
 
     def count_guests(self) -> int:
-        """Count the running domains of the host; EcompError if libvirtd does not answer within LIBVIRT_SECONDS."""
         return len(self._run_virsh('list', '--name', timeout_seconds=LIBVIRT_SECONDS).split())
 
     def describe_state(self, etcd_answers: bool) -> str:
-        """Describe the host for `elab status`: ready, or down, no answer or unknown, and why."""
         if not machine.has_namespace(self.lab.layout, self.name):
             return 'down: no namespace'
         libvirtd = self.lab.find_running(f'{self.name} libvirtd')
@@ -258,10 +246,7 @@ class LabHost(Host):
         )
 
     def reduce_share(self) -> bool:
-        """Reduce the inventory in compute.yaml to the host's current share; if it changes, end ecompute, return True.
-
-        The guests continue, and start_ecompute() applies the new share.
-        """
+        """Reduce the inventory to the host's current share. If it changes, end ecompute and return True."""
         path = self.directory / 'compute.yaml'
         old_text = path.read_text(encoding='utf-8')
         new_text = reduce_inventory(old_text, self._calculate_share())
@@ -281,7 +266,6 @@ class LabHost(Host):
         )
 
     def _render_compute_yaml(self) -> str:
-        """Render the initial compute.yaml, with queues for QUEUES_HOST; its uuid is from read_uuid(), or a new one."""
         layout = self.lab.layout
         text = COMPUTE_YAML.format(
             backends=render_backends(str(layout.control), ETCD_PORT, layout.placement, f'{self._certificate}/'),

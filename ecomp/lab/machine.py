@@ -1,8 +1,6 @@
 """Programs, processes and network namespaces of a lab on this machine, by iproute2.
 
-A process is identified by pid and start time, so that a reused pid is not mistaken for it. The bridge of the lab's LAN
-is in the control namespace: Docker's FORWARD rules on the machine would apply to the bridge there. Only one interface
-and one route may appear outside the namespaces.
+The bridge of the lab's LAN is in the control namespace: Docker's FORWARD rules on the machine would apply to it there.
 """
 
 from __future__ import annotations
@@ -174,10 +172,7 @@ def run(command: Sequence[str], stdin_text: str | None = None, timeout_seconds: 
 def wait_for(
     label: str, is_ready: Callable[[], bool], process: ServerProcess, log: Path, timeout_seconds: float
 ) -> None:
-    """Call `is_ready` every 0.05 s until it is true, at least once.
-
-    Raises EcompError with the log's last line if the process ends, even when ready, or `timeout_seconds` pass.
-    """
+    """Call `is_ready` until it is true; EcompError if the process ends, even when ready, or after `timeout_seconds`."""
     deadline = time.monotonic() + timeout_seconds
     while True:
         was_ready = is_ready()
@@ -342,10 +337,7 @@ def list_namespaces(name: str) -> list[str]:
 
 
 def end_processes(spaces: list[str], recorded: list[ServerProcess]) -> None:
-    """End the processes in these namespaces, and the recorded ones: SIGTERM, 3 s later SIGKILL, up to 10 rounds.
-
-    Raises EcompError if a process survives or new ones keep appearing.
-    """
+    """End the processes in these namespaces, and the recorded ones; EcompError if a process survives."""
     for _ in range(10):  # a process may have started another before its end
         running = {process.pid: process for process in recorded if read_start_time(process.pid) == process.started}
         for space in spaces:

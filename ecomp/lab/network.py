@@ -53,17 +53,14 @@ class Layout:
 
     @property
     def machine(self) -> IPv4Address:
-        """The machine's address on the LAN."""
         return self.lan[1]
 
     @property
     def control(self) -> IPv4Address:
-        """The address of the control namespace on the LAN."""
         return self.lan[2]
 
     @property
     def etcd(self) -> str:
-        """The address of etcd, as host:port."""
         return f'{self.control}:{ETCD_PORT}'
 
     @property
@@ -76,7 +73,6 @@ class Layout:
         return f'http://{self.control}/'
 
     def get_address(self, host: str) -> IPv4Address:
-        """Return the address of a host on the LAN."""
         return self.lan[10 + parse_host_number(host)]
 
     def get_guest_network(self, host: str) -> IPv4Network:

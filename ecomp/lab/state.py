@@ -1,7 +1,6 @@
 """The record of a lab on disk, by which all of it can be found and removed after a crash.
 
-Everything is written to lab.json before it is made, and a process before it runs its program. All processes run in
-namespaces whose names begin with the lab's, so even an unrecorded process is found.
+Everything is written to lab.json before it is made, and a process before it runs its program.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ class LabRecord:
 
     @property
     def places(self) -> list[str]:
-        """`control` and the hosts."""
         return [CONTROL, *self.hosts]
 
     @property
@@ -92,7 +90,6 @@ class Lab(LabRecord):
         return list_host_names(self.host_count)
 
     def save(self) -> None:
-        """Write lab.json atomically and durably. Raises OSError."""
         layout = self.layout
         data = {
             'version': FORMAT_VERSION,
@@ -166,15 +163,9 @@ def load_or_create(name: str, host_count: int | None) -> Lab:
 
 
 def unmount_all(directory: Path) -> list[Path]:
-    """Unmount everything below a lab's directory: removal would delete the files of what is mounted there.
+    """Unmount everything below a lab's directory, whose removal would delete the files there; return the mount points.
 
     No-op for a symbolic link whose target has no lab.json. The lab's own mounts are in its namespaces, invisible here.
-
-    Raises:
-        EcompError: a file system cannot be unmounted.
-
-    Returns:
-        The mount points.
     """
     if not _belongs_to_lab(directory):
         return []
