@@ -180,7 +180,6 @@ def parse_address_port(text: str, default: int) -> tuple[str, int]:
 
 
 def _find_field(key: str) -> Field[Any]:
-    """Return the field that the key sets; ValueError for an unknown or retired key."""
     if key == 'password':  # in 2019 every guest on the host got this one, in clear text
         raise ValueError(
             'passwords for guests are no longer supported. Fix: remove `password`, and put a key into [public-keys]'

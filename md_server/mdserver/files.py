@@ -136,8 +136,7 @@ class Files:
     def has_lease(self, address: str, now: float) -> bool:
         """Return whether any machine has a lease or reservation of this address at `now`, in epoch seconds.
 
-        The answer may be LEASE_CACHE_SECONDS old, because every connection asks for it before any limit applies. Not
-        thread-safe. Raises OSError if the monitor is gone.
+        It may be LEASE_CACHE_SECONDS old, because every connection asks before any limit applies. Not thread-safe.
         """
         if not 0 <= now - self._leases_read_at < LEASE_CACHE_SECONDS:
             self._leased_addresses = {
@@ -147,7 +146,6 @@ class Files:
         return address in self._leased_addresses
 
     def _read_leases(self) -> tuple[list[Lease], list[str]]:
-        """Return all readable leases and reservations, and a message for each unreadable file."""
         leases: list[Lease] = []
         problems = []
         bridge = ''

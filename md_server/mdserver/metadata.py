@@ -1,13 +1,8 @@
 """Compute the body for a guest and a path. Pure.
 
-Two trees, both served with and without trailing slashes:
-
-    /2009-04-04/…  /latest/…   EC2's, as Cirros and cloud-init's Ec2 source crawl it
-    /seed/<uuid>/…             NoCloud's, which current cloud images use (SMBIOS serial `ds=nocloud-net;s=…`);
-                               make_seed() puts the same files on a disk for the guest
-
-A script in vendor-data posts to /phone-home/<uuid>/ when cloud-init has finished: a form as cloud-init's phone_home
-sends it, pub_key_ed25519 and so on, with the additional fields stage and error.
+EC2's tree, /2009-04-04/… and /latest/…, is for Cirros and cloud-init's Ec2 source. NoCloud's, /seed/<uuid>/…, which
+make_seed() also puts on a disk, is for current cloud images. When cloud-init has finished, a script in vendor-data
+a form as cloud-init's phone_home sends it, with the additional fields stage and error, to /phone-home/<uuid>/.
 
 A body has no newline at its end: cloud-init takes an EC2 value with a newline for a list of values.
 
@@ -127,10 +122,6 @@ def find_body(path: str, guest: KnownGuest) -> bytes | None:
 
 
 def _make_ec2_tree(guest: KnownGuest) -> Tree:
-    """Return EC2's tree: instance-id, hostname, local-hostname and local-ipv4.
-
-    Public keys and user-data are in it only if the guest has them.
-    """
     hostname = guest.hostname.encode()
     meta_data: dict[str, bytes | Tree] = {
         'hostname': hostname,
@@ -202,7 +193,6 @@ def parse_report(body: bytes) -> bytes:
 
 
 def _make_vendor_data(instance: str) -> bytes:
-    """Return the script with which the instance's guest reports how cloud-init ended, and its host keys."""
     host = 'http://169.254.169.254'
     replacements = {
         'INSTANCE': instance,

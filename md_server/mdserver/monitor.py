@@ -100,7 +100,6 @@ def _serve(config: conf.Config, channel: socket.socket, other_end: socket.socket
 
 
 def _send_file(channel: socket.socket, name: bytes, opened: int | OSError) -> None:
-    """Send the descriptor and close it, or send the number of the error. Raises OSError."""
     if isinstance(opened, OSError):
         channel.send(b'%d %s' % (opened.errno or errno.EIO, name))
         return

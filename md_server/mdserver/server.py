@@ -1,10 +1,5 @@
 """The metadata server: bottle on waitress. `App(files)` is the application; `main` starts it.
 
-Start it as `mdserver [CONF]`, as `python -m mdserver.server`, or from the source tree as `sudo python
-md_server/mdserver/server.py mdserver.conf`. It exits 0 on SIGINT, SIGTERM or, with --with-parent, at the end of stdin,
-1 if it cannot listen, and 2 for wrong arguments or configuration. With --user it drops root after it listens and before
-it reads requests; its monitor then opens the files that only root may read.
-
 bottle's own wsgiref serves one client at a time; with threads, each silent client would hold one. waitress reads each
 request completely in one loop, with limits, before it uses a thread.
 """
@@ -76,13 +71,10 @@ class App(bottle.Bottle):  # type: ignore[misc]
         return self._log_limiter.try_acquire(address, time.monotonic())
 
     def default_error_handler(self, res: bottle.HTTPError) -> str:
-        """Return the error as one line of plain text."""
         bottle.response.content_type = 'text/plain; charset=utf-8'
         return f'{res.status_line}: {res.body}\n'
 
     def wsgi(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        """Serve as bottle does, and log the request at DEBUG if try_acquire_log_line()."""
-
         def log_and_start(status: str, *rest: Any) -> Any:
             client = environ['REMOTE_ADDR']
             if self.try_acquire_log_line(client):
@@ -95,10 +87,7 @@ class App(bottle.Bottle):  # type: ignore[misc]
         return super().wsgi(environ, log_and_start)  # type: ignore[no-any-return]
 
     def _identify_guest(self) -> tuple[str, guests.KnownGuest]:
-        """Return the MAC of the requesting guest and what is served to it; note either result for ecompute.
-
-        Raises HTTPError: 404 for an unknown client, 500 if a file is unusable.
-        """
+        """Return the MAC of the requesting guest and what is served to it; note either result for ecompute."""
         environ = bottle.request.environ
         address = environ['REMOTE_ADDR']
         try:
@@ -187,10 +176,9 @@ def is_allowed(address: str, bridge: str | None, config: conf.Config, files: Fil
     """Return whether the client may ask: it is local, on `bridge` or has a lease; False after an error.
 
     Local is 127.* or the listen address. Without `bridge` every client may ask.
-
-    The host answers for 169.254.169.254 on all interfaces, so clients on its LAN get this far. SO_BINDTODEVICE would
-    not work: a restarted network has a new bridge of the same name.
     """
+    # The host answers for 169.254.169.254 on all interfaces, so clients on its LAN get this far. SO_BINDTODEVICE would
+    # not work: a restarted network has a new bridge of the same name.
     if bridge is None or address == config.listen_address or address.startswith('127.'):
         return True
     try:
@@ -214,7 +202,6 @@ def _exit(_signal: int, _frame: FrameType | None) -> None:
 
 
 def _switch_user(name: str, ids: UserIds) -> None:
-    """Become the user permanently. Raises OSError, whose str() names what it needs."""
     for encoding in LATE_ENCODINGS:
         codecs.lookup(encoding)
     try:
@@ -227,7 +214,6 @@ def _switch_user(name: str, ids: UserIds) -> None:
 
 
 def _resolve_user(name: str) -> UserIds:
-    """Return the ids of the user that --user names. ConfError for root or an unknown user, or unless we are root."""
     try:
         ids = find_user(name)
     except ValueError as error:
@@ -238,7 +224,6 @@ def _resolve_user(name: str) -> UserIds:
 
 
 def _load_config(arguments: argparse.Namespace) -> conf.Config:
-    """Read mdserver.conf, with --guests and --listen in place of its values. Raises ConfError."""
     config = conf.load(arguments.conf)
     if arguments.guests is not None:
         config = replace(config, guests=arguments.guests)
@@ -365,7 +350,6 @@ def _report_output_error(error: OSError) -> int:
 
 
 def _serve(arguments: argparse.Namespace, config: conf.Config, files: Files, sock: socket.socket) -> None:
-    """Tell systemd READY=1; serve until a signal, or the end of stdin with --with-parent."""
     server = limits.Server(
         App(files),
         sock,
