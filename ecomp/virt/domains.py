@@ -395,8 +395,8 @@ def _press_power_button(connection: Connection, instance: str, compute: str) -> 
 def _read_compute(domain: libvirt.virDomain) -> str | None:
     """Return the compute in a domain's owner mark; None if ecompute did not create the domain."""
     with IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN_METADATA):
-        mark = xml.parse_owner_mark(domain.metadata(libvirt.VIR_DOMAIN_METADATA_ELEMENT, xml.MARK_NAMESPACE))
-        return mark.compute if mark is not None and mark.instance == domain.UUIDString() else None
+        mark = domain.metadata(libvirt.VIR_DOMAIN_METADATA_ELEMENT, xml.MARK_NAMESPACE)
+        return xml.parse_owner_mark(mark, domain.UUIDString())
     return None
 
 

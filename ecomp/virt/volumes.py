@@ -203,7 +203,7 @@ class Volumes(_InstanceFiles):
 
     def _run_in_pool(self, connection: libvirt.virConnect, action: Callable[[libvirt.virStoragePool], None]) -> None:
         """Run `action` on the pool; if that is missing or off, set it up and retry for POOL_SETUP_TIMEOUT_SECONDS."""
-        deadline, is_up, is_late = time.monotonic() + POOL_SETUP_TIMEOUT_SECONDS, False, False
+        deadline, is_late = time.monotonic() + POOL_SETUP_TIMEOUT_SECONDS, False
         while True:
             try:
                 # Checking the pool first would slow down every disk.
@@ -211,17 +211,12 @@ class Volumes(_InstanceFiles):
                 return
             except libvirt.libvirtError as error:
                 missing = error.get_error_code() in (libvirt.VIR_ERR_NO_STORAGE_POOL, libvirt.VIR_ERR_OPERATION_INVALID)
-                if not missing or (is_up and is_late):
+                if not missing or is_late:
                     raise
-            try:
-                self._set_up_pool(connection)
-                is_up = True
-            except libvirt.libvirtError as error:
-                # Another worker is setting it up: it may have defined the pool, but not started it yet.
-                if is_late or error.get_error_code() not in POOL_SETUP_RACE_ERRORS:
-                    raise
-                is_up = False
             is_late = time.monotonic() > deadline
+            # Another worker is setting it up: it may have defined the pool, but not started it yet.
+            with IgnoredErrors(*(() if is_late else POOL_SETUP_RACE_ERRORS)):
+                self._set_up_pool(connection)
             time.sleep(0.05)
 
     def _explain_failure(self, message: str) -> str:

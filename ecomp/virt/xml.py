@@ -24,14 +24,6 @@ AGENT_CHANNEL = 'org.qemu.guest_agent.0'
 
 
 @dataclass(frozen=True)
-class OwnerMark:
-    """The owner mark of a domain: the uuids of its instance and of the compute that created it."""
-
-    instance: str
-    compute: str
-
-
-@dataclass(frozen=True)
 class Cpu:
     """A CPU as a model that libvirt knows, with its extra and its missing features."""
 
@@ -180,11 +172,10 @@ def parse_pool_target(xml: str) -> str:
     return ET.fromstring(xml).findtext('target/path', '')
 
 
-def parse_owner_mark(xml: str) -> OwnerMark | None:
-    """Return the owner mark in the metadata element of our namespace, None if it is incomplete."""
+def parse_owner_mark(xml: str, instance: str) -> str | None:
+    """Return the compute in the metadata element of our namespace; None if it is not about this instance."""
     element = ET.fromstring(xml)
-    instance, compute = element.get('uuid'), element.get('compute')
-    return OwnerMark(instance, compute) if instance and compute else None
+    return (element.get('compute') or None) if element.get('uuid') == instance else None
 
 
 class InterfaceLink(NamedTuple):

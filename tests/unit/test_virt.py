@@ -277,14 +277,13 @@ def test_no_value_becomes_markup(text: str) -> None:
     assert root.find('devices/disk/backingStore/source').attrib == {'file': f'/{text}'}
     sources = [source.attrib for source in root.findall('devices/interface/source')]
     assert sources == [{'network': text}, {'bridge': text}]
-    assert xml.parse_owner_mark(ET.tostring(root.find('metadata')[0], encoding='unicode')) == xml.OwnerMark(
-        FULL.instance, text
-    )
+    mark = ET.tostring(root.find('metadata')[0], encoding='unicode')
+    assert (xml.parse_owner_mark(mark, FULL.instance), xml.parse_owner_mark(mark, 'other')) == (text, None)
 
 
 @pytest.mark.parametrize('text', ['<m/>', '<m uuid="x"/>', '<m compute="x"/>', '<m uuid="" compute="x"/>'])
 def test_incomplete_owner_mark_is_ignored(text: str) -> None:
-    assert xml.parse_owner_mark(text) is None
+    assert xml.parse_owner_mark(text, 'x') is None
 
 
 def test_capabilities() -> None:
