@@ -231,7 +231,6 @@ def _read_names(path: Path) -> tuple[str, ...]:
 
 
 def _is_usable(place: Path, kind: str, signer: _Signer, now: datetime) -> bool:
-    """Return whether `kind`.crt fits its key and `signer`, and is valid now and for a month, or as long as `signer`."""
     try:
         certificate = x509.load_pem_x509_certificate((place / f'{kind}.crt').read_bytes())
         key = serialization.load_pem_private_key((place / f'{kind}.key').read_bytes(), None)
@@ -294,9 +293,8 @@ def _format_expiry(certificate: x509.Certificate) -> str:
 def enable_roles(directory: Path, now: datetime, say: Callable[[str], None]) -> None:
     """Have etcd restrict each certificate in `directory` to its role, and write a missing /cluster; report each step.
 
-    Raises UsageError if a uuid is missing or a duplicate, or no operator has a certificate, Denied if no operator may
-    do this, and another EcompError if etcd fails. Living computes and users of etcd without a certificate in
-    `directory` only cause a warning.
+    Living computes and users of etcd without a certificate in `directory` only cause a warning. Raises UsageError if a
+    uuid is missing or a duplicate, or no operator has a certificate, and Denied if no operator may do this.
     """
     target_roles = roles.make_roles(
         _read_computes(directory), list_clients(directory, SCHEDULER), list_clients(directory, OPERATOR)

@@ -70,6 +70,7 @@ class LabServer:
     files: Mapping[Path, str] = field(default_factory=dict)
 
     def describe_state(self, process: ServerProcess | None) -> str:
+        """Describe the server for `elab status`."""
         if process is None:
             return 'down'
         return 'ready' if self.is_ready(process) else f'no answer (pid {process.pid})'
@@ -215,10 +216,7 @@ def is_etcd_healthy(url: str, certs: Path | None = None) -> bool:
 
 
 def is_placement_ready(url: str, certs: Path | None = None) -> bool:
-    """Return True if the placement at this URL answers a query that needs its database.
-
-    `certs` None means the token `admin`.
-    """
+    """Return True if the placement at this URL answers a query that needs its database."""
     token = 'admin' if certs is None else (certs / 'token').read_text(encoding='ascii').strip()
     return is_url_available(f'{url}/resource_providers', {'x-auth-token': token}, certs)
 
@@ -300,7 +298,6 @@ def run_control(
 
 
 def _prepare(endpoints: Endpoints, say: Callable[[str], None]) -> None:
-    """Require ports, programs and certificates, and make the missing directory and certificates."""
     for backend, port in (('etcd', endpoints.etcd_port), ('placement', endpoints.placement_port)):
         _check_free(backend, endpoints.bind, port)
     programs, modules = machine.CONTROL_PROGRAMS, ['placement', 'waitress']
@@ -360,7 +357,6 @@ def _read_certificate_time(endpoints: Endpoints) -> float:
 
 
 def _make_certificates(directory: Path, endpoints: Endpoints, say: Callable[[str], None]) -> None:
-    """Make the servers' certificates unless placement has one; UsageError if one of CERTIFICATE_FILES is unreadable."""
     from ecomp.lab import certs
 
     if not (directory / 'placement/server.crt').exists():

@@ -41,11 +41,7 @@ PS1="({name}) ${{PS1-}}"
 
 
 def enter_shell(directory: Path, name: str, words: Sequence[str]) -> int:
-    """Run a command, or bash without `words`, with the lab's ECOMP_CONFIG and eschedule's directory first in PATH.
-
-    Returns its exit code, 128 + N if signal N ended it. Raises EcompError if the lab's schedule.yaml is unreadable or
-    the command cannot be started.
-    """
+    """Run a command, or bash without `words`, with the lab's ECOMP_CONFIG, and eschedule's directory first in PATH."""
     config = directory / 'schedule.yaml'
     if not os.access(config, os.R_OK):
         raise EcompError(f'{config} cannot be read. Try: elab up --name {name}')
@@ -111,7 +107,6 @@ def start_control(lab: Lab) -> None:
 
 
 def _make_certificates(lab: Lab) -> None:
-    """Make the lab's certificates, reload stunnel if its own changed, give the operator's to sudo's caller."""
     from ecomp.lab import certs
 
     lab.certs.mkdir(mode=0o711, exist_ok=True)  # the operator's directory is below it; the rest is root's
@@ -470,7 +465,6 @@ def _run_down(options: argparse.Namespace) -> int:
 
 
 def _remove_lab(name: str, lab: Lab | None) -> None:
-    """End the processes and remove the namespaces and the directory; the caller holds the lock. Raises EcompError."""
     spaces = machine.list_namespaces(name)
     recorded = list(lab.processes.values()) if lab else []
     with _report_step('processes and guests ended'):

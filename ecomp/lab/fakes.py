@@ -135,10 +135,7 @@ def list_hosts(lab: FakeLab) -> list[FakeHost]:
 
 
 def bring_up(name: str, count: int | None, size: str | None, report_step: ReportStep) -> FakeLab:
-    """Make the cluster, or start what has ended of it; what could not be made for the first time is removed again.
-
-    UsageError for a wrong size or a missing program; EcompError if a server or a fake ended or is late.
-    """
+    """Make the cluster, or start what has ended of it; remove again what could not be made for the first time."""
     parse_inventory(size or DEFAULT_SIZE)
     _require_programs()
     lab = find(name)

@@ -167,10 +167,7 @@ SECTOR_BYTES = 512
 
 
 def make_image(output: Path, say: Callable[[str], None]) -> None:
-    """Download a kernel, and write the image to `output` as qcow2; an existing file is replaced atomically.
-
-    Raises UsageError for an unusable path or missing programs, and EcompError if a step fails.
-    """
+    """Download a kernel, and write the image to `output` as qcow2; an existing file is replaced atomically."""
     if output.is_dir():
         raise UsageError(f'{output} is a directory. Fix: give the name of the image file')
     if not output.parent.is_dir():
@@ -214,7 +211,6 @@ def make_archive(files: Iterable[tuple[str, int, bytes]]) -> bytes:
 
 
 def _list_files(busybox: Path, modules: list[tuple[str, bytes]]) -> list[tuple[str, int, bytes]]:
-    """List (path, mode, content) of the initramfs, directories first; `modules` are (file name, content) in order."""
     directories = ('bin', 'dev', 'etc', 'etc/acpi', 'etc/acpi/PWRF', 'lib')
     script = stat.S_IFREG | 0o755
     return [
@@ -247,7 +243,6 @@ def is_static(program: bytes) -> bool:
 
 
 def _fetch_kernel(work: Path, say: Callable[[str], None]) -> tuple[Path, list[tuple[str, bytes]]]:
-    """Download and unpack packages in `work`; return the kernel's path, and (name, content) of its MODULES."""
     packages = _find_kernel_packages()
     say(f'downloading {" ".join(packages)}')
     downloads, tree = work / 'packages', work / 'tree'

@@ -194,7 +194,6 @@ class LabHost(Host):
                 machine.start(label, command, log, record_process=self.lab.record_process)
 
     def wait_libvirt(self) -> None:
-        """Wait for libvirtd, then define and start a missing network `default`; EcompError after START_SECONDS."""
         label, log = f'{self.name} libvirtd', self.directory / 'libvirtd.log'
         machine.wait_for(label, self.is_libvirt_ready, self.lab.processes[label], log, START_SECONDS)
         definition = self.directory / 'network.xml'

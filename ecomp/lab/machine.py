@@ -143,10 +143,7 @@ def start(
 
 
 def run(command: Sequence[str], stdin_text: str | None = None, timeout_seconds: float | None = None) -> str:
-    """Run a program to its end and return its stdout; without `stdin_text` it has no input, without a timeout no limit.
-
-    Raises EcompError if it cannot be run, fails (with the last line of its stderr) or exceeds the limit.
-    """
+    """Return the stdout of a program; EcompError if it fails or takes too long."""
     try:
         result = subprocess.run(
             command,
@@ -196,10 +193,7 @@ CURES = {
 
 
 def read_last_line(log: Path) -> str:
-    """Read the line of a log that names the cause of an end, with a fix, or else the last one that is not empty.
-
-    It has at most 300 characters; without a line or file it is `its log is empty`.
-    """
+    """Read the line of a log that names the cause of an end, with a fix, or else the last one."""
     with contextlib.suppress(FileNotFoundError):
         lines = [line for line in log.read_text(encoding='utf-8', errors='replace').splitlines() if line.strip()]
         for line in lines[:-100:-1]:
@@ -277,7 +271,7 @@ def make_command_prefix(layout: Layout, directory: Path, place: str) -> list[str
 def ensure_control(layout: Layout) -> None:
     """Make what is missing of the control namespace, its bridge, the machine's link and route to it.
 
-    Raises EcompError: a Conflict, before anything is made, if the machine has another route to the lab's network.
+    Raises Conflict, before anything is made, if the machine has another route to the lab's network.
     """
     for route in json.loads(run(['ip', '-json', '-4', 'route', 'show', 'exact', str(layout.network)]) or '[]'):
         if route.get('dev') != layout.link:
@@ -381,7 +375,6 @@ def _ensure_namespace(layout: Layout, place: str) -> bool:
 
 
 def _ensure_fence(layout: Layout, space: str) -> None:
-    """Replace the rules of the lab's chains, and add the jumps to them that are missing."""
     prefix = ['ip', 'netns', 'exec', space]
     run([*prefix, 'iptables-restore', '--noflush', '--wait'], render_fence_rules(layout))
     for hook, chain in FENCE_CHAINS.items():

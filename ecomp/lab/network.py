@@ -69,14 +69,12 @@ class Layout:
 
     @property
     def images(self) -> str:
-        """The URL of the lab's directory images/, with a trailing slash."""
         return f'http://{self.control}/'
 
     def get_address(self, host: str) -> IPv4Address:
         return self.lan[10 + parse_host_number(host)]
 
     def get_guest_network(self, host: str) -> IPv4Network:
-        """Return the network from which libvirt's DHCP on a host serves its guests."""
         return self._make_subnet(parse_host_number(host))
 
     def get_namespace(self, place: str) -> str:

@@ -53,7 +53,6 @@ class LabRecord:
 
     @property
     def certs(self) -> Path:
-        """The directory of `elab certs` for etcd, placement, the hosts and eschedule."""
         return self.directory / 'certs'
 
     @property

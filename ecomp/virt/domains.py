@@ -71,7 +71,6 @@ class GuestAgents:
             answer.set_result(self._query(instance))
 
     def _query(self, instance: str) -> Mapping[str, Any]:
-        """Return libvirt's answer; {} if no agent is connected or on an error (logged at DEBUG)."""
         try:
             with self._connection.use(f'querying the guest agent of {instance}') as connection:
                 domain = connection.lookupByUUIDString(instance)
@@ -159,10 +158,7 @@ class Domains:
         self._usage: Future[dict[str, Usage]] | None = None
 
     def list_guests(self) -> Mapping[str, Guest]:
-        """Return {instance: Guest} of every domain with our owner mark; `disk` is always False.
-
-        A paused domain is running, too.
-        """
+        """Return {instance: Guest} of every domain with our owner mark; `disk` is always False."""
         guests = {}
         with self._connection.use('listing domains') as connection:
             for domain in connection.listAllDomains():
@@ -214,7 +210,6 @@ class Domains:
         return names
 
     def is_domain_running(self, instance: str) -> bool:
-        """Return whether a domain of this name or uuid runs, ours or not."""
         with self._connection.use(f'looking for domain {instance}') as connection:
             return any(_is_active(domain) for domain in _find_domains(connection, instance))
 
@@ -253,10 +248,7 @@ class Domains:
                 _create(domain)
 
     def shutdown(self, instance: str, compute: str) -> None:
-        """Press the power button of our domain, if it runs; do not wait until it is off.
-
-        A QEMU that is silent or just ending is no error.
-        """
+        """Press the power button of our domain, if it runs. A QEMU that is silent or just ending is no error."""
         # A thread that blocks ends with its QEMU, which is forced off when the shutdown times out.
         pressed = self._call_aside(lambda connection: _press_power_button(connection, instance, compute))
         try:
@@ -348,11 +340,7 @@ def _find_domains(connection: libvirt.virConnect, instance: str) -> list[libvirt
 def _find_own_domain(
     connection: libvirt.virConnect, instance: str, own_compute: str, allow_foreign: bool = False
 ) -> libvirt.virDomain | None:
-    """Return the instance's domain, if there is one.
-
-    Raises Conflict if it belongs to another compute, or, unless `allow_foreign`, a domain of that name or uuid was not
-    created by ecompute.
-    """
+    """Return the instance's domain, if any; Conflict for one that is not ours, unless `allow_foreign`."""
     own = None
     for domain in _find_domains(connection, instance):
         compute = _read_compute(domain)

@@ -110,7 +110,6 @@ def read_backing_chain(path: Path) -> list[str]:
 
 
 def _read_backing_file(path: Path) -> str | None:
-    """Return the path that a qcow2's header names; None if it names none or is no qcow2. OSError."""
     try:
         with path.open('rb') as file:
             magic, _, offset, length = struct.unpack('>4sIQI', file.read(20))
@@ -129,7 +128,6 @@ def _make_refusal(problem: str, cure: str = 'use a qcow2 or raw image') -> Build
 
 
 def _check_features(path: Path) -> None:
-    """Raise BuildFailed for costly or unsupported qcow2 features that qemu-img can remove."""
     with path.open('rb') as file:
         header = file.read(96).ljust(96, b'\0')
     version, snapshots = struct.unpack_from('>4xI52xI', header)
@@ -171,7 +169,6 @@ def _require_bios(start: bytes) -> None:
 
 
 def _check_qcow2(file: BinaryIO) -> int:
-    """Return the virtual size in bytes, or raise BuildFailed with what QEMU would refuse or could not read."""
     file_bytes = os.fstat(file.fileno()).st_size
     header = struct.unpack('>4sIQIIQIIQQII', file.read(64)[:64])
     _, version, _, _, cluster_bits, size, encryption, l1_entries, l1_offset, refcounts, refcount_clusters, _ = header

@@ -133,11 +133,10 @@ def explain_no_filters(why: str) -> Problem:
 class Libvirt:
     """Guests on libvirt at `uri`, with all files below the directory `state`. A Hypervisor.
 
-    Overlays are in images/ (the pool `ecompute`), seeds in seeds/, consoles in console/. prepare() starts
-    `attachments`; a guest's own networks are in its spec. Guests cannot reach `control_endpoints`, host and port of
-    etcd and of placement. With `has_filters` (prepare() found filters to work, in any process) no guest is started
-    without them. With `hold_addresses` guests on bridges are restricted to the address that DHCP gives them. Methods
-    may raise Unreachable or EcompError, for libvirt's errors.
+    prepare() starts `attachments`; a guest's own networks are in its spec. Guests cannot reach `control_endpoints`,
+    host and port of etcd and of placement. With `has_filters` (prepare() found filters to work, in any process) no
+    guest is started without them. With `hold_addresses` guests on bridges may use only the address that DHCP gives
+    them.
     """
 
     def __init__(
@@ -464,7 +463,6 @@ class Filters:
                 _delete_binding(connection, link.tap)
 
     def _try_operation(self, activity: str, operation: Callable[[libvirt.virConnect], object]) -> str:
-        """Run `operation`; return '' or why this host cannot have filters. Other errors are raised."""
         if shutil.which('ebtables', path=get_search_path()) is None:
             return 'ebtables is not installed'
         with self._connection.use(activity) as connection:
@@ -494,7 +492,6 @@ class Filters:
         return list(services)
 
     def _resolve(self, host: str) -> list[IpAddress]:
-        """Return the host's addresses, or its last ones (logged) if it does not resolve; Unreachable without any."""
         try:
             self._last_addresses[host] = resolve_addresses(host)
         except (OSError, ValueError) as error:

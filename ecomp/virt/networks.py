@@ -153,7 +153,6 @@ def _query_ip(*arguments: str) -> list[dict[str, Any]]:
 
 
 def _run(name: str, *arguments: str) -> str:
-    """Return what a program of PACKAGES prints. Raises EcompError, also if it takes over PROGRAM_TIMEOUT_SECONDS."""
     program = shutil.which(name, path=get_search_path())
     if program is None:
         raise EcompError(f'the program `{name}` is missing. Fix: install {PACKAGES[name]}')
@@ -286,7 +285,6 @@ class Networks:
         return state
 
     def prepare(self, attachment: Attachment) -> None:
-        """Start libvirt's network if it is off. Raises UsageError if it is missing."""
         if self.check(attachment) == OFF:
             with self._connection.use(f'starting the network {attachment.name}') as connection:
                 connection.networkLookupByName(attachment.name).create()
@@ -374,7 +372,6 @@ def explain_state(attachment: Attachment, state: str) -> Problem | None:
 
 
 def _list_leases(network: libvirt.virNetwork) -> list[dict[str, Any]]:
-    """Return libvirt's leases of an active network; UnreadableLeases, with a fix, if its file of them is malformed."""
     try:
         return list(network.DHCPLeases())
     except libvirt.libvirtError as error:
@@ -494,8 +491,6 @@ RELEASE_TIMEOUT_SECONDS = 5.0
 
 
 def _release_leases(network: libvirt.virNetwork, dhcp: Dhcp, macs: Collection[str]) -> None:
-    """End the IPv4 leases of these MACs, and wait until libvirt lists none; those that stay are logged."""
-
     def list_leases() -> list[Mapping[str, Any]]:
         return [lease for lease in _list_ipv4_leases(network) if (lease['mac'] or '').lower() in macs]
 

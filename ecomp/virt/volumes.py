@@ -99,7 +99,6 @@ class Volumes(_InstanceFiles):
         self._connection = connection
 
     def check(self) -> None:
-        """Raise Conflict if the pool is over another directory; a missing pool is accepted."""
         with self._connection.use(f'looking for the storage pool {POOL}') as connection:
             self._find_pool(connection)
 
@@ -132,7 +131,6 @@ class Volumes(_InstanceFiles):
             pool.setAutostart(True)
 
     def _find_pool(self, connection: libvirt.virConnect) -> libvirt.virStoragePool | None:
-        """Return our pool, or None if libvirt has none; Conflict if it is over another directory, or libvirtError."""
         try:
             pool = connection.storagePoolLookupByName(POOL)
         except libvirt.libvirtError as error:
@@ -202,7 +200,6 @@ class Volumes(_InstanceFiles):
             raise EcompError(f'{path} cannot be removed: {error.strerror}') from error
 
     def _run_in_pool(self, connection: libvirt.virConnect, action: Callable[[libvirt.virStoragePool], None]) -> None:
-        """Run `action` on the pool; if that is missing or off, set it up and retry for POOL_SETUP_TIMEOUT_SECONDS."""
         deadline, is_late = time.monotonic() + POOL_SETUP_TIMEOUT_SECONDS, False
         while True:
             try:
@@ -254,7 +251,6 @@ def _delete(pool: libvirt.virStoragePool, path: Path) -> None:
 
 
 def _refresh(pool: libvirt.virStoragePool) -> None:
-    """Let libvirt reread the directory; while a volume is made, retry for REFRESH_TIMEOUT_SECONDS. libvirtError."""
     deadline = time.monotonic() + REFRESH_TIMEOUT_SECONDS
     while True:
         try:

@@ -406,7 +406,6 @@ class Dhcp:
 
     @property
     def is_open(self) -> bool:
-        """True if unknown MACs are served, too."""
         return bool(self.ranges) and self.is_served and not self.reserved_only
 
     def get_lease_seconds(self, address: IPv4Address) -> int:

@@ -52,8 +52,6 @@ def _parse_port(value: str, _: Path = Path()) -> int:
 
 
 def _make_path_reader(description: str, convert: Callable[[Path], T]) -> Reader[T]:
-    """Return a reader: it returns `convert(path)`, or raises ValueError with `description` for an empty text."""
-
     def read(value: str, base: Path) -> T:
         if not value:
             raise ValueError(f'is empty: must be {description}')

@@ -130,7 +130,6 @@ class Files:
                 raise opened
 
     def is_on_bridge(self, bridge: str, address: str) -> bool:
-        """Return whether the neighbour table has the address on this bridge, as of a new client. BrokenFileError."""
         return any(fields[5:] == [bridge] for fields in self._read_neighbours(address))
 
     def has_lease(self, address: str, now: float) -> bool:
@@ -267,7 +266,6 @@ def _is_guest_present(config: conf.Config, mac: str, instance: str) -> bool:
 
 
 def _read_all(opened: int | OSError) -> bytes:
-    """Read an opened regular file and close it. Raises OSError (a given one), ValueError if irregular or too large."""
     if isinstance(opened, OSError):
         raise opened
     try:

@@ -146,6 +146,5 @@ class Server(TcpWSGIServer):  # type: ignore[misc]
         return bool(super().readable())
 
     def maintenance(self, now: float) -> None:
-        """Mark late connections to be closed; waitress calls this once a second."""
         super().maintenance(now)
         self._to_close += [channel for channel in self.active_channels.values() if channel.is_late(time.monotonic())]

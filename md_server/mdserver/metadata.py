@@ -206,7 +206,6 @@ def _make_vendor_data(instance: str) -> bytes:
 
 
 def _look_up(tree: Tree, steps: list[str]) -> bytes | None:
-    """Return the body at these steps of the tree, a directory's list of entries, or None."""
     node: bytes | Tree = tree
     for step in steps:
         if isinstance(node, bytes):

@@ -48,10 +48,7 @@ class Monitor:
         theirs.close()
 
     def ask(self, request: str) -> list[OpenedFile]:
-        """Let the monitor run carry_out(request), and wait; return its answer. Thread-safe.
-
-        Raises OSError if the monitor is gone; an error here disconnects it.
-        """
+        """Return the answer of carry_out(request) by the monitor; OSError if that is gone. Thread-safe."""
         files: list[OpenedFile] = []
         with self._lock:
             try:
@@ -85,7 +82,6 @@ class Monitor:
 
 
 def _serve(config: conf.Config, channel: socket.socket, other_end: socket.socket) -> None:
-    """Answer requests until mdserver ends, ignoring signals; runs in the monitor."""
     # Ends only after mdserver: a Ctrl-C goes to both.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

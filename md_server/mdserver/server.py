@@ -87,7 +87,6 @@ class App(bottle.Bottle):  # type: ignore[misc]
         return super().wsgi(environ, log_and_start)  # type: ignore[no-any-return]
 
     def _identify_guest(self) -> tuple[str, guests.KnownGuest]:
-        """Return the MAC of the requesting guest and what is served to it; note either result for ecompute."""
         environ = bottle.request.environ
         address = environ['REMOTE_ADDR']
         try:
@@ -111,7 +110,6 @@ class App(bottle.Bottle):  # type: ignore[misc]
         raise refusal
 
     def _serve_data(self, path: str = '') -> bottle.HTTPResponse:
-        """Answer a GET: to `/` without identifying the client, else with its own data or 404."""
         _check_headers()
         if not path.strip('/'):
             return _make_response(metadata.make_version_list())
