@@ -48,17 +48,12 @@ def enter_shell(directory: Path, name: str, words: Sequence[str]) -> int:
     own = str(Path(sys.executable).parent)
     paths = [own, *(path for path in os.environ.get('PATH', os.defpath).split(os.pathsep) if path != own)]
     env = {**os.environ, 'ECOMP_CONFIG': str(directory), 'PATH': os.pathsep.join(paths)}
-    # A file in memory: none is left behind, and users without write access to the lab's directory have one too.
-    with open(os.memfd_create('bashrc', 0), 'w', encoding='utf-8') as rcfile:
-        rcfile.write(RCFILE.format(name=name))
-        rcfile.flush()
-        command = list(words) or ['bash', '--rcfile', f'/dev/fd/{rcfile.fileno()}', '-i']
-        os.lseek(rcfile.fileno(), 0, os.SEEK_SET)
-        try:
-            child = subprocess.Popen(command, env=env, pass_fds=() if words else (rcfile.fileno(),))
-        except OSError as error:
-            raise EcompError(f'{command[0]}: {error.strerror}') from error
-        return wait_for_exit(child)
+    # Not a file: none is left behind, and users without write access to the lab's directory have it too.
+    command = list(words) or ['bash', '-c', 'exec bash --rcfile <(echo "$0") -i', RCFILE.format(name=name)]
+    try:
+        return wait_for_exit(subprocess.Popen(command, env=env))
+    except OSError as error:
+        raise EcompError(f'{command[0]}: {error.strerror}') from error
 
 
 def wait_for_exit(child: subprocess.Popen[bytes]) -> int:
