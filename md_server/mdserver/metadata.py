@@ -176,11 +176,6 @@ def _dump_yaml(data: Mapping[str, Any]) -> bytes:
     return json.dumps(data, ensure_ascii=False, indent=1).encode()
 
 
-def make_phone_home_path(instance: str) -> str:
-    """Return the path at which a guest reports that its cloud-init has finished."""
-    return f'/phone-home/{instance}/'
-
-
 def parse_report(body: bytes) -> bytes:
     """Convert a guest's posted form to JSON. Raises ValueError for more than MAX_FORM_FIELDS.
 
@@ -196,7 +191,7 @@ def _make_vendor_data(instance: str) -> bytes:
     host = 'http://169.254.169.254'
     replacements = {
         'INSTANCE': instance,
-        'URL': f'{host}{make_phone_home_path(instance)}',
+        'URL': f'{host}/phone-home/{instance}/',
         'SEED': f'{host}/seed/{instance}/',
     }
     report = REPORT_SCRIPT
