@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from concurrent.futures import Future
 from contextlib import suppress
 from ipaddress import IPv4Address
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from ecomp.errors import BuildFailed, Conflict, EcompError
 from ecomp.failpoints import failpoint
 from ecomp.metrics import TALLY
+from ecomp.model.backoff import Backoff
 from ecomp.model.guest import CRASHED, NO_SPACE, PAUSED, Guest, GuestSpec, GuestTrouble, Usage
 from ecomp.virt import xml
 from ecomp.virt.connection import Connection, IgnoredErrors, describe_error, is_broken, libvirt, raise_build_failed
@@ -112,8 +113,7 @@ DESTROY_TIMEOUT_SECONDS = 60.0
 # Seconds that a QEMU has to accept a press of the power button, and all QEMUs to tell their usage.
 QEMU_TIMEOUT_SECONDS = 5.0
 # Seconds between two checks of a domain that is to end. The delay doubles from the first to the second value.
-MIN_RETRY_DELAY_SECONDS = 0.05
-MAX_RETRY_DELAY_SECONDS = 2.0
+RETRY_DELAYS_SECONDS = 0.05, 2.0
 
 # What these flags remove prevents undefining. Not every driver knows every flag: try each set in turn, then none.
 UNDEFINE_FLAGS = (
@@ -283,7 +283,8 @@ class Domains:
         DESTROY_TIMEOUT_SECONDS; until then failures that may be temporary are retried.
         """
         failure, activity = 'libvirt reports no error', 'destroying' if undefine else 'switching off'
-        for _ in _retry_until(time.monotonic() + DESTROY_TIMEOUT_SECONDS):
+        deadline, backoff = time.monotonic() + DESTROY_TIMEOUT_SECONDS, Backoff(*RETRY_DELAYS_SECONDS)
+        while True:
             with self._connection.use(f'{activity} domain {instance}') as connection:
                 try:
                     if (domain := _find_own_domain(connection, instance, compute, allow_foreign=undefine)) is None:
@@ -301,6 +302,9 @@ class Domains:
                     if is_broken(error) or error.get_error_code() not in RETRYABLE_ERRORS:
                         raise
                     failure = describe_error(error)
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(backoff.next())
         state = 'still exists' if undefine else 'still runs'
         raise EcompError(f'domain {instance} {state} after {DESTROY_TIMEOUT_SECONDS:g} s: {failure}')
 
@@ -413,12 +417,3 @@ def _undefine(domain: libvirt.virDomain) -> None:
             domain.undefineFlags(flags)
             return
     domain.undefineFlags(0)
-
-
-def _retry_until(deadline: float) -> Iterator[None]:
-    delay = MIN_RETRY_DELAY_SECONDS
-    yield
-    while time.monotonic() < deadline:
-        time.sleep(delay)
-        delay = min(2 * delay, MAX_RETRY_DELAY_SECONDS)
-        yield
