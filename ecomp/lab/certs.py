@@ -53,6 +53,9 @@ COMPUTE, SCHEDULER, OPERATOR = roles.USER_PREFIXES
 # Limit of records or computes in a message; `…` stands for the others.
 MAX_LISTED_NAMES = 5
 
+# Extensions of a certificate; each is critical if True.
+Extensions = Sequence[tuple[x509.ExtensionType, bool]]
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -72,9 +75,35 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class _Signer:
-    certificate: x509.Certificate
+class _Authority:
+    """The authority in one run; `certificate` is None until it has signed its own."""
+
     key: ec.EllipticCurvePrivateKey
+    now: datetime
+    say: Callable[[str], None]
+    certificate: x509.Certificate | None = None
+
+    def issue(
+        self, path: Path, name: str, key: ec.EllipticCurvePrivateKey, days: int, extensions: Extensions
+    ) -> x509.Certificate:
+        """Write a certificate for `key` to `path`, and the key beside it."""
+        subject = issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        end = self.now + timedelta(days=days)
+        if self.certificate is not None:
+            issuer, end = self.certificate.subject, min(end, self.certificate.not_valid_after_utc)
+        # An hour ago: other machines' clocks may be behind.
+        builder = x509.CertificateBuilder().not_valid_before(self.now - timedelta(hours=1)).not_valid_after(end)
+        builder = builder.subject_name(subject).issuer_name(issuer).serial_number(x509.random_serial_number())
+        for extension, is_critical in extensions:
+            builder = builder.add_extension(extension, is_critical)
+        signed = builder.public_key(key.public_key()).sign(self.key, hashes.SHA256())
+        # The key first: after a kill here a key without its certificate has signed nothing, and the next run makes both
+        # again. A reader between these writes finds a mismatched pair and reads again.
+        encoding, no_password = serialization.Encoding.PEM, serialization.NoEncryption()
+        encoded_key = key.private_bytes(encoding, serialization.PrivateFormat.PKCS8, no_password)
+        write_durably(path.with_suffix('.key'), encoded_key)
+        write_durably(path, signed.public_bytes(encoding))
+        return signed
 
 
 def make_certificates(
@@ -109,18 +138,18 @@ def make_certificates(
 def _make_all(
     directory: Path, cluster: Cluster, include_others: bool, now: datetime, say: Callable[[str], None]
 ) -> None:
-    signer = _load_or_make_authority(directory, now, say)
+    authority = _load_or_make_authority(directory, now, say)
     token = directory / 'placement' / 'token'
     for server in ('etcd', 'placement'):
         (directory / server).mkdir(mode=0o700, exist_ok=True)
-        _make_certificate(directory / server, 'server', f'ecomp {server}', cluster.servers, signer, now, say)
+        _make_certificate(directory / server, 'server', f'ecomp {server}', cluster.servers, authority)
     if not token.exists():
         write_durably(token, f'{secrets.token_urlsafe(32)}\n'.encode())
     for kind, names in zip(roles.USER_PREFIXES, (cluster.computes, cluster.schedulers, cluster.operators), strict=True):
         for name in names:
             place = directory / f'{kind}{name}'
             place.mkdir(mode=0o700, exist_ok=True)
-            _make_client(place, token, signer, now, say)
+            _make_client(place, token, authority)
             if kind == COMPUTE:
                 _write_configuration(
                     place / 'compute.yaml', cluster, f'uuid: {cluster.uuids.get(name) or uuid.uuid4()}\n'
@@ -132,11 +161,11 @@ def _make_all(
         for name in (client for kind in roles.USER_PREFIXES for client in list_clients(directory, kind)):
             # A client whose key was moved away has its certificate elsewhere, too.
             if CLIENT_NAME.fullmatch(name.partition('-')[2]) and (directory / name / 'client.key').exists():
-                _make_client(directory / name, token, signer, now, say)
+                _make_client(directory / name, token, authority)
 
 
-def _make_client(place: Path, token: Path, signer: _Signer, now: datetime, say: Callable[[str], None]) -> None:
-    _make_certificate(place, 'client', place.name, (), signer, now, say)
+def _make_client(place: Path, token: Path, authority: _Authority) -> None:
+    _make_certificate(place, 'client', place.name, (), authority)
     _write_if_changed(place / 'token', token.read_bytes())
 
 
@@ -148,7 +177,7 @@ def _check_uuid(name: str, compute: str, path: Path) -> None:
         raise UsageError(f'{path}: {conflict}. Fix: write `uuid: {compute}` into it')
 
 
-def _load_or_make_authority(directory: Path, now: datetime, say: Callable[[str], None]) -> _Signer:
+def _load_or_make_authority(directory: Path, now: datetime, say: Callable[[str], None]) -> _Authority:
     certificate, key = directory / 'ca.crt', directory / 'ca.key'
     fix = f'move {directory} away and make all certificates again'
     if certificate.exists():
@@ -165,60 +194,45 @@ def _load_or_make_authority(directory: Path, now: datetime, say: Callable[[str],
             validity = f'{authority.not_valid_before_utc:%F %R} to {authority.not_valid_after_utc:%F %R}'
             problem = f'{certificate} is valid from {validity}, but the time here is {now:%F %R} (UTC)'
             raise EcompError(f'{problem}. Fix: correct the clock, or {fix}')
-        return _Signer(authority, private_key)
+        return _Authority(private_key, now, say, authority)
     new_key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, 'ecomp authority')])
     usage = x509.KeyUsage(
         digital_signature=True, key_cert_sign=True, crl_sign=True, content_commitment=False, key_encipherment=False,
         data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,
     )  # fmt: skip
-    signed = (
-        _make_builder(name, name, new_key, now, now + timedelta(days=AUTHORITY_DAYS))
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(usage, critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(new_key.public_key()), critical=False)
-        .sign(new_key, hashes.SHA256())
-    )
-    # The key first: after a kill here a key without certificate has signed nothing and is replaced.
-    write_durably(key, _encode_key(new_key))
-    write_durably(certificate, signed.public_bytes(serialization.Encoding.PEM))
-    say(f'{certificate}: valid until {_format_expiry(signed)}')
-    return _Signer(signed, new_key)
+    extensions: Extensions = [
+        (x509.BasicConstraints(ca=True, path_length=0), True),
+        (usage, True),
+        (x509.SubjectKeyIdentifier.from_public_key(new_key.public_key()), False),
+    ]
+    unsigned = _Authority(new_key, now, say)
+    signed = unsigned.issue(certificate, 'ecomp authority', new_key, AUTHORITY_DAYS, extensions)
+    say(f'{certificate}: valid until {signed.not_valid_after_utc:%F}')
+    return replace(unsigned, certificate=signed)
 
 
-def _make_certificate(  # noqa: PLR0913
-    place: Path, kind: str, name: str, names: Sequence[str], signer: _Signer, now: datetime, say: Callable[[str], None]
-) -> None:
+def _make_certificate(place: Path, kind: str, name: str, names: Sequence[str], authority: _Authority) -> None:
     """Make `kind`.crt and `kind`.key in `place` unless they are usable and for these `names`, whose order counts."""
     path = place / f'{kind}.crt'
-    authority = signer.certificate.public_bytes(serialization.Encoding.PEM)
-    _write_if_changed(place / 'ca.crt', authority)
+    assert authority.certificate is not None
+    _write_if_changed(place / 'ca.crt', authority.certificate.public_bytes(serialization.Encoding.PEM))
     general_names = (x509.IPAddress(ip_address(host)) if _is_address(host) else x509.DNSName(host) for host in names)
     alternatives = x509.SubjectAlternativeName(general_names)
     new, old = tuple(str(host.value) for host in alternatives), _read_names(path)
-    if old == new and path.exists() and (place / f'{kind}.key').exists() and _is_usable(place, kind, signer, now):
+    if old == new and _is_usable(path, authority.certificate, authority.now):
         return
-    removed = [host for host in old if host not in new]
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     # A server's readiness check presents the server's own certificate as client.
     purposes = [ExtendedKeyUsageOID.CLIENT_AUTH, *([ExtendedKeyUsageOID.SERVER_AUTH] if names else [])]
-    end = min(now + timedelta(days=CERTIFICATE_DAYS), signer.certificate.not_valid_after_utc)
-    builder = (
-        _make_builder(subject, signer.certificate.subject, key, now, end)
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.key.public_key()), critical=False)
-    )
-    if names:
-        builder = builder.add_extension(alternatives, critical=False)
-    signed = builder.sign(signer.key, hashes.SHA256())
-    # A reader between these writes finds a mismatched pair and reads again; after a kill the next run makes both again.
-    write_durably(place / f'{kind}.key', _encode_key(key))
-    write_durably(path, signed.public_bytes(serialization.Encoding.PEM))
-    say(f'{place}: valid until {_format_expiry(signed)}')
-    if removed:
-        say(f'{place}: no longer valid for {", ".join(removed)}')
+    extensions: Extensions = [
+        (x509.BasicConstraints(ca=False, path_length=None), True),
+        (x509.ExtendedKeyUsage(purposes), False),
+        (x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.key.public_key()), False),
+        *([(alternatives, False)] if names else []),
+    ]
+    signed = authority.issue(path, name, ec.generate_private_key(ec.SECP256R1()), CERTIFICATE_DAYS, extensions)
+    authority.say(f'{place}: valid until {signed.not_valid_after_utc:%F}')
+    if removed := [host for host in old if host not in new]:
+        authority.say(f'{place}: no longer valid for {", ".join(removed)}')
 
 
 def _read_names(path: Path) -> tuple[str, ...]:
@@ -230,33 +244,18 @@ def _read_names(path: Path) -> tuple[str, ...]:
     return tuple(str(name.value) for name in names)
 
 
-def _is_usable(place: Path, kind: str, signer: _Signer, now: datetime) -> bool:
+def _is_usable(path: Path, authority: x509.Certificate, now: datetime) -> bool:
     try:
-        certificate = x509.load_pem_x509_certificate((place / f'{kind}.crt').read_bytes())
-        key = serialization.load_pem_private_key((place / f'{kind}.key').read_bytes(), None)
-        certificate.verify_directly_issued_by(signer.certificate)
-    except INVALID_CERTIFICATE_ERRORS:
+        certificate = x509.load_pem_x509_certificate(path.read_bytes())
+        key = serialization.load_pem_private_key(path.with_suffix('.key').read_bytes(), None)
+        certificate.verify_directly_issued_by(authority)
+    except (FileNotFoundError, *INVALID_CERTIFICATE_ERRORS):
         return False
     # A certificate that expires with the authority cannot last longer by renewal.
-    required_until = min(now + timedelta(days=MIN_REMAINING_DAYS), signer.certificate.not_valid_after_utc)
+    required_until = min(now + timedelta(days=MIN_REMAINING_DAYS), authority.not_valid_after_utc)
     if key.public_key() != certificate.public_key() or certificate.not_valid_after_utc < required_until:
         return False
     return bool(certificate.not_valid_before_utc <= now)  # else the clock has been set back since
-
-
-def _make_builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, now: datetime, end: datetime
-) -> x509.CertificateBuilder:
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        # An hour ago: other machines' clocks may be behind.
-        .not_valid_before(now - timedelta(hours=1))
-        .not_valid_after(end)
-    )
 
 
 def _is_address(name: str) -> bool:
@@ -278,16 +277,6 @@ def _write_configuration(path: Path, cluster: Cluster, extra_lines: str = '') ->
 def _write_if_changed(path: Path, content: bytes) -> None:
     if not path.exists() or path.read_bytes() != content:
         write_durably(path, content)
-
-
-def _encode_key(key: ec.EllipticCurvePrivateKey) -> bytes:
-    return key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-
-
-def _format_expiry(certificate: x509.Certificate) -> str:
-    return certificate.not_valid_after_utc.date().isoformat()
 
 
 def enable_roles(directory: Path, now: datetime, say: Callable[[str], None]) -> None:
