@@ -112,8 +112,7 @@ def make_certificates(
     """Make the missing or unusable certificates of `cluster`, with tokens and configurations; report each certificate.
 
     A certificate is unusable if it expires within MIN_REMAINING_DAYS of `now` (UTC) or does not fit its key, names or
-    authority. `include_others` adds all other clients in `directory`. Existing configurations stay. Waits for another
-    process's lock. Raises UsageError for a bad name or uuid or no server name, EcompError for an unusable file.
+    authority. `include_others` adds all other clients in `directory`. Existing configurations stay.
     """
     for name in cluster.servers:
         if not SERVER_NAME.fullmatch(name) and not _is_address(name):

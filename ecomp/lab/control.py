@@ -266,9 +266,8 @@ def run_control(
 ) -> None:
     """Run etcd and placement until SIGINT or SIGTERM; their data stays.
 
-    `on_ready` is called once both are usable, with the scheme of placement's URL; `say` gets each line of progress, and
-    `service` notifies systemd. Makes missing certificates, and has stunnel load a replaced one. Raises UsageError for a
-    used port, a foreign address, a missing program or unusable file, EcompError if a server ends or is late.
+    `on_ready` is called once both are usable, with the scheme of placement's URL; `say` gets each line of progress.
+    Makes missing certificates, and has stunnel load a replaced one.
     """
     _prepare(endpoints, say)
     is_secure, data = endpoints.certs is not None, endpoints.data.resolve()
@@ -374,10 +373,7 @@ def _make_certificates(directory: Path, endpoints: Endpoints, say: Callable[[str
 
 
 def add_default_certs(endpoints: Endpoints) -> Endpoints:
-    """Return the endpoints; if `certs` is None and `bind` is not a loopback address, `certs` is ./certs in the result.
-
-    Raises UsageError if `bind` is not an address, is unspecified (0.0.0.0, ::) or has a %.
-    """
+    """Return the endpoints, with ./certs if `bind` is no loopback address; UsageError if it cannot be certified."""
     try:
         address = ip_address(endpoints.bind)
     except ValueError as error:

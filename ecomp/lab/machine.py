@@ -110,10 +110,8 @@ def start(
 ) -> ServerProcess:
     """Start a server in a new session; it runs its program once `record_process` has returned.
 
-    So no unrecorded server runs, even if this process is killed. Without `record_process` it runs immediately. Output
-    is appended to `log`, whose directory is the working directory. `env` is added to this process's environment;
-    `umask` -1 means its own. Raises EcompError if the server cannot be started or ends immediately, OSError if `log`
-    cannot be opened, and errors of `record_process`. A missing program is noticed only by wait_for().
+    So no unrecorded server runs, even if this process is killed. Output is appended to `log`, whose directory is the
+    working directory. `env` is added to this process's environment. A missing program is noticed only by wait_for().
     """
     words = ['sh', '-c', RUN_AFTER_LINE, 'sh', *command]
     with open(log, 'ab', opener=lambda path, flags: os.open(path, flags, 0o600)) as output:

@@ -137,8 +137,8 @@ def load(name: str, root: Path = ROOT) -> Lab:
 def load_or_create(name: str, host_count: int | None) -> Lab:
     """Load the lab or choose its network, and save lab.json with at least `host_count` hosts; make nothing else.
 
-    The caller holds the lab's lock. None means the current number, 3 for a new lab; a lab never shrinks. Raises
-    UsageError if a new lab's directory has foreign files (remove_directory() would delete them), EcompError or OSError.
+    The caller holds the lab's lock. None means the current number, 3 for a new lab. Raises UsageError if a new lab's
+    directory has foreign files, which remove_directory() would delete.
     """
     with contextlib.suppress(NotFound):
         lab = load(name)

@@ -120,9 +120,8 @@ class Connection:
     def watch(self, notify: Callable[[str], None], on_network_change: Callable[[str], None] | None = None) -> None:
         """Call notify(reason) when a domain's state changes, or the connection is lost or restored.
 
-        on_network_change(reason), unless None, reports a network's start or stop: its bridge lost the interfaces.
-        Both run in threads of this module and must not call libvirt; a later watch() replaces them. From the first one
-        on, a lost connection is reopened as soon as libvirtd answers, even if nothing uses it. Raises what use() does.
+        Both callbacks run in threads of this module and must not call libvirt. A later watch() replaces them. From the
+        first one on, a lost connection is reopened as soon as libvirtd answers.
         """
         is_first, self._notify, self._on_network_change = self._notify is None, notify, on_network_change
         with self.use('registering for events') as connection:

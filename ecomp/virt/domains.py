@@ -225,16 +225,13 @@ class Domains:
                     raise Conflict(f'domain {label}, not created by ecompute, uses {min(used)}: the file is kept')
 
     def start(self, spec: GuestSpec, description: str) -> None:
-        """Define the domain from the XML in `description` and start it; no-op if it runs.
-
-        A domain that is defined and off is left from an interrupted build and is redefined.
-        """
+        """Define the domain from the XML in `description` and start it; no-op if it runs."""
         with self._connection.use(f'starting domain {spec.instance}') as connection, raise_build_failed('started'):
             domain = _find_own_domain(connection, spec.instance, spec.compute)
             if domain is not None:
                 if domain.isActive():
                     return
-                _undefine(domain)
+                _undefine(domain)  # left from an interrupted build
             domain = connection.defineXML(description)
             failpoint('domain-defined')
             _create(domain)
@@ -278,9 +275,9 @@ class Domains:
     def force_off(self, instance: str, compute: str, undefine: bool) -> None:
         """Force our domain off and wait until it is off; with `undefine`, until it is gone.
 
-        No-op without a domain. Raises Conflict if the domain belongs to another compute or was not created by ecompute.
-        With `undefine` the latter is left alone instead (rule: single-owner). Raises EcompError after
-        DESTROY_TIMEOUT_SECONDS; until then failures that may be temporary are retried.
+        Raises Conflict if it is not ours; with `undefine`, one that ecompute did not create is left alone (rule:
+        single-owner). Raises EcompError after DESTROY_TIMEOUT_SECONDS; until then failures that may be temporary are
+        retried.
         """
         failure, activity = 'libvirt reports no error', 'destroying' if undefine else 'switching off'
         deadline, backoff = time.monotonic() + DESTROY_TIMEOUT_SECONDS, Backoff(*RETRY_DELAYS_SECONDS)

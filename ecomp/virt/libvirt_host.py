@@ -91,11 +91,7 @@ NO_QEMU = Problem(
 
 
 def read_capabilities(connection: Connection, timeout_seconds: float) -> tuple[xml.Capabilities, Problem | None]:
-    """Read libvirt's capabilities; if an installed QEMU is not in them, ask again for `timeout_seconds`.
-
-    Returns:
-        The capabilities, and why they lack QEMU, None if they do not.
-    """
+    """Read libvirt's capabilities, and why they lack QEMU; if one is installed, ask for `timeout_seconds`."""
     deadline = time.monotonic() + timeout_seconds
     while True:
         with connection.use('reading its capabilities') as opened:
@@ -331,10 +327,6 @@ class Libvirt:
         self._agents.forget(instance)
 
     def find_addresses(self, instance: str) -> Mapping[str, Address]:
-        """Return {MAC: Address} of the interfaces with an address now: by lease, ARP, then agent.
-
-        A later call returns the agent's answer. An address that libvirt's DHCP could give counts only with a lease.
-        """
         interfaces = self._domains.read_interfaces(instance)
         known_addresses: dict[str, Address] = {}
         for network in {link.attachment.name for link in interfaces.values() if link.attachment.kind == 'network'}:

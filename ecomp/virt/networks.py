@@ -59,10 +59,9 @@ PACKAGES = {'ip': 'iproute2', 'ebtables-save': 'iptables'}
 def read_neighbours(bridges: Mapping[str, str]) -> dict[str, str]:
     """Return {MAC: IPv4 address}, none link-local, from this host's ARP table for `bridges`, {MAC: bridge}.
 
-    Only entries in TRUSTED_STATES count. A MAC with several addresses is left out and logged, because one of these
-    claims is false. Raises EcompError. libvirt 9.0's own query fails ("wrong nlmsg len"), even for a guest without an
-    address.
+    A MAC with several addresses is left out and logged, because one of these claims is false.
     """
+    # libvirt 9.0's own query fails ("wrong nlmsg len"), even for a guest without an address.
     entries = [entry for entry in _query_ip('-4', 'neighbour', 'show') if TRUSTED_STATES & {*entry.get('state', ())}]
     addresses_of: dict[str, set[str]] = {}
     for entry in entries:

@@ -94,10 +94,7 @@ class Files:
         return [fields[3].lower() for fields in self._read_neighbours(address)]
 
     def note_answer(self, macs: Iterable[str], refusal: str = '') -> None:
-        """Store why the guests with these MACs were refused; '', for an answer, removes the stored refusal.
-
-        A guest's repeated answers do nothing. A failure to write is ignored; OSError only if the monitor is gone.
-        """
+        """Store why the guests with these MACs were refused; '', for an answer, removes the stored refusal."""
         for mac in macs:
             if refusal or mac not in self._answered_macs:
                 self._ask(f'refused {mac} {refusal}')

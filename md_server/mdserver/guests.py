@@ -66,12 +66,9 @@ class KnownGuest:
 
 
 def parse_leases(data: bytes, bridge: str = '') -> list[Lease]:
-    """Return the valid IPv4 leases, also expired ones, in the status file of one bridge, in its order.
-
-    An empty file has none: dnsmasq creates it empty. Raises ValueError if it is not a JSON list.
-    """
+    """Return the valid IPv4 leases, also expired ones, in the status file of one bridge, in its order."""
     if not data.strip():
-        return []
+        return []  # dnsmasq creates the file empty
     entries = _load_json(data)
     if not isinstance(entries, list):
         raise ValueError('is not a JSON list')

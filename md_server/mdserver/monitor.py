@@ -1,13 +1,10 @@
-"""The process that keeps root's rights for mdserver, which drops its own.
+"""The process that keeps root's rights for mdserver, which drops its own: privilege separation as in sshd.
 
 mdserver parses what guests send, so it must not be root; the files it reads are root's, in root's directories. A child
-that stays root opens them and passes the descriptors: it accepts the five requests of `files`, stores a guest's report
-unparsed, and ends with mdserver. This is privilege separation as in sshd (Provos, Friedl, Honeyman 2003,
-https://www.usenix.org/conference/12th-usenix-security-symposium/preventing-privilege-escalation).
-
-A request is a packet of text. The answer is a packet `ERRNO NAME` for each file, with its descriptor if ERRNO is 0, and
-a final `.` (unix(7): SOCK_SEQPACKET, SCM_RIGHTS). On dropping rights permanently see setresuid(2), capabilities(7) on
-leaving uid 0, prctl(2) for PR_SET_NO_NEW_PRIVS, and proc(5) for /proc/PID/status.
+that stays root opens them and passes the descriptors. A request is one of the five of `files`, a packet of text. The
+answer is a packet `ERRNO NAME` for each file, with its descriptor if ERRNO is 0, and a final `.` (unix(7):
+SOCK_SEQPACKET, SCM_RIGHTS). On dropping rights permanently see setresuid(2), capabilities(7) on leaving uid 0, prctl(2)
+for PR_SET_NO_NEW_PRIVS, and proc(5) for /proc/PID/status.
 """
 
 from __future__ import annotations

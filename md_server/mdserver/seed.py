@@ -1,8 +1,6 @@
 """Print one guest's NoCloud seed for a disk: `python -m mdserver.seed --guests DIR MAC [CONF]`.
 
-Prints a JSON object {file name: text} of the files of metadata.make_seed(), with bytes that are not UTF-8 (gzip) as
-halves of surrogate pairs. Exits 1 if the guest is unknown or unusable, and 2 for a wrong configuration or
-argument, with one line on stderr.
+The output is a JSON object {file name: text}, with bytes that are not UTF-8 (gzip) as halves of surrogate pairs.
 """
 
 from __future__ import annotations
