@@ -76,7 +76,7 @@ class Host:
         self.lab = lab
         self.name = name
         self.directory = lab.directory / name
-        self.log = self.directory / 'ecompute.log'
+        self._label, self.log = f'{name} ecompute', self.directory / 'ecompute.log'
         self._previous_revision = 0
 
     def make_command(self, words: list[str]) -> list[str]:
@@ -85,25 +85,22 @@ class Host:
 
     def start_ecompute(self) -> None:
         """Unless ecompute runs, remember its last presence and start it, without waiting for its new presence."""
-        label = f'{self.name} ecompute'
-        if not self.lab.find_running(label):
+        if not self.lab.find_running(self._label):
             # A killed ecompute's presence stays until its lease expires; it does not show that this one is ready.
             self._previous_revision = self._read_presence_revision()
             config = str(self.directory / 'compute.yaml')
             command = self.make_command([sys.executable, '-m', 'ecomp.compute', '--config', config])
-            machine.start(label, command, self.log, record_process=self.lab.record_process)
+            machine.start(self._label, command, self.log, record_process=self.lab.record_process)
 
     def wait_ecompute(self) -> None:
         """Wait for is_ecompute_ready(); EcompError if ecompute ends first, or after START_SECONDS."""
-        label = f'{self.name} ecompute'
-        machine.wait_for(label, self.is_ecompute_ready, self.lab.processes[label], self.log, START_SECONDS)
+        process = self.lab.processes[self._label]
+        machine.wait_for(self._label, self.is_ecompute_ready, process, self.log, START_SECONDS)
 
     def is_ecompute_ready(self) -> bool:
         """Return True if ecompute runs and has written its presence since start_ecompute()."""
-        return (
-            self.lab.find_running(f'{self.name} ecompute') is not None
-            and self._read_presence_revision() > self._previous_revision
-        )
+        is_running = self.lab.find_running(self._label) is not None
+        return is_running and self._read_presence_revision() > self._previous_revision
 
     def describe_ecompute(self) -> str:
         return 'ready' if self.is_ecompute_ready() else f'down: ecompute (see {self.log})'
@@ -232,7 +229,7 @@ class LabHost(Host):
             return f'no answer: libvirtd (pid {libvirtd.pid}, see {self.directory}/libvirtd.log)'
         if not self.is_network_active():
             return 'down: network default'
-        if not etcd_answers and self.lab.find_running(f'{self.name} ecompute'):
+        if not etcd_answers and self.lab.find_running(self._label):
             return 'unknown: ecompute runs, but etcd does not answer'
         if (ecompute := self.describe_ecompute()) != 'ready':
             return ecompute
@@ -252,7 +249,7 @@ class LabHost(Host):
         if new_text == old_text:
             return False
         write_durably(path, new_text, 0o644)
-        process = self.lab.find_running(f'{self.name} ecompute')
+        process = self.lab.find_running(self._label)
         machine.terminate([process] if process else [], END_SECONDS)
         return True
 
