@@ -115,13 +115,12 @@ QEMU_TIMEOUT_SECONDS = 5.0
 # Seconds between two checks of a domain that is to end. The delay doubles from the first to the second value.
 RETRY_DELAYS_SECONDS = 0.05, 2.0
 
-# What these flags remove prevents undefining. Not every driver knows every flag: try each set in turn, then none.
+# What these flags remove prevents undefining.
 UNDEFINE_FLAGS = (
     libvirt.VIR_DOMAIN_UNDEFINE_MANAGED_SAVE
     | libvirt.VIR_DOMAIN_UNDEFINE_SNAPSHOTS_METADATA
     | libvirt.VIR_DOMAIN_UNDEFINE_NVRAM
-    | libvirt.VIR_DOMAIN_UNDEFINE_CHECKPOINTS_METADATA,
-    libvirt.VIR_DOMAIN_UNDEFINE_MANAGED_SAVE | libvirt.VIR_DOMAIN_UNDEFINE_SNAPSHOTS_METADATA,
+    | libvirt.VIR_DOMAIN_UNDEFINE_CHECKPOINTS_METADATA
 )
 RETRYABLE_ERRORS = (
     # "Already exists", "already off": the state is read again and may be the intended one.
@@ -409,8 +408,7 @@ def _find_troubles(state: int, reason_code: int) -> tuple[GuestTrouble, ...]:
 
 
 def _undefine(domain: libvirt.virDomain) -> None:
-    for flags in UNDEFINE_FLAGS:
-        with IgnoredErrors(libvirt.VIR_ERR_INVALID_ARG):
-            domain.undefineFlags(flags)
-            return
+    with IgnoredErrors(libvirt.VIR_ERR_INVALID_ARG):  # a driver that does not know them all
+        domain.undefineFlags(UNDEFINE_FLAGS)
+        return
     domain.undefineFlags(0)
