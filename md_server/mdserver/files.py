@@ -192,7 +192,7 @@ def carry_out(config: conf.Config, request: str) -> list[OpenedFile]:
         case ['user-data'] if config.user_data is not None:
             return [_open(config.user_data, follow_links=True)]
         case ['guest', mac] if guests.is_mac(mac):
-            return [_open(_get_guest_path(config, mac))]
+            return [_open(config.guests / f'{mac}.json')]
         case ['ready', mac, instance, word] if guests.is_mac(mac) and guests.is_uuid(instance):
             write = partial(_write_report, config, mac, instance, word)
         case ['refused', mac, *reason] if guests.is_mac(mac):
@@ -205,10 +205,6 @@ def carry_out(config: conf.Config, request: str) -> list[OpenedFile]:
     except OSError as error:
         return [(str(error.filename), error)]
     return []
-
-
-def _get_guest_path(config: conf.Config, mac: str) -> Path:
-    return config.guests / f'{mac}.json'
 
 
 def _open(path: Path, follow_links: bool = False) -> OpenedFile:
@@ -258,7 +254,7 @@ def _write_refusal(config: conf.Config, mac: str, reason: str) -> None:
 
 def _is_guest_present(config: conf.Config, mac: str, instance: str) -> bool:
     with suppress(OSError, ValueError):
-        return guests.parse_guest(_read_all(_open(_get_guest_path(config, mac))[1]), mac).instance == instance
+        return guests.parse_guest(_read_all(_open(config.guests / f'{mac}.json')[1]), mac).instance == instance
     return False
 
 

@@ -66,10 +66,6 @@ class App(bottle.Bottle):  # type: ignore[misc]
         self.route(['/', '/<path:path>'], 'GET', self._serve_data)
         self._log_limiter = limits.RateLimiter(limits.LOG_LINES_PER_SECOND, limits.LOG_LINE_BURST)
 
-    def try_acquire_log_line(self, address: str) -> bool:
-        """Count a line about this address if it may be logged now, and return True; else return False."""
-        return self._log_limiter.try_acquire(address, time.monotonic())
-
     def default_error_handler(self, res: bottle.HTTPError) -> str:
         bottle.response.content_type = 'text/plain; charset=utf-8'
         return f'{res.status_line}: {res.body}\n'
@@ -77,7 +73,7 @@ class App(bottle.Bottle):  # type: ignore[misc]
     def wsgi(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         def log_and_start(status: str, *rest: Any) -> Any:
             client = environ['REMOTE_ADDR']
-            if self.try_acquire_log_line(client):
+            if self._log_limiter.try_acquire(client, time.monotonic()):
                 # Quoted: the client chooses the path, which must not break the log line.
                 request_line = f'{quote(environ["REQUEST_METHOD"])[:10]} {quote(environ["PATH_INFO"], "/=:")[:200]}'
                 guest = f'instance={environ.get(INSTANCE_KEY, "-")}{environ.get(REASON_KEY, "")}'
@@ -94,7 +90,8 @@ class App(bottle.Bottle):  # type: ignore[misc]
             guest = self._files.fill_in_defaults(self._files.read_guest(mac), address)
         except guests.UnknownGuestError as error:
             environ[REASON_KEY] = f' ({error}: {error.detail})'
-            if isinstance(error, guests.ForgedAddressError) and self.try_acquire_log_line(address):
+            is_forged = isinstance(error, guests.ForgedAddressError)
+            if is_forged and self._log_limiter.try_acquire(address, time.monotonic()):
                 log.warning('REFUSED %s: %s: %s', address, error, error.detail)
             refusal = bottle.HTTPError(404, f'{error}')
         except (guests.BrokenFileError, OSError, ValueError) as error:
