@@ -196,7 +196,7 @@ def remove(lab: FakeLab) -> None:
 def fetch_programs() -> None:
     """Unpack Debian's packages for this user if etcd or stunnel is missing; EcompError if apt or dpkg fails."""
     use_fetched_programs()
-    target = _find_programs()
+    target = find_root().parent / 'elab-programs'
     if all(shutil.which(program, path=get_search_path()) for program in PROGRAMS):
         return
     target.mkdir(parents=True, exist_ok=True)
@@ -210,14 +210,10 @@ def fetch_programs() -> None:
 
 def use_fetched_programs() -> None:
     """Let this process and its children find what fetch_programs() unpacked."""
-    target = _find_programs()
+    target = find_root().parent / 'elab-programs'
     if target.is_dir():
         os.environ['PATH'] = f'{os.environ.get("PATH", os.defpath)}:{target}/usr/bin'
         os.environ['LD_LIBRARY_PATH'] = ':'.join(map(str, target.glob('usr/lib/*-linux-gnu')))
-
-
-def _find_programs() -> Path:
-    return find_root().parent / 'elab-programs'
 
 
 def _require_programs() -> None:

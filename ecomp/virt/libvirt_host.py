@@ -153,6 +153,7 @@ class Libvirt:
         self.has_filters, self._hold_addresses = has_filters, hold_addresses
         self._volumes = Volumes(self._connection, self._state / 'images')
         self._seeds = Seeds(self._state / 'seeds')
+        self._console_directory = self._state / 'console'
         self._networks = Networks(self._connection)
         self._is_probed = False
         self._unplugged: dict[str, GuestTrouble] = {}
@@ -413,10 +414,6 @@ class Libvirt:
         self._lease_watch.close()
         self._agents.close()
         self._connection.close()
-
-    @property
-    def _console_directory(self) -> Path:
-        return self._state / 'console'
 
     def get_console_path(self, instance: str) -> Path:
         return self._console_directory / f'{instance}.log'
