@@ -298,7 +298,9 @@ def enable_roles(directory: Path, now: datetime, say: Callable[[str], None]) -> 
             fix = (
                 'write the uuid of each, as `uuid: …`, into its compute.yaml in this directory, and repeat the command'
             )
-            problem = f'computes that are alive, but have no certificate in {directory}: {_format_names(left_out)}'
+            names = [make_printable(name, 200) for name in left_out[:MAX_LISTED_NAMES]]
+            more = ' …' if len(left_out) > MAX_LISTED_NAMES else ''
+            problem = f'computes that are alive, but have no certificate in {directory}: {", ".join(names)}{more}'
             say(f'warning: {problem}. Fix: {fix}')
         for change in roles.plan_changes(current_roles, target_roles):
             accounts.apply(change)
@@ -367,12 +369,6 @@ def _connect_as_operator(directory: Path) -> Iterator[tuple[Accounts, Store]]:
                 raise
             yield accounts, store
             return
-
-
-def _format_names(names: list[str]) -> str:
-    return ', '.join(make_printable(name, 200) for name in names[:MAX_LISTED_NAMES]) + (
-        ' …' if len(names) > MAX_LISTED_NAMES else ''
-    )
 
 
 def _write_cluster_key(store: Store, now: datetime) -> bool:
