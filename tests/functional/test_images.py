@@ -21,7 +21,7 @@ from ecomp.agent.images.cache import BaseVolumes
 from ecomp.agent.images.sources import EgressPolicy, ServerUnavailable
 from ecomp.agent.instance.build import Cancelled
 from ecomp.errors import BuildFailed
-from tests.functional.image_content import get_base_name, list_url_entries, make_raw_image
+from tests.functional.image_content import get_base_name, list_url_entries, make_raw_image, sha256
 from tests.kit.image_server import Handler, ImageServer
 from tests.kit.images import LIMITS, MIB, assert_refused, get_base, list_cached, make_cache
 from tests.kit.servers import SLOWDOWN_FACTOR, wait_until
@@ -110,11 +110,8 @@ def test_local_image_that_grows_while_it_is_read_is_refused(directory: Path, she
         assert_refused(directory, path.as_uri(), f'longer than the {len(image)} bytes that the server announced', shelf)
 
 
-@pytest.mark.parametrize(
-    ('status', 'says'), [(407, '407 Proxy Authentication Required'), (403, '403 Forbidden'), (599, '599')]
-)
-def test_refusal_of_a_proxy_is_reported(web: ImageServer, status: int, says: str) -> None:
-    """The message uses the standard phrase of the status, not the proxy's own text."""
+@pytest.mark.parametrize('status', [407, 599])
+def test_refusal_of_a_proxy_is_reported_without_its_text(web: ImageServer, status: int) -> None:
 
     def do_CONNECT(handler: Handler) -> None:  # noqa: N802
         handler.send_response(status, 'ask \x1b[7m me')
@@ -126,7 +123,7 @@ def test_refusal_of_a_proxy_is_reported(web: ImageServer, status: int, says: str
         with pytest.raises(ServerUnavailable) as caught:
             source.open()
         source.close()
-    assert caught.value.reason == f'https://cloud.example/x: the proxy returned HTTP {says}'
+    assert caught.value.reason == 'https://cloud.example/x: the proxy gives no connection'
 
 
 @pytest.mark.parametrize('url', ['', 'x', '/etc/shadow', 'ftp://h/x', 'http:///x', 'file://host/x', 'http://h/\udcff'])
@@ -345,38 +342,15 @@ def test_missing_or_truncated_base_volume_is_fetched_again(web: ImageServer, dir
     assert len(web.sent_bodies) == 3
 
 
-@pytest.mark.parametrize(
-    ('says', 'times', 'fetches'),
-    [
-        ({'last-modified': 'Fri, 27 Aug 2021 17:41:20 GMT'}, 5, 1),  # date and length show that it is the same
-        ({}, 11, 3),  # nothing shows it: each build checks, fetches it twice, and checks in between
-    ],
-)
-def test_servers_behind_one_name_may_send_different_etags(
-    web: ImageServer,
-    directory: Path,
-    caplog: pytest.LogCaptureFixture,
-    says: dict[str, str],
-    times: int,
-    fetches: int,
+@pytest.mark.parametrize('path', ['farm', 'now'])
+def test_server_with_another_version_in_each_answer_needs_a_checksum(
+    web: ImageServer, directory: Path, path: str
 ) -> None:
-    web.headers = says
-    url = web.url + 'farm'
-    first = get_base(make_cache(directory), url)
-    for _ in range(2):
-        assert get_base(make_cache(directory), url) == first
-    assert len(web.sent_bodies) == times
-    warnings = [record.message for record in caplog.records if record.levelname == 'WARNING']
-    assert len(warnings) == fetches
-    assert all('another version each time. Fix: add #sha256=' in warning for warning in warnings)
-    # A changed image is still noticed.
-    web.image, web.headers = make_raw_image(MIB, 7), {**says, 'last-modified': 'Sat, 28 Aug 2021 17:41:20 GMT'}
-    assert Path(get_base(make_cache(directory), url).path).name == get_base_name(web.image)
-
-
-def test_date_that_changes_with_each_answer_causes_no_loop(web: ImageServer, directory: Path) -> None:
-    first = get_base(make_cache(directory), web.url + 'now')
-    assert get_base(make_cache(directory), web.url + 'now') == first
+    assert_refused(
+        directory, web.url + path, 'changed during the download. Fix: create the instance again, or add #sha256='
+    )
+    pinned = f'{web.url}{path}#sha256={sha256(web.image)}'
+    assert sha256(web.image) in get_base(make_cache(directory), pinned).path
 
 
 def test_sparse_image_stays_sparse(web: ImageServer, directory: Path, tmp_path: Path) -> None:

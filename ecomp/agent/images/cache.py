@@ -603,8 +603,6 @@ class ImageCache:
         def handle_answer(answer: dict[str, Any]) -> None:
             if 'done' in answer:
                 report_progress(answer['done'], answer['total'])
-            elif 'warning' in answer:
-                log.warning('%s', answer['warning'])
             else:
                 result.update(answer)
 

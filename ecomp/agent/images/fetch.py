@@ -1,6 +1,6 @@
 """The program that downloads one image for a worker, within limits of size, rate and time.
 
-It answers with {done, total} while it downloads, {warning}, and at its end with the Download or a reason against it.
+It answers with {done, total} while it downloads, and at its end with the Download or a reason against it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -86,7 +86,10 @@ class Fetch:
             stream = self._open()
             expected = self.pin or self._read_listed_sum()
             result = self._store(stream, expected)
-            return result if expected is not None or self._recheck(result.version) else self._fetch_again(result)
+            if expected is None and not self._recheck(result.version):
+                fix = 'create the instance again, or add #sha256=… to the URL of the image'
+                raise BuildFailed('image', f'{self.url}: changed during the download. Fix: {fix}')
+            return result
         except ServerUnavailable as error:
             if time.monotonic() < self._ends_at:
                 raise
@@ -101,24 +104,6 @@ class Fetch:
         with self._limit_wait(SUMS_FILE):
             sums = self.source.read_sums()
         return None if sums is None else find_sha256(sums, self.url)
-
-    def _fetch_again(self, first: Download) -> Download:
-        """Download again, as servers of one name may report different versions; BuildFailed if the content differs.
-
-        The returned version has no ETag, and a date only if it is the same in both.
-        """
-        stream = self._open()
-        self._done_bytes = self.file.seek(0)
-        self.file.truncate()
-        again = self._store(stream, None)
-        fix = 'add #sha256=… to the URL of the image'
-        if again.sha256 != first.sha256:
-            raise BuildFailed(
-                'image', f'{self.url}: changed during the download. Fix: create the instance again, or {fix}'
-            )
-        answer(warning=f'{self.url}: downloaded twice: its server reports another version each time. Fix: {fix}')
-        modified = again.version.modified if again.version.modified == first.version.modified else ''
-        return replace(again, version=replace(again.version, etag='', modified=modified))
 
     def _store(self, stream: Stream, expected: str | None) -> Download:
         """Write the stream to the file, durably; `expected` is its SHA-256, or None for any.

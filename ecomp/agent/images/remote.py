@@ -6,17 +6,15 @@ get another answer from the name server.
 
 from __future__ import annotations
 
-import errno
 import math
 import os
-import re
 import socket
 import ssl
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import lru_cache, partial
-from http import HTTPStatus
+from http.client import responses
 from pathlib import Path
 from typing import Any
 from urllib.parse import urldefrag, urljoin, urlsplit
@@ -42,7 +40,6 @@ from ecomp.agent.images.sources import (
 )
 from ecomp.errors import BuildFailed
 from ecomp.model.image import UNLISTED, check_image
-from ecomp.tls import SENTENCES, TlsFailure, classify_tls_error
 
 # Time to connect, and between two reads; a server that takes longer is unavailable.
 TIMEOUT_SECONDS = (5.0, 60.0)
@@ -50,16 +47,6 @@ MAX_REDIRECTS = 5
 # Environment variables that may name a file or directory of certificate authorities.
 CA_VARIABLES = ('REQUESTS_CA_BUNDLE', 'CURL_CA_BUNDLE')
 HEADERS = {'user-agent': f'ecomp/{__version__}', 'accept': '*/*', 'accept-encoding': 'identity'}
-# http.client's error for a proxy that opens no tunnel to an https server.
-TUNNEL_FAILURE = re.compile('Tunnel connection failed: ([0-9]{3}) ')
-# Messages about an image server's certificate, to which `ca_cert` does not apply.
-IMAGE_SERVER_SENTENCES = {
-    **{each: SENTENCES[each] for each in (TlsFailure.EXPIRED, TlsFailure.NOT_YET_VALID, TlsFailure.OTHER_NAME)},
-    TlsFailure.OTHER_ADDRESS: 'its certificate is for another address',
-    TlsFailure.TOO_WEAK: SENTENCES[TlsFailure.TOO_WEAK],
-    TlsFailure.NO_KEY_IDENTIFIER: 'its certificate is not trusted by this host',
-    TlsFailure.UNTRUSTED: 'its certificate is not trusted by this host',
-}
 
 
 class RemoteSource:
@@ -115,7 +102,8 @@ class RemoteSource:
         if answer.status_code == 200:
             return answer
         answer.close()
-        reason = f'{url or self._url}: the server returned HTTP {_format_status(answer.status_code)}'
+        phrase = responses.get(answer.status_code, '')  # the server's own may be anything
+        reason = f'{url or self._url}: the server returned HTTP {answer.status_code} {phrase}'.rstrip()
         is_temporary = answer.status_code >= 500 or answer.status_code == 429
         raise ServerUnavailable('image', reason) if is_temporary else BuildFailed('image', reason)
 
@@ -286,42 +274,17 @@ def _parse_version(answer: requests.Response) -> Version:
 
 
 def describe_failure(error: Exception) -> str:
-    """Describe why a server gives no answer, without quoting it."""
-    server = 'the proxy' if isinstance(error, requests.exceptions.ProxyError) else 'the server'
+    """Describe why a server gives no answer, without quoting it: by the text of this system, if it has one."""
     if isinstance(error, requests.Timeout):
-        return f'{server} does not answer in time'
+        return 'the server does not answer in time'
     causes: list[BaseException] = [error]
-    for cause_error in causes:  # grows during the loop: urllib3 and requests wrap errors repeatedly
-        inner = (cause_error.__cause__, *cause_error.args, getattr(cause_error, 'reason', None))
-        causes += [cause for cause in inner if isinstance(cause, BaseException) and cause not in causes]
-    if (
-        answered := next(filter(None, (TUNNEL_FAILURE.match(str(cause_error)) for cause_error in causes)), None)
-    ) is not None:
-        return f'the proxy returned HTTP {_format_status(int(answered[1]))}'
-    detail = next(filter(None, map(_describe_cause, causes)), None)
-    return f'{server} cannot be reached' + (f': {detail}' if detail else '')
-
-
-def _describe_cause(error: BaseException) -> str | None:
-    """Describe this one error, not those it wraps; None if it is of another kind."""
-    if isinstance(error, socket.gaierror):
-        if error.errno in (socket.EAI_NONAME, socket.EAI_NODATA):
-            return 'its host name does not exist'
-        return 'its host name cannot be resolved. Try: check the name server of this host'
-    if isinstance(error, ssl.SSLError):
-        return IMAGE_SERVER_SENTENCES.get(classify_tls_error(error), 'the TLS handshake failed')
-    if isinstance(error, ConnectionRefusedError):
-        return 'it refuses the connection: nothing listens on that port'
-    if isinstance(error, OSError) and error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
-        return 'there is no route to it'
-    return 'the connection broke' if isinstance(error, ConnectionError) else None
-
-
-def _format_status(code: int) -> str:
-    try:
-        return f'{code} {HTTPStatus(code).phrase}'
-    except ValueError:
-        return str(code)
+    for cause in causes:  # grows during the loop: urllib3 and requests wrap errors repeatedly
+        inner = (cause.__cause__, *cause.args, getattr(cause, 'reason', None))
+        causes += [each for each in inner if isinstance(each, BaseException) and each not in causes]
+    detail = next((f': {each.strerror}' for each in causes if isinstance(each, OSError) and each.strerror), '')
+    if isinstance(error, requests.exceptions.ProxyError):
+        return f'the proxy gives no connection{detail}'
+    return f'the server cannot be reached{detail}'
 
 
 def _resolve_redirect(url: str, current_url: str, location: str) -> str:
