@@ -342,7 +342,7 @@ class PlanningLoop:
             return True
 
         # A check in flight at the end fails because its connections are closed.
-        return self.is_ending() or self._failures.attempt(activity, work, self.is_ending) is not None
+        return self.is_ending() or self._failures.attempt(activity, work, is_moot=self.is_ending) is not None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -115,7 +115,7 @@ class FailureLog:
         self._failing: dict[str, list[_Failure]] = {}
         self._recovered_at: dict[_Failure, float] = {}
 
-    def report_failure(self, activity: str, error: EcompError, started_at: float = math.inf) -> None:
+    def report_failure(self, activity: str, error: EcompError | OSError, started_at: float = math.inf) -> None:
         """Log a warning that an activity failed and is retried, unless the failure is known.
 
         Ignores StrangeEtcd, and failures of a backend that recovered after `started_at` (monotonic; inf: unknown): a
@@ -124,7 +124,10 @@ class FailureLog:
         if isinstance(error, StrangeEtcd):
             return  # the guard has logged it, and the activity is not retried
         backend = error.backend if isinstance(error, Unreachable) else ''
-        loss = _Failure(backend or str(error), bool(backend))
+        text = str(error)
+        if isinstance(error, OSError):  # mostly of the state directory
+            text = f'{error.filename or "failed"}: {error.strerror or error}'
+        loss = _Failure(backend or text, bool(backend))
         with self._lock:
             if loss.is_backend and started_at < self._recovered_at.get(loss, -math.inf):
                 return
@@ -134,7 +137,7 @@ class FailureLog:
             self._failing[activity] = [*earlier, loss]
         if not is_known:
             clause = f'; trying again until it {"is back" if backend else "works"}'
-            log.warning('%s', put_before_fix(str(error), clause))
+            log.warning('%s', put_before_fix(text, clause))
 
     def report_success(self, activity: str) -> bool:
         """End an activity's failures for all activities, log that, call on_recovery(); return False if it had none."""
@@ -152,16 +155,23 @@ class FailureLog:
         return True
 
     def attempt(
-        self, activity: str, work: Callable[[], Result], is_moot: Callable[[], bool] = lambda: False
+        self,
+        activity: str,
+        work: Callable[[], Result],
+        raised: type[EcompError] | tuple[()] = (),
+        is_moot: Callable[[], bool] = lambda: False,
     ) -> Result | None:
-        """Return the result of `work`; None after any Exception, which is reported unless is_moot() is then true.
+        """Return the result of `work`; None after an Exception, which is reported unless is_moot() is then true.
 
-        Success is reported, too. What is not an EcompError is logged each time, with its traceback.
+        Success is reported, too. Errors of type `raised` are raised. What is neither an EcompError nor an OSError is
+        logged each time, with its traceback.
         """
         began = time.monotonic()
         try:
             result = work()
-        except EcompError as error:
+        except raised:
+            raise
+        except (EcompError, OSError) as error:
             if not is_moot():
                 self.report_failure(activity, error, began)
         except Exception:

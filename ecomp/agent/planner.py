@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Set
+from functools import partial
 from typing import NamedTuple
 
 from ecomp.agent.host.claims import CONFIRMATION_SECONDS, confirm_sightings
@@ -220,7 +221,7 @@ class Planner:
             if task.kind is Kind.BUILD:
                 self._end_without_request(instance)
         except (EcompError, OSError) as error:
-            self.failures.report_failure(instance, _to_ecomp_error(error), started_at)
+            self.failures.report_failure(instance, error, started_at)
             self.deferrals.defer(instance)
         except Exception:
             log.exception('unexpected error in the %s of instance %s', task.kind.value, instance)
@@ -250,71 +251,76 @@ class Planner:
                 self._shutdowns.note_request(work.instance, finished_at)
 
     def _plan(self, state: Mapping[str, Entry], guests: Mapping[str, Guest], busy: Set[str]) -> list[Work]:
-        """Return the due work, as step() does, and log unmanaged guests; `busy` were in flight when step() began."""
+        """Return the due work, as step() does; `busy` were in flight when step() began."""
         self._read_parsed_requests(state)
         records, unreadable = self._read_records(busy)
-        without_address = [record.instance for record in records.values() if is_address_pending(record)]
-        addresses = {instance: self._read_addresses(instance) for instance in without_address}
+        self._save_unhandled(records, guests, busy)
+        self._update_unmanaged(guests)
         # Nothing is done about an instance whose record is unknown.
         parsed_requests = {
-            instance: parsed for instance, (_, parsed) in self._parsed_requests.items() if instance not in unreadable
+            name: parsed for name, (_, parsed) in self._parsed_requests.items() if name not in unreadable
         }
-        guests_with_record = {instance: guest for instance, guest in guests.items() if instance not in unreadable}
+        seen = self._observe(records, guests)
+        tasks = plan(parsed_requests, records, seen)
+        tasks += [
+            Task(Kind.DESTROY_FORGOTTEN, name, 'its destroy was accepted before this host was forgotten')
+            for name in sorted(self._forgotten)
+        ]
+        for instance in self.deferrals.cancel_all_but({task.instance for task in tasks} | self.get_in_flight().keys()):
+            self.failures.transfer(instance, CHECKING_CLAIMS)
+        destroyed = {task.instance for task in tasks if task.kind is Kind.DESTROY}
+        for instance, in_flight in self.get_in_flight().items():
+            if in_flight.task.kind is Kind.BUILD and instance in destroyed:
+                self._instances.runner.cancel(instance)
+        not_due = busy | self.deferrals.get_deferred(time.monotonic()).keys()
+        work = []
+        for task in tasks:
+            name = task.instance
+            revision, parsed = self._parsed_requests.get(name) or (0, self._forgotten[name])
+            if name not in not_due and not self._is_obsolete(task, revision):
+                work.append(Work(task, revision, parsed, guests.get(name), seen.addresses.get(name, {})))
+        return work
+
+    def _observe(self, records: Mapping[str, Record], guests: Mapping[str, Guest]) -> Observations:
+        """Look at this host. Addresses that cannot be read are missing and reported; Unreachable is raised."""
+        pending = frozenset(record.instance for record in records.values() if is_address_pending(record))
+        find, attempt = self._instances.hypervisor.find_addresses, self.failures.attempt
+        addresses = {name: attempt(READING_ADDRESSES % name, partial(find, name), Unreachable) for name in pending}
         now = time.monotonic()
+        if self.without_addresses[0] != pending:
+            self.without_addresses = pending, now
         active = {name for name, record in records.items() if record.state in (ACTIVE, STOPPED)}
         self._missing_since, vanished = confirm_sightings(self._missing_since, active - guests.keys(), now)
-        self._shutdowns.forget_all_but(
-            {name for name, domain in guests.items() if domain.running and name in self._parsed_requests}
-        )
-        self._save_unhandled(records, guests, busy)
-        unmanaged = guests.keys() - self._parsed_requests.keys()
-        strangers = unmanaged - self._unmanaged
-        self._forgotten |= self._instances.find_forgotten(strangers) if strangers else {}
-        self._forgotten = {name: request for name, request in self._forgotten.items() if name in unmanaged}
-        self._unmanaged = unmanaged
-        for stranger in sorted(strangers - self._forgotten.keys()):
-            log.warning(
-                'instance %s has a guest but no request: the guest is kept, but not managed. Try: eschedule audit',
-                stranger,
-            )
-        sightings = Observations(
-            guests=guests_with_record,
-            addresses=addresses,
+        running = {name for name, guest in guests.items() if guest.running}
+        self._shutdowns.forget_all_but(running & self._parsed_requests.keys())
+        return Observations(
+            guests=guests,
+            addresses={name: found for name, found in addresses.items() if found},
             shutdown_actions=self._shutdowns.find_actions(now),
             vanished=vanished,
             before_reboot=self._before_reboot,
             ready=self._instances.guest_data.find_ready() if any(map(is_unready, records.values())) else set(),
             now=self._instances.now(),
         )
-        tasks = plan(parsed_requests, records, sightings)
-        tasks += [
-            Task(Kind.DESTROY_FORGOTTEN, name, 'its destroy was accepted before this host was forgotten')
-            for name in sorted(self._forgotten)
-        ]
-        for instance in self.deferrals.cancel_all_but(
-            {planned.instance for planned in tasks} | self.get_in_flight().keys()
-        ):
-            self.failures.transfer(instance, CHECKING_CLAIMS)
-        deferred = self.deferrals.get_deferred(now)
-        if self.without_addresses[0] != frozenset(without_address):
-            self.without_addresses = frozenset(without_address), now
-        work = []
-        for task in tasks:
-            if task.instance in busy:
-                in_flight = self.get_in_flight().get(task.instance) if task.kind is Kind.DESTROY else None
-                if in_flight is not None and in_flight.task.kind is Kind.BUILD:
-                    self._instances.runner.cancel(task.instance)
-                continue
-            if task.instance in deferred:
-                continue
-            revision, parsed = self._parsed_requests.get(task.instance) or (0, self._forgotten[task.instance])
+
+    def _update_unmanaged(self, guests: Mapping[str, Guest]) -> None:
+        """Find the guests without a request; log new ones whose destroy `host forget` did not complete."""
+        unmanaged = guests.keys() - self._parsed_requests.keys()
+        strangers = unmanaged - self._unmanaged
+        self._forgotten |= self._instances.find_forgotten(strangers) if strangers else {}
+        self._forgotten = {name: request for name, request in self._forgotten.items() if name in unmanaged}
+        self._unmanaged = unmanaged
+        for name in sorted(strangers - self._forgotten.keys()):
+            reason = 'has a guest but no request: the guest is kept, but not managed. Try: eschedule audit'
+            log.warning('instance %s %s', name, reason)
+
+    def _is_obsolete(self, task: Task, revision: int) -> bool:
+        if task.kind is Kind.REFUSE:
+            # Logged once, even if it is written again; ecompute must not delete a key without a uuid.
             refusal = self._refused_revisions.get(task.instance)
-            if task.kind is Kind.REFUSE and (refusal == revision or (refusal and not keys.is_uuid(task.instance))):
-                continue  # logged once, even if it is written again; ecompute must not delete such a key
-            if task.kind is Kind.VANISHED and task.instance in self._instances.hypervisor.list_guests():
-                continue  # it has just come back
-            work.append(Work(task, revision, parsed, guests.get(task.instance), addresses.get(task.instance, {})))
-        return work
+            return refusal == revision or bool(refusal and not keys.is_uuid(task.instance))
+        # It may have just come back.
+        return task.kind is Kind.VANISHED and task.instance in self._instances.hypervisor.list_guests()
 
     def _save_unhandled(self, records: Mapping[str, Record], guests: Mapping[str, Guest], busy: Set[str]) -> None:
         """Save which instances are unhandled since the reboot; report an OSError as a failure.
@@ -324,12 +330,8 @@ class Planner:
         handled = {name for name, guest in guests.items() if guest.running}
         handled |= {name for name, record in records.items() if record.state != ACTIVE}
         self._before_reboot = self._before_reboot.intersection(self._parsed_requests) - (handled - busy)
-        try:
-            self._instances.memory.save_unhandled(self._before_reboot)
-        except OSError as error:
-            self.failures.report_failure(SAVING_UNHANDLED, _to_ecomp_error(error))
-        else:
-            self.failures.report_success(SAVING_UNHANDLED)
+        save = partial(self._instances.memory.save_unhandled, self._before_reboot)
+        self.failures.attempt(SAVING_UNHANDLED, save)
 
     def _read_parsed_requests(self, state: Mapping[str, Entry]) -> None:
         """Parse changed requests, sum `held_resources`; refuse new ones, except tombstones, beyond MAX_REQUESTS."""
@@ -384,34 +386,15 @@ class Planner:
                 records[instance] = record
         return records, unreadable
 
-    def _read_addresses(self, instance: str) -> Mapping[str, Address]:
-        """Return a guest's addresses by MAC; {} after an error, which is reported. Raises Unreachable."""
-        activity = READING_ADDRESSES % instance
-        try:
-            addresses = self._instances.hypervisor.find_addresses(instance)
-        except Unreachable:
-            raise
-        except EcompError as error:
-            self.failures.report_failure(activity, error)
-            return {}
-        self.failures.report_success(activity)
-        return addresses
-
     def _end_without_request(self, instance: str) -> None:
         try:
             self._instances.end_without_request(instance, self._instances.hypervisor.list_guests().get(instance))
         except Superseded:
             self._instances.records.forget(instance)
         except (EcompError, OSError) as error:
-            self.failures.report_failure(instance, _to_ecomp_error(error))
+            self.failures.report_failure(instance, error)
 
 
 def choose_poll_interval(waited_seconds: float) -> float:
     """Return waited_seconds / POLL_DIVISOR, but FIRST_POLL_SECONDS at least and PLAN_INTERVAL_SECONDS at most."""
     return min(max(FIRST_POLL_SECONDS, waited_seconds / POLL_DIVISOR), PLAN_INTERVAL_SECONDS)
-
-
-def _to_ecomp_error(error: EcompError | OSError) -> EcompError:
-    if isinstance(error, EcompError):
-        return error
-    return EcompError(f'{error.filename or "failed"}: {error.strerror or error}')  # mostly of the state directory

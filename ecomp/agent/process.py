@@ -99,7 +99,7 @@ class MetricsWriter:
 
     def _run(self) -> float:
         next_due = time.monotonic() + METRICS_INTERVAL_SECONDS
-        self._failures.attempt('writing the metrics', self._write, lambda: self._is_stopped)
+        self._failures.attempt('writing the metrics', self._write, is_moot=lambda: self._is_stopped)
         return next_due
 
     def _write(self) -> None:
@@ -121,7 +121,7 @@ class MetricsWriter:
         records, hypervisor = compute.list_records(), compute.host.hypervisor
         # An unreachable libvirt is one failure for the compute's plans and for this.
         attempt = compute.daemon.planner.failures.attempt
-        usage = attempt('reading the usage of guests', hypervisor.read_usage, lambda: self._is_stopped) or {}
+        usage = attempt('reading the usage of guests', hypervisor.read_usage, is_moot=lambda: self._is_stopped) or {}
         states = Counter(record.state if record else SCHEDULED for record in records.values())
         samples['ecomp_instances'] = {(s,): states[s] for s in (SCHEDULED, BUILDING, ACTIVE, STOPPED, DESTROYING)}
         found = Counter(finding.code for finding in compute.upkeep.report.findings)

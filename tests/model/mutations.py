@@ -87,8 +87,8 @@ HOST = {
         'ecomp.agent.planner:Planner.hand_back', drop_statement('_finish'), 'no_thread'
     ),
     'one guest without an answer stops its host': make_bug(
-        'ecomp.agent.planner:Planner._read_addresses',
-        replace_handler('Unreachable', 'EcompError'),
+        'ecomp.agent.planner:Planner._observe',
+        replace_argument('attempt', 2, 'Exception'),
         'addresses_unavailable',
     ),
     'a copy of a compute is the same compute': make_bug(

@@ -346,8 +346,8 @@ def test_attempt_logs_failure_and_return(info_log: pytest.LogCaptureFixture) -> 
     def fails(error: Exception) -> float:
         raise error
 
-    assert complaints.attempt('one', lambda: fails(LIBVIRT), lambda: True) is None
-    assert complaints.attempt('one', lambda: fails(MemoryError('none')), lambda: True) is None
+    assert complaints.attempt('one', lambda: fails(LIBVIRT), is_moot=lambda: True) is None
+    assert complaints.attempt('one', lambda: fails(MemoryError('none')), is_moot=lambda: True) is None
     assert info_log.messages == []
     assert complaints.attempt('looking', lambda: fails(LIBVIRT)) is None
     assert complaints.attempt('looking', lambda: 5.0) == 5.0
