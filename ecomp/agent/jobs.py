@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import NamedTuple, TypeVar
 
@@ -273,6 +274,23 @@ class DaemonThreadPool:
             del work  # or the thread keeps its objects alive until the next one comes
             with self._lock:
                 self._idle += 1
+
+
+def run_aside(name: str, function: Callable[[], Result]) -> Future[Result]:
+    """Call the function in a new daemon thread, or here if none can be started; only the future raises its errors."""
+    future: Future[Result] = Future()
+
+    def complete() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    try:
+        threading.Thread(target=complete, name=name, daemon=True).start()
+    except RuntimeError:
+        complete()
+    return future
 
 
 class Loop:

@@ -18,9 +18,9 @@ import pytest
 from ecomp.agent.compute import record_missed_ends
 from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.host.state import Memory
-from ecomp.agent.instance.instances import ControlPlane, Instances, query_aside
+from ecomp.agent.instance.instances import ControlPlane, Instances
 from ecomp.agent.instance.records import Records
-from ecomp.agent.jobs import FailureLog
+from ecomp.agent.jobs import FailureLog, run_aside
 from ecomp.agent.planner import Planner
 from ecomp.errors import BuildFailed, EcompError, NoSpace, NotFound, Unreachable
 from ecomp.files import write_durably
@@ -429,9 +429,9 @@ def test_query_runs_in_the_caller_if_no_thread_can_start(monkeypatch: pytest.Mon
     def fail_to_query() -> Consumer:
         raise Unreachable('placement is away')
 
-    assert query_aside(lambda: consumer).result(0) == consumer
+    assert run_aside('aside', lambda: consumer).result(0) == consumer
     with pytest.raises(Unreachable, match='is away'):
-        query_aside(fail_to_query).result(0)
+        run_aside('aside', fail_to_query).result(0)
 
 
 # Two instances on one host with the same MAC: the second one is refused.

@@ -48,7 +48,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
         'ecomp.model',
     },
     'ecomp.agent.jobs': {'ecomp.errors', 'ecomp.model'},
-    'ecomp.agent.images': {*AGENT_IMPORTS, 'ecomp.files'},
+    'ecomp.agent.images': {*AGENT_IMPORTS, 'ecomp.files', 'ecomp.agent.jobs'},
     'ecomp.agent.host': {*AGENT_IMPORTS, 'ecomp.files', 'ecomp.agent.jobs', 'ecomp.agent.images'},
     'ecomp.agent.instance': {
         *(*AGENT_IMPORTS, 'ecomp.files', 'ecomp.agent.jobs', 'ecomp.agent.images', 'ecomp.agent.host')

@@ -19,8 +19,10 @@ import fcntl
 import itertools
 import json
 import logging
+import math
 import os
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
@@ -29,6 +31,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TypeVar
 
+from ecomp.agent.jobs import Loop
 from ecomp.errors import Conflict, EcompError, StrangeEtcd, UsageError
 from ecomp.files import BOOT_ID, read_boot_id, wait_for_lock, write_durably
 from ecomp.model import keys
@@ -355,9 +358,9 @@ class KnownEtcd:
     def __init__(self, directory: Path) -> None:
         self._path, self._first_seen_path = directory / 'etcd.json', directory / 'first-seen'
         self._cluster = KnownCluster()
-        self._changed = threading.Event()
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name='known etcd', daemon=True)
+        self._written = KnownCluster()
+        self._is_started = self._has_failed = False
+        self._loop = Loop('known etcd', self._write)
 
     def load(self) -> KnownCluster:
         """Read the file, empty if absent; UsageError if it is malformed, OSError if unreadable."""
@@ -379,31 +382,29 @@ class KnownEtcd:
     def schedule_write(self, known_cluster: KnownCluster) -> None:
         """Have the thread write `known_cluster` within WRITE_INTERVAL_SECONDS, if that has an identity."""
         self._cluster = known_cluster
-        self._changed.set()
+        if self._is_started:
+            self._loop.schedule(time.monotonic() + WRITE_INTERVAL_SECONDS)
 
     def start(self) -> None:
-        self._thread.start()
+        self._is_started = True
+        self._loop.schedule()
 
     def stop(self) -> None:
-        """Stop the thread after the last write, and wait for it; no-op if it was not started."""
-        self._stopped.set()
-        self._changed.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        """Stop the thread, wait for it, and write once more; no-op if it was not started."""
+        self._loop.stop()
+        self._loop.join()
+        if self._is_started:
+            self._write()
 
-    def _run(self) -> None:
-        """Write the last scheduled state, every WRITE_INTERVAL_SECONDS at most, until stop(); log new failures only."""
-        written, has_failed, is_last = KnownCluster(), False, False
-        while not is_last:
-            self._changed.wait()
-            self._changed.clear()
-            is_last, current = self._stopped.is_set(), self._cluster
-            if current != written and current.identity:
-                try:
-                    write_durably(self._path, encode(current) + '\n')
-                    written, has_failed = current, False
-                except OSError as error:
-                    if not has_failed:
-                        log.warning('%s: %s: the revision of etcd is not saved', self._path, error.strerror)
-                    has_failed = True
-            self._stopped.wait(WRITE_INTERVAL_SECONDS)
+    def _write(self) -> float:
+        """Write the last scheduled state, if it differs; log new failures only."""
+        current = self._cluster
+        if current != self._written and current.identity:
+            try:
+                write_durably(self._path, encode(current) + '\n')
+                self._written, self._has_failed = current, False
+            except OSError as error:
+                if not self._has_failed:
+                    log.warning('%s: %s: the revision of etcd is not saved', self._path, error.strerror)
+                self._has_failed = True
+        return math.inf

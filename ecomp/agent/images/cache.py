@@ -19,7 +19,6 @@ import json
 import logging
 import math
 import os
-import queue
 import re
 import threading
 import time
@@ -32,6 +31,7 @@ from urllib.parse import urlsplit
 
 from ecomp.agent.images.child import CHECKPOINT_SECONDS, run_program
 from ecomp.agent.images.sources import Download, EgressPolicy, LocalSource, ServerUnavailable, Version
+from ecomp.agent.jobs import Loop, run_aside
 from ecomp.errors import BuildFailed, EcompError
 from ecomp.failpoints import failpoint
 from ecomp.files import sync_directory, try_lock, write_durably
@@ -367,16 +367,14 @@ class Scrubber:
         self._bases = BaseVolumes(directory, 0)
         self._bytes_per_second = bytes_per_second
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name='scrub', daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
+        self._loop = Loop('scrub', self._run)
+        self.start = self._loop.schedule
 
     def stop(self) -> None:
         """Stop the thread; a file that it is reading is read from its beginning next time."""
         self._stopped.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._loop.stop()
+        self._loop.join()
 
     def scrub(self, now: float) -> None:
         """Read volumes unread for a day at `now` (epoch), or since the boot; note and log changed ones."""
@@ -427,10 +425,9 @@ class Scrubber:
                 continue  # removed, or incomplete
         return users
 
-    def _run(self) -> None:
-        while not self._stopped.is_set():
-            self.scrub(time.time())
-            self._stopped.wait(HOUR_SECONDS)
+    def _run(self) -> float:
+        self.scrub(time.time())
+        return time.monotonic() + HOUR_SECONDS
 
 
 # Time for which the cached image is used without asking, after its server gave no worker an answer.
@@ -545,23 +542,17 @@ class ImageCache:
     def _ask(self, url: str, version: Version, checkpoint: Checkpoint) -> bool:
         """Ask the server whether the URL still has this version; ServerUnavailable after MAX_CHECK_SECONDS."""
         asked_at = time.monotonic()
-        answers: queue.SimpleQueue[bool | Exception] = queue.SimpleQueue()
 
-        def ask() -> None:
-            try:
-                with closing(make_source(url, self.local_directory, self.egress)) as source:
-                    source.deadline = asked_at + MAX_CHECK_SECONDS
-                    answers.put(source.has_version(version))
-            except Exception as error:
-                answers.put(error)
+        def ask() -> bool:
+            with closing(make_source(url, self.local_directory, self.egress)) as source:
+                source.deadline = asked_at + MAX_CHECK_SECONDS
+                return source.has_version(version)
 
         # In a thread, because a destroy must not wait for a server or a DNS lookup. It ends at its deadline.
-        threading.Thread(target=ask, name='question', daemon=True).start()
+        future = run_aside('question', ask)
         while time.monotonic() < asked_at + MAX_CHECK_SECONDS:
-            with suppress(queue.Empty):
-                answer = answers.get(timeout=CHECKPOINT_SECONDS)
-                if isinstance(answer, Exception):
-                    raise answer
+            with suppress(TimeoutError):
+                answer = future.result(CHECKPOINT_SECONDS)
                 if answer:
                     self._bases.note_question(url, asked_at, is_answered=True)
                 return answer
@@ -606,11 +597,8 @@ class ImageCache:
             else:
                 result.update(answer)
 
-        local_directory = self.local_directory and str(self.local_directory.absolute())
-        job = {
-            'url': url, 'pin': pin, 'part': str(part.absolute()), 'limit_bytes': self.limits.cache_bytes,
-            'local_directory': local_directory, 'egress': self.egress.to_json(),
-        }  # fmt: skip
+        local_directory = self.local_directory and self.local_directory.absolute()
+        job = url, pin, part.absolute(), self.limits.cache_bytes, local_directory, self.egress
         code = run_program('ecomp.agent.images.fetch', job, checkpoint, handle_answer)
         if 'reason' in result:
             kind = ServerUnavailable if result['is_temporary'] else BuildFailed

@@ -1,6 +1,6 @@
 """Programs of this package that a worker runs as child processes: they work for it, and may be killed at any moment.
 
-A program gets its job as a line of JSON on stdin, and answers with such lines on stdout.
+A program gets its job pickled on stdin, and answers with lines of JSON on stdout: it reads what strangers send.
 """
 
 from __future__ import annotations
@@ -8,11 +8,12 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -28,7 +29,7 @@ _ANSWERING = threading.Lock()
 
 def run_program(
     module: str,
-    job: Mapping[str, Any],
+    job: object,
     checkpoint: Callable[[], None],
     handle_answer: Callable[[dict[str, Any]], None],
 ) -> int:
@@ -48,7 +49,7 @@ def run_program(
             assert child.stdin is not None
             assert child.stdout is not None
             with suppress(BrokenPipeError), child.stdin as stdin:  # it may have ended already
-                stdin.write(json.dumps({**job, 'parent': os.getpid()}).encode() + b'\n')
+                stdin.write(pickle.dumps((os.getpid(), job)))
             unread = b''
             while True:
                 checkpoint()
@@ -78,11 +79,11 @@ def start_program(module: str) -> subprocess.Popen[bytes]:
     )  # fmt: skip
 
 
-def read_job() -> dict[str, Any]:
+def read_job() -> Any:
     """Read this program's job; from now on the program ends with its parent."""
     with open(0, 'rb', closefd=False) as stdin:
-        job: dict[str, Any] = json.loads(stdin.readline())
-    die_with_parent(job['parent'])
+        parent_pid, job = pickle.load(stdin)  # noqa: RUF100, S301  (our parent wrote it)
+    die_with_parent(parent_pid)
     return job
 
 

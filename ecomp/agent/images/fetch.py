@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import IO
 
 from ecomp.agent.images.cache import BaseVolumes, make_source
@@ -21,7 +20,6 @@ from ecomp.agent.images.remote import RemoteSource
 from ecomp.agent.images.sources import (
     SUMS_FILE,
     Download,
-    EgressPolicy,
     LocalSource,
     ServerUnavailable,
     Stream,
@@ -45,15 +43,12 @@ REPORT_SECONDS = 1.0  # seconds between two reports of progress
 
 def main() -> None:
     """Download the image of the job, and answer."""
-    job = read_job()
-    url, part = job['url'], Path(job['part'])
-    egress = EgressPolicy.from_json(job['egress'])
-    local_directory = job['local_directory'] and Path(job['local_directory'])
-    bases = BaseVolumes(part.parent, job['limit_bytes'])
+    url, pin, part, limit_bytes, local_directory, egress = read_job()
+    bases = BaseVolumes(part.parent, limit_bytes)
     try:
         # A new file: a program whose worker was killed may still write to an earlier one for a moment.
         with part.open('xb') as file, closing(make_source(url, local_directory, egress)) as source:
-            answer(download=asdict(Fetch(url, source, job['pin'], file, bases.reserve).run()))
+            answer(download=asdict(Fetch(url, source, pin, file, bases.reserve).run()))
     except BuildFailed as error:
         is_temporary = isinstance(error, ServerUnavailable)
         answer(reason=error.reason, is_temporary=is_temporary, is_host_fault=error.is_host_fault)

@@ -39,10 +39,7 @@ def inspect(path: Path, checkpoint: Callable[[], None]) -> BaseImage:
         EcompError: the child could not work; that may be temporary.
     """
     deadline = time.monotonic() + MAX_SECONDS
-    job = {
-        'path': str(path.absolute()), 'seconds': MAX_SECONDS, 'memory_bytes': MAX_ADDRESS_SPACE_BYTES,
-        'qemu_bytes': MAX_QEMU_DATA_BYTES,
-    }  # fmt: skip
+    job = path.absolute(), MAX_SECONDS, MAX_ADDRESS_SPACE_BYTES, MAX_QEMU_DATA_BYTES
     result: dict[str, Any] = {}
 
     def check_time() -> None:
@@ -74,24 +71,24 @@ def main() -> None:
 
     For a qcow2 it exits as qemu-img does.
     """
-    job = read_job()
+    path, seconds, memory_bytes, qemu_bytes = read_job()
     # The soft limit ends the child with SIGXCPU, which tells the parent the reason.
-    resource.setrlimit(resource.RLIMIT_CPU, (job['seconds'], job['seconds'] + 1))
-    resource.setrlimit(resource.RLIMIT_AS, (job['memory_bytes'], job['memory_bytes']))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        base = image.inspect(Path(job['path']))
+        base = image.inspect(path)
     except BuildFailed as error:
         answer(reason=error.reason)
     except MemoryError:
-        answer(reason=f'the inspection of the image needs more than {job["memory_bytes"] // 2**20} MiB of memory')
+        answer(reason=f'the inspection of the image needs more than {memory_bytes // 2**20} MiB of memory')
     else:
         answer(format=base.format, virtual_size=base.virtual_size)
         if base.format == 'qcow2':
-            _become_qemu_img(job['path'], job['qemu_bytes'])
+            _become_qemu_img(path, qemu_bytes)
 
 
-def _become_qemu_img(path: str, data_bytes: int) -> None:
+def _become_qemu_img(path: Path, data_bytes: int) -> None:
     """Replace this process by a qemu-img that opens the whole file; exit EXIT_NO_QEMU_IMG without it.
 
     `qemu-img info` skips a part of it. The process keeps its parent, its used time and the signals that end it.
@@ -105,7 +102,7 @@ def _become_qemu_img(path: str, data_bytes: int) -> None:
         os.dup2(null.fileno(), 2)
     # In addition to RLIMIT_AS, of which the libraries of QEMU alone take 220 MiB.
     resource.setrlimit(resource.RLIMIT_DATA, (data_bytes, data_bytes))
-    os.execvp(program, [program, 'measure', '-f', 'qcow2', '-O', 'raw', path])
+    os.execvp(program, [program, 'measure', '-f', 'qcow2', '-O', 'raw', str(path)])
 
 
 if __name__ == '__main__':

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from ecomp.addresses import is_own_address, resolve_addresses
@@ -45,17 +44,6 @@ class EgressPolicy:
     sources: ImageSources | None = None
     proxy_url: str | None = None
     control_endpoints: tuple[tuple[str, int], ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the policy as from_json() reads it."""
-        sources = None if self.sources is None else [*self.sources.names, *map(str, self.sources.networks)]
-        return {'sources': sources, 'proxy_url': self.proxy_url, 'control_endpoints': self.control_endpoints}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> EgressPolicy:
-        """Read what to_json() returned."""
-        sources = None if data['sources'] is None else parse_image_sources(data['sources'])
-        return cls(sources, data['proxy_url'], tuple((host, port) for host, port in data['control_endpoints']))
 
     def resolve(self, host: str, port: int) -> list[Address]:
         """Resolve a host to connect to, and check each address unless it is the proxy's.

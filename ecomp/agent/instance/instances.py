@@ -8,7 +8,6 @@ The module has more than 700 lines because the tasks share private steps, and so
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -31,6 +30,7 @@ from ecomp.agent.instance.build import (
 from ecomp.agent.instance.plan import DOMAIN_AND_DISK_GONE, ShutdownAction, find_fault
 from ecomp.agent.instance.pool import Runner
 from ecomp.agent.instance.records import Records, Superseded
+from ecomp.agent.jobs import run_aside
 from ecomp.errors import BuildFailed, Conflict, EcompError, NoSpace, Unreachable, Unreadable, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.metrics import TALLY
@@ -84,23 +84,6 @@ from ecomp.virt import Hypervisor
 log = logging.getLogger(__name__)
 
 
-def query_aside(query: Callable[[], Consumer]) -> Future[Consumer]:
-    """Query placement in a new thread, or here if none can be started; only the future raises errors."""
-    future: Future[Consumer] = Future()
-
-    def complete() -> None:
-        try:
-            future.set_result(query())
-        except BaseException as error:
-            future.set_exception(error)
-
-    try:
-        threading.Thread(target=complete, name='confirm', daemon=True).start()
-    except RuntimeError:
-        complete()
-    return future
-
-
 def wait_for_answer(future: Future[Consumer]) -> Consumer:
     """Return placement's answer; an EcompError becomes Unreachable: the build is retried."""
     try:
@@ -119,7 +102,7 @@ class ControlPlane:
     store: Store
     placement: Placement
     now: Callable[[], str]
-    query_aside: Callable[[Callable[[], Consumer]], Future[Consumer]] = query_aside
+    query_aside: Callable[[Callable[[], Consumer]], Future[Consumer]] = lambda query: run_aside('confirm', query)
 
 
 @dataclass(frozen=True)
