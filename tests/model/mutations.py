@@ -47,7 +47,7 @@ HOST = {
         'ecomp.agent.instance.records:Records.end', replace_assignment('other_requests', '[]'), 'requested_of_two'
     ),
     'a compute builds what placement does not confirm': make_bug(
-        'ecomp.agent.instance.instances:Instances.build', never('claim_fault'), 'unconfirmed'
+        'ecomp.agent.instance.instances:Instances._carry_out', never('claim_fault'), 'unconfirmed'
     ),
     'an address whose record was lost is left': make_bug(
         'ecomp.agent.instance.records:Records.remove_stale_address', return_constant(None), 'record_removed_of_active'

@@ -206,6 +206,16 @@ def _get_power(request: Request) -> PowerAction:
     return request.power
 
 
+@dataclass
+class _Attempt:
+    """An attempt at a build: the record as last written, and whether a failure has to remove the guest."""
+
+    request: Request
+    revision: int
+    record: Record
+    must_remove: bool
+
+
 # Tries to release a claim that other processes change concurrently.
 MAX_RELEASE_TRIES = 5
 
@@ -265,72 +275,82 @@ class Instances:
             # is remembered first). No guest is rebuilt or removed because records are missing.
             self._adopt(record, revision, request, guest, has_lost_record=stored is None, start_if_off=is_begun)
             return
-        fail, must_remove = partial(self._fail, request=request), guest is not None
         if pending_failure is not None:
             # Keep the failure with which it was being ended: what is missing since then is a consequence.
-            fail(record, revision, pending_failure)
+            self._fail(record, revision, pending_failure, request=request)
             return
         # Placement takes as long as all writes before the build, so query it concurrently.
         confirmation = self.query_aside(partial(allocations.read_consumer, self.placement, instance))
         if record.state == BUILDING or remembered is not None:
             confirmation.result()  # a retry: repeat nothing until placement answers
-        record = record.enter_state(BUILDING, self.now())
-        self.memory.remember(request, record)
+        attempt = _Attempt(request, revision, record.enter_state(BUILDING, self.now()), must_remove=guest is not None)
+        self.memory.remember(request, attempt.record)
         failpoint('remembered')
-        spec = self.template.make_spec(self.compute, request)
-        assert request.image is not None  # parse_request() rejects allocations without an image
         try:
-            record = self._reserve_addresses(record, spec)
-            spec = replace(spec, reserved_addresses=tuple(interface.expected for interface in record.addresses))
-            self.guest_data.write(load_user_data(self.store, request), spec.macs, self.memory.get_entries)
-            failpoint('seeded')
-            if self.template.make_seed is not None:
-                spec = replace(spec, seed=self.template.make_seed(spec.macs[0]))
-            claim_fault = describe_difference(request.allocations, wait_for_answer(confirmation).allocations)
-            if claim_fault:
-                raise BuildFailed('scheduled', claim_fault)
-            failpoint('confirmed')
-            record = self.records.write(record, revision)
-            failpoint('building')
-            log.info('INSTANTIATE INSTANCE %s WITH IMAGE %s', instance, request.image)
-            log.info('ALLOCATIONS ARE %s', to_wire(request.allocations))
-            must_remove = True
-            for event in self.runner.run(Build(spec, request.image)):
-                if isinstance(event, Progress):
-                    record = self._record_progress(replace(record, progress=event), revision)
-                elif event != 'started':
-                    record = self._record_progress(record.enter_state(BUILDING, self.now(), event), revision)
+            self._carry_out(attempt, confirmation)
         except Cancelled:
             log.info('instance %s: its build was cancelled and undone', instance)
             self._release_host_data(instance)
             raise Superseded from None
-        except BuildFailed as error:
-            failure = Failure(error.stage, error.reason, '', error.is_host_fault)
-            fail(record, revision, failure, remove_guest=must_remove)
-        except OSError as error:
-            failure = Failure('image', f'{error.filename}: {error.strerror}', '', is_host_fault=True)
-            fail(record, revision, failure, remove_guest=must_remove)
-        except (Conflict, UsageError) as error:
-            # The build has undone its steps; the rest is not ecomp's.
-            fail(record, revision, Failure('started', str(error), ''), remove_guest=False)
         except Unreachable:
             raise  # retried without limit
-        except EcompError as error:
-            # A dead worker or an unknown failure may be temporary.
-            record = replace(record, attempts=record.attempts + 1)
-            if record.attempts < MAX_ATTEMPTS:
-                self.records.write(record, revision)
-                raise EcompError(f'instance {instance}: {error}') from error
-            reason = f'{MAX_ATTEMPTS} attempts failed; the last one: {error}'
-            fail(record, revision, Failure('started', reason, ''), remove_guest=must_remove)
+        except (EcompError, OSError) as error:
+            self._end_attempt(attempt, error)
         else:
-            failpoint('built')
-            record = self.records.write(self._make_running_record(record), revision)
-            self.memory.remember(request, record)
-            TALLY.add('ecomp_builds_total')
-            self.on_build_end(request.image, None)
-            failpoint('active')
-            log.info('instance %s is active', instance)
+            self._record_built(attempt)
+
+    def _carry_out(self, attempt: _Attempt, confirmation: Future[Consumer]) -> None:
+        request, revision = attempt.request, attempt.revision
+        assert request.image is not None  # parse_request() rejects allocations without an image
+        spec = self.template.make_spec(self.compute, request)
+        attempt.record = record = self._reserve_addresses(attempt.record, spec)
+        spec = replace(spec, reserved_addresses=tuple(interface.expected for interface in record.addresses))
+        self.guest_data.write(load_user_data(self.store, request), spec.macs, self.memory.get_entries)
+        failpoint('seeded')
+        if self.template.make_seed is not None:
+            spec = replace(spec, seed=self.template.make_seed(spec.macs[0]))
+        claim_fault = describe_difference(request.allocations, wait_for_answer(confirmation).allocations)
+        if claim_fault:
+            raise BuildFailed('scheduled', claim_fault)
+        failpoint('confirmed')
+        self.records.write(record, revision)
+        failpoint('building')
+        log.info('INSTANTIATE INSTANCE %s WITH IMAGE %s', request.instance, request.image)
+        log.info('ALLOCATIONS ARE %s', to_wire(request.allocations))
+        attempt.must_remove = True
+        for event in self.runner.run(Build(spec, request.image)):
+            if isinstance(event, Progress):
+                attempt.record = self._record_progress(replace(attempt.record, progress=event), revision)
+            elif event != 'started':
+                reached = attempt.record.enter_state(BUILDING, self.now(), event)
+                attempt.record = self._record_progress(reached, revision)
+
+    def _record_built(self, attempt: _Attempt) -> None:
+        request = attempt.request
+        failpoint('built')
+        record = self.records.write(self._make_running_record(attempt.record), attempt.revision)
+        self.memory.remember(request, record)
+        TALLY.add('ecomp_builds_total')
+        self.on_build_end(request.image or '', None)
+        failpoint('active')
+        log.info('instance %s is active', request.instance)
+
+    def _end_attempt(self, attempt: _Attempt, error: EcompError | OSError) -> None:
+        """End the instance in error, unless the error may be temporary: a dead worker or an unknown failure."""
+        if isinstance(error, BuildFailed):
+            failure = Failure(error.stage, error.reason, '', error.is_host_fault)
+        elif isinstance(error, OSError):
+            failure = Failure('image', f'{error.filename}: {error.strerror}', '', is_host_fault=True)
+        elif isinstance(error, Conflict | UsageError):
+            # The build has undone its steps; the rest is not ecomp's.
+            failure, attempt.must_remove = Failure('started', str(error), ''), False
+        else:
+            record = attempt.record = replace(attempt.record, attempts=attempt.record.attempts + 1)
+            if record.attempts < MAX_ATTEMPTS:
+                self.records.write(record, attempt.revision)
+                raise EcompError(f'instance {record.instance}: {error}') from error
+            failure = Failure('started', f'{MAX_ATTEMPTS} attempts failed; the last one: {error}', '')
+        self._fail(attempt.record, attempt.revision, failure, attempt.must_remove, attempt.request)
 
     def destroy(self, request: Request, revision: int) -> None:
         """Remove the guest and all that belongs to it; its record stays for a day as `gone`.
@@ -460,12 +480,9 @@ class Instances:
             log.info('instance %s has address %s on %s', instance, interface.address or '(none yet)', interface.network)
 
     def record_ready(self, instance: str, revision: int) -> None:
-        """Record `addressed`, the first host keys, and `ready` or cloud-init's failure; EcompError if unreadable."""
+        """Record `addressed`, the first host keys, and `ready` or cloud-init's failure; OSError if unreadable."""
         previous, now = self.records.get_existing(instance), self.now()
-        try:
-            report = self.guest_data.read_report(instance)
-        except OSError as error:
-            raise EcompError(f'{error.filename}: {error.strerror}') from error
+        report = self.guest_data.read_report(instance)
         # Host keys that were reported first count, whatever a later boot reports. A guest that reports has an address.
         record = replace(previous, host_keys=previous.host_keys or report.host_keys, cloud_init=report.failure)
         record = record.mark_stage('addressed', now)
@@ -551,11 +568,13 @@ class Instances:
             with suppress(BuildFailed):  # the guest keeps the address that it has
                 record = self._reserve_addresses(record, spec)
         record = replace(record, fault='its record was lost' if has_lost_record else record.fault)
-        start_if_off = start_if_off and not (guest.running or claim_fault)
-        start_fault = self._start_built(record.enter_state(BUILDING, self.now()), revision) if start_if_off else None
-        faults = start_fault, record.fault, claim_fault
+        is_off, faults = not guest.running, [record.fault, claim_fault]
+        if is_off and start_if_off and not claim_fault:
+            log.info('START INSTANCE %s: its build was interrupted after it had defined the domain', record.instance)
+            reason = self._resume(record.enter_state(BUILDING, self.now()), revision)
+            is_off = reason is not None
+            faults = [f'{START_FAILED}: {reason}' if is_off else None, *faults]
         record = replace(self._make_running_record(record), fault='; '.join(filter(None, faults)) or None)
-        is_off = not guest.running and (not start_if_off or start_fault)
         # If it ran when last remembered, the next plan sees that it is off, or starts it after a reboot.
         if is_off and not (remembered is not None and remembered.record.state == ACTIVE):
             record = record.mark_off(self.now())
@@ -661,11 +680,6 @@ class Instances:
             guest = Guest(record.instance, self.compute, defined=True, running=True, disk=True)
             record = replace(self._make_observed_record(record, guest, boot_reason), power=power)
         self.records.write(record, revision)
-
-    def _start_built(self, record: Record, revision: int) -> str | None:
-        log.info('START INSTANCE %s: its build was interrupted after it had defined the domain', record.instance)
-        reason = self._resume(record, revision)
-        return None if reason is None else f'{START_FAILED}: {reason}'
 
     def _resume(self, record: Record, revision: int) -> str | None:
         """Remove the ready report of an earlier boot and start the domain; return None or why it failed.
