@@ -175,7 +175,6 @@ def detect_traits(hypervisor: Hypervisor, virt_type: str) -> frozenset[str]:
 
 
 def count_workers(config: ComputeConfig) -> int:
-    """Return the configured `workers`; by default one for each CPU, but at most MAX_DEFAULT_WORKERS."""
     return config.workers or min(os.cpu_count() or 1, MAX_DEFAULT_WORKERS)
 
 
@@ -386,7 +385,10 @@ class Compute:
         facts = {'version': read_version(), 'hostname': self._hostname, 'since': now(), 'token': self._token}
         facts |= {'boot': read_boot_id(), 'pid': str(os.getpid())}  # to tell two processes with the same token apart
         key = keys.compute(self.uuid)
-        self._presence = Presence(store, key, facts, self._become_read_only, self._become_writable)
+        # The daemon is made later, and before the presence is started.
+        self._presence = Presence(
+            store, key, facts, lambda reason: self.daemon.become_read_only(reason), self._become_writable
+        )
 
     def register(self) -> None:
         """Check that this compute may run here, save its identity, register it in placement, and make its parts.
@@ -406,7 +408,7 @@ class Compute:
         virt_type = hypervisor.choose_virt_type(config.virt_type)
         self._inventory = make_host_inventory(config, fake is not None, hypervisor)
         self._guest_type = 'fake' if fake else virt_type
-        self._presence.add_fields(kind='fake' if fake else virt_type, queues=config.queues)
+        self._presence.add_fields(kind=self._guest_type, queues=config.queues)
         self._provider = Registration(
             placement,
             self.uuid,
@@ -420,43 +422,52 @@ class Compute:
             check_names(placement, config.traits, config.inventory or ())
             # Before placement knows the uuid, and after the last refusal: the next start is this compute, too.
             self._identity.save()
-        self._memory = memory = Memory(config.state, self.uuid, now)
+        self._memory = Memory(config.state, self.uuid, now)
         if familiar:
-            # First, because republished instances claim on the provider.
-            self._provider.register()
-            if self._environment.accepts_new_etcd:
-                revision = str(self._environment.first_seen_revision)
-                self._store.commit([], [Put(keys.acceptance(self.uuid), revision)])
-                republish(self.uuid, self._store, placement, memory, set(hypervisor.list_guests()), now())
-                failpoint('republished')
-            # After that: etcd's records correct the memory, and the memory corrects DHCP.
-            record_missed_ends(self.uuid, self._store, memory, set(hypervisor.list_guests()))
-            restore_reservations(hypervisor, memory)
+            self._provider.register()  # before republished instances claim on the provider
+            self._correct_memory()
+        self._make_parts(virt_type)
+
+    def _correct_memory(self) -> None:
+        """Republish instances, if another etcd is accepted; correct the memory by etcd, and DHCP by the memory."""
+        store, hypervisor, placement = self._store, self.host.hypervisor, self._environment.placement
+        if self._environment.accepts_new_etcd:
+            store.commit([], [Put(keys.acceptance(self.uuid), str(self._environment.first_seen_revision))])
+            republish(self.uuid, store, placement, self._memory, set(hypervisor.list_guests()), now())
+            failpoint('republished')
+        record_missed_ends(self.uuid, store, self._memory, set(hypervisor.list_guests()))
+        restore_reservations(hypervisor, self._memory)
+
+    def _make_parts(self, virt_type: str) -> None:
+        config, environment, hypervisor = self._config, self._environment, self.host.hypervisor
         read_seed = make_seed_reader(config, self.host.can_serve_metadata)
         shape = GuestTemplate(virt_type, config.resize, config.networks, self._hostname, read_seed)
-        instances = Instances(self._control, self.host, shape, memory)
+        instances = Instances(self._control, self.host, shape, self._memory)
         self._planner = Planner(instances, self._failures)
-        self._claims = ClaimKeeper(self.uuid, self._store, placement, config.queues)
+        self._claims = ClaimKeeper(self.uuid, self._store, environment.placement, config.queues)
         self._claims.last_good_check.record(self._provider.created_generation)
-        remote_checks = {'writing the host name to etcd': self._check_hostname, CHECKING_CLAIMS: self._check_claims}
-        remote_checks |= {'checking the provider': self._check_registration}
-        remote_checks |= {'keeping the user-data of sets in etcd': self._keep_user_data}
-        remote_checks |= {'looking at this host': self._look}
+        remote_checks = {
+            'writing the host name to etcd': self._check_hostname,
+            CHECKING_CLAIMS: self._check_claims,
+            'checking the provider': self._check_registration,
+            'keeping the user-data of sets in etcd': self._keep_user_data,
+            'looking at this host': self._look,
+        }
         self.troubles = Troubles(hypervisor, self._publish_troubles)
         instances.on_build_end = self.troubles.note_build
-        max_tasks = 2 * count_workers(config) + (2 if fake else MAX_CONCURRENT_STOPS)
+        max_tasks = 2 * count_workers(config) + (2 if environment.fake else MAX_CONCURRENT_STOPS)
         self.daemon = PlanningLoop(
             self.host, self._planner, remote_checks, max_tasks, self._publish_facts, self.troubles.check_soon
         )
         self._taking = None
-        if config.queues and familiar:
-            inventory, queues = parse_inventory(self._inventory), self._environment.queues
+        if config.queues and environment.is_familiar_etcd:
+            inventory, queues = parse_inventory(self._inventory), environment.queues
             lease, guests = lambda: self._presence.lease, hypervisor.list_guests
             taker = Taker(self._control, lease, queues, self._may_take, inventory, guests, self.troubles.can_build)
             self._taking = TakeLoop(taker, self._failures)
         self.upkeep = Upkeep(
-            *(self.uuid, self._store, placement, self._claims, instances.list_guests),
-            *(hypervisor, self.host.guest_data, config.state, memory),
+            *(self.uuid, self._store, environment.placement, self._claims, instances.list_guests),
+            *(hypervisor, self.host.guest_data, config.state, self._memory),
             publish=partial(self._presence.publish, is_urgent=True),
             may_remove=self._check_removable,
             read_requests=lambda: self._requests,
@@ -471,7 +482,7 @@ class Compute:
         if self._environment.fake is None:  # the fake hypervisor notifies
             at_exit.callback(self.host.guest_data.watch_reports(self._planner.wake_up))
         # Before any request can arrive: nothing is started for an unfamiliar etcd.
-        self._environment.guard.add_refusal_listener(self._become_read_only)
+        self._environment.guard.add_refusal_listener(self.daemon.become_read_only)
         at_exit.callback(self.upkeep.stop)
         # Before any other write, because every write compares the presence key (rule: single-owner).
         if familiar:
@@ -532,9 +543,6 @@ class Compute:
         """Have this compute take from the queues soon, if it does."""
         if self._taking is not None:
             self._taking.wake_up(reason)
-
-    def _become_read_only(self, reason: str) -> None:
-        self.daemon.become_read_only(reason)
 
     def _become_writable(self) -> None:
         self.daemon.become_writable()
