@@ -77,7 +77,6 @@ def explain_missing_images(config: ComputeConfig) -> Problem | None:
 
 
 def _read_machine(config: ComputeConfig, has_placement: bool) -> health.MachineFacts:
-    """Collect the facts; libvirt's errors are part of them. `has_placement`: see find_refusals()."""
     refused = [Problem(f'ecompute cannot start: {what}', cure) for what, cure in find_refusals(config, has_placement)]
     problems: dict[str, Sequence[Problem | None]] = {
         'configuration': refused,
@@ -109,7 +108,6 @@ def _read_machine(config: ComputeConfig, has_placement: bool) -> health.MachineF
 
 
 def _read_state_directory(directory: Path) -> health.StateDirectory:
-    """Read owner and text of `uuid` (None, '' if unreadable), and the free bytes where the directory is or will be."""
     owner, saved_uuid = None, ''
     with suppress(OSError, ValueError):  # before the first start, or not readable, which the owner explains
         owner = directory.stat().st_uid

@@ -97,7 +97,6 @@ Admit = Callable[[Set[str]], None]
 
 
 def make_fake_host(fake: Fake, config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> HostServices:
-    """Make a host without libvirt (--fake), which runs jobs in the caller's thread; errors of `admit` are raised."""
     from ecomp.virt.fake import FakeHypervisor
 
     data = GuestData(config.state / 'metadata')
@@ -285,7 +284,6 @@ class PlanningLoop:
         return self._is_stopping or self.read_only
 
     def _run_plan(self) -> float:
-        """Plan once; return when (monotonic) to plan again, inf if ending. After a logged error checks are due, too."""
         if self.is_ending():
             return math.inf
         next_time = self._failures.attempt(PLANNING, self._plan)
@@ -577,10 +575,7 @@ class Compute:
             self._planner.wake_up('its provider has changed')  # a plan publishes it
 
     def _check_hostname(self) -> None:
-        """Write the key with this host's name, for use while it is down, and its life leases, if it differs.
-
-        No-op within HOSTNAME_CHECK_MINUTES after a success; an invalid name is not written. etcd's errors are raised.
-        """
+        """Write the key with this host's name, for use while it is down, and its life leases, if it differs."""
         if time.monotonic() < self._hostname_valid_until:
             return
         key = keys.hostname(self.uuid)
@@ -628,7 +623,6 @@ class Compute:
         return not self.daemon.read_only and instance not in self._memory.get_entries()
 
     def _close_provider(self) -> None:
-        """Reserve all VCPU and disable the provider, unless read-only; log success or the EcompError."""
         if self.daemon.read_only:
             return  # the provider belongs to another ecompute now
         failpoint('closing')

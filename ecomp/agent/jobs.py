@@ -90,7 +90,6 @@ class Deferrals:
             return removed
 
     def clear(self) -> None:
-        """Cancel all deferrals and back-offs."""
         with self._changed:
             self._deferrals.clear()
 
@@ -263,7 +262,6 @@ class DaemonThreadPool:
                 self._work.put(None)
 
     def _run(self) -> None:
-        """Call queued work until there is a None in the queue; log its Exceptions. The body of a thread."""
         while (work := self._work.get()) is not None:
             with self._lock:
                 self._idle, self._queued = self._idle - 1, self._queued - 1

@@ -240,7 +240,6 @@ class Planner:
             del self._in_flight[work.instance]
 
     def _process_finished(self) -> None:
-        """Note what finished since the last step: refusals, starts after a reboot, requests to shut down."""
         while not self._finished.empty():
             work, finished_at = self._finished.get()
             if work.task.kind is Kind.REFUSE:
@@ -251,7 +250,6 @@ class Planner:
                 self._shutdowns.note_request(work.instance, finished_at)
 
     def _plan(self, state: Mapping[str, Entry], guests: Mapping[str, Guest], busy: Set[str]) -> list[Work]:
-        """Return the due work, as step() does; `busy` were in flight when step() began."""
         self._read_parsed_requests(state)
         records, unreadable = self._read_records(busy)
         self._save_unhandled(records, guests, busy)
@@ -323,10 +321,7 @@ class Planner:
         return task.kind is Kind.VANISHED and task.instance in self._instances.hypervisor.list_guests()
 
     def _save_unhandled(self, records: Mapping[str, Record], guests: Mapping[str, Guest], busy: Set[str]) -> None:
-        """Save which instances are unhandled since the reboot; report an OSError as a failure.
-
-        An instance is handled once its request is gone or, unless `busy`, its guest runs or its record is not active.
-        """
+        """Save which instances are unhandled since the reboot; report an OSError as a failure."""
         handled = {name for name, guest in guests.items() if guest.running}
         handled |= {name for name, record in records.items() if record.state != ACTIVE}
         self._before_reboot = self._before_reboot.intersection(self._parsed_requests) - (handled - busy)
@@ -361,10 +356,7 @@ class Planner:
                 self.failures.transfer(activity, CHECKING_CLAIMS)
 
     def _read_records(self, busy: Set[str]) -> tuple[dict[str, Record], set[str]]:
-        """Return the existing records, and instances whose record is unreadable, which is reported. Raises Unreachable.
-
-        Neither has busy instances, names that are no uuids, or malformed records of instances to be destroyed.
-        """
+        """Return the existing records, and the instances whose record is unreadable, which is reported."""
         records, unreadable = {}, set()
         for instance, (_, parsed) in self._parsed_requests.items():
             # The worker thread of an instance in flight changes its record.

@@ -103,7 +103,6 @@ class MetricsWriter:
         return next_due
 
     def _write(self) -> None:
-        """Write the file, unless stopped; EcompError if that fails."""
         if problem := explain_unsafe_metrics(self._path):
             raise EcompError(str(problem))
         text = make_text(METRICS, self.collect())
@@ -256,7 +255,6 @@ def _check_limits() -> None:
 
 
 def _warn_of_insecure_setup(config: ComputeConfig, store: Store) -> None:
-    """Log a warning for each plain-text backend, exposed secret file and, unless ignored, a vulnerable etcd."""
     for host in list_cleartext_hosts(config.etcd, config.placement):
         text = 'requests to %s are sent in plain text: anyone on the network path can read and change them'
         log.warning(f'{text}. Fix: use TLS, and remove `insecure: true`', host)

@@ -424,7 +424,6 @@ class Taker:
         return bool(results[instance])
 
     def _claim(self, waiting: QueueEntry, taker_revision: int) -> None:
-        """Claim the request's resources on this compute; Conflict if our taker key has changed, or from claim()."""
         key = keys.taker(waiting.key)
 
         def check() -> None:

@@ -293,7 +293,6 @@ class GuestData:
                     self._pending_writes.pop(mac, None)
 
     def _write(self, request: Request, macs: Sequence[str]) -> None:
-        """Remove an earlier report (errors are logged), and write the file of each MAC; OSError if a write fails."""
         self.remove_report(request.instance)  # the guest of an undone build may have reported
         ssh_keys, user_data = request.ssh_keys, request.user_data
         for mac in macs:
@@ -347,7 +346,6 @@ class GuestData:
         return {}
 
     def remove_refusals(self, macs: Iterable[str]) -> None:
-        """Remove the refusals of these MACs; errors are ignored."""
         for mac in macs:
             with suppress(OSError):  # the next plan tries again
                 (self.directory / f'{mac}{REFUSAL_SUFFIX}').unlink(missing_ok=True)
@@ -399,5 +397,4 @@ class GuestData:
             return None
 
     def get_report_path(self, instance: str) -> Path:
-        """Return the file of a guest's report, existing or not."""
         return self.directory / f'{instance}{READY_SUFFIX}'

@@ -122,7 +122,6 @@ def _make_inventory_class(total: int, used_by_others: int, unit: int) -> dict[st
 
 
 def _measure_guest_memory(instances: Collection[str]) -> int:
-    """Return the resident bytes of the QEMU processes of these instances."""
     used = 0
     for process in psutil.process_iter(['name', 'cmdline', 'memory_info']):
         info = process.info
@@ -171,7 +170,6 @@ class Registration:
     state_directory: Path
 
     def __post_init__(self) -> None:
-        """Read provider.json; UsageError if it is malformed. Placement is not asked yet."""
         self._configured_names = {
             TRAITS: frozenset([*self.configured_traits, *self.detected_traits]),
             AGGREGATES: frozenset(self.aggregates),
@@ -231,7 +229,6 @@ class Registration:
         providers.change_names(self.placement, self.compute, TRAITS, status.apply_stop)
 
     def _log_usages(self) -> None:
-        """Log the provider's usages, and a warning for each class used beyond its capacity."""
         used = providers.read_usages(self.placement, self.compute)
         log.info('resource provider %s exists, with usages %s', self.compute, used or 'none')
         for name, amount in used.items():
@@ -289,7 +286,6 @@ class Registration:
         self._configured_names[TRAITS] -= unknown
 
     def _save_own_names(self, kind: str, kind_names: Names) -> None:
-        """Write provider.json if the names of this kind changed; EcompError if that fails."""
         if kind_names == self._own_names[kind]:
             return
         own_names = {**self._own_names, kind: kind_names}

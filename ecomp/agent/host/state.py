@@ -128,7 +128,6 @@ class Memory:
         self._sweep()
 
     def get_entries(self) -> Mapping[str, MemoryEntry]:
-        """Return the entries of all instances that have not ended."""
         with self._changed:
             return dict(self._entries)
 
@@ -160,7 +159,6 @@ class Memory:
             self._unhandled = frozenset(instances)
 
     def _load(self, path: Path, compute: str) -> None:
-        """Read an instance's file as one of `compute`, or its end, however old. Log and note an unreadable one."""
         try:
             data = load_object(path.read_bytes())
             if not keys.is_uuid(path.stem) or data.get('version') != VERSION:
@@ -205,7 +203,6 @@ class Memory:
             self._entries[record.instance] = entry
 
     def _write(self, instance: str, text: str) -> None:
-        """Write an instance's file; log a failure, once until a success, and note the instance as unsaved."""
         try:
             write_durably(self._directory / f'{instance}.json', text + '\n')
         except OSError as error:
@@ -246,7 +243,6 @@ class Identity:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Lock the directory; replace the pid in the lock file, and keep the old one for close()."""
         self.directory = directory
         try:
             _make_directory(directory)
@@ -397,7 +393,6 @@ class KnownEtcd:
             self._write()
 
     def _write(self) -> float:
-        """Write the last scheduled state, if it differs; log new failures only."""
         current = self._cluster
         if current != self._written and current.identity:
             try:

@@ -235,7 +235,6 @@ class Upkeep:
         return math.inf
 
     def _answer_looks(self, looks: Mapping[str, Entry]) -> None:
-        """Look; answer the questions after which this is the second look, and of these make the repairs."""
         answered, self._begun = looks.keys() & self._begun, set(looks.keys() - self._begun)
         with self.lock:
             try:
@@ -271,7 +270,6 @@ class Upkeep:
             return f'not repaired: {error}'
 
     def _claim_again(self, world: World, instance: str) -> str:
-        """Claim what an unchanged request names, unless its instance holds anything; return what was done."""
         key, parsed = keys.request(self.compute, instance), world.requests_by_compute[instance].get(self.compute)
         if not isinstance(parsed, Request) or parsed.is_tombstone:
             return 'not repaired: it has no valid request'
@@ -284,7 +282,6 @@ class Upkeep:
         return f'claimed again on {self.compute}' if is_claimed else 'not repaired: it has changed since the look'
 
     def _remove(self, leftover: Leftover) -> str:
-        """Remove a leftover if it still is one; return what was done. Raises OSError, errors of etcd, hypervisor."""
         kind, name = leftover.kind, leftover.name
         instance = {'disk': name, 'iso': name, 'reservations': name, 'seed': leftover.mark}.get(kind, '')
         if not self.may_remove(instance):
@@ -315,7 +312,6 @@ class Upkeep:
             return 'removed'
 
     def _remove_part(self, leftover: Leftover) -> str:
-        """Remove a part file unless its mark changed, or it is being written; return what was done. Raises OSError."""
         if find_abandoned_parts(self.state).get(leftover.name) != leftover.mark:
             return 'not removed: it has changed since it was found, or is gone'
         path = self.state / leftover.name
@@ -335,7 +331,6 @@ class Upkeep:
             return True
 
     def _measure_usage(self, revision: int) -> dict[str, object]:
-        """Return what this machine and its guests use, from one call of libvirt; see parse_answer()."""
         answer: dict[str, object] = {'version': 1, 'revision': revision}
         try:
             guests = self.hypervisor.read_usage()

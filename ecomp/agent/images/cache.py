@@ -175,11 +175,7 @@ class BaseVolumes:
                     part.unlink(missing_ok=True)
 
     def _make_room(self, more_bytes: int, size_bytes: int) -> int:
-        """Evict until `more_bytes` of a download fit; return how many further bytes are free then.
-
-        The least recently used volumes go first. A volume that is held or has an overlay stays. Raises BuildFailed and
-        evicts nothing if `size_bytes`, the whole download, exceeds the limit, or if eviction would free too little.
-        """
+        """Evict until `more_bytes` of a download fit; return how many further bytes are free then."""
         if size_bytes > self._limit_bytes:
             raise BuildFailed(
                 'image',
@@ -228,7 +224,6 @@ class BaseVolumes:
         return base_files
 
     def _remove_stale_notes(self) -> None:
-        """Remove the notes of images and of URLs that are not cached; malformed .url- files stay."""
         for path in self._directory.glob('.url-*.json'):
             with suppress(OSError, ValueError, KeyError, TypeError):
                 _, entry = _read_url_file(path)
@@ -317,7 +312,6 @@ def _parse_download(data: dict[str, Any]) -> Download:
 
 
 def _hold_file(path: Path) -> BaseHold:
-    """Open a base volume, flock it shared without waiting, and set its mtime to now. Raises OSError."""
     descriptor = _open_flocked(path, fcntl.LOCK_SH)
     try:
         os.utime(descriptor)
@@ -405,7 +399,6 @@ class Scrubber:
                 )  # fmt: skip
 
     def _hash_file(self, path: Path) -> str | None:
-        """Hash a file's content, at `bytes_per_second`; None if stop() was called. Raises OSError."""
         digest = hashlib.sha256()
         with path.open('rb', buffering=0) as file:
             while chunk := file.read(CHUNK_BYTES):
@@ -415,7 +408,6 @@ class Scrubber:
         return digest.hexdigest()
 
     def _list_users(self, path: Path) -> list[str]:
-        """Return the names, without .qcow2, of the files here that are on this base volume."""
         users = []
         for overlay in sorted(self._directory.glob('*.qcow2')):
             try:
@@ -588,7 +580,6 @@ class ImageCache:
     def _run_fetch(
         self, url: str, pin: str | None, part: Path, checkpoint: Checkpoint, report_progress: ProgressCallback
     ) -> Download:
-        """Run the program that downloads the image to `part`; BuildFailed, or EcompError if the program dies."""
         result: dict[str, Any] = {}
 
         def handle_answer(answer: dict[str, Any]) -> None:

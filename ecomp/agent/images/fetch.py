@@ -101,12 +101,7 @@ class Fetch:
         return None if sums is None else find_sha256(sums, self.url)
 
     def _store(self, stream: Stream, expected: str | None) -> Download:
-        """Write the stream to the file, durably; `expected` is its SHA-256, or None for any.
-
-        Raises:
-            BuildFailed: it is empty, not as long as announced or not `expected`, or there is no room.
-            ServerUnavailable: it is too slow.
-        """
+        """Write the stream to the file, durably; `expected` is its SHA-256, or None for any."""
         length = self._total_bytes = stream.version.length
         digest = hashlib.sha256()
         reserved = self.reserve(self.file.fileno(), length, 0) if length else 0

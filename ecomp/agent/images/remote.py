@@ -66,7 +66,6 @@ class RemoteSource:
         self._proxies = dict.fromkeys(('http', 'https'), egress.proxy_url) if egress.proxy_url else {}
 
     def open(self) -> Stream:
-        """Return a stream of the image."""
         with self._translate_errors():
             answer = self._expect_ok(self._request(self._url))
             # Undecoded: gzip could be a bomb. read1: a slow server could keep one read waiting past the deadline.
@@ -108,10 +107,7 @@ class RemoteSource:
         raise ServerUnavailable('image', reason) if is_temporary else BuildFailed('image', reason)
 
     def _request(self, url: str, headers: Mapping[str, str] | None = None) -> requests.Response:
-        """Return the answer, of any status and with its body unread, after up to MAX_REDIRECTS.
-
-        Redirects are checked like a first URL.
-        """
+        """Return the answer, of any status and with its body unread, after up to MAX_REDIRECTS."""
         current_url = url
         for hop in range(MAX_REDIRECTS + 1):
             if urlsplit(current_url).scheme == 'https':
@@ -262,7 +258,6 @@ def _load_tls_context(path: str, modified_ns: int) -> ssl.SSLContext:
 
 
 def _parse_version(answer: requests.Response) -> Version:
-    """Return the version in a response's headers; its length is None if unknown or chunked."""
     # A chunked response is as long as its chunks, whatever its content-length (RFC 9112, 6.3).
     length = '' if 'transfer-encoding' in answer.headers else answer.headers.get('content-length', '')
     return Version(

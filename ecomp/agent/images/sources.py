@@ -80,10 +80,7 @@ class EgressPolicy:
                 self._check_address(host, port, address)
 
     def _check_address(self, host: str, port: int, address: Address) -> None:
-        """Raise AddressRefused if a rule or `image_sources:` refuses the address, or etcd or placement is there.
-
-        Those two are refused at `port` only. Our own address is refused unless `image_sources:` lists exactly this one.
-        """
+        """Raise AddressRefused if a rule or `image_sources:` refuses the address, or etcd or placement is there."""
         reason = image.find_address_refusal(host, address, self.sources)
         if reason is None and self._resolves_to_control(port, address):
             reason = CONTROL_PLANE
@@ -210,7 +207,6 @@ class LocalSource:
         """No-op: nothing is open."""
 
     def _resolve_path(self) -> Path:
-        """Return the file's path, links resolved; BuildFailed if it is not under `directory`."""
         if self._directory is None:
             raise BuildFailed(
                 'image', f'{self._url}: this host accepts no local images. Fix: set `images:` in its compute.yaml'

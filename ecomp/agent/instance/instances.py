@@ -178,7 +178,6 @@ class Shutdowns:
     request_times: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def note_request(self, instance: str, now: float) -> None:
-        """Note that a guest was asked at `now`, for the first time or again."""
         self.request_times[instance] = self.request_times.get(instance, (now,))[0], now
 
     def find_actions(self, now: float) -> dict[str, ShutdownAction]:
@@ -197,7 +196,6 @@ class Shutdowns:
         return [when for pair in times for when in pair if when > after]
 
     def forget_all_but(self, running: Collection[str]) -> None:
-        """Forget the guests that are not running: they have shut down."""
         self.request_times = {each: times for each, times in self.request_times.items() if each in running}
 
 
@@ -551,10 +549,7 @@ class Instances:
     def _adopt(
         self, record: Record, revision: int, request: Request, guest: Guest, has_lost_record: bool, start_if_off: bool
     ) -> None:
-        """Record and remember a guest that exists; a lost record and a difference from its claim become faults.
-
-        With `start_if_off`, a guest that is off is started, unless its claim differs. Missing addresses are reserved.
-        """
+        """Record and remember a guest that exists; a lost record and a difference from its claim become faults."""
         remembered = self.memory.get_entries().get(record.instance)
         if has_lost_record and request.power is not None:
             # The power action may have been done long ago: only our own memory can tell that it was not.
@@ -602,7 +597,6 @@ class Instances:
         return record if guest.running else record.mark_off(self.now())
 
     def _record_progress(self, record: Record, revision: int) -> Record:
-        """Write a build's progress. If etcd gives no answer, log that; if Superseded, cancel the build."""
         try:
             return self.records.write(record, revision)
         except Superseded:
@@ -614,11 +608,7 @@ class Instances:
     def _fail(
         self, record: Record, revision: int, failure: Failure, remove_guest: bool = True, request: Request | None = None
     ) -> None:
-        """End an instance in error: remember the failure, remove its leftovers, then record that.
-
-        The failure is remembered with `request` (None: the remembered one), because the record may have to wait. With
-        `remove_guest` False domain and disk are not touched.
-        """
+        """End an instance in error: remember the failure, remove its leftovers, then record that."""
         if request is not None and request.image is not None:
             self.on_build_end(request.image, failure)  # before its user sees the failure, and tries again
         self.memory.remember(request, record, failure)
@@ -633,7 +623,6 @@ class Instances:
         TALLY.add('ecomp_build_failures_total', failure.stage)
 
     def _remove(self, instance: str, job: Step | None) -> None:
-        """Run `job`, unless it is None; then remove the instance's metadata, address reservations and claim."""
         if job is not None:
             self._run_step(job)
             failpoint('removed')
@@ -682,11 +671,7 @@ class Instances:
         self.records.write(record, revision)
 
     def _resume(self, record: Record, revision: int) -> str | None:
-        """Remove the ready report of an earlier boot and start the domain; return None or why it failed.
-
-        Raises Superseded and Unreachable. WorkerDied is counted in the record and raised, up to the attempt before
-        MAX_ATTEMPTS.
-        """
+        """Remove the ready report of an earlier boot and start the domain; return None or why it failed."""
         # If this host was silent since the plan, another one may have the instance: no start without a look at etcd.
         self.records.check_request(record.instance, revision)
         self.guest_data.remove_report(record.instance)

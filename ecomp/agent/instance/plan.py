@@ -110,10 +110,7 @@ def plan(
 
 
 def _plan_end(parsed: ParsedRequest, record: Record | None) -> tuple[Kind, str] | None:
-    """Return the task (kind, reason) that ends an instance or its request; None if it lives.
-
-    The first of CLEAR (state `gone`), REFUSE (malformed request), DESTROY (tombstone), CLEAR (state `error`).
-    """
+    """Return the task (kind, reason) that ends an instance or its request; None if it lives."""
     if record is not None and record.state == GONE:
         return Kind.CLEAR, 'the instance is gone, and a uuid is never used twice'
     if isinstance(parsed, InvalidRequest):
@@ -128,11 +125,7 @@ def _plan_end(parsed: ParsedRequest, record: Record | None) -> tuple[Kind, str] 
 def _plan_power(
     power: PowerAction | None, record: Record, guest: Guest | None, shutdown_action: ShutdownAction | None
 ) -> tuple[Kind, str] | None:
-    """Return the next step of a requested power action; None if it is done, must wait or has no guest.
-
-    A guest that is off: DONE for STOP, else START. A running guest that was not asked to shut down: DONE for START, or
-    for a reboot with SHUT_OFF recorded. Other running guests: SWITCH_OFF or None by `shutdown_action`, else SHUTDOWN.
-    """
+    """Return the next step of a requested power action; None if it is done, must wait or has no guest."""
     if power is None or power.is_done(record.power) or guest is None:
         return None
     reason = f'its {power.action} was requested'
@@ -148,11 +141,7 @@ def _plan_power(
 
 
 def _plan_upkeep(instance: str, record: Record | None, observations: Observations) -> tuple[Kind, str] | None:
-    """Return the task that makes guest and record agree, power actions aside; None if they do.
-
-    The first of BUILD (no record, or neither active nor stopped), VANISHED, START_AFTER_REBOOT, POWER (state or fault
-    differs), ADDRESS, READY.
-    """
+    """Return the task that makes guest and record agree, power actions aside; None if they do."""
     guest = observations.guests.get(instance)
     if record is None or record.state not in (ACTIVE, STOPPED):
         return Kind.BUILD, 'it was requested, but does not exist yet'
@@ -249,7 +238,6 @@ def find_fault(record: Record, guest: Guest | None) -> str | None:
 
 
 def _find_observed_fault(record: Record, guest: Guest | None) -> str | None:
-    """Return what is observed to be wrong: missing parts, else the guest's trouble and size; None if nothing."""
     if guest is None:
         return DOMAIN_AND_DISK_GONE
     if not guest.disk:

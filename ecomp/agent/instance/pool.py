@@ -86,7 +86,6 @@ class InlineRunner:
         self.waker.clear()
 
     def stop(self) -> None:
-        """Close the waker; there are no processes to stop."""
         self.waker.close()
 
     def _checkpoint(self, instance: str) -> None:
@@ -229,7 +228,6 @@ class _Ticket:
     began_at: float = math.inf
 
     def is_build_of(self, instance: str | None) -> bool:
-        """Return whether the job is a build, of this instance (None: of any)."""
         return isinstance(self.job, Build) and instance in (None, self.job.instance)
 
     @property
@@ -397,7 +395,6 @@ class Workers:
         return {ticket.image_in_flight for worker in self._workers for ticket in worker.tickets.values()} - {None}
 
     def _try_start(self) -> bool:
-        """Start a worker; if that fails, defer the next start, log a first failure and return False."""
         try:
             self._start()
         except (OSError, RuntimeError) as error:
@@ -410,7 +407,6 @@ class Workers:
         return True
 
     def _start(self) -> None:
-        """Start a worker, stop-only if it is the last of the size and no other is. Raises OSError or RuntimeError."""
         parent_end, child_end = self._context.Pipe()
         process = self._context.Process(
             target=self._entry, args=(child_end, self._settings), name='ecompute worker', daemon=True
@@ -437,7 +433,6 @@ class Workers:
         self._start_at = time.monotonic() + self._backoff.next()
 
     def _assign_jobs(self) -> None:
-        """Give queued jobs to workers: one each, up to MAX_CONCURRENT_STOPS to the stop-only one."""
         with self._lock:
             for worker in self._workers:
                 room = MAX_CONCURRENT_STOPS if worker.is_stop_only else 1

@@ -88,7 +88,6 @@ class Records:
             return None
 
     def forget(self, instance: str) -> None:
-        """Drop the cached record."""
         self._cache.pop(instance, None)
 
     def recheck(self, parsed_requests: Mapping[str, Request | InvalidRequest]) -> list[str]:
@@ -209,10 +208,7 @@ class Records:
         self._commit(instance, revision, lambda host: self._store.commit([host, *conditions], operations))
 
     def _commit(self, instance: str, revision: int, commit: Callable[[Unchanged], int | None]) -> int:
-        """Commit if the request is at `revision`; return the new revision or raise Superseded.
-
-        The cached record is dropped if it has, or may have, changed.
-        """
+        """Commit if the request is at `revision`; return the new revision or raise Superseded."""
         try:
             written = commit(Unchanged(keys.request(self._compute, instance), revision))
         except UnknownOutcome:
@@ -227,7 +223,6 @@ class Records:
         return keys.record(self._compute, instance)
 
     def _read(self, instance: str) -> RecordEntry:
-        """Read the record, an empty entry if absent; Unreadable if it is malformed."""
         key = self._get_key(instance)
         if (entry := self._store.get(key)) is None:
             return RecordEntry()
@@ -415,7 +410,6 @@ class _EtcdState:
     """The keys of one instance as read; commits hold only while these are unchanged."""
 
     def __init__(self, compute: str, store: Store, instance: str) -> None:
-        """Read the keys; errors of etcd are raised."""
         self.store = store
         self.compute = compute
         self.request_key, self.record_key = keys.request(compute, instance), keys.record(compute, instance)
