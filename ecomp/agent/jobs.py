@@ -28,53 +28,40 @@ MAX_BACKOFF_SECONDS = 15.0
 Result = TypeVar('Result')
 
 
-class _Deferral(NamedTuple):
-    """When a name is due (monotonic); `backoff` is None if it was deferred by a fixed time."""
-
-    due: float
-    backoff: Backoff | None
-
-
 class Deferrals:
     """The times, on the monotonic clock, until which names are deferred. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Lock()
-        self._deferrals: dict[str, _Deferral] = {}
+        self._deferrals: dict[str, tuple[float, Backoff]] = {}  # when each name is due
 
     def defer(self, name: str, seconds: float | None = None) -> float:
         """Defer `name` by `seconds` or (None) a back-off that grows each time; return its due time.
 
-        The back-off grows to MAX_BACKOFF_SECONDS, minus up to half at random; `seconds` make `name` forget it.
+        The back-off grows to MAX_BACKOFF_SECONDS, minus up to half at random.
         """
         with self._changed:
-            backoff = None
+            _, backoff = self._deferrals.get(name) or (0.0, Backoff(FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS))
             if seconds is None:
-                delay = self._deferrals.get(name)
-                backoff = (delay.backoff if delay else None) or Backoff(FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
                 seconds = backoff.next() * random.uniform(0.5, 1.0)
-            self._deferrals[name] = _Deferral(time.monotonic() + seconds, backoff)
-            return self._deferrals[name].due
+            due = time.monotonic() + seconds
+            self._deferrals[name] = due, backoff
+            return due
 
     def get_deferred(self, now: float) -> dict[str, float]:
-        """Return {name: due time} of names due after `now`; forget due ones without a back-off."""
+        """Return {name: due time} of names due after `now`."""
         with self._changed:
-            self._deferrals = {
-                name: delay for name, delay in self._deferrals.items() if delay.backoff or delay.due > now
-            }
-            return {name: delay.due for name, delay in self._deferrals.items() if delay.due > now}
+            return {name: due for name, (due, _) in self._deferrals.items() if due > now}
 
     def get_due_time(self, name: str) -> float:
         """Return the time until which `name` is, or was, deferred; inf if it has no deferral."""
         with self._changed:
-            delay = self._deferrals.get(name)
-            return delay.due if delay is not None else math.inf
+            return self._deferrals[name][0] if name in self._deferrals else math.inf
 
     def find_next_due(self, excluded: Collection[str]) -> float:
         """Return the earliest due time, maybe past, of names not excluded; inf if there are none."""
         with self._changed:
-            due_times = (delay.due for name, delay in self._deferrals.items() if name not in excluded)
-            return min(due_times, default=math.inf)
+            return min((due for name, (due, _) in self._deferrals.items() if name not in excluded), default=math.inf)
 
     def cancel(self, name: str) -> bool:
         """Cancel the deferral, due or not, and the back-off of `name`; return whether it had one."""

@@ -281,6 +281,7 @@ UNPLUGGED = 'its interface is on no bridge'
 INTERFACE_DOWN = 'its interface is down'
 UNFILTERED = 'its interface has no filter'
 REFUSED_METADATA = 'the metadata server refuses it'
+TROUBLE_KINDS = CRASHED, NO_SPACE, PAUSED, UNLIKE, UNPLUGGED, INTERFACE_DOWN, UNFILTERED, REFUSED_METADATA
 
 
 class Address(NamedTuple):

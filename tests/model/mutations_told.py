@@ -87,7 +87,7 @@ REPORTED = {
         'ecomp.agent.instance.records:_publish', replace_assignment('change', '([], [])'), 'accepted_and_destroyed'
     ),
     'a compute that publishes does not count quotas': make_bug(
-        'ecomp.agent.instance.records:_publish', never('is_new', 'queued'), 'accepted_by_two'
+        'ecomp.agent.instance.records:_restore_shared', never('is_uncharged'), 'accepted_by_two'
     ),
     'a compute that publishes does not restore groups': make_bug(
         'ecomp.shared.names:rejoin_group', replace_return('([unchanged], [])'), 'accepted_and_destroyed'
@@ -114,7 +114,7 @@ REPORTED = {
     ),
     'a compute that publishes ignores what was destroyed in a queue': make_bug(
         'ecomp.agent.instance.records:decide_republish',
-        drop_operand('was_destroyed', 'request'),
+        drop_operand('was_destroyed', 'present'),
         'destroyed_in_a_restored_queue',
     ),
     'forget without --fenced does not ask for claims': make_bug(

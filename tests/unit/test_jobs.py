@@ -218,16 +218,6 @@ def test_delay_doubles_per_failure_and_resets_on_success(clock: Clock) -> None:
     assert delays.get_due_time('a') - clock.now == FIRST_BACKOFF_SECONDS
 
 
-def test_fixed_delay_is_forgotten_when_due(clock: Clock) -> None:
-    delays = Deferrals()
-    delays.defer('race', 0.5)
-    delays.defer('failed')
-    assert delays.get_deferred(clock.now) == {'race': 100.5, 'failed': 100.5}
-    clock.now += 0.5
-    assert delays.get_deferred(clock.now) == {}
-    assert (delays.get_due_time('race'), delays.get_due_time('failed')) == (math.inf, 100.5)
-
-
 def test_next_due_time_skips_excluded_keys(clock: Clock) -> None:
     delays = Deferrals()
     assert delays.find_next_due(()) == math.inf

@@ -10,18 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ecomp.model.boots import find_previous_stop
-from ecomp.model.guest import (
-    CRASHED,
-    INTERFACE_DOWN,
-    NO_SPACE,
-    PAUSED,
-    REFUSED_METADATA,
-    UNFILTERED,
-    UNLIKE,
-    UNPLUGGED,
-    Address,
-    Guest,
-)
+from ecomp.model.guest import CRASHED, TROUBLE_KINDS, Address, Guest
 from ecomp.model.order import (
     SHUT_OFF,
     SHUTDOWN_REQUESTED,
@@ -204,20 +193,7 @@ DOMAIN_GONE = 'its domain is gone, its disk is there'
 DISK_GONE = 'its disk is gone'
 UNDEFINED = 'its domain runs and is not defined any more: once it stops it is gone'
 # The beginnings of the faults that end by themselves, once they are no longer observed.
-OBSERVED_FAULTS = (
-    DOMAIN_AND_DISK_GONE,
-    DOMAIN_GONE,
-    DISK_GONE,
-    UNDEFINED,
-    CRASHED,
-    NO_SPACE,
-    PAUSED,
-    UNLIKE,
-    UNPLUGGED,
-    INTERFACE_DOWN,
-    UNFILTERED,
-    REFUSED_METADATA,
-)
+OBSERVED_FAULTS = (DOMAIN_AND_DISK_GONE, DOMAIN_GONE, DISK_GONE, UNDEFINED, *TROUBLE_KINDS)
 
 
 def find_fault(record: Record, guest: Guest | None) -> str | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -274,6 +275,10 @@ class EtcdView:
     record: Record | None = None
     was_destroyed: bool = False
 
+    def is_over(self, compute: str) -> bool:
+        """Return whether the record is another compute's, or of an end, which was written after it was remembered."""
+        return self.record is not None and (self.record.compute != compute or self.record.state in END_STATES)
+
 
 @dataclass(frozen=True)
 class Publish:
@@ -298,23 +303,20 @@ def decide_republish(
     is neither here nor requested. An accepted destroy is published as a tombstone. Another request is published only if
     etcd has none, or if the remembered power action differs. A claim is made only for a domain or disk here.
     """
-    if etcd_view.record is not None and (etcd_view.record.compute != compute or etcd_view.record.state in END_STATES):
-        return None  # another compute's, or its end was written after it was remembered
-    if isinstance(etcd_view.request, InvalidRequest) or (
-        etcd_view.request is not None and etcd_view.request.is_tombstone
-    ):
+    present = etcd_view.request
+    if etcd_view.is_over(compute) or isinstance(present, InvalidRequest) or (present and present.is_tombstone):
         return None
     request, record = remembered.request, remembered.record
     if record.state == BUILDING and etcd_view.record is not None and etcd_view.record.state in (ACTIVE, STOPPED):
         record = etcd_view.record  # it reached that state, which could not be remembered here
-    if record.state == DESTROYING or (etcd_view.was_destroyed and etcd_view.request is None):
+    if record.state == DESTROYING or (etcd_view.was_destroyed and present is None):
         # Its destroy was accepted: here, where it may be half done, or when it waited again in a restored queue.
         return Publish(replace(request, allocations={}, image=None, former_resources=request.resources), record, None)
-    if etcd_view.request is None and not has_domain_or_disk and 'started' in record.stages:
+    if present is None and not has_domain_or_disk and 'started' in record.stages:
         return Drop()
-    parsed = request if etcd_view.request is None else None
-    if etcd_view.request is not None and request.power not in (None, etcd_view.request.power):
-        parsed = replace(etcd_view.request, power=request.power)  # otherwise an older power action would be repeated
+    parsed = request if present is None else None
+    if present is not None and request.power not in (None, present.power):
+        parsed = replace(present, power=request.power)  # otherwise an older power action would be repeated
     return Publish(parsed, record, request if has_domain_or_disk else None)
 
 
@@ -323,9 +325,7 @@ def make_end_record(compute: str, etcd_view: EtcdView, now: str) -> Record | Non
 
     Needed if etcd has a valid request that is no tombstone, and no record of its end or of another compute.
     """
-    if not isinstance(etcd_view.request, Request) or etcd_view.request.is_tombstone:
-        return None
-    if etcd_view.record is not None and (etcd_view.record.compute != compute or etcd_view.record.state in END_STATES):
+    if not isinstance(etcd_view.request, Request) or etcd_view.request.is_tombstone or etcd_view.is_over(compute):
         return None
     record = etcd_view.record or records.make_record(compute, etcd_view.request, now)
     return replace(record.enter_state(GONE, now, 'gone'), fault=ENDED_BEFORE_FAULT)
@@ -467,21 +467,7 @@ def _publish(state: _EtcdState, step: Publish, placement: Placement, queued: Col
         log.error("instance %s: its name %s is another instance's now", record.instance, record.name)
     name_conditions, operations = change or ([], [])
     request, is_new = step.request, state.parse_view().request is None
-
-    def make_shared() -> Change:
-        """Return the changes of group and quota; a malformed one is left to the audit."""
-        conditions, changes = list[Unchanged](), list[Put | Delete]()
-        if request is not None and not request.is_tombstone:
-            with suppress(Unreadable):
-                unchanged, joins = names.rejoin_group(state.store, request.group, record.instance, record.compute)
-                conditions, changes = [*conditions, *unchanged], [*changes, *joins]
-        if request is not None and is_new and not queued:
-            with suppress(Unreadable):
-                # It was delivered after the backup of this etcd, so the quota lacks it; its end will subtract it.
-                unchanged, counts = names.recharge_quota(state.store, record.project_id, record.resources)
-                conditions, changes = [*conditions, *unchanged], [*changes, *counts]
-        return conditions, changes
-
+    make_shared = partial(_restore_shared, state.store, record, request, is_uncharged=is_new and not queued)
     if request is not None:
         operations.append(Put(state.request_key, encode(request)))
         for entry in queued if is_new else ():
@@ -500,6 +486,19 @@ def _publish(state: _EtcdState, step: Publish, placement: Placement, queued: Col
     if step.claim is not None and (fault := _ensure_claim(placement, step.claim)):
         log.error('instance %s: %s', record.instance, fault)
     return True
+
+
+def _restore_shared(store: Store, record: Record, request: Request | None, is_uncharged: bool) -> Change:
+    """Return the changes of group and quota; a malformed one is left to the audit."""
+    changes: list[Change] = []
+    if request is not None and not request.is_tombstone:
+        with suppress(Unreadable):
+            changes.append(names.rejoin_group(store, request.group, record.instance, record.compute))
+    if request is not None and is_uncharged:
+        with suppress(Unreadable):
+            # It was delivered after the backup of this etcd, so the quota lacks it; its end will subtract it.
+            changes.append(names.recharge_quota(store, record.project_id, record.resources))
+    return [each for unchanged, _ in changes for each in unchanged], [each for _, writes in changes for each in writes]
 
 
 def _find_other_compute(placement: Placement, compute: str, instance: str) -> str:
