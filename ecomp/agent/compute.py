@@ -97,6 +97,7 @@ Admit = Callable[[Set[str]], None]
 
 
 def make_fake_host(fake: Fake, config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> HostServices:
+    """Make a host without libvirt (--fake), which runs jobs in the caller's thread; errors of `admit` are raised."""
     from ecomp.virt.fake import FakeHypervisor
 
     data = GuestData(config.state / 'metadata')
@@ -174,6 +175,7 @@ def detect_traits(hypervisor: Hypervisor, virt_type: str) -> frozenset[str]:
 
 
 def count_workers(config: ComputeConfig) -> int:
+    """Return how many workers start."""
     return config.workers or min(os.cpu_count() or 1, MAX_DEFAULT_WORKERS)
 
 

@@ -207,17 +207,10 @@ class Upkeep:
 
     def _answer_all(self) -> float:
         """Answer questions about usage at once, others after a second look; log errors; return when to look again."""
-        questions, own = self._questions, self.compute.encode()
+        questions = self._questions
         self._answered &= questions.keys()
+        self._answer_usage({key: entry for key, entry in questions.items() if key.endswith(keys.USAGE_QUESTION)})
         new = {key: entry for key, entry in questions.items() if key not in self._answered}
-        usage = {key: entry for key, entry in new.items() if key.endswith(keys.USAGE_QUESTION)}
-        if asked := [each.revision for each in usage.values() if not each.value or own in each.value]:
-            self._has_published_usage = True
-            self.publish(keys.usage(self.compute), dump(self._measure_usage(max(asked))))
-        elif self._has_published_usage and not any(key.endswith(keys.USAGE_QUESTION) for key in questions):
-            self._has_published_usage = False
-            self.publish(keys.usage(self.compute), None)
-        self._answered |= usage.keys()
         parts = {key: key.removeprefix(keys.AUDIT).partition('/')[2] for key in new}  # of all computes, or of one
         looks = {key: entry for key, entry in new.items() if parts[key] in ('', self.compute)}
         if looks and time.monotonic() < self._next_look:
@@ -233,6 +226,16 @@ class Upkeep:
             log.exception('unexpected error while this host looks at itself')
         self._answered |= looks.keys()
         return math.inf
+
+    def _answer_usage(self, questions: Mapping[str, Entry]) -> None:
+        new, own = [each for key, each in questions.items() if key not in self._answered], self.compute.encode()
+        if asked := [each.revision for each in new if not each.value or own in each.value]:
+            self._has_published_usage = True
+            self.publish(keys.usage(self.compute), dump(self._measure_usage(max(asked))))
+        elif self._has_published_usage and not questions:
+            self._has_published_usage = False
+            self.publish(keys.usage(self.compute), None)
+        self._answered |= questions.keys()
 
     def _answer_looks(self, looks: Mapping[str, Entry]) -> None:
         answered, self._begun = looks.keys() & self._begun, set(looks.keys() - self._begun)
