@@ -393,9 +393,8 @@ class Compute:
     def register(self) -> None:
         """Check that this compute may run here, save its identity, register it in placement, and make its parts.
 
-        It also corrects the memory by etcd, and DHCP by the memory. In an unfamiliar etcd it only makes the parts.
-        Raises Conflict if another ecompute is this compute, or a compute that is not alive has guests here; UsageError
-        for a wrong configuration. Errors of etcd, placement and the hypervisor are raised.
+        In an unfamiliar etcd it only makes the parts. Raises Conflict if another ecompute is this compute, or a compute
+        that is not alive has guests here; UsageError for a wrong configuration; errors of backends and the hypervisor.
         """
         config, fake, familiar = self._config, self._environment.fake, self._environment.is_familiar_etcd
         placement = self._environment.placement

@@ -294,11 +294,7 @@ class Loop:
         self.is_busy = False
 
     def schedule(self, moment: float = 0.0) -> None:
-        """Call `step` by this time (monotonic; 0: now), once more if it runs; no-op after stop(). From any thread.
-
-        Raises:
-            RuntimeError: no thread can be started.
-        """
+        """Call `step` by this time (monotonic; 0: now), once more if it runs; no-op after stop(). From any thread."""
         with self._changed:
             if moment < self._due and not self._is_stopped:
                 if self._thread is None:

@@ -179,10 +179,7 @@ class Planner:
         self.retry_now()
 
     def recheck(self) -> None:
-        """Forget records that other processes changed, and wake the planner if any; end builds without a request.
-
-        Raises errors of reading records; logs those of ending a build. After MAX_CLEANUP_SECONDS no more are ended.
-        """
+        """Forget records that other processes changed, and wake the planner if any; end builds without a request."""
         busy = self.get_in_flight()
         parsed_requests = {name: parsed for name, (_, parsed) in self._parsed_requests.items() if name not in busy}
         changed = self._instances.records.recheck(parsed_requests)
@@ -201,11 +198,7 @@ class Planner:
                 break  # placement is slow or unreachable, and plans must not wait for it
 
     def carry_out(self, work: Work) -> None:
-        """Do the work, log and defer failures, and wake the planner.
-
-        A build is skipped while builds are stopped. If the request changed, the next step plans again; a build without
-        a request is ended.
-        """
+        """Do the work, log and defer failures, and wake the planner."""
         task, instance, started_at = work.task, work.instance, time.monotonic()
         log.debug('%s %s: %s', task.kind.value, instance, task.reason)
         try:

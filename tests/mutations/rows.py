@@ -249,7 +249,7 @@ ROWS = (
     Row(
         'the inspection of an image may take any amount of memory',
         'ecomp/agent/images/inspection.py',
-        "    resource.setrlimit(resource.RLIMIT_AS, (job['memory_bytes'], job['memory_bytes']))\n",
+        '    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))\n',
         '',
         ('tests/security/test_images.py::test_image_inspection_has_a_memory_limit',),
     ),

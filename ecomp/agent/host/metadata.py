@@ -93,7 +93,7 @@ def serve_metadata(
     """Start a metadata server if none answers, at its address on the guests' bridge; return a function to repeat that.
 
     Call and function may raise EcompError. Without a bridge that libvirt made both do nothing; if `is_required`, the
-    call logs that. `at_exit` stops our server, and removes the address if ecompute added it.
+    call logs that.
     """
     bridge = libvirt.find_bridge()
     if bridge is None:

@@ -185,9 +185,8 @@ class Registration:
     def register(self, is_closing: Callable[[], bool] = lambda: False) -> None:
         """Make and correct the provider, and enable it unless an operator disabled it.
 
-        Once is_closing() is true, traits, aggregates and inventory are left as they are. The inventory is written last,
-        so a right inventory means that an earlier run was complete. Raises EcompError if provider.json cannot be
-        written, UsageError if placement does not know a configured trait.
+        Once is_closing() is true, traits, aggregates and inventory are left as they are. Raises EcompError if
+        provider.json cannot be written, UsageError if placement does not know a configured trait.
         """
         is_right = self._read_provider()
         is_new = self.provider is None and providers.ensure_provider(self.placement, self.compute)
@@ -204,6 +203,7 @@ class Registration:
         if not is_right:
             self.provider = None
             before = 0 if is_new and not has_changed_names else None
+            # Written last: a right inventory means that an earlier run was complete.
             generation = providers.set_inventory(self.placement, self.compute, self.inventory, before, is_closing)
             self._last_good_check.record(generation)
             self.created_generation = generation if is_new else None

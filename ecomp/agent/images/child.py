@@ -35,10 +35,8 @@ def run_program(
 ) -> int:
     """Run a module as a program; call `handle_answer` for each answer, and return the exit code.
 
-    `checkpoint` is called every CHECKPOINT_SECONDS. An error of it kills the program and is raised.
-
-    Raises:
-        EcompError: the program cannot be started.
+    `checkpoint` is called every CHECKPOINT_SECONDS; an error of it kills the program and is raised. Raises EcompError
+    if the program cannot be started.
     """
     try:
         child = start_program(module)

@@ -67,10 +67,7 @@ def _make_timeout_error() -> BuildFailed:
 
 
 def main() -> None:
-    """Run the child: answer with the `format` and `virtual_size` of a file, or the `reason` against it.
-
-    For a qcow2 it exits as qemu-img does.
-    """
+    """Run the child: answer with the `format` and `virtual_size` of a file, or the `reason` against it."""
     path, seconds, memory_bytes, qemu_bytes = read_job()
     # The soft limit ends the child with SIGXCPU, which tells the parent the reason.
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
@@ -89,10 +86,7 @@ def main() -> None:
 
 
 def _become_qemu_img(path: Path, data_bytes: int) -> None:
-    """Replace this process by a qemu-img that opens the whole file; exit EXIT_NO_QEMU_IMG without it.
-
-    `qemu-img info` skips a part of it. The process keeps its parent, its used time and the signals that end it.
-    """
+    """Replace this process by a qemu-img that opens the whole file, of which `qemu-img info` skips a part."""
     program = shutil.which('qemu-img')
     if program is None:
         os._exit(EXIT_NO_QEMU_IMG)

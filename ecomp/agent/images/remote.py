@@ -150,9 +150,7 @@ class RemoteSource:
     def open_socket(self, connection: HTTPConnection) -> socket.socket:
         """Connect to the first address of the host that answers; with a proxy, of the proxy.
 
-        Raises:
-            AddressRefused: any address is refused.
-            HTTPError: no address can be connected to; the last failure.
+        Raises AddressRefused if any address is refused, HTTPError if none can be connected to.
         """
         host, port = connection.host.strip('[]'), connection.port
         try:

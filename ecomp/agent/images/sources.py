@@ -48,10 +48,7 @@ class EgressPolicy:
     def resolve(self, host: str, port: int) -> list[Address]:
         """Resolve a host to connect to, and check each address unless it is the proxy's.
 
-        Raises:
-            AddressRefused: an address is refused.
-            OSError: the name cannot be resolved.
-            ValueError: an address is malformed.
+        Raises AddressRefused; OSError for a name that cannot be resolved, ValueError for a malformed address.
         """
         addresses = resolve_addresses(host)
         if self.proxy_url is None:

@@ -106,11 +106,9 @@ def carry_out(
 ) -> None:
     """Run a job; a build returns once the domain runs, or undoes its steps and raises.
 
-    If the domain already runs (built before a restart), the build only reports 'started'. Otherwise `report` gets
-    'image', 'disk', 'started' and the Progress of the download. A build calls `checkpoint` before each step and while
-    it waits for the image; `checkpoint` may raise Cancelled to end it. A Step calls neither. Raises BuildFailed
-    (cannot be built), Conflict (a domain or volume of its name is not ecomp's, or is another compute's) and EcompError
-    (the hypervisor is unreachable, or the image could not be inspected).
+    A build calls `checkpoint`, which may raise Cancelled to end it, before each step and while it waits for the image.
+    Raises BuildFailed (cannot be built), Conflict (a domain or volume of its name is not ecomp's, or is another
+    compute's) and EcompError (the hypervisor is unreachable, or the image could not be inspected).
     """
     if isinstance(job, Step):
         job.carry_out(hypervisor)

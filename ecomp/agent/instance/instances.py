@@ -252,10 +252,8 @@ class Instances:
     def build(self, request: Request, revision: int, guest: Guest | None) -> None:
         """Build the guest once placement confirms its claim (rule: confirmed-claim), and record it as active.
 
-        No-op if recorded as active or stopped. A guest that may have run is adopted; a removal after an earlier failure
-        is completed. Unreachable is raised, uncounted. Any other unknown EcompError is counted and raised. The
-        MAX_ATTEMPTS-th of these, and every known failure (an OSError, too), ends the instance in error without raising.
-        A cancelled build raises Superseded.
+        A guest that may have run is adopted instead. A failure that is known, or the MAX_ATTEMPTS-th, ends the instance
+        in error without raising; only Unreachable is not counted. A cancelled build raises Superseded.
         """
         instance = request.instance
         stored = self.records.get(instance)
@@ -390,11 +388,7 @@ class Instances:
         self.memory.record_end(instance)
 
     def refuse(self, parsed: InvalidRequest, revision: int, guest: Guest | None) -> None:
-        """End a malformed request in error, unless that would remove a guest.
-
-        The reason becomes the fault of an active, stopped, destroying or just built instance. Another guest that may
-        have run, or has no record, is kept. For it, and for a key without a uuid, the reason is only logged.
-        """
+        """End a malformed request in error, unless that would remove a guest."""
         instance, reason = parsed.instance, parsed.reason
         if not keys.is_uuid(instance):
             name = make_printable(keys.request(self.compute, instance), 200)
@@ -422,11 +416,7 @@ class Instances:
         self._fail(record, revision, Failure('scheduled', reason, ''))  # also removes a disk without a domain
 
     def end_without_request(self, instance: str, guest: Guest | None) -> None:
-        """End a cancelled build whose request was deleted; a built guest is kept, with a fault.
-
-        No-op if the instance is not `building` or has a request. An instance without a record may have ended long ago:
-        nothing is written to etcd. Unless its guest is built, its claim and what it has on this host are removed.
-        """
+        """End a cancelled build whose request was deleted; a built guest is kept, with a fault. Else no-op."""
         record, remembered = self.records.get(instance), self.memory.get_entries().get(instance)
         last = record or (remembered.record if remembered else None)
         if last is None or last.state != BUILDING or self.store.get(keys.request(self.compute, instance)) is not None:

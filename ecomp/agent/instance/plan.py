@@ -154,7 +154,6 @@ def has_new_address(record: Record, addresses: Mapping[str, Address], now: str =
     """Return whether there is an address to record: a new one, or the first since a boot.
 
     The first one since a boot must be of the first interface, and its lease not older than the end of the boot before.
-    The lease may be of any age if one of these times is unknown, or that end is after `now` (ISO 8601, '' if unknown).
     """
     if any(
         interface.mac in addresses and addresses[interface.mac].address != interface.address
@@ -197,11 +196,7 @@ OBSERVED_FAULTS = (DOMAIN_AND_DISK_GONE, DOMAIN_GONE, DISK_GONE, UNDEFINED, *TRO
 
 
 def find_fault(record: Record, guest: Guest | None) -> str | None:
-    """Return the fault to record for a guest that was active before; None if there is none.
-
-    An observed fault replaces the recorded one. If none is observed, a recorded one with a part that is not of
-    OBSERVED_FAULTS is kept (a failed start: until the guest runs), and CRASHED while the guest is off.
-    """
+    """Return the fault to record for a guest that was active before; None if there is none."""
     observed = _find_observed_fault(record, guest)
     if observed is None and guest is not None and guest.running and (record.fault or '').startswith(START_FAILED):
         return None

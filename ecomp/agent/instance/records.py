@@ -156,13 +156,11 @@ class Records:
             self._commit(instance, revision, lambda host: self._store.commit([host], [booted]))
 
     def end(self, record: Record, revision: int) -> None:
-        """Write the last record, on a lease, and release the instance's keys in one transaction.
+        """Write the last record, on a lease, and release the instance's keys in one transaction; the end is remembered.
 
-        These are its request, name, group slot and quota charge, and its address if this compute wrote it. The name of
-        an instance in error moves to the record's lease. If another compute has a request for an instance in error,
-        name, group and quota stay for that request; if no end there releases them, `audit --fix` does. If etcd is full,
-        NoSpace passes for an instance in error. Any other instance ends without a record then, and the audit releases
-        its group and quota. The end is remembered.
+        The name of an instance in error moves to the record's lease. If another compute has a request for it, name,
+        group and quota stay for that request. If etcd is full, an instance in error raises NoSpace; any other one ends
+        without a record, and the audit releases its group and quota.
         """
         instance = record.instance
         removed = [keys.request(self._compute, instance)]
@@ -299,9 +297,7 @@ def decide_republish(
 ) -> Publish | Drop | None:
     """Decide what to republish of an instance that had not ended; None for nothing. Pure.
 
-    None if etcd has its end, another compute's record, a malformed request or a tombstone. Drop if it was started, and
-    is neither here nor requested. An accepted destroy is published as a tombstone. Another request is published only if
-    etcd has none, or if the remembered power action differs. A claim is made only for a domain or disk here.
+    Another request is published only if etcd has none, or if the remembered power action differs.
     """
     present = etcd_view.request
     if etcd_view.is_over(compute) or isinstance(present, InvalidRequest) or (present and present.is_tombstone):
@@ -321,10 +317,7 @@ def decide_republish(
 
 
 def make_end_record(compute: str, etcd_view: EtcdView, now: str) -> Record | None:
-    """Make the record of an instance that ended here within a day; None if not needed. Pure.
-
-    Needed if etcd has a valid request that is no tombstone, and no record of its end or of another compute.
-    """
+    """Make the record of an instance that ended here, if etcd has its request and not its end; else None. Pure."""
     if not isinstance(etcd_view.request, Request) or etcd_view.request.is_tombstone or etcd_view.is_over(compute):
         return None
     record = etcd_view.record or records.make_record(compute, etcd_view.request, now)
