@@ -340,11 +340,15 @@ def republish(
             for _ in range(MAX_TRIES):
                 state = _EtcdState(compute, store, instance)
                 step = decide_republish(compute, remembered, instance in local_instances, state.parse_view())
-                if isinstance(step, Publish) and (other_compute := _find_other_compute(placement, compute, instance)):
+                if not isinstance(step, Publish):
+                    break
+                claimed_on = find_compute(allocations.read_consumer(placement, instance).allocations)
+                if claimed_on not in ('', compute):
                     if instance in local_instances:
-                        log.error(CLAIMED_ELSEWHERE, instance, other_compute)
+                        log.error(CLAIMED_ELSEWHERE, instance, claimed_on)
                     step = None
-                if not isinstance(step, Publish) or _publish(state, step, placement, queued.get(instance, ())):
+                    break
+                if _publish(state, step, placement, queued.get(instance, ())):
                     break
                 queued = _list_queued(store)
             else:
@@ -371,7 +375,8 @@ def _end_again(compute: str, store: Store, instance: str, queued: Collection[Ent
         """Return whether it was requested here, once it is ended; None on a conflict."""
         state = _EtcdState(compute, store, instance)
         last_record = make_end_record(compute, state.parse_view(), now)
-        is_ended = last_record is None or state.end(last_record)
+        removed = [state.request_key, state.booted_key]
+        is_ended = last_record is None or bool(ends.write_final_record(store, last_record, state.unchanged, removed))
         is_ended = is_ended and all(_end_queued(compute, store, entry.key, now) for entry in queued)
         return last_record is not None if is_ended else None
 
@@ -409,7 +414,7 @@ class _EtcdState:
         self.booted_key, self.waiting_key = keys.address(instance), keys.record('', instance)
         read = (self.request_key, self.record_key, self.waiting_key)
         self._entries = store.read(read)
-        self._unchanged = [Unchanged(key, get_revision(self._entries.get(key))) for key in read]
+        self.unchanged = [Unchanged(key, get_revision(self._entries.get(key))) for key in read]
 
     def parse_view(self) -> EtcdView:
         """Parse what was read. Unreadable if the record is malformed or of a newer version."""
@@ -421,21 +426,6 @@ class _EtcdState:
         request_entry = self._entries.get(self.request_key)
         parsed = parse_request(self.compute, self.request_key, request_entry.value) if request_entry else None
         return EtcdView(parsed, record, self.waiting_key in self._entries)
-
-    def commit(
-        self, operations: Collection[Put | Delete], conditions: Collection[Unchanged], make_shared: Callable[[], Change]
-    ) -> bool:
-        """Commit with make_shared()'s change; False on a conflict."""
-        unchanged = [*self._unchanged, *conditions]
-        written = names.commit_with_shared(
-            self.store, unchanged, list(operations), make_shared, settlement=Settlement()
-        )
-        return written is not None
-
-    def end(self, record: Record) -> bool:
-        """Write the last record, delete request and address, release shared keys; False on a conflict."""
-        removed = [self.request_key, self.booted_key]
-        return ends.write_final_record(self.store, record, self._unchanged, removed) is not None
 
 
 def _list_queued(store: Store) -> Mapping[str, Sequence[Entry]]:
@@ -473,7 +463,8 @@ def _publish(state: _EtcdState, step: Publish, placement: Placement, queued: Col
             operations.append(Put(state.booted_key, record.address))
     if not operations and not make_shared()[1]:
         return True
-    if not state.commit(operations, name_conditions, make_shared):
+    conditions = [*state.unchanged, *name_conditions]
+    if names.commit_with_shared(state.store, conditions, operations, make_shared, settlement=Settlement()) is None:
         return False
     # An attempt that found nothing of the instance in etcd may have released its claim: check it again.
     if step.claim is not None and (fault := _ensure_claim(placement, step.claim)):
@@ -492,11 +483,6 @@ def _restore_shared(store: Store, record: Record, request: Request | None, is_un
             # It was delivered after the backup of this etcd, so the quota lacks it; its end will subtract it.
             changes.append(names.recharge_quota(store, record.project_id, record.resources))
     return [each for unchanged, _ in changes for each in unchanged], [each for _, writes in changes for each in writes]
-
-
-def _find_other_compute(placement: Placement, compute: str, instance: str) -> str:
-    claimed_on = find_compute(allocations.read_consumer(placement, instance).allocations)
-    return claimed_on if claimed_on != compute else ''
 
 
 def _ensure_claim(placement: Placement, request: Request) -> str:
