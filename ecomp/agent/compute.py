@@ -504,7 +504,6 @@ class Compute:
         self.daemon.begin()
 
     def stop(self) -> None:
-        """Stop all parts in reverse order, and wait for them. Guests keep running."""
         self._at_exit.close()
 
     def __str__(self) -> str:
@@ -525,11 +524,9 @@ class Compute:
             self._taking.on_hosts(state)
 
     def on_computes(self, state: Entries) -> None:
-        """Schedule a check of the presence key if it is not as it was put."""
         self._presence.on_computes(state)
 
     def on_lost(self, error: EcompError) -> None:
-        """Report that etcd cannot be followed; on_back() ends this failure."""
         self._failures.report_failure(FOLLOWING, error)
 
     def on_back(self) -> None:

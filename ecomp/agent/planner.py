@@ -295,7 +295,6 @@ class Planner:
         )
 
     def _update_unmanaged(self, guests: Mapping[str, Guest]) -> None:
-        """Find the guests without a request; log new ones whose destroy `host forget` did not complete."""
         unmanaged = guests.keys() - self._parsed_requests.keys()
         strangers = unmanaged - self._unmanaged
         self._forgotten |= self._instances.find_forgotten(strangers) if strangers else {}
@@ -322,7 +321,6 @@ class Planner:
         self.failures.attempt(SAVING_UNHANDLED, save)
 
     def _read_parsed_requests(self, state: Mapping[str, Entry]) -> None:
-        """Parse changed requests, sum `held_resources`; refuse new ones, except tombstones, beyond MAX_REQUESTS."""
         before = self._parsed_requests
         self._parsed_requests = {}
         prefix = keys.request_prefix(self._instances.compute)

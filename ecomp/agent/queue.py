@@ -235,7 +235,6 @@ class Taker:
         return self._fits_by_query[flavor.query]
 
     def _choose(self, backlog: Backlog) -> WaitingEntry | None:
-        """Choose the oldest request that fits and that this compute may take; defer those that it may not."""
         fitting = {query for query, flavor in backlog.flavors.items() if self._fits(flavor)}
         while fitting:
             deferred = self.deferrals.get_deferred(time.monotonic())
@@ -293,7 +292,6 @@ class Taker:
         return True
 
     def _try(self, place: WaitingEntry) -> None:
-        """Take the request, or note why that failed. Other errors of etcd and placement are raised."""
         instance, flavor = place.entry.instance, place.entry.flavor
         self.deferrals.defer(instance)  # also if it is taken, because the followed state may be stale
 
@@ -437,7 +435,6 @@ class Taker:
         claim(self._placement, new_claims, requester, check, above)
 
     def _move(self, place: WaitingEntry, taker_revision: int) -> bool:
-        """Move the request to our /hosts key; return whether it was moved. Conflict if its group forbids that."""
         waiting = place.entry
         queue_key, instance = waiting.key, waiting.instance
         mark_key, request_key = keys.taker(queue_key), keys.request(self.compute, instance)

@@ -270,7 +270,6 @@ class Identity:
         return configured
 
     def choose_token(self) -> str:
-        """Return the token, saved or new, for save() to write; may raise UsageError or OSError."""
         return self._read_or_make('token')
 
     def save(self) -> None:
@@ -297,7 +296,6 @@ class Identity:
             os.pwrite(self._lock, holder, 0)
 
     def _read_or_make(self, name: str) -> str:
-        """Return the uuid in the file `name`, or a new one for save() to write; UsageError if it is malformed."""
         if name in self._unsaved:
             return self._unsaved[name]
         path = self.directory / name

@@ -146,7 +146,6 @@ class Upkeep:
                     log.warning('%s %s: %s', finding.code, finding.subject, self._repair(world, finding))
 
     def _look(self, is_asked: bool) -> tuple[World, dict[Finding, float]]:
-        """Look once; return what was seen, and for how many seconds each finding. Raises errors of read_world()."""
         now = time.monotonic()
         world = self.read_world(is_asked)
         revisions = index_revisions(world.planes.etcd)
@@ -260,7 +259,6 @@ class Upkeep:
                 self._publish(report._replace(revision=max(looks[key].revision for key in answered)))
 
     def _repair(self, world: World, finding: Finding, age_seconds: float = math.inf) -> str:
-        """Repair a finding of this host; return what was done, also for an error."""
         if age_seconds < CONFIRMATION_SECONDS:
             return f'not repaired: it was first seen {age_seconds:.0f} s ago. Try: the same command in a minute'
         try:

@@ -72,7 +72,6 @@ class BaseVolumes:
         self._limit_bytes = limit_bytes
 
     def lock_url(self, url: str, checkpoint: Callable[[], None]) -> AbstractContextManager[None]:
-        """Lock a URL against other threads and processes; waits, calling `checkpoint`."""
         # Not a blocking lock: a destroy must not wait for another instance's download.
         return self._hold_lock(self.get_part_path(url).stem, CHECKPOINT_SECONDS, checkpoint)
 
@@ -322,7 +321,6 @@ def _hold_file(path: Path) -> BaseHold:
 
 
 def _open_flocked(path: Path, lock_type: int) -> int:
-    """Open and flock a file; BlockingIOError if another process holds a conflicting lock."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, lock_type | fcntl.LOCK_NB)
@@ -532,7 +530,6 @@ class ImageCache:
             return hold
 
     def _ask(self, url: str, version: Version, checkpoint: Checkpoint) -> bool:
-        """Ask the server whether the URL still has this version; ServerUnavailable after MAX_CHECK_SECONDS."""
         asked_at = time.monotonic()
 
         def ask() -> bool:
@@ -556,7 +553,6 @@ class ImageCache:
         log.warning('the cached image is used without a check for a newer one: %s', error.reason)
 
     def _fetch(self, url: str, pin: str | None, checkpoint: Checkpoint, report_progress: ProgressCallback) -> BaseHold:
-        """Download, inspect, cache, record and hold the image, whatever is cached. `pin` None accepts any content."""
         began_at, part = time.monotonic(), self._bases.get_part_path(url)
         part.unlink(missing_ok=True)  # of a worker that was killed
         try:

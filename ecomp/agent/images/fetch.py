@@ -151,7 +151,6 @@ class Fetch:
 
     @contextmanager
     def _limit_wait(self, awaited: str) -> Iterator[None]:
-        """Limit the block, which waits for `awaited`, to MAX_ANSWER_SECONDS."""
         ends_at = time.monotonic() + MAX_ANSWER_SECONDS
         self.source.deadline = min(ends_at, self._ends_at)
         try:

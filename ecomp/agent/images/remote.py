@@ -138,7 +138,6 @@ class RemoteSource:
 
     @contextmanager
     def _translate_errors(self, url: str = '') -> Iterator[None]:
-        """Turn the errors of reading an answer into ServerUnavailable, and those of malformed HTTP into BuildFailed."""
         try:
             yield
         except (HTTPError, OSError) as error:
@@ -281,7 +280,6 @@ def describe_failure(error: Exception) -> str:
 
 
 def _resolve_redirect(url: str, current_url: str, location: str) -> str:
-    """Return the URL to follow to `location`; BuildFailed, not quoting it, if it is refused."""
     try:
         target = check_image(urldefrag(urljoin(current_url, location)).url)
     except ValueError:

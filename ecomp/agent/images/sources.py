@@ -89,7 +89,6 @@ class EgressPolicy:
             raise AddressRefused(f'{host} is {address}', reason)
 
     def _resolves_to_control(self, port: int, address: Address) -> bool:
-        """Resolve etcd and placement; return whether one with this port is there (on loopback: at any own address)."""
         target_addresses = set(expand_address(address))
         for host, control_port in self.control_endpoints:
             if control_port == port:

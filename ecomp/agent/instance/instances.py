@@ -627,8 +627,6 @@ class Instances:
         self.hypervisor.release_addresses(instance)
 
     def _release_claim(self, instance: str) -> None:
-        """Release the claim, unless it is on another compute; Unreachable after MAX_RELEASE_TRIES conflicts."""
-
         def find_claims_elsewhere(holding: Mapping[str, Allocations]) -> Collection[str]:
             return [consumer for consumer, held in holding.items() if self.compute not in held]
 
@@ -650,7 +648,6 @@ class Instances:
         return is_new
 
     def _start(self, record: Record, revision: int, power: str | None, boot_reason: str, fault_prefix: str) -> None:
-        """Start the guest; record it with `power` as active, or as off with a fault. Raises what _resume() does."""
         reason = self._resume(record, revision)
         if reason is not None:
             record = replace(record.mark_off(self.now()), fault=f'{fault_prefix}: {reason}', power=power)

@@ -77,7 +77,6 @@ class InlineRunner:
         self._cancelled.add(instance)
 
     def allow_builds(self) -> None:
-        """Accept builds again after cancel(None)."""
         self._cancelled.discard(None)
 
     def tend(self, timeout: float) -> None:
@@ -329,7 +328,6 @@ class Workers:
                         worker.outbox.put(('cancel', in_flight.number))
 
     def allow_builds(self) -> None:
-        """Accept builds again after cancel(None)."""
         self._cancels_builds = False
 
     def tend(self, timeout: float) -> None:
@@ -481,7 +479,6 @@ class Workers:
                 self._waiting.remove(other)
 
     def _reap(self, worker: _Worker) -> None:
-        """Remove and log an ended worker; its jobs fail with WorkerDied. Defer the next start if it ended young."""
         self._receive(worker)  # its last messages may still be in the pipe
         worker.process.join()
         with self._lock:
