@@ -461,8 +461,9 @@ class Compute:
         self._taking = None
         if config.queues and environment.is_familiar_etcd:
             inventory, queues = parse_inventory(self._inventory), environment.queues
-            lease, guests = lambda: self._presence.lease, hypervisor.list_guests
-            taker = Taker(self._control, lease, queues, self._may_take, inventory, guests, self.troubles.can_build)
+            lease, may_take = lambda: self._presence.lease, lambda: not self.daemon.is_ending()
+            can_build, guests = self.troubles.can_build, hypervisor.list_guests
+            taker = Taker(self._control, lease, queues, may_take, inventory, guests, can_build)
             self._taking = TakeLoop(taker, self._failures)
         self.upkeep = Upkeep(
             *(self.uuid, self._store, environment.placement, self._claims, instances.list_guests),
@@ -568,7 +569,7 @@ class Compute:
 
     def _check_registration(self) -> None:
         before = self._provider.provider
-        self._provider.ensure_registered(lambda: not self._may_take(), self._generation)
+        self._provider.ensure_registered(self.daemon.is_ending, self._generation)
         if self._provider.provider != before:
             self._planner.wake_up('its provider has changed')  # a plan publishes it
 
@@ -612,9 +613,6 @@ class Compute:
         self._presence.publish(keys.troubles(self.uuid), encode_trouble(reasons), is_urgent=True)
         if self._taking is not None and not reasons:
             self._taking.wake_up('this compute can build again')
-
-    def _may_take(self) -> bool:
-        return not self.daemon.is_ending()
 
     def _check_removable(self, instance: str) -> bool:
         self._store.check_identity()  # raises StrangeEtcd

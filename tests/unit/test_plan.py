@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import product
 
@@ -16,7 +17,6 @@ from ecomp.agent.instance.plan import (
     Kind,
     Observations,
     ParsedRequest,
-    ShutdownAction,
     Task,
     find_fault,
     has_new_address,
@@ -329,18 +329,15 @@ RUNNING_KINDS: dict[str, dict[str | None, Kind]] = {
     },
     REBOOT: {**dict.fromkeys(RECORDED_POWERS, Kind.SHUTDOWN), f'{THIS_ACTION}:{SHUT_OFF}': Kind.DONE},
 }
-KIND_BY_PATIENCE = {
-    None: Kind.SHUTDOWN,
-    ShutdownAction.ASK_AGAIN: Kind.SHUTDOWN,
-    ShutdownAction.SWITCH_OFF: Kind.SWITCH_OFF,
-}
+# Not asked yet; to be asked again, to be switched off, to be waited for.
+SHUTDOWN_ACTIONS = ({}, {INSTANCE: Kind.SHUTDOWN}, {INSTANCE: Kind.SWITCH_OFF}, {INSTANCE: None})
 
 
 def plan_power(  # noqa: PLR0913
     power: PowerAction | None,
     recorded_power: str | None,
     guest: Guest | None,
-    patience: ShutdownAction | None = None,
+    actions: Mapping[str, Kind | None] | None = None,
     state: str = '',
     fault: str | None = None,
     before_reboot: bool = False,
@@ -352,7 +349,7 @@ def plan_power(  # noqa: PLR0913
     observations = replace(
         NO_OBSERVATIONS,
         guests={INSTANCE: guest} if guest else {},
-        shutdown_actions={INSTANCE: patience} if patience else {},
+        shutdown_actions=actions or {},
         before_reboot=[INSTANCE] if before_reboot else [],
         vanished=[INSTANCE] if vanished else [],
     )
@@ -364,16 +361,16 @@ def plan_power(  # noqa: PLR0913
 @pytest.mark.parametrize('action', ACTIONS)
 def test_power_table(action: str) -> None:
     power = PowerAction(action, THIS_ACTION)
-    for recorded_power, patience in product(RECORDED_POWERS, (None, *ShutdownAction)):
+    for recorded_power, actions in product(RECORDED_POWERS, SHUTDOWN_ACTIONS):
         is_done = recorded_power == THIS_ACTION
-        planned = plan_power(power, recorded_power, IS_OFF, patience)
+        planned = plan_power(power, recorded_power, IS_OFF, actions)
         expected: Kind | None = Kind.DONE if action == STOP else Kind.START
-        assert planned == ([] if is_done else [expected]), (recorded_power, patience)
+        assert planned == ([] if is_done else [expected]), (recorded_power, actions)
         expected = RUNNING_KINDS[action][recorded_power]
         if expected is Kind.SHUTDOWN:
-            expected = KIND_BY_PATIENCE.get(patience)
-        planned = plan_power(power, recorded_power, RUNS, patience)
-        assert planned == ([] if is_done or expected is None else [expected]), (recorded_power, patience)
+            expected = actions.get(INSTANCE, Kind.SHUTDOWN)
+        planned = plan_power(power, recorded_power, RUNS, actions)
+        assert planned == ([] if is_done or expected is None else [expected]), (recorded_power, actions)
 
 
 @pytest.mark.parametrize('recorded_power', RECORDED_POWERS)
@@ -394,8 +391,8 @@ def test_unbuilt_instance_is_built_before_any_power_action(state: str) -> None:
 
 def test_pending_shutdown_does_not_block_a_fault() -> None:
     recorded_power, stop = f'{THIS_ACTION}:{SHUTDOWN_REQUESTED}', PowerAction(STOP, THIS_ACTION)
-    assert plan_power(stop, recorded_power, RUNS, ShutdownAction.WAIT) == []
-    assert plan_power(stop, recorded_power, FROZEN, ShutdownAction.WAIT) == [Kind.POWER]  # its fault is recorded
+    assert plan_power(stop, recorded_power, RUNS, {INSTANCE: None}) == []
+    assert plan_power(stop, recorded_power, FROZEN, {INSTANCE: None}) == [Kind.POWER]  # its fault is recorded
 
 
 def test_stopped_guest_stays_off_after_a_host_reboot() -> None:
@@ -438,17 +435,17 @@ def test_shutdown_is_requested_again_until_the_grace_period_ends() -> None:
     assert shutdowns.find_actions(100) == {}
     assert shutdowns.find_times(after=0) == []
     shutdowns.note_request(INSTANCE, 100)
-    assert shutdowns.find_actions(109.9) == {INSTANCE: ShutdownAction.WAIT}
+    assert shutdowns.find_actions(109.9) == {INSTANCE: None}
     assert sorted(shutdowns.find_times(after=100)) == [110, 160]
-    assert shutdowns.find_actions(110) == {INSTANCE: ShutdownAction.ASK_AGAIN}
+    assert shutdowns.find_actions(110) == {INSTANCE: Kind.SHUTDOWN}
     shutdowns.note_request(INSTANCE, 110)
-    assert shutdowns.find_actions(115) == {INSTANCE: ShutdownAction.WAIT}
+    assert shutdowns.find_actions(115) == {INSTANCE: None}
     assert sorted(shutdowns.find_times(after=110)) == [120, 160]
     # A time that was due at the last check is no reason to wake up again.
     assert shutdowns.find_times(after=120) == [160]
-    assert shutdowns.find_actions(160) == {INSTANCE: ShutdownAction.SWITCH_OFF}
+    assert shutdowns.find_actions(160) == {INSTANCE: Kind.SWITCH_OFF}
     assert shutdowns.find_times(after=160) == []
     shutdowns.forget_all_but([INSTANCE])
-    assert shutdowns.find_actions(160) == {INSTANCE: ShutdownAction.SWITCH_OFF}
+    assert shutdowns.find_actions(160) == {INSTANCE: Kind.SWITCH_OFF}
     shutdowns.forget_all_but([])
     assert shutdowns.find_actions(160) == {}

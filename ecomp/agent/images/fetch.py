@@ -78,8 +78,13 @@ class Fetch:
         """Download the image. Raises ServerUnavailable, also at a time limit, BuildFailed and OSError."""
         threading.Thread(target=self._report_progress, name='progress', daemon=True).start()
         try:
-            stream = self._open()
-            expected = self.pin or self._read_listed_sum()
+            with self._limit_wait('answer'):
+                stream = self.source.open()
+            expected = self.pin
+            if expected is None:
+                with self._limit_wait(SUMS_FILE):
+                    sums = self.source.read_sums()
+                expected = None if sums is None else find_sha256(sums, self.url)
             result = self._store(stream, expected)
             if expected is None and not self._recheck(result.version):
                 fix = 'create the instance again, or add #sha256=… to the URL of the image'
@@ -90,15 +95,6 @@ class Fetch:
                 raise
             late = f'not complete after {MAX_DOWNLOAD_SECONDS:g} s, {self._done_bytes} bytes so far'
             raise ServerUnavailable('image', f'{self.url}: the download is {late}') from error
-
-    def _open(self) -> Stream:
-        with self._limit_wait('answer'):
-            return self.source.open()
-
-    def _read_listed_sum(self) -> str | None:
-        with self._limit_wait(SUMS_FILE):
-            sums = self.source.read_sums()
-        return None if sums is None else find_sha256(sums, self.url)
 
     def _store(self, stream: Stream, expected: str | None) -> Download:
         """Write the stream to the file, durably; `expected` is its SHA-256, or None for any."""

@@ -27,7 +27,7 @@ from ecomp.agent.instance.build import (
     SwitchOff,
     WorkerDied,
 )
-from ecomp.agent.instance.plan import DOMAIN_AND_DISK_GONE, ShutdownAction, find_fault
+from ecomp.agent.instance.plan import DOMAIN_AND_DISK_GONE, Kind, find_fault
 from ecomp.agent.instance.pool import Runner
 from ecomp.agent.instance.records import Records, Superseded
 from ecomp.agent.jobs import run_aside
@@ -180,13 +180,13 @@ class Shutdowns:
     def note_request(self, instance: str, now: float) -> None:
         self.request_times[instance] = self.request_times.get(instance, (now,))[0], now
 
-    def find_actions(self, now: float) -> dict[str, ShutdownAction]:
-        """Return the action that is due for each guest that was asked; WAIT if none is."""
+    def find_actions(self, now: float) -> dict[str, Kind | None]:
+        """Return the task that is due for each guest that was asked: SHUTDOWN again, SWITCH_OFF or none."""
 
-        def decide(first: float, last: float) -> ShutdownAction:
+        def decide(first: float, last: float) -> Kind | None:
             if now >= first + self.grace_seconds:
-                return ShutdownAction.SWITCH_OFF
-            return ShutdownAction.ASK_AGAIN if now >= last + self.retry_seconds else ShutdownAction.WAIT
+                return Kind.SWITCH_OFF
+            return Kind.SHUTDOWN if now >= last + self.retry_seconds else None
 
         return {instance: decide(*times) for instance, times in self.request_times.items()}
 

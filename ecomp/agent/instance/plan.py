@@ -46,14 +46,6 @@ class Kind(Enum):
     READY = 'ready'
 
 
-class ShutdownAction(Enum):
-    """The next action for a guest that was asked to shut down and still runs."""
-
-    WAIT = 'wait'
-    ASK_AGAIN = 'ask again'
-    SWITCH_OFF = 'no more'
-
-
 @dataclass(frozen=True)
 class Task:
     """A task for one instance, and its reason as text for the log."""
@@ -74,7 +66,7 @@ class Observations:
 
     guests: Mapping[str, Guest]
     addresses: Mapping[str, Mapping[str, Address]]
-    shutdown_actions: Mapping[str, ShutdownAction]
+    shutdown_actions: Mapping[str, Kind | None]
     vanished: Collection[str]
     before_reboot: Collection[str]
     ready: Collection[str]
@@ -91,7 +83,7 @@ def plan(
         task = _plan_end(parsed, record)
         if task is None and record is not None and record.state in (ACTIVE, STOPPED):
             assert isinstance(parsed, Request)  # _plan_end() has returned a task for an InvalidRequest
-            task = _plan_power(parsed.power, record, guest, observations.shutdown_actions.get(instance))
+            task = _plan_power(parsed.power, record, guest, observations.shutdown_actions.get(instance, Kind.SHUTDOWN))
         task = task or _plan_upkeep(instance, record, observations)
         if task is not None:
             tasks.append(Task(task[0], instance, task[1]))
@@ -112,7 +104,7 @@ def _plan_end(parsed: ParsedRequest, record: Record | None) -> tuple[Kind, str] 
 
 
 def _plan_power(
-    power: PowerAction | None, record: Record, guest: Guest | None, shutdown_action: ShutdownAction | None
+    power: PowerAction | None, record: Record, guest: Guest | None, shutdown_action: Kind | None
 ) -> tuple[Kind, str] | None:
     """Return the next step of a requested power action; None if it is done, must wait or has no guest."""
     if power is None or power.is_done(record.power) or guest is None:
@@ -124,9 +116,9 @@ def _plan_power(
     goes_off = power.action == STOP or parse_phase(record.power) == SHUTDOWN_REQUESTED
     if not goes_off and (power.action == START or record.power == power.format_phase(SHUT_OFF)):
         return Kind.DONE, f'it runs: {reason}'
-    if shutdown_action is ShutdownAction.SWITCH_OFF:
-        return Kind.SWITCH_OFF, f'{reason}, but the guest did not shut down in time'
-    return None if shutdown_action is ShutdownAction.WAIT else (Kind.SHUTDOWN, reason)
+    if shutdown_action is Kind.SWITCH_OFF:
+        reason = f'{reason}, but the guest did not shut down in time'
+    return (shutdown_action, reason) if shutdown_action is not None else None
 
 
 def _plan_upkeep(instance: str, record: Record | None, observations: Observations) -> tuple[Kind, str] | None:
