@@ -215,8 +215,8 @@ class PlanningLoop:
             'reconnecting the interfaces of guests': self.host.hypervisor.replug_interfaces,
             'restoring the filters of guests': self.host.hypervisor.restore_filters,
             'removing the autostart of guests': self.host.hypervisor.disable_autostart,
+            'checking the metadata server': self.host.ensure_metadata_server,
         }
-        self._local_checks['checking the metadata server'] = self.host.ensure_metadata_server
         # The back-off of planning and of the two groups of checks.
         self._deferrals = Deferrals()
         self._plans = Loop('planner', self._run_plan)
@@ -611,8 +611,8 @@ class Compute:
 
     def _publish_troubles(self, reasons: Sequence[str]) -> None:
         self._presence.publish(keys.troubles(self.uuid), encode_trouble(reasons), is_urgent=True)
-        if self._taking is not None and not reasons:
-            self._taking.wake_up('this compute can build again')
+        if not reasons:
+            self.wake_taker('this compute can build again')
 
     def _check_removable(self, instance: str) -> bool:
         self._store.check_identity()  # raises StrangeEtcd

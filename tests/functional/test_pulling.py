@@ -250,7 +250,7 @@ def test_blocked_groups_are_read_together_with_growing_pauses(
         assert due_times.keys() == set(instances)
         pauses.append(min(due_times.values()) - began)
         deferred = compute.taker.deferrals
-        deferred._deferrals = {name: delay._replace(due=0.0) for name, delay in deferred._deferrals.items()}
+        deferred._deferrals = {name: (0.0, backoff) for name, (_, backoff) in deferred._deferrals.items()}
     assert pauses[4] > 4 * pauses[0]
     # A group whose member is gone admits its instance at the next step; the others keep waiting.
     cloud.etcd.delete(keys.group(groups[7]))

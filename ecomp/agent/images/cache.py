@@ -510,24 +510,15 @@ class ImageCache:
         hold = self._bases.hold(entry.sha256, entry.size) if entry else None
         if entry is None or hold is None:
             return self._fetch(url, None, checkpoint, report_progress)
+        hold.close()  # a newer image may need its room; this one is the last to be evicted
         try:
-            if not self._bases.must_ask(url, requested_at) or self._ask(url, entry.version, checkpoint):
-                return hold
+            if self._bases.must_ask(url, requested_at) and not self._ask(url, entry.version, checkpoint):
+                return self._fetch(url, None, checkpoint, report_progress)
         except ServerUnavailable as error:
-            self._note_unreachable(url, error)
-            return hold
-        except BaseException:
-            hold.close()
-            raise
-        hold.close()  # the newer image may need its room
-        try:
-            return self._fetch(url, None, checkpoint, report_progress)
-        except ServerUnavailable as error:
-            hold = self._bases.hold(entry.sha256, entry.size)
-            if hold is None:
-                raise
-            self._note_unreachable(url, error)
-            return hold
+            self._bases.note_question(url, time.monotonic(), is_answered=False)
+            log.warning('the cached image is used without a check for a newer one: %s', error.reason)
+        hold = self._bases.hold(entry.sha256, entry.size)
+        return hold or self._fetch(url, None, checkpoint, report_progress)
 
     def _ask(self, url: str, version: Version, checkpoint: Checkpoint) -> bool:
         asked_at = time.monotonic()
@@ -547,10 +538,6 @@ class ImageCache:
                 return answer
             checkpoint()
         raise ServerUnavailable('image', f'{url}: the server does not answer in time')
-
-    def _note_unreachable(self, url: str, error: ServerUnavailable) -> None:
-        self._bases.note_question(url, time.monotonic(), is_answered=False)
-        log.warning('the cached image is used without a check for a newer one: %s', error.reason)
 
     def _fetch(self, url: str, pin: str | None, checkpoint: Checkpoint, report_progress: ProgressCallback) -> BaseHold:
         began_at, part = time.monotonic(), self._bases.get_part_path(url)
