@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from ecomp.agent.host import provider
 from ecomp.agent.host.claims import ClaimKeeper
-from ecomp.agent.host.metadata import GuestData, make_seed_reader, serve_metadata
+from ecomp.agent.host.metadata import GuestData, read_seed, serve_metadata
 from ecomp.agent.host.provider import PlacementInventory, Registration, check_names, parse_inventory
 from ecomp.agent.host.state import Identity, Memory
 from ecomp.agent.host.troubles import Troubles
@@ -439,8 +439,8 @@ class Compute:
 
     def _make_parts(self, virt_type: str) -> None:
         config, environment, hypervisor = self._config, self._environment, self.host.hypervisor
-        read_seed = make_seed_reader(config, self.host.can_serve_metadata)
-        shape = GuestTemplate(virt_type, config.resize, config.networks, self._hostname, read_seed)
+        make_seed = None if config.metadata == 'network' else self._make_seed
+        shape = GuestTemplate(virt_type, config.resize, config.networks, self._hostname, make_seed)
         instances = Instances(self._control, self.host, shape, self._memory)
         self._planner = Planner(instances, self._failures)
         self._claims = ClaimKeeper(self.uuid, self._store, environment.placement, config.queues)
@@ -617,6 +617,10 @@ class Compute:
     def _check_removable(self, instance: str) -> bool:
         self._store.check_identity()  # raises StrangeEtcd
         return not self.daemon.read_only and instance not in self._memory.get_entries()
+
+    def _make_seed(self, mac: str) -> Mapping[str, bytes]:
+        directory, is_served = self._config.state / 'metadata', self.host.can_serve_metadata()
+        return read_seed(directory, self._config.directory, mac, phones_home=is_served)
 
     def _close_provider(self) -> None:
         if self.daemon.read_only:

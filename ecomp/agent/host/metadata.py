@@ -20,7 +20,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ecomp.compute_conf import ComputeConfig
 from ecomp.errors import BuildFailed, EcompError, UsageError
 from ecomp.files import watch_files, write_durably
 from ecomp.model.guest import METADATA_ADDRESS, GuestReport, make_mac_conflict, make_network_config, parse_guest_report
@@ -34,15 +33,6 @@ if TYPE_CHECKING:
 
 # How long mdserver may take to print a seed; then the build fails.
 SEED_TIMEOUT_SECONDS = 60.0
-
-
-def make_seed_reader(
-    config: ComputeConfig, is_served: Callable[[], bool]
-) -> Callable[[str], Mapping[str, bytes]] | None:
-    """Return read_seed() as a function of the MAC, which calls `is_served` each time; None with `metadata: network`."""
-    if config.metadata == 'network':
-        return None
-    return lambda mac: read_seed(config.state / 'metadata', config.directory, mac, phones_home=is_served())
 
 
 def read_seed(guest_directory: Path, config_directory: Path, mac: str, phones_home: bool) -> Mapping[str, bytes]:

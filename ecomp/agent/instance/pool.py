@@ -258,13 +258,6 @@ class _Worker:
     outbox: queue.SimpleQueue[tuple[Any, ...] | None] = field(default_factory=queue.SimpleQueue)
     tickets: dict[int, _Ticket] = field(default_factory=dict)
 
-    def get_download_time(self) -> float:
-        """Return when its first job counts as downloading (monotonic, maybe past); inf if none awaits an image."""
-        return min(
-            (ticket.began_at + DOWNLOAD_AFTER_SECONDS for ticket in self.tickets.values() if ticket.image_in_flight),
-            default=math.inf,
-        )
-
     def send_all(self) -> None:
         """Send the messages of `outbox`; at None close the pipe, which ends the worker.
 
@@ -374,7 +367,9 @@ class Workers:
     def _adjust_size(self, now: float) -> tuple[int, float]:
         """Dismiss surplus idle workers; return the target size and when it may rise (monotonic), or inf."""
         with self._lock:
-            times = [worker.get_download_time() for worker in self._workers]
+            # A job that has no image by these times counts as downloading it.
+            in_flight = [ticket for worker in self._workers for ticket in worker.tickets.values()]
+            times = [ticket.began_at + DOWNLOAD_AFTER_SECONDS for ticket in in_flight if ticket.image_in_flight]
             extra = min(len([moment for moment in times if moment <= now]), MAX_EXTRA_WORKERS)
             idle = [candidate for candidate in self._workers if not candidate.tickets and not candidate.is_stop_only]
             for worker in idle[: max(0, len(self._workers) - self._size - extra)]:
