@@ -451,8 +451,8 @@ class Instances:
         """Record these addresses by MAC; write the first interface's also at /booted, with stage `addressed`."""
         record = self.records.get_existing(instance)
         interfaces = tuple(
-            replace(interface, address=addresses[interface.mac].address, source=addresses[interface.mac].source)
-            if interface.mac in addresses
+            replace(interface, address=found.address, source=found.source)
+            if (found := addresses.get(interface.mac)) is not None
             else interface
             for interface in record.addresses
         )
@@ -471,20 +471,16 @@ class Instances:
         """Record `addressed`, the first host keys, and `ready` or cloud-init's failure; OSError if unreadable."""
         previous, now = self.records.get_existing(instance), self.now()
         report = self.guest_data.read_report(instance)
+        failure = report.failure
         # Host keys that were reported first count, whatever a later boot reports. A guest that reports has an address.
-        record = replace(previous, host_keys=previous.host_keys or report.host_keys, cloud_init=report.failure)
+        record = replace(previous, host_keys=previous.host_keys or report.host_keys, cloud_init=failure)
         record = record.mark_stage('addressed', now)
-        if report.failure is None:
+        if failure is None:
             self.records.write(record.mark_stage('ready', now), revision)
             log.info('instance %s is ready', instance)
         else:
             self.records.write(record, revision)
-            log.warning(
-                'instance %s: its cloud-init failed at stage %s: %s',
-                instance,
-                report.failure.stage,
-                report.failure.reason,
-            )
+            log.warning('instance %s: its cloud-init failed at stage %s: %s', instance, failure.stage, failure.reason)
 
     def record_power(self, instance: str, revision: int, guest: Guest | None) -> None:
         """Record whether a guest runs, and its fault or None. If it is off, remove its ready report."""

@@ -339,7 +339,7 @@ def republish(
         try:
             for _ in range(MAX_TRIES):
                 state = _EtcdState(compute, store, instance)
-                step = decide_republish(compute, remembered, instance in local_instances, state.parse_view())
+                step = decide_republish(compute, remembered, instance in local_instances, state.view)
                 if not isinstance(step, Publish):
                     break
                 claimed_on = find_compute(allocations.read_consumer(placement, instance).allocations)
@@ -374,7 +374,7 @@ def _end_again(compute: str, store: Store, instance: str, queued: Collection[Ent
     def attempt() -> bool | None:
         """Return whether it was requested here, once it is ended; None on a conflict."""
         state = _EtcdState(compute, store, instance)
-        last_record = make_end_record(compute, state.parse_view(), now)
+        last_record = make_end_record(compute, state.view, now)
         removed = [state.request_key, state.booted_key]
         is_ended = last_record is None or bool(ends.write_final_record(store, last_record, state.unchanged, removed))
         is_ended = is_ended and all(_end_queued(compute, store, entry.key, now) for entry in queued)
@@ -405,27 +405,22 @@ def _end_queued(compute: str, store: Store, key: str, now: str) -> bool:
 
 
 class _EtcdState:
-    """The keys of one instance as read; commits hold only while these are unchanged."""
+    """The keys of one instance as read, while `unchanged` hold. Unreadable for a malformed or newer record."""
 
     def __init__(self, compute: str, store: Store, instance: str) -> None:
         self.store = store
-        self.compute = compute
         self.request_key, self.record_key = keys.request(compute, instance), keys.record(compute, instance)
-        self.booted_key, self.waiting_key = keys.address(instance), keys.record('', instance)
-        read = (self.request_key, self.record_key, self.waiting_key)
-        self._entries = store.read(read)
-        self.unchanged = [Unchanged(key, get_revision(self._entries.get(key))) for key in read]
-
-    def parse_view(self) -> EtcdView:
-        """Parse what was read. Unreadable if the record is malformed or of a newer version."""
-        entry = self._entries.get(self.record_key)
+        self.booted_key, waiting_key = keys.address(instance), keys.record('', instance)
+        read = (self.request_key, self.record_key, waiting_key)
+        entries = store.read(read)
+        self.unchanged = [Unchanged(key, get_revision(entries.get(key))) for key in read]
+        record_entry, request_entry = entries.get(self.record_key), entries.get(self.request_key)
         try:
-            record = records.from_json(entry.value) if entry else None
+            record = records.from_json(record_entry.value) if record_entry else None
         except ValueError as error:
             raise Unreadable(self.record_key, error) from error
-        request_entry = self._entries.get(self.request_key)
-        parsed = parse_request(self.compute, self.request_key, request_entry.value) if request_entry else None
-        return EtcdView(parsed, record, self.waiting_key in self._entries)
+        request = parse_request(compute, self.request_key, request_entry.value) if request_entry else None
+        self.view = EtcdView(request, record, waiting_key in entries)
 
 
 def _list_queued(store: Store) -> Mapping[str, Sequence[Entry]]:
@@ -449,7 +444,7 @@ def _publish(state: _EtcdState, step: Publish, placement: Placement, queued: Col
         # Not a fault of the record, which would stay after `audit --fix` has restored the name.
         log.error("instance %s: its name %s is another instance's now", record.instance, record.name)
     name_conditions, operations = change or ([], [])
-    request, is_new = step.request, state.parse_view().request is None
+    request, is_new = step.request, state.view.request is None
     make_shared = partial(_restore_shared, state.store, record, request, is_uncharged=is_new and not queued)
     if request is not None:
         operations.append(Put(state.request_key, encode(request)))
@@ -457,7 +452,7 @@ def _publish(state: _EtcdState, step: Publish, placement: Placement, queued: Col
             # The quota charge belongs to this entry: a process that removed it first has subtracted it.
             name_conditions.append(Unchanged(entry.key, entry.revision))
             operations += [Delete(entry.key), Delete(keys.taker(entry.key))]
-    if record != state.parse_view().record:
+    if record != state.view.record:
         operations.append(Put(state.record_key, encode(record)))
         if record.address is not None:
             operations.append(Put(state.booted_key, record.address))
