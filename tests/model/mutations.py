@@ -54,11 +54,11 @@ HOST = {
     ),
     'a half-built guest whose record was lost is called built': make_bug(
         'ecomp.agent.instance.instances:Instances.build',
-        replace_assignment('is_begun', 'known is not None'),
+        replace_assignment('is_begun', 'stored is not None'),
         'record_removed_of_half_a_guest',
     ),
     'a built guest that is off is built over': make_bug(
-        'ecomp.agent.instance.instances:Instances.build', drop_operand('is_ours'), 'off_before_it_was_active'
+        'ecomp.agent.instance.instances:Instances._may_have_run', drop_operand('is_ours'), 'off_before_it_was_active'
     ),
     'a guest that ran is recorded as off once its record is lost': make_bug(
         'ecomp.agent.instance.instances:Instances._adopt',

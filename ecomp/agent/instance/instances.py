@@ -265,10 +265,8 @@ class Instances:
         remembered = self.memory.get_entries().get(instance)
         is_begun = stored is not None or (remembered is not None and remembered.record.state == BUILDING)
         pending_failure = remembered.failure if remembered is not None else None
-        is_ours = guest is not None and guest.is_built and guest.compute == self.compute
-        if guest is not None and (guest.running or (pending_failure is None and (is_ours or not is_begun))):
-            # Adopt a guest that runs or may have run: built with our mark, or of no build that was begun here (a build
-            # is remembered first). No guest is rebuilt or removed because records are missing.
+        if guest is not None and self._may_have_run(guest, is_begun, pending_failure):
+            # No guest is rebuilt or removed because records are missing.
             self._adopt(record, revision, request, guest, has_lost_record=stored is None, start_if_off=is_begun)
             return
         if pending_failure is not None:
@@ -288,12 +286,15 @@ class Instances:
             log.info('instance %s: its build was cancelled and undone', instance)
             self._release_host_data(instance)
             raise Superseded from None
-        except Unreachable:
-            raise  # retried without limit
         except (EcompError, OSError) as error:
             self._end_attempt(attempt, error)
         else:
             self._record_built(attempt)
+
+    def _may_have_run(self, guest: Guest, is_begun: bool, pending_failure: Failure | None) -> bool:
+        # Built with our mark, or of no build that was begun here (a build is remembered first).
+        is_ours = guest.is_built and guest.compute == self.compute
+        return guest.running or (pending_failure is None and (is_ours or not is_begun))
 
     def _carry_out(self, attempt: _Attempt, confirmation: Future[Consumer]) -> None:
         request, revision = attempt.request, attempt.revision
@@ -333,6 +334,8 @@ class Instances:
 
     def _end_attempt(self, attempt: _Attempt, error: EcompError | OSError) -> None:
         """End the instance in error, unless the error may be temporary: a dead worker or an unknown failure."""
+        if isinstance(error, Unreachable):
+            raise error  # retried without limit
         if isinstance(error, BuildFailed):
             failure = Failure(error.stage, error.reason, '', error.is_host_fault)
         elif isinstance(error, OSError):

@@ -129,8 +129,8 @@ def _plan_upkeep(instance: str, record: Record | None, observations: Observation
     if guest is None and instance in observations.vanished:
         return Kind.VANISHED, DOMAIN_AND_DISK_GONE
     running = guest is not None and guest.running
-    ran_before_reboot = instance in observations.before_reboot and record.state == ACTIVE
-    if ran_before_reboot and guest is not None and guest.defined and guest.disk and not running:
+    is_off = guest is not None and guest.is_built and not running
+    if is_off and record.state == ACTIVE and instance in observations.before_reboot:
         return Kind.START_AFTER_REBOOT, 'it ran when the host went down'
     fault = find_fault(record, guest)
     if running != (record.state == ACTIVE) or fault != record.fault:
