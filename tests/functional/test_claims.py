@@ -275,9 +275,9 @@ def test_highest_released_generation_is_noted_for_an_hour(cloud: Cloud) -> None:
     note_released(cloud.store, {})
     queries = ([first], [second], [third], [fourth], [second, third], [third, fourth], [fourth, first], [])
     assert [read_highest_released(cloud.store, instances) for instances in queries] == [4, 2, 0, 3, 2, 3, 4, 0]
-    notes = cloud.store.snapshot(keys.RELEASED).entries
-    assert [instances.key for instances in notes.values() if first in instances.key] == []
-    for instances in notes.values():
+    entries = cloud.store.snapshot(keys.RELEASED).entries
+    assert [instances.key for instances in entries.values() if first in instances.key] == []
+    for instances in entries.values():
         assert notes.NOTE_SECONDS - 60 < cloud.store.keep_alive(instances.lease) <= notes.NOTE_SECONDS
 
 

@@ -204,7 +204,7 @@ def read_documented_names() -> set[str]:
 
 def test_every_thread_in_the_source_is_documented() -> None:
     names = set()
-    for room in ('agent', 'store', 'virt'):
+    for room in ('agent', 'store', 'shared', 'virt'):
         for path in (TOP / 'ecomp' / room).rglob('*.py'):
             if path.name in ('history.py', 'jobs.py'):
                 continue  # for eschedule alone: `events`; or named by who calls it
