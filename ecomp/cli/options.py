@@ -2,8 +2,7 @@
 
 A parser of words gets a command's name and words; it returns the words, whole uuids in canonical form, or raises
 UsageError. Options is a NamedTuple, which is created ten times as fast as a dataclass. Its annotations are used at run
-time, so there is no `from __future__ import annotations`. The module has more than 700 lines because Options takes 300;
-its rows need the parsers of words above them, and the parser of command lines below them needs the rows.
+time, so there is no `from __future__ import annotations`.
 """
 
 import re
@@ -239,300 +238,133 @@ class Options(NamedTuple):
     `wait` is '' for --wait alone, `stage` is --for, `size` is --count, and `uuid` is canonical.
     """
 
-    uuid: Annotated[
-        str | None,
-        _make_option(
-            '--uuid UUID',
-            'uuid of the new instance or, with --count, of the set. A repeated command with the '
-            'same uuid creates no second instance: it continues the first command, or reports its result. Default: a '
-            'random uuid',
-            parse=parse_uuid,
-        ),
-    ] = None
-    name: Annotated[
-        str | None,
-        _make_option(
-            '--name NAME',
-            'name of the instance and host name of its guest: 1 to 63 lower-case letters, digits and -. No '
-            'other existing instance can have this name. Commands accept the name instead of the uuid. Default: no '
-            'name',
-        ),
-    ] = None
-    ssh_key: Annotated[
-        Sequence[str] | None,
-        _make_option(
-            '--ssh-key FILE',
-            'file of OpenSSH public keys that may log in; repeatable, at most 32 KiB in all. Default: '
-            'ssh_keys of schedule.yaml',
-            repeats=True,
-        ),
-    ] = None
-    user_data: Annotated[
-        str | None,
-        _make_option(
-            '--user-data FILE',
-            'file for cloud-init in the guest: cloud-config, a script, MIME multipart, or one of these in gzip, '
-            'at most 256 KiB; - is standard input. Default: user_data of schedule.yaml',
-        ),
-    ] = None
-    size: Annotated[
-        int | None,
-        _make_option(
-            '--count N',
-            f'create N instances, 1 to {MAX_SET_SIZE}: all of them or none. With --name, N is 1 to '
-            f'{MAX_NAMED_SET_SIZE}, and they are named NAME-1, NAME-2, … Default: 1',
-            parse=int,
-        ),
-    ] = None
-    min: Annotated[
-        int | None,
-        _make_option(
-            '--min M', 'with --count: accept M or more instances if there is no room for N. Default: N', parse=int
-        ),
-    ] = None
-    flavor: Annotated[
-        str | None,
-        _make_option(
-            '--flavor NAME',
-            'use the query of this flavor. If you give a query, too, its amounts replace those of the flavor, and '
-            'its other conditions are added',
-        ),
-    ] = None
-    weigh: Annotated[
-        str | None,
-        _make_option(
-            '--weigh HOW',
-            'order in which computes with room are tried: spread (the emptiest first), pack (the fullest first), '
-            "random, or first (placement's own order). Default: spread",
-            choices=STRATEGIES,
-        ),
-    ] = None
-    on: Annotated[
-        str | None,
-        _make_option(
-            '--on COMPUTE',
-            f'place only on this compute: its host name, uuid, or the first digits of its uuid, {MIN_PREFIX_DIGITS} or '
-            'more',
-        ),
-    ] = None
-    group: Annotated[
-        str | None,
-        _make_option(
-            '--group GROUP',
-            'add the instance to this group, whose members are all on one compute, or all on different ones. The '
-            'group is created with its first member and removed with its last',
-        ),
-    ] = None
-    policy: Annotated[
-        str | None,
-        _make_option(
-            '--policy POLICY',
-            'policy of the group: affinity (all members on one compute) or anti-affinity (no two on the same). '
-            'Required for the first member; a later member with another policy is refused',
-            choices=POLICIES,
-        ),
-    ] = None
-    strictness: Annotated[
-        str | None,
-        _make_option(
-            '--strict',
-            "make the group's policy a condition: an instance that would break it is refused (exit 3). Default "
-            'for a new group',
-            const='strict',
-        ),
-        _make_option(
-            '--soft', "make the group's policy a preference: computes that would break it are tried last", const='soft'
-        ),
-    ] = None
-    project: Annotated[
-        str | None,
-        _make_option(
-            '--project ID',
-            'project that owns the instance and whose quota counts it: 1 to 255 characters. Default: project_id '
-            'of schedule.yaml',
-        ),
-    ] = None
-    queue: Annotated[
-        bool,
-        _make_option(
-            '--queue',
-            'put the request into the queue of its --flavor, from which a compute with room takes it, now or '
-            'later. Not accepted with a query, --on, --weigh, --count or --min. Default: choose a compute now, and '
-            'refuse the request if no compute has room',
-        ),
-    ] = False
-    wait: Annotated[
-        str | None,
-        _make_option(
-            '--wait [=STAGE]',
-            f'return once the new instances have reached STAGE: {", ".join(STAGES)}; without STAGE, addressed. '
-            'For addressed and later stages, also print the addresses. Default: return once the instances are placed',
-        ),
-    ] = None
-    stage: Annotated[
-        str | None, _make_option('--for STAGE', f'stage to wait for: {", ".join(STAGES)}. Default: addressed')
-    ] = None
-    timeout: Annotated[
-        float | None,
-        _make_option(
-            '--timeout SECONDS',
-            'wait at most this long in all, then exit with 6; the operation continues. '
-            f'Default: {DEFAULT_WAIT_SECONDS:.0f}',
-            parse=float,
-        ),
-    ] = None
-    boot: Annotated[
-        int | None,
-        _make_option(
-            '--boot N',
-            f'number of the boot, from 1; the last {boots.MAX_BOOTS} boots of an instance are kept. Default: the last '
-            'boot',
-            parse=int,
-        ),
-    ] = None
-    format: Annotated[
-        str | None,
-        _make_option(
-            '-f --format FORM',
-            'output format: table, json or yaml; commands with -c: also csv or value (tab-separated, - for a missing '
-            'value). Default: table',
-            choices=FORMS,
-        ),
-    ] = None
-    columns: Annotated[
-        Sequence[str] | None,
-        _make_option(
-            '-c --column COLUMN',
-            'print only this column; repeatable, or several with commas between them. A unique beginning of its '
-            'name is enough, in upper or lower case. Default: all',
-            repeats=True,
-        ),
-    ] = None
-    no_header: Annotated[
-        bool, _make_option('--no-header', 'leave out the headings of a table, of csv or of details')
-    ] = False
-    sort: Annotated[
-        str | None,
-        _make_option(
-            '--sort COLUMN', 'sort by this column, numbers by value: web-2 before web-10. Default: not sorted'
-        ),
-    ] = None
-    wide: Annotated[
-        bool,
-        _make_option(
-            '--wide',
-            'print all columns in full. Default: on a terminal uuids are shortened, and columns that do not fit '
-            'are cut or left out; in files and pipes columns are never cut',
-        ),
-    ] = False
-    state: Annotated[
-        Sequence[str] | None,
-        _make_option(
-            '--state STATE',
-            'list only instances in this state; repeatable, or several with commas between them. '
-            '--state gone works without --all',
-            repeats=True,
-        ),
-    ] = None
-    host: Annotated[
-        str | None, _make_option('--host COMPUTE', 'list only instances on this compute: its uuid or host name')
-    ] = None
-    all: Annotated[
-        bool, _make_option('--all', 'list also instances that are gone; their records are kept for a day')
-    ] = False
-    watch: Annotated[
-        bool, _make_option('--watch', 'continue with each change as it happens, until Ctrl-C (exit 0)')
-    ] = False
-    fenced: Annotated[
-        bool,
-        _make_option(
-            '--fenced', 'confirm that the machine never comes back and that none of its guests runs; release its claims'
-        ),
-    ] = False
-    without: Annotated[
-        Sequence[str] | None,
-        _make_option('--without COMPUTE', 'list where the guests of this host would go; repeatable', repeats=True),
-    ] = None
-    without_each: Annotated[
-        bool, _make_option('--without-each', 'list how many guests of each host would fit elsewhere')
-    ] = False
-    stop: Annotated[
-        bool,
-        _make_option(
-            '--stop', 'also shut the guests down, as `eschedule stop` does, until `eschedule host enable --start`'
-        ),
-    ] = False
-    start: Annotated[
-        bool, _make_option('--start', 'also start the guests that `eschedule host drain --stop` stopped there')
-    ] = False
-    fix: Annotated[
-        bool,
-        _make_option(
-            '--fix',
-            'repair what is safe to repair: only findings that two audits, a minute apart, both report. Running guests '
-            'are not changed',
-        ),
-    ] = False
-    now: Annotated[
-        bool, _make_option('--now', 'have every host look at itself now, twice, and wait for that: at most 10 s')
-    ] = False
-    follow: Annotated[
-        bool, _make_option('--follow', 'continue with new output of the guest, until Ctrl-C. Short form: -f')
-    ] = False
-    lines: Annotated[
-        int | None, _make_option('-n --lines N', 'print only the last N lines. Default: all that are kept', parse=int)
-    ] = None
-    accept_new: Annotated[
-        bool,
-        _make_option(
-            '--accept-new',
-            'if the guest has reported no host keys, accept at your own risk the first one that it shows, and only '
-            'that one from then on',
-        ),
-    ] = False
-    identity: Annotated[
-        str | None, _make_option('-i --identity FILE', 'private key to log in with. Default: the keys that ssh tries')
-    ] = None
-    dry_run: Annotated[
-        bool, _make_option('--dry-run', 'print what the command would do, and whether there is room; change nothing')
-    ] = False
-    prune: Annotated[
-        bool, _make_option('--prune', 'destroy the instances of the stack that the file no longer has')
-    ] = False
-    replace: Annotated[
-        Sequence[str] | None,
-        _make_option(
-            '--replace MEMBER',
-            'destroy and recreate the instances of this member that differ from the file or are in error; repeatable, '
-            'or several with commas between them',
-            repeats=True,
-        ),
-    ] = None
-    replace_all: Annotated[
-        bool, _make_option('--replace-all', 'do what --replace does, for all members of the file')
-    ] = False
-    destroy_first: Annotated[
-        bool,
-        _make_option(
-            '--destroy-first',
-            'wait until a replaced instance is gone before its successor is created, if there is no room for both. '
-            'Default: create first',
-        ),
-    ] = False
-    file: Annotated[
-        str | None, _make_option('--file FILE', 'destroy the instances of this file, as `eschedule apply` made them')
-    ] = None
+    # fmt: off
+    uuid: Annotated[str | None, _make_option(
+        '--uuid UUID', 'uuid of the new instance or, with --count, of the set. A repeated command with the same uuid '
+        'creates no second instance: it continues the first command, or reports its result. Default: a random '
+        'uuid', parse=parse_uuid)] = None
+    name: Annotated[str | None, _make_option(
+        '--name NAME', 'name of the instance and host name of its guest: 1 to 63 lower-case letters, digits and -. No '
+        'other existing instance can have this name. Commands accept the name instead of the uuid. Default: no '
+        'name')] = None
+    ssh_key: Annotated[Sequence[str] | None, _make_option(
+        '--ssh-key FILE', 'file of OpenSSH public keys that may log in; repeatable, at most 32 KiB in all. Default: '
+        'ssh_keys of schedule.yaml', repeats=True)] = None
+    user_data: Annotated[str | None, _make_option(
+        '--user-data FILE', 'file for cloud-init in the guest: cloud-config, a script, MIME multipart, or one of these '
+        'in gzip, at most 256 KiB; - is standard input. Default: user_data of schedule.yaml')] = None
+    size: Annotated[int | None, _make_option(
+        '--count N', f'create N instances, 1 to {MAX_SET_SIZE}: all of them or none. With --name, N is 1 to '
+        f'{MAX_NAMED_SET_SIZE}, and they are named NAME-1, NAME-2, … Default: 1', parse=int)] = None
+    min: Annotated[int | None, _make_option(
+        '--min M', 'with --count: accept M or more instances if there is no room for N. Default: N', parse=int)] = None
+    flavor: Annotated[str | None, _make_option(
+        '--flavor NAME', 'use the query of this flavor. If you give a query, too, its amounts replace those of the '
+        'flavor, and its other conditions are added')] = None
+    weigh: Annotated[str | None, _make_option(
+        '--weigh HOW', 'order in which computes with room are tried: spread (the emptiest first), pack (the fullest '
+        "first), random, or first (placement's own order). Default: spread", choices=STRATEGIES)] = None
+    on: Annotated[str | None, _make_option(
+        '--on COMPUTE', 'place only on this compute: its host name, uuid, or the first digits of its uuid, '
+        f'{MIN_PREFIX_DIGITS} or more')] = None
+    group: Annotated[str | None, _make_option(
+        '--group GROUP', 'add the instance to this group, whose members are all on one compute, or all on different '
+        'ones. The group is created with its first member and removed with its last')] = None
+    policy: Annotated[str | None, _make_option(
+        '--policy POLICY', 'policy of the group: affinity (all members on one compute) or anti-affinity (no two on the '
+        'same). Required for the first member; a later member with another policy is refused', choices=POLICIES)] = None
+    strictness: Annotated[str | None,
+        _make_option('--strict', "make the group's policy a condition: an instance that would break it is refused "
+            '(exit 3). Default for a new group', const='strict'),
+        _make_option('--soft', "make the group's policy a preference: computes that would break it are tried "
+            'last', const='soft')] = None
+    project: Annotated[str | None, _make_option(
+        '--project ID', 'project that owns the instance and whose quota counts it: 1 to 255 characters. Default: '
+        'project_id of schedule.yaml')] = None
+    queue: Annotated[bool, _make_option(
+        '--queue', 'put the request into the queue of its --flavor, from which a compute with room takes it, now or '
+        'later. Not accepted with a query, --on, --weigh, --count or --min. Default: choose a compute now, and refuse '
+        'the request if no compute has room')] = False
+    wait: Annotated[str | None, _make_option(
+        '--wait [=STAGE]', f"return once the new instances have reached STAGE: {', '.join(STAGES)}; without STAGE, "
+        'addressed. For addressed and later stages, also print the addresses. Default: return once the instances are '
+        'placed')] = None
+    stage: Annotated[str | None, _make_option(
+        '--for STAGE', f"stage to wait for: {', '.join(STAGES)}. Default: addressed")] = None
+    timeout: Annotated[float | None, _make_option(
+        '--timeout SECONDS', 'wait at most this long in all, then exit with 6; the operation continues. Default: '
+        f'{DEFAULT_WAIT_SECONDS:.0f}', parse=float)] = None
+    boot: Annotated[int | None, _make_option(
+        '--boot N', f'number of the boot, from 1; the last {boots.MAX_BOOTS} boots of an instance are kept. Default: '
+        'the last boot', parse=int)] = None
+    format: Annotated[str | None, _make_option(
+        '-f --format FORM', 'output format: table, json or yaml; commands with -c: also csv or value (tab-separated, - '
+        'for a missing value). Default: table', choices=FORMS)] = None
+    columns: Annotated[Sequence[str] | None, _make_option(
+        '-c --column COLUMN', 'print only this column; repeatable, or several with commas between them. A unique '
+        'beginning of its name is enough, in upper or lower case. Default: all', repeats=True)] = None
+    no_header: Annotated[bool, _make_option(
+        '--no-header', 'leave out the headings of a table, of csv or of details')] = False
+    sort: Annotated[str | None, _make_option(
+        '--sort COLUMN', 'sort by this column, numbers by value: web-2 before web-10. Default: not sorted')] = None
+    wide: Annotated[bool, _make_option(
+        '--wide', 'print all columns in full. Default: on a terminal uuids are shortened, and columns that do not fit '
+        'are cut or left out; in files and pipes columns are never cut')] = False
+    state: Annotated[Sequence[str] | None, _make_option(
+        '--state STATE', 'list only instances in this state; repeatable, or several with commas between them. --state '
+        'gone works without --all', repeats=True)] = None
+    host: Annotated[str | None, _make_option(
+        '--host COMPUTE', 'list only instances on this compute: its uuid or host name')] = None
+    all: Annotated[bool, _make_option(
+        '--all', 'list also instances that are gone; their records are kept for a day')] = False
+    watch: Annotated[bool, _make_option(
+        '--watch', 'continue with each change as it happens, until Ctrl-C (exit 0)')] = False
+    fenced: Annotated[bool, _make_option(
+        '--fenced', 'confirm that the machine never comes back and that none of its guests runs; release its '
+        'claims')] = False
+    without: Annotated[Sequence[str] | None, _make_option(
+        '--without COMPUTE', 'list where the guests of this host would go; repeatable', repeats=True)] = None
+    without_each: Annotated[bool, _make_option(
+        '--without-each', 'list how many guests of each host would fit elsewhere')] = False
+    stop: Annotated[bool, _make_option(
+        '--stop', 'also shut the guests down, as `eschedule stop` does, until `eschedule host enable --start`')] = False
+    start: Annotated[bool, _make_option(
+        '--start', 'also start the guests that `eschedule host drain --stop` stopped there')] = False
+    fix: Annotated[bool, _make_option(
+        '--fix', 'repair what is safe to repair: only findings that two audits, a minute apart, both report. Running '
+        'guests are not changed')] = False
+    now: Annotated[bool, _make_option(
+        '--now', 'have every host look at itself now, twice, and wait for that: at most 10 s')] = False
+    follow: Annotated[bool, _make_option(
+        '--follow', 'continue with new output of the guest, until Ctrl-C. Short form: -f')] = False
+    lines: Annotated[int | None, _make_option(
+        '-n --lines N', 'print only the last N lines. Default: all that are kept', parse=int)] = None
+    accept_new: Annotated[bool, _make_option(
+        '--accept-new', 'if the guest has reported no host keys, accept at your own risk the first one that it shows, '
+        'and only that one from then on')] = False
+    identity: Annotated[str | None, _make_option(
+        '-i --identity FILE', 'private key to log in with. Default: the keys that ssh tries')] = None
+    dry_run: Annotated[bool, _make_option(
+        '--dry-run', 'print what the command would do, and whether there is room; change nothing')] = False
+    prune: Annotated[bool, _make_option(
+        '--prune', 'destroy the instances of the stack that the file no longer has')] = False
+    replace: Annotated[Sequence[str] | None, _make_option(
+        '--replace MEMBER', 'destroy and recreate the instances of this member that differ from the file or are in '
+        'error; repeatable, or several with commas between them', repeats=True)] = None
+    replace_all: Annotated[bool, _make_option(
+        '--replace-all', 'do what --replace does, for all members of the file')] = False
+    destroy_first: Annotated[bool, _make_option(
+        '--destroy-first', 'wait until a replaced instance is gone before its successor is created, if there is no '
+        'room for both. Default: create first')] = False
+    file: Annotated[str | None, _make_option(
+        '--file FILE', 'destroy the instances of this file, as `eschedule apply` made them')] = None
     every: Annotated[bool, _make_option('--every', 'select all living instances')] = False
     yes: Annotated[bool, _make_option('-y --yes', 'destroy without a question; required without a terminal')] = False
     stack: Annotated[str | None, _make_option('--stack STACK', 'list only the instances of this stack')] = None
-    config: Annotated[
-        str | None,
-        _make_option(
-            '--config FILE',
-            'configuration file. Default: schedule.yaml in $ECOMP_CONFIG, else the first in ./, '
-            '~/.config/ecomp/ or /etc/ecomp/',
-        ),
-    ] = None
+    config: Annotated[str | None, _make_option(
+        '--config FILE', 'configuration file. Default: schedule.yaml in $ECOMP_CONFIG, else the first in ./, '
+        '~/.config/ecomp/ or /etc/ecomp/')] = None
+    # fmt: on
 
     @property
     def membership(self) -> Membership | None:
