@@ -43,10 +43,6 @@ def run() -> NoReturn:
 
 
 def _run(argv: list[str]) -> int:
-    """Run the command and return its exit code; print an EcompError or OSError.
-
-    A broken pipe of stdout is not printed: it is 0 for an endless command (--watch, --follow, log), else 1.
-    """
     from ecomp import log
     from ecomp.errors import EcompError
 
@@ -66,10 +62,6 @@ def _run(argv: list[str]) -> int:
 
 
 def _run_command(argv: list[str]) -> int:
-    """Run the command and return its exit code; without arguments, print the help and return 2.
-
-    Raises EcompError for invalid arguments or configuration; prints one by the command and returns its exit code.
-    """
     from ecomp.cli.command import Context
     from ecomp.cli.commands import COMMANDS, format_help, parse
     from ecomp.cli.options import VERSION

@@ -129,7 +129,6 @@ class _Apply:
 
 
 def _apply(ctx: Context) -> int:
-    """Make the stack what the file asks for; return the exit code."""
     ctx.connect()
     from ecomp.scheduler.queries.find import ask_placement
 
@@ -181,7 +180,6 @@ def _require_size(run: _Apply) -> None:
 
 
 def _change(run: _Apply) -> int:
-    """Carry out the steps, report them and, with --wait, wait; return the exit code."""
     ctx = run.ctx
     if ctx.options.destroy_first and (replaced := run.select(REPLACE)):
         _remove(run, replaced)
@@ -209,7 +207,6 @@ def _make_interruption(run: _Apply) -> StillGoing:
 
 
 def _refuse_conflicts(run: _Apply) -> int:
-    """Report the instances that differ or whose name is taken; return 5."""
     _report(run)
     count = len(run.select(*CONFLICTS))
     fixes = 'give --replace MEMBER or --replace-all to destroy and recreate those that differ, or correct the file'
@@ -220,7 +217,6 @@ def _refuse_conflicts(run: _Apply) -> int:
 
 
 def _carry_out(run: _Apply) -> int:
-    """Create, replace and destroy; return 0, or the exit code of what was refused or interrupted."""
     from ecomp.scheduler.placing.session import Scheduler
     from ecomp.scheduler.placing.stack import apply_change
     from ecomp.scheduler.queries.find import ask_placement
@@ -274,7 +270,6 @@ def _remove(run: _Apply, steps: Sequence[Action]) -> None:
 
 
 def _preview(run: _Apply, backend: Backend) -> int:
-    """Print what apply would do, also whether there is room; return 0, 1, 3, 5 or 8."""
     from ecomp.scheduler.placing.stack import preview_change
 
     code = find_exit_code(run.steps, dry_run=True)
@@ -291,7 +286,6 @@ def _preview(run: _Apply, backend: Backend) -> int:
 
 
 def _parse_replaced(options: Options, members: Sequence[str]) -> Collection[str] | None:
-    """Return the members of --replace, ALL_MEMBERS for --replace-all; UsageError for one that the file lacks."""
     if options.replace_all:
         return ALL_MEMBERS
     replaced = [member for text in options.replace or () for member in text.split(',')]
@@ -325,7 +319,6 @@ def _wait_for_ends(run: _Apply, steps: Sequence[Action]) -> bool:
 
 
 def _report_no_room(ctx: Context, error: NoCapacity, backend: Backend, change: StackChange) -> int:
-    """Report that there is no room, and what each compute lacks for the member; return 3."""
     from ecomp.scheduler.placing.explain import Refusal, report_reasons
     from ecomp.scheduler.placing.stack import MembersRefused
 
@@ -406,7 +399,6 @@ _DESCRIPTIONS = {
 
 
 def _wait(run: _Apply) -> int:
-    """With --wait, wait until new and kept instances, except stopped ones, have reached the stage; return the code."""
     from ecomp.cli.waiting import wait_and_report
     from ecomp.shared.places import KeyIndex
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 
 def _destroy(ctx: Context) -> int:
-    """Destroy the instances, with --wait wait until they are gone; return the exit code."""
     from ecomp.scheduler.changes.change import destroy
     from ecomp.scheduler.changes.wait import Wait, wait_until_gone
     from ecomp.scheduler.queries.find import is_known
@@ -59,7 +58,6 @@ def _destroy(ctx: Context) -> int:
 
 
 def _list_guessed(ctx: Context) -> list[str]:
-    """Return the uuids of which the user typed only the beginning."""
     guessed = []
     for word in ctx.words:
         prefix = None if keys.is_uuid(word) else parse_uuid_prefix(word)
@@ -71,7 +69,6 @@ def _list_guessed(ctx: Context) -> list[str]:
 
 
 def _change_power(ctx: Context) -> int:
-    """Stop, start or reboot (ctx.name) each instance once; with --wait wait; return the exit code."""
     from ecomp.scheduler.changes.change import change_power
     from ecomp.scheduler.changes.wait import Wait, wait_for_power
 
@@ -107,7 +104,6 @@ def _change_power(ctx: Context) -> int:
 
 
 def _clear(ctx: Context) -> int:
-    """Remove the records of all gone and failed instances; return 1 if one cannot be removed, else 0."""
     from ecomp.scheduler.changes.change import clear
 
     removed, errors = clear(ctx.store)

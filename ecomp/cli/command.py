@@ -70,7 +70,6 @@ class Context:
 
     @cached_property
     def style(self) -> OutputStyle:
-        """The style that the options and the terminal ask for, found at first use."""
         return make_style(self.options)
 
     def show(self, listing: Listing, errors: Sequence[EcompError] = (), is_single: bool = False) -> int:
@@ -98,7 +97,6 @@ class Context:
             self.draw(format_document(list(values) if is_array else values[0], self.form))
 
     def put_lines(self, lines: Sequence[str]) -> None:
-        """Print lines, folded to the width of the terminal if stdout is one."""
         self.out.put(wrap_lines('\n'.join(lines), find_width()))
 
     def draw(self, text: str) -> None:
@@ -253,7 +251,7 @@ class Context:
         return absences, line
 
     def find_each(self, find: Callable[[str], Result], words: Sequence[str] | None = None) -> tuple[list[Result], int]:
-        """Call `find` for `words` or ctx.words, print EcompErrors; return results and the first error's code or 0."""
+        """Call `find` for each word; return the results and the first error's exit code, or 0."""
         words, results = self.words if words is None else words, list[Result]()
         outcomes = Outcomes(self, words)
         outcomes.process_each(list(words), lambda word: results.append(find(word)))

@@ -119,11 +119,11 @@ def parse(argv: Sequence[str]) -> Invocation:
 
 
 def _parse(argv: Sequence[str]) -> Invocation:
-    """Parse as parse(), but without escaping errors; for commands with --count `--wait STAGE` means --wait=STAGE."""
     if info := find_info_option(argv):
         return Invocation(info, tuple(_find_command_to_explain(argv).split()) if info == HELP else (), Options())
     words, options = parse_command_line(argv)
     accepted = COMMANDS[_match_command(words) or CREATE].options
+    # For commands that make instances `--wait STAGE` means --wait=STAGE.
     has_stages = options.wait == '' and {'size', 'dry_run'}.intersection(accepted)
     if has_stages and (joined := _join_wait_stage(argv)) != list(argv):
         if 'size' not in accepted:  # the word may be a file
@@ -139,7 +139,6 @@ def _parse(argv: Sequence[str]) -> Invocation:
 
 
 def _join_wait_stage(argv: Sequence[str]) -> list[str]:
-    """Return the words with each --wait and a stage that follows it joined to --wait=STAGE."""
     joined: list[str] = []
     for word in argv:
         if joined[-1:] == ['--wait'] and word in STAGES:
@@ -150,10 +149,7 @@ def _join_wait_stage(argv: Sequence[str]) -> list[str]:
 
 
 def _find_command(words: Sequence[str], has_flavor: bool) -> tuple[str, tuple[str, ...]]:
-    """Return the command's name and its parsed words; raise UsageError.
-
-    Without a name it is CREATE if the first word has a =, or for --flavor with no words or an image first; else QUERY.
-    """
+    """Return the command's name and its parsed words; a line without a name is CREATE or QUERY."""
     if has_flavor and (not words or is_image(words[0])):
         return CREATE, COMMANDS[CREATE].parse_words(CREATE, words)
     if not words:
@@ -172,7 +168,6 @@ def _find_command(words: Sequence[str], has_flavor: bool) -> tuple[str, tuple[st
 
 
 def _make_incomplete_error(first: str, second: str | None = None, *_: str) -> UsageError:
-    """Make the error for a word of FAMILY_WORDS (`host`) without a valid second word."""
     seconds = FAMILY_WORDS[first]
     listed = f's of {first} are {", ".join(seconds[:-1])} and {seconds[-1]}' if seconds[1:] else f' is {seconds[0]}'
     choices = f'the subcommand{listed}'

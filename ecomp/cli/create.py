@@ -72,7 +72,6 @@ NewInstance = dict[str, str | None]
 
 
 def _create(ctx: Context) -> int:
-    """Place or, with --queue, queue new instances; return the exit code. UsageError for a bad image URL or file."""
     with convert_to_usage_error():
         image = resolve_image(ctx.config, ctx.words[1] if len(ctx.words) > 1 else ctx.config.image)
     ssh_keys, user_data = _read_guest_files(ctx)
@@ -95,10 +94,6 @@ def _create(ctx: Context) -> int:
 
 
 def _place(ctx: Context, order: Order) -> int:
-    """Place the order, remember the cluster's size, report the result, with --wait wait; return the exit code.
-
-    The code is 3 without capacity, 1 at Ctrl-C during create(). Other errors are raised.
-    """
     # Imported late, here and below: http.client and h2 load slowly, so placement is queried while h2 loads.
     from ecomp.scheduler.queries.find import ask_placement
 
@@ -140,13 +135,7 @@ def _place(ctx: Context, order: Order) -> int:
 def _report_and_wait(
     ctx: Context, instances: Sequence[NewInstance], remarks: Callable[[], Iterable[str]], output_error_prefix: str = ''
 ) -> int:
-    """Print the placed or queued instances and the remarks, then wait if --wait asks for it.
-
-    With --wait a table is printed before the wait, a document after it; for a document `host` is set in `instances`.
-    The connection to etcd is closed. Returns the wait's exit code, 0 without a wait, 6 at Ctrl-C (after printing the
-    instances if they were not). If stdout cannot be written, an EcompError that begins with `output_error_prefix` is
-    raised; without this prefix, and for the document after a wait, the OSError is raised.
-    """
+    """Print the new instances and the remarks, then wait if --wait asks for it; return the exit code."""
     is_put = False
 
     def print_instances() -> None:
@@ -188,7 +177,6 @@ def _report_and_wait(
 
 
 def _wait(ctx: Context, instances: Sequence[NewInstance]) -> int:
-    """Wait for the stage, print the document of -f with the final state, return the exit code."""
     from ecomp.cli.waiting import wait_and_report  # needed only with --wait
     from ecomp.shared.places import KeyIndex
 
@@ -203,10 +191,6 @@ def _wait(ctx: Context, instances: Sequence[NewInstance]) -> int:
 
 
 def _enqueue(ctx: Context, order: Order) -> int:
-    """Queue the order for its flavor and report it, with --wait wait; return the exit code.
-
-    The code is 3 over quota, 1 at Ctrl-C until queued; other errors are raised. A new order works without placement.
-    """
     from ecomp.model.guest import SharedUserData
     from ecomp.model.queue import QueueEntry
     from ecomp.scheduler.placing.enqueue import enqueue, has_taker, read_shared_flavor
@@ -248,7 +232,6 @@ def _enqueue(ctx: Context, order: Order) -> int:
 
 
 def _plan(ctx: Context) -> int:
-    """Print the computes that would be tried, claiming nothing; return 0, 3 without capacity."""
     from ecomp.cli.operators import make_plan_listing
     from ecomp.scheduler.placing.create import plan
     from ecomp.scheduler.queries.find import ask_placement
@@ -303,7 +286,6 @@ def _format_document(ctx: Context, value: object) -> str:
 
 
 def _make_remarks(ctx: Context, set_order: SetOrder, outcomes: Mapping[str, DeliveryOutcome]) -> Iterator[str]:
-    """Yield remarks on repeated or missing instances and low memory; for a table, if stderr is a terminal, on hosts."""
     repeated = [instance for instance, outcome in outcomes.items() if outcome.is_repeated]
     yield from (f'{name} was requested before: this command changed nothing' for name in repeated)
     if not repeated and len(outcomes) < set_order.count:
@@ -316,7 +298,6 @@ def _make_remarks(ctx: Context, set_order: SetOrder, outcomes: Mapping[str, Deli
 
 
 def _describe_hosts(set_order: SetOrder, outcomes: Mapping[str, DeliveryOutcome], naming: ComputeNames) -> list[str]:
-    """Return a line for each host whose name is known: which of the instances are on it."""
     names_by_host: dict[str, list[str]] = {}
     for instance, outcome in outcomes.items():
         if naming.find_hostname(outcome.compute) is not None:
@@ -331,15 +312,11 @@ def _describe_hosts(set_order: SetOrder, outcomes: Mapping[str, DeliveryOutcome]
 
 
 def _report_no_capacity(ctx: Context, error: NoCapacity, backend: Backend, query: str) -> int:
-    """Report the error and, unless a quota is exceeded, what each compute lacks; return the exit code, 3.
-
-    Raises NotFound if --on is a uuid of no compute:
-    that is checked only here, so that a successful create does not wait for it.
-    """
     on = ctx.options.on
     if on is not None:
         from ecomp.scheduler.queries.hosts import check_compute_exists
 
+        # Checked only here, so that a successful create does not wait for it.
         with suppress(Unreachable):
             check_compute_exists(ctx.computes, lambda: backend.result()[0], on)
 
@@ -380,7 +357,6 @@ def report_refusal(
 
 
 def _read_guest_files(ctx: Context) -> tuple[tuple[str, ...] | None, bytes | None]:
-    """Read ssh keys and user-data by option or schedule.yaml, else None (mdserver.conf's); UsageError if invalid."""
     typed_keys, typed_data = ctx.options.ssh_key, ctx.options.user_data
     key_files: Sequence[str | Path] = ctx.config.ssh_keys if typed_keys is None else typed_keys
     data_file = ctx.config.user_data if typed_data is None else typed_data
@@ -421,7 +397,6 @@ def _find_marker_path(etcd: EtcdConfig) -> Path:
 
 
 def _check_options(name: str, words: Sequence[str], options: Options) -> None:
-    """Raise UsageError for an invalid --count, --min, --queue or --name, or without query and --flavor."""
     if not words[0] and options.flavor is None:
         raise UsageError(
             f'{name}: missing argument: a quoted placement query, or --flavor. Try: eschedule {name} --help'
@@ -444,10 +419,6 @@ def _check_options(name: str, words: Sequence[str], options: Options) -> None:
 
 
 def _check_queue(words: Sequence[str], options: Options) -> None:
-    """Check the options of a command with --queue.
-
-    Raises UsageError without --flavor, or with a query, --on, --weigh, --count or --min.
-    """
     if options.flavor is None:
         raise UsageError('--queue needs --flavor: each flavor has its own queue')
     if words[0]:

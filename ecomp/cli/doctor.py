@@ -14,10 +14,6 @@ from ecomp.version import read_version
 
 
 def _diagnose(ctx: Context) -> int:
-    """Check backends and computes, print the findings and return the exit code.
-
-    It is 7 if a backend is unavailable (the rest is skipped), else 8 for errors, or 0.
-    """
     from ecomp import backends
     from ecomp.model.health import CHECKS, ComputeFacts
 

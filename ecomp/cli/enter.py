@@ -31,7 +31,6 @@ LAST_LINES_TIMEOUT_SECONDS = 3.0
 
 
 def _run_ssh(ctx: Context) -> int:
-    """Replace this process by ssh; NotFound, Conflict, StillGoing or EcompError if the guest cannot be entered."""
     from ecomp.scheduler.queries.hosts import find_guest_access
 
     user, word = split_user(ctx.words[0])
@@ -92,7 +91,6 @@ def _print_ssh_config(ctx: Context) -> int:
 
 
 def _open_console(ctx: Context) -> int:
-    """Replace this process by `virsh console`; StillGoing or Conflict unless the guest runs, NotFound if it is fake."""
     from ecomp.scheduler.queries.hosts import find_host_name, find_running
 
     record = find_running(ctx.store, ctx.resolve_instance(ctx.words[0]))
@@ -103,10 +101,6 @@ def _open_console(ctx: Context) -> int:
 
 
 def _print_log(ctx: Context) -> int:
-    """Print the console, all or the last --lines; with --follow until Ctrl-C, which returns 0.
-
-    Raises NotFound without a console or its file, Unreachable if `reach` fails, EcompError if its program is missing.
-    """
     import subprocess  # imported late, here and below: it is slow to load
 
     from ecomp.scheduler.queries.hosts import find_console
@@ -156,10 +150,7 @@ def read_last_lines(ctx: Context, record: Record) -> list[str]:
 
 
 def _run_command(command: Sequence[str]) -> bytes:
-    """Run a command for LAST_LINES_TIMEOUT_SECONDS; return its output, MAX_LAST_LINES * LINE_LIMIT_BYTES at most.
-
-    Raises FileNotFoundError.
-    """
+    """Run a command for LAST_LINES_TIMEOUT_SECONDS at most; return the beginning of its output."""
     import signal
     import subprocess
     import tempfile
@@ -235,7 +226,6 @@ def _find_known_hosts_directory() -> Path:
 
 
 def _replace_process(ctx: Context, command: list[str]) -> NoReturn:
-    """Close etcd and replace this process by a command; EcompError if it is not installed."""
     import signal
 
     ctx.close()

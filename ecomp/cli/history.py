@@ -70,11 +70,7 @@ class Explanation:
 
 
 def explain_placement(store: Store, placement: Callable[[], Placement], entries: InstanceEntries) -> Explanation:
-    """Read why the instance is on its compute or, if it waits in a queue, why none takes it.
-
-    `placement` is called only for a queued instance; errors of its queries become `waiting.unknown_reason`. Raises what
-    `placement` raises, Unreadable (the group) and errors of etcd.
-    """
+    """Read why the instance is on its compute or, if it waits in a queue, why none takes it."""
     from ecomp.scheduler.queries.hosts import read_computes, read_names_by_instance
     from ecomp.shared.names import load_group
 
@@ -134,7 +130,6 @@ def format_explanation(explanation: Explanation) -> str:
 
 
 def _explain_waiting(queue_wait: QueuePosition, naming: Computes) -> list[str]:
-    """Return sentences on why no compute has taken the instance from its queue; [] if no reason is known."""
     if queue_wait.taker is not None:
         return [f'{naming.format_name(queue_wait.taker)} is taking the request']
     if queue_wait.is_flavorless:
@@ -165,7 +160,6 @@ def _waiting_to_dict(explanation: Explanation) -> dict[str, object]:
 
 
 def _explain_choice(choice: PlacementReason | None) -> str:
-    """Return a sentence on how the compute was chosen; for None it says that this is unknown."""
     if choice is None:
         return 'it is unknown how its compute was chosen: the request came from an older eschedule or another client'
     if choice.weigh == FROM_QUEUE:
@@ -216,10 +210,7 @@ def find_stage_times(record: Record, number: int | None = None) -> tuple[Boot | 
 
 
 def draw_timeline(record: Record, style: OutputStyle, number: int | None = None) -> str:
-    """Draw a boot, by default the last: a heading with its first stage, and a line for each other stage.
-
-    A stage that was not reached has `-`.
-    """
+    """Draw a boot, by default the last: a heading with its first stage, and a line for each other stage."""
     boot, stages = find_stage_times(record, number)
     scale_seconds = max((stage.offset_seconds for stage in stages), default=0.0)
     width = MAX_BAR_WIDTH if style.width is None else max(style.width - BAR_MARGIN, MIN_COLUMN_WIDTH)
@@ -277,11 +268,6 @@ def _format_seconds(seconds: float) -> str:
 
 
 def _print_events(ctx: Context) -> int:
-    """Print past events, all or the last --lines, and with --watch new ones until Ctrl-C; return 0.
-
-    Raises UsageError for -f other than table and json, resolve()'s errors for a word, and without --watch, at the end,
-    NotFound if a given instance has no event.
-    """
     from ecomp.model.events import event_to_dict
     from ecomp.scheduler.queries.find import resolve
     from ecomp.store.history import History
@@ -384,7 +370,6 @@ SUFFIXES = {'--ssh-key': '.pub', '--user-data': '.user-data'}
 
 
 def _print_again(ctx: Context) -> int:
-    """Print the command that creates an instance again, write the files that it names, and report what is unknown."""
     import shlex  # imported here, as the next ones: seldom needed
 
     from ecomp.files import write_durably
@@ -430,7 +415,6 @@ def _print_again(ctx: Context) -> int:
 
 
 def _read_guest_data(store: Store, entries: InstanceEntries, order: Order) -> tuple[dict[str, bytes], list[str]]:
-    """Return ssh keys and user-data, if known, by option, and a line for each fact that is unknown."""
     from ecomp.model.guest import parse_shared_user_data
 
     is_requested = entries.order is not None and not entries.is_destroying

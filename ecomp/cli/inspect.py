@@ -69,7 +69,6 @@ FILTERS = {
 
 
 def _print_address(ctx: Context) -> int:
-    """Print the address, return 0; or print why not, return 1 if the instance failed, else 6. NotFound has a hint."""
     ctx.connect()
 
     from ecomp.scheduler.queries.find import find_living
@@ -111,11 +110,6 @@ def _explain_unserved(records: Sequence[Record], read_computes: Callable[[], Com
 
 
 def _list(ctx: Context) -> int:
-    """Print the chosen instances; return 1 if a record is malformed, else 0.
-
-    Raises NotFound for an unknown host name and, if no instance is chosen, for an unknown --group or uuid in --host.
-    With --watch uuid and group are not checked; the table is redrawn until Ctrl-C, then 0 is returned.
-    """
     ctx.connect()
 
     from ecomp.scheduler.queries.find import list_records
@@ -164,7 +158,6 @@ def _add_claim_faults(ctx: Context, records: Sequence[Record], known_computes: C
 
 
 def _show(ctx: Context) -> int:
-    """Print all details of the instances found; return the exit code."""
     ctx.connect()
 
     def read_details(word: str) -> Details:
@@ -178,7 +171,6 @@ def _show(ctx: Context) -> int:
 
 
 def _print_why(ctx: Context) -> int:
-    """Explain the placement of the instances; return the exit code."""
     from ecomp.cli.history import Explanation, explain_placement, explanation_to_dict, format_explanation
 
     def explain(word: str) -> Explanation:
@@ -193,7 +185,6 @@ def _print_why(ctx: Context) -> int:
 
 
 def _print_timeline(ctx: Context) -> int:
-    """Draw the timeline of an instance; NotFound also if the boot of --boot is not kept."""
     from ecomp.cli.history import draw_timeline, timeline_to_dict
 
     word, number = ctx.words[0], ctx.options.boot
@@ -222,7 +213,6 @@ def _find_instance(ctx: Context, word: str) -> InstanceEntries:
 
 
 def _wait(ctx: Context) -> int:
-    """Wait for each instance's stage; print addresses or the document; return the exit code, 4 if one is destroyed."""
     from ecomp.cli.waiting import wait_and_report
     from ecomp.scheduler.queries.find import find_living
 

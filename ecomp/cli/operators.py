@@ -39,7 +39,6 @@ def _list_hosts(ctx: Context) -> int:
 
 
 def _print_metrics(ctx: Context) -> int:
-    """Print the cluster's metrics; malformed values are reported and counted, so that the others are not lost."""
     from ecomp.metrics import make_text
     from ecomp.scheduler.queries.hosts import CLUSTER_METRICS, read_metrics
 
@@ -51,7 +50,6 @@ def _print_metrics(ctx: Context) -> int:
 
 
 def _show_hosts(ctx: Context) -> int:
-    """Print the computes and, in a table without -c or --sort, their instances; return the exit code, 4 if unknown."""
     from ecomp.cli.inspect import make_record_listing
     from ecomp.scheduler.queries.find import list_records
     from ecomp.scheduler.queries.hosts import read_absences, read_hosts
@@ -122,7 +120,6 @@ def _change_host_status(ctx: Context) -> int:
 
 
 def _forget_hosts(ctx: Context) -> int:
-    """Remove computes that will never come back, and print what is removed; return the exit code."""
     from ecomp.scheduler.operations.forget import forget
 
     outcomes = Outcomes(ctx, ctx.words, compute=None)
@@ -141,7 +138,6 @@ def _forget_hosts(ctx: Context) -> int:
 
 
 def _plan_moves(ctx: Context) -> int:
-    """Print where the guests of dead computes would go, or a line for each compute; return 3 if one has no place."""
     from ecomp.model.moves import plan_moves
     from ecomp.scheduler.placing.evacuate import read_moves
     from ecomp.scheduler.queries.hosts import check_compute_exists
@@ -172,7 +168,6 @@ def _check_what_if(name: str, _: Sequence[str], options: Options) -> None:
 
 
 def _evacuate(ctx: Context) -> int:
-    """Place the guests of a dead compute anew, with --wait wait for their addresses; return 3 if one stays."""
     import random
 
     from ecomp.cli.input import describe_owner
@@ -241,7 +236,6 @@ def _evacuate(ctx: Context) -> int:
 
 
 def _audit(ctx: Context) -> int:
-    """Audit, with --fix also repair, and print the findings that are left; return 8 for one that is no warning."""
     from ecomp.scheduler.operations.audit import audit
     from ecomp.scheduler.queries.hosts import read_names_by_instance
 
@@ -266,8 +260,8 @@ def _audit(ctx: Context) -> int:
 
 
 def make_host_listing(hosts: Sequence[Host]) -> Listing:
-    """List computes with the share of each resource class that is in use."""
     # Classes that every guest needs come before those that only some computes have.
+    """List computes with the share of each resource class that is in use."""
     classes = [*REQUIRED_CLASSES, *sorted({name for host in hosts for name in host.rooms} - set(REQUIRED_CLASSES))]
     columns = [COMPUTE_COLUMN, Column('HOST', min_width=8), Column('STATE', kind=STATE), Column('INSTANCES', 1)]
     rows = []
@@ -363,7 +357,6 @@ def make_finding_listing(
 
 
 def _summarize(report: Report, findings: Sequence[Finding]) -> list[str]:
-    """Return lines on absent computes and unserved queues, each different fix once, and the numbers of findings."""
     called, silent = report.world.named_computes.format_name, report.world.absent_computes
     away = [
         f'compute {called(uuid)} is {state}: its guests and disks were not compared' for uuid, state in silent.items()
@@ -389,7 +382,6 @@ def _ranked_to_dict(ranked: RankedCompute) -> dict[str, object]:
 
 
 def _host_to_dict(host: Host) -> dict[str, object]:
-    """Return facts, counts and rooms for JSON: {…, "disabled", "instances", "resources": {class: {"used", …}}}."""
     shares = {
         name: {field: getattr(room, field) for field in ('used', 'free', 'capacity', 'over')}
         for name, room in sorted(host.rooms.items())

@@ -144,7 +144,7 @@ def parse_query_and_image(name: str, words: Sequence[str]) -> Words:
 
 
 def is_image(word: str) -> bool:
-    """Return True for a URL, False for a query; a query may contain :// only after a =."""
+    """Return True for a URL, False for a query, which may contain :// only after a =."""
     return '://' in word.partition('=')[0]
 
 
@@ -374,12 +374,10 @@ class Options(NamedTuple):
 
     @property
     def states(self) -> list[str] | None:
-        """The states of --state, None if it is not given."""
         return None if self.state is None else [state for text in self.state for state in text.split(',')]
 
     @property
     def wait_seconds(self) -> float:
-        """The seconds that --wait and `wait` take at most: --timeout, or the default."""
         return DEFAULT_WAIT_SECONDS if self.timeout is None else self.timeout
 
 
@@ -413,7 +411,6 @@ def check_options(name: str, options: Options, accepted_fields: Collection[str])
 
 
 def _check_form(options: Options, has_columns: bool) -> None:
-    """Raise UsageError for an unknown --state, an empty column, or an option that -f excludes."""
     for state in options.states or ():
         if state not in SHOWN_STATES:
             like, states = format_suggestion(state, sorted(SHOWN_STATES)), ', '.join(sorted(SHOWN_STATES))
@@ -444,10 +441,7 @@ def _check_group(options: Options) -> None:
 
 
 def _check_waiting(name: str, options: Options, accepted_fields: Collection[str]) -> None:
-    """Raise UsageError for an invalid --timeout or stage, or for --timeout without a --wait that the command accepts.
-
-    A --wait with a stage needs a command that makes instances, because the others wait for one thing only.
-    """
+    # Only a command that makes instances has stages to choose from; the others wait for one thing.
     if options.wait and not {'size', 'dry_run'}.intersection(accepted_fields):
         raise UsageError(f'{name}: --wait takes no value. Fix: leave out ={options.wait[:MAX_QUOTED_CHARACTERS]}')
     if options.timeout is not None:
@@ -571,7 +565,6 @@ def _set_const(values: dict[str, Any], flag: str, value: str | None) -> None:
 
 
 def _parse_value(flag: str, option: Option, text: str) -> Any:
-    """Convert the text of an option to its value; UsageError if it is invalid."""
     try:
         value = option.parse(text)
     except ValueError as error:

@@ -28,11 +28,7 @@ SELECTORS: Mapping[str, str] = {
 
 
 def make_filter(ctx: Context) -> RecordFilter:
-    """Make the filter of the options.
-
-    --host and --stack are looked up: raises errors of ctx.resolve_compute(), Unreadable, and NotFound for a stack that
-    was never applied.
-    """
+    """Make the filter of the options; NotFound for a stack that was never applied."""
     options = ctx.options
     compute = None if options.host is None else ctx.resolve_compute(options.host)
     if options.stack is not None:
@@ -102,23 +98,19 @@ def list_selected(ctx: Context) -> list[Record]:
 
 
 def _list_of_file(ctx: Context, path: str) -> list[Record]:
-    """Read the records, not gone, of the members in a stack's file."""
     from ecomp.cli.stack_file import load_stack_file
     from ecomp.scheduler.queries.stacks import read_stack
 
     file = load_stack_file(ctx, path)
     entries = read_stack(ctx.store, file.name).entries
     selected = sort_records(entries[name].record for name in file.instances if name in entries)
-    if not selected:
+    if not selected:  # no error, so that a `destroy --file` can be repeated
         ctx.out.say(f'stack {file.name}: no instance of this file exists')
     return selected
 
 
 def select_instances(ctx: Context) -> bool:
-    """Replace ctx.words by the selected instances, if options select them, and return True.
-
-    NotFound if the options select none; a file may have none, so that a `destroy --file` can be repeated.
-    """
+    """Replace ctx.words by the selected instances, if options select them, and return True."""
     if not has_selectors(ctx.options) and ctx.options.file is None:
         return False
     selected = list_selected(ctx) if ctx.options.file is None else _list_of_file(ctx, ctx.options.file)
@@ -128,10 +120,7 @@ def select_instances(ctx: Context) -> bool:
 
 
 def confirm_destroy(ctx: Context, names: Sequence[str]) -> None:
-    """Ask on a terminal whether to destroy these instances; no-op with --yes, or without names.
-
-    Raises EcompError for any answer but `y`, and UsageError without a terminal.
-    """
+    """Ask on a terminal whether to destroy these instances; EcompError for any answer but `y`."""
     if ctx.options.yes or not names:
         return
     count = f'{len(names)} instance{"s" if len(names) > 1 else ""}'

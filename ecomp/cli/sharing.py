@@ -36,7 +36,6 @@ def _list_flavors(ctx: Context) -> int:
 
 
 def _show_flavors(ctx: Context) -> int:
-    """Print the named flavors; return 4 if one does not exist or is malformed, 1 if another is malformed, else 0."""
     from ecomp.scheduler.operations.sharing import list_flavors, make_no_such_flavor
 
     flavors, unreadable = list_flavors(ctx.config, ctx.store)
@@ -75,7 +74,6 @@ def _list_groups(ctx: Context) -> int:
 
 
 def _show_groups(ctx: Context) -> int:
-    """Print the members of the named groups; return the exit code of the first error, or 0."""
     from ecomp.scheduler.queries.hosts import read_names_by_instance
 
     shared_groups, code = ctx.find_each(lambda name: read_group(ctx.store, name))
@@ -194,10 +192,7 @@ def make_quota_listing(quotas: Sequence[Quota]) -> Listing:
 
 
 def make_usage_listing(quotas: Sequence[Quota], is_array: bool) -> Listing:
-    """List the limits and use of projects by class; LEFT is None without a limit, negative if exceeded.
-
-    The JSON is an array if `is_array`, else the first project, which must exist.
-    """
+    """List the limits and use of projects by class; LEFT is None without a limit, negative if exceeded."""
     rows = []
     for item in quotas:
         for name in list_classes(item):

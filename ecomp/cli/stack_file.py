@@ -145,7 +145,6 @@ class _Reader:
         return [f'{base}-{number}' for number in numbers] if 'count' in section else [base]
 
     def _read_member(self, section: Section, default: Desired) -> Desired:
-        """Read what all instances of a member have in common; `default` has the values of the file as a whole."""
         config, origins = self._ctx.config, dict(default.origins)
         image = section.read('image', parse_text, None)
         if image is None:
@@ -177,7 +176,6 @@ class _Reader:
         return Desired(order, weigh, origins | flavor_origin)
 
     def _read_query(self, section: Section) -> tuple[str, dict[str, str]]:
-        """Read query, flavor and on; return the combined query, and its origin if there is a flavor."""
         flavor = section.read('flavor', parse_text, None)
         query = section.read('query', make_text_parser(lambda text: check_query(text, flavor is None)), '')
         on = section.read('on', parse_text, None)
@@ -215,7 +213,6 @@ class _Reader:
         return restrict_to_compute(query, on) if on else query
 
     def _merge_flavor(self, flavor: str, query: str) -> str:
-        """Return the flavor's query plus `query`."""
         from ecomp.model.flavor import merge_query
         from ecomp.scheduler.operations.sharing import load_flavor
 
@@ -246,7 +243,6 @@ class _Reader:
         return node.text.encode() if re.match(r'[\w@.-]+ +AAAA', parse_text(node)) else self._parse_path(node)
 
     def _parse_group(self, node: Node) -> Membership:
-        """Parse the name of a group, or a mapping of name, policy and strict."""
         if node.kind != 'map':
             return Membership(make_text_parser(check_group_name)(node))
         problems: list[tuple[int, str]] = []

@@ -303,7 +303,6 @@ def format_document(value: object, form: str) -> str:
 
 
 def _format_rows(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], style: OutputStyle) -> str:
-    """Format the rows as CSV, bare values or a table; bare values omit rows without a value."""
     if style.form == CSV:
         headings = [[_format_value(column.name) for column in columns]] * style.header
         return _format_csv([*headings, *(list(map(_format_value, row)) for row in rows)])
@@ -327,7 +326,6 @@ def _format_value(cell: Cell) -> str:
 
 
 def _format_table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], style: OutputStyle) -> str:
-    """Format a table, fitted to `style.width` (None: nothing is shortened); a None cell is `-`."""
     texts = [
         ['-' if cell is None else make_printable(str(cell)) for cell in cells] for cells in zip(*rows, strict=True)
     ]
@@ -377,7 +375,6 @@ def _measure_column(column: Column, cells: Sequence[str], style: OutputStyle) ->
 
 
 def _format_details(details: Details, names: Sequence[str], style: OutputStyle) -> str:
-    """Format the fields `names`, all for (), folded to `style.width`; `-` stands for no value."""
     fields = [
         (make_printable(name), '-' if cell is None else make_printable(str(cell)))
         for name, cell in _select_fields(details, names)
@@ -401,7 +398,6 @@ def _select_fields(details: Details, names: Sequence[str]) -> Iterable[tuple[str
 
 
 def _find_column(name: str, columns: Sequence[Column], option: str) -> Column:
-    """Return the column with this name or unique beginning, in any case; else UsageError, which names `option`."""
     folded_name = name.casefold().strip()
     exact = [column for column in columns if column.name.casefold() == folded_name]
     matches = exact or [column for column in columns if folded_name and column.name.casefold().startswith(folded_name)]

@@ -26,7 +26,6 @@ RATES = ('disk_read_bytes_per_second', 'disk_written_bytes_per_second')
 
 
 def _top(ctx: Context) -> int:
-    """Print what hosts and guests use, on a terminal until Ctrl-C; return the exit code, 4 if a host is unknown."""
     ctx.connect()
 
     from ecomp.scheduler.operations.usage import UseReader
