@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ecomp.cli.command import DOCUMENT_OPTIONS, Command, Context, Outcomes, make_wait_options
 from ecomp.cli.options import parse_any_instances, parse_nothing
-from ecomp.cli.selection import SELECTORS, check_selection, confirm_destroy, select_instances
+from ecomp.cli.selection import SELECTORS, confirm_destroy, find_conflicts, select_instances
 from ecomp.cli.terminal import LiveLine, is_terminal
 from ecomp.errors import EcompError
 from ecomp.model import keys
@@ -127,24 +127,24 @@ COMMANDS: Sequence[Command] = (
             'the record.',
             parse_any_instances, _destroy,
             {**make_wait_options('every instance is gone'), **DOCUMENT_OPTIONS, **SELECTORS, 'file': '', 'yes': ''},
-            (4, 5, 6), check=check_selection,
+            (4, 5, 6), find_problems=find_conflicts,
             example='eschedule destroy web1 --wait'),
     Command('stop', 'stop [<id>…]', 'shut a guest down; nothing is removed',
             'Ask the guest to shut down, and switch it off if it still runs after 60 seconds. Its disk, its address '
             'and its claim are kept, and `eschedule start` starts it again.',
             parse_any_instances, _change_power,
             {**make_wait_options('every guest is off'), **DOCUMENT_OPTIONS, **SELECTORS}, (4, 5, 6),
-            check=check_selection, example='eschedule stop web1 --wait'),
+            find_problems=find_conflicts, example='eschedule stop web1 --wait'),
     Command('start', 'start [<id>…]', 'start a guest that is off',
             'Start the guest of a stopped instance.',
             parse_any_instances, _change_power,
             {**make_wait_options('every guest runs'), **DOCUMENT_OPTIONS, **SELECTORS}, (4, 5, 6),
-            check=check_selection, example='eschedule start web1 --wait'),
+            find_problems=find_conflicts, example='eschedule start web1 --wait'),
     Command('reboot', 'reboot [<id>…]', 'stop a guest, then start it',
             'Stop the guest, as `eschedule stop` does, and start it again. A guest that is off is started.',
             parse_any_instances, _change_power,
             {**make_wait_options('every guest runs again'), **DOCUMENT_OPTIONS, **SELECTORS}, (4, 5, 6),
-            check=check_selection, example='eschedule reboot web1'),
+            find_problems=find_conflicts, example='eschedule reboot web1'),
     Command('clear', 'clear', 'remove the records of gone and failed instances',
             'Remove the records of all instances that are gone or in error. Without this command, a record is kept '
             'for a day (gone) or a week (error). The names of instances in error become free. The records are all '

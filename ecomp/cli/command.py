@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -266,10 +266,10 @@ class Context:
 class Command(NamedTuple):
     """The row of one command: its usage, its help, and the functions behind it.
 
-    `parse_words` gets name and words, and returns canonical words. `check` gets name, words and options. Both may raise
-    UsageError. `run` returns the exit code; its EcompErrors end the command. `options` maps fields of Options to their
-    help here ('': the general one). `exit_codes` are those beside 0, 1, 2 and 7, which every command may have. Without
-    `needs_config` no configuration is read, so an invalid one does not matter. `example` is a whole command line.
+    `parse_words` gets name and words, and returns canonical words. `find_problems` gets name, words and options. Both
+    may raise UsageError. `run` returns the exit code; its EcompErrors end the command. `options` maps fields of Options
+    to their help here ('': the general one). `exit_codes` are those beside 0, 1, 2 and 7, which every command may have.
+    Without `needs_config` no configuration is read. `example` is a whole command line.
     """
 
     name: str
@@ -282,7 +282,7 @@ class Command(NamedTuple):
     exit_codes: tuple[int, ...] = ()
     example: str = ''
     needs_config: bool = True
-    check: Callable[[str, Sequence[str], Options], None] = lambda *_: None
+    find_problems: Callable[[str, Sequence[str], Options], Iterable[str]] = lambda *_: ()
 
     def list_options(self) -> list[Option]:
         """List the options and --config for the help; a --wait with its own help is shown without =STAGE."""

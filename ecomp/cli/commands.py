@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 from ecomp.cli.command import CREATE, EXIT_CODES, QUERY, Command, Context, Invocation
 from ecomp.cli.options import (
@@ -12,9 +13,8 @@ from ecomp.cli.options import (
     Option,
     Options,
     Words,
-    check_accepted,
-    check_options,
     find_info_option,
+    find_option_problems,
     is_image,
     parse_command_line,
 )
@@ -132,9 +132,8 @@ def _parse(argv: Sequence[str]) -> Invocation:
         words, options = parse_command_line(joined)
     name, taken = _find_command(words, options.flavor is not None)
     row = COMMANDS[name]
-    check_accepted(options, row.options)
-    row.check(name, taken, options)
-    check_options(name, options, row.options)
+    for problem in chain(find_option_problems(name, options, row.options), row.find_problems(name, taken, options)):
+        raise UsageError(problem)
     return Invocation(name, taken, options)
 
 

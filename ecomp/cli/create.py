@@ -396,37 +396,35 @@ def _find_marker_path(etcd: EtcdConfig) -> Path:
     return Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'ecomp' / name
 
 
-def _check_options(name: str, words: Sequence[str], options: Options) -> None:
+def _find_problems(name: str, words: Sequence[str], options: Options) -> Iterator[str]:
     if not words[0] and options.flavor is None:
-        raise UsageError(
-            f'{name}: missing argument: a quoted placement query, or --flavor. Try: eschedule {name} --help'
-        )
+        yield f'{name}: missing argument: a quoted placement query, or --flavor. Try: eschedule {name} --help'
     count = 1 if options.size is None else options.size
     limit = MAX_SET_SIZE if options.name is None else MAX_NAMED_SET_SIZE
     if not 1 <= count <= limit:
         suffix = '' if options.name is None else ' with --name'
-        raise UsageError(f'--count: must be 1 to {limit}{suffix}, because one etcd transaction cannot create more')
+        yield f'--count: must be 1 to {limit}{suffix}, because one etcd transaction cannot create more'
     if options.min is not None and options.size is None:
-        raise UsageError('--min needs --count')
+        yield '--min needs --count'
     if options.min is not None and not 1 <= options.min <= count:
-        raise UsageError(f'--min: must be 1 to {count}, the value of --count')
+        yield f'--min: must be 1 to {count}, the value of --count'
     if options.queue:
-        _check_queue(words, options)
+        yield from _find_queue_problems(words, options)
     if options.name is not None:
         with convert_to_usage_error('--name'):
             check_name(options.name)
             check_name(f'{options.name}-{count}' if count > 1 else options.name)
 
 
-def _check_queue(words: Sequence[str], options: Options) -> None:
+def _find_queue_problems(words: Sequence[str], options: Options) -> Iterator[str]:
     if options.flavor is None:
-        raise UsageError('--queue needs --flavor: each flavor has its own queue')
+        yield '--queue needs --flavor: each flavor has its own queue'
     if words[0]:
-        raise UsageError('a query is not accepted with --queue, because the flavor is the whole query')
+        yield 'a query is not accepted with --queue, because the flavor is the whole query'
     for option, value in (('on', options.on), ('weigh', options.weigh), ('count', options.size), ('min', options.min)):
         if value is not None:
             why = '--queue queues a single request, and the computes decide which compute takes it'
-            raise UsageError(f'--{option} is not accepted with --queue: {why}')
+            yield f'--{option} is not accepted with --queue: {why}'
 
 
 _TIMEOUT_HELP = (
@@ -452,7 +450,7 @@ COMMANDS: Sequence[Command] = (
             'the command prints NO ALLOCATIONS LEFT, and stderr lists what each compute lacks.',
             parse_query_and_image, _create,
             {**select_options('name uuid ssh_key user_data flavor queue size min on weigh group policy strictness '
-                     'project wait format'), 'timeout': _TIMEOUT_HELP}, (3, 4, 5, 6), check=_check_options,
+                     'project wait format'), 'timeout': _TIMEOUT_HELP}, (3, 4, 5, 6), find_problems=_find_problems,
             example="eschedule 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256' --name web1 --wait"),
     Command('plan', "plan ['resources=…']", 'show the computes to be tried; claim nothing',
             'Show what `eschedule create` with the same arguments would do now: which computes it would try, in which '
@@ -460,6 +458,6 @@ COMMANDS: Sequence[Command] = (
             parse_planned_query, _plan,
             {**select_options('min flavor weigh on project policy strictness'), **_IGNORED_OPTIONS, **LISTING_OPTIONS,
              'size': f'plan for N instances, 1 to {MAX_SET_SIZE} (with --name 1 to {MAX_NAMED_SET_SIZE}). Default: 1',
-             'group': 'plan for new members of this group'}, (3, 4, 5), check=_check_options,
+             'group': 'plan for new members of this group'}, (3, 4, 5), find_problems=_find_problems,
             example="eschedule plan 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256' --count 3"),
 )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ecomp.cli.command import MAX_QUOTED_WORDS, Command, Context, select_options
 from ecomp.cli.options import parse_any_instances, parse_instance_and_command, parse_one_instance, split_user
-from ecomp.cli.selection import SELECTORS, check_selection, has_selectors, list_selected
+from ecomp.cli.selection import SELECTORS, find_conflicts, has_selectors, list_selected
 from ecomp.errors import EcompError, NotFound, Unreachable
 from ecomp.model import reach
 from ecomp.model.record import ACTIVE, Record, format_time
@@ -260,7 +260,7 @@ COMMANDS: Sequence[Command] = (
             'Print entries for ~/.ssh/config. With them, ssh, scp and rsync reach guests as `eschedule ssh` does. '
             'Default: entries for all guests that run and have reported their host keys.',
             parse_any_instances, _print_ssh_config, SELECTORS, (4, 5, 6), example='eschedule ssh-config web1 web2',
-            check=lambda name, words, options: check_selection(name, words, options) if words else None),
+            find_problems=lambda name, words, opts: find_conflicts(name, words, opts) if words else ()),
     Command('console', 'console <id>', "open a guest's serial console; ^] leaves it",
             "Open `virsh console` of the guest, on its host, as `reach` in schedule.yaml describes. The guest's "
             'output goes to the terminal unfiltered. ^] leaves the console.',

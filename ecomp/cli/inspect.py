@@ -30,7 +30,7 @@ from ecomp.cli.options import (
     parse_nothing,
     parse_one_instance,
 )
-from ecomp.cli.selection import SELECTORS, check_selection, make_filter, select_instances, select_records, sort_records
+from ecomp.cli.selection import SELECTORS, find_conflicts, make_filter, select_instances, select_records, sort_records
 from ecomp.cli.suggestions import make_hint, suggest
 from ecomp.cli.tables import STATE, TIME, UUID, Cell, Column, Details, Listing, Row, render_details, render_listing
 from ecomp.cli.terminal import Drawing, make_style, watch
@@ -411,6 +411,6 @@ COMMANDS: Sequence[Command] = (
             'no longer be reached, the command returns early: with 1 if the instance failed, with 4 if it is being '
             'destroyed, with 6 if its host is silent.',
             parse_any_instances, _wait, {**select_options('stage timeout format'), **SELECTORS}, (4, 5, 6),
-            check=check_selection,
+            find_problems=find_conflicts,
             example='eschedule wait web1 --for ready --timeout 120'),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -162,9 +162,9 @@ def _plan_moves(ctx: Context) -> int:
     return NoCapacity.exit_code if count else 0
 
 
-def _check_what_if(name: str, _: Sequence[str], options: Options) -> None:
+def _find_what_if_problems(name: str, _: Sequence[str], options: Options) -> Iterator[str]:
     if bool(options.without) == options.without_each:
-        raise UsageError(f'{name}: needs either --without or --without-each. Try: eschedule {name} --without hv1')
+        yield f'{name}: needs either --without or --without-each. Try: eschedule {name} --without hv1'
 
 
 def _evacuate(ctx: Context) -> int:
@@ -447,7 +447,7 @@ COMMANDS: Sequence[Command] = (
             'guest does not fit, another placement of all may still exist. Exit 3 if a guest would have no place, or '
             'if that is not known.',
             parse_nothing, _plan_moves, {'without': '', 'without_each': '', **LISTING_OPTIONS}, (3, 4, 5),
-            example='eschedule what-if --without-each', check=_check_what_if),
+            example='eschedule what-if --without-each', find_problems=_find_what_if_problems),
     Command('evacuate', 'evacuate <host>', 'recreate the guests of a dead host elsewhere',
             'Recreate each guest of a dead host on another one: a new instance of the same name, query, image, keys, '
             'user-data, group, project and stack. Its DISK IS LOST, and its image boots again. The host is disabled '

@@ -6,7 +6,7 @@ time, so there is no `from __future__ import annotations`.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, NamedTuple
 
@@ -65,33 +65,11 @@ def parse_nothing(name: str, words: Sequence[str]) -> Words:
     return ()
 
 
-def parse_instances(name: str, words: Sequence[str]) -> Words:
-    """Parse one instance or more: names, uuids, or beginnings of uuids."""
-    if not words:
-        raise UsageError(f'{name}: missing argument: one or more instances, by name or uuid')
-    problem = (
-        f'not a valid instance. Fix: give a name, a uuid, or at least the first {MIN_PREFIX_DIGITS} digits of a uuid'
-    )
-    return tuple(_parse_instance(word, problem) for word in words)
-
-
-def parse_any_instances(name: str, words: Sequence[str]) -> Words:
-    """Parse any number of instances, () for none; raise UsageError."""
-    return parse_instances(name, words) if words else ()
-
-
 def parse_bare_instance(_: str, words: Sequence[str]) -> Words:
     """Parse the only word of a line without a command, an instance; `words` must not be empty."""
     if len(words) > 1:
         raise UsageError(f'{words[0]!r} is not a command')
     return (_parse_instance(words[0], 'neither a command nor an instance'),)
-
-
-def parse_one_instance(name: str, words: Sequence[str]) -> Words:
-    """Parse exactly one instance; raise UsageError."""
-    if len(words) != 1:
-        raise UsageError(f'{name}: needs exactly one instance, by name or uuid')
-    return parse_instances(name, words)
 
 
 def parse_instance_and_command(name: str, words: Sequence[str]) -> Words:
@@ -110,7 +88,12 @@ def split_user(word: str) -> tuple[str, str]:
         return check_user(user) if at else '', instance
 
 
-def _parse_instance(word: str, problem: str) -> str:
+_INVALID_INSTANCE = (
+    f'not a valid instance. Fix: give a name, a uuid, or at least the first {MIN_PREFIX_DIGITS} digits of a uuid'
+)
+
+
+def _parse_instance(word: str, problem: str = _INVALID_INSTANCE) -> str:
     identifier = word if is_name(word) or parse_uuid_prefix(word) else _normalize_uuid(word)
     if identifier is None:
         raise UsageError(f'{word!r} is {problem}')
@@ -163,7 +146,7 @@ def _normalize_if_uuid(word: str) -> str:
 
 
 def _make_word_parser(
-    min_count: int, max_count: int, complaint: str, parse_word: Callable[[str], str] = str
+    min_count: int, max_count: int | None, complaint: str, parse_word: Callable[[str], str] = str
 ) -> Callable[[str, Sequence[str]], Words]:
     """Make a parser that applies `parse_word` to each word; UsageError with `complaint` for too few or too many words.
 
@@ -171,7 +154,7 @@ def _make_word_parser(
     """
 
     def parse_words(name: str, words: Sequence[str]) -> Words:
-        if not min_count <= len(words) <= max_count:
+        if not min_count <= len(words) <= (max_count or len(words)):
             raise UsageError(
                 f'{name}: ' + complaint.format(name=name, what=name.partition(' ')[0].replace('quota', 'project'))
             )
@@ -180,13 +163,19 @@ def _make_word_parser(
     return parse_words
 
 
+parse_any_instances = _make_word_parser(0, None, '', _parse_instance)
+parse_instances = _make_word_parser(
+    1, None, 'missing argument: one or more instances, by name or uuid', _parse_instance
+)
+parse_one_instance = _make_word_parser(1, 1, 'needs exactly one instance, by name or uuid', _parse_instance)
+parse_any_computes = _make_word_parser(0, None, '', _normalize_if_uuid)
+parse_computes = _make_word_parser(1, None, 'missing argument: one or more hosts, by name or uuid', _normalize_if_uuid)
+parse_compute = _make_word_parser(1, 1, 'needs exactly one host, by name or uuid', _normalize_if_uuid)
+parse_names = _make_word_parser(1, None, 'missing argument: one or more {what}s, by name')
+parse_file = _make_word_parser(1, 1, 'needs exactly one argument: a file, or - for standard input')
 parse_flavor_and_query = _make_word_parser(
     2, 2, "needs a name and a quoted query. Try: eschedule {name} small 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'"
 )
-parse_file = _make_word_parser(1, 1, 'needs exactly one argument: a file, or - for standard input')
-parse_names = _make_word_parser(1, 10**9, 'missing argument: one or more {what}s, by name')
-parse_compute = _make_word_parser(1, 1, 'needs exactly one host, by name or uuid', _normalize_if_uuid)
-parse_computes = _make_word_parser(1, 10**9, 'missing argument: one or more hosts, by name or uuid', _normalize_if_uuid)
 
 
 def parse_project_and_limits(name: str, words: Sequence[str]) -> Words:
@@ -384,75 +373,64 @@ class Options(NamedTuple):
 OPTIONS: Mapping[str, tuple[Option, ...]] = {field: row.__metadata__ for field, row in Options.__annotations__.items()}
 
 
-def check_accepted(options: Options, accepted_fields: Iterable[str]) -> None:
-    """Raise UsageError for a given option that is not among the accepted fields; --config is always accepted."""
-    given_fields = {key for key, value in options._asdict().items() if value is not None and value is not False}
-    unaccepted = sorted(given_fields.difference(accepted_fields, {'config'}))
-    if unaccepted:
-        rows = OPTIONS[unaccepted[0]]
-        flag = rows[0].flags[-1] if len(rows) == 1 else f'--{getattr(options, unaccepted[0])}'
-        raise UsageError(f'{flag} is not accepted by this command. Try: --help')
+def find_option_problems(name: str, options: Options, accepted_fields: Collection[str]) -> Iterator[str]:
+    """Yield what is wrong with options by the rules for all commands; Command.find_problems has more.
 
-
-def check_options(name: str, options: Options, accepted_fields: Collection[str]) -> None:
-    """Raise UsageError for invalid or incompatible options, by the rules for all commands; Command.check has more.
-
-    `accepted_fields`, the options that the command has, only selects rules: any other option is not refused here.
+    --config is always accepted.
     """
-    _check_form(options, 'columns' in accepted_fields)
-    _check_group(options)
-    if options.project is not None:
-        check_project(options.project)
-    if options.boot is not None and options.boot < 1:
-        raise UsageError('--boot: must be 1 or more. Try: eschedule show <id>')
-    if options.lines is not None and not 0 <= options.lines <= MAX_LOG_LINES:
-        raise UsageError(f'-n: must be 0 to {MAX_LOG_LINES}')
-    _check_waiting(name, options, accepted_fields)
-
-
-def _check_form(options: Options, has_columns: bool) -> None:
-    for state in options.states or ():
-        if state not in SHOWN_STATES:
-            like, states = format_suggestion(state, sorted(SHOWN_STATES)), ', '.join(sorted(SHOWN_STATES))
-            raise UsageError(
-                f'--state: {state[:MAX_QUOTED_CHARACTERS]!r} is not a valid state{like}. Fix: give one of {states}'
-            )
-    if options.watch and has_columns and options.format not in (None, TABLE):
-        raise UsageError(f'-f {options.format} is not accepted with --watch, which draws a table')
-    if options.format in (CSV, VALUE) and not has_columns:
-        raise UsageError(
-            f'-f {options.format} needs columns, which this command does not print. Fix: give table, json or yaml'
-        )
-    if options.format in (JSON, YAML):
-        for flag, is_given in (('-c', options.columns), ('--no-header', options.no_header), ('--wide', options.wide)):
-            if is_given:
-                raise UsageError(f'{flag} is not accepted with -f {options.format}, which prints everything')
-    for option, texts in (('-c', options.columns), ('--sort', None if options.sort is None else [options.sort])):
-        if texts is not None and not all(name.strip() for text in texts for name in text.split(',')):
-            raise UsageError(f'{option}: needs the name of a column')
-
-
-def _check_group(options: Options) -> None:
+    given_fields = {key for key, value in options._asdict().items() if value is not None and value is not False}
+    for field in sorted(given_fields.difference(accepted_fields, {'config'})):
+        rows = OPTIONS[field]
+        flag = rows[0].flags[-1] if len(rows) == 1 else f'--{getattr(options, field)}'
+        yield f'{flag} is not accepted by this command. Try: --help'
+    yield from _find_form_problems(options, 'columns' in accepted_fields)
     if options.group is not None:
         with convert_to_usage_error('--group'):
             check_group_name(options.group)
     elif options.policy is not None or options.strictness is not None:
-        raise UsageError('--policy, --strict and --soft need --group')
+        yield '--policy, --strict and --soft need --group'
+    if options.project is not None:
+        check_project(options.project)
+    if options.boot is not None and options.boot < 1:
+        yield '--boot: must be 1 or more. Try: eschedule show <id>'
+    if options.lines is not None and not 0 <= options.lines <= MAX_LOG_LINES:
+        yield f'-n: must be 0 to {MAX_LOG_LINES}'
+    yield from _find_wait_problems(name, options, accepted_fields)
 
 
-def _check_waiting(name: str, options: Options, accepted_fields: Collection[str]) -> None:
+def _find_form_problems(options: Options, has_columns: bool) -> Iterator[str]:
+    form = options.format or TABLE
+    for state in options.states or ():
+        yield from _find_choice_problems('--state', state, 'state', sorted(SHOWN_STATES))
+    if options.watch and has_columns and form != TABLE:
+        yield f'-f {form} is not accepted with --watch, which draws a table'
+    if form in (CSV, VALUE) and not has_columns:
+        yield f'-f {form} needs columns, which this command does not print. Fix: give table, json or yaml'
+    given = {'-c': options.columns, '--no-header': options.no_header, '--wide': options.wide}
+    if form in (JSON, YAML):
+        yield from (f'{flag} is not accepted with -f {form}, which prints everything' for flag in given if given[flag])
+    for flag, texts in (('-c', options.columns or ()), ('--sort', [options.sort] if options.sort is not None else ())):
+        if not all(name.strip() for text in texts for name in text.split(',')):
+            yield f'{flag}: needs the name of a column'
+
+
+def _find_wait_problems(name: str, options: Options, accepted_fields: Collection[str]) -> Iterator[str]:
     # Only a command that makes instances has stages to choose from; the others wait for one thing.
     if options.wait and not {'size', 'dry_run'}.intersection(accepted_fields):
-        raise UsageError(f'{name}: --wait takes no value. Fix: leave out ={options.wait[:MAX_QUOTED_CHARACTERS]}')
-    if options.timeout is not None:
-        if options.wait is None and 'wait' in accepted_fields:
-            raise UsageError('--timeout needs --wait')
-        if not 0 <= options.timeout < 10**9:
-            raise UsageError('--timeout: must be 0 to 999999999 seconds')
-    for option, stage in (('wait', options.wait or None), ('for', options.stage)):
-        if stage not in (None, *STAGES):
-            problem = f'{stage[:MAX_QUOTED_CHARACTERS]!r} is not a valid stage{format_suggestion(stage, STAGES)}'
-            raise UsageError(f'--{option}: {problem}. Fix: give one of {", ".join(STAGES)}')
+        yield f'{name}: --wait takes no value. Fix: leave out ={options.wait[:MAX_QUOTED_CHARACTERS]}'
+    if options.timeout is not None and options.wait is None and 'wait' in accepted_fields:
+        yield '--timeout needs --wait'
+    if options.timeout is not None and not 0 <= options.timeout < 10**9:
+        yield '--timeout: must be 0 to 999999999 seconds'
+    for flag, stage in (('--wait', options.wait or None), ('--for', options.stage)):
+        if stage is not None:
+            yield from _find_choice_problems(flag, stage, 'stage', STAGES)
+
+
+def _find_choice_problems(flag: str, text: str, noun: str, choices: Sequence[str]) -> Iterator[str]:
+    if text not in choices:
+        problem = f'{text[:MAX_QUOTED_CHARACTERS]!r} is not a valid {noun}{format_suggestion(text, choices)}'
+        yield f'{flag}: {problem}. Fix: give one of {", ".join(choices)}'
 
 
 # Parsing a command line
@@ -568,11 +546,9 @@ def _parse_value(flag: str, option: Option, text: str) -> Any:
     try:
         value = option.parse(text)
     except ValueError as error:
-        raise UsageError(
-            f'{option.flags[0]}: {text[:MAX_QUOTED_CHARACTERS]!r} is not a {NUMBER_KINDS[option.parse]}'
-        ) from error
-    if option.choices and value not in option.choices:
-        like, choices = format_suggestion(text, option.choices), ', '.join(option.choices)
-        problem = f'{flag}: {text[:MAX_QUOTED_CHARACTERS]!r} is not a valid {option.metavar}{like}'
-        raise UsageError(f'{problem}. Fix: give one of {choices}')
+        problem = f'{text[:MAX_QUOTED_CHARACTERS]!r} is not a {NUMBER_KINDS[option.parse]}'
+        raise UsageError(f'{option.flags[0]}: {problem}') from error
+    if option.choices:
+        for problem in _find_choice_problems(flag, text, option.metavar, option.choices):
+            raise UsageError(problem)
     return value

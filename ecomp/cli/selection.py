@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ecomp.cli.command import Context
 from ecomp.cli.options import Options
@@ -61,17 +61,15 @@ def has_selectors(options: Options) -> bool:
     return any(getattr(options, field) not in (None, False) for field in SELECTORS)
 
 
-def check_selection(name: str, words: Sequence[str], options: Options) -> None:
-    """Raise UsageError unless there are either words or selectors; a file counts as a selector."""
+def find_conflicts(name: str, words: Sequence[str], options: Options) -> Iterator[str]:
+    """Yield what is wrong unless there are either words or selectors; a file counts as a selector."""
     is_selected = has_selectors(options) or options.file is not None
     if words and is_selected:
-        raise UsageError(f'{name}: give either instances, or options that select them')
+        yield f'{name}: give either instances, or options that select them'
     if not words and not is_selected:
-        raise UsageError(
-            f'{name}: missing argument: one or more instances, by name or uuid, or an option such as --stack'
-        )
+        yield f'{name}: missing argument: one or more instances, by name or uuid, or an option such as --stack'
     if options.file is not None and has_selectors(options):
-        raise UsageError(f'{name}: --file cannot be combined with other selections')
+        yield f'{name}: --file cannot be combined with other selections'
 
 
 def sort_records(records: Iterable[Record]) -> list[Record]:

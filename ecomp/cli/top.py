@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ecomp.cli.command import Command, Context, select_options
 from ecomp.cli.inspect import FILTERS, INSTANCE_COLUMN
-from ecomp.cli.options import TABLE, parse_computes
+from ecomp.cli.options import TABLE, parse_any_computes
 from ecomp.cli.selection import make_filter
 from ecomp.cli.tables import Column, Listing, Row, make_sort_key, render_listing
 from ecomp.cli.terminal import Drawing, is_terminal, make_style, redraw
@@ -113,7 +113,7 @@ COMMANDS: Sequence[Command] = (
             'Ctrl-C (exit 0); elsewhere, or with -f, they are printed once, after two measurements. A `-` is not '
             'known; stderr reports which hosts do not answer. `-f csv`, `-f value` and -c print only guests. Hosts '
             'measure only while a `top` runs. Memory beyond the size of a guest (231/128) is used by QEMU itself.',
-            lambda name, words: parse_computes(name, words) if words else (), _top,
+            parse_any_computes, _top,
             {**{field: FILTERS[field] for field in ('name', 'group', 'project', 'stack')},
              **select_options('format columns no_header wide')}, (4, 5), example='eschedule top hv1'),
 )
