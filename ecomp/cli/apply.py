@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ecomp.cli.command import EMPTY_STATUS, LISTING_OPTIONS, Command, Context, Outcomes
+from ecomp.cli.command import LISTING_OPTIONS, Command, Context
 from ecomp.cli.create import report_refusal
 from ecomp.cli.input import STDIN, describe_owner
 from ecomp.cli.options import TABLE, Options, parse_file
@@ -21,27 +21,9 @@ from ecomp.cli.stack_file import StackFile, load_stack_file
 from ecomp.cli.tables import UUID, Column, Listing, Row
 from ecomp.cli.terminal import LiveLine, is_terminal, make_timestamp
 from ecomp.errors import Conflict, NoCapacity, StillGoing, Unreachable, UsageError
+from ecomp.model import apply as plan
 from ecomp.model import keys
-from ecomp.model.apply import (
-    ALL_MEMBERS,
-    CHANGES,
-    CONFLICTS,
-    CREATE,
-    DESTROY,
-    DIFFERS,
-    ENDING,
-    FAILED,
-    KEEP,
-    REPLACE,
-    STAYS,
-    SURPLUS,
-    TAKEN,
-    Action,
-    find_exit_code,
-    make_stack_order,
-    plan_steps,
-)
-from ecomp.model.host import NO_COMPUTES, describe_silent_fix
+from ecomp.model.host import NO_COMPUTES, ComputeNames, describe_silent_fix
 from ecomp.model.keys import make_uuid
 from ecomp.model.record import (
     ERROR,
@@ -86,17 +68,24 @@ class _Apply:
     file: StackFile
     replaced_members: Collection[str] | None = ()
     state: StackState = field(init=False)
-    steps: Sequence[Action] = ()
-    pruned: Sequence[Action] = ()
+    steps: Sequence[plan.Action] = ()
+    pruned: Sequence[plan.Action] = ()
     effect: str = 'nothing was changed'
     silent: dict[str, str] = field(default_factory=dict)
     created: dict[str, str] = field(default_factory=dict)
     computes: dict[str, str] = field(default_factory=dict)
-    outcomes: Mapping[str, Record] = field(default_factory=dict)
+    outcomes: dict[str, Record] = field(default_factory=dict)
 
     @property
-    def records(self) -> list[Record]:
-        return [entries.record for entries in self.state.entries.values()]
+    def records(self) -> dict[str, Record]:
+        """The record of each instance, after --wait the one then."""
+        return {entries.record.instance: entries.record for entries in self.state.entries.values()} | self.outcomes
+
+    @property
+    def failed(self) -> set[str]:
+        """The entries whose instance failed during --wait."""
+        failed = {instance for instance, record in self.outcomes.items() if record.state == ERROR}
+        return {step.entry for step in self.steps if self.created.get(step.entry, step.instance) in failed}
 
     def read(self) -> None:
         """Read the stack, and plan the steps, without instances that are being destroyed and not in the file."""
@@ -105,26 +94,26 @@ class _Apply:
         desired = self.file.instances
         names = [each.order.name or '' for each in desired.values()]
         self.state = read_stack(self.ctx.store, self.file.name, names)
-        steps = plan_steps(
+        steps = plan.plan_steps(
             desired, self.state.existing, self.state.owners, self.replaced_members, self.ctx.options.prune
         )
-        replaced = [step.entry for step in steps if step.action in (REPLACE, DESTROY)]
+        replaced = [step.entry for step in steps if step.action in (plan.REPLACE, plan.DESTROY)]
         if replaced:
             self.silent |= find_silent_computes(self.ctx.store, self.ctx.placement, self.state, replaced)
         steps = [self._keep_silent(step) for step in steps]
-        self.steps = [step for step in steps if step.action != ENDING or step.entry in desired]
-        pruned = (DESTROY, ENDING) if self.ctx.options.prune else ()
+        self.steps = [step for step in steps if step.action != plan.ENDING or step.entry in desired]
+        pruned = (plan.DESTROY, plan.ENDING) if self.ctx.options.prune else ()
         self.pruned = [step for step in steps if step.action in pruned and step.entry not in desired]
         self.ctx.display_names |= {step.instance: step.name for step in steps if step.instance and step.name}
 
-    def _keep_silent(self, step: Action) -> Action:
-        if step.entry not in self.silent or step.action not in (REPLACE, DESTROY, DIFFERS):
+    def _keep_silent(self, step: plan.Action) -> plan.Action:
+        if step.entry not in self.silent or step.action not in (plan.REPLACE, plan.DESTROY, plan.DIFFERS):
             return step
         host = self.ctx.name_computes().format_name(self.silent[step.entry])
         reason = f'its host {host} is silent, and may run it. Fix: {describe_silent_fix(host, "")}'
-        return step._replace(action=STAYS, reasons=[*step.reasons, reason])
+        return step._replace(action=plan.STAYS, reasons=[*step.reasons, reason])
 
-    def select(self, *actions: str) -> list[Action]:
+    def select(self, *actions: str) -> list[plan.Action]:
         return [step for step in self.steps if step.action in actions]
 
 
@@ -135,20 +124,20 @@ def _apply(ctx: Context) -> int:
     file = load_stack_file(ctx, ctx.words[0])
     run = _Apply(ctx, file, _parse_replaced(ctx.options, file.members))
     run.read()
-    if not run.select(*CONFLICTS):
+    if not run.select(*plan.CONFLICTS):
         _report_other_file(run)
         _require_size(run)
     if ctx.options.dry_run:
         return _preview(run, ask_placement(ctx.config.placement, None, ctx.slow_notice))
-    if run.select(*CONFLICTS):
+    if run.select(*plan.CONFLICTS):
         return _refuse_conflicts(run)
-    if not _wait_for_ends(run, run.select(ENDING)):
+    if not _wait_for_ends(run, run.select(plan.ENDING)):
         return StillGoing.exit_code
-    removed = run.select(REPLACE, DESTROY)
+    removed = run.select(plan.REPLACE, plan.DESTROY)
     confirm_destroy(ctx, [step.name or step.instance for step in removed])
     if removed and not ctx.options.yes:
         run.read()  # during the question a host may have become silent
-        if not {each.instance for each in run.select(REPLACE, DESTROY)} <= {each.instance for each in removed}:
+        if {each.instance for each in run.select(plan.REPLACE, plan.DESTROY)} - {each.instance for each in removed}:
             raise Conflict(f'stack {file.name}: it has changed during the question. Try: the same command again')
     try:
         return _change(run)
@@ -164,7 +153,7 @@ def _describe_origin(ctx: Context) -> str:
 
 def _report_other_file(run: _Apply) -> None:
     previous = run.state.stack.applied_from if run.state.stack else ''
-    if previous not in ('', _describe_origin(run.ctx)) and (surplus := run.select(SURPLUS, DESTROY)):
+    if previous not in ('', _describe_origin(run.ctx)) and (surplus := run.select(plan.SURPLUS, plan.DESTROY)):
         origin = make_printable(f'stack {run.file.name}: was last applied from {previous}', 400)
         names = join_some([step.name or step.instance for step in surplus], MAX_NAMES_IN_QUESTION)
         effect = ', which --prune destroys' if run.ctx.options.prune else ''
@@ -174,14 +163,14 @@ def _report_other_file(run: _Apply) -> None:
 def _require_size(run: _Apply) -> None:
     from ecomp.scheduler.placing.stack import require_transaction_size
 
-    orders = [run.file.instances[step.entry].order for step in run.select(CREATE, REPLACE)]
-    removed = run.select(DESTROY) if run.ctx.options.destroy_first else run.select(REPLACE, DESTROY)
+    orders = [run.file.instances[step.entry].order for step in run.select(plan.CREATE, plan.REPLACE)]
+    removed = run.select(plan.DESTROY) if run.ctx.options.destroy_first else run.select(plan.REPLACE, plan.DESTROY)
     require_transaction_size(run.ctx.store, run.file.name, orders, len(removed))
 
 
 def _change(run: _Apply) -> int:
     ctx = run.ctx
-    if ctx.options.destroy_first and (replaced := run.select(REPLACE)):
+    if ctx.options.destroy_first and (replaced := run.select(plan.REPLACE)):
         _remove(run, replaced)
         run.replaced_members, run.effect = (), 'the replaced instances were destroyed'
         if not _wait_for_ends(run, replaced):
@@ -189,14 +178,14 @@ def _change(run: _Apply) -> int:
     if run.state.is_stale:
         _make_change(run, ())
         run.read()
-    if run.select(*CONFLICTS):  # since the first check
+    if run.select(*plan.CONFLICTS):  # since the first check
         return _refuse_conflicts(run)
-    code = _carry_out(run) if run.select(*CHANGES) else 0
+    code = _carry_out(run) if run.select(*plan.CHANGES) else 0
     if code:
         return code
     code = 0 if ctx.options.wait is None else _wait(run)
     _report(run)
-    code = code or find_exit_code(run.steps)
+    code = code or plan.find_exit_code(run.steps)
     destroyed = run.pruned if ctx.options.wait is not None and not code else ()
     return code if _wait_for_ends(run, destroyed) else StillGoing.exit_code
 
@@ -208,9 +197,9 @@ def _make_interruption(run: _Apply) -> StillGoing:
 
 def _refuse_conflicts(run: _Apply) -> int:
     _report(run)
-    count = len(run.select(*CONFLICTS))
+    count = len(run.select(*plan.CONFLICTS))
     fixes = 'give --replace MEMBER or --replace-all to destroy and recreate those that differ, or correct the file'
-    if not run.select(DIFFERS):
+    if not run.select(plan.DIFFERS):
         fixes = 'give other names in the file, or first destroy the instances that have these'
     run.ctx.out.say(f'stack {run.file.name}: {count} of its instances conflict; {run.effect}. Fix: {fixes}')
     return Conflict.exit_code
@@ -223,20 +212,20 @@ def _carry_out(run: _Apply) -> int:
 
     ctx = run.ctx
     backend = ask_placement(ctx.config.placement, None, ctx.slow_notice)
-    change = _make_change(run, run.select(*CHANGES))
+    change = _make_change(run, run.select(*plan.CHANGES))
     owner = describe_owner(make_timestamp())
     try:
         scheduler = Scheduler(ctx.store, backend.result, owner, random.Random(), make_timestamp)
         run.computes = apply_change(scheduler, change)
     except NoCapacity as error:
-        if run.select(REPLACE):
+        if run.select(plan.REPLACE):
             kept = 'its place and its share of the quota'
             ctx.out.say(f'a replaced instance keeps {kept} until the new one is placed. Try: --destroy-first')
         return _report_no_room(ctx, error, backend, change)
     return 0
 
 
-def _make_change(run: _Apply, steps: Sequence[Action], preview: bool = False) -> StackChange:
+def _make_change(run: _Apply, steps: Sequence[plan.Action], preview: bool = False) -> StackChange:
     """Make the change of these steps; write the key of a new or restored stack, unless it is a preview."""
     from ecomp.scheduler.placing.session import OldInstance
     from ecomp.scheduler.placing.stack import StackChange, write_stack
@@ -248,13 +237,13 @@ def _make_change(run: _Apply, steps: Sequence[Action], preview: bool = False) ->
     if run.state.stack is None or run.state.is_stale:
         check_claims_known(run.ctx.store, run.ctx.placement, stack.name, run.ctx.computes)
     revision = run.state.revision if is_written else write_stack(run.ctx.store, stack, run.state.revision)
-    new = {step.entry: run.file.instances[step.entry] for step in steps if step.action in (CREATE, REPLACE)}
+    new = {step.entry: run.file.instances[step.entry] for step in steps if step.action in (plan.CREATE, plan.REPLACE)}
     removals = [
-        OldInstance(step.entry, run.state.entries[step.entry], step.action == REPLACE)
+        OldInstance(step.entry, run.state.entries[step.entry], step.action == plan.REPLACE)
         for step in steps
-        if step.action in (REPLACE, DESTROY)
+        if step.action in (plan.REPLACE, plan.DESTROY)
     ]
-    order = make_stack_order(stack, new, {'requested': make_timestamp()}) if new else None
+    order = plan.make_stack_order(stack, new, {'requested': make_timestamp()}) if new else None
     used = {desired.order.user_data_sha256 for desired in new.values()}
     user_data = [shared for sha256, shared in run.file.user_data.items() if sha256 in used]
     places = [each.stack for each in order.orders.values()] if order else []
@@ -262,21 +251,21 @@ def _make_change(run: _Apply, steps: Sequence[Action], preview: bool = False) ->
     return StackChange(stack, revision, order, removals, user_data, is_new=run.state.stack is None)
 
 
-def _remove(run: _Apply, steps: Sequence[Action]) -> None:
+def _remove(run: _Apply, steps: Sequence[plan.Action]) -> None:
     from ecomp.scheduler.placing.stack import remove_instances
 
-    change = _make_change(run, [step._replace(action=DESTROY) for step in steps])
+    change = _make_change(run, [step._replace(action=plan.DESTROY) for step in steps])
     remove_instances(run.ctx.store, change)
 
 
 def _preview(run: _Apply, backend: Backend) -> int:
     from ecomp.scheduler.placing.stack import preview_change
 
-    code = find_exit_code(run.steps, dry_run=True)
-    if run.ctx.options.destroy_first and run.select(REPLACE):
+    code = plan.find_exit_code(run.steps, dry_run=True)
+    if run.ctx.options.destroy_first and run.select(plan.REPLACE):
         run.ctx.out.say('whether there is room is known only after the replaced instances are destroyed')
-    elif code != Conflict.exit_code and run.select(CREATE, REPLACE):
-        change = _make_change(run, run.select(CREATE, REPLACE), preview=True)
+    elif code != Conflict.exit_code and run.select(plan.CREATE, plan.REPLACE):
+        change = _make_change(run, run.select(plan.CREATE, plan.REPLACE), preview=True)
         try:
             run.computes = preview_change(run.ctx.store, backend, change, random.Random())
         except NoCapacity as error:
@@ -287,7 +276,7 @@ def _preview(run: _Apply, backend: Backend) -> int:
 
 def _parse_replaced(options: Options, members: Sequence[str]) -> Collection[str] | None:
     if options.replace_all:
-        return ALL_MEMBERS
+        return plan.ALL_MEMBERS
     replaced = [member for text in options.replace or () for member in text.split(',')]
     for member in replaced:
         if member not in members:
@@ -295,7 +284,7 @@ def _parse_replaced(options: Options, members: Sequence[str]) -> Collection[str]
     return replaced
 
 
-def _wait_for_ends(run: _Apply, steps: Sequence[Action]) -> bool:
+def _wait_for_ends(run: _Apply, steps: Sequence[plan.Action]) -> bool:
     """Wait until these instances are gone, and plan again; without --wait or --destroy-first report, return False."""
     from ecomp.scheduler.changes.wait import Deadline, Wait, wait_until_gone
 
@@ -340,81 +329,80 @@ def _report_no_room(ctx: Context, error: NoCapacity, backend: Backend, change: S
 def _report(run: _Apply, is_preview: bool = False) -> None:
     """Print the steps; in a table those that keep an instance are left out. A summary goes to stderr."""
     ctx = run.ctx
-    shown = [step for step in run.steps if ctx.form != TABLE or step.action != KEEP or step.instance in run.outcomes]
+    kept = [step for step in run.select(plan.KEEP) if step.instance not in run.outcomes]
+    shown = [step for step in run.steps if ctx.form != TABLE or step not in kept]
     naming = ctx.name_computes() if shown else NO_COMPUTES
-    rows, failed = [], set[str]()
-    existing = {record.instance: record for record in run.records} | dict(run.outcomes)
-    for step in shown:
-        instance = run.created.get(step.entry, step.instance)
-        record, reasons = existing.get(instance), step.reasons
-        compute = run.computes.get(instance) or (record.compute if record else '')
-        # Before the first apply a stack has no epoch, so the uuids of its instances are not known.
-        known_uuid = '' if is_preview and run.state.stack is None else instance
-        state, address = (step.state, record.address) if record else (None, None)
-        if record and instance in run.outcomes:
-            state = record.state
-            if state == ERROR:
-                failed.add(step.entry)
-                reasons = [describe_failure(record).partition(': ')[2]]
-        value = {
-            'member': step.member,
-            'number': int(step.entry.rpartition('/')[2]),
-            'name': step.name,
-            'action': step.action,
-            'instance': known_uuid or None,
-            'replaced': step.instance if step.action == REPLACE else None,
-            'state': state,
-            'address': address,
-            'compute': compute or None,
-            'host': naming.find_hostname(compute),
-            'reasons': list(reasons),
-        }
-        cells = [step.name, step.action, state, address, naming.format_name(compute) or None, known_uuid or None]
-        is_shared = ctx.form == TABLE and step.action in (DIFFERS, REPLACE) and step.entry not in failed
-        rows.append(Row([*cells, None if is_shared else '; '.join(reasons) or None], value))
+    # Before the first apply a stack has no epoch, so the uuids of its instances are not known.
+    has_uuids = not (is_preview and run.state.stack is None)
+    rows = [_make_row(run, step, naming, has_uuids) for step in shown]
     if rows or ctx.form != TABLE or ctx.options.columns:
         document = {'stack': run.file.name, 'instances': [row.value for row in rows]}
         ctx.show(Listing(list(COLUMNS), rows, document))
+    failed = run.failed
     counts = Counter('failed' if step.entry in failed else _DESCRIPTIONS[step.action] for step in run.steps)
     summary = ', '.join(f'{counts[text]} {text}' for text in (*_DESCRIPTIONS.values(), 'failed') if counts[text])
-    would = 'would have ' if is_preview or (run.select(*CONFLICTS) and run.select(*CHANGES)) else ''
+    would = 'would have ' if is_preview or (run.select(*plan.CONFLICTS) and run.select(*plan.CHANGES)) else ''
     ctx.out.say(f'stack {run.file.name}: {would}{summary or "no instances"}')
-    differing = [(step.member, reason) for step in run.select(DIFFERS, REPLACE) for reason in step.reasons]
+    differing = [(step.member, reason) for step in run.select(plan.DIFFERS, plan.REPLACE) for reason in step.reasons]
     for (member, reason), count in Counter(differing).items():
         ctx.out.say(f'{member}{f" ({count})" if count > 1 else ""}: {reason}')
 
 
+def _make_row(run: _Apply, step: plan.Action, naming: ComputeNames, has_uuids: bool) -> Row:
+    instance = run.created.get(step.entry, step.instance)
+    record, reasons = run.records.get(instance), list(step.reasons)
+    compute = run.computes.get(instance) or (record.compute if record else '')
+    is_failed = step.entry in run.failed
+    if record and is_failed:
+        reasons = [describe_failure(record).partition(': ')[2]]
+    value: dict[str, Any] = {
+        'member': step.member,
+        'number': int(step.entry.rpartition('/')[2]),
+        'name': step.name,
+        'action': step.action,
+        'instance': instance or None if has_uuids else None,
+        'replaced': step.instance if step.action == plan.REPLACE else None,
+        'state': record and (record.state if instance in run.outcomes else step.state),
+        'address': record and record.address,
+        'compute': compute or None,
+        'host': naming.find_hostname(compute),
+        'reasons': reasons,
+    }
+    # In a table what differs is printed once for all instances of a member.
+    is_shared = run.ctx.form == TABLE and step.action in (plan.DIFFERS, plan.REPLACE) and not is_failed
+    cells = [*(value[field] for field in ('name', 'action', 'state', 'address')), naming.format_name(compute) or None]
+    return Row([*cells, value['instance'], None if is_shared else '; '.join(reasons) or None], value)
+
+
 _DESCRIPTIONS = {
-    CREATE: 'new',
-    KEEP: 'as the file asks',
-    REPLACE: 'replaced',
-    DESTROY: 'destroyed',
-    SURPLUS: 'not in the file (--prune destroys them)',
-    DIFFERS: 'different',
-    FAILED: 'in error (--replace MEMBER replaces them)',
-    TAKEN: 'with the name of another instance',
-    ENDING: 'being destroyed',
-    STAYS: 'on a silent host, unchanged',
+    plan.CREATE: 'new',
+    plan.KEEP: 'as the file asks',
+    plan.REPLACE: 'replaced',
+    plan.DESTROY: 'destroyed',
+    plan.SURPLUS: 'not in the file (--prune destroys them)',
+    plan.DIFFERS: 'different',
+    plan.FAILED: 'in error (--replace MEMBER replaces them)',
+    plan.TAKEN: 'with the name of another instance',
+    plan.ENDING: 'being destroyed',
+    plan.STAYS: 'on a silent host, unchanged',
 }
 
 
 def _wait(run: _Apply) -> int:
-    from ecomp.cli.waiting import wait_and_report
-    from ecomp.shared.places import KeyIndex
+    from ecomp.cli.waiting import wait_for_new
 
     ctx = run.ctx
-    kept = {step.instance: step.name for step in run.select(KEEP) if step.state != STOPPED}
-    new = {run.created[step.entry]: step.name for step in run.select(CREATE, REPLACE)}
+    kept = {step.instance: step.name for step in run.select(plan.KEEP) if step.state != STOPPED}
+    new = {run.created[step.entry]: step.name for step in run.select(plan.CREATE, plan.REPLACE)}
     ctx.display_names |= {instance: name for instance, name in {**kept, **new}.items() if name}
-    outcomes = Outcomes(ctx, [*new, *kept], **EMPTY_STATUS)
-    places = {record.instance: record.compute for record in run.records} | run.computes
-    index = KeyIndex({each: [keys.request(places[each], each)] for each in (*new, *kept)})
-    with _show_members(run, {each: places[each] for each in (*new, *kept)}):
-        wait_and_report(ctx, outcomes, lambda instance: instance, index, show_progress=lambda _: None)
+    places = {instance: record.compute for instance, record in run.records.items()} | run.computes
+    places = {each: places[each] for each in (*new, *kept)}
+    with _show_members(run, places):
+        outcomes = wait_for_new(ctx, places, lambda _: None)
     with suppress(Unreachable):  # the wait has reported this
-        read = ctx.store.read([keys.record(places[each], each) for each in (*new, *kept)])
+        read = ctx.store.read([keys.record(compute, each) for each, compute in places.items()])
         records = {keys.get_last_part(key): parse_or_none(entry.value) for key, entry in read.items()}
-        run.outcomes = {each: records.get(each) or Record(each, places[each], SCHEDULED) for each in (*new, *kept)}
+        run.outcomes = {each: records.get(each) or Record(each, on, SCHEDULED) for each, on in places.items()}
     if outcomes.exit_code == StillGoing.exit_code:
         ctx.out.say(f'stack {run.file.name}: not all instances have reached the stage. Try: the same command')
     return outcomes.exit_code

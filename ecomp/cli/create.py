@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ecomp.cli.command import CREATE, EMPTY_STATUS, LISTING_OPTIONS, Command, Context, Outcomes, select_options
+from ecomp.cli.command import CREATE, LISTING_OPTIONS, Command, Context, select_options
 from ecomp.cli.input import (
     STDIN,
     check_flavor_suffices,
@@ -46,7 +46,6 @@ from ecomp.errors import (
     UsageError,
     put_before_fix,
 )
-from ecomp.model import keys
 from ecomp.model.choose import SPREAD
 from ecomp.model.keys import make_uuid
 from ecomp.model.order import Order, SetOrder
@@ -68,7 +67,7 @@ QUEUED_MESSAGE = 'QUEUED INSTANCE {instance}'
 # about 100 nearly as fast as about 1, and facts are soon stale (8 requesters: 1.4 queries a create, worse balance).
 LARGE_CLUSTER_SIZE = 256
 
-NewInstance = dict[str, str | None]
+NewInstance = dict[str, Any]
 
 
 def _create(ctx: Context) -> int:
@@ -137,57 +136,43 @@ def _report_and_wait(
 ) -> int:
     """Print the new instances and the remarks, then wait if --wait asks for it; return the exit code."""
     is_put = False
-
-    def print_instances() -> None:
-        nonlocal is_put
-        is_put = True
-        try:
-            if ctx.form == TABLE:
-                ctx.put_lines(
-                    [(NOTIFIED_MESSAGE if row.get('compute') else QUEUED_MESSAGE).format(**row) for row in instances]
-                )
-            else:
-                ctx.out.put(_format_document(ctx, instances))
-        except OSError as error:
-            if not output_error_prefix:
-                raise
-            raise EcompError(f'{output_error_prefix}, but stdout cannot be written: {error.strerror}') from error
-
+    placed = {row['instance']: row.get('compute', '') for row in instances}
     try:
-        placed = [row for row in instances if row.get('compute')]
-        if ctx.form != TABLE and placed:  # for a table host names are read after the line is printed
-            naming = ctx.name_computes()
-            for row in placed:
-                row['host'] = naming.find_hostname(row['compute'] or '')
+        if ctx.form != TABLE and any(placed.values()):  # for a table host names are read after the line is printed
+            for row in instances:
+                row['host'] = ctx.name_computes().find_hostname(row['compute'])
         if ctx.form == TABLE or ctx.options.wait is None:
-            print_instances()
+            is_put = True
+            _print_instances(ctx, instances, output_error_prefix)
         for line in remarks():
             ctx.out.say(line)
-        ctx.display_names |= {row['instance'] or '': row['name'] for row in instances if row['name']}
+        ctx.display_names |= {row['instance']: row['name'] for row in instances if row['name']}
         ctx.close()
-        return 0 if ctx.options.wait is None else _wait(ctx, instances)
+        if ctx.options.wait is None:
+            return 0
+        from ecomp.cli.waiting import wait_for_new  # needed only with --wait
+
+        outcomes = wait_for_new(ctx, placed)
+        if ctx.form != TABLE:
+            ends = ({key: result[key] for key in ('state', 'address', 'error')} for result in outcomes.results.values())
+            ctx.show_document([{**start, **end} for start, end in zip(instances, ends, strict=True)], is_array=True)
+        return outcomes.exit_code
     except KeyboardInterrupt:
         if not is_put:
-            print_instances()  # the reader learns the uuid from nothing else
-        ctx.out.say(
-            f'interrupted; the operation continues. Try: {ctx.command_prefix} wait '
-            f'{" ".join(row["instance"] or "" for row in instances)}'
-        )
+            _print_instances(ctx, instances, output_error_prefix)  # the reader learns the uuid from nothing else
+        command = ' '.join([ctx.command_prefix, 'wait', *placed])
+        ctx.out.say(f'interrupted; the operation continues. Try: {command}')
         return StillGoing.exit_code
 
 
-def _wait(ctx: Context, instances: Sequence[NewInstance]) -> int:
-    from ecomp.cli.waiting import wait_and_report  # needed only with --wait
-    from ecomp.shared.places import KeyIndex
-
-    placed = [(row['instance'] or '', row.get('compute')) for row in instances]
-    outcomes = Outcomes(ctx, [instance for instance, _ in placed], **EMPTY_STATUS)
-    instance_index = KeyIndex({instance: [keys.request(compute, instance)] for instance, compute in placed if compute})
-    wait_and_report(ctx, outcomes, lambda instance: instance, instance_index)
-    if ctx.form != TABLE:
-        ends = ({key: result[key] for key in ('state', 'address', 'error')} for result in outcomes.results.values())
-        ctx.out.put(_format_document(ctx, [{**start, **end} for start, end in zip(instances, ends, strict=True)]))
-    return outcomes.exit_code
+def _print_instances(ctx: Context, instances: Sequence[NewInstance], output_error_prefix: str) -> None:
+    lines = [(NOTIFIED_MESSAGE if row.get('compute') else QUEUED_MESSAGE).format(**row) for row in instances]
+    try:
+        ctx.show_document(instances, '\n'.join(lines), is_array=True)
+    except OSError as error:
+        if not output_error_prefix:
+            raise
+        raise EcompError(f'{output_error_prefix}, but stdout cannot be written: {error.strerror}') from error
 
 
 def _enqueue(ctx: Context, order: Order) -> int:
@@ -279,12 +264,6 @@ def _build_query(ctx: Context) -> str:
     return query
 
 
-def _format_document(ctx: Context, value: object) -> str:
-    from ecomp.cli.tables import format_document
-
-    return format_document(value, ctx.form)
-
-
 def _make_remarks(ctx: Context, set_order: SetOrder, outcomes: Mapping[str, DeliveryOutcome]) -> Iterator[str]:
     repeated = [instance for instance, outcome in outcomes.items() if outcome.is_repeated]
     yield from (f'{name} was requested before: this command changed nothing' for name in repeated)
@@ -349,7 +328,7 @@ def report_refusal(
     if report_reasons is not None:
         report_reasons(report_detail)
     if ctx.form in (JSON, YAML):
-        ctx.out.put(_format_document(ctx, {'refused': {'reason': str(error), 'details': details}}))
+        ctx.show_document([{'refused': {'reason': str(error), 'details': details}}])
     return error.exit_code
 
 

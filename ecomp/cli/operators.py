@@ -172,7 +172,7 @@ def _evacuate(ctx: Context) -> int:
 
     from ecomp.cli.input import describe_owner
     from ecomp.cli.selection import confirm_destroy
-    from ecomp.cli.waiting import wait_and_report
+    from ecomp.cli.waiting import wait_for_new
     from ecomp.model.choose import Offer
     from ecomp.model.moves import plan_moves
     from ecomp.scheduler.operations.decommission import disable
@@ -180,7 +180,6 @@ def _evacuate(ctx: Context) -> int:
     from ecomp.scheduler.placing.session import Scheduler
     from ecomp.scheduler.queries.find import read_record
     from ecomp.scheduler.queries.hosts import check_compute_exists, read_absent_states
-    from ecomp.shared.places import KeyIndex
 
     if ctx.options.dry_run:
         return _plan_moves(ctx)
@@ -219,10 +218,9 @@ def _evacuate(ctx: Context) -> int:
         ctx.out.say(put_before_fix(ctx.out.format_error(error), f'. {again}'))
         code = error.exit_code
     moved = {outcome.replaced_by: outcome for outcome in outcomes if not outcome.reason}
-    statuses = Outcomes(ctx, list(moved), address=None)
+    statuses = Outcomes(ctx, ())
     if moved and not code and ctx.options.wait is not None:
-        index = KeyIndex({instance: [keys.request(outcome.compute, instance)] for instance, outcome in moved.items()})
-        wait_and_report(ctx, statuses, lambda instance: instance, index, show_progress=lambda _: None)
+        statuses = wait_for_new(ctx, {instance: outcome.compute for instance, outcome in moved.items()}, lambda _: None)
     elif moved:
         ctx.out.say(f'{host}: {len(moved)} evacuated. Try: {ctx.command_prefix} list')
     if outcomes or not code:

@@ -6,17 +6,18 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from ecomp.cli.command import Context, Outcomes, extract_status
+from ecomp.cli.command import EMPTY_STATUS, Context, Outcomes, extract_status
 from ecomp.cli.options import TABLE
 from ecomp.cli.terminal import LiveLine
 from ecomp.errors import StillGoing
+from ecomp.model import keys
 from ecomp.model.order import PowerAction
 from ecomp.model.record import STAGES, Record
 from ecomp.model.text import make_printable
+from ecomp.shared.places import KeyIndex
 
 if TYPE_CHECKING:
     from ecomp.scheduler.changes.wait import Deadline
-    from ecomp.shared.places import KeyIndex
 
 ADDRESSED = 'addressed'
 
@@ -80,3 +81,13 @@ def wait_and_report(
             ctx.out.put(make_printable(record.address or ''))
 
     outcomes.wait(list(outcomes.results), wait, 'wait', '' if stage == ADDRESSED else f' --for {stage}')
+
+
+def wait_for_new(
+    ctx: Context, compute_by_instance: Mapping[str, str], show_progress: Callable[[str], None] | None = None
+) -> Outcomes:
+    """Wait as wait_and_report() for instances with a request on a compute, or on '' in a queue."""
+    outcomes = Outcomes(ctx, list(compute_by_instance), **EMPTY_STATUS)
+    index = KeyIndex({each: [keys.request(on, each)] for each, on in compute_by_instance.items() if on})
+    wait_and_report(ctx, outcomes, str, index, show_progress=show_progress)
+    return outcomes
