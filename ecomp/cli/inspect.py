@@ -6,7 +6,7 @@ is that of the first error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -32,7 +32,7 @@ from ecomp.cli.options import (
 )
 from ecomp.cli.selection import SELECTORS, find_conflicts, make_filter, select_instances, select_records, sort_records
 from ecomp.cli.suggestions import make_hint, suggest
-from ecomp.cli.tables import STATE, TIME, UUID, Cell, Column, Details, Listing, Row, render_details, render_listing
+from ecomp.cli.tables import STATE, TIME, UUID, Column, Details, Listing, Row, render_details, render_listing
 from ecomp.cli.terminal import Drawing, make_style, watch
 from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable, put_before_fix
 from ecomp.model import boots, keys
@@ -258,12 +258,8 @@ WIDE_COLUMNS = (Column('PROJECT', wide=True), Column('GROUP', wide=True), Column
 
 # The name of each stage's time in details, where `image` is the URL.
 STAGE_FIELDS = {stage: 'image ready' if stage == 'image' else stage for stage in (*STAGES, GONE, ERROR)}
-# The fields that the details of an instance may have; interfaces and boots are numbered.
-DETAIL_FIELDS = (
-    *('instance', 'name', 'state', 'since', 'address', 'host', 'compute', 'image', 'resources', 'query', 'project'),
-    *('user', 'group', 'stack', 'replaces', 'replaced by', 'interface 0', 'console', *STAGE_FIELDS.values(), 'boot 1'),
-    *('waits', 'progress', 'reason', 'cleaned up', 'power', 'fault', 'cloud-init', 'host key'),
-)
+# Details that are shown even without a value.
+ALWAYS_SHOWN = {'name', 'address', 'host', 'compute', 'image', 'resources', 'query', 'project', 'user'}
 
 
 def make_record_listing(
@@ -297,42 +293,54 @@ def make_record_details(
     record: Record, known_computes: Computes = NO_COMPUTES, absences: Absences = NO_ABSENCES
 ) -> Details:
     """Return all details of a record; `waits` says if no compute takes it from its queue."""
+    fields = _list_fields(record, known_computes, absences)
+    shown = [(name, cell or None) for name, cell in fields if cell or name in ALWAYS_SHOWN]
+    possible_fields = dict.fromkeys(name for name, _ in _list_fields(Record('', '', ''), NO_COMPUTES, NO_ABSENCES))
+    value = _record_to_dict(record, known_computes, absences)
+    return Details(shown, value, tuple(possible_fields), ('interface', 'boot'))
+
+
+def _list_fields(record: Record, known_computes: Computes, absences: Absences) -> Iterator[tuple[str, str | None]]:
+    """Yield each field that an instance may have, '' or None without a value; interfaces and boots are numbered."""
     state = absences.get_state(record)
-    reason = absences.explain_state(record, known_computes.format_name(record.compute))
-    resources = ', '.join(f'{name}:{amount}' for name, amount in record.resources.items())
-    rows: list[tuple[str, Cell]]
-    rows = [('instance', record.instance), ('name', record.name or None), ('state', state)]
-    rows += [('since', since)] if (since := _find_since(record)) and state == record.state else []
-    rows += [('address', record.address), ('host', known_computes.find_hostname(record.compute))]
-    rows += [(name, getattr(record, name) or None) for name in ('compute', 'image')]
-    rows += [('resources', resources or None), ('query', record.query or None)]
-    rows += [('project', record.project_id or None), ('user', record.user_id or None)]
-    rows += [('group', record.group.name)] if record.group else []
-    rows += [('stack', f'{record.stack.name} ({record.stack.entry_name})')] if record.stack else []
-    rows += [('replaces', record.replaces)] if record.replaces else []
-    rows += [('replaced by', record.replaced_by)] if record.replaced_by else []
-    rows += [(f'interface {number}', _format_interface(interface)) for number, interface in enumerate(record.addresses)]
-    rows += [('console', record.console)] if record.console and record.state not in RETENTION_SECONDS else []
-    times = sorted(record.stages.items(), key=lambda each: each[1])
-    rows += [(STAGE_FIELDS.get(stage, stage), time) for stage, time in times if time]
-    rows += [(f'boot {boot.number}', _format_boot(boot)) for boot in record.boots if len(record.boots) > 1]
-    if record.state == QUEUED and (unserved := known_computes.describe_unserved(['it'])):
-        rows.append(('waits', str(unserved)))
-    if record.progress:
-        rows.append(('progress', str(record.progress)))
-    if reason:
-        rows.append(('reason', reason))
-    if record.error:
-        rows.append(('reason', f'at stage {record.error.stage}: {record.error.reason}'))
-        rows.append(('cleaned up', record.error.cleaned))
-    if parse_phase(record.power):
-        rows.append(('power', POWER_PHASE_MEANINGS.get(parse_phase(record.power), record.power or '')))
-    if record.fault:
-        rows.append(('fault', record.fault))
-    if record.cloud_init:
-        rows.append(('cloud-init', f'failed at stage {record.cloud_init.stage}: {record.cloud_init.reason}'))
-    rows += [('host key', key) for key in record.host_keys]
-    return Details(rows, _record_to_dict(record, known_computes, absences), DETAIL_FIELDS, ('interface', 'boot'))
+    yield 'instance', record.instance
+    yield 'name', record.name
+    yield 'state', state
+    yield 'since', _find_since(record) if state == record.state else ''
+    yield 'address', record.address
+    yield 'host', known_computes.find_hostname(record.compute)
+    yield 'compute', record.compute
+    yield 'image', record.image
+    yield 'resources', ', '.join(f'{name}:{amount}' for name, amount in record.resources.items())
+    yield 'query', record.query
+    yield 'project', record.project_id
+    yield 'user', record.user_id
+    yield 'group', record.group_name
+    yield 'stack', _fill('{0.name} ({0.entry_name})', record.stack)
+    yield 'replaces', record.replaces
+    yield 'replaced by', record.replaced_by
+    for number, interface in enumerate([*map(_format_interface, record.addresses)] or ['']):
+        yield f'interface {number}', interface
+    yield 'console', '' if record.state in RETENTION_SECONDS else record.console
+    for stage, time in sorted({**dict.fromkeys(STAGE_FIELDS, ''), **record.stages}.items(), key=lambda each: each[1]):
+        yield STAGE_FIELDS.get(stage, stage), time
+    for number, boot in {1: '', **{boot.number: _format_boot(boot) for boot in record.boots}}.items():
+        yield f'boot {number}', boot if len(record.boots) > 1 else ''
+    yield 'waits', _fill('{0}', known_computes.describe_unserved(['it']) if record.state == QUEUED else None)
+    yield 'progress', _fill('{0}', record.progress)
+    yield 'reason', absences.explain_state(record, known_computes.format_name(record.compute))
+    yield 'reason', _fill('at stage {0.stage}: {0.reason}', record.error)
+    yield 'cleaned up', _fill('{0.cleaned}', record.error)
+    phase = parse_phase(record.power)
+    yield 'power', phase and POWER_PHASE_MEANINGS.get(phase, record.power)
+    yield 'fault', record.fault
+    yield 'cloud-init', _fill('failed at stage {0.stage}: {0.reason}', record.cloud_init)
+    for key in record.host_keys or ['']:
+        yield 'host key', key
+
+
+def _fill(form: str, value: object) -> str:
+    return '' if value is None else form.format(value)
 
 
 def explain_no_address(record: Record) -> str:
