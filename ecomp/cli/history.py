@@ -7,7 +7,7 @@ timed by eschedule's clock, the others by the compute's, so a duration may be ne
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -68,6 +68,11 @@ class Explanation:
     waiting: QueuePosition | None = None
     instance_names: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def other_members(self) -> Mapping[str, str]:
+        """The compute of each other member of its group."""
+        return self.group.without_members(self.record.instance).members if self.group else {}
+
 
 def explain_placement(store: Store, placement: Callable[[], Placement], entries: InstanceEntries) -> Explanation:
     """Read why the instance is on its compute or, if it waits in a queue, why none takes it."""
@@ -89,17 +94,16 @@ def explain_placement(store: Store, placement: Callable[[], Placement], entries:
 
 def explanation_to_dict(explanation: Explanation) -> dict[str, Any]:
     """Return the JSON document of `eschedule why`; parts that are unknown or absent are None."""
-    record, choice, group = explanation.record, explanation.choice, explanation.group
+    record, choice, group, naming = explanation.record, explanation.choice, explanation.group, explanation.computes
+    membership = group and {**group.membership._asdict(), 'others': explanation.other_members}
     document = {field: getattr(record, field) for field in ('instance', 'compute', 'query')}
-    document['host'] = explanation.computes.find_hostname(record.compute)
-    membership = None if group is None else {**group.membership._asdict(), 'others': _list_other_members(explanation)}
-    wait = _waiting_to_dict(explanation) if explanation.waiting else None
-    return {**document, 'why': to_dict(choice) if choice else None, 'group': membership, 'waits': wait}
-
-
-def _list_other_members(explanation: Explanation) -> dict[str, str]:
-    members = {} if explanation.group is None else explanation.group.members
-    return {instance: compute for instance, compute in members.items() if instance != explanation.record.instance}
+    document |= {'host': naming.find_hostname(record.compute), 'why': choice and to_dict(choice), 'group': membership}
+    waiting = explanation.waiting
+    if waiting is None:
+        return {**document, 'waits': None}
+    lacks = [{'compute': key, 'host': naming.find_hostname(key), 'lacks': text} for key, text in waiting.lacks.items()]
+    fields = {name: getattr(waiting, name) for name in ('flavor', 'before', 'taker', 'claimed_on')}
+    return {**document, 'waits': {**fields, 'since': record.stages.get('requested'), 'computes': lacks}}
 
 
 def format_explanation(explanation: Explanation) -> str:
@@ -122,7 +126,7 @@ def format_explanation(explanation: Explanation) -> str:
     if its_group is not None:
         others = (
             (explanation.instance_names.get(key, key), f'on {naming.format_name(on)}' if on else 'in a queue')
-            for key, on in _list_other_members(explanation).items()
+            for key, on in explanation.other_members.items()
         )
         where = ', '.join(f'{name} {place}' for name, place in others) or 'none'
         lines.append(f'it is in group {its_group.name} ({its_group.rule}); the other members: {where}')
@@ -148,15 +152,6 @@ def _explain_waiting(queue_wait: QueuePosition, naming: Computes) -> list[str]:
     if queue_wait.unknown_reason is not None:
         lines.append(f'it is unknown what each compute lacks: {queue_wait.unknown_reason}')
     return [str(naming.no_taker_reason)] if naming.no_taker_reason else lines
-
-
-def _waiting_to_dict(explanation: Explanation) -> dict[str, object]:
-    waits, naming = explanation.waiting, explanation.computes
-    assert waits is not None
-    lacks = [{'compute': key, 'host': naming.find_hostname(key), 'lacks': text} for key, text in waits.lacks.items()]
-    since = explanation.record.stages.get('requested')
-    fields = {name: getattr(waits, name) for name in ('flavor', 'before', 'taker', 'claimed_on')}
-    return {**fields, 'since': since, 'computes': lacks}
 
 
 def _explain_choice(choice: PlacementReason | None) -> str:
@@ -201,12 +196,10 @@ def find_stage_times(record: Record, number: int | None = None) -> tuple[Boot | 
         stages = {**{name: time for name, time in record.stages.items() if name not in BOOT_STAGES}, **stages}
     candidates = [(stage, _parse_seconds(stages[stage])) for stage in (*STAGES, ERROR) if stage in stages]
     times = [(stage, seconds) for stage, seconds in candidates if seconds is not None]
-    first = previous = times[0][1] if times else 0.0
-    stage_times = []
-    for index, (stage, seconds) in enumerate(times):
-        stage_times.append(StageTime(stage, stages[stage], seconds - first, seconds - previous if index else None))
-        previous = seconds
-    return boot, stage_times
+    return boot, [
+        StageTime(stage, stages[stage], seconds - times[0][1], seconds - times[index - 1][1] if index else None)
+        for index, (stage, seconds) in enumerate(times)
+    ]
 
 
 def draw_timeline(record: Record, style: OutputStyle, number: int | None = None) -> str:
@@ -278,6 +271,7 @@ def _print_events(ctx: Context) -> int:
     words = {resolve(ctx.store, word): word for word in ctx.words}
     unseen = set(words)
     last, watches = ctx.options.lines, ctx.options.watch
+    put = ctx.out.put if ctx.form == JSON else lambda line: ctx.put_lines([line])
     formatter = EventFormatter()
     next_revision = 1
 
@@ -295,9 +289,10 @@ def _print_events(ctx: Context) -> int:
 
     try:
         # The last lines are known once the whole past was read.
-        _print_lines(ctx, read_lines(False) if last is None else deque(read_lines(False), last))
-        if watches:
-            _print_lines(ctx, read_lines(True, next_revision))
+        for line in read_lines(False) if last is None else deque(read_lines(False), last):
+            put(line)
+        for line in read_lines(True, next_revision) if watches else ():
+            put(line)
     except KeyboardInterrupt:
         if not watches:
             raise
@@ -307,28 +302,12 @@ def _print_events(ctx: Context) -> int:
     return 0
 
 
-def _print_lines(ctx: Context, lines: Iterable[str]) -> None:
-    for line in lines:
-        if ctx.form == JSON:
-            ctx.out.put(line)
-        else:
-            ctx.put_lines([line])
-
-
 def _read_events(ctx: Context, history: History) -> Iterator[Event]:
-    """Yield the events of a history; if it starts at revision 1, first print how far back it goes.
-
-    After a new change of a compute the computes' names are read again.
-    """
-    from ecomp.model import keys
+    """Yield the events of a history; if it starts at revision 1, first print how far back it goes."""
     from ecomp.model.events import make_events
     from ecomp.scheduler.queries.hosts import read_computes
 
     known_computes = read_computes(ctx.store)
-
-    def name_compute(compute: str) -> str:
-        return known_computes.format_name(compute)
-
     is_reported = history.next_revision > 1  # the events before these were printed already
     for changes in history:
         if not is_reported:
@@ -336,7 +315,7 @@ def _read_events(ctx: Context, history: History) -> Iterator[Event]:
             is_reported = True
         if not history.is_past and any(change.key.startswith(keys.COMPUTES) for change in changes):
             known_computes = read_computes(ctx.store)
-        yield from make_events(changes, name_compute)
+        yield from make_events(changes, known_computes.format_name)
     if not is_reported:
         _report_since(ctx, history.oldest_revision)
 
@@ -370,11 +349,8 @@ SUFFIXES = {'--ssh-key': '.pub', '--user-data': '.user-data'}
 
 
 def _print_again(ctx: Context) -> int:
-    import shlex  # imported here, as the next ones: seldom needed
+    import shlex  # imported here, as the next one: seldom needed
 
-    from ecomp.files import write_durably
-    from ecomp.model.order import Order, make_create_words
-    from ecomp.model.query import split_restriction
     from ecomp.scheduler.queries.find import find
 
     instance = ctx.resolve_instance(ctx.words[0])
@@ -386,24 +362,13 @@ def _print_again(ctx: Context) -> int:
         raise Conflict(f'{instance}: its query or its image is in neither its request nor its record, or is none')
     contents, unknown = _read_guest_data(ctx.store, entries, order)
     files = {option: Path(f'again-{order.name or instance[:8]}{SUFFIXES[option]}') for option in contents}
-    query, compute = split_restriction(order.query or '')
-    project = '' if order.project_id == ctx.config.project_id else order.project_id
-    words = make_create_words(Order(**order.copy_fields(query=query, project_id=project)))
-    host = ctx.name_computes().format_name(compute) if compute else ''
-    words += ['--on', compute if ' ' in host else host] if compute else []
-    command = [*shlex.split(ctx.command_prefix), *words]
+    command = [*shlex.split(ctx.command_prefix), *_list_order_words(ctx, order)]
     command += [word for option, path in files.items() for word in (option, str(path))]
     if why is not None and why.weigh in WEIGH_MEANINGS:
         command += ['--weigh', why.weigh]
     else:
         unknown.append('--weigh is unknown: it is recorded only if eschedule has chosen the compute')
-    try:
-        for option, path in files.items():
-            if path.exists() and path.read_bytes() != contents[option]:
-                raise Conflict(f'{path} exists with other content. Fix: move it away, or change to another directory')
-            write_durably(path, contents[option])
-    except OSError as error:
-        raise EcompError(f'{error.filename}: {error.strerror}. Fix: change to a directory of your own') from error
+    _write_new_files({path: contents[option] for option, path in files.items()})
     set_note = f'it is one of a set of {order.count}: the command creates one instance' if order.count > 1 else ''
     stack_note = f'`eschedule apply` recreates it in its stack {order.stack.name}' if order.stack else ''
     for line in filter(None, [*unknown, set_note, stack_note]):
@@ -412,6 +377,29 @@ def _print_again(ctx: Context) -> int:
         ctx.out.put(escape_characters(shlex.join(command)))  # not folded, so that a shell can read it
     ctx.show_document([{'command': command, 'files': list(map(str, files.values())), 'unknown': unknown}])
     return 0
+
+
+def _list_order_words(ctx: Context, order: Order) -> list[str]:
+    from ecomp.model.order import Order, make_create_words
+    from ecomp.model.query import split_restriction
+
+    query, compute = split_restriction(order.query or '')
+    project = '' if order.project_id == ctx.config.project_id else order.project_id
+    words = make_create_words(Order(**order.copy_fields(query=query, project_id=project)))
+    host = ctx.name_computes().format_name(compute) if compute else ''
+    return [*words, '--on', compute if ' ' in host else host] if compute else words
+
+
+def _write_new_files(contents: Mapping[Path, bytes]) -> None:
+    from ecomp.files import write_durably
+
+    try:
+        for path, content in contents.items():
+            if path.exists() and path.read_bytes() != content:
+                raise Conflict(f'{path} exists with other content. Fix: move it away, or change to another directory')
+            write_durably(path, content)
+    except OSError as error:
+        raise EcompError(f'{error.filename}: {error.strerror}. Fix: change to a directory of your own') from error
 
 
 def _read_guest_data(store: Store, entries: InstanceEntries, order: Order) -> tuple[dict[str, bytes], list[str]]:
