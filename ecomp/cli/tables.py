@@ -25,44 +25,6 @@ MIN_UUID_LENGTH = 8
 MIN_COLUMN_WIDTH = 4
 
 
-class ColumnWidths(NamedTuple):
-    """The widths that a column can have, in characters, and the rank by which it is omitted.
-
-    `full` is the uncut width, `short` that with the short heading, `minimum` that with cut cells.
-    """
-
-    full: int
-    short: int
-    minimum: int
-    rank: int
-
-
-def fit_columns(column_widths: Sequence[ColumnWidths], width: int) -> dict[int, int]:
-    """Return by index the columns that fit into `width`, each with its width.
-
-    The largest `rank` is omitted first, of equal ranks the last; rank 0 stays. If that is still too wide, the widest
-    columns are cut down to MIN_COLUMN_WIDTH, so the result may be too wide.
-    """
-    indexes = list(range(len(column_widths)))
-    while True:
-        widths = {index: column_widths[index].full for index in indexes}
-        spare = width - len(COLUMN_GAP) * (len(indexes) - 1)
-        if sum(widths.values()) > spare:  # all or none: each short heading omits what the heading before it says
-            widths = {index: column_widths[index].short for index in indexes}
-        for index in indexes:
-            if (over := sum(widths.values()) - spare) > 0:
-                widths[index] = max(widths[index] - over, min(column_widths[index].minimum, widths[index]))
-        if sum(widths.values()) <= spare:
-            return widths
-        removable = [index for index in indexes if column_widths[index].rank]
-        if not removable:
-            break
-        indexes.remove(max(removable, key=lambda at: (column_widths[at].rank, at)))
-    while sum(widths.values()) > spare and max(widths.values()) > MIN_COLUMN_WIDTH:
-        widths[max(widths, key=lambda at: widths[at])] -= 1
-    return widths
-
-
 def measure_width(text: str) -> int:
     """Return the terminal columns of a text: 2 for a wide character, 0 for an accent."""
     return len(text) if text.isascii() else sum(map(_measure_character, text))
@@ -213,23 +175,22 @@ class Details(NamedTuple):
     possible_fields: Sequence[str] = ()
     numbered_fields: Sequence[str] = ()
 
-    def find_field(self, name: str) -> Column:
-        """Return the field with this name or beginning, as a Column; UsageError for none or several.
+    def find_field(self, name: str) -> str:
+        """Return the name of the field with this name or beginning; UsageError for none or several.
 
         A beginning refers to the fields with a value if it matches any of these, else to all possible fields.
         """
-        word, _, number = name.casefold().strip().rpartition(' ')
-        if word in self.numbered_fields and number.isdecimal():
-            return Column(f'{word} {number}')
-        own_fields = [field for field, _ in self.fields if field.rpartition(' ')[0] not in self.numbered_fields]
         folded_name = name.casefold().strip()
-        filled = [field for field, cell in self.fields if cell is not None and field in own_fields]
-        matches = [field for field in filled if folded_name and field.casefold().startswith(folded_name)]
-        # A beginning refers to the fields that have a value, if one of them matches.
-        candidates = (
-            matches if matches and folded_name not in self.possible_fields else [*self.possible_fields, *own_fields]
-        )
-        return _find_column(name, [Column(field) for field in dict.fromkeys(candidates)], '-c')
+        word, _, number = folded_name.rpartition(' ')
+        if word in self.numbered_fields and number.isdecimal():
+            return folded_name
+        own = {field: cell for field, cell in self.fields if field.rpartition(' ')[0] not in self.numbered_fields}
+        matches = [
+            field for field, cell in own.items() if cell is not None and field.casefold().startswith(folded_name)
+        ]
+        is_beginning = folded_name and folded_name not in self.possible_fields
+        candidates = matches if matches and is_beginning else dict.fromkeys([*self.possible_fields, *own])
+        return _find_column(name, list(map(Column, candidates)), '-c').name
 
 
 class OutputStyle(NamedTuple):
@@ -278,16 +239,15 @@ def render_details(things: Sequence[Details], style: OutputStyle, is_array: bool
         return format_document(values if is_array else values[0], style.form)
     # Fields keep the order of the first thing that has them.
     merged = things[0]._replace(fields=[field for details in things for field in details.fields])
-    columns = [merged.find_field(name) for name in style.columns]
-    if style.form != TABLE:
-        names = merged.possible_fields or dict.fromkeys(name for name, _ in merged.fields)
-        columns = columns or [Column(name) for name in names]
-        # A listing omits rows without values; here each word needs a row, so bare values get a -.
-        placeholder = '-' if style.form == VALUE else None
-        fields = [{name: cell for name, cell in reversed(item.fields) if cell is not None} for item in things]
-        rows = [Row([cells.get(column.name, placeholder) for column in columns]) for cells in fields]
-        return render_listing(Listing(columns, rows), style._replace(columns=()))
-    return '\n\n'.join(_format_details(details, [column.name for column in columns], style) for details in things)
+    names = [merged.find_field(name) for name in style.columns]
+    if style.form == TABLE:
+        return '\n\n'.join(_format_details(details, names, style) for details in things)
+    names = names or list(merged.possible_fields or dict.fromkeys(name for name, _ in merged.fields))
+    # A listing omits rows without values; here each word needs a row, so bare values get a -.
+    placeholder = '-' if style.form == VALUE else None
+    filled = [{name: cell for name, cell in reversed(item.fields) if cell is not None} for item in things]
+    rows = [Row([cells.get(name, placeholder) for name in names]) for cells in filled]
+    return render_listing(Listing(list(map(Column, names)), rows), style._replace(columns=()))
 
 
 def format_document(value: object, form: str) -> str:
@@ -325,35 +285,69 @@ def _format_value(cell: Cell) -> str:
     return '' if cell is None else escape_characters(str(cell))
 
 
-def _format_table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], style: OutputStyle) -> str:
-    texts = [
-        ['-' if cell is None else make_printable(str(cell)) for cell in cells] for cells in zip(*rows, strict=True)
-    ]
-    texts = texts or [[] for _ in columns]
-    if style.width is not None:
-        for i, column in enumerate(columns):
-            short = _SHORTENERS[column.kind](texts[i]) if column.kind in _SHORTENERS else {}
-            texts[i] = [short.get(text, text) for text in texts[i]]
-    rooms = [_measure_column(column, texts[i], style) for i, column in enumerate(columns)]
-    widths = {i: room.full for i, room in enumerate(rooms)} if style.width is None else fit_columns(rooms, style.width)
-    drawn: list[list[list[str]]] = []
-    for i, width in widths.items():
-        column = columns[i]
-        head = column.short if column.short and measure_width(column.name) > width else column.name
-        cells = [
-            fold(text, width) if column.folds else [cut(text, width)]
-            for text in _prepend_heading(head, texts[i], style)
-        ]
+class _DrawnColumn:
+    """A column of a table: its texts below its heading, and the widths that it can have.
+
+    `full` is the uncut width, `short` that with the short heading, `minimum` that with cut cells.
+    """
+
+    def __init__(self, column: Column, cells: Sequence[Cell], style: OutputStyle) -> None:
+        self._column, self._style = column, style
+        self._texts = ['-' if cell is None else make_printable(str(cell)) for cell in cells]
+        if style.width is not None and column.kind in _SHORTENERS:
+            short = _SHORTENERS[column.kind](self._texts)
+            self._texts = [short.get(text, text) for text in self._texts]
+        text_width = max(map(measure_width, self._texts), default=0)
+        # Headings may be resource classes from placement.
+        headings = [make_printable(column.name), make_printable(column.short or column.name)]
+        self.full, self.short = (max(text_width, measure_width(text) * style.header) for text in headings)
+        self.minimum = column.min_width or self.short
+        # A column chosen with -c may be cut, but is never omitted.
+        self.rank = 0 if style.columns else column.rank
+
+    def draw(self, width: int) -> list[list[str]]:
+        """Return the lines of the heading, if there is one, and of each cell."""
+        name, short = self._column.name, self._column.short
+        heading = make_printable(short if short and measure_width(name) > width else name)
+        texts = [*[heading] * self._style.header, *self._texts]
+        cells = [fold(text, width) if self._column.folds else [cut(text, width)] for text in texts]
         padded = [[pad(text, width) for text in lines] for lines in cells]
-        if style.colour and column.kind == STATE:
-            padded = [
-                *padded[: style.header],
-                *([colour_state(text) for text in lines] for lines in padded[style.header :]),
-            ]
-        drawn.append(padded)
+        if self._style.colour and self._column.kind == STATE:
+            body = slice(int(self._style.header), None)
+            padded[body] = [[colour_state(text) for text in lines] for lines in padded[body]]
+        return padded
+
+
+def _fit_columns(columns: Sequence[_DrawnColumn], width: int) -> list[tuple[_DrawnColumn, int]]:
+    """Return the columns that fit into `width`, each with its width.
+
+    The largest `rank` is omitted first, of equal ranks the last; rank 0 stays. If that is still too wide, the widest
+    columns are cut down to MIN_COLUMN_WIDTH, so the result may be too wide.
+    """
+    shown = list(columns)
+    while True:
+        widths = [column.full for column in shown]
+        spare = width - len(COLUMN_GAP) * (len(shown) - 1)
+        if sum(widths) > spare:  # all or none: each short heading omits what the heading before it says
+            widths = [column.short for column in shown]
+        for index, column in enumerate(shown):
+            if (over := sum(widths) - spare) > 0:
+                widths[index] = max(widths[index] - over, min(column.minimum, widths[index]))
+        removable = [column for column in reversed(shown) if column.rank]
+        if sum(widths) <= spare or not removable:
+            break
+        shown.remove(max(removable, key=lambda column: column.rank))
+    while sum(widths) > spare and max(widths) > MIN_COLUMN_WIDTH:
+        widths[widths.index(max(widths))] -= 1
+    return list(zip(shown, widths, strict=True))
+
+
+def _format_table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], style: OutputStyle) -> str:
+    drawn = [_DrawnColumn(column, [row[at] for row in rows], style) for at, column in enumerate(columns)]
+    fitted = [(each, each.full) for each in drawn] if style.width is None else _fit_columns(drawn, style.width)
     # A row has as many lines as its cell with the most lines.
-    blanks = [' ' * width for width in widths.values()]
-    rows_of_lines = (zip_longest(*cells) for cells in zip(*drawn, strict=True))
+    blanks = [' ' * width for _, width in fitted]
+    rows_of_lines = (zip_longest(*cells) for cells in zip(*(each.draw(width) for each, width in fitted), strict=True))
     return '\n'.join(
         COLUMN_GAP.join(blank if part is None else part for part, blank in zip(line, blanks, strict=True)).rstrip()
         for lines in rows_of_lines
@@ -361,24 +355,11 @@ def _format_table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], sty
     )
 
 
-def _prepend_heading(heading: str, cells: Sequence[str], style: OutputStyle) -> list[str]:
-    return [*[make_printable(heading)] * style.header, *cells]  # headings may be resource classes from placement
-
-
-def _measure_column(column: Column, cells: Sequence[str], style: OutputStyle) -> ColumnWidths:
-    full, short = (
-        max(map(measure_width, _prepend_heading(heading, cells, style)), default=0)
-        for heading in (column.name, column.short or column.name)
-    )
-    # A column chosen with -c may be cut, but is never omitted.
-    return ColumnWidths(full, short, column.min_width or short, 0 if style.columns else column.rank)
-
-
 def _format_details(details: Details, names: Sequence[str], style: OutputStyle) -> str:
-    fields = [
-        (make_printable(name), '-' if cell is None else make_printable(str(cell)))
-        for name, cell in _select_fields(details, names)
-    ]
+    """Format the fields `names`, all for ()."""
+    cells = dict(reversed(details.fields))
+    selected = [(name, cells.get(name)) for name in names] or details.fields
+    fields = [(make_printable(name), '-' if cell is None else make_printable(str(cell))) for name, cell in selected]
     name_width = max((measure_width(name) + len(COLUMN_GAP) for name, _ in fields), default=0) if style.header else 0
     lines = []
     for name, text in fields:
@@ -388,13 +369,6 @@ def _format_details(details: Details, names: Sequence[str], style: OutputStyle) 
         first = colour_state(first) if style.colour and name == 'state' else first
         lines += [(pad(name, name_width) if style.header else '') + first, *(' ' * name_width + line for line in more)]
     return '\n'.join(lines)
-
-
-def _select_fields(details: Details, names: Sequence[str]) -> Iterable[tuple[str, Cell]]:
-    if not names:
-        return details.fields
-    cells = dict(reversed(details.fields))
-    return [(name, cells.get(name)) for name in names]
 
 
 def _find_column(name: str, columns: Sequence[Column], option: str) -> Column:
