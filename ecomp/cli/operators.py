@@ -168,28 +168,19 @@ def _find_what_if_problems(name: str, _: Sequence[str], options: Options) -> Ite
 
 
 def _evacuate(ctx: Context) -> int:
-    import random
-
-    from ecomp.cli.input import describe_owner
     from ecomp.cli.selection import confirm_destroy
-    from ecomp.cli.waiting import wait_for_new
-    from ecomp.model.choose import Offer
     from ecomp.model.moves import plan_moves
-    from ecomp.scheduler.operations.decommission import disable
-    from ecomp.scheduler.placing.evacuate import check_silent, evacuate, read_moves
-    from ecomp.scheduler.placing.session import Scheduler
-    from ecomp.scheduler.queries.find import read_record
+    from ecomp.scheduler.placing.evacuate import check_silent, read_moves
     from ecomp.scheduler.queries.hosts import check_compute_exists, read_absent_states
 
     if ctx.options.dry_run:
         return _plan_moves(ctx)
-    target, code = ctx.resolve_compute(ctx.words[0]), 0
+    target = ctx.resolve_compute(ctx.words[0])
     check_compute_exists(ctx.computes, lambda: ctx.placement, target)
     if not ctx.options.fenced:
         cure = 'switch the machine off, and give --fenced; --dry-run prints the plan'
         raise UsageError(f'{ctx.name}: guests that still run on {ctx.words[0]} would run twice. Fix: {cure}')
-    outcomes: list[Evacuated] = []
-    host, again = ctx.computes.format_name(target), f'Try: {ctx.command_prefix} evacuate {ctx.words[0]} --fenced --yes'
+    host = ctx.computes.format_name(target)
     check_silent(ctx.store, target, host)
     if read_absent_states(ctx.placement, [target]).get(target) == CLOSED:
         ctx.out.say(f'{host}: its ecompute was stopped cleanly, and its guests run on unless the machine is off')
@@ -199,6 +190,23 @@ def _evacuate(ctx: Context) -> int:
     if lost:
         ctx.out.say(f'{len(lost)} {"disks" if lost[1:] else "disk"} on {host} {"are" if lost[1:] else "is"} lost')
     confirm_destroy(ctx, [get_holdings(request).name or request.instance for request in lost])
+    outcomes, code = _move_guests(ctx, target, host)
+    code = _report_evacuated(ctx, host, outcomes, code)
+    return code or (NoCapacity.exit_code if any(outcome.reason for outcome in outcomes) else 0)
+
+
+def _move_guests(ctx: Context, target: str, host: str) -> tuple[list[Evacuated], int]:
+    """Disable the compute and evacuate its guests; return what became of them, and the exit code."""
+    import random
+
+    from ecomp.cli.input import describe_owner
+    from ecomp.model.choose import Offer
+    from ecomp.scheduler.operations.decommission import disable
+    from ecomp.scheduler.placing.evacuate import evacuate
+    from ecomp.scheduler.placing.session import Scheduler
+
+    outcomes: list[Evacuated] = []
+    again = f'Try: {ctx.command_prefix} evacuate {ctx.words[0]} --fenced --yes'
 
     def report(outcome: Evacuated) -> None:
         outcomes.append(outcome)
@@ -213,10 +221,18 @@ def _evacuate(ctx: Context) -> int:
             ctx.out.say(f'{consumer}: its claim on {host} is released: no request owns it')
     except KeyboardInterrupt:
         ctx.out.say(f'interrupted: guests of {host} may not be evacuated yet. {again}')
-        code = StillGoing.exit_code
+        return outcomes, StillGoing.exit_code
     except EcompError as error:  # what was evacuated before is printed
         ctx.out.say(put_before_fix(ctx.out.format_error(error), f'. {again}'))
-        code = error.exit_code
+        return outcomes, error.exit_code
+    return outcomes, 0
+
+
+def _report_evacuated(ctx: Context, host: str, outcomes: Sequence[Evacuated], code: int) -> int:
+    """Print what became of the guests, with --wait after a wait for the new ones; return the exit code."""
+    from ecomp.cli.waiting import wait_for_new
+    from ecomp.scheduler.queries.find import read_record
+
     moved = {outcome.replaced_by: outcome for outcome in outcomes if not outcome.reason}
     statuses = Outcomes(ctx, ())
     if moved and not code and ctx.options.wait is not None:
@@ -230,7 +246,7 @@ def _evacuate(ctx: Context) -> int:
             record = ctx.store.get(keys.record(outcome.compute, instance))
             for key in read_record(record).host_keys if record is not None else ():
                 ctx.out.say(f'{outcome.name or instance}: ssh host key {key}')
-    return code or statuses.exit_code or (NoCapacity.exit_code if len(moved) < len(outcomes) else 0)
+    return code or statuses.exit_code
 
 
 def _audit(ctx: Context) -> int:

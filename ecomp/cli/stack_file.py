@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from ecomp import yaml_file as yaml
 from ecomp.cli.command import Context
 from ecomp.cli.input import STDIN, check_flavor_suffices, read_file, read_ssh_keys, read_user_data, resolve_image
 from ecomp.cli.options import check_project
@@ -30,19 +31,7 @@ from ecomp.model.query import (
 )
 from ecomp.model.stack import MAX_STACK_SIZE, check_member_name, check_stack_name
 from ecomp.model.text import check_name
-from ecomp.yaml_file import (
-    InvalidParts,
-    Node,
-    Section,
-    YamlFile,
-    make_choice_parser,
-    make_list_parser,
-    make_text_parser,
-    parse_flag,
-    parse_integer,
-    parse_text,
-    shorten,
-)
+from ecomp.yaml_file import Node, Section
 
 if TYPE_CHECKING:
     from ecomp.model.flavor import Flavor
@@ -74,7 +63,7 @@ def load_stack_file(ctx: Context, path: str) -> StackFile:
 
 
 def _parse_count(node: Node) -> int:
-    if (count := parse_integer(node)) < 1:
+    if (count := yaml.parse_integer(node)) < 1:
         raise ValueError(f'must be at least 1, not {count}. Fix: remove the member, and apply with --prune')
     return count
 
@@ -82,10 +71,10 @@ def _parse_count(node: Node) -> int:
 class _Reader:
     def __init__(self, ctx: Context, path: str) -> None:
         self._ctx = ctx
-        name = 'standard input' if path == STDIN else shorten(path, 200)
+        name = 'standard input' if path == STDIN else yaml.shorten(path, 200)
         self._directory = Path.cwd() if path == STDIN else Path(os.path.abspath(path)).parent
         content = read_file(name, path, MAX_FILE_BYTES, 'divide the stack')
-        self._file = YamlFile.parse(content, name, self._directory, MAX_NODES)
+        self._file = yaml.YamlFile.parse(content, name, self._directory, MAX_NODES)
         self._user_data: dict[str, SharedUserData] = {}
         self._groups: dict[str, Membership] = {}
         self._group_sections: dict[str, Section] = {}
@@ -98,33 +87,14 @@ class _Reader:
 
     def read(self) -> StackFile:
         config, top = self._ctx.config, self._file.top
-        name = top.read('stack', make_text_parser(check_stack_name), 'unnamed')
+        name = top.read('stack', yaml.make_text_parser(check_stack_name), 'unnamed')
         if 'stack' not in top:
             top.add_problem('stack', 'is missing. Fix: give the stack a name, as `stack: shop`')
-        project = top.read('project', parse_text, config.project_id)
+        project = top.read('project', yaml.parse_text, config.project_id)
         self._read_with(top, 'project', lambda: check_project(project), None)
         origins = {} if 'project' in top else {'project': FROM_CONFIG}
-        members = top.read_section('instances')
-        instances: dict[str, Desired] = {}
-        member_by_name: dict[str, str] = {}
         owner = Order('', project_id=project, user_id=config.user_id)
-        for member in members.take_keys('(?s:.*)'):
-            section = members.read_section(member)
-            desired = self._read_member(section, Desired(owner, SPREAD, origins))
-            names = self._read_names(section, f'{name}-{member}')
-            try:
-                check_member_name(member)
-                check_name(names[-1])
-            except ValueError as error:
-                members.add_problem(member, str(error))
-            if both := [own for own in names if own in member_by_name]:
-                problem = f'its instance {both[0]} has the name of one of member {member_by_name[both[0]]}'
-                members.add_problem(member, problem)
-            member_by_name |= dict.fromkeys(names, member)
-            for number, own in enumerate(names, 1):
-                base = own.removesuffix('-1') if number == 1 and 'count' in section else ''
-                order = replace(desired.order, name=own)
-                instances[f'{member}/{number}'] = desired._replace(order=order, unnumbered_name=base)
+        instances = self._read_instances(top.read_section('instances'), name, Desired(owner, SPREAD, origins))
         if not instances and 'instances' not in top:
             top.add_problem('instances', 'is missing. Fix: give a mapping of members, such as `web: {flavor: small}`')
         if len(instances) > MAX_STACK_SIZE:
@@ -138,20 +108,41 @@ class _Reader:
                 instances[entry] = desired._replace(order=replace(desired.order, group=group))
         return StackFile(name, instances, self._user_data)
 
+    def _read_instances(self, members: Section, stack: str, default: Desired) -> dict[str, Desired]:
+        instances: dict[str, Desired] = {}
+        member_by_name: dict[str, str] = {}
+        for member in members.take_keys('(?s:.*)'):
+            section = members.read_section(member)
+            desired, names = self._read_member(section, default), self._read_names(section, f'{stack}-{member}')
+            try:
+                check_member_name(member)
+                check_name(names[-1])
+            except ValueError as error:
+                members.add_problem(member, str(error))
+            if both := [own for own in names if own in member_by_name]:
+                problem = f'its instance {both[0]} has the name of one of member {member_by_name[both[0]]}'
+                members.add_problem(member, problem)
+            member_by_name |= dict.fromkeys(names, member)
+            for number, own in enumerate(names, 1):
+                base = own.removesuffix('-1') if number == 1 and 'count' in section else ''
+                order = replace(desired.order, name=own)
+                instances[f'{member}/{number}'] = desired._replace(order=order, unnumbered_name=base)
+        return instances
+
     def _read_names(self, section: Section, default: str) -> list[str]:
         count = section.read('count', _parse_count, 1)
-        base = section.read('name', make_text_parser(check_name), default)
+        base = section.read('name', yaml.make_text_parser(check_name), default)
         numbers = range(1, min(count, MAX_STACK_SIZE + 1) + 1)
         return [f'{base}-{number}' for number in numbers] if 'count' in section else [base]
 
     def _read_member(self, section: Section, default: Desired) -> Desired:
         config, origins = self._ctx.config, dict(default.origins)
-        image = section.read('image', parse_text, None)
+        image = section.read('image', yaml.parse_text, None)
         if image is None:
             image, origins['image'] = config.image, FROM_CONFIG
         elif image in config.images:
             origins['image'] = f'image {image} of schedule.yaml'
-        keys = section.read('ssh_keys', make_list_parser(self._parse_key, 'a list of files'), None)
+        keys = section.read('ssh_keys', yaml.make_list_parser(self._parse_key, 'a list of files'), None)
         data = section.read('user_data', self._parse_user_data, None)
         for name, value, configured in (('ssh_keys', keys, config.ssh_keys), ('user_data', data, config.user_data)):
             if value is None and configured:
@@ -172,13 +163,13 @@ class _Reader:
         )
         if order.group is not None:
             self._merge_group(section, order.group)
-        weigh = section.read('weigh', make_choice_parser(*STRATEGIES), default.weigh)
+        weigh = section.read('weigh', yaml.make_choice_parser(*STRATEGIES), default.weigh)
         return Desired(order, weigh, origins | flavor_origin)
 
     def _read_query(self, section: Section) -> tuple[str, dict[str, str]]:
-        flavor = section.read('flavor', parse_text, None)
-        query = section.read('query', make_text_parser(lambda text: check_query(text, flavor is None)), '')
-        on = section.read('on', parse_text, None)
+        flavor = section.read('flavor', yaml.parse_text, None)
+        query = section.read('query', yaml.make_text_parser(lambda text: check_query(text, flavor is None)), '')
+        on = section.read('on', yaml.parse_text, None)
         if section.take_keys('[A-Z][A-Z0-9_]*(:.*)?'):
             section.add_problem('query', 'is cut off at a comma, because it stands in { }. Fix: put it in quotes')
             return '', {}
@@ -230,32 +221,36 @@ class _Reader:
         return shared.sha256
 
     def _parse_path(self, node: Node) -> Path:
-        return self._directory / os.path.expanduser(parse_text(node))
+        return self._directory / os.path.expanduser(yaml.parse_text(node))
 
     def _parse_user_data(self, node: Node) -> Path | bytes:
         if node.kind == 'str' and '\n' in node.text:
             return node.text.encode(errors='replace')
         if self._directory.resolve() not in (path := self._parse_path(node)).resolve().parents:
-            raise ValueError(f'{shorten(parse_text(node))} is outside the directory of this file. Fix: copy it there')
+            raise ValueError(
+                f'{yaml.shorten(yaml.parse_text(node))} is outside the directory of this file. Fix: copy it there'
+            )
         return path
 
     def _parse_key(self, node: Node) -> Path | bytes:
-        return node.text.encode() if re.match(r'[\w@.-]+ +AAAA', parse_text(node)) else self._parse_path(node)
+        return node.text.encode() if re.match(r'[\w@.-]+ +AAAA', yaml.parse_text(node)) else self._parse_path(node)
 
     def _parse_group(self, node: Node) -> Membership:
         if node.kind != 'map':
-            return Membership(make_text_parser(check_group_name)(node))
+            return Membership(yaml.make_text_parser(check_group_name)(node))
         problems: list[tuple[int, str]] = []
         section = Section(problems, node)
-        name = section.read('name', make_text_parser(check_group_name), '')
+        name = section.read('name', yaml.make_text_parser(check_group_name), '')
         membership = Membership(
-            name, section.read('policy', make_choice_parser(*POLICIES), None), section.read('strict', parse_flag, None)
+            name,
+            section.read('policy', yaml.make_choice_parser(*POLICIES), None),
+            section.read('strict', yaml.parse_flag, None),
         )
         section.finish()
         if not name and not problems:
             problems.append((node.line, 'name: is missing'))
         if problems:
-            raise InvalidParts(problems)
+            raise yaml.InvalidParts(problems)
         return membership
 
     def _find_groups_without_policy(self) -> None:
