@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from ecomp import errors
-from ecomp.cli import create
+from ecomp.cli import waiting
 from ecomp.cli.command import Context
 from ecomp.errors import Unreachable
 from ecomp.model import cluster, flavor, group, guest, keys, order, queue, quota, record
@@ -129,7 +129,7 @@ def test_interrupt_before_the_wait_prints_the_instance(
 ) -> None:
     """A plain "interrupted" would look as if nothing had been requested."""
     arguments = [*words.split(), '-f', form, '--wait']
-    lines = run_patched(arguments, application, tmp_path, (create, '_wait', interrupt))
+    lines = run_patched(arguments, application, tmp_path, (waiting, 'wait_for_new', interrupt))
     instance = 'f0000000-0000-4000-8000-000000000001'
     assert any(line.startswith('|') and instance in line for line in lines)
     expected = [f'! eschedule: interrupted; the operation continues. Try: eschedule wait {instance}', '= 6']
