@@ -142,7 +142,8 @@ def _apply(ctx: Context) -> int:
     try:
         return _change(run)
     except KeyboardInterrupt:
-        raise _make_interruption(run) from None
+        doubt = f'interrupted: the change of stack {file.name} may be carried out'
+        raise StillGoing(f'{doubt}. Try: the same command again') from None
 
 
 def _describe_origin(ctx: Context) -> str:
@@ -169,9 +170,11 @@ def _require_size(run: _Apply) -> None:
 
 
 def _change(run: _Apply) -> int:
+    from ecomp.scheduler.placing.stack import remove_instances
+
     ctx = run.ctx
     if ctx.options.destroy_first and (replaced := run.select(plan.REPLACE)):
-        _remove(run, replaced)
+        remove_instances(ctx.store, _make_change(run, [step._replace(action=plan.DESTROY) for step in replaced]))
         run.replaced_members, run.effect = (), 'the replaced instances were destroyed'
         if not _wait_for_ends(run, replaced):
             return StillGoing.exit_code
@@ -188,11 +191,6 @@ def _change(run: _Apply) -> int:
     code = code or plan.find_exit_code(run.steps)
     destroyed = run.pruned if ctx.options.wait is not None and not code else ()
     return code if _wait_for_ends(run, destroyed) else StillGoing.exit_code
-
-
-def _make_interruption(run: _Apply) -> StillGoing:
-    doubt = f'interrupted: the change of stack {run.file.name} may be carried out'
-    return StillGoing(f'{doubt}. Try: the same command again')
 
 
 def _refuse_conflicts(run: _Apply) -> int:
@@ -249,13 +247,6 @@ def _make_change(run: _Apply, steps: Sequence[plan.Action], preview: bool = Fals
     places = [each.stack for each in order.orders.values()] if order else []
     run.created = {place.entry_name: place.instance for place in places if place}
     return StackChange(stack, revision, order, removals, user_data, is_new=run.state.stack is None)
-
-
-def _remove(run: _Apply, steps: Sequence[plan.Action]) -> None:
-    from ecomp.scheduler.placing.stack import remove_instances
-
-    change = _make_change(run, [step._replace(action=plan.DESTROY) for step in steps])
-    remove_instances(run.ctx.store, change)
 
 
 def _preview(run: _Apply, backend: Backend) -> int:
