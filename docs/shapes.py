@@ -165,7 +165,8 @@ _WHY = _object(
         since=_text('time of the request, ISO 8601, UTC; null if unknown'),
         before=_is('integer', 'number of older requests in this queue'),
         taker=_text('uuid of the compute that is taking the request; null if none'),
-        claimed_on=_text('uuid of the only compute that may take the request, because the claim is on it; null if none'),
+        claimed_on=_text('uuid of the only compute that may take the request, because the claim is on it; null if '
+                         'none'),
         computes=many(_object(compute=_COMPUTE, host=_ON, lacks=_text('what the compute lacks for the request')),
                       'computes that take queued requests'),
     ),
