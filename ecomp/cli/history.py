@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ecomp.cli.command import Command, Context, select_options
 from ecomp.cli.options import JSON, TABLE, parse_any_instances, parse_one_instance
@@ -20,7 +20,7 @@ from ecomp.cli.tables import MIN_COLUMN_WIDTH, OutputStyle, shorten_uuids
 from ecomp.errors import Conflict, EcompError, NotFound, UsageError
 from ecomp.model import keys
 from ecomp.model.boots import STAGES as BOOT_STAGES
-from ecomp.model.boots import Boot, find_boot
+from ecomp.model.boots import find_boot
 from ecomp.model.choose import FIRST, FROM_QUEUE, PACK, RANDOM, SPREAD, PlacementReason
 from ecomp.model.group import Group
 from ecomp.model.host import Computes, describe_silent_fix
@@ -176,19 +176,10 @@ def _explain_choice(choice: PlacementReason | None) -> str:
 # How long each stage of an instance took
 
 
-class StageTime(NamedTuple):
-    """A stage: its time, seconds since the first stage, seconds it took or None for the first."""
+def timeline_to_dict(record: Record, number: int | None = None) -> dict[str, Any]:
+    """Return a boot, by default the last, and its stages for JSON, `error` last after a failure.
 
-    stage: str
-    time: str
-    offset_seconds: float
-    duration_seconds: float | None
-
-
-def find_stage_times(record: Record, number: int | None = None) -> tuple[Boot | None, list[StageTime]]:
-    """Return a boot, by default the last, and its stages, `error` last after a failure; malformed times are omitted.
-
-    Boot 1 includes the stages before it. Without such a boot it is None, and the stages are the record's.
+    Boot 1 includes the stages before it. Without such a boot the stages are the record's. Malformed times are omitted.
     """
     boot = find_boot(record.boots, number)
     stages = record.stages if boot is None else boot.stages
@@ -196,31 +187,38 @@ def find_stage_times(record: Record, number: int | None = None) -> tuple[Boot | 
         stages = {**{name: time for name, time in record.stages.items() if name not in BOOT_STAGES}, **stages}
     candidates = [(stage, _parse_seconds(stages[stage])) for stage in (*STAGES, ERROR) if stage in stages]
     times = [(stage, seconds) for stage, seconds in candidates if seconds is not None]
-    return boot, [
-        StageTime(stage, stages[stage], seconds - times[0][1], seconds - times[index - 1][1] if index else None)
+    rows = [
+        {
+            'stage': stage,
+            'time': stages[stage],
+            'at': round(seconds - times[0][1], 3),
+            'seconds': round(seconds - times[index - 1][1], 3) if index else None,
+        }
         for index, (stage, seconds) in enumerate(times)
     ]
+    boot_fields = {'boot': boot.number if boot else None, 'reason': boot.reason if boot else None}
+    return {'instance': record.instance, 'state': record.state, **boot_fields, 'stages': rows}
 
 
 def draw_timeline(record: Record, style: OutputStyle, number: int | None = None) -> str:
     """Draw a boot, by default the last: a heading with its first stage, and a line for each other stage."""
-    boot, stages = find_stage_times(record, number)
-    scale_seconds = max((stage.offset_seconds for stage in stages), default=0.0)
+    timeline = timeline_to_dict(record, number)
+    stages = {stage['stage']: stage for stage in timeline['stages']}
+    scale_seconds = max((stage['at'] for stage in stages.values()), default=0.0)
     width = MAX_BAR_WIDTH if style.width is None else max(style.width - BAR_MARGIN, MIN_COLUMN_WIDTH)
     label = record.instance if style.width is None else shorten_uuids([record.instance])[record.instance]
-    first = make_printable(f'  {stages[0].stage} {stages[0].time}') if stages else ''
-    is_later = boot is not None and boot.number > 1
-    boot_text = make_printable(f'  boot {boot.number}, {boot.reason}') if boot is not None and is_later else ''
-    lines = [f'{label}  {record.state}{boot_text}{first}']
-    times = {time.stage: time for time in stages}
+    is_later = (timeline['boot'] or 0) > 1
+    heading = [f'{label}  {record.state}', f'boot {timeline["boot"]}, {timeline["reason"]}' if is_later else '']
+    heading += [f'{stage["stage"]} {stage["time"]}' for stage in timeline['stages'][:1]]
+    lines = [make_printable('  '.join(filter(None, heading)))]
     expected_stages = [stage for stage in STAGES[1:] if not is_later or stage in BOOT_STAGES[1:]]
-    for stage in (*expected_stages, *([ERROR] if ERROR in times else [])):
-        if stage not in times:
-            lines.append(f'{stage:9}{"-":>10}')
-        elif (took := times[stage].duration_seconds) is not None:
-            bar = _draw_bar(times[stage].offset_seconds - took, times[stage].offset_seconds, scale_seconds, width)
-            lines.append(f'{stage:9}{_format_seconds(took):>10}  |{bar:{width}}|')
-    lines.append(f'{"":21}0 s{_format_seconds(scale_seconds):>{width - 1}}')
+    for name in (*expected_stages, *([ERROR] if ERROR in stages else [])):
+        if name not in stages:
+            lines.append(f'{name:9}{"-":>10}')
+        elif (took := stages[name]['seconds']) is not None:
+            bar = _draw_bar(stages[name]['at'] - took, stages[name]['at'], scale_seconds, width)
+            lines.append(f'{name:9}{took:>8.3f} s  |{bar:{width}}|')
+    lines.append(f'{"":21}0 s{scale_seconds:>{width - 3}.3f} s')
     return '\n'.join(lines)
 
 
@@ -232,29 +230,12 @@ def _draw_bar(begin: float, end: float, scale_seconds: float, width: int) -> str
     return ' ' * left + '=' * (right - left)
 
 
-def timeline_to_dict(record: Record, number: int | None = None) -> dict[str, Any]:
-    """Return the timeline for JSON, with seconds rounded to milliseconds."""
-    boot, stages = find_stage_times(record, number)
-
-    def stage_to_dict(stage: StageTime) -> dict[str, object]:
-        took = None if stage.duration_seconds is None else round(stage.duration_seconds, 3)
-        return {'stage': stage.stage, 'time': stage.time, 'at': round(stage.offset_seconds, 3), 'seconds': took}
-
-    boot_fields = {'boot': boot.number if boot else None, 'reason': boot.reason if boot else None}
-    fields = {'instance': record.instance, 'state': record.state, **boot_fields}
-    return {**fields, 'stages': list(map(stage_to_dict, stages))}
-
-
 def _parse_seconds(time: str) -> float | None:
     try:
         when = datetime.fromisoformat(time)
     except ValueError:
         return None  # the client that wrote the request can write anything here
     return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
-
-
-def _format_seconds(seconds: float) -> str:
-    return f'{seconds:.3f} s'
 
 
 # Past events, as far back as etcd keeps them, and new ones
