@@ -218,21 +218,19 @@ def _wait(ctx: Context) -> int:
 
     select_instances(ctx)
     outcomes = Outcomes(ctx, ctx.words, **EMPTY_STATUS)
-    power_by_instance: dict[str, PowerAction | None] = {}
 
-    def resolve_instance(word: str) -> str:
+    def resolve(word: str) -> tuple[str, PowerAction | None]:
         instance = ctx.resolve_instance(word, ctx.instance_index)
         outcomes.report(word, instance=instance)
         entries = find_living(ctx.store, instance, ctx.instance_index)
         outcomes.report(word, '', **extract_status(entries.record))
         if entries.is_destroying:
             raise NotFound(f'{instance}: is being destroyed')
-        power_by_instance[instance] = entries.request.power if entries.request else None
         for line in _explain_unserved([entries.record], lambda: ctx.computes):
             ctx.out.say(line)
-        return instance
+        return instance, entries.request.power if entries.request else None
 
-    wait_and_report(ctx, outcomes, resolve_instance, ctx.instance_index, power_by_instance)
+    wait_and_report(ctx, outcomes, resolve, ctx.instance_index)
     return outcomes.finish()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ecomp.cli.command import EMPTY_STATUS, Context, Outcomes, extract_status
@@ -25,17 +24,16 @@ ADDRESSED = 'addressed'
 def wait_and_report(
     ctx: Context,
     outcomes: Outcomes,
-    resolve_instance: Callable[[str], str],
+    resolve: Callable[[str], tuple[str, PowerAction | None]],
     instance_index: KeyIndex | None,
-    power_by_instance: Mapping[str, PowerAction | None] = MappingProxyType({}),
     show_progress: Callable[[str], None] | None = None,
 ) -> None:
     """Wait until each word's instance reaches the stage of --for or --wait, else addressed.
 
-    All instances share one deadline, --timeout seconds; at the deadline the last console lines are printed. The table
-    form prints an address if the stage implies one; the caller prints the document of other forms. Ctrl-C and errors:
-    see Outcomes.wait(). `resolve_instance` may add power changes to `power_by_instance`. `instance_index`: see find().
-    `show_progress` gets the status instead of the terminal; then no address is printed.
+    All instances share one deadline; at the deadline the last console lines are printed. The table form prints an
+    address if the stage implies one; the caller prints the document of other forms. `resolve` returns the uuid for a
+    word, and the power change to wait for. `show_progress` gets the status instead of the terminal; then no address is
+    printed.
     """
     from ecomp.scheduler.changes.wait import SilenceDetector, Wait, wait_for_stage
     from ecomp.scheduler.queries.hosts import find_silent
@@ -54,7 +52,7 @@ def wait_and_report(
         def record_status(record: Record) -> None:
             outcomes.report(word, '', **extract_status(record))
 
-        instance = resolve_instance(word)
+        instance, power = resolve(word)
         with LiveLine() as show_status:
             wait_state = Wait(
                 ctx.etcd_config,
@@ -67,7 +65,7 @@ def wait_and_report(
                 ctx.read_claims,
                 silence,
             )
-            record = wait_for_stage(wait_state, stage, power_by_instance.get(instance))
+            record = wait_for_stage(wait_state, stage, power)
         is_old = ctx.name == 'wait' and not is_alive(ctx.store, record.compute)
         if is_old and (host := find_silent(ctx.store, ctx.placement, record.compute)):
             reached = f'{instance}: reached {stage}, but its host {host}'
@@ -89,5 +87,5 @@ def wait_for_new(
     """Wait as wait_and_report() for instances with a request on a compute, or on '' in a queue."""
     outcomes = Outcomes(ctx, list(compute_by_instance), **EMPTY_STATUS)
     index = KeyIndex({each: [keys.request(on, each)] for each, on in compute_by_instance.items() if on})
-    wait_and_report(ctx, outcomes, str, index, show_progress=show_progress)
+    wait_and_report(ctx, outcomes, lambda instance: (instance, None), index, show_progress)
     return outcomes
