@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
-from os.path import commonprefix
 from typing import NamedTuple, TypeAlias
 
 from ecomp.cli.options import CSV, JSON, TABLE, VALUE, YAML
@@ -88,10 +87,14 @@ def shorten_uuids(texts: Iterable[str]) -> Mapping[str, str]:
     short = {}
     for index, uuid in enumerate(uuids):
         neighbours = [*uuids[max(index - 1, 0) : index], *uuids[index + 1 : index + 2]]
-        length = max([MIN_UUID_LENGTH, *(len(commonprefix((uuid, other))) + 1 for other in neighbours)])
+        length = max([MIN_UUID_LENGTH, *(_count_common_prefix(uuid, other) + 1 for other in neighbours)])
         length += uuid[length - 1] == '-'
         short[uuid] = uuid[:length]
     return short
+
+
+def _count_common_prefix(first: str, second: str) -> int:
+    return next((index for index, (a, b) in enumerate(zip(first, second, strict=True)) if a != b), len(first))
 
 
 def shorten_times(texts: Iterable[str]) -> Mapping[str, str]:
