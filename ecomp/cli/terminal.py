@@ -166,58 +166,54 @@ class Drawing(NamedTuple):
 def watch(
     config: EtcdConfig, prefixes: Sequence[str], make_drawing: Callable[[], Drawing], draw: Callable[[str], None]
 ) -> None:
-    """Draw a table now and after each change below a prefix; return at Ctrl-C.
-
-    Raises every error, except an Unreachable after the first drawing: the last drawing stays, a line below says why.
-    """
+    """Draw a table now and after each change below a prefix; return at Ctrl-C. Raises errors as redraw()."""
     from ecomp.store.watch import Follower  # needed only with --watch
 
-    changed = threading.Event()
-    errors = list[str]()
+    changed, trouble = threading.Event(), ['']
 
-    def note_change(trouble: str = '') -> None:
-        errors[:] = [trouble] if trouble else []
+    def note_change(text: str = '') -> None:
+        trouble[:] = [text]
         changed.set()
+
+    def wait() -> str:
+        time.sleep(MIN_REDRAW_SECONDS)
+        changed.wait()
+        changed.clear()
+        return trouble[0]
 
     # An event is only a wake-up; the table is always read in full.
     subscriptions = [(prefix, lambda _: note_change()) for prefix in prefixes]
     follower = Follower(config, subscriptions, on_lost=lambda error: note_change(str(error)), on_back=note_change)
-    drawing = make_drawing()
+    follower.start()
     try:
-        follower.start()
-        draw(compose_screen(drawing, errors))
-        while changed.wait():
-            changed.clear()
-            try:
-                drawing = drawing if errors else make_drawing()
-            except Unreachable as error:
-                errors[:] = [str(error)]
-            draw(compose_screen(drawing, errors))
-            time.sleep(MIN_REDRAW_SECONDS)
-    except KeyboardInterrupt:
-        pass
+        redraw(make_drawing, draw, wait)
     finally:
         follower.stop()
 
 
-def redraw(make_drawing: Callable[[], Drawing], draw: Callable[[str], None]) -> None:
-    """Draw a table again and again, as fast as it is made; return at Ctrl-C. Raises errors as watch()."""
+def redraw(
+    make_drawing: Callable[[], Drawing], draw: Callable[[str], None], wait: Callable[[], str] = lambda: ''
+) -> None:
+    """Draw a table again and again, each time after `wait`, which returns why it cannot be read; return at Ctrl-C.
+
+    Raises every error, except an Unreachable after the first drawing: the last drawing stays, a line below says why.
+    """
     with suppress(KeyboardInterrupt):
-        drawing, errors = make_drawing(), list[str]()
+        drawing, trouble = make_drawing(), ''
         while True:
-            draw(compose_screen(drawing, errors))
+            draw(compose_screen(drawing, trouble))
+            trouble = wait()
             try:
-                drawing, errors = make_drawing(), []
+                drawing = drawing if trouble else make_drawing()
             except Unreachable as error:
-                errors = [str(error)]
+                trouble = str(error)
 
 
-def compose_screen(drawing: Drawing, errors: Sequence[str]) -> str:
-    """Return a drawing and `errors` below it; on a terminal clear the screen first, and cut the table to the height."""
-    messages = [
-        *map(make_printable, drawing.messages),
-        *(f'the table is out of date because reading failed; retrying: {make_printable(error)}' for error in errors),
-    ]
+def compose_screen(drawing: Drawing, trouble: str) -> str:
+    """Return a drawing and any trouble below it; on a terminal clear the screen, and cut the table to the height."""
+    messages = list(map(make_printable, drawing.messages))
+    if trouble:
+        messages.append(f'the table is out of date because reading failed; retrying: {make_printable(trouble)}')
     lines = drawing.table.split('\n')
     below = [part for text in messages for part in wrap_lines(text, find_width()).split('\n')]
     try:
