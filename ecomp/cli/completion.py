@@ -102,9 +102,9 @@ def _find_command(commands: Mapping[str, Command], words: Sequence[str]) -> Comm
 def _find_value_sources(flag: str) -> Sequence[Source]:
     option = FLAGS[flag][1]
     if option.metavar == 'COLUMN':
-        from ecomp.cli.inspect import LIST_COLUMNS, REASON_COLUMN, WIDE_COLUMNS  # imported here: seldom needed
+        from ecomp.cli.inspect import make_record_listing  # imported here: seldom needed
 
-        return [column.name.lower() for column in (*LIST_COLUMNS, REASON_COLUMN, *WIDE_COLUMNS)]
+        return [column.name.lower() for column in make_record_listing(()).columns]
     return option.choices or SOURCES_BY_FLAG.get(flag, SOURCES_BY_FLAG.get(option.metavar, ()))
 
 

@@ -242,18 +242,6 @@ POWER_PHASE_MEANINGS = {
     SHUT_OFF: 'the guest is off and about to start',
 }
 INSTANCE_COLUMN = Column('INSTANCE', kind=UUID)
-LIST_COLUMNS = (
-    INSTANCE_COLUMN,
-    Column('NAME', min_width=24),
-    Column('STATE', kind=STATE),
-    Column('ADDRESS', rank=2),
-    Column('HOST', rank=1, min_width=8),
-    Column('COMPUTE', rank=3, kind=UUID, wide=True),
-    Column('REQUESTED', rank=4, kind=TIME),
-)
-REASON_COLUMN = Column('REASON', rank=1, min_width=20)
-WIDE_COLUMNS = (Column('PROJECT', wide=True), Column('GROUP', wide=True), Column('IMAGE', wide=True))
-
 # The name of each stage's time in details, where `image` is the URL.
 STAGE_FIELDS = {stage: 'image ready' if stage == 'image' else stage for stage in (*STAGES, GONE, ERROR)}
 # Details that are shown even without a value.
@@ -266,17 +254,26 @@ def make_record_listing(
     """List records by the time of request, those of a set by name, with errors and faults."""
     records = sort_records(records)
     reasons = [_describe_problem(record, known_computes, absences) for record in records]
-    # Usually no record has a reason; then the table has no such column.
-    reason = REASON_COLUMN._replace(wide=not any(reasons))
-    # If all instances have names, the uuid is the first column that a narrow terminal omits.
-    instance = INSTANCE_COLUMN._replace(rank=5 if all(item.name for item in records) else 0)
+    columns = [
+        # If all instances have names, the uuid is the first column that a narrow terminal omits.
+        INSTANCE_COLUMN._replace(rank=5 if all(item.name for item in records) else 0),
+        Column('NAME', min_width=24),
+        Column('STATE', kind=STATE),
+        Column('ADDRESS', rank=2),
+        Column('HOST', rank=1, min_width=8),
+        Column('COMPUTE', rank=3, kind=UUID, wide=True),
+        Column('REQUESTED', rank=4, kind=TIME),
+        # Usually no record has a reason; then the table has no such column.
+        Column('REASON', rank=1, min_width=20, wide=not any(reasons)),
+        *(Column(name, wide=True) for name in ('PROJECT', 'GROUP', 'IMAGE')),
+    ]
     rows = []
     for record, problem in zip(records, reasons, strict=True):
         cells = [record.instance, record.name, absences.get_state(record), record.address]
         cells += [known_computes.format_name(record.compute), record.compute, record.stages.get('requested')]
         cells += [problem, record.project_id, record.group_name, record.image]
         rows.append(Row([cell or None for cell in cells], _record_to_dict(record, known_computes, absences)))
-    return Listing([instance, *LIST_COLUMNS[1:], reason, *WIDE_COLUMNS], rows)
+    return Listing(columns, rows)
 
 
 def _describe_problem(record: Record, known_computes: Computes, absences: Absences) -> str | None:
