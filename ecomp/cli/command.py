@@ -73,10 +73,7 @@ class Context:
         return make_style(self.options)
 
     def show(self, listing: Listing, errors: Sequence[EcompError] = (), is_single: bool = False) -> int:
-        """Print a listing and, on stderr, `errors`; return 1 if there are errors, else 0.
-
-        If `is_single`, JSON is the value of the first row, which must exist. UsageError for an unknown column.
-        """
+        """Print a listing, and errors on stderr; return 1 if there are any. `is_single`: JSON is the first row's."""
         from ecomp.cli.tables import render_listing
 
         if is_single:
@@ -181,11 +178,7 @@ class Context:
         return replace_uuids(text, self.display_names)
 
     def resolve_instance(self, word: str, instance_index: KeyIndex | None = None) -> str:
-        """Return the uuid of the instance that a word means; from now on messages show the first word typed for it.
-
-        A whole uuid is not checked. Raises NotFound, UsageError (several uuids begin with the word), Conflict (the
-        instance has another name), Unreadable (the name's key is malformed), and errors of etcd.
-        """
+        """Return the uuid that a word means, a whole uuid unchecked; messages show the first word typed for it."""
         from ecomp.scheduler.queries.find import resolve
 
         instance = resolve(self.store, word, instance_index)
@@ -193,11 +186,7 @@ class Context:
         return instance
 
     def resolve_compute(self, word: str) -> str:
-        """Return the uuid of the compute that a word means; a whole uuid is not checked.
-
-        Raises NotFound, Conflict (several computes have the host name), UsageError ('', or several uuids begin with the
-        word). Also raises errors of etcd, and of placement, which is asked only for the beginning of a uuid.
-        """
+        """Return the uuid of the compute that a word means; a whole uuid is not checked."""
         from ecomp.scheduler.queries.hosts import resolve_compute
 
         return resolve_compute(self.store, lambda: self.placement, word)
@@ -339,10 +328,7 @@ class Outcomes:
         wait: Callable[[str, Deadline], None] | None = None,
         retry_command: str = '',
     ) -> int:
-        """Submit each word; with --wait, `wait` for words with a true result; print -f's document; return exit code.
-
-        Ctrl-C in a wait: see wait(). Earlier Ctrl-C raises EcompError: a word may be accepted, later ones are not sent.
-        """
+        """Submit each word; with --wait, `wait` for words with a true result; print the document of -f."""
         pending = list(self.results)
         accepted = list[str]()
         try:
@@ -359,10 +345,7 @@ class Outcomes:
         return self.finish()
 
     def process_each(self, pending: list[str], work: Callable[[str], object]) -> None:
-        """Call `work` for each word and remove the word from `pending`; print and record EcompErrors.
-
-        Any other exception is raised, and leaves its word in `pending`.
-        """
+        """Call `work` for each word and remove the word from `pending`; print and record EcompErrors."""
         while pending:
             try:
                 work(pending[0])

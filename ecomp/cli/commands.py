@@ -107,12 +107,8 @@ MAX_FLAG_COLUMN_WIDTH = 26
 
 
 def parse(argv: Sequence[str]) -> Invocation:
-    """Parse a command line; raise UsageError, whose text is printable.
-
-    For --help before any `--` the name is HELP, and the words are those of the command to explain. For --version the
-    name is VERSION. In both cases the rest of the line, with its options, is ignored.
-    """
-    try:
+    """Parse a command line; the name is HELP, with the words of a command, for --help, and VERSION for --version."""
+    try:  # the rest of a line with --help or --version is ignored
         return _parse(argv)
     except UsageError as error:
         raise UsageError(make_printable(str(error))) from error  # it may quote control characters

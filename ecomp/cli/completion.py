@@ -1,7 +1,4 @@
-"""Complete a command line: `eschedule __complete CURRENT BEFORE…`, and the scripts by which shells run it.
-
-Commands, options and stages are constant. Other names are read from etcd at each TAB.
-"""
+"""Complete a command line: `eschedule __complete CURRENT BEFORE…`, and the scripts by which shells run it."""
 
 from __future__ import annotations
 

@@ -311,10 +311,7 @@ def _report_no_capacity(ctx: Context, error: NoCapacity, backend: Backend, query
 def report_refusal(
     ctx: Context, error: NoCapacity, report_reasons: Callable[[Callable[[str], None]], None] | None = None
 ) -> int:
-    """Print the refusal, then the reasons, which `report_reasons` may take a while to find; return the exit code, 3.
-
-    stdout gets NO ALLOCATIONS LEFT or, with -f json/yaml, the document; stderr gets the text.
-    """
+    """Print the refusal, then the reasons, which `report_reasons` may take a while to find; return the exit code, 3."""
     with suppress(OSError):  # run() flushes again and reports the error
         if ctx.form == TABLE:
             ctx.out.put('NO ALLOCATIONS LEFT')

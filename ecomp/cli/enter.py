@@ -49,11 +49,6 @@ def _run_ssh(ctx: Context) -> int:
 
 
 def _print_ssh_config(ctx: Context) -> int:
-    """Print ssh_config entries of the named guests, or of the active ones that are selected; return the exit code.
-
-    Reported host keys are written to a file for each entry. A guest whose name could mislead ssh gets its uuid as Host.
-    If no guests are named, those without reported host keys get no entry, but are listed on stderr.
-    """
     import socket
 
     from ecomp.scheduler.queries.find import list_records

@@ -1,8 +1,4 @@
-"""Commands that show instances and commands that wait for them; none changes an instance.
-
-An EcompError about one argument (no such instance) is printed, and the command goes on with the others; the exit code
-is that of the first error.
-"""
+"""Commands that show instances and commands that wait for them; none changes an instance."""
 
 from __future__ import annotations
 

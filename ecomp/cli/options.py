@@ -374,10 +374,7 @@ OPTIONS: Mapping[str, tuple[Option, ...]] = {field: row.__metadata__ for field, 
 
 
 def find_option_problems(name: str, options: Options, accepted_fields: Collection[str]) -> Iterator[str]:
-    """Yield what is wrong with options by the rules for all commands; Command.find_problems has more.
-
-    --config is always accepted.
-    """
+    """Yield what is wrong with options by the rules for all commands; --config is always accepted."""
     given_fields = {key for key, value in options._asdict().items() if value is not None and value is not False}
     for field in sorted(given_fields.difference(accepted_fields, {'config'})):
         rows = OPTIONS[field]

@@ -1,7 +1,4 @@
-"""Commands for what instances share: flavors, images, groups and quotas.
-
-An EcompError about one name is printed, and the command goes on; the exit code is that of the first error.
-"""
+"""Commands for what instances share: flavors, images, groups and quotas."""
 
 from __future__ import annotations
 

@@ -176,10 +176,7 @@ class Details(NamedTuple):
     numbered_fields: Sequence[str] = ()
 
     def find_field(self, name: str) -> str:
-        """Return the name of the field with this name or beginning; UsageError for none or several.
-
-        A beginning refers to the fields with a value if it matches any of these, else to all possible fields.
-        """
+        """Return the name of the field with this name or beginning; UsageError for none or several."""
         folded_name = name.casefold().strip()
         word, _, number = folded_name.rpartition(' ')
         if word in self.numbered_fields and number.isdecimal():
@@ -188,6 +185,7 @@ class Details(NamedTuple):
         matches = [
             field for field, cell in own.items() if cell is not None and field.casefold().startswith(folded_name)
         ]
+        # A beginning refers to the fields that have a value, if it matches any of these, else to all possible fields.
         is_beginning = folded_name and folded_name not in self.possible_fields
         candidates = matches if matches and is_beginning else dict.fromkeys([*self.possible_fields, *own])
         return _find_column(name, list(map(Column, candidates)), '-c').name
@@ -206,10 +204,7 @@ class OutputStyle(NamedTuple):
 
 
 def render_listing(listing: Listing, style: OutputStyle) -> str:
-    """Render a listing without a final line break; UsageError for an unknown column.
-
-    In JSON and YAML `style.columns` are ignored, and a `document` is not sorted.
-    """
+    """Render a listing without a final line break; UsageError for an unknown column."""
     rows = listing.rows
     if style.sort:
         at = listing.columns.index(_find_column(style.sort, listing.columns, '--sort'))
@@ -230,10 +225,7 @@ def render_listing(listing: Listing, style: OutputStyle) -> str:
 
 
 def render_details(things: Sequence[Details], style: OutputStyle, is_array: bool) -> str:
-    """Render all fields of at least one thing, a line each; in CSV and bare values a row for each thing.
-
-    JSON is one object, or an array if `is_array`. Raises UsageError for an unknown column.
-    """
+    """Render all fields of at least one thing, a line each; in CSV and bare values a row for each thing."""
     if style.form in (JSON, YAML):
         values = [details.value for details in things]
         return format_document(values if is_array else values[0], style.form)
