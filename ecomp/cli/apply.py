@@ -91,18 +91,16 @@ class _Apply:
         """Read the stack, and plan the steps, without instances that are being destroyed and not in the file."""
         from ecomp.scheduler.queries.stacks import find_silent_computes, read_stack
 
-        desired = self.file.instances
+        desired, prune = self.file.instances, self.ctx.options.prune
         names = [each.order.name or '' for each in desired.values()]
         self.state = read_stack(self.ctx.store, self.file.name, names)
-        steps = plan.plan_steps(
-            desired, self.state.existing, self.state.owners, self.replaced_members, self.ctx.options.prune
-        )
+        steps = plan.plan_steps(desired, self.state.existing, self.state.owners, self.replaced_members, prune)
         replaced = [step.entry for step in steps if step.action in (plan.REPLACE, plan.DESTROY)]
         if replaced:
             self.silent |= find_silent_computes(self.ctx.store, self.ctx.placement, self.state, replaced)
         steps = [self._keep_silent(step) for step in steps]
         self.steps = [step for step in steps if step.action != plan.ENDING or step.entry in desired]
-        pruned = (plan.DESTROY, plan.ENDING) if self.ctx.options.prune else ()
+        pruned = (plan.DESTROY, plan.ENDING) if prune else ()
         self.pruned = [step for step in steps if step.action in pruned and step.entry not in desired]
         self.ctx.display_names |= {step.instance: step.name for step in steps if step.instance and step.name}
 

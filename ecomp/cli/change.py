@@ -82,9 +82,8 @@ def _change_power(ctx: Context) -> int:
         outcomes.report(word, instance=instance)
         if word_by_instance.setdefault(instance, word) != word:
             return False  # the instance is given twice, by its name and by its uuid
-        acceptance = change_power(
-            ctx.store, instance, PowerAction(ctx.name, make_uuid(os.urandom(16))), ctx.instance_index
-        )
+        power = PowerAction(ctx.name, make_uuid(os.urandom(16)))
+        acceptance = change_power(ctx.store, instance, power, ctx.instance_index)
         ctx.name_computes()
         outcomes.report(word, acceptance.message)
         acceptances[word] = acceptance

@@ -97,9 +97,8 @@ def _place(ctx: Context, order: Order) -> int:
     from ecomp.scheduler.queries.find import ask_placement
 
     query, resume = _build_query(ctx), ctx.options.uuid is not None
-    sample_above = (
-        LARGE_CLUSTER_SIZE if is_large_cluster(ctx.config.etcd) and not resume and not ctx.options.size else None
-    )
+    may_sample = not resume and not ctx.options.size and is_large_cluster(ctx.config.etcd)
+    sample_above = LARGE_CLUSTER_SIZE if may_sample else None
     backend = ask_placement(ctx.config.placement, query if sample_above is None else None, ctx.slow_notice)
     ctx.connect()
 
@@ -126,9 +125,8 @@ def _place(ctx: Context, order: Order) -> int:
     ]
     texts = [f'instance {uuid} was placed on {outcome.compute}' for uuid, outcome in outcomes.items()]
     summary = f'{len(texts)} instances were placed (the same command with --uuid {instance} lists them)'
-    return _report_and_wait(
-        ctx, rows, lambda: _make_remarks(ctx, set_order, outcomes), texts[0] if set_order.count == 1 else summary
-    )
+    remarks = partial(_make_remarks, ctx, set_order, outcomes)
+    return _report_and_wait(ctx, rows, remarks, texts[0] if set_order.count == 1 else summary)
 
 
 def _report_and_wait(
@@ -186,9 +184,8 @@ def _enqueue(ctx: Context, order: Order) -> int:
     try:
         flavor, revision = read_shared_flavor(ctx.config, ctx.store, ctx.options.flavor or '')
         entry = QueueEntry(flavor=flavor, **order.copy_fields(**hashed))
-        is_new = enqueue(
-            ctx.store, entry, revision, shared, describe_owner(order.stages['requested']), ctx.options.uuid is not None
-        )
+        owner = describe_owner(order.stages['requested'])
+        is_new = enqueue(ctx.store, entry, revision, shared, owner, ctx.options.uuid is not None)
         no_taker = None
         if is_new:
             with suppress(EcompError):  # the request is queued even if the computes are unknown
@@ -224,9 +221,8 @@ def _plan(ctx: Context) -> int:
     query = _build_query(ctx)
     backend = ask_placement(ctx.config.placement, query, ctx.slow_notice)
     project = ctx.options.project or ctx.config.project_id
-    order = _make_set_order(
-        ctx, Order(make_uuid(os.urandom(16)), project_id=project, group=ctx.options.membership), query
-    )
+    single = Order(make_uuid(os.urandom(16)), project_id=project, group=ctx.options.membership)
+    order = _make_set_order(ctx, single, query)
     try:
         ranked = plan(ctx.store, backend, order, random.Random())
     except NoCapacity as error:
@@ -280,9 +276,8 @@ def _describe_hosts(set_order: SetOrder, outcomes: Mapping[str, DeliveryOutcome]
     names_by_host: dict[str, list[str]] = {}
     for instance, outcome in outcomes.items():
         if naming.find_hostname(outcome.compute) is not None:
-            names_by_host.setdefault(naming.format_name(outcome.compute), []).append(
-                set_order.instances[instance] or instance
-            )
+            name = set_order.instances[instance] or instance
+            names_by_host.setdefault(naming.format_name(outcome.compute), []).append(name)
     lines = []
     for host, names in names_by_host.items():
         subject = ', '.join(names) if set_order.name is not None or len(names) == 1 else f'{len(names)} instances'
@@ -357,14 +352,12 @@ def is_large_cluster(etcd: EtcdConfig) -> bool:
 def remember_cluster_size(etcd: EtcdConfig, compute_count: int) -> None:
     """Create or remove the marker file of a large cluster; ignore errors, it is only a hint."""
     with suppress(OSError, RuntimeError):
-        path, large = _find_marker_path(etcd), compute_count > LARGE_CLUSTER_SIZE
-        if path.exists() == large:
-            return
-        if large:
+        path = _find_marker_path(etcd)
+        if compute_count > LARGE_CLUSTER_SIZE:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             path.touch()
         else:
-            path.unlink()
+            path.unlink(missing_ok=True)
 
 
 def _find_marker_path(etcd: EtcdConfig) -> Path:

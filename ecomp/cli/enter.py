@@ -63,15 +63,11 @@ def _print_ssh_config(ctx: Context) -> int:
         # A compromised compute can write any name into its records, and ssh would use it. A name that belongs to a host
         # must lead to that host: guests are reached through hosts, so a guest with its host's name would be reached
         # through itself, forever. The same holds for this machine's own name.
-        is_host = access.display_name in (access.host, own_name, 'localhost', 'ip6-localhost') or bool(
-            cluster.find_by_hostname(access.display_name)
-        )
+        own_names = (access.host, own_name, 'localhost', 'ip6-localhost')
+        is_host = access.display_name in own_names or bool(cluster.find_by_hostname(access.display_name))
         host = access.display_name if owner_by_name.get(access.display_name) == instance and not is_host else instance
-        lines = {
-            'HostName': access.address,
-            'User': ctx.config.ssh_user,
-            **_make_ssh_options(ctx, access, accept_new=False),
-        }
+        lines = {'HostName': access.address, 'User': ctx.config.ssh_user}
+        lines |= _make_ssh_options(ctx, access, accept_new=False)
         ctx.out.put('\n'.join([f'Host {host}', *(f'    {name} {value}' for name, value in lines.items()), '']))
 
     if ctx.words:
@@ -137,9 +133,8 @@ def read_last_lines(ctx: Context, record: Record) -> list[str]:
     with suppress(EcompError, ValueError, OSError):
         file = reach.parse_console_path(record.instance, record.console)
         options = ['-o', 'BatchMode=yes', '-o', f'ConnectTimeout={LAST_LINES_TIMEOUT_SECONDS:.0f}']
-        command = ctx.config.reach.make_command(
-            find_host_name(ctx.store, record), reach.make_tail_command(file, MAX_LAST_LINES, False), options
-        )
+        tail = reach.make_tail_command(file, MAX_LAST_LINES, False)
+        command = ctx.config.reach.make_command(find_host_name(ctx.store, record), tail, options)
         return [_decode_line(line) for line in _run_command(command).rstrip(b'\n').split(b'\n') if line]
     return []
 

@@ -147,9 +147,8 @@ def _list(ctx: Context) -> int:
 def _add_claim_faults(ctx: Context, records: Sequence[Record], known_computes: Computes) -> list[Record]:
     from ecomp.scheduler.queries.hosts import find_claims_on_silent
 
-    faults = find_claims_on_silent(
-        ctx.store, known_computes, [record.instance for record in records if record.state == QUEUED]
-    )
+    waiting = [record.instance for record in records if record.state == QUEUED]
+    faults = find_claims_on_silent(ctx.store, known_computes, waiting)
     return [replace(item, fault=faults[item.instance]) if item.instance in faults else item for item in records]
 
 

@@ -150,9 +150,8 @@ def _plan_moves(ctx: Context) -> int:
         moves = plan_moves(planner, [guest for compute in dead for guest in guests.get(compute, ())], dead)
         listing = make_move_listing(moves, ctx.computes)
     else:
-        computes = sorted(
-            {*ctx.computes.living, *guests}, key=lambda each: make_sort_key(ctx.computes.format_name(each))
-        )
+        names = {compute: ctx.computes.format_name(compute) for compute in (*ctx.computes.living, *guests)}
+        computes = sorted(names, key=lambda compute: make_sort_key(names[compute]))
         plans = {compute: plan_moves(planner, guests.get(compute, ()), [compute]) for compute in computes}
         moves = [move for plan in plans.values() for move in plan]
         listing = make_absorption_listing(plans, ctx.computes)
@@ -389,17 +388,18 @@ def _format_share(share: Room | None) -> str | None:
 
 
 def _ranked_to_dict(ranked: RankedCompute) -> dict[str, object]:
-    rooms = {name: {'used': room.used, 'capacity': room.capacity} for name, room in sorted(ranked.rooms.items())}
+    rooms = _rooms_to_dict(ranked.rooms, 'used', 'capacity')
     host = {'compute': ranked.compute, 'host': ranked.hostname, 'hostname': ranked.hostname, 'weight': ranked.weight}
     asked = dict(sorted(ranked.amounts.items()))
     return {**host, 'asked': asked, 'resources': rooms, 'instances': ranked.instance_count}
 
 
+def _rooms_to_dict(rooms: Mapping[str, Room], *fields: str) -> dict[str, object]:
+    return {name: {field: getattr(room, field) for field in fields} for name, room in sorted(rooms.items())}
+
+
 def _host_to_dict(host: Host) -> dict[str, object]:
-    shares = {
-        name: {field: getattr(room, field) for field in ('used', 'free', 'capacity', 'over')}
-        for name, room in sorted(host.rooms.items())
-    }
+    shares = _rooms_to_dict(host.rooms, 'used', 'free', 'capacity', 'over')
     fields = {field: getattr(host, field) for field in ('compute', 'hostname', 'state', 'last_seen')}
     trouble = str(host.trouble) if host.trouble else None
     counts = {'trouble': trouble, 'disabled': host.is_disabled, 'instances': len(host.instances)}

@@ -75,11 +75,8 @@ def _show_groups(ctx: Context) -> int:
 
     shared_groups, code = ctx.find_each(lambda name: read_group(ctx.store, name))
     if shared_groups:
-        ctx.show(
-            make_member_listing(
-                shared_groups, ctx.computes, read_names_by_instance(ctx.store), is_array=len(ctx.words) > 1
-            )
-        )
+        names = read_names_by_instance(ctx.store)
+        ctx.show(make_member_listing(shared_groups, ctx.computes, names, is_array=len(ctx.words) > 1))
     return code
 
 

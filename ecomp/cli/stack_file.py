@@ -227,9 +227,8 @@ class _Reader:
         if node.kind == 'str' and '\n' in node.text:
             return node.text.encode(errors='replace')
         if self._directory.resolve() not in (path := self._parse_path(node)).resolve().parents:
-            raise ValueError(
-                f'{yaml.shorten(yaml.parse_text(node))} is outside the directory of this file. Fix: copy it there'
-            )
+            shown = yaml.shorten(yaml.parse_text(node))
+            raise ValueError(f'{shown} is outside the directory of this file. Fix: copy it there')
         return path
 
     def _parse_key(self, node: Node) -> Path | bytes:
@@ -241,11 +240,8 @@ class _Reader:
         problems: list[tuple[int, str]] = []
         section = Section(problems, node)
         name = section.read('name', yaml.make_text_parser(check_group_name), '')
-        membership = Membership(
-            name,
-            section.read('policy', yaml.make_choice_parser(*POLICIES), None),
-            section.read('strict', yaml.parse_flag, None),
-        )
+        policy = section.read('policy', yaml.make_choice_parser(*POLICIES), None)
+        membership = Membership(name, policy, section.read('strict', yaml.parse_flag, None))
         section.finish()
         if not name and not problems:
             problems.append((node.line, 'name: is missing'))

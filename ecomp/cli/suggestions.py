@@ -92,11 +92,8 @@ def _find_command(first: str, second: str) -> str:
     if family is not None:
         return _find_command(second, '') or 'list'
     candidates = [name.partition(' ')[0] for name in COMMAND_NAMES if name not in LOSS_WARNINGS]
-    command = (
-        FOREIGN_WORDS.get(first)
-        or (first if first in COMMAND_NAMES else find_similar(first, candidates, MIN_SIMILARITY))
-        or ''
-    )
+    own_word = first if first in COMMAND_NAMES else find_similar(first, candidates, MIN_SIMILARITY)
+    command = FOREIGN_WORDS.get(first) or own_word or ''
     return _find_in_family(command, second) or f'{command} list' if command in FOREIGN_NOUNS else command
 
 

@@ -210,9 +210,8 @@ def render_listing(listing: Listing, style: OutputStyle) -> str:
         at = listing.columns.index(_find_column(style.sort, listing.columns, '--sort'))
         rows = sorted(rows, key=lambda row: make_sort_key(row.cells[at]))
     if style.form in (JSON, YAML):
-        return format_document(
-            [row.value for row in rows] if listing.document is None else listing.document, style.form
-        )
+        values = [row.value for row in rows]
+        return format_document(values if listing.document is None else listing.document, style.form)
     columns = [_find_column(name, listing.columns, '-c') for name in style.columns]
     columns = columns or [item for item in listing.columns if style.wide or style.form != TABLE or not item.wide]
     indexes = [listing.columns.index(column) for column in columns]
@@ -355,9 +354,8 @@ def _format_details(details: Details, names: Sequence[str], style: OutputStyle) 
     name_width = max((measure_width(name) + len(COLUMN_GAP) for name, _ in fields), default=0) if style.header else 0
     lines = []
     for name, text in fields:
-        first, *more = fold(
-            text, measure_width(text) if style.width is None else max(style.width - name_width, MIN_COLUMN_WIDTH)
-        )
+        width = measure_width(text) if style.width is None else max(style.width - name_width, MIN_COLUMN_WIDTH)
+        first, *more = fold(text, width)
         first = colour_state(first) if style.colour and name == 'state' else first
         lines += [(pad(name, name_width) if style.header else '') + first, *(' ' * name_width + line for line in more)]
     return '\n'.join(lines)
