@@ -225,7 +225,7 @@ def draw_timeline(record: Record, style: OutputStyle, number: int | None = None)
 def _draw_bar(begin: float, end: float, scale_seconds: float, width: int) -> str:
     if end < begin or scale_seconds <= 0:
         return ''
-    left = min(max(int(begin / scale_seconds * width), 0), width - 1)
+    left = min(max(int(round(begin / scale_seconds * width, 3)), 0), width - 1)  # the seconds are rounded
     right = min(max(round(end / scale_seconds * width), left + 1), width)
     return ' ' * left + '=' * (right - left)
 
