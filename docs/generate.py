@@ -53,7 +53,6 @@ MATRIX = '../../tests/faults/README.md'
 
 
 def generate_files() -> dict[Path, str]:
-    """Generate the text of every file, by its path."""
     texts = {REFERENCE / name: text for name, text in generate_reference()}
     texts |= {MAN / f'{page.name}.{page.number}': render_man_page(page) for page in generate_man_pages()}
     return {**texts, COMMAND_NAMES: render_command_names()}
@@ -63,7 +62,6 @@ def generate_files() -> dict[Path, str]:
 
 
 def generate_reference() -> Iterator[tuple[str, str]]:
-    """Generate each page of the reference, with its file name."""
     top = 'Look up the arguments, options and exit codes of each command; its `--help` prints the same text. '
     top += 'Commands print data to stdout, and everything else to stderr.'
     yield 'commands.md', render_markdown('Commands', [top], [*describe_eschedule(), *describe_other_commands()])
@@ -80,7 +78,6 @@ def generate_reference() -> Iterator[tuple[str, str]]:
 
 
 def generate_man_pages() -> Iterator[ManPage]:
-    """Generate each man page."""
     names = 'schedule.yaml', 'compute.yaml'
     places = [(f'./{name}, ~/.config/ecomp/{name}, /etc/ecomp/{name}', f'see {name}(5)') for name in names]
     files = Section('FILES', [Terms(('', ''), places)])
@@ -137,7 +134,6 @@ def list_reserved_words() -> list[str]:
 
 
 def describe_shapes() -> tuple[list[Block], list[Section]]:
-    """Describe the JSON output of every command."""
     by_object: dict[str, list[str]] = {}
     for name, shape in shapes.SHAPES.items():
         by_object.setdefault(repr(_split_shape(shape)[1]), []).append(name)
@@ -162,7 +158,6 @@ def _split_shape(shape: shapes.Schema) -> tuple[str, shapes.Schema]:
 
 
 def _describe_forms(names: Iterable[str]) -> str:
-    """Describe how many objects commands with the same object print."""
     by_form: dict[str, list[str]] = {}
     for name in names:
         by_form.setdefault(_split_shape(shapes.SHAPES[name])[0], []).append(name)
@@ -199,7 +194,6 @@ def _describe_choice(field: shapes.Schema) -> str:
 
 
 def describe_eschedule() -> Iterator[Section]:
-    """Describe its commands by family, and their common properties."""
     names = {
         family: ', '.join(make_link(f'eschedule {each.name}') for each in rows)
         for family, rows in load_families().items()
@@ -234,7 +228,6 @@ def describe_other_commands() -> Iterator[Section]:
 
 
 def describe_option(row: object) -> tuple[str, str]:
-    """Return an option of eschedule as it is written, and its help."""
     flags, metavar, help_text = row.flags, row.metavar, row.help  # type: ignore[attr-defined]
     value = metavar if not metavar or metavar.startswith('[') else f' {metavar}'
     return ', '.join(f'{flag}{value}' for flag in flags), help_text
@@ -364,7 +357,6 @@ VALUE_CLASSES: dict[str, type] = {
 
 
 def describe_etcd() -> tuple[list[Block], list[Section]]:
-    """Describe every key, its writers with roles, and its value."""
     _, key_list, *rest = read_docstring(keys).split('\n\n')
     introduction = 'Look up what each key in etcd contains, and whose certificates may write it.'
     rows = []
@@ -380,7 +372,6 @@ def describe_etcd() -> tuple[list[Block], list[Section]]:
 
 
 def _describe_fields(kind: type | None) -> list[str]:
-    """Describe the JSON of a stored value."""
     if kind is None:
         return []
     codec = CODECS[kind]
@@ -437,13 +428,11 @@ def describe_audit() -> tuple[list[Block], list[Section]]:
 
 
 def describe_exit_codes() -> tuple[list[Block], list[Section]]:
-    """Describe each exit code, and every error with its own."""
     codes = Terms(('code', ''), [(str(code), says) for code, says in EXIT_CODES.items()])
     return ['Look up why a command failed, by its exit code.', codes], [Section('Errors', parse_docstring(errors))]
 
 
 def describe_faults() -> tuple[list[Block], list[Section]]:
-    """List the rows of the fault matrix with their numbers of tests."""
     count = Counter(case.row for case in faults.find_cases())
     rows = [
         [f'F{number}', says, str(count[number] or faults.UNTESTED_ROWS[number])] for number, says in faults.ROWS.items()

@@ -41,7 +41,6 @@ def _object(description: str = '', **fields: Schema) -> Schema:
 
 
 def _map(description: str, item: Schema) -> Schema:
-    """Make a schema of an object with arbitrary keys."""
     return _is('object', description, additionalProperties=item)
 
 
@@ -50,7 +49,6 @@ def many(of: Schema, description: str = '') -> Schema:
 
 
 def one_or_many(of: Schema) -> Schema:
-    """Make a schema of one object for one argument, an array for several."""
     return {'anyOf': [of, many(of)]}
 
 
@@ -78,7 +76,6 @@ _STRICT = _is(
 
 
 def _single_outcome(**extra_fields: Schema) -> Schema:
-    """Make a schema of the outcome of a command that changes or waits, for one argument."""
     fields = {
         'word': _text('argument as typed'),
         **extra_fields,
@@ -88,7 +85,6 @@ def _single_outcome(**extra_fields: Schema) -> Schema:
 
 
 def _outcome(**extra_fields: Schema) -> Schema:
-    """Make a schema of the outcomes of a command that accepts several arguments."""
     return one_or_many(_single_outcome(**extra_fields))
 
 

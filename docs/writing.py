@@ -71,12 +71,10 @@ def parse_docstring(source: object) -> list[Block]:
 
 
 def make_link(title: str) -> str:
-    """Make a link to a section of the same page, as GitHub names it."""
     return f'[{title.removeprefix("eschedule ")}](#{make_anchor(title)})'
 
 
 def make_anchor(title: str) -> str:
-    """Make GitHub's anchor of a section title."""
     return re.sub(r'[^\w\- ]', '', title.lower()).replace(' ', '-')
 
 
