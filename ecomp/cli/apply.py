@@ -327,14 +327,18 @@ def _report(run: _Apply, is_preview: bool = False) -> None:
     if rows or ctx.form != TABLE or ctx.options.columns:
         document = {'stack': run.file.name, 'instances': [row.value for row in rows]}
         ctx.show(Listing(list(COLUMNS), rows, document))
+    _summarize(run, is_preview)
+
+
+def _summarize(run: _Apply, is_preview: bool) -> None:
     failed = run.failed
     counts = Counter('failed' if step.entry in failed else _DESCRIPTIONS[step.action] for step in run.steps)
     summary = ', '.join(f'{counts[text]} {text}' for text in (*_DESCRIPTIONS.values(), 'failed') if counts[text])
     would = 'would have ' if is_preview or (run.select(*plan.CONFLICTS) and run.select(*plan.CHANGES)) else ''
-    ctx.out.say(f'stack {run.file.name}: {would}{summary or "no instances"}')
+    run.ctx.out.say(f'stack {run.file.name}: {would}{summary or "no instances"}')
     differing = [(step.member, reason) for step in run.select(plan.DIFFERS, plan.REPLACE) for reason in step.reasons]
     for (member, reason), count in Counter(differing).items():
-        ctx.out.say(f'{member}{f" ({count})" if count > 1 else ""}: {reason}')
+        run.ctx.out.say(f'{member}{f" ({count})" if count > 1 else ""}: {reason}')
 
 
 def _make_row(run: _Apply, step: plan.Action, naming: ComputeNames, has_uuids: bool) -> Row:

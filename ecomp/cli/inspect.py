@@ -72,12 +72,11 @@ def _print_address(ctx: Context) -> int:
     word = ctx.words[0]
     try:
         instance = ctx.resolve_instance(word)
-    except (NotFound, Unreachable) as error:
-        if isinstance(error, NotFound):
-            advice = f' (give at least the first {MIN_PREFIX_DIGITS} digits of a uuid)'
-            short = advice if len(word) < MIN_PREFIX_DIGITS else ''
-            problem = f'is neither a command nor an instance{short}'
-            raise NotFound(f'{word}: {problem}{make_hint([word])}') from error
+    except NotFound as error:
+        advice = f' (give at least the first {MIN_PREFIX_DIGITS} digits of a uuid)'
+        problem = f'is neither a command nor an instance{advice if len(word) < MIN_PREFIX_DIGITS else ""}'
+        raise NotFound(f'{word}: {problem}{make_hint([word])}') from error
+    except Unreachable as error:
         suggestion = suggest([word])
         problem = f'{word} is not a command ({suggestion}), and cannot be looked up as an instance'
         raise type(error)(f'{problem}: {error}' if suggestion else str(error)) from error
@@ -88,7 +87,8 @@ def _print_address(ctx: Context) -> int:
     remark: str | None = explain_no_address(record)
     if record.address:
         subject = record.name or record.instance
-        off_text = f'{subject}: {explain_stopped(record)}; the guest has this address again once it runs'
+        since = f' since {_find_since(record)}' if _find_since(record) else ''
+        off_text = f'{subject}: {make_printable(f"stopped{since}")}; the guest has this address again once it runs'
         remark = off_text if record.state == STOPPED else None
     _, line = ctx.report_age(record, remark)
     ctx.show_document([{**extract_status(record), 'said': line}], make_printable(record.address or ''))
@@ -340,12 +340,6 @@ def explain_no_address(record: Record) -> str:
     reserved = record.addresses[0].expected if record.addresses else None
     expected = f' ({reserved} is expected)' if reserved and record.state in (BUILDING, ACTIVE) else ''
     return f'{record.instance}: no address yet: {record.state}, waiting for {describe_wait(record)}{expected}'
-
-
-def explain_stopped(record: Record) -> str:
-    """Return `stopped since <time>`; without a time if it is unknown."""
-    since = _find_since(record)
-    return make_printable(f'stopped since {since}') if since else 'stopped'
 
 
 def _find_since(record: Record) -> str:
