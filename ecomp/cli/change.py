@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from ecomp.cli.command import DOCUMENT_OPTIONS, Command, Context, Outcomes, make_wait_options
 from ecomp.cli.options import parse_any_instances, parse_nothing
@@ -18,17 +17,12 @@ from ecomp.model.keys import make_uuid
 from ecomp.model.order import REBOOT, PowerAction
 from ecomp.model.record import GONE
 from ecomp.model.text import parse_uuid_prefix
-
-if TYPE_CHECKING:
-    from ecomp.scheduler.changes.change import Acceptance
-    from ecomp.scheduler.changes.wait import Deadline
+from ecomp.scheduler.changes.change import Acceptance, change_power, clear, destroy
+from ecomp.scheduler.changes.wait import Deadline, Wait, wait_for_power, wait_until_gone
+from ecomp.scheduler.queries.find import is_known
 
 
 def _destroy(ctx: Context) -> int:
-    from ecomp.scheduler.changes.change import destroy
-    from ecomp.scheduler.changes.wait import Wait, wait_until_gone
-    from ecomp.scheduler.queries.find import is_known
-
     if select_instances(ctx):
         confirm_destroy(ctx, [ctx.display_names.get(word, word) for word in ctx.words])
     elif is_terminal(sys.stdin):
@@ -69,9 +63,6 @@ def _list_guessed(ctx: Context) -> list[str]:
 
 
 def _change_power(ctx: Context) -> int:
-    from ecomp.scheduler.changes.change import change_power
-    from ecomp.scheduler.changes.wait import Wait, wait_for_power
-
     select_instances(ctx)
     outcomes = Outcomes(ctx, ctx.words, instance=None, state=None)
     acceptances: dict[str, Acceptance] = {}
@@ -103,8 +94,6 @@ def _change_power(ctx: Context) -> int:
 
 
 def _clear(ctx: Context) -> int:
-    from ecomp.scheduler.changes.change import clear
-
     removed, errors = clear(ctx.store)
     gone_count = sum(state == GONE for state in removed.values())
     count_text = f'{len(removed) or "no"} record{"" if len(removed) == 1 else "s"}'

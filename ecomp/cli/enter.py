@@ -8,7 +8,7 @@ from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from ecomp.cli.command import MAX_QUOTED_WORDS, Command, Context, select_options
 from ecomp.cli.options import parse_any_instances, parse_instance_and_command, parse_one_instance, split_user
@@ -17,9 +17,8 @@ from ecomp.errors import EcompError, NotFound, Unreachable
 from ecomp.model import reach
 from ecomp.model.record import ACTIVE, Record, format_time
 from ecomp.model.text import join_some, make_printable
-
-if TYPE_CHECKING:
-    from ecomp.scheduler.queries.hosts import GuestAccess
+from ecomp.scheduler.queries import hosts
+from ecomp.scheduler.queries.find import list_records
 
 # Bytes of a console line; a longer line is printed in several parts.
 LINE_LIMIT_BYTES = 8192
@@ -31,10 +30,8 @@ LAST_LINES_TIMEOUT_SECONDS = 3.0
 
 
 def _run_ssh(ctx: Context) -> int:
-    from ecomp.scheduler.queries.hosts import find_guest_access
-
     user, word = split_user(ctx.words[0])
-    access = find_guest_access(ctx.store, ctx.resolve_instance(word))
+    access = hosts.find_guest_access(ctx.store, ctx.resolve_instance(word))
     if access.record.console is None and not access.record.host_keys:
         raise NotFound(f'{access.record.instance}: its guest is fake, so nothing answers ssh')
     ctx.report_age(access.record)
@@ -51,14 +48,11 @@ def _run_ssh(ctx: Context) -> int:
 def _print_ssh_config(ctx: Context) -> int:
     import socket
 
-    from ecomp.scheduler.queries.find import list_records
-    from ecomp.scheduler.queries.hosts import find_guest_access, read_computes, read_names
-
-    owner_by_name, cluster = read_names(ctx.store), read_computes(ctx.store)
+    owner_by_name, cluster = hosts.read_names(ctx.store), hosts.read_computes(ctx.store)
     own_name = socket.gethostname().partition('.')[0].lower()
 
     def print_entry(word: str) -> None:
-        access = find_guest_access(ctx.store, ctx.resolve_instance(word))
+        access = hosts.find_guest_access(ctx.store, ctx.resolve_instance(word))
         instance = access.record.instance
         # A compromised compute can write any name into its records, and ssh would use it. A name that belongs to a host
         # must lead to that host: guests are reached through hosts, so a guest with its host's name would be reached
@@ -82,22 +76,18 @@ def _print_ssh_config(ctx: Context) -> int:
 
 
 def _open_console(ctx: Context) -> int:
-    from ecomp.scheduler.queries.hosts import find_host_name, find_running
-
-    record = find_running(ctx.store, ctx.resolve_instance(ctx.words[0]))
+    record = hosts.find_running(ctx.store, ctx.resolve_instance(ctx.words[0]))
     if record.console is None:
         raise NotFound(f'{record.instance}: has no console: its guest is fake')
     command = ['virsh', '-c', 'qemu:///system', 'console', record.instance]
-    _replace_process(ctx, ctx.config.reach.make_command(find_host_name(ctx.store, record), command, ['-t']))
+    _replace_process(ctx, ctx.config.reach.make_command(hosts.find_host_name(ctx.store, record), command, ['-t']))
 
 
 def _print_log(ctx: Context) -> int:
     import subprocess  # imported late, here and below: it is slow to load
 
-    from ecomp.scheduler.queries.hosts import find_console
-
     instance = ctx.resolve_instance(ctx.words[0])
-    host, file = find_console(ctx.store, instance)
+    host, file = hosts.find_console(ctx.store, instance)
     ctx.close()
     command = ctx.config.reach.make_command(host, reach.make_tail_command(file, ctx.options.lines, ctx.options.follow))
     try:
@@ -126,15 +116,13 @@ def _print_log(ctx: Context) -> int:
 
 def read_last_lines(ctx: Context, record: Record) -> list[str]:
     """Return the last MAX_LAST_LINES of the console but the empty ones; fewer or [] after a timeout or an error."""
-    from ecomp.scheduler.queries.hosts import find_host_name
-
     if record.console is None:
         return []
     with suppress(EcompError, ValueError, OSError):
         file = reach.parse_console_path(record.instance, record.console)
         options = ['-o', 'BatchMode=yes', '-o', f'ConnectTimeout={LAST_LINES_TIMEOUT_SECONDS:.0f}']
         tail = reach.make_tail_command(file, MAX_LAST_LINES, False)
-        command = ctx.config.reach.make_command(find_host_name(ctx.store, record), tail, options)
+        command = ctx.config.reach.make_command(hosts.find_host_name(ctx.store, record), tail, options)
         return [_decode_line(line) for line in _run_command(command).rstrip(b'\n').split(b'\n') if line]
     return []
 
@@ -160,14 +148,12 @@ def _run_command(command: Sequence[str]) -> bytes:
         return file.read(MAX_LAST_LINES * LINE_LIMIT_BYTES)
 
 
-def _make_ssh_options(ctx: Context, access: GuestAccess, accept_new: bool) -> Mapping[str, str]:
+def _make_ssh_options(ctx: Context, access: hosts.GuestAccess, accept_new: bool) -> Mapping[str, str]:
     """Return the ssh options for a guest; if it reported host keys, write them to its known_hosts file first.
 
     Without reported keys ssh trusts the key accepted before or, with `accept_new`, the first that the guest shows. With
     neither it raises StillGoing if a report may come, else EcompError; EcompError also without a home directory.
     """
-    from ecomp.scheduler.queries.hosts import make_not_ready
-
     instance, keys = access.record.instance, access.record.host_keys
     known_hosts = _find_known_hosts_directory() / instance
     accepted = known_hosts.with_suffix('.accepted')
@@ -177,7 +163,7 @@ def _make_ssh_options(ctx: Context, access: GuestAccess, accept_new: bool) -> Ma
             known_hosts.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         elif not accepted.exists():
             if not _is_report_overdue(access.record):
-                raise make_not_ready(access.record)
+                raise hosts.make_not_ready(access.record)
             why = 'the guest has not reported its host keys, so ssh cannot verify the guest'
             cure = 'give --accept-new, which accepts the first key that the guest shows'
             raise EcompError(f'{access.display_name}: {why}. Fix: {cure}')

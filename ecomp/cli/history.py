@@ -28,13 +28,14 @@ from ecomp.model.json_object import dump
 from ecomp.model.record import ERROR, STAGES, Record
 from ecomp.model.stored import to_dict
 from ecomp.model.text import escape_characters, make_printable
+from ecomp.scheduler.queries.find import InstanceEntries, find, resolve
+from ecomp.scheduler.queries.hosts import read_computes, read_names_by_instance
 
 if TYPE_CHECKING:
     from ecomp.model.events import Event
     from ecomp.model.order import Order
     from ecomp.placement.client import Placement
     from ecomp.scheduler.placing.enqueue import QueuePosition
-    from ecomp.scheduler.queries.find import InstanceEntries
     from ecomp.store.client import Store
     from ecomp.store.history import History
 
@@ -76,7 +77,6 @@ class Explanation:
 
 def explain_placement(store: Store, placement: Callable[[], Placement], entries: InstanceEntries) -> Explanation:
     """Read why the instance is on its compute or, if it waits in a queue, why none takes it."""
-    from ecomp.scheduler.queries.hosts import read_computes, read_names_by_instance
     from ecomp.shared.names import load_group
 
     record, request, name = entries.record, entries.request, entries.record.group_name
@@ -243,7 +243,6 @@ def _parse_seconds(time: str) -> float | None:
 
 def _print_events(ctx: Context) -> int:
     from ecomp.model.events import event_to_dict
-    from ecomp.scheduler.queries.find import resolve
     from ecomp.store.history import History
 
     if ctx.form not in (TABLE, JSON):
@@ -286,7 +285,6 @@ def _print_events(ctx: Context) -> int:
 def _read_events(ctx: Context, history: History) -> Iterator[Event]:
     """Yield the events of a history; if it starts at revision 1, first print how far back it goes."""
     from ecomp.model.events import make_events
-    from ecomp.scheduler.queries.hosts import read_computes
 
     known_computes = read_computes(ctx.store)
     is_reported = history.next_revision > 1  # the events before these were printed already
@@ -331,8 +329,6 @@ SUFFIXES = {'--ssh-key': '.pub', '--user-data': '.user-data'}
 
 def _print_again(ctx: Context) -> int:
     import shlex  # imported here, as the next one: seldom needed
-
-    from ecomp.scheduler.queries.find import find
 
     instance = ctx.resolve_instance(ctx.words[0])
     entries = find(ctx.store, instance)

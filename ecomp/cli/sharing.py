@@ -18,6 +18,9 @@ from ecomp.model.image import hash_image
 from ecomp.model.quota import Quota, format_quota, list_classes
 from ecomp.model.stored import to_dict
 from ecomp.model.text import format_suggestion, join_some, make_printable
+from ecomp.scheduler.operations import sharing
+from ecomp.scheduler.queries.hosts import read_facts, read_names_by_instance
+from ecomp.shared.names import load_all, load_group, load_quota
 
 if TYPE_CHECKING:
     from ecomp.store.client import Store
@@ -26,53 +29,38 @@ MAX_HOSTS_IN_CELL = 20
 
 
 def _list_flavors(ctx: Context) -> int:
-    from ecomp.scheduler.operations.sharing import list_flavors
-
-    flavors, unreadable = list_flavors(ctx.config, ctx.store)
+    flavors, unreadable = sharing.list_flavors(ctx.config, ctx.store)
     return ctx.show(make_flavor_listing(flavors), unreadable)
 
 
 def _show_flavors(ctx: Context) -> int:
-    from ecomp.scheduler.operations.sharing import list_flavors, make_no_such_flavor
-
-    flavors, unreadable = list_flavors(ctx.config, ctx.store)
+    flavors, unreadable = sharing.list_flavors(ctx.config, ctx.store)
     missing = [name for name in ctx.words if name not in flavors]
     for name in missing:
-        ctx.out.say(str(make_no_such_flavor(name, flavors)))
+        ctx.out.say(str(sharing.make_no_such_flavor(name, flavors)))
     selected = {name: item for name, item in flavors.items() if name in ctx.words}
     code = ctx.show(make_flavor_listing(selected), unreadable, is_single=len(ctx.words) == 1) if selected else 0
     return NotFound.exit_code if missing else code
 
 
 def _set_flavor(ctx: Context) -> int:
-    from ecomp.scheduler.operations.sharing import put_flavor
-
-    return _apply_to_each(ctx, [ctx.words[0]], lambda _: put_flavor(ctx.store, ctx.placement, *ctx.words))
+    return _apply_to_each(ctx, [ctx.words[0]], lambda _: sharing.put_flavor(ctx.store, ctx.placement, *ctx.words))
 
 
 def _delete_flavors(ctx: Context) -> int:
-    from ecomp.scheduler.operations.sharing import delete_flavor
-
-    return _apply_to_each(ctx, ctx.words, lambda name: delete_flavor(ctx.store, name))
+    return _apply_to_each(ctx, ctx.words, lambda name: sharing.delete_flavor(ctx.store, name))
 
 
 def _list_images(ctx: Context) -> int:
-    from ecomp.scheduler.queries.hosts import read_facts
-
     return ctx.show(make_image_listing(ctx.config.images, ctx.computes, read_facts(ctx.store).facts))
 
 
 def _list_groups(ctx: Context) -> int:
-    from ecomp.scheduler.queries.hosts import read_names_by_instance
-    from ecomp.shared.names import load_all, load_group
-
     groups, unreadable = load_all(ctx.store, keys.GROUPS, load_group)
     return ctx.show(make_group_listing(groups, ctx.computes, read_names_by_instance(ctx.store)), unreadable)
 
 
 def _show_groups(ctx: Context) -> int:
-    from ecomp.scheduler.queries.hosts import read_names_by_instance
-
     shared_groups, code = ctx.find_each(lambda name: read_group(ctx.store, name))
     if shared_groups:
         names = read_names_by_instance(ctx.store)
@@ -82,8 +70,6 @@ def _show_groups(ctx: Context) -> int:
 
 def read_group(store: Store, name: str) -> Group:
     """Return a group; raise NotFound, which suggests a similar name, or Unreadable."""
-    from ecomp.shared.names import load_group
-
     group, _ = load_group(store, name)
     if group is None:
         hint = format_suggestion(name, map(keys.get_last_part, store.snapshot(keys.GROUPS, keys_only=True).entries))
@@ -92,27 +78,22 @@ def read_group(store: Store, name: str) -> Group:
 
 
 def _list_quotas(ctx: Context) -> int:
-    from ecomp.shared.names import load_all, load_quota
-
     quotas, unreadable = load_all(ctx.store, keys.QUOTAS, load_quota)
     return ctx.show(make_quota_listing(quotas), unreadable)
 
 
 def _show_quotas(ctx: Context) -> int:
-    from ecomp.scheduler.operations.sharing import require_quota
-
-    quotas, code = ctx.find_each(lambda name: require_quota(ctx.store, name))
+    quotas, code = ctx.find_each(lambda name: sharing.require_quota(ctx.store, name))
     if quotas:
         ctx.show(make_usage_listing(quotas, is_array=len(ctx.words) > 1))
     return code
 
 
 def _set_quota(ctx: Context) -> int:
-    from ecomp.scheduler.operations.sharing import check_limits, set_limits
-
-    remark = check_limits(ctx.placement, ctx.words[1:])
+    project, *limits = ctx.words
+    remark = sharing.check_limits(ctx.placement, limits)
     suffix = f'; {remark}' if remark else ''
-    return _apply_to_each(ctx, [ctx.words[0]], lambda project: set_limits(ctx.store, project, ctx.words[1:]) + suffix)
+    return _apply_to_each(ctx, [project], lambda project: sharing.set_limits(ctx.store, project, limits) + suffix)
 
 
 def _apply_to_each(ctx: Context, words: Sequence[str], change: Callable[[str], str]) -> int:

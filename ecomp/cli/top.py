@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ecomp.cli.command import Command, Context, select_options
 from ecomp.cli.inspect import FILTERS, INSTANCE_COLUMN
@@ -16,9 +16,8 @@ from ecomp.cli.terminal import Drawing, is_terminal, make_style, redraw
 from ecomp.model.allocation import GIB, MIB
 from ecomp.model.record import ACTIVE, Record
 from ecomp.model.usage import HOST
-
-if TYPE_CHECKING:
-    from ecomp.scheduler.operations.usage import Use
+from ecomp.scheduler.operations.usage import Use, UseReader
+from ecomp.scheduler.queries.find import list_records
 
 HOST_FIELDS = ('cpus', 'load', 'memory_used_bytes', 'memory_bytes', 'disk_used_bytes', 'disk_bytes')
 SIZES = (('memory', MIB), ('disk', GIB))
@@ -27,9 +26,6 @@ RATES = ('disk_read_bytes_per_second', 'disk_written_bytes_per_second')
 
 def _top(ctx: Context) -> int:
     ctx.connect()
-
-    from ecomp.scheduler.operations.usage import UseReader
-    from ecomp.scheduler.queries.find import list_records
 
     selected, code = ctx.find_each(ctx.resolve_compute)
     if code:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from ecomp.cli.command import EMPTY_STATUS, Context, Outcomes, extract_status
 from ecomp.cli.options import TABLE
@@ -13,10 +12,10 @@ from ecomp.model import keys
 from ecomp.model.order import PowerAction
 from ecomp.model.record import STAGES, Record
 from ecomp.model.text import make_printable
+from ecomp.scheduler.changes.wait import Deadline, SilenceDetector, Wait, wait_for_stage
+from ecomp.scheduler.queries.hosts import find_silent
+from ecomp.shared.attempts import is_alive
 from ecomp.shared.places import KeyIndex
-
-if TYPE_CHECKING:
-    from ecomp.scheduler.changes.wait import Deadline
 
 ADDRESSED = 'addressed'
 
@@ -35,10 +34,6 @@ def wait_and_report(
     word, and the power change to wait for. `show_progress` gets the status instead of the terminal; then no address is
     printed.
     """
-    from ecomp.scheduler.changes.wait import SilenceDetector, Wait, wait_for_stage
-    from ecomp.scheduler.queries.hosts import find_silent
-    from ecomp.shared.attempts import is_alive
-
     stage = ctx.options.stage or ctx.options.wait or ADDRESSED
     silence = SilenceDetector(lambda compute: find_silent(ctx.store, ctx.placement, compute))
 
