@@ -19,6 +19,7 @@ from ecomp.model.host import CLOSED, DISABLED, NO_COMPUTES, Computes, Host
 from ecomp.model.order import START, STOP, get_holdings
 from ecomp.model.record import STAGES
 from ecomp.model.text import make_printable
+from ecomp.scheduler.queries import hosts as queries
 
 if TYPE_CHECKING:
     from ecomp.model.moves import Move
@@ -32,18 +33,15 @@ COMPUTE_COLUMN = Column('COMPUTE', rank=2, kind=UUID)
 
 
 def _list_hosts(ctx: Context) -> int:
-    from ecomp.scheduler.queries.hosts import read_hosts
-
-    hosts, unreadable = read_hosts(ctx.store, ctx.placement)
+    hosts, unreadable = queries.read_hosts(ctx.store, ctx.placement)
     return ctx.show(make_host_listing(hosts), unreadable)
 
 
 def _print_metrics(ctx: Context) -> int:
     from ecomp.metrics import make_text
-    from ecomp.scheduler.queries.hosts import CLUSTER_METRICS, read_metrics
 
-    samples, errors = read_metrics(ctx.store, ctx.placement)
-    ctx.draw(make_text(CLUSTER_METRICS, samples).rstrip())
+    samples, errors = queries.read_metrics(ctx.store, ctx.placement)
+    ctx.draw(make_text(queries.CLUSTER_METRICS, samples).rstrip())
     for error in errors:
         ctx.out.say(str(error))
     return 0
@@ -52,10 +50,9 @@ def _print_metrics(ctx: Context) -> int:
 def _show_hosts(ctx: Context) -> int:
     from ecomp.cli.inspect import make_record_listing
     from ecomp.scheduler.queries.find import list_records
-    from ecomp.scheduler.queries.hosts import read_absences, read_hosts
 
     requested, code = ctx.find_each(ctx.resolve_compute)
-    hosts, unreadable = read_hosts(ctx.store, ctx.placement)
+    hosts, unreadable = queries.read_hosts(ctx.store, ctx.placement)
     selected = [host for host in hosts if host.compute in requested]
     for missing in dict.fromkeys(requested):
         if missing not in {host.compute for host in selected}:
@@ -69,7 +66,7 @@ def _show_hosts(ctx: Context) -> int:
         records = [record for record in list_records(ctx.store, with_gone=False)[0] if record.instance in present]
         ctx.out.put('' if records else '\nno instances')
         if records:
-            absences = read_absences(ctx.store, lambda: ctx.placement, ctx.computes, records, ctx.out.say)
+            absences = queries.read_absences(ctx.store, lambda: ctx.placement, ctx.computes, records, ctx.out.say)
             ctx.show(make_record_listing(records, ctx.computes, absences))
     return code or listing_code
 
@@ -140,11 +137,10 @@ def _forget_hosts(ctx: Context) -> int:
 def _plan_moves(ctx: Context) -> int:
     from ecomp.model.moves import plan_moves
     from ecomp.scheduler.placing.evacuate import read_moves
-    from ecomp.scheduler.queries.hosts import check_compute_exists
 
     dead = list(dict.fromkeys(map(ctx.resolve_compute, ctx.words or ctx.options.without or ())))
     for compute in dead:
-        check_compute_exists(ctx.computes, lambda: ctx.placement, compute)
+        queries.check_compute_exists(ctx.computes, lambda: ctx.placement, compute)
     guests, planner = read_moves(ctx.store, ctx.placement, ctx.computes.living, dead or None)
     if dead:
         moves = plan_moves(planner, [guest for compute in dead for guest in guests.get(compute, ())], dead)
@@ -170,18 +166,17 @@ def _evacuate(ctx: Context) -> int:
     from ecomp.cli.selection import confirm_destroy
     from ecomp.model.moves import plan_moves
     from ecomp.scheduler.placing.evacuate import check_silent, read_moves
-    from ecomp.scheduler.queries.hosts import check_compute_exists, read_absent_states
 
     if ctx.options.dry_run:
         return _plan_moves(ctx)
     target = ctx.resolve_compute(ctx.words[0])
-    check_compute_exists(ctx.computes, lambda: ctx.placement, target)
+    queries.check_compute_exists(ctx.computes, lambda: ctx.placement, target)
     if not ctx.options.fenced:
         cure = 'switch the machine off, and give --fenced; --dry-run prints the plan'
         raise UsageError(f'{ctx.name}: guests that still run on {ctx.words[0]} would run twice. Fix: {cure}')
     host = ctx.computes.format_name(target)
     check_silent(ctx.store, target, host)
-    if read_absent_states(ctx.placement, [target]).get(target) == CLOSED:
+    if queries.read_absent_states(ctx.placement, [target]).get(target) == CLOSED:
         ctx.out.say(f'{host}: its ecompute was stopped cleanly, and its guests run on unless the machine is off')
     guests, planner = read_moves(ctx.store, ctx.placement, ctx.computes.living, [target])
     moves = plan_moves(planner, guests.get(target, ()), [target])
@@ -250,7 +245,6 @@ def _report_evacuated(ctx: Context, host: str, outcomes: Sequence[Evacuated], co
 
 def _audit(ctx: Context) -> int:
     from ecomp.scheduler.operations.audit import audit
-    from ecomp.scheduler.queries.hosts import read_names_by_instance
 
     # Refuse an unknown column first, also if nothing will be found, and before anything is repaired.
     render_listing(make_finding_listing(()), ctx.style)
@@ -262,7 +256,7 @@ def _audit(ctx: Context) -> int:
         report = audit(ctx.store, ctx.placement, is_now=ctx.options.now)
     findings = [row for row in report.findings if row.code not in ctx.config.ignore_warnings]
     if findings or ctx.form != TABLE:
-        names = read_names_by_instance(ctx.store) if findings else {}
+        names = queries.read_names_by_instance(ctx.store) if findings else {}
         ctx.show(make_finding_listing(findings, report.world.named_computes, names))
     for line in _summarize(report, findings):
         ctx.out.say(make_printable(line))
