@@ -11,15 +11,8 @@ from typing import TYPE_CHECKING
 
 from ecomp.cli.options import convert_to_usage_error
 from ecomp.errors import UsageError
+from ecomp.model import guest
 from ecomp.model.allocation import list_missing_classes
-from ecomp.model.guest import (
-    MAX_SSH_KEYS_BYTES,
-    MAX_USER_DATA_BYTES,
-    check_user_data,
-    is_unknown_user_data,
-    parse_public_keys,
-    unpack_user_data,
-)
 from ecomp.model.image import check_image
 from ecomp.model.json_object import dump
 from ecomp.model.text import format_suggestion, make_printable
@@ -56,7 +49,7 @@ def describe_owner(since: str) -> dict[str, object]:
 
 
 def read_user_data(source: str | Path | bytes, warn: Callable[[str], None]) -> bytes:
-    """Read user-data of at most MAX_USER_DATA_BYTES, `-` for stdin; UsageError with the file's name if invalid.
+    """Read user-data of at most 256 KiB, `-` for stdin; UsageError with the file's name if invalid.
 
     Bytes are the user-data itself. `warn` gets a line if cloud-init would ignore the data, which is accepted: other
     programs in guests may use it.
@@ -64,13 +57,14 @@ def read_user_data(source: str | Path | bytes, warn: Callable[[str], None]) -> b
     label, data = 'user-data', source
     if not isinstance(data, bytes):
         label = f'user-data {make_printable(str(source), 200)}'
-        data = read_file(label, data, MAX_USER_DATA_BYTES, 'let the guest fetch the rest, or compress it with gzip')
+        advice = 'let the guest fetch the rest, or compress it with gzip'
+        data = read_file(label, data, guest.MAX_USER_DATA_BYTES, advice)
     with convert_to_usage_error(label):
-        check_user_data(data)
-    unpacked_data = unpack_user_data(data)
+        guest.check_user_data(data)
+    unpacked_data = guest.unpack_user_data(data)
     if unpacked_data is None:
         warn(f'{label}: is damaged gzip, so cloud-init ignores it')
-    elif is_unknown_user_data(unpacked_data):
+    elif guest.is_unknown_user_data(unpacked_data):
         warn(f'{label}: does not begin with #cloud-config, #! or a MIME header, so cloud-init ignores it')
     elif unpacked_data.lstrip().split(b'\n', 1)[0].rstrip().lower() == CLOUD_CONFIG:
         from ecomp.yaml_graph import explain_invalid_mapping  # needed only with cloud-config
@@ -82,17 +76,17 @@ def read_user_data(source: str | Path | bytes, warn: Callable[[str], None]) -> b
 
 def read_ssh_keys(sources: Sequence[str | Path | bytes]) -> tuple[str, ...]:
     """Read the unique public keys of files or texts; UsageError, with file and line, if invalid or too large."""
-    unique_keys: dict[str, None] = {}
+    unique_keys, limit = dict[str, None](), guest.MAX_SSH_KEYS_BYTES
     for source in sources:
         label, data = 'ssh keys', source
         if not isinstance(data, bytes):
             label = f'ssh keys {make_printable(str(source), 200)}'
-            data = read_file(label, data, MAX_SSH_KEYS_BYTES, 'give files with fewer public keys')
+            data = read_file(label, data, limit, 'give files with fewer public keys')
         with convert_to_usage_error(label):
-            unique_keys.update(dict.fromkeys(parse_public_keys(data)))
+            unique_keys.update(dict.fromkeys(guest.parse_public_keys(data)))
     size = len(dump(list(unique_keys)))
-    if size > MAX_SSH_KEYS_BYTES:
-        raise UsageError(f'ssh keys: have {size} bytes in all; the limit is {MAX_SSH_KEYS_BYTES}. Fix: give fewer keys')
+    if size > limit:
+        raise UsageError(f'ssh keys: have {size} bytes in all; the limit is {limit}. Fix: give fewer keys')
     return tuple(unique_keys)
 
 

@@ -15,20 +15,13 @@ from ecomp.cli.command import Context
 from ecomp.cli.input import STDIN, check_flavor_suffices, read_file, read_ssh_keys, read_user_data, resolve_image
 from ecomp.cli.options import check_project
 from ecomp.errors import EcompError, Unreachable, UsageError
+from ecomp.model import query as queries
 from ecomp.model.allocation import REQUIRED_CLASSES, list_missing_classes
 from ecomp.model.apply import Desired
 from ecomp.model.choose import SPREAD, STRATEGIES
 from ecomp.model.group import POLICIES, Membership, check_group_name
 from ecomp.model.guest import SharedUserData
 from ecomp.model.order import Order
-from ecomp.model.query import (
-    check_query,
-    list_trees,
-    parse_names,
-    parse_plain_amounts,
-    resolve_trees,
-    restrict_to_compute,
-)
 from ecomp.model.stack import MAX_STACK_SIZE, check_member_name, check_stack_name
 from ecomp.model.text import check_name
 from ecomp.yaml_file import Node, Section
@@ -168,7 +161,7 @@ class _Reader:
 
     def _read_query(self, section: Section) -> tuple[str, dict[str, str]]:
         flavor = section.read('flavor', yaml.parse_text, None)
-        query = section.read('query', yaml.make_text_parser(lambda text: check_query(text, flavor is None)), '')
+        query = section.read('query', yaml.make_text_parser(lambda text: queries.check_query(text, flavor is None)), '')
         on = section.read('on', yaml.parse_text, None)
         if section.take_keys('[A-Z][A-Z0-9_]*(:.*)?'):
             section.add_problem('query', 'is cut off at a comma, because it stands in { }. Fix: put it in quotes')
@@ -186,13 +179,13 @@ class _Reader:
 
     def _complete(self, query: str, on: str | None) -> str:
         """Return the query with uuids for host names, restricted to `on` if given; raise the error of a wrong one."""
-        if lacking := list_missing_classes(parse_names(query).classes):
+        if lacking := list_missing_classes(queries.parse_names(query).classes):
             advice = f'add {",".join(f"{name}:…" for name in lacking)} to resources='
             raise UsageError(f'lacks {", ".join(lacking)}, which every guest needs. Fix: {advice}')
-        if on is not None and list_trees(query):
+        if on is not None and queries.list_trees(query):
             raise UsageError('in_tree= is not accepted together with `on`. Fix: give one of them')
-        query = resolve_trees(query, self._resolve_compute) if self._is_apply else query
-        is_plain = set(parse_plain_amounts(query) or ()) == set(REQUIRED_CLASSES)
+        query = queries.resolve_trees(query, self._resolve_compute) if self._is_apply else query
+        is_plain = set(queries.parse_plain_amounts(query) or ()) == set(REQUIRED_CLASSES)
         if self._asks_placement and not is_plain and query not in self._accepted_queries:
             from ecomp.placement.allocations import read_candidates
 
@@ -201,7 +194,7 @@ class _Reader:
                 self._accepted_queries.add(query)
             except Unreachable:  # no mistake of the file, and an apply without changes needs no placement
                 self._asks_placement = False
-        return restrict_to_compute(query, on) if on else query
+        return queries.restrict_to_compute(query, on) if on else query
 
     def _merge_flavor(self, flavor: str, query: str) -> str:
         from ecomp.model.flavor import merge_query
