@@ -37,11 +37,11 @@ from ecomp.model.record import (
 )
 from ecomp.model.stack import Stack
 from ecomp.model.text import format_suggestion, join_some, make_printable
+from ecomp.scheduler.placing import session
+from ecomp.scheduler.placing import stack as placing
+from ecomp.scheduler.queries import find, stacks
 
 if TYPE_CHECKING:
-    from ecomp.scheduler.placing.stack import StackChange
-    from ecomp.scheduler.queries.find import Backend
-    from ecomp.scheduler.queries.stacks import StackState
     from ecomp.store.client import Entry
 
 COLUMNS = (
@@ -67,7 +67,7 @@ class _Apply:
     ctx: Context
     file: StackFile
     replaced_members: Collection[str] | None = ()
-    state: StackState = field(init=False)
+    state: stacks.StackState = field(init=False)
     steps: Sequence[plan.Action] = ()
     pruned: Sequence[plan.Action] = ()
     effect: str = 'nothing was changed'
@@ -89,15 +89,13 @@ class _Apply:
 
     def read(self) -> None:
         """Read the stack, and plan the steps, without instances that are being destroyed and not in the file."""
-        from ecomp.scheduler.queries.stacks import find_silent_computes, read_stack
-
         desired, prune = self.file.instances, self.ctx.options.prune
         names = [each.order.name or '' for each in desired.values()]
-        self.state = read_stack(self.ctx.store, self.file.name, names)
+        self.state = stacks.read_stack(self.ctx.store, self.file.name, names)
         steps = plan.plan_steps(desired, self.state.existing, self.state.owners, self.replaced_members, prune)
         replaced = [step.entry for step in steps if step.action in (plan.REPLACE, plan.DESTROY)]
         if replaced:
-            self.silent |= find_silent_computes(self.ctx.store, self.ctx.placement, self.state, replaced)
+            self.silent |= stacks.find_silent_computes(self.ctx.store, self.ctx.placement, self.state, replaced)
         steps = [self._keep_silent(step) for step in steps]
         self.steps = [step for step in steps if step.action != plan.ENDING or step.entry in desired]
         pruned = (plan.DESTROY, plan.ENDING) if prune else ()
@@ -117,8 +115,6 @@ class _Apply:
 
 def _apply(ctx: Context) -> int:
     ctx.connect()
-    from ecomp.scheduler.queries.find import ask_placement
-
     file = load_stack_file(ctx, ctx.words[0])
     run = _Apply(ctx, file, _parse_replaced(ctx.options, file.members))
     run.read()
@@ -126,7 +122,7 @@ def _apply(ctx: Context) -> int:
         _report_other_file(run)
         _require_size(run)
     if ctx.options.dry_run:
-        return _preview(run, ask_placement(ctx.config.placement, None, ctx.slow_notice))
+        return _preview(run, find.ask_placement(ctx.config.placement, None, ctx.slow_notice))
     if run.select(*plan.CONFLICTS):
         return _refuse_conflicts(run)
     if not _wait_for_ends(run, run.select(plan.ENDING)):
@@ -160,19 +156,17 @@ def _report_other_file(run: _Apply) -> None:
 
 
 def _require_size(run: _Apply) -> None:
-    from ecomp.scheduler.placing.stack import require_transaction_size
-
     orders = [run.file.instances[step.entry].order for step in run.select(plan.CREATE, plan.REPLACE)]
     removed = run.select(plan.DESTROY) if run.ctx.options.destroy_first else run.select(plan.REPLACE, plan.DESTROY)
-    require_transaction_size(run.ctx.store, run.file.name, orders, len(removed))
+    placing.require_transaction_size(run.ctx.store, run.file.name, orders, len(removed))
 
 
 def _change(run: _Apply) -> int:
-    from ecomp.scheduler.placing.stack import remove_instances
-
     ctx = run.ctx
     if ctx.options.destroy_first and (replaced := run.select(plan.REPLACE)):
-        remove_instances(ctx.store, _make_change(run, [step._replace(action=plan.DESTROY) for step in replaced]))
+        placing.remove_instances(
+            ctx.store, _make_change(run, [step._replace(action=plan.DESTROY) for step in replaced])
+        )
         run.replaced_members, run.effect = (), 'the replaced instances were destroyed'
         if not _wait_for_ends(run, replaced):
             return StillGoing.exit_code
@@ -202,17 +196,13 @@ def _refuse_conflicts(run: _Apply) -> int:
 
 
 def _carry_out(run: _Apply) -> int:
-    from ecomp.scheduler.placing.session import Scheduler
-    from ecomp.scheduler.placing.stack import apply_change
-    from ecomp.scheduler.queries.find import ask_placement
-
     ctx = run.ctx
-    backend = ask_placement(ctx.config.placement, None, ctx.slow_notice)
+    backend = find.ask_placement(ctx.config.placement, None, ctx.slow_notice)
     change = _make_change(run, run.select(*plan.CHANGES))
     owner = describe_owner(make_timestamp())
     try:
-        scheduler = Scheduler(ctx.store, backend.result, owner, random.Random(), make_timestamp)
-        run.computes = apply_change(scheduler, change)
+        scheduler = session.Scheduler(ctx.store, backend.result, owner, random.Random(), make_timestamp)
+        run.computes = placing.apply_change(scheduler, change)
     except NoCapacity as error:
         if run.select(plan.REPLACE):
             kept = 'its place and its share of the quota'
@@ -221,21 +211,17 @@ def _carry_out(run: _Apply) -> int:
     return 0
 
 
-def _make_change(run: _Apply, steps: Sequence[plan.Action], preview: bool = False) -> StackChange:
+def _make_change(run: _Apply, steps: Sequence[plan.Action], preview: bool = False) -> placing.StackChange:
     """Make the change of these steps; write the key of a new or restored stack, unless it is a preview."""
-    from ecomp.scheduler.placing.session import OldInstance
-    from ecomp.scheduler.placing.stack import StackChange, write_stack
-    from ecomp.scheduler.queries.stacks import check_claims_known
-
     stack = run.state.stack or Stack(run.file.name, make_uuid(os.urandom(16)))
     stack = replace(stack, applied_from=_describe_origin(run.ctx))
     is_written = preview or not (run.state.stack is None or run.state.is_stale)
     if run.state.stack is None or run.state.is_stale:
-        check_claims_known(run.ctx.store, run.ctx.placement, stack.name, run.ctx.computes)
-    revision = run.state.revision if is_written else write_stack(run.ctx.store, stack, run.state.revision)
+        stacks.check_claims_known(run.ctx.store, run.ctx.placement, stack.name, run.ctx.computes)
+    revision = run.state.revision if is_written else placing.write_stack(run.ctx.store, stack, run.state.revision)
     new = {step.entry: run.file.instances[step.entry] for step in steps if step.action in (plan.CREATE, plan.REPLACE)}
     removals = [
-        OldInstance(step.entry, run.state.entries[step.entry], step.action == plan.REPLACE)
+        session.OldInstance(step.entry, run.state.entries[step.entry], step.action == plan.REPLACE)
         for step in steps
         if step.action in (plan.REPLACE, plan.DESTROY)
     ]
@@ -244,19 +230,17 @@ def _make_change(run: _Apply, steps: Sequence[plan.Action], preview: bool = Fals
     user_data = [shared for sha256, shared in run.file.user_data.items() if sha256 in used]
     places = [each.stack for each in order.orders.values()] if order else []
     run.created = {place.entry_name: place.instance for place in places if place}
-    return StackChange(stack, revision, order, removals, user_data, is_new=run.state.stack is None)
+    return placing.StackChange(stack, revision, order, removals, user_data, is_new=run.state.stack is None)
 
 
-def _preview(run: _Apply, backend: Backend) -> int:
-    from ecomp.scheduler.placing.stack import preview_change
-
+def _preview(run: _Apply, backend: find.Backend) -> int:
     code = plan.find_exit_code(run.steps, dry_run=True)
     if run.ctx.options.destroy_first and run.select(plan.REPLACE):
         run.ctx.out.say('whether there is room is known only after the replaced instances are destroyed')
     elif code != Conflict.exit_code and run.select(plan.CREATE, plan.REPLACE):
         change = _make_change(run, run.select(plan.CREATE, plan.REPLACE), preview=True)
         try:
-            run.computes = preview_change(run.ctx.store, backend, change, random.Random())
+            run.computes = placing.preview_change(run.ctx.store, backend, change, random.Random())
         except NoCapacity as error:
             return _report_no_room(run.ctx, error, backend, change)
     _report(run, is_preview=True)
@@ -296,11 +280,10 @@ def _wait_for_ends(run: _Apply, steps: Sequence[plan.Action]) -> bool:
     return True
 
 
-def _report_no_room(ctx: Context, error: NoCapacity, backend: Backend, change: StackChange) -> int:
+def _report_no_room(ctx: Context, error: NoCapacity, backend: find.Backend, change: placing.StackChange) -> int:
     from ecomp.scheduler.placing.explain import Refusal, report_reasons
-    from ecomp.scheduler.placing.stack import MembersRefused
 
-    if not isinstance(error, MembersRefused) or change.order is None:
+    if not isinstance(error, placing.MembersRefused) or change.order is None:
         return report_refusal(ctx, error)
     order = change.order.orders[error.instances[0]]
 
