@@ -20,7 +20,7 @@ from ecomp.cli.selection import MAX_NAMES_IN_QUESTION, confirm_destroy
 from ecomp.cli.stack_file import StackFile, load_stack_file
 from ecomp.cli.tables import UUID, Column, Listing, Row
 from ecomp.cli.terminal import LiveLine, is_terminal, make_timestamp
-from ecomp.errors import Conflict, NoCapacity, StillGoing, Unreachable, UsageError
+from ecomp.errors import Conflict, EcompError, NoCapacity, StillGoing, Unreachable, UsageError
 from ecomp.model import apply as plan
 from ecomp.model import keys
 from ecomp.model.host import NO_COMPUTES, ComputeNames, describe_silent_fix
@@ -401,19 +401,14 @@ def _show_members(run: _Apply, places: Mapping[str, str]) -> Iterator[None]:
             stages: dict[str, Counter[str]] = {members[instance]: Counter() for instance in places}
             for instance, compute in places.items():
                 stages[members[instance]][_read_stage(state.get(keys.record(compute, instance)))] += 1
-            texts = {
-                member: ', '.join(f'{count} {stage}' for stage, count in counts.items())
-                for member, counts in stages.items()
-            }
+            texts = {each: ', '.join(f'{count} {stage}' for stage, count in stages[each].items()) for each in stages}
             width = max(map(len, texts), default=0)
             live.show_lines([f'{member:{width}}  {text}' for member, text in texts.items()])
 
-        follower = Follower(
-            run.ctx.config.etcd,
-            [(keys.INSTANCES, show)],
-            on_lost=lambda error: live.show_lines([str(error)]),
-            on_back=lambda: None,
-        )
+        def show_loss(error: EcompError) -> None:
+            live.show_lines([str(error)])
+
+        follower = Follower(run.ctx.config.etcd, [(keys.INSTANCES, show)], on_lost=show_loss, on_back=lambda: None)
         follower.start()
         try:
             yield

@@ -368,10 +368,8 @@ class Outcomes:
         try:
             self.process_each(pending, lambda word: work(word, deadline))
         except KeyboardInterrupt:
-            command = (
-                f'{self._ctx.command_prefix} {retry_command} '
-                f'{join_some(pending, MAX_QUOTED_WORDS, separator=" ")}{suffix}'
-            )
+            unfinished = join_some(pending, MAX_QUOTED_WORDS, separator=' ')
+            command = f'{self._ctx.command_prefix} {retry_command} {unfinished}{suffix}'
             interrupted = StillGoing(f'interrupted; the operation continues. Try: {command}')
             self._ctx.out.say(str(interrupted))
             for word in pending:

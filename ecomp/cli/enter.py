@@ -196,9 +196,8 @@ def _find_known_hosts_directory() -> Path:
     try:
         return Path.home() / '.cache/ecomp/known_hosts'
     except RuntimeError as error:
-        raise EcompError(
-            'the host keys of guests cannot be stored: there is no home directory. Fix: set HOME'
-        ) from error
+        problem = 'the host keys of guests cannot be stored: there is no home directory'
+        raise EcompError(f'{problem}. Fix: set HOME') from error
 
 
 def _replace_process(ctx: Context, command: list[str]) -> NoReturn:
@@ -213,9 +212,8 @@ def _replace_process(ctx: Context, command: list[str]) -> NoReturn:
 
 
 def _make_missing_program_error(program: str) -> EcompError:
-    return EcompError(
-        f'{make_printable(program, 200)} is not installed. Fix: install it, or change `reach` in schedule.yaml'
-    )
+    name = make_printable(program, 200)
+    return EcompError(f'{name} is not installed. Fix: install it, or change `reach` in schedule.yaml')
 
 
 def _decode_line(line: bytes) -> str:

@@ -365,12 +365,10 @@ def make_finding_listing(
 
 def _summarize(report: Report, findings: Sequence[Finding]) -> list[str]:
     called, silent = report.world.named_computes.format_name, report.world.absent_computes
-    away = [
-        f'compute {called(uuid)} is {state}: its guests and disks were not compared' for uuid, state in silent.items()
-    ]
-    cures = (
-        f'{row.code}. Fix: ' + (f'eschedule audit --fix, which {row.fix}' if row.fix else row.how) for row in findings
-    )
+    untold = 'its guests and disks were not compared'
+    away = [f'compute {called(uuid)} is {state}: {untold}' for uuid, state in silent.items()]
+    fixes = [f'eschedule audit --fix, which {row.fix}' if row.fix else row.how for row in findings]
+    cures = (f'{row.code}. Fix: {fix}' for row, fix in zip(findings, fixes, strict=True))
     unserved = map(str, filter(None, [report.world.describe_unserved()]))
     return [*away, *report.notes, *unserved, *dict.fromkeys(cures), f'{report.summary}: {count_findings(findings)}']
 

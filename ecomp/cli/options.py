@@ -117,9 +117,8 @@ def parse_query_and_image(name: str, words: Sequence[str]) -> Words:
     """Return the query ('' if none) and any second word, unchecked; UsageError for a third, or a query without =."""
     words = ['', *words] if not words or is_image(words[0]) else list(words)
     if len(words) > 2:
-        raise UsageError(
-            f'{name}: unexpected argument {words[2]!r} after query and image URL. Try: put the query in quotes'
-        )
+        problem = f'{name}: unexpected argument {words[2]!r} after query and image URL'
+        raise UsageError(f'{problem}. Try: put the query in quotes')
     if words[0] and '=' not in words[0]:
         problem = f'{name}: {words[0]!r} is not a placement query'
         raise UsageError(f"{problem}. Try: 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'")
@@ -135,9 +134,8 @@ def parse_planned_query(name: str, words: Sequence[str]) -> Words:
     """Parse as parse_query_and_image(), but return only the query; UsageError if the second word is no image URL."""
     query, *image = parse_query_and_image(name, words)
     if not all(is_image(word) for word in image):
-        raise UsageError(
-            f'{name}: {image[0]!r} is not an image URL. Fix: give a URL that starts with http://, https:// or file:///'
-        )
+        problem = f'{name}: {image[0]!r} is not an image URL'
+        raise UsageError(f'{problem}. Fix: give a URL that starts with http://, https:// or file:///')
     return (query,)
 
 
@@ -155,9 +153,8 @@ def _make_word_parser(
 
     def parse_words(name: str, words: Sequence[str]) -> Words:
         if not min_count <= len(words) <= (max_count or len(words)):
-            raise UsageError(
-                f'{name}: ' + complaint.format(name=name, what=name.partition(' ')[0].replace('quota', 'project'))
-            )
+            what = name.partition(' ')[0].replace('quota', 'project')
+            raise UsageError(f'{name}: ' + complaint.format(name=name, what=what))
         return tuple(map(parse_word, words))
 
     return parse_words
@@ -190,9 +187,8 @@ def parse_project_and_limits(name: str, words: Sequence[str]) -> Words:
 def check_project(project: str) -> None:
     """Raise UsageError for a project name that is empty, too long or not printable."""
     if not 1 <= len(project) <= MAX_PROJECT_LENGTH or not project.isprintable():
-        raise UsageError(
-            f'{project[:80]!r} is not a valid project: a project has 1 to {MAX_PROJECT_LENGTH} printable characters'
-        )
+        rule = f'a project has 1 to {MAX_PROJECT_LENGTH} printable characters'
+        raise UsageError(f'{project[:80]!r} is not a valid project: {rule}')
 
 
 # The options

@@ -258,13 +258,13 @@ def format_document(value: object, form: str) -> str:
 
 
 def _format_rows(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], style: OutputStyle) -> str:
+    if style.form == TABLE:
+        return _format_table(columns, rows, style)
+    texts = [list(map(_format_value, row)) for row in rows]
     if style.form == CSV:
         headings = [[_format_value(column.name) for column in columns]] * style.header
-        return _format_csv([*headings, *(list(map(_format_value, row)) for row in rows)])
-    if style.form == VALUE:
-        texts = [[_format_value(cell) for cell in row] for row in rows]
-        return '\n'.join('\t'.join(cell or '-' for cell in row) for row in texts if any(row))
-    return _format_table(columns, rows, style)
+        return _format_csv([*headings, *texts])
+    return '\n'.join('\t'.join(cell or '-' for cell in row) for row in texts if any(row))
 
 
 def _format_csv(rows: Iterable[Sequence[str]]) -> str:
