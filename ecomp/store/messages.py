@@ -44,18 +44,8 @@ class Range(NamedTuple):
     min_mod_revision: int = 0
 
     def to_bytes(self) -> bytes:
-        flags = (
-            _encode_number(8, self.keys_only)
-            + _encode_number(9, self.count_only)
-            + _encode_number(10, self.min_mod_revision)
-        )
-        return (
-            _encode_bytes(1, self.key)
-            + _encode_bytes(2, self.end)
-            + _encode_number(3, self.limit)
-            + _encode_number(4, self.revision)
-            + flags
-        )
+        flags = {8: self.keys_only, 9: self.count_only, 10: self.min_mod_revision}
+        return _encode_fields({1: self.key, 2: self.end, 3: self.limit, 4: self.revision, **flags})
 
 
 class Write(NamedTuple):
@@ -66,7 +56,7 @@ class Write(NamedTuple):
     lease: int = 0
 
     def to_bytes(self) -> bytes:
-        return _encode_bytes(1, self.key) + _encode_bytes(2, self.value) + _encode_number(3, self.lease)
+        return _encode_fields({1: self.key, 2: self.value, 3: self.lease})
 
 
 class Rewrite(NamedTuple):
@@ -76,7 +66,7 @@ class Rewrite(NamedTuple):
 
     def to_bytes(self) -> bytes:
         # https://etcd.io/docs/v3.4/dev-guide/api_reference_v3/ (PutRequest: ignore_value, ignore_lease)
-        return _encode_bytes(1, self.key) + _encode_number(5, True) + _encode_number(6, True)
+        return _encode_fields({1: self.key, 5: True, 6: True})
 
 
 class KeyDeletion(NamedTuple):
@@ -85,7 +75,7 @@ class KeyDeletion(NamedTuple):
     key: bytes
 
     def to_bytes(self) -> bytes:
-        return _encode_bytes(1, self.key)
+        return _encode_fields({1: self.key})
 
 
 class Comparison(NamedTuple):
@@ -96,14 +86,8 @@ class Comparison(NamedTuple):
     revision: int
 
     def to_bytes(self) -> bytes:
-        """Encode a Compare; the revision is in a oneof, so 0 must be written, too."""
-        revision = _encode_tag(6, _VARINT) + _encode_varint(self.revision)
-        return (
-            _encode_number(1, self.result)
-            + _encode_number(2, _TARGET_MOD_REVISION)
-            + _encode_bytes(3, self.key)
-            + revision
-        )
+        # The revision is in a oneof, so 0 must be written, too.
+        return _encode_fields({1: self.result, 2: _TARGET_MOD_REVISION, 3: self.key}) + _encode_field(6, self.revision)
 
 
 class Transaction(NamedTuple):
@@ -114,12 +98,10 @@ class Transaction(NamedTuple):
     failure: Sequence[Range | Write | Rewrite | KeyDeletion] = ()
 
     def to_bytes(self) -> bytes:
-        parts = [_encode_part(1, comparison.to_bytes()) for comparison in self.compare]
+        parts = [_encode_field(1, comparison.to_bytes()) for comparison in self.compare]
         for field, operations in ((2, self.success), (3, self.failure)):
-            parts += [
-                _encode_part(field, _encode_part(_OPERATIONS[type(request)], request.to_bytes()))
-                for request in operations
-            ]
+            for request in operations:
+                parts.append(_encode_field(field, _encode_field(_OPERATIONS[type(request)], request.to_bytes())))
         return b''.join(parts)
 
 
@@ -132,34 +114,26 @@ class Grant(NamedTuple):
     seconds: int
 
     def to_bytes(self) -> bytes:
-        return _encode_number(1, self.seconds)
+        return _encode_fields({1: self.seconds})
 
 
-class KeepAlive(NamedTuple):
+class _LeaseRequest(NamedTuple):
+    lease: int
+
+    def to_bytes(self) -> bytes:
+        return _encode_fields({1: self.lease})
+
+
+class KeepAlive(_LeaseRequest):
     """Refresh a lease."""
 
-    lease: int
 
-    def to_bytes(self) -> bytes:
-        return _encode_number(1, self.lease)
-
-
-class Revoke(NamedTuple):
+class Revoke(_LeaseRequest):
     """End a lease and delete its keys."""
 
-    lease: int
 
-    def to_bytes(self) -> bytes:
-        return _encode_number(1, self.lease)
-
-
-class TimeToLive(NamedTuple):
+class TimeToLive(_LeaseRequest):
     """Ask for the seconds that a lease has left."""
-
-    lease: int
-
-    def to_bytes(self) -> bytes:
-        return _encode_number(1, self.lease)
 
 
 class Status(NamedTuple):
@@ -184,10 +158,8 @@ class WatchCreate(NamedTuple):
     fragment: bool = False
 
     def to_bytes(self) -> bytes:
-        """Encode a WatchRequest that contains a WatchCreateRequest."""
-        key_range = _encode_bytes(1, self.key) + _encode_bytes(2, self.end)
-        flags = _encode_number(6, self.with_previous) + _encode_number(8, self.fragment)
-        return _encode_part(1, key_range + _encode_number(3, self.revision) + flags)
+        flags = {6: self.with_previous, 8: self.fragment}
+        return _encode_field(1, _encode_fields({1: self.key, 2: self.end, 3: self.revision, **flags}))
 
 
 class WatchProgress(NamedTuple):
@@ -198,8 +170,7 @@ class WatchProgress(NamedTuple):
     """
 
     def to_bytes(self) -> bytes:
-        """Encode a WatchRequest that contains an empty WatchProgressRequest."""
-        return _encode_part(3, b'')
+        return _encode_field(3, b'')
 
 
 Request = Range | Transaction | Grant | KeepAlive | Revoke | TimeToLive | Status
@@ -223,30 +194,76 @@ class _Message:
 
 
 class _MessageSchema:
-    """The fields of a message, and their parsers.
+    """The fields of a message: {tag (number and wire type): (name, convert, schema, is repeated)}.
 
-    `fields` is {tag (number and wire type): (name, type, is repeated)}; `defaults` are an empty message's values.
+    `convert` makes a value of a number or bytes, unless the field is itself a message with a `schema`.
     """
 
     def __init__(self, **fields: tuple[int, Any]) -> None:
         """Take fields as (number, type): int, _UNSIGNED, bool, bytes, str, a schema or [schema]."""
-        self.fields: dict[int, tuple[str, Any, bool]] = {}
+        self.fields: dict[int, tuple[str, Any, _MessageSchema | None, bool]] = {}
         self.defaults: dict[str, Any] = {}
-        self.repeated = [name for name, (_, value_type) in fields.items() if isinstance(value_type, list)]
+        self.repeated = [name for name, (_, spec) in fields.items() if isinstance(spec, list)]
         for name, (number, spec) in fields.items():
-            value_type = spec[0] if isinstance(spec, list) else spec
-            wire_type = _VARINT if value_type in (int, bool, _UNSIGNED) else _BYTES
-            self.fields[number << 3 | wire_type] = name, value_type, isinstance(spec, list)
-            if isinstance(value_type, _MessageSchema):
-                self.defaults[name] = _parse_message(value_type, b'', 0, 0, _Budget())
+            kind = spec[0] if isinstance(spec, list) else spec
+            schema = kind if isinstance(kind, _MessageSchema) else None
+            wire_type, convert = _KINDS.get(kind, (_BYTES, None))
+            empty = b'' if wire_type == _BYTES else 0
+            self.defaults[name] = convert(empty) if convert else kind.parse(b'', 0, 0, _Budget())
+            self.fields[number << 3 | wire_type] = name, convert, schema, isinstance(spec, list)
+
+    def parse(self, data: bytes, position: int, end: int, budget: _Budget) -> _Message:
+        """Parse data[position:end]; raise ValueError or IndexError. It must be fast: a list has 20,000 messages."""
+        values = self.defaults.copy()
+        for name in self.repeated:
+            values[name] = []
+        fields = self.fields
+        while position < end:
+            budget.remaining_fields -= 1
+            if not budget.remaining_fields & 0x3FF:
+                budget.check()
+            tag = data[position]
+            position += 1
+            if tag > 0x7F:
+                tag, position = _read_varint(data, position - 1)
+            wire_type = tag & 7
+            if wire_type in (_VARINT, _BYTES):
+                value = data[position]
+                position += 1
+                if value > 0x7F:
+                    value, position = _read_varint(data, position - 1)
+                start = position
+                if wire_type == _BYTES:
+                    position += value
             else:
-                self.defaults[name] = 0 if value_type == _UNSIGNED else value_type()
+                position += _get_fixed_bytes(wire_type)
+            if position > end:
+                raise ValueError('a field is longer than its message')
+            if tag not in fields:
+                _check_unknown(tag, fields)
+                continue
+            name, convert, schema, is_repeated = fields[tag]
+            if schema is None:
+                values[name] = convert(value if wire_type == _VARINT else data[start:position])
+            elif is_repeated:
+                values[name].append(schema.parse(data, start, position, budget))
+            else:
+                values[name] = schema.parse(data, start, position, budget)
+        message = _Message()
+        message.__dict__ = values
+        return message
 
 
 # A varint type; other integers are read as int64.
 _UNSIGNED = 'unsigned'
-
-
+# The wire type of each type, and the function that converts a value.
+_KINDS: Mapping[Any, tuple[int, Any]] = {
+    int: (_VARINT, lambda value: value if value < _SIGN_BIT else value - 2 * _SIGN_BIT),
+    _UNSIGNED: (_VARINT, int),
+    bool: (_VARINT, bool),
+    bytes: (_BYTES, bytes),
+    str: (_BYTES, lambda value: str(value, 'utf-8')),
+}
 # Fields of an answer, in all its messages: three times as many as 20,000 keys have. An empty key takes 275 bytes.
 MAX_FIELDS = 2**19
 
@@ -255,7 +272,12 @@ class _Budget:
     """The fields that an answer may still have; `on_progress` is called every 1,024."""
 
     def __init__(self, on_progress: Callable[[], None] = lambda: None) -> None:
-        self.remaining_fields, self.on_progress = MAX_FIELDS, on_progress
+        self.remaining_fields, self._on_progress = MAX_FIELDS, on_progress
+
+    def check(self) -> None:
+        self._on_progress()
+        if not self.remaining_fields:
+            raise ValueError(f'more than {MAX_FIELDS} fields')
 
 
 def parse_answer(name: str, data: bytes, on_progress: Callable[[], None] = lambda: None) -> Any:
@@ -265,66 +287,23 @@ def parse_answer(name: str, data: bytes, on_progress: Callable[[], None] = lambd
     `on_progress` ends the parsing. Raises ValueError if the answer is malformed or has more than MAX_FIELDS.
     """
     try:
-        return _parse_message(_ANSWERS[name], data, 0, len(data), _Budget(on_progress))
+        return _ANSWERS[name].parse(data, 0, len(data), _Budget(on_progress))
     except IndexError as error:
         raise ValueError('a message ends too early') from error
 
 
-def _parse_message(shape: _MessageSchema, data: bytes, position: int, end: int, budget: _Budget) -> _Message:
-    """Parse data[position:end]; raise ValueError or IndexError. It must be fast: a list has 20,000 messages."""
-    values = shape.defaults.copy()
-    for name in shape.repeated:
-        values[name] = []
-    fields = shape.fields
-    while position < end:
-        budget.remaining_fields -= 1
-        if not budget.remaining_fields & 0x3FF:
-            budget.on_progress()
-            if not budget.remaining_fields:
-                raise ValueError(f'more than {MAX_FIELDS} fields')
-        tag = data[position]
-        position += 1
-        if tag > 0x7F:
-            tag, position = _read_varint(data, position - 1)
-        wire_type = tag & 7
-        if wire_type in (_VARINT, _BYTES):
-            value = data[position]
-            position += 1
-            if value > 0x7F:
-                value, position = _read_varint(data, position - 1)
-            start = position
-            if wire_type == _BYTES:
-                position += value
-        elif wire_type in _FIXED_BYTES:
-            position += _FIXED_BYTES[wire_type]
-        else:
-            raise ValueError(f'a field has the unknown wire type {wire_type}')
-        if position > end:
-            raise ValueError('a field is longer than its message')
-        if tag not in fields:
-            if tag < 8:
-                raise ValueError('a field has no number')
-            if tag ^ _WIRE_TYPE_FLIP in fields:
-                raise ValueError('a field has the wrong wire type')
-            continue
-        name, value_type, is_repeated = fields[tag]
-        if value_type is int:
-            values[name] = value if value < _SIGN_BIT else value - 2 * _SIGN_BIT
-        elif value_type is bytes:
-            values[name] = data[start:position]
-        elif is_repeated:
-            values[name].append(_parse_message(value_type, data, start, position, budget))
-        elif value_type is bool:
-            values[name] = value != 0
-        elif value_type is str:
-            values[name] = str(data[start:position], 'utf-8')
-        else:
-            values[name] = (
-                value if value_type is _UNSIGNED else _parse_message(value_type, data, start, position, budget)
-            )
-    message = _Message()
-    message.__dict__ = values
-    return message
+def _get_fixed_bytes(wire_type: int) -> int:
+    if wire_type not in _FIXED_BYTES:
+        raise ValueError(f'a field has the unknown wire type {wire_type}')
+    return _FIXED_BYTES[wire_type]
+
+
+def _check_unknown(tag: int, fields: Mapping[int, object]) -> None:
+    """Raise ValueError unless the field may be skipped."""
+    if tag < 8:
+        raise ValueError('a field has no number')
+    if tag ^ _WIRE_TYPE_FLIP in fields:
+        raise ValueError('a field has the wrong wire type')
 
 
 def _read_varint(data: bytes, start: int) -> tuple[int, int]:
@@ -380,20 +359,15 @@ def _encode_varint(value: int) -> bytes:
     return bytes(encoded)
 
 
-def _encode_tag(field: int, kind: int) -> bytes:
-    return _encode_varint(field << 3 | kind)
+def _encode_field(number: int, value: int | bytes) -> bytes:
+    if isinstance(value, int):
+        return _encode_varint(number << 3 | _VARINT) + _encode_varint(value)
+    return _encode_varint(number << 3 | _BYTES) + _encode_varint(len(value)) + value
 
 
-def _encode_number(field: int, value: int) -> bytes:
-    return _encode_tag(field, _VARINT) + _encode_varint(value) if value else b''
-
-
-def _encode_bytes(field: int, value: bytes) -> bytes:
-    return _encode_part(field, value) if value else b''
-
-
-def _encode_part(field: int, value: bytes) -> bytes:
-    return _encode_tag(field, _BYTES) + _encode_varint(len(value)) + value
+def _encode_fields(values: Mapping[int, int | bytes]) -> bytes:
+    """Encode fields by their numbers, which ascend; one that is 0 or empty is left out."""
+    return b''.join(_encode_field(number, value) for number, value in values.items() if value)
 
 
 # What a failed call means

@@ -149,8 +149,8 @@ ROWS = (
     Row(
         'negative numbers of etcd are read as huge ones',
         'ecomp/store/messages.py',
-        'values[name] = value if value < _SIGN_BIT else value - 2 * _SIGN_BIT',
-        'values[name] = value',
+        'lambda value: value if value < _SIGN_BIT else value - 2 * _SIGN_BIT',
+        'lambda value: value',
         ('tests/unit/test_store.py::test_answers_of_etcd3_are_parsed_equally',),
     ),
     Row(
