@@ -46,12 +46,12 @@ HYPERVISOR = [
     'watchdog>=4.0',
 ]
 
-# etcd by its own protocol: for the users and roles of `elab certs --enable`, and for what tests read back.
+# etcd by its own protocol: for what tests read back.
 ETCD3 = [
     # The last release, of 2020, and we use its generated code more than its own: a newer one would be a surprise.
     'etcd3==0.12.0',
     # What etcd3 generated loads in protobuf 4 and later only with the pure-Python implementation, which
-    # ecomp/store/roles.py selects. From 6.33.5 that one has its fixes (CVE-2025-4565, CVE-2026-0994); 8 is not known to
+    # tests/kit/gateway.py selects. From 6.33.5 that one has its fixes (CVE-2025-4565, CVE-2026-0994); 8 is not known to
     # keep it.
     'protobuf>=6.33.5,<8',
     'grpcio>=1.65.4,<2',  # 1.65.4 closes CVE-2024-7246
@@ -100,7 +100,7 @@ setup(
     ],
     install_requires=REQUIRES,
     options={'build': {'build_base': WORK}, 'egg_info': {'egg_base': WORK}},
-    extras_require={'hypervisor': HYPERVISOR, 'lab': [*ETCD3, *LAB], 'test': [*ETCD3, *TEST]},
+    extras_require={'hypervisor': HYPERVISOR, 'lab': LAB, 'test': [*ETCD3, *TEST]},
     entry_points={
         'console_scripts': [
             'ecompute=ecomp.compute:main',

@@ -497,7 +497,7 @@ def _run_control(options: argparse.Namespace) -> int:
 
 
 def _run_certs(options: argparse.Namespace) -> int:
-    machine.require({}, ['cryptography', *(['etcd3'] if options.enable or options.disable else [])])
+    machine.require({}, ['cryptography'])
     from ecomp.lab import certs
 
     has_names = options.control or options.compute or options.scheduler or options.operator

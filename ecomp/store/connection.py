@@ -78,12 +78,11 @@ MIN_INTERVAL_SECONDS = 0.2
 class Connection:
     """One process's connection to an endpoint of etcd; reconnect() goes to the next and rereads the certificates."""
 
-    def __init__(self, config: EtcdConfig, open_member: Callable[[EtcdConfig, str], Any] | None = None) -> None:
+    def __init__(self, config: EtcdConfig) -> None:
         """Begin to connect to the first endpoint; UsageError if a certificate cannot be read.
 
-        `open_member` (None: EtcdMember) begins a connection; an unreachable endpoint is an error of the first call.
+        An unreachable endpoint is an error of the first call.
         """
-        self._open_member = open_member
         self.endpoints = ','.join(config.endpoints)
         self.config = config
         self._lock = threading.Lock()
@@ -187,12 +186,11 @@ class Connection:
             self._pending.clear()
             self.client.close()
 
-    def _connect(self) -> Any:
+    def _connect(self) -> EtcdMember:
         from ecomp.store.http2_client import EtcdMember  # late, because h2 is slow to load
 
-        if (pending := self._pending.pop(self._endpoint_index, None)) is not None:
-            return pending
-        return (self._open_member or EtcdMember)(self.config, self.config.endpoints[self._endpoint_index])
+        pending = self._pending.pop(self._endpoint_index, None)
+        return pending or EtcdMember(self.config, self.config.endpoints[self._endpoint_index])
 
     def translate_error(
         self, error: CallFailure, no_answer_error: type[Unreachable], about: Sequence[str] = (), is_read: bool = False

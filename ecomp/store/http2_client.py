@@ -38,11 +38,13 @@ from ecomp.store.messages import (
     METHODS,
     RESOURCE_EXHAUSTED,
     UNAVAILABLE,
+    AuthRequest,
     CallFailure,
     KeepAlive,
     Request,
     WatchCreate,
     WatchProgress,
+    find_method,
     parse_answer,
 )
 from ecomp.tls import ETCD_SENTENCES, TlsFailure, classify_tls_error
@@ -377,11 +379,14 @@ class EtcdMember:
     def call(self, request: Request, timeout_seconds: float) -> Any:
         """Send the request once and return its answer (None: a KeepAlive's stream had none); raise CallFailure."""
         deadline = time.monotonic() + timeout_seconds
-        path, name = METHODS[type(request)]
+        path, name = find_method(request)
+        headers = _make_headers(self._transport, path, deadline)
+        if isinstance(request, AuthRequest) and request.token:
+            headers = [*headers, ('token', request.token)]
         # A renewal is a stream of requests. `etcd grpc-proxy` cancels it if our side ends before it has answered.
         is_stream, message = isinstance(request, KeepAlive), None
         with self._transport.reserve(deadline):
-            stream = Stream(self._transport, _make_headers(self._transport, path, deadline), MAX_ANSWER_BYTES)
+            stream = Stream(self._transport, headers, MAX_ANSWER_BYTES)
             try:
                 stream.send(_frame_message(request.to_bytes()), deadline, end_stream=not is_stream)
                 while not stream.is_finished:

@@ -143,6 +143,26 @@ class Status(NamedTuple):
         return b''
 
 
+class AuthRequest(NamedTuple):
+    """A call `name` of etcd's service Auth; `values` are the fields of its message, by number.
+
+    With a `token` (from Authenticate) it is made as that user, whatever the certificate.
+    """
+
+    name: str
+    values: Mapping[int, str | bytes] = {}
+    token: str = ''
+
+    def to_bytes(self) -> bytes:
+        values = self.values.items()
+        return _encode_fields({number: each.encode() if isinstance(each, str) else each for number, each in values})
+
+
+def make_permission(kind: int, key: str, end: str) -> bytes:
+    """Encode a Permission, which RoleGrantPermission has as a field."""
+    return _encode_fields({1: kind, 2: key.encode(), 3: end.encode()})
+
+
 class WatchCreate(NamedTuple):
     """Watch the keys from `key` to before `end` from a revision on.
 
@@ -173,7 +193,7 @@ class WatchProgress(NamedTuple):
         return _encode_field(3, b'')
 
 
-Request = Range | Transaction | Grant | KeepAlive | Revoke | TimeToLive | Status
+Request = Range | Transaction | Grant | KeepAlive | Revoke | TimeToLive | Status | AuthRequest
 
 
 # The gRPC path of each request, and the name of its answer's message.
@@ -189,6 +209,14 @@ METHODS: Mapping[type, tuple[str, str]] = {
 }
 
 
+def find_method(request: Request) -> tuple[str, str]:
+    """Return the gRPC path of a request, and the name of its answer's message."""
+    if isinstance(request, AuthRequest):
+        answer = 'AuthRoleGetResponse' if request.name == 'RoleGet' else 'AuthResponse'
+        return f'/etcdserverpb.Auth/{request.name}', answer
+    return METHODS[type(request)]
+
+
 class _Message:
     """A parsed answer, with an attribute for each field that is used."""
 
@@ -200,7 +228,7 @@ class _MessageSchema:
     """
 
     def __init__(self, **fields: tuple[int, Any]) -> None:
-        """Take fields as (number, type): int, _UNSIGNED, bool, bytes, str, a schema or [schema]."""
+        """Take fields as (number, type): int, _UNSIGNED, bool, bytes, str, a schema, or a list of one of these."""
         self.fields: dict[int, tuple[str, Any, _MessageSchema | None, bool]] = {}
         self.defaults: dict[str, Any] = {}
         self.repeated = [name for name, (_, spec) in fields.items() if isinstance(spec, list)]
@@ -243,12 +271,15 @@ class _MessageSchema:
                 _check_unknown(tag, fields)
                 continue
             name, convert, schema, is_repeated = fields[tag]
-            if schema is None:
-                values[name] = convert(value if wire_type == _VARINT else data[start:position])
-            elif is_repeated:
-                values[name].append(schema.parse(data, start, position, budget))
+            parsed: Any
+            if schema is not None:
+                parsed = schema.parse(data, start, position, budget)
             else:
-                values[name] = schema.parse(data, start, position, budget)
+                parsed = convert(value if wire_type == _VARINT else data[start:position])
+            if is_repeated:
+                values[name].append(parsed)
+            else:
+                values[name] = parsed
         message = _Message()
         message.__dict__ = values
         return message
@@ -335,6 +366,11 @@ _ANSWERS: Mapping[str, _MessageSchema] = {
     'LeaseRevokeResponse': _MessageSchema(header=(1, _HEADER)),
     'LeaseTimeToLiveResponse': _MessageSchema(header=(1, _HEADER), TTL=(3, int), grantedTTL=(4, int)),
     'StatusResponse': _MessageSchema(header=(1, _HEADER), version=(2, str)),
+    # All answers of the service Auth but one: names, a token or nothing.
+    'AuthResponse': _MessageSchema(names=(2, [str])),
+    'AuthRoleGetResponse': _MessageSchema(
+        permissions=(2, [_MessageSchema(kind=(1, int), key=(2, bytes), range_end=(3, bytes))])
+    ),
     'WatchResponse': _MessageSchema(
         header=(1, _HEADER),
         watch_id=(2, int),

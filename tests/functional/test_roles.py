@@ -256,8 +256,8 @@ def test_unreachable_etcd_is_reported_in_one_line(cloud: EtcdWithRoles, capsys: 
         assert output.count('\n') == 1
 
 
-def test_connection_errors_of_grpc_are_explained(cloud: EtcdWithRoles, tmp_path: Path) -> None:
-    """Check gRPC's own error texts. Nothing was sent, so no outcome is unknown."""
+def test_connection_errors_are_explained(cloud: EtcdWithRoles, tmp_path: Path) -> None:
+    """Nothing was sent, so no outcome is unknown."""
     config = load_etcd_config(cloud.certs, 'operator-ann')
     stranger = Authority(tmp_path / 'stranger')
     certificate, key = stranger.issue(tmp_path / 'theirs', 'operator-ann')

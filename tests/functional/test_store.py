@@ -25,7 +25,7 @@ from ecomp.errors import EcompError, NoSpace, UnknownOutcome, Unreachable
 from ecomp.store.client import Delete, Entry, Exists, Put, Store, Unchanged
 from ecomp.store.connection import AnswerTooLong
 from ecomp.store.messages import UNAVAILABLE, CallFailure, WatchCreate
-from ecomp.store.roles import etcdrpc
+from tests.kit.gateway import etcdrpc
 from tests.kit.listening import ThreadedServer
 from tests.kit.proxy import Proxy
 from tests.kit.servers import SLOWDOWN_FACTOR, Etcd, free_port, wait_until

@@ -26,9 +26,9 @@ from ecomp.model.stored import encode
 from ecomp.shared.ends import write_final_record
 from ecomp.shared.presence import Presence
 from ecomp.store.client import Delete, Entry, Guard, Put, Store, Unchanged
-from ecomp.store.roles import etcdrpc  # this module makes protobuf load it
 from ecomp.store.watch import Follower
 from tests.functional.present import start_and_stop
+from tests.kit.gateway import etcdrpc
 from tests.kit.proxy import Proxy
 from tests.kit.servers import SLOWDOWN_FACTOR, Etcd, wait_until
 from tests.kit.store_client import make_config

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import grpc
+# etcd3's generated code loads in protobuf 4 and later only with this implementation, chosen before its import.
+os.environ['PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION'] = 'python'
+os.environ.setdefault('GRPC_VERBOSITY', 'NONE')
 
-from ecomp.store.roles import etcdrpc  # imported from the module that makes protobuf load it
+import grpc
+from etcd3 import etcdrpc
 
 CALLS_BY_PATH: dict[str, tuple[Callable[[grpc.Channel], Any], str, Any]] = {
     'kv/range': (etcdrpc.KVStub, 'Range', etcdrpc.RangeRequest),

@@ -177,7 +177,7 @@ ROWS = (
     Row(
         'roles stay enabled on an etcd that ignores certificates',
         'ecomp/store/roles.py',
-        "            self._change('AuthDisable', etcdrpc.AuthDisableRequest(), ('token', token))\n",
+        "            self._change('AuthDisable', token=token)\n",
         '',
         ('tests/functional/test_roles.py::test_etcd_without_client_certificates_is_refused',),
     ),

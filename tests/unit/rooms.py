@@ -95,10 +95,8 @@ FRONT_DOORS = {
 # {module: where it may be imported}, for third-party libraries and the parts of Python that act on the machine.
 LIBRARY_PLACES: dict[str, set[str]] = {
     'argparse': {'ecomp.arguments', 'ecomp.compute', 'ecomp.lab.elab', 'mdserver'},
-    'etcd3': {'ecomp.store.roles'},
-    'grpc': {'ecomp.store.roles'},
     'h2': {'ecomp.store.http2_client'},
-    'google': set(),  # protobuf
+    **{library: set() for library in ('etcd3', 'google', 'grpc')},  # google: protobuf
     'libvirt': {'ecomp.virt'},
     'libvirtaio': set(),
     'oslo_utils': {'ecomp.virt'},
