@@ -6,13 +6,11 @@ compacted revision reports the first revision that is kept (https://etcd.io/docs
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import suppress
+from contextlib import closing
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, Unreachable, put_before_fix
@@ -20,9 +18,6 @@ from ecomp.model.backoff import Backoff
 from ecomp.model.events import Change
 from ecomp.store.client import Store, get_prefix_range_end
 from ecomp.store.messages import DEADLINE_EXCEEDED, EVENT_DELETE, CallFailure, WatchCreate
-
-if TYPE_CHECKING:
-    from ecomp.store.http2_client import WatchStream
 
 # The prefix of all keys of ecomp. The keys of others are not read: a role might forbid it.
 PREFIX = b'/'
@@ -36,7 +31,6 @@ REQUIRED_PROGRESS_ANSWERS = 4
 MAX_ANSWER_REVISIONS = 1000
 # Seconds after which a watch is restarted.
 STREAM_SECONDS = 3600.0
-MAX_QUEUED_ANSWERS = 8
 # Repetitions after broken streams, when reading the past.
 MAX_TRIES = 5
 
@@ -105,32 +99,47 @@ class History:
             self._check_etcd()
 
     def _read_stream(self) -> Generator[list[Change], None, bool]:
-        """Yield the changes of one stream; return True once all of the past was read, False to begin another."""
+        """Yield the changes of one stream; return True once all of the past was read, False to begin another.
+
+        Raises _StreamError if the stream breaks, ends early or, without `follow`, has no useful answer for the timeout.
+        """
         # Begin with a change that is known: then there is an answer with changes, whose header tells up to where.
         first = self._next_revision if self._follow else self._last_revision or self._next_revision
         past = _PastProgress(self._past_end, first == self._last_revision)
         self._partial_events = []
-        for reply in _read_answers(self._store, first, None if self._follow else self._past_end, self._config.timeout):
-            yield from self._extract_changes(reply)
-            if self._follow:
-                continue
-            past.record_reply(reply, time.monotonic())
-            if past.is_complete or self._next_revision > self._past_end:
-                return True
-            if past.is_quiet:
-                if self._last_revision not in (0, first):
-                    return False
-                if not self._check_for_missing_changes():
-                    return True
-                past.restart()
-        return False
-
-    def _check_for_missing_changes(self) -> bool:
-        store = Store(self._config)  # the other connection is busy with the stream
+        request = WatchCreate(PREFIX, get_prefix_range_end(PREFIX), first, with_previous=True, fragment=True)
+        call = self._store.watch([request], STREAM_SECONDS, None if self._follow else PROGRESS_INTERVAL_SECONDS)
         try:
-            return store.has_changed(PREFIX.decode(), self._next_revision)
+            for reply in call:
+                yield from self._extract_changes(reply)
+                if not self._follow:
+                    past.record_reply(reply, time.monotonic())
+                    if (is_read := self._has_read_past(past, first)) is not None:
+                        return is_read
+                if reply.canceled:
+                    return False
+        except CallFailure as error:
+            if error.code == DEADLINE_EXCEEDED and not error.unsent:
+                return False
+            raise _StreamError(f'the stream broke: {error.code}') from error
         finally:
-            store.close()
+            call.cancel()
+        raise _StreamError('the stream ended')
+
+    def _has_read_past(self, past: _PastProgress, first: int) -> bool | None:
+        """Return whether this stream from revision `first` had all of the past, None to go on; raise _StreamError."""
+        if past.is_complete or self._next_revision > self._past_end:
+            return True
+        if past.is_quiet:
+            if self._last_revision not in (0, first):
+                return False
+            with closing(Store(self._config)) as store:  # the other connection is busy with the stream
+                if not store.has_changed(PREFIX.decode(), self._next_revision):
+                    return True
+            past.restart()
+        if time.monotonic() >= past.answered_at + self._config.timeout:
+            raise _StreamError(f'no answer for {self._config.timeout:g} s')
+        return None
 
     def _extract_changes(self, reply: Any) -> Iterator[list[Change]]:
         """Yield each whole revision's changes once; report unread compacted ones; EcompError if etcd ends the watch."""
@@ -206,6 +215,7 @@ class _PastProgress:
         self._complete_revision = 0  # revision up to which the changes are complete
         self._progress_answers = 0  # answers to WatchProgress since the last change
         self._counted_at = float('-inf')
+        self.answered_at = time.monotonic()  # when the last change or an answer about `end_revision` arrived
         self._revisions: set[int] = set()  # of an answer whose parts are still arriving
 
     @property
@@ -224,6 +234,8 @@ class _PastProgress:
 
     def record_reply(self, reply: Any, now_seconds: float) -> None:
         """Record an answer that arrived at this monotonic time."""
+        if reply.events or reply.header.revision >= self._end_revision:  # a member that stays behind answers, too
+            self.answered_at = now_seconds
         if reply.events:
             self._progress_answers, self._is_known_change_due = 0, False
             self._revisions |= {_get_revision(event) for event in reply.events}
@@ -239,67 +251,6 @@ class _PastProgress:
         ):
             self._progress_answers += 1
             self._counted_at = now_seconds
-
-
-def _read_answers(
-    store: Store, first_revision: int, end_revision: int | None, max_silence_seconds: float
-) -> Iterator[Any]:
-    """Yield the answers to one watch for at most STREAM_SECONDS, or until etcd cancels it.
-
-    With an `end_revision` (None: follow) etcd is asked for its progress while it is silent, and _StreamError is raised
-    after `max_silence_seconds` without a change or an answer from `end_revision` or later. It is also raised if the
-    stream breaks or ends early. Another thread reads the answers, so that the consumer can be interrupted.
-    """
-    request = WatchCreate(PREFIX, get_prefix_range_end(PREFIX), first_revision, with_previous=True, fragment=True)
-    call = store.watch([request], STREAM_SECONDS, None if end_revision is None else PROGRESS_INTERVAL_SECONDS)
-    replies: queue.Queue[Any] = queue.Queue(MAX_QUEUED_ANSWERS)
-    stopped = threading.Event()
-    threading.Thread(target=_queue_answers, args=(call, replies, stopped), name='history', daemon=True).start()
-    try:
-        last_useful = time.monotonic()
-        while True:
-            if end_revision is not None and time.monotonic() >= last_useful + max_silence_seconds:
-                raise _StreamError(f'no answer for {max_silence_seconds:g} s')
-            try:
-                reply = replies.get(timeout=0.5)
-            except queue.Empty:
-                continue
-            if isinstance(reply, Exception):
-                raise reply
-            if reply is None:
-                return
-            yield reply
-            if reply.canceled:
-                return
-            # A member that stays behind answers, too.
-            if reply.events or end_revision is None or reply.header.revision >= end_revision:
-                last_useful = time.monotonic()
-    finally:
-        stopped.set()
-        call.cancel()
-
-
-def _queue_answers(call: WatchStream, replies: queue.Queue[Any], stopped: threading.Event) -> None:
-    """Put each answer into `replies` until `stopped`, and last an error, or None after STREAM_SECONDS."""
-    last: Any = _StreamError('the stream ended')
-    try:
-        for reply in call:
-            _put_unless_stopped(replies, reply, stopped)
-            if stopped.is_set():
-                return
-    except CallFailure as error:
-        is_timeout = error.code == DEADLINE_EXCEEDED and not error.unsent
-        last = None if is_timeout else _StreamError(f'the stream broke: {error.code}')
-    except Exception as error:  # without it the consumer would wait for ever
-        last = error
-    _put_unless_stopped(replies, last, stopped)
-
-
-def _put_unless_stopped(replies: queue.Queue[Any], reply: Any, stopped: threading.Event) -> None:
-    while not stopped.is_set():
-        with suppress(queue.Full):
-            replies.put(reply, timeout=0.5)
-            return
 
 
 def _get_revision(event: Any) -> int:

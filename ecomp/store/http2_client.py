@@ -419,6 +419,8 @@ class EtcdMember:
 class WatchStream:
     """The answers to watches on one stream, as they arrive; to be iterated over once.
 
+    With `progress_seconds` etcd is asked for its progress after each such silence, and an empty answer is yielded.
+
     Iteration ends when etcd ends the stream. It raises CallFailure: DEADLINE_EXCEEDED after `duration_seconds` (as
     unsent: no connection in time), UNAVAILABLE after cancel() or if the stream or a ping fails, or etcd's own code.
     """
@@ -448,7 +450,8 @@ class WatchStream:
                     stream.send(_frame_message(request.to_bytes()), start + self._timeout, end_stream=False)
                 try:
                     while not stream.is_finished:
-                        self._receive(stream, deadline)
+                        if not self._receive(stream, deadline):
+                            yield _parse_answer(name, b'', deadline)
                         while (message := _take_message(stream.body)) is not None:
                             check_deadline(deadline)
                             yield _parse_answer(name, message, deadline)
@@ -466,32 +469,29 @@ class WatchStream:
         if not self._is_finished:
             self._transport.shut_down()
 
-    def _receive(self, stream: Stream, deadline: float) -> None:
-        """Process events; ping a silent member. TimeoutError at `deadline`, ConnectionError without an answer."""
-        check_deadline(deadline)
-        for seconds, is_ping_due in ((PING_AFTER_SECONDS, True), (PING_ANSWER_SECONDS, False)):
-            if self._receive_until(stream, min(time.monotonic() + seconds, deadline)):
-                return
-            check_deadline(deadline)
-            if is_ping_due:
-                self._transport.ping(time.monotonic() + PING_ANSWER_SECONDS)
-        raise ConnectionError('the member does not answer')
+    def _receive(self, stream: Stream, deadline: float) -> bool:
+        """Process the next events; return False, after asking for progress, if none arrive in `progress_seconds`.
 
-    def _receive_until(self, stream: Stream, deadline: float) -> bool:
-        """Process the next events, asking for progress until they arrive; return False after the deadline."""
-        while True:
-            now = time.monotonic()
-            pause_end = deadline if self._progress_seconds is None else min(now + self._progress_seconds, deadline)
-            try:
-                stream.receive(pause_end)
+        A member that is not asked for progress gets a ping. Raises TimeoutError at `deadline`, and ConnectionError if
+        the ping has no answer.
+        """
+        progress_seconds = self._progress_seconds
+        for seconds in (PING_AFTER_SECONDS, PING_ANSWER_SECONDS) if progress_seconds is None else (progress_seconds,):
+            check_deadline(deadline)
+            with suppress(TimeoutError):
+                stream.receive(min(time.monotonic() + seconds, deadline))
                 return True
-            except TimeoutError:
-                if pause_end >= deadline:
-                    return False
-            try:
-                stream.send(_frame_message(WatchProgress().to_bytes()), now + self._timeout, end_stream=False)
-            except TimeoutError:  # a TimeoutError would mean that the time of the watch is over
-                raise ConnectionError('the member accepts no data') from None
+            check_deadline(deadline)
+            if seconds == PING_AFTER_SECONDS:
+                self._transport.ping(time.monotonic() + PING_ANSWER_SECONDS)
+        if progress_seconds is None:
+            raise ConnectionError('the member does not answer')
+        try:
+            message = _frame_message(WatchProgress().to_bytes())
+            stream.send(message, time.monotonic() + self._timeout, end_stream=False)
+        except TimeoutError:  # a TimeoutError would mean that the time of the watch is over
+            raise ConnectionError('the member accepts no data') from None
+        return False
 
 
 def _make_headers(transport: Transport, path: str, deadline: float) -> Sequence[tuple[str, str]]:

@@ -174,8 +174,11 @@ class ElectingMembers:
 
 
 @pytest.mark.parametrize('unanswered', [Unreachable, UnknownOutcome])
-def test_call_waits_for_the_election_of_a_new_leader(unanswered: type[Unreachable]) -> None:
-    connection = Connection(make_config('dead:1', 'alive:2', 'alive:3'), ElectingMembers(6).begin)
+def test_call_waits_for_the_election_of_a_new_leader(
+    unanswered: type[Unreachable], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr('ecomp.store.http2_client.EtcdMember', ElectingMembers(6).begin)
+    connection = Connection(make_config('dead:1', 'alive:2', 'alive:3'))
     assert connection.ask(lambda member, _: member.call(), unanswered).startswith('alive')
 
 
