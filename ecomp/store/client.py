@@ -31,7 +31,6 @@ from ecomp.store.messages import (
     EQUAL,
     GREATER,
     NOT_FOUND,
-    CallFailure,
     Comparison,
     Grant,
     KeepAlive,
@@ -257,6 +256,11 @@ class Evidence(NamedTuple):
     can_land: bool
     has_changed: bool
 
+    @property
+    def proves_refusal(self) -> bool:
+        """True if a full etcd, which refused the transaction, has not committed it nevertheless."""
+        return self.is_refuted or not self.has_changed
+
 
 def find_evidence(
     conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete], entries: Mapping[str, Entry]
@@ -268,22 +272,17 @@ def find_evidence(
         revision = revisions.get(condition.key, 0)
         return revision > 0 if isinstance(condition, Exists) else revision == condition.revision
 
-    def is_written(put: Put) -> bool:
-        entry = entries.get(put.key)
-        return entry is not None and (entry.value, entry.lease) == (put.value.encode(), put.lease)
-
     puts = [operation for operation in operations if isinstance(operation, Put)]
-    deletes = [operation for operation in operations if isinstance(operation, Delete)]
-    own = [each for each in conditions if any(_is_invalidated_by(each, operation) for operation in operations)]
+    own = [each for each in conditions if _is_invalidated_by(each, operations)]
     # A missing key may have existed, and be missing again. A revision never returns.
     lasting = [each for each in conditions if isinstance(each, Unchanged) and each.revision]
     # A transaction writes at one revision, above all it compared. An equal value may be older, or another process's.
     revision = max((revisions.get(put.key, 0) for put in puts), default=0)
     is_committed = (
         bool(own or any(put.lease for put in puts))  # without either, the value may always have been there
-        and all(is_written(put) and revisions[put.key] == revision for put in puts)
+        and all(_is_written(put, entries.get(put.key), revision) for put in puts)
         and all(each.revision < revision for each in lasting)
-        and not any(0 < revisions.get(each.key, 0) <= revision for each in deletes)
+        and not any(0 < revisions.get(each.key, 0) <= revision for each in operations if isinstance(each, Delete))
     )
     return Evidence(
         revision if is_committed else 0,
@@ -400,12 +399,12 @@ class Store:
         deadline = 0.0
         while True:
             fence = self.fence if use_fence else None
-            fencing = fence.select_condition(operations) if fence else None
-            compared = [*conditions, *([fencing] if fencing else [])]
+            fencing = [fence.select_condition(operations)] if fence else []
+            compared = [*conditions, *fencing]
             request = Transaction(
-                compare=[_make_comparison(condition) for condition in compared],
-                success=[_make_operation(operation) for operation in operations],
-                failure=[Range(_encode_key(fencing.key), keys_only=True)] if fencing else [],
+                list(map(_make_comparison, compared)),
+                list(map(_make_operation, operations)),
+                [Range(_encode_key(condition.key), keys_only=True) for condition in fencing],
             )
             try:
                 send = self._write if operations else self._read
@@ -414,18 +413,20 @@ class Store:
                 return self._settle(conditions, compared, operations, settlement, error)
             if reply.succeeded:
                 return int(reply.header.revision)
-            kvs = reply.responses[0].response_range.kvs if fencing else []
-            if fence is None or fencing is None or (kvs[0].mod_revision if kvs else 0) == fencing.revision:
+            fence_revisions = [kv.mod_revision for each in reply.responses for kv in each.response_range.kvs]
+            if fence is None or (fence_revisions or [0]) == [fencing[0].revision]:
                 return None
-            fence.on_broken()
             deadline = deadline or time.monotonic() + FENCE_RENEWAL_SECONDS
-            # After an outage longer than the lease, all commits wait here until the key is put again.
-            while self.fence is fence and time.monotonic() < deadline:
-                time.sleep(FENCE_POLL_SECONDS)
-            if time.monotonic() >= deadline:
-                raise Unreachable(
-                    f'{fencing.key} expired or was changed: nothing is written until ecompute restores it'
-                )
+            self._await_fence(fence, fencing[0].key, deadline)
+
+    def _await_fence(self, broken: Fence, key: str, deadline: float) -> None:
+        """Report that a fence does not hold, and wait for the next one; Unreachable if there is none at `deadline`."""
+        broken.on_broken()
+        # After an outage longer than the lease, all commits wait here until the key is put again.
+        while self.fence is broken and time.monotonic() < deadline:
+            time.sleep(FENCE_POLL_SECONDS)
+        if time.monotonic() >= deadline:
+            raise Unreachable(f'{key} expired or was changed: nothing is written until ecompute restores it')
 
     def _settle(
         self,
@@ -442,9 +443,7 @@ class Store:
 
         Returns as commit(). `compared` are the `conditions` and the fence. Raises NoSpace, or UnknownOutcome.
         """
-        doubt = settlement.doubt if settlement else f'{operations[0].key} was changed'
-        clause = f'; it is unknown whether {doubt}' if doubt else ''
-        unknown = UnknownOutcome(put_before_fix(str(error), clause), error.backend)
+        unknown = _make_unknown_outcome(error, settlement, operations[0].key)
         for _ in range(MAX_SETTLE_TRIES):
             try:
                 entries = self.read(list({each.key: None for each in (*compared, *operations)}))
@@ -453,7 +452,7 @@ class Store:
             evidence = find_evidence(compared, operations, entries)
             if evidence.revision:
                 return evidence.revision
-            if isinstance(error, NoSpace) and (evidence.is_refuted or not evidence.has_changed):
+            if isinstance(error, NoSpace) and evidence.proves_refusal:
                 raise error
             if evidence.is_refuted and not evidence.can_land:
                 # What the caller compares may still hold: then only the store's fence was replaced or has expired.
@@ -461,19 +460,24 @@ class Store:
                 return self.commit(conditions, operations, settlement) if is_allowed else None
             if settlement is None:
                 break
-            fence = settlement.fence if evidence.can_land and isinstance(error, UnknownOutcome) else None
-            if fence is None:
+            fence = settlement.fence
+            if fence is None or not evidence.can_land or isinstance(error, NoSpace):
                 return settlement.find_commit(entries)
-            fenced = [each for each in conditions if each.key == fence.key and isinstance(each, Unchanged)]
-            if not fenced or not fenced[0].revision:
+            condition = _find_lasting_condition(conditions, fence.key)
+            if condition is None:
                 break
-            # Without an answer to this, too, the next read shows whether the key has changed.
-            with suppress(EcompError):
-                request = Transaction([_make_comparison(fenced[0])], [_make_operation(fence)])
-                is_fenced = self._write(request, [fence.key]).succeeded
-                if is_fenced and any(operation.key == fence.key for operation in operations):
-                    return None  # the transaction would have changed the key before
+            if self._is_fenced_off(condition, fence, operations):
+                return None
         raise unknown from error
+
+    def _is_fenced_off(self, condition: Unchanged, fence: Delete | Touch, operations: Sequence[Put | Delete]) -> bool:
+        """Carry out `fence`, and return whether this proves that a transaction of `operations` was not committed."""
+        # Without an answer to this, too, the next read shows whether the key has changed.
+        with suppress(EcompError):
+            request = Transaction([_make_comparison(condition)], [_make_operation(fence)])
+            is_done = self._write(request, [fence.key]).succeeded
+            return is_done and any(operation.key == fence.key for operation in operations)  # it would have changed it
+        return False
 
     def grant(self, seconds: int) -> int:
         """Return a new lease of `seconds`. An unused one expires, so a lost answer does no harm."""
@@ -496,10 +500,10 @@ class Store:
     def revoke(self, lease: int) -> None:
         """Revoke a lease and delete its keys; no-op if expired. After Unreachable it may have been carried out."""
         try:
-            self._connection.ask_once(Revoke(lease))
-        except CallFailure as error:
-            if error.code != NOT_FOUND:
-                raise self._connection.translate_error(error, Unreachable) from error
+            self._read(Revoke(lease), linearizable=False)
+        except EcompError as error:
+            if getattr(error.__cause__, 'code', '') != NOT_FOUND:
+                raise
 
     def check_identity(self) -> None:
         """With a guard, read /cluster; raise StrangeEtcd if this is not the etcd that is known."""
@@ -523,7 +527,7 @@ class Store:
         """Return the answers to these watches on one stream, for at most `duration_seconds`.
 
         Nothing is sent before the iteration, which raises CallFailure (see WatchStream) and occupies the connection.
-        After each `progress_seconds` of silence, unless None, etcd is asked for its progress (WatchProgress).
+        For `progress_seconds` see WatchStream, too.
         """
         stream: WatchStream = self._connection.client.watch(requests, duration_seconds, progress_seconds)
         return stream
@@ -579,6 +583,18 @@ def retry_until_committed(
     raise lost_error
 
 
+def _make_unknown_outcome(error: Unreachable, settlement: Settlement | None, key: str) -> UnknownOutcome:
+    doubt = settlement.doubt if settlement else f'{key} was changed'
+    clause = f'; it is unknown whether {doubt}' if doubt else ''
+    return UnknownOutcome(put_before_fix(str(error), clause), error.backend)
+
+
+def _find_lasting_condition(conditions: Sequence[Unchanged | Exists], key: str) -> Unchanged | None:
+    """Return the condition that `key` has its last change above 0, which never comes true again."""
+    unchanged = [each for each in conditions if isinstance(each, Unchanged) and each.revision]
+    return next((each for each in unchanged if each.key == key), None)
+
+
 def parse_header(reply: Any) -> Header:
     """Return the cluster, revision and Raft term of an answer's header."""
     return Header(int(reply.header.cluster_id), int(reply.header.revision), int(reply.header.raft_term))
@@ -605,12 +621,19 @@ def _make_comparison(condition: Unchanged | Exists) -> Comparison:
     return Comparison(key, GREATER, 0) if isinstance(condition, Exists) else Comparison(key, EQUAL, condition.revision)
 
 
-def _is_invalidated_by(condition: Unchanged | Exists, operation: Put | Delete) -> bool:
-    if condition.key != operation.key:
-        return False
-    if isinstance(operation, Put):
-        return isinstance(condition, Unchanged)
-    return isinstance(condition, Exists) or condition.revision > 0
+def _is_written(put: Put, entry: Entry | None, revision: int) -> bool:
+    return (
+        entry is not None
+        and entry.revision == revision
+        and (entry.value, entry.lease) == (put.value.encode(), put.lease)
+    )
+
+
+def _is_invalidated_by(condition: Unchanged | Exists, operations: Sequence[Put | Delete]) -> bool:
+    kinds = {type(operation) for operation in operations if operation.key == condition.key}
+    if isinstance(condition, Exists):
+        return Delete in kinds
+    return Put in kinds or (Delete in kinds and condition.revision > 0)
 
 
 def _make_operation(operation: Put | Delete | Touch) -> Write | Rewrite | KeyDeletion:

@@ -16,7 +16,6 @@ from ecomp.store.messages import (
     TOO_MANY_OPERATIONS,
     CallFailure,
     Range,
-    Request,
     can_retry_elsewhere,
     describe_denial,
     is_denied,
@@ -138,25 +137,6 @@ class Connection:
                 elif remaining_tries <= 0 or is_late or not can_retry_elsewhere(error, repeatable):
                     error_type = no_answer_error if not is_unsent(error) else Unreachable
                     raise self.translate_error(error, error_type, about, repeatable) from error
-
-    def ask_once(self, request: Request) -> Any:
-        """Call the current member; call the next one if the request was not sent and did not time out.
-
-        Each has the whole timeout. Raises CallFailure, untranslated; a later call goes to another member then.
-        """
-        client = self.client
-        try:
-            return client.call(request, self.config.timeout)
-        except CallFailure as error:
-            self.reconnect(client)
-            if error.code == DEADLINE_EXCEEDED or not is_unsent(error):
-                raise
-        client = self.client
-        try:
-            return client.call(request, self.config.timeout)
-        except CallFailure:
-            self.reconnect(client)
-            raise
 
     def reconnect(self, failed_member: EtcdMember | None = None, is_pending: bool = False) -> None:
         """Connect to the next endpoint; no-op after close(), or if `failed_member` is replaced already.

@@ -238,7 +238,7 @@ SETTLED = {
         'ecomp.store.client:Store._settle', drop_operand('operations', place=0), 'lost_delivery', 'create_with_losses'
     ),
     'any value is that of a lost transaction': make_bug(
-        'ecomp.store.client:find_evidence',
+        'ecomp.store.client:_is_written',
         drop_operand('entry', 'put', 'lease', 'encode'),
         'destroy_unanswered_beside_stop',
     ),

@@ -172,7 +172,7 @@ PAIRED = {
         'taken_and_destroyed',
     ),
     'a mark read back compares neither its lease nor its compute, and a claim is moved to another compute': make_pair(
-        make_bug('ecomp.store.client:find_evidence', drop_operand('entry', 'put', 'lease', 'encode')),
+        make_bug('ecomp.store.client:_is_written', drop_operand('entry', 'put', 'lease', 'encode')),
         make_bug('ecomp.placement.allocations:claim', never('elsewhere')),
         *('taker_key_removed', 'two_takers'),
     ),

@@ -28,7 +28,6 @@ from ecomp.store.client import (
     find_evidence,
     retry_until_committed,
 )
-from ecomp.store.messages import Revoke
 from tests.kit.memory_etcd import Etcd, MemoryMember, NoWorld
 
 # The transaction of a delivery: it ends the attempt at revision 5, and takes a name that is free.
@@ -116,9 +115,6 @@ class UnansweredConnection:
         self.afterwards = None
         afterwards()
         raise UnknownOutcome('no answer', 'etcd')
-
-    def ask_once(self, request: Revoke) -> Any:
-        return self.member.call(request)
 
 
 def make_store(etcd: Etcd, afterwards: Callable[[], object], arrives: bool = True) -> Store:
