@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from ecomp.errors import (
     ClaimedElsewhere,
     ConsumerConflict,
-    EcompError,
     GenerationConflict,
     PlacementRefusal,
     UnknownOutcome,
@@ -215,64 +214,101 @@ def claim(
             left empty; alone, that instance is claimed after EMPTY_CONSUMER_SECONDS.
         UnknownOutcome: the last of MAX_TRIES had no answer, or one had none and the consumers cannot be read.
     """
-    generations: dict[str, int | None] = dict.fromkeys(requested_allocations)
-    empty_since, remaining_tries = math.inf, MAX_TRIES
+    progress = _ClaimProgress(placement, requested_allocations, requester)
     while True:
-        error: EcompError
-        try:
-            _write_claim(placement, requested_allocations, requester, generations)
-        except (UnknownOutcome, GenerationConflict) as caught:
-            error, remaining_tries = caught, remaining_tries - 1
-        else:
-            new_generations = {instance: (generation or 0) + 1 for instance, generation in generations.items()}
-            if min(new_generations.values()) > read_min_generation():
+        error = progress.write()
+        if error is None:
+            if progress.lowest_generation > read_min_generation():
                 return
-            generations = dict(new_generations)
             continue
-        if not remaining_tries and isinstance(error, GenerationConflict):
+        if not progress.remaining_tries and isinstance(error, GenerationConflict):
             raise error
         log.debug('claim for %s: %s', summarize_instances(requested_allocations), error)
-        try:
-            consumers = {instance: read_consumer(placement, instance) for instance in requested_allocations}
-        except Unreachable as failure:
-            if isinstance(error, GenerationConflict):
-                raise
-            doubt = f'; it is unknown whether {summarize_instances(requested_allocations)} holds its claim'
-            raise UnknownOutcome(put_before_fix(str(failure), doubt)) from failure
+        consumers = progress.read_consumers(error)
         # Checked after the generation was read: an attempt that takes our place after this check also claims after it,
         # and one of the two claims finds that the generation has changed.
         check()
-        places = {
-            instance: find_compute(held.allocations)
-            for instance, held in consumers.items()
-            if instance not in movable_instances
-        }
-        if elsewhere := {
-            name: places[name] for name in places if places[name] not in ('', find_compute(requested_allocations[name]))
-        }:
+        elsewhere = _find_elsewhere(consumers, requested_allocations, movable_instances)
+        if elsewhere:
             raise ClaimedElsewhere(elsewhere)
-        current = {instance: held.generation for instance, held in consumers.items()}
         if isinstance(error, UnknownOutcome):
-            are_ours = all(
-                _is_own_claim(consumers[name], requested_allocations[name], sent) for name, sent in generations.items()
-            )
-            if are_ours and min(held.generation or 0 for held in consumers.values()) > read_min_generation():
+            if progress.is_written(consumers) and progress.lowest_generation + 1 > read_min_generation():
                 return
-            if not remaining_tries:
+            if not progress.remaining_tries:
                 raise error
-        if isinstance(error, ConsumerConflict) and current == generations and None in current.values():
+        progress.prepare_next(consumers, error)
+
+
+class _ClaimProgress:
+    """The generations of a claim's next write, its remaining tries, and since when a consumer seems left empty."""
+
+    def __init__(self, placement: Placement, requested: Mapping[str, Allocations], requester: Requester) -> None:
+        self._placement, self._requested, self._requester = placement, requested, requester
+        self._generations: dict[str, int | None] = dict.fromkeys(requested)
+        self._empty_since = math.inf
+        self.remaining_tries = MAX_TRIES
+
+    @property
+    def lowest_generation(self) -> int:
+        """The lowest generation of the next write, which is that of the last claim if it was carried out."""
+        return min(generation or 0 for generation in self._generations.values())
+
+    def write(self) -> UnknownOutcome | GenerationConflict | None:
+        """Write the claim; return the error, which uses up a try, or None."""
+        try:
+            if len(self._requested) > 1:
+                replace_set_allocations(self._placement, self._requested, *self._requester, self._generations)
+            else:
+                ((instance, allocations),) = self._requested.items()
+                generation = self._generations[instance]
+                replace_allocations(self._placement, instance, allocations, *self._requester, generation)
+        except (UnknownOutcome, GenerationConflict) as error:
+            self.remaining_tries -= 1
+            return error
+        self._generations = {instance: (held or 0) + 1 for instance, held in self._generations.items()}
+        return None
+
+    def read_consumers(self, error: UnknownOutcome | GenerationConflict) -> dict[str, Consumer]:
+        """Read what the instances hold after an error; without an answer raise that error, or UnknownOutcome."""
+        try:
+            return {instance: read_consumer(self._placement, instance) for instance in self._requested}
+        except Unreachable as failure:
+            if isinstance(error, GenerationConflict):
+                raise
+            doubt = f'; it is unknown whether {summarize_instances(self._requested)} holds its claim'
+            raise UnknownOutcome(put_before_fix(str(failure), doubt)) from failure
+
+    def is_written(self, consumers: Mapping[str, Consumer]) -> bool:
+        """Return whether the consumers hold what the last write requested, by their generations."""
+        sent = self._generations
+        return all(_is_own_claim(consumers[name], self._requested[name], sent[name]) for name in sent)
+
+    def prepare_next(self, consumers: Mapping[str, Consumer], error: UnknownOutcome | GenerationConflict) -> None:
+        """Wait, and choose the generations of the next write; raise `error` if that cannot help."""
+        current = {instance: held.generation for instance, held in consumers.items()}
+        if isinstance(error, ConsumerConflict) and current == self._generations and None in current.values():
             # The consumers are unchanged, and still one of them is not as it looks: it was left empty.
-            if len(requested_allocations) > 1:
+            if len(self._requested) > 1:
                 raise error
-            empty_since = min(empty_since, time.monotonic())
-            if time.monotonic() - empty_since < EMPTY_CONSUMER_SECONDS:
-                remaining_tries += 1
+            self._empty_since = min(self._empty_since, time.monotonic())
+            if time.monotonic() - self._empty_since < EMPTY_CONSUMER_SECONDS:
+                self.remaining_tries += 1
                 time.sleep(EMPTY_CONSUMER_PAUSE_SECONDS)
             else:
-                generations = dict.fromkeys(requested_allocations, 0)
-            continue
-        generations = current
-        time.sleep(random.uniform(0, 0.1 * remaining_tries))
+                self._generations = dict.fromkeys(self._requested, 0)
+            return
+        self._generations = current
+        time.sleep(random.uniform(0, 0.1 * self.remaining_tries))
+
+
+def _find_elsewhere(
+    consumers: Mapping[str, Consumer], requested_allocations: Mapping[str, Allocations], movable: Container[str]
+) -> dict[str, str]:
+    """Return {instance: compute} of the claims on another compute than requested, except of movable instances."""
+    places = {name: find_compute(held.allocations) for name, held in consumers.items() if name not in movable}
+    return {
+        name: place for name, place in places.items() if place not in ('', find_compute(requested_allocations[name]))
+    }
 
 
 def release(
@@ -312,15 +348,3 @@ def summarize_instances(instances: Mapping[str, object]) -> str:
 def _is_own_claim(held: Consumer, requested_allocations: Allocations, sent_generation: int | None) -> bool:
     is_next = sent_generation is not None and held.generation == sent_generation + 1
     return is_next and describe_difference(requested_allocations, held.allocations) is None
-
-
-def _write_claim(
-    placement: Placement,
-    requested_allocations: Mapping[str, Allocations],
-    requester: Requester,
-    generations: Mapping[str, int | None],
-) -> None:
-    if len(requested_allocations) > 1:
-        return replace_set_allocations(placement, requested_allocations, *requester, generations)
-    ((instance, allocations),) = requested_allocations.items()
-    return replace_allocations(placement, instance, allocations, *requester, generations[instance])

@@ -168,7 +168,9 @@ CLAIM = {
         'ecomp.agent.queue:Taker.release_claim', drop_argument('release', 'note'), 'late_release_by_taker'
     ),
     'an empty consumer is a conflict': make_bug(
-        'ecomp.placement.allocations:claim', never('ConsumerConflict', 'current', 'generations'), 'orphan_consumer'
+        'ecomp.placement.allocations:_ClaimProgress.prepare_next',
+        never('ConsumerConflict', 'current'),
+        'orphan_consumer',
     ),
     'a consumer in the making is taken for empty': make_bug(
         'ecomp.placement.allocations:EMPTY_CONSUMER_SECONDS', Constant(0.0), 'orphan_consumer_taken_over'
