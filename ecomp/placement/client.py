@@ -114,7 +114,7 @@ class ServerInfo(NamedTuple):
     clock: datetime | None
 
 
-class Placement:
+class Placement(Connections):
     """Placement at one endpoint; threads may share it. A GET is up to three requests.
 
     Raises:
@@ -140,10 +140,8 @@ class Placement:
         """
         if not isinstance(endpoint_or_config, PlacementConfig):
             endpoint_or_config = PlacementConfig(endpoint_or_config)
+        super().__init__(endpoint_or_config, timeout, limits)
         self._slow = slow
-        self._connections = Connections(endpoint_or_config, timeout, limits)
-        self.endpoint = self._connections.endpoint
-        self.name = self._connections.name
 
     def get(self, path: str) -> dict[str, Any]:
         """Return the JSON object at a path (with its query); tried up to three times."""
@@ -176,26 +174,18 @@ class Placement:
             return ServerInfo(version, None)
         return ServerInfo(version, clock if clock.tzinfo is not None else clock.replace(tzinfo=UTC))
 
-    def make_foreign_error(self) -> Unreachable:
-        """Return the error for an answer that is not placement's: another server listens there."""
-        return self._connections.make_foreign_error()
-
     def write(self, method: str, path: str, body: dict[str, Any] | None) -> None:
         """Send a POST, PUT or DELETE once, with any `body` as JSON; raise the class's errors."""
         answer = self._send(method, path, body, UnknownOutcome)
         # placement's answer to a write contains the generation; a 200 without it is from a proxy.
         if answer.status_code == 200 and b'generation' not in answer.content:
-            raise self._connections.make_foreign_error(UnknownOutcome)
-
-    def close(self) -> None:
-        """Close the idle connections; a later call makes a new one."""
-        self._connections.close()
+            raise self.make_foreign_error(UnknownOutcome)
 
     def _send(self, method: str, path: str, body: dict[str, Any] | None, no_answer_error: type[Unreachable]) -> Answer:
         """Return a 201, a 204 or a 200 of JSON; else raise the class's errors (`no_answer_error`: 5xx, no answer)."""
         with TALLY.measure('placement'):
             with self._report_if_slow():
-                answer = self._connections.send(method, path, body, no_answer_error)
+                answer = self.send(method, path, body, no_answer_error)
             # A proxy's welcome page is a 200 as well, and confirms no claim.
             is_json = answer.headers.get('content-type', '').startswith('application/json')
             if answer.status_code in (201, 204) or (answer.status_code == 200 and is_json):

@@ -12,8 +12,7 @@ import ssl
 import threading
 import time
 from collections.abc import Mapping
-from contextvars import ContextVar
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
@@ -60,23 +59,6 @@ class Answer(NamedTuple):
     headers: Mapping[str, str]
 
 
-def _read_token(path: Path, placement: str) -> str:
-    """Return the token in a file; raise Unreachable unless it holds one ASCII word.
-
-    Unreachable, because a file is missing or empty while it is replaced. The error's `backend` names the file, because
-    callers log the loss of each backend once, and this is not the loss of placement.
-    """
-    backend = f'{placement} (token_file {path})'
-    try:
-        token = path.read_bytes().decode('ascii').strip()  # read_text() would load a codec
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else 'not ASCII'
-        raise Unreachable(f'token_file {path}: {why}', backend) from error
-    if not token or not token.isprintable() or ' ' in token:
-        raise Unreachable(f'token_file {path}: must contain one token, without spaces', backend)
-    return token
-
-
 # A socket's timeout is per read, and http.client has no limit of bytes: a server that sends a byte a second, or never
 # stops, would block a thread or fill the memory. So each read of an answer, headers included, checks both limits.
 
@@ -96,22 +78,11 @@ class AnswerTooLong(OSError):
     """The answer has more bytes than are accepted."""
 
 
-# Maximum bytes of each answer to this thread's call, and its deadline on the monotonic clock.
-_CALL_LIMITS: ContextVar[tuple[int, float]] = ContextVar('limits of the current call')
-
-
-def _start_limits(limits: AnswerLimits) -> float:
-    deadline = time.monotonic() + limits.seconds
-    _CALL_LIMITS.set((limits.size_bytes, deadline))
-    return deadline
-
-
 class _LimitedReader(io.RawIOBase):
     """The bytes of one answer from its headers on, within the limits of the call."""
 
-    def __init__(self, raw: io.RawIOBase, sock: Any) -> None:
-        self._raw, self._sock = raw, sock
-        self._remaining_bytes, self._deadline = _CALL_LIMITS.get()
+    def __init__(self, raw: io.RawIOBase, sock: Any, max_bytes: int, deadline: float) -> None:
+        self._raw, self._sock, self._remaining_bytes, self._deadline = raw, sock, max_bytes, deadline
         self._timeout_seconds = sock.gettimeout() or self._deadline
 
     def readable(self) -> bool:
@@ -137,15 +108,11 @@ class _LimitedReader(io.RawIOBase):
 
 
 class _LimitedResponse(http.client.HTTPResponse):
-    """http.client's response with limits; call _start_limits() before each request."""
+    """http.client's response, of at most `max_bytes`, and until the `deadline` of the monotonic clock."""
 
-    def __init__(self, sock: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(sock, *args, **kwargs)
-        self.fp = io.BufferedReader(_LimitedReader(self.fp.detach(), sock))
-
-
-class _Connection(http.client.HTTPConnection):
-    response_class = _LimitedResponse
+    def __init__(self, max_bytes: int, deadline: float, sock: Any, **options: Any) -> None:
+        super().__init__(sock, **options)
+        self.fp = io.BufferedReader(_LimitedReader(self.fp.detach(), sock, max_bytes, deadline))
 
 
 class Connections:
@@ -163,7 +130,7 @@ class Connections:
         self._host, self._path = parts.hostname or '', parts.path
         self._port = parts.port or (443 if self._is_secure else 80)
         self._lock = threading.Lock()
-        self._idle: list[tuple[float, http.client.HTTPConnection]] = []
+        self._idle: list[tuple[float, Any]] = []
 
     def close(self) -> None:
         """Close the idle connections; those in use stay, and a later call makes a new one."""
@@ -172,31 +139,28 @@ class Connections:
                 self._idle.pop()[1].close()
 
     def read_token(self) -> str:
-        """Return the token of token_file, else `admin`, for a placement without authentication; raise Unreachable."""
-        return 'admin' if self._config.token_file is None else _read_token(self._config.token_file, self.name)
+        """Return the token of token_file, else `admin`, for a placement without authentication.
+
+        Raises Unreachable unless the file holds one ASCII word, because a file is missing or empty while it is
+        replaced. The error's `backend` names the file, because callers log the loss of each backend once, and this is
+        not the loss of placement.
+        """
+        path = self._config.token_file
+        if path is None:
+            return 'admin'
+        try:
+            token = path.read_bytes().decode('ascii').strip()  # read_text() would load a codec
+            is_word = token.isprintable() and len(token.split()) == 1
+            why = '' if is_word else 'must contain one token, without spaces'
+        except (OSError, ValueError) as error:
+            why = str(error.strerror) if isinstance(error, OSError) else 'not ASCII'
+        if why:
+            raise Unreachable(f'token_file {path}: {why}', f'{self.name} (token_file {path})')
+        return token
 
     def make_foreign_error(self, error_type: type[Unreachable] = Unreachable) -> Unreachable:
         """Return the error for an answer that is not placement's: another server listens there."""
         return error_type(f'{self.endpoint} answers, but not as placement does (`placement:` may be wrong)', self.name)
-
-    def make_unreachable_error(self, error_type: type[Unreachable], reason: str) -> Unreachable:
-        """Return the error for a call without an answer."""
-        return error_type(f'{self.name} cannot be reached: {reason}', self.name)
-
-    def make_tls_error(self, error_type: type[Unreachable], failure: TlsFailure) -> Unreachable:
-        return error_type(f'{self.name} cannot be reached: {SENTENCES[failure]}', self.name, failure)
-
-    def make_broken_error(self, error_type: type[Unreachable]) -> Unreachable:
-        """Return the error for a broken connection; over TLS it suggests a rejected certificate."""
-        # A server that rejects our certificate often closes the connection before its alert arrives.
-        doubt = ' (the server may refuse our certificate)' if self.endpoint.startswith('https:') else ''
-        return self.make_unreachable_error(error_type, f'the connection broke{doubt}')
-
-    def make_late_error(self, error_type: type[Unreachable], deadline: float) -> Unreachable:
-        """Return the error for a late answer; it names the call's limit if `deadline` is past, or the timeout."""
-        if time.monotonic() < deadline:
-            return error_type(f'{self.name} gave no answer within {self._timeout[1]:g} s', self.name)
-        return error_type(f'{self.name} gave no complete answer within {self._limits.seconds:g} s', self.name)
 
     def send(self, method: str, path: str, body: dict[str, Any] | None, no_answer_error: type[Unreachable]) -> Answer:
         """Send a request and return the answer, whatever its status.
@@ -205,23 +169,25 @@ class Connections:
         breaks, the answer is not HTTP, or its status is in BUSY_STATUSES. Raises Unreachable if nothing was sent (no
         connection, token or certificate; not retried), and `no_answer_error` if it may have been carried out.
         """
-        deadline = _start_limits(self._limits)
+        deadline = time.monotonic() + self._limits.seconds
         path, content = quote_path(self._path + path), None
         if body is not None:
             content = json.dumps(body, allow_nan=False).encode()
         pauses = list(RETRY_PAUSES_SECONDS) if method == 'GET' else []
         while True:
             try:
-                answer = self._exchange(method, path, content, no_answer_error)
+                answer = self._exchange(method, path, content, no_answer_error, deadline)
             except (OSError, http.client.HTTPException, ValueError, OverflowError) as error:
                 if not pauses or not _is_retryable(error):
-                    raise self._make_error(error, no_answer_error, deadline) from error
+                    raise self._make_call_error(error, no_answer_error, deadline) from error
             else:
                 if not pauses or answer.status_code not in BUSY_STATUSES:
                     return answer
             time.sleep(pauses.pop(0) * random.uniform(0.8, 1.2))
 
-    def _exchange(self, method: str, path: str, content: bytes | None, no_answer_error: type[Unreachable]) -> Answer:
+    def _exchange(
+        self, method: str, path: str, content: bytes | None, no_answer_error: type[Unreachable], deadline: float
+    ) -> Answer:
         """Send one request and return its answer; an OSError closes all idle connections.
 
         Raises Unreachable if nothing was sent, and `no_answer_error` for an answer with a content encoding. OSError,
@@ -231,6 +197,7 @@ class Connections:
         if content is not None:
             headers['content-type'] = 'application/json'
         connection = self._take_connection()
+        connection.response_class = partial(_LimitedResponse, self._limits.size_bytes, deadline)
         try:
             connection.request(method, path, content, headers)
             response = connection.getresponse()
@@ -249,17 +216,29 @@ class Connections:
             self._return_connection(connection)
         return answer
 
-    def _make_error(self, error: Exception, no_answer_error: type[Unreachable], deadline: float) -> Unreachable:
-        """Make the `no_answer_error` for a call without a complete answer."""
+    def _make_call_error(self, error: Exception, error_type: type[Unreachable], deadline: float) -> Unreachable:
         if isinstance(error, TimeoutError):
-            return self.make_late_error(no_answer_error, deadline)
-        if isinstance(error, ssl.SSLError):
-            return self.make_tls_error(no_answer_error, classify_tls_error(error))
+            is_over, seconds = time.monotonic() >= deadline, self._timeout[1]
+            limit = f'complete answer within {self._limits.seconds:g}' if is_over else f'answer within {seconds:g}'
+            return error_type(f'{self.name} gave no {limit} s', self.name)
         if isinstance(error, OSError) and not isinstance(error, AnswerTooLong):
-            return self.make_broken_error(no_answer_error)
-        return self.make_foreign_error(no_answer_error)
+            return self._make_broken_error(error, error_type)
+        return self.make_foreign_error(error_type)
 
-    def _take_connection(self) -> http.client.HTTPConnection:
+    def _make_unreachable_error(
+        self, reason: str, error_type: type[Unreachable] = Unreachable, failure: TlsFailure | None = None
+    ) -> Unreachable:
+        return error_type(f'{self.name} cannot be reached: {reason}', self.name, failure)
+
+    def _make_broken_error(self, error: OSError, error_type: type[Unreachable] = Unreachable) -> Unreachable:
+        if isinstance(error, ssl.SSLError):
+            failure = classify_tls_error(error)
+            return self._make_unreachable_error(SENTENCES[failure], error_type, failure)
+        # A server that rejects our certificate often closes the connection before its alert arrives.
+        doubt = ' (the server may refuse our certificate)' if self._is_secure else ''
+        return self._make_unreachable_error(f'the connection broke{doubt}', error_type)
+
+    def _take_connection(self) -> Any:
         """Return an open connection, idle for less than MAX_IDLE_SECONDS, else connect; Unreachable if that fails."""
         with self._lock:
             while self._idle:
@@ -274,18 +253,16 @@ class Connections:
         try:
             sock = connect_tcp(server_name, self._port, self._timeout[0], self._timeout[0])
         except (OSError, ValueError) as error:
-            raise self.make_unreachable_error(Unreachable, 'no connection') from error
+            raise self._make_unreachable_error('no connection') from error
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection = _Connection(self._host, self._port)
+            connection = http.client.HTTPConnection(self._host, self._port)
             connection.sock = sock if context is None else context.wrap_socket(sock, server_hostname=server_name)
         except (OSError, ValueError) as error:
             sock.close()
-            if isinstance(error, ssl.SSLError):
-                raise self.make_tls_error(Unreachable, classify_tls_error(error)) from error
-            if isinstance(error, ConnectionError):
-                raise self.make_broken_error(Unreachable) from error
-            raise self.make_unreachable_error(Unreachable, 'no connection') from error
+            if isinstance(error, ssl.SSLError | ConnectionError):
+                raise self._make_broken_error(error) from error
+            raise self._make_unreachable_error('no connection') from error
         connection.sock.settimeout(self._timeout[1])
         return connection
 
@@ -304,7 +281,7 @@ class Connections:
                 if path is not None:
                     path.open('rb').close()  # ssl does not name the file that it cannot read
         except OSError as error:
-            # Its `backend` is another one, as for a token: see _read_token().
+            # Its `backend` is another one, as for a token: see read_token().
             name, why = self.name, f'certificate {error.filename}: {error.strerror}'
             raise Unreachable(f'{name} cannot be reached: {why}', f'{name} (its certificates)') from error
         try:
@@ -313,7 +290,8 @@ class Connections:
             if config.cert_cert is not None:
                 context.load_cert_chain(config.cert_cert, config.cert_key)
         except OSError as error:
-            raise self.make_tls_error(Unreachable, TlsFailure.UNUSABLE_FILES) from error
+            failure = TlsFailure.UNUSABLE_FILES
+            raise self._make_unreachable_error(SENTENCES[failure], failure=failure) from error
         return context
 
 
