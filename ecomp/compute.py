@@ -38,46 +38,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     logs.hold_descriptors()
     logs.configure()
-    config, activity, is_serving = ComputeConfig(), '', False
-    service = systemd.Service.from_environment(os.environ)
+    run = _Run(systemd.Service.from_environment(os.environ))
     # Until the daemon installs its own handlers, either signal unwinds what has been started.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        options = make_parser().parse_args(argv)
-        if options.unit:
-            logs.switch_stdout_to_utf8()
-            print(
-                render_unit(options, systemd.make_command(sys.argv[0], sys.executable, 'ecomp.compute')),
-                end='',
-                flush=True,
-            )
-            return 0
-        activity = 'check' if options.check else 'change' if options.close_dhcp else ''
-        config = load_compute(parse_config_option(options.config))
-        if activity:
-            _check_alone(options, 'check' if options.check else 'close_dhcp')
-            return _run_check(config) if options.check else _close_dhcp(config)
-        with ExitStack() as at_exit:
-            if options.fake is not None:
-                config = _make_fake_config(config, parse_inventory(options.fake), at_exit)
-            elif (options.name, options.boot) != (None, None):
-                raise UsageError('--name and --boot need --fake: a real machine has its own name')
-            from ecomp.agent.process import ComputeProcess
-            from ecomp.virt.fake import Fake
-
-            is_serving = True
-            fake = None if options.fake is None else Fake(options.name or '', options.boot)
-            process = ComputeProcess(config, fake, options.accept_new_etcd, service, at_exit)
-            process.register()
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-                    signal.signal(number, lambda *_: process.end_soon())
-            process.run()
-            log.info('stopping; guests keep running')
+        return run.carry_out(make_parser().parse_args(argv))
     except EcompError as error:
         message = str(error)
         if isinstance(error, Unreachable) and error.backend.startswith(('etcd at', 'placement at')):
-            source = make_printable(describe_source('compute.yaml', config.path))
+            source = make_printable(describe_source('compute.yaml', run.config.path))
             effect = 'no guest is started before it answers'
             message = put_before_fix(message, f' ({source}); {effect}. Try: ecompute --check')
         _print_message(message)
@@ -85,13 +54,55 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         with suppress(OSError):
             logs.flush_stdout()
-        if is_serving or not isinstance(error, BrokenPipeError):  # stdout's reader (head, less) has exited
+        if run.is_serving or not isinstance(error, BrokenPipeError):  # stdout's reader (head, less) has exited
             _print_message(f'{error.filename or "failed"}: {error.strerror or error}')
         return 1
     except KeyboardInterrupt:
-        _print_message(f'interrupted: the {activity} is incomplete' if activity else 'stopped before it was ready')
-        return int(bool(activity))  # an interrupted check has no result; a signal is a daemon's normal end
-    return 0
+        what = f'interrupted: the {run.activity} is incomplete' if run.activity else 'stopped before it was ready'
+        _print_message(what)
+        return int(bool(run.activity))  # an interrupted check has no result; a signal is a daemon's normal end
+
+
+class _Run:
+    """One run of ecompute: its configuration, and what it is doing, for the message if that fails."""
+
+    def __init__(self, service: systemd.Service) -> None:
+        self._service = service
+        self.config, self.activity, self.is_serving = ComputeConfig(), '', False
+
+    def carry_out(self, options: argparse.Namespace) -> int:
+        """Do what the options ask for; return the exit code."""
+        if options.unit:
+            logs.switch_stdout_to_utf8()
+            program = systemd.make_command(sys.argv[0], sys.executable, 'ecomp.compute')
+            print(render_unit(options, program), end='', flush=True)
+            return 0
+        self.activity = 'check' if options.check else 'change' if options.close_dhcp else ''
+        self.config = load_compute(parse_config_option(options.config))
+        if self.activity:
+            _check_alone(options, 'check' if options.check else 'close_dhcp')
+            return _run_check(self.config) if options.check else _close_dhcp(self.config)
+        with ExitStack() as at_exit:
+            self._serve(options, at_exit)
+        return 0
+
+    def _serve(self, options: argparse.Namespace, at_exit: ExitStack) -> None:
+        if options.fake is not None:
+            self.config = _make_fake_config(self.config, parse_inventory(options.fake), at_exit)
+        elif (options.name, options.boot) != (None, None):
+            raise UsageError('--name and --boot need --fake: a real machine has its own name')
+        from ecomp.agent.process import ComputeProcess
+        from ecomp.virt.fake import Fake
+
+        self.is_serving = True
+        fake = None if options.fake is None else Fake(options.name or '', options.boot)
+        process = ComputeProcess(self.config, fake, options.accept_new_etcd, self._service, at_exit)
+        process.register()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                signal.signal(number, lambda *_: process.end_soon())
+        process.run()
+        log.info('stopping; guests keep running')
 
 
 def make_parser() -> argparse.ArgumentParser:
