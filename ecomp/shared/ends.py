@@ -25,16 +25,7 @@ from ecomp.shared.names import (
     release_name,
     try_revoke,
 )
-from ecomp.store.client import (
-    Delete,
-    Entry,
-    Exists,
-    Put,
-    Settlement,
-    Store,
-    Touch,
-    Unchanged,
-)
+from ecomp.store.client import Delete, Entry, Exists, Put, Settlement, Store, Touch, Unchanged
 
 # Seconds for which a set's user-data stays once no compute refreshes it: for hosts that are away.
 USER_DATA_SECONDS = 30 * 24 * 3600

@@ -20,16 +20,7 @@ from ecomp.model.group import MAX_MEMBERS, Group, Membership, filter_admitted, r
 from ecomp.model.order import NameOwner
 from ecomp.model.quota import Quota, make_charge
 from ecomp.model.stored import decode, decode_at, encode
-from ecomp.store.client import (
-    MAX_TRANSACTION_OPERATIONS,
-    Delete,
-    Entry,
-    Exists,
-    Put,
-    Settlement,
-    Store,
-    Unchanged,
-)
+from ecomp.store.client import MAX_TRANSACTION_OPERATIONS, Delete, Entry, Exists, Put, Settlement, Store, Unchanged
 
 Shared = TypeVar('Shared', Group, Quota)
 

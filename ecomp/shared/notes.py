@@ -8,12 +8,7 @@ from contextlib import suppress
 from ecomp.errors import NoSpace, Unreachable
 from ecomp.model import keys
 from ecomp.model.json_object import dump, load_object_or_empty
-from ecomp.store.client import (
-    Entry,
-    Put,
-    Store,
-    retry_until_committed,
-)
+from ecomp.store.client import Entry, Put, Store, retry_until_committed
 
 # Seconds that the generation of a released claim is noted; no release sent earlier is still on its way.
 NOTE_SECONDS = 3600

@@ -9,11 +9,7 @@ from ecomp.model import keys
 from ecomp.model.host import EntriesByCompute, group_by_instance
 from ecomp.model.record import ERROR, GONE
 from ecomp.model.record import from_json as record_from_json
-from ecomp.store.client import (
-    MAX_TRANSACTION_OPERATIONS,
-    Entry,
-    Store,
-)
+from ecomp.store.client import MAX_TRANSACTION_OPERATIONS, Entry, Store
 
 # In a cluster of more living computes, placement is asked which of them has the instance's claim.
 MAX_SEARCHED_COMPUTES = MAX_TRANSACTION_OPERATIONS // 2

@@ -26,25 +26,8 @@ from ecomp.metrics import TALLY
 from ecomp.model import cluster, keys
 from ecomp.model.cluster import Header, KnownCluster
 from ecomp.model.stored import decode
+from ecomp.store import messages
 from ecomp.store.connection import AnswerTooLong, Connection, read_pages
-from ecomp.store.messages import (
-    EQUAL,
-    GREATER,
-    NOT_FOUND,
-    Comparison,
-    Grant,
-    KeepAlive,
-    KeyDeletion,
-    Range,
-    Request,
-    Revoke,
-    Rewrite,
-    Status,
-    TimeToLive,
-    Transaction,
-    WatchCreate,
-    Write,
-)
 
 
 class Guard:
@@ -315,7 +298,7 @@ class Store:
 
     def get(self, key: str) -> Entry | None:
         """Return the key's entry, or None if the key does not exist."""
-        reply = self._read(Range(_encode_key(key)), about=(key,))
+        reply = self._read(messages.Range(_encode_key(key)), about=(key,))
         return parse_entry(reply.kvs[0]) if reply.kvs else None
 
     def read(self, requested_keys: Sequence[str]) -> dict[str, Entry]:
@@ -323,9 +306,11 @@ class Store:
         entries_by_key: dict[str, Entry] = {}
         start, count, revision = 0, MAX_TRANSACTION_OPERATIONS, 0
         while start < len(requested_keys):
-            ranges = [Range(_encode_key(key), revision=revision) for key in requested_keys[start : start + count]]
+            ranges = [
+                messages.Range(_encode_key(key), revision=revision) for key in requested_keys[start : start + count]
+            ]
             try:
-                reply = self._read(Transaction(success=ranges))
+                reply = self._read(messages.Transaction(success=ranges))
             except AnswerTooLong:
                 if len(ranges) == 1:
                     raise
@@ -355,8 +340,8 @@ class Store:
     def sample(self, prefix: str, start: str, limit: int) -> tuple[list[Entry], int]:
         """Return up to `limit` entries of a prefix from key `start` on, wrapping around, and the number of its keys."""
         begin, middle = _encode_key(prefix), _encode_key(start)
-        ranges = [Range(middle, get_prefix_range_end(begin), limit), Range(begin, middle, limit)]
-        reply = self._read(Transaction(success=ranges), about=(prefix,))
+        ranges = [messages.Range(middle, get_prefix_range_end(begin), limit), messages.Range(begin, middle, limit)]
+        reply = self._read(messages.Transaction(success=ranges), about=(prefix,))
         results = [response.response_range for response in reply.responses]
         entries = [parse_entry(kv) for result in results for kv in result.kvs]
         return entries[:limit], sum(int(result.count) for result in results)
@@ -364,22 +349,24 @@ class Store:
     def read_version(self) -> str:
         """Return the version of the member that answers, such as `3.4.23`; it needs no role."""
         # https://etcd.io/docs/v3.4/dev-guide/api_reference_v3/ (Maintenance.Status)
-        return str(self._read(Status(), linearizable=False).version)
+        return str(self._read(messages.Status(), linearizable=False).version)
 
     def count(self, prefix: str) -> int:
         """Return the number of keys under a prefix, without reading them."""
         key = _encode_key(prefix)
-        return int(self._read(Range(key, get_prefix_range_end(key), count_only=True), about=(prefix,)).count)
+        return int(self._read(messages.Range(key, get_prefix_range_end(key), count_only=True), about=(prefix,)).count)
 
     def has_changed(self, prefix: str, since_revision: int) -> bool:
         """Return whether an existing key of a prefix was written at `since_revision` or later."""
         key = _encode_key(prefix)
-        request = Range(key, get_prefix_range_end(key), limit=1, keys_only=True, min_mod_revision=since_revision)
+        request = messages.Range(
+            key, get_prefix_range_end(key), limit=1, keys_only=True, min_mod_revision=since_revision
+        )
         return bool(self._read(request, about=(prefix,)).kvs)
 
     def read_revision(self) -> int:
         """Return etcd's current revision, by a linearizable read."""
-        reply = self._read(Range(_encode_key(keys.CLUSTER), count_only=True), about=(keys.CLUSTER,))
+        reply = self._read(messages.Range(_encode_key(keys.CLUSTER), count_only=True), about=(keys.CLUSTER,))
         return int(reply.header.revision)
 
     def commit(
@@ -401,10 +388,10 @@ class Store:
             fence = self.fence if use_fence else None
             fencing = [fence.select_condition(operations)] if fence else []
             compared = [*conditions, *fencing]
-            request = Transaction(
+            request = messages.Transaction(
                 list(map(_make_comparison, compared)),
                 list(map(_make_operation, operations)),
-                [Range(_encode_key(condition.key), keys_only=True) for condition in fencing],
+                [messages.Range(_encode_key(condition.key), keys_only=True) for condition in fencing],
             )
             try:
                 send = self._write if operations else self._read
@@ -474,7 +461,7 @@ class Store:
         """Carry out `fence`, and return whether this proves that a transaction of `operations` was not committed."""
         # Without an answer to this, too, the next read shows whether the key has changed.
         with suppress(EcompError):
-            request = Transaction([_make_comparison(condition)], [_make_operation(fence)])
+            request = messages.Transaction([_make_comparison(condition)], [_make_operation(fence)])
             is_done = self._write(request, [fence.key]).succeeded
             return is_done and any(operation.key == fence.key for operation in operations)  # it would have changed it
         return False
@@ -483,26 +470,26 @@ class Store:
         """Return a new lease of `seconds`. An unused one expires, so a lost answer does no harm."""
         if self._guard is not None:
             self._guard.raise_if_refused()
-        return int(self._read(Grant(seconds)).ID)
+        return int(self._read(messages.Grant(seconds)).ID)
 
     def keep_alive(self, lease: int) -> int:
         """Refresh a lease; return its remaining seconds, or 0 if it has expired."""
         if self._guard is not None:
             self._guard.raise_if_refused()
-        reply = self._read(KeepAlive(lease), linearizable=False)
+        reply = self._read(messages.KeepAlive(lease), linearizable=False)
         return max(int(reply.TTL), 0) if reply is not None else 0  # `etcd grpc-proxy` reports -1 for an expired lease
 
     def read_lease_age(self, lease: int) -> int | None:
         """Return the seconds since a lease was granted, renewed, or reset by a new leader; None if it is gone."""
-        reply = self._read(TimeToLive(lease), linearizable=False)
+        reply = self._read(messages.TimeToLive(lease), linearizable=False)
         return int(reply.grantedTTL - reply.TTL) if reply.TTL > 0 else None
 
     def revoke(self, lease: int) -> None:
         """Revoke a lease and delete its keys; no-op if expired. After Unreachable it may have been carried out."""
         try:
-            self._read(Revoke(lease), linearizable=False)
+            self._read(messages.Revoke(lease), linearizable=False)
         except EcompError as error:
-            if getattr(error.__cause__, 'code', '') != NOT_FOUND:
+            if getattr(error.__cause__, 'code', '') != messages.NOT_FOUND:
                 raise
 
     def check_identity(self) -> None:
@@ -522,7 +509,7 @@ class Store:
             self._guard.adopt(entry.value, self.endpoints)
 
     def watch(
-        self, requests: Sequence[WatchCreate], duration_seconds: float, progress_seconds: float | None = None
+        self, requests: Sequence[messages.WatchCreate], duration_seconds: float, progress_seconds: float | None = None
     ) -> WatchStream:
         """Return the answers to these watches on one stream, for at most `duration_seconds`.
 
@@ -539,16 +526,16 @@ class Store:
     def close(self) -> None:
         self._connection.close()
 
-    def _read(self, request: Request, linearizable: bool = True, about: Sequence[str] = ()) -> Any:
+    def _read(self, request: messages.Request, linearizable: bool = True, about: Sequence[str] = ()) -> Any:
         return self._ask(request, Unreachable, linearizable, about)
 
-    def _write(self, request: Request, about: Sequence[str]) -> Any:
+    def _write(self, request: messages.Request, about: Sequence[str]) -> Any:
         if self._guard is not None:
             self._guard.raise_if_refused()
         return self._ask(request, UnknownOutcome, True, about)
 
     def _ask(
-        self, request: Request, no_answer_error: type[Unreachable], linearizable: bool, about: Sequence[str]
+        self, request: messages.Request, no_answer_error: type[Unreachable], linearizable: bool, about: Sequence[str]
     ) -> Any:
         before = self._guard.known_cluster if self._guard is not None else None
         with TALLY.measure('etcd'):
@@ -616,9 +603,13 @@ def parse_entry(kv: Any) -> Entry:
     return Entry(kv.key.decode(errors='replace'), kv.value, kv.mod_revision, kv.lease, 0, kv.create_revision)
 
 
-def _make_comparison(condition: Unchanged | Exists) -> Comparison:
+def _make_comparison(condition: Unchanged | Exists) -> messages.Comparison:
     key = _encode_key(condition.key)
-    return Comparison(key, GREATER, 0) if isinstance(condition, Exists) else Comparison(key, EQUAL, condition.revision)
+    return (
+        messages.Comparison(key, messages.GREATER, 0)
+        if isinstance(condition, Exists)
+        else messages.Comparison(key, messages.EQUAL, condition.revision)
+    )
 
 
 def _is_written(put: Put, entry: Entry | None, revision: int) -> bool:
@@ -636,8 +627,8 @@ def _is_invalidated_by(condition: Unchanged | Exists, operations: Sequence[Put |
     return Put in kinds or (Delete in kinds and condition.revision > 0)
 
 
-def _make_operation(operation: Put | Delete | Touch) -> Write | Rewrite | KeyDeletion:
+def _make_operation(operation: Put | Delete | Touch) -> messages.Write | messages.Rewrite | messages.KeyDeletion:
     key = _encode_key(operation.key)
     if isinstance(operation, Put):
-        return Write(key, operation.value.encode(), operation.lease)
-    return Rewrite(key) if isinstance(operation, Touch) else KeyDeletion(key)
+        return messages.Write(key, operation.value.encode(), operation.lease)
+    return messages.Rewrite(key) if isinstance(operation, Touch) else messages.KeyDeletion(key)

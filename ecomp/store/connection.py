@@ -10,22 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ecomp.conf import EtcdConfig
 from ecomp.errors import Denied, EcompError, NoSpace, TooManyOperations, Unreachable, UsageError
-from ecomp.store.messages import (
-    CONNECTING,
-    DEADLINE_EXCEEDED,
-    TOO_MANY_OPERATIONS,
-    CallFailure,
-    Range,
-    can_retry_elsewhere,
-    describe_denial,
-    is_denied,
-    is_full,
-    is_refusal,
-    is_too_long,
-    is_transient,
-    is_unsent,
-    suggest_remedy,
-)
+from ecomp.store import messages
 
 if TYPE_CHECKING:  # h2 is slow to load
     from ecomp.store.http2_client import EtcdMember
@@ -54,7 +39,7 @@ def read_pages(ask: Callable[[Any], Any], start: bytes, end: bytes, keys_only: b
     )
     while True:
         try:
-            reply = ask(Range(start, end, limit, revision, keys_only))
+            reply = ask(messages.Range(start, end, limit, revision, keys_only))
         except AnswerTooLong:
             if limit == MIN_PAGE_KEYS:
                 raise
@@ -121,21 +106,21 @@ class Connection:
                 answer = ask(client, max(min(time_share, deadline - time.monotonic()), MIN_INTERVAL_SECONDS))
                 self._pending.clear()
                 return answer
-            except CallFailure as error:
-                is_pending = has_others and error.details == CONNECTING
+            except messages.CallFailure as error:
+                is_pending = has_others and error.details == messages.CONNECTING
                 # A single endpoint that connects slowly gets two timeouts before the connection is begun again.
                 is_young = time.monotonic() - self._connected_at < 2 * self.config.timeout
-                if has_others or not is_young or error.code != DEADLINE_EXCEEDED:
+                if has_others or not is_young or error.code != messages.DEADLINE_EXCEEDED:
                     self.reconnect(client, is_pending)
                 is_late = time.monotonic() > deadline - MIN_INTERVAL_SECONDS
-                if is_transient(error) and not is_late:
+                if messages.is_transient(error) and not is_late:
                     # One more round: others may be electing too, and a member that saw the dead leader's end refuses.
                     remaining_tries = max(remaining_tries, len(self.config.endpoints))
                     time.sleep(MIN_INTERVAL_SECONDS)
                 elif is_pending and not is_late:
                     remaining_tries += 1  # in turn, until one of the connections is made
-                elif remaining_tries <= 0 or is_late or not can_retry_elsewhere(error, repeatable):
-                    error_type = no_answer_error if not is_unsent(error) else Unreachable
+                elif remaining_tries <= 0 or is_late or not messages.can_retry_elsewhere(error, repeatable):
+                    error_type = no_answer_error if not messages.is_unsent(error) else Unreachable
                     raise self.translate_error(error, error_type, about, repeatable) from error
 
     def reconnect(self, failed_member: EtcdMember | None = None, is_pending: bool = False) -> None:
@@ -173,7 +158,11 @@ class Connection:
         return pending or EtcdMember(self.config, self.config.endpoints[self._endpoint_index])
 
     def translate_error(
-        self, error: CallFailure, no_answer_error: type[Unreachable], about: Sequence[str] = (), is_read: bool = False
+        self,
+        error: messages.CallFailure,
+        no_answer_error: type[Unreachable],
+        about: Sequence[str] = (),
+        is_read: bool = False,
     ) -> EcompError:
         """Convert a CallFailure to an EcompError: to `no_answer_error` if no answer came.
 
@@ -181,25 +170,25 @@ class Connection:
         refusal. `about` and `is_read` are for the text of Denied.
         """
         name = f'etcd at {self.endpoints}'
-        if is_full(error):
+        if messages.is_full(error):
             cure = 'compact and defragment etcd, and disarm its alarm'
             return NoSpace(f'{name} accepts no writes ({error.details}). Fix: {cure}')
-        if is_too_long(error) and no_answer_error is Unreachable:
+        if messages.is_too_long(error) and no_answer_error is Unreachable:
             return AnswerTooLong(f'{name}: {error.details}')
-        if is_denied(error):
+        if messages.is_denied(error):
             certificate = str(self.config.cert_cert or '')
-            return Denied(f'{name} does not let {describe_denial(certificate, about, is_read)}')
-        if error.details == TOO_MANY_OPERATIONS:
+            return Denied(f'{name} does not let {messages.describe_denial(certificate, about, is_read)}')
+        if error.details == messages.TOO_MANY_OPERATIONS:
             cure = 'start etcd with --max-txn-ops=2048, or change fewer instances at a time'
             return TooManyOperations(f'{name} refuses: {error.details}. Fix: {cure}')
-        if is_refusal(error) and not is_too_long(error):
-            return EcompError(f'{name} refuses: {error.details}{suggest_remedy(error)}')
-        if self._certificate_error and is_unsent(error) and not is_transient(error):
+        if messages.is_refusal(error) and not messages.is_too_long(error):
+            return EcompError(f'{name} refuses: {error.details}{messages.suggest_remedy(error)}')
+        if self._certificate_error and messages.is_unsent(error) and not messages.is_transient(error):
             # With a `backend` of its own: else a caller that has logged the loss of etcd would not log this reason.
             return no_answer_error(
                 f'{name} cannot be reached: {self._certificate_error}', f'{name} ({self._certificate_error})'
             )
-        why = 'no answer in time' if error.code == DEADLINE_EXCEEDED else error.details
+        why = 'no answer in time' if error.code == messages.DEADLINE_EXCEEDED else error.details
         return no_answer_error(f'{name} cannot be reached: {why}', name, error.tls_failure)
 
 

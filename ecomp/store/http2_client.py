@@ -32,21 +32,7 @@ from h2.exceptions import H2Error
 from h2.settings import SettingCodes
 
 from ecomp.conf import EtcdConfig, connect_tcp
-from ecomp.store.messages import (
-    CONNECTING,
-    DEADLINE_EXCEEDED,
-    METHODS,
-    RESOURCE_EXHAUSTED,
-    UNAVAILABLE,
-    AuthRequest,
-    CallFailure,
-    KeepAlive,
-    Request,
-    WatchCreate,
-    WatchProgress,
-    find_method,
-    parse_answer,
-)
+from ecomp.store import messages
 from ecomp.tls import ETCD_SENTENCES, TlsFailure, classify_tls_error
 
 # Bytes that a member may send before we acknowledge them.
@@ -83,7 +69,7 @@ class Transport:
         """Begin to connect; raise OSError for a certificate that is empty or cannot be read."""
         self._socket: socket.socket | None = None
         self._closed = False
-        self._config = config
+        self.config = config
         self.endpoint = endpoint
         self._connect_timeout = config.timeout / len(config.endpoints)
         has_others = len(config.endpoints) > 1
@@ -92,7 +78,7 @@ class Transport:
             check_certificate(path)
         self._reservation = threading.Lock()
         self.http = _Http2()
-        self._failed: CallFailure | None = None
+        self._failed: messages.CallFailure | None = None
         self._connect_thread = threading.Thread(target=self._try_connect, name='etcd', daemon=True)
         self._connect_thread.start()
 
@@ -108,21 +94,21 @@ class Transport:
         without a usable connection, UNAVAILABLE for an OSError or H2Error of the body, which breaks the connection.
         """
         if not self._reservation.acquire(timeout=max(deadline - time.monotonic(), 0)):
-            raise CallFailure(DEADLINE_EXCEEDED, 'another thread uses the connection', unsent=True)
+            raise messages.CallFailure(messages.DEADLINE_EXCEEDED, 'another thread uses the connection', unsent=True)
         try:
             self._connect_thread.join(max(min(deadline - time.monotonic(), self._patience_seconds), 0))
             if self._connect_thread.is_alive():
-                raise CallFailure(DEADLINE_EXCEEDED, CONNECTING, unsent=True)
+                raise messages.CallFailure(messages.DEADLINE_EXCEEDED, messages.CONNECTING, unsent=True)
             if self._failed is None:
                 self._notice_end(deadline)
             if self._failed is not None:
                 raise copy(self._failed)  # a copy: the traceback would refer to this frame and so keep the socket open
             yield
         except OSError as error:
-            raise self._mark_broken(CallFailure(UNAVAILABLE, CONNECTION_CLOSED)) from error
+            raise self._mark_broken(messages.CallFailure(messages.UNAVAILABLE, CONNECTION_CLOSED)) from error
         except H2Error as error:
             why = CONNECTION_CLOSED if self.http.is_ending else f'{NO_HTTP2}: {error}'
-            raise self._mark_broken(CallFailure(UNAVAILABLE, why)) from error
+            raise self._mark_broken(messages.CallFailure(messages.UNAVAILABLE, why)) from error
         finally:
             self._reservation.release()
 
@@ -136,7 +122,7 @@ class Transport:
                 self._socket.sendall(data)
             except TimeoutError:
                 # A part may have been sent, and nothing else makes sense after it.
-                self._mark_broken(CallFailure(UNAVAILABLE, CONNECTION_CLOSED))
+                self._mark_broken(messages.CallFailure(messages.UNAVAILABLE, CONNECTION_CLOSED))
                 raise
 
     def receive(self, deadline: float) -> list[Any]:
@@ -156,7 +142,7 @@ class Transport:
         events = self.http.receive_data(data)
         for event in events:
             if isinstance(event, ConnectionTerminated):
-                self._mark_broken(CallFailure(UNAVAILABLE, CONNECTION_CLOSED))
+                self._mark_broken(messages.CallFailure(messages.UNAVAILABLE, CONNECTION_CLOSED))
         self.send(max(deadline, time.monotonic() + 1))
         return events
 
@@ -181,8 +167,8 @@ class Transport:
 
     __del__ = close
 
-    def _mark_broken(self, error: CallFailure) -> CallFailure:
-        self._failed = CallFailure(UNAVAILABLE, CONNECTION_CLOSED, unsent=True)
+    def _mark_broken(self, error: messages.CallFailure) -> messages.CallFailure:
+        self._failed = messages.CallFailure(messages.UNAVAILABLE, CONNECTION_CLOSED, unsent=True)
         return error
 
     def _try_connect(self) -> None:
@@ -190,13 +176,15 @@ class Transport:
         try:
             self._connect()
         except TimeoutError:
-            self._failed = CallFailure(DEADLINE_EXCEEDED, 'not connected', unsent=True)
+            self._failed = messages.CallFailure(messages.DEADLINE_EXCEEDED, 'not connected', unsent=True)
         except socket.gaierror as error:
             why = f'DNS resolution failed for {self.endpoint}: {error.strerror}'
-            self._failed = CallFailure(UNAVAILABLE, why, unsent=True)
+            self._failed = messages.CallFailure(messages.UNAVAILABLE, why, unsent=True)
         except Exception as error:
             failure = classify_tls_error(error) if isinstance(error, ssl.SSLError) else None
-            self._failed = CallFailure(UNAVAILABLE, self._describe_connect_error(error), True, failure)
+            self._failed = messages.CallFailure(
+                messages.UNAVAILABLE, self._describe_connect_error(error), True, failure
+            )
 
     def _describe_connect_error(self, error: Exception) -> str:
         """Return why the connection failed, as text: TCP, TLS, or no HTTP/2."""
@@ -213,7 +201,7 @@ class Transport:
 
     def _connect(self) -> None:
         """Connect and await HTTP/2 settings for two timeouts; raise OSError, H2Error or ValueError (unusable TLS)."""
-        deadline = time.monotonic() + 2 * self._config.timeout
+        deadline = time.monotonic() + 2 * self.config.timeout
         host, _, port = self.endpoint.rpartition(':')
         host = host.strip('[]')
         # As bytes: for text Python would load its IDNA codec.
@@ -222,7 +210,7 @@ class Transport:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = sock
         if self._is_secure:
-            self._socket = _make_tls_context(self._config).wrap_socket(sock, server_hostname=name)
+            self._socket = _make_tls_context(self.config).wrap_socket(sock, server_hostname=name)
             if self._socket.selected_alpn_protocol() != 'h2':
                 raise ValueError(NO_HTTP2)
         self.http.initiate_connection()
@@ -239,7 +227,7 @@ class Transport:
 
     @property
     def _is_secure(self) -> bool:
-        return self._config.ca_cert is not None or self._config.cert_cert is not None
+        return self.config.ca_cert is not None or self.config.cert_cert is not None
 
     def _notice_end(self, deadline: float) -> None:
         """Read what has arrived since the last use; mark the connection broken if it has ended. Never raises."""
@@ -249,7 +237,7 @@ class Transport:
         except TimeoutError:
             pass
         except (OSError, H2Error):
-            self._mark_broken(CallFailure(UNAVAILABLE, CONNECTION_CLOSED))
+            self._mark_broken(messages.CallFailure(messages.UNAVAILABLE, CONNECTION_CLOSED))
 
 
 class Stream:
@@ -289,7 +277,7 @@ class Stream:
         """Process the next events and set `is_finished`; raise OSError (TimeoutError at `deadline`) or CallFailure."""
         for event in self._transport.receive(deadline):
             if isinstance(event, ConnectionTerminated) and (event.last_stream_id or 0) < self._stream_id:
-                raise CallFailure(UNAVAILABLE, CONNECTION_CLOSED)
+                raise messages.CallFailure(messages.UNAVAILABLE, CONNECTION_CLOSED)
             if getattr(event, 'stream_id', None) != self._stream_id:
                 continue
             if isinstance(event, ResponseReceived | TrailersReceived):
@@ -303,7 +291,7 @@ class Stream:
             elif isinstance(event, StreamReset):
                 # A member answers a request that is too long before it resets the stream.
                 if 'grpc-status' not in self.headers:
-                    raise CallFailure(UNAVAILABLE, 'Stream removed')
+                    raise messages.CallFailure(messages.UNAVAILABLE, 'Stream removed')
                 self.is_finished = True
             elif isinstance(event, StreamEnded):
                 self.is_finished = True
@@ -316,10 +304,10 @@ class Stream:
             self._transport.send(time.monotonic())
 
 
-def make_too_long_error(length_bytes: int, limit_bytes: int) -> CallFailure:
+def make_too_long_error(length_bytes: int, limit_bytes: int) -> messages.CallFailure:
     """Return the failure for an oversized answer, worded as gRPC's own client does."""
-    return CallFailure(
-        RESOURCE_EXHAUSTED, f'CLIENT: Received message larger than max ({length_bytes} vs. {limit_bytes})'
+    return messages.CallFailure(
+        messages.RESOURCE_EXHAUSTED, f'CLIENT: Received message larger than max ({length_bytes} vs. {limit_bytes})'
     )
 
 
@@ -362,31 +350,34 @@ PING_AFTER_SECONDS = 5.5
 PING_ANSWER_SECONDS = 2.5
 # gRPC's codes by number.
 GRPC_CODES = (
-    *('OK', 'CANCELLED', 'UNKNOWN', 'INVALID_ARGUMENT', DEADLINE_EXCEEDED, 'NOT_FOUND', 'ALREADY_EXISTS'),
-    *('PERMISSION_DENIED', RESOURCE_EXHAUSTED, 'FAILED_PRECONDITION', 'ABORTED', 'OUT_OF_RANGE', 'UNIMPLEMENTED'),
-    *('INTERNAL', UNAVAILABLE, 'DATA_LOSS', 'UNAUTHENTICATED'),
+    *('OK', 'CANCELLED', 'UNKNOWN', 'INVALID_ARGUMENT', messages.DEADLINE_EXCEEDED, 'NOT_FOUND', 'ALREADY_EXISTS'),
+    *(
+        'PERMISSION_DENIED',
+        messages.RESOURCE_EXHAUSTED,
+        'FAILED_PRECONDITION',
+        'ABORTED',
+        'OUT_OF_RANGE',
+        'UNIMPLEMENTED',
+    ),
+    *('INTERNAL', messages.UNAVAILABLE, 'DATA_LOSS', 'UNAUTHENTICATED'),
 )
 MALFORMED_ANSWER = 'its answer is not one gRPC message'
 
 
-class EtcdMember:
-    """One connection to one endpoint, for one call or watch at a time; its constructor raises what Transport's does."""
+class EtcdMember(Transport):
+    """One connection to one endpoint, for one call or watch at a time."""
 
-    def __init__(self, config: EtcdConfig, endpoint: str) -> None:
-        self._transport = Transport(config, endpoint)
-        self._timeout = config.timeout
-
-    def call(self, request: Request, timeout_seconds: float) -> Any:
+    def call(self, request: messages.Request, timeout_seconds: float) -> Any:
         """Send the request once and return its answer (None: a KeepAlive's stream had none); raise CallFailure."""
         deadline = time.monotonic() + timeout_seconds
-        path, name = find_method(request)
-        headers = _make_headers(self._transport, path, deadline)
-        if isinstance(request, AuthRequest) and request.token:
+        path, name = messages.find_method(request)
+        headers = _make_headers(self, path, deadline)
+        if isinstance(request, messages.AuthRequest) and request.token:
             headers = [*headers, ('token', request.token)]
         # A renewal is a stream of requests. `etcd grpc-proxy` cancels it if our side ends before it has answered.
-        is_stream, message = isinstance(request, KeepAlive), None
-        with self._transport.reserve(deadline):
-            stream = Stream(self._transport, headers, MAX_ANSWER_BYTES)
+        is_stream, message = isinstance(request, messages.KeepAlive), None
+        with self.reserve(deadline):
+            stream = Stream(self, headers, MAX_ANSWER_BYTES)
             try:
                 stream.send(_frame_message(request.to_bytes()), deadline, end_stream=not is_stream)
                 while not stream.is_finished:
@@ -397,23 +388,20 @@ class EtcdMember:
                         return _parse_answer(name, message, deadline)
             except TimeoutError as error:
                 stream.reset()
-                raise CallFailure(DEADLINE_EXCEEDED, 'no answer in time') from error
+                raise messages.CallFailure(messages.DEADLINE_EXCEEDED, 'no answer in time') from error
         _check_status(stream)
         if not stream.body and is_stream:
             return None
         message = _take_message(stream.body)
         if message is None or stream.body:
-            raise CallFailure(UNAVAILABLE, MALFORMED_ANSWER)
+            raise messages.CallFailure(messages.UNAVAILABLE, MALFORMED_ANSWER)
         return _parse_answer(name, message, deadline)
 
     def watch(
-        self, requests: Sequence[WatchCreate], duration_seconds: float, progress_seconds: float | None = None
+        self, requests: Sequence[messages.WatchCreate], duration_seconds: float, progress_seconds: float | None = None
     ) -> WatchStream:
         """Return the answers to the watches; nothing is sent before they are iterated over."""
-        return WatchStream(self._transport, requests, duration_seconds, self._timeout, progress_seconds)
-
-    def close(self) -> None:
-        self._transport.close()
+        return WatchStream(self, requests, duration_seconds, progress_seconds)
 
 
 class WatchStream:
@@ -428,19 +416,17 @@ class WatchStream:
     def __init__(
         self,
         transport: Transport,
-        requests: Sequence[WatchCreate],
+        requests: Sequence[messages.WatchCreate],
         duration_seconds: float,
-        timeout: float,
         progress_seconds: float | None,
     ) -> None:
-        """Prepare the stream; `timeout` limits connecting and sending the requests, in seconds."""
-        self._transport, self._requests = transport, requests
-        self._duration_seconds, self._timeout, self._progress_seconds = duration_seconds, timeout, progress_seconds
+        self._transport, self._requests, self._timeout = transport, requests, transport.config.timeout
+        self._duration_seconds, self._progress_seconds = duration_seconds, progress_seconds
         self._is_finished = False
 
     def __iter__(self) -> Iterator[Any]:
         start = time.monotonic()
-        path, name = METHODS[WatchCreate]
+        path, name = messages.METHODS[messages.WatchCreate]
         deadline = start + self._duration_seconds
         try:
             with self._transport.reserve(start + self._timeout):
@@ -456,7 +442,9 @@ class WatchStream:
                             check_deadline(deadline)
                             yield _parse_answer(name, message, deadline)
                 except TimeoutError:
-                    raise CallFailure(DEADLINE_EXCEEDED, 'the watch has lasted as long as requested') from None
+                    raise messages.CallFailure(
+                        messages.DEADLINE_EXCEEDED, 'the watch has lasted as long as requested'
+                    ) from None
                 finally:
                     if not stream.is_finished:
                         stream.reset()
@@ -487,7 +475,7 @@ class WatchStream:
         if progress_seconds is None:
             raise ConnectionError('the member does not answer')
         try:
-            message = _frame_message(WatchProgress().to_bytes())
+            message = _frame_message(messages.WatchProgress().to_bytes())
             stream.send(message, time.monotonic() + self._timeout, end_stream=False)
         except TimeoutError:  # a TimeoutError would mean that the time of the watch is over
             raise ConnectionError('the member accepts no data') from None
@@ -513,7 +501,7 @@ def _take_message(body: bytearray) -> bytes | None:
         return None
     length = int.from_bytes(body[1:5], 'big')
     if body[0]:
-        raise CallFailure(UNAVAILABLE, MALFORMED_ANSWER)
+        raise messages.CallFailure(messages.UNAVAILABLE, MALFORMED_ANSWER)
     if length > MAX_ANSWER_BYTES:
         raise make_too_long_error(length, MAX_ANSWER_BYTES)
     if len(body) < 5 + length:
@@ -527,20 +515,20 @@ def _check_status(stream: Stream) -> None:
     """Raise CallFailure unless the headers report success: with etcd's code, or UNAVAILABLE if it sent none."""
     headers = stream.headers
     if headers.get(':status') != '200' or not headers.get('content-type', '').startswith('application/grpc'):
-        raise CallFailure(UNAVAILABLE, 'its answer is not gRPC')
+        raise messages.CallFailure(messages.UNAVAILABLE, 'its answer is not gRPC')
     status = headers.get('grpc-status', '')
     if not (status.isascii() and status.isdecimal() and len(status) <= 2) or int(status) >= len(GRPC_CODES):
-        raise CallFailure(UNAVAILABLE, 'its answer has no valid gRPC status')
+        raise messages.CallFailure(messages.UNAVAILABLE, 'its answer has no valid gRPC status')
     if int(status):
         from urllib.parse import unquote  # imported here: most calls do not need it
 
-        raise CallFailure(GRPC_CODES[int(status)], unquote(headers.get('grpc-message', '')))
+        raise messages.CallFailure(GRPC_CODES[int(status)], unquote(headers.get('grpc-message', '')))
 
 
 def _parse_answer(name: str, message: bytes, deadline: float) -> Any:
     try:
-        return parse_answer(name, message, lambda: check_deadline(deadline))
+        return messages.parse_answer(name, message, lambda: check_deadline(deadline))
     except TimeoutError as error:
-        raise CallFailure(DEADLINE_EXCEEDED, 'its answer takes too long to parse') from error
+        raise messages.CallFailure(messages.DEADLINE_EXCEEDED, 'its answer takes too long to parse') from error
     except ValueError as error:
-        raise CallFailure(UNAVAILABLE, f'its answer is malformed: {error}') from error
+        raise messages.CallFailure(messages.UNAVAILABLE, f'its answer is malformed: {error}') from error

@@ -11,26 +11,12 @@ from typing import Any
 
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, UnknownOutcome, Unreachable, UsageError
-from ecomp.model.roles import (
-    READ,
-    READ_WRITE,
-    ROOT,
-    WRITE,
-    AddRole,
-    AddUser,
-    Change,
-    GrantPermission,
-    GrantRole,
-    Permission,
-    RevokePermission,
-    RevokeRole,
-    Roles,
-)
+from ecomp.model import roles
 from ecomp.store.connection import Connection
 from ecomp.store.messages import FAILED_PRECONDITION, INVALID_ARGUMENT, AuthRequest, CallFailure, make_permission
 
 # etcd's kinds of permissions, by number.
-_KINDS = (READ, WRITE, READ_WRITE)
+_KINDS = (roles.READ, roles.WRITE, roles.READ_WRITE)
 
 
 class Accounts:
@@ -62,14 +48,14 @@ class Accounts:
         authentication is disabled again, and UsageError raised. After Unreachable or UnknownOutcome it may be enabled.
         """
         password = secrets.token_urlsafe(32)
-        self._change('UserChangePassword', ROOT, password)
+        self._change('UserChangePassword', roles.ROOT, password)
         self._change('AuthEnable')
         try:
             self.check()
         except Unreachable:
             raise
         except EcompError as error:
-            token = self._query('Authenticate', ROOT, password).names[0]
+            token = self._query('Authenticate', roles.ROOT, password).names[0]
             self._change('AuthDisable', token=token)
             cure = 'start each member with --client-cert-auth'
             raise UsageError(f'etcd at {self.endpoints} ignores the user in a certificate. Fix: {cure}') from error
@@ -82,29 +68,29 @@ class Accounts:
         """Raise Denied if we may not read or change users and roles: list the users as a test."""
         self._query('UserList')
 
-    def read_roles(self) -> Roles:
+    def read_roles(self) -> roles.Roles:
         """Read all users and roles, with a query for each; raise Unreachable or Denied."""
         users, names = self._query('UserList').names, self._query('RoleList').names
-        return Roles(
+        return roles.Roles(
             {user: frozenset(self._query('UserGet', user).names) for user in users},
             {role: frozenset(map(_parse_permission, self._query('RoleGet', role).permissions)) for role in names},
         )
 
-    def apply(self, change: Change) -> None:
+    def apply(self, change: roles.Change) -> None:
         """Make a change; EcompError if etcd refuses it, UnknownOutcome without an answer: read the roles again then."""
         match change:
-            case AddRole(role):
+            case roles.AddRole(role):
                 self._change('RoleAdd', role)
-            case AddUser(user):
+            case roles.AddUser(user):
                 self._change('UserAdd', user, secrets.token_urlsafe(32))
-            case GrantPermission(role, Permission(kind, key, end)):
+            case roles.GrantPermission(role, roles.Permission(kind, key, end)):
                 self._change('RoleGrantPermission', role, make_permission(_KINDS.index(kind), key, end))
-            case RevokePermission(role, Permission(_, key, end)):
+            case roles.RevokePermission(role, roles.Permission(_, key, end)):
                 # A key that is not UTF-8 was read as other text, so this does not find it: it is not ours.
                 self._change('RoleRevokePermission', role, key, end)
-            case GrantRole(user, role):
+            case roles.GrantRole(user, role):
                 self._change('UserGrantRole', user, role)
-            case RevokeRole(user, role):
+            case roles.RevokeRole(user, role):
                 self._change('UserRevokeRole', user, role)
 
     def _query(self, name: str, *values: str | bytes) -> Any:
@@ -117,6 +103,6 @@ class Accounts:
         return self._connection.ask(lambda member, limit: member.call(request, limit), no_answer_error)
 
 
-def _parse_permission(message: Any) -> Permission:
+def _parse_permission(message: Any) -> roles.Permission:
     key, end = message.key.decode(errors='replace'), message.range_end.decode(errors='replace')
-    return Permission(_KINDS[message.kind], key, end)
+    return roles.Permission(_KINDS[message.kind], key, end)

@@ -509,7 +509,7 @@ def test_ended_connection_is_freed(own_etcd: Etcd) -> None:
         gc.disable()
         try:
             for _ in range(20):
-                store._connection.client._transport._socket.shutdown(socket.SHUT_RDWR)
+                store._connection.client._socket.shutdown(socket.SHUT_RDWR)
                 store.get('/x')
             assert len(os.listdir('/proc/self/fd')) <= before + 2
         finally:

@@ -370,9 +370,7 @@ def test_certificates_being_replaced_raise_unreachable(secured: SecuredEtcd, tmp
     stranger = Authority(tmp_path / 'stranger')
     shutil.copy(stranger.certificate, secured.authority.certificate)
     with closing(Store(secured.config)) as store:
-        wait_until(
-            lambda: not store._connection.client._transport._connect_thread.is_alive(), 10, 'it has no connection'
-        )
+        wait_until(lambda: not store._connection.client._connect_thread.is_alive(), 10, 'it has no connection')
         secured.hide_file(secured.config.cert_cert)
         with pytest.raises(CallFailure):
             list(store.watch([WatchCreate(b'/', b'0', 1)], 5))
