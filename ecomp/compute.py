@@ -71,7 +71,6 @@ class _Run:
         self.config, self.activity, self.is_serving = ComputeConfig(), '', False
 
     def carry_out(self, options: argparse.Namespace) -> int:
-        """Do what the options ask for; return the exit code."""
         if options.unit:
             logs.switch_stdout_to_utf8()
             program = systemd.make_command(sys.argv[0], sys.executable, 'ecomp.compute')
@@ -153,7 +152,6 @@ def _check_alone(options: argparse.Namespace, name: str) -> None:
 
 
 def _run_check(config: ComputeConfig) -> int:
-    """Print findings to stdout and a summary to stderr; return the exit code."""
     from ecomp.agent.checking import check_machine
     from ecomp.model.finding import get_exit_code
 

@@ -58,7 +58,6 @@ _parse_interface = make_checked_parser(
 
 
 def _parse_trait(node: Node) -> str:
-    """Parse the name of a trait that check_trait() accepts; else ValueError."""
     from ecomp.model.traits import check_trait  # imported here: os_traits loads slowly, and few files have traits
 
     name = parse_text(node)
@@ -81,7 +80,6 @@ def _parse_stated_total(_: str, node: Node) -> int:
 
 
 def _parse_ratio(_: str, node: Node) -> float:
-    """Parse a decimal like 0.5, unsigned, without exponent, above 0, up to MAX_ALLOCATION_RATIO; else ValueError."""
     is_decimal = node.kind in ('int', 'float') and re.fullmatch(r'[0-9]{1,9}(\.[0-9]{0,9})?', node.text)
     if not is_decimal or not 0 < (ratio := float(node.text)) <= MAX_ALLOCATION_RATIO:
         raise ValueError(
@@ -119,8 +117,6 @@ def _read_networks(file: YamlFile, name: str, default: tuple[Attachment, ...]) -
 
 
 def _parse_networks(node: Node) -> tuple[Attachment, ...]:
-    """Parse a list of 1 to MAX_INTERFACES attachments, none of them twice; else ValueError."""
-
     def describe(item: Node) -> str:
         kind, name = item.pairs[0]
         return f'{kind.text} {shorten(name.text)}'

@@ -235,7 +235,6 @@ DEFAULT_IMAGE = (
 
 
 def _parse_flavors(node: Node) -> dict[str, Flavor]:
-    """Parse a mapping of flavors' names to their queries; else ValueError."""
     from ecomp.model.flavor import parse_flavor  # imported here: only files with flavors need it
 
     def parse_name(node: Node) -> str:
@@ -348,7 +347,6 @@ def connect_tcp(host: bytes | str, port: int, timeout: float, budget_seconds: fl
 
 
 def _connect(address_info: Any, connect_timeout: float, timeout: float) -> socket.socket:
-    """Connect within `connect_timeout` seconds, then give the socket the timeout `timeout`. Raises OSError."""
     import socket  # as above
 
     family, kind, protocol, _, address = address_info

@@ -93,7 +93,6 @@ def failpoint(name: str) -> None:
 
 
 def _fire(name: str, action: str, max_count: int | None) -> None:
-    """Record the arrival in the file, if set, and signal this thread; no-op if `max_count` for `name` are recorded."""
     import signal  # late: commands do not need it otherwise
 
     fired_path = os.environ.get('ECOMP_FAILPOINT_FIRED')
@@ -111,7 +110,6 @@ def _fire(name: str, action: str, max_count: int | None) -> None:
 
 @cache
 def _read_armed() -> dict[str, tuple[str, int | None]]:
-    """Read {name: (signal, maximum count or None)} from the environment, once; UsageError."""
     armed: dict[str, tuple[str, int | None]] = {}
     for setting in filter(None, os.environ.get('ECOMP_FAILPOINT', '').split(',')):
         name, _, rest = setting.partition(':')

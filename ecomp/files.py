@@ -109,7 +109,6 @@ class InstanceLocks:
     """
 
     def __init__(self, state: Path) -> None:
-        """Open the file, and create it if missing. Raises OSError."""
         self._file = os.open(state / 'instances.lock', os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     @contextmanager

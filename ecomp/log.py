@@ -77,7 +77,6 @@ class _OneLineFormatter(logging.Formatter):
     """`2026-01-31T12:00:00.123+01:00 INFO 4711 message`, always in one line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line, with control characters escaped and `user:password@` in URLs replaced."""
         when = datetime.fromtimestamp(record.created).astimezone().isoformat(timespec='milliseconds')
         try:
             text = record.getMessage()

@@ -52,7 +52,6 @@ class Service:
         return max(0.0, self._next_notification - now) if self._interval_seconds < math.inf else math.inf
 
     def _notify(self, *lines: str) -> None:
-        """Send the lines to systemd and ignore failures; no-op if systemd did not start this process."""
         if not self._address:
             return
         # A lost notification does not affect our work: systemd acts on it itself.

@@ -83,7 +83,6 @@ class _Walk:
         self._counts = Counter[str]()
 
     def parse(self, text: str, loader: Any) -> Node | None:
-        """Parse a document with this loader; YAMLError, ValueError or OverflowError if it is invalid or refused."""
         self._check_events(text, loader)
         root = yaml.compose(text, Loader=loader)
         return self._convert(root, 0) if root else None

@@ -69,7 +69,6 @@ def parse_plain(text: str) -> Node | None:
 
 
 def _parse_block(lines: list[_Line], depth: int = 1) -> Node:
-    """Parse lines that are indented like the first one, and their deeper nested lines; _NotPlain if not simple."""
     first = lines[0]
     if depth == MAX_DEPTH:  # there may be a list in brackets below
         raise _NotPlain
@@ -92,7 +91,6 @@ def _parse_block(lines: list[_Line], depth: int = 1) -> Node:
 
 
 def _parse_value(line: _Line) -> Node:
-    """Parse what follows a key or a dash; nothing after a key is null. Raises _NotPlain if not simple."""
     if not line.rest:
         if line.is_item:
             raise _NotPlain
@@ -111,7 +109,6 @@ def _parse_value(line: _Line) -> Node:
 
 
 def _parse_scalar(text: str, line: int) -> Node:
-    """Parse a word, number or quoted text; _NotPlain for words like `yes` or `null`."""
     if text[0] in '\'"':
         return Node('str', line, text[1:-1])
     if text in _BOOLEANS:

@@ -166,7 +166,6 @@ def read_provider_allocations(placement: Placement, provider: str) -> dict[str, 
 
 
 def _make_body(allocations: Allocations, user_id: str, project_id: str, generation: int | None) -> dict[str, Any]:
-    """Return the body of PUT /allocations; a consumer with `generation` None must not exist yet."""
     return {
         'allocations': to_wire(allocations),
         'user_id': user_id,
@@ -279,7 +278,6 @@ class _ClaimProgress:
             raise UnknownOutcome(put_before_fix(str(failure), doubt)) from failure
 
     def is_written(self, consumers: Mapping[str, Consumer]) -> bool:
-        """Return whether the consumers hold what the last write requested, by their generations."""
         sent = self._generations
         return all(_is_own_claim(consumers[name], self._requested[name], sent[name]) for name in sent)
 

@@ -194,7 +194,6 @@ class Placement(Connections):
 
     @contextmanager
     def _report_if_slow(self) -> Iterator[None]:
-        """Call the callback of `slow`, once and during the block, if that takes longer than the seconds of `slow`."""
         if self._slow is None:
             yield
             return
@@ -208,7 +207,6 @@ class Placement(Connections):
             timer.cancel()
 
     def _make_error(self, answer: Answer, no_answer_error: type[Unreachable]) -> EcompError:
-        """Make the class's error for an answer: `no_answer_error` for a 5xx, Unreachable for a foreign answer."""
         status = answer.status_code
         if status >= 500:
             return no_answer_error(f'{self.name} returned HTTP {status} (see its log)', self.name)

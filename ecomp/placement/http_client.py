@@ -89,7 +89,6 @@ class _LimitedReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int | None:
-        """Read as io.RawIOBase does; raise TimeoutError or AnswerTooLong."""
         seconds = self._deadline - time.monotonic()
         if seconds <= 0:
             raise TimeoutError('no complete answer in time')

@@ -26,7 +26,6 @@ class KeyIndex:
     def __init__(
         self, requests: Mapping[str, Sequence[str]], records: Callable[[], Mapping[str, Sequence[str]]] = dict
     ) -> None:
-        """Take {instance: keys below /hosts/} and a function that lists those below /instances/."""
         self.requests = dict(requests)
         self._list_records = records
 

@@ -204,7 +204,6 @@ class Presence:
         self._thread = thread
 
     def _run(self) -> None:
-        """Renew every third of the lease, and check when woken, until stop()."""
         next_renewal = time.monotonic() + LEASE_SECONDS / 3
         while not self._stopped.is_set():
             self._wake_event.wait(max(next_renewal - time.monotonic(), 0.0))
@@ -235,7 +234,6 @@ class Presence:
             self._is_due.set()
 
     def _ensure_granted(self) -> int:
-        """Return the lease to put the key on, renewed or granted if needed; raise the store's errors."""
         with self._grant_lock:
             now = time.monotonic()
             is_old = now - self._renewed_at > LEASE_SECONDS / 2

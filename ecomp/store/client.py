@@ -105,7 +105,6 @@ class Guard:
                 self._on_change(new_cluster)
 
     def _refuse(self, endpoints: str, reason: str) -> None:
-        """Raise StrangeEtcd, now and later; the first time, call the listeners."""
         text = (
             f'etcd at {endpoints} is not the one this compute knew: {reason}. It was wiped, restored or replaced, or '
             '`etcd:` names another etcd. This compute builds, destroys and publishes nothing. '

@@ -50,7 +50,6 @@ class History:
     def __init__(
         self, config: EtcdConfig, follow: bool, report: Callable[[str], None], first_revision: int = 1
     ) -> None:
-        """Begin to connect; raise UsageError if a certificate cannot be read."""
         self._config = config
         self._store = Store(config)
         self._follow = follow
@@ -220,7 +219,6 @@ class _PastProgress:
 
     @property
     def is_complete(self) -> bool:
-        """True if all was delivered, by both signs."""
         return self._complete_revision >= self._end_revision and self._progress_answers > 0
 
     @property
@@ -229,11 +227,9 @@ class _PastProgress:
         return self._progress_answers >= REQUIRED_PROGRESS_ANSWERS and not self._is_known_change_due
 
     def restart(self) -> None:
-        """Restart the count of progress answers: more changes are expected."""
         self._progress_answers = 0
 
     def record_reply(self, reply: Any, now_seconds: float) -> None:
-        """Record an answer that arrived at this monotonic time."""
         if reply.events or reply.header.revision >= self._end_revision:  # a member that stays behind answers, too
             self.answered_at = now_seconds
         if reply.events:

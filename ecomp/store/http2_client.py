@@ -172,7 +172,6 @@ class Transport:
         return error
 
     def _try_connect(self) -> None:
-        """Connect; keep a failure, as unsent, for the thread that reserves the connection."""
         try:
             self._connect()
         except TimeoutError:
@@ -187,7 +186,6 @@ class Transport:
             )
 
     def _describe_connect_error(self, error: Exception) -> str:
-        """Return why the connection failed, as text: TCP, TLS, or no HTTP/2."""
         if self._socket is None and isinstance(error, OSError):
             return f'Failed to connect to remote host: {error.strerror or error}'
         is_encrypted = isinstance(self._socket, ssl.SSLSocket)
@@ -512,7 +510,6 @@ def _take_message(body: bytearray) -> bytes | None:
 
 
 def _check_status(stream: Stream) -> None:
-    """Raise CallFailure unless the headers report success: with etcd's code, or UNAVAILABLE if it sent none."""
     headers = stream.headers
     if headers.get(':status') != '200' or not headers.get('content-type', '').startswith('application/grpc'):
         raise messages.CallFailure(messages.UNAVAILABLE, 'its answer is not gRPC')

@@ -330,7 +330,6 @@ def _get_fixed_bytes(wire_type: int) -> int:
 
 
 def _check_unknown(tag: int, fields: Mapping[int, object]) -> None:
-    """Raise ValueError unless the field may be skipped."""
     if tag < 8:
         raise ValueError('a field has no number')
     if tag ^ _WIRE_TYPE_FLIP in fields:
@@ -385,7 +384,6 @@ _ANSWERS: Mapping[str, _MessageSchema] = {
 
 
 def _encode_varint(value: int) -> bytes:
-    """Encode an int as an unsigned varint; a negative one as its 64-bit two's complement."""
     value &= (1 << 64) - 1  # a negative number takes ten bytes
     encoded = bytearray()
     while value > 0x7F:

@@ -23,7 +23,6 @@ class Accounts:
     """An operator's access to etcd's authentication. If that is on, all but is_enabled() need role root (Denied)."""
 
     def __init__(self, config: EtcdConfig) -> None:
-        """Begin to connect; raise UsageError if a certificate cannot be read or is empty."""
         self._connection = Connection(config)
         self.endpoints = self._connection.endpoints
 

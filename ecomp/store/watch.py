@@ -97,7 +97,6 @@ class EntryCache:
         )
 
     def _report_dropped(self, key: str, size: int) -> None:
-        """Log a warning, once per key; one last line after MAX_NAMED_KEYS keys."""
         if key in self._reported_keys or len(self._reported_keys) > MAX_NAMED_KEYS:
             return
         self._reported_keys.add(key)
@@ -155,7 +154,6 @@ class Follower:
         max_value_bytes: int = MAX_VALUE_BYTES,
         max_total_bytes: int = MAX_TOTAL_BYTES,
     ) -> None:
-        """Begin to connect; UsageError if a certificate cannot be read. start() starts the thread."""
         # A connection of its own: a long list must not block the stream, nor a frozen stream the writes.
         self._store = Store(config, guard)
         self._guard = guard
@@ -183,7 +181,6 @@ class Follower:
         self._store.close()
 
     def _run(self) -> None:
-        """List, deliver and watch until stop() or StrangeEtcd; retry after any other error."""
         is_lost = False
         while not self._stopped.is_set():
             try:
