@@ -73,8 +73,6 @@ def explain_error(check: Callable[[], object]) -> Problem | None:
 
 
 class UsageError(EcompError):
-    """The arguments or the configuration are invalid."""
-
     exit_code = 2
 
 
@@ -83,8 +81,6 @@ class PlacementRefusal(UsageError):
 
 
 class NoCapacity(EcompError):
-    """No compute has room for the request at present."""
-
     exit_code = 3
 
 
@@ -101,14 +97,10 @@ class OverQuota(NoCapacity):
 
 
 class NotFound(EcompError):
-    """The named object does not exist."""
-
     exit_code = 4
 
 
 class Conflict(EcompError):
-    """The object exists already, or another process changed it first."""
-
     exit_code = 5
 
 
@@ -132,8 +124,6 @@ class ClaimedElsewhere(EcompError):
 
 
 class StillGoing(EcompError):
-    """The timeout expired; the work continues without us."""
-
     exit_code = 6
 
 

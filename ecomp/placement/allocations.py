@@ -28,7 +28,7 @@ from ecomp.model.allocation import Allocations, describe_difference, find_comput
 from ecomp.model.choose import Offer
 from ecomp.model.order import Request
 from ecomp.model.query import exclude_disabled, parse_names
-from ecomp.placement.client import PARSE_ERRORS, Placement, check_integer, check_text
+from ecomp.placement.client import Placement, check_integer, check_text
 from ecomp.placement.providers import find_unknown_names, parse_rooms
 
 CONSUMER_TYPE = 'INSTANCE'
@@ -63,30 +63,29 @@ def read_candidates(placement: Placement, query: str) -> Offer:
         raise PlacementRefusal('the query contains a control character')
     start = time.monotonic()
     # The part after a # would not be sent: half of the query would be silently lost.
-    try:
-        data = placement.get('/allocation_candidates?' + exclude_disabled(query).replace('#', '%23'))
-    except PlacementRefusal as error:
-        unknown = '; '.join(filter(None, find_unknown_names(placement, parse_names(query))))
-        raise PlacementRefusal(unknown or str(error)) from error
-    try:
+    path = '/allocation_candidates?' + exclude_disabled(query).replace('#', '%23')
+
+    def parse(data: dict[str, Any]) -> Offer:
         offers = [parse_allocations(request['allocations']) for request in data['allocation_requests']]
         summaries = data['provider_summaries'].items()
         return Offer(offers, {provider: parse_rooms(summary['resources']) for provider, summary in summaries}, start)
-    except PARSE_ERRORS as error:
-        raise placement.make_foreign_error() from error
+
+    try:
+        return placement.get_parsed(path, parse)
+    except PlacementRefusal as error:
+        unknown = '; '.join(filter(None, find_unknown_names(placement, parse_names(query))))
+        raise PlacementRefusal(unknown or str(error)) from error
 
 
 def read_consumer(placement: Placement, instance: str) -> Consumer:
     """Return what an instance holds; Consumer() if nothing, as for an unknown instance."""
-    data = placement.get(f'/allocations/{instance}')
-    try:
+
+    def parse(data: dict[str, Any]) -> Consumer:
         parsed = parse_allocations(data['allocations'])
-        if not parsed:
-            return Consumer()
         owner = (check_text(data.get(key, '')) for key in ('user_id', 'project_id'))
-        return Consumer(parsed, check_integer(data['consumer_generation']), *owner)
-    except PARSE_ERRORS as error:
-        raise placement.make_foreign_error() from error
+        return Consumer(parsed, check_integer(data['consumer_generation']), *owner) if parsed else Consumer()
+
+    return placement.get_parsed(f'/allocations/{instance}', parse)
 
 
 def read_consumers(placement: Placement, instances: Collection[str]) -> dict[str, Consumer]:

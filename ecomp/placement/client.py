@@ -96,15 +96,9 @@ Extracted = TypeVar('Extracted')
 MAX_DETAIL_CHARACTERS = 900
 
 
-# The beginning of each 400's detail, and of its part for placement's developers.
+# The beginning of each 400's detail, and of its part for placement's developers. Both are cut off if more remains.
 DETAIL_PREAMBLE = 'The server could not comply with the request since it is either malformed or otherwise incorrect.'
 DETAIL_SCHEMA_START = 'Failed validating'
-
-
-def shorten_detail(detail: str) -> str:
-    """Return 'placement refuses the request: ' and a 400's detail; preamble and schema are cut off if more remains."""
-    reason = detail.removeprefix(DETAIL_PREAMBLE).strip().partition(DETAIL_SCHEMA_START)[0].strip()
-    return f'placement refuses the request: {reason or detail}'
 
 
 class ServerInfo(NamedTuple):
@@ -223,7 +217,8 @@ class Placement(Connections):
             why = f'returned HTTP {status}, but not as placement does ({settings} may be wrong)'
             return Unreachable(f'{self.endpoint} {why}', self.name)
         if status == 400:
-            return PlacementRefusal(shorten_detail(detail))
+            reason = detail.removeprefix(DETAIL_PREAMBLE).strip().partition(DETAIL_SCHEMA_START)[0].strip()
+            return PlacementRefusal(f'placement refuses the request: {reason or detail}')
         if status == 404:
             return NotFound(detail)
         if status == 409:

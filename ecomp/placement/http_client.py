@@ -209,10 +209,12 @@ class Connections:
             if isinstance(error, OSError):
                 self.close()  # the idle ones are as old: each one that a firewall forgot would take as long again
             raise
-        if response.will_close:
+        with self._lock:
+            is_kept = not response.will_close and len(self._idle) < MAX_IDLE_CONNECTIONS
+            if is_kept:
+                self._idle.append((time.monotonic(), connection))
+        if not is_kept:
             connection.close()
-        else:
-            self._return_connection(connection)
         return answer
 
     def _make_call_error(self, error: Exception, error_type: type[Unreachable], deadline: float) -> Unreachable:
@@ -264,13 +266,6 @@ class Connections:
             raise self._make_unreachable_error('no connection') from error
         connection.sock.settimeout(self._timeout[1])
         return connection
-
-    def _return_connection(self, connection: http.client.HTTPConnection) -> None:
-        with self._lock:
-            if len(self._idle) < MAX_IDLE_CONNECTIONS:
-                self._idle.append((time.monotonic(), connection))
-                return
-        connection.close()
 
     def _make_tls_context(self) -> ssl.SSLContext:
         """Read the certificates for a new connection; Unreachable if unusable, as a later call may work."""

@@ -17,7 +17,6 @@ from urllib.parse import quote
 
 from ecomp.errors import Conflict, GenerationConflict, NoCapacity, NotFound, PlacementRefusal, UnknownOutcome
 from ecomp.model.allocation import Inventory, Room
-from ecomp.model.json_object import is_utf8_text
 from ecomp.model.query import Amount, Constraint, QueryNames, Requirement, describe_unknown_names, format_query
 from ecomp.model.status import CUSTOM_PREFIX
 from ecomp.placement.client import PARSE_ERRORS, Placement, check_integer, check_number, check_text
@@ -270,16 +269,17 @@ def create_missing_traits(placement: Placement, traits: Collection[str]) -> Name
     """Create the CUSTOM_ traits that placement lacks; return the other unknown ones. Raises UnknownOutcome."""
     if not traits:
         return frozenset()
-    missing = frozenset(traits) - _read_known_traits(placement, traits)
-    for name in sorted(missing):
-        if name.startswith(CUSTOM_PREFIX):
-            placement.write('PUT', f'/traits/{name}', None)  # no error if it was created concurrently
-    return _list_uncreatable(missing)
+    missing = _find_missing_traits(placement, traits)
+    creatable = frozenset(name for name in missing if name.startswith(CUSTOM_PREFIX))
+    for name in sorted(creatable):
+        placement.write('PUT', f'/traits/{name}', None)  # no error if it was created concurrently
+    return missing - creatable
 
 
 def find_unknown_traits(placement: Placement, traits: Collection[str]) -> Names:
     """Return which of `traits`, one or more, placement neither knows nor could create."""
-    return _list_uncreatable(frozenset(traits) - _read_known_traits(placement, traits))
+    missing = _find_missing_traits(placement, traits)
+    return frozenset(name for name in missing if not name.startswith(CUSTOM_PREFIX))
 
 
 def find_with_trait(placement: Placement, trait: str) -> Names:
@@ -290,24 +290,23 @@ def find_with_trait(placement: Placement, trait: str) -> Names:
         return frozenset()
 
 
-def _list_uncreatable(missing: Names) -> Names:
-    return frozenset(name for name in missing if not name.startswith(CUSTOM_PREFIX))
+def _find_missing_traits(placement: Placement, traits: Collection[str]) -> Names:
+    return frozenset(traits) - _read_traits(placement, f'/traits?name=in:{",".join(sorted(traits))}')
 
 
-def _read_known_traits(placement: Placement, traits: Collection[str]) -> Names:
-    return _parse_names(placement, placement.get(f'/traits?name=in:{",".join(sorted(traits))}'), TRAITS)
+def _read_traits(placement: Placement, path: str = '/traits') -> Names:
+    return placement.get_parsed(path, lambda data: _parse_names(data, TRAITS))
 
 
 def _read_names(placement: Placement, provider: str, kind: str) -> tuple[Names, int]:
     path, counter = f'/resource_providers/{provider}/{kind}', 'resource_provider_generation'
-    return placement.get_parsed(path, lambda data: (_parse_names(placement, data, kind), check_integer(data[counter])))
+    return placement.get_parsed(path, lambda data: (_parse_names(data, kind), check_integer(data[counter])))
 
 
-def _parse_names(placement: Placement, data: dict[str, Any], kind: str) -> Names:
-    values = data.get(kind)
-    if not isinstance(values, list) or not all(map(is_utf8_text, values)):
-        raise placement.make_foreign_error()
-    return frozenset(values)
+def _parse_names(data: dict[str, Any], kind: str) -> Names:
+    if not isinstance(data[kind], list):
+        raise ValueError('not a list')
+    return frozenset(map(check_text, data[kind]))
 
 
 class UnknownNames(NamedTuple):
@@ -322,7 +321,7 @@ def find_unknown_names(
 ) -> UnknownNames:
     """Read placement's names of the kinds in the query; describe unknown ones, suggesting also `more_suggestions`."""
     classes = _read_classes(placement) if query_names.classes else frozenset()
-    traits = _parse_names(placement, placement.get('/traits'), TRAITS) if query_names.traits else frozenset()
+    traits = _read_traits(placement) if query_names.traits else frozenset()
     kinds = ('resource class', query_names.classes, classes), ('trait', query_names.traits, traits)
     parts: list[list[str]] = [[], []]
     for label, used_names, valid in kinds:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ecomp.model import keys
 from ecomp.model.order import parse_attempt_instances
-from ecomp.store.client import Entry, Snapshot, Store, Unchanged
+from ecomp.store.client import Snapshot, Store, Unchanged
 
 
 def is_alive(store: Store, compute: str) -> bool:
@@ -44,14 +44,15 @@ def read_pending_instances(store: Store, queued: str = QUEUED, own_attempt: Unch
         others = {key: each for key, each in attempts.entries.items() if (key, each.revision) != own_attempt}
         attempts = attempts._replace(entries=others)
     placing = list_attempted_instances(attempts)
-    if queued == TAKEN:
-        return placing | read_taken_instances(store)
-    if queued == QUEUED:
-        entries = store.snapshot(keys.QUEUES, keys_only=True).entries
-        return placing | {
-            keys.get_queued_instance(key) for key, each in entries.items() if each.lease or not key.endswith(keys.TAKER)
-        }
-    return placing
+    if queued == NOT_QUEUED:
+        return placing
+    entries = store.snapshot(keys.QUEUES, keys_only=True).entries.items()
+    # A taker's key counts on its lease. A compute that takes an instance later also claims it later.
+    return placing | {
+        keys.get_queued_instance(key)
+        for key, entry in entries
+        if (entry.lease if key.endswith(keys.TAKER) else queued == QUEUED)
+    }
 
 
 def find_needed(
@@ -82,24 +83,13 @@ def list_attempted_instances(snapshot: Snapshot) -> set[str]:
     return {instance for key, value in attempts for instance in parse_attempt_instances(key, value)}
 
 
-def read_taken_instances(store: Store) -> set[str]:
-    """Return the instances whose taker key is on a lease. A compute that takes one later also claims it later."""
-    entries = store.snapshot(keys.QUEUES, keys_only=True).entries
-    return {keys.get_queued_instance(key) for key, entry in entries.items() if entry.lease and key.endswith(keys.TAKER)}
-
-
 def count_placements_before_and_after(snapshot: Snapshot, revision: int) -> tuple[int, int]:
     """Count the instances in leased attempts before `revision` and in those after; a malformed one counts as one."""
-
-    def count_instances(entries: Iterable[Entry]) -> int:
+    before = after = 0
+    for entry in snapshot.entries.values():
         # The key of a set ends in the uuid of the set, which is no instance.
-        return sum(
-            len(parse_attempt_instances(entry.key, entry.value) - {keys.get_last_part(entry.key)}) or 1
-            for entry in entries
-        )
-
-    entries = snapshot.entries.values()
-    return (
-        count_instances(entry for entry in entries if entry.lease and entry.revision < revision),
-        count_instances(entry for entry in entries if entry.lease and entry.revision > revision),
-    )
+        instances = parse_attempt_instances(entry.key, entry.value) - {keys.get_last_part(entry.key)}
+        count = len(instances) or 1 if entry.lease else 0
+        before += count if entry.revision < revision else 0
+        after += count if entry.revision > revision else 0
+    return before, after

@@ -467,8 +467,6 @@ class Store:
 
     def grant(self, seconds: int) -> int:
         """Return a new lease of `seconds`. An unused one expires, so a lost answer does no harm."""
-        if self._guard is not None:
-            self._guard.raise_if_refused()
         return int(self._read(messages.Grant(seconds)).ID)
 
     def keep_alive(self, lease: int) -> int:
@@ -529,18 +527,19 @@ class Store:
         return self._ask(request, Unreachable, linearizable, about)
 
     def _write(self, request: messages.Request, about: Sequence[str]) -> Any:
-        if self._guard is not None:
-            self._guard.raise_if_refused()
         return self._ask(request, UnknownOutcome, True, about)
 
     def _ask(
         self, request: messages.Request, no_answer_error: type[Unreachable], linearizable: bool, about: Sequence[str]
     ) -> Any:
-        before = self._guard.known_cluster if self._guard is not None else None
+        guard = self._guard if linearizable else None
+        if guard is not None:
+            guard.raise_if_refused()
+            before = guard.known_cluster
         with TALLY.measure('etcd'):
             reply = self._connection.ask(lambda member, limit: member.call(request, limit), no_answer_error, about)
-        if self._guard is not None and before is not None and linearizable:
-            self._guard.check_reply(before, parse_header(reply), self.endpoints)
+        if guard is not None:
+            guard.check_reply(before, parse_header(reply), self.endpoints)
         return reply
 
 

@@ -41,6 +41,7 @@ class History:
     Without `follow` it ends with the changes made before it began. With `follow` it never ends, and `report` gets a
     line when etcd is lost, is back, or keeps ending the stream. In both cases it gets a line if etcd has compacted
     unread revisions, unless it starts from 1. `oldest_revision`, the first that etcd keeps, is 1 before that is known.
+    `next_revision` is the first that was not read yet.
 
     Iteration raises EcompError if etcd refuses, or was restored or replaced, and Unreachable if etcd does not answer
     the first request. Without `follow` it also raises Unreachable if etcd does not answer later, or if the stream broke
@@ -55,7 +56,7 @@ class History:
         self._follow = follow
         self._report = report
         self._past_end = 0
-        self._next_revision = first_revision
+        self.next_revision = first_revision
         self._last_revision = 0  # revision of the last change that was yielded; 0 if etcd keeps none
         self._partial_events: list[Any] = []  # events of a revision that may be incomplete
         self._is_lost = self._is_failure_reported = False
@@ -64,12 +65,7 @@ class History:
     @property
     def is_past(self) -> bool:
         """True if the changes yielded last had been made before the iteration began."""
-        return self._next_revision <= self._past_end + 1
-
-    @property
-    def next_revision(self) -> int:
-        """The first revision that was not read yet."""
-        return self._next_revision
+        return self.next_revision <= self._past_end + 1
 
     def close(self) -> None:
         self._store.close()
@@ -78,15 +74,15 @@ class History:
         self._past_end = self._store.read_revision()
         tries, backoff = 0, Backoff(0.2, 5.0)
         while True:
-            previous_next = self._next_revision
+            previous_next = self.next_revision
             failure: _StreamError | None = None
             try:
                 if (yield from self._read_stream()):
-                    self._next_revision = max(self._next_revision, self._past_end + 1)
+                    self.next_revision = max(self.next_revision, self._past_end + 1)
                     return
             except _StreamError as error:
                 failure = error
-            if self._next_revision > previous_next:  # a stream without a change is no progress
+            if self.next_revision > previous_next:  # a stream without a change is no progress
                 tries, self._is_failure_reported = 0, False
                 backoff.reset()
             if failure is not None:
@@ -103,7 +99,7 @@ class History:
         Raises _StreamError if the stream breaks, ends early or, without `follow`, has no useful answer for the timeout.
         """
         # Begin with a change that is known: then there is an answer with changes, whose header tells up to where.
-        first = self._next_revision if self._follow else self._last_revision or self._next_revision
+        first = self.next_revision if self._follow else self._last_revision or self.next_revision
         past = _PastProgress(self._past_end, first == self._last_revision)
         self._partial_events = []
         request = WatchCreate(PREFIX, get_prefix_range_end(PREFIX), first, with_previous=True, fragment=True)
@@ -127,13 +123,13 @@ class History:
 
     def _has_read_past(self, past: _PastProgress, first: int) -> bool | None:
         """Return whether this stream from revision `first` had all of the past, None to go on; raise _StreamError."""
-        if past.is_complete or self._next_revision > self._past_end:
+        if past.is_complete or self.next_revision > self._past_end:
             return True
         if past.is_quiet:
             if self._last_revision not in (0, first):
                 return False
             with closing(Store(self._config)) as store:  # the other connection is busy with the stream
-                if not store.has_changed(PREFIX.decode(), self._next_revision):
+                if not store.has_changed(PREFIX.decode(), self.next_revision):
                     return True
             past.restart()
         if time.monotonic() >= past.answered_at + self._config.timeout:
@@ -143,10 +139,10 @@ class History:
     def _extract_changes(self, reply: Any) -> Iterator[list[Change]]:
         """Yield each whole revision's changes once; report unread compacted ones; EcompError if etcd ends the watch."""
         if reply.compact_revision:
-            if 1 < self._next_revision < reply.compact_revision:
-                missing = f'revisions {self._next_revision} to {reply.compact_revision - 1}'
+            if 1 < self.next_revision < reply.compact_revision:
+                missing = f'revisions {self.next_revision} to {reply.compact_revision - 1}'
                 self._report(f'etcd compacted {missing} before they were read: their changes are missing here')
-            self._next_revision = self.oldest_revision = int(reply.compact_revision)
+            self.next_revision = self.oldest_revision = int(reply.compact_revision)
             self._last_revision = 0
         elif reply.canceled:
             reason = reply.cancel_reason or 'no reason given'
@@ -158,8 +154,8 @@ class History:
         self._partial_events = revisions.pop() if reply.fragment else []
         for events in revisions:
             revision = _get_revision(events[0])
-            if revision >= self._next_revision:
-                self._next_revision, self._last_revision = revision + 1, revision
+            if revision >= self.next_revision:
+                self.next_revision, self._last_revision = revision + 1, revision
                 yield [_make_change(event) for event in events]
 
     def _handle_failure(self, failure: _StreamError, tries: int) -> None:
@@ -168,7 +164,7 @@ class History:
             raise Unreachable(f'{where}: {failure}', 'etcd') from failure
         if self._follow and tries > 1 and not self._is_lost and not self._is_failure_reported:
             self._is_failure_reported = True
-            self._report(f'{where}: {failure}; reading again from revision {self._next_revision}')
+            self._report(f'{where}: {failure}; reading again from revision {self.next_revision}')
 
     def _check_etcd(self) -> None:
         """Raise EcompError if etcd is behind what it sent, or, without `follow`, does not answer.
@@ -184,7 +180,7 @@ class History:
                 self._report(put_before_fix(str(error), '; trying again until it is back'))
             self._is_lost = True
             return
-        if revision < self._next_revision - 1:
+        if revision < self.next_revision - 1:
             behind = f'etcd at {self._store.endpoints} is at revision {revision}, but reported a later one before'
             raise EcompError(f'{behind}: it was restored or replaced. Try: the same command again')
         if self._is_lost:

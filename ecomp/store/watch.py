@@ -11,6 +11,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ecomp.conf import EtcdConfig
@@ -157,8 +158,8 @@ class Follower:
         # A connection of its own: a long list must not block the stream, nor a frozen stream the writes.
         self._store = Store(config, guard)
         self._guard = guard
-        self._on_lost = on_lost or self._log_loss
-        self._on_back = on_back or self._log_return
+        self._on_lost = on_lost or _log_loss
+        self._on_back = on_back or partial(log.info, 'etcd at %s is back', self._store.endpoints)
         self._watches = [
             _PrefixWatch(*subscription, EntryCache(max_value_bytes, max_total_bytes)) for subscription in subscriptions
         ]
@@ -277,8 +278,6 @@ class Follower:
                 watch.cache.store(entry)
         watch.on_state(dict(watch.cache.entries))
 
-    def _log_loss(self, error: EcompError) -> None:
-        log.warning('%s', put_before_fix(str(error), '; trying again until it is back'))
 
-    def _log_return(self) -> None:
-        log.info('etcd at %s is back', self._store.endpoints)
+def _log_loss(error: EcompError) -> None:
+    log.warning('%s', put_before_fix(str(error), '; trying again until it is back'))
