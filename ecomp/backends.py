@@ -22,10 +22,7 @@ TEST_LEASE_SECONDS = 10
 def probe_backends(
     etcd: EtcdConfig, placement: PlacementConfig, config_path: Path | None, config_name: str
 ) -> Backends:
-    """Query etcd and placement, test a lease, check our secrets and certificates; EcompErrors are part of the result.
-
-    `config_path` is the configuration that names both, or None; `config_name` is the usual name of its file.
-    """
+    """Query etcd and placement, test a lease, check our secrets and certificates; errors are part of the result."""
     no_etcd = no_placement = None
     etcd_version = placement_version = ''
     clock_ahead: float | None = None

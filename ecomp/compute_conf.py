@@ -151,10 +151,7 @@ def explain_unsafe_metrics(path: Path | None) -> Problem | None:
 
 @dataclass(frozen=True)
 class ComputeConfig:
-    """The settings of compute.yaml, one field a key; that file explains them, and what happens where a field is None.
-
-    `path` is the file, None if absent; `directory` contains the file, or is the working directory.
-    """
+    """The settings of compute.yaml, which explains each key; `path` is that file, None if there is none."""
 
     uuid: str | None = make_field(None, _parse_uuid)
     etcd: EtcdConfig = make_custom_field(EtcdConfig(), read_etcd)

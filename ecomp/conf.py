@@ -169,10 +169,7 @@ def read_placement(file: YamlFile, name: str, default: PlacementConfig) -> Place
 
 
 def _read_certificates(file: YamlFile, section: Section, config: Backend, address_key: str, advice: str) -> Backend:
-    """Read the certificates of a backend; without any, refuse plain text to other machines unless it is `insecure`.
-
-    That problem is added to `address_key`, with `advice`. A certificate without its key, or the reverse, is one, too.
-    """
+    """Read the certificates of a backend; without any, refuse plain text to other machines unless it is `insecure`."""
     for key, other in (('cert_key', 'cert_cert'), ('cert_cert', 'cert_key')):
         if key in section and other not in section:
             section.add_problem(key, f'needs {other}, too')

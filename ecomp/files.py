@@ -130,10 +130,7 @@ class InstanceLocks:
 def wait_for_lock(
     timeout_seconds: float, acquire: Callable[[], object], checkpoint: Callable[[], None] = lambda: None
 ) -> bool:
-    """Retry `acquire` until it raises no BlockingIOError; return False after the timeout.
-
-    `checkpoint` is called before each pause of LOCK_POLL_SECONDS; its errors, and others of `acquire`, are raised.
-    """
+    """Retry `acquire` until it raises no BlockingIOError, after `checkpoint` and a pause; False after the timeout."""
     deadline = time.monotonic() + timeout_seconds
     while True:
         try:

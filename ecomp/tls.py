@@ -88,10 +88,7 @@ _BY_REASON = {
 
 
 def classify_tls_error(error: ssl.SSLError) -> TlsFailure:
-    """Classify a TLS error by its type, code or reason.
-
-    An unknown one is UNTRUSTED for a failed verification, OWN_REFUSED for an alert, OTHER for anything else.
-    """
+    """Classify a TLS error by its type, code or reason."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return _BY_VERIFY_CODE.get(getattr(error, 'verify_code', 0), TlsFailure.UNTRUSTED)
     if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):

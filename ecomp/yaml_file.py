@@ -71,11 +71,7 @@ class Section:
         return key in self._nodes and self._nodes[key].kind != 'null'
 
     def read(self, key: str, parse: Callable[[Node], T], default: T) -> T:
-        """Return what `parse` makes of a value.
-
-        Returns:
-            `default` if the key is missing or null, or if `parse` refuses the value, which adds the problem.
-        """
+        """Return what `parse` makes of a value; `default` if it is missing, null or, which adds a problem, refused."""
         self._read_keys[key] = None
         try:
             return parse(self._nodes[key]) if key in self else default
@@ -149,11 +145,7 @@ class YamlFile:
     def parse(
         cls, content: bytes, name: str, directory: Path, max_nodes: int = 0, path: Path | None = None
     ) -> YamlFile:
-        """Parse a document, whose anchors and aliases are accepted if `max_nodes`, the limit of its values, is not 0.
-
-        Raises:
-            UsageError: it is invalid YAML, or has more values, once each alias is replaced.
-        """
+        """Parse a document, with anchors and aliases if `max_nodes`, the limit of its values, is not 0; UsageError."""
         node = parse_plain(content.decode('ascii', 'replace'))
         if node is None or (max_nodes and _count_values(node) > max_nodes):
             from ecomp.yaml_graph import parse_any  # imported here: loads slowly

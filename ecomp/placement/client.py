@@ -128,10 +128,7 @@ class Placement(Connections):
         limits: AnswerLimits = DEFAULT_LIMITS,
         slow: SlowAnswerReport | None = None,
     ) -> None:
-        """Prepare the client, without a call; an endpoint alone has no token or certificates.
-
-        `timeout` is the seconds to connect and between two bytes; `slow` reports late answers (None: never).
-        """
+        """Prepare the client, without a call; an endpoint alone has no token or certificates."""
         if not isinstance(endpoint_or_config, PlacementConfig):
             endpoint_or_config = PlacementConfig(endpoint_or_config)
         super().__init__(endpoint_or_config, timeout, limits)

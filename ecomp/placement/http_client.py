@@ -187,11 +187,7 @@ class Connections:
     def _exchange(
         self, method: str, path: str, content: bytes | None, no_answer_error: type[Unreachable], deadline: float
     ) -> Answer:
-        """Send one request and return its answer; an OSError closes all idle connections.
-
-        Raises Unreachable if nothing was sent, and `no_answer_error` for an answer with a content encoding. OSError,
-        HTTPException, ValueError and OverflowError pass: send() translates them.
-        """
+        """Send one request and return its answer; an OSError closes all idle connections."""
         headers = {**HEADERS, 'x-auth-token': self.read_token()}
         if content is not None:
             headers['content-type'] = 'application/json'

@@ -63,10 +63,7 @@ def read_generation(placement: Placement, provider: str) -> int:
 def list_providers(
     placement: Placement, parse: Callable[[Mapping[str, Any]], Parsed], query: str = ''
 ) -> dict[str, Parsed]:
-    """Return {uuid: `parse` of its part of the answer} of the providers that match a query (without one: all).
-
-    This is one call. Raises PlacementRefusal for an unknown trait, and Unreachable for PARSE_ERRORS.
-    """
+    """Return {uuid: `parse` of its part of the answer} of the providers that match a query (without one: all)."""
     path = '/resource_providers' + (query and f'?{query}')
     return placement.get_parsed(
         path, lambda data: {check_text(row['uuid']): parse(row) for row in data['resource_providers']}
@@ -102,10 +99,7 @@ def set_inventory(
 
 
 def retry_lost_races(write: Callable[[], Parsed]) -> Parsed:
-    """Return what `write` returns; call it up to MAX_TRIES times while it raises GenerationConflict.
-
-    Any other error, and the last one, is raised. A random pause of up to MAX_PAUSE_SECONDS precedes each repetition.
-    """
+    """Return what `write` returns; call it up to MAX_TRIES times while it raises GenerationConflict."""
     for _ in range(MAX_TRIES - 1):
         try:
             return write()
@@ -338,10 +332,7 @@ def _read_classes(placement: Placement) -> frozenset[str]:
 
 
 def find_satisfying(placement: Placement, constraint: Constraint) -> frozenset[str]:
-    """Find the providers that satisfy a constraint; PlacementRefusal for unknown names.
-
-    root_required is asked as `required`; in_tree returns its own uuids, without a call.
-    """
+    """Find the providers that satisfy a constraint; PlacementRefusal for unknown names."""
     if not isinstance(constraint, Amount) and constraint.key == 'root_required':
         constraint = constraint._replace(key='required')
     if isinstance(constraint, Requirement) and constraint.key == 'in_tree':

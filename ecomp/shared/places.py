@@ -114,10 +114,7 @@ def _resolve_instance(store: Store, instance: str, entries: Mapping[str, Entry])
 
 
 def resolve_places(store: Store, entries: Iterable[tuple[str, Entry]]) -> dict[str, EntriesByCompute[Entry]]:
-    """Group entries by instance; if several computes have a request, mark those without a claim.
-
-    Only a store with `claims` asks placement for that, and raises its errors.
-    """
+    """Group entries by instance; if several computes have a request, mark those without a claim."""
     places_by_instance = group_by_instance(entries)
     if store.claims is not None:
         claims = cache(store.claims)

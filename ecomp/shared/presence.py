@@ -87,10 +87,7 @@ class Presence:
         self._stopped = threading.Event()
 
     def check(self) -> None:
-        """Raise what start() would, without putting the key; wait as start() does.
-
-        Raises Conflict, Denied if our role may not write the key, or another error of the store, but not NoSpace.
-        """
+        """Raise what start() would, without putting the key; wait as start() does."""
         self._wait_for_earlier_boot()
         with suppress(NoSpace):
             # A put that is not permitted is refused although its condition cannot hold.
@@ -153,10 +150,7 @@ class Presence:
             log.warning('%s could not be deleted, but expires in %d s: %s', self._key, LEASE_SECONDS, error)
 
     def renew_and_check(self, is_renewal_due: bool = True) -> None:
-        """Renew the lease, and check the key if `is_renewal_due` or this was asked for. Never raises: it is repeated.
-
-        The key may have changed without an event.
-        """
+        """Renew the lease, and check the key if `is_renewal_due` or it was asked for. Never raises."""
         if self._stopped.is_set():
             return
         start, is_due = time.monotonic(), self._is_due.is_set()
@@ -264,10 +258,7 @@ class Presence:
             self._on_lost(reason)
 
     def _write_attached(self) -> None:
-        """Write the other keys that are not as they should be, if the presence is still ours; the next try repeats it.
-
-        A key that etcd's roles deny is logged once; it is written when the role allows it.
-        """
+        """Write the other keys that are not as they should be, if the presence is still ours."""
         attached = self._attached
         # Read, because a write whose answer was lost may arrive after a later one.
         stored = self._store.read(list(attached)) if attached else {}
@@ -327,11 +318,7 @@ class Presence:
         return Conflict(f'{self._key} is held by another ecompute, {owner}{remedy}')
 
     def _publish(self) -> None:
-        """Put the key, free or ours, on the lease, and let the store's commits compare it.
-
-        Raises the store's errors, and Conflict if it has another owner or two tries lost a race. After NoSpace, if the
-        key was put before, commits that only delete compare the key as it was read.
-        """
+        """Put the key, free or ours, on the lease, and let the store's commits compare it."""
         self._store.check_identity()
         # Twice at most: a race is lost to another owner's put, and the second read shows whose.
         for _ in range(2):

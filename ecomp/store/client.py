@@ -422,13 +422,9 @@ class Store:
         settlement: Settlement | None,
         error: UnknownOutcome | NoSpace,
     ) -> int | None:
-        """Find out whether a transaction was committed whose answer was lost, or which a full etcd refused.
-
-        etcd checks its space before it proposes a write and when it applies it. The second time it reports NoSpace and
-        writes nevertheless: all writes in flight while it becomes full. https://github.com/etcd-io/etcd/issues/16659
-
-        Returns as commit(). `compared` are the `conditions` and the fence. Raises NoSpace, or UnknownOutcome.
-        """
+        """Find out whether a transaction was committed whose answer was lost, or which a full etcd refused."""
+        # etcd checks its space before it proposes a write and when it applies it. The second time it reports NoSpace
+        # and writes nevertheless, as for all writes in flight then. https://github.com/etcd-io/etcd/issues/16659
         unknown = _make_unknown_outcome(error, settlement, operations[0].key)
         for _ in range(MAX_SETTLE_TRIES):
             try:
@@ -496,10 +492,7 @@ class Store:
             self._guard.check_identity(entry.value if entry else None, self.endpoints)
 
     def adopt(self, new_value: str) -> None:
-        """Write `new_value` to /cluster if that key is missing; let a guard remember the key's value.
-
-        Raises EcompError if the guard finds no identity there.
-        """
+        """Write `new_value` to /cluster if that is missing; let a guard remember it. EcompError if it is malformed."""
         while (entry := self.get(keys.CLUSTER)) is None:
             self.commit([Unchanged(keys.CLUSTER, 0)], [Put(keys.CLUSTER, new_value)], Settlement())
         if self._guard is not None:

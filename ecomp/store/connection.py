@@ -63,10 +63,7 @@ class Connection:
     """One process's connection to an endpoint of etcd; reconnect() goes to the next and rereads the certificates."""
 
     def __init__(self, config: EtcdConfig) -> None:
-        """Begin to connect to the first endpoint; UsageError if a certificate cannot be read.
-
-        An unreachable endpoint is an error of the first call.
-        """
+        """Begin to connect to the first endpoint; UsageError if a certificate cannot be read."""
         self.endpoints = ','.join(config.endpoints)
         self.config = config
         self._lock = threading.Lock()
@@ -164,11 +161,7 @@ class Connection:
         about: Sequence[str] = (),
         is_read: bool = False,
     ) -> EcompError:
-        """Convert a CallFailure to an EcompError: to `no_answer_error` if no answer came.
-
-        The others are NoSpace, AnswerTooLong (only if `no_answer_error` is Unreachable), Denied, and EcompError for a
-        refusal. `about` and `is_read` are for the text of Denied.
-        """
+        """Convert a CallFailure to an EcompError: to `no_answer_error` if no answer came."""
         name = f'etcd at {self.endpoints}'
         if messages.is_full(error):
             cure = 'compact and defragment etcd, and disarm its alarm'

@@ -167,10 +167,7 @@ class History:
             self._report(f'{where}: {failure}; reading again from revision {self.next_revision}')
 
     def _check_etcd(self) -> None:
-        """Raise EcompError if etcd is behind what it sent, or, without `follow`, does not answer.
-
-        With `follow`, report once that it does not answer, and that it is back.
-        """
+        """Raise EcompError if etcd is behind what it sent, or, without `follow`, does not answer."""
         try:
             revision = self._store.read_revision()
         except EcompError as error:

@@ -474,10 +474,7 @@ def is_denied(error: CallFailure) -> bool:
 
 
 def describe_denial(certificate: str, about: Sequence[str], is_read: bool) -> str:
-    """Return the rest of 'etcd … does not let': whose access to which keys is missing, and a fix.
-
-    `certificate` is '' for none; the first MAX_NAMED_KEYS of `about` are named, because etcd does not name the key.
-    """
+    """Return the rest of 'etcd … does not let': whose access to which keys is missing, and a fix."""
     user = certificate or 'a client without a certificate (cert_cert)'
     key_names = [make_printable(key, 200) for key in about[:MAX_NAMED_KEYS]]
     more = [f'{len(about) - MAX_NAMED_KEYS} more'] if len(about) > MAX_NAMED_KEYS else []

@@ -225,12 +225,7 @@ class Follower:
         return revisions
 
     def _watch(self, revisions: Sequence[int], cluster_before: KnownCluster | None) -> None:
-        """Apply the changes of each prefix until the planned end; raise _Resync at any other end.
-
-        `cluster_before` (None without a guard) is the state of etcd that was known before the list, at the list's
-        revision. The state known now would be wrong: on a busy host another connection may have seen a newer revision
-        before a change arrives here, so every change would seem to come from a member that lags.
-        """
+        """Apply the changes of each prefix until the planned end; raise _Resync at any other end."""
         requests = []
         for prefix_watch, revision in zip(self._watches, revisions, strict=True):
             key = prefix_watch.prefix.encode()
@@ -246,6 +241,7 @@ class Follower:
                 if reply.canceled or reply.compact_revision:
                     raise _Resync(f'etcd ended the watch: {reply.cancel_reason or "compacted"}')
                 # A member that lags may answer a watch, as may an etcd with another history: the next list shows which.
+                # The cluster is that before the list, because another connection may have seen newer revisions since.
                 if (
                     cluster_before is not None
                     and self._guard is not None
