@@ -251,10 +251,6 @@ def _parse_images(node: Node) -> dict[str, str]:
     return make_mapping_parser(parse_name, lambda _, node: parse(node), 'a mapping of names to URLs')(node)
 
 
-def _parse_paths(file: YamlFile, node: Node) -> tuple[Path, ...]:
-    return make_list_parser(file.parse_path, 'a list like [id_ed25519.pub]')(node)
-
-
 def _parse_identifier(node: Node) -> str:
     if len(text := parse_text(node)) > 255:
         raise ValueError(f'must have at most 255 characters, not {len(text)}')
@@ -271,7 +267,9 @@ class ScheduleConfig:
     user_id: str = make_field(DEFAULT_USER_ID, _parse_identifier)
     project_id: str = make_field(DEFAULT_PROJECT_ID, _parse_identifier)
     user_data: Path | None = make_path_field(None, YamlFile.parse_path)
-    ssh_keys: tuple[Path, ...] = make_path_field((), _parse_paths)
+    ssh_keys: tuple[Path, ...] = make_path_field(
+        (), lambda file, node: make_list_parser(file.parse_path, 'a list like [id_ed25519.pub]')(node)
+    )
     flavors: Mapping[str, Flavor] = make_field({}, _parse_flavors)
     images: Mapping[str, str] = make_field({}, _parse_images)
     reach: ReachCommand = make_field(DEFAULT_REACH, make_text_parser(parse_reach))

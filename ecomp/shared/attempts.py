@@ -30,9 +30,7 @@ def list_leased(store: Store, prefix: str) -> list[str]:
 
 # Which queued requests need a claim: all of them, those that a compute takes now, or none.
 QUEUED = 'queued'
-
 TAKEN = 'taken'
-
 NOT_QUEUED = ''
 
 

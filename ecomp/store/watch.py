@@ -70,7 +70,11 @@ class EntryCache:
         size = len(entry.value)
         if previous is not None:
             self._size -= _estimate_bytes(previous.value)
-        elif self._has_no_room(entry.key):
+        elif (
+            len(self.entries) >= MAX_KEYS
+            or len(entry.key) > MAX_KEY_BYTES
+            or self._size + len(entry.key) > 2 * self._max_total_bytes
+        ):
             self._report_dropped(entry.key, size)
             return None
         else:
@@ -89,13 +93,6 @@ class EntryCache:
         entry = self.entries.pop(key, None)
         if entry is not None:
             self._size -= len(entry.key) + _estimate_bytes(entry.value)
-
-    def _has_no_room(self, key: str) -> bool:
-        return (
-            len(self.entries) >= MAX_KEYS
-            or len(key) > MAX_KEY_BYTES
-            or self._size + len(key) > 2 * self._max_total_bytes
-        )
 
     def _report_dropped(self, key: str, size: int) -> None:
         if key in self._reported_keys or len(self._reported_keys) > MAX_NAMED_KEYS:
