@@ -174,9 +174,8 @@ class Placement(Connections):
 
     def _send(self, method: str, path: str, body: dict[str, Any] | None, no_answer_error: type[Unreachable]) -> Answer:
         """Return a 201, a 204 or a 200 of JSON; else raise the class's errors (`no_answer_error`: 5xx, no answer)."""
-        with TALLY.measure('placement'):
-            with self._report_if_slow():
-                answer = self.send(method, path, body, no_answer_error)
+        with TALLY.measure('placement'), self._report_if_slow():
+            answer = self.send(method, path, body, no_answer_error)
             # A proxy's welcome page is a 200 as well, and confirms no claim.
             is_json = answer.headers.get('content-type', '').startswith('application/json')
             if answer.status_code in (201, 204) or (answer.status_code == 200 and is_json):

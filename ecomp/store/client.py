@@ -530,7 +530,7 @@ class Store:
             guard.raise_if_refused()
             before = guard.known_cluster
         with TALLY.measure('etcd'):
-            reply = self._connection.ask(lambda member, limit: member.call(request, limit), no_answer_error, about)
+            reply = self._connection.ask(request, no_answer_error, about)
         if guard is not None:
             guard.check_reply(before, parse_header(reply), self.endpoints)
         return reply

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from ecomp.conf import EtcdConfig
 from ecomp.errors import Denied, EcompError, NoSpace, TooManyOperations, Unreachable, UsageError
@@ -53,8 +53,6 @@ def read_pages(ask: Callable[[Any], Any], start: bytes, end: bytes, keys_only: b
         limit = max(min(limit * 4, limit * TARGET_PAGE_BYTES // max(size, 1), max_limit), MIN_PAGE_KEYS)
 
 
-Answer = TypeVar('Answer')
-
 # Seconds between two tries while etcd has no leader or its roles change; also the shortest timeout of a call.
 MIN_INTERVAL_SECONDS = 0.2
 
@@ -79,16 +77,13 @@ class Connection:
         except OSError as error:
             raise UsageError(f'etcd {_describe_certificate_error(error)}') from error
 
-    def ask(
-        self, ask: Callable[[EtcdMember, float], Answer], no_answer_error: type[Unreachable], about: Sequence[str] = ()
-    ) -> Answer:
+    def ask(self, request: messages.Request, no_answer_error: type[Unreachable], about: Sequence[str] = ()) -> Any:
         """Return the answer of the first endpoint that gives one, within the timeout of the config.
 
-        `ask` is called with a member and the seconds it may take. There is one try more than endpoints; while etcd
-        elects a leader or changes roles, tries go on until the timeout. A failed connection is replaced. A request that
-        may have arrived is repeated only if `no_answer_error` is Unreachable. `about` has its keys, for an error's
-        text. Raises Unreachable if the request did not arrive, `no_answer_error` if it may have, or else what
-        translate_error() returns.
+        There is one try more than endpoints; while etcd elects a leader or changes roles, tries go on to the timeout.
+        A failed connection is replaced. A request that may have arrived is repeated only if `no_answer_error` is
+        Unreachable. `about` has its keys, for an error's text. Raises Unreachable if the request did not arrive,
+        `no_answer_error` if it may have, or else what _translate_error() returns.
         """
         deadline = time.monotonic() + self.config.timeout
         has_others = len(self.config.endpoints) > 1
@@ -100,7 +95,7 @@ class Connection:
             # A member that hangs must leave time for the others; a request to a dying leader is lost without an error.
             time_share = self.config.timeout / 2 if has_others else self.config.timeout
             try:
-                answer = ask(client, max(min(time_share, deadline - time.monotonic()), MIN_INTERVAL_SECONDS))
+                answer = client.call(request, max(min(time_share, deadline - time.monotonic()), MIN_INTERVAL_SECONDS))
                 self._pending.clear()
                 return answer
             except messages.CallFailure as error:
@@ -118,7 +113,7 @@ class Connection:
                     remaining_tries += 1  # in turn, until one of the connections is made
                 elif remaining_tries <= 0 or is_late or not messages.can_retry_elsewhere(error, repeatable):
                     error_type = no_answer_error if not messages.is_unsent(error) else Unreachable
-                    raise self.translate_error(error, error_type, about, repeatable) from error
+                    raise self._translate_error(error, error_type, about, repeatable) from error
 
     def reconnect(self, failed_member: EtcdMember | None = None, is_pending: bool = False) -> None:
         """Connect to the next endpoint; no-op after close(), or if `failed_member` is replaced already.
@@ -154,7 +149,7 @@ class Connection:
         pending = self._pending.pop(self._endpoint_index, None)
         return pending or EtcdMember(self.config, self.config.endpoints[self._endpoint_index])
 
-    def translate_error(
+    def _translate_error(
         self,
         error: messages.CallFailure,
         no_answer_error: type[Unreachable],

@@ -93,13 +93,10 @@ class Accounts:
                 self._change('UserRevokeRole', user, role)
 
     def _query(self, name: str, *values: str | bytes) -> Any:
-        return self._ask(AuthRequest(name, dict(enumerate(values, 1))), Unreachable)
+        return self._connection.ask(AuthRequest(name, dict(enumerate(values, 1))), Unreachable)
 
     def _change(self, name: str, *values: str | bytes, token: str = '') -> None:
-        self._ask(AuthRequest(name, dict(enumerate(values, 1)), token), UnknownOutcome)
-
-    def _ask(self, request: AuthRequest, no_answer_error: type[Unreachable]) -> Any:
-        return self._connection.ask(lambda member, limit: member.call(request, limit), no_answer_error)
+        self._connection.ask(AuthRequest(name, dict(enumerate(values, 1)), token), UnknownOutcome)
 
 
 def _parse_permission(message: Any) -> roles.Permission:

@@ -30,6 +30,7 @@ from ecomp.store.messages import (
     FAILED_PRECONDITION,
     UNAVAILABLE,
     CallFailure,
+    Status,
     WatchCreate,
     can_retry_elsewhere,
     is_unsent,
@@ -179,7 +180,7 @@ def test_call_waits_for_the_election_of_a_new_leader(
 ) -> None:
     monkeypatch.setattr('ecomp.store.http2_client.EtcdMember', ElectingMembers(6).begin)
     connection = Connection(make_config('dead:1', 'alive:2', 'alive:3'))
-    assert connection.ask(lambda member, _: member.call(), unanswered).startswith('alive')
+    assert connection.ask(Status(), unanswered).startswith('alive')
 
 
 def test_slow_connections_succeed_within_the_timeout(etcd: Etcd, prefix: str) -> None:

@@ -16,7 +16,7 @@ Value = TypeVar('Value')
 
 
 def translate_refusal(function: Callable[[], Value]) -> Value:
-    """Call a function, and convert its CallFailure as Connection.translate_error() does."""
+    """Call a function, and convert its CallFailure as Connection.ask() does."""
     try:
         return function()
     except CallFailure as error:
