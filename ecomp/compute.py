@@ -32,10 +32,7 @@ MAX_BOOT_SECONDS = 1000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ecompute until a signal, and return 0; print an EcompError or OSError, and return its exit code or 1.
-
-    With --check, --close-dhcp or --unit it prints and returns, 1 if interrupted. Sets signal handlers and the log.
-    """
+    """Run ecompute until a signal; print an EcompError or OSError; return the exit code."""
     logs.hold_descriptors()
     logs.configure()
     run = _Run(systemd.Service.from_environment(os.environ))

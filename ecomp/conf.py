@@ -130,10 +130,7 @@ def parse_url(node: Node) -> str:
 
 
 def read_etcd(file: YamlFile, name: str, default: EtcdConfig) -> EtcdConfig:
-    """Read the section `name`; add mistakes to `file` and use defaults instead. Log the ignored key `grpc_options`.
-
-    `default` supplies only the timeout; without a host the endpoint is localhost:2379.
-    """
+    """Read the section `name`; add mistakes to `file` and use defaults instead. Log the ignored key `grpc_options`."""
     etcd = file.top.read_section(name)
     for key in etcd.take_keys('user|password'):
         etcd.add_problem(key, 'logging in with a password is not safe. Fix: use certificates (cert_cert, cert_key)')
@@ -202,11 +199,7 @@ def make_custom_field(default: T, read: Callable[[YamlFile, str, T], T]) -> T:
 
 
 def load(kind: Callable[..., T], path: Path | None, default_name: str) -> T:
-    """Load the configuration of class `kind`; raise UsageError with a line for each problem, or if `path` is missing.
-
-    A `path` of None means the file that find_default_file() finds, or the defaults if there is none. A field is read by
-    its metadata's `read`; without that, it is the YamlFile attribute of the same name.
-    """
+    """Load the configuration of class `kind`; UsageError with a line for each problem, or if `path` is missing."""
     file = YamlFile.read(path, default_name)
     defaults: Any = kind()
     values = {}

@@ -242,10 +242,7 @@ def read_names(placement: Placement, provider: str, kind: str) -> Names:
 
 
 def change_names(placement: Placement, provider: str, kind: str, update: Callable[[Names], Names]) -> bool:
-    """Replace a provider's TRAITS or AGGREGATES with `update(current)`; return False, unwritten, if equal.
-
-    After a lost race `update` is called again. Raises NotFound, PlacementRefusal, UnknownOutcome, GenerationConflict.
-    """
+    """Replace a provider's TRAITS or AGGREGATES with `update(current)`, which a lost race repeats; False if equal."""
 
     def write() -> bool:
         current, generation = _read_names(placement, provider, kind)

@@ -501,11 +501,7 @@ class Store:
     def watch(
         self, requests: Sequence[messages.WatchCreate], duration_seconds: float, progress_seconds: float | None = None
     ) -> WatchStream:
-        """Return the answers to these watches on one stream, for at most `duration_seconds`.
-
-        Nothing is sent before the iteration, which raises CallFailure (see WatchStream) and occupies the connection.
-        For `progress_seconds` see WatchStream, too.
-        """
+        """Return the answers to these watches on one stream, see WatchStream, for at most `duration_seconds`."""
         stream: WatchStream = self._connection.client.watch(requests, duration_seconds, progress_seconds)
         return stream
 

@@ -94,10 +94,7 @@ class History:
             self._check_etcd()
 
     def _read_stream(self) -> Generator[list[Change], None, bool]:
-        """Yield the changes of one stream; return True once all of the past was read, False to begin another.
-
-        Raises _StreamError if the stream breaks, ends early or, without `follow`, has no useful answer for the timeout.
-        """
+        """Yield the changes of one stream; return True once all of the past was read, False to begin another."""
         # Begin with a change that is known: then there is an answer with changes, whose header tells up to where.
         first = self.next_revision if self._follow else self._last_revision or self.next_revision
         past = _PastProgress(self._past_end, first == self._last_revision)

@@ -456,11 +456,7 @@ class WatchStream:
             self._transport.shut_down()
 
     def _receive(self, stream: Stream, deadline: float) -> bool:
-        """Process the next events; return False, after asking for progress, if none arrive in `progress_seconds`.
-
-        A member that is not asked for progress gets a ping. Raises TimeoutError at `deadline`, and ConnectionError if
-        the ping has no answer.
-        """
+        """Process the next events; return False, after asking for progress, if none arrive in `progress_seconds`."""
         progress_seconds = self._progress_seconds
         for seconds in (PING_AFTER_SECONDS, PING_ANSWER_SECONDS) if progress_seconds is None else (progress_seconds,):
             check_deadline(deadline)
