@@ -15,6 +15,7 @@ os.environ.setdefault('GRPC_VERBOSITY', 'NONE')
 
 import grpc
 from etcd3 import etcdrpc
+from google.protobuf import json_format
 
 CALLS_BY_PATH: dict[str, tuple[Callable[[grpc.Channel], Any], str, Any]] = {
     'kv/range': (etcdrpc.KVStub, 'Range', etcdrpc.RangeRequest),
@@ -36,9 +37,6 @@ class Reply:
     def __init__(
         self, endpoint: str, path: str, body: Mapping[str, Any], timeout: float = 30.0, certs: Path | None = None
     ) -> None:
-        # Imported here, after the import of etcdrpc has chosen the protobuf implementation.
-        from google.protobuf import json_format
-
         stub, method, kind = CALLS_BY_PATH[path]
         request = json_format.ParseDict(dict(body), kind())
         self._closed = threading.Event()
@@ -85,7 +83,5 @@ class Reply:
 
 
 def _to_dict(message: Any) -> dict[str, Any]:
-    from google.protobuf import json_format
-
     value: dict[str, Any] = json_format.MessageToDict(message, preserving_proto_field_name=True)
     return value

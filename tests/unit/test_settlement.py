@@ -28,7 +28,6 @@ from ecomp.store.client import (
     find_evidence,
     retry_until_committed,
 )
-from ecomp.store.messages import Request as EtcdRequest
 from tests.kit.memory_etcd import Etcd, MemoryMember, NoWorld
 
 # The transaction of a delivery: it ends the attempt at revision 5, and takes a name that is free.
@@ -108,7 +107,7 @@ class UnansweredConnection:
         self.afterwards: Callable[[], object] | None = afterwards
         self.arrives = arrives
 
-    def ask(self, request: EtcdRequest, error: type[Unreachable], _about: Sequence[str]) -> Any:
+    def ask(self, request: Any, error: type[Unreachable], _about: Sequence[str]) -> Any:
         if error is not UnknownOutcome or (afterwards := self.afterwards) is None:
             return self.member.call(request)
         if self.arrives:

@@ -32,9 +32,9 @@ from ecomp.store.messages import (
     Write,
     parse_answer,
 )
+from tests.kit.gateway import etcdrpc
 
 # Our messages equal those of etcd3's generated code, in both directions; junk is refused.
-from tests.kit.gateway import etcdrpc
 
 NUMBERS = st.integers(-(2**63), 2**63 - 1)
 UNSIGNED = st.integers(0, 2**64 - 1)
