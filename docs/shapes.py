@@ -208,7 +208,6 @@ _TIMELINE = _object(
 _FLAVOR = _object(
     name=_text('name of the flavor'), resources=_AMOUNTS, required=many(_text('trait'), 'traits that are required'),
     forbidden=many(_text('trait'), 'traits that are forbidden'),
-    source=_text('where the flavor is stored', enum=['etcd', 'schedule.yaml']),
 )  # fmt: skip
 _GROUP = _object(
     name=_text('name of the group'), policy=_POLICY, strict=_STRICT,

@@ -184,7 +184,7 @@ class ComputeConfig:
 
 def load_compute(path: Path | None = None) -> ComputeConfig:
     """Load compute.yaml; `path` None means the default file, or the defaults. UsageError if invalid or missing."""
-    return load(ComputeConfig, path, 'compute.yaml')
+    return load(ComputeConfig, path, 'compute.yaml', {})
 
 
 def parse_inventory(text: str) -> dict[str, int]:

@@ -39,8 +39,6 @@ from ecomp.yaml_file import (
 if TYPE_CHECKING:
     import socket
 
-    from ecomp.model.flavor import Flavor
-
 T = TypeVar('T')
 
 CERTIFICATE_KEYS = ('ca_cert', 'cert_cert', 'cert_key')
@@ -198,7 +196,7 @@ def make_custom_field(default: T, read: Callable[[YamlFile, str, T], T]) -> T:
     return made_field
 
 
-def load(kind: Callable[..., T], path: Path | None, default_name: str) -> T:
+def load(kind: Callable[..., T], path: Path | None, default_name: str, removed: Mapping[str, str]) -> T:
     """Load the configuration of class `kind`; UsageError with a line for each problem, or if `path` is missing."""
     file = YamlFile.read(path, default_name)
     defaults: Any = kind()
@@ -206,6 +204,9 @@ def load(kind: Callable[..., T], path: Path | None, default_name: str) -> T:
     for spec in fields(defaults):
         read = spec.metadata.get('read')
         values[spec.name] = read(file, spec.name, getattr(defaults, spec.name)) if read else getattr(file, spec.name)
+    for key, reason in removed.items():
+        if file.top.take_keys(key):
+            file.top.add_problem(key, reason)
     file.finish()
     return kind(**values)
 
@@ -224,20 +225,6 @@ DEFAULT_IMAGE = (
 )
 
 
-def _parse_flavors(node: Node) -> dict[str, Flavor]:
-    from ecomp.model.flavor import parse_flavor  # imported here: only files with flavors need it
-
-    def parse_name(node: Node) -> str:
-        if node.items or node.pairs:
-            raise ValueError('a name must be text')
-        return node.text
-
-    def parse(name: str, node: Node) -> Flavor:
-        return make_text_parser(partial(parse_flavor, name))(node)
-
-    return make_mapping_parser(parse_name, parse, 'a mapping of names to queries')(node)
-
-
 def _parse_images(node: Node) -> dict[str, str]:
     parse = make_text_parser(check_image)
     parse_name = make_text_parser(partial(check_plain_name, kind='image'))
@@ -248,6 +235,11 @@ def _parse_identifier(node: Node) -> str:
     if len(text := parse_text(node)) > 255:
         raise ValueError(f'must have at most 255 characters, not {len(text)}')
     return text
+
+
+REMOVED_KEYS = {
+    'flavors': "flavors are stored in etcd. Fix: remove the key, and run `eschedule flavor set NAME 'resources=…'`"
+}
 
 
 @dataclass(frozen=True)
@@ -263,7 +255,6 @@ class ScheduleConfig:
     ssh_keys: tuple[Path, ...] = make_path_field(
         (), lambda file, node: make_list_parser(file.parse_path, 'a list like [id_ed25519.pub]')(node)
     )
-    flavors: Mapping[str, Flavor] = make_field({}, _parse_flavors)
     images: Mapping[str, str] = make_field({}, _parse_images)
     reach: ReachCommand = make_field(DEFAULT_REACH, make_text_parser(parse_reach))
     ssh_user: str = make_field('debian', make_text_parser(check_user))
@@ -273,7 +264,7 @@ class ScheduleConfig:
 
 def load_schedule(path: Path | None = None) -> ScheduleConfig:
     """Load schedule.yaml; `path` None means the default file, or the defaults. UsageError if invalid or missing."""
-    return load(ScheduleConfig, path, 'schedule.yaml')
+    return load(ScheduleConfig, path, 'schedule.yaml', REMOVED_KEYS)
 
 
 # Connections

@@ -174,15 +174,20 @@ def _print_instances(ctx: Context, instances: Sequence[NewInstance], output_erro
 
 
 def _enqueue(ctx: Context, order: Order) -> int:
+    from ecomp.model.allocation import list_missing_classes
     from ecomp.model.guest import SharedUserData
     from ecomp.model.queue import QueueEntry
-    from ecomp.scheduler.placing.enqueue import enqueue, has_taker, read_shared_flavor
+    from ecomp.scheduler.operations.sharing import load_flavor
+    from ecomp.scheduler.placing.enqueue import enqueue, has_taker
     from ecomp.scheduler.queries.find import find
 
     instance, shared = order.instance, None if order.user_data is None else SharedUserData.from_bytes(order.user_data)
     hashed = {'user_data': None, 'user_data_sha256': shared.sha256 if shared else None}
     try:
-        flavor, revision = read_shared_flavor(ctx.config, ctx.store, ctx.options.flavor or '')
+        with convert_to_usage_error():
+            flavor, revision = load_flavor(ctx.store, ctx.options.flavor or '')
+        if lacking := list_missing_classes(flavor.resources):
+            raise UsageError(f'flavor {flavor.name} lacks {", ".join(lacking)}, which every guest needs')
         entry = QueueEntry(flavor=flavor, **order.copy_fields(**hashed))
         owner = describe_owner(order.stages['requested'])
         is_new = enqueue(ctx.store, entry, revision, shared, owner, ctx.options.uuid is not None)
@@ -249,9 +254,11 @@ def _build_query(ctx: Context) -> str:
         check_query(query, needs_resources=flavor is None, has_on_option=on is not None)
     query = resolve_trees(query, ctx.resolve_compute)
     if flavor is not None:
-        from ecomp.scheduler.operations.sharing import apply_flavor
+        from ecomp.model.flavor import merge_query
+        from ecomp.scheduler.operations.sharing import load_flavor
 
-        query = apply_flavor(ctx.config, lambda: ctx.store, flavor, query)
+        with convert_to_usage_error():
+            query = merge_query(load_flavor(ctx.store, flavor)[0], query)
         check_flavor_suffices(flavor, query)
     if on is not None:
         from ecomp.model.query import restrict_to_compute

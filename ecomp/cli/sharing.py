@@ -29,12 +29,12 @@ MAX_HOSTS_IN_CELL = 20
 
 
 def _list_flavors(ctx: Context) -> int:
-    flavors, unreadable = sharing.list_flavors(ctx.config, ctx.store)
+    flavors, unreadable = sharing.list_flavors(ctx.store)
     return ctx.show(make_flavor_listing(flavors), unreadable)
 
 
 def _show_flavors(ctx: Context) -> int:
-    flavors, unreadable = sharing.list_flavors(ctx.config, ctx.store)
+    flavors, unreadable = sharing.list_flavors(ctx.store)
     missing = [name for name in ctx.words if name not in flavors]
     for name in missing:
         ctx.out.say(str(sharing.make_no_such_flavor(name, flavors)))
@@ -101,13 +101,12 @@ def _apply_to_each(ctx: Context, words: Sequence[str], change: Callable[[str], s
     return outcomes.run(lambda word: outcomes.report(word, change(word)))
 
 
-def make_flavor_listing(flavors: Mapping[str, tuple[Flavor, str]]) -> Listing:
-    """List each flavor and where it is stored; `flavors` is {name: (flavor, source)}."""
+def make_flavor_listing(flavors: Mapping[str, Flavor]) -> Listing:
     rows = []
-    for name, (flavor, source) in flavors.items():
+    for name, flavor in flavors.items():
         resources = ','.join(f'{resource_class}:{amount}' for resource_class, amount in flavor.resources.items())
-        rows.append(Row((name, resources, flavor.traits or None, source), {**to_dict(flavor), 'source': source}))
-    columns = [Column('FLAVOR'), Column('RESOURCES', min_width=20), Column('TRAITS', 1, min_width=8), Column('IN', 2)]
+        rows.append(Row((name, resources, flavor.traits or None), to_dict(flavor)))
+    columns = [Column('FLAVOR'), Column('RESOURCES', min_width=20), Column('TRAITS', 1, min_width=8)]
     return Listing(columns, rows)
 
 
@@ -185,9 +184,7 @@ def _quota_to_dict(project_quota: Quota) -> dict[str, object]:
 
 # fmt: off
 COMMANDS: Sequence[Command] = (
-    Command('flavor list', 'flavor list', 'list the flavors of schedule.yaml and etcd',
-            'List the flavors: what each requests, and whether it is in schedule.yaml or in etcd. A flavor of '
-            'schedule.yaml takes precedence over one of the same name in etcd.',
+    Command('flavor list', 'flavor list', 'list the flavors', 'List the flavors, and what each requests.',
             parse_nothing, _list_flavors, LISTING_OPTIONS, example='eschedule flavor list'),
     Command('flavor show', 'flavor show NAME…', 'show what a flavor requests',
             'Show one or more flavors, as `eschedule flavor list` shows all of them.',

@@ -51,7 +51,7 @@ class StackFile:
 
 
 def load_stack_file(ctx: Context, path: str) -> StackFile:
-    """Read a file, `-` for stdin; UsageError with all its mistakes. Flavors are read from etcd, too."""
+    """Read a file, `-` for stdin; UsageError with all its mistakes. Flavors are read from etcd."""
     return _Reader(ctx, path).read()
 
 
@@ -201,7 +201,7 @@ class _Reader:
         from ecomp.scheduler.operations.sharing import load_flavor
 
         if flavor not in self._flavors:
-            self._flavors[flavor] = load_flavor(self._ctx.config, lambda: self._ctx.store, flavor)
+            self._flavors[flavor], _ = load_flavor(self._ctx.store, flavor)
         merged = merge_query(self._flavors[flavor], query)
         check_flavor_suffices(flavor, merged)
         return merged

@@ -42,8 +42,8 @@ ALIVE_LEASE = 1
 # The current time. All times in scene.txt are in 2021.
 NOW = re.compile(r'20(?!21-)\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z')
 FILES = {
-    'schedule.yaml': 'image: http://images.invalid/default.img\nuser_id: me\nproject_id: web\nflavors:\n  here: '
-    "'resources=VCPU:2,MEMORY_MB:512,DISK_GB:2'\nimages:\n  tiny: http://images.invalid/tiny.img\n",
+    'schedule.yaml': 'image: http://images.invalid/default.img\nuser_id: me\nproject_id: web\nimages:\n'
+    '  tiny: http://images.invalid/tiny.img\n',
     'a.pub': 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIAABAgMEBQYHCAkKCwwNDg8QERITFBUWFxgZGhscHR4f me@laptop\n',
     'no.pub': 'not a key\n',
     'data.yaml': '#cloud-config\nhostname: x\n',

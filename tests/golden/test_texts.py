@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from ipaddress import ip_address
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,6 +54,7 @@ from ecomp.model import (
 from ecomp.model.allocation import Inventory, describe_difference
 from ecomp.model.facts import parse_facts
 from ecomp.model.stored import decode
+from ecomp.store.client import Entry, Snapshot
 from ecomp.virt import xml
 from tests.kit.transcript import compare_with_file
 
@@ -93,11 +95,12 @@ def load_stack(path: Path) -> object:
     Path('schedule.yaml').write_text(
         'images: {trixie: http://images/trixie.qcow2, bookworm: http://images/bookworm.qcow2}\n'
         'image: http://images/trixie.qcow2\n'
-        "flavors: {small: 'resources=VCPU:1,MEMORY_MB:256,DISK_GB:1', bare: 'resources=VCPU:1'}\n"
     )
     schedule = load_schedule(Path('schedule.yaml'))
     context = Context(Terminal(print, print, print), schedule, Invocation('apply', (str(path),), Options()))
-    vars(context)['store'] = None
+    small, bare = b'{"resources":{"VCPU":1,"MEMORY_MB":256,"DISK_GB":1}}', b'{"resources":{"VCPU":1}}'
+    entries = {key: Entry(key, value, 1) for key, value in (('/flavors/small', small), ('/flavors/bare', bare))}
+    vars(context)['store'] = SimpleNamespace(get=entries.get, snapshot=lambda *_, **__: Snapshot(1, entries))
     return stack_file.load_stack_file(context, str(path))
 
 

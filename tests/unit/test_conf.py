@@ -487,7 +487,7 @@ SECURED_CONFIGURATION = {
     'placement': {'endpoint': 'https://ds1:8080', 'token_file': '/etc/ecomp/token', 'insecure': True},
     'project_id': 'web',
     'image': 'https://images.invalid/x.img#sha256=07e4',
-    'flavors': {'small': 'resources=VCPU:1,DISK_GB:5&required=HW_CPU_X86_AVX2,!A'},
+    'images': {'small': 'https://images.invalid/y.img'},
     'ssh_keys': ['id_ed25519.pub'],
 }
 

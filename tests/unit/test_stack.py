@@ -314,7 +314,6 @@ HASH = 'ab' * 32
 SCHEDULE = f"""
 image: http://images/trixie.qcow2#sha256={HASH}
 images: {{trixie: 'http://images/trixie.qcow2#sha256={HASH}', bookworm: http://images/bookworm.qcow2}}
-flavors: {{small: 'resources=VCPU:1,MEMORY_MB:256,DISK_GB:1', bare: 'resources=VCPU:1'}}
 project_id: shop
 """
 KEY = 'ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJ4Gl6f0tBkXwz0v4kUJQ1u0q8fD0oYl1h2d3c4b5a6Z ann'
@@ -322,15 +321,16 @@ FILE_QUERY = 'resources=VCPU:2,MEMORY_MB:512,DISK_GB:4'
 
 
 class FlavorStore:
-    """An etcd with the flavor `shared`; `reads` are the keys that were read."""
+    """An etcd with the flavors `small` and `shared`; `reads` are the keys that were read."""
 
     def __init__(self) -> None:
         self.reads: list[str] = []
 
     def get(self, key: str) -> StoredEntry | None:
         self.reads.append(key)
-        value = b'{"version": 1, "resources": {"VCPU": 8, "MEMORY_MB": 512, "DISK_GB": 1}}'
-        return StoredEntry(key, value, 1) if key == '/flavors/shared' else None
+        amounts = {'/flavors/shared': b'"VCPU": 8, "MEMORY_MB": 512', '/flavors/small': b'"VCPU": 1, "MEMORY_MB": 256'}
+        value = b'{"version": 1, "resources": {%s, "DISK_GB": 1}}' % amounts.get(key, b'')
+        return StoredEntry(key, value, 1) if key in amounts else None
 
     def snapshot(self, *_: object, **__: object) -> Snapshot:
         return Snapshot(1, {'/flavors/shared': StoredEntry('/flavors/shared', b'', 1)})

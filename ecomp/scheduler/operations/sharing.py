@@ -1,4 +1,4 @@
-"""Flavors (in schedule.yaml and in etcd) and quotas, which operators set for all users.
+"""Flavors and quotas, which operators set for all users.
 
 Deliveries and removals update quotas in their transactions (rule: change-with-delivery). Setting a quota counts again.
 """
@@ -10,12 +10,11 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ecomp.conf import ScheduleConfig
 from ecomp.errors import Conflict, EcompError, NotFound, Unreachable, Unreadable, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import list_missing_classes
-from ecomp.model.flavor import Flavor, check_flavor_name, merge_query, parse_flavor
+from ecomp.model.flavor import Flavor, check_flavor_name, parse_flavor
 from ecomp.model.json_object import add_time
 from ecomp.model.order import parse_request
 from ecomp.model.quota import INSTANCES, Demand, Quota, format_quota, parse_limits, sum_charges
@@ -31,44 +30,31 @@ if TYPE_CHECKING:
     from ecomp.model.record import Record
     from ecomp.placement.client import Placement
 
-SOURCE_FILE = 'schedule.yaml'
-SOURCE_ETCD = 'etcd'
-LIST_HINT = 'Try: eschedule flavor list'
 
+def load_flavor(store: Store, name: str) -> tuple[Flavor, int]:
+    """Return a flavor and the revision of its key.
 
-def apply_flavor(config: ScheduleConfig, get_store: Callable[[], Store], name: str, query: str) -> str:
-    """Return a flavor's query merged with `query`; see load_flavor().
-
-    Amounts in `query` replace the flavor's; the rest is added. Raises NotFound, UsageError (name, amounts), Unreadable.
+    Raises:
+        ValueError: the name is invalid.
+        NotFound: there is no such flavor.
+        Unreadable: the flavor is malformed.
     """
-    try:
-        return merge_query(load_flavor(config, get_store, name), query)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-
-
-def load_flavor(config: ScheduleConfig, get_store: Callable[[], Store], name: str) -> Flavor:
-    """Return a flavor; `get_store` is called only if schedule.yaml lacks it. NotFound, ValueError, Unreadable."""
-    if (flavor := config.flavors.get(check_flavor_name(name))) is not None:
-        return flavor
-    store = get_store()
-    entry = store.get(keys.flavor(name))
+    entry = store.get(keys.flavor(check_flavor_name(name)))
     if entry is None:
-        raise make_no_such_flavor(name, [*config.flavors, *list_flavor_names(store)])
-    return read_flavor(entry)
+        raise make_no_such_flavor(name, list_flavor_names(store))
+    return read_flavor(entry), entry.revision
 
 
-def list_flavors(config: ScheduleConfig, store: Store) -> tuple[dict[str, tuple[Flavor, str]], list[EcompError]]:
-    """Read {name: (flavor, source)}, sorted, and the errors of malformed ones; schedule.yaml's replaces etcd's."""
-    flavors: dict[str, tuple[Flavor, str]] = {}
+def list_flavors(store: Store) -> tuple[dict[str, Flavor], list[EcompError]]:
+    """Read {name: flavor}, sorted, and the errors of malformed ones."""
+    flavors: dict[str, Flavor] = {}
     errors: list[EcompError] = []
     for entry in store.snapshot(keys.FLAVORS).entries.values():
         try:
-            flavors[keys.get_last_part(entry.key)] = read_flavor(entry), SOURCE_ETCD
+            flavors[keys.get_last_part(entry.key)] = read_flavor(entry)
         except Unreadable as error:
             errors.append(error)
-    configured = {name: (flavor, SOURCE_FILE) for name, flavor in config.flavors.items()}
-    return dict(sorted({**flavors, **configured}.items())), errors
+    return dict(sorted(flavors.items())), errors
 
 
 def put_flavor(store: Store, placement: Placement, name: str, text: str) -> str:
@@ -120,7 +106,8 @@ def delete_flavor(store: Store, name: str) -> str:
 
 def make_no_such_flavor(name: str, names: Iterable[str]) -> NotFound:
     """Make the error for a flavor that is not among `names`."""
-    return NotFound(f'{make_printable(name, 100)}: no such flavor{format_suggestion(name, names)}. {LIST_HINT}')
+    problem = f'{make_printable(name, 100)}: no such flavor{format_suggestion(name, names)}'
+    return NotFound(f'{problem}. Try: eschedule flavor list')
 
 
 def list_flavor_names(store: Store) -> list[str]:

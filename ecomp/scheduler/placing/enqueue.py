@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ecomp.conf import ScheduleConfig
-from ecomp.errors import Conflict, EcompError, UsageError
+from ecomp.errors import Conflict, EcompError
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
-from ecomp.model.allocation import find_compute, list_missing_classes
-from ecomp.model.flavor import Flavor, check_flavor_name
+from ecomp.model.allocation import find_compute
 from ecomp.model.group import Group
 from ecomp.model.guest import SharedUserData
 from ecomp.model.host import Computes, PresenceFacts
@@ -19,7 +17,6 @@ from ecomp.model.queue import QueueEntry, QueueTaker
 from ecomp.model.stored import decode_lenient, encode
 from ecomp.placement.allocations import read_consumer
 from ecomp.placement.client import Placement
-from ecomp.scheduler.operations.sharing import list_flavor_names, make_no_such_flavor, read_flavor
 from ecomp.scheduler.placing.claim import announce, read_settled_group, read_terms
 from ecomp.scheduler.placing.create import check_same
 from ecomp.scheduler.placing.explain import find_shortfalls
@@ -71,27 +68,6 @@ def read_queue_position(
 
 # Computes that are read to find one that takes from queues, before all are read.
 TAKER_SAMPLE_SIZE = 10
-
-
-def read_shared_flavor(config: ScheduleConfig, store: Store, name: str) -> tuple[Flavor, int]:
-    """Read a flavor and its revision from etcd, where the computes see it.
-
-    Raises NotFound, Unreadable, UsageError (invalid name, in schedule.yaml only, or lacks what a guest needs).
-    """
-    try:
-        entry = store.get(keys.flavor(check_flavor_name(name)))
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    if entry is None and name in config.flavors:
-        cure = f"eschedule flavor set {name} '{config.flavors[name].query}'"
-        raise UsageError(f'flavor {name} is only in schedule.yaml, which no compute reads. Fix: {cure}')
-    if entry is None:
-        raise make_no_such_flavor(name, list_flavor_names(store))
-    flavor = read_flavor(entry)
-    lacking = list_missing_classes(flavor.resources)
-    if lacking:
-        raise UsageError(f'flavor {name} lacks {", ".join(lacking)}, which every guest needs')
-    return flavor, entry.revision
 
 
 def has_taker(store: Store) -> bool:
