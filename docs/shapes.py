@@ -103,10 +103,11 @@ _INTERFACE = _object(
     expected=_text('address that DHCP reserves for the interface; null if none'),
 )  # fmt: skip
 _STAGE_TIMES = _map('time at which each stage was reached', _text('time, ISO 8601, UTC'))
-_BOOT = _object(
-    number=_is('integer', 'number of the boot; the first has 1'),
-    reason=_text('why the guest was started', enum=list(REASONS)), stages=_STAGE_TIMES,
-)  # fmt: skip
+_BOOT = _fields({
+    'number': _is('integer', 'number of the boot; the first has 1'),
+    'reason': _text('why the guest was started', enum=list(REASONS)), 'stages': _STAGE_TIMES,
+    'previous_stop': _text('time at which the boot before it ended; absent if unknown'),
+}, may='previous_stop')  # fmt: skip
 _PLACE = _object(
     'stack of the instance; absent if none', name=_text('name of the stack'), member=_text('member of the file'),
     number=_is('integer', 'number among the instances of the member, from 1'),
@@ -141,7 +142,7 @@ RECORD = _fields({
                         done=_is('integer', 'bytes done'),
                         total=_is('integer', 'bytes in total; null if unknown')),
     'group': _text('name of its group; null without a group'), 'why': _WEIGHED,
-    'boots': many(_BOOT, 'newest five boots, oldest first; absent before the first boot'),
+    'boots': many(_BOOT, 'the last boot; absent before the first boot'),
     'host_keys': many(_text('type and base64'), 'ssh host keys that the guest reported; absent until it reports them'),
     'stack': _PLACE,
     'replaces': _text('uuid of the instance that it was evacuated from; absent if none', pattern=UUID),

@@ -20,7 +20,6 @@ from ecomp.cli.tables import MIN_COLUMN_WIDTH, OutputStyle, shorten_uuids
 from ecomp.errors import Conflict, EcompError, NotFound, UsageError
 from ecomp.model import keys
 from ecomp.model.boots import STAGES as BOOT_STAGES
-from ecomp.model.boots import find_boot
 from ecomp.model.choose import FIRST, FROM_QUEUE, PACK, RANDOM, SPREAD, PlacementReason
 from ecomp.model.group import Group
 from ecomp.model.host import Computes, describe_silent_fix
@@ -176,12 +175,12 @@ def _explain_choice(choice: PlacementReason | None) -> str:
 # How long each stage of an instance took
 
 
-def timeline_to_dict(record: Record, number: int | None = None) -> dict[str, Any]:
-    """Return a boot, by default the last, and its stages for JSON, `error` last after a failure.
+def timeline_to_dict(record: Record) -> dict[str, Any]:
+    """Return the last boot and its stages for JSON, `error` last after a failure.
 
-    Boot 1 includes the stages before it. Without such a boot the stages are the record's. Malformed times are omitted.
+    Boot 1 includes the stages before it. Before it the stages are the record's. Malformed times are omitted.
     """
-    boot = find_boot(record.boots, number)
+    boot = record.last_boot
     stages = record.stages if boot is None else boot.stages
     if boot is not None and boot.number == 1:
         stages = {**{name: time for name, time in record.stages.items() if name not in BOOT_STAGES}, **stages}
@@ -200,9 +199,9 @@ def timeline_to_dict(record: Record, number: int | None = None) -> dict[str, Any
     return {'instance': record.instance, 'state': record.state, **boot_fields, 'stages': rows}
 
 
-def draw_timeline(record: Record, style: OutputStyle, number: int | None = None) -> str:
-    """Draw a boot, by default the last: a heading with its first stage, and a line for each other stage."""
-    timeline = timeline_to_dict(record, number)
+def draw_timeline(record: Record, style: OutputStyle) -> str:
+    """Draw the last boot: a heading with its first stage, and a line for each other stage."""
+    timeline = timeline_to_dict(record)
     stages = {stage['stage']: stage for stage in timeline['stages']}
     scale_seconds = max((stage['at'] for stage in stages.values()), default=0.0)
     width = MAX_BAR_WIDTH if style.width is None else max(style.width - BAR_MARGIN, MIN_COLUMN_WIDTH)

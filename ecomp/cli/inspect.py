@@ -182,19 +182,11 @@ def _print_why(ctx: Context) -> int:
 def _print_timeline(ctx: Context) -> int:
     from ecomp.cli.history import draw_timeline, timeline_to_dict
 
-    word, number = ctx.words[0], ctx.options.boot
-    record = _find_instance(ctx, word).record
-    numbers = [boot.number for boot in record.boots]
-    if number is not None and number not in numbers:
-        reason = 'the guest has not started yet'
-        if numbers:
-            kept = f'boots {numbers[0]} to {numbers[-1]} are' if numbers[1:] else f'boot {numbers[0]} is'
-            reason = f'only {kept} kept'
-        raise NotFound(f'{word}: boot {number} is not kept: {reason}')
+    record = _find_instance(ctx, ctx.words[0]).record
     if ctx.form == TABLE:
-        ctx.draw(draw_timeline(record, ctx.style, number))
+        ctx.draw(draw_timeline(record, ctx.style))
     else:
-        ctx.show_document([timeline_to_dict(record, number)])
+        ctx.show_document([timeline_to_dict(record)])
     return 0
 
 
@@ -314,8 +306,8 @@ def _list_fields(record: Record, known_computes: Computes, absences: Absences) -
     yield 'console', '' if record.state in RETENTION_SECONDS else record.console
     for stage, time in sorted({**dict.fromkeys(STAGE_FIELDS, ''), **record.stages}.items(), key=lambda each: each[1]):
         yield STAGE_FIELDS.get(stage, stage), time
-    for number, boot in {1: '', **{boot.number: _format_boot(boot) for boot in record.boots}}.items():
-        yield f'boot {number}', boot if len(record.boots) > 1 else ''
+    boot = record.last_boot
+    yield f'boot {boot.number if boot else 1}', _format_boot(boot) if boot and boot.number > 1 else ''
     yield 'waits', _fill('{0}', known_computes.describe_unserved(['it']) if record.state == QUEUED else None)
     yield 'progress', _fill('{0}', record.progress)
     yield 'reason', absences.explain_state(record, known_computes.format_name(record.compute))
@@ -390,11 +382,10 @@ COMMANDS: Sequence[Command] = (
             'lacks.',
             parse_instances, _print_why, DOCUMENT_OPTIONS, (4, 5), example='eschedule why web1'),
     Command('timeline', 'timeline <id>', 'show how long each stage of a boot took',
-            'Draw the duration of each stage of an instance as a bar, in seconds: for its last boot, or for the boot '
-            'that --boot names. Boots after the first have only the stages started, addressed and ready. The times of '
-            'the first two stages come from the clock of the machine that ran eschedule, all others from the clock of '
-            'the compute.',
-            parse_one_instance, _print_timeline, select_options('boot format wide'), (4, 5),
+            'Draw the duration of each stage of an instance as a bar, in seconds: for its last boot. Boots '
+            'after the first have only the stages started, addressed and ready. The times of the first two stages come '
+            'from the clock of the machine that ran eschedule, all others from the clock of the compute.',
+            parse_one_instance, _print_timeline, select_options('format wide'), (4, 5),
             example='eschedule timeline web1'),
     Command('wait', 'wait [<id>…]', 'wait until an instance has its address',
             'Wait until each instance has its address, and print the address. With --for, wait for another stage. '

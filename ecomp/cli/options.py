@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Annotated, Any, NamedTuple
 
 from ecomp.errors import UsageError
-from ecomp.model import boots, keys
+from ecomp.model import keys
 from ecomp.model.choose import STRATEGIES
 from ecomp.model.group import POLICIES, Membership, check_group_name
 from ecomp.model.reach import check_user
@@ -279,9 +279,6 @@ class Options(NamedTuple):
     timeout: Annotated[float | None, _make_option(
         '--timeout SECONDS', 'wait at most this long in all, then exit with 6; the operation continues. Default: '
         f'{DEFAULT_WAIT_SECONDS:.0f}', parse=float)] = None
-    boot: Annotated[int | None, _make_option(
-        '--boot N', f'number of the boot, from 1; the last {boots.MAX_BOOTS} boots of an instance are kept. Default: '
-        'the last boot', parse=int)] = None
     format: Annotated[str | None, _make_option(
         '-f --format FORM', 'output format: table, json or yaml; commands with -c: also csv or value (tab-separated, - '
         'for a missing value). Default: table', choices=FORMS)] = None
@@ -384,8 +381,6 @@ def find_option_problems(name: str, options: Options, accepted_fields: Collectio
         yield '--policy, --strict and --soft need --group'
     if options.project is not None:
         check_project(options.project)
-    if options.boot is not None and options.boot < 1:
-        yield '--boot: must be 1 or more. Try: eschedule show <id>'
     if options.lines is not None and not 0 <= options.lines <= MAX_LOG_LINES:
         yield f'-n: must be 0 to {MAX_LOG_LINES}'
     yield from _find_wait_problems(name, options, accepted_fields)

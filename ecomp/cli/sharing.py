@@ -102,6 +102,7 @@ def _apply_to_each(ctx: Context, words: Sequence[str], change: Callable[[str], s
 
 
 def make_flavor_listing(flavors: Mapping[str, Flavor]) -> Listing:
+    """List each flavor, and what it requests."""
     rows = []
     for name, flavor in flavors.items():
         resources = ','.join(f'{resource_class}:{amount}' for resource_class, amount in flavor.resources.items())

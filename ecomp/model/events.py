@@ -125,7 +125,7 @@ def _describe_record(change: Change, name_compute: NameCompute, _takers: Mapping
         times += [
             time for name, time in after.stages.items() if name not in STAGES[:2] and before.stages.get(name) != time
         ]
-        times += [time for boot in after.boots if boot not in before.boots for time in boot.stages.values()]
+        times += after.last_boot.stages.values() if after.last_boot and after.last_boot != before.last_boot else ()
     for text in _describe_record_changes(before, after, name_compute, change.is_known):
         yield Event(change.revision, 'instance', text, after.instance, after.name or '', after.compute), times
 

@@ -23,13 +23,13 @@ from ecomp.errors import put_before_fix
 from ecomp.model import boots as of_boots
 from ecomp.model import keys
 from ecomp.model.allocation import MAX_AMOUNT, MAX_SUM, Resources
-from ecomp.model.boots import Boot, Boots
+from ecomp.model.boots import Boot
 from ecomp.model.choose import PlacementReason
 from ecomp.model.group import Membership
 from ecomp.model.guest import GuestFailure, parse_host_keys
 from ecomp.model.order import DRAIN, ORDER_FIELDS, RECORDED_FIELDS, STOP, InvalidRequest, Order, PowerAction, Request
 from ecomp.model.parsers import TEXT, UUID, check, dict_of, list_of, number, one_of, text
-from ecomp.model.stored import Field, decode, lenient, nested, optional, require_same, sparse, stored
+from ecomp.model.stored import Field, decode, lenient, nested, optional, require_same, sparse, stored, to_dict
 from ecomp.model.text import make_printable
 
 QUEUED = 'queued'
@@ -137,7 +137,7 @@ _FIELDS |= {
     'why': lenient(nested(PlacementReason)),
     'host_keys': sparse(parse_host_keys),
     'cloud_init': lenient(nested(GuestFailure), is_sparse=True),
-    'boots': sparse(of_boots.parse),
+    'last_boot': sparse(of_boots.parse_last, name='boots', write=lambda boot: [to_dict(boot)]),
 }
 
 
@@ -160,7 +160,7 @@ class Record(Order):
     why: PlacementReason | None = None
     host_keys: tuple[str, ...] = ()
     cloud_init: GuestFailure | None = None
-    boots: Boots = ()
+    last_boot: Boot | None = None
 
     def enter_state(self, state: str, now: str, *stages: str) -> Record:
         """Return a copy in `state`, new `stages` at `now`; it has no progress, and no console if gone or in error."""
@@ -170,23 +170,23 @@ class Record(Order):
 
     def mark_running(self, reason: str, now: str) -> Record:
         """Return the record as active; if the guest did not run before, add a boot for `reason`, drop `cloud_init`."""
-        boots = of_boots.record_running(self.boots, reason, now)
+        record, last = self.enter_state(ACTIVE, now), self.last_boot
+        if last is not None and of_boots.STOPPED not in last.stages:
+            return record
+        stages, previous_stop = {of_boots.STARTED: now}, last.stages[of_boots.STOPPED] if last else ''
+        boot = Boot(last.number + 1 if last else 1, reason, stages, previous_stop)
         # In a new boot cloud-init runs again.
-        cloud_init = self.cloud_init if boots == self.boots else None
-        return replace(self.enter_state(ACTIVE, now), boots=boots, cloud_init=cloud_init)
+        return replace(record, last_boot=boot, cloud_init=None)
 
     def mark_off(self, now: str) -> Record:
         """Return the record as stopped; the stop of its last boot gets the time `now`, unless it has one."""
-        return replace(self.enter_state(STOPPED, now), boots=of_boots.add_stage(self.boots, of_boots.STOPPED, now))
+        boot = self.last_boot and self.last_boot.with_stage(of_boots.STOPPED, now)
+        return replace(self.enter_state(STOPPED, now), last_boot=boot)
 
     def mark_stage(self, stage: str, now: str) -> Record:
         """Return the record, without progress, with a stage at `now`, also in its last boot; an earlier time stays."""
-        return replace(self.enter_state(self.state, now, stage), boots=of_boots.add_stage(self.boots, stage, now))
-
-    @property
-    def last_boot(self) -> Boot | None:
-        """The last of the boots; None if it was never started."""
-        return of_boots.find_boot(self.boots, None)
+        boot = self.last_boot and self.last_boot.with_stage(stage, now)
+        return replace(self.enter_state(self.state, now, stage), last_boot=boot)
 
     @property
     def reached_stages(self) -> Mapping[str, str]:

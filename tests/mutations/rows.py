@@ -77,8 +77,8 @@ ROWS = (
     Row(
         'a failed cloud-init of an earlier boot stays in the record',
         'ecomp/model/record.py',
-        'cloud_init = self.cloud_init if boots == self.boots else None',
-        'cloud_init = self.cloud_init',
+        'last_boot=boot, cloud_init=None)',
+        'last_boot=boot)',
         ('tests/unit/test_record.py::test_cloud_init_failure_belongs_to_its_boot',),
     ),
     Row(

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from ecomp.agent.instance.plan import has_new_address, is_address_pending, is_unready
 from ecomp.cli.commands import COMMANDS, PLANNED_WORDS
 from ecomp.model import keys
-from ecomp.model.boots import CREATED, HOST_REBOOT, MANUAL, MAX_BOOTS, Boot, find_boot, find_previous_stop, parse
+from ecomp.model.boots import CREATED, HOST_REBOOT, MANUAL, Boot, parse_last
 from ecomp.model.choose import PlacementReason
 from ecomp.model.command_names import RESERVED
 from ecomp.model.group import ANTI_AFFINITY, Membership
@@ -160,15 +160,17 @@ SECOND = OFF.mark_running('reboot', format_minute(5))
 
 
 def test_each_start_of_a_guest_is_a_boot() -> None:
-    assert FIRST.boots == (
-        Boot(1, CREATED, {'started': format_minute(1), 'addressed': format_minute(2), 'ready': format_minute(3)}),
+    assert FIRST.last_boot == Boot(
+        1, CREATED, {'started': format_minute(1), 'addressed': format_minute(2), 'ready': format_minute(3)}
     )
-    assert (OFF.state, OFF.boots[-1].stages['stopped']) == (STOPPED, format_minute(4))
+    assert OFF.state == STOPPED
+    assert OFF.last_boot is not None
+    assert OFF.last_boot.stages['stopped'] == format_minute(4)
     assert SECOND.state == ACTIVE
-    assert SECOND.boots == (OFF.boots[0], Boot(2, 'reboot', {'started': format_minute(5)}))
+    assert SECOND.last_boot == Boot(2, 'reboot', {'started': format_minute(5)}, format_minute(4))
     # A second sighting, on or off, is the same boot and keeps the first time.
     assert SECOND.mark_running(MANUAL, format_minute(6)) == SECOND
-    assert OFF.mark_off(format_minute(9)).boots == OFF.boots
+    assert OFF.mark_off(format_minute(9)).last_boot == OFF.last_boot
     assert FIRST.mark_stage('ready', format_minute(9)) == FIRST
 
 
@@ -178,14 +180,9 @@ def test_reached_is_of_the_last_boot_and_stages_of_the_first() -> None:
     assert SECOND.mark_stage('addressed', format_minute(7)).stages['addressed'] == format_minute(2)
 
 
-def test_only_the_last_boots_are_kept() -> None:
-    record = FIRST
-    for number in range(2, MAX_BOOTS + 4):
-        record = record.mark_off(format_minute(number)).mark_running(HOST_REBOOT, format_minute(number))
-    assert [boot.number for boot in record.boots] == list(range(4, MAX_BOOTS + 4))
-    assert find_boot(record.boots, 3) is None
-    assert find_boot(record.boots, 4) == record.boots[0]
-    assert find_boot(record.boots, None) == record.boots[-1] == record.last_boot
+def test_only_the_last_boot_is_kept() -> None:
+    record = SECOND.mark_off(format_minute(6)).mark_running(HOST_REBOOT, format_minute(7))
+    assert record.last_boot == Boot(3, HOST_REBOOT, {'started': format_minute(7)}, format_minute(6))
     assert from_json(encode(record).encode()) == record
 
 
@@ -194,7 +191,6 @@ def test_new_boot_awaits_its_own_address_and_report() -> None:
     first, second = replace(FIRST, addresses=(interface,)), replace(SECOND, addresses=(interface,))
     assert (is_address_pending(first), is_unready(first)) == (False, False)
     assert (is_address_pending(second), is_unready(second)) == (True, True)
-    assert find_previous_stop(second.boots) == format_minute(4)
     leases = {
         '10.0.0.1 of before': (format_minute(3), False),
         '10.0.0.1 since': (format_minute(5), True),
@@ -248,9 +244,9 @@ def test_console_is_removed_when_the_instance_is_gone() -> None:
     assert replace(FIRST, console='hv1:/c').mark_off(format_minute(9)).console == 'hv1:/c'
 
 
-def test_only_the_last_boots_and_known_stages_are_read() -> None:
+def test_only_the_last_boot_and_known_stages_are_read() -> None:
     many = [{'number': number, 'reason': 'later', 'stages': {'started': 'T', 'more': 7}} for number in range(1, 99)]
-    assert parse(many) == tuple(Boot(number, 'later', {'started': 'T'}) for number in range(94, 99))
+    assert parse_last(many) == Boot(98, 'later', {'started': 'T'})
 
 
 # What `host drain --stop` stops and waits for.

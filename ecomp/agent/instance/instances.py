@@ -498,7 +498,8 @@ class Instances:
         log.info('START INSTANCE %s: it ran when the host went down', instance)
         # Its stop was not recorded. Attempts counted before that stop belong to an earlier start.
         stopped = record.mark_off(self.now())
-        record = replace(stopped, state=record.state, attempts=record.attempts if stopped.boots == record.boots else 0)
+        attempts = record.attempts if stopped.last_boot == record.last_boot else 0
+        record = replace(stopped, state=record.state, attempts=attempts)
         self._start(record, revision, record.power, HOST_REBOOT, f'{START_FAILED} after the host was rebooted')
 
     def shut_down(self, request: Request, revision: int) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from ecomp.model.boots import find_previous_stop
 from ecomp.model.guest import CRASHED, TROUBLE_KINDS, Address, Guest
 from ecomp.model.order import (
     SHUT_OFF,
@@ -155,7 +154,7 @@ def has_new_address(record: Record, addresses: Mapping[str, Address], now: str =
     first_address = addresses.get(record.addresses[0].mac) if record.addresses else None
     if first_address is None or not _is_unaddressed(record):
         return False
-    off_time = find_previous_stop(record.boots)
+    off_time = record.last_boot.previous_stop if record.last_boot else ''
     # The clock may have been set back since: until it has caught up, every new lease looks older than the last boot.
     if now and off_time > now:
         return True
