@@ -22,11 +22,10 @@ from ecomp.model.text import make_printable
 from ecomp.scheduler.queries import hosts as queries
 
 if TYPE_CHECKING:
-    from ecomp.model.moves import Move
     from ecomp.scheduler.changes.wait import Deadline
     from ecomp.scheduler.operations.audit import Report
     from ecomp.scheduler.placing.create import RankedCompute
-    from ecomp.scheduler.placing.evacuate import Evacuated
+    from ecomp.scheduler.placing.evacuate import Evacuated, Move
 
 GREEDY_NOTE = 'Each was placed after the other, as eschedule would place them: another placement of all may exist'
 COMPUTE_COLUMN = Column('COMPUTE', rank=2, kind=UUID)
@@ -135,8 +134,7 @@ def _forget_hosts(ctx: Context) -> int:
 
 
 def _plan_moves(ctx: Context) -> int:
-    from ecomp.model.moves import plan_moves
-    from ecomp.scheduler.placing.evacuate import read_moves
+    from ecomp.scheduler.placing.evacuate import plan_moves, read_moves
 
     dead = list(dict.fromkeys(map(ctx.resolve_compute, ctx.words or ctx.options.without or ())))
     for compute in dead:
@@ -164,8 +162,7 @@ def _find_what_if_problems(name: str, _: Sequence[str], options: Options) -> Ite
 
 def _evacuate(ctx: Context) -> int:
     from ecomp.cli.selection import confirm_destroy
-    from ecomp.model.moves import plan_moves
-    from ecomp.scheduler.placing.evacuate import check_silent, read_moves
+    from ecomp.scheduler.placing.evacuate import check_silent, plan_moves, read_moves
 
     if ctx.options.dry_run:
         return _plan_moves(ctx)

@@ -15,10 +15,7 @@ from ecomp.model.parsers import dict_of, list_of, number, text
 from ecomp.model.stored import optional, stored
 from ecomp.model.text import check_plain_name
 
-
-def check_flavor_name(name: str) -> str:
-    """Return the name; ValueError unless it is 1 to 63 letters, digits, ., _ and -, starting with a letter or digit."""
-    return check_plain_name(name, 'flavor')
+check_flavor_name = partial(check_plain_name, kind='flavor')
 
 
 def _check_class_name(kind: str, text: str) -> str:

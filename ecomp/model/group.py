@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 from ecomp.errors import Conflict, UsageError
@@ -24,10 +24,7 @@ POLICIES = (AFFINITY, ANTI_AFFINITY)
 MAX_MEMBERS = 1000
 
 
-def check_group_name(name: str) -> str:
-    """Return the name; ValueError unless it is 1 to 63 letters, digits, ., _ and -, starting with a letter or digit."""
-    return check_plain_name(name, 'group')
-
+check_group_name = partial(check_plain_name, kind='group')
 
 _RULE = {'policy': one_of(POLICIES), 'strict': FLAG}
 _PLACE = check("a uuid or ''", lambda compute: compute == '' or keys.is_uuid(compute))

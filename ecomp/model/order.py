@@ -25,7 +25,7 @@ from ecomp.model.allocation import (
     sum_allocations,
     to_wire,
 )
-from ecomp.model.choose import SPREAD, PlacementReason
+from ecomp.model.choose import SPREAD, Candidate, PlacementReason
 from ecomp.model.group import Membership
 from ecomp.model.guest import SharedUserData, encode_user_data, parse_user_data
 from ecomp.model.image import check_image
@@ -244,6 +244,12 @@ class Request(Order):
     def is_tombstone(self) -> bool:
         """True if it asks to destroy the instance: it has no allocations."""
         return not self.allocations
+
+
+def make_request(order: Order, candidate: Candidate, weigh: str, compute_count: int, **changes: Any) -> Request:
+    """Return the request for a candidate, chosen of so many computes; `changes` replace fields of the order."""
+    why = PlacementReason(weigh, candidate.weight, compute_count, candidate.is_troubled, candidate.has_image)
+    return Request(allocations=candidate.allocations, why=why, **order.copy_fields(**changes))
 
 
 @stored(name=lenient(text(_parse_name)), group=lenient(lambda data: nested(Membership)(data).name))

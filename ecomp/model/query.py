@@ -253,14 +253,8 @@ def check_query(query: str, needs_resources: bool = True, has_on_option: bool = 
         present.add(key)
         if kind == 'in_tree' and has_on_option:
             raise ValueError(f'--on cannot be combined with {key}=. Fix: give one of them')
-        if kind == 'resources':
-            _check_amounts(key, value)
-        elif kind == 'limit' and not (
-            value.isascii() and value.isdecimal() and len(value) <= MAX_DIGITS and int(value)
-        ):
-            raise ValueError(f'limit={value[:40]}: a limit is a whole number of at least 1')
-        elif kind == 'group_policy' and value not in ('none', 'isolate'):
-            raise ValueError(f'group_policy={value[:40]}: must be none or isolate')
+        if check_value := _VALUE_CHECKS.get(kind):
+            check_value(key, value)
     if needs_resources and not any(_find_parameter(key) == 'resources' for key in present):
         raise ValueError('resources= is missing. Fix: add resources=VCPU:1,MEMORY_MB:256,DISK_GB:1')
     return query
@@ -291,6 +285,16 @@ def _find_parameter(key: str) -> str | None:
     return match[1] if match else None
 
 
+def _check_limit(key: str, value: str) -> None:
+    if not (value.isascii() and value.isdecimal() and len(value) <= MAX_DIGITS and int(value)):
+        raise ValueError(f'{key}={value[:40]}: a limit is a whole number of at least 1')
+
+
+def _check_group_policy(key: str, value: str) -> None:
+    if value not in ('none', 'isolate'):
+        raise ValueError(f'{key}={value[:40]}: must be none or isolate')
+
+
 def _check_amounts(key: str, value: str) -> None:
     """Raise ValueError unless the value is CLASS:AMOUNT,...: each class once, 1 to MAX_AMOUNT."""
     if any(character.isspace() for character in value):
@@ -309,3 +313,6 @@ def _check_amounts(key: str, value: str) -> None:
         if name in class_names:
             raise ValueError(f'{name} is given more than once')
         class_names.add(name)
+
+
+_VALUE_CHECKS = {'resources': _check_amounts, 'limit': _check_limit, 'group_policy': _check_group_policy}

@@ -118,7 +118,7 @@ REPORTED = {
         'destroyed_in_a_restored_queue',
     ),
     'forget without --fenced does not ask for claims': make_bug(
-        'ecomp.model.forget:find_obstacle',
+        'ecomp.scheduler.operations.forget:find_obstacle',
         never('consumers', 'fenced'),
         'forgotten_after_a_restore',
     ),

@@ -28,7 +28,6 @@ from ecomp.model.explain import (
     sort_misses,
 )
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group
-from ecomp.model.moves import Evacuee, Move, plan_moves
 from ecomp.model.order import InvalidRequest, Request
 from ecomp.model.query import (
     Amount,
@@ -46,6 +45,7 @@ from ecomp.model.query import (
     split_restriction,
 )
 from ecomp.model.status import DISABLED
+from ecomp.scheduler.placing.evacuate import Evacuee, Move, plan_moves
 
 GUEST = 'resources=VCPU:1,MEMORY_MB:256,DISK_GB:1'
 AGGREGATE, OTHER = 'a66e9a7e-0000-4000-8000-000000000001', 'a66e9a7e-0000-4000-8000-000000000002'

@@ -19,7 +19,6 @@ from ecomp.model import keys
 from ecomp.model.allocation import Inventory, Room
 from ecomp.model.explain import Provider
 from ecomp.model.facts import MAX_CACHED_IMAGES, NO_FACTS, Facts, make_facts, parse_facts
-from ecomp.model.forget import find_leftovers, find_obstacle
 from ecomp.model.host import (
     NO_COMPUTES,
     Computes,
@@ -39,6 +38,7 @@ from ecomp.model.record import ACTIVE, GONE, Failure, Record
 from ecomp.model.status import DISABLED, DISABLED_BY_OPERATOR
 from ecomp.model.stored import decode_lenient, encode
 from ecomp.model.world import Inhabitants, Planes, ProviderState, World, list_hosts
+from ecomp.scheduler.operations.forget import find_leftovers, find_obstacle
 from ecomp.store.client import Entry
 from tests.kit.forms import render
 from tests.kit.transcript import compare_with_file

@@ -5,14 +5,17 @@ Its provider goes after them, and its host name last: after a kill the command c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from ecomp.errors import Conflict
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
-from ecomp.model.forget import find_leftovers, find_obstacle
-from ecomp.model.host import is_ours
-from ecomp.model.world import Planes, World
+from ecomp.model.audit import CHECKS
+from ecomp.model.finding import Finding
+from ecomp.model.host import LIVE_STATES, MAX_QUOTED_INSTANCES, is_ours
+from ecomp.model.record import DESTROYING
+from ecomp.model.text import join_some
+from ecomp.model.world import Planes, ProviderState, World
 from ecomp.placement import providers
 from ecomp.placement.client import Placement
 from ecomp.scheduler.operations.audit import Repairs, StaleFindingError, read_provider
@@ -72,6 +75,20 @@ def forget(  # noqa: PLR0913
     lost = Conflict(f'compute {display_name}: other processes keep changing it. Try: the same command again')
     provider = retry_until_committed(try_once, lost, MAX_TRIES).planes.providers.get(compute)
     failpoint('host-emptied')
+    _unregister(store, placement, provider, compute, display_name, report)
+    # The compute may have started after the last read; it registers its provider at its start only.
+    if is_alive(store, compute):
+        raise Conflict(f'compute {display_name} was started while it was being forgotten. Fix: restart its ecompute')
+
+
+def _unregister(
+    store: Store,
+    placement: Placement,
+    provider: ProviderState | None,
+    compute: str,
+    display_name: str,
+    report: Callable[[str], None],
+) -> None:
     if provider is not None and provider.allocations is not None:
         try:
             providers.delete_provider(placement, compute)
@@ -87,9 +104,6 @@ def forget(  # noqa: PLR0913
             report(f'{silent.key}: removed: it had no lease')
         if name is not None and provider is None:
             report(f'{display_name}: its host name is removed')
-    # The compute may have started after the last read; it registers its provider at its start only.
-    if is_alive(store, compute):
-        raise Conflict(f'compute {display_name} was started while it was being forgotten. Fix: restart its ecompute')
 
 
 def _read_planes(store: Store, placement: Placement, compute: str) -> World:
@@ -101,3 +115,72 @@ def _read_planes(store: Store, placement: Placement, compute: str) -> World:
         state = state._replace(allocations=None)
     pending = {**store.snapshot(keys.ATTEMPTS).entries, **store.snapshot(keys.QUEUES, keys_only=True).entries}
     return read_world(store, Planes({} if state is None else {compute: state}, pending))
+
+
+def find_obstacle(world: World, compute: str, display_name: str, fenced: bool) -> str | None:
+    """Return why a compute must not be forgotten, and the cure; None if it may be.
+
+    Unless the machine is fenced, it may run the instances with a claim on it (rule: claim-stays).
+    """
+    if compute in world.living_computes:
+        host = world.named_computes.find_hostname(compute)
+        return f'it is alive{f" on {host}" if host else ""}. Fix: stop its ecompute'
+    consumers, there = set(world.planes.list_consumers(compute)), world.find_inhabitants(compute)
+    if there.living:
+        cure = 'destroy all instances there, and repeat the command'
+        return f'it still has {_format_instances(there.living, world)}. Fix: {cure}'
+    if attempted := consumers & world.attempted:
+        cure = f'repeat the command when the attempt has finished, or {keys.ATTEMPT_SECONDS} s after its eschedule died'
+        return f'an attempt to place {_format_instances(attempted, world)} there is still running. Fix: {cure}'
+    if unreadable := (there.destroyed | consumers) & world.malformed_records.keys():
+        have = 'have malformed records' if len(unreadable) > 1 else 'has a malformed record'
+        return f'{_format_instances(unreadable, world)} {have}. Try: eschedule list'
+    if elsewhere := next(
+        filter(None, (_describe_home_elsewhere(world, each, compute) for each in sorted(consumers))), ''
+    ):
+        return f'instance {elsewhere}, but has a claim on this compute. Fix: destroy that instance'
+    # After a restore of both planes, a compute may run a queued request without a claim.
+    may_run_queued = compute in world.planes.providers and world.select_prefix(keys.QUEUES)
+    if (consumers or may_run_queued) and not fenced:
+        may_run = f'holds claims and may run {_join(consumers, world)}' if consumers else 'may run queued requests'
+        return f'it {may_run}. Fix: {CHECKS["compute-silent"].manual_repair.replace("<host>", display_name)}'
+    return None
+
+
+def _describe_home_elsewhere(world: World, instance: str, compute: str) -> str:
+    homes, record = [*world.requests_by_compute.get(instance, {})], world.records.get(instance)
+    homes += [record.compute] if record and record.state in (*LIVE_STATES, DESTROYING) else []
+    home = next((home for home in homes if home != compute), '')
+    return (
+        f'{world.format_instance(instance)} belongs to compute {world.named_computes.format_name(home)}' if home else ''
+    )
+
+
+def find_leftovers(world: World, compute: str) -> list[Finding]:
+    """Find what has to be repaired once this compute, which may be forgotten, does not exist.
+
+    Each sentence says what its repair has done.
+    """
+    there = world.find_inhabitants(compute)
+
+    def make(code: str, name: str, sentence: str) -> Finding:
+        compared = keys.request(compute, name), keys.record(compute, name), keys.compute(compute)
+        return Finding(code, name, sentence, compute, keys=compared)
+
+    destroyed = 'its accepted destroy is completed: its claim and its keys are removed, and its state is gone'
+    stray = 'removed: no compute carries out this request'
+    orphaned = 'its claim is released: no request owns it'
+    orphans = set(world.planes.list_consumers(compute)) - there.destroyed
+    return [
+        *(make('allocation-orphaned', each, f'{each}: {destroyed}') for each in sorted(there.destroyed)),
+        *(make('request-ended', each, f'{keys.request(compute, each)}: {stray}') for each in sorted(there.stray)),
+        *(Finding('allocation-orphaned', each, f'{each}: {orphaned}', compute) for each in sorted(orphans)),
+    ]
+
+
+def _format_instances(instances: Collection[str], world: World) -> str:
+    return f'instance{"s" if len(instances) > 1 else ""} {_join(instances, world)}'
+
+
+def _join(instances: Collection[str], world: World) -> str:
+    return join_some([world.format_instance(each) for each in sorted(instances)], MAX_QUOTED_INSTANCES)

@@ -12,29 +12,37 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from ecomp.errors import ClaimedElsewhere, Conflict, NoCapacity, TooFew, Unreachable
+from ecomp.errors import ClaimedElsewhere, Conflict, NoCapacity, TooFew
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import Room, sum_allocations
 from ecomp.model.assign import Lot, Planner
-from ecomp.model.choose import Candidate, Offer, PlacementReason, choose, describe_room, explain_no_candidate
+from ecomp.model.choose import Candidate, Offer, choose, describe_room, explain_no_candidate
 from ecomp.model.group import Membership
-from ecomp.model.order import Order, Request, SetOrder, check_order_size, describe_difference, make_member_uuid
+from ecomp.model.order import (
+    Order,
+    Request,
+    SetOrder,
+    check_order_size,
+    describe_difference,
+    make_member_uuid,
+    make_request,
+)
 from ecomp.model.record import ERROR, GONE
 from ecomp.placement.allocations import Requester
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.claim import DeliveryOutcome, Terms, read_terms
 from ecomp.scheduler.placing.sample import SampledPlacer
 from ecomp.scheduler.placing.session import (
-    UNCHANGED,
     DeliveryRefused,
     NoRoom,
     Scheduler,
     Session,
-    add_state,
     check_complete,
+    report_unchanged,
 )
 from ecomp.scheduler.queries.find import MAX_OFFER_AGE_SECONDS, InstanceEntries, find, reserve_names
 from ecomp.shared.attempts import list_leased
@@ -121,26 +129,18 @@ def create(
         Unreachable: with what was undone. Nothing is released while an outcome is unknown.
     """
     check_order_size(order)
-    store = scheduler.store
-    try:
+    store, requester = scheduler.store, Requester(order.user_id, order.project_id)
+    with report_unchanged():
         delivered = _find_delivered(store, order, resume)
         if delivered:
             return delivered
         terms = read_terms(store, order, order.instances)
         reserve_names(store, order.instances)  # before anything is claimed
-    except Unreachable as error:
-        raise add_state(error, UNCHANGED) from error
     # No other process can have claimed for a uuid that was generated here.
     movable = set[str]() if resume else set(order.instances)
+    cure = ', or use another uuid'
     session = Session(
-        scheduler,
-        order.instance,
-        order.instances,
-        Requester(order.user_id, order.project_id),
-        resume,
-        ', or use another uuid',
-        on_cluster_size,
-        movable=movable,
+        scheduler, order.instance, order.instances, requester, resume, cure, on_cluster_size, movable=movable
     )
     creation = _Creation(session, order)
     with session.open():
@@ -243,11 +243,8 @@ class _Creation:
         requests = _make_requests(order, claims, scheduled_at)
         deliveries = [(placed[instance].compute, request) for instance, request in requests.items()]
         resources = {instance: request.resources for instance, request in requests.items()}
-        if not self.session.deliver(
-            deliveries,
-            lambda: charge_quota(store, order.project_id, resources),
-            user_data=order.shared_user_data,
-        ):
+        charge = partial(charge_quota, store, order.project_id, resources)
+        if not self.session.deliver(deliveries, charge, user_data=order.shared_user_data):
             why = 'the connection broke, this eschedule was too slow, or another one took over this uuid'
             raise DeliveryRefused(f'{order.instance}: not delivered: {why}')
         failpoint('delivered')
@@ -319,7 +316,7 @@ def make_refusal(
     order: SetOrder, terms: Terms, no_room: NoRoom, get_computes: Callable[[], Computes], is_raced: bool = False
 ) -> NoCapacity:
     """Make the error: TooFew for a set with some places, otherwise NoCapacity; `is_raced`: claims were refused."""
-    placed = [*no_room.held.values(), *no_room.assignment.chosen.values(), *no_room.assignment.insufficient.values()]
+    placed = no_room.placed
     if order.count > 1 and placed:
         required = '' if order.minimum == order.count else f', and at least {order.minimum} are required'
         return TooFew(describe_room(len(placed), order.count, terms.group) + required, placed)
@@ -333,15 +330,11 @@ def make_refusal(
 
 
 def _make_requests(order: SetOrder, claims: ClaimedSet, scheduled_at: str) -> dict[str, Request]:
-    """Make each instance's request; `scheduled_at` is an ISO time."""
     decided = {'group': claims.membership, 'stages': {**order.stages, 'scheduled': scheduled_at}}
-
-    def make_request(instance: str, candidate: Candidate) -> Request:
-        flags = candidate.is_troubled, candidate.has_image
-        why = PlacementReason(order.weigh, candidate.weight, claims.candidate_count, *flags)
-        return Request(allocations=candidate.allocations, why=why, **order.orders[instance].copy_fields(**decided))
-
-    return {instance: make_request(instance, candidate) for instance, candidate in claims.candidates.items()}
+    return {
+        instance: make_request(order.orders[instance], candidate, order.weigh, claims.candidate_count, **decided)
+        for instance, candidate in claims.candidates.items()
+    }
 
 
 @dataclass(frozen=True)

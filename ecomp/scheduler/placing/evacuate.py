@@ -19,13 +19,12 @@ from ecomp.errors import Conflict, NotFound, PlacementRefusal, TooManyOperations
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations, find_compute
-from ecomp.model.assign import Planner
-from ecomp.model.choose import SPREAD, Candidate, Offer, PlacementReason
+from ecomp.model.assign import Lot, Planner
+from ecomp.model.choose import SPREAD, STRATEGIES, Candidate, Offer
 from ecomp.model.group import AFFINITY
 from ecomp.model.host import EntriesByCompute, describe_silent_fix, group_by_instance
-from ecomp.model.moves import Evacuee, plan_moves
-from ecomp.model.order import InvalidRequest, Request, get_holdings, parse_request
-from ecomp.model.query import list_trees
+from ecomp.model.order import InvalidRequest, Request, get_holdings, make_request, parse_request
+from ecomp.model.query import list_trees, read_limit
 from ecomp.model.stack import Place
 from ecomp.placement.allocations import (
     Requester,
@@ -44,6 +43,78 @@ from ecomp.shared.names import Excluded, load_groups
 from ecomp.shared.notes import note_released
 from ecomp.shared.places import KeyIndex, read_index
 from ecomp.store.client import Entry, Store, Unchanged
+
+
+class Evacuee(NamedTuple):
+    """A guest on a compute: its request, which is no tombstone."""
+
+    compute: str
+    request: Request | InvalidRequest
+
+
+class Move(NamedTuple):
+    """The new place of a guest. If `candidate` is None, `reason` says why; if not `is_known`, there may be a place."""
+
+    guest: Evacuee
+    candidate: Candidate | None
+    reason: str = ''
+    is_known: bool = True
+
+
+def plan_moves(
+    planner: Planner,
+    guests: Iterable[Evacuee],
+    dead: Collection[str],
+    ahead: int | None = None,
+) -> list[Move]:
+    """Return where each guest would go if these computes, with all guests on them, were dead.
+
+    Of a group that has to be on one compute all guests move, or none. Quotas do not matter: they count a guest wherever
+    it is. A query that list_trees() restricts to a dead compute needs no offer. `ahead`: see Planner.assign().
+    """
+    moves, of_lots, by_instance = list[Move](), dict[Lot, list[str]](), dict[str, Evacuee]()
+    for guest in guests:
+        request = guest.request
+        if isinstance(request, InvalidRequest) or not request.query:
+            reason = request.reason if isinstance(request, InvalidRequest) else 'its request has no query'
+            moves.append(Move(guest, None, f'not known: {reason}', is_known=False))
+        elif refusal := _refuse(planner, request.query, dead):
+            moves.append(Move(guest, None, *refusal))
+        else:
+            by_instance[request.instance] = guest
+            # A compute that took a request from a queue did not weigh.
+            weigh = request.why.weigh if request.why and request.why.weigh in STRATEGIES else SPREAD
+            of_lots.setdefault(Lot(request.query, request.group, weigh, ()), []).append(request.instance)
+    lots = list[Lot]()
+    for lot, instances in of_lots.items():
+        group = planner.get_group(lot.membership, dead) if lot.membership else None
+        if group is None or not group.is_undecided:
+            lots.append(lot._replace(instances=tuple(instances), minimum=0))
+            continue
+        members = planner.groups[group.name].members if group.name in planner.groups else {}
+        staying = [each for each, compute in members.items() if compute in dead and each not in by_instance]
+        if staying:
+            reason = f'group {group.name} has to stay together, and its member {staying[0]} does not move'
+            moves += [Move(by_instance[each], None, reason) for each in instances]
+        else:
+            lots.append(lot._replace(instances=tuple(instances)))
+    assignment = planner.assign(lots, dead=dead, ahead=ahead)
+    for instance in (each for lot in lots for each in lot.instances):
+        candidate = assignment.chosen.get(instance)
+        moves.append(Move(by_instance[instance], candidate, assignment.missing.get(instance, '')))
+    return moves
+
+
+def _refuse(planner: Planner, query: str, dead: Collection[str]) -> tuple[str, bool] | None:
+    """Return why a query cannot be placed at all, and whether that is known; None if it may be."""
+    if trees := set(dead).intersection(list_trees(query)):
+        return f'its query allows only {min(trees)} (in_tree=, or --on)', True
+    if query in planner.refusals:
+        return planner.refusals[query], True
+    limit = read_limit(query) if 'limit' in query else None
+    if limit and len(planner.offers[query].candidates) >= int(limit):
+        return f'not known: limit={limit} in its query hides candidates', False
+    return None
 
 
 def read_moves(
@@ -349,16 +420,7 @@ class _Evacuation:
                     continue  # it has moved, or was destroyed in the meantime
                 if (request.query, request.group, request.stack) != (planned.query, planned.group, planned.stack):
                     return True
-                weigh = request.why.weigh if request.why else SPREAD
-                candidate, count = chosen[old], len(self.session.read_alive())
-                why = PlacementReason(weigh, candidate.weight, count, candidate.is_troubled)
-                stages = {
-                    'requested': str(self.session.scheduler.owner['since']),
-                    'scheduled': self.session.scheduler.now(),
-                }
-                fields = request.copy_fields(instance=new, replaces=old, stack=place or request.stack, stages=stages)
-                delivery = Request(allocations=chosen[old].allocations, why=why, **fields)
-                deliveries.append((chosen[old].compute, delivery))
+                deliveries.append((chosen[old].compute, self._make_request(request, chosen[old], new, place)))
                 removals.append(OldInstance('', entries, is_replaced=True, replaced_by=new))
                 computes |= {place: chosen[old].compute} if place else {}
             if not deliveries:
@@ -383,6 +445,17 @@ class _Evacuation:
         except REFUSALS as error:
             self.reasons |= dict.fromkeys(unit, str(error))
             return True
+
+    def _make_request(self, request: Request, candidate: Candidate, instance: str, place: Place | None) -> Request:
+        scheduler, weigh = self.session.scheduler, request.why.weigh if request.why else SPREAD
+        stages = {'requested': str(scheduler.owner['since']), 'scheduled': scheduler.now()}
+        changes = {
+            'instance': instance,
+            'replaces': request.instance,
+            'stack': place or request.stack,
+            'stages': stages,
+        }
+        return make_request(request, candidate, weigh, len(self.session.read_alive()), **changes)
 
     def _report_moved(self, old: str, candidate: Candidate) -> None:
         request, new, *_ = self.replacements[old]

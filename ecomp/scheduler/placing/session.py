@@ -80,13 +80,13 @@ class DeliveryRefused(Conflict):
 
 
 class NoRoom(NoCapacity):
-    """There is no room by these offers: `assignment` has the places that were found, `held` those that are claimed."""
+    """There is no room by these offers: `placed` has the places that are claimed or were found."""
 
     def __init__(self, assignment: Assignment, held: Mapping[str, Candidate], offers: Offers) -> None:
         super().__init__(next(iter(assignment.missing.values()), ''))
         self.assignment = assignment
-        self.held = held
         self.offers = offers
+        self.placed = [*held.values(), *assignment.chosen.values(), *assignment.insufficient.values()]
 
 
 class OldInstance(NamedTuple):
@@ -213,10 +213,8 @@ class Session:
 
         Nothing is released while an outcome is unknown (rule: read-back).
         """
-        try:
+        with report_unchanged():
             self.lease = self.store.grant(keys.ATTEMPT_SECONDS)
-        except Unreachable as error:
-            raise add_state(error, UNCHANGED) from error
         try:
             yield
         except UnknownOutcome:
@@ -243,7 +241,7 @@ class Session:
         return self.describe_done() or outcome
 
     def announce(self, query: str | None, check_previous: Callable[[Entry], object] | None = None) -> None:
-        """Write the attempt's key; see ecomp.scheduler.placing.claim.announce()."""
+        """Write the attempt's key; see claim.announce()."""
         value = {'version': 1, 'instances': list(self.instances), 'query': query, **self.scheduler.owner}
         takes_over, check = self.resume or check_previous is not None, check_previous or (lambda _: None)
         self.revision = announce(self.store, self.lease, self.uuid, value, takes_over, check)
@@ -317,11 +315,9 @@ class Session:
                 return held
             # Another attempt was faster there, so the offer is stale.
             refusals.update({frozenset(assignment.chosen[instance].allocations) for instance in refused})
-            for lot in lots:
-                group = groups.get(lot.membership.name) if lot.membership else None
-                if group is not None and group.is_undecided and lot.is_short(held):
-                    # All members share one compute: try another one.
-                    held = {each: candidate for each, candidate in held.items() if each not in lot.instances}
+            # All members of a group that is undecided share one compute: try another one.
+            given_up = {each for lot in lots if lot.is_short(held) for each in _list_united(lot, groups)}
+            held = {each: candidate for each, candidate in held.items() if each not in given_up}
             current = contention.refresh()
 
     def _prefer_images(self, planner: Planner, lots: Sequence[Lot]) -> None:
@@ -515,6 +511,11 @@ def read_earlier_claims(
     return usable, {instance: compute for instance, compute in claimed_on.items() if instance not in usable}
 
 
+def _list_united(lot: Lot, groups: Mapping[str, Group]) -> Sequence[str]:
+    group = groups.get(lot.membership.name) if lot.membership else None
+    return lot.instances if group is not None and group.is_undecided else ()
+
+
 def make_removal(store: Store, removal: OldInstance) -> Change:
     """Return the change that destroys an instance, or removes the record of one in error."""
     from ecomp.scheduler.changes.change import make_tombstone  # not for a create
@@ -550,6 +551,15 @@ def check_previous(other: str, owner: Mapping[str, object], entry: Entry, outcom
 def add_state(error: Unreachable, state: str) -> Unreachable:
     """Return an error of the same type with the state of the request added to its message."""
     return type(error)(put_before_fix(str(error), f'; {state}'), error.backend)
+
+
+@contextmanager
+def report_unchanged() -> Iterator[None]:
+    """Add to an Unreachable of the block that nothing was changed."""
+    try:
+        yield
+    except Unreachable as error:
+        raise add_state(error, UNCHANGED) from error
 
 
 def _leave_out(offer: Offer, refusals: Mapping[frozenset[str], int]) -> Offer:

@@ -19,17 +19,16 @@ from ecomp.errors import (
     EcompError,
     NoCapacity,
     OverQuota,
-    Unreachable,
 )
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import sum_allocations, sum_resources
 from ecomp.model.apply import StackOrder
 from ecomp.model.assign import Lot, Planner
-from ecomp.model.choose import Candidate, Offer, PlacementReason
+from ecomp.model.choose import Candidate, Offer
 from ecomp.model.group import Group, Membership
 from ecomp.model.guest import SharedUserData
-from ecomp.model.order import Order, Request
+from ecomp.model.order import Order, Request, make_request
 from ecomp.model.quota import describe_excesses, make_charge
 from ecomp.model.record import ERROR
 from ecomp.model.stack import Place, Stack
@@ -44,10 +43,10 @@ from ecomp.scheduler.placing.session import (
     OldInstance,
     Scheduler,
     Session,
-    add_state,
     check_complete,
     check_previous,
     make_removal,
+    report_unchanged,
 )
 from ecomp.scheduler.queries.find import reserve_names
 from ecomp.shared.attempts import list_leased
@@ -158,10 +157,8 @@ def apply_change(scheduler: Scheduler, change: StackChange) -> dict[str, str]:
     if order is None:
         remove_instances(store, change)
         return {}
-    try:
+    with report_unchanged():
         reserve_names(store, order.instances, change.removed_instances)  # before anything is claimed
-    except Unreachable as error:
-        raise add_state(error, UNCHANGED) from error
     movable = set(order.instances) if change.is_new else set[str]()
     requester = Requester(order.user_id, order.project_id)
     session = Session(scheduler, order.instance, order.instances, requester, not change.is_new, movable=movable)
@@ -243,8 +240,8 @@ class _Wanted:
         reason = next(iter(assignment.missing.values()))
         instances = [each for each in orders if assignment.missing.get(each) == reason]
         members = [place.member for each in instances if (place := orders[each].stack)]
-        placed = [*no_room.held.values(), *assignment.chosen.values(), *assignment.insufficient.values()]
-        return MembersRefused(f'{", ".join(dict.fromkeys(members))}: {reason}; nothing was created', instances, placed)
+        message = f'{", ".join(dict.fromkeys(members))}: {reason}; nothing was created'
+        return MembersRefused(message, instances, no_room.placed)
 
 
 @dataclass
@@ -296,17 +293,9 @@ class _Application:
         store, order, deliveries = self.session.store, self.wanted.order, list[tuple[str, Request]]()
         living_count = max(len(self.session.read_alive()), 1)
         for instance, desired in order.members.items():
-            candidate = claims[instance]
-            request = Request(
-                allocations=candidate.allocations,
-                why=PlacementReason(
-                    desired.weigh, candidate.weight, living_count, candidate.is_troubled, candidate.has_image
-                ),
-                **desired.order.copy_fields(
-                    group=self.wanted.settle(desired.order.group),
-                    stages={**desired.order.stages, 'scheduled': scheduled_at},
-                ),
-            )
+            candidate, stages = claims[instance], {**desired.order.stages, 'scheduled': scheduled_at}
+            group = self.wanted.settle(desired.order.group)
+            request = make_request(desired.order, candidate, desired.weigh, living_count, group=group, stages=stages)
             deliveries.append((candidate.compute, request))
         computes = {request.stack: compute for compute, request in deliveries if request.stack}
         resources = {request.instance: request.resources for _, request in deliveries}
