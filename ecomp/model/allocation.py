@@ -25,7 +25,6 @@ class Room(NamedTuple):
 
     @property
     def free(self) -> int:
-        """The amount that can still be allocated, 0 if usage exceeds the capacity."""
         return max(self.capacity - self.used, 0)
 
     @property

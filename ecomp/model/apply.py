@@ -217,7 +217,6 @@ class StackOrder(SetOrder):
 
     @cached_property
     def orders(self) -> dict[str, Order]:
-        """The order of each instance by uuid."""
         return {instance: desired.order for instance, desired in self.members.items()}
 
     @property

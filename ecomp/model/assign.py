@@ -50,7 +50,6 @@ class Lot(NamedTuple):
         return len(self.instances) if self.minimum is None else self.minimum
 
     def is_short(self, places: Collection[str]) -> bool:
-        """Return whether fewer of the instances than required are among those with a place."""
         return sum(instance in places for instance in self.instances) < self.required
 
 
@@ -250,7 +249,6 @@ class _Plan:
         return choose_places(ranking, count)
 
     def _explain(self, lot: Lot, group: Group | None, placed_count: int, count: int) -> str:
-        """Return why only `placed_count` of `count` instances have a place."""
         if placed_count:
             return describe_room(placed_count, count, group)
         if any(self.dead.isdisjoint(each.allocations) for each in self.planner.list_candidates(lot, group)):

@@ -61,7 +61,6 @@ def confirm_findings(
 
 
 def _find_compute_problems(world: World) -> Iterator[Finding]:
-    """Find orphaned host names, and computes: unregistered, troubled, or silent but in use."""
     known_computes = {*world.living_computes, *world.planes.providers, *world.absent_computes}
     for key in world.select_prefix(keys.HOSTNAMES):
         compute = keys.get_last_part(key)
@@ -93,7 +92,6 @@ def find_mute(world: World) -> Iterator[Finding]:
 
 
 def _find_inventory_problems(world: World) -> Iterator[Finding]:
-    """Find a compute without inventory, or whose claims exceed it."""
     for compute in sorted(world.computes & world.visible_providers.keys()):
         provider = world.visible_providers[compute]
         if provider.inventory == {} and compute == world.planes.compute:
@@ -108,10 +106,7 @@ def _find_inventory_problems(world: World) -> Iterator[Finding]:
 
 
 def _find_claim_problems(world: World) -> Iterator[Finding]:
-    """Find, of settled instances, at most one each: no claim, one elsewhere, or one unlike its compute's request.
-
-    Only what is held of the visible providers is compared.
-    """
+    """Find, of settled instances, at most one each: no claim, one elsewhere, or one unlike its request."""
     for record in world.settled:
         instance, compute = record.instance, record.compute
         summary = f'its record has state {record.state} on compute {compute}'
@@ -179,10 +174,7 @@ def _find_unleased(world: World) -> Iterator[Finding]:
 
 
 def _find_queue_problems(world: World) -> Iterator[Finding]:
-    """Find queued requests that are doubled or flavorless: one finding each.
-
-    A doubled one is in several queues, delivered or recorded; it is repairable if it is in one queue only.
-    """
+    """Find queued requests that are doubled (repairable in a single queue) or flavorless: one finding each."""
     for instance, queues in sorted(world.queue_entries.items()):
         requests, record = sorted(world.requests_by_compute.get(instance, {})), world.records.get(instance)
         others = [f'it is requested from compute {", ".join(requests)}'] if requests else []
@@ -205,7 +197,6 @@ def _find_queue_problems(world: World) -> Iterator[Finding]:
 
 
 def _find_name_problems(world: World) -> Iterator[Finding]:
-    """Find names whose owner is gone, unknown, renamed or failed (if unleased), and instances without their name."""
     for name, instance in world.name_owners.items():
         if instance is None:
             continue
@@ -254,10 +245,7 @@ def _find_own_name_problems(world: World, record: Record) -> Iterator[Finding]:
 
 
 def _find_replaced(world: World) -> Iterator[Finding]:
-    """Find instances that others say they replace, and that live: with a request that is no tombstone, or a record.
-
-    Not repairable: what an instance replaces is the word of its compute (rule: shown-not-acted-on).
-    """
+    """Find living instances that others say they replace: not repairable (rule: shown-not-acted-on)."""
     requests = {
         instance: {name: each for name, each in placed.items() if isinstance(each, Request) and not each.is_tombstone}
         for instance, placed in world.requests_by_compute.items()
@@ -276,7 +264,6 @@ def _find_replaced(world: World) -> Iterator[Finding]:
 
 
 def _find_entry_problems(world: World) -> Iterator[Finding]:
-    """Compare the requests, the record and the address of each instance."""
     for instance in world.judged:
         record, requests = world.records.get(instance), sorted(world.requests_by_compute.get(instance, {}))
         requested_from = f'it is requested from compute{"s" * (len(requests) > 1)} {", ".join(requests)}'
@@ -314,7 +301,6 @@ def _find_entry_problems(world: World) -> Iterator[Finding]:
 
 
 def _find_group_problems(world: World) -> Iterator[Finding]:
-    """Find broken strict rules, members that are neither requested nor living, and instances without their group."""
     for name, group in world.groups.items():
         if not isinstance(group, Group):
             continue
@@ -345,7 +331,6 @@ def _is_requested_or_living(world: World, instance: str) -> bool:
 
 
 def _find_quota_problems(world: World) -> Iterator[Finding]:
-    """Find quotas that are unlike their requests or, while nothing is in work, unlike placement's usage."""
     # Usage is not compared while work is in progress: an attempt claims before it delivers, a destroy releases.
     in_work = world.in_flight or any(map(world.is_in_work, world.requests_by_compute)) if world.quotas else True
     waiting = (each for places in world.queue_entries.values() for each in places.values())
@@ -375,10 +360,7 @@ def _describe_difference(first: Mapping[str, int], second: Mapping[str, int]) ->
 
 
 def _find_stack_problems(world: World) -> Iterator[Finding]:
-    """Find stack entries without an instance, and unfinished instances that their stack does not have.
-
-    A stack with an apply in flight has none.
-    """
+    """Find entries without an instance, and instances that their stack lacks; none while an apply is in flight."""
     for name, stack in world.stacks.items():
         key = keys.stack(name)
         if not isinstance(stack, Stack) or world.get_value(keys.attempt(stack.attempt)):
@@ -455,7 +437,6 @@ def _find_guest_problems(world: World) -> Iterator[Finding]:
 
 
 def _find_domain_problems(world: World, record: Record, guest: Guest, summary: str) -> Iterator[Finding]:
-    """Compare the record of a living instance with its domain, disk and addresses; report its troubles."""
     instance, compute, without_base = record.instance, record.compute, world.planes.facts.without_base
     if not guest.disk:
         yield Finding('disk-missing', instance, f'{summary}, but its domain has no disk', compute)
@@ -487,7 +468,6 @@ def _is_domain_of(guest: Guest, compute: str) -> bool:
 
 
 def _find_leftovers(world: World) -> Iterator[Finding]:
-    """Find what this host has of instances that live elsewhere, have finished, or are unknown."""
     compute, facts = world.planes.compute, world.planes.facts
     for instance in world.judged:
         record, requests = world.records.get(instance), sorted(world.requests_by_compute.get(instance, {}))
@@ -536,7 +516,6 @@ def _find_leftovers(world: World) -> Iterator[Finding]:
 
 
 def _find_file_problems(world: World) -> Iterator[Finding]:
-    """Find partly written files, changed base volumes, and networks with open DHCP."""
     compute, facts = world.planes.compute, world.planes.facts
     for name, mark in facts.parts.items():
         sentence = f'{name} is on compute {compute}, but no process writes it'

@@ -19,5 +19,4 @@ class Backoff:
         return self.delay_seconds
 
     def reset(self) -> None:
-        """Start again with the initial delay, after a successful try."""
         self.delay_seconds = 0.0

@@ -210,10 +210,7 @@ def distribute(  # noqa: PLR0913
 
 
 def add_usage(allocations: Allocations, rooms: dict[str, dict[str, Room]]) -> bool:
-    """Add the allocations to the usage in `rooms`, return True; if one does not fit, add nothing, return False.
-
-    Ignores what has no Room.
-    """
+    """Add the allocations to the usage in `rooms`, as far as it has them; False, unchanged, if one does not fit."""
     usages = [
         (room, name, amount)
         for provider, resources in allocations.items()

@@ -46,7 +46,6 @@ class KnownCluster:
     term: int = 0
 
     def with_header(self, header: Header) -> KnownCluster:
-        """Return a copy with the reply's cluster id, and the higher revision and term of both."""
         return KnownCluster(
             self.identity, header.cluster, max(self.revision, header.revision), max(self.term, header.term)
         )

@@ -110,7 +110,6 @@ def _ignore(_change: Change, _name_compute: NameCompute, _takers: Mapping[str, s
 
 
 def _describe_record(change: Change, name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
-    """Yield what is new in a record, or that it is deleted or malformed."""
     compute, instance = keys.parse_record_key(change.key)
     if change.after is None:
         yield Event(change.revision, 'instance', 'record deleted', instance, compute=compute), ()
@@ -174,7 +173,6 @@ def _describe_addresses(before: Sequence[Interface], after: Sequence[Interface])
 
 
 def _describe_request(change: Change, name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
-    """Yield that a request is malformed or, if the earlier value is known, what is accepted; nothing for a deletion."""
     compute, instance = change.key.removeprefix(keys.HOSTS).partition('/')[::2]
     if change.after is None:
         return  # the record's events describe the end
@@ -201,10 +199,7 @@ def _describe_request_change(before: Request | None, after: Request, compute_nam
 
 
 def _describe_queue(change: Change, name_compute: NameCompute, takers: Mapping[str, str]) -> DatedEvents:
-    """Yield that a compute is taking a request, that it was taken or removed, or (if the earlier value is known) waits.
-
-    `takers` is {instance: compute} of the requests that the same revision delivered to computes.
-    """
+    """`takers` is {instance: compute} of the requests that the same revision delivered to computes."""
     place = keys.parse_queue_key(change.key)
     if place is None:
         flavor, instance = change.key.removeprefix(keys.QUEUES).split('/', 1)[0], keys.get_queued_instance(change.key)
@@ -229,7 +224,6 @@ def _describe_queue(change: Change, name_compute: NameCompute, takers: Mapping[s
 
 
 def _describe_name(change: Change, _name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
-    """Yield that a name is taken or released, with its owner (malformed: `?`), if the earlier value is known."""
     name, holders = change.key.removeprefix(keys.NAMES), []
     for value in (change.before, change.after):
         try:
@@ -243,7 +237,6 @@ def _describe_name(change: Change, _name_compute: NameCompute, _takers: Mapping[
 
 
 def _describe_compute(change: Change, name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
-    """Yield that a compute went away, came up, or is up in a new process (`since` differs)."""
     compute = keys.get_last_part(change.key)
     before, after = (load_object_or_empty(value or b'') for value in (change.before, change.after))
     presence = after or before
@@ -289,7 +282,6 @@ def _describe_limits(project: str, value: bytes) -> str:
 
 
 def _describe_stack(change: Change, _name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
-    """Yield that a stack is new, restored, removed or malformed, or which of its entries were delivered or ended."""
     name = change.key.removeprefix(keys.STACKS)
     before, after = (
         _describe_value(lambda name, value: decode(Stack, value, name=name), name, each)

@@ -41,7 +41,6 @@ class Provider:
         return replace(self, inventories=increased, taken_count=len(amounts))
 
     def get_names(self, key: str) -> Collection[str]:
-        """Return the aggregates for `member_of`, the uuid for `in_tree`, the traits for any other `key`."""
         return {'member_of': self.aggregates, 'in_tree': (self.uuid,)}.get(key, self.traits)
 
 
@@ -209,7 +208,6 @@ def _is_enabled_constraint(constraint: Constraint | GroupConstraint) -> bool:
 
 
 def _describe_lack(constraint: Requirement | Exclusion) -> str:
-    """Say, as the end of a sentence, why a constraint other than an amount fails."""
     if _is_enabled_constraint(constraint):
         return 'is disabled'
     if isinstance(constraint, Exclusion):
@@ -226,10 +224,7 @@ def _describe_lack(constraint: Requirement | Exclusion) -> str:
 def _check_amount(
     requested: Amount, inventory: Inventory | None, can_drop: bool, taken_count: int
 ) -> UnmetConstraint | None:
-    """Return why an amount does not fit, with all reasons; None if it fits. Without the class, `inventory` is None.
-
-    With `taken_count` the reason gives no usage: `inventory.used` then includes the set's own earlier instances.
-    """
+    """Return why an amount does not fit, without usage if that includes the set's own instances; None if it fits."""
     name, amount = requested.name, requested.amount
     drop_cure = Cure(requested, None) if can_drop and name not in REQUIRED_CLASSES else None
     if inventory is None:

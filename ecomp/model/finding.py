@@ -134,7 +134,6 @@ class Finding(NamedTuple):
 
     @property
     def fix(self) -> str:
-        """The repair in words, '' if absent."""
         return self.repair.value if self.repair else ''
 
     @property

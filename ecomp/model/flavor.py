@@ -51,7 +51,6 @@ class Flavor:
 
     @property
     def traits(self) -> str:
-        """The traits as a query writes them, '' if absent."""
         return ','.join([*self.required, *(f'!{trait}' for trait in self.forbidden)])
 
     @cached_property
@@ -98,7 +97,6 @@ def merge_query(flavor: Flavor, query: str) -> str:
 
 
 def _parse_amounts(value: str) -> dict[str, str]:
-    """Split `CLASS:AMOUNT,…` to {class: its last amount, any text}; ValueError if malformed."""
     amounts = {}
     for part in value.split(','):
         name, colon, amount = part.partition(':')

@@ -69,18 +69,13 @@ class Group:
         return Counter(compute for compute in self.members.values() if compute)
 
     def with_members(self, members: Mapping[str, str]) -> Group:
-        """Return the group with these members added, or moved if they are in it already."""
         return replace(self, members={**self.members, **members})
 
     def without_members(self, *instances: str) -> Group:
-        """Return the group without these members; others than members are ignored."""
         return replace(self, members={name: place for name, place in self.members.items() if name not in instances})
 
     def can_admit(self, compute: str, member_counts: Mapping[str, int]) -> bool:
-        """Return True if one more member may be on the compute, given the members on each.
-
-        That is always so for a soft group, for compute '' (a queued member), and if no member has a compute.
-        """
+        """Return True if one more member may be on the compute ('': in a queue), given the members on each."""
         if not self.strict or not compute or not any(member_counts.values()):
             return True
         return bool(member_counts.get(compute)) == (self.policy == AFFINITY)
@@ -96,7 +91,6 @@ class Group:
 
     @property
     def preference_sign(self) -> int:
-        """1 for affinity, -1 for anti-affinity."""
         return 1 if self.policy == AFFINITY else -1
 
     def get_preference(self, compute: str) -> int:

@@ -334,7 +334,6 @@ class GuestSpec:
 
     @property
     def macs(self) -> tuple[str, ...]:
-        """The MAC addresses of the interfaces, in the order of `networks`."""
         return tuple(make_mac_address(self.instance, index) for index in range(len(self.networks)))
 
 
@@ -362,7 +361,6 @@ class Guest:
     size: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     def with_trouble(self, trouble: GuestTrouble | None) -> Guest:
-        """Return the guest with one more trouble; None adds none."""
         return replace(self, troubles=(*self.troubles, trouble)) if trouble else self
 
     def list_troubles(self, claim: Mapping[str, int]) -> tuple[GuestTrouble, ...]:
@@ -377,7 +375,6 @@ class Guest:
         return (*self.troubles, *([GuestTrouble(UNLIKE, f': {", ".join(differences)}')] if differences else ()))
 
     def describe_trouble(self, claim: Mapping[str, int]) -> str:
-        """Return the text of list_troubles(), '' without any."""
         return '; '.join(map(''.join, self.list_troubles(claim)))
 
     @property

@@ -67,7 +67,6 @@ class Backends:
 
 
 def _find_server_problems(facts: Backends) -> Iterator[Finding]:
-    """Find servers that do not answer, are vulnerable or old, clocks that differ, and unsafe or expiring files."""
     vulnerabilities = describe_vulnerabilities(facts.etcd_version)
     found = {'etcd': facts.etcd_failure, 'placement': facts.placement_failure, 'etcd-version': vulnerabilities}
     yield from _report({code: [problem] for code, problem in found.items()})
@@ -108,7 +107,6 @@ class ComputeFacts:
 
 
 def _find_compute_problems(facts: ComputeFacts) -> Iterator[Finding]:
-    """Find computes that are silent, closed, orphaned or of another version, and that none takes what is queued."""
     ours = facts.own_version
     for host in facts.hosts:
         name = f'compute {host.hostname or host.compute}'
@@ -197,7 +195,6 @@ class MachineFacts:
 
 
 def _find_state_problems(facts: MachineFacts) -> Iterator[Finding]:
-    """Find a wrong user, and what is wrong with the state directory or its uuid; an unknown owner is accepted."""
     state = facts.state
     if state.caller_uid != 0:
         yield Finding('root', state.path, 'ecompute needs root')
@@ -224,7 +221,6 @@ def _find_state_problems(facts: MachineFacts) -> Iterator[Finding]:
 
 
 def _find_machine_problems(facts: MachineFacts) -> Iterator[Finding]:
-    """Find a proxy that is not used, what the probes found, an outdated libvirt, and why no metadata can be served."""
     if facts.proxy_variables and not facts.has_image_proxy:
         names, unset = ', '.join(facts.proxy_variables), f'`unset {" ".join(facts.proxy_variables)}`'
         sentence = f'ecompute does not use the proxy in the environment ({names}), not even for images'

@@ -85,10 +85,7 @@ class EntriesByCompute(Generic[Kind]):
 
 
 def group_by_instance(stored: Iterable[tuple[str, Kind]]) -> dict[str, EntriesByCompute[Kind]]:
-    """Return {instance: requests and records} from pairs of a key and its stored value; other keys are ignored.
-
-    Uuids are not checked.
-    """
+    """Return {instance: requests and records} of these keys and their values; other keys are ignored."""
     by_uuid: dict[str, EntriesByCompute[Kind]] = {}
     for key, written in stored:
         if key.startswith(keys.HOSTS):
@@ -171,7 +168,6 @@ class Computes:
     stored_hostnames: Mapping[str, str] = field(default_factory=dict)
 
     def find_hostname(self, compute: str) -> str | None:
-        """Return the compute's host name, or None if none is known."""
         return self._hostnames.get(compute)
 
     def format_name(self, compute: str) -> str:
@@ -190,7 +186,6 @@ class Computes:
 
     @property
     def takers(self) -> list[str]:
-        """The living computes that take requests from queues, sorted."""
         return sorted(compute for compute, presence in self.living.items() if presence.queues)
 
     @property
@@ -263,10 +258,7 @@ def describe_silence(last_seen: str | None, today: str) -> str:
 
 
 def parse_computes(presences: Mapping[str, keys.StoredValue], hostnames: Mapping[str, keys.StoredValue]) -> Computes:
-    """Parse the keys below /computes/, ignoring those without a lease, and below /hostnames/.
-
-    A host name that is malformed, or not stored for a uuid, is left out; uuids of presences are not checked.
-    """
+    """Parse presences, ignoring those without a lease, and host names, ignoring malformed ones."""
     by_uuid = {
         keys.get_last_part(key): decode_lenient(StoredHostname, each.value).hostname for key, each in hostnames.items()
     }

@@ -175,10 +175,7 @@ def expand_address(address: Address) -> Iterator[Address]:
 
 
 def find_host_refusal(host: str, sources: ImageSources | None) -> str | None:
-    """Return why no image may be downloaded from a host of this name, or None if one may.
-
-    Unless `sources` is None (not configured), its `names` must have the name. `localhost`, `*.localhost` are refused.
-    """
+    """Return why no image may come from a host of this name, None if one may; `sources` None: not configured."""
     name = host.lower().rstrip('.')
     if sources is not None and name not in sources.names:
         return UNLISTED

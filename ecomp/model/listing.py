@@ -72,7 +72,6 @@ class RecordFilter(NamedTuple):
     stack: str | None = None
 
     def select(self, records: Iterable[Record], absences: Absences = NO_ABSENCES) -> list[Record]:
-        """Return the records that pass the filter, in their order."""
         return [record for record in records if self._matches(record, absences)]
 
     def _matches(self, record: Record, absences: Absences) -> bool:

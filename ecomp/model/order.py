@@ -70,7 +70,6 @@ class PowerAction(NamedTuple):
     reason: str = ''
 
     def is_done(self, recorded_power: str | None) -> bool:
-        """Return whether a record's `power` says that this action is completed."""
         return recorded_power == self.id
 
     def format_phase(self, phase: str) -> str:
@@ -334,7 +333,6 @@ def check_request_size(value: bytes, dropped_bytes: int = 0) -> None:
 
 
 def _parse_request(compute: str, name: str, value: bytes, dropped_bytes: int) -> Request:
-    """Parse the request or tombstone of instance `name`; ValueError if malformed, too large or with `dropped_bytes`."""
     if not keys.is_uuid(name):
         raise ValueError(f'{name[:100]!r} is not a uuid')
     check_request_size(value, dropped_bytes)
@@ -405,7 +403,6 @@ class SetOrder(Order):
 
     @property
     def instances(self) -> dict[str, str | None]:
-        """The name of each instance by its uuid."""
         return {instance: order.name for instance, order in self.orders.items()}
 
     @cached_property

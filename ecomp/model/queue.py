@@ -78,7 +78,6 @@ def _parse_queue_holdings(value: bytes) -> Holdings:
 
 
 def _parse_entry(key: str, value: bytes) -> QueueEntry:
-    """Parse a queued request; ValueError with the reason if it is malformed."""
     place = keys.parse_queue_key(key)
     if place is None or not keys.is_uuid(place[1]):
         raise ValueError(f'its key {key[:200]!r} must have the form {keys.QUEUES}<flavor>/<uuid>')
@@ -160,7 +159,6 @@ class Backlog:
 
     @cached_property
     def flavors(self) -> Mapping[str, Flavor]:
-        """The flavors of the entries, by query."""
         return {place.entry.flavor.query: place.entry.flavor for place in self.entries.values()}
 
     @cached_property

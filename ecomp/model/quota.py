@@ -56,7 +56,6 @@ class Quota(NamedTuple):
         )
 
     def add_used(self, charge: Mapping[str, int]) -> Quota:
-        """Return the quota with `charge` added to its usage; no class exceeds MAX_SUM."""
         return self._change_used(charge, 1)
 
     def subtract_used(self, charge: Mapping[str, int]) -> Quota:

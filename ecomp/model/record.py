@@ -198,7 +198,6 @@ class Record(Order):
 
     @property
     def address(self) -> str | None:
-        """The address of the first interface, or None."""
         return self.addresses[0].address if self.addresses else None
 
 

@@ -58,12 +58,10 @@ class Place(NamedTuple):
 
     @property
     def entry_name(self) -> str:
-        """The name of its entry in the stack's key."""
         return f'{self.member}/{self.number}'
 
     @property
     def instance(self) -> str:
-        """The uuid that an instance of this place has."""
         return keys.derive_uuid(self.epoch, f'{self.entry_name}/{self.incarnation}')
 
 

@@ -225,10 +225,7 @@ class World:
 
     @cached_property
     def visible_providers(self) -> dict[str, ProviderState]:
-        """The providers whose claims can be compared here: that of the host that looks, or those of no living compute.
-
-        Of the other providers a living compute compares the claims itself.
-        """
+        """The providers whose claims are compared here: of the host that looks, or of no living compute."""
         own = self.planes.compute
         return {
             name: each
@@ -240,11 +237,9 @@ class World:
         return self.planes.etcd.get(key)
 
     def get_record_key(self, instance: str) -> str:
-        """Return the key that the trusted record has or would have."""
         return self._record_keys.get(instance) or keys.record('', instance)
 
     def list_request_keys(self, instance: str) -> tuple[str, ...]:
-        """Return the keys of all requests for an instance, also if several computes are asked."""
         return tuple(keys.request(compute, instance) for compute in sorted(self.requests_by_compute.get(instance, {})))
 
     def list_instance_keys(self, instance: str) -> tuple[str, ...]:
@@ -252,7 +247,6 @@ class World:
         return self.get_record_key(instance), *self.list_request_keys(instance)
 
     def get_revision(self, key: str) -> int:
-        """Return the revision of a key, or 0 if it does not exist."""
         return entry.revision if (entry := self.get_value(key)) is not None else 0
 
     def list_names(self, instance: str) -> set[str]:
@@ -283,13 +277,11 @@ class World:
         return Inhabitants(living, (tombstones - stray) | destroying, stray)
 
     def describe_unserved(self) -> Problem | None:
-        """Return that no compute takes what is queued; None if one may or nothing waits."""
         return self.named_computes.describe_unserved(
             [min(self.list_names(each), default=each) for each in sorted(self.queue_entries)]
         )
 
     def is_living(self, instance: str) -> bool:
-        """Return whether the record is well-formed and in a state other than gone and error."""
         return instance in self.records and self.records[instance].state not in (GONE, ERROR)
 
     def is_in_work(self, instance: str) -> bool:
@@ -337,10 +329,7 @@ class World:
 
 
 def list_hosts(world: World, providers: Mapping[str, ProviderSummary]) -> list[Host]:
-    """Return the computes that live, have requests or live instances, or are providers of ours, if they are uuids.
-
-    Sorted by host name and uuid; nameless ones come last.
-    """
+    """Return the computes that live, have requests or live instances, or are ours in placement, by host name."""
     uuids = {*world.living_computes, *world.requests_at}
     uuids |= {each.compute for each in world.records.values() if each.state in LIVE_STATES}
     uuids |= {uuid for uuid, each in providers.items() if is_ours(uuid, each.name, each.rooms)}

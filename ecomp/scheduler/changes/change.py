@@ -299,7 +299,6 @@ def change_power(
 
 
 def _parse_changeable_request(entries: InstanceEntries) -> tuple[Entry, Request]:
-    """Return an instance's request entry and request; Conflict unless its power can be changed."""
     record, entry = entries.record, entries.request_entry
     if record.state not in (ACTIVE, STOPPED):
         raise Conflict(f'{record.instance}: {POWER_REFUSALS.get(record.state, f"is {record.state}")}')

@@ -144,10 +144,7 @@ class InstanceFollower:
             self._changed.wait_for(lambda: self._state is not self._last_state, seconds)
 
     def _find_key(self) -> tuple[str, Entry | None]:
-        """Find the key to follow, of a record or queue entry, and its entry; ('', None) without a trace.
-
-        The entry is None if only a request exists. Raises Unreachable.
-        """
+        """Find the key to follow and its entry, None if only a request exists; ('', None) without a trace."""
         places = find_at_living_computes(self._store, self._instance, self._key_index)
         if places is None:
             queue_entry = find_queue_entry(self._store, self._instance)
@@ -216,7 +213,6 @@ class Deadline:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since its creation."""
         return time.monotonic() - self._began
 
 

@@ -181,7 +181,7 @@ def _read_reports(store: Store, world: World, revision: int) -> dict[str, HostRe
 
 
 def _read_world(etcd: Mapping[str, Entry], placement: Placement) -> World:
-    """Read placement, after etcd: the revisions of the next read then show later changes."""
+    # Placement is read after etcd: the revisions of the next read then show later changes.
     # A presence key without a lease proves no life.
     alive = {keys.get_last_part(key) for key, entry in etcd.items() if key.startswith(keys.COMPUTES) and entry.lease}
     names = providers.read_provider_names(placement)

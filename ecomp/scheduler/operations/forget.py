@@ -107,7 +107,6 @@ def _unregister(
 
 
 def _read_planes(store: Store, placement: Placement, compute: str) -> World:
-    """Read placement and etcd about the compute; no claims of a provider that is not ours."""
     # Placement first: a claim that is delivered later has its key in etcd by then. /hosts last: requests move there.
     name = providers.read_provider_name(placement, compute)
     state = read_provider(placement, compute, name) if name is not None else None
@@ -118,10 +117,7 @@ def _read_planes(store: Store, placement: Placement, compute: str) -> World:
 
 
 def find_obstacle(world: World, compute: str, display_name: str, fenced: bool) -> str | None:
-    """Return why a compute must not be forgotten, and the cure; None if it may be.
-
-    Unless the machine is fenced, it may run the instances with a claim on it (rule: claim-stays).
-    """
+    """Return why a compute must not be forgotten, and the cure; None if it may be (rule: claim-stays)."""
     if compute in world.living_computes:
         host = world.named_computes.find_hostname(compute)
         return f'it is alive{f" on {host}" if host else ""}. Fix: stop its ecompute'
@@ -157,10 +153,7 @@ def _describe_home_elsewhere(world: World, instance: str, compute: str) -> str:
 
 
 def find_leftovers(world: World, compute: str) -> list[Finding]:
-    """Find what has to be repaired once this compute, which may be forgotten, does not exist.
-
-    Each sentence says what its repair has done.
-    """
+    """Find what is to be repaired once this compute does not exist; a sentence says what its repair has done."""
     there = world.find_inhabitants(compute)
 
     def make(code: str, name: str, sentence: str) -> Finding:

@@ -205,7 +205,6 @@ def recount_quota(store: Store, project: str, change: Callable[[Quota | None], Q
 
 
 def _count_usage(store: Store, project: str) -> dict[str, int]:
-    """Sum up what a project's requests and queue entries use: {class or 'instances': amount}."""
     from ecomp.model.queue import parse_queue_entry  # 5 % of a claim's time, and some claims import this module
 
     # Queues first: an instance that moves in between is then read twice, and counted once.

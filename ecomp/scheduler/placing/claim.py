@@ -53,7 +53,6 @@ class Terms(NamedTuple):
 
     @property
     def groups(self) -> dict[str, Group]:
-        """The group by its name; {} without one."""
         return {} if self.group is None else {self.group.name: self.group}
 
     def count_allowed(self, resources: Resources, count: int, minimum: int) -> int:
@@ -138,10 +137,7 @@ class Claimer:
         return set().union(*(call.result() for call in done))
 
     def _claim_part(self, candidates: Mapping[str, Candidate]) -> set[str]:
-        """Claim for all with one call or, after a refusal, for each half; return the instances that hold theirs.
-
-        One with a full, busy or forgotten compute is logged. Conflict if its claim keeps changing; others as claim().
-        """
+        """Claim for all with one call or, after a refusal, for each half; return the instances that hold theirs."""
         try:
             self.claim({instance: candidate.allocations for instance, candidate in candidates.items()})
         except (NoCapacity, GenerationConflict, PlacementRefusal) as error:

@@ -118,10 +118,7 @@ def enqueue(
 def _commit(
     store: Store, queue_entry: QueueEntry, flavor_revision: int, user_data: SharedUserData | None, attempt_revision: int
 ) -> bool:
-    """Queue the request in one transaction with name, group and quota that deletes our attempt; True if it is done.
-
-    False if attempt, flavor or entry changed, or shared keys keep changing. Raises Conflict, OverQuota, Unreachable.
-    """
+    """Queue the request in one transaction that deletes our attempt; False if attempt, flavor or entry changed."""
     instance = queue_entry.instance
     attempt_key = keys.attempt(instance)
     flavor_key = keys.flavor(queue_entry.flavor.name)

@@ -212,8 +212,6 @@ def evacuate(scheduler: Scheduler, compute: str, display_name: str, report: Call
 
 
 def _release_orphans(store: Store, placement: Placement, compute: str) -> list[str]:
-    """Release the claims on a silent compute without a request, an attempt or a queue entry; return the consumers."""
-
     def find_kept(holding: Mapping[str, Allocations]) -> Collection[str]:
         return holding if is_alive(store, compute) else find_needed(store, holding, compute)
 
@@ -271,7 +269,6 @@ class _Evacuation:
         self.guests = {guest.request.instance: guest for guest in guests.get(self.compute, ())}
 
     def _choose_replacements(self) -> None:
-        """Choose the uuid of each new instance, or note why the guest stays."""
         index = read_index(self.session.store)
         user_data = self.session.store.snapshot(keys.USER_DATA, keys_only=True).entries
         for old, (_, request) in self.guests.items():
@@ -354,7 +351,6 @@ class _Evacuation:
         return chosen
 
     def _move(self, chosen: Mapping[str, Candidate]) -> None:
-        """Claim these candidates, and deliver what was claimed."""
         by_requester: dict[Requester, dict[str, Candidate]] = {}
         for old, candidate in chosen.items():
             request, instance, *_ = self.replacements[old]
@@ -384,10 +380,7 @@ class _Evacuation:
         return list(units.values())
 
     def _deliver_some(self, units: Sequence[Sequence[str]], chosen: Mapping[str, Candidate]) -> list[Sequence[str]]:
-        """Deliver the replacements of each unit in a transaction; return the units that are to be tried again.
-
-        Conflict if the compute is alive again, or another evacuation took over.
-        """
+        """Deliver the replacements of each unit in a transaction; return the units that are to be tried again."""
         silent = check_silent(self.session.store, self.compute, self.display_name)
         if not self.session.is_attempt_ours():  # deliver() deletes the attempt's key to settle an unknown outcome
             self._announce()
@@ -404,10 +397,7 @@ class _Evacuation:
         places: Mapping[str, EntriesByCompute[Entry]],
         silent: Unchanged,
     ) -> bool:
-        """Deliver the replacements of some guests, unless one has changed, or its group or its name do not allow it.
-
-        Return False if the transaction's conditions did not hold.
-        """
+        """Deliver the replacements of some guests; return False if the transaction's conditions did not hold."""
         deliveries, removals, computes = list[tuple[str, Request]](), list[OldInstance](), dict[Place, str]()
         try:
             for old in unit:

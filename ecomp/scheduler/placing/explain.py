@@ -282,10 +282,7 @@ def _make_advice(
     computes: Computes,
     requested: Collection[str],
 ) -> list[str]:
-    """Return the closest host and the smallest change that fits, if placement confirms it; [] without misses.
-
-    To enable a disabled compute is advised if it was requested, or if no change of the query fits.
-    """
+    """Return the closest host and the smallest change that fits, if placement confirms it; [] without misses."""
     if not misses:
         return []
     sorted_misses = sort_misses(misses)

@@ -321,7 +321,6 @@ class Session:
             current = contention.refresh()
 
     def _prefer_images(self, planner: Planner, lots: Sequence[Lot]) -> None:
-        """Prefer, among equal candidates, those on computes that have the image; not in large clusters."""
         if len(self.read_alive()) > MAX_CLUSTER_FOR_IMAGES:
             return
         equal = {lot: planner.list_best(lot) for lot in lots if lot.image and lot.weigh in (SPREAD, PACK)}

@@ -102,10 +102,7 @@ def require_transaction_size(store: Store, stack_name: str, orders: Collection[O
 
 
 def remove_instances(store: Store, change: StackChange) -> None:
-    """Write the tombstones of the removed instances, and that their entries ended, in one transaction.
-
-    Raises Conflict if the stack or an instance has changed.
-    """
+    """Write the tombstones of the removed instances in one transaction; Conflict if the stack or one has changed."""
 
     def make_change() -> Change:
         return merge_changes(
@@ -266,10 +263,7 @@ class _Application:
             raise self._make_changed()
 
     def claim(self) -> dict[str, Candidate]:
-        """Claim a place for each instance; MembersRefused names those for which there is none.
-
-        Claims of an attempt that was killed are taken over.
-        """
+        """Claim a place for each instance, if possible that of a killed attempt; MembersRefused names those without."""
         session = self.session
         session.placement  # noqa: B018  # waits for it
         failpoint('stack-announced')
@@ -285,10 +279,7 @@ class _Application:
             raise
 
     def deliver(self, claims: Mapping[str, Candidate], scheduled_at: str) -> dict[str, str]:
-        """Deliver the claims, write the tombstones, revoke the lease; return {instance: compute}.
-
-        Raises DeliveryRefused, Conflict (a name).
-        """
+        """Deliver the claims, write the tombstones, revoke the lease; DeliveryRefused, Conflict (a name)."""
         self._put_user_data()
         store, order, deliveries = self.session.store, self.wanted.order, list[tuple[str, Request]]()
         living_count = max(len(self.session.read_alive()), 1)
@@ -316,7 +307,6 @@ class _Application:
         return {instance: candidate.compute for instance, candidate in claims.items()}
 
     def _put_user_data(self) -> None:
-        """Store the user-data that the new instances refer to, each content once."""
         for shared in self.change.user_data:
             puts, lease = prepare_user_data(self.session.store, shared)
             try:

@@ -138,7 +138,6 @@ def read_metrics(store: Store, placement: Placement) -> tuple[Samples, list[Ecom
 
 
 def _label_amounts(rows: Iterable[tuple[tuple[str, ...], Mapping[str, float]]]) -> dict[tuple[str, ...], float]:
-    """Return amounts of resource classes by their labels, class and unit; memory and disk are converted to bytes."""
     units = {'MEMORY_MB': ('bytes', MIB), 'DISK_GB': ('bytes', GIB)}
     samples = {}
     for labels, amounts in rows:
@@ -339,7 +338,6 @@ class GuestAccess:
 
     @property
     def display_name(self) -> str:
-        """The name of the instance, or its uuid."""
         return self.record.name or self.record.instance
 
 
