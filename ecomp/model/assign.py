@@ -192,15 +192,7 @@ class _Plan:
         best, best_used = dict[str, Candidate](), self.used
         is_united = group is not None and group.is_undecided
         for compute in self.planner.rank(lots[0]).positions if is_united and count else [''] * bool(count):
-            chosen, used = dict[str, Candidate](), dict(self.used)
-            rooms = ChainMap(used, self.planner.rooms)
-            for lot in lots:
-                ranking = self.planner.rank(lot).restrict(compute) if compute else self.planner.rank(lot)
-                batch = self._distribute(lot, ranking, rooms, len(names[lot]), group)
-                for candidate in batch:
-                    used |= {each: dict(rooms.get(each, {})) for each in candidate.allocations}
-                    add_usage(candidate.allocations, used)
-                chosen |= zip(names[lot], batch, strict=False)
+            chosen, used = self._try(names, compute, group)
             if len(chosen) > len(best):
                 best, best_used = chosen, used
             if len(best) == count:
@@ -215,6 +207,21 @@ class _Plan:
         self.used.update(best_used)
         if group is not None:
             self.groups[group.name] = group.with_members({each: best[each].compute for each in best})
+
+    def _try(
+        self, names: Mapping[Lot, Sequence[str]], compute: str, group: Group | None
+    ) -> tuple[dict[str, Candidate], dict[str, dict[str, Room]]]:
+        """Choose for these instances of each lot, on one compute unless it is ''; return the room that is then used."""
+        chosen, used = dict[str, Candidate](), dict(self.used)
+        rooms = ChainMap(used, self.planner.rooms)
+        for lot, instances in names.items():
+            ranking = self.planner.rank(lot).restrict(compute) if compute else self.planner.rank(lot)
+            batch = self._distribute(lot, ranking, rooms, len(instances), group)
+            for candidate in batch:
+                used |= {each: dict(rooms.get(each, {})) for each in candidate.allocations}
+                add_usage(candidate.allocations, used)
+            chosen |= zip(instances, batch, strict=False)
+        return chosen, used
 
     def _distribute(
         self,

@@ -7,7 +7,7 @@ state explains. The module has more than 700 lines because the rows stay beside 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ecomp.model import keys
@@ -55,6 +55,10 @@ def confirm_findings(
         if finding in second_findings
         and all(snapshot.get(finding.subject) == revisions[0].get(finding.subject) for snapshot in revisions)
     ]
+
+
+def _describe_record(record: Record) -> str:
+    return f'its record has state {record.state} on compute {record.compute}'
 
 
 # Of computes, hosts and placement
@@ -109,7 +113,7 @@ def _find_claim_problems(world: World) -> Iterator[Finding]:
     """Find, of settled instances, at most one each: no claim, one elsewhere, or one unlike its request."""
     for record in world.settled:
         instance, compute = record.instance, record.compute
-        summary = f'its record has state {record.state} on compute {compute}'
+        summary = _describe_record(record)
         claims = world.allocations.get(instance, {})
         held = {provider: claims[provider] for provider in claims.keys() & world.visible_providers.keys()}
         others = sorted((world.computes & held.keys()) - {compute})
@@ -246,10 +250,7 @@ def _find_own_name_problems(world: World, record: Record) -> Iterator[Finding]:
 
 def _find_replaced(world: World) -> Iterator[Finding]:
     """Find living instances that others say they replace: not repairable (rule: shown-not-acted-on)."""
-    requests = {
-        instance: {name: each for name, each in placed.items() if isinstance(each, Request) and not each.is_tombstone}
-        for instance, placed in world.requests_by_compute.items()
-    }
+    requests = {instance: world.list_live_requests(instance) for instance in world.requests_by_compute}
     living = [each for each in world.records.values() if world.is_living(each.instance)]
     settled = [record for record in living if not world.is_in_work(record.instance)]
     requested = [request for placed in requests.values() for request in placed.values()]
@@ -269,35 +270,45 @@ def _find_entry_problems(world: World) -> Iterator[Finding]:
         requested_from = f'it is requested from compute{"s" * (len(requests) > 1)} {", ".join(requests)}'
         for compute, state in sorted(world.contradicting_states.get(instance, {}).items()):
             code = 'record-doubled' if record is not None else 'request-misplaced'
-            home = f'its record has state {record.state} on compute {record.compute}' if record else requested_from
+            home = _describe_record(record) if record else requested_from
             trusted_keys = [world.get_record_key(instance)] if record else world.list_request_keys(instance)
             sentence = f'{home}, but compute {compute} has a record with state {state}'
             yield Finding(code, instance, sentence, compute, keys=(*trusted_keys, keys.record(compute, instance)))
-        if len(requests) > 1 and (record is None or world.is_living(instance)):
+        is_living = world.is_living(instance)
+        if len(requests) > 1 and (record is None or is_living):
             yield Finding('request-doubled', instance, requested_from, keys=world.list_request_keys(instance))
         booted = world.get_value(keys.address(instance))
-        address = booted.value.decode(errors='replace') if booted else 'no address'
-        if record is not None and world.is_living(instance):
-            summary = f'its record has state {record.state} on compute {record.compute}'
-            entry = world.get_value(world.get_record_key(instance))
-            if entry is not None and entry.lease:
-                sentence = f'{summary}, but is on a lease, so it will be deleted'
-                yield Finding('record-leased', instance, sentence, keys=(world.get_record_key(instance),))
-            if not requests:
-                yield Finding('request-missing', instance, f'{summary}, but it has no request', record.compute)
-            if not world.is_in_work(instance) and address != (record.address or 'no address'):
-                sentence = f'/booted has {address}, but its record has {record.address or "no address"}'
-                yield Finding('booted-differs', instance, sentence, keys=(keys.address(instance),))
+        address = booted.value.decode(errors='replace') if booted else ''
+        if record is not None and is_living:
+            yield from _find_living_entry_problems(world, record, address)
         elif record is not None or not requests:
-            summary = f'its record has state {record.state}' if record else 'it has no request and no record'
-            for compute in requests:
-                sentence = f'{summary}, but it is requested from compute {compute}'
-                related_keys = keys.request(compute, instance), *world.list_instance_keys(instance)
-                yield Finding('request-ended', instance, sentence, compute, keys=related_keys)
-            if booted is not None:
-                sentence = f'{summary}, but /booted has the address {address}'
-                related_keys = (keys.address(instance), *world.list_instance_keys(instance))
-                yield Finding('booted-orphaned', instance, sentence, keys=related_keys)
+            yield from _find_ended_entry_problems(world, instance, address)
+
+
+def _find_living_entry_problems(world: World, record: Record, address: str) -> Iterator[Finding]:
+    instance, record_key = record.instance, world.get_record_key(record.instance)
+    entry = world.get_value(record_key)
+    if entry is not None and entry.lease:
+        sentence = f'{_describe_record(record)}, but is on a lease, so it will be deleted'
+        yield Finding('record-leased', instance, sentence, keys=(record_key,))
+    if not world.requests_by_compute.get(instance):
+        sentence = f'{_describe_record(record)}, but it has no request'
+        yield Finding('request-missing', instance, sentence, record.compute)
+    if not world.is_in_work(instance) and address != (record.address or ''):
+        sentence = f'/booted has {address or "no address"}, but its record has {record.address or "no address"}'
+        yield Finding('booted-differs', instance, sentence, keys=(keys.address(instance),))
+
+
+def _find_ended_entry_problems(world: World, instance: str, address: str) -> Iterator[Finding]:
+    record, related_keys = world.records.get(instance), world.list_instance_keys(instance)
+    summary = f'its record has state {record.state}' if record else 'it has no request and no record'
+    for compute in sorted(world.requests_by_compute.get(instance, {})):
+        sentence = f'{summary}, but it is requested from compute {compute}'
+        request_key = keys.request(compute, instance)
+        yield Finding('request-ended', instance, sentence, compute, keys=(request_key, *related_keys))
+    if world.get_value(keys.address(instance)) is not None:
+        sentence = f'{summary}, but /booted has the address {address}'
+        yield Finding('booted-orphaned', instance, sentence, keys=(keys.address(instance), *related_keys))
 
 
 def _find_group_problems(world: World) -> Iterator[Finding]:
@@ -312,17 +323,21 @@ def _find_group_problems(world: World) -> Iterator[Finding]:
             sentence = f'{keys.group(name)} has members that are neither requested nor living: {listed}'
             yield Finding('group-orphaned', name, sentence, keys=(keys.group(name),))
     for instance in (record.instance for record in world.settled):
-        for compute, parsed in world.requests_by_compute.get(instance, {}).items():
-            if not isinstance(parsed, Request) or parsed.is_tombstone or parsed.group is None:
-                continue
-            own_group = world.groups.get(name := parsed.group.name)
-            if isinstance(own_group, str) or (own_group is not None and own_group.members.get(instance) == compute):
-                continue
-            other = own_group.members.get(instance) if own_group is not None else None
-            lack = f'has it on compute {other}' if other else 'does not have it'
-            detail = lack if own_group is not None else 'does not exist'
-            sentence = f'it is requested in group {name} on compute {compute}, but {keys.group(name)} {detail}'
-            yield Finding('group-missing', instance, sentence, compute, keys=world.list_instance_keys(instance))
+        for compute, request in world.list_live_requests(instance).items():
+            if request.group and (
+                detail := _find_lack(world.groups.get(name := request.group.name), instance, compute)
+            ):
+                sentence = f'it is requested in group {name} on compute {compute}, but {keys.group(name)} {detail}'
+                yield Finding('group-missing', instance, sentence, compute, keys=world.list_instance_keys(instance))
+
+
+def _find_lack(group: Group | str | None, instance: str, compute: str) -> str:
+    """Return why an instance on a compute is not a member of its group; '' if it is, or for a malformed group."""
+    if group is None:
+        return 'does not exist'
+    if isinstance(group, str) or (other := group.members.get(instance)) == compute:
+        return ''
+    return f'has it on compute {other}' if other else 'does not have it'
 
 
 def _is_requested_or_living(world: World, instance: str) -> bool:
@@ -359,8 +374,7 @@ def _describe_difference(first: Mapping[str, int], second: Mapping[str, int]) ->
     return texts[0], texts[1]
 
 
-def _find_stack_problems(world: World) -> Iterator[Finding]:
-    """Find entries without an instance, and instances that their stack lacks; none while an apply is in flight."""
+def _find_stack_entries(world: World) -> Iterator[Finding]:
     for name, stack in world.stacks.items():
         key = keys.stack(name)
         if not isinstance(stack, Stack) or world.get_value(keys.attempt(stack.attempt)):
@@ -369,24 +383,22 @@ def _find_stack_problems(world: World) -> Iterator[Finding]:
             listed = join_some(orphans, MAX_QUOTED_INSTANCES)
             sentence = f'{key} has entries whose instances are gone, so the next apply creates new ones: {listed}'
             yield Finding('stack-entry', name, sentence, keys=(key,))
+
+
+def _find_stack_mismatches(world: World) -> Iterator[Finding]:
+    """Find instances that their stack lacks; none while an apply is in flight."""
     lost: dict[str, list[str]] = {}
-    for instance, by_compute in sorted(world.requests_by_compute.items()):
-        requests = [each for each in by_compute.values() if isinstance(each, Request) and not each.is_tombstone]
+    for instance in sorted(world.requests_by_compute):
         if instance in world.records and not world.is_living(instance):
             continue  # request-ended
-        for place in {each.stack for each in requests if each.stack}:
+        for place in {each.stack for each in world.list_live_requests(instance).values() if each.stack}:
             known, key = world.stacks.get(place.name), keys.stack(place.name)
-            if isinstance(known, Stack) and world.get_value(keys.attempt(known.attempt)):
+            if isinstance(known, str) or (known and world.get_value(keys.attempt(known.attempt))):
                 continue
             # Another uuid is not of the stack. A refused apply may leave a key without entries.
-            if place.instance == instance and (known is None or (isinstance(known, Stack) and not known.entries)):
+            if place.instance == instance and (known is None or not known.entries):
                 lost.setdefault(place.name, []).append(instance)
-                continue
-            if not isinstance(known, Stack):
-                continue
-            entry = known.entries.get(place.entry_name)
-            owner = known.make_place(place.entry_name, entry.incarnation).instance if entry else 'no instance'
-            if owner != instance:
+            elif known and (owner := _find_owner(known, place.entry_name)) != instance:
                 sentence = f'it is requested for {place.entry_name} of stack {place.name}, but {key} has {owner} there'
                 yield Finding('stack-mismatch', instance, sentence, is_repairable=False, keys=(key,))
     for name, instances in lost.items():
@@ -394,6 +406,11 @@ def _find_stack_problems(world: World) -> Iterator[Finding]:
         state = 'has no entries' if name in world.stacks else 'does not exist'
         sentence = f'{keys.stack(name)} {state}, but these instances are requested in it: {listed}'
         yield Finding('stack-mismatch', name, sentence, keys=(keys.stack(name),))
+
+
+def _find_owner(stack: Stack, entry_name: str) -> str:
+    entry = stack.entries.get(entry_name)
+    return stack.make_place(entry_name, entry.incarnation).instance if entry else 'no instance'
 
 
 def list_orphaned_entries(world: World, stack: Stack) -> list[str]:
@@ -421,14 +438,15 @@ def _find_guest_problems(world: World) -> Iterator[Finding]:
         guest, record = facts.guests.get(instance), world.records.get(instance)
         is_awaited = compute in world.requests_by_compute.get(instance, {}) and not world.is_in_work(instance)
         if record is None and guest is not None and _is_domain_of(guest, compute) and is_awaited:
-            condition = 'runs' if guest.running else 'is defined'
-            sentence = f'it is requested from compute {compute}, and its domain {condition} there, but it has no record'
+            sentence = (
+                f'it is requested from compute {compute}, and its domain {guest.condition} there, but it has no record'
+            )
             yield Finding('record-missing', instance, sentence, compute)
     for record in world.settled:
         if record.compute != compute:
             continue
         instance, guest = record.instance, facts.guests.get(record.instance)
-        summary = f'its record has state {record.state} on compute {compute}'
+        summary = _describe_record(record)
         if guest is None or not (guest.defined or guest.running):
             detail = 'its domain and its disk do not exist' if guest is None else 'its domain does not exist'
             yield Finding('domain-missing', instance, f'{summary}, but {detail}', compute)
@@ -453,14 +471,18 @@ def _find_domain_problems(world: World, record: Record, guest: Guest, summary: s
     for trouble in () if switching else guest.list_troubles(record.resources):
         if trouble.kind in CODES_BY_TROUBLE:
             yield Finding(CODES_BY_TROUBLE[trouble.kind], instance, f'{summary}, but {"".join(trouble)}', compute)
-    reserved = world.reservations.get(instance, {})
+    yield from _find_reservation_problems(world, record)
+
+
+def _find_reservation_problems(world: World, record: Record) -> Iterator[Finding]:
+    reserved, compute = world.reservations.get(record.instance, {}), record.compute
     for interface in record.addresses:
         address = reserved.get(interface.mac)
         if interface.expected is not None and address != interface.expected:
             code = 'reservation-missing' if address is None else 'reservation-differs'
             held = f'compute {compute} reserves {address or "no address"} for it'
             sentence = f'its record expects {interface.expected} on {interface.network}, but {held}'
-            yield Finding(code, instance, sentence, compute)
+            yield Finding(code, record.instance, sentence, compute)
 
 
 def _is_domain_of(guest: Guest, compute: str) -> bool:
@@ -474,45 +496,56 @@ def _find_leftovers(world: World) -> Iterator[Finding]:
         homes = {*requests} if record is None else {record.compute} if world.is_living(instance) else set()
         homes |= world.contradicting_states.get(instance, {}).keys()
         guest = facts.guests.get(instance)
-        domain = guest if guest is not None and _is_domain_of(guest, compute) else None
         if record is not None:
             summary = f'its record has state {record.state}' + (f' on compute {record.compute}' if homes else '')
         else:
             summary = f'it is requested from compute {", ".join(requests)}' if requests else 'it has no request'
-        if guest is not None and guest.compute not in (None, compute):
-            # Computes that share a libvirt see each other's domains.
-            if keys.request(guest.compute or '', instance) not in world.planes.etcd:
-                mark = f'its domain is on compute {compute}, but has the owner mark of compute {guest.compute}'
-                yield Finding('domain-misplaced', instance, f'{mark}; {summary}', compute)
-        elif guest is not None and compute not in homes:
-            if domain is None:
-                # Not repaired while the instance lives elsewhere: this may be the only copy of its disk.
-                sentence, leftover = f'its disk is on compute {compute}, but {summary}', Leftover('disk', instance)
-                yield Finding('disk-orphaned', instance, sentence, compute, leftover, is_repairable=not homes)
-            else:
-                code = 'domain-running' if guest.running and record is not None else 'domain-orphaned'
-                condition = 'runs' if guest.running else 'is defined'
-                sentence = f'its domain {condition} on compute {compute}, but {summary}'
-                yield Finding('domain-doubled' if homes else code, instance, sentence, compute)
+        if guest is not None:
+            yield from _find_guest_leftover(world, guest, homes, summary)
         if compute in homes:
             continue
         # On a host that has the disk, the disk is the finding, and the repair removes both.
         if instance in facts.seeds and guest is None:
             sentence = f'its NoCloud disk is on compute {compute}, but {summary}'
             yield Finding('iso-orphaned', instance, sentence, compute, Leftover('iso', instance))
-        if domain is None and (reserved := world.reservations.get(instance, {})):
-            addresses = ', '.join(sorted(filter(None, reserved.values())))
-            held = f'reserves {addresses} for it' if addresses else 'has a reservation for it, without an address'
-            sentence, leftover = f'compute {compute} {held}, but {summary}', Leftover('reservations', instance)
-            yield Finding('reservation-orphaned', instance, sentence, compute, leftover)
-        for mac in sorted(world.metadata.get(instance, ())) if domain is None else ():
-            sentence = f'compute {compute} has metadata for its MAC {mac}, but {summary}'
-            yield Finding('seed-orphaned', instance, sentence, compute, Leftover('seed', mac, instance))
+        if guest is None or not _is_domain_of(guest, compute):
+            yield from _find_network_leftovers(world, instance, summary)
         # A guest or a request needs the claim.
         held_here = world.allocations.get(instance, {}).get(compute)
         if held_here is not None and guest is None and not requests and not world.is_living(instance):
             sentence = f'placement has its claim of {format_resources(held_here)} on {compute}, but {summary}'
             yield Finding('allocation-orphaned', instance, sentence, compute)
+
+
+def _find_guest_leftover(world: World, guest: Guest, homes: Collection[str], summary: str) -> Iterator[Finding]:
+    compute, instance = world.planes.compute, guest.instance
+    if guest.compute not in (None, compute):
+        # Computes that share a libvirt see each other's domains.
+        if keys.request(guest.compute or '', instance) not in world.planes.etcd:
+            mark = f'its domain is on compute {compute}, but has the owner mark of compute {guest.compute}'
+            yield Finding('domain-misplaced', instance, f'{mark}; {summary}', compute)
+    elif compute in homes:
+        return
+    elif not _is_domain_of(guest, compute):
+        # Not repaired while the instance lives elsewhere: this may be the only copy of its disk.
+        sentence, leftover = f'its disk is on compute {compute}, but {summary}', Leftover('disk', instance)
+        yield Finding('disk-orphaned', instance, sentence, compute, leftover, is_repairable=not homes)
+    else:
+        code = 'domain-running' if guest.running and instance in world.records else 'domain-orphaned'
+        sentence = f'its domain {guest.condition} on compute {compute}, but {summary}'
+        yield Finding('domain-doubled' if homes else code, instance, sentence, compute)
+
+
+def _find_network_leftovers(world: World, instance: str, summary: str) -> Iterator[Finding]:
+    compute = world.planes.compute
+    if reserved := world.reservations.get(instance, {}):
+        addresses = ', '.join(sorted(filter(None, reserved.values())))
+        held = f'reserves {addresses} for it' if addresses else 'has a reservation for it, without an address'
+        sentence, leftover = f'compute {compute} {held}, but {summary}', Leftover('reservations', instance)
+        yield Finding('reservation-orphaned', instance, sentence, compute, leftover)
+    for mac in sorted(world.metadata.get(instance, ())):
+        sentence = f'compute {compute} has metadata for its MAC {mac}, but {summary}'
+        yield Finding('seed-orphaned', instance, sentence, compute, Leftover('seed', mac, instance))
 
 
 def _find_file_problems(world: World) -> Iterator[Finding]:
@@ -591,9 +624,9 @@ CHECKS = add_checks({
         'the usage in a quota differs from the requests of its project', repair=Repair.RECOUNT),
     'usage-differs': Check(CLUSTER, _find_quota_problems, 'the usage in a quota differs from the usage in placement',
         'find the claim without a request: `openstack resource provider show --allocations <compute>`'),
-    'stack-entry': Check(CLUSTER, _find_stack_problems, 'a stack has an entry whose instance is gone, without `apply`',
+    'stack-entry': Check(CLUSTER, _find_stack_entries, 'a stack has an entry whose instance is gone, without `apply`',
         repair=Repair.END_ENTRIES),
-    'stack-mismatch': Check(CLUSTER, _find_stack_problems,
+    'stack-mismatch': Check(CLUSTER, _find_stack_mismatches,
         'the stack in a request does not exist, or has another instance for its entry',
         'if the instance that the stack has is gone, as after a restore of etcd: `eschedule apply` of its file '
         'takes this one over; otherwise `eschedule destroy` the one that you do not need', Repair.RESTORE_STACK),

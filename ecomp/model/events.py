@@ -13,6 +13,7 @@ from datetime import datetime
 from typing import Any, NamedTuple, TypeVar
 
 from ecomp.model import boots, keys
+from ecomp.model.boots import Boot
 from ecomp.model.flavor import Flavor
 from ecomp.model.group import Group
 from ecomp.model.json_object import WRITTEN_AT, is_utf8_text, load_object_or_empty
@@ -139,19 +140,9 @@ def _describe_record_changes(
         yield f'{after.state}{on}' + (f': at stage {after.error.stage}: {after.error.reason}' if after.error else '')
     if not is_known:
         return
-    for stage in ('image', 'disk'):
-        if stage in after.stages and stage not in old.stages and after.state not in (ACTIVE, ERROR):
-            yield f'{after.state}: {stage}'
-    boot = after.last_boot
-    if boot is not None and boot.number > 1 and (old.last_boot is None or old.last_boot.number < boot.number):
-        yield f'boot {boot.number}: {boot.reason}'
-    addresses = list(_describe_addresses(old.addresses, after.addresses))
-    yield from addresses
-    old_stages = old.last_boot.stages if old.last_boot and boot and old.last_boot.number == boot.number else {}
-    if boot is not None and boots.ADDRESSED in boot.stages and not (boots.ADDRESSED in old_stages or addresses):
-        yield f'has its address {after.address} again'
-    if boot is not None and boots.READY in boot.stages and boots.READY not in old_stages:
-        yield 'ready'
+    stages = [stage for stage in ('image', 'disk') if stage in after.stages.keys() - old.stages.keys()]
+    yield from (f'{after.state}: {stage}' for stage in stages if after.state not in (ACTIVE, ERROR))
+    yield from _describe_boot(old, after)
     if after.cloud_init is not None and after.cloud_init != old.cloud_init:
         yield f'cloud-init failed at stage {after.cloud_init.stage}: {after.cloud_init.reason}'
     if after.power != old.power and parse_phase(after.power) in _POWER_PHASES:
@@ -160,6 +151,21 @@ def _describe_record_changes(
         yield f'attempt {after.attempts} failed'
     if after.fault != old.fault:
         yield f'fault: {after.fault}' if after.fault else f'fault cleared: {old.fault}'
+
+
+def _describe_boot(old: Record, after: Record) -> Iterator[str]:
+    boot, last = after.last_boot, old.last_boot or Boot(1, '')
+    if boot is not None and boot.number > last.number:
+        yield f'boot {boot.number}: {boot.reason}'
+    addresses = list(_describe_addresses(old.addresses, after.addresses))
+    yield from addresses
+    if boot is None:
+        return
+    new_stages = boot.stages.keys() - (last.stages.keys() if boot.number == last.number else ())
+    if boots.ADDRESSED in new_stages and not addresses:
+        yield f'has its address {after.address} again'
+    if boots.READY in new_stages:
+        yield 'ready'
 
 
 _POWER_PHASES = {SHUTDOWN_REQUESTED: 'guest shutdown requested', SHUT_OFF: 'guest is off, and will be started'}
@@ -241,8 +247,8 @@ def _describe_compute(change: Change, name_compute: NameCompute, _takers: Mappin
     before, after = (load_object_or_empty(value or b'') for value in (change.before, change.after))
     presence = after or before
     fields = (presence.get(name) for name in ('hostname', 'version', 'since'))
-    hostname, version, since = (field if is_utf8_text(field) else '' for field in fields)
-    label = hostname if isinstance(hostname, str) and hostname else name_compute(compute)
+    hostname, version, since = (str(field) if is_utf8_text(field) else '' for field in fields)
+    label = hostname or name_compute(compute)
     if change.after is None:
         yield Event(change.revision, 'compute', f'compute {label} went away', compute=compute), ()
     elif change.before is None or before.get('since') != since:

@@ -378,6 +378,10 @@ class Guest:
         return '; '.join(map(''.join, self.list_troubles(claim)))
 
     @property
+    def condition(self) -> str:
+        return 'runs' if self.running else 'is defined'
+
+    @property
     def is_built(self) -> bool:
         """True if it runs or may have run: a build defines the domain last, after the disk."""
         return self.running or (self.defined and self.disk)

@@ -20,6 +20,7 @@ from ecomp.model.host import (
     SILENT,
     UP,
     ConsumerLookup,
+    EntriesByCompute,
     Host,
     PresenceFacts,
     ProviderSummary,
@@ -145,18 +146,7 @@ class World:
         self._record_keys: dict[str, str] = {}
         for name, entries in group_by_instance(planes.etcd.items()).items():
             entries.mark_claimless(name, claims or planes.list_consumers)
-            for compute, key in entries.record_keys.items():
-                try:
-                    record = from_json(planes.etcd[key].value, name, keys.parse_record_key(key)[0])
-                except ValueError as error:
-                    if compute == entries.compute:
-                        self.malformed_records[name] = str(error)
-                    continue
-                if compute == entries.compute:
-                    self.records[name] = self.records_at.setdefault(compute, {})[name] = record
-                elif record.state not in (GONE, ERROR) or entries.record is None:
-                    self.contradicting_states.setdefault(name, {})[compute] = record.state
-            self._record_keys[name] = entries.record_key or keys.record(entries.compute, name)
+            self._index_records(name, entries)
         self.requests_by_compute: dict[str, dict[str, Request | InvalidRequest]] = {}
         self.requests_at: dict[str, dict[str, Request | InvalidRequest]] = {}
         for key, entry in self.select_prefix(keys.HOSTS).items():
@@ -172,11 +162,31 @@ class World:
         self.stacks = self._parse_values(Stack, keys.STACKS, 'name')
         # {instance: {flavor: request}}. A taker key only says that a compute is taking the request.
         self.queue_entries: dict[str, dict[str, QueueEntry | InvalidRequest]] = {}
-        self.attempted: set[str] = set()
-        for key, entry in self.select_prefix(keys.ATTEMPTS).items():
-            # A key without a lease has no owner.
-            self.attempted |= parse_attempt_instances(key, entry.value) if entry.lease else set()
+        # A key without a lease has no owner.
+        attempts = [(key, entry.value) for key, entry in self.select_prefix(keys.ATTEMPTS).items() if entry.lease]
+        self.attempted = set[str]().union(*(parse_attempt_instances(key, value) for key, value in attempts))
         self.in_flight = set(self.attempted)
+        self._index_queues()
+        self.computes = self.living_computes | {name for name, each in planes.providers.items() if each.name == name}
+        # A request that was removed from its queue before a compute took it has a record without compute.
+        self.computes |= self.records_at.keys() - {''}
+        self.computes |= self.requests_at.keys()
+
+    def _index_records(self, instance: str, entries: EntriesByCompute[keys.StoredValue]) -> None:
+        for compute, key in entries.record_keys.items():
+            try:
+                record = from_json(entries.records[compute].value, instance, keys.parse_record_key(key)[0])
+            except ValueError as error:
+                if compute == entries.compute:
+                    self.malformed_records[instance] = str(error)
+                continue
+            if compute == entries.compute:
+                self.records[instance] = self.records_at.setdefault(compute, {})[instance] = record
+            elif record.state not in (GONE, ERROR) or entries.record is None:
+                self.contradicting_states.setdefault(instance, {})[compute] = record.state
+        self._record_keys[instance] = entries.record_key or keys.record(entries.compute, instance)
+
+    def _index_queues(self) -> None:
         for key, entry in self.select_prefix(keys.QUEUES).items():
             if not key.endswith(keys.TAKER):
                 name = keys.get_last_part(key)
@@ -184,20 +194,20 @@ class World:
                 self.queue_entries.setdefault(name, {})[flavor] = parse_queue_entry(key, entry.value)
             if entry.lease or not key.endswith(keys.TAKER):
                 self.in_flight.add(keys.get_queued_instance(key))
-        self.computes = self.living_computes | {name for name, each in planes.providers.items() if each.name == name}
-        # A request that was removed from its queue before a compute took it has a record without compute.
-        self.computes |= self.records_at.keys() - {''}
-        self.computes |= self.requests_at.keys()
-        self.metadata: dict[str, list[str]] = {}
-        self.reservations: dict[str, dict[str, str]] = {}
-        for mac, name in planes.facts.metadata.items():
-            self.metadata.setdefault(name, []).append(mac)
-        for mac, reserved in planes.facts.reservations.items():
-            self.reservations.setdefault(reserved.instance, {})[mac] = reserved.address
-        self.allocations: dict[str, dict[str, Resources]] = {}
-        for provider, each in planes.providers.items():
-            for consumer, resources in (each.allocations or {}).items():
-                self.allocations.setdefault(consumer, {})[provider] = resources
+
+    @cached_property
+    def metadata(self) -> Mapping[str, Collection[str]]:
+        return _regroup((name, mac, mac) for mac, name in self.planes.facts.metadata.items())
+
+    @cached_property
+    def reservations(self) -> Mapping[str, Mapping[str, str]]:
+        reservations = self.planes.facts.reservations.items()
+        return _regroup((reserved.instance, mac, reserved.address) for mac, reserved in reservations)
+
+    @cached_property
+    def allocations(self) -> Mapping[str, Mapping[str, Resources]]:
+        held = {provider: state.allocations or {} for provider, state in self.planes.providers.items()}
+        return _regroup((name, provider, each) for provider, claims in held.items() for name, each in claims.items())
 
     @cached_property
     def judged(self) -> list[str]:
@@ -232,6 +242,11 @@ class World:
             for name, each in self.planes.providers.items()
             if each.allocations is not None and (name == own or (not own and name not in self.living_computes))
         }
+
+    def list_live_requests(self, instance: str) -> dict[str, Request]:
+        """Return {compute: request} of the valid requests that are no tombstones."""
+        requests = self.requests_by_compute.get(instance, {})
+        return {name: each for name, each in requests.items() if isinstance(each, Request) and not each.is_tombstone}
 
     def get_value(self, key: str) -> keys.StoredValue | None:
         return self.planes.etcd.get(key)
@@ -326,6 +341,13 @@ class World:
     def select_prefix(self, prefix: str) -> Mapping[str, keys.StoredValue]:
         """Return the keys below one of the AUDITED_PREFIXES, with their values."""
         return self._families.get(prefix, {})
+
+
+def _regroup(rows: Iterable[tuple[str, str, Parsed]]) -> dict[str, dict[str, Parsed]]:
+    grouped: dict[str, dict[str, Parsed]] = {}
+    for name, key, value in rows:
+        grouped.setdefault(name, {})[key] = value
+    return grouped
 
 
 def list_hosts(world: World, providers: Mapping[str, ProviderSummary]) -> list[Host]:

@@ -350,7 +350,7 @@ class Wait:
         if the host is silent; the errors of `read`; and those of `is_reached` if the compute is trusted. Each instance
         is read at least once.
         """
-        deadline, has_answer = self.deadline, False
+        has_answer = False
         with InstanceFollower(self.config, self.instance, self.key_index, self.claims) as follower:
 
             def describe_current(record: Record | None) -> str:
@@ -364,37 +364,35 @@ class Wait:
                     reset()
                 return bool(trust)
 
-            first_read_limit = deadline.elapsed + self.config.timeout
+            first_read_limit = self.deadline.elapsed + self.config.timeout
             while True:
                 has_answer, entry = follower.read()
                 record = read(entry) if entry else None
                 if record is not None:
                     self.on_record(record)
                 try:
-                    if (
-                        has_answer
-                        and (is_reached(record) or (accepts_missing and follower.is_missing))
-                        and check_trust()
-                    ):
+                    is_over = has_answer and (is_reached(record) or (accepts_missing and follower.is_missing))
+                    if is_over and check_trust():
                         return record
                 except EcompError:
                     if check_trust():
                         raise
                 if self.silence is not None and follower.compute and (record is None or is_on_host(record)):
                     self.silence.check(self.instance, follower.compute, describe_current(record))
-                spent = deadline.elapsed
-                limit = deadline.seconds if has_answer else max(deadline.seconds, first_read_limit)
+                spent, silent = self.deadline.elapsed, '' if has_answer else follower.silent_backend
+                limit = max(self.deadline.seconds, first_read_limit if silent else 0)
                 if spent >= limit:
-                    if record is not None:
-                        self.on_timeout(record)
-                    progress = f'and {follower.silent_backend} did not answer'
-                    if has_answer:
-                        progress = f'still waiting for {describe_current(record)}'
-                    raise StillGoing(
-                        f'{self.instance}: timed out after {deadline.seconds:g} s (the operation continues), {progress}'
+                    progress = (
+                        f'and {silent} did not answer' if silent else f'still waiting for {describe_current(record)}'
                     )
+                    raise self._make_timeout(record, progress)
                 self.report(
-                    f'waiting for {describe_current(record) if has_answer else f"{follower.silent_backend} to answer"}'
-                    f', {spent:.0f} s'
+                    f'waiting for {f"{silent} to answer" if silent else describe_current(record)}, {spent:.0f} s'
                 )
                 follower.wait(min(TICK_SECONDS, limit - spent))
+
+    def _make_timeout(self, record: Record | None, progress: str) -> StillGoing:
+        if record is not None:
+            self.on_timeout(record)
+        limit = f'timed out after {self.deadline.seconds:g} s'
+        return StillGoing(f'{self.instance}: {limit} (the operation continues), {progress}')

@@ -114,14 +114,17 @@ def audit(
         if findings or first.planes.mute_reasons:
             reports = _read_reports(store, last, revisions.get('', 0))
     findings += find_mute(last)
-    living = sum(map(last.is_living, last.records))
-    counted = ((len(reports), 'compute'), (living, 'living instance'))
-    computes, instances = (f'{number} {name}{"" if number == 1 else "s"}' for number, name in counted)
-    compared = f'{computes} and {instances} were compared, as of {"now" if is_now else "up to two minutes ago"}'
+    as_of = 'now' if is_now else 'up to two minutes ago'
+    summary = f'{_count_compared(len(reports), last)} were compared, as of {as_of}'
     full = {last.named_computes.format_name(compute): each.omitted for compute, each in reports.items() if each.omitted}
     notes = [f'compute {name} has {count} more findings than its report has room for' for name, count in full.items()]
     from_hosts = [finding for _, each in sorted(reports.items()) for finding in each.findings]
-    return Report(findings, from_hosts, compared, last, (first_etcd, etcd), tuple(notes))
+    return Report(findings, from_hosts, summary, last, (first_etcd, etcd), tuple(notes))
+
+
+def _count_compared(reported_count: int, world: World) -> str:
+    counted = ((reported_count, 'compute'), (sum(map(world.is_living, world.records)), 'living instance'))
+    return ' and '.join(f'{number} {name}{"" if number == 1 else "s"}' for number, name in counted)
 
 
 @contextmanager

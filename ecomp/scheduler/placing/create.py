@@ -41,7 +41,7 @@ from ecomp.scheduler.placing.session import (
     NoRoom,
     Scheduler,
     Session,
-    check_complete,
+    check_all_complete,
     report_unchanged,
 )
 from ecomp.scheduler.queries.find import MAX_OFFER_AGE_SECONDS, InstanceEntries, find, reserve_names
@@ -305,8 +305,7 @@ def make_lot(order: SetOrder, terms: Terms, instances: Sequence[str] | None = No
 
 def count_to_place(candidates: Sequence[Candidate], terms: Terms, order: SetOrder) -> int:
     """Count what the quota allows, at most order.count; without candidates, order.count. OverQuota, UsageError."""
-    for candidate in candidates:
-        check_complete(candidate.allocations)
+    check_all_complete(candidates)
     if not candidates:
         return order.count
     return terms.count_allowed(sum_allocations(candidates[0].allocations), order.count, order.minimum)

@@ -88,21 +88,22 @@ def plan_moves(
     lots = list[Lot]()
     for lot, instances in of_lots.items():
         group = planner.get_group(lot.membership, dead) if lot.membership else None
-        if group is None or not group.is_undecided:
-            lots.append(lot._replace(instances=tuple(instances), minimum=0))
-            continue
-        members = planner.groups[group.name].members if group.name in planner.groups else {}
-        staying = [each for each, compute in members.items() if compute in dead and each not in by_instance]
-        if staying:
-            reason = f'group {group.name} has to stay together, and its member {staying[0]} does not move'
+        is_united = group is not None and group.is_undecided
+        if group and is_united and (staying := _find_staying_member(planner, group.name, dead, by_instance)):
+            reason = f'group {group.name} has to stay together, and its member {staying} does not move'
             moves += [Move(by_instance[each], None, reason) for each in instances]
         else:
-            lots.append(lot._replace(instances=tuple(instances)))
+            lots.append(lot._replace(instances=tuple(instances), minimum=None if is_united else 0))
     assignment = planner.assign(lots, dead=dead, ahead=ahead)
     for instance in (each for lot in lots for each in lot.instances):
         candidate = assignment.chosen.get(instance)
         moves.append(Move(by_instance[instance], candidate, assignment.missing.get(instance, '')))
     return moves
+
+
+def _find_staying_member(planner: Planner, group: str, dead: Collection[str], moving: Collection[str]) -> str:
+    members = planner.groups[group].members if group in planner.groups else {}
+    return next((each for each, compute in members.items() if compute in dead and each not in moving), '')
 
 
 def _refuse(planner: Planner, query: str, dead: Collection[str]) -> tuple[str, bool] | None:
@@ -136,21 +137,25 @@ def read_moves(
 
     for prefix in [keys.HOSTS] if computes is None else map(keys.request_prefix, computes):
         store.snapshot(prefix, transform=collect)
-    valid = [
-        (compute, guest.request) for compute, of_compute in guests.items() for guest in of_compute
-        if not isinstance(guest.request, InvalidRequest)
-    ]  # fmt: skip
+    everyone = [guest for of_compute in guests.values() for guest in of_compute]
+    valid = [(compute, request) for compute, request in everyone if not isinstance(request, InvalidRequest)]
     groups, malformed = load_groups(store, {request.group.name for _, request in valid if request.group})
     if malformed:
         raise Unreadable(keys.group(min(malformed)), ValueError('it is not a valid group'))
-    offers, refusals = dict[str, Offer](), dict[str, str]()
-    for query in {request.query: None for compute, request in valid if compute not in list_trees(request.query or '')}:
-        try:
-            offers |= {query: read_candidates(placement, query)} if query else {}
-        except PlacementRefusal as error:
-            refusals[query or ''] = str(error)
+    queries = (request.query for compute, request in valid if compute not in list_trees(request.query or ''))
+    offers, refusals = _read_offers(placement, dict.fromkeys(filter(None, queries)))
     # The same random choices each time, so that an unchanged cluster gives the same plan.
     return guests, Planner(offers, groups, alive, random.Random(0), refusals, list_leased(store, keys.TROUBLES))
+
+
+def _read_offers(placement: Placement, queries: Iterable[str]) -> tuple[dict[str, Offer], dict[str, str]]:
+    offers, refusals = dict[str, Offer](), dict[str, str]()
+    for query in queries:
+        try:
+            offers[query] = read_candidates(placement, query)
+        except PlacementRefusal as error:
+            refusals[query] = str(error)
+    return offers, refusals
 
 
 # Plans of all guests that have not moved, each after a lost race for room.
@@ -424,17 +429,20 @@ class _Evacuation:
                 for _, request in deliveries:
                     self._report_moved(str(request.replaces), chosen[str(request.replaces)])
                 return True
-            for compute, request in deliveries:
-                new = request.instance
-                if self.session.store.get(keys.request(compute, new)) is not None:
-                    # A create has this uuid, and its claim is not ours to move or to release.
-                    self.session.movable.discard(new)
-                    del self.replacements[str(request.replaces)]
-                    raise Conflict(f'instance {new} exists already. Try: eschedule audit')
+            self._check_unused(deliveries)
             return False
         except REFUSALS as error:
             self.reasons |= dict.fromkeys(unit, str(error))
             return True
+
+    def _check_unused(self, deliveries: Sequence[tuple[str, Request]]) -> None:
+        for compute, request in deliveries:
+            new = request.instance
+            if self.session.store.get(keys.request(compute, new)) is not None:
+                # A create has this uuid, and its claim is not ours to move or to release.
+                self.session.movable.discard(new)
+                del self.replacements[str(request.replaces)]
+                raise Conflict(f'instance {new} exists already. Try: eschedule audit')
 
     def _make_request(self, request: Request, candidate: Candidate, instance: str, place: Place | None) -> Request:
         scheduler, weigh = self.session.scheduler, request.why.weigh if request.why else SPREAD

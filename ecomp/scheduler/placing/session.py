@@ -166,6 +166,12 @@ def check_complete(allocations: Allocations) -> None:
         raise UsageError(f'the query lacks {", ".join(lacking)}, which every guest needs')
 
 
+def check_all_complete(candidates: Iterable[Candidate]) -> None:
+    """Raise UsageError if one of these lacks what a guest needs."""
+    for candidate in candidates:
+        check_complete(candidate.allocations)
+
+
 @dataclass
 class Session:
     """One attempt, whose key is on `lease`, with `revision` once it is written.
@@ -294,8 +300,7 @@ class Session:
         contention = Contention(self.count_in_flight, lambda: self.read_offers(offers), self.scheduler.rng)
         current: Offers = {query: offer or self.read_offer(query) for query, offer in offers.items()}
         while True:
-            usable = {query: _leave_out(offer, refusals) for query, offer in current.items()}
-            planner = self.make_planner(usable, groups)
+            planner = self.make_planner(_leave_out(current, refusals), groups)
             lots = list_lots(planner, held)
             self._prefer_images(planner, lots)
             assignment = planner.assign(lots, held, ahead=None if contention.is_alone else contention.ahead)
@@ -305,8 +310,7 @@ class Session:
                 continue
             if any(lot.is_short({**held, **assignment.chosen}) for lot in lots):
                 raise NoRoom(assignment, held, current)
-            for candidate in assignment.chosen.values():
-                check_complete(candidate.allocations)
+            check_all_complete(assignment.chosen.values())
             check({**held, **assignment.chosen})
             claimed = self.claim(assignment.chosen)
             held |= {instance: assignment.chosen[instance] for instance in claimed}
@@ -561,8 +565,11 @@ def report_unchanged() -> Iterator[None]:
         raise add_state(error, UNCHANGED) from error
 
 
-def _leave_out(offer: Offer, refusals: Mapping[frozenset[str], int]) -> Offer:
-    if not refusals:
-        return offer
-    usable = [each for each in offer.candidates if refusals.get(frozenset(each), 0) < MAX_REFUSALS]
-    return offer._replace(candidates=usable)
+def _leave_out(offers: Offers, refusals: Mapping[frozenset[str], int]) -> Offers:
+    left_out = {place for place, count in refusals.items() if count >= MAX_REFUSALS}
+    if not left_out:
+        return offers
+    return {
+        query: offer._replace(candidates=[each for each in offer.candidates if frozenset(each) not in left_out])
+        for query, offer in offers.items()
+    }

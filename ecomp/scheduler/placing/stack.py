@@ -43,7 +43,7 @@ from ecomp.scheduler.placing.session import (
     OldInstance,
     Scheduler,
     Session,
-    check_complete,
+    check_all_complete,
     check_previous,
     make_removal,
     report_unchanged,
@@ -184,8 +184,7 @@ def preview_change(
     assignment = Planner(offers, wanted.groups, living, rng, troubled=troubled).assign(wanted.lots)
     if assignment.missing:
         raise wanted.make_refusal(NoRoom(assignment, {}, offers))
-    for candidate in assignment.chosen.values():
-        check_complete(candidate.allocations)
+    check_all_complete(assignment.chosen.values())
     wanted.check_quota(assignment.chosen)
     return {instance: candidate.compute for instance, candidate in assignment.chosen.items()}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -115,14 +115,11 @@ def read_metrics(store: Store, placement: Placement) -> tuple[Samples, list[Ecom
     world = read_world(store)
     hosts, record_errors = read_hosts(store, placement, world)
     errors = [*record_errors, *quota_errors]
-    away = {host.compute: host.state for host in hosts if host.state in (CLOSED, SILENT)}
-    destroyed = {name for compute in away for name in world.find_inhabitants(compute).destroyed}
-    states = Counter(Absences(away, destroyed).get_state(record) for record in world.records.values())
-    recorded = {*world.records, *world.malformed_records}
-    requested = set(filter(keys.is_uuid, world.requests_by_compute)) - recorded
-    states.update({SCHEDULED: len(requested), QUEUED: len(queued.keys() - requested - recorded)})
-    counts = {'hosts': Counter(host.state for host in hosts), 'instances': states}
-    counts['queued_requests'] = Counter(queued.values())
+    counts = {
+        'hosts': Counter(host.state for host in hosts),
+        'instances': _count_states(world, hosts, queued.keys()),
+        'queued_requests': Counter(queued.values()),
+    }
     samples: Samples = {
         f'ecomp_cluster_{name}': {(label,): count for label, count in sorted(counted.items())}
         for name, counted in counts.items()
@@ -135,6 +132,16 @@ def read_metrics(store: Store, placement: Placement) -> tuple[Samples, list[Ecom
     samples['ecomp_cluster_quota_used'] = _label_amounts(((quota.project,), quota.used) for quota in quotas)
     samples['ecomp_cluster_hosts_troubled'] = {(): sum(host.trouble is not None for host in hosts)}
     return samples | {'ecomp_cluster_unreadable_values': {(): len(errors)}}, errors
+
+
+def _count_states(world: World, hosts: Iterable[Host], queued: Set[str]) -> Counter[str]:
+    away = {host.compute: host.state for host in hosts if host.state in (CLOSED, SILENT)}
+    destroyed = {name for compute in away for name in world.find_inhabitants(compute).destroyed}
+    states = Counter(Absences(away, destroyed).get_state(record) for record in world.records.values())
+    recorded = {*world.records, *world.malformed_records}
+    requested = set(filter(keys.is_uuid, world.requests_by_compute)) - recorded
+    states.update({SCHEDULED: len(requested), QUEUED: len(queued - requested - recorded)})
+    return states
 
 
 def _label_amounts(rows: Iterable[tuple[tuple[str, ...], Mapping[str, float]]]) -> dict[tuple[str, ...], float]:

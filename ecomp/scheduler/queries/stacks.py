@@ -60,43 +60,54 @@ def read_stack(store: Store, name: str, instance_names: Collection[str] = ()) ->
     ]
     name_keys = [keys.name(each) for each in instance_names]
     read = store.read([*instance_keys, *name_keys])
-    found = resolve_places(store, [(key, entry) for key, entry in read.items() if not key.startswith(keys.NAMES)])
-    key_index = None
-    entries: dict[str, InstanceEntries] = {}
-    for entry, instance in instances.items():
-        located = found.get(instance)
-        if located is None:
-            if places[instance].is_ended:
-                continue
-            key_index = key_index or read_index(store)  # one listing for all that were cleared
-            located = find_by_listing(store, instance, key_index)
-        current = from_places(located)
-        if current is not None and current.record.state != GONE:
-            entries[entry] = current
+    living = [each for each, instance in instances.items() if not places[instance].is_ended]
+    entries = _find_instances(store, instances, living, read)
     own = {current.record.instance: current for current in entries.values()}
     owners: dict[str, str] = {}
     for key in name_keys:
-        if key in read:
-            owner = parse_name_holder(read[key])
-            current = own.get(owner) or find(store, owner)
-            if current is not None and current.record.state not in (GONE, ERROR):
-                owners[keys.get_last_part(key)] = owner
-                request = None if owner in own else current.request
-                place = request.stack if request else None
-                # An entry that has an instance adopts none: any compute may write a name and its own requests
-                # (rule: shown-not-acted-on).
-                if stack is None or request is None or place is None or place.entry_name in entries:
-                    continue
-                if (place.name, place.epoch, place.instance) != (stack.name, stack.epoch, owner):
-                    continue
-                previous = stack.entries.get(place.entry_name)
-                if previous is None or previous.incarnation < place.incarnation:
-                    # etcd was restored to before its delivery; its compute has written its request and name again.
-                    stack, is_stale = stack.with_delivered({place: current.record.compute}), True
-                    entries[place.entry_name] = current
-                elif request.is_tombstone:  # a former instance that is being destroyed
-                    entries[place.entry_name] = current
+        owner = parse_name_holder(read[key]) if key in read else ''
+        current = own.get(owner) or (find(store, owner) if owner else None)
+        if current is None or current.record.state in (GONE, ERROR):
+            continue
+        owners[keys.get_last_part(key)] = owner
+        place = _find_unknown_place(stack, current) if owner not in own else None
+        # An entry that has an instance adopts none: any compute may write a name and its own requests
+        # (rule: shown-not-acted-on).
+        if stack is None or place is None or place.entry_name in entries:
+            continue
+        previous = stack.entries.get(place.entry_name)
+        if previous is None or previous.incarnation < place.incarnation:
+            # etcd was restored to before its delivery; its compute has written its request and name again.
+            stack, is_stale = stack.with_delivered({place: current.record.compute}), True
+            entries[place.entry_name] = current
+        elif current.is_destroying:  # a former instance
+            entries[place.entry_name] = current
     return StackState(stack, revision, entries, owners, is_stale)
+
+
+def _find_instances(
+    store: Store, instances: Mapping[str, str], living: Collection[str], read: Mapping[str, Entry]
+) -> dict[str, InstanceEntries]:
+    """Return {entry name: instance that is not gone}; those that are not where they were delivered are searched for."""
+    found = resolve_places(store, [(key, entry) for key, entry in read.items() if not key.startswith(keys.NAMES)])
+    key_index = None
+    entries: dict[str, InstanceEntries] = {}
+    for name, instance in instances.items():
+        if instance not in found and name in living:
+            key_index = key_index or read_index(store)  # one listing for all that were cleared
+            found[instance] = find_by_listing(store, instance, key_index)
+        current = from_places(found[instance]) if instance in found else None
+        if current is not None and current.record.state != GONE:
+            entries[name] = current
+    return entries
+
+
+def _find_unknown_place(stack: Stack | None, current: InstanceEntries) -> Place | None:
+    place = current.request.stack if current.request else None
+    if stack is None or place is None:
+        return None
+    is_of_stack = (place.name, place.epoch, place.instance) == (stack.name, stack.epoch, current.record.instance)
+    return place if is_of_stack else None
 
 
 def find_silent_computes(
