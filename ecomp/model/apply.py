@@ -133,11 +133,7 @@ def _is_ending(record: Record, request: Request | None) -> bool:
 
 
 def list_differences(record: Record, request: Request | None, desired: Desired) -> list[str]:
-    """Return `field: existing value → value of the file (origin)` for each field that differs.
-
-    Of a query only the amounts and parameters that differ are named: `MEMORY_MB 256 → 320`.
-    Without a valid request only the fields of the record are compared, and the policy of a group is not.
-    """
+    """Return `field: existing value → value of the file (origin)` for each field that differs."""
     order = desired.order
     differences = []
     for name, read, is_recorded in _COMPARED:

@@ -122,10 +122,7 @@ def choose(
 
 
 def calculate_free_share(requested: Resources, room: Mapping[str, Room]) -> float:
-    """Return the free share, 0 to 1, of the requested class that is scarcest after placing `requested`.
-
-    Rounded to hundredths: nearly equal computes are equal. Only classes with capacity in `room` count; 0 if none does.
-    """
+    """Return the free share, in hundredths, of the class that is scarcest after placing `requested`."""
     shares = [
         1 - (usage.used + amount) / usage.capacity
         for name, amount in requested.items()

@@ -60,10 +60,7 @@ class ClusterIdentity(NamedTuple):
 
 
 def find_accepted_revision(entries: Iterable[keys.StoredValue]) -> int:
-    """Return the highest revision in the values of the keys below /accepted/, or 0.
-
-    A number above the key's own revision counts as that revision. A value that is not 1 to 19 digits is ignored.
-    """
+    """Return the highest valid revision below /accepted/, at most its key's own, or 0."""
     values = ((entry.value, entry.revision) for entry in entries)
     return max((min(int(value), own) for value, own in values if value.isdigit() and len(value) < 20), default=0)
 

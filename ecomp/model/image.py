@@ -57,10 +57,7 @@ def check_image(url: str) -> str:
 
 
 def check_source(text: str) -> str:
-    """Return an `image_sources:` entry as a lower-case host name or a network; else ValueError ("must be ...").
-
-    An address becomes a network (10.1.0.1/32); host bits in a network, and a name of digits and dots, are refused.
-    """
+    """Return an `image_sources:` entry as a lower-case host name or a network; else ValueError ("must be ...")."""
     try:
         return str(ip_network(text))
     except ValueError:

@@ -31,10 +31,7 @@ def load_object_or_empty(value: bytes) -> dict[str, Any]:
 
 
 def load(value: bytes) -> Any:
-    """Parse JSON; ValueError if it is malformed, not UTF-8, or longer than MAX_VALUE_BYTES.
-
-    ValueError also for NaN, infinities (1e999), integers over MAX_DIGITS, duplicate keys and nesting over MAX_DEPTH.
-    """
+    """Parse JSON; ValueError if malformed, not UTF-8, too long or deep, or with NaN, infinities or duplicate keys."""
     if len(value) > MAX_VALUE_BYTES:
         raise ValueError(f'it has {len(value)} bytes; the limit is {MAX_VALUE_BYTES}')
     try:

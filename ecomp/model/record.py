@@ -292,10 +292,7 @@ QUEUE_WAIT_REASON = 'a compute to take it'
 
 
 def describe_wait(record: Record | None) -> str:
-    """Return what an instance waits for, or the progress of that if known: `image, 34 of 600 MB`.
-
-    A fault follows, unless the instance is stopped. `record` is None until the compute has written it.
-    """
+    """Return what an instance waits for, or its progress, and its fault."""
     if record is not None and record.state == QUEUED:
         return f'{QUEUE_WAIT_REASON}: {record.fault}' if record.fault else QUEUE_WAIT_REASON
     if record is not None and record.state == STOPPED:

@@ -164,10 +164,7 @@ def _prepare_destroy(
 def make_tombstone(
     store: Store, entries: InstanceEntries, replaced_by: str | None = None
 ) -> tuple[list[Unchanged], Put]:
-    """Return the write that asks the instance's compute to destroy it, and the conditions of that write.
-
-    `replaced_by`: the instance to which it was evacuated.
-    """
+    """Return the write that asks for a destroy (`replaced_by`: after an evacuation), and its conditions."""
     record, entry = entries.record, entries.record_entry
     request_key = keys.request(record.compute, record.instance)
     request = entries.request
@@ -361,11 +358,7 @@ class ClearResult(NamedTuple):
 
 
 def clear(store: Store) -> ClearResult:
-    """Remove the records of all instances that are gone or in error and have no request.
-
-    The result has the errors of malformed records and placement, and an Unreachable that ends the removal. Raises
-    Unreachable if instances cannot be listed, Unreadable if a record becomes malformed later.
-    """
+    """Remove the records of all instances that are gone or in error and have no request; an Unreachable ends it."""
     records, errors = list_records(store, with_gone=True)
     key_index = read_index(store)
     removed = {}

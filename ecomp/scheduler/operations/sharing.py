@@ -58,10 +58,7 @@ def list_flavors(store: Store) -> tuple[dict[str, Flavor], list[EcompError]]:
 
 
 def put_flavor(store: Store, placement: Placement, name: str, text: str) -> str:
-    """Create or replace a flavor in etcd; return a sentence. EcompError if it was changed concurrently.
-
-    UsageError for an invalid query `text` or a name that placement lacks; a CUSTOM_ one only adds a remark.
-    """
+    """Create or replace a flavor, and return a sentence. UsageError, or EcompError if changed concurrently."""
     from ecomp.model.query import QueryNames
     from ecomp.placement.providers import find_unknown_names
 
@@ -83,10 +80,7 @@ def put_flavor(store: Store, placement: Placement, name: str, text: str) -> str:
 
 
 def delete_flavor(store: Store, name: str) -> str:
-    """Delete a flavor from etcd; return a sentence, with the number of requests left waiting if it is known.
-
-    Raises NotFound, and EcompError if another process changed the flavor concurrently.
-    """
+    """Delete a flavor, and return a sentence. NotFound, or EcompError if changed concurrently."""
     key = keys.flavor(name)
     previous = store.get(key)
     if previous is None:
@@ -152,10 +146,7 @@ def check_limits(placement: Placement, arguments: Sequence[str]) -> str:
 
 
 def set_limits(store: Store, project: str, arguments: Sequence[str]) -> str:
-    """Set limits, recount the usage, return a sentence. UsageError; others as recount_quota().
-
-    `arguments`: VCPU=10, or DISK_GB=none to remove a limit. Others stay. Placement is not asked: see check_limits().
-    """
+    """Set limits (VCPU=10; DISK_GB=none removes one), recount the usage, return a sentence. UsageError, Conflict."""
     try:
         new_limits = parse_limits(arguments)
     except ValueError as error:

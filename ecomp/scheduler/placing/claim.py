@@ -181,10 +181,7 @@ class Claimer:
 
 
 def split_into_blocks(wanted_candidates: Mapping[str, Candidate]) -> Sequence[Mapping[str, Candidate]]:
-    """Split a claim for concurrent calls of MAX_INSTANCES_PER_CALL at most; more on one compute stay together.
-
-    There is one part if two would share a provider, such as a shared disk: their calls would conflict.
-    """
+    """Split a claim for concurrent calls, by compute; one part if two would share a provider, and so conflict."""
     parts: list[dict[str, Candidate]] = [{}]
     by_compute: dict[str, dict[str, Candidate]] = {}
     for instance, candidate in wanted_candidates.items():

@@ -57,10 +57,7 @@ log = logging.getLogger(__name__)
 
 
 def _find_delivered(store: Store, order: SetOrder, resume: bool) -> dict[str, DeliveryOutcome]:
-    """Return {instance: outcome} of deliveries under this uuid; {} without `resume`.
-
-    Conflict if it is a set's uuid instead of an instance's or vice versa, an instance is queued, or as check_same().
-    """
+    """Return {instance: outcome} of deliveries under this uuid; Conflict if the uuid is used otherwise."""
     if not resume:  # the uuid was generated here
         return {}
     # All keys are listed once: searching for each instance of a set among thousands of computes takes too long.
@@ -235,10 +232,7 @@ class _Creation:
         return self._place(offer, terms, {instance: claims.candidates[instance] for instance in kept_instances})
 
     def deliver(self, claims: ClaimedSet, scheduled_at: str) -> dict[str, DeliveryOutcome]:
-        """Deliver `claims`, release our other ones, revoke the lease; return {instance: outcome}. `scheduled_at`: ISO.
-
-        Raises Excluded (group, quota), DeliveryRefused (not our attempt now), Conflict (a name).
-        """
+        """Deliver `claims`, and release our other ones. Excluded (group, quota), DeliveryRefused, Conflict."""
         order, store, placed = self.order, self.session.store, claims.candidates
         requests = _make_requests(order, claims, scheduled_at)
         deliveries = [(placed[instance].compute, request) for instance, request in requests.items()]
@@ -351,10 +345,7 @@ class RankedCompute:
 def plan(
     store: Store, backend: Future[tuple[Placement, Offer]], order: SetOrder, rng: random.Random
 ) -> list[RankedCompute]:
-    """Return the candidates in the order of trying, without a claim; a compute may occur twice.
-
-    Raises NoCapacity, TooFew or OverQuota as create() does, UsageError, and the errors of the backends.
-    """
+    """Return the candidates in the order of trying, a compute maybe twice, without a claim; raises as create()."""
     terms = read_terms(store, order, order.instances)
     from ecomp.scheduler.queries.hosts import read_computes  # not for a claim
 

@@ -121,11 +121,7 @@ def _refuse(planner: Planner, query: str, dead: Collection[str]) -> tuple[str, b
 def read_moves(
     store: Store, placement: Placement, alive: Collection[str], computes: Sequence[str] | None = None
 ) -> tuple[Mapping[str, Sequence[Evacuee]], Planner]:
-    """Read the guests of these computes (None: of all), by compute, and make the planner for all of them.
-
-    Placement is asked once for each query. Guests in error or gone have no request. Raises Unreadable for a malformed
-    group, and errors of the backends.
-    """
+    """Read the guests of these computes (None: of all), by compute, and make the planner for all of them."""
     guests: dict[str, list[Evacuee]] = {}
 
     def collect(entry: Entry) -> None:  # returns None, so no entry is kept

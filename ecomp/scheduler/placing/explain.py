@@ -107,11 +107,7 @@ def report_reasons(
 
 
 def list_reasons(store: Store, placement: Placement, refusal: Refusal) -> list[str]:
-    """Return a line for each compute, the closest host, and the smallest change that fits.
-
-    Of more than MAX_LISTED_COMPUTES only the nearest have one; with --on only its own. No change is advised if one has
-    room; with `taken` a smaller --count is. An unsupported query gives one line. Raises the backends' errors.
-    """
+    """Return a line for each compute (of many: the nearest), the closest host, and the smallest change that fits."""
     try:
         constraints = _parse_constraints(refusal.query, refusal.on)
     except UnsupportedQueryError as error:
@@ -141,10 +137,7 @@ def list_reasons(store: Store, placement: Placement, refusal: Refusal) -> list[s
 def find_shortfalls(
     store: Store, placement: Placement, query: str, computes: Computes, group: Group | None = None
 ) -> dict[str, str]:
-    """Return {compute: what it lacks, or that it has room} of the first MAX_LISTED_COMPUTES that take from queues.
-
-    Raises the backends' errors, and UnsupportedQueryError.
-    """
+    """Return {compute: what it lacks, or that it has room} of the first MAX_LISTED_COMPUTES that take from queues."""
     constraints, takers = _parse_constraints(query), computes.takers[:MAX_LISTED_COMPUTES]
     texts = _examine(store, placement, constraints, takers, computes, Refusal(query, group)).texts
     _add_troubles(store, texts)

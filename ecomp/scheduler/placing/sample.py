@@ -32,11 +32,7 @@ class SampledPlacer:
     fitting: int = 0
 
     def place(self, terms: Terms, min_cluster_size: int) -> dict[str, Candidate]:
-        """Claim the instance on a sampled compute; {} if placement has to be queried about all.
-
-        Sampling needs one instance without a group, a query of amounts alone, not FIRST, and more than
-        `min_cluster_size` computes. Raises OverQuota, UsageError, and the errors of etcd, placement and the claim.
-        """
+        """Claim the instance on a sampled compute; {} if none is suitable, or this order cannot be sampled."""
         amounts = get_sampleable_amounts(self.order.query or '', self.order.count, self.order.weigh)
         if amounts is None or terms.group is not None:
             return {}

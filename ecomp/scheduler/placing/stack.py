@@ -89,10 +89,7 @@ def write_stack(store: Store, stack: Stack, previous_revision: int) -> int:
 
 
 def require_transaction_size(store: Store, stack_name: str, orders: Collection[Order], removed_count: int) -> None:
-    """Raise TooManyOperations, before anything is written, if etcd takes no transaction for these new instances.
-
-    `removed_count` instances are removed in the same transaction. The delivery needs at least what is asked for here.
-    """
+    """Raise TooManyOperations, before anything is written, if etcd takes no transaction for these new instances."""
     groups = {order.group.name for order in orders if order.group is not None}
     # Conditions: the attempt, the stack and the quota, a record and a name each, the groups, and what is removed.
     count = 3 + 2 * len(orders) + len(groups) + removed_count if orders else 0
@@ -171,10 +168,7 @@ def apply_change(scheduler: Scheduler, change: StackChange) -> dict[str, str]:
 def preview_change(
     store: Store, backend: Future[tuple[Placement, Offer]], change: StackChange, rng: random.Random
 ) -> dict[str, str]:
-    """Return {new instance: compute} as apply_change() would place them now; write nothing, and ignore earlier claims.
-
-    Raises MembersRefused, OverQuota, Conflict, UsageError and errors of the backends.
-    """
+    """Return {new instance: compute} as apply_change() would place them now, without earlier claims; raises as that."""
     order = change.order
     assert order is not None  # the caller has new instances
     reserve_names(store, order.instances, change.removed_instances)

@@ -291,10 +291,7 @@ def reserve_names(store: Store, names: Mapping[str, str | None], replaced: Colle
 
 
 def check_name_is_free(store: Store, name: str, entry: Entry | None, admitted: Collection[str]) -> Unchanged:
-    """Return the condition that keeps a name's key; Conflict if a living instance has it, unless it is `admitted`.
-
-    Raises Unreadable if the key or the record of its instance is malformed.
-    """
+    """Return the condition that keeps a name's key; Conflict if a living instance has it, unless `admitted`."""
     if entry is None:
         return Unchanged(keys.name(name), 0)
     # A delivery writes the name and the instance in one transaction, so the name's instance exists before this read.

@@ -47,10 +47,7 @@ if TYPE_CHECKING:
 
 
 def read_world(store: Store, planes: Planes | None = None) -> World:
-    """Read all computes, requests and records, after what `planes` has.
-
-    Raises etcd's errors, and placement's if it has to decide between several computes.
-    """
+    """Read all computes, requests and records, after what `planes` has."""
     providers, etcd = (planes.providers, dict(planes.etcd)) if planes else ({}, {})
     # Names first: a compute that is forgotten in between then leaves a name too many, and no name is missing.
     # Requests before records: an instance that ends in between is then read twice, not missed.
@@ -62,10 +59,7 @@ def read_world(store: Store, planes: Planes | None = None) -> World:
 def read_hosts(
     store: Store, placement: Placement, world: World | None = None
 ) -> tuple[list[Host], tuple[EcompError, ...]]:
-    """Read all computes, and errors of malformed records, which do not count; raises etcd's and placement's errors.
-
-    The room of a living compute is by its facts and its requests.
-    """
+    """Read all computes, and errors of malformed records; a living one's room is by its facts and requests."""
     from ecomp.placement import providers  # imported late here and below: most commands use etcd only
 
     world = world or read_world(store)
@@ -349,10 +343,7 @@ class GuestAccess:
 
 
 def find_guest_access(store: Store, instance: str) -> GuestAccess:
-    """Find how to reach a running guest, preferably without its host; raises what find_running() does.
-
-    StillGoing without an address, EcompError if the address is malformed or a needed host's name is not known.
-    """
+    """Find how to reach a running guest, preferably without its host. StillGoing without an address, EcompError."""
     record = find_running(store, instance)
     interfaces = [interface for interface in record.addresses if interface.address]
     if not interfaces:
@@ -402,10 +393,7 @@ def make_not_ready(record: Record) -> StillGoing:
 
 
 def find_console(store: Store, instance: str) -> tuple[str, str]:
-    """Return the host name of an instance's console and the path of the file there.
-
-    NotFound without a console or instance, EcompError for an invalid file or an unknown host, Unreadable.
-    """
+    """Return the host name of an instance's console and its path there. NotFound, EcompError, Unreadable."""
     record = find_living(store, instance).record
     if record.console is None:
         if record.state in (ACTIVE, STOPPED):

@@ -48,10 +48,7 @@ class StackState(NamedTuple):
 
 
 def read_stack(store: Store, name: str, instance_names: Collection[str] = ()) -> StackState:
-    """Read a stack, its instances and the owners of these names; Unreadable if its key or a record is malformed.
-
-    All is read with the key and one batch, unless an instance is not where it was delivered.
-    """
+    """Read a stack, its instances and the owners of these names, at best with one batch; Unreadable."""
     stack, revision, is_stale = load_stack(store, name)
     instances = stack.list_instances() if stack else {}
     places = {instance: stack.entries[entry] for entry, instance in instances.items()} if stack else {}
@@ -204,10 +201,7 @@ def find_next_place(store: Store, request: Request, compute: str) -> Place | Non
 
 
 def make_move(store: Store, computes: Mapping[Place, str], silent: Unchanged) -> Change:
-    """Return the change that notes an evacuation, {new place: its compute}, in the keys of stacks.
-
-    Its condition is that the old compute is `silent`. Conflict if a stack has another instance there.
-    """
+    """Return the change that notes an evacuation in stacks. Conflict if one has another instance there."""
     changes: list[Change] = [([silent], [])]
     for name in sorted({place.name for place in computes}):
         stack, revision, _ = load_stack(store, name)
