@@ -18,7 +18,6 @@ from ecomp.model.choose import (
     FIRST,
     SPREAD,
     Candidate,
-    Choice,
     Offer,
     Ranking,
     add_usage,
@@ -264,7 +263,7 @@ class _Plan:
         offer = self.planner.offers[lot.query]
         offer = offer._replace(candidates=[each for each in offer.candidates if self.dead.isdisjoint(each)])
         skipped = [provider for each in offer.candidates for provider in each if living.isdisjoint(each)]
-        return explain_no_candidate(offer, Choice((), skipped), living, group)
+        return explain_no_candidate(offer, skipped, living, group)
 
 
 def _make_fixed_key(candidate: Candidate) -> tuple[bool, float, str, tuple[str, ...]]:

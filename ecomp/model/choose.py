@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
@@ -91,13 +91,11 @@ def choose(
     living_computes: Iterable[str],
     strategy: str,
     rng: random.Random,
-    group: Group | None = None,
     troubled: Collection[str] = (),
 ) -> Choice:
-    """Order the candidates on living computes: `troubled` ones last, then by the group's preference, then by weight.
+    """Order the candidates on exactly one living compute: `troubled` ones last, then by weight.
 
-    Candidates that the group excludes, and those without exactly one living compute, are left out. Equal ones are
-    shuffled, so that racing schedulers do not all want the same one; FIRST keeps placement's order.
+    Equal ones are shuffled, so that racing schedulers do not all want the same one; FIRST keeps placement's order.
     """
     living = set(living_computes)
     candidates: list[Candidate] = []
@@ -114,9 +112,6 @@ def choose(
         candidates.sort(key=lambda each: -(each.weight or 0))
     candidate_computes = {candidate.compute for candidate in candidates}
     skipped -= candidate_computes | living
-    if group is not None:
-        candidates = [candidate for candidate in candidates if group.explain_exclusion(candidate.compute) is None]
-        candidates.sort(key=lambda each: -group.get_preference(each.compute))
     candidates.sort(key=lambda each: each.is_troubled)
     return Choice(candidates, sorted(skipped))
 
@@ -132,7 +127,7 @@ def calculate_free_share(requested: Resources, room: Mapping[str, Room]) -> floa
 
 
 class Ranking:
-    """Candidates in the order of choose() without a group: the best first."""
+    """Candidates in the order of choose(): the best first."""
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:
         self.candidates = candidates
@@ -159,51 +154,68 @@ def distribute(  # noqa: PLR0913
     A class or provider that is missing in `rooms` is unlimited. Candidates with a provider in `dead` are left out. The
     room of `used_computes` has changed since they were ranked.
     """
-    changed, chosen, positions = dict[str, dict[str, Room]](), list[Candidate](), ranking.positions
+    changed, chosen = dict[str, dict[str, Room]](), list[Candidate]()
     counts = Counter(group.member_counts if group is not None else ())
 
-    # Entries: what is smaller for a better candidate. RANDOM: the ranking is shuffled, and chosen ones take part again.
-    def make_unused_entry(position: int) -> tuple[bool, int, float, int]:
-        candidate = ranking.candidates[position]
-        weight = position / len(ranking.candidates) if strategy == RANDOM else -(candidate.weight or 0.0)
-        return candidate.is_troubled, 0, weight, position
-
-    def make_entry(position: int) -> tuple[bool, int, float, int]:
+    def make_entry(position: int) -> _Entry:
         candidate = ranking.candidates[position]
         preference = 0 if group is None else group.preference_sign * counts[candidate.compute]
         room = {candidate.compute: changed.get(candidate.compute) or rooms.get(candidate.compute, {})}
         weight = -rng.random() if strategy == RANDOM else _calculate_weight(candidate, room, strategy) or 0.0
         return candidate.is_troubled, -preference, -weight, position
 
-    ranked_anew = {*used_computes, *counts}
-    entries = [make_entry(position) for compute in ranked_anew for position in positions.get(compute, ())]
-    heapify(entries)
-    unused = (number for number, each in enumerate(ranking.candidates) if each.compute not in ranked_anew)
-    following = next(unused, None)
-    while len(chosen) < count and (entries or following is not None):
-        if following is None or (entries and entries[0] < make_unused_entry(following)):
-            position = heappop(entries)[-1]
-        else:
-            position, following = following, next(unused, None)
-        candidate = ranking.candidates[position]
+    order = _Order(ranking, strategy, make_entry, {*used_computes, *counts})
+    while len(chosen) < count and (candidate := order.pop()) is not None:
         compute, allocations = candidate.compute, candidate.allocations
         if any(each in dead for each in allocations) or (group is not None and not group.can_admit(compute, counts)):
             continue
-        for provider in allocations.keys() - changed:
-            changed[provider] = dict(rooms.get(provider, {}))
-        if not add_usage(allocations, changed):
-            continue
-        chosen.append(candidate)
-        counts[compute] += 1
-        ranked_anew.add(compute)
-        if len(positions[compute]) > 1:  # its other candidates have another weight now
-            entries = [each for each in entries if ranking.candidates[each[-1]].compute != compute]
-            heapify(entries)
-        for other in positions[compute]:
-            heappush(entries, make_entry(other))
-        while following is not None and ranking.candidates[following].compute in ranked_anew:
-            following = next(unused, None)
+        changed |= {provider: dict(rooms.get(provider, {})) for provider in allocations.keys() - changed}
+        if add_usage(allocations, changed):
+            chosen.append(candidate)
+            counts[compute] += 1
+            order.rank_anew(compute)
     return chosen
+
+
+# What is smaller for a better candidate, whose position is last.
+_Entry = tuple[bool, int, float, int]
+
+
+class _Order:
+    """The candidates of a ranking, the best first; those on `ranked_anew` computes by their current entries."""
+
+    def __init__(
+        self, ranking: Ranking, strategy: str, make_entry: Callable[[int], _Entry], ranked_anew: set[str]
+    ) -> None:
+        self._ranking, self._strategy, self._make_entry, self._ranked_anew = ranking, strategy, make_entry, ranked_anew
+        positions = (position for each in ranked_anew for position in ranking.positions.get(each, ()))
+        self._entries = [make_entry(position) for position in positions]
+        heapify(self._entries)
+        self._next = 0
+
+    def pop(self) -> Candidate | None:
+        candidates, entries = self._ranking.candidates, self._entries
+        while self._next < len(candidates) and candidates[self._next].compute in self._ranked_anew:
+            self._next += 1
+        if self._next == len(candidates) or (entries and entries[0] < self._make_unused_entry()):
+            return candidates[heappop(entries)[-1]] if entries else None
+        self._next += 1
+        return candidates[self._next - 1]
+
+    def _make_unused_entry(self) -> _Entry:
+        candidate, count = self._ranking.candidates[self._next], len(self._ranking.candidates)
+        # RANDOM: the ranking is shuffled, and chosen ones take part again.
+        weight = self._next / count if self._strategy == RANDOM else -(candidate.weight or 0.0)
+        return candidate.is_troubled, 0, weight, self._next
+
+    def rank_anew(self, compute: str) -> None:
+        candidates, positions = self._ranking.candidates, self._ranking.positions[compute]
+        self._ranked_anew.add(compute)
+        if len(positions) > 1:  # its other candidates have another weight now
+            self._entries = [each for each in self._entries if candidates[each[-1]].compute != compute]
+            heapify(self._entries)
+        for position in positions:
+            heappush(self._entries, self._make_entry(position))
 
 
 def add_usage(allocations: Allocations, rooms: dict[str, dict[str, Room]]) -> bool:
@@ -227,11 +239,11 @@ def describe_room(placed_count: int, count: int, group: Group | None) -> str:
     return f'there is room for {placed_count} of {count}{rule}'
 
 
-def explain_no_candidate(offer: Offer, choice: Choice, alive: Collection[str], group: Group | None) -> str:
+def explain_no_candidate(offer: Offer, skipped: Collection[str], alive: Collection[str], group: Group | None) -> str:
     """Return why there is no candidate, in one sentence."""
     if group is not None and any(compute in alive for allocations in offer.candidates for compute in allocations):
         return f'there is room, but not where group {group.name} allows it ({group.rule})'
-    if choice.skipped:
+    if skipped:
         return 'placement offers computes, but none of them is alive'
     if not alive:
         return 'no compute is alive. Fix: start ecompute on a host'

@@ -78,7 +78,8 @@ def make_events(changes: Sequence[Change], name_compute: NameCompute) -> list[Ev
     described = [
         (event, list(filter(_is_time, stamps)))
         for change in changes
-        for event, stamps in _DESCRIBERS.get(_get_family(change.key), _ignore)(change, name_compute, takers)
+        if (describe := _DESCRIBERS.get(_get_family(change.key)))
+        for event, stamps in describe(change, name_compute, takers)
     ]
     time = max((time for _, times in described for time in times), default='')
     return [replace(event, says=event.says[:MAX_TEXT_CHARACTERS], time=time) for event, _ in described]
@@ -104,10 +105,6 @@ def _is_time(text: str) -> bool:
 def _read_new_time(change: Change) -> tuple[str, ...]:
     before, after = (load_object_or_empty(value or b'').get(WRITTEN_AT) for value in (change.before, change.after))
     return (after,) if isinstance(after, str) and after != before else ()
-
-
-def _ignore(_change: Change, _name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
-    return iter(())
 
 
 def _describe_record(change: Change, name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:

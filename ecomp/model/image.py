@@ -130,13 +130,8 @@ EMBEDDING_NETWORKS = ('::/96', '::ffff:0:0/96', '::ffff:0:0:0/96', '64:ff9b::/96
 
 
 @cache  # not at import: it takes 2 ms, and most commands of eschedule do not need it
-def _parse_refused_networks() -> tuple[tuple[Network, str], ...]:
-    return tuple((ip_network(network), reason) for reason, networks in REFUSED_NETWORKS.items() for network in networks)
-
-
-@cache
-def _parse_embedding_networks() -> tuple[Network, ...]:
-    return tuple(map(ip_network, EMBEDDING_NETWORKS))
+def _parse_networks(networks: tuple[str, ...]) -> tuple[Network, ...]:
+    return tuple(map(ip_network, networks))
 
 
 @dataclass(frozen=True)
@@ -163,7 +158,7 @@ def expand_address(address: Address) -> Iterator[Address]:
     """Yield the address and the IPv4 addresses embedded in it if it is IPv6 (Teredo: two)."""
     yield address
     if isinstance(address, IPv6Address):
-        if int(address) > 1 and any(address in network for network in _parse_embedding_networks()):
+        if int(address) > 1 and any(address in network for network in _parse_networks(EMBEDDING_NETWORKS)):
             yield IPv4Address(int(address) & 0xFFFFFFFF)
         if address.sixtofour is not None:
             yield address.sixtofour
@@ -188,11 +183,11 @@ def find_address_refusal(host: str, address: Address, sources: ImageSources | No
     """
     listed = sources.networks if sources is not None else ()
     for inner in expand_address(address):
-        for network, why in _parse_refused_networks():
-            if inner in network and not (
-                why == LOOPBACK and any(_allows_loopback(source, network, inner) for source in listed)
-            ):
-                return why
+        for why, networks in REFUSED_NETWORKS.items():
+            for network in _parse_networks(networks):
+                allowed = why == LOOPBACK and any(_allows_loopback(source, network, inner) for source in listed)
+                if inner in network and not allowed:
+                    return why
     if sources is None or host.lower().rstrip('.') in sources.names:
         return None
     is_listed = any(inner in network for network in listed for inner in expand_address(address))

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from ecomp.errors import Problem
 from ecomp.model import keys, status
-from ecomp.model.allocation import Resources
+from ecomp.model.allocation import Inventory, Resources
 from ecomp.model.group import Group
 from ecomp.model.guest import Guest, ReservedAddress
 from ecomp.model.host import (
-    CLOSED,
     DISABLED,
     LIVE_STATES,
     ORPHANED,
@@ -324,8 +323,8 @@ class World:
 
     def _get_absent_state(self, compute: str) -> str:
         provider = self.planes.providers.get(compute)
-        vcpu = provider.inventory.get('VCPU') if provider and provider.inventory else None
-        return CLOSED if vcpu and vcpu.get('reserved', 0) >= vcpu.get('total', 0) else SILENT
+        vcpu = (provider.inventory or {}).get('VCPU') if provider else None
+        return get_absent_state({'VCPU': Inventory(vcpu.get('total', 0), vcpu.get('reserved', 0))} if vcpu else {})
 
     def _parse_values(self, kind: type[Parsed], prefix: str, *name_fields: str) -> dict[str, Parsed | str]:
         """Return {name: parsed value, or the reason why it is malformed} of keys below a prefix."""

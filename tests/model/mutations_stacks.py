@@ -91,8 +91,8 @@ EVACUATED = {
         'ecomp.scheduler.placing.evacuate:MAX_ROUNDS', Constant(1), 'evacuated_beside_a_queue'
     ),
     'an evacuated guest of a queue loses its query': make_bug(
-        'ecomp.scheduler.placing.evacuate:_Evacuation._settle',
-        replace_assignment('fields', 'request.copy_fields(instance=new, replaces=old, stages=stages, query=None)'),
+        'ecomp.scheduler.placing.evacuate:_Evacuation._make_request',
+        replace_assignment('changes', '{"instance": instance, "replaces": request.instance, "query": None}'),
         'evacuated_group_of_a_queue',
     ),
     'an evacuation plans without groups': make_bug(
@@ -259,7 +259,7 @@ STACKS = {
     ),
     'an entry with an instance adopts another one': make_bug(
         'ecomp.scheduler.queries.stacks:read_stack',
-        replace_condition('stack is None or request is None or place is None', 'entry_name', 'request'),
+        replace_condition('stack is None or place is None', 'entry_name', 'entries'),
         'apply_beside_a_forged_replacement',
     ),
 }

@@ -314,12 +314,12 @@ def make_refusal(
         required = '' if order.minimum == order.count else f', and at least {order.minimum} are required'
         return TooFew(describe_room(len(placed), order.count, terms.group) + required, placed)
     ((offer,), computes) = no_room.offers.values(), get_computes()
-    choice = choose(offer, computes.living, order.weigh, random.Random(0), terms.group)
+    candidates, skipped = choose(offer, computes.living, order.weigh, random.Random(0))
     # Another cloud may use this placement.
-    choice = choice._replace(skipped=[each for each in choice.skipped if each in computes.stored_hostnames])
-    if is_raced and (terms.group is None or choice.candidates):
+    ours, group = [each for each in skipped if each in computes.stored_hostnames], terms.group
+    if is_raced and (group is None or any(group.explain_exclusion(each.compute) is None for each in candidates)):
         return NoCapacity('other attempts took every candidate first')
-    return NoCapacity(explain_no_candidate(offer, choice, computes.living, terms.group))
+    return NoCapacity(explain_no_candidate(offer, ours, computes.living, group))
 
 
 def _make_requests(order: SetOrder, claims: ClaimedSet, scheduled_at: str) -> dict[str, Request]:
