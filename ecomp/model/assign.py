@@ -185,7 +185,7 @@ class _Plan:
 
     def place(self, lots: Sequence[Lot]) -> None:
         """Place as many instances as possible, at least the minimum, of one lot or of several that need one compute."""
-        names = {lot: [each for each in lot.instances if each not in self.held] for lot in lots}
+        names = {lot: self._list_unheld(lot) for lot in lots}
         group, count = self.get_group(lots[0]), sum(map(len, names.values()))
         required = sum(lot.required - len(lot.instances) for lot in lots) + count
         best, best_used = dict[str, Candidate](), self.used
@@ -206,6 +206,9 @@ class _Plan:
         self.used.update(best_used)
         if group is not None:
             self.groups[group.name] = group.with_members({each: best[each].compute for each in best})
+
+    def _list_unheld(self, lot: Lot) -> list[str]:
+        return [each for each in lot.instances if each not in self.held]
 
     def _try(
         self, names: Mapping[Lot, Sequence[str]], compute: str, group: Group | None

@@ -44,10 +44,8 @@ Revisions = Mapping[str, Mapping[str, int]]
 def confirm_findings(
     first: Iterable[Finding], second: Iterable[Finding], revisions: Sequence[Revisions]
 ) -> list[Finding]:
-    """Return the findings that both checks have, unless the snapshots in `revisions` differ about the subject.
-
-    Planes that are read at different moments may disagree about an instance in work, but then its keys change.
-    """
+    """Return the findings that both checks have, unless the snapshots differ about the subject."""
+    # Planes that are read at different moments may disagree about an instance in work, but then its keys change.
     second_findings = set(second)
     return [
         finding
@@ -377,7 +375,7 @@ def _describe_difference(first: Mapping[str, int], second: Mapping[str, int]) ->
 def _find_stack_entries(world: World) -> Iterator[Finding]:
     for name, stack in world.stacks.items():
         key = keys.stack(name)
-        if not isinstance(stack, Stack) or world.get_value(keys.attempt(stack.attempt)):
+        if not isinstance(stack, Stack) or _is_applied(world, stack):
             continue
         if orphans := list_orphaned_entries(world, stack):
             listed = join_some(orphans, MAX_QUOTED_INSTANCES)
@@ -393,7 +391,7 @@ def _find_stack_mismatches(world: World) -> Iterator[Finding]:
             continue  # request-ended
         for place in {each.stack for each in world.list_live_requests(instance).values() if each.stack}:
             known, key = world.stacks.get(place.name), keys.stack(place.name)
-            if isinstance(known, str) or (known and world.get_value(keys.attempt(known.attempt))):
+            if isinstance(known, str) or _is_applied(world, known):
                 continue
             # Another uuid is not of the stack. A refused apply may leave a key without entries.
             if place.instance == instance and (known is None or not known.entries):
@@ -406,6 +404,10 @@ def _find_stack_mismatches(world: World) -> Iterator[Finding]:
         state = 'has no entries' if name in world.stacks else 'does not exist'
         sentence = f'{keys.stack(name)} {state}, but these instances are requested in it: {listed}'
         yield Finding('stack-mismatch', name, sentence, keys=(keys.stack(name),))
+
+
+def _is_applied(world: World, stack: Stack | None) -> bool:
+    return stack is not None and world.get_value(keys.attempt(stack.attempt)) is not None
 
 
 def _find_owner(stack: Stack, entry_name: str) -> str:

@@ -142,8 +142,8 @@ def _describe_record_changes(
     yield from _describe_boot(old, after)
     if after.cloud_init is not None and after.cloud_init != old.cloud_init:
         yield f'cloud-init failed at stage {after.cloud_init.stage}: {after.cloud_init.reason}'
-    if after.power != old.power and parse_phase(after.power) in _POWER_PHASES:
-        yield _POWER_PHASES[parse_phase(after.power)]
+    if after.power != old.power:
+        yield from _POWER_PHASES.get(parse_phase(after.power), ())
     if after.attempts > old.attempts:
         yield f'attempt {after.attempts} failed'
     if after.fault != old.fault:
@@ -165,7 +165,7 @@ def _describe_boot(old: Record, after: Record) -> Iterator[str]:
         yield 'ready'
 
 
-_POWER_PHASES = {SHUTDOWN_REQUESTED: 'guest shutdown requested', SHUT_OFF: 'guest is off, and will be started'}
+_POWER_PHASES = {SHUTDOWN_REQUESTED: ['guest shutdown requested'], SHUT_OFF: ['guest is off, and will be started']}
 
 
 def _describe_addresses(before: Sequence[Interface], after: Sequence[Interface]) -> Iterator[str]:

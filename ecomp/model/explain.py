@@ -122,10 +122,7 @@ def find_miss(query: Sequence[Constraint], provider: Provider) -> Miss:
 def add_group_failure(
     original: Miss, group: Group | None, taken_computes: Sequence[str] = (), name_compute: Callable[[str], str] = str
 ) -> Miss:
-    """Return the miss, with a failure added if `group` (None: no group) excludes the provider.
-
-    `taken_computes` are those of the set's other instances, in order; they count as members of the group.
-    """
+    """Return the miss, with a failure added if `group`, with `taken_computes` as members, excludes the provider."""
     if group is None:
         return original
     reason = group.explain_exclusion(original.provider, name_compute)

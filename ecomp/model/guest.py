@@ -240,10 +240,7 @@ def parse_public_keys(data: bytes) -> tuple[str, ...]:
 
 
 def parse_public_key(fields: list[str]) -> str:
-    """Join type, base64 and comment to an OpenSSH public key; ValueError, the end of a sentence, if invalid.
-
-    Valid is any type with which the decoded base64 begins; a key that is cut off is not, unless a certificate.
-    """
+    """Join type, base64 and comment to an OpenSSH public key; ValueError, the end of a sentence, if invalid."""
     key = ' '.join(fields)
     if 'PRIVATE KEY' in key or key.startswith('PuTTY-User-Key-File'):
         raise ValueError('is a private key. Fix: give the public key, whose file ends in .pub')

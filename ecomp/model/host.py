@@ -178,10 +178,8 @@ class Computes:
         return host if len(self.find_by_hostname(host)) == 1 else f'{host} ({compute})'
 
     def find_by_hostname(self, hostname: str) -> list[str]:
-        """Return the computes with this host name, alive or not, sorted; [] if none.
-
-        A single living one is not preferred, because a compute may publish the name of a silent one.
-        """
+        """Return the computes with this host name, alive or not, sorted."""
+        # A single living one is not preferred: a compute may publish the name of a silent one.
         return self._by_hostname.get(hostname, [])
 
     @property

@@ -87,10 +87,7 @@ def hash_image(url: str) -> str:
 
 
 def find_sha256(checksums: str, url: str) -> str | None:
-    """Return the lower-case SHA-256 that `checksums` (GNU or BSD format) has for a URL's file, or None.
-
-    It is that of the first line with the percent-decoded last part of the URL's path; ./ before it is ignored.
-    """
+    """Return the lower-case SHA-256 that `checksums` (GNU or BSD format) has for a URL's file, or None."""
     name = unquote(urlsplit(url).path).rpartition('/')[2]
     for line in checksums.splitlines():
         if match := GNU_SUM_PATTERN.fullmatch(line.strip()):

@@ -55,14 +55,8 @@ class Quota(NamedTuple):
             (number for number in range(count, 0, -1) if not self.list_excesses(multiply_amounts(charge, number))), 0
         )
 
-    def add_used(self, charge: Mapping[str, int]) -> Quota:
-        return self._change_used(charge, 1)
-
-    def subtract_used(self, charge: Mapping[str, int]) -> Quota:
-        """Return the quota with `charge` subtracted; usage never falls below 0, and 0 is left out."""
-        return self._change_used(charge, -1)
-
-    def _change_used(self, charge: Mapping[str, int], sign: int) -> Quota:
+    def add_used(self, charge: Mapping[str, int], sign: int = 1) -> Quota:
+        """Return the quota with `charge` added, or subtracted; usage is from 0 to MAX_SUM, and 0 is left out."""
         sums = {name: self.used.get(name, 0) + sign * charge.get(name, 0) for name in {*self.used, *charge}}
         limited = {name: min(max(amount, 0), MAX_SUM) for name, amount in sums.items()}
         return self._replace(used={name: limited[name] for name in sorted(limited) if limited[name]})

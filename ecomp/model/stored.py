@@ -90,10 +90,7 @@ def stored(
 
 
 def decode(kind: type[T], value: bytes, **given: Any) -> T:
-    """Parse a stored value; ValueError with one printable line if it is malformed or of a newer version.
-
-    A value without a version has version 1. Unknown fields are ignored. Fields that the key has are `given`.
-    """
+    """Parse a stored value; ValueError if malformed or newer. Fields that the key has are `given`."""
     codec = CODECS[kind]
     try:
         data = load_object(value)

@@ -113,7 +113,7 @@ def release_shared_keys(store: Store, record: Record, record_lease: int = 0) -> 
         conditions.append(unchanged)  # a quota that is set concurrently counts all requests itself
         is_released = record.replaced_by is not None or (record.state == GONE and record.error is not None)
         if current is not None and not is_released:
-            operations.append(make_quota_put(current.subtract_used(make_charge(record.resources))))
+            operations.append(make_quota_put(current.add_used(make_charge(record.resources), -1)))
     return conditions, operations
 
 

@@ -258,8 +258,8 @@ STACKS = {
         'replaced_on_a_silent_host',
     ),
     'an entry with an instance adopts another one': make_bug(
-        'ecomp.scheduler.queries.stacks:read_stack',
-        replace_condition('stack is None or place is None', 'entry_name', 'entries'),
+        'ecomp.scheduler.queries.stacks:_adopt',
+        replace_condition('place is None', 'entry_name', 'entries'),
         'apply_beside_a_forged_replacement',
     ),
 }

@@ -136,7 +136,7 @@ def read_group(value: bytes) -> None:
 
 def read_quota(value: bytes) -> None:
     parsed = call_reader(decode, quota.Quota, value, project='p')
-    charged = parsed.add_used(quota.make_charge({'VCPU': 7})).subtract_used({'VCPU': 1})
+    charged = parsed.add_used(quota.make_charge({'VCPU': 7})).add_used({'VCPU': 1}, -1)
     assert decode(quota.Quota, encode(charged).encode(), project='p') == charged
     quota.describe_excesses('p', parsed.list_excesses(quota.make_charge({'VCPU': MAX_SUM})))
     assert_printable(

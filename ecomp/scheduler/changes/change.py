@@ -153,9 +153,7 @@ def _prepare_destroy(
     stack_conditions, stack_puts = make_end(
         store, entries.request.stack if entries.request else record.stack, record.instance
     )
-    message = f'{record.instance}: destroy accepted; {compute} carries it out'
-    if not is_alive(store, compute):
-        message += ' once this compute is no longer silent'
+    message = _describe_acceptance(store, record, 'destroy')
     compared = entries.request_entry or entries.record_entry
     settlement = Settlement(Touch(compared.key) if compared else None, doubts.append)
     return partial(store.commit, [*conditions, *stack_conditions], [tombstone, *stack_puts], settlement), message
@@ -239,9 +237,8 @@ def _prepare_dequeue(
         message += f'; it is unknown whether a compute holds a claim for it and may run it: {error}'
     else:
         if compute:
-            back = '' if is_alive(store, compute) else ' once this compute is no longer silent'
             message += f'; {compute} holds a claim for it, and releases the claim, or destroys the instance if it runs'
-            message += f' there{back}'
+            message += f' there{_describe_delay(store, compute)}'
         else:
             message, seconds = f'{message}; nothing was started', RETENTION_SECONDS[GONE]
     if entries.record_entry is not None or store.get(record_key) is not None:
@@ -338,11 +335,18 @@ def _add_power_change(entries: InstanceEntries, entry: Entry, power_change: Powe
 
 
 def _make_acceptance(store: Store, entries: InstanceEntries, power_change: PowerAction) -> Acceptance:
-    instance, compute = entries.record.instance, entries.record.compute
-    message = f'{instance}: {power_change.action} accepted; {compute} carries it out'
-    if not is_alive(store, compute):
-        message += ' once this compute is no longer silent'
+    message = _describe_acceptance(store, entries.record, power_change.action)
     return Acceptance(message, power_change, _list_previous_ids(entries))
+
+
+def _describe_acceptance(store: Store, record: Record, change: str) -> str:
+    return (
+        f'{record.instance}: {change} accepted; {record.compute} carries it out{_describe_delay(store, record.compute)}'
+    )
+
+
+def _describe_delay(store: Store, compute: str) -> str:
+    return '' if is_alive(store, compute) else ' once this compute is no longer silent'
 
 
 def _list_previous_ids(entries: InstanceEntries) -> frozenset[str]:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from ecomp.conf import EtcdConfig
@@ -350,19 +350,10 @@ class Wait:
         if the host is silent; the errors of `read`; and those of `is_reached` if the compute is trusted. Each instance
         is read at least once.
         """
-        has_answer = False
         with InstanceFollower(self.config, self.instance, self.key_index, self.claims) as follower:
 
             def describe_current(record: Record | None) -> str:
                 return follower.queue_reason if follower.is_queued else describe(record)
-
-            def check_trust() -> bool:
-                nonlocal has_answer
-                trust = follower.is_trusted()
-                has_answer = trust is not None
-                if trust is False:
-                    reset()
-                return bool(trust)
 
             first_read_limit = self.deadline.elapsed + self.config.timeout
             while True:
@@ -370,29 +361,36 @@ class Wait:
                 record = read(entry) if entry else None
                 if record is not None:
                     self.on_record(record)
+                error = None
                 try:
                     is_over = has_answer and (is_reached(record) or (accepts_missing and follower.is_missing))
-                    if is_over and check_trust():
-                        return record
-                except EcompError:
-                    if check_trust():
-                        raise
-                if self.silence is not None and follower.compute and (record is None or is_on_host(record)):
-                    self.silence.check(self.instance, follower.compute, describe_current(record))
-                spent, silent = self.deadline.elapsed, '' if has_answer else follower.silent_backend
-                limit = max(self.deadline.seconds, first_read_limit if silent else 0)
-                if spent >= limit:
-                    progress = (
-                        f'and {silent} did not answer' if silent else f'still waiting for {describe_current(record)}'
-                    )
-                    raise self._make_timeout(record, progress)
-                self.report(
-                    f'waiting for {f"{silent} to answer" if silent else describe_current(record)}, {spent:.0f} s'
-                )
-                follower.wait(min(TICK_SECONDS, limit - spent))
+                except EcompError as refusal:
+                    is_over, error = True, refusal
+                trust = follower.is_trusted() if is_over else None
+                if trust and error is not None:
+                    raise error
+                if trust:
+                    return record
+                if trust is False:
+                    reset()
+                has_answer = has_answer and (trust is False or not is_over)
+                silent, limit = '', self.deadline.seconds
+                if not has_answer:
+                    silent, limit = follower.silent_backend, max(limit, first_read_limit)
+                self._tick(follower, record, partial(describe_current, record), silent, limit)
 
-    def _make_timeout(self, record: Record | None, progress: str) -> StillGoing:
-        if record is not None:
-            self.on_timeout(record)
-        limit = f'timed out after {self.deadline.seconds:g} s'
-        return StillGoing(f'{self.instance}: {limit} (the operation continues), {progress}')
+    def _tick(
+        self, follower: InstanceFollower, record: Record | None, describe: Callable[[], str], silent: str, limit: float
+    ) -> None:
+        """Report what is waited for, and wait for a new state. StillGoing at `limit`, or if the host is silent."""
+        if self.silence is not None and follower.compute and (record is None or is_on_host(record)):
+            self.silence.check(self.instance, follower.compute, describe())
+        spent = self.deadline.elapsed
+        if spent >= limit:
+            if record is not None:
+                self.on_timeout(record)
+            progress = f'and {silent} did not answer' if silent else f'still waiting for {describe()}'
+            reached = f'timed out after {self.deadline.seconds:g} s (the operation continues)'
+            raise StillGoing(f'{self.instance}: {reached}, {progress}')
+        self.report(f'waiting for {f"{silent} to answer" if silent else describe()}, {spent:.0f} s')
+        follower.wait(min(TICK_SECONDS, limit - spent))

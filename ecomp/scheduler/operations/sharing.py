@@ -32,13 +32,7 @@ if TYPE_CHECKING:
 
 
 def load_flavor(store: Store, name: str) -> tuple[Flavor, int]:
-    """Return a flavor and the revision of its key.
-
-    Raises:
-        ValueError: the name is invalid.
-        NotFound: there is no such flavor.
-        Unreadable: the flavor is malformed.
-    """
+    """Return a flavor and the revision of its key. ValueError for an invalid name, NotFound, Unreadable."""
     entry = store.get(keys.flavor(check_flavor_name(name)))
     if entry is None:
         raise make_no_such_flavor(name, list_flavor_names(store))

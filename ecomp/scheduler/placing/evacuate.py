@@ -74,17 +74,14 @@ def plan_moves(
     """
     moves, of_lots, by_instance = list[Move](), dict[Lot, list[str]](), dict[str, Evacuee]()
     for guest in guests:
-        request = guest.request
-        if isinstance(request, InvalidRequest) or not request.query:
-            reason = request.reason if isinstance(request, InvalidRequest) else 'its request has no query'
-            moves.append(Move(guest, None, f'not known: {reason}', is_known=False))
-        elif refusal := _refuse(planner, request.query, dead):
+        if refusal := _refuse(planner, guest.request, dead):
             moves.append(Move(guest, None, *refusal))
-        else:
-            by_instance[request.instance] = guest
-            # A compute that took a request from a queue did not weigh.
-            weigh = request.why.weigh if request.why and request.why.weigh in STRATEGIES else SPREAD
-            of_lots.setdefault(Lot(request.query, request.group, weigh, ()), []).append(request.instance)
+            continue
+        request = guest.request
+        assert isinstance(request, Request)  # others are refused
+        by_instance[request.instance] = guest
+        lot = Lot(request.query or '', request.group, _get_strategy(request), ())
+        of_lots.setdefault(lot, []).append(request.instance)
     lots = list[Lot]()
     for lot, instances in of_lots.items():
         group = planner.get_group(lot.membership, dead) if lot.membership else None
@@ -101,13 +98,22 @@ def plan_moves(
     return moves
 
 
+def _get_strategy(request: Request) -> str:
+    # A compute that took a request from a queue did not weigh.
+    return request.why.weigh if request.why and request.why.weigh in STRATEGIES else SPREAD
+
+
 def _find_staying_member(planner: Planner, group: str, dead: Collection[str], moving: Collection[str]) -> str:
     members = planner.groups[group].members if group in planner.groups else {}
     return next((each for each, compute in members.items() if compute in dead and each not in moving), '')
 
 
-def _refuse(planner: Planner, query: str, dead: Collection[str]) -> tuple[str, bool] | None:
-    """Return why a query cannot be placed at all, and whether that is known; None if it may be."""
+def _refuse(planner: Planner, request: Request | InvalidRequest, dead: Collection[str]) -> tuple[str, bool] | None:
+    """Return why a request cannot be placed at all, and whether that is known; None if it may be."""
+    if isinstance(request, InvalidRequest):
+        return f'not known: {request.reason}', False
+    if not (query := request.query):
+        return 'not known: its request has no query', False
     if trees := set(dead).intersection(list_trees(query)):
         return f'its query allows only {min(trees)} (in_tree=, or --on)', True
     if query in planner.refusals:

@@ -215,10 +215,7 @@ class Session:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Grant the lease. Undo the attempt if the block raises, and raise the error with what was undone.
-
-        Nothing is released while an outcome is unknown (rule: read-back).
-        """
+        """Grant the lease; if the block raises, undo the attempt, unless an outcome is unknown (rule: read-back)."""
         with report_unchanged():
             self.lease = self.store.grant(keys.ATTEMPT_SECONDS)
         try:

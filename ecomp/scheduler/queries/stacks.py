@@ -50,14 +50,16 @@ class StackState(NamedTuple):
 def read_stack(store: Store, name: str, instance_names: Collection[str] = ()) -> StackState:
     """Read a stack, its instances and the owners of these names, at best with one batch; Unreadable."""
     stack, revision, is_stale = load_stack(store, name)
-    instances = stack.list_instances() if stack else {}
-    places = {instance: stack.entries[entry] for entry, instance in instances.items()} if stack else {}
+    known = stack or Stack(name, '')
+    instances = known.list_instances()
     instance_keys = [
-        key(place.compute, instance) for instance, place in places.items() for key in (keys.request, keys.record)
+        make_key(known.entries[entry].compute, instance)
+        for entry, instance in instances.items()
+        for make_key in (keys.request, keys.record)
     ]
     name_keys = [keys.name(each) for each in instance_names]
     read = store.read([*instance_keys, *name_keys])
-    living = [each for each, instance in instances.items() if not places[instance].is_ended]
+    living = [entry for entry in instances if not known.entries[entry].is_ended]
     entries = _find_instances(store, instances, living, read)
     own = {current.record.instance: current for current in entries.values()}
     owners: dict[str, str] = {}
@@ -67,18 +69,8 @@ def read_stack(store: Store, name: str, instance_names: Collection[str] = ()) ->
         if current is None or current.record.state in (GONE, ERROR):
             continue
         owners[keys.get_last_part(key)] = owner
-        place = _find_unknown_place(stack, current) if owner not in own else None
-        # An entry that has an instance adopts none: any compute may write a name and its own requests
-        # (rule: shown-not-acted-on).
-        if stack is None or place is None or place.entry_name in entries:
-            continue
-        previous = stack.entries.get(place.entry_name)
-        if previous is None or previous.incarnation < place.incarnation:
-            # etcd was restored to before its delivery; its compute has written its request and name again.
-            stack, is_stale = stack.with_delivered({place: current.record.compute}), True
-            entries[place.entry_name] = current
-        elif current.is_destroying:  # a former instance
-            entries[place.entry_name] = current
+        if stack is not None and owner not in own and (adopted := _adopt(stack, current, entries)):
+            stack, is_stale = adopted, True
     return StackState(stack, revision, entries, owners, is_stale)
 
 
@@ -99,12 +91,21 @@ def _find_instances(
     return entries
 
 
-def _find_unknown_place(stack: Stack | None, current: InstanceEntries) -> Place | None:
+def _adopt(stack: Stack, current: InstanceEntries, entries: dict[str, InstanceEntries]) -> Stack | None:
+    """Add an instance of the stack to `entries`; return the stack as it was delivered, if etcd was restored since."""
     place = current.request.stack if current.request else None
-    if stack is None or place is None:
+    # An entry that has an instance adopts none: any compute may write a name and its own requests
+    # (rule: shown-not-acted-on).
+    if place is None or place.entry_name in entries:
         return None
-    is_of_stack = (place.name, place.epoch, place.instance) == (stack.name, stack.epoch, current.record.instance)
-    return place if is_of_stack else None
+    if (place.name, place.epoch, place.instance) != (stack.name, stack.epoch, current.record.instance):
+        return None
+    previous = stack.entries.get(place.entry_name)
+    is_newer = previous is None or previous.incarnation < place.incarnation
+    if is_newer or current.is_destroying:  # otherwise a former instance
+        entries[place.entry_name] = current
+    # etcd was restored to before its delivery; its compute has written its request and name again.
+    return stack.with_delivered({place: current.record.compute}) if is_newer else None
 
 
 def find_silent_computes(
