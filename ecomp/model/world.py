@@ -200,13 +200,15 @@ class World:
 
     @cached_property
     def reservations(self) -> Mapping[str, Mapping[str, str]]:
-        reservations = self.planes.facts.reservations.items()
-        return _regroup((reserved.instance, mac, reserved.address) for mac, reserved in reservations)
+        return _regroup((each.instance, mac, each.address) for mac, each in self.planes.facts.reservations.items())
 
     @cached_property
     def allocations(self) -> Mapping[str, Mapping[str, Resources]]:
-        held = {provider: state.allocations or {} for provider, state in self.planes.providers.items()}
-        return _regroup((name, provider, each) for provider, claims in held.items() for name, each in claims.items())
+        return _regroup(
+            (consumer, provider, resources)
+            for provider, state in self.planes.providers.items()
+            for consumer, resources in (state.allocations or {}).items()
+        )
 
     @cached_property
     def judged(self) -> list[str]:

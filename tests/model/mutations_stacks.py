@@ -182,8 +182,8 @@ STACKS = {
         'apply_late',
     ),
     'an instance that is newer than the restored key of its stack is foreign': make_bug(
-        'ecomp.scheduler.queries.stacks:read_stack',
-        replace_condition('False', 'previous', 'incarnation'),
+        'ecomp.scheduler.queries.stacks:_adopt',
+        replace_assignment('is_newer', 'False'),
         'applied_after_a_restore',
     ),
     'a killed apply is never taken over': make_bug(

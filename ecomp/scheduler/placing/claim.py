@@ -204,10 +204,10 @@ def split_in_half(candidates: Mapping[str, Candidate]) -> tuple[dict[str, Candid
     for batch in groups[1:-1]:
         if len(first_half) + len(batch) <= len(candidates) / 2:
             first_half = first_half + batch
-    return (
-        {instance: candidates[instance] for instance in candidates if instance in set(first_half)},
-        {instance: candidates[instance] for instance in candidates if instance not in set(first_half)},
-    )
+    halves: tuple[dict[str, Candidate], dict[str, Candidate]] = ({}, {})
+    for instance, candidate in candidates.items():
+        halves[instance not in first_half][instance] = candidate
+    return halves
 
 
 def abandon(store: Store, placement: Placement, instances: Iterable[str], attempt: str, revision: int) -> bool:

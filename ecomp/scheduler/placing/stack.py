@@ -193,11 +193,11 @@ class _Wanted:
 
     @cached_property
     def lots(self) -> list[Lot]:
-        instances: dict[tuple[str, Membership | None, str, str], list[str]] = {}
-        for instance, desired in self.order.members.items():
-            key = (desired.order.query or '', desired.order.group, desired.weigh, desired.order.image or '')
-            instances.setdefault(key, []).append(instance)
-        return [Lot(*key[:3], tuple(names), image=key[3]) for key, names in instances.items()]
+        of_lots: dict[Lot, list[str]] = {}
+        for instance, (order, weigh, *_) in self.order.members.items():
+            lot = Lot(order.query or '', order.group, weigh, (), image=order.image or '')
+            of_lots.setdefault(lot, []).append(instance)
+        return [lot._replace(instances=tuple(instances)) for lot, instances in of_lots.items()]
 
     @property
     def queries(self) -> list[str]:

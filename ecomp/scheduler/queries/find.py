@@ -119,17 +119,12 @@ def resolve(store: Store, argument: str, key_index: KeyIndex | None = None) -> s
         advice = f' (give at least the first {MIN_PREFIX_DIGITS} digits of a uuid)'
         short = advice if len(argument) < MIN_PREFIX_DIGITS else ''
         raise NotFound(f'{argument}: no living instance has this name{short}')
-    recorded_uuids = map(keys.get_last_part, store.snapshot(keys.INSTANCES, keys_only=True).entries)
-    uuids = {name for name in recorded_uuids if name.startswith(prefix) and keys.is_uuid(name)}
+    recorded = map(keys.get_last_part, store.snapshot(keys.INSTANCES, keys_only=True).entries)
     # Next, instances that no compute has taken or seen yet. In this order one that moves is read twice, not missed.
-    queued = store.snapshot(keys.QUEUES, keys_only=True).entries
-    uuids |= {uuid for uuid in map(_parse_queue_key, queued) if uuid and uuid.startswith(prefix)}
-    requests = store.snapshot(keys.HOSTS, keys_only=True).entries
-    uuids |= {
-        keys.get_last_part(key)
-        for key in requests
-        if _is_request_key(key) and keys.get_last_part(key).startswith(prefix)
-    }
+    queued = filter(None, map(_parse_queue_key, store.snapshot(keys.QUEUES, keys_only=True).entries))
+    requests = filter(_is_request_key, store.snapshot(keys.HOSTS, keys_only=True).entries)
+    candidates = [*recorded, *queued, *map(keys.get_last_part, requests)]
+    uuids = {each for each in candidates if each.startswith(prefix) and keys.is_uuid(each)}
     if not uuids:
         raise NotFound(f'{argument}: no living instance has this name, and no uuid begins with it')
     if len(uuids) > 1:
@@ -216,12 +211,9 @@ def list_records(store: Store, with_gone: bool) -> tuple[list[Record], list[Ecom
     unreachable, the oldest of an instance's several requests counts; an error says so.
     """
     # In this order an instance that moves on is read twice, and counts where it was read last.
-    queued = {
-        _parse_queue_key(key): entry
-        for key, entry in store.snapshot(keys.QUEUES).entries.items()
-        if _parse_queue_key(key)
-    }
-    records, errors = {uuid: read_queued_record(entry) for uuid, entry in queued.items() if uuid}, []
+    queued = store.snapshot(keys.QUEUES).entries
+    records = {uuid: read_queued_record(entry) for key, entry in queued.items() if (uuid := _parse_queue_key(key))}
+    errors: list[EcompError] = []
     # Keys only: a request may be large (user-data), and few of their values are needed.
     requests = [item for item in store.snapshot(keys.HOSTS, keys_only=True).entries.items() if _is_request_key(item[0])]
     entries = [*requests, *store.snapshot(keys.INSTANCES).entries.items()]

@@ -248,18 +248,13 @@ def read_troubles(store: Store) -> dict[str, Trouble]:
 def find_claims_on_silent(store: Store, known_computes: Computes, instances: Collection[str]) -> dict[str, str]:
     """Return {instance: text} for claims on silent computes (rule: claim-stays), as far as `store.claims` answers."""
     claims: dict[str, str] = {}
+    if not instances or store.claims is None:
+        return claims
     with suppress(EcompError):
-        for compute in (
-            sorted(known_computes.stored_hostnames.keys() - known_computes.living.keys())
-            if instances and store.claims
-            else ()
-        ):
-            held = store.claims(compute) if store.claims else ()
-            claims |= {
-                name: f'it is claimed on {known_computes.format_name(compute)}, which is silent'
-                for name in instances
-                if name in held
-            }
+        for compute in sorted(known_computes.stored_hostnames.keys() - known_computes.living.keys()):
+            held = store.claims(compute)
+            text = f'it is claimed on {known_computes.format_name(compute)}, which is silent'
+            claims |= {name: text for name in instances if name in held}
     return claims
 
 
