@@ -45,7 +45,7 @@ class Boot:
 
     def with_stage(self, stage: str, now: str) -> Boot:
         """Return the boot with a stage at ISO time `now`, unless it has that stage."""
-        return replace(self, stages={stage: now, **self.stages})
+        return replace(self, stages={**self.stages, stage: self.stages.get(stage, now)})
 
 
 def parse_last(data: Any) -> Boot | None:

@@ -108,8 +108,8 @@ class Cluster:
             return last['reason'] == 'host reboot' and 'ready' in last['stages']
 
         wait_until(is_ready_again, BOOT_SECONDS / 4, f'{name} is ready again')
-        guest_record = self.show_record(name)
-        assert (guest_record['state'], guest_record['fault'], len(guest_record['boots'])) == ('active', None, 2)
+        shown = self.show_record(name)
+        assert (shown['state'], shown['fault'], shown['boots'][-1]['number']) == ('active', None, 2)
         assert self.is_answering(name)
 
     def read_console(self, name: str) -> str:

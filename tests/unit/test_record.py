@@ -172,6 +172,8 @@ def test_each_start_of_a_guest_is_a_boot() -> None:
     assert SECOND.mark_running(MANUAL, format_minute(6)) == SECOND
     assert OFF.mark_off(format_minute(9)).last_boot == OFF.last_boot
     assert FIRST.mark_stage('ready', format_minute(9)) == FIRST
+    assert FIRST.last_boot is not None
+    assert list(FIRST.last_boot.stages) == ['started', 'addressed', 'ready']
 
 
 def test_reached_is_of_the_last_boot_and_stages_of_the_first() -> None:
