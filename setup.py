@@ -93,7 +93,7 @@ setup(
         *find_packages('md_server', include=['mdserver', 'mdserver.*']),
     ],
     package_dir={'mdserver': 'md_server/mdserver'},
-    package_data={'ecomp': ['units/*.service'], 'mdserver': ['*.service']},
+    package_data={'ecomp': ['units/*.service', 'cli/help.txt'], 'mdserver': ['*.service']},
     data_files=[
         (f'share/man/man{number}', [str(page.relative_to(TOP)) for page in sorted(TOP.glob(f'docs/man/*.{number}'))])
         for number in '158'

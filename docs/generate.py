@@ -2,8 +2,8 @@
 
     python -m docs.generate
 
-It writes docs/reference/*.md, docs/man/* and ecomp/model/command_names.py; tests/unit/test_docs.py compares them with
-the code.
+It writes docs/reference/*.md, docs/man/*, ecomp/cli/help.txt and ecomp/model/command_names.py; tests/unit/test_docs.py
+compares them with the code.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from docs.writing import (
     render_markdown,
 )
 from ecomp import agent, compute, compute_conf, conf, errors, yaml_file
-from ecomp.cli.command import EXIT_CODES
-from ecomp.cli.commands import FAMILIES, PLACEHOLDER_MEANINGS, PLANNED_WORDS, load_families, load_rows
+from ecomp.cli import commands
+from ecomp.cli.command import CREATE, EXIT_CODES, QUERY, Command
+from ecomp.cli.commands import FAMILIES, FULL_HELP, PLACEHOLDER_MEANINGS, PLANNED_WORDS, load_rows
 from ecomp.cli.options import OPTIONS
 from ecomp.lab import elab
 from ecomp.model import audit as findings
@@ -55,7 +56,7 @@ MATRIX = '../../tests/faults/README.md'
 def generate_files() -> dict[Path, str]:
     texts = {REFERENCE / name: text for name, text in generate_reference()}
     texts |= {MAN / f'{page.name}.{page.number}': render_man_page(page) for page in generate_man_pages()}
-    return {**texts, COMMAND_NAMES: render_command_names()}
+    return {**texts, COMMAND_NAMES: render_command_names(), FULL_HELP: render_full_help()}
 
 
 # Pages
@@ -126,6 +127,26 @@ def render_command_names() -> str:
         'RESERVED = frozenset({', textwrap.indent(f'{words},', '    '), '})',
         '"""The first arguments of commands, also of planned ones: no instance may have such a name."""', '',
     ])  # fmt: skip
+
+
+def load_families() -> dict[str, list[Command]]:
+    """Return the commands by heading of the help."""
+    return {family: [row for module in modules for row in load_rows(module)] for family, modules in FAMILIES.items()}
+
+
+def render_full_help() -> str:
+    """Render the help of all commands, which is read from a file because to import all rows takes longer."""
+    usages = {row.name: row.usage for rows in load_families().values() for row in rows}
+    lines = [f'usage: eschedule {usages[CREATE]} [OPTION]…', f'       eschedule {usages[QUERY]}']
+    lines += ['       eschedule COMMAND [ARGUMENT]… [OPTION]…', '']
+    lines += commands.wrap(
+        '`eschedule COMMAND --help` describes one command; `eschedule create --help` describes the first form, with '
+        '--name, --uuid, --count, --group, --queue and more. Most commands wait with --wait, for at most --timeout '
+        'seconds, and print JSON with -f json. Options may stand anywhere.'
+    )
+    for family, rows in load_families().items():
+        lines += ['', f'{family}:', *map(commands.format_summary, rows)]
+    return '\n'.join([*lines, '', *PLACEHOLDER_MEANINGS.values(), *commands.format_exit_codes(EXIT_CODES)]) + '\n'
 
 
 def list_reserved_words() -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 
 from ecomp.cli.command import CREATE, EXIT_CODES, QUERY, Command, Context, Invocation
 from ecomp.cli.options import (
@@ -34,6 +35,9 @@ FAMILIES: Mapping[str, Sequence[str]] = {
     'Computes and the cluster': ('operators', 'top', 'doctor'),
     'Help': ('commands',),
 }
+
+# The help of all commands.
+FULL_HELP = Path(__file__).with_name('help.txt')
 
 # First words of planned commands. An instance with such a name would be hidden by the command later.
 PLANNED_WORDS = frozenset({
@@ -90,11 +94,6 @@ class _Commands(Mapping[str, Command]):
 
 # Every command by its name, in the order of the help. A name has one word or two, and no = in it.
 COMMANDS: Mapping[str, Command] = _Commands()
-
-
-def load_families() -> dict[str, list[Command]]:
-    """Return the commands by heading of the help; this imports every module of FAMILIES."""
-    return {family: [row for module in modules for row in load_rows(module)] for family, modules in FAMILIES.items()}
 
 
 PLACEHOLDER_MEANINGS = {
@@ -191,34 +190,24 @@ def _find_command_to_explain(argv: Sequence[str]) -> str:
 def format_help(name: str) -> str:
     """Return the help of a command, of several for a word of FAMILY_WORDS (`host`), or of all for ''."""
     if name in FAMILY_WORDS:
-        lines = [_format_summary(COMMANDS[f'{name} {second}']) for second in FAMILY_WORDS[name]]
+        lines = [format_summary(COMMANDS[f'{name} {second}']) for second in FAMILY_WORDS[name]]
         more = f'`eschedule {name} SUBCOMMAND --help` describes one of these commands.'
         return '\n'.join([f'usage: eschedule {name} …', '', *lines, '', more]) + '\n'
-    return _format_command_help(COMMANDS[name]) if name else _format_full_help()
+    # Made by `python -m docs.generate`: its rows would take longer to import than the command takes.
+    return _format_command_help(COMMANDS[name]) if name else FULL_HELP.read_text()
 
 
-def _format_full_help() -> str:
-    lines = [f'usage: eschedule {COMMANDS[CREATE].usage} [OPTION]…', f'       eschedule {COMMANDS[QUERY].usage}']
-    lines += ['       eschedule COMMAND [ARGUMENT]… [OPTION]…', '']
-    lines += _wrap('`eschedule COMMAND --help` describes one command; `eschedule create --help` describes the first '
-                     'form, with --name, --uuid, --count, --group, --queue and more. Most commands wait with --wait, '
-                     'for at most --timeout seconds, and print JSON with -f json. Options may stand '
-                     'anywhere.')  # fmt: skip
-    for family, commands in load_families().items():
-        lines += ['', f'{family}:', *map(_format_summary, commands)]
-    return '\n'.join([*lines, '', *PLACEHOLDER_MEANINGS.values(), *_format_exit_codes(EXIT_CODES)]) + '\n'
-
-
-def _format_summary(command: Command) -> str:
+def format_summary(command: Command) -> str:
+    """Return a line of the help of all commands."""
     return f'  {command.usage:<27} {command.summary}'
 
 
 def _format_command_help(command: Command) -> str:
     means = ''.join(f' {meaning}' for word, meaning in PLACEHOLDER_MEANINGS.items() if word in command.usage)
     exits = sorted({0, 1, 2, 7, *command.exit_codes})
-    lines = [f'usage: eschedule {command.usage} [OPTION]…', '', *_wrap(command.description + means), '']
+    lines = [f'usage: eschedule {command.usage} [OPTION]…', '', *wrap(command.description + means), '']
     lines += ['options:', *_format_options(command.list_options()), '', f'example: {command.example}', '']
-    return '\n'.join([*lines, *_format_exit_codes({code: EXIT_CODES[code] for code in exits})]) + '\n'
+    return '\n'.join([*lines, *format_exit_codes({code: EXIT_CODES[code] for code in exits})]) + '\n'
 
 
 def _format_options(options: Sequence[Option]) -> Iterator[str]:
@@ -235,11 +224,13 @@ def _format_options(options: Sequence[Option]) -> Iterator[str]:
         )
 
 
-def _format_exit_codes(codes: Mapping[int, str]) -> list[str]:
-    return _wrap('exit codes: ' + '; '.join(f'{code} {meaning}' for code, meaning in codes.items()))
+def format_exit_codes(codes: Mapping[int, str]) -> list[str]:
+    """Return the lines that explain exit codes."""
+    return wrap('exit codes: ' + '; '.join(f'{code} {meaning}' for code, meaning in codes.items()))
 
 
-def _wrap(text: str) -> list[str]:
+def wrap(text: str) -> list[str]:
+    """Fold a paragraph of help to HELP_WIDTH."""
     return textwrap.wrap(text, HELP_WIDTH, subsequent_indent='            ' if text.startswith('exit codes') else '')
 
 

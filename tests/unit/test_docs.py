@@ -26,7 +26,7 @@ GREEN, RED = '#3d7f4f', '#c8442f'
 def test_reference_and_man_pages_are_current() -> None:
     new = generate.generate_files()
     old = {path: path.read_text() for folder in (generate.REFERENCE, generate.MAN) for path in folder.iterdir()}
-    old[generate.COMMAND_NAMES] = generate.COMMAND_NAMES.read_text()
+    old |= {path: path.read_text() for path in (generate.COMMAND_NAMES, generate.FULL_HELP)}
     assert sorted(old) == sorted(new), 'make them anew: python -m docs.generate'
     assert [path.name for path in new if new[path] != old[path]] == [], 'make them anew: python -m docs.generate'
 
@@ -192,6 +192,7 @@ def test_wheel_contains_the_man_pages_and_units(tmp_path: Path) -> None:
     assert man_pages == {f'man{path.suffix[1:]}/{path.name}' for path in generate.MAN.iterdir()}
     units = {'ecomp/units/ecompute.service', 'ecomp/units/ecomp-control.service', 'mdserver/mdserver.service'}
     assert {name for name in names if name.endswith('.service')} == units
+    assert 'ecomp/cli/help.txt' in names
 
 
 @pytest.mark.long

@@ -66,7 +66,7 @@ def test_sdist_has_what_the_wheel_is_made_of(packages: Path) -> None:
     with tarfile.open(path) as sdist:
         names = {name.partition('/')[2] for name in sdist.getnames()}
     assert names >= {'LICENSE', 'README.md', 'setup.py', 'pyproject.toml', 'docs/man/eschedule.1'}
-    assert names >= {'ecomp/units/ecompute.service', 'md_server/mdserver/mdserver.service'}
+    assert names >= {'ecomp/cli/help.txt', 'ecomp/units/ecompute.service', 'md_server/mdserver/mdserver.service'}
     assert not any('..' in name or 'tmp' in name for name in names)
 
 
