@@ -25,7 +25,7 @@ from ecomp.conf import EtcdConfig, PlacementConfig
 from ecomp.lab import control
 from ecomp.lab.machine import terminate
 from ecomp.model import keys
-from ecomp.model.explain import Provider
+from ecomp.model.allocation import Provider
 from ecomp.model.facts import make_facts
 from ecomp.model.json_object import dump
 from ecomp.placement import providers

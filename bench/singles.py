@@ -32,7 +32,7 @@ from bench.result import Result, arguments, asked, paired, tell  # noqa: E402
 from ecomp.agent.host.provider import parse_inventory  # noqa: E402
 from ecomp.conf import EtcdConfig  # noqa: E402
 from ecomp.model import keys  # noqa: E402
-from ecomp.model.explain import Provider  # noqa: E402
+from ecomp.model.allocation import Provider  # noqa: E402
 from ecomp.model.facts import make_facts  # noqa: E402
 from ecomp.model.json_object import dump  # noqa: E402
 from ecomp.store.client import Put, Store  # noqa: E402

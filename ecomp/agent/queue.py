@@ -24,9 +24,8 @@ from ecomp.agent.jobs import Deferrals, FailureLog, Loop
 from ecomp.errors import ClaimedElsewhere, Conflict, EcompError, NoCapacity, NotFound, PlacementRefusal, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.model import keys, queue
-from ecomp.model.allocation import Inventory, find_compute, sum_resources
+from ecomp.model.allocation import Inventory, Provider, find_compute, sum_resources
 from ecomp.model.cluster import find_accepted_revision
-from ecomp.model.explain import Provider
 from ecomp.model.flavor import Flavor
 from ecomp.model.group import MAX_MEMBERS, Group, Membership, resolve_group
 from ecomp.model.host import PresenceFacts, is_ours, list_unproven
@@ -301,7 +300,7 @@ class Taker:
             # A claim checks the room, but not the traits.
             traits = providers.read_names(self._placement, self.compute, providers.TRAITS)
             if traits != self._room.traits:
-                self._room, self._fits_by_query = replace(self._room, traits=traits), {}
+                self._room, self._fits_by_query = self._room._replace(traits=traits), {}
             self._is_room_stale = self._is_room_stale or DISABLED in traits  # an operator who enables it waits
             return self._fits(flavor)
 

@@ -187,7 +187,7 @@ class Context:
 
     def resolve_compute(self, word: str) -> str:
         """Return the uuid of the compute that a word means; a whole uuid is not checked."""
-        from ecomp.scheduler.queries.hosts import resolve_compute
+        from ecomp.scheduler.queries.computes import resolve_compute
 
         return resolve_compute(self.store, lambda: self.placement, word)
 
@@ -206,7 +206,7 @@ class Context:
     @cached_property
     def computes(self) -> Computes:
         """The computes in etcd, read once; messages use their host names from now on."""
-        from ecomp.scheduler.queries.hosts import read_computes
+        from ecomp.scheduler.queries.computes import read_computes
 
         known_computes = read_computes(self.store)
         self.display_names |= known_computes.display_names
@@ -224,7 +224,7 @@ class Context:
     def report_age(self, record: Record, remark: str | None = None) -> tuple[Absences, str | None]:
         """Print one line if the record is old or there is a remark; return which hosts are absent, and that line."""
         from ecomp.model.listing import NO_ABSENCES, is_on_host
-        from ecomp.scheduler.queries.hosts import read_absences
+        from ecomp.scheduler.queries.computes import read_absences
         from ecomp.shared.attempts import is_alive
 
         absences, doubts, reason = NO_ABSENCES, list[str](), None

@@ -175,8 +175,8 @@ def _print_instances(ctx: Context, instances: Sequence[NewInstance], output_erro
 
 def _enqueue(ctx: Context, order: Order) -> int:
     from ecomp.model.allocation import list_missing_classes
-    from ecomp.model.guest import SharedUserData
     from ecomp.model.queue import QueueEntry
+    from ecomp.model.user_data import SharedUserData
     from ecomp.scheduler.operations.sharing import load_flavor
     from ecomp.scheduler.placing.enqueue import enqueue, has_taker
     from ecomp.scheduler.queries.find import find
@@ -295,7 +295,7 @@ def _describe_hosts(set_order: SetOrder, outcomes: Mapping[str, DeliveryOutcome]
 def _report_no_capacity(ctx: Context, error: NoCapacity, backend: Backend, query: str) -> int:
     on = ctx.options.on
     if on is not None:
-        from ecomp.scheduler.queries.hosts import check_compute_exists
+        from ecomp.scheduler.queries.computes import check_compute_exists
 
         # Checked only here, so that a successful create does not wait for it.
         with suppress(Unreachable):

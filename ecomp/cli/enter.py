@@ -17,7 +17,7 @@ from ecomp.errors import EcompError, NotFound, Unreachable
 from ecomp.model import reach
 from ecomp.model.record import ACTIVE, Record, format_time
 from ecomp.model.text import join_some, make_printable
-from ecomp.scheduler.queries import hosts
+from ecomp.scheduler.queries import computes
 from ecomp.scheduler.queries.find import list_records
 
 # Bytes of a console line; a longer line is printed in several parts.
@@ -31,7 +31,7 @@ LAST_LINES_TIMEOUT_SECONDS = 3.0
 
 def _run_ssh(ctx: Context) -> int:
     user, word = split_user(ctx.words[0])
-    access = hosts.find_guest_access(ctx.store, ctx.resolve_instance(word))
+    access = computes.find_guest_access(ctx.store, ctx.resolve_instance(word))
     if access.record.console is None and not access.record.host_keys:
         raise NotFound(f'{access.record.instance}: its guest is fake, so nothing answers ssh')
     ctx.report_age(access.record)
@@ -48,11 +48,11 @@ def _run_ssh(ctx: Context) -> int:
 def _print_ssh_config(ctx: Context) -> int:
     import socket
 
-    owner_by_name, cluster = hosts.read_names(ctx.store), hosts.read_computes(ctx.store)
+    owner_by_name, cluster = computes.read_names(ctx.store), computes.read_computes(ctx.store)
     own_name = socket.gethostname().partition('.')[0].lower()
 
     def print_entry(word: str) -> None:
-        access = hosts.find_guest_access(ctx.store, ctx.resolve_instance(word))
+        access = computes.find_guest_access(ctx.store, ctx.resolve_instance(word))
         instance = access.record.instance
         # A compromised compute can write any name into its records, and ssh would use it. A name that belongs to a host
         # must lead to that host: guests are reached through hosts, so a guest with its host's name would be reached
@@ -76,18 +76,18 @@ def _print_ssh_config(ctx: Context) -> int:
 
 
 def _open_console(ctx: Context) -> int:
-    record = hosts.find_running(ctx.store, ctx.resolve_instance(ctx.words[0]))
+    record = computes.find_running(ctx.store, ctx.resolve_instance(ctx.words[0]))
     if record.console is None:
         raise NotFound(f'{record.instance}: has no console: its guest is fake')
     command = ['virsh', '-c', 'qemu:///system', 'console', record.instance]
-    _replace_process(ctx, ctx.config.reach.make_command(hosts.find_host_name(ctx.store, record), command, ['-t']))
+    _replace_process(ctx, ctx.config.reach.make_command(computes.find_host_name(ctx.store, record), command, ['-t']))
 
 
 def _print_log(ctx: Context) -> int:
     import subprocess  # imported late, here and below: it is slow to load
 
     instance = ctx.resolve_instance(ctx.words[0])
-    host, file = hosts.find_console(ctx.store, instance)
+    host, file = computes.find_console(ctx.store, instance)
     ctx.close()
     command = ctx.config.reach.make_command(host, reach.make_tail_command(file, ctx.options.lines, ctx.options.follow))
     try:
@@ -122,7 +122,7 @@ def read_last_lines(ctx: Context, record: Record) -> list[str]:
         file = reach.parse_console_path(record.instance, record.console)
         options = ['-o', 'BatchMode=yes', '-o', f'ConnectTimeout={LAST_LINES_TIMEOUT_SECONDS:.0f}']
         tail = reach.make_tail_command(file, MAX_LAST_LINES, False)
-        command = ctx.config.reach.make_command(hosts.find_host_name(ctx.store, record), tail, options)
+        command = ctx.config.reach.make_command(computes.find_host_name(ctx.store, record), tail, options)
         return [_decode_line(line) for line in _run_command(command).rstrip(b'\n').split(b'\n') if line]
     return []
 
@@ -148,7 +148,7 @@ def _run_command(command: Sequence[str]) -> bytes:
         return file.read(MAX_LAST_LINES * LINE_LIMIT_BYTES)
 
 
-def _make_ssh_options(ctx: Context, access: hosts.GuestAccess, accept_new: bool) -> Mapping[str, str]:
+def _make_ssh_options(ctx: Context, access: computes.GuestAccess, accept_new: bool) -> Mapping[str, str]:
     """Return the ssh options for a guest; if it reported host keys, write them to its known_hosts file first.
 
     Without reported keys ssh trusts the key accepted before or, with `accept_new`, the first that the guest shows. With
@@ -163,7 +163,7 @@ def _make_ssh_options(ctx: Context, access: hosts.GuestAccess, accept_new: bool)
             known_hosts.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         elif not accepted.exists():
             if not _is_report_overdue(access.record):
-                raise hosts.make_not_ready(access.record)
+                raise computes.make_not_ready(access.record)
             why = 'the guest has not reported its host keys, so ssh cannot verify the guest'
             cure = 'give --accept-new, which accepts the first key that the guest shows'
             raise EcompError(f'{access.display_name}: {why}. Fix: {cure}')

@@ -27,8 +27,8 @@ from ecomp.model.json_object import dump
 from ecomp.model.record import ERROR, STAGES, Record
 from ecomp.model.stored import to_dict
 from ecomp.model.text import escape_characters, make_printable
+from ecomp.scheduler.queries.computes import read_computes, read_names_by_instance
 from ecomp.scheduler.queries.find import InstanceEntries, find, resolve
-from ecomp.scheduler.queries.hosts import read_computes, read_names_by_instance
 
 if TYPE_CHECKING:
     from ecomp.model.events import Event
@@ -379,7 +379,7 @@ def _write_new_files(contents: Mapping[Path, bytes]) -> None:
 
 
 def _read_guest_data(store: Store, entries: InstanceEntries, order: Order) -> tuple[dict[str, bytes], list[str]]:
-    from ecomp.model.guest import parse_shared_user_data
+    from ecomp.model.user_data import parse_shared_user_data
 
     is_requested = entries.order is not None and not entries.is_destroying
     why = 'the mdserver.conf of its host decided' if is_requested else 'its request is gone'

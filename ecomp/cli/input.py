@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ecomp.cli.options import convert_to_usage_error
 from ecomp.errors import UsageError
-from ecomp.model import guest
+from ecomp.model import user_data
 from ecomp.model.allocation import list_missing_classes
 from ecomp.model.image import check_image
 from ecomp.model.json_object import dump
@@ -58,13 +58,13 @@ def read_user_data(source: str | Path | bytes, warn: Callable[[str], None]) -> b
     if not isinstance(data, bytes):
         label = f'user-data {make_printable(str(source), 200)}'
         advice = 'let the guest fetch the rest, or compress it with gzip'
-        data = read_file(label, data, guest.MAX_USER_DATA_BYTES, advice)
+        data = read_file(label, data, user_data.MAX_USER_DATA_BYTES, advice)
     with convert_to_usage_error(label):
-        guest.check_user_data(data)
-    unpacked_data = guest.unpack_user_data(data)
+        user_data.check_user_data(data)
+    unpacked_data = user_data.unpack_user_data(data)
     if unpacked_data is None:
         warn(f'{label}: is damaged gzip, so cloud-init ignores it')
-    elif guest.is_unknown_user_data(unpacked_data):
+    elif user_data.is_unknown_user_data(unpacked_data):
         warn(f'{label}: does not begin with #cloud-config, #! or a MIME header, so cloud-init ignores it')
     elif unpacked_data.lstrip().split(b'\n', 1)[0].rstrip().lower() == CLOUD_CONFIG:
         from ecomp.yaml_graph import explain_invalid_mapping  # needed only with cloud-config
@@ -76,14 +76,14 @@ def read_user_data(source: str | Path | bytes, warn: Callable[[str], None]) -> b
 
 def read_ssh_keys(sources: Sequence[str | Path | bytes]) -> tuple[str, ...]:
     """Read the unique public keys of files or texts; UsageError, with file and line, if invalid or too large."""
-    unique_keys, limit = dict[str, None](), guest.MAX_SSH_KEYS_BYTES
+    unique_keys, limit = dict[str, None](), user_data.MAX_SSH_KEYS_BYTES
     for source in sources:
         label, data = 'ssh keys', source
         if not isinstance(data, bytes):
             label = f'ssh keys {make_printable(str(source), 200)}'
             data = read_file(label, data, limit, 'give files with fewer public keys')
         with convert_to_usage_error(label):
-            unique_keys.update(dict.fromkeys(guest.parse_public_keys(data)))
+            unique_keys.update(dict.fromkeys(user_data.parse_public_keys(data)))
     size = len(dump(list(unique_keys)))
     if size > limit:
         raise UsageError(f'ssh keys: have {size} bytes in all; the limit is {limit}. Fix: give fewer keys')

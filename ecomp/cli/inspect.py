@@ -108,8 +108,8 @@ def _explain_unserved(records: Sequence[Record], read_computes: Callable[[], Com
 def _list(ctx: Context) -> int:
     ctx.connect()
 
+    from ecomp.scheduler.queries.computes import check_compute_exists, read_computes
     from ecomp.scheduler.queries.find import list_records
-    from ecomp.scheduler.queries.hosts import check_compute_exists, read_computes
 
     record_filter = make_filter(ctx)
     with_gone = ctx.options.all or GONE in (record_filter.states or ())
@@ -145,7 +145,7 @@ def _list(ctx: Context) -> int:
 
 
 def _add_claim_faults(ctx: Context, records: Sequence[Record], known_computes: Computes) -> list[Record]:
-    from ecomp.scheduler.queries.hosts import find_claims_on_silent
+    from ecomp.scheduler.queries.computes import find_claims_on_silent
 
     waiting = [record.instance for record in records if record.state == QUEUED]
     faults = find_claims_on_silent(ctx.store, known_computes, waiting)

@@ -19,6 +19,7 @@ from ecomp.model.host import CLOSED, DISABLED, NO_COMPUTES, Computes, Host
 from ecomp.model.order import START, STOP, get_holdings
 from ecomp.model.record import STAGES
 from ecomp.model.text import make_printable
+from ecomp.scheduler.queries import computes
 from ecomp.scheduler.queries import hosts as queries
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def _show_hosts(ctx: Context) -> int:
         records = [record for record in list_records(ctx.store, with_gone=False)[0] if record.instance in present]
         ctx.out.put('' if records else '\nno instances')
         if records:
-            absences = queries.read_absences(ctx.store, lambda: ctx.placement, ctx.computes, records, ctx.out.say)
+            absences = computes.read_absences(ctx.store, lambda: ctx.placement, ctx.computes, records, ctx.out.say)
             ctx.show(make_record_listing(records, ctx.computes, absences))
     return code or listing_code
 
@@ -138,15 +139,15 @@ def _plan_moves(ctx: Context) -> int:
 
     dead = list(dict.fromkeys(map(ctx.resolve_compute, ctx.words or ctx.options.without or ())))
     for compute in dead:
-        queries.check_compute_exists(ctx.computes, lambda: ctx.placement, compute)
+        computes.check_compute_exists(ctx.computes, lambda: ctx.placement, compute)
     guests, planner = read_moves(ctx.store, ctx.placement, ctx.computes.living, dead or None)
     if dead:
         moves = plan_moves(planner, [guest for compute in dead for guest in guests.get(compute, ())], dead)
         listing = make_move_listing(moves, ctx.computes)
     else:
         names = {compute: ctx.computes.format_name(compute) for compute in (*ctx.computes.living, *guests)}
-        computes = sorted(names, key=lambda compute: make_sort_key(names[compute]))
-        plans = {compute: plan_moves(planner, guests.get(compute, ()), [compute]) for compute in computes}
+        ordered = sorted(names, key=lambda compute: make_sort_key(names[compute]))
+        plans = {compute: plan_moves(planner, guests.get(compute, ()), [compute]) for compute in ordered}
         moves = [move for plan in plans.values() for move in plan]
         listing = make_absorption_listing(plans, ctx.computes)
     ctx.show(listing)
@@ -167,13 +168,13 @@ def _evacuate(ctx: Context) -> int:
     if ctx.options.dry_run:
         return _plan_moves(ctx)
     target = ctx.resolve_compute(ctx.words[0])
-    queries.check_compute_exists(ctx.computes, lambda: ctx.placement, target)
+    computes.check_compute_exists(ctx.computes, lambda: ctx.placement, target)
     if not ctx.options.fenced:
         cure = 'switch the machine off, and give --fenced; --dry-run prints the plan'
         raise UsageError(f'{ctx.name}: guests that still run on {ctx.words[0]} would run twice. Fix: {cure}')
     host = ctx.computes.format_name(target)
     check_silent(ctx.store, target, host)
-    if queries.read_absent_states(ctx.placement, [target]).get(target) == CLOSED:
+    if computes.read_absent_states(ctx.placement, [target]).get(target) == CLOSED:
         ctx.out.say(f'{host}: its ecompute was stopped cleanly, and its guests run on unless the machine is off')
     guests, planner = read_moves(ctx.store, ctx.placement, ctx.computes.living, [target])
     moves = plan_moves(planner, guests.get(target, ()), [target])
@@ -253,7 +254,7 @@ def _audit(ctx: Context) -> int:
         report = audit(ctx.store, ctx.placement, is_now=ctx.options.now)
     findings = [row for row in report.findings if row.code not in ctx.config.ignore_warnings]
     if findings or ctx.form != TABLE:
-        names = queries.read_names_by_instance(ctx.store) if findings else {}
+        names = computes.read_names_by_instance(ctx.store) if findings else {}
         ctx.show(make_finding_listing(findings, report.world.named_computes, names))
     for line in _summarize(report, findings):
         ctx.out.say(make_printable(line))

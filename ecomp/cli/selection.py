@@ -47,7 +47,7 @@ def select_records(
     errors: list[EcompError],
 ) -> tuple[list[Record], Absences]:
     """Return the records that pass the filter, and which of their hosts are absent; add an error of placement."""
-    from ecomp.scheduler.queries.hosts import read_absences
+    from ecomp.scheduler.queries.computes import read_absences
 
     candidates = record_filter._replace(states=None).select(records)
     absences = read_absences(

@@ -19,7 +19,8 @@ from ecomp.model.quota import Quota, format_quota, list_classes
 from ecomp.model.stored import to_dict
 from ecomp.model.text import format_suggestion, join_some, make_printable
 from ecomp.scheduler.operations import sharing
-from ecomp.scheduler.queries.hosts import read_facts, read_names_by_instance
+from ecomp.scheduler.queries.computes import read_names_by_instance
+from ecomp.scheduler.queries.hosts import read_facts
 from ecomp.shared.names import load_all, load_group, load_quota
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ from ecomp.model.allocation import REQUIRED_CLASSES, list_missing_classes
 from ecomp.model.apply import Desired
 from ecomp.model.choose import SPREAD, STRATEGIES
 from ecomp.model.group import POLICIES, Membership, check_group_name
-from ecomp.model.guest import SharedUserData
 from ecomp.model.order import Order
 from ecomp.model.stack import MAX_STACK_SIZE, check_member_name, check_stack_name
 from ecomp.model.text import check_name
+from ecomp.model.user_data import SharedUserData
 from ecomp.yaml_file import Node, Section
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from ecomp.model.order import PowerAction
 from ecomp.model.record import STAGES, Record
 from ecomp.model.text import make_printable
 from ecomp.scheduler.changes.wait import Deadline, SilenceDetector, Wait, wait_for_stage
-from ecomp.scheduler.queries.hosts import find_silent
+from ecomp.scheduler.queries.computes import find_silent
 from ecomp.shared.attempts import is_alive
 from ecomp.shared.places import KeyIndex
 

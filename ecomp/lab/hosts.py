@@ -19,8 +19,8 @@ from ecomp.lab import machine
 from ecomp.lab.network import ETCD_PORT, divide_resources, reduce_inventory, render_backends, render_network_xml
 from ecomp.lab.state import Lab, LabRecord
 from ecomp.model.allocation import GIB, MIB
-from ecomp.model.guest import parse_public_key
 from ecomp.model.keys import COMPUTES
+from ecomp.model.user_data import parse_public_key
 from ecomp.store.client import Store
 
 START_SECONDS = 90.0  # for libvirtd and for ecompute to become ready; then EcompError

@@ -7,7 +7,7 @@ On the wire an allocation has placement's shape: {provider uuid: {'resources': {
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ecomp.model.parsers import NONEMPTY, OBJECT, dict_of, number
@@ -173,3 +173,30 @@ def describe_difference(requested: Allocations, held: Allocations) -> str | None
 def format_resources(resources: Resources) -> str:
     """Format the amounts as in a query, sorted by class: DISK_GB:1,VCPU:1."""
     return ','.join(f'{name}:{amount}' for name, amount in sorted(resources.items()))
+
+
+class Provider(NamedTuple):
+    """A resource provider. Its usage includes that of `taken_count` instances of a set."""
+
+    uuid: str
+    inventories: Mapping[str, Inventory] = {}
+    traits: Collection[str] = ()
+    aggregates: Collection[str] = ()
+    taken_count: int = 0
+
+    @property
+    def is_closed(self) -> bool:
+        """True if all its VCPU is reserved, because its ecompute stopped cleanly."""
+        return 'VCPU' in self.inventories and self.inventories['VCPU'].is_fully_reserved
+
+    def with_usage(self, amounts: Sequence[Resources]) -> Provider:
+        """Return the provider with these amounts, one for each other instance of the same set, added to its usage."""
+        sums = sum_resources(amounts)
+        increased = {
+            name: inventory._replace(used=inventory.used + sums.get(name, 0))
+            for name, inventory in self.inventories.items()
+        }
+        return self._replace(inventories=increased, taken_count=len(amounts))
+
+    def get_names(self, key: str) -> Collection[str]:
+        return {'member_of': self.aggregates, 'in_tree': (self.uuid,)}.get(key, self.traits)

@@ -6,8 +6,7 @@ A record has a list with this boot. Number 1 is the boot that the instance was c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ecomp.model.parsers import OBJECT, TEXT, check, dict_of, list_of, number
 from ecomp.model.stored import nested, sparse, stored
@@ -31,8 +30,7 @@ _REASON = check('text of up to 40 characters', lambda value: isinstance(value, s
 
 
 @stored(number=number(1, MAX_BOOT_NUMBER), reason=_REASON, stages=_parse_stages, previous_stop=sparse(TEXT))
-@dataclass(frozen=True)
-class Boot:
+class Boot(NamedTuple):
     """A boot: its number, one of REASONS, the ISO time of each stage that it has reached, and when the last one ended.
 
     `previous_stop` is '' if unknown.
@@ -40,12 +38,12 @@ class Boot:
 
     number: int
     reason: str
-    stages: Mapping[str, str] = field(default_factory=dict)
+    stages: Mapping[str, str] = {}
     previous_stop: str = ''
 
     def with_stage(self, stage: str, now: str) -> Boot:
         """Return the boot with a stage at ISO time `now`, unless it has that stage."""
-        return replace(self, stages={**self.stages, stage: self.stages.get(stage, now)})
+        return self._replace(stages={**self.stages, stage: self.stages.get(stage, now)})
 
 
 def parse_last(data: Any) -> Boot | None:

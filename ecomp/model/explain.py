@@ -7,41 +7,13 @@ allocation_ratio; it must be from min_unit to max_unit, and a multiple of step_s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-from ecomp.model.allocation import REQUIRED_CLASSES, Inventory, Resources, sum_resources
+from ecomp.model.allocation import REQUIRED_CLASSES, Inventory, Provider
 from ecomp.model.group import Group
 from ecomp.model.query import Amount, Constraint, Exclusion, Requirement
 from ecomp.model.status import DISABLED
-
-
-@dataclass(frozen=True)
-class Provider:
-    """A resource provider. Its usage includes that of `taken_count` instances of a set."""
-
-    uuid: str
-    inventories: Mapping[str, Inventory] = field(default_factory=dict)
-    traits: Collection[str] = ()
-    aggregates: Collection[str] = ()
-    taken_count: int = 0
-
-    @property
-    def is_closed(self) -> bool:
-        """True if all its VCPU is reserved, because its ecompute stopped cleanly."""
-        return 'VCPU' in self.inventories and self.inventories['VCPU'].is_fully_reserved
-
-    def with_usage(self, amounts: Sequence[Resources]) -> Provider:
-        """Return the provider with these amounts, one for each other instance of the same set, added to its usage."""
-        sums = sum_resources(amounts)
-        increased = {
-            name: inventory._replace(used=inventory.used + sums.get(name, 0))
-            for name, inventory in self.inventories.items()
-        }
-        return replace(self, inventories=increased, taken_count=len(amounts))
-
-    def get_names(self, key: str) -> Collection[str]:
-        return {'member_of': self.aggregates, 'in_tree': (self.uuid,)}.get(key, self.traits)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from ecomp.model.allocation import MAX_AMOUNT, MAX_SUM, Inventory, Resources, Room, is_class, sum_resources
-from ecomp.model.explain import Provider
+from ecomp.model.allocation import MAX_AMOUNT, MAX_SUM, Inventory, Provider, Resources, Room, is_class, sum_resources
 from ecomp.model.order import InvalidRequest, Request
 from ecomp.model.parsers import check, dict_of, list_of, number
 from ecomp.model.stored import decode, encode, sparse, stored

@@ -308,12 +308,11 @@ LIVE_STATES = (SCHEDULED, BUILDING, ACTIVE, STOPPED)
 MAX_QUOTED_INSTANCES = 3
 
 
-@dataclass(frozen=True)
-class ProviderSummary:
+class ProviderSummary(NamedTuple):
     """A resource provider. `status_traits` are its traits that mark it as disabled."""
 
     name: str
-    rooms: Mapping[str, Room] = field(default_factory=dict)
+    rooms: Mapping[str, Room] = {}
     status_traits: frozenset[str] = frozenset()
 
 

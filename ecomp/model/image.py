@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 SCHEMES = ('http', 'https', 'file')
@@ -131,8 +131,7 @@ def _parse_networks(networks: tuple[str, ...]) -> tuple[Network, ...]:
     return tuple(map(ip_network, networks))
 
 
-@dataclass(frozen=True)
-class ImageSources:
+class ImageSources(NamedTuple):
     """The host names (lower case) and networks of `image_sources:`; all others are refused."""
 
     names: tuple[str, ...]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -11,17 +10,16 @@ from ecomp.model.host import LIVE_STATES, SILENT, UP, describe_silence
 from ecomp.model.record import DESTROYING, UNKNOWN, Record
 
 
-@dataclass(frozen=True)
-class Absences:
+class Absences(NamedTuple):
     """The hosts of some records that have no presence: {compute: CLOSED or SILENT}.
 
     `destroying` are the instances there whose destroy is accepted; the host has not reported it. `last_seen` are ISO
     times of the last sign of life of silent hosts, as far as known, and `today` is the date in UTC.
     """
 
-    states: Mapping[str, str] = field(default_factory=dict)
+    states: Mapping[str, str] = {}
     destroying: Collection[str] = ()
-    last_seen: Mapping[str, str] = field(default_factory=dict)
+    last_seen: Mapping[str, str] = {}
     today: str = ''
 
     def get_host_state(self, record: Record) -> str | None:

@@ -27,7 +27,6 @@ from ecomp.model.allocation import (
 )
 from ecomp.model.choose import SPREAD, Candidate, PlacementReason
 from ecomp.model.group import Membership
-from ecomp.model.guest import SharedUserData, encode_user_data, parse_user_data
 from ecomp.model.image import check_image
 from ecomp.model.json_object import dump, load_object, load_object_or_empty
 from ecomp.model.parsers import TEXT, UUID, check, dict_of, format_reason, nullable, number, one_of, text
@@ -45,6 +44,7 @@ from ecomp.model.stored import (
     stored,
 )
 from ecomp.model.text import is_label
+from ecomp.model.user_data import SharedUserData, encode_user_data, parse_user_data
 
 STOP, START, REBOOT = ACTIONS = ('stop', 'start', 'reboot')
 # The reason of a stop by `host drain --stop`, which `host enable --start` reverts.

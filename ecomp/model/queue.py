@@ -10,9 +10,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ecomp.model import keys
-from ecomp.model.allocation import REQUIRED_CLASSES, Resources, list_missing_classes
+from ecomp.model.allocation import REQUIRED_CLASSES, Provider, Resources, list_missing_classes
 from ecomp.model.choose import FROM_QUEUE, PlacementReason
-from ecomp.model.explain import Provider, find_miss
+from ecomp.model.explain import find_miss
 from ecomp.model.flavor import Flavor, parse_flavor
 from ecomp.model.image import check_image
 from ecomp.model.json_object import load_object

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from ecomp.errors import put_before_fix
 from ecomp.model import boots as of_boots
@@ -26,11 +26,11 @@ from ecomp.model.allocation import MAX_AMOUNT, MAX_SUM, Resources
 from ecomp.model.boots import Boot
 from ecomp.model.choose import PlacementReason
 from ecomp.model.group import Membership
-from ecomp.model.guest import GuestFailure, parse_host_keys
 from ecomp.model.order import DRAIN, ORDER_FIELDS, RECORDED_FIELDS, STOP, InvalidRequest, Order, PowerAction, Request
 from ecomp.model.parsers import TEXT, UUID, check, dict_of, list_of, number, one_of, text
 from ecomp.model.stored import Field, decode, lenient, nested, optional, require_same, sparse, stored, to_dict
 from ecomp.model.text import make_printable
+from ecomp.model.user_data import GuestFailure, parse_host_keys
 
 QUEUED = 'queued'
 SCHEDULED = 'scheduled'
@@ -65,8 +65,7 @@ _OPTIONAL_TEXT = optional(TEXT)
 
 
 @stored(network=TEXT, mac=TEXT, address=_OPTIONAL_TEXT, source=_OPTIONAL_TEXT, expected=_OPTIONAL_TEXT)
-@dataclass(frozen=True)
-class Interface:
+class Interface(NamedTuple):
     """An interface of a guest on a libvirt network or a bridge of the host.
 
     `address` is None until it is known; `source` is where it was seen: lease, arp or agent. `expected` is the address
@@ -104,8 +103,7 @@ class Failure:
 
 
 @stored(stage=TEXT, done=number(0, 2**63 - 1), total=optional(number(0, 2**63 - 1)))
-@dataclass(frozen=True)
-class Progress:
+class Progress(NamedTuple):
     """Bytes of a long stage, done and in total (None: unknown); as text `image, 34 of 600 MB`, or `image, 34 MB`."""
 
     stage: str

@@ -22,7 +22,7 @@ from ecomp.model.status import CUSTOM_PREFIX
 from ecomp.placement.client import PARSE_ERRORS, Placement, check_integer, check_number, check_text
 
 if TYPE_CHECKING:
-    from ecomp.model.explain import Provider
+    from ecomp.model.allocation import Provider
 
 # A claim on a provider changes its generation, too: of 30 races with 30 claims a second the longest took 15 tries, and
 # more than 20 on a machine so busy that an answer takes longer than the time between two claims.
@@ -346,7 +346,7 @@ def read_provider(
     used: Mapping[str, int] | None = None,
 ) -> Provider | None:
     """Read a provider, or None; without `traits` or `aggregates` those are empty. `used` None reads usages, too."""
-    from ecomp.model.explain import Provider  # imported here: a claim does not need it
+    from ecomp.model.allocation import Provider
 
     try:
         inventory_by_class = read_inventory(placement, uuid, used)

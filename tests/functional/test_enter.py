@@ -21,11 +21,11 @@ import pytest
 
 from ecomp.cli.terminal import make_timestamp
 from ecomp.model import keys
-from ecomp.model.guest import GuestFailure
 from ecomp.model.host import StoredHostname
 from ecomp.model.order import NameOwner, Request
 from ecomp.model.record import ACTIVE, BUILDING, STAGES, STOPPED, Interface, Record
 from ecomp.model.stored import encode
+from ecomp.model.user_data import GuestFailure
 from tests.functional.cloud import IMAGE, make_uuid
 from tests.kit.commands import Command, Result, write_config
 from tests.kit.lab import make_lab_name

@@ -22,7 +22,8 @@ from mdserver import guests, metadata
 from mdserver.server import MAX_BODY_BYTES
 
 from ecomp.agent.host.metadata import GuestData
-from ecomp.model.guest import MAX_USER_DATA_BYTES, GuestFailure, GuestReport, make_network_config
+from ecomp.model.guest import make_network_config
+from ecomp.model.user_data import MAX_USER_DATA_BYTES, GuestFailure, GuestReport
 from ecomp.virt.xml import make_seed_url
 from tests.functional.mdservers import (
     AS_MODULE,

@@ -8,16 +8,16 @@ import re
 import uuid
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from ecomp.errors import PlacementRefusal
 from ecomp.model import keys
-from ecomp.model.allocation import Allocations
+from ecomp.model.allocation import Allocations, Provider
 from ecomp.model.choose import Candidate
-from ecomp.model.explain import Cure, Provider, apply_cures, explain_uncovered, find_miss, find_smallest_miss
+from ecomp.model.explain import Cure, apply_cures, explain_uncovered, find_miss, find_smallest_miss
 from ecomp.model.facts import make_facts, parse_facts
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group
 from ecomp.model.host import StoredHostname
@@ -439,7 +439,7 @@ def free_amounts(provider: Provider, cures: tuple[Cure, ...]) -> Provider:
             name = cure.constraint.name
             assert inventories[name].used >= cure.amount_to_free
             inventories[name] = inventories[name]._replace(used=inventories[name].used - cure.amount_to_free)
-    return replace(provider, inventories=inventories)
+    return provider._replace(inventories=inventories)
 
 
 def make_cluster(placement: InProcessPlacement, rng: random.Random) -> list[str]:

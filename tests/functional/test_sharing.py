@@ -15,11 +15,11 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import Denied, EcompError, NoSpace, UnknownOutcome, Unreachable, Unreadable
 from ecomp.model import keys
 from ecomp.model.group import Group, Membership
-from ecomp.model.guest import SharedUserData
 from ecomp.model.order import Request
 from ecomp.model.quota import Quota
 from ecomp.model.record import ACTIVE, GONE, Record
 from ecomp.model.stored import decode, encode
+from ecomp.model.user_data import SharedUserData
 from ecomp.scheduler.operations.sharing import delete_flavor, put_flavor, set_limits
 from ecomp.scheduler.placing.claim import deliver
 from ecomp.shared.ends import USER_DATA_SECONDS, keep_user_data, release_shared_keys, write_final_record

@@ -27,7 +27,7 @@ from ecomp.model.stored import encode
 from ecomp.placement import providers
 from ecomp.scheduler.changes import wait as wait_module
 from ecomp.scheduler.changes.wait import Deadline, SilenceDetector, Wait, wait_for_stage
-from ecomp.scheduler.queries.hosts import find_silent
+from ecomp.scheduler.queries.computes import find_silent
 from ecomp.store.client import Store
 from tests.functional.cloud import IMAGE, SMALL, Cloud, make_uuid
 from tests.kit.commands import Command, Result, run_eschedule, run_eschedule_process, write_config

@@ -21,7 +21,7 @@ from ecomp import errors
 from ecomp.cli import waiting
 from ecomp.cli.command import Context
 from ecomp.errors import Unreachable
-from ecomp.model import cluster, flavor, group, guest, keys, order, queue, quota, record
+from ecomp.model import cluster, flavor, group, keys, order, queue, quota, record, user_data
 from ecomp.model.audit import CHECKS, encode_report, parse_report
 from ecomp.model.facts import parse_facts
 from ecomp.model.finding import COMPUTE_WARNINGS, SCHEDULE_WARNINGS
@@ -252,7 +252,7 @@ def rewrite_queued(key: str, value: bytes) -> str:
 
 
 def rewrite_user_data(key: str, value: bytes) -> str:
-    return guest.SharedUserData.from_bytes(guest.parse_shared_user_data(value, keys.get_last_part(key))).text
+    return user_data.SharedUserData.from_bytes(user_data.parse_shared_user_data(value, keys.get_last_part(key))).text
 
 
 # {prefix of a key, or suffix of a taker key: parses a value and writes it again}

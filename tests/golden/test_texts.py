@@ -39,7 +39,6 @@ from ecomp.model import (
     explain,
     flavor,
     group,
-    guest,
     host,
     image,
     keys,
@@ -50,6 +49,7 @@ from ecomp.model import (
     text,
     traits,
     usage,
+    user_data,
 )
 from ecomp.model.allocation import Inventory, describe_difference
 from ecomp.model.facts import parse_facts
@@ -200,9 +200,9 @@ READERS: dict[str, dict[str, Callable[..., object]]] = {
         'value of a flavor': lambda value: decode(flavor.Flavor, value.encode(), name='small').query,
         'limits': quota.parse_limits,
         'inventory': parse_inventory,
-        'public keys': lambda value: guest.parse_public_keys(value.encode()),
-        'host keys': guest.parse_host_keys,
-        'user-data': lambda value: guest.check_user_data(value.encode('latin-1')),
+        'public keys': lambda value: user_data.parse_public_keys(value.encode()),
+        'host keys': user_data.parse_host_keys,
+        'user-data': lambda value: user_data.check_user_data(value.encode('latin-1')),
         'warnings about user-data': find_warnings,
         'requested and held': describe_difference,
         'memory of a provider, for 256 MB': lambda memory: explain_provider(

@@ -6,8 +6,8 @@ import base64
 import json
 from typing import Any
 
-from ecomp.model.guest import MAX_USER_DATA_BYTES
 from ecomp.model.order import MAX_REQUEST_BYTES
+from ecomp.model.user_data import MAX_USER_DATA_BYTES
 
 COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
 OTHER_UUID = '0a1b2c3d-0000-4000-8000-000000000001'

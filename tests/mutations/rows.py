@@ -263,7 +263,7 @@ ROWS = (
     # eschedule
     Row(
         'a host name of two computes means one of them',
-        'ecomp/scheduler/queries/hosts.py',
+        'ecomp/scheduler/queries/computes.py',
         '    if len(matches) > 1:\n        raise Conflict(',
         '    if len(matches) > 2:\n        raise Conflict(',
         ('tests/scenario/test_hosts.py::test_computes_with_one_host_name_need_their_uuids',),

@@ -32,7 +32,7 @@ from ecomp.model.explain import find_miss
 from ecomp.model.facts import parse_facts
 from ecomp.model.finding import Finding
 from ecomp.model.group import Group, Membership
-from ecomp.model.guest import Guest, ReservedAddress, SharedUserData, parse_shared_user_data
+from ecomp.model.guest import Guest, ReservedAddress
 from ecomp.model.host import NO_COMPUTES, Computes, PresenceFacts
 from ecomp.model.order import MAX_REQUEST_BYTES, InvalidRequest, PowerAction, Request
 from ecomp.model.parsers import MAX_REASON_CHARACTERS
@@ -41,6 +41,7 @@ from ecomp.model.record import Failure, Interface, Progress, Record
 from ecomp.model.stack import Stack
 from ecomp.model.stored import decode, decode_lenient, encode, nested
 from ecomp.model.trouble import parse_trouble
+from ecomp.model.user_data import SharedUserData, parse_shared_user_data
 from ecomp.model.world import HostFacts, Planes, ProviderState, World, index_revisions, list_hosts
 from ecomp.shared.notes import released_from_json, released_to_json
 from ecomp.shared.presence import _format_field, _parse_holder

@@ -19,8 +19,8 @@ from ecomp.errors import Unreachable
 from ecomp.model import cluster, flavor, group, host, keys, order, queue, quota, record, stack, trouble
 from ecomp.model.audit import parse_report
 from ecomp.model.facts import Facts, parse_facts
-from ecomp.model.guest import parse_shared_user_data
 from ecomp.model.stored import decode, decode_lenient
+from ecomp.model.user_data import parse_shared_user_data
 from ecomp.placement import allocations, providers
 from ecomp.placement.client import Placement
 from ecomp.shared.notes import released_from_json

@@ -21,8 +21,8 @@ from ecomp.cli.input import read_user_data
 from ecomp.cli.options import FLAGS, OPTIONS, Options, parse_command_line
 from ecomp.cli.suggestions import FAMILY_SYNONYMS, FOREIGN_NOUNS, FOREIGN_WORDS, LOSS_WARNINGS
 from ecomp.errors import UsageError
-from ecomp.model.guest import MAX_UNPACKED_BYTES
 from ecomp.model.reach import DEFAULT_REACH, make_ssh_options, make_tail_command, parse_reach, quote_remote_command
+from ecomp.model.user_data import MAX_UNPACKED_BYTES
 from tests.kit.servers import make_environment
 
 # eschedule's command line: command, arguments, options. Refused ones are also in scenario/test_bad_input.py.

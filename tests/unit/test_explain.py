@@ -13,13 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ecomp.model.allocation import MAX_AMOUNT, Allocations, Inventory, Room
+from ecomp.model.allocation import MAX_AMOUNT, Allocations, Inventory, Provider, Room
 from ecomp.model.assign import Planner
 from ecomp.model.choose import FIRST, PACK, SPREAD, Offer, PlacementReason
 from ecomp.model.explain import (
     Cure,
     Miss,
-    Provider,
     apply_cures,
     explain_uncovered,
     find_miss,

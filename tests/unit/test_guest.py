@@ -14,22 +14,21 @@ from jsonschema import Draft202012Validator
 from mdserver import metadata
 
 from docs.shapes import RECORD
-from ecomp.model.guest import (
+from ecomp.model.guest import make_mac_address, make_network_config
+from ecomp.model.record import ACTIVE, Record
+from ecomp.model.stored import encode
+from ecomp.model.user_data import (
     MAX_HOST_KEYS,
     MAX_USER_DATA_BYTES,
     GuestFailure,
     GuestReport,
     SharedUserData,
     check_user_data,
-    make_mac_address,
-    make_network_config,
     parse_guest_report,
     parse_host_keys,
     parse_public_keys,
     parse_shared_user_data,
 )
-from ecomp.model.record import ACTIVE, Record
-from ecomp.model.stored import encode
 
 
 def read_reason(check: Callable[[bytes], object], data: bytes) -> str:

@@ -326,7 +326,7 @@ def opened(world: WorldBuilder, monkeypatch: pytest.MonkeyPatch) -> WorldBuilder
         return Report([], world.audit(), 'all were compared', World(world.build_planes()))
 
     monkeypatch.setattr('ecomp.scheduler.operations.audit.audit', read_report)
-    monkeypatch.setattr('ecomp.scheduler.queries.hosts.read_names_by_instance', lambda _: {})
+    monkeypatch.setattr('ecomp.scheduler.queries.computes.read_names_by_instance', lambda _: {})
     return world
 
 

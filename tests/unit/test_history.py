@@ -18,12 +18,12 @@ from ecomp.cli.tables import OutputStyle
 from ecomp.model import group, keys, quota, stack
 from ecomp.model.events import KINDS, MAX_TEXT_CHARACTERS, Change, event_to_dict, make_events
 from ecomp.model.flavor import parse_flavor
-from ecomp.model.guest import GuestFailure
 from ecomp.model.json_object import add_time
 from ecomp.model.order import NameOwner, PowerAction, Request
 from ecomp.model.queue import QueueEntry, QueueTaker
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, SCHEDULED, STAGES, Failure, Interface, Progress, Record
 from ecomp.model.stored import encode
+from ecomp.model.user_data import GuestFailure
 from ecomp.store.history import (
     MAX_ANSWER_REVISIONS,
     PROGRESS_INTERVAL_SECONDS,

@@ -16,8 +16,7 @@ from docs.shapes import SHAPES
 from ecomp.cli.operators import make_host_listing
 from ecomp.cli.sharing import make_image_listing
 from ecomp.model import keys
-from ecomp.model.allocation import Inventory, Room
-from ecomp.model.explain import Provider
+from ecomp.model.allocation import Inventory, Provider, Room
 from ecomp.model.facts import MAX_CACHED_IMAGES, NO_FACTS, Facts, make_facts, parse_facts
 from ecomp.model.host import (
     NO_COMPUTES,

@@ -36,7 +36,6 @@ from ecomp.model.guest import (
     Address,
     Attachment,
     Guest,
-    GuestFailure,
     GuestSpec,
     GuestTrouble,
     list_macs,
@@ -56,6 +55,7 @@ from ecomp.model.order import (
     Request,
 )
 from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, SCHEDULED, STOPPED, Interface, Record
+from ecomp.model.user_data import GuestFailure
 
 # The whole decision table: every state of the record, with every guest, for every parsed.
 

@@ -19,9 +19,8 @@ from ecomp.agent.instance.instances import ControlPlane
 from ecomp.agent.jobs import FailureLog, Loop
 from ecomp.agent.queue import Queues, TakeLoop, Taker
 from ecomp.model import keys
-from ecomp.model.allocation import Inventory
+from ecomp.model.allocation import Inventory, Provider
 from ecomp.model.choose import PlacementReason
-from ecomp.model.explain import Provider
 from ecomp.model.flavor import Flavor
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group, Membership
 from ecomp.model.order import MAX_REQUEST_BYTES, Holdings, InvalidRequest, parse_request

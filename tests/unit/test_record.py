@@ -21,7 +21,7 @@ from ecomp.model.boots import CREATED, HOST_REBOOT, MANUAL, Boot, parse_last
 from ecomp.model.choose import PlacementReason
 from ecomp.model.command_names import RESERVED
 from ecomp.model.group import ANTI_AFFINITY, Membership
-from ecomp.model.guest import MAX_SSH_KEYS_BYTES, MAX_USER_DATA_BYTES, Address, GuestFailure
+from ecomp.model.guest import Address
 from ecomp.model.order import (
     MAX_REQUEST_BYTES,
     Holdings,
@@ -49,6 +49,7 @@ from ecomp.model.record import (
 )
 from ecomp.model.stored import encode
 from ecomp.model.text import check_name, is_label, parse_uuid_prefix
+from ecomp.model.user_data import MAX_SSH_KEYS_BYTES, MAX_USER_DATA_BYTES, GuestFailure
 from ecomp.scheduler.changes.wait import is_before_boot, is_pending
 from tests.kit.hostile import COMPUTE, HOSTILE, IMAGE, INSTANCE, OTHER_UUID, RESOURCES, make_request
 
@@ -88,7 +89,7 @@ def test_address_is_that_of_the_first_interface() -> None:
     assert RECORD.address is None
     both = (Interface('default', 'm0', '10.0.0.1'), Interface('br0', 'm1', '10.1.0.1'))
     assert replace(RECORD, addresses=both).address == '10.0.0.1'
-    assert replace(RECORD, addresses=(replace(both[0], address=None), both[1])).address is None
+    assert replace(RECORD, addresses=(both[0]._replace(address=None), both[1])).address is None
 
 
 def test_times_are_utc_and_sort_as_text() -> None:

@@ -51,7 +51,6 @@ from ecomp.errors import EcompError, Unreachable, UsageError
 from ecomp.model.boots import Boot
 from ecomp.model.events import Event, event_to_dict
 from ecomp.model.group import Membership
-from ecomp.model.guest import GuestFailure
 from ecomp.model.host import NO_COMPUTES, Computes, PresenceFacts
 from ecomp.model.order import ORDER_FIELDS, RECORDED_FIELDS, Order, make_create_words
 from ecomp.model.record import (
@@ -72,6 +71,7 @@ from ecomp.model.record import (
 from ecomp.model.stack import Place
 from ecomp.model.stored import encode
 from ecomp.model.text import join_some, make_printable, replace_uuids
+from ecomp.model.user_data import GuestFailure
 from ecomp.scheduler.placing.evacuate import Evacuated
 from tests.kit.forms import render
 

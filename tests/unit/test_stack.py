@@ -30,11 +30,11 @@ from ecomp.model.apply import ALL_MEMBERS, Action, Desired, Existing, find_exit_
 from ecomp.model.assign import Lot, Planner
 from ecomp.model.choose import PACK, SPREAD, Candidate, Offer
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group, Membership
-from ecomp.model.guest import MAX_USER_DATA_BYTES, SharedUserData
 from ecomp.model.order import Order, Request, parse_request
 from ecomp.model.record import Failure, Record
 from ecomp.model.stack import Place, Stack, StackEntry, restore_stack
 from ecomp.model.stored import decode, encode
+from ecomp.model.user_data import MAX_USER_DATA_BYTES, SharedUserData
 from ecomp.store.client import Entry as StoredEntry
 from ecomp.store.client import Snapshot
 from ecomp.yaml_file import shorten

@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING
 
 from ecomp.errors import BuildFailed, EcompError, UsageError
 from ecomp.files import watch_files, write_durably
-from ecomp.model.guest import METADATA_ADDRESS, GuestReport, make_mac_conflict, make_network_config, parse_guest_report
+from ecomp.model.guest import METADATA_ADDRESS, make_mac_conflict, make_network_config
 from ecomp.model.order import Request
 from ecomp.model.parsers import MAX_REASON_CHARACTERS
 from ecomp.model.text import make_printable
+from ecomp.model.user_data import GuestReport, parse_guest_report
 from ecomp.yaml_file import check_owner
 
 if TYPE_CHECKING:

@@ -21,8 +21,7 @@ from ecomp.failpoints import failpoint
 from ecomp.files import write_durably
 from ecomp.model import allocation as model
 from ecomp.model import status
-from ecomp.model.allocation import GIB, MIB, REQUIRED_CLASSES, calculate_capacity
-from ecomp.model.explain import Provider
+from ecomp.model.allocation import GIB, MIB, REQUIRED_CLASSES, Provider, calculate_capacity
 from ecomp.model.json_object import load_object
 from ecomp.model.query import QueryNames
 from ecomp.placement import providers

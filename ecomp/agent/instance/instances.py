@@ -46,7 +46,6 @@ from ecomp.model.guest import (
     GuestSpec,
     GuestTrouble,
     list_macs,
-    parse_shared_user_data,
 )
 from ecomp.model.order import (
     SHUT_OFF,
@@ -75,6 +74,7 @@ from ecomp.model.record import (
     make_refused_record,
 )
 from ecomp.model.text import make_printable
+from ecomp.model.user_data import parse_shared_user_data
 from ecomp.placement import allocations
 from ecomp.placement.allocations import Consumer, release
 from ecomp.placement.client import Placement
@@ -454,7 +454,7 @@ class Instances:
         """Record these addresses by MAC; write the first interface's also at /booted, with stage `addressed`."""
         record = self.records.get_existing(instance)
         interfaces = tuple(
-            replace(interface, address=found.address, source=found.source)
+            interface._replace(address=found.address, source=found.source)
             if (found := addresses.get(interface.mac)) is not None
             else interface
             for interface in record.addresses

@@ -29,8 +29,8 @@ from ecomp.model.record import (
     describe_wait,
 )
 from ecomp.model.text import make_printable
+from ecomp.scheduler.queries.computes import find_claims_on_silent, read_computes
 from ecomp.scheduler.queries.find import find_queue_entry, read_record
-from ecomp.scheduler.queries.hosts import find_claims_on_silent, read_computes
 from ecomp.shared.places import KeyIndex, find_at_living_computes, find_by_listing
 from ecomp.store.client import Entry, Store
 from ecomp.store.watch import Follower

@@ -10,7 +10,7 @@ from ecomp.model import keys
 from ecomp.model.host import Computes
 from ecomp.model.usage import Measurement, compute_use, parse_answer
 from ecomp.scheduler.operations.audit import ask, wait_for_answers
-from ecomp.scheduler.queries.hosts import read_computes
+from ecomp.scheduler.queries.computes import read_computes
 from ecomp.store.client import Store
 
 # Seconds in which a compute has to answer.

@@ -29,12 +29,12 @@ from ecomp.model import keys
 from ecomp.model.allocation import Allocations, Resources
 from ecomp.model.choose import Candidate
 from ecomp.model.group import Group, Membership, resolve_group
-from ecomp.model.guest import SharedUserData
 from ecomp.model.json_object import dump
 from ecomp.model.order import Order, Request, parse_attempt_instances
 from ecomp.model.quota import Quota, describe_excesses, make_charge, multiply_amounts
 from ecomp.model.stored import encode
 from ecomp.model.text import format_suggestion
+from ecomp.model.user_data import SharedUserData
 from ecomp.placement import providers
 from ecomp.placement.allocations import Requester, claim, release, summarize_instances
 from ecomp.placement.client import Placement

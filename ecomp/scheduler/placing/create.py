@@ -347,7 +347,7 @@ def plan(
 ) -> list[RankedCompute]:
     """Return the candidates in the order of trying, a compute maybe twice, without a claim; raises as create()."""
     terms = read_terms(store, order, order.instances)
-    from ecomp.scheduler.queries.hosts import read_computes  # not for a claim
+    from ecomp.scheduler.queries.computes import read_computes
 
     computes = read_computes(store)
     _, offer = backend.result()

@@ -10,11 +10,11 @@ from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import find_compute
 from ecomp.model.group import Group
-from ecomp.model.guest import SharedUserData
 from ecomp.model.host import Computes, PresenceFacts
 from ecomp.model.query import UnsupportedQueryError
 from ecomp.model.queue import QueueEntry, QueueTaker
 from ecomp.model.stored import decode_lenient, encode
+from ecomp.model.user_data import SharedUserData
 from ecomp.placement.allocations import read_consumer
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.claim import announce, read_settled_group, read_terms

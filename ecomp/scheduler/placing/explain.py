@@ -14,11 +14,10 @@ from dataclasses import dataclass, field, replace
 
 from ecomp.errors import EcompError
 from ecomp.model import keys
-from ecomp.model.allocation import Resources
+from ecomp.model.allocation import Provider, Resources
 from ecomp.model.choose import Candidate, Offer
 from ecomp.model.explain import (
     Miss,
-    Provider,
     add_group_failure,
     apply_cures,
     explain_uncovered,
@@ -46,7 +45,8 @@ from ecomp.placement.allocations import read_candidates
 from ecomp.placement.client import Placement
 from ecomp.placement.providers import find_with_trait
 from ecomp.scheduler.placing.claim import read_settled_group
-from ecomp.scheduler.queries.hosts import read_computes, read_facts, read_troubles
+from ecomp.scheduler.queries.computes import read_computes, read_troubles
+from ecomp.scheduler.queries.hosts import read_facts
 from ecomp.store.client import Store
 
 # Seconds for finding the reasons; the refusal itself is reported before.

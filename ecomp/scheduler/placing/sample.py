@@ -40,7 +40,7 @@ class SampledPlacer:
         entries, cluster_size = self.session.store.sample(keys.FACTS, start, SAMPLE_SIZE)
         if cluster_size <= min_cluster_size:
             return {}
-        from ecomp.model.explain import find_miss  # for large clusters only
+        from ecomp.model.explain import find_miss
         from ecomp.model.facts import parse_facts
 
         facts = {keys.get_last_part(entry.key): parse_facts(entry.value) for entry in entries if entry.lease}

@@ -33,11 +33,11 @@ from ecomp.model.allocation import Allocations, find_compute, list_missing_class
 from ecomp.model.assign import MIN_SPARE_PLACES, Assignment, Lot, Planner
 from ecomp.model.choose import PACK, SPREAD, Candidate, Offer
 from ecomp.model.group import Group, Membership
-from ecomp.model.guest import SharedUserData
 from ecomp.model.json_object import load_object_or_empty
 from ecomp.model.order import Request
 from ecomp.model.query import Amount, UnsupportedQueryError, exclude_disabled, parse_query
 from ecomp.model.record import ERROR
+from ecomp.model.user_data import SharedUserData
 from ecomp.placement import allocations, providers
 from ecomp.placement.allocations import Requester
 from ecomp.placement.client import Placement
@@ -447,7 +447,7 @@ class Session:
     @cached_property
     def computes(self) -> Computes:
         """All computes with their host names, read from etcd at first use."""
-        from ecomp.scheduler.queries.hosts import read_computes  # only for messages about computes
+        from ecomp.scheduler.queries.computes import read_computes
 
         return read_computes(self.store)
 
