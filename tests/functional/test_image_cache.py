@@ -81,6 +81,24 @@ def test_newer_image_may_evict_its_predecessor(web: ImageServer, directory: Path
     assert list_cached(directory) == [get_base_name(web.image)]
 
 
+def test_image_is_kept_during_a_question(web: ImageServer, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def evict() -> None:
+        with pytest.raises(BuildFailed, match='in use take'), (directory / 'new').open('wb') as file:
+            BaseVolumes(directory, 2 * MIB).reserve(file.fileno(), 2 * MIB, 0)
+        web.may_go_on.set()
+
+    first = get_base(make_cache(directory), web.url + 'good')
+    monkeypatch.setattr(Handler, 'answer_good', Handler.answer_silence)
+    assert get_base(make_cache(directory), web.url + 'good', evict) == first
+    # A newer one may evict it, but its download is not repeated if it breaks off.
+    monkeypatch.setattr(cache_module, 'UNREACHABLE_SECONDS', 0.0)
+    monkeypatch.setattr(Handler, 'answer_good', Handler.answer_cut)
+    web.image = make_raw_image(3 * MIB)
+    with pytest.raises(BuildFailed):
+        get_base(make_cache(directory, limit=3 * MIB), web.url + 'good')
+    assert web.requests[2:] == ['good', 'good', 'good', 'SHA256SUMS']
+
+
 def test_cancelled_check_of_the_server_leaves_nothing(
     web: ImageServer, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -510,15 +510,22 @@ class ImageCache:
         hold = self._bases.hold(entry.sha256, entry.size) if entry else None
         if entry is None or hold is None:
             return self._fetch(url, None, checkpoint, report_progress)
-        hold.close()  # a newer image may need its room; this one is the last to be evicted
         try:
-            if self._bases.must_ask(url, requested_at) and not self._ask(url, entry.version, checkpoint):
-                return self._fetch(url, None, checkpoint, report_progress)
+            if not self._bases.must_ask(url, requested_at) or self._ask(url, entry.version, checkpoint):
+                return hold
+            hold.close()  # the newer image may need its room
+            hold = None
+            return self._fetch(url, None, checkpoint, report_progress)
         except ServerUnavailable as error:
+            if (hold := hold or self._bases.hold(entry.sha256, entry.size)) is None:
+                raise
             self._bases.note_question(url, time.monotonic(), is_answered=False)
             log.warning('the cached image is used without a check for a newer one: %s', error.reason)
-        hold = self._bases.hold(entry.sha256, entry.size)
-        return hold or self._fetch(url, None, checkpoint, report_progress)
+            return hold
+        except BaseException:
+            if hold is not None:
+                hold.close()
+            raise
 
     def _ask(self, url: str, version: Version, checkpoint: Checkpoint) -> bool:
         asked_at = time.monotonic()
