@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock, call
 from wsgiref.util import setup_testing_defaults
 
 import pytest
@@ -30,7 +31,7 @@ from mdserver.guests import (
 from mdserver.metadata import find_body, make_seed, make_version_list
 from mdserver.server import App
 
-from ecomp.agent.host.metadata import GuestData
+from ecomp.agent.host.metadata import GuestData, MetadataServer, serve_metadata
 
 # From address to guest: leases, neighbours and guest files, malformed ones included.
 
@@ -456,6 +457,14 @@ def test_report_to_a_full_directory_fails(config: Config, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(files, '_write_report', raise_no_space)
     assert report_ready(config).startswith('500 ')
+
+
+def test_address_that_could_not_be_noted_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    libvirt = Mock(**{'has_metadata_address.return_value': False})
+    monkeypatch.setattr(MetadataServer, 'ensure', Mock())
+    with contextlib.ExitStack() as at_exit:
+        serve_metadata(libvirt, tmp_path / 'missing', tmp_path, is_required=True, at_exit=at_exit)
+    assert libvirt.set_metadata_address.mock_calls == [call(True), call(False)]
 
 
 # mdserver.conf: valid files, and every kind of error.

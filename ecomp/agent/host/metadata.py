@@ -95,17 +95,20 @@ def serve_metadata(
     server = MetadataServer(state / 'metadata', config_directory, bridge)
     # A killed ecompute leaves the address on the bridge. This file says that ecompute added it, and may remove it.
     marker = state / 'metadata-address'
+    is_ours = marker.exists()
 
     def ensure() -> None:
+        nonlocal is_ours
         if not libvirt.has_metadata_address():
-            with suppress(OSError):  # the disk is full: the address stays
+            is_ours = True
+            with suppress(OSError):  # the disk is full
                 marker.touch()
             libvirt.set_metadata_address(True)
             log.info('assigned %s to bridge %s, for the metadata server', METADATA_ADDRESS, bridge)
         server.ensure()
 
     def remove_address() -> None:
-        if marker.exists():
+        if is_ours:
             libvirt.set_metadata_address(False)
             marker.unlink(missing_ok=True)
 
