@@ -49,4 +49,6 @@ class Boot(NamedTuple):
 def parse_last(data: Any) -> Boot | None:
     """Parse a record's boots, of which an older ecomp wrote several, and return the last one."""
     boots: tuple[Boot, ...] = list_of(nested(Boot))(data)
+    if len(boots) > 1:
+        return boots[-1]._replace(previous_stop=boots[-2].stages.get(STOPPED, ''))
     return boots[-1] if boots else None

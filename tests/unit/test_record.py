@@ -248,8 +248,9 @@ def test_console_is_removed_when_the_instance_is_gone() -> None:
 
 
 def test_only_the_last_boot_and_known_stages_are_read() -> None:
-    many = [{'number': number, 'reason': 'later', 'stages': {'started': 'T', 'more': 7}} for number in range(1, 99)]
-    assert parse_last(many) == Boot(98, 'later', {'started': 'T'})
+    stages = {'started': 'T', 'stopped': 'U', 'more': 7}
+    many = [{'number': number, 'reason': 'later', 'stages': stages} for number in range(1, 99)]
+    assert parse_last(many) == Boot(98, 'later', {'started': 'T', 'stopped': 'U'}, previous_stop='U')
 
 
 # What `host drain --stop` stops and waits for.
