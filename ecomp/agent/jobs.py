@@ -113,7 +113,7 @@ class FailureLog:
         backend = error.backend if isinstance(error, Unreachable) else ''
         text = str(error)
         if isinstance(error, OSError):  # mostly of the state directory
-            text = f'{error.filename or "failed"}: {error.strerror or error}'
+            text = f'{error.filename or activity}: {error.strerror or error}'
         loss = _Failure(backend or text, bool(backend))
         with self._lock:
             if loss.is_backend and started_at < self._recovered_at.get(loss, -math.inf):

@@ -346,6 +346,8 @@ def test_attempt_logs_failure_and_return(info_log: pytest.LogCaptureFixture) -> 
     assert info_log.messages[2:] == ['unexpected error while looking; trying again']
     assert complaints.attempt('looking', lambda: 6.0) == 6.0
     assert len(returns) == 1
+    assert complaints.attempt('looking', lambda: fails(OSError(24, 'Too many open files'))) is None
+    assert info_log.messages[3:] == ['looking: Too many open files; trying again until it works']
 
 
 def test_loss_is_handed_over_to_another_activity(info_log: pytest.LogCaptureFixture) -> None:
