@@ -178,7 +178,7 @@ class ComputeConfig:
     )
     ignore_warnings: tuple[str, ...] = make_field((), make_unique_list_parser(make_choice_parser(*COMPUTE_WARNINGS)))
     metrics: Path | None = make_path_field(None, _parse_metrics)
-    directory: Path = Path('.')
+    directory: Path = Path('.')  # of the file, or the working directory
     path: Path | None = field(default=None, compare=False)
 
 

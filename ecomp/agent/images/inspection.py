@@ -96,6 +96,7 @@ def _become_qemu_img(path: Path, data_bytes: int) -> None:
         os.dup2(null.fileno(), 2)
     # In addition to RLIMIT_AS, of which the libraries of QEMU alone take 220 MiB.
     resource.setrlimit(resource.RLIMIT_DATA, (data_bytes, data_bytes))
+    # No child: this process keeps its parent, its used time and the signals that end it.
     os.execvp(program, [program, 'measure', '-f', 'qcow2', '-O', 'raw', str(path)])
 
 

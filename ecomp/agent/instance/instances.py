@@ -430,7 +430,7 @@ class Instances:
                 self.records.write(replace(self._make_current_record(record, guest), fault=reason), 0)
         elif record is not None:
             self._fail(record, 0, Failure('scheduled', reason, ''), remove_guest=guest is not None)
-        else:
+        else:  # it may have ended long ago: nothing is written to etcd
             self._remove(instance, Destroy(instance, self.compute) if guest is not None else None)
             self.memory.record_end(instance)
 
