@@ -291,13 +291,14 @@ class Domains:
                     failpoint('domain-destroyed')
                     if undefine and domain.isPersistent():
                         _undefine(domain)
-                    domain = _find_own_domain(connection, instance, compute, allow_foreign=undefine)
-                    if domain is None or not (undefine or _is_active(domain)):
-                        return
                 except libvirt.libvirtError as error:
                     if is_broken(error) or error.get_error_code() not in RETRYABLE_ERRORS:
                         raise
                     failure = describe_error(error)
+                with IgnoredErrors(*RETRYABLE_ERRORS):  # for example, it is removed just now
+                    domain = _find_own_domain(connection, instance, compute, allow_foreign=undefine)
+                    if domain is None or not (undefine or _is_active(domain)):
+                        return
             if time.monotonic() >= deadline:
                 break
             time.sleep(backoff.next())

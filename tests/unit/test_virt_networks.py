@@ -6,11 +6,12 @@ import os
 import threading
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -20,6 +21,7 @@ from ecomp.agent.host.state import Identity  # noqa: E402
 from ecomp.compute_conf import ComputeConfig  # noqa: E402
 from ecomp.errors import Conflict  # noqa: E402
 from ecomp.model.guest import Address, Attachment  # noqa: E402
+from ecomp.virt import domains  # noqa: E402
 from ecomp.virt.connection import Connection  # noqa: E402
 from ecomp.virt.domains import GuestAgents, pick_addresses  # noqa: E402
 from ecomp.virt.networks import Networks, pick_newest_leases  # noqa: E402
@@ -312,3 +314,19 @@ def test_failed_thread_start_is_retried_by_a_later_call(monkeypatch: pytest.Monk
         assert agents.query_addresses('one', [MAC]) == {}
     wait_until(lambda: agents.query_addresses('one', [MAC]) == {MAC: '10.0.0.5'}, 20, 'it was asked')
     agents.close()
+
+
+def test_guest_that_ends_at_the_end_of_the_time_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    domain = SimpleNamespace(isActive=lambda: domain.is_active, destroy=lambda: fail_late(), is_active=True)
+
+    def fail_late() -> None:
+        domain.is_active = False  # it ended by itself while libvirt waited
+        error = libvirt.libvirtError('late')
+        error.err = (libvirt.VIR_ERR_OPERATION_INVALID, libvirt.VIR_FROM_QEMU, 'late', *[None] * 6)
+        raise error
+
+    monkeypatch.setattr(domains, 'DESTROY_TIMEOUT_SECONDS', 0.0)
+    monkeypatch.setattr(domains, '_find_own_domain', lambda *_, **__: domain)
+    connection: Any = SimpleNamespace(uri='test:///default', use=nullcontext)
+    domains.Domains(connection).force_off('one', 'own', undefine=False)
+    assert not domain.is_active
