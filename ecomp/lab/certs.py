@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -36,9 +35,7 @@ from ecomp.model.record import format_time
 from ecomp.model.stored import encode
 from ecomp.model.text import make_printable
 from ecomp.store.client import Put, Settlement, Store, Unchanged
-
-if TYPE_CHECKING:
-    from ecomp.store.roles import Accounts
+from ecomp.store.roles import Accounts
 
 AUTHORITY_DAYS = 3650  # validity of the authority
 CERTIFICATE_DAYS = 730  # validity of each other certificate
@@ -352,8 +349,6 @@ def _read_computes(directory: Path) -> dict[str, str]:
 @contextmanager
 def _connect_as_operator(directory: Path) -> Iterator[tuple[Accounts, Store]]:
     """Connect as the first operator that etcd allows everything; UsageError without operators, Denied if all fail."""
-    from ecomp.store.roles import Accounts  # imported here: the other commands run without etcd3
-
     paths = [directory / name / 'schedule.yaml' for name in list_clients(directory, OPERATOR)]
     configs = [load_schedule(path).etcd for path in paths]
     if not configs:
