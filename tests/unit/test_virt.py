@@ -27,8 +27,10 @@ from ecomp.virt.xml import ClosedService, Dhcp, Reservation, choose_address, mak
 
 
 QEMU = libvirt_host.QemuUser('qemu', 4711, frozenset({4712, 4713}))
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason='only root can ask as another user')
 
 
+@needs_root
 @pytest.mark.parametrize(
     ('mode', 'group', 'entry', 'can_enter', 'can_write'),
     [
@@ -55,6 +57,7 @@ def test_access_of_another_user(
     assert libvirt_host.has_access(libvirt_host.ENTER, tmp_path, libvirt_host.QemuUser('root', 0, frozenset({0})))
 
 
+@needs_root
 def test_unreachable_directory_is_named_with_the_command(tmp_path: Path) -> None:
     (tmp_path / 'a b' / 'images').mkdir(parents=True)
     for step in (tmp_path, *tmp_path.parents):
@@ -69,6 +72,7 @@ def test_unreachable_directory_is_named_with_the_command(tmp_path: Path) -> None
     assert problem.cure == f'setfacl -m u:qemu:x {quoted} || chmod o+x {quoted}'
 
 
+@needs_root
 @pytest.mark.parametrize(('cpu_flag', 'device', 'offered'), list(itertools.product((False, True), repeat=3)))
 def test_virt_type(
     *, cpu_flag: bool, device: bool, offered: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
