@@ -270,7 +270,7 @@ def test_ssh_config_does_not_use_names_of_the_local_machine(guest: SshGuest, nam
 
 
 def test_guest_on_a_bridge_is_reached_directly(guest: SshGuest) -> None:
-    bridged = replace(guest.record.addresses[0], source='arp', address='127.0.0.1')
+    bridged = guest.record.addresses[0]._replace(source='arp', address='127.0.0.1')
     guest.write_record(
         replace(guest.record, host_keys=(guest.make_key('host'),), addresses=(*guest.record.addresses, bridged))
     )

@@ -316,7 +316,7 @@ def test_shutdown_presses_the_power_button(hypervisor: Hypervisor, spec: GuestSp
     instance = spec.instance
     image = Path(spec.base.path).with_name('power-button.raw')
     image.write_bytes(make_boot_disk(POWER_BUTTON))
-    build(hypervisor, replace(spec, base=replace(spec.base, path=str(image))))
+    build(hypervisor, replace(spec, base=spec.base._replace(path=str(image))))
     with pytest.raises(Conflict, match=COMPUTE):
         hypervisor.shutdown(instance, str(uuid4()))
 
@@ -356,7 +356,7 @@ def test_resume_without_a_domain_fails(hypervisor: Hypervisor, spec: GuestSpec) 
 
 def test_image_larger_than_the_disk_is_refused(hypervisor: Hypervisor, spec: GuestSpec) -> None:
     with pytest.raises(BuildFailed, match=r'image: the image is 3.0 GiB, but DISK_GB is 1'):
-        hypervisor.create_disk(replace(spec, base=replace(spec.base, virtual_size=3 * 2**30)))
+        hypervisor.create_disk(replace(spec, base=spec.base._replace(virtual_size=3 * 2**30)))
     assert hypervisor.list_guests() == {}
 
 

@@ -220,7 +220,7 @@ def test_commands_about_one_instance_say_that_its_host_is_silent(hosts: Hosts) -
 def test_ssh_says_that_the_host_is_silent_and_goes_on(
     hosts: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hosts.add(hosts.silent, 'a', host_keys=(HOST_KEY,), addresses=(replace(ADDRESS, source='arp'),))
+    hosts.add(hosts.silent, 'a', host_keys=(HOST_KEY,), addresses=(ADDRESS._replace(source='arp'),))
     program = tmp_path / 'ssh'
     program.write_text('#!/bin/sh\necho connected\n')
     program.chmod(0o755)

@@ -110,7 +110,7 @@ def test_disk_without_a_size_has_the_image_s_size(real_libvirt: Libvirt, spec: G
 
 def test_missing_base_volume_fails_the_build(real_libvirt: Libvirt, spec: GuestSpec) -> None:
     with pytest.raises(BuildFailed, match='disk: the base volume /gone is missing'):
-        real_libvirt.create_disk(replace(spec, base=replace(spec.base, path='/gone')))
+        real_libvirt.create_disk(replace(spec, base=spec.base._replace(path='/gone')))
     assert real_libvirt.list_guests() == {}
 
 
@@ -120,7 +120,7 @@ def test_overlay_of_a_deleted_base_volume_is_listed(
     other, other_base = make_spec(), Path(spec.base.path).with_name('other.raw')
     other_base.write_bytes(Path(spec.base.path).read_bytes())
     real_libvirt.create_disk(spec)
-    real_libvirt.create_disk(replace(other, base=replace(other.base, path=str(other_base))))
+    real_libvirt.create_disk(replace(other, base=other.base._replace(path=str(other_base))))
     assert real_libvirt.list_missing_bases() == {}
     other_base.unlink()
     assert real_libvirt.list_missing_bases() == {other.instance: str(other_base)}
