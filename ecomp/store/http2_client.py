@@ -369,13 +369,11 @@ class EtcdMember(Transport):
         """Send the request once and return its answer (None: a KeepAlive's stream had none); raise CallFailure."""
         deadline = time.monotonic() + timeout_seconds
         path, name = messages.find_method(request)
-        headers = _make_headers(self, path, deadline)
-        if isinstance(request, messages.AuthRequest) and request.token:
-            headers = [*headers, ('token', request.token)]
+        token = [('token', request.token)] if isinstance(request, messages.AuthRequest) and request.token else []
         # A renewal is a stream of requests. `etcd grpc-proxy` cancels it if our side ends before it has answered.
         is_stream, message = isinstance(request, messages.KeepAlive), None
         with self.reserve(deadline):
-            stream = Stream(self, headers, MAX_ANSWER_BYTES)
+            stream = Stream(self, [*_make_headers(self, path, deadline), *token], MAX_ANSWER_BYTES)
             try:
                 stream.send(_frame_message(request.to_bytes()), deadline, end_stream=not is_stream)
                 while not stream.is_finished:
@@ -405,7 +403,8 @@ class EtcdMember(Transport):
 class WatchStream:
     """The answers to watches on one stream, as they arrive; to be iterated over once.
 
-    With `progress_seconds` etcd is asked for its progress after each such silence, and an empty answer is yielded.
+    With `progress_seconds` etcd is asked for its progress after each such silence, and an empty answer is yielded after
+    it and after whatever else arrives, so that the consumer can limit its wait for answers.
 
     Iteration ends when etcd ends the stream. It raises CallFailure: DEADLINE_EXCEEDED after `duration_seconds` (as
     unsent: no connection in time), UNAVAILABLE after cancel() or if the stream or a ping fails, or etcd's own code.
@@ -434,7 +433,8 @@ class WatchStream:
                     stream.send(_frame_message(request.to_bytes()), start + self._timeout, end_stream=False)
                 try:
                     while not stream.is_finished:
-                        if not self._receive(stream, deadline):
+                        self._receive(stream, deadline)
+                        if self._progress_seconds is not None:
                             yield _parse_answer(name, b'', deadline)
                         while (message := _take_message(stream.body)) is not None:
                             check_deadline(deadline)
@@ -455,14 +455,14 @@ class WatchStream:
         if not self._is_finished:
             self._transport.shut_down()
 
-    def _receive(self, stream: Stream, deadline: float) -> bool:
-        """Process the next events; return False, after asking for progress, if none arrive in `progress_seconds`."""
+    def _receive(self, stream: Stream, deadline: float) -> None:
+        """Process the next events; ask for progress if none arrive in `progress_seconds`."""
         progress_seconds = self._progress_seconds
         for seconds in (PING_AFTER_SECONDS, PING_ANSWER_SECONDS) if progress_seconds is None else (progress_seconds,):
             check_deadline(deadline)
             with suppress(TimeoutError):
                 stream.receive(min(time.monotonic() + seconds, deadline))
-                return True
+                return
             check_deadline(deadline)
             if seconds == PING_AFTER_SECONDS:
                 self._transport.ping(time.monotonic() + PING_ANSWER_SECONDS)
@@ -473,7 +473,6 @@ class WatchStream:
             stream.send(message, time.monotonic() + self._timeout, end_stream=False)
         except TimeoutError:  # a TimeoutError would mean that the time of the watch is over
             raise ConnectionError('the member accepts no data') from None
-        return False
 
 
 def _make_headers(transport: Transport, path: str, deadline: float) -> Sequence[tuple[str, str]]:

@@ -12,16 +12,18 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 from h2.config import H2Configuration
 from h2.connection import H2Connection
-from h2.events import RequestReceived, StreamEnded
+from h2.events import PingAckReceived, RequestReceived, StreamEnded
 from h2.exceptions import H2Error
 
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, NoSpace, UnknownOutcome, Unreachable
+from ecomp.store import http2_client
 from ecomp.store.client import Delete, Entry, Exists, Put, Store, Unchanged
 from ecomp.store.connection import AnswerTooLong
 from ecomp.store.messages import UNAVAILABLE, CallFailure, WatchCreate
@@ -396,12 +398,14 @@ for_each_malformed_answer = pytest.mark.parametrize(
 class CannedEtcd(ThreadedServer):
     """An HTTP/2 server that sends canned answers, the last one repeatedly.
 
-    `heard` are the paths of the calls.
+    `heard` are the paths of the calls, `limits_ms` the milliseconds that each may take. Without answers a watch gets
+    pings, without end.
     """
 
     def __init__(self, *says: CannedAnswer) -> None:
         self._says = list(says)
         self.heard: list[str] = []
+        self.limits_ms: list[int] = []
         super().__init__()
 
     def serve(self, connection: socket.socket, number: int) -> None:  # noqa: ARG002
@@ -413,10 +417,13 @@ class CannedEtcd(ThreadedServer):
                 for event in http.receive_data(data):
                     if isinstance(event, RequestReceived):
                         self.heard.append(str(dict(event.headers)[':path']))
-                        if self.heard[-1].endswith('/Watch'):  # the client never ends that stream
+                        self.limits_ms.append(int(dict(event.headers)['grpc-timeout'].removesuffix('m')))
+                        if self._says and self.heard[-1].endswith('/Watch'):  # the client never ends that stream
                             self._send_answer(http, event.stream_id)
                     if isinstance(event, StreamEnded):
                         self._send_answer(http, event.stream_id)
+                    if not self._says and isinstance(event, RequestReceived | PingAckReceived):
+                        http.ping(b'for ever')
                 connection.sendall(http.data_to_send())
 
     def _send_answer(self, http: H2Connection, stream: int) -> None:
@@ -487,6 +494,27 @@ def test_watch_fails_on_a_malformed_answer() -> None:
     with serve_answers(MALFORMED_ANSWERS['packed'][1]) as (_, store), pytest.raises(CallFailure) as caught:
         list(store.watch([WatchCreate(b'/', b'0', 1)], 5.0))
     assert caught.value.code == UNAVAILABLE
+
+
+def test_watch_lets_its_consumer_see_the_time_though_pings_arrive() -> None:
+    with serve_answers() as (_, store):
+        assert not next(iter(store.watch([WatchCreate(b'/', b'0', 1)], 5.0, 0.4))).events
+
+
+def test_member_is_told_the_time_that_is_left_after_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserve, clock = http2_client.Transport.reserve, SimpleNamespace(monotonic=time.monotonic)
+
+    @contextmanager
+    def reserve_late(transport: http2_client.Transport, deadline: float) -> Iterator[None]:
+        with reserve(transport, deadline):
+            clock.monotonic = lambda: time.monotonic() + 2.0
+            yield
+
+    monkeypatch.setattr(http2_client, 'time', clock)
+    monkeypatch.setattr(http2_client.Transport, 'reserve', reserve_late)
+    with serve_answers(VALID_ANSWER) as (server, store):
+        store.get('/x')
+    assert server.limits_ms[0] <= 1000
 
 
 def test_too_long_answer_leaves_the_outcome_of_a_write_unknown() -> None:
