@@ -181,13 +181,12 @@ class Details(NamedTuple):
         word, _, number = folded_name.rpartition(' ')
         if word in self.numbered_fields and number.isdecimal():
             return folded_name
-        own = {field: cell for field, cell in self.fields if field.rpartition(' ')[0] not in self.numbered_fields}
-        matches = [
-            field for field, cell in own.items() if cell is not None and field.casefold().startswith(folded_name)
-        ]
+        own = [each for each in self.fields if each[0].rpartition(' ')[0] not in self.numbered_fields]
+        filled = dict.fromkeys(field for field, cell in own if cell is not None)
+        matches = [field for field in filled if field.casefold().startswith(folded_name)]
         # A beginning refers to the fields that have a value, if it matches any of these, else to all possible fields.
         is_beginning = folded_name and folded_name not in self.possible_fields
-        candidates = matches if matches and is_beginning else dict.fromkeys([*self.possible_fields, *own])
+        candidates = matches if matches and is_beginning else dict.fromkeys([*self.possible_fields, *dict(own)])
         return _find_column(name, list(map(Column, candidates)), '-c').name
 
 

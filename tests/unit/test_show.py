@@ -462,6 +462,11 @@ def test_details_have_a_line_per_field_and_fold_on_a_terminal() -> None:
         render_details([one, two], OutputStyle('value', columns=('state', 'error')), True)
         == 'active\t-\nerror\tit broke'
     )
+    # A beginning means the fields that any of them has.
+    three = Details([('error', None)], {})
+    assert render_details([two, three], OutputStyle('value', columns=('err',)), True) == 'it broke\n-'
+    with pytest.raises(UsageError, match='2 columns begin'):
+        render_details([Details([('errors', '1'), *two.fields], {}), three], OutputStyle(columns=('err',)), True)
     assert json.loads(render_details([one], OutputStyle('json'), False)) == {'state': 'active'}
     assert json.loads(render_details([one], OutputStyle('json'), True)) == [{'state': 'active'}]
 
