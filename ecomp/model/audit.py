@@ -276,14 +276,14 @@ def _find_entry_problems(world: World) -> Iterator[Finding]:
         if len(requests) > 1 and (record is None or is_living):
             yield Finding('request-doubled', instance, requested_from, keys=world.list_request_keys(instance))
         booted = world.get_value(keys.address(instance))
-        address = booted.value.decode(errors='replace') if booted else ''
+        address = booted.value.decode(errors='replace') if booted else None
         if record is not None and is_living:
             yield from _find_living_entry_problems(world, record, address)
         elif record is not None or not requests:
             yield from _find_ended_entry_problems(world, instance, address)
 
 
-def _find_living_entry_problems(world: World, record: Record, address: str) -> Iterator[Finding]:
+def _find_living_entry_problems(world: World, record: Record, address: str | None) -> Iterator[Finding]:
     instance, record_key = record.instance, world.get_record_key(record.instance)
     entry = world.get_value(record_key)
     if entry is not None and entry.lease:
@@ -292,12 +292,13 @@ def _find_living_entry_problems(world: World, record: Record, address: str) -> I
     if not world.requests_by_compute.get(instance):
         sentence = f'{_describe_record(record)}, but it has no request'
         yield Finding('request-missing', instance, sentence, record.compute)
-    if not world.is_in_work(instance) and address != (record.address or ''):
-        sentence = f'/booted has {address or "no address"}, but its record has {record.address or "no address"}'
+    if not world.is_in_work(instance) and address != (record.address or None):
+        booted = 'no address' if address is None else address
+        sentence = f'/booted has {booted}, but its record has {record.address or "no address"}'
         yield Finding('booted-differs', instance, sentence, keys=(keys.address(instance),))
 
 
-def _find_ended_entry_problems(world: World, instance: str, address: str) -> Iterator[Finding]:
+def _find_ended_entry_problems(world: World, instance: str, address: str | None) -> Iterator[Finding]:
     record, related_keys = world.records.get(instance), world.list_instance_keys(instance)
     summary = f'its record has state {record.state}' if record else 'it has no request and no record'
     for compute in sorted(world.requests_by_compute.get(instance, {})):

@@ -54,6 +54,11 @@ def test_consistent_cluster_has_no_finding(world: WorldBuilder) -> None:
     assert find_all(World(Planes({}, {}))) == []
 
 
+def empty_address(world: WorldBuilder) -> None:
+    world.put_record(ACTIVE, record.ACTIVE, name='web1')
+    world.put(keys.address(ACTIVE), '')
+
+
 def add_namesake(world: WorldBuilder) -> None:
     world.add_instance(TWO, UNKNOWN, name='web1')
 
@@ -131,6 +136,7 @@ DEFECTS: list[tuple[str, str, Callable[[WorldBuilder], object]]] = [
     ('booted-orphaned', GONE, lambda w: w.put(keys.address(GONE), '10.0.0.1')),
     ('booted-differs', ACTIVE, lambda w: w.put(keys.address(ACTIVE), '10.0.0.2')),
     ('booted-differs', ACTIVE, lambda w: w.etcd.pop(keys.address(ACTIVE))),
+    ('booted-differs', ACTIVE, empty_address),
     ('name-orphaned', 'web2', lambda w: w.put_name('web2', UNKNOWN)),
     ('name-orphaned', 'web2', lambda w: w.put_name('web2', ACTIVE)),
     ('name-orphaned', 'web2', lambda w: w.put_name('web2', OFF)),
