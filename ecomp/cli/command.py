@@ -85,12 +85,12 @@ class Context:
 
     def show_document(self, values: Sequence[object], text: str = '', is_array: bool = False) -> None:
         """Print `text`, unless '', or with -f json/yaml the first value (all if `is_array`); no-op without values."""
-        from ecomp.cli.tables import format_document
-
         if values and self.form == TABLE:
             if text:
                 self.put_lines(text.split('\n'))
         elif values:
+            from ecomp.cli.tables import format_document  # imported here: most creates print a line
+
             self.draw(format_document(list(values) if is_array else values[0], self.form))
 
     def put_lines(self, lines: Sequence[str]) -> None:

@@ -93,6 +93,7 @@ def test_commands_load_no_more_modules_than_their_budget(cloud: Cloud, config: P
     compute = cloud.make_compute()
     output, modules = run_command(config, f'{RESOURCES}&in_tree={compute}')
     assert_within_budget('create', modules)
+    assert 'ecomp.cli.tables' not in modules
     instance = output.split()[-1]
     request = cloud.store.get(keys.request(compute, instance))
     assert request is not None
