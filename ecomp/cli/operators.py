@@ -265,8 +265,8 @@ def _audit(ctx: Context) -> int:
 
 
 def make_host_listing(hosts: Sequence[Host]) -> Listing:
-    # Classes that every guest needs come before those that only some computes have.
     """List computes with the share of each resource class that is in use."""
+    # Classes that every guest needs come before those that only some computes have.
     classes = [*REQUIRED_CLASSES, *sorted({name for host in hosts for name in host.rooms} - set(REQUIRED_CLASSES))]
     columns = [COMPUTE_COLUMN, Column('HOST', min_width=8), Column('STATE', kind=STATE), Column('INSTANCES', 1)]
     rows = []
