@@ -1,7 +1,7 @@
 """A check and what it finds, for `audit`, `doctor` and `ecompute --check`, with its level and its repairs. Pure.
 
 An operator must act on an error. A warning is about what the packages of the system bring and no newer package of the
-system repairs, or about a host that others stand in for; it does not change the exit code, and `ignore_warnings:`
+system repairs, or about a host that others stand in for. It does not change the exit code, and `ignore_warnings:`
 silences it.
 """
 

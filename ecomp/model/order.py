@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 from ecomp.errors import UsageError
@@ -196,9 +197,10 @@ def make_create_words(order: Order) -> list[str]:
     """Return the words of the command that creates an order's instance, without those for ssh keys and user-data."""
     group = order.group or Membership('')
     values = {'--name': order.name, '--project': order.project_id, '--group': group.name, '--policy': group.policy}
-    options = [word for option in values.items() if option[1] for word in option]
+    # After a space a value that begins with - would be another option.
+    pairs = ([f'{flag}={value}'] if value[0] == '-' else [flag, value] for flag, value in values.items() if value)
     strictness = [] if group.strict is None else ['--strict' if group.strict else '--soft']
-    return [*filter(None, [order.query, order.image, *options]), *strictness]
+    return [*filter(None, [order.query, order.image]), *chain.from_iterable(pairs), *strictness]
 
 
 # Bytes of a value; a larger one is not parsed. Escaped in a record it may be three times as long, and etcd takes 1.5
