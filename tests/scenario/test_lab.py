@@ -227,6 +227,8 @@ def place_with_own_data(lab: Lab, host: str) -> str:
 def test_address_stays_when_daemons_restart_and_the_guest_is_reset_or_rebooted(lab: Lab) -> None:
     host, instance = lab.place(QUERY, lab.make_url('guest.qcow2'), '--wait=ready')
     address = lab.wait_address(instance)
+    # The host may hear of it before the guest's console does.
+    wait_until(lambda: 'ecomp-guest: phoned' in lab.read_console(host, instance), BOOT_SECONDS, 'it says so')
     before = lab.wait_guest_facts(host, instance)
     allocated = lab.get_placement(f'/allocations/{instance}')['allocations']
     processes = json.loads((lab.directory / 'lab.json').read_text())['processes']

@@ -27,7 +27,6 @@ from tests.kit.commands import Control, Ecompute
 from tests.kit.ear import NotifySocket
 from tests.kit.hands import check_settled
 from tests.kit.invariants import read_lasting_keys
-from tests.kit.many import ManyComputes
 from tests.kit.servers import TOP, Etcd, free_port, make_environment, wait_until
 from tests.kit.sharing import kill_and_lapse
 from tests.kit.story import (
@@ -92,18 +91,6 @@ def count_excess(etcd: Etcd, requested_paths: list[str], provider: str) -> Count
     increase = count_etcd_requests(etcd) - before + Counter(set(requested_paths) - {provider})
     del increase['KV/Range'], increase['Lease/LeaseKeepAlive']
     return increase
-
-
-@pytest.mark.slow
-def test_number_of_threads_does_not_grow_with_the_computes(cluster: Control) -> None:
-    count = 40
-    many = ManyComputes(cluster, count, queues=True)
-    many.start()
-    for instance in [parse_notice(cluster.eschedule(SMALL_QUERY))[1] for _ in range(2)]:
-        wait_address(cluster, instance)
-    threads = len(list(Path(f'/proc/{many.pid}/task').iterdir()))
-    assert threads < count, f'{threads} of {count} computes'
-    assert many.stop() == 0
 
 
 # No command leaves a lease without a key in etcd: thousands of them would fill its memory for a day or a week.
