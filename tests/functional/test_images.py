@@ -111,7 +111,7 @@ def test_local_image_that_grows_while_it_is_read_is_refused(directory: Path, she
 
 
 @pytest.mark.parametrize('status', [407, 599])
-def test_refusal_of_a_proxy_is_reported_without_its_text(web: ImageServer, status: int) -> None:
+def test_refusal_of_a_proxy_is_reported_by_its_status(web: ImageServer, status: int) -> None:
 
     def do_CONNECT(handler: Handler) -> None:  # noqa: N802
         handler.send_response(status, 'ask \x1b[7m me')
@@ -123,7 +123,7 @@ def test_refusal_of_a_proxy_is_reported_without_its_text(web: ImageServer, statu
         with pytest.raises(ServerUnavailable) as caught:
             source.open()
         source.close()
-    assert caught.value.reason == 'https://cloud.example/x: the proxy gives no connection'
+    assert caught.value.reason == f'https://cloud.example/x: the proxy returned HTTP {status}'
 
 
 @pytest.mark.parametrize('url', ['', 'x', '/etc/shadow', 'ftp://h/x', 'http:///x', 'file://host/x', 'http://h/\udcff'])

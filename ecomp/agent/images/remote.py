@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import socket
 import ssl
 import time
@@ -46,6 +47,8 @@ TIMEOUT_SECONDS = (5.0, 60.0)
 MAX_REDIRECTS = 5
 # Environment variables that may name a file or directory of certificate authorities.
 CA_VARIABLES = ('REQUESTS_CA_BUNDLE', 'CURL_CA_BUNDLE')
+# http.client's error for a proxy that opens no tunnel to an https server.
+TUNNEL_FAILURE = re.compile('Tunnel connection failed: ([0-9]{3}) ')
 HEADERS = {'user-agent': f'ecomp/{__version__}', 'accept': '*/*', 'accept-encoding': 'identity'}
 
 
@@ -275,7 +278,8 @@ def describe_failure(error: Exception) -> str:
         causes += [each for each in inner if isinstance(each, BaseException) and each not in causes]
     detail = next((f': {each.strerror}' for each in causes if isinstance(each, OSError) and each.strerror), '')
     if isinstance(error, requests.exceptions.ProxyError):
-        return f'the proxy gives no connection{detail}'
+        answer = next(filter(None, (TUNNEL_FAILURE.match(str(each)) for each in causes)), None)
+        return f'the proxy returned HTTP {answer[1]}' if answer else f'the proxy gives no connection{detail}'
     return f'the server cannot be reached{detail}'
 
 
