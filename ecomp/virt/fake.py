@@ -303,7 +303,9 @@ def _read(path: Path, parse: Callable[[Any], T]) -> T | None:
 
 
 def _parse_guest(row: dict[str, Any]) -> Guest:
-    return Guest(**{**row, 'troubles': tuple(GuestTrouble(*each) for each in row.get('troubles', ()))})
+    # Fields that an older version wrote are left out.
+    known = {name: row[name] for name in row.keys() & Guest.__dataclass_fields__.keys()}
+    return Guest(**{**known, 'troubles': tuple(GuestTrouble(*each) for each in row.get('troubles', ()))})
 
 
 def _make_empty_guest(instance: str) -> Guest:
