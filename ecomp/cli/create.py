@@ -13,14 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ecomp.cli.command import CREATE, LISTING_OPTIONS, Command, Context, select_options
-from ecomp.cli.input import (
-    STDIN,
-    check_flavor_suffices,
-    describe_owner,
-    read_ssh_keys,
-    read_user_data,
-    resolve_image,
-)
+from ecomp.cli.input import STDIN, check_flavor_suffices, describe_owner, read_ssh_keys, read_user_data, resolve_image
 from ecomp.cli.options import (
     DEFAULT_WAIT_SECONDS,
     JSON,

@@ -12,14 +12,11 @@ from ecomp.model.text import make_printable
 
 # Host keys of other types, further keys, and longer ones are dropped. 3000 characters hold an RSA key of 16384 bits.
 HOST_KEY_TYPES = ('ssh-ed25519', 'ecdsa-sha2-nistp256', 'ecdsa-sha2-nistp384', 'ecdsa-sha2-nistp521', 'ssh-rsa')
-
 MAX_HOST_KEYS = 4
-
 MAX_HOST_KEY_CHARACTERS = 3000
 
 # Characters of cloud-init's failed stage and error; longer text is truncated and ends in `…`.
 MAX_STAGE_CHARACTERS = 40
-
 MAX_REASON_CHARACTERS = 500
 
 
@@ -63,7 +60,6 @@ def parse_guest_report(data: bytes) -> GuestReport:
 
 # More user-data, or more ssh keys of an instance in total, are refused. A request contains user-data as base64.
 MAX_USER_DATA_BYTES = 256 * 1024
-
 MAX_SSH_KEYS_BYTES = 32 * 1024
 
 GZIP_MAGIC = b'\x1f\x8b'

@@ -29,7 +29,6 @@ Change = tuple[list[Unchanged], list[Put | Delete]]
 
 # Tries of a transaction; each one that fails means that another succeeded.
 MAX_TRIES = 100
-
 MAX_PAUSE_SECONDS = 0.05
 
 

@@ -28,14 +28,7 @@ from ecomp.model.guest import METADATA_ADDRESS, Address, Attachment, ReservedAdd
 from ecomp.model.record import format_time
 from ecomp.model.text import join_some
 from ecomp.virt import xml
-from ecomp.virt.connection import (
-    Connection,
-    IgnoredErrors,
-    describe_error,
-    is_broken,
-    libvirt,
-    raise_build_failed,
-)
+from ecomp.virt.connection import Connection, IgnoredErrors, describe_error, is_broken, libvirt, raise_build_failed
 from ecomp.virt.xml import Dhcp, Reservation
 
 log = logging.getLogger(__name__)

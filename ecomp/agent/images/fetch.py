@@ -17,14 +17,7 @@ from typing import IO
 from ecomp.agent.images.cache import BaseVolumes, make_source
 from ecomp.agent.images.child import answer, answer_finally, read_job
 from ecomp.agent.images.remote import RemoteSource
-from ecomp.agent.images.sources import (
-    SUMS_FILE,
-    Download,
-    LocalSource,
-    ServerUnavailable,
-    Stream,
-    Version,
-)
+from ecomp.agent.images.sources import SUMS_FILE, Download, LocalSource, ServerUnavailable, Stream, Version
 from ecomp.errors import BuildFailed
 from ecomp.failpoints import failpoint
 from ecomp.model.image import find_sha256

@@ -19,14 +19,7 @@ from ecomp.errors import EcompError, NotFound
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations
-from ecomp.model.audit import (
-    HostReport,
-    confirm_findings,
-    find_all,
-    find_mute,
-    list_orphaned_entries,
-    parse_report,
-)
+from ecomp.model.audit import HostReport, confirm_findings, find_all, find_mute, list_orphaned_entries, parse_report
 from ecomp.model.backoff import Backoff
 from ecomp.model.finding import ERROR, Finding, Repair, count_findings
 from ecomp.model.group import Group

@@ -13,13 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
-from ecomp.errors import (
-    ClaimedElsewhere,
-    Conflict,
-    EcompError,
-    NoCapacity,
-    OverQuota,
-)
+from ecomp.errors import ClaimedElsewhere, Conflict, EcompError, NoCapacity, OverQuota
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import sum_allocations, sum_resources

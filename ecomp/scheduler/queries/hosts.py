@@ -13,13 +13,7 @@ from ecomp.metrics import Samples
 from ecomp.model import keys, status
 from ecomp.model.allocation import GIB, MIB
 from ecomp.model.facts import Facts, parse_facts, sum_held
-from ecomp.model.host import (
-    CLOSED,
-    ORPHANED,
-    SILENT,
-    Host,
-    ProviderSummary,
-)
+from ecomp.model.host import CLOSED, ORPHANED, SILENT, Host, ProviderSummary
 from ecomp.model.listing import Absences
 from ecomp.model.record import QUEUED, SCHEDULED
 from ecomp.model.text import make_printable
