@@ -252,7 +252,9 @@ def test_certificate_is_checked_against_the_host_name(
     url = f'https://images.example.org:{port}/good'
     with monkeypatch.context() as stranger:
         stranger.delenv('REQUESTS_CA_BUNDLE')
-        assert 'cannot be reached' in fetch_refusal(make_cache(tmp_path, LOOPBACK_REACH), url)
+        refusal = fetch_refusal(make_cache(tmp_path, LOOPBACK_REACH), url)
+        assert 'the server cannot be reached: ' in refusal
+        assert refusal.endswith('certificate'), 'OpenSSL says where in its source'
     assert get_base(make_cache(tmp_path, LOOPBACK_REACH), url).format == 'raw'
     assert 'cannot be reached' in fetch_refusal(
         make_cache(tmp_path, LOOPBACK_REACH), f'https://other.example.org:{port}/good'

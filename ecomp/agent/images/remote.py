@@ -276,7 +276,9 @@ def describe_failure(error: Exception) -> str:
     for cause in causes:  # grows during the loop: urllib3 and requests wrap errors repeatedly
         inner = (cause.__cause__, *cause.args, getattr(cause, 'reason', None))
         causes += [each for each in inner if isinstance(each, BaseException) and each not in causes]
-    detail = next((f': {each.strerror}' for each in causes if isinstance(each, OSError) and each.strerror), '')
+    # Of a certificate `verify_message` is the text alone, without OpenSSL's code and place.
+    texts = (getattr(each, 'verify_message', '') or each.strerror for each in causes if isinstance(each, OSError))
+    detail = next((f': {text}' for text in texts if text), '')
     if isinstance(error, requests.exceptions.ProxyError):
         answer = next(filter(None, (TUNNEL_FAILURE.match(str(each)) for each in causes)), None)
         return f'the proxy returned HTTP {answer[1]}' if answer else f'the proxy gives no connection{detail}'
