@@ -128,7 +128,7 @@ def parse_url(node: Node) -> str:
 
 
 def read_etcd(file: YamlFile, name: str, default: EtcdConfig) -> EtcdConfig:
-    """Read the section `name`; add mistakes to `file` and use defaults instead. Log the ignored key `grpc_options`."""
+    """Read the section `name`; add mistakes to `file` and use defaults instead. `default` supplies only the timeout."""
     etcd = file.top.read_section(name)
     for key in etcd.take_keys('user|password'):
         etcd.add_problem(key, 'logging in with a password is not safe. Fix: use certificates (cert_cert, cert_key)')
@@ -197,7 +197,7 @@ def make_custom_field(default: T, read: Callable[[YamlFile, str, T], T]) -> T:
 
 
 def load(kind: Callable[..., T], path: Path | None, default_name: str, removed: Mapping[str, str]) -> T:
-    """Load the configuration of class `kind`; UsageError with a line for each problem, or if `path` is missing."""
+    """Load a configuration of class `kind`, for `path` see YamlFile.read(); UsageError with a line for each problem."""
     file = YamlFile.read(path, default_name)
     defaults: Any = kind()
     values = {}

@@ -547,7 +547,7 @@ class Compute:
 
     def _admit(self, guest_computes: Set[str]) -> None:
         for other in sorted(guest_computes - {self.uuid}) if self._environment.is_familiar_etcd else ():
-            if not is_alive(self._store, other):
+            if not is_alive(self._store, other):  # rule: single-owner
                 raise Conflict(
                     f'guests of compute {other} are on this host, but this is compute {self.uuid}. '
                     f'Fix: set `uuid: {other}` in compute.yaml to continue as compute {other}, or remove those guests'

@@ -260,7 +260,7 @@ class Taker:
         return None
 
     def _is_held_elsewhere(self, instance: str) -> bool:
-        # A silent compute keeps its claim, too (rule: claim-stays). Placement is read only if that made a take fail.
+        # A silent compute keeps its claim (rule: claim-stays). Placement is read only if such a claim ended a take.
         note = instance, CLAIMED_ELSEWHERE
         if note not in self._noted:
             return False  # a take finds out: its claim expects that nothing is held
@@ -270,7 +270,7 @@ class Taker:
 
     def _may_run_elsewhere(self, place: WaitingEntry) -> bool:
         is_old = place.revision <= max(self.queues.first_seen_revision, self.queues.accepted_revision)
-        return is_old and bool(self.queues.find_silent(self._store, self._placement))
+        return is_old and bool(self.queues.find_silent(self._store, self._placement))  # one may have taken it
 
     def _is_allowed(self, instance: str, membership: Membership, group: Group | None) -> bool:
         try:
@@ -335,7 +335,7 @@ class Taker:
     def _on_refusal(self, place: WaitingEntry, reason: str) -> None:
         self._is_room_stale = True
         instance, reason = place.entry.instance, reason[:MAX_REASON_CHARACTERS]
-        if (instance, REFUSED) not in self._noted:
+        if (instance, REFUSED) not in self._noted:  # placement may lack our provider, which the next read finds out
             self._noted.add((instance, REFUSED))
         elif self.refuse(place, reason):
             log.error('instance %s is not taken from its queue: %s', instance, reason)

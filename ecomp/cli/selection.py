@@ -118,7 +118,7 @@ def select_instances(ctx: Context) -> bool:
 
 
 def confirm_destroy(ctx: Context, names: Sequence[str]) -> None:
-    """Ask on a terminal whether to destroy these instances; EcompError for any answer but `y`."""
+    """Ask whether to destroy these instances, unless --yes; UsageError without a terminal, EcompError without a `y`."""
     if ctx.options.yes or not names:
         return
     count = f'{len(names)} instance{"s" if len(names) > 1 else ""}'

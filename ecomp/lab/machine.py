@@ -1,6 +1,6 @@
 """Programs, processes and network namespaces of a lab on this machine, by iproute2.
 
-The bridge of the lab's LAN is in the control namespace: Docker's FORWARD rules on the machine would apply to it there.
+The bridge of the lab's LAN is in the control namespace. On the machine Docker's FORWARD rules would apply to it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ HOST_PROGRAMS = {
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """A process labelled `what`, started `started` clock ticks after the boot."""
+    """A process labelled `what`; `started`, in clock ticks after the boot, tells it from one that reuses its pid."""
 
     what: str
     pid: int
@@ -111,7 +111,7 @@ def start(
     """Start a server in a new session; it runs its program once `record_process` has returned.
 
     So no unrecorded server runs, even if this process is killed. Output is appended to `log`, whose directory is the
-    working directory. `env` is added to this process's environment. A missing program is noticed only by wait_for().
+    working directory; `env` is added to ours. EcompError if it ends immediately; wait_for() notices a missing program.
     """
     words = ['sh', '-c', RUN_AFTER_LINE, 'sh', *command]
     with open(log, 'ab', opener=lambda path, flags: os.open(path, flags, 0o600)) as output:

@@ -133,7 +133,7 @@ def _is_ending(record: Record, request: Request | None) -> bool:
 
 
 def list_differences(record: Record, request: Request | None, desired: Desired) -> list[str]:
-    """Return `field: existing value → value of the file (origin)` for each field that differs."""
+    """Return `field: old → new (origin)` for each field that differs; without a request, for those of the record."""
     order = desired.order
     differences = []
     for name, read, is_recorded in _COMPARED:

@@ -31,10 +31,7 @@ _REASON = check('text of up to 40 characters', lambda value: isinstance(value, s
 
 @stored(number=number(1, MAX_BOOT_NUMBER), reason=_REASON, stages=_parse_stages, previous_stop=sparse(TEXT))
 class Boot(NamedTuple):
-    """A boot: its number, one of REASONS, the ISO time of each stage that it has reached, and when the last one ended.
-
-    `previous_stop` is '' if unknown.
-    """
+    """A boot: one of REASONS, an ISO time for each stage reached, and when the boot before stopped, '' if unknown."""
 
     number: int
     reason: str

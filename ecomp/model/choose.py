@@ -93,7 +93,7 @@ def choose(
     rng: random.Random,
     troubled: Collection[str] = (),
 ) -> Choice:
-    """Order the candidates on exactly one living compute: `troubled` ones last, then by weight.
+    """Order the candidates that are on exactly one living compute: `troubled` ones last, then by weight.
 
     Equal ones are shuffled, so that racing schedulers do not all want the same one; FIRST keeps placement's order.
     """
@@ -117,13 +117,13 @@ def choose(
 
 
 def calculate_free_share(requested: Resources, room: Mapping[str, Room]) -> float:
-    """Return the free share, in hundredths, of the class that is scarcest after placing `requested`."""
+    """Return the free share, 0 to 1, of the class that is scarcest after placing `requested`."""
     shares = [
         1 - (usage.used + amount) / usage.capacity
         for name, amount in requested.items()
         if (usage := room.get(name)) is not None and usage.capacity
     ]
-    return round(max(min(shares, default=0.0), 0.0), 2)
+    return round(max(min(shares, default=0.0), 0.0), 2)  # nearly equal computes are equal
 
 
 class Ranking:

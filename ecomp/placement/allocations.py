@@ -343,5 +343,6 @@ def summarize_instances(instances: Mapping[str, object]) -> str:
 
 
 def _is_own_claim(held: Consumer, requested_allocations: Allocations, sent_generation: int | None) -> bool:
+    # None: another attempt may have made the same claim, and release it late. Repeating ours changes the generation.
     is_next = sent_generation is not None and held.generation == sent_generation + 1
     return is_next and describe_difference(requested_allocations, held.allocations) is None

@@ -87,7 +87,7 @@ class Presence:
         self._stopped = threading.Event()
 
     def check(self) -> None:
-        """Raise what start() would, without putting the key; wait as start() does."""
+        """Raise what start() would, except NoSpace, without putting the key; wait as start() does."""
         self._wait_for_earlier_boot()
         with suppress(NoSpace):
             # A put that is not permitted is refused although its condition cannot hold.

@@ -90,8 +90,8 @@ class ClaimKeeper:
     ) -> None:
         """Release, and log, the claims of orphans first seen CONFIRMATION_SECONDS or more before `now` (monotonic).
 
-        Skipped if `generation` (read before; None: not known) is unchanged and each consumer of the last check has a
-        guest or a request in `requests`.
+        Skipped, at most MAX_SKIPPED_CHECKS times in a row, if `generation` (read before; None: not known) is unchanged
+        and each consumer of the last check has a guest or a request in `requests`.
         """
         if not find_orphans(self.held or (), requests, guests, ()) and self.last_good_check.use_skip(generation):
             self.is_current = self.held is not None
