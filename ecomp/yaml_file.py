@@ -71,7 +71,7 @@ class Section:
         return key in self._nodes and self._nodes[key].kind != 'null'
 
     def read(self, key: str, parse: Callable[[Node], T], default: T) -> T:
-        """Return what `parse` makes of a value; `default` if it is missing, null or, which adds a problem, refused."""
+        """Return what `parse` makes of a value; `default` without one, or if it is refused, which adds a problem."""
         self._read_keys[key] = None
         try:
             return parse(self._nodes[key]) if key in self else default

@@ -328,7 +328,7 @@ class Outcomes:
         wait: Callable[[str, Deadline], None] | None = None,
         retry_command: str = '',
     ) -> int:
-        """Submit each word; with --wait, `wait` for words with a true result; print the document of -f."""
+        """Submit each word, and with --wait `wait` for true results; print the document of -f; return the exit code."""
         pending = list(self.results)
         accepted = list[str]()
         try:

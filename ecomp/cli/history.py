@@ -178,7 +178,7 @@ def _explain_choice(choice: PlacementReason | None) -> str:
 def timeline_to_dict(record: Record) -> dict[str, Any]:
     """Return the last boot and its stages for JSON, `error` last after a failure.
 
-    Boot 1 includes the stages before it. Before it the stages are the record's. Malformed times are omitted.
+    Without a boot the stages are the record's. Boot 1 includes those before it. Malformed times are omitted.
     """
     boot = record.last_boot
     stages = record.stages if boot is None else boot.stages

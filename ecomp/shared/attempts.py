@@ -45,7 +45,7 @@ def read_pending_instances(store: Store, queued: str = QUEUED, own_attempt: Unch
     if queued == NOT_QUEUED:
         return placing
     entries = store.snapshot(keys.QUEUES, keys_only=True).entries.items()
-    # A taker's key counts on its lease. A compute that takes an instance later also claims it later.
+    # A taker's key counts only while it has a lease. A compute that takes an instance later also claims it later.
     return placing | {
         keys.get_queued_instance(key)
         for key, entry in entries

@@ -492,7 +492,7 @@ class Store:
             self._guard.check_identity(entry.value if entry else None, self.endpoints)
 
     def adopt(self, new_value: str) -> None:
-        """Write `new_value` to /cluster if that is missing; let a guard remember it. EcompError if it is malformed."""
+        """Write `new_value` to /cluster if that key is missing. Let a guard remember it; EcompError if malformed."""
         while (entry := self.get(keys.CLUSTER)) is None:
             self.commit([Unchanged(keys.CLUSTER, 0)], [Put(keys.CLUSTER, new_value)], Settlement())
         if self._guard is not None:

@@ -1,7 +1,7 @@
 """etcd's authentication: users and roles (https://etcd.io/docs/v3.4/dev-guide/api_reference_v3/, service Auth).
 
-etcd takes the common name of a client certificate as the user (--client-cert-auth). A user without a password is newer
-than etcd 3.3, so each gets a random one that is not kept.
+etcd takes the common name of a client certificate as the user (--client-cert-auth). etcd 3.3 has no users without
+a password, so each gets a random one that is not kept.
 """
 
 from __future__ import annotations

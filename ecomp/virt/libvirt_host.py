@@ -91,7 +91,7 @@ NO_QEMU = Problem(
 
 
 def read_capabilities(connection: Connection, timeout_seconds: float) -> tuple[xml.Capabilities, Problem | None]:
-    """Read libvirt's capabilities, and why they lack QEMU; if one is installed, ask for `timeout_seconds`."""
+    """Read libvirt's capabilities, and why they lack QEMU; retry for `timeout_seconds` while one is installed."""
     deadline = time.monotonic() + timeout_seconds
     while True:
         with connection.use('reading its capabilities') as opened:

@@ -1,6 +1,6 @@
 """Programs of this package that a worker runs as child processes: they work for it, and may be killed at any moment.
 
-A program gets its job pickled on stdin, and answers with lines of JSON on stdout: it reads what strangers send.
+A program gets its job pickled on stdin. It answers in JSON: it reads strangers' data, and a pickle could run code.
 """
 
 from __future__ import annotations

@@ -269,7 +269,7 @@ def _parse_version(answer: requests.Response) -> Version:
 
 
 def describe_failure(error: Exception) -> str:
-    """Describe why a server gives no answer, without quoting it: by the text of this system, if it has one."""
+    """Describe why a server gives no answer, with this system's text for the cause, never the server's."""
     if isinstance(error, requests.Timeout):
         return 'the server does not answer in time'
     causes: list[BaseException] = [error]

@@ -52,7 +52,7 @@ def list_flavors(store: Store) -> tuple[dict[str, Flavor], list[EcompError]]:
 
 
 def put_flavor(store: Store, placement: Placement, name: str, text: str) -> str:
-    """Create or replace a flavor, and return a sentence. UsageError, or EcompError if changed concurrently."""
+    """Create or replace a flavor, and return a sentence. UsageError if invalid, EcompError if changed concurrently."""
     from ecomp.model.query import QueryNames
     from ecomp.placement.providers import find_unknown_names
 
@@ -140,7 +140,7 @@ def check_limits(placement: Placement, arguments: Sequence[str]) -> str:
 
 
 def set_limits(store: Store, project: str, arguments: Sequence[str]) -> str:
-    """Set limits (VCPU=10; DISK_GB=none removes one), recount the usage, return a sentence. UsageError, Conflict."""
+    """Set limits (VCPU=10; DISK_GB=none removes one), recount the usage, return a sentence. UsageError if malformed."""
     try:
         new_limits = parse_limits(arguments)
     except ValueError as error:

@@ -345,7 +345,7 @@ class RankedCompute:
 def plan(
     store: Store, backend: Future[tuple[Placement, Offer]], order: SetOrder, rng: random.Random
 ) -> list[RankedCompute]:
-    """Return the candidates in the order of trying, a compute maybe twice, without a claim; raises as create()."""
+    """Return the candidates in the order of trying, without a claim; a compute may occur twice. Errors as create()."""
     terms = read_terms(store, order, order.instances)
     from ecomp.scheduler.queries.computes import read_computes
 

@@ -205,7 +205,7 @@ class GuestAccess:
 
 
 def find_guest_access(store: Store, instance: str) -> GuestAccess:
-    """Find how to reach a running guest, preferably without its host. StillGoing without an address, EcompError."""
+    """Find how to reach a running guest, preferably without its host; StillGoing while it has no address."""
     record = find_running(store, instance)
     interfaces = [interface for interface in record.addresses if interface.address]
     if not interfaces:
@@ -255,7 +255,7 @@ def make_not_ready(record: Record) -> StillGoing:
 
 
 def find_console(store: Store, instance: str) -> tuple[str, str]:
-    """Return the host name of an instance's console and its path there. NotFound, EcompError, Unreadable."""
+    """Return the host name of an instance's console and its path there; NotFound if it has no console."""
     record = find_living(store, instance).record
     if record.console is None:
         if record.state in (ACTIVE, STOPPED):

@@ -48,7 +48,7 @@ class StackState(NamedTuple):
 
 
 def read_stack(store: Store, name: str, instance_names: Collection[str] = ()) -> StackState:
-    """Read a stack, its instances and the owners of these names, at best with one batch; Unreadable."""
+    """Read a stack, its instances and the owners of these names, at best with one batch; Unreadable if malformed."""
     stack, revision, is_stale = load_stack(store, name)
     known = stack or Stack(name, '')
     instances = known.list_instances()
@@ -202,7 +202,7 @@ def find_next_place(store: Store, request: Request, compute: str) -> Place | Non
 
 
 def make_move(store: Store, computes: Mapping[Place, str], silent: Unchanged) -> Change:
-    """Return the change that notes an evacuation in stacks. Conflict if one has another instance there."""
+    """Return the change that notes an evacuation in stacks if `silent`; Conflict if one has another instance there."""
     changes: list[Change] = [([silent], [])]
     for name in sorted({place.name for place in computes}):
         stack, revision, _ = load_stack(store, name)
