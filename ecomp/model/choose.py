@@ -164,8 +164,8 @@ def distribute(  # noqa: PLR0913
         weight = -rng.random() if strategy == RANDOM else _calculate_weight(candidate, room, strategy) or 0.0
         return candidate.is_troubled, -preference, -weight, position
 
-    order = _Order(ranking, strategy, make_entry, {*used_computes, *counts})
-    while len(chosen) < count and (candidate := order.pop()) is not None:
+    heap = _CandidateHeap(ranking, strategy, make_entry, {*used_computes, *counts})
+    while len(chosen) < count and (candidate := heap.pop()) is not None:
         compute, allocations = candidate.compute, candidate.allocations
         if any(each in dead for each in allocations) or (group is not None and not group.can_admit(compute, counts)):
             continue
@@ -173,7 +173,7 @@ def distribute(  # noqa: PLR0913
         if add_usage(allocations, changed):
             chosen.append(candidate)
             counts[compute] += 1
-            order.rank_anew(compute)
+            heap.rerank(compute)
     return chosen
 
 
@@ -181,21 +181,21 @@ def distribute(  # noqa: PLR0913
 _Entry = tuple[bool, int, float, int]
 
 
-class _Order:
-    """The candidates of a ranking, the best first; those on `ranked_anew` computes by their current entries."""
+class _CandidateHeap:
+    """The candidates of a ranking, the best first; those on `reranked` computes by their current weight."""
 
     def __init__(
-        self, ranking: Ranking, strategy: str, make_entry: Callable[[int], _Entry], ranked_anew: set[str]
+        self, ranking: Ranking, strategy: str, make_entry: Callable[[int], _Entry], reranked: set[str]
     ) -> None:
-        self._ranking, self._strategy, self._make_entry, self._ranked_anew = ranking, strategy, make_entry, ranked_anew
-        positions = (position for each in ranked_anew for position in ranking.positions.get(each, ()))
+        self._ranking, self._strategy, self._make_entry, self._reranked = ranking, strategy, make_entry, reranked
+        positions = (position for each in reranked for position in ranking.positions.get(each, ()))
         self._entries = [make_entry(position) for position in positions]
         heapify(self._entries)
         self._next = 0
 
     def pop(self) -> Candidate | None:
         candidates, entries = self._ranking.candidates, self._entries
-        while self._next < len(candidates) and candidates[self._next].compute in self._ranked_anew:
+        while self._next < len(candidates) and candidates[self._next].compute in self._reranked:
             self._next += 1
         if self._next == len(candidates) or (entries and entries[0] < self._make_unused_entry()):
             return candidates[heappop(entries)[-1]] if entries else None
@@ -208,9 +208,9 @@ class _Order:
         weight = self._next / count if self._strategy == RANDOM else -(candidate.weight or 0.0)
         return candidate.is_troubled, 0, weight, self._next
 
-    def rank_anew(self, compute: str) -> None:
+    def rerank(self, compute: str) -> None:
         candidates, positions = self._ranking.candidates, self._ranking.positions[compute]
-        self._ranked_anew.add(compute)
+        self._reranked.add(compute)
         if len(positions) > 1:  # its other candidates have another weight now
             self._entries = [each for each in self._entries if candidates[each[-1]].compute != compute]
             heapify(self._entries)

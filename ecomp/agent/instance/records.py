@@ -275,8 +275,8 @@ class EtcdView:
     record: Record | None = None
     was_destroyed: bool = False
 
-    def is_over(self, compute: str) -> bool:
-        """Return whether the record is another compute's, or of an end, which was written after it was remembered."""
+    def is_finished(self, compute: str) -> bool:
+        """Return whether the record is of an end, written after what is remembered, or is another compute's."""
         return self.record is not None and (self.record.compute != compute or self.record.state in END_STATES)
 
 
@@ -302,7 +302,7 @@ def decide_republish(
     Another request is published only if etcd has none, or if the remembered power action differs.
     """
     present = etcd_view.request
-    if etcd_view.is_over(compute) or isinstance(present, InvalidRequest) or (present and present.is_tombstone):
+    if etcd_view.is_finished(compute) or isinstance(present, InvalidRequest) or (present and present.is_tombstone):
         return None
     request, record = remembered.request, remembered.record
     if record.state == BUILDING and etcd_view.record is not None and etcd_view.record.state in (ACTIVE, STOPPED):
@@ -320,7 +320,7 @@ def decide_republish(
 
 def make_end_record(compute: str, etcd_view: EtcdView, now: str) -> Record | None:
     """Make the record of an instance that ended here, if etcd has its request and not its end; else None. Pure."""
-    if not isinstance(etcd_view.request, Request) or etcd_view.request.is_tombstone or etcd_view.is_over(compute):
+    if not isinstance(etcd_view.request, Request) or etcd_view.request.is_tombstone or etcd_view.is_finished(compute):
         return None
     record = etcd_view.record or records.make_record(compute, etcd_view.request, now)
     return replace(record.enter_state(GONE, now, 'gone'), fault=ENDED_BEFORE_FAULT)
