@@ -163,7 +163,7 @@ def _find_what_if_problems(name: str, _: Sequence[str], options: Options) -> Ite
 
 def _evacuate(ctx: Context) -> int:
     from ecomp.cli.selection import confirm_destroy
-    from ecomp.scheduler.placing.evacuate import check_silent, plan_moves, read_moves
+    from ecomp.scheduler.placing.evacuate import plan_moves, read_moves, require_silence
 
     if ctx.options.dry_run:
         return _plan_moves(ctx)
@@ -173,7 +173,7 @@ def _evacuate(ctx: Context) -> int:
         cure = 'switch the machine off, and give --fenced; --dry-run prints the plan'
         raise UsageError(f'{ctx.name}: guests that still run on {ctx.words[0]} would run twice. Fix: {cure}')
     host = ctx.computes.format_name(target)
-    check_silent(ctx.store, target, host)
+    require_silence(ctx.store, target, host)
     if computes.read_absent_states(ctx.placement, [target]).get(target) == CLOSED:
         ctx.out.say(f'{host}: its ecompute was stopped cleanly, and its guests run on unless the machine is off')
     guests, planner = read_moves(ctx.store, ctx.placement, ctx.computes.living, [target])

@@ -215,11 +215,11 @@ STACKS = {
     ),
     'a replacement does not take the name over': make_bug(
         'ecomp.scheduler.queries.find:reserve_names',
-        replace_argument('check_name_is_free', 3, '{instance}'),
+        replace_argument('require_free_name', 3, '{instance}'),
         'replaced_twice',
     ),
     'a replacement takes any name': make_bug(
-        'ecomp.scheduler.queries.find:check_name_is_free',
+        'ecomp.scheduler.queries.find:require_free_name',
         replace_assignment('current', 'None'),
         'replaced_beside_create_of_its_name',
     ),

@@ -18,7 +18,7 @@ from ecomp.model.stored import encode
 from ecomp.placement.client import Placement
 from ecomp.scheduler.operations.decommission import disable
 from ecomp.scheduler.operations.sharing import set_limits
-from ecomp.scheduler.placing.evacuate import Evacuated, check_silent, evacuate
+from ecomp.scheduler.placing.evacuate import Evacuated, evacuate, require_silence
 from ecomp.scheduler.placing.session import Scheduler
 from ecomp.store.client import Delete, Put
 from tests.model.acting import SINGLE_FAULT, Actor, Bounds
@@ -63,7 +63,7 @@ def run_evacuation(cloud: Cloud) -> list[Evacuated]:
     owner = {'host': HOST, 'pid': find_pid(), 'since': NOW}
     store = ModelStore(cloud.etcd)
     answer = cast(Placement, cloud.placement), Offer(())
-    check_silent(store, A, 'A')
+    require_silence(store, A, 'A')
     disable(cloud.placement, A, 'A')
     scheduler = Scheduler(store, lambda: answer, owner, random.Random(1), lambda: NOW)
     evacuate(scheduler, A, 'A', outcomes.append)

@@ -191,7 +191,7 @@ class _Replacement(NamedTuple):
     claim: Candidate | None
 
 
-def check_silent(store: Store, compute: str, display_name: str) -> Unchanged:
+def require_silence(store: Store, compute: str, display_name: str) -> Unchanged:
     """Return the condition that the compute stays silent; Conflict if it is alive."""
     silent = read_silence_condition(store, compute)
     if silent is None:
@@ -206,7 +206,7 @@ def evacuate(scheduler: Scheduler, compute: str, display_name: str, report: Call
     Then release the claims on the compute that no request owns, and return their consumers. Raises Conflict if the
     compute is alive or another evacuation is in flight, and as create().
     """
-    check_silent(scheduler.store, compute, display_name)
+    require_silence(scheduler.store, compute, display_name)
     session = Session(scheduler, keys.derive_uuid(compute, 'evacuate'), (), Requester('', ''))
     evacuation = _Evacuation(session, compute, display_name, report)
     session.describe_done = evacuation.describe_moved
@@ -388,7 +388,7 @@ class _Evacuation:
 
     def _deliver_some(self, units: Sequence[Sequence[str]], chosen: Mapping[str, Candidate]) -> list[Sequence[str]]:
         """Deliver the replacements of each unit in a transaction; return the units that are to be tried again."""
-        silent = check_silent(self.session.store, self.compute, self.display_name)
+        silent = require_silence(self.session.store, self.compute, self.display_name)
         if not self.session.is_attempt_ours():  # deliver() deletes the attempt's key to settle an unknown outcome
             self._announce()
         guests = [old for unit in units for old in unit]

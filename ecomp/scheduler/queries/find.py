@@ -272,17 +272,17 @@ def _is_request_key(key: str) -> bool:
 
 
 def reserve_names(store: Store, names: Mapping[str, str | None], replaced: Collection[str] = ()) -> Change:
-    """Return an unwritten change that takes names ({instance: name or None}); errors as check_name_is_free()."""
+    """Return an unwritten change that takes names ({instance: name or None}); errors as require_free_name()."""
     named = {name: instance for instance, name in names.items() if name is not None}
     entries = store.read([keys.name(name) for name in named]) if named else {}
     conditions = [
-        check_name_is_free(store, name, entries.get(keys.name(name)), {instance, *replaced})
+        require_free_name(store, name, entries.get(keys.name(name)), {instance, *replaced})
         for name, instance in named.items()
     ]
     return conditions, [Put(keys.name(name), encode(NameOwner(instance))) for name, instance in named.items()]
 
 
-def check_name_is_free(store: Store, name: str, entry: Entry | None, admitted: Collection[str]) -> Unchanged:
+def require_free_name(store: Store, name: str, entry: Entry | None, admitted: Collection[str]) -> Unchanged:
     """Return the condition that keeps a name's key; Conflict if a living instance has it, unless `admitted`."""
     if entry is None:
         return Unchanged(keys.name(name), 0)
