@@ -1,7 +1,4 @@
-"""The last boot of a guest: why it was started, and which stages it reached. Pure.
-
-A record has a list with this boot. Number 1 is the boot that the instance was created with.
-"""
+"""The last boot of a guest: why it was started, and which stages it reached. Number 1 is its creation's. Pure."""
 
 from __future__ import annotations
 

@@ -231,8 +231,7 @@ class Records:
             raise Unreadable(key, error) from error
 
     def _find_other_request(self, instance: str) -> list[Exists]:
-        # One key, with any value, is enough (rule: limited-trust): the other compute may rewrite it, and etcd takes
-        # at most 128 conditions.
+        # One key, with any value, is enough (rule: limited-trust): it may be rewritten, and etcd takes 128 conditions.
         all_requests = find_by_listing(self._store, instance).requests
         others = sorted(compute for compute in all_requests if compute != self._compute and keys.is_uuid(compute))
         return [Exists(all_requests[compute].key) for compute in others[:1]]
