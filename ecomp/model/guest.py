@@ -1,11 +1,4 @@
-"""Guests: their networks, keys, user-data and specifications, and their reports. Pure.
-
-A guest is trusted only about itself; malformed parts of its report are ignored. User-data and keys are never quoted in
-errors, which go to terminals and logs: an error names the line.
-
-Sources: cloud-init's "User data formats" and `user_data.py`; RFC 4253 6.6 (a public key's blob is length-prefixed
-strings, the first its type); sshd(8) for the line around it.
-"""
+"""Guests on a host: their networks, specifications and troubles. Pure."""
 
 from __future__ import annotations
 

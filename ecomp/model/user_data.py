@@ -1,4 +1,11 @@
-"""What a guest is given, user-data and ssh keys, and what it reports: host keys and failures of cloud-init. Pure."""
+"""What a guest is given, user-data and ssh keys, and what it reports: host keys and failures of cloud-init. Pure.
+
+A guest is trusted only about itself; malformed parts of its report are ignored. User-data and keys are never quoted in
+errors, which go to terminals and logs: an error names the line.
+
+Sources: cloud-init's "User data formats" and `user_data.py`; RFC 4253 6.6 (a public key's blob is length-prefixed
+strings, the first its type); sshd(8) for the line around it.
+"""
 
 from __future__ import annotations
 
@@ -63,10 +70,8 @@ MAX_USER_DATA_BYTES = 256 * 1024
 MAX_SSH_KEYS_BYTES = 32 * 1024
 
 GZIP_MAGIC = b'\x1f\x8b'
-
 # The beginnings of user-data that cloud-init accepts; it also accepts a MIME header near the beginning.
 USER_DATA_PREFIXES = ('#cloud-config', '#cloud-boothook', '#!', '#include', '#part-handler', '## template: jinja')
-
 # Gzipped user-data that unpacks to more bytes is not inspected.
 MAX_UNPACKED_BYTES = 16 * 1024 * 1024
 
