@@ -12,17 +12,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 from ecomp.errors import Conflict, GenerationConflict, NoCapacity, NotFound, PlacementRefusal, UnknownOutcome
-from ecomp.model.allocation import Inventory, Room
+from ecomp.model.allocation import Inventory, Provider, Room
 from ecomp.model.query import Amount, Constraint, QueryNames, Requirement, describe_unknown_names, format_query
 from ecomp.model.status import CUSTOM_PREFIX
 from ecomp.placement.client import PARSE_ERRORS, Placement, check_integer, check_number, check_text
-
-if TYPE_CHECKING:
-    from ecomp.model.allocation import Provider
 
 # A claim on a provider changes its generation, too: of 30 races with 30 claims a second the longest took 15 tries, and
 # more than 20 on a machine so busy that an answer takes longer than the time between two claims.
@@ -346,8 +343,6 @@ def read_provider(
     used: Mapping[str, int] | None = None,
 ) -> Provider | None:
     """Read a provider, or None; without `traits` or `aggregates` those are empty. `used` None reads usages, too."""
-    from ecomp.model.allocation import Provider
-
     try:
         inventory_by_class = read_inventory(placement, uuid, used)
         trait_names = read_names(placement, uuid, TRAITS) if traits else frozenset()
