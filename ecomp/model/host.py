@@ -188,22 +188,16 @@ class Computes:
 
     @property
     def no_taker_reason(self) -> Problem | None:
-        """Why no compute takes queued requests, or that this is unknown; None if one takes them."""
+        """That no compute takes queued requests; None if one takes them."""
         if self.takers:
             return None
-        unknown = sorted(
-            self.format_name(compute) for compute, presence in self.living.items() if presence.queues is None
-        )
-        if unknown:
-            older = f'the ecompute of {join_some(unknown, 1)} is too old to report it'
-            return Problem(f'no compute reports that it takes queued requests, but {older}')
         cure = 'set `queues: True` in the compute.yaml of a host, and restart its ecompute'
         return Problem('no compute takes queued requests', cure)
 
     def describe_unserved(self, names: Sequence[str]) -> Problem | None:
-        """Return that no compute takes these requests, naming the first; None without `names`, or if one may."""
+        """Return that no compute takes these requests, naming the first; None without `names`, or if one does."""
         reason = self.no_taker_reason
-        if not names or reason is None or any(presence.queues is None for presence in self.living.values()):
+        if not names or reason is None:
             return None
         waiting = make_printable(f'{join_some(names, 1)} wait{"s" if len(names) == 1 else ""} in a queue')
         return reason._replace(what=f'{waiting}, but {reason.what}')
