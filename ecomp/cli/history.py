@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ecomp.cli.command import Command, Context, select_options
-from ecomp.cli.options import JSON, TABLE, parse_any_instances, parse_one_instance
+from ecomp.cli.options import JSON, TABLE, is_image, parse_any_instances, parse_one_instance
 from ecomp.cli.tables import MIN_COLUMN_WIDTH, OutputStyle, shorten_uuids
 from ecomp.errors import Conflict, EcompError, NotFound, UsageError
 from ecomp.model import keys
@@ -334,7 +334,9 @@ def _print_again(ctx: Context) -> int:
     if entries is None:
         raise NotFound(f'{instance}: no such instance')
     order, why = entries.order or entries.record, entries.record.why
-    if any(not word or word.startswith('-') for word in (order.query, order.image)):  # an option, if it is pasted
+    query, image = order.query or '', order.image or ''
+    # Pasted, another query would be an option or a command: their writer may have written anything.
+    if '=' not in query or not is_image(image) or '-' in (query[0], image[0]):
         raise Conflict(f'{instance}: its query or its image is in neither its request nor its record, or is none')
     contents, unknown = _read_guest_data(ctx.store, entries, order)
     files = {option: Path(f'again-{order.name or instance[:8]}{SUFFIXES[option]}') for option in contents}

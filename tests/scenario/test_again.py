@@ -173,7 +173,8 @@ def test_recorded_query_is_printed_whole_and_never_becomes_an_option(cluster: Co
     assert len(query) > 2000
     cluster.etcd.put_record(json.dumps({**record, 'query': query}))
     assert query in shlex.split(print_again(cluster, gone).stdout)
-    cluster.etcd.put_record(json.dumps({**record, 'query': '--config=/tmp/theirs.yaml'}))
-    assert_one_line(cluster.eschedule('again', gone), 5, 'its query or its image is in neither')
+    for written in ({'query': '--config=/tmp/theirs.yaml'}, {'query': 'destroy', 'image': 'web1'}):
+        cluster.etcd.put_record(json.dumps({**record, **written}))
+        assert_one_line(cluster.eschedule('again', gone), 5, 'its query or its image is in neither')
     cluster.etcd.delete(cluster.etcd.find_record_key(gone))  # it is on no lease any more
     check_invariants(cluster, compute)
