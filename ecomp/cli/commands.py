@@ -122,7 +122,7 @@ def _parse(argv: Sequence[str]) -> Invocation:
     has_stages = options.wait == '' and {'size', 'dry_run'}.intersection(accepted)
     if has_stages and (joined := _join_wait_stage(argv)) != list(argv):
         if 'size' not in accepted:  # the word may be a file
-            (stage,) = set(joined) - set(argv)
+            stage = next(word for word, typed in zip(joined, argv, strict=False) if word != typed)
             raise UsageError(f'{words[0]}: --wait takes its stage after =. Fix: write {stage}')
         words, options = parse_command_line(joined)
     name, taken = _find_command(words, options.flavor is not None)

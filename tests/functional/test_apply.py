@@ -124,7 +124,7 @@ instances:
     assert queries == [f'{QUERY}&in_tree={compute.uuid}'] * 3
     refused = cluster.eschedule(f'{QUERY}&in_tree=hv9', IMAGE)
     assert (refused.code, 'hv9: no host has this name' in refused.stderr) == (4, True), refused
-    joined = cluster.eschedule('apply', str(path), '--wait', 'ready')
+    joined = cluster.eschedule('apply', str(path), '--wait', 'ready', '--', '--wait=ready')
     assert joined.code == 2
     assert joined.stderr == 'eschedule: apply: --wait takes its stage after =. Fix: write --wait=ready\n'
 
