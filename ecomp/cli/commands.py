@@ -194,7 +194,7 @@ def format_help(name: str) -> str:
         more = f'`eschedule {name} SUBCOMMAND --help` describes one of these commands.'
         return '\n'.join([f'usage: eschedule {name} …', '', *lines, '', more]) + '\n'
     # Made by `python -m docs.generate`: its rows would take longer to import than the command takes.
-    return _format_command_help(COMMANDS[name]) if name else FULL_HELP.read_text()
+    return _format_command_help(COMMANDS[name]) if name else FULL_HELP.read_text('utf-8')
 
 
 def format_summary(command: Command) -> str:

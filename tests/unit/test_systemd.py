@@ -348,8 +348,9 @@ def test_output_in_a_locale_without_utf_8(encoding: str, tmp_path: Path) -> None
         assert expected in process.stdout, module
 
 
-def test_ecompute_output_in_an_ascii_locale() -> None:
-    program = "from ecomp import log; log.hold_descriptors(); print('web1 …')"
-    env = {**make_environment(), 'PYTHONIOENCODING': 'ascii'}
+def test_output_and_help_in_an_ascii_locale() -> None:
+    program = "from ecomp import log; from ecomp.cli.commands import format_help; format_help(''); "
+    program += "log.hold_descriptors(); print('web1 \\u2026')"
+    env = {**make_environment(), 'LC_ALL': 'C', 'PYTHONCOERCECLOCALE': '0', 'PYTHONUTF8': '0'}
     process = subprocess.run([sys.executable, '-c', program], capture_output=True, env=env, check=False)
     assert (process.stdout, process.stderr) == (b'web1 \\u2026\n', b'')
