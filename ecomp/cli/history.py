@@ -24,15 +24,17 @@ from ecomp.model.choose import FIRST, FROM_QUEUE, PACK, RANDOM, SPREAD, Placemen
 from ecomp.model.group import Group
 from ecomp.model.host import Computes, describe_silent_fix
 from ecomp.model.json_object import dump
+from ecomp.model.order import Order, make_create_words
 from ecomp.model.record import ERROR, STAGES, Record
 from ecomp.model.stored import to_dict
 from ecomp.model.text import escape_characters, make_printable
+from ecomp.model.user_data import parse_shared_user_data
 from ecomp.scheduler.queries.computes import read_computes, read_names_by_instance
 from ecomp.scheduler.queries.find import InstanceEntries, find, resolve
+from ecomp.shared.names import load_group
 
 if TYPE_CHECKING:
     from ecomp.model.events import Event
-    from ecomp.model.order import Order
     from ecomp.placement.client import Placement
     from ecomp.scheduler.placing.enqueue import QueuePosition
     from ecomp.store.client import Store
@@ -76,8 +78,6 @@ class Explanation:
 
 def explain_placement(store: Store, placement: Callable[[], Placement], entries: InstanceEntries) -> Explanation:
     """Read why the instance is on its compute or, if it waits in a queue, why none takes it."""
-    from ecomp.shared.names import load_group
-
     record, request, name = entries.record, entries.request, entries.record.group_name
     choice = record.why or (request.why if request else None)
     group, computes = load_group(store, name)[0] if name else None, read_computes(store)
@@ -358,7 +358,6 @@ def _print_again(ctx: Context) -> int:
 
 
 def _list_order_words(ctx: Context, order: Order) -> list[str]:
-    from ecomp.model.order import Order, make_create_words
     from ecomp.model.query import split_restriction
 
     query, compute = split_restriction(order.query or '')
@@ -381,8 +380,6 @@ def _write_new_files(contents: Mapping[Path, bytes]) -> None:
 
 
 def _read_guest_data(store: Store, entries: InstanceEntries, order: Order) -> tuple[dict[str, bytes], list[str]]:
-    from ecomp.model.user_data import parse_shared_user_data
-
     is_requested = entries.order is not None and not entries.is_destroying
     why = 'the mdserver.conf of its host decided' if is_requested else 'its request is gone'
     ssh_keys, user_data = ''.join(f'{key}\n' for key in order.ssh_keys or ()).encode(), order.user_data

@@ -12,8 +12,10 @@ from ecomp.cli.options import TABLE, Options, parse_compute, parse_computes, par
 from ecomp.cli.tables import STATE, TIME, UUID, Column, Listing, Row, make_sort_key, render_listing
 from ecomp.cli.terminal import LiveLine, make_timestamp
 from ecomp.errors import Conflict, EcompError, NoCapacity, NotFound, StillGoing, Unreachable, UsageError, put_before_fix
+from ecomp.metrics import make_text
 from ecomp.model import keys
 from ecomp.model.allocation import REQUIRED_CLASSES, Room
+from ecomp.model.choose import Offer
 from ecomp.model.finding import Finding, count_findings, get_exit_code, mark_warning
 from ecomp.model.host import CLOSED, DISABLED, NO_COMPUTES, Computes, Host
 from ecomp.model.order import START, STOP, get_holdings
@@ -21,6 +23,7 @@ from ecomp.model.record import STAGES
 from ecomp.model.text import make_printable
 from ecomp.scheduler.queries import computes
 from ecomp.scheduler.queries import hosts as queries
+from ecomp.scheduler.queries.find import list_records, read_record
 
 if TYPE_CHECKING:
     from ecomp.scheduler.changes.wait import Deadline
@@ -38,8 +41,6 @@ def _list_hosts(ctx: Context) -> int:
 
 
 def _print_metrics(ctx: Context) -> int:
-    from ecomp.metrics import make_text
-
     samples, errors = queries.read_metrics(ctx.store, ctx.placement)
     ctx.draw(make_text(queries.CLUSTER_METRICS, samples).rstrip())
     for error in errors:
@@ -49,7 +50,6 @@ def _print_metrics(ctx: Context) -> int:
 
 def _show_hosts(ctx: Context) -> int:
     from ecomp.cli.inspect import make_record_listing
-    from ecomp.scheduler.queries.find import list_records
 
     requested, code = ctx.find_each(ctx.resolve_compute)
     hosts, unreadable = queries.read_hosts(ctx.store, ctx.placement)
@@ -192,7 +192,6 @@ def _move_guests(ctx: Context, target: str, host: str) -> tuple[list[Evacuated],
     import random
 
     from ecomp.cli.input import describe_owner
-    from ecomp.model.choose import Offer
     from ecomp.scheduler.operations.decommission import disable
     from ecomp.scheduler.placing.evacuate import evacuate
     from ecomp.scheduler.placing.session import Scheduler
@@ -223,7 +222,6 @@ def _move_guests(ctx: Context, target: str, host: str) -> tuple[list[Evacuated],
 def _report_evacuated(ctx: Context, host: str, outcomes: Sequence[Evacuated], code: int) -> int:
     """Print what became of the guests, with --wait after a wait for the new ones; return the exit code."""
     from ecomp.cli.waiting import wait_for_new
-    from ecomp.scheduler.queries.find import read_record
 
     moved = {outcome.replaced_by: outcome for outcome in outcomes if not outcome.reason}
     statuses = Outcomes(ctx, ())

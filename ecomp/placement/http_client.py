@@ -13,16 +13,13 @@ import threading
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
-from ecomp.conf import connect_tcp
+from ecomp.conf import PlacementConfig, connect_tcp
 from ecomp.errors import Unreachable
 from ecomp.model import allocation
 from ecomp.tls import SENTENCES, TlsFailure, classify_tls_error
-
-if TYPE_CHECKING:
-    from ecomp.conf import PlacementConfig
 
 MICROVERSION = '.'.join(map(str, allocation.MICROVERSION))
 

@@ -18,7 +18,7 @@ from ecomp.model.flavor import Flavor, check_flavor_name, parse_flavor
 from ecomp.model.json_object import add_time
 from ecomp.model.order import parse_request
 from ecomp.model.quota import INSTANCES, Demand, Quota, format_quota, parse_limits, sum_charges
-from ecomp.model.record import format_time
+from ecomp.model.record import Record, format_time
 from ecomp.model.stored import decode_at, encode
 from ecomp.model.text import format_suggestion, make_printable
 from ecomp.scheduler.queries.find import read_record
@@ -27,7 +27,6 @@ from ecomp.shared.places import KeyIndex, find_by_listing
 from ecomp.store.client import Delete, Entry, Put, Settlement, Store, Unchanged, retry_until_committed
 
 if TYPE_CHECKING:
-    from ecomp.model.record import Record
     from ecomp.placement.client import Placement
 
 
