@@ -1,4 +1,7 @@
-"""The last boot of a guest: why it was started, and which stages it reached. Number 1 is its creation's. Pure."""
+"""The last boot of a guest: why it was started, and which stages it reached. Pure.
+
+The boot with which an instance is created has number 1.
+"""
 
 from __future__ import annotations
 
