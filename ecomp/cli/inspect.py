@@ -279,11 +279,11 @@ def make_record_details(
     shown = [(name, cell or None) for name, cell in fields if cell or name in ALWAYS_SHOWN]
     possible_fields = dict.fromkeys(name for name, _ in _list_fields(Record('', '', ''), NO_COMPUTES, NO_ABSENCES))
     value = _record_to_dict(record, known_computes, absences)
-    return Details(shown, value, tuple(possible_fields), ('interface', 'boot'))
+    return Details(shown, value, tuple(possible_fields), ('interface',))
 
 
 def _list_fields(record: Record, known_computes: Computes, absences: Absences) -> Iterator[tuple[str, str | None]]:
-    """Yield each field that an instance may have, '' or None without a value; interfaces and boots are numbered."""
+    """Yield each field that an instance may have, '' or None without a value; interfaces are numbered."""
     state = absences.get_state(record)
     yield 'instance', record.instance
     yield 'name', record.name
@@ -307,7 +307,7 @@ def _list_fields(record: Record, known_computes: Computes, absences: Absences) -
     for stage, time in sorted({**dict.fromkeys(STAGE_FIELDS, ''), **record.stages}.items(), key=lambda each: each[1]):
         yield STAGE_FIELDS.get(stage, stage), time
     boot = record.last_boot
-    yield f'boot {boot.number if boot else 1}', _format_boot(boot) if boot and boot.number > 1 else ''
+    yield 'boot', f'{boot.number}: {_format_boot(boot)}' if boot and boot.number > 1 else ''
     yield 'waits', _fill('{0}', known_computes.describe_unserved(['it']) if record.state == QUEUED else None)
     yield 'progress', _fill('{0}', record.progress)
     yield 'reason', absences.explain_state(record, known_computes.format_name(record.compute))
