@@ -19,8 +19,7 @@ from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable
 from ecomp.model import keys
 from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, WAIT_REASONS, Failure, Progress, Record
 from ecomp.model.stored import encode
-from ecomp.scheduler.changes import wait as wait_module
-from ecomp.scheduler.changes.wait import Deadline, InstanceFollower, Wait, wait_for_stage, wait_until_gone
+from ecomp.scheduler.changes.wait import Deadline, InstanceReader, Wait, wait_for_stage, wait_until_gone
 from ecomp.shared.places import KeyIndex
 from ecomp.store.client import Delete, Put, Store
 from tests.functional.cloud import IMAGE, Cloud, make_uuid
@@ -161,7 +160,7 @@ def test_instance_that_moves_during_an_etcd_outage_is_found(cloud: Cloud) -> Non
     instance, compute = make_uuid(), make_uuid()
     queue_key, request = keys.queue('small', instance), keys.request(compute, instance)
     cloud.etcd.put(queue_key, '{}')
-    with InstanceFollower(EtcdConfig((cloud.etcd.endpoint,)), instance) as whereabouts:
+    with InstanceReader(EtcdConfig((cloud.etcd.endpoint,)), instance) as whereabouts:
         assert whereabouts.read() == (True, None)
         cloud.store.commit([], [Delete(queue_key), Put(request, '{}')])
         real, whereabouts._find_key = whereabouts._find_key, _raise_unreachable  # type: ignore[method-assign]
@@ -274,7 +273,6 @@ def test_wait_with_an_index_takes_one_read(cloud: Cloud, messages: list[str], mo
         wait_for_stage(Wait(config, instance, Deadline(5), messages.append, key_index=mislocated), 'started') == started
     )
     monkeypatch.setattr(Store, 'snapshot', _raise_unreachable)
-    monkeypatch.setattr(wait_module, 'Follower', _raise_unreachable)
     assert wait_for_stage(Wait(config, instance, Deadline(5), messages.append, key_index=located), 'started') == started
 
 

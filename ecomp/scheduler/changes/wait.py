@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
@@ -33,75 +32,57 @@ from ecomp.scheduler.queries.computes import find_claims_on_silent, read_compute
 from ecomp.scheduler.queries.find import find_queue_entry, read_record
 from ecomp.shared.places import KeyIndex, find_at_living_computes, find_by_listing
 from ecomp.store.client import Entry, Store
-from ecomp.store.watch import Follower
 
 if TYPE_CHECKING:
     from ecomp.scheduler.changes.change import Acceptance
 
 
-class InstanceFollower:
-    """Follows an instance's record or, while it waits in a queue, its queue entry; the context's end closes its Store.
+class InstanceReader:
+    """Reads an instance's record again and again; the context's end closes its Store.
 
-    The watch starts with the second read() or with wait(): most instances are finished at the first read().
     `key_index`: see find(); `claims`: see Store.
     """
 
     def __init__(
         self, config: EtcdConfig, instance: str, key_index: KeyIndex | None = None, claims: ConsumerLookup | None = None
     ) -> None:
-        self._config = config
         self._instance = instance
         self._key_index = key_index
         self._store = Store(config)
         self._store.claims = claims
-        self._changed = threading.Condition()
-        self._follower: Follower | None = None
         self._key = ''
-        self._state: Mapping[str, Entry] | None = None
-        self._last_state: Mapping[str, Entry] | None = None
-        self._last_entry: Entry | None = None
+        # True if the last read was of the key that an earlier search found.
         self._is_followed = False
         # The backend that did not answer the last read, if one did not: etcd or placement.
         self.silent_backend = 'etcd'
 
-    def __enter__(self) -> InstanceFollower:
+    def __enter__(self) -> InstanceReader:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._stop_following()
         self._store.close()
 
     def read(self) -> tuple[bool, Entry | None]:
         """Return True and the record's entry; False and None if `silent_backend`, which is then set, does not answer.
 
-        The entry of a watched key is the last known one, without a request to etcd until the key is deleted. The entry
-        is None for an instance in a queue, with only a request, or without any key: see is_queued and is_missing.
+        The instance is searched for if its key was not found before, or no longer exists. The entry is None for an
+        instance in a queue, with only a request, or without any key: see is_queued and is_missing.
         """
-        self._start_following()
-        with self._changed:
-            state = self._last_state = self._state
-            key = self._key
-        self._is_followed = bool(key) and state is not None
-        if key and state is not None:
-            previous, self._last_entry = self._last_entry, state.get(key)
-            if previous is not None and self._last_entry is None:
-                self._stop_following()  # the key was deleted: the instance moved, or its record was removed
-                key, self._is_followed = '', False
-        if not key:
-            try:
-                key, self._last_entry = self._find_key()
-            except Unreachable as error:
-                self.silent_backend = _name_backend(error)
-                return False, None
-            self._key = key
-        is_record = self._last_entry is not None and self._last_entry.key.startswith(keys.INSTANCES)
-        return True, self._last_entry if is_record else None
+        try:
+            entry = self._store.get(self._key) if self._key else None
+            self._is_followed = entry is not None
+            if entry is None:  # perhaps the instance moved, or its record was removed
+                self._key, entry = self._find_key()
+        except Unreachable as error:
+            self._key, self.silent_backend = '', _name_backend(error)
+            return False, None
+        return True, entry if self._key.startswith(keys.INSTANCES) else None
 
     def is_trusted(self) -> bool | None:
-        """Return False, and end the watch, if a new search finds the instance at another compute that holds its claim.
+        """Return False, and forget the key, if a new search finds the instance at another compute that holds its claim.
 
-        The followed record may be of a compute without a request, the only one while the instance was queued. None if
-        placement, which knows the claims, does not answer; else True, also if etcd does not, or nothing is watched.
+        The record that was read may be of a compute without a request, the only one while the instance was queued. None
+        if placement, which knows the claims, does not answer; else True, also if etcd does not, or after a search.
         """
         try:
             if not self._is_followed or (key := self._find_key()[0]) == self._key:
@@ -113,7 +94,7 @@ class InstanceFollower:
         except Unreachable as error:
             self.silent_backend = _name_backend(error)
             return None if self.silent_backend == 'placement' else True
-        self._stop_following()
+        self._key = ''
         return False
 
     @property
@@ -137,14 +118,8 @@ class InstanceFollower:
         claims = find_claims_on_silent(self._store, read_computes(self._store), [self._instance])
         return ': '.join([QUEUE_WAIT_REASON, *claims.values()])
 
-    def wait(self, seconds: float) -> None:
-        """Start the watch; return once it has a state that read() has not seen, after `seconds` at the latest."""
-        self._start_following()
-        with self._changed:
-            self._changed.wait_for(lambda: self._state is not self._last_state, seconds)
-
     def _find_key(self) -> tuple[str, Entry | None]:
-        """Find the key to follow and its entry, None if only a request exists; ('', None) without a trace."""
+        """Find the key to read and its entry, None if only a request exists; ('', None) without a trace."""
         places = find_at_living_computes(self._store, self._instance, self._key_index)
         if places is None:
             queue_entry = find_queue_entry(self._store, self._instance)
@@ -155,30 +130,14 @@ class InstanceFollower:
             return places.record.key, places.record
         return keys.record(places.compute, self._instance) if places.request is not None else '', None
 
-    def _start_following(self) -> None:
-        if self._key and self._follower is None:
-            self._follower = Follower(self._config, [(self._key, self._on_state)])
-            self._follower.start()
-
-    def _stop_following(self) -> None:
-        if self._follower is not None:
-            self._follower.stop()
-            self._follower = None
-        with self._changed:
-            self._key, self._state, self._last_state = '', None, None
-
-    def _on_state(self, state: Mapping[str, Entry]) -> None:
-        with self._changed:
-            self._state = state
-            self._changed.notify()
-
 
 def _name_backend(error: Unreachable) -> str:
     return 'placement' if error.backend.startswith('placement') else 'etcd'
 
 
-# Seconds between two updates of the live line. The instance itself is watched, not polled.
-TICK_SECONDS = 1.0
+# Seconds between two reads, and updates of the live line: a tenth of what was waited, at least and at most these.
+MIN_TICK_SECONDS = 0.05
+MAX_TICK_SECONDS = 1.0
 # Seconds between two checks whether a host is silent. One that starts has no presence for a moment, so it counts as
 # silent after two checks.
 SILENCE_CHECK_SECONDS = 5.0
@@ -318,7 +277,7 @@ def _describe_power_wait(record: Record | None) -> str:
 
 @dataclass(frozen=True)
 class Wait:
-    """The wait for one instance; `report` is called about once a second with what it waits for.
+    """The wait for one instance; `report` is called at least once a second with what it waits for.
 
     `on_record` gets each record that is read, `on_timeout` the last at the deadline, if any. `claims`: see Store. With
     `silence` the wait ends when the host of the instance is silent.
@@ -350,23 +309,23 @@ class Wait:
         if the host is silent; the errors of `read`; and those of `is_reached` if the compute is trusted. Each instance
         is read at least once.
         """
-        with InstanceFollower(self.config, self.instance, self.key_index, self.claims) as follower:
+        with InstanceReader(self.config, self.instance, self.key_index, self.claims) as reader:
 
             def describe_current(record: Record | None) -> str:
-                return follower.queue_reason if follower.is_queued else describe(record)
+                return reader.queue_reason if reader.is_queued else describe(record)
 
             first_read_limit = self.deadline.elapsed + self.config.timeout
             while True:
-                has_answer, entry = follower.read()
+                has_answer, entry = reader.read()
                 record = read(entry) if entry else None
                 if record is not None:
                     self.on_record(record)
                 error = None
                 try:
-                    is_over = has_answer and (is_reached(record) or (accepts_missing and follower.is_missing))
+                    is_over = has_answer and (is_reached(record) or (accepts_missing and reader.is_missing))
                 except EcompError as refusal:
                     is_over, error = True, refusal
-                trust = follower.is_trusted() if is_over else None
+                trust = reader.is_trusted() if is_over else None
                 if trust and error is not None:
                     raise error
                 if trust:
@@ -376,15 +335,15 @@ class Wait:
                 has_answer = has_answer and (trust is False or not is_over)
                 silent, limit = '', self.deadline.seconds
                 if not has_answer:
-                    silent, limit = follower.silent_backend, max(limit, first_read_limit)
-                self._tick(follower, record, partial(describe_current, record), silent, limit)
+                    silent, limit = reader.silent_backend, max(limit, first_read_limit)
+                self._tick(reader, record, partial(describe_current, record), silent, limit)
 
     def _tick(
-        self, follower: InstanceFollower, record: Record | None, describe: Callable[[], str], silent: str, limit: float
+        self, reader: InstanceReader, record: Record | None, describe: Callable[[], str], silent: str, limit: float
     ) -> None:
-        """Report what is waited for, and wait for a new state. StillGoing at `limit`, or if the host is silent."""
-        if self.silence is not None and follower.compute and (record is None or is_on_host(record)):
-            self.silence.check(self.instance, follower.compute, describe())
+        """Report what is waited for, and sleep. StillGoing at `limit`, or if the host is silent."""
+        if self.silence is not None and reader.compute and (record is None or is_on_host(record)):
+            self.silence.check(self.instance, reader.compute, describe())
         spent = self.deadline.elapsed
         if spent >= limit:
             if record is not None:
@@ -393,4 +352,4 @@ class Wait:
             reached = f'timed out after {self.deadline.seconds:g} s (the operation continues)'
             raise StillGoing(f'{self.instance}: {reached}, {progress}')
         self.report(f'waiting for {f"{silent} to answer" if silent else describe()}, {spent:.0f} s')
-        follower.wait(min(TICK_SECONDS, limit - spent))
+        time.sleep(min(max(spent / 10, MIN_TICK_SECONDS), MAX_TICK_SECONDS, limit - spent))
