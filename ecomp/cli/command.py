@@ -125,15 +125,7 @@ class Context:
 
         store = Store(self.etcd_config)
         store.claims = self.read_claims
-        if self.name == 'destroy':  # what only looks does not wait for placement
-            store.find_claim = self._try_find_claim
         return store
-
-    def _try_find_claim(self, instance: str) -> str:
-        try:
-            return self.find_claiming_compute(instance)
-        except EcompError:
-            return ''  # the search among all computes needs no claim
 
     def read_claims(self, compute: str) -> Mapping[str, object]:
         """Read a compute's claims by consumer, {} for an unknown compute; raise placement's other errors."""

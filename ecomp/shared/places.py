@@ -9,18 +9,14 @@ from ecomp.model import keys
 from ecomp.model.host import EntriesByCompute, group_by_instance
 from ecomp.model.record import ERROR, GONE
 from ecomp.model.record import from_json as record_from_json
-from ecomp.store.client import MAX_TRANSACTION_OPERATIONS, Entry, Store
-
-# In a cluster of more living computes, placement is asked which of them has the instance's claim.
-MAX_SEARCHED_COMPUTES = MAX_TRANSACTION_OPERATIONS // 2
+from ecomp.store.client import Entry, Store
 
 
 class KeyIndex:
     """The keys of many instances at the time of the listing, see read_index().
 
-    Nothing in etcd says below which compute an instance's keys are. Without an index lookups read the keys at
-    living computes, 64 a transaction, and list all keys only if none is there. With an index they share one listing. An
-    empty index remembers what a look-up found.
+    Nothing in etcd says below which compute an instance's keys are: a look-up lists the keys of all requests. With an
+    index several share one listing. An empty index remembers what a look-up found.
     """
 
     def __init__(
@@ -37,35 +33,6 @@ class KeyIndex:
     def records(self) -> Mapping[str, Sequence[str]]:
         """{instance: its keys below /instances/}, listed when this is first read."""
         return self._list_records()
-
-
-def find_places(store: Store, instance: str) -> EntriesByCompute[Entry]:
-    """Find the instance's keys below any compute; empty if none. It may leave a queue, so read the queues first."""
-    return find_at_living_computes(store, instance) or find_by_listing(store, instance)
-
-
-def find_at_living_computes(
-    store: Store, instance: str, key_index: KeyIndex | None = None
-) -> EntriesByCompute[Entry] | None:
-    """Find the instance's keys by an earlier index or at living computes; None if elsewhere or absent."""
-    if key_index is not None:
-        places = find_by_listing(store, instance, key_index)
-        # An instance that ended in its queue is below no compute, and never elsewhere.
-        if places.compute or places.record:
-            return places
-    presences = store.snapshot(keys.COMPUTES, keys_only=True).entries
-    alive = {
-        keys.get_last_part(key)
-        for key, entry in presences.items()
-        if entry.lease and keys.is_uuid(keys.get_last_part(key))
-    }
-    claimant = store.find_claim(instance) if store.find_claim is not None and len(alive) > MAX_SEARCHED_COMPUTES else ''
-    for hosts in [[claimant], sorted(alive)] if claimant in alive else [sorted(alive)]:
-        possible = [key for host in hosts for key in (keys.request(host, instance), keys.record(host, instance))]
-        living_places = _resolve_instance(store, instance, store.read(possible))
-        if living_places is not None:
-            return living_places if living_places.compute in alive else None
-    return None
 
 
 def has_unfinished_record(store: Store, instance: str) -> bool:

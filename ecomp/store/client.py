@@ -285,8 +285,6 @@ class Store:
 
     # Consulted if several computes have a request for one instance; None: the oldest request counts.
     claims: ConsumerLookup | None = None
-    # Finds the compute with an instance's claim, '' if there is none or placement does not answer; None: do not ask.
-    find_claim: Callable[[str], str] | None = None
 
     def __init__(self, config: EtcdConfig, guard: Guard | None = None) -> None:
         """Begin to connect; raise UsageError if a certificate cannot be read."""

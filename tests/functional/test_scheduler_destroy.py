@@ -32,7 +32,7 @@ from ecomp.model.stored import encode
 from ecomp.scheduler.changes.change import Acceptance, change_power, clear, destroy
 from ecomp.scheduler.changes.wait import Deadline, Wait, wait_for_power
 from ecomp.scheduler.queries.find import find, find_living, resolve
-from ecomp.shared.places import MAX_SEARCHED_COMPUTES, KeyIndex, read_index
+from ecomp.shared.places import KeyIndex, read_index
 from ecomp.store.client import Delete, Put, Snapshot, Store
 from tests.functional.cloud import IMAGE, SMALL, Cloud, CountingStore, interpose, make_uuid
 from tests.kit.servers import SLOWDOWN_FACTOR, Etcd, wait_until
@@ -214,29 +214,10 @@ def test_destroy_by_name_searches_once(own_etcd: Etcd, compute_count: int, max_c
         )
         own_etcd.put(keys.request(computes[7], instance), encode(request))
         own_etcd.put(keys.name('web'), encode(NameOwner(instance)))
-        asked: list[str] = []
-        store.find_claim = lambda each: asked.append(each) or computes[7]
         before, key_index = store.request_count, KeyIndex({})
         assert resolve(store, 'web', key_index) == instance
         assert destroy(store, instance, key_index) == f'{instance}: destroy accepted; {computes[7]} carries it out'
         assert store.request_count - before <= max_calls
-        # A small cluster is searched without placement.
-        assert asked == ([instance] if compute_count > MAX_SEARCHED_COMPUTES else [])
-
-
-@pytest.mark.fast
-def test_a_claim_without_keys_does_not_end_the_search(own_etcd: Etcd) -> None:
-    with closing(Store(EtcdConfig((own_etcd.endpoint,)))) as store:
-        lease, instance = own_etcd.grant(), make_uuid()
-        computes = [make_uuid() for _ in range(MAX_SEARCHED_COMPUTES + 2)]
-        store.commit([], [Put(keys.compute(each), '{}', lease) for each in computes])
-        request = Request(instance, {computes[7]: SMALL}, image=IMAGE, user_id='u', project_id='p', stages={})
-        own_etcd.put(keys.request(computes[7], instance), encode(request))
-        for claimant in (computes[8], make_uuid(), ''):
-            store.find_claim = lambda _, claimant=claimant: claimant
-            found = find(store, instance)
-            assert found is not None
-            assert found.record.compute == computes[7]
 
 
 @pytest.mark.fast

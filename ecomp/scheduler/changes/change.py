@@ -38,7 +38,7 @@ from ecomp.scheduler.queries.stacks import make_end
 from ecomp.shared.attempts import is_alive
 from ecomp.shared.ends import release_shared_keys, write_final_record
 from ecomp.shared.names import Change, commit_with_shared, load_group, merge_changes, release_name, try_revoke
-from ecomp.shared.places import KeyIndex, find_places, read_index
+from ecomp.shared.places import KeyIndex, find_by_listing, read_index
 from ecomp.store.client import Delete, Entry, Put, Settlement, Store, Touch, Unchanged
 
 # Tries to write a change, each after a new read; then other processes change the instance too often: Conflict.
@@ -129,7 +129,7 @@ def _find_destroyable(store: Store, instance: str, key_index: KeyIndex | None) -
             entries if entries is not None and entries.record.state != GONE else find_living(store, instance, key_index)
         )
     except Unreadable:
-        places = find_places(store, instance)
+        places = find_by_listing(store, instance)
         entries = from_request(places)
         # A record of a newer ecomp may name resources that a destroy by this version does not remove.
         if entries is None or (places.record is not None and is_newer(Record, places.record.value)):

@@ -29,8 +29,8 @@ from ecomp.model.record import (
 )
 from ecomp.model.text import make_printable
 from ecomp.scheduler.queries.computes import find_claims_on_silent, read_computes
-from ecomp.scheduler.queries.find import find_queue_entry, read_record
-from ecomp.shared.places import KeyIndex, find_at_living_computes, find_by_listing
+from ecomp.scheduler.queries.find import find_keys, read_record
+from ecomp.shared.places import KeyIndex
 from ecomp.store.client import Entry, Store
 
 if TYPE_CHECKING:
@@ -120,12 +120,9 @@ class InstanceReader:
 
     def _find_key(self) -> tuple[str, Entry | None]:
         """Find the key to read and its entry, None if only a request exists; ('', None) without a trace."""
-        places = find_at_living_computes(self._store, self._instance, self._key_index)
-        if places is None:
-            queue_entry = find_queue_entry(self._store, self._instance)
-            if queue_entry is not None:
-                return queue_entry.key, queue_entry
-            places = find_by_listing(self._store, self._instance)
+        queue_entry, places = find_keys(self._store, self._instance, self._key_index)
+        if queue_entry is not None:
+            return queue_entry.key, queue_entry
         if places.record is not None:
             return places.record.key, places.record
         return keys.record(places.compute, self._instance) if places.request is not None else '', None

@@ -16,7 +16,7 @@ from ecomp.model.record import ERROR, GONE, Record, extract_recorded_fields, fro
 from ecomp.model.stored import encode
 from ecomp.model.text import MIN_PREFIX_DIGITS, is_name, join_some, make_printable, parse_uuid_prefix
 from ecomp.shared.names import Change, parse_name_holder
-from ecomp.shared.places import KeyIndex, find_at_living_computes, find_by_listing, resolve_places
+from ecomp.shared.places import KeyIndex, find_by_listing, resolve_places
 from ecomp.store.client import Entry, Put, Store, Unchanged
 
 if TYPE_CHECKING:
@@ -152,16 +152,28 @@ def find(store: Store, instance: str, key_index: KeyIndex | None = None) -> Inst
     `key_index` has the keys of all instances, read a moment ago; an instance that it lacks is searched for. Raises
     Unreadable if the record is malformed.
     """
-    places = find_at_living_computes(store, instance, key_index)
-    if places is None:
-        # The queues before the requests: an instance that moves in between is found in the requests.
-        queue_entry = find_queue_entry(store, instance)
-        if queue_entry is not None:
-            return InstanceEntries(read_queued_record(queue_entry), None, None, queue_entry)
-        places = find_by_listing(store, instance)
+    queue_entry, places = find_keys(store, instance, key_index)
+    if queue_entry is not None:
+        return InstanceEntries(read_queued_record(queue_entry), None, None, queue_entry)
     if key_index is not None and places.compute:
         key_index.remember(instance, places.compute)
     return from_places(places)
+
+
+def find_keys(
+    store: Store, instance: str, key_index: KeyIndex | None = None
+) -> tuple[Entry | None, EntriesByCompute[Entry]]:
+    """Find an instance's entry in a queue or, if there is none, its keys below computes; `key_index`: see find()."""
+    is_indexed = key_index is not None and bool(key_index.requests or key_index.records)
+    places = find_by_listing(store, instance, key_index if is_indexed else None)
+    # An instance that ended in its queue is below no compute, and never elsewhere.
+    if places.request is not None or (is_indexed and places.record is not None):
+        return None, places
+    # The queues before the requests: an instance that moves in between is found in the requests.
+    queue_entry = find_queue_entry(store, instance)
+    if queue_entry is None and places.record is None:
+        places = find_by_listing(store, instance)
+    return queue_entry, places
 
 
 def find_queue_entry(store: Store, instance: str) -> Entry | None:
