@@ -28,6 +28,10 @@ from ecomp.model.cluster import Header, KnownCluster
 from ecomp.model.stored import decode
 from ecomp.store import messages
 from ecomp.store.connection import AnswerTooLong, Connection, read_pages
+from ecomp.store.messages import Delete, Exists, Put, Touch, Unchanged, encode_key
+
+# What others import from here, as the messages are this package's own.
+__all__ = ['Delete', 'Exists', 'Put', 'Touch', 'Unchanged']
 
 
 class Guard:
@@ -159,39 +163,6 @@ class Snapshot(NamedTuple):
     entries: Mapping[str, Entry] = {}
 
 
-class Unchanged(NamedTuple):
-    """A condition: the key was last written at this revision (0: it does not exist)."""
-
-    key: str
-    revision: int
-
-
-class Exists(NamedTuple):
-    """A condition: the key exists, with any value."""
-
-    key: str
-
-
-class Put(NamedTuple):
-    """An operation: write the value to the key, bound to the lease unless that is 0."""
-
-    key: str
-    value: str
-    lease: int = 0
-
-
-class Delete(NamedTuple):
-    """An operation: delete the key."""
-
-    key: str
-
-
-class Touch(NamedTuple):
-    """An operation: write the existing key again as it is, so that only its revision changes."""
-
-    key: str
-
-
 class Fence(NamedTuple):
     """A condition that a store adds to each commit: its owner still holds its key (rule: single-owner).
 
@@ -295,7 +266,7 @@ class Store:
 
     def get(self, key: str) -> Entry | None:
         """Return the key's entry, or None if the key does not exist."""
-        reply = self._read(messages.Range(_encode_key(key)), about=(key,))
+        reply = self._read(messages.Range(encode_key(key)), about=(key,))
         return parse_entry(reply.kvs[0]) if reply.kvs else None
 
     def read(self, requested_keys: Sequence[str]) -> dict[str, Entry]:
@@ -304,7 +275,7 @@ class Store:
         start, count, revision = 0, MAX_TRANSACTION_OPERATIONS, 0
         while start < len(requested_keys):
             ranges = [
-                messages.Range(_encode_key(key), revision=revision) for key in requested_keys[start : start + count]
+                messages.Range(encode_key(key), revision=revision) for key in requested_keys[start : start + count]
             ]
             try:
                 reply = self._read(messages.Transaction(success=ranges))
@@ -322,7 +293,7 @@ class Store:
         self, prefix: str, keys_only: bool = False, transform: Callable[[Entry], Entry | None] = lambda entry: entry
     ) -> Snapshot:
         """Read a prefix at one revision, in pages; `transform` maps an entry to the one to keep, or None to drop it."""
-        start = _encode_key(prefix)
+        start = encode_key(prefix)
         end = get_prefix_range_end(start)
         entries: dict[str, Entry] = {}
         revision = 0
@@ -336,7 +307,7 @@ class Store:
 
     def sample(self, prefix: str, start: str, limit: int) -> tuple[list[Entry], int]:
         """Return up to `limit` entries of a prefix from key `start` on, wrapping around, and the number of its keys."""
-        begin, middle = _encode_key(prefix), _encode_key(start)
+        begin, middle = encode_key(prefix), encode_key(start)
         ranges = [messages.Range(middle, get_prefix_range_end(begin), limit), messages.Range(begin, middle, limit)]
         reply = self._read(messages.Transaction(success=ranges), about=(prefix,))
         results = [response.response_range for response in reply.responses]
@@ -350,12 +321,12 @@ class Store:
 
     def count(self, prefix: str) -> int:
         """Return the number of keys under a prefix, without reading them."""
-        key = _encode_key(prefix)
+        key = encode_key(prefix)
         return int(self._read(messages.Range(key, get_prefix_range_end(key), count_only=True), about=(prefix,)).count)
 
     def has_changed(self, prefix: str, since_revision: int) -> bool:
         """Return whether an existing key of a prefix was written at `since_revision` or later."""
-        key = _encode_key(prefix)
+        key = encode_key(prefix)
         request = messages.Range(
             key, get_prefix_range_end(key), limit=1, keys_only=True, min_mod_revision=since_revision
         )
@@ -363,7 +334,7 @@ class Store:
 
     def read_revision(self) -> int:
         """Return etcd's current revision, by a linearizable read."""
-        reply = self._read(messages.Range(_encode_key(keys.CLUSTER), count_only=True), about=(keys.CLUSTER,))
+        reply = self._read(messages.Range(encode_key(keys.CLUSTER), count_only=True), about=(keys.CLUSTER,))
         return int(reply.header.revision)
 
     def commit(
@@ -386,9 +357,9 @@ class Store:
             fencing = [fence.select_condition(operations)] if fence else []
             compared = [*conditions, *fencing]
             request = messages.Transaction(
-                list(map(_make_comparison, compared)),
-                list(map(_make_operation, operations)),
-                [messages.Range(_encode_key(condition.key), keys_only=True) for condition in fencing],
+                compared,
+                operations,
+                [messages.Range(encode_key(condition.key), keys_only=True) for condition in fencing],
             )
             try:
                 send = self._write if operations else self._read
@@ -454,7 +425,7 @@ class Store:
         """Carry out `fence`, and return whether this proves that a transaction of `operations` was not committed."""
         # Without an answer to this, too, the next read shows whether the key has changed.
         with suppress(EcompError):
-            request = messages.Transaction([_make_comparison(condition)], [_make_operation(fence)])
+            request = messages.Transaction([condition], [fence])
             is_done = self._write(request, [fence.key]).succeeded
             return is_done and any(operation.key == fence.key for operation in operations)  # it would have changed it
         return False
@@ -578,23 +549,9 @@ def get_prefix_range_end(prefix: bytes) -> bytes:
     return stem[:-1] + bytes([stem[-1] + 1]) if stem else b'\0'
 
 
-def _encode_key(key: str) -> bytes:
-    # A part of the key may come from JSON, which allows lone surrogates.
-    return key.encode(errors='surrogatepass')
-
-
 def parse_entry(kv: Any) -> Entry:
     """Convert etcd's KeyValue; invalid UTF-8 in the key is replaced."""
     return Entry(kv.key.decode(errors='replace'), kv.value, kv.mod_revision, kv.lease, 0, kv.create_revision)
-
-
-def _make_comparison(condition: Unchanged | Exists) -> messages.Comparison:
-    key = _encode_key(condition.key)
-    return (
-        messages.Comparison(key, messages.GREATER, 0)
-        if isinstance(condition, Exists)
-        else messages.Comparison(key, messages.EQUAL, condition.revision)
-    )
 
 
 def _is_written(put: Put, entry: Entry | None, revision: int) -> bool:
@@ -610,10 +567,3 @@ def _is_invalidated_by(condition: Unchanged | Exists, operations: Sequence[Put |
     if isinstance(condition, Exists):
         return Delete in kinds
     return Put in kinds or (Delete in kinds and condition.revision > 0)
-
-
-def _make_operation(operation: Put | Delete | Touch) -> messages.Write | messages.Rewrite | messages.KeyDeletion:
-    key = _encode_key(operation.key)
-    if isinstance(operation, Put):
-        return messages.Write(key, operation.value.encode(), operation.lease)
-    return messages.Rewrite(key) if isinstance(operation, Touch) else messages.KeyDeletion(key)

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 from ecomp.model.text import make_printable
 from ecomp.tls import TlsFailure
 
-# Results of a Comparison.
-EQUAL = 0
-GREATER = 1
+# Results of a comparison.
+_EQUAL = 0
+_GREATER = 1
 EVENT_DELETE = 1
-# The target of a Comparison: the revision of the key's last change.
+# The target of a comparison: the revision of the key's last change.
 _TARGET_MOD_REVISION = 2
 # Wire types.
 _VARINT = 0
@@ -48,54 +48,61 @@ class Range(NamedTuple):
         return _encode_fields({1: self.key, 2: self.end, 3: self.limit, 4: self.revision, **flags})
 
 
-class Write(NamedTuple):
-    """Put a key, bound to a lease unless that is 0."""
+class Put(NamedTuple):
+    """An operation: write the value to the key, bound to the lease unless that is 0."""
 
-    key: bytes
-    value: bytes
+    key: str
+    value: str
     lease: int = 0
 
     def to_bytes(self) -> bytes:
-        return _encode_fields({1: self.key, 2: self.value, 3: self.lease})
+        return _encode_fields({1: encode_key(self.key), 2: self.value.encode(), 3: self.lease})
 
 
-class Rewrite(NamedTuple):
-    """Put a key that exists, with the value and the lease that it has: only its revision changes."""
+class Touch(NamedTuple):
+    """An operation: write the existing key again as it is, so that only its revision changes."""
 
-    key: bytes
+    key: str
 
     def to_bytes(self) -> bytes:
         # https://etcd.io/docs/v3.4/dev-guide/api_reference_v3/ (PutRequest: ignore_value, ignore_lease)
-        return _encode_fields({1: self.key, 5: True, 6: True})
+        return _encode_fields({1: encode_key(self.key), 5: True, 6: True})
 
 
-class KeyDeletion(NamedTuple):
-    """Delete a key."""
+class Delete(NamedTuple):
+    """An operation: delete the key."""
 
-    key: bytes
+    key: str
 
     def to_bytes(self) -> bytes:
-        return _encode_fields({1: self.key})
+        return _encode_fields({1: encode_key(self.key)})
 
 
-class Comparison(NamedTuple):
-    """A condition on the revision of a key's last change, 0 without a key; `result` is EQUAL or GREATER."""
+class Unchanged(NamedTuple):
+    """A condition: the key was last written at this revision (0: it does not exist)."""
 
-    key: bytes
-    result: int
+    key: str
     revision: int
 
     def to_bytes(self) -> bytes:
-        # The revision is in a oneof, so 0 must be written, too.
-        return _encode_fields({1: self.result, 2: _TARGET_MOD_REVISION, 3: self.key}) + _encode_field(6, self.revision)
+        return _encode_comparison(_EQUAL, self.key, self.revision)
+
+
+class Exists(NamedTuple):
+    """A condition: the key exists, with any value."""
+
+    key: str
+
+    def to_bytes(self) -> bytes:
+        return _encode_comparison(_GREATER, self.key, 0)
 
 
 class Transaction(NamedTuple):
     """Do the operations in `success` if all of `compare` hold, else those in `failure`."""
 
-    compare: Sequence[Comparison] = ()
-    success: Sequence[Range | Write | Rewrite | KeyDeletion] = ()
-    failure: Sequence[Range | Write | Rewrite | KeyDeletion] = ()
+    compare: Sequence[Unchanged | Exists] = ()
+    success: Sequence[Range | Put | Touch | Delete] = ()
+    failure: Sequence[Range | Put | Touch | Delete] = ()
 
     def to_bytes(self) -> bytes:
         parts = [_encode_field(1, comparison.to_bytes()) for comparison in self.compare]
@@ -105,7 +112,7 @@ class Transaction(NamedTuple):
         return b''.join(parts)
 
 
-_OPERATIONS: Mapping[type, int] = {Range: 1, Write: 2, Rewrite: 2, KeyDeletion: 3}
+_OPERATIONS: Mapping[type, int] = {Range: 1, Put: 2, Touch: 2, Delete: 3}
 
 
 class Grant(NamedTuple):
@@ -381,6 +388,16 @@ _ANSWERS: Mapping[str, _MessageSchema] = {
         events=(11, [_EVENT]),
     ),
 }
+
+
+def encode_key(key: str) -> bytes:
+    """Encode a key; a part of it may come from JSON, which allows lone surrogates."""
+    return key.encode(errors='surrogatepass')
+
+
+def _encode_comparison(result: int, key: str, revision: int) -> bytes:
+    # The revision is in a oneof, so 0 must be written, too.
+    return _encode_fields({1: result, 2: _TARGET_MOD_REVISION, 3: encode_key(key)}) + _encode_field(6, revision)
 
 
 def _encode_varint(value: int) -> bytes:

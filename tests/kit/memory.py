@@ -19,9 +19,9 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import Unreachable
 from ecomp.placement.http_client import Answer, Connections
 from ecomp.store import http2_client
-from ecomp.store.messages import Grant, KeyDeletion, Range, Request, Revoke, Transaction, Write
+from ecomp.store.messages import Delete, Grant, Put, Range, Request, Revoke, Transaction
 from tests.kit.memory_etcd import Etcd as EtcdContents
-from tests.kit.memory_etcd import MemoryMember, NoWorld
+from tests.kit.memory_etcd import MemoryMember, NoWorld, decode_key
 from tests.kit.memory_placement import Json, PlacementModel, answer_request
 from tests.kit.servers import Etcd, PlacementServer
 
@@ -114,10 +114,11 @@ def _parse_gateway_call(path: str, body: Mapping[str, Any]) -> Request:
     if path == 'kv/range':
         return Range(key, end, keys_only=bool(body.get('keys_only')))
     if path == 'kv/put':
-        return Transaction(success=[Write(key, base64.b64decode(body['value']), int(body.get('lease', 0)))])
+        value = base64.b64decode(body['value'])
+        return Transaction(success=[Put(decode_key(key), decode_key(value), int(body.get('lease', 0)))])
     if path == 'kv/deleterange':
         assert not end, 'a range is deleted key by key'
-        return Transaction(success=[KeyDeletion(key)])
+        return Transaction(success=[Delete(decode_key(key))])
     if path == 'lease/grant':
         return Grant(int(body['TTL']))
     assert path in ('lease/revoke', 'kv/lease/revoke'), f'the etcd in memory does not answer {path}'

@@ -18,26 +18,21 @@ from ecomp.store.client import Delete, Entry, Exists, Put, Snapshot, Touch, Unch
 from ecomp.store.messages import (
     DEADLINE_EXCEEDED,
     EVENT_DELETE,
-    GREATER,
     INVALID_ARGUMENT,
     NOT_FOUND,
     RESOURCE_EXHAUSTED,
     TOO_MANY_OPERATIONS,
     UNAVAILABLE,
     CallFailure,
-    Comparison,
     Grant,
     KeepAlive,
-    KeyDeletion,
     Range,
     Request,
     Revoke,
-    Rewrite,
     Status,
     TimeToLive,
     Transaction,
     WatchCreate,
-    Write,
 )
 
 # The maximum number of operations, and of conditions, in one transaction.
@@ -282,11 +277,10 @@ class MemoryMember:
         return [entry for entry in then.values() if entry is not None]
 
     def _answer_transaction(self, request: Transaction) -> SimpleNamespace:
-        success, failure = (list(map(make_operation, part)) for part in (request.success, request.failure))
-        self.etcd.check_transaction(len(request.compare), success)
-        self.etcd.check_transaction(0, failure)
-        succeeded = all(self.etcd.is_met(make_condition(comparison)) for comparison in request.compare)
-        operations = success if succeeded else failure
+        self.etcd.check_transaction(len(request.compare), request.success)
+        self.etcd.check_transaction(0, request.failure)
+        succeeded = all(map(self.etcd.is_met, request.compare))
+        operations = request.success if succeeded else request.failure
         self.etcd.check_puts(operations)
         responses = [
             SimpleNamespace(
@@ -390,17 +384,3 @@ def _make_event(key: str, revision: int, entry: Entry | None, before: Entry | No
     return SimpleNamespace(
         type=0 if entry else EVENT_DELETE, kv=kv, prev_kv=_make_kv(before or Entry('', b'', 0), False)
     )
-
-
-def make_condition(comparison: Comparison) -> Unchanged | Exists:
-    key = decode_key(comparison.key)
-    return Exists(key) if comparison.result == GREATER else Unchanged(key, comparison.revision)
-
-
-def make_operation(request: Range | Write | Rewrite | KeyDeletion) -> Put | Touch | Delete | Range:
-    if isinstance(request, Range):
-        return request
-    key = decode_key(request.key)
-    if isinstance(request, Rewrite):
-        return Touch(key)
-    return Put(key, decode_key(request.value), request.lease) if isinstance(request, Write) else Delete(key)

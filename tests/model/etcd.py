@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 from ecomp.errors import EcompError, NoSpace, Unreachable
 from ecomp.store.client import Exists, Fence, Store, Unchanged
 from ecomp.store.messages import CallFailure, Range, Request, Transaction, is_full, suggest_remedy
-from tests.kit.memory_etcd import Etcd, MemoryMember, decode_key, make_condition, make_operation
+from tests.kit.memory_etcd import Etcd, MemoryMember, decode_key
 from tests.model.acting import Call
 from tests.model.world import World
 
@@ -72,9 +72,8 @@ class ModelStore(Store):
             ranges = [each for each in request.success if isinstance(each, Range)]
             keys = tuple(decode_key(each.key) for each in ranges)
             return ('around', *keys, ranges[0].limit) if ranges[0].end else ('read', keys), False
-        compared = [make_condition(comparison) for comparison in request.compare]
-        marks = tuple((condition.key, self._get_writer_mark(condition)) for condition in compared)
-        return ('commit', marks, tuple(map(make_operation, request.success))), bool(request.success)
+        marks = tuple((condition.key, self._get_writer_mark(condition)) for condition in request.compare)
+        return ('commit', marks, tuple(request.success)), bool(request.success)
 
     def grant(self, seconds: int) -> int:
         actor, name = self._world.current, 'the scene'

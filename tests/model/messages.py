@@ -12,26 +12,25 @@ from typing import Any
 
 from ecomp.store.client import get_prefix_range_end
 from ecomp.store.messages import (
-    EQUAL,
     EVENT_DELETE,
-    GREATER,
     CallFailure,
-    Comparison,
+    Delete,
+    Exists,
     Grant,
     KeepAlive,
-    KeyDeletion,
+    Put,
     Range,
     Request,
     Revoke,
-    Rewrite,
     TimeToLive,
+    Touch,
     Transaction,
+    Unchanged,
     WatchCreate,
-    Write,
 )
 from tests.model.alike import format_difference
 
-NAMES = (b'a', b'a/1', b'ab', b'b', b'c', b'd\xff', b'd')
+NAMES = ('a', 'a/1', 'ab', 'b', 'c', 'd\xff', 'd')
 # A revision that no etcd of the tests reaches, and a lease that none granted.
 FUTURE_REVISION = 10**12
 UNKNOWN_LEASE = 10**12
@@ -94,8 +93,8 @@ class MemberPair:
         assert number in known, format_difference([*self.messages, f'{number} is unknown'], known, which)
         return known.index(number)
 
-    def pick_key(self) -> bytes:
-        return self.prefix + self.rng.choice(NAMES)
+    def pick_key(self) -> str:
+        return self.prefix.decode() + self.rng.choice(NAMES)
 
     def pick_revision(self) -> tuple[int, int]:
         return self.rng.choice([(0, 0), *self.revisions[-20:]])
@@ -104,7 +103,7 @@ class MemberPair:
         return self.rng.choice([(UNKNOWN_LEASE, UNKNOWN_LEASE), *self.leases])
 
     def read_key(self) -> None:
-        self.send(Range(self.pick_key()))
+        self.send(Range(self.pick_key().encode()))
 
     def read_range(self) -> None:
         self.send_pair(self.make_range())
@@ -114,7 +113,7 @@ class MemberPair:
             [
                 (self.prefix, get_prefix_range_end(self.prefix)),
                 (self.prefix + b'a', get_prefix_range_end(self.prefix + b'a')),
-                (self.pick_key(), get_prefix_range_end(self.prefix)),
+                (self.pick_key().encode(), get_prefix_range_end(self.prefix)),
                 (self.prefix + b'a/1', self.prefix + b'c'),
             ]
         )
@@ -127,13 +126,13 @@ class MemberPair:
 
     def put(self) -> None:
         """Write a key on the newest lease, so that several keys end with it."""
-        key, value, lease = self.pick_key(), str(self.rng.randint(0, 9)).encode(), [(0, 0), *self.leases][-1]
-        self.commit(lambda which: Transaction(success=[Write(key, value, lease[which])]))
+        key, value, lease = self.pick_key(), str(self.rng.randint(0, 9)), [(0, 0), *self.leases][-1]
+        self.commit(lambda which: Transaction(success=[Put(key, value, lease[which])]))
 
     def rewrite(self) -> None:
         """Write a key as it is, which may not exist; rather one that is on a lease."""
         kvs = self.memory.call(Range(self.prefix, get_prefix_range_end(self.prefix))).kvs
-        rewrite = Rewrite(self.rng.choice([kv.key for kv in kvs if kv.lease] or [self.pick_key()]))
+        rewrite = Touch(self.rng.choice([kv.key.decode() for kv in kvs if kv.lease] or [self.pick_key()]))
         self.commit(lambda _: Transaction(success=[rewrite]))
 
     def change(self) -> None:
@@ -163,28 +162,28 @@ class MemberPair:
         real, memory = (member.call(Range(self.prefix), 10.0).header.revision for member in (self.real, self.memory))
         return real, memory
 
-    def make_comparison(self) -> Callable[[int], Comparison]:
+    def make_comparison(self) -> Callable[[int], Unchanged | Exists]:
         key = self.pick_key()
         if self.rng.random() < 0.3:
-            return lambda _: Comparison(key, GREATER, 0)
-        found = [kv.mod_revision for kv in self.memory.call(Range(key)).kvs] or [0]
+            return lambda _: Exists(key)
+        found = [kv.mod_revision for kv in self.memory.call(Range(key.encode())).kvs] or [0]
         current = next(pair for pair in [(0, 0), *self.revisions] if pair[1] == found[0])
         revision = current if self.rng.random() < 0.8 else self.pick_revision()
-        return lambda which: Comparison(key, EQUAL, revision[which])
+        return lambda which: Unchanged(key, revision[which])
 
-    def make_operations(self, number: int) -> list[Callable[[int], Range | Write | KeyDeletion]]:
+    def make_operations(self, number: int) -> list[Callable[[int], Range | Put | Delete]]:
         """Return reads or writes; no request of ecomp has both in one branch."""
         if self.rng.random() < 0.2:
             return [self.make_range() for _ in range(number)]
         return [self.make_write() for _ in range(number)]
 
-    def make_write(self) -> Callable[[int], Write | KeyDeletion]:
+    def make_write(self) -> Callable[[int], Put | Delete]:
         key = self.pick_key()
         if self.rng.random() < 0.3:
-            return lambda _: KeyDeletion(key)
-        value = str(self.rng.randint(0, 9)).encode()
+            return lambda _: Delete(key)
+        value = str(self.rng.randint(0, 9))
         lease = self.pick_lease() if self.rng.random() < 0.3 else (0, 0)
-        return lambda which: Write(key, value, lease[which])
+        return lambda which: Put(key, value, lease[which])
 
     def grant(self) -> None:
         seconds = self.rng.randint(9000, 9999)  # longer than the test takes on a busy machine
@@ -211,7 +210,7 @@ class MemberPair:
 
     def compare_watches(self) -> None:
         """Compare what two watches from the first revision on report of all changes."""
-        last, end = Write(self.prefix + b'last', b''), get_prefix_range_end(self.prefix)
+        last, end = Put(f'{self.prefix.decode()}last', ''), get_prefix_range_end(self.prefix)
         self.commit(lambda _: Transaction(success=[last]))
         reported: list[list[object]] = [[], []]
         for which, member in enumerate((self.real, self.memory)):
@@ -219,7 +218,7 @@ class MemberPair:
             stream = member.watch([request], 60.0)
             for answer in stream:
                 reported[which] += [self.describe_event(event, which) for event in answer.events]
-                if any(event.kv.key == last.key for event in answer.events):
+                if any(event.kv.key == last.key.encode() for event in answer.events):
                     break
             stream.cancel()
         assert reported[0] == reported[1], format_difference([*self.messages, 'watch'], *reported)

@@ -16,20 +16,20 @@ from ecomp.model.stored import encode
 from ecomp.store import messages
 from ecomp.store.connection import TARGET_PAGE_BYTES, AnswerTooLong, read_pages
 from ecomp.store.messages import (
-    EQUAL,
-    GREATER,
-    Comparison,
+    Delete,
+    Exists,
     Grant,
     KeepAlive,
-    KeyDeletion,
+    Put,
     Range,
     Revoke,
-    Rewrite,
     Status,
+    Touch,
     Transaction,
+    Unchanged,
     WatchCreate,
     WatchProgress,
-    Write,
+    encode_key,
     parse_answer,
 )
 from tests.kit.gateway import etcdrpc
@@ -39,11 +39,13 @@ from tests.kit.gateway import etcdrpc
 NUMBERS = st.integers(-(2**63), 2**63 - 1)
 UNSIGNED = st.integers(0, 2**64 - 1)
 KEYS = st.binary(max_size=300)
+TEXTS = st.text(max_size=300)
+NAMES = st.text(st.characters(), max_size=100)  # with lone surrogates
 
 RANGES = st.builds(Range, KEYS, KEYS, NUMBERS, NUMBERS, st.booleans(), st.booleans(), NUMBERS)
-WRITES = st.builds(Write, KEYS, KEYS, NUMBERS) | st.builds(Rewrite, KEYS)
-REMOVALS = st.builds(KeyDeletion, KEYS)
-COMPARISONS = st.builds(Comparison, KEYS, st.sampled_from((EQUAL, GREATER)), NUMBERS)
+WRITES = st.builds(Put, NAMES, TEXTS, NUMBERS) | st.builds(Touch, NAMES)
+REMOVALS = st.builds(Delete, NAMES)
+COMPARISONS = st.builds(Unchanged, NAMES, NUMBERS) | st.builds(Exists, NAMES)
 OPERATIONS = st.lists(RANGES | WRITES | REMOVALS, max_size=4)
 TRANSACTIONS = st.builds(Transaction, st.lists(COMPARISONS, max_size=4), OPERATIONS, OPERATIONS)
 LEASES = st.builds(Grant, NUMBERS) | st.builds(KeepAlive, NUMBERS) | st.builds(Revoke, NUMBERS)
@@ -57,16 +59,18 @@ def convert_to_etcd3(request: Any) -> Any:
                 key=key, range_end=end, limit=limit, revision=revision, keys_only=keys_only, count_only=count_only,
                 min_mod_revision=since,
             )  # fmt: skip
-        case Write(key, value, lease):
-            return etcdrpc.PutRequest(key=key, value=value, lease=lease)
-        case Rewrite(key):
-            return etcdrpc.PutRequest(key=key, ignore_value=True, ignore_lease=True)
-        case KeyDeletion(key):
-            return etcdrpc.DeleteRangeRequest(key=key)
-        case Comparison(key, result, revision):
-            target = etcdrpc.Compare.MOD
-            result = {EQUAL: etcdrpc.Compare.EQUAL, GREATER: etcdrpc.Compare.GREATER}[result]
-            return etcdrpc.Compare(key=key, target=target, result=result, mod_revision=revision)
+        case Put(key, value, lease):
+            return etcdrpc.PutRequest(key=encode_key(key), value=value.encode(), lease=lease)
+        case Touch(key):
+            return etcdrpc.PutRequest(key=encode_key(key), ignore_value=True, ignore_lease=True)
+        case Delete(key):
+            return etcdrpc.DeleteRangeRequest(key=encode_key(key))
+        case Unchanged(key, revision):
+            target, result = etcdrpc.Compare.MOD, etcdrpc.Compare.EQUAL
+            return etcdrpc.Compare(key=encode_key(key), target=target, result=result, mod_revision=revision)
+        case Exists(key):
+            target, result = etcdrpc.Compare.MOD, etcdrpc.Compare.GREATER
+            return etcdrpc.Compare(key=encode_key(key), target=target, result=result, mod_revision=0)
         case Transaction(compare, success, failure):
             return etcdrpc.TxnRequest(
                 compare=[convert_to_etcd3(part) for part in compare],
@@ -88,7 +92,7 @@ def convert_to_etcd3(request: Any) -> Any:
 
 
 def convert_to_operation(request: Any) -> Any:
-    kinds = {Range: 'request_range', Write: 'request_put', Rewrite: 'request_put', KeyDeletion: 'request_delete_range'}
+    kinds = {Range: 'request_range', Put: 'request_put', Touch: 'request_put', Delete: 'request_delete_range'}
     return etcdrpc.RequestOp(**{kinds[type(request)]: convert_to_etcd3(request)})
 
 
