@@ -34,9 +34,7 @@ from tests.model.planting import (
 
 HOST = {
     'a record is trusted wherever it is': make_bug(
-        'ecomp.scheduler.queries.find:from_places',
-        replace_call('read_record', 'read_record(places.records[max(places.records)])'),
-        'forged_records',
+        'ecomp.shared.places:find_by_listing', never('request_keys'), 'forged_records'
     ),
     'an inventory is corrected while it is closed': make_bug(
         'ecomp.agent.host.provider:Registration.register',
