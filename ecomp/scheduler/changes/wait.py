@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ecomp.conf import EtcdConfig
@@ -307,10 +307,6 @@ class Wait:
         is read at least once.
         """
         with InstanceReader(self.config, self.instance, self.key_index, self.claims) as reader:
-
-            def describe_current(record: Record | None) -> str:
-                return reader.queue_reason if reader.is_queued else describe(record)
-
             first_read_limit = self.deadline.elapsed + self.config.timeout
             while True:
                 has_answer, entry = reader.read()
@@ -329,24 +325,22 @@ class Wait:
                     return record
                 if trust is False:
                     reset()
-                has_answer = has_answer and (trust is False or not is_over)
-                silent, limit = '', self.deadline.seconds
-                if not has_answer:
-                    silent, limit = reader.silent_backend, max(limit, first_read_limit)
-                self._tick(reader, record, partial(describe_current, record), silent, limit)
+                if has_answer and (trust is False or not is_over):
+                    awaited = reader.queue_reason if reader.is_queued else describe(record)
+                    self._tick(reader.compute, record, awaited, f'still waiting for {awaited}', self.deadline.seconds)
+                else:
+                    backend, limit = reader.silent_backend, max(self.deadline.seconds, first_read_limit)
+                    self._tick(reader.compute, record, f'{backend} to answer', f'and {backend} did not answer', limit)
 
-    def _tick(
-        self, reader: InstanceReader, record: Record | None, describe: Callable[[], str], silent: str, limit: float
-    ) -> None:
-        """Report what is waited for, and sleep. StillGoing at `limit`, or if the host is silent."""
-        if self.silence is not None and reader.compute and (record is None or is_on_host(record)):
-            self.silence.check(self.instance, reader.compute, describe())
+    def _tick(self, compute: str, record: Record | None, awaited: str, progress: str, limit: float) -> None:
+        """Report what is awaited, and sleep. StillGoing at `limit`, or if the host is silent."""
+        if self.silence is not None and compute and (record is None or is_on_host(record)):
+            self.silence.check(self.instance, compute, awaited)
         spent = self.deadline.elapsed
         if spent >= limit:
             if record is not None:
                 self.on_timeout(record)
-            progress = f'and {silent} did not answer' if silent else f'still waiting for {describe()}'
             reached = f'timed out after {self.deadline.seconds:g} s (the operation continues)'
             raise StillGoing(f'{self.instance}: {reached}, {progress}')
-        self.report(f'waiting for {f"{silent} to answer" if silent else describe()}, {spent:.0f} s')
+        self.report(f'waiting for {awaited}, {spent:.0f} s')
         time.sleep(min(max(spent / 10, MIN_TICK_SECONDS), MAX_TICK_SECONDS, limit - spent))
