@@ -24,7 +24,6 @@ from ecomp.model.choose import Candidate, Offer, choose, describe_room, explain_
 from ecomp.model.group import Membership
 from ecomp.model.order import (
     Order,
-    Request,
     SetOrder,
     check_order_size,
     describe_difference,
@@ -41,8 +40,8 @@ from ecomp.scheduler.placing.session import (
     NoRoom,
     Scheduler,
     Session,
-    check_all_complete,
     report_unchanged,
+    require_complete,
 )
 from ecomp.scheduler.queries.find import MAX_OFFER_AGE_SECONDS, InstanceEntries, find, reserve_names
 from ecomp.shared.attempts import list_leased
@@ -209,7 +208,9 @@ class _Creation:
             return self._place(offer, terms, {})
         for is_last_try in (False, False, True):
             placed = self._take_over(terms)
-            if len(placed) + self._count_room(offer, terms) < order.minimum:
+            planner = session.make_planner({order.query or '': offer}, terms.groups)
+            room = planner.assign([make_lot(order, terms)._replace(minimum=0)]).chosen
+            if len(placed) + len(room) < order.minimum:
                 offer = self._refresh()  # room may have been released since the query
             try:
                 return self._place(offer, terms, placed)
@@ -234,7 +235,11 @@ class _Creation:
     def deliver(self, claims: ClaimedSet, scheduled_at: str) -> dict[str, DeliveryOutcome]:
         """Deliver `claims`, and release our other ones. Excluded (group, quota), DeliveryRefused, Conflict."""
         order, store, placed = self.order, self.session.store, claims.candidates
-        requests = _make_requests(order, claims, scheduled_at)
+        decided = {'group': claims.membership, 'stages': {**order.stages, 'scheduled': scheduled_at}}
+        requests = {
+            instance: make_request(order.orders[instance], each, order.weigh, claims.candidate_count, **decided)
+            for instance, each in placed.items()
+        }
         deliveries = [(placed[instance].compute, request) for instance, request in requests.items()]
         resources = {instance: request.resources for instance, request in requests.items()}
         charge = partial(charge_quota, store, order.project_id, resources)
@@ -282,10 +287,6 @@ class _Creation:
             log.warning('%s', refusal)
         return held
 
-    def _count_room(self, offer: Offer, terms: Terms) -> int:
-        planner = self.session.make_planner({self.order.query or '': offer}, terms.groups)
-        return len(planner.assign([make_lot(self.order, terms)._replace(minimum=0)]).chosen)
-
     def _refresh(self) -> Offer:
         return self.session.read_offers([self.order.query or ''])[self.order.query or '']
 
@@ -299,7 +300,7 @@ def make_lot(order: SetOrder, terms: Terms, instances: Sequence[str] | None = No
 
 def count_to_place(candidates: Sequence[Candidate], terms: Terms, order: SetOrder) -> int:
     """Count what the quota allows, at most order.count; without candidates, order.count. OverQuota, UsageError."""
-    check_all_complete(candidates)
+    require_complete(candidates)
     if not candidates:
         return order.count
     return terms.count_allowed(sum_allocations(candidates[0].allocations), order.count, order.minimum)
@@ -320,14 +321,6 @@ def make_refusal(
     if is_raced and (group is None or any(group.explain_exclusion(each.compute) is None for each in candidates)):
         return NoCapacity('other attempts took every candidate first')
     return NoCapacity(explain_no_candidate(offer, ours, computes.living, group))
-
-
-def _make_requests(order: SetOrder, claims: ClaimedSet, scheduled_at: str) -> dict[str, Request]:
-    decided = {'group': claims.membership, 'stages': {**order.stages, 'scheduled': scheduled_at}}
-    return {
-        instance: make_request(order.orders[instance], candidate, order.weigh, claims.candidate_count, **decided)
-        for instance, candidate in claims.candidates.items()
-    }
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from ecomp.model.choose import FIRST, PACK, RANDOM, Candidate, calculate_free_sh
 from ecomp.model.order import SetOrder
 from ecomp.model.query import exclude_disabled, parse_plain_amounts, parse_query
 from ecomp.scheduler.placing.claim import Terms
-from ecomp.scheduler.placing.session import Session, check_complete
+from ecomp.scheduler.placing.session import Session, require_complete
 
 # Computes whose facts are read, in one round trip.
 SAMPLE_SIZE = 16
@@ -64,7 +64,7 @@ class SampledPlacer:
         """Claim on this compute: {instance: candidate}, or {} without room. OverQuota, UsageError, or the claim's."""
         offer = self.session.read_offer(f'{self.order.query}&in_tree={compute}')
         for candidate in choose(offer, [compute], self.order.weigh, self.session.scheduler.rng).candidates:
-            check_complete(candidate.allocations)
+            require_complete([candidate])
             terms.count_allowed(sum_allocations(candidate.allocations), 1, 1)
             if self.session.claim({self.order.instance: candidate}):
                 return {self.order.instance: candidate}

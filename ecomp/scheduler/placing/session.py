@@ -29,7 +29,7 @@ from ecomp.errors import (
 )
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
-from ecomp.model.allocation import Allocations, find_compute, list_missing_classes, sum_allocations
+from ecomp.model.allocation import find_compute, list_missing_classes, sum_allocations
 from ecomp.model.assign import MIN_SPARE_PLACES, Assignment, Lot, Planner
 from ecomp.model.choose import PACK, SPREAD, Candidate, Offer
 from ecomp.model.group import Group, Membership
@@ -159,17 +159,11 @@ class Contention:
         return self._refreshes_left > 0
 
 
-def check_complete(allocations: Allocations) -> None:
-    """Raise UsageError if these allocations lack what a guest needs."""
-    lacking = list_missing_classes(sum_allocations(allocations))
-    if lacking:
-        raise UsageError(f'the query lacks {", ".join(lacking)}, which every guest needs')
-
-
-def check_all_complete(candidates: Iterable[Candidate]) -> None:
+def require_complete(candidates: Iterable[Candidate]) -> None:
     """Raise UsageError if one of these lacks what a guest needs."""
     for candidate in candidates:
-        check_complete(candidate.allocations)
+        if lacking := list_missing_classes(sum_allocations(candidate.allocations)):
+            raise UsageError(f'the query lacks {", ".join(lacking)}, which every guest needs')
 
 
 @dataclass
@@ -307,7 +301,7 @@ class Session:
                 continue
             if any(lot.is_short({**held, **assignment.chosen}) for lot in lots):
                 raise NoRoom(assignment, held, current)
-            check_all_complete(assignment.chosen.values())
+            require_complete(assignment.chosen.values())
             check({**held, **assignment.chosen})
             claimed = self.claim(assignment.chosen)
             held |= {instance: assignment.chosen[instance] for instance in claimed}

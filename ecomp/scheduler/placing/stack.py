@@ -37,10 +37,10 @@ from ecomp.scheduler.placing.session import (
     OldInstance,
     Scheduler,
     Session,
-    check_all_complete,
     check_previous,
     make_removal,
     report_unchanged,
+    require_complete,
 )
 from ecomp.scheduler.queries.find import reserve_names
 from ecomp.shared.attempts import list_leased
@@ -172,7 +172,7 @@ def preview_change(
     assignment = Planner(offers, wanted.groups, living, rng, troubled=troubled).assign(wanted.lots)
     if assignment.missing:
         raise wanted.make_refusal(NoRoom(assignment, {}, offers))
-    check_all_complete(assignment.chosen.values())
+    require_complete(assignment.chosen.values())
     wanted.check_quota(assignment.chosen)
     return {instance: candidate.compute for instance, candidate in assignment.chosen.items()}
 
