@@ -308,7 +308,10 @@ def find_unknown_names(
     placement: Placement, query_names: QueryNames, more_suggestions: Collection[str] = ()
 ) -> UnknownNames:
     """Read placement's names of the kinds in the query; describe unknown ones, suggesting also `more_suggestions`."""
-    classes = _read_classes(placement) if query_names.classes else frozenset()
+    key = 'resource_classes'
+    classes = frozenset[str]()
+    if query_names.classes:
+        classes = placement.get_parsed(f'/{key}', lambda data: frozenset(check_text(row['name']) for row in data[key]))
     traits = _read_traits(placement) if query_names.traits else frozenset()
     kinds = ('resource class', query_names.classes, classes), ('trait', query_names.traits, traits)
     parts: list[list[str]] = [[], []]
@@ -318,11 +321,6 @@ def find_unknown_names(
         for part, group in zip(parts, (strange - custom, custom), strict=True):
             part += [describe_unknown_names(label, group, valid.union(more_suggestions))] if group else []
     return UnknownNames(*map('; '.join, parts))
-
-
-def _read_classes(placement: Placement) -> frozenset[str]:
-    key = 'resource_classes'
-    return placement.get_parsed(f'/{key}', lambda data: frozenset(check_text(row['name']) for row in data[key]))
 
 
 def find_satisfying(placement: Placement, constraint: Constraint) -> frozenset[str]:

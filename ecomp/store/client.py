@@ -394,7 +394,9 @@ class Store:
         """Find out whether a transaction was committed whose answer was lost, or which a full etcd refused."""
         # etcd checks its space before it proposes a write and when it applies it. The second time it reports NoSpace
         # and writes nevertheless, as for all writes in flight then. https://github.com/etcd-io/etcd/issues/16659
-        unknown = _make_unknown_outcome(error, settlement, operations[0].key)
+        doubt = settlement.doubt if settlement else f'{operations[0].key} was changed'
+        clause = f'; it is unknown whether {doubt}' if doubt else ''
+        unknown = UnknownOutcome(put_before_fix(str(error), clause), error.backend)
         for _ in range(MAX_SETTLE_TRIES):
             try:
                 entries = self.read(list({each.key: None for each in (*compared, *operations)}))
@@ -414,7 +416,9 @@ class Store:
             fence = settlement.fence
             if fence is None or not evidence.can_land or isinstance(error, NoSpace):
                 return settlement.find_commit(entries)
-            condition = _find_lasting_condition(conditions, fence.key)
+            # This condition never comes true again, once the fence has changed the key.
+            lasting = [each for each in conditions if isinstance(each, Unchanged) and each.revision]
+            condition = next((each for each in lasting if each.key == fence.key), None)
             if condition is None:
                 break
             if self._is_fenced_off(condition, fence, operations):
@@ -524,18 +528,6 @@ def retry_until_committed(
         if max_pause_seconds and remaining_tries:
             time.sleep(random.uniform(0, max_pause_seconds))
     raise lost_error
-
-
-def _make_unknown_outcome(error: Unreachable, settlement: Settlement | None, key: str) -> UnknownOutcome:
-    doubt = settlement.doubt if settlement else f'{key} was changed'
-    clause = f'; it is unknown whether {doubt}' if doubt else ''
-    return UnknownOutcome(put_before_fix(str(error), clause), error.backend)
-
-
-def _find_lasting_condition(conditions: Sequence[Unchanged | Exists], key: str) -> Unchanged | None:
-    """Return the condition that `key` has its last change above 0, which never comes true again."""
-    unchanged = [each for each in conditions if isinstance(each, Unchanged) and each.revision]
-    return next((each for each in unchanged if each.key == key), None)
 
 
 def parse_header(reply: Any) -> Header:
