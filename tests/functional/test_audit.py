@@ -185,6 +185,23 @@ def test_host_looks_twice_when_asked(cloud: Cloud, host: Host) -> None:
     assert set(audit_host(cloud, host)) == {('disk-orphaned', disk), ('provider-missing', host.compute)}
 
 
+def test_look_that_failed_for_placement_fails_until_placement_answers(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claims = host.upkeep.claims
+    claims.check_claims((), time.monotonic())
+
+    def fail(*_: object) -> None:
+        raise Unreachable('placement does not answer', 'placement')
+
+    with monkeypatch.context() as patch:
+        patch.setattr(upkeep.providers, 'read_raw_inventory', fail)
+        for claims.is_current in (True, False):  # the next check of claims has failed, too
+            with pytest.raises(Unreachable):
+                host.upkeep.step()
+    host.upkeep.step()
+
+
 @pytest.mark.usefixtures('soon')
 def test_host_releases_reservations_without_disk_by_itself(host: Host) -> None:
     """One of a disk stays: after a restore of etcd the disk is the guest."""

@@ -169,10 +169,11 @@ class Upkeep:
         with suppress(NotFound):  # eschedule finds that there is no provider
             if is_asked:
                 self.claims.check_claims(self.hypervisor.list_guests(), time.monotonic())
-            if self.claims.is_current:
-                if self.claims.held is not self._held:
-                    self._inventory = providers.read_raw_inventory(self.placement, self.compute)
-                held = self._held = self.claims.held
+            # Also if the claims are not current: a step that fails for placement succeeds only once placement answers.
+            if self.claims.held is not self._held:
+                self._inventory = providers.read_raw_inventory(self.placement, self.compute)
+                self._held = self.claims.held
+            held = self._held if self.claims.is_current else None
         facts, prefix = self._read_facts(), keys.request_prefix(self.compute)
         etcd = dict(self.read_requests())
         present = facts.list_instances() | (held or {}).keys()
