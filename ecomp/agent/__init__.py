@@ -28,11 +28,11 @@ thread at a time handles an instance. Before it exits, ecompute waits for the th
     libvirt-events            libvirt's event loop, here and in each worker; callbacks only wake. Ends with the process
     libvirt-open              opens a connection to libvirtd, here and in each worker. Ends when libvirtd answers
     libvirt-reopen            reopens a lost connection. Ends when the connection is closed
-    agents                    asks guest agents for addresses; callers read the last answer. Ends at close
     to a worker               writes jobs from a queue into the pipe of one worker. Ends with that worker
     scrub                     verifies base volumes (Scrubber). Joined
     boot                      with --boot: gives a fake guest its address and its report. Not waited for
-    libvirt-ask               in a worker: asks one guest to shut down. Ends when QEMU has accepted that
+    libvirt-ask               asks a guest's agent for addresses, or QEMU for the usage of guests; in a worker: asks one
+                              guest to shut down. Ends with the answer
     ending_N                  in a worker: stops guests, and writes to its pipe under a lock. Joined when the pipe ends
     question                  in a worker: asks a server about a cached image. Ends with the answer, or after 10 s
     progress                  in the program that downloads an image: reports what it has. Ends with the program

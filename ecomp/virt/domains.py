@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from ipaddress import IPv4Address
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from ecomp.errors import BuildFailed, Conflict, EcompError
@@ -29,60 +29,6 @@ FILTER_ERROR_DOMAINS = frozenset({libvirt.VIR_FROM_FIREWALL, libvirt.VIR_FROM_NW
 
 # Seconds that a guest agent has for each answer; libvirt's default is to wait forever.
 AGENT_TIMEOUT_SECONDS = 1
-
-
-class GuestAgents:
-    """Queries guest agents in its own thread and connection: a silent one delays no caller."""
-
-    def __init__(self, uri: str) -> None:
-        self._connection = Connection(uri)
-        self._thread: threading.Thread | None = None
-        self._queries: SimpleQueue[tuple[str, Future[Mapping[str, Any]]] | None] = SimpleQueue()
-        self._answers: dict[str, Future[Mapping[str, Any]]] = {}
-
-    def query_addresses(self, instance: str, macs: Iterable[str]) -> Mapping[str, str]:
-        """Return {MAC: IPv4 address} by the last query, and query again; {} before its answer. Lower-case `macs`."""
-        answer = self._answers.get(instance)
-        if answer is not None and not answer.done():
-            return {}
-        if self._thread is None:
-            # A plain thread: Python joins an executor's at exit, and libvirtd may be frozen.
-            thread = threading.Thread(target=self._run_queries, name='agents', daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:
-                log.debug('guest agents are queried later, because no thread can start: %s', error)
-                return {}
-            self._thread = thread
-        self._answers[instance] = Future()
-        self._queries.put((instance, self._answers[instance]))
-        return pick_addresses(answer.result(), macs) if answer is not None else {}
-
-    def forget(self, instance: str) -> None:
-        self._answers.pop(instance, None)
-
-    def close(self) -> None:
-        """End the thread once its query is answered, without waiting for it; close the connection."""
-        self._queries.put(None)
-        self._connection.close()
-
-    def _run_queries(self) -> None:
-        while (query := self._queries.get()) is not None:
-            instance, answer = query
-            answer.set_result(self._query(instance))
-
-    def _query(self, instance: str) -> Mapping[str, Any]:
-        try:
-            with self._connection.use(f'querying the guest agent of {instance}') as connection:
-                domain = connection.lookupByUUIDString(instance)
-                if not xml.has_agent(domain.XMLDesc()):
-                    return {}
-                domain.agentSetResponseTimeout(AGENT_TIMEOUT_SECONDS)
-                answer: Mapping[str, Any] = domain.interfaceAddresses(libvirt.VIR_DOMAIN_INTERFACE_ADDRESSES_SRC_AGENT)
-                return answer
-        except (EcompError, ValueError) as error:  # ValueError: a name in the answer is not text
-            log.debug('guest agent of %s: %s', instance, error)
-            return {}
 
 
 def pick_addresses(answer: Mapping[str, Any], macs: Iterable[str]) -> dict[str, str]:
@@ -155,6 +101,7 @@ class Domains:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._usage: Future[dict[str, Usage]] | None = None
+        self._agent_answers: dict[str, Future[Mapping[str, Any]]] = {}
 
     def list_guests(self) -> Mapping[str, Guest]:
         """Return {instance: Guest} of every domain with our owner mark; `disk` is always False."""
@@ -305,12 +252,24 @@ class Domains:
         state = 'still exists' if undefine else 'still runs'
         raise EcompError(f'domain {instance} {state} after {DESTROY_TIMEOUT_SECONDS:g} s: {failure}')
 
-    def read_interfaces(self, instance: str) -> Mapping[str, xml.InterfaceLink]:
-        """Return {MAC: InterfaceLink} of the interfaces of the domain with this uuid, in order; {} without it."""
+    def read_definition(self, instance: str) -> str:
+        """Return the XML of the domain with this uuid, that of one without devices if it does not exist."""
         use = self._connection.use(f'reading the interfaces of {instance}')
         with use as connection, IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN):
-            return xml.parse_interfaces(connection.lookupByUUIDString(instance).XMLDesc())
-        return {}
+            return str(connection.lookupByUUIDString(instance).XMLDesc())
+        return '<domain/>'
+
+    def query_agent(self, instance: str, macs: Iterable[str]) -> Mapping[str, str]:
+        """Return {MAC: IPv4 address} by the last query, and query again; {} before its answer. Lower-case `macs`."""
+        answer = self._agent_answers.get(instance)
+        if answer is not None and not answer.done():
+            return {}
+        with suppress(RuntimeError):  # no thread can start: a later call queries
+            self._agent_answers[instance] = self._call_aside(partial(_query_agent, instance))
+        return pick_addresses(answer.result(), macs) if answer is not None else {}
+
+    def forget_agent(self, instance: str) -> None:
+        self._agent_answers.pop(instance, None)
 
 
 def _create(domain: libvirt.virDomain) -> None:
@@ -369,6 +328,18 @@ def _read_usage(connection: Connection) -> dict[str, Usage]:
             with suppress(KeyError):
                 usage[domain.UUIDString()] = parse_usage(statistics)
     return usage
+
+
+def _query_agent(instance: str, connection: Connection) -> Mapping[str, Any]:
+    try:
+        with connection.use(f'querying the guest agent of {instance}') as opened:
+            domain = opened.lookupByUUIDString(instance)
+            domain.agentSetResponseTimeout(AGENT_TIMEOUT_SECONDS)
+            answer: Mapping[str, Any] = domain.interfaceAddresses(libvirt.VIR_DOMAIN_INTERFACE_ADDRESSES_SRC_AGENT)
+            return answer
+    except (EcompError, ValueError) as error:  # ValueError: a name in the answer is not text
+        log.debug('guest agent of %s: %s', instance, error)
+        return {}
 
 
 def _press_power_button(connection: Connection, instance: str, compute: str) -> None:

@@ -38,7 +38,7 @@ from ecomp.model.guest import (
 from ecomp.model.image import Address as IpAddress
 from ecomp.virt import networks, xml
 from ecomp.virt.connection import Connection, IgnoredErrors, describe_error, is_broken, libvirt
-from ecomp.virt.domains import Domains, GuestAgents, apply_filter
+from ecomp.virt.domains import Domains, apply_filter
 from ecomp.virt.networks import Networks
 from ecomp.virt.volumes import Seeds, Volumes
 from ecomp.virt.xml import ClosedService
@@ -147,7 +147,6 @@ class Libvirt:
         self._state = state.absolute()
         self._attachments = attachments
         self._connection = Connection(uri)
-        self._agents = GuestAgents(uri)
         self._domains = Domains(self._connection)
         self._filters = Filters(self._connection, control_endpoints)
         self.has_filters, self._hold_addresses = has_filters, hold_addresses
@@ -325,18 +324,19 @@ class Libvirt:
 
     def release_addresses(self, instance: str) -> None:
         self._networks.release_addresses(instance)
-        self._agents.forget(instance)
+        self._domains.forget_agent(instance)
 
     def find_addresses(self, instance: str) -> Mapping[str, Address]:
-        interfaces = self._domains.read_interfaces(instance)
+        definition = self._domains.read_definition(instance)
+        interfaces = xml.parse_interfaces(definition)
         known_addresses: dict[str, Address] = {}
         for network in {link.attachment.name for link in interfaces.values() if link.attachment.kind == 'network'}:
             known_addresses |= self._networks.read_leases(network, interfaces)
         # On a bridge another DHCP server assigns the address: the host sees it when the guest talks to it.
-        for source, find in (
-            ('arp', networks.read_neighbours),
-            ('agent', partial(self._agents.query_addresses, instance)),
-        ):
+        sources: dict[str, Callable[[Mapping[str, str]], Mapping[str, str]]] = {'arp': networks.read_neighbours}
+        if xml.has_agent(definition):
+            sources['agent'] = partial(self._domains.query_agent, instance)
+        for source, find in sources.items():
             missing = {mac: port.bridge for mac, port in interfaces.items() if mac not in known_addresses}
             for mac, address in (find(missing) if missing else {}).items():
                 # dnsmasq adds mere offers to the ARP table, and an agent may report anything: only the lease counts.
@@ -378,7 +378,7 @@ class Libvirt:
     def _find_links(self, find_taps: Callable[[], Set[str]]) -> Iterator[tuple[str, xml.InterfaceLink]]:
         taps = find_taps()
         for instance in self._domains.list_guests() if taps else ():
-            for link in self._domains.read_interfaces(instance).values():
+            for link in xml.parse_interfaces(self._domains.read_definition(instance)).values():
                 # List them again: libvirt describes a starting guest only after its tap is on its bridge.
                 if link.tap in taps and link.tap in find_taps():
                     yield instance, link
@@ -412,7 +412,6 @@ class Libvirt:
 
     def close(self) -> None:
         self._lease_watch.close()
-        self._agents.close()
         self._connection.close()
 
     def get_console_path(self, instance: str) -> Path:

@@ -23,7 +23,7 @@ from ecomp.errors import Conflict  # noqa: E402
 from ecomp.model.guest import Address, Attachment  # noqa: E402
 from ecomp.virt import domains  # noqa: E402
 from ecomp.virt.connection import Connection  # noqa: E402
-from ecomp.virt.domains import GuestAgents, pick_addresses  # noqa: E402
+from ecomp.virt.domains import Domains, pick_addresses  # noqa: E402
 from ecomp.virt.networks import Networks, pick_newest_leases  # noqa: E402
 from ecomp.virt.xml import close_dhcp, read_dhcp  # noqa: E402
 from tests.kit.servers import wait_until  # noqa: E402
@@ -307,13 +307,12 @@ def test_failed_thread_start_is_retried_by_a_later_call(monkeypatch: pytest.Monk
     def refuse_start(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    agents = GuestAgents('test:///default')
-    monkeypatch.setattr(GuestAgents, '_query', lambda *_: {'eth0': make_interface(MAC, '10.0.0.5')})
+    agents = Domains(Connection('test:///default'))
+    monkeypatch.setattr(domains, '_query_agent', lambda *_: {'eth0': make_interface(MAC, '10.0.0.5')})
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, 'start', refuse_start)
-        assert agents.query_addresses('one', [MAC]) == {}
-    wait_until(lambda: agents.query_addresses('one', [MAC]) == {MAC: '10.0.0.5'}, 20, 'it was asked')
-    agents.close()
+        assert agents.query_agent('one', [MAC]) == {}
+    wait_until(lambda: agents.query_agent('one', [MAC]) == {MAC: '10.0.0.5'}, 20, 'it was asked')
 
 
 def test_guest_that_ends_at_the_end_of_the_time_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
