@@ -85,8 +85,7 @@ class FakeHypervisor:
 
     def is_running(self, instance: str) -> bool:
         with self._lock:
-            guest = self._guests.get(instance)
-            return guest is not None and guest.running
+            return self._get_guest(instance).running
 
     def read_usage(self) -> Mapping[str, Usage]:
         guests = self.list_guests()
@@ -103,8 +102,8 @@ class FakeHypervisor:
 
     def list_disk_users(self, instance: str) -> Set[str]:
         with self._lock:
-            guest = self._guests.get(instance)
-        return {instance} if guest is not None and guest.disk and guest.defined else set()
+            guest = self._get_guest(instance)
+        return {instance} if guest.disk and guest.defined else set()
 
     def create_disk(self, spec: GuestSpec) -> None:
         image.determine_capacity(spec)
@@ -131,10 +130,7 @@ class FakeHypervisor:
 
     def start(self, spec: GuestSpec) -> None:
         with self._lock:
-            guest = self._get_guest(spec.instance)
-            if guest.compute not in (None, spec.compute):
-                owner = f'compute {guest.compute}, not {spec.compute}'
-                raise Conflict(f'domain {spec.instance} belongs to {owner}: it is left as it is')
+            guest = self._get_own_guest(spec.instance, spec.compute)
             if not guest.disk:
                 raise BuildFailed('started', f'the disk of {spec.instance} is missing')
             if spec.seed is not None and spec.instance not in self._seeds:
@@ -229,13 +225,9 @@ class FakeHypervisor:
         return {mac: Address(entry.address, 'lease') for mac, entry in reservations if entry.instance == instance}
 
     def replug_interfaces(self) -> None:
-        """Do nothing: fake guests have no interfaces."""
+        """Do nothing: a fake guest has no interfaces, filters or autostart."""
 
-    def restore_filters(self) -> None:
-        """Do nothing: fake guests have no filters."""
-
-    def disable_autostart(self) -> None:
-        """Do nothing: only ecompute starts fake guests."""
+    restore_filters = disable_autostart = replug_interfaces
 
     def watch_changes(
         self, notify: Callable[[str], None], _on_network_change: Callable[[str], None] | None = None
