@@ -1,6 +1,6 @@
 """Build and parse libvirt's XML of domains, volumes, pools, networks and network filters. Pure.
 
-ElementTree escapes all values. Formats: libvirt.org/format{domain,storage,caps,nwfilter,network}.html.
+ElementTree and quoteattr() escape all values. Formats: libvirt.org/format{domain,storage,caps,nwfilter,network}.html.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Collection, Set
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, IPv6Address
 from typing import NamedTuple
+from xml.sax.saxutils import quoteattr
 
 from ecomp.errors import Problem
 from ecomp.model.guest import METADATA_ADDRESS, Attachment, GuestSpec
@@ -62,85 +63,68 @@ def make_domain_xml(  # noqa: PLR0913
     the copy of the serial console. The guest's filter blocks `blocked_services` (None: libvirt has no filters), IPv6 on
     the networks `without_ipv6`, and, with `hold_addresses`, other addresses on bridges than the one that DHCP gives it.
     """
-    domain = ET.Element('domain', type=spec.virt_type)
-    _add_text(domain, 'name', spec.instance)
-    _add_text(domain, 'uuid', spec.instance)
+    serial = f"<entry name='serial'>ds=nocloud-net;s={make_seed_url(spec.instance)}</entry>" if seed is None else ''
+    domain = ET.fromstring(f"""
+<domain type={quoteattr(spec.virt_type)}>
+  <name>{spec.instance}</name>
+  <uuid>{spec.instance}</uuid>
+  <metadata/>
+  <memory unit='MiB'>{spec.memory_mb}</memory>
+  <vcpu>{spec.vcpus}</vcpu>
+  <!-- A current cloud-init looks for a network seed only if DMI's serial number names one. It finds a seed disk by its
+       label, but would still ask the network if the serial number named it. -->
+  <sysinfo type='smbios'><system>{serial}<entry name='uuid'>{spec.instance}</entry></system></sysinfo>
+  <os><type arch='{ARCHITECTURE}' machine='{MACHINE}'>hvm</type><boot dev='hd'/><smbios mode='sysinfo'/></os>
+  <features><acpi/><apic/></features>
+  <!-- Also under emulation: QEMU's default, qemu64, is too old for binaries built for x86-64-v2 (EL 9) or -v3. -->
+  <cpu mode='host-model'/>
+  <clock offset='utc'/>
+  <!-- A crashed guest stays off: the user decides whether to restart it. -->
+  <on_poweroff>destroy</on_poweroff><on_reboot>restart</on_reboot><on_crash>destroy</on_crash>
+  <devices>
+    <disk type='file' device='disk'>
+      <driver name='qemu' type='qcow2' discard='unmap' detect_zeroes='unmap'/>
+      <source file={quoteattr(disk)}/>
+      <!-- The complete backing chain: an image's header must never determine which file of the host is opened. -->
+      <backingStore type='file'>
+        <format type={quoteattr(spec.base.format)}/>
+        <!-- Keep root as its owner. libvirt would give it to QEMU's user, and an escaped guest could then change all
+             overlays. -->
+        <source file={quoteattr(spec.base.path)}><seclabel model='dac' relabel='no'/></source>
+        <backingStore/>
+      </backingStore>
+      <target dev='vda' bus='virtio'/>
+    </disk>
+    {_make_seed_disk(seed)}
+    <controller type='usb' model='none'/>
+    {''.join(map(_make_interface, spec.macs, spec.networks))}
+    <serial type='pty'><log file={quoteattr(console_log)} append='on'/><target port='0'/></serial>
+    <console type='pty'><target type='serial' port='0'/></console>
+    <channel type='unix'><target type='virtio' name='{AGENT_CHANNEL}'/></channel>
+    <rng model='virtio'><backend model='random'>/dev/urandom</backend></rng>
+    <memballoon model='virtio'/>
+  </devices>
+</domain>""")
     mark = {'xmlns:ecomp': MARK_NAMESPACE, 'uuid': spec.instance, 'compute': spec.compute, 'version': '1'}
-    ET.SubElement(ET.SubElement(domain, 'metadata'), 'ecomp:instance', mark)
-    _add_text(domain, 'memory', str(spec.memory_mb), unit='MiB')
-    _add_text(domain, 'vcpu', str(spec.vcpus))
-    _add_firmware(domain, spec, None if seed else make_seed_url(spec.instance))
-    # Also under emulation: QEMU's default, qemu64, is too old for binaries built for x86-64-v2 (EL 9) or -v3.
-    ET.SubElement(domain, 'cpu', mode='host-model')
-    ET.SubElement(domain, 'clock', offset='utc')
-    # A crashed guest stays off: the user decides whether to restart it.
-    for event, action in (('poweroff', 'destroy'), ('reboot', 'restart'), ('crash', 'destroy')):
-        _add_text(domain, f'on_{event}', action)
-    devices = ET.SubElement(domain, 'devices')
-    _add_disks(devices, spec, disk, seed)
-    _add_devices(devices, spec, console_log)
+    ET.SubElement(domain.findall('metadata')[0], 'ecomp:instance', mark)
     if blocked_services is not None:
         addresses = dict(zip(spec.macs, spec.reserved_addresses, strict=False))
-        for interface, mac, network in zip(devices.findall('interface'), spec.macs, spec.networks, strict=True):
+        for interface, mac, network in zip(domain.findall('devices/interface'), spec.macs, spec.networks, strict=True):
             mac6 = None if network in without_ipv6 else mac
             by_dhcp = hold_addresses and network.kind == 'bridge'
             add_filter_reference(interface, addresses.get(mac), blocked_services, mac6, by_dhcp)
     return _serialize(domain)
 
 
-def _add_firmware(domain: ET.Element, spec: GuestSpec, url: str | None) -> None:
-    system = ET.SubElement(ET.SubElement(domain, 'sysinfo', type='smbios'), 'system')
-    # A current cloud-init looks for a network seed only if DMI's serial number names one. It finds a seed disk by its
-    # label, but would still ask the network if the serial number named it.
-    if url is not None:
-        _add_text(system, 'entry', f'ds=nocloud-net;s={url}', name='serial')
-    _add_text(system, 'entry', spec.instance, name='uuid')
-    os = ET.SubElement(domain, 'os')
-    _add_text(os, 'type', 'hvm', arch=ARCHITECTURE, machine=MACHINE)
-    ET.SubElement(os, 'boot', dev='hd')
-    ET.SubElement(os, 'smbios', mode='sysinfo')
-    features = ET.SubElement(domain, 'features')
-    ET.SubElement(features, 'acpi')
-    ET.SubElement(features, 'apic')
-
-
-def _add_disks(devices: ET.Element, spec: GuestSpec, disk: str, seed: str | None) -> None:
-    drive = ET.SubElement(devices, 'disk', type='file', device='disk')
-    ET.SubElement(drive, 'driver', name='qemu', type='qcow2', discard='unmap', detect_zeroes='unmap')
-    ET.SubElement(drive, 'source', file=disk)
-    # Give the complete backing chain: an image's header must never determine which file of the host is opened.
-    base = ET.SubElement(drive, 'backingStore', type='file')
-    ET.SubElement(base, 'format', type=spec.base.format)
-    # Keep root as its owner. libvirt would give it to QEMU's user, and an escaped guest could then change all overlays.
-    source = ET.SubElement(base, 'source', file=spec.base.path)
-    ET.SubElement(source, 'seclabel', model='dac', relabel='no')
-    ET.SubElement(base, 'backingStore')
-    ET.SubElement(drive, 'target', dev='vda', bus='virtio')
-    if seed is None:
-        return
+def _make_seed_disk(seed: str | None) -> str:
     # A disk, not a CD: bootable guests have virtio_blk, but may lack a driver for IDE or SATA.
-    drive = ET.SubElement(devices, 'disk', type='file', device='disk')
-    ET.SubElement(drive, 'driver', name='qemu', type='raw')
-    ET.SubElement(drive, 'source', file=seed)
-    ET.SubElement(drive, 'target', dev='vdb', bus='virtio')
-    ET.SubElement(drive, 'readonly')
+    devices = "<driver name='qemu' type='raw'/><source file={}/><target dev='vdb' bus='virtio'/><readonly/>"
+    return '' if seed is None else f"<disk type='file' device='disk'>{devices.format(quoteattr(seed))}</disk>"
 
 
-def _add_devices(devices: ET.Element, spec: GuestSpec, console_log: str) -> None:
-    ET.SubElement(devices, 'controller', type='usb', model='none')
-    for mac, (kind, name) in zip(spec.macs, spec.networks, strict=True):
-        interface = ET.SubElement(devices, 'interface', type=kind)
-        ET.SubElement(interface, 'mac', address=mac)
-        ET.SubElement(interface, 'source', {kind: name})
-        ET.SubElement(interface, 'model', type='virtio')
-
-    serial = ET.SubElement(devices, 'serial', type='pty')
-    ET.SubElement(serial, 'log', file=console_log, append='on')
-    ET.SubElement(serial, 'target', port='0')
-    ET.SubElement(ET.SubElement(devices, 'console', type='pty'), 'target', type='serial', port='0')
-    ET.SubElement(ET.SubElement(devices, 'channel', type='unix'), 'target', type='virtio', name=AGENT_CHANNEL)
-    _add_text(ET.SubElement(devices, 'rng', model='virtio'), 'backend', '/dev/urandom', model='random')
-    ET.SubElement(devices, 'memballoon', model='virtio')
+def _make_interface(mac: str, network: Attachment) -> str:
+    source = f"<mac address='{mac}'/><source {network.kind}={quoteattr(network.name)}/><model type='virtio'/>"
+    return f"<interface type='{network.kind}'>{source}</interface>"
 
 
 def make_volume_xml(name: str, capacity: int, base: str, base_format: str) -> str:
