@@ -170,7 +170,7 @@ class ComputeProcess:
         familiar = check_or_adopt(guard, store, now())
         revision = guard.known_cluster.revision
         # A compute that remembers no etcd knows nothing older than now, like one that accepts a new etcd.
-        first_seen = etcd_file.read_first_seen() if remembered.identity else revision
+        first_seen = remembered.first_seen_revision if remembered.identity else revision
         self._queues = Queues(revision, first_seen, lambda: guard.known_cluster.term)
         environment = Environment(
             fake=self.fake,
@@ -191,7 +191,7 @@ class ComputeProcess:
         self._compute.register()
         # Last, so that after a kill before this the next start finds the same unfamiliar etcd.
         if familiar:
-            etcd_file.save_first_seen(first_seen)
+            etcd_file.first_seen_revision = first_seen
             etcd_file.start()
 
     def run(self) -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ecomp.errors import Problem
 from ecomp.model import keys
 from ecomp.model.parsers import TEXT, UUID, number
-from ecomp.model.stored import decode, lenient, stored
+from ecomp.model.stored import decode, lenient, sparse, stored
 
 # The first patch release of each minor version without a known vulnerability. Maintained versions are listed at
 # https://etcd.io/docs/v3.6/op-guide/versioning/, advisories at https://github.com/etcd-io/etcd/security/advisories.
@@ -35,15 +35,21 @@ class Header:
 _COUNT = number(0, 2**64 - 1)
 
 
-@stored(1, 'known etcd', identity=UUID, cluster=_COUNT, revision=_COUNT, term=_COUNT)
+@stored(
+    1, 'known etcd', identity=UUID, cluster=_COUNT, revision=_COUNT, term=_COUNT, first_seen_revision=sparse(_COUNT)
+)
 @dataclass(frozen=True)
 class KnownCluster:
-    """An etcd as a compute remembers it, with the highest revision and term; defaults: unknown."""
+    """An etcd as a compute remembers it, with the highest revision and term; defaults: unknown.
+
+    `first_seen_revision` is that at which the compute first saw or accepted it, in the file alone.
+    """
 
     identity: str = ''
     cluster: int = 0
     revision: int = 0
     term: int = 0
+    first_seen_revision: int = 0
 
     def with_header(self, header: Header) -> KnownCluster:
         return KnownCluster(

@@ -534,12 +534,12 @@ def test_known_etcd_is_written_soon_and_at_stop(tmp_path: Path, monkeypatch: pyt
 
 def test_first_seen_revision_is_remembered(tmp_path: Path) -> None:
     memory = KnownEtcd(tmp_path)
-    assert memory.read_first_seen() == 0
-    memory.save_first_seen(350)
-    assert KnownEtcd(tmp_path).read_first_seen() == 350
-    (tmp_path / 'first-seen').write_text('rubbish')
-    with pytest.raises(UsageError, match='first-seen: .*Fix: restore the file, or run `ecompute --accept-new-etcd`'):
-        memory.read_first_seen()
+    assert memory.load().first_seen_revision == 0
+    memory.first_seen_revision = 350
+    memory.schedule_write(KNOWN_CLUSTER)
+    with start_and_stop(memory):
+        memory.schedule_write(KnownCluster(IDENTITY, 1, 400, 2))
+    assert KnownEtcd(tmp_path).load().first_seen_revision == 350
 
 
 def test_failed_write_is_logged_once_and_retried(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -559,5 +559,5 @@ def test_failed_write_is_logged_once_and_retried(tmp_path: Path, caplog: pytest.
 @pytest.mark.parametrize('text', ['', '{}', '[]', 'x', '{"version": 2}', encode(KNOWN_CLUSTER).replace('10', '"10"')])
 def test_malformed_memory_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / 'etcd.json').write_text(text)
-    with pytest.raises(UsageError, match=r'etcd\.json'):
+    with pytest.raises(UsageError, match=r'etcd\.json: .*Fix: restore the file, or run `ecompute --accept-new-etcd`'):
         KnownEtcd(tmp_path).load()

@@ -26,13 +26,12 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TypeVar
 
 from ecomp.agent.jobs import Loop
-from ecomp.errors import Conflict, EcompError, StrangeEtcd, UsageError
+from ecomp.errors import Conflict, StrangeEtcd, UsageError
 from ecomp.files import BOOT_ID, read_boot_id, wait_for_lock, write_durably
 from ecomp.model import keys
 from ecomp.model import order as requests
@@ -45,8 +44,6 @@ from ecomp.model.stored import decode, encode
 from ecomp.store.client import Guard, Store
 
 log = logging.getLogger(__name__)
-
-Content = TypeVar('Content')
 
 VERSION = 1
 # How many ends older than a day are forgotten at each new end, so that their number falls.
@@ -335,43 +332,27 @@ def check_or_adopt(guard: Guard, store: Store, now: str) -> bool:
     return True
 
 
-def _read_file(path: Path, parse: Callable[[bytes], Content], default: Content) -> Content:
-    """Return the parsed content of a file; `default` if it is missing, UsageError if malformed."""
-    try:
-        return parse(path.read_bytes())
-    except FileNotFoundError:
-        return default
-    except ValueError as error:
-        cure = 'restore the file, or run `ecompute --accept-new-etcd`'
-        raise UsageError(f'{path}: is malformed: {error}. Fix: {cure}') from error
-
-
 class KnownEtcd:
     """The file with what is known of etcd, which a thread writes between start() and stop()."""
 
     def __init__(self, directory: Path) -> None:
-        self._path, self._first_seen_path = directory / 'etcd.json', directory / 'first-seen'
-        self._cluster = KnownCluster()
-        self._written = KnownCluster()
+        self._path = directory / 'etcd.json'
+        self._cluster = self._written = KnownCluster()
+        # Etcd's revision when it was first seen or accepted, 0 if not noted: written with what is known of etcd.
+        self.first_seen_revision = 0
         self._is_started = self._has_failed = False
         self._loop = Loop('known etcd', self._write)
 
     def load(self) -> KnownCluster:
         """Read the file, empty if absent; UsageError if it is malformed, OSError if unreadable."""
-        self._cluster = _read_file(self._path, lambda text: decode(KnownCluster, text), self._cluster)
-        return self._cluster
-
-    def read_first_seen(self) -> int:
-        """Read etcd's revision when it was first seen or accepted, 0 if not noted; UsageError if malformed."""
-        return _read_file(self._first_seen_path, lambda text: int(text.decode()), 0)
-
-    def save_first_seen(self, revision: int) -> None:
-        """Save etcd's first-seen revision; raise EcompError if that fails."""
         try:
-            if revision != self.read_first_seen():
-                write_durably(self._first_seen_path, f'{revision}\n')
-        except OSError as error:
-            raise EcompError(f'{self._first_seen_path}: {error.strerror}') from error
+            self._cluster = decode(KnownCluster, self._path.read_bytes())
+        except FileNotFoundError:
+            pass
+        except ValueError as error:
+            cure = 'restore the file, or run `ecompute --accept-new-etcd`'
+            raise UsageError(f'{self._path}: is malformed: {error}. Fix: {cure}') from error
+        return self._cluster
 
     def schedule_write(self, known_cluster: KnownCluster) -> None:
         """Have the thread write `known_cluster` within WRITE_INTERVAL_SECONDS, if that has an identity."""
@@ -391,7 +372,7 @@ class KnownEtcd:
             self._write()
 
     def _write(self) -> float:
-        current = self._cluster
+        current = replace(self._cluster, first_seen_revision=self.first_seen_revision)
         if current != self._written and current.identity:
             try:
                 write_durably(self._path, encode(current) + '\n')
