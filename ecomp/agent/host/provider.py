@@ -21,7 +21,7 @@ from ecomp.failpoints import failpoint
 from ecomp.files import write_durably
 from ecomp.model import allocation as model
 from ecomp.model import status
-from ecomp.model.allocation import GIB, MIB, REQUIRED_CLASSES, Provider, calculate_capacity
+from ecomp.model.allocation import GIB, MIB, REQUIRED_CLASSES, Provider
 from ecomp.model.json_object import load_object
 from ecomp.model.query import QueryNames
 from ecomp.placement import providers
@@ -192,7 +192,8 @@ class Registration:
         if is_new:
             log.info('created resource provider %s', self.compute)
         else:
-            self._log_usages()
+            used = providers.read_usages(self.placement, self.compute)
+            log.info('resource provider %s exists, with usages %s', self.compute, used or 'none')
         failpoint('registered')
         # A new provider has no traits, and is at generation 0.
         has_changed_names = (
@@ -226,15 +227,6 @@ class Registration:
         providers.set_inventory(self.placement, self.compute, reserve_all_vcpus(self.inventory))
         failpoint('closed')
         providers.change_names(self.placement, self.compute, TRAITS, status.apply_stop)
-
-    def _log_usages(self) -> None:
-        used = providers.read_usages(self.placement, self.compute)
-        log.info('resource provider %s exists, with usages %s', self.compute, used or 'none')
-        for name, amount in used.items():
-            amounts = self.inventory.get(name, {'total': 0})
-            total = calculate_capacity(amounts['total'], amounts.get('allocation_ratio', 1))
-            if amount > total:
-                log.warning('%s: allocations use %s, but the capacity is %s. Try: eschedule audit', name, amount, total)
 
     def _read_provider(self) -> bool:
         self.provider = providers.read_provider(self.placement, self.compute, traits=True, aggregates=True, used={})
