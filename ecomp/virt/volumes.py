@@ -108,13 +108,8 @@ class Volumes(_InstanceFiles):
             pool = self._find_pool(connection)
             if pool is None or not pool.isActive():
                 yield f'storage pool {POOL} is off'
-        try:
-            free = os.statvfs(self.directory)
-        except OSError as error:
-            yield f'{self.directory}: {error.strerror}'
-        else:
-            if free.f_bavail * free.f_frsize < MIN_FREE_BYTES or (free.f_files and not free.f_favail):
-                yield f'the file system of {self.directory} is full'
+        if problem := self._find_full(MIN_FREE_BYTES)[0]:
+            yield problem
 
     def prepare(self) -> None:
         with self._connection.use(f'preparing the storage pool {POOL}') as connection:
@@ -183,7 +178,8 @@ class Volumes(_InstanceFiles):
                     raise
                 with suppress(EcompError):
                     self.delete(spec.instance)
-                raise BuildFailed('disk', self._explain_failure(describe_error(error))) from error
+                # qemu-img only reports exit status 1, so the file system is queried.
+                raise BuildFailed('disk', ''.join(self._find_full(2**20)) or describe_error(error)) from error
 
     def delete(self, instance: str) -> None:
         """Remove the instance's overlay, if it has one, even if libvirt does not know it."""
@@ -216,17 +212,17 @@ class Volumes(_InstanceFiles):
                 self._set_up_pool(connection)
             time.sleep(0.05)
 
-    def _explain_failure(self, message: str) -> str:
-        # qemu-img only reports exit status 1, so the file system is queried.
+    def _find_full(self, min_free_bytes: int) -> tuple[str, str]:
+        # Why the file system holds no more files, and what is free; '' if it does.
         try:
             free = os.statvfs(self.directory)
         except OSError as error:
-            return f'{self.directory}: {error.strerror}'
+            return f'{self.directory}: {error.strerror}', ''
         free_bytes = free.f_bavail * free.f_frsize
-        if free_bytes < 2**20 or (free.f_files and not free.f_favail):
-            rest = f'{free_bytes // 1024} KiB and {free.f_favail} inodes'
-            return f'the file system of {self.directory} is full: {rest} are free'
-        return message
+        if free_bytes >= min_free_bytes and (free.f_favail or not free.f_files):
+            return '', ''
+        rest = f': {free_bytes // 1024} KiB and {free.f_favail} inodes are free'
+        return f'the file system of {self.directory} is full', rest
 
 
 def _create(pool: libvirt.virStoragePool, description: str) -> None:

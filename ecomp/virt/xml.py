@@ -229,8 +229,7 @@ def parse_guest_cpu(domain_capabilities: str) -> Cpu | None:
     model = host_model.findtext('model') if host_model is not None else None
     if host_model is None or not model:
         return None
-    fewer = frozenset(_list_features(host_model, 'disable') | _list_features(host_model, 'forbid'))
-    return Cpu(model, frozenset(_list_features(host_model) - fewer), fewer)
+    return Cpu(model, *_split_features(host_model))
 
 
 def make_cpu_xml(model: str) -> str:
@@ -242,12 +241,14 @@ def make_cpu_xml(model: str) -> str:
 
 def parse_cpu_features(xml: str) -> frozenset[str]:
     """Return the features in an expanded answer of baselineHypervisorCPU."""
-    cpu = ET.fromstring(xml)
-    return frozenset(_list_features(cpu) - _list_features(cpu, 'disable') - _list_features(cpu, 'forbid'))
+    return _split_features(ET.fromstring(xml))[0]
 
 
-def _list_features(cpu: ET.Element, policy: str | None = None) -> set[str]:
-    return {feature.get('name', '') for feature in cpu.iterfind('feature') if policy in (None, feature.get('policy'))}
+def _split_features(cpu: ET.Element) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the features that the CPU has, and those that it lacks."""
+    features = [(each.get('name', ''), each.get('policy') in ('disable', 'forbid')) for each in cpu.iterfind('feature')]
+    missing = frozenset(name for name, is_missing in features if is_missing)
+    return frozenset(name for name, _ in features) - missing, missing
 
 
 def _add_text(parent: ET.Element, tag: str, text: str, **attributes: str) -> None:
