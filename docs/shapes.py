@@ -243,6 +243,7 @@ _EVENT = _object(
     kind=_text('what the event is about', enum=list(KINDS)),
     instance=_text('uuid of the instance; null if the event is about no instance'), name=_NAME,
     compute=_text('uuid of the compute; null if the event is about no compute'), says=_text('what happened'),
+    by=_text('who asked for it: the name in the certificate of the client, else user@host; null if unknown'),
 )  # fmt: skip
 _HEALTH = _fields({
     'findings': many(_object(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ecomp.cli.command import LISTING_OPTIONS, Command, Context
 from ecomp.cli.create import report_refusal
@@ -40,9 +39,7 @@ from ecomp.model.text import format_suggestion, join_some, make_printable
 from ecomp.scheduler.placing import session
 from ecomp.scheduler.placing import stack as placing
 from ecomp.scheduler.queries import find, stacks
-
-if TYPE_CHECKING:
-    from ecomp.store.client import Entry
+from ecomp.store.client import Entry, describe_user
 
 COLUMNS = (
     Column('NAME', min_width=12),
@@ -142,8 +139,7 @@ def _apply(ctx: Context) -> int:
 
 def _describe_origin(ctx: Context) -> str:
     path = ctx.words[0]
-    user = os.environ.get('USER') or os.getuid()
-    return f'{user}@{socket.gethostname()}:{path if path == STDIN else os.path.abspath(path)}'
+    return f'{describe_user()}:{path if path == STDIN else os.path.abspath(path)}'
 
 
 def _report_other_file(run: _Apply) -> None:

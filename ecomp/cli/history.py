@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +25,12 @@ from ecomp.model.group import Group
 from ecomp.model.host import Computes, describe_silent_fix
 from ecomp.model.json_object import dump
 from ecomp.model.order import Order, make_create_words
-from ecomp.model.record import ERROR, STAGES, Record
+from ecomp.model.record import ERROR, STAGES, Record, format_time
 from ecomp.model.stored import to_dict
-from ecomp.model.text import escape_characters, make_printable
+from ecomp.model.text import escape_characters, make_printable, parse_uuid_prefix
 from ecomp.model.user_data import parse_shared_user_data
 from ecomp.scheduler.queries.computes import read_computes, read_names_by_instance
-from ecomp.scheduler.queries.find import InstanceEntries, find, resolve
+from ecomp.scheduler.queries.find import InstanceEntries, find
 from ecomp.shared.names import load_group
 
 if TYPE_CHECKING:
@@ -49,8 +49,9 @@ WEIGH_MEANINGS = {
 MAX_BAR_WIDTH = 60
 # Characters of a line beside its bar: the stage, the seconds, and a | on either side.
 BAR_MARGIN = 23
-# Instances whose names are remembered at most; events of others without a name show their uuid.
-MAX_REMEMBERED_NAMES = 10_000
+# Instances whose names are remembered at most: events of others without a name show their uuid. With --since, also the
+# events without a time that may precede the first one with a time.
+MAX_REMEMBERED = 10_000
 
 
 # Why an instance is on its compute: its query, how the compute was chosen, and its group
@@ -247,38 +248,61 @@ def _print_events(ctx: Context) -> int:
     if ctx.form not in (TABLE, JSON):
         problem = f'-f {ctx.form} is not accepted by this command: events are printed one by one'
         raise UsageError(f'{problem}. Fix: give -f table or -f json')
-    words = {resolve(ctx.store, word): word for word in ctx.words}
-    unseen = set(words)
-    last, watches = ctx.options.lines, ctx.options.watch
+    prefixes = {word: parse_uuid_prefix(word) or '-' for word in ctx.words}  # no uuid begins with -
+    unseen = set(ctx.words)
+    host = ctx.resolve_compute(ctx.options.host) if ctx.options.host else ''
+    last, watches, since = ctx.options.lines, ctx.options.watch, ctx.options.since
     put = ctx.out.put if ctx.form == JSON else lambda line: ctx.put_lines([line])
     formatter = EventFormatter()
     next_revision = 1
 
-    def read_lines(follow: bool, first: int = 1) -> Iterator[str]:
+    def read_events(follow: bool, first: int = 1) -> Iterator[tuple[str, str]]:
+        """Yield the time and the line of each selected event."""
         nonlocal next_revision
         history = History(ctx.config.etcd, follow, ctx.out.say, first)
         try:
             for event in _read_events(ctx, history):
-                if not words or event.instance in words:
-                    unseen.discard(event.instance)
-                    yield dump(event_to_dict(event)) if ctx.form == JSON else formatter.format_line(event)
+                name = formatter.remember_name(event)
+                uuid = event.instance
+                meant = {each for each, start in prefixes.items() if each in (name, uuid) or uuid.startswith(start)}
+                unseen.difference_update(meant)
+                if (meant or not prefixes) and host in ('', event.compute):
+                    is_json = ctx.form == JSON
+                    yield event.time, dump(event_to_dict(event)) if is_json else formatter.format_line(event)
             next_revision = history.next_revision
         finally:
             history.close()
 
     try:
         # The last lines are known once the whole past was read.
-        for line in read_lines(False) if last is None else deque(read_lines(False), last):
+        past = read_events(False)
+        if since is not None:
+            past = _select_since(past, format_time(datetime.now(UTC) - timedelta(seconds=since)))
+        for _, line in past if last is None else deque(past, last):
             put(line)
-        for line in read_lines(True, next_revision) if watches else ():
+        for _, line in read_events(True, next_revision) if watches else ():
             put(line)
     except KeyboardInterrupt:
         if not watches:
             raise
         return 0
     if unseen:
-        raise NotFound(', '.join(words[uuid] for uuid in sorted(unseen)) + ': no event in the history that etcd keeps')
+        raise NotFound(', '.join(sorted(unseen)) + ': no event in the history that etcd keeps')
     return 0
+
+
+def _select_since(events: Iterator[tuple[str, str]], since: str) -> Iterator[tuple[str, str]]:
+    """Yield the first event since an ISO time, those without a time just before it, and all after it."""
+    undated = deque[tuple[str, str]](maxlen=MAX_REMEMBERED)
+    for event in events:
+        if event[0] and event[0] < since:
+            undated.clear()
+            continue
+        undated.append(event)
+        if event[0]:
+            break
+    yield from undated
+    yield from events
 
 
 def _read_events(ctx: Context, history: History) -> Iterator[Event]:
@@ -309,14 +333,23 @@ class EventFormatter:
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
+        self._instances: dict[str, set[str]] = {}
+
+    def remember_name(self, event: Event) -> str:
+        """Return the name of the event's instance, '' if it is unknown. Call it for each event, in order."""
+        name, instance = event.name, event.instance
+        if name and instance and (instance in self._names or len(self._names) < MAX_REMEMBERED):
+            self._names[instance] = name
+            self._instances.setdefault(name, set()).add(instance)
+        return name or self._names.get(instance, '')
 
     def format_line(self, event: Event) -> str:
-        """Return the line of an event, with its time or else its revision, and remember its name."""
-        if event.name and (event.instance in self._names or len(self._names) < MAX_REMEMBERED_NAMES):
-            self._names[event.instance] = event.name
-        subject = event.name or self._names.get(event.instance) or event.instance
-        when = event.time or f'revision {event.revision}'
-        return make_printable(f'{when:24} {subject}: {event.says}' if subject else f'{when:24} {event.says}')
+        """Return the line of an event, with its time or else its revision; several instances of a name: with uuid."""
+        name, when = self.remember_name(event), event.time or f'revision {event.revision}'
+        is_ambiguous = len(self._instances.get(name, ())) > 1 and event.instance[:8] not in event.says
+        subject = f'{name} ({event.instance[:8]})' if is_ambiguous else name or event.instance
+        by = f', by {event.by}' if event.by else ''
+        return make_printable(f'{when:24} {subject}: {event.says}{by}' if subject else f'{when:24} {event.says}{by}')
 
 
 # The command that creates an instance again
@@ -406,11 +439,13 @@ COMMANDS: Sequence[Command] = (
             parse_one_instance, _print_again, select_options('format'), (4, 5), example='eschedule again web1'),
     Command('events', 'events [<id>…]', 'print past events and, with --watch, new ones',
             'Print what happened to all instances, computes, queues, names, groups, quotas, flavors and stacks, or '
-            'only to the given instances: one event per line, the oldest first. etcd keeps the events of the last '
-            'hour or two, depending on the etcd option --auto-compaction-retention; stderr prints the oldest revision'
-            ' that etcd still has. etcd stores no times: if an event contains no time, its revision is printed. With '
-            '-f json each line is one JSON object.',
+            'only to the given instances, also those that are gone: one event per line, the oldest first, with who '
+            'asked for it. Instances of the same name are told apart by the first digits of their uuids. etcd keeps '
+            'the events of the last hour or two, depending on the etcd option --auto-compaction-retention; stderr '
+            'prints the oldest revision that etcd still has. etcd stores no times: if an event contains no time, its '
+            'revision is printed. With -f json each line is one JSON object.',
             parse_any_instances, _print_events,
-            {**select_options('watch'), 'lines': 'print only the last N events', 'format': _FORMAT_HELP}, (4, 5),
-            example='eschedule events web1 -n 20 --watch'),
+            {**select_options('watch since'), 'lines': 'print only the last N events',
+             'host': 'print only the events on this compute: its uuid or host name', 'format': _FORMAT_HELP}, (4, 5),
+            example='eschedule events web1 --since 1h'),
 )

@@ -191,6 +191,13 @@ def check_project(project: str) -> None:
         raise UsageError(f'{project[:80]!r} is not a valid project: {rule}')
 
 
+def parse_period(text: str) -> float:
+    """Return the seconds of a period, a number and its unit (90s, 15m, 2h, 1d); ValueError for another text."""
+    if not re.fullmatch('[0-9]{1,5}[smhd]', text):
+        raise ValueError(text)
+    return float(text[:-1]) * {'s': 1, 'm': 60, 'h': 3600, 'd': 86400}[text[-1]]
+
+
 # The options
 
 
@@ -301,6 +308,9 @@ class Options(NamedTuple):
         '--all', 'list also instances that are gone; their records are kept for a day')] = False
     watch: Annotated[bool, _make_option(
         '--watch', 'continue with each change as it happens, until Ctrl-C (exit 0)')] = False
+    since: Annotated[float | None, _make_option(
+        '--since PERIOD', 'print only the events of the last PERIOD: 90s, 15m, 2h or 1d. An event without a time '
+        'counts as the next one with a time. Default: all that are kept', parse=parse_period)] = None
     fenced: Annotated[bool, _make_option(
         '--fenced', 'confirm that the machine never comes back and that none of its guests runs; release its '
         'claims')] = False
@@ -440,7 +450,11 @@ FLAGS: Mapping[str, tuple[str, Option]] = {
 }
 
 # What each number parser expects, for its error message.
-NUMBER_KINDS: Mapping[Callable[[str], Any], str] = {int: 'whole number', float: 'number of seconds'}
+NUMBER_KINDS: Mapping[Callable[[str], Any], str] = {
+    int: 'whole number',
+    float: 'number of seconds',
+    parse_period: 'period, as 90s, 15m, 2h or 1d',
+}
 
 MAX_QUOTED_CHARACTERS = 80
 

@@ -2,7 +2,7 @@
 
 etcd stores values without times, so an event's time is from the new value (a stage, a boot, `written_at`); without one
 it is unknown. Progress, claims and audit answers give no events. Events are not trusted: a compute can write anything
-below its own uuid.
+below its own uuid. The writer (`by`) is what the client that wrote a value calls itself.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from ecomp.model import boots, keys
 from ecomp.model.boots import Boot
+from ecomp.model.facts import parse_facts
 from ecomp.model.flavor import Flavor
 from ecomp.model.group import Group
-from ecomp.model.json_object import WRITTEN_AT, is_utf8_text, load_object_or_empty
+from ecomp.model.json_object import WRITTEN_AT, WRITTEN_BY, is_utf8_text, load_object_or_empty
 from ecomp.model.order import (
+    DRAIN,
     SHUT_OFF,
     SHUTDOWN_REQUESTED,
     InvalidRequest,
@@ -30,12 +32,15 @@ from ecomp.model.queue import QueueTaker, parse_queue_entry
 from ecomp.model.quota import Quota
 from ecomp.model.record import ACTIVE, ERROR, QUEUED, STAGES, Interface, Record, format_time, parse_or_none
 from ecomp.model.stack import Stack
+from ecomp.model.status import DISABLED_BY_OPERATOR
 from ecomp.model.stored import decode, decode_lenient
-from ecomp.model.text import join_some
+from ecomp.model.text import join_some, make_printable
 
 # Characters of an event's text, which may quote values of any length from etcd.
 MAX_TEXT_CHARACTERS = 500
 MAX_QUOTED_ENTRIES = 10
+# Characters of the name of a writer, or of the file of a stack.
+MAX_NAME_CHARACTERS = 80
 KINDS = ('instance', 'request', 'queue', 'name', 'compute', 'group', 'quota', 'flavor', 'stack', 'cluster')
 
 Parsed = TypeVar('Parsed')
@@ -55,7 +60,7 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class Event:
-    """An event of one of KINDS; `says` is the text. Uuids, the instance's name and the ISO time are '' if unknown."""
+    """An event of one of KINDS; `says` is the text. Uuids, the instance's name, ISO time and writer: '' if unknown."""
 
     revision: int
     kind: str
@@ -64,30 +69,60 @@ class Event:
     name: str = ''
     compute: str = ''
     time: str = ''
+    by: str = ''
 
 
+# The requests that are new in a revision, each with its compute.
+Deliveries = Sequence[tuple[str, Request | InvalidRequest]]
 # Each event with the times, in ISO 8601, that are new in the changed value.
 DatedEvents = Iterator[tuple[Event, Iterable[str]]]
 
 
 def make_events(changes: Sequence[Change], name_compute: NameCompute) -> list[Event]:
-    """Return a revision's events, texts cut off, with the latest time in its new values."""
-    # The keys of requests that had no value before, or a compacted one.
-    request_keys = [each.key for each in changes if each.key.startswith(keys.HOSTS) and each.before is None]
-    takers = {keys.get_last_part(key): key.split('/')[2] for key in request_keys if key.count('/') == 3}
+    """Return a revision's events, texts cut off, with the latest time in its new values, and their writer."""
+    deliveries, stamps = _list_deliveries(changes), [_read_stamp(change) for change in changes]
     described = [
         (event, list(filter(_is_time, stamps)))
         for change in changes
         if (describe := _DESCRIBERS.get(_get_family(change.key)))
-        for event, stamps in describe(change, name_compute, takers)
+        for event, stamps in describe(change, name_compute, deliveries)
     ]
-    time = max((time for _, times in described for time in times), default='')
-    return [replace(event, says=event.says[:MAX_TEXT_CHARACTERS], time=time) for event, _ in described]
+    times = [*(time for _, times in described for time in times), *(time for time, _ in stamps if _is_time(time))]
+    time, by = max(times, default=''), max((by for _, by in stamps), default='')
+    return [replace(event, says=event.says[:MAX_TEXT_CHARACTERS], time=time, by=by) for event, _ in described]
+
+
+def _describe_replacement(old: Record | Request | None, deliveries: Deliveries) -> str:
+    """Say by what an instance that ended was replaced in its stack, '' if by nothing."""
+    for _, new in deliveries:
+        if isinstance(new, Request) and old and old.stack and new.stack and new.stack[:3] == old.stack[:3]:
+            return f'replaced by a new one ({_format_arrow(old.instance, new.instance)})'
+    return ''
+
+
+def _format_arrow(old: str, new: str) -> str:
+    return f'{old[:8]} → {new[:8]}'
+
+
+def _list_deliveries(changes: Sequence[Change]) -> Deliveries:
+    # Requests that had no value before, or a compacted one.
+    new = {each.key: each.after for each in changes if each.key.startswith(keys.HOSTS) and each.before is None}
+    computes = {key: key.split('/')[2] for key in new}
+    return [(computes[key], parse_request(computes[key], key, value or b'')) for key, value in new.items()]
+
+
+def _read_stamp(change: Change) -> tuple[str, str]:
+    """Return the time and the writer in a stamp that is new in a value (see Store.make_stamp()); '' if unknown."""
+    before, after = (load_object_or_empty(value or b'') for value in (change.before, change.after))
+    time, by = after.get(WRITTEN_AT), after.get(WRITTEN_BY)
+    if not change.key.startswith(_STAMPED) or not change.is_known or time == before.get(WRITTEN_AT):
+        return '', ''
+    return str(time), make_printable(by, MAX_NAME_CHARACTERS) if isinstance(by, str) else ''
 
 
 def event_to_dict(event: Event) -> dict[str, Any]:
     """Return the event as the JSON object that users see; empty fields are null."""
-    names = ('revision', 'time', 'kind', 'instance', 'name', 'compute', 'says')
+    names = ('revision', 'time', 'kind', 'instance', 'name', 'compute', 'says', 'by')
     return {name: getattr(event, name) or None for name in names}
 
 
@@ -102,17 +137,13 @@ def _is_time(text: str) -> bool:
         return False
 
 
-def _read_new_time(change: Change) -> tuple[str, ...]:
-    before, after = (load_object_or_empty(value or b'').get(WRITTEN_AT) for value in (change.before, change.after))
-    return (after,) if isinstance(after, str) and after != before else ()
-
-
-def _describe_record(change: Change, name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
+def _describe_record(change: Change, name_compute: NameCompute, deliveries: Deliveries) -> DatedEvents:
     compute, instance = keys.parse_record_key(change.key)
-    if change.after is None:
-        yield Event(change.revision, 'instance', 'record deleted', instance, compute=compute), ()
-        return
     before, after = (parse_or_none(value, instance, compute) for value in (change.before, change.after))
+    if change.after is None:
+        text = _describe_replacement(before, deliveries) or 'record deleted'
+        yield Event(change.revision, 'instance', text, instance, compute=compute), ()
+        return
     if after is None:
         yield Event(change.revision, 'instance', 'record is malformed', instance, compute=compute), ()
         return
@@ -175,7 +206,7 @@ def _describe_addresses(before: Sequence[Interface], after: Sequence[Interface])
             yield f'address {interface.address} on {interface.network}'
 
 
-def _describe_request(change: Change, name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
+def _describe_request(change: Change, name_compute: NameCompute, deliveries: Deliveries) -> DatedEvents:
     compute, instance = change.key.removeprefix(keys.HOSTS).partition('/')[::2]
     if change.after is None:
         return  # the record's events describe the end
@@ -186,23 +217,27 @@ def _describe_request(change: Change, name_compute: NameCompute, _takers: Mappin
         yield Event(change.revision, 'request', text, instance, after.holdings.name or '', compute), ()
         return
     old = before if isinstance(before, Request) else None
-    text = _describe_request_change(old, after, name_compute(compute)) if change.is_known else ''
+    text = _describe_request_change(old, after, name_compute(compute), deliveries) if change.is_known else ''
     if text:
         stages = after.stages.values() if old is None and not after.is_tombstone else ()  # later ones repeat the record
-        times = (*stages, *_read_new_time(change))
-        yield Event(change.revision, 'request', text, after.instance, after.name or '', compute), times
+        yield Event(change.revision, 'request', text, after.instance, after.name or '', compute), stages
 
 
-def _describe_request_change(before: Request | None, after: Request, compute_name: str) -> str:
+def _describe_request_change(before: Request | None, after: Request, host: str, deliveries: Deliveries) -> str:
     if after.is_tombstone:
-        return '' if before is not None and before.is_tombstone else 'destroy accepted'
+        if before is not None and before.is_tombstone:
+            return ''
+        if after.replaced_by:
+            return f'evacuated from {host} ({_format_arrow(after.instance, after.replaced_by)})'
+        return _describe_replacement(after, deliveries) or 'destroy accepted'
     if before is None:
-        return f'request accepted, for {compute_name}'
-    return f'{after.power.action} accepted' if after.power is not None and after.power != before.power else ''
+        return f'request accepted, for {host}' + (f', in place of {after.replaces[:8]}' if after.replaces else '')
+    if after.power is None or after.power == before.power:
+        return ''
+    return f'{after.power.action} accepted' + (f', to drain {host}' if after.power.reason == DRAIN else '')
 
 
-def _describe_queue(change: Change, name_compute: NameCompute, takers: Mapping[str, str]) -> DatedEvents:
-    """`takers` is {instance: compute} of the requests that the same revision delivered to computes."""
+def _describe_queue(change: Change, name_compute: NameCompute, deliveries: Deliveries) -> DatedEvents:
     place = keys.parse_queue_key(change.key)
     if place is None:
         flavor, instance = change.key.removeprefix(keys.QUEUES).split('/', 1)[0], keys.get_queued_instance(change.key)
@@ -214,7 +249,7 @@ def _describe_queue(change: Change, name_compute: NameCompute, takers: Mapping[s
     flavor, instance = place
     waiting = parse_queue_entry(change.key, change.after if change.after is not None else change.before or b'')
     name = '' if isinstance(waiting, InvalidRequest) else waiting.name or ''
-    compute = takers.get(instance, '')
+    compute = next((compute for compute, each in deliveries if each.instance == instance), '')
     times: Iterable[str] = ()
     if change.after is None:
         text = f'queue {flavor}: taken by {name_compute(compute)}' if compute else f'queue {flavor}: removed, not taken'
@@ -226,7 +261,7 @@ def _describe_queue(change: Change, name_compute: NameCompute, takers: Mapping[s
         yield Event(change.revision, 'queue', text, instance, name, compute), times
 
 
-def _describe_name(change: Change, _name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
+def _describe_name(change: Change, _name_compute: NameCompute, _deliveries: Deliveries) -> DatedEvents:
     name, holders = change.key.removeprefix(keys.NAMES), []
     for value in (change.before, change.after):
         try:
@@ -239,7 +274,7 @@ def _describe_name(change: Change, _name_compute: NameCompute, _takers: Mapping[
         yield Event(change.revision, 'name', text, after or before, name), ()
 
 
-def _describe_compute(change: Change, name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
+def _describe_compute(change: Change, name_compute: NameCompute, _deliveries: Deliveries) -> DatedEvents:
     compute = keys.get_last_part(change.key)
     before, after = (load_object_or_empty(value or b'') for value in (change.before, change.after))
     presence = after or before
@@ -255,17 +290,36 @@ def _describe_compute(change: Change, name_compute: NameCompute, _takers: Mappin
         yield Event(change.revision, 'compute', f'compute {label} {verb}{suffix}', compute=compute), ()
 
 
+def _describe_operation(change: Change, name_compute: NameCompute, _deliveries: Deliveries) -> DatedEvents:
+    """Describe what an operator did to a compute: it was disabled, enabled or forgotten, or accepted a new etcd."""
+    compute, text = keys.get_last_part(change.key), ''
+    # The name of a forgotten compute is only here.
+    hostname = load_object_or_empty(change.before or b'').get('hostname')
+    if change.key.startswith(keys.HOSTNAMES):
+        text = 'forgotten' if change.after is None else ''
+    elif change.key.startswith(keys.ACCEPTED):
+        text = 'accepted the new etcd' if change.after is not None else ''
+    elif change.after is not None and change.is_known:
+        before, after = (DISABLED_BY_OPERATOR in parse_facts(value or b'').traits for value in change[1:3])
+        # The first facts since its start tell no act: it may have been disabled long ago.
+        verb = 'is disabled' if change.before is None else 'disabled'
+        text = '' if before == after else verb if after else 'enabled'
+    if text:
+        label = hostname if is_utf8_text(hostname) else name_compute(compute)
+        yield Event(change.revision, 'compute', f'compute {label} {text}', compute=compute), ()
+
+
 def _make_describer(
     kind: str, describe: Callable[[str, bytes], str]
-) -> Callable[[Change, NameCompute, Mapping[str, str]], DatedEvents]:
+) -> Callable[[Change, NameCompute, Deliveries], DatedEvents]:
     """Make a function that yields events of `kind` if describe()'s text changed; if not `is_known`, only a removal."""
 
-    def describe_change(change: Change, _name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
+    def describe_change(change: Change, _name_compute: NameCompute, _deliveries: Deliveries) -> DatedEvents:
         name = change.key.split('/', 2)[2]
         old, new = (_describe_value(describe, name, value) for value in (change.before, change.after))
         if new != old and (change.is_known or new is None):
             text = f'{kind} {name}: {new if new is not None else "removed"}'
-            yield Event(change.revision, kind, text), _read_new_time(change)
+            yield Event(change.revision, kind, text), ()
 
     return describe_change
 
@@ -284,12 +338,15 @@ def _describe_limits(project: str, value: bytes) -> str:
     return ', '.join(f'{name} {limit}' for name, limit in limits.items()) or 'no limits'
 
 
-def _describe_stack(change: Change, _name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
+def _describe_stack(change: Change, _name_compute: NameCompute, _deliveries: Deliveries) -> DatedEvents:
     name = change.key.removeprefix(keys.STACKS)
     before, after = (
         _describe_value(lambda name, value: decode(Stack, value, name=name), name, each)
         for each in (change.before, change.after)
     )
+    # Only an apply stamps the value. A destroy and an evacuation change it, too.
+    origin = after.applied_from if isinstance(after, Stack) and any(_read_stamp(change)) else ''
+    file = make_printable(origin.partition(':')[2].rpartition('/')[2], MAX_NAME_CHARACTERS)
     texts = []
     if after is None:
         texts = ['removed']
@@ -303,20 +360,23 @@ def _describe_stack(change: Change, _name_compute: NameCompute, _takers: Mapping
     elif change.is_known:
         texts = ['restored from its requests' if after.floor else 'created']
     for text in texts:
-        yield Event(change.revision, 'stack', f'stack {name}: {text}'), ()
+        yield Event(change.revision, 'stack', f'stack {name}: ' + (f'applied {file}: ' if file else '') + text), ()
 
 
-def _describe_cluster(change: Change, _name_compute: NameCompute, _takers: Mapping[str, str]) -> DatedEvents:
+def _describe_cluster(change: Change, _name_compute: NameCompute, _deliveries: Deliveries) -> DatedEvents:
     since = load_object_or_empty(change.after or b'').get('since')
     yield Event(change.revision, 'cluster', 'this etcd got its identity'), (str(since),) if change.is_known else ()
 
 
-_DESCRIBERS: Mapping[str, Callable[[Change, NameCompute, Mapping[str, str]], DatedEvents]] = {
+# What commands of users write, and stamp.
+_STAMPED = (keys.HOSTS, keys.STACKS, keys.FLAVORS, keys.QUOTAS)
+_DESCRIBERS: Mapping[str, Callable[[Change, NameCompute, Deliveries], DatedEvents]] = {
     keys.INSTANCES: _describe_record,
     keys.HOSTS: _describe_request,
     keys.QUEUES: _describe_queue,
     keys.NAMES: _describe_name,
     keys.COMPUTES: _describe_compute,
+    **dict.fromkeys((keys.FACTS, keys.HOSTNAMES, keys.ACCEPTED), _describe_operation),
     keys.GROUPS: _make_describer('group', lambda name, value: decode(Group, value, name=name).rule),
     keys.QUOTAS: _make_describer('quota', _describe_limits),
     keys.FLAVORS: _make_describer('flavor', lambda name, value: decode(Flavor, value, name=name).query),

@@ -52,13 +52,8 @@ def dump(data: Any, indent: int | None = None, separators: tuple[str, str] | Non
     return json.dumps(data, indent=indent, separators=separators, allow_nan=False)
 
 
-# The field with the time at which eschedule wrote a value. `events` reads it; the other readers ignore it.
-WRITTEN_AT = 'written_at'
-
-
-def add_time(value: str, time: str) -> str:
-    """Add the time of its write to a JSON object, in place of an earlier one; raises what load_object() does."""
-    return dump({**load_object(value.encode()), WRITTEN_AT: time})
+# The fields with the time at which eschedule wrote a value, and by whom. `events` reads them, other readers do not.
+WRITTEN_AT, WRITTEN_BY = 'written_at', 'by'
 
 
 def is_utf8_text(value: object) -> bool:

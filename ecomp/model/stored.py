@@ -152,10 +152,10 @@ def parse_fields(kind: type[T], data: Mapping[str, Any], **given: Any) -> T:
     return kind(**values)
 
 
-def encode(value: Any) -> str:
-    """Return the JSON of a stored value, with its version."""
+def encode(value: Any, **more: str) -> str:
+    """Return the JSON of a stored value, with its version and `more` fields (see Store.make_stamp())."""
     codec = CODECS[type(value)]
-    return dump({'version': codec.version, **to_dict(value)}, separators=codec.separators)
+    return dump({'version': codec.version, **to_dict(value), **more}, separators=codec.separators)
 
 
 def to_dict(value: Any) -> dict[str, Any]:

@@ -172,9 +172,9 @@ def merge_changes(*changes: Change) -> Change:
     return conditions, operations
 
 
-def make_quota_put(new_quota: Quota) -> Put:
+def make_quota_put(new_quota: Quota, **stamp: str) -> Put:
     """Return the write that creates or replaces the quota's key, without a condition."""
-    return Put(keys.quota(new_quota.project), encode(new_quota))
+    return Put(keys.quota(new_quota.project), encode(new_quota, **stamp))
 
 
 def make_empty_change() -> Change:

@@ -5,11 +5,15 @@ Every call has a timeout and needs a member with a leader: a member that is cut 
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ecomp.conf import EtcdConfig
@@ -25,6 +29,8 @@ from ecomp.errors import (
 from ecomp.metrics import TALLY
 from ecomp.model import cluster, keys
 from ecomp.model.cluster import Header, KnownCluster
+from ecomp.model.json_object import WRITTEN_AT, WRITTEN_BY
+from ecomp.model.record import format_time
 from ecomp.model.stored import decode
 from ecomp.store import messages
 from ecomp.store.connection import AnswerTooLong, Connection, read_pages
@@ -120,6 +126,11 @@ class Guard:
         for callback in listeners:
             callback(text)
         raise StrangeEtcd(text)
+
+
+def describe_user() -> str:
+    """Return user@host of this process."""
+    return f'{os.environ.get("USER") or os.getuid()}@{socket.gethostname()}'
 
 
 Result = TypeVar('Result')
@@ -259,10 +270,26 @@ class Store:
 
     def __init__(self, config: EtcdConfig, guard: Guard | None = None) -> None:
         """Begin to connect; raise UsageError if a certificate cannot be read."""
+        self._config = config
         self._connection = Connection(config)
         self.endpoints = self._connection.endpoints
         self._guard = guard
         self.fence: Fence | None = None
+
+    @cached_property
+    def writer(self) -> str:
+        """Who writes: the name in our certificate, else user@host."""
+        import _ssl  # the ssl module has no public function for it
+
+        with suppress(OSError, ValueError, KeyError):
+            if self._config.cert_cert is not None:
+                subject = _ssl._test_decode_cert(str(self._config.cert_cert))['subject']  # type: ignore[attr-defined]
+                return str(dict(pair for part in subject for pair in part)['commonName'])
+        return describe_user()
+
+    def make_stamp(self) -> dict[str, str]:
+        """Return the fields with which `events` dates a value that a user's command writes, and tells its writer."""
+        return {WRITTEN_AT: format_time(datetime.now(UTC)), WRITTEN_BY: self.writer}
 
     def get(self, key: str) -> Entry | None:
         """Return the key's entry, or None if the key does not exist."""

@@ -213,6 +213,7 @@ def patch_product(scene: Scene, application: InProcessPlacement, monkeypatch: py
     monkeypatch.setattr(ThreadPoolExecutor, 'submit', submit)
     monkeypatch.setattr(Store, '__init__', lambda *_, **__: None)
     monkeypatch.setattr(Store, 'scene', scene, raising=False)
+    monkeypatch.setattr(Store, 'writer', 'me@here')
     for name, method in vars(SceneStore).items():
         if callable(method):
             monkeypatch.setattr(Store, name, method)

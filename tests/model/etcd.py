@@ -28,6 +28,8 @@ def translate_refusal(function: Callable[[], Value]) -> Value:
 class ModelStore(Store):
     """The connection of one process: the product's store, but what it sends is answered by the etcd in memory."""
 
+    writer = 'ann'
+
     def __init__(self, etcd: Etcd) -> None:
         self.endpoints = 'memory'
         self.fence: Fence | None = None

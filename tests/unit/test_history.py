@@ -18,7 +18,6 @@ from ecomp.cli.tables import OutputStyle
 from ecomp.model import group, keys, quota, stack
 from ecomp.model.events import KINDS, MAX_TEXT_CHARACTERS, Change, event_to_dict, make_events
 from ecomp.model.flavor import parse_flavor
-from ecomp.model.json_object import add_time
 from ecomp.model.order import NameOwner, PowerAction, Request
 from ecomp.model.queue import QueueEntry, QueueTaker
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, SCHEDULED, STAGES, Failure, Interface, Progress, Record
@@ -238,7 +237,8 @@ def test_events_of_one_revision_share_its_time() -> None:
 def add_written_at(change: Change, time: str, before: bytes | None = None) -> Change:
     """Return the change as of an eschedule that writes its time."""
     assert change.after is not None
-    return change._replace(after=add_time(change.after.decode(), time).encode(), before=before or change.before)
+    value = {**json.loads(change.after), 'written_at': time, 'by': 'ann'}
+    return change._replace(after=json.dumps(value).encode(), before=before or change.before)
 
 
 def test_limits_and_flavors_have_the_time_at_which_they_were_set() -> None:
@@ -273,7 +273,7 @@ def test_line_of_an_event_has_time_name_and_text() -> None:
     assert EventFormatter().format_line(mark).endswith(f' {INSTANCE}: queue q: hv1 is taking it')
     assert event_to_dict(mark) == {
         'revision': 8, 'time': None, 'kind': 'queue', 'instance': INSTANCE, 'name': None, 'compute': COMPUTE,
-        'says': 'queue q: hv1 is taking it',
+        'says': 'queue q: hv1 is taking it', 'by': None,
     }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from ecomp.errors import Conflict, EcompError, NotFound, UnknownOutcome, Unreach
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.group import Membership
-from ecomp.model.json_object import WRITTEN_AT, add_time, dump, load_object
+from ecomp.model.json_object import dump, load_object
 from ecomp.model.order import (
     MAX_REQUEST_BYTES,
     START,
@@ -179,7 +179,7 @@ def make_tombstone(
         replaced_by=replaced_by,
     )
     stages = {name: time for name, time in record.stages.items() if time}
-    tombstone = add_time(encode(replace(bare, query=record.query, stages=stages)), format_time(datetime.now(UTC)))
+    tombstone = encode(replace(bare, query=record.query, stages=stages), **store.make_stamp())
     if len(tombstone) > MAX_REQUEST_BYTES:  # dump() escapes text, which makes it up to three times as long
         tombstone = encode(bare)
     conditions = [Unchanged(request_key, entries.request_entry.revision if entries.request_entry else 0)]
@@ -283,7 +283,8 @@ def change_power(
         if earlier is not None:
             return earlier
         accepted = _make_acceptance(store, entries, power_change)  # before the commit: nothing may fail after it
-        put, settlement = _add_power_change(entries, entry, power_change), Settlement(Touch(entry.key), doubts.append)
+        put = _add_power_change(entries, entry, {'power': to_dict(power_change), **store.make_stamp()})
+        settlement = Settlement(Touch(entry.key), doubts.append)
         if store.commit([Unchanged(entry.key, entry.revision)], [put], settlement) is None:
             return None
         failpoint('power-asked')
@@ -325,8 +326,7 @@ def _match_earlier_change(
     return None
 
 
-def _add_power_change(entries: InstanceEntries, entry: Entry, power_change: PowerAction) -> Put:
-    change = {'power': to_dict(power_change), WRITTEN_AT: format_time(datetime.now(UTC))}
+def _add_power_change(entries: InstanceEntries, entry: Entry, change: Mapping[str, object]) -> Put:
     value = dump({**load_object(entry.value), **change})
     parsed = parse_request(entries.record.compute, entry.key, value.encode())
     if isinstance(parsed, InvalidRequest):

@@ -6,7 +6,6 @@ Deliveries and removals update quotas in their transactions (rule: change-with-d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,10 +14,9 @@ from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.allocation import list_missing_classes
 from ecomp.model.flavor import Flavor, check_flavor_name, parse_flavor
-from ecomp.model.json_object import add_time
 from ecomp.model.order import parse_request
 from ecomp.model.quota import INSTANCES, Demand, Quota, format_quota, parse_limits, sum_charges
-from ecomp.model.record import Record, format_time
+from ecomp.model.record import Record
 from ecomp.model.stored import decode_at, encode
 from ecomp.model.text import format_suggestion, make_printable
 from ecomp.scheduler.queries.find import read_record
@@ -63,7 +61,7 @@ def put_flavor(store: Store, placement: Placement, name: str, text: str) -> str:
     unknown = find_unknown_names(placement, named)
     if unknown.never:
         raise UsageError(f'flavor {name}: {unknown.never}')
-    key, value = keys.flavor(name), add_time(encode(flavor), format_time(datetime.now(UTC)))
+    key, value = keys.flavor(name), encode(flavor, **store.make_stamp())
     previous = store.get(key)
     _commit_flavor(store, key, previous, Put(key, value), flavor)
     lacking = ', '.join(list_missing_classes(flavor.resources))
@@ -171,8 +169,7 @@ def recount_quota(store: Store, project: str, change: Callable[[Quota | None], Q
         new = Quota(project, target.limits, _count_usage(store, project))
         failpoint('quota-counted')
         # This is the time of new limits: counting the usage again is no event.
-        put = make_quota_put(new)
-        put = put._replace(value=add_time(put.value, format_time(datetime.now(UTC))))
+        put = make_quota_put(new, **store.make_stamp())
         operation: Put | Delete = put if target.limits else Delete(put.key)
         if store.commit([unchanged], [operation], Settlement()) is None:
             return None

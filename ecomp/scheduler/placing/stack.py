@@ -75,7 +75,7 @@ class StackChange:
 def write_stack(store: Store, stack: Stack, previous_revision: int) -> int:
     """Write the key of a new or stale stack; return its revision, Conflict if another process wrote it."""
     key = keys.stack(stack.name)
-    revision = store.commit([Unchanged(key, previous_revision)], [Put(key, encode(stack))])
+    revision = store.commit([Unchanged(key, previous_revision)], [Put(key, encode(stack, **store.make_stamp()))])
     if revision is None:
         raise Conflict(_CHANGED.format(stack.name, f'; {UNCHANGED}'))
     failpoint('stack-begun')
@@ -97,7 +97,7 @@ def remove_instances(store: Store, change: StackChange) -> None:
 
     def make_change() -> Change:
         return merge_changes(
-            _make_stack_change(change, {}), *(make_removal(store, removal) for removal in change.removals)
+            _make_stack_change(store, change, {}), *(make_removal(store, removal) for removal in change.removals)
         )
 
     if commit_with_shared(store, [], [], make_change) is None:
@@ -106,11 +106,11 @@ def remove_instances(store: Store, change: StackChange) -> None:
     _revoke_records(store, change.removals)
 
 
-def _make_stack_change(change: StackChange, computes: Mapping[Place, str]) -> Change:
+def _make_stack_change(store: Store, change: StackChange, computes: Mapping[Place, str]) -> Change:
     key = keys.stack(change.stack.name)
     ended = [removal.entry for removal in change.removals if not removal.is_replaced]
     stack = change.stack.with_ended(ended).with_delivered(computes)
-    return [Unchanged(key, change.revision)], [Put(key, encode(stack))]
+    return [Unchanged(key, change.revision)], [Put(key, encode(stack, **store.make_stamp()))]
 
 
 def _revoke_records(store: Store, removals: Sequence[OldInstance]) -> None:
@@ -280,7 +280,7 @@ class _Application:
 
         def make_own_change() -> Change:
             return merge_changes(
-                charge_quota(store, order.project_id, resources), _make_stack_change(self.change, computes)
+                charge_quota(store, order.project_id, resources), _make_stack_change(store, self.change, computes)
             )
 
         revision = 0
