@@ -226,7 +226,7 @@ class Request(Order):
 
     A tombstone, a request to destroy the instance, has allocations {} and image null; its "resources" are what
     the instance was allocated. The JSON also has "written_at", the ISO time of a destroy or of the latest power action,
-    for `events`.
+    for `events`, and "by", who asked for it.
     """
 
     allocations: Allocations

@@ -298,7 +298,8 @@ def test_power_action_is_added_to_the_request(cloud: Cloud) -> None:
     assert accepted.message == f'{instance}: stop accepted; {compute} carries it out'
     assert accepted.power == stop
     after = json.loads(cloud.etcd.get(keys.request(compute, instance)) or b'')
-    written_at = after.pop('written_at')
+    written_at, by = after.pop('written_at'), after.pop('by')
+    assert by == cloud.store.writer
     assert format_time(datetime.fromisoformat(written_at)) == written_at
     assert after == {**before, 'power': {'action': 'stop', 'id': stop.id}}
     assert list(after)[:-1] == list(before)

@@ -160,7 +160,7 @@ def test_events_lists_the_history_in_order(cluster: Control, compute: Ecompute) 
     assert done.code == 0, done
     assert_one_line(done, 0, 'printing all events')
     words = strip_times(done.stdout)
-    of_web1 = [line.removeprefix('web1: ') for line in words if line.startswith('web1: ')]
+    of_web1 = [line.removeprefix('web1: ').partition(', by ')[0] for line in words if line.startswith('web1: ')]
     address = placed.stdout.splitlines()[-1]
     assert is_subsequence(
         of_web1, 'name taken', f'address {address} on default', 'reboot accepted', 'stopped', 'active',
@@ -174,7 +174,7 @@ def test_events_lists_the_history_in_order(cluster: Control, compute: Ecompute) 
     assert {event['instance'] for event in events} == {instance}
     assert [event['revision'] for event in events] == sorted(event['revision'] for event in events)
     assert events[0]['compute'] == compute.uuid
-    fields = {'revision', 'time', 'kind', 'instance', 'name', 'compute', 'says'}
+    fields = {'revision', 'time', 'kind', 'instance', 'name', 'compute', 'says', 'by'}
     assert all(set(event) == fields for event in events)
     nobody = str(uuid.uuid4())  # etcd's history includes earlier tests
     nothing = cluster.eschedule('events', nobody)
@@ -214,5 +214,7 @@ def test_events_after_compaction_name_the_first_kept_revision(own_control: Contr
     done = own_control.eschedule('events', instance)
     assert_one_line(done, 0, f'printing the events since revision {compacted}; etcd keeps no older ones')
     words = strip_times(done.stdout)
-    assert is_subsequence(words, f'{instance}: stop accepted', f'{instance}: stopped'), words
+    assert is_subsequence(
+        [line.partition(', by ')[0] for line in words], f'{instance}: stop accepted', f'{instance}: stopped'
+    ), words
     assert f'{instance}: active' not in words

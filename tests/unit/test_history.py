@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from docs.shapes import SHAPES
-from ecomp.cli.history import MAX_BAR_WIDTH, EventFormatter, draw_timeline
+from ecomp.cli.history import MAX_BAR_WIDTH, EventFormatter, _select_since, draw_timeline
 from ecomp.cli.tables import OutputStyle
 from ecomp.model import group, keys, quota, stack
 from ecomp.model.events import KINDS, MAX_TEXT_CHARACTERS, Change, event_to_dict, make_events
@@ -21,6 +21,7 @@ from ecomp.model.flavor import parse_flavor
 from ecomp.model.order import NameOwner, PowerAction, Request
 from ecomp.model.queue import QueueEntry, QueueTaker
 from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, SCHEDULED, STAGES, Failure, Interface, Progress, Record
+from ecomp.model.status import DISABLED_BY_OPERATOR
 from ecomp.model.stored import encode
 from ecomp.model.user_data import GuestFailure
 from ecomp.store.history import (
@@ -299,6 +300,61 @@ def test_any_change_yields_valid_events_or_none(
         assert len(event.says) <= MAX_TEXT_CHARACTERS
         EVENT.validate(json.loads(json.dumps(event_to_dict(event))))
         assert '\n' not in EventFormatter().format_line(event)
+
+
+def test_evacuation_has_a_line_with_both_instances_and_its_writer() -> None:
+    gone = replace(REQUEST, allocations={}, image=None, replaced_by=OTHER)
+    evacuated = add_written_at(change_request(REQUEST, gone), time_at(9))
+    other = replace(REQUEST, instance=OTHER, replaces=INSTANCE)
+    new = Change(keys.request(COMPUTE, OTHER), None, encode(other).encode(), 7)
+    events, lines = make_events([evacuated, new], name_host), EventFormatter()
+    assert [lines.format_line(event)[25:] for event in events] == [
+        'web1: evacuated from hv1 (d578fb7c → e9bedb97), by ann',
+        'web1 (e9bedb97): request accepted, for hv1, in place of d578fb7c, by ann',
+    ]
+
+
+def test_apply_says_what_replaces_an_instance_and_its_file() -> None:
+    new = stack.Stack('shop', OTHER, applied_from='ann@desk:/home/ann/shop.yaml')
+    first, second = new.make_place('db/1', 1), new.make_place('db/1', 2)
+    old = replace(REQUEST, stack=first)
+    gone = change_request(old, replace(old, allocations={}, image=None))
+    other = replace(REQUEST, instance=second.instance, stack=second)
+    delivered = Change(keys.request(COMPUTE, second.instance), None, encode(other).encode(), 7)
+    values = [encode(each).encode() for each in (new, new.with_delivered({second: COMPUTE}))]
+    applied = add_written_at(Change(keys.stack('shop'), *values, 7), time_at(9))
+    assert describe(gone, delivered, applied) == [
+        f'replaced by a new one (d578fb7c → {second.instance[:8]})',
+        'request accepted, for hv1',
+        'stack shop: applied shop.yaml: db/1 delivered',
+    ]
+
+
+def test_operations_of_hosts_have_their_lines() -> None:
+    plain, disabled = (
+        json.dumps({'version': 1, 'room': {}, 'traits': traits}).encode() for traits in ([], [DISABLED_BY_OPERATOR])
+    )
+    drained = replace(REQUEST, power=PowerAction('stop', OTHER, 'drain'))
+    assert describe(Change(keys.facts(COMPUTE), plain, disabled, 7)) == ['compute hv1 disabled']
+    assert describe(Change(keys.facts(COMPUTE), disabled, plain, 7)) == ['compute hv1 enabled']
+    assert describe(Change(keys.facts(COMPUTE), None, disabled, 7)) == ['compute hv1 is disabled']
+    assert describe(Change(keys.hostname(COMPUTE), b'{"hostname": "hv7"}', None, 7)) == ['compute hv7 forgotten']
+    assert describe(Change(keys.acceptance(COMPUTE), None, b'9', 7)) == ['compute hv1 accepted the new etcd']
+    assert describe(change_request(REQUEST, drained)) == ['stop accepted, to drain hv1']
+
+
+def test_writer_is_short_and_printable() -> None:
+    change = add_written_at(change_request(REQUEST, replace(REQUEST, power=POWER)), time_at(9))
+    assert change.after is not None
+    for by, shown in (('\x1b[31m\n', '\\x1b[31m\\n'), ('x' * 900, 'x' * 80 + '…'), (7, ''), (None, '')):
+        value = json.dumps({**json.loads(change.after), 'by': by}).encode()
+        assert [event.by for event in make_events([change._replace(after=value)], name_host)] == [shown]
+
+
+def test_since_keeps_undated_events_beside_later_ones() -> None:
+    events = [('', 'a'), ('1', 'b'), ('', 'c'), ('5', 'd'), ('2', 'e'), ('', 'f')]
+    assert ''.join(line for _, line in _select_since(iter(events), '3')) == 'cdef'
+    assert ''.join(line for _, line in _select_since(iter(events[:3]), '3')) == 'c'
 
 
 # The duration of each stage, as an exact chart.
