@@ -48,9 +48,7 @@ HOST = {
         'ecomp.agent.instance.instances:Instances._carry_out', never('claim_fault'), 'unconfirmed'
     ),
     'an address whose record was lost is left': make_bug(
-        'ecomp.agent.instance.records:Records.end',
-        replace_assignment('removed', '[keys.request(self._compute, instance)]'),
-        'record_removed_of_active',
+        'ecomp.agent.instance.records:Records.remove_stale_address', return_constant(None), 'record_removed_of_active'
     ),
     'a half-built guest whose record was lost is called built': make_bug(
         'ecomp.agent.instance.instances:Instances.build',

@@ -260,6 +260,8 @@ class Instances:
         if stored is not None and stored.state in (ACTIVE, STOPPED):
             return  # planned before the record was written
         record = stored or make_record(self.compute, request, self.now())
+        if stored is None:
+            self.records.remove_stale_address(instance, revision, is_here=guest is not None)
         remembered = self.memory.get_entries().get(instance)
         is_begun = stored is not None or (remembered is not None and remembered.record.state == BUILDING)
         pending_failure = remembered.failure if remembered is not None else None
@@ -357,6 +359,8 @@ class Instances:
         instance = request.instance
         stored = self.records.get_to_end(instance)
         record = replace(stored or make_record(self.compute, request, self.now()), replaced_by=request.replaced_by)
+        if stored is None:
+            self.records.remove_stale_address(instance, revision, is_here=True)
         if record.state not in (DESTROYING, ERROR):  # a failed instance has nothing left, and its record is on a lease
             with suppress(NoSpace):  # a full etcd refuses the record; the destroy makes room
                 record = self.records.write(record.enter_state(DESTROYING, self.now()), revision)
@@ -406,6 +410,7 @@ class Instances:
             log.error('instance %s: its request is malformed, but its guest is kept: %s', instance, reason)
             return
         if record is None:
+            self.records.remove_stale_address(instance, revision, is_here=False)
             # The holdings are read from etcd if they are empty, and stay empty if the key is gone.
             entry = self.store.get(keys.request(self.compute, instance)) if parsed.holdings == Holdings() else None
             if entry is not None:

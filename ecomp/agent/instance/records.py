@@ -143,6 +143,18 @@ class Records:
         """Raise Superseded unless the request is at `revision` now; Unreachable also while the presence key is lost."""
         self._commit(instance, revision, lambda host: self._store.commit([host], []))
 
+    def remove_stale_address(self, instance: str, revision: int, is_here: bool) -> None:
+        """Delete the address at /booted of an instance without a record: its end would not delete the address.
+
+        With `is_here` False (it cannot have been built here) the address is deleted only if this compute remembers one.
+        It stays if another compute has a request for the instance. A running guest's address is written again later.
+        """
+        remembered = self._memory.get_entries().get(instance)
+        may_have_address = is_here or (remembered is not None and 'addressed' in remembered.record.stages)
+        if may_have_address and not self._find_other_request(instance):
+            booted = Delete(keys.address(instance))
+            self._commit(instance, revision, lambda host: self._store.commit([host], [booted]))
+
     def end(self, record: Record, revision: int) -> None:
         """Write the last record, on a lease, and release the instance's keys in one transaction; the end is remembered.
 
@@ -151,10 +163,11 @@ class Records:
         without a record, and the audit releases its group and quota.
         """
         instance = record.instance
+        removed = [keys.request(self._compute, instance)]
+        if 'addressed' in record.stages:
+            removed.append(keys.address(instance))
         # Another compute that has a request for it uses what it shares, so a failure here releases none of that.
         other_requests = self._find_other_request(instance) if record.state == ERROR else []
-        # The address also without the stage `addressed`, which a lost record may have had.
-        removed = [keys.request(self._compute, instance), *([] if other_requests else [keys.address(instance)])]
         # As a condition, or two computes that fail concurrently would each leave it to the other.
         conditions: list[Unchanged | Exists] = [self._make_condition(instance), *other_requests]
 
