@@ -302,7 +302,7 @@ def run(cluster: Thousand, phases: Phases, instances: int, churn: float, rng: ra
         row |= {'destroyed': len(living), 'failed': sorted({result.code for result in results} - {0})}
         wait_until(lambda: not cluster.current_requests, 1800, 'every instance is gone')
     with phases.measure_phase('audit') as row:
-        (audited,) = cluster.run_all([['audit']])
+        (audited,) = cluster.run_all([['check']])
         row |= {'code': audited.code, 'said': audited.stderr.strip()[-300:], 'found': audited.stdout[:2000]}
 
 

@@ -39,6 +39,7 @@ from ecomp.cli import commands
 from ecomp.cli.command import CREATE, EXIT_CODES, QUERY, Command
 from ecomp.cli.commands import FAMILIES, FULL_HELP, PLACEHOLDER_MEANINGS, PLANNED_WORDS, load_rows
 from ecomp.cli.options import OPTIONS
+from ecomp.cli.suggestions import OLD_WORDS
 from ecomp.lab import elab
 from ecomp.model import audit as findings
 from ecomp.model import boots, cluster, flavor, group, health, keys, order, queue, quota, record, roles
@@ -151,7 +152,7 @@ def render_full_help() -> str:
 
 def list_reserved_words() -> list[str]:
     names = {row.name.partition(' ')[0] for rows in load_families().values() for row in rows}
-    return sorted(names | PLANNED_WORDS)
+    return sorted(names | PLANNED_WORDS | {name.partition(' ')[0] for name in OLD_WORDS})
 
 
 def describe_shapes() -> tuple[list[Block], list[Section]]:
@@ -433,17 +434,18 @@ def describe_audit() -> tuple[list[Block], list[Section]]:
         [f'`{code}`', mark_warning(code, row.meaning), row.repair and row.repair.value or '-', row.manual_repair or '-']
         for code, row in findings.CHECKS.items()
     ]
-    head = ['code', 'what it means', 'what `audit --fix` does', 'the manual fix']
-    top = 'Look up what a code of `eschedule audit` means, and how to repair what it found. Codes do not change, so '
+    head = ['code', 'what it means', 'what `check --fix` does', 'the manual fix']
+    top = 'Look up what a code of `eschedule check` means, and how to repair what it found. Codes do not change, so '
     top += (
         'scripts can depend on them. A `warning` does not change the exit code. etcdctl needs [the certificate of an '
     )
     top += 'operator](../howto/certificates.md#etcdctl-by-hand).'
-    places = {SERVERS: 'both', COMPUTES: 'doctor', MACHINE: '--check'}
+    places = {SERVERS: 'both', COMPUTES: 'eschedule', MACHINE: 'ecompute'}
     checks = [[f'`{code}`', places[row.scope], mark_warning(code, row.meaning)] for code, row in health.CHECKS.items()]
     return [top, Table(head, rows)], [
-        Section('`eschedule doctor` and `ecompute --check`', [
-            'These print the fix of each problem.', Table(['check', 'who looks for it', 'what it means'], checks),
+        Section('Servers, computes and machines', [
+            '`eschedule check` and `ecompute --check` find these problems, too, and print the fix of each.',
+            Table(['check', 'who looks for it', 'what it means'], checks),
         ]),
     ]  # fmt: skip
 

@@ -245,17 +245,6 @@ _EVENT = _object(
     compute=_text('uuid of the compute; null if the event is about no compute'), says=_text('what happened'),
     by=_text('who asked for it: the name in the certificate of the client, else user@host; null if unknown'),
 )  # fmt: skip
-_HEALTH = _fields({
-    'findings': many(_object(
-        check=_text('name of the check'), what=_text('problem'), cure=_text('fix'), level=_LEVEL,
-    ), 'problems'),
-    'configuration': _text('file that contains the addresses of etcd and placement; null if there is none'),
-    'etcd': _object('etcd', name=_text('address'), version=_text('version; null if it does not answer')),
-    'placement': _object('placement', name=_text('address'),
-                         microversion=_text('newest supported microversion; null if it does not answer')),
-    'certificates': _map('expiry of each certificate, by file', _text('date of expiry; null if unreadable')),
-    'computes': _map('version of each living compute, by uuid', _text('version of its ecompute')),
-})  # fmt: skip
 _NEW = _fields({
     'instance': _INSTANCE,
     'compute': _text('uuid of the compute; absent while the request is in a queue', pattern=UUID),
@@ -376,7 +365,6 @@ SHAPES: Mapping[str, Schema] = {
     'what-if': many(_MOVE),
     # With --dry-run it is that of `what-if`.
     'evacuate': many(_EVACUATED),
-    'audit': many(_FINDING),
     'top': _USE,
-    'doctor': _HEALTH,
+    'check': many(_FINDING),
 }

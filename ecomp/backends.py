@@ -1,4 +1,4 @@
-"""Probe etcd and placement from this machine, for `eschedule doctor` and `ecompute --check`."""
+"""Probe etcd and placement from this machine, for `eschedule check` and `ecompute --check`."""
 
 from __future__ import annotations
 

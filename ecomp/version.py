@@ -1,4 +1,4 @@
-"""The version that commands, computes and the doctor report."""
+"""The version that commands, computes and `eschedule check` report."""
 
 from __future__ import annotations
 

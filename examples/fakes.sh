@@ -18,4 +18,4 @@ until eschedule hosts -f value -c host -c state | grep -qx "$host[[:space:]]sile
 tell eschedule evacuate "$host" --fenced --yes --wait
 tell elab up --name fake
 tell eschedule host enable "$host"
-tell eschedule audit --now
+tell eschedule check --now

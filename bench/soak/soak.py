@@ -117,7 +117,7 @@ def _list_pending_work(cluster: Cluster) -> list[str]:
 
 
 def _wait_for_clean_audit(cluster: Cluster) -> list[Any]:
-    """Repeat `eschedule audit` until it has no findings or time is up; return the last findings."""
+    """Repeat `eschedule check` until it has no findings or time is up; return the last findings."""
     results: list[Any] = []
     began = time.monotonic()
     while time.monotonic() - began < MAX_AUDIT_SECONDS and (results := run_audit(cluster.lab_driver)):

@@ -301,7 +301,7 @@ class Planner:
         self._forgotten = {name: request for name, request in self._forgotten.items() if name in unmanaged}
         self._unmanaged = unmanaged
         for name in sorted(strangers - self._forgotten.keys()):
-            reason = 'has a guest but no request: the guest is kept, but not managed. Try: eschedule audit'
+            reason = 'has a guest but no request: the guest is kept, but not managed. Try: eschedule check'
             log.warning('instance %s %s', name, reason)
 
     def _is_obsolete(self, task: Task, revision: int) -> bool:

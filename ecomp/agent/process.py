@@ -56,7 +56,7 @@ METRICS = {
     'ecomp_builds': ('counter', 'Builds that made an instance active.', ''),
     'ecomp_build_failures': ('counter', 'Builds that failed in this stage.', 'stage'),
     'ecomp_worker_deaths': ('counter', 'Worker processes that ended unexpectedly.', ''),
-    'ecomp_findings': ('gauge', 'What the checks of this host found, by the codes of `eschedule audit`.', 'code'),
+    'ecomp_findings': ('gauge', 'What the checks of this host found, by the codes of `eschedule check`.', 'code'),
     'ecomp_claims_released': ('counter', 'Claims that were released because no request owned them.', ''),
     'ecomp_backend_up': ('gauge', 'Whether the last call to this backend was answered.', 'backend'),
     'ecomp_backend_call_duration_seconds': ('histogram', 'Time of a call, with its repetitions.', 'backend'),

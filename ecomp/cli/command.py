@@ -37,7 +37,7 @@ EXIT_CODES = {
     5: 'already exists, or conflicts with a concurrent change',
     6: 'not finished yet, timed out or interrupted; the operation continues',
     7: 'etcd or placement cannot be reached',
-    8: 'the audit or the doctor reports a finding that is no warning, or a dry run finds changes',
+    8: 'check reports a finding that is no warning, or a dry run finds changes',
 }
 
 # Seconds that etcd has for an answer at least, even if --timeout is shorter.

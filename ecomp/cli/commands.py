@@ -19,7 +19,7 @@ from ecomp.cli.options import (
     is_image,
     parse_command_line,
 )
-from ecomp.cli.suggestions import COMMAND_NAMES, FAMILY_WORDS, make_hint, suggest
+from ecomp.cli.suggestions import COMMAND_NAMES, FAMILY_WORDS, find_new_form, make_hint, suggest
 from ecomp.errors import UsageError, put_before_fix
 from ecomp.model.command_names import BY_MODULE
 from ecomp.model.record import STAGES
@@ -32,7 +32,7 @@ FAMILIES: Mapping[str, Sequence[str]] = {
     'Entering guests': ('enter',),
     'Changing instances': ('change',),
     'Flavors, images, groups and quotas': ('sharing',),
-    'Computes and the cluster': ('operators', 'top', 'doctor'),
+    'Computes and the cluster': ('operators', 'top', 'check'),
     'Help': ('commands',),
 }
 
@@ -41,7 +41,7 @@ FULL_HELP = Path(__file__).with_name('help.txt')
 
 # First words of planned commands. An instance with such a name would be hidden by the command later.
 PLANNED_WORDS = frozenset({
-    *('adopt', 'check', 'copy', 'exec', 'logs', 'migrate', 'move', 'protect', 'rebuild', 'release'),
+    *('adopt', 'copy', 'exec', 'logs', 'migrate', 'move', 'protect', 'rebuild', 'release'),
     *('rename', 'resize', 'results', 'run', 'set', 'snapshot', 'stack', 'ui', 'unprotect', 'version'),
 })  # fmt: skip
 
@@ -67,8 +67,8 @@ def load_rows(module: str) -> Sequence[Command]:
             from ecomp.cli.operators import COMMANDS as ROWS
         case 'top':
             from ecomp.cli.top import COMMANDS as ROWS
-        case 'doctor':
-            from ecomp.cli.doctor import COMMANDS as ROWS
+        case 'check':
+            from ecomp.cli.check import COMMANDS as ROWS
         case 'commands':
             return _ROWS
         case _:
@@ -114,6 +114,8 @@ def parse(argv: Sequence[str]) -> Invocation:
 
 
 def _parse(argv: Sequence[str]) -> Invocation:
+    if (old := find_new_form(argv))[0]:
+        raise UsageError(f'{old[0]!r} is not a command any more. Fix: write eschedule {old[1]}')
     if info := find_info_option(argv):
         return Invocation(info, tuple(_find_command_to_explain(argv).split()) if info == HELP else (), Options())
     words, options = parse_command_line(argv)

@@ -1,4 +1,4 @@
-"""Commands for operators of computes: hosts and the audit."""
+"""Commands for operators of computes."""
 
 from __future__ import annotations
 
@@ -9,25 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 from ecomp.cli.command import DOCUMENT_OPTIONS, LISTING_OPTIONS, Command, Context, Outcomes, make_wait_options
 from ecomp.cli.options import TABLE, Options, parse_compute, parse_computes, parse_nothing
-from ecomp.cli.tables import STATE, TIME, UUID, Column, Listing, Row, make_sort_key, render_listing
+from ecomp.cli.tables import STATE, TIME, UUID, Column, Listing, Row, make_sort_key
 from ecomp.cli.terminal import LiveLine, make_timestamp
 from ecomp.errors import Conflict, EcompError, NoCapacity, NotFound, StillGoing, Unreachable, UsageError, put_before_fix
 from ecomp.metrics import make_text
 from ecomp.model import keys
 from ecomp.model.allocation import REQUIRED_CLASSES, Room
 from ecomp.model.choose import Offer
-from ecomp.model.finding import Finding, count_findings, get_exit_code, mark_warning
-from ecomp.model.host import CLOSED, DISABLED, NO_COMPUTES, Computes, Host
+from ecomp.model.host import CLOSED, DISABLED, Computes, Host
 from ecomp.model.order import START, STOP, get_holdings
 from ecomp.model.record import STAGES
-from ecomp.model.text import make_printable
 from ecomp.scheduler.queries import computes
 from ecomp.scheduler.queries import hosts as queries
 from ecomp.scheduler.queries.find import list_records, read_record
 
 if TYPE_CHECKING:
     from ecomp.scheduler.changes.wait import Deadline
-    from ecomp.scheduler.operations.audit import Report
     from ecomp.scheduler.placing.create import RankedCompute
     from ecomp.scheduler.placing.evacuate import Evacuated, Move
 
@@ -239,27 +236,7 @@ def _report_evacuated(ctx: Context, host: str, outcomes: Sequence[Evacuated], co
     return code or statuses.exit_code
 
 
-def _audit(ctx: Context) -> int:
-    from ecomp.scheduler.operations.audit import audit
-
-    # Refuse an unknown column first, also if nothing will be found, and before anything is repaired.
-    render_listing(make_finding_listing(()), ctx.style)
-    if ctx.options.fix:
-        from ecomp.scheduler.operations.audit import fix
-
-        report = fix(ctx.store, ctx.placement, ctx.out.say)
-    else:
-        report = audit(ctx.store, ctx.placement, is_now=ctx.options.now)
-    findings = [row for row in report.findings if row.code not in ctx.config.ignore_warnings]
-    if findings or ctx.form != TABLE:
-        names = computes.read_names_by_instance(ctx.store) if findings else {}
-        ctx.show(make_finding_listing(findings, report.world.named_computes, names))
-    for line in _summarize(report, findings):
-        ctx.out.say(make_printable(line))
-    return get_exit_code(findings)
-
-
-# Listings of computes and findings
+# Listings of computes
 
 
 def make_host_listing(hosts: Sequence[Host]) -> Listing:
@@ -341,32 +318,6 @@ def make_absorption_listing(plans: Mapping[str, Sequence[Move]], known_computes:
         cells = [known_computes.format_name(compute), *counts.values(), reason]
         rows.append(Row(cells, {**named, **counts, **unknown, 'reason': reason}))
     return Listing([Column('HOST'), Column('GUESTS'), Column('FIT'), Column('REASON', folds=True)], rows)
-
-
-def make_finding_listing(
-    findings: Sequence[Finding], known_computes: Computes = NO_COMPUTES, names: Mapping[str, str] = {}
-) -> Listing:
-    """List an audit's findings, with uuids of `known_computes` as host names; `names` are of instances, by uuid."""
-    columns = [Column('CODE'), Column('SUBJECT', rank=1, kind=UUID), Column('NAME', rank=2, min_width=24)]
-    # Where it was found: a host's word is shown as that.
-    columns += [Column('HOST', rank=3), Column('FINDING', min_width=40, folds=True)]
-    rows = []
-    for item in findings:
-        name, host = names.get(item.subject), known_computes.format_name(item.compute) or None
-        subject, sentence = map(known_computes.replace_uuids, (item.subject, item.sentence))
-        value = {**item.to_dict(), 'host': known_computes.find_hostname(item.compute), 'name': name}
-        rows.append(Row([item.code, subject, name, host, mark_warning(item.code, sentence)], value))
-    return Listing(columns, rows)
-
-
-def _summarize(report: Report, findings: Sequence[Finding]) -> list[str]:
-    called, silent = report.world.named_computes.format_name, report.world.absent_computes
-    untold = 'its guests and disks were not compared'
-    away = [f'compute {called(uuid)} is {state}: {untold}' for uuid, state in silent.items()]
-    fixes = [f'eschedule audit --fix, which {row.fix}' if row.fix else row.how for row in findings]
-    cures = (f'{row.code}. Fix: {fix}' for row, fix in zip(findings, fixes, strict=True))
-    unserved = map(str, filter(None, [report.world.describe_unserved()]))
-    return [*away, *report.notes, *unserved, *dict.fromkeys(cures), f'{report.summary}: {count_findings(findings)}']
 
 
 def _format_share(share: Room | None) -> str | None:
@@ -463,10 +414,4 @@ COMMANDS: Sequence[Command] = (
              'addressed. From `ready` on the new ssh host keys are printed. Default: return once all are placed',
              'timeout': '', **LISTING_OPTIONS},
             (3, 4, 5, 6), example='eschedule evacuate hv2 --fenced'),
-    Command('audit', 'audit', 'find where etcd, placement and computes disagree',
-            'Print where etcd, placement and the hosts disagree: a code, the subject and a sentence. Each host '
-            'compares its guests, disks and claims once a minute, and publishes what two looks agree on; the command '
-            'compares the rest. With --now the hosts look at that moment, which takes some seconds. stderr prints '
-            'the fix of each finding. A warning does not change the exit code.',
-            parse_nothing, _audit, {'now': '', 'fix': '', **LISTING_OPTIONS}, (8,), example='eschedule audit --fix'),
 )

@@ -25,6 +25,12 @@ def _index_by_word(meanings: Mapping[str, str]) -> dict[str, str]:
     return {word: meaning for meaning, words in meanings.items() for word in words.split()}
 
 
+# Commands of the release before, and what does their work now. They leave with the next release.
+OLD_WORDS: Mapping[str, str] = {
+    'audit': 'check',
+    'doctor': 'check',
+}
+
 # fmt: off
 # Our commands for words of docker, virsh, incus, nomad, openstack and kubectl with the same meaning.
 FOREIGN_WORDS: Mapping[str, str] = _index_by_word({
@@ -32,7 +38,7 @@ FOREIGN_WORDS: Mapping[str, str] = _index_by_word({
     DESTROY: 'delete del rm remove undefine purge terminate erase destory', 'clear': 'prune gc',
     'list': 'ls ps dir get', 'list --watch': 'watch', 'log': 'logs dmesg tail', 'why': 'explain', 'host drain': 'drain',
     'show': 'info describe inspect status stat state details dominfo domstate domid domuuid domifaddr dumpxml',
-    'events': 'monitor history journal event', 'audit': 'check verify fsck', 'doctor': 'diagnose health',
+    'events': 'monitor history journal event', 'check': 'verify fsck diagnose health',
     'stop': 'kill off halt shutdown poweroff power-off pause suspend down freeze managedsave',
     'start': 'on resume unpause unsuspend poweron power-on wake', 'reboot': 'restart reset',
     'ssh': 'exec shell sh bash enter login connect port-forward', 'ssh-config': 'scp sftp rsync cp file',
@@ -75,10 +81,16 @@ def make_hint(words: Sequence[str]) -> str:
     return f': {suggestion}' if suggestion else '. Try: --help'
 
 
+def find_new_form(words: Sequence[str]) -> tuple[str, str]:
+    """Return the old command that words begin with, and what does its work now; '' and '' for none."""
+    names = (' '.join(words[:count]) for count in (2, 1))
+    return next(((name, OLD_WORDS[name]) for name in names if name in OLD_WORDS), ('', ''))
+
+
 def suggest(words: Sequence[str]) -> str:
     """Return a sentence on what was probably meant by words that are no command, or ''."""
     first, second, *_ = [*(word.lower() for word in words), '', '']
-    command = _find_command(first, second)
+    command = find_new_form([first, second])[1] or _find_command(first, second)
     return f'did you mean eschedule {command}{LOSS_WARNINGS.get(command, "")}?' if command else ''
 
 

@@ -47,7 +47,7 @@ class Terminal(NamedTuple):
             text = put_before_fix(text, '. Try: the same command again')
         if not (isinstance(error, Unreachable) and error.backend and self.config_source):
             return text
-        return put_before_fix(text, f' ({make_printable(self.config_source)}). Try: eschedule doctor')
+        return put_before_fix(text, f' ({make_printable(self.config_source)}). Try: eschedule check')
 
 
 def make_style(options: Options) -> OutputStyle:

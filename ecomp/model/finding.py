@@ -1,4 +1,4 @@
-"""A check and what it finds, for `audit`, `doctor` and `ecompute --check`, with its level and its repairs. Pure.
+"""A check and what it finds, for `eschedule check` and `ecompute --check`, with its level and its repairs. Pure.
 
 An operator must act on an error. A warning is about what the packages of the system bring and no newer package of the
 system repairs, or about a host that others stand in for. It does not change the exit code, and `ignore_warnings:`
@@ -22,7 +22,7 @@ WARNING = 'warning'
 # The exit code of a command that finds an error.
 EXIT_FINDINGS = 8
 
-# Warnings by code, as eschedule (doctor, audit) and ecompute (--check, log) print them: the configuration needs them
+# Warnings by code, as eschedule (check) and ecompute (--check, log) print them: the configuration needs them
 # before any check is loaded. Debian 12 and 13 have an etcd with known vulnerabilities, older systems an untested
 # libvirt, and libvirt's package defines a network with open DHCP.
 SCHEDULE_WARNINGS = ('dhcp-open', 'etcd-version', 'host-trouble')
@@ -38,7 +38,7 @@ MAX_SUBJECT_CHARACTERS = 255
 
 
 class Repair(Enum):
-    """A repair of `audit --fix`, in words; ecomp.scheduler.operations.audit or, on a host, its ecompute makes it."""
+    """A repair of `check --fix`, in words; ecomp.scheduler.operations.audit or, on a host, its ecompute makes it."""
 
     RELEASE = 'releases the claim'
     CLAIM = 'claims the resources of the request again'
@@ -129,7 +129,7 @@ class Finding(NamedTuple):
 
     @property
     def repair(self) -> Repair | None:
-        """The repair of `audit --fix`, None if it leaves the finding alone."""
+        """The repair of `check --fix`, None if it leaves the finding alone."""
         return _TABLE[self.code].repair if self.is_repairable else None
 
     @property
@@ -138,7 +138,7 @@ class Finding(NamedTuple):
 
     @property
     def how(self) -> str:
-        """The manual repair, with only `<key>` filled in, quoted for the shell; '' if `audit --fix` repairs it."""
+        """The manual repair, with only `<key>` filled in, quoted for the shell; '' if `check --fix` repairs it."""
         text = '' if self.fix else self.cure or _TABLE[self.code].manual_repair
         return text.replace('<key>', ' or '.join(map(shlex.quote, self.keys))) if self.keys else text
 

@@ -1,4 +1,4 @@
-"""The checks of `eschedule doctor` and `ecompute --check`: etcd and placement, the computes, and this machine. Pure."""
+"""The checks of `eschedule check` and `ecompute --check`: etcd and placement, the computes, and this machine. Pure."""
 
 from __future__ import annotations
 

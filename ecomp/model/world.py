@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
-from ecomp.errors import Problem
 from ecomp.model import keys, status
 from ecomp.model.allocation import Inventory, Resources
 from ecomp.model.group import Group
@@ -291,11 +290,6 @@ class World:
         destroying = {name for name, record in records.items() if record.state == DESTROYING}
         living = (requests.keys() - tombstones - stray) | (recorded - requests.keys())
         return Inhabitants(living, (tombstones - stray) | destroying, stray)
-
-    def describe_unserved(self) -> Problem | None:
-        return self.named_computes.describe_unserved(
-            [min(self.list_names(each), default=each) for each in sorted(self.queue_entries)]
-        )
 
     def is_living(self, instance: str) -> bool:
         return instance in self.records and self.records[instance].state not in (GONE, ERROR)

@@ -157,7 +157,7 @@ class Placement(Connections):
             version = check_text(parse_object(answer.content)['versions'][0]['max_version'])
         except (*PARSE_ERRORS, IndexError) as error:
             raise self.make_foreign_error() from error
-        from email.utils import parsedate_to_datetime  # imported here: only the doctor uses it
+        from email.utils import parsedate_to_datetime  # imported here: only `eschedule check` uses it
 
         try:
             clock = parsedate_to_datetime(answer.headers.get('date', ''))

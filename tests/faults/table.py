@@ -242,7 +242,7 @@ def render_page() -> str:
         '# The fault matrix',
         '',
         'Made by `python -m tests.faults.table`. Each test injects its fault, waits with a deadline and ends with the',
-        'checks of `eschedule audit`. Its docstring says what is done. *slow*: only `tests/run --all` runs it.',
+        'checks of `eschedule check`. Its docstring says what is done. *slow*: only `tests/run --all` runs it.',
         '*libvirt*: on real libvirt and QEMU; the others are on `ecompute --fake`, where libvirt is not what fails.',
         '',
         '| row | fault | tests |',

@@ -1,4 +1,4 @@
-"""eschedule audit on real libvirt: it finds defects, removes leftovers, keeps foreign domains."""
+"""eschedule check on real libvirt: it finds defects, removes leftovers, keeps foreign domains."""
 
 from __future__ import annotations
 

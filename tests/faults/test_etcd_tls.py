@@ -72,7 +72,7 @@ def check_refused(control: EtcdControl, changes: Mapping[str, Any], *words: str,
     try:
         line = assert_one_line(control.eschedule(SMALL_QUERY), code, *words)
         assert ('cannot be reached' in line) == (code == 7)
-        assert len(line.replace(f' (as configured in {control.schedule_yaml}). Try: eschedule doctor', '')) < 220
+        assert len(line.replace(f' (as configured in {control.schedule_yaml}). Try: eschedule check', '')) < 220
         assert 'SSL' not in line
         assert 'ipv4' not in line
     finally:

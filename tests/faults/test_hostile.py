@@ -95,7 +95,7 @@ def replace_instance(value: bytes | str | dict[str, Any], instance: str) -> byte
 
 def check_full_scans(cluster: Control) -> None:
     """Check that commands that read all of etcd end with an expected code and printable lines."""
-    for words, codes in ((['hosts'], {0, 1}), (['audit', '--now'], {0, 8}), (['audit', '-f', 'json'], {0, 8})):
+    for words, codes in ((['hosts'], {0, 1}), (['check', '--now'], {0, 8}), (['check', '-f', 'json'], {0, 8})):
         result = run_in_process(cluster, *words)
         assert result.code in codes, result
         for line in [*result.stdout.splitlines(), *result.stderr.splitlines()]:

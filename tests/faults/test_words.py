@@ -85,7 +85,7 @@ def unreachable_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @example(words=['-f', 'json', 'list'])
 @example(words=['destroy', UNKNOWN_UUID, '-f', 'json'])
 @example(words=['help'])
-@example(words=['doctor'])
+@example(words=['check'])
 @example(words=['hosts', '\n'])
 @example(words=['--flavor', '\n'])
 @example(words=['flavor', 'set', '\n', '\n'])
@@ -98,8 +98,8 @@ def test_any_arguments_end_with_a_code_and_a_line(unreachable_config: Path, word
     is_local = any(word in ('help', 'completion') or word.startswith('--v') for word in words)  # needs no server
     assert result.code != 0 or is_local, (words, result)
     if result.stdout and result.code not in (0, 2):
-        # The doctor's output describes unreachable servers, and JSON output contains the result of each argument.
-        assert 'doctor' in words or json.loads(result.stdout), (words, result)
+        # `check` prints a table of unreachable servers, and JSON output contains the result of each argument.
+        assert 'check' in words or json.loads(result.stdout), (words, result)
     if result.code not in (0, 2) or result.stderr:
         lines = result.stderr.splitlines()
         # A command of several uuids prints a line for each.

@@ -66,7 +66,7 @@ def test_hosts_of_a_cluster_of_fakes_die_and_return(run: Run, tmp_path: Path) ->
     assert run('up', '--fake', '3').code == 0
     assert run('status').code == 0
     assert json.loads(run('eschedule', 'show', 'db', '-f', 'json').stdout)['state'] == 'active'
-    wait_until(lambda: run('eschedule', 'audit', '--now').code == 0, 60, 'the audit is clean')
+    wait_until(lambda: run('eschedule', 'check', '--now').code == 0, 60, 'the audit is clean')
     # Roles are enforced: a fake's certificate cannot write what only operators write.
     own = Store(load_compute(tmp_path / 'state/elab/fake/certs/compute-fake1/compute.yaml').etcd)
     with closing(own), pytest.raises(Denied, match='/flavors/own'):

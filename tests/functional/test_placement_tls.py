@@ -154,7 +154,7 @@ def read_refusal(config: PlacementConfig) -> str:
     assert str(refusal.value).isprintable()
     prefix, failure = f'placement at {config.endpoint} cannot be reached: ', refusal.value.tls_failure
     assert str(refusal.value).startswith(prefix)
-    # The doctor's cure depends on it.
+    # The cure of `eschedule check` depends on it.
     sentence = str(refusal.value).removeprefix(prefix)
     assert failure in ([each for each, text in SENTENCES.items() if text == sentence] or [None])
     return str(refusal.value)

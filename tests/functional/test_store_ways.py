@@ -324,7 +324,7 @@ def test_unreadable_certificate_is_named_until_it_is_restored(secured: SecuredEt
 
 
 def test_error_has_the_failure_of_tls(secured: SecuredEtcd, tmp_path: Path) -> None:
-    """The doctor's cure depends on it."""
+    """The cure of `eschedule check` depends on it."""
     stranger = Authority(tmp_path / 'stranger').certificate
     own_failures = {TlsFailure.OWN_MISSING, TlsFailure.OWN_REFUSED}
     for config, failures in (

@@ -261,7 +261,7 @@ class Compute:
         return find_all(self.upkeep.read_world(is_asked=False))
 
     def claim_again(self) -> None:
-        """Claim again what living instances lack, as `audit --fix` asks for."""
+        """Claim again what living instances lack, as `check --fix` asks for."""
         self._read_claims()
         world = self.upkeep.read_world(is_asked=False)
         for finding in find_all(world):

@@ -54,7 +54,7 @@ def add_compute_end(cloud: Cloud, compute: str) -> Actor:
 
 
 def add_fix(cloud: Cloud) -> Actor:
-    """Add an `audit --fix` whose two checks are done before the schedule begins."""
+    """Add a `check --fix` whose two checks are done before the schedule begins."""
     first, second = (audit(cloud.store, cloud.placement, is_now=True) for _ in range(2))
     assert [finding for finding in second.findings if finding.fix]
 
@@ -137,7 +137,7 @@ def keeper_and_create(cloud: Cloud) -> None:
 
 
 def fix_drift(cloud: Cloud) -> None:
-    """`audit --fix` repairs a wrong quota, name and group during a create and a destroy."""
+    """`check --fix` repairs a wrong quota, name and group during a create and a destroy."""
     host = cloud.add_host(A)
     cloud.starts_inconsistent = True
     cloud.set_instance_limit(5)

@@ -1,4 +1,4 @@
-"""Rare combinations of two and three commands: `clear`, a complete `audit --fix`, flavors, quotas, manual changes."""
+"""Rare combinations of two and three commands: `clear`, a complete `check --fix`, flavors, quotas, manual changes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def add_clear(cloud: Cloud) -> Actor:
 
 
 def add_complete_fix(cloud: Cloud, times: int = 1) -> Actor:
-    """Add an `audit --fix` with its checks."""
+    """Add a `check --fix` with its checks."""
 
     def run() -> list[str]:
         lines: list[str] = []
@@ -105,7 +105,7 @@ def cleared_and_created_larger(cloud: Cloud) -> None:
 
 
 def fix_beside_create_and_destroy(cloud: Cloud) -> None:
-    """`audit --fix` with its checks, during a create and the destroy of another instance."""
+    """`check --fix` with its checks, during a create and the destroy of another instance."""
     cloud.set_instance_limit(5)
     host = make_active(cloud, group=AFFINITY)
     add_complete_fix(cloud)

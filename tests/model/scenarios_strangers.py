@@ -251,7 +251,7 @@ def accepted_by_two(cloud: Cloud) -> None:
 
 
 def accepted_beside_operators(cloud: Cloud) -> None:
-    """A publishes to an emptied etcd during `audit --fix` and a create of the same uuid."""
+    """A publishes to an emptied etcd during `check --fix` and a create of the same uuid."""
     host = make_active(cloud)
     cloud.store.commit([], [Delete(key) for key in cloud.etcd.entries])
     host.republishes = True

@@ -254,7 +254,7 @@ def listed_and_found(cloud: Cloud) -> Check:
 
 
 def all_commands(cloud: Cloud) -> None:
-    """A queue, creates, destroys, clear, the keeper and `audit --fix` on two computes."""
+    """A queue, creates, destroys, clear, the keeper and `check --fix` on two computes."""
     hosts = [cloud.add_host(compute) for compute in (A, B)]
     cloud.set_instance_limit(5)
     cloud.enqueue_request(U, 'web', AFFINITY)

@@ -72,7 +72,7 @@ def list_finding_codes(cloud: Cloud) -> set[str]:
 
 
 def run_fix(cloud: Cloud) -> list[str]:
-    """Return the repairs of `audit --fix`, after two checks."""
+    """Return the repairs of `check --fix`, after two checks."""
     reports = [audit(cloud.store, cloud.placement, is_now=True) for _ in range(2)]
     return repair_findings(cloud.store, cloud.placement, *reports)
 

@@ -435,7 +435,7 @@ ROWS = [
     # eschedule clear
     Row(CLEAR, ClearResult, '', is_cleared),
     Row(CLEAR, Unreachable, '', promises_nothing),
-    # eschedule audit --fix, one line for each repair
+    # eschedule check --fix, one line for each repair
     Row(FIX, str, ': (released on|is already released)', is_released),
     Row(FIX, str, ' findings?; the audit is repeated in ', promises_nothing),
     Row(FIX, str, '(not repaired|it is unknown whether (the repair was made|it was repaired))', promises_nothing),

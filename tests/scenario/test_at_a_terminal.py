@@ -176,7 +176,7 @@ def guests(cluster: Control) -> Iterator[Control]:
 FITTING_COMMANDS = (
     *(['list', '--all'], ['show', 'web-1', 'web-2'], ['hosts'], ['plan', SMALL_QUERY, '--count', '3']),
     *(['timeline', 'web-1'], ['group', 'show', 'web'], ['flavor', 'list'], ['quota', 'show', 'shop']),
-    *(['why', 'web-1'], ['audit'], ['help', 'create']),
+    *(['why', 'web-1'], ['check'], ['help', 'create']),
 )
 REFUSED_COMMANDS = (
     [f'{SMALL_QUERY}&required=HW_CPU_X86_AVX2', '--count', '2'],

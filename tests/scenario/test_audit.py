@@ -1,4 +1,4 @@
-"""eschedule audit: each planted defect is found as itself and nothing else.
+"""eschedule check: each planted defect is found as itself and nothing else.
 
 etcd and placement are real, the guests are fakes. The plants are in audit_plants.py. Defects that need a hypervisor
 (a missing base volume, foreign domains) are in tests/faults/test_audit_lab.py.
@@ -24,11 +24,11 @@ from ecomp.placement.client import Placement
 from ecomp.scheduler.operations.audit import audit, fix, repair_findings
 from ecomp.store.client import Store
 from tests.kit.audit import wait_audit_clean
-from tests.kit.commands import Control
+from tests.kit.commands import Control, write_config
 from tests.kit.hands import read_guests
 from tests.kit.invariants import read_allocations, read_lasting_keys
 from tests.kit.servers import Etcd, PlacementServer, wait_until
-from tests.kit.story import SMALL_QUERY, assert_one_line, parse_notice, place, read_record, wait_address, wait_state
+from tests.kit.story import SMALL_QUERY, parse_notice, place, read_record, wait_address, wait_state
 from tests.kit.tuned import make_tuned
 from tests.scenario import audit_plants as plants
 from tests.scenario.audit_plants import BATCHES, HYPERVISOR_CODES, PLANTS, SELF_REPAIRED, Plant, get_code, make_uuid
@@ -43,6 +43,7 @@ def shared_scene(tmp_path_factory: pytest.TempPathFactory, usual_placement: type
     """Provide one scene for the whole module; each test restores it."""
     with Etcd() as etcd, usual_placement() as server, contextlib.ExitStack() as at_exit:
         control = Control(etcd, server, tmp_path_factory.mktemp('audit'), at_exit)
+        write_config(control.schedule_yaml, etcd.endpoint, server.url, ignore_warnings=['etcd-version'])
         first, second = (make_tuned(control, BIG_INVENTORY, numbers=QUICK_LOOKS) for _ in range(2))
         query = f'{SMALL_QUERY}&in_tree={first.uuid}'
         instance, gone = place(control, query, '--name', NAME)[1], place(control, query)[1]
@@ -123,10 +124,12 @@ def test_planted_defects_are_the_only_findings_and_are_repaired(scene: Scene, ba
 
 
 def test_audit_of_a_clean_cluster_finds_nothing(scene: Scene) -> None:
-    clean = scene.control.eschedule('audit', '--now')
+    clean = scene.control.eschedule('check', '--now')
     assert clean.stdout == ''
-    assert_one_line(clean, 0, '2 computes and 1 living instance were compared, as of now: no findings')
-    assert scene.control.eschedule('audit', '-f', 'json').stdout == '[]\n'
+    compared, summary = clean.stderr.splitlines()
+    assert (clean.code, compared) == (0, 'eschedule: 2 computes and 1 living instance were compared, as of now')
+    assert summary.startswith('eschedule: no findings; etcd at ')
+    assert scene.control.eschedule('check', '-f', 'json').stdout == '[]\n'
     # No question remains.
     assert [key for key in read_lasting_keys(scene.control) if key.startswith('/audit')] == []
 
@@ -135,7 +138,7 @@ def test_audit_prints_findings_and_exits_with_8(scene: Scene) -> None:
     orphan, booted = plants.allocation_orphaned(scene), plants.booted_differs(scene)
     before = read_lasting_keys(scene.control)
 
-    words = 'audit', '--now'
+    words = 'check', '--now'
     table, parsed = scene.control.eschedule(*words), scene.control.eschedule(*words, '-f', 'json')
 
     assert (table.code, parsed.code) == (8, 8)
@@ -144,9 +147,9 @@ def test_audit_prints_findings_and_exits_with_8(scene: Scene) -> None:
     assert {tuple(row.split()[:2]) for row in rows} == {('allocation-orphaned', orphan), ('booted-differs', booted)}
     messages = table.stderr.splitlines()
     assert all(line.startswith('eschedule: ') for line in messages), table
-    assert 'eschedule: allocation-orphaned. Fix: eschedule audit --fix, which releases the claim' in messages
+    assert 'eschedule: allocation-orphaned. Fix: eschedule check --fix, which releases the claim' in messages
     assert any(line.startswith('eschedule: booted-differs. Fix: ') for line in messages)
-    assert messages[-1].endswith(': 2 findings')
+    assert messages[-1].startswith('eschedule: 2 findings; ')
     findings_by_code = {finding['code']: finding for finding in json.loads(parsed.stdout)}
     assert set(findings_by_code) == {'allocation-orphaned', 'booted-differs'}
     for finding in findings_by_code.values():
@@ -159,10 +162,10 @@ def test_audit_prints_findings_and_exits_with_8(scene: Scene) -> None:
     assert orphan in read_allocations(scene.control)
 
 
-def test_closed_compute_is_a_note_and_not_a_finding(scene: Scene) -> None:
+def test_closed_compute_is_a_finding_whose_guests_are_not_compared(scene: Scene) -> None:
     scene.second.stop()
-    result = scene.control.eschedule('audit')
-    assert (result.code, result.stdout) == (0, '')
+    result = scene.control.eschedule('check')
+    assert (result.code, [line.split()[0] for line in result.stdout.splitlines()]) == (8, ['CODE', 'compute'])
     display_name = f'{socket.gethostname()} ({scene.second.uuid})'  # both computes have this host name
     note = f'eschedule: compute {display_name} is closed: its guests and disks were not compared'
     assert note in result.stderr.splitlines()
@@ -255,11 +258,11 @@ def test_fix_leaves_domains_alone(scene: Scene) -> None:
 @pytest.mark.slow
 def test_audit_fix_repairs_after_a_minute(scene: Scene) -> None:
     plants.booted_orphaned(scene)
-    done = scene.control.eschedule('audit', '--fix', timeout=180)
+    done = scene.control.eschedule('check', '--fix', timeout=180)
     assert done.code == 0, done
     assert done.stdout == ''
     lines = done.stderr.splitlines()
-    assert len(lines) == 3, lines
+    assert len(lines) == 4, lines
     assert 'the audit is repeated in 60 s' in lines[0]
     assert f'booted-orphaned {scene.gone}: /booted/{scene.gone} is deleted' in lines[1]
-    assert lines[2].endswith('no findings')
+    assert lines[3].startswith('eschedule: no findings; ')

@@ -40,7 +40,7 @@ def test_unreachable_default_server_is_reported_as_a_guess(tmp_path: Path) -> No
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
         last_line = done.stderr.splitlines()[-1]
         assert (done.returncode, 'localhost:2379 cannot be reached' in last_line) == (7, True), done
-        advice = '. Try: eschedule doctor'
+        advice = '. Try: eschedule check'
         if module == 'compute':
             advice = '; no guest is started before it answers. Try: ecompute --check'
         assert last_line.endswith(f' (default, because no {name} was found; use --config FILE){advice}')

@@ -328,7 +328,7 @@ def test_quickstart_and_its_commands(trixie: Machine) -> None:
     assert 'This took ' in output
     commands = [line.strip() for line in output.partition('Try next')[2].splitlines() if line.startswith('  ')]
     assert len(commands) == 3
-    ends = ['elab status', 'eschedule destroy --every --yes --wait', 'eschedule audit 2>&1']
+    ends = ['elab status', 'eschedule destroy --every --yes --wait', 'eschedule check 2>&1']
     said = run(trixie, 'bash', '-ec', '\n'.join([*commands, *ends]))
     assert (said.count('NOTIFIED TARGET'), said.count(' ready')) == (1, 8)
     assert 'shop-web-3  create' in said

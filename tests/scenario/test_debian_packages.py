@@ -148,7 +148,7 @@ def test_packages_are_installed_upgraded_removed_and_purged(cluster: Cluster, ne
 
     pids = {name: read_service_pid(hypervisor, name) for name in SERVICES}
     cluster.wait_up('hv1')
-    cluster.check_doctor()
+    cluster.check_cluster()
     instance = cluster.place('kept', 'hv1', 'debian.qcow2', *SSH_KEY_OPTIONS, query=QUERY)
     cluster.wait('ready', 'kept')
     guests, boot_id = read_guest_pids(hypervisor), read_guest_boot_id(cluster, 'kept')
@@ -167,7 +167,7 @@ def test_packages_are_installed_upgraded_removed_and_purged(cluster: Cluster, ne
     assert hypervisor.run('cat', '/srv/stopped') == f'ecompute {ecomp.__version__}\n'
     assert all(read_service_pid(hypervisor, name) != pid for name, pid in pids.items())
     cluster.wait_up('hv1')
-    cluster.check_doctor()
+    cluster.check_cluster()
     assert serves_metadata(hypervisor)
     assert (read_guest_pids(hypervisor), read_guest_boot_id(cluster, 'kept')) == (guests, boot_id)
     cluster.place('new', 'hv1')

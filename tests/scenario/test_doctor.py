@@ -1,8 +1,9 @@
-"""The doctor on real servers: no findings in a healthy cluster, otherwise each with its cure."""
+"""`eschedule check` on real servers: no findings in a healthy cluster, otherwise each with its cure."""
 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from ecomp.model.cluster import describe_vulnerabilities
@@ -11,21 +12,22 @@ from tests.kit.servers import free_port
 
 
 def read_findings(control: Control) -> dict[str, Any]:
-    """Run the doctor; return its findings by check and validate the rest of its report.
+    """Run the check; return its findings by code and validate the rest of what it prints.
 
     A finding about etcd's version depends on the machine and is left out.
     """
-    result = control.eschedule('doctor', '-f', 'json')
-    report = json.loads(result.stdout)
-    findings_by_check = {finding['check']: finding for finding in report['findings']}
-    warning = findings_by_check.pop('etcd-version', None)
-    assert (warning is not None) == (describe_vulnerabilities(report['etcd']['version']) is not None)
+    result = control.eschedule('check', '-f', 'json')
+    findings_by_code = {finding['code']: finding for finding in json.loads(result.stdout)}
+    warning = findings_by_code.pop('etcd-version', None)
+    summary = re.search(r'; etcd at \S+ \((\S+)\), (placement at \S+ \(.+\)); configuration: (.+)\n$', result.stderr)
+    assert summary, result
+    assert (warning is not None) == (describe_vulnerabilities(summary[1]) is not None)
     assert warning is None or warning['level'] == 'warning'
-    assert {finding['level'] for finding in findings_by_check.values()} <= {'error'}
-    assert result.code == (8 if findings_by_check else 0)
-    assert report['configuration'] == str(control.schedule_yaml)
-    assert report['placement'] == {'name': f'placement at {control.placement.url}', 'microversion': '1.39'}
-    return findings_by_check
+    assert {finding['level'] for finding in findings_by_code.values()} <= {'error'}
+    assert result.code == (8 if findings_by_code else 0)
+    assert summary[2] == f'placement at {control.placement.url} (microversion 1.39)'
+    assert summary[3] == str(control.schedule_yaml)
+    return findings_by_code
 
 
 def test_stopped_compute_is_a_finding_with_its_cure(cluster: Control) -> None:
@@ -34,15 +36,16 @@ def test_stopped_compute_is_a_finding_with_its_cure(cluster: Control) -> None:
     compute.stop()
     closed = read_findings(cluster)
     assert list(closed) == ['compute']
-    assert closed['compute']['what'].endswith(
+    assert closed['compute']['sentence'].endswith(
         ' is closed: its ecompute was stopped, or changes nothing because etcd is not the one that it knows'
     )
-    assert closed['compute']['cure'] == (
+    assert closed['compute']['how'] == (
         'run `systemctl start ecompute` on its host; if it runs, `journalctl -u ecompute` shows the reason'
     )
-    table = cluster.eschedule('doctor')
+    table = cluster.eschedule('check')
     assert table.code == 8
-    assert table.stdout.splitlines()[-1] == (f'compute: {closed["compute"]["what"]}. Fix: {closed["compute"]["cure"]}')
+    assert table.stdout.splitlines()[-1].startswith('compute ')
+    assert f'eschedule: compute. Fix: {closed["compute"]["how"]}' in table.stderr.splitlines()
     assert f'; configuration: {cluster.schedule_yaml}' in table.stderr
     compute.start()
     assert read_findings(cluster) == {}
@@ -54,7 +57,7 @@ def test_unreachable_backend_is_a_finding(cluster: Control) -> None:
         (cluster.etcd.endpoint, f'http://127.0.0.1:{free_port()}', 'placement'),
     ):
         config = write_config(cluster.directory / 'away.yaml', etcd, placement)
-        result = run_eschedule_process(config, 'doctor', '-f', 'json')
+        result = run_eschedule_process(config, 'check', '-f', 'json')
         assert (result.code, f'{away} at' in result.stderr) == (7, True)
-        cures = {finding['check']: finding['cure'] for finding in json.loads(result.stdout)['findings']}
+        cures = {finding['code']: finding['how'] for finding in json.loads(result.stdout)}
         assert cures[away] == f'start {away} at this address, or correct `{away}:` in {config}'

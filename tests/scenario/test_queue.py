@@ -48,12 +48,12 @@ def test_waiting_request_is_shown_by_every_command_and_can_be_cancelled(small_cl
     unserved = 'eschedule: web1 waits in a queue, but no compute takes queued requests. Fix: set `queues: True` in the'
     results = [small_cluster.eschedule(*words) for words in (['web1'], ['wait', 'web1', '--timeout', '0.2'])]
     assert [result.code for result in results] == [6, 6]
-    for result in (*results, small_cluster.eschedule('list'), small_cluster.eschedule('audit')):
+    for result in (*results, small_cluster.eschedule('list')):
         assert [line for line in result.stderr.splitlines() if line.startswith(unserved)], result
     assert 'it waits in a queue, but no compute takes' in small_cluster.eschedule('show', 'web1').stdout
     assert 'no compute takes queued requests' in small_cluster.eschedule('why', 'web1').stdout
-    doctor = json.loads(small_cluster.eschedule('doctor', '-f', 'json').stdout)
-    assert 'queue' in [finding['check'] for finding in doctor['findings']]
+    findings = json.loads(small_cluster.eschedule('check', '-f', 'json').stdout)
+    assert [f'eschedule: {each["sentence"]}. Fix: {each["how"]}' for each in findings if each['code'] == 'queue']
     assert_one_line(small_cluster.eschedule('stop', 'web1'), 5, 'is queued: no compute has taken it yet')
     # Its name and its uuid are in use.
     for words in ((SMALL_QUERY,), ('--queue', '--flavor', 'small')):

@@ -66,7 +66,7 @@ def test_commands_of_the_page_set_up_the_cluster(cluster: Cluster) -> None:
         assert [line.partition(':')[0] for line in check_output.splitlines()] == ['etcd-version'], check_output
         cluster.place(f'first-{name}', name)
     assert cluster.read_states() == dict.fromkeys(cluster.hypervisors, 'up')
-    cluster.check_doctor()
+    cluster.check_cluster()
     for name, machine in cluster.hypervisors.items():
         cluster.wait('ready', f'first-{name}')
         guest_record = cluster.show_record(f'first-{name}')
@@ -230,5 +230,5 @@ def test_reboot_of_the_control_host_disturbs_no_compute(cluster: Cluster) -> Non
         assert cluster.show_record(f'kept-{name}')['instance'] == instance_by_host[name]
         cluster.place(f'new-{name}', name)
     cluster.wait('ready', *(f'new-{name}' for name in pids))
-    cluster.check_doctor()
+    cluster.check_cluster()
     cluster.destroy(*(f'{age}-{name}' for name in pids for age in ('kept', 'new')))

@@ -7,7 +7,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from ecomp.cli.operators import make_finding_listing, make_host_listing
+from ecomp.cli.check import make_finding_listing
+from ecomp.cli.operators import make_host_listing
 from ecomp.model import keys
 from ecomp.model.allocation import describe_difference
 from ecomp.model.audit import find_all

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from ecomp.cli.check import make_finding_listing
 from ecomp.cli.history import Explanation, draw_timeline, explanation_to_dict, format_explanation, timeline_to_dict
 from ecomp.cli.inspect import explain_no_address, make_record_details, make_record_listing
-from ecomp.cli.operators import make_finding_listing, make_host_listing
+from ecomp.cli.operators import make_host_listing
 from ecomp.cli.sharing import (
     make_flavor_listing,
     make_group_listing,

@@ -329,7 +329,7 @@ def test_server_is_not_accepted_by_its_common_name(server: str, named: tuple[str
 
 
 @pytest.mark.parametrize(('mode', 'is_open'), [(0o600, False), (0o640, False), (0o644, True), (0o602, True)])
-def test_doctor_and_ecompute_name_secrets_open_to_all_users(
+def test_check_and_ecompute_name_secrets_open_to_all_users(
     mode: int, is_open: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     authority, closed_endpoint = Authority(tmp_path), f'127.0.0.1:{free_port()}'
@@ -350,7 +350,7 @@ def test_doctor_and_ecompute_name_secrets_open_to_all_users(
     assert [item.getMessage().split()[0] for item in caplog.records if 'chmod' in item.getMessage()] == expected
 
 
-def test_doctor_ignores_a_key_that_it_cannot_stat(tmp_path: Path) -> None:
+def test_check_ignores_a_key_that_it_cannot_stat(tmp_path: Path) -> None:
     key = tmp_path / ('x' * 300)  # ENAMETOOLONG, as EACCES is for others than root
     facts = probe_backends(EtcdConfig((f'127.0.0.1:{free_port()}',), cert_key=key), PlacementConfig(), None, '')
     assert 'secret' not in [finding.code for finding in run_checks(CHECKS, SERVERS, facts)]

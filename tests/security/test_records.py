@@ -344,7 +344,7 @@ def test_forged_record_of_a_guest_is_not_trusted(cluster: Control, down: bool) -
         assert cluster.etcd.get(f'/hosts/{compute.uuid}/{instance}') is not None
         assert cluster.etcd.get(f'/instances/{compute.uuid}/{instance}') == records[instance]
     assert read_guests(compute).items() >= running.items()
-    report = cluster.eschedule('audit', '--now')
+    report = cluster.eschedule('check', '--now')
     assert report.code == 8
     assert report.stdout.count('record-doubled') == 4
     assert report.stdout.count('booted-differs') == 6

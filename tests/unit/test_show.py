@@ -571,7 +571,7 @@ AWAY = Unreachable('etcd at ds1:2379 cannot be reached', 'etcd at ds1:2379')
 
 def test_unreachable_backend_names_the_source_of_its_address() -> None:
     terminal = Terminal(print, print, print, 'as configured in /etc/ecomp/schedule.yaml')
-    assert terminal.format_error(AWAY) == f'{AWAY} (as configured in /etc/ecomp/schedule.yaml). Try: eschedule doctor'
+    assert terminal.format_error(AWAY) == f'{AWAY} (as configured in /etc/ecomp/schedule.yaml). Try: eschedule check'
     assert r'(as configured in a\nb). Try: ' in terminal._replace(config_source='as configured in a\nb').format_error(
         AWAY
     )

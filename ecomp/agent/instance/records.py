@@ -442,7 +442,7 @@ def _publish(state: _EtcdState, step: Publish, placement: Placement, queued: Col
             record = replace(record, fault=fault)
     change = names.restore_name(state.store, record.name, record.instance)
     if change is None:
-        # Not a fault of the record, which would stay after `audit --fix` has restored the name.
+        # Not a fault of the record, which would stay after `check --fix` has restored the name.
         log.error("instance %s: its name %s is another instance's now", record.instance, record.name)
     name_conditions, operations = change or ([], [])
     request, is_new = step.request, state.view.request is None

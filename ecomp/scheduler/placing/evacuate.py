@@ -285,7 +285,7 @@ class _Evacuation:
                 if request.user_data_sha256 and keys.user_data(request.user_data_sha256) not in user_data:
                     raise Conflict('its user-data is no longer in etcd. Fix: destroy it, and create it again')
                 if len(index.requests.get(old, ())) > 1:
-                    raise Conflict('several computes have a request for it. Try: eschedule audit')
+                    raise Conflict('several computes have a request for it. Try: eschedule check')
                 place = find_next_place(self.session.store, request, self.compute)
                 new = place.instance if place else keys.derive_uuid(old, 'evacuated')
                 self.replacements[old] = _Replacement(request, new, place, None)
@@ -299,7 +299,7 @@ class _Evacuation:
             try:
                 if (claimed_on := find_compute(claims.get(old, {}))) not in ('', self.compute):
                     host = self.session.get_display_name(claimed_on)
-                    raise Conflict(f'it is claimed on {host}, which may run it. Try: eschedule audit')
+                    raise Conflict(f'it is claimed on {host}, which may run it. Try: eschedule check')
                 self.replacements[old] = self._take_claim(replacement, claims[replacement.instance], index)
             except REFUSALS as error:
                 self.reasons[old] = str(error)
@@ -319,7 +319,7 @@ class _Evacuation:
                     cure = describe_silent_fix(host, '')
                     raise Conflict(f'{problem} {host}, which is silent and may run it. Fix: {cure}')
                 if is_listed:
-                    raise Conflict(f'{problem} {host}, as after a restore of etcd. Try: eschedule audit')
+                    raise Conflict(f'{problem} {host}, as after a restore of etcd. Try: eschedule check')
                 self.session.foreign.add(instance)
                 return replacement._replace(claim=Candidate(claimed_on, held, None))
             if not claimed_on and not is_listed:
@@ -444,7 +444,7 @@ class _Evacuation:
                 # A create has this uuid, and its claim is not ours to move or to release.
                 self.session.movable.discard(new)
                 del self.replacements[str(request.replaces)]
-                raise Conflict(f'instance {new} exists already. Try: eschedule audit')
+                raise Conflict(f'instance {new} exists already. Try: eschedule check')
 
     def _make_request(self, request: Request, candidate: Candidate, instance: str, place: Place | None) -> Request:
         scheduler, weigh = self.session.scheduler, request.why.weigh if request.why else SPREAD

@@ -143,7 +143,7 @@ def _check_name(store: Store, name: str, instance: str, key_index: KeyIndex | No
         return
     actual_name = f'is called {make_printable(entries.record.name)}' if entries.record.name else 'has no name'
     mismatch = f'{keys.name(name)} refers to instance {instance}, which {actual_name}'
-    raise Conflict(f'{mismatch} (`eschedule audit` reports such keys). Fix: give the uuid of the right instance')
+    raise Conflict(f'{mismatch} (`eschedule check` reports such keys). Fix: give the uuid of the right instance')
 
 
 def find(store: Store, instance: str, key_index: KeyIndex | None = None) -> InstanceEntries | None:

@@ -222,7 +222,7 @@ def make_move(store: Store, computes: Mapping[Place, str], silent: Unchanged) ->
 
 
 def _make_mismatch(place: Place) -> Conflict:
-    return Conflict(f'stack {place.name} has another instance of {place.entry_name}. Try: eschedule audit')
+    return Conflict(f'stack {place.name} has another instance of {place.entry_name}. Try: eschedule check')
 
 
 def make_end(store: Store, place: Place | None, instance: str) -> Change:
