@@ -355,9 +355,8 @@ SHAPES: Mapping[str, Schema] = {
     'quota list': many(_QUOTA),
     'quota show': one_or_many(_QUOTA),
     'quota set': _single_outcome(),
-    'hosts': many(_HOST),
-    'host list': many(_HOST),
-    'host show': one_or_many(_HOST),
+    # An object for one host, an array for all and for several.
+    'hosts': one_or_many(_HOST),
     'host disable': _outcome(compute=_TARGET),
     'host drain': _outcome(compute=_TARGET),
     'host enable': _outcome(compute=_TARGET),

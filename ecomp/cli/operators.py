@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ecomp.cli.command import DOCUMENT_OPTIONS, LISTING_OPTIONS, Command, Context, Outcomes, make_wait_options
-from ecomp.cli.options import TABLE, Options, parse_compute, parse_computes, parse_nothing
+from ecomp.cli.options import TABLE, Options, parse_any_computes, parse_compute, parse_computes, parse_nothing
 from ecomp.cli.tables import STATE, TIME, UUID, Column, Listing, Row, make_sort_key
 from ecomp.cli.terminal import LiveLine, make_timestamp
 from ecomp.errors import Conflict, EcompError, NoCapacity, NotFound, StillGoing, Unreachable, UsageError, put_before_fix
@@ -32,11 +32,6 @@ GREEDY_NOTE = 'Each was placed after the other, as eschedule would place them: a
 COMPUTE_COLUMN = Column('COMPUTE', rank=2, kind=UUID)
 
 
-def _list_hosts(ctx: Context) -> int:
-    hosts, unreadable = queries.read_hosts(ctx.store, ctx.placement)
-    return ctx.show(make_host_listing(hosts), unreadable)
-
-
 def _print_metrics(ctx: Context) -> int:
     samples, errors = queries.read_metrics(ctx.store, ctx.placement)
     ctx.draw(make_text(queries.CLUSTER_METRICS, samples).rstrip())
@@ -45,11 +40,11 @@ def _print_metrics(ctx: Context) -> int:
     return 0
 
 
-def _show_hosts(ctx: Context) -> int:
-    from ecomp.cli.inspect import make_record_listing
-
+def _list_hosts(ctx: Context) -> int:
     requested, code = ctx.find_each(ctx.resolve_compute)
     hosts, unreadable = queries.read_hosts(ctx.store, ctx.placement)
+    if not ctx.words:
+        return ctx.show(make_host_listing(hosts), unreadable)
     selected = [host for host in hosts if host.compute in requested]
     for missing in dict.fromkeys(requested):
         if missing not in {host.compute for host in selected}:
@@ -59,6 +54,8 @@ def _show_hosts(ctx: Context) -> int:
         return code
     listing_code = ctx.show(make_host_listing(selected), unreadable, is_single=len(ctx.words) == 1)
     if ctx.form == TABLE and not ctx.options.columns and not ctx.options.sort:
+        from ecomp.cli.inspect import make_record_listing
+
         present = {instance for host in selected for instance in host.instances}
         records = [record for record in list_records(ctx.store, with_gone=False)[0] if record.instance in present]
         ctx.out.put('' if records else '\nno instances')
@@ -348,27 +345,21 @@ def _host_to_dict(host: Host) -> dict[str, object]:
 
 # fmt: off
 COMMANDS: Sequence[Command] = (
-    Command('hosts', 'hosts', 'list all computes: state, instances, use',
-            'List all computes, one per line: uuid, host name, state, number of instances, and the use and capacity '
-            'of each resource class (memory in MiB, disk in GiB); for a compute that is up, also the version of its '
-            'ecompute and the kind of its guests (kvm, qemu, fake). The state is `up`, `disabled` (up, but gets no '
-            'new instances), `closed` (its ecompute was stopped), `silent` (its ecompute died or cannot reach etcd) '
-            'or `orphaned` (only its provider in placement is left). LAST SEEN is when a silent one was last alive. '
-            '`up, cannot build: …` says why new instances go to other computes first.',
-            parse_nothing, _list_hosts, LISTING_OPTIONS, example='eschedule hosts'),
+    Command('hosts', 'hosts [<host>…]', 'list computes: state, instances, use',
+            'List all computes, or the given ones and then their instances, one per line: uuid, host name, state, '
+            'number of instances, and the use and capacity of each resource class (memory in MiB, disk in GiB); for a '
+            'compute that is up, also the version of its ecompute and the kind of its guests (kvm, qemu, fake). The '
+            'state is `up`, `disabled` (up, but gets no new instances), `closed` (its ecompute was stopped), `silent` '
+            '(its ecompute died or cannot reach etcd) or `orphaned` (only its provider in placement is left). LAST '
+            'SEEN is when a silent one was last alive. `up, cannot build: …` says why new instances go to other '
+            'computes first. With -f json: only the computes.',
+            parse_any_computes, _list_hosts, LISTING_OPTIONS, (4, 5), example='eschedule hosts hv1'),
     Command('metrics', 'metrics', "print the cluster's metrics for Prometheus",
             'Print metrics of the cluster in the text format of Prometheus: computes and instances by state, capacity '
             'and use of each compute, queued requests, and quotas. All are gauges: what happens on a host is in the '
             'file that its ecompute writes (`metrics:` in compute.yaml). docs/howto/monitor.md shows how to collect '
             'both. Malformed values in etcd are reported on stderr and counted; the command succeeds.',
             parse_nothing, _print_metrics, example='eschedule metrics'),
-    Command('host list', 'host list', 'list all computes, as hosts does',
-            'List all computes, as `eschedule hosts` does.',
-            parse_nothing, _list_hosts, LISTING_OPTIONS, example='eschedule host list'),
-    Command('host show', 'host show <host>…', 'show a compute and its instances',
-            'Show one or more computes as `eschedule hosts` does, and then their instances as `eschedule list` does. '
-            'With -f json: only the computes, as `eschedule hosts -f json` prints them.',
-            parse_computes, _show_hosts, LISTING_OPTIONS, (4, 5), example='eschedule host show hv1'),
     Command('host disable', 'host disable <host>…', 'place no new instances on a compute',
             'Place no new instances on a compute; existing instances keep running.',
             parse_computes, _change_host_status, DOCUMENT_OPTIONS, (4, 5), example='eschedule host disable hv1'),

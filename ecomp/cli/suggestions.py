@@ -29,6 +29,8 @@ def _index_by_word(meanings: Mapping[str, str]) -> dict[str, str]:
 OLD_WORDS: Mapping[str, str] = {
     'audit': 'check',
     'doctor': 'check',
+    'host list': 'hosts',
+    'host show': 'hosts',
 }
 
 # fmt: off
@@ -100,17 +102,22 @@ def _find_command(first: str, second: str) -> str:
         first, second = second, first
     family = _get_family(first)
     if family:
-        return _find_in_family(family, second) or ('' if first == family else f'{family} list')
+        return _find_in_family(family, second) or ('' if first == family else _get_listing(family))
     if family is not None:
         return _find_command(second, '') or 'list'
     candidates = [name.partition(' ')[0] for name in COMMAND_NAMES if name not in LOSS_WARNINGS]
     own_word = first if first in COMMAND_NAMES else find_similar(first, candidates, MIN_SIMILARITY)
     command = FOREIGN_WORDS.get(first) or own_word or ''
-    return _find_in_family(command, second) or f'{command} list' if command in FOREIGN_NOUNS else command
+    return _find_in_family(command, second) or _get_listing(command) if command in FOREIGN_NOUNS else command
+
+
+def _get_listing(family: str) -> str:
+    return 'hosts' if family == 'host' else f'{family} list'
 
 
 def _find_in_family(family: str, verb: str) -> str:
-    commands = {name.removeprefix(f'{family} '): name for name in COMMAND_NAMES if name.startswith(f'{family} ')}
+    commands = dict.fromkeys(('list', 'show'), _get_listing(family))
+    commands |= {name.removeprefix(f'{family} '): name for name in COMMAND_NAMES if name.startswith(f'{family} ')}
     commands |= {**{name: name for name in commands.values()}, **FAMILY_SYNONYMS.get(family, {})}
     typo = find_similar(verb, [word for word, name in commands.items() if name not in LOSS_WARNINGS], MIN_SIMILARITY)
     return commands.get(verb) or commands.get(FOREIGN_WORDS.get(verb, '')) or (commands[typo] if typo else '')

@@ -121,7 +121,7 @@ def test_list_shows_what_a_silent_host_reported_as_unknown(hosts: Hosts) -> None
     ]  # fmt: skip
     assert json.loads(hosts.run('show', instance, '-f', 'json').stdout) in listed
     # The same in the table of a host, and as before once the host is back.
-    lines = hosts.run('host', 'show', 'hv-silent').stdout.splitlines()
+    lines = hosts.run('hosts', 'hv-silent').stdout.splitlines()
     assert ['unknown' in line for line in lines if instance in line] == [True]
     hosts.revive(hosts.silent)
     assert hosts.list('--state', 'unknown') == []
@@ -165,8 +165,8 @@ def test_time_of_the_last_sign_of_life_is_shown(hosts: Hosts, monkeypatch: pytes
     last_seen = {host['host']: host['last_seen'] for host in read_json('hosts')}
     assert is_right(last_seen['hv-silent'])
     assert last_seen['hv-up'] is last_seen['hv-closed'] is None
-    assert 'LAST SEEN' in hosts.run('host', 'show', 'hv-silent').stdout
-    assert 'LAST SEEN' not in hosts.run('host', 'show', 'hv-up').stdout
+    assert 'LAST SEEN' in hosts.run('hosts', 'hv-silent').stdout
+    assert 'LAST SEEN' not in hosts.run('hosts', 'hv-up').stdout
 
     # One lease is gone.
     store.revoke(anchor)

@@ -361,7 +361,7 @@ def test_forget_finishes_pending_destroys(cluster: Control) -> None:
         assert_one_line(cluster.eschedule('host', 'forget', compute.uuid), 5, 'it still has instance')
         assert_one_line(cluster.eschedule('destroy', instance), 0, 'once this compute is no longer silent')
     shown = list_hosts(cluster)[compute.uuid]
-    # Both are there, as `host show` lists them, until they are destroyed.
+    # Both are there, as `hosts` lists them, until they are destroyed.
     assert (shown['state'], shown['instances'], shown['resources']['VCPU']['used']) == ('silent', 2, 3)
 
     refused = assert_one_line(

@@ -73,7 +73,7 @@ def test_every_command_has_a_valid_example() -> None:
 def test_help_of_a_first_word_lists_its_commands() -> None:
     help_text = format_help('host')
     assert [line.split('<')[0].split('   ')[0].strip() for line in help_text.splitlines() if line.startswith('  ')] == [
-        *('host list', 'host show', 'host disable', 'host drain', 'host enable', 'host forget')
+        *('host disable', 'host drain', 'host enable', 'host forget')
     ]
 
 
