@@ -357,7 +357,6 @@ SHAPES: Mapping[str, Schema] = {
     'quota set': _single_outcome(),
     # An object for one host, an array for all and for several.
     'hosts': one_or_many(_HOST),
-    'host disable': _outcome(compute=_TARGET),
     'host drain': _outcome(compute=_TARGET),
     'host enable': _outcome(compute=_TARGET),
     'host forget': _outcome(compute=_TARGET),

@@ -66,7 +66,7 @@ def _list_hosts(ctx: Context) -> int:
 
 
 def _change_host_status(ctx: Context) -> int:
-    """Enable, disable or drain (ctx.name) all hosts, or none if one is unknown; return the highest exit code."""
+    """Enable or drain (ctx.name) all hosts, or none if one is unknown; return the highest exit code."""
     from ecomp.scheduler.operations import decommission
 
     outcomes, changed_guests = Outcomes(ctx, ctx.words, compute=None), set[str]()
@@ -86,7 +86,6 @@ def _change_host_status(ctx: Context) -> int:
             outcomes.report(word, decommission.enable(ctx.store, ctx.placement, target, word))
         else:
             outcomes.report(word, decommission.disable(ctx.placement, target, word))
-        if ctx.name == 'host drain':
             for line in decommission.list_inhabitants(ctx.store, ctx.placement, target, word):
                 outcomes.report(word, line)
         if ctx.options.stop:
@@ -360,12 +359,10 @@ COMMANDS: Sequence[Command] = (
             'file that its ecompute writes (`metrics:` in compute.yaml). docs/howto/monitor.md shows how to collect '
             'both. Malformed values in etcd are reported on stderr and counted; the command succeeds.',
             parse_nothing, _print_metrics, example='eschedule metrics'),
-    Command('host disable', 'host disable <host>…', 'place no new instances on a compute',
-            'Place no new instances on a compute; existing instances keep running.',
-            parse_computes, _change_host_status, DOCUMENT_OPTIONS, (4, 5), example='eschedule host disable hv1'),
     Command('host drain', 'host drain <host>…', 'disable a compute and list its instances',
-            'Place no new instances on a compute, and list the instances there. The command destroys and moves '
-            'nothing: the owners of the instances do that. With --stop it shuts the guests down, for maintenance.',
+            'Place no new instances on a compute until `eschedule host enable`, and list the instances there, which '
+            'keep running. The command destroys and moves nothing: the owners of the instances do that. With --stop '
+            'it shuts the guests down, for maintenance.',
             parse_computes, _change_host_status,
             {**make_wait_options('no instance is on the compute or requested there (with --stop: no guest runs there)'),
              'stop': '', **DOCUMENT_OPTIONS},

@@ -31,6 +31,7 @@ OLD_WORDS: Mapping[str, str] = {
     'doctor': 'check',
     'host list': 'hosts',
     'host show': 'hosts',
+    'host disable': 'host drain',
 }
 
 # fmt: off
@@ -38,7 +39,7 @@ OLD_WORDS: Mapping[str, str] = {
 FOREIGN_WORDS: Mapping[str, str] = _index_by_word({
     CREATE_FORM: 'create launch new boot make add deploy run init spawn define', "'resources=…'": 'query',
     DESTROY: 'delete del rm remove undefine purge terminate erase destory', 'clear': 'prune gc',
-    'list': 'ls ps dir get', 'list --watch': 'watch', 'log': 'logs dmesg tail', 'why': 'explain', 'host drain': 'drain',
+    'list': 'ls ps dir get', 'list --watch': 'watch', 'log': 'logs dmesg tail', 'why': 'explain',
     'show': 'info describe inspect status stat state details dominfo domstate domid domuuid domifaddr dumpxml',
     'events': 'monitor history journal event', 'check': 'verify fsck diagnose health',
     'stop': 'kill off halt shutdown poweroff power-off pause suspend down freeze managedsave',
@@ -47,7 +48,7 @@ FOREIGN_WORDS: Mapping[str, str] = _index_by_word({
     'console': 'attach serial vnc ttyconsole vncdisplay domdisplay', 'help': 'man usage', '--version': 'version about',
     'apply FILE': 'up scale rollout sync', 'apply FILE --dry-run': 'diff validate lint',
     'top': 'stats usage', 'hosts': 'members nodeinfo cluster-info hots', 'host forget': 'forget decommission',
-    'host enable': 'enable uncordon undrain untaint undisable', 'host disable': 'disable cordon taint',
+    'host enable': 'enable uncordon undrain untaint undisable', 'host drain': 'drain disable cordon taint',
 })
 
 # The first word of our commands, '' for none, for singular nouns in the commands of other tools.
@@ -59,7 +60,7 @@ FOREIGN_NOUNS: Mapping[str, str] = _index_by_word({
 
 # By the first word of a two-word command: our command for a verb with another meaning there.
 FAMILY_SYNONYMS: Mapping[str, Mapping[str, str]] = {
-    'host': {'evacuate': 'evacuate', 'stop': 'host disable', 'start': 'host enable',
+    'host': {'evacuate': 'evacuate', 'stop': 'host drain', 'start': 'host enable',
              **dict.fromkeys((DESTROY, 'clear'), 'host forget')},
     'flavor': {**dict.fromkeys((CREATE_FORM, 'update', 'edit'), 'flavor set'),
                **dict.fromkeys((DESTROY, 'unset', 'clear'), 'flavor delete')},

@@ -30,7 +30,7 @@ def find_managed_names(current: Set[str], desired: Set[str], managed: Set[str]) 
 
 
 def apply_disable(traits: Set[str]) -> Names:
-    """Return the traits after `host disable`."""
+    """Return the traits after `host drain`."""
     return frozenset(traits | STATUS_TRAITS)
 
 

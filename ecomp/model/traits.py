@@ -57,7 +57,7 @@ def list_cpu_traits(features: Iterable[str]) -> frozenset[str]:
 def check_trait(name: str) -> str:
     """Return a trait of os-traits, except STATUS_TRAITS, or a CUSTOM_ one; else ValueError with the reason."""
     if name in STATUS_TRAITS:
-        raise ValueError('is not allowed here. Fix: use `eschedule host disable`, which sets it')
+        raise ValueError('is not allowed here. Fix: use `eschedule host drain`, which sets it')
     if name.startswith(CUSTOM_PREFIX):
         if not re.fullmatch('[A-Z0-9_]{8,255}', name):
             raise ValueError('must be CUSTOM_ followed by capitals, digits and _, at most 255 characters in total')

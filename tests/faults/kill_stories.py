@@ -178,12 +178,12 @@ def prepare_disable(control: Control) -> Scene:
     def check() -> None:
         assert control.eschedule(SMALL_QUERY).code == 3
 
-    return Scene(('host', 'disable', compute.uuid), check, [compute])
+    return Scene(('host', 'drain', compute.uuid), check, [compute])
 
 
 def prepare_enable(control: Control) -> Scene:
     compute = control.ecompute()
-    run(control, 'host', 'disable', compute.uuid)
+    run(control, 'host', 'drain', compute.uuid)
     return Scene(('host', 'enable', compute.uuid), lambda: boot(control), [compute])
 
 

@@ -95,7 +95,7 @@ def test_claim_of_a_running_guest_is_not_moved_for_its_group(own_control: Contro
     second.start()
     with Eschedule(own_control, QUERY, IMAGE, '--uuid', instance, *APART, failpoint='claimed:stop:1') as command:
         command.wait_frozen_at('claimed')
-        assert own_control.eschedule('host', 'disable', second.uuid).code == 0
+        assert own_control.eschedule('host', 'drain', second.uuid).code == 0
         create_with_uuid(own_control, other, *APART)
         assert own_control.eschedule('host', 'enable', second.uuid).code == 0
         command.resume()
@@ -120,7 +120,7 @@ def test_repeated_set_does_not_move_a_running_member(own_control: Control) -> No
     words = (QUERY, IMAGE, '--uuid', set_uuid, '--count', '2', '--group', 'g', '--policy', 'affinity')
     with Eschedule(own_control, *words, failpoint='claimed-some:stop:1') as command:
         command.wait_frozen_at('claimed-some')
-        assert own_control.eschedule('host', 'disable', second.uuid).code == 0
+        assert own_control.eschedule('host', 'drain', second.uuid).code == 0
         parse_notice(own_control.eschedule('resources=VCPU:3,DISK_GB:1,MEMORY_MB:16', IMAGE))
         assert own_control.eschedule('host', 'enable', second.uuid).code == 0
         command.resume()

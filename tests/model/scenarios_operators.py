@@ -177,11 +177,11 @@ def quota_and_destroy(cloud: Cloud) -> None:
 
 
 def disable_and_enable(cloud: Cloud) -> Check:
-    """Run `host disable` and `host enable` concurrently, during a claim: both succeed."""
+    """Run `host drain` and `host enable` concurrently, during a claim: both succeed."""
     cloud.add_host(A)
     cloud.has_ample_room = False
     disable_command = cloud.add_actor(
-        'host disable', lambda: disable(cloud.placement, A, A), command='disable', subjects=(A,)
+        'host drain', lambda: disable(cloud.placement, A, A), command='disable', subjects=(A,)
     )
     store = ModelStore(cloud.etcd)
     enable_command = cloud.add_actor(

@@ -175,7 +175,7 @@ def applied_and_disabled(cloud: Cloud) -> Check:
 
 
 def _add_disable(cloud: Cloud) -> None:
-    cloud.add_actor('host disable', lambda: disable(cloud.placement, A, A), command='disable', subjects=(A,))
+    cloud.add_actor('host drain', lambda: disable(cloud.placement, A, A), command='disable', subjects=(A,))
 
 
 def apply_killed_and_disabled(cloud: Cloud) -> None:

@@ -126,7 +126,7 @@ def test_candidates_of_each_command(cluster: Control, env: dict[str, str], shell
             'eschedule we': ['web1'],
             'eschedule show we': ['web1'],
             f'eschedule destroy --wait {env["INSTANCE"][:6]}': [env['INSTANCE']],
-            'eschedule host ': ['disable', 'drain', 'enable', 'forget'],
+            'eschedule host ': ['drain', 'enable', 'forget'],
             'eschedule host forget ': sorted([env['COMPUTE'], socket.gethostname()]),
             'eschedule flavor delete ': ['small'],
             'eschedule group show ': ['apart'],

@@ -145,7 +145,7 @@ def test_closed_and_silent_computes_keep_their_host_names(cluster: Control) -> N
     names = {compute: shown['hostname'] for compute, shown in list_hosts(cluster).items()}
     assert names == {up_compute.uuid: socket.gethostname(), closed.uuid: 'hv4', silent.uuid: 'hv5'}
     assert json.loads(cluster.eschedule('show', '-f', 'json', instance).stdout)['host'] == 'hv5'
-    for command in ('disable', 'enable'):
+    for command in ('drain', 'enable'):
         assert cluster.eschedule('host', command, 'hv4').code == 0
     refusal = cluster.eschedule('--on', 'hv4', SMALL_QUERY)
     assert (refusal.code, refusal.stdout) == (3, 'NO ALLOCATIONS LEFT\n'), refusal
@@ -197,7 +197,7 @@ def test_host_name_is_written_once_and_restored_when_malformed(cluster: Control)
     )
 
 
-# host disable, drain and enable: a disabled compute gets no new instances, even after a restart or a kill.
+# host drain and enable: a disabled compute gets no new instances, even after a restart or a kill.
 
 
 DISABLED_TRAITS = {'COMPUTE_STATUS_DISABLED', 'CUSTOM_ECOMP_DISABLED'}
@@ -208,7 +208,7 @@ def read_traits(control: Control, compute: Ecompute) -> set[str]:
 
 
 def run_host_command(control: Control, command: str, compute: str, *options: str) -> list[str]:
-    """Run `host disable`, `drain` or `enable` and return its messages."""
+    """Run `host drain` or `enable` and return its messages."""
     result = control.eschedule('host', command, compute, *options)
     assert (result.code, result.stdout) == (0, ''), result
     return [line.removeprefix('eschedule: ') for line in result.stderr.splitlines()]
@@ -224,8 +224,8 @@ def test_disabled_compute_gets_no_instances_until_enabled(cluster: Control) -> N
     first, second = cluster.ecompute(), cluster.ecompute()
     guest = place(cluster, f'{SMALL_QUERY}&in_tree={first.uuid}')[1]
     address = wait_address(cluster, guest)
-    assert 'disabled: no new instances' in run_host_command(cluster, 'disable', first.uuid)[0]
-    assert run_host_command(cluster, 'disable', first.uuid.upper()) == [f'{first.uuid}: is already disabled']
+    assert 'disabled: no new instances' in run_host_command(cluster, 'drain', first.uuid)[0]
+    assert run_host_command(cluster, 'drain', first.uuid.upper())[0] == f'{first.uuid}: is already disabled'
     assert list_states(cluster) == {first.uuid: 'disabled', second.uuid: 'up'}
     # The other compute has room for four. --count and plan respect the disabled state, too.
     plan = cluster.eschedule('plan', SMALL_QUERY).stdout
@@ -247,7 +247,7 @@ def test_restarted_compute_keeps_its_disabled_state(cluster: Control) -> None:
     assert (list_states(cluster), list_hosts(cluster)[compute.uuid]['disabled']) == ({compute.uuid: 'closed'}, False)
     compute.start()
     assert read_traits(cluster, compute) == {'CUSTOM_RACK_7'}
-    run_host_command(cluster, 'disable', compute.uuid)
+    run_host_command(cluster, 'drain', compute.uuid)
     for stop in (compute.stop, compute.kill):
         stop()
         compute.start()
@@ -265,7 +265,7 @@ def test_restarted_compute_keeps_its_disabled_state(cluster: Control) -> None:
     place(cluster)
     # Disabled and enabled while it is silent and may not come back.
     kill_and_lapse(cluster, compute)
-    assert 'disabled: no new instances' in run_host_command(cluster, 'disable', compute.uuid)[0]
+    assert 'disabled: no new instances' in run_host_command(cluster, 'drain', compute.uuid)[0]
     run_host_command(cluster, 'enable', compute.uuid)
     compute.start()
     assert read_traits(cluster, compute) == {'CUSTOM_RACK_7'}

@@ -140,7 +140,7 @@ def test_disabled_compute_takes_nothing(small_cluster: Control) -> None:
         wait_address(
             small_cluster, enqueue_request(small_cluster)
         )  # so it has just checked its traits and knows that it has room
-        assert run_in_process(small_cluster, 'host', 'disable', compute.uuid).code == 0
+        assert run_in_process(small_cluster, 'host', 'drain', compute.uuid).code == 0
         requested_paths.clear()
         instance = enqueue_request(small_cluster)
         expect_not_taken(small_cluster, requested_paths, compute, instance)

@@ -151,7 +151,7 @@ def test_operator_adds_drains_and_forgets_a_host(cloud: Product) -> None:
     compute = cloud.add_compute('hv3')
     assert compute.uuid in cloud.run_successfully('hosts')
     living = cloud.place(SMALL_QUERY, '--on', compute.uuid)[1]
-    cloud.run_successfully('host', 'disable', compute.uuid, user=OPERATOR)
+    cloud.run_successfully('host', 'drain', compute.uuid, user=OPERATOR)
     assert cloud.run_eschedule(SMALL_QUERY, '--on', compute.uuid).code == 3
     cloud.run_successfully('host', 'enable', compute.uuid, user=OPERATOR)
     cloud.run_successfully('host', 'drain', compute.uuid, user=OPERATOR)

@@ -73,7 +73,7 @@ def test_every_command_has_a_valid_example() -> None:
 def test_help_of_a_first_word_lists_its_commands() -> None:
     help_text = format_help('host')
     assert [line.split('<')[0].split('   ')[0].strip() for line in help_text.splitlines() if line.startswith('  ')] == [
-        *('host disable', 'host drain', 'host enable', 'host forget')
+        *('host drain', 'host enable', 'host forget')
     ]
 
 
@@ -201,7 +201,7 @@ def test_interrupted_change_does_not_report_success(tmp_path: Path) -> None:
 # The nearest known word, or no suggestion.
 
 
-OPPOSITES = [('start', 'stop'), ('host enable', 'host disable'), ('host enable', 'host drain')]
+OPPOSITES = [('start', 'stop'), ('host enable', 'host drain')]
 
 
 def get_refusal(line: str) -> str:
