@@ -1,7 +1,7 @@
 """what-if: eschedule's own processor time for the death of each of many hosts.
 
-`eschedule what-if --without-each` with its process start. The computes and guests are keys in a real etcd; a server in
-this process answers for placement, with what it would answer: room for each query on every compute. The guests have
+`eschedule evacuate --dry-run --each` with its process start. The computes and guests are keys in a real etcd; a server
+in this process answers for placement, with what it would answer: room for each query on every compute. The guests have
 five queries; a tenth are in strict anti-affinity groups, a tenth in soft ones, a tenth in strict affinity groups.
 Target: 1 s for 1,000 computes and 10,000 guests.
 
@@ -135,7 +135,7 @@ def main() -> None:
             write_cluster(store, computes, guests)
             config = write_config(Path(directory) / 'schedule.yaml', etcd.endpoint, placement)
             command = [str(Path(sys.executable).with_name('eschedule')), '--config', str(config)]
-            command += ['what-if', '--without-each', '-f', 'json']
+            command += ['evacuate', '--dry-run', '--each', '-f', 'json']
             seconds = [measure_processor_seconds(command) for _ in range(options.rounds)]
             workload = f'processor time, {size} computes, {guests} guests'
             tell(make_result('what-if', workload, seconds, TARGET_SECONDS.get(size)), options.json)

@@ -278,16 +278,16 @@ _STEP = _object(
 )  # fmt: skip
 _MOVE = _fields({
     'compute': _COMPUTE, 'host': _ON,
-    'instance': _text('with --without: uuid of the guest', pattern=UUID),
-    'name': _text('with --without: name of the guest; null if none'),
-    'new_compute': _text('with --without: uuid of the compute where it would go; null if it has no place'),
-    'new_host': _text('with --without: host name of that compute; null if it has no place or no name'),
-    'fits': _is('boolean', 'with --without: whether it has a place; null if that is not known'),
-    'guests': _is('integer', 'with --without-each: number of guests on the compute'),
-    'fit': _is('integer', 'with --without-each: number of guests that would have a place elsewhere'),
-    'unknown': _is('integer', 'with --without-each: number of guests of which that is not known'),
+    'instance': _text('without --each: uuid of the guest', pattern=UUID),
+    'name': _text('without --each: name of the guest; null if none'),
+    'new_compute': _text('without --each: uuid of the compute where it would go; null if it has no place'),
+    'new_host': _text('without --each: host name of that compute; null if it has no place or no name'),
+    'fits': _is('boolean', 'without --each: whether it has a place; null if that is not known'),
+    'guests': _is('integer', 'with --each: number of guests on the compute'),
+    'fit': _is('integer', 'with --each: number of guests that would have a place elsewhere'),
+    'unknown': _is('integer', 'with --each: number of guests of which that is not known'),
     'reason': _text('why the guest, or the first guest of the compute, has no place; null if each has one'),
-}, 'one object per guest; with --without-each, one per compute', needs='compute host reason')  # fmt: skip
+}, 'one object per guest; with --each, one per compute', needs='compute host reason')  # fmt: skip
 _EVACUATED = _fields({
     'instance': _text('uuid of the guest that was on the host', pattern=UUID),
     'name': _text('its name, which the new instance has now; null if none'),
@@ -360,9 +360,8 @@ SHAPES: Mapping[str, Schema] = {
     'host drain': _outcome(compute=_TARGET),
     'host enable': _outcome(compute=_TARGET),
     'host forget': _outcome(compute=_TARGET),
-    'what-if': many(_MOVE),
-    # With --dry-run it is that of `what-if`.
     'evacuate': many(_EVACUATED),
+    'evacuate --dry-run': many(_MOVE),
     'top': _USE,
     'check': many(_FINDING),
 }

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ecomp.cli.command import DOCUMENT_OPTIONS, LISTING_OPTIONS, Command, Context, Outcomes, make_wait_options
-from ecomp.cli.options import TABLE, Options, parse_any_computes, parse_compute, parse_computes, parse_nothing
+from ecomp.cli.options import TABLE, Options, parse_any_computes, parse_computes, parse_nothing
 from ecomp.cli.tables import STATE, TIME, UUID, Column, Listing, Row, make_sort_key
 from ecomp.cli.terminal import LiveLine, make_timestamp
 from ecomp.errors import Conflict, EcompError, NoCapacity, NotFound, StillGoing, Unreachable, UsageError, put_before_fix
@@ -130,7 +130,7 @@ def _forget_hosts(ctx: Context) -> int:
 def _plan_moves(ctx: Context) -> int:
     from ecomp.scheduler.placing.evacuate import plan_moves, read_moves
 
-    dead = list(dict.fromkeys(map(ctx.resolve_compute, ctx.words or ctx.options.without or ())))
+    dead = list(dict.fromkeys(map(ctx.resolve_compute, ctx.words)))
     for compute in dead:
         computes.check_compute_exists(ctx.computes, lambda: ctx.placement, compute)
     guests, planner = read_moves(ctx.store, ctx.placement, ctx.computes.living, dead or None)
@@ -149,9 +149,13 @@ def _plan_moves(ctx: Context) -> int:
     return NoCapacity.exit_code if count else 0
 
 
-def _find_what_if_problems(name: str, _: Sequence[str], options: Options) -> Iterator[str]:
-    if bool(options.without) == options.without_each:
-        yield f'{name}: needs either --without or --without-each. Try: eschedule {name} --without hv1'
+def _find_evacuate_problems(name: str, words: Sequence[str], options: Options) -> Iterator[str]:
+    if options.each and (words or not options.dry_run):
+        yield f'{name}: --each needs --dry-run, and no host'
+    elif options.dry_run and not words and not options.each:
+        yield f'{name}: missing argument: one or more hosts, by name or uuid, or --each'
+    elif len(words) != 1 and not options.dry_run:
+        yield f'{name}: needs exactly one host, by name or uuid'
 
 
 def _evacuate(ctx: Context) -> int:
@@ -380,26 +384,21 @@ COMMANDS: Sequence[Command] = (
             'compute. If the command is interrupted, repeat it: it continues.',
             parse_computes, _forget_hosts, {'fenced': '', **DOCUMENT_OPTIONS}, (4, 5),
             example='eschedule host forget hv3 --fenced'),
-    Command('what-if', 'what-if', 'plan where guests would go if a host died',
-            'Print where each guest of a host would go if it died, or why it would not fit (--without); or a line for '
-            'each host (--without-each). Nothing is written. Guests are placed as eschedule would place them: by '
-            'their queries, groups and --weigh, in the room that placement has now; quotas count them already. A '
-            'guest with --on or in_tree= cannot leave its host. The choice is greedy, one guest after the other: if a '
-            'guest does not fit, another placement of all may still exist. Exit 3 if a guest would have no place, or '
-            'if that is not known.',
-            parse_nothing, _plan_moves, {'without': '', 'without_each': '', **LISTING_OPTIONS}, (3, 4, 5),
-            example='eschedule what-if --without-each', find_problems=_find_what_if_problems),
-    Command('evacuate', 'evacuate <host>', 'recreate the guests of a dead host elsewhere',
+    Command('evacuate', 'evacuate <host>…', 'recreate the guests of a dead host elsewhere',
             'Recreate each guest of a dead host on another one: a new instance of the same name, query, image, keys, '
             'user-data, group, project and stack. Its DISK IS LOST, and its image boots again. The host is disabled '
             'first. The command is refused while the ecompute of the host is alive. A guest that has no place '
             'elsewhere stays as it was, and so does one with --on or in_tree=; the reason is printed (exit 3). If the '
-            'host comes back, it destroys what was replaced. If the command is interrupted, repeat it: it continues.',
-            parse_compute, _evacuate,
+            'host comes back, it destroys what was replaced. If the command is interrupted, repeat it: it continues. '
+            'With --dry-run it prints where each guest of one or more hosts would go, also before they die, or why it '
+            'would not fit (exit 3; also if that is not known); with --each a line for each host. The choice is '
+            'greedy, one guest after the other: if a guest does not fit, another placement of all may still exist.',
+            parse_any_computes, _evacuate,
             {'fenced': 'confirm that the machine is off: guests that still run there would run twice',
-             'dry_run': 'print the plan, as `eschedule what-if --without <host>` does; change nothing', 'yes': '',
+             'dry_run': 'print where the guests of these hosts would go if all of them died; change nothing',
+             'each': '', 'yes': '',
              'wait': 'return once every new instance has reached STAGE: ' + ', '.join(STAGES) + '; without STAGE, '
              'addressed. From `ready` on the new ssh host keys are printed. Default: return once all are placed',
              'timeout': '', **LISTING_OPTIONS},
-            (3, 4, 5, 6), example='eschedule evacuate hv2 --fenced'),
+            (3, 4, 5, 6), example='eschedule evacuate hv2 --fenced', find_problems=_find_evacuate_problems),
 )

@@ -167,7 +167,6 @@ parse_instances = _make_word_parser(
 parse_one_instance = _make_word_parser(1, 1, 'needs exactly one instance, by name or uuid', _parse_instance)
 parse_any_computes = _make_word_parser(0, None, '', _normalize_if_uuid)
 parse_computes = _make_word_parser(1, None, 'missing argument: one or more hosts, by name or uuid', _normalize_if_uuid)
-parse_compute = _make_word_parser(1, 1, 'needs exactly one host, by name or uuid', _normalize_if_uuid)
 parse_names = _make_word_parser(1, None, 'missing argument: one or more {what}s, by name')
 parse_file = _make_word_parser(1, 1, 'needs exactly one argument: a file, or - for standard input')
 parse_flavor_and_query = _make_word_parser(
@@ -314,10 +313,8 @@ class Options(NamedTuple):
     fenced: Annotated[bool, _make_option(
         '--fenced', 'confirm that the machine never comes back and that none of its guests runs; release its '
         'claims')] = False
-    without: Annotated[Sequence[str] | None, _make_option(
-        '--without COMPUTE', 'list where the guests of this host would go; repeatable', repeats=True)] = None
-    without_each: Annotated[bool, _make_option(
-        '--without-each', 'list how many guests of each host would fit elsewhere')] = False
+    each: Annotated[bool, _make_option(
+        '--each', 'with --dry-run: list how many guests of each host would fit elsewhere if it died')] = False
     stop: Annotated[bool, _make_option(
         '--stop', 'also shut the guests down, as `eschedule stop` does, until `eschedule host enable --start`')] = False
     start: Annotated[bool, _make_option(

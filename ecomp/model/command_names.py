@@ -9,7 +9,7 @@ BY_MODULE = {
     'enter': ('ssh', 'ssh-config', 'console', 'log'),
     'change': ('destroy', 'stop', 'start', 'reboot', 'clear'),
     'sharing': ('flavor list', 'flavor show', 'flavor set', 'flavor delete', 'image list', 'group list', 'group show', 'quota list', 'quota show', 'quota set'),
-    'operators': ('hosts', 'metrics', 'host drain', 'host enable', 'host forget', 'what-if', 'evacuate'),
+    'operators': ('hosts', 'metrics', 'host drain', 'host enable', 'host forget', 'evacuate'),
     'top': ('top',),
     'check': ('check',),
     'commands': ('help', 'completion'),

@@ -1,4 +1,4 @@
-"""`eschedule what-if` with real etcd and placement: places, refusals, exit codes, reads and writes."""
+"""`eschedule evacuate --dry-run` with real etcd and placement: places, refusals, exit codes, reads and writes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def rewrite_request(cluster: Control, compute: str, instance: str, **fields: Any
 
 
 def read_places(result: Result) -> dict[str, str | None]:
-    """Return {name: new host, or None} of the JSON of what-if --without."""
+    """Return {name: new host, or None} of the JSON of evacuate --dry-run."""
     return {row['name']: row['new_host'] for row in json.loads(result.stdout)}
 
 
@@ -85,7 +85,7 @@ def test_each_guest_of_a_dead_host_has_a_place_or_a_reason(
     questions.clear(), requests.clear()
     before, claims = cluster.etcd.call('kv/range', {'key': 'AA=='})['header'], read_allocations(cluster)
 
-    result = cluster.eschedule('what-if', '--without', 'hv1', '-f', 'json')
+    result = cluster.eschedule('evacuate', '--dry-run', 'hv1', '-f', 'json')
 
     assert result.code == 3, result
     # hv2 and hv3 have 3 free VCPU each. The group that stays together comes first, then the one that avoids hv2.
@@ -99,7 +99,7 @@ def test_each_guest_of_a_dead_host_has_a_place_or_a_reason(
     assert {type(each) for each in requests} <= {Range, Transaction}
     asked = [path for path in questions if 'allocation_candidates' in path]
     assert len(asked) == 2  # SMALL and LARGE
-    table = cluster.eschedule('what-if', '--without', 'hv1', '--without', hosts['hv3'])
+    table = cluster.eschedule('evacuate', '--dry-run', 'hv1', hosts['hv3'])
     assert table.code == 3
     names = [line.split()[0] for line in table.stdout.splitlines()[1:]]
     assert names == ['anti-hv1', 'large', 'near-1', 'near-2', 'pinned']
@@ -116,7 +116,7 @@ def test_a_line_for_each_host_and_exit_3_if_one_cannot_be_absorbed(
             rewrite_request(cluster, hosts[name], instance, query=SMALL)
     questions.clear()
 
-    result = cluster.eschedule('what-if', '--without-each')
+    result = cluster.eschedule('evacuate', '--dry-run', '--each')
 
     assert (result.code, result.stderr) == (0, ''), result
     assert [line.split() for line in result.stdout.splitlines()] == [
@@ -125,7 +125,7 @@ def test_a_line_for_each_host_and_exit_3_if_one_cannot_be_absorbed(
     assert len([path for path in questions if 'allocation_candidates' in path]) == 1
     rewrite_request(cluster, hosts['hv2'], create(cluster, 'big', LARGE, '--on', 'hv2'), query=LARGE)
     create(cluster, 'more', LARGE, '--on', 'hv3')
-    full = cluster.eschedule('what-if', '--without-each', '-f', 'json')
+    full = cluster.eschedule('evacuate', '--dry-run', '--each', '-f', 'json')
     assert full.code == 3, full
     rows = {row['host']: row for row in json.loads(full.stdout)}
     counts = {name: (row['guests'], row['fit']) for name, row in rows.items()}
@@ -143,7 +143,7 @@ def test_what_cannot_be_evaluated_is_not_known(cluster: Control, make_host: Make
     rewrite_request(cluster, compute, made['old'], query=None)
     rewrite_request(cluster, compute, made['odd'], query=f'{SMALL}&required=CUSTOM_UNKNOWN_TRAIT')
 
-    result = cluster.eschedule('what-if', '--without', 'hv1', '-f', 'json')
+    result = cluster.eschedule('evacuate', '--dry-run', 'hv1', '-f', 'json')
 
     assert result.code == 3
     rows = {row['name']: (row['fits'], row['reason']) for row in json.loads(result.stdout)}
@@ -151,7 +151,7 @@ def test_what_cannot_be_evaluated_is_not_known(cluster: Control, make_host: Make
     assert rows['old'] == (None, 'not known: its request has no query')
     assert rows['odd'][0] is False
     assert 'CUSTOM_UNKNOWN_TRAIT' in rows['odd'][1]
-    each = cluster.eschedule('what-if', '--without-each', '-f', 'json')
+    each = cluster.eschedule('evacuate', '--dry-run', '--each', '-f', 'json')
     assert (each.code, [row['unknown'] for row in json.loads(each.stdout)]) == (3, [2, 0])
 
 
@@ -162,7 +162,7 @@ def test_only_guests_that_live_on_the_host_move(cluster: Control, make_host: Mak
     assert cluster.eschedule('destroy', 'ends').code == 0
     cluster.etcd.put(keys.request(compute, MALFORMED), '{}')
 
-    result = cluster.eschedule('what-if', '--without', 'hv1', '-f', 'json')
+    result = cluster.eschedule('evacuate', '--dry-run', 'hv1', '-f', 'json')
 
     rows = {row['name'] or row['instance']: (row['new_compute'], row['reason']) for row in json.loads(result.stdout)}
     assert rows == {
@@ -174,16 +174,16 @@ def test_only_guests_that_live_on_the_host_move(cluster: Control, make_host: Mak
     # A silent host is no place, and its guests would go elsewhere all the same.
     cluster.etcd.delete(keys.compute(compute))
     cluster.etcd.put(keys.hostname(compute), json.dumps({'version': 1, 'hostname': 'hv1'}))
-    silent = cluster.eschedule('what-if', '--without', 'hv1', '-f', 'json')
+    silent = cluster.eschedule('evacuate', '--dry-run', 'hv1', '-f', 'json')
     assert (silent.code, read_places(silent)) == (0, {'lives': 'hv2'})
-    emptied = cluster.eschedule('what-if', '--without', 'hv2', '-f', 'json')
+    emptied = cluster.eschedule('evacuate', '--dry-run', 'hv2', '-f', 'json')
     assert (emptied.code, json.loads(emptied.stdout)) == (0, [])
 
 
 def test_the_command_line_names_hosts_or_each(cluster: Control, make_host: MakeHost) -> None:
     make_host('hv1')
-    assert cluster.eschedule('what-if').code == 2
-    assert cluster.eschedule('what-if', '--without', 'hv1', '--without-each').code == 2
-    assert cluster.eschedule('what-if', '--without', 'hv9').code == 4
-    unknown = cluster.eschedule('what-if', '--without', MALFORMED)
+    assert cluster.eschedule('evacuate', '--dry-run').code == 2
+    assert cluster.eschedule('evacuate', '--dry-run', 'hv1', '--each').code == 2
+    assert cluster.eschedule('evacuate', '--dry-run', 'hv9').code == 4
+    unknown = cluster.eschedule('evacuate', '--dry-run', MALFORMED)
     assert (unknown.code, unknown.stdout) == (4, '')
