@@ -166,7 +166,7 @@ def describe_shapes() -> tuple[list[Block], list[Section]]:
         )
         for names in by_object.values()
     ]
-    refusal = 'If no compute has room, or a quota would be exceeded, `create` and `plan` print this and exit with 3:'
+    refusal = 'If no compute has room, or a quota would be exceeded, `create` prints this and exits with 3:'
     return parse_docstring(shapes), [*sections, Section('A refusal', [refusal, _make_field_table(shapes.REFUSED)])]
 
 

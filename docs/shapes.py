@@ -319,11 +319,11 @@ _USE = _object(
 )  # fmt: skip
 _STACK = _object(stack=_text('name of the stack'), instances=many(_STEP, 'instances of the file, then others'))
 
-# By command. `create` and `plan` print REFUSED if there is no room, or a quota is exceeded (exit code 3).
+# By command. `create` prints REFUSED if there is no room, or a quota is exceeded (exit code 3).
 SHAPES: Mapping[str, Schema] = {
     'create': many(_NEW),
+    'create --dry-run': many(_RANKED),
     'apply': _STACK,
-    'plan': many(_RANKED),
     'query': _ADDRESSED,
     'list': many(RECORD),
     'show': one_or_many(RECORD),

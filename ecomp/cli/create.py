@@ -1,4 +1,4 @@
-"""Commands for new instances: `eschedule 'resources=…'`, its --queue, and `plan`."""
+"""Commands for new instances: `eschedule 'resources=…'`, its --queue, and its --dry-run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ecomp.cli.options import (
     YAML,
     Options,
     convert_to_usage_error,
-    parse_planned_query,
+    find_table_problems,
     parse_query_and_image,
 )
 from ecomp.cli.terminal import make_timestamp
@@ -66,6 +66,8 @@ NewInstance = dict[str, Any]
 def _create(ctx: Context) -> int:
     with convert_to_usage_error():
         image = resolve_image(ctx.config, ctx.words[1] if len(ctx.words) > 1 else ctx.config.image)
+    if ctx.options.dry_run:
+        return _plan(ctx)
     ssh_keys, user_data = _read_guest_files(ctx)
     order = Order(
         ctx.options.uuid or make_uuid(os.urandom(16)),
@@ -377,6 +379,8 @@ def _find_problems(name: str, words: Sequence[str], options: Options) -> Iterato
         yield '--min needs --count'
     if options.min is not None and not 1 <= options.min <= count:
         yield f'--min: must be 1 to {count}, the value of --count'
+    if not options.dry_run:
+        yield from find_table_problems(options, 'needs --dry-run')
     if options.queue:
         yield from _find_queue_problems(words, options)
     if options.name is not None:
@@ -388,6 +392,8 @@ def _find_problems(name: str, words: Sequence[str], options: Options) -> Iterato
 def _find_queue_problems(words: Sequence[str], options: Options) -> Iterator[str]:
     if options.flavor is None:
         yield '--queue needs --flavor: each flavor has its own queue'
+    if options.dry_run:
+        yield '--dry-run is not accepted with --queue: the computes decide which compute takes the request'
     if words[0]:
         yield 'a query is not accepted with --queue, because the flavor is the whole query'
     for option, value in (('on', options.on), ('weigh', options.weigh), ('count', options.size), ('min', options.min)):
@@ -400,11 +406,6 @@ _TIMEOUT_HELP = (
     'wait at most this long after the instance was placed or queued, then exit with 6; the operation continues. '
     f'Default: {DEFAULT_WAIT_SECONDS:.0f}'
 )
-# Options of create that `plan` accepts and ignores, so that the same command line works.
-_IGNORED_OPTIONS = {
-    **dict.fromkeys(('name', 'uuid', 'ssh_key', 'user_data', 'timeout'), 'ignored by `plan`'),
-    'wait': 'ignored by `plan`, with or without =STAGE',
-}
 
 # fmt: off
 COMMANDS: Sequence[Command] = (
@@ -416,17 +417,12 @@ COMMANDS: Sequence[Command] = (
             '`eschedule image list`; if the URL ends with #sha256=DIGITS, an image with another digest is refused. '
             'Default: the image of schedule.yaml. Once etcd has the request for the chosen compute, the command '
             'prints `NOTIFIED TARGET, <compute>, OF INSTANCE <instance>`, with both uuids. If no compute has room, '
-            'the command prints NO ALLOCATIONS LEFT, and stderr lists what each compute lacks.',
+            'the command prints NO ALLOCATIONS LEFT, and stderr lists what each compute lacks. With --dry-run it '
+            'prints which computes would be tried, in which order and why, and how many instances each would get.',
             parse_query_and_image, _create,
             {**select_options('name uuid ssh_key user_data flavor queue size min on weigh group policy strictness '
-                     'project wait format'), 'timeout': _TIMEOUT_HELP}, (3, 4, 5, 6), find_problems=_find_problems,
+                              'project wait'), 'timeout': _TIMEOUT_HELP, **LISTING_OPTIONS,
+             'dry_run': 'print what the command would do; change nothing. --name, --uuid, --ssh-key, --user-data and '
+             '--wait have no effect'}, (3, 4, 5, 6), find_problems=_find_problems,
             example="eschedule 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256' --name web1 --wait"),
-    Command('plan', "plan ['resources=…']", 'show the computes to be tried; claim nothing',
-            'Show what `eschedule create` with the same arguments would do now: which computes it would try, in which '
-            'order and why, and how many instances each compute would get. Nothing is claimed or written.',
-            parse_planned_query, _plan,
-            {**select_options('min flavor weigh on project policy strictness'), **_IGNORED_OPTIONS, **LISTING_OPTIONS,
-             'size': f'plan for N instances, 1 to {MAX_SET_SIZE} (with --name 1 to {MAX_NAMED_SET_SIZE}). Default: 1',
-             'group': 'plan for new members of this group'}, (3, 4, 5), find_problems=_find_problems,
-            example="eschedule plan 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256' --count 3"),
 )

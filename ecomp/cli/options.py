@@ -130,15 +130,6 @@ def is_image(word: str) -> bool:
     return '://' in word.partition('=')[0]
 
 
-def parse_planned_query(name: str, words: Sequence[str]) -> Words:
-    """Parse as parse_query_and_image(), but return only the query; UsageError if the second word is no image URL."""
-    query, *image = parse_query_and_image(name, words)
-    if not all(is_image(word) for word in image):
-        problem = f'{name}: {image[0]!r} is not an image URL'
-        raise UsageError(f'{problem}. Fix: give a URL that starts with http://, https:// or file:///')
-    return (query,)
-
-
 def _normalize_if_uuid(word: str) -> str:
     return _normalize_uuid(word) or word
 
@@ -407,6 +398,13 @@ def _find_form_problems(options: Options, has_columns: bool) -> Iterator[str]:
     for flag, texts in (('-c', options.columns or ()), ('--sort', [options.sort] if options.sort is not None else ())):
         if not all(name.strip() for text in texts for name in text.split(',')):
             yield f'{flag}: needs the name of a column'
+
+
+def find_table_problems(options: Options, problem: str) -> Iterator[str]:
+    """Yield `problem` for each option that only a table has."""
+    given = {f'-f {options.format}': options.format in (CSV, VALUE), '-c': options.columns, '--sort': options.sort}
+    given |= {'--no-header': options.no_header, '--wide': options.wide}
+    yield from (f'{flag} {problem}' for flag, value in given.items() if value)
 
 
 def _find_wait_problems(name: str, options: Options, accepted_fields: Collection[str]) -> Iterator[str]:

@@ -29,6 +29,7 @@ def _index_by_word(meanings: Mapping[str, str]) -> dict[str, str]:
 OLD_WORDS: Mapping[str, str] = {
     'audit': 'check',
     'doctor': 'check',
+    'plan': "create --dry-run 'resources=…'",
     'what-if': 'evacuate --dry-run',
     'host list': 'hosts',
     'host show': 'hosts',

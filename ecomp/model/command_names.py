@@ -2,7 +2,7 @@
 
 # ruff: noqa: E501
 BY_MODULE = {
-    'create': ('create', 'plan'),
+    'create': ('create',),
     'apply': ('apply',),
     'inspect': ('query', 'list', 'show', 'why', 'timeline', 'wait'),
     'history': ('again', 'events'),

@@ -291,7 +291,9 @@ class CommandRun(NamedTuple):
         if self.is_apply:
             return '--dry-run' not in self.arguments
         is_query = any('resources' in word and '=' in word for word in self.arguments)
-        return (is_query or self.get_option('--flavor') is not None) and not {'plan', 'flavor'} & set(self.arguments)
+        return (is_query or self.get_option('--flavor') is not None) and not {'--dry-run', 'flavor'} & set(
+            self.arguments
+        )
 
     def get_option(self, option: str) -> str | None:
         for word, next_word in zip(self.arguments, (*self.arguments[1:], ''), strict=True):

@@ -105,7 +105,7 @@ def test_two_of_five_requests_fail_beside_a_host_that_fails_all_builds(cluster: 
     assert {each for each in found if each[0] != 'etcd-version'} == {('host-trouble', 'warning', broken.uuid)}
     assert audit.code == 0
     assert 'ecomp_cluster_hosts_troubled 1.0' in cluster.eschedule('metrics').stdout
-    preview = json.loads(cluster.eschedule('plan', SMALL_QUERY, '-f', 'json').stdout)
+    preview = json.loads(cluster.eschedule('create', '--dry-run', SMALL_QUERY, '-f', 'json').stdout)
     assert [each['compute'] for each in preview] == [good.uuid, broken.uuid]
 
     # It takes nothing from a queue, and gets what no other host has room for.
@@ -227,8 +227,8 @@ def test_disabled_compute_gets_no_instances_until_enabled(cluster: Control) -> N
     assert 'disabled: no new instances' in run_host_command(cluster, 'drain', first.uuid)[0]
     assert run_host_command(cluster, 'drain', first.uuid.upper())[0] == f'{first.uuid}: is already disabled'
     assert list_states(cluster) == {first.uuid: 'disabled', second.uuid: 'up'}
-    # The other compute has room for four. --count and plan respect the disabled state, too.
-    plan = cluster.eschedule('plan', SMALL_QUERY).stdout
+    # The other compute has room for four. --count and --dry-run respect the disabled state, too.
+    plan = cluster.eschedule('create', '--dry-run', SMALL_QUERY).stdout
     assert (second.uuid in plan, first.uuid in plan) == (True, False)
     placed = cluster.eschedule('--count', '4', SMALL_QUERY)
     assert placed.stdout.count(f'NOTIFIED TARGET, {second.uuid}, ') == 4

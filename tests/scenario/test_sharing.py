@@ -223,7 +223,7 @@ def test_flavor_is_set_listed_used_and_deleted(cluster: Control) -> None:
     _, instance = parse_notice(cluster.eschedule('resources=VCPU:2', IMAGE, '--flavor', 'tiny'))
     assert wait_state(cluster, instance, 'active')['resources']['VCPU'] == 2
     assert len(cluster.eschedule('--flavor', 'tiny', '--count', '2').stdout.splitlines()) == 2
-    planned = json.loads(cluster.eschedule('plan', '--flavor', 'tiny', '-f', 'json').stdout)
+    planned = json.loads(cluster.eschedule('create', '--dry-run', '--flavor', 'tiny', '-f', 'json').stdout)
     assert planned[0]['asked'] == {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}
     assert_one_line(cluster.eschedule('flavor', 'delete', 'tiny'), 0, 'removed')
     assert_one_line(cluster.eschedule('--flavor', 'tiny'), 4, 'tiny: no such flavor')
@@ -251,7 +251,7 @@ def test_plan_predicts_the_placement_of_a_set(cluster: Control) -> None:
         ('--count', '3', '--group', 'db', '--policy', 'affinity', '--weigh', 'pack'),
     ):
         # Options of a new instance, such as the image, are accepted but do not affect a plan.
-        planned = count_by_compute(cluster.eschedule('plan', SMALL_QUERY, IMAGE, *words, '-f', 'json'))
+        planned = count_by_compute(cluster.eschedule('create', '--dry-run', SMALL_QUERY, IMAGE, *words, '-f', 'json'))
         assert sum(planned.values()) == int(words[1])
         if words[-1] != 'anti-affinity':  # any of equal computes
             assert count_by_compute(cluster.eschedule(SMALL_QUERY, IMAGE, *words)) == planned
@@ -259,12 +259,12 @@ def test_plan_predicts_the_placement_of_a_set(cluster: Control) -> None:
             assert set(planned.values()) == {1}
     # Fourteen slots had two left; now one.
     assert sum(count_by_compute(cluster.eschedule(SMALL_QUERY, IMAGE, '--count', '1')).values()) == 1
-    results = [cluster.eschedule(*words, SMALL_QUERY, '--count', '2') for words in (('plan',), ())]
+    results = [cluster.eschedule(*words, SMALL_QUERY, '--count', '2') for words in (('create', '--dry-run'), ())]
     for done in results:
         assert (done.code, done.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
         assert 'there is room for 1 of 2' in done.stderr
     assert results[0].stderr == results[1].stderr
-    done = cluster.eschedule('plan', SMALL_QUERY, '--count', '2', '--min', '1', '-f', 'json')
+    done = cluster.eschedule('create', '--dry-run', SMALL_QUERY, '--count', '2', '--min', '1', '-f', 'json')
     assert sum(count_by_compute(done).values()) == 1
     assert '1 of 2 instances would be placed: there is no room or quota for more' in done.stderr
 
@@ -273,16 +273,24 @@ def test_plan_refuses_what_create_refuses(cluster: Control) -> None:
     cluster.ecompute(TOY)
     assert_one_line(cluster.eschedule('quota', 'set', 'shop', 'instances=2'), 0, 'quota of project shop')
     place(cluster, SMALL_QUERY, '--project', 'shop')
-    assert count_by_compute(cluster.eschedule('plan', SMALL_QUERY, '--project', 'shop', '-f', 'json')).total() == 1
+    assert (
+        count_by_compute(
+            cluster.eschedule('create', '--dry-run', SMALL_QUERY, '--project', 'shop', '-f', 'json')
+        ).total()
+        == 1
+    )
     for words in (('--project', 'shop', '--count', '2'), ('--count', '2', '--project', 'shop', '--group', 'new')):
-        real, planned = cluster.eschedule(SMALL_QUERY, *words), cluster.eschedule('plan', SMALL_QUERY, *words)
+        real, planned = (
+            cluster.eschedule(SMALL_QUERY, *words),
+            cluster.eschedule('create', '--dry-run', SMALL_QUERY, *words),
+        )
         assert real.code == planned.code != 0
         assert (planned.stdout, planned.stderr) == (real.stdout, real.stderr)
-    done = cluster.eschedule('plan', SMALL_QUERY, '--project', 'shop', '--count', '2')
+    done = cluster.eschedule('create', '--dry-run', SMALL_QUERY, '--project', 'shop', '--count', '2')
     assert 'instances: limit 2, used 1, requested 2' in done.stderr
-    assert cluster.eschedule('plan', SMALL_QUERY, '--project', 'other', '--count', '2').code == 0
+    assert cluster.eschedule('create', '--dry-run', SMALL_QUERY, '--project', 'other', '--count', '2').code == 0
     for query in ('resources=VCPU:1', 'resources=VCPU:1,MEMORY_MB:64'):
-        real, planned = cluster.eschedule(query), cluster.eschedule('plan', query)
+        real, planned = cluster.eschedule(query), cluster.eschedule('create', '--dry-run', query)
         assert real.code == planned.code == 2
         assert real.stderr == planned.stderr
 

@@ -63,7 +63,7 @@ def test_scheduler_runs_all_commands_of_an_instance(cloud: Product, tmp_path: Pa
     assert compute in cloud.run_successfully('show', 'web')
     for command in ('why', 'timeline'):
         assert cloud.run_successfully(command, 'web')
-    assert compute in cloud.run_successfully('plan', SMALL_QUERY, '--on', compute)
+    assert compute in cloud.run_successfully('create', '--dry-run', SMALL_QUERY, '--on', compute)
     for power, state in (('stop', 'stopped'), ('start', 'active'), ('reboot', 'active'), ('stop', 'stopped')):
         cloud.run_successfully(power, '--wait', 'web')
         cloud.wait_state(instance, state)
