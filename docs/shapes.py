@@ -327,13 +327,13 @@ SHAPES: Mapping[str, Schema] = {
     'query': _ADDRESSED,
     'list': many(RECORD),
     'show': one_or_many(RECORD),
-    'why': one_or_many(_WHY),
-    'again': _object(
+    'show --timeline': _TIMELINE,
+    'show --command': _object(
         command=many(_text('word'), 'command line'),
         files=many(_text('file'), 'files that were written, in the current directory'),
         unknown=many(_text('line that stderr reports'), 'what the command lacks'),
     ),
-    'timeline': _TIMELINE,
+    'why': one_or_many(_WHY),
     'wait': _outcome(instance=_FOUND, state=_text('last known state; null if none'), name=_NAME, address=_ADDRESS),
     'events': _EVENT,
     'destroy': _outcome(**_REACHED),

@@ -1,4 +1,4 @@
-"""Explain placements (`why`), draw how long stages took (`timeline`), print `events`, and requests (`again`).
+"""Explain placements (`why`), draw how long stages took, print `events`, and the commands of requests.
 
 A stage's duration counts from the stage before it. Later boots have only the stages of a boot. The first two stages are
 timed by eschedule's clock, the others by the compute's, so a duration may be negative.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ecomp.cli.command import Command, Context, select_options
-from ecomp.cli.options import JSON, TABLE, is_image, parse_any_instances, parse_one_instance
+from ecomp.cli.options import JSON, TABLE, is_image, parse_any_instances
 from ecomp.cli.tables import MIN_COLUMN_WIDTH, OutputStyle, shorten_uuids
 from ecomp.errors import Conflict, EcompError, NotFound, UsageError
 from ecomp.model import keys
@@ -30,7 +30,7 @@ from ecomp.model.stored import to_dict
 from ecomp.model.text import escape_characters, make_printable, parse_uuid_prefix
 from ecomp.model.user_data import parse_shared_user_data
 from ecomp.scheduler.queries.computes import read_computes, read_names_by_instance
-from ecomp.scheduler.queries.find import InstanceEntries, find
+from ecomp.scheduler.queries.find import InstanceEntries
 from ecomp.shared.names import load_group
 
 if TYPE_CHECKING:
@@ -238,6 +238,14 @@ def _parse_seconds(time: str) -> float | None:
     return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
 
 
+def print_timeline(ctx: Context, record: Record) -> int:
+    if ctx.form == TABLE:
+        ctx.draw(draw_timeline(record, ctx.style))
+    else:
+        ctx.show_document([timeline_to_dict(record)])
+    return 0
+
+
 # Past events, as far back as etcd keeps them, and new ones
 
 
@@ -359,13 +367,11 @@ class EventFormatter:
 SUFFIXES = {'--ssh-key': '.pub', '--user-data': '.user-data'}
 
 
-def _print_again(ctx: Context) -> int:
+def print_command(ctx: Context, entries: InstanceEntries) -> int:
+    """Print the command that creates an instance again; raise Conflict if its query or image is unknown."""
     import shlex  # imported here, as the next one: seldom needed
 
-    instance = ctx.resolve_instance(ctx.words[0])
-    entries = find(ctx.store, instance)
-    if entries is None:
-        raise NotFound(f'{instance}: no such instance')
+    instance = entries.record.instance
     order, why = entries.order or entries.record, entries.record.why
     query, image = order.query or '', order.image or ''
     # Pasted, another query would be an option or a command: their writer may have written anything.
@@ -431,12 +437,6 @@ _FORMAT_HELP = 'output format: table, or json (one JSON object per line). Defaul
 
 # fmt: off
 COMMANDS: Sequence[Command] = (
-    Command('again', 'again <id>', 'print the command that creates an instance again',
-            'Print the command that creates this instance again, whether it lives, failed or is gone. Its ssh keys and '
-            'its user-data are written to files in the current directory that only you can read; a file with other '
-            'content is not replaced. stderr lists what the command lacks: what the configuration of its host '
-            'decided and, once the request is gone, the ssh keys, the user-data and the policy of the group.',
-            parse_one_instance, _print_again, select_options('format'), (4, 5), example='eschedule again web1'),
     Command('events', 'events [<id>…]', 'print past events and, with --watch, new ones',
             'Print what happened to all instances, computes, queues, names, groups, quotas, flavors and stacks, or '
             'only to the given instances, also those that are gone: one event per line, the oldest first, with who '

@@ -19,12 +19,12 @@ from ecomp.cli.command import (
     select_options,
 )
 from ecomp.cli.options import (
-    TABLE,
+    Options,
+    find_table_problems,
     parse_any_instances,
     parse_bare_instance,
     parse_instances,
     parse_nothing,
-    parse_one_instance,
 )
 from ecomp.cli.selection import SELECTORS, find_conflicts, make_filter, select_instances, select_records, sort_records
 from ecomp.cli.suggestions import make_hint, suggest
@@ -154,6 +154,11 @@ def _add_claim_faults(ctx: Context, records: Sequence[Record], known_computes: C
 
 def _show(ctx: Context) -> int:
     ctx.connect()
+    if ctx.options.view is not None:
+        from ecomp.cli.history import print_command, print_timeline
+
+        entries = _find_instance(ctx, ctx.words[0])
+        return print_timeline(ctx, entries.record) if ctx.options.view == 'timeline' else print_command(ctx, entries)
 
     def read_details(word: str) -> Details:
         (record,) = _add_claim_faults(ctx, [_find_instance(ctx, word).record], ctx.computes)
@@ -163,6 +168,13 @@ def _show(ctx: Context) -> int:
     if details:
         ctx.draw(render_details(details, ctx.style, is_array=len(ctx.words) > 1))
     return code
+
+
+def _find_view_problems(name: str, words: Sequence[str], options: Options) -> Iterator[str]:
+    if options.view is not None:
+        if len(words) > 1:
+            yield f'{name}: --{options.view} needs exactly one instance'
+        yield from find_table_problems(options._replace(wide=False), f'is not accepted with --{options.view}')
 
 
 def _print_why(ctx: Context) -> int:
@@ -177,17 +189,6 @@ def _print_why(ctx: Context) -> int:
     text = '\n'.join(map(format_explanation, explanations))
     ctx.show_document(list(map(explanation_to_dict, explanations)), text, is_array=len(ctx.words) > 1)
     return code
-
-
-def _print_timeline(ctx: Context) -> int:
-    from ecomp.cli.history import draw_timeline, timeline_to_dict
-
-    record = _find_instance(ctx, ctx.words[0]).record
-    if ctx.form == TABLE:
-        ctx.draw(draw_timeline(record, ctx.style))
-    else:
-        ctx.show_document([timeline_to_dict(record)])
-    return 0
 
 
 def _find_instance(ctx: Context, word: str) -> InstanceEntries:
@@ -372,21 +373,22 @@ COMMANDS: Sequence[Command] = (
             parse_nothing, _list, {**LISTING_OPTIONS, **FILTERS}, (4, 5), example='eschedule list'),
     Command('show', 'show <id>…', 'show all details of an instance',
             'Show all details of an instance: what was requested, where it is, its interfaces, when it reached each '
-            'stage, and any problem. With -f json: its record, as stored in etcd.',
-            parse_instances, _show, select_options('format columns no_header wide'), (4, 5),
-            example='eschedule show web1 -f json'),
+            'stage, and any problem. With -f json: its record, as stored in etcd. --timeline draws the duration of '
+            'each stage of its last boot as a bar, in seconds. Boots after the first have only the stages started, '
+            'addressed and ready. The times of the first two stages come from the clock of the machine that ran '
+            'eschedule, all others from the clock of the compute. --command prints the command that creates the '
+            'instance again, whether it lives, failed or is gone. Its ssh keys and its user-data are written to files '
+            'in the current directory that only you can read; a file with other content is not replaced. stderr lists '
+            'what the command lacks: what the configuration of its host decided and, once the request is gone, the '
+            'ssh keys, the user-data and the policy of the group.',
+            parse_instances, _show, select_options('format columns no_header wide view'), (4, 5),
+            example='eschedule show web1 -f json', find_problems=_find_view_problems),
     Command('why', 'why <id>…', 'explain why an instance is on its compute',
             'Explain why an instance is on its compute: what was requested, how many computes had room, in which '
             'order they were tried, and where the other members of its group are. For an instance in a queue: since '
             'when it has waited, how many requests are before it, and what each compute that takes queued requests '
             'lacks.',
             parse_instances, _print_why, DOCUMENT_OPTIONS, (4, 5), example='eschedule why web1'),
-    Command('timeline', 'timeline <id>', 'show how long each stage of a boot took',
-            'Draw the duration of each stage of an instance as a bar, in seconds: for its last boot. Boots '
-            'after the first have only the stages started, addressed and ready. The times of the first two stages come '
-            'from the clock of the machine that ran eschedule, all others from the clock of the compute.',
-            parse_one_instance, _print_timeline, select_options('format wide'), (4, 5),
-            example='eschedule timeline web1'),
     Command('wait', 'wait [<id>…]', 'wait until an instance has its address',
             'Wait until each instance has its address, and print the address. With --for, wait for another stage. '
             'After a start or a reboot, the command waits for the stage of the new boot; while a guest is off, for '

@@ -294,6 +294,9 @@ class Options(NamedTuple):
         'gone works without --all', repeats=True)] = None
     host: Annotated[str | None, _make_option(
         '--host COMPUTE', 'list only instances on this compute: its uuid or host name')] = None
+    view: Annotated[str | None,
+        _make_option('--timeline', 'draw how long each stage of the last boot took', const='timeline'),
+        _make_option('--command', 'print the command that creates the instance again', const='command')] = None
     all: Annotated[bool, _make_option(
         '--all', 'list also instances that are gone; their records are kept for a day')] = False
     watch: Annotated[bool, _make_option(

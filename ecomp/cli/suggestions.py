@@ -30,6 +30,8 @@ OLD_WORDS: Mapping[str, str] = {
     'audit': 'check',
     'doctor': 'check',
     'plan': "create --dry-run 'resources=…'",
+    'timeline': 'show --timeline',
+    'again': 'show --command',
     'what-if': 'evacuate --dry-run',
     'host list': 'hosts',
     'host show': 'hosts',

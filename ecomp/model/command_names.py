@@ -4,8 +4,8 @@
 BY_MODULE = {
     'create': ('create',),
     'apply': ('apply',),
-    'inspect': ('query', 'list', 'show', 'why', 'timeline', 'wait'),
-    'history': ('again', 'events'),
+    'inspect': ('query', 'list', 'show', 'why', 'wait'),
+    'history': ('events',),
     'enter': ('ssh', 'ssh-config', 'console', 'log'),
     'change': ('destroy', 'stop', 'start', 'reboot', 'clear'),
     'sharing': ('flavor list', 'flavor show', 'flavor set', 'flavor delete', 'image list', 'group list', 'group show', 'quota list', 'quota show', 'quota set'),

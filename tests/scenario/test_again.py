@@ -1,4 +1,4 @@
-"""`eschedule again`: the printed command, run by a shell, makes the same request."""
+"""`eschedule show --command`: the printed command, run by a shell, makes the same request."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def drop_fields(request: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def print_again(control: Control, word: str) -> Result:
-    result = control.eschedule('again', word)
+    result = control.eschedule('show', '--command', word)
     assert result.code == 0, result
     assert len(result.stdout.splitlines()) == 1, result
     return result
@@ -78,7 +78,7 @@ def test_printed_command_makes_the_same_request(cluster: Control, compute: Ecomp
     assert files['pub'].read_text().splitlines() == KEYS
     assert files['user-data'].read_text() == SCRIPT
     assert {path.stat().st_mode & 0o777 for path in files.values()} == {0o600}
-    document = json.loads(cluster.eschedule('again', 'web1', '-f', 'json').stdout)
+    document = json.loads(cluster.eschedule('show', '--command', 'web1', '-f', 'json').stdout)
     assert document == {
         'command': shlex.split(result.stdout),
         'files': ['again-web1.pub', 'again-web1.user-data'],
@@ -106,7 +106,9 @@ def test_file_with_other_content_is_not_replaced(cluster: Control, compute: Ecom
     instance = boot(cluster, SMALL_QUERY, *write_files(tmp_path))
     kept = cluster.directory / f'again-{instance[:8]}.user-data'
     kept.write_text('mine')
-    assert_one_line(cluster.eschedule('again', instance), 5, kept.name, 'exists with other content. Fix: move it away')
+    assert_one_line(
+        cluster.eschedule('show', '--command', instance), 5, kept.name, 'exists with other content. Fix: move it away'
+    )
     assert kept.read_text() == 'mine'
     kept.unlink()
     print_again(cluster, instance)
@@ -161,7 +163,7 @@ def test_gone_and_failed_instances_lack_what_only_their_request_had(
     request = read_request(cluster, again)
     assert (request['name'], request['query'], request['image']) == ('web2', SMALL_QUERY, IMAGE)
     wait_address(cluster, again)
-    assert_one_line(cluster.eschedule('again', UNKNOWN_UUID), 4, 'no such instance')
+    assert_one_line(cluster.eschedule('show', '--command', UNKNOWN_UUID), 4, 'no such instance')
     check_invariants(cluster, compute)
 
 
@@ -175,6 +177,6 @@ def test_recorded_query_is_printed_whole_and_never_becomes_an_option(cluster: Co
     assert query in shlex.split(print_again(cluster, gone).stdout)
     for written in ({'query': '--config=/tmp/theirs.yaml'}, {'query': 'destroy', 'image': 'web1'}):
         cluster.etcd.put_record(json.dumps({**record, **written}))
-        assert_one_line(cluster.eschedule('again', gone), 5, 'its query or its image is in neither')
+        assert_one_line(cluster.eschedule('show', '--command', gone), 5, 'its query or its image is in neither')
     cluster.etcd.delete(cluster.etcd.find_record_key(gone))  # it is on no lease any more
     check_invariants(cluster, compute)

@@ -116,7 +116,7 @@ def test_wait_for_stages_and_for_several_instances(cluster: Control, compute: Ec
     mixed = cluster.eschedule('wait', UNKNOWN_UUID, *instances[:2], '--timeout', '10')
     assert (mixed.code, mixed.stdout.splitlines()) == (4, addresses[:2])
     assert mixed.stderr == f'eschedule: {UNKNOWN_UUID}: no such instance\n'
-    report = json.loads(cluster.eschedule('timeline', '-f', 'json', instances[0]).stdout)
+    report = json.loads(cluster.eschedule('show', '--timeline', '-f', 'json', instances[0]).stdout)
     # A fake guest has no cloud-init that could become ready.
     assert [stage['stage'] for stage in report['stages']] == list(STAGES[: STAGES.index('ready')])
 

@@ -181,7 +181,7 @@ def test_no_name_is_awaited_for_long_from_an_etcd_that_does_not_answer(
 def test_tab_completes_the_line_on_a_terminal(cluster: Control, env: dict[str, str], shell: str) -> None:
     script = write_completion_script(cluster.directory, shell, env)
     for line, expected in {
-        'eschedule timel': 'eschedule timeline',
+        'eschedule evac': 'eschedule evacuate',
         'eschedule show we': 'eschedule show web1',
         'eschedule host dr': 'eschedule host drain',
         'eschedule resources=VCPU:1 --wait=addr': 'eschedule resources=VCPU:1 --wait=addressed',

@@ -79,7 +79,7 @@ def test_wait_after_reboot_waits_for_the_new_boot(cluster: Control, compute: Eco
     boots = (read_record(cluster, instance) or {})['boots']
     assert [(entry['number'], entry['reason']) for entry in boots] == [(3, 'start')]
     assert sorted(boots[0]['stages']) == ['addressed', 'started']
-    last = cluster.eschedule('timeline', instance).stdout.splitlines()
+    last = cluster.eschedule('show', '--timeline', instance).stdout.splitlines()
     assert last[0].startswith(f'{instance}  active  boot 3, start  started {boots[0]["stages"]["started"]}')
     assert [line.split()[0] for line in last[1:]] == ['addressed', 'ready', '0']
     rows = dict(line.split(maxsplit=1) for line in cluster.eschedule('show', instance).stdout.splitlines())

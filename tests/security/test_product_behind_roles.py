@@ -61,8 +61,8 @@ def test_scheduler_runs_all_commands_of_an_instance(cloud: Product, tmp_path: Pa
     assert cloud.run_successfully('wait', 'web', '--for', 'addressed')
     assert instance in cloud.run_successfully('list')
     assert compute in cloud.run_successfully('show', 'web')
-    for command in ('why', 'timeline'):
-        assert cloud.run_successfully(command, 'web')
+    for command in (['why'], ['show', '--timeline']):
+        assert cloud.run_successfully(*command, 'web')
     assert compute in cloud.run_successfully('create', '--dry-run', SMALL_QUERY, '--on', compute)
     for power, state in (('stop', 'stopped'), ('start', 'active'), ('reboot', 'active'), ('stop', 'stopped')):
         cloud.run_successfully(power, '--wait', 'web')

@@ -423,7 +423,7 @@ def test_infinite_weight_ends_in_error(cluster: Control, compute: Ecompute) -> N
     cluster.etcd.put(f'/hosts/{compute.uuid}/{instance}', value)
     failed = wait_state(cluster, instance, 'error')
     assert 'the number 1e999 is too large' in failed['error']['reason']
-    for words in (['show'], ['why'], ['show', '-f', 'json'], ['timeline']):
+    for words in (['show'], ['why'], ['show', '-f', 'json'], ['show', '--timeline']):
         assert run_in_process(cluster, *words, instance).code == 0
     assert run_in_process(cluster, 'list').code == 0
     assert run_in_process(cluster, 'destroy', '--wait', instance).code == 0

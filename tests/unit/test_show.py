@@ -118,7 +118,7 @@ ORDER_VALUES: dict[str, Any] = {
     'replaced_by': COMPUTE,
 }
 RECORDED_VALUES = {name: ORDER_VALUES.get(name) for name in RECORDED_FIELDS}
-# What the command of `again` does not set: who asked and when, the number of a set, the places in a stack and of an
+# What `show --command` does not set: who asked and when, the number of a set, the places in a stack and of an
 # evacuation. Keys and user-data are options, too, but name files, which tests/scenario/test_again.py reads.
 NOT_REPEATED = {
     *('user_id', 'stages', 'count', 'stack', 'replaces', 'replaced_by'),
@@ -311,9 +311,9 @@ GOLDEN = Path(__file__).parents[1] / 'golden/commands'
 
 def name_shape(command: Invocation) -> str:
     """Return the key in SHAPES: an option may change what a command prints."""
-    names = (
-        f'{command.name} --{field.replace("_", "-")}' for field, value in command.options._asdict().items() if value
-    )
+    given = {field: value for field, value in command.options._asdict().items() if value}
+    flags = (given[field] if field == 'view' else field.replace('_', '-') for field in given)
+    names = (f'{command.name} --{flag}' for flag in flags)
     return next((name for name in names if name in SHAPES), command.name)
 
 
