@@ -123,7 +123,7 @@ def render_command_names() -> str:
     words = textwrap.fill(', '.join(map(repr, list_reserved_words())), 116, break_on_hyphens=False)
     return '\n'.join([
         '"""The names of eschedule\'s commands, made from their rows by `python -m docs.generate`. Pure."""', '',
-        '# ruff: noqa: E501', 'BY_MODULE = {', *lines, '}',
+        'BY_MODULE = {', *lines, '}',
         '"""The names by the module of ecomp/cli that has their rows, in the order of the help."""', '',
         'RESERVED = frozenset({', textwrap.indent(f'{words},', '    '), '})',
         '"""The first arguments of commands, also of planned ones: no instance may have such a name."""', '',

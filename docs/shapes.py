@@ -345,17 +345,14 @@ SHAPES: Mapping[str, Schema] = {
             _object(instance=_INSTANCE, state=_text('state of the instance', enum=['gone', 'error'])), 'removed records'
         )
     ),
-    'flavor list': many(_FLAVOR),
-    'flavor show': one_or_many(_FLAVOR),
+    'flavor': one_or_many(_FLAVOR),
     'flavor set': _single_outcome(),
     'flavor delete': _outcome(),
-    'image list': many(_IMAGE),
-    'group list': many(_GROUP),
-    'group show': one_or_many(_GROUP),
-    'quota list': many(_QUOTA),
-    'quota show': one_or_many(_QUOTA),
+    'image': many(_IMAGE),
+    'group': one_or_many(_GROUP),
+    'quota': one_or_many(_QUOTA),
     'quota set': _single_outcome(),
-    # An object for one host, an array for all and for several.
+    # Of these four: an object for one argument, an array without and with several.
     'hosts': one_or_many(_HOST),
     'host drain': _outcome(compute=_TARGET),
     'host enable': _outcome(compute=_TARGET),

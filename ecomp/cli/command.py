@@ -327,7 +327,7 @@ class Outcomes:
             self.process_each(pending, lambda word: accepted.extend([word] if submit(word) else []))
         except KeyboardInterrupt:
             kind, space, _ = self._ctx.name.partition(' ')
-            show_command = 'show' if not space else 'hosts' if kind == 'host' else f'{kind} show'
+            show_command = 'show' if not space else 'hosts' if kind == 'host' else kind
             word, count = pending[0], len(pending) - 1
             rest = f'; {count} further request{" was" if count == 1 else "s were"} not sent' if count else ''
             hint = f'Try: {self._ctx.command_prefix} {show_command} {word}'

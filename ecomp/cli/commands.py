@@ -191,7 +191,7 @@ def _find_command_to_explain(argv: Sequence[str]) -> str:
 
 def format_help(name: str) -> str:
     """Return the help of a command, of several for a word of FAMILY_WORDS (`host`), or of all for ''."""
-    if name in FAMILY_WORDS:
+    if name in FAMILY_WORDS and name not in COMMANDS:
         lines = [format_summary(COMMANDS[f'{name} {second}']) for second in FAMILY_WORDS[name]]
         more = f'`eschedule {name} SUBCOMMAND --help` describes one of these commands.'
         return '\n'.join([f'usage: eschedule {name} …', '', *lines, '', more]) + '\n'

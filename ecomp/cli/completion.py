@@ -27,8 +27,8 @@ SAFE_NAME = re.compile('[A-Za-z0-9._-]+')
 Source: TypeAlias = str | tuple[str, str]
 
 INSTANCES, HOSTS = ('list', 'NAME,INSTANCE'), ('hosts', 'HOST,COMPUTE')
-FLAVORS, IMAGES = ('flavor list', 'FLAVOR'), ('image list', 'NAME')
-GROUPS, PROJECTS = ('group list', 'GROUP'), ('quota list', 'PROJECT')
+FLAVORS, IMAGES = ('flavor', 'FLAVOR'), ('image', 'NAME')
+GROUPS, PROJECTS = ('group', 'GROUP'), ('quota', 'PROJECT')
 # What completes a word, by a part of the command's usage. The first part that occurs counts.
 SOURCES_BY_USAGE: Mapping[str, Sequence[Source]] = {
     **{'<id>': [INSTANCES], '<host>': [HOSTS], 'NAME…': [FLAVORS], 'IMAGE_URL': [IMAGES], 'GROUP': [GROUPS]},
@@ -70,10 +70,9 @@ def _find_sources(commands: Mapping[str, Command], current: str, before: Sequenc
         return [*(flag for option in options for flag in option.flags), '--help', '--version']
     if not topic:
         return [*FIRST_WORDS, *([INSTANCES] if current and not words else [])]
-    if len(topic) == 1 and topic[0] in FAMILY_WORDS:
-        return FAMILY_WORDS[topic[0]]
-    usage = command.usage if command else ''
-    return next((sources for part, sources in SOURCES_BY_USAGE.items() if part in usage), ())
+    seconds = FAMILY_WORDS.get(topic[0], ()) if len(topic) == 1 else ()
+    usage = command.usage if command and words[0] != 'help' else ''
+    return [*seconds, *next((sources for part, sources in SOURCES_BY_USAGE.items() if part in usage), ())]
 
 
 def _split_line(before: Sequence[str]) -> tuple[list[str], str]:

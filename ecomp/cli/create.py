@@ -414,7 +414,7 @@ COMMANDS: Sequence[Command] = (
             'query, in quotes, is passed to placement unchanged: resources=VCPU:1,DISK_GB:1,MEMORY_MB:256 (disk in '
             'GiB, memory in MiB), optionally with &required=TRAIT and other parameters of placement. Without a query, '
             '--flavor is required. IMAGE_URL is the http:// or https:// URL of the disk image, or a name from '
-            '`eschedule image list`; if the URL ends with #sha256=DIGITS, an image with another digest is refused. '
+            '`eschedule image`; if the URL ends with #sha256=DIGITS, an image with another digest is refused. '
             'Default: the image of schedule.yaml. Once etcd has the request for the chosen compute, the command '
             'prints `NOTIFIED TARGET, <compute>, OF INSTANCE <instance>`, with both uuids. If no compute has room, '
             'the command prints NO ALLOCATIONS LEFT, and stderr lists what each compute lacks. With --dry-run it '

@@ -34,6 +34,9 @@ MAX_PROJECT_LENGTH = 255
 
 SHELLS = ('bash', 'zsh', 'fish')
 
+# The second words of `flavor` and `quota`. A flavor, group or project with such a name would be hidden.
+SUBCOMMANDS = ('set', 'delete')
+
 
 @contextmanager
 def convert_to_usage_error(subject: str = '') -> Iterator[None]:
@@ -158,6 +161,7 @@ parse_instances = _make_word_parser(
 parse_one_instance = _make_word_parser(1, 1, 'needs exactly one instance, by name or uuid', _parse_instance)
 parse_any_computes = _make_word_parser(0, None, '', _normalize_if_uuid)
 parse_computes = _make_word_parser(1, None, 'missing argument: one or more hosts, by name or uuid', _normalize_if_uuid)
+parse_any_names = _make_word_parser(0, None, '')
 parse_names = _make_word_parser(1, None, 'missing argument: one or more {what}s, by name')
 parse_file = _make_word_parser(1, 1, 'needs exactly one argument: a file, or - for standard input')
 parse_flavor_and_query = _make_word_parser(
@@ -378,6 +382,8 @@ def find_option_problems(name: str, options: Options, accepted_fields: Collectio
     if options.group is not None:
         with convert_to_usage_error('--group'):
             check_group_name(options.group)
+        if options.group in SUBCOMMANDS and options.policy is not None:  # of the first member
+            yield f'--group: {options.group!r} is not a valid name of a new group. Fix: choose another name'
     elif options.policy is not None or options.strictness is not None:
         yield '--policy, --strict and --soft need --group'
     if options.project is not None:

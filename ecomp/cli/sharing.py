@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ecomp.cli.command import DOCUMENT_OPTIONS, LISTING_OPTIONS, Command, Context, Outcomes
-from ecomp.cli.options import parse_flavor_and_query, parse_names, parse_nothing, parse_project_and_limits
+from ecomp.cli.options import (
+    SUBCOMMANDS,
+    Options,
+    parse_any_names,
+    parse_flavor_and_query,
+    parse_names,
+    parse_nothing,
+    parse_project_and_limits,
+)
+from ecomp.cli.suggestions import suggest_subcommand
 from ecomp.cli.tables import UUID, Column, Listing, Row, make_sort_key
 from ecomp.errors import NotFound
 from ecomp.model import keys
@@ -31,17 +40,14 @@ MAX_HOSTS_IN_CELL = 20
 
 def _list_flavors(ctx: Context) -> int:
     flavors, unreadable = sharing.list_flavors(ctx.store)
-    return ctx.show(make_flavor_listing(flavors), unreadable)
-
-
-def _show_flavors(ctx: Context) -> int:
-    flavors, unreadable = sharing.list_flavors(ctx.store)
+    if not ctx.words:
+        return ctx.show(make_flavor_listing(flavors), unreadable)
     missing = [name for name in ctx.words if name not in flavors]
     for name in missing:
         ctx.out.say(str(sharing.make_no_such_flavor(name, flavors)))
     selected = {name: item for name, item in flavors.items() if name in ctx.words}
     code = ctx.show(make_flavor_listing(selected), unreadable, is_single=len(ctx.words) == 1) if selected else 0
-    return NotFound.exit_code if missing else code
+    return _add_hint(ctx, NotFound.exit_code) if missing else code
 
 
 def _set_flavor(ctx: Context) -> int:
@@ -57,6 +63,8 @@ def _list_images(ctx: Context) -> int:
 
 
 def _list_groups(ctx: Context) -> int:
+    if ctx.words:
+        return _show_groups(ctx)
     groups, unreadable = load_all(ctx.store, keys.GROUPS, load_group)
     return ctx.show(make_group_listing(groups, ctx.computes, read_names_by_instance(ctx.store)), unreadable)
 
@@ -74,20 +82,18 @@ def read_group(store: Store, name: str) -> Group:
     group, _ = load_group(store, name)
     if group is None:
         hint = format_suggestion(name, map(keys.get_last_part, store.snapshot(keys.GROUPS, keys_only=True).entries))
-        raise NotFound(f'{make_printable(name, 100)}: no such group{hint}. Try: eschedule group list')
+        raise NotFound(f'{make_printable(name, 100)}: no such group{hint}. Try: eschedule group')
     return group
 
 
 def _list_quotas(ctx: Context) -> int:
-    quotas, unreadable = load_all(ctx.store, keys.QUOTAS, load_quota)
-    return ctx.show(make_quota_listing(quotas), unreadable)
-
-
-def _show_quotas(ctx: Context) -> int:
+    if not ctx.words:
+        listed, unreadable = load_all(ctx.store, keys.QUOTAS, load_quota)
+        return ctx.show(make_quota_listing(listed), unreadable)
     quotas, code = ctx.find_each(lambda name: sharing.require_quota(ctx.store, name))
     if quotas:
         ctx.show(make_usage_listing(quotas, is_array=len(ctx.words) > 1))
-    return code
+    return _add_hint(ctx, code)
 
 
 def _set_quota(ctx: Context) -> int:
@@ -95,6 +101,18 @@ def _set_quota(ctx: Context) -> int:
     remark = sharing.check_limits(ctx.placement, limits)
     suffix = f'; {remark}' if remark else ''
     return _apply_to_each(ctx, [project], lambda project: sharing.set_limits(ctx.store, project, limits) + suffix)
+
+
+def _add_hint(ctx: Context, code: int) -> int:
+    """Say what was probably meant if the first word, not found, is a verb (`flavor create`); return `code`."""
+    if code == NotFound.exit_code and (hint := suggest_subcommand(ctx.name, ctx.words)):
+        ctx.out.say(hint)
+    return code
+
+
+def _find_name_problems(name: str, words: Sequence[str], _: Options) -> Iterator[str]:
+    if words[0] in SUBCOMMANDS:
+        yield f'{name}: {words[0]!r} is not a valid name: it is a subcommand. Fix: choose another name'
 
 
 def _apply_to_each(ctx: Context, words: Sequence[str], change: Callable[[str], str]) -> int:
@@ -186,44 +204,39 @@ def _quota_to_dict(project_quota: Quota) -> dict[str, object]:
 
 # fmt: off
 COMMANDS: Sequence[Command] = (
-    Command('flavor list', 'flavor list', 'list the flavors', 'List the flavors, and what each requests.',
-            parse_nothing, _list_flavors, LISTING_OPTIONS, example='eschedule flavor list'),
-    Command('flavor show', 'flavor show NAME…', 'show what a flavor requests',
-            'Show one or more flavors, as `eschedule flavor list` shows all of them.',
-            parse_names, _show_flavors, LISTING_OPTIONS, (4,), example='eschedule flavor show small'),
+    Command('flavor', 'flavor [NAME…]', 'list flavors, and what each requests',
+            'List all flavors, or the given ones, and what each requests. `eschedule flavor set` and `flavor delete` '
+            'change them.',
+            parse_any_names, _list_flavors, LISTING_OPTIONS, (4,), example='eschedule flavor small'),
     Command('flavor set', "flavor set NAME 'resources=…'", 'store a flavor in etcd, for all users',
             'Store a flavor in etcd, for all users. An existing flavor of the same name is replaced; existing '
             'instances do not change. A flavor is a placement query in quotes, with resources= and optionally '
             'required=, and nothing else.',
             parse_flavor_and_query, _set_flavor, DOCUMENT_OPTIONS,
-            example="eschedule flavor set small 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'"),
+            example="eschedule flavor set small 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'",
+            find_problems=_find_name_problems),
     Command('flavor delete', 'flavor delete NAME…', 'remove flavors from etcd',
             'Remove flavors from etcd. Existing instances do not change. Requests in the queue of a removed flavor '
             'wait until the flavor exists again.',
             parse_names, _delete_flavors, DOCUMENT_OPTIONS, (4,), example='eschedule flavor delete small'),
-    Command('image list', 'image list', 'list named images, and which hosts have them',
+    Command('image', 'image', 'list named images, and which hosts have them',
             'List the names in `images:` of schedule.yaml, their URLs, and the living hosts that have the image in '
             'their caches: an instance there starts without a download. A host reports its cache a few seconds after '
             'it has changed; `unknown:` is before hosts that have more images than they report.',
-            parse_nothing, _list_images, LISTING_OPTIONS, example='eschedule image list'),
-    Command('group list', 'group list', 'list all groups and their policies',
-            'List all groups, one a line: name, policy, number of members, and number of computes they are on.',
-            parse_nothing, _list_groups, LISTING_OPTIONS, example='eschedule group list'),
-    Command('group show', 'group show GROUP…', 'show where the members of a group are',
-            "Show a group's policy, and each member with its compute, or with `waits` if the member is in a queue.",
-            parse_names, _show_groups, LISTING_OPTIONS, (4,), example='eschedule group show web'),
-    Command('quota list', 'quota list', 'list the projects that have limits',
+            parse_nothing, _list_images, LISTING_OPTIONS, example='eschedule image'),
+    Command('group', 'group [GROUP…]', 'list groups, or where their members are',
+            'List all groups, one a line: name, policy, number of members, and number of computes they are on. For '
+            'given groups: the policy, and each member with its compute, or with `waits` if the member is in a queue.',
+            parse_any_names, _list_groups, LISTING_OPTIONS, (4,), example='eschedule group web'),
+    Command('quota', 'quota [PROJECT…]', 'list the limits of projects and their use',
             'List the projects that have limits, and how much of each limit is used. A project that is not listed is '
-            'not limited.',
-            parse_nothing, _list_quotas, LISTING_OPTIONS, example='eschedule quota list'),
-    Command('quota show', 'quota show PROJECT…', 'show the limits of a project and its use',
-            'Show the limits of a project: for each resource class, and for the number of instances, the limit, the '
-            'use and what remains (memory in MiB, disk in GiB).',
-            parse_names, _show_quotas, LISTING_OPTIONS, (4,), example='eschedule quota show shop'),
+            'not limited. For given projects: for each resource class, and for the number of instances, the limit, the '
+            'use and what remains (memory in MiB, disk in GiB). `eschedule quota set` changes limits.',
+            parse_any_names, _list_quotas, LISTING_OPTIONS, (4,), example='eschedule quota shop'),
     Command('quota set', 'quota set PROJECT CLASS=N…', 'set the limits of a project',
             'Set limits of a project: VCPU=10, MEMORY_MB=8192 (MiB), DISK_GB=100 (GiB), instances=5 or any other '
             'resource class. CLASS=none removes a limit. Other limits do not change. The current use is counted '
             'again; existing instances beyond a new limit are kept.',
             parse_project_and_limits, _set_quota, DOCUMENT_OPTIONS, (5,),
-            example='eschedule quota set shop VCPU=10 instances=5'),
+            example='eschedule quota set shop VCPU=10 instances=5', find_problems=_find_name_problems),
 )

@@ -33,6 +33,13 @@ OLD_WORDS: Mapping[str, str] = {
     'timeline': 'show --timeline',
     'again': 'show --command',
     'what-if': 'evacuate --dry-run',
+    'flavor list': 'flavor',
+    'flavor show': 'flavor',
+    'group list': 'group',
+    'group show': 'group',
+    'quota list': 'quota',
+    'quota show': 'quota',
+    'image list': 'image',
     'host list': 'hosts',
     'host show': 'hosts',
     'host disable': 'host drain',
@@ -116,8 +123,14 @@ def _find_command(first: str, second: str) -> str:
     return _find_in_family(command, second) or _get_listing(command) if command in FOREIGN_NOUNS else command
 
 
+def suggest_subcommand(family: str, words: Sequence[str]) -> str:
+    """Return what was probably meant by `family WORD…` if the first word names nothing, or ''."""
+    command = _find_in_family(family, words[0].lower())
+    return f'did you mean eschedule {command}{LOSS_WARNINGS.get(command, "")}?' if command not in ('', family) else ''
+
+
 def _get_listing(family: str) -> str:
-    return 'hosts' if family == 'host' else f'{family} list'
+    return 'hosts' if family == 'host' else family
 
 
 def _find_in_family(family: str, verb: str) -> str:

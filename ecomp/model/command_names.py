@@ -1,6 +1,5 @@
 """The names of eschedule's commands, made from their rows by `python -m docs.generate`. Pure."""
 
-# ruff: noqa: E501
 BY_MODULE = {
     'create': ('create',),
     'apply': ('apply',),
@@ -8,7 +7,7 @@ BY_MODULE = {
     'history': ('events',),
     'enter': ('ssh', 'ssh-config', 'console', 'log'),
     'change': ('destroy', 'stop', 'start', 'reboot', 'clear'),
-    'sharing': ('flavor list', 'flavor show', 'flavor set', 'flavor delete', 'image list', 'group list', 'group show', 'quota list', 'quota show', 'quota set'),
+    'sharing': ('flavor', 'flavor set', 'flavor delete', 'image', 'group', 'quota', 'quota set'),
     'operators': ('hosts', 'metrics', 'host drain', 'host enable', 'host forget', 'evacuate'),
     'top': ('top',),
     'check': ('check',),

@@ -172,7 +172,7 @@ def test_misspelt_command_is_suggested_without_etcd(
     [
         ('destroy web-1 web-2', '; 1 further request was not sent. Try: eschedule show web-1'),
         ('destroy web-1 --wait -f json', '. Try: eschedule show web-1'),
-        ('quota set web VCPU=4', '. Try: eschedule quota show web'),
+        ('quota set web VCPU=4', '. Try: eschedule quota web'),
     ],
 )
 def test_interrupt_during_a_write_says_it_may_be_accepted(

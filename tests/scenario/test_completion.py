@@ -26,7 +26,7 @@ from tests.kit.servers import SLOWDOWN_FACTOR, make_environment
 from tests.kit.story import SMALL_QUERY, boot, run_in_process
 
 LINES_OF_OTHER_SHELLS = {
-    *('eschedule sho', 'eschedule we', 'eschedule host ', 'eschedule image ', 'eschedule quota show '),
+    *('eschedule sho', 'eschedule we', 'eschedule host ', 'eschedule quota '),
     *('eschedule create --flavor small ', 'eschedule resources=VCPU:1 --wait=addr', 'eschedule list --uu'),
     *('eschedule help flavor ', 'eschedule list --state s', 'eschedule --config /nowhere show we'),
 }
@@ -129,11 +129,10 @@ def test_candidates_of_each_command(cluster: Control, env: dict[str, str], shell
             'eschedule host ': ['drain', 'enable', 'forget'],
             'eschedule host forget ': sorted([env['COMPUTE'], socket.gethostname()]),
             'eschedule flavor delete ': ['small'],
-            'eschedule group show ': ['apart'],
+            'eschedule group ': ['apart'],
             'eschedule resources=VCPU:1 tri': ['trixie'],
             'eschedule create --flavor small ': ['trixie'],
-            'eschedule image ': ['list'],
-            'eschedule quota show ': ['shop'],
+            'eschedule quota ': ['set', 'shop'],
             'eschedule resources=VCPU:1 --flavor ': ['small'],
             'eschedule resources=VCPU:1 --weigh s': ['spread'],
             'eschedule show web1 --form': ['--format'],
@@ -144,7 +143,7 @@ def test_candidates_of_each_command(cluster: Control, env: dict[str, str], shell
             'eschedule wait web1 --for addr': ['addressed'],
             'eschedule resources=VCPU:1 --wait=addr': ['--wait=addressed'],
             'eschedule help flav': ['flavor'],
-            'eschedule help flavor ': ['delete', 'list', 'set', 'show'],
+            'eschedule help flavor ': ['delete', 'set'],
             'eschedule help flavor delete ': [],
             'eschedule help list ': [],
             'eschedule log web1 -f --fol': ['--follow'],

@@ -15,11 +15,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ecomp import __version__
 from ecomp.cli.command import Invocation
 from ecomp.cli.commands import COMMANDS, format_help, parse
 from ecomp.cli.input import read_user_data
 from ecomp.cli.options import FLAGS, OPTIONS, Options, parse_command_line
-from ecomp.cli.suggestions import FAMILY_SYNONYMS, FOREIGN_NOUNS, FOREIGN_WORDS, LOSS_WARNINGS
+from ecomp.cli.suggestions import (
+    FAMILY_SYNONYMS,
+    FOREIGN_NOUNS,
+    FOREIGN_WORDS,
+    LOSS_WARNINGS,
+    OLD_WORDS,
+    suggest_subcommand,
+)
 from ecomp.errors import UsageError
 from ecomp.model.reach import DEFAULT_REACH, make_ssh_options, make_tail_command, parse_reach, quote_remote_command
 from ecomp.model.user_data import MAX_UNPACKED_BYTES
@@ -211,9 +219,22 @@ def get_refusal(line: str) -> str:
 
 
 def find_suggestion(line: str) -> str:
-    """Return the command that the refusal of a line suggests, or ''."""
+    """Return the command that the refusal of a line suggests, or ''; what is no subcommand may be a name."""
+    if line.split()[0] in ('flavor', 'quota'):
+        return (
+            suggest_subcommand(line.split()[0], line.split()[1:]).partition('eschedule ')[2].rstrip('?').split(',')[0]
+        )
     match = re.search(r'did you mean eschedule ([^?,]*)', get_refusal(line))
     return match[1] if match else ''
+
+
+def test_old_words_are_answered_until_the_next_release() -> None:
+    assert __version__ == '1.2.0.dev0' or not OLD_WORDS, 'remove OLD_WORDS: a release has answered them'
+    for old, new in OLD_WORDS.items():
+        assert old not in COMMANDS
+        assert new.split()[0] in COMMANDS or ' '.join(new.split()[:2]) in COMMANDS, new
+        with pytest.raises(UsageError, match=f'{old!r} is not a command any more. Fix: write eschedule '):
+            parse(old.split())
 
 
 def test_every_suggested_command_exists() -> None:

@@ -338,7 +338,7 @@ def test_image_listing_shows_hosts_that_may_have_the_image() -> None:
     assert [each['cached'] for each in listing.rows[0].value['hosts']] == [True, False, None]
     alone = make_image_listing({'trixie': image}, Computes({HV2: living[HV2]}), facts)
     assert [row.cells for row in alone.rows] == [('trixie', image, None)]
-    Draft202012Validator(SHAPES['image list']).validate([row.value for row in listing.rows])
+    Draft202012Validator(SHAPES['image']).validate([row.value for row in listing.rows])
 
 
 def test_malformed_parts_of_a_presence_are_ignored() -> None:

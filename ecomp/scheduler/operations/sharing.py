@@ -92,7 +92,7 @@ def delete_flavor(store: Store, name: str) -> str:
 def make_no_such_flavor(name: str, names: Iterable[str]) -> NotFound:
     """Make the error for a flavor that is not among `names`."""
     problem = f'{make_printable(name, 100)}: no such flavor{format_suggestion(name, names)}'
-    return NotFound(f'{problem}. Try: eschedule flavor list')
+    return NotFound(f'{problem}. Try: eschedule flavor')
 
 
 def list_flavor_names(store: Store) -> list[str]:
