@@ -239,10 +239,10 @@ def _parse_seconds(time: str) -> float | None:
 
 
 def print_timeline(ctx: Context, record: Record) -> int:
+    """Print the last boot as bars, or as JSON; return the exit code."""
     if ctx.form == TABLE:
         ctx.draw(draw_timeline(record, ctx.style))
-    else:
-        ctx.show_document([timeline_to_dict(record)])
+    ctx.show_document([timeline_to_dict(record)])  # nothing for a table
     return 0
 
 

@@ -63,13 +63,9 @@ def _list_images(ctx: Context) -> int:
 
 
 def _list_groups(ctx: Context) -> int:
-    if ctx.words:
-        return _show_groups(ctx)
-    groups, unreadable = load_all(ctx.store, keys.GROUPS, load_group)
-    return ctx.show(make_group_listing(groups, ctx.computes, read_names_by_instance(ctx.store)), unreadable)
-
-
-def _show_groups(ctx: Context) -> int:
+    if not ctx.words:
+        groups, unreadable = load_all(ctx.store, keys.GROUPS, load_group)
+        return ctx.show(make_group_listing(groups, ctx.computes, read_names_by_instance(ctx.store)), unreadable)
     shared_groups, code = ctx.find_each(lambda name: read_group(ctx.store, name))
     if shared_groups:
         names = read_names_by_instance(ctx.store)

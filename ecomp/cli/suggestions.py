@@ -25,27 +25,16 @@ def _index_by_word(meanings: Mapping[str, str]) -> dict[str, str]:
     return {word: meaning for meaning, words in meanings.items() for word in words.split()}
 
 
-# Commands of the release before, and what does their work now. They leave with the next release.
-OLD_WORDS: Mapping[str, str] = {
-    'audit': 'check',
-    'doctor': 'check',
-    'plan': "create --dry-run 'resources=…'",
-    'timeline': 'show --timeline',
-    'again': 'show --command',
-    'what-if': 'evacuate --dry-run',
-    'flavor list': 'flavor',
-    'flavor show': 'flavor',
-    'group list': 'group',
-    'group show': 'group',
-    'quota list': 'quota',
-    'quota show': 'quota',
-    'image list': 'image',
-    'host list': 'hosts',
-    'host show': 'hosts',
-    'host disable': 'host drain',
-}
-
 # fmt: off
+# What does the work of commands of the release before, with these commands. They leave with the next release.
+_OLD_BY_NEW: Mapping[str, Sequence[str]] = {
+    'check': ('audit', 'doctor'), "create --dry-run 'resources=…'": ('plan',), 'evacuate --dry-run': ('what-if',),
+    'show --timeline': ('timeline',), 'show --command': ('again',), 'image': ('image list',),
+    'hosts': ('host list', 'host show'), 'host drain': ('host disable',), 'flavor': ('flavor list', 'flavor show'),
+    'group': ('group list', 'group show'), 'quota': ('quota list', 'quota show'),
+}
+OLD_WORDS: Mapping[str, str] = {old: new for new, words in _OLD_BY_NEW.items() for old in words}
+
 # Our commands for words of docker, virsh, incus, nomad, openstack and kubectl with the same meaning.
 FOREIGN_WORDS: Mapping[str, str] = _index_by_word({
     CREATE_FORM: 'create launch new boot make add deploy run init spawn define', "'resources=…'": 'query',

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from ecomp.agent.instance.plan import has_new_address, is_address_pending, is_unready
 from ecomp.cli.commands import COMMANDS, PLANNED_WORDS
+from ecomp.cli.suggestions import OLD_WORDS
 from ecomp.model import keys
 from ecomp.model.boots import CREATED, HOST_REBOOT, MANUAL, Boot, parse_last
 from ecomp.model.choose import PlacementReason
@@ -416,7 +417,7 @@ UUID = 'd578fb7c-7787-4e73-b69a-a7b3ef9bf73a'
 
 
 def test_names_of_commands_are_reserved() -> None:
-    assert {name.split()[0] for name in COMMANDS} | PLANNED_WORDS == RESERVED
+    assert {name.split()[0] for name in {*COMMANDS, *OLD_WORDS}} | PLANNED_WORDS == RESERVED
 
 
 @pytest.mark.parametrize(
