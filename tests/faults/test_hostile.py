@@ -300,8 +300,8 @@ def test_malformed_group_and_quota_affect_only_their_users(cluster: Control) -> 
         run_in_process(cluster, SMALL_QUERY, '--group', 'web', *ANTI_AFFINITY), 1, broken[0], f'etcdctl del {broken[0]}'
     )
     assert_one_line(run_in_process(cluster, SMALL_QUERY, '--project', 'web'), 1, broken[1], f'etcdctl del {broken[1]}')
-    for words, key in ((('group', 'list'), broken[0]), (('quota', 'list'), broken[1])):
-        listed = run_in_process(cluster, *words)
+    for word, key in (('group', broken[0]), ('quota', broken[1])):
+        listed = run_in_process(cluster, word)
         assert_one_line(listed, 1, key)
         assert 'other' in listed.stdout, listed
     # The refused commands hold no claims; commands without these keys are placed, and existing instances can be

@@ -573,14 +573,14 @@ def test_refusal_says_what_was_changed_and_what_helps(cluster: Control) -> None:
 
 def test_image_list_says_where_each_image_is_cached(cluster: Control, compute: Ecompute) -> None:
     images = {'small': IMAGE, 'other': 'http://images.invalid/other.qcow2'}
-    assert cluster.eschedule('image', 'list').stdout == 'NAME  IMAGE  HOSTS\n'
-    assert cluster.eschedule('image', 'list', '-f', 'json').stdout == '[]\n'
+    assert cluster.eschedule('image').stdout == 'NAME  IMAGE  HOSTS\n'
+    assert cluster.eschedule('image', '-f', 'json').stdout == '[]\n'
     cluster.schedule_yaml.write_text(f'{cluster.schedule_yaml.read_text()}images: {json.dumps(images)}\n')
     old = Cloud(cluster.etcd, cluster.placement, None, None).make_compute()  # type: ignore[arg-type]
     cluster.etcd.put(keys.compute(old), '{"token": "x", "hostname": "old", "version": "1.1.0"}', cluster.etcd.grant())
 
     def read_cached() -> dict[str, dict[str, bool | None]]:
-        result = cluster.eschedule('image', 'list', '-f', 'json')
+        result = cluster.eschedule('image', '-f', 'json')
         assert (result.code, result.stderr) == (0, ''), result
         rows = json.loads(result.stdout)
         assert {row['name']: row['image'] for row in rows} == images

@@ -175,7 +175,7 @@ def guests(cluster: Control) -> Iterator[Control]:
 
 FITTING_COMMANDS = (
     *(['list', '--all'], ['show', 'web-1', 'web-2'], ['hosts'], ['create', '--dry-run', SMALL_QUERY, '--count', '3']),
-    *(['show', '--timeline', 'web-1'], ['group', 'show', 'web'], ['flavor', 'list'], ['quota', 'show', 'shop']),
+    *(['show', '--timeline', 'web-1'], ['group', 'web'], ['flavor'], ['quota', 'shop']),
     *(['why', 'web-1'], ['check'], ['help', 'create']),
 )
 REFUSED_COMMANDS = (

@@ -162,7 +162,7 @@ SHARED_OPTIONS = ('--project', 'shop', '--name', 'web1', '--group', 'web', '--po
 
 
 def read_used_instances(control: Control) -> int:
-    shown = run_in_process(control, 'quota', 'show', 'shop', '-f', 'json')
+    shown = run_in_process(control, 'quota', 'shop', '-f', 'json')
     return int(json.loads(shown.stdout)['used'].get('instances', 0))
 
 

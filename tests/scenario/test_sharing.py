@@ -144,9 +144,9 @@ def test_members_are_kept_apart_or_together(cluster: Control) -> None:
     refused = run_in_process(cluster, SMALL_QUERY, '--group', 'web')
     assert (refused.code, refused.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
     assert refused.stderr.count('group web has a member there (strict anti-affinity)') == 2
-    shown = json.loads(run_in_process(cluster, 'group', 'show', 'web', '-f', 'json').stdout)
+    shown = json.loads(run_in_process(cluster, 'group', 'web', '-f', 'json').stdout)
     assert {member['instance']: member['compute'] for member in shown['members']} == read_members(cluster, 'web')
-    listed = run_in_process(cluster, 'group', 'list').stdout
+    listed = run_in_process(cluster, 'group').stdout
     assert listed.splitlines()[1].split() == ['web', 'strict', 'anti-affinity', '2', '2']
     for _, instance in apart:
         wait_address(cluster, instance)
@@ -191,7 +191,7 @@ def test_quota_counts_what_exists_and_refuses_more(cluster: Control) -> None:
     words = (SMALL_QUERY, '--count', '2', '--min', '1', '--project', 'web')
     assert len(parse_notices(run_in_process(cluster, *words).stdout)) == 1
     assert read_usage(cluster, 'web') == {'VCPU': 3, 'DISK_GB': 3, 'MEMORY_MB': 384, 'instances': 3}
-    shown = json.loads(run_in_process(cluster, 'quota', 'show', 'web', '-f', 'json').stdout)
+    shown = json.loads(run_in_process(cluster, 'quota', 'web', '-f', 'json').stdout)
     assert (shown['limits'], shown['used']) == ({'VCPU': 3, 'instances': 5}, read_usage(cluster, 'web'))
     # Each destroyed instance makes room.
     wait_address(cluster, second)
@@ -199,7 +199,7 @@ def test_quota_counts_what_exists_and_refuses_more(cluster: Control) -> None:
     assert read_usage(cluster, 'web')['VCPU'] == 2
     place(cluster, SMALL_QUERY, '--project', 'web')
     assert run_in_process(cluster, 'quota', 'set', 'web', 'VCPU=none', 'instances=none').code == 0
-    assert_one_line(run_in_process(cluster, 'quota', 'show', 'web'), 4, 'no limits are set')
+    assert_one_line(run_in_process(cluster, 'quota', 'web'), 4, 'no limits are set')
     place(cluster, SMALL_QUERY, '--project', 'web')
     check_settled(cluster, *computes)
 
@@ -213,7 +213,7 @@ def test_flavor_is_set_listed_used_and_deleted(cluster: Control) -> None:
     assert_one_line(
         cluster.eschedule('flavor', 'set', 'tiny', f'{SMALL_QUERY}&required=!MISC_SHARES_VIA_AGGREGATE'), 0, 'changed'
     )
-    (line,) = cluster.eschedule('flavor', 'list').stdout.splitlines()[1:]
+    (line,) = cluster.eschedule('flavor').stdout.splitlines()[1:]
     assert line.split() == ['tiny', 'VCPU:1,DISK_GB:1,MEMORY_MB:128', '!MISC_SHARES_VIA_AGGREGATE']
     for words in (('--flavor', 'tiny'), ('--flavor', 'tiny', 'http://images.invalid/a=b.qcow2')):
         target, instance = parse_notice(cluster.eschedule(*words))

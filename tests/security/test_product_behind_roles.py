@@ -81,10 +81,10 @@ def test_scheduler_places_a_set_in_a_group(cloud: Product, tmp_path: Path) -> No
     instances = [item['instance'] for item in placed]
     assert {item['compute'] for item in placed} == {item.uuid for item in cloud.computes.values()}
     cloud.run_successfully('wait', *instances)
-    assert 'apart' in cloud.run_successfully('group', 'list')
-    group = cloud.run_successfully('group', 'show', 'apart')
+    assert 'apart' in cloud.run_successfully('group')
+    group = cloud.run_successfully('group', 'apart')
     assert all(item in group for item in instances)
-    assert 'apart' in cloud.run_successfully('group', 'show', 'apart', user=OPERATOR)
+    assert 'apart' in cloud.run_successfully('group', 'apart', user=OPERATOR)
     cloud.run_successfully('destroy', '--wait', *instances)
     assert cloud.read_entries('/groups/') == {}
 
@@ -99,7 +99,7 @@ def test_scheduler_uses_a_queue(cloud: Product, tmp_path: Path) -> None:
     assert cloud.read_record(instance)['compute'] in {compute.uuid for compute in cloud.computes.values()}
     cloud.run_successfully('destroy', '--wait', 'q')
     cloud.run_successfully('flavor', 'set', 'huge', HUGE_QUERY, user=OPERATOR)
-    assert 'huge' in cloud.run_successfully('flavor', 'list')
+    assert 'huge' in cloud.run_successfully('flavor')
     queued = cloud.run_successfully('--queue', '--flavor', 'huge', '--name', 'h').split()[2]
     assert cloud.run_successfully('show', 'h', '-f', 'json')
     assert cloud.read_record(queued)['state'] == ''
@@ -123,12 +123,12 @@ def test_scheduler_destroys_a_failed_instance(cloud: Product) -> None:
 def test_operator_sets_a_quota_that_schedulers_obey(cloud: Product) -> None:
     cloud.run_successfully('quota', 'set', 'few', 'instances=1', user=OPERATOR)
     _, instance = cloud.place(SMALL_QUERY, '--project', 'few')
-    assert 'few' in cloud.run_successfully('quota', 'list')
-    assert '1' in cloud.run_successfully('quota', 'show', 'few')
+    assert 'few' in cloud.run_successfully('quota')
+    assert '1' in cloud.run_successfully('quota', 'few')
     refused = cloud.run_eschedule(SMALL_QUERY, '--project', 'few')
     assert (refused.code, refused.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
     cloud.run_successfully('destroy', '--wait', instance)
-    assert ' 0' in cloud.run_successfully('quota', 'show', 'few')
+    assert ' 0' in cloud.run_successfully('quota', 'few')
 
 
 def test_scheduler_fixes_audit_findings(cloud: Product) -> None:
