@@ -23,7 +23,6 @@ from ecomp.model import keys
 from ecomp.model.choose import PlacementReason
 from ecomp.model.flavor import parse_flavor
 from ecomp.model.group import Membership
-from ecomp.model.json_object import add_time
 from ecomp.model.order import DRAIN, ORDER_FIELDS, PowerAction, Request
 from ecomp.model.queue import QueueEntry
 from ecomp.model.stack import Place
@@ -525,7 +524,7 @@ def test_old_compute_reads_every_field_of_a_request() -> None:
     why, power = PlacementReason('spread', 0.5, 3), PowerAction('stop', other, DRAIN)
     request = Request(instance, allocations, why=why, power=power, **values)
     tombstone = Request(instance, {}, former_resources=amounts, **{**values, 'image': None})
-    requests = [(keys.request(compute, instance), add_time(encode(each), 'now')) for each in (request, tombstone)]
+    requests = [(keys.request(compute, instance), encode(each, written_at='now', by='ann')) for each in (request, tombstone)]
     entry = QueueEntry(instance, flavor=parse_flavor('small', QUERY), **{**values, 'count': 1, 'user_data': None})
     entries = [(entry.key, encode(entry))]
     output = run_program(OLD, PARSE_PROGRAM, json.dumps([compute, requests, entries]))

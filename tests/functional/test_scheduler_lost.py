@@ -21,7 +21,7 @@ from ecomp.errors import UnknownOutcome
 from ecomp.model import keys
 from ecomp.model.record import GONE, make_record
 from ecomp.model.stack import Stack
-from ecomp.model.stored import encode
+from ecomp.model.stored import decode, encode
 from ecomp.scheduler.placing.claim import DeliveryOutcome
 from ecomp.scheduler.placing.stack import write_stack
 from ecomp.store.client import Put, Store, Unchanged
@@ -74,7 +74,7 @@ def test_key_of_a_new_stack_is_read_back_after_a_lost_message(
     assert etcd_proxy.has_lost
     entry = cloud.store.get(key)
     assert entry is not None
-    assert entry.value == encode(ours if is_ours else theirs).encode()
+    assert decode(Stack, entry.value, name=ours.name) == (ours if is_ours else theirs)
 
 
 # Messages to placement

@@ -149,24 +149,24 @@ def is_subsequence(lines: Sequence[str], *expected: str) -> bool:
 
 
 def test_events_lists_the_history_in_order(cluster: Control, compute: Ecompute) -> None:
-    placed = cluster.eschedule(SMALL_QUERY, '--name', 'web1', '--wait')
+    placed = cluster.eschedule(SMALL_QUERY, '--name', 'listed', '--wait')
     assert placed.code == 0, placed
     instance = boot(cluster)
-    assert cluster.eschedule('reboot', 'web1', '--wait').code == 0
-    assert cluster.eschedule('wait', 'web1').code == 0  # for its address, which it gets after it is active
-    assert cluster.eschedule('destroy', 'web1', '--wait').code == 0
+    assert cluster.eschedule('reboot', 'listed', '--wait').code == 0
+    assert cluster.eschedule('wait', 'listed').code == 0  # for its address, which it gets after it is active
+    assert cluster.eschedule('destroy', 'listed', '--wait').code == 0
 
     done = cluster.eschedule('events')
     assert done.code == 0, done
     assert_one_line(done, 0, 'printing all events')
     words = strip_times(done.stdout)
-    of_web1 = [line.removeprefix('web1: ').partition(', by ')[0] for line in words if line.startswith('web1: ')]
+    of_listed = [line.removeprefix('listed: ').partition(', by ')[0] for line in words if line.startswith('listed: ')]
     address = placed.stdout.splitlines()[-1]
     assert is_subsequence(
-        of_web1, 'name taken', f'address {address} on default', 'reboot accepted', 'stopped', 'active',
+        of_listed, 'name taken', f'address {address} on default', 'reboot accepted', 'stopped', 'active',
         'boot 2: reboot', f'has its address {address} again', 'destroy accepted', 'destroying', 'gone',
         'name released',
-    ), of_web1  # fmt: skip
+    ), of_listed  # fmt: skip
     assert any(line.startswith('compute ') and ' came up, ecomp ' in line for line in words)
 
     alone = cluster.eschedule('events', instance, '-f', 'json')
