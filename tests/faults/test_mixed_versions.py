@@ -524,7 +524,8 @@ def test_old_compute_reads_every_field_of_a_request() -> None:
     why, power = PlacementReason('spread', 0.5, 3), PowerAction('stop', other, DRAIN)
     request = Request(instance, allocations, why=why, power=power, **values)
     tombstone = Request(instance, {}, former_resources=amounts, **{**values, 'image': None})
-    requests = [(keys.request(compute, instance), encode(each, written_at='now', by='ann')) for each in (request, tombstone)]
+    written = [encode(each, written_at='now', by='ann') for each in (request, tombstone)]
+    requests = [(keys.request(compute, instance), value) for value in written]
     entry = QueueEntry(instance, flavor=parse_flavor('small', QUERY), **{**values, 'count': 1, 'user_data': None})
     entries = [(entry.key, encode(entry))]
     output = run_program(OLD, PARSE_PROGRAM, json.dumps([compute, requests, entries]))
