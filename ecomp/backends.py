@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import base64
-import re
 from contextlib import closing, suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from ssl import cert_time_to_seconds
 
 from ecomp.conf import EtcdConfig, PlacementConfig, list_exposed_secrets
 from ecomp.errors import EcompError, NoSpace, Problem, Unreachable
 from ecomp.model.health import Backends
 from ecomp.placement.client import Placement
 from ecomp.store.client import Store
-from ecomp.tls import CURES
+from ecomp.tls import CURES, decode_certificate
 
 # Seconds of the lease that is granted, renewed and revoked as a test.
 TEST_LEASE_SECONDS = 10
@@ -84,20 +83,7 @@ def _check_lease(store: Store) -> None:
             store.revoke(lease)
 
 
-_CERTIFICATE = re.compile(rb'-----BEGIN CERTIFICATE-----([A-Za-z0-9+/=\s]+)-----END CERTIFICATE-----')
-# RFC 5280, 4.1.2.5: the validity is a sequence of two times in UTC, each with seconds: UTCTime or GeneralizedTime.
-_TIME = rb'(?:\x17\x0d|\x18\x0f)([0-9]{12,14}Z)'
-_VALIDITY = re.compile(rb'\x30[\x1e\x20\x22]' + _TIME + _TIME)
-
-
 def read_certificate_end(path: Path) -> datetime | None:
     """Return when (UTC) the first certificate in a PEM file expires; None if it is absent, unreadable or malformed."""
-    # A regular expression, because Python's ssl decodes only certificates of authorities and of a connection's peer.
-    with suppress(OSError, ValueError):
-        certificate = _CERTIFICATE.search(path.read_bytes())
-        validity = certificate and _VALIDITY.search(base64.b64decode(certificate[1]))
-        if validity:
-            end = validity[2].decode()
-            date_format = '%y%m%d%H%M%SZ' if len(end) == len('YYMMDDhhmmssZ') else '%Y%m%d%H%M%SZ'
-            return datetime.strptime(end, date_format).replace(tzinfo=UTC)
-    return None
+    end = decode_certificate(path).get('notAfter')
+    return end and datetime.fromtimestamp(cert_time_to_seconds(end), UTC)

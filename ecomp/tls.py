@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Mapping
+from contextlib import suppress
 from enum import Enum, auto
+from pathlib import Path
+from typing import Any
 
 
 class TlsFailure(Enum):
@@ -95,3 +98,12 @@ def classify_tls_error(error: ssl.SSLError) -> TlsFailure:
         return TlsFailure.HUNG_UP
     reason = getattr(error, 'reason', None) or ''
     return _BY_REASON.get(reason, TlsFailure.OWN_REFUSED if '_ALERT_' in reason else TlsFailure.OTHER)
+
+
+def decode_certificate(path: Path) -> Mapping[str, Any]:
+    """Return the first certificate in a PEM file as SSLSocket.getpeercert() would; {} if there is no valid one."""
+    import _ssl  # the public functions decode only certificates of authorities and of a connection's peer
+
+    with suppress(OSError, ValueError):
+        return dict(_ssl._test_decode_cert(str(path)))  # type: ignore[attr-defined]
+    return {}

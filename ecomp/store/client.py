@@ -279,11 +279,11 @@ class Store:
     @cached_property
     def writer(self) -> str:
         """Who writes: the name in our certificate, else user@host."""
-        import _ssl  # the ssl module has no public function for it
+        from ecomp.tls import decode_certificate
 
-        with suppress(OSError, ValueError, KeyError):
+        with suppress(KeyError):
             if self._config.cert_cert is not None:
-                subject = _ssl._test_decode_cert(str(self._config.cert_cert))['subject']  # type: ignore[attr-defined]
+                subject = decode_certificate(self._config.cert_cert)['subject']
                 return str(dict(pair for part in subject for pair in part)['commonName'])
         return describe_user()
 
