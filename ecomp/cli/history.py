@@ -256,9 +256,7 @@ def _print_events(ctx: Context) -> int:
     if ctx.form not in (TABLE, JSON):
         problem = f'-f {ctx.form} is not accepted by this command: events are printed one by one'
         raise UsageError(f'{problem}. Fix: give -f table or -f json')
-    prefixes = {word: parse_uuid_prefix(word) or '-' for word in ctx.words}  # no uuid begins with -
-    unseen = set(ctx.words)
-    host = ctx.resolve_compute(ctx.options.host) if ctx.options.host else ''
+    selection = _Selection(ctx.words, ctx.resolve_compute(ctx.options.host) if ctx.options.host else '')
     last, watches, since = ctx.options.lines, ctx.options.watch, ctx.options.since
     put = ctx.out.put if ctx.form == JSON else lambda line: ctx.put_lines([line])
     formatter = EventFormatter()
@@ -270,11 +268,7 @@ def _print_events(ctx: Context) -> int:
         history = History(ctx.config.etcd, follow, ctx.out.say, first)
         try:
             for event in _read_events(ctx, history):
-                name = formatter.remember_name(event)
-                uuid = event.instance
-                meant = {each for each, start in prefixes.items() if each in (name, uuid) or uuid.startswith(start)}
-                unseen.difference_update(meant)
-                if (meant or not prefixes) and host in ('', event.compute):
+                if selection.has(event, formatter.remember_name(event)):
                     is_json = ctx.form == JSON
                     yield event.time, dump(event_to_dict(event)) if is_json else formatter.format_line(event)
             next_revision = history.next_revision
@@ -294,9 +288,28 @@ def _print_events(ctx: Context) -> int:
         if not watches:
             raise
         return 0
-    if unseen:
-        raise NotFound(', '.join(sorted(unseen)) + ': no event in the history that etcd keeps')
+    if selection.unseen:
+        raise NotFound(', '.join(sorted(selection.unseen)) + ': no event in the history that etcd keeps')
     return 0
+
+
+class _Selection:
+    """Events of the instances that `words` name, or of all without a word, and on `host` unless that is ''.
+
+    A word is a name, a uuid or the first digits of one. `unseen` has the words that no event had so far.
+    """
+
+    def __init__(self, words: Sequence[str], host: str) -> None:
+        self._prefixes = {word: parse_uuid_prefix(word) or '-' for word in words}  # no uuid begins with -
+        self._host = host
+        self.unseen = set(words)
+
+    def has(self, event: Event, name: str) -> bool:
+        """Return whether an event, of an instance with this name ('': unknown), is selected."""
+        uuid = event.instance
+        words = {word for word, start in self._prefixes.items() if word in (name, uuid) or uuid.startswith(start)}
+        self.unseen -= words
+        return bool(words or not self._prefixes) and self._host in ('', event.compute)
 
 
 def _select_since(events: Iterator[tuple[str, str]], since: str) -> Iterator[tuple[str, str]]:
