@@ -81,29 +81,7 @@ def make_domain_xml(  # noqa: PLR0913
   <clock offset='utc'/>
   <!-- A crashed guest stays off: the user decides whether to restart it. -->
   <on_poweroff>destroy</on_poweroff><on_reboot>restart</on_reboot><on_crash>destroy</on_crash>
-  <devices>
-    <disk type='file' device='disk'>
-      <driver name='qemu' type='qcow2' discard='unmap' detect_zeroes='unmap'/>
-      <source file={quoteattr(disk)}/>
-      <!-- The complete backing chain: an image's header must never determine which file of the host is opened. -->
-      <backingStore type='file'>
-        <format type={quoteattr(spec.base.format)}/>
-        <!-- Keep root as its owner. libvirt would give it to QEMU's user, and an escaped guest could then change all
-             overlays. -->
-        <source file={quoteattr(spec.base.path)}><seclabel model='dac' relabel='no'/></source>
-        <backingStore/>
-      </backingStore>
-      <target dev='vda' bus='virtio'/>
-    </disk>
-    {_make_seed_disk(seed)}
-    <controller type='usb' model='none'/>
-    {''.join(map(_make_interface, spec.macs, spec.networks))}
-    <serial type='pty'><log file={quoteattr(console_log)} append='on'/><target port='0'/></serial>
-    <console type='pty'><target type='serial' port='0'/></console>
-    <channel type='unix'><target type='virtio' name='{AGENT_CHANNEL}'/></channel>
-    <rng model='virtio'><backend model='random'>/dev/urandom</backend></rng>
-    <memballoon model='virtio'/>
-  </devices>
+  {_make_devices(spec, disk, seed, console_log)}
 </domain>""")
     mark = {'xmlns:ecomp': MARK_NAMESPACE, 'uuid': spec.instance, 'compute': spec.compute, 'version': '1'}
     ET.SubElement(domain.findall('metadata')[0], 'ecomp:instance', mark)
@@ -114,6 +92,33 @@ def make_domain_xml(  # noqa: PLR0913
             by_dhcp = hold_addresses and network.kind == 'bridge'
             add_filter_reference(interface, addresses.get(mac), blocked_services, mac6, by_dhcp)
     return _serialize(domain)
+
+
+def _make_devices(spec: GuestSpec, disk: str, seed: str | None, console_log: str) -> str:
+    return f"""
+<devices>
+  <disk type='file' device='disk'>
+    <driver name='qemu' type='qcow2' discard='unmap' detect_zeroes='unmap'/>
+    <source file={quoteattr(disk)}/>
+    <!-- The complete backing chain: an image's header must never determine which file of the host is opened. -->
+    <backingStore type='file'>
+      <format type={quoteattr(spec.base.format)}/>
+      <!-- Keep root as its owner. libvirt would give it to QEMU's user, and an escaped guest could then change all
+           overlays. -->
+      <source file={quoteattr(spec.base.path)}><seclabel model='dac' relabel='no'/></source>
+      <backingStore/>
+    </backingStore>
+    <target dev='vda' bus='virtio'/>
+  </disk>
+  {_make_seed_disk(seed)}
+  <controller type='usb' model='none'/>
+  {''.join(map(_make_interface, spec.macs, spec.networks))}
+  <serial type='pty'><log file={quoteattr(console_log)} append='on'/><target port='0'/></serial>
+  <console type='pty'><target type='serial' port='0'/></console>
+  <channel type='unix'><target type='virtio' name='{AGENT_CHANNEL}'/></channel>
+  <rng model='virtio'><backend model='random'>/dev/urandom</backend></rng>
+  <memballoon model='virtio'/>
+</devices>"""
 
 
 def _make_seed_disk(seed: str | None) -> str:
