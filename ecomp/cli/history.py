@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +22,8 @@ from ecomp.model import keys
 from ecomp.model.boots import STAGES as BOOT_STAGES
 from ecomp.model.choose import FIRST, FROM_QUEUE, PACK, RANDOM, SPREAD, PlacementReason
 from ecomp.model.group import Group
-from ecomp.model.host import Computes, describe_silent_fix
-from ecomp.model.json_object import dump
+from ecomp.model.host import Computes, describe_silent_fix, is_hostname
+from ecomp.model.json_object import dump, load_object_or_empty
 from ecomp.model.order import Order, make_create_words
 from ecomp.model.record import ERROR, STAGES, Record, format_time
 from ecomp.model.stored import to_dict
@@ -336,11 +336,21 @@ def _read_events(ctx: Context, history: History) -> Iterator[Event]:
         if not is_reported:
             _report_since(ctx, history.oldest_revision)
             is_reported = True
-        if not history.is_past and any(change.key.startswith(keys.COMPUTES) for change in changes):
+        presences = {keys.get_last_part(each.key): each.after for each in changes if each.key.startswith(keys.COMPUTES)}
+        if presences and not history.is_past:
             known_computes = read_computes(ctx.store)
+        known_computes = _add_forgotten(known_computes, presences)
         yield from make_events(changes, known_computes.format_name)
     if not is_reported:
         _report_since(ctx, history.oldest_revision)
+
+
+def _add_forgotten(known_computes: Computes, presences: Mapping[str, bytes | None]) -> Computes:
+    """Add the host names of computes that etcd no longer knows, by their presences in its history."""
+    names = {compute: load_object_or_empty(value or b'').get('hostname') for compute, value in presences.items()}
+    new = {key: str(name) for key, name in names.items() if is_hostname(name) and not known_computes.find_hostname(key)}
+    hostnames = {**known_computes.stored_hostnames, **new}
+    return replace(known_computes, stored_hostnames=hostnames) if new else known_computes
 
 
 def _report_since(ctx: Context, since: int) -> None:

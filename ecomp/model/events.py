@@ -115,7 +115,7 @@ def _read_stamp(change: Change) -> tuple[str, str]:
     """Return the time and the writer in a stamp that is new in a value (see Store.make_stamp()); '' if unknown."""
     before, after = (load_object_or_empty(value or b'') for value in (change.before, change.after))
     time, by = after.get(WRITTEN_AT), after.get(WRITTEN_BY)
-    if not change.key.startswith(_STAMPED) or not change.is_known or time == before.get(WRITTEN_AT):
+    if time in (None, before.get(WRITTEN_AT)) or not change.key.startswith(_STAMPED) or not change.is_known:
         return '', ''
     return str(time), make_printable(by, MAX_NAME_CHARACTERS) if isinstance(by, str) else ''
 

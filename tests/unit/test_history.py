@@ -330,6 +330,13 @@ def test_apply_says_what_replaces_an_instance_and_its_file() -> None:
     ]
 
 
+def test_evacuation_of_a_stacks_instance_is_no_apply() -> None:
+    new = stack.Stack('shop', OTHER, applied_from='ann@desk:/home/ann/shop.yaml')
+    values = [encode(each).encode() for each in (new, new.with_delivered({new.make_place('db/1', 1): COMPUTE}))]
+    applied = add_written_at(Change(keys.stack('shop'), values[1], values[0], 7), time_at(9)).after
+    assert describe(Change(keys.stack('shop'), applied, values[1], 7)) == ['stack shop: db/1 delivered']
+
+
 def test_operations_of_hosts_have_their_lines() -> None:
     plain, disabled = (
         json.dumps({'version': 1, 'room': {}, 'traits': traits}).encode() for traits in ([], [DISABLED_BY_OPERATOR])
