@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import socket
 import uuid
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ecomp.model import keys
+from ecomp.store.client import describe_user
 from tests.kit.by_hand import put_claim
 from tests.kit.commands import Control, Ecompute, Result
 from tests.kit.hypervisor import Hypervisor
@@ -19,6 +22,7 @@ from tests.kit.servers import wait_until
 from tests.kit.sharing import kill_and_lapse
 from tests.kit.stacks import write_stack
 from tests.kit.story import IMAGE, wait_state
+from tests.kit.tuned import make_tuned
 
 SMALL = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
 LARGE = 'resources=VCPU:6,DISK_GB:1,MEMORY_MB:64'
@@ -159,6 +163,47 @@ def make_host(control: Control, vcpus: int = 8) -> str:
 
 
 @pytest.mark.unaudited('its computes are keys that no ecompute keeps')
+def test_events_tell_what_people_did_in_an_evening(cluster: Control) -> None:
+    dead = cluster.ecompute(ROOMY)
+    host = socket.gethostname()  # of both, so the uuid is shown, too
+    old = create(cluster, 'evening')[0]
+    # It reads each second, not each minute, whether it is disabled.
+    other = make_tuned(cluster, ROOMY, numbers={'PLAN_INTERVAL_SECONDS': 1})
+    shop = write_stack(cluster, {'front': {}})
+    assert cluster.eschedule('apply', shop, '--wait').code == 0
+    first = read_value(cluster, keys.name('shop-front'))['instance']
+    larger = write_stack(cluster, {'front': {'query': LARGE}})
+    assert cluster.eschedule('apply', larger, '--replace', 'front', '--yes', '--wait').code == 0
+    second = read_value(cluster, keys.name('shop-front'))['instance']
+    assert cluster.eschedule('host', 'drain', other.uuid).code == 0
+    wait_until(
+        lambda: f'compute {host} ({other.uuid}) disabled' in cluster.eschedule('events').stdout,
+        30,
+        'facts are published',
+    )
+    assert cluster.eschedule('host', 'enable', other.uuid).code == 0
+    kill_and_lapse(cluster, dead)
+    moved = read_rows(evacuate(cluster, dead, '--wait'))
+    assert cluster.eschedule('host', 'forget', dead.uuid, '--fenced').code == 0
+
+    lines = [line[25:] for line in cluster.eschedule('events').stdout.splitlines()]
+
+    new, by = moved['evening']['replaced_by'], f', by {describe_user()}'
+    expected = [
+        f'stack shop: applied {Path(shop).name}: created{by}',
+        f'shop-front: replaced by a new one ({first[:8]} → {second[:8]}){by}',
+        f'compute {host} ({other.uuid}) disabled',
+        f'evening: evacuated from {host} ({dead.uuid}) ({old[:8]} → {new[:8]}){by}',
+        f'compute {host} forgotten',
+    ]
+    assert [line for line in lines if line in expected] == expected, lines
+    assert cluster.eschedule('destroy', new, '--wait').code == 0
+    gone = cluster.eschedule('events', 'evening', '--since', '1h')
+    assert (gone.code, f'evening ({new[:8]}): destroy accepted{by}' in gone.stdout) == (0, True), gone
+    of_other = cluster.eschedule('events', '--host', other.uuid, '-f', 'json').stdout.splitlines()
+    assert {json.loads(line)['compute'] for line in of_other} == {other.uuid}
+
+
 def test_evacuation_needs_a_silent_host_and_is_alone(cluster: Control) -> None:
     compute = make_host(cluster)
     make_host(cluster)
