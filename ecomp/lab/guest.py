@@ -9,10 +9,8 @@ from __future__ import annotations
 import gzip
 import lzma
 import os
-import stat
-import struct
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from ecomp.errors import EcompError, UsageError
@@ -178,7 +176,7 @@ def make_image(output: Path, say: Callable[[str], None]) -> None:
         work = Path(name)
         kernel, modules = _fetch_kernel(work, say)
         initrd = work / 'initrd'
-        initrd.write_bytes(make_archive(_list_files(busybox, modules)))
+        _write_initrd(initrd, busybox, modules, work / 'initrd.d')
         raw = work / 'guest.raw'
         _write_fat(raw, kernel, initrd, work)
         part = output.with_name(f'.{output.name}.part')
@@ -190,39 +188,23 @@ def make_image(output: Path, say: Callable[[str], None]) -> None:
     say(f'{output}: {output.stat().st_size / MIB:.0f} MiB, kernel {kernel.name.removeprefix("vmlinuz-")}')
 
 
-def make_archive(files: Iterable[tuple[str, int, bytes]]) -> bytes:
-    """Make an initramfs of (path, mode, content) in cpio's newc format; all files belong to root.
-
-    The content of a character device is `major,minor`. Nothing is compressed: emulation unpacks slower than it reads.
-    Documentation/driver-api/early-userspace/buffer-format.rst
-    """
-    out = bytearray()
-    for number, (path, mode, content) in enumerate([*files, ('TRAILER!!!', 0, b'')], start=1):
-        major = minor = 0
-        if stat.S_ISCHR(mode):
-            major, minor = map(int, content.split(b','))
-            content = b''
-        name = path.encode() + b'\0'
-        fields = (number, mode, 0, 0, 1, 0, len(content), 0, 0, major, minor, len(name), 0)
-        out += b'070701' + b''.join(b'%08x' % field for field in fields) + name
-        out += bytes(-len(out) % 4) + content
-        out += bytes(-len(out) % 4)
-    return bytes(out)
-
-
-def _list_files(busybox: Path, modules: list[tuple[str, bytes]]) -> list[tuple[str, int, bytes]]:
-    directories = ('bin', 'dev', 'etc', 'etc/acpi', 'etc/acpi/PWRF', 'lib')
-    script = stat.S_IFREG | 0o755
-    return [
-        *((path, stat.S_IFDIR | 0o755, b'') for path in directories),
-        ('dev/console', stat.S_IFCHR | 0o600, b'5,1'),  # the kernel opens it before init can mount anything
-        ('bin/busybox', script, busybox.read_bytes()),
-        ('init', script, INIT.encode()),
-        ('bin/on-lease', script, ON_LEASE.encode()),
-        ('etc/acpi/PWRF/00000080', script, POWER_BUTTON.encode()),  # where busybox's acpid looks
-        ('lib/order', stat.S_IFREG | 0o644, ''.join(f'{name}\n' for name, _ in modules).encode()),
-        *((f'lib/{name}', stat.S_IFREG | 0o644, content) for name, content in modules),
-    ]
+def _write_initrd(initrd: Path, busybox: Path, modules: list[tuple[str, bytes]], tree: Path) -> None:
+    for directory in ('bin', 'dev', 'etc/acpi/PWRF', 'lib'):
+        (tree / directory).mkdir(parents=True)
+    files = {
+        'bin/busybox': busybox.read_bytes(),
+        'init': INIT.encode(),
+        'bin/on-lease': ON_LEASE.encode(),
+        'etc/acpi/PWRF/00000080': POWER_BUTTON.encode(),  # where busybox's acpid looks
+        'lib/order': ''.join(f'{name}\n' for name, _ in modules).encode(),
+        **{f'lib/{name}': content for name, content in modules},
+    }
+    for path, content in files.items():
+        (tree / path).write_bytes(content)
+        (tree / path).chmod(0o755)
+    # Not compressed: emulation unpacks slower than it reads. /dev/console is in the kernel's own initramfs.
+    script = 'cd "$0" && find . | "$1" cpio -o -H newc -R 0:0 >"$2"'
+    machine.run(['sh', '-c', script, str(tree), str(busybox), str(initrd)])
 
 
 def _find_static_busybox() -> Path:
@@ -234,12 +216,8 @@ def _find_static_busybox() -> Path:
 
 
 def is_static(program: bytes) -> bool:
-    """Return True for a 64-bit little-endian ELF program without PT_INTERP (elf(5)); struct.error if truncated."""
-    if program[:6] != b'\x7fELF\x02\x01':
-        return False
-    start = struct.unpack_from('<Q', program, 32)[0]
-    size, number = struct.unpack_from('<HH', program, 54)
-    return all(struct.unpack_from('<I', program, start + index * size)[0] != 3 for index in range(number))
+    """Return True for an ELF program that names no dynamic loader; linkers put that name into its first page."""
+    return program.startswith(b'\x7fELF') and b'/ld-' not in program[:4096]
 
 
 def _fetch_kernel(work: Path, say: Callable[[str], None]) -> tuple[Path, list[tuple[str, bytes]]]:
