@@ -53,7 +53,8 @@ def dump(data: Any, indent: int | None = None, separators: tuple[str, str] | Non
 
 
 # The fields with the time at which eschedule wrote a value, and by whom. `events` reads them, other readers do not.
-WRITTEN_AT, WRITTEN_BY = 'written_at', 'by'
+WRITTEN_AT = 'written_at'
+WRITTEN_BY = 'by'
 
 
 def is_utf8_text(value: object) -> bool:

@@ -281,11 +281,9 @@ class Store:
         """Who writes: the name in our certificate, else user@host."""
         from ecomp.tls import decode_certificate
 
-        with suppress(KeyError):
-            if self._config.cert_cert is not None:
-                subject = decode_certificate(self._config.cert_cert)['subject']
-                return str(dict(pair for part in subject for pair in part)['commonName'])
-        return describe_user()
+        subject = decode_certificate(self._config.cert_cert).get('subject', ()) if self._config.cert_cert else ()
+        names = dict(pair for part in subject for pair in part)
+        return str(names.get('commonName') or describe_user())
 
     def make_stamp(self) -> dict[str, str]:
         """Return the fields with which `events` dates a value that a user's command writes, and tells its writer."""

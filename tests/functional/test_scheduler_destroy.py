@@ -33,7 +33,7 @@ from ecomp.scheduler.changes.change import Acceptance, change_power, clear, dest
 from ecomp.scheduler.changes.wait import Deadline, Wait, wait_for_power
 from ecomp.scheduler.queries.find import find, find_living, resolve
 from ecomp.shared.places import KeyIndex, read_index
-from ecomp.store.client import Delete, Put, Snapshot, Store
+from ecomp.store.client import Delete, Put, Snapshot, Store, describe_user
 from tests.functional.cloud import IMAGE, SMALL, Cloud, CountingStore, interpose, make_uuid
 from tests.kit.servers import SLOWDOWN_FACTOR, Etcd, wait_until
 from tests.kit.store_client import read_entry
@@ -299,7 +299,7 @@ def test_power_action_is_added_to_the_request(cloud: Cloud) -> None:
     assert accepted.power == stop
     after = json.loads(cloud.etcd.get(keys.request(compute, instance)) or b'')
     written_at, by = after.pop('written_at'), after.pop('by')
-    assert by == cloud.store.writer
+    assert by == describe_user()
     assert format_time(datetime.fromisoformat(written_at)) == written_at
     assert after == {**before, 'power': {'action': 'stop', 'id': stop.id}}
     assert list(after)[:-1] == list(before)
