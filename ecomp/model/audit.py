@@ -578,7 +578,7 @@ CHECKS = add_checks({
         'start ecompute on its host (after a restore of etcd: `ecompute --accept-new-etcd`); if the machine never '
         'comes back: `eschedule host forget <host> --fenced`'),
     'compute-mute': Check(CLUSTER, find_mute,
-        'a living compute does not check itself, or does not answer `audit --now`',
+        'a living compute does not check itself, or does not answer `check --now`',
         'check the log of its ecompute, then restart this ecompute'),
     'host-trouble': Check(CLUSTER, _find_compute_problems,
         'a compute reports that it cannot build, so new instances go to others first',
