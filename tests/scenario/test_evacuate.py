@@ -162,7 +162,6 @@ def make_host(control: Control, vcpus: int = 8) -> str:
     return compute
 
 
-@pytest.mark.unaudited('its computes are keys that no ecompute keeps')
 def test_events_tell_what_people_did_in_an_evening(cluster: Control) -> None:
     dead = cluster.ecompute(ROOMY)
     host = socket.gethostname()  # of both, so the uuid is shown, too
@@ -196,6 +195,7 @@ def test_events_tell_what_people_did_in_an_evening(cluster: Control) -> None:
         f'evening: evacuated from {host} ({dead.uuid}) ({old[:8]} → {new[:8]}){by}',
         f'compute {host} forgotten',
     ]
+    lines = lines[lines.index(expected[0]) :]  # etcd's history includes earlier tests
     assert [line for line in lines if line in expected] == expected, lines
     assert cluster.eschedule('destroy', new, '--wait').code == 0
     gone = cluster.eschedule('events', 'evening', '--since', '1h')
@@ -204,6 +204,7 @@ def test_events_tell_what_people_did_in_an_evening(cluster: Control) -> None:
     assert {json.loads(line)['compute'] for line in of_other} == {other.uuid}
 
 
+@pytest.mark.unaudited('its computes are keys that no ecompute keeps')
 def test_evacuation_needs_a_silent_host_and_is_alone(cluster: Control) -> None:
     compute = make_host(cluster)
     make_host(cluster)
