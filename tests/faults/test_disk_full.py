@@ -223,10 +223,13 @@ def test_etcd_disk_full(own_placement: PlacementServer, make_disk: Callable[[int
 
 
 def write_until_etcd_dies(etcd: Etcd) -> None:
-    """Put large values until etcd ends."""
+    """Put values until etcd ends.
+
+    They are small: etcd accepts some hundred in the log before it notices, and must have room for them when it starts.
+    """
     for number in range(2000):
         try:
-            etcd.put(f'/filler/{number}', os.urandom(256 * KIB))
+            etcd.put(f'/filler/{number}', os.urandom(16 * KIB))
         except OSError:
             wait_until(lambda: not etcd.is_running, 30, 'etcd has ended')
             return
