@@ -28,7 +28,7 @@ REQUIRES = [
     'h2>=4.3',  # etcd, without gRPC, which is slow to load and large; 4.3 closes CVE-2025-57804
     'psutil>=5.9',
     'PyYAML>=6.0.1',
-    'prometheus_client>=0.16',  # of `eschedule metrics`, and of ecompute with `metrics:`; loaded only there
+    'prometheus_client>=0.16',  # of `eschedule top -f prometheus`, and of ecompute with `metrics:`; loaded only there
     'os-traits>=3.9',  # the names of traits, which placement takes from there too
     # mdserver's.
     'bottle>=0.13',

@@ -36,7 +36,7 @@ from docs.writing import (
 )
 from ecomp import agent, compute, compute_conf, conf, errors, yaml_file
 from ecomp.cli import commands
-from ecomp.cli.command import CREATE, EXIT_CODES, QUERY, Command
+from ecomp.cli.command import COMMON_OPTIONS, CREATE, EXIT_CODES, QUERY, Command
 from ecomp.cli.commands import FAMILIES, FULL_HELP, PLACEHOLDER_MEANINGS, PLANNED_WORDS, load_rows
 from ecomp.cli.options import OPTIONS
 from ecomp.cli.suggestions import OLD_WORDS
@@ -147,6 +147,8 @@ def render_full_help() -> str:
     )
     for family, rows in load_families().items():
         lines += ['', f'{family}:', *map(commands.format_summary, rows)]
+    rows = [row for field in COMMON_OPTIONS for row in OPTIONS[field]]
+    lines += ['', 'Common options:', *commands.format_options(rows)]
     return '\n'.join([*lines, '', *PLACEHOLDER_MEANINGS.values(), *commands.format_exit_codes(EXIT_CODES)]) + '\n'
 
 
@@ -223,12 +225,16 @@ def describe_eschedule() -> Iterator[Section]:
     yield Section(
         'eschedule', [*PLACEHOLDER_MEANINGS.values(), *(f'{family}: {links}.' for family, links in names.items())]
     )
+    common = [describe_option(row) for field in COMMON_OPTIONS for row in OPTIONS[field]]
+    yield Section('Common options', ['Many commands have these options:', Terms(('option', ''), common)])
     for rows in load_families().values():
         for each in rows:
             exits = ', '.join(f'{code} ({EXIT_CODES[code]})' for code in sorted({0, 1, 2, 7, *each.exit_codes}))
             blocks: list[Block] = [Code(f'eschedule {each.usage}'), each.description]
-            if options := [describe_option(row) for row in each.list_options()]:
+            if options := [describe_option(row) for row in each.list_options(are_common=False)]:
                 blocks.append(Terms(('option', ''), options))
+            flags = ', '.join(f'`{row.flags[0]}`' for row in each.list_options(are_common=True))
+            blocks.append(f'[Common options](#common-options): {flags}.')
             yield Section(f'eschedule {each.name}', [*blocks, f'Example: `{each.example}`', f'Exit codes: {exits}.'])
     reserved = ', '.join(f'`{word}`' for word in list_reserved_words())
     says = 'An instance cannot have the name of a command, or of one that may be added later'

@@ -340,11 +340,6 @@ SHAPES: Mapping[str, Schema] = {
     'stop': _outcome(**_REACHED),
     'start': _outcome(**_REACHED),
     'reboot': _outcome(**_REACHED),
-    'clear': _object(
-        removed=many(
-            _object(instance=_INSTANCE, state=_text('state of the instance', enum=['gone', 'error'])), 'removed records'
-        )
-    ),
     'flavor': one_or_many(_FLAVOR),
     'flavor set': _single_outcome(),
     'flavor delete': _outcome(),

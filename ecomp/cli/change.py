@@ -8,24 +8,26 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ecomp.cli.command import DOCUMENT_OPTIONS, Command, Context, Outcomes, make_wait_options
-from ecomp.cli.options import parse_any_instances, parse_nothing
+from ecomp.cli.options import parse_any_instances
 from ecomp.cli.selection import SELECTORS, confirm_destroy, find_conflicts, select_instances
 from ecomp.cli.terminal import LiveLine, is_terminal
 from ecomp.errors import EcompError
 from ecomp.model import keys
 from ecomp.model.keys import make_uuid
 from ecomp.model.order import REBOOT, PowerAction
-from ecomp.model.record import GONE
+from ecomp.model.record import ERROR, GONE
 from ecomp.model.text import parse_uuid_prefix
-from ecomp.scheduler.changes.change import Acceptance, change_power, clear, destroy
+from ecomp.scheduler.changes.change import Acceptance, change_power, destroy, remove_finished
 from ecomp.scheduler.changes.wait import Deadline, Wait, wait_for_power, wait_until_gone
 from ecomp.scheduler.queries.find import is_known
 
 
 def _destroy(ctx: Context) -> int:
-    if select_instances(ctx):
-        confirm_destroy(ctx, [ctx.display_names.get(word, word) for word in ctx.words])
-    elif is_terminal(sys.stdin):
+    selected = select_instances(ctx)
+    finished = {record.instance: record.state for record in selected if record.state in (GONE, ERROR)}
+    if selected:
+        confirm_destroy(ctx, [record.name or record.instance for record in selected if record.state != GONE])
+    elif ctx.words and is_terminal(sys.stdin):
         ctx.out.say('destroy deletes the disk of an instance with all data on it')
         confirm_destroy(ctx, _list_guessed(ctx))
     outcomes = Outcomes(ctx, ctx.words, instance=None, state=None)
@@ -33,6 +35,9 @@ def _destroy(ctx: Context) -> int:
     def submit(word: str) -> bool:
         instance = ctx.resolve_instance(word, ctx.instance_index)
         outcomes.report(word, instance=instance)
+        if instance in finished:
+            outcomes.report(word, remove_finished(ctx.store, instance, ctx.instance_index), state=finished[instance])
+            return False
         sentence = destroy(ctx.store, instance, ctx.instance_index, ctx.find_claiming_compute)
         ctx.name_computes()
         outcomes.report(word, sentence)
@@ -93,18 +98,6 @@ def _change_power(ctx: Context) -> int:
     return outcomes.run(submit, wait, 'show' if ctx.name == REBOOT else f'{ctx.name} --wait')
 
 
-def _clear(ctx: Context) -> int:
-    removed, errors = clear(ctx.store)
-    gone_count = sum(state == GONE for state in removed.values())
-    count_text = f'{len(removed) or "no"} record{"" if len(removed) == 1 else "s"}'
-    error_count = len(removed) - gone_count
-    ctx.out.say(f'{count_text} removed: {gone_count} of gone instances, {error_count} of instances in error')
-    for error in errors:
-        ctx.out.say(str(error))
-    ctx.show_document([{'removed': [{'instance': instance, 'state': state} for instance, state in removed.items()]}])
-    return EcompError.exit_code if errors else 0
-
-
 # fmt: off
 COMMANDS: Sequence[Command] = (
     Command('destroy', 'destroy [<id>…]', 'delete an instance, its DISK included',
@@ -112,7 +105,8 @@ COMMANDS: Sequence[Command] = (
             '(`virsh destroy` only switches a guest off; the command for that is `eschedule stop`.) The command '
             'returns once the destroy is accepted. The compute carries out the destroy immediately or, if the compute '
             'is down, once it is up again. If an instance is in error, only its record is left; the command removes '
-            'the record.',
+            'the record, and its name is free. --state gone,error removes the records of all such instances, which '
+            'otherwise are kept for a day (gone) or a week (error): afterwards nothing reports what became of them.',
             parse_any_instances, _destroy,
             {**make_wait_options('every instance is gone'), **DOCUMENT_OPTIONS, **SELECTORS, 'file': '', 'yes': ''},
             (4, 5, 6), find_problems=find_conflicts,
@@ -133,10 +127,4 @@ COMMANDS: Sequence[Command] = (
             parse_any_instances, _change_power,
             {**make_wait_options('every guest runs again'), **DOCUMENT_OPTIONS, **SELECTORS}, (4, 5, 6),
             find_problems=find_conflicts, example='eschedule reboot web1'),
-    Command('clear', 'clear', 'remove the records of gone and failed instances',
-            'Remove the records of all instances that are gone or in error. Without this command, a record is kept '
-            'for a day (gone) or a week (error). The names of instances in error become free. The records are all '
-            'that is left of such instances: afterwards neither --uuid nor `eschedule <id>` can report what became of '
-            'these instances.',
-            parse_nothing, _clear, DOCUMENT_OPTIONS, example='eschedule clear'),
 )

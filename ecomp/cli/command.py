@@ -265,9 +265,16 @@ class Command(NamedTuple):
     needs_config: bool = True
     find_problems: Callable[[str, Sequence[str], Options], Iterable[str]] = lambda *_: ()
 
-    def list_options(self) -> list[Option]:
-        """List the options and --config for the help; a --wait with its own help is shown without =STAGE."""
-        help_by_field = {**self.options, 'config': ''}
+    def list_options(self, are_common: bool | None = None) -> list[Option]:
+        """List the options and --config: all, or only those that the help of all commands describes, or the others.
+
+        A --wait with its own help is shown without =STAGE.
+        """
+        help_by_field = {
+            field: text
+            for field, text in {**self.options, 'config': ''}.items()
+            if are_common in (None, field in COMMON_OPTIONS and not text)
+        }
         return [
             row._replace(metavar='' if row.metavar.startswith('[') else row.metavar, help=text) if text else row
             for field, rows in OPTIONS.items()
@@ -292,6 +299,9 @@ def select_options(fields: str) -> dict[str, str]:
 DOCUMENT_OPTIONS = select_options('format')
 
 LISTING_OPTIONS = select_options('format columns no_header sort wide')
+
+# What the help of all commands describes once.
+COMMON_OPTIONS = {**LISTING_OPTIONS, **select_options('config')}
 
 
 def make_wait_options(condition: str) -> dict[str, str]:

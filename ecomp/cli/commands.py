@@ -208,11 +208,14 @@ def _format_command_help(command: Command) -> str:
     means = ''.join(f' {meaning}' for word, meaning in PLACEHOLDER_MEANINGS.items() if word in command.usage)
     exits = sorted({0, 1, 2, 7, *command.exit_codes})
     lines = [f'usage: eschedule {command.usage} [OPTION]…', '', *wrap(command.description + means), '']
-    lines += ['options:', *_format_options(command.list_options()), '', f'example: {command.example}', '']
+    if own := command.list_options(are_common=False):
+        lines += ['options:', *format_options(own), '']
+    flags = ', '.join(option.flags[0] for option in command.list_options(are_common=True))
+    lines += [*wrap(f'common options: {flags} (see `eschedule help`)'), '', f'example: {command.example}', '']
     return '\n'.join([*lines, *format_exit_codes({code: EXIT_CODES[code] for code in exits})]) + '\n'
 
 
-def _format_options(options: Sequence[Option]) -> Iterator[str]:
+def format_options(options: Sequence[Option]) -> Iterator[str]:
     """Yield the help of each option, folded to HELP_WIDTH; flags too long for their column are yielded before it."""
     heads = [', '.join(f'{flag} {option.metavar}'.rstrip() for flag in option.flags) for option in options]
     column = min(max(map(len, heads)) + 4, MAX_FLAG_COLUMN_WIDTH)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ecomp.cli.command import MAX_QUOTED_WORDS, Command, Context, select_options
-from ecomp.cli.options import parse_any_instances, parse_instance_and_command, parse_one_instance, split_user
-from ecomp.cli.selection import SELECTORS, find_conflicts, has_selectors, list_selected
+from ecomp.cli.options import Options, parse_any_instances, parse_instance_and_command, parse_one_instance, split_user
 from ecomp.errors import EcompError, NotFound, Unreachable
 from ecomp.model import reach
 from ecomp.model.record import ACTIVE, Record, format_time
@@ -30,6 +29,8 @@ LAST_LINES_TIMEOUT_SECONDS = 3.0
 
 
 def _run_ssh(ctx: Context) -> int:
+    if ctx.options.print_config:
+        return _print_ssh_config(ctx)
     user, word = split_user(ctx.words[0])
     access = computes.find_guest_access(ctx.store, ctx.resolve_instance(word))
     if access.record.console is None and not access.record.host_keys:
@@ -42,7 +43,7 @@ def _run_ssh(ctx: Context) -> int:
         ('-l', user or ctx.config.ssh_user),
     ]
     options = [word for pair in pairs for word in pair]
-    _replace_process(ctx, ['ssh', *options, '--', access.address, *reach.quote_remote_command(ctx.words[1:])])
+    return _replace_process(ctx, ['ssh', *options, '--', access.address, *reach.quote_remote_command(ctx.words[1:])])
 
 
 def _print_ssh_config(ctx: Context) -> int:
@@ -66,7 +67,7 @@ def _print_ssh_config(ctx: Context) -> int:
 
     if ctx.words:
         return ctx.find_each(print_entry)[1]
-    records = list_selected(ctx) if has_selectors(ctx.options) else list_records(ctx.store, with_gone=False)[0]
+    records, _ = list_records(ctx.store, with_gone=False)
     records = [record for record in records if record.state == ACTIVE and record.address]
     unverified = [record.name or record.instance for record in records if not record.host_keys]
     if unverified:
@@ -220,6 +221,15 @@ def _decode_line(line: bytes) -> str:
     return reach.strip_escapes(line.decode(errors='replace').rstrip('\n')).expandtabs()
 
 
+def _find_ssh_problems(name: str, words: Sequence[str], options: Options) -> Iterator[str]:
+    if options.print_config:
+        if options.accept_new or options.identity:
+            yield f'{name}: --accept-new and --identity are not accepted with --print-config'
+        parse_any_instances(name, words)
+    elif not words:
+        yield f'{name}: missing argument: an instance, by name or uuid'
+
+
 # fmt: off
 COMMANDS: Sequence[Command] = (
     Command('ssh', 'ssh [USER@]<id> [-- CMD…]', 'log in to a guest, or run a command there',
@@ -227,14 +237,11 @@ COMMANDS: Sequence[Command] = (
             'guest is on a bridge. Default of USER: ssh_user of schedule.yaml. ssh trusts only the host keys that the '
             "guest reported once its cloud-init had finished. A CMD of one word is a command line for the guest's "
             'shell; several words reach the guest unchanged. Once ssh runs, the exit code is that of ssh; before '
-            'that, it is one of those below.',
-            parse_instance_and_command, _run_ssh, select_options('accept_new identity'), (4, 5, 6),
-            example='eschedule ssh web1 -- uptime'),
-    Command('ssh-config', 'ssh-config [<id>…]', 'print entries for ~/.ssh/config',
-            'Print entries for ~/.ssh/config. With them, ssh, scp and rsync reach guests as `eschedule ssh` does. '
+            'that, it is one of those below. With --print-config it prints entries for ~/.ssh/config instead, with '
+            'which ssh, scp and rsync reach these guests in the same way: `eschedule ssh --print-config [<id>…]`. '
             'Default: entries for all guests that run and have reported their host keys.',
-            parse_any_instances, _print_ssh_config, SELECTORS, (4, 5, 6), example='eschedule ssh-config web1 web2',
-            find_problems=lambda name, words, opts: find_conflicts(name, words, opts) if words else ()),
+            parse_instance_and_command, _run_ssh, select_options('accept_new identity print_config'), (4, 5, 6),
+            example='eschedule ssh web1 -- uptime', find_problems=_find_ssh_problems),
     Command('console', 'console <id>', "open a guest's serial console; ^] leaves it",
             "Open `virsh console` of the guest, on its host, as `reach` in schedule.yaml describes. The guest's "
             'output goes to the terminal unfiltered. ^] leaves the console.',

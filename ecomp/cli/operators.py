@@ -8,11 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ecomp.cli.command import DOCUMENT_OPTIONS, LISTING_OPTIONS, Command, Context, Outcomes, make_wait_options
-from ecomp.cli.options import TABLE, Options, parse_any_computes, parse_computes, parse_nothing
+from ecomp.cli.options import TABLE, Options, parse_any_computes, parse_computes
 from ecomp.cli.tables import STATE, TIME, UUID, Column, Listing, Row, make_sort_key
 from ecomp.cli.terminal import LiveLine, make_timestamp
 from ecomp.errors import Conflict, EcompError, NoCapacity, NotFound, StillGoing, Unreachable, UsageError, put_before_fix
-from ecomp.metrics import make_text
 from ecomp.model import keys
 from ecomp.model.allocation import REQUIRED_CLASSES, Room
 from ecomp.model.choose import Offer
@@ -30,14 +29,6 @@ if TYPE_CHECKING:
 
 GREEDY_NOTE = 'Each was placed after the other, as eschedule would place them: another placement of all may exist'
 COMPUTE_COLUMN = Column('COMPUTE', rank=2, kind=UUID)
-
-
-def _print_metrics(ctx: Context) -> int:
-    samples, errors = queries.read_metrics(ctx.store, ctx.placement)
-    ctx.draw(make_text(queries.CLUSTER_METRICS, samples).rstrip())
-    for error in errors:
-        ctx.out.say(str(error))
-    return 0
 
 
 def _list_hosts(ctx: Context) -> int:
@@ -357,12 +348,6 @@ COMMANDS: Sequence[Command] = (
             'SEEN is when a silent one was last alive. `up, cannot build: …` says why new instances go to other '
             'computes first. With -f json: only the computes.',
             parse_any_computes, _list_hosts, LISTING_OPTIONS, (4, 5), example='eschedule hosts hv1'),
-    Command('metrics', 'metrics', "print the cluster's metrics for Prometheus",
-            'Print metrics of the cluster in the text format of Prometheus: computes and instances by state, capacity '
-            'and use of each compute, queued requests, and quotas. All are gauges: what happens on a host is in the '
-            'file that its ecompute writes (`metrics:` in compute.yaml). docs/howto/monitor.md shows how to collect '
-            'both. Malformed values in etcd are reported on stderr and counted; the command succeeds.',
-            parse_nothing, _print_metrics, example='eschedule metrics'),
     Command('host drain', 'host drain <host>…', 'disable a compute and list its instances',
             'Place no new instances on a compute until `eschedule host enable`, and list the instances there, which '
             'keep running. The command destroys and moves nothing: the owners of the instances do that. With --stop '

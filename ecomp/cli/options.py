@@ -19,6 +19,8 @@ from ecomp.model.record import SHOWN_STATES, STAGES
 from ecomp.model.text import MIN_PREFIX_DIGITS, format_suggestion, is_name, parse_uuid_prefix
 
 TABLE, JSON, YAML, CSV, VALUE = FORMS = ('table', 'json', 'yaml', 'csv', 'value')
+# Printed by `top` only.
+PROMETHEUS = 'prometheus'
 
 # Instances of one create, without and with names: each takes one or two of the 128 operations of an etcd transaction.
 MAX_SET_SIZE = 100
@@ -76,9 +78,9 @@ def parse_bare_instance(_: str, words: Sequence[str]) -> Words:
 
 
 def parse_instance_and_command(name: str, words: Sequence[str]) -> Words:
-    """Parse [USER@]INSTANCE and the words of a command for the guest, which are not checked."""
+    """Parse [USER@]INSTANCE, if any, and the words of a command for the guest, which are not checked."""
     if not words:
-        raise UsageError(f'{name}: missing argument: an instance, by name or uuid')
+        return ()
     user, word = split_user(words[0])
     [instance] = parse_instances(name, [word])
     return (f'{user}@{instance}' if user else instance, *words[1:])
@@ -282,7 +284,7 @@ class Options(NamedTuple):
         f'{DEFAULT_WAIT_SECONDS:.0f}', parse=float)] = None
     format: Annotated[str | None, _make_option(
         '-f --format FORM', 'output format: table, json or yaml; commands with -c: also csv or value (tab-separated, - '
-        'for a missing value). Default: table', choices=FORMS)] = None
+        'for a missing value); top: also prometheus. Default: table', choices=(*FORMS, PROMETHEUS))] = None
     columns: Annotated[Sequence[str] | None, _make_option(
         '-c --column COLUMN', 'print only this column; repeatable, or several with commas between them. A unique '
         'beginning of its name is enough, in upper or lower case. Default: all', repeats=True)] = None
@@ -331,6 +333,8 @@ class Options(NamedTuple):
         'and only that one from then on')] = False
     identity: Annotated[str | None, _make_option(
         '-i --identity FILE', 'private key to log in with. Default: the keys that ssh tries')] = None
+    print_config: Annotated[bool, _make_option(
+        '--print-config', 'print entries for ~/.ssh/config, and connect to no guest')] = False
     dry_run: Annotated[bool, _make_option(
         '--dry-run', 'print what the command would do, and whether there is room; change nothing')] = False
     prune: Annotated[bool, _make_option(
@@ -378,6 +382,8 @@ def find_option_problems(name: str, options: Options, accepted_fields: Collectio
         rows = OPTIONS[field]
         flag = rows[0].flags[-1] if len(rows) == 1 else f'--{getattr(options, field)}'
         yield f'{flag} is not accepted by this command. Try: --help'
+    if options.format == PROMETHEUS and name != 'top':
+        yield f'-f {PROMETHEUS} is accepted only by top'
     yield from _find_form_problems(options, 'columns' in accepted_fields)
     if options.group is not None:
         with convert_to_usage_error('--group'):

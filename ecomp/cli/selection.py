@@ -78,11 +78,16 @@ def sort_records(records: Iterable[Record]) -> list[Record]:
 
 
 def list_selected(ctx: Context) -> list[Record]:
-    """Read the records, not gone, that the options select; print the errors of malformed ones. NotFound for none."""
+    """Read the records that the options select; print the errors of malformed ones. NotFound for none.
+
+    Gone instances are selected only by `destroy --state gone`.
+    """
     from ecomp.scheduler.queries.find import list_records
 
-    records, errors = list_records(ctx.store, with_gone=False)
-    record_filter, left_out = make_filter(ctx), (GONE, ERROR) if ctx.options.every else (GONE,)
+    record_filter = make_filter(ctx)
+    with_gone = ctx.name == 'destroy' and GONE in (record_filter.states or ())
+    records, errors = list_records(ctx.store, with_gone)
+    left_out = (GONE, ERROR) if ctx.options.every else () if with_gone else (GONE,)
     if record_filter.states is None:
         matches = record_filter.select(records)
     else:
@@ -107,14 +112,14 @@ def _list_of_file(ctx: Context, path: str) -> list[Record]:
     return selected
 
 
-def select_instances(ctx: Context) -> bool:
-    """Replace ctx.words by the selected instances, if options select them, and return True."""
+def select_instances(ctx: Context) -> list[Record]:
+    """Replace ctx.words by the selected instances, if options select them, and return their records."""
     if not has_selectors(ctx.options) and ctx.options.file is None:
-        return False
+        return []
     selected = list_selected(ctx) if ctx.options.file is None else _list_of_file(ctx, ctx.options.file)
     ctx.words = tuple(record.instance for record in selected)
     ctx.display_names |= {record.instance: record.name for record in selected if record.name}
-    return True
+    return selected
 
 
 def confirm_destroy(ctx: Context, names: Sequence[str]) -> None:

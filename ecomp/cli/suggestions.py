@@ -18,6 +18,8 @@ FAMILY_WORDS: Mapping[str, Sequence[str]] = {
 
 CREATE_FORM = "create 'resources=…' [IMAGE_URL]"
 DESTROY = 'destroy'
+CLEAR = 'destroy --state gone,error'
+COPY = 'ssh --print-config'
 NO_LIMIT = 'quota set PROJECT CLASS=none'
 
 
@@ -32,19 +34,20 @@ _OLD_BY_NEW: Mapping[str, Sequence[str]] = {
     'show --timeline': ('timeline',), 'show --command': ('again',), 'image': ('image list',),
     'hosts': ('host list', 'host show'), 'host drain': ('host disable',), 'flavor': ('flavor list', 'flavor show'),
     'group': ('group list', 'group show'), 'quota': ('quota list', 'quota show'),
+    CLEAR: ('clear',), COPY: ('ssh-config',), 'top -f prometheus': ('metrics',),
 }
 OLD_WORDS: Mapping[str, str] = {old: new for new, words in _OLD_BY_NEW.items() for old in words}
 
 # Our commands for words of docker, virsh, incus, nomad, openstack and kubectl with the same meaning.
 FOREIGN_WORDS: Mapping[str, str] = _index_by_word({
     CREATE_FORM: 'create launch new boot make add deploy run init spawn define', "'resources=…'": 'query',
-    DESTROY: 'delete del rm remove undefine purge terminate erase destory', 'clear': 'prune gc',
+    DESTROY: 'delete del rm remove undefine purge terminate erase destory', CLEAR: 'prune gc',
     'list': 'ls ps dir get', 'list --watch': 'watch', 'log': 'logs dmesg tail', 'why': 'explain',
     'show': 'info describe inspect status stat state details dominfo domstate domid domuuid domifaddr dumpxml',
     'events': 'monitor history journal event', 'check': 'verify fsck diagnose health',
     'stop': 'kill off halt shutdown poweroff power-off pause suspend down freeze managedsave',
     'start': 'on resume unpause unsuspend poweron power-on wake', 'reboot': 'restart reset',
-    'ssh': 'exec shell sh bash enter login connect port-forward', 'ssh-config': 'scp sftp rsync cp file',
+    'ssh': 'exec shell sh bash enter login connect port-forward', COPY: 'scp sftp rsync cp file',
     'console': 'attach serial vnc ttyconsole vncdisplay domdisplay', 'help': 'man usage', '--version': 'version about',
     'apply FILE': 'up scale rollout sync', 'apply FILE --dry-run': 'diff validate lint',
     'top': 'stats usage', 'hosts': 'members nodeinfo cluster-info hots', 'host forget': 'forget decommission',
@@ -61,16 +64,16 @@ FOREIGN_NOUNS: Mapping[str, str] = _index_by_word({
 # By the first word of a two-word command: our command for a verb with another meaning there.
 FAMILY_SYNONYMS: Mapping[str, Mapping[str, str]] = {
     'host': {'evacuate': 'evacuate', 'stop': 'host drain', 'start': 'host enable',
-             **dict.fromkeys((DESTROY, 'clear'), 'host forget')},
+             **dict.fromkeys((DESTROY, CLEAR), 'host forget')},
     'flavor': {**dict.fromkeys((CREATE_FORM, 'update', 'edit'), 'flavor set'),
-               **dict.fromkeys((DESTROY, 'unset', 'clear'), 'flavor delete')},
+               **dict.fromkeys((DESTROY, 'unset', CLEAR), 'flavor delete')},
     'quota': {**dict.fromkeys((CREATE_FORM, 'update', 'edit'), 'quota set'),
-              **dict.fromkeys((DESTROY, 'unset', 'clear', 'reset'), NO_LIMIT)},
+              **dict.fromkeys((DESTROY, 'unset', CLEAR, 'reset'), NO_LIMIT)},
 }
 
 # What to add when suggesting a command that removes something for good. No typing error suggests one.
 LOSS_WARNINGS = {DESTROY: ', which deletes the disk', 'host forget': ', for a host that never comes back',
-          'clear': ', which removes the records of gone and failed instances',
+          CLEAR: ', which removes the records of gone and failed instances',
           'flavor delete': ', which deletes the flavor for all users'}
 # fmt: on
 

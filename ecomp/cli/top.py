@@ -4,27 +4,45 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ecomp.cli.command import Command, Context, select_options
 from ecomp.cli.inspect import FILTERS, INSTANCE_COLUMN
-from ecomp.cli.options import TABLE, parse_any_computes
+from ecomp.cli.options import PROMETHEUS, TABLE, Options, parse_any_computes
 from ecomp.cli.selection import make_filter
 from ecomp.cli.tables import Column, Listing, Row, make_sort_key, render_listing
 from ecomp.cli.terminal import Drawing, is_terminal, make_style, redraw
+from ecomp.metrics import make_text
 from ecomp.model.allocation import GIB, MIB
 from ecomp.model.record import ACTIVE, Record
 from ecomp.model.usage import HOST
 from ecomp.scheduler.operations.usage import Use, UseReader
 from ecomp.scheduler.queries.find import list_records
+from ecomp.scheduler.queries.hosts import CLUSTER_METRICS, read_metrics
 
 HOST_FIELDS = ('cpus', 'load', 'memory_used_bytes', 'memory_bytes', 'disk_used_bytes', 'disk_bytes')
 SIZES = (('memory', MIB), ('disk', GIB))
 RATES = ('disk_read_bytes_per_second', 'disk_written_bytes_per_second')
 
 
+def _print_metrics(ctx: Context) -> int:
+    samples, errors = read_metrics(ctx.store, ctx.placement)
+    ctx.draw(make_text(CLUSTER_METRICS, samples).rstrip())
+    for error in errors:
+        ctx.out.say(str(error))
+    return 0
+
+
+def _find_top_problems(name: str, words: Sequence[str], options: Options) -> Iterator[str]:
+    fields = ('name', 'group', 'project', 'stack', 'columns', 'no_header', 'wide')
+    if options.format == PROMETHEUS and (words or any(getattr(options, field) for field in fields)):
+        yield f'{name}: -f prometheus prints the whole cluster. Fix: leave out hosts and other options'
+
+
 def _top(ctx: Context) -> int:
+    if ctx.form == PROMETHEUS:
+        return _print_metrics(ctx)
     ctx.connect()
 
     selected, code = ctx.find_each(ctx.resolve_compute)
@@ -108,8 +126,13 @@ COMMANDS: Sequence[Command] = (
             'state directory. Default: all hosts. On a terminal the tables are drawn again every few seconds, until '
             'Ctrl-C (exit 0); elsewhere, or with -f, they are printed once, after two measurements. A `-` is not '
             'known; stderr reports which hosts do not answer. `-f csv`, `-f value` and -c print only guests. Hosts '
-            'measure only while a `top` runs. Memory beyond the size of a guest (231/128) is used by QEMU itself.',
+            'measure only while a `top` runs. Memory beyond the size of a guest (231/128) is used by QEMU itself. `-f '
+            'prometheus` prints metrics of the whole cluster instead: computes and instances by state, capacity and '
+            'use of each compute, queued requests, and quotas. All are gauges: what happens on a host is in the file '
+            'that its ecompute writes (`metrics:` in compute.yaml). docs/howto/monitor.md shows how to collect both. '
+            'Malformed values in etcd are reported on stderr and counted; the command succeeds.',
             parse_any_computes, _top,
             {**{field: FILTERS[field] for field in ('name', 'group', 'project', 'stack')},
-             **select_options('format columns no_header wide')}, (4, 5), example='eschedule top hv1'),
+             **select_options('format columns no_header wide')}, (4, 5), example='eschedule top hv1',
+            find_problems=_find_top_problems),
 )

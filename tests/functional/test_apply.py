@@ -374,10 +374,7 @@ def test_selectors_of_all_commands(cluster: Control, compute: Ecompute) -> None:
             result = cluster.eschedule(command, *selectors, '--wait')
             assert result.code == 0, result
             assert set(list_names(cluster, '--state', state)) == expected | (every if state == 'active' else set())
-        unreported = cluster.eschedule('ssh-config', *selectors)
-        assert (unreported.code, unreported.stdout) == (0, ''), unreported
-        assert all((name in unreported.stderr) == (name in expected) for name in every), unreported
-    for command in ('stop', 'start', 'reboot', 'destroy', 'wait', 'ssh-config'):
+    for command in ('stop', 'start', 'reboot', 'destroy', 'wait'):
         for words, code, reason in (
             (('--name', 'none-*'), 4, 'no instance is selected'),
             (('--stack', 'none'), 4, 'none: no such stack'),
@@ -386,7 +383,9 @@ def test_selectors_of_all_commands(cluster: Control, compute: Ecompute) -> None:
             refused = cluster.eschedule(command, *words)
             assert (refused.code, reason in refused.stderr) == (code, True), refused
     assert cluster.eschedule('stop').code == 2
-    assert cluster.eschedule('ssh-config').code == 0
+    unreported = cluster.eschedule('ssh', '--print-config')
+    assert (unreported.code, unreported.stdout) == (0, ''), unreported
+    assert all(name in unreported.stderr for name in every), unreported
     assert cluster.eschedule('destroy', '--stack', 'shop', '--yes', '--wait').code == 0
     assert list_names(cluster) == ['alone']
     assert cluster.eschedule('destroy', '--every', '--yes', '--wait').code == 0

@@ -127,12 +127,12 @@ def test_reported_host_key_is_trusted_and_another_is_refused(guest: SshGuest) ->
     result = guest.run_ssh('--', 'echo $SSH_CONNECTION; exit 7')
     assert (result.code, result.stdout.split()[2:], result.stderr) == (7, [ADDRESS, '22'], '')
     assert guest.run_ssh('--', 'printf', '%s|', 'a  b', '$HOME', "it's").stdout == "a  b|$HOME|it's|"
-    # With a user's name, and with plain ssh and the output of ssh-config.
+    # With a user's name, and with plain ssh and the output of --print-config.
     other_user = guest.run_eschedule(
         'ssh', f'nobody-here@{guest.record.instance}', '-i', str(guest.private), '--', 'true'
     )
     assert (other_user.code, 'nobody-here@' in other_user.stderr) == (255, True)
-    lines = guest.run_eschedule('ssh-config').stdout
+    lines = guest.run_eschedule('ssh', '--print-config').stdout
     assert f'Host {guest.record.instance}\n    HostName {ADDRESS}\n    User root\n' in lines
     (guest.home / 'ssh_config').write_text(lines)
     ssh = ['ssh', '-F', guest.home / 'ssh_config', '-i', guest.private, guest.record.instance, 'echo in']
@@ -155,12 +155,12 @@ def test_concurrent_commands_write_known_hosts_atomically(guest: SshGuest) -> No
     for _ in range(4):
         known_hosts.unlink(missing_ok=True)
         with ThreadPoolExecutor(4) as threads:
-            results = list(threads.map(lambda _: guest.run_eschedule('ssh-config'), range(4)))
+            results = list(threads.map(lambda _: guest.run_eschedule('ssh', '--print-config'), range(4)))
         # stderr may say that instances of other tests are left out.
         assert [item for item in results if item.code != 0 or 'failed' in item.stderr] == []
         assert known_hosts.read_text().count('\n') == 1
         before = known_hosts.stat().st_ino
-        assert guest.run_eschedule('ssh-config').code == 0
+        assert guest.run_eschedule('ssh', '--print-config').code == 0
         assert known_hosts.stat().st_ino == before, 'it is there already'
     assert [item.name for item in known_hosts.parent.iterdir() if not keys.is_uuid(item.name)] == []
 
@@ -173,8 +173,8 @@ def test_guest_without_reported_key_needs_accept_new(guest: SshGuest) -> None:
     reason = 'the guest has not reported its host keys, so ssh cannot verify the guest'
     fix = 'Fix: give --accept-new, which accepts the first key that the guest shows'
     assert result == (1, '', f'eschedule: {guest.record.instance}: {reason}. {fix}\n')
-    assert guest.run_eschedule('ssh-config', guest.record.instance).code == 1
-    all_guests = guest.run_eschedule('ssh-config')
+    assert guest.run_eschedule('ssh', '--print-config', guest.record.instance).code == 1
+    all_guests = guest.run_eschedule('ssh', '--print-config')
     assert (all_guests.code, guest.record.instance in all_guests.stdout) == (0, False)
     assert 'no entries for these guests, because their host keys are unknown: ' in all_guests.stderr
     assert guest.run_ssh('--accept-new', '--', 'true').code == 0
@@ -185,7 +185,7 @@ def test_guest_without_reported_key_needs_accept_new(guest: SshGuest) -> None:
     assert guest.run_ssh('--accept-new', '--', 'true').code == 255
 
 
-@pytest.mark.parametrize('words', [['ssh'], ['ssh-config']])
+@pytest.mark.parametrize('words', [['ssh'], ['ssh', '--print-config']])
 @pytest.mark.parametrize(
     ('changed', 'lacks'),
     [
@@ -233,15 +233,16 @@ def test_ssh_config_uses_a_name_only_for_its_owner(guest: SshGuest) -> None:
         guest.etcd.put(keys.request(record.compute, record.instance), request)
         guest.write_record(record)
     guest.etcd.put(keys.name(name), encode(NameOwner(instance)))
-    hosts = {line for line in guest.run_eschedule('ssh-config').stdout.splitlines() if line.startswith('Host ')}
+    printed = guest.run_eschedule('ssh', '--print-config').stdout
+    hosts = {line for line in printed.splitlines() if line.startswith('Host ')}
     assert {f'Host {name}', f'Host {other}'} <= hosts
     assert f'Host {instance}' not in hosts
-    assert guest.run_eschedule('ssh-config', name).stdout.startswith(f'Host {name}\n')
-    assert guest.run_eschedule('ssh-config', other).stdout.startswith(f'Host {other}\n')
+    assert guest.run_eschedule('ssh', '--print-config', name).stdout.startswith(f'Host {name}\n')
+    assert guest.run_eschedule('ssh', '--print-config', other).stdout.startswith(f'Host {other}\n')
     # The uuid of another instance is not accepted as a name.
     guest.write_record(replace(forged, name=instance))
     guest.etcd.put(keys.name(instance), encode(NameOwner(other)))
-    assert guest.run_eschedule('ssh-config', other).stdout.startswith(f'Host {other}\n')
+    assert guest.run_eschedule('ssh', '--print-config', other).stdout.startswith(f'Host {other}\n')
 
 
 def test_ssh_config_does_not_use_a_guest_name_that_is_a_host_name(guest: SshGuest) -> None:
@@ -249,16 +250,16 @@ def test_ssh_config_does_not_use_a_guest_name_that_is_a_host_name(guest: SshGues
     instance, name = guest.record.instance, f'hv-{make_uuid()[:8]}'
     guest.write_record(replace(guest.record, name=name, host_keys=(guest.make_key('host'),)))
     guest.etcd.put(keys.name(name), encode(NameOwner(instance)))
-    assert guest.run_eschedule('ssh-config', instance).stdout.startswith(f'Host {name}\n')
+    assert guest.run_eschedule('ssh', '--print-config', instance).stdout.startswith(f'Host {name}\n')
     other = make_uuid()
     guest.etcd.put(keys.hostname(other), encode(StoredHostname(name)))
     try:
-        assert guest.run_eschedule('ssh-config', name).stdout.startswith(f'Host {instance}\n')
+        assert guest.run_eschedule('ssh', '--print-config', name).stdout.startswith(f'Host {instance}\n')
     finally:
         guest.etcd.delete(keys.hostname(other))
     # The guest's own host, whose name is not in etcd.
     guest.write_record(replace(guest.record, name=name, console=f'{name}:/x', host_keys=(guest.make_key('another'),)))
-    assert guest.run_eschedule('ssh-config', name).stdout.startswith(f'Host {instance}\n')
+    assert guest.run_eschedule('ssh', '--print-config', name).stdout.startswith(f'Host {instance}\n')
 
 
 @pytest.mark.parametrize('name', ['localhost', 'ip6-localhost', socket.gethostname().partition('.')[0].lower()])
@@ -266,7 +267,7 @@ def test_ssh_config_does_not_use_names_of_the_local_machine(guest: SshGuest, nam
     instance = guest.record.instance
     guest.write_record(replace(guest.record, name=name, host_keys=(guest.make_key('host'),)))
     guest.etcd.put(keys.name(name), encode(NameOwner(instance)))
-    assert guest.run_eschedule('ssh-config', name).stdout.startswith(f'Host {instance}\n')
+    assert guest.run_eschedule('ssh', '--print-config', name).stdout.startswith(f'Host {instance}\n')
 
 
 def test_guest_on_a_bridge_is_reached_directly(guest: SshGuest) -> None:
@@ -274,7 +275,7 @@ def test_guest_on_a_bridge_is_reached_directly(guest: SshGuest) -> None:
     guest.write_record(
         replace(guest.record, host_keys=(guest.make_key('host'),), addresses=(*guest.record.addresses, bridged))
     )
-    lines = guest.run_eschedule('ssh-config', guest.record.instance).stdout
+    lines = guest.run_eschedule('ssh', '--print-config', guest.record.instance).stdout
     assert 'HostName 127.0.0.1\n' in lines
     assert 'ProxyCommand none\n' in lines
 

@@ -110,7 +110,7 @@ def test_output_passes_promtool_and_has_each_metric_of_alerts_and_panels(
         assert f'\necomp_backend_up{{backend="{backend}"}} 1.0\n' in text
     promtool('check', 'metrics', stdin=text)
 
-    result = own_control.eschedule('metrics')
+    result = own_control.eschedule('top', '-f', 'prometheus')
     assert (result.code, result.stderr) == (0, '')
     for line in (
         'ecomp_cluster_hosts{state="up"} 1.0',
@@ -121,7 +121,7 @@ def test_output_passes_promtool_and_has_each_metric_of_alerts_and_panels(
     name = list_hosts(own_control)[compute.uuid]['host']
     compute.stop()
     own_control.etcd.delete(keys.hostname(compute.uuid))  # as after etcd was wiped, until the host is back
-    unnamed = own_control.eschedule('metrics').stdout
+    unnamed = own_control.eschedule('top', '-f', 'prometheus').stdout
     for output, host in ((result.stdout, name), (unnamed, compute.uuid)):
         labels = f'{{class="VCPU",compute="{compute.uuid}",host="{host}",unit="units"}}'
         assert f'\necomp_cluster_used{labels} 1.0\n' in output

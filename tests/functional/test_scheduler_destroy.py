@@ -29,12 +29,13 @@ from ecomp.model.order import (
 )
 from ecomp.model.record import ACTIVE, ERROR, GONE, STOPPED, Failure, Record, format_time, make_record
 from ecomp.model.stored import encode
-from ecomp.scheduler.changes.change import Acceptance, change_power, clear, destroy
+from ecomp.scheduler.changes.change import Acceptance, change_power, destroy
 from ecomp.scheduler.changes.wait import Deadline, Wait, wait_for_power
 from ecomp.scheduler.queries.find import find, find_living, resolve
 from ecomp.shared.places import KeyIndex, read_index
 from ecomp.store.client import Delete, Put, Snapshot, Store, describe_user
 from tests.functional.cloud import IMAGE, SMALL, Cloud, CountingStore, interpose, make_uuid
+from tests.kit.removal import clear
 from tests.kit.servers import SLOWDOWN_FACTOR, Etcd, wait_until
 from tests.kit.store_client import read_entry
 

@@ -8,10 +8,11 @@ from contextlib import suppress
 from ecomp.errors import Conflict, NotFound
 from ecomp.model import keys
 from ecomp.model.group import Membership
-from ecomp.scheduler.changes.change import ClearResult, clear, destroy
+from ecomp.scheduler.changes.change import destroy
 from ecomp.scheduler.operations.audit import fix
 from ecomp.scheduler.operations.sharing import delete_flavor
 from ecomp.store.client import Delete
+from tests.kit.removal import ClearResult, clear
 from tests.model.acting import SINGLE_FAULT, Actor, Bounds, Call
 from tests.model.cloud import AFFINITY, ANTI_AFFINITY, LARGER_QUERY, A, B, Cloud, S, U, V, W
 from tests.model.compute import Compute

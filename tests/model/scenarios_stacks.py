@@ -8,9 +8,10 @@ from ecomp.errors import ClaimedElsewhere, Conflict, EcompError, NoCapacity, Sti
 from ecomp.model import keys
 from ecomp.model.stack import Stack
 from ecomp.model.stored import decode
-from ecomp.scheduler.changes.change import clear, destroy
+from ecomp.scheduler.changes.change import destroy
 from ecomp.scheduler.operations.decommission import disable
 from ecomp.store.client import Delete
+from tests.kit.removal import clear
 from tests.model.acting import SINGLE_FAULT, Actor, Bounds
 from tests.model.applying import OTHER_IMAGE, STACK, add_apply, add_destroy_file, make_file, run_apply
 from tests.model.cloud import ANTI_AFFINITY, A, B, Cloud, U

@@ -11,8 +11,8 @@ from ecomp.model import keys
 from ecomp.model.json_object import dump, load_object
 from ecomp.model.stack import Stack, StackEntry
 from ecomp.model.stored import decode, encode
-from ecomp.scheduler.changes.change import clear
 from ecomp.store.client import Delete, Put
+from tests.kit.removal import clear
 from tests.model.applying import OTHER_IMAGE, STACK, make_file, run_apply
 from tests.model.cloud import LARGER_QUERY, A, B, C, Cloud, S, U, V, W
 from tests.model.explorer import open_quiet_cloud

@@ -19,11 +19,11 @@ from ecomp.model.quota import Quota
 from ecomp.model.record import ACTIVE, ERROR, Record
 from ecomp.model.stored import decode, encode
 from ecomp.placement.allocations import read_provider_allocations
-from ecomp.scheduler.changes.change import clear
 from ecomp.scheduler.operations.audit import CHANGED_SINCE, audit, repair_findings
 from ecomp.scheduler.operations.sharing import set_limits
 from ecomp.scheduler.queries.find import list_records
 from ecomp.store.client import Entry, Put, Store
+from tests.kit.removal import clear
 from tests.model.cloud import IMAGE, QUERY, SIZE, A, B, Cloud, S, U, V, W
 from tests.model.explorer import open_quiet_cloud
 from tests.model.virtual import NOW

@@ -23,7 +23,8 @@ from ecomp.errors import (
     UsageError,
 )
 from ecomp.model import keys, status
-from ecomp.scheduler.changes.change import Acceptance, ClearResult
+from ecomp.scheduler.changes.change import Acceptance
+from tests.kit.removal import ClearResult
 from tests.model.acting import Actor
 from tests.model.cloud import Cloud
 from tests.model.end import PLACEMENT_COMMANDS, FinalState, Sentence
@@ -432,7 +433,7 @@ ROWS = [
     Row(QUOTA, str, '^quota of project', has_limits),
     Row(QUOTA, Conflict, '', promises_nothing),
     Row(QUOTA, Unreachable, '', promises_nothing),
-    # eschedule clear
+    # eschedule destroy --state gone,error
     Row(CLEAR, ClearResult, '', is_cleared),
     Row(CLEAR, Unreachable, '', promises_nothing),
     # eschedule check --fix, one line for each repair

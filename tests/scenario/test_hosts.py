@@ -104,7 +104,7 @@ def test_two_of_five_requests_fail_beside_a_host_that_fails_all_builds(cluster: 
     found = {(each['code'], each['level'], each['subject']) for each in json.loads(audit.stdout)}
     assert {each for each in found if each[0] != 'etcd-version'} == {('host-trouble', 'warning', broken.uuid)}
     assert audit.code == 0
-    assert 'ecomp_cluster_hosts_troubled 1.0' in cluster.eschedule('metrics').stdout
+    assert 'ecomp_cluster_hosts_troubled 1.0' in cluster.eschedule('top', '-f', 'prometheus').stdout
     preview = json.loads(cluster.eschedule('create', '--dry-run', SMALL_QUERY, '-f', 'json').stdout)
     assert [each['compute'] for each in preview] == [good.uuid, broken.uuid]
 

@@ -82,7 +82,7 @@ class LabProgram(Server):
 
 
 class ClusterMetrics(Server):
-    """The service of the page that runs `eschedule metrics`, every 2 s."""
+    """The service of the page that runs `eschedule top -f prometheus`, every 2 s."""
 
     name = 'cluster-metrics'
 

@@ -174,7 +174,7 @@ def test_ends_leave_no_lease_without_a_key(small_cluster: Control) -> None:
         kill_and_lapse(small_cluster, compute)
         assert run_in_process(small_cluster, 'destroy', instances[1], failed).code == 0
         assert run_in_process(small_cluster, 'host', 'forget', '--fenced', compute.uuid).code == 0
-        assert run_in_process(small_cluster, 'clear').code == 0
+        assert run_in_process(small_cluster, 'destroy', '--state', 'gone,error', '--yes').code == 0
     assert small_cluster.etcd.list_keys('/instances/') == []
 
 

@@ -52,10 +52,11 @@ def test_every_command_has_help() -> None:
 
 def test_help_of_a_command_lists_only_its_own_options() -> None:
     for name, command in COMMANDS.items():
-        flags = [flag for option in command.list_options() for flag in option.flags]
+        flags = [flag for option in command.list_options(are_common=False) for flag in option.flags]
         help_text = format_help(name).partition('options:')[2].partition('exit codes')[0]
         listed = re.findall('^  (?:-[a-z](?: [A-Z]+)?, )?(--[a-z-]+)', help_text, re.MULTILINE)
         assert listed == [text for text in flags if len(text) > 2], name
+        flags += [flag for option in command.list_options(are_common=True) for flag in option.flags]
         fields = {*command.options, 'config'}
         assert set(flags) == {flag for field in fields for option in OPTIONS[field] for flag in option.flags}, name
 

@@ -335,7 +335,7 @@ def test_output_in_a_locale_without_utf_8(encoding: str, tmp_path: Path) -> None
     """Characters that the locale lacks are escaped, except in a unit: systemd reads UTF-8."""
     unit = ['--unit', '--config', 'ö….yaml']
     for module, arguments, expected in (
-        ('ecomp.schedule', ['ssh-config', '--help'], b'ssh-config'),
+        ('ecomp.schedule', ['ssh', '--help'], b'print-config'),
         ('ecomp.lab.elab', ['exec', '--help'], rb'(hv1, hv2 \u2026)'),
         ('ecomp.compute', unit, f'--config "{tmp_path}/ö….yaml"\n'.encode()),
         ('mdserver.server', ['--unit', 'ö….conf'], f'"{tmp_path}/ö….conf"'.encode()),

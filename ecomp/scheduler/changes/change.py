@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -31,18 +32,19 @@ from ecomp.scheduler.queries.find import (
     find_living,
     find_queue_entry,
     from_request,
-    list_records,
     read_queued_record,
 )
 from ecomp.scheduler.queries.stacks import make_end
 from ecomp.shared.attempts import is_alive
 from ecomp.shared.ends import release_shared_keys, write_final_record
 from ecomp.shared.names import Change, commit_with_shared, load_group, merge_changes, release_name, try_revoke
-from ecomp.shared.places import KeyIndex, find_by_listing, read_index
+from ecomp.shared.places import KeyIndex, find_by_listing
 from ecomp.store.client import Delete, Entry, Put, Settlement, Store, Touch, Unchanged
 
 # Tries to write a change, each after a new read; then other processes change the instance too often: Conflict.
 MAX_TRIES = 5
+
+RECORD_REMOVED = 'its record is removed; nothing else remains'
 
 Answer = TypeVar('Answer')
 # What was read of each write that may have been done, and whose effect was replaced or removed since. Its append() is
@@ -145,7 +147,7 @@ def _prepare_destroy(
         return _prepare_dequeue(store, entries, entries.queue_entry, find_claiming_compute, doubts)
     record, compute = entries.record, entries.record.compute
     if record.state == ERROR and entries.request_entry is None:
-        message = f'{record.instance}: its record is removed; nothing else remains'
+        message = f'{record.instance}: {RECORD_REMOVED}'
         record_key = entries.record_entry.key if entries.record_entry else keys.record(compute, record.instance)
         revision = entries.record_entry.revision if entries.record_entry else 0
         return partial(remove_record, store, record_key, revision, entries), message
@@ -354,35 +356,19 @@ def _list_previous_ids(entries: InstanceEntries) -> frozenset[str]:
     return frozenset({parse_action_id(entries.record.power), request.power.id if request and request.power else ''})
 
 
-class ClearResult(NamedTuple):
-    """The last state of each instance whose record was removed, and the errors that occurred."""
+def remove_finished(store: Store, instance: str, key_index: KeyIndex | None = None) -> str:
+    """Remove the record of an instance that is gone or in error; return a sentence that says what was done.
 
-    removed: Mapping[str, str]
-    errors: list[EcompError]
-
-
-def clear(store: Store) -> ClearResult:
-    """Remove the records of all instances that are gone or in error and have no request; an Unreachable ends it."""
-    records, errors = list_records(store, with_gone=True)
-    key_index = read_index(store)
-    removed = {}
-    for record in records:
-        if record.state in (GONE, ERROR):
-            try:
-                if _remove_if_finished(store, find(store, record.instance, key_index)):
-                    removed[record.instance] = record.state
-            except NotFound:
-                pass  # it was removed concurrently, or its lease expired
-            except Unreachable as error:  # the caller still reports what was removed before
-                errors.append(error)
-                break
-    return ClearResult(removed, errors)
-
-
-def _remove_if_finished(store: Store, entries: InstanceEntries | None) -> bool:
-    if entries is None or entries.record_entry is None or entries.request_entry is not None:
-        return False
-    if entries.record.state not in (GONE, ERROR):
-        return False
+    Raises Conflict if it has a request, or was created again.
+    """
     # No destroy: that would destroy an instance that was created under this uuid since it was read.
-    return remove_record(store, entries.record_entry.key, entries.record_entry.revision, entries) is not None
+    with suppress(NotFound):  # it was removed concurrently, or its lease expired
+        entries = find(store, instance, key_index)
+        if entries is not None and (
+            entries.record_entry is None
+            or entries.request_entry is not None
+            or entries.record.state not in (GONE, ERROR)
+            or remove_record(store, entries.record_entry.key, entries.record_entry.revision, entries) is None
+        ):
+            raise Conflict(f'{instance}: was requested again since it ended, so its record is kept')
+    return f'{instance}: {RECORD_REMOVED}'
