@@ -30,6 +30,8 @@ from tests.kit.servers import TOP, Etcd, PlacementServer, Server, free_port, wai
 # Of placement: one process a core, as in docker.sh.
 PLACEMENT_PROCESSES = 2
 PLACEMENT_THREADS = 2
+# A compute calls placement several times a second while it starts, and at rest not once in ten minutes.
+SETTLED_SECONDS = 3.0
 POSTGRES = ('postgres', 'initdb')
 # Started cold from its installation: processes that the tests start share memory and have done their imports.
 ECOMPUTE = str(Path(sys.executable).parent / 'ecompute')
@@ -179,6 +181,7 @@ class Cluster:
             config = write_config(self.directory / 'compute.yaml', etcd, self.placement.computes_url, **self._settings)
             inventory = f'VCPU:{self.vcpus},DISK_GB:{self.vcpus},MEMORY_MB:{self.vcpus * 128}'
             enter(Computes(config, self._count, inventory))
+            self._wait_until_settled()
             self.computes = sorted(keys.get_last_part(key) for key in self.etcd.list_keys(keys.COMPUTES))
             follower = Follower(EtcdConfig((etcd,)), [(keys.HOSTS, self._on_state)])
             follower.start()
@@ -190,6 +193,17 @@ class Cluster:
 
     def __exit__(self, *_: object) -> None:
         self._at_exit.close()
+
+    def _wait_until_settled(self) -> None:
+        """Wait until computes have not called placement for SETTLED_SECONDS: their start goes on once they are up."""
+        counts: list[object] = []
+
+        def settled() -> bool:
+            time.sleep(SETTLED_SECONDS)
+            counts.append(self.placement.read_counts()['computes'])
+            return counts[-2:-1] == counts[-1:]
+
+        wait_until(settled, 900, 'the computes have started')
 
     def fill(self) -> list[str]:
         """Claim all free VCPU for unused consumers, and return their uuids."""
