@@ -59,6 +59,8 @@ class Usage(NamedTuple):
     disk_written_bytes_total: int = 0
 
 
+# A fault: the domain is transient.
+UNDEFINED = 'its domain runs and is not defined: once it stops it is gone'
 CRASHED = 'its QEMU process crashed or was killed'
 NO_SPACE = 'it is paused, for its disk cannot be written: is the file system full?'
 PAUSED = 'it is paused outside of ecomp. Fix: virsh resume, or virsh dompmwakeup where it was put to sleep'
@@ -134,7 +136,8 @@ class Guest:
     """An instance's guest as it is on a host: a domain with our owner mark, a disk, or both.
 
     `compute` is the uuid in the owner mark, None if there is only a disk. `size` has the domain's amounts by resource
-    class, if known; `MEMORY_MB now` is the memory that its balloon leaves it.
+    class, if known; `MEMORY_MB now` is the memory that its balloon leaves it. An adopted guest has the adoption mark
+    instead: of its domain only the power is changed.
     """
 
     instance: str
@@ -144,6 +147,7 @@ class Guest:
     disk: bool
     troubles: tuple[GuestTrouble, ...] = ()
     size: Mapping[str, int] = field(default_factory=dict, compare=False)
+    is_adopted: bool = False
 
     def with_trouble(self, trouble: GuestTrouble | None) -> Guest:
         return replace(self, troubles=(*self.troubles, trouble)) if trouble else self

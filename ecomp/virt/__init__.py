@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Protocol
 
+from ecomp.model.foreign import ForeignGuest
 from ecomp.model.guest import Address, Guest, GuestSpec, ReservedAddress, Usage
 
 
@@ -36,7 +37,16 @@ class Hypervisor(Protocol):
         """Return the directory of the base volumes; None if the hypervisor is the fake."""
 
     def list_guests(self) -> Mapping[str, Guest]:
-        """Return {instance: Guest} of all overlays, and of the domains with the owner mark of any compute."""
+        """Return {instance: Guest} of all overlays, and of the domains with the owner mark of any compute.
+
+        Adopted domains are listed, too. Everything that defines, deletes or filters leaves them alone.
+        """
+
+    def list_foreign(self) -> Mapping[str, ForeignGuest]:
+        """Return the domains without owner mark, adopted ones too, by uuid."""
+
+    def set_adoption(self, instance: str, compute: str | None) -> None:
+        """Put a compute's adoption mark on a domain, or remove it (None). BuildFailed('started', …) if absent."""
 
     def is_running(self, instance: str) -> bool:
         """Return whether a domain of this instance with the owner mark of any compute runs."""
@@ -72,7 +82,7 @@ class Hypervisor(Protocol):
         """Define the domain and start it; no-op if ours runs. Raises BuildFailed('started', …)."""
 
     def start_existing(self, instance: str, compute: str) -> None:
-        """Start our domain as defined; no-op if it runs. Raises BuildFailed('started', …), also if none exists."""
+        """Start our or an adopted domain; no-op if it runs. Raises BuildFailed('started', …), also if none exists."""
 
     def shutdown(self, instance: str, compute: str) -> None:
         """Press the power button of our guest if it runs; do not wait until it is off."""

@@ -1,4 +1,4 @@
-"""Manage the domains whose metadata carries our owner mark. No other domain is ever changed."""
+"""Manage the domains whose metadata carries our owner mark. Of adopted domains only mark and power change."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from ipaddress import IPv4Address
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ecomp.errors import BuildFailed, Conflict, EcompError
 from ecomp.failpoints import failpoint
 from ecomp.metrics import TALLY
+from ecomp.model.allocation import GIB
 from ecomp.model.backoff import Backoff
+from ecomp.model.foreign import ForeignGuest
 from ecomp.model.guest import CRASHED, NO_SPACE, PAUSED, Guest, GuestSpec, GuestTrouble, Usage
 from ecomp.virt import xml
 from ecomp.virt.connection import Connection, IgnoredErrors, describe_error, is_broken, libvirt, raise_build_failed
@@ -104,19 +107,48 @@ class Domains:
         self._agent_answers: dict[str, Future[Mapping[str, Any]]] = {}
 
     def list_guests(self) -> Mapping[str, Guest]:
-        """Return {instance: Guest} of every domain with our owner mark; `disk` is always False."""
+        """Return {instance: Guest} of every domain with our owner mark or an adoption mark; `disk` is always False."""
         guests = {}
         with self._connection.use('listing domains') as connection:
             for domain in connection.listAllDomains():
                 with IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN):  # removed after it was listed
-                    if compute := _read_compute(domain):
+                    owner = _read_compute(domain)
+                    if compute := owner or _read_adopter(domain):
                         instance = domain.UUIDString()
                         _, max_kib, now_kib, vcpus, _ = domain.info()
-                        size = {'VCPU': vcpus, 'MEMORY_MB': max_kib // 1024, 'MEMORY_MB now': now_kib // 1024}
+                        # libvirt starts a guest with whole MiB.
+                        size = {'VCPU': vcpus, 'MEMORY_MB': -(-max_kib // 1024)}
+                        size |= {'MEMORY_MB now': now_kib // 1024} if owner else {}
                         is_defined, is_active = bool(domain.isPersistent()), bool(domain.isActive())
                         presence, troubles = (is_defined, is_active, False), _find_troubles(*domain.state())
-                        guests[instance] = Guest(instance, compute, *presence, troubles, size)
+                        guests[instance] = Guest(instance, compute, *presence, troubles, size, owner is None)
         return guests
+
+    def list_foreign(self, pool: Path) -> dict[str, ForeignGuest]:
+        """Return the domains without our owner mark, by uuid; only disks on the file system of `pool` count."""
+        foreign = {}
+        with self._connection.use('listing the domains of others') as connection:
+            for domain in connection.listAllDomains():
+                with IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN):  # removed after it was listed
+                    if _read_compute(domain) is None:
+                        foreign[domain.UUIDString()] = _describe_foreign(domain, pool)
+        return foreign
+
+    def set_adoption(self, instance: str, compute: str | None) -> None:
+        """Put the adoption mark of a compute on a domain, or remove it (None); Conflict if the domain is ours."""
+        with self._connection.use(f'marking domain {instance}') as connection:
+            with IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN):
+                domain = connection.lookupByUUIDString(instance)
+                if _read_compute(domain) is not None:
+                    raise Conflict(f'domain {instance} was created by ecompute: it is not adopted')
+                mark = None if compute is None else xml.make_adoption_mark(instance, compute)
+                flags = libvirt.VIR_DOMAIN_AFFECT_CONFIG if domain.isPersistent() else 0
+                flags |= libvirt.VIR_DOMAIN_AFFECT_LIVE if domain.isActive() else 0
+                element = libvirt.VIR_DOMAIN_METADATA_ELEMENT
+                domain.setMetadata(element, mark, 'ecomp-adopted', xml.ADOPTION_NAMESPACE, flags)
+                return
+            if compute is not None:
+                raise BuildFailed('started', 'its domain is gone')
 
     def read_usage(self) -> dict[str, Usage]:
         """Return what Hypervisor.read_usage() does; concurrent callers share one call."""
@@ -136,7 +168,7 @@ class Domains:
                         log.warning('instance %s: removed the autostart of its domain', domain.UUIDString())
 
     def list_computes(self) -> frozenset[str]:
-        return frozenset(guest.compute for guest in self.list_guests().values() if guest.compute)
+        return frozenset(each.compute for each in self.list_guests().values() if each.compute and not each.is_adopted)
 
     def is_guest_running(self, instance: str) -> bool:
         """Return whether the instance's domain, of any compute, runs or is paused; never wait for its start."""
@@ -184,7 +216,7 @@ class Domains:
 
     def start_existing(self, instance: str, compute: str) -> None:
         with self._connection.use(f'starting domain {instance}') as connection, raise_build_failed('started'):
-            domain = _find_own_domain(connection, instance, compute)
+            domain = _find_own_domain(connection, instance, compute, or_adopted=True)
             if domain is None:
                 raise BuildFailed('started', 'its domain is gone')
             if not domain.isActive():
@@ -230,7 +262,7 @@ class Domains:
         while True:
             with self._connection.use(f'{activity} domain {instance}') as connection:
                 try:
-                    if (domain := _find_own_domain(connection, instance, compute, allow_foreign=undefine)) is None:
+                    if (domain := _find_own_domain(connection, instance, compute, undefine, not undefine)) is None:
                         return
                     # Destroy first: undefining makes a running domain transient and leaves it running.
                     if domain.isActive():
@@ -243,7 +275,7 @@ class Domains:
                         raise
                     failure = describe_error(error)
                 with IgnoredErrors(*RETRYABLE_ERRORS):  # for example, it is removed just now
-                    domain = _find_own_domain(connection, instance, compute, allow_foreign=undefine)
+                    domain = _find_own_domain(connection, instance, compute, undefine, not undefine)
                     if domain is None or not (undefine or _is_active(domain)):
                         return
             if time.monotonic() >= deadline:
@@ -298,12 +330,23 @@ def _find_domains(connection: libvirt.virConnect, instance: str) -> list[libvirt
 
 
 def _find_own_domain(
-    connection: libvirt.virConnect, instance: str, own_compute: str, allow_foreign: bool = False
+    connection: libvirt.virConnect,
+    instance: str,
+    own_compute: str,
+    allow_foreign: bool = False,
+    or_adopted: bool = False,
 ) -> libvirt.virDomain | None:
-    """Return the instance's domain, if any; Conflict for one that is not ours, unless `allow_foreign`."""
+    """Return the instance's domain, if any; Conflict for one that is not ours, unless `allow_foreign`.
+
+    With `or_adopted`, one with our adoption mark is ours, too; Conflict if that would be gone once it is off.
+    """
     own = None
     for domain in _find_domains(connection, instance):
         compute = _read_compute(domain)
+        if compute is None and or_adopted:
+            compute = _read_adopter(domain)
+            if compute is not None and not domain.isPersistent():
+                raise Conflict(f'domain {instance} is transient: switched off, it would be gone')
         if compute is None or domain.UUIDString() != instance:
             if allow_foreign:
                 continue
@@ -344,7 +387,7 @@ def _query_agent(instance: str, connection: Connection) -> Mapping[str, Any]:
 
 def _press_power_button(connection: Connection, instance: str, compute: str) -> None:
     with connection.use(f'shutting domain {instance} down') as opened:
-        domain = _find_own_domain(opened, instance, compute)
+        domain = _find_own_domain(opened, instance, compute, or_adopted=True)
         # A QEMU that is just ending does not answer; one that keeps running is asked again.
         with IgnoredErrors(*RETRYABLE_ERRORS):
             if domain is not None and domain.isActive():
@@ -354,10 +397,37 @@ def _press_power_button(connection: Connection, instance: str, compute: str) -> 
 
 def _read_compute(domain: libvirt.virDomain) -> str | None:
     """Return the compute in a domain's owner mark; None if ecompute did not create the domain."""
+    return _read_mark(domain, xml.MARK_NAMESPACE)
+
+
+def _read_adopter(domain: libvirt.virDomain) -> str | None:
+    return _read_mark(domain, xml.ADOPTION_NAMESPACE)
+
+
+def _read_mark(domain: libvirt.virDomain, namespace: str) -> str | None:
     with IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN_METADATA):
-        mark = domain.metadata(libvirt.VIR_DOMAIN_METADATA_ELEMENT, xml.MARK_NAMESPACE)
+        mark = domain.metadata(libvirt.VIR_DOMAIN_METADATA_ELEMENT, namespace)
         return xml.parse_owner_mark(mark, domain.UUIDString())
     return None
+
+
+def _describe_foreign(domain: libvirt.virDomain, pool: Path) -> ForeignGuest:
+    description, device = domain.XMLDesc(), pool.stat().st_dev
+    disks, counted_bytes = xml.parse_disks(description), 0
+    for target, path in disks.items():
+        # A disk that is missing, or on a network, has no size here.
+        with suppress(OSError), IgnoredErrors(*RETRYABLE_ERRORS, libvirt.VIR_ERR_INVALID_ARG):
+            if Path(path).stat().st_dev == device:
+                counted_bytes += domain.blockInfo(target)[0]
+    _, max_kib, _, vcpus, _ = domain.info()
+    size = {'VCPU': vcpus, 'MEMORY_MB': -(-max_kib // 1024)}
+    size |= {'DISK_GB': -(-counted_bytes // GIB)} if counted_bytes else {}
+    attachments = {mac: link.attachment for mac, link in xml.parse_interfaces(description).items()}
+    interfaces = tuple((name, mac) for mac, (kind, name) in attachments.items() if kind in ('network', 'bridge'))
+    return ForeignGuest(
+        *(domain.UUIDString(), domain.name(), bool(domain.isActive()), not domain.isPersistent(), size),
+        *(tuple(disks.values()), _read_adopter(domain) or '', interfaces, xml.has_console(description)),
+    )
 
 
 def _read_disk_paths(domain: libvirt.virDomain) -> Set[str]:

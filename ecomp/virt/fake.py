@@ -13,7 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from ecomp.errors import BuildFailed, Conflict, EcompError, UsageError
 from ecomp.model.allocation import MIB
+from ecomp.model.foreign import ForeignGuest
 from ecomp.model.guest import Address, Guest, GuestSpec, GuestTrouble, ReservedAddress, Usage, make_mac_conflict
+from ecomp.model.stored import parse_fields, to_dict
 from ecomp.virt import image
 
 T = TypeVar('T')
@@ -48,6 +50,7 @@ class FakeHypervisor:
         self._lock = threading.RLock()
         self._notify: Callable[[str], None] | None = None
         self._guests: dict[str, Guest] = {}
+        self._foreign: dict[str, ForeignGuest] = {}
         self._reservations: dict[str, ReservedAddress] = {}
         self._seeds: frozenset[str] = frozenset()
 
@@ -60,6 +63,7 @@ class FakeHypervisor:
         reservations = _read(reserved_path, lambda data: {mac: ReservedAddress(*row) for mac, row in data.items()})
         seeds = _read(state / 'fake-seeds.json', lambda data: frozenset(map(str, data)))
         guests = _read(state / 'fake.json', lambda data: {row['instance']: _parse_guest(row) for row in data})
+        self._foreign = _read(state / 'fake-foreign.json', _parse_foreign) or {}
         with self._lock:
             self._reservations, self._seeds, self._guests = reservations or {}, seeds or frozenset(), guests or {}
         for guest in self._guests.values():
@@ -81,7 +85,17 @@ class FakeHypervisor:
 
     def list_guests(self) -> Mapping[str, Guest]:
         with self._lock:
-            return dict(self._guests)
+            return self._guests | {name: each.as_guest() for name, each in self._foreign.items() if each.adopted_by}
+
+    def list_foreign(self) -> Mapping[str, ForeignGuest]:
+        return dict(self._foreign)
+
+    def set_adoption(self, instance: str, compute: str | None) -> None:
+        with self._lock:
+            if instance in self._foreign:
+                self._save_foreign(self._foreign[instance]._replace(adopted_by=compute or ''))
+            elif compute is not None:
+                raise BuildFailed('started', 'its domain is gone')
 
     def is_running(self, instance: str) -> bool:
         with self._lock:
@@ -145,6 +159,8 @@ class FakeHypervisor:
 
     def start_existing(self, instance: str, compute: str) -> None:
         with self._lock:
+            if self._change_adopted(instance, compute, True):
+                return
             guest = self._get_own_guest(instance, compute)
             if not guest.defined or not guest.disk:
                 raise BuildFailed('started', 'its domain is gone' if not guest.defined else 'its disk is gone')
@@ -177,6 +193,8 @@ class FakeHypervisor:
 
     def switch_off(self, instance: str, compute: str) -> None:
         with self._lock:
+            if self._change_adopted(instance, compute, False):
+                return
             self._save_guest(replace(self._get_own_guest(instance, compute), running=False, troubles=()))
         self._notify_change(f'fake: domain {instance} is off')
 
@@ -254,6 +272,21 @@ class FakeHypervisor:
             self._write('', [asdict(guest) for guest in guests.values()], stage)
             self._guests = guests
 
+    def _change_adopted(self, instance: str, compute: str, is_running: bool) -> bool:
+        foreign = self._foreign.get(instance)
+        if foreign is None:
+            return False
+        if foreign.adopted_by != compute or foreign.is_transient:
+            raise Conflict(f'domain {instance} exists, but was not created by ecompute: it is left as it is')
+        self._save_foreign(foreign._replace(is_running=is_running))
+        return True
+
+    def _save_foreign(self, guest: ForeignGuest) -> None:
+        foreign = {**self._foreign, guest.instance: guest}
+        self._write('-foreign', [to_dict(each) for each in foreign.values()], None)
+        self._foreign = foreign
+        self._notify_change(f'fake: domain {guest.instance} changed')
+
     def _save_reservations(self, reservations: dict[str, ReservedAddress], stage: str | None = None) -> None:
         self._write('-reserved', reservations, stage)
         self._reservations = reservations
@@ -298,6 +331,10 @@ def _parse_guest(row: dict[str, Any]) -> Guest:
     # Fields that an older version wrote are left out.
     known = {name: row[name] for name in row.keys() & Guest.__dataclass_fields__.keys()}
     return Guest(**{**known, 'troubles': tuple(GuestTrouble(*each) for each in row.get('troubles', ()))})
+
+
+def _parse_foreign(rows: Any) -> dict[str, ForeignGuest]:
+    return {row['instance']: parse_fields(ForeignGuest, row) for row in rows}
 
 
 def _make_empty_guest(instance: str) -> Guest:

@@ -24,6 +24,7 @@ from ecomp.addresses import is_own_address, resolve_addresses
 from ecomp.errors import BuildFailed, Conflict, EcompError, Problem, Unreachable, UsageError, explain_error
 from ecomp.files import get_search_path
 from ecomp.model import health
+from ecomp.model.foreign import ForeignGuest
 from ecomp.model.guest import (
     DEFAULT_NETWORKS,
     INTERFACE_DOWN,
@@ -162,7 +163,7 @@ class Libvirt:
         self.shutdown, self.list_missing_bases = self._domains.shutdown, self._volumes.list_missing_bases
         self.switch_off = partial(self._domains.force_off, undefine=False)
         self.destroy = partial(self._domains.force_off, undefine=True)
-        self.disable_autostart = self._domains.disable_autostart
+        self.disable_autostart, self.set_adoption = self._domains.disable_autostart, self._domains.set_adoption
         self.is_running, self.list_computes = self._domains.is_guest_running, self._domains.list_computes
         self.read_usage = self._domains.read_usage
         self.reserve_address, self.list_reservations = self._networks.reserve_address, self._networks.list_reservations
@@ -242,11 +243,17 @@ class Libvirt:
         disks = self._volumes.list_instances()
         guests = {uuid: Guest(uuid, None, defined=False, running=False, disk=True) for uuid in disks}
         for instance, guest_domain in self._domains.list_guests().items():
+            if guest_domain.is_adopted:
+                guests[instance] = replace(guest_domain, disk=True)
+                continue
             size = {**guest_domain.size, 'DISK_GB': self._volumes.measure_disk_gb(instance)}
             guest = replace(guest_domain, disk=instance in disks, size=size)
             guest = guest.with_trouble(self._unplugged.get(instance))
             guests[instance] = guest.with_trouble(self._unfiltered.get(instance))
         return guests
+
+    def list_foreign(self) -> Mapping[str, ForeignGuest]:
+        return self._domains.list_foreign(self._volumes.directory)
 
     def list_open_dhcp(self) -> Set[str]:
         names = {name for kind, name in self._attachments if kind == 'network'}
@@ -377,7 +384,8 @@ class Libvirt:
 
     def _find_links(self, find_taps: Callable[[], Set[str]]) -> Iterator[tuple[str, xml.InterfaceLink]]:
         taps = find_taps()
-        for instance in self._domains.list_guests() if taps else ():
+        guests = self._domains.list_guests() if taps else {}
+        for instance in (name for name, guest in guests.items() if not guest.is_adopted):
             for link in xml.parse_interfaces(self._domains.read_definition(instance)).values():
                 # List them again: libvirt describes a starting guest only after its tap is on its bridge.
                 if link.tap in taps and link.tap in find_taps():

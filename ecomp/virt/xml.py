@@ -17,6 +17,8 @@ from ecomp.errors import Problem
 from ecomp.model.guest import METADATA_ADDRESS, Attachment, GuestSpec
 
 MARK_NAMESPACE = 'urn:ecomp:1'
+# Of a domain that ecomp did not create. Nothing that defines, deletes or filters accepts this mark.
+ADOPTION_NAMESPACE = 'urn:ecomp:adopted:1'
 ARCHITECTURE = 'x86_64'
 # Cirros 0.3.6 cannot drive modern-only virtio: i440fx has transitional devices, q35 does not.
 MACHINE = 'pc'
@@ -161,8 +163,13 @@ def parse_pool_target(xml: str) -> str:
     return ET.fromstring(xml).findtext('target/path', '')
 
 
+def make_adoption_mark(instance: str, compute: str) -> str:
+    """Return the metadata element that marks a domain as adopted by a compute; libvirt adds the namespace."""
+    return ET.tostring(ET.Element('instance', {'uuid': instance, 'compute': compute}), encoding='unicode')
+
+
 def parse_owner_mark(xml: str, instance: str) -> str | None:
-    """Return the compute in the metadata element of our namespace; None if it is not about this instance."""
+    """Return the compute in a metadata element of ours; None if it is not about this instance."""
     element = ET.fromstring(xml)
     return (element.get('compute') or None) if element.get('uuid') == instance else None
 
@@ -211,6 +218,22 @@ def has_agent(xml: str) -> bool:
     """Return whether a guest agent is connected, by the definition of the running domain."""
     targets = ET.fromstring(xml).iterfind('devices/channel/target')
     return any(target.get('name') == AGENT_CHANNEL and target.get('state') == 'connected' for target in targets)
+
+
+def parse_disks(xml: str) -> dict[str, str]:
+    """Return {target: file or device} of a domain's disks, without CD-ROMs and floppies."""
+    disks = [each for each in ET.fromstring(xml).iterfind('devices/disk') if each.get('device', 'disk') == 'disk']
+    sources = [(each.find('target'), each.find('source')) for each in disks]
+    return {
+        target.get('dev', ''): source.get('file') or source.get('dev') or source.get('name') or ''
+        for target, source in sources
+        if target is not None and source is not None
+    }
+
+
+def has_console(xml: str) -> bool:
+    """Return whether a domain has a serial console."""
+    return ET.fromstring(xml).find('devices/console') is not None
 
 
 def parse_disk_paths(xml: str) -> tuple[str, ...]:

@@ -1,0 +1,88 @@
+"""Guests on a host that ecomp did not create, as the host publishes them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from ecomp.model.allocation import MAX_SUM, Resources
+from ecomp.model.guest import Guest
+from ecomp.model.parsers import FLAG, TEXT, UUID, dict_of, list_of, number, text
+from ecomp.model.stored import COMPACT, decode, encode, nested, sparse, stored
+from ecomp.model.text import make_printable
+
+# A value is not parsed above this size; a host with more guests leaves some out.
+MAX_FOREIGN_BYTES = 256 * 1024
+
+_SHORT = text(lambda value: make_printable(value, 200))
+
+
+@stored(
+    instance=UUID,
+    name=_SHORT,
+    is_running=FLAG,
+    is_transient=sparse(FLAG),
+    size=dict_of(number(0, MAX_SUM)),
+    disks=sparse(list_of(_SHORT)),
+    adopted_by=sparse(TEXT),
+)
+class ForeignGuest(NamedTuple):
+    """A domain without our owner mark; `adopted_by` is the compute in its adoption mark, '' for none.
+
+    `size` has VCPU, MEMORY_MB and, if disks are on the file system of our pool, their DISK_GB. `interfaces` are the
+    networks and MACs; they and `has_console` are not published.
+    """
+
+    instance: str
+    name: str
+    is_running: bool
+    is_transient: bool = False
+    size: Resources = {}
+    disks: tuple[str, ...] = ()
+    adopted_by: str = ''
+    interfaces: tuple[tuple[str, str], ...] = ()
+    has_console: bool = False
+
+    @property
+    def state(self) -> str:
+        return ('running' if self.is_running else 'off') + (', transient' if self.is_transient else '')
+
+    def as_guest(self) -> Guest:
+        """Return the guest that an adopted domain is; its disks are not ecomp's, and count as present."""
+        size = {name: amount for name, amount in self.size.items() if name != 'DISK_GB'}
+        return Guest(
+            *(self.instance, self.adopted_by, not self.is_transient, self.is_running, True),
+            size=size,
+            is_adopted=True,
+        )
+
+
+@stored(1, 'list of foreign guests', COMPACT, guests=list_of(nested(ForeignGuest)), left_out=sparse(list_of(UUID)),
+        omitted=sparse(number(0, MAX_SUM)))  # fmt: skip
+class HostForeign(NamedTuple):
+    """The value of /foreign/<compute>; `omitted` guests had no room in it.
+
+    What the guests in `left_out` use is not reserved: they are adopted, or an adoption in flight names them.
+    """
+
+    guests: tuple[ForeignGuest, ...] = ()
+    left_out: tuple[str, ...] = ()
+    omitted: int = 0
+
+
+def encode_foreign(guests: Mapping[str, ForeignGuest], left_out: Collection[str]) -> str | None:
+    """Return the value to publish, None for a host without such guests."""
+    ordered = sorted(guests.values(), key=lambda each: (each.name, each.instance))
+    value, count = None, len(ordered)
+    while ordered and (value is None or len(value) > MAX_FOREIGN_BYTES):
+        some = tuple(ordered[:count])
+        value = encode(HostForeign(some, tuple(sorted(left_out)), len(ordered) - count))
+        count = count * 3 // 4
+    return value
+
+
+def parse_foreign(value: bytes) -> HostForeign:
+    """Parse a published value; ValueError if it is malformed or too large."""
+    if len(value) > MAX_FOREIGN_BYTES:
+        raise ValueError(f'it has more than {MAX_FOREIGN_BYTES} bytes')
+    return decode(HostForeign, value)
