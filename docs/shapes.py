@@ -147,9 +147,10 @@ RECORD = _fields({
     'stack': _PLACE,
     'replaces': _text('uuid of the instance that it was evacuated from; absent if none', pattern=UUID),
     'replaced_by': _text('uuid of the instance to which it was evacuated; absent if none', pattern=UUID),
+    'adopted': _is('boolean', 'true if ecomp did not create its domain, but adopted it; otherwise absent'),
     'cloud_init': _object('failure of cloud-init that the guest reported; absent if none',
                           stage=_text('stage of cloud-init'), reason=_text('why it failed')),
-}, may='boots host_keys cloud_init stack replaces replaced_by')  # fmt: skip
+}, may='boots host_keys cloud_init stack replaces replaced_by adopted')  # fmt: skip
 _WHY = _object(
     instance=_INSTANCE, compute=_text("uuid of the compute; '' if there is none"), host=_ON,
     query=_text('query that was requested; null if unknown'), why=_WEIGHED,
@@ -174,6 +175,12 @@ _ROOM = _object(
     capacity=_is('integer', '(total - reserved) × allocation ratio'),
     over=_is('integer', 'allocated amount beyond the capacity; 0 if none'),
 )  # fmt: skip
+_FOREIGN = _object(
+    instance=_text('uuid of the domain', pattern=UUID), name=_text('name of the domain'),
+    state=_text('running or off, and whether it is transient'), compute=_COMPUTE, host=_ON, resources=_AMOUNTS,
+    disks=many(_text('file or device'), 'its disks'), adopted=_is('boolean', 'whether it is adopted'),
+    fits=_is('boolean', 'whether it can be adopted now; null if it is adopted'),
+)
 _HOST = _object(
     compute=_COMPUTE, host=_ON, hostname=_SAME,
     version=_text('version of its ecompute; null while the compute is not up'),
@@ -340,6 +347,10 @@ SHAPES: Mapping[str, Schema] = {
     'stop': _outcome(**_REACHED),
     'start': _outcome(**_REACHED),
     'reboot': _outcome(**_REACHED),
+    'adopt': many(_FOREIGN),
+    'list --foreign': many(_FOREIGN),
+    'adopt --all': _outcome(instance=_FOUND),
+    'release': _outcome(instance=_FOUND),
     'flavor': one_or_many(_FLAVOR),
     'flavor set': _single_outcome(),
     'flavor delete': _outcome(),

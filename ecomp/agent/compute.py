@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ecomp.agent.host import provider
-from ecomp.agent.host.claims import ClaimKeeper
+from ecomp.agent.host.claims import ClaimKeeper, confirm_sightings
 from ecomp.agent.host.metadata import GuestData, read_seed, serve_metadata
 from ecomp.agent.host.provider import PlacementInventory, Registration, check_names, parse_inventory
 from ecomp.agent.host.state import Identity, Memory
@@ -42,9 +42,10 @@ from ecomp.files import read_boot_id
 from ecomp.model import keys
 from ecomp.model.allocation import GIB
 from ecomp.model.facts import make_facts
-from ecomp.model.guest import list_macs
+from ecomp.model.foreign import ForeignGuest, encode_foreign
+from ecomp.model.guest import Guest, list_macs
 from ecomp.model.host import StoredHostname, is_hostname
-from ecomp.model.order import Request, parse_request
+from ecomp.model.order import Request, parse_attempt_instances, parse_request
 from ecomp.model.record import BUILDING, ERROR, GONE, Record, format_time, parse_or_none
 from ecomp.model.stored import decode_lenient, encode
 from ecomp.model.trouble import encode_trouble
@@ -105,7 +106,7 @@ def make_fake_host(fake: Fake, config: ComputeConfig, at_exit: ExitStack, admit:
     hypervisor = FakeHypervisor(config.state, fake.boot_seconds, lambda guest: data.get_report_path(guest).touch())
     hypervisor.prepare()
     hypervisor.choose_virt_type(config.virt_type)
-    admit({guest.compute for guest in hypervisor.list_guests().values() if guest.compute})
+    admit({each.compute for each in hypervisor.list_guests().values() if each.compute and not each.is_adopted})
     images = FakeImages()
     runner = InlineRunner(hypervisor, images)
     at_exit.callback(runner.stop)
@@ -152,13 +153,24 @@ def make_libvirt_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -
     )
 
 
-def make_host_inventory(config: ComputeConfig, fake: bool, hypervisor: Hypervisor) -> PlacementInventory:
-    """Return the measured inventory (`fake`: none), with `inventory:` replacing or adding classes; see add_ratios()."""
+def make_host_inventory(
+    config: ComputeConfig,
+    fake: bool,
+    guests: Collection[str],
+    foreign: Mapping[str, ForeignGuest],
+    left_out: Collection[str] = (),
+) -> PlacementInventory:
+    """Return the measured inventory (`fake`: none), with `inventory:` replacing or adding classes; see add_ratios().
+
+    What `guests` and the foreign ones in `left_out` use is not reserved.
+    """
     measured = {}
     if not fake:
-        measured = provider.make_inventory(
-            provider.measure_machine(config.state, list(hypervisor.list_guests())), _get_image_cache_gib(config)
-        )
+        disks = [disk for name in left_out for disk in foreign[name].disks]
+        machine = provider.measure_machine(config.state, {*guests, *left_out}, disks)
+        others = (each for name, each in foreign.items() if name not in left_out and each.is_running)
+        vcpus = sum(each.size['VCPU'] for each in others)
+        measured = provider.make_inventory(machine, _get_image_cache_gib(config), vcpus)
     return provider.add_ratios(
         {**measured, **provider.make_fixed_inventory(config.inventory or {})}, config.allocation_ratios
     )
@@ -379,6 +391,7 @@ class Compute:
         self._at_exit = ExitStack()
         self._requests: Entries = {}
         self._generation: int | None = None
+        self._disowned_since: dict[str, float] = {}
         self._has_facts = False
         self._hostname_valid_until = self._user_data_valid_until = 0.0
         self._hostname = (environment.fake and environment.fake.hostname) or socket.gethostname()
@@ -405,7 +418,10 @@ class Compute:
         self.host = make_host(config, self._at_exit, self._admit)
         hypervisor = self.host.hypervisor
         virt_type = hypervisor.choose_virt_type(config.virt_type)
-        self._inventory = make_host_inventory(config, fake is not None, hypervisor)
+        self._left_out = frozenset(
+            name for name, guest in hypervisor.list_foreign().items() if guest.adopted_by == self.uuid
+        )
+        self._inventory = self._measure_inventory(hypervisor.list_foreign())
         self._guest_type = 'fake' if fake else virt_type
         self._presence.add_fields(kind=self._guest_type, queues=config.queues)
         self._provider = Registration(
@@ -441,7 +457,7 @@ class Compute:
         config, environment, hypervisor = self._config, self._environment, self.host.hypervisor
         make_seed = None if config.metadata == 'network' else self._make_seed
         shape = GuestTemplate(virt_type, config.resize, config.networks, self._hostname, make_seed)
-        instances = Instances(self._control, self.host, shape, self._memory)
+        self._instances = instances = Instances(self._control, self.host, shape, self._memory)
         self._planner = Planner(instances, self._failures)
         self._claims = ClaimKeeper(self.uuid, self._store, environment.placement, config.queues)
         self._claims.last_good_check.record(self._provider.created_generation)
@@ -469,6 +485,7 @@ class Compute:
             *(self.uuid, self._store, environment.placement, self._claims, instances.list_guests),
             *(hypervisor, self.host.guest_data, config.state, self._memory),
             publish=partial(self._presence.publish, is_urgent=True),
+            measure=self._measure,
             may_remove=self._check_removable,
             read_requests=lambda: self._requests,
         )
@@ -558,8 +575,35 @@ class Compute:
         with suppress(NotFound):
             self._generation = providers.read_generation(self._environment.placement, self.uuid)
         requests = {keys.get_last_part(key) for key in self._requests}
+        guests = self.host.hypervisor.list_guests()
         with self.upkeep.lock:
-            self._claims.check_claims(self.host.hypervisor.list_guests(), time.monotonic(), self._generation, requests)
+            self._claims.check_claims(guests, time.monotonic(), self._generation, requests)
+            held = self._claims.held if self._claims.is_current else None
+        # Neither requested nor claimed: its host was forgotten, or a restored etcd does not know it.
+        disowned = [] if held is None else list(self._list_adopted(guests) - requests - held.keys())
+        self._disowned_since, confirmed = confirm_sightings(self._disowned_since, disowned, time.monotonic())
+        for instance in confirmed:
+            self._instances.disown(instance)
+
+    def _measure_inventory(self, foreign: Mapping[str, ForeignGuest]) -> PlacementInventory:
+        guests, left_out = self.host.hypervisor.list_guests(), self._left_out & foreign.keys()
+        return make_host_inventory(self._config, self._environment.fake is not None, guests, foreign, left_out)
+
+    def _measure(self) -> None:
+        """Reserve what others use here, without guests that are adopted or being adopted, and publish their guests."""
+        foreign = self.host.hypervisor.list_foreign()
+        left_out = {name for name, guest in foreign.items() if guest.adopted_by == self.uuid}
+        if foreign:
+            left_out |= foreign.keys() & set(map(keys.get_last_part, self._requests))
+            entry = self._store.get(keys.adoption(self.uuid))
+            if entry is not None and entry.lease:
+                left_out |= foreign.keys() & parse_attempt_instances(entry.key, entry.value)
+        is_exact, self._left_out = left_out != self._left_out, frozenset(left_out)
+        inventory = provider.settle_reserved(self._inventory, self._measure_inventory(foreign), is_exact)
+        self._provider.update_inventory(inventory, self.daemon.is_ending)
+        self._inventory = inventory
+        # An adoption waits for this: only now there is room for the guests that are left out.
+        self._presence.publish(keys.foreign(self.uuid), encode_foreign(foreign, left_out), is_urgent=True)
 
     def _look(self) -> None:
         guests = self.host.hypervisor.list_guests()
@@ -567,9 +611,13 @@ class Compute:
             record_missed_ends(self.uuid, self._store, self._memory, guests)
         self.upkeep.step()
 
+    def _list_adopted(self, guests: Mapping[str, Guest]) -> set[str]:
+        return {name for name, guest in guests.items() if guest.is_adopted and guest.compute == self.uuid}
+
     def _check_registration(self) -> None:
         before = self._provider.provider
-        self._provider.ensure_registered(self.daemon.is_ending, self._generation)
+        with self.upkeep.lock:
+            self._provider.ensure_registered(self.daemon.is_ending, self._generation)
         if self._provider.provider != before:
             self._planner.wake_up('its provider has changed')  # a plan publishes it
 

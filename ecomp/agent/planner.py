@@ -54,6 +54,7 @@ class Work(NamedTuple):
 # The methods raise what those of Instances do.
 TASK_METHODS: Mapping[Kind, Callable[[Instances, Work], None]] = {
     Kind.BUILD: lambda instances, work: instances.build(work.request, work.revision, work.guest),
+    Kind.ADOPT: lambda instances, work: instances.adopt(work.request, work.revision),
     Kind.DESTROY: lambda instances, work: instances.destroy(work.request, work.revision),
     Kind.DESTROY_FORGOTTEN: lambda instances, work: instances.destroy_forgotten(work.instance),
     Kind.REFUSE: lambda instances, work: instances.refuse(work.refusal, work.revision, work.guest),

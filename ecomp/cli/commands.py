@@ -32,7 +32,7 @@ FAMILIES: Mapping[str, Sequence[str]] = {
     'Entering guests': ('enter',),
     'Changing instances': ('change',),
     'Flavors, images, groups and quotas': ('sharing',),
-    'Computes and the cluster': ('operators', 'top', 'check'),
+    'Computes and the cluster': ('operators', 'adopt', 'top', 'check'),
     'Help': ('commands',),
 }
 
@@ -41,7 +41,7 @@ FULL_HELP = Path(__file__).with_name('help.txt')
 
 # First words of planned commands. An instance with such a name would be hidden by the command later.
 PLANNED_WORDS = frozenset({
-    *('adopt', 'copy', 'exec', 'logs', 'migrate', 'move', 'protect', 'rebuild', 'release'),
+    *('copy', 'exec', 'logs', 'migrate', 'move', 'protect', 'rebuild'),
     *('rename', 'resize', 'results', 'run', 'set', 'snapshot', 'stack', 'ui', 'unprotect', 'version'),
 })  # fmt: skip
 
@@ -65,6 +65,8 @@ def load_rows(module: str) -> Sequence[Command]:
             from ecomp.cli.sharing import COMMANDS as ROWS
         case 'operators':
             from ecomp.cli.operators import COMMANDS as ROWS
+        case 'adopt':
+            from ecomp.cli.adopt import COMMANDS as ROWS
         case 'top':
             from ecomp.cli.top import COMMANDS as ROWS
         case 'check':

@@ -397,6 +397,8 @@ def print_command(ctx: Context, entries: InstanceEntries) -> int:
     instance = entries.record.instance
     order, why = entries.order or entries.record, entries.record.why
     query, image = order.query or '', order.image or ''
+    if order.is_adopted:
+        raise Conflict(f'{instance}: was adopted, and no command creates it')
     # Pasted, another query would be an option or a command: their writer may have written anything.
     if '=' not in query or not is_image(image) or '-' in (query[0], image[0]):
         raise Conflict(f'{instance}: its query or its image is in neither its request nor its record, or is none')

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from ecomp.scheduler.queries.find import InstanceEntries
 
 FILTERS = {
-    **select_options('all state host stack'),
+    **select_options('all foreign state host stack'),
     'watch': 'redraw the table after each change, until Ctrl-C (exit 0)',
     'name': 'list only instances whose name matches this quoted pattern: * is any text, ? any one character',
     'group': 'list only the members of this group',
@@ -107,6 +107,10 @@ def _explain_unserved(records: Sequence[Record], read_computes: Callable[[], Com
 
 def _list(ctx: Context) -> int:
     ctx.connect()
+    if ctx.options.foreign:
+        from ecomp.cli.adopt import list_foreign
+
+        return list_foreign(ctx, sorted(ctx.computes.living, key=ctx.computes.format_name))
 
     from ecomp.scheduler.queries.computes import check_compute_exists, read_computes
     from ecomp.scheduler.queries.find import list_records
@@ -142,6 +146,11 @@ def _list(ctx: Context) -> int:
     for line in _explain_unserved(records, lambda: known):
         ctx.out.say(line)
     return code
+
+
+def _find_list_problems(name: str, _: Sequence[str], options: Options) -> Iterator[str]:
+    if options.foreign and any(getattr(options, field) not in (None, False) for field in FILTERS if field != 'foreign'):
+        yield f'{name}: --foreign cannot be combined with filters'
 
 
 def _add_claim_faults(ctx: Context, records: Sequence[Record], known_computes: Computes) -> list[Record]:
@@ -302,6 +311,7 @@ def _list_fields(record: Record, known_computes: Computes, absences: Absences) -
     yield 'stack', _fill('{0.name} ({0.entry_name})', record.stack)
     yield 'replaces', record.replaces
     yield 'replaced by', record.replaced_by
+    yield 'adopted', 'yes' if record.is_adopted else ''
     for number, interface in enumerate([*map(_format_interface, record.addresses)] or ['']):
         yield f'interface {number}', interface
     yield 'console', '' if record.state in RETENTION_SECONDS else record.console
@@ -370,7 +380,8 @@ COMMANDS: Sequence[Command] = (
             'List all instances, one per line, in the order of their requests: uuid, name, state, address, compute '
             'and time of the request. Instances that wait in a queue are included. An instance whose host is silent is '
             'shown as `unknown`, with the state that the host reported last.',
-            parse_nothing, _list, {**LISTING_OPTIONS, **FILTERS}, (4, 5), example='eschedule list'),
+            parse_nothing, _list, {**LISTING_OPTIONS, **FILTERS}, (4, 5), example='eschedule list',
+            find_problems=_find_list_problems),
     Command('show', 'show <id>…', 'show all details of an instance',
             'Show all details of an instance: what was requested, where it is, its interfaces, when it reached each '
             'stage, and any problem. With -f json: its record, as stored in etcd. --timeline draws the duration of '

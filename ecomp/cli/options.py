@@ -305,6 +305,9 @@ class Options(NamedTuple):
         _make_option('--command', 'print the command that creates the instance again', const='command')] = None
     all: Annotated[bool, _make_option(
         '--all', 'list also instances that are gone; their records are kept for a day')] = False
+    foreign: Annotated[bool, _make_option(
+        '--foreign', 'list instead the guests on all hosts that ecomp did not create, as `eschedule adopt HOST` '
+        'does')] = False
     watch: Annotated[bool, _make_option(
         '--watch', 'continue with each change as it happens, until Ctrl-C (exit 0)')] = False
     since: Annotated[float | None, _make_option(

@@ -9,6 +9,7 @@ BY_MODULE = {
     'change': ('destroy', 'stop', 'start', 'reboot'),
     'sharing': ('flavor', 'flavor set', 'flavor delete', 'image', 'group', 'quota', 'quota set'),
     'operators': ('hosts', 'host drain', 'host enable', 'host forget', 'evacuate'),
+    'adopt': ('adopt', 'release'),
     'top': ('top',),
     'check': ('check',),
     'commands': ('help', 'completion'),

@@ -229,7 +229,9 @@ def _describe_request_change(before: Request | None, after: Request, host: str, 
             return ''
         if after.replaced_by:
             return f'evacuated from {host} ({_format_arrow(after.instance, after.replaced_by)})'
-        return _describe_replacement(after, deliveries) or 'destroy accepted'
+        return _describe_replacement(after, deliveries) or f'{"release" if after.is_adopted else "destroy"} accepted'
+    if before is None and after.is_adopted:
+        return f'adopted on {host}'
     if before is None:
         return f'request accepted, for {host}' + (f', in place of {after.replaces[:8]}' if after.replaces else '')
     if after.power is None or after.power == before.power:

@@ -16,6 +16,7 @@
     /facts/<compute>              room, limits, traits, aggregates and cached images; on the presence's lease
     /troubles/<compute>           why the compute cannot build; on the same lease, only while it lasts
     /findings/<compute>           what the compute's own checks found; on the same lease
+    /foreign/<compute>            the guests there that ecomp did not create; on the same lease
     /hostnames/<compute>          the host's name, {"version", "hostname", "leases"}; until the compute is forgotten
     /released/<2 digits>/<lease>  generations of released claims, by the first digits of instances; on this lease
     /cluster                      this etcd's identity, written once
@@ -44,6 +45,7 @@ COMPUTES = '/computes/'
 FACTS = '/facts/'
 TROUBLES = '/troubles/'
 FINDINGS = '/findings/'
+FOREIGN = '/foreign/'
 HOSTNAMES = '/hostnames/'
 USER_DATA = '/user-data/'
 FLAVORS = '/flavors/'
@@ -99,6 +101,7 @@ compute = _make_key_function(COMPUTES)
 facts = _make_key_function(FACTS)
 troubles = _make_key_function(TROUBLES)
 findings = _make_key_function(FINDINGS)
+foreign = _make_key_function(FOREIGN)
 hostname = _make_key_function(HOSTNAMES)
 # This key stays when the compute is forgotten.
 acceptance = _make_key_function(ACCEPTED)
@@ -156,6 +159,11 @@ def released_claims_prefix(instance: str) -> str:
 def released_claims(instance: str, lease: int) -> str:
     """Return the key below released_claims_prefix() that is on this lease, whose number is in hex."""
     return f'{released_claims_prefix(instance)}{lease:x}'
+
+
+def adoption(compute: str) -> str:
+    """Return the key of the attempt that adopts guests of a compute; there is one at a time."""
+    return attempt(derive_uuid(compute, 'adopt'))
 
 
 def get_last_part(key: str) -> str:

@@ -30,7 +30,7 @@ from ecomp.model.choose import SPREAD, Candidate, PlacementReason
 from ecomp.model.group import Membership
 from ecomp.model.image import check_image
 from ecomp.model.json_object import dump, load_object, load_object_or_empty
-from ecomp.model.parsers import TEXT, UUID, check, dict_of, format_reason, nullable, number, one_of, text
+from ecomp.model.parsers import FLAG, TEXT, UUID, check, dict_of, format_reason, nullable, number, one_of, text
 from ecomp.model.stack import Place
 from ecomp.model.stored import (
     Field,
@@ -114,6 +114,7 @@ ORDER_FIELDS = {
     'group': sparse(nested(Membership)),
     'stack': sparse(nested(Place)),
     **dict.fromkeys(('replaces', 'replaced_by'), sparse(UUID)),
+    'is_adopted': sparse(FLAG, name='adopted'),
 }
 _UNRECORDED = {'ssh_keys', 'user_data_sha256', 'user_data', 'count'}
 RECORDED_FIELDS = tuple(name for name in ORDER_FIELDS if name not in _UNRECORDED)
@@ -127,6 +128,7 @@ class Order:
     `image` is a URL, or None to destroy the instance. `query` is None if unknown. `stages` has the ISO times at which
     it was requested and scheduled. If `ssh_keys` or `user_data` is None, the compute's mdserver.conf decides.
     With `user_data_sha256`, `user_data` is None until read from /user-data/. `count` instances are ordered together.
+    An adopted instance has a domain that ecomp did not create, and neither query nor image.
     """
 
     instance: str
@@ -145,6 +147,7 @@ class Order:
     stack: Place | None = None
     replaces: str | None = None
     replaced_by: str | None = None
+    is_adopted: bool = False
 
     def copy_fields(self, **changes: Any) -> dict[str, Any]:
         """Return the fields of Order, by name, with some replaced; for constructing a subclass."""
@@ -166,6 +169,7 @@ def _describe_query_and_image(existing: Order) -> str:
 
 # {attribute: what describes an existing order's value if another is requested}: of differences the first is reported.
 _DIFFERENCES: Mapping[str, Callable[[Order], str]] = {
+    'is_adopted': lambda _: 'by `adopt`',
     'image': _describe_query_and_image,
     'query': _describe_query_and_image,
     'name': lambda existing: f'with the name {existing.name}' if existing.name else 'without a name',
@@ -348,9 +352,9 @@ def _parse_request(compute: str, name: str, value: bytes, dropped_bytes: int) ->
     if compute not in request.allocations:
         others = ', '.join(sorted(request.allocations))
         raise ValueError(f'the allocations are for {others}, not for this compute {compute}')
-    if request.image is None:
+    if request.image is None and not request.is_adopted:
         raise ValueError('image: expected a URL, not None')
-    if lacking := list_missing_classes(request.resources):
+    if (lacking := list_missing_classes(request.resources)) and not request.is_adopted:
         raise ValueError(f'the allocations lack {", ".join(lacking)}, which every guest needs')
     return request
 

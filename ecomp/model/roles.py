@@ -102,8 +102,8 @@ SHARED_PERMISSIONS = frozenset(
 def list_compute_permissions(compute: str) -> Permissions:
     """Return a compute's permissions: the shared ones, and to write the keys with its uuid."""
     own = (make_prefix_permission(f'{prefix}{compute}/') for prefix in (keys.HOSTS, keys.INSTANCES))
-    named = (keys.compute, keys.facts, keys.troubles, keys.findings, keys.usage, keys.hostname, keys.acceptance)
-    alone = (Permission(WRITE, make_key(compute)) for make_key in named)
+    published = (keys.facts, keys.troubles, keys.findings, keys.foreign, keys.usage)
+    alone = (Permission(WRITE, key(compute)) for key in (keys.compute, keys.hostname, keys.acceptance, *published))
     return SHARED_PERMISSIONS | {READ_ALL, *own, *alone}
 
 

@@ -14,7 +14,9 @@ DISABLED_BY_OPERATOR = 'CUSTOM_ECOMP_DISABLED'
 CUSTOM_PREFIX = 'CUSTOM_'
 # Of a provider that supplies resources to the others of its aggregates.
 SHARING_TRAIT = 'MISC_SHARES_VIA_AGGREGATE'
-STATUS_TRAITS = frozenset({DISABLED, DISABLED_BY_OPERATOR})
+# Of a compute that an adoption disabled, and enables again at its end.
+ADOPTING = 'CUSTOM_ECOMP_ADOPTING'
+STATUS_TRAITS = frozenset({DISABLED, DISABLED_BY_OPERATOR, ADOPTING})
 
 Names = frozenset[str]
 
@@ -31,12 +33,22 @@ def find_managed_names(current: Set[str], desired: Set[str], managed: Set[str]) 
 
 def apply_disable(traits: Set[str]) -> Names:
     """Return the traits after `host drain`."""
-    return frozenset(traits | STATUS_TRAITS)
+    return frozenset(traits | STATUS_TRAITS) - {ADOPTING}
 
 
 def apply_enable(traits: Set[str], is_alive: bool) -> Names:
     """Return the traits after `host enable`; if the compute is not alive, DISABLED stays until it starts."""
-    return frozenset(traits - (STATUS_TRAITS if is_alive else {DISABLED_BY_OPERATOR}))
+    return frozenset(traits - (STATUS_TRAITS if is_alive else {DISABLED_BY_OPERATOR, ADOPTING}))
+
+
+def apply_adoption(traits: Set[str]) -> Names:
+    """Return the traits during an adoption, after which a compute stays disabled only if it was before."""
+    return frozenset(traits if DISABLED_BY_OPERATOR in traits else traits | STATUS_TRAITS)
+
+
+def end_adoption(traits: Set[str]) -> Names:
+    """Return the traits after an adoption."""
+    return frozenset(traits - STATUS_TRAITS if ADOPTING in traits else traits)
 
 
 def apply_start(traits: Set[str]) -> Names:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ecomp.model import keys
-from tests.kit.by_hand import make_request
+from tests.kit.by_hand import make_request, put_claim
 from tests.kit.commands import Control, Ecompute
+from tests.kit.foreign import list_marked, make_foreign, start_with_foreign, write_foreign
 from tests.kit.hands import ArmedEcompute, Eschedule, expire_attempts, list_running_guests, read_guests
 from tests.kit.invariants import read_allocations
 from tests.kit.servers import wait_until
@@ -280,6 +281,39 @@ def prepare_evacuate(control: Control) -> Scene:
     return Scene(('evacuate', dead.uuid, '--fenced', '--yes'), check, [dead, other])
 
 
+def prepare_adopt(control: Control) -> Scene:
+    """Prepare guests for two transactions."""
+    guests = [make_foreign(f'old-{number}', number % 2 == 0) for number in range(22)]
+    compute = start_with_foreign(control, *guests)
+
+    def check() -> None:
+        instances = [guest['instance'] for guest in guests]
+        for guest in guests:
+            wait_state(control, guest['instance'], 'active' if guest['is_running'] else 'stopped')
+        require_claims(control, *instances)
+        assert list_instances(control) == {guest['name']: guest['instance'] for guest in guests}
+        assert list_marked(compute) == {guest['name'] for guest in guests}
+        assert json.loads(control.eschedule('hosts', '-f', 'json').stdout)[0]['state'] == 'up'
+
+    return Scene(('adopt', compute.uuid, '--all'), check, [compute])
+
+
+def prepare_release(control: Control) -> Scene:
+    guests = [make_foreign('old'), make_foreign('other')]
+    compute = start_with_foreign(control, *guests)
+    run(control, 'adopt', compute.uuid, '--all')
+    old, other = (guest['instance'] for guest in guests)
+    for instance in (old, other):
+        wait_state(control, instance, 'active')
+
+    def check() -> None:
+        wait_state(control, old, 'gone')
+        require_claims(control, other)
+        assert list_marked(compute) == {'other'}
+
+    return Scene(('release', old), check, [compute], (0, 4))
+
+
 COMMAND_STORIES: dict[str, Callable[[Control], Scene]] = {
     'create': prepare_create,
     'create too late': prepare_late_create,
@@ -296,6 +330,8 @@ COMMAND_STORIES: dict[str, Callable[[Control], Scene]] = {
     'replace': prepare_replace,
     'prune': prepare_prune,
     'evacuate': prepare_evacuate,
+    'adopt': prepare_adopt,
+    'release': prepare_release,
 }
 
 
@@ -348,6 +384,31 @@ def prepare_build(control: Control, _: int) -> Work:
         assert list_running_guests(compute) == set(instances)
         seeds = (compute.directory / 'state/fake-seeds.json').read_text()
         assert [instance for instance in instances if instance not in seeds] == []
+
+    return Work(compute, begin, check)
+
+
+def prepare_mark(control: Control, count: int) -> Work:
+    """Prepare requests that adopt guests; their host is down."""
+    compute = make_tuned(control, ROOMY, start=False)
+    waiting = [make_foreign(f'old-{number}') for number in range(count)]
+    write_foreign(compute, *waiting)
+    adopted = list[str]()
+
+    def begin() -> str:
+        guest = waiting.pop()
+        held = {compute.uuid: {'resources': guest['size']}}
+        put_claim(control, guest['instance'], compute.uuid, amounts=guest['size'])
+        request = {'instance': guest['instance'], 'allocations': held, 'image': None, 'adopted': True}
+        control.etcd.put(keys.request(compute.uuid, guest['instance']), json.dumps(request))
+        adopted.append(guest['instance'])
+        return adopted[-1]
+
+    def check() -> None:
+        for instance in adopted:
+            wait_state(control, instance, 'active')
+        require_claims(control, *adopted)
+        assert len(list_marked(compute)) == len(adopted)
 
     return Work(compute, begin, check)
 
@@ -490,6 +551,7 @@ def prepare_end(control: Control, _: int) -> Work:
 
 COMPUTE_STORIES: dict[str, Callable[[Control, int], Work]] = {
     'build': prepare_build,
+    'mark': prepare_mark,
     'fail': prepare_fail,
     'remove': prepare_remove,
     'reboot': prepare_reboot,

@@ -167,6 +167,11 @@ STORY_FAILPOINTS = {
     'replace': ('stack-announced', 'stack-claimed', 'stack-delivered'),
     'prune': ('stack-removed',),
     'evacuate': ('evacuation-announced', 'claimed-some', 'evacuation-claimed', 'evacuated'),
+    'adopt': (
+        *('adoption-announced', 'adoption-disabled', 'adoption-claimed', 'adoption-delivered', 'adoption-enabled'),
+    ),
+    'release': ('tombstoned',),
+    'mark': ('adopted',),
     'build': (
         *('remembered', 'reserved', 'seeded', 'confirmed', 'building', 'image-ready', 'disk-created', 'seed-written'),
         *('domain-started', 'built', 'active', 'addressed'),

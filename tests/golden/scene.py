@@ -39,6 +39,7 @@ SIZE = {'VCPU': 1, 'MEMORY_MB': 256, 'DISK_GB': 1}
 ALLOCATED_INSTANCES = {HV1: (1, 3), HV2: (2, 4, 6)}
 # The lease of presences, attempts and taker keys.
 ALIVE_LEASE = 1
+LEASED = ('/computes/', '/facts/', '/findings/', '/foreign/', '/requests/')
 # The current time. All times in scene.txt are in 2021.
 NOW = re.compile(r'20(?!21-)\d\d-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z')
 FILES = {
@@ -66,7 +67,7 @@ class Scene:
         self.entries: dict[str, Entry] = {}
         self.questions = 0
         for number, (key, value) in enumerate(read_entries().items()):
-            is_alive = key.startswith(('/computes/', '/facts/', '/findings/', '/requests/')) or key.endswith('/taker')
+            is_alive = key.startswith(LEASED) or key.endswith('/taker')
             lease = ALIVE_LEASE if is_alive else 0
             self.entries[key] = Entry(key, value.encode(), number + 1, lease, created=number + 1)
 

@@ -64,6 +64,8 @@ class Lifecycle:
     tombstone_revision: int = 0
     # True if it existed when the history began.
     existed_before: bool = False
+    # True if it is a guest that ecomp did not create. Released, it may be adopted again.
+    is_adopted: bool = False
 
 
 class HistoryReplay:
@@ -195,9 +197,13 @@ class HistoryReplay:
                 self._report(revision, 'its request went, and no record says what became of it', instance)
         elif not request.get('allocations'):
             life.tombstone_revision = life.tombstone_revision or revision
+        elif request.get('adopted') and life.state == 'gone':
+            life = self.lifecycles[instance] = Lifecycle(is_adopted=True)
+            life.deliveries.append(Delivery(revision, compute, by_eschedule))
         elif life.tombstone_revision:
             self._report(revision, 'is asked for again after its destroy was accepted', instance)
         elif previous is None:
+            life.is_adopted = bool(request.get('adopted'))
             life.deliveries.append(Delivery(revision, compute, by_eschedule))
             self._check_name(revision, instance, request)
 
@@ -225,7 +231,8 @@ class HistoryReplay:
         if previous is not None and state != life.state and state not in NEXT_STATES.get(str(life.state), set()):
             self._report(revision, f'{life.state}, then {state}', instance)
         is_found_disk = state == 'stopped' and record.get('fault')  # a disk of this name existed before the request
-        if previous is None and (life.state == 'gone' or not (state in FIRST_STATES or is_found_disk)):
+        is_found = is_found_disk or life.is_adopted
+        if previous is None and (life.state == 'gone' or not (state in FIRST_STATES or is_found)):
             self._report(revision, f'{life.state or "nothing"}, then {state}', instance)
         error = record.get('error')
         if state == 'error' and not (isinstance(error, dict) and error.get('reason')):
@@ -418,7 +425,7 @@ def _check_answers(history: History, course: HistoryReplay) -> Iterator[str]:
             *(delivery.revision for delivery in life.deliveries if delivery.by_eschedule),
             *life.queued_revisions,
         ]
-        if instance in reported or instance in history.manual_subjects or not revisions:
+        if instance in reported or instance in history.manual_subjects or not revisions or life.is_adopted:
             continue
         runs = runs_by_uuid.get(instance, [])
         if runs and all(run.code in REFUSED_CODES for run in runs):

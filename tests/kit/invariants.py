@@ -97,8 +97,11 @@ def _check_request(control: Control, key: str, stored: StoredValue, dead: Collec
 
 
 def _check_guests(compute: Ecompute, records: dict[str, dict[str, Any]], foreign: Collection[str]) -> list[str]:
-    path = compute.directory / 'state' / 'fake.json'
+    path, theirs = (compute.directory / 'state' / name for name in ('fake.json', 'fake-foreign.json'))
     guests = {guest['instance']: guest for guest in json.loads(path.read_text())} if path.exists() else {}
+    for guest in json.loads(theirs.read_text()) if theirs.exists() else ():
+        if guest.get('adopted_by'):
+            guests[guest['instance']] = {**guest, 'running': guest['is_running']}
     records_here = {name: record for name, record in records.items() if record['compute'] == compute.uuid}
     active = {name for name, record in records_here.items() if record['state'] == 'active'}
     stopped = {name for name, record in records_here.items() if record['state'] == 'stopped'}

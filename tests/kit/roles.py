@@ -28,6 +28,7 @@ WRITERS_BY_KEY = {
     f'/troubles/{OWN}': (True, False),
     f'/troubles/{OTHER}': (False, False),
     f'/findings/{OWN}': (True, False),
+    f'/foreign/{OWN}': (True, False),
     f'/findings/{OTHER}': (False, False),
     f'/booted/{INSTANCE}': (True, True),
     f'/queues/f/{INSTANCE}': (True, True),

@@ -25,7 +25,7 @@ from ecomp.agent.host.provider import make_fixed_inventory as stated
 from ecomp.errors import UsageError
 from ecomp.model import status
 from ecomp.model.allocation import GIB, MIB
-from ecomp.model.status import DISABLED, STATUS_TRAITS, find_managed_names, merge_names
+from ecomp.model.status import ADOPTING, DISABLED, STATUS_TRAITS, find_managed_names, merge_names
 from ecomp.model.traits import CPU_TRAITS, list_cpu_traits
 from ecomp.virt import xml
 
@@ -141,10 +141,21 @@ def test_kill_around_the_write_loses_no_own_trait(
 
 
 def test_disabled_and_enabled() -> None:
-    assert status.apply_disable({'A'}) == {'A', *STATUS_TRAITS}
+    disabled = {'A', *STATUS_TRAITS} - {ADOPTING}
+    assert status.apply_disable({'A'}) == status.apply_disable({'A', *STATUS_TRAITS}) == disabled
     assert status.apply_enable({'A', *STATUS_TRAITS}, is_alive=True) == {'A'}
     assert status.apply_enable({'A', *STATUS_TRAITS}, is_alive=False) == {'A', DISABLED}
     assert status.apply_enable({'A', DISABLED}, is_alive=True) == {'A'}
+
+
+def test_adoption_enables_only_what_it_disabled() -> None:
+    assert status.end_adoption(status.apply_adoption({'A'})) == {'A'}
+    disabled = status.apply_disable({'A'})
+    assert status.end_adoption(status.apply_adoption(disabled)) == disabled
+    # A kill, then a repetition; or a drain in between.
+    assert status.end_adoption(status.apply_adoption(status.apply_adoption({'A'}))) == {'A'}
+    drained = status.apply_disable(status.apply_adoption({'A'}))
+    assert status.end_adoption(drained) == disabled
 
 
 def test_a_stop_and_a_start() -> None:

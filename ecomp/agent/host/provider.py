@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,9 @@ from ecomp.placement.providers import AGGREGATES, TRAITS
 # In placement's form: {class: {'total', 'reserved', 'allocation_ratio'}}.
 PlacementInventory = dict[str, dict[str, float]]
 
+# A smaller change of what others use, as a share of the whole, is not written to placement.
+RESERVED_TOLERANCE = 0.05
+
 
 @dataclass(frozen=True)
 class MachineUsage:
@@ -46,22 +50,25 @@ class MachineUsage:
     disk_cached: int
 
 
-def measure_machine(directory: Path, instances: Collection[str]) -> MachineUsage:
-    """Measure this machine, the disk of `directory`, and what `instances` use; OSError if the directory is missing."""
+def measure_machine(directory: Path, instances: Collection[str], disks: Iterable[str] = ()) -> MachineUsage:
+    """Measure this machine, the disk of `directory`, and what `instances` use; OSError if the directory is missing.
+
+    `disks` are those of adopted instances; only the ones on the file system of `directory` count.
+    """
     memory = psutil.virtual_memory()
+    overlays = [path for path in (directory / 'images').glob('*.qcow2') if path.stem in instances]
+    device = directory.stat().st_dev
     disk = psutil.disk_usage(str(directory))
     return MachineUsage(
         cores=psutil.cpu_count() or 1,
         memory=memory.total,
         memory_used=memory.total - memory.available,
-        memory_guests=_measure_guest_memory(instances) if instances else 0,
+        memory_guests=_measure_guest_memory(set(instances)) if instances else 0,
         disk=disk.total,
         # Without the blocks that file systems reserve for root.
         disk_used=disk.total - disk.free,
-        disk_guests=sum(
-            _read_allocated_bytes(path) for path in (directory / 'images').glob('*.qcow2') if path.stem in instances
-        ),
-        disk_cached=sum(_read_allocated_bytes(path) for path in (directory / 'images').glob('base-*')),
+        disk_guests=sum(_read_allocated_bytes(path, device) for path in {*overlays, *map(Path, disks)}),
+        disk_cached=sum(_read_allocated_bytes(path, device) for path in (directory / 'images').glob('base-*')),
     )
 
 
@@ -79,15 +86,15 @@ def choose_cache_gib(directory: Path) -> int:
     return min(max(psutil.disk_usage(str(directory)).total // (10 * GIB), 1), 20)
 
 
-def make_inventory(machine: MachineUsage, image_cache_gib: int) -> dict[str, dict[str, int]]:
+def make_inventory(machine: MachineUsage, image_cache_gib: int, foreign_vcpus: int = 0) -> dict[str, dict[str, int]]:
     """Return the inventory {class: {'total', 'reserved'}}; MEMORY_MB in MiB, DISK_GB in GiB.
 
     Reserved is what others use, rounded up, and of DISK_GB also `image_cache_gib`, or what images use if that is more.
-    What our guests use is not reserved, because placement counts it as allocated. No VCPU is reserved.
+    What our guests use is not reserved, because placement counts it as allocated.
     """
     foreign = machine.disk_used - machine.disk_guests - machine.disk_cached
     return {
-        'VCPU': {'total': machine.cores, 'reserved': 0},
+        'VCPU': {'total': machine.cores, 'reserved': min(foreign_vcpus, machine.cores)},
         'MEMORY_MB': _make_inventory_class(machine.memory, machine.memory_used - machine.memory_guests, MIB),
         'DISK_GB': _make_inventory_class(machine.disk, foreign + max(image_cache_gib * GIB, machine.disk_cached), GIB),
     }
@@ -120,22 +127,43 @@ def _make_inventory_class(total: int, used_by_others: int, unit: int) -> dict[st
     return {'total': whole, 'reserved': min(max(-(-used_by_others // unit), 0), whole)}
 
 
-def _measure_guest_memory(instances: Collection[str]) -> int:
+def _measure_guest_memory(instances: Set[str]) -> int:
     used = 0
-    for process in psutil.process_iter(['name', 'cmdline', 'memory_info']):
-        info = process.info
-        is_qemu = (info['name'] or '').startswith('qemu') and info['memory_info'] and info['cmdline']
-        # libvirt gives QEMU `-uuid <instance>`.
-        if is_qemu and any(word in instances for word in info['cmdline']):
-            used += info['memory_info'].rss
+    for process in psutil.process_iter(['name']):
+        with suppress(psutil.Error):
+            # libvirt gives QEMU `-uuid <instance>`.
+            if (process.info['name'] or '').startswith('qemu') and not instances.isdisjoint(process.cmdline()):
+                used += process.memory_info().rss + _read_huge_page_bytes(process.pid)
     return used
 
 
-def _read_allocated_bytes(path: Path) -> int:
+def _read_huge_page_bytes(pid: int) -> int:
+    """Return the memory of a process in huge pages, which its resident set does not include; proc(5)."""
     try:
-        return path.stat().st_blocks * 512
+        status = Path(f'/proc/{pid}/status').read_text()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith('HugetlbPages')), 0)
+
+
+def _read_allocated_bytes(path: Path, device: int) -> int:
+    try:
+        status = path.stat()
     except OSError:
         return 0  # it was just destroyed
+    return status.st_blocks * 512 if status.st_dev == device else 0
+
+
+def settle_reserved(
+    current: Mapping[str, Mapping[str, float]], measured: PlacementInventory, is_exact: bool
+) -> PlacementInventory:
+    """Return `measured`, but with the current reserved amount of each class that differs by less than the tolerance."""
+    settled = {name: dict(parts) for name, parts in measured.items()}
+    for name, parts in settled.items():
+        before = current.get(name, parts)['reserved']
+        if not is_exact and abs(parts['reserved'] - before) <= parts['total'] * RESERVED_TOLERANCE:
+            parts['reserved'] = before
+    return settled
 
 
 def parse_inventory(inventory: PlacementInventory) -> dict[str, model.Inventory]:
@@ -221,6 +249,16 @@ class Registration:
         elif not is_closing():
             log.warning('the provider was changed outside ecomp, or placement was restored: registering again')
             self.register(is_closing)
+
+    def update_inventory(self, inventory: PlacementInventory, is_closing: Callable[[], bool]) -> None:
+        """Write another inventory, unless is_closing(), and read the provider again; no-op if it is the same."""
+        if inventory == self.inventory:
+            return
+        if providers.set_inventory(self.placement, self.compute, inventory, None, is_closing) is not None:
+            self.inventory = inventory
+            self._read_provider()
+            amounts = (f'{name} {parts["reserved"]:g}' for name, parts in sorted(inventory.items()))
+            log.info('reserved for what is not ours: %s', ', '.join(amounts))
 
     def close(self) -> None:
         """Reserve all VCPU and disable the provider in placement: nothing is scheduled here until the next start."""

@@ -28,7 +28,7 @@ from ecomp.model.allocation import Resources
 from ecomp.model.audit import HostReport, encode_report, find_all
 from ecomp.model.finding import Finding, Leftover, Repair
 from ecomp.model.guest import Guest, ReservedAddress
-from ecomp.model.json_object import dump
+from ecomp.model.json_object import dump, load_object_or_empty
 from ecomp.model.order import Request
 from ecomp.model.record import ACTIVE, ERROR, GONE, STOPPED, parse_or_none
 from ecomp.model.usage import HOST
@@ -82,7 +82,8 @@ def find_abandoned_parts(state: Path) -> dict[str, str]:
 class Upkeep:
     """The looks of a compute at itself: step() each minute, and the questions passed to on_questions().
 
-    `publish` gets the value of a key below /findings/ or /usage/ for the presence's lease. `may_remove` is called with
+    `publish` gets the value of a key below /findings/ or /usage/ for the presence's lease. `measure` is called before
+    each look. `may_remove` is called with
     an instance before something of it is removed, and with '' before a part file is: it raises an EcompError if etcd is
     unfamiliar. `read_requests` returns the followed requests of this compute.
     """
@@ -99,6 +100,7 @@ class Upkeep:
     publish: Callable[[str, str | None], None]
     may_remove: Callable[[str], bool]
     read_requests: Callable[[], Mapping[str, Entry]]
+    measure: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         self._locks = InstanceLocks(self.state)
@@ -147,6 +149,7 @@ class Upkeep:
 
     def _look(self, is_asked: bool) -> tuple[World, dict[Finding, float]]:
         now = time.monotonic()
+        self.measure()
         world = self.read_world(is_asked)
         revisions = index_revisions(world.planes.etcd)
         seen: dict[Hashable, Finding] = {
@@ -212,7 +215,7 @@ class Upkeep:
         self._answer_usage({key: entry for key, entry in questions.items() if key.endswith(keys.USAGE_QUESTION)})
         new = {key: entry for key, entry in questions.items() if key not in self._answered}
         parts = {key: key.removeprefix(keys.AUDIT).partition('/')[2] for key in new}  # of all computes, or of one
-        looks = {key: entry for key, entry in new.items() if parts[key] in ('', self.compute)}
+        looks = {key: entry for key, entry in new.items() if parts[key] in ('', self.compute) and self._is_asked(entry)}
         if looks and time.monotonic() < self._next_look:
             return self._next_look
         try:
@@ -226,6 +229,10 @@ class Upkeep:
             log.exception('unexpected error while this host looks at itself')
         self._answered |= looks.keys()
         return math.inf
+
+    def _is_asked(self, question: Entry) -> bool:
+        computes = load_object_or_empty(question.value).get('computes')
+        return not isinstance(computes, list) or self.compute in computes
 
     def _answer_usage(self, questions: Mapping[str, Entry]) -> None:
         new, own = [each for key, each in questions.items() if key not in self._answered], self.compute.encode()

@@ -27,7 +27,7 @@ from ecomp.agent.instance.build import (
     SwitchOff,
     WorkerDied,
 )
-from ecomp.agent.instance.plan import DOMAIN_AND_DISK_GONE, Kind, find_fault
+from ecomp.agent.instance.plan import DOMAIN_AND_DISK_GONE, UNMARKED, Kind, find_fault
 from ecomp.agent.instance.pool import Runner
 from ecomp.agent.instance.records import Records, Superseded
 from ecomp.agent.jobs import run_aside
@@ -351,9 +351,35 @@ class Instances:
             failure = Failure('started', f'{MAX_ATTEMPTS} attempts failed; the last one: {error}', '')
         self._fail(attempt.record, attempt.revision, failure, attempt.must_remove, attempt.request)
 
+    def adopt(self, request: Request, revision: int) -> None:
+        """Mark a domain that ecomp did not create, and record it; without the domain or its claim it ends in error."""
+        instance, record = request.instance, make_record(self.compute, request, self.now())
+        guest = self.hypervisor.list_foreign().get(instance)
+        claimed = allocations.read_consumer(self.placement, instance).allocations
+        problem = 'its domain is gone' if guest is None else describe_difference(request.allocations, claimed)
+        if guest is None or problem:
+            self._fail(record, revision, Failure('scheduled', problem or '', ''), remove_guest=False)
+            return
+        self.hypervisor.set_adoption(instance, self.compute)
+        failpoint('adopted')
+        record = replace(record, addresses=tuple(Interface(*each) for each in guest.interfaces))
+        # Its image and its disk are wherever its owner put them.
+        record = record.enter_state(ACTIVE, self.now(), 'image', 'disk', 'started').mark_running(MANUAL, self.now())
+        record = record if guest.is_running else record.mark_off(self.now())
+        record = replace(record, console=f'{self.template.hostname}:' if guest.has_console else None)
+        self.records.write(record, revision)
+        self.memory.remember(request, record)
+        log.info('instance %s is adopted, and %s', instance, record.state)
+
+    def disown(self, instance: str) -> None:
+        """Remove the adoption mark from a domain, which stays as it is otherwise."""
+        self.hypervisor.set_adoption(instance, None)
+        log.warning('instance %s is released: its domain is no longer managed, and stays as it is', instance)
+
     def destroy(self, request: Request, revision: int) -> None:
         """Remove the guest and all that belongs to it; its record stays for a day as `gone`.
 
+        An adopted guest is only released.
         A full etcd keeps no record. Raises Unreadable if a newer ecomp wrote the record.
         """
         instance = request.instance
@@ -365,8 +391,8 @@ class Instances:
             with suppress(NoSpace):  # a full etcd refuses the record; the destroy makes room
                 record = self.records.write(record.enter_state(DESTROYING, self.now()), revision)
             failpoint('destroying')
-        log.info('DESTROY INSTANCE %s', instance)
-        self._remove(instance, Destroy(instance, self.compute))
+        log.info('%s INSTANCE %s', 'RELEASE' if record.is_adopted else 'DESTROY', instance)
+        self._remove(instance, None if record.is_adopted else Destroy(instance, self.compute))
         self.records.end(record.enter_state(GONE, self.now(), 'gone'), revision)
         log.info('instance %s is gone', instance)
 
@@ -446,9 +472,10 @@ class Instances:
     def end_vanished(self, instance: str, revision: int) -> None:
         """End an instance as `gone` whose domain and disk were removed outside ecomp; remove leftovers and claim."""
         record = self.records.get_existing(instance)
-        self._remove(instance, RemoveLeftovers(instance, self.compute))
-        self.records.end(replace(record.enter_state(GONE, self.now(), 'gone'), fault=DOMAIN_AND_DISK_GONE), revision)
-        log.warning('instance %s is gone: its domain and its disk were removed outside ecomp', instance)
+        self._remove(instance, None if record.is_adopted else RemoveLeftovers(instance, self.compute))
+        fault = UNMARKED if record.is_adopted else DOMAIN_AND_DISK_GONE
+        self.records.end(replace(record.enter_state(GONE, self.now(), 'gone'), fault=fault), revision)
+        log.warning('instance %s is gone, outside ecomp: %s', instance, fault)
 
     def record_addresses(self, instance: str, revision: int, addresses: Mapping[str, Address]) -> None:
         """Record these addresses by MAC; write the first interface's also at /booted, with stage `addressed`."""
@@ -613,7 +640,10 @@ class Instances:
         TALLY.add('ecomp_build_failures_total', failure.stage)
 
     def _remove(self, instance: str, job: Step | None) -> None:
-        if job is not None:
+        guest = self.hypervisor.list_guests().get(instance)
+        if guest is not None and guest.is_adopted:
+            self.disown(instance)
+        elif job is not None:
             self._run_step(job)
             failpoint('removed')
         self._release_host_data(instance)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from ecomp.model.guest import CRASHED, TROUBLE_KINDS, Address, Guest
+from ecomp.model.guest import CRASHED, TROUBLE_KINDS, UNDEFINED, Address, Guest
 from ecomp.model.order import (
     SHUT_OFF,
     SHUTDOWN_REQUESTED,
@@ -30,6 +30,7 @@ class Kind(Enum):
     """The tasks for an instance; the values appear in the log."""
 
     BUILD = 'build'
+    ADOPT = 'adopt'
     DESTROY = 'destroy'
     DESTROY_FORGOTTEN = 'destroy as accepted'
     REFUSE = 'refuse'
@@ -84,9 +85,15 @@ def plan(
             assert isinstance(parsed, Request)  # _plan_end() has returned a task for an InvalidRequest
             task = _plan_power(parsed.power, record, guest, observations.shutdown_actions.get(instance, Kind.SHUTDOWN))
         task = task or _plan_upkeep(instance, record, observations)
+        if task is not None and isinstance(parsed, Request) and parsed.is_adopted:
+            task = (_OF_ADOPTED.get(task[0], task[0]), task[1])
         if task is not None:
             tasks.append(Task(task[0], instance, task[1]))
     return tasks
+
+
+# Tasks of an adopted instance that differ. After a reboot libvirt's autostart decides, so only its state is recorded.
+_OF_ADOPTED = {Kind.BUILD: Kind.ADOPT, Kind.START_AFTER_REBOOT: Kind.POWER}
 
 
 def _plan_end(parsed: ParsedRequest, record: Record | None) -> tuple[Kind, str] | None:
@@ -180,8 +187,8 @@ def _is_unaddressed(record: Record) -> bool:
 
 DOMAIN_AND_DISK_GONE = 'its domain and its disk are gone'
 DOMAIN_GONE = 'its domain is gone, its disk is there'
+UNMARKED = 'its domain was undefined, or lost the adoption mark'
 DISK_GONE = 'its disk is gone'
-UNDEFINED = 'its domain runs and is not defined any more: once it stops it is gone'
 # The beginnings of the faults that end by themselves, once they are no longer observed.
 OBSERVED_FAULTS = (DOMAIN_AND_DISK_GONE, DOMAIN_GONE, DISK_GONE, UNDEFINED, *TROUBLE_KINDS)
 

@@ -344,6 +344,9 @@ def republish(
                 if not isinstance(step, Publish):
                     break
                 claimed_on = find_compute(allocations.read_consumer(placement, instance).allocations)
+                if remembered.request.is_adopted and not claimed_on:
+                    step = None  # its mark goes, as it is neither claimed nor requested
+                    break
                 if claimed_on not in ('', compute):
                     if instance in local_instances:
                         log.error(CLAIMED_ELSEWHERE, instance, claimed_on)

@@ -13,6 +13,7 @@ from ecomp.errors import Conflict, EcompError, NotFound, UnknownOutcome, Unreach
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
 from ecomp.model.group import Membership
+from ecomp.model.guest import UNDEFINED
 from ecomp.model.json_object import dump, load_object
 from ecomp.model.order import (
     MAX_REQUEST_BYTES,
@@ -83,8 +84,11 @@ def destroy(
     instance: str,
     key_index: KeyIndex | None = None,
     find_claiming_compute: Callable[[str], str] = lambda _: '',
+    releases: bool = False,
 ) -> str:
     """Accept the destroy of an instance; return a sentence that says what was done.
+
+    With `releases`, accept the release of an adopted one instead, whose guest runs on. Each refuses the other's.
 
     Its compute carries it out later; no-op if that is accepted already. Here, a queued instance leaves its queue, and
     an error record that has no request is removed. `find_claiming_compute` returns the compute that has a claim in
@@ -106,6 +110,7 @@ def destroy(
             new = entries.request.replaced_by if entries.request else None
             successor = f'; it was evacuated, and instance {new} replaces it' if new else ''
             return f'{instance}: is already being destroyed on {entries.record.compute}{successor}'
+        _require_kind(entries.record, releases)
         commit, message = _prepare_destroy(store, entries, find_claiming_compute, doubts)
         if commit() is None:
             return None
@@ -116,6 +121,15 @@ def destroy(
         return message
 
     return retry_until_accepted(instance, 'destroy', 'the same command again', read_and_write)
+
+
+def _require_kind(record: Record, releases: bool) -> None:
+    if record.is_adopted and not releases and record.state != ERROR:
+        cure = f'eschedule release {record.instance}, then virsh undefine on its host'
+        raise Conflict(f'{record.instance}: is adopted: its domain and its disks are not ours to delete. Fix: {cure}')
+    if releases and not record.is_adopted:
+        cure = f'eschedule destroy {record.instance} deletes it with its disk'
+        raise Conflict(f'{record.instance}: was not adopted, but created by ecomp. Try: {cure}')
 
 
 def _find_destroyable(store: Store, instance: str, key_index: KeyIndex | None) -> InstanceEntries:
@@ -155,7 +169,7 @@ def _prepare_destroy(
     stack_conditions, stack_puts = make_end(
         store, entries.request.stack if entries.request else record.stack, record.instance
     )
-    message = _describe_acceptance(store, record, 'destroy')
+    message = _describe_acceptance(store, record, 'release' if record.is_adopted else 'destroy')
     compared = entries.request_entry or entries.record_entry
     settlement = Settlement(Touch(compared.key) if compared else None, doubts.append)
     return partial(store.commit, [*conditions, *stack_conditions], [tombstone, *stack_puts], settlement), message
@@ -179,6 +193,7 @@ def make_tombstone(
         former_resources=request.resources if request else record.resources,
         stack=request.stack if request else record.stack,
         replaced_by=replaced_by,
+        is_adopted=record.is_adopted,
     )
     stages = {name: time for name, time in record.stages.items() if time}
     tombstone = encode(replace(bare, query=record.query, stages=stages), **store.make_stamp())
@@ -281,6 +296,9 @@ def change_power(
     def read_and_write(doubts: Doubts) -> Acceptance | None:
         entries = find_living(store, instance, key_index)
         entry, request = _parse_changeable_request(entries)
+        if entries.record.is_adopted and entries.record.fault == UNDEFINED and power_change.action != START:
+            cure = 'virsh dumpxml and virsh define make it persistent'
+            raise Conflict(f'{instance}: its domain is transient: once it is off, it is gone. Fix: {cure}')
         earlier = _match_earlier_change(store, entries, request, power_change)
         if earlier is not None:
             return earlier

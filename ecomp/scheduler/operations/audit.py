@@ -23,7 +23,7 @@ from ecomp.model.audit import HostReport, confirm_findings, find_all, find_mute,
 from ecomp.model.backoff import Backoff
 from ecomp.model.finding import ERROR, Finding, Repair, count_findings
 from ecomp.model.group import Group
-from ecomp.model.json_object import load_object_or_empty
+from ecomp.model.json_object import dump, load_object_or_empty
 from ecomp.model.order import Request
 from ecomp.model.quota import INSTANCES, Quota
 from ecomp.model.record import GONE, RETENTION_SECONDS, UNSEEN_END_FAULT, make_record
@@ -121,8 +121,15 @@ def _count_compared(reported_count: int, world: World) -> str:
 
 
 @contextmanager
-def ask(store: Store, *parts: str, value: str = '{"version": 1}') -> Iterator[Mapping[str, int]]:
-    """Put the questions of a new audit, /audit/<audit><part>, for the block; yield their revisions, by part."""
+def ask(
+    store: Store, *parts: str, computes: Collection[str] | None = None, value: str | None = None
+) -> Iterator[Mapping[str, int]]:
+    """Put the questions of a new audit, /audit/<audit><part>, for the block; yield their revisions, by part.
+
+    Only `computes` look at themselves; None: all.
+    """
+    if value is None:
+        value = dump({'version': 1, **({} if computes is None else {'computes': list(computes)})})
     lease, prefix = store.grant(LEASE_SECONDS) if parts else 0, keys.audit(str(uuid.uuid4()))
     try:
         revisions = dict[str, int]()

@@ -61,7 +61,8 @@ def list_inhabitants(store: Store, placement: Placement, compute: str, display_n
     lines = [f'{display_name}: {_format_count(len(instances))} there']
     for instance in instances:
         record = world.records.get(instance)
-        lines.append(f'{world.format_instance(instance)}: {record.state if record is not None else SCHEDULED}')
+        adopted = ' (adopted: it cannot be moved)' if record is not None and record.is_adopted else ''
+        lines.append(f'{world.format_instance(instance)}: {record.state if record is not None else SCHEDULED}{adopted}')
     return lines
 
 

@@ -295,7 +295,8 @@ def deliver(
     operations: list[Put | Delete] = [*([Delete(attempt.key)] if ends_attempt else []), *user_data_puts]
     for compute, request in deliveries:
         conditions.append(Unchanged(keys.record(compute, request.instance), 0))
-        operations.append(Put(keys.request(compute, request.instance), encode(request)))
+        stamp = store.make_stamp() if request.is_adopted else {}  # others have the time of their request
+        operations.append(Put(keys.request(compute, request.instance), encode(request, **stamp)))
     doubt = f'{keys.get_last_part(attempt.key)} was delivered'
     settlement = Settlement(Delete(attempt.key), partial(find_delivery, *deliveries[0]), doubt)
     return commit_with_shared(store, conditions, operations, make_shared_change, granted, settlement) or 0

@@ -44,6 +44,8 @@ from ecomp.shared.notes import note_released
 from ecomp.shared.places import KeyIndex, read_index
 from ecomp.store.client import Entry, Store, Unchanged
 
+ADOPTED = 'it is adopted: its disks and its definition are only on its host'
+
 
 class Evacuee(NamedTuple):
     """A guest on a compute: its request, which is no tombstone."""
@@ -112,6 +114,8 @@ def _refuse(planner: Planner, request: Request | InvalidRequest, dead: Collectio
     """Return why a request cannot be placed at all, and whether that is known; None if it may be."""
     if isinstance(request, InvalidRequest):
         return f'not known: {request.reason}', False
+    if request.is_adopted:
+        return ADOPTED, True
     if not (query := request.query):
         return 'not known: its request has no query', False
     if trees := set(dead).intersection(list_trees(query)):
@@ -265,9 +269,20 @@ class _Evacuation:
             if self.moved.issuperset(map(keys.get_last_part, requested)):
                 return
             self._read_guests()  # also those that an attempt in flight has delivered since
+        self._release_adopted()
         for old, guest in self.guests.items():
             reason = self.reasons.get(old, 'its place was taken, or it changed, in the meantime. Try: repeat this')
             self.report(Evacuated(old, get_holdings(guest.request).name, reason=reason))
+
+    def _release_adopted(self) -> None:
+        """Accept the release of the adopted guests, which run on if their host comes back."""
+        from ecomp.scheduler.changes.change import destroy  # few hosts have such guests
+
+        for old, guest in self.guests.items():
+            if isinstance(guest.request, Request) and guest.request.is_adopted:
+                with suppress(*REFUSALS, NotFound):
+                    destroy(self.session.store, old, releases=True)
+                    self.reasons[old] = f'{ADOPTED}. It is released, and is not managed any more'
 
     def _read_guests(self) -> None:
         guests, self.planner = read_moves(
@@ -279,7 +294,7 @@ class _Evacuation:
         index = read_index(self.session.store)
         user_data = self.session.store.snapshot(keys.USER_DATA, keys_only=True).entries
         for old, (_, request) in self.guests.items():
-            if isinstance(request, InvalidRequest):
+            if isinstance(request, InvalidRequest) or request.is_adopted:
                 continue  # the plan says why it stays
             try:
                 if request.user_data_sha256 and keys.user_data(request.user_data_sha256) not in user_data:

@@ -1,0 +1,170 @@
+"""Commands that take guests over which ecomp did not create, and give them back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ecomp.cli.command import DOCUMENT_OPTIONS, LISTING_OPTIONS, Command, Context, Outcomes
+from ecomp.cli.options import Options, Words, check_project, parse_any_instances
+from ecomp.cli.selection import SELECTORS, find_conflicts, select_instances
+from ecomp.cli.tables import UUID, Column, Listing, Row
+from ecomp.cli.terminal import make_timestamp
+from ecomp.errors import Conflict, EcompError, NoCapacity, NotFound, Unreachable, UsageError
+from ecomp.model.foreign import ForeignGuest, HostForeign
+from ecomp.model.host import Computes
+from ecomp.model.text import check_name, is_name, join_some
+
+if TYPE_CHECKING:
+    from ecomp.model.allocation import Inventory
+
+
+def list_foreign(ctx: Context, computes: Sequence[str]) -> int:
+    """Print the guests on these computes that ecomp did not create, and whether each fits."""
+    from ecomp.placement.providers import read_inventory
+    from ecomp.scheduler.placing.adopt import read_foreign
+
+    found, silent = read_foreign(ctx.store, computes, is_now=True)
+    inventories = {compute: read_inventory(ctx.placement, compute) for compute in found if found[compute].guests}
+    code = ctx.show(make_foreign_listing(found, inventories, ctx.computes))
+    for compute in sorted(silent):
+        ctx.out.say(f'{ctx.computes.format_name(compute)}: does not answer; its guests are those of its last look')
+    for compute, foreign in found.items():
+        if foreign.omitted:
+            ctx.out.say(f'{ctx.computes.format_name(compute)}: {foreign.omitted} more guests have no room in its list')
+    return code or (Unreachable.exit_code if silent else 0)
+
+
+def make_foreign_listing(
+    found: Mapping[str, HostForeign], inventories: Mapping[str, Mapping[str, Inventory]], known_computes: Computes
+) -> Listing:
+    """List the guests of each compute, with what its host lacks for them."""
+    from ecomp.scheduler.placing.adopt import find_lacking
+
+    rows = []
+    for compute, foreign in found.items():
+        for guest in foreign.guests:
+            host, adopted = known_computes.format_name(compute), bool(guest.adopted_by)
+            # What a running guest uses is reserved until it is adopted.
+            lacking = find_lacking(inventories[compute], guest.size, guest.size if guest.is_running else {})
+            fits = None if adopted else not lacking
+            amounts = [guest.size.get(name) for name in ('VCPU', 'MEMORY_MB', 'DISK_GB')]
+            fit = 'adopted' if adopted else ', '.join(f'no {name}' for name in lacking) or 'yes'
+            cells = [guest.name, guest.state, *amounts, fit, host, join_some(guest.disks, 3), guest.instance]
+            named = {'instance': guest.instance, 'name': guest.name, 'state': guest.state, 'compute': compute}
+            facts = {'resources': dict(guest.size), 'disks': list(guest.disks), 'adopted': adopted, 'fits': fits}
+            rows.append(Row(cells, {**named, 'host': known_computes.find_hostname(compute), **facts}))
+    names = ('NAME', 'STATE', 'VCPU', 'MEMORY_MB', 'DISK_GB', 'FITS', 'HOST')
+    return Listing([*map(Column, names), Column('DISKS', rank=2), Column('UUID', 1, UUID)], rows)
+
+
+def _adopt(ctx: Context) -> int:
+    import random
+
+    from ecomp.cli.input import describe_owner
+    from ecomp.model.choose import Offer
+    from ecomp.scheduler.placing.adopt import Adoptee, adopt, read_foreign
+    from ecomp.scheduler.placing.session import Scheduler
+
+    compute = ctx.resolve_compute(ctx.words[0])
+    host = ctx.computes.format_name(compute)
+    if compute not in ctx.computes.living:
+        raise Conflict(f'{host}: its ecompute is not alive. Fix: start it')
+    if not ctx.words[1:] and not ctx.options.all:
+        return list_foreign(ctx, [compute])
+    found, _ = read_foreign(ctx.store, [compute], is_now=True)
+    guests = _select(host, found[compute].guests, ctx.words[1:])
+    names = [ctx.options.name or (guest.name if is_name(guest.name) else None) for guest in guests]
+    for guest, name in zip(guests, names, strict=True):
+        if name is None:
+            ctx.out.say(f'{guest.name}: is not a valid name of an instance, so it is adopted without one; see --name')
+    owner = describe_owner(make_timestamp())
+    scheduler = Scheduler(ctx.store, lambda: (ctx.placement, Offer(())), owner, random.Random(), make_timestamp)
+    adoptees, project = list(map(Adoptee, guests, names)), ctx.options.project or ctx.config.project_id
+    outcomes = Outcomes(ctx, [guest.name for guest in guests], instance=None)
+
+    def report(guest: ForeignGuest, sentence: str) -> None:
+        outcomes.report(guest.name, f'{guest.name}: {sentence}', instance=guest.instance)
+
+    try:
+        if adoptees:
+            adopt(scheduler, compute, host, adoptees, ctx.config.user_id, project, report)
+    except NoCapacity as error:
+        ctx.out.say(str(error))
+        return NoCapacity.exit_code
+    except KeyboardInterrupt:
+        again = f'{ctx.command_prefix} {ctx.name} {" ".join(ctx.words)}{" --all" if ctx.options.all else ""}'
+        ctx.out.say(f'interrupted: {host} may stay disabled. Try: {again}, which continues')
+        return EcompError.exit_code
+    return outcomes.finish()
+
+
+def _select(host: str, guests: Sequence[ForeignGuest], words: Sequence[str]) -> list[ForeignGuest]:
+    """Return the guests with these names or uuids, all that are not adopted for none; NotFound for an unknown one."""
+    if not words:
+        return [guest for guest in guests if not guest.adopted_by]
+    selected = []
+    for word in dict.fromkeys(words):
+        matches = [guest for guest in guests if word in (guest.name, guest.instance)]
+        if not matches:
+            raise NotFound(f'{word}: {host} has no such guest that ecomp did not create. Try: eschedule adopt {host}')
+        selected.append(matches[0])
+    return selected
+
+
+def _release(ctx: Context) -> int:
+    from ecomp.scheduler.changes.change import destroy
+
+    select_instances(ctx)
+    outcomes = Outcomes(ctx, ctx.words, instance=None)
+
+    def submit(word: str) -> None:
+        instance = ctx.resolve_instance(word, ctx.instance_index)
+        outcomes.report(word, instance=instance)
+        sentence = destroy(ctx.store, instance, ctx.instance_index, releases=True)
+        ctx.name_computes()
+        outcomes.report(word, sentence)
+
+    return outcomes.run(submit)
+
+
+def _parse_host_and_domains(name: str, words: Sequence[str]) -> Words:
+    if not words:
+        raise UsageError(f'{name}: missing argument: a host, by name or uuid')
+    return tuple(words)
+
+
+def _find_adopt_problems(name: str, words: Sequence[str], options: Options) -> Iterator[str]:
+    if options.all and words[1:]:
+        yield f'{name}: give either guests or --all'
+    if options.name is not None:
+        if len(words) != 2:
+            yield f'{name}: --name needs exactly one guest'
+        try:
+            check_name(options.name)
+        except ValueError as error:
+            yield f'--name: {error}'
+    if options.project is not None:
+        check_project(options.project)
+
+
+# fmt: off
+COMMANDS: Sequence[Command] = (
+    Command('adopt', 'adopt <host> [DOMAIN…]', 'manage guests that ecomp did not create',
+            'Without DOMAIN and --all, list the guests on a host that ecomp did not create, and whether each fits. '
+            'Otherwise claim these guests in placement with their real sizes, and manage them from now on: they are '
+            'listed, stopped, started, entered and counted. Nothing of a guest changes but a mark in its metadata: it '
+            'keeps running, its uuid is the uuid of its instance, and its name is kept if it is a valid one. ecomp '
+            'never deletes, moves, rebuilds or filters an adopted guest; `eschedule release` gives it back. DISK_GB '
+            'counts the disks on the file system of the host\'s state directory. Meanwhile the host is disabled. If '
+            'the command is interrupted, repeat it: it continues.',
+            _parse_host_and_domains, _adopt,
+            {'name': 'name of the instance, for one guest. Default: the name of the domain, if it is valid and free',
+             'project': '', 'all': 'adopt all guests of the host that are not adopted', **LISTING_OPTIONS},
+            (3, 4, 5), find_problems=_find_adopt_problems, example='eschedule adopt hv1 db1 web1'),
+    Command('release', 'release [<id>…]', 'stop managing an adopted guest, which runs on',
+            'Give an adopted guest back: its claim, its keys and its mark go, and its domain stays as it is. It can be '
+            'adopted again. The host does this immediately or, if it is down, once it is up again.',
+            parse_any_instances, _release, {**DOCUMENT_OPTIONS, **SELECTORS}, (4, 5), find_problems=find_conflicts,
+            example='eschedule release db1'),
+)

@@ -1,0 +1,227 @@
+"""Adopt guests that ecomp did not create: claim them where they are, and deliver requests that only mark them.
+
+1 announce the attempt, which names the guests; 2 disable the host; 3 wait until the host no longer reserves what these
+guests use; 4 claim and deliver, in blocks; 5 enable the host. After a kill the host stays disabled, and a repetition
+continues.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from ecomp.errors import Conflict, EcompError, NoCapacity, NotFound, OverQuota, Unreadable
+from ecomp.failpoints import failpoint
+from ecomp.model import keys, status
+from ecomp.model.allocation import Inventory, Resources, find_compute, sum_resources
+from ecomp.model.choose import Candidate
+from ecomp.model.foreign import ForeignGuest, HostForeign, parse_foreign
+from ecomp.model.order import Request
+from ecomp.model.record import ERROR, GONE
+from ecomp.model.text import join_some
+from ecomp.placement import providers
+from ecomp.placement.allocations import Requester, read_consumers
+from ecomp.placement.client import Placement
+from ecomp.scheduler.changes.change import remove_finished
+from ecomp.scheduler.operations.audit import ANSWER_TIMEOUT_SECONDS, ask, wait_for_answers
+from ecomp.scheduler.operations.decommission import check_provider
+from ecomp.scheduler.placing.session import DeliveryRefused, Scheduler, Session, check_previous
+from ecomp.scheduler.queries.find import find
+from ecomp.shared.names import Excluded, charge_quota
+from ecomp.shared.places import read_index
+from ecomp.store.client import Store
+
+# Guests of one transaction: each has a request and a name.
+BLOCK_SIZE = 20
+
+
+class Adoptee(NamedTuple):
+    """A guest to adopt, and the name that it gets, or None."""
+
+    guest: ForeignGuest
+    name: str | None
+
+
+def read_foreign(store: Store, computes: Collection[str], is_now: bool) -> tuple[dict[str, HostForeign], set[str]]:
+    """Read the guests of others on these living computes, and which of these did not answer in time.
+
+    If `is_now`, the computes look at themselves first. Raises Unreadable for a malformed value.
+    """
+    silent = set[str]()
+    if is_now:
+        with ask(store, '', computes=computes) as revisions:
+            answered = wait_for_answers(
+                store, keys.FINDINGS, dict.fromkeys(computes, revisions['']), ANSWER_TIMEOUT_SECONDS
+            )
+        silent = set(computes) - answered
+    found = dict.fromkeys(computes, HostForeign())
+    for key, entry in store.read(sorted(map(keys.foreign, computes))).items():
+        try:
+            found[keys.get_last_part(key)] = parse_foreign(entry.value)
+        except ValueError as error:
+            raise Unreadable(key, error) from error
+    return found, silent
+
+
+def adopt(  # noqa: PLR0913
+    scheduler: Scheduler,
+    compute: str,
+    display_name: str,
+    adoptees: Sequence[Adoptee],
+    user: str,
+    project: str,
+    report: Callable[[ForeignGuest, str], None],
+) -> None:
+    """Adopt guests of a living compute; `report` gets a sentence for each.
+
+    Raises:
+        NoCapacity: placement has too little room there for what these guests have (OverQuota: the project has).
+        Conflict: another compute, placement or an instance that ended knows a guest, or another adoption is in flight.
+        NotFound: the compute has no such guest any more, or ecompute did not make its provider.
+    """
+    placement = scheduler.backend()[0]
+    check_provider(placement, compute, display_name)
+    guests = {each.guest.instance: each for each in adoptees}
+    session = Session(scheduler, keys.derive_uuid(compute, 'adopt'), list(guests), Requester(user, project))
+    with session.open():
+        owner = scheduler.owner
+        session.announce(None, partial(check_previous, f'an adoption on {display_name}', owner))
+        failpoint('adoption-announced')
+        requested = require_unknown(session, compute, guests)
+        for instance in requested:
+            report(guests[instance].guest, f'is already adopted, as {instance}')
+        remaining = {instance: each for instance, each in guests.items() if instance not in requested}
+        providers.create_missing_traits(placement, status.STATUS_TRAITS)
+        providers.change_names(placement, compute, providers.TRAITS, status.apply_adoption)
+        failpoint('adoption-disabled')
+        try:
+            if remaining:
+                _wait_until_left_out(session.store, compute, display_name, set(remaining))
+                require_room(placement, compute, display_name, remaining)
+            for start in range(0, len(remaining), BLOCK_SIZE):
+                block = dict(list(remaining.items())[start : start + BLOCK_SIZE])
+                _deliver(session, compute, block, project, start + BLOCK_SIZE >= len(remaining))
+                for each in block.values():
+                    name = f' and name {each.name}' if each.name else ''
+                    report(each.guest, f'adopted with uuid {each.guest.instance}{name}')
+        finally:
+            providers.change_names(placement, compute, providers.TRAITS, status.end_adoption)
+        failpoint('adoption-enabled')
+    session.finish(guests)
+
+
+def require_unknown(session: Session, compute: str, guests: Mapping[str, Adoptee]) -> set[str]:
+    """Return the guests that are adopted there already; Conflict if another host, placement or a record knows one."""
+    store, index = session.store, read_index(session.store)
+    claimed = {name: find_compute(held.allocations) for name, held in read_consumers(session.placement, guests).items()}
+    elsewhere: dict[str, str] = {}
+    for key, entry in store.snapshot(keys.FOREIGN).entries.items():
+        other = keys.get_last_part(key)
+        if other != compute and entry.lease:
+            try:
+                elsewhere |= {each.instance: other for each in parse_foreign(entry.value).guests}
+            except ValueError:
+                continue  # its damage is its own
+    requested = set()
+    for instance, each in guests.items():
+        hosts = {key.split('/')[2] for key in index.requests.get(instance, ())}
+        others = [*(hosts - {compute}), claimed.get(instance, ''), elsewhere.get(instance, '')]
+        if other := next((host for host in others if host not in ('', compute)), ''):
+            host = session.get_display_name(other)
+            raise Conflict(
+                f'{each.guest.name}: {instance} is on {host}, too. Fix: give one of the two domains a new uuid'
+            )
+        if hosts:
+            requested.add(instance)
+        elif instance in index.records:
+            _remove_old_record(store, each)
+    return requested
+
+
+def _remove_old_record(store: Store, adoptee: Adoptee) -> None:
+    instance = adoptee.guest.instance
+    entries = find(store, instance)
+    if entries is None:
+        return
+    if not entries.record.is_adopted or entries.record.state not in (GONE, ERROR):
+        raise Conflict(f'{adoptee.guest.name}: {instance} was an instance of ecomp: a uuid is never used twice')
+    remove_finished(store, instance)
+
+
+def _wait_until_left_out(store: Store, compute: str, display_name: str, instances: set[str]) -> None:
+    """Have the compute no longer reserve what these guests use; NotFound if it does not have them all."""
+    found, silent = read_foreign(store, [compute], is_now=True)
+    if gone := instances - {each.instance for each in found[compute].guests}:
+        raise NotFound(f'{display_name} has no guest {join_some(sorted(gone), 5)} any more')
+    if silent or not instances.issubset(found[compute].left_out):
+        raise EcompError(f'{display_name} does not answer. Try: the same command again')
+
+
+def require_room(placement: Placement, compute: str, display_name: str, guests: Mapping[str, Adoptee]) -> None:
+    """Raise NoCapacity, with what to write into compute.yaml, if the provider has too little room for all guests."""
+    inventory = providers.read_inventory(placement, compute)
+    claims = read_consumers(placement, guests)
+    needed = sum_resources(each.guest.size for name, each in guests.items() if not claims[name].allocations)
+    if cure := explain_lack(inventory, needed):
+        raise NoCapacity(
+            f'{display_name} has too little room for {len(guests)} guests, which are there already: {cure}'
+        )
+
+
+def find_lacking(inventory: Mapping[str, Inventory], needed: Resources, given_back: Resources) -> dict[str, int]:
+    """Return how much is missing of each class; `given_back` is reserved now, and will not be."""
+    lacking = {}
+    for name, amount in sorted(needed.items()):
+        held = inventory.get(name, Inventory(0))
+        own = min(held.reserved, given_back.get(name, 0)) * held.allocation_ratio
+        lacking[name] = math.ceil(held.used + amount - held.capacity - own)
+    return {name: lack for name, lack in lacking.items() if lack > 0}
+
+
+def explain_lack(inventory: Mapping[str, Inventory], needed: Resources) -> str:
+    """Return what is missing for these amounts, and the lines of compute.yaml that make room; '' if nothing is."""
+    ratios, totals = list[str](), list[str]()
+    missing = [f'{name} {lack}' for name, lack in find_lacking(inventory, needed, {}).items()]
+    for name in find_lacking(inventory, needed, {}):
+        held = inventory.get(name, Inventory(0))
+        used, left = needed[name] + held.used, held.total - held.reserved
+        # Rounded up to two digits: a little less would refuse the last guest.
+        (ratios if left > 0 else totals).append(f'{name}: {-(-100 * used // left) / 100 if left > 0 else used:g}')
+    parts = {'allocation_ratios': ratios, 'inventory': totals}
+    lines = [f'{key}: {{{", ".join(part)}}}' for key, part in parts.items() if part]
+    cure = f'. Fix: set {" and ".join(lines)} in its compute.yaml and restart ecompute, or adopt fewer'
+    return f'{", ".join(missing)} {"is" if len(missing) == 1 else "are"} missing{cure}' if missing else ''
+
+
+def _deliver(session: Session, compute: str, block: Mapping[str, Adoptee], project: str, is_last: bool) -> None:
+    now = session.scheduler.now()
+    session.store.keep_alive(session.lease)  # hundreds of guests take a while
+    requests = {
+        instance: Request(
+            instance,
+            {compute: each.guest.size},
+            user_id=session.requester.user_id,
+            project_id=project,
+            stages={'requested': now, 'scheduled': now},
+            name=each.name,
+            is_adopted=True,
+        )
+        for instance, each in block.items()
+    }
+    candidates = {name: Candidate(compute, request.allocations, None) for name, request in requests.items()}
+    if refused := candidates.keys() - session.claim(candidates):
+        raise NoCapacity(f'{block[min(refused)].guest.name}: placement refused its claim. Try: the same command again')
+    failpoint('adoption-claimed')
+    charge = partial(charge_quota, session.store, project, {name: each.resources for name, each in requests.items()})
+    deliveries = [(compute, request) for request in requests.values()]
+    try:
+        is_delivered = session.deliver(deliveries, charge, ends_attempt=is_last)
+    except Excluded as excluded:
+        left = len(block) - len(excluded.admitted)
+        raise OverQuota(f'the quota of project {project} has no room for {left} of these guests') from excluded
+    if not is_delivered:
+        raise DeliveryRefused('the guests are not adopted: this eschedule was too slow, or another one took over')
+    failpoint('adoption-delivered')
+    session.movable -= block.keys()

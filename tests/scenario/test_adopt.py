@@ -1,0 +1,123 @@
+"""`eschedule adopt` with real etcd and placement, and fake computes whose guests ecomp did not create."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ecomp.model import keys
+from tests.kit.by_hand import put_claim
+from tests.kit.commands import Control, Ecompute
+from tests.kit.foreign import list_marked, make_foreign, read_foreign, start_with_foreign
+from tests.kit.invariants import read_allocations
+from tests.kit.servers import wait_until
+from tests.kit.sharing import kill_and_lapse, read_usage
+from tests.kit.story import wait_state
+
+
+def list_fits(control: Control, *words: str) -> dict[str, Any]:
+    listed = control.eschedule('adopt', *words, '-f', 'json')
+    assert listed.code == 0, listed
+    return {row['name']: row['fits'] for row in json.loads(listed.stdout)}
+
+
+def adopt(control: Control, compute: Ecompute, *words: str) -> str:
+    adopted = control.eschedule('adopt', compute.uuid, *words)
+    assert adopted.code == 0, adopted
+    return adopted.stderr
+
+
+def refuse(control: Control, code: int, reason: str, *words: str) -> None:
+    refused = control.eschedule(*words)
+    assert (refused.code, reason in refused.stderr) == (code, True), refused
+
+
+def read_state(control: Control) -> str:
+    return str(json.loads(control.eschedule('hosts', '-f', 'json').stdout)[0]['state'])
+
+
+def test_guests_are_adopted_used_and_given_back(cluster: Control) -> None:
+    database = make_foreign('db', size={'VCPU': 2, 'MEMORY_MB': 256, 'DISK_GB': 5}, disks=['/srv/db.qcow2'])
+    mail, huge = make_foreign('Odd_Name', is_running=False), make_foreign('huge', size={'VCPU': 90, 'MEMORY_MB': 64})
+    passing = make_foreign('passing', is_transient=True)
+    compute = start_with_foreign(cluster, database, mail, huge, passing)
+    assert cluster.eschedule('quota', 'set', 'shop', 'instances=2').code == 0
+    assert list_fits(cluster, compute.uuid) == {'Odd_Name': True, 'db': True, 'huge': False, 'passing': True}
+    said = adopt(cluster, compute, 'db', 'Odd_Name', '--project', 'shop')
+    assert 'Odd_Name: is not a valid name of an instance, so it is adopted without one' in said
+    assert f'db: adopted with uuid {database["instance"]} and name db' in said
+    record = wait_state(cluster, database['instance'], 'active')
+    assert (record['adopted'], record['resources'], record['image']) == (True, database['size'], None)
+    wait_state(cluster, mail['instance'], 'stopped')
+    assert read_usage(cluster, 'shop') == {'VCPU': 3, 'MEMORY_MB': 320, 'DISK_GB': 5, 'instances': 2}
+    refuse(
+        cluster, 3, 'the quota of project shop has no room for 1', 'adopt', compute.uuid, 'passing', '--project', 'shop'
+    )
+    refuse(cluster, 3, 'set allocation_ratios: {VCPU: 2.33}', 'adopt', compute.uuid, 'huge')
+    assert read_allocations(cluster).keys() == {database['instance'], mail['instance']}
+    assert read_state(cluster) == 'up'
+    assert 'is already adopted' in adopt(cluster, compute, 'db', '--project', 'shop')
+    # It is stopped, started and waited for as others are; it is not destroyed, and no command creates it.
+    assert cluster.eschedule('stop', 'db', '--wait').code == 0
+    assert not read_foreign(compute)['db']['is_running']
+    assert cluster.eschedule('start', 'db', '--wait').code == 0
+    refuse(cluster, 5, 'Fix: eschedule release db, then virsh undefine', 'destroy', 'db', '--yes')
+    refuse(cluster, 5, 'no command creates it', 'show', 'db', '--command')
+    refuse(cluster, 5, 'exists, but was requested by `adopt`', 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64', '--uuid',
+           database['instance'])  # fmt: skip
+    adopt(cluster, compute, 'passing')
+    wait_state(cluster, passing['instance'], 'active')
+    wait_until(lambda: 'is not defined' in cluster.eschedule('show', 'passing').stdout, 20, 'its fault is known')
+    refuse(cluster, 5, 'its domain is transient', 'stop', 'passing')
+    drained = cluster.eschedule('host', 'drain', compute.uuid)
+    assert 'db: active (adopted: it cannot be moved)' in drained.stderr
+    # A host that was disabled before stays so.
+    assert cluster.eschedule('release', 'passing').code == 0
+    wait_state(cluster, passing['instance'], 'gone')
+    adopt(cluster, compute, 'passing', '--name', 'twice')
+    assert wait_state(cluster, passing['instance'], 'active')['name'] == 'twice'
+    assert read_state(cluster) == 'disabled'
+    assert cluster.eschedule('host', 'enable', compute.uuid).code == 0
+    told = cluster.eschedule('events', 'db').stdout
+    assert 'db: adopted on ' in told
+    assert cluster.eschedule('release', '--every').code == 0
+    for guest in (database, mail, passing):
+        wait_state(cluster, guest['instance'], 'gone')
+    assert (read_allocations(cluster), list_marked(compute)) == ({}, set())
+    assert read_foreign(compute)['db']['is_running']
+    refuse(cluster, 5, 'has been gone since', 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64', '--uuid', mail['instance'])
+
+
+def test_guest_that_another_host_placement_or_ecomp_knows_is_not_adopted(cluster: Control) -> None:
+    twin, claimed, undefined = (make_foreign(name) for name in ('twin', 'claimed', 'undefined'))
+    first, second = start_with_foreign(cluster, twin, claimed), start_with_foreign(cluster, twin, undefined)
+    put_claim(cluster, claimed['instance'], second.uuid)
+    for compute, name in ((first, 'twin'), (second, 'twin'), (first, 'claimed')):
+        refuse(cluster, 5, 'Fix: give one of the two domains a new uuid', 'adopt', compute.uuid, name)
+    refuse(cluster, 4, 'has no such guest', 'adopt', first.uuid, 'undefined')
+    assert list_marked(first) == list_marked(second) == set()
+    cluster.placement.call('DELETE', f'/allocations/{claimed["instance"]}')
+
+
+def test_adopted_guests_of_a_dead_host_are_released_and_run_on_when_it_returns(cluster: Control) -> None:
+    old, other = make_foreign('old'), make_foreign('other')
+    dead = start_with_foreign(cluster, old, other)
+    adopt(cluster, dead, '--all')
+    for guest in (old, other):
+        wait_state(cluster, guest['instance'], 'active')
+    cluster.ecompute()
+    plan = cluster.eschedule('evacuate', '--dry-run', dead.uuid)
+    assert (plan.code, plan.stdout.count('it is adopted')) == (3, 2), plan
+    kill_and_lapse(cluster, dead)
+    moved = cluster.eschedule('evacuate', dead.uuid, '--fenced', '--yes')
+    assert (moved.code, moved.stderr.count('is not managed any more')) == (3, 2), moved
+    forgotten = cluster.eschedule('host', 'forget', dead.uuid, '--fenced')
+    assert forgotten.code == 0, forgotten
+    assert read_allocations(cluster) == {}
+    dead.start()
+    wait_until(lambda: list_marked(dead) == set(), 60, 'their marks are gone')
+    assert read_foreign(dead)['old']['is_running']
+    assert list_fits(cluster, dead.uuid) == {'old': True, 'other': True}
+    adopt(cluster, dead, 'old')
+    wait_state(cluster, old['instance'], 'active')
+    assert cluster.etcd.get(keys.name('other')) is None
