@@ -26,11 +26,12 @@ class ConfError(Exception):
     """The configuration is unusable; str() is one line: what, where, what to do."""
 
 
-def read_user_data(path: Path, opener: Callable[[str, int], int] | None = None) -> bytes:
-    """Return the user-data file's bytes; `opener` is that of open(). ValueError if unreadable or too large."""
+def read_user_data(path: Path) -> bytes:
+    """Return the user-data file's bytes. Raises ValueError if it is unreadable or too large."""
     try:
-        with open(path, 'rb', opener=opener) as file:
-            data = file.read(MAX_USER_DATA_BYTES + 1)
+        # O_NONBLOCK: a FIFO must not wait for a writer.
+        with open(path, 'rb', opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            data = file.read(MAX_USER_DATA_BYTES + 1) or b''  # None: a FIFO whose writer has written nothing
     except OSError as error:
         raise ValueError(f'{path}: {error.strerror}') from error
     if len(data) > MAX_USER_DATA_BYTES:

@@ -5,9 +5,9 @@ stale. Only the addresses that have a lease, which every connection needs, are c
 
 This process, or its monitor (see there), executes one of five requests:
 
-    leases              open dnsmasq's status files, and libvirt's configurations and reservations beside them
-    user-data           open the file that mdserver.conf names
-    guest MAC           open ecompute's file of this guest
+    leases              read dnsmasq's status files, and libvirt's configurations and reservations beside them
+    user-data           read the file that mdserver.conf names
+    guest MAC           read ecompute's file of this guest
     ready MAC INSTANCE REPORT
                         store for ecompute what this guest reports about the end of its cloud-init, JSON
     refused MAC REASON  store for ecompute why this guest was refused; without REASON it was answered
@@ -47,14 +47,14 @@ LEASE_CACHE_SECONDS = 1.0
 # Held while a report or refusal is stored: without a monitor, several threads do that.
 _write_lock = threading.Lock()
 
-# A file's name and its open descriptor, which the caller closes, or the error of opening it.
-OpenedFile = tuple[str, 'int | OSError']
+# A file's name and its content, or why that cannot be read.
+ReadFile = tuple[str, 'bytes | OSError | ValueError']
 
 
 class Files:
     """The files about guests. `ask` executes requests, carry_out() if `ask` is None. OSError if the monitor is gone."""
 
-    def __init__(self, config: conf.Config, ask: Callable[[str], list[OpenedFile]] | None = None) -> None:
+    def __init__(self, config: conf.Config, ask: Callable[[str], list[ReadFile]] | None = None) -> None:
         self._config = config
         self._ask = ask or partial(carry_out, config)
         self._leased_addresses: Container[str] = ()
@@ -102,9 +102,9 @@ class Files:
 
     def read_guest(self, mac: str) -> KnownGuest:
         """Parse ecompute's file of this MAC; UnknownGuestError if missing, BrokenFileError if unusable."""
-        [(name, opened)] = self._ask(f'guest {mac}')
+        [(name, content)] = self._ask(f'guest {mac}')
         try:
-            return guests.parse_guest(_read_all(opened), mac)
+            return guests.parse_guest(_get_bytes(content), mac)
         except FileNotFoundError as error:
             raise UnknownGuestError(f'no instance with the MAC address {mac}', f'{name} does not exist') from error
         except OSError as error:
@@ -116,15 +116,15 @@ class Files:
         """Return the guest with `address`, and mdserver.conf's values instead of None. ValueError for bad user-data."""
         keys, user_data = guest.public_keys, guest.user_data
         if user_data is None and self._config.user_data is not None:
-            user_data = conf.read_user_data(self._config.user_data, lambda *_: self._open_user_data())
+            [(_, content)] = self._ask('user-data')
+            user_data = _get_bytes(content)
         keys = self._config.public_keys if keys is None else keys
         return replace(guest, address=address, public_keys=keys, user_data=user_data)
 
     def note_ready(self, mac: str, instance: str, report: bytes) -> None:
         """Store a guest's ready report (ASCII) unless it has one. FileNotFoundError without the guest, or OSError."""
-        for _, opened in self._ask(f'ready {mac} {instance} {report.decode("ascii")}'):
-            if isinstance(opened, OSError):
-                raise opened
+        for _, error in self._ask(f'ready {mac} {instance} {report.decode("ascii")}'):
+            _get_bytes(error)
 
     def is_on_bridge(self, bridge: str, address: str) -> bool:
         return any(fields[5:] == [bridge] for fields in self._read_neighbours(address))
@@ -145,16 +145,17 @@ class Files:
         leases: list[Lease] = []
         problems = []
         bridge = ''
-        for name, opened in self._ask('leases'):
+        for name, content in self._ask('leases'):
             path = Path(name)
             try:
+                data = _get_bytes(content)
                 if path.suffix == CONF_SUFFIX:  # precedes the reservations of its network
                     bridge = ''
-                    bridge = guests.parse_bridge(_read_all(opened))
+                    bridge = guests.parse_bridge(data)
                 elif path.suffix == HOSTS_SUFFIX:
-                    leases += guests.parse_reservations(_read_all(opened), bridge)
+                    leases += guests.parse_reservations(data, bridge)
                 else:
-                    leases += guests.parse_leases(_read_all(opened), path.stem)
+                    leases += guests.parse_leases(data, path.stem)
             except OSError as error:
                 problems.append(f'{name}: {error.strerror}')
             except ValueError as error:
@@ -171,15 +172,9 @@ class Files:
     def _read_neighbours(self, address: str) -> list[list[str]]:
         return [line.split() for line in self._read_table().splitlines() if line.split()[:1] == [address]]
 
-    def _open_user_data(self) -> int:
-        [(_, opened)] = self._ask('user-data')
-        if isinstance(opened, OSError):
-            raise opened
-        return opened
 
-
-def carry_out(config: conf.Config, request: str) -> list[OpenedFile]:
-    """Open, or write, the files of `request`, one of the five above; [] after writing.
+def carry_out(config: conf.Config, request: str) -> list[ReadFile]:
+    """Read, or write, the files of `request`, one of the five above; [] after writing.
 
     Never raises OSError: errors are in the answer. EINVAL: any other request, or no file is configured for `user-data`.
     """
@@ -188,11 +183,14 @@ def carry_out(config: conf.Config, request: str) -> list[OpenedFile]:
         case ['leases']:
             hosts_files = sorted(glob.glob(f'{glob.escape(os.path.dirname(config.leases))}/*{HOSTS_SUFFIX}'))
             files = [name for hosts in hosts_files for name in (hosts.removesuffix(HOSTS_SUFFIX) + CONF_SUFFIX, hosts)]
-            return [_open(Path(name)) for name in (*sorted(glob.glob(config.leases)), *files)]
+            return [_read(Path(name)) for name in (*sorted(glob.glob(config.leases)), *files)]
         case ['user-data'] if config.user_data is not None:
-            return [_open(config.user_data, follow_links=True)]
+            try:
+                return [(str(config.user_data), conf.read_user_data(config.user_data))]
+            except ValueError as error:
+                return [(str(config.user_data), error)]
         case ['guest', mac] if guests.is_mac(mac):
-            return [_open(config.guests / f'{mac}.json')]
+            return [_read(config.guests / f'{mac}.json')]
         case ['ready', mac, instance, word] if guests.is_mac(mac) and guests.is_uuid(instance):
             write = partial(_write_report, config, mac, instance, word)
         case ['refused', mac, *reason] if guests.is_mac(mac):
@@ -207,13 +205,23 @@ def carry_out(config: conf.Config, request: str) -> list[OpenedFile]:
     return []
 
 
-def _open(path: Path, follow_links: bool = False) -> OpenedFile:
-    # O_NONBLOCK: opening a FIFO that was planted here must not wait for a writer.
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+def _get_bytes(content: bytes | OSError | ValueError) -> bytes:
+    if isinstance(content, bytes):
+        return content
+    raise content
+
+
+def _read(path: Path) -> ReadFile:
     try:
-        return str(path), os.open(path, flags if follow_links else flags | os.O_NOFOLLOW)
+        # O_NONBLOCK: opening a FIFO that was planted here must not wait for a writer.
+        with open(path, 'rb', opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK | os.O_NOFOLLOW)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return str(path), ValueError('is not a regular file')
+            data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         return str(path), error
+    is_too_large = len(data) > MAX_FILE_BYTES
+    return str(path), ValueError(f'is larger than {MAX_FILE_BYTES} bytes') if is_too_large else data
 
 
 def _write_report(config: conf.Config, mac: str, instance: str, report: str) -> None:
@@ -244,9 +252,8 @@ def _write_report(config: conf.Config, mac: str, instance: str, report: str) -> 
 def _write_refusal(config: conf.Config, mac: str, reason: str) -> None:
     """Store the reason, or only remove the old one if it is '' or MAX_REFUSALS are stored. Raises OSError."""
     path = config.guests / f'{mac}{REFUSAL_SUFFIX}'
-    with suppress(OSError, ValueError):
-        if _read_all(_open(path)[1]) == reason.encode():
-            return  # before any write: repeated refusals cause no disk writes
+    if _read(path)[1] == reason.encode():
+        return  # before any write: repeated refusals cause no disk writes
     path.unlink(missing_ok=True)
     if reason and len(list(config.guests.glob(f'*{REFUSAL_SUFFIX}'))) < MAX_REFUSALS:
         path.write_text(reason)
@@ -254,20 +261,5 @@ def _write_refusal(config: conf.Config, mac: str, reason: str) -> None:
 
 def _is_guest_present(config: conf.Config, mac: str, instance: str) -> bool:
     with suppress(OSError, ValueError):
-        return guests.parse_guest(_read_all(_open(config.guests / f'{mac}.json')[1]), mac).instance == instance
+        return guests.parse_guest(_get_bytes(_read(config.guests / f'{mac}.json')[1]), mac).instance == instance
     return False
-
-
-def _read_all(opened: int | OSError) -> bytes:
-    if isinstance(opened, OSError):
-        raise opened
-    try:
-        if not stat.S_ISREG(os.fstat(opened).st_mode):
-            raise ValueError('is not a regular file')
-        with open(opened, 'rb', closefd=False) as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    finally:
-        os.close(opened)
-    if len(data) > MAX_FILE_BYTES:
-        raise ValueError(f'is larger than {MAX_FILE_BYTES} bytes')
-    return data

@@ -1,10 +1,9 @@
 """The process that keeps root's rights for mdserver, which drops its own: privilege separation as in sshd.
 
 mdserver parses what guests send, so it must not be root; the files it reads are root's, in root's directories. A child
-that stays root opens them and passes the descriptors. A request is one of the five of `files`, a packet of text. The
-answer is a packet `ERRNO NAME` for each file, with its descriptor if ERRNO is 0, and a final `.` (unix(7):
-SOCK_SEQPACKET, SCM_RIGHTS). On dropping rights permanently see setresuid(2), capabilities(7) on leaving uid 0, prctl(2)
-for PR_SET_NO_NEW_PRIVS, and proc(5) for /proc/PID/status.
+that stays root reads them for it. A request is one of the five of `files`, the answer their content. On dropping rights
+permanently see setresuid(2), capabilities(7) on leaving uid 0, prctl(2) for PR_SET_NO_NEW_PRIVS, and proc(5) for
+/proc/PID/status.
 """
 
 from __future__ import annotations
@@ -16,20 +15,17 @@ import os
 import pwd
 import re
 import signal
-import socket
 import threading
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
 from mdserver import conf
-from mdserver.files import OpenedFile, carry_out
+from mdserver.files import ReadFile, carry_out
 
-# Bytes of a request; a longer one is truncated. A guest's report has 4 KiB, up to six times that in JSON's escapes.
+# Bytes of a request; a longer one ends the monitor. A guest's report has 4 KiB, up to six times that in JSON's escapes.
 MAX_REQUEST_BYTES = 32768
-# Bytes of an answer; a longer one is truncated. The kernel accepts paths of up to 4096.
-MAX_ANSWER_BYTES = 8192
-END_OF_ANSWER = b'.'
 PR_SET_NO_NEW_PRIVS = 38
 MAX_UID = 2**32 - 2  # uid; the next one means "unchanged"
 
@@ -39,67 +35,41 @@ class Monitor:
 
     def __init__(self, config: conf.Config) -> None:
         self._lock = threading.Lock()
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel, theirs = multiprocessing.Pipe()
         self._process = multiprocessing.get_context('fork').Process(target=_serve, args=(config, theirs, self._channel))
         self._process.start()
         theirs.close()
 
-    def ask(self, request: str) -> list[OpenedFile]:
+    def ask(self, request: str) -> list[ReadFile]:
         """Return the answer of carry_out(request) by the monitor; OSError if that is gone. Thread-safe."""
-        files: list[OpenedFile] = []
         with self._lock:
             try:
-                self._channel.send(request.encode())
-                while (packet := self._receive())[0] != END_OF_ANSWER:
-                    number, _, name = packet[0].partition(b' ')
-                    path = os.fsdecode(name)
-                    opened = packet[1] if number == b'0' else OSError(int(number), os.strerror(int(number)), path)
-                    files.append((path, opened))
+                # Bytes, not an object: whoever unpickles runs what the sender chooses, and the monitor is root.
+                self._channel.send_bytes(request.encode())
+                answer: list[ReadFile] = self._channel.recv()
+            except EOFError as error:
+                raise OSError(errno.EPIPE, 'the monitor process has ended') from error
             except BaseException:
                 # An interrupted answer would be read as the answer to the next request.
-                self._disconnect()
+                self._channel.close()
                 raise
-        return files
+        return answer
 
     def close(self) -> None:
         """End the monitor, and wait until it is gone."""
-        self._disconnect()
-        self._channel.close()
+        with self._lock:
+            self._channel.close()
         self._process.join()
 
-    def _receive(self) -> tuple[bytes, int]:
-        packet, descriptors, _, _ = socket.recv_fds(self._channel, MAX_ANSWER_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
-        if not packet:
-            raise OSError(errno.EPIPE, 'the monitor process has ended')
-        return packet, descriptors[0] if descriptors else -1
 
-    def _disconnect(self) -> None:
-        with suppress(OSError):  # already shut down by either end
-            self._channel.shutdown(socket.SHUT_RDWR)
-
-
-def _serve(config: conf.Config, channel: socket.socket, other_end: socket.socket) -> None:
+def _serve(config: conf.Config, channel: Connection, other_end: Connection) -> None:
     # Ends only after mdserver: a Ctrl-C goes to both.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     other_end.close()
-    try:
-        while request := channel.recv(MAX_REQUEST_BYTES):
-            for name, opened in carry_out(config, request.decode(errors='replace')):
-                _send_file(channel, os.fsencode(name), opened)
-            channel.send(END_OF_ANSWER)
-    except OSError:
-        return  # mdserver has ended
-
-
-def _send_file(channel: socket.socket, name: bytes, opened: int | OSError) -> None:
-    if isinstance(opened, OSError):
-        channel.send(b'%d %s' % (opened.errno or errno.EIO, name))
-        return
-    try:
-        socket.send_fds(channel, [b'0 ' + name], [opened])
-    finally:
-        os.close(opened)
+    with suppress(EOFError, OSError):  # mdserver has ended
+        while True:
+            channel.send(carry_out(config, channel.recv_bytes(MAX_REQUEST_BYTES).decode(errors='replace')))
 
 
 class UserIds(NamedTuple):

@@ -399,12 +399,8 @@ def test_server_ends_if_its_monitor_is_killed(running_server: MetadataServer) ->
 def query_monitor(monitor: Monitor, request: str) -> list[str]:
     """Send a request to the monitor, and return the text of each file, or its error."""
     answers = []
-    for _, opened in monitor.ask(request):
-        if isinstance(opened, OSError):
-            answers.append(str(opened.strerror))
-        else:
-            with open(opened) as file:
-                answers.append(file.read())
+    for _, content in monitor.ask(request):
+        answers.append(str(content.strerror) if isinstance(content, OSError) else content.decode())
     return answers
 
 
