@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -20,17 +18,10 @@ from ecomp import log, systemd
 from ecomp.arguments import Parser
 from ecomp.errors import EcompError, NotFound, UsageError
 from ecomp.lab import control, fakes, guest, machine, state
-from ecomp.lab.hosts import LabHost, write_once
-from ecomp.lab.network import (
-    CONTROL,
-    ETCD_PORT,
-    MAX_HOSTS,
-    PLACEMENT_PORT,
-    bracket_address,
-    check_name,
-    render_backends,
-)
-from ecomp.lab.state import Lab
+from ecomp.lab.fakes import FakeHost
+from ecomp.lab.hosts import Host, LabHost, write_once
+from ecomp.lab.network import CONTROL, ETCD_PORT, MAX_HOSTS, PLACEMENT_PORT, bracket_address, check_name
+from ecomp.lab.state import AnyLab, FakeLab, Lab
 from ecomp.version import read_version
 
 # The startup file of bash: the user's own, which sets PS1, and then the lab's name.
@@ -65,59 +56,39 @@ def wait_for_exit(child: subprocess.Popen[bytes]) -> int:
             return code if code >= 0 else 128 - code
 
 
-SCHEDULE_YAML = """\
-# Written once by elab. With this file, in this directory or with --config, eschedule uses the lab {name}.
-{backends}\
-# The image that `elab guest {directory}/images/guest.qcow2` makes. The lab's hosts cannot fetch images from elsewhere.
-image: {images}guest.qcow2
-# ssh cannot find the lab's hosts.
-reach: {reach}
-"""
-
-
-def start_control(lab: Lab) -> None:
+def start_control(lab: AnyLab) -> None:
     """Make and start what the control plane lacks, wait, write schedule.yaml once; EcompError if a server fails."""
-    layout, data, images = lab.layout, lab.directory / CONTROL, lab.directory / 'images'
-    for directory in (data, images):
-        directory.mkdir(exist_ok=True)
-    machine.ensure_control(layout)
+    (lab.directory / CONTROL).mkdir(exist_ok=True)
+    if isinstance(lab, Lab):
+        (lab.directory / 'images').mkdir(exist_ok=True)
+        lab.certs.mkdir(mode=0o711, exist_ok=True)  # the operator's directory is below it; the rest is root's
+        machine.ensure_control(lab.layout)
     _make_certificates(lab)
-    servers = control.make_lab_servers(layout, data, images, lab.certs)
-    prefix = machine.make_command_prefix(layout, lab.directory, CONTROL)
+    servers, prefix = lab.servers, lab.make_command_prefix(CONTROL)
     for server in servers:
         if not lab.find_running(server.name):
             server.start(prefix, lab.record_process)
     for server in servers:
         server.wait(lab.processes[server.name])
-    sudo = ['sudo'] if 'SUDO_UID' in os.environ else []
-    words = [*sudo, sys.executable, '-P', '-m', 'ecomp.lab.elab', 'exec', '--name', layout.name]
-    text = SCHEDULE_YAML.format(
-        name=layout.name,
-        backends=render_backends(str(layout.control), ETCD_PORT, layout.placement, f'{lab.operator}/'),
-        directory=lab.directory,
-        images=layout.images,
-        reach=json.dumps(f'{shlex.join(words)} {{host}}'),
-    )
-    write_once(lab.directory / 'schedule.yaml', text)
+    write_once(lab.directory / 'schedule.yaml', lab.render_schedule_yaml())
 
 
-def _make_certificates(lab: Lab) -> None:
+def _make_certificates(lab: AnyLab) -> None:
     from ecomp.lab import certs
 
-    lab.certs.mkdir(mode=0o711, exist_ok=True)  # the operator's directory is below it; the rest is root's
-    address = str(lab.layout.control)
-    servers = (address, control.LOCALHOST, 'localhost')
-    cluster = certs.Cluster(servers, tuple(lab.hosts), (), (state.OPERATOR,), ETCD_PORT, PLACEMENT_PORT)
+    servers = tuple(dict.fromkeys((lab.address, control.LOCALHOST, 'localhost')))
+    cluster = certs.Cluster(servers, tuple(lab.hosts), (), (state.OPERATOR,), lab.etcd_port, lab.placement_port)
     server_certificate = lab.certs / 'placement/server.crt'
     old_content = server_certificate.read_bytes() if server_certificate.exists() else b''
     certs.make_certificates(lab.certs, cluster, datetime.now(UTC).replace(microsecond=0), lambda _: None)
     # etcd reads its certificate for each connection, stunnel on SIGHUP.
     if (stunnel := lab.find_running('stunnel')) is not None and server_certificate.read_bytes() != old_content:
         os.kill(stunnel.pid, signal.SIGHUP)
-    # The operator's directory belongs to the caller of sudo, or keeps its owner if root calls directly.
-    owner = int(os.environ.get('SUDO_UID', lab.operator.stat().st_uid))
-    for path in (lab.operator, *lab.operator.iterdir()):
-        os.chown(path, owner, -1, follow_symlinks=False)
+    if isinstance(lab, Lab):
+        # The operator's directory belongs to the caller of sudo, or keeps its owner if root calls directly.
+        owner = int(os.environ.get('SUDO_UID', lab.operator.stat().st_uid))
+        for path in (lab.operator, *lab.operator.iterdir()):
+            os.chown(path, owner, -1, follow_symlinks=False)
 
 
 GUEST_IMAGE = Path('images/guest.qcow2')
@@ -261,8 +232,16 @@ def _read_ports(options: argparse.Namespace) -> tuple[int, int]:
 
 def _run_up(options: argparse.Namespace) -> int:
     name = find_name(options) if options.fake is None else check_name(options.name or fakes.DEFAULT_NAME)
-    if options.fake is not None or fakes.find(name):
-        return _run_fake_up(name, options)
+    is_fake = options.fake is not None or fakes.find(name) is not None
+    lab = _bring_up_fakes(name, options) if is_fake else _bring_up_hosts(name, options)
+    print(f'etcd {lab.address}:{lab.etcd_port}\nplacement {lab.placement}')
+    if isinstance(lab, Lab):
+        print(f'images {lab.layout.images}')
+    print(f'schedule.yaml {lab.directory}/schedule.yaml')
+    return 0
+
+
+def _bring_up_hosts(name: str, options: argparse.Namespace) -> Lab:
     if options.size or options.fetch:
         raise UsageError('--size and --fetch need --fake')
     machine.require_root('elab up', '; or, without root: elab up --fake')
@@ -280,45 +259,49 @@ def _run_up(options: argparse.Namespace) -> int:
         with machine.undo_on_error((lambda: _remove_lab(name, lab)) if is_new else None):
             _start_lab(lab)
     _provide_image(lab)
-    print(f'etcd {lab.layout.etcd}\nplacement {lab.layout.placement}\nimages {lab.layout.images}')
-    print(f'schedule.yaml {lab.directory}/schedule.yaml')
-    return 0
+    return lab
 
 
-def _start_lab(lab: Lab) -> None:
-    from ecomp.lab import certs
-
-    with _report_step('control plane'):
-        start_control(lab)
-    hosts = [LabHost(lab, host_name) for host_name in lab.hosts]
-    _reduce_inventories(hosts)
-    with _report_step('namespaces and libvirtd of ' + ', '.join(lab.hosts)):
-        # All are started before the first wait, because each libvirtd probes its own QEMU.
-        for host in hosts:
-            host.prepare()
-            host.start_libvirt()
-        for host in hosts:
-            host.wait_libvirt()
-    with _report_step('ecompute on ' + ', '.join(lab.hosts)):
-        for host in hosts:
-            host.publish_uuid()
-        certs.enable_roles(lab.certs, datetime.now(UTC), lambda _: None)
-        for host in hosts:
-            host.start_ecompute()
-        for host in hosts:
-            host.wait_ecompute()
-
-
-def _run_fake_up(name: str, options: argparse.Namespace) -> int:
+def _bring_up_fakes(name: str, options: argparse.Namespace) -> FakeLab:
     if options.hosts or (state.ROOT / name).exists():
         raise UsageError(f'{name}: a lab has either real or fake hosts. Fix: give another --name, without --hosts')
     if options.fetch:
         fakes.fetch_programs()
     with state.hold_lock(fakes.find_root()), _report_step(f'cluster {name} is up'):
-        lab = fakes.bring_up(name, options.fake, options.size, _report_step)
-    print(f'etcd {control.LOCALHOST}:{lab.etcd_port}\nplacement https://{control.LOCALHOST}:{lab.placement_port}')
-    print(f'schedule.yaml {lab.directory}/schedule.yaml')
-    return 0
+        lab, is_new = fakes.load_or_create(name, options.fake, options.size)
+        with machine.undo_on_error((lambda: fakes.remove(lab)) if is_new else None):
+            _start_lab(lab)
+    return lab
+
+
+def _list_hosts(lab: AnyLab) -> list[Host]:
+    make_host = LabHost if isinstance(lab, Lab) else FakeHost
+    return [make_host(lab, name) for name in lab.hosts]
+
+
+def _start_lab(lab: AnyLab) -> None:
+    from ecomp.lab import certs
+
+    with _report_step('etcd and placement'):
+        start_control(lab)
+    hosts, names = _list_hosts(lab), ', '.join(lab.hosts)
+    if lab_hosts := [host for host in hosts if isinstance(host, LabHost)]:
+        _reduce_inventories(lab_hosts)
+        with _report_step(f'namespaces and libvirtd of {names}'):
+            # All are started before the first wait, because each libvirtd probes its own QEMU.
+            for lab_host in lab_hosts:
+                lab_host.prepare()
+                lab_host.start_libvirt()
+            for lab_host in lab_hosts:
+                lab_host.wait_libvirt()
+    with _report_step(f'ecompute of {names}'):
+        for host in hosts:
+            host.share_uuid()
+        certs.enable_roles(lab.certs, datetime.now(UTC), lambda _: None)
+        for host in hosts:
+            host.start_ecompute()
+        for host in hosts:
+            host.wait_ecompute()
 
 
 def _reduce_inventories(hosts: Sequence[LabHost]) -> None:
@@ -344,26 +327,20 @@ def _provide_image(lab: Lab) -> None:
         _print_message(f'the lab has no guest image. Fix: elab guest {own_image}')
 
 
+def _load(options: argparse.Namespace, command: str) -> AnyLab:
+    name = find_name(options)
+    if fake := fakes.find(name):
+        return fake
+    machine.require_root(command)
+    return state.load(name)
+
+
 def _run_status(options: argparse.Namespace) -> int:
-    if fake := fakes.find(find_name(options)):
-        rows = _list_servers(fake, fake.servers, control.LOCALHOST)
-        rows += [(host.name, control.LOCALHOST, host.describe_ecompute()) for host in fakes.list_hosts(fake)]
-        return _print_states(rows, fake.name)
-    machine.require_root('elab status')
-    lab = state.load(find_name(options))
-    layout = lab.layout
-    servers = control.make_lab_servers(layout, lab.directory / CONTROL, lab.directory / 'images', lab.certs)
-    rows = _list_servers(lab, servers, str(layout.control))
-    etcd_answers = ('etcd', str(layout.control), 'ready') in rows
-    for name in lab.hosts:
-        rows.append((name, str(layout.get_address(name)), LabHost(lab, name).describe_state(etcd_answers)))
-    return _print_states(rows, layout.name)
-
-
-def _list_servers(
-    lab: state.LabRecord, servers: Sequence[control.LabServer], address: str
-) -> list[tuple[str, str, str]]:
-    return [(server.name, address, server.describe_state(lab.find_running(server.name))) for server in servers]
+    lab = _load(options, 'elab status')
+    rows = [(each.name, lab.address, each.describe_state(lab.find_running(each.name))) for each in lab.servers]
+    etcd_answers = rows[0][2] == 'ready'
+    rows += [(host.name, host.address, host.describe_state(etcd_answers)) for host in _list_hosts(lab)]
+    return _print_states(rows, lab.name)
 
 
 def _print_states(rows: Sequence[tuple[str, str, str]], name: str) -> int:
@@ -379,31 +356,31 @@ def _print_states(rows: Sequence[tuple[str, str, str]], name: str) -> int:
 
 
 def _run_exec(options: argparse.Namespace) -> int:
-    if not options.words:
+    words = _strip_dashes(options.words)
+    if not words:
         raise UsageError(f'exec {options.host}: missing argument: the command')
-    if fake := fakes.find(find_name(options)):
-        _require_place(options.host, fake)
-        words = options.words[1:] if options.words[:1] == ['--'] else options.words
-        return wait_for_exit(subprocess.Popen(words, cwd=fake.directory / options.host))
-    machine.require_root('elab exec')
-    lab = state.load(find_name(options))
+    lab = _load(options, 'elab exec')
     _require_place(options.host, lab)
-    if not machine.has_namespace(lab.layout, options.host):
-        raise EcompError(f'{options.host} is down. Fix: elab up --name {lab.layout.name}')
-    return wait_for_exit(
-        subprocess.Popen([*machine.make_command_prefix(lab.layout, lab.directory, options.host), *options.words])
-    )
+    if isinstance(lab, Lab) and not machine.has_namespace(lab.layout, options.host):
+        raise EcompError(f'{options.host} is down. Fix: elab up --name {lab.name}')
+    place = lab.directory / options.host if isinstance(lab, FakeLab) else None
+    return wait_for_exit(subprocess.Popen([*lab.make_command_prefix(options.host), *words], cwd=place))
 
 
-def _require_place(place: str, lab: state.LabRecord) -> None:
-    if place not in lab.places:
-        raise NotFound(f'lab {lab.name} has no host {place!r}: it has {", ".join(lab.places)}')
+def _strip_dashes(words: list[str]) -> list[str]:
+    # argparse passes a leading -- on to REMAINDER arguments.
+    return words[1:] if words[:1] == ['--'] else words
+
+
+def _require_place(place: str, lab: AnyLab) -> None:
+    places = (CONTROL, *lab.hosts)
+    if place not in places:
+        raise NotFound(f'lab {lab.name} has no host {place!r}: it has {", ".join(places)}')
 
 
 def _run_shell(options: argparse.Namespace) -> int:
-    # argparse passes a leading -- on to REMAINDER arguments.
-    words, name = options.words[1:] if options.words[:1] == ['--'] else options.words, find_name(options)
-    return enter_shell((fakes.find(name) or state.load(name)).directory, name, words)
+    name = find_name(options)
+    return enter_shell((fakes.find(name) or state.load(name)).directory, name, _strip_dashes(options.words))
 
 
 def _run_kill(options: argparse.Namespace) -> int:
@@ -429,7 +406,7 @@ def _run_list(_: argparse.Namespace) -> int:
     return 0
 
 
-def _make_row(lab: state.LabRecord, network: str, daemons: Sequence[str]) -> tuple[str, ...]:
+def _make_row(lab: AnyLab, network: str, daemons: Sequence[str]) -> tuple[str, ...]:
     servers = ('etcd', 'placement', *(f'{host} {name}' for host in lab.hosts for name in daemons))
     running = [name for name in servers if lab.find_running(name)]
     condition = 'up' if len(running) == len(servers) else 'partly up' if running else 'down'

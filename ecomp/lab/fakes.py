@@ -12,20 +12,15 @@ import shlex
 import shutil
 import socket
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 
 from ecomp.compute_conf import load_compute, parse_inventory
 from ecomp.errors import EcompError, UsageError
-from ecomp.files import get_search_path, read_boot_id, write_durably
-from ecomp.lab import control, machine, state
-from ecomp.lab.control import LOCALHOST, Endpoints, LabServer
+from ecomp.files import get_search_path
+from ecomp.lab import machine, state
+from ecomp.lab.control import LOCALHOST
 from ecomp.lab.hosts import Host, write_once
-from ecomp.lab.machine import ServerProcess
-from ecomp.lab.network import CONTROL, render_backends
+from ecomp.lab.state import FakeLab
 
 DEFAULT_NAME = 'fake'
 DEFAULT_COUNT = 5
@@ -43,49 +38,10 @@ state: {state}
 queues: True
 """
 
-SCHEDULE_YAML = """\
-# Written once by elab. With this file, in this directory or with --config, eschedule uses the fakes of {name}.
-{backends}\
-# Fakes accept the URL of any image, and fetch none.
-image: http://images.example/debian-12.qcow2
-"""
-
-ReportStep = Callable[[str], AbstractContextManager[None]]
-
 
 def find_root() -> Path:
     """Return the directory of this user's clusters of fakes (XDG Base Directory Specification)."""
     return Path(os.environ.get('XDG_STATE_HOME') or Path('~/.local/state').expanduser()) / 'elab'
-
-
-@dataclass
-class FakeLab(state.LabRecord):
-    """A cluster of fakes: its directory, its ports, the size of a fake, and each process by label."""
-
-    directory: Path
-    etcd_port: int
-    placement_port: int
-    host_count: int
-    size: str
-    processes: dict[str, ServerProcess] = field(default_factory=dict)
-
-    @property
-    def hosts(self) -> list[str]:
-        return [f'fake{number}' for number in range(1, self.host_count + 1)]
-
-    @property
-    def servers(self) -> list[LabServer]:
-        """etcd, placement and stunnel, in the order to start them."""
-        data = self.directory / CONTROL
-        return control.make_servers(Endpoints(self.etcd_port, self.placement_port, data, certs=self.certs))
-
-    def render_backends(self, certificate: Path) -> str:
-        placement = f'https://{LOCALHOST}:{self.placement_port}'
-        return render_backends(LOCALHOST, self.etcd_port, placement, f'{certificate}/')
-
-    def save(self) -> None:
-        data = {name: value for name, value in asdict(self).items() if name != 'directory'}
-        write_durably(self.directory / state.RECORD_NAME, json.dumps({**data, 'boot': read_boot_id()}, indent=1), 0o644)
 
 
 class FakeHost(Host):
@@ -96,13 +52,12 @@ class FakeHost(Host):
     def make_command(self, words: list[str]) -> list[str]:
         return [*words, '--fake', self.lab.size, '--name', self.name, '--boot', str(BOOT_SECONDS)]
 
-    def prepare(self) -> None:
-        certificate = self.lab.certs / f'compute-{self.name}'
+    def share_uuid(self) -> None:
         self.directory.mkdir(exist_ok=True)
         text = COMPUTE_YAML.format(
             name=self.name,
-            backends=self.lab.render_backends(certificate),
-            compute=load_compute(certificate / 'compute.yaml').uuid,
+            backends=self.lab.render_backends(self._certificate),
+            compute=load_compute(self._certificate / 'compute.yaml').uuid,
             state=self.directory / 'state',
         )
         write_once(self.directory / 'compute.yaml', text)
@@ -113,8 +68,9 @@ def find(name: str) -> FakeLab | None:
     directory = find_root() / name
     try:
         data = json.loads((directory / state.RECORD_NAME).read_text(encoding='utf-8'))
-        recorded = data.pop('processes') if data.pop('boot') == read_boot_id() else {}
-        return FakeLab(directory, processes={label: ServerProcess(**each) for label, each in recorded.items()}, **data)
+        processes = state.read_processes(data)
+        del data['boot'], data['processes']
+        return FakeLab(directory, processes=processes, **data)
     except (FileNotFoundError, NotADirectoryError, PermissionError):  # the last for a home of another user
         return None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -129,13 +85,8 @@ def list_all() -> list[FakeLab]:
     return [lab for path in paths if (lab := find(path.parent.name))]
 
 
-def list_hosts(lab: FakeLab) -> list[FakeHost]:
-    """Return the fakes of a cluster, running or not."""
-    return [FakeHost(lab, name) for name in lab.hosts]
-
-
-def bring_up(name: str, count: int | None, size: str | None, report_step: ReportStep) -> FakeLab:
-    """Make the cluster, or start what has ended of it; remove again what could not be made for the first time."""
+def load_or_create(name: str, count: int | None, size: str | None) -> tuple[FakeLab, bool]:
+    """Load the cluster, or choose its ports, and save it with at least `count` fakes; return it, and if it is new."""
     parse_inventory(size or DEFAULT_SIZE)
     _require_programs()
     lab = find(name)
@@ -149,38 +100,7 @@ def bring_up(name: str, count: int | None, size: str | None, report_step: Report
     lab.directory.mkdir(parents=True, exist_ok=True)
     lab.host_count = max(lab.host_count, count or 0)
     lab.save()
-    with machine.undo_on_error((lambda: remove(lab)) if is_new else None):
-        _start(lab, report_step)
-    return lab
-
-
-def _start(lab: FakeLab, report_step: ReportStep) -> None:
-    from ecomp.lab import certs
-
-    hosts = list_hosts(lab)
-    with report_step('etcd and placement'):
-        (lab.directory / CONTROL).mkdir(exist_ok=True)
-        now = datetime.now(UTC).replace(microsecond=0)
-        servers, ports = (LOCALHOST, 'localhost'), (lab.etcd_port, lab.placement_port)
-        cluster = certs.Cluster(servers, tuple(lab.hosts), (), (state.OPERATOR,), *ports)
-        certs.make_certificates(lab.certs, cluster, now, lambda _: None)
-        for host in hosts:
-            host.prepare()
-        write_once(
-            lab.directory / 'schedule.yaml',
-            SCHEDULE_YAML.format(name=lab.name, backends=lab.render_backends(lab.operator)),
-        )
-        started = [server for server in lab.servers if not lab.find_running(server.name)]
-        for server in started:
-            server.start([], lab.record_process)
-        for server in started:
-            server.wait(lab.processes[server.name])
-        certs.enable_roles(lab.certs, now, lambda _: None)
-    with report_step('ecompute of ' + ', '.join(lab.hosts)):
-        for host in hosts:
-            host.start_ecompute()
-        for host in hosts:
-            host.wait_ecompute()
+    return lab, is_new
 
 
 def remove(lab: FakeLab) -> None:

@@ -16,8 +16,8 @@ from ecomp.conf import load_schedule
 from ecomp.errors import EcompError, Unreachable
 from ecomp.files import write_durably
 from ecomp.lab import machine
-from ecomp.lab.network import ETCD_PORT, divide_resources, reduce_inventory, render_backends, render_network_xml
-from ecomp.lab.state import Lab, LabRecord
+from ecomp.lab.network import divide_resources, reduce_inventory, render_network_xml
+from ecomp.lab.state import AnyLab, Lab
 from ecomp.model.allocation import GIB, MIB
 from ecomp.model.keys import COMPUTES
 from ecomp.model.user_data import parse_public_key
@@ -72,16 +72,25 @@ security_driver = "none"
 class Host:
     """The ecompute of one host of a lab or of one fake; start and wait make only what is missing."""
 
-    def __init__(self, lab: LabRecord, name: str) -> None:
+    def __init__(self, lab: AnyLab, name: str) -> None:
         self.lab = lab
         self.name = name
         self.directory = lab.directory / name
+        self._certificate = lab.certs / f'compute-{name}'
         self._label, self.log = f'{name} ecompute', self.directory / 'ecompute.log'
         self._previous_revision = 0
 
+    @property
+    def address(self) -> str:
+        """The address of the host, for `elab status`."""
+        return self.lab.address
+
+    def share_uuid(self) -> None:
+        """Give the host's compute.yaml and that beside its certificate, for its role in etcd, the same uuid."""
+
     def make_command(self, words: list[str]) -> list[str]:
         """Make the command that runs `words` on the host."""
-        return words
+        return [*self.lab.make_command_prefix(self.name), *words]
 
     def start_ecompute(self) -> None:
         """Unless ecompute runs, remember its last presence and start it, without waiting for its new presence."""
@@ -102,7 +111,10 @@ class Host:
         is_running = self.lab.find_running(self._label) is not None
         return is_running and self._read_presence_revision() > self._previous_revision
 
-    def describe_ecompute(self) -> str:
+    def describe_state(self, etcd_answers: bool) -> str:
+        """Describe the host for `elab status`."""
+        if not etcd_answers and self.lab.find_running(self._label):
+            return 'unknown: ecompute runs, but etcd does not answer'
         return 'ready' if self.is_ecompute_ready() else f'down: ecompute (see {self.log})'
 
     def _read_presence_revision(self) -> int:
@@ -127,12 +139,9 @@ class LabHost(Host):
 
     lab: Lab
 
-    def __init__(self, lab: Lab, name: str) -> None:
-        super().__init__(lab, name)
-        self._certificate = lab.certs / f'compute-{name}'
-
-    def make_command(self, words: list[str]) -> list[str]:
-        return [*machine.make_command_prefix(self.lab.layout, self.lab.directory, self.name), *words]
+    @property
+    def address(self) -> str:
+        return str(self.lab.layout.get_address(self.name))
 
     def prepare(self) -> None:
         """Make the missing namespace, directories and configuration, and copy libvirt's filters."""
@@ -173,8 +182,7 @@ class LabHost(Host):
                 os.mknod(node, stat.S_IFCHR, device.st_rdev)
                 os.chmod(node, 0o666)  # systemd's own rule
 
-    def publish_uuid(self) -> None:
-        """Copy the uuid in the host's compute.yaml to the compute.yaml beside its certificate, for its role in etcd."""
+    def share_uuid(self) -> None:
         own = load_compute(self.directory / 'compute.yaml').uuid
         target = self._certificate / 'compute.yaml'
         if load_compute(target).uuid != own:
@@ -229,9 +237,7 @@ class LabHost(Host):
             return f'no answer: libvirtd (pid {libvirtd.pid}, see {self.directory}/libvirtd.log)'
         if not self.is_network_active():
             return 'down: network default'
-        if not etcd_answers and self.lab.find_running(self._label):
-            return 'unknown: ecompute runs, but etcd does not answer'
-        if (ecompute := self.describe_ecompute()) != 'ready':
+        if (ecompute := super().describe_state(etcd_answers)) != 'ready':
             return ecompute
         count, network = self.count_guests(), self.lab.layout.get_guest_network(self.name)
         return f'ready: {count} guest{"" if count == 1 else "s"}, network {network}'
@@ -262,9 +268,8 @@ class LabHost(Host):
         )
 
     def _render_compute_yaml(self) -> str:
-        layout = self.lab.layout
         text = COMPUTE_YAML.format(
-            backends=render_backends(str(layout.control), ETCD_PORT, layout.placement, f'{self._certificate}/'),
+            backends=self.lab.render_backends(self._certificate),
             compute=self.read_uuid() or uuid.uuid4(),
             state=self.directory / 'state',
             **self._calculate_share(),

@@ -60,14 +60,6 @@ class Layout:
         return self.lan[2]
 
     @property
-    def etcd(self) -> str:
-        return f'{self.control}:{ETCD_PORT}'
-
-    @property
-    def placement(self) -> str:
-        return f'https://{self.control}:{PLACEMENT_PORT}'
-
-    @property
     def images(self) -> str:
         return f'http://{self.control}/'
 

@@ -10,18 +10,31 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import shutil
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from ipaddress import IPv4Network
 from pathlib import Path
+from typing import Any
 
 from ecomp.errors import EcompError, NotFound, UsageError
 from ecomp.files import get_part_path, read_boot_id, write_durably
-from ecomp.lab import machine
+from ecomp.lab import control, machine
+from ecomp.lab.control import LOCALHOST, Endpoints, LabServer
 from ecomp.lab.machine import ServerProcess
-from ecomp.lab.network import CONTROL, Layout, choose_network, list_host_names, parse_routed_networks
+from ecomp.lab.network import (
+    CONTROL,
+    ETCD_PORT,
+    PLACEMENT_PORT,
+    Layout,
+    choose_network,
+    list_host_names,
+    parse_routed_networks,
+    render_backends,
+)
 
 FORMAT_VERSION = 2
 ROOT = Path('/var/lib/elab')
@@ -31,25 +44,44 @@ RECORD_NAME = 'lab.json'
 PREPARED_NAMES = r'hv[0-9]+|control|certs|images|schedule\.yaml'
 MOUNTINFO = Path('/proc/self/mountinfo')
 
+SCHEDULE_YAML = """\
+# Written once by elab. With this file, in this directory or with --config, eschedule uses the lab {name}.
+{backends}\
+# The image that `elab guest {directory}/images/guest.qcow2` makes. The lab's hosts cannot fetch images from elsewhere.
+image: {images}guest.qcow2
+# ssh cannot find the lab's hosts.
+reach: {reach}
+"""
+
+FAKES_SCHEDULE_YAML = """\
+# Written once by elab. With this file, in this directory or with --config, eschedule uses the fakes of {name}.
+{backends}\
+# Fakes accept the URL of any image, and fetch none.
+image: http://images.example/debian-12.qcow2
+"""
+
 
 class LabRecord:
-    """What a lab and a cluster of fakes have in common: a directory, and each server's last process by label."""
+    """What a lab and a cluster of fakes have in common: a directory, servers, and each one's last process by label."""
 
     directory: Path
     host_count: int
     processes: dict[str, ServerProcess]
+    # Where etcd and placement are.
+    address: str
+    etcd_port: int
+    placement_port: int
+
+    @property
+    def placement(self) -> str:
+        return f'https://{self.address}:{self.placement_port}'
+
+    def render_backends(self, certificate: Path) -> str:
+        return render_backends(self.address, self.etcd_port, self.placement, f'{certificate}/')
 
     @property
     def name(self) -> str:
         return self.directory.name
-
-    @property
-    @abstractmethod
-    def hosts(self) -> list[str]: ...
-
-    @property
-    def places(self) -> list[str]:
-        return [CONTROL, *self.hosts]
 
     @property
     def certs(self) -> Path:
@@ -70,6 +102,10 @@ class LabRecord:
         self.processes[label] = process
         self.save()
 
+    def make_command_prefix(self, _place: str) -> list[str]:
+        """Make the words before a command that run it in a host or `control`."""
+        return []
+
     @abstractmethod
     def save(self) -> None:
         """Write lab.json atomically and durably. Raises OSError."""
@@ -83,29 +119,87 @@ class Lab(LabRecord):
     layout: Layout
     host_count: int
     processes: dict[str, ServerProcess] = field(default_factory=dict)
+    etcd_port = ETCD_PORT
+    placement_port = PLACEMENT_PORT
+
+    def __post_init__(self) -> None:
+        self.address = str(self.layout.control)
 
     @property
     def hosts(self) -> list[str]:
         return list_host_names(self.host_count)
 
+    @property
+    def servers(self) -> list[LabServer]:
+        return control.make_lab_servers(self.layout, self.directory / CONTROL, self.directory / 'images', self.certs)
+
+    def make_command_prefix(self, place: str) -> list[str]:
+        return machine.make_command_prefix(self.layout, self.directory, place)
+
+    def render_schedule_yaml(self) -> str:
+        sudo = ['sudo'] if 'SUDO_UID' in os.environ else []
+        words = [*sudo, sys.executable, '-P', '-m', 'ecomp.lab.elab', 'exec', '--name', self.name]
+        return SCHEDULE_YAML.format(
+            name=self.name,
+            backends=self.render_backends(self.operator),
+            directory=self.directory,
+            images=self.layout.images,
+            reach=json.dumps(f'{shlex.join(words)} {{host}}'),
+        )
+
     def save(self) -> None:
-        layout = self.layout
+        # Our tests and benchmarks, too, find the lab's addresses here.
         data = {
             'version': FORMAT_VERSION,
-            'name': layout.name,
-            'network': str(layout.network),
+            'network': str(self.layout.network),
             'hosts': self.host_count,
-            'etcd': layout.etcd,
-            'placement': layout.placement,
-            'images': layout.images,
-            'addresses': {CONTROL: str(layout.control), **{host: str(layout.get_address(host)) for host in self.hosts}},
-            'guests': {host: str(layout.get_guest_network(host)) for host in self.hosts},
-            'namespaces': [layout.get_namespace(place) for place in self.places],
-            'link': layout.link,
+            'etcd': f'{self.address}:{self.etcd_port}',
+            'placement': self.placement,
+            'images': self.layout.images,
+            'link': self.layout.link,
             'boot': read_boot_id(),
             'processes': {label: asdict(process) for label, process in self.processes.items()},
         }
         write_durably(self.directory / RECORD_NAME, json.dumps(data, indent=1), 0o644)
+
+
+@dataclass
+class FakeLab(LabRecord):
+    """A cluster of fakes: its directory, its ports, the size of a fake, and each process by label."""
+
+    directory: Path
+    etcd_port: int
+    placement_port: int
+    host_count: int
+    size: str
+    processes: dict[str, ServerProcess] = field(default_factory=dict)
+    address = LOCALHOST
+
+    @property
+    def hosts(self) -> list[str]:
+        return [f'fake{number}' for number in range(1, self.host_count + 1)]
+
+    @property
+    def servers(self) -> list[LabServer]:
+        data = self.directory / CONTROL
+        return control.make_servers(Endpoints(self.etcd_port, self.placement_port, data, certs=self.certs))
+
+    def render_schedule_yaml(self) -> str:
+        return FAKES_SCHEDULE_YAML.format(name=self.name, backends=self.render_backends(self.operator))
+
+    def save(self) -> None:
+        data = {name: value for name, value in asdict(self).items() if name != 'directory'}
+        write_durably(self.directory / RECORD_NAME, json.dumps({**data, 'boot': read_boot_id()}, indent=1), 0o644)
+
+
+AnyLab = Lab | FakeLab
+
+
+def read_processes(record: dict[str, Any]) -> dict[str, ServerProcess]:
+    """Return each server's last process by label, from the content of lab.json."""
+    # Start times count from the boot: after a reboot they are meaningless.
+    recorded = record['processes'] if record['boot'] == read_boot_id() else {}
+    return {label: ServerProcess(**process) for label, process in recorded.items()}
 
 
 def load(name: str, root: Path = ROOT) -> Lab:
@@ -120,10 +214,7 @@ def load(name: str, root: Path = ROOT) -> Lab:
                 f'{path} has format version {version}, but this elab supports only version {FORMAT_VERSION}. '
                 f'Fix: `elab down --name {name}`, then `elab up --name {name}`'
             )
-        # Start times count from the boot: after a reboot they are meaningless.
-        recorded = data['processes'] if data['boot'] == read_boot_id() else {}
-        processes = {label: ServerProcess(**process) for label, process in recorded.items()}
-        return Lab(directory, Layout(name, IPv4Network(data['network'])), int(data['hosts']), processes)
+        return Lab(directory, Layout(name, IPv4Network(data['network'])), int(data['hosts']), read_processes(data))
     except FileNotFoundError as error:
         names = [lab.layout.name for lab in list_labs(root)]
         hint = f' (existing labs: {", ".join(names)})' if names else ''

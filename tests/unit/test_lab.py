@@ -49,8 +49,6 @@ def test_layout_derives_all_names_and_addresses() -> None:
     assert layout.link == 'elab200'
     assert layout.get_namespace('hv2') == 'elab-lab-hv2'
     assert layout.machine == IPv4Address('10.200.0.1')
-    assert layout.etcd == '10.200.0.2:2379'
-    assert layout.placement == 'https://10.200.0.2:8080'
     assert layout.images == 'http://10.200.0.2/'
     assert layout.get_address('hv2') == IPv4Address('10.200.0.12')
     assert layout.get_guest_network('hv2') == IPv4Network('10.200.2.0/24')
@@ -129,7 +127,8 @@ def test_saved_lab_is_loaded_unchanged(tmp_path: Path) -> None:
 
     assert state.load('one', tmp_path) == lab
     assert [saved_lab.layout.name for saved_lab in state.list_labs(tmp_path)] == ['one']
-    assert lab.places == ['control', 'hv1', 'hv2']
+    assert lab.hosts == ['hv1', 'hv2']
+    assert lab.placement == 'https://10.33.0.2:8080'
 
 
 def test_processes_of_another_boot_are_forgotten(tmp_path: Path) -> None:
