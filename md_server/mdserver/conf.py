@@ -11,15 +11,12 @@ import ipaddress
 import os
 import re
 from collections.abc import Callable
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 # Bytes of the user-data file; a larger one is refused.
 MAX_USER_DATA_BYTES = 1 << 20
-T = TypeVar('T')
-# Converts the text of a key; the path is the directory that paths in it are relative to. Raises ValueError.
-Reader = Callable[[str, Path], T]
 
 
 class ConfError(Exception):
@@ -52,46 +49,43 @@ def _parse_port(value: str, _: Path = Path()) -> int:
     return int(value)
 
 
-def _make_path_reader(description: str, convert: Callable[[Path], T]) -> Reader[T]:
-    def read(value: str, base: Path) -> T:
-        if not value:
-            raise ValueError(f'is empty: must be {description}')
-        return convert(base / value)
-
-    return read
+def _parse_path(value: str, base: Path, description: str = 'a directory') -> Path:
+    if not value:
+        raise ValueError(f'is empty: must be {description}')
+    return base / value
 
 
-def _check_user_data(path: Path) -> Path:
+def _parse_user_data(value: str, base: Path) -> Path:
+    path = _parse_path(value, base, 'a file')
     read_user_data(path)  # it is read again for each request; this reports a wrong name now, not in a guest
     return path
 
 
-def _make_field(default: T, read: Reader[T], name: str = '') -> T:
-    new_field: T = field(default=default, metadata={'read': read, 'name': name})
-    return new_field
+# Converts the text of each key of [mdserver]; the path is the directory that paths in it are relative to. ValueError.
+READERS: dict[str, Callable[[str, Path], object]] = {
+    'listen_address': _parse_address,
+    'port': _parse_port,
+    'guests': _parse_path,
+    'leases': lambda value, base: str(_parse_path(value, base, "a pattern of status files of libvirt's dnsmasq")),
+    'user-data': _parse_user_data,
+}
 
 
 @dataclass(frozen=True)
 class Config:
-    """The configuration of mdserver; most fields are set by a key of [mdserver].
+    """The configuration of mdserver; READERS has the keys of most fields.
 
     `guests` is ecompute's directory of guests' files, `leases` a glob of dnsmasq's status files. `public_keys`, pairs
     of name and line, and the file `user_data` are for guests without their own. `neighbours`, no key, is the ARP table.
     """
 
-    listen_address: str = _make_field('169.254.169.254', _parse_address)
-    port: int = _make_field(80, _parse_port)
-    guests: Path = _make_field(Path('/var/lib/ecompute/metadata'), _make_path_reader('a directory', Path))
-    leases: str = _make_field(
-        '/var/lib/libvirt/dnsmasq/*.status', _make_path_reader("a pattern of status files of libvirt's dnsmasq", str)
-    )
-    user_data: Path | None = _make_field(None, _make_path_reader('a file', _check_user_data), name='user-data')
+    listen_address: str = '169.254.169.254'
+    port: int = 80
+    guests: Path = Path('/var/lib/ecompute/metadata')
+    leases: str = '/var/lib/libvirt/dnsmasq/*.status'
+    user_data: Path | None = None
     public_keys: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     neighbours: Path = Path('/proc/net/arp')
-
-
-# The fields that have a key, by the name of that key.
-FIELDS_BY_KEY = {each.metadata['name'] or each.name: each for each in fields(Config) if each.metadata}
 
 
 def load(path: Path | None) -> Config:
@@ -148,8 +142,7 @@ def parse(text: str, path: Path) -> Config:
                 if section == 'public-keys':
                     keys.append((_check_key_name(name), check_public_key(value)))
                 else:
-                    key_field = _find_field(name)
-                    values[key_field.name] = key_field.metadata['read'](value, path.parent)
+                    values[name.replace('-', '_')] = _find_reader(name)(value, path.parent)
             except ValueError as error:
                 problems.append((lines_of[section, name], f'"{name}": {error}'))
     if problems:
@@ -178,14 +171,14 @@ def parse_address_port(text: str, default: int) -> tuple[str, int]:
     return _parse_address(address), _parse_port(port) if colon else default
 
 
-def _find_field(key: str) -> Field[Any]:
+def _find_reader(key: str) -> Callable[[str, Path], object]:
     if key == 'password':  # in 2019 every guest on the host got this one, in clear text
         raise ValueError(
             'passwords for guests are no longer supported. Fix: remove `password`, and put a key into [public-keys]'
         )
-    if key not in FIELDS_BY_KEY:
-        raise ValueError(f'unknown key in [mdserver]: must be one of {", ".join(FIELDS_BY_KEY)}')
-    return FIELDS_BY_KEY[key]
+    if key not in READERS:
+        raise ValueError(f'unknown key in [mdserver]: must be one of {", ".join(READERS)}')
+    return READERS[key]
 
 
 def _check_key_name(name: str) -> str:
