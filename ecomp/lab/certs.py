@@ -27,7 +27,7 @@ from ecomp.compute_conf import load_compute
 from ecomp.conf import load_schedule
 from ecomp.errors import Denied, EcompError, UsageError, put_before_fix
 from ecomp.files import write_durably
-from ecomp.lab import state
+from ecomp.lab import machine
 from ecomp.lab.network import bracket_address, render_backends
 from ecomp.model import cluster as cluster_model
 from ecomp.model import keys, roles
@@ -125,7 +125,7 @@ def make_certificates(
         if not cluster.servers:
             raise UsageError('missing argument: --control NAME, by which others reach etcd and placement')
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with state.hold_lock(directory):
+        with machine.hold_lock(directory):
             _make_all(directory, cluster, include_others, now, say)
     except OSError as error:
         raise EcompError(f'{error.filename or directory}: {error.strerror}') from error

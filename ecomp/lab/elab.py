@@ -267,7 +267,7 @@ def _bring_up_fakes(name: str, options: argparse.Namespace) -> FakeLab:
         raise UsageError(f'{name}: a lab has either real or fake hosts. Fix: give another --name, without --hosts')
     if options.fetch:
         fakes.fetch_programs()
-    with state.hold_lock(fakes.find_root()), _report_step(f'cluster {name} is up'):
+    with machine.hold_lock(fakes.find_root()), _report_step(f'cluster {name} is up'):
         lab, is_new = fakes.load_or_create(name, options.fake, options.size)
         with machine.undo_on_error((lambda: fakes.remove(lab)) if is_new else None):
             _start_lab(lab)
@@ -416,7 +416,7 @@ def _make_row(lab: AnyLab, network: str, daemons: Sequence[str]) -> tuple[str, .
 def _run_down(options: argparse.Namespace) -> int:
     name = find_name(options)
     if fake := fakes.find(name):
-        with state.hold_lock(fakes.find_root()), _report_step(f'cluster {name} is removed'):
+        with machine.hold_lock(fakes.find_root()), _report_step(f'cluster {name} is removed'):
             fakes.remove(fake)
         return 0
     machine.require_root('elab down')
@@ -517,7 +517,7 @@ def find_name(options: argparse.Namespace) -> str:
 
 
 def _lock_lab(name: str) -> contextlib.AbstractContextManager[None]:
-    return state.hold_lock(
+    return machine.hold_lock(
         state.ROOT / name, lambda: _print_message(f'lab {name}: waiting for another `elab` command to end')
     )
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import importlib.util
 import json
 import os
@@ -201,6 +202,41 @@ def read_last_line(log: Path) -> str:
         if lines:
             return lines[-1].strip()[:300]
     return 'its log is empty'
+
+
+@contextlib.contextmanager
+def hold_lock(directory: Path, on_busy: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Lock a directory, made if missing; if another process has the lock, call `on_busy` and wait without a limit.
+
+    Not reentrant. The kernel releases the lock when the process ends, even by a kill. OSError for a bad directory.
+    """
+    directory = directory.resolve()  # for a dangling link its target is made
+    while True:
+        # It may have been removed before mkdir checked it. A path that is not a directory fails in os.open().
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+        try:
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                on_busy()
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            # The previous holder may have removed the directory: then this lock protects nothing.
+            if _is_same_file(descriptor, directory):
+                yield
+                return
+        finally:
+            os.close(descriptor)
+
+
+def _is_same_file(descriptor: int, path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_ino == os.fstat(descriptor).st_ino
+    return False
 
 
 @contextlib.contextmanager

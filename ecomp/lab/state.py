@@ -6,7 +6,6 @@ Everything is written to lab.json before it is made, and a process before it run
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -14,7 +13,7 @@ import shlex
 import shutil
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from ipaddress import IPv4Network
 from pathlib import Path
@@ -244,7 +243,7 @@ def load_or_create(name: str, host_count: int | None) -> Lab:
     if not all(allowed.fullmatch(path.name) for path in directory.glob('*')):
         problem = f'{directory} is not empty, but `elab down` would remove its content'
         raise UsageError(f'{problem}. Fix: move the content away, or make {directory} a link to an empty directory')
-    with hold_lock(ROOT):  # two labs created concurrently must not choose the same network
+    with machine.hold_lock(ROOT):  # two labs created concurrently must not choose the same network
         routes = json.loads(machine.run(['ip', '-json', '-4', 'route', 'show', 'table', 'all']) or '[]')
         used_networks = parse_routed_networks(routes) + [lab.layout.network for lab in list_labs()]
         lab = Lab(directory, Layout(name, choose_network(used_networks)), host_count or 3)
@@ -325,38 +324,3 @@ def list_labs(root: Path = ROOT) -> list[Lab]:
         with contextlib.suppress(EcompError):
             labs.append(load(path.parent.name, root))
     return labs
-
-
-@contextlib.contextmanager
-def hold_lock(directory: Path, on_busy: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Lock a directory, made if missing; if another process has the lock, call `on_busy` and wait without a limit.
-
-    Not reentrant. The kernel releases the lock when the process ends, even by a kill. OSError for a bad directory.
-    """
-    directory = directory.resolve()  # for a dangling link its target is made
-    while True:
-        # It may have been removed before mkdir checked it. A path that is not a directory fails in os.open().
-        with contextlib.suppress(FileExistsError):
-            directory.mkdir(mode=0o755, parents=True, exist_ok=True)
-        try:
-            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-        except FileNotFoundError:
-            continue
-        try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                on_busy()
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-            # The previous holder may have removed the directory: then this lock protects nothing.
-            if _is_same_file(descriptor, directory):
-                yield
-                return
-        finally:
-            os.close(descriptor)
-
-
-def _is_same_file(descriptor: int, path: Path) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return path.stat().st_ino == os.fstat(descriptor).st_ino
-    return False

@@ -324,7 +324,7 @@ def test_lab_killed_at_its_start_has_a_status() -> None:
     """Only lab.json exists: status reports all processes as down, and creates nothing."""
     name = f'{NAME}new'
     try:
-        with state.hold_lock(ROOT / name):
+        with machine.hold_lock(ROOT / name):
             state.load_or_create(name, 1)
         rows = run_elab('status', '--name', name, code=1).stdout.splitlines()
         assert [row.split()[2] for row in rows[1:]] == ['down'] * 5 + ['down:']

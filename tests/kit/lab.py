@@ -68,7 +68,7 @@ class Lab:
         )
 
     def _start(self, hosts: int, prepare: Callable[[Path], None]) -> None:
-        with state.hold_lock(LABS_ROOT / self.name):
+        with machine.hold_lock(LABS_ROOT / self.name):
             self.directory = state.load_or_create(self.name, hosts).directory
         try:
             prepare(self.directory)

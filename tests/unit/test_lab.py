@@ -239,11 +239,11 @@ def test_lock_survives_concurrent_removal_of_its_directory(tmp_path: Path) -> No
     directory, order = tmp_path / 'lab', []
 
     def other() -> None:
-        with state.hold_lock(directory):
+        with machine.hold_lock(directory):
             order.append('second')
             assert directory.is_dir()
 
-    with state.hold_lock(directory):
+    with machine.hold_lock(directory):
         thread = threading.Thread(target=other)
         thread.start()
         order.append('first')

@@ -177,7 +177,7 @@ def test_malformed_lab_is_reported_and_can_be_removed(
 
 def test_lock_creates_the_target_of_a_dangling_link(tmp_path: Path) -> None:
     (tmp_path / 'link').symlink_to(tmp_path / 'there')
-    with state.hold_lock(tmp_path / 'link'):
+    with machine.hold_lock(tmp_path / 'link'):
         assert (tmp_path / 'there').is_dir()
 
 
