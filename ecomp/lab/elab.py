@@ -361,7 +361,7 @@ def _run_exec(options: argparse.Namespace) -> int:
         raise UsageError(f'exec {options.host}: missing argument: the command')
     lab = _load(options, 'elab exec')
     _require_place(options.host, lab)
-    if isinstance(lab, Lab) and not machine.has_namespace(lab.layout, options.host):
+    if isinstance(lab, Lab) and not machine.has_interface(lab.layout, options.host):
         raise EcompError(f'{options.host} is down. Fix: elab up --name {lab.name}')
     place = lab.directory / options.host if isinstance(lab, FakeLab) else None
     return wait_for_exit(subprocess.Popen([*lab.make_command_prefix(options.host), *words], cwd=place))

@@ -228,7 +228,7 @@ class LabHost(Host):
         return len(self._run_virsh('list', '--name', timeout_seconds=LIBVIRT_SECONDS).split())
 
     def describe_state(self, etcd_answers: bool) -> str:
-        if not machine.has_namespace(self.lab.layout, self.name):
+        if not machine.has_interface(self.lab.layout, self.name):
             return 'down: no namespace'
         libvirtd = self.lab.find_running(f'{self.name} libvirtd')
         if libvirtd is None:

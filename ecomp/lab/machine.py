@@ -343,18 +343,12 @@ def ensure_host(layout: Layout, host: str) -> bool:
     return was_missing
 
 
-def has_namespace(layout: Layout, place: str) -> bool:
-    """Return True if the namespace of a host or of `control` exists and can be entered."""
+def has_interface(layout: Layout, place: str, name: str = 'lo') -> bool:
+    """Return True if a host or `control` has this interface; without `name`, if its namespace can be entered."""
     with contextlib.suppress(EcompError):
-        run(['ip', '-n', layout.get_namespace(place), 'link', 'show', 'lo'])
+        run(['ip', '-n', layout.get_namespace(place), 'link', 'show', 'dev', name])
         return True
     return False
-
-
-def has_interface(layout: Layout, place: str, name: str) -> bool:
-    """Return True if a host or `control` has this interface; EcompError without its namespace."""
-    links = json.loads(run(['ip', '-n', layout.get_namespace(place), '-json', 'link', 'show']))
-    return any(link['ifname'] == name for link in links)
 
 
 def list_namespaces(name: str) -> list[str]:
@@ -396,7 +390,7 @@ def _list_processes(space: str) -> list[ServerProcess]:
 def _ensure_namespace(layout: Layout, place: str) -> bool:
     """Make the namespace unless it is usable, configure it in any case, return True if it was made; EcompError."""
     space = layout.get_namespace(place)
-    is_missing = not has_namespace(layout, place)
+    is_missing = not has_interface(layout, place)
     if is_missing:
         if space in list_namespaces(layout.name):
             run(['ip', 'netns', 'delete', space])  # a file alone: elab was killed, or a reboot
