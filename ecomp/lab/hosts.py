@@ -82,14 +82,12 @@ class Host:
 
     @property
     def address(self) -> str:
-        """The address of the host, for `elab status`."""
         return self.lab.address
 
     def share_uuid(self) -> None:
         """Give the host's compute.yaml and that beside its certificate, for its role in etcd, the same uuid."""
 
     def make_command(self, words: list[str]) -> list[str]:
-        """Make the command that runs `words` on the host."""
         return [*self.lab.make_command_prefix(self.name), *words]
 
     def start_ecompute(self) -> None:
@@ -112,7 +110,6 @@ class Host:
         return is_running and self._read_presence_revision() > self._previous_revision
 
     def describe_state(self, etcd_answers: bool) -> str:
-        """Describe the host for `elab status`."""
         if not etcd_answers and self.lab.find_running(self._label):
             return 'unknown: ecompute runs, but etcd does not answer'
         return 'ready' if self.is_ecompute_ready() else f'down: ecompute (see {self.log})'

@@ -56,7 +56,6 @@ class Monitor:
         return answer
 
     def close(self) -> None:
-        """End the monitor, and wait until it is gone."""
         with self._lock:
             self._channel.close()
         self._process.join()
