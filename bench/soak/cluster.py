@@ -70,7 +70,7 @@ class Cluster:
             'etcd': self.stack.enter_context(Proxy(ETCD_PORT, str(layout.control))),
             'placement': self.stack.enter_context(Proxy(PLACEMENT_PORT, str(layout.control))),
         }
-        self.direct = layout.etcd, f'http://{layout.control}:{PLACEMENT_PORT}'
+        self.direct = f'{layout.control}:{ETCD_PORT}', f'http://{layout.control}:{PLACEMENT_PORT}'
         self.proxied = self.proxies['etcd'].address, f'http://{self.proxies["placement"].address}'
         image = {'image': layout.images + 'idle.raw'}
         self.schedules = {
