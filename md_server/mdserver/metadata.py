@@ -188,16 +188,8 @@ def parse_report(body: bytes) -> bytes:
 
 
 def _make_vendor_data(instance: str) -> bytes:
-    host = 'http://169.254.169.254'
-    replacements = {
-        'INSTANCE': instance,
-        'URL': f'{host}/phone-home/{instance}/',
-        'SEED': f'{host}/seed/{instance}/',
-    }
-    report = REPORT_SCRIPT
-    for placeholder, value in replacements.items():
-        report = report.replace(placeholder, value)
-    return report.encode()
+    home, seed = (f'http://169.254.169.254/{name}/{instance}/' for name in ('phone-home', 'seed'))
+    return REPORT_SCRIPT.replace('INSTANCE', instance).replace('URL', home).replace('SEED', seed).encode()
 
 
 def _look_up(tree: Tree, steps: list[str]) -> bytes | None:
