@@ -210,8 +210,8 @@ def make_lab_servers(layout: Layout, data: Path, images: Path, certs: Path) -> l
 
 def is_etcd_healthy(url: str, certs: Path | None = None) -> bool:
     """Return True if the etcd at this URL has a leader and accepts writes; else False."""
-    with contextlib.suppress(OSError, ValueError):
-        return bool(json.loads(_fetch(f'{url}/health', certs=certs)).get('health') in ('true', True))
+    with contextlib.suppress(ValueError):
+        return bool(json.loads(_fetch(f'{url}/health', certs=certs) or b'{}').get('health') in ('true', True))
     return False
 
 
@@ -223,27 +223,24 @@ def is_placement_ready(url: str, certs: Path | None = None) -> bool:
 
 def is_url_available(url: str, headers: Mapping[str, str] | None = None, certs: Path | None = None) -> bool:
     """Return True if a GET of this URL succeeds; False for any OSError, an HTTP error, or 5 s of silence."""
-    with contextlib.suppress(OSError):
-        _fetch(url, headers, certs)
-        return True
-    return False
+    return _fetch(url, headers, certs) is not None
 
 
-def _fetch(url: str, headers: Mapping[str, str] | None = None, certs: Path | None = None) -> bytes:
-    """Return the body of a GET, with the certificate in `certs` if given. OSError, also for HTTP errors and silence."""
-    # A proxy of the machine's environment cannot reach the lab. HTTP errors are OSErrors too.
+def _fetch(url: str, headers: Mapping[str, str] | None = None, certs: Path | None = None) -> bytes | None:
+    """Return the body of a GET, with the certificate in `certs` if given; None if it fails."""
+    # A proxy of the machine's environment cannot reach the lab.
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
-    if certs is not None:
-        context = ssl.create_default_context(cafile=str(certs / 'ca.crt'))
-        context.check_hostname = False  # the URL has its address, the certificate may have a name
-        context.load_cert_chain(certs / 'server.crt', certs / 'server.key')
-        handlers.append(urllib.request.HTTPSHandler(context=context))
-    opener = urllib.request.build_opener(*handlers)
     try:
+        if certs is not None:
+            context = ssl.create_default_context(cafile=str(certs / 'ca.crt'))
+            context.check_hostname = False  # the URL has its address, the certificate may have a name
+            context.load_cert_chain(certs / 'server.crt', certs / 'server.key')
+            handlers.append(urllib.request.HTTPSHandler(context=context))
+        opener = urllib.request.build_opener(*handlers)
         with opener.open(urllib.request.Request(url, headers=dict(headers or {})), timeout=5) as response:
             return bytes(response.read())
-    except http.client.HTTPException as error:
-        raise OSError(f'{url}: no valid HTTP answer: {error}') from error
+    except (OSError, http.client.HTTPException):  # HTTP errors are OSErrors, too
+        return None
 
 
 def _is_dhcp_ready(process: ServerProcess) -> bool:
