@@ -226,17 +226,14 @@ def hold_lock(directory: Path, on_busy: Callable[[], None] = lambda: None) -> It
                 on_busy()
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             # The previous holder may have removed the directory: then this lock protects nothing.
-            if _is_same_file(descriptor, directory):
+            is_current = False
+            with contextlib.suppress(FileNotFoundError):
+                is_current = os.path.samestat(os.stat(directory), os.fstat(descriptor))
+            if is_current:
                 yield
                 return
         finally:
             os.close(descriptor)
-
-
-def _is_same_file(descriptor: int, path: Path) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return path.stat().st_ino == os.fstat(descriptor).st_ino
-    return False
 
 
 @contextlib.contextmanager
