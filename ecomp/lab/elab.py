@@ -258,7 +258,7 @@ def _bring_up_hosts(name: str, options: argparse.Namespace) -> Lab:
             )
         with machine.undo_on_error((lambda: _remove_lab(name, lab)) if is_new else None):
             _start_lab(lab)
-    _provide_image(lab)
+        _provide_image(lab)
     return lab
 
 
