@@ -509,10 +509,10 @@ def _run_guest(options: argparse.Namespace) -> int:
 
 def find_name(options: argparse.Namespace) -> str:
     """Return the name of the lab or cluster of fakes that a command means; UsageError for a malformed one."""
-    is_only = not (state.ROOT / 'lab').exists() and fakes.find(fakes.DEFAULT_NAME)
-    default = fakes.DEFAULT_NAME if is_only else 'lab'
     if options.name is not None:
         return check_name(options.name)
+    is_only = not (state.ROOT / 'lab').exists() and fakes.find(fakes.DEFAULT_NAME)
+    default = fakes.DEFAULT_NAME if is_only else 'lab'
     return check_name(state.find_lab_name([state.ROOT, fakes.find_root()]) or default)
 
 
