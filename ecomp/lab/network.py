@@ -80,11 +80,6 @@ class Layout:
         return IPv4Network((int(self.network.network_address) + (third << 8), 24))
 
 
-def list_host_names(count: int) -> list[str]:
-    """List the names hv1 … hv<count>."""
-    return [f'hv{number}' for number in range(1, count + 1)]
-
-
 def parse_host_number(host: str) -> int:
     """Return the i of hv<i>. The prefix may be missing; ValueError if the rest is not a number."""
     return int(host.removeprefix('hv'))

@@ -30,7 +30,6 @@ from ecomp.lab.network import (
     PLACEMENT_PORT,
     Layout,
     choose_network,
-    list_host_names,
     parse_routed_networks,
     render_backends,
 )
@@ -66,6 +65,8 @@ class LabRecord:
     directory: Path
     host_count: int
     processes: dict[str, ServerProcess]
+    # The names of the hosts are this and a number.
+    host_prefix: str
     # Where etcd and placement are.
     address: str
     etcd_port: int
@@ -81,6 +82,10 @@ class LabRecord:
     @property
     def name(self) -> str:
         return self.directory.name
+
+    @property
+    def hosts(self) -> list[str]:
+        return [f'{self.host_prefix}{number}' for number in range(1, self.host_count + 1)]
 
     @property
     def certs(self) -> Path:
@@ -118,15 +123,12 @@ class Lab(LabRecord):
     layout: Layout
     host_count: int
     processes: dict[str, ServerProcess] = field(default_factory=dict)
+    host_prefix = 'hv'
     etcd_port = ETCD_PORT
     placement_port = PLACEMENT_PORT
 
     def __post_init__(self) -> None:
         self.address = str(self.layout.control)
-
-    @property
-    def hosts(self) -> list[str]:
-        return list_host_names(self.host_count)
 
     @property
     def servers(self) -> list[LabServer]:
@@ -172,11 +174,8 @@ class FakeLab(LabRecord):
     host_count: int
     size: str
     processes: dict[str, ServerProcess] = field(default_factory=dict)
+    host_prefix = 'fake'
     address = LOCALHOST
-
-    @property
-    def hosts(self) -> list[str]:
-        return [f'fake{number}' for number in range(1, self.host_count + 1)]
 
     @property
     def servers(self) -> list[LabServer]:

@@ -32,7 +32,6 @@ from ecomp.lab.network import (
     SECOND_OCTETS,
     Layout,
     choose_network,
-    list_host_names,
     parse_routed_networks,
     render_network_xml,
 )
@@ -59,7 +58,7 @@ def test_layout_derives_all_names_and_addresses() -> None:
 @pytest.mark.parametrize('number', [min(SECOND_OCTETS), 200, max(SECOND_OCTETS)])
 def test_full_lab_has_distinct_addresses_and_short_names(number: int) -> None:
     layout = Layout('x' * 32, IPv4Network(f'10.{number}.0.0/16'))
-    hosts = list_host_names(MAX_HOSTS)
+    hosts = [f'hv{number}' for number in range(1, MAX_HOSTS + 1)]
 
     networks = [layout.lan, *map(layout.get_guest_network, hosts)]
     assert len(set(networks)) == len(networks)
