@@ -259,11 +259,11 @@ CERTIFICATE_FILES = {
 
 
 def run_control(
-    endpoints: Endpoints, service: Service, say: Callable[[str], None], on_ready: Callable[[str], None]
+    endpoints: Endpoints, service: Service, say: Callable[[str], None], on_ready: Callable[[], None]
 ) -> None:
     """Run etcd and placement until SIGINT or SIGTERM; their data stays.
 
-    `on_ready` is called once both are usable, with the scheme of placement's URL; `say` gets each line of progress.
+    `on_ready` is called once both are usable; `say` gets each line of progress.
     Makes missing certificates, and has stunnel load a replaced one.
     """
     _prepare(endpoints, say)
@@ -283,7 +283,7 @@ def run_control(
             if stopped.is_set():
                 return
             say(f'{server.name} is ready ({time.monotonic() - started_at:.1f} s)')
-        on_ready('https' if is_secure else 'http')
+        on_ready()
         service.notify_ready(f'etcd and placement answer at {endpoints.bind}')
         if not is_secure:
             problem = 'without certificates, every user of this machine can write to etcd and placement'

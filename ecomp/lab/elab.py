@@ -454,14 +454,11 @@ def _remove_lab(name: str, lab: Lab | None) -> None:
 
 def _run_control(options: argparse.Namespace) -> int:
     host = 'localhost' if options.bind == control.LOCALHOST else bracket_address(options.bind)
-
-    def print_addresses(scheme: str) -> None:
-        addresses = f'etcd {host}:{options.etcd_port}\nplacement {scheme}://{host}:{options.placement_port}'
-        print(addresses, flush=True)
-
     endpoints = control.add_default_certs(
         control.Endpoints(*_read_ports(options), options.data, options.bind, options.certs)
     )
+    scheme = 'http' if endpoints.certs is None else 'https'
+    addresses = f'etcd {host}:{options.etcd_port}\nplacement {scheme}://{host}:{options.placement_port}'
     if options.unit:
         program = systemd.make_command(sys.argv[0], sys.executable, 'ecomp.lab.elab')
         arguments = control.make_arguments(endpoints)
@@ -469,7 +466,8 @@ def _run_control(options: argparse.Namespace) -> int:
         log.switch_stdout_to_utf8()
         print(systemd.render_unit('ecomp-control.service', [*program, *arguments]), end='')
     else:
-        control.run_control(endpoints, systemd.Service.from_environment(os.environ), _print_message, print_addresses)
+        service = systemd.Service.from_environment(os.environ)
+        control.run_control(endpoints, service, _print_message, lambda: print(addresses, flush=True))
     return 0
 
 
