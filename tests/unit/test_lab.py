@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from mdserver import conf
 
 from ecomp.errors import EcompError, UsageError
-from ecomp.lab import guest, machine, state
+from ecomp.lab import fakes, guest, machine, state
 from ecomp.lab.elab import main
 from ecomp.lab.hosts import render_mdserver_conf
 from ecomp.lab.machine import ServerProcess
@@ -130,12 +130,17 @@ def test_saved_lab_is_loaded_unchanged(tmp_path: Path) -> None:
     assert lab.placement == 'https://10.33.0.2:8080'
 
 
-def test_processes_of_another_boot_are_forgotten(tmp_path: Path) -> None:
+def test_processes_of_another_boot_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv('XDG_STATE_HOME', str(tmp_path))
+    fake = state.FakeLab(fakes.find_root() / 'two', 1, 2, 3, 'VCPU:1', {'etcd': ServerProcess('etcd', 4711, 99)})
+    fake.directory.mkdir(parents=True)
+    fake.save()
     make_lab(tmp_path, hosts=2, etcd=ServerProcess('etcd', 4711, 99))
-    written = tmp_path / 'one/lab.json'
-    written.write_text(json.dumps({**json.loads(written.read_text()), 'boot': 'another'}))
+    for written in (tmp_path / 'one/lab.json', tmp_path / 'elab/two/lab.json'):
+        written.write_text(json.dumps({**json.loads(written.read_text()), 'boot': 'another'}))
 
     assert state.load('one', tmp_path).processes == {}
+    assert [fake.processes for fake in fakes.list_all()] == [{}]
 
 
 def test_reused_pid_is_not_the_recorded_process() -> None:
