@@ -93,10 +93,7 @@ class Cluster:
         The proxies can find the request to lose only in plain text.
         """
         certs.disable_roles(self.lab.certs, lambda _: None)  # without TLS there are no users
-        address, prefix = (
-            str(self.lab.layout.control),
-            machine.make_command_prefix(self.lab.layout, self.lab.directory, 'control'),
-        )
+        address, prefix = self.lab.address, self.lab.make_command_prefix('control')
         machine.terminate(self.lab.processes[name] for name in ('stunnel', 'placement', 'etcd'))
         etcd = control.make_etcd_server(data, [address, control.LOCALHOST], ETCD_PORT)
         servers = [etcd, *control.make_placement_servers(data, address, PLACEMENT_PORT, None)]

@@ -291,14 +291,6 @@ ENTER_SCRIPT = (
 )
 
 
-def make_command_prefix(layout: Layout, directory: Path, place: str) -> list[str]:
-    """Make the words before a command that run it in a host or `control` of a lab."""
-    prefix = ['ip', 'netns', 'exec', layout.get_namespace(place)]
-    if place == CONTROL:
-        return prefix
-    return [*prefix, 'unshare', '--mount', '--uts', 'sh', '-c', ENTER_SCRIPT, place, str(directory / place)]
-
-
 def ensure_control(layout: Layout) -> None:
     """Make what is missing of the control namespace, its bridge, the machine's link and route to it.
 

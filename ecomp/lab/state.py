@@ -135,7 +135,11 @@ class Lab(LabRecord):
         return control.make_lab_servers(self.layout, self.directory / CONTROL, self.directory / 'images', self.certs)
 
     def make_command_prefix(self, place: str) -> list[str]:
-        return machine.make_command_prefix(self.layout, self.directory, place)
+        prefix = ['ip', 'netns', 'exec', self.layout.get_namespace(place)]
+        if place == CONTROL:
+            return prefix
+        directory = str(self.directory / place)
+        return [*prefix, 'unshare', '--mount', '--uts', 'sh', '-c', machine.ENTER_SCRIPT, place, directory]
 
     def render_schedule_yaml(self) -> str:
         sudo = ['sudo'] if 'SUDO_UID' in os.environ else []

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from ecomp.lab import machine, state
+from ecomp.lab import state
 from tests.kit.lab import Lab
 from tests.kit.servers import Server, free_port
 
@@ -64,9 +64,9 @@ class SlowImages(Server):
 
     def __init__(self, lab: Lab, directory: Path) -> None:
         super().__init__(directory)
-        layout = state.load(lab.name).layout
-        self._prefix = machine.make_command_prefix(layout, lab.directory, 'control')
-        self._address = str(layout.control), str(free_port())
+        loaded = state.load(lab.name)
+        self._prefix = loaded.make_command_prefix('control')
+        self._address = loaded.address, str(free_port())
         self._images = lab.directory / 'images'
         self._go = directory / 'go'
 

@@ -27,7 +27,7 @@ import yaml
 
 from docs import dashboard
 from docs.dashboard import get_json
-from ecomp.lab import machine, state
+from ecomp.lab import state
 from ecomp.lab.network import CONTROL
 from tests.kit.hypervisor import Hypervisor
 from tests.kit.lab import Lab, is_alive, make_lab_name
@@ -69,8 +69,7 @@ class LabProgram(Server):
     def __init__(self, lab: Lab, place: str, name: str, words: Sequence[str], url: str) -> None:
         self.name, self.url = name, url
         super().__init__(lab.directory / f'{place}-{name}')
-        layout = state.load(lab.name).layout
-        self._command = [*machine.make_command_prefix(layout, lab.directory, place), *words]
+        self._command = [*state.load(lab.name).make_command_prefix(place), *words]
 
     def command(self) -> list[str]:
         return self._command
