@@ -251,6 +251,8 @@ def _bring_up_hosts(name: str, options: argparse.Namespace) -> Lab:
     machine.require({**machine.CONTROL_PROGRAMS, **machine.SECURE_PROGRAMS, **machine.HOST_PROGRAMS}, modules)
     is_new = not (state.ROOT / name).exists()
     with _lock_lab(name), _report_step(f'lab {name} is up'):
+        # Another `elab up` may have made the lab before this one had the lock.
+        is_new = is_new and not (state.ROOT / name / state.RECORD_NAME).exists()
         lab = state.load_or_create(name, options.hosts)
         if options.hosts and options.hosts < lab.host_count:
             _print_message(
