@@ -10,10 +10,9 @@ thread at a time handles an instance. Before it exits, ecompute waits for the th
                               signals set flags and wake it. Ends last, after the threads that are joined
     planner                   reads requests, plans and starts tasks. Owns the Planner, except for what is in flight or
                               deferred. Planning stops at a signal, and while read-only. Waited for
-    build_N                   carries out a build. Owns the instance and its record while it does; passes the result to
-                              the planner by a queue. Builds in flight are waited for at the end
+    task                      carries out one task of an instance. Owns the instance and its record while it does; the
+                              planner gets the result by a queue. Waited for
     confirm                   queries placement for a build's claim, while the build prepares. Ends with the answer
-    task_N                    like build_N, for all other tasks
     checks                    makes periodic checks of claims (ClaimKeeper), the provider (Registration), this host
                               (Upkeep, under a lock), user-data, and the key of the host name, which it owns. Not waited
                               for

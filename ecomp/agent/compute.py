@@ -10,7 +10,9 @@ import math
 import os
 import random
 import socket
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -32,7 +34,7 @@ from ecomp.agent.instance.instances import ControlPlane, GuestTemplate, HostServ
 from ecomp.agent.instance.plan import Kind
 from ecomp.agent.instance.pool import InlineRunner, Workers, WorkerSettings
 from ecomp.agent.instance.records import republish
-from ecomp.agent.jobs import DaemonThreadPool, Deferrals, FailureLog, Loop
+from ecomp.agent.jobs import Deferrals, FailureLog, Loop
 from ecomp.agent.planner import CHECKING_CLAIMS, PLAN_INTERVAL_SECONDS, Planner, Work
 from ecomp.agent.queue import Queues, TakeLoop, Taker
 from ecomp.compute_conf import ComputeConfig
@@ -233,8 +235,6 @@ class PlanningLoop:
         self._deferrals = Deferrals()
         self._plans = Loop('planner', self._run_plan)
         self._remote = Loop('checks', partial(self._run_checks, REMOTE_CHECKS, self.remote_checks))
-        self._builds = DaemonThreadPool('build', max(self.max_tasks, MIN_BUILD_THREADS))
-        self._tasks = DaemonThreadPool('task', self.max_tasks)
         self._next_check = 0.0
         # Replaced, never changed; the planner is woken after that. None: not read yet.
         self._state: Mapping[str, Entry] | None = None
@@ -261,8 +261,6 @@ class PlanningLoop:
         self.planner.stop_builds()
         while self._plans.is_busy or self.planner.get_in_flight():
             self.host.runner.tend(0.2)
-        self._builds.close()
-        self._tasks.close()
 
     def stop(self) -> None:
         """End run() soon, and start no more tasks. Safe in a signal handler."""
@@ -317,8 +315,7 @@ class PlanningLoop:
         is_minute = now >= self._next_check
         if is_minute:
             self._next_check = now + PLAN_INTERVAL_SECONDS * random.uniform(0.9, 1.1)
-        for work in self.planner.step(state):
-            self._start_task(work)
+        self._start_tasks(self.planner.step(state))
         self.on_planned()
         self._failures.report_success(PLANNING)  # before the checks below, which may fail
         if is_minute or self._deferrals.get_due_time(LOCAL_CHECKS) <= time.monotonic():
@@ -330,13 +327,18 @@ class PlanningLoop:
         due_times = self._next_check, self._deferrals.get_due_time(LOCAL_CHECKS), *self.planner.list_due_times()
         return max(min(due_times), time.monotonic() + 0.01)
 
-    def _start_task(self, work: Work) -> None:
-        self.planner.begin(work)
-        pool = self._builds if work.task.kind is Kind.BUILD else self._tasks
-        try:
-            pool.submit(partial(self.planner.carry_out, work))
-        except RuntimeError as error:
-            self.planner.hand_back(work, f'no thread can be started for a task: {error}')
+    def _start_tasks(self, due: Sequence[Work]) -> None:
+        """Start a thread for each work that the limits allow; the end of a task plans the others again."""
+        running = Counter(work.task.kind is Kind.BUILD for work in self.planner.get_in_flight().values())
+        for work in due:
+            is_build = work.task.kind is Kind.BUILD
+            if running[is_build] < (max(self.max_tasks, MIN_BUILD_THREADS) if is_build else self.max_tasks):
+                running[is_build] += 1
+                self.planner.begin(work)
+                try:
+                    threading.Thread(target=self.planner.carry_out, args=(work,), name='task', daemon=True).start()
+                except RuntimeError as error:
+                    self.planner.hand_back(work, f'no thread can be started for a task: {error}')
 
     def _run_checks(self, name: str, checks: Mapping[str, Callable[[], None]]) -> float:
         results = [self._run_check(doing, look) for doing, look in checks.items()]

@@ -1,11 +1,10 @@
-"""The loops and thread pools of ecompute, back-off, and the log of failures."""
+"""The loops of ecompute, back-off, and the log of failures."""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
-import queue
 import random
 import signal
 import threading
@@ -57,11 +56,6 @@ class Deferrals:
         """Return the time until which `name` is, or was, deferred; inf if it has no deferral."""
         with self._changed:
             return self._deferrals[name][0] if name in self._deferrals else math.inf
-
-    def find_next_due(self, excluded: Collection[str]) -> float:
-        """Return the earliest due time, maybe past, of names not excluded; inf if there are none."""
-        with self._changed:
-            return min((due for name, (due, _) in self._deferrals.items() if name not in excluded), default=math.inf)
 
     def cancel(self, name: str) -> bool:
         """Cancel the deferral, due or not, and the back-off of `name`; return whether it had one."""
@@ -216,49 +210,6 @@ class Waker:
             self._closed = True
             os.close(self.reader)
             os.close(self._writer)
-
-
-class DaemonThreadPool:
-    """A pool of daemon threads, which do not delay the exit; it logs Exceptions, and queues without a limit."""
-
-    def __init__(self, name: str, max_threads: int) -> None:
-        self._name, self._max_threads = name, max_threads
-        self._lock = threading.Lock()
-        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._threads, self._idle, self._queued = 0, 0, 0
-
-    def submit(self, work: Callable[[], object]) -> None:
-        """Have a thread call `work`; RuntimeError if the pool has none and cannot start one."""
-        with self._lock:
-            if self._idle <= self._queued and self._threads < self._max_threads:
-                thread = threading.Thread(target=self._run, name=f'{self._name}_{self._threads}', daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError:
-                    if not self._threads:
-                        raise
-                else:
-                    self._threads, self._idle = self._threads + 1, self._idle + 1
-            self._queued += 1
-            self._work.put(work)
-
-    def close(self) -> None:
-        """Let the threads end after the work that was submitted; later work may never be called."""
-        with self._lock:
-            for _ in range(self._threads):
-                self._work.put(None)
-
-    def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            with self._lock:
-                self._idle, self._queued = self._idle - 1, self._queued - 1
-            try:
-                work()
-            except Exception:
-                log.exception('unexpected error in thread %s', threading.current_thread().name)
-            del work  # or the thread keeps its objects alive until the next one comes
-            with self._lock:
-                self._idle += 1
 
 
 def run_aside(name: str, function: Callable[[], Result]) -> Future[Result]:

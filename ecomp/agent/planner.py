@@ -157,15 +157,15 @@ class Planner:
         self.deferrals.defer(work.instance)
 
     def list_due_times(self) -> list[float]:
-        """Return the times (monotonic; maybe past, or inf) at which a step is due without a wake-up."""
-        now, (instances, since) = time.monotonic(), self.without_addresses
-        missing = [first + CONFIRMATION_SECONDS for first in self._missing_since.values()]
+        """Return the times (monotonic, after the start of the last step) at which a step is due without a wake-up."""
+        now, (instances, since), after = time.monotonic(), self.without_addresses, self._planned_at
+        missing = (first + CONFIRMATION_SECONDS for first in self._missing_since.values())
         polls = [now + choose_poll_interval(now - since)] if instances else []
         return [
-            self.deferrals.find_next_due(self.get_in_flight()),
-            *missing,
+            *self.deferrals.get_deferred(after).values(),
+            *(due for due in missing if due > after),
             *polls,
-            *self._shutdowns.find_times(after=self._planned_at),
+            *self._shutdowns.find_times(after=after),
         ]
 
     def stop_builds(self) -> None:
@@ -204,7 +204,7 @@ class Planner:
         log.debug('%s %s: %s', task.kind.value, instance, task.reason)
         try:
             if self._has_stopped_builds and task.kind is Kind.BUILD:
-                return  # stopped while it waited for a thread
+                return  # stopped after it was planned
             TASK_METHODS[task.kind](self._instances, work)
             self._finished.put((work, time.monotonic()))
             self.deferrals.cancel(instance)

@@ -551,3 +551,33 @@ def test_queued_builds_do_not_begin_after_a_stop(
         assert hypervisor.list_guests() == {}
         begun = [instance for instance in instances if cloud.etcd.read_record(instance) is not None]
         assert len(begun) == 1, 'of the others nothing is begun'
+
+
+def test_tasks_keep_to_their_limit_and_one_without_a_thread_is_retried(
+    cloud: Cloud, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr('ecomp.agent.compute.MIN_BUILD_THREADS', 2)
+    hypervisor, refusals, real = BlockingHypervisor(), [1], threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == 'task' and refusals:
+            refusals.pop()
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, 'start', start)
+    with (
+        make_toy_compute(cloud, tmp_path, hypervisor) as toy_compute,
+        start_daemon(toy_compute, BlockingClaimKeeper(toy_compute), max_tasks=1) as daemon,
+    ):
+        instances = [toy_compute.place() for _ in range(4)]
+        send_requests(daemon, toy_compute)
+        wait_until(lambda: len(toy_compute.planner.get_in_flight()) == 2, 20, 'two builds begin')
+        daemon.planner.retry_now()
+        daemon.planner.wake_up('another plan begins no third one')
+        assert hypervisor.is_creating.wait(60)
+        assert len(toy_compute.planner.get_in_flight()) == 2
+        hypervisor.may_create.set()
+        for instance in instances:
+            wait_for_state(toy_compute, instance, ACTIVE)
+    assert not refusals

@@ -181,8 +181,8 @@ def test_ends_leave_no_lease_without_a_key(small_cluster: Control) -> None:
 # The threads of a running ecompute are in the table of ecomp.agent's docstring, and each name in it exists.
 
 
-# Callables that start threads. The last three, which are in jobs.py, take the name as their first argument.
-THREAD_STARTERS = ('Thread', 'ThreadPoolExecutor', 'Loop', 'DaemonThreadPool', 'run_aside')
+# Callables that start threads. The last two, which are in jobs.py, take the name as their first argument.
+THREAD_STARTERS = ('Thread', 'ThreadPoolExecutor', 'Loop', 'run_aside')
 
 
 def read_documented_names() -> set[str]:

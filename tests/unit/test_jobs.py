@@ -1,4 +1,4 @@
-"""Loops, thread pools, back-off, logging of failures, and what ends a wait."""
+"""Loops, back-off, logging of failures, and what ends a wait."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import pytest
 from ecomp.agent.jobs import (
     FIRST_BACKOFF_SECONDS,
     MAX_BACKOFF_SECONDS,
-    DaemonThreadPool,
     Deferrals,
     FailureLog,
     Loop,
@@ -141,48 +140,6 @@ def test_failed_thread_start_is_raised_and_can_be_repeated(
     wait_until(lambda: work.runs == 1, 20, 'it is done')
 
 
-def test_pool_never_exceeds_its_thread_limit() -> None:
-    pool, names, lock = DaemonThreadPool('few', 4), set[str](), threading.Lock()
-
-    def work() -> None:
-        with lock:
-            names.add(threading.current_thread().name)
-
-    for _ in range(1000):
-        pool.submit(work)
-    last = threading.Event()
-    pool.submit(last.set)
-    assert last.wait(20)
-    assert names <= {f'few_{number}' for number in range(4)}
-    pool.close()
-
-
-def test_refused_submission_is_never_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caller reports the refusal and submits again, perhaps another task."""
-    real, lacks, pool, done = threading.Thread.start, [1], DaemonThreadPool('few', 2), list[str]()
-
-    def start(thread: threading.Thread) -> None:
-        if lacks and thread.name.startswith('few'):
-            raise RuntimeError("can't start new thread")
-        real(thread)
-
-    monkeypatch.setattr(threading.Thread, 'start', start)
-    with pytest.raises(RuntimeError):
-        pool.submit(lambda: done.append('refused'))
-    lacks.clear()
-    held, last = Work(), threading.Event()
-    held.released.clear()
-    pool.submit(held)
-    assert held.begun.wait(20)
-    lacks.append(1)
-    pool.submit(lambda: done.append('accepted'))  # a later submission waits for the existing thread
-    pool.submit(last.set)
-    held.released.set()
-    assert last.wait(20)
-    assert done == ['accepted']
-    pool.close()
-
-
 # Back-off, with a fake clock
 
 
@@ -218,15 +175,6 @@ def test_delay_doubles_per_failure_and_resets_on_success(clock: Clock) -> None:
     assert delays.get_due_time('a') - clock.now == FIRST_BACKOFF_SECONDS
 
 
-def test_next_due_time_skips_excluded_keys(clock: Clock) -> None:
-    delays = Deferrals()
-    assert delays.find_next_due(()) == math.inf
-    delays.defer('a', 1)
-    delays.defer('b', 2)
-    assert delays.find_next_due(()) == clock.now + 1
-    assert delays.find_next_due({'a'}) == clock.now + 2
-
-
 def test_delays_of_other_keys_are_cancelled() -> None:
     delays = Deferrals()
     for name in 'abc':
@@ -250,7 +198,7 @@ def test_concurrent_threads_lose_no_delay() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert delays.find_next_due(()) == math.inf
+    assert delays.get_deferred(-math.inf) == {}
 
 
 # A loss is logged once, and so is its return, for all activities and at any time
