@@ -171,7 +171,7 @@ class ComputeProcess:
         revision = guard.known_cluster.revision
         # A compute that remembers no etcd knows nothing older than now, like one that accepts a new etcd.
         first_seen = remembered.first_seen_revision if remembered.identity else revision
-        self._queues = Queues(revision, first_seen, lambda: guard.known_cluster.term)
+        self._queues = Queues(revision, first_seen)
         environment = Environment(
             fake=self.fake,
             accepts_new_etcd=self.accepts_new_etcd,

@@ -42,7 +42,7 @@ from ecomp.placement.providers import read_provider
 from ecomp.shared import ends, notes
 from ecomp.shared.attempts import NOT_QUEUED, find_needed
 from ecomp.shared.names import Excluded, commit_with_shared, join_group, load_groups, make_empty_change
-from ecomp.shared.presence import LEASE_SECONDS, MAX_EXPIRY_DELAY_SECONDS, are_presences_proven
+from ecomp.shared.presence import are_presences_proven
 from ecomp.store.client import Delete, Exists, Put, Settlement, Store, Unchanged
 from ecomp.store.watch import State
 
@@ -55,24 +55,19 @@ class Queues:
     """What a process knows of the queues, and of the computes that may take. The follower's thread calls on_…().
 
     `start_revision` is etcd's when this process started, and `first_seen_revision` that at which this host first saw or
-    accepted etcd. `term` returns etcd's raft term: a new leader gives each lease its whole time again.
+    accepted etcd.
     """
 
-    def __init__(
-        self, start_revision: int = 0, first_seen_revision: int = 0, term: Callable[[], int] = lambda: 0
-    ) -> None:
+    def __init__(self, start_revision: int = 0, first_seen_revision: int = 0) -> None:
         self.backlog: Backlog | None = None  # None before the queues were read
         self.taker_count = 0  # living computes that take from queues
         self.accepted_revision = 0  # the highest revision at which any compute accepted this etcd
-        self.start_revision, self.first_seen_revision, self.term = start_revision, first_seen_revision, term
+        self.start_revision, self.first_seen_revision = start_revision, first_seen_revision
         self._presences: State = {}
         self._takers: Mapping[str, bool] = {}
-        self._followed_since, self._silent_read_at, self._term = math.inf, -math.inf, 0
-        self._silent: list[str] = []
+        self._silent, self._silent_read_at = list[str](), -math.inf
 
     def on_computes(self, state: State) -> None:
-        if self._followed_since == math.inf:
-            self._followed_since, self._term = time.monotonic(), self.term()
         self._takers = {
             key: self._takers[key]
             if self._presences.get(key) is stored
@@ -93,10 +88,7 @@ class Queues:
         """Return computes not proven alive, cached SILENT_CACHE_SECONDS; log a new list. Raises errors of both."""
         now = time.monotonic()
         if now - self._silent_read_at > SILENT_CACHE_SECONDS:
-            if (read_term := self.term()) != self._term:
-                self._followed_since, self._term = now, read_term
-            has_lease_ended = now - self._followed_since > LEASE_SECONDS + MAX_EXPIRY_DELAY_SECONDS
-            is_proven, names = has_lease_ended or are_presences_proven(store), providers.read_provider_names(placement)
+            names, is_proven = providers.read_provider_names(placement), are_presences_proven(store)
             silent_uuids = list_unproven(names, self._presences, self.start_revision, is_proven)
             shares = providers.read_rooms(placement, silent_uuids) if silent_uuids else {}
             silent = [uuid for uuid in silent_uuids if is_ours(uuid, uuid, shares.get(uuid, {}))]

@@ -89,7 +89,7 @@ class Crowd:
         at_exit.callback(placement.close)
         assert check_or_adopt(guard, store, now())
         revision = guard.known_cluster.revision
-        self._queues = Queues(revision, revision, lambda: guard.known_cluster.term)
+        self._queues = Queues(revision, revision)
         environment = Environment(
             fake=Fake('', None),
             accepts_new_etcd=False,
