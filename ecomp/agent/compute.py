@@ -358,51 +358,44 @@ class PlanningLoop:
         return self.is_ending() or self._failures.attempt(activity, work, is_moot=self.is_ending) is not None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Environment:
-    """What a compute is started with.
+@dataclass(eq=False, kw_only=True)
+class Compute:
+    """One compute: call register(), start() and, even after errors, stop(). Followers of etcd call the on_… methods.
 
     With `accepts_new_etcd` it republishes its instances to an etcd that may be another one. Unless `is_familiar_etcd`,
-    it is read-only from the start (rule: familiar-etcd). `first_seen_revision`: see Queues.
+    it is read-only from the start (rule: familiar-etcd).
     """
 
-    fake: Fake | None
-    accepts_new_etcd: bool
-    is_familiar_etcd: bool
-    first_seen_revision: int
+    config: ComputeConfig
+    identity: Identity
+    store: Store
     guard: Guard
     placement: Placement
     queues: Queues
+    fake: Fake | None
+    accepts_new_etcd: bool
+    is_familiar_etcd: bool
 
-
-class Compute:
-    """One compute: call register(), start() and, even after errors, stop(). Followers of etcd call the on_… methods."""
-
-    def __init__(self, config: ComputeConfig, identity: Identity, store: Store, environment: Environment) -> None:
+    def __post_init__(self) -> None:
         """Choose the uuid and the token, without saving them; errors of `identity` are raised."""
-        self.uuid = identity.choose_uuid(config.uuid)
-        log.info('compute %s, state in %s, ecomp %s', self.uuid, config.state, read_version())
-        self._config = config
-        self._identity = identity
-        self._token = identity.choose_token()
-        self._store = store
-        self._environment = environment
-        self._control = ControlPlane(self.uuid, store, environment.placement, now)
+        self.uuid = self.identity.choose_uuid(self.config.uuid)
+        log.info('compute %s, state in %s, ecomp %s', self.uuid, self.config.state, read_version())
+        token = self.identity.choose_token()
+        self._control = ControlPlane(self.uuid, self.store, self.placement, now)
         self._failures = FailureLog()
-        self.is_familiar_etcd = environment.is_familiar_etcd
         self._at_exit = ExitStack()
         self._requests: Entries = {}
         self._generation: int | None = None
         self._disowned_since: dict[str, float] = {}
         self._has_facts = False
         self._hostname_valid_until = self._user_data_valid_until = 0.0
-        self._hostname = (environment.fake and environment.fake.hostname) or socket.gethostname()
-        facts = {'version': read_version(), 'hostname': self._hostname, 'since': now(), 'token': self._token}
+        self._hostname = (self.fake and self.fake.hostname) or socket.gethostname()
+        facts = {'version': read_version(), 'hostname': self._hostname, 'since': now(), 'token': token}
         facts |= {'boot': read_boot_id(), 'pid': str(os.getpid())}  # to tell two processes with the same token apart
         key = keys.compute(self.uuid)
         # The daemon is made later, and before the presence is started.
         self._presence = Presence(
-            store, key, facts, lambda reason: self.daemon.become_read_only(reason), self._become_writable
+            self.store, key, facts, lambda reason: self.daemon.become_read_only(reason), self._become_writable
         )
 
     def register(self) -> None:
@@ -411,8 +404,7 @@ class Compute:
         In an unfamiliar etcd it only makes the parts. Raises Conflict if another ecompute is this compute, or a compute
         that is not alive has guests here; UsageError for a wrong configuration; errors of backends and the hypervisor.
         """
-        config, fake, familiar = self._config, self._environment.fake, self._environment.is_familiar_etcd
-        placement = self._environment.placement
+        config, fake, familiar, placement = self.config, self.fake, self.is_familiar_etcd, self.placement
         # First, because another ecompute may be this compute, and must not be disturbed.
         if familiar:
             self._presence.check()
@@ -438,7 +430,7 @@ class Compute:
         if familiar:
             check_names(placement, config.traits, config.inventory or ())
             # Before placement knows the uuid, and after the last refusal: the next start is this compute, too.
-            self._identity.save()
+            self.identity.save()
         self._memory = Memory(config.state, self.uuid, now)
         if familiar:
             self._provider.register()  # before republished instances claim on the provider
@@ -447,21 +439,21 @@ class Compute:
 
     def _correct_memory(self) -> None:
         """Republish instances, if another etcd is accepted; correct the memory by etcd, and DHCP by the memory."""
-        store, hypervisor, placement = self._store, self.host.hypervisor, self._environment.placement
-        if self._environment.accepts_new_etcd:
-            store.commit([], [Put(keys.acceptance(self.uuid), str(self._environment.first_seen_revision))])
-            republish(self.uuid, store, placement, self._memory, set(hypervisor.list_guests()), now())
+        store, hypervisor = self.store, self.host.hypervisor
+        if self.accepts_new_etcd:
+            store.commit([], [Put(keys.acceptance(self.uuid), str(self.queues.first_seen_revision))])
+            republish(self.uuid, store, self.placement, self._memory, set(hypervisor.list_guests()), now())
             failpoint('republished')
         record_missed_ends(self.uuid, store, self._memory, set(hypervisor.list_guests()))
         restore_reservations(hypervisor, self._memory)
 
     def _make_parts(self, virt_type: str) -> None:
-        config, environment, hypervisor = self._config, self._environment, self.host.hypervisor
+        config, hypervisor = self.config, self.host.hypervisor
         make_seed = None if config.metadata == 'network' else self._make_seed
         shape = GuestTemplate(virt_type, config.resize, config.networks, self._hostname, make_seed)
         self._instances = instances = Instances(self._control, self.host, shape, self._memory)
         self._planner = Planner(instances, self._failures)
-        self._claims = ClaimKeeper(self.uuid, self._store, environment.placement, config.queues)
+        self._claims = ClaimKeeper(self.uuid, self.store, self.placement, config.queues)
         self._claims.last_good_check.record(self._provider.created_generation)
         remote_checks = {
             'writing the host name to etcd': self._check_hostname,
@@ -472,19 +464,19 @@ class Compute:
         }
         self.troubles = Troubles(hypervisor, self._publish_troubles)
         instances.on_build_end = self.troubles.note_build
-        max_tasks = 2 * count_workers(config) + (2 if environment.fake else MAX_CONCURRENT_STOPS)
+        max_tasks = 2 * count_workers(config) + (2 if self.fake else MAX_CONCURRENT_STOPS)
         self.daemon = PlanningLoop(
             self.host, self._planner, remote_checks, max_tasks, self._publish_facts, self.troubles.check_soon
         )
         self._taking = None
-        if config.queues and environment.is_familiar_etcd:
-            inventory, queues = parse_inventory(self._inventory), environment.queues
+        if config.queues and self.is_familiar_etcd:
             lease, may_take = lambda: self._presence.lease, lambda: not self.daemon.is_ending()
-            can_build, guests = self.troubles.can_build, hypervisor.list_guests
-            taker = Taker(self._control, lease, queues, may_take, inventory, guests, can_build)
+            inventory, guests = parse_inventory(self._inventory), hypervisor.list_guests
+            can_build = self.troubles.can_build
+            taker = Taker(self._control, lease, self.queues, may_take, inventory, guests, can_build)
             self._taking = TakeLoop(taker, self._failures)
         self.upkeep = Upkeep(
-            *(self.uuid, self._store, environment.placement, self._claims, instances.list_guests),
+            *(self.uuid, self.store, self.placement, self._claims, instances.list_guests),
             *(hypervisor, self.host.guest_data, config.state, self._memory),
             publish=partial(self._presence.publish, is_urgent=True),
             measure=self._measure,
@@ -497,11 +489,11 @@ class Compute:
 
         In an unfamiliar etcd it does nothing. Errors of etcd are raised.
         """
-        familiar, at_exit = self._environment.is_familiar_etcd, self._at_exit
-        if self._environment.fake is None:  # the fake hypervisor notifies
+        familiar, at_exit = self.is_familiar_etcd, self._at_exit
+        if self.fake is None:  # the fake hypervisor notifies
             at_exit.callback(self.host.guest_data.watch_reports(self._planner.wake_up))
         # Before any request can arrive: nothing is started for an unfamiliar etcd.
-        self._environment.guard.add_refusal_listener(self.daemon.become_read_only)
+        self.guard.add_refusal_listener(self.daemon.become_read_only)
         at_exit.callback(self.upkeep.stop)
         # Before any other write, because every write compares the presence key (rule: single-owner).
         if familiar:
@@ -565,8 +557,8 @@ class Compute:
         self.wake_taker('this compute may write again')
 
     def _admit(self, guest_computes: Set[str]) -> None:
-        for other in sorted(guest_computes - {self.uuid}) if self._environment.is_familiar_etcd else ():
-            if not is_alive(self._store, other):  # rule: single-owner
+        for other in sorted(guest_computes - {self.uuid}) if self.is_familiar_etcd else ():
+            if not is_alive(self.store, other):  # rule: single-owner
                 raise Conflict(
                     f'guests of compute {other} are on this host, but this is compute {self.uuid}. '
                     f'Fix: set `uuid: {other}` in compute.yaml to continue as compute {other}, or remove those guests'
@@ -575,7 +567,7 @@ class Compute:
     def _check_claims(self) -> None:
         self._generation, self._claims.is_current = None, False
         with suppress(NotFound):
-            self._generation = providers.read_generation(self._environment.placement, self.uuid)
+            self._generation = providers.read_generation(self.placement, self.uuid)
         requests = {keys.get_last_part(key) for key in self._requests}
         guests = self.host.hypervisor.list_guests()
         with self.upkeep.lock:
@@ -610,7 +602,7 @@ class Compute:
     def _look(self) -> None:
         guests = self.host.hypervisor.list_guests()
         if self._memory.get_entries().keys() - {*map(keys.get_last_part, self._requests), *guests}:
-            record_missed_ends(self.uuid, self._store, self._memory, guests)
+            record_missed_ends(self.uuid, self.store, self._memory, guests)
         self.upkeep.step()
 
     def _list_adopted(self, guests: Mapping[str, Guest]) -> set[str]:
@@ -628,7 +620,7 @@ class Compute:
         if time.monotonic() < self._hostname_valid_until:
             return
         key = keys.hostname(self.uuid)
-        entry = self._store.get(key)
+        entry = self.store.get(key)
         if is_hostname(self._hostname):
             leases = decode_lenient(StoredHostname, entry.value).leases if entry else ()
             with suppress(EcompError):  # a full etcd grants none
@@ -636,7 +628,7 @@ class Compute:
             value = encode(StoredHostname(self._hostname, leases))
             if entry is None or entry.value != value.encode():
                 # If another process was faster, the next check reads its value.
-                self._store.commit([Unchanged(key, entry.revision if entry else 0)], [Put(key, value)])
+                self.store.commit([Unchanged(key, entry.revision if entry else 0)], [Put(key, value)])
         self._hostname_valid_until = time.monotonic() + HOSTNAME_CHECK_MINUTES * PLAN_INTERVAL_SECONDS
 
     def _keep_user_data(self) -> None:
@@ -649,7 +641,7 @@ class Compute:
             if isinstance(request, Request) and request.user_data_sha256 is not None:
                 macs_by_hash.setdefault(request.user_data_sha256, []).extend(list_macs(request.instance))
         for sha256, macs in macs_by_hash.items():
-            keep_user_data(self._store, sha256, filter(None, map(self.host.guest_data.read_user_data, macs)))
+            keep_user_data(self.store, sha256, filter(None, map(self.host.guest_data.read_user_data, macs)))
         self._user_data_valid_until = time.monotonic() + USER_DATA_CHECK_SECONDS * random.uniform(0.5, 1.0)
 
     def _publish_facts(self) -> None:
@@ -665,12 +657,12 @@ class Compute:
             self.wake_taker('this compute can build again')
 
     def _check_removable(self, instance: str) -> bool:
-        self._store.check_identity()  # raises StrangeEtcd
+        self.store.check_identity()  # raises StrangeEtcd
         return not self.daemon.read_only and instance not in self._memory.get_entries()
 
     def _make_seed(self, mac: str) -> Mapping[str, bytes]:
-        directory, is_served = self._config.state / 'metadata', self.host.can_serve_metadata()
-        return read_seed(directory, self._config.directory, mac, phones_home=is_served)
+        directory, is_served = self.config.state / 'metadata', self.host.can_serve_metadata()
+        return read_seed(directory, self.config.directory, mac, phones_home=is_served)
 
     def _close_provider(self) -> None:
         if self.daemon.read_only:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ecomp.agent.compute import Compute, Environment, now
+from ecomp.agent.compute import Compute, now
 from ecomp.agent.host.state import Identity, KnownEtcd, check_or_adopt
 from ecomp.agent.images.cache import measure_cache
 from ecomp.agent.jobs import FailureLog, Loop
@@ -141,7 +141,7 @@ class MetricsWriter:
 class ComputeProcess:
     """The compute of this process: call register(), then run(); `at_exit` stops it, also after an error.
 
-    `accepts_new_etcd`: see Environment.
+    `accepts_new_etcd`: see Compute.
     """
 
     config: ComputeConfig
@@ -171,22 +171,22 @@ class ComputeProcess:
         revision = guard.known_cluster.revision
         # A compute that remembers no etcd knows nothing older than now, like one that accepts a new etcd.
         first_seen = remembered.first_seen_revision if remembered.identity else revision
-        self._queues = Queues(revision, first_seen)
-        environment = Environment(
-            fake=self.fake,
-            accepts_new_etcd=self.accepts_new_etcd,
-            first_seen_revision=first_seen,
-            is_familiar_etcd=familiar,
-            guard=guard,
-            placement=placement,
-            queues=self._queues,
-        )
         if not self.fake:
             _warn_of_insecure_setup(config, store)
         # Callbacks run in reverse: the compute stops before the follower.
         at_exit.callback(etcd_file.stop)
         self._end_following = at_exit.enter_context(ExitStack())
-        self._compute = Compute(config, state, store, environment)
+        self._compute = Compute(
+            config=config,
+            identity=state,
+            store=store,
+            guard=guard,
+            placement=placement,
+            queues=Queues(revision, first_seen),
+            fake=self.fake,
+            accepts_new_etcd=self.accepts_new_etcd,
+            is_familiar_etcd=familiar,
+        )
         at_exit.callback(self._compute.stop)
         self._compute.register()
         # Last, so that after a kill before this the next start finds the same unfamiliar etcd.
@@ -222,7 +222,7 @@ class ComputeProcess:
         requests: list[Subscription] = [(keys.request_prefix(compute.uuid), compute.on_requests)]
         if self.config.queues:
             # In this order, because the queues are judged by the other two.
-            requests += [(keys.ACCEPTED, self._queues.on_accepted), (keys.COMPUTES, self._on_computes)]
+            requests += [(keys.ACCEPTED, compute.queues.on_accepted), (keys.COMPUTES, self._on_computes)]
             requests.append((keys.QUEUES, self._on_queues))
         else:
             requests.append((keys.compute(compute.uuid), compute.on_computes))
@@ -239,11 +239,11 @@ class ComputeProcess:
         self._end_following.callback(follower.stop)
 
     def _on_computes(self, state: Entries) -> None:
-        self._queues.on_computes(state)
+        self._compute.queues.on_computes(state)
         self._compute.on_computes(state)
 
     def _on_queues(self, state: Entries) -> None:
-        if self._queues.on_queues(state):
+        if self._compute.queues.on_queues(state):
             self._compute.wake_taker('requests are queued')
 
 

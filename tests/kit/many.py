@@ -22,7 +22,7 @@ from typing import Any
 
 from ecomp import log as logs
 from ecomp.agent import compute
-from ecomp.agent.compute import Compute, Environment, now
+from ecomp.agent.compute import Compute, now
 from ecomp.agent.host import troubles
 from ecomp.agent.host.state import Identity, check_or_adopt
 from ecomp.agent.queue import Queues
@@ -90,15 +90,6 @@ class Crowd:
         assert check_or_adopt(guard, store, now())
         revision = guard.known_cluster.revision
         self._queues = Queues(revision, revision)
-        environment = Environment(
-            fake=Fake('', None),
-            accepts_new_etcd=False,
-            first_seen_revision=revision,
-            is_familiar_etcd=True,
-            guard=guard,
-            placement=placement,
-            queues=self._queues,
-        )
         self._end_following = at_exit.enter_context(ExitStack())
         self._computes: dict[str, Compute] = {}
         at_exit.callback(self._stop)
@@ -108,7 +99,17 @@ class Crowd:
             identity, own_store = Identity(own.state), copy.copy(store)
             at_exit.callback(identity.close)
             own_store.fence = None  # that of its own presence (rule: single-owner)
-            made = Compute(own, identity, own_store, environment)
+            made = Compute(
+                config=own,
+                identity=identity,
+                store=own_store,
+                guard=guard,
+                placement=placement,
+                queues=self._queues,
+                fake=Fake('', None),
+                accepts_new_etcd=False,
+                is_familiar_etcd=True,
+            )
             self._computes[made.uuid] = made
             made.register()
             made.start()

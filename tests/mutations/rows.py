@@ -401,7 +401,7 @@ ROWS = (
     Row(
         "a compute does not read others' acceptance of an etcd",
         'ecomp/agent/process.py',
-        '(keys.ACCEPTED, self._queues.on_accepted), ',
+        '(keys.ACCEPTED, compute.queues.on_accepted), ',
         '',
         ('tests/faults/test_restored.py::test_acceptance_by_one_compute_counts_for_one_that_was_off',),
     ),
