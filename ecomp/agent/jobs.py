@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import multiprocessing
 import os
 import random
 import signal
@@ -175,25 +176,22 @@ class Waker:
     """A pipe that ends the main thread's wait. Only wake() may be called from other threads."""
 
     def __init__(self) -> None:
-        self.reader, self._writer = os.pipe()
+        # Both ends are closed with this object: a late wake() must not write to another file with the same number.
+        self._reader, self._writer = multiprocessing.Pipe(duplex=False)
+        self.reader = self._reader.fileno()
         os.set_blocking(self.reader, False)
-        os.set_blocking(self._writer, False)
+        os.set_blocking(self._writer.fileno(), False)
         self._on_signals = False
-        # Reentrant, because a signal handler may need it while its own thread holds it.
-        self._lock = threading.RLock()
-        self._closed = False
 
     def wake(self) -> None:
-        """End the wait; no-op after close(), when the descriptor may be another file's."""
-        with self._lock, suppress(BlockingIOError):  # the pipe is full of unread bytes, which end the wait as well
-            if not self._closed:
-                os.write(self._writer, b'.')
+        with suppress(BlockingIOError):  # the pipe is full of unread bytes, which end the wait as well
+            os.write(self._writer.fileno(), b'.')
 
     def wake_on_signals(self) -> None:
-        """Let signals end the wait. Call it in the main thread."""
+        """Let signals end the wait, until close(). Call both in the main thread."""
         # The kernel may deliver a signal to any thread. The poll in the main thread, where alone Python runs handlers,
         # then does not end: the signal would be handled up to a minute later.
-        signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         self._on_signals = True
 
     def clear(self) -> None:
@@ -203,13 +201,8 @@ class Waker:
                 pass
 
     def close(self) -> None:
-        """Close the pipe, and detach it from signals. Call it once, in the main thread."""
         if self._on_signals:
             signal.set_wakeup_fd(-1)
-        with self._lock:
-            self._closed = True
-            os.close(self.reader)
-            os.close(self._writer)
 
 
 def run_aside(name: str, function: Callable[[], Result]) -> Future[Result]:
