@@ -14,7 +14,7 @@ from importlib import import_module
 for setting in filter(None, '{numbers}'.split(',')):
     where, _, value = setting.partition('=')
     module, _, name = where.rpartition('.')
-    module = import_module('ecomp.agent.' + (module or 'compute'))
+    module = import_module('.' + (module or 'compute'), 'ecomp.agent')
     assert hasattr(module, name), name
     setattr(module, name, type(getattr(module, name))(float(value)))
 from ecomp.compute import main
@@ -32,7 +32,7 @@ class TunedEcompute(ArmedEcompute):
 
     Attributes:
         numbers: constants of ecomp.agent.compute such as {'PLAN_INTERVAL_SECONDS': 1}, or of another module of
-            ecomp.agent, such as {'host.claims.CONFIRMATION_SECONDS': 1}.
+            ecomp.agent, such as {'host.claims.CONFIRMATION_SECONDS': 1}, or, with a dot before it, of ecomp.
         extra: additional environment variables.
         prefix: a command that runs it.
     """

@@ -103,8 +103,8 @@ def test_queued_request_is_taken_by_a_compute(small_cluster: Control) -> None:
     check_settled(small_cluster, compute)
 
 
-# A new compute takes older requests 35 s after its start, unless etcd has run for longer: it may have been restored.
-TRUSTING = {'queue.LEASE_SECONDS': 0, 'queue.MAX_EXPIRY_DELAY_SECONDS': 0}
+# A new compute takes older requests once etcd has run for 70 s with a compute: it may have been restored.
+TRUSTING = {'.shared.presence.MAX_UNPROVEN_SECONDS': 0}
 
 
 def test_oldest_fitting_request_is_taken_first(small_cluster: Control) -> None:
