@@ -41,7 +41,7 @@ from ecomp.placement.client import Placement
 from ecomp.placement.providers import read_provider
 from ecomp.shared import ends, notes
 from ecomp.shared.attempts import NOT_QUEUED, find_needed
-from ecomp.shared.names import Excluded, commit_with_shared, join_group, load_groups, make_empty_change
+from ecomp.shared.names import Excluded, commit_with_shared, join_group, load_groups, make_empty_change, merge_changes
 from ecomp.shared.presence import are_presences_proven
 from ecomp.store.client import Delete, Exists, Put, Settlement, Store, Unchanged
 from ecomp.store.watch import State
@@ -426,27 +426,18 @@ class Taker:
         claim(self._placement, new_claims, requester, check, above)
 
     def _move(self, place: WaitingEntry, taker_revision: int) -> bool:
-        waiting = place.entry
-        queue_key, instance = waiting.key, waiting.instance
-        mark_key, request_key = keys.taker(queue_key), keys.request(self.compute, instance)
-        conditions = [
-            *(Unchanged(queue_key, place.revision), Unchanged(mark_key, taker_revision)),
-            *(Unchanged(keys.record(self.compute, instance), 0), Unchanged(request_key, 0)),
-        ]
-        request = waiting.make_request(self.compute, self._now())
-        operations: list[Put | Delete] = [Delete(queue_key), Delete(mark_key), Put(request_key, encode(request))]
-        settlement = Settlement(Delete(mark_key), partial(ends.find_delivery, self.compute, request))
+        waiting, instance = place.entry, place.entry.instance
+        deliveries = [(self.compute, waiting.make_request(self.compute, self._now()))]
+        mark = Unchanged(keys.taker(waiting.key), taker_revision)
+        own = [Unchanged(waiting.key, place.revision), Unchanged(keys.request(self.compute, instance), 0)]
+        join = partial(join_group, self._store, waiting.group, {instance: self.compute})
         try:
-            written = commit_with_shared(
-                self._store,
-                conditions,
-                operations,
-                lambda: join_group(self._store, waiting.group, {instance: self.compute}),
-                settlement=settlement,
+            moved_at = ends.deliver(
+                self._store, deliveries, mark, None, lambda: merge_changes((own, [Delete(waiting.key)]), join())
             )
         except Excluded as error:
             raise Conflict(f'{instance}: its group no longer allows this compute') from error
-        return written is not None
+        return moved_at > 0
 
     def _delete_taker_key(self, queue_key: str, taker_revision: int) -> None:
         key = keys.taker(queue_key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -129,3 +129,29 @@ def find_delivery(compute: str, request: Request, entries: Mapping[str, Entry]) 
         return written.revision if is_ours else None
     record = entries.get(keys.record(compute, request.instance))
     return record.revision if record is not None else None
+
+
+def deliver(
+    store: Store,
+    deliveries: Sequence[tuple[str, Request]],
+    attempt: Unchanged,
+    user_data: SharedUserData | None,
+    make_shared_change: Callable[[], Change],
+    ends_attempt: bool = True,
+) -> int:
+    """Deliver (compute, request) pairs, at least one, in one transaction; return its revision once it is done.
+
+    The transaction includes `make_shared_change` (names, group, quota) and a set's `user_data`; with `ends_attempt` it
+    deletes the attempt's key. 0 if our attempt's key lost this `revision`, a record exists, or shared keys keep
+    changing. Raises the errors of that function and of etcd. Nothing is delivered then, unless the outcome is unknown.
+    """
+    conditions = [attempt]
+    user_data_puts, granted = prepare_user_data(store, user_data)
+    operations: list[Put | Delete] = [*([Delete(attempt.key)] if ends_attempt else []), *user_data_puts]
+    for compute, request in deliveries:
+        conditions.append(Unchanged(keys.record(compute, request.instance), 0))
+        stamp = store.make_stamp() if request.is_adopted else {}  # others have the time of their request
+        operations.append(Put(keys.request(compute, request.instance), encode(request, **stamp)))
+    doubt = f'{keys.get_queued_instance(attempt.key)} was delivered'
+    settlement = Settlement(Delete(attempt.key), partial(find_delivery, *deliveries[0]), doubt)
+    return commit_with_shared(store, conditions, operations, make_shared_change, granted, settlement) or 0

@@ -21,8 +21,7 @@ from ecomp.model.record import ACTIVE, GONE, Record
 from ecomp.model.stored import decode, encode
 from ecomp.model.user_data import SharedUserData
 from ecomp.scheduler.operations.sharing import delete_flavor, put_flavor, set_limits
-from ecomp.scheduler.placing.claim import deliver
-from ecomp.shared.ends import USER_DATA_SECONDS, keep_user_data, release_shared_keys, write_final_record
+from ecomp.shared.ends import USER_DATA_SECONDS, deliver, keep_user_data, release_shared_keys, write_final_record
 from ecomp.shared.names import Change, Excluded, load_group, load_quota, rejoin_group
 from ecomp.store.client import Entry, Put, Store, Unchanged
 from tests.functional.cloud import IMAGE, SMALL, Cloud, make_uuid

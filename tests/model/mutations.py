@@ -205,7 +205,7 @@ CLAIM = {
 }
 DELIVERY = {
     'a delivery does not compare its attempt': make_bug(
-        'ecomp.scheduler.placing.claim:deliver', replace_assignment('conditions', '[]'), 'resume_unanswered'
+        'ecomp.shared.ends:deliver', replace_assignment('conditions', '[]'), 'resume_unanswered'
     ),
     'an attempt is on no lease': make_bug(
         'ecomp.scheduler.placing.claim:announce', drop_argument('Put', 'lease'), 'one_name', 'one_uuid_twice'

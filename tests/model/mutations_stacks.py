@@ -154,11 +154,11 @@ STACKS = {
     # Attempts and claims
     "a delivery compares neither its attempt nor the stack's key": make_pair(
         make_bug('ecomp.scheduler.placing.stack:_make_stack_change', drop_operand('Unchanged')),
-        make_bug('ecomp.scheduler.placing.claim:deliver', replace_assignment('conditions', '[]')),
+        make_bug('ecomp.shared.ends:deliver', replace_assignment('conditions', '[]')),
         'applied_twice_and_frozen',
     ),
     'a slow apply delivers although its attempt has ended': make_bug(
-        'ecomp.scheduler.placing.claim:deliver', replace_assignment('conditions', '[]'), 'apply_frozen', 'apply_late'
+        'ecomp.shared.ends:deliver', replace_assignment('conditions', '[]'), 'apply_frozen', 'apply_late'
     ),
     'an apply takes all claims for its own': make_bug(
         'ecomp.scheduler.placing.stack:apply_change',

@@ -162,13 +162,13 @@ REPORTED = {
 }
 PAIRED = {
     'neither the mark nor the lease fences a taker': make_pair(
-        make_bug('ecomp.agent.queue:Taker._move', drop_operand('mark_key', 'Unchanged')),
+        make_bug('ecomp.shared.ends:deliver', replace_assignment('conditions', '[]')),
         make_bug('ecomp.shared.presence:Presence._record_revision', drop_statement('fence')),
         'frozen_taker_forgotten',
     ),
-    'a move compares neither its mark nor the queue entry': make_bug(
-        'ecomp.agent.queue:Taker._move',
-        combine(drop_operand('mark_key', 'Unchanged'), drop_operand('queue_key', 'Unchanged')),
+    'a move compares neither its mark nor the queue entry': make_pair(
+        make_bug('ecomp.shared.ends:deliver', replace_assignment('conditions', '[]')),
+        make_bug('ecomp.agent.queue:Taker._move', drop_operand('revision', 'Unchanged')),
         'taken_and_destroyed',
     ),
     'a mark read back compares neither its lease nor its compute, and a claim is moved to another compute': make_pair(
@@ -188,7 +188,7 @@ PAIRED = {
     ),
     'neither a create nor its delivery looks for an earlier record': make_pair(
         make_bug('ecomp.scheduler.placing.create:_find_delivered', return_constant({})),
-        make_bug('ecomp.scheduler.placing.claim:deliver', drop_statement('record', 'append')),
+        make_bug('ecomp.shared.ends:deliver', drop_statement('record', 'append')),
         'destroyed_and_asked_again',
     ),
     'forget neither refuses nor looks before it releases': make_pair(

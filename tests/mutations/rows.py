@@ -408,8 +408,8 @@ ROWS = (
     Row(
         'a move out of a queue does not compare the queue entry',
         'ecomp/agent/queue.py',
-        '*(Unchanged(queue_key, place.revision), Unchanged(mark_key, taker_revision)),',
-        'Unchanged(mark_key, taker_revision),',
+        '[Unchanged(waiting.key, place.revision), Unchanged(',
+        '[Unchanged(',
         ('tests/functional/test_queues.py::test_request_that_was_removed_manually_is_not_moved',),
     ),
     Row(

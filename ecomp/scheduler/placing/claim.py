@@ -30,19 +30,16 @@ from ecomp.model.allocation import Allocations, Resources
 from ecomp.model.choose import Candidate
 from ecomp.model.group import Group, Membership, resolve_group
 from ecomp.model.json_object import dump
-from ecomp.model.order import Order, Request, parse_attempt_instances
+from ecomp.model.order import Order, parse_attempt_instances
 from ecomp.model.quota import Quota, describe_excesses, make_charge, multiply_amounts
-from ecomp.model.stored import encode
 from ecomp.model.text import format_suggestion
-from ecomp.model.user_data import SharedUserData
 from ecomp.placement import providers
 from ecomp.placement.allocations import Requester, claim, release, summarize_instances
 from ecomp.placement.client import Placement
 from ecomp.shared.attempts import TAKEN, find_needed
-from ecomp.shared.ends import find_delivery, prepare_user_data
-from ecomp.shared.names import Change, commit_with_shared, load_group, load_quota
+from ecomp.shared.names import load_group, load_quota
 from ecomp.shared.notes import note_released
-from ecomp.store.client import Delete, Entry, Put, Settlement, Store, Unchanged
+from ecomp.store.client import Entry, Put, Settlement, Store, Unchanged
 
 
 class Terms(NamedTuple):
@@ -274,29 +271,3 @@ def _check_alone(store: Store, attempt: str, value: Mapping[str, object], revisi
             raise Conflict(
                 f'{attempt}: the older attempt {keys.get_last_part(key)} for this instance is in flight. Fix: {cure}'
             )
-
-
-def deliver(
-    store: Store,
-    deliveries: Sequence[tuple[str, Request]],
-    attempt: Unchanged,
-    user_data: SharedUserData | None,
-    make_shared_change: Callable[[], Change],
-    ends_attempt: bool = True,
-) -> int:
-    """Deliver (compute, request) pairs, at least one, in one transaction; return its revision once it is done.
-
-    The transaction includes `make_shared_change` (names, group, quota) and a set's `user_data`; with `ends_attempt` it
-    deletes the attempt's key. 0 if our attempt's key lost this `revision`, a record exists, or shared keys keep
-    changing. Raises the errors of that function and of etcd. Nothing is delivered then, unless the outcome is unknown.
-    """
-    conditions = [attempt]
-    user_data_puts, granted = prepare_user_data(store, user_data)
-    operations: list[Put | Delete] = [*([Delete(attempt.key)] if ends_attempt else []), *user_data_puts]
-    for compute, request in deliveries:
-        conditions.append(Unchanged(keys.record(compute, request.instance), 0))
-        stamp = store.make_stamp() if request.is_adopted else {}  # others have the time of their request
-        operations.append(Put(keys.request(compute, request.instance), encode(request, **stamp)))
-    doubt = f'{keys.get_last_part(attempt.key)} was delivered'
-    settlement = Settlement(Delete(attempt.key), partial(find_delivery, *deliveries[0]), doubt)
-    return commit_with_shared(store, conditions, operations, make_shared_change, granted, settlement) or 0

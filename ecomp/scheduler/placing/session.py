@@ -41,9 +41,10 @@ from ecomp.model.user_data import SharedUserData
 from ecomp.placement import allocations, providers
 from ecomp.placement.allocations import Requester
 from ecomp.placement.client import Placement
-from ecomp.scheduler.placing.claim import Claimer, abandon, announce, deliver
+from ecomp.scheduler.placing.claim import Claimer, abandon, announce
 from ecomp.scheduler.queries.find import InstanceEntries, reserve_names
 from ecomp.shared.attempts import count_placements_before_and_after, list_leased
+from ecomp.shared.ends import deliver
 from ecomp.shared.names import Change, join_group, merge_changes, release_name, try_revoke
 from ecomp.shared.notes import read_highest_released
 from ecomp.store.client import Delete, Entry, Store, Unchanged
@@ -363,7 +364,7 @@ class Session:
         user_data: SharedUserData | None = None,
         ends_attempt: bool = True,
     ) -> int:
-        """Deliver (compute, request) pairs, and destroy what they replace, in one transaction; see claim.deliver().
+        """Deliver (compute, request) pairs, and destroy what they replace, in one transaction; see ends.deliver().
 
         Names and group slots move from replaced instances to new ones. `make_own_change` adds quota and stack. Raises
         Excluded if others of a group or of the project came first.
