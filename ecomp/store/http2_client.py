@@ -146,11 +146,6 @@ class Transport:
         self.send(max(deadline, time.monotonic() + 1))
         return events
 
-    def ping(self, deadline: float) -> None:
-        """Send a ping, whose answer receive() gets; raise TimeoutError or OSError."""
-        self.http.ping(b'is there')
-        self.send(deadline)
-
     def shut_down(self) -> None:
         """Shut the connection down, from any thread; a thread that waits for data wakes up."""
         self._closed = True
@@ -348,16 +343,9 @@ PING_AFTER_SECONDS = 5.5
 PING_ANSWER_SECONDS = 2.5
 # gRPC's codes by number.
 GRPC_CODES = (
-    *('OK', 'CANCELLED', 'UNKNOWN', 'INVALID_ARGUMENT', messages.DEADLINE_EXCEEDED, 'NOT_FOUND', 'ALREADY_EXISTS'),
-    *(
-        'PERMISSION_DENIED',
-        messages.RESOURCE_EXHAUSTED,
-        'FAILED_PRECONDITION',
-        'ABORTED',
-        'OUT_OF_RANGE',
-        'UNIMPLEMENTED',
-    ),
-    *('INTERNAL', messages.UNAVAILABLE, 'DATA_LOSS', 'UNAUTHENTICATED'),
+    *('OK', 'CANCELLED', 'UNKNOWN', 'INVALID_ARGUMENT', 'DEADLINE_EXCEEDED', 'NOT_FOUND', 'ALREADY_EXISTS'),
+    *('PERMISSION_DENIED', 'RESOURCE_EXHAUSTED', 'FAILED_PRECONDITION', 'ABORTED', 'OUT_OF_RANGE', 'UNIMPLEMENTED'),
+    *('INTERNAL', 'UNAVAILABLE', 'DATA_LOSS', 'UNAUTHENTICATED'),
 )
 MALFORMED_ANSWER = 'its answer is not one gRPC message'
 
@@ -465,7 +453,8 @@ class WatchStream:
                 return
             check_deadline(deadline)
             if seconds == PING_AFTER_SECONDS:
-                self._transport.ping(time.monotonic() + PING_ANSWER_SECONDS)
+                self._transport.http.ping(b'is there')  # receive() gets the answer
+                self._transport.send(time.monotonic() + PING_ANSWER_SECONDS)
         if progress_seconds is None:
             raise ConnectionError('the member does not answer')
         try:
