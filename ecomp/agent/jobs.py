@@ -255,7 +255,8 @@ class Loop:
             self._changed.notify()
 
     def join(self) -> None:
-        """After stop(), wait for the call in flight. Must not be called by `step`."""
+        """Stop, and wait for the call in flight. Must not be called by `step`."""
+        self.stop()
         if self._thread is not None:
             self._thread.join()
 

@@ -455,11 +455,7 @@ class TakeLoop:
         self._failures, self._deferrals = failures, Deferrals()
         self._next_take = math.inf  # when (monotonic) the compute may take, if it was woken
         self._loop = Loop('queues', self._run)
-
-    def stop(self) -> None:
-        """Stop, and wait for the take in flight. Before this `may_take` must return False."""
-        self._loop.stop()
-        self._loop.join()
+        self.stop = self._loop.join  # before this `may_take` must return False, or the take in flight goes on
 
     def wake_up(self, reason: str) -> None:
         """Take after this compute's delay, unless it is woken already. From any thread."""

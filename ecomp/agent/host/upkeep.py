@@ -118,18 +118,14 @@ class Upkeep:
         self._first_sightings: dict[Hashable, float] = {}
         # What two looks agreed on last.
         self.report = HostReport()
-        self._loop = Loop('audits', self._answer_all)
-
-    def stop(self) -> None:
-        """Answer no more, after the answer in flight."""
-        self._loop.stop()
-        self._loop.join()
+        loop = Loop('audits', self._answer_all)
+        self._schedule_answers, self.stop = loop.schedule, loop.join
 
     def on_questions(self, state: Mapping[str, Entry]) -> None:
         """Replace the questions, and schedule answers if there are or were any. The follower's thread calls this."""
         before, self._questions = self._questions, state
         if state or before:
-            self._loop.schedule()
+            self._schedule_answers()
 
     def step(self) -> None:
         """Look, publish what the last look saw, too, and repair reservations; raise errors, which are published."""

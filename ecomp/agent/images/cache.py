@@ -365,7 +365,6 @@ class Scrubber:
     def stop(self) -> None:
         """Stop the thread; a file that it is reading is read from its beginning next time."""
         self._stopped.set()
-        self._loop.stop()
         self._loop.join()
 
     def scrub(self, now: float) -> None:
