@@ -168,9 +168,7 @@ class ComputeProcess:
         placement = Placement(config.placement)
         at_exit.callback(placement.close)
         familiar = check_or_adopt(guard, store, now())
-        revision = guard.known_cluster.revision
-        # A compute that remembers no etcd knows nothing older than now, like one that accepts a new etcd.
-        first_seen = remembered.first_seen_revision if remembered.identity else revision
+        known = guard.known_cluster
         if not self.fake:
             _warn_of_insecure_setup(config, store)
         # Callbacks run in reverse: the compute stops before the follower.
@@ -182,7 +180,7 @@ class ComputeProcess:
             store=store,
             guard=guard,
             placement=placement,
-            queues=Queues(revision, first_seen),
+            queues=Queues(known.revision, known.first_seen_revision),
             fake=self.fake,
             accepts_new_etcd=self.accepts_new_etcd,
             is_familiar_etcd=familiar,
@@ -191,7 +189,6 @@ class ComputeProcess:
         self._compute.register()
         # Last, so that after a kill before this the next start finds the same unfamiliar etcd.
         if familiar:
-            etcd_file.first_seen_revision = first_seen
             etcd_file.start()
 
     def run(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ecomp.errors import Problem
@@ -42,7 +42,7 @@ _COUNT = number(0, 2**64 - 1)
 class KnownCluster:
     """An etcd as a compute remembers it, with the highest revision and term; defaults: unknown.
 
-    `first_seen_revision` is that at which the compute first saw or accepted it, in the file alone.
+    `first_seen_revision` is that at which the compute first saw or accepted it, 0 if not noted.
     """
 
     identity: str = ''
@@ -52,8 +52,8 @@ class KnownCluster:
     first_seen_revision: int = 0
 
     def with_header(self, header: Header) -> KnownCluster:
-        return KnownCluster(
-            self.identity, header.cluster, max(self.revision, header.revision), max(self.term, header.term)
+        return replace(
+            self, cluster=header.cluster, revision=max(self.revision, header.revision), term=max(self.term, header.term)
         )
 
 

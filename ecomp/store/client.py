@@ -106,7 +106,8 @@ class Guard:
             raise EcompError(f'{malformed}. Fix: etcdctl del {keys.CLUSTER}') from error
         with self._lock:
             current = self._known_cluster
-            self._learn(KnownCluster(identity, current.cluster, current.revision, current.term))
+            # It knows nothing older than now of this etcd.
+            self._learn(replace(current, identity=identity, first_seen_revision=current.revision))
 
     def _learn(self, new_cluster: KnownCluster) -> None:
         if new_cluster != self._known_cluster:

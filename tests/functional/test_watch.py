@@ -535,11 +535,12 @@ def test_known_etcd_is_written_soon_and_at_stop(tmp_path: Path, monkeypatch: pyt
 def test_first_seen_revision_is_remembered(tmp_path: Path) -> None:
     memory = KnownEtcd(tmp_path)
     assert memory.load().first_seen_revision == 0
-    memory.first_seen_revision = 350
-    memory.schedule_write(KNOWN_CLUSTER)
+    guard = Guard(KnownCluster(), memory.schedule_write)
+    guard.check_reply(guard.known_cluster, cluster.Header(1, 350, 2), 'e')
+    guard.adopt(CLUSTER_VALUE, 'e')
     with start_and_stop(memory):
-        memory.schedule_write(KnownCluster(IDENTITY, 1, 400, 2))
-    assert KnownEtcd(tmp_path).load().first_seen_revision == 350
+        guard.check_reply(guard.known_cluster, cluster.Header(1, 400, 2), 'e')
+    assert KnownEtcd(tmp_path).load() == KnownCluster(IDENTITY, 1, 400, 2, first_seen_revision=350)
 
 
 def test_failed_write_is_logged_once_and_retried(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

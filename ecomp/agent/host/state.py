@@ -26,7 +26,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -338,8 +338,6 @@ class KnownEtcd:
     def __init__(self, directory: Path) -> None:
         self._path = directory / 'etcd.json'
         self._cluster = self._written = KnownCluster()
-        # Etcd's revision when it was first seen or accepted, 0 if not noted: written with what is known of etcd.
-        self.first_seen_revision = 0
         self._is_started = self._has_failed = False
         self._loop = Loop('known etcd', self._write)
 
@@ -366,13 +364,12 @@ class KnownEtcd:
 
     def stop(self) -> None:
         """Stop the thread, wait for it, and write once more; no-op if it was not started."""
-        self._loop.stop()
         self._loop.join()
         if self._is_started:
             self._write()
 
     def _write(self) -> float:
-        current = replace(self._cluster, first_seen_revision=self.first_seen_revision)
+        current = self._cluster
         if current != self._written and current.identity:
             try:
                 write_durably(self._path, encode(current) + '\n')
