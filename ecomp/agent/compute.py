@@ -330,9 +330,12 @@ class PlanningLoop:
     def _start_tasks(self, due: Sequence[Work]) -> None:
         """Start a thread for each work that the limits allow; the end of a task plans the others again."""
         running = Counter(work.task.kind is Kind.BUILD for work in self.planner.get_in_flight().values())
-        for work in due:
+        # New tasks first, then by the end of their back-off, or tasks that fail again and again would keep others out.
+        retry_times = self.planner.deferrals.get_deferred(-math.inf)
+        for work in sorted(due, key=lambda work: (retry_times.get(work.instance, 0.0), work.revision)):
             is_build = work.task.kind is Kind.BUILD
-            if running[is_build] < (max(self.max_tasks, MIN_BUILD_THREADS) if is_build else self.max_tasks):
+            limit = max(self.max_tasks, MIN_BUILD_THREADS) if is_build else self.max_tasks
+            if running[is_build] < limit and not self.is_ending():
                 running[is_build] += 1
                 self.planner.begin(work)
                 try:

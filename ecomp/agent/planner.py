@@ -122,7 +122,6 @@ class Planner:
         self._before_reboot = self._instances.memory.load_unhandled()
         self._shutdowns = Shutdowns(SHUTDOWN_GRACE_SECONDS, SHUTDOWN_REPEAT_SECONDS)
         self._planned_at = 0.0
-        self._has_stopped_builds = False
 
     def wake_up(self, reason: str) -> None:
         """Ask for a step, because something may have changed. From any thread."""
@@ -169,13 +168,11 @@ class Planner:
         ]
 
     def stop_builds(self) -> None:
-        """Start no builds until allow_builds(); those in flight stop and undo themselves."""
-        self._has_stopped_builds = True
+        """Stop the builds in flight, and those that begin before allow_builds(): they undo themselves."""
         self._instances.runner.cancel(None)
 
     def allow_builds(self) -> None:
         """Start builds again after stop_builds(), and retry deferred tasks."""
-        self._has_stopped_builds = False
         self._instances.runner.allow_builds()
         self.retry_now()
 
@@ -203,8 +200,6 @@ class Planner:
         task, instance, started_at = work.task, work.instance, time.monotonic()
         log.debug('%s %s: %s', task.kind.value, instance, task.reason)
         try:
-            if self._has_stopped_builds and task.kind is Kind.BUILD:
-                return  # stopped after it was planned
             TASK_METHODS[task.kind](self._instances, work)
             self._finished.put((work, time.monotonic()))
             self.deferrals.cancel(instance)
