@@ -50,15 +50,11 @@ class Guard:
 
     def __init__(self, known_cluster: KnownCluster, on_change: Callable[[KnownCluster], None]) -> None:
         self._lock = threading.Lock()
-        self._known_cluster = known_cluster
+        # The state seen so far. Read it before sending a request; check the reply against it.
+        self.known_cluster = known_cluster
         self._on_change = on_change
         self._refusal = ''
         self._refusal_listeners: list[Callable[[str], None]] = []
-
-    @property
-    def known_cluster(self) -> KnownCluster:
-        """The state seen so far. Read it before sending a request; check the reply against it."""
-        return self._known_cluster
 
     def add_refusal_listener(self, callback: Callable[[str], None]) -> None:
         """Call `callback(reason)` once, from any thread: when etcd is refused, or now if it already is."""
@@ -80,7 +76,7 @@ class Guard:
         if reason is not None:
             self._refuse(endpoints, reason)
         with self._lock:
-            self._learn(self._known_cluster.with_header(header))
+            self._learn(self.known_cluster.with_header(header))
 
     def observe(self, cluster_before: KnownCluster, header: Header) -> bool:
         """Learn cluster and revision of a member that may lag; return False, refusing nothing, if foreign or older."""
@@ -88,12 +84,12 @@ class Guard:
             return False
         # The term is the member's own: after standing for election it may be above the leader's, in the same etcd.
         with self._lock:
-            self._learn(self._known_cluster.with_header(replace(header, term=0)))
+            self._learn(self.known_cluster.with_header(replace(header, term=0)))
         return True
 
     def check_identity(self, value: bytes | None, endpoints: str) -> None:
         """Raise StrangeEtcd, now and later, unless `value` of /cluster (None: no key) is the known identity."""
-        reason = cluster.explain_identity_mismatch(self._known_cluster, value)
+        reason = cluster.explain_identity_mismatch(self.known_cluster, value)
         if reason is not None:
             self._refuse(endpoints, reason)
 
@@ -105,13 +101,13 @@ class Guard:
             malformed = f'etcd at {endpoints}: {keys.CLUSTER} is malformed: {error}'
             raise EcompError(f'{malformed}. Fix: etcdctl del {keys.CLUSTER}') from error
         with self._lock:
-            current = self._known_cluster
+            current = self.known_cluster
             # It knows nothing older than now of this etcd.
             self._learn(replace(current, identity=identity, first_seen_revision=current.revision))
 
     def _learn(self, new_cluster: KnownCluster) -> None:
-        if new_cluster != self._known_cluster:
-            self._known_cluster = new_cluster
+        if new_cluster != self.known_cluster:
+            self.known_cluster = new_cluster
             if new_cluster.identity:
                 self._on_change(new_cluster)
 

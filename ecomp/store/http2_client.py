@@ -71,6 +71,8 @@ class Transport:
         self._closed = False
         self.config = config
         self.endpoint = endpoint
+        self._is_secure = config.ca_cert is not None or config.cert_cert is not None
+        self.scheme = 'https' if self._is_secure else 'http'
         self._connect_timeout = config.timeout / len(config.endpoints)
         has_others = len(config.endpoints) > 1
         self._patience_seconds = min(NEXT_MEMBER_SECONDS, self._connect_timeout) if has_others else config.timeout
@@ -81,10 +83,6 @@ class Transport:
         self._failed: messages.CallFailure | None = None
         self._connect_thread = threading.Thread(target=self._try_connect, name='etcd', daemon=True)
         self._connect_thread.start()
-
-    @property
-    def scheme(self) -> str:
-        return 'https' if self._is_secure else 'http'
 
     @contextmanager
     def reserve(self, deadline: float) -> Iterator[None]:
@@ -217,10 +215,6 @@ class Transport:
             check_deadline(deadline)
         if self._closed:
             self._socket.close()
-
-    @property
-    def _is_secure(self) -> bool:
-        return self.config.ca_cert is not None or self.config.cert_cert is not None
 
     def _notice_end(self, deadline: float) -> None:
         """Read what has arrived since the last use; mark the connection broken if it has ended. Never raises."""
