@@ -400,6 +400,7 @@ class Compute:
         self._presence = Presence(
             self.store, key, facts, lambda reason: self.daemon.become_read_only(reason), self._become_writable
         )
+        self.on_computes = self._presence.on_computes
 
     def register(self) -> None:
         """Check that this compute may run here, save its identity, register it in placement, and make its parts.
@@ -537,9 +538,6 @@ class Compute:
         self.daemon.on_state(state)
         if self._taking is not None:
             self._taking.on_hosts(state)
-
-    def on_computes(self, state: Entries) -> None:
-        self._presence.on_computes(state)
 
     def on_lost(self, error: EcompError) -> None:
         self._failures.report_failure(FOLLOWING, error)

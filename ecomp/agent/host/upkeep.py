@@ -119,6 +119,7 @@ class Upkeep:
         # What two looks agreed on last.
         self.report = HostReport()
         loop = Loop('audits', self._answer_all)
+        # The end waits for the answer in flight.
         self._schedule_answers, self.stop = loop.schedule, loop.join
 
     def on_questions(self, state: Mapping[str, Entry]) -> None:
