@@ -99,7 +99,7 @@ MIN_BUILD_THREADS = 32
 Admit = Callable[[Set[str]], None]
 
 
-def make_fake_host(fake: Fake, config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> HostServices:
+def make_fake_host(fake: Fake, config: ComputeConfig, admit: Admit) -> HostServices:
     """Make a host without libvirt (--fake), which runs jobs in the caller's thread; errors of `admit` are raised."""
     from ecomp.virt.fake import FakeHypervisor
 
@@ -110,9 +110,7 @@ def make_fake_host(fake: Fake, config: ComputeConfig, at_exit: ExitStack, admit:
     hypervisor.choose_virt_type(config.virt_type)
     admit({each.compute for each in hypervisor.list_guests().values() if each.compute and not each.is_adopted})
     images = FakeImages()
-    runner = InlineRunner(hypervisor, images)
-    at_exit.callback(runner.stop)
-    return HostServices(hypervisor, runner, data, list_image_hashes=images.list_image_hashes)
+    return HostServices(hypervisor, InlineRunner(hypervisor, images), data, list_image_hashes=images.list_image_hashes)
 
 
 def make_libvirt_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> HostServices:
@@ -412,8 +410,10 @@ class Compute:
         # First, because another ecompute may be this compute, and must not be disturbed.
         if familiar:
             self._presence.check()
-        make_host = make_libvirt_host if fake is None else partial(make_fake_host, fake)
-        self.host = make_host(config, self._at_exit, self._admit)
+        if fake is not None:
+            self.host = make_fake_host(fake, config, self._admit)
+        else:
+            self.host = make_libvirt_host(config, self._at_exit, self._admit)
         hypervisor = self.host.hypervisor
         virt_type = hypervisor.choose_virt_type(config.virt_type)
         self._left_out = frozenset(

@@ -181,28 +181,22 @@ class Waker:
         self.reader = self._reader.fileno()
         os.set_blocking(self.reader, False)
         os.set_blocking(self._writer.fileno(), False)
-        self._on_signals = False
 
     def wake(self) -> None:
         with suppress(BlockingIOError):  # the pipe is full of unread bytes, which end the wait as well
             os.write(self._writer.fileno(), b'.')
 
     def wake_on_signals(self) -> None:
-        """Let signals end the wait, until close(). Call both in the main thread."""
+        """Let signals end the wait, until signal.set_wakeup_fd(-1). Call both in the main thread."""
         # The kernel may deliver a signal to any thread. The poll in the main thread, where alone Python runs handlers,
         # then does not end: the signal would be handled up to a minute later.
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._on_signals = True
 
     def clear(self) -> None:
         """Forget the wake-ups so far: the next wait blocks until another one."""
         with suppress(BlockingIOError):
             while os.read(self.reader, 4096):
                 pass
-
-    def close(self) -> None:
-        if self._on_signals:
-            signal.set_wakeup_fd(-1)
 
 
 def run_aside(name: str, function: Callable[[], Result]) -> Future[Result]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import resource
+import signal
 import threading
 import time
 from collections import Counter
@@ -198,6 +199,7 @@ class ComputeProcess:
         """
         compute, status = self._compute, str(self._compute)
         compute.host.runner.waker.wake_on_signals()
+        self.at_exit.callback(signal.set_wakeup_fd, -1)
         compute.start()
         if compute.is_familiar_etcd:
             self._follow()

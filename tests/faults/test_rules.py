@@ -64,7 +64,6 @@ def world(etcd: Etcd, placement: PlacementServer, tmp_path: Path) -> Iterator[Wo
     assert planned
     guest = Guest(instance, compute, defined=True, running=True, disk=True)
     yield World(instances, request, compute, guest, planned, hypervisor)
-    runner.stop()
     store.close()
     client.close()
 

@@ -303,7 +303,6 @@ def test_inline_pool_runs_jobs_in_the_caller() -> None:
     assert list(inline.run(work)) == ALL_STAGES
     inline.waker.wake()
     inline.tend(60)
-    inline.stop()
 
 
 def test_blocked_destroys_do_not_block_another(pool: TendedPool) -> None:

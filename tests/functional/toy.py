@@ -125,8 +125,4 @@ def make_toy_compute(
     hypervisor = hypervisor or FakeHypervisor()
     runner = InlineRunner(hypervisor, FakeImages())
     host = HostServices(hypervisor, runner, GuestData(state / 'metadata'))
-    toy_compute = ToyCompute(cloud, compute, hypervisor, host, state, networks)
-    try:
-        yield toy_compute
-    finally:
-        runner.stop()
+    yield ToyCompute(cloud, compute, hypervisor, host, state, networks)

@@ -84,9 +84,6 @@ class InlineRunner:
         wait([self.waker.reader], timeout)
         self.waker.clear()
 
-    def stop(self) -> None:
-        self.waker.close()
-
     def _checkpoint(self, instance: str) -> None:
         if self._cancelled & {None, instance}:
             raise Cancelled
@@ -362,7 +359,6 @@ class Workers:
             self._workers.clear()
         for ticket in unfinished:  # otherwise the thread that waits for it would keep this process alive
             ticket.events.put(('failed', WorkerDied('the pool of workers was stopped')))
-        self.waker.close()
 
     def _adjust_size(self, now: float) -> tuple[int, float]:
         """Dismiss surplus idle workers; return the target size and when it may rise (monotonic), or inf."""
