@@ -581,3 +581,16 @@ def test_tasks_keep_to_their_limit_and_one_without_a_thread_is_retried(
         for instance in instances:
             wait_for_state(toy_compute, instance, ACTIVE)
     assert not refusals
+
+
+def test_new_tasks_start_before_those_that_failed(toy_compute: ToyCompute, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr('ecomp.agent.compute.MIN_BUILD_THREADS', 3)
+    begun, planner, begin = list[str](), toy_compute.planner, toy_compute.planner.begin
+    with start_daemon(toy_compute, BlockingClaimKeeper(toy_compute)) as daemon:
+        failed_last, failed_first, first, second = [toy_compute.place() for _ in range(4)]
+        planner.deferrals.defer(failed_first, 0)
+        planner.deferrals.defer(failed_last, 0)
+        monkeypatch.setattr(planner, 'begin', lambda work: (begun.append(work.instance), begin(work)))
+        monkeypatch.setattr(planner, 'carry_out', planner._finish)
+        daemon._start_tasks(toy_compute.plan())
+    assert begun == [first, second, failed_first]
