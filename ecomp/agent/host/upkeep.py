@@ -118,15 +118,14 @@ class Upkeep:
         self._first_sightings: dict[Hashable, float] = {}
         # What two looks agreed on last.
         self.report = HostReport()
-        loop = Loop('audits', self._answer_all)
-        # The end waits for the answer in flight.
-        self._schedule_answers, self.stop = loop.schedule, loop.join
+        self._loop = Loop('audits', self._answer_all)
+        self.stop = self._loop.join  # the end waits for the answer in flight
 
     def on_questions(self, state: Mapping[str, Entry]) -> None:
         """Replace the questions, and schedule answers if there are or were any. The follower's thread calls this."""
         before, self._questions = self._questions, state
         if state or before:
-            self._schedule_answers()
+            self._loop.schedule()
 
     def step(self) -> None:
         """Look, publish what the last look saw, too, and repair reservations; raise errors, which are published."""
