@@ -582,7 +582,7 @@ class Compute:
 
     def _measure_inventory(self, foreign: Mapping[str, ForeignGuest]) -> PlacementInventory:
         guests, left_out = self.host.hypervisor.list_guests(), self._left_out & foreign.keys()
-        return make_host_inventory(self._config, self._environment.fake is not None, guests, foreign, left_out)
+        return make_host_inventory(self.config, self.fake is not None, guests, foreign, left_out)
 
     def _measure(self) -> None:
         """Reserve what others use here, without guests that are adopted or being adopted, and publish their guests."""
@@ -590,7 +590,7 @@ class Compute:
         left_out = {name for name, guest in foreign.items() if guest.adopted_by == self.uuid}
         if foreign:
             left_out |= foreign.keys() & set(map(keys.get_last_part, self._requests))
-            entry = self._store.get(keys.adoption(self.uuid))
+            entry = self.store.get(keys.adoption(self.uuid))
             if entry is not None and entry.lease:
                 left_out |= foreign.keys() & parse_attempt_instances(entry.key, entry.value)
         is_exact, self._left_out = left_out != self._left_out, frozenset(left_out)
