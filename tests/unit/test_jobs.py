@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -330,6 +331,17 @@ def test_wake_and_clear() -> None:
     assert is_woken(waker)
     waker.clear()
     assert not is_woken(waker)
+
+
+def test_wake_after_signals_are_detached_writes_to_no_other_file(tmp_path: Path) -> None:
+    """A signal handler may wake a process that is ending."""
+    waker = Waker()
+    waker.wake_on_signals()
+    signal.set_wakeup_fd(-1)
+    with (tmp_path / 'other').open('w+') as other:  # gets the lowest free descriptor
+        waker.wake()
+        assert other.read() == ''
+    assert is_woken(waker)
 
 
 @pytest.mark.usefixtures('sigusr1_handler')

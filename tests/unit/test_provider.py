@@ -20,6 +20,7 @@ from ecomp.agent.host.provider import (
     make_inventory,
     measure_machine,
     reserve_all_vcpus,
+    settle_reserved,
 )
 from ecomp.agent.host.provider import make_fixed_inventory as stated
 from ecomp.errors import UsageError
@@ -146,6 +147,26 @@ def test_disabled_and_enabled() -> None:
     assert status.apply_enable({'A', *STATUS_TRAITS}, is_alive=True) == {'A'}
     assert status.apply_enable({'A', *STATUS_TRAITS}, is_alive=False) == {'A', DISABLED}
     assert status.apply_enable({'A', DISABLED}, is_alive=True) == {'A'}
+
+
+def test_vcpus_of_running_guests_of_others_are_reserved_but_never_all() -> None:
+    cores = MACHINE.cores
+    assert [make_inventory(MACHINE, 5, vcpus)['VCPU']['reserved'] for vcpus in (0, 1, cores, 99)] == [
+        0, 1, cores - 1, cores - 1
+    ]  # fmt: skip
+
+
+def test_small_changes_of_what_others_use_are_not_written() -> None:
+    before = add_ratios({'MEMORY_MB': {'total': 1000, 'reserved': 100}, 'VCPU': {'total': 4, 'reserved': 0}}, {})
+
+    def settle(memory: int, is_exact: bool = False) -> float:
+        measured = add_ratios({'MEMORY_MB': {'total': 1000, 'reserved': memory}, 'VCPU': before['VCPU']}, {})
+        settled = settle_reserved(before, measured, is_exact)
+        assert {**settled, 'MEMORY_MB': measured['MEMORY_MB']} == measured
+        return settled['MEMORY_MB']['reserved']
+
+    assert [settle(memory) for memory in (50, 49, 150, 151)] == [100, 49, 100, 151]
+    assert settle(99, is_exact=True) == 99
 
 
 def test_adoption_enables_only_what_it_disabled() -> None:

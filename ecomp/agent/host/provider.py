@@ -94,7 +94,8 @@ def make_inventory(machine: MachineUsage, image_cache_gib: int, foreign_vcpus: i
     """
     foreign = machine.disk_used - machine.disk_guests - machine.disk_cached
     return {
-        'VCPU': {'total': machine.cores, 'reserved': min(foreign_vcpus, machine.cores)},
+        # Not all of it: that means that the ecompute was stopped.
+        'VCPU': {'total': machine.cores, 'reserved': min(foreign_vcpus, machine.cores - 1)},
         'MEMORY_MB': _make_inventory_class(machine.memory, machine.memory_used - machine.memory_guests, MIB),
         'DISK_GB': _make_inventory_class(machine.disk, foreign + max(image_cache_gib * GIB, machine.disk_cached), GIB),
     }

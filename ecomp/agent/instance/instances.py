@@ -367,8 +367,9 @@ class Instances:
         record = record.enter_state(ACTIVE, self.now(), 'image', 'disk', 'started').mark_running(MANUAL, self.now())
         record = record if guest.is_running else record.mark_off(self.now())
         record = replace(record, console=f'{self.template.hostname}:' if guest.has_console else None)
-        self.records.write(record, revision)
+        # First: another etcd knows the guest only by this memory.
         self.memory.remember(request, record)
+        self.records.write(record, revision)
         log.info('instance %s is adopted, and %s', instance, record.state)
 
     def disown(self, instance: str) -> None:
