@@ -416,10 +416,9 @@ class Compute:
             self.host = make_libvirt_host(config, self._at_exit, self._admit)
         hypervisor = self.host.hypervisor
         virt_type = hypervisor.choose_virt_type(config.virt_type)
-        self._left_out = frozenset(
-            name for name, guest in hypervisor.list_foreign().items() if guest.adopted_by == self.uuid
-        )
-        self._inventory = self._measure_inventory(hypervisor.list_foreign())
+        foreign = hypervisor.list_foreign()
+        self._left_out = {name for name, guest in foreign.items() if guest.adopted_by == self.uuid}
+        self._inventory = self._measure_inventory(foreign, self._left_out)
         self._guest_type = 'fake' if fake else virt_type
         self._presence.add_fields(kind=self._guest_type, queues=config.queues)
         self._provider = Registration(
@@ -580,8 +579,8 @@ class Compute:
         for instance in confirmed:
             self._instances.disown(instance)
 
-    def _measure_inventory(self, foreign: Mapping[str, ForeignGuest]) -> PlacementInventory:
-        guests, left_out = self.host.hypervisor.list_guests(), self._left_out & foreign.keys()
+    def _measure_inventory(self, foreign: Mapping[str, ForeignGuest], left_out: Set[str]) -> PlacementInventory:
+        guests = self.host.hypervisor.list_guests()
         return make_host_inventory(self.config, self.fake is not None, guests, foreign, left_out)
 
     def _measure(self) -> None:
@@ -593,12 +592,13 @@ class Compute:
             entry = self.store.get(keys.adoption(self.uuid))
             if entry is not None and entry.lease:
                 left_out |= foreign.keys() & parse_attempt_instances(entry.key, entry.value)
-        is_exact, self._left_out = left_out != self._left_out, frozenset(left_out)
-        inventory = provider.settle_reserved(self._inventory, self._measure_inventory(foreign), is_exact)
+        measured, is_exact = self._measure_inventory(foreign, left_out), left_out != self._left_out
+        inventory = provider.settle_reserved(self._inventory, measured, is_exact)
         self._provider.update_inventory(inventory, self.daemon.is_ending)
-        self._inventory = inventory
+        self._inventory, self._left_out = inventory, left_out
         # An adoption waits for this: only now there is room for the guests that are left out.
-        self._presence.publish(keys.foreign(self.uuid), encode_foreign(foreign, left_out), is_urgent=True)
+        named = [name for name in left_out if foreign[name].adopted_by != self.uuid]
+        self._presence.publish(keys.foreign(self.uuid), encode_foreign(foreign, named), is_urgent=True)
 
     def _look(self) -> None:
         guests = self.host.hypervisor.list_guests()

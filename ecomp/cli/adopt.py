@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import Any
 
 from ecomp.cli.command import DOCUMENT_OPTIONS, LISTING_OPTIONS, Command, Context, Outcomes
 from ecomp.cli.options import Options, Words, check_project, parse_any_instances
@@ -15,28 +16,28 @@ from ecomp.model.foreign import ForeignGuest, HostForeign
 from ecomp.model.host import Computes
 from ecomp.model.text import check_name, is_name, join_some
 
-if TYPE_CHECKING:
-    from ecomp.model.allocation import Inventory
-
 
 def list_foreign(ctx: Context, computes: Sequence[str]) -> int:
     """Print the guests on these computes that ecomp did not create, and whether each fits."""
     from ecomp.placement.providers import read_inventory
     from ecomp.scheduler.placing.adopt import read_foreign
 
-    found, silent = read_foreign(ctx.store, computes, is_now=True)
-    inventories = {compute: read_inventory(ctx.placement, compute) for compute in found if found[compute].guests}
+    found, problems = read_foreign(ctx.store, computes)
+    inventories = dict[str, Mapping[str, Any]]()
+    for compute in (each for each, foreign in found.items() if foreign.guests):
+        with suppress(NotFound):  # then nothing fits
+            inventories[compute] = read_inventory(ctx.placement, compute)
     code = ctx.show(make_foreign_listing(found, inventories, ctx.computes))
-    for compute in sorted(silent):
-        ctx.out.say(f'{ctx.computes.format_name(compute)}: does not answer; its guests are those of its last look')
+    for compute, problem in sorted(problems.items()):
+        ctx.out.say(f'{ctx.computes.format_name(compute)}: {problem}')
     for compute, foreign in found.items():
         if foreign.omitted:
             ctx.out.say(f'{ctx.computes.format_name(compute)}: {foreign.omitted} more guests have no room in its list')
-    return code or (Unreachable.exit_code if silent else 0)
+    return code or (Unreachable.exit_code if problems else 0)
 
 
 def make_foreign_listing(
-    found: Mapping[str, HostForeign], inventories: Mapping[str, Mapping[str, Inventory]], known_computes: Computes
+    found: Mapping[str, HostForeign], inventories: Mapping[str, Mapping[str, Any]], known_computes: Computes
 ) -> Listing:
     """List the guests of each compute, with what its host lacks for them."""
     from ecomp.scheduler.placing.adopt import find_lacking
@@ -44,9 +45,9 @@ def make_foreign_listing(
     rows = []
     for compute, foreign in found.items():
         for guest in foreign.guests:
-            host, adopted = known_computes.format_name(compute), bool(guest.adopted_by)
+            host, adopted = known_computes.format_name(compute), guest.adopted_by == compute
             # What a running guest uses is reserved until it is adopted.
-            lacking = find_lacking(inventories[compute], guest.size, guest.size if guest.is_running else {})
+            lacking = find_lacking(inventories.get(compute, {}), guest.size, guest.size if guest.is_running else {})
             fits = None if adopted else not lacking
             amounts = [guest.size.get(name) for name in ('VCPU', 'MEMORY_MB', 'DISK_GB')]
             fit = 'adopted' if adopted else ', '.join(f'no {name}' for name in lacking) or 'yes'
@@ -72,23 +73,23 @@ def _adopt(ctx: Context) -> int:
         raise Conflict(f'{host}: its ecompute is not alive. Fix: start it')
     if not ctx.words[1:] and not ctx.options.all:
         return list_foreign(ctx, [compute])
-    found, _ = read_foreign(ctx.store, [compute], is_now=True)
-    guests = _select(host, found[compute].guests, ctx.words[1:])
-    names = [ctx.options.name or (guest.name if is_name(guest.name) else None) for guest in guests]
-    for guest, name in zip(guests, names, strict=True):
-        if name is None:
-            ctx.out.say(f'{guest.name}: is not a valid name of an instance, so it is adopted without one; see --name')
+    listed = read_foreign(ctx.store, [compute])[0][compute].guests
+    words = ctx.words[1:] or [guest.instance for guest in listed if guest.adopted_by != compute]
+    guests = [guest for guest in listed if guest.name in words or guest.instance in map(str.lower, words)]
+    known = {part for guest in guests for part in (guest.name, guest.instance)}
+    missing = [word for word in words if word not in known and word.lower() not in known]
+    adoptees = [] if missing else [Adoptee(guest, _choose_name(ctx, guest)) for guest in guests]
     owner = describe_owner(make_timestamp())
     scheduler = Scheduler(ctx.store, lambda: (ctx.placement, Offer(())), owner, random.Random(), make_timestamp)
-    adoptees, project = list(map(Adoptee, guests, names)), ctx.options.project or ctx.config.project_id
+    project = ctx.options.project or ctx.config.project_id
     outcomes = Outcomes(ctx, [guest.name for guest in guests], instance=None)
 
     def report(guest: ForeignGuest, sentence: str) -> None:
         outcomes.report(guest.name, f'{guest.name}: {sentence}', instance=guest.instance)
 
     try:
-        if adoptees:
-            adopt(scheduler, compute, host, adoptees, ctx.config.user_id, project, report)
+        # Also without guests: it ends an adoption that was killed.
+        adopt(scheduler, compute, host, adoptees, ctx.config.user_id, project, report)
     except NoCapacity as error:
         ctx.out.say(str(error))
         return NoCapacity.exit_code
@@ -96,20 +97,27 @@ def _adopt(ctx: Context) -> int:
         again = f'{ctx.command_prefix} {ctx.name} {" ".join(ctx.words)}{" --all" if ctx.options.all else ""}'
         ctx.out.say(f'interrupted: {host} may stay disabled. Try: {again}, which continues')
         return EcompError.exit_code
+    if missing:
+        again = f'{ctx.command_prefix} adopt {ctx.words[0]}'
+        raise NotFound(f'{missing[0]}: {host} has no such guest that ecomp did not create. Try: {again}')
     return outcomes.finish()
 
 
-def _select(host: str, guests: Sequence[ForeignGuest], words: Sequence[str]) -> list[ForeignGuest]:
-    """Return the guests with these names or uuids, all that are not adopted for none; NotFound for an unknown one."""
-    if not words:
-        return [guest for guest in guests if not guest.adopted_by]
-    selected = []
-    for word in dict.fromkeys(words):
-        matches = [guest for guest in guests if word in (guest.name, guest.instance)]
-        if not matches:
-            raise NotFound(f'{word}: {host} has no such guest that ecomp did not create. Try: eschedule adopt {host}')
-        selected.append(matches[0])
-    return selected
+def _choose_name(ctx: Context, guest: ForeignGuest) -> str | None:
+    """Return the name of the instance; None, with a message, for a default that is not valid, or not free."""
+    from ecomp.scheduler.queries.find import reserve_names
+
+    if ctx.options.name is not None or not is_name(guest.name):
+        reason = 'is not a valid name of an instance'
+    else:
+        try:
+            reserve_names(ctx.store, {guest.instance: guest.name})
+            return guest.name
+        except Conflict:
+            reason = 'is the name of another instance'
+    if ctx.options.name is None:
+        ctx.out.say(f'{guest.name}: {reason}, so it is adopted without one; see --name')
+    return ctx.options.name
 
 
 def _release(ctx: Context) -> int:

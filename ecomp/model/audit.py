@@ -524,10 +524,13 @@ def _find_guest_leftover(world: World, guest: Guest, homes: Collection[str], sum
     compute, instance = world.planes.compute, guest.instance
     if guest.compute not in (None, compute):
         # Computes that share a libvirt see each other's domains.
-        if keys.request(guest.compute or '', instance) not in world.planes.etcd:
+        if guest.is_adopted:
+            sentence = f'its domain is on compute {compute}, but compute {guest.compute} has adopted it; {summary}'
+            yield Finding('adoption-misplaced', instance, sentence, compute)
+        elif keys.request(guest.compute or '', instance) not in world.planes.etcd:
             mark = f'its domain is on compute {compute}, but has the owner mark of compute {guest.compute}'
             yield Finding('domain-misplaced', instance, f'{mark}; {summary}', compute)
-    elif compute in homes:
+    elif compute in homes or guest.is_adopted:  # the mark of an adopted one without a request goes by itself
         return
     elif not _is_domain_of(guest, compute):
         # Not repaired while the instance lives elsewhere: this may be the only copy of its disk.
@@ -657,6 +660,8 @@ CHECKS = add_checks({
         '<instance>; virsh undefine <instance>` there, then repeat the audit, which reports its disk'),
     'domain-misplaced': Check(HOST, _find_leftovers, 'a domain has the owner mark of another compute',
         REPAIR_WRONG_DOMAIN),
+    'adoption-misplaced': Check(HOST, _find_leftovers, 'an adopted domain is on another host than its instance',
+        'eschedule release <instance>, then eschedule adopt on the host of the domain'),
     'domain-doubled': Check(HOST, _find_leftovers, 'a compute has a domain of an instance that lives on another one',
         REPAIR_WRONG_DOMAIN),
     'disk-orphaned': Check(HOST, _find_leftovers, 'a disk without an instance',
@@ -669,7 +674,7 @@ CHECKS = add_checks({
     'record-missing': Check(HOST, _find_guest_problems, 'a requested instance has a domain, but no record',
         'restart its ecompute, which writes the record again'),
     'domain-missing': Check(HOST, _find_guest_problems, 'a living instance has no domain',
-        'eschedule destroy <instance>'),
+        'eschedule destroy <instance>, or eschedule release <instance> if it was adopted'),
     'domain-off': Check(HOST, _find_guest_problems, 'an active instance is off',
         'check the log of its ecompute, which did not notice that the guest is off'),
     'domain-running': Check(HOST, _find_guest_problems, 'the domain of a stopped or finished instance runs',

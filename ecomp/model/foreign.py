@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from ecomp.model.allocation import MAX_SUM, Resources
+from ecomp.model.allocation import MAX_SUM, REQUIRED_CLASSES, Resources
 from ecomp.model.guest import Guest
-from ecomp.model.parsers import FLAG, TEXT, UUID, dict_of, list_of, number, text
+from ecomp.model.parsers import FLAG, TEXT, UUID, dict_of, list_of, number, one_of, text
 from ecomp.model.stored import COMPACT, decode, encode, nested, sparse, stored
 from ecomp.model.text import make_printable
 
@@ -22,7 +22,7 @@ _SHORT = text(lambda value: make_printable(value, 200))
     name=_SHORT,
     is_running=FLAG,
     is_transient=sparse(FLAG),
-    size=dict_of(number(0, MAX_SUM)),
+    size=dict_of(number(0, MAX_SUM), one_of(REQUIRED_CLASSES)),
     disks=sparse(list_of(_SHORT)),
     adopted_by=sparse(TEXT),
 )
@@ -62,7 +62,7 @@ class ForeignGuest(NamedTuple):
 class HostForeign(NamedTuple):
     """The value of /foreign/<compute>; `omitted` guests had no room in it.
 
-    What the guests in `left_out` use is not reserved: they are adopted, or an adoption in flight names them.
+    What the guests in `left_out` use is not reserved, because an adoption in flight names them.
     """
 
     guests: tuple[ForeignGuest, ...] = ()
@@ -72,11 +72,11 @@ class HostForeign(NamedTuple):
 
 def encode_foreign(guests: Mapping[str, ForeignGuest], left_out: Collection[str]) -> str | None:
     """Return the value to publish, None for a host without such guests."""
-    ordered = sorted(guests.values(), key=lambda each: (each.name, each.instance))
+    # Those that can be adopted first, so that each is listed once the others are adopted.
+    ordered = sorted(guests.values(), key=lambda each: (bool(each.adopted_by), each.name, each.instance))
     value, count = None, len(ordered)
-    while ordered and (value is None or len(value) > MAX_FOREIGN_BYTES):
-        some = tuple(ordered[:count])
-        value = encode(HostForeign(some, tuple(sorted(left_out)), len(ordered) - count))
+    while count and (value is None or len(value) > MAX_FOREIGN_BYTES):
+        value = encode(HostForeign(tuple(ordered[:count]), tuple(sorted(left_out)), len(ordered) - count))
         count = count * 3 // 4
     return value
 

@@ -46,9 +46,9 @@ def apply_adoption(traits: Set[str]) -> Names:
     return frozenset(traits if DISABLED_BY_OPERATOR in traits else traits | STATUS_TRAITS)
 
 
-def end_adoption(traits: Set[str]) -> Names:
+def end_adoption(traits: Set[str], is_alive: bool) -> Names:
     """Return the traits after an adoption."""
-    return frozenset(traits - STATUS_TRAITS if ADOPTING in traits else traits)
+    return apply_enable(traits, is_alive) if ADOPTING in traits else frozenset(traits)
 
 
 def apply_start(traits: Set[str]) -> Names:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from types import MappingProxyType
 
 from ecomp.errors import Unreadable
 from ecomp.model import keys
@@ -131,25 +132,29 @@ def find_delivery(compute: str, request: Request, entries: Mapping[str, Entry]) 
     return record.revision if record is not None else None
 
 
-def deliver(
+def deliver(  # noqa: PLR0913
     store: Store,
     deliveries: Sequence[tuple[str, Request]],
     attempt: Unchanged,
     user_data: SharedUserData | None,
     make_shared_change: Callable[[], Change],
     ends_attempt: bool = True,
+    old_records: Mapping[str, Entry] = MappingProxyType({}),
 ) -> int:
     """Deliver (compute, request) pairs, at least one, in one transaction; return its revision once it is done.
 
     The transaction includes `make_shared_change` (names, group, quota) and a set's `user_data`; with `ends_attempt` it
-    deletes the attempt's key. 0 if our attempt's key lost this `revision`, a record exists, or shared keys keep
-    changing. Raises the errors of that function and of etcd. Nothing is delivered then, unless the outcome is unknown.
+    deletes the attempt's key. It deletes `old_records`, by instance. 0 if our attempt's key lost this `revision`,
+    another record exists, or shared keys keep changing. Raises the errors of that function and of etcd. Nothing is
+    delivered then, unless the outcome is unknown.
     """
     conditions = [attempt]
     user_data_puts, granted = prepare_user_data(store, user_data)
     operations: list[Put | Delete] = [*([Delete(attempt.key)] if ends_attempt else []), *user_data_puts]
     for compute, request in deliveries:
-        conditions.append(Unchanged(keys.record(compute, request.instance), 0))
+        old = old_records.get(request.instance)
+        conditions.append(Unchanged(keys.record(compute, request.instance), old.revision if old else 0))
+        operations += [Delete(old.key)] if old else []
         stamp = store.make_stamp() if request.is_adopted else {}  # others have the time of their request
         operations.append(Put(keys.request(compute, request.instance), encode(request, **stamp)))
     doubt = f'{keys.get_queued_instance(attempt.key)} was delivered'

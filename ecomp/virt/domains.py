@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import stat
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
@@ -417,7 +418,9 @@ def _describe_foreign(domain: libvirt.virDomain, pool: Path) -> ForeignGuest:
     for target, path in disks.items():
         # A disk that is missing, or on a network, has no size here.
         with suppress(OSError), IgnoredErrors(*RETRYABLE_ERRORS, libvirt.VIR_ERR_INVALID_ARG):
-            if Path(path).stat().st_dev == device:
+            status = Path(path).stat()
+            # libvirt waits forever to open a FIFO.
+            if stat.S_ISREG(status.st_mode) and status.st_dev == device:
                 counted_bytes += domain.blockInfo(target)[0]
     _, max_kib, _, vcpus, _ = domain.info()
     size = {'VCPU': vcpus, 'MEMORY_MB': -(-max_kib // 1024)}

@@ -222,7 +222,8 @@ def has_agent(xml: str) -> bool:
 
 def parse_disks(xml: str) -> dict[str, str]:
     """Return {target: file or device} of a domain's disks, without CD-ROMs and floppies."""
-    disks = [each for each in ET.fromstring(xml).iterfind('devices/disk') if each.get('device', 'disk') == 'disk']
+    every = ET.fromstring(xml).iterfind('devices/disk')
+    disks = [each for each in every if each.get('device', 'disk') in ('disk', 'lun')]
     sources = [(each.find('target'), each.find('source')) for each in disks]
     return {
         target.get('dev', ''): source.get('file') or source.get('dev') or source.get('name') or ''

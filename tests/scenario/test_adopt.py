@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from ecomp.model import keys
+from ecomp.model.foreign import ForeignGuest, encode_foreign, parse_foreign
+from ecomp.model.keys import make_uuid
 from tests.kit.by_hand import put_claim
 from tests.kit.commands import Control, Ecompute
 from tests.kit.foreign import list_marked, make_foreign, read_foreign, start_with_foreign
+from tests.kit.hands import Eschedule
 from tests.kit.invariants import read_allocations
 from tests.kit.servers import wait_until
 from tests.kit.sharing import kill_and_lapse, read_usage
@@ -121,3 +126,70 @@ def test_adopted_guests_of_a_dead_host_are_released_and_run_on_when_it_returns(c
     adopt(cluster, dead, 'old')
     wait_state(cluster, old['instance'], 'active')
     assert cluster.etcd.get(keys.name('other')) is None
+
+
+@pytest.mark.parametrize('is_undefined', [False, True])
+def test_repetition_of_a_killed_adoption_enables_the_host(cluster: Control, is_undefined: bool) -> None:
+    """The kill comes after the last delivery, or before a guest of the command is undefined."""
+    old, other = make_foreign('old'), make_foreign('other')
+    compute = start_with_foreign(cluster, old, other)
+    step = 'adoption-disabled' if is_undefined else 'adoption-delivered'
+    with Eschedule(cluster, 'adopt', compute.uuid, '--all', failpoint=f'{step}:kill') as killed:
+        killed.assert_killed_at(step)
+    assert read_state(cluster) == 'disabled'
+    words = ('nothing',) if is_undefined else ('--all',)
+    repeated = cluster.eschedule('adopt', compute.uuid, *words)
+    assert (repeated.code, read_state(cluster)) == (4 if is_undefined else 0, 'up'), repeated
+    adopt(cluster, compute, '--all')
+    for guest in (old, other):
+        wait_state(cluster, guest['instance'], 'active')
+
+
+def test_uuid_that_is_queued_released_or_made_by_ecomp_is_not_adopted(cluster: Control) -> None:
+    queued, made, released = (make_foreign(name) for name in ('queued', 'made', 'released'))
+    compute = start_with_foreign(cluster, queued, made, released)
+    query = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
+    assert cluster.eschedule('flavor', 'set', 'small', query).code == 0
+    assert cluster.eschedule('--queue', '--flavor', 'small', '--uuid', queued['instance']).code == 0
+    refuse(cluster, 5, 'is or was an instance that ecomp made', 'adopt', compute.uuid, 'queued')
+    assert cluster.eschedule(query, '--uuid', made['instance'], '--name', 'taken').code == 0
+    refuse(cluster, 5, 'is an instance that ecomp makes', 'adopt', compute.uuid, 'made')
+    adopt(cluster, compute, 'released')
+    wait_state(cluster, released['instance'], 'active')
+    assert cluster.eschedule('release', 'released').code == 0
+    wait_state(cluster, released['instance'], 'gone')
+    # A failed adoption leaves the record: the uuid is used for nothing else.
+    refuse(cluster, 5, 'name taken', 'adopt', compute.uuid, 'released', '--name', 'taken')
+    refuse(cluster, 5, 'has been gone since', query, '--uuid', released['instance'])
+    assert read_state(cluster) == 'up'
+    assert cluster.eschedule('destroy', queued['instance'], made['instance'], '--yes').code == 0
+
+
+def test_name_that_is_taken_is_left_out(cluster: Control) -> None:
+    first, second = make_foreign('web1'), make_foreign('web1')
+    one, two = start_with_foreign(cluster, first), start_with_foreign(cluster, second, make_foreign('web2'))
+    adopt(cluster, one, '--all')
+    assert 'web1: is the name of another instance, so it is adopted without one' in adopt(cluster, two, '--all')
+    assert wait_state(cluster, second['instance'], 'active')['name'] is None
+
+
+def test_malformed_list_of_a_host_is_its_own_damage(cluster: Control) -> None:
+    good, bad = start_with_foreign(cluster, make_foreign('good')), cluster.ecompute()
+    bad.kill()  # it still counts as alive
+    cluster.etcd.put(keys.foreign(bad.uuid), '{"version": 1, "guests": [{"size": {"X": 1}}]}')
+    listed = cluster.eschedule('list', '--foreign')
+    assert (listed.code, 'good' in listed.stdout, 'its list is malformed' in listed.stderr) == (7, True, True), listed
+    adopt(cluster, good, '--all')
+    cluster.etcd.delete(keys.foreign(bad.uuid))
+
+
+def test_each_guest_of_a_full_list_is_listed_once_the_others_are_adopted() -> None:
+    uuids = [make_uuid(number.to_bytes(16, 'big')) for number in range(2000)]
+    guests = {instance: ForeignGuest(instance, 'x' * 150, True) for instance in uuids}
+    while waiting := [each for each in guests.values() if not each.adopted_by]:
+        listed = parse_foreign((encode_foreign(guests, ()) or '').encode())
+        assert listed.omitted == len(guests) - len(listed.guests)
+        new = [each for each in listed.guests if not each.adopted_by]
+        assert new or not waiting
+        guests |= {each.instance: each._replace(adopted_by=uuids[0]) for each in new}
+    assert encode_foreign(guests, uuids * 9) is not None

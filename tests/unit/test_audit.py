@@ -223,6 +223,7 @@ DEFECTS: list[tuple[str, str, Callable[[WorldBuilder], object]]] = [
     ('domain-orphaned', FAILED, lambda w: w.add_guest(TWO, FAILED, running=False)),
     ('domain-misplaced', ACTIVE, lambda w: w.add_guest(ONE, ACTIVE, compute=AWAY_COMPUTE)),
     ('domain-misplaced', UNKNOWN, lambda w: w.add_guest(ONE, UNKNOWN, compute=TWO)),
+    ('adoption-misplaced', UNKNOWN, lambda w: w.add_guest(ONE, UNKNOWN, compute=TWO, is_adopted=True)),
     ('domain-doubled', ACTIVE, lambda w: w.add_guest(TWO, ACTIVE)),
     ('domain-doubled', ELSEWHERE, lambda w: w.add_guest(TWO, ELSEWHERE)),
     ('disk-missing', ACTIVE, lambda w: w.add_guest(ONE, ACTIVE, disk=False)),

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import os_traits
@@ -170,13 +171,16 @@ def test_small_changes_of_what_others_use_are_not_written() -> None:
 
 
 def test_adoption_enables_only_what_it_disabled() -> None:
-    assert status.end_adoption(status.apply_adoption({'A'})) == {'A'}
+    end = partial(status.end_adoption, is_alive=True)
+    assert end(status.apply_adoption({'A'})) == {'A'}
     disabled = status.apply_disable({'A'})
-    assert status.end_adoption(status.apply_adoption(disabled)) == disabled
+    assert end(status.apply_adoption(disabled)) == disabled
     # A kill, then a repetition; or a drain in between.
-    assert status.end_adoption(status.apply_adoption(status.apply_adoption({'A'}))) == {'A'}
+    assert end(status.apply_adoption(status.apply_adoption({'A'}))) == {'A'}
     drained = status.apply_disable(status.apply_adoption({'A'}))
-    assert status.end_adoption(drained) == disabled
+    assert end(drained) == disabled
+    # Its ecompute was stopped in the meantime.
+    assert status.end_adoption(status.apply_adoption({'A'}), is_alive=False) == {'A', DISABLED}
 
 
 def test_a_stop_and_a_start() -> None:

@@ -163,7 +163,7 @@ def settle_reserved(
     for name, parts in settled.items():
         before = current.get(name, parts)['reserved']
         if not is_exact and abs(parts['reserved'] - before) <= parts['total'] * RESERVED_TOLERANCE:
-            parts['reserved'] = before
+            parts['reserved'] = min(before, parts['total'])
     return settled
 
 

@@ -39,6 +39,7 @@ from ecomp.model.allocation import Allocations, describe_difference, sum_allocat
 from ecomp.model.boots import CREATED, HOST_REBOOT, MANUAL
 from ecomp.model.guest import (
     REFUSED_METADATA,
+    UNDEFINED,
     Address,
     Attachment,
     BaseImage,
@@ -366,7 +367,11 @@ class Instances:
         # Its image and its disk are wherever its owner put them.
         record = record.enter_state(ACTIVE, self.now(), 'image', 'disk', 'started').mark_running(MANUAL, self.now())
         record = record if guest.is_running else record.mark_off(self.now())
-        record = replace(record, console=f'{self.template.hostname}:' if guest.has_console else None)
+        console, fault = (
+            f'{self.template.hostname}:' if guest.has_console else None,
+            UNDEFINED if guest.is_transient else None,
+        )
+        record = replace(record, console=console, fault=fault)
         # First: another etcd knows the guest only by this memory.
         self.memory.remember(request, record)
         self.records.write(record, revision)

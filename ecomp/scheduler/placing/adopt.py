@@ -9,29 +9,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
-from ecomp.errors import Conflict, EcompError, NoCapacity, NotFound, OverQuota, Unreadable
+from ecomp.errors import Conflict, EcompError, NoCapacity, NotFound, OverQuota, UnknownOutcome
 from ecomp.failpoints import failpoint
 from ecomp.model import keys, status
 from ecomp.model.allocation import Inventory, Resources, find_compute, sum_resources
 from ecomp.model.choose import Candidate
 from ecomp.model.foreign import ForeignGuest, HostForeign, parse_foreign
-from ecomp.model.order import Request
-from ecomp.model.record import ERROR, GONE
+from ecomp.model.order import Request, parse_request
+from ecomp.model.record import ERROR, GONE, parse_or_none
 from ecomp.model.text import join_some
 from ecomp.placement import providers
 from ecomp.placement.allocations import Requester, read_consumers
 from ecomp.placement.client import Placement
-from ecomp.scheduler.changes.change import remove_finished
 from ecomp.scheduler.operations.audit import ANSWER_TIMEOUT_SECONDS, ask, wait_for_answers
 from ecomp.scheduler.operations.decommission import check_provider
 from ecomp.scheduler.placing.session import DeliveryRefused, Scheduler, Session, check_previous
-from ecomp.scheduler.queries.find import find
-from ecomp.shared.names import Excluded, charge_quota
+from ecomp.scheduler.queries.find import reserve_names
+from ecomp.shared.attempts import is_alive
+from ecomp.shared.names import Change, Excluded, charge_quota, try_revoke
 from ecomp.shared.places import read_index
-from ecomp.store.client import Store
+from ecomp.store.client import Entry, Store
 
 # Guests of one transaction: each has a request and a name.
 BLOCK_SIZE = 20
@@ -44,25 +45,26 @@ class Adoptee(NamedTuple):
     name: str | None
 
 
-def read_foreign(store: Store, computes: Collection[str], is_now: bool) -> tuple[dict[str, HostForeign], set[str]]:
-    """Read the guests of others on these living computes, and which of these did not answer in time.
+def read_foreign(
+    store: Store, computes: Collection[str], is_now: bool = True
+) -> tuple[dict[str, HostForeign], dict[str, str]]:
+    """Read the guests of others on these living computes, and why the list of some of these is not current.
 
-    If `is_now`, the computes look at themselves first. Raises Unreadable for a malformed value.
+    If `is_now`, the computes look at themselves first.
     """
-    silent = set[str]()
+    answered, problems = set(computes), dict[str, str]()
     if is_now:
         with ask(store, '', computes=computes) as revisions:
-            answered = wait_for_answers(
-                store, keys.FINDINGS, dict.fromkeys(computes, revisions['']), ANSWER_TIMEOUT_SECONDS
-            )
-        silent = set(computes) - answered
+            questions = dict.fromkeys(computes, revisions[''])
+            answered = wait_for_answers(store, keys.FINDINGS, questions, ANSWER_TIMEOUT_SECONDS)
+        problems = dict.fromkeys(set(computes) - answered, 'does not answer, so its last list counts')
     found = dict.fromkeys(computes, HostForeign())
     for key, entry in store.read(sorted(map(keys.foreign, computes))).items():
         try:
             found[keys.get_last_part(key)] = parse_foreign(entry.value)
         except ValueError as error:
-            raise Unreadable(key, error) from error
-    return found, silent
+            problems[keys.get_last_part(key)] = f'its list is malformed: {error}'
+    return found, problems
 
 
 def adopt(  # noqa: PLR0913
@@ -89,42 +91,55 @@ def adopt(  # noqa: PLR0913
         owner = scheduler.owner
         session.announce(None, partial(check_previous, f'an adoption on {display_name}', owner))
         failpoint('adoption-announced')
-        requested = require_unknown(session, compute, guests)
-        for instance in requested:
-            report(guests[instance].guest, f'is already adopted, as {instance}')
-        remaining = {instance: each for instance, each in guests.items() if instance not in requested}
-        providers.create_missing_traits(placement, status.STATUS_TRAITS)
-        providers.change_names(placement, compute, providers.TRAITS, status.apply_adoption)
-        failpoint('adoption-disabled')
         try:
+            requested, old = require_unknown(session, compute, guests)
+            for instance in requested:
+                report(guests[instance].guest, f'is already adopted, as {instance}')
+            remaining = {instance: each for instance, each in guests.items() if instance not in requested}
             if remaining:
+                reserve_names(session.store, {instance: each.name for instance, each in remaining.items()})
+                _charge(session.store, project, remaining)  # before anything is claimed
+                providers.create_missing_traits(placement, status.STATUS_TRAITS)
+                providers.change_names(placement, compute, providers.TRAITS, status.apply_adoption)
+                failpoint('adoption-disabled')
                 _wait_until_left_out(session.store, compute, display_name, set(remaining))
                 require_room(placement, compute, display_name, remaining)
             for start in range(0, len(remaining), BLOCK_SIZE):
                 block = dict(list(remaining.items())[start : start + BLOCK_SIZE])
-                _deliver(session, compute, block, project, start + BLOCK_SIZE >= len(remaining))
+                _deliver(session, compute, block, old, project, start + BLOCK_SIZE >= len(remaining))
                 for each in block.values():
                     name = f' and name {each.name}' if each.name else ''
                     report(each.guest, f'adopted with uuid {each.guest.instance}{name}')
-        finally:
-            providers.change_names(placement, compute, providers.TRAITS, status.end_adoption)
+        except UnknownOutcome:
+            raise  # a repetition continues, and then enables the host
+        except EcompError:
+            session.undo()
+            with suppress(EcompError):  # the guests are reserved again before others may take their room
+                read_foreign(session.store, [compute])
+            _end_adoption(session, compute)
+            raise
+        _end_adoption(session, compute)
         failpoint('adoption-enabled')
     session.finish(guests)
 
 
-def require_unknown(session: Session, compute: str, guests: Mapping[str, Adoptee]) -> set[str]:
-    """Return the guests that are adopted there already; Conflict if another host, placement or a record knows one."""
+def _end_adoption(session: Session, compute: str) -> None:
+    end = partial(status.end_adoption, is_alive=is_alive(session.store, compute))
+    providers.change_names(session.placement, compute, providers.TRAITS, end)
+
+
+def require_unknown(session: Session, compute: str, guests: Mapping[str, Adoptee]) -> tuple[set[str], dict[str, Entry]]:
+    """Return the guests that are adopted there already, and the records of earlier adoptions that have ended.
+
+    Raises Conflict if a host, placement, a queue or another instance's record knows one.
+    """
     store, index = session.store, read_index(session.store)
     claimed = {name: find_compute(held.allocations) for name, held in read_consumers(session.placement, guests).items()}
-    elsewhere: dict[str, str] = {}
-    for key, entry in store.snapshot(keys.FOREIGN).entries.items():
-        other = keys.get_last_part(key)
-        if other != compute and entry.lease:
-            try:
-                elsewhere |= {each.instance: other for each in parse_foreign(entry.value).guests}
-            except ValueError:
-                continue  # its damage is its own
-    requested = set()
+    queued = {keys.get_queued_instance(key) for key in store.snapshot(keys.QUEUES, keys_only=True).entries}
+    living = session.read_alive()
+    listed = read_foreign(store, [each for each in living if each != compute], is_now=False)[0]
+    elsewhere = {each.instance: other for other, foreign in listed.items() for each in foreign.guests}
+    requested, old = set(), dict[str, Entry]()
     for instance, each in guests.items():
         hosts = {key.split('/')[2] for key in index.requests.get(instance, ())}
         others = [*(hosts - {compute}), claimed.get(instance, ''), elsewhere.get(instance, '')]
@@ -134,29 +149,39 @@ def require_unknown(session: Session, compute: str, guests: Mapping[str, Adoptee
                 f'{each.guest.name}: {instance} is on {host}, too. Fix: give one of the two domains a new uuid'
             )
         if hosts:
+            _require_adopted(store, compute, each)
             requested.add(instance)
-        elif instance in index.records:
-            _remove_old_record(store, each)
-    return requested
+        elif instance in queued or instance in index.records:
+            record = store.get(keys.record(compute, instance))
+            parsed = parse_or_none(record.value) if record is not None else None
+            if instance in queued or parsed is None or not parsed.is_adopted or parsed.state not in (GONE, ERROR):
+                raise Conflict(f'{each.guest.name}: {instance} is or was an instance that ecomp made. {NEW_UUID}')
+            assert record is not None  # it was parsed
+            old[instance] = record
+    return requested, old
 
 
-def _remove_old_record(store: Store, adoptee: Adoptee) -> None:
-    instance = adoptee.guest.instance
-    entries = find(store, instance)
-    if entries is None:
-        return
-    if not entries.record.is_adopted or entries.record.state not in (GONE, ERROR):
-        raise Conflict(f'{adoptee.guest.name}: {instance} was an instance of ecomp: a uuid is never used twice')
-    remove_finished(store, instance)
+NEW_UUID = 'Fix: give the domain a new uuid'
+
+
+def _require_adopted(store: Store, compute: str, adoptee: Adoptee) -> None:
+    key = keys.request(compute, adoptee.guest.instance)
+    entry = store.get(key)
+    request = parse_request(compute, key, entry.value) if entry is not None else None
+    if not isinstance(request, Request) or not request.is_adopted:
+        raise Conflict(f'{adoptee.guest.name}: {adoptee.guest.instance} is an instance that ecomp makes. {NEW_UUID}')
+    if request.is_tombstone:
+        raise Conflict(f'{adoptee.guest.name}: is being released. Try: the same command once it is gone')
 
 
 def _wait_until_left_out(store: Store, compute: str, display_name: str, instances: set[str]) -> None:
     """Have the compute no longer reserve what these guests use; NotFound if it does not have them all."""
-    found, silent = read_foreign(store, [compute], is_now=True)
+    found, problems = read_foreign(store, [compute])
     if gone := instances - {each.instance for each in found[compute].guests}:
         raise NotFound(f'{display_name} has no guest {join_some(sorted(gone), 5)} any more')
-    if silent or not instances.issubset(found[compute].left_out):
-        raise EcompError(f'{display_name} does not answer. Try: the same command again')
+    if problems or not instances.issubset(found[compute].left_out):
+        why = problems.get(compute, 'still reserves what these guests use')
+        raise EcompError(f'{display_name}: {why}. Try: the same command again')
 
 
 def require_room(placement: Placement, compute: str, display_name: str, guests: Mapping[str, Adoptee]) -> None:
@@ -195,7 +220,22 @@ def explain_lack(inventory: Mapping[str, Inventory], needed: Resources) -> str:
     return f'{", ".join(missing)} {"is" if len(missing) == 1 else "are"} missing{cure}' if missing else ''
 
 
-def _deliver(session: Session, compute: str, block: Mapping[str, Adoptee], project: str, is_last: bool) -> None:
+def _charge(store: Store, project: str, guests: Mapping[str, Adoptee]) -> Change:
+    try:
+        return charge_quota(store, project, {instance: each.guest.size for instance, each in guests.items()})
+    except Excluded as excluded:
+        left = len(guests) - len(excluded.admitted)
+        raise OverQuota(f'the quota of project {project} has no room for {left} of these guests') from excluded
+
+
+def _deliver(
+    session: Session,
+    compute: str,
+    block: Mapping[str, Adoptee],
+    old: Mapping[str, Entry],
+    project: str,
+    is_last: bool,
+) -> None:
     now = session.scheduler.now()
     session.store.keep_alive(session.lease)  # hundreds of guests take a while
     requests = {
@@ -214,14 +254,11 @@ def _deliver(session: Session, compute: str, block: Mapping[str, Adoptee], proje
     if refused := candidates.keys() - session.claim(candidates):
         raise NoCapacity(f'{block[min(refused)].guest.name}: placement refused its claim. Try: the same command again')
     failpoint('adoption-claimed')
-    charge = partial(charge_quota, session.store, project, {name: each.resources for name, each in requests.items()})
     deliveries = [(compute, request) for request in requests.values()]
-    try:
-        is_delivered = session.deliver(deliveries, charge, ends_attempt=is_last)
-    except Excluded as excluded:
-        left = len(block) - len(excluded.admitted)
-        raise OverQuota(f'the quota of project {project} has no room for {left} of these guests') from excluded
-    if not is_delivered:
+    charge = partial(_charge, session.store, project, block)
+    if not session.deliver(deliveries, charge, ends_attempt=is_last, old_records=old):
         raise DeliveryRefused('the guests are not adopted: this eschedule was too slow, or another one took over')
     failpoint('adoption-delivered')
     session.movable -= block.keys()
+    for instance in block.keys() & old.keys():
+        try_revoke(session.store, old[instance].lease)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from ecomp.errors import (
@@ -363,6 +364,7 @@ class Session:
         removals: Sequence[OldInstance] = (),
         user_data: SharedUserData | None = None,
         ends_attempt: bool = True,
+        old_records: Mapping[str, Entry] = MappingProxyType({}),
     ) -> int:
         """Deliver (compute, request) pairs, and destroy what they replace, in one transaction; see ends.deliver().
 
@@ -388,7 +390,9 @@ class Session:
                 make_own_change(),
             )
 
-        return deliver(self.store, deliveries, self.condition, user_data, make_shared_change, ends_attempt)
+        return deliver(
+            self.store, deliveries, self.condition, user_data, make_shared_change, ends_attempt, old_records
+        )
 
     def finish(self, delivered: Collection[str]) -> None:
         """Release what was claimed and not delivered, and revoke the lease."""
