@@ -82,6 +82,8 @@ domain_missing = make_guest_plant('domain_missing', **DISK_ONLY)
 domain_undefined = make_guest_plant('domain_undefined', defined=False)
 domain_orphaned = make_guest_plant('domain_orphaned', of_nobody=True, on_two=True)
 domain_misplaced = make_guest_plant('domain_misplaced', of_nobody=True, on_two=True, compute='$one')
+ADOPTED: dict[str, Any] = {'compute': '$one', 'is_adopted': True}
+adoption_misplaced = make_guest_plant('adoption_misplaced', of_nobody=True, on_two=True, **ADOPTED)
 domain_doubled = make_guest_plant('domain_doubled', on_two=True)
 domain_differs = make_guest_plant('domain_differs', size={'VCPU': 9})
 filter_missing = make_guest_plant('filter_missing', troubles=[(UNFILTERED, ' (vnet0): RULE_DELETE failed')])
@@ -333,7 +335,7 @@ PLANTS: list[Plant] = [
     *(attempt_unleased, presence_unleased, compute_mute, host_trouble),
     *(queued_malformed, queued_flavorless, queued_doubled, taker_unleased),
     *(domain_missing, domain_off, domain_running, domain_differs, domain_undefined),
-    *(domain_orphaned, domain_misplaced, domain_doubled),
+    *(domain_orphaned, domain_misplaced, adoption_misplaced, domain_doubled),
     *(disk_missing, disk_orphaned, seed_orphaned, metadata_refused, filter_missing, part_orphaned),
 ]
 # Defects that do not affect each other are planted together, which takes one restored scene for all of them.
@@ -345,7 +347,7 @@ BATCHES: list[list[Plant]] = [
     ],
     [
         *(allocation_orphaned, compute_silent, seed_orphaned, part_orphaned),
-        *(disk_orphaned, domain_orphaned, domain_misplaced),
+        *(disk_orphaned, domain_orphaned, domain_misplaced, adoption_misplaced),
     ],
     [booted_differs, name_missing, allocation_differs, record_leased, record_unleased],
 ]

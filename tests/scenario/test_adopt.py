@@ -93,6 +93,7 @@ def test_guests_are_adopted_used_and_given_back(cluster: Control) -> None:
     refuse(cluster, 5, 'has been gone since', 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64', '--uuid', mail['instance'])
 
 
+@pytest.mark.slow
 def test_guest_that_another_host_placement_or_ecomp_knows_is_not_adopted(cluster: Control) -> None:
     twin, claimed, undefined = (make_foreign(name) for name in ('twin', 'claimed', 'undefined'))
     first, second = start_with_foreign(cluster, twin, claimed), start_with_foreign(cluster, twin, undefined)
@@ -165,6 +166,7 @@ def test_uuid_that_is_queued_released_or_made_by_ecomp_is_not_adopted(cluster: C
     assert cluster.eschedule('destroy', queued['instance'], made['instance'], '--yes').code == 0
 
 
+@pytest.mark.slow
 def test_name_that_is_taken_is_left_out(cluster: Control) -> None:
     first, second = make_foreign('web1'), make_foreign('web1')
     one, two = start_with_foreign(cluster, first), start_with_foreign(cluster, second, make_foreign('web2'))
@@ -173,6 +175,7 @@ def test_name_that_is_taken_is_left_out(cluster: Control) -> None:
     assert wait_state(cluster, second['instance'], 'active')['name'] is None
 
 
+@pytest.mark.slow  # the host does not answer for ten seconds
 def test_malformed_list_of_a_host_is_its_own_damage(cluster: Control) -> None:
     good, bad = start_with_foreign(cluster, make_foreign('good')), cluster.ecompute()
     bad.kill()  # it still counts as alive
