@@ -70,7 +70,7 @@ def find(name: str) -> FakeLab | None:
         data = json.loads((directory / state.RECORD_NAME).read_text(encoding='utf-8'))
         processes = state.read_processes(data)
         del data['boot'], data['processes']
-        return FakeLab(directory, processes=processes, **data)
+        return FakeLab(directory=directory, processes=processes, **data)
     except (FileNotFoundError, NotADirectoryError, PermissionError):  # the last for a home of another user
         return None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -93,8 +93,9 @@ def load_or_create(name: str, count: int | None, size: str | None) -> tuple[Fake
     is_new = lab is None
     if lab is None:
         with socket.create_server((LOCALHOST, 0)) as etcd, socket.create_server((LOCALHOST, 0)) as placement:
-            etcd_port, placement_port = (each.getsockname()[1] for each in (etcd, placement))  # which nobody uses
-        lab = FakeLab(find_root() / name, etcd_port, placement_port, count or DEFAULT_COUNT, size or DEFAULT_SIZE)
+            free_ports = {'etcd_port': etcd.getsockname()[1], 'placement_port': placement.getsockname()[1]}
+        size = size or DEFAULT_SIZE
+        lab = FakeLab(directory=find_root() / name, host_count=count or DEFAULT_COUNT, size=size, **free_ports)
     elif size not in (None, lab.size):
         raise UsageError(f'--size: the fakes of {name} have {lab.size}. Fix: `elab down --name {name}` first')
     lab.directory.mkdir(parents=True, exist_ok=True)

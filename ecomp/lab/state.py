@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from ipaddress import IPv4Network
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ecomp.errors import EcompError, NotFound, UsageError
 from ecomp.files import get_part_path, read_boot_id, write_durably
@@ -59,16 +59,17 @@ image: http://images.example/debian-12.qcow2
 """
 
 
+@dataclass(kw_only=True)
 class LabRecord:
     """What a lab and a cluster of fakes have in common: a directory, servers, and each one's last process by label."""
 
     directory: Path
     host_count: int
-    processes: dict[str, ServerProcess]
+    processes: dict[str, ServerProcess] = field(default_factory=dict)
     # The names of the hosts are this and a number.
-    host_prefix: str
+    host_prefix: ClassVar[str]
     # Where etcd and placement are.
-    address: str
+    address: str = field(default=LOCALHOST, init=False)
     etcd_port: int
     placement_port: int
 
@@ -115,17 +116,14 @@ class LabRecord:
         """Write lab.json atomically and durably. Raises OSError."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Lab(LabRecord):
-    """A lab: its directory, its number of hosts, and each server's last process by label."""
+    """A lab, with its network."""
 
-    directory: Path
     layout: Layout
-    host_count: int
-    processes: dict[str, ServerProcess] = field(default_factory=dict)
     host_prefix = 'hv'
-    etcd_port = ETCD_PORT
-    placement_port = PLACEMENT_PORT
+    etcd_port: int = ETCD_PORT
+    placement_port: int = PLACEMENT_PORT
 
     def __post_init__(self) -> None:
         self.address = str(self.layout.control)
@@ -168,18 +166,12 @@ class Lab(LabRecord):
         write_durably(self.directory / RECORD_NAME, json.dumps(data, indent=1), 0o644)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class FakeLab(LabRecord):
-    """A cluster of fakes: its directory, its ports, the size of a fake, and each process by label."""
+    """A cluster of fakes, with the size of each."""
 
-    directory: Path
-    etcd_port: int
-    placement_port: int
-    host_count: int
     size: str
-    processes: dict[str, ServerProcess] = field(default_factory=dict)
     host_prefix = 'fake'
-    address = LOCALHOST
 
     @property
     def servers(self) -> list[LabServer]:
@@ -190,7 +182,7 @@ class FakeLab(LabRecord):
         return FAKES_SCHEDULE_YAML.format(name=self.name, backends=self.render_backends(self.operator))
 
     def save(self) -> None:
-        data = {name: value for name, value in asdict(self).items() if name != 'directory'}
+        data = {name: value for name, value in asdict(self).items() if name not in ('directory', 'address')}
         write_durably(self.directory / RECORD_NAME, json.dumps({**data, 'boot': read_boot_id()}, indent=1), 0o644)
 
 
@@ -216,7 +208,8 @@ def load(name: str, root: Path = ROOT) -> Lab:
                 f'{path} has format version {version}, but this elab supports only version {FORMAT_VERSION}. '
                 f'Fix: `elab down --name {name}`, then `elab up --name {name}`'
             )
-        return Lab(directory, Layout(name, IPv4Network(data['network'])), int(data['hosts']), read_processes(data))
+        layout, host_count = Layout(name, IPv4Network(data['network'])), int(data['hosts'])
+        return Lab(directory=directory, layout=layout, host_count=host_count, processes=read_processes(data))
     except FileNotFoundError as error:
         names = [lab.layout.name for lab in list_labs(root)]
         hint = f' (existing labs: {", ".join(names)})' if names else ''
@@ -249,7 +242,8 @@ def load_or_create(name: str, host_count: int | None) -> Lab:
     with machine.hold_lock(ROOT):  # two labs created concurrently must not choose the same network
         routes = json.loads(machine.run(['ip', '-json', '-4', 'route', 'show', 'table', 'all']) or '[]')
         used_networks = parse_routed_networks(routes) + [lab.layout.network for lab in list_labs()]
-        lab = Lab(directory, Layout(name, choose_network(used_networks)), host_count or 3)
+        layout = Layout(name, choose_network(used_networks))
+        lab = Lab(directory=directory, layout=layout, host_count=host_count or 3)
         lab.save()
     return lab
 

@@ -35,6 +35,7 @@ def fake_root(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_lab(root: Path, name: str = 'one', hosts: int = 1, **processes: ServerProcess) -> Lab:
     """Save a lab, with these processes as its started servers."""
     (root / name).mkdir(exist_ok=True)
-    lab = Lab(root / name, Layout(name, IPv4Network('10.33.0.0/16')), hosts, dict(processes))
+    layout = Layout(name, IPv4Network('10.33.0.0/16'))
+    lab = Lab(directory=root / name, layout=layout, host_count=hosts, processes=dict(processes))
     lab.save()
     return lab

@@ -132,7 +132,14 @@ def test_saved_lab_is_loaded_unchanged(tmp_path: Path) -> None:
 
 def test_processes_of_another_boot_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('XDG_STATE_HOME', str(tmp_path))
-    fake = state.FakeLab(fakes.find_root() / 'two', 1, 2, 3, 'VCPU:1', {'etcd': ServerProcess('etcd', 4711, 99)})
+    fake = state.FakeLab(
+        directory=fakes.find_root() / 'two',
+        host_count=3,
+        processes={'etcd': ServerProcess('etcd', 4711, 99)},
+        etcd_port=1,
+        placement_port=2,
+        size='VCPU:1',
+    )
     fake.directory.mkdir(parents=True)
     fake.save()
     make_lab(tmp_path, hosts=2, etcd=ServerProcess('etcd', 4711, 99))
