@@ -48,7 +48,7 @@ class ForeignGuest(NamedTuple):
         return ('running' if self.is_running else 'off') + (', transient' if self.is_transient else '')
 
     def as_guest(self) -> Guest:
-        """Return the guest that an adopted domain is; its disks are not ecomp's, and count as present."""
+        """Return the adopted guest. Its disks are not ecomp's, and count as present."""
         size = {name: amount for name, amount in self.size.items() if name != 'DISK_GB'}
         return Guest(
             *(self.instance, self.adopted_by, not self.is_transient, self.is_running, True),
@@ -82,7 +82,7 @@ def encode_foreign(guests: Mapping[str, ForeignGuest], left_out: Collection[str]
 
 
 def parse_foreign(value: bytes) -> HostForeign:
-    """Parse a published value; ValueError if it is malformed or too large."""
+    """Parse a published value, or raise ValueError."""
     if len(value) > MAX_FOREIGN_BYTES:
         raise ValueError(f'it has more than {MAX_FOREIGN_BYTES} bytes')
     return decode(HostForeign, value)

@@ -162,7 +162,7 @@ def released_claims(instance: str, lease: int) -> str:
 
 
 def adoption(compute: str) -> str:
-    """Return the key of the attempt that adopts guests of a compute; there is one at a time."""
+    """Return the key of the one attempt that may adopt guests of a compute."""
     return attempt(derive_uuid(compute, 'adopt'))
 
 

@@ -42,7 +42,7 @@ def apply_enable(traits: Set[str], is_alive: bool) -> Names:
 
 
 def apply_adoption(traits: Set[str]) -> Names:
-    """Return the traits during an adoption, after which a compute stays disabled only if it was before."""
+    """Return the traits during an adoption. ADOPTING says that the adoption disabled the compute."""
     return frozenset(traits if DISABLED_BY_OPERATOR in traits else traits | STATUS_TRAITS)
 
 

@@ -139,7 +139,7 @@ def _measure_guest_memory(instances: Set[str]) -> int:
 
 
 def _read_huge_page_bytes(pid: int) -> int:
-    """Return the memory of a process in huge pages, which its resident set does not include; proc(5)."""
+    """Return the memory of a process in huge pages, which its resident set lacks (proc(5))."""
     try:
         status = Path(f'/proc/{pid}/status').read_text()
     except OSError:
@@ -158,7 +158,7 @@ def _read_allocated_bytes(path: Path, device: int) -> int:
 def settle_reserved(
     current: Mapping[str, Mapping[str, float]], measured: PlacementInventory, is_exact: bool
 ) -> PlacementInventory:
-    """Return `measured`, but with the current reserved amount of each class that differs by less than the tolerance."""
+    """Return `measured`, with the current reserved amount of each class that hardly differs."""
     settled = {name: dict(parts) for name, parts in measured.items()}
     for name, parts in settled.items():
         before = current.get(name, parts)['reserved']
@@ -252,7 +252,7 @@ class Registration:
             self.register(is_closing)
 
     def update_inventory(self, inventory: PlacementInventory, is_closing: Callable[[], bool]) -> None:
-        """Write another inventory, unless is_closing(), and read the provider again; no-op if it is the same."""
+        """Write the inventory if it differs, unless is_closing(), and read the provider again."""
         if inventory == self.inventory:
             return
         if providers.set_inventory(self.placement, self.compute, inventory, None, is_closing) is not None:

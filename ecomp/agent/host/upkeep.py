@@ -82,10 +82,9 @@ def find_abandoned_parts(state: Path) -> dict[str, str]:
 class Upkeep:
     """The looks of a compute at itself: step() each minute, and the questions passed to on_questions().
 
-    `publish` gets the value of a key below /findings/ or /usage/ for the presence's lease. `measure` is called before
-    each look. `may_remove` is called with
+    `publish` gets the value of a key below /findings/ or /usage/ for the presence's lease. `may_remove` is called with
     an instance before something of it is removed, and with '' before a part file is: it raises an EcompError if etcd is
-    unfamiliar. `read_requests` returns the followed requests of this compute.
+    unfamiliar. `read_requests` returns the followed requests of this compute. `measure` is called before each look.
     """
 
     compute: str
