@@ -388,5 +388,6 @@ def remove_finished(store: Store, instance: str, key_index: KeyIndex | None = No
             or entries.record.state not in (GONE, ERROR)
             or remove_record(store, entries.record_entry.key, entries.record_entry.revision, entries) is None
         ):
-            raise Conflict(f'{instance}: was requested again since it ended, so its record is kept')
+            cure = f'Try: eschedule show {instance}'
+            raise Conflict(f'{instance}: was requested again since it ended, so its record is kept. {cure}')
     return f'{instance}: {RECORD_REMOVED}'
