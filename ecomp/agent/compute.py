@@ -45,7 +45,7 @@ from ecomp.model import keys
 from ecomp.model.allocation import GIB
 from ecomp.model.facts import make_facts
 from ecomp.model.foreign import ForeignGuest, encode_foreign
-from ecomp.model.guest import Guest, list_macs
+from ecomp.model.guest import list_macs
 from ecomp.model.host import StoredHostname, is_hostname
 from ecomp.model.order import Request, parse_attempt_instances, parse_request
 from ecomp.model.record import BUILDING, ERROR, GONE, Record, format_time, parse_or_none
@@ -150,29 +150,6 @@ def make_libvirt_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -
     data, list_hashes = GuestData(config.state / 'metadata'), partial(list_image_hashes, config.state / 'images')
     return HostServices(
         libvirt, pool, data, ensure_metadata_served, lambda: libvirt.find_bridge() is not None, list_hashes
-    )
-
-
-def make_host_inventory(
-    config: ComputeConfig,
-    fake: bool,
-    guests: Collection[str],
-    foreign: Mapping[str, ForeignGuest],
-    left_out: Collection[str] = (),
-) -> PlacementInventory:
-    """Return the measured inventory (`fake`: none), with `inventory:` replacing or adding classes; see add_ratios().
-
-    What `guests` and the foreign ones in `left_out` use is not reserved.
-    """
-    measured = {}
-    if not fake:
-        disks = [disk for name in left_out for disk in foreign[name].disks]
-        machine = provider.measure_machine(config.state, {*guests, *left_out}, disks)
-        others = (each for name, each in foreign.items() if name not in left_out and each.is_running)
-        vcpus = sum(each.size['VCPU'] for each in others)
-        measured = provider.make_inventory(machine, _get_image_cache_gib(config), vcpus)
-    return provider.add_ratios(
-        {**measured, **provider.make_fixed_inventory(config.inventory or {})}, config.allocation_ratios
     )
 
 
@@ -387,7 +364,7 @@ class Compute:
         self._at_exit = ExitStack()
         self._requests: Entries = {}
         self._generation: int | None = None
-        self._disowned_since: dict[str, float] = {}
+        self._unknown_since: dict[str, float] = {}
         self._has_facts = False
         self._hostname_valid_until = self._user_data_valid_until = 0.0
         self._hostname = (self.fake and self.fake.hostname) or socket.gethostname()
@@ -454,7 +431,7 @@ class Compute:
         config, hypervisor = self.config, self.host.hypervisor
         make_seed = None if config.metadata == 'network' else self._make_seed
         shape = GuestTemplate(virt_type, config.resize, config.networks, self._hostname, make_seed)
-        self._instances = instances = Instances(self._control, self.host, shape, self._memory)
+        instances = Instances(self._control, self.host, shape, self._memory)
         self._planner = Planner(instances, self._failures)
         self._claims = ClaimKeeper(self.uuid, self.store, self.placement, config.queues)
         self._claims.last_good_check.record(self._provider.created_generation)
@@ -466,7 +443,7 @@ class Compute:
             'looking at this host': self._look,
         }
         self.troubles = Troubles(hypervisor, self._publish_troubles)
-        instances.on_build_end = self.troubles.note_build
+        instances.on_build_end, instances.on_release = self.troubles.note_build, self._measure_again
         max_tasks = 2 * count_workers(config) + (2 if self.fake else MAX_CONCURRENT_STOPS)
         self.daemon = PlanningLoop(
             self.host, self._planner, remote_checks, max_tasks, self._publish_facts, self.troubles.check_soon
@@ -573,22 +550,32 @@ class Compute:
         with self.upkeep.lock:
             self._claims.check_claims(guests, time.monotonic(), self._generation, requests)
             held = self._claims.held if self._claims.is_current else None
-        # Neither requested nor claimed: its host was forgotten, or a restored etcd does not know it.
-        disowned = [] if held is None else list(self._list_adopted(guests) - requests - held.keys())
-        self._disowned_since, confirmed = confirm_sightings(self._disowned_since, disowned, time.monotonic())
+        # Its host was forgotten, or a restored etcd does not know it.
+        adopted = {name for name, guest in guests.items() if guest.is_adopted and guest.compute == self.uuid}
+        unknown = adopted - requests - held.keys() if held is not None else ()
+        self._unknown_since, confirmed = confirm_sightings(self._unknown_since, unknown, time.monotonic())
         for instance in confirmed:
-            self._instances.disown(instance)
+            self.host.hypervisor.set_adoption(instance, None)
+            log.warning('instance %s is neither requested nor claimed: its adoption mark is removed', instance)
 
     def _measure_inventory(self, foreign: Mapping[str, ForeignGuest], left_out: Set[str]) -> PlacementInventory:
-        guests = self.host.hypervisor.list_guests()
-        return make_host_inventory(self.config, self.fake is not None, guests, foreign, left_out)
+        config, measured = self.config, dict[str, dict[str, int]]()
+        if self.fake is None:
+            disks = [disk for name in left_out for disk in foreign[name].disks]
+            guests = {*self.host.hypervisor.list_guests(), *left_out}
+            others = (each for name, each in foreign.items() if name not in left_out and each.is_running)
+            vcpus = sum(each.size['VCPU'] for each in others)
+            machine = provider.measure_machine(config.state, guests, disks)
+            measured = provider.make_inventory(machine, _get_image_cache_gib(config), vcpus)
+        inventory = {**measured, **provider.make_fixed_inventory(config.inventory or {})}
+        return provider.add_ratios(inventory, config.allocation_ratios)
 
     def _measure(self) -> None:
-        """Reserve what others use here, without guests that are adopted or being adopted, and publish their guests."""
+        """Publish the guests of others, and reserve what those use that are not (being) adopted."""
         foreign = self.host.hypervisor.list_foreign()
         left_out = {name for name, guest in foreign.items() if guest.adopted_by == self.uuid}
         if foreign:
-            left_out |= foreign.keys() & set(map(keys.get_last_part, self._requests))
+            left_out |= {name for name in foreign if self._is_adopting(name)}
             entry = self.store.get(keys.adoption(self.uuid))
             if entry is not None and entry.lease:
                 left_out |= foreign.keys() & parse_attempt_instances(entry.key, entry.value)
@@ -600,14 +587,20 @@ class Compute:
         named = [name for name in left_out if foreign[name].adopted_by != self.uuid]
         self._presence.publish(keys.foreign(self.uuid), encode_foreign(foreign, named), is_urgent=True)
 
+    def _measure_again(self) -> None:
+        with self.upkeep.lock:
+            self._measure()
+
+    def _is_adopting(self, instance: str) -> bool:
+        entry = self._requests.get(key := keys.request(self.uuid, instance))
+        request = parse_request(self.uuid, key, entry.value, entry.dropped) if entry is not None else None
+        return isinstance(request, Request) and request.is_adopted and not request.is_tombstone
+
     def _look(self) -> None:
         guests = self.host.hypervisor.list_guests()
         if self._memory.get_entries().keys() - {*map(keys.get_last_part, self._requests), *guests}:
             record_missed_ends(self.uuid, self.store, self._memory, guests)
         self.upkeep.step()
-
-    def _list_adopted(self, guests: Mapping[str, Guest]) -> set[str]:
-        return {name for name, guest in guests.items() if guest.is_adopted and guest.compute == self.uuid}
 
     def _check_registration(self) -> None:
         before = self._provider.provider

@@ -42,8 +42,8 @@ class Hypervisor(Protocol):
         Adopted domains are listed, too. Everything that defines, deletes or filters leaves them alone.
         """
 
-    def list_foreign(self) -> Mapping[str, ForeignGuest]:
-        """Return the domains without owner mark, adopted ones too, by uuid."""
+    def list_foreign(self, instance: str = '') -> Mapping[str, ForeignGuest]:
+        """Return the domains without owner mark, adopted ones too, by uuid; with `instance` at least its own."""
 
     def set_adoption(self, instance: str, compute: str | None) -> None:
         """Put a compute's adoption mark on a domain, or remove it (None). BuildFailed('started', …) if absent."""

@@ -125,11 +125,11 @@ class Domains:
                         guests[instance] = Guest(instance, compute, *presence, troubles, size, owner is None)
         return guests
 
-    def list_foreign(self, pool: Path) -> dict[str, ForeignGuest]:
-        """Return the domains without our owner mark, by uuid; only disks on the file system of `pool` count."""
+    def list_foreign(self, pool: Path, instance: str = '') -> dict[str, ForeignGuest]:
+        """Return what Hypervisor.list_foreign() does; only disks on the file system of `pool` count."""
         foreign = {}
         with self._connection.use('listing the domains of others') as connection:
-            for domain in connection.listAllDomains():
+            for domain in _find_domains(connection, instance) if instance else connection.listAllDomains():
                 with IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN):  # removed after it was listed
                     if _read_compute(domain) is None:
                         foreign[domain.UUIDString()] = _describe_foreign(domain, pool)

@@ -87,7 +87,7 @@ class FakeHypervisor:
         with self._lock:
             return self._guests | {name: each.as_guest() for name, each in self._foreign.items() if each.adopted_by}
 
-    def list_foreign(self) -> Mapping[str, ForeignGuest]:
+    def list_foreign(self, _instance: str = '') -> Mapping[str, ForeignGuest]:
         return dict(self._foreign)
 
     def set_adoption(self, instance: str, compute: str | None) -> None:

@@ -252,8 +252,8 @@ class Libvirt:
             guests[instance] = guest.with_trouble(self._unfiltered.get(instance))
         return guests
 
-    def list_foreign(self) -> Mapping[str, ForeignGuest]:
-        return self._domains.list_foreign(self._volumes.directory)
+    def list_foreign(self, instance: str = '') -> Mapping[str, ForeignGuest]:
+        return self._domains.list_foreign(self._volumes.directory, instance)
 
     def list_open_dhcp(self) -> Set[str]:
         names = {name for kind, name in self._attachments if kind == 'network'}

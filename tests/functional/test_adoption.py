@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -76,6 +77,8 @@ def test_guests_of_others_are_listed_with_their_real_size(real_libvirt: Libvirt,
     raw, qcow, elsewhere = pool / 'their.raw', pool / 'their.qcow2', Path('/dev/shm') / f'{uuid4()}.raw'
     for path, form, size in ((raw, 'raw', '1500M'), (qcow, 'qcow2', '2G'), (elsewhere, 'raw', '3G')):
         subprocess.run(['qemu-img', 'create', '-q', '-f', form, path, size], check=True)
+    fifo = pool / 'fifo'
+    os.mkfifo(fifo)  # libvirt would wait forever to open it
     try:
         disks = [DISK.format(form='raw', path=raw, dev='hda'), DISK.format(form='qcow2', path=qcow, dev='hdb')]
         disks += [DISK.format(form='raw', path=elsewhere, dev='hdd'), CD.format(path=raw)]
@@ -85,15 +88,19 @@ def test_guests_of_others_are_listed_with_their_real_size(real_libvirt: Libvirt,
             make_domain('lost', DISK.format(form='raw', path='/gone', dev='hda')),
         )
         passing = make_domain('passing', transient=True)
+        make_domain('piped', DISK.format(form='raw', path=fifo, dev='hda'))
         foreign = {each.name: each for each in real_libvirt.list_foreign().values()}
-        assert foreign.keys() == {'Odd_Name', 'bare', 'lost', 'passing'}
+        assert foreign.keys() == {'Odd_Name', 'bare', 'lost', 'passing', 'piped'}
         odd = foreign['Odd_Name']
         # 1,500 MiB and 2 GiB are on the file system of the pool, and together 4 whole GiB.
         assert (odd.instance, odd.size) == (large.UUIDString(), {**SIZE, 'DISK_GB': 4})
         assert odd.disks == (str(raw), str(qcow), str(elsewhere))
         assert (odd.interfaces, odd.has_console) == ((('default', '52:54:00:aa:bb:cc'),), True)
         assert (foreign['bare'].state, foreign['passing'].state) == ('running', 'running, transient')
-        assert (foreign['lost'].size, foreign['lost'].state) == (SIZE, 'off')
+        for name in ('lost', 'piped'):
+            assert (foreign[name].size, foreign[name].state) == (SIZE, 'off')
+        assert real_libvirt.list_foreign(odd.instance) == {odd.instance: odd}
+        assert real_libvirt.list_foreign(str(uuid4())) == {}
         assert bare.isActive()
         assert passing.isActive()
         assert lost.info()[0] == libvirt.VIR_DOMAIN_SHUTOFF
@@ -101,6 +108,7 @@ def test_guests_of_others_are_listed_with_their_real_size(real_libvirt: Libvirt,
         elsewhere.unlink()
         raw.unlink()
         qcow.unlink()
+        fifo.unlink()
 
 
 @pytest.mark.parametrize('running', [pytest.param(False, marks=pytest.mark.slow), True])

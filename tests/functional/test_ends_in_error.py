@@ -26,6 +26,7 @@ from ecomp.errors import BuildFailed, EcompError, NoSpace, NotFound, Unreachable
 from ecomp.files import write_durably
 from ecomp.model import keys
 from ecomp.model.flavor import Flavor
+from ecomp.model.foreign import ForeignGuest
 from ecomp.model.group import Membership
 from ecomp.model.guest import Attachment, Guest, GuestSpec, list_macs, make_mac_address
 from ecomp.model.order import Request
@@ -257,6 +258,27 @@ def test_address_of_another_compute_stays_after_a_record_was_lost(toy_compute: T
     toy_compute.planner.retry_now()
     assert [line.partition(' ')[0] for line in toy_compute.step()] == ['build']
     assert read_entry(cloud.store, keys.address(instance)).value == b'10.9.9.9'
+
+
+def test_released_guest_is_measured_between_its_mark_and_its_claim(toy_compute: ToyCompute, cloud: Cloud) -> None:
+    """What it uses is reserved without its mark, and has to be before its claim goes."""
+    instance = toy_compute.place()
+    request = replace(cloud.read_request(toy_compute.compute, instance), image=None, is_adopted=True)
+    cloud.store.commit([], [Put(keys.request(toy_compute.compute, instance), encode(request))])
+    toy_compute.hypervisor._save_foreign(ForeignGuest(instance, 'old', True))
+    toy_compute.settle()
+    assert toy_compute.hypervisor.list_guests()[instance].is_adopted
+    seen = []
+
+    def on_release() -> None:
+        claim = allocations.read_consumer(cloud.placement, instance).allocations
+        seen.append((toy_compute.hypervisor.list_foreign()[instance].adopted_by, claim == request.allocations))
+
+    toy_compute.instances.on_release = on_release
+    toy_compute.destroy(instance)
+    assert toy_compute.step() == [f'destroy {instance}']
+    assert (seen, allocations.read_consumer(cloud.placement, instance).allocations) == ([('', True)], {})
+    assert toy_compute.hypervisor.list_foreign()[instance].is_running
 
 
 def test_ended_instance_that_is_queued_again_ends_with_one_lease(toy_compute: ToyCompute, cloud: Cloud) -> None:

@@ -8,14 +8,18 @@ import xml.etree.ElementTree as ET
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
+from unittest.mock import MagicMock
 
 import os_traits
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ecomp.agent.compute import Compute
 from ecomp.agent.host.provider import (
     MachineUsage,
+    PlacementInventory,
     add_ratios,
     choose_cache_gib,
     make_inventory,
@@ -24,14 +28,17 @@ from ecomp.agent.host.provider import (
     settle_reserved,
 )
 from ecomp.agent.host.provider import make_fixed_inventory as stated
-from ecomp.errors import UsageError
+from ecomp.errors import Unreachable, UsageError
 from ecomp.model import status
 from ecomp.model.allocation import GIB, MIB
+from ecomp.model.foreign import ForeignGuest
 from ecomp.model.status import ADOPTING, DISABLED, STATUS_TRAITS, find_managed_names, merge_names
 from ecomp.model.traits import CPU_TRAITS, list_cpu_traits
 from ecomp.virt import xml
 
 FEATURES = Path('/usr/share/libvirt/cpu_map/x86_features.xml')
+
+COMPUTE = 'c0000000-0000-4000-8000-000000000001'
 
 CAPABILITIES = """<domainCapabilities><cpu>
   <mode name='host-passthrough' supported='yes'/>
@@ -168,6 +175,29 @@ def test_small_changes_of_what_others_use_are_not_written() -> None:
 
     assert [settle(memory) for memory in (50, 49, 150, 151)] == [100, 49, 100, 151]
     assert settle(99, is_exact=True) == 99
+
+
+def test_adopted_guest_is_left_out_exactly_once_placement_answers() -> None:
+    """What it uses is less than the tolerance, and the first look fails."""
+
+    def measure(*arguments: Any) -> PlacementInventory:
+        return add_ratios({'MEMORY_MB': {'total': 1000, 'reserved': 0 if arguments[-1] else 9}}, {})
+
+    compute = cast(Any, Compute.__new__(Compute))
+    compute._measure_inventory = measure
+    host, provider, store, daemon, presence = (MagicMock() for _ in range(5))
+    compute.uuid, compute._requests = COMPUTE, {}
+    compute.host, compute._provider, compute.store, compute.daemon = host, provider, store, daemon
+    compute._presence, compute._left_out, compute._inventory = presence, set(), measure(())
+    host.hypervisor.list_foreign.return_value = {'a': ForeignGuest('a', 'old', True, adopted_by=COMPUTE)}
+    store.get.return_value = None
+    provider.update_inventory.side_effect = [Unreachable('no answer. Try: later', 'placement'), None]
+    with pytest.raises(Unreachable):
+        compute._measure()
+    assert not presence.publish.called
+    compute._measure()
+    assert [call.args[0]['MEMORY_MB']['reserved'] for call in provider.update_inventory.call_args_list] == [0, 0]
+    assert presence.publish.called
 
 
 def test_adoption_enables_only_what_it_disabled() -> None:

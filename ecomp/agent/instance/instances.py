@@ -239,6 +239,8 @@ class Instances:
         self.records = Records(control.compute, control.store, memory)
         # Called with the image when a build ends, with None for a success.
         self.on_build_end: Callable[[str, Failure | None], None] = lambda _image, _failure: None
+        # Called before the claim of an adopted guest goes: from then on what the guest uses is reserved.
+        self.on_release: Callable[[], None] = lambda: None
 
     def list_guests(self) -> Mapping[str, Guest]:
         """List the guests, with a trouble if one runs and was refused metadata; delete refusals of unknown MACs."""
@@ -353,9 +355,9 @@ class Instances:
         self._fail(attempt.record, attempt.revision, failure, attempt.must_remove, attempt.request)
 
     def adopt(self, request: Request, revision: int) -> None:
-        """Mark a domain that ecomp did not create, and record it; without the domain or its claim it ends in error."""
+        """Adopt a domain, or end in error without the domain or its claim."""
         instance, record = request.instance, make_record(self.compute, request, self.now())
-        guest = self.hypervisor.list_foreign().get(instance)
+        guest = self.hypervisor.list_foreign(instance).get(instance)
         claimed = allocations.read_consumer(self.placement, instance).allocations
         problem = 'its domain is gone' if guest is None else describe_difference(request.allocations, claimed)
         if guest is None or problem:
@@ -377,16 +379,11 @@ class Instances:
         self.records.write(record, revision)
         log.info('instance %s is adopted, and %s', instance, record.state)
 
-    def disown(self, instance: str) -> None:
-        """Remove the adoption mark from a domain, which stays as it is otherwise."""
-        self.hypervisor.set_adoption(instance, None)
-        log.warning('instance %s is released: its domain is no longer managed, and stays as it is', instance)
-
     def destroy(self, request: Request, revision: int) -> None:
         """Remove the guest and all that belongs to it; its record stays for a day as `gone`.
 
-        An adopted guest is only released.
-        A full etcd keeps no record. Raises Unreadable if a newer ecomp wrote the record.
+        An adopted guest is only released. A full etcd keeps no record.
+        Raises Unreadable if a newer ecomp wrote the record.
         """
         instance = request.instance
         stored = self.records.get_to_end(instance)
@@ -646,9 +643,10 @@ class Instances:
         TALLY.add('ecomp_build_failures_total', failure.stage)
 
     def _remove(self, instance: str, job: Step | None) -> None:
-        guest = self.hypervisor.list_guests().get(instance)
-        if guest is not None and guest.is_adopted:
-            self.disown(instance)
+        domain = self.hypervisor.list_foreign(instance).get(instance)
+        if domain is not None and domain.adopted_by:
+            self.hypervisor.set_adoption(instance, None)
+            self.on_release()
         elif job is not None:
             self._run_step(job)
             failpoint('removed')
