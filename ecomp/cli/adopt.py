@@ -7,11 +7,11 @@ from contextlib import suppress
 from typing import Any
 
 from ecomp.cli.command import DOCUMENT_OPTIONS, LISTING_OPTIONS, Command, Context, Outcomes
-from ecomp.cli.options import Options, Words, check_project, parse_any_instances
+from ecomp.cli.options import Options, find_table_problems, parse_any_instances, parse_host_and_domains
 from ecomp.cli.selection import SELECTORS, find_conflicts, select_instances
 from ecomp.cli.tables import UUID, Column, Listing, Row
 from ecomp.cli.terminal import make_timestamp
-from ecomp.errors import Conflict, EcompError, NoCapacity, NotFound, Unreachable, UsageError
+from ecomp.errors import Conflict, EcompError, NotFound, Unreachable, put_before_fix
 from ecomp.model.foreign import ForeignGuest, HostForeign
 from ecomp.model.host import Computes
 from ecomp.model.text import check_name, is_name, join_some
@@ -27,13 +27,10 @@ def list_foreign(ctx: Context, computes: Sequence[str]) -> int:
     for compute in (each for each, foreign in found.items() if foreign.guests):
         with suppress(NotFound):  # then nothing fits
             inventories[compute] = read_inventory(ctx.placement, compute)
-    code = ctx.show(make_foreign_listing(found, inventories, ctx.computes))
-    for compute, problem in sorted(problems.items()):
-        ctx.out.say(f'{ctx.computes.format_name(compute)}: {problem}')
-    for compute, foreign in found.items():
-        if foreign.omitted:
-            ctx.out.say(f'{ctx.computes.format_name(compute)}: {foreign.omitted} more guests have no room in its list')
-    return code or (Unreachable.exit_code if problems else 0)
+    omitted = {compute: foreign.omitted for compute, foreign in found.items() if foreign.omitted}
+    problems = {name: f'{number} more guests have no room in its list' for name, number in omitted.items()} | problems
+    errors = [EcompError(f'{ctx.computes.format_name(compute)}: {text}') for compute, text in sorted(problems.items())]
+    return ctx.show(make_foreign_listing(found, inventories, ctx.computes), errors)
 
 
 def make_foreign_listing(
@@ -60,12 +57,7 @@ def make_foreign_listing(
 
 
 def _adopt(ctx: Context) -> int:
-    import random
-
-    from ecomp.cli.input import describe_owner
-    from ecomp.model.choose import Offer
-    from ecomp.scheduler.placing.adopt import Adoptee, adopt, read_foreign
-    from ecomp.scheduler.placing.session import Scheduler
+    from ecomp.scheduler.placing.adopt import read_foreign
 
     compute = ctx.resolve_compute(ctx.words[0])
     host = ctx.computes.format_name(compute)
@@ -75,10 +67,26 @@ def _adopt(ctx: Context) -> int:
         return list_foreign(ctx, [compute])
     listed = read_foreign(ctx.store, [compute])[0][compute].guests
     words = ctx.words[1:] or [guest.instance for guest in listed if guest.adopted_by != compute]
-    guests = [guest for guest in listed if guest.name in words or guest.instance in map(str.lower, words)]
-    known = {part for guest in guests for part in (guest.name, guest.instance)}
-    missing = [word for word in words if word not in known and word.lower() not in known]
-    adoptees = [] if missing else [Adoptee(guest, _choose_name(ctx, guest)) for guest in guests]
+    chosen = {word: guest for word in words for guest in listed if word in (guest.name, guest.instance)}
+    missing = next((word for word in words if word not in chosen), None)
+    guests = [] if missing else [*{guest.instance: guest for guest in chosen.values()}.values()]
+    # Also without guests: this ends an adoption that was killed.
+    code = _adopt_guests(ctx, compute, host, guests)
+    if missing:
+        again = f'{ctx.command_prefix} adopt {ctx.words[0]}'
+        raise NotFound(f'{missing}: {host} has no such guest that ecomp did not create. Try: {again}')
+    return code
+
+
+def _adopt_guests(ctx: Context, compute: str, host: str, guests: Sequence[ForeignGuest]) -> int:
+    import random
+
+    from ecomp.cli.input import describe_owner
+    from ecomp.model.choose import Offer
+    from ecomp.scheduler.placing.adopt import Adoptee, adopt
+    from ecomp.scheduler.placing.session import Scheduler
+
+    adoptees = [Adoptee(guest, ctx.options.name or _find_name(ctx, guest)) for guest in guests]
     owner = describe_owner(make_timestamp())
     scheduler = Scheduler(ctx.store, lambda: (ctx.placement, Offer(())), owner, random.Random(), make_timestamp)
     project = ctx.options.project or ctx.config.project_id
@@ -87,37 +95,31 @@ def _adopt(ctx: Context) -> int:
     def report(guest: ForeignGuest, sentence: str) -> None:
         outcomes.report(guest.name, f'{guest.name}: {sentence}', instance=guest.instance)
 
+    again = ' '.join([ctx.command_prefix, ctx.name, *ctx.words, *(['--all'] if ctx.options.all else [])])
     try:
-        # Also without guests: it ends an adoption that was killed.
         adopt(scheduler, compute, host, adoptees, ctx.config.user_id, project, report)
-    except NoCapacity as error:
-        ctx.out.say(str(error))
-        return NoCapacity.exit_code
+    except Unreachable as error:
+        advice = f'. Try: {again}, which continues; until then {host} may stay disabled'
+        raise type(error)(put_before_fix(str(error), advice), error.backend) from error
     except KeyboardInterrupt:
-        again = f'{ctx.command_prefix} {ctx.name} {" ".join(ctx.words)}{" --all" if ctx.options.all else ""}'
         ctx.out.say(f'interrupted: {host} may stay disabled. Try: {again}, which continues')
         return EcompError.exit_code
-    if missing:
-        again = f'{ctx.command_prefix} adopt {ctx.words[0]}'
-        raise NotFound(f'{missing[0]}: {host} has no such guest that ecomp did not create. Try: {again}')
     return outcomes.finish()
 
 
-def _choose_name(ctx: Context, guest: ForeignGuest) -> str | None:
-    """Return the name of the instance; None, with a message, for a default that is not valid, or not free."""
+def _find_name(ctx: Context, guest: ForeignGuest) -> str | None:
+    """Return the name of the domain; None, with a message, if no instance can have it."""
     from ecomp.scheduler.queries.find import reserve_names
 
-    if ctx.options.name is not None or not is_name(guest.name):
-        reason = 'is not a valid name of an instance'
-    else:
+    reason = 'is not a valid name of an instance'
+    if is_name(guest.name):
         try:
             reserve_names(ctx.store, {guest.instance: guest.name})
             return guest.name
         except Conflict:
             reason = 'is the name of another instance'
-    if ctx.options.name is None:
-        ctx.out.say(f'{guest.name}: {reason}, so it is adopted without one; see --name')
-    return ctx.options.name
+    ctx.out.say(f'{guest.name}: {reason}, so it is adopted without one; see --name')
+    return None
 
 
 def _release(ctx: Context) -> int:
@@ -136,15 +138,11 @@ def _release(ctx: Context) -> int:
     return outcomes.run(submit)
 
 
-def _parse_host_and_domains(name: str, words: Sequence[str]) -> Words:
-    if not words:
-        raise UsageError(f'{name}: missing argument: a host, by name or uuid')
-    return tuple(words)
-
-
 def _find_adopt_problems(name: str, words: Sequence[str], options: Options) -> Iterator[str]:
     if options.all and words[1:]:
         yield f'{name}: give either guests or --all'
+    if options.all or words[1:]:
+        yield from find_table_problems(options, 'is accepted only for the list of guests')
     if options.name is not None:
         if len(words) != 2:
             yield f'{name}: --name needs exactly one guest'
@@ -152,8 +150,6 @@ def _find_adopt_problems(name: str, words: Sequence[str], options: Options) -> I
             check_name(options.name)
         except ValueError as error:
             yield f'--name: {error}'
-    if options.project is not None:
-        check_project(options.project)
 
 
 # fmt: off
@@ -166,7 +162,7 @@ COMMANDS: Sequence[Command] = (
             'never deletes, moves, rebuilds or filters an adopted guest; `eschedule release` gives it back. DISK_GB '
             'counts the disks on the file system of the host\'s state directory. Meanwhile the host is disabled. If '
             'the command is interrupted, repeat it: it continues.',
-            _parse_host_and_domains, _adopt,
+            parse_host_and_domains, _adopt,
             {'name': 'name of the instance, for one guest. Default: the name of the domain, if it is valid and free',
              'project': '', 'all': 'adopt all guests of the host that are not adopted', **LISTING_OPTIONS},
             (3, 4, 5), find_problems=_find_adopt_problems, example='eschedule adopt hv1 db1 web1'),

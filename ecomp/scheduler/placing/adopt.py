@@ -7,13 +7,13 @@ continues.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
-from ecomp.errors import Conflict, EcompError, NoCapacity, NotFound, OverQuota, UnknownOutcome
+from ecomp.errors import Conflict, EcompError, NoCapacity, NotFound, OverQuota
 from ecomp.failpoints import failpoint
 from ecomp.model import keys, status
 from ecomp.model.allocation import Inventory, Resources, find_compute, sum_resources
@@ -31,8 +31,10 @@ from ecomp.scheduler.placing.session import DeliveryRefused, Scheduler, Session,
 from ecomp.scheduler.queries.find import reserve_names
 from ecomp.shared.attempts import is_alive
 from ecomp.shared.names import Change, Excluded, charge_quota, try_revoke
-from ecomp.shared.places import read_index
+from ecomp.shared.places import KeyIndex, read_index
 from ecomp.store.client import Entry, Store
+
+log = logging.getLogger(__name__)
 
 # Guests of one transaction: each has a request and a name.
 BLOCK_SIZE = 20
@@ -48,7 +50,7 @@ class Adoptee(NamedTuple):
 def read_foreign(
     store: Store, computes: Collection[str], is_now: bool = True
 ) -> tuple[dict[str, HostForeign], dict[str, str]]:
-    """Read the guests of others on these living computes, and why the list of some of these is not current.
+    """Read the guests of others on these living computes, and why some lists are not current.
 
     If `is_now`, the computes look at themselves first.
     """
@@ -86,82 +88,92 @@ def adopt(  # noqa: PLR0913
     placement = scheduler.backend()[0]
     check_provider(placement, compute, display_name)
     guests = {each.guest.instance: each for each in adoptees}
-    session = Session(scheduler, keys.derive_uuid(compute, 'adopt'), list(guests), Requester(user, project))
+    uuid = keys.get_last_part(keys.adoption(compute))
+    session = Session(scheduler, uuid, list(guests), Requester(user, project))
     with session.open():
-        owner = scheduler.owner
-        session.announce(None, partial(check_previous, f'an adoption on {display_name}', owner))
+        session.announce(None, partial(check_previous, f'an adoption on {display_name}', scheduler.owner))
+        session.after_undo = partial(_undo, session, compute, display_name)
         failpoint('adoption-announced')
-        try:
-            requested, old = require_unknown(session, compute, guests)
-            for instance in requested:
-                report(guests[instance].guest, f'is already adopted, as {instance}')
-            remaining = {instance: each for instance, each in guests.items() if instance not in requested}
-            if remaining:
-                reserve_names(session.store, {instance: each.name for instance, each in remaining.items()})
-                _charge(session.store, project, remaining)  # before anything is claimed
-                providers.create_missing_traits(placement, status.STATUS_TRAITS)
-                providers.change_names(placement, compute, providers.TRAITS, status.apply_adoption)
-                failpoint('adoption-disabled')
-                _wait_until_left_out(session.store, compute, display_name, set(remaining))
-                require_room(placement, compute, display_name, remaining)
-            for start in range(0, len(remaining), BLOCK_SIZE):
-                block = dict(list(remaining.items())[start : start + BLOCK_SIZE])
-                _deliver(session, compute, block, old, project, start + BLOCK_SIZE >= len(remaining))
-                for each in block.values():
-                    name = f' and name {each.name}' if each.name else ''
-                    report(each.guest, f'adopted with uuid {each.guest.instance}{name}')
-        except UnknownOutcome:
-            raise  # a repetition continues, and then enables the host
-        except EcompError:
-            session.undo()
-            with suppress(EcompError):  # the guests are reserved again before others may take their room
-                read_foreign(session.store, [compute])
-            _end_adoption(session, compute)
-            raise
-        _end_adoption(session, compute)
+        adopted, old_records = _find_known(session, compute, guests)
+        for instance in adopted:
+            report(guests[instance].guest, f'is already adopted, as {instance}')
+        remaining = {instance: each for instance, each in guests.items() if instance not in adopted}
+        if remaining:
+            # Names and quota are looked at before anything is claimed.
+            reserve_names(session.store, {instance: each.name for instance, each in remaining.items()})
+            _charge(session.store, project, remaining)
+            providers.create_missing_traits(placement, status.STATUS_TRAITS)
+            providers.change_names(placement, compute, providers.TRAITS, status.apply_adoption)
+            failpoint('adoption-disabled')
+            _require_left_out(session.store, compute, display_name, set(remaining))
+            require_room(placement, compute, display_name, remaining)
+        for start in range(0, len(remaining), BLOCK_SIZE):
+            block = dict(list(remaining.items())[start : start + BLOCK_SIZE])
+            _deliver(session, compute, block, old_records, project, start + BLOCK_SIZE >= len(remaining))
+            for each in block.values():
+                name = f' and name {each.name}' if each.name else ''
+                report(each.guest, f'adopted with uuid {each.guest.instance}{name}')
+        _enable(session, compute)
         failpoint('adoption-enabled')
     session.finish(guests)
 
 
-def _end_adoption(session: Session, compute: str) -> None:
+def _undo(session: Session, compute: str, display_name: str) -> str:
+    """Have the host reserve again what the guests use, then enable it; return what is left, '' for nothing."""
+    problem = f'{display_name} may stay disabled until the command is repeated'
+    try:
+        if session.store.get(keys.adoption(compute)) is not None:
+            return f'another adoption on {display_name} goes on'
+        if read_foreign(session.store, [compute])[1]:
+            return problem
+        _enable(session, compute)
+    except EcompError as error:
+        log.debug('%s cannot be enabled: %s', display_name, error)
+        return problem
+    return ''
+
+
+def _enable(session: Session, compute: str) -> None:
     end = partial(status.end_adoption, is_alive=is_alive(session.store, compute))
     providers.change_names(session.placement, compute, providers.TRAITS, end)
 
 
-def require_unknown(session: Session, compute: str, guests: Mapping[str, Adoptee]) -> tuple[set[str], dict[str, Entry]]:
-    """Return the guests that are adopted there already, and the records of earlier adoptions that have ended.
+def _find_known(session: Session, compute: str, guests: Mapping[str, Adoptee]) -> tuple[set[str], dict[str, Entry]]:
+    """Return the guests that are adopted already, and the records of adoptions that have ended.
 
-    Raises Conflict if a host, placement, a queue or another instance's record knows one.
+    Raises Conflict if another host, placement, a queue or an instance that ecomp made knows one.
     """
     store, index = session.store, read_index(session.store)
-    claimed = {name: find_compute(held.allocations) for name, held in read_consumers(session.placement, guests).items()}
+    _require_only_here(session, compute, guests, index)
     queued = {keys.get_queued_instance(key) for key in store.snapshot(keys.QUEUES, keys_only=True).entries}
-    living = session.read_alive()
-    listed = read_foreign(store, [each for each in living if each != compute], is_now=False)[0]
-    elsewhere = {each.instance: other for other, foreign in listed.items() for each in foreign.guests}
-    requested, old = set(), dict[str, Entry]()
+    adopted, old_records = set(), dict[str, Entry]()
     for instance, each in guests.items():
-        hosts = {key.split('/')[2] for key in index.requests.get(instance, ())}
-        others = [*(hosts - {compute}), claimed.get(instance, ''), elsewhere.get(instance, '')]
-        if other := next((host for host in others if host not in ('', compute)), ''):
-            host = session.get_display_name(other)
-            raise Conflict(
-                f'{each.guest.name}: {instance} is on {host}, too. Fix: give one of the two domains a new uuid'
-            )
-        if hosts:
+        if index.requests.get(instance):
             _require_adopted(store, compute, each)
-            requested.add(instance)
+            adopted.add(instance)
         elif instance in queued or instance in index.records:
             record = store.get(keys.record(compute, instance))
             parsed = parse_or_none(record.value) if record is not None else None
-            if instance in queued or parsed is None or not parsed.is_adopted or parsed.state not in (GONE, ERROR):
+            if record is None or parsed is None or not parsed.is_adopted or parsed.state not in (GONE, ERROR):
                 raise Conflict(f'{each.guest.name}: {instance} is or was an instance that ecomp made. {NEW_UUID}')
-            assert record is not None  # it was parsed
-            old[instance] = record
-    return requested, old
+            old_records[instance] = record
+    return adopted, old_records
 
 
 NEW_UUID = 'Fix: give the domain a new uuid'
+
+
+def _require_only_here(session: Session, compute: str, guests: Mapping[str, Adoptee], index: KeyIndex) -> None:
+    claims = read_consumers(session.placement, guests)
+    others = [each for each in session.read_alive() if each != compute]
+    listed = read_foreign(session.store, others, is_now=False)[0]
+    hosts = {guest.instance: other for other, foreign in listed.items() for guest in foreign.guests}
+    for instance, each in guests.items():
+        requested = [key.split('/')[2] for key in index.requests.get(instance, ())]
+        known = {*requested, find_compute(claims[instance].allocations), hosts.get(instance, '')} - {'', compute}
+        if known:
+            host = session.get_display_name(min(known))
+            raise Conflict(f'{each.guest.name}: {instance} is on {host}, too. {NEW_UUID}, here or there')
 
 
 def _require_adopted(store: Store, compute: str, adoptee: Adoptee) -> None:
@@ -174,8 +186,8 @@ def _require_adopted(store: Store, compute: str, adoptee: Adoptee) -> None:
         raise Conflict(f'{adoptee.guest.name}: is being released. Try: the same command once it is gone')
 
 
-def _wait_until_left_out(store: Store, compute: str, display_name: str, instances: set[str]) -> None:
-    """Have the compute no longer reserve what these guests use; NotFound if it does not have them all."""
+def _require_left_out(store: Store, compute: str, display_name: str, instances: set[str]) -> None:
+    """Raise EcompError unless the host has these guests, and no longer reserves what they use."""
     found, problems = read_foreign(store, [compute])
     if gone := instances - {each.instance for each in found[compute].guests}:
         raise NotFound(f'{display_name} has no guest {join_some(sorted(gone), 5)} any more')
@@ -196,7 +208,7 @@ def require_room(placement: Placement, compute: str, display_name: str, guests: 
 
 
 def find_lacking(inventory: Mapping[str, Inventory], needed: Resources, given_back: Resources) -> dict[str, int]:
-    """Return how much is missing of each class; `given_back` is reserved now, and will not be."""
+    """Return how much is missing of each class, if what is reserved now for `given_back` is free."""
     lacking = {}
     for name, amount in sorted(needed.items()):
         held = inventory.get(name, Inventory(0))
@@ -206,10 +218,10 @@ def find_lacking(inventory: Mapping[str, Inventory], needed: Resources, given_ba
 
 
 def explain_lack(inventory: Mapping[str, Inventory], needed: Resources) -> str:
-    """Return what is missing for these amounts, and the lines of compute.yaml that make room; '' if nothing is."""
-    ratios, totals = list[str](), list[str]()
-    missing = [f'{name} {lack}' for name, lack in find_lacking(inventory, needed, {}).items()]
-    for name in find_lacking(inventory, needed, {}):
+    """Return what is missing for these amounts and how to make room, '' for nothing."""
+    lacking, ratios, totals = find_lacking(inventory, needed, {}), list[str](), list[str]()
+    missing = [f'{name} {lack}' for name, lack in lacking.items()]
+    for name in lacking:
         held = inventory.get(name, Inventory(0))
         used, left = needed[name] + held.used, held.total - held.reserved
         # Rounded up to two digits: a little less would refuse the last guest.

@@ -213,7 +213,7 @@ def evacuate(scheduler: Scheduler, compute: str, display_name: str, report: Call
     require_silence(scheduler.store, compute, display_name)
     session = Session(scheduler, keys.derive_uuid(compute, 'evacuate'), (), Requester('', ''))
     evacuation = _Evacuation(session, compute, display_name, report)
-    session.describe_done = evacuation.describe_moved
+    session.after_undo = evacuation.describe_moved
     with session.open():
         evacuation.move_all()
     session.undo()  # claims for guests that were destroyed or changed in the meantime

@@ -186,8 +186,8 @@ class Session:
     # Ends the cure for a claim of another attempt.
     alternative: str = ''
     on_cluster_size: Callable[[int], None] = lambda _: None
-    # Says what was delivered in spite of an error, '' for nothing.
-    describe_done: Callable[[], str] = lambda: ''
+    # Called once the claims are released after an error: says what is done or left nevertheless, '' for nothing.
+    after_undo: Callable[[], str] = lambda: ''
     lease: int = 0
     revision: int = 0
     movable: set[str] = field(default_factory=set)
@@ -237,7 +237,7 @@ class Session:
             outcome = self.release(releasable)
             failpoint('undone')
         try_revoke(self.store, self.lease)
-        return self.describe_done() or outcome
+        return self.after_undo() or outcome
 
     def announce(self, query: str | None, check_previous: Callable[[Entry], object] | None = None) -> None:
         """Write the attempt's key; see claim.announce()."""
