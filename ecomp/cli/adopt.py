@@ -118,7 +118,7 @@ def _find_name(ctx: Context, guest: ForeignGuest) -> str | None:
             return guest.name
         except Conflict:
             reason = 'is the name of another instance'
-    ctx.out.say(f'{guest.name}: {reason}, so it is adopted without one; see --name')
+    ctx.out.say(f'{guest.name}: {reason}, so it gets none; see --name')
     return None
 
 

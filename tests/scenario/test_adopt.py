@@ -49,7 +49,7 @@ def test_guests_are_adopted_used_and_given_back(cluster: Control) -> None:
     assert cluster.eschedule('quota', 'set', 'shop', 'instances=2').code == 0
     assert list_fits(cluster, compute.uuid) == {'Odd_Name': True, 'db': True, 'huge': False, 'passing': True}
     said = adopt(cluster, compute, 'db', 'Odd_Name', '--project', 'shop')
-    assert 'Odd_Name: is not a valid name of an instance, so it is adopted without one' in said
+    assert 'Odd_Name: is not a valid name of an instance, so it gets none' in said
     assert f'db: adopted with uuid {database["instance"]} and name db' in said
     record = wait_state(cluster, database['instance'], 'active')
     assert (record['adopted'], record['resources'], record['image']) == (True, database['size'], None)
@@ -171,7 +171,7 @@ def test_name_that_is_taken_is_left_out(cluster: Control) -> None:
     first, second = make_foreign('web1'), make_foreign('web1')
     one, two = start_with_foreign(cluster, first), start_with_foreign(cluster, second, make_foreign('web2'))
     adopt(cluster, one, '--all')
-    assert 'web1: is the name of another instance, so it is adopted without one' in adopt(cluster, two, '--all')
+    assert 'web1: is the name of another instance, so it gets none' in adopt(cluster, two, '--all')
     assert wait_state(cluster, second['instance'], 'active')['name'] is None
 
 

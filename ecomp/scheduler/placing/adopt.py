@@ -202,9 +202,7 @@ def require_room(placement: Placement, compute: str, display_name: str, guests: 
     claims = read_consumers(placement, guests)
     needed = sum_resources(each.guest.size for name, each in guests.items() if not claims[name].allocations)
     if cure := explain_lack(inventory, needed):
-        raise NoCapacity(
-            f'{display_name} has too little room for {len(guests)} guests, which are there already: {cure}'
-        )
+        raise NoCapacity(f'{display_name} has too little room for the guests to adopt ({len(guests)}): {cure}')
 
 
 def find_lacking(inventory: Mapping[str, Inventory], needed: Resources, given_back: Resources) -> dict[str, int]:
