@@ -230,12 +230,13 @@ class Registration:
         ) and self._update_names(is_closing)
         failpoint('described')
         if not is_right:
-            self.provider = None
             before = 0 if is_new and not has_changed_names else None
             # Written last: a right inventory means that an earlier run was complete.
             generation = providers.set_inventory(self.placement, self.compute, self.inventory, before, is_closing)
             self._last_good_check.record(generation)
             self.created_generation = generation if is_new else None
+        if has_changed_names or not is_right:
+            self._read_provider()
 
     def ensure_registered(self, is_closing: Callable[[], bool], generation: int | None = None) -> None:
         """Register again, and log that, if the provider was changed or removed outside ecomp, unless is_closing().
