@@ -24,7 +24,7 @@ import yaml
 from ecomp import schedule
 from tests.kit.journal import JOURNAL, parse_eschedule_arguments
 from tests.kit.process import start_process
-from tests.kit.servers import SLOWDOWN_FACTOR, Etcd, PlacementServer, Server, b64, make_environment
+from tests.kit.servers import SLOWDOWN_FACTOR, Etcd, PlacementServer, Server, b64, make_environment, wait_until
 from tests.kit.witness import Witness, is_working_here, require_clean
 
 
@@ -238,8 +238,11 @@ class Control:
         return (run_eschedule_process if self.is_mortal else run_eschedule)(self.schedule_yaml, *words, timeout=timeout)
 
     def ecompute(self, inventory: str | None = 'VCPU:4,DISK_GB:10,MEMORY_MB:512', **settings: Any) -> Ecompute:
-        """Start a fake ecompute that is stopped with this."""
-        return self.at_exit.enter_context(Ecompute(self.etcd.endpoint, self.placement.url, inventory, **settings))
+        """Start a fake ecompute that is stopped with this; wait until a refusal can explain what it has."""
+        compute = Ecompute(self.etcd.endpoint, self.placement.url, inventory, **settings)
+        self.at_exit.enter_context(compute)
+        wait_until(lambda: bool(self.etcd.list_keys(f'/facts/{compute.uuid}')), 20, 'its facts are published')
+        return compute
 
     def close(self) -> None:
         """Stop the ecomputes that were started here.
