@@ -49,6 +49,7 @@ from ecomp.model.guest import list_macs
 from ecomp.model.host import StoredHostname, is_hostname
 from ecomp.model.order import Request, parse_attempt_instances, parse_request
 from ecomp.model.record import BUILDING, ERROR, GONE, Record, format_time, parse_or_none
+from ecomp.model.status import DISABLED
 from ecomp.model.stored import decode_lenient, encode
 from ecomp.model.trouble import encode_trouble
 from ecomp.placement import providers
@@ -577,8 +578,10 @@ class Compute:
         if foreign:
             left_out |= {name for name in foreign if self._is_adopting(name)}
             entry = self.store.get(keys.adoption(self.uuid))
-            if entry is not None and entry.lease:
-                left_out |= foreign.keys() & parse_attempt_instances(entry.key, entry.value)
+            attempted = parse_attempt_instances(entry.key, entry.value) if entry is not None and entry.lease else None
+            # Not before the adoption has disabled this compute: else somebody gets what these guests use.
+            if attempted and DISABLED in providers.read_names(self.placement, self.uuid, providers.TRAITS):
+                left_out |= foreign.keys() & attempted
         measured, is_exact = self._measure_inventory(foreign, left_out), left_out != self._left_out
         inventory = provider.settle_reserved(self._inventory, measured, is_exact)
         self._provider.update_inventory(inventory, self.daemon.is_ending)

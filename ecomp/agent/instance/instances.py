@@ -369,11 +369,8 @@ class Instances:
         # Its image and its disk are wherever its owner put them.
         record = record.enter_state(ACTIVE, self.now(), 'image', 'disk', 'started').mark_running(MANUAL, self.now())
         record = record if guest.is_running else record.mark_off(self.now())
-        console, fault = (
-            f'{self.template.hostname}:' if guest.has_console else None,
-            UNDEFINED if guest.is_transient else None,
-        )
-        record = replace(record, console=console, fault=fault)
+        console = f'{self.template.hostname}:' if guest.has_console else None
+        record = replace(record, console=console, fault=UNDEFINED if guest.is_transient else None)
         # First: another etcd knows the guest only by this memory.
         self.memory.remember(request, record)
         self.records.write(record, revision)
@@ -644,9 +641,9 @@ class Instances:
 
     def _remove(self, instance: str, job: Step | None) -> None:
         domain = self.hypervisor.list_foreign(instance).get(instance)
-        if domain is not None and domain.adopted_by:
+        if domain is not None and (job is None or domain.adopted_by):
             self.hypervisor.set_adoption(instance, None)
-            self.on_release()
+            self.on_release()  # also if its mark went in an earlier try
         elif job is not None:
             self._run_step(job)
             failpoint('removed')

@@ -89,7 +89,9 @@ def adopt(  # noqa: PLR0913
     check_provider(placement, compute, display_name)
     guests = {each.guest.instance: each for each in adoptees}
     uuid = keys.get_last_part(keys.adoption(compute))
-    session = Session(scheduler, uuid, list(guests), Requester(user, project))
+    # One that has the mark may be released meanwhile: then its host has to reserve what it uses.
+    unmarked = [name for name, each in guests.items() if each.guest.adopted_by != compute]
+    session = Session(scheduler, uuid, unmarked, Requester(user, project))
     with session.open():
         session.announce(None, partial(check_previous, f'an adoption on {display_name}', scheduler.owner))
         session.after_undo = partial(_undo, session, compute, display_name)
@@ -109,7 +111,7 @@ def adopt(  # noqa: PLR0913
             require_room(placement, compute, display_name, remaining)
         for start in range(0, len(remaining), BLOCK_SIZE):
             block = dict(list(remaining.items())[start : start + BLOCK_SIZE])
-            _deliver(session, compute, block, old_records, project, start + BLOCK_SIZE >= len(remaining))
+            _deliver(session, compute, block, old_records, start + BLOCK_SIZE >= len(remaining))
             for each in block.values():
                 name = f' and name {each.name}' if each.name else ''
                 report(each.guest, f'adopted with uuid {each.guest.instance}{name}')
@@ -239,20 +241,16 @@ def _charge(store: Store, project: str, guests: Mapping[str, Adoptee]) -> Change
 
 
 def _deliver(
-    session: Session,
-    compute: str,
-    block: Mapping[str, Adoptee],
-    old: Mapping[str, Entry],
-    project: str,
-    is_last: bool,
+    session: Session, compute: str, block: Mapping[str, Adoptee], old: Mapping[str, Entry], is_last: bool
 ) -> None:
+    user, project = session.requester.user_id, session.requester.project_id
     now = session.scheduler.now()
     session.store.keep_alive(session.lease)  # hundreds of guests take a while
     requests = {
         instance: Request(
             instance,
             {compute: each.guest.size},
-            user_id=session.requester.user_id,
+            user_id=user,
             project_id=project,
             stages={'requested': now, 'scheduled': now},
             name=each.name,
