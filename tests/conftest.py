@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import importlib.util
 import shutil
+import signal
 import subprocess
 import sys
 import uuid
@@ -30,6 +31,9 @@ from tests.kit.kept import cache_file
 from tests.kit.lab_fixtures import host, hypervisors, lab, shared_lab, slow_images, small_host
 from tests.kit.light_placement import LightPlacement
 from tests.kit.servers import TOP, Etcd, PlacementServer
+
+# What a shell starts in the background ignores it, and so would all that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = ['tests.kit.plan', 'tests.kit.judging']
 
