@@ -223,7 +223,7 @@ class MemoryMember:
     def answer(self, request: Request) -> Any:
         """Answer a request, with the leases as they are."""
         answer = self._answers[type(request)](request)
-        answer.header = self.make_header()
+        answer.header = self.make_header(getattr(answer, 'revision', self.etcd.revision))
         return answer
 
     def watch(
@@ -234,8 +234,8 @@ class MemoryMember:
     def close(self) -> None:
         """Do nothing: there is no connection."""
 
-    def make_header(self) -> SimpleNamespace:
-        return SimpleNamespace(cluster_id=CLUSTER_ID, member_id=1, revision=self.etcd.revision, raft_term=RAFT_TERM)
+    def make_header(self, revision: int) -> SimpleNamespace:
+        return SimpleNamespace(cluster_id=CLUSTER_ID, member_id=1, revision=revision, raft_term=RAFT_TERM)
 
     def list_events(self, request: WatchCreate, first_revision: int) -> list[SimpleNamespace]:
         """List the changes of a watch from a revision on, in their order."""
@@ -288,8 +288,9 @@ class MemoryMember:
             )
             for each in operations
         ]
-        self.etcd.write([each for each in operations if not isinstance(each, Range)])
-        return SimpleNamespace(succeeded=succeeded, responses=responses)
+        # A listener may write, too, after that.
+        written = self.etcd.write([each for each in operations if not isinstance(each, Range)])
+        return SimpleNamespace(succeeded=succeeded, responses=responses, revision=written)
 
     def _answer_grant(self, request: Grant) -> SimpleNamespace:
         return SimpleNamespace(ID=self.etcd.grant(request.seconds, '', next(self._leases)), TTL=request.seconds)
@@ -350,7 +351,7 @@ class MemoryWatch:
 
     def _make_answer(self, number: int, events: Sequence[object] = (), created: bool = False) -> SimpleNamespace:
         ends = {'canceled': False, 'compact_revision': 0, 'cancel_reason': '', 'fragment': False}
-        header = self._member.make_header()
+        header = self._member.make_header(self._member.etcd.revision)
         return SimpleNamespace(header=header, watch_id=number, created=created, events=events, **ends)
 
 

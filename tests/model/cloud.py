@@ -53,10 +53,9 @@ def answer_audits(world: World, etcd: Etcd, computes: Mapping[str, Compute]) -> 
                 continue
             repairs_on = operation.key.removeprefix(keys.AUDIT).partition('/')[2]
             actor, world.current = world.current, None
-            # The model answers the question with the revision of the last report.
-            question = etcd.revision + len(computes)
+            question = etcd.revision
             for each, compute in computes.items():
-                if not compute.is_dead and keys.compute(each) in etcd.entries:
+                if not compute.is_dead and not compute.is_looking and keys.compute(each) in etcd.entries:
                     if repairs_on == each:
                         compute.claim_again()
                     report = encode_report(HostReport(tuple(compute.look()), question))
@@ -146,6 +145,7 @@ class Cloud:
         inventories = {name: {'total': total, **defaults} for name, total in sizes.items()}
         self.model.providers[uuid] = Provider(uuid, 1, inventories)
         compute = self.computes[uuid] = Compute(uuid, self.world, self.etcd, self.placement)
+        compute.room = room
         self.machines.append(compute)
         return compute
 

@@ -27,14 +27,17 @@ from ecomp.errors import EcompError, NotFound
 from ecomp.model import keys
 from ecomp.model.audit import find_all
 from ecomp.model.finding import Finding, Repair
+from ecomp.model.foreign import ForeignGuest
 from ecomp.model.guest import DEFAULT_NETWORKS, Address, Guest, GuestSpec
 from ecomp.placement.allocations import Consumer, read_provider_allocations
 from ecomp.shared.presence import Presence
+from ecomp.store.client import Entry
 from ecomp.virt.fake import FakeHypervisor
 from tests.kit.memory_etcd import Etcd
 from tests.model.acting import Call
 from tests.model.directory import Disk
 from tests.model.etcd import ModelStore
+from tests.model.foreign import Looking
 from tests.model.placement_client import ModelPlacement
 from tests.model.virtual import NOW
 from tests.model.world import World
@@ -51,7 +54,22 @@ class ModelHypervisor(FakeHypervisor):
         # Guests that have run, and whose disk was created again afterwards.
         self.recreated: set[str] = set()
         self._ran: set[str] = set()
-        world.state_parts.append(lambda: (tuple(self.list_guests().items()), tuple(self.list_reservations().items())))
+        # What was done with domains that are not ours.
+        self.touched: list[str] = []
+        world.state_parts.append(self.summarize)
+
+    def summarize(self) -> tuple[object, ...]:
+        """Return what is here, to compare."""
+        foreign = ((name, each.is_running, each.adopted_by) for name, each in self._foreign.items())
+        return *self._guests.items(), '', *foreign, '', *self.list_reservations().items()
+
+    def set_foreign(self, *guests: ForeignGuest) -> None:
+        """Replace the domains that ecomp did not create."""
+        self._foreign = {guest.instance: guest for guest in guests}
+
+    def set_adoption(self, instance: str, compute: str | None) -> None:
+        self._world.call(Call('libvirt', ('marks' if compute else 'unmarks', instance), writes=True), lambda: None)
+        super().set_adoption(instance, compute)
 
     def snapshot(self) -> Mapping[str, Guest]:
         """Return the guests: the same object until something changes."""
@@ -77,6 +95,10 @@ class ModelHypervisor(FakeHypervisor):
         super().delete_disk(instance)
         self._ran.discard(instance)
 
+    def reserve_address(self, instance: str, mac: str, network: str, preferred: str | None = None) -> str | None:
+        self._note_foreign('reserves an address for', instance)
+        return super().reserve_address(instance, mac, network, preferred)
+
     def find_addresses(self, instance: str) -> Mapping[str, Address]:
         if instance in self.without_addresses:
             raise EcompError(f'libvirt: no addresses of {instance}')
@@ -86,7 +108,12 @@ class ModelHypervisor(FakeHypervisor):
         for instance in self.list_guests():
             self.switch_off(instance, compute)
 
+    def _note_foreign(self, action: str, instance: str) -> None:
+        if instance in self._foreign:
+            self.touched.append(f'it {action} {self._world.names[instance]}, which is not ours')
+
     def _step_before(self, action: str, instance: str) -> None:
+        self._note_foreign(action, instance)
         self._world.call(Call('libvirt', (action, instance), writes=True), lambda: None)
 
 
@@ -147,7 +174,29 @@ class Compute:
         # etcd's revision when this compute first saw or accepted it.
         self.first_seen = self.etcd.revision
         self.process: object = None
+        # The VCPU of its provider.
+        self.room = 4
+        # The requests that it has seen last.
+        self.requests: Mapping[str, Entry] = {}
+        self.looking: Looking | None = None
         self.start()
+
+    def set_foreign(self, *guests: ForeignGuest) -> None:
+        """Have domains here that ecomp did not create, and measure them from now on."""
+        self.hypervisor.set_foreign(*guests)
+        self.looking = Looking(self)
+        self.looking.register()
+        self.looking.measure()
+
+    @property
+    def is_looking(self) -> bool:
+        """True while a look waits for a call: another one would wait for its end."""
+        return self.looking is not None and self.looking.lock.locked()
+
+    def measure(self) -> None:
+        """Measure and publish the domains of others, if there are any."""
+        if self.looking is not None:
+            self.looking.measure()
 
     def start(self, republishes: bool = False) -> None:
         """Start a process that knows only what is on its host."""
@@ -180,7 +229,11 @@ class Compute:
         lease, may_take = lambda: self.presence.lease, lambda: not self.is_dead
         self.taker = Taker(control, lease, self.queues, may_take, {}, self.hypervisor.list_guests)
         self.taker._rng = random.Random(self.uuid)
-        self.memory = memory
+        self.memory, self.requests = memory, {}
+        if self.looking is not None:
+            self.looking = Looking(self)
+            self.looking.register()
+        self.instances.on_release = self.measure
         self.presence._publish()
         self.process = object()
 
@@ -202,7 +255,7 @@ class Compute:
     def _plan(self) -> int:
         if self.is_read_only:
             return 0
-        state = self.store.snapshot(keys.request_prefix(self.uuid)).entries
+        state = self.requests = self.store.snapshot(keys.request_prefix(self.uuid)).entries
         tasks = self.planner.step(state)
         for task in tasks:
             self.planner.begin(task)
@@ -215,7 +268,10 @@ class Compute:
         return len(tasks)
 
     def check_claims(self) -> None:
-        self.keeper.check_claims(self.hypervisor.list_guests(), self.world.read_clock())
+        if self.looking is not None:
+            self.looking.check_claims()
+        else:
+            self.keeper.check_claims(self.hypervisor.list_guests(), self.world.read_clock())
 
     def read_requests(self) -> bool:
         return self.taker.on_hosts(self.store.snapshot(keys.request_prefix(self.uuid)).entries)
@@ -256,6 +312,7 @@ class Compute:
 
     def look(self) -> list[Finding]:
         """Look at this host once, and return what it finds."""
+        self.measure()
         with suppress(NotFound):
             self._read_claims()
         return find_all(self.upkeep.read_world(is_asked=False))

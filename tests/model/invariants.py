@@ -15,6 +15,7 @@ from ecomp.model.json_object import load_object_or_empty
 from ecomp.model.stack import Place, Stack
 from ecomp.model.stored import decode, nested
 from ecomp.store.client import Delete, Entry, Put
+from tests.model.foreign import find_unreserved
 
 if TYPE_CHECKING:
     from tests.model.cloud import Cloud
@@ -39,7 +40,10 @@ ENTRY = 'entry'
 DELIVERY = 'delivery'
 # All new instances of an apply are delivered in the one transaction that ends its attempt.
 WHOLE = 'whole'
-RULES = (DOMAIN, CLAIM, CAPACITY, NAME, ENTRY, DELIVERY, WHOLE)
+# What a running domain of others uses is claimed or reserved while its compute is enabled, and nothing but its mark and
+# its power changes.
+FOREIGN = 'foreign'
+RULES = (DOMAIN, CLAIM, CAPACITY, NAME, ENTRY, DELIVERY, WHOLE, FOREIGN)
 NAME_KEYS = (keys.HOSTS, keys.QUEUES, keys.NAMES)
 STACK_KEYS = (keys.HOSTS, keys.STACKS)
 
@@ -74,6 +78,9 @@ class Invariants:
         if is_placement_changed:
             self._checked_writes = cloud.model.writes
             yield from self._check_capacity()
+            yield from find_unreserved(cloud) if FOREIGN not in self.exempt else ()
+        for machine in machines:
+            yield from machine.hypervisor.touched
         if self._names_changed:
             self._names_changed = False
             yield from self._check_names()

@@ -1,8 +1,8 @@
 """Bugs that are planted in the product, one at a time; each must be found by a scenario.
 
 A row has a description, the place and kind of the change, and the scenarios that find it, the cheapest first. `python
--m tests.model --planted` prints how many schedules each bug takes. mutations_stacks.py and mutations_told.py have
-more rows.
+-m tests.model --planted` prints how many schedules each bug takes. mutations_adopted.py, mutations_stacks.py and
+mutations_told.py have more rows.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from tests.model.explorer import Scenario, search
+from tests.model.mutations_adopted import ADOPTED
 from tests.model.mutations_stacks import EVACUATED, STACKS
 from tests.model.mutations_told import PAIRED, REPORTED
 from tests.model.planting import (
@@ -294,6 +295,7 @@ MUTATIONS: dict[str, Bug] = {
     **EVACUATED,
     **REPORTED,
     **PAIRED,
+    **ADOPTED,
 }
 
 

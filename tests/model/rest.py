@@ -60,8 +60,7 @@ def make_fingerprint(cloud: Cloud) -> int:
     etcd = [(entry.key, entry.value, entry.lease) for _, entry in sorted(cloud.etcd.entries.items())]
     hosts = [
         (
-            *compute.hypervisor.list_guests().items(),
-            *compute.hypervisor.list_reservations().items(),
+            *compute.hypervisor.summarize(),
             *compute.disk.files.items(),
         )
         for compute in cloud.computes.values()
@@ -155,11 +154,12 @@ def list_retries(cloud: Cloud) -> list[Callable[[], object]]:
 
 
 def destroy_all(cloud: Cloud) -> None:
-    requested = [keys.get_last_part(key) for key in cloud.etcd.entries if key.startswith(keys.HOSTS)]
+    requested = {key: entry for key, entry in cloud.etcd.entries.items() if key.startswith(keys.HOSTS)}
+    adopted = {keys.get_last_part(key) for key, entry in requested.items() if b'"adopted"' in entry.value}
     queued = [key for key in cloud.etcd.entries if key.startswith(keys.QUEUES) and not key.endswith(keys.TAKER)]
-    for instance in [*requested, *map(keys.get_last_part, queued)]:
+    for instance in map(keys.get_last_part, [*requested, *queued]):
         try:
-            destroy(cloud.store, instance)
+            destroy(cloud.store, instance, releases=instance in adopted)
         except NotFound:
             continue
 
@@ -213,7 +213,7 @@ def _run_minute(compute: Compute) -> list[EcompError]:
         return []
     compute.planner.retry_now()
     errors = compute.run_all(
-        *(compute.keep_presence, compute.plan, compute.check_claims, compute.planner.recheck),
+        *(compute.keep_presence, compute.plan, compute.check_claims, compute.planner.recheck, compute.measure),
         *(compute.read_requests, compute.read_queues, compute.pull),
     )
     if compute.has_queued:  # a request that it has just tried is checked again a moment later

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.model import (
+    scenarios_adopted,
     scenarios_claims,
     scenarios_evacuated,
     scenarios_losses,
@@ -25,5 +26,6 @@ MODULES = (
     *(scenarios_claims, scenarios_operators, scenarios_queues, scenarios_shared, scenarios_registered),
     *(scenarios_pairs, scenarios_strangers, scenarios_losses, scenarios_threads, scenarios_returning),
     *(scenarios_restored, scenarios_stacks, scenarios_evacuated, scenarios_once, scenarios_unanswered),
+    scenarios_adopted,
 )
 SCENARIOS: dict[str, Scenario] = {each.name: each for room in MODULES for each in room.SCENARIOS}

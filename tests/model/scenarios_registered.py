@@ -32,7 +32,7 @@ def make_registration(cloud: Cloud, host: Compute, room: int = 4, traits: Iterab
     )
 
 
-def _retry(times: int, work: Callable[[], object]) -> None:
+def retry(times: int, work: Callable[[], object]) -> None:
     """Repeat the work after an error, as a restart or the next minute does."""
     for _ in range(times):
         try:
@@ -118,7 +118,7 @@ def _run_restart(cloud: Cloud, command_name: str) -> Check:
             after[:] = [own_registration]
             own_registration.register()
 
-        _retry(3, start)
+        retry(3, start)
         host.restart()
 
     cloud.add_actor(A, restart, mortal=False)
@@ -169,7 +169,7 @@ def forgotten_as_it_starts(cloud: Cloud) -> Check:
 
     def start() -> None:
         own_registration = make_registration(cloud, host)
-        _retry(3, own_registration.register)
+        retry(3, own_registration.register)
         host.start()
         host.repeat(2, host.plan)()
 

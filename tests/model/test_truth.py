@@ -10,6 +10,7 @@ import pytest
 
 from ecomp.errors import Conflict, NoCapacity, NotFound, StillGoing, Unreachable
 from ecomp.model import keys
+from ecomp.model.foreign import ForeignGuest
 from ecomp.model.guest import Guest
 from ecomp.model.order import PowerAction
 from ecomp.model.stack import Place
@@ -20,7 +21,7 @@ from tests.model.acting import Actor, Bounds, Call
 from tests.model.cloud import A, B, Cloud, S, U, V, W
 from tests.model.etcd import ModelStore
 from tests.model.explorer import Check, Scenario, explore, open_quiet_cloud
-from tests.model.invariants import CAPACITY, CLAIM, DELIVERY, DOMAIN, ENTRY, NAME, RULES, WHOLE
+from tests.model.invariants import CAPACITY, CLAIM, DELIVERY, DOMAIN, ENTRY, FOREIGN, NAME, RULES, WHOLE
 from tests.model.scenarios_pairs import make_active
 from tests.model.truth import find_false_sentences
 
@@ -148,6 +149,11 @@ def _withdraw(cloud: Cloud) -> None:
     _commit(cloud, Delete(keys.request(B, V)), Delete(keys.request(B, W)))
 
 
+def _set_foreign(cloud: Cloud, *guests: ForeignGuest) -> None:
+    cloud.computes[A].hypervisor.set_foreign(*guests)
+    _hold(cloud, W, {})  # the rule is checked after a write to placement
+
+
 SIZE = {'VCPU': 1, 'MEMORY_MB': 1, 'DISK_GB': 1}
 BREACHES = {
     DOMAIN: Breach(
@@ -176,6 +182,11 @@ BREACHES = {
         'entry web/1 of stack s has the living instances V and W',
     ),
     DELIVERY: Breach(_deliver_again, _withdraw, 'V is delivered twice'),
+    FOREIGN: Breach(
+        lambda cloud: _set_foreign(cloud, ForeignGuest(V, 'db', True, size=SIZE)),
+        _set_foreign,
+        'what V uses is neither claimed nor reserved on A',
+    ),
     WHOLE: Breach(lambda cloud: _deliver(cloud, [V, W], V), _withdraw, 'V is delivered by an apply of V and W'),
 }
 

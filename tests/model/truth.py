@@ -164,6 +164,11 @@ def is_destroyed(end: FinalState, sentence: Sentence) -> bool:
     )
 
 
+def is_given_back(end: FinalState, sentence: Sentence) -> bool:
+    """The same, unless it is adopted again."""
+    return is_destroyed(end, sentence) or not end.touched.isdisjoint(sentence.actor.subjects)
+
+
 def _is_requested_again(end: FinalState, sentence: Sentence) -> bool:
     return bool(end.find_related_commands(sentence.actor, *PLACEMENT_COMMANDS))
 
@@ -395,6 +400,7 @@ ROWS = [
     Row(DESTROY, str, 'removed from its queue; .* holds a claim for it, and releases', is_destroyed),
     Row(DESTROY, str, 'removed from its queue; it is unknown whether a compute holds a claim ', is_destroyed),
     Row(DESTROY, str, '(destroy accepted|is already being destroyed|its record is removed|: gone$)', is_destroyed),
+    Row(DESTROY, str, 'release accepted', is_given_back),
     Row(DESTROY, NotFound, '', is_unknown),
     Row(DESTROY, Unreachable, 'is not accepted$', is_not_destroyed),
     Row(DESTROY, Conflict, 'other processes keep changing it', is_not_destroyed),
