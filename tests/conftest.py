@@ -1,8 +1,7 @@
 """Fixtures for all parts of the tests: real servers, shared or private to one test.
 
-`etcd`, `placement` and `control` are shared: tests use fresh uuids and prefixes on them, ask for candidates with
-in_tree=, and leave the servers running. A test that kills or freezes a server takes `own_etcd`, `own_placement` or
-`own_control`. tests/kit/plan.py distributes the tests over pytest-xdist's processes.
+On the shared ones tests use fresh uuids and prefixes, ask for candidates with in_tree=, and leave the servers running.
+A test that kills or freezes a server takes `own_etcd`, `own_placement` or `own_control`.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ settings.load_profile('usual')  # tests/run --all selects the other profile
 
 @pytest.fixture(autouse=True)
 def forked_downloads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the program that downloads images have what a test patches; those of other processes are the real ones."""
+    # The programs of other processes are the real ones.
     monkeypatch.setattr(child, 'start_program', forked.start_program)
 
 
@@ -67,7 +66,6 @@ def _require_module(name: str, skip_reason: str) -> None:
 
 @pytest.fixture(scope='session')
 def etcd() -> Iterator[Etcd]:
-    """The etcd of the session."""
     _require_program('etcd', 'etcd-server')
     with Etcd() as server:
         yield server
@@ -75,7 +73,6 @@ def etcd() -> Iterator[Etcd]:
 
 @pytest.fixture(scope='session')
 def placement() -> Iterator[PlacementServer]:
-    """The real placement of the session."""
     _require_module('placement', "openstack-placement is not installed: pip install '.[lab]'")
     with PlacementServer() as server:
         yield server
@@ -83,7 +80,6 @@ def placement() -> Iterator[PlacementServer]:
 
 @pytest.fixture
 def own_etcd(tmp_path: Path) -> Iterator[Etcd]:
-    """An etcd that the test may kill."""
     _require_program('etcd', 'etcd-server')
     with Etcd(tmp_path / 'etcd') as server:
         yield server
@@ -91,7 +87,7 @@ def own_etcd(tmp_path: Path) -> Iterator[Etcd]:
 
 @pytest.fixture(scope='session')
 def usual_placement(pytestconfig: pytest.Config) -> type[PlacementServer]:
-    """The class of placement for tests that are not about it: a light one, or with --real-servers a real one."""
+    """The placement for tests that are not about it."""
     return PlacementServer if pytestconfig.getoption('real_servers') else LightPlacement
 
 
@@ -99,7 +95,6 @@ def usual_placement(pytestconfig: pytest.Config) -> type[PlacementServer]:
 def own_placement(
     request: pytest.FixtureRequest, usual_placement: type[PlacementServer], tmp_path: Path
 ) -> Iterator[PlacementServer]:
-    """An empty placement that the test may kill."""
     is_real = request.node.get_closest_marker('real_servers')
     with (PlacementServer if is_real else usual_placement)(tmp_path / 'placement') as server:
         yield server
@@ -107,14 +102,13 @@ def own_placement(
 
 @pytest.fixture(scope='session')
 def shared_placement(usual_placement: type[PlacementServer]) -> Iterator[PlacementServer]:
-    """The usual placement of the session."""
     with usual_placement() as server:
         yield server
 
 
 @pytest.fixture
 def control(request: pytest.FixtureRequest, etcd: Etcd, tmp_path: Path) -> Iterator[Control]:
-    """The session's etcd and placement, with the test's own configuration files and ecomputes.
+    """The session's etcd and placement, with the test's own configuration and ecomputes.
 
     The placement is the real one if the test uses that, too.
     """
@@ -124,7 +118,6 @@ def control(request: pytest.FixtureRequest, etcd: Etcd, tmp_path: Path) -> Itera
 
 @pytest.fixture
 def own_control(own_etcd: Etcd, own_placement: PlacementServer, tmp_path: Path) -> Iterator[Control]:
-    """An empty etcd and an empty placement that the test may kill."""
     yield from _open_control(own_etcd, own_placement, tmp_path, is_mortal=True)
 
 
@@ -137,10 +130,7 @@ def _open_control(
 
 @pytest.fixture(scope='session')
 def guest_image() -> Path:
-    """The small guest image, cached between runs.
-
-    The README's commands test how it is built.
-    """
+    """The small guest image, cached between runs. The README's commands test its build."""
     sources = [(TOP / f'ecomp/lab/{name}.py').read_text() for name in ('guest',)]
 
     def make(work: Path) -> Path:
@@ -155,7 +145,7 @@ def guest_image() -> Path:
 
 @pytest.fixture(scope='session')
 def dhcp_image() -> Path:
-    """An image of a guest that only gets itself an address, and hardly uses the processor."""
+    """A guest that only gets itself an address, and hardly uses the processor."""
     return cache_file('dhcp.qcow2', DHCP_SOURCE.read_text(), make_dhcp_image)
 
 
@@ -170,7 +160,7 @@ def backends(usual_placement: type[PlacementServer]) -> Iterator[tuple[Etcd, Pla
 def cluster(
     request: pytest.FixtureRequest, backends: tuple[Etcd, PlacementServer], tmp_path: Path
 ) -> Iterator[Control]:
-    """An empty etcd and placement, without the cost of starting them; no in_tree= is needed.
+    """An empty etcd and placement, without the cost of starting them. No in_tree= is needed.
 
     At the end the audit must be clean, unless the test has already checked that or is marked `unaudited` with a reason.
     """
@@ -188,7 +178,6 @@ def cluster(
 
 @pytest.fixture
 def compute(request: pytest.FixtureRequest) -> Iterator[Ecompute]:
-    """A fake ecompute of the test's control; invariants are checked after a passed test."""
     controls = [name for name in CONTROL_FIXTURES if name in request.fixturenames]
     control: Control = request.getfixturevalue(controls[0] if controls else 'cluster')
     ecompute, failed = control.ecompute(), request.session.testsfailed
@@ -199,7 +188,6 @@ def compute(request: pytest.FixtureRequest) -> Iterator[Ecompute]:
 
 @pytest.fixture
 def instance() -> str:
-    """An unused uuid."""
     return str(uuid.uuid4())
 
 

@@ -1,4 +1,4 @@
-"""Wipe, restore and fill etcd and placement; run etcd with several members or TLS."""
+"""Wipe, restore and fill etcd and placement, and run etcd with several members or TLS."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ DATABASE = 'placement.sqlite'
 
 
 def wipe(etcd: Etcd) -> None:
-    """Delete etcd's data while it is down and start it empty."""
     if etcd.is_running:
         etcd.kill()
     shutil.rmtree(etcd.directory / 'data')
@@ -42,7 +41,6 @@ class Snapshot:
         etcd.start()
 
     def restore(self) -> None:
-        """Replace etcd's data with the copy."""
         if self._etcd.is_running:
             self._etcd.kill()
         shutil.rmtree(self._etcd.directory / 'data')
@@ -72,14 +70,13 @@ class SavedSnapshot:
 
 
 def save_placement(control: Control) -> None:
-    """Copy placement's database while placement is stopped, so that the copy is consistent."""
+    # Placement is stopped, so that the copy is consistent.
     control.placement.stop()
     shutil.copy(control.placement.directory / DATABASE, control.directory / DATABASE)
     control.placement.start()
 
 
 def restore_placement(control: Control) -> None:
-    """Replace placement's database with the copy."""
     control.placement.stop()
     for journal in control.placement.directory.glob(f'{DATABASE}-*'):
         journal.unlink()  # the write-ahead log of the newer database
@@ -102,10 +99,7 @@ def fill(etcd: Etcd) -> None:
 
 
 def clear_space_alarm(etcd: Etcd) -> None:
-    """Clear NOSPACE as an operator does.
-
-    See https://etcd.io/docs/v3.4/op-guide/maintenance/#space-quota.
-    """
+    # See https://etcd.io/docs/v3.4/op-guide/maintenance/#space-quota.
     etcd.delete('/fill')
     etcd.compact()
     etcd.call('maintenance/defragment', {})
@@ -114,7 +108,7 @@ def clear_space_alarm(etcd: Etcd) -> None:
 
 
 class EtcdCluster:
-    """Three members under the names that their clients use; `with` starts and ends them."""
+    """Three members under the names that their clients use."""
 
     def __init__(self, directory: Path, hosts: Sequence[str], tls: Sequence[Tls | None] = (None, None, None)) -> None:
         names = [f'm{number}' for number in range(3)]
@@ -141,7 +135,6 @@ class EtcdCluster:
             member.close()
 
     def replace(self, number: int) -> None:
-        """Replace a lost member with one without data at the same addresses."""
         lost, other = self.members[number], self.members[(number + 1) % 3]
         self.move_leader(other)  # otherwise every client would wait for an election
         lost.kill()
@@ -168,12 +161,9 @@ class EtcdCluster:
 
     @property
     def endpoints(self) -> list[str]:
-        """Return the endpoints of all members, for the configuration key `endpoints:`."""
         return [member.endpoint for member in self.members]
 
     def find_leader(self) -> Member:
-        """Return the member that currently leads."""
-
         def find_leading_member() -> Member | None:
             for member in self.members:
                 with contextlib.suppress(OSError, KeyError):
@@ -194,7 +184,7 @@ class EtcdCluster:
 
 
 class EtcdControl(Control):
-    """A Control whose commands read `section` as their `etcd:`; the checks query `etcd`."""
+    """A Control whose commands read `section` as their `etcd:`. The checks query `etcd`."""
 
     def __init__(self, etcd: Etcd, placement: PlacementServer, directory: Path, section: Mapping[str, Any]) -> None:
         super().__init__(etcd, placement, directory, is_mortal=True)
@@ -202,11 +192,9 @@ class EtcdControl(Control):
         self.configure(self.schedule_yaml)
 
     def configure(self, path: Path) -> None:
-        """Write the current section into a configuration file."""
         path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), 'etcd': self.section}))
 
     def ecompute(self, inventory: str | None = 'VCPU:4,DISK_GB:10,MEMORY_MB:512', **settings: Any) -> Ecompute:
-        """Start a fake ecompute that ends with this control."""
         compute = _Compute(self.etcd, self.placement.url, inventory, **settings)
         self.configure(compute.config)
         return self.at_exit.enter_context(compute)
@@ -218,7 +206,6 @@ class _Compute(Ecompute):
         self._checking_etcd = etcd
 
     def is_ready(self) -> bool:
-        """Return True once the etcd of the checks and the log both report this process as ready."""
         try:
             is_present = self._checking_etcd.get(f'/computes/{self.uuid}') is not None
         except OSError:

@@ -1,4 +1,4 @@
-"""The canonical story of each failpoint: what its process does there, and what must be true once that is repeated."""
+"""The story of each failpoint: what its process does there, and what must be true after it."""
 
 from __future__ import annotations
 
@@ -50,10 +50,8 @@ class Scene:
     """What a story needs exists, and its process has not begun.
 
     Attributes:
-        words: the command; repeated, it completes what a killed one began.
+        words: the command, which completes what a killed one began when it is repeated.
         codes: exit codes that mean that it is done, also by an earlier one.
-        check: waits until everything is exactly as the command requests.
-        computes: the fake computes.
         detour: a failpoint before the tested one, and what happens while the command is frozen there.
         leaves_a_finding: what a killed command leaves is a finding of the audit.
     """
@@ -70,7 +68,6 @@ class Scene:
         return [compute for compute in self.computes if compute.is_running]
 
     def begin(self, control: Control, action: str, *steps: str, config: Path | None = None) -> Eschedule:
-        """Begin the command, armed with `action` at the steps, and lead it through the detour."""
         armed = [f'{step}:{action}' for step in steps]
         if self.detour is None or self.detour[0] in steps:
             return Eschedule(control, *self.words, failpoint=','.join(armed), config=config)
@@ -88,7 +85,6 @@ def run(control: Control, *words: str) -> None:
 
 
 def require_claims(control: Control, *instances: str) -> None:
-    """Wait until exactly these instances hold claims."""
     wait_until(lambda: read_allocations(control).keys() == set(instances), REACTION_SECONDS, f'{instances} hold claims')
 
 
@@ -282,7 +278,7 @@ def prepare_evacuate(control: Control) -> Scene:
 
 
 def prepare_adopt(control: Control) -> Scene:
-    """Prepare guests for two transactions."""
+    # These guests take two transactions.
     guests = [make_foreign(f'old-{number}', number % 2 == 0) for number in range(22)]
     compute = start_with_foreign(control, *guests)
 
@@ -340,19 +336,14 @@ COMMAND_STORIES: dict[str, Callable[[Control], Scene]] = {
 
 @dataclass
 class Work:
-    """A compute and its work.
-
-    Attributes:
-        begin: gives the compute one more piece of the story's work, and returns its instance.
-        check: waits until all of it is done, exactly once.
-    """
+    """A compute and its work. `begin` adds a piece of it, `check` waits until all is done once."""
 
     compute: ArmedEcompute
     begin: Callable[[], str]
     check: Callable[[], object]
 
     def start(self, action: str, *steps: str) -> None:
-        """Start the compute, armed with `action` at the steps, and give it work unless it reaches one before that."""
+        """Start the compute, and give it work unless it reaches an armed step before that."""
         self.compute.failpoint = ','.join(f'{step}:{action}' for step in steps)
         self.compute.launch()
         wait_until(lambda: self.compute.is_ready() or self.has_fired(), 30, 'it is ready')
@@ -389,7 +380,7 @@ def prepare_build(control: Control, _: int) -> Work:
 
 
 def prepare_mark(control: Control, count: int) -> Work:
-    """Prepare requests that adopt guests; their host is down."""
+    """Prepare requests that adopt guests. Their host is down."""
     compute = make_tuned(control, ROOMY, start=False)
     waiting = [make_foreign(f'old-{number}') for number in range(count)]
     write_foreign(compute, *waiting)
@@ -414,7 +405,6 @@ def prepare_mark(control: Control, count: int) -> Work:
 
 
 def prepare_fail(control: Control, _: int) -> Work:
-    """Prepare requests without a claim."""
     compute, instances = make_tuned(control, ROOMY, start=False), list[str]()
 
     def begin() -> str:
@@ -433,7 +423,6 @@ def prepare_fail(control: Control, _: int) -> Work:
 
 
 def prepare_remove(control: Control, count: int) -> Work:
-    """Prepare destroys of members of a group, in a project with a quota."""
     compute = make_tuned(control, ROOMY)
     run(control, 'quota', 'set', 'web', f'instances={count}')
     words = (SMALL_QUERY, '--project', 'web', '--group', 'web', '--policy', 'affinity')
@@ -506,7 +495,7 @@ def prepare_take(control: Control, _: int) -> Work:
 
 
 def prepare_start(control: Control, _: int) -> Work:
-    """Prepare a start with other traits and aggregates than before, and with a request and a destroy that wait."""
+    """Prepare a start with other traits and aggregates, and a request and a destroy that wait."""
     compute, aggregate = make_tuned(control, traits=['CUSTOM_FIRST']), str(uuid.uuid4())
     kept, doomed = boot_all(control, 2)
     compute.kill()

@@ -1,9 +1,10 @@
-"""Generate tests/faults/README.md from the code: the matrix with its tests, and the failpoints.
+"""Generate tests/faults/README.md: the matrix with its tests, and the failpoints.
 
     python -m tests.faults.table > tests/faults/README.md
 
-The docstring of a test begins with its rows: "F8: etcd frozen for 20 s … (fake)". tests/faults/test_table.py compares
-the file with the code, so neither can be forgotten.
+The docstring of a test begins with its rows: "F8: etcd frozen for 20 s … (fake)".
+
+tests/faults/test_table.py compares the file with the code.
 """
 
 from __future__ import annotations
@@ -200,10 +201,7 @@ UNTESTED_ROWS: dict[int, str] = {}
 
 
 class Case(NamedTuple):
-    """One test of a row; a test of several rows is a case of each.
-
-    `slow`: only `tests/run --all` runs it.
-    """
+    """One test of a row. A test of several rows is a case of each."""
 
     row: int
     name: str
@@ -213,7 +211,6 @@ class Case(NamedTuple):
 
 
 def find_cases(directory: Path = HERE) -> Iterator[Case]:
-    """Yield every test whose docstring begins with a row."""
     for path in sorted(directory.glob('test_*.py')):
         for node in ast.parse(path.read_text()).body:
             if not isinstance(node, ast.FunctionDef) or not node.name.startswith('test_'):
@@ -239,7 +236,6 @@ def find_unmarked(directory: Path = HERE) -> list[str]:
 
 
 def render_page() -> str:
-    """Render the whole of README.md."""
     rows: dict[int, list[Case]] = {number: [] for number in ROWS}
     for case in find_cases():
         rows[case.row].append(case)
@@ -277,7 +273,6 @@ def render_page() -> str:
 
 
 def _format_cases(cases: Sequence[Case]) -> str:
-    """Name the tests of a row, each module once."""
     modules: dict[str, list[str]] = {}
     for case in cases:
         module, _, test = case.name.partition('::')
@@ -292,10 +287,7 @@ def _format_story(failpoint: str) -> str:
 
 
 def find_armed_failpoints(path: Path) -> set[str]:
-    """Return every word in a module's constants named …FAILPOINTS.
-
-    Its tests arm these failpoints and assert that they fired.
-    """
+    """Return every word in a module's constants named …FAILPOINTS: those that its tests arm."""
     words: set[str] = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Assign) and any(

@@ -1,4 +1,4 @@
-"""eschedule check on real libvirt: it finds defects, removes leftovers, keeps foreign domains."""
+"""eschedule check on libvirt: it finds defects, removes leftovers, keeps foreign domains."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ FOREIGN_DOMAIN = 'a-stranger'
 
 @contextmanager
 def open_backends(host: Hypervisor) -> Iterator[tuple[Store, Placement]]:
-    """Yield the lab's etcd and placement as eschedule uses them."""
     config = load_schedule(host.lab.directory / 'schedule.yaml')
     store, placement = Store(config.etcd), Placement(config.placement)
     try:
@@ -41,10 +40,7 @@ def open_backends(host: Hypervisor) -> Iterator[tuple[Store, Placement]]:
 
 
 def check_findings(host: Hypervisor, *expected: tuple[str, str]) -> None:
-    """Check that the audit soon has exactly these findings.
-
-    ecompute may have to update its records first.
-    """
+    # ecompute may have to update its records first.
     findings: list[object] = []
 
     def has_expected() -> bool:
@@ -95,7 +91,7 @@ def remove_disk(host: Hypervisor, instance: str) -> Iterator[str]:
 
 @contextmanager
 def undefine_domain(host: Hypervisor, instance: str) -> Iterator[str]:
-    """Undefine a running domain, which makes it transient."""
+    # This makes the running domain transient.
     text = host.virsh('dumpxml', instance)
     host.virsh('undefine', instance)
     yield instance
@@ -128,7 +124,7 @@ def find_free_address(host: Hypervisor) -> str:
 
 @contextmanager
 def remove_reservation(host: Hypervisor, instance: str) -> Iterator[str]:
-    """Remove the reservation; the restart of ecompute recreates it."""
+    """Remove the reservation. The restart of ecompute recreates it."""
     expected = host.read_record(instance)['addresses'][0]['expected']
     reserve(host, 'delete', instance, expected)
     yield instance

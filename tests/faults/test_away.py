@@ -1,8 +1,6 @@
-"""eschedule while a server is away: it soon ends with exit 7 and a line that names the server.
+"""eschedule while a server is away: it soon ends with exit 7 and names the server.
 
-The line also gives the state of the request. The server is killed or frozen before the command and between its steps,
-for every command. Afterwards the server returns, and nothing is left half done. The behaviour of ecompute is tested in
-the other files.
+The server is killed or frozen before the command and between its steps. Then it returns: nothing is half done.
 """
 
 from __future__ import annotations
@@ -50,27 +48,19 @@ def restore_server(server: Server, fault: str) -> None:
 
 
 def run_concurrently(control: Control, forms: Mapping[str, Sequence[str]], seconds: float) -> dict[str, Result]:
-    """Run all commands concurrently; return the result of each.
-
-    Raises subprocess.TimeoutExpired if one exceeds `seconds`.
-    """
     with ThreadPoolExecutor(len(forms)) as threads:
         results = threads.map(lambda words: control.eschedule(*words, timeout=seconds), forms.values())
         return dict(zip(forms, results, strict=True))
 
 
 def strip_waiting_line(result: Result, url: str) -> Result:
-    """Check that the first line reports the wait for placement; return the result without it.
-
-    eschedule must not be silent for half a minute.
-    """
+    # eschedule must not be silent for half a minute.
     first, remaining = result.stderr.split('\n', 1)
     assert first.startswith(f'eschedule: waiting for placement at {url}, which has not answered for')
     return result._replace(stderr=remaining)
 
 
 def check_recovery(control: Control, compute: Ecompute, *instances: str) -> None:
-    """Check that existing instances still run, a new one is placed, and all can be destroyed."""
     wait_until(lambda: control.etcd.list_keys('/computes/'), 30, 'the compute says again that it is alive')
     _, created = place(control)
     for instance in (*instances, created):
@@ -87,7 +77,7 @@ def check_recovery(control: Control, compute: Ecompute, *instances: str) -> None
 
 @pytest.mark.parametrize('how', ['killed', pytest.param('frozen', marks=pytest.mark.slow)])
 def test_every_command_without_etcd(own_control: Control, compute: Ecompute, how: str) -> None:
-    """F10: etcd killed, or frozen, during every eschedule command: soon exit 7 and the state of the request (fake)."""
+    """F10: etcd killed or frozen during every command: exit 7 and the request's state (fake)."""
     instance = boot(own_control)
     stop_server(own_control.etcd, how)
     forms = {
@@ -115,7 +105,7 @@ def test_every_command_without_etcd(own_control: Control, compute: Ecompute, how
 
 @pytest.mark.parametrize('how', ['killed', pytest.param('frozen', marks=pytest.mark.slow)])
 def test_every_command_without_placement(own_control: Control, compute: Ecompute, how: str) -> None:
-    """F16: placement killed, or frozen, during every command: exit 7 within half a minute, or not needed (fake)."""
+    """F16: placement killed or frozen: exit 7 within half a minute, or not needed (fake)."""
     instance = boot(own_control)
     stop_server(own_control.placement, how)
     needed = {
@@ -144,7 +134,7 @@ def test_every_command_without_placement(own_control: Control, compute: Ecompute
 @pytest.mark.parametrize('how', ['killed', pytest.param('frozen', marks=pytest.mark.slow)])
 @pytest.mark.parametrize('step', [pytest.param('announced', marks=pytest.mark.slow), 'claimed'])
 def test_etcd_lost_before_claim_or_delivery(own_control: Control, step: str, how: str) -> None:
-    """F15: etcd lost before the claim, and before the delivery: the same command with --uuid continues (fake)."""
+    """F15: etcd lost before claim or delivery: the same command with --uuid continues (fake)."""
     compute, instance = own_control.ecompute(), str(uuid.uuid4())
     with Eschedule(own_control, SMALL_QUERY, '--uuid', instance, failpoint=f'{step}:stop') as command:
         command.wait_frozen_at(step)
@@ -168,7 +158,7 @@ def test_etcd_lost_before_claim_or_delivery(own_control: Control, step: str, how
 
 @pytest.mark.parametrize('arrived', [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_etcd_lost_during_delivery(own_control: Control, compute: Ecompute, instance: str, arrived: bool) -> None:
-    """F15: etcd lost during a delivery: reported as unknown, and the same command with --uuid finds out (fake)."""
+    """F15: etcd lost during a delivery: unknown, the same command finds out (fake)."""
     key = f'/hosts/{compute.uuid}/{instance}'
     with Proxy(own_control.etcd.port) as proxy:
         config = write_config(own_control.directory / 'proxy.yaml', proxy.address, own_control.placement.url)
@@ -193,7 +183,7 @@ def test_etcd_lost_during_delivery(own_control: Control, compute: Ecompute, inst
 def test_placement_lost_after_it_stored_the_claim(
     own_control: Control, compute: Ecompute, instance: str, how: str
 ) -> None:
-    """F16: placement lost after it stored the claim and before its answer: the same command continues (fake)."""
+    """F16: placement lost after it stored the claim: the same command continues (fake)."""
     with Gate(own_control.placement.port) as gate:
         config = write_config(own_control.directory / 'gate.yaml', own_control.etcd.endpoint, gate.url)
         gate.hold(b'PUT /allocations')
@@ -214,7 +204,7 @@ def test_placement_lost_after_it_stored_the_claim(
 
 @pytest.mark.parametrize('arrived', [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_etcd_lost_during_destroy(own_control: Control, compute: Ecompute, arrived: bool) -> None:
-    """F27: etcd lost during a destroy: reported as unknown, and the same command finds out (fake)."""
+    """F27: etcd lost during a destroy: unknown, and the same command finds out (fake)."""
     instance = boot(own_control)
     key, pattern = f'/hosts/{compute.uuid}/{instance}', b'"allocations": {}'
     compute.pause()  # keeps the tombstone
@@ -241,7 +231,7 @@ def test_etcd_lost_during_destroy(own_control: Control, compute: Ecompute, arriv
 
 @pytest.mark.slow
 def test_etcd_lost_while_commands_wait(own_control: Control, compute: Ecompute) -> None:
-    """F10: etcd killed while a create and a destroy wait: their acceptance has already been reported (fake)."""
+    """F10: etcd killed while a create and a destroy wait: both are already accepted (fake)."""
     doomed = boot(own_control)
     wait = ('--wait', '--timeout', '2')
     with (

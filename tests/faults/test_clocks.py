@@ -1,4 +1,4 @@
-"""F30: clocks that are wrong, differ or jump: no wait and no expiry depends on the time of day."""
+"""F30: clocks that are wrong, differ or jump: no wait or expiry depends on the time of day."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_commands_work_with_different_clocks(
     compute_at: str,
     command_at: str,
 ) -> None:
-    """F30: ecompute's clock an hour ahead and eschedule's one behind, or the reverse: nothing changes (fake)."""
+    """F30: ecompute's and eschedule's clocks two hours apart: nothing changes (fake)."""
     compute = make_tuned(cluster, extra={**faketime_environment, 'FAKETIME': compute_at})
     set_command_clock(command_at)
     created = cluster.eschedule('--wait', '--timeout', '60', SMALL_QUERY)
@@ -118,7 +118,7 @@ def test_commands_work_with_different_clocks(
 def test_clock_jump_releases_nothing_early(
     cluster: Control, faketime_environment: dict[str, str], tmp_path: Path, jump: str
 ) -> None:
-    """F30: ecompute's clock jumps while it runs: it stays alive, keeps working and releases nothing early (fake)."""
+    """F30: ecompute's clock jumps: it stays alive, and releases nothing early (fake)."""
     clock = Clock(faketime_environment, tmp_path / 'clock')
     compute = make_tuned(cluster, numbers={'PLAN_INTERVAL_SECONDS': 0.3}, extra=clock.environment)
     _, before = place(cluster)
@@ -145,7 +145,7 @@ def test_clock_jump_releases_nothing_early(
 
 
 def run_one_instance(control: Control, compute: TunedEcompute) -> None:
-    """Create and destroy an instance; ecompute checks its claims in that time."""
+    # ecompute checks its claims in this time.
     instance = boot(control)
     assert control.eschedule('destroy', '--wait', instance).code == 0
     assert instance not in read_guests(compute)
@@ -155,7 +155,7 @@ def run_one_instance(control: Control, compute: TunedEcompute) -> None:
 def test_clock_jump_during_build_does_not_end_the_wait(
     cluster: Control, faketime_environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """F30: both clocks go back a day while eschedule waits for a build: both finish as usual (fake)."""
+    """F30: both clocks go back a day during a build: both finish as usual (fake)."""
     clock = Clock(faketime_environment, tmp_path / 'clock')
     compute = make_tuned(cluster, failpoint='seeded:stop:1', extra=clock.environment)
     instance = str(uuid.uuid4())
@@ -185,7 +185,7 @@ def test_clock_jump_during_build_does_not_end_the_wait(
 def test_concurrent_applies_with_different_clocks_create_one_set(
     cluster: Control, faketime_environment: dict[str, str], tmp_path: Path
 ) -> None:
-    """F30: two applies of one file, of two users with clocks five seconds apart: one set of instances (fake)."""
+    """F30: two applies of one file with clocks five seconds apart: one set (fake)."""
     commands = []
     for user, offset in (('ahead', '+5s'), ('behind', '+0')):
         home = tmp_path / user

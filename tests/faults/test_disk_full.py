@@ -1,4 +1,4 @@
-"""F21: the disk is full in each place: reported with reason and path, no partial file stays, and work resumes."""
+"""F21: the disk is full in each place: reported with its path, and work resumes."""
 
 from __future__ import annotations
 
@@ -41,14 +41,12 @@ DISK_FULL_MESSAGE = 'No space left on device'
 
 
 class SmallDisk:
-    """A file system that can be filled to the last byte."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self._ballast = path / 'ballast'
 
     def fill(self) -> None:
-        """Fill the file system, so that not even one more page fits."""
+        # Not even one more page fits.
         with self._ballast.open('ab', buffering=0) as file:
             for size in (MIB, 4 * KIB, 1):
                 try:
@@ -59,13 +57,11 @@ class SmallDisk:
         assert os.statvfs(self.path).f_bavail == 0
 
     def free(self) -> None:
-        """Free the space."""
         self._ballast.unlink()
 
 
 @pytest.fixture
 def make_disk(tmp_path: Path) -> Iterator[Callable[[int], SmallDisk]]:
-    """A function that mounts a file system of a number of bytes; it is unmounted last."""
     if os.geteuid() != 0:
         pytest.skip('mounting a tmpfs needs root')
     with ExitStack() as stack:
@@ -86,7 +82,7 @@ def list_partial_files(directory: Path) -> list[str]:
 
 
 def test_image_download_without_room(make_disk: Callable[[int], SmallDisk]) -> None:
-    """F21: no room for an image: reported, its .part is removed, and downloaded once there is room (fake)."""
+    """F21: no room for an image: reported, .part removed, downloaded when there is room (fake)."""
     disk = make_disk(8 * MIB)
     directory = disk.path / 'images'
     cache = ImageCache(directory, inspect_image, None, LIMITS, LOOPBACK_REACH)
@@ -106,7 +102,7 @@ def test_image_download_without_room(make_disk: Callable[[int], SmallDisk]) -> N
 
 
 def test_state_directory_full_while_running(cluster: Control, make_disk: Callable[[int], SmallDisk]) -> None:
-    """F21: no room in the state directory: builds fail with the reason, destroys wait, others stay (fake)."""
+    """F21: no room in the state directory: builds fail, destroys wait, others stay (fake)."""
     disk = make_disk(MIB)
     compute = cluster.ecompute(state=str(disk.path / 'state'))
     _, before = place(cluster)
@@ -139,14 +135,14 @@ def test_state_directory_full_while_running(cluster: Control, make_disk: Callabl
 
 
 def check_guests(cluster: Control, disk: SmallDisk, compute: Ecompute) -> None:
-    """Run the final checks; the link lets them read the guests of this compute."""
+    # The link lets the checks read the guests of this compute.
     (compute.directory / 'state').symlink_to(disk.path / 'state')
     check_invariants(cluster, compute)
     assert len(read_guests(compute)) == 2
 
 
 def test_state_directory_full_at_start(cluster: Control, make_disk: Callable[[int], SmallDisk]) -> None:
-    """F21: no room for the uuid, token or memory at the start: one line, exit 1; with room it starts (fake)."""
+    """F21: no room for uuid, token or memory at the start: one line, exit 1 (fake)."""
     disk = make_disk(MIB)
     compute = make_tuned(cluster, start=False)
     text = compute.config.read_text().replace(str(compute.directory / 'state'), str(disk.path / 'state'))
@@ -174,7 +170,7 @@ def test_state_directory_full_at_start(cluster: Control, make_disk: Callable[[in
 
 
 def test_log_disk_full(cluster: Control, make_disk: Callable[[int], SmallDisk]) -> None:
-    """F21: no room for ecompute's log: it keeps working and logs again once there is room (fake)."""
+    """F21: no room for the log: ecompute keeps working, and logs again with room (fake)."""
     disk = make_disk(MIB)
     compute = make_tuned(cluster, start=False)
     compute.log = disk.path / 'ecompute.log'
@@ -193,7 +189,7 @@ def test_log_disk_full(cluster: Control, make_disk: Callable[[int], SmallDisk]) 
 
 
 def test_etcd_disk_full(own_placement: PlacementServer, make_disk: Callable[[int], SmallDisk], tmp_path: Path) -> None:
-    """F21: no room on etcd's disk, etcd panics: requests refused, guests stay; etcd's return is noticed (fake)."""
+    """F21: no room on etcd's disk, etcd panics: requests refused, guests stay (fake)."""
     # Two segments of its log are 64 MiB each, allocated in advance; only its database grows.
     disk = make_disk(140 * MIB)
     with (
@@ -223,10 +219,8 @@ def test_etcd_disk_full(own_placement: PlacementServer, make_disk: Callable[[int
 
 
 def write_until_etcd_dies(etcd: Etcd) -> None:
-    """Put values until etcd ends.
-
-    They are small: etcd accepts some hundred in the log before it notices, and must have room for them when it starts.
-    """
+    # The values are small: etcd accepts some hundred in the log before it notices, and must have room for them when it
+    # starts.
     for number in range(2000):
         try:
             etcd.put(f'/filler/{number}', os.urandom(16 * KIB))
@@ -237,7 +231,7 @@ def write_until_etcd_dies(etcd: Etcd) -> None:
 
 
 def test_placement_disk_full(own_etcd: Etcd, make_disk: Callable[[int], SmallDisk], tmp_path: Path) -> None:
-    """F21: no room for placement's database, it answers 500: exit 7, nothing claimed, destroys wait (fake)."""
+    """F21: no room for placement, it answers 500: exit 7, no claim, destroys wait (fake)."""
     disk = make_disk(3 * MIB)
     with (
         PlacementServer(disk.path / 'placement') as placement,

@@ -48,7 +48,7 @@ DESTROY_FAILPOINTS = (
 
 @pytest.mark.parametrize('by_hand', [False, True])
 def test_killed_between_end_in_etcd_and_in_state_directory(cluster: Control, by_hand: bool) -> None:
-    """F2: kill -9 between an end in etcd and in the state directory: the next start frees the address (fake)."""
+    """F2: kill -9 between the ends in etcd and on disk: the next start frees the address (fake)."""
     intervals = {
         'host.claims.CONFIRMATION_SECONDS': 0.5,
         'planner.CONFIRMATION_SECONDS': 0.5,
@@ -73,7 +73,7 @@ def test_killed_between_end_in_etcd_and_in_state_directory(cluster: Control, by_
 
 @pytest.mark.slow
 def test_killed_after_it_added_the_metadata_address(host: Hypervisor) -> None:
-    """F2: kill -9 of ecompute that added 169.254.169.254: the next one removes it as its own (libvirt)."""
+    """F2: kill -9 after adding 169.254.169.254: the next ecompute removes it (libvirt)."""
     address, bridge = '169.254.169.254/32', ('dev', 'virbr0')
 
     def has_address() -> bool:
@@ -101,7 +101,7 @@ def test_killed_after_it_added_the_metadata_address(host: Hypervisor) -> None:
 
 @pytest.mark.slow
 def test_restarted_network_gets_the_metadata_address(host: Hypervisor) -> None:
-    """F28: the network restarted outside ecomp: 169.254.169.254 is soon added to its new bridge (libvirt)."""
+    """F28: the network restarted outside ecomp: 169.254.169.254 is soon added again (libvirt)."""
     address, bridge = '169.254.169.254/32', ('dev', 'virbr0')
 
     def has_address() -> bool:
@@ -132,7 +132,7 @@ REAL_HOST_STEPS = ('building', 'reserved', 'built', 'removed', 'forgotten')
 
 @pytest.mark.parametrize('step', mark_slow_steps(REAL_HOST_STEPS, 'built'))
 def test_killed_on_a_real_host(host: Hypervisor, step: str) -> None:
-    """F2: kill -9 at a step of a build or destroy: the next start completes it, with one QEMU or none (libvirt)."""
+    """F2: kill -9 at a step: the next start completes it, with one QEMU or none (libvirt)."""
     destroyed = step in DESTROY_FAILPOINTS
     host.restart(f'{step}:kill')
     instance = host.start_instance() if destroyed else host.place()
@@ -163,7 +163,7 @@ def read_final_lines(compute: Ecompute) -> list[str]:
 
 @contextlib.contextmanager
 def freeze(control: Control, compute: Ecompute, really: bool) -> Iterator[Callable[[], None]]:
-    """Freeze an ecompute; yield a function that lets its lease expire.
+    """Freeze an ecompute, and yield a function that lets its lease expire.
 
     With `really` that takes 61 s, otherwise etcd revokes the lease.
     """
@@ -187,7 +187,7 @@ EXPIRY_MODES = pytest.mark.parametrize('really', [False, pytest.param(True, mark
 
 @EXPIRY_MODES
 def test_frozen_while_requests_arrive(cluster: Control, compute: Ecompute, really: bool) -> None:
-    """F5: SIGSTOP of ecompute for longer than its lease, while creates and destroys arrive (fake)."""
+    """F5: SIGSTOP beyond the lease while creates and destroys arrive (fake)."""
     surviving, doomed = place(cluster)[1], place(cluster)[1]
     before = wait_address(cluster, surviving)
     wait_address(cluster, doomed)
@@ -206,7 +206,7 @@ def test_frozen_while_requests_arrive(cluster: Control, compute: Ecompute, reall
 
 @EXPIRY_MODES
 def test_frozen_while_another_compute_takes_its_uuid(cluster: Control, tmp_path: Path, really: bool) -> None:
-    """F5: SIGSTOP of ecompute until another one has its uuid: after SIGCONT it writes nothing (fake)."""
+    """F5: SIGSTOP of ecompute until another has its uuid: it writes nothing more (fake)."""
     compute = cluster.ecompute()
     with freeze(cluster, compute, really) as expire_lease:
         _, instance = place(cluster)
@@ -233,7 +233,7 @@ def read_refusal(compute: Ecompute) -> str:
 
 @pytest.mark.parametrize('shared', ['state directory', 'uuid'])
 def test_two_ecomputes_started_together(cluster: Control, tmp_path: Path, shared: str) -> None:
-    """F6: two ecomputes with one state directory, or one uuid, started together: one runs, one refuses (fake)."""
+    """F6: two ecomputes of one directory or uuid: one runs, one refuses (fake)."""
     state = {'state': str(tmp_path / 'state')} if shared == 'state directory' else {}
     first = make_tuned(cluster, start=False, directory=tmp_path / '1', **state)
     second = make_tuned(cluster, start=False, directory=tmp_path / '2', uuid=first.uuid, **state)

@@ -1,4 +1,4 @@
-"""etcd killed, frozen, full or without a quorum; presence keys that end."""
+"""etcd killed, frozen, full or without a quorum, and presence keys that end."""
 
 from __future__ import annotations
 
@@ -47,13 +47,12 @@ LOST_MESSAGE = 'trying again until it is back'
 
 
 def read_cpu_seconds(stat: Path) -> tuple[float, float]:
-    """Return the processor seconds in user mode and in the kernel of a process or thread: proc(5)."""
+    """Return the processor seconds of a process or thread: user mode, kernel. See proc(5)."""
     fields = stat.read_text().rpartition(')')[2].split()
     return int(fields[11]) / os.sysconf('SC_CLK_TCK'), int(fields[12]) / os.sysconf('SC_CLK_TCK')
 
 
 def read_cpu_by_thread(compute: Ecompute) -> dict[str, tuple[float, float]]:
-    """Return the processor times of a whole compute and of each of its threads."""
     process = Path(f'/proc/{compute.pid}')
     used = {'all': read_cpu_seconds(process / 'stat')}
     for task in (process / 'task').iterdir():
@@ -63,7 +62,7 @@ def read_cpu_by_thread(compute: Ecompute) -> dict[str, tuple[float, float]]:
 
 
 def measure_cpu_share(compute: Ecompute, seconds: float = 10.0) -> float:
-    """Measure the share of a core that a compute uses; print which threads used it.
+    """Measure the share of a core that a compute uses, and print which threads used it.
 
     The wait is the measuring period, not a synchronisation.
     """
@@ -80,7 +79,6 @@ def measure_cpu_share(compute: Ecompute, seconds: float = 10.0) -> float:
 
 
 def count_logged(compute: Ecompute, *words: str) -> int:
-    """Count the log lines of a compute that contain all these words."""
     return len(find_log_lines(compute, *words))
 
 
@@ -89,7 +87,6 @@ def count_etcd_back(compute: Ecompute) -> int:
 
 
 def assert_refused(control: Control, etcd: Etcd, *words: str, within: float = 20.0) -> None:
-    """Assert that eschedule ends in time with exit 7 and one line that names etcd."""
     began = time.monotonic()
     assert_one_line(control.eschedule(*words), 7, 'etcd at ')
     assert time.monotonic() - began < SLOWDOWN_FACTOR * within
@@ -97,7 +94,7 @@ def assert_refused(control: Control, etcd: Etcd, *words: str, within: float = 20
 
 
 def run_while_frozen(compute: Ecompute, action: Callable[[], object]) -> None:
-    """Do something that a compute notices only afterwards: it is frozen until then."""
+    """Do something that a compute notices only afterwards."""
     compute.pause()
     try:
         action()
@@ -109,7 +106,7 @@ def run_while_frozen(compute: Ecompute, action: Callable[[], object]) -> None:
 
 
 def test_etcd_killed_and_restarted(own_control: Control, compute: Ecompute) -> None:
-    """F7: etcd killed for a while: logged once, little CPU, guests stay, eschedule exits 7, work resumes (fake)."""
+    """F7: etcd killed: logged once, little CPU, guests stay, exit 7, work resumes (fake)."""
     etcd = own_control.etcd
     instance = boot(own_control)
     etcd.kill()
@@ -129,7 +126,7 @@ def test_etcd_killed_and_restarted(own_control: Control, compute: Ecompute) -> N
 
 
 def test_etcd_frozen(own_control: Control, compute: Ecompute) -> None:
-    """F8: etcd frozen: noticed within 15 s, little CPU, guests stay, eschedule exits 7, work resumes (fake)."""
+    """F8: etcd frozen: noticed in 15 s, little CPU, guests stay, exit 7, work resumes (fake)."""
     etcd = own_control.etcd
     instance = boot(own_control)
     etcd.pause()
@@ -179,7 +176,7 @@ def small_etcd_control(own_placement: PlacementServer, tmp_path: Path) -> Iterat
 
 
 def test_full_etcd_completes_destroys_and_refuses_creates(small_etcd_control: Control, compute: Ecompute) -> None:
-    """F12: etcd full: accepted destroys complete, new requests are refused, no build begins (fake)."""
+    """F12: etcd full: accepted destroys complete, requests are refused, no build begins (fake)."""
     surviving, destroyed = boot_all(small_etcd_control, 2)
     waiting = str(uuid.uuid4())
 
@@ -220,7 +217,7 @@ def test_full_etcd_completes_destroys_and_refuses_creates(small_etcd_control: Co
 
 
 def test_full_etcd_and_expired_lease_complete_a_destroy(small_etcd_control: Control, compute: Ecompute) -> None:
-    """F12: etcd full, and a compute frozen for longer than its lease: an accepted destroy completes (fake)."""
+    """F12: etcd full, and a compute frozen beyond its lease: a destroy completes (fake)."""
     surviving, destroyed = boot_all(small_etcd_control, 2)
 
     def accept_and_fill() -> None:
@@ -267,20 +264,19 @@ def test_etcd_full_between_claim_and_delivery(small_etcd_control: Control, insta
 
 @pytest.fixture
 def members(tmp_path: Path) -> Iterator[EtcdCluster]:
-    """A cluster of three members, addressed by name."""
     with EtcdCluster(tmp_path / 'etcd', ['localhost'] * 3) as cluster:
         yield cluster
 
 
 @pytest.fixture
 def cluster_control(members: EtcdCluster, own_placement: PlacementServer, tmp_path: Path) -> Iterator[Control]:
-    """A control whose clients are configured with all members; the checks query the last one."""
+    """A control whose clients are configured with all members. The checks query the last one."""
     with closing(EtcdControl(members.members[2], own_placement, tmp_path, {'endpoints': members.endpoints})) as control:
         yield control
 
 
 def measure_write_outage(cluster: EtcdCluster, inject: Callable[[], None]) -> float:
-    """Inject a fault; return the seconds until a write succeeds again.
+    """Inject a fault. Return the seconds until a write succeeds again.
 
     A write with an unknown outcome counts as failed.
     """
@@ -310,7 +306,7 @@ def measure_write_outage(cluster: EtcdCluster, inject: Callable[[], None]) -> fl
 def test_lost_member_does_not_stop_writes(
     cluster_control: Control, compute: Ecompute, members: EtcdCluster, who: str, how: str
 ) -> None:
-    """F9: the leader, or the connected member, killed or frozen: writes resume, no false alarm (fake)."""
+    """F9: the leader or the connected member killed or frozen: writes resume, no alarm (fake)."""
     before = boot(cluster_control)
     members.move_leader(members.members[1])
     member = members.members[1 if who == 'leader' else 0]
@@ -341,7 +337,7 @@ def test_replaced_member_is_not_mistaken_for_another_etcd(
 def test_lagging_member_is_not_mistaken_for_another_etcd(
     cluster_control: Control, compute: Ecompute, members: EtcdCluster
 ) -> None:
-    """F13: a member that returns far behind is listed and watched immediately: no false alarm (fake)."""
+    """F13: a member that returns far behind is listed and watched: no false alarm (fake)."""
     lagging = members.members[0]
     for _ in range(3):
         lagging.pause()
@@ -360,7 +356,7 @@ def test_lagging_member_is_not_mistaken_for_another_etcd(
 
 @pytest.mark.slow
 def test_quorum_lost_and_restored(cluster_control: Control, compute: Ecompute, members: EtcdCluster) -> None:
-    """F10: two of three members away: guests stay, eschedule exits 7 in time, then work resumes (fake)."""
+    """F10: two of three members away: guests stay, exit 7 in time, work resumes (fake)."""
     instance = boot(cluster_control)
     claims = read_allocations(cluster_control)
     lost_members = members.members[1:]

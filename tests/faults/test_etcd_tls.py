@@ -1,4 +1,4 @@
-"""F35: etcd with certificates: errors are reported in one line; certificates replaced on disk are loaded."""
+"""F35: etcd with certificates: one line for each error, and replaced files are loaded."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ class CertificateOffice:
         }
 
     def tls(self, name: str, *hosts: str, days: int = 10) -> Tls:
-        """Issue the files of a member; issuing them again replaces them."""
         certificate, key = self.authority.issue(self.directory / name, name, *hosts, days=days)
         return Tls(certificate, key, self.authority.certificate, self._own)
 
@@ -54,7 +53,6 @@ def office(tmp_path: Path) -> CertificateOffice:
 
 @pytest.fixture
 def secured(office: CertificateOffice, own_placement: PlacementServer, tmp_path: Path) -> Iterator[EtcdControl]:
-    """One etcd that accepts only clients with certificates, addressed by name."""
     with (
         Member(tmp_path / 'etcd', 'm0', office.tls('server', *HOSTS), 'localhost') as etcd,
         closing(
@@ -65,7 +63,6 @@ def secured(office: CertificateOffice, own_placement: PlacementServer, tmp_path:
 
 
 def check_refused(control: EtcdControl, changes: Mapping[str, Any], *words: str, code: int = 7) -> None:
-    """Check that eschedule with a changed section fails with one line that contains these words."""
     right, control.section = control.section, {**control.section, **changes}
     control.section = {name: value for name, value in control.section.items() if value is not None}
     control.configure(control.schedule_yaml)
@@ -84,7 +81,7 @@ def check_refused(control: EtcdControl, changes: Mapping[str, Any], *words: str,
 def test_wrong_client_certificates_are_reported(
     secured: EtcdControl, office: CertificateOffice, tmp_path: Path
 ) -> None:
-    """F35: a client is served with its certificate; with any other one line names the reason (fake)."""
+    """F35: with any but its own certificate a client gets one line with the reason (fake)."""
     boot(secured)
     stranger = Authority(tmp_path / 'stranger')
     foreign_pair = [str(path) for path in stranger.issue(tmp_path / 'theirs', 'ecomp')]
@@ -112,10 +109,7 @@ def test_wrong_client_certificates_are_reported(
 
 
 def run_refused_ecompute(control: EtcdControl, directory: Path, changes: Mapping[str, Any]) -> Result:
-    """Start an ecompute with a changed section; return its result.
-
-    Of stderr it contains only the last line, because the lines before it are the log.
-    """
+    # The lines of stderr before the last one are the log.
     config = directory / 'refused.yaml'
     content = {'etcd': {**control.section, **changes}, 'placement': {'endpoint': control.placement.url}}
     config.write_text(yaml.safe_dump(content))
@@ -126,7 +120,6 @@ def run_refused_ecompute(control: EtcdControl, directory: Path, changes: Mapping
 
 
 def is_listening(endpoint: str) -> bool:
-    """Return True if a process accepts connections at this endpoint."""
     host, _, port = endpoint.rpartition(':')
     try:
         socket.create_connection((host, int(port)), 5).close()
@@ -138,7 +131,7 @@ def is_listening(endpoint: str) -> bool:
 def test_wrong_server_certificate_is_reported(
     secured: EtcdControl, compute: Ecompute, office: CertificateOffice
 ) -> None:
-    """F35: etcd's certificate expired, or issued for another name: reported in one line, then repaired (fake)."""
+    """F35: etcd's certificate expired or for another name: reported, then repaired (fake)."""
     boot(secured)
     for hosts, days, words in ((HOSTS, -1, 'its certificate has expired'), (('elsewhere',), 10, 'for another name')):
         secured.etcd.kill()
@@ -165,7 +158,7 @@ def count_etcd_back(compute: Ecompute) -> int:
 
 @pytest.mark.slow
 def test_replaced_client_certificate_is_loaded(secured: EtcdControl, office: CertificateOffice) -> None:
-    """F35: a client certificate is replaced on disk while ecompute runs: the next connection uses it (fake)."""
+    """F35: a client certificate replaced on disk: the next connection uses it (fake)."""
     expired_pair = office.authority.issue(office.directory / 'late', 'ecomp', days=-1)
     compute = secured.ecompute()
     boot(secured)
@@ -211,7 +204,7 @@ def test_replaced_authority_and_certificates_are_loaded(
 def test_members_with_their_own_certificates(
     office: CertificateOffice, own_placement: PlacementServer, tmp_path: Path
 ) -> None:
-    """F35: three members, each with a certificate for its own address only: failover, and a replacement (fake)."""
+    """F35: three members with certificates of their own: failover and replacement (fake)."""
     hosts = ['127.0.0.1', '127.0.0.2', '127.0.0.3']
     tls = [office.tls(f'server{number}', host) for number, host in enumerate(hosts)]
     with EtcdCluster(tmp_path / 'etcd', hosts, tls) as members:

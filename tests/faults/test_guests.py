@@ -1,4 +1,4 @@
-"""F19, F21, F29 (libvirt): guests that crash, power off or fill their disk, or are changed outside ecomp."""
+"""F19, F21, F29: guests that crash, power off or fill their disk, or are changed by others."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ WRITE_16_MIB = (
 
 @pytest.mark.parametrize('while_down', [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_qemu_killed(host: Hypervisor, while_down: bool) -> None:
-    """F19: kill -9 of a QEMU, noticed immediately or at the next start: stopped with a fault, claim kept (libvirt)."""
+    """F19: kill -9 of a QEMU, noticed now or at the next start: stopped, claim kept (libvirt)."""
     instance, other = host.start_instance(), host.start_instance()
     before, claim = host.find_qemu(other), host.read_allocation(instance)
     if while_down:
@@ -81,7 +81,7 @@ def test_qemu_killed(host: Hypervisor, while_down: bool) -> None:
 
 @pytest.mark.slow
 def test_guest_powers_off_keeps_its_claim(host: Hypervisor) -> None:
-    """F19: a guest powers off: stopped, no fault, claim kept; virsh start makes it active (libvirt)."""
+    """F19: a guest powers off: stopped, no fault, claim kept, and active again (libvirt)."""
     instance = host.place(put_image(host, 'power-off.raw', POWER_OFF))
     host.wait_state(instance, 'stopped')
     record = host.read_record(instance)
@@ -101,7 +101,7 @@ def test_guest_powers_off_keeps_its_claim(host: Hypervisor) -> None:
 
 @pytest.mark.slow
 def test_qemu_start_failure_leaves_nothing(host: Hypervisor) -> None:
-    """F19: a QEMU that cannot start: error at stage started with QEMU's reason, and nothing is left (libvirt)."""
+    """F19: a QEMU that cannot start: error with QEMU's reason, nothing is left (libvirt)."""
     host.restart('disk-created:stop:1')
     instance = host.place()
     worker = host.wait_frozen_at('disk-created')
@@ -117,7 +117,7 @@ def test_qemu_start_failure_leaves_nothing(host: Hypervisor) -> None:
 
 @pytest.mark.slow
 def test_full_guest_disk_is_reported_and_resumed(small_host: Hypervisor) -> None:
-    """F21: the file system of a guest's disk is full: paused and reported; resumed once there is room (libvirt)."""
+    """F21: a full file system of a guest's disk: paused, resumed with room (libvirt)."""
     host = small_host
     images = host.state / 'images'
     other = host.start_instance()
@@ -148,7 +148,7 @@ def test_full_guest_disk_is_reported_and_resumed(small_host: Hypervisor) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize('long', [False, True])
 def test_domains_and_disks_removed_outside_ecomp(host: Hypervisor, long: bool) -> None:
-    """F29: domains and disks removed outside ecomp: recorded; without both the claim is released (libvirt).
+    """F29: domains and disks removed outside ecomp: recorded, or the claim released (libvirt).
 
     Only the long case waits for the release of that claim.
     """

@@ -1,4 +1,4 @@
-"""F24: values that a foreign client writes to etcd are refused with a reason, once, and disturb nothing else."""
+"""F24: a foreign client's values in etcd are refused with a reason, once, without harm."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ JUNK = [
 
 
 def parse_with_all(value: bytes) -> list[str]:
-    """Parse a value with each parser; return the reasons of their refusals.
+    """Parse a value with each parser, and return the reasons of their refusals.
 
     Any other exception is a defect.
     """
@@ -71,7 +71,7 @@ def parse_with_all(value: bytes) -> list[str]:
 
 @pytest.mark.parametrize('value', JUNK, ids=range(len(JUNK)))
 def test_junk_is_neither_request_nor_record(value: bytes) -> None:
-    """F24: no piece of junk is a request or a record; a value of more than 1 MiB is not parsed (fake)."""
+    """F24: junk is no request and no record, and more than 1 MiB is not parsed (fake)."""
     reasons = parse_with_all(value)
     assert len(reasons) == 2, reasons
     if len(value) > MAX_VALUE_BYTES:
@@ -103,7 +103,6 @@ def check_full_scans(cluster: Control) -> None:
 
 
 def check_valid_request(cluster: Control, compute: Ecompute) -> str:
-    """Check that a valid request is carried out; return its instance."""
     target, instance = place(cluster, f'{SMALL_QUERY}&in_tree={compute.uuid}')
     assert target == compute.uuid
     wait_address(cluster, instance)
@@ -111,7 +110,7 @@ def check_valid_request(cluster: Control, compute: Ecompute) -> str:
 
 
 def test_hostile_requests_fail_with_their_reason(cluster: Control, compute: Ecompute) -> None:
-    """F24: each hostile request fails with its reason, once; valid ones among them are built (fake)."""
+    """F24: each hostile request fails with its reason, once, and valid ones are built (fake)."""
     # JSON's `\ud800` in an image's name is refused by the parser, not by etcd.
     planted = {str(uuid.uuid4()): (value, reason) for value, reason in HOSTILE}
     for text in SHELL_COMMANDS:
@@ -148,7 +147,7 @@ def test_hostile_requests_fail_with_their_reason(cluster: Control, compute: Ecom
 
 @pytest.mark.slow
 def test_malformed_record_defers_its_instance(cluster: Control, compute: Ecompute) -> None:
-    """F24: an instance with a malformed record is left alone, logged once, and built once that is removed (fake)."""
+    """F24: an instance with a malformed record waits, logged once, until that is gone (fake)."""
     values = [*JUNK, *map(str.encode, (format_record(compute=7), format_record(instance=str(uuid.uuid4()))))]
     values += [
         text.encode() for text in (format_record(state='x'), format_record(version=99), format_record(image=['x']))
@@ -200,7 +199,6 @@ def format_record(**changed: Any) -> str:
 
 
 def claim_and_make_request(cluster: Control, instance: str) -> dict[str, Any]:
-    """Claim room on the fake compute for a small guest; return the matching request."""
     allocations = {COMPUTE: {'resources': {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 64}}}
     owner = {'user_id': 'u', 'project_id': 'p', 'consumer_generation': None}
     claim = {'allocations': allocations, **owner, 'consumer_type': 'INSTANCE'}
@@ -210,7 +208,7 @@ def claim_and_make_request(cluster: Control, instance: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_junk_in_other_keys_disturbs_nothing(cluster: Control, compute: Ecompute) -> None:
-    """F24: junk in /requests, /booted, /computes and /queues disturbs neither ecompute nor eschedule (fake)."""
+    """F24: junk in other keys disturbs neither ecompute nor eschedule (fake)."""
     earlier = check_valid_request(cluster, compute)
     address = wait_address(cluster, earlier)
     planted = [
@@ -286,7 +284,7 @@ SHARED_WORDS = (SMALL_QUERY, '--project', 'web', '--group', 'web', *ANTI_AFFINIT
 
 
 def test_malformed_group_and_quota_affect_only_their_users(cluster: Control) -> None:
-    """F24: malformed keys of a group and a quota: reported to commands that need them, others work (fake)."""
+    """F24: malformed group and quota: reported to commands that need them, others work (fake)."""
     compute = cluster.ecompute('VCPU:20,DISK_GB:100,MEMORY_MB:4096')
     run_in_process(cluster, 'quota', 'set', 'web', 'instances=9')
     _, instance = place(cluster, *SHARED_WORDS)
@@ -322,7 +320,7 @@ def test_malformed_group_and_quota_affect_only_their_users(cluster: Control) -> 
 
 
 def test_refused_newer_request_frees_group_quota_and_name(cluster: Control, compute: Ecompute) -> None:
-    """F34: a refused request of a newer version leaves its group and quota, and its name is free (fake)."""
+    """F34: a refused newer request leaves its group and quota, and its name is free (fake)."""
     assert cluster.eschedule('quota', 'set', 'q', 'instances=1').code == 0
     words = (SMALL_QUERY, '--name', 'web', '--group', 'g', *ANTI_AFFINITY, '--project', 'q')
     compute.pause()  # so that it does not take the request before that is rewritten
@@ -338,7 +336,7 @@ def test_refused_newer_request_frees_group_quota_and_name(cluster: Control, comp
 
 
 def test_newer_request_of_a_running_guest_is_a_fault(cluster: Control, compute: Ecompute) -> None:
-    """F34: the request of a running guest rewritten by a newer eschedule: it stays, with a fault (fake)."""
+    """F34: a running guest's request rewritten by a newer eschedule: it stays, a fault (fake)."""
     instance = boot(cluster)
     key = f'/hosts/{compute.uuid}/{instance}'
     original = cluster.etcd.get(key)

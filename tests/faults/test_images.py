@@ -53,13 +53,11 @@ def make_qcow2(directory: Path, size: int = 16 * MEBIBYTE, content: bytes = b'')
 
 @pytest.fixture(scope='module')
 def image(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A valid image with random content."""
     return make_qcow2(tmp_path_factory.mktemp('image'), content=os.urandom(MEBIBYTE))
 
 
 @pytest.fixture
 def web(image: bytes) -> Iterator[ImageServer]:
-    """A server of the image with every wrong kind of answer."""
     with serve_images(image) as server:
         yield server
 
@@ -70,7 +68,6 @@ def cache(tmp_path: Path) -> ImageCache:
 
 
 def check_refused(cache: ImageCache, directory: Path, url: str, reason: str) -> None:
-    """Check that the image is refused with this reason and leaves nothing."""
     before = list_cached(directory)
     with pytest.raises(BuildFailed, match=reason) as caught:
         get_base(cache, url)
@@ -107,7 +104,7 @@ def test_hostile_image_is_refused_and_cache_unchanged(  # noqa: PLR0913
     path: str,
     reason: str,
 ) -> None:
-    """F22: any hostile answer is refused with its reason, no volume is left, the cache is unchanged (fake)."""
+    """F22: a hostile answer is refused with its reason, and the cache is unchanged (fake)."""
     hostile = tmp_path / what.replace('/', '-')
     run = subprocess.run
     if path == 'backing':
@@ -168,7 +165,7 @@ def fetch(directory: Path, url: str, limit: int, failpoint: str = '') -> Result:
 
 @pytest.mark.parametrize('step', WORKER_FAILPOINTS)
 def test_killed_during_a_download(web: ImageServer, tmp_path: Path, step: str) -> None:
-    """F22: kill -9 at each step of a download: the next one restarts or has it, nothing else is left (fake)."""
+    """F22: kill -9 at each step of a download: the next restarts or has it (fake)."""
     directory = tmp_path / 'images'
     web.headers = {'etag': '"1"'}
     assert fetch(directory, web.url + 'good', 2**30, step).code == -signal.SIGKILL
@@ -180,7 +177,7 @@ def test_killed_during_a_download(web: ImageServer, tmp_path: Path, step: str) -
 
 
 def test_worker_killed_during_a_download_ends_the_download(web: ImageServer, tmp_path: Path) -> None:
-    """F22: kill -9 of a worker: its download dies with it, and the next start removes the file (fake)."""
+    """F22: kill -9 of a worker: its download dies, the next start removes the file (fake)."""
     directory, words = tmp_path / 'images', [sys.executable, '-c', FETCH_SCRIPT]
     with Command([*words, str(tmp_path / 'images'), web.url + 'half', str(2**30)], tmp_path) as worker:
         (program,) = wait_until(lambda: psutil.Process(worker.pid).children(), 20, 'the program runs')
@@ -195,7 +192,7 @@ def test_worker_killed_during_a_download_ends_the_download(web: ImageServer, tmp
 
 
 def test_killed_program_fails_its_download(web: ImageServer, tmp_path: Path) -> None:
-    """F22: kill -9 of the program that downloads: its worker reports that, and leaves nothing (fake)."""
+    """F22: kill -9 of the downloading program: reported, and nothing is left (fake)."""
     result = fetch(tmp_path / 'images', web.url + 'good', 2**30, PROGRAM_FAILPOINTS[0])
     assert 'the download ended with exit code -9' in result.stderr
     assert list_cached(tmp_path / 'images') == []
@@ -224,7 +221,7 @@ def test_killed_during_eviction_keeps_used_bases(web: ImageServer, tmp_path: Pat
 
 @pytest.mark.slow
 def test_changed_image_is_used_by_new_builds_only(host: Hypervisor) -> None:
-    """F23: another image at the same URL: new builds use it; guests keep their base (libvirt)."""
+    """F23: another image at the same URL: new builds use it, guests keep theirs (libvirt)."""
     served = host.lab.directory / 'images' / 'changes.raw'
     try:
         served.write_bytes(make_boot_disk(HALT))
@@ -260,7 +257,6 @@ BIG_IMAGE_BYTES = 8 * MIB
 
 
 def make_padded_disk(path: Path, size: int) -> Path:
-    """Make a disk that boots and halts, filled up with random bytes."""
     with path.open('wb') as file:
         file.write(make_boot_disk(HALT))
         for _ in range(size // MIB - 1):
@@ -270,7 +266,7 @@ def make_padded_disk(path: Path, size: int) -> Path:
 
 @pytest.mark.slow
 def test_five_builds_share_one_download(host: Hypervisor, slow_images: SlowImages) -> None:
-    """F23: five builds of a cold image: one download, overlays for all, and other builds do not wait (libvirt)."""
+    """F23: five builds of a cold image: one download, other builds do not wait (libvirt)."""
     host.ensure_unarmed()
     served = make_padded_disk(host.lab.directory / 'images/big.raw', BIG_IMAGE_BYTES)
     try:

@@ -32,7 +32,7 @@ from tests.kit.use import ResourceUse
 
 
 def test_deleted_request_keeps_guest_and_claim(cluster: Control) -> None:
-    """F28: the request of a running guest deleted outside ecomp: it stays, logged once; destroy works (fake)."""
+    """F28: a running guest's request is deleted: it stays, logged once, destroy works (fake)."""
     compute = make_tuned(cluster, numbers={'PLAN_INTERVAL_SECONDS': 0.3})
     instance = boot(cluster)
     allocation = cluster.placement.read_allocations(instance)
@@ -77,7 +77,7 @@ def test_destroyed_during_a_worker_step(host: Hypervisor, step: str) -> None:
 
 @pytest.mark.slow
 def test_foreign_domains_are_not_touched(host: Hypervisor) -> None:
-    """F25: domains defined outside ecomp with an instance's uuid and name: refused, and not touched (libvirt)."""
+    """F25: domains outside ecomp with an instance's uuid and name: not touched (libvirt)."""
     same_uuid, other, same_name = (str(uuid.uuid4()) for _ in range(3))
     foreign = {'foreign': same_uuid, same_name: other}
     try:
@@ -126,7 +126,7 @@ def test_foreign_domains_are_not_touched(host: Hypervisor) -> None:
 
 @pytest.mark.slow
 def test_foreign_volumes_are_not_touched(host: Hypervisor) -> None:
-    """F25: a volume with the instance's name, in another pool and in ours: not touched or overwritten (libvirt)."""
+    """F25: a volume with the instance's name, in any pool: not touched or overwritten (libvirt)."""
     instance = str(uuid.uuid4())
     elsewhere = host.directory / 'lib/images' / f'{instance}.qcow2'
     elsewhere.write_bytes(b"somebody else's")
@@ -146,16 +146,15 @@ def test_foreign_volumes_are_not_touched(host: Hypervisor) -> None:
 
 
 def run_guests(host: Hypervisor, count: int) -> None:
-    """Create and destroy `count` guests, three at a time."""
     with ThreadPoolExecutor(3) as threads:
         instances = list(threads.map(lambda _: host.start_instance(), range(count)))
     host.lab.destroy(*instances)
 
 
 def check_flat_usage(host: Hypervisor, warm: int, count: int) -> None:
-    """Check that descriptors and threads are equal after `warm` guests and after `count` more.
+    """Check that descriptors and threads are equal after `warm` guests and `count` more.
 
-    The same is true of processes and connections; memory may grow by at most 16 MiB.
+    Memory may grow by at most 16 MiB.
     """
     host.restart()
     run_guests(host, warm)
@@ -174,14 +173,14 @@ def check_flat_usage(host: Hypervisor, warm: int, count: int) -> None:
 
 @pytest.mark.slow
 def test_usage_is_flat_over_30_guests(host: Hypervisor) -> None:
-    """Bounds: descriptors, threads, processes and memory stay flat over 30 real guests (libvirt)."""
+    """Bounds: descriptors, threads, processes and memory stay flat over 30 guests (libvirt)."""
     check_flat_usage(host, 10, 30)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('limit', ['nofile=64', 'as'])
 def test_low_limits_at_run_time_are_enough(host: Hypervisor, limit: str) -> None:
-    """F31: 64 descriptors, or 64 MiB more memory than in use, for ecompute and its workers: it works (libvirt)."""
+    """F31: 64 descriptors, or 64 MiB of memory to spare: ecompute works (libvirt)."""
     host.restart()
     host.start_instance()
     for pid in (host.pid, *host.list_workers()):
@@ -199,7 +198,7 @@ def test_low_limits_at_run_time_are_enough(host: Hypervisor, limit: str) -> None
 
 
 def test_request_put_again_leaves_the_guest_unchanged(cluster: Control, compute: Ecompute) -> None:
-    """F25: the same request put again, and one of another size under the same key: the guest is unchanged (fake)."""
+    """F25: a request put again, and one of another size: the guest is unchanged (fake)."""
     instance = boot(cluster)
     key = f'/hosts/{compute.uuid}/{instance}'
     original, before = cluster.etcd.get(key), read_record(cluster, instance)

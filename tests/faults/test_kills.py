@@ -1,7 +1,6 @@
-"""Each failpoint with each fault: the canonical story of its process converges. kill_stories.py has the stories.
+"""Each failpoint with each fault: the story of its process (kill_stories.py) converges.
 
-Commands and computes are real processes on real servers. Where a dead process's lease must expire, it is revoked
-through etcd, and the claim keeper's checks use a clock of the test.
+Where a dead process's lease must expire, it is revoked, and the claim keeper's checks use a clock of the test.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ USUAL_WORK = {('build', 'disk-created'), ('take', 'taken')}
 
 
 def choose_cases(stories: Iterable[str], usual: Cases | None = None, without: Cases = ()) -> pytest.MarkDecorator:
-    """Return the parameters `story` and `step`; all cases but the `usual` ones are slow."""
+    """Return the parameters `story` and `step`. All cases but the `usual` ones are slow."""
     cases = [(story, step) for story in stories for step in STORY_FAILPOINTS[story] if (story, step) not in without]
     marked: list[Any] = [
         pytest.param(*case, marks=[] if usual is None or case in usual else [pytest.mark.slow]) for case in cases
@@ -73,7 +72,6 @@ def test_every_failpoint_has_a_story() -> None:
 
 
 def complete(cluster: Control, scene: Scene) -> None:
-    """Repeat the command, and check that everything is exactly as it requests."""
     result = cluster.eschedule(*scene.words)
     assert result.code in scene.codes, result
     scene.check()
@@ -81,7 +79,6 @@ def complete(cluster: Control, scene: Scene) -> None:
 
 
 def release_orphans(cluster: Control, scene: Scene) -> None:
-    """Let the leases of all attempts expire, and the living computes release claims without an owner."""
     expire_attempts(cluster)
     for compute in scene.living:
         check_claims_twice(cluster, compute, read_guests(compute))
@@ -89,7 +86,7 @@ def release_orphans(cluster: Control, scene: Scene) -> None:
 
 @pytest.mark.parametrize('story', COMMAND_STORIES)
 def test_command_killed_at_each_failpoint_in_turn(cluster: Control, story: str) -> None:
-    """F1, F38, F39: kill -9 of eschedule, repeated, at one failpoint after the other: then as requested (fake)."""
+    """F1, F38, F39: kill -9 of eschedule at each failpoint in turn: then as requested (fake)."""
     scene = COMMAND_STORIES[story](cluster)
     for step in STORY_FAILPOINTS[story]:
         with scene.begin(cluster, 'kill', step) as eschedule:
@@ -99,7 +96,7 @@ def test_command_killed_at_each_failpoint_in_turn(cluster: Control, story: str) 
 
 @choose_cases(COMMAND_STORIES, USUAL_COMMANDS)
 def test_killed_command_is_completed_by_a_repeat(cluster: Control, story: str, step: str) -> None:
-    """F1, F38, F39: kill -9 of eschedule at each failpoint: repeated, everything is exactly as requested (fake)."""
+    """F1, F38, F39: kill -9 of eschedule at each failpoint: repeated, as requested (fake)."""
     scene = COMMAND_STORIES[story](cluster)
     with scene.begin(cluster, 'kill', step) as eschedule:
         eschedule.assert_killed_at(step)
@@ -110,7 +107,7 @@ def test_killed_command_is_completed_by_a_repeat(cluster: Control, story: str, s
 
 @choose_cases(COMMAND_STORIES, USUAL_COMMANDS)
 def test_nothing_is_left_of_a_killed_command(cluster: Control, story: str, step: str) -> None:
-    """F1: kill -9 of eschedule at each failpoint: nothing is claimed once its lease has expired (fake)."""
+    """F1: kill -9 of eschedule at each failpoint: no claim once its lease expired (fake)."""
     scene = COMMAND_STORIES[story](cluster)
     with scene.begin(cluster, 'kill', step) as eschedule:
         eschedule.assert_killed_at(step)
@@ -122,7 +119,7 @@ def test_nothing_is_left_of_a_killed_command(cluster: Control, story: str, step:
 
 @choose_cases(COMMAND_STORIES, USUAL_FREEZES)
 def test_frozen_command_is_no_finding_and_repeats_nothing(cluster: Control, story: str, step: str) -> None:
-    """F1, F39: eschedule frozen at each failpoint: no finding; another may take over, and both end as one (fake)."""
+    """F1, F39: eschedule frozen at each failpoint: no finding, and both end as one (fake)."""
     scene = COMMAND_STORIES[story](cluster)
     with scene.begin(cluster, 'stop:1', step) as eschedule:
         eschedule.wait_frozen_at(step)
@@ -141,7 +138,7 @@ def test_frozen_command_is_no_finding_and_repeats_nothing(cluster: Control, stor
 def test_command_frozen_beyond_its_lease_changes_nothing_late(
     cluster: Control, story: str, step: str, is_repeated: bool
 ) -> None:
-    """F1: eschedule frozen beyond its lease at each failpoint, repeated then or not: as requested (fake)."""
+    """F1: eschedule frozen beyond its lease at each failpoint: as requested (fake)."""
     scene = COMMAND_STORIES[story](cluster)
     with scene.begin(cluster, 'stop:1', step) as eschedule:
         eschedule.wait_frozen_at(step)
@@ -157,7 +154,7 @@ def test_command_frozen_beyond_its_lease_changes_nothing_late(
 
 @choose_cases(COMMAND_STORIES, USUAL_COMMANDS)
 def test_interrupted_command_is_completed_by_a_repeat(cluster: Control, story: str, step: str) -> None:
-    """F1: Ctrl-C of eschedule at each failpoint: it ends, its attempt does, and a repeat completes it (fake)."""
+    """F1: Ctrl-C of eschedule at each failpoint: it ends, and a repeat completes it (fake)."""
     scene = COMMAND_STORIES[story](cluster)
     with scene.begin(cluster, 'stop:1', step) as eschedule:
         eschedule.wait_frozen_at(step)
@@ -171,7 +168,7 @@ def test_interrupted_command_is_completed_by_a_repeat(cluster: Control, story: s
 
 @choose_cases(COMMAND_STORIES, USUAL_COMMANDS, without=[(s, step) for s in COMMAND_STORIES for step in LAST_FAILPOINTS])
 def test_command_that_loses_an_answer_is_completed(cluster: Control, story: str, step: str) -> None:
-    """F15: the answer to eschedule's next call after each failpoint is lost, carried out or not (fake)."""
+    """F15: the answer to eschedule's call after each failpoint is lost (fake)."""
     scene = COMMAND_STORIES[story](cluster)
     with Gate(cluster.etcd.port) as etcd, Gate(cluster.placement.port) as placement:
         config = write_config(cluster.directory / 'gates.yaml', f'127.0.0.1:{etcd.port}', placement.url)
@@ -190,7 +187,7 @@ def test_command_that_loses_an_answer_is_completed(cluster: Control, story: str,
 
 @pytest.mark.slow
 def test_claim_of_a_killed_eschedule_is_released(cluster: Control, compute: Ecompute, instance: str) -> None:
-    """F1: kill -9 of eschedule with its claim: its lease expires, and two checks later the claim is released (fake)."""
+    """F1: kill -9 of eschedule with its claim: two checks after its lease, no claim (fake)."""
     with Eschedule(cluster, SMALL_QUERY, '--uuid', instance, failpoint='claimed:kill') as eschedule:
         eschedule.assert_killed_at('claimed')
     wait_until(lambda: not cluster.etcd.list_keys('/requests/'), 90, 'the lease of the dead eschedule ends')
@@ -207,7 +204,7 @@ def test_claim_of_a_killed_eschedule_is_released(cluster: Control, compute: Ecom
 
 @pytest.mark.parametrize('story', COMPUTE_STORIES)
 def test_compute_killed_at_each_failpoint_in_turn(cluster: Control, story: str) -> None:
-    """F2, F38, F40: kill -9 of ecompute at failpoint after failpoint, with more work each: done once (fake)."""
+    """F2, F38, F40: kill -9 of ecompute at each failpoint, with more work: done once (fake)."""
     steps = STORY_FAILPOINTS[story]
     work = COMPUTE_STORIES[story](cluster, len(steps))
     for step in steps:
@@ -218,7 +215,7 @@ def test_compute_killed_at_each_failpoint_in_turn(cluster: Control, story: str) 
 
 @pytest.mark.parametrize('story', COMPUTE_STORIES)
 def test_compute_frozen_at_each_failpoint_in_turn(cluster: Control, story: str) -> None:
-    """F5, F40: ecompute frozen beyond its lease at one failpoint after the other: its work is done, once (fake)."""
+    """F5, F40: ecompute frozen beyond its lease at each failpoint: done once (fake)."""
     steps = set(STORY_FAILPOINTS[story])
     work = COMPUTE_STORIES[story](cluster, 1)
     work.start('stop:1', *steps)
@@ -234,7 +231,6 @@ def test_compute_frozen_at_each_failpoint_in_turn(cluster: Control, story: str) 
 
 
 def continue_work(cluster: Control, work: Work) -> None:
-    """Start the compute if it does not run, and check that its work is done."""
     if not work.compute.is_running:
         restart_unarmed(work.compute)
     work.check()
@@ -243,7 +239,7 @@ def continue_work(cluster: Control, work: Work) -> None:
 
 @choose_cases([story for story in COMPUTE_STORIES if story != 'end'], USUAL_WORK)
 def test_stopped_compute_continues_its_work(cluster: Control, story: str, step: str) -> None:
-    """F36, F40: SIGTERM or SIGINT of ecompute at each failpoint: it closes its host, and continues later (fake)."""
+    """F36, F40: SIGTERM or SIGINT of ecompute at each failpoint: it continues later (fake)."""
     work = COMPUTE_STORIES[story](cluster, 1)
     work.start('stop:1', step)
     compute, steps = work.compute, STORY_FAILPOINTS[story]
@@ -260,7 +256,7 @@ def test_stopped_compute_continues_its_work(cluster: Control, story: str, step: 
 
 @choose_cases(['build', 'take'], USUAL_WORK)
 def test_instance_destroyed_in_its_build_leaves_nothing(cluster: Control, story: str, step: str) -> None:
-    """F26, F40: a destroy at each step of a build, or of taking from a queue: gone, and nothing is left (fake)."""
+    """F26, F40: a destroy at each step of a build or a take: gone, nothing is left (fake)."""
     work = COMPUTE_STORIES[story](cluster, 1)
     work.compute.failpoint = f'{step}:stop:1'
     work.compute.start()

@@ -1,4 +1,4 @@
-"""F31 and bounds: too few descriptors or too little memory give one clear line; usage does not grow with the work.
+"""F31 and bounds: small limits give one clear line, and usage does not grow with the work.
 
 There is never a busy loop, nor a daemon that no longer responds.
 """
@@ -53,7 +53,7 @@ from tests.kit.use import ResourceUse
     ],
 )
 def test_limits_below_the_minimum_are_refused(cluster: Control, limit: str, says: str) -> None:
-    """F31: ecompute with 64 descriptors, or 512 MiB: one line names the limit, exit 2, nothing registered (fake)."""
+    """F31: ecompute with 64 descriptors, or 512 MiB: one line names the limit, exit 2 (fake)."""
     compute = make_tuned(cluster, prefix=['prlimit', limit, '--'], start=False)
     began = time.monotonic()
     compute.launch()
@@ -67,7 +67,7 @@ def test_limits_below_the_minimum_are_refused(cluster: Control, limit: str, says
 
 
 def test_minimum_limits_are_enough(cluster: Control) -> None:
-    """F31: ecompute with exactly its stated minimum works, for many requests too, and is idle afterwards (fake)."""
+    """F31: ecompute with its stated minimum works, and is idle afterwards (fake)."""
     words = {'RLIMIT_NOFILE': '--nofile', 'RLIMIT_AS': '--as'}
     minimums = {limit: minimum for limit, minimum, *_ in process.REQUIRED_LIMITS}
     import resource
@@ -86,7 +86,7 @@ def test_minimum_limits_are_enough(cluster: Control) -> None:
 
 
 def test_exhausted_descriptors_are_survived(cluster: Control) -> None:
-    """F31: no free descriptor at run time: it survives idle, logs it, and completes all work afterwards (fake)."""
+    """F31: no free descriptor: ecompute survives idle, and completes all afterwards (fake)."""
     compute = make_tuned(cluster)
     _, before = place(cluster)
     address = wait_address(cluster, before)
@@ -109,12 +109,11 @@ def test_exhausted_descriptors_are_survived(cluster: Control) -> None:
 
 
 def list_problems(log: str) -> list[str]:
-    """Return the log lines that are warnings or errors, after one entry for the log itself."""
     return ['log', *(line for line in log.splitlines() if ' WARNING ' in line or ' ERROR ' in line)]
 
 
 def test_threads_survive_unforeseen_exceptions(cluster: Control, monkeypatch: pytest.MonkeyPatch) -> None:
-    """F31: unforeseen exceptions, such as MemoryError, end neither the follower nor the presence (fake)."""
+    """F31: unforeseen exceptions, such as MemoryError, end no thread of ecompute (fake)."""
     monkeypatch.setattr('ecomp.shared.presence.LEASE_SECONDS', 1)
     key, config = f'/computes/{uuid.uuid4()}', EtcdConfig((cluster.etcd.endpoint,))
     store, states = Store(config), list[Mapping[str, Entry]]()
@@ -175,7 +174,6 @@ def make_request(compute: str, instance: str) -> dict[str, Any]:
 
 
 def create(control: Control, compute: Ecompute, instances: Sequence[str]) -> None:
-    """Claim and request all instances in one step, and wait until their addresses are known."""
     requests = {instance: make_request(compute.uuid, instance) for instance in instances}
     claims = {
         instance: {name: body[name] for name in ('allocations', 'user_id', 'project_id', 'consumer_generation')}
@@ -189,7 +187,6 @@ def create(control: Control, compute: Ecompute, instances: Sequence[str]) -> Non
 
 
 def destroy(control: Control, compute: Ecompute, instances: Sequence[str]) -> None:
-    """Request the destruction of all instances in one step, and wait until no request is left."""
     ended: dict[str, Any] = {'allocations': {}, 'image': None}
     put_keys(
         control,
@@ -202,7 +199,7 @@ def destroy(control: Control, compute: Ecompute, instances: Sequence[str]) -> No
 
 
 def run_cycles(control: Control, compute: Ecompute, count: int) -> Iterator[int]:
-    """Create and destroy BATCH_SIZE instances at a time; yield the total after each round."""
+    """Create and destroy BATCH_SIZE instances at a time. Yield the total after each round."""
     for total in range(BATCH_SIZE, count + 1, BATCH_SIZE):
         instances = [str(uuid.uuid4()) for _ in range(BATCH_SIZE)]
         create(control, compute, instances)
@@ -211,7 +208,7 @@ def run_cycles(control: Control, compute: Ecompute, count: int) -> Iterator[int]
 
 
 def check_flat_usage(control: Control, count: int, warm: int, memory: float) -> None:
-    """Check that descriptors and threads are equal after `warm` and `count` cycles.
+    """Check that usage is equal after `warm` and `count` cycles.
 
     Memory may grow by at most `memory` MiB.
     """
@@ -245,7 +242,7 @@ def test_usage_is_flat_over_1000_cycles(cluster: Control) -> None:
 
 
 def test_requests_beyond_a_limit_of_50_are_refused(cluster: Control) -> None:
-    """Bounds: a compute with a limit of 50 requests refuses further ones and keeps running (fake)."""
+    """Bounds: a compute with a limit of 50 requests refuses further ones (fake)."""
     check_limit(cluster, 50)
 
 
@@ -257,7 +254,6 @@ def test_requests_beyond_ten_thousand_are_refused(cluster: Control) -> None:
 
 
 def check_limit(cluster: Control, max_requests: int) -> None:
-    """Check that a compute with `max_requests` requests refuses one more."""
     compute = make_tuned(cluster, ROOMY, numbers={'planner.MAX_REQUESTS': max_requests})
     _, existing = place(cluster, SMALL_QUERY)
     wait_state(cluster, existing, 'active')

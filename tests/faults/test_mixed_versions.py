@@ -1,4 +1,4 @@
-"""An old version and this one in one cluster, which is upgraded in the order of docs/howto/upgrade.md."""
+"""An old version and this one in one cluster, upgraded as docs/howto/upgrade.md says."""
 
 from __future__ import annotations
 
@@ -48,11 +48,7 @@ REPORT = 'import ecomp, mdserver; print(ecomp.__version__, ecomp.__file__, mdser
 
 @cache
 def export_old_version() -> Path:
-    """Return a directory with the files of the old version, cached between runs.
-
-    Raises:
-        AssertionError: the clone lacks the commit, or its code would not run from that directory.
-    """
+    """Return a directory with the files of the old version, cached between runs."""
 
     def make(work: Path) -> Path:
         command = ['git', '-C', str(TOP), 'archive', '--format=tar', OLD_COMMIT]
@@ -78,17 +74,14 @@ def _make_tree_environment(tree: Path) -> dict[str, str]:
 
 
 def make_release_environment(release: str) -> dict[str, str]:
-    """Return this process's environment, with ecomp and mdserver importable in this version."""
     return make_environment() if release == CURRENT else _make_tree_environment(export_old_version())
 
 
 def make_release_command(release: str, module: str, *words: str) -> list[str]:
-    """Return the command that runs a module of this version, in make_release_environment()."""
     return [*([sys.executable] if release == CURRENT else PYTHON), '-m', module, *words]
 
 
 def run_program(release: str, program: str, stdin: str) -> str:
-    """Run a Python program with the modules of this version, and return its stdout."""
     command, environment = [*PYTHON, '-c', program], make_release_environment(release)
     return subprocess.run(
         command, env=environment, input=stdin, capture_output=True, text=True, check=True, timeout=60
@@ -96,18 +89,13 @@ def run_program(release: str, program: str, stdin: str) -> str:
 
 
 class ReleasedEschedule(Command):
-    """A running eschedule of this version; `with` kills it."""
-
     def __init__(self, control: Control, release: str, *words: str) -> None:
         command = make_release_command(release, 'ecomp.schedule', '--config', str(control.schedule_yaml), *words)
         super().__init__(command, control.directory, make_release_environment(release))
 
 
 class ReleasedEcompute(Ecompute):
-    """`ecompute --fake` of a version, which takes from queues.
-
-    `release` may be changed while it is stopped: the next start upgrades it.
-    """
+    """`ecompute --fake` of a version, which takes from queues. A restart may upgrade it."""
 
     def __init__(self, control: Control, release: str, inventory: str) -> None:
         self.release = release
@@ -153,9 +141,9 @@ EXIT_CODES = {
 
 @dataclass
 class Operation:
-    """An eschedule command of a kind, and the instances that it is about: for `apply` those that exist before it.
+    """An eschedule command, and its instances: for `apply` those that exist before it.
 
-    `kill_after` are seconds; None: it is not killed.
+    `kill_after` are seconds. None: it is not killed.
     """
 
     kind: str
@@ -171,7 +159,7 @@ class Operation:
 
 @dataclass
 class MixedCluster:
-    """A cluster of several versions; it knows what each command has answered, and what must exist therefore."""
+    """A cluster of several versions, and what must exist after the answers of its commands."""
 
     control: Control
     rng: random.Random
@@ -203,7 +191,7 @@ class MixedCluster:
     # Choosing operations.
 
     def draw(self) -> Operation:
-        """Choose the next operation; a target of another operation of the batch is not chosen."""
+        """Choose the next operation, with no target of another operation of the batch."""
         stacks = [name for name in STACKS if self.busy.isdisjoint({name, *self.stacks.get(name, {}).values()})]
         shares = {**SHARES, **({'apply': APPLY_SHARE} if stacks else {})}
         targets = [instance for instance in self.living if instance not in self.busy]
@@ -231,7 +219,7 @@ class MixedCluster:
         return operation
 
     def _make_words(self) -> tuple[str, list[str]]:
-        """Return a new uuid, and options: it, a new name, and maybe a group, a project with a quota, and user-data."""
+        """Return a new uuid, and random options of a create with it."""
         self.number += 1
         instance, options = str(uuid.UUID(int=self.rng.getrandbits(128), version=4)), list[str]()
         if self.rng.random() < 0.4:
@@ -268,7 +256,7 @@ class MixedCluster:
     # Running them.
 
     def execute(self, operation: Operation) -> Operation:
-        """Run an operation; if it is killed, run the same command again, maybe of another version."""
+        """Run an operation. If it is killed, run the same command again, maybe of another version."""
         for release, kill_after in ((operation.release, operation.kill_after), (operation.retry_release, None)):
             began = time.monotonic()
             with ReleasedEschedule(self.control, release, *operation.words) as eschedule:
@@ -302,7 +290,7 @@ class MixedCluster:
             self.counts['kill of ecompute', compute.release] += 1
 
     def settle(self, operation: Operation) -> None:
-        """Note what must exist after an operation; one whose outcome a dead compute keeps open is repeated later."""
+        """Note what must exist after an operation. One that a dead compute keeps open is repeated."""
         result, kind = operation.result, operation.kind
         assert result is not None, operation
         is_gone = kind == 'destroy' and result.code == 4 and operation.was_killed
@@ -345,7 +333,7 @@ class MixedCluster:
     # Checking.
 
     def check(self) -> None:
-        """Start all computes, repeat what is unsettled, and check that what was acknowledged exists exactly once."""
+        """Start all computes, repeat what is unsettled, and check what was acknowledged."""
         for compute in self.computes:
             if not compute.is_running:
                 compute.start()
@@ -374,7 +362,6 @@ class MixedCluster:
         return True
 
     def find_problems(self) -> list[str]:
-        """List what contradicts the promises, or what the commands have answered."""
         problems = list_violations(self.control, self.computes, dead=self.dead_pids)
         hosts = {compute.uuid: read_guests(compute) for compute in self.computes}
         counts = Counter(instance for guests in hosts.values() for instance in guests)
@@ -412,7 +399,7 @@ class MixedCluster:
         return sum(count for (kind, _), count in self.counts.items() if kind in EXIT_CODES)
 
     def upgrade(self, compute: ReleasedEcompute, batch_count: int) -> None:
-        """Upgrade a compute as the page says, with operations while it is away; sometimes it is killed."""
+        """Upgrade a compute as the page says, with operations while it is away."""
         if not compute.is_running:
             compute.start()
         self.counts['upgrade of ecompute', compute.release] += 1
@@ -451,7 +438,6 @@ class MixedCluster:
         self.check()
 
     def drain(self, compute: ReleasedEcompute) -> None:
-        """Stop the guests of a compute with `host drain --stop`, and start them with `host enable --start`."""
         runs = {instance for instance, guest in read_guests(compute).items() if guest['running']}
         self.run('host', 'drain', compute.uuid, '--stop')
         self._wait_running(compute, lambda running: not running)
@@ -467,7 +453,6 @@ class MixedCluster:
         )
 
     def check_waits(self) -> None:
-        """Check that commands of this version get the answers of computes of the old one."""
         for compute in self.computes:
             name, instance = f'awaited-{len(self.living)}', str(uuid.uuid4())
             words = ('--uuid', instance, '--name', name, '--on', compute.uuid, '--wait', '--timeout', '15')
@@ -481,7 +466,7 @@ class MixedCluster:
         assert all(any(uuid in line for uuid in older) for line in mute), result
 
     def check_versions(self) -> None:
-        """Check that `hosts` shows each compute's version: so each runs the code of its version."""
+        # So each compute runs the code of its version.
         versions = {compute: str(host['version']) for compute, host in list_hosts(self.control).items()}
         for compute in self.computes:
             expected = read_version() if compute.release == CURRENT else OLD_VERSION
@@ -537,7 +522,7 @@ def test_old_compute_reads_every_field_of_a_request() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_upgrade_of_a_cluster_with_mixed_versions(cluster: Control) -> None:
-    """F34: 300 operations with kills while computes are upgraded: none is lost, none is doubled (fake)."""
+    """F34: 300 operations with kills during upgrades: none is lost or doubled (fake)."""
     seed, began = os.environ.get('ECOMP_SEED') or os.urandom(8).hex(), time.monotonic()
     print(f'ECOMP_SEED={seed}')  # shown if the test fails
     rng = random.Random(seed)

@@ -35,7 +35,6 @@ FAILPOINTS = (REPUBLISHED := 'republished',)
 
 
 def read_known_etcd(compute: Ecompute) -> dict[str, Any]:
-    """Read what its state directory has recorded of etcd."""
     return dict(json.loads((compute.directory / 'state' / 'etcd.json').read_text()))
 
 
@@ -51,7 +50,6 @@ def put_request(control: Control, compute: Ecompute, instance: str, **more: str)
 
 
 def check_strange_etcd_logged(compute: Ecompute, before: int = 0) -> None:
-    """Check that it logs once what is strange and how to accept it, and keeps running."""
     wait_until(
         lambda: len(find_log_lines(compute, STRANGE_ETCD_MESSAGE, 'this compute is read-only from now on')) > before,
         30,
@@ -66,7 +64,7 @@ def check_strange_etcd_logged(compute: Ecompute, before: int = 0) -> None:
 @pytest.mark.parametrize('away', [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.history_broken('etcd is wiped')
 def test_wiped_etcd_changes_nothing_until_accepted(own_control: Control, compute: Ecompute, away: bool) -> None:
-    """F13: etcd wiped, while ecompute runs or is away: guests stay, nothing is done until it is accepted (fake)."""
+    """F13: etcd wiped: guests stay, and nothing is done until it is accepted (fake)."""
     etcd = own_control.etcd
     script = own_control.directory / 'script'
     script.write_text('#!/bin/sh\n')
@@ -129,7 +127,7 @@ def test_wiped_etcd_changes_nothing_until_accepted(own_control: Control, compute
 def test_restored_etcd_is_repaired_after_acceptance(
     own_control: Control, kind: Callable[[Etcd], Snapshot], away: bool
 ) -> None:
-    """F13: etcd restored from an older snapshot: destroyed instances stay gone, newer ones are published (fake)."""
+    """F13: etcd restored: destroyed instances stay gone, newer ones are published (fake)."""
     etcd, compute = own_control.etcd, own_control.ecompute('VCPU:8,DISK_GB:20,MEMORY_MB:2048')
     _, surviving = place(own_control, SMALL_QUERY, '--name', 'kept')
     _, destroyed = place(own_control, SMALL_QUERY, '--name', 'destroyed')
@@ -171,7 +169,7 @@ def test_restored_etcd_is_repaired_after_acceptance(
 @pytest.mark.slow
 @pytest.mark.history_broken('etcd is restored from an older copy')
 def test_restored_etcd_with_higher_revision_is_noticed(own_control: Control, compute: Ecompute) -> None:
-    """F13: restored long ago, with a revision higher than before: noticed by its raft term (fake)."""
+    """F13: restored with a revision higher than before: noticed by its raft term (fake)."""
     etcd = own_control.etcd
     boot(own_control)
     older = SavedSnapshot(etcd)
@@ -192,7 +190,7 @@ def test_restored_etcd_with_higher_revision_is_noticed(own_control: Control, com
 
 @pytest.mark.history_broken('etcd is wiped')
 def test_killed_during_acceptance(own_control: Control) -> None:
-    """F13: kill -9 between publishing and recording: the next start finds the same state and continues (fake)."""
+    """F13: kill -9 between publishing and recording: the next start continues (fake)."""
     compute = make_tuned(own_control)
     instance = boot(own_control)
     stop_compute(compute)
@@ -212,7 +210,7 @@ def test_killed_during_acceptance(own_control: Control) -> None:
 
 
 def test_lost_claim_without_room_is_a_fault(own_control: Control) -> None:
-    """F13: etcd wiped, and the claim lost and its room taken: the guest stays, with a fault (fake)."""
+    """F13: etcd wiped, the claim lost and its room taken: the guest stays, a fault (fake)."""
     compute = own_control.ecompute('VCPU:1,DISK_GB:10,MEMORY_MB:512')
     instance = boot(own_control)
     stop_compute(compute)
@@ -237,7 +235,7 @@ def test_lost_claim_without_room_is_a_fault(own_control: Control) -> None:
 
 @pytest.mark.slow
 def test_adopted_guest_is_republished_only_with_its_claim(own_control: Control) -> None:
-    """F13: etcd wiped, then accepted: an adopted guest without a claim loses its mark, and both run on (fake)."""
+    """F13: etcd wiped: an adopted guest without a claim loses its mark, and runs on (fake)."""
     claimed, released = make_foreign('claimed'), make_foreign('released')
     compute = start_with_foreign(own_control, claimed, released)
     assert own_control.eschedule('adopt', compute.uuid, '--all').code == 0

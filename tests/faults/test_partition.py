@@ -1,7 +1,7 @@
-"""F14: ecompute cut off from etcd or placement in one or both directions; lossy and slow lines.
+"""F14: ecompute cut off from etcd or placement in one or both directions, and slow lines.
 
-The ecomputes run in network namespaces of their own, etcd and placement on the machine; iptables drops packets inside
-the namespace. A relay makes the delay, because not every kernel that runs these tests has tc's netem.
+The ecomputes run in network namespaces, in which iptables drops packets.
+A relay makes the delay, because not every kernel that runs these tests has tc's netem.
 """
 
 from __future__ import annotations
@@ -45,8 +45,6 @@ ANSWERS = 'answers'
 
 
 class Island:
-    """A namespace and its veth pair; `with` creates and removes both."""
-
     def __init__(self) -> None:
         interfaces = {path.name for path in Path('/sys/class/net').iterdir()}
         number = next(n % 16384 for n in _numbers if f'ecf14v{n % 16384}' not in interfaces)
@@ -76,7 +74,6 @@ class Island:
                 run(command)
 
     def reach(self, address: str) -> None:
-        """Make an address of the machine reachable over the veth pair."""
         if address != self.gateway:
             run(['ip', '-n', self.space, 'route', 'replace', f'{address}/32', 'via', self.gateway])
 
@@ -88,16 +85,13 @@ class Island:
             self._rule('INPUT', '-p', 'tcp', '--sport', str(port))
 
     def lose(self, share: float) -> None:
-        """Drop this share of all packets in both directions."""
         for chain in ('OUTPUT', 'INPUT'):
             self._rule(chain, '-m', 'statistic', '--mode', 'random', '--probability', str(share))
 
     def heal(self) -> None:
-        """Remove all rules, so that every packet passes."""
         run(['ip', 'netns', 'exec', self.space, 'iptables', '-w', '-F'])
 
     def count_dropped(self) -> int:
-        """Count the packets dropped since the rules were made."""
         lines = run(['ip', 'netns', 'exec', self.space, 'iptables', '-w', '-vnxL']).splitlines()
         return sum(int(line.split()[0]) for line in lines if ' DROP ' in line and not line.startswith('Chain'))
 
@@ -107,10 +101,7 @@ class Island:
 
 @contextmanager
 def make_islands(number: int) -> Iterator[list[Island]]:
-    """Yield this many islands; servers may listen at the first one's gateway.
-
-    Skips the test if namespaces cannot be made.
-    """
+    """Yield this many islands. Servers may listen at the first one's gateway."""
     if os.geteuid() or not (shutil.which('ip') and shutil.which('iptables')):
         pytest.skip('namespaces need root, and the Debian packages iproute2 and iptables')
     with ExitStack() as stack:
@@ -121,46 +112,36 @@ def make_islands(number: int) -> Iterator[list[Island]]:
 
 
 class EtcdAt(Etcd):
-    """An etcd at another address of this machine than localhost."""
-
     def set_address(self, address: str) -> Self:
-        """Set the address; call it before the start."""
         self.endpoint = f'{address}:{self.port}'
         self.client = f'http://{address}:{self.port}'
         return self
 
 
 class PlacementAt(PlacementServer):
-    """A placement at another address of this machine than localhost."""
-
     address = '127.0.0.1'
 
     def set_address(self, address: str) -> Self:
-        """Set the address; call it before the start."""
         self.address = address
         self.url = f'http://{address}:{self.port}'
         return self
 
     def command(self) -> list[str]:
-        """Return the command of the lab's placement server at this address."""
         return [self.address if word == '127.0.0.1' else word for word in super().command()]
 
 
 class Islander(Ecompute):
-    """An ecompute that runs in an island's namespace."""
-
     island: Island
 
     def command(self) -> list[str]:
-        """Return the command that runs it in the namespace; `ip netns exec` becomes ecompute."""
+        # `ip netns exec` becomes ecompute.
         return ['ip', 'netns', 'exec', self.island.space, *super().command()]
 
 
 class DelayingRelay:
     """A relay to 127.0.0.1:`port` that adds `delay` seconds to each round trip.
 
-    Half of the delay is added in each direction. Whole chunks are delayed, in order, and the connection setup is not.
-    tc's netem would be more realistic, but not every kernel has it.
+    Whole chunks are delayed, in order, and the connection setup is not.
     """
 
     def __init__(self, port: int, delay: float) -> None:
@@ -224,7 +205,6 @@ DETECTION_SECONDS = 45.0
 
 @contextmanager
 def start_archipelago(directory: Path, number: int) -> Iterator[tuple[Control, list[Island], list[Islander]]]:
-    """Start etcd and placement on the machine, and a fake ecompute on each island."""
     with ExitStack() as stack:
         islands_made = stack.enter_context(make_islands(number))
         mainland = islands_made[0].gateway
@@ -248,7 +228,6 @@ def place_on(control: Control, compute: Ecompute) -> str:
 
 
 def count_losses_when_back(compute: Ecompute, server: str) -> int:
-    """Wait until it has every server back; return the number of losses of this one so far."""
     wait_until(lambda: operator.eq(*count_losses(compute, '')), REACTION_SECONDS, 'whatever it missed is back')
     return count_losses(compute, server)[0]
 
@@ -263,7 +242,7 @@ ALL_CUTS = [(server, which) for server in ('etcd', 'placement') for which in (BO
     ids=['quick', 'whole'],
 )
 def test_partitioned_computes_converge(tmp_path: Path, cuts: list[tuple[str, str]], seconds: float) -> None:
-    """F14: ecompute is cut off from etcd or placement, in one or both directions: guests run, it converges (fake)."""
+    """F14: ecompute cut off from etcd or placement: guests run, it converges (fake)."""
     with start_archipelago(tmp_path, len(cuts)) as (control, islands_made, computes):
         surviving = [place_on(control, compute) for compute in computes]
         doomed = [place_on(control, compute) for compute in computes]
@@ -313,7 +292,6 @@ def test_partitioned_computes_converge(tmp_path: Path, cuts: list[tuple[str, str
 
 
 def create_and_destroy(control: Control, compute: Ecompute, rounds: int) -> None:
-    """Create and destroy instances; each has to be completed in the end."""
     surviving = place_on(control, compute)
     for _ in range(rounds):
         instance = place_on(control, compute)
@@ -325,7 +303,7 @@ def create_and_destroy(control: Control, compute: Ecompute, rounds: int) -> None
 
 @pytest.mark.slow
 def test_lossy_line(tmp_path: Path) -> None:
-    """F14: 5 % of all packets between ecompute and the control plane are lost, both ways: it works (fake)."""
+    """F14: 5 % of the packets to the control plane are lost, both ways: it works (fake)."""
     with start_archipelago(tmp_path, 1) as (control, (island,), (compute,)):
         island.lose(0.05)
         create_and_destroy(control, compute, 4)
@@ -337,7 +315,7 @@ def test_lossy_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize('delay', [0.1, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_slow_line(cluster: Control, tmp_path: Path, delay: float) -> None:
-    """F14: a delay of 100 ms, and 500 ms, by a relay between ecompute and the control plane: it works (fake)."""
+    """F14: a delay of 100 ms, and 500 ms, to the control plane: it works (fake)."""
     with DelayingRelay(cluster.etcd.port, delay) as etcd, DelayingRelay(cluster.placement.port, delay) as placement:
         compute = Ecompute(cluster.etcd.endpoint, f'http://{placement.address}', directory=tmp_path / 'compute')
         set_etcd_address(compute, etcd.address)
@@ -349,6 +327,6 @@ def test_slow_line(cluster: Control, tmp_path: Path, delay: float) -> None:
 
 
 def set_etcd_address(compute: Ecompute, address: str) -> None:
-    """Set the address of ecompute's etcd; the test still queries etcd itself for readiness."""
+    # The test still queries etcd itself for readiness.
     text = compute.config.read_text()
     compute.config.write_text(text.replace(compute._etcd, address))

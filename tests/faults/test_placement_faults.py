@@ -1,4 +1,4 @@
-"""F16: placement fails in every way, for ecompute and eschedule; a proxy in front of it injects the failures."""
+"""F16: placement fails in every way, by a proxy in front of it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ NOTICED_KINDS = [kind for kind in KINDS if kind not in ('slow', 'lost')]
 
 @pytest.fixture
 def faulty_placement(cluster: Control) -> Iterator[FaultyPlacement]:
-    """A proxy in front of the cluster's placement that does not fail yet."""
     with FaultyPlacement(cluster.placement.port) as proxy:
         yield proxy
 
@@ -58,7 +57,7 @@ def faulty_placement(cluster: Control) -> Iterator[FaultyPlacement]:
 def test_placement_fails_during_build_and_destroy(
     cluster: Control, faulty_placement: FaultyPlacement, kind: str
 ) -> None:
-    """F16: placement fails while a build and a destroy arrive: done once it is back, logged once (fake)."""
+    """F16: placement fails while a build and a destroy arrive: done later, logged once (fake)."""
     words = {'409': 'changed concurrently in each', 'lost': ''}.get(kind, 'placement')
     compute = make_tuned(cluster, placement=faulty_placement.url)
     surviving, doomed = boot_all(cluster, 2)
@@ -89,14 +88,13 @@ def test_placement_fails_during_build_and_destroy(
 
 
 def check_losses_logged(compute: Ecompute, words: str, times: int) -> None:
-    """Check that the log reports this many losses with these words, and as many returns."""
     with contextlib.suppress(AssertionError):
         wait_until(lambda: count_losses(compute, words)[1] >= times, 20, 'the return is logged')
     assert count_losses(compute, words) == (times, times), '\n'.join(read_log(compute))
 
 
 def test_placement_fails_in_the_periodic_check(cluster: Control, faulty_placement: FaultyPlacement) -> None:
-    """F16: each failure in turn of ecompute's query of once a minute: one loss, one return (fake)."""
+    """F16: each failure of ecompute's query of once a minute: one loss, one return (fake)."""
     compute = make_tuned(cluster, placement=faulty_placement.url)
     # It skips this query for a provider that it has just created, and for one that is unchanged.
     wait_address(cluster, place(cluster)[1])
@@ -117,7 +115,7 @@ def test_placement_fails_in_the_periodic_check(cluster: Control, faulty_placemen
 
 @pytest.mark.slow
 def test_placement_fails_when_ecompute_starts_or_stops(cluster: Control) -> None:
-    """F16: placement fails in every way when ecompute starts: it ends with the reason; and when it stops (fake)."""
+    """F16: placement fails in every way when ecompute starts and when it stops (fake)."""
     kinds = [*NOTICED_KINDS, 'lost']
     computes: dict[str, tuple[FaultyPlacement, Ecompute]] = {}
     with ExitStack() as proxies:
@@ -152,7 +150,7 @@ def test_placement_fails_when_ecompute_starts_or_stops(cluster: Control) -> None
 
 
 def test_placement_fails_during_a_create(cluster: Control, tmp_path: Path) -> None:
-    """F16: placement fails in every way for eschedule: it ends in time, with one claim or none (fake)."""
+    """F16: placement fails in every way for eschedule: it ends, with one claim or none (fake)."""
     compute = cluster.ecompute('VCPU:64,DISK_GB:64,MEMORY_MB:65536')
     cases = [(kind, writes) for kind in KINDS for writes in (False, True) if kind != 'refused' or not writes]
     instances = {case: str(uuid.uuid4()) for case in cases}
@@ -196,7 +194,7 @@ def test_placement_fails_during_a_create(cluster: Control, tmp_path: Path) -> No
 
 @pytest.mark.usefixtures('compute')
 def test_refusal_stands_without_its_reasons(cluster: Control, tmp_path: Path) -> None:
-    """F16: placement fails while it confirms the advice of a refusal, in every way: exit 3, without it (fake)."""
+    """F16: placement fails at the advice of a refusal, in every way: exit 3 without it (fake)."""
     wait_until(lambda: cluster.etcd.list_keys(keys.FACTS), 20, 'the compute publishes what it has')
     cases = [kind for kind in KINDS if kind != 'refused' and kind not in METHODS_BY_KIND]
 
@@ -223,7 +221,7 @@ def test_refusal_stands_without_its_reasons(cluster: Control, tmp_path: Path) ->
 def test_ctrl_c_skips_the_reasons_of_a_refusal(
     cluster: Control, faulty_placement: FaultyPlacement, tmp_path: Path
 ) -> None:
-    """F16: Ctrl-C while placement is slow to confirm the advice of a refusal: still exit 3 (fake)."""
+    """F16: Ctrl-C while placement slowly confirms a refusal's advice: still exit 3 (fake)."""
     compute = cluster.ecompute()
     wait_until(lambda: cluster.etcd.list_keys(keys.FACTS), 20, 'the compute publishes what it has')
     config = write_config(tmp_path / 'slow.yaml', cluster.etcd.endpoint, faulty_placement.url)
@@ -240,7 +238,7 @@ def test_ctrl_c_skips_the_reasons_of_a_refusal(
 @pytest.mark.slow
 @pytest.mark.parametrize('seconds', [5.0, 35.0])
 def test_slow_answers(cluster: Control, faulty_placement: FaultyPlacement, tmp_path: Path, seconds: float) -> None:
-    """F16: placement takes 5 s, and 35 s, which exceeds every timeout: abandoned calls arrive late (fake)."""
+    """F16: placement takes 5 s, and 35 s: abandoned calls arrive late (fake)."""
     compute = make_tuned(cluster, placement=faulty_placement.url)
     doomed = boot(cluster)
     config = write_config(tmp_path / 'slow.yaml', cluster.etcd.endpoint, faulty_placement.url)
@@ -268,7 +266,7 @@ def test_slow_answers(cluster: Control, faulty_placement: FaultyPlacement, tmp_p
 
 @pytest.mark.parametrize('number', [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGINT])
 def test_ended_while_placement_claims_a_large_set(cluster: Control, number: signal.Signals) -> None:
-    """F1: kill -9 of eschedule, and Ctrl-C, while a slow placement claims: it ends soon and holds nothing (fake)."""
+    """F1: eschedule ended while a slow placement claims: it soon holds nothing (fake)."""
     computes = [cluster.ecompute('VCPU:60,DISK_GB:600,MEMORY_MB:7680') for _ in range(2)]
 
     def count_claims() -> int:

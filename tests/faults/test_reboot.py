@@ -1,4 +1,4 @@
-"""F18, F20, F38 (libvirt): libvirtd is killed, the host is rebooted, and guests are stopped, started and rebooted."""
+"""F18, F20, F38: libvirtd is killed, the host rebooted, and guests are switched."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.kit.servers import wait_until
 
 
 def boot_host(host: Hypervisor, new_boot_id: bool = True) -> None:
-    """Start a crashed host; from then on its ecompute is the one that elab starts."""
+    """Start a crashed host. From then on its ecompute is the one that elab starts."""
     if new_boot_id:
         (host.state / 'boot').write_text(f'{uuid.uuid4()}\n')
     host.lab.start_ecomputes()
@@ -35,7 +35,7 @@ def check_running(host: Hypervisor, *instances: str) -> None:
 
 @pytest.mark.slow
 def test_reboot_restores_every_guest_state(host: Hypervisor) -> None:
-    """F20: running guests run again on their disks, stopped ones stay off, destroyed ones are gone (libvirt)."""
+    """F20: running guests run again, stopped ones stay off, destroyed ones are gone (libvirt)."""
     running, running_too, stopped, doomed, stopping = (host.start_instance() for _ in range(5))
     host.virsh('destroy', stopped)
     host.wait_state(stopped, 'stopped', fault=None)
@@ -68,7 +68,7 @@ def test_reboot_restores_every_guest_state(host: Hypervisor) -> None:
 
 @pytest.mark.slow
 def test_crash_without_reboot_leaves_guests_stopped(host: Hypervisor) -> None:
-    """F20: all guests and daemons end without a reboot: the guests are recorded as stopped and stay so (libvirt)."""
+    """F20: all guests and daemons end without a reboot: the guests stay stopped (libvirt)."""
     instance = host.start_instance()
     claim = host.read_allocation(instance)
     host.crash()
@@ -83,7 +83,7 @@ def test_crash_without_reboot_leaves_guests_stopped(host: Hypervisor) -> None:
 
 @pytest.mark.slow
 def test_killed_while_restarting_guests(host: Hypervisor) -> None:
-    """F20: ecompute killed while it restarts guests after a reboot: the next start continues (libvirt)."""
+    """F20: ecompute killed while it restarts guests: the next start continues (libvirt)."""
     instances = [host.start_instance() for _ in range(4)]
     host.crash()
     boot_host(host)
@@ -103,7 +103,7 @@ def read_domain_state(host: Hypervisor, instance: str) -> str:
 
 @pytest.mark.slow
 def test_reacting_and_deaf_guests_stop_and_start(host: Hypervisor) -> None:
-    """F38: a guest that reacts turns itself off, one that does not is switched off; both start again (libvirt)."""
+    """F38: reacting guests turn off, others are switched off, both start again (libvirt)."""
     host.restart(numbers={'planner.SHUTDOWN_GRACE_SECONDS': 12, 'planner.SHUTDOWN_REPEAT_SECONDS': 0.5})
     reacting, deaf = host.place(put_image(host, 'power-button.raw', POWER_BUTTON)), host.place()
     other = host.start_instance()
@@ -136,7 +136,7 @@ def test_reacting_and_deaf_guests_stop_and_start(host: Hypervisor) -> None:
 
 @pytest.mark.slow
 def test_frozen_qemu_is_switched_off(host: Hypervisor) -> None:
-    """F38: a frozen QEMU accepts no command: it is switched off anyway, and no worker hangs (libvirt)."""
+    """F38: a frozen QEMU accepts no command: it is switched off anyway (libvirt)."""
     host.restart(numbers={'planner.SHUTDOWN_GRACE_SECONDS': 2})
     instance, other = host.start_instance(), host.start_instance()
     os.kill(host.find_qemu(instance), signal.SIGSTOP)
@@ -152,7 +152,7 @@ def test_frozen_qemu_is_switched_off(host: Hypervisor) -> None:
 
 @pytest.mark.slow
 def test_libvirtd_killed_before_power_changes(host: Hypervisor) -> None:
-    """F38: libvirtd killed when a stop, and when a start, is requested: both are done when it is back (libvirt)."""
+    """F38: libvirtd killed as a stop or start is requested: both done when it is back (libvirt)."""
     host.restart(numbers={'planner.SHUTDOWN_GRACE_SECONDS': 2})
     off, on = host.start_instance(), host.start_instance()
     host.request_action('stop', on)
@@ -177,12 +177,10 @@ LIBVIRT = 'libvirt qemu:///system'
 
 
 def wait_until_lost(host: Hypervisor) -> None:
-    """Wait until ecompute has logged the loss of libvirtd."""
     wait_until(lambda: host.count_losses(LIBVIRT)[0], 40, 'the loss is logged')
 
 
 def wait_until_back(host: Hypervisor) -> None:
-    """Wait until ecompute has logged the return of libvirtd; check that the loss was logged once."""
     wait_until(lambda: host.count_losses(LIBVIRT)[1], 40, 'the return is logged')
     assert host.count_losses(LIBVIRT)[0] == 1, host.read_log()
 
@@ -195,7 +193,7 @@ ALL = [(step, how, when) for step in STEP_FAILPOINTS for how in (KILL, TERM) for
 @pytest.mark.slow
 @pytest.mark.parametrize(('step', 'how', 'when'), ALL)
 def test_libvirtd_ended_during_a_step(host: Hypervisor, step: str, how: int, when: str) -> None:
-    """F18: libvirtd killed or stopped, and restarted, while a worker is in a step: the step is repeated (libvirt).
+    """F18: libvirtd killed or stopped during a worker's step: the step is repeated (libvirt).
 
     The worker is continued while libvirtd is `away`, or when it is `back`.
     """
@@ -225,7 +223,7 @@ def test_libvirtd_ended_during_a_step(host: Hypervisor, step: str, how: int, whe
 
 @pytest.mark.slow
 def test_libvirtd_killed_for_ten_seconds(host: Hypervisor) -> None:
-    """F18: kill -9 of libvirtd for ten seconds: guests keep running, ecompute idles, requests wait (libvirt)."""
+    """F18: kill -9 of libvirtd for ten seconds: guests run, requests wait (libvirt)."""
     surviving, doomed = host.start_instance(), host.start_instance()
     qemus = {name: host.find_qemu(name) for name in (surviving, doomed)}
     host.kill_libvirtd()
@@ -249,7 +247,7 @@ def test_libvirtd_killed_for_ten_seconds(host: Hypervisor) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize('long', [False, True])
 def test_libvirtd_frozen_during_a_build(host: Hypervisor, long: bool) -> None:
-    """F18: SIGSTOP of libvirtd in a build, until the keepalive fails: no hang, SIGCONT completes it (libvirt)."""
+    """F18: SIGSTOP of libvirtd in a build: no hang, SIGCONT completes it (libvirt)."""
     surviving = host.start_instance()
     qemu = host.find_qemu(surviving)
     host.restart('disk-created:stop:1')

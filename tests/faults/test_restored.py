@@ -46,7 +46,6 @@ QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:16'
 
 
 def count_domains(*computes: Ecompute) -> dict[str, int]:
-    """Count the domains of each instance over the state directories of all computes."""
     return dict(Counter(instance for compute in computes for instance in read_guests(compute)))
 
 
@@ -56,7 +55,6 @@ def format_compute_label(compute: Ecompute) -> str:
 
 
 def queue_request(control: Control, *words: str) -> str:
-    """Queue a request for flavor small; return its uuid."""
     assert control.eschedule('flavor', 'set', 'small', QUERY).code == 0
     instance = str(uuid.uuid4())
     result = control.eschedule('--flavor', 'small', '--queue', IMAGE, '--uuid', instance, *words)
@@ -65,7 +63,6 @@ def queue_request(control: Control, *words: str) -> str:
 
 
 def stop_compute(compute: Ecompute) -> Ecompute:
-    """Stop a compute; launch() or start() starts it again."""
     assert compute.stop() == 0
     return compute
 
@@ -84,7 +81,7 @@ APART = ('--group', 'g', '--policy', 'anti-affinity')
 @pytest.mark.slow
 @BROKEN_HISTORY
 def test_claim_of_a_running_guest_is_not_moved_for_its_group(own_control: Control) -> None:
-    """A member of its anti-affinity group joins A before the delivery; U stays claimed on A (fake)."""
+    """A member of its anti-affinity group joins A before the delivery: U stays there (fake)."""
     first, second = own_control.ecompute(), own_control.ecompute()
     stop_compute(second)
     older = SavedSnapshot(own_control.etcd)
@@ -107,7 +104,7 @@ def test_claim_of_a_running_guest_is_not_moved_for_its_group(own_control: Contro
 @pytest.mark.slow
 @BROKEN_HISTORY
 def test_repeated_set_does_not_move_a_running_member(own_control: Control) -> None:
-    """A member runs on A, which fills up before the other is claimed; the set stays there (fake)."""
+    """A member runs on A, which fills up before the other is claimed: the set stays (fake)."""
     first, second = own_control.ecompute(), own_control.ecompute()
     stop_compute(second)
     older = SavedSnapshot(own_control.etcd)
@@ -132,7 +129,7 @@ def test_repeated_set_does_not_move_a_running_member(own_control: Control) -> No
 
 @pytest.mark.slow
 def test_restored_presence_key_proves_nothing_after_etcd_restarts(own_control: Control) -> None:
-    """Etcd and placement are restored; each restart of etcd renews the lease of A's key (fake)."""
+    """Etcd and placement are restored, and each restart of etcd renews A's lease (fake)."""
     first = own_control.ecompute()
     instance = queue_request(own_control)
     save_placement(own_control)
@@ -173,7 +170,6 @@ HISTORIES = pytest.mark.parametrize(
 
 
 def prepare_second_compute(control: Control, history: str) -> Callable[[], Ecompute]:
-    """Return a function that starts a second compute: a new one, or one stopped before the backup."""
     if history == NEVER_RAN:
         return lambda: control.ecompute(queues=True)
     second = stop_compute(control.ecompute(queues=True))
@@ -190,7 +186,8 @@ def run_after_snapshot(
 ) -> tuple[str, Ecompute, Callable[[], Ecompute], Snapshot]:
     """Run an instance on one compute after taking a snapshot of etcd in which it still waits.
 
-    Returns the instance, its compute, a function that starts another one, and the snapshot.
+    Returns:
+        The instance, its compute, a function that starts another one, and the snapshot.
     """
     first = stop_compute(control.ecompute(queues=True))
     begin_second = prepare_second_compute(control, history)
@@ -239,7 +236,7 @@ def test_compute_without_history_takes_no_running_instance(own_control: Control,
 )
 @pytest.mark.history_broken('etcd is restored from an older copy')
 def test_repeated_command_places_no_running_instance(own_control: Control, waits: bool) -> None:
-    """R2: the command with --uuid, repeated after the restore, reports the claim's compute (fake)."""
+    """R2: the command with --uuid, repeated after the restore, reports the claim (fake)."""
     first, second = own_control.ecompute(), own_control.ecompute()
     stop_compute(second)
     older = SavedSnapshot(own_control.etcd)
@@ -304,7 +301,7 @@ def test_new_compute_waits_after_both_are_restored(own_control: Control) -> None
 
 @pytest.mark.unaudited('one of its hosts is a provider that no ecompute keeps')
 def test_acceptance_by_one_compute_counts_for_one_that_was_off(cluster: Control) -> None:
-    """The compute knows the etcd from before the request, which may have been taken before a restore (fake)."""
+    """The compute knows the etcd from before the request, maybe taken before a restore (fake)."""
     compute = stop_compute(cluster.ecompute(queues=True))
     queue_request(cluster)
     silent = cluster.placement.make_provider(VCPU=1, MEMORY_MB=64, DISK_GB=1)
@@ -355,14 +352,13 @@ def test_instance_destroyed_in_a_restored_queue_vanishes(own_control: Control, k
 
 
 def check_unharmed(control: Control, compute: Ecompute, instance: str, address: str) -> None:
-    """Check that the instance runs and its record is unchanged."""
     status = require_record(control, instance)
     assert (status['state'], status['addresses'][0]['address']) == ('active', address)
     assert read_guests(compute)[instance]['running']
 
 
 def test_missing_claim_is_found_by_the_audit(own_control: Control, compute: Ecompute) -> None:
-    """F17: placement restored from before a create: the guest runs, the audit reports it, a destroy works (fake)."""
+    """F17: placement restored to before a create: the audit reports it, a destroy works (fake)."""
     before = boot(own_control)
     save(own_control)
     _, since = place(own_control)
@@ -381,7 +377,7 @@ def test_missing_claim_is_found_by_the_audit(own_control: Control, compute: Ecom
 
 
 def test_missing_provider_is_recreated_at_start(own_control: Control) -> None:
-    """F17: placement restored from before this compute: it recreates its provider by itself (fake)."""
+    """F17: placement restored from before this compute: its start makes a provider (fake)."""
     save(own_control)
     compute = own_control.ecompute()
     _, instance = place(own_control)
@@ -400,7 +396,7 @@ def test_missing_provider_is_recreated_at_start(own_control: Control) -> None:
 
 @pytest.mark.slow
 def test_missing_provider_is_recreated_within_a_minute(own_control: Control) -> None:
-    """F17: placement restored from before this compute: within a minute its provider is recreated (fake)."""
+    """F17: placement restored from before this compute: soon its provider is back (fake)."""
     save(own_control)
     compute = own_control.ecompute()
     _, instance = place(own_control)

@@ -1,7 +1,6 @@
 """Every write about an instance compares its request's revision (rule: compared-revision).
 
-Each of ecompute's tasks is carried out on a request that was rewritten after it was planned: nothing changes. The
-interleavings of the other rules are tested with their parts; tests/faults/README.md lists them.
+Each of ecompute's tasks is carried out on a request that was rewritten after it was planned: nothing changes.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ SIZE = {'VCPU': 1, 'MEMORY_MB': 64, 'DISK_GB': 1}
 
 @dataclass
 class World:
-    """One requested instance with its servers; `planned` is the revision that ecompute has read."""
+    """One requested instance. `planned` is the revision that ecompute has read."""
 
     instances: Instances
     request: Request
@@ -76,7 +75,6 @@ def make_record(world: World, state: str) -> Record:
 
 
 def read_planes(etcd: Etcd, placement: PlacementServer, world: World) -> list[object]:
-    """Return everything that is stored about the instance."""
     name = world.request.instance
     names = (keys.request(world.compute, name), keys.record(world.compute, name), keys.address(name))
     return [*(etcd.get(key) for key in names), placement.read_allocations(name)]
@@ -130,7 +128,7 @@ def test_late_write_changes_nothing(
 
 @pytest.mark.fast
 def test_write_in_time_succeeds(etcd: Etcd, placement: PlacementServer, world: World) -> None:
-    """The same tasks succeed in time; otherwise the test above could not fail."""
+    # Otherwise the test above could not fail.
     name = world.request.instance
     TASKS['build'][1](world)
     TASKS['address'][1](world)

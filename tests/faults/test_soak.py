@@ -1,4 +1,4 @@
-"""The soak of bench/soak: its validator finds each planted violation, and a short run has none."""
+"""The soak of bench/soak: its validator finds planted violations, and a short run has none."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SIZE = Size(seconds=80, operations=100, clients=12, fakes=10, hosts=2, fault_eve
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason='hypervisors in namespaces need root')
 def test_random_faults_lose_double_or_leak_nothing(tmp_path: Path) -> None:
-    """F33: the short soak: 100 operations on ten fakes and two real hosts, a fault every three seconds (libvirt)."""
+    """F33: the short soak: 100 operations on 12 hosts, a fault every three seconds (libvirt)."""
     path = run_soak(make_soak_plan(SEED, SIZE), make_lab_name('soak'), tmp_path)
     assert print_report(path) == [], f'the history is {path}'
     # A soak without faults or answers would prove nothing.
@@ -56,7 +56,7 @@ QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
 
 
 def make_command(number: int, t: float, kind: str, instance: str, code: int, **more: Any) -> list[Line]:
-    """Make a command of half a second with its answer; `more` changes either."""
+    """Make a command of half a second with its answer. `more` changes either."""
     ask = {'argv': ['destroy', instance] if kind == 'destroy' else [QUERY], 'kind': kind, 'instance': instance}
     ask |= {'image': 'idle', 'proxied': False, 'trouble': '', 'frozen': 0.0}
     answer = {'code': code, 'stdout': '', 'stderr': '', 'seconds': 0.5}
@@ -67,7 +67,7 @@ def make_command(number: int, t: float, kind: str, instance: str, code: int, **m
 
 
 def make_changes(compute: str, instance: str, revision: int, *states: str) -> list[Line]:
-    """Make the changes of etcd in an instance's life: attempt, delivery, and its record in each of these states."""
+    """Make the changes of etcd in an instance's life: attempt, delivery, and records."""
     request, host = f'/requests/{instance}', f'/hosts/{compute}/{instance}'
     order = {'instance': instance, 'project_id': 'p', 'allocations': {compute: {'resources': SIZES}}}
     transactions: list[dict[str, Any]] = [{request: {'instances': [instance], 'pid': 5}}, {request: None, host: order}]
@@ -89,7 +89,7 @@ def make_changes(compute: str, instance: str, revision: int, *states: str) -> li
 
 
 def make_good_history() -> list[Line]:
-    """Make a correct history: one instance placed, one destroyed, one refused while its compute was killed."""
+    """Make a correct history: an instance placed, one destroyed, one refused."""
     computes = {FAKE: {'name': 'fake1', 'slots': 3, 'real': False}, REAL: {'name': 'hv1', 'slots': 3, 'real': True}}
     process = {'t': 0.0, 'what': 'process', 'compute': FAKE, 'pid': 7, 'fds': 12, 'threads': 12}
     record = {'resources': SIZES, 'error': None}
@@ -148,12 +148,10 @@ VIOLATIONS: list[tuple[str, str, Callable[[list[Line]], object]]] = [
 
 
 def make_lost_answer(lines: list[Line]) -> list[Line]:
-    """Make a destroy that does not know an instance which was placed."""
     return [*make_command(20, 140.0, 'destroy', KEPT, 4, stderr='eschedule: no such instance\n'), lines.pop()]
 
 
 def make_accepted_destroy(lines: list[Line]) -> list[Line]:
-    """Make a destroy that is accepted and never carried out."""
     accepted = f'eschedule: {KEPT}: destroy accepted; fake1 carries it out\n'
     return [*make_command(20, 140.0, 'destroy', KEPT, 0, stderr=accepted), lines.pop()]
 

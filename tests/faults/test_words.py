@@ -1,7 +1,6 @@
-"""F32, F37: any arguments, configuration and output: a documented exit code, one line, nothing half done.
+"""F32, F37: any arguments, configuration and output: a documented exit code and one line.
 
-The words of wrong arguments are in tests/golden/commands, contents of files in tests/unit/test_conf.py. This
-module tests the rest, and that nothing is left behind.
+The words of wrong arguments are in tests/golden/commands, contents of files in tests/unit/test_conf.py.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ OPTION_VALUES = st.tuples(st.sampled_from([*OPTIONS[:3], *OPTIONS[-3:]]), WORDS)
 
 
 def run_in_process(*words: str) -> Result:
-    """Run eschedule in this process; return its output, which may contain any characters."""
+    """Run eschedule in this process. Its output may contain any characters."""
     out, err, began = StringIO(), StringIO(), time.monotonic()
     with redirect_stdout(out), redirect_stderr(err):
         code = schedule.main(words)
@@ -71,7 +70,6 @@ def run_in_process(*words: str) -> Result:
 
 @pytest.fixture(scope='module')
 def unreachable_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A schedule.yaml with addresses where no server listens."""
     etcd, placement = f'127.0.0.1:{free_port()}', f'http://127.0.0.1:{free_port()}'
     return write_config(tmp_path_factory.mktemp('nowhere') / 'schedule.yaml', etcd, placement)
 
@@ -110,7 +108,7 @@ def test_any_arguments_end_with_a_code_and_a_line(unreachable_config: Path, word
 
 
 def test_invalid_configurations_are_refused(tmp_path: Path) -> None:
-    """F32: a configuration that is missing, a directory, malformed, huge, or a YAML bomb: exit 2, one line (fake)."""
+    """F32: a configuration missing, a directory, malformed, huge or a bomb: exit 2 (fake)."""
     bomb = 'a: &a [x,x,x,x,x,x,x,x,x]\n' + ''.join(
         f'{name}: &{name} [{",".join([f"*{chr(ord(name) - 1)}"] * 9)}]\n' for name in 'bcdefghi'
     )
@@ -142,7 +140,7 @@ def test_invalid_configurations_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize('module', ['ecomp.compute', 'ecomp.schedule'])
 def test_unreadable_configuration_is_refused(tmp_path: Path, module: str) -> None:
-    """F32: a configuration that the user may not read, or in a directory closed to him: exit 2, one line (fake)."""
+    """F32: a configuration or a directory closed to the user: exit 2, one line (fake)."""
     if os.geteuid() != 0:
         pytest.skip('it takes root to become somebody else')
     import subprocess
@@ -176,7 +174,7 @@ def test_unreadable_configuration_is_refused(tmp_path: Path, module: str) -> Non
 
 
 def test_uuid_spellings_name_the_same_instance(cluster: Control, compute: Ecompute, instance: str) -> None:
-    """F32: a uuid in capitals, braces or without dashes is the same instance; others are exit 2 (fake)."""
+    """F32: a uuid in another spelling is the same instance, others are exit 2 (fake)."""
     config = ['--config', str(cluster.schedule_yaml)]
     writings = (instance.upper(), '{' + instance + '}', instance.replace('-', ''), f'urn:uuid:{instance}')
     for number, writing in enumerate(writings):
@@ -202,16 +200,13 @@ REDIRECTIONS = {
 
 
 class RedirectedEcompute(Ecompute):
-    """A fake ecompute whose stdout and stderr a shell redirects."""
-
     redirection = ''
 
     def command(self) -> list[str]:
-        """Return the command of a shell that becomes ecompute."""
         return ['bash', '-c', f'exec "$0" "$@" {self.redirection}', *super().command()]
 
     def is_ready(self) -> bool:
-        """Return True once its presence key exists: there is no log."""
+        # There is no log.
         return bool(self.list_presence_keys())
 
     def list_presence_keys(self) -> list[str]:
@@ -270,7 +265,7 @@ def run_in_shell(control: Control, words: str, redirection: str) -> Result:
 )
 @pytest.mark.usefixtures('compute')
 def test_eschedule_without_output(cluster: Control, how: str, code: int) -> None:
-    """F37: eschedule with stdout or stderr closed or full: its work is done, and its exit code is right (fake)."""
+    """F37: eschedule with stdout or stderr closed or full: its work is done (fake)."""
     result = run_in_shell(cluster, f"'{SMALL_QUERY}'", how)
     assert result.code == code, result
     if how.startswith('2'):
@@ -309,7 +304,7 @@ def test_eschedule_without_reader(cluster: Control) -> None:
 def test_help_or_unit_that_cannot_be_printed(
     name: str, module: str, options: list[str], how: str, unbuffered: str, tmp_path: Path
 ) -> None:
-    """F37: help or a unit that cannot be printed: a line and exit 1, without a line if the reader ended (fake)."""
+    """F37: help or a unit that cannot be printed: a line, and exit 1 (fake)."""
     reading, writing = os.pipe()
     os.close(reading)
     expected = f'{name}: failed: No space left on device\n' if how == 'a full disk' else ''

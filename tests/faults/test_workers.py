@@ -1,4 +1,4 @@
-"""F3, F4, F26, F36 (libvirt): workers killed or frozen at each step, and requests that arrive then."""
+"""F3, F4, F26, F36: workers killed or frozen at each step, and requests that arrive then."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ DESTROY_FAILPOINTS = ('domain-destroyed', 'domain-undefined', 'disk-deleted')
 
 
 def make_image_name() -> str:
-    """Return the name of an image that no cache has yet."""
     return f'idle.raw?{uuid.uuid4()}'
 
 
@@ -50,7 +49,7 @@ def test_worker_killed_during_a_destroy(host: Hypervisor, step: str) -> None:
 
 @pytest.mark.parametrize('step', mark_slow_steps(BUILD_FAILPOINTS[:-2]))
 def test_every_worker_of_a_build_killed(host: Hypervisor, step: str) -> None:
-    """F3: every worker that builds it is killed: after three it is in error, and nothing is left (libvirt)."""
+    """F3: every worker that builds it is killed: after three in error, nothing left (libvirt)."""
     host.restart(f'{step}:kill')
     instance = host.place(make_image_name())
     record = host.wait_state(instance, 'error')
@@ -66,7 +65,7 @@ def test_every_worker_of_a_build_killed(host: Hypervisor, step: str) -> None:
 
 @pytest.mark.slow
 def test_every_worker_killed_once_a_domain_is_defined(host: Hypervisor) -> None:
-    """F3: every worker is killed once the domain is defined: the domain is started, not built again (libvirt)."""
+    """F3: every worker is killed with a domain defined: it is started, not rebuilt (libvirt)."""
     host.restart('domain-defined:kill')
     instance = host.place(make_image_name())
     record = host.wait_state(instance, 'active')
@@ -80,7 +79,7 @@ def test_every_worker_killed_once_a_domain_is_defined(host: Hypervisor) -> None:
 
 @pytest.mark.slow
 def test_every_worker_of_a_destroy_killed(host: Hypervisor) -> None:
-    """F3: every worker that destroys it is killed: repeated without limit, while others are built (libvirt)."""
+    """F3: every worker that destroys it is killed: repeated, while others are built (libvirt)."""
     host.restart('domain-undefined:kill')
     instance = host.start_instance()
     host.request_destroy(instance)
@@ -96,7 +95,7 @@ def test_every_worker_of_a_destroy_killed(host: Hypervisor) -> None:
 
 @pytest.mark.parametrize('step', mark_slow_steps((*BUILD_FAILPOINTS, 'domain-destroyed')))
 def test_ecompute_killed_while_a_worker_is_frozen(host: Hypervisor, step: str) -> None:
-    """F4: kill -9 of ecompute while a worker is frozen in a step: it dies too, its lock is free (libvirt)."""
+    """F4: kill -9 of ecompute while a worker is frozen: it dies too, its lock is free (libvirt)."""
     destroyed = step in DESTROY_FAILPOINTS
     host.restart(f'{step}:stop:1')
     instance = host.start_instance() if destroyed else host.place(make_image_name())
@@ -135,7 +134,7 @@ def test_surviving_process_keeps_its_instance_locked(host: Hypervisor) -> None:
 
 @pytest.mark.parametrize('step', mark_slow_steps(('disk-created', 'domain-started', 'domain-destroyed')))
 def test_ecompute_stopped_while_a_worker_is_frozen(host: Hypervisor, step: str) -> None:
-    """F36: SIGTERM of ecompute while a worker is frozen: a build undoes itself, a destroy completes (libvirt)."""
+    """F36: SIGTERM of ecompute while a worker is frozen: undone, or completed (libvirt)."""
     destroyed = step in DESTROY_FAILPOINTS
     host.restart(f'{step}:stop:1')
     instance = host.start_instance() if destroyed else host.place(make_image_name())
@@ -164,7 +163,7 @@ def test_ecompute_stopped_while_a_worker_is_frozen(host: Hypervisor, step: str) 
 
 @pytest.mark.slow
 def test_ecompute_stopped_during_a_download(host: Hypervisor, slow_images: SlowImages) -> None:
-    """F36: SIGINT of ecompute in a download: it ends with the next bytes, and nothing is left (libvirt)."""
+    """F36: SIGINT of ecompute in a download: it ends with the next bytes (libvirt)."""
     instance = host.place(slow_images.make_url(make_image_name()))
     host.wait_downloader()
     os.kill(host.pid, signal.SIGINT)

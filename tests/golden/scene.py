@@ -60,7 +60,7 @@ def read_entries() -> dict[str, str]:
 
 
 class Scene:
-    """The contents of etcd; `writes` logs each write to etcd and placement."""
+    """The contents of etcd. `writes` logs each write to etcd and placement."""
 
     def __init__(self) -> None:
         self.revision, self.leases, self.writes = 100, {ALIVE_LEASE: 60}, list[str]()
@@ -72,7 +72,6 @@ class Scene:
             self.entries[key] = Entry(key, value.encode(), number + 1, lease, created=number + 1)
 
     def commit(self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete]) -> int | None:
-        """Apply the operations if all conditions hold, and return the new revision."""
         for check in conditions:
             entry = self.entries.get(check.key)
             if entry is None if isinstance(check, Exists) else (entry.revision if entry else 0) != check.revision:
@@ -100,7 +99,7 @@ class Scene:
             self.commit([], [Delete(key) for key in gone])
 
     def _answer_audit(self, operations: Sequence[Put | Delete]) -> None:
-        """Answer audits in place of the living computes, whose reports are in scene.txt; repairs are done."""
+        """Answer audits in place of the living computes, whose reports are in scene.txt."""
         for operation in operations:
             _, _, question = operation.key.removeprefix('/audit/').partition('/')
             if not isinstance(operation, Put) or not operation.key.startswith('/audit/'):
@@ -115,7 +114,7 @@ class Scene:
                 self.commit([], [Put(f'/findings/{compute}', json.dumps(answer), ALIVE_LEASE)])
 
     def _answer_usage(self, question: Put) -> None:
-        """Answer `eschedule top` with counters that grow with each question; hv2 cannot answer."""
+        """Answer `eschedule top` with counters that grow with each question. hv2 cannot answer."""
         self.questions += 1
         sizes = {'memory_used_bytes': 2**30, 'memory_bytes': 2**32, 'disk_used_bytes': 2**31, 'disk_bytes': 2**36}
         host = {'seconds': 2.0 * self.questions, 'cpu_seconds_total': 3.0 * self.questions, 'cpus': 8, 'load': 1.25}
@@ -180,7 +179,6 @@ class SceneStore(Store):
 
 
 def patch_product(scene: Scene, application: InProcessPlacement, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Patch the product to use this scene and placement, with fixed uuids and without threads."""
     numbers, random = itertools.count(1), uuid.uuid4
     SceneStore.scene = scene
 
@@ -237,7 +235,6 @@ FILLED: list[bytes] = []
 
 
 def fill_placement(application: InProcessPlacement) -> None:
-    """Reset placement to the providers, inventories and allocations of the scene."""
     if FILLED:
         application.restore(FILLED[0])
         return
@@ -266,10 +263,7 @@ def run_eschedule(words: Sequence[str], stdin: str = '') -> Iterator[str]:
 
 
 def make_transcript(words: Sequence[str], scene: Scene, directory: Path) -> list[str]:
-    """Run a command, and return its output and its writes.
-
-    `+` and `-` are keys of etcd, `>` is a request to placement.
-    """
+    """Return a command's output and writes: `+` and `-` to etcd, `>` to placement."""
     for name, text in FILES.items():
         (directory / name).write_text(text)
     with chdir(directory):
@@ -282,5 +276,5 @@ def make_transcript(words: Sequence[str], scene: Scene, directory: Path) -> list
 
 
 def normalize_line(line: str) -> str:
-    """Normalize a line across Python versions: from 3.12 on, argparse does not quote choices."""
+    # From Python 3.12 on, argparse does not quote choices.
     return re.sub(r'\(choose from .*?\)', lambda found: found[0].replace("'", ''), line)

@@ -44,7 +44,6 @@ pytestmark = pytest.mark.fast
 
 @pytest.fixture(scope='module')
 def application(pytestconfig: pytest.Config) -> Iterator[InProcessPlacement]:
-    """Placement in this process: in memory, or with --real-servers the real one, which other tests share."""
     if not pytestconfig.getoption('real_servers'):
         yield InMemoryPlacement()
         return
@@ -94,7 +93,6 @@ def run_patched(
     *changes: Change,
     initial_scene: scene.Scene | None = None,
 ) -> list[str]:
-    """Run a command in a scene with patched attributes, and return its transcript."""
     scene.fill_placement(application)
     cloud = initial_scene or scene.Scene()
     with pytest.MonkeyPatch.context() as change:
@@ -112,7 +110,7 @@ def interrupt(*_: object) -> None:
 def test_interrupt_after_delivery_prints_the_instance(
     form: str, config: str, application: InProcessPlacement, tmp_path: Path
 ) -> None:
-    """Only the output has the new uuid; the suggested command must name the same cluster."""
+    """Only the output has the new uuid. The suggested command must name the same cluster."""
     words = [*config.split(), '-f', form, '--wait', SMALL]
     lines = run_patched(words, application, tmp_path, (Context, 'name_computes', interrupt))
     instance = 'f0000000-0000-4000-8000-000000000001'
@@ -283,7 +281,7 @@ def test_values_are_parsed_and_written_unchanged(name: str) -> None:
 
 
 def rewrite_line(line: str) -> str | None:
-    """Parse the value of a line and write it again; None for a key without a parser."""
+    """Parse the value of a line and write it again, or return None without a parser."""
     key, _, value = line.partition(' ' if line.startswith('/') else ' {')
     value = value if line.startswith('/') else '{' + value
     kind = (

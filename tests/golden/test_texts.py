@@ -75,8 +75,6 @@ GUEST_FILE = {'version': 1, 'instance': INSTANCE, 'mac': MAC, 'hostname': 'web1'
 
 
 def load_file(name: str, load: Callable[[Path], object]) -> Callable[[str], object]:
-    """Make a reader that writes the text to a file of this name in the current directory, and loads that."""
-
     def read(content: str) -> object:
         Path(name).write_text(content)
         return load(Path(name))
@@ -85,13 +83,12 @@ def load_file(name: str, load: Callable[[Path], object]) -> Callable[[str], obje
 
 
 def load_compute_yaml(path: Path) -> object:
-    """Load compute.yaml, and return the endpoints, and the hosts to which the connection is not encrypted."""
+    """Return the endpoints, and the hosts to which the connection is not encrypted."""
     config = load_compute(path)
     return [*config.etcd.endpoints, config.placement.endpoint], list_cleartext_hosts(config.etcd, config.placement)
 
 
 def load_stack(path: Path) -> object:
-    """Load the file of `eschedule apply`."""
     Path('schedule.yaml').write_text(
         'images: {trixie: http://images/trixie.qcow2, bookworm: http://images/bookworm.qcow2}\n'
         'image: http://images/trixie.qcow2\n'
@@ -105,7 +102,6 @@ def load_stack(path: Path) -> object:
 
 
 def find_warnings(content: str) -> object:
-    """Return the warnings about user-data."""
     warnings: list[str] = []
     Path('user-data').write_bytes(content.encode('latin-1'))
     read_user_data(Path('user-data'), warnings.append)
@@ -123,7 +119,6 @@ def format_command(line: str) -> str:
 
 
 def format_words(line: str) -> str:
-    """Return the words and the options of a line, whose command is not looked at."""
     words, options = parse_command_line(shlex.split(line))
     return f'{words} {format_options(options)}'.strip()
 
@@ -138,19 +133,19 @@ def make_context(line: str) -> Context:
 
 
 def read_network(definition: str) -> object:
-    """Return whether libvirt serves DHCP, whether the network has IPv6, and why it cannot be used."""
+    """Return whether libvirt serves DHCP and IPv6, and why the network cannot be used."""
     dhcp = xml.read_dhcp(definition)
     return dhcp.is_served, dhcp.has_ipv6, tuple(str(problem or '') for problem in dhcp.problems)
 
 
 def select_leases(leases: list[list[Any]]) -> object:
-    """Return the MAC of each address whose lease counts; a lease has the seconds until its end, or `never`."""
+    """Return the MAC of each address whose lease counts. A lease has the seconds until its end."""
     parsed = [guests.Lease(address, mac, float('inf') if end == 'never' else end) for address, mac, end in leases]
     return {address: lease.mac for address, lease in guests.select_current(parsed, 0).items()}
 
 
 def find_metadata(path: str) -> object:
-    """Return what the metadata server answers, the same with a / at the end."""
+    # A / at the end changes nothing.
     body = metadata.find_body(path, GUEST)
     assert metadata.find_body(path + '/', GUEST) == body
     return body
@@ -160,7 +155,6 @@ SMALL = 'resources=VCPU:1,MEMORY_MB:256,DISK_GB:1'
 
 
 def explain_provider(value: str, traits: set[str], **inventories: Inventory) -> object:
-    """Return why a provider does not satisfy a query, and the smallest change."""
     rooms = {'VCPU': Inventory(4), 'MEMORY_MB': Inventory(7800), 'DISK_GB': Inventory(25), **inventories}
     miss = explain.find_miss(query.parse_query(value), explain.Provider('p', rooms, traits, {AGGREGATE}))
     change = explain.find_smallest_miss([miss])
@@ -251,7 +245,6 @@ READERS: dict[str, dict[str, Callable[..., object]]] = {
 
 
 def read_text(read: Callable[..., object], argument: Any) -> Iterable[str]:
-    """Yield the lines of what a reader makes of its argument."""
     try:
         result = read(*argument) if isinstance(argument, list) else read(argument)
     except (ValueError, EcompError, mdserver_conf.ConfError) as error:

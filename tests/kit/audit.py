@@ -22,10 +22,8 @@ AGE_CODES = ('compute-mute', 'version')
 def run_audit(cluster: Control | Lab, foreign: Collection[str] = ()) -> list[dict[str, Any]]:
     """Return the findings of one audit, except those about `foreign` subjects.
 
-    The test planted the foreign ones.
-
-    Silent and closed computes are left out: the test itself killed, froze or stopped them. So are
-    warnings: they depend on the machine.
+    Silent and closed computes are left out, because the test itself killed, froze or stopped them.
+    Warnings are left out, because they depend on the machine.
     """
     result = cluster.eschedule('check', '--now', '-f', 'json')
     assert result.code in (EXIT_CLEAN, EXIT_FINDINGS), result
@@ -40,7 +38,7 @@ def run_audit(cluster: Control | Lab, foreign: Collection[str] = ()) -> list[dic
 def wait_audit_clean(
     cluster: Control | Lab, seconds: float = 30.0, foreign: Collection[str] = (), older: Collection[str] = ()
 ) -> None:
-    """Wait until an audit finds nothing but `foreign`, and that `older` computes do not publish what they find."""
+    """Wait until an audit finds only `foreign`. `older` computes do not publish findings."""
     remaining: list[object] = []
 
     def clean() -> bool:

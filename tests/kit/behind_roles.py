@@ -21,7 +21,7 @@ USERS = ('compute-hv1', 'compute-hv2', 'scheduler-shell', 'operator-ann')
 
 
 class EtcdWithRoles:
-    """An etcd with roles; `stores` by user use the user's certificate, `computes` are uuids."""
+    """An etcd with roles. `stores` maps each user to a store with the user's certificate."""
 
     def __init__(self, directory: Path, at_exit: ExitStack) -> None:
         self.certs = directory / 'certs'
@@ -39,22 +39,17 @@ class EtcdWithRoles:
         return store
 
     def enable(self) -> list[str]:
-        """Do what elab certs --enable does, and return its output.
-
-        The warning about this etcd's version is left out.
-        """
+        # The warning about this etcd's version is left out.
         output: list[str] = []
         certs.enable_roles(self.certs, datetime.now(UTC), output.append)
         return [line for line in output if not line.startswith('warning: ')]
 
     def disable(self) -> list[str]:
-        """Do what elab certs --disable does; return its output."""
         output: list[str] = []
         certs.disable_roles(self.certs, output.append)
         return output
 
     def write_config(self, user: str, placement: str, **settings: Any) -> Path:
-        """Write a user's configuration for a placement without authentication; return its path."""
         etcd = {'endpoints': [f'localhost:{self.etcd.port}'], 'ca_cert': 'ca.crt'}
         etcd |= {'cert_cert': 'client.crt', 'cert_key': 'client.key'}
         path = self.certs / user / 'other.yaml'
@@ -62,7 +57,6 @@ class EtcdWithRoles:
         return path
 
     def etcdctl(self, user: str, *words: str) -> tuple[int, str]:
-        """Run etcdctl with this user's certificate, and return its exit code and output."""
         user_certs = self.certs / user
         command = ['etcdctl', '--endpoints', f'localhost:{self.etcd.port}', f'--cacert={user_certs}/ca.crt']
         command += [f'--cert={user_certs}/client.crt', f'--key={user_certs}/client.key', *words]

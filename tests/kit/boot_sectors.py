@@ -1,4 +1,4 @@
-"""Disks of 1 MiB that boot a little machine code, if a running QEMU or its address is enough."""
+"""Disks of 1 MiB that boot a little machine code, for a running QEMU or its address."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ def make_boot_disk(sector: bytes) -> bytes:
 
 
 def make_dhcp_image(directory: Path) -> Path:
-    """Compile DHCP_SOURCE to a qcow2 image in this directory."""
     program, disk, image = (directory / name for name in ('program', 'disk', 'image.qcow2'))
     # Code and data are in one segment from the boot sector on, in the order of the source.
     flags = ['-m16', '-march=i386', '-Os', '-ffreestanding', '-fno-pic', '-fno-stack-protector']

@@ -1,7 +1,6 @@
 """Machines that boot systemd as process 1 under systemd-nspawn, joined by a bridge.
 
-All of them are inside a private outer machine (see machine.py) with its own network, mounts and processes; the bridge
-is 10.0.0.1, and they end with the test. Each machine's file system is an overlay over a root cached per Debian release.
+They run inside a private outer machine (see machine.py), and the bridge is 10.0.0.1.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ CLEAN_ENVIRONMENT = ['env', '-i', 'LC_ALL=C.UTF-8', 'HOME=/root', 'PATH=/usr/sbi
 
 @dataclass
 class BootedMachine:
-    """A machine that has booted; `directory` holds its file system layer and its console log."""
+    """A machine that has booted. `directory` holds its file system layer and its console log."""
 
     name: str
     address: str
@@ -115,15 +114,11 @@ class BootedMachine:
 
     @property
     def init_pid(self) -> int:
-        """The pid of the machine's process 1 as seen from this process, or 0.
-
-        It changes with a reboot.
-        """
+        """The pid of the machine's process 1 as seen from this process, or 0 (changes at a reboot)."""
         nspawn = _list_children(self._nspawn.pid) if self._nspawn else []
         return next((pid for parent in nspawn for pid in _list_children(parent) if _find_inner_pid(pid) == 1), 0)
 
     def wrap_command(self, command: Sequence[str]) -> list[str]:
-        """Return the command line that runs `command` on the machine as root."""
         return [
             'nsenter',
             '-t',
@@ -140,16 +135,13 @@ class BootedMachine:
         ]
 
     def run_unchecked(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Run a command on the machine as root, and return its result, which may be a failure."""
         inside = self.wrap_command(command)
         return subprocess.run(inside, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
 
     def run(self, *command: str) -> str:
-        """Run a command on the machine as root, and return what it prints."""
         return self._check_output(self.run_unchecked(*command), ' '.join(command))
 
     def type_as_user(self, text: str) -> str:
-        """Type text into a shell of USER in the clone, and return what it prints."""
         script = f'cd {CLONE_PATH}\nset -eo pipefail\n{text}'
         return self._check_output(self.run_unchecked('runuser', '-l', USER, '-c', script), text)
 
@@ -162,7 +154,7 @@ class BootedMachine:
         return self.run('cat', '/proc/sys/kernel/random/boot_id').strip()
 
     def wait_booted(self) -> None:
-        """Wait until systemd has finished booting; failed services are left to the test."""
+        """Wait until systemd has finished booting. Failed services are left to the test."""
 
         def is_up() -> bool:
             assert self._nspawn
@@ -209,8 +201,6 @@ class BootedMachine:
 
 @dataclass
 class Lan:
-    """The machines and their bridge, inside `outer_machine`."""
-
     outer_machine: Machine
     directory: Path
     cgroup: str
@@ -218,7 +208,7 @@ class Lan:
     machines: list[BootedMachine] = field(default_factory=list)
 
     def boot(self, name: str, release: str, packages: Sequence[str]) -> BootedMachine:
-        """Boot a new machine of a Debian release; it can install `packages` without a mirror."""
+        """Boot a new machine that can install `packages` without a mirror."""
         machine_directory = self.directory / name
         root = machine_directory / 'root'
         for part in ('upper', 'work', 'root'):
@@ -271,22 +261,17 @@ class Lan:
 
 
 def read_page_packages() -> list[str]:
-    """Return all packages that the page 'real machines' installs with apt-get."""
     lines = PAGE.read_text().replace('\\\n', ' ').splitlines()
     return [word for line in lines for word in line.partition('sudo apt-get install ')[2].split()]
 
 
 def explain_missing() -> str:
-    """Return why machines cannot boot here; '' if they can."""
     return machine.explain_missing() or machine.explain_missing_packages(REQUIRED_PACKAGES)
 
 
 @contextmanager
 def start_lan(hosts: Mapping[str, str]) -> Iterator[Lan]:
-    """Start a bridge for machines of these names and addresses (of 10.0.0.0/24).
-
-    All of them are removed afterwards.
-    """
+    """Start a bridge for machines of these names and addresses (of 10.0.0.0/24)."""
     with ExitStack() as undo:
         # Not /tmp: these are gigabytes, too much for memory. And QEMU, which does not run as root, must be able to
         # enter it.
@@ -307,7 +292,6 @@ def start_lan(hosts: Mapping[str, str]) -> Iterator[Lan]:
 
 
 def make_debian_root(release: str, packages: Sequence[str]) -> Path:
-    """Return the cached, read-only root of a machine with this Debian release."""
     recipe = [
         '--mode=root',
         '--variant=minbase',
@@ -354,7 +338,7 @@ def _list_children(pid: int) -> list[int]:
 
 
 def _find_inner_pid(pid: int) -> int:
-    """Return a process's pid in its own pid namespace; 0 if it has ended. See proc(5)."""
+    # See proc(5).
     try:
         lines = Path(f'/proc/{pid}/status').read_text().splitlines()
     except OSError:

@@ -1,7 +1,6 @@
 """What libvirt learned about QEMU, kept for the next host of the tests.
 
-A new libvirtd starts QEMU several times to learn what it can, which takes seconds. It keeps the result
-in /var/cache/libvirt and checks that it is still true of this QEMU and this machine, so a copy is safe.
+A new libvirtd takes seconds to learn it. It checks that what is in /var/cache/libvirt is still true, so a copy is safe.
 """
 
 from __future__ import annotations
@@ -16,13 +15,12 @@ CAPABILITIES = 'qemu/capabilities'
 
 
 def provide_capabilities(cache: Path, kind: str) -> None:
-    """Copy what a host of this kind has learned, if anything, into the cache directory of a new host."""
     if (KEPT / kind).exists():
         shutil.copytree(KEPT / kind, cache / CAPABILITIES, dirs_exist_ok=True)
 
 
 def keep_capabilities(cache: Path, kind: str) -> None:
-    """Keep what a host has learned; files of an older libvirt or QEMU are replaced."""
+    # Files of an older libvirt or QEMU are replaced.
     (KEPT / kind).mkdir(parents=True, exist_ok=True)
     for learned in (cache / CAPABILITIES).glob('*.xml'):
         kept = KEPT / kind / learned.name

@@ -23,8 +23,6 @@ CA_KEY_USAGE = x509.KeyUsage(
 
 
 class Authority:
-    """A certificate authority in its own directory; `certificate` is the file to trust."""
-
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.certificate = directory / 'ca.crt'
@@ -40,8 +38,7 @@ class Authority:
     def issue(self, directory: Path, name: str, *hosts: str, days: int = 10) -> tuple[Path, Path]:
         """Write <directory>/<name>.crt and .key for these host names and addresses.
 
-        Return both paths. Existing files are replaced, as in a rotation. With `days` -1 the certificate expired
-        yesterday.
+        With `days` -1 the certificate expired yesterday.
         """
         directory.mkdir(parents=True, exist_ok=True)
         certificate, key = directory / f'{name}.crt', directory / f'{name}.key'

@@ -29,10 +29,7 @@ from tests.kit.witness import Witness, is_working_here, require_clean
 
 
 class Ecompute(Server):
-    """`ecompute --fake`, or a real one if `inventory` is None.
-
-    Its state directory outlives a restart.
-    """
+    """`ecompute --fake`, or a real one if `inventory` is None."""
 
     name = 'ecompute'
 
@@ -58,10 +55,7 @@ class Ecompute(Server):
         return [sys.executable, '-m', 'ecomp.compute', '--config', str(self.config), *fake, *self.options]
 
     def is_ready(self) -> bool:
-        """True if its presence exists and this process has logged that it is ready.
-
-        The log is needed because the presence may be left from an earlier process.
-        """
+        # The log is needed because the presence may be left from an earlier process.
         body = {'key': b64(f'/computes/{self.uuid}')}
         request = urllib.request.Request(f'http://{self._etcd}/v3/kv/range', json.dumps(body).encode())
         try:
@@ -79,7 +73,7 @@ class Result(NamedTuple):
 
 
 class Command:
-    """A running command; `with` kills it."""
+    """A running command. `with` kills it."""
 
     def __init__(
         self, command: Sequence[str], cwd: Path, extra: Mapping[str, str] | None = None, inside: int = 0
@@ -116,15 +110,10 @@ class Command:
         return _read_all(self._stderr)
 
     def wait(self, seconds: float = 90.0) -> Result:
-        """Wait for the command, and return its result; a negative code is the number of a signal.
-
-        Raises:
-            subprocess.TimeoutExpired: it did not finish in time.
-        """
+        """Return the result. A negative code is the number of a signal."""
         return Result(self._process.wait(SLOWDOWN_FACTOR * seconds), self.stdout, self.stderr)
 
     def send_signal(self, number: int) -> None:
-        """Send the command a signal, unless it has finished."""
         self._process.send_signal(number)
 
     def resume(self) -> None:
@@ -143,11 +132,8 @@ def run_eschedule_process(config: Path, *words: str, timeout: float = 120.0) -> 
 
 
 def run_in_process(config: Path, *words: str) -> Result:
-    """Run eschedule to its end in this process; only in the main thread.
-
-    Its directory is that of its configuration. The output is that of a separate process, and thousands of runs are much
-    cheaper.
-    """
+    """Run eschedule to its end in this process, only in the main thread."""
+    # Thousands of runs are much cheaper than separate processes.
     out, err, started, code = StringIO(), StringIO(), time.monotonic(), None
     with redirect_stdout(out), redirect_stderr(err), chdir(config.parent):
         try:
@@ -158,7 +144,6 @@ def run_in_process(config: Path, *words: str) -> Result:
 
 
 def run_eschedule(config: Path, *words: str, timeout: float = 120.0) -> Result:
-    """Run eschedule to its end: in this process if possible, else as a separate process."""
     # A library in LD_PRELOAD, such as a fake clock, is not loaded into this process.
     if threading.current_thread() is threading.main_thread() and 'LD_PRELOAD' not in os.environ:
         return run_in_process(config, *words)
@@ -168,7 +153,6 @@ def run_eschedule(config: Path, *words: str, timeout: float = 120.0) -> Result:
 def run_module(
     module: str, *words: str, directory: Path, without_stdout: bool = False, stdout: int = subprocess.PIPE
 ) -> Result:
-    """Run a command in a directory, as a user would, with or without stdout."""
     command = [sys.executable, '-m', module, *words]
     if not without_stdout and stdout == subprocess.PIPE:
         with Command(command, directory) as process:
@@ -198,7 +182,7 @@ def run_module(
 def write_config(path: Path, etcd: str, placement: str, certs: Path | None = None, **settings: Any) -> Path:
     """Write a compute.yaml or schedule.yaml for these servers, and return its path.
 
-    `certs` is a directory with a client's certificate and its token; `settings` are more top-level settings.
+    `certs` is a directory with a client's certificate and its token.
     """
     secure: dict[str, str | bool] = {}
     token: dict[str, str] = {}
@@ -215,8 +199,6 @@ def write_config(path: Path, etcd: str, placement: str, certs: Path | None = Non
 
 @dataclass
 class Control:
-    """etcd and placement, and a directory with a schedule.yaml and a compute.yaml for them."""
-
     etcd: Etcd
     placement: PlacementServer
     directory: Path
@@ -238,17 +220,14 @@ class Control:
         return (run_eschedule_process if self.is_mortal else run_eschedule)(self.schedule_yaml, *words, timeout=timeout)
 
     def ecompute(self, inventory: str | None = 'VCPU:4,DISK_GB:10,MEMORY_MB:512', **settings: Any) -> Ecompute:
-        """Start a fake ecompute that is stopped with this; wait until a refusal can explain what it has."""
+        """Start a fake ecompute, and wait until a refusal can explain what it has."""
         compute = Ecompute(self.etcd.endpoint, self.placement.url, inventory, **settings)
         self.at_exit.enter_context(compute)
         wait_until(lambda: bool(self.etcd.list_keys(f'/facts/{compute.uuid}')), 20, 'its facts are published')
         return compute
 
     def close(self) -> None:
-        """Stop the ecomputes that were started here.
-
-        If the running test created this Control and has not failed, its history is judged first.
-        """
+        # If the running test created this Control and has not failed, its history is judged first.
         try:
             if JOURNAL.remove_witness(self.witness) and sys.exception() is None:
                 require_clean(self.witness)

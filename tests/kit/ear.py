@@ -15,7 +15,7 @@ from tests.kit.servers import SLOWDOWN_FACTOR
 
 
 class NotifySocket:
-    """Receives the notifications of a service, and the pids of their senders; `with` closes it."""
+    """Receives the notifications of a service, and the pids of their senders."""
 
     def __init__(self) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix='ecomp-ear-'))
@@ -33,16 +33,12 @@ class NotifySocket:
         self._directory.rmdir()
 
     def make_environment(self, watchdog: float | None = None) -> dict[str, str]:
-        """Return what systemd puts in a service's environment; `watchdog` is in seconds."""
+        """Return what systemd puts in a service's environment. `watchdog` is in seconds."""
         watchdog_variable = {} if watchdog is None else {'WATCHDOG_USEC': str(round(watchdog * 1e6))}
         return {'NOTIFY_SOCKET': self.path, **watchdog_variable}
 
     def receive(self, seconds: float = 30.0) -> tuple[int, list[str]]:
-        """Receive the next notification.
-
-        Returns:
-            The pid of its sender, and its lines.
-        """
+        """Return the pid of the next notification's sender, and its lines."""
         ready, _, _ = select.select([self._socket], [], [], SLOWDOWN_FACTOR * seconds)
         assert ready, f'nothing was said for {seconds:g} s'
         message, credentials, _, _ = self._socket.recvmsg(4096, socket.CMSG_SPACE(12))

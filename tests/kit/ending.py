@@ -1,7 +1,6 @@
 """Checks that etcd and placement agree whenever nothing is in work. Pure.
 
-The values come from the servers themselves, and none of ecomp's reading code is used: its mistakes must not hide
-themselves.
+None of ecomp's reading code is used: its mistakes must not hide themselves.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ def find_contradictions(
 ) -> list[str]:
     """List every contradiction in all of etcd and in placement's allocations and capacities.
 
-    `foreign` are subjects outside ecomp (instances, consumers, names, groups, projects, computes), which are not
-    checked. `away` are computes that do not work now: their unfinished requests stay unfinished.
+    `foreign` are subjects outside ecomp, which are not checked.
+    `away` are computes that do not work now: their unfinished requests stay unfinished.
     """
     allocations = {consumer: each for consumer, each in allocations.items() if consumer not in foreign}
     under = {family: _select_prefix(etcd, f'/{family}/') for family in FAMILIES}
@@ -225,11 +224,7 @@ def _check_quota(project: str, quota: dict[str, Any], requests: Requests) -> lis
 
 
 def _count_amounts(request: dict[str, Any]) -> dict[str, int]:
-    """Return the amounts a request counts for.
-
-    These are the allocated amounts; for a tombstone those of the former request; for a queued request those of its
-    query.
-    """
+    # A tombstone counts for the amounts of its former request.
     if 'flavor' in request:
         pairs = (amount_text.split(':') for amount_text in parse_qs(request['query'])['resources'][0].split(','))
         return {name: int(amount) for name, amount in pairs}

@@ -14,8 +14,6 @@ from tests.kit.servers import Etcd
 
 
 class Tls(NamedTuple):
-    """A member's certificate and key, the authority of its clients, and a client certificate."""
-
     certificate: Path
     key: Path
     authority: Path
@@ -23,7 +21,7 @@ class Tls(NamedTuple):
 
 
 class Member(Etcd):
-    """An etcd of a cluster, or one with TLS; `host` is its name in client configurations."""
+    """An etcd of a cluster, or one with TLS. `host` is its name in client configurations."""
 
     def __init__(self, directory: Path, name: str, tls: Tls | None = None, host: str = '127.0.0.1') -> None:
         super().__init__(directory)
@@ -47,7 +45,6 @@ class Member(Etcd):
             return False
 
     def ask(self, path: str, body: Mapping[str, Any], timeout: float = 10.0) -> HTTPResponse:
-        """Call the JSON gateway, over TLS if it uses that; return the answer to be read and closed."""
         context = None
         if self._tls:
             context = ssl.create_default_context(cafile=str(self._tls.authority))

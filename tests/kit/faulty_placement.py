@@ -35,8 +35,6 @@ METHODS_BY_KIND = {'409': {'PUT'}, 'lost': {'PUT', 'POST', 'DELETE'}}
 
 
 class FaultyPlacement:
-    """Passes requests on to 127.0.0.1:`port`, except after `fail(kind)`. `with` closes it."""
-
     def __init__(self, port: int) -> None:
         self._target = port
         self._kind = ''
@@ -57,7 +55,7 @@ class FaultyPlacement:
         self._close()
 
     def fail(self, kind: str, matches: Callable[[str, str], bool] = lambda *_: True, seconds: float = 0.0) -> None:
-        """Fail the requests for which which(method, path) is true, until heal()."""
+        """Fail the requests for which `matches(method, path)` is true, until heal()."""
         assert kind in KINDS, kind
         self._kind, self._matches, self._seconds = kind, matches, seconds
         if kind == 'refused':
@@ -71,7 +69,6 @@ class FaultyPlacement:
             self._server = self._listen(self.port)
 
     def fails(self, method: str, path: str) -> str:
-        """Return the kind of failure for a request, '' for none."""
         kind = self._kind
         if not kind or not self._matches(method, path) or method not in METHODS_BY_KIND.get(kind, {method}):
             return ''
@@ -82,18 +79,15 @@ class FaultyPlacement:
         self._closing.wait(self._seconds)
 
     def pass_on(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, str, bytes]:
-        """Send a request to the real placement, and return status, content type and body."""
         with closing(http.client.HTTPConnection('127.0.0.1', self._target, timeout=30)) as connection:
             connection.request(method, path, body or None, headers)
             answer = connection.getresponse()
             return answer.status, answer.headers.get('content-type', ''), answer.read()
 
     def wrap(self, connection: socket.socket) -> socket.socket:
-        """Wrap an accepted connection, e.g. in TLS."""
         return connection
 
     def cut(self) -> None:
-        """Cut all connections."""
         for connection in list(self._open):
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)

@@ -31,11 +31,9 @@ def start_with_foreign(control: Control, *guests: Mapping[str, Any], inventory: 
 
 
 def read_foreign(compute: Ecompute) -> dict[str, dict[str, Any]]:
-    """Return the guests of a compute by name, as they are now."""
     rows = json.loads((compute.directory / 'state/fake-foreign.json').read_text())
     return {row['name']: row for row in rows}
 
 
 def list_marked(compute: Ecompute) -> set[str]:
-    """Return the names of the guests with an adoption mark."""
     return {name for name, row in read_foreign(compute).items() if row.get('adopted_by')}

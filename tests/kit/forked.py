@@ -1,4 +1,4 @@
-"""The program that downloads images, forked from this process: it starts at once, and has what a test has patched."""
+"""The program that downloads images, forked from this process with what a test has patched."""
 
 from __future__ import annotations
 

@@ -20,7 +20,6 @@ def render(content: Listing | Details, form: str = TABLE, width: int | None = No
 
 
 def render_all(content: Listing | Details) -> Iterator[str]:
-    """Render in each format and at several terminal widths, without the tabs of bare values."""
     for look in ALL_LOOKS:
         yield render(content, look.form, look.width).replace('\t', ' ' if look.form == VALUE else '\t')
 

@@ -9,9 +9,9 @@ from typing import Self
 
 
 class Gate:
-    """Relays to a port of 127.0.0.1; hold() makes it hold an answer, and all data after it.
+    """Relays to a port of 127.0.0.1. hold() makes it hold an answer, and all data after it.
 
-    `held` is set once the server has answered, so the request has been carried out by then.
+    `held` is set once the server has carried out the request.
     """
 
     def __init__(self, target: int) -> None:
@@ -38,12 +38,10 @@ class Gate:
         self.held.clear()
 
     def open(self) -> None:
-        """Relay everything again, held data first."""
         self._marker = None
         self._open.set()
 
     def cut(self) -> None:
-        """Break every connection, and accept no more."""
         self._marker = None
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -52,7 +50,6 @@ class Gate:
         self._open.set()
 
     def break_connections(self) -> None:
-        """Break the open connections, and hold nothing; new connections are accepted."""
         self._marker = None
         for connection in self._sockets:
             with contextlib.suppress(OSError):

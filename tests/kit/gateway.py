@@ -28,10 +28,7 @@ CALLS_BY_PATH: dict[str, tuple[Callable[[grpc.Channel], Any], str, Any]] = {
 class Reply:
     """The answer of one call of the etcd at host:port, to be read and closed.
 
-    The messages of a stream are one line of JSON each. `certs` is a directory with a client's certificate.
-
-    Raises:
-        OSError: etcd did not answer.
+    The messages of a stream are one line of JSON each. `certs` has a client's certificate.
     """
 
     def __init__(
@@ -72,7 +69,6 @@ class Reply:
             raise OSError(f'the watch ended: {error}') from error
 
     def close(self) -> None:
-        """Close the connection; this also ends a stream."""
         self._closed.set()
         self._channel.close()
 

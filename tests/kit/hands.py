@@ -31,13 +31,11 @@ _numbers = itertools.count(1)
 
 
 class FailpointRecord:
-    """The file in which armed failpoints record that they were reached."""
-
     def __init__(self, directory: Path) -> None:
         self._path = directory / f'fired-{next(_numbers)}'
 
     def make_environment(self, failpoint: str) -> dict[str, str]:
-        """Return the variables that arm a failpoint (see ecomp.failpoints); none for ''."""
+        """Return the variables that arm a failpoint (see ecomp.failpoints), or none for ''."""
         return {'ECOMP_FAILPOINT': failpoint, 'ECOMP_FAILPOINT_FIRED': str(self._path)} if failpoint else {}
 
     @property
@@ -46,7 +44,7 @@ class FailpointRecord:
 
 
 class Eschedule(Command):
-    """A running eschedule, armed with `failpoint`; `with` kills it."""
+    """A running eschedule, armed with `failpoint`. `with` kills it."""
 
     def __init__(self, control: Control, *words: str, failpoint: str = '', config: Path | None = None) -> None:
         self._record = FailpointRecord(control.directory)
@@ -67,13 +65,11 @@ class Eschedule(Command):
 
 
 class ArmedEcompute(Ecompute):
-    """An ecompute that dies or freezes at its failpoints, each time it is started with some."""
-
     failpoint = ''
     _record: FailpointRecord
 
     def environment(self) -> dict[str, str]:
-        """Arm the failpoint, with a separate record file for each start."""
+        # Each start has a separate record file.
         self._record = FailpointRecord(self.directory)
         return {**super().environment(), **self._record.make_environment(self.failpoint)}
 
@@ -85,7 +81,7 @@ class ArmedEcompute(Ecompute):
         wait_until(is_frozen, 30, f'ecompute is frozen at {failpoint}; fired: {self._record.names}')
 
     def wait_frozen(self, number: int) -> str:
-        """Wait until it is frozen at a failpoint for the `number`th time, and return that failpoint."""
+        """Wait for the `number`th freeze at a failpoint, and return that failpoint."""
 
         def is_frozen() -> bool:
             assert self.is_running, f'no failpoint was reached:\n{self.tail_log()}'
@@ -109,7 +105,6 @@ def restart_unarmed(compute: ArmedEcompute) -> None:
 
 
 def restart_accepting_etcd(compute: Ecompute) -> None:
-    """Restart the compute once with --accept-new-etcd; the next start is an ordinary one."""
     if compute.is_running:
         assert compute.stop() == 0
     compute.options = ['--accept-new-etcd']
@@ -118,7 +113,6 @@ def restart_accepting_etcd(compute: Ecompute) -> None:
 
 
 def mark_slow_steps(steps: Sequence[str], *quick: str) -> list[Any]:
-    """Make test parameters of the steps; all but the quick ones are marked slow."""
     return [pytest.param(step, marks=[] if step in quick else [pytest.mark.slow]) for step in steps]
 
 
@@ -128,7 +122,6 @@ def check_settled(control: Control, *computes: Ecompute) -> None:
 
 
 def expire_key(control: Control, key: str) -> None:
-    """Revoke the lease of a key, as if it had expired."""
     lease = read_lasting_keys(control)[key].lease
     assert lease, f'{key} is on no lease'
     control.etcd.call('lease/revoke', {'ID': lease})
@@ -137,7 +130,7 @@ def expire_key(control: Control, key: str) -> None:
 
 
 def expire_attempts(control: Control) -> None:
-    """Revoke the lease of every attempt, whose owners have finished or are assumed to have."""
+    # The owners of the attempts have finished, or are assumed to have.
     for key in control.etcd.list_keys('/requests/'):
         expire_key(control, key)
 
@@ -145,8 +138,7 @@ def expire_attempts(control: Control) -> None:
 def check_claims_twice(control: Control, compute: Ecompute, guests: Collection[str] = ()) -> None:
     """Run two consecutive checks of a compute's claim keeper, 60 s apart on a fake clock.
 
-    Both are required (rule: orphaned-claim). The compute's own checks are a minute apart on the real clock: a slow
-    test waits for them.
+    Both are required (rule: orphaned-claim). The compute's own checks are a minute apart on the real clock.
     """
     store, placement = Store(EtcdConfig((control.etcd.endpoint,))), Placement(control.placement.url)
     try:
@@ -159,7 +151,6 @@ def check_claims_twice(control: Control, compute: Ecompute, guests: Collection[s
 
 
 def count_losses(compute: Ecompute, backend: str) -> tuple[int, int]:
-    """Count the log lines that report `backend` lost, and those that report it back."""
     lines = [line for line in read_log(compute) if backend in line]
     lost_count = sum('trying again until' in line for line in lines)
     back_count = sum(
@@ -169,17 +160,14 @@ def count_losses(compute: Ecompute, backend: str) -> tuple[int, int]:
 
 
 def read_cpu_seconds(pid: int) -> float:
-    """Return a process's processor time, of all threads. See proc(5)."""
+    # See proc(5).
     fields = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf('SC_CLK_TCK')
 
 
 @contextlib.contextmanager
 def assert_idle(pid: int, share: float = 0.05) -> Iterator[None]:
-    """Assert that a process takes at most this share of a core inside the context.
-
-    It is measured for at least two seconds.
-    """
+    """Assert that a process takes at most this share of a core inside the context."""
     started, before = time.monotonic(), read_cpu_seconds(pid)
     yield
     time.sleep(max(started + 2.0 - time.monotonic(), 0.0))
@@ -194,14 +182,10 @@ def read_guests(compute: Ecompute) -> dict[str, dict[str, Any]]:
 
 
 def list_running_guests(compute: Ecompute) -> set[str]:
-    """The running guests of a fake compute."""
     return {name for name, guest in read_guests(compute).items() if guest['running']}
 
 
 def read_revision(control: Control, key: str = '') -> int:
-    """Return the revision that last wrote a key, or without a key etcd's current revision.
-
-    While etcd's revision is unchanged, nothing has been written.
-    """
+    """Return the revision that last wrote a key, or without a key etcd's current revision."""
     answer = control.etcd.call('kv/range', {'key': b64(key or 'x')})
     return int(answer['kvs'][0]['mod_revision'] if key else answer['header']['revision'])

@@ -1,9 +1,7 @@
 """Judges answers of commands and changes of etcd by ecomp's promises. Pure.
 
-A History holds values: each eschedule that ran, with its arguments and its answer; etcd at the beginning and every
-change since; placement's allocations at the end. judge() lists the violations, one line each. None of ecomp's reading
-code is used: its mistakes must not hide themselves. Subjects that the test wrote itself (`manual_subjects`: instances,
-names, groups, projects, computes) are not judged. The rules for the end are in tests/kit/ending.py.
+None of ecomp's reading code is used: its mistakes must not hide themselves.
+The rules for the end are in tests/kit/ending.py.
 """
 
 from __future__ import annotations
@@ -35,10 +33,7 @@ NEXT_STATES = {
 
 
 class Delivery(NamedTuple):
-    """A request written to a compute.
-
-    `by_eschedule`: the same transaction deleted its attempt's key.
-    """
+    """A request written to a compute. `by_eschedule`: its transaction deleted the attempt's key."""
 
     revision: int
     compute: str
@@ -49,12 +44,8 @@ class Delivery(NamedTuple):
 class Lifecycle:
     """The lifecycle of one instance.
 
-    Attributes:
-        deliveries: the requests written for it.
-        queued_revisions: revisions at which it was queued.
-        state: state of its last record, even after that record was removed.
-        failure_count: how often it changed to error.
-        tombstone_revision: revision of its first tombstone, 0 if there is none.
+    `state` is that of its last record, even after that record was removed.
+    `failure_count` is how often it changed to error. `tombstone_revision` is 0 without a tombstone.
     """
 
     deliveries: list[Delivery] = field(default_factory=list)
@@ -69,8 +60,6 @@ class Lifecycle:
 
 
 class HistoryReplay:
-    """Replays etcd's history; collects the violations of single revisions, and all lifecycles."""
-
     def __init__(self, history: History) -> None:
         self.violations: list[str] = []
         self.lifecycles: dict[str, Lifecycle] = {}
@@ -82,7 +71,6 @@ class HistoryReplay:
         self._record_keys: dict[str, str] = {}
 
     def replay(self) -> Mapping[str, StoredValue]:
-        """Replay every revision, and return etcd at the end."""
         for key, stored in self._history.before.items():
             self._apply_change(key, stored)
         for name in {*self._hosts, *self._queues, *self._records}:
@@ -99,7 +87,6 @@ class HistoryReplay:
         return self._records.get(instance)
 
     def is_waiting(self, instance: str) -> bool:
-        """True if the instance is queued, or requested of a compute that is away."""
         computes = self._hosts.get(instance, {})
         return instance in self._queues or any(compute in self._history.away for compute in computes)
 
@@ -132,7 +119,6 @@ class HistoryReplay:
                     del self._records[instance], self._record_keys[instance]
 
     def _check_revision(self, revision: int, changes: Sequence[Change]) -> None:
-        """Check one revision: each change against the state before, then the combined result."""
         removed = {change.key for change in changes if change.stored is None}
         by_eschedule = any(key.startswith('/requests/') for key in removed)
         before = {change.key: self._etcd.get(change.key) for change in changes}
@@ -215,10 +201,7 @@ class HistoryReplay:
         stored: StoredValue | None,
         request_removed: bool,
     ) -> None:
-        """Check a written or removed record.
-
-        `request_removed`: the same transaction removed its request.
-        """
+        """Check a record. `request_removed`: the same transaction removed its request."""
         life, earlier_record = self._get_lifecycle(instance), parse_object(previous)
         if stored is None:
             if earlier_record.get('state') not in TERMINAL_STATES and not (request_removed and life.tombstone_revision):
@@ -269,12 +252,9 @@ CERTAIN_CODES = {0, *REFUSED_CODES}
 
 
 class CommandRun(NamedTuple):
-    """One run of eschedule: its arguments, exit code and output.
+    """One run of eschedule. `code` is negative after a signal, and None if it never ended.
 
-    Attributes:
-        code: negative if a signal ended it, None if it never ended.
-        began: start, in seconds of a monotonic clock.
-        ended: end, on the same clock.
+    `began` and `ended` are seconds of a monotonic clock.
     """
 
     arguments: tuple[str, ...]
@@ -294,7 +274,6 @@ class CommandRun(NamedTuple):
 
     @property
     def is_create(self) -> bool:
-        """True if the arguments request instances."""
         if self.is_apply:
             return '--dry-run' not in self.arguments
         is_query = any('resources' in word and '=' in word for word in self.arguments)
@@ -343,7 +322,7 @@ class CommandRun(NamedTuple):
 
 
 class Change(NamedTuple):
-    """The value of one key from a revision on; None if the key was removed."""
+    """The value of one key from a revision on, or None if the key was removed."""
 
     revision: int
     key: str
@@ -352,15 +331,11 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True)
 class History:
-    """The input of judge().
+    """The input of judge(). Allocations and capacities are those at the end.
 
-    Attributes:
-        changes: the changes of etcd, in its order.
-        allocations: placement's allocations at the end.
-        capacity: placement's capacities at the end.
-        away: computes that do not work at the end; their requests may wait.
-        manual_subjects: subjects that the test wrote itself.
-        foreign: consumers and instances with an allocation or a record outside ecomp.
+    `away` are computes that do not work at the end: their requests may wait.
+    `manual_subjects` are subjects that the test wrote itself, which are not judged.
+    `foreign` are consumers and instances with an allocation or a record outside ecomp.
     """
 
     runs: Sequence[CommandRun] = ()
@@ -381,7 +356,6 @@ class Verdict(NamedTuple):
 
 
 def judge(history: History) -> Verdict:
-    """Return the violations in a history; none if all promises are kept."""
     course = HistoryReplay(history)
     etcd = course.replay()
     excepted = {*history.manual_subjects, *history.foreign}
@@ -393,7 +367,6 @@ def judge(history: History) -> Verdict:
 
 
 def _check_answers(history: History, course: HistoryReplay) -> Iterator[str]:
-    """Check that what commands reported is what happened."""
     runs_by_uuid: dict[str, list[CommandRun]] = {}
     for run in history.runs:
         for instance, compute in run.placed_instances.items():
@@ -438,7 +411,6 @@ def _check_answers(history: History, course: HistoryReplay) -> Iterator[str]:
 
 
 def _check_outcomes(history: History, course: HistoryReplay) -> Iterator[str]:
-    """Check that each acknowledged instance is final, or waits for a compute that is away."""
     for run in history.runs:
         for instance in set(run.placed_instances) - set(history.manual_subjects):
             life = course.lifecycles.get(instance, Lifecycle())
@@ -458,7 +430,6 @@ def _check_outcomes(history: History, course: HistoryReplay) -> Iterator[str]:
 
 
 def _check_leftovers(history: History, etcd: Mapping[str, StoredValue]) -> Iterator[str]:
-    """Check that an eschedule that exited normally left no attempt's key behind."""
     codes: dict[int, set[int | None]] = {}
     for run in history.runs:
         codes.setdefault(run.pid, set()).add(run.code)

@@ -38,10 +38,7 @@ _numbers = itertools.count(1)
 
 
 def drop_stillborn_tracebacks(text: str) -> str:
-    """Remove the matches of STILLBORN_TRACEBACK from a log.
-
-    Their lines may be interleaved with those of an ecompute started afterwards.
-    """
+    # The lines of a match may be interleaved with those of an ecompute started afterwards.
     lines = text.splitlines(keepends=True)
     remaining, count = STILLBORN_TRACEBACK.subn('', ''.join(line for line in lines if not LOG_LINE_START.match(line)))
     if not count or 'Traceback' in remaining:
@@ -50,8 +47,6 @@ def drop_stillborn_tracebacks(text: str) -> str:
 
 
 class Hypervisor:
-    """One host of a lab, whose ecompute is started here, with or without failpoints."""
-
     def __init__(self, lab: Lab, name: str) -> None:
         self.lab = lab
         self.name = name
@@ -65,10 +60,7 @@ class Hypervisor:
     # ecompute
 
     def launch(self, failpoint: str = '', *options: str, numbers: Mapping[str, float] | None = None) -> None:
-        """Start ecompute, armed with `failpoint` (see ecomp.failpoints), without waiting.
-
-        For `numbers` see tests/kit/tuned.py.
-        """
+        """Start ecompute without waiting. For `numbers` see tests/kit/tuned.py."""
         host = self._load_host()
         self.armed_failpoint, self.is_tuned = failpoint, bool(numbers)
         self._fired_path = self.directory / f'fired-{next(_numbers)}'
@@ -99,7 +91,6 @@ class Hypervisor:
         self.wait_ready()
 
     def ensure_unarmed(self) -> None:
-        """Make sure that ecompute runs and no failpoint will kill or freeze it."""
         exhausted = [f'{name}:{action}:1' for name in self.fired_failpoints for action in ('kill', 'stop')]
         if not self.is_running or self.is_tuned or set(filter(None, self.armed_failpoint.split(','))) - set(exhausted):
             self.restart()
@@ -125,7 +116,7 @@ class Hypervisor:
         self._log_offset = self._load_host().log.stat().st_size
 
     def read_log(self) -> str:
-        """Return ecompute's log since its start or mark_log(); it must not contain a traceback."""
+        """Return ecompute's log since its start or mark_log(). It must not contain a traceback."""
         deadline = time.monotonic() + LOG_FLUSH_SECONDS
         while re.search('Traceback|unexpected error', text := self._read_log_text()):
             assert time.monotonic() < deadline, text
@@ -141,7 +132,6 @@ class Hypervisor:
         return [line for line in self.read_log().splitlines() if all(word in line for word in words)]
 
     def count_losses(self, backend: str) -> tuple[int, int]:
-        """Count the log lines that report `backend` lost, and those that report it back."""
         lost = self.find_log_lines(backend, 'trying again until it is back')
         back = [line for line in self.find_log_lines(backend, 'is back') if 'trying again' not in line]
         return len(lost), len(back)
@@ -211,7 +201,7 @@ class Hypervisor:
         return 0
 
     def list_qemus(self) -> list[str]:
-        """List the instance of each running QEMU; an instance with two QEMUs is listed twice."""
+        """List the instance of each running QEMU. One with two QEMUs is listed twice."""
         instances = []
         namespace = self._load_host().lab.layout.get_namespace(self.name)
         for pid in machine.run(['ip', 'netns', 'pids', namespace]).split():
@@ -261,10 +251,7 @@ class Hypervisor:
         return f'{SMALL_QUERY}&in_tree={self.compute}'
 
     def place(self, image: str = 'idle.raw', *words: str) -> str:
-        """Request an instance on this host without waiting, and return its uuid.
-
-        `image` is a file of the lab or a URL.
-        """
+        """Request an instance of a file of the lab or a URL, without waiting."""
         url = image if '://' in image else self.lab.make_url(image)
         host, instance = self.lab.place(self.query, url, *words)
         assert host == self.name, instance
@@ -324,13 +311,11 @@ class Hypervisor:
         assert self.is_free(instance)
 
     def check_settled(self) -> None:
-        """Assert that all planes agree, the audit is clean, and each guest has one QEMU."""
         self.lab.check()
         instances = self.list_qemus()
         assert len(instances) == len(set(instances)), f'two QEMUs of one instance: {instances}'
 
     def reset(self) -> None:
-        """Restore the state before the test: an empty host whose ecompute has no failpoints."""
         for pid in (*self.list_workers(), self.libvirtd_pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)

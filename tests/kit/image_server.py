@@ -11,8 +11,6 @@ from contextlib import contextmanager, suppress
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """Answers each path in one way; the server records requests and sent images."""
-
     server: ImageServer
 
     def do_GET(self) -> None:
@@ -38,7 +36,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_body(b'', status=status, location=location)
 
     def answer_good(self) -> None:
-        """Send the image, or 304 to a client that has it."""
         self._send_image(self.path.strip('/'), self.server.headers)
 
     def answer_SHA256SUMS(self) -> None:  # noqa: N802
@@ -48,10 +45,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.send_body(self.server.sums)
 
     def answer_changing(self) -> None:
-        """Send an image that is replaced halfway by another one of the same length.
-
-        Afterwards the server has the other one.
-        """
+        """Send an image that is replaced halfway by another one of the same length."""
         old, half = self.server.image, len(self.server.image) // 2
         if self.server.requests.count('changing') == 1:
             self.server.image = old[:512] + bytes([old[512] ^ 1]) * (len(old) - 512)
@@ -104,18 +98,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.redirect(f'/mirror{self.server.redirect_count % 2}?signed={self.server.redirect_count}')
 
     def answer_farm(self) -> None:
-        """Answer as one of three servers with their own ETags; `headers` are common to them."""
+        """Answer as one of three servers with their own ETags. `headers` are common to them."""
         self.server.redirect_count += 1
         self.server.sent_bodies.append('farm')
         self.send_body(self.server.image, **{'etag': f'"{self.server.redirect_count % 3}"', **self.server.headers})
 
     def answer_now(self) -> None:
-        """Send the image with another date each time."""
         self.server.redirect_count += 1
         self.send_body(self.server.image, last_modified=str(self.server.redirect_count))
 
     def answer_signed(self) -> None:
-        """Redirect to a URL that is valid for one request."""
         self.server.redirect_count += 1
         self.redirect(f'/once?signed={self.server.redirect_count}')
 
@@ -178,7 +170,7 @@ class ImageServer(http.server.ThreadingHTTPServer):
         """Ignore errors: the tests let clients disconnect."""
 
     def server_bind(self) -> None:
-        """Bind without http.server's lookup of the host name."""
+        # Without http.server's lookup of the host name.
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = 'localhost', self.server_address[1]
 

@@ -23,10 +23,7 @@ LIMITS = CacheLimits(cache_bytes=2**30, disk_bytes=100 * 2**30)
 
 
 def inspect_image(path: Path, checkpoint: Callable[[], None]) -> BaseImage:
-    """Inspect an image in this process, which the product does in a child process.
-
-    The child takes a third of a second; security/test_images.py tests it.
-    """
+    # The product's child process takes a third of a second, and security/test_images.py tests it.
     checkpoint()
     return image.inspect(path)
 
@@ -42,7 +39,6 @@ def get_base(
     report_progress: Callable[[int, int | None], None] = lambda *_: None,
     since: float = math.inf,
 ) -> BaseImage:
-    """Return the base volume of an image, and release it immediately."""
     with cache.hold(url, checkpoint, report_progress, since) as base:
         return base
 
@@ -54,7 +50,6 @@ def list_cached(directory: Path) -> list[str]:
 
 
 def assert_refused(directory: Path, url: str, reason: str, local: Path | None = None) -> None:
-    """Assert that the image is refused for this reason and leaves nothing in the cache."""
     before = list_cached(directory)
     with pytest.raises(BuildFailed, match=reason) as caught:
         get_base(make_cache(directory, local), url)

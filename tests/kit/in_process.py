@@ -1,7 +1,6 @@
-"""Placement in this process, for tests of thousands of requests: the product's client without a server or a socket.
+"""Placement in this process, for tests of thousands of requests.
 
-The real application has its database in memory. Its own state is global to the process, so there is one instance. The
-fixture `placement_in_process` provides it, or the model of tests/kit/memory_placement.py.
+Its own state is global to the process, so there is one instance.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from tests.kit.memory_placement import PlacementModel, answer_request
 
 
 class InProcessPlacement(Placement):
-    """A client that calls placement's application directly."""
-
     def __init__(self, application: Any) -> None:
         super().__init__('http://in-process')
         self._application = application
@@ -55,8 +52,6 @@ class InProcessPlacement(Placement):
 
 
 class InMemoryPlacement(InProcessPlacement):
-    """A client that calls a placement in memory."""
-
     def __init__(self) -> None:
         super().__init__(None)
         self._model = PlacementModel(NoWorld())
@@ -106,7 +101,6 @@ def start_placement() -> InProcessPlacement:
 
 
 def remove_providers(client: Placement) -> None:
-    """Remove all providers with their allocations, children first."""
     providers = client.get('/resource_providers')['resource_providers']
     for provider in providers:
         for consumer in client.get(f'/resource_providers/{provider["uuid"]}/allocations')['allocations']:

@@ -23,8 +23,7 @@ PATIENCE_SECONDS = 20.0
 def read_lasting_keys(control: Control) -> dict[str, StoredValue]:
     """Read all of etcd at one revision, without values that change by themselves.
 
-    These are notes of released claims, which expire with their leases, and what living computes publish: hints, which
-    follow requests within ten seconds, and findings.
+    These are notes of released claims, which expire, and what living computes publish.
     """
     entries = dict(map(parse_entry, control.etcd.call('kv/range', ALL_KEYS).get('kvs', [])))
     published = ('/released/', '/facts/', '/troubles/', '/findings/')
@@ -40,9 +39,8 @@ def list_violations(
 ) -> list[str]:
     """List the invariants that are violated now.
 
-    `computes` are fake computes whose guests to compare, too; `foreign` are consumers and instances that the test made
-    outside ecomp; `dead` are pids of eschedules that the test killed, whose attempts may wait for their lease to
-    expire.
+    The guests of the fake `computes` are compared, too. `foreign` was made by the test outside ecomp.
+    `dead` are pids of killed eschedules, whose attempts may wait for their lease to expire.
     """
     etcd = read_lasting_keys(control)
     database = control.placement.database
@@ -70,7 +68,7 @@ def check_invariants(
 ) -> None:
     """Wait until all invariants hold and ecomp's audit finds nothing but `foreign`.
 
-    `unaudited` is the reason why the audit must find something; it is skipped then.
+    `unaudited` is the reason why the audit is skipped.
     """
     problems = [['not looked']]
 

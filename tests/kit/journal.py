@@ -19,7 +19,7 @@ WRITE_OPERATIONS = 'requestPut', 'request_put', 'requestDeleteRange', 'request_d
 
 
 class Journal:
-    """Written by any thread; empty while no judged test runs."""
+    """Written by any thread. It is empty while no judged test runs."""
 
     def __init__(self) -> None:
         self._open = False
@@ -38,13 +38,12 @@ class Journal:
         self.witnesses: list[Witness] = []
 
     def add_witness(self, witness: Witness) -> None:
-        """Add an etcd and a placement that the test uses; their history starts now."""
         if self._open:
             witness.begin()
             self.witnesses.append(witness)
 
     def remove_witness(self, witness: Witness) -> bool:
-        """Remove a witness; return True if the running test had it."""
+        """Remove a witness. Return True if the running test had it."""
         was_witness = witness in self.witnesses
         if was_witness:
             self.witnesses.remove(witness)
@@ -60,10 +59,8 @@ class Journal:
             self.runs.append(CommandRun(arguments, code, *output, began, time.monotonic(), pid))
 
     def record_write(self, path: str, body: Mapping[str, Any]) -> None:
-        """Record the subjects of a call of etcd's gateway, which is a write of the test's own.
-
-        Before a compaction the witnesses read what it would remove.
-        """
+        """Record the subjects of a call of etcd's gateway, which is a write of the test's own."""
+        # Before a compaction the witnesses read what it would remove.
         for witness in self.witnesses if path == 'kv/compaction' else ():
             with suppress(OSError):  # an etcd that is down compacts nothing
                 witness.read_new()
@@ -75,19 +72,17 @@ class Journal:
                 self.manual_subjects |= _parse_subjects(base64.b64decode(operation['key']).decode(errors='replace'))
 
     def record_claim(self, method: str, path: str, body: Mapping[str, Any] | None) -> None:
-        """Record the subjects of a request to placement, as record_write() does for etcd."""
         if self._open and method != 'GET' and path.startswith(('/allocations', '/resource_providers/')):
             self.manual_subjects |= {path.split('/')[2]} if path.count('/') > 1 else set(body or ())
 
 
 def parse_eschedule_arguments(command: Sequence[str]) -> list[str] | None:
-    """Return the arguments of an eschedule command, from --config on; None for others."""
+    """Return the arguments of an eschedule command, from --config on, or None for others."""
     module = 'ecomp.schedule'
     return list(command[list(command).index(module) + 1 :]) if module in command else None
 
 
 def _parse_subjects(key: str) -> set[str]:
-    """Parse the subject of a key, such as the instance of /hosts/<compute>/<instance>."""
     parts = key.removesuffix('/taker').split('/')
     return {parts[-1]} if len(parts) > 2 else set()
 

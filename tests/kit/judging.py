@@ -23,7 +23,6 @@ JUDGED_PARTS = {'scenario', 'faults'}
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
-    """Start the journal of the test and its fixtures."""
     if JUDGED_PARTS & set(item.path.parts):
         JOURNAL.begin()
     return (yield)
@@ -31,7 +30,7 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Judge the history of the test while its servers still exist."""
+    # The servers of the test still exist here.
     if not JUDGED_PARTS & set(item.path.parts):
         return (yield)
     for witness in _list_shared_witnesses(item):
@@ -52,7 +51,6 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def is_broken(witness: Witness) -> bool:
-    """True if the history shows writes from outside ecomp, as the marked test claims."""
     witness.restore_servers()
     try:
         verdict = judge(witness.history())
@@ -62,7 +60,6 @@ def is_broken(witness: Witness) -> bool:
 
 
 def _list_shared_witnesses(item: pytest.Item) -> list[Witness]:
-    """List the witnesses of fixtures that several tests share."""
     arguments: dict[str, Any] = getattr(item, 'funcargs', {})
     labs_and_hosts = [fixture for fixture in arguments.values() if isinstance(fixture, Lab | Hypervisor)]
     labs = {fixture.lab if isinstance(fixture, Hypervisor) else fixture for fixture in labs_and_hosts}

@@ -11,10 +11,7 @@ from pathlib import Path
 
 
 def cache_file(name: str, recipe: object, make: Callable[[Path], Path]) -> Path:
-    """Return a cached file, made by make(an empty directory) on first use.
-
-    Its name contains a hash of `recipe`; the first process makes it while others wait.
-    """
+    # The first process makes the file while others wait.
     cache = Path(os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache') / 'ecomp-tests'
     cache.mkdir(parents=True, exist_ok=True)
     stem, dot, suffix = name.partition('.')

@@ -41,15 +41,13 @@ BOOT_SECONDS = 120.0
 
 
 def make_lab_name(purpose: str) -> str:
-    """Return a name for a lab of this process; tests/run finds leftover labs by it."""
+    # tests/run finds leftover labs by this name.
     return f't{os.environ.get("ECOMP_TESTS", "")}-{purpose}{os.getpid()}'
 
 
 class Lab:
-    """A lab, made by `elab up` and removed by close(); its state is read from its servers."""
-
     def __init__(self, name: str, hosts: int, prepare: Callable[[Path], None] = lambda _: None) -> None:
-        """Start the lab; if that fails, warn of the reason, and start it once more.
+        """Start the lab. If that fails, warn of the reason, and start it once more.
 
         Before each start, `prepare` puts or mounts files in the lab's directory.
         """
@@ -84,7 +82,6 @@ class Lab:
             raise
 
     def close(self) -> None:
-        """Remove the lab, with what was mounted in its directory."""
         note_qemu_starts(self.directory)
         self.run_elab('down')
 
@@ -96,7 +93,6 @@ class Lab:
         return result.stdout
 
     def run_on(self, host: str, *command: str) -> str:
-        """Run a command on a host, as `elab exec` does, and return its standard output."""
         return machine.run(LabHost(state.load(self.name), host).make_command(list(command)))
 
     def virsh(self, host: str, *words: str) -> str:
@@ -154,7 +150,7 @@ class Lab:
         return wait_until(find_address, BOOT_SECONDS, f'{instance} has an address')
 
     def list_domains(self, host: str) -> dict[str, str]:
-        """Return {name: state} of a host's domains; uncommon states are libvirt's numbers."""
+        """Return {name: state} of a host's domains. Uncommon states are libvirt's numbers."""
         import libvirt
 
         from ecomp.virt.connection import IgnoredErrors
@@ -204,7 +200,7 @@ class Lab:
         return Reply(self.facts['etcd'], path, body, certs=self.operator)
 
     def is_working(self, compute: str) -> bool | None:
-        """True if the ecompute of this uuid runs; None if it is on no host of this lab."""
+        """True if the ecompute of this uuid runs, None if it is on no host of this lab."""
         host = next((host for host in self.hosts if self.read_compute(host) == compute), None)
         return None if host is None else is_process_working(self.read_ecompute_pid(host))
 
@@ -235,17 +231,15 @@ class Lab:
         self.stop_process(f'{host} ecompute', number)
 
     def stop_process(self, process: str, number: int = signal.SIGKILL) -> None:
-        """Stop a process of the lab; start_ecomputes() starts it again."""
         pid = self.read_pid(process)
         os.kill(pid, number)
         wait_until(lambda: not is_alive(pid), 60, f'{process} ends')
 
     def start_ecomputes(self) -> None:
-        """Start the ecomputes that were stopped: elab up starts what is missing."""
+        # elab up starts what is missing.
         self.run_elab('up')
 
     def wipe_etcd(self) -> None:
-        """Replace etcd by an empty one at the same address."""
         self.stop_process('etcd')
         shutil.rmtree(self.directory / CONTROL / 'etcd')
         elab.start_control(state.load(self.name))
@@ -254,8 +248,7 @@ class Lab:
     def change_config(self, host: str, **settings: Any) -> Iterator[str]:
         """Restart a host's ecompute with more settings, and restore them afterwards.
 
-        Yields:
-            `in_tree=…`, which places an instance on this host.
+        It yields `in_tree=…`, which places an instance on this host.
         """
         config = self.directory / host / 'compute.yaml'
         before = config.read_text()
@@ -315,7 +308,6 @@ class Lab:
         return problems
 
     def check(self) -> None:
-        """Wait until all planes agree and ecomp's audit is clean."""
         problems: list[list[str]] = [[]]
 
         def agree() -> bool:
@@ -335,7 +327,6 @@ class Lab:
 
 
 def get_json(url: str, certs: Path) -> dict[str, Any]:
-    """GET a URL of etcd or placement with this directory's certificate and token."""
     context = ssl.create_default_context(cafile=str(certs / 'ca.crt'))
     context.load_cert_chain(certs / 'client.crt', certs / 'client.key')
     token = (certs / 'token').read_text().strip()
@@ -347,10 +338,7 @@ def get_json(url: str, certs: Path) -> dict[str, Any]:
 
 
 def is_alive(pid: int) -> bool:
-    """True while a process or one of its threads lives; a zombie does not.
-
-    A process holds its locks until its last thread has ended.
-    """
+    # A process holds its locks until its last thread has ended, so a zombie with threads counts as alive.
     try:
         state = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0]
         return state != 'Z' or len(os.listdir(f'/proc/{pid}/task')) > 1
@@ -359,7 +347,6 @@ def is_alive(pid: int) -> bool:
 
 
 def is_serving(address: str) -> bool:
-    """True if the guest's web server answers this machine through the lab."""
     try:
         with urllib.request.urlopen(f'http://{address}/', timeout=2) as answer:
             return b'ecomp-guest' in answer.read(1000)

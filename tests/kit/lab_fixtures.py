@@ -27,7 +27,6 @@ SMALL_IMAGES_MB = 8
 def start_lab(
     name: str, size: int, guest_image: Path, prepare: Callable[[Path], None] = lambda _: None
 ) -> Iterator[Lab]:
-    """Start a lab that serves the small guest image and one that halts at once; remove it at the end."""
     with closing(Lab(name, size, prepare)) as lab:
         (lab.directory / 'images/guest.qcow2').write_bytes(guest_image.read_bytes())
         (lab.directory / 'images/idle.raw').write_bytes(make_boot_disk(HALT))
@@ -53,7 +52,6 @@ def shared_lab(guest_image: Path) -> Iterator[Lab]:
 
 @pytest.fixture
 def lab(shared_lab: Lab) -> Iterator[Lab]:
-    """The lab of the scenario tests, empty before and after; finally all planes must agree."""
     yield shared_lab
     shared_lab.start_ecomputes()
     requested = [key.rsplit('/', 1)[1] for key in shared_lab.read_etcd('/hosts/')]
@@ -66,7 +64,7 @@ def lab(shared_lab: Lab) -> Iterator[Lab]:
 
 @pytest.fixture(scope='session')
 def hypervisors() -> Iterator[tuple[Hypervisor, Hypervisor]]:
-    """Two hosts; the second has a small file system for images, which a test may enlarge."""
+    """Two hosts. The second has a small file system for images, which a test may enlarge."""
     if os.geteuid() != 0:
         pytest.skip('hypervisors in namespaces need root')
 
@@ -92,13 +90,11 @@ def hypervisors() -> Iterator[tuple[Hypervisor, Hypervisor]]:
 
 @pytest.fixture
 def host(hypervisors: tuple[Hypervisor, Hypervisor]) -> Iterator[Hypervisor]:
-    """A host, empty before and after."""
     yield from _use_host(hypervisors[0])
 
 
 @pytest.fixture
 def small_host(hypervisors: tuple[Hypervisor, Hypervisor]) -> Iterator[Hypervisor]:
-    """A host with little room for disks, empty before and after."""
     yield from _use_host(hypervisors[1])
 
 
@@ -111,6 +107,6 @@ def _use_host(host: Hypervisor) -> Iterator[Hypervisor]:
 
 @pytest.fixture
 def slow_images(hypervisors: tuple[Hypervisor, Hypervisor], tmp_path: Path) -> Iterator[SlowImages]:
-    """The lab's images; only half of each is sent before release()."""
+    """The lab's images, of which only half is sent before release()."""
     with SlowImages(hypervisors[0].lab, tmp_path) as server:
         yield server

@@ -1,4 +1,4 @@
-"""The placement in memory as a process: a server with the kit's calls of a real one, and a twentieth of its cost.
+"""The placement in memory as a process, at a twentieth of the cost of a real one.
 
 Before it answers a change, it writes its contents to the file where a real one has its database. So it can be killed,
 frozen, copied and started again. `python -m tests.kit.light_placement ADDRESS PORT FILE` serves it.
@@ -25,8 +25,6 @@ EMPTY = '/empty'
 
 
 class LightPlacement(PlacementServer):
-    """A process that serves the placement in memory."""
-
     def __init__(self, directory: Path | None = None) -> None:
         super().__init__(directory)
         self.database = LightDatabase(self.database.path, self)
@@ -40,8 +38,6 @@ class LightPlacement(PlacementServer):
 
 @dataclass(frozen=True)
 class LightDatabase(PlacementDatabase):
-    """The file of a LightPlacement, which may be writing it or may have been killed."""
-
     server: PlacementServer
 
     @contextlib.contextmanager
@@ -100,7 +96,6 @@ def _answer(contents: Contents, method: str, path: str, body: dict[str, Any] | N
 
 
 def main(address: str, port: int, path: Path) -> None:
-    """Serve what a file contains, which need not exist yet."""
     import waitress
 
     contents = _read(path)

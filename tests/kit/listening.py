@@ -8,8 +8,6 @@ from contextlib import suppress
 
 
 class ThreadedServer:
-    """Accepts connections until close(); serve() answers on each."""
-
     def __init__(self) -> None:
         self.connection_count = 0
         self._listener = socket.create_server(('127.0.0.1', 0))
@@ -17,7 +15,7 @@ class ThreadedServer:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def serve(self, connection: socket.socket, number: int) -> None:
-        """Answer on the `number`th connection, which is closed afterwards; an OSError ends it, too."""
+        """Answer on the `number`th connection. An OSError ends it, too."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -38,7 +36,7 @@ class ThreadedServer:
 
 
 class CannedServer(ThreadedServer):
-    """An HTTP server with canned answers, the last one repeated; `requests` lists the requests."""
+    """An HTTP server with canned answers, the last one repeated."""
 
     def __init__(self, *answers: bytes) -> None:
         self._answers = list(answers)
@@ -47,7 +45,6 @@ class CannedServer(ThreadedServer):
         self.url = f'http://{self.address}'
 
     def serve(self, connection: socket.socket, number: int) -> None:  # noqa: ARG002
-        """Answer each request with the next canned answer."""
         with connection.makefile('rb') as stream:
             while line := stream.readline():
                 length = 0
@@ -60,6 +57,5 @@ class CannedServer(ThreadedServer):
 
 
 def make_answer(status: int, kind: str, body: bytes, *fields: str) -> bytes:
-    """Make an HTTP response."""
     head = [f'HTTP/1.1 {status} x', f'content-type: {kind}', f'content-length: {len(body)}', *fields]
     return '\r\n'.join(head).encode() + b'\r\n\r\n' + body

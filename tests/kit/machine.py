@@ -1,8 +1,7 @@
 """A private machine for a test: namespaces, and access to package mirrors.
 
-Names, addresses and directories are free in it. It has its own network, processes and mounts, which end with it. /run
-and /var/lib/elab are empty in it, and writes to apt's directories stay in it. slirp4netns, in user space, is its
-uplink. With `root` its file system is that directory.
+Its network, processes, mounts and writes to apt's directories end with it.
+slirp4netns, in user space, is its uplink. With `root` its file system is that directory.
 """
 
 from __future__ import annotations
@@ -74,12 +73,11 @@ while :; do sleep 3600 & wait $!; done
 
 @dataclass(frozen=True)
 class Machine:
-    """A running machine; `pid` is its process 1 as seen from this process."""
+    """A running machine. `pid` is its process 1 as seen from this process."""
 
     pid: int
 
     def wrap_command(self, command: Sequence[str], cwd: Path = Path('/')) -> list[str]:
-        """Return the command line that runs `command` on the machine, in its directory `cwd`."""
         return ['nsenter', '-t', str(self.pid), '-n', '-m', '-p', '--', 'env', '-C', str(cwd), *command]
 
     def run(self, command: Sequence[str], cwd: Path = Path('/')) -> subprocess.CompletedProcess[str]:
@@ -93,7 +91,6 @@ def explain_missing_packages(required: Mapping[str, str]) -> str:
 
 
 def explain_missing() -> str:
-    """Return why no machine can be made here; '' if one can."""
     if os.geteuid() != 0:
         return 'namespaces need root'
     if reason := explain_missing_packages(REQUIRED_PACKAGES):

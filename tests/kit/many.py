@@ -1,4 +1,4 @@
-"""Many fake computes in one process, each with its own presence: for benchmarks, and tests that need places.
+"""Many fake computes in one process, each with its own presence.
 
     python -m tests.kit.many CONFIG INVENTORY COUNT
 
@@ -46,8 +46,6 @@ log = logging.getLogger('ecomp')
 
 
 class ManyServer(Server):
-    """The process of many computes, from its configuration file on."""
-
     name = 'many'
 
     def __init__(self, config: Path, count: int, inventory: str = TOY_INVENTORY) -> None:
@@ -59,7 +57,7 @@ class ManyServer(Server):
         return [sys.executable, '-m', 'tests.kit.many', *words]
 
     def environment(self) -> dict[str, str]:
-        """Keep its temporary state in this server's directory, which is removed even if it is killed."""
+        # The directory of this server is removed even if it is killed.
         return {**super().environment(), 'TMPDIR': str(self.directory), 'PYTHONPATH': str(TOP)}
 
     def is_ready(self) -> bool:
@@ -68,8 +66,6 @@ class ManyServer(Server):
 
 
 class ManyComputes(ManyServer):
-    """Many computes of a cluster of the tests, until the cluster is closed."""
-
     def __init__(self, cluster: Control, count: int, inventory: str = TOY_INVENTORY, **settings: Any) -> None:
         etcd, placement = cluster.etcd.endpoint, cluster.placement.url
         config = write_config(cluster.directory / 'many.yaml', etcd, placement, **settings)
@@ -78,10 +74,8 @@ class ManyComputes(ManyServer):
 
 
 class Crowd:
-    """The computes of this process, and what they follow in etcd: together, because each watch costs a connection."""
-
+    # All computes follow etcd together, because each watch costs a connection.
     def __init__(self, config: ComputeConfig, count: int, at_exit: ExitStack) -> None:
-        """Register and start them all, and follow etcd; `at_exit` stops them."""
         self._requests: State = {}
         guard = Guard(KnownCluster(), lambda _: None)
         store, placement = Store(config.etcd, guard), Placement(config.placement)
@@ -126,7 +120,6 @@ class Crowd:
         self._end_following.callback(follower.stop)
 
     def _on_hosts(self, state: State) -> None:
-        """Pass each compute its requests if they changed, and the first time."""
         before, self._requests = self._requests, state
         changed = {_get_compute(key) for key in before.keys() ^ state.keys()}
         changed |= {_get_compute(key) for key in before.keys() & state.keys() if before[key] is not state[key]}
@@ -162,7 +155,6 @@ def _get_compute(key: str) -> str:
 
 
 def main() -> None:
-    """Run the computes until a signal."""
     logs.configure()
     for name in ('ecomp.compute', 'ecomp.agent.compute', 'ecomp.agent.host.provider'):
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -31,7 +31,7 @@ _PLACEMENTS: dict[str, MemoryPlacement] = {}
 
 
 class MemoryEtcd(Etcd):
-    """An etcd in memory with the kit's calls of a real one; it cannot be stopped."""
+    """An etcd in memory with the kit's calls of a real one. It cannot be stopped."""
 
     def __init__(self) -> None:
         self.port = 0
@@ -40,7 +40,6 @@ class MemoryEtcd(Etcd):
         self.member = _MEMBERS[self.endpoint] = MemoryMember(EtcdContents(NoWorld()))
 
     def call(self, path: str, body: Mapping[str, Any], _timeout: float = 10.0) -> dict[str, Any]:
-        """Answer a call of the JSON gateway."""
         if path == 'lease/leases':
             return {'leases': [{'ID': str(lease)} for lease in self.member.etcd.leases]}
         answer = self.member.call(_parse_gateway_call(path, body))
@@ -51,7 +50,7 @@ class MemoryEtcd(Etcd):
 
 
 class MemoryPlacement(PlacementServer):
-    """A placement in memory with the kit's calls of a real one; it cannot be stopped."""
+    """A placement in memory with the kit's calls of a real one. It cannot be stopped."""
 
     def __init__(self) -> None:
         self.url = f'http://memory-{next(_NUMBERS)}:1'
@@ -60,7 +59,6 @@ class MemoryPlacement(PlacementServer):
         _PLACEMENTS[self.url] = self
 
     def answer(self, method: str, path: str, body: Json | None) -> Answer:
-        """Answer a request with its status, as placement does."""
         with self._lock:
             status, answer = answer_request(self.model, method, path, body)
         content = b'' if answer is None else json.dumps(answer).encode()
@@ -83,10 +81,7 @@ class MemoryPlacement(PlacementServer):
 
 @contextmanager
 def patch_clients() -> Iterator[None]:
-    """Let the product's clients of memory endpoints answer in this process; others connect as usual.
-
-    The servers made inside are forgotten at the end.
-    """
+    """Let the product's clients of memory endpoints answer in this process."""
     open_member, send = http2_client.EtcdMember, Connections.send
 
     def open_memory(config: EtcdConfig, endpoint: str) -> Any:

@@ -52,8 +52,6 @@ class Surroundings(Protocol):
 
 
 class NoWorld:
-    """The surroundings of a server that no model checker explores."""
-
     def __init__(self) -> None:
         self.state_parts: list[Callable[[], Hashable]] = []
 
@@ -63,7 +61,7 @@ class NoWorld:
 
 @dataclass
 class Lease:
-    """One lease with the name of the actor that owns it; '' if the scene granted it."""
+    """One lease with the name of the actor that owns it, or '' if the scene granted it."""
 
     owner: str
     seconds: int
@@ -73,9 +71,9 @@ class Lease:
 class Etcd:
     """The contents of etcd, with a fingerprint that distinguishes two states.
 
-    Two states differ if a key was written by another actor or at another step of that actor. The order of writes by
-    different actors does not count, except for requests and queues, whose order has a meaning, and for quotas, which
-    two actors may change concurrently.
+    Two states differ if a key was written by another actor or at another step of that actor.
+    The order of writes by different actors counts only for requests and queues, where it has a meaning, and for quotas,
+    which two actors may change concurrently.
     """
 
     def __init__(self, world: Surroundings) -> None:
@@ -105,11 +103,7 @@ class Etcd:
                 self.write([Delete(key) for key in sorted(expired, key=encode_key)])
 
     def commit(self, conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete]) -> int | None:
-        """Write the operations and return the new revision, or None if a condition does not hold.
-
-        Raises:
-            CallFailure: etcd refuses the transaction.
-        """
+        """Write the operations. Return the new revision, or None if a condition does not hold."""
         self.check_transaction(len(conditions), operations)
         if not all(map(self.is_met, conditions)):
             return None
@@ -117,7 +111,7 @@ class Etcd:
         return self.write(operations)
 
     def check_transaction(self, number_of_conditions: int, operations: Sequence[Put | Touch | Delete | Range]) -> None:
-        """Raise CallFailure for what etcd refuses before it compares anything."""
+        # etcd refuses these before it compares anything.
         if max(number_of_conditions, len(operations)) > MAX_TRANSACTION_OPERATIONS:
             raise CallFailure(INVALID_ARGUMENT, TOO_MANY_OPERATIONS)
         put = [operation.key for operation in operations if isinstance(operation, Put | Touch)]
@@ -145,7 +139,6 @@ class Etcd:
         return (entry.revision if entry is not None else 0) == condition.revision
 
     def make_fingerprint(self, answer: object) -> Hashable:
-        """Return the fingerprint of an answer: who wrote its entries, as described for the class."""
         if isinstance(answer, Entry):
             return answer.key, answer.value, self.writer_marks[answer.revision], answer.lease
         if isinstance(answer, Snapshot):
@@ -183,10 +176,9 @@ class Etcd:
 
 
 class MemoryMember:
-    """Answers requests as ecomp's client of one member does; threads may share it.
+    """Answers requests as ecomp's client of one member does. Threads may share it.
 
-    Keys are bytes outside and text inside. Leases end by the monotonic clock. Without a history it has no watches, and
-    an older revision is the current one.
+    Keys are bytes outside and text inside. Leases end by the monotonic clock.
     """
 
     def __init__(self, etcd: Etcd, keeps_history: bool = True) -> None:
@@ -211,7 +203,6 @@ class MemoryMember:
             etcd.listeners.append(self._record_changes)
 
     def call(self, request: Request, _timeout_seconds: float = 0.0) -> Any:
-        """Answer a request; raise CallFailure as etcd would."""
         with self._lock:
             for lease, granted in list(self.etcd.leases.items()):
                 if time.monotonic() > granted.renewed_at + granted.seconds:
@@ -221,7 +212,6 @@ class MemoryMember:
         return answer
 
     def answer(self, request: Request) -> Any:
-        """Answer a request, with the leases as they are."""
         answer = self._answers[type(request)](request)
         answer.header = self.make_header(getattr(answer, 'revision', self.etcd.revision))
         return answer
@@ -238,7 +228,6 @@ class MemoryMember:
         return SimpleNamespace(cluster_id=CLUSTER_ID, member_id=1, revision=revision, raft_term=RAFT_TERM)
 
     def list_events(self, request: WatchCreate, first_revision: int) -> list[SimpleNamespace]:
-        """List the changes of a watch from a revision on, in their order."""
         watched = Range(request.key, request.end)
         return [
             _make_event(key, revision, *values)
@@ -316,8 +305,6 @@ class MemoryMember:
 
 
 class MemoryWatch:
-    """The answers to watches, as they arrive; iterated over once. It ends as WatchStream does."""
-
     def __init__(self, member: MemoryMember, requests: Sequence[WatchCreate], duration_seconds: float) -> None:
         self._member, self._requests = member, requests
         self._deadline = time.monotonic() + duration_seconds

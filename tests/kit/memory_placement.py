@@ -1,8 +1,8 @@
 """A placement in memory: a request yields a JSON object, or a status with a reason.
 
 Providers have no trees. tests/model/test_models_are_true.py compares it with the real one. Its oddities are kept: a
-consumer is a row that is created in a transaction before that of its allocations; its generation starts again after its
-last allocation is deleted; an undo deletes the row by its id, whatever allocations it has acquired since.
+consumer is a row that is created in a transaction before that of its allocations; its generation starts again after
+its last allocation is deleted; an undo deletes the row by its id, whatever allocations it has acquired since.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class PlacementModel:
         self.writes += 1
 
     def get_usage(self, provider: str, name: str) -> int:
-        """Return the usage of a class, including allocations whose consumer was deleted."""
+        # This includes allocations whose consumer was deleted.
         return sum(held.get(provider, {}).get(name, 0) for held in self.held.values())
 
     def get_capacity(self, provider: str, name: str) -> int:
@@ -91,11 +91,9 @@ class PlacementModel:
     # Allocations
 
     def creates_consumer(self, bodies: Mapping[str, Json]) -> bool:
-        """Return True if this write would create a consumer."""
         return any(name not in self.rows and body['consumer_generation'] is None for name, body in bodies.items())
 
     def begin(self, bodies: Mapping[str, Json]) -> StartedWrite:
-        """Run the first transactions of a write, which create missing consumers."""
         started = StartedWrite(bodies, {}, [])
         for body in bodies.values():
             if any(not 1 <= len(body.get(name_of_id, '')) <= 255 for name_of_id in ('user_id', 'project_id')):
@@ -119,7 +117,6 @@ class PlacementModel:
         return started
 
     def finish(self, started: StartedWrite) -> None:
-        """Run the last transaction, which writes all allocations or changes nothing."""
         for body in started.bodies.values():
             for provider in body['allocations']:
                 if provider not in self.providers:
@@ -150,7 +147,6 @@ class PlacementModel:
                 del self.rows[name]
 
     def _check(self, requested: Mapping[str, Allocations]) -> None:
-        """Raise Refused if the allocations together would exceed a capacity or break a unit rule."""
         after = {**self.held, **requested}
         for name in {provider for held in requested.values() for provider in held}:
             for kind in {kind for held in requested.values() for kind in held.get(name, {})}:
@@ -173,7 +169,6 @@ class PlacementModel:
     # Requests
 
     def get(self, path: str) -> Json:
-        """Answer a GET request. Refused."""
         resource, _, query = path.partition('?')
         parts = resource.strip('/').split('/')
         parameters = parse_qsl(query, keep_blank_values=True)
@@ -210,7 +205,6 @@ class PlacementModel:
         return {parts[2]: sorted(getattr(provider, parts[2])), **generation}
 
     def write(self, method: str, path: str, body: Json | None) -> None:
-        """Carry out a POST, PUT or DELETE of anything but allocations. Refused."""
         parts = path.strip('/').split('/')
         if parts[0] == 'traits':
             self.custom.add(parts[1])

@@ -55,5 +55,4 @@ def place_guest(lab: Lab, name: str) -> Guest:
 
 
 def count_boots(lab: Lab, instance: str) -> int:
-    """Count how often the guest has started to accept scripts."""
     return len(re.findall('^ecomp-guest: takes orders', lab.read_console('hv1', instance), re.MULTILINE))

@@ -1,6 +1,5 @@
-"""Direct access to the SQLite file of a test's placement.
+"""Direct access to the SQLite file of a test's placement: a request would take about 10 ms.
 
-A request to its server would take about ten milliseconds. Tests of the server itself use the server.
 functional/test_placement.py checks that both return the same.
 """
 
@@ -37,7 +36,7 @@ _EMPTY_DATABASE: list[bytes] = []
 
 @dataclass(frozen=True)
 class PlacementDatabase:
-    """One file; its server may be writing it, or may have been killed."""
+    """One file. Its server may be writing it, or may have been killed."""
 
     path: Path
 
@@ -69,18 +68,15 @@ class PlacementDatabase:
         return {consumer: by_provider[provider] for consumer, by_provider in allocations.items()}
 
     def read_inventory(self, provider: str) -> dict[str, dict[str, Any]]:
-        """Return a provider's inventory: {class: {'total', 'reserved', 'min_unit', …}}, or {}."""
+        """Return {class: {'total', 'reserved', 'min_unit', …}}, or {}."""
         with self._open() as database:
             rows = database.execute(SELECT_INVENTORY, (provider,)).fetchall()
         return {name: dict(zip(INVENTORY_COLUMNS, amounts, strict=True)) for name, *amounts in rows}
 
     def read_capacities(self) -> dict[str, dict[str, int]]:
-        """Return the capacity of each inventory that has been claimed from since its last change.
+        """Return {provider: {class: amount}} of inventories claimed from since their last change.
 
         An inventory that was reduced later may be smaller than its allocations, and is left out.
-
-        Returns:
-            {provider: {class: amount}}.
         """
         with self._open() as database:
             rows = database.execute(SELECT_CAPACITIES).fetchall()

@@ -1,4 +1,4 @@
-"""A pytest plugin for the distribution of tests, skips, starts of QEMU, and last runs of slow tests.
+"""A pytest plugin: distribution of tests, skips, starts of QEMU, last runs of slow tests.
 
 Tests that share something expensive to make (a lab, a libvirt host, a module's fixture) run in one process, one after
 the other; all others run in any free process. The longest tests start first.
@@ -64,7 +64,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
-    """Shorten the id of a long parameter, which each report and process would contain."""
+    # Each report and process would contain a long id.
     if not isinstance(val, str | bytes) or len(val) <= MAX_ID_CHARACTERS:
         return None
     data = val.encode(errors='surrogatepass') if isinstance(val, str) else val
@@ -72,10 +72,7 @@ def pytest_make_parametrize_id(val: object) -> str | None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Group tests that share something.
-
-    xdist reads the groups before other hooks may change the items.
-    """
+    # xdist reads the groups before other hooks may change the items.
     group = _choose_group(item)
     if group:
         item.add_marker(pytest.mark.xdist_group(group))
@@ -85,7 +82,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Select the parts, sort the longest tests first, and remember the slow ones before any are deselected."""
+    # The slow tests are remembered before any are deselected.
     if parts := config.getoption('part'):
         others = [item for item in items if find_part(item.path) not in parts]
         config.hook.pytest_deselected(items=others)
@@ -98,14 +95,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Take over a worker's slow tests and starts of QEMU; the controller of xdist runs nothing itself."""
+    # The controller of xdist runs nothing itself.
     output, stash = getattr(node, 'workeroutput', {}), node.config.stash
     stash[SLOW_TESTS] = output.get('slow', [])
     stash[QEMU_STARTS] = stash.get(QEMU_STARTS, 0) + output.get('qemu_starts', 0)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Pass on how often this process started QEMU; the usual run fails if all of them did it too often."""
     config = session.config
     config.stash[QEMU_STARTS] = config.stash.get(QEMU_STARTS, 0) + len(STARTED_GUESTS)
     getattr(config, 'workeroutput', {})['qemu_starts'] = len(STARTED_GUESTS)
@@ -114,7 +110,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Check that xdist respects the groups."""
     if getattr(session.config.option, 'loadgroup', False):
         for item in session.items:
             mark = item.get_closest_marker('xdist_group')
@@ -122,7 +117,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def find_part(path: Path) -> str:
-    """Return the part of a test file: a folder, unless the file has a part of its own."""
     folder, _, name = path.relative_to(TESTS).as_posix().partition('/')
     return next((part for part, files in PARTS.items() if f'{folder}/{name}' in files), folder)
 
@@ -151,7 +145,6 @@ def _rank_item(item: pytest.Item) -> int:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> object:
-    """With --nothing-skipped a module that skips itself fails."""
     outcome = yield
     report = outcome.get_result()
     if report.skipped and collector.config.getoption('nothing_skipped'):
@@ -161,7 +154,6 @@ def pytest_make_collect_report(collector: pytest.Collector) -> object:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> object:
-    """Shorten the repeated error of a shared fixture; with --nothing-skipped a skipped test fails."""
     outcome = yield
     report = outcome.get_result()
     if report.when == 'setup' and report.failed and call.excinfo:
@@ -191,7 +183,6 @@ class LastRuns:
         self.dates = {name: date for date, _, name in (line.partition(' ') for line in lines)}
 
     def find_oldest(self) -> str:
-        """Return `DATE NODEID` of the test that passed longest ago; '' if none ever did."""
         return min((f'{date} {name}' for name, date in self.dates.items()), default='')
 
     def list_never_run(self, names: Iterable[str]) -> list[str]:
@@ -203,7 +194,7 @@ class LastRuns:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print the starts of QEMU and the slow test that passed longest ago; --note-last-run records those that passed."""
+    """Print the starts of QEMU and the slow test that passed longest ago."""
     starts = config.stash.get(QEMU_STARTS, 0)
     terminalreporter.write_line(f'starts of QEMU: {starts} (at most {MAX_QEMU_STARTS} in the usual run)')
     passed = terminalreporter.stats.get('passed', [])

@@ -13,7 +13,7 @@ Process = WarmProcess | subprocess.Popen[bytes]
 
 
 def is_stopped(pid: int) -> bool:
-    """True if the process is frozen by a signal. See proc(5)."""
+    # See proc(5).
     with contextlib.suppress(FileNotFoundError):
         return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] == 'T'
     return False
@@ -22,7 +22,7 @@ def is_stopped(pid: int) -> bool:
 def start_process(
     command: Sequence[str], cwd: Path, env: Mapping[str, str], stdout: int, stderr: int, inside: int = 0
 ) -> Process:
-    """Start a process in its own session that dies with this one; Python starts warm, `inside` as a WarmProcess."""
+    """Start a process in its own session that dies with this one."""
     if is_python(command) and 'LD_PRELOAD' not in env:
         return WarmProcess(command, cwd, env, stdout, stderr, inside)
     assert not inside, 'only Python'

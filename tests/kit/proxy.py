@@ -14,10 +14,8 @@ from typing import Self
 class _Rule:
     """A request to drop, or a request whose answer to drop.
 
-    Attributes:
-        applied: None drops the request. Otherwise the request is passed on, and the connection is cut once applied() is
-            true.
-        stay_away: also cut all connections, as go_away() does.
+    With `applied` None the request is dropped. Otherwise its connection is cut once applied() is true.
+    With `stay_away` all connections are cut, as go_away() does.
     """
 
     pattern: bytes
@@ -26,8 +24,6 @@ class _Rule:
 
 
 class Proxy:
-    """A proxy for `host`:`port`, listening at `address`. `with` closes all connections."""
-
     def __init__(self, port: int, host: str = '127.0.0.1') -> None:
         self._target = (host, port)
         self._listener = socket.create_server(('127.0.0.1', 0))
@@ -52,25 +48,17 @@ class Proxy:
 
     @property
     def has_lost(self) -> bool:
-        """True once the proxy has dropped what it was told to drop.
-
-        A client may notice the cut connection before the proxy has set the event, so this waits.
-        """
+        # A client may notice the cut connection before the proxy has set the event, so this waits.
         return self.lost.wait(10)
 
     def lose_request(self, pattern: bytes, stay_away: bool = False) -> None:
-        """Drop the next request that contains `pattern`: cut its connection before it arrives."""
         self.lose(pattern, None, stay_away)
 
     def lose_answer(self, pattern: bytes, applied: Callable[[], object], stay_away: bool = False) -> None:
-        """Drop the answer to the next request that contains `pattern`.
-
-        The request arrives; its connection is cut once `applied()` is true.
-        """
+        """Let the next request with `pattern` arrive, and cut it off once `applied()` is true."""
         self.lose(pattern, applied, stay_away)
 
     def lose(self, pattern: bytes, applied: Callable[[], object] | None, stay_away: bool = False) -> None:
-        """Drop the answer if `applied` is given, else the request; for tests of both."""
         self._rules.append(_Rule(pattern, applied, stay_away))
 
     def go_away(self) -> None:

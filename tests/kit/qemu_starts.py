@@ -1,4 +1,4 @@
-"""The starts of QEMU by the hosts and labs of this process, found in the domains' logs, which end with their host."""
+"""The starts of QEMU by this process, found in the domains' logs, which end with their host."""
 
 from __future__ import annotations
 
@@ -11,6 +11,5 @@ STARTED_GUESTS: list[str] = []
 
 
 def note_qemu_starts(directory: Path) -> None:
-    """Note each start in the logs of a host, or of all hosts below a lab's directory."""
     for log in directory.glob('**/log/qemu/*.log*'):
         STARTED_GUESTS.extend([log.name] * log.read_text(errors='replace').count(START_LINE))

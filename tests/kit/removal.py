@@ -14,14 +14,11 @@ from ecomp.store.client import Store
 
 
 class ClearResult(NamedTuple):
-    """The last state of each instance whose record was removed, and the errors that occurred."""
-
     removed: Mapping[str, str]
     errors: list[EcompError]
 
 
 def clear(store: Store) -> ClearResult:
-    """Remove the records of all instances that are gone or in error; an Unreachable ends it."""
     records, errors = list_records(store, with_gone=True)
     key_index, removed = read_index(store), dict[str, str]()
     for record in records:

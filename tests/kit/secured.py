@@ -13,10 +13,7 @@ from tests.kit.servers import Etcd, free_port, is_healthy
 
 
 class SecuredEtcd(Etcd):
-    """An etcd with the certificates in `certs`.
-
-    Etcd's calls of the JSON gateway do not reach it. `client_auth_options` require client certificates.
-    """
+    """An etcd with the certificates in `certs`, which the JSON gateway's calls do not reach."""
 
     def __init__(self, directory: Path, certs: Path) -> None:
         etcd_certs = certs / 'etcd'
@@ -31,8 +28,7 @@ class SecuredEtcd(Etcd):
     def is_ready(self) -> bool:
         """True if the metrics URL reports it healthy, which includes having a leader.
 
-        A member killed before it ever had a leader may never get one: it has stored that it is a member, and not yet of
-        which cluster.
+        A member killed before it ever had a leader may never get one: it has not stored its cluster yet.
         """
         return is_healthy(self._health)
 
@@ -44,10 +40,7 @@ def certify(
     schedulers: tuple[str, ...] = (),
     operators: tuple[str, ...] = (),
 ) -> None:
-    """Make the certificates of `elab certs` for an etcd on localhost.
-
-    `computes` may map names to uuids.
-    """
+    """Make the certificates of `elab certs`. `computes` may map names to uuids."""
     uuids = dict(computes) if isinstance(computes, Mapping) else {}
     cluster = certs.Cluster(('localhost', '127.0.0.1'), tuple(computes), schedulers, operators, port, 8080, uuids)
     certs.make_certificates(directory, cluster, datetime.now(UTC).replace(microsecond=0), lambda _: None)

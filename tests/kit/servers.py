@@ -1,8 +1,7 @@
 """The real servers of tests and benchmarks: etcd and placement as child processes.
 
-Each has a directory for its data and log, and keeps its port over a restart. It dies with the thread that started it,
-so start it in the main thread. Of ecomp only stateless modules are imported: tests of the store must not rely on the
-store.
+They die with the thread that started them, so start them in the main thread.
+Of ecomp only stateless modules are imported: tests of the store must not rely on the store.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ Value = TypeVar('Value')
 def wait_until(condition: Callable[[], Value], seconds: float, description: str) -> Value:
     """Poll until `condition()` is true, and return its value.
 
-    `seconds` is the time it takes on an idle machine; SLOWDOWN_FACTOR times as long is allowed.
+    `seconds` is the time it takes on an idle machine. SLOWDOWN_FACTOR times as long is allowed.
     """
     deadline = time.monotonic() + seconds * SLOWDOWN_FACTOR
     pause = FIRST_PAUSE_SECONDS
@@ -66,8 +65,7 @@ def wait_until(condition: Callable[[], Value], seconds: float, description: str)
 def free_port() -> int:
     """Return a free TCP port of 127.0.0.1 outside of the kernel's dynamic range.
 
-    No process of this or another test run returns a port twice or one of another process: a port must stay free between
-    this call and its use, and while its server is down.
+    No process of any test run returns a port twice: it must stay free while its server is down.
     """
     with PORTS_LOCK:
         return next(port for port in PORTS if _is_free(port))
@@ -81,7 +79,6 @@ def _is_free(port: int) -> bool:
 
 
 def _generate_ports() -> Iterator[int]:
-    """Yield ports, also taken ones, of random blocks that no other process has."""
     dynamic, _ = Path('/proc/sys/net/ipv4/ip_local_port_range').read_text().split()
     blocks = list(range(10_000, int(dynamic) - PORTS_PER_BLOCK, PORTS_PER_BLOCK))
     SYSTEM_RANDOM.shuffle(blocks)
@@ -104,16 +101,12 @@ HELD_BLOCKS: list[socket.socket] = []
 
 
 def make_environment() -> dict[str, str]:
-    """Return this process's environment, with ecomp and mdserver importable from the tree."""
     paths = [str(TOP), str(TOP / 'md_server'), os.environ.get('PYTHONPATH', '')]
     return {**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, paths))}
 
 
 class Server:
-    """A process with a directory; `with` starts it, then kills it and removes the directory.
-
-    After kill(), pause() or stop() it can be started or resumed with its data.
-    """
+    """A process with a directory. `with` starts it, then kills it and removes the directory."""
 
     name = 'server'
 
@@ -173,7 +166,7 @@ class Server:
         wait_until(check_ready, READY_SECONDS, f'{self.name} is ready (see {self.log})')
 
     def stop(self, number: int = signal.SIGTERM, patience: float = 20.0) -> int:
-        """Stop it with a signal, which must suffice; return its exit code."""
+        """Stop it with a signal, which must suffice. Return its exit code."""
         assert self._process is not None, f'{self.name} is not running'
         self._signal(signal.SIGCONT)
         self._signal(number)
@@ -190,7 +183,7 @@ class Server:
         self._process.wait()
 
     def pause(self) -> None:
-        """Freeze it (SIGSTOP): its connections stay open, and nothing answers."""
+        # Its connections stay open, and nothing answers.
         self._signal(signal.SIGSTOP)
         wait_until(lambda: is_stopped(self.pid), 30, f'{self.name} is frozen')
 
@@ -202,7 +195,6 @@ class Server:
         self.start()
 
     def close(self) -> None:
-        """Kill it in any state, and remove its directory if it was created here."""
         if self.is_running:
             self.kill()
         if self._owns_directory:
@@ -221,7 +213,7 @@ class Server:
 
 
 def is_healthy(url: str) -> bool:
-    """True if the etcd at this URL reports itself healthy, which includes having a leader."""
+    # An etcd without a leader reports itself unhealthy.
     try:
         with urllib.request.urlopen(f'{url}/health', timeout=2) as answer:
             return bool(json.load(answer)['health'] == 'true')
@@ -230,8 +222,6 @@ def is_healthy(url: str) -> bool:
 
 
 class Etcd(Server):
-    """One etcd member."""
-
     name = 'etcd'
 
     def __init__(self, directory: Path | None = None, *options: str) -> None:
@@ -244,7 +234,7 @@ class Etcd(Server):
         self._options = options
 
     def environment(self) -> dict[str, str]:
-        """Collect garbage less often, which saves a seventh of its processor time."""
+        # Fewer garbage collections save a seventh of etcd's processor time.
         return {**make_environment(), 'GOGC': '400'}
 
     def command(self) -> list[str]:
@@ -267,16 +257,12 @@ class Etcd(Server):
         return is_healthy(self.client)
 
     def ask(self, path: str, body: Mapping[str, Any], timeout: float = 10.0) -> HTTPResponse:
-        """Call the JSON gateway, and return the answer to be read and closed."""
         request = urllib.request.Request(f'{self.client}/v3/{path}', json.dumps(body).encode())
         answer: HTTPResponse = urllib.request.urlopen(request, timeout=timeout)
         return answer
 
     def call(self, path: str, body: Mapping[str, Any], timeout: float = 10.0) -> dict[str, Any]:
-        """Call the JSON gateway without our client.
-
-        https://etcd.io/docs/v3.4/dev-guide/api_grpc_gateway/
-        """
+        # https://etcd.io/docs/v3.4/dev-guide/api_grpc_gateway/
         JOURNAL.record_write(path, body)
         with self.ask(path, body, timeout) as answer:
             return dict(json.load(answer))
@@ -286,7 +272,6 @@ class Etcd(Server):
         return base64.b64decode(entries[0].get('value', '')) if entries else None
 
     def put(self, key: str, value: str | bytes, lease: int = 0) -> int:
-        """Write a key, and return the revision."""
         body = {'key': b64(key), 'value': b64(value), 'lease': lease}
         return int(self.call('kv/put', body)['header']['revision'])
 
@@ -294,7 +279,6 @@ class Etcd(Server):
         return int(self.call('lease/grant', {'TTL': seconds})['ID'])
 
     def find_record_key(self, instance: str) -> str:
-        """Return the key of an instance's record, preferably of the compute with its request."""
         keys = [key for key in self.list_keys('/instances/') if key.endswith(f'/{instance}')]
         own = [key for key in keys if len(keys) > 1 and self.get(key.replace('/instances/', '/hosts/')) is not None]
         return (own or keys or [f'/instances/{instance}'])[0]
@@ -303,7 +287,6 @@ class Etcd(Server):
         return self.get(self.find_record_key(instance))
 
     def put_record(self, value: str) -> int:
-        """Write a record where its compute would, and return the revision."""
         record = json.loads(value)
         return self.put(f'/instances/{record["compute"] or "none"}/{record["instance"]}', value)
 
@@ -311,7 +294,6 @@ class Etcd(Server):
         self.call('kv/deleterange', {'key': b64(key)})
 
     def list_keys(self, prefix: str) -> list[str]:
-        """List the keys under a prefix that ends with a slash."""
         end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
         entries = self.call('kv/range', {'key': b64(prefix), 'range_end': b64(end), 'keys_only': True}).get('kvs', [])
         return [base64.b64decode(entry['key']).decode(errors='replace') for entry in entries]
@@ -322,8 +304,6 @@ class Etcd(Server):
 
 
 class PlacementServer(Server):
-    """Placement over SQLite, single-threaded."""
-
     name = 'placement'
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -351,7 +331,7 @@ class PlacementServer(Server):
             return super().start()
 
     def is_ready(self) -> bool:
-        """True if it lists providers; GET / would answer even without its database."""
+        # GET / would answer even without its database.
         try:
             self.call('GET', '/resource_providers')
         except OSError:
@@ -359,11 +339,7 @@ class PlacementServer(Server):
         return True
 
     def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Send one request, and return the JSON object of the answer, {} if it is empty.
-
-        Raises:
-            urllib.error.HTTPError: the status is 400 or above.
-        """
+        """Send one request, and return the JSON object of the answer, or {} if it is empty."""
         JOURNAL.record_claim(method, path, body)
         headers = {**PLACEMENT_HEADERS, 'content-type': 'application/json', 'accept': 'application/json'}
         data = None if body is None else json.dumps(body).encode()
@@ -381,7 +357,6 @@ class PlacementServer(Server):
         return self.database.read_inventory(provider)
 
     def make_provider(self, **totals: int) -> str:
-        """Create a provider with this inventory, such as VCPU=4, and return its uuid."""
         provider = str(uuid.uuid4())
         self.call('POST', '/resource_providers', {'uuid': provider, 'name': provider})
         inventories = {name: {'total': total} for name, total in totals.items()}
@@ -391,5 +366,4 @@ class PlacementServer(Server):
 
 
 def b64(text: str | bytes) -> str:
-    """Encode a key or value for the JSON gateway."""
     return base64.b64encode(text.encode() if isinstance(text, str) else text).decode()

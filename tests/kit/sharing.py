@@ -15,10 +15,7 @@ AFFINITY = ('--policy', 'affinity')
 
 
 def start_computes(cluster: Control, *inventories: str) -> list[Ecompute]:
-    """Start computes concurrently.
-
-    They are started from this thread, because they die with the thread that starts them.
-    """
+    # Computes are started from this thread, because they die with the thread that starts them.
     computes = [Ecompute(cluster.etcd.endpoint, cluster.placement.url, inventory) for inventory in inventories]
     for compute in computes:
         cluster.at_exit.callback(compute.close)
@@ -29,7 +26,6 @@ def start_computes(cluster: Control, *inventories: str) -> list[Ecompute]:
 
 
 def parse_notices(stdout: str) -> list[tuple[str, str]]:
-    """Parse (compute, instance) from each line; no other line is allowed."""
     notices = NOTIFIED_PATTERN.findall(stdout)
     assert len(notices) == len(stdout.splitlines()), stdout
     return notices
@@ -57,6 +53,5 @@ def list_states(control: Control) -> dict[str, str]:
 
 
 def kill_and_lapse(control: Control, compute: Ecompute) -> None:
-    """Kill a compute with SIGKILL, and let its presence expire."""
     compute.kill()
     expire_key(control, f'/computes/{compute.uuid}')

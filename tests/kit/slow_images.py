@@ -58,8 +58,6 @@ def serve(address: str, port: int, directory: Path, go: Path) -> None:
 
 
 class SlowImages(Server):
-    """The lab's images on another port; only half of each is sent until release()."""
-
     name = 'slow-images'
 
     def __init__(self, lab: Lab, directory: Path) -> None:
@@ -71,7 +69,6 @@ class SlowImages(Server):
         self._go = directory / 'go'
 
     def command(self) -> list[str]:
-        """The server's command line, in the lab's control namespace."""
         program = [sys.executable, '-m', 'tests.kit.slow_images', *self._address, str(self._images), str(self._go)]
         return [*self._prefix, *program]
 
@@ -85,7 +82,6 @@ class SlowImages(Server):
         self._go.touch()
 
     def list_recipients(self) -> list[str]:
-        """List the clients that images were sent to completely, once for each image."""
         return [line.split()[1] for line in self.log.read_text().splitlines() if line.startswith('sent ')]
 
 

@@ -13,7 +13,7 @@ QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
 
 
 def write_stack(control: Control, members: dict[str, Any], name: str = 'shop') -> str:
-    """Write the file of a stack as JSON, which is YAML, and return its path."""
+    # JSON is YAML, too.
     path = control.directory / f'{uuid.uuid4()}.yaml'
     defaults = {'query': QUERY, 'image': IMAGE}
     instances = {member: {**defaults, **values} for member, values in members.items()}
@@ -22,7 +22,6 @@ def write_stack(control: Control, members: dict[str, Any], name: str = 'shop') -
 
 
 def list_instances(control: Control) -> dict[str, str]:
-    """Return {name: uuid} of the instances that are not being destroyed, all with a claim and a request."""
     result = control.eschedule('list', '-f', 'json')
     assert result.code == 0, result
     records = [record for record in json.loads(result.stdout) if record['state'] not in ('destroying', 'gone')]

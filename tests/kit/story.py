@@ -23,19 +23,16 @@ NOTIFIED_PATTERN = re.compile(r'NOTIFIED TARGET, ([0-9a-f-]{36}), OF INSTANCE ([
 
 
 def place(control: Control, *words: str) -> tuple[str, str]:
-    """Place an instance, SMALL_QUERY by default, and return its compute and its uuid."""
     return parse_notice(control.eschedule(*(words or (SMALL_QUERY,))))
 
 
 def boot(control: Control, *words: str) -> str:
-    """Place an instance as place() does, wait for its address, and return its uuid."""
     _, instance = place(control, *words)
     wait_address(control, instance)
     return instance
 
 
 def boot_all(control: Control, count: int) -> list[str]:
-    """Place `count` instances, then wait for the address of each, and return their uuids."""
     instances = [place(control)[1] for _ in range(count)]
     for instance in instances:
         wait_address(control, instance)
@@ -47,7 +44,6 @@ def run_in_process(control: Control, *words: str) -> Result:
 
 
 def parse_notice(result: Result) -> tuple[str, str]:
-    """Return the compute and the instance that a successful eschedule printed, and only that."""
     assert result.code == 0, result
     notice = NOTIFIED_PATTERN.fullmatch(result.stdout)
     assert notice, result
@@ -55,7 +51,6 @@ def parse_notice(result: Result) -> tuple[str, str]:
 
 
 def run_concurrently(control: Control, commands: Sequence[Sequence[str]], width: int = 6) -> list[Result]:
-    """Run several eschedules concurrently, `width` at a time."""
     with ThreadPoolExecutor(width) as threads:
         return list(threads.map(lambda words: control.eschedule(*words), commands))
 
@@ -86,10 +81,7 @@ def wait_address(control: Control, instance: str) -> str:
 
 
 def assert_one_line(result: Result, code: int, *words: str, command: str = 'eschedule') -> str:
-    """Assert that a command failed with `code` and one line on stderr.
-
-    The line must contain `words`, and is returned.
-    """
+    """Assert that a command failed with one line on stderr, and return that line."""
     assert result.code == code, result
     lines = result.stderr.splitlines()
     assert len(lines) == 1, result
@@ -101,7 +93,6 @@ def assert_one_line(result: Result, code: int, *words: str, command: str = 'esch
 
 
 def read_log(compute: Ecompute) -> list[str]:
-    """Return an ecompute's log lines, among them no traceback and no internal error."""
     lines = compute.log.read_text().splitlines()
     for line in lines:
         assert not re.search('Traceback|unexpected error', line), line
@@ -113,11 +104,7 @@ def find_log_lines(compute: Ecompute, *words: str) -> list[str]:
 
 
 def wait_log_lines(compute: Ecompute, *words: str, number: int = 1) -> list[str]:
-    """Wait for `number` lines in an ecompute's log that contain all words, and return them.
-
-    It may log an action after others can see the effect.
-    """
-
+    # An ecompute may log an action after others can see its effect.
     def find_lines() -> list[str]:
         lines = find_log_lines(compute, *words)
         return lines if len(lines) >= number else []

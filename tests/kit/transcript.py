@@ -9,7 +9,6 @@ IS_WRITING = os.environ.get('ECOMP_GOLDEN') == 'write'
 
 
 def compare_with_file(path: Path, text: str) -> None:
-    """Compare a text with a file, or write it there with ECOMP_GOLDEN=write."""
     if IS_WRITING:
         path.write_text(text)
     assert text == path.read_text(), f'{path.name}: write it with ECOMP_GOLDEN=write, and read the difference'

@@ -10,7 +10,6 @@ from tests.kit.servers import TOP
 
 
 def copy_tree(directory: Path) -> None:
-    """Copy the working tree with uncommitted changes, without ignored files such as .venv."""
     command = ['git', 'ls-files', '-z', '--cached', '--others', '--exclude-standard']
     listed = subprocess.run(command, cwd=TOP, check=True, capture_output=True)
     for name in filter(None, listed.stdout.decode().split('\0')):

@@ -23,18 +23,15 @@ sys.exit(main())
 
 
 def make_patched_program(numbers: Mapping[str, float]) -> str:
-    """Return a program that is ecompute with these constants."""
     return PATCHED_PROGRAM.format(numbers=','.join(f'{name}={value}' for name, value in numbers.items()))
 
 
 class TunedEcompute(ArmedEcompute):
     """A fake ecompute with other constants.
 
-    Attributes:
-        numbers: constants of ecomp.agent.compute such as {'PLAN_INTERVAL_SECONDS': 1}, or of another module of
-            ecomp.agent, such as {'host.claims.CONFIRMATION_SECONDS': 1}, or, with a dot before it, of ecomp.
-        extra: additional environment variables.
-        prefix: a command that runs it.
+    `numbers` are constants of ecomp.agent.compute such as {'PLAN_INTERVAL_SECONDS': 1}, or of another module of
+    ecomp.agent, such as {'host.claims.CONFIRMATION_SECONDS': 1}, or, with a dot before it, of ecomp.
+    `prefix` is a command that runs it.
     """
 
     numbers: Mapping[str, float]
@@ -61,10 +58,9 @@ def make_tuned(  # noqa: PLR0913
     start: bool = True,
     **settings: Any,
 ) -> TunedEcompute:
-    """Make a fake ecompute with other constants, and start it unless `start` is False.
+    """Make a fake ecompute that is stopped with `control`, and start it if `start`.
 
-    It is stopped with `control`. `settings` are those of its compute.yaml; `placement` is another URL than the
-    control's.
+    `settings` are those of its compute.yaml. `placement` may be a URL other than the control's.
     """
     compute = TunedEcompute(
         control.etcd.endpoint, settings.pop('placement', control.placement.url), inventory, **settings

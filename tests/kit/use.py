@@ -18,7 +18,7 @@ class ResourceUse(NamedTuple):
 
     @classmethod
     def measure(cls, pid: int) -> ResourceUse:
-        """Measure a process; the memory of its children is included."""
+        # The memory of its children is included.
         process = psutil.Process(pid)
         children = process.children(recursive=True)
         return cls(

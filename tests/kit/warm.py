@@ -1,10 +1,7 @@
 """Python programs forked from a server that has already imported everything.
 
-Starting Python with h2 and PyYAML takes half a second of processor time, and the tests start thousands of such
-programs. A fork of a process that has done nothing but import them takes a twentieth of that. It is a process like any
-other: it has its own pid, files, environment and end, and can be killed, frozen and armed. The server is the standard
-library's: https://docs.python.org/3/library/multiprocessing.html#contexts-and-start-methods
-
+Starting Python with h2 and PyYAML takes half a second of processor time, and a fork a twentieth of that. The server is
+https://docs.python.org/3/library/multiprocessing.html#contexts-and-start-methods
 Tests of the start itself (an installed command, the first 0.2 s, limits, clocks, other namespaces) start it cold.
 """
 
@@ -63,24 +60,19 @@ def _kill_all() -> None:
 
 
 def is_python(command: Sequence[str]) -> bool:
-    """True if the command is `python -m MODULE …` or `python -c PROGRAM …` with this Python."""
     return len(command) > 2 and command[0] == sys.executable and command[1] in ('-m', '-c')
 
 
 class WarmProcess:
-    """Runs a command warm, like subprocess.Popen; is_python(command) must be true.
+    """Runs a command warm, like subprocess.Popen, in its own session until this process dies.
 
-    `stdout` and `stderr` are descriptors and stdin is /dev/null. The process has its own session and dies with this
-    one.
+    is_python(command) must be true. `stdout` and `stderr` are descriptors, and stdin is /dev/null.
     """
 
     def __init__(
         self, command: Sequence[str], cwd: Path, env: Mapping[str, str], stdout: int, stderr: int, inside: int = 0
     ) -> None:
-        """Start the command.
-
-        `inside` is a process whose network, host name and mounts it enters; with 0 it stays in its own.
-        """
+        """Start the command in the network, host name and mounts of the process `inside`."""
         child = _Child(list(command), str(cwd), dict(env), stdout, stderr, inside)
         with _LOCK:
             self._process = CONTEXT.Process(target=child)
@@ -112,8 +104,6 @@ class WarmProcess:
 
 
 class _Child:
-    """The body of the forked process: it becomes the command."""
-
     def __init__(
         self, command: list[str], cwd: str, env: dict[str, str], stdout: int, stderr: int, inside: int
     ) -> None:

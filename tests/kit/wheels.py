@@ -9,10 +9,6 @@ from pathlib import Path
 
 
 def build_wheel(clone: Path, directory: Path) -> Path:
-    """Build the wheel of a clone in a directory, and return its path.
-
-    Temporary files go to the directory's `temporary`.
-    """
     (directory / 'temporary').mkdir(parents=True, exist_ok=True)
     build = 'import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))'
     command = [sys.executable, '-c', build, str(directory)]

@@ -1,7 +1,6 @@
 """Collects the history of one etcd and one placement for the judge.
 
-All is read from the servers themselves. A watch of etcd returns the changes since the beginning of the test.
-Placement's allocations are read from its database: over HTTP each provider would cost two requests.
+Allocations are read from placement's database: over HTTP each provider would cost two requests.
 """
 
 from __future__ import annotations
@@ -33,8 +32,6 @@ class CompactedError(Exception):
 
 
 class RevisionReader:
-    """The changes in an etcd since a revision, up to the latest read_new()."""
-
     def __init__(self, ask: CallGateway, since: int = 0) -> None:
         self._ask = ask
         self.before: dict[str, StoredValue] = {}
@@ -42,7 +39,6 @@ class RevisionReader:
         self.revision = since
 
     def begin(self) -> None:
-        """Start the history now, with the current keys as its beginning."""
         answer = self._call('kv/range', ALL_KEYS)
         self.before = dict(map(parse_entry, answer.get('kvs', [])))
         self.changes, self.revision = [], int(answer['header']['revision'])
@@ -76,11 +72,6 @@ class RevisionReader:
 
 
 class Witness:
-    """The history of one etcd and one placement.
-
-    It reads placement's database, and can tell if the compute of a uuid works.
-    """
-
     def __init__(
         self, ask: CallGateway, database: PlacementDatabase, works: Callable[[str], bool | None], *servers: Server
     ) -> None:
@@ -94,7 +85,7 @@ class Witness:
         self._revisions.read_new()
 
     def restore_servers(self) -> None:
-        """Start or resume the servers, which the test may have stopped: judging needs them."""
+        # Judging needs the servers, which the test may have stopped.
         for server in self._servers:
             if server.is_running:
                 server.resume()
@@ -102,12 +93,7 @@ class Witness:
                 server.start()
 
     def history(self) -> History:
-        """Return the history so far, with the commands of the running test.
-
-        Raises:
-            CompactedError: etcd has compacted or lost part of it.
-            OSError: etcd cannot be reached.
-        """
+        """Return the history so far, with the commands of the running test."""
         self._revisions.read_new()
         etcd = dict(self._revisions.before)
         for change in self._revisions.changes:
@@ -128,7 +114,6 @@ class Witness:
 
 
 def require_clean(witness: Witness) -> None:
-    """Wait until the history has no violations."""
     witness.restore_servers()
     verdicts = [Verdict([], ['not looked'])]
 
@@ -144,7 +129,7 @@ def require_clean(witness: Witness) -> None:
 
 
 def is_working_here(compute: str) -> bool | None:
-    """True if an ecompute of the running test with this uuid works; None if it has none."""
+    """True if the test's ecompute with this uuid works, None if it has none."""
     started = [ecompute for ecompute in JOURNAL.computes if ecompute.uuid == compute]
     return any(ecompute.is_running and not is_stopped(ecompute.pid) for ecompute in started) if started else None
 
@@ -154,6 +139,5 @@ def is_process_working(pid: int) -> bool:
 
 
 def parse_entry(entry: Mapping[str, Any]) -> tuple[str, StoredValue]:
-    """Parse a key and its value as etcd's gateway encodes them."""
     key = base64.b64decode(entry['key']).decode(errors='replace')
     return key, StoredValue(base64.b64decode(entry.get('value', '')), int(entry.get('lease', 0)))

@@ -1,10 +1,8 @@
 """`python -m tests.model [OPTION...] [SCENARIO...]`: explore the schedules of scenarios.
 
-The scenarios share the time, which --hours, --minutes or --seconds limits. Each is first explored exhaustively within
-its bounds, then at random beyond them. With --seed all schedules are random, so that the pieces of a long run, each
-with its own seed, do not repeat each other. A finding is printed as a story with the string that `--replay` takes. At
-the end come a table of the scenarios and a line that `--sum` adds up over the output of several runs. Exit status 1
-means that something was found.
+The scenarios share the time. Each is first explored exhaustively within its bounds, then at random beyond them.
+With --seed all schedules are random, so that the pieces of a long run do not repeat each other.
+`--sum` adds up the last lines of several runs. Exit status 1 means that something was found.
 """
 
 from __future__ import annotations

@@ -20,11 +20,11 @@ LONG_SLEEP_SECONDS = 1.0
 class Bounds(NamedTuple):
     """The limits of an exploration.
 
-    `preemptions` counts switches away from an actor that could continue, `faults` all faults together; the other fields
-    limit each kind of fault. `requests` and `answers` are lost messages of writes, `reads` lost reads; `late` requests
-    arrive after their sender has given up; `halves` are writes to placement that are interrupted between their two
-    transactions, by another actor or by a crash of placement; `expiries` are leases of living owners that expire,
-    `minutes` minutes that pass, and `interrupts` Ctrl-C.
+    `preemptions` counts switches away from an actor that could continue, `faults` all faults together.
+    The other fields limit each kind of fault. `requests` and `answers` are lost messages of writes, `reads` lost reads.
+    `late` requests arrive after their sender has given up.
+    `halves` are writes to placement that another actor or a crash of placement interrupts between their transactions.
+    `expiries` are leases of living owners that expire, `minutes` minutes that pass, and `interrupts` Ctrl-C.
     """
 
     preemptions: int = 2
@@ -77,8 +77,6 @@ class Step(NamedTuple):
 
 @dataclass(eq=False)
 class Actor:
-    """One actor. `outcome` is the result of its work, or the error that ended it."""
-
     name: str
     work: Callable[[], object]
     mortal: bool = True
@@ -110,7 +108,6 @@ class Actor:
 
     @property
     def is_waiting(self) -> bool:
-        """True if the actor waits for others, which is longer than a pause between two tries."""
         return self.wakes_at is not None and self.call.operation[1] >= LONG_SLEEP_SECONDS  # type: ignore[operator]
 
 

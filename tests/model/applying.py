@@ -1,4 +1,4 @@
-"""`eschedule apply` and `destroy --file` in a cloud: the product's commands, with the file as an object."""
+"""`eschedule apply` and `destroy --file` in a cloud, with the file as an object."""
 
 from __future__ import annotations
 
@@ -40,15 +40,12 @@ ERRORS: Mapping[int, type[EcompError]] = {
 
 
 def make_file(*entries: str, **fields: Any) -> StackFile:
-    """Make the file of a stack with these entries, all with these fields of an order."""
     defaults = {'query': QUERY, 'image': IMAGE, 'user_id': 'u', 'project_id': 'p', **fields}
     orders = {entry: Order('', name=f'{STACK}-{entry.replace("/", "-")}', **defaults) for entry in entries}
     return StackFile(STACK, {entry: Desired(order, 'spread') for entry, order in orders.items()})
 
 
 class ApplyContext(Context):
-    """The context of one command about a file; it keeps what the command shows and says."""
-
     def __init__(
         self,
         cloud: Cloud,
@@ -74,12 +71,11 @@ class ApplyContext(Context):
         return len(errors) and is_single
 
     def name_computes(self) -> Computes:
-        """Return no names: reading them would be one more step."""
+        # Reading them would be one more step.
         return NO_COMPUTES
 
 
 def run_apply(cloud: Cloud, file: StackFile, **options: object) -> dict[str, DeliveryOutcome]:
-    """Apply a file; return the instance of each entry with its compute, or raise the error of the exit code."""
     return _run(ApplyContext(cloud, file, options), apply.COMMANDS[0].run)
 
 
@@ -100,7 +96,7 @@ def _run(ctx: ApplyContext, command: Callable[[Context], int]) -> dict[str, Deli
 def add_apply(
     cloud: Cloud, name: str, file: StackFile, may_fail: tuple[type[EcompError], ...] = (), **options: object
 ) -> Actor:
-    """Add an `eschedule apply`. If it is killed or its outcome is unknown, its user repeats it.
+    """Add an `eschedule apply`. If it is killed or its outcome is unknown, it is repeated.
 
     The repetition has to succeed, unless its error is one of `may_fail`.
     """
@@ -132,7 +128,7 @@ def add_destroy_file(cloud: Cloud, name: str, file: StackFile) -> Actor:
 
 
 def _note_instances(cloud: Cloud, actor: Actor, file: StackFile) -> None:
-    """Have the actor's `subjects` be the instances of its attempts, and name a stack's instances in the story."""
+    """Make the instances of its attempts the actor's `subjects`, and name them in the story."""
 
     def note(operations: Sequence[Put | Delete]) -> None:
         for operation in operations:

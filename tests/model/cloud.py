@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 def answer_audits(world: World, etcd: Etcd, computes: Mapping[str, Compute]) -> None:
-    """Have each living compute look at itself, in the step that asks for it, and publish what it finds."""
+    """Have each living compute look at itself, in the step that asks for it."""
 
     def answer(operations: Sequence[Put | Delete]) -> None:
         for operation in operations:
@@ -76,7 +76,6 @@ AFFINITY = Membership('g', 'affinity', True)
 
 
 def make_numbered_uuid(number: int) -> str:
-    """Return a uuid that is easy to distinguish from others."""
     return str(uuid.UUID(int=number << 100, version=4))
 
 
@@ -94,16 +93,12 @@ NAMES = {A: 'A', B: 'B', C: 'C', U: 'U', V: 'V', W: 'W', S: 'S'} | {
 
 @dataclass
 class Command:
-    """An eschedule that creates instances: its actor, its order, and if it was given --uuid."""
-
     actor: Actor
     order: SetOrder
     resume: bool
 
 
 class Cloud:
-    """etcd, placement, computes, and the commands that were given."""
-
     def __init__(self, world: World) -> None:
         self.world = world
         world.names |= NAMES
@@ -165,7 +160,7 @@ class Cloud:
         self.store.commit([], [Put(keys.quota('p'), encode(Quota('p', {'instances': instances}, {})))])
 
     def deliver(self, instance: str, compute: str, name: str | None = None, group: Membership | None = None) -> None:
-        """Write a request that its compute has not seen yet, with every key that a delivery writes."""
+        """Write a request that its compute has not seen yet, with all keys of a delivery."""
         self.claim(instance, compute)
         stages = {'requested': NOW, 'scheduled': NOW}
         request = Request(
@@ -199,7 +194,6 @@ class Cloud:
     def enqueue_request(
         self, instance: str, name: str | None = None, group: Membership | None = None, project: str = 'p'
     ) -> WaitingEntry:
-        """Put a request into the flavor's queue with enqueue()."""
         flavor = self.set_flavor()
         queue_entry = self.make_queue_entry(instance, name, group, project)
         enqueue(self.store, queue_entry, flavor, None, ATTEMPT_OWNER, resume=False)
@@ -232,7 +226,6 @@ class Cloud:
     def add_create(
         self, actor_name: str, instance: str, resume: bool = False, seed: int = 1, **overrides: Any
     ) -> Actor:
-        """Add an `eschedule QUERY [--uuid]` that creates instances."""
         queries_first, large = overrides.pop('asks_first', False), overrides.pop('large', None)
         defaults = {'query': QUERY, 'image': IMAGE, 'user_id': 'u', 'project_id': 'p', 'stages': {'requested': NOW}}
         order = SetOrder(instance, **(defaults | overrides))
@@ -242,7 +235,6 @@ class Cloud:
         return actor
 
     def add_two_creates(self, instance: str) -> None:
-        """Add two eschedules that create the same uuid, both with --uuid."""
         for number in (1, 2):
             self.add_create(f'eschedule {number}', instance, resume=True, seed=number)
 
@@ -251,8 +243,8 @@ class Cloud:
     ) -> dict[str, DeliveryOutcome]:
         """Create instances as eschedule does.
 
-        With `asks_first` an actor of its own queries placement before anything else. With more than `large` computes a
-        sample of them is queried first.
+        With `asks_first` an actor of its own queries placement before anything else.
+        With more than `large` computes a sample of them is queried first.
         """
         store = ModelStore(self.etcd)
         backend: Future[tuple[Placement, Offer]] = Future()
@@ -264,7 +256,6 @@ class Cloud:
         return create(scheduler, order, resume, large)
 
     def add_abandon(self, name: str, instance: str, request: str) -> Actor:
-        """Add an eschedule that could not deliver and releases its claim; its attempt has ended."""
         return self.add_actor(name, lambda: abandon(ModelStore(self.etcd), self.placement, [instance], request, -1))
 
     def add_destroy(self, name: str, instance: str) -> Actor:
@@ -291,7 +282,6 @@ class Cloud:
         return self.add_compute_actor(compute, 'taking', lambda: host.taker.take(place))
 
     def announce_attempt(self, instance: str) -> int:
-        """Announce an attempt that never ends, and return the revision of its key."""
         lease = self.store.grant(60)
         return announce(self.store, lease, instance, {'version': 1, 'instances': [instance], **ATTEMPT_OWNER}, True)
 
@@ -327,7 +317,6 @@ class Cloud:
 
     @property
     def is_unharmed(self) -> bool:
-        """True if no message was lost and no actor was killed."""
         return not any(step.fate for step in self.world.steps)
 
     def find_unknown_outcomes(self) -> list[Command]:
@@ -348,8 +337,6 @@ class Cloud:
 
 
 class OfferFuture:
-    """The future of ask_placement(): the query runs in an actor of its own, or in result()."""
-
     def __init__(self, cloud: Cloud, query: str, starts_immediately: bool) -> None:
         self._cloud, self._query = cloud, query
         self._asker: Actor | None = None

@@ -1,6 +1,6 @@
 """A compute of the model: the product's planner, tasks, claim keeper and queue taker.
 
-These are the product's own classes. Guests, disk and threads are fake: a thread is a method here.
+Guests, disk and threads are fake: a thread is a method here.
 """
 
 from __future__ import annotations
@@ -59,12 +59,10 @@ class ModelHypervisor(FakeHypervisor):
         world.state_parts.append(self.summarize)
 
     def summarize(self) -> tuple[object, ...]:
-        """Return what is here, to compare."""
         foreign = ((name, each.is_running, each.adopted_by) for name, each in self._foreign.items())
         return *self._guests.items(), '', *foreign, '', *self.list_reservations().items()
 
     def set_foreign(self, *guests: ForeignGuest) -> None:
-        """Replace the domains that ecomp did not create."""
         self._foreign = {guest.instance: guest for guest in guests}
 
     def set_adoption(self, instance: str, compute: str | None) -> None:
@@ -118,10 +116,7 @@ class ModelHypervisor(FakeHypervisor):
 
 
 def complete_query(query: Callable[[], Consumer]) -> Future[Consumer]:
-    """Query placement immediately and return a completed future.
-
-    A thread could not query earlier, so this is the oldest answer that the product may trust.
-    """
+    # A thread could not query earlier, so this is the oldest answer that the product may trust.
     future: Future[Consumer] = Future()
     try:
         future.set_result(query())
@@ -131,22 +126,16 @@ def complete_query(query: Callable[[], Consumer]) -> Future[Consumer]:
 
 
 class UnthreadedPresence(Presence):
-    """The product's presence without a thread: each caller renews it."""
-
     def _start_thread(self) -> None:
         pass
 
 
 class ModelUpkeep(Upkeep):
-    """The product's looks of a host at itself, without locks and threads."""
-
     def __post_init__(self) -> None:
         self._held = self._inventory = None
 
 
 class InlinePool(InlineRunner):
-    """A pool that runs each job in its caller, without the pipe that wakes a main thread."""
-
     def __init__(self, hypervisor: FakeHypervisor) -> None:
         self._hypervisor = hypervisor
         self._images = FakeImages()
@@ -182,7 +171,6 @@ class Compute:
         self.start()
 
     def set_foreign(self, *guests: ForeignGuest) -> None:
-        """Have domains here that ecomp did not create, and measure them from now on."""
         self.hypervisor.set_foreign(*guests)
         self.looking = Looking(self)
         self.looking.register()
@@ -194,7 +182,6 @@ class Compute:
         return self.looking is not None and self.looking.lock.locked()
 
     def measure(self) -> None:
-        """Measure and publish the domains of others, if there are any."""
         if self.looking is not None:
             self.looking.measure()
 
@@ -242,14 +229,13 @@ class Compute:
         self.start(self.republishes)
 
     def keep_presence(self) -> None:
-        """Renew the lease, and write the presence key again if it was changed."""
         self.presence.renew_and_check()
 
     def _set_read_only(self, _: str) -> None:
         self.is_read_only = True
 
     def plan(self, times: int = 1) -> int:
-        """List, plan and run tasks `times` times; return the number of tasks."""
+        """List, plan and run tasks `times` times. Return the number of tasks."""
         return sum(self._plan() for _ in range(times))
 
     def _plan(self) -> int:
@@ -289,7 +275,6 @@ class Compute:
         return self.queues.backlog is not None and bool(self.queues.backlog.entries)
 
     def pull(self) -> None:
-        """Take the requests that fit and are due."""
         # The followed presence keys are always current here, so that following them needs no step of its own.
         self.queues.on_computes(
             {key: entry for key, entry in self.etcd.entries.items() if key.startswith(keys.COMPUTES)}
@@ -302,7 +287,6 @@ class Compute:
             raise
 
     def take_and_build(self, times: int = 1) -> None:
-        """Read the queues, take the requests that fit, and build them."""
         for _ in range(times):
             self.run_all(self.read_queues, self.read_requests, self.pull, self.plan)
 
@@ -311,7 +295,6 @@ class Compute:
         self.keeper.is_current = True
 
     def look(self) -> list[Finding]:
-        """Look at this host once, and return what it finds."""
         self.measure()
         with suppress(NotFound):
             self._read_claims()
@@ -326,7 +309,6 @@ class Compute:
                 self.upkeep._repair(world, finding)
 
     def run_all(self, *functions: Callable[[], Any]) -> list[EcompError]:
-        """Run each function, and return the errors; the caller retries later."""
         errors = []
         for function in functions:
             try:
@@ -336,8 +318,6 @@ class Compute:
         return errors
 
     def repeat(self, number: int, *functions: Callable[[], Any]) -> Callable[[], None]:
-        """Return an actor's work that runs these functions `number` times."""
-
         def run() -> None:
             for _ in range(number):
                 self.run_all(*functions)

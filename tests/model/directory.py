@@ -25,8 +25,6 @@ class Disk:
 
 
 class VirtualPath(PurePosixPath):
-    """The part of pathlib.Path that the product uses."""
-
     disk: Disk
 
     def __new__(cls, disk: Disk, path: str) -> VirtualPath:

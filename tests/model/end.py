@@ -18,8 +18,6 @@ ETCD_COMMIT = ('etcd', 'commit')
 
 
 class Sentence(NamedTuple):
-    """One sentence, the actor whose command printed it, and the command's result or error."""
-
     actor: Actor
     outcome: object
     text: str
@@ -32,14 +30,11 @@ class Sentence(NamedTuple):
 
 
 def list_prior_instances(cloud: Cloud) -> frozenset[str]:
-    """Return the instances that are requested, queued or hold a claim before the schedule."""
     instances = {keys.get_last_part(key) for key in cloud.etcd.entries if key.startswith((keys.HOSTS, keys.QUEUES))}
     return frozenset(instances | cloud.model.held.keys())
 
 
 class FinalState:
-    """The state at the end of a schedule, and the commands and actors that may have changed it."""
-
     def __init__(self, cloud: Cloud, before: frozenset[str]) -> None:
         self.cloud, self.before = cloud, before
         self.entries = cloud.etcd.entries
@@ -48,13 +43,12 @@ class FinalState:
         self.touched = {instance for actor in cloud.world.actors if not actor.command for instance in actor.subjects}
 
     def replace_uuids(self, text: str) -> str:
-        """Replace uuids by the names that the story uses for them."""
         for uuid, name in self.cloud.world.names.items():
             text = text.replace(uuid, name)
         return text
 
     def read_request(self, instance: str, compute: str = '') -> Json | None:
-        """Return an instance's request, on one compute or any; None if missing, {} if malformed."""
+        """Return an instance's request on one or any compute, {} if malformed, or None."""
         for key, entry in self.entries.items():
             if (
                 key.startswith(keys.request_prefix(compute) if compute else keys.HOSTS)
@@ -70,7 +64,6 @@ class FinalState:
         return any(key.startswith(keys.QUEUES) and keys.get_last_part(key) == instance for key in self.entries)
 
     def has_entry(self, instance: str) -> bool:
-        """True if etcd has a request, a record or a queue entry of the instance."""
         families = (keys.HOSTS, keys.QUEUES, keys.INSTANCES)
         return any(key.startswith(families) and keys.get_last_part(key) == instance for key in self.entries)
 
@@ -86,7 +79,6 @@ class FinalState:
         return any(guest is not None and guest.defined for guest in guests)
 
     def find_related_commands(self, actor: Actor, *commands: str) -> list[Actor]:
-        """Return the other commands of these kinds about at least one of the same instances."""
         return [
             command
             for command in self.commands
@@ -99,7 +91,6 @@ class FinalState:
         return any(command.command in commands for command in self.commands)
 
     def may_be_placed_by_another(self, actor: Actor, instance: str) -> bool:
-        """True if the scene, or another command, may have placed the instance."""
         others = [
             command
             for command in self.find_related_commands(actor, *PLACEMENT_COMMANDS)
@@ -115,13 +106,11 @@ class FinalState:
         return provider is not None and trait in provider.traits
 
     def is_claimed_by_another(self, actor: Actor, instance: str) -> bool:
-        """True if another actor wrote allocations of the instance during the schedule."""
         calls = (step.call for step in self.cloud.world.steps if step.actor != actor.name)
         writes = (call for call in calls if call is not None and call.service == 'placement' and call.writes)
         return any(instance in str(call.operation) for call in writes)
 
     def list_delivered_by(self, actor: Actor) -> set[str]:
-        """Return the instances that a transaction of this actor requested during the schedule."""
         calls = (step.call for step in self.cloud.world.steps if step.actor == actor.name and step.answer is not None)
         commits = (call.operation[2] for call in calls if call and (call.service, call.operation[0]) == ETCD_COMMIT)
         puts = (operation for operations in commits for operation in operations if isinstance(operation, Put))
@@ -132,16 +121,15 @@ class FinalState:
         }
 
     def may_have_been_silenced(self, compute: str) -> bool:
-        """True if the lease of a compute expired during the schedule, or the compute was forgotten."""
+        """True if the compute's lease expired during the schedule, or it was forgotten."""
         expired = f'the lease of compute {self.cloud.world.names[compute]} ends'
         return self.has_command('forget') or any(step.fate == expired for step in self.cloud.world.steps)
 
     def has_lost_write(self, actor: Actor) -> bool:
-        """True if a request of this actor was lost or late, so that another actor may have done what it reports."""
+        # Another actor may have done what this actor reports.
         return any(step.actor == actor.name and step.fate in (REQUEST, LATE) for step in self.cloud.world.steps)
 
     def was_harmed(self, actor: Actor) -> bool:
-        """True if a message of this actor was lost."""
         return any(step.actor == actor.name and step.fate for step in self.cloud.world.steps)
 
 

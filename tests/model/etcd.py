@@ -1,4 +1,4 @@
-"""The product's store with its calls replaced, over an etcd in memory; a call is one atomic step."""
+"""The product's store over an etcd in memory. A call is one atomic step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ Value = TypeVar('Value')
 
 
 def translate_refusal(function: Callable[[], Value]) -> Value:
-    """Call a function, and convert its CallFailure as Connection.ask() does."""
     try:
         return function()
     except CallFailure as error:
@@ -26,7 +25,7 @@ def translate_refusal(function: Callable[[], Value]) -> Value:
 
 
 class ModelStore(Store):
-    """The connection of one process: the product's store, but what it sends is answered by the etcd in memory."""
+    """The product's store, but what it sends is answered by the etcd in memory."""
 
     writer = 'ann'
 
@@ -39,7 +38,7 @@ class ModelStore(Store):
         self._world = cast(World, etcd.world)
 
     def _ask(self, request: Request, _error: type[Unreachable], _linearizable: bool, _about: Sequence[str]) -> Any:
-        """Answer a request in one step, whose answer in a story is the revision of a transaction that writes."""
+        """Answer in one step. In a story the answer of a writing transaction is its revision."""
         replies: list[Any] = []
 
         def answer() -> Any:
@@ -98,7 +97,7 @@ class ModelStore(Store):
         return self._world.call(Call('etcd', ('keep', lease)), keep, repr)
 
     def revoke(self, lease: int) -> None:
-        """Revoke a lease; one that has already expired is not an error, as in Store."""
+        # To revoke an expired lease is not an error, as in Store.
         self._world.call(Call('etcd', ('revoke', lease)), lambda: self._etcd.end_lease(lease))
 
     def check_identity(self) -> None:

@@ -1,7 +1,6 @@
 """Explore every schedule of a scenario within its bounds, depth-first and by replay.
 
-A state that was visited before is not explored again. Each execution sets the scene in a new cloud, repeats the
-recorded choices, and then makes the next untried one.
+A state that was visited before is not explored again.
 https://www.microsoft.com/en-us/research/publication/iterative-context-bounding/
 """
 
@@ -160,7 +159,7 @@ _monotonic = time.monotonic
 class Scenario:
     """A scene with its actors, and the bounds of its exploration.
 
-    The scene may return a further check of the cloud, made at the end of the schedule before the cloud is left alone.
+    The scene may return a further check of the cloud, made before the cloud is left alone.
     """
 
     scene: Scene
@@ -180,8 +179,6 @@ def make_scenarios(bounds: Bounds, *scenes: Scene) -> list[Scenario]:
 
 
 class Finding(NamedTuple):
-    """The violations at the end of a schedule, its story, and the choices that reproduce it."""
-
     violations: tuple[str, ...]
     story: str
     choices: tuple[str, ...]
@@ -200,7 +197,6 @@ class Exploration:
     findings: list[Finding] = field(default_factory=list)
 
     def add_result(self, violations: Sequence[str], world: World, choices: tuple[str, ...]) -> None:
-        """Record the violations of an execution, unless the first of them is already known."""
         self.longest = max(self.longest, len(world.steps))
         if violations and violations[0] not in {finding.violations[0] for finding in self.findings}:
             self.findings.append(Finding(tuple(violations), format_story(world), choices))
@@ -215,8 +211,6 @@ class Exploration:
 
 
 class Choice(NamedTuple):
-    """The options at one point, and the index of the chosen one."""
-
     options: list[Option]
     pick: int
 
@@ -226,8 +220,6 @@ class Choice(NamedTuple):
 
 
 class VisitedStates:
-    """The visited states, each with the remaining bounds at each visit."""
-
     def __init__(self) -> None:
         self._remaining: dict[int, list[tuple[int, ...]]] = {}
 
@@ -235,7 +227,7 @@ class VisitedStates:
         return len(self._remaining)
 
     def add(self, state: Hashable, remaining: tuple[int, ...]) -> bool:
-        """Record a visit; return False if the state was visited with at least these bounds left."""
+        """Record a visit. Return False if the state was visited with at least these bounds left."""
         before = self._remaining.setdefault(hash(state), [])
         if any(all(a >= b for a, b in zip(earlier, remaining, strict=True)) for earlier in before):
             return False
@@ -244,10 +236,7 @@ class VisitedStates:
 
 
 class RecordingChooser:
-    """Repeats recorded choices, then takes the first or a random option; records all options.
-
-    `before` are the choices of an earlier execution, the last one perhaps changed.
-    """
+    """Repeats the choices of `before`, then takes the first or a random option."""
 
     def __init__(
         self, before: Sequence[Choice] = (), visited: VisitedStates | None = None, rng: random.Random | None = None
@@ -269,7 +258,7 @@ class RecordingChooser:
         return self.trail[-1].chosen
 
     def _pick(self, rng: random.Random, options: Sequence[Option]) -> int:
-        """Return the index of a random option; the actor that is running most often continues."""
+        """Return the index of a random option: mostly the actor that is running continues."""
         weights = [0.1 if option.fate else 0.3 if number else 1.0 for number, option in enumerate(options)]
         return rng.choices(range(len(options)), weights)[0]
 
@@ -279,8 +268,6 @@ class RecordingChooser:
 
 
 class NamedChooser:
-    """Makes the choices with these names, then takes the first option."""
-
     def __init__(self, names: Sequence[str]) -> None:
         self._names = iter(names)
 
@@ -288,7 +275,7 @@ class NamedChooser:
         """Return None: every choice is looked up by name."""
 
     def choose(self, _: World, options: list[Option]) -> Option:
-        """Return the option with the next name. StopIteration if there is none."""
+        # StopIteration if there is no option with the next name.
         name = next(self._names, options[0].name)
         return next(option for option in options if option.name == name)
 
@@ -296,10 +283,12 @@ class NamedChooser:
 def run_schedule(
     scenario: Scenario, chooser: Chooser, bounds: Bounds | None = None, checked_ends: set[int] | None = None
 ) -> tuple[list[str], World]:
-    """Execute one schedule; return its violations and its world.
+    """Execute one schedule. Return its violations and its world.
 
-    Errors: Pruned; StopIteration if a named choice is not available. `checked_ends` are fingerprints of final states
-    that were checked before without a violation; they are not checked again.
+    `checked_ends` are fingerprints of final states that had no violation, and are not checked again.
+
+    Raises:
+        StopIteration: a named choice is not available.
     """
     world = World(bounds or scenario.bounds, chooser)
     with enter_world(world):
@@ -326,7 +315,6 @@ def run_schedule(
 
 @contextmanager
 def open_quiet_cloud() -> Iterator[Cloud]:
-    """Yield a cloud without actors, with the current thread inside its world."""
     world = World(Bounds(), RecordingChooser())
     with patch_environment(), enter_world(world):
         yield Cloud(world)
@@ -341,8 +329,7 @@ def explore(
 ) -> Exploration:
     """Explore all schedules within the bounds, at most `schedules` of them or for `seconds`.
 
-    With `stop_at_first` stop at the first finding. Schedules with fewer preemptions come first, so that a finding is as
-    simple as possible.
+    Schedules with fewer preemptions come first, so that a finding is as simple as possible.
     """
     bounds, began, total = bounds or scenario.bounds, _monotonic(), Exploration()
     ends: set[int] = set()
@@ -406,7 +393,6 @@ def explore_randomly(
     schedules: int | None = None,
     stop_at_first: bool = True,
 ) -> Exploration:
-    """Run random schedules beyond what can be explored exhaustively."""
     result, began = Exploration(), _monotonic()
     ends: set[int] = set()
     with patch_environment():
@@ -431,7 +417,6 @@ def replay(scenario: Scenario, choices: Sequence[str]) -> tuple[list[str], str]:
 
 
 def encode_choices(name: str, choices: Sequence[str]) -> str:
-    """Return a scenario's name and choices as one line, in which repeated choices are counted."""
     runs: list[tuple[str, int]] = []
     for choice in choices:
         if runs and runs[-1][0] == choice:

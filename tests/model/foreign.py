@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Looking(ecomp.agent.compute.Compute):
-    """The product's compute, of which only what looks at domains of others and at claims is used."""
+    """The product's compute, of which only looks at domains of others and claims are used."""
 
     def __init__(self, host: Compute) -> None:
         self.uuid, self.store, self.placement = host.uuid, host.store, host.placement
@@ -60,7 +60,7 @@ class Looking(ecomp.agent.compute.Compute):
 
 
 def find_unreserved(cloud: Cloud) -> Iterator[str]:
-    """Yield the computes that are enabled, and on which a guest of others is neither claimed nor reserved."""
+    """Yield the enabled computes with a guest of others that is not claimed or reserved."""
     for compute in cloud.computes.values():
         provider = cloud.model.providers.get(compute.uuid)
         if compute.is_dead or provider is None or status.DISABLED in provider.traits:

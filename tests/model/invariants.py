@@ -163,7 +163,7 @@ class Invariants:
                 yield f'the name {name} is requested by {requesters}, and held by {holder_name}'
 
     def _is_replaced(self, key: str, request: _Request) -> bool:
-        """Return True for a tombstone of an instance that was evacuated, or whose stack has a newer one."""
+        """True for a tombstone of an instance that was evacuated, or whose stack has a newer one."""
         if request.is_tombstone and request.is_evacuated:
             return True
         if not request.is_tombstone or request.place is None:
@@ -171,7 +171,7 @@ class Invariants:
         return self._find_named(request.place) not in (key, None)
 
     def _find_named(self, place: Place) -> str | None:
-        """Return the key of the request that the stack's key names for this entry; None without one."""
+        """Return the key of the request that the stack's key names for this entry."""
         entry = self._cloud.etcd.entries.get(keys.stack(place.name))
         return _list_request_keys(place.name, entry.value).get(place.entry_name) if entry is not None else None
 
@@ -201,8 +201,6 @@ def _are_identical(some: Sequence[object], others: Sequence[object]) -> bool:
 
 
 class _Request(NamedTuple):
-    """What the rules read of a request or a queue entry; `place` is its place in a stack."""
-
     name: str | None
     place: Place | None
     is_tombstone: bool
@@ -211,7 +209,7 @@ class _Request(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _parse(value: bytes) -> _Request:
-    """Parse a request or a queue entry; all is missing if it is malformed."""
+    # A malformed value counts as one without any of these fields.
     parsed = load_object_or_empty(value)
     state = parsed.get('allocations') == {}, bool(parsed.get('replaced_by'))
     try:
@@ -221,7 +219,6 @@ def _parse(value: bytes) -> _Request:
 
 
 def is_living_request(entry: Entry) -> bool:
-    """Return True for a request that is no tombstone."""
     return entry.key.startswith(keys.HOSTS) and not _parse(entry.value).is_tombstone
 
 

@@ -40,8 +40,6 @@ Numbers = list[tuple[int, int]]
 
 @dataclass
 class MemberPair:
-    """A real member and the one in memory, which get the same messages."""
-
     real: Any
     memory: Any
     prefix: bytes
@@ -58,7 +56,7 @@ class MemberPair:
         self.rng.choice([*reads, self.put, *[self.change] * 3, self.rewrite, self.grant, self.renew, self.revoke])()
 
     def send(self, *requests: Request) -> tuple[Any, Any]:
-        """Send the real member the first request and the one in memory the last; compare and return the answers."""
+        """Send the real member the first request and the one in memory the last, and compare."""
         self.messages.append(repr(requests[0])[:MAX_SHOWN_CHARACTERS])
         answers = tuple(
             get_answer(member, request) for member, request in ((self.real, requests[0]), (self.memory, requests[-1]))
@@ -125,12 +123,12 @@ class MemberPair:
         return lambda which: Range(start, end, limit, revision[which], kind == 'keys', kind == 'count', since[which])
 
     def put(self) -> None:
-        """Write a key on the newest lease, so that several keys end with it."""
+        # Several keys may be on the newest lease, and end with it.
         key, value, lease = self.pick_key(), str(self.rng.randint(0, 9)), [(0, 0), *self.leases][-1]
         self.commit(lambda which: Transaction(success=[Put(key, value, lease[which])]))
 
     def rewrite(self) -> None:
-        """Write a key as it is, which may not exist; rather one that is on a lease."""
+        """Write a key as it is, which may not exist."""
         kvs = self.memory.call(Range(self.prefix, get_prefix_range_end(self.prefix))).kvs
         rewrite = Touch(self.rng.choice([kv.key.decode() for kv in kvs if kv.lease] or [self.pick_key()]))
         self.commit(lambda _: Transaction(success=[rewrite]))
@@ -149,7 +147,7 @@ class MemberPair:
         )
 
     def commit(self, make: Callable[[int], Transaction | Revoke]) -> None:
-        """Send what may change keys; both servers must have a new revision, or none of them."""
+        """Send what may change keys. Both servers must have a new revision, or none of them."""
         before = self.read_revisions()
         self.send_pair(make)
         after = self.read_revisions()
@@ -172,7 +170,7 @@ class MemberPair:
         return lambda which: Unchanged(key, revision[which])
 
     def make_operations(self, number: int) -> list[Callable[[int], Range | Put | Delete]]:
-        """Return reads or writes; no request of ecomp has both in one branch."""
+        # No request of ecomp has both in one branch.
         if self.rng.random() < 0.2:
             return [self.make_range() for _ in range(number)]
         return [self.make_write() for _ in range(number)]
@@ -199,7 +197,7 @@ class MemberPair:
         self.commit(lambda which: Revoke(lease[which]))
 
     def read_lease(self) -> None:
-        """Ask for a lease that was just renewed, so that both have its whole time."""
+        # The lease was just renewed, so both have its whole time.
         lease = self.pick_lease()
         self.send_pair(lambda which: KeepAlive(lease[which]))
         answers = [
@@ -209,7 +207,6 @@ class MemberPair:
         assert described[0] == described[1], format_difference([*self.messages, 'time to live'], *described)
 
     def compare_watches(self) -> None:
-        """Compare what two watches from the first revision on report of all changes."""
         last, end = Put(f'{self.prefix.decode()}last', ''), get_prefix_range_end(self.prefix)
         self.commit(lambda _: Transaction(success=[last]))
         reported: list[list[object]] = [[], []]

@@ -1,8 +1,7 @@
-"""Bugs that are planted in the product, one at a time; each must be found by a scenario.
+"""Bugs that are planted in the product, one at a time. Each must be found by a scenario.
 
-A row has a description, the place and kind of the change, and the scenarios that find it, the cheapest first. `python
--m tests.model --planted` prints how many schedules each bug takes. mutations_adopted.py, mutations_stacks.py and
-mutations_told.py have more rows.
+A row has a description, the place and kind of the change, and the scenarios that find it, the cheapest first.
+`python -m tests.model --planted` prints how many schedules each bug takes.
 """
 
 from __future__ import annotations
@@ -300,15 +299,12 @@ MUTATIONS: dict[str, Bug] = {
 
 
 class Detection(NamedTuple):
-    """The scenario that found a bug, the number of schedules it took, and the violation."""
-
     scenario: str
     schedules: int
     wrong: str
 
 
 def detect(name: str, scenarios: Mapping[str, Scenario]) -> Detection | None:
-    """Plant a bug and search for it; return None if no scenario finds it."""
     bug = MUTATIONS[name]
     with plant_bugs(bug.plants):
         for scenario in bug.scenarios:

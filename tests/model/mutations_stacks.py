@@ -1,4 +1,4 @@
-"""Bugs that are planted in stacks and evacuations: keys, uuids, what they compare, claim, write and take over."""
+"""Bugs that are planted in stacks and evacuations."""
 
 from __future__ import annotations
 

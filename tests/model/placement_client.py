@@ -14,8 +14,6 @@ from tests.model.world import World
 
 
 class ModelPlacement(Placement):
-    """The product's client with its requests replaced."""
-
     def __init__(self, model: PlacementModel, world: World) -> None:
         self.endpoint, self.name = 'memory', 'placement in memory'
         self._model, self._world = model, world

@@ -1,8 +1,7 @@
 """Plant a bug in the product: change a function's syntax tree and exchange its code.
 
-A plant names a function as `module:function` or `module:Class.method`, and one change. The change finds its place by
-the names that the place mentions. If there is no such place, or more than one, the plant is outdated and Misplaced is
-raised. A module's constant is patched instead.
+A plant names a function as `module:function` or `module:Class.method`. The change finds its place by the names that the
+place mentions. If there is no such place, or more than one, the plant is outdated and Misplaced is raised.
 """
 
 from __future__ import annotations
@@ -22,14 +21,10 @@ Match = TypeVar('Match')
 
 
 class Constant(NamedTuple):
-    """The value that replaces that of a module's constant."""
-
     value: object
 
 
 class Plant(NamedTuple):
-    """One change of one function, or of one constant."""
-
     target: str
     change: Change | Constant
 
@@ -42,7 +37,6 @@ class Bug(NamedTuple):
 
 
 def make_bug(target: str, change: Change | Constant, *scenarios: str) -> Bug:
-    """Make a bug of one plant."""
     return Bug((Plant(target, change),), scenarios)
 
 
@@ -57,7 +51,6 @@ class Misplaced(AssertionError):
 
 @contextmanager
 def plant_bugs(plants: Sequence[Plant]) -> Iterator[None]:
-    """Have these bugs in the product within the context. Misplaced."""
     assert len({plant.target for plant in plants}) == len(plants), 'one plant a function: both() joins changes'
     with ExitStack() as stack:
         for plant in plants:
@@ -121,7 +114,6 @@ def _list_nested_code(code: CodeType) -> Iterator[CodeType]:
 
 
 def make_change_factory(edit: Callable[..., None]) -> Callable[..., Change]:
-    """Turn an edit of a function into a factory of changes, which takes its other arguments."""
     return lambda *given, **named: lambda function: edit(function, *given, **named)
 
 
@@ -144,7 +136,6 @@ def replace_condition(function: Function, expression: str, *names: str) -> None:
 
 
 def never(*names: str) -> Change:
-    """Make the one condition that mentions these names always false."""
     return replace_condition('False', *names)
 
 
@@ -154,14 +145,12 @@ def always(*names: str) -> Change:
 
 @make_change_factory
 def drop_statement(function: Function, *names: str) -> None:
-    """Delete the one simple statement that mentions these names."""
     block, statement = _find_statement(function, names)
     block[block.index(statement)] = ast.Pass()
 
 
 @make_change_factory
 def move_last(function: Function, *names: str) -> None:
-    """Move the one simple statement that mentions these names to the end of its block."""
     block, statement = _find_statement(function, names)
     block.remove(statement)
     block.append(statement)
@@ -169,7 +158,6 @@ def move_last(function: Function, *names: str) -> None:
 
 @make_change_factory
 def move_first(function: Function, *names: str) -> None:
-    """Move the one simple statement that mentions these names to the beginning of its block."""
     block, statement = _find_statement(function, names)
     block.remove(statement)
     block.insert(0, statement)
@@ -179,8 +167,8 @@ def move_first(function: Function, *names: str) -> None:
 def drop_operand(function: Function, *names: str, place: int | None = None) -> None:
     """Delete the one operand or element that mentions these names.
 
-    It is an operand of and, or, -, |, or an element of a list, a tuple or a set. `place` is its index among several
-    matches, in the order of the source.
+    It is an operand of and, or, -, |, or an element of a list, a tuple or a set.
+    `place` is its index among several matches, in the order of the source.
     """
     matches = [
         (parent, node) for parent in ast.walk(function) for node in _list_operands(parent) if _mentions(node, names)
@@ -201,7 +189,6 @@ def drop_operand(function: Function, *names: str, place: int | None = None) -> N
 
 @make_change_factory
 def drop_argument(function: Function, call: str, *names: str) -> None:
-    """Delete the one argument that mentions these names from the calls of this function."""
     matches = [
         (arguments, argument)
         for node in _find_calls(function, call)

@@ -20,8 +20,6 @@ Json = dict[str, Any]
 
 
 class Facts:
-    """The contents of etcd, of placement and of the hosts."""
-
     def __init__(self, cloud: Cloud) -> None:
         self.cloud = cloud
         families: dict[str, dict[str, Json]] = {}
@@ -56,7 +54,7 @@ def find_violations(cloud: Cloud) -> list[str]:
 
 
 def check_acknowledged(facts: Facts) -> Iterator[str]:
-    """A NOTIFIED instance is requested of the reported compute, or has ended; none is stuck."""
+    """A NOTIFIED instance is requested of the reported compute, or has ended: none is stuck."""
     requested = {(instance, compute) for compute, instance, _ in facts.requests}
     for instance, compute in facts.cloud.collect_placements().items():
         record = facts.records.get(instance)
@@ -82,13 +80,13 @@ def check_refusals(facts: Facts) -> Iterator[str]:
 
 
 def _may_all_have_expired(cloud: Cloud) -> bool:
-    """True if all computes' leases expired: then a create may be refused correctly."""
+    # If all leases expired, a create may be refused correctly.
     expired = {step.fate for step in cloud.world.steps if step.call is None and 'lease of compute' in step.fate}
     return len(expired) >= len(cloud.computes)
 
 
 def check_requests(facts: Facts) -> Iterator[str]:
-    """An instance has at most one request, which is carried out; no attempt stays."""
+    """An instance has at most one request, which is carried out, and no attempt stays."""
     for instance, number in Counter(instance for _, instance, _ in facts.requests).items():
         if number > 1:
             yield f'{facts.format_name(instance)} is requested of {number} computes'
@@ -129,7 +127,7 @@ def check_claims(facts: Facts) -> Iterator[str]:
 
 
 def check_guests(facts: Facts) -> Iterator[str]:
-    """Each living instance has one guest, on its compute; nothing else has a guest there."""
+    """Each living instance has one guest, on its compute, and nothing else has a guest there."""
     for uuid, compute in facts.cloud.computes.items():
         living_here = {name for name, record in facts.living.items() if record['compute'] == uuid}
         if compute.is_dead:

@@ -22,7 +22,6 @@ MAX_ATTEMPT_LEASE_SECONDS = 180
 
 
 def check_left_alone(cloud: Cloud) -> list[str]:
-    """Let the cloud rest, repeat unknown commands, destroy everything; return the violations."""
     return next((problems for problems in _run_stages(cloud) if problems), [])
 
 
@@ -49,8 +48,8 @@ def _run_stages(cloud: Cloud) -> Iterator[list[str]]:
 def make_fingerprint(cloud: Cloud) -> int:
     """Return a hash of everything that decides what happens when the cloud is left alone.
 
-    Who wrote a value, and in which order, does not count. An actor that is part of a compute continues to run, so its
-    whole history counts.
+    Who wrote a value, and in which order, does not count.
+    An actor that is part of a compute continues to run, so its whole history counts.
     """
     commands = {command.actor for command in cloud.commands}
     actors = [
@@ -70,7 +69,7 @@ def make_fingerprint(cloud: Cloud) -> int:
 
 
 def settle(cloud: Cloud) -> list[str]:
-    """Run minutes until two in a row without a write; return what fails or writes for ever."""
+    """Run minutes until two in a row without a write. Return what fails or writes for ever."""
     killed = {actor.process for actor in cloud.world.actors if actor.dead}
     for actor in cloud.world.actors:
         actor.dead = not actor.done
@@ -117,11 +116,6 @@ def repeat_commands(cloud: Cloud) -> list[str]:
 
 
 def is_refusal_lasting(cloud: Cloud, order: SetOrder) -> bool:
-    """True if there is a lasting reason to refuse the order when it is repeated with --uuid.
-
-    The instance has ended, is being destroyed or is queued, it has another name, or its name belongs to another
-    instance.
-    """
     entries = cloud.etcd.entries
     instance, name = order.instance, entries.get(keys.name(order.name or ''))
     if name is not None and instance.encode() not in name.value:
@@ -144,7 +138,6 @@ def is_refusal_lasting(cloud: Cloud, order: SetOrder) -> bool:
 
 
 def list_retries(cloud: Cloud) -> list[Callable[[], object]]:
-    """Return the commands that operators repeat, after an interruption or as a repair."""
     return [
         actor.retry
         for actor in cloud.world.actors
@@ -199,7 +192,6 @@ def restart_all(cloud: Cloud) -> None:
 
 
 def find_remembered(cloud: Cloud) -> list[str]:
-    """Check that no state directory remembers an ended instance after a restart."""
     return [
         f'{cloud.world.names.get(instance, instance)} has ended, and is remembered on {cloud.world.names[uuid]}'
         for uuid, compute in cloud.computes.items()

@@ -1,4 +1,4 @@
-"""Guests that ecomp did not create: adopted and released beside whatever else changes them, their host and etcd."""
+"""Guests that ecomp did not create are adopted and released, beside other changes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ DOMAINS = {U: ForeignGuest(U, 'mail', True, size=SIZE), V: ForeignGuest(V, 'db',
 
 
 def add_guests(cloud: Cloud, *instances: str, room: int = 3) -> Compute:
-    """Return A, which has these domains of others."""
     host = cloud.add_host(A, room)
     host.set_foreign(*(DOMAINS[instance] for instance in instances))
     return host
@@ -79,7 +78,7 @@ def _adopt_now(cloud: Cloud, host: Compute, *instances: str) -> None:
 
 
 def _check_adopted(cloud: Cloud, *instances: str) -> list[str]:
-    """Check that these are requested and claimed, and that A is enabled and reserves nothing for them."""
+    """Check that these are requested and claimed, and that A is enabled and reserves nothing."""
     provider, names = cloud.model.providers[A], cloud.world.names
     problems = ['A stays disabled'] if status.DISABLED in provider.traits else []
     for instance in instances:
@@ -103,7 +102,7 @@ def _make_check(cloud: Cloud, adoption: Actor, *instances: str, others: Sequence
 
 
 def adopted_and_repeated(cloud: Cloud) -> Check:
-    """Two guests are adopted; a command that was killed or interrupted is repeated, and adopts them."""
+    """Two guests are adopted, and a killed or interrupted command is repeated and adopts them."""
     host = add_guests(cloud, U, V)
     cloud.set_instance_limit(5)
     first = add_adoption(cloud, 'adopt', U, V)
@@ -149,7 +148,7 @@ def adopted_and_forgotten(cloud: Cloud) -> None:
 
 
 def adopted_and_evacuated(cloud: Cloud) -> Check:
-    """The host of two guests, one of them adopted, loses power and is evacuated; it comes back: both run on."""
+    """The host of two guests, one adopted, is evacuated after a power loss: both run on."""
     host = add_guests(cloud, U, V)
     cloud.add_host(B)
     _adopt_now(cloud, host, U)
@@ -210,7 +209,7 @@ def released_and_stopped(cloud: Cloud) -> None:
 
 
 def _restore(cloud: Cloud, is_released: bool, with_placement: bool) -> Compute:
-    """Adopt U, and release it if `is_released`; restore etcd, and perhaps placement, to before the last of these."""
+    """Adopt U, perhaps release it, and restore etcd or both planes to before the last of these."""
     host = add_guests(cloud, U, V)
     saved, copied = dict(cloud.etcd.entries), copy.deepcopy((cloud.model.rows, cloud.model.held))
     _adopt_now(cloud, host, U)

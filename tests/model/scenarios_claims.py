@@ -1,4 +1,4 @@
-"""Claims and who may release them: two eschedules at one uuid, the claim keeper, sets, sampled computes."""
+"""Claims and who may release them: eschedules, the claim keeper, sets, sampled computes."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def orphan_consumer(cloud: Cloud) -> Check:
 
 
 def orphan_consumer_taken_over(cloud: Cloud) -> None:
-    """Two eschedules create one uuid; one's claim is half done when the other begins."""
+    """Two eschedules create one uuid, and one's claim is half done when the other begins."""
     cloud.add_host(A)
     cloud.add_two_creates(U)
 
 
 def late_release(cloud: Cloud) -> None:
-    """An eschedule releases its claim late while its --uuid is created again; room for one."""
+    """An eschedule releases its claim late while its --uuid is created again, with room for one."""
     _add_late_releases(cloud, 1, room=1)
 
 
@@ -112,13 +112,13 @@ def claim_keeper(cloud: Cloud) -> None:
 
 
 def one_uuid_twice(cloud: Cloud) -> None:
-    """Two eschedules create one uuid with ample room; one may be killed, or a message lost."""
+    """Two eschedules create one uuid with ample room, and one may be killed, or a message lost."""
     cloud.add_hosts(A, B)
     cloud.add_two_creates(U)
 
 
 def one_uuid_of_two_sizes(cloud: Cloud) -> None:
-    """Two eschedules create one uuid on one compute; the second requests more."""
+    """Two eschedules create one uuid on one compute, and the second requests more."""
     cloud.add_host(A)
     cloud.add_create('eschedule 1', U, resume=True, seed=1)
     cloud.add_create('eschedule 2', U, resume=True, seed=2, query=LARGER_QUERY)
@@ -133,7 +133,7 @@ def set_twice(cloud: Cloud) -> None:
 
 
 def set_against_single(cloud: Cloud) -> None:
-    """A set of two with a minimum of one competes with a single instance; the quota is two."""
+    """A set of two with a minimum of one competes with an instance in a quota of two."""
     cloud.add_hosts(A, B, room=1)
     cloud.set_instance_limit(2)
     cloud.has_ample_room = False
@@ -142,7 +142,7 @@ def set_against_single(cloud: Cloud) -> None:
 
 
 def last_place(cloud: Cloud) -> Check:
-    """Two eschedules compete for the last place; one gets it."""
+    """Two eschedules compete for the last place, and one gets it."""
     cloud.add_host(A, room=1)
     cloud.has_ample_room = False
     commands = cloud.add_create('eschedule 1', U, seed=1), cloud.add_create('eschedule 2', V, seed=2)
@@ -156,7 +156,7 @@ def check_last_place(cloud: Cloud, *commands: Actor) -> list[str]:
 
 
 def killed_and_again(cloud: Cloud) -> None:
-    """An eschedule may be killed; its --uuid is created again while the keeper checks."""
+    """An eschedule may be killed, and its --uuid is created again while the keeper checks."""
     host = cloud.add_host(A, room=1)
     cloud.has_ample_room = False  # while the other eschedule holds the claim
     cloud.add_two_creates(U)
@@ -221,7 +221,6 @@ def _check_release_time(cloud: Cloud, actor_name: str) -> list[str]:
 
 
 def _find_release_step(cloud: Cloud) -> int:
-    """Return the index of the step that releases a claim."""
     calls = (step.call for step in cloud.world.steps)
     return next(number for number, call in enumerate(calls) if call and call.service == 'placement' and call.writes)
 
@@ -256,7 +255,7 @@ FULL = {'VCPU': [4, 4], 'MEMORY_MB': [9, 9], 'DISK_GB': [9, 9]}
 
 
 def sample_against_all(cloud: Cloud) -> Check:
-    """Two creates compete for the last place; only one of them samples computes."""
+    """Two creates compete for the last place, and only one of them samples computes."""
     cloud.add_host(A, room=1)
     cloud.publish_facts(A, EMPTY)
     cloud.has_ample_room = False
@@ -265,7 +264,7 @@ def sample_against_all(cloud: Cloud) -> Check:
 
 
 def sample_by_stale_facts(cloud: Cloud) -> Check:
-    """One compute publishes that it is empty and is full, the other the reverse: the room is found."""
+    """One full compute publishes that it is empty, an empty one the reverse: the room is found."""
     cloud.add_hosts(A, B, room=1)
     cloud.deliver(V, A)
     cloud.publish_facts(A, EMPTY)
@@ -284,7 +283,7 @@ def sample_by_malformed_facts(cloud: Cloud) -> None:
 
 
 def sample_and_dead_compute(cloud: Cloud) -> None:
-    """The queried compute may die at any moment; the same --uuid is created again."""
+    """The queried compute may die at any moment, and the same --uuid is created again."""
     cloud.may_freeze_computes = True
     for compute in (A, B):
         host = cloud.add_host(compute)
@@ -305,7 +304,7 @@ def sample_and_disable(cloud: Cloud) -> Check:
 
 
 def sample_beside_a_set(cloud: Cloud) -> None:
-    """A create that samples computes and a set compete for two places; the quota is two."""
+    """A create that samples computes and a set compete for two places, in a quota of two."""
     for compute in (A, B):
         cloud.add_host(compute, room=1)
         cloud.publish_facts(compute, EMPTY)
@@ -316,10 +315,7 @@ def sample_beside_a_set(cloud: Cloud) -> None:
 
 
 def sample_while_facts_are_published(cloud: Cloud) -> Check:
-    """A compute publishes facts while it builds and etcd's answers may be lost.
-
-    Its fence stays valid.
-    """
+    """A compute publishes facts while etcd's answers may be lost: its fence stays valid."""
     host = cloud.add_host(A)
     problems: set[str] = set()
 

@@ -1,4 +1,4 @@
-"""Evacuations of a dead host: two at once, killed and repeated, and beside whatever else changes its instances."""
+"""Evacuations of a dead host: two at once, repeated, and beside other changes of instances."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ ORDER_FIELDS = ('query', 'image', 'name', 'group', 'user_id', 'project_id')
 
 
 def die(cloud: Cloud, *names: tuple[str, str], group: Membership = ANTI_AFFINITY) -> Compute:
-    """Return A, which has run these instances {uuid, name}, and whose power has failed; the first has a group."""
+    """Return A, which has run these instances {uuid, name}, and whose power has failed.
+
+    The first instance has a group.
+    """
     cloud.set_instance_limit(5)
     host, *_ = cloud.add_hosts(A, B)
     members = [instance for instance, _ in names][: None if group == AFFINITY else 1]
@@ -101,7 +104,10 @@ def add_return(cloud: Cloud, host: Compute, on_restart: Callable[[], None] = lam
 
 
 def _check_once(cloud: Cloud, *evacuations: Actor) -> Check:
-    """Return a check: of each name one instance lives at most, and none was replaced on a living host, or twice."""
+    """Return a check: of each name one instance lives at most, and none was replaced twice.
+
+    None was replaced on a living host.
+    """
     wrong: list[str] = []
     cloud.world.state_parts.append(lambda: tuple(wrong))
 
@@ -134,7 +140,6 @@ def _check_once(cloud: Cloud, *evacuations: Actor) -> Check:
 
 
 def _list_moved(*evacuations: Actor) -> list[Evacuated]:
-    """Return what these evacuations reported as moved."""
     outcomes = [actor.outcome for actor in evacuations if isinstance(actor.outcome, tuple)]
     return [each for outcome in outcomes for each in outcome if each.replaced_by]
 
@@ -147,7 +152,7 @@ def evacuated_twice(cloud: Cloud) -> Check:
 
 
 def evacuation_repeated(cloud: Cloud) -> Check:
-    """Two guests are evacuated; a command that was killed is repeated: nothing stays."""
+    """Two guests are evacuated, and a killed command is repeated: nothing stays."""
     host = die(cloud, (U, 'web'), (V, 'db'))
     host.is_dead = True
     first = add_evacuation(cloud, 'evacuate')
@@ -171,7 +176,7 @@ def evacuated_while_its_host_returns(cloud: Cloud) -> Check:
 
 
 def evacuated_and_back(cloud: Cloud) -> Check:
-    """A host comes back, and freezes before it starts its guest until that is evacuated: the guest stays off."""
+    """A host is back, and freezes until its guest is evacuated: the guest stays off."""
     host = die(cloud, (U, 'web'))
     evacuation = add_evacuation(cloud, 'evacuate')
     replaced_starts: list[str] = []
@@ -201,7 +206,7 @@ def evacuated_and_back(cloud: Cloud) -> Check:
 
 
 def evacuated_beside_destroy(cloud: Cloud) -> Check:
-    """An instance is destroyed while its host is evacuated: its destroy is accepted, or it moves."""
+    """An instance is destroyed while its host is evacuated: that is accepted, or it moves."""
     die(cloud, (U, 'web'))
     evacuation = add_evacuation(cloud, 'evacuate')
     destroy = cloud.add_destroy('destroy', U)
@@ -225,7 +230,7 @@ def evacuated_beside_forget(cloud: Cloud) -> Check:
 
 
 def evacuated_beside_replace(cloud: Cloud) -> Check:
-    """An apply replaces an instance of a stack while its host is evacuated: its entry has one instance."""
+    """An apply replaces an instance while its host is evacuated: its entry has one instance."""
     cloud.set_instance_limit(5)
     host = cloud.add_host(A)
     run_apply(cloud, make_file(WEB))
@@ -270,7 +275,7 @@ def evacuated_beside_create_of_its_replacement(cloud: Cloud) -> Check:
 
 
 def evacuated_beside_resume(cloud: Cloud) -> Check:
-    """A create is repeated with --uuid while its instance is evacuated: it is not NOTIFIED once it has moved."""
+    """A create is repeated during an evacuation: it is not NOTIFIED once it has moved."""
     die(cloud, (U, 'web'))
     evacuation = add_evacuation(cloud, 'evacuate')
     create = cloud.add_create('eschedule', U, resume=True, name='web', group=ANTI_AFFINITY)
@@ -293,7 +298,7 @@ def evacuated_beside_resume(cloud: Cloud) -> Check:
 
 
 def _add_take_of_queued(cloud: Cloud, group: Membership | None = None) -> Callable[[], list[str]]:
-    """Queue V, and let B take it; return a check that V is queued or requested, and not both or twice."""
+    """Queue V, and let B take it. Return a check that V is either queued or requested, once."""
     cloud.add_take(B, cloud.enqueue_request(V, 'db', group))
 
     def check() -> list[str]:
@@ -312,7 +317,7 @@ def _check_moved(cloud: Cloud, evacuation: Actor) -> list[str]:
 
 
 def evacuated_beside_a_queue(cloud: Cloud) -> Check:
-    """A host takes a queued request into room that the evacuation wants: the other host has room for one of them."""
+    """A host takes a queued request into room that the evacuation wants."""
     cloud.set_instance_limit(5)
     host = cloud.add_host(A)
     cloud.deliver(U, A, 'web')
@@ -327,7 +332,7 @@ def evacuated_beside_a_queue(cloud: Cloud) -> Check:
 
 
 def evacuated_group_of_a_queue(cloud: Cloud) -> Check:
-    """A guest that came from a queue is evacuated while a host takes another one of its group, which stays apart."""
+    """A guest is evacuated while a host takes another one of its group, which stays apart."""
     cloud.set_instance_limit(5)
     host = cloud.add_host(A)
     cloud.enqueue_request(U, 'web', ANTI_AFFINITY)

@@ -1,4 +1,4 @@
-"""Losses: power, a record, the last write to a state directory, the last hour of an etcd, messages, leases."""
+"""Losses: power, a record, writes to a state directory, hours of etcd, messages, leases."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ def _take_and_wait(host: Compute) -> None:
 
 
 def fail_power(host: Compute, boot: str = 'second') -> None:
-    """Fail all power of a host, and start it again."""
     host.hypervisor.lose_power(host.uuid)
     host.disk.files['boot_id'] = boot
     host.restart()
@@ -101,7 +100,7 @@ def power_fails_without_a_record(cloud: Cloud) -> Check:
 
 
 def older_state_directory(cloud: Cloud) -> Check:
-    """The state directory is older than U; a minute later all power fails: U is started again."""
+    """The state directory is older than U, and a minute later power fails: U is started again."""
     host = cloud.add_host(A)
     saved = dict(host.disk.files)
     cloud.deliver(U, A, 'web')
@@ -117,10 +116,7 @@ def older_state_directory(cloud: Cloud) -> Check:
 
 
 def state_directory_behind(cloud: Cloud) -> Check:
-    """An ecompute is killed as U becomes active, then all power fails: U runs again.
-
-    etcd is restored to that moment, too.
-    """
+    """Power fails as U is active, and etcd is restored to that moment: U runs again."""
     host = cloud.add_host(A)
     host.hypervisor.without_addresses.add(U)  # a reported address would also record that U is active
     cloud.deliver(U, A)
@@ -142,7 +138,7 @@ def state_directory_behind(cloud: Cloud) -> Check:
 
 
 def destroyed_and_queued_again(cloud: Cloud) -> Check:
-    """U was destroyed; etcd is restored to when U was queued: U is not taken again."""
+    """U was destroyed, and etcd is restored to when U was queued: U is not taken again."""
     host = cloud.add_host(A)
     cloud.set_instance_limit(5)
     cloud.enqueue_request(U, 'web')
@@ -165,7 +161,7 @@ def destroyed_and_queued_again(cloud: Cloud) -> Check:
 
 
 def running_and_queued_again(cloud: Cloud) -> Check:
-    """U runs on A; etcd is restored to when U was queued: A keeps U although B reads it first."""
+    """U runs on A, and etcd is restored to when U was queued: A keeps U, B reads it first."""
     return _restore_running_instance(cloud, has_taker=False)
 
 

@@ -1,7 +1,6 @@
-"""Pairs of a command and what happened to its hosts: nothing runs twice, and no compute's word is acted on.
+"""Pairs of a command and what happened to its hosts: nothing runs twice.
 
-The commands are apply, evacuate and destroy --file. The hosts are restored with etcd, silent or returning, have a
-strict group, or lie. Pairs with queues, and others, are in scenarios_restored, _returning and _evacuated.
+The hosts are restored with etcd, silent or returning, have a strict group, or lie.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ REFUSALS = (ClaimedElsewhere, Conflict, NoCapacity, StillGoing)
 
 
 def _check_nothing_runs_twice(cloud: Cloud) -> Check:
-    """Return a check: of each name one guest runs at most, and none is delivered while a host that is away runs one.
+    """Return a check: each guest runs once, and none is delivered while a host away runs it.
 
     A host is away if it is silent, or has not accepted the etcd.
     """
@@ -74,7 +73,7 @@ def _check_nothing_runs_twice(cloud: Cloud) -> Check:
 def _restore(
     cloud: Cloud, saved: dict[str, keys.StoredValue], *hosts: Compute, is_silent: bool, ends_inconsistent: bool = False
 ) -> None:
-    """Restore etcd; these hosts have not accepted it, and are silent or have their presence back."""
+    """Restore etcd. These hosts have not accepted it, and are silent or have their keys back."""
     restore_etcd(cloud, saved)  # type: ignore[arg-type]
     cloud.exempt(DELIVERY, 'etcd is restored to before a delivery')
     cloud.exempt(WHOLE, 'a compute that accepts a restored etcd writes the request again')
@@ -119,7 +118,7 @@ def _applied_first(cloud: Cloud, is_silent: bool) -> Check:
 
 
 def first_apply_after_a_restore(cloud: Cloud) -> Check:
-    """The first apply of a stack is repeated after a restore of etcd to before it, while its hosts are silent."""
+    """A first apply is repeated after a restore to before it, while its hosts are silent."""
     return _applied_first(cloud, is_silent=True)
 
 
@@ -129,7 +128,7 @@ def first_apply_as_presences_are_back(cloud: Cloud) -> Check:
 
 
 def apply_after_a_refused_one(cloud: Cloud) -> Check:
-    """A refused apply has left a key without entries in a wiped etcd; all hosts accept it, and the file is applied."""
+    """A refused apply has left a key without entries in a wiped etcd: the file is applied."""
     cloud.set_instance_limit(9)
     hosts = cloud.add_hosts(A, B)
     run_apply(cloud, FILE)
@@ -152,7 +151,7 @@ def apply_after_a_refused_one(cloud: Cloud) -> Check:
 
 
 def _add_dead_host(cloud: Cloud) -> None:
-    """Add A, which has run an instance of a stack and another one, and whose power has failed for good."""
+    """Add A, which has run an instance of a stack and another one, and is dead for good."""
     cloud.set_instance_limit(9)
     host = cloud.add_host(A)
     run_apply(cloud, make_file(WEB))
@@ -179,7 +178,7 @@ def _evacuated_again(cloud: Cloud, is_silent: bool) -> Check:
 
 
 def evacuated_again_after_a_restore(cloud: Cloud) -> Check:
-    """An evacuation is repeated after a restore of etcd to before it, while the host of the replacements is silent."""
+    """An evacuation is repeated after a restore to before it: the replacements' host is silent."""
     return _evacuated_again(cloud, is_silent=True)
 
 
@@ -225,7 +224,7 @@ def pruned_on_a_silent_host(cloud: Cloud) -> Check:
 
 
 def destroyed_on_a_silent_host(cloud: Cloud) -> Check:
-    """The instances of a file are destroyed, which a silent host runs: it destroys them when it is back."""
+    """The instances of a file, on a silent host, are destroyed once that host is back."""
     check = _add_silent(cloud, lambda: add_destroy_file(cloud, 'destroy --file', FILE))
 
     def check_gone() -> list[str]:
@@ -252,7 +251,7 @@ def replaced_as_its_host_returns(cloud: Cloud) -> Check:
 
 
 def group_evacuated_as_its_host_returns(cloud: Cloud) -> Check:
-    """The host of a strict affinity group comes back after a killed evacuation: the group is on one host."""
+    """The host of a strict group comes back after a killed evacuation: it is on one host."""
     host = die(cloud, (U, 'web'), (V, 'db'), group=AFFINITY)
     evacuation = add_evacuation(cloud, 'evacuate')
     add_return(cloud, host).is_ready = lambda: not evacuation.is_active
@@ -273,7 +272,7 @@ def group_evacuated_as_its_host_returns(cloud: Cloud) -> Check:
 
 
 def _forge_request(cloud: Cloud, compute: str, source: str, instance: str, **fields: object) -> None:
-    """Write, as that compute may, a request for `instance` that is like the one at the key `source`."""
+    """Write, as that compute may, a request for `instance` like the one at the key `source`."""
     entry = cloud.etcd.entries[source]
     request = parse_request(source.split('/')[2], source, entry.value)
     assert isinstance(request, Request)
@@ -286,7 +285,7 @@ def _forge_request(cloud: Cloud, compute: str, source: str, instance: str, **fie
 
 
 def apply_beside_a_forged_replacement(cloud: Cloud) -> Check:
-    """A compute claims to have the next instance of an entry, with its name: the stack keeps its own one."""
+    """A compute claims to have the next instance of an entry: the stack keeps its own one."""
     cloud.set_instance_limit(9)
     host = cloud.add_host(A)
     run_apply(cloud, make_file(WEB))
@@ -325,7 +324,7 @@ def evacuated_beside_forged_keys(cloud: Cloud) -> Check:
 
 
 def evacuated_with_forged_requests(cloud: Cloud) -> Check:
-    """A compute that lied, and is off, has a request for an entry of another host: the stack keeps its own instance."""
+    """A dead, lying host has a request for another host's entry: the stack keeps its own."""
     cloud.set_instance_limit(9)
     host = cloud.add_host(B)
     run_apply(cloud, make_file(WEB))

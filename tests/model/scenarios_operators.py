@@ -26,7 +26,6 @@ from tests.model.virtual import NOW
 
 
 def make_forget(cloud: Cloud, compute: str, fenced: bool = True) -> Callable[[], None]:
-    """Return the work of a `host forget`."""
     return lambda: forget(
         ModelStore(cloud.etcd), cloud.placement, compute, compute, lambda: NOW, lambda _: None, fenced
     )
@@ -44,8 +43,6 @@ def add_forget(cloud: Cloud, compute: str, after: Actor) -> Actor:
 
 
 def add_compute_end(cloud: Cloud, compute: str) -> Actor:
-    """Add the orderly and final end of a compute: its lease is revoked."""
-
     def work() -> None:
         ModelStore(cloud.etcd).revoke(cloud.computes[compute].presence.lease)
         cloud.computes[compute].is_dead = True
@@ -68,8 +65,6 @@ def add_fix(cloud: Cloud) -> Actor:
 
 
 def add_quota_set(cloud: Cloud, name: str, *arguments: str) -> Actor:
-    """Add a `quota set`."""
-
     def run() -> str:
         return set_limits(ModelStore(cloud.etcd), 'p', arguments)
 
@@ -77,8 +72,6 @@ def add_quota_set(cloud: Cloud, name: str, *arguments: str) -> Actor:
 
 
 def add_drain(cloud: Cloud, compute: str) -> Actor:
-    """Add a `host drain --wait`."""
-
     def work() -> None:
         store = ModelStore(cloud.etcd)
         disable(cloud.placement, compute, compute)
@@ -215,7 +208,7 @@ LATER = '2030-01-01T00:00:01Z'
 
 
 def uuid_reused_and_rebooted(cloud: Cloud) -> Check:
-    """A uuid is used again; a day later the host's power fails: U is started again."""
+    """A uuid is used again, and a day later the host's power fails: U is started again."""
     host = cloud.add_host(A)
     cloud.deliver(U, A)
     host.plan(4)

@@ -1,4 +1,4 @@
-"""Rare combinations of two and three commands: `clear`, a complete `check --fix`, flavors, quotas, manual changes."""
+"""Rare combinations of two and three commands, such as `clear` and a complete `check --fix`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ from tests.model.scenarios_operators import (
 
 
 def make_active(cloud: Cloud, instance: str = U, name: str | None = 'web', group: Membership | None = None) -> Compute:
-    """Deliver an instance to A and build it."""
     host = cloud.computes.get(A) or cloud.add_host(A)
     cloud.deliver(instance, A, name, group)
     host.plan(3)
@@ -42,8 +41,6 @@ def add_clear(cloud: Cloud) -> Actor:
 
 
 def add_complete_fix(cloud: Cloud, times: int = 1) -> Actor:
-    """Add a `check --fix` with its checks."""
-
     def run() -> list[str]:
         lines: list[str] = []
         for _ in range(times):
@@ -64,7 +61,7 @@ def cleared_and_reused(cloud: Cloud) -> None:
 
 
 def frozen_forget_and_reused(cloud: Cloud) -> None:
-    """Two commands forget a dead compute; its last uuid is cleared and created again."""
+    """Two commands forget a dead compute, and its last uuid is cleared and created again."""
     host = make_active(cloud)
     cloud.add_host(B)
     cloud.etcd.end_lease(host.presence.lease)
@@ -126,7 +123,7 @@ def fix_beside_a_queue(cloud: Cloud) -> None:
 
 
 def claim_deleted(cloud: Cloud) -> None:
-    """The claim of an active instance is deleted manually, then repaired by its host or destroyed."""
+    """An active instance's claim is deleted, then repaired by its host or destroyed."""
     host = make_active(cloud)
     cloud.exempt(CLAIM, 'somebody deletes the claim of what lives')
     cloud.has_ample_room = False
@@ -336,7 +333,7 @@ SCENARIOS = [
 
 
 def keeper_drain_and_create(cloud: Cloud) -> None:
-    """An orphaned claim on A is due; A is drained, and the claim's --uuid created again."""
+    """An orphaned claim on A is due, A is drained, and the claim's --uuid created again."""
     host = cloud.add_host(A)
     cloud.add_host(B)
     cloud.claim(U, A)
@@ -348,7 +345,7 @@ def keeper_drain_and_create(cloud: Cloud) -> None:
 
 
 def keeper_drain_and_other_create(cloud: Cloud) -> None:
-    """The same where another uuid is created; the keeper checks twice."""
+    """The same where another uuid is created, and the keeper checks twice."""
     host = cloud.add_host(A)
     cloud.has_ample_room = False
     cloud.claim(V, A)
@@ -367,7 +364,7 @@ def keeper_destroy_and_resume(cloud: Cloud) -> None:
 
 
 def keeper_taking_and_destroy(cloud: Cloud) -> None:
-    """A compute releases the claim of a now queued instance; it is taken and destroyed."""
+    """A compute releases a now queued instance's claim, as it is taken and destroyed."""
     cloud.add_host(A)
     add_keeper(cloud, U)
     cloud.add_take(A, cloud.enqueue_request(U))
@@ -409,7 +406,7 @@ def group_with_two_policies(cloud: Cloud) -> None:
 
 
 def forget_and_taker(cloud: Cloud) -> None:
-    """A taker ends with a claim and is forgotten; another one takes, and is restarted."""
+    """A taker ends with a claim and is forgotten, and another one takes, and is restarted."""
     cloud.add_hosts(A, B)
     place = cloud.enqueue_request(U)
     cloud.claim(U, A)

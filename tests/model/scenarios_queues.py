@@ -13,7 +13,7 @@ from tests.model.explorer import Check, make_scenarios
 
 
 def two_takers(cloud: Cloud) -> None:
-    """Two computes take one request; a lease may expire, one may die, a message may be lost."""
+    """Two computes take one request: a lease may expire, one may die, a message may be lost."""
     cloud.add_hosts(A, B)
     cloud.may_freeze_computes = True
     place = cloud.enqueue_request(U)
@@ -30,7 +30,7 @@ def taken_and_destroyed(cloud: Cloud) -> None:
 
 
 def queued_and_direct(cloud: Cloud) -> None:
-    """One uuid is created through the queue and directly; a quota counts it once."""
+    """One uuid is created through the queue and directly: a quota counts it once."""
     cloud.set_instance_limit(2)
     host = cloud.add_host(A)
     cloud.add_enqueue('eschedule --queue', U, resume=True)
@@ -96,14 +96,14 @@ def anti_affinity_and_cancelled(cloud: Cloud) -> None:
 
 
 def taker_killed(cloud: Cloud) -> None:
-    """A compute takes and builds a queued request; it may die anywhere and is restarted."""
+    """A compute takes and builds a queued request, may die anywhere and is restarted."""
     host = cloud.add_host(A, room=1)
     cloud.enqueue_request(U)
     cloud.add_compute_actor(A, '', host.repeat(2, host.read_queues, host.pull, host.plan))
 
 
 def frozen_taker(cloud: Cloud) -> None:
-    """A taker is frozen for longer than its lease; another one takes, and a user destroys."""
+    """A taker is frozen beyond its lease, another one takes, and a user destroys."""
     two_takers(cloud)
     cloud.add_destroy('destroy', U)
 
@@ -124,7 +124,7 @@ def dead_taker(cloud: Cloud) -> Check:
 
 
 def late_move(cloud: Cloud) -> None:
-    """A taker's write may reach etcd after the taker has given up; another one takes, too."""
+    """A taker's write may reach etcd after the taker has given up, and another one takes, too."""
     cloud.add_hosts(A, B)
     place = cloud.enqueue_request(U)
     for compute in (A, B):
@@ -132,7 +132,7 @@ def late_move(cloud: Cloud) -> None:
 
 
 def refused_by_placement(cloud: Cloud) -> None:
-    """A queued request whose claim placement refuses ends; the next one is taken."""
+    """A queued request whose claim placement refuses ends, and the next one is taken."""
     host = cloud.add_host(A)
     cloud.enqueue_request(U, project='p' * 256)
     cloud.enqueue_request(V)
@@ -141,7 +141,7 @@ def refused_by_placement(cloud: Cloud) -> None:
 
 
 def late_release_by_taker(cloud: Cloud) -> None:
-    """A compute and its previous process release a dead attempt's claim; another takes it."""
+    """A compute and its previous process release a dead attempt's claim, and another takes it."""
     cloud.add_hosts(A, B)
     place = cloud.enqueue_request(U)
     cloud.claim(U, A)
@@ -152,7 +152,7 @@ def late_release_by_taker(cloud: Cloud) -> None:
 
 
 def three_takers(cloud: Cloud) -> None:
-    """Three computes take one queued request; two of them may lose a message."""
+    """Three computes take one queued request, and two of them may lose a message."""
     cloud.add_hosts(A, B, C)
     place = cloud.enqueue_request(U)
     for compute in (A, B, C):
@@ -173,7 +173,7 @@ def flavor_removed(cloud: Cloud) -> None:
 
 
 def two_pullers(cloud: Cloud) -> None:
-    """Two computes choose one request and take it; either may die or freeze."""
+    """Two computes choose one request and take it, and either may die or freeze."""
     cloud.may_freeze_computes = True
     hosts = {compute: cloud.add_host(compute) for compute in (A, B)}
     cloud.enqueue_request(U)
@@ -182,7 +182,7 @@ def two_pullers(cloud: Cloud) -> None:
 
 
 def dead_taker_beside_another(cloud: Cloud) -> Check:
-    """A taker dies for good as it takes the request; another one still takes it."""
+    """A taker dies for good as it takes the request, and another one still takes it."""
     check = dead_taker(cloud)
     host = cloud.computes[B]
     wait = partial(cloud.world.sleep, 1.0)

@@ -1,4 +1,4 @@
-"""A compute's provider in placement, and its instances, while it starts, ends, is killed, disabled or forgotten."""
+"""A compute's provider and instances while it starts, ends, is killed, disabled, forgotten."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ from tests.model.scenarios_operators import make_forget
 
 
 def make_inventory(room: int) -> PlacementInventory:
-    """Return the inventory that compute.yaml configures."""
     sizes = {'VCPU': room, 'MEMORY_MB': 9, 'DISK_GB': 9}
     return {name: {'total': total, 'reserved': 0, 'allocation_ratio': 1.0} for name, total in sizes.items()}
 
 
 def make_registration(cloud: Cloud, host: Compute, room: int = 4, traits: Iterable[str] = ()) -> Registration:
-    """Return the registration of one process."""
     return Registration(
         cloud.placement, host.uuid, make_inventory(room), (), [*traits], (), host.disk.make_path('state')
     )
@@ -54,7 +52,7 @@ def _check_closed(cloud: Cloud, compute: str) -> list[str]:
 
 
 def _check_registered(cloud: Cloud, registration: Registration, disabled: bool | None) -> list[str]:
-    """Return what is wrong with the provider after a minute; `disabled` None accepts either."""
+    """Return what is wrong with the provider after a minute. `disabled` None accepts either."""
     registration.ensure_registered(lambda: False)
     provider = cloud.model.providers.get(registration.compute)
     if provider is None:
@@ -204,7 +202,7 @@ def _make_active(cloud: Cloud) -> Compute:
 
 
 def built_and_destroyed(cloud: Cloud) -> None:
-    """A destroy during a build; ecompute may be killed anywhere, and a message may be lost."""
+    """A destroy during a build: ecompute may be killed anywhere, and a message may be lost."""
     host = _deliver(cloud)
     cloud.add_compute_actor(A, '', host.repeat(3, host.plan))
     cloud.add_destroy('destroy', U)
@@ -227,7 +225,7 @@ def stopped_and_destroyed(cloud: Cloud) -> None:
 
 
 def rebooted(cloud: Cloud) -> None:
-    """A reboot of an active instance; ecompute may be killed anywhere."""
+    """A reboot of an active instance, where ecompute may be killed anywhere."""
     host = _make_active(cloud)
     cloud.add_compute_actor(A, '', host.repeat(4, host.plan))
     cloud.add_power('reboot', U, 'reboot')

@@ -17,8 +17,8 @@ from tests.model.scenarios_operators import make_forget
 def _take_and_restore(cloud: Cloud, is_queued: bool = True, with_placement: bool = False) -> Compute:
     """Have A take U from a queue, then restore etcd, which A has not accepted yet.
 
-    etcd is restored to when U was queued, or with `is_queued` False to before U was requested. `with_placement`
-    restores placement to the same moment.
+    etcd is restored to when U was queued, or with `is_queued` False to before U was requested.
+    `with_placement` restores placement to the same moment.
     """
     host = cloud.add_host(A)
     cloud.set_flavor()
@@ -45,7 +45,7 @@ def _add_take_on_b(cloud: Cloud, host: Compute) -> None:
 
 
 def new_compute_after_a_restore(cloud: Cloud) -> None:
-    """U runs on A, silent since a restore; B, new to this etcd, takes from the queue."""
+    """U runs on A, silent since a restore, and B, new to this etcd, takes from the queue."""
     host = _take_and_restore(cloud)
     cloud.etcd.end_lease(host.presence.lease)
     _add_take_on_b(cloud, host)
@@ -73,7 +73,7 @@ def new_compute_beside_a_restored_key(cloud: Cloud) -> None:
 
 
 def forgotten_after_a_restore(cloud: Cloud) -> None:
-    """U runs on A, silent since a restore and forgotten; B takes from the queue."""
+    """U runs on A, silent since a restore and forgotten, and B takes from the queue."""
     host = _take_and_restore(cloud)
     cloud.etcd.end_lease(host.presence.lease)
     new = cloud.add_host(B)
@@ -84,7 +84,7 @@ def forgotten_after_a_restore(cloud: Cloud) -> None:
 
 
 def queued_after_a_restore(cloud: Cloud) -> None:
-    """U runs on A, silent since a restore; U is queued again with its uuid, and B takes."""
+    """U runs on A, silent since a restore, U is queued again with its uuid, and B takes."""
     host = _take_and_restore(cloud, is_queued=False)
     cloud.etcd.end_lease(host.presence.lease)
     new = cloud.add_host(B)
@@ -105,14 +105,14 @@ def refused_after_a_restore(cloud: Cloud) -> Check:
 
 
 def state_directory_lost_after_a_restore(cloud: Cloud) -> None:
-    """U runs on A, which has lost its state directory; A accepts a restored etcd."""
+    """U runs on A, which has lost its state directory, and A accepts a restored etcd."""
     host = _take_and_restore(cloud)
     host.disk.files = {'boot_id': 'first'}
     _add_acceptance(cloud, host)
 
 
 def resumed_as_it_is_published(cloud: Cloud) -> None:
-    """U runs on A; both planes are older than U; A publishes U during its create."""
+    """U runs on A, both planes are older than U, and A publishes U during its create."""
     host = _take_and_restore(cloud, is_queued=False, with_placement=True)
     cloud.exempt(CLAIM, 'placement is restored to before U had its claim')
     cloud.add_host(B)
@@ -133,7 +133,7 @@ def resumed_as_it_is_published(cloud: Cloud) -> None:
 
 
 def resumed_after_a_restore(cloud: Cloud) -> None:
-    """U runs on A, silent since a restore; the create with its uuid is repeated."""
+    """U runs on A, silent since a restore, and the create with its uuid is repeated."""
     host = _take_and_restore(cloud, is_queued=False)
     cloud.etcd.end_lease(host.presence.lease)
     cloud.add_host(B)
@@ -144,14 +144,14 @@ def resumed_after_a_restore(cloud: Cloud) -> None:
 
 
 def interrupted_after_a_restore(cloud: Cloud) -> None:
-    """U runs on A, whose key is back; an interrupted create leaves A's claim."""
+    """U runs on A, whose key is back, and an interrupted create leaves A's claim."""
     host = _take_and_restore(cloud, is_queued=False)
     cloud.add_create('eschedule', U, resume=True)
     _add_acceptance(cloud, host)
 
 
 def destroyed_in_a_restored_queue(cloud: Cloud) -> None:
-    """U runs on A; in a restored queue U is destroyed: A publishes, U does not live."""
+    """U runs on A, and in a restored queue U is destroyed: A publishes, U does not live."""
     host = _take_and_restore(cloud)
     cloud.add_destroy('destroy', U)
     _add_acceptance(cloud, host)

@@ -97,7 +97,7 @@ def forget_and_slow_create(cloud: Cloud) -> None:
 
 
 def forget_and_slow_taker(cloud: Cloud) -> None:
-    """A taker ends with a claim and is forgotten; another compute, perhaps slow, takes it."""
+    """A taker ends with a claim and is forgotten, and another compute, perhaps slow, takes it."""
     cloud.add_hosts(A, B)
     place = cloud.enqueue_request(U)
     cloud.claim(U, A)
@@ -180,7 +180,7 @@ def new_compute_takes(cloud: Cloud) -> None:
 
 
 def new_compute_behind_acceptance(cloud: Cloud) -> None:
-    """U runs on A; after a restore A publishes U before a new compute starts."""
+    """U runs on A, and after a restore A publishes U before a new compute starts."""
     host = cloud.add_host(A)
     cloud.set_instance_limit(5)
     cloud.enqueue_request(U, 'web', AFFINITY)
@@ -196,7 +196,7 @@ def new_compute_behind_acceptance(cloud: Cloud) -> None:
 
 
 def forgotten_with_a_guest(cloud: Cloud) -> Check:
-    """A silent compute is forgotten after its instance was destroyed, and comes back: it removes the guest."""
+    """A silent compute is forgotten after a destroy, and comes back: it removes the guest."""
     host = cloud.add_host(A)
     cloud.set_instance_limit(5)
     cloud.deliver(U, A, 'web')
@@ -263,9 +263,9 @@ def destroyed_twice_beside_another(cloud: Cloud) -> None:
 
 
 def destroyed_half_and_restored(cloud: Cloud) -> Check:
-    """An ecompute is killed in a destroy; etcd is restored to before it.
+    """An ecompute is killed in a destroy, etcd is restored to before it, and U published.
 
-    The compute publishes. V shares U's group and quota, and lives: names, groups and quotas are compared at rest.
+    V shares U's group and quota, and lives: names, groups and quotas are compared at rest.
     """
     cloud.set_instance_limit(5)
     host = make_active(cloud, group=AFFINITY)

@@ -8,7 +8,7 @@ from tests.model.explorer import Check, make_scenarios
 
 
 def strict_anti_affinity(cloud: Cloud) -> None:
-    """Two instances of one strict anti-affinity group; a message may be lost."""
+    """Two instances of one strict anti-affinity group, where a message may be lost."""
     cloud.add_hosts(A, B)
     cloud.add_create('eschedule 1', U, seed=1, group=ANTI_AFFINITY)
     cloud.add_create('eschedule 2', V, seed=1, group=ANTI_AFFINITY)

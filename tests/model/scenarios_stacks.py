@@ -1,4 +1,4 @@
-"""Stacks: an apply beside another one, a destroy, a drain, a loss, and whatever wants its names or its room."""
+"""Stacks: an apply beside other commands, a loss, and whatever wants its names or room."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ def _add_hosts(cloud: Cloud, *computes: str) -> None:
 
 
 def _make_applied(cloud: Cloud, *entries: str, computes: Sequence[str] = (A, B)) -> dict[str, str]:
-    """Apply a stack and build it; return {entry: instance}."""
     _add_hosts(cloud, *computes)
     run_apply(cloud, make_file(*entries))
     _build(cloud)
@@ -79,7 +78,7 @@ def apply_frozen(cloud: Cloud) -> None:
 
 
 def apply_late(cloud: Cloud) -> None:
-    """A write of an apply may reach etcd after it has given up; the file is applied again."""
+    """An apply's write may reach etcd after it has given up, and the file is applied again."""
     _add_hosts(cloud)
     _add_apply_after(cloud, add_apply(cloud, 'apply', FILE))
 
@@ -120,7 +119,7 @@ def applied_beside_create_of_its_name(cloud: Cloud) -> None:
 
 
 def applied_in_one_group(cloud: Cloud) -> None:
-    """A strict anti-affinity group of a stack, and a create that joins it; there are two computes."""
+    """A strict anti-affinity group of a stack, and a create that joins it, on two computes."""
     _add_hosts(cloud)
     cloud.has_ample_room = False
     add_apply(cloud, 'apply', make_file(DB, WEB, group=ANTI_AFFINITY), may_fail=(NoCapacity,))
@@ -188,7 +187,7 @@ def apply_killed_and_disabled(cloud: Cloud) -> None:
 
 
 def _restore_older(cloud: Cloud) -> Compute:
-    """Restore etcd to before an instance was applied, which runs on a compute that has not accepted it."""
+    """Restore etcd to before an instance was applied, whose compute has not accepted it."""
     _make_applied(cloud, WEB)
     saved = dict(cloud.etcd.entries)
     run_apply(cloud, FILE)
@@ -221,7 +220,7 @@ def _add_acceptance(cloud: Cloud, host: Compute, after: Actor | None = None) -> 
 
 
 def applied_after_a_restore(cloud: Cloud) -> Check:
-    """An instance is newer than the restored etcd; the file is applied as its compute accepts."""
+    """An instance is newer than the restored etcd: the file is applied as its compute accepts."""
     _add_acceptance(cloud, _restore_older(cloud))
     add_apply(cloud, 'apply', FILE, may_fail=(Conflict,))  # if the compute publishes it in between
 
@@ -245,13 +244,13 @@ def applied_after_a_restore_beside_silence(cloud: Cloud) -> None:
 
 
 def apply_interrupted_after_a_restore(cloud: Cloud) -> None:
-    """An instance is newer than the restored etcd; an interrupted apply leaves its claim."""
+    """An instance is newer than the restored etcd: an interrupted apply leaves its claim."""
     host = _restore_older(cloud)
     _add_acceptance(cloud, host, add_apply(cloud, 'apply', FILE, may_fail=(Conflict,)))
 
 
 def applied_without_its_key(cloud: Cloud) -> None:
-    """The key of a stack is lost, as is every trace of an instance that is gone; it is applied."""
+    """The key of a stack is lost, with every trace of a gone instance, and it is applied."""
     instances = _make_applied(cloud, DB, WEB)
     destroy(cloud.store, instances[DB])
     _build(cloud)

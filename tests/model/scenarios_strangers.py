@@ -1,4 +1,4 @@
-"""Writers that bypass eschedule: a client of 2019, etcdctl, manual changes; and a replaced etcd."""
+"""Writers that bypass eschedule: a client of 2019, etcdctl, and a replaced etcd."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.model.scenarios_pairs import add_complete_fix, make_active
 
 
 def add_manual_writes(cloud: Cloud, name: str, *operations: Put | Delete) -> Actor:
-    """Add manual writes with etcdctl, without conditions; each key is a call of its own."""
+    """Add manual writes with etcdctl, without conditions. Each key is a call of its own."""
     store = ModelStore(cloud.etcd)
 
     def write_all() -> None:
@@ -73,7 +73,7 @@ def stopped_and_power_fails(cloud: Cloud) -> Check:
 
 
 def destroyed_and_power_fails(cloud: Cloud) -> None:
-    """All power fails during a destroy; another instance that ran is started again."""
+    """All power fails during a destroy, and another instance that ran is started again."""
     host = make_active(cloud)
     make_active(cloud, V, 'db')
     first = cloud.add_compute_actor(A, '', host.repeat(2, host.plan))
@@ -262,7 +262,7 @@ def accepted_beside_operators(cloud: Cloud) -> None:
 
 
 def accepted_and_switched(cloud: Cloud) -> None:
-    """U is stopped; etcd is restored to before that; U is published and rebooted."""
+    """U is stopped, etcd is restored to before that, and U is published and rebooted."""
     host = make_active(cloud)
     saved = dict(cloud.etcd.entries)
     change_power(cloud.store, U, PowerAction('stop', make_numbered_uuid(78)))
@@ -308,10 +308,7 @@ def _add_guest_removal(cloud: Cloud, host: Compute, name: str) -> None:
 
 
 def record_removed(cloud: Cloud) -> None:
-    """The record of an instance is deleted while it is built and destroyed.
-
-    Its address is deleted, too.
-    """
+    """The record and address of an instance are deleted while it is built and destroyed."""
     host = cloud.add_host(A)
     cloud.deliver(U, A, 'web')
     cloud.add_compute_actor(A, '', host.repeat(4, host.plan, host.planner.recheck))
@@ -320,10 +317,7 @@ def record_removed(cloud: Cloud) -> None:
 
 
 def record_removed_of_half_a_guest(cloud: Cloud) -> None:
-    """The record is deleted while ecompute builds and may be killed.
-
-    The half-built guest is not taken for complete.
-    """
+    """The record is deleted in a build that may be killed: half a guest is not complete."""
     host = cloud.add_host(A)
     cloud.deliver(U, A, 'web')
     cloud.add_compute_actor(A, '', host.repeat(2, host.plan))
@@ -348,7 +342,7 @@ def record_and_guest_removed(cloud: Cloud) -> None:
 
 
 def record_spoilt(cloud: Cloud) -> None:
-    """An active instance's record becomes malformed and is deleted; then it is destroyed."""
+    """An active instance's record is malformed and deleted, then the instance is destroyed."""
     host = make_active(cloud)
     manual_store, record = ModelStore(cloud.etcd), keys.record(A, U)
 
@@ -363,7 +357,7 @@ def record_spoilt(cloud: Cloud) -> None:
 
 
 def guest_removed(cloud: Cloud) -> None:
-    """The domain and disk of an active instance are deleted, so it ends; another is created."""
+    """An active instance's domain and disk are deleted, so it ends, and another is created."""
     host = make_active(cloud)
     _add_guest_removal(cloud, host, 'somebody')
     cloud.add_compute_actor(A, '', host.repeat(3, host.plan))

@@ -89,7 +89,7 @@ def ended_in_threads(cloud: Cloud) -> None:
 
 
 def request_removed_in_threads(cloud: Cloud) -> None:
-    """A request is deleted manually during its build; leftovers are destroyed later."""
+    """A request is deleted manually during its build, and leftovers are destroyed later."""
     host = cloud.add_host(A)
     cloud.deliver(U, A, 'web')
     cloud.allowed_to_fail.add(U)
@@ -174,7 +174,7 @@ def placement_restored(cloud: Cloud) -> None:
 
 
 def frozen_taker_forgotten(cloud: Cloud) -> Check:
-    """A frozen taker is forgotten; another one takes, then the first continues."""
+    """A frozen taker is forgotten, and another one takes, then the first continues."""
     cloud.add_hosts(A, B)
     host = cloud.computes[A]
     place = cloud.enqueue_request(U, 'web')

@@ -1,7 +1,6 @@
-"""Lost answers: a write is done, late or lost, and others use or undo its effect before its sender reads it back.
+"""Lost answers: others use or undo a write's effect before its sender reads it back.
 
-An actor that waits for a state costs no preemption, so that an effect is consumed within few. No message of the other
-actors is lost.
+An actor that waits for a state costs no preemption, so that an effect is consumed within few.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def _is_destroyed(cloud: Cloud) -> bool:
 
 
 def _start_when(actor: Actor, condition: Callable[[], bool], *others: Actor) -> None:
-    """Have an actor, which loses no message, start once the condition holds or no other actor can make it hold."""
+    """Start an actor, which loses no message, when the condition holds or cannot come to hold."""
     actor.mortal = False
     was_met: list[bool] = []
 
@@ -50,7 +49,7 @@ def _add_build(cloud: Cloud, host: Compute, first: Actor, takes: bool = False) -
 
 
 def _add_life(cloud: Cloud, host: Compute, first: Actor, takes: bool = False) -> None:
-    """Add the whole life of U on A beside the actor that begins it: it is built, destroyed and removed."""
+    """Add the whole life of U on A: it is built, destroyed and removed."""
     build, destroy = _add_build(cloud, host, first, takes), cloud.add_destroy('destroy', U)
     _start_when(destroy, lambda: _is_in_state(cloud, ACTIVE), first, build)
     end = cloud.add_compute_actor(A, 'ending', host.repeat(2, host.plan))
@@ -65,7 +64,7 @@ def delivery_unanswered(cloud: Cloud) -> None:
 
 
 def delivery_unanswered_and_stopped(cloud: Cloud) -> None:
-    """A delivered instance is built, and its request rewritten, before its eschedule reads it back."""
+    """A delivered instance is built, and its request rewritten, before it is read back."""
     host = cloud.add_host(A)
     create = cloud.add_create('eschedule', U, name='web')
     build = _add_build(cloud, host, create)
@@ -97,7 +96,7 @@ def take_unanswered_beside_another(cloud: Cloud) -> None:
 
 
 def destroy_unanswered(cloud: Cloud) -> None:
-    """A destroyed instance is gone, and its record is removed, before its eschedule reads it back."""
+    """A destroyed instance is gone, and its record removed, before it is read back."""
     cloud.set_instance_limit(5)
     host = make_active(cloud, group=AFFINITY)
     destroy = cloud.add_destroy('destroy', U)
@@ -133,7 +132,7 @@ def dequeue_unanswered(cloud: Cloud) -> None:
 
 
 def end_unanswered(cloud: Cloud) -> None:
-    """The record of an end is removed, and its uuid used again, before the compute reads it back."""
+    """The record of an end is removed, and its uuid used again, before it is read back."""
     cloud.set_instance_limit(5)
     host = make_active(cloud, group=AFFINITY)
     destroy = cloud.add_destroy('destroy', U)

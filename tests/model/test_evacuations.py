@@ -1,4 +1,4 @@
-"""Evacuations beside what else has a claim, an attempt or a newer instance: what they leave alone."""
+"""Evacuations leave alone what else has a claim, an attempt or a newer instance."""
 
 from __future__ import annotations
 
@@ -29,12 +29,10 @@ def cloud() -> Iterator[Cloud]:
 
 
 def read_entry(cloud: Cloud) -> StackEntry:
-    """Return the only entry of the stack's key."""
     return decode(Stack, cloud.etcd.entries[keys.stack(STACK)].value, name=STACK).entries[WEB]
 
 
 def run_once_after(cloud: Cloud, prefix: str, action: Callable[[], object]) -> None:
-    """Run an action once, right after the first write of a key with this prefix."""
     pending = [action]
 
     def note(operations: Sequence[Put | Delete]) -> None:

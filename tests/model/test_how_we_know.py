@@ -41,7 +41,7 @@ def test_named_path_exists(path: str) -> None:
 
 
 def test_slow_tests_that_the_page_names_have_passed() -> None:
-    """`tests/last_run` has the date of the last pass of each slow test."""
+    # `tests/last_run` has the date of the last pass of each slow test.
     passed = {re.sub(r'\[.*', '', name) for name in LastRuns(LAST_RUN_PATH).dates}
     named = {(path, name) for path, name in TESTS}
     named |= {

@@ -45,8 +45,6 @@ TRAITS = ['COMPUTE_STATUS_DISABLED', 'HW_CPU_X86_AVX', 'CUSTOM_NOBODY_HAS']
 
 @dataclass
 class PlacementPair:
-    """A real placement and the model, which get the same calls."""
-
     real: Placement
     model: ModelPlacement
     rng: random.Random
@@ -62,7 +60,6 @@ class PlacementPair:
             self.write('PUT', f'/resource_providers/{provider}/inventories', self.make_inventory(provider))
 
     def step(self) -> None:
-        """Make one call to both; after a write also compare what both hold."""
         writes = [*[self.claim] * 4, self.claim_set, self.release, self.change, self.change]
         if self.rng.random() < 0.4:
             self.read(self.rng.choice(self.list_paths()))
@@ -102,7 +99,7 @@ class PlacementPair:
         ]
 
     def make_allocation(self, empty_share: float = 0.1) -> dict[str, Any]:
-        """Return a random allocation; its provider may be missing or lack the capacity."""
+        """Return a random allocation. Its provider may be missing or lack the capacity."""
         provider = self.rng.choice([*self.providers * 4, make_random_uuid()])
         sizes = {'VCPU': self.rng.randint(1, 3), **({'DISK_GB': 1} if self.rng.random() < 0.5 else {})}
         generation = self.rng.choice([None, None, 0, 1, 2])
@@ -139,7 +136,6 @@ class PlacementPair:
             self.write('PUT', f'/allocations/{consumer}', body)
 
     def change(self) -> None:
-        """Change the inventory, traits or aggregates of a provider, or delete and recreate it."""
         provider = self.rng.choice(self.providers)
         part = self.rng.choice(['inventories', 'inventories', 'no inventories', 'traits', 'aggregates', 'delete'])
         path = f'/resource_providers/{provider}'
@@ -170,7 +166,6 @@ class PlacementPair:
         return {**self.make_generation(provider), part: [value for value in choices if self.rng.random() < 0.4]}
 
     def make_generation(self, provider: str) -> dict[str, int]:
-        """Return the provider's generation, sometimes a wrong one."""
         summary = get_answer(lambda real: real.get(f'/resource_providers/{provider}'), self.real)
         generation = summary['generation'] if isinstance(summary, dict) else 0
         return {'resource_provider_generation': generation + (self.rng.random() < 0.1)}
@@ -199,7 +194,6 @@ UNREAD_FIELDS = {'links', 'mappings', 'consumer_type'}
 
 
 def normalize_answer(answer: object) -> object:
-    """Return the part of an answer that the product reads, in a canonical order."""
     if isinstance(answer, dict):
         fields = {name: normalize_answer(part) for name, part in answer.items() if name not in UNREAD_FIELDS}
         if 'capacity' not in fields and {'resources', 'traits'} <= fields.keys():
@@ -212,8 +206,6 @@ def normalize_answer(answer: object) -> object:
 
 @dataclass
 class StorePair:
-    """A real store and the model, which get the same calls, and the pairs of their numbers."""
-
     real: Store
     model: ModelStore
     prefix: str
@@ -231,7 +223,6 @@ class StorePair:
         ask()
 
     def compare(self, description: str, real: Query, model: Query) -> tuple[object, object]:
-        """Make a call to both; AssertionError if the answers have different meanings."""
         self.calls.append(description)
         answers = get_answer(real, self.real), get_answer(model, self.model)
         if isinstance(answers[0], int) and isinstance(answers[1], int) and description.startswith('commit'):
@@ -241,7 +232,6 @@ class StorePair:
         return answers
 
     def normalize(self, answer: object, which: int) -> object:
-        """Return the answer with its numbers replaced by ones that are equal in both."""
         if isinstance(answer, Entry):
             revision = [pair[which] for pair in self.revisions].index(answer.revision)
             lease = [pair[which] for pair in self.leases].index(answer.lease)
@@ -292,7 +282,6 @@ class StorePair:
         self.compare(description, *asks)
 
     def make_condition(self) -> tuple[Unchanged | Exists, Unchanged | Exists]:
-        """Return a pair of conditions that mostly holds."""
         key = self.pick_key()
         if self.rng.random() < 0.2:
             return Exists(key), Exists(key)
@@ -314,7 +303,6 @@ class StorePair:
         self.calls.append(f'grant: {self.leases[-1]}')
 
     def revoke(self) -> None:
-        """Revoke a lease, which may have expired already, and check that it cannot be renewed."""
         leases = self.rng.choice(self.leases[1:] or [(0, 0)])
         if not leases[0]:
             return
@@ -421,7 +409,7 @@ def compare_placement(client: Placement, world: World, steps: int, seed: int) ->
 
 @pytest.fixture
 def in_process_placement() -> Iterator[Placement]:
-    """The real placement, inside this process: a separate server would take ten times as long."""
+    """The real placement in this process: a separate server would take ten times as long."""
     pytest.importorskip('placement', reason="openstack-placement is not installed: pip install '.[lab]'")
     yield start_placement()
     remove_providers(start_placement())

@@ -53,7 +53,6 @@ def test_drain_ignores_a_key_without_an_instance(cloud: Cloud, junk: str) -> Non
 
 
 def silence_compute(cloud: Cloud) -> None:
-    """End the compute's lease, and put its presence key manually without a lease."""
     cloud.etcd.end_lease(cloud.computes[A].presence.lease)
     cloud.computes[A].is_dead = True
     cloud.store.commit(
@@ -72,13 +71,12 @@ def list_finding_codes(cloud: Cloud) -> set[str]:
 
 
 def run_fix(cloud: Cloud) -> list[str]:
-    """Return the repairs of `check --fix`, after two checks."""
     reports = [audit(cloud.store, cloud.placement, is_now=True) for _ in range(2)]
     return repair_findings(cloud.store, cloud.placement, *reports)
 
 
 def test_repairs_are_one_line_each(cloud: Cloud) -> None:
-    """A compute's answer, and the name in a key that a compute may write, are the text of somebody else."""
+    """The answer of a compute, and the name in a key that it may write, are foreign text."""
     cloud.add_host(A)
     key = keys.quota('shop\nhv1: all is well')
     cloud.store.commit([], [Put(key, '{"version": 1, "limits": {"VCPU": 4}, "used": {"VCPU": 1}}')])

@@ -1,4 +1,4 @@
-"""truth.py reports false sentences of commands, and sentences without a row; invariants.py reports a broken rule."""
+"""truth.py reports false sentences of commands, and invariants.py reports broken rules."""
 
 from __future__ import annotations
 
@@ -107,8 +107,6 @@ def test_sentence_without_a_row_is_reported() -> None:
 
 
 class Breach(NamedTuple):
-    """A change that breaks a rule, the change that reverts it, and the message of the rule."""
-
     break_rule: Callable[[Cloud], object]
     restore: Callable[[Cloud], object]
     message: str
@@ -132,7 +130,6 @@ def _commit(cloud: Cloud, *operations: Put | Delete) -> None:
 
 
 def _deliver(cloud: Cloud, attempted: Sequence[str], *delivered: str) -> None:
-    """Deliver instances of one entry of a stack as an apply of `attempted` does."""
     attempt = keys.attempt(S)
     _commit(cloud, Put(attempt, json.dumps({'instances': attempted})))
     value = json.dumps({'allocations': {B: {}}, 'stack': Place('s', 'web', 1, S, 1)._asdict()})

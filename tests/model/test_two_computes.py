@@ -149,10 +149,7 @@ def test_request_key_without_a_compute_is_ignored(cloud: Cloud) -> None:
 def test_rewritten_request_of_another_compute_does_not_stop_a_failure(
     cloud: Cloud, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A compute's role lets it write any key below its own uuid.
-
-    The instance of another compute must still end.
-    """
+    # A compute's role lets it write any key below its own uuid. The instance of another compute must still end.
     cloud.set_instance_limit(5)
     cloud.deliver(U, A, 'web')
     put_request(cloud, B, U)
@@ -174,7 +171,7 @@ def test_rewritten_request_of_another_compute_does_not_stop_a_failure(
 
 
 def test_failure_ends_with_more_requests_than_conditions(cloud: Cloud) -> None:
-    """A transaction of etcd takes at most 128 conditions."""
+    # A transaction of etcd takes at most 128 conditions.
     cloud.deliver(U, A, 'web')
     for number in range(130):
         cloud.store.commit([], [Put(keys.request(str(uuid.UUID(int=number + 1)), U), '{}')])
@@ -226,10 +223,8 @@ def test_fix_of_a_changed_record_leaves_no_lease(cloud: Cloud) -> None:
 
 
 def test_malformed_request_after_the_end_keeps_the_guest(cloud: Cloud) -> None:
-    """The guest was brought back by virsh define, or with a restored host.
-
-    Only a tombstone destroys (rule: tombstone-only).
-    """
+    # The guest was brought back by virsh define, or with a restored host.
+    # Only a tombstone destroys (rule: tombstone-only).
     host = cloud.computes[A]
     cloud.deliver(U, A)
     host.repeat(3, host.plan)()

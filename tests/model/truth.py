@@ -31,7 +31,6 @@ from tests.model.end import PLACEMENT_COMMANDS, FinalState, Sentence
 
 
 def find_false_sentences(cloud: Cloud, before: frozenset[str]) -> list[str]:
-    """Return the messages of commands that are false. For `before` see list_prior_instances()."""
     end = FinalState(cloud, before)
     return [
         violation
@@ -79,7 +78,7 @@ def is_delivered(end: FinalState, sentence: Sentence) -> bool:
 
 
 def is_evacuated(end: FinalState, sentence: Sentence) -> bool:
-    """Each new instance is requested of the reported compute, or has ended; no old one is."""
+    """Each new instance is requested of the reported compute, or has ended, and no old one is."""
     assert isinstance(sentence.outcome, tuple)
     return all(
         keys.request(each.compute, each.replaced_by) in end.entries or end.has_ended(each.replaced_by)
@@ -299,8 +298,6 @@ def _parse_subject(sentence: Sentence) -> str:
 
 
 class Row(NamedTuple):
-    """The messages of these commands with this outcome and pattern, and their condition."""
-
     commands: tuple[str, ...]
     outcome: type
     pattern: str

@@ -27,7 +27,7 @@ FIRST_PID = 1000
 
 
 class CurrentWorld:
-    """The world that the current thread is in; None outside, and for all other threads."""
+    """The world that the current thread is in, or None outside, and for all other threads."""
 
     world: World | None = None
     thread = 0
@@ -38,8 +38,6 @@ class CurrentWorld:
 
 
 class FixedDatetime(datetime):
-    """A datetime whose current time is fixed."""
-
     @classmethod
     def now(cls, tz: tzinfo | None = None) -> FixedDatetime:
         return cls(2030, 1, 1, tzinfo=tz or UTC)
@@ -89,7 +87,7 @@ def _virtual_wait(event: threading.Event, timeout: float | None = None) -> bool:
 
 
 def find_pid() -> int:
-    """Return the process id of the current actor; that of the scene belongs to nobody."""
+    """Return the process id of the current actor. That of the scene belongs to nobody."""
     world = CurrentWorld.get()
     assert world is not None
     return FIRST_PID - 1 if world.current is None else FIRST_PID + world.actors.index(world.current)
@@ -107,7 +105,7 @@ def _virtual_kill(pid: int, _: int) -> None:
 
 
 def _virtual_ask_placement(placement: object, *_: object) -> Future[tuple[object, Offer]]:
-    """Return the completed future of a client; the product connects to placement in a thread."""
+    # The product connects to placement in a thread.
     future: Future[tuple[object, Offer]] = Future()
     future.set_result((placement, Offer(())))
     return future
@@ -153,13 +151,11 @@ def _is_enabled_for(logger: logging.Logger, level: int) -> bool:
 
 
 def _make_inline_pool(_: int) -> AbstractContextManager[SimpleNamespace]:
-    """Return a thread pool that runs each job immediately in its caller."""
     return nullcontext(SimpleNamespace(map=map))
 
 
 @contextmanager
 def patch_environment() -> Iterator[None]:
-    """Patch time, randomness and threads for code that runs inside a world."""
     import ecomp.agent.host.metadata
     import ecomp.agent.host.provider
     import ecomp.agent.host.state

@@ -1,7 +1,6 @@
 """One execution: actors that stop before every call, and the faults of the calls.
 
-The actors run functions of the product, each in a greenlet. A call is atomic. Before it the actor stops, and the
-chooser decides which actor continues and how: normally, with a lost request or answer, or killed.
+The actors run functions of the product, each in a greenlet. Before each call, which is atomic, the actor stops.
 """
 
 from __future__ import annotations
@@ -56,10 +55,7 @@ class NotAtRest(Exception):
 
 @dataclass(eq=False)
 class World:
-    """Runs `actors` as `chooser` decides.
-
-    `state_parts` return further parts of the state, `events` the events that may happen.
-    """
+    """Runs `actors` as `chooser` decides. `state_parts` return further parts of the state."""
 
     bounds: Bounds
     chooser: Chooser
@@ -103,7 +99,7 @@ class World:
     ) -> Value:
         """Carry out a call when it is chosen, or raise the error of a lost message.
 
-        Errors: Unreachable, UnknownOutcome. `make_fingerprint` reduces the answer to what distinguishes it from others.
+        `make_fingerprint` reduces the answer to what distinguishes it from others.
         """
         actor = self.current
         if actor is None or self.is_over:
@@ -172,10 +168,6 @@ class World:
     # Running the world
 
     def run(self) -> None:
-        """Run until no actor can continue.
-
-        Errors: Pruned, NotAtRest, and an error of an actor that is not an EcompError.
-        """
         self._hub = greenlet.getcurrent()
         try:
             for actor in list(self.actors):
@@ -195,7 +187,6 @@ class World:
             self._kill_all()
 
     def check_invariants(self) -> None:
-        """Record new violations after this step, and mark the step in the story."""
         for check in self.invariants:
             for violation in check():
                 if violation not in self.violations:

@@ -1,4 +1,4 @@
-"""`python -m tests.mutations`: make each mistake in a copy of the tree, and report which ones the tests find."""
+"""`python -m tests.mutations`: make each mistake in a copy of the tree, and test it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.mutations.trial import make_mistake, run_tests
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Try the rows, one after the other; return 1 if tests of one do not find it, else 0."""
+    """Try the rows, one after the other. Return 1 if tests of one do not find it, else 0."""
     parser = argparse.ArgumentParser(prog='tests.mutations', description='Try whether the tests find each mistake.')
     parser.add_argument('--only', metavar='TEXT', default='', help='only rows whose description or file has this text')
     parser.add_argument('--unchanged', action='store_true', help='run the tests without the mistakes: all must pass')

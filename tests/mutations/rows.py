@@ -1,4 +1,4 @@
-"""Mistakes that are made in the product's text, one at a time; each must be found by a test.
+"""Mistakes that are made in the product's text, each of which a test must find.
 
 The rows cover what the planted bugs of tests/model do not: the packages that the checker replaces or does not run.
 They were chosen by reading the product, before their tests were looked for. The list is frozen: a test that is
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    """One mistake: `old`, which occurs once in `file`, becomes `new`; `tests` are node ids, one of which fails."""
+    """One mistake: `old`, which occurs once in `file`, becomes `new`. One of `tests` fails."""
 
     description: str
     file: str

@@ -22,8 +22,6 @@ FAILED = 1
 
 
 class Trial(NamedTuple):
-    """Whether a test failed, the seconds it took, and pytest's line about the test that failed."""
-
     has_failed: bool
     seconds: float
     failure: str
@@ -31,11 +29,7 @@ class Trial(NamedTuple):
 
 @contextmanager
 def make_mistake(row: Row, tree: Path) -> Iterator[None]:
-    """Make the mistake in this copy of the tree, and restore the file at the end.
-
-    Raises:
-        AssertionError: the text does not occur, or occurs more than once: the row is outdated.
-    """
+    """Make the mistake in this copy of the tree, and restore the file at the end."""
     path = tree / row.file
     text = path.read_text()
     count = text.count(row.old)
@@ -49,11 +43,7 @@ def make_mistake(row: Row, tree: Path) -> Iterator[None]:
 
 
 def run_tests(row: Row, tree: Path) -> Trial:
-    """Run the tests of a row in this tree until one fails; no process of theirs imports another tree.
-
-    Raises:
-        AssertionError: pytest could not run them: a test was renamed, for example.
-    """
+    # No process of the tests imports another tree.
     # Console scripts and processes in other directories import by this path, too.
     environment = {**os.environ, 'PYTHONPATH': os.pathsep.join((str(tree), str(tree / 'md_server')))}
     command = [sys.executable, '-m', 'pytest', '-x', '-q', '-n0', '-p', 'no:cacheprovider', '--tb=line', *row.tests]
