@@ -37,15 +37,12 @@ OWNER = {'host': 'here', 'pid': 1}
 
 @dataclass
 class Cloud:
-    """etcd and placement with live computes, and a scheduler's clients of them."""
-
     etcd: Etcd
     server: PlacementServer
     store: Store
     placement: Placement
 
     def make_compute(self, alive: bool = True, **totals: int) -> str:
-        """Create a compute with room for two small guests, or with `totals`; live if `alive`."""
         compute = self.server.make_provider(**(totals or {'VCPU': 2, 'MEMORY_MB': 512, 'DISK_GB': 10}))
         if alive:
             self.etcd.put(keys.compute(compute), '{"token": "x"}', self.etcd.grant())
@@ -62,7 +59,6 @@ class Cloud:
         )
 
     def make_order(self, alive: bool = True, **totals: int) -> tuple[str, SetOrder]:
-        """Create a compute and return it with an order for one small guest on it."""
         compute = self.make_compute(alive, **totals)
         return compute, self.make_order_on(compute)
 
@@ -76,7 +72,6 @@ class Cloud:
         candidates: list[Allocations] | None = None,
         offer: Offer | None = None,
     ) -> DeliveryOutcome:
-        """Place the order, with the given offer or candidates or else placement's current ones."""
         placement = placement or self.placement
         backend: Future[tuple[Placement, Offer]] = Future()
         try:
@@ -112,16 +107,11 @@ class Cloud:
         return request
 
     def assert_placed(self, compute: str, order: SetOrder) -> None:
-        """Assert that the instance is delivered to and claimed on this compute.
-
-        No attempt may be in flight for it.
-        """
         assert self.read_request(compute, order.instance).allocations == {compute: SMALL}
         assert self.server.read_allocations(order.instance) == {compute: SMALL}
         assert self.etcd.get(keys.attempt(order.instance)) is None
 
     def assert_not_placed(self, order: SetOrder, *computes: str) -> None:
-        """Assert that the order has no claim, no attempt and no delivery."""
         assert self.server.read_allocations(order.instance) == {}
         assert self.etcd.get(keys.attempt(order.instance)) is None
         assert [key for key in self.etcd.list_keys(keys.HOSTS) if keys.get_last_part(key) == order.instance] == []
@@ -130,8 +120,6 @@ class Cloud:
 
 
 class CountingStore(Store):
-    """A store that counts its requests to etcd."""
-
     request_count = 0
 
     def _ask(self, *args: Any) -> Any:
@@ -142,11 +130,7 @@ class CountingStore(Store):
 def interpose(
     target: Any, method: str, action: Callable[[], object], matches: Callable[..., bool] = lambda *_: True
 ) -> Any:
-    """Replace a method so that `action` runs once, just before the first call that matches.
-
-    Returns:
-        The same object.
-    """
+    """Replace a method so that `action` runs once, just before the first call that matches."""
     real, pending = getattr(target, method), [action]
 
     def intercept(*args: Any, **kwargs: Any) -> Any:
@@ -163,7 +147,7 @@ def make_uuid() -> str:
 
 
 def start_attempt(cloud: Cloud, order: SetOrder, lease: int) -> int:
-    """Write the key of an attempt, as eschedule does first; return its revision."""
+    """Write the key of an attempt, as eschedule does first."""
     value = json.dumps({'version': 1, 'instances': [order.instance]})
     revision = cloud.store.commit(
         [Unchanged(keys.attempt(order.instance), 0)], [Put(keys.attempt(order.instance), value, lease)]

@@ -66,7 +66,7 @@ def prefix() -> str:
 
 @pytest.fixture
 def cloud(request: pytest.FixtureRequest) -> Iterator[Cloud]:
-    """Etcd and placement in memory, empty, or real ones if the test says so, uses others, or is run by --all."""
+    """Etcd and placement in memory, or real ones if the test or --all requires them."""
     is_real = REAL_SERVERS.intersection(request.fixturenames) or request.node.get_closest_marker('real_servers')
     if is_real or request.config.getoption('real_servers'):
         etcd, placement = request.getfixturevalue('etcd'), request.getfixturevalue('placement')
@@ -81,7 +81,6 @@ def cloud(request: pytest.FixtureRequest) -> Iterator[Cloud]:
 
 @pytest.fixture(params=['placement', 'light'])
 def each_placement(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[PlacementServer]:
-    """The real placement of the session, and a light one."""
     if request.param == 'placement':
         yield request.getfixturevalue('placement')
         return
@@ -97,7 +96,6 @@ def client(placement: PlacementServer) -> Iterator[Placement]:
 
 @pytest.fixture
 def toy_compute(cloud: Cloud, tmp_path: Path) -> Iterator[ToyCompute]:
-    """A compute in this process, without threads, that a test drives step by step."""
     with make_toy_compute(cloud, tmp_path) as compute:
         yield compute
 
@@ -110,7 +108,6 @@ def _started_placement() -> InProcessPlacement:
 
 @pytest.fixture
 def placement_in_process(request: pytest.FixtureRequest) -> Iterator[InProcessPlacement]:
-    """An empty placement in this process: in memory, unless the test asks for the real one or is run by --all."""
     if not (request.node.get_closest_marker('real_servers') or request.config.getoption('real_servers')):
         yield InMemoryPlacement()
         return
@@ -127,7 +124,6 @@ def etcd_proxy(etcd: Etcd) -> Iterator[Proxy]:
 
 @pytest.fixture
 def shaky_store(etcd_proxy: Proxy) -> Iterator[Store]:
-    """A store connected through etcd_proxy."""
     with open_store(etcd_proxy.address, timeout=3.0) as store:
         yield store
 
@@ -140,7 +136,6 @@ def placement_proxy(placement: PlacementServer) -> Iterator[Proxy]:
 
 @pytest.fixture
 def shaky_placement(placement_proxy: Proxy) -> Iterator[Placement]:
-    """A placement client connected through placement_proxy."""
     with closing(Placement(f'http://{placement_proxy.address}', (2.0, 5.0))) as client:
         yield client
 
@@ -164,7 +159,6 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.fixture(scope='module')
 def image(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A qcow2 image with random content and a virtual size of 16 MiB."""
     if shutil.which('qemu-img') is None:
         pytest.skip('qemu-img makes the images: apt-get install qemu-utils')
     directory = tmp_path_factory.mktemp('image')
@@ -199,7 +193,6 @@ def host() -> Iterator[LibvirtHost]:
 
 @pytest.fixture
 def connection(host: LibvirtHost) -> Iterator[Any]:
-    """The test's own libvirt connection, to observe and change what ecompute does not."""
     libvirt = pytest.importorskip('libvirt', reason="libvirt-python is not installed: pip install '.[hypervisor]'")
     with closing(libvirt.open(host.uri)) as opened:
         yield opened
@@ -217,7 +210,6 @@ def prepared_libvirt(host: LibvirtHost) -> Iterator[Libvirt]:
 
 @pytest.fixture
 def real_libvirt(prepared_libvirt: Libvirt) -> Iterator[Libvirt]:
-    """The host's Libvirt. All guests of the test are removed after it, even if it fails."""
     yield prepared_libvirt
     for instance in prepared_libvirt.list_guests():
         prepared_libvirt.destroy(instance, COMPUTE)

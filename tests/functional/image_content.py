@@ -8,7 +8,6 @@ from pathlib import Path
 
 
 def make_raw_image(size: int, fill: int = 0) -> bytes:
-    """Return a raw disk of this size; the content differs for each `fill`."""
     return (bytes([fill]) * 510 + b'\x55\xaa').ljust(size, bytes([fill]))
 
 

@@ -61,7 +61,6 @@ libvirtd -d --pid-file "$root/libvirtd.pid"
 
 
 def describe_missing() -> str | None:
-    """Return why no LibvirtHost can be made on this machine, or None."""
     absent = [name for name in REQUIRED_PROGRAMS if shutil.which(name) is None]
     if absent:
         return 'not installed: ' + ', '.join(absent)
@@ -95,10 +94,6 @@ class LibvirtHost:
         )
 
     def call_function(self, module: str, function: str, instance: str, timeout: float = 120.0) -> None:
-        """Call a function of a test module in the host's namespaces.
-
-        Its arguments are the state directory and the instance.
-        """
         script = f'import {module} as test; test.{function}{(str(self.root / "state"), instance)}'
         path = os.pathsep.join([str(TOP), *sys.path])
         environment = {**os.environ, 'PYTHONPATH': path}
@@ -109,7 +104,6 @@ class LibvirtHost:
         self.run_inside(['libvirtd', '-d', '--pid-file', str(self.root / 'libvirtd.pid')])
 
     def kill_libvirtd(self) -> None:
-        """Kill libvirtd with SIGKILL and wait until the process is gone."""
         pid = self.read_pid()
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: not is_running(pid), 60, 'libvirtd gone')
@@ -124,7 +118,6 @@ def is_running(pid: int) -> bool:
 
 @contextmanager
 def start_libvirt_host() -> Iterator[LibvirtHost]:
-    """Make a host, and remove its guests, daemons, namespaces and files at the end."""
     with ExitStack() as undo:
         root = Path(tempfile.mkdtemp(prefix='evt-'))
         undo.callback(shutil.rmtree, root)
@@ -161,10 +154,7 @@ def start_libvirt_host() -> Iterator[LibvirtHost]:
 
 
 def kill_processes(namespace: str) -> None:
-    """Kill all processes in the namespace and wait until they are gone.
-
-    These are guests, dnsmasq and the daemons.
-    """
+    """Kill the guests, dnsmasq and daemons in the namespace, and wait until they are gone."""
 
     def list_pids() -> list[int]:
         result = subprocess.run(['ip', 'netns', 'pids', namespace], check=True, capture_output=True, text=True)

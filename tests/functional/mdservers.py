@@ -52,7 +52,7 @@ def start_server(
     prefix: tuple[str, ...] = (),
     stdin: int = subprocess.DEVNULL,
 ) -> Iterator[Server]:
-    """Run a metadata server; yield it when it has logged its address."""
+    """Run a metadata server, and yield it when it has logged its address."""
     log = root / 'log'
     environment = os.environ | ({'PYTHONPATH': str(SCRIPT.parents[1])} if command is AS_MODULE else {})
     with log.open('wb') as stderr:
@@ -78,12 +78,11 @@ def start_server(
 
 
 def make_request(instance: str, **fields: Any) -> Request:
-    """Return a request as ecompute passes it to the metadata server."""
     return Request(instance, {}, **fields)
 
 
 def write_host_files(root: Path, leases: dict[str, str]) -> Path:
-    """Write leases, guest files and an mdserver.conf as on a host; return the path of the conf."""
+    """Write leases, guest files and an mdserver.conf as on a host, and return the conf's path."""
     (root / 'metadata').mkdir()
     (root / 'virbr0.status').write_text(
         json.dumps(

@@ -21,7 +21,6 @@ from tests.kit.store_client import read_entry
 
 @pytest.fixture
 def flavor(cloud: Cloud) -> Iterator[Flavor]:
-    """A flavor of the test's own, and its queue."""
     own_flavor = Flavor(f'f{make_uuid()}', SMALL)
     cloud.etcd.put(keys.flavor(own_flavor.name), encode(own_flavor))
     yield own_flavor
@@ -69,7 +68,6 @@ def make_taker(
 
 
 def assert_taken(cloud: Cloud, compute: str, entry: QueueEntry) -> None:
-    """Assert that only this compute has the instance, with one claim and no queue entry."""
     instance = entry.instance
     assert cloud.read_request(compute, instance).allocations == {compute: SMALL}
     request_keys = [key for key in cloud.etcd.list_keys(keys.HOSTS) if keys.get_last_part(key) == instance]
@@ -79,7 +77,6 @@ def assert_taken(cloud: Cloud, compute: str, entry: QueueEntry) -> None:
 
 
 def assert_waiting(cloud: Cloud, entry: QueueEntry) -> None:
-    """Assert that the entry is queued, with no request, claim or attempt."""
     assert [key for key in cloud.etcd.list_keys(keys.QUEUES) if entry.instance in key] == [entry.key]
     assert [key for key in cloud.etcd.list_keys(keys.HOSTS) if keys.get_last_part(key) == entry.instance] == []
     assert cloud.server.read_allocations(entry.instance) == {}

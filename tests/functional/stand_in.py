@@ -32,8 +32,6 @@ MAX_WAIT_SECONDS = 60.0
 
 
 class ScriptedImages:
-    """See the module."""
-
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
@@ -66,10 +64,7 @@ class ScriptedImages:
 
 
 class SharedHypervisor:
-    """A hypervisor that all workers share, as libvirt is.
-
-    The state of a FakeHypervisor belongs to one process. So each call loads the current state from disk, under a lock.
-    """
+    """A fake hypervisor that all workers share: each call loads its state from disk."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -97,13 +92,11 @@ def run_worker(pipe: Connection, settings: WorkerSettings) -> None:
 
 
 def run_downloading_worker(pipe: Connection, settings: WorkerSettings) -> None:
-    """Run a worker that downloads its images from servers on loopback addresses."""
     prepare(settings)
     images = ImageCache(settings.state / 'images', inspection.inspect, None, settings.limits, LOOPBACK_REACH)
     run_jobs(pipe, cast(Hypervisor, SharedHypervisor(settings.state)), images, InstanceLocks(settings.state))
 
 
 def fail_to_start(pipe: Connection, settings: WorkerSettings) -> None:
-    """Exit, as a worker that cannot start."""
     del pipe, settings
     raise SystemExit(3)

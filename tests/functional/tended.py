@@ -31,14 +31,11 @@ def make_job(word: str, instance: str | None = None) -> Build:
 
 
 def make_shared_image_job(word: str) -> Build:
-    """Return a job whose image other jobs use, too."""
     spec = GuestSpec(str(uuid.uuid4()), COMPUTE, 1, 64, 1, BaseImage('', '', 0), 'qemu')
     return Build(spec, f'http://test/{word}')
 
 
 class TendedPool:
-    """A pool, the threads that submit jobs, and the main thread that tends the pool."""
-
     def __init__(self, directory: Path, size: int, entry: Callable[..., None] = stand_in.run_worker) -> None:
         self.directory = directory
         self.pool = Workers(size, WorkerSettings(directory, None, warm.get_server_pid(), LIMITS, False), entry)
@@ -47,7 +44,6 @@ class TendedPool:
         self._threads = ThreadPoolExecutor(8)
 
     def submit(self, work: Job) -> Future[list[JobEvent]]:
-        """Run the job in a thread of its own, as ecompute's tasks do."""
         return self._threads.submit(lambda: list(self.pool.run(work)))
 
     def tend_until(self, condition: Callable[[], object], description: str, seconds: float = 20.0) -> None:
@@ -66,7 +62,6 @@ class TendedPool:
         return work.exception()
 
     def wait_for_pid(self, work: Build) -> int:
-        """Return the pid of the worker that runs this job, once it has begun."""
         path = self.directory / f'{work.spec.instance}.pid'
         self.tend_until(path.exists, 'the job is in work')
         return int(path.read_text())
@@ -90,7 +85,6 @@ def no_replacements(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def pool(tmp_path: Path, no_replacements: None) -> Iterator[TendedPool]:
-    """A pool of one worker."""
     del no_replacements
     with closing(TendedPool(tmp_path, 1)) as tended:
         yield tended

@@ -1,4 +1,4 @@
-"""Domains that plain libvirt made: listed, marked and switched, and otherwise left as they are."""
+"""Domains that plain libvirt made are listed, marked and switched, and otherwise left."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ MakeDomain = Callable[..., Any]
 
 @pytest.fixture
 def make_domain(connection: Any) -> Iterator[MakeDomain]:
-    """A function that makes a domain: off, running or transient. All are undefined at the end."""
     made = []
 
     def make(name: str, *devices: str, running: bool = False, transient: bool = False) -> Any:
@@ -55,7 +54,7 @@ def make_domain(connection: Any) -> Iterator[MakeDomain]:
 
 
 def describe(domain: Any) -> tuple[str, str]:
-    """Return the definition and, if it runs, the live description, without what libvirt changes by itself."""
+    """Describe a domain without what libvirt changes by itself."""
     live = domain.XMLDesc() if domain.isActive() else ''
     return domain.XMLDesc(libvirt.VIR_DOMAIN_XML_INACTIVE), live
 

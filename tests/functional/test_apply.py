@@ -1,4 +1,4 @@
-"""`eschedule apply FILE` with real etcd and placement: exit codes, questions, selectors, reads and writes."""
+"""`eschedule apply FILE` on real etcd and placement: exit codes, questions and writes."""
 
 from __future__ import annotations
 
@@ -39,10 +39,9 @@ QUERY = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64'
 
 
 def write_stack(directory: Path, **members: dict[str, Any]) -> str:
-    """Write the file of a stack as JSON, which is YAML, and return its path."""
     path = directory / f'stack-{len(list(directory.iterdir()))}.yaml'
     instances = {member: {'query': QUERY, 'image': IMAGE, **values} for member, values in members.items()}
-    path.write_text(json.dumps({'stack': 'shop', 'instances': instances}))
+    path.write_text(json.dumps({'stack': 'shop', 'instances': instances}))  # JSON is YAML
     return str(path)
 
 
@@ -182,7 +181,7 @@ def test_dry_run_predicts_each_outcome_and_writes_nothing(cluster: Control, requ
 
 @pytest.mark.unaudited('its compute is a key that nobody keeps')
 def test_file_that_a_stack_was_last_applied_from_is_named_beside_its_surplus(cluster: Control) -> None:
-    """Two people may have files with one stack name: the second one's --prune destroys the first one's instances."""
+    """Two people may have files with one stack name: --prune destroys the other's instances."""
     Cloud(cluster.etcd, cluster.placement, None, None).make_compute(VCPU=4, MEMORY_MB=512, DISK_GB=10)  # type: ignore[arg-type]
     ann, bob = write_stack(cluster.directory, shop={'count': 2}), write_stack(cluster.directory, blog={})
     assert 'last applied' not in cluster.eschedule('apply', ann).stderr
@@ -205,7 +204,7 @@ def test_first_instance_keeps_its_name_when_its_member_gets_a_count(cluster: Con
 
 @pytest.mark.unaudited('its compute is a key that nobody keeps')
 def test_name_of_a_former_instance_that_is_being_destroyed_is_waited_for(cluster: Control) -> None:
-    """After a restore of etcd a stack's key may have a later instance of the entry, which is gone."""
+    """After a restore of etcd a stack's key may name a later instance, which is gone."""
     Cloud(cluster.etcd, cluster.placement, None, None).make_compute(VCPU=4, MEMORY_MB=512, DISK_GB=10)  # type: ignore[arg-type]
     shop = write_stack(cluster.directory, db={})
     assert cluster.eschedule('apply', shop).code == 0

@@ -54,8 +54,6 @@ BASE = BaseImage('/base', 'qcow2', 0)
 
 
 class FakeHost(FakeHypervisor):
-    """Fake guests whose disks may have other users."""
-
     other_users: frozenset[str] = frozenset()
     is_away = False
     measured_count = 0
@@ -120,11 +118,9 @@ class Host:
         return instance
 
     def clear(self, *leftovers: Leftover) -> list[str]:
-        """Have the compute remove these leftovers; return what it says about each."""
         return [f'{each.kind} {each.name}: {self.upkeep._remove(each)}' for each in leftovers]
 
     def repair(self, store: Store) -> list[str]:
-        """Ask the compute to repair what it finds; return its lines."""
         return [line.removeprefix(f'compute {self.compute}: ') for line in repair_hosts(store, [self.compute])]
 
 
@@ -135,10 +131,7 @@ def host(cloud: Cloud, tmp_path: Path) -> Iterator[Host]:
 
 
 def audit_host(cloud: Cloud, host: Host) -> list[tuple[str, str]]:
-    """Run an audit and return its findings about this host.
-
-    The servers are shared: findings about other hosts are not this test's.
-    """
+    """Run an audit, and return its findings about this host: the servers are shared."""
     findings = audit(cloud.store, cloud.placement, 0.1, is_now=True).findings
     return [(row.code, row.subject) for row in findings if host.compute in (row.subject, row.compute)]
 
@@ -204,7 +197,7 @@ def test_look_that_failed_for_placement_fails_until_placement_answers(
 
 @pytest.mark.usefixtures('soon')
 def test_host_releases_reservations_without_disk_by_itself(host: Host) -> None:
-    """One of a disk stays: after a restore of etcd the disk is the guest."""
+    """A reservation with a disk stays: after a restore of etcd the disk is the guest."""
     alone, with_disk = str(uuid4()), host.create_disk()
     for instance in (alone, with_disk):
         host.hypervisor.reserve_address(instance, make_mac_address(instance, 0), 'default')

@@ -37,7 +37,6 @@ def make_cluster(**overrides: tuple[str, ...]) -> certs.Cluster:
 
 
 def make_certs(directory: Path, now: datetime = NOW, **overrides: tuple[str, ...]) -> list[str]:
-    """Make the certificates; return the log lines."""
     lines: list[str] = []
     certs.make_certificates(directory, make_cluster(**overrides), now, lines.append)
     return lines
@@ -274,7 +273,6 @@ def test_concurrent_runs_make_one_authority(tmp_path: Path) -> None:
 
 @pytest.fixture
 def secured(tmp_path: Path) -> Iterator[tuple[Path, SecuredEtcd]]:
-    """The directory of certificates, and an etcd that requires one of its clients."""
     top = tmp_path / 'certs'
     make_certs(top)
     with SecuredEtcd(tmp_path / 'etcd', top) as etcd:

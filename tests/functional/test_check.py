@@ -40,10 +40,7 @@ def host() -> Iterator[LibvirtHost]:
 
 
 class Checker:
-    """Run `ecompute --check` on the host, with the settings of this object.
-
-    The findings that etcd and placement are unreachable are left out.
-    """
+    """Run `ecompute --check`, without the findings that etcd and placement are unreachable."""
 
     def __init__(self, host: LibvirtHost) -> None:
         self.host, self.environ = host, make_environment()
@@ -69,14 +66,12 @@ class Checker:
         return findings
 
     def get_fix(self, check: str, *texts: str) -> str:
-        """Assert that this check alone has a finding, with these texts in it; return its fix."""
         findings = self()
         assert list(findings) == [check]
         assert all(text in findings[check][0] for text in texts), findings
         return findings[check][1]
 
     def apply_fix(self, fix: str) -> None:
-        """Run the printed fix, and assert that nothing is found afterwards."""
         self.host.run_inside(['sh', '-e', '-c', fix])
         assert self() == {}
 
@@ -93,10 +88,7 @@ def check(host: LibvirtHost) -> Iterator[Checker]:
 
 
 def read_host_state(host: LibvirtHost, state: Path) -> tuple[object, ...]:
-    """Return all that a check could change.
-
-    This is libvirt's pools, networks, filters and domains, the bridges, and the state directory.
-    """
+    """Return all that a check could change."""
     commands = ('pool-list --all', 'net-list --all', 'nwfilter-list', 'list --all')
     outputs = [host.run_inside(['virsh', *words.split()]).stdout for words in commands]
     links = host.run_inside(['ip', '-o', 'address']).stdout
@@ -282,14 +274,12 @@ def test_invalid_settings_are_found_before_a_start(etcd: Etcd, placement: Placem
 
 
 def start_odd_placement(microversion: str, ahead: timedelta) -> CannedServer:
-    """Start a placement with this newest microversion, whose clock is ahead of ours."""
     body = f'{{"versions": [{{"max_version": "{microversion}"}}], "traits": []}}'.encode()
     date = format_datetime(datetime.now(UTC) + ahead, usegmt=True)
     return CannedServer(make_answer(200, 'application/json', body, f'date: {date}'))
 
 
 def list_failed_checks(etcd: Etcd, url: str, **certificates: Path) -> set[str]:
-    """Return the names of failed checks, except the check of the machine's etcd version."""
     state = backends.probe_backends(
         EtcdConfig((etcd.endpoint,)), PlacementConfig(url, **certificates), None, 'schedule.yaml'
     )

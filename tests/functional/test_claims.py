@@ -61,16 +61,12 @@ def intercepted_placement(cloud: Cloud) -> InterceptedPlacement:
 
 
 def create_empty_consumer(cloud: Cloud, instance: str) -> None:
-    """Create a consumer without allocations.
-
-    Placement creates it before it finds that the provider does not exist.
-    """
+    """Create a consumer, as placement does before it finds that the provider is missing."""
     with pytest.raises(PlacementRefusal):
         allocations.replace_allocations(cloud.placement, instance, {make_uuid(): SMALL}, 'a-user', 'a-project')
 
 
 def make_placing_store(cloud: Cloud, action: Callable[[], object]) -> Store:
-    """Make a store that runs `action` once, just before it reads the attempts."""
     store = Store(EtcdConfig((cloud.etcd.endpoint,)))
     return interpose(store, 'snapshot', action, lambda prefix, *_: prefix == keys.ATTEMPTS)
 
@@ -184,7 +180,7 @@ def test_many_claims_are_released_in_portions(cloud: Cloud) -> None:
 
 
 def test_attempt_with_an_old_offer_queries_placement_again(cloud: Cloud) -> None:
-    """A drain has not waited for it."""
+    """A drain has not waited for such an attempt."""
     compute, order = cloud.make_order()
     offer = allocations.read_candidates(cloud.placement, order.query)
     disable(cloud.placement, compute, compute)
@@ -283,12 +279,8 @@ def test_highest_released_generation_is_noted_for_an_hour(cloud: Cloud) -> None:
 
 @pytest.fixture
 def no_garbage_collection(junk: str) -> Iterator[None]:
-    """Collect no garbage while a deeply nested value uses up the stack.
-
-    Other tests' garbage would fail to be collected there, and pytest would blame this test.
-    """
     if len(junk) > 1000:
-        gc.disable()
+        gc.disable()  # another test's garbage fails to be collected on a used-up stack
     yield
     gc.enable()
 

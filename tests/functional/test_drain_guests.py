@@ -30,7 +30,6 @@ def stop_guests(toy: ToyCompute, changed_guests: set[str] | None = None) -> Coll
 
 
 def start_guests(toy: ToyCompute) -> list[str]:
-    """Start what a drain stopped; return the messages."""
     messages: list[str] = []
     assert not change_guests(toy.cloud.store, toy.compute, START, set(), messages.append)
     return messages

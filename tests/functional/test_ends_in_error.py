@@ -1,7 +1,4 @@
-"""Builds wait for their claim, and a failed instance ends with its own reason, even if something else fails.
-
-The tests run a compute in steps, without threads.
-"""
+"""Builds wait for their claim, and a failed instance ends with its own reason."""
 
 from __future__ import annotations
 
@@ -49,8 +46,6 @@ FULL = 'the file system of the images is full'
 
 
 class FullHypervisor(FakeHypervisor):
-    """A fake hypervisor that can make no disk, and raises `error`."""
-
     error: EcompError = BuildFailed('disk', FULL)
 
     def create_disk(self, spec: GuestSpec) -> None:  # noqa: ARG002
@@ -58,7 +53,6 @@ class FullHypervisor(FakeHypervisor):
 
 
 def restart_planner(one: ToyCompute, cloud: Cloud, state: Path) -> Planner:
-    """Return a new planner of the same compute, with the memory of the state directory."""
     memory, host = Memory(state, one.compute, lambda: NOW), one.host
     control = ControlPlane(one.compute, cloud.store, cloud.placement, lambda: NOW)
     instances = Instances(control, host, one.instances.template, memory)
@@ -70,10 +64,7 @@ def restart_planner(one: ToyCompute, cloud: Cloud, state: Path) -> Planner:
 def test_failure_keeps_its_reason_after_the_claim_is_released(
     cloud: Cloud, tmp_path: Path, away: Unreachable, restarts: bool
 ) -> None:
-    """The claim is released before the record is written.
-
-    A second attempt must not report the missing claim.
-    """
+    """The claim is released before the record is written: a retry must not report it missing."""
     with make_toy_compute(cloud, tmp_path, FullHypervisor()) as one:
         instance = one.place()
 
@@ -140,10 +131,7 @@ def test_deferred_build_with_a_request_is_kept(cloud: Cloud, tmp_path: Path) -> 
 def set_quota(
     cloud: Cloud, project: str, count: int, used: Mapping[str, int] | None = None
 ) -> Iterator[Callable[[], int]]:
-    """Set a quota of `count` instances with this usage.
-
-    Yields a function that reads the current usage.
-    """
+    """Set a quota of `count` instances, and yield a function that reads its current usage."""
     key = keys.quota(project)
     assert cloud.store.get(key) is None, 'no other test of this etcd has one'
     cloud.store.commit([], [Put(key, encode(Quota(project, {'instances': count}, used or {})))])
@@ -158,17 +146,13 @@ def set_quota(
 
 
 def deliver_named(cloud: Cloud, compute: str, name: str) -> str:
-    """Deliver a small guest with a name and in a new group to the compute; return its instance."""
     order = replace(cloud.make_order_on(compute), name=name, group=Membership(name, 'affinity', True))
     cloud.create(order)
     return order.instance
 
 
 def test_dropped_request_releases_name_group_and_quota(toy_compute: ToyCompute, cloud: Cloud) -> None:
-    """A follower drops a too large value.
-
-    The request had been delivered with a name, a group and a quota.
-    """
+    """A follower drops a too large value, here of a request with a name, group and quota."""
     with set_quota(cloud, 'a-project', 5) as read_used:
         instance = deliver_named(cloud, toy_compute.compute, 'unkept')
         assert read_used() == 1
@@ -244,10 +228,7 @@ def test_republish_retries_until_concurrent_quota_writes_end(
 
 
 def test_address_of_another_compute_stays_after_a_record_was_lost(toy_compute: ToyCompute, cloud: Cloud) -> None:
-    """Two computes have requests for one instance, and one record is lost.
-
-    The address may be the other's.
-    """
+    """Two computes have requests for one instance, and the address may be the other's."""
     instance, other = toy_compute.build(), cloud.make_compute(VCPU=1)
     request = read_entry(cloud.store, keys.request(toy_compute.compute, instance))
     operations = [Put(keys.request(other, instance), request.value.decode()), Put(keys.address(instance), '10.9.9.9')]
@@ -261,7 +242,7 @@ def test_address_of_another_compute_stays_after_a_record_was_lost(toy_compute: T
 
 
 def test_released_guest_is_measured_between_its_mark_and_its_claim(toy_compute: ToyCompute, cloud: Cloud) -> None:
-    """What it uses is reserved without its mark, and has to be before its claim goes."""
+    """What it uses is reserved without its mark, and has to be before its claim is released."""
     instance = toy_compute.place()
     request = replace(cloud.read_request(toy_compute.compute, instance), image=None, is_adopted=True)
     cloud.store.commit([], [Put(keys.request(toy_compute.compute, instance), encode(request))])
@@ -301,14 +282,11 @@ def test_ended_instance_that_is_queued_again_ends_with_one_lease(toy_compute: To
 def test_republish_skips_instance_claimed_by_another_compute(
     toy_compute: ToyCompute, cloud: Cloud, caplog: pytest.LogCaptureFixture, state: str
 ) -> None:
-    """The host was off and forgotten, and another compute has the instance.
-
-    A begun build has no guest here.
-    """
+    """The host was off and forgotten, and another compute has the instance."""
     instance = toy_compute.place()
     toy_compute.step()
     request, record = cloud.read_request(toy_compute.compute, instance), toy_compute.read_record(instance)
-    stages = {} if state == BUILDING else record.stages
+    stages = {} if state == BUILDING else record.stages  # a begun build has no guest here
     toy_compute.memory.remember(request, replace(record, state=state, stages=stages))
     places = toy_compute.list_keys(instance)
     cloud.store.commit([], [*map(Delete, places)])
@@ -329,7 +307,7 @@ def test_republish_skips_instance_claimed_by_another_compute(
 def test_build_waits_until_placement_confirms_its_claim(
     toy_compute: ToyCompute, cloud: Cloud, says: EcompError
 ) -> None:
-    """It writes nothing to etcd and repeats no step; only a different claim ends it."""
+    """It writes nothing to etcd and repeats no step, and only a different claim ends it."""
     instance = toy_compute.place()
 
     def raise_error(*_: object) -> Consumer:
@@ -383,7 +361,7 @@ def test_unconfirmed_build_is_undone_when_its_request_is_deleted(
 def test_instance_forgotten_while_its_host_was_down_stays_gone(
     toy_compute: ToyCompute, cloud: Cloud, restarts: bool
 ) -> None:
-    """Its host died during the build; then `host forget` and `clear` removed all of it."""
+    """Its host died during the build, and then `host forget` and `clear` removed all of it."""
     instance = toy_compute.place()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(toy_compute.host.runner, 'run', lambda _: (_ for _ in ()).throw(Unreachable('its host died')))
@@ -464,13 +442,12 @@ MAC = make_mac_address(FIRST, 0)
 
 
 def read_owners(directory: Path) -> dict[str, str]:
-    """Return the instance of each file that the metadata server reads."""
     return {path.stem: json.loads(path.read_text())['instance'] for path in directory.glob('*.json')}
 
 
 @pytest.mark.parametrize('kind', ['network', 'bridge'])
 def test_second_instance_fails_and_the_first_is_kept(cloud: Cloud, tmp_path: Path, kind: str) -> None:
-    """Check that on a bridge, the metadata file names the MAC's owner: there is no reservation."""
+    """On a bridge the metadata file names the MAC's owner: there is no reservation."""
     with make_toy_compute(cloud, tmp_path, networks=(Attachment(kind, 'some'),)) as compute:
         for instance in SAME_MAC_INSTANCES:
             compute.cloud.create(cloud.make_order_on(compute.compute, instance))
@@ -501,10 +478,7 @@ def test_metadata_file_is_removed_only_for_its_instance(tmp_path: Path) -> None:
 
 
 def test_metadata_write_does_not_wait_for_another_instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that a slow write for one instance blocks no other instance.
-
-    An instance with the same MAC is refused before the file exists, and does not take the MAC over.
-    """
+    """An instance with the same MAC is refused before the file exists."""
     data, results, other_mac = GuestData(tmp_path), list[str](), make_mac_address(SECOND, 1)
 
     def write_second() -> None:

@@ -1,7 +1,4 @@
-"""Log in to a guest with real ssh.
-
-The guest is an sshd in a network namespace; only its record is fake.
-"""
+"""Log in to a guest with real ssh: an sshd in a network namespace, with a fake record."""
 
 from __future__ import annotations
 
@@ -40,8 +37,6 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0 or SSHD is None, reason='sshd 
 
 @dataclass
 class SshGuest:
-    """A record, the sshd that it leads to, and eschedule."""
-
     etcd: Etcd
     home: Path
     config: Path
@@ -56,7 +51,6 @@ class SshGuest:
         return ' '.join(path.with_suffix('.pub').read_text().split()[:2])
 
     def start_sshd(self, name: str) -> None:
-        """Start sshd with this host key, in place of a running one."""
         self.close()
         log = self.home / f'sshd-{name}.log'
         settings = {
@@ -82,7 +76,6 @@ class SshGuest:
             return process.wait(60)
 
     def run_ssh(self, *words: str) -> Result:
-        """Run `eschedule ssh` with the key that opens the guest."""
         return self.run_eschedule('ssh', self.record.instance, '-i', str(self.private), *words)
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ Run = Callable[..., Result]
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
-    """Run elab, or with `eschedule` first eschedule in the cluster; the cluster is removed at the end."""
+    """Run elab, or eschedule in its cluster, which is removed at the end."""
     state = tmp_path / 'state'
     env = {**make_environment(), 'XDG_STATE_HOME': str(state), 'HOME': str(tmp_path)}
 

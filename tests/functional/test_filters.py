@@ -1,4 +1,4 @@
-"""Send real frames through libvirt's filters on a test interface; check a guest's rules."""
+"""Send real frames through libvirt's filters on a test interface, and check a guest's rules."""
 
 from __future__ import annotations
 
@@ -95,7 +95,6 @@ def strip_colons(mac: str) -> str:
 
 
 def make_tcp_frame(source: str, port: int = 9, tag: str = '', mac: str = MAC) -> str:
-    """Return a TCP segment to etcd's address, ready for eight bytes of payload."""
     before, after = '45000030000100004006', f'{IPv4Address(source).packed.hex()}{CONTROL.address.packed.hex()}'
     # A bridge may drop packets with a wrong checksum (RFC 1071).
     words = sum(int((before + after)[at : at + 4], 16) for at in range(0, 36, 4))
@@ -108,7 +107,6 @@ def make_tcp_frame(source: str, port: int = 9, tag: str = '', mac: str = MAC) ->
 def make_arp_frame(
     mac: str = MAC, address: str = IP, operation: int = 1, target: str = '10.88.0.1', hardware: int = 1
 ) -> str:
-    """Return an ARP frame from the guest's own MAC that announces `mac`."""
     sender, target_fields = (
         strip_colons(mac) + IPv4Address(address).packed.hex(),
         ZERO + IPv4Address(target).packed.hex(),
@@ -150,7 +148,6 @@ NEIGHBOUR_ADVERTISEMENT = (
 
 @pytest.fixture
 def link(host: LibvirtHost, real_libvirt: Libvirt) -> Iterator[LibvirtHost]:
-    """A host with a bridge and a veth pair to it, evf0 to evf1."""
     del real_libvirt
     for command in (
         'link add brf type bridge', f'link add evf0 address {MAC} type veth peer name evf1',
@@ -164,7 +161,6 @@ def link(host: LibvirtHost, real_libvirt: Libvirt) -> Iterator[LibvirtHost]:
 
 
 def make_binding() -> ET.Element:
-    """Make the description of a filter of evf1, without the filter."""
     interface = ET.Element('filterbinding')
     owner = ET.SubElement(interface, 'owner')
     ET.SubElement(owner, 'name').text = 'evf'
@@ -184,7 +180,7 @@ def send_frames(
 ) -> set[str]:
     """Return the names of the frames that get from the guest to the bridge.
 
-    `before` is called before the frames are sent; with `by_dhcp` it must make the guest request its address.
+    With `by_dhcp`, `before` must make the guest request its address.
     """
     interface = make_binding()
     xml.add_filter_reference(interface, address, [CONTROL], MAC if ipv6 else None, by_dhcp)
@@ -224,7 +220,6 @@ def test_guest_sends_no_ipv6_on_a_network_without_ipv6(link: LibvirtHost, addres
 
 @pytest.fixture
 def lan(link: LibvirtHost) -> Iterator[LibvirtHost]:
-    """The same link, with a DHCP server on its bridge that has one address."""
     link.run_inside(['ip', 'address', 'add', f'{CONTROL.address}/24', 'dev', 'brf'])
     server = ['dnsmasq', '--conf-file=/dev/null', '--port=0', '--interface=brf', '--bind-interfaces']
     # Without --no-ping dnsmasq waits three seconds before it offers an address.
@@ -249,7 +244,6 @@ def test_guest_on_a_bridge_can_be_limited_to_its_dhcp_address(lan: LibvirtHost) 
 
 
 def list_rules(host: LibvirtHost) -> str:
-    """Return all frame filters of the host, as ebtables prints them, while libvirt changes none."""
     # ebtables-nft deletes and adds rules even to list them. Of two that run concurrently, one may fail ("RULE_DELETE
     # failed"). If libvirt's fails while it applies a learned address, libvirt sets the guest's interface down for good.
     # --concurrent: an older ebtables has a lock, which the libvirt of another test host may hold.
@@ -258,7 +252,7 @@ def list_rules(host: LibvirtHost) -> str:
 
 @pytest.fixture
 def races(host: LibvirtHost) -> Iterator[Path]:
-    """A file: for each of its lines one ebtables of the host's libvirt loses a race against other firewall rules."""
+    """A file: for each line in it, one ebtables of the host's libvirt loses a race."""
     file, directory = host.root / 'races', host.root / 'alternatives'
     shutil.copytree(Path(EBTABLES_LINK).parent, directory, symlinks=True)
     program = directory / Path(EBTABLES_LINK).name
@@ -272,7 +266,7 @@ def races(host: LibvirtHost) -> Iterator[Path]:
 
 
 def flush_ruleset() -> None:
-    """Remove all tables, as `nft flush ruleset` does, with which Debian's /etc/nftables.conf begins."""
+    """Remove all tables, as `nft flush ruleset` in Debian's /etc/nftables.conf does."""
 
     def make_message(kind: int, resource: int) -> bytes:
         return struct.pack('=IHHIIBBH', 20, kind, 1, 0, 0, socket.AF_UNSPEC, 0, resource)
@@ -309,8 +303,6 @@ REMOVALS: dict[str, Callable[[str], None]] = {
 
 
 class LogLines(logging.Handler):
-    """Collects the messages of warnings."""
-
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.lines: list[str] = []
@@ -321,7 +313,7 @@ class LogLines(logging.Handler):
 
 
 def check_restoring(state: str, instance: str) -> None:
-    """Check in the host's namespaces that each removal is found and repaired, and that intact rules cost no call."""
+    """Check that each removal is found and repaired, and that intact rules cost no call."""
     log, before = LogLines(), read_rules()
     taps = sorted({line.split()[3] for line in before if line.startswith('-A PREROUTING')})
     assert len(taps) == 2
@@ -344,7 +336,7 @@ def check_restoring(state: str, instance: str) -> None:
 
 
 def check_trouble(state: str, instance: str) -> None:
-    """Check in the host's namespaces a filter that libvirt cannot restore: the next check tries again."""
+    """Check a filter that libvirt cannot restore: the next check tries again."""
     before = read_rules()
     with closing(Libvirt(Path(state), has_filters=True)) as hypervisor:
         flush_ruleset()
@@ -358,7 +350,6 @@ def check_trouble(state: str, instance: str) -> None:
 
 
 def check_interface_down(state: str, instance: str) -> None:
-    """Check in the host's namespaces that an interface that is down is a trouble, for which a restart is the fix."""
     with closing(Libvirt(Path(state))) as hypervisor:
         hypervisor.replug_interfaces()
         assert hypervisor.list_guests()[instance].troubles == ()
@@ -372,7 +363,7 @@ def check_interface_down(state: str, instance: str) -> None:
 def test_guest_has_these_filter_rules(
     real_libvirt: Libvirt, spec: GuestSpec, host: LibvirtHost, connection: Any, races: Path
 ) -> None:
-    """Its rules are the same after a restart, while other firewall rules change, and when some were removed."""
+    """Its rules are the same after a restart, during foreign changes and after removals."""
     host.run_inside(['ip', 'link', 'add', 'br0', 'type', 'bridge'])
     control = [('10.88.0.9', 2379), ('10.88.0.9', 8080), ('10.88.0.10', 2379), ('fd00:88::9', 8080)]
     real_libvirt = Libvirt(host.root / 'state', uri=host.uri, control_endpoints=control)
@@ -438,7 +429,7 @@ def test_guest_has_these_filter_rules(
 
 
 def check_learned_address(_state: str, _instance: str) -> None:
-    """Check in the host's namespaces that a restored filter lets the guest use the address that it was given."""
+    """Check that a restored filter lets the guest use the address that it was given."""
     interface = make_binding()
     xml.add_filter_reference(interface, None, [CONTROL], MAC, by_dhcp=True)
     link = xml.InterfaceLink(

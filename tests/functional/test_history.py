@@ -38,7 +38,6 @@ STALL_SECONDS = 2.6
 
 @pytest.fixture(scope='module')
 def frozen_etcd() -> Iterator[Etcd]:
-    """An etcd with many changes, for tests to freeze and resume."""
     with Etcd() as etcd:
         with open_store(etcd.endpoint) as store:
             for number in range(FIRST_REVISION, LAST_REVISION + 1):
@@ -48,8 +47,6 @@ def frozen_etcd() -> Iterator[Etcd]:
 
 
 class ReaderThread:
-    """A thread that reads a history to its end; a wait for the end has a timeout."""
-
     def __init__(self, history: History, on_first: Any = None) -> None:
         self.changes_by_revision: list[list[Change]] = []
         self.outcome: str | Exception = ''
@@ -121,8 +118,6 @@ def test_history_waits_for_changes_after_an_early_progress_report(
     monkeypatch.setattr(room, 'MIN_PROGRESS_SPACING_SECONDS', 0.0)
 
     class EarlyProgressWatch:
-        """A watch that reports `answers` times that all was sent, before its first change."""
-
         def __init__(self, watch: Any) -> None:
             self._watch, self.cancel = watch, watch.cancel
 
@@ -148,10 +143,7 @@ def test_history_waits_for_changes_after_an_early_progress_report(
 
 
 def test_changes_longer_than_an_answer_are_read_in_whole_revisions(own_etcd: Etcd) -> None:
-    """All changes take 72 MiB with their previous values.
-
-    A revision of three keys comes in several pieces.
-    """
+    """All changes take 72 MiB, and a revision of three keys comes in several pieces."""
     large, three = 'x' * 1_400_000, [Put(f'/names/{item}', item * 450_000) for item in 'abc']
     with open_store(own_etcd.endpoint) as store:
         for _ in range(23):
@@ -180,7 +172,6 @@ def test_changes_longer_than_an_answer_are_read_in_whole_revisions(own_etcd: Etc
 
 
 def record_streams(history: History) -> Sequence[int]:
-    """Record the revisions from which the history requests a stream; fail after ten streams."""
     revisions: list[int] = []
     watch = history._store.watch
 
@@ -195,10 +186,7 @@ def record_streams(history: History) -> Sequence[int]:
 
 @pytest.fixture
 def breaking_streams(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Make each stream break before it brings a change: answers longer than 1000 bytes fail.
-
-    A test may undo it.
-    """
+    """Make each stream break before its first change, by a limit of 1000 bytes an answer."""
     monkeypatch.setattr(http2_client, 'MAX_ANSWER_BYTES', 1000)
     return monkeypatch
 
@@ -233,8 +221,6 @@ def test_follower_reports_a_broken_stream_once(frozen_etcd: Etcd, breaking_strea
 @pytest.mark.parametrize('follow', [False, True])
 def test_unexpected_error_of_the_watch_ends_the_history(frozen_etcd: Etcd, follow: bool) -> None:
     class BrokenWatch:
-        """A watch that fails with a bug of ours."""
-
         def __iter__(self) -> Iterator[Any]:
             raise RuntimeError('a fault')
 

@@ -45,7 +45,6 @@ REAL_IS_SLOW = pytest.mark.parametrize(
 
 @pytest.fixture
 def power_off(hypervisor: Hypervisor, request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], object]:
-    """A function that powers off a guest without ecompute."""
     if isinstance(hypervisor, FakeHypervisor):
         return partial(change_fake_guest, hypervisor, tmp_path / 'fake.json', running=False)
     host: LibvirtHost = request.getfixturevalue('host')
@@ -54,7 +53,6 @@ def power_off(hypervisor: Hypervisor, request: pytest.FixtureRequest, tmp_path: 
 
 @pytest.fixture
 def pause(hypervisor: Hypervisor, request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str], object]:
-    """A function that pauses a guest without ecompute."""
     if isinstance(hypervisor, FakeHypervisor):
         return partial(change_fake_guest, hypervisor, tmp_path / 'fake.json', troubles=[[PAUSED]])
     host: LibvirtHost = request.getfixturevalue('host')
@@ -232,7 +230,6 @@ def test_mac_collision_is_refused_while_the_first_instance_exists(hypervisor: Hy
 
 @pytest.fixture
 def break_host(hypervisor: Hypervisor, request: pytest.FixtureRequest) -> Callable[[bool], object]:
-    """A function that switches the network `default` off or, for False, on."""
     if isinstance(hypervisor, FakeHypervisor):
         fake = hypervisor
         return lambda is_off: fake.troubles.__setitem__(slice(None), ['network default is off'] * is_off)
@@ -312,7 +309,6 @@ def test_switch_off_keeps_the_domain(hypervisor: Hypervisor, spec: GuestSpec) ->
 
 @REAL_IS_SLOW
 def test_shutdown_presses_the_power_button(hypervisor: Hypervisor, spec: GuestSpec) -> None:
-    """A guest that reacts to its power button goes off, and starts again as defined."""
     instance = spec.instance
     image = Path(spec.base.path).with_name('power-button.raw')
     image.write_bytes(make_boot_disk(POWER_BUTTON))

@@ -324,10 +324,7 @@ def test_image_that_changes_during_the_download_is_refused(
 
 
 def test_mirrors_with_different_etags_cause_no_second_download(web: ImageServer, directory: Path) -> None:
-    """Each redirect leads to another mirror.
-
-    The image is fetched again only when it has changed.
-    """
+    """Each redirect leads to another mirror."""
     url = web.url + 'mirrored'
     web.headers = {'etag': '1', 'last-modified': 'Sat, 21 Nov 2026 10:00:00 GMT'}
     first = get_base(make_cache(directory), url)
@@ -415,7 +412,6 @@ def test_concurrent_builds_ask_a_silent_server_once(
 
 
 def test_one_check_of_the_server_serves_all_builds_submitted_before_it(web: ImageServer, directory: Path) -> None:
-    """An answer counts for a build that was submitted before the question."""
     web.headers, url = {'etag': '"1"'}, web.url + 'good'
 
     def count_requests(since: float) -> int:

@@ -173,7 +173,6 @@ def test_directory_that_cannot_be_created_is_reported(tmp_path: Path) -> None:
 
 @pytest.fixture
 def shelf(tmp_path: Path, image: bytes) -> Path:
-    """A directory of local images, with a secret file next to it."""
     shelf = tmp_path / 'shelf'
     (shelf / 'sub').mkdir(parents=True)
     for name in ('a.qcow2', 'with space.qcow2', 'sub/b.qcow2'):
@@ -354,7 +353,6 @@ def test_server_with_another_version_in_each_answer_needs_a_checksum(
 
 
 def test_sparse_image_stays_sparse(web: ImageServer, directory: Path, tmp_path: Path) -> None:
-    """Holes are kept from a local file and over HTTP, with the same content."""
     path = tmp_path / 'sparse.raw'
     with path.open('wb') as file:
         file.truncate(64 * MIB)

@@ -54,10 +54,7 @@ STANDARD_MODULES = {each.lstrip('_') for each in sys.stdlib_module_names}
 
 @pytest.fixture
 def cloud(placement: PlacementServer) -> Iterator[Cloud]:
-    """A cloud with its own, empty etcd.
-
-    A command's modules depend on the keys that it reads.
-    """
+    """A cloud with an empty etcd: a command's modules depend on the keys that it reads."""
     with Etcd() as etcd, closing(Store(EtcdConfig((etcd.endpoint,)))) as store, closing(Placement(placement.url)) as at:
         yield Cloud(etcd, placement, store, at)
 
@@ -68,7 +65,6 @@ def config(cloud: Cloud, tmp_path: Path) -> Path:
 
 
 def run_command(config: Path, *words: str) -> tuple[str, set[str]]:
-    """Run a command; return its output and the modules that are loaded at its end."""
     command = [sys.executable, '-c', COUNT_SCRIPT, '--config', str(config), *words]
     result = subprocess.run(command, env=make_environment(), capture_output=True, text=True, check=False, timeout=60)
     assert result.returncode == 0, result.stderr

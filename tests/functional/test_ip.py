@@ -34,7 +34,6 @@ MAC_C = '52:54:00:00:00:0c'
 
 
 def run_in_namespace(program: str) -> Any:
-    """Run a program in a new network namespace; return what it prints as JSON."""
     unshare = ['/usr/bin/unshare', '--net', *([] if os.geteuid() == 0 else ['--map-root-user'])]
     if (allowed := subprocess.run([*unshare, 'true'], capture_output=True, text=True, timeout=60)).returncode:
         pytest.skip(f'a network namespace needs root here: {allowed.stderr.strip()}')

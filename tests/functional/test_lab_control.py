@@ -53,7 +53,6 @@ def run_control(data: Path, etcd: int, placement: int, *options: str) -> Iterato
 
 
 def read_ready_lines(process: subprocess.Popen[str]) -> list[str]:
-    """Read the two lines on stdout that report that both servers are ready."""
     assert process.stdout is not None
     return [process.stdout.readline().strip(), process.stdout.readline().strip()]
 
@@ -73,7 +72,6 @@ def run_etcdctl(port: int, *words: str) -> str:
 
 
 def request_as_page(url: str, body: bytes | None = None, **headers: str) -> tuple[int, dict[str, str]]:
-    """Return the status and the headers of the answer to a web page's request."""
     try:
         with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=30) as answer:
             return answer.status, {name.lower(): value for name, value in answer.headers.items()}
@@ -236,18 +234,12 @@ def test_used_port_is_reported_on_one_line(tmp_path: Path, which: str) -> None:
 
 
 class SecuredControl(NamedTuple):
-    """A control plane that requires certificates: its ports, and the directory of elab certs."""
-
     etcd: int
     placement: int
     certs: Path
 
     def query_placement(self, user: str, token: str | None = None, **headers: str) -> tuple[int, str]:
-        """Query placement with the certificate and token of `user`.
-
-        Returns:
-            The status, and the serial number of placement's certificate.
-        """
+        """Return the status, and the serial number of placement's certificate."""
         own = self.certs / user
         context = ssl.create_default_context(cafile=str(own / 'ca.crt'))
         if (own / 'client.crt').exists():

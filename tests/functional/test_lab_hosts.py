@@ -28,7 +28,6 @@ NAME = make_lab_name('f')
 
 
 def describe_missing() -> str:
-    """Return why no lab can be made on this machine, or ''."""
     try:
         machine.require_root('a lab')
         programs = {**machine.CONTROL_PROGRAMS, **machine.SECURE_PROGRAMS, **machine.HOST_PROGRAMS, **guest.PROGRAMS}
@@ -56,7 +55,6 @@ def run_elab(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
 
 
 def read_lab_json(name: str) -> dict[str, Any]:
-    """Read lab.json, or return {} if it does not exist."""
     path = ROOT / name / 'lab.json'
     return dict(json.loads(path.read_text())) if path.exists() else {}
 
@@ -99,7 +97,6 @@ def fetch(url: str) -> str:
 
 @pytest.fixture(scope='module')
 def lab() -> Iterator[dict[str, Any]]:
-    """A lab of one host, as its lab.json."""
     if reason := describe_missing():
         pytest.skip(reason)
     try:
@@ -166,7 +163,6 @@ def test_second_up_starts_only_ended_processes() -> None:
 
 
 def run_etcdctl(lab: dict[str, Any], user: str, *words: str) -> tuple[int, str]:
-    """Run etcdctl with the certificate of a user of the lab; return its exit code and output."""
     certs = ROOT / NAME / 'certs' / user
     argv = ['etcdctl', f'--endpoints=https://{lab["etcd"]}', f'--cacert={certs}/ca.crt', f'--cert={certs}/client.crt']
     argv += [f'--key={certs}/client.key', *words]
@@ -272,7 +268,6 @@ def test_up_makes_placement_use_a_new_certificate() -> None:
 
 
 def test_roles_follow_a_new_uuid_and_a_new_host(lab: dict[str, Any]) -> None:
-    """The roles follow a changed compute.yaml and a lab that grows."""
     config, new_uuid = ROOT / NAME / 'hv1/compute.yaml', str(uuid.uuid4())
     old_uuid = load_compute(config).uuid or ''
     config.write_text(config.read_text().replace(old_uuid, new_uuid))

@@ -1,4 +1,4 @@
-"""Test that the addresses of destroyed guests are free at once, on real libvirt networks with dnsmasq."""
+"""The addresses of destroyed guests are free at once, on real networks with dnsmasq."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ CLIENT_IDS: tuple[list[str], ...] = [], ['-C', '-x', '0x3d:ff{number:08x}0002000
 
 @contextmanager
 def start_network(last: int) -> Iterator[Any]:
-    """Provide libvirt's object of a network that gives 10.76.0.2 to 10.76.0.<last>, and a client's link to it.
+    """Provide a network of 10.76.0.2 to 10.76.0.<last>, and a client's link to it.
 
-    This and what uses it runs in the host's namespaces, as ecompute does: dnsmasq is asked over the network.
+    This runs in the host's namespaces, as ecompute does: dnsmasq is asked over the network.
     """
     with closing(libvirt.open('qemu:///system')) as connection:
         network = connection.networkCreateXML(NETWORK.format(last=last))
@@ -52,7 +52,6 @@ def start_network(last: int) -> Iterator[Any]:
 
 
 def acquire_lease(mac: str, options: list[str]) -> str:
-    """Return the address that a client with this MAC is given."""
     subprocess.run(['ip', 'link', 'set', 'evt0', 'address', mac], check=True)
     client = ['busybox', 'udhcpc', '-i', 'evt0', '-f', '-q', '-n', '-t', '20', '-T', '1', '-s', '/bin/true', *options]
     output = subprocess.run(client, check=True, capture_output=True, text=True).stderr
@@ -66,10 +65,10 @@ def is_leased(network: Any, mac: str) -> bool:
 
 
 def create_and_destroy(hypervisor: Libvirt, network: Any, count: int) -> None:
-    """Create guests one after the other; each gets its lease and is destroyed.
+    """Create guests one after the other, each with a lease, and destroy each.
 
-    Every tenth is destroyed before libvirt lists its lease: dnsmasq's helper writes the list a moment later. If the
-    next one can be given the same address, dnsmasq has ended that lease.
+    Every tenth is destroyed before libvirt lists its lease: dnsmasq's helper writes the list a moment later.
+    If the next one can be given the same address, dnsmasq has ended that lease.
     """
     unlisted_address = None
     for number, options in enumerate(islice(cycle(CLIENT_IDS), count)):
@@ -85,7 +84,7 @@ def create_and_destroy(hypervisor: Libvirt, network: Any, count: int) -> None:
 
 
 def check_small_network(state: str, instance: str) -> None:
-    """Check a network of three addresses: one is kept, one is a foreign machine's, and the third is used again."""
+    """One address is kept, one is a foreign machine's, and the third is used again."""
     with closing(Libvirt(Path(state))) as hypervisor, start_network(last=4) as network:
         create_and_destroy(hypervisor, network, 9)
         wait_until(lambda: not network.DHCPLeases(), 60, 'libvirt lists no lease')

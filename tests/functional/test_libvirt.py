@@ -1,8 +1,7 @@
 """Failures that only libvirt has, with real daemons: libvirtd killed, frozen or lost.
 
-The guests' disks have a boot signature and no system: the guests run, which is all that these tests need. Disks are in
-test_volumes.py, filters in test_filters.py, addresses in test_reservations.py. Calls
-are counted on a real libvirtd, and guests that vanish are simulated on libvirt's test driver.
+The guests' disks have a boot signature and no system: the guests run, which is all that these tests need.
+Guests that vanish are simulated on libvirt's test driver.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def test_foreign_domains_are_ignored_and_not_changed(
 def test_domain_changed_by_virsh(
     real_libvirt: Libvirt, make_spec: MakeSpec, connection: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One guest whose definition, disk and snapshots are changed outside ecomp, until it is destroyed."""
+    """The definition, disk and snapshots of a guest are changed until it is destroyed."""
     spec, neighbour = make_spec(), make_spec()
     build(real_libvirt, spec)
     real_libvirt.create_disk(neighbour)
@@ -182,10 +181,7 @@ def test_driver_reconnects_after_libvirtd_was_killed(host: LibvirtHost, real_lib
 
 
 def test_calls_to_a_frozen_libvirtd_time_out(host: LibvirtHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No call blocks for ever, not even one that opens a connection.
-
-    All work after libvirtd resumes.
-    """
+    """No call blocks for ever, not even one that opens a connection."""
     from ecomp.virt import connection
 
     for name, value in (('KEEPALIVE_INTERVAL', 1), ('KEEPALIVE_COUNT', 1), ('OPEN_TIMEOUT', 1.0)):
@@ -263,10 +259,7 @@ def test_connection_that_fails_while_it_is_opened_leaves_no_socket(
 
 @pytest.mark.usefixtures('real_libvirt')
 def test_connection_is_opened_later_if_no_thread_can_start(host: LibvirtHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit on processes may be reached for a moment.
-
-    A listener is notified when the connection is back.
-    """
+    """The limit on processes may be reached for a moment."""
     events, failures = queue.SimpleQueue[str](), [RuntimeError("can't start new thread") for _ in range(2)]
     real_start = threading.Thread.start
 
@@ -291,7 +284,6 @@ def test_connection_is_opened_later_if_no_thread_can_start(host: LibvirtHost, mo
 
 
 def list_unix_sockets() -> list[str]:
-    """List the Unix sockets of this process. Its other sockets are not libvirt's."""
     inodes = {line.split()[6] for line in Path('/proc/self/net/unix').read_text().splitlines()[1:]}
     links: list[str] = []
     for link_ in Path('/proc/self/fd').iterdir():
@@ -328,7 +320,7 @@ def test_prepare_checks_the_host_and_starts_network_and_pool(
 
 @pytest.fixture
 def revived(host: LibvirtHost) -> Iterator[Path]:
-    """A file without which QEMU is killed at each start on this host, so that libvirt's probe of it fails."""
+    """A file without which QEMU is killed at each start, so that libvirt's probe of it fails."""
     emulator, killer = which(libvirt_host.EMULATOR), host.root / 'killer'
     # QEMU finds its modules only from /usr/bin. No test needs qemu-img in the meantime.
     real = which('qemu-img')
@@ -397,7 +389,7 @@ LOCAL_CALLS = ('Free', 'IsAlive', 'GetUUIDString', 'GetName', 'GetLastError', 'G
 
 @pytest.fixture
 def call_counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """The number of calls to libvirtd by this thread. `process` counts started processes."""
+    """The number of calls to libvirtd by this thread, and of started processes (`process`)."""
     counts: Counter[str] = Counter()
     here = threading.get_ident()  # the event loop has a thread of its own
 

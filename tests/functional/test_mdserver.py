@@ -48,7 +48,6 @@ from tests.kit.servers import wait_until
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    """A metadata server that takes 127.0.0.1 for guest A."""
     conf = str(write_host_files(tmp_path, {'127.0.0.1': MAC_A}))
     with start_server(tmp_path, conf, '--listen', '127.0.0.1:0', '--verbose') as started:
         yield started
@@ -200,10 +199,7 @@ for line in sys.stdin:
 
 
 class Bridge:
-    """Three network namespaces, connected by veth.
-
-    `host` has the bridge and 169.254.169.254; `a` and `b` are the guests.
-    """
+    """Network namespaces connected by veth: guests `a` and `b`, and `host` with the bridge."""
 
     def __init__(self) -> None:
         self.host, self.a, self.b = (make_lab_name(f'md{which}') for which in 'hab')
@@ -288,7 +284,6 @@ def test_lan_host_with_a_guests_address_does_not_affect_the_guest(guest_bridge: 
 
 @pytest.mark.usefixtures('bridge_server')
 def test_each_guest_gets_the_metadata_of_its_request(guest_bridge: Bridge, tmp_path: Path) -> None:
-    """Name, keys and user-data reach the guest, as large and unusual as they may be."""
     key = 'ssh-rsa AAAA mé@home: 100 %'
     largest = gzip.compress(random.Random(1).randbytes(MAX_USER_DATA_BYTES - 400), 0, mtime=0)
     assert MAX_USER_DATA_BYTES - 400 < len(largest) <= MAX_USER_DATA_BYTES
@@ -420,26 +415,22 @@ class ScriptGuest:
         self.script.chmod(0o755)
 
     def make_host_key(self, kind: str) -> str:
-        """Make a host key, and return its public part without the comment."""
         path = self.ssh / f'ssh_host_{kind}_key'
         subprocess.run(['ssh-keygen', '-q', '-t', kind, '-N', '', '-f', path], check=True, timeout=60)
         return ' '.join(path.with_suffix('.pub').read_text().split()[:2])
 
     def reboot(self) -> None:
-        """Delete cloud-init's runtime files, and start the script that runs at each boot."""
         for path in self.run.iterdir():
             path.unlink()
         (self.script,) = self.per_boot.iterdir()
         self.start()
 
     def start(self) -> None:
-        """Run the script, and fail if it blocks cloud-init."""
         path = f'{self.bin}:{os.environ["PATH"]}'
         result = subprocess.run([self.script], env={'PATH': path}, capture_output=True, timeout=20)
         assert (result.returncode, result.stdout, result.stderr) == (0, b'', b'')
 
     def finish_cloud_init(self, **errors: list[str]) -> None:
-        """Write cloud-init's final status with the errors of its stages."""
         stages = {stage: {'errors': errors.get(stage.replace('-', '_'), [])} for stage in STAGES}
         (self.run / 'status.json').write_text(json.dumps({'v1': {'datasource': 'x', 'stage': None, **stages}}))
         (self.run / 'result.json').write_text('{}')
@@ -472,10 +463,7 @@ def test_guest_reports_again_at_each_boot(tmp_path: Path, port: int) -> None:
 
 
 def test_network_guest_keeps_its_instance_cache(tmp_path: Path, port: int) -> None:
-    """Check the file that makes cloud-init keep its cache.
-
-    Without it, a guest that boots while no metadata server answers makes new host keys, and ssh refuses them.
-    """
+    """Without manual-clean, a guest that boots without a metadata server makes new host keys."""
     data, guest = GuestData(tmp_path / 'metadata'), ScriptGuest(tmp_path, port)
     marker = guest.instance / 'manual-clean'
     guest.finish_cloud_init()

@@ -1,4 +1,4 @@
-"""Metrics of a real cluster with fake guests, judged by Prometheus' promtool; alerts, dashboard and `top`."""
+"""Metrics, alerts and dashboard of a cluster with fake guests, judged by promtool."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Promtool = Callable[..., None]
 
 @pytest.fixture(scope='module')
 def promtool() -> Promtool:
-    """A function that runs promtool with these arguments, which must succeed and print no warning."""
+    """A function that runs promtool, which must succeed and print no warning."""
     program = shutil.which('promtool')
     if program is None:
         pytest.skip('promtool is not installed: apt-get install prometheus')
@@ -60,7 +60,6 @@ def promtool() -> Promtool:
 
 
 def start_with_metrics(control: Control, directory: Path, **numbers: float) -> tuple[Ecompute, Path]:
-    """Start a fake ecompute that writes its metrics five times a second; return it and the file."""
     directory.mkdir(exist_ok=True)
     path = directory / 'ecompute.prom'
     numbers |= {'process.METRICS_INTERVAL_SECONDS': 0.2}
@@ -76,7 +75,6 @@ def wait_sample(path: Path, sample: str, number: float) -> str:
 
 
 def list_sample_names(text: str) -> set[str]:
-    """Return the names of all samples that metrics of these types have, with or without values."""
     types = re.findall(r'(?m)^# TYPE (\w+) (\w+)$', text)
     return {name + suffix for name, kind in types for suffix in SUFFIXES.get(kind, ('',))}
 
@@ -87,7 +85,6 @@ def list_alerts() -> list[dict[str, Any]]:
 
 
 def list_expressions() -> dict[str, str]:
-    """Return the expressions of the alerts, and of the panels of the dashboard, by their names."""
     panels = json.loads((EXAMPLES / 'dashboard.json').read_text())['panels']
     found = {f'{panel["title"]} {target["refId"]}': target['expr'] for panel in panels for target in panel['targets']}
     return found | {alert['alert']: alert['expr'] for alert in list_alerts()}

@@ -361,7 +361,7 @@ def test_delete_lost_twice_raises_unknown_outcome(placement: PlacementServer) ->
 
 
 def test_generation_counts_every_relevant_change(client: Placement, placement: PlacementServer) -> None:
-    """Check all changes that ecompute must notice; the DELETE of a consumer is not one of them."""
+    """The DELETE of a consumer is no change that ecompute must notice."""
     provider, other = (placement.make_provider(VCPU=4, MEMORY_MB=512, DISK_GB=10) for _ in range(2))
     first, second, third = make_uuid(), make_uuid(), make_uuid()
     counted: dict[str, bool] = {}

@@ -48,9 +48,7 @@ CLIENT_CERTIFICATE_ERROR = re.compile('our certificate|certificate of ours')
 class TlsFront(FaultyPlacement):
     """A TLS front end of placement that requires a client certificate and a token.
 
-    Attributes:
-        breaks: number of the next calls that are read and then cut off.
-        heard: all calls.
+    The next `breaks` calls are read and then cut off.
     """
 
     def __init__(self, behind: PlacementServer, directory: Path) -> None:
@@ -65,11 +63,10 @@ class TlsFront(FaultyPlacement):
         self.url = f'https://127.0.0.1:{self.port}'
 
     def issue(self, *names: str, days: int = 10) -> None:
-        """Issue a new server certificate, which connections use from now on."""
         self.authority.issue(self.directory, 'server', *(names or SERVER_NAMES), days=days)
 
     def wrap(self, connection: socket.socket) -> socket.socket:
-        """Wrap a connection in TLS; the handshake happens in the connection's own thread."""
+        """Wrap a connection, whose own thread makes the handshake."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(self.directory / 'server.crt', self.directory / 'server.key')
         context.load_verify_locations(self.authority.certificate)
@@ -85,7 +82,6 @@ class TlsFront(FaultyPlacement):
         return 'broken'
 
     def pass_on(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, str, bytes]:
-        """Pass on a call that has the right token; answer 401 to others."""
         received = {name.lower(): value for name, value in headers.items()}
         if received.get('x-auth-token') != self.token:
             return 401, 'application/json', self.denial
@@ -144,7 +140,6 @@ def test_token_file_is_read_for_each_call(tls_client: Placement, config: Placeme
 
 
 def read_refusal(config: PlacementConfig) -> str:
-    """Return the one-line error of a read with this configuration; a write must fail, too."""
     with closing(Placement(config, (2.0, 5.0))) as client:
         with pytest.raises(Unreachable) as refusal:
             client.get('/resource_providers')
@@ -295,7 +290,6 @@ def test_netrc_credentials_are_not_sent(
 
 @contextmanager
 def serve_answers(*answers: tuple[int, str, bytes]) -> Iterator[CannedServer]:
-    """Serve these canned answers in order, and the last one from then on."""
     extra = {302: ('location: /elsewhere',), 503: ('retry-after: 3600',)}  # the client does not wait that long
     with closing(CannedServer(*(make_answer(*answer, *extra.get(answer[0], ())) for answer in answers))) as server:
         yield server

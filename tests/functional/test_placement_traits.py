@@ -38,11 +38,6 @@ def compute() -> str:
 
 @pytest.fixture
 def make_registration(client: Placement, compute: str, tmp_path: Path) -> MakeRegistration:
-    """Provide a function that makes the registration of one start of the compute.
-
-    All starts use the same state directory.
-    """
-
     def make_one(
         *configured: str,
         detected: tuple[str, ...] = (),
@@ -59,7 +54,6 @@ def read_names(client: Placement, compute: str, kind: str = TRAITS) -> set[str]:
 
 
 def add_foreign_names(client: Placement, compute: str, *names: str, kind: str = TRAITS) -> None:
-    """Add traits or aggregates outside ecompute."""
     if kind == TRAITS:
         providers.create_missing_traits(client, names)
     providers.change_names(client, compute, kind, lambda there: there | set(names))

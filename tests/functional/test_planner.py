@@ -80,8 +80,6 @@ def test_refused_metadata_is_a_fault_until_it_is_served(toy_compute: ToyCompute,
 
 
 class FailingHypervisor(FakeHypervisor):
-    """A fake hypervisor that fails when it is queried for the addresses of some guests."""
-
     def __init__(self) -> None:
         super().__init__()
         self.failures: dict[str, EcompError] = {}
@@ -320,10 +318,7 @@ def test_full_disk_after_a_reboot_is_logged_once_and_retried(
 
 @pytest.fixture
 def frozen_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Provide an event: while it is set, unlink(2) in the state directory fails with EROFS.
-
-    The call fails for a missing file, too.
-    """
+    """While it is set, unlink(2) in the state directory fails, even for a missing file."""
     read_only, unlink = threading.Event(), Path.unlink
 
     def fail_unlink(path: Path, missing_ok: bool = False) -> None:
@@ -407,7 +402,6 @@ class BlockingClaimKeeper(ClaimKeeper):
 
 @contextmanager
 def start_daemon(toy_compute: ToyCompute, keeper: BlockingClaimKeeper, max_tasks: int = 2) -> Iterator[PlanningLoop]:
-    """Start the daemon of a compute, which send_requests() feeds, and drain it at the end."""
     periodic = {CHECKING_CLAIMS: lambda: keeper.check_claims(toy_compute.hypervisor.list_guests(), time.monotonic())}
     daemon = PlanningLoop(
         toy_compute.host,
@@ -426,7 +420,6 @@ def start_daemon(toy_compute: ToyCompute, keeper: BlockingClaimKeeper, max_tasks
 
 
 def send_requests(daemon: PlanningLoop, toy_compute: ToyCompute) -> None:
-    """Pass the compute's requests to the daemon, as its watch would."""
     daemon.on_state(toy_compute.cloud.store.snapshot(keys.request_prefix(toy_compute.compute)).entries)
 
 
@@ -501,8 +494,6 @@ def test_missing_address_is_polled_less_and_less_often() -> None:
 
 
 class BlockingHypervisor(FakeHypervisor):
-    """A fake hypervisor whose create_disk() blocks until `may_create` is set."""
-
     def __init__(self) -> None:
         super().__init__()
         self.is_creating = threading.Event()

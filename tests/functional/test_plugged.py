@@ -28,7 +28,6 @@ def run_command(*command: str) -> str:
 
 
 def list_bridges() -> list[str]:
-    """Return the bridge of each tap, '' for a tap without one."""
     taps = sorted(INTERFACES_DIRECTORY.glob('vnet*'))
     return [(tap / 'master').resolve().name if (tap / 'master').exists() else '' for tap in taps]
 

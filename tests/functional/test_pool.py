@@ -365,7 +365,7 @@ def test_frozen_worker_with_a_large_job_blocks_nothing(pool_of_two: TendedPool) 
 def test_failed_worker_start_is_retried(
     pool: TendedPool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
-    """Check a temporary limit on processes; it is logged once."""
+    """A temporary limit on processes is logged once."""
     process_type, failures = CONTEXT.Process, [error] * 3
     real = process_type.start
 
@@ -398,7 +398,6 @@ with InstanceLocks(Path(sys.argv[1])).hold(sys.argv[2], lambda: None):
 
 
 def start_builds_of_one_image(tended: TendedPool, kind: str, count: int) -> list[Future[list[JobEvent]]]:
-    """Hand in `count` builds of one image: one worker fetches it, and the other builds wait."""
     handed = [tended.submit(make_shared_image_job(kind)) for _ in range(count)]
     tended.tend_until((tended.directory / f'{kind}.pid').exists, 'somebody fetches it')
     tended.tend_until(lambda: len(tended.pool._waiting) == count - 1, 'the others wait')
@@ -548,10 +547,7 @@ def call_counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def count_calls_of_due_tasks(toy_compute: ToyCompute, call_counts: Counter[str]) -> Counter[str]:
-    """Carry out the due tasks, and return the number of calls.
-
-    Planning is not counted: one step plans all instances together.
-    """
+    """Count the calls of due tasks without planning: one step plans all instances together."""
     work = toy_compute.plan()
     call_counts.clear()
     for task in work:

@@ -29,8 +29,6 @@ from tests.kit.store_client import open_store, read_entry
 
 
 class GrpcProxy(Server):
-    """The proxy; `endpoint` is where it listens."""
-
     name = 'grpc-proxy'
 
     def __init__(self, etcd: str) -> None:
@@ -69,10 +67,7 @@ def make_copy_presence(store: Store, key: str, name: str, lost: list[str], **fac
 
 
 def test_second_compute_with_the_same_token_fences_the_first(etcd: Etcd, store: Store, prefix: str) -> None:
-    """Check two computes with a copied state directory.
-
-    Neither key is a remainder of the other process, so this is not a restart.
-    """
+    """Check a copied state directory: neither key remains from the other process."""
     key, lost, second_lost = prefix + 'c', list[str](), list[str]()
     with (
         start_and_stop(make_copy_presence(store, key, 'first', lost)) as first,
@@ -261,8 +256,6 @@ def test_overwritten_key_is_restored_once_it_is_free(etcd: Etcd, store: Store, p
 
 
 class UnrenewingStore(Store):
-    """A store whose lease renewals fail while `fails` is set; all other calls work."""
-
     fails = False
 
     def keep_alive(self, lease: int) -> int:
@@ -402,14 +395,11 @@ def test_key_that_roles_deny_is_reported_once(
 
 
 class UnthreadedPresence(Presence):
-    """A presence without a thread: renew_and_check() renews it."""
-
     def _start_thread(self) -> None:
         pass
 
 
 def ensure_life_leases(store: Store, known_leases: tuple[int, ...] = ()) -> tuple[int, ...]:
-    """Have a process that has just started return its life leases."""
     return Presence(store, 'unused', FACTS, lambda _: None).ensure_life_leases(known_leases)
 
 

@@ -41,7 +41,6 @@ class QueueCompute:
         self.taker = Taker(control, lambda: lease, self.queues, lambda: True, {}, set)
 
     def enqueue(self, project: str = 'p', group: Membership | None = None) -> str:
-        """Queue one more instance, as any client may have written it, and return its uuid."""
         waiting = QueueEntry(
             make_uuid(),
             self.flavor,
@@ -59,18 +58,15 @@ class QueueCompute:
         return self.queues.backlog.entries[keys.queue(self.flavor.name, instance)]
 
     def read_changes(self) -> bool:
-        """Process the current requests and queue entries, and return whether a step is due."""
         has_changed = self.taker.on_hosts(self.cloud.store.snapshot(keys.request_prefix(self.uuid)).entries)
         has_new = self.queues.on_queues(self.cloud.store.snapshot(f'{keys.QUEUES}{self.flavor.name}/').entries)
         return has_new or has_changed
 
     def step(self) -> None:
-        """Take what fits."""
         while self.taker.take_next():
             pass
 
     def step_later(self) -> None:
-        """Step as if all back-offs had elapsed."""
         self.taker.deferrals.clear()
         self.read_changes()
         self.step()
@@ -211,10 +207,6 @@ def test_flavor_without_room_is_retried_later(cloud: Cloud, flavor: Flavor, monk
 
 @pytest.fixture
 def make_group(cloud: Cloud) -> Iterator[Callable[[str, str], str]]:
-    """Provide a function that makes a strict group with a member on a compute.
-
-    The function returns the group's name.
-    """
     names: list[str] = []
 
     def make(policy: str, compute: str) -> str:
@@ -285,7 +277,7 @@ def test_request_of_a_full_or_changed_group_is_not_touched(
 def test_foreign_claim_is_marked_once_and_then_only_read(
     cloud: Cloud, flavor: Flavor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The claim's compute may run the instance (rule: claim-stays). Each mark would cost two writes."""
+    """The claim's compute may run the instance (rule: claim-stays), and a mark costs two writes."""
     compute, other = QueueCompute(cloud, flavor), cloud.make_compute()
     instance, claim = compute.enqueue(), compute.taker._claim
 

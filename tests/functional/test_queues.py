@@ -135,10 +135,7 @@ def test_taker_key_and_queue_entry_protect_a_claim(cloud: Cloud, flavor: Flavor)
 
 
 def test_abandon_keeps_the_claim_of_a_taker_of_the_same_uuid(cloud: Cloud, flavor: Flavor) -> None:
-    """Check an eschedule without --queue that one with --queue overtook at the same uuid.
-
-    A compute is taking the queued request at that moment.
-    """
+    """An eschedule with --queue overtook one without it, and a compute takes the request now."""
     compute, place = cloud.make_compute(), queue_request(cloud, flavor)
     instance = place.entry.instance
     outcomes: list[bool] = []

@@ -1,4 +1,4 @@
-"""Test DHCP reservations, leases, observed addresses and unsuitable networks on a real libvirt."""
+"""DHCP reservations, leases, observed addresses and unsuitable networks on real libvirt."""
 
 from __future__ import annotations
 
@@ -190,7 +190,6 @@ def test_foreign_reservations_and_leases_are_avoided_and_kept(
 
 
 def list_problems(host: LibvirtHost, *attachments: Attachment) -> list[str]:
-    """Return what `ecompute --check` prints about these networks, except that one is off."""
     found = probe_libvirt(host.root / 'state', attachments, host.uri).problems['network']
     return [str(problem) for problem in found if problem and not problem.what.endswith('is not active')]
 
@@ -199,7 +198,7 @@ def list_problems(host: LibvirtHost, *attachments: Attachment) -> list[str]:
 def test_malformed_file_of_leases_prevents_no_reservation_and_is_reported_with_a_cure(
     damage: str, host: LibvirtHost, real_libvirt: Libvirt, small: Any
 ) -> None:
-    """A power cut may leave such a file; then libvirt lists no leases, and its helper writes none."""
+    """A power cut may leave such a file: libvirt lists no leases, and its helper writes none."""
     instance, attachment = str(uuid4()), Attachment('network', 'small')
     mac = make_mac_address(instance, 0)
     leased = acquire_lease(host, mac, small)
@@ -281,7 +280,6 @@ def test_removed_network_has_no_range_and_no_leases(host: LibvirtHost) -> None:
 
 
 def read_first_address(own: Connection) -> str:
-    """Return the first address of the default network's DHCP range."""
     with own.use('reading the default network') as opened:
         text = opened.networkLookupByName('default').XMLDesc()
     return str(ET.fromstring(text).find('ip/dhcp/range').attrib['start'])  # type: ignore[union-attr]
@@ -326,10 +324,7 @@ def acquire_lease(host: LibvirtHost, mac: str, network: Any, options: Sequence[s
 def test_guests_with_one_client_id_are_identified_by_reservation(
     host: LibvirtHost, real_libvirt: Libvirt, small: Any, tmp_path: Path
 ) -> None:
-    """Check guests of an image that was cloned with its machine-id.
-
-    dnsmasq drops the lease of the first one.
-    """
+    """The guests' image was cloned with its machine-id: dnsmasq drops the first one's lease."""
     addresses = {instance: reserve_address(real_libvirt, instance) for instance in (str(uuid4()), str(uuid4()))}
     for instance, address in addresses.items():
         assert acquire_lease(host, make_mac_address(instance, 0), small, ['-C', '-x', '0x3d:ff0011223344']) == address
@@ -352,15 +347,11 @@ def test_guests_with_one_client_id_are_identified_by_reservation(
 
 
 def list_leases(network: Any) -> set[tuple[str, str]]:
-    """Return the (MAC, address) pairs of the leases that libvirt lists."""
     return {(entry['mac'], entry['ipaddr']) for entry in network.DHCPLeases()}
 
 
 def check_addresses(state: str, instance: str) -> None:
-    """Check the metadata address and lease events in the host's namespaces.
-
-    ecompute's parent process does this on its own host.
-    """
+    """Check the metadata address and lease events, as ecompute does on its own host."""
     hypervisor = Libvirt(Path(state))
     notices: queue.Queue[str] = queue.Queue()
     hypervisor.watch_changes(notices.put)
@@ -413,10 +404,7 @@ CLOSED_NETWORK = """<network xmlns:dnsmasq='http://libvirt.org/schemas/network/d
 
 @pytest.mark.usefixtures('real_libvirt')
 def test_networks_with_open_dhcp_are_listed(host: LibvirtHost) -> None:
-    """Check that a network with the option that `ecompute --close-dhcp` sets is not listed.
-
-    On libvirt's default network, one guest could lease all addresses.
-    """
+    """On libvirt's default network, one guest could lease all addresses."""
     (host.root / 'shut.xml').write_text(CLOSED_NETWORK)
     host.run_inside(['virsh', '-q', 'net-define', str(host.root / 'shut.xml')])
     networks = [Attachment('network', name) for name in ('default', 'shut', 'nowhere')]
@@ -437,7 +425,7 @@ AJAR_NETWORK = """<network><name>ajar</name><forward mode='open'/><bridge name='
 def test_leases_and_the_metadata_address_of_a_host_and_its_dhcp_is_closed(
     host: LibvirtHost, real_libvirt: Libvirt, spec: GuestSpec
 ) -> None:
-    """Close the DHCP of a running network, too, first while a guest runs there; repeat it on the closed one."""
+    """Close the DHCP of a running network while a guest runs there, and close it again."""
     (host.root / 'ajar.xml').write_text(AJAR_NETWORK)
     config = host.root / 'closing.yaml'
     config.write_text(f'state: {host.root}/closing\nnetworks: [{{network: ajar}}]\n')
@@ -492,7 +480,6 @@ def define(connection: Any) -> Iterator[Any]:
 
 
 def read_start_error(host: LibvirtHost, *attachments: Attachment) -> str:
-    """Return the error of ecompute's check at start, or '' if there is none."""
     libvirt = Libvirt(host.root / 'state', attachments, host.uri)
     try:
         libvirt.check()

@@ -1,4 +1,4 @@
-"""Test `elab certs DIR --enable`: its changes in etcd, its refusals, and clients while roles change."""
+"""Test `elab certs DIR --enable`: changes in etcd, refusals, and clients while roles change."""
 
 from __future__ import annotations
 
@@ -157,7 +157,6 @@ def test_enable_revokes_excess_rights_and_names_unknown_users(cloud: EtcdWithRol
 
 
 def expect_refusal(cloud: EtcdWithRoles, error: type[Exception], *parts: str) -> None:
-    """Expect that enable() fails with a one-line error with these parts, and changes nothing."""
     before = read_roles(cloud), cloud.stores['operator-ann'].snapshot('/')
     with pytest.raises(error) as raised:
         cloud.enable()
@@ -201,9 +200,9 @@ def test_enable_and_disable_need_an_operator_certificate(cloud: EtcdWithRoles) -
 
 @pytest.mark.parametrize('asks', [0, 1])
 def test_etcd_without_client_certificates_is_refused(cloud: EtcdWithRoles, asks: int) -> None:
-    """Check that roles are not enabled in an etcd that cannot identify its clients.
+    """No client could disable the roles again.
 
-    No client could disable them again. One etcd requires no certificate, the other accepts any of the authority's.
+    One etcd requires no certificate. The other accepts any of the authority's.
     """
     original, cloud.etcd.client_auth_options = cloud.etcd.client_auth_options, cloud.etcd.client_auth_options[:asks]
     cloud.etcd.restart()
@@ -337,7 +336,6 @@ def test_no_request_fails_while_roles_change(cloud: EtcdWithRoles) -> None:
 
 
 def make_ecompute_command(cloud: EtcdWithRoles, compute: str, placement: PlacementServer) -> list[str]:
-    """Return the command of a fake ecompute that uses the certificate of compute-hv1."""
     state = str(cloud.certs / 'compute-hv1/state')
     config = cloud.write_config('compute-hv1', placement.url, uuid=compute, state=state)
     inventory = 'VCPU:4,DISK_GB:10,MEMORY_MB:512'
@@ -383,8 +381,7 @@ def test_ecompute_without_its_role_waits(cloud: EtcdWithRoles, own_placement: Pl
 
 
 def _read_jiffies(pid: int) -> int:
-    """Return the processor time of a process in hundredths of a second, see proc(5)."""
-    return sum(map(int, Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[11:13]))
+    return sum(map(int, Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[11:13]))  # see proc(5)
 
 
 def test_ecompute_with_certificate_of_another_compute_exits(

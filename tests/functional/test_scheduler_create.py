@@ -109,8 +109,6 @@ def test_refused_claim_is_retried_on_the_next_candidate(cloud: Cloud) -> None:
 
 
 class LeaseRecordingStore(Store):
-    """A store that records which leases it granted and refreshed."""
-
     def __init__(self, cloud: Cloud) -> None:
         super().__init__(EtcdConfig((cloud.etcd.endpoint,)))
         self.granted: list[int] = []
@@ -210,17 +208,13 @@ class SampledCluster:
         return compute
 
     def publish(self, compute: str, used: int | None) -> None:
-        """Publish the presence and, unless `used` is None, that this number of places is used."""
         lease = self.etcd.grant()
         self.etcd.put(keys.compute(compute), '{"token": "x"}', lease)
         room = {name: [total, (used or 0) * total // 4] for name, total in TOTALS.items()}
         self.etcd.put(keys.facts(compute), '' if used is None else json.dumps({'room': room}), lease)
 
     def create(self, large: int | None = 0, weigh: str = SPREAD, **changes: Any) -> str:
-        """Place an instance, and return its compute.
-
-        The calls are in `placement.calls`, `statements` and `store.asked` afterwards.
-        """
+        """Place an instance, and leave its calls in `placement.calls` and `statements`."""
         order = SetOrder(
             make_uuid(), query=RESOURCES, image=IMAGE, user_id='u', project_id='p', stages={'requested': 'x'}
         )
@@ -245,7 +239,6 @@ class SampledCluster:
 
     @property
     def queries(self) -> list[str]:
-        """Return the calls to placement: the uuid of a queried compute, `all` or `claim`."""
         queries = []
         for call in self.placement.calls:
             subject = call.rpartition('in_tree=')[2].partition('&')[0] if 'in_tree=' in call else 'all'

@@ -105,8 +105,6 @@ def test_clear_keeps_an_instance_that_was_created_again(cloud: Cloud, state: str
 
 
 class ListCountingStore(Store):
-    """A store that counts its range reads."""
-
     lists = 0
 
     def snapshot(self, *args: Any, **named: Any) -> Snapshot:
@@ -236,10 +234,7 @@ def test_instance_that_leaves_its_queue_between_two_listings_is_found_with_its_r
 
 @pytest.mark.fast
 def test_index_reads_record_names_only_when_needed(own_etcd: Etcd) -> None:
-    """Check that the names of records are listed once, for instances without a request.
-
-    A record is four times as long as its key, and etcd reads both even for a list of keys.
-    """
+    """A record is four times as long as its key, and etcd reads both even to list keys."""
     with closing(CountingStore(EtcdConfig((own_etcd.endpoint,)))) as store:
         lease = own_etcd.grant()
         computes = [make_uuid() for _ in range(3)]
@@ -273,7 +268,6 @@ def test_index_reads_record_names_only_when_needed(own_etcd: Etcd) -> None:
 
 
 def create_instance(cloud: Cloud, state: str = ACTIVE, power_id: str | None = None) -> tuple[str, str]:
-    """Create an instance with a record in this state, and return its compute and its uuid."""
     compute, order = cloud.make_order()
     cloud.create(order)
     write_record(cloud, compute, order.instance, state, power_id)

@@ -40,21 +40,12 @@ AVX2 = 'HW_CPU_X86_AVX2'
 
 @dataclass
 class ExplainedCluster:
-    """Live computes and their providers."""
-
     etcd: Etcd
     store: Store
     placement: InProcessPlacement
 
     def make_compute(self, host: str | None, alive: bool = True, parent: str | None = None, **sizes: int) -> str:
-        """Make a compute with 4 VCPU, 7800 MB and 25 GB.
-
-        Args:
-            host: the host name that it publishes.
-            alive: publish its presence.
-            parent: its provider's parent.
-            sizes: other totals of resource classes; 0 reserves all of a class.
-        """
+        """Make a compute, where a size of 0 reserves all of its resource class."""
         compute = str(uuid.uuid5(uuid.NAMESPACE_DNS, f'{host} {len(self.etcd.list_keys(keys.COMPUTES))}'))
         self.placement.write(
             'POST', '/resource_providers', {'uuid': compute, 'name': compute, 'parent_provider_uuid': parent}
@@ -67,11 +58,9 @@ class ExplainedCluster:
         return compute
 
     def publish(self, compute: str, host: str | None) -> None:
-        """Write a live compute's presence key."""
         self.etcd.put(keys.compute(compute), json.dumps({'hostname': host, 'token': 'x'}), self.etcd.grant())
 
     def publish_facts(self) -> None:
-        """Write the facts of all live computes, as they are in placement now."""
         lease = self.etcd.grant()
         for compute in map(keys.get_last_part, self.etcd.list_keys(keys.COMPUTES)):
             provider = providers.read_provider(self.placement, compute, traits=True, aggregates=True)
@@ -80,7 +69,6 @@ class ExplainedCluster:
                 self.etcd.put(keys.facts(compute), make_facts(provider, used, ()), lease)
 
     def allocate(self, compute: str, **amounts: int) -> None:
-        """Allocate these amounts to another consumer."""
         body = {
             'allocations': {compute: {'resources': amounts}},
             **{'user_id': 'u', 'project_id': 'p', 'consumer_generation': None, 'consumer_type': 'INSTANCE'},
@@ -91,7 +79,6 @@ class ExplainedCluster:
         put_with_generation(self.placement, f'/resource_providers/{compute}/traits', traits=list(traits))
 
     def explain(self, query: str, are_fresh: bool = True, **about: Any) -> list[str]:
-        """Return the reasons of a refusal, by facts that are fresh or not; `about` holds further fields of it."""
         if are_fresh:
             self.publish_facts()
             self.placement.calls.clear()
@@ -343,7 +330,6 @@ def test_explanation_agrees_with_placement_at_length(placement_in_process: InPro
 
 
 def run_random_requests(placement: InProcessPlacement, seeds: range, requests: int) -> Counter[str]:
-    """Run this number of requests on a random cluster for each seed, and count the cases."""
     case_counts: Counter[str] = Counter()
     for seed in seeds:
         case_counts += run_random_cluster(placement, random.Random(seed), requests)
@@ -352,7 +338,6 @@ def run_random_requests(placement: InProcessPlacement, seeds: range, requests: i
 
 
 def run_random_cluster(placement: InProcessPlacement, rng: random.Random, count: int) -> Counter[str]:
-    """Run `count` random requests on a random cluster, and count the cases that occurred."""
     created = make_cluster(placement, rng)
     read = (providers.read_provider(placement, each, traits=True, aggregates=True) for each in created)
     present = [publish_and_parse(provider) for provider in read if provider is not None]
@@ -371,7 +356,6 @@ def run_random_cluster(placement: InProcessPlacement, rng: random.Random, count:
 
 
 def publish_and_parse(provider: Provider) -> Provider:
-    """Return what others know of a provider whose compute publishes it."""
     used = {name: inventory.used for name, inventory in provider.inventories.items()}
     return parse_facts(make_facts(provider, used, ()).encode()).make_provider(provider.uuid)
 
@@ -379,7 +363,6 @@ def publish_and_parse(provider: Provider) -> Provider:
 def compare_explanation(
     placement: InProcessPlacement, query: str, providers: list[Provider], named: list[Allocations]
 ) -> Counter[str]:
-    """Compare the explanation of a request with placement's answer."""
     constraints = parse_query(exclude_disabled(query))
     assert set(parse_query(format_query(constraints))) == set(constraints)
     misses = []
@@ -422,7 +405,6 @@ def compare_explanation(
 
 
 def check_single_constraints(placement: InProcessPlacement, query: str, present: list[Provider]) -> None:
-    """Check that placement, queried for one constraint, names the providers that satisfy it."""
     constraints = parse_query(exclude_disabled(query))
     for constraint in constraints:
         holding = providers.find_satisfying(placement, constraint)
@@ -443,7 +425,6 @@ def free_amounts(provider: Provider, cures: tuple[Cure, ...]) -> Provider:
 
 
 def make_cluster(placement: InProcessPlacement, rng: random.Random) -> list[str]:
-    """Make two to six providers."""
     created: list[str] = []
     for _ in range(rng.randint(2, 6)):
         provider = str(uuid.UUID(int=rng.getrandbits(128), version=4))
@@ -484,7 +465,6 @@ def make_cluster(placement: InProcessPlacement, rng: random.Random) -> list[str]
 
 
 def make_inventory(rng: random.Random) -> dict[str, object]:
-    """Make the inventory of one class, sometimes with all limits."""
     total = rng.randint(1, 32)
     fields: dict[str, object] = {'total': total, 'allocation_ratio': rng.choice(RATIOS)}
     if rng.random() < 0.2:
@@ -495,10 +475,7 @@ def make_inventory(rng: random.Random) -> dict[str, object]:
 
 
 def make_query(rng: random.Random, providers: list[Provider]) -> str:
-    """Make a query for up to four classes, sometimes with every other kind of parameter.
-
-    Most amounts are close to the free amount of one provider.
-    """
+    """Make a query in which most amounts are close to the free amount of one provider."""
     model, large, often, amounts = rng.choice(providers), rng.choice((1, 24)), rng.choice((0.0, 0.1, 0.4)), []
     for name in CLASSES:
         if name == 'VCPU' or rng.random() < 0.5:

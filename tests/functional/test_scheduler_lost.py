@@ -1,4 +1,4 @@
-"""Test create with lost requests, lost answers and reset streams: nothing may be lost, leaked or made twice."""
+"""Create with lost requests, lost answers and reset streams loses and doubles nothing."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Reset(NamedTuple):
 
 
 class ResettingProxy(ThreadedServer):
-    """Passes calls on to the etcd at `endpoint`; `calls` are their paths and messages."""
+    """Passes calls on to the etcd at `endpoint`, and keeps their paths and messages in `calls`."""
 
     def __init__(self, endpoint: str) -> None:
         self._channel = grpc.insecure_channel(endpoint)

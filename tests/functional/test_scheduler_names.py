@@ -39,10 +39,7 @@ def read_owner(cloud: Cloud, name: str) -> str | None:
 
 
 def write_record(cloud: Cloud, order: SetOrder, state: str) -> None:
-    """Write a record as the instance's compute does.
-
-    An error record and the name are bound to the same lease.
-    """
+    """Write a record as its compute does: an error record and the name share a lease."""
     compute = order.query.rpartition('=')[2]
     base_record = Record(order.instance, compute, state, image=IMAGE, query=order.query, name=order.name)
     if state == ERROR:

@@ -33,10 +33,7 @@ def messages() -> list[str]:
 
 @contextmanager
 def begin_wait(messages: list[str], *call: Any) -> Iterator[Future[Any]]:
-    """Start a wait in another thread, and yield once etcd has answered it.
-
-    Before that answer, the wait cannot report the stage that it waits for.
-    """
+    """Start a wait, and yield when etcd has answered it: before, it can report no stage."""
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(*call)
         wait_until(
@@ -176,10 +173,7 @@ def test_instance_that_moves_during_an_etcd_outage_is_found(cloud: Cloud) -> Non
 def test_wait_from_the_queue_follows_the_compute_with_the_claim(
     cloud: Cloud, messages: list[str], has_written: bool, state: str
 ) -> None:
-    """Check that the record of a compute without the claim is ignored.
-
-    The wait once failed with "its record was removed" (exit status 4) if the taker had not written a record yet.
-    """
+    """The wait once failed with "its record was removed" before the taker wrote a record."""
     config, instance, other, taker = EtcdConfig((cloud.etcd.endpoint,)), make_uuid(), make_uuid(), make_uuid()
     foreign, record = (Record(instance, compute, BUILDING, image=IMAGE) for compute in (other, taker))
     cloud.etcd.put(keys.request(other, instance), '{}')
@@ -227,14 +221,12 @@ def test_two_records_are_not_trusted_until_placement_answers(cloud: Cloud, messa
 
 
 def remove_keys(cloud: Cloud, instance: str, *computes: str) -> None:
-    """Delete the instance's requests and records of these computes."""
     for compute in computes:
         cloud.etcd.delete(keys.request(compute, instance))
         cloud.etcd.delete(keys.record(compute, instance))
 
 
 def test_wait_for_a_destroy_ignores_a_compute_without_a_claim(cloud: Cloud, messages: list[str]) -> None:
-    """Check stale keys of a compute that holds no claim of the instance."""
     config, instance, other, owner = EtcdConfig((cloud.etcd.endpoint,)), make_uuid(), make_uuid(), make_uuid()
     request, record = keys.request(owner, instance), Record(instance, owner, DESTROYING, image=IMAGE)
     for compute in (owner, other):

@@ -1,4 +1,4 @@
-"""Test the shared keys of an instance: its group, quota and leases when it ends, and the user-data of its set."""
+"""The shared keys of an instance: its group, quota and leases, and the user-data of its set."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ QUOTA_KEY = keys.quota('shop')
 
 
 class UnreachableStore(Store):
-    """A store whose etcd is unreachable whenever it reads one key."""
-
     def __init__(self, endpoint: str, key: str) -> None:
         super().__init__(EtcdConfig((endpoint,)))
         self._key = key
@@ -219,7 +217,7 @@ def test_lease_of_present_user_data_is_refreshed_and_nothing_is_written(cloud: C
 
 
 def test_user_data_on_a_lease_of_a_week_is_moved_to_a_longer_one(cloud: Cloud, content: bytes) -> None:
-    """Any compute may write it so; a compute that does not have the user-data keeps the week refreshed."""
+    """Any compute may write it so, and one without the user-data refreshes the week."""
     week = put(cloud, content, 7 * 24 * 3600)
     keep(cloud, content)
     entry = read_user_data(cloud, content)

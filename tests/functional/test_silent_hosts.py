@@ -1,4 +1,4 @@
-"""What a silent host reported last is shown as old: on a real etcd and placement, with hosts that are only keys."""
+"""What a silent host reported last is shown as old, with hosts that are only keys."""
 
 from __future__ import annotations
 
@@ -39,8 +39,6 @@ ADDRESS = Interface('default', '52:54:00:00:00:01', '10.9.0.7', 'lease')
 
 @dataclass
 class Hosts:
-    """One host of each state, and a project of their instances."""
-
     cloud: Cloud
     config: Path
     project: str
@@ -49,7 +47,7 @@ class Hosts:
     silent: str
 
     def add(self, compute: str, name: str, state: str = ACTIVE, **fields: Any) -> str:
-        """Write the request and the record of an instance, as eschedule and its compute do; return its uuid."""
+        """Write an instance's request and record, as eschedule and its compute do."""
         instance = make_uuid()
         named = {'name': f'{name}-{self.project}', 'project_id': self.project, 'image': IMAGE}
         request = Request(instance, {compute: SMALL}, **named, stages={'requested': f't{name}'})
@@ -65,7 +63,6 @@ class Hosts:
         return run_eschedule(self.config, *words)
 
     def list(self, *words: str) -> list[list[str]]:
-        """Return name, state and reason of the listed instances."""
         shown = self.run('list', '--project', self.project, '-f', 'value', '-c', 'NAME,STATE,REASON', *words)
         assert (shown.code, shown.stderr) == (0, ''), shown
         lines = shown.stdout.replace(f'-{self.project}', '').splitlines()

@@ -344,8 +344,6 @@ RANGE_RESPONSE = etcdrpc.RangeResponse(header={'revision': 7}, kvs=[KV], count=1
 
 
 class CannedAnswer(NamedTuple):
-    """The headers, body and trailers of an answer."""
-
     headers: list[tuple[str, str]]
     body: bytes = b''
     trailers: list[tuple[str, str]] = []
@@ -398,8 +396,7 @@ for_each_malformed_answer = pytest.mark.parametrize(
 class CannedEtcd(ThreadedServer):
     """An HTTP/2 server that sends canned answers, the last one repeatedly.
 
-    `heard` are the paths of the calls, `limits_ms` the milliseconds that each may take. Without answers a watch gets
-    pings, without end.
+    Without answers a watch gets pings, without end.
     """
 
     def __init__(self, *says: CannedAnswer) -> None:

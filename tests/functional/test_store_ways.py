@@ -78,8 +78,6 @@ HOST_NAME = 'localhost'
 
 @pytest.fixture
 def resolver_with_dead_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the resolver return unreachable addresses first for HOST_NAME."""
-
     def getaddrinfo(host: Any, port: Any, *given: Any, **named: Any) -> Any:
         if host not in (HOST_NAME, HOST_NAME.encode()):
             return real(host, port, *given, **named)
@@ -154,10 +152,7 @@ def test_hanging_members_alone_are_reported_within_the_timeout() -> None:
 
 
 class ElectingMembers:
-    """Members whose leader has just died.
-
-    The dead one refuses connections, and the others have no leader for `calls` calls.
-    """
+    """Members whose leader has just died, so that they have none for `calls` calls."""
 
     def __init__(self, calls: int) -> None:
         self.remaining_calls = calls
@@ -193,8 +188,6 @@ def test_slow_connections_succeed_within_the_timeout(etcd: Etcd, prefix: str) ->
 
 
 class SlowProxy(ThreadedServer):
-    """A proxy of the etcd at this port that delays each new connection by `seconds`."""
-
     def __init__(self, port: int, seconds: float) -> None:
         self._port = port
         self._seconds = seconds
@@ -280,8 +273,6 @@ def test_refusal_by_a_learner_is_recognised_by_its_message(code: str) -> None:
 
 
 class SecuredEtcd:
-    """An etcd that requires client certificates, and a client's configuration for it."""
-
     def __init__(self, directory: Path) -> None:
         self.authority = Authority(directory / 'authority')
         server = self.authority.issue(directory, 'server', '127.0.0.1')
@@ -291,7 +282,6 @@ class SecuredEtcd:
         self.config = EtcdConfig((self.etcd.endpoint,), self.authority.certificate, key, certificate)
 
     def hide_file(self, path: Path | None) -> Path:
-        """Rename a file of the client, and return its new path."""
         assert path is not None
         return path.rename(path.with_suffix('.hidden'))
 
@@ -391,8 +381,6 @@ UNKNOWN_FRAMES = b'\0\0\0\x42\0\0\0\0\0' * 10_000
 
 
 class FloodingServer(ThreadedServer):
-    """A server that sends unknown frames without an end."""
-
     def serve(self, connection: socket.socket, number: int) -> None:  # noqa: ARG002
         http = H2Connection(H2Configuration(client_side=False))
         http.initiate_connection()

@@ -41,7 +41,7 @@ Frame = etcdrpc.WatchResponse | grpc.StatusCode | None
 class FakeEtcd(etcdrpc.KVServicer, etcdrpc.WatchServicer):
     """An etcd that answers ranges with `values`, and each watch with the next of `watches`.
 
-    If `watches` is empty, a watch is created and stays silent. `list_count` counts the ranges of more than one key.
+    If `watches` is empty, a watch is created and stays silent.
     """
 
     values: dict[bytes, bytes] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class FakeEtcd(etcdrpc.KVServicer, etcdrpc.WatchServicer):
         return frame
 
     def Range(self, request: Any, _: Any) -> Any:  # noqa: N802
-        """Return the requested values; the requested revision is ignored."""
+        """Return the requested values, but ignore the requested revision."""
         end = request.range_end or request.key + b'\0'
         self.list_count += bool(request.range_end)
         reply = etcdrpc.RangeResponse(header=_make_header(*self.header))
@@ -82,7 +82,6 @@ class FakeEtcd(etcdrpc.KVServicer, etcdrpc.WatchServicer):
         return reply
 
     def Watch(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:  # noqa: N802
-        """Send the next scripted frames, then stay silent."""
         next(requests)
         try:
             script = self.watches.get_nowait()
@@ -103,8 +102,6 @@ def _make_header(cluster: int, revision: int, term: int) -> Any:
 
 
 class StateRecorder:
-    """A callback that records the reported states."""
-
     def __init__(self) -> None:
         self.states: list[dict[str, bytes]] = []
 
@@ -118,8 +115,6 @@ class StateRecorder:
 
 
 class RecordingFollower(StateRecorder):
-    """A follower of one prefix that runs while its context is entered."""
-
     def __init__(self, endpoint: str, prefix: str, resync: float = 60.0, timeout: float = 2.0, **options: Any) -> None:
         super().__init__()
         self.follower = Follower(make_config(endpoint, timeout), [(prefix, self.on_state)], resync, **options)
@@ -208,8 +203,6 @@ def test_stop_returns_quickly(own_etcd: Etcd) -> None:
 
 
 class RecordingMultiFollower:
-    """A follower of several prefixes that records the states, outages and recoveries."""
-
     def __init__(self, endpoint: str, prefixes: Sequence[str], resync: float = 60.0) -> None:
         self.lost: list[EcompError] = []
         self.back: list[bool] = []
@@ -297,8 +290,6 @@ KNOWN_CLUSTER = KnownCluster(IDENTITY, 1, 10, 2)
 
 
 class GuardedFollower(RecordingFollower):
-    """A follower of /t/ with a guard; it records the guard's updates and complaints."""
-
     def __init__(self, endpoint: str, initial: KnownCluster = KNOWN_CLUSTER) -> None:
         self.noted: list[KnownCluster] = []
         self.complaints: list[str] = []

@@ -1,4 +1,4 @@
-"""`eschedule evacuate --dry-run` with real etcd and placement: places, refusals, exit codes, reads and writes."""
+"""`eschedule evacuate --dry-run` on real etcd and placement: places, refusals and calls."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ MakeHost = Callable[..., str]
 
 @pytest.fixture
 def make_host(cluster: Control) -> MakeHost:
-    """Make a living compute with this host name and VCPU, and return its uuid."""
-
     def make(hostname: str, vcpus: int = 4) -> str:
         compute = cluster.placement.make_provider(VCPU=vcpus, MEMORY_MB=512, DISK_GB=10)
         value = json.dumps({'token': 'x', 'hostname': hostname})
@@ -57,14 +55,12 @@ def create(cluster: Control, name: str, query: str, *words: str) -> str:
 
 
 def rewrite_request(cluster: Control, compute: str, instance: str, **fields: Any) -> None:
-    """Change fields of a request as a writer without rules would."""
     key = keys.request(compute, instance)
     value = json.loads(cluster.etcd.get(key) or b'')
     cluster.etcd.put(key, json.dumps({**value, **fields}))
 
 
 def read_places(result: Result) -> dict[str, str | None]:
-    """Return {name: new host, or None} of the JSON of evacuate --dry-run."""
     return {row['name']: row['new_host'] for row in json.loads(result.stdout)}
 
 

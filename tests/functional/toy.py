@@ -42,7 +42,6 @@ class ToyCompute:
         self.restart()
 
     def restart(self) -> None:
-        """Restart its process with the state of its host."""
         self.memory = Memory(self.state, self.compute, lambda: NOW)
         shape = GuestTemplate('qemu', True, self.networks, 'here')
         control = ControlPlane(self.compute, self.cloud.store, self.cloud.placement, lambda: NOW)
@@ -51,20 +50,17 @@ class ToyCompute:
         self.planner = Planner(self.instances, self.complaints)
 
     def reboot(self) -> None:
-        """Reboot its machine, with all guests off, and restart its process."""
         for instance in self.hypervisor.list_guests():
             self.hypervisor.switch_off(instance, self.compute)
         (self.state / 'boot').write_text('an earlier one\n')
         self.restart()
 
     def place(self) -> str:
-        """Deliver a small instance to it, and return the instance's uuid."""
         order = self.cloud.make_order_on(self.compute)
         self.cloud.create(order)
         return order.instance
 
     def build(self) -> str:
-        """Place a small instance, step until it is complete, and return its uuid."""
         instance = self.place()
         self.settle()
         return instance
@@ -79,15 +75,12 @@ class ToyCompute:
         self.cloud.store.commit([], [Put(keys.request(self.compute, instance), encode(tombstone))])
 
     def list_keys(self, instance: str) -> tuple[str, str, str]:
-        """Return the keys of an instance's request, record and address."""
         return keys.request(self.compute, instance), keys.record(self.compute, instance), keys.address(instance)
 
     def republish(self, here: Collection[str]) -> None:
-        """Write the remembered state to a restored etcd, with the guests `here` on the host."""
         republish(self.compute, self.cloud.store, self.cloud.placement, self.memory, here, NOW)
 
     def read_failure(self, instance: str) -> tuple[Record, Failure]:
-        """Read the record of a failed instance from etcd again, and return it with its error."""
         self.instances.records.forget(instance)
         record = self.read_record(instance)
         assert record.error is not None
@@ -95,11 +88,9 @@ class ToyCompute:
         return record, record.error
 
     def plan(self) -> list[Work]:
-        """Return the tasks that are due."""
         return self.planner.step(self.cloud.store.snapshot(keys.request_prefix(self.compute)).entries)
 
     def step(self) -> list[str]:
-        """Plan and carry out all due tasks, and return the kind and instance of each."""
         done = []
         for work in self.plan():
             self.planner.begin(work)
@@ -120,7 +111,6 @@ def make_toy_compute(
     hypervisor: FakeHypervisor | None = None,
     networks: tuple[Attachment, ...] = DEFAULT_NETWORKS,
 ) -> Iterator[ToyCompute]:
-    """Make a compute with room for ten small instances."""
     compute = cloud.make_compute(VCPU=10, MEMORY_MB=1024, DISK_GB=10)
     hypervisor = hypervisor or FakeHypervisor()
     runner = InlineRunner(hypervisor, FakeImages())

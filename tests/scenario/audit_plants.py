@@ -24,11 +24,6 @@ def make_uuid() -> str:
 
 
 def make_key_plant(name: str, key: str, value: object, subject: str) -> Plant:
-    """Make a plant that writes a key.
-
-    Key, value and subject are templates: $one, $instance and $gone are the scene's, $nobody and $other are new uuids.
-    """
-
     def plant(scene: Scene) -> str:
         values = {'one': scene.first.uuid, 'instance': scene.instance, 'gone': scene.gone}
         values |= {'nobody': make_uuid(), 'other': make_uuid()}
@@ -62,11 +57,6 @@ quota_differs = make_key_plant('quota_differs', '/quotas/project', QUOTA, 'proje
 
 
 def make_guest_plant(name: str, of_nobody: bool = False, on_two: bool = False, **changed: Any) -> Plant:
-    """Make a plant that changes one property of a guest on a compute.
-
-    The guest belongs to the scene's instance, or with `of_nobody` to an unknown uuid.
-    """
-
     def plant(scene: Scene) -> str:
         instance = make_uuid() if of_nobody else scene.instance
         properties = {key: scene.first.uuid if value == '$one' else value for key, value in changed.items()}
@@ -172,7 +162,6 @@ def request_ended(scene: Scene) -> str:
 
 
 def queue_request(scene: Scene, instance: str, flavor: str) -> str:
-    """Queue a request for the instance; only the flavor small exists."""
     request = {
         'version': 1, 'instance': instance, 'flavor': flavor, 'query': SMALL_QUERY, 'image': 'http://images.invalid/i',
         'user_id': 'u', 'project_id': 'p', 'stages': {},
@@ -361,6 +350,5 @@ HYPERVISOR_CODES = {
 
 
 def get_code(plant: Plant) -> str:
-    """Return the code of the finding; several plants have the code `unleased`."""
     name = plant.__name__.replace('_', '-')
     return 'unleased' if name.endswith('-unleased') else name

@@ -26,10 +26,7 @@ GROUP = 'web'
 
 @dataclass
 class Scene:
-    """Two computes, an active instance on the first, and one that is gone.
-
-    Its methods plant defects behind the back of ecomp.
-    """
+    """Two computes, an active instance on the first, and one that is gone."""
 
     control: Control
     first: Ecompute
@@ -40,17 +37,12 @@ class Scene:
     placement: Placement
 
     def audit(self, again: float = 0.3) -> Report:
-        """Run one audit in this process."""
         return audit(self.store, self.placement, again, is_now=True)
 
     def list_findings(self) -> list[tuple[str, str]]:
         return [(finding.code, finding.subject) for finding in self.audit().findings]
 
     def put(self, key: str, value: object, seconds: int = 0) -> None:
-        """Write a key; a value that is not text is written as JSON.
-
-        The key is bound to a lease of `seconds`, or to none for 0.
-        """
         text = value if isinstance(value, str) else json.dumps(value)
         body: dict[str, Any] = {'key': b64(key), 'value': b64(text)}
         if seconds:
@@ -58,7 +50,6 @@ class Scene:
         self.control.etcd.call('kv/put', body)
 
     def set_allocation(self, consumer: str, amounts_by_provider: dict[str, dict[str, int]]) -> None:
-        """Set the allocation of a consumer, for each provider."""
         current = self.control.placement.call('GET', f'/allocations/{consumer}')
         body = {
             'allocations': {name: {'resources': amounts} for name, amounts in amounts_by_provider.items()},
@@ -70,7 +61,6 @@ class Scene:
         self.control.placement.call('PUT', f'/allocations/{consumer}', body)
 
     def set_allocation_on(self, consumer: str, *computes: str, **changed: int) -> None:
-        """Set the allocation of a consumer on each compute to a small size with changes."""
         self.set_allocation(consumer, {compute: {**SIZE, **changed} for compute in computes})
 
     def set_inventory(self, compute: str, **totals: int) -> None:
@@ -81,7 +71,6 @@ class Scene:
         self.control.placement.call('PUT', f'{path}/inventories', body)
 
     def change_guest(self, target: Ecompute, instance: str, **changed: Any) -> None:
-        """Change a guest in the file of a fake compute, whose ecompute is restarted."""
         guests = {guest['instance']: guest for guest in json.loads(get_guests_path(target).read_text())}
         defaults = {'instance': instance, 'compute': target.uuid, 'defined': True, 'running': True, 'disk': True}
         guests[instance] = {**defaults, **guests.get(instance, {}), **changed}
@@ -90,13 +79,11 @@ class Scene:
         target.start()
 
     def rewrite_record(self, instance: str, seconds: int = 0, **changed: Any) -> None:
-        """Change a record in etcd without its ecompute."""
         old_record = read_record(self.control, instance)
         assert old_record is not None
         self.put(self.control.etcd.find_record_key(instance), {**old_record, **changed}, seconds)
 
     def join_group(self, members: dict[str, str]) -> None:
-        """Make the instance a member of a group with these members."""
         rule = {'policy': 'affinity', 'strict': True}
         key = f'/hosts/{self.first.uuid}/{self.instance}'
         request = json.loads(self.control.etcd.get(key) or b'')
@@ -148,13 +135,10 @@ class Scene:
         )
 
     def get_metadata_path(self) -> Path:
-        """Return the path of the first compute's metadata for MAC."""
         return self.first.directory / 'state' / 'metadata' / f'{MAC}.json'
 
 
 class Baseline(NamedTuple):
-    """The state before a test."""
-
     etcd: dict[str, StoredValue]
     allocations: dict[str, dict[str, dict[str, int]]]
     guests: dict[str, str]

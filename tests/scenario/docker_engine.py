@@ -86,7 +86,6 @@ ENTRYPOINT ["entry"]
 
 
 def find_missing_requirement() -> str | None:
-    """Return the reason why no Engine can be started on this machine, or None."""
     if os.geteuid() != 0:
         return 'namespaces and dockerd need root'
     packages = sorted({package for command, package in REQUIRED_COMMANDS.items() if shutil.which(command) is None})
@@ -99,11 +98,7 @@ def find_missing_requirement() -> str | None:
 class Engine:
     """A machine on which dockerd runs: namespaces with its data.
 
-    Attributes:
-        root: the directory of the data, and of the socket.
-        undo: what stops the machine, and its uplink.
-        pid: its process 1, which is dockerd, as the test's machine sees it.
-        unshare: the parent of that process. If it is killed, all processes of the machine end.
+    `pid` is dockerd as the test's machine sees it. If `unshare` is killed, all processes of the machine end.
     """
 
     root: Path
@@ -113,7 +108,6 @@ class Engine:
 
     @property
     def host(self) -> str:
-        """The value of DOCKER_HOST."""
         return f'unix://{self.root}/docker.sock'
 
     def boot(self) -> None:
@@ -143,7 +137,7 @@ class Engine:
         wait_until(is_answering, 60, f'dockerd answers on {self.host}')
 
     def cut_power(self) -> None:
-        """Kill dockerd and all containers at once. Rules, bridges and /run are lost; the data stays."""
+        """Kill dockerd and all containers: rules, bridges and /run are lost, and the data stays."""
         _kill(self.unshare)
         wait_until(lambda: not Path(f'/proc/{self.pid}').exists(), 20, 'the end of dockerd')
         self.undo.close()
@@ -151,16 +145,13 @@ class Engine:
         (self.root / 'docker.pid').unlink()
 
     def wrap_command(self, command: Sequence[str]) -> list[str]:
-        """Return the command line that runs `command` where published ports are on localhost."""
         return ['nsenter', f'--net=/proc/{self.pid}/ns/net', '--', *command]
 
     def run_docker(self, *arguments: str) -> str:
-        """Run docker and return its output; raise CalledProcessError if it fails."""
         command = ['docker', '--host', self.host, *arguments]
         return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout.strip()
 
     def read_major_version(self) -> int:
-        """Return the major version of Docker."""
         return int(self.run_docker('version', '--format', '{{.Server.Version}}').partition('.')[0])
 
 
@@ -186,10 +177,7 @@ def start_engine() -> Iterator[Engine]:
 
 
 def get_base_archive() -> Path:
-    """Return a tar of the base image's file system, of the machine's own release.
-
-    Making it takes half a minute and 450 MB.
-    """
+    """Return a tar of the base image's files, which takes half a minute and 450 MB to make."""
     release = platform.freedesktop_os_release()
     components = 'main' if release['ID'] == 'debian' else 'main,universe'
     recipe = [
@@ -213,7 +201,7 @@ def get_base_archive() -> Path:
 
 
 def _stop_dockerd(unshare: subprocess.Popen[bytes], dockerd: int) -> None:
-    """Stop dockerd and its containers; as process 1 of its namespace it takes everything along."""
+    """Stop dockerd, which as process 1 of its namespace takes everything along."""
     if unshare.poll() is None:
         os.kill(dockerd, signal.SIGTERM)
         try:
@@ -229,7 +217,6 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _remove_cgroups(name: str) -> None:
-    """Remove the empty cgroups that Docker left in each hierarchy."""
     top = Path('/sys/fs/cgroup')
     for parent in (top / name.lstrip('/'), *top.glob(f'*{name}')):
         for path in sorted([parent, *parent.rglob('*/')], reverse=True) if parent.is_dir() else ():

@@ -28,10 +28,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture
 def run(engine: Engine, tmp_path: Path) -> Iterator[Run]:
-    """Provide a function that runs a command where the containers' ports are.
-
-    docker.sh is set to the local images. The network is the test's own, so the ports of the README are free.
-    """
+    """Provide a function that runs a command in a network where the README's ports are free."""
     settings = {'DOCKER_HOST': engine.host, 'ETCD_IMAGE': BASE, 'POSTGRES_IMAGE': POSTGRES, 'PYTHON_IMAGE': BASE}
     if authorities := os.environ.get('PIP_CERT') or os.environ.get('REQUESTS_CA_BUNDLE'):
         settings['PLACEMENT_BUILD_CA'] = authorities

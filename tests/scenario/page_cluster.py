@@ -1,4 +1,4 @@
-"""Clusters of machines that boot, as the pages of docs/howto describe them: what their tests have in common."""
+"""Clusters of machines that boot, as the pages of docs/howto describe them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ METADATA = '169.254.169.254'
 
 
 class ImageServer(Server):
-    """The image server beside the machines."""
-
     name = 'images'
 
     def __init__(self, machines: Lan, directory: Path) -> None:
@@ -38,7 +36,6 @@ class ImageServer(Server):
         self.go = directory / 'go'
 
     def command(self) -> list[str]:
-        """Return the command, which runs on the bridge."""
         program = ['-m', 'tests.kit.slow_images', GATEWAY, '80', str(self.served), str(self.go)]
         return self._machines.outer_machine.wrap_command([sys.executable, *program], TOP)
 
@@ -48,8 +45,6 @@ class ImageServer(Server):
 
 @dataclass
 class Cluster:
-    """A control host, its hypervisors and an image server beside them."""
-
     control: BootedMachine
     hypervisors: dict[str, BootedMachine]
     images: ImageServer
@@ -57,22 +52,18 @@ class Cluster:
     bin: str = '/opt/ecomp/bin'
 
     def eschedule(self, *words: str) -> str:
-        """Run eschedule as root on the control host; return its output or raise AssertionError."""
         return self.control.run('env', '-C', '/', f'{self.bin}/eschedule', *words)
 
     def place(self, name: str, host: str, image: str = 'guest.qcow2', *options: str, query: str = QUERY) -> str:
-        """Place a guest with this name on this host; return its uuid."""
         output = self.eschedule(query, f'http://{GATEWAY}/{image}', '--name', name, '--on', host, *options)
         match = NOTIFIED.match(output)
         assert match, output
         return match[2]
 
     def wait(self, stage: str, *names: str) -> None:
-        """Wait until these guests have reached this stage."""
         self.eschedule('wait', *names, '--for', stage, '--timeout', str(BOOT_SECONDS))
 
     def destroy(self, *names: str) -> None:
-        """Destroy these guests; the audit must find nothing."""
         self.eschedule('destroy', '--wait', *names)
         self.check_cluster()
 
@@ -92,7 +83,6 @@ class Cluster:
         wait_until(lambda: {self.read_states().get(host) for host in hosts} == {'up'}, 60, f'{hosts} are up')
 
     def is_answering(self, name: str) -> bool:
-        """True if a guest answers its hypervisor at the address in its record."""
         guest_record = self.show_record(name)
         address = guest_record['addresses'][0]['address']
         reply = (
@@ -123,7 +113,6 @@ def read_unit(booted: BootedMachine, name: str) -> dict[str, str]:
 
 
 def read_service_pid(booted: BootedMachine, name: str) -> int:
-    """Check that a service is ready, enabled and filtered; return its pid."""
     properties = read_unit(booted, f'{name}.service')
     expected = {'Type': 'notify', 'ActiveState': 'active', 'SubState': 'running', 'UnitFileState': 'enabled'}
     assert {key: properties[key] for key in expected} == expected, booted.run('journalctl', '-u', name, '-n', '50')
@@ -132,16 +121,12 @@ def read_service_pid(booted: BootedMachine, name: str) -> int:
 
 
 def count_filters(booted: BootedMachine, pid: str) -> int:
-    """Return the number of seccomp filters of a process.
-
-    The machine itself is a container, which has some.
-    """
+    """Return the number of seccomp filters, of which the machine, a container, has some."""
     status = booted.run('cat', f'/proc/{pid}/status')
     return int(status.partition('Seccomp_filters:')[2].split()[0])
 
 
 def serves_metadata(hypervisor: BootedMachine) -> bool:
-    """True if a metadata server answers on this hypervisor."""
     return 'HTTP/1.' in hypervisor.run('bash', '-c', GET_SCRIPT, 'bash', METADATA, '/')
 
 
@@ -158,10 +143,7 @@ def read_blocks(machine: str, page: Path = PAGE) -> list[str]:
 def boot_cluster(
     hosts: Mapping[str, str], release: str, directory: Path, images: Mapping[str, Path]
 ) -> Iterator[Cluster]:
-    """Boot machines of a Debian release, the first of them for the control host, and serve images to them.
-
-    Nothing is installed on them yet.
-    """
+    """Boot machines of a Debian release with nothing installed, and serve images to them."""
     assert not explain_missing(), explain_missing()
     with start_lan(hosts) as machines:
         server = ImageServer(machines, directory)

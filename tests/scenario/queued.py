@@ -26,7 +26,6 @@ def small_cluster(cluster: Control) -> Control:
 
 
 def enqueue_request(control: Control, *words: str) -> str:
-    """Queue a request, of the flavor small unless `words` name another; return its uuid."""
     done = run_in_process(control, '--queue', *(words if '--flavor' in words else ('--flavor', 'small', *words)))
     assert done.code == 0, done
     match = QUEUED_LINE.match(done.stdout)
@@ -50,7 +49,6 @@ def record_placement_calls(control: Control) -> Iterator[tuple[str, list[str]]]:
 
 
 def expect_not_taken(control: Control, requested_paths: list[str], compute: Ecompute, instance: str) -> None:
-    """Wait until a disabled compute has read its traits and left the request in the queue."""
     traits = f'/resource_providers/{compute.uuid}/traits'
     wait_until(lambda: traits in requested_paths, 20, 'it has asked what it is')
     wait_until(lambda: control.etcd.get(f'/queues/small/{instance}/taker') is None, 20, 'it is not at it')

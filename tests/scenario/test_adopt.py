@@ -1,4 +1,4 @@
-"""`eschedule adopt` with real etcd and placement, and fake computes whose guests ecomp did not create."""
+"""`eschedule adopt` on real etcd and placement, with guests that ecomp did not create."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def print_again(control: Control, word: str) -> Result:
 
 
 def run_printed(control: Control, command: str) -> str:
-    """Run a printed command line in a shell, in the directory of the files; return the new instance."""
+    """Run a printed command line in a shell, in the directory of the files."""
     script = f'eschedule() {{ {shlex.quote(sys.executable)} -m ecomp.schedule "$@"; }}\n{command}'
     started = time.monotonic()
     done = subprocess.run(

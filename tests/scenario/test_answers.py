@@ -33,7 +33,6 @@ from tests.kit.story import (
 
 
 def read_document(control: Control, shape: str, *words: str, code: int = 0) -> Any:
-    """Run a command with -f json and return its validated document."""
     done = run_in_process(control, *words, '-f', 'json')
     assert done.code == code, done
     return validate_document(done, shape)
@@ -138,12 +137,10 @@ def test_wait_for_stages_and_for_several_instances(cluster: Control, compute: Ec
 
 
 def strip_times(lines: str) -> list[str]:
-    """Return the lines of events without their times, or revisions."""
     return [re.sub(r'^(revision \d+|\S+) +', '', line) for line in lines.splitlines()]
 
 
 def is_subsequence(lines: Sequence[str], *expected: str) -> bool:
-    """True if the lines contain the expected ones in this order."""
     remaining = iter(lines)
     return all(line in remaining for line in expected)
 

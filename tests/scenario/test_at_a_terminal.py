@@ -37,10 +37,10 @@ _SEQUENCE = re.compile(r'\x1b\[([0-9;]*)([A-Za-z])|(.)', re.DOTALL)
 
 
 def render_screen(output: str, columns: int, height: int = 24) -> list[str]:
-    """Return the lines on a terminal and in its scrollback, without blanks at the end of each.
+    """Return the lines on a terminal and in its scrollback, without blanks at their ends.
 
-    It wraps as xterm does: a character in the last column leaves the cursor there, and the next one begins a line. The
-    cursor cannot move up into the scrollback.
+    It wraps as xterm does: a character in the last column leaves the cursor there, and the next one begins a line.
+    The cursor cannot move up into the scrollback.
     """
     lines, row, column = [''], 0, 0
     for match in _SEQUENCE.finditer(output):
@@ -74,11 +74,7 @@ COLOUR = re.compile('\x1b\\[[0-9]*m')
 
 
 class Screen:
-    """An eschedule whose stdout is a terminal.
-
-    Attributes:
-        output: the text that it has written to the terminal so far.
-    """
+    """An eschedule whose stdout is a terminal, with what it has written there in `output`."""
 
     def __init__(
         self,
@@ -124,11 +120,9 @@ class Screen:
 
     @property
     def lines(self) -> list[str]:
-        """What a user sees now."""
         return render_screen(self.output, self._columns, self._height)
 
     def end(self) -> tuple[int, str]:
-        """Wait for the end; return the exit code and stderr."""
         _, err = self.process.communicate(timeout=120)
         self._reader.join()
         return self.process.returncode, (err or b'').decode()
@@ -147,7 +141,6 @@ def start_screen(control: Control, *words: str, height: int = 24) -> Iterator[Sc
 def read_terminal_lines(
     control: Control, *words: str, columns: int = 80, with_stderr: bool = False, **more: str
 ) -> list[str]:
-    """Return the lines that a successful command writes on a terminal."""
     started_at = time.monotonic()
     terminal = Screen(control, *words, columns=columns, with_stderr=with_stderr, **more)
     code, err = terminal.end()
@@ -160,7 +153,6 @@ def read_terminal_lines(
 
 @pytest.fixture
 def guests(cluster: Control) -> Iterator[Control]:
-    """Provide a cluster with three computes, three guests in a group, a flavor and a quota."""
     computes = [cluster.ecompute('VCPU:16,DISK_GB:100,MEMORY_MB:64000') for _ in range(3)]
     for words in (
         [SMALL_QUERY, IMAGE, '--name', 'web', '--count', '3', '--group', 'web', '--policy', 'anti-affinity', '--wait'],
@@ -306,7 +298,6 @@ def remove_blanks(text: str) -> str:
 
 
 def end_apply(terminal: Screen) -> int:
-    """Wait for the end of an apply, and return the exit code."""
     code, _ = terminal.end()
     # The journal needs whole uuids. It knows that a command which never ended reports nothing.
     JOURNAL.add_run(terminal.words, None, ('', ''), terminal.started_at, terminal.process.pid)
@@ -314,7 +305,7 @@ def end_apply(terminal: Screen) -> int:
 
 
 def split_at_table(terminal: Screen) -> tuple[str, list[str], str]:
-    """Return what a user sees at the end: the messages before the table and after it, without blanks, and its lines."""
+    """Return what a user sees: the messages before a table, its lines, and those after it."""
     lines = terminal.lines
     first = next(at for at, line in enumerate(lines) if line.startswith('NAME'))
     last = next(at for at, line in enumerate(lines) if line.startswith('eschedule: stack') and at > first)
@@ -411,7 +402,7 @@ def test_what_differs_is_said_once_for_a_member(cluster: Control) -> None:
 
 @pytest.mark.parametrize('columns', [70, 80, 100])
 def test_every_message_stands_above_the_status(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
-    """The outputs of all commands have this in common; a status has at most the lines that a terminal can erase."""
+    """A status has at most the lines that a terminal can erase."""
     written = io.StringIO()
     monkeypatch.setattr(written, 'isatty', lambda: True)
     monkeypatch.setattr(sys, 'stderr', written)

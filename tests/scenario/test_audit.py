@@ -40,7 +40,7 @@ BIG_INVENTORY = 'VCPU:64,DISK_GB:64,MEMORY_MB:65536'
 
 @pytest.fixture(scope='module')
 def shared_scene(tmp_path_factory: pytest.TempPathFactory, usual_placement: type[PlacementServer]) -> Iterator[Scene]:
-    """Provide one scene for the whole module; each test restores it."""
+    """Provide one scene for the whole module, which each test restores."""
     with Etcd() as etcd, usual_placement() as server, contextlib.ExitStack() as at_exit:
         control = Control(etcd, server, tmp_path_factory.mktemp('audit'), at_exit)
         write_config(control.schedule_yaml, etcd.endpoint, server.url, ignore_warnings=['etcd-version'])
@@ -73,7 +73,7 @@ def test_every_code_has_a_plant() -> None:
 
 
 def is_repaired_by_eschedule(plant: Plant) -> bool:
-    """Return whether --fix repairs the finding itself, without a host; of keys without a lease only a record."""
+    """Return whether --fix repairs it without a host: of keys without a lease only a record."""
     check = CHECKS[get_code(plant)]
     is_record = check.repair is not Repair.PUT_ON_LEASE or plant is plants.record_unleased
     return check.repair is not None and check.scope == CLUSTER and is_record
@@ -190,7 +190,7 @@ def test_work_in_flight_is_never_a_finding(cluster: Control) -> None:
 
 @contextlib.contextmanager
 def _create_and_destroy_concurrently(cluster: Control) -> Iterator[Callable[[], list[str]]]:
-    """Create and destroy instances concurrently during the block; yield a list of them so far."""
+    """Create and destroy instances during the block, and yield a list of them so far."""
     instances: list[str] = []
     stopping = threading.Event()
 
@@ -231,7 +231,7 @@ def test_repair_skips_what_only_one_audit_found(scene: Scene) -> None:
 
 @pytest.mark.slow
 def test_hosts_repair_their_own_findings(scene: Scene) -> None:
-    """A host does it at --fix, once it has seen a finding for a minute; it releases a claim by itself."""
+    """A host does it at --fix, after a minute of a finding, but releases a claim by itself."""
     planted = [plants.disk_orphaned, plants.seed_orphaned, plants.part_orphaned, plants.allocation_missing]
     subjects = {get_code(plant): plant(scene) for plant in (*planted, plants.allocation_orphaned)}
     messages: list[str] = []
@@ -243,7 +243,6 @@ def test_hosts_repair_their_own_findings(scene: Scene) -> None:
 
 
 def test_fix_leaves_domains_alone(scene: Scene) -> None:
-    """Domains are left alone, running or not."""
     guest, stopped = plants.domain_orphaned(scene), make_uuid()
     scene.change_guest(scene.second, stopped, running=False)
     doubled = plants.domain_doubled(scene)

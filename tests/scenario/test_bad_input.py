@@ -1,6 +1,6 @@
 """Refused starts: what a newcomer sees, and what a refused ecompute leaves unchanged.
 
-The words of refused commands are in tests/golden/commands; malformed words and files are in tests/faults/test_words.py.
+The words of refused commands are in tests/golden/commands. Malformed words and files are in tests/faults/test_words.py.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ def read_tree(directory: Path) -> dict[str, tuple[int, bytes]]:
 
 
 def try_start(compute: Ecompute, **settings: object) -> Result:
-    """Start an ecompute with changed settings on the state directory of `compute`."""
     old_settings = yaml.safe_load(compute.config.read_text())
     inventory = str(settings.pop('fake', INVENTORY))
     merged = {key: value for key, value in {**old_settings, **settings}.items() if value is not None}
@@ -67,7 +66,6 @@ def try_start(compute: Ecompute, **settings: object) -> Result:
 
 @pytest.fixture
 def stopped_compute(cluster: Control) -> Ecompute:
-    """Provide a stopped ecompute with an instance and a half-written file in its state."""
     compute = cluster.ecompute(traits=['CUSTOM_OURS'])
     wait_address(cluster, place(cluster)[1])
     compute.stop()

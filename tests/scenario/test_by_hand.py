@@ -26,30 +26,25 @@ PROJECT = 'c1a0d1e5-0000-4000-8000-00000000000b'
 
 
 def make_claim_body(compute: str, resources: dict[str, int] | None = None) -> dict[str, Any]:
-    """Make the body of a claim in the format of 2019."""
     allocations = {compute: {'resources': resources or RESOURCES}}
     return {'allocations': allocations, 'user_id': USER, 'project_id': PROJECT, 'consumer_generation': None}
 
 
 def claim(control: Control, compute: str, instance: str, resources: dict[str, int] | None = None) -> dict[str, Any]:
-    """Make a claim with the consumer_type that placement requires now; return its body."""
     body = make_claim_body(compute, resources)
     control.placement.call('PUT', f'/allocations/{instance}', {**body, 'consumer_type': 'INSTANCE'})
     return body
 
 
 def make_request(compute: str, instance: str, /, **other: Any) -> dict[str, Any]:
-    """Make a request in the format of 2019; the claim is not made."""
     return {**make_claim_body(compute), 'instance': instance, 'image': IMAGE, **other}
 
 
 def write_request(control: Control, compute: str, instance: str, value: Any) -> None:
-    """Write a request key: text as it is, other values as JSON."""
     control.etcd.put(f'/hosts/{compute}/{instance}', value if isinstance(value, str | bytes) else json.dumps(value))
 
 
 def expect_refusal(control: Control, compute: str, instance: str, *words: str) -> dict[str, Any]:
-    """Wait for an error record with these words, and check that the request key is gone."""
     failed_record = wait_state(control, instance, 'error')
     assert (failed_record['compute'], failed_record['error']['stage']) == (compute, 'scheduled')
     for word in words:

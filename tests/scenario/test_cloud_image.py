@@ -1,4 +1,4 @@
-"""A stock cloud image boots with a key, a name and an address; the tests pass on Debian 13."""
+"""A stock cloud image boots with a key, a name and an address, and Debian 13 runs the tests."""
 
 from __future__ import annotations
 
@@ -57,12 +57,7 @@ print(json.dumps([ec2.get_instance_metadata(*where), ec2.get_instance_userdata(*
 
 @dataclass
 class Guest:
-    """A guest that is ready.
-
-    Attributes:
-        private: the path of the private key that opens it.
-        done: the result of the command that created it.
-    """
+    """A ready guest: `private` opens it, and `done` is the result of the command that made it."""
 
     lab: Lab
     host: str
@@ -85,7 +80,6 @@ class Guest:
         )  # fmt: skip
 
     def make_ssh_command(self, command: str) -> list[str]:
-        """Return the command line of an ssh that accepts any host key."""
         address = self.lab.eschedule(self.name).stdout.strip()
         timeouts = ('BatchMode=yes', 'ConnectTimeout=5', 'ServerAliveInterval=5')
         options = (*timeouts, 'StrictHostKeyChecking=no', 'UserKnownHostsFile=/dev/null', 'LogLevel=ERROR')
@@ -93,7 +87,6 @@ class Guest:
         return ['ssh', '-i', str(self.private), *words, f'debian@{address}', command]
 
     def run_checked(self, command: str) -> str:
-        """Run a command in the guest, which must succeed; return its output."""
         done = self.ssh(command)
         assert done.returncode == 0, done
         return done.stdout.strip()
@@ -101,7 +94,7 @@ class Guest:
 
 @pytest.fixture(scope='module')
 def guests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Guest]]:
-    """Provide one guest for each way of metadata; they boot side by side."""
+    """Provide one guest for each way of metadata, booted side by side."""
     work = tmp_path_factory.mktemp('cloud')
     with closing(Lab(make_lab_name('cloud'), len(HOST_BY_WAY))) as lab:
         shutil.copyfile(get_debian_image(), lab.directory / 'images/debian.qcow2')
@@ -172,10 +165,7 @@ def test_key_of_another_guest_is_refused(guests: Mapping[str, Guest]) -> None:
 
 
 def test_guest_processor_supports_x86_64_v2_and_v3(guests: Mapping[str, Guest]) -> None:
-    """EL 9 needs x86-64-v2 and EL 10 x86-64-v3: their kernels panic on less.
-
-    glibc reports which levels it supports.
-    """
+    """EL 9 needs x86-64-v2 and EL 10 x86-64-v3: their kernels panic on less."""
     levels = guests['iso'].run_checked('/lib64/ld-linux-x86-64.so.2 --help')
     for level in ('v2', 'v3'):
         assert re.search(rf'^ *x86-64-{level} \(supported', levels, re.MULTILINE), levels
@@ -203,7 +193,7 @@ def test_host_keys_are_reported_and_cloud_init_logs_no_warning(guests: Mapping[s
 
 
 def test_ssh_refuses_a_changed_host_key(guests: Mapping[str, Guest]) -> None:
-    """Simulate another machine at the guest's address; the original key is accepted again."""
+    """Another machine is simulated at the guest's address, and then the original one again."""
     guest = guests['iso']
     key = '/etc/ssh/ssh_host_ed25519_key'
     change = f'sudo mv {key} /root/own && sudo ssh-keygen -q -t ed25519 -N "" -f {key} && sudo systemctl restart ssh'
@@ -313,7 +303,6 @@ def _make_root_archive(work: Path) -> Path:
 
 
 def run(trixie: Machine, *command: str) -> str:
-    """Run a command in the clone like root's shell; return its output, or show it if it fails."""
     pip_variables = [f'{name}={value}' for name, value in os.environ.items() if name.startswith('PIP_')]
     clean = ['env', '-i', 'HOME=/root', 'LC_ALL=C.UTF-8', 'PATH=/usr/sbin:/usr/bin:/sbin:/bin', *pip_variables]
     done = trixie.run([*clean, *command], CLONE)

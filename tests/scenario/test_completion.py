@@ -61,7 +61,6 @@ def env(cluster: Control) -> Iterator[dict[str, str]]:
 
 
 def write_completion_script(directory: Path, shell: str, env: dict[str, str]) -> Path:
-    """Write a shell's completion script to a file; skip the test if there is no such shell."""
     if shutil.which(shell) is None:
         pytest.skip(f'apt-get install {shell}')
     path = directory / f'completion.{shell}'
@@ -102,7 +101,6 @@ def complete_on_terminal(shell: str, script: Path, env: dict[str, str], line: st
 
 
 def read_until(terminal: int, expected: str) -> str:
-    """Read from a terminal until the text contains `expected`; return the text."""
     text, end = '', time.monotonic() + SLOWDOWN_FACTOR * 30
     while expected not in text:
         assert time.monotonic() < end, text

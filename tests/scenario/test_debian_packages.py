@@ -1,4 +1,4 @@
-"""The Debian packages: built, checked by lintian, installed, upgraded, removed and purged on machines that boot.
+"""The Debian packages are built, checked, installed, upgraded, removed and purged.
 
 The commands are those of the pages 'install' and 'real machines'. A guest runs from the first start to the last.
 """
@@ -54,7 +54,7 @@ ExecStopPost=+sh -c 'ecompute --version >/srv/stopped'
 def cluster(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, guest_image: Path
 ) -> Iterator[Cluster]:
-    """Provide a control host after the page's commands, and a machine that has only its certificates."""
+    """Provide a control host after the page's commands, and a machine with certificates only."""
     images = {'guest.qcow2': guest_image, 'debian.qcow2': get_debian_image()}
     with boot_cluster(HOSTS, request.param, tmp_path_factory.mktemp('images'), images) as booted:
         *first, last = read_blocks('control')
@@ -68,7 +68,7 @@ def cluster(
 
 @pytest.fixture(scope='module')
 def new_files(cluster: Cluster) -> set[str]:
-    """Build the packages in the clone on the control host; return the files that this adds to the clone."""
+    """Build the packages in the control host's clone, and return the files that this adds."""
     before = list_clone(cluster.control)
     cluster.control.run('apt-get', 'update')
     type_blocks(cluster.control, 'builder')
@@ -80,39 +80,33 @@ def list_clone(machine: BootedMachine) -> set[str]:
 
 
 def type_blocks(machine: BootedMachine, place: str) -> None:
-    """Type the page's commands for this place."""
     for block in read_blocks(place, PAGE):
         machine.type_as_user(block)
 
 
 def copy_packages(cluster: Cluster) -> None:
-    """Copy the packages from the clone in which they were built to that of the hypervisor."""
     dist = f'{CLONE_PATH}/packaging/dist'
     cluster.hypervisors['hv1'].run('mkdir', '-p', dist)
     cluster.control.run('sh', '-c', f'scp {dist}/*.deb root@hv1:{dist}')
 
 
 def read_states(machine: BootedMachine) -> dict[str, tuple[str, ...]]:
-    """Return systemd's ActiveState and UnitFileState of each service."""
     show = ('systemctl', 'show', '--value', '-p', 'ActiveState', '-p', 'UnitFileState')
     return {name: tuple(machine.run(*show, name).split()) for name in SERVICES}
 
 
 def check_versions(cluster: Cluster, version: str) -> None:
-    """Check the version that each command prints."""
     assert cluster.eschedule('--version').strip() == f'eschedule {version}'
     for name in SERVICES:
         assert cluster.hypervisors['hv1'].run(name, '--version').strip() == f'{name} {version}'
 
 
 def find_files(machine: BootedMachine) -> set[str]:
-    """Find all files with names like those in the packages, outside of the clone."""
     pattern = '.*/_?\\(ecomp\\|eschedule\\|mdserver\\)[^/]*'
     return set(machine.run('find', '/etc', '/usr', '/var', '/run', '-xdev', '-regex', pattern, '-prune').split())
 
 
 def read_guest_boot_id(cluster: Cluster, name: str) -> str:
-    """Return the boot id of a guest, which is read by `eschedule ssh`."""
     return cluster.eschedule('ssh', name, '--', 'cat /proc/sys/kernel/random/boot_id').strip()
 
 
@@ -216,7 +210,6 @@ def test_packages_are_installed_upgraded_removed_and_purged(cluster: Cluster, ne
 
 
 def build_later_packages(machine: BootedMachine) -> None:
-    """Build the packages of a later version in the clone on a machine."""
     modules = 'ecomp/__init__.py md_server/mdserver/__init__.py'
     machine.type_as_user(f'sed -i "s/^__version__ = .*/__version__ = \'{LATER_VERSION}\'/" {modules}')
     type_blocks(machine, 'builder')

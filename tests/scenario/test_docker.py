@@ -55,7 +55,7 @@ ask 'placement from a guest' "http://$(address ecomp-placement):8080/"
 
 @contextmanager
 def run_ecompute(engine: Engine, directory: Path) -> Iterator[subprocess.Popen[str]]:
-    """Run a fake ecompute in the containers' network; without a compute.yaml it uses localhost."""
+    """Run a fake ecompute in the containers' network: without compute.yaml it uses localhost."""
     log = directory / 'ecompute.log'
     command = [sys.executable, '-m', 'ecomp.compute', '--fake', 'VCPU:4,DISK_GB:10,MEMORY_MB:512']
     environment = os.environ | {'PYTHONPATH': f'{TOP}:{TOP / "md_server"}'}
@@ -137,7 +137,7 @@ def test_servers_keep_their_data_over_down_and_up(engine: Engine, run: Run, tmp_
 
 @pytest.mark.slow
 def test_several_workers_share_the_claims(engine: Engine, run: Run) -> None:
-    """Three workers start concurrently on an empty database; none answers with an error."""
+    """Three workers start concurrently on an empty database, and none answers with an error."""
     expect_success(run(SCRIPT, PLACEMENT_WORKERS='3'))
     # The brackets keep grep from finding itself.
     gunicorns = 'grep -lz no-control-socke[t] /proc/[0-9]*/cmdline'
@@ -147,8 +147,6 @@ def test_several_workers_share_the_claims(engine: Engine, run: Run) -> None:
 
 @pytest.mark.slow
 def test_changed_settings_recreate_only_their_containers(engine: Engine, run: Run) -> None:
-    """Only containers whose settings changed are recreated, and the firewall rules follow."""
-
     def count_rules() -> int:
         return expect_success(run('iptables', '-t', 'raw', '-S', 'PREROUTING')).count('docker.sh')
 
@@ -221,7 +219,6 @@ def make_elab_directory(tools: Path) -> Path:
 
 @pytest.mark.slow
 def test_own_database_replaces_the_postgres_container(engine: Engine, run: Run) -> None:
-    """With an own database on this machine no PostgreSQL container is started."""
     gateway = engine.run_docker('network', 'inspect', '--format', '{{(index .IPAM.Config 0).Gateway}}', 'bridge')
     settings = ('POSTGRES_USER=me', 'POSTGRES_DB=mine', 'POSTGRES_PASSWORD=secret')
     environment = [word for setting in settings for word in ('--env', setting)]
@@ -240,7 +237,6 @@ def test_own_database_replaces_the_postgres_container(engine: Engine, run: Run) 
 
 @pytest.mark.slow
 def test_refusals_are_one_line_and_start_nothing(engine: Engine, run: Run) -> None:
-    """Each refusal is one line with its remedy and starts nothing."""
     done = run(sys.executable, '-c', RUN_WITH_TAKEN_PORT, SCRIPT)
     assert done.returncode == 5
     assert re.search(r'^docker.sh: port \d+ on 127.0.0.1 is in use .* Fix: .* ETCD_PORT=…$', done.stderr)
@@ -392,10 +388,7 @@ def start_network(engine: Engine, run: Run) -> Iterator[StartNetwork]:
 
 @pytest.fixture
 def run_as_guest(engine: Engine, run: Run) -> Iterator[RunAsGuest]:
-    """Provide a function that runs a command as a guest on the network of start_network().
-
-    The first call waits until the guest reaches its router.
-    """
+    """Provide a function that runs a command as a guest, once that reaches its router."""
     name = make_lab_name(f'guest{engine.pid}-')
     subprocess.run(['ip', 'netns', 'add', name], check=True)
 
@@ -447,7 +440,7 @@ def test_guest_reaches_no_container_in_either_start_order(
 
 @pytest.mark.slow
 def test_no_container_runs_without_its_rules_after_a_power_cut(engine: Engine, run: Run) -> None:
-    """Docker starts the containers by itself only where guests cannot reach them without the rules."""
+    """Docker starts the containers itself only if guests cannot reach them without the rules."""
     old = engine.read_major_version() < 28
 
     def restart_machine() -> int:

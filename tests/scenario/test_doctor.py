@@ -1,4 +1,4 @@
-"""`eschedule check` on real servers: no findings in a healthy cluster, otherwise each with its cure."""
+"""`eschedule check` on real servers: a healthy cluster has no finding, others have cures."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from tests.kit.servers import free_port
 
 
 def read_findings(control: Control) -> dict[str, Any]:
-    """Run the check; return its findings by code and validate the rest of what it prints.
-
-    A finding about etcd's version depends on the machine and is left out.
-    """
+    """Run the check, and return its findings by code, without the machine's etcd version."""
     result = control.eschedule('check', '-f', 'json')
     findings_by_code = {finding['code']: finding for finding in json.loads(result.stdout)}
     warning = findings_by_code.pop('etcd-version', None)

@@ -1,4 +1,4 @@
-"""`eschedule evacuate` with real etcd and placement, and fake computes: what moves, what stays, and a host's return."""
+"""`eschedule evacuate` on real etcd and placement: what moves, what stays, a host's return."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ ROOMY = 'VCPU:18,DISK_GB:40,MEMORY_MB:2048'
 
 
 def create(control: Control, name: str, *words: str, query: str = SMALL) -> list[str]:
-    """Create an instance, or a set with --count, and return the uuids once they are active."""
     result = control.eschedule(query, IMAGE, '--name', name, '--project', 'shop', '-f', 'json', *words)
     assert result.code == 0, result
     instances = [str(row['instance']) for row in json.loads(result.stdout)]
@@ -48,7 +47,6 @@ def read_rows(result: Result) -> dict[str, dict[str, Any]]:
 
 
 def read_value(control: Control, key: str) -> Any:
-    """Return the JSON value of a key; None without it."""
     value = control.etcd.get(key)
     return None if value is None else json.loads(value)
 
@@ -236,10 +234,10 @@ def test_evacuation_needs_a_silent_host_and_is_alone(cluster: Control) -> None:
 
 
 def test_first_apply_is_refused_while_a_silent_host_has_an_unknown_claim(cluster: Control) -> None:
-    """After a restore of etcd it may be the claim of the stack that is applied. A shared disk is no host."""
+    """After a restore of etcd it may be the claim of the stack that is applied."""
     silent, living = cluster.ecompute(ROOMY), cluster.ecompute(ROOMY)
     kill_and_lapse(cluster, silent)
-    foreign = str(uuid.uuid4())
+    foreign = str(uuid.uuid4())  # on a shared disk, which is no host
     put_claim(cluster, foreign, cluster.placement.make_provider(DISK_GB=10), amounts={'DISK_GB': 1})
     assert cluster.eschedule('apply', write_stack(cluster, {'web': {}}, 'other'), '--wait').code == 0
     assert cluster.eschedule('destroy', '--stack', 'other', '--yes', '--wait').code == 0
@@ -329,13 +327,12 @@ PRESENCE_SECONDS = 60.0
 
 
 def count_domains(lab: Lab) -> Counter[str]:
-    """Count on how many living hosts each domain is."""
     return Counter(name for host in lab.hosts for name in lab.list_domains(host))
 
 
 @pytest.mark.slow
 def test_evacuated_guests_answer_on_their_new_hosts_and_none_lives_twice(lab: Lab) -> None:
-    """A host is crashed with a guest that serves, and one that does nothing; then it boots again."""
+    """A host is crashed with a guest that serves and an idle one, and then boots again."""
     host, old = lab.place(BOOTING, lab.make_url('guest.qcow2'), '--name', 'web')
     compute = lab.read_compute(host)
     _, idle = lab.place(f'{IDLE}&in_tree={compute}', lab.make_url('idle.raw'), '--name', 'pinned', '--wait=started')

@@ -52,7 +52,6 @@ def lab(guest_image: Path) -> Iterator[Lab]:
 
 
 def request_as_other(guest: Guest, mac: str, address: str) -> dict[str, str]:
-    """Return the metadata that a guest gets before, under and after a forged MAC and address."""
     gateway = str(IPv4Network(f'{guest.address}/24', strict=False)[1])
     own_fields = {'own_mac': guest.mac, 'own_address': guest.address}
     output = guest.run(FORGE.format(mac=mac, address=address, gateway=gateway, **own_fields))
@@ -63,7 +62,6 @@ def request_as_other(guest: Guest, mac: str, address: str) -> dict[str, str]:
 
 
 def make_refused_answers(guest: Guest) -> dict[str, str]:
-    """Return the expected answers if frames that are not the guest's own are dropped."""
     return {'before': guest.instance, 'forged root': 'nothing', 'forged data': 'nothing', 'after': guest.instance}
 
 
@@ -120,7 +118,6 @@ def test_forged_mac_and_address_get_no_metadata(lab: Lab) -> None:
 
 
 def reboot(lab: Lab, guest: Guest) -> None:
-    """Reboot a guest and wait until it takes orders at the same address."""
     assert lab.eschedule('reboot', '--wait', guest.instance).code == 0
     wait_until(lambda: count_boots(lab, guest.instance) == 2, BOOT_SECONDS, 'it takes orders again')
     wait_until(lambda: is_serving(guest.address), 30, 'its address is the same')
@@ -131,10 +128,7 @@ def read_pid(lab: Lab, name: str) -> int:
 
 
 def check_outsider(lab: Lab, guest: Guest) -> None:
-    """Check that a machine on the guests' bridge gets no metadata at a guest's address.
-
-    It is no guest, so no filter stops its frames.
-    """
+    """Check that a machine on the bridge, which no filter stops, gets no guest's metadata."""
     name, host = make_lab_name('forger'), f'elab-{lab.name}-hv1'
 
     def ip(*words: str) -> None:

@@ -72,7 +72,7 @@ def test_hosts_shows_up_closed_silent_and_orphaned(cluster: Control) -> None:
 
 
 def break_builds(compute: Ecompute) -> Path:
-    """Let each build of a fake compute without guests fail at stage disk; the directory that does so is returned."""
+    """Let each build of a fake compute without guests fail at stage disk."""
     obstacle = compute.directory / 'state' / 'fake.json'
     obstacle.mkdir()
     return obstacle
@@ -208,7 +208,6 @@ def read_traits(control: Control, compute: Ecompute) -> set[str]:
 
 
 def run_host_command(control: Control, command: str, compute: str, *options: str) -> list[str]:
-    """Run `host drain` or `enable` and return its messages."""
     result = control.eschedule('host', command, compute, *options)
     assert (result.code, result.stdout) == (0, ''), result
     return [line.removeprefix('eschedule: ') for line in result.stderr.splitlines()]
@@ -325,14 +324,12 @@ def test_traits_aggregates_and_ratios(cluster: Control) -> None:
 
 
 def forget(control: Control, compute: str) -> list[str]:
-    """Forget a compute; return the messages without the program's name."""
     result = control.eschedule('host', 'forget', '--fenced', compute)
     assert (result.code, result.stdout) == (0, ''), result
     return [line.removeprefix('eschedule: ') for line in result.stderr.splitlines()]
 
 
 def place_unseen(control: Control, compute: Ecompute) -> str:
-    """Place an instance whose compute never sees the request and becomes silent."""
     compute.pause()
     _, instance = place(control, f'{SMALL_QUERY}&in_tree={compute.uuid}')
     kill_and_lapse(control, compute)
@@ -341,7 +338,6 @@ def place_unseen(control: Control, compute: Ecompute) -> str:
 
 
 def expect_forgotten(control: Control, compute: str) -> None:
-    """Check that only the records of finished instances still mention the compute."""
     assert control.etcd.list_keys(f'/hosts/{compute}/') == []
     assert control.placement.read_inventory(compute) == {}
     providers = control.placement.call('GET', '/resource_providers')['resource_providers']

@@ -42,7 +42,6 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def run_installed(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command of that environment, without access to this one's packages."""
     return subprocess.run(
         [str(word) for word in command],
         cwd=cwd,
@@ -54,7 +53,6 @@ def run_installed(*command: str | Path, cwd: Path) -> subprocess.CompletedProces
 
 
 def make_clean_environment() -> dict[str, str]:
-    """Return the environment variables without those that lead to this test's own Python."""
     return {name: value for name, value in os.environ.items() if name not in ('PYTHONPATH', 'VIRTUAL_ENV')}
 
 

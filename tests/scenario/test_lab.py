@@ -109,10 +109,7 @@ def test_failed_build_leaves_nothing(lab: Lab) -> None:
 
 
 def _read_state(lab: Lab, instance: str) -> str:
-    """Return the state in the instance's record, read from etcd.
-
-    A command for each check would take more CPU time than the guests.
-    """
+    """Read the record from etcd: a command for each check would take more CPU than the guests."""
     return str(json.loads(lab.read_record(instance) or b'{}').get('state', ''))
 
 
@@ -215,7 +212,6 @@ def is_leased(lab: Lab, host: str, address: str) -> bool:
 
 
 def place_with_own_data(lab: Lab, host: str) -> str:
-    """Place a guest on this host with a name, a key and user-data of its own."""
     (lab.directory / 'key.pub').write_text(OTHER_KEY + '\n')
     (lab.directory / 'user-data').write_text(SCRIPT)
     options = ['--name', 'web1', '--ssh-key', str(lab.directory / 'key.pub')]
@@ -258,7 +254,6 @@ def test_address_stays_when_daemons_restart_and_the_guest_is_reset_or_rebooted(l
 
 @pytest.mark.slow
 def test_unresized_disk_bridge_and_configured_uuid(lab: Lab) -> None:
-    """The host is configured with `resize: False`, a bridge and a uuid."""
     host, own_uuid = 'hv2', str(uuid.uuid4())
     config = lab.directory / host / 'compute.yaml'
     before = config.read_text()

@@ -1,7 +1,6 @@
-"""Faults of a monitored lab fire each alert, and each panel of the dashboard has data: docs/howto/monitor.md.
+"""Faults of a lab fire each alert, and each panel has data: docs/howto/monitor.md.
 
 The alerts are those of examples/prometheus, with their minutes divided by 30.
-
 With ECOMP_DASHBOARD=write the test writes docs/howto/dashboard.svg, the picture of what it did.
 """
 
@@ -48,13 +47,11 @@ CONTROL_ADDRESS = '10.0.0.5'
 
 
 def find_in_page(pattern: str) -> str:
-    """Return the first group of a pattern's only match in the page; `.` matches newlines, too."""
     (found,) = re.findall(pattern, PAGE.read_text(), re.DOTALL | re.MULTILINE)
     return str(found)
 
 
 def shorten_minutes(rules: str) -> str:
-    """Divide the minutes of `for:` and of the ranges of the alerts by SPEED."""
     shortened = re.sub(r'(for: |\[)(\d+)m\b', lambda found: f'{found[1]}{int(found[2]) * 60 // SPEED}s', rules)
     before, after = (yaml.safe_load(text)['groups'][0]['rules'] for text in (rules, shortened))
     for old, new in zip(before, after, strict=True):
@@ -64,8 +61,6 @@ def shorten_minutes(rules: str) -> str:
 
 
 class LabProgram(Server):
-    """A program on a machine of the lab that answers a URL when it is ready."""
-
     def __init__(self, lab: Lab, place: str, name: str, words: Sequence[str], url: str) -> None:
         self.name, self.url = name, url
         super().__init__(lab.directory / f'{place}-{name}')
@@ -101,13 +96,7 @@ class ClusterMetrics(Server):
 
 
 class Monitoring:
-    """The monitoring of a lab, until `at_exit` is closed.
-
-    Attributes:
-        url: that of Prometheus.
-        control_instance: the label `instance` of the metrics of the cluster.
-        log: a line for each alert that fired, or ended: what a test reports.
-    """
+    """The monitoring of a lab, with a line in `log` for each alert that fired or ended."""
 
     def __init__(self, lab: Lab, at_exit: ExitStack) -> None:
         self.lab, self.log = lab, list[str]()
@@ -155,7 +144,6 @@ class Monitoring:
 
     @staticmethod
     def _make_configuration(control: str) -> str:
-        """Change Debian's prometheus.yml as the page says."""
         settings = yaml.safe_load(PROMETHEUS_YML.read_text())
         addition = find_in_page(r'^(    rule_files:.*?)\n\n')
         assert CONTROL_ADDRESS in addition
@@ -166,19 +154,17 @@ class Monitoring:
         return yaml.safe_dump(settings)
 
     def get(self, path: str, **parameters: str) -> Any:
-        """Return the data of an answer of Prometheus' API."""
         return get_json(f'{self.url}/api/v1/{path}', **parameters)
 
     def query(self, expression: str) -> list[float]:
         return [float(each['value'][1]) for each in self.get('query', query=expression)['result']]
 
     def list_alerts(self, *states: str) -> list[str]:
-        """List the name of each alert in these states, of `pending` and `firing`."""
         alerts = self.get('alerts')['alerts']
         return [alert['labels']['alertname'] for alert in alerts if alert['state'] in states]
 
     def list_fired(self, began: float) -> dict[str, set[str]]:
-        """Return which alerts have fired since then, each with what it fired for: its other labels' values."""
+        """Return the alerts that have fired since then, each with its other labels' values."""
         now = time.time()
         times = {'start': f'{began}', 'end': f'{now}', 'step': '1'}
         fired: dict[str, set[str]] = {}
@@ -192,12 +178,11 @@ class Monitoring:
     def wait_firing(
         self, name: str, fault: str, began: float, seconds: float = CHANGE_SECONDS, alerts: int = 1
     ) -> None:
-        """Wait until so many alerts of a name fire for a fault that was made at `began` of the monotonic clock."""
+        """Wait until `alerts` of a name fire, where `began` is a time of the monotonic clock."""
         wait_until(lambda: self.list_alerts('firing').count(name) >= alerts, seconds, f'{name} fires: {fault}')
         self.log.append(f'{name} fired {time.monotonic() - began:.0f} s after: {fault}')
 
     def wait_resolved(self, cure: str, began: float, *names: str) -> None:
-        """Wait until alerts are neither firing nor pending after a cure that was made at `began`."""
         for name in names:
             wait_until(partial(self._is_over, name), CHANGE_SECONDS, f'{name} ends: {cure}')
             self.log.append(f'{name} ended {time.monotonic() - began:.0f} s after: {cure}')
@@ -218,7 +203,6 @@ STALE_SECONDS = 240.0
 
 @pytest.fixture
 def lab(guest_image: Path) -> Iterator[Lab]:
-    """Two hosts of this test's own."""
     if os.geteuid() != 0:
         pytest.skip('hypervisors in namespaces need root')
     for program, package in (('prometheus', 'prometheus'), ('prometheus-node-exporter', 'prometheus-node-exporter')):

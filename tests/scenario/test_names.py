@@ -38,7 +38,6 @@ SCRIPT = f'#!/bin/sh\necho "{CANARY}" {{{{ x }}}}\n'
 
 
 def read_guest_data(compute: Ecompute) -> dict[str, dict[str, Any]]:
-    """Return the metadata on a compute by instance; check that only root may read the files."""
     data_by_instance = {}
     for path in (compute.directory / 'state' / 'metadata').glob('*.json'):
         assert path.stat().st_mode & 0o777 == 0o600

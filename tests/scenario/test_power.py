@@ -22,7 +22,6 @@ from tests.kit.story import (
 
 
 def switch(control: Control, action: str, *instances: str) -> None:
-    """Switch instances with --wait and check the messages about each."""
     done = control.eschedule(action, '--wait', *instances)
     state = 'stopped' if action == 'stop' else 'active'
     assert (done.code, done.stdout) == (0, '')

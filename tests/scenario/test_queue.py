@@ -132,7 +132,7 @@ def test_oldest_fitting_request_is_taken_first(small_cluster: Control) -> None:
 
 
 def test_disabled_compute_takes_nothing(small_cluster: Control) -> None:
-    """The disable counts even just after a take; enabled, it takes again."""
+    """The disable counts even just after a take, and after an enable it takes again."""
     with record_placement_calls(small_cluster) as (placement, requested_paths):
         # The compute checks again within 20 s; the test shortens that.
         numbers = {'queue.DISABLED_INTERVAL_SECONDS': 2}
@@ -167,10 +167,7 @@ def read_used_instances(control: Control) -> int:
 
 
 def queue_with_record(control: Control, compute: str, state: str) -> tuple[str, Record]:
-    """Queue a request with a name, a group and a quota, whose uuid has a record on the compute.
-
-    Returns the instance and that record.
-    """
+    """Queue a request with a name, group and quota, and write a record of its uuid."""
     assert run_in_process(control, 'quota', 'set', 'shop', 'instances=5').code == 0
     instance = enqueue_request(control, *SHARED_OPTIONS)
     past = Record(instance, compute, state, resources={'VCPU': 1}, user_id='u', project_id='shop')
@@ -210,7 +207,7 @@ def test_queued_uuid_with_a_record_on_the_compute_is_refused(
 
 
 def test_request_that_placement_refuses_does_not_block_others(small_cluster: Control) -> None:
-    """Other clients wrote a project's id that is longer than placement allows, and requests that are malformed."""
+    """Other clients wrote a project's id that is too long, and malformed requests."""
     poison = str(uuid.uuid4())
     value = {
         **{'version': 1, 'instance': poison, 'flavor': 'small', 'query': SMALL_QUERY, 'image': IMAGE},
@@ -295,7 +292,6 @@ LARGE_LOAD = pytest.param(50, 500, id='many', marks=[pytest.mark.slow, pytest.ma
 
 
 def make_computes(control: Control, count: int) -> list[TunedEcompute]:
-    """Make computes that take from queues, without starting them."""
     return [make_tuned(control, INVENTORY, start=False, queues=True) for _ in range(count)]
 
 
@@ -314,7 +310,7 @@ def enqueue_requests(control: Control, count: int) -> set[str]:
 
 
 def read_states(control: Control) -> dict[str, str]:
-    """Return the state of each instance in etcd; settled() checks that none is in two places."""
+    """Return the state of each instance in etcd: settled() checks that none is in two places."""
     queued, scheduled, recorded = {}, {}, {}
     for key, stored in read_lasting_keys(control).items():
         family, name = key.split('/')[1], key.rsplit('/', 1)[1]

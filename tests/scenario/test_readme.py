@@ -5,8 +5,8 @@ They run on machines of their own, so that a lab of the same name on this one is
 appear in the output, in order. Uuids, addresses, times and sizes may differ, but a uuid or address in a command of the
 page must stand for the same real one everywhere on that page.
 
-README's commands make the lab; with --all, they also make .venv and the guest's image, as for a newcomer. The other
-pages find a lab. What two pages show of a guest needs one that boots; other commands need only its address.
+README's commands make the lab. With --all, they also make .venv and the guest's image, as for a newcomer. The other
+pages find a lab. What two pages show of a guest needs one that boots. Other commands need only its address.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ AMOUNT = re.compile(
 
 @dataclass
 class Step:
-    """A command, the lines that the page shows, and whether it shows any output, be it omitted (…)."""
+    """A command, the lines that the page shows, and whether it shows any output (or `…`)."""
 
     command: str
     shown: list[str]
@@ -72,19 +72,18 @@ class Step:
 
 @dataclass
 class RealNames:
-    """The real uuids of the names that a page's commands use; any other uuid matches any uuid."""
+    """Real uuids of the names in a page's commands: any other uuid matches any uuid."""
 
     named: set[str]
     real_by_name: dict[str, str] = field(default_factory=dict)
 
     def replace_names(self, text: str) -> str:
-        """Replace every name of the page in the text by the real one."""
         for name, real in self.real_by_name.items():
             text = text.replace(name, real)
         return text
 
     def matches(self, shown: str, real: str) -> bool:
-        """True if a real line matches the shown one; new names are recorded."""
+        """Return whether a real line matches the shown one, and record new names."""
         pattern, groups = '', []
         varying = (UUID, ADDRESS, TIME, HOST, COMMIT, SINCE, SHARE, WEIGHT, SHA256, BAR, AMOUNT)
         varying_pattern = '|'.join(pattern_type.pattern for pattern_type in varying)
@@ -121,7 +120,10 @@ HOST_DIED = 'docs/howto/a-host-died.md'
 
 
 def list_pages() -> list[str]:
-    """Return the pages with commands. README is the first, the last is typed after the page that leads to it."""
+    """Return the pages with commands.
+
+    README is the first. The last is typed after the page that leads to it.
+    """
     last = ('docs/howto/hosts.md', HOST_DIED)
     paths = [TOP / 'README.md', TOP / 'docs/tutorial.md', *sorted((TOP / 'docs/howto').glob('*.md'))]
     pages = [str(path.relative_to(TOP)) for path in paths if BLOCK.search(path.read_text())]
@@ -189,7 +191,7 @@ def test_every_block_runs_in_a_known_place() -> None:
 
 @contextmanager
 def start_page_machine(is_new: bool = False) -> Iterator[Machine]:
-    """Start a machine; unless it is new, its lab need not ask QEMU for its capabilities again."""
+    """Start a machine, whose lab need not ask QEMU for its capabilities unless it is new."""
     assert not explain_missing(), explain_missing()
     with start_machine() as machine:
         for host in () if is_new else ('hv1', 'hv2', 'hv3'):
@@ -198,7 +200,7 @@ def start_page_machine(is_new: bool = False) -> Iterator[Machine]:
 
 
 def provide_venv(clone: Path) -> None:
-    """Make .venv of the one that runs the tests, marked as complete, so that quickstart.sh installs nothing into it."""
+    """Make .venv of the one that runs the tests, marked so that quickstart.sh adds nothing."""
     (clone / '.venv').mkdir()
     for part in Path(sys.prefix).iterdir():
         if part.name != 'installed':
@@ -213,7 +215,6 @@ def get_path(machine: Machine, path: str) -> Path:
 
 @pytest.fixture(scope='module')
 def machine_with_lab() -> Iterator[Machine]:
-    """A machine with a lab that is made from this tree."""
     with start_page_machine() as machine:
         result = machine.run(
             ['env', f'PYTHONPATH={make_environment()["PYTHONPATH"]}', sys.executable, '-m', 'ecomp.lab.elab', 'up'], TOP
@@ -225,7 +226,7 @@ def machine_with_lab() -> Iterator[Machine]:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Iterator[Path]:
-    """Provide a copy of the repository with one commit, without the files that git ignores, such as .venv."""
+    """Provide a copy of the repository with one commit, without files that git ignores."""
     directory = tmp_path / 'ecomp'
     copy_tree(directory)
     git = ['git', '-C', str(directory), '-c', 'user.name=x', '-c', 'user.email=x@example.org']
@@ -238,10 +239,7 @@ def copy(tmp_path: Path) -> Iterator[Path]:
 def type_page(
     page: str, machine: Machine, clone: Path, image: Path, environment: Mapping[str, str], omitted: str = ''
 ) -> None:
-    """Type a page's commands into a shell on the machine, and check their output.
-
-    Commands in the lab find `image` there. A shown line that begins with `omitted` need not be printed.
-    """
+    """Type a page's commands and check their output, but not lines that begin with `omitted`."""
     blocks = BLOCK.findall((TOP / page).read_text())
     names = RealNames({name for _, text in blocks for step in parse_steps(text) for name in UUID.findall(step.command)})
     with open_shell(machine, clone, environment) as shell:
@@ -274,7 +272,7 @@ def open_shell(machine: Machine, directory: Path, environment: Mapping[str, str]
 
 
 def parse_steps(text: str) -> list[Step]:
-    """Return the commands of a console block with their output; `…` stands for omitted lines."""
+    """Return the commands of a console block with their output, where `…` is omitted lines."""
     parsed: list[Step] = []
     for line in text.splitlines():
         if line.startswith('$ '):
@@ -288,7 +286,7 @@ def parse_steps(text: str) -> list[Step]:
 
 
 def run_step(shell: subprocess.Popen[str], step: Step, names: RealNames) -> None:
-    """Run a step, and check that each shown line is in the output; one that shows none has to succeed."""
+    """Check that a step prints each shown line, and succeeds if it shows no output."""
     otherwise = '' if step.has_output else '|| { echo "its exit code is $?"; exit 1; }'
     real = run_command(shell, names.replace_names(step.command), otherwise)
     lines = iter(real)
@@ -299,7 +297,7 @@ def run_step(shell: subprocess.Popen[str], step: Step, names: RealNames) -> None
 
 
 def run_command(shell: subprocess.Popen[str], command: str, otherwise: str = '') -> list[str]:
-    """Type a command into the shell, and `otherwise` after it; return the lines that it prints."""
+    """Type a command into the shell, then `otherwise`, and return the lines that it prints."""
     assert shell.stdin
     assert shell.stdout
     # A command that reads its standard input must not consume the next one.
@@ -314,5 +312,4 @@ def run_command(shell: subprocess.Popen[str], command: str, otherwise: str = '')
 
 
 def _collapse_spaces(line: str) -> str:
-    """Collapse spaces: a column is as wide as its widest cell, which may differ."""
-    return ' '.join(line.split())
+    return ' '.join(line.split())  # a column is as wide as its widest cell, which may differ

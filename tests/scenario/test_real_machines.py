@@ -47,7 +47,6 @@ def cluster(
 
 
 def set_up(hypervisor: BootedMachine) -> None:
-    """Type the page's commands for a hypervisor."""
     for block in read_blocks('hypervisor'):
         hypervisor.type_as_user(block)
 
@@ -103,7 +102,6 @@ def test_guests_survive_a_reboot_of_their_hypervisor(cluster: Cluster) -> None:
 
 
 def read_stop_order(hypervisor: BootedMachine) -> list[str]:
-    """Return these services in the order in which they were stopped at the last shutdown."""
     words = ['journalctl', '-b', '-1', '-o', 'cat', '_PID=1']
     matches = [re.match(r'Stopped (\S+)\.service', line) for line in hypervisor.run(*words).splitlines()]
     names = [match[1] for match in matches if match]
@@ -127,7 +125,6 @@ def test_guests_survive_a_power_loss_of_their_hypervisor(cluster: Cluster) -> No
 
 
 def test_restart_during_a_build_builds_again(cluster: Cluster) -> None:
-    """The build starts again and leaves nothing of the first one."""
     hypervisor = cluster.hypervisors['hv1']
     slow = cluster.images.served / 'slow.qcow2'
     slow.write_bytes((cluster.images.served / 'guest.qcow2').read_bytes())
@@ -150,7 +147,6 @@ def test_restart_during_a_build_builds_again(cluster: Cluster) -> None:
 
 
 def test_watchdog_restarts_a_frozen_ecompute(cluster: Cluster) -> None:
-    """The service starts again and its guest is not affected."""
     hypervisor = cluster.hypervisors['hv1']
     cluster.place('lives', 'hv1')
     cluster.wait('ready', 'lives')
@@ -177,7 +173,7 @@ def test_watchdog_restarts_a_frozen_ecompute(cluster: Cluster) -> None:
 
 
 def test_own_metadata_server_runs_without_ecompute(cluster: Cluster) -> None:
-    """It serves metadata while ecompute is down; after a shutdown both start again."""
+    """It serves metadata while ecompute is down, and after a shutdown both start again."""
     hypervisor = cluster.hypervisors['hv2']
     for block in read_blocks('metadata'):
         hypervisor.type_as_user(block)
@@ -206,7 +202,6 @@ def test_own_metadata_server_runs_without_ecompute(cluster: Cluster) -> None:
 
 
 def count_servers(hypervisor: BootedMachine) -> int:
-    """Return the number of metadata servers that listen."""
     return len(hypervisor.run('ss', '-Hltn', f'src {METADATA}:80').splitlines())
 
 

@@ -30,14 +30,12 @@ from tests.kit.story import (
 
 
 def start_refused(compute: Ecompute) -> Result:
-    """Launch an ecompute that must refuse to start; return its result, with its log as stderr."""
     compute.launch()
     assert compute._process is not None
     return Result(compute._process.wait(30), '', compute.log.read_text())
 
 
 def read_error_line(result: Result) -> str:
-    """Return the one line of stderr that ecompute prints beside its log."""
     assert 'Traceback' not in result.stderr, result
     lines = [line for line in result.stderr.splitlines() if line.startswith('ecompute: ')]
     assert len(lines) == 1, result
@@ -118,7 +116,7 @@ def test_stopping_while_the_control_plane_is_away(own_control: Control, compute:
 
 
 def test_rebooted_host_starts_no_guest_before_it_has_read_its_requests(own_control: Control, compute: Ecompute) -> None:
-    """Check that guests wait while etcd is away, and that one that was destroyed is never started."""
+    """Guests wait while etcd is away, and one that was destroyed is never started."""
     destroyed, kept = boot_all(own_control, 2)
     kill_and_lapse(own_control, compute)
     assert own_control.eschedule('destroy', destroyed).code == 0

@@ -111,7 +111,6 @@ def list_leases_without_key(control: Control) -> set[str]:
 
 @contextlib.contextmanager
 def expect_no_lease_left(control: Control) -> Iterator[None]:
-    """Check that the block leaves no additional leases without a key."""
     before = list_leases_without_key(control)
     yield
     wait_until(lambda: list_leases_without_key(control) <= before, WAIT_SECONDS, 'no lease without a key is left')
@@ -221,12 +220,9 @@ HEARTBEAT = ['WATCHDOG=1']
 
 
 class ServiceCompute(Ecompute):
-    """An ecompute with a notification socket."""
-
     ear: NotifySocket
 
     def environment(self) -> dict[str, str]:
-        """Return the environment, with the variables that systemd sets."""
         return {**super().environment(), **self.ear.make_environment(WATCHDOG_SECONDS)}
 
 

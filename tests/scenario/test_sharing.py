@@ -233,7 +233,6 @@ def test_flavor_is_set_listed_used_and_deleted(cluster: Control) -> None:
 
 
 def count_by_compute(done: Result) -> Counter[str]:
-    """Return the number of instances of each compute, placed or planned."""
     assert done.code == 0, done
     if done.stdout.startswith('NOTIFIED'):
         return Counter(line.split(', ')[1] for line in done.stdout.splitlines())

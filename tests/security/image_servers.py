@@ -21,7 +21,6 @@ BOOT_DISK = b'\0' * 510 + b'\x55\xaa'
 
 @pytest.fixture
 def web() -> Iterator[ImageServer]:
-    """A server with a raw disk that can misbehave in every way."""
     with serve_images(BOOT_DISK) as server:
         yield server
 
@@ -39,7 +38,7 @@ def fetch_refusal(cache: ImageCache, url: str) -> str:
 
 @pytest.fixture
 def dns_answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[list[str]]]:
-    """The DNS answers: for each name its answers in order; the last one is repeated."""
+    """The DNS answers of each name in their order, of which the last is repeated."""
     answers: dict[str, list[list[str]]] = {}
     real = socket.getaddrinfo
 

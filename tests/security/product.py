@@ -24,7 +24,7 @@ WRONG_LOG_PATTERN = re.compile('denied|refuses|does not let|Traceback')
 
 
 class RoleEcompute(Ecompute):
-    """`ecompute --fake` with the certificate of a user; an operator checks its presence."""
+    """`ecompute --fake` with the certificate of a user, whose presence an operator checks."""
 
     def __init__(self, cloud: EtcdWithRoles, user: str, placement: PlacementServer, inventory: str) -> None:
         directory = cloud.certs.parent / user
@@ -34,13 +34,12 @@ class RoleEcompute(Ecompute):
         self._operator = cloud.stores[OPERATOR]
 
     def is_ready(self) -> bool:
-        """True if its presence exists and this process has logged that it is ready."""
         has_presence = self._operator.get(f'/computes/{self.uuid}') is not None
         return has_presence and f' {self.pid} ready: ' in self.tail_log(1000)
 
 
 class Product:
-    """A cluster of two computes with roles; `computes` are by user."""
+    """A cluster of two computes with roles, whose `computes` are by user."""
 
     def __init__(self, directory: Path, placement: PlacementServer, at_exit: ExitStack) -> None:
         self.cloud, self.placement, self._at_exit = EtcdWithRoles(directory, at_exit), placement, at_exit
@@ -67,14 +66,12 @@ class Product:
         return run_eschedule_process(self.cloud.write_config(user, self.placement.url), *words)
 
     def run_successfully(self, *words: str, user: str = SCHEDULER) -> str:
-        """Run an eschedule that must succeed for this user, and return its output."""
         result = self.run_eschedule(*words, user=user)
         assert result.code == 0, (words, result)
         assert not WRONG_LOG_PATTERN.search(result.stderr), (words, result)
         return result.stdout
 
     def place(self, *words: str) -> tuple[str, str]:
-        """Place an instance, wait for its address, and return its compute and its uuid."""
         placed = parse_notice(self.run_eschedule(*words))
         wait_until(
             lambda: self.read_record(placed[1])['stages'].get('addressed'),
@@ -118,6 +115,5 @@ class Product:
 
 @contextmanager
 def start_product(directory: Path, placement: PlacementServer) -> Iterator[Product]:
-    """Start a cluster of two computes with roles."""
     with ExitStack() as at_exit:
         yield Product(directory, placement, at_exit)

@@ -81,11 +81,6 @@ class RefusedError(Exception):
 
 
 def call_reader(read: Callable[..., Any], *arguments: Any, **given: Any) -> Any:
-    """Return what the reader returns.
-
-    Raises:
-        RefusedError: it raised its documented error, a ValueError with a message.
-    """
     try:
         return read(*arguments, **given)
     except UnicodeEncodeError:
@@ -166,7 +161,6 @@ def read_stack(value: bytes) -> None:
 
 
 def audit_values(etcd: dict[str, Entry], facts: HostFacts | None = None) -> None:
-    """Audit these keys as eschedule does, or with `facts` as a host does."""
     index_revisions(etcd)
     provider = ProviderState(COMPUTE, {}, {})
     planes = Planes({COMPUTE: provider}, etcd) if facts is None else Planes({COMPUTE: provider}, etcd, COMPUTE, facts)
@@ -321,7 +315,6 @@ READERS: dict[str, tuple[Callable[[bytes], object], Any]] = {
 
 
 def parametrize_cases(quick_number: int) -> Any:
-    """Parametrize `number`: a few cases always, 20,000 with --all."""
     all_cases = pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])
     return pytest.mark.parametrize('number', [quick_number, all_cases])
 

@@ -28,10 +28,7 @@ ENVIRONMENT = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(TOP), str(TOP / 
 
 
 def write_files(directory: Path, guests: dict[str, tuple[str, str]]) -> Path:
-    """Write leases, guest files and user-data for root only, and return the mdserver.conf.
-
-    `guests` maps addresses to (MAC, instance).
-    """
+    """Write leases, guest files and user-data for root only, and return the mdserver.conf."""
     directory.chmod(0o700)
     leases = [{'ip-address': ip, 'mac-address': mac, 'expiry-time': 0} for ip, (mac, _) in guests.items()]
     (directory / 'metadata').mkdir(0o700)

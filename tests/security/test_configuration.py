@@ -1,4 +1,4 @@
-"""A default configuration is accepted only from trusted places and owners; TLS is verified wherever configured."""
+"""A default configuration is accepted only from trusted places, and TLS is verified."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason='only root can give a 
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's home directory; the current directory is its work/."""
     monkeypatch.setenv('HOME', str(tmp_path))
     monkeypatch.delenv('ECOMP_CONFIG', raising=False)
     monkeypatch.delenv('SUDO_UID', raising=False)
@@ -146,7 +145,7 @@ def test_link_into_a_directory_of_another_user_is_refused(
 @needs_root
 @pytest.mark.parametrize(('module', 'name'), [('schedule', 'schedule.yaml'), ('compute', 'compute.yaml')])
 def test_pipe_in_the_working_directory_does_not_block(home: Path, module: str, name: str) -> None:
-    """Any user can put a pipe into /tmp; the command waited for a writer forever."""
+    """Any user can put a pipe into /tmp: the command waited for a writer forever."""
     path = home / 'work' / name
     os.mkfifo(path)
     os.chown(path, STRANGER, STRANGER)
@@ -208,7 +207,6 @@ def test_configuration_writable_by_others_is_refused(home: Path) -> None:
 
 
 def assert_seed_refused(home: Path, message: str) -> None:
-    """Assert that the metadata server's configuration in work/ is refused."""
     with pytest.raises(BuildFailed, match=message):
         metadata.read_seed(home, home / 'work', '52:54:00:00:00:01', phones_home=False)
 
@@ -264,8 +262,6 @@ def test_mdserver_conf_that_is_no_regular_file_is_not_opened(home: Path) -> None
 
 
 class RecordingServer(ThreadedServer):
-    """Records the first bytes of each connection, inside TLS if there is a context."""
-
     def __init__(self, context: ssl.SSLContext | None = None) -> None:
         self.context, self.received = context, list[bytes]()
         super().__init__()

@@ -1,7 +1,7 @@
 """What each reader makes of a wrong value in each field, compared with fields.txt.
 
 A line has a field, a letter for each of WRONG_VALUES, and the first refusal. `ECOMP_GOLDEN=write pytest` writes the
-file; read the difference before you commit it.
+file. Read the difference before you commit it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ OF_PYTHON = re.compile('(malformed|not JSON): .*')
 
 
 def read_answer(call: Callable[[Placement], object]) -> Callable[[bytes], object]:
-    """Make a reader of an answer of placement, which raises ValueError where the product is Unreachable."""
+    """Make a reader of an answer, which raises ValueError where the product is Unreachable."""
 
     def read(body: bytes) -> object:
         client = CannedPlacement('http://nowhere.invalid')
@@ -143,8 +143,6 @@ def encode(value: Any) -> bytes:
 
 
 class Outcome(NamedTuple):
-    """What a reader returned, or the reason of its refusal."""
-
     parsed: object
     reason: str = ''
 

@@ -182,7 +182,6 @@ def test_addresses_of_etcd_and_placement_are_refused(
 
 
 def find_own_address() -> str:
-    """Return an address of this machine that is neither loopback nor link-local."""
     addresses = [
         ip_address(info.address.partition('%')[0])
         for infos in psutil.net_if_addrs().values()
@@ -229,7 +228,6 @@ def test_control_plane_is_read_from_the_configuration(tmp_path: Path) -> None:
 
 @pytest.fixture
 def tls_context(web: ImageServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ssl.SSLContext:
-    """Make the web server use TLS, with a trusted certificate of images.example.org."""
     authority = Authority(tmp_path / 'tls')
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(*authority.issue(tmp_path / 'tls', 'server', 'images.example.org'))
@@ -331,7 +329,6 @@ def test_certificate_is_checked_against_the_name_behind_a_proxy(
 
 
 def relay(source: socket.socket, sink: socket.socket) -> None:
-    """Relay data from one socket to the other until the end."""
     with suppress(OSError):
         while data := source.recv(65536):
             sink.sendall(data)
@@ -392,7 +389,6 @@ def assert_refused(image: Path, words: str) -> None:
 
 
 def list_inspectors() -> list[int]:
-    """List the children of this process that inspect an image; others may exist."""
     pids = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
@@ -408,10 +404,7 @@ def to_big_endian(entries: array[int]) -> bytes:
 
 
 def make_qcow2(path: Path, bits: int, tables: array[int], length: int) -> Path:
-    """Write a qcow2 of `length` bytes whose L1 table contains these L2 tables.
-
-    Clusters have 2^bits bytes; the L1 table is in the second one.
-    """
+    """Write a qcow2 of `length` bytes and clusters of 2^bits bytes with these L2 tables."""
     cluster = 1 << bits
     size = len(tables) * (cluster // 8) * cluster
     header = (b'QFI\xfb', 3, 0, 0, bits, min(size, 2**62), 0, len(tables), cluster, 0, 1, 0, 0, 0, 0, 0, 4, 104)
@@ -495,7 +488,7 @@ def test_image_inspection_has_a_time_limit(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_image_inspection_has_a_processor_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine it may take any time; the inspecting process uses its own limit up."""
+    """The inspecting process uses its own limit up, however long that takes on a busy machine."""
     monkeypatch.setattr(inspection, '_make_timeout_error', lambda: BuildFailed('image', 'by its processor time'))
     monkeypatch.setattr(inspection, 'time', SimpleNamespace(monotonic=lambda: 0.0))
     monkeypatch.setattr(inspection, 'MAX_SECONDS', 1)

@@ -1,4 +1,4 @@
-"""The metadata server that root starts drops its rights; its monitor opens files for it."""
+"""The metadata server that root starts drops its rights, and its monitor opens files for it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ def run_command(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def read_rights(pid: int | str) -> dict[str, list[str]]:
-    """Read the user, groups and capabilities of a process or thread from /proc."""
     lines = (line.partition(':') for line in Path(f'/proc/{pid}/status').read_text().splitlines())
     fields = ('Uid', 'Gid', 'Groups', 'CapPrm', 'CapEff', 'CapAmb', 'NoNewPrivs')
     return {name: value.split() for name, _, value in lines if name in fields}
@@ -397,7 +396,6 @@ def test_server_ends_if_its_monitor_is_killed(running_server: MetadataServer) ->
 
 
 def query_monitor(monitor: Monitor, request: str) -> list[str]:
-    """Send a request to the monitor, and return the text of each file, or its error."""
     answers = []
     for _, content in monitor.ask(request):
         answers.append(str(content.strerror) if isinstance(content, OSError) else content.decode())

@@ -32,7 +32,7 @@ def get(server: MetadataServer, source: str, path: str = '/latest/meta-data/inst
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[MetadataServer]:
-    """A server on loopback, where each address is a client of its own; VICTIM has a lease."""
+    """A server on loopback, where each address is a client, and VICTIM has a lease."""
     write_files(tmp_path, {VICTIM: (MAC, UUID)})
     with contextlib.closing(MetadataServer(tmp_path)) as running:
         yield running
@@ -78,7 +78,7 @@ def test_slow_request_is_cut_off(server: MetadataServer) -> None:
 
 
 def test_burst_is_served_and_flood_is_throttled(server: MetadataServer) -> None:
-    """A burst of thirty requests, as of cloud-init, is served; an endless client is throttled."""
+    """The burst is of thirty requests, as of cloud-init."""
     started = time.monotonic()
     assert [get(server, VICTIM)[0] for _ in range(30)] == 30 * [200]
     assert time.monotonic() - started < 15
@@ -93,7 +93,7 @@ def test_burst_is_served_and_flood_is_throttled(server: MetadataServer) -> None:
 
 
 def test_pipelined_requests_are_not_answered(server: MetadataServer) -> None:
-    """419 pipelined requests a second used half a core; now each connection serves one."""
+    """419 pipelined requests a second used half a core, so each connection serves one."""
     with connect(server, VICTIM) as connection:
         connection.sendall(200 * b'GET /latest/meta-data/instance-id HTTP/1.1\r\nHost: x\r\n\r\n')
         answer = b''

@@ -44,7 +44,7 @@ def make_json_response(value: object) -> bytes:
 
 
 class WireServer(ThreadedServer):
-    """Answers each request with the pieces of `answer`; an empty piece is a short pause."""
+    """Answers each request with the pieces of `answer`, where an empty piece is a short pause."""
 
     def __init__(self, answer: MakePieces) -> None:
         self.answer = answer
@@ -124,8 +124,6 @@ CHUNKED = HEAD + b'transfer-encoding: chunked\r\n\r\n'
 
 
 def make_drip(head: bytes, piece: bytes = b' ') -> Callable[[], Iterator[bytes]]:
-    """Make an answer that sends its head, then a few bytes at a time forever."""
-
     def pieces() -> Iterator[bytes]:
         yield head
         while True:
@@ -153,7 +151,7 @@ def test_slow_answer_times_out(pieces: Callable[[], Iterator[bytes]]) -> None:
 
 @pytest.mark.parametrize('length', [b'-1', b'-1e999', b'-' + 20 * b'f', 20 * b'f', b'x', b''])
 def test_invalid_chunk_length_is_refused(length: bytes) -> None:
-    """A negative or huge chunk length caused a traceback; the fuzzer's case 10,902 found it."""
+    """A negative or huge chunk length caused a traceback, in the fuzzer's case 10,902."""
     pieces = [CHUNKED + length + b'\r\n{}\r\n0\r\n\r\n']
     assert_refused(lambda: pieces, 'not as placement does|no answer within')
 
@@ -187,7 +185,6 @@ def test_endless_answer_is_refused(pieces: Callable[[], Iterable[bytes]]) -> Non
 
 
 def test_connection_is_reused_with_a_new_time_limit() -> None:
-    """The time limit starts again with each call."""
     with (
         start_wire_server(lambda: [make_json_response({'a': 1})]) as server,
         open_client(server, AnswerLimits(1000, 0.8)) as placement,
@@ -280,7 +277,6 @@ INVENTORY = {'total': 4, 'reserved': 0, 'allocation_ratio': 1.0, 'min_unit': 1, 
 
 
 def test_largest_numbers_do_not_overflow() -> None:
-    """Calculations with the largest numbers that placement can send do not overflow."""
     largest = 10**50
     allocation = {PROVIDER: {'resources': {'VCPU': 1}}}
     for capacity, used in ((largest, largest), (largest, 0), (1, largest), (-largest, largest), (0, largest)):
@@ -308,7 +304,6 @@ def test_largest_numbers_do_not_overflow() -> None:
 
 
 def test_malformed_head_logs_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    """The head of the answer is malformed."""
     caplog.set_level(logging.WARNING)
     heads = b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nno colon\r\n x: y\r\ncontent-length: 2\r\n\r\n{}'
     with start_wire_server(lambda: [heads]) as server, open_client(server) as placement, pytest.raises(Unreachable):
@@ -337,7 +332,6 @@ def test_mutated_answer_is_accepted_or_refused(name: str, number: int, monkeypat
 
 
 def make_broken_answer(rng: random.Random) -> bytes:
-    """Make an answer that may not even be valid HTTP."""
     status = rng.choice(('200 OK', '200', '409 Conflict', '999 x', ''))
     answer = make_response(make_mutant(CALLS_AND_ANSWERS['candidates'][1], rng)[:3000], status)
     action = rng.randrange(8)

@@ -43,7 +43,6 @@ def _check_well(cloud: Product) -> Iterator[None]:
 
 
 def fix_audit(cloud: Product, messages: list[str]) -> list[str]:
-    """Run a scheduler's audit --fix, collect its `messages`, and return the remaining codes."""
     with closing(cloud.cloud.open_store(SCHEDULER)) as store, closing(Placement(cloud.placement.url)) as client:
         report = audit.fix(store, client, messages.append, interval_seconds=0.2)
     return [finding.code for finding in report.findings]
@@ -224,7 +223,6 @@ def test_eschedule_with_a_compute_certificate_claims_nothing(cloud: Product) -> 
 
 @pytest.fixture
 def victim(cloud: Product) -> Iterator[str]:
-    """An instance on the other compute, with a name, a group and a quota."""
     cloud.run_successfully('quota', 'set', 'theirs', 'instances=5', user=OPERATOR)
     group = ['--group', 'theirs', '--policy', 'affinity']
     words = ['--on', cloud.computes[SECOND_USER].uuid, '--name', 'victim', '--project', 'theirs', *group]
@@ -305,7 +303,7 @@ def test_forged_name_of_another_instance_is_refused(cloud: Product, victim: str)
 
 
 def test_compute_can_remove_and_add_queued_requests(cloud: Product) -> None:
-    """The removed request is unknown, as it was stored nowhere else; the forged one is built."""
+    """The removed request is unknown, as nothing else stored it, and the forged one is built."""
     cloud.run_successfully('flavor', 'set', 'huge', HUGE_QUERY, user=OPERATOR)
     queued, forged = cloud.run_successfully('--queue', '--flavor', 'huge').split()[2], str(uuid.uuid4())
     value = cloud.read_entries('/queues/')[f'/queues/huge/{queued}'].value.decode()

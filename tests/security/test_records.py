@@ -60,7 +60,6 @@ States = list[Mapping[str, Entry]]
 
 @pytest.fixture
 def prefix(etcd: Etcd) -> Iterator[str]:
-    """A prefix of the test; its keys are removed afterwards."""
     prefix = f'/followed/{uuid.uuid4()}/'
     yield prefix
     for key in etcd.list_keys(prefix):
@@ -219,7 +218,6 @@ def test_snapshot_reads_large_values_in_small_pages(etcd: Etcd, prefix: str, mon
 
 
 def limit_answers(monkeypatch: pytest.MonkeyPatch, max_bytes: int) -> None:
-    """Reject answers of etcd that are longer than this many bytes."""
     monkeypatch.setattr(http2_client, 'MAX_ANSWER_BYTES', max_bytes)
 
 
@@ -316,7 +314,6 @@ LARGE_INVENTORY = 'VCPU:8,DISK_GB:10,MEMORY_MB:1024'
 
 
 def forge(cluster: Control, instance: str, state: str, key: str) -> None:
-    """Write a record of another compute, and another address, as any writer to etcd could."""
     value = {**(read_record(cluster, instance) or {}), 'compute': OTHER_COMPUTE, 'state': state}
     cluster.etcd.put(key, json.dumps(value))
     cluster.etcd.put(f'/booted/{instance}', '10.66.66.66')
@@ -432,7 +429,7 @@ def test_infinite_weight_ends_in_error(cluster: Control, compute: Ecompute) -> N
 
 
 def test_destroy_works_with_a_malformed_record(cluster: Control, compute: Ecompute) -> None:
-    """The request's key names the compute and the instance; the record does not matter."""
+    """The request's key names the compute and the instance, so the record does not matter."""
     damaged = {}
     for number, value in enumerate(MALFORMED_RECORDS):
         _, instance = place(cluster, SMALL_QUERY, '--name', f'n{number}', *GROUP_OPTIONS)

@@ -59,7 +59,7 @@ def permission_case(request: pytest.FixtureRequest, cloud: EtcdWithRoles) -> Ite
 
 
 def make_writes(store: Store, key: str, revision: int) -> dict[str, Callable[[], object]]:
-    """Return all known ways to change a key; the last one deletes it."""
+    """Return all known ways to change a key, of which the last deletes it."""
     return {
         'put': lambda: store.commit([], [Put(key, 'put')]),
         'compared and put': lambda: store.commit([Unchanged(key, revision)], [Put(key, 'compared')]),

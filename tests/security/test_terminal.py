@@ -51,7 +51,7 @@ FAILED_RECORD = replace(RECORD, state=ERROR, error=Failure(EVIL, EVIL, EVIL))
 
 
 def render_all(look: OutputStyle) -> list[str]:
-    """Render everything about the record; only the renderer itself adds colours and tabs."""
+    """Render everything about the record, where only the renderer adds colours and tabs."""
     outputs = [
         render_details([value], look, is_array=False)
         for value in (make_record_details(RECORD), make_record_details(FAILED_RECORD))

@@ -39,7 +39,6 @@ TOO_DEEP = make_nested(MAX_DEPTH + 1)
 
 
 def insert_number(value: dict[str, Any], text: str) -> bytes:
-    """Encode the value with `text` as the number at "HERE"."""
     return json.dumps(value).replace('"HERE"', text).encode()
 
 
@@ -63,7 +62,6 @@ def find_json_dumps(source: str) -> list[int]:
 
 @pytest.mark.fast
 def test_one_function_writes_json() -> None:
-    """JSON for etcd, state files and terminals is written in one place."""
     paths = ['model', 'scheduler', 'store', 'agent/host/upkeep.py', 'agent/host/state.py', 'schedule.py', 'compute.py']
     lines_by_file = {}
     for name in paths:

@@ -70,7 +70,6 @@ class WorldBuilder:
         self.put(keys.record(compute, instance), encode(instance_record), lease)
 
     def put_replacement(self, instance: str, replaced: str, project_id: str = '') -> None:
-        """Put the request on ONE of an instance to which `replaced` was evacuated."""
         request = Request(instance, {ONE: SIZE}, image=IMAGE, project_id=project_id, replaces=replaced)
         name = record.from_json(self.etcd[keys.record(ONE, instance)].value).name
         self.put(keys.request(ONE, instance), encode(replace(request, name=name)))
@@ -95,7 +94,7 @@ class WorldBuilder:
         self.put(keys.request(ONE, instance), encode(request))
 
     def put_stacked_request(self, compute: str, place: Place, instance: str | None = None) -> str:
-        """Put an active instance of a stack everywhere but in the key of the stack, and return its uuid."""
+        """Put an active instance of a stack everywhere but in the key of the stack."""
         instance = instance or place.instance
         self.add_instance(compute, instance)
         request = Request(instance, {compute: SIZE}, image=IMAGE, stack=place)
@@ -139,7 +138,6 @@ class WorldBuilder:
         self.facts[compute] = replace(before, reservations=reservations)
 
     def add_instance(self, compute: str, instance: str, state: str = record.ACTIVE, name: str | None = None) -> None:
-        """Add an instance with everything it has in all planes, consistently."""
         self.put_request(compute, instance, name=name)
         self.put_record(instance, state, compute, address='10.0.0.1', name=name)
         if name:
@@ -180,7 +178,6 @@ class WorldBuilder:
         return ProviderState(self.names[compute], self.inventories[compute], self.allocations[compute])
 
     def audit(self) -> list[Finding]:
-        """Return the findings of the cluster and of the living hosts."""
         planes = [self.build_planes(), *(self.build_host(compute) for compute in self.facts if self.is_alive(compute))]
         return [finding for each in planes for finding in find_all(World(each))]
 

@@ -14,8 +14,6 @@ UUID = 'b8756be5-a30d-4311-920c-0ad996367a8e'
 
 @pytest.fixture
 def compute_config(tmp_path: Path) -> Callable[[str | bytes], ComputeConfig]:
-    """A function that loads a text as compute.yaml."""
-
     def load(content: str | bytes) -> ComputeConfig:
         path = tmp_path / 'compute.yaml'
         path.write_bytes(content if isinstance(content, bytes) else content.encode())

@@ -15,7 +15,6 @@ from ecomp.lab.state import Lab
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The empty directory of all labs."""
     labs = tmp_path / 'labs'
     labs.mkdir()
     monkeypatch.setattr(state, 'ROOT', labs)
@@ -27,13 +26,11 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def fake_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine on which root is not needed and no lab has a namespace."""
     monkeypatch.setattr(machine, 'require_root', lambda *_: None)
     monkeypatch.setattr(machine, 'list_namespaces', lambda _: [])
 
 
 def make_lab(root: Path, name: str = 'one', hosts: int = 1, **processes: ServerProcess) -> Lab:
-    """Save a lab, with these processes as its started servers."""
     (root / name).mkdir(exist_ok=True)
     layout = Layout(name, IPv4Network('10.33.0.0/16'))
     lab = Lab(directory=root / name, layout=layout, host_count=hosts, processes=dict(processes))

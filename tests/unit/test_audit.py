@@ -469,7 +469,7 @@ def test_evacuated_instance_with_its_tombstone_has_no_finding(world: WorldBuilde
 
 
 def test_nothing_is_destroyed_because_an_instance_says_that_it_replaces_another(world: WorldBuilder) -> None:
-    """Any compute may write that into its own request or record (S1): the finding has a command, and no repair."""
+    """Any compute may write that into its own request or record (S1), so no repair follows."""
 
     def list_replaced() -> list[tuple[str, str]]:
         findings = world.audit()

@@ -35,8 +35,6 @@ ALL_EVENTS = [Progress('image', 1, 2), 'image', 'disk', 'started']
 
 
 class Recording(FakeHypervisor):
-    """A fake hypervisor that records calls and fails after a chosen step."""
-
     def __init__(self, fails_at: str = '') -> None:
         super().__init__()
         self.fails_at = fails_at

@@ -1,4 +1,4 @@
-"""The command lines of eschedule and ecompute, and those that it makes for hypervisors and ssh."""
+"""The command lines of eschedule and ecompute, and those made for hypervisors and ssh."""
 
 from __future__ import annotations
 
@@ -173,11 +173,7 @@ LOADED_MODULES = (*LOADED_MODULES, 'ecomp.conf', 'yaml')
 
 
 def run_interrupted(directory: Path, **words: object) -> tuple[int, str, str]:
-    """Run a program that is interrupted as it loads a module.
-
-    Returns:
-        The exit code, stdout and stderr.
-    """
+    """Run a program that is interrupted as it loads a module."""
     command = [sys.executable, '-c', INTERRUPTED.format(**words)]
     process = subprocess.run(
         command, cwd=directory, env=make_environment(), capture_output=True, text=True, check=False, timeout=60
@@ -220,7 +216,7 @@ def get_refusal(line: str) -> str:
 
 
 def find_suggestion(line: str) -> str:
-    """Return the command that the refusal of a line suggests, or ''; what is no subcommand may be a name."""
+    """Return the suggested command, or '': what is no subcommand may be a name."""
     if line.split()[0] in ('flavor', 'quota'):
         return (
             suggest_subcommand(line.split()[0], line.split()[1:]).partition('eschedule ')[2].rstrip('?').split(',')[0]

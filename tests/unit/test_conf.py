@@ -254,10 +254,7 @@ def test_networks_keep_their_order(compute_config: Callable[[str | bytes], Compu
 
 @pytest.fixture
 def mistakes(compute_config: Callable[[str | bytes], ComputeConfig]) -> Callable[[str | bytes], list[str]]:
-    """A function that loads a text as compute.yaml and returns the lines of its error.
-
-    The directory of the file is removed from the lines.
-    """
+    """A function that loads a text as compute.yaml and returns the lines of its error."""
 
     def load(content: str | bytes) -> list[str]:
         with pytest.raises(UsageError) as error:
@@ -420,7 +417,6 @@ WELL_FORMED = st.one_of(
 
 
 def is_plain_like_pyyaml(text: str) -> bool:
-    """Return whether the text is plain; if it is, check that PyYAML reads the same."""
     result = parse_plain(text)
     if result is not None:
         assert (None if result.kind == 'null' else result) == parse_any(text.encode(), 'x.yaml'), text
@@ -457,7 +453,6 @@ def test_plain_files_are_read_like_pyyaml(examples: int) -> None:
 
 
 def read_outcome(text: str, loader: type) -> object:
-    """Return the nodes of a text, or the error, with this class in place of libyaml's loader."""
     with patch.object(yaml_graph, 'FAST_LOADER', loader):
         try:
             root = parse_any(text.encode(), 'x.yaml', 100)
@@ -467,7 +462,7 @@ def read_outcome(text: str, loader: type) -> object:
 
 
 def remove_null_lines(node: Node) -> Node:
-    """Remove the lines of null nodes: libyaml has another idea of where a value is that is not written."""
+    """Remove the lines of null nodes: libyaml places a value that is not written elsewhere."""
     return Node(
         node.kind,
         0 if node.kind == 'null' else node.line,

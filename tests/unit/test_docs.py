@@ -73,10 +73,6 @@ def test_readme_is_at_most_10_kb() -> None:
 
 
 def test_readme_starts_with_quickstart_and_tests() -> None:
-    """The first command runs quickstart.sh, the second the tests.
-
-    The text below the second names what the tests cost.
-    """
     page = (TOP / 'README.md').read_text()
     blocks = re.findall(r'(?ms)^```\w+\n(.*?)^```\n(.*?)(?=^```|\Z)', page)
     commands = [re.sub(r'^\$ |\s+#.*', '', block.splitlines()[0]) for block, _ in blocks]
@@ -98,7 +94,6 @@ def test_every_link_resolves(page: Path) -> None:
 
 
 def read_anchors(page: Path) -> set[str]:
-    """Return the anchors of a page's sections."""
     return {writing.make_anchor(title) for title in re.findall(r'(?m)^#+ (.*)', _strip_code(page.read_text()))}
 
 
@@ -146,7 +141,7 @@ def test_wrong_citation_of_a_rule_is_found(text: str, errors: list[str]) -> None
 
 
 def test_rules_of_the_protocol_are_cited_by_their_names() -> None:
-    """docs/explanation/protocol.md has a section for each rule; the code and the tests cite every one."""
+    """docs/explanation/protocol.md has a section for each rule, which code and tests cite."""
     folders = ('ecomp', 'md_server', 'tests', 'bench', 'docs')
     sources = [path for folder in folders for path in (TOP / folder).rglob('*.py') if path != Path(__file__)]
     wrong = {path: errors for path in (*sources, *PAGES) if (errors := find_wrong_citations(path.read_text()))}
@@ -161,14 +156,13 @@ def read_rules() -> set[str]:
 
 
 def find_wrong_citations(text: str) -> list[str]:
-    """Return the cited rules that do not exist, and the citations in another form than `(rule: its-name)`."""
     names, malformed = read_citations(text)
     numbered = re.findall(r'\b[Rr]ules? \d+|RELIABILITY\.md', text)
     return [*(name for name in names if name not in read_rules()), *malformed, *numbered]
 
 
 def read_citations(text: str) -> tuple[list[str], list[str]]:
-    """Return the names of the rules that a text cites, and its malformed citations; both may be wrapped."""
+    """Return the rules that a text cites, also in wrapped lines, and its malformed citations."""
     unwrapped = re.sub(r'\s*\n\s*(?:# )?', ' ', re.sub(r'\[([a-z-]+)\]\([^)]*protocol\.md[^)]*\)', r'\1', text))
     names, malformed = [], []
     for citation in re.findall(r'\(rules?\b:? [a-z]+-[^)]*\)', unwrapped):
@@ -210,7 +204,6 @@ def test_wheel_build_leaves_no_files_and_reuses_none(tmp_path: Path) -> None:
 
 
 def list_wheel(clone: Path, directory: Path) -> list[str]:
-    """Return the names of the files in the wheel of a clone, built in this directory."""
     with zipfile.ZipFile(build_wheel(clone, directory)) as wheel:
         return wheel.namelist()
 

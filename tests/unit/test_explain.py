@@ -1,4 +1,4 @@
-"""Placement queries, explanations of a failed one, and where the guests of dead hosts would go.
+"""Placement queries, why one failed, and where the guests of dead hosts would go.
 
 The rules are compared with placement in tests/functional/test_scheduler_explain.py.
 """
@@ -256,7 +256,7 @@ def make_planner(
     groups: Sequence[Group] = (),
     refusals: Mapping[str, str] = {},
 ) -> Planner:
-    """Make a planner for computes of ten VCPU with this many free; each offers what fits."""
+    """Make a planner for computes of ten VCPU with this many free, which offer what fits."""
     rooms = {compute: {'VCPU': Room(10, 10 - amount)} for compute, amount in free.items()}
     offers = {
         query: Offer([{each: {'VCPU': int(query[0])}} for each in free if free[each] >= int(query[0])], rooms)

@@ -357,7 +357,6 @@ def test_check_does_not_report_an_ignored_warning(opened: WorldBuilder) -> None:
 
 
 def read_check(config: ScheduleConfig, facts: Backends, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, str]:
-    """Return the findings of a check without placement, which reads no computes, and its summary."""
     monkeypatch.setattr('ecomp.backends.probe_backends', lambda *_: facts)
     answer = Answer(config, 'check', '-f', 'json')
     assert answer.code == 7

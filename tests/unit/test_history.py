@@ -236,7 +236,6 @@ def test_events_of_one_revision_share_its_time() -> None:
 
 
 def add_written_at(change: Change, time: str, before: bytes | None = None) -> Change:
-    """Return the change as of an eschedule that writes its time."""
     assert change.after is not None
     value = {**json.loads(change.after), 'written_at': time, 'by': 'ann'}
     return change._replace(after=json.dumps(value).encode(), before=before or change.before)
@@ -368,7 +367,6 @@ def test_since_keeps_undated_events_beside_later_ones() -> None:
 
 
 def make_stages(*seconds: float) -> dict[str, str]:
-    """Return the times of the first stages, at these seconds after the first one."""
     return {stage: f'2026-01-31T12:00:{second:06.3f}Z' for stage, second in zip(STAGES, (0.0, *seconds), strict=False)}
 
 
@@ -399,7 +397,6 @@ NOW = 5000
 
 
 def make_answer(header: int = NOW, **fields: Any) -> Any:
-    """Make an answer to WatchProgress, or another answer with these fields."""
     nothing = {'events': [], 'created': False, 'canceled': False, 'fragment': False}
     return SimpleNamespace(header=SimpleNamespace(revision=header), **(nothing | fields))
 
@@ -413,7 +410,6 @@ CREATED = make_answer(created=True)
 
 
 def hear_all(*replies: Any, known: bool = False, apart: float = PROGRESS_INTERVAL_SECONDS) -> tuple[bool, bool]:
-    """Return (is_told, is_quiet) of a past after these answers."""
     past = _PastProgress(NOW, known)
     for number, reply in enumerate(replies):
         past.record_reply(reply, 100 + number * apart)

@@ -74,7 +74,7 @@ def make_world(
     held: Collection[str] = (),
     others: Collection[tuple[str, str]] = (),
 ) -> World:
-    """Make a world of living computes, requests, records, claims on HOST, and other keys and values."""
+    """Make a world, where `held` are claims on HOST and `others` further keys with values."""
     hostnames, values = hostnames or {}, dict(others)
     values |= {keys.compute(compute): json.dumps({'hostname': host}) for compute, host in hostnames.items()}
     for compute, requested in (requests or {}).items():
@@ -371,8 +371,6 @@ def test_missing_taker_is_reported() -> None:
 
 
 class Presence(NamedTuple):
-    """The parts of a presence key that these tests need."""
-
     revision: int
     lease: int
     value: bytes = b'{}'

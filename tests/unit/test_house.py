@@ -41,7 +41,7 @@ parse_source = functools.cache(ast.parse)
 
 @functools.cache
 def read_modules() -> dict[str, str]:
-    """Return the source of each product module by its full name; a package is `name.__init__`."""
+    """Return each product module's source by its full name, a package's by `name.__init__`."""
     sources = {}
     for root, name in ((TOP, 'ecomp'), (TOP / 'md_server', 'mdserver')):
         for path in sorted((root / name).rglob('*.py')):
@@ -137,10 +137,7 @@ def find_wrong_calls(modules: Mapping[str, str]) -> list[str]:
 
 
 def find_undocumented(modules: Mapping[str, str]) -> list[str]:
-    """List public methods without a docstring.
-
-    One-liners are allowed, and methods whose base class or Protocol documents them.
-    """
+    """One-liners are allowed, and methods whose base class or Protocol documents them."""
     classes = [(name, node) for name, node in iterate_nodes(modules) if isinstance(node, ast.ClassDef)]
     documented = {method.name for _, node in classes for method in list_methods(node) if ast.get_docstring(method)}
     return [
@@ -161,7 +158,7 @@ def iterate_nodes(modules: Mapping[str, str]) -> Iterator[tuple[str, ast.AST]]:
 
 
 def find_circles(modules: Mapping[str, str]) -> list[str]:
-    """Return the first circle of imports between the modules of a package, also inside functions."""
+    """Return the first circle of imports between a package's modules, also inside functions."""
     graph = {
         name: {
             other
@@ -273,7 +270,6 @@ def test_circle_in_a_package_is_found() -> None:
 
 
 def list_failpoints(modules: Mapping[str, str]) -> list[str]:
-    """List the names of all failpoint(...) calls, with repetitions."""
     return [
         node.args[0].value
         for _, node in iterate_nodes(modules)
@@ -295,7 +291,6 @@ def test_every_failpoint_is_used_once_and_described() -> None:
 
 
 def read_test_modules() -> dict[str, str]:
-    """Return the source of each module of the tests and benchmarks by its full name."""
     paths = [path for folder in ('tests', 'bench') for path in sorted((TOP / folder).rglob('*.py'))]
     return {'.'.join(path.relative_to(TOP).with_suffix('').parts): path.read_text() for path in paths}
 
@@ -305,7 +300,6 @@ TEST_IMPORT = re.compile(r'^[ \t]*(from tests[\w.]* import (?:\([^)]*\)|[^\n]+)|
 
 
 def iterate_test_imports(source: str) -> Iterator[str]:
-    """Yield each module of the tests that is imported, and each name imported from one as `module.name`."""
     for statement in TEST_IMPORT.findall(source):
         (node,) = ast.parse(statement).body
         if isinstance(node, ast.ImportFrom):
@@ -315,10 +309,7 @@ def iterate_test_imports(source: str) -> Iterator[str]:
 
 
 def find_wrong_test_imports(modules: Mapping[str, str]) -> list[str]:
-    """List the forbidden imports as `module imports other`.
-
-    A module may import itself: code that a test passes to a child process does that.
-    """
+    """A module may import itself: code that a test passes to a child process does that."""
     problems = []
     for name, source in modules.items():
         folder = name.rpartition('.')[0]
@@ -353,7 +344,6 @@ def test_forbidden_import_among_tests_is_found(module: str, source: str) -> None
 
 
 def run_linter(*command: str) -> None:
-    """Run a linter at the top of the tree, and fail with its output."""
     process = subprocess.run([sys.executable, '-m', *command], cwd=TOP, capture_output=True, text=True, check=False)
     if process.returncode:
         pytest.fail(f'{" ".join(command)}\n{process.stdout}{process.stderr}', pytrace=False)
@@ -410,7 +400,6 @@ HASH = re.compile(r'^    --hash=sha256:[0-9a-f]{64}( \\)?$')
 
 
 def list_requirements() -> list[str]:
-    """List the requirements of setup.py for running ecomp, without those for its tests."""
     tree = ast.parse((TOP / 'setup.py').read_text())
     lists = {
         node.targets[0].id: ast.literal_eval(node.value)

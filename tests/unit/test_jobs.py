@@ -45,7 +45,6 @@ class Work:
 
 @pytest.fixture
 def make_loop() -> Iterator[Callable[[Callable[[], float]], Loop]]:
-    """Make a loop, which ends with the test."""
     loops = list[Loop]()
 
     def make(step: Callable[[], float]) -> Loop:
@@ -144,8 +143,6 @@ def test_failed_thread_start_is_raised_and_can_be_repeated(
 
 
 class Clock:
-    """A monotonic clock that the test sets."""
-
     def __init__(self) -> None:
         self.now = 100.0
 
@@ -214,7 +211,7 @@ def info_log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 
 def test_backend_loss_and_return_are_logged_once(info_log: pytest.LogCaptureFixture) -> None:
-    """Every failure for lack of the backend is one loss; the first success ends it for all."""
+    """Every failure for lack of the backend is one loss, which the first success ends for all."""
     complaints = FailureLog()
     complaints.report_failure('one', LIBVIRT)
     complaints.report_failure('two', Unreachable('libvirt does not answer', 'libvirt'))
@@ -254,7 +251,7 @@ def test_success_ends_the_earlier_losses_of_an_activity(info_log: pytest.LogCapt
 
 
 def test_failure_begun_before_the_return_is_no_new_loss(info_log: pytest.LogCaptureFixture) -> None:
-    """A worker frozen during the outage finds its connection broken; only later starts count."""
+    """A worker frozen during the outage finds its connection broken: only later starts count."""
     complaints, began = FailureLog(), time.monotonic()
     complaints.report_failure('one', LIBVIRT, began)
     assert complaints.report_success('one')
@@ -267,7 +264,6 @@ def test_failure_begun_before_the_return_is_no_new_loss(info_log: pytest.LogCapt
 
 
 def test_other_failure_is_logged_once_per_text(info_log: pytest.LogCaptureFixture) -> None:
-    """The same failure is not logged again; another one is."""
     complaints = FailureLog()
     for text in ('no', 'no', 'never'):
         complaints.report_failure('one', EcompError(text), time.monotonic())
@@ -299,7 +295,6 @@ def test_attempt_logs_failure_and_return(info_log: pytest.LogCaptureFixture) -> 
 
 
 def test_loss_is_handed_over_to_another_activity(info_log: pytest.LogCaptureFixture) -> None:
-    """A finished activity passes its loss to another, which reports the backend's return."""
     complaints = FailureLog()
     complaints.report_failure('one', LIBVIRT)
     complaints.transfer('one', 'looking')
@@ -313,7 +308,6 @@ def test_loss_is_handed_over_to_another_activity(info_log: pytest.LogCaptureFixt
 
 @pytest.fixture
 def sigusr1_handler() -> Iterator[None]:
-    """Restore the handler of SIGUSR1 after the test."""
     before = signal.getsignal(signal.SIGUSR1)
     yield
     signal.signal(signal.SIGUSR1, before)

@@ -71,10 +71,7 @@ def test_is_uuid_agrees_with_python_s_canonical_form(text: str) -> None:
 
 
 def is_allowed(permissions: Permissions, kind: str, key: str) -> bool:
-    """Return whether etcd would allow this access.
-
-    See https://etcd.io/docs/v3.4/learning/design-auth-v3/.
-    """
+    """See https://etcd.io/docs/v3.4/learning/design-auth-v3/."""
     return any(
         grant.kind in (kind, roles.READ_WRITE)
         and (grant.key == key or (grant.range_end and grant.key <= key < grant.range_end))
@@ -113,10 +110,7 @@ def test_each_certificate_has_its_role() -> None:
 
 
 def apply_changes(current: Roles, steps: list[Change]) -> Roles:
-    """Return the roles after these changes.
-
-    An AssertionError stands for a change that etcd refuses.
-    """
+    """Return the roles after these changes, or fail for a change that etcd refuses."""
     users, grants = dict(current.users), dict(current.roles)
     for step in steps:
         match step:

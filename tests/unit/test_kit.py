@@ -61,7 +61,7 @@ def ask_destroy(instance: str, answer: str = 'destroy accepted; it carries it ou
 
 @dataclass
 class Story:
-    """A history that a test writes; each step is one revision."""
+    """A history that a test writes, with one revision for each step."""
 
     asks: list[CommandRun] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Story:
     overrides: dict[str, Any] = field(default_factory=dict)
 
     def step(self, *keys: tuple[str, str | None] | tuple[str, str | None, int]) -> None:
-        """Write one transaction; each key is (key, value or None, and optionally a lease)."""
+        """Write one transaction of tuples (key, value or None, and optionally a lease)."""
         revision = len({change.revision for change in self.changes}) + 1
         for key, text, *lease in keys:
             stored = None if text is None else StoredValue(text.encode(), lease[0] if lease else 0)
@@ -79,7 +79,6 @@ class Story:
         self.step((f'/requests/{instance}', encode(instances=[instance], pid=pid), LEASE))
 
     def deliver(self, compute: str, instance: str, **more: Any) -> None:
-        """Write the attempt, the claim and the delivery of a request."""
         self.start_attempt(instance)
         self.allocations[instance] = {compute: SIZE}
         named: list[tuple[str, str]] = []
@@ -96,7 +95,6 @@ class Story:
             self.step((f'/instances/{compute}/{instance}', encode_record(compute, instance, state, **more)))
 
     def finish(self, compute: str, instance: str, state: str = 'gone', **more: Any) -> None:
-        """Write the final record, and delete the request and the claim."""
         self.allocations.pop(instance, None)
         last = encode_record(compute, instance, state, **more)
         self.step((f'/hosts/{compute}/{instance}', None), (f'/instances/{compute}/{instance}', last, LEASE))
@@ -168,7 +166,6 @@ def replace_ask(number: int, **facts: Any) -> Callable[[Story], None]:
 
 
 def deliver_to_silent_compute(story: Story, *, building: bool) -> None:
-    """Deliver a request that is never carried out, or only begun."""
     story.deliver(ONE, OTHER, project_id='other')
     story.asks.append(ask_create(0, format_notice(ONE, OTHER)))
     if building:
@@ -176,7 +173,6 @@ def deliver_to_silent_compute(story: Story, *, building: bool) -> None:
 
 
 def deliver_unreported(story: Story, *asks: CommandRun) -> None:
-    """Deliver a request that no command reported."""
     story.deliver(ONE, OTHER, project_id='other')
     story.write_records(ONE, OTHER, 'building', 'active')
     story.asks.extend(asks)
@@ -196,7 +192,6 @@ def request_on_two_computes(story: Story) -> None:
 
 
 def deliver_with_taken_name(story: Story) -> None:
-    """Deliver a second instance with the name of another one."""
     story.deliver(TWO, OTHER, project_id='other', name='web1')
     story.write_records(TWO, OTHER, 'building', name='web1')
     story.step(('/names/web1', encode(instance=ALIVE)))
@@ -379,7 +374,6 @@ def test_refused_set_must_not_be_delivered() -> None:
 
 
 def run_pytest(directory: Path, text: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run pytest with the plugin on one file, without other configuration than the markers."""
     (directory / 'test_them.py').write_text(text)
     (directory / 'pytest.ini').write_text('[pytest]\nmarkers =\n    slow\n    fast\n    long\n')
     command = [sys.executable, '-m', 'pytest', '-p', 'tests.kit.plan', '-p', 'no:cacheprovider', *words]

@@ -114,7 +114,6 @@ def test_network_xml_is_open_and_has_the_metadata_address() -> None:
 
 
 def run_to_end(directory: Path, script: str) -> ServerProcess:
-    """Run a shell script in place of a server, to its end."""
     process = machine.start('server', ['sh', '-c', script], directory / 'log')
     while machine.is_alive(process):
         pass
@@ -393,13 +392,11 @@ def test_invalid_ssh_keys_are_skipped(odd: str, tmp_path: Path, monkeypatch: pyt
 
 
 def echo_identity(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-    """Answer like an application, with the identity that placement would see."""
     start_response('200 OK', [])
     return [repr(sorted((name, value) for name, value in environ.items() if name.startswith('HTTP_X'))).encode()]
 
 
 def send_request(application: Application, **environ: str) -> tuple[str, bytes]:
-    """Return the status and the body of the answer."""
     statuses: list[str] = []
     body = b''.join(application(environ, lambda status, _headers: statuses.append(status)))
     return statuses[0], body

@@ -45,7 +45,6 @@ def test_lab_commands_need_root(words: list[str], tmp_path: Path) -> None:
 def test_default_lab_is_chosen_by_directory_and_environment(
     subdirectory: str | None, shell: str | None, name: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The current directory of a lab selects it, also behind a link."""
     (root / 'one/hv1').mkdir(parents=True)
     (tmp_path / 'disk').mkdir()
     (root / 'two').symlink_to(tmp_path / 'disk')

@@ -1,4 +1,4 @@
-"""The metadata server: leases, guest files, both metadata trees, the ready report and mdserver.conf."""
+"""The metadata server: leases, guest files, metadata trees, ready report and mdserver.conf."""
 
 from __future__ import annotations
 
@@ -335,7 +335,6 @@ def config(tmp_path: Path) -> Config:
 
 
 def send_request(config: Config, server: Callable[..., Iterable[bytes]] | None = None, **environ: str) -> str:
-    """Send a request of this guest, by default to a new server, and return the status."""
     environ = {'REMOTE_ADDR': ADDRESS, 'HTTP_HOST': config.listen_address, **environ}
     setup_testing_defaults(environ)
     statuses = []
@@ -553,7 +552,7 @@ def test_any_text_parses_or_fails_in_one_line(text: str) -> None:
 
 
 def test_error_names_the_path_of_an_open_descriptor(tmp_path: Path) -> None:
-    """A directory read as /proc/self/fd/N is reported by its path; its descriptor is closed."""
+    """A directory read as /proc/self/fd/N is reported by its path, and its descriptor closed."""
     descriptor = os.open(tmp_path, os.O_PATH)
     with pytest.raises(ConfError, match=f'^{tmp_path}: Is a directory. Fix: give a readable file'):
         load(Path(f'/proc/self/fd/{descriptor}'))

@@ -1,4 +1,4 @@
-"""Metrics: what is counted, the text format, the file that ecompute writes, and the tables of `eschedule top`."""
+"""Metrics: what is counted, the text format, ecompute's file, and the tables of `top`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ OTHER = '2a5c0de0-0000-4000-8000-000000000002'
 
 @pytest.fixture
 def tally(monkeypatch: pytest.MonkeyPatch) -> Tally:
-    """A tally in place of the process's, where the functions under test find it."""
     fresh = Tally()
     for name in ('ecomp.agent.process', 'ecomp.agent.instance.records', 'ecomp.virt.domains'):
         monkeypatch.setattr(f'{name}.TALLY', fresh)
@@ -267,8 +266,6 @@ def test_image_cache_is_measured_with_downloads(tmp_path: Path) -> None:
 
 
 class HypervisorWithImages(FakeHypervisor):
-    """The fake, with a directory of base volumes."""
-
     images: Path | None = None
 
     def get_image_directory(self) -> Path | None:
@@ -314,7 +311,6 @@ def compute() -> StubCompute:
 
 @pytest.fixture
 def writer(tally: Tally, compute: StubCompute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MetricsWriter:
-    """A writer that never runs by itself."""
     del tally
     monkeypatch.setattr(Loop, 'schedule', lambda *_: None)
     return MetricsWriter(tmp_path / 'ecompute.prom', compute)  # type: ignore[arg-type]

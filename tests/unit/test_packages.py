@@ -1,4 +1,4 @@
-"""The packages for the Python index and for Debian: what they are called, what they need, and what they contain."""
+"""The packages for the Python index and for Debian: their names, needs and contents."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture(scope='module')
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Provide the directory with what `python -m build` makes: an sdist, and a wheel of that sdist."""
     directory = tmp_path_factory.mktemp('packages')
     copy_tree(directory / 'clone')
     # With this environment's setuptools: an isolated build would need the index.
@@ -74,7 +73,7 @@ def test_sdist_has_what_the_wheel_is_made_of(packages: Path) -> None:
 
 
 def find_dependencies(extra: str) -> set[str]:
-    """Find all packages that ecomp with an extra needs to run, in the metadata of this environment."""
+    """Find all packages that ecomp with an extra needs, in this environment's metadata."""
     names: set[str] = set()
     pending = [('etcd-compute', {extra})]
     while pending:

@@ -148,7 +148,6 @@ def test_set_uses_all_the_room(free: list[int], count: int, weigh: str, rng: ran
 def distribute_naively(
     candidates: Sequence[Candidate], rooms: Rooms, count: int, weigh: str, group: Group | None
 ) -> list[Candidate]:
-    """Choose by a look at each candidate for each instance."""
     chosen, room, open_candidates = (
         list[Candidate](),
         {name: dict(each) for name, each in rooms.items()},
@@ -284,7 +283,6 @@ def make_contention(*read: tuple[int, int]) -> tuple[Contention, list[str]]:
 
 
 def count_reads(contention: Contention, spares: Sequence[int]) -> int:
-    """Return how often it reads the counts again, given these amounts of spare room."""
     for number, spare in enumerate(spares):
         if not contention.should_refresh(spare):
             return number
@@ -351,10 +349,10 @@ def make_offer(computes: int) -> Offer:
 
 
 class UnservedSession(Session):
-    """A session without servers, whose claims all succeed: the tests never ask for more than the room."""
+    """A session without servers, whose claims all succeed: no test asks for more than the room."""
 
     def __init__(self, alive: Collection[str], others: tuple[int, int] = (0, 0), seed: int = 0) -> None:
-        """Make a session; `others` are the numbers of instances of older and of newer attempts."""
+        """Make a session, where `others` are numbers of instances of older and newer attempts."""
         answer = cast(Placement, None), Offer(())
         scheduler = Scheduler(cast(Store, None), lambda: answer, {}, random.Random(seed), str)
         super().__init__(scheduler, 'attempt', (), Requester('', ''))
@@ -424,13 +422,11 @@ def test_single_attempt_spreads_over_all_computes() -> None:
 
 
 def test_lost_place_leaves_the_other_places_of_its_compute() -> None:
-    """The GPUs are child providers of the compute; other attempts win all of them but the last."""
+    """The GPUs are child providers of the compute, and others win all of them but the last."""
     compute, gpus = str(uuid.uuid4()), [str(uuid.uuid4()) for _ in range(6)]
     free_gpus = set(gpus)
 
     class RacedSession(UnservedSession):
-        """Other attempts are faster as long as there is another free GPU."""
-
         def claim(self, candidates: Mapping[str, Candidate], _: Requester | None = None) -> set[str]:
             ((instance, candidate),) = candidates.items()
             (gpu,) = candidate.allocations.keys() - {compute}
@@ -540,7 +536,6 @@ BARRIER_TIMEOUT_SECONDS = 10.0
 
 
 def make_candidates(*computes: str, shared: str | None = None) -> dict[str, Candidate]:
-    """Make a candidate for an instance on each of these; `shared` provides the disk of all."""
     disk = {} if shared is None else {shared: {'DISK_GB': 1}}
     return {f'{number}': Candidate(compute, {compute: SMALL, **disk}, None) for number, compute in enumerate(computes)}
 
@@ -573,13 +568,7 @@ def test_claims_on_a_shared_disk_are_one_call() -> None:
 
 @dataclass(frozen=True)
 class FailingClaimer(Claimer):
-    """A claimer whose calls may fail.
-
-    Attributes:
-        errors: the errors to raise, by the compute of the call's first instance.
-        barrier: where the first concurrent calls wait for each other.
-        called_computes: the compute of each call's first instance.
-    """
+    """A claimer whose calls raise `errors`, by the compute of a call's first instance."""
 
     errors: Mapping[str, EcompError] = field(default_factory=dict)
     barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(MAX_CONCURRENT_CALLS))

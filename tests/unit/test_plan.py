@@ -375,7 +375,7 @@ def test_power_table(action: str) -> None:
 
 @pytest.mark.parametrize('recorded_power', RECORDED_POWERS)
 def test_finished_or_missing_action_changes_nothing(recorded_power: str | None) -> None:
-    """A guest that powers itself off stays off; a finished action changes nothing."""
+    """A guest that powers itself off stays off."""
     for power in (None, *(PowerAction(action, recorded_power) for action in ACTIONS if recorded_power)):
         assert plan_power(power, recorded_power, RUNS) == []
         assert plan_power(power, recorded_power, IS_OFF) == []
@@ -412,7 +412,7 @@ def test_stopped_guest_stays_off_after_a_host_reboot() -> None:
 
 @pytest.mark.parametrize('action', ACTIONS)
 def test_unseen_guest_gets_no_power_task(action: str) -> None:
-    """A missed guest gets its action when it is seen again; a vanished one ends."""
+    """A missed guest gets its action when it is seen again, and a vanished one ends."""
     power = PowerAction(action, THIS_ACTION)
     assert plan_power(power, None, None, fault=DOMAIN_AND_DISK_GONE) == []
     assert plan_power(power, None, None, fault=DOMAIN_AND_DISK_GONE, vanished=True) == [Kind.VANISHED]

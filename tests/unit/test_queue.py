@@ -137,10 +137,7 @@ def make_provider(used: int = 0, traits: tuple[str, ...] = (), **totals: int) ->
 
 
 def make_entries(waiting: Iterable[WaitingEntry], **marks: str) -> dict[str, Entry]:
-    """Return the entries of these requests, youngest first.
-
-    `marks` maps f<revision of a request> to the compute of its taker key.
-    """
+    """Return the entries, where `marks` maps f<revision> to the compute of its taker key."""
     waiting = list(waiting)
     entries = {}
     for revision, entry in reversed(waiting):
@@ -260,7 +257,6 @@ def make_places(*flavors: Flavor) -> list[WaitingEntry]:
 
 
 def make_taker(room: Provider) -> Taker:
-    """Return a taker that knows this room, without backends."""
     control = ControlPlane(COMPUTE, cast(Any, None), cast(Any, None), lambda: 'now')
     taker = Taker(control, lambda: 1, Queues(), lambda: True, {}, set)
     taker._room = room

@@ -120,7 +120,7 @@ OLDER = {'network': 'default', 'mac': 'm0', 'address': '10.0.0.1'}
     ],
 )
 def test_record_of_an_older_or_newer_ecomp_is_read(value: dict[str, Any], record: Record) -> None:
-    """A missing field has its default; an unknown field is ignored."""
+    """A missing field has its default, and an unknown field is ignored."""
     assert from_json(json.dumps(value).encode()) == record
 
 

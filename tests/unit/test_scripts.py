@@ -41,7 +41,6 @@ esac
 def run_docker_sh(
     directory: Path, docker: str = OFFLINE_DOCKER, umask: int = -1, **settings: str
 ) -> tuple[int, str, str]:
-    """Run docker.sh with a fake docker, and return its exit code, its stderr and docker's log."""
     (directory / 'docker').write_text(docker)
     (directory / 'docker').chmod(0o755)
     env = {**os.environ, **settings, 'PATH': f'{directory}:{os.environ["PATH"]}'}
@@ -112,7 +111,10 @@ def test_all_packages_of_the_image_are_pinned_by_hash(tmp_path: Path) -> None:
 
 
 def run_make_venv(directory: Path, script: str, kind: str = 'real', **settings: str) -> str:
-    """Return the commands that make_venv() of a script would have run, of quickstart.sh for hosts of this kind."""
+    """Return the commands that make_venv() of a script would have run.
+
+    `kind` is that of the hosts of quickstart.sh.
+    """
     text = (TOP / script).read_text()
     text = text[text.index('make_venv() {') :]
     text = text[: text.index('\n}\n') + 3]
@@ -125,14 +127,13 @@ def run_make_venv(directory: Path, script: str, kind: str = 'real', **settings: 
 
 
 def make_venv_without_pip(directory: Path) -> Path:
-    """Make a venv whose creation was interrupted before it had pip; return its packages."""
     subprocess.run([sys.executable, '-m', 'venv', '--without-pip', directory / '.venv'], check=True)
     (packages,) = (directory / '.venv/lib').glob('python*/site-packages')
     return packages
 
 
 def put_pip(packages: Path) -> None:
-    """Put what `pip --version` and the scripts look at; that pip installs nothing."""
+    """Put what `pip --version` and the scripts look at, but no pip that installs anything."""
     (packages / 'pip.py').touch()
     (packages / 'pip-26.0.dist-info').mkdir()
     (packages / 'pip-26.0.dist-info/METADATA').write_text('Name: pip\nVersion: 26.0\n')
@@ -186,7 +187,10 @@ def test_quickstart_reinstalls_when_the_constraints_change(tmp_path: Path) -> No
 def test_tests_give_up_in_words_where_the_machine_lacks_something(
     tmp_path: Path, program: str, output: str, code: int, words: list[str], sentence: str
 ) -> None:
-    """A program is replaced by one that reports what another machine would; nothing answers for the registries."""
+    """A program is replaced by one that reports what another machine would.
+
+    Nothing answers for the registries.
+    """
     if program == 'unshare' and os.geteuid() != 0:
         pytest.skip('without root, root is missed first')
     stub = tmp_path / program

@@ -1,4 +1,4 @@
-"""Test what the keys of a transaction without an answer prove about it, and how a delivery is found."""
+"""What a transaction's keys prove without an answer, and how a delivery is found."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_delivery_is_found_by_its_request_or_its_record() -> None:
 
 
 class UnansweredConnection:
-    """A connection to an etcd in memory that loses the first write, or its answer; `afterwards` is called then."""
+    """A connection to an etcd in memory that loses the first write, or its answer."""
 
     def __init__(self, etcd: Etcd, afterwards: Callable[[], object], arrives: bool = True) -> None:
         self.member = MemoryMember(etcd)

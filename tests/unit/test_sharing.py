@@ -82,7 +82,6 @@ def test_allowed_members_never_break_a_group(group: Group, places: dict[str, str
 
 
 def make_offer(*vcpus: int) -> Offer:
-    """Offer computes with room for these numbers of instances of one VCPU."""
     rooms = {host: {'VCPU': Room(number, 0)} for host, number in zip(HOSTS, vcpus, strict=False)}
     return Offer([{host: {'VCPU': 1}} for host in rooms], rooms)
 

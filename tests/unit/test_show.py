@@ -1,4 +1,4 @@
-"""Output for people and programs: the display of instances, tables, terminals, and the shapes of JSON."""
+"""Output for people and programs: instances, tables, terminals, and the shapes of JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stacks: their file, key and uuids, what an apply has to do, and how its instances are distributed."""
+"""Stacks: file, key, uuids, what an apply has to do, and how instances are distributed."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def make_order(**fields: Any) -> Order:
 
 
 def make_existing(state: str, has_request: bool = True, is_tombstone: bool = False, **fields: Any) -> Existing:
-    """Return an instance as made for make_order(), with other fields; without a request as if that were malformed."""
+    """Return an instance of make_order() with other fields, or as if its request were malformed."""
     values = make_order(**fields).copy_fields()
     recorded = values | {'ssh_keys': None, 'user_data_sha256': None}
     if group := values['group']:
@@ -107,7 +107,6 @@ def make_existing(state: str, has_request: bool = True, is_tombstone: bool = Fal
 
 
 def plan(desired: Desired | None, existing: Existing | None, owner: str | None = None, *options: Any) -> list[Action]:
-    """Return the step of one entry, with its owner and options as plan_steps() has them."""
     owners = {'shop-web': owner} if owner else {}
     return plan_steps({'web/1': desired} if desired else {}, {'web/1': existing} if existing else {}, owners, *options)
 
@@ -249,10 +248,7 @@ def test_order_of_a_stack_is_limited_by_the_size_of_a_transaction() -> None:
 def assign(
     lots: list[Lot], rooms: dict[str, int], groups: tuple[Group, ...] = (), held: Mapping[str, str] | None = None
 ) -> tuple[dict[str, str], set[str]]:
-    """Assign lots, whose query is their number of VCPU, to computes with this free room.
-
-    `held` is {instance: compute}. Return the new places, and the instances without one.
-    """
+    """Assign lots, whose query is a number of VCPU, and return places and unplaced instances."""
     room = {compute: {'VCPU': Room(free + 1, 1)} for compute, free in rooms.items()}
     offers = {lot.query: Offer([{each: {'VCPU': int(lot.query)}} for each in rooms], room) for lot in lots}
     claims = {instance: Candidate(compute, {}, None) for instance, compute in (held or {}).items()}
@@ -321,8 +317,6 @@ FILE_QUERY = 'resources=VCPU:2,MEMORY_MB:512,DISK_GB:4'
 
 
 class FlavorStore:
-    """An etcd with the flavors `small` and `shared`; `reads` are the keys that were read."""
-
     def __init__(self) -> None:
         self.reads: list[str] = []
 
@@ -343,7 +337,7 @@ def store() -> FlavorStore:
 
 @pytest.fixture
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: FlavorStore) -> Iterator[Callable[..., StackFile]]:
-    """A function that loads a text as shop.yaml, beside a public key, user-data and a schedule.yaml."""
+    """A function that loads a text as shop.yaml, beside a key, user-data and schedule.yaml."""
     (tmp_path / 'schedule.yaml').write_text(SCHEDULE)
     files = tmp_path / 'files'
     files.mkdir()
@@ -376,8 +370,6 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: FlavorStore) ->
 
 @pytest.fixture
 def mistakes(load: Callable[..., StackFile]) -> Callable[..., list[str]]:
-    """A function that loads a text and returns the lines of its error, without the directory of the file."""
-
     def read(content: str | bytes, path: str = 'files/shop.yaml') -> list[str]:
         with pytest.raises(UsageError) as error:
             load(content, path)

@@ -203,8 +203,6 @@ DAY = timedelta(days=1)
 
 
 class Machine:
-    """A machine with a state directory, a clock and a boot id."""
-
     def __init__(self, directory: Path) -> None:
         self.state = directory / 'state'
         self._boot_id = directory / 'boot_id'
@@ -215,7 +213,6 @@ class Machine:
         self._boot_id.write_text(f'{name}\n')
 
     def load_memory(self) -> Memory:
-        """Read the memory as a start does."""
         return Memory(self.state, COMPUTE, lambda: format_time(self.clock), self._boot_id)
 
 
@@ -299,7 +296,7 @@ def test_instances_not_yet_handled_after_a_reboot_are_remembered(machine: Machin
 def test_entry_refused_by_a_full_disk_is_written_later(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The failure is logged once; entries already written or with a failure stay unchanged."""
+    """The failure is logged once, and entries already written or with a failure stay."""
 
     def raise_no_space(path: Path, _: str) -> None:
         raise OSError(errno.ENOSPC, 'No space left on device', str(path))

@@ -52,7 +52,6 @@ LEASES = st.builds(Grant, NUMBERS) | st.builds(KeepAlive, NUMBERS) | st.builds(R
 
 
 def convert_to_etcd3(request: Any) -> Any:
-    """Return etcd3's message for one of ours."""
     match request:
         case Range(key, end, limit, revision, keys_only, count_only, since):
             return etcdrpc.RangeRequest(
@@ -221,7 +220,7 @@ def test_fields_of_each_answer_are_counted(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_answer_of_too_many_fields_is_refused_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """8 MiB of empty keys used to take 1.1 GiB of memory; now 400 MiB at most, here with a sixteenth of the limit."""
+    """8 MiB of empty keys used to take 1.1 GiB of memory, and now take 400 MiB at most."""
     monkeypatch.setattr(messages, 'MAX_FIELDS', messages.MAX_FIELDS // 16)
     message, part = TINY_PARTS['keys in results']
     tracemalloc.start()
@@ -257,7 +256,7 @@ def test_answer_of_the_most_keys_is_parsed() -> None:
 
 
 class FakeEtcd:
-    """A fake etcd with `count` values of `size` bytes; no answer is longer than `longest`."""
+    """A fake etcd with `count` values of `size` bytes, whose answers are at most `longest`."""
 
     def __init__(self, count: int, size: int, longest: int) -> None:
         self.keys = [f'/instances/{number:032x}/{number:032x}'.encode() for number in range(count)]
@@ -266,7 +265,6 @@ class FakeEtcd:
         self.limits: list[int] = []
 
     def read_page(self, range_request: Range) -> Any:
-        """Return a page, or raise TooLong."""
         self.limits.append(range_request.limit)
         assert range_request.revision in (0, 7)
         assert (range_request.revision == 7) == (range_request.key > self.keys[0])

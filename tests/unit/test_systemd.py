@@ -176,7 +176,7 @@ def test_address_that_cannot_be_certified_is_refused(
 
 @pytest.fixture
 def ann_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory that belongs to Ann; all other directories are root's."""
+    """A directory that belongs to Ann, beside others that are root's."""
     home = tmp_path / 'home/ann'
     home.mkdir(parents=True)
     os_stat = Path.stat
@@ -264,7 +264,6 @@ def get_logger() -> logging.Logger:
 
 
 def read_message(stream: io.StringIO) -> str:
-    """Return the only line that was logged, without time, level and process id."""
     text = stream.getvalue()
     assert text.count('\n') == 1, text
     match = LINE.fullmatch(text.rstrip('\n'))

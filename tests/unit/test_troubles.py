@@ -20,8 +20,6 @@ FAILED_BUILDS = ['builds of different images fail at stage disk']
 
 
 class SilentHypervisor(FakeHypervisor):
-    """A fake hypervisor that fails while it has an error."""
-
     error: EcompError | None = None
 
     def find_troubles(self) -> list[str]:
@@ -31,7 +29,7 @@ class SilentHypervisor(FakeHypervisor):
 
 
 class Host:
-    """The troubles of one compute on a clock of its own; `published` has what was published, in order."""
+    """The troubles of one compute on a clock of its own."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.published = 1000.0, list[Sequence[str]]()

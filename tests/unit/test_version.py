@@ -18,7 +18,6 @@ TOP = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """Provide a directory with the package ecomp and nothing else."""
     (tmp_path / 'ecomp').mkdir()
     for name in ('__init__.py', 'version.py'):
         shutil.copy(TOP / 'ecomp' / name, tmp_path / 'ecomp')
@@ -26,7 +25,6 @@ def tree(tmp_path: Path) -> Path:
 
 
 def git(tree: Path, *words: str) -> str:
-    """Run git in the tree as a user of its own, and return its output."""
     command = ['git', '-C', str(tree), '-c', 'user.name=x', '-c', 'user.email=x@example.org', *words]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 

@@ -192,7 +192,7 @@ def test_fake_offers_no_kvm() -> None:
 
 
 def test_libvirt_is_not_needed() -> None:
-    """Neither eschedule nor `ecompute --fake` needs libvirt-python; the real driver asks for it."""
+    """Neither eschedule nor `ecompute --fake` needs libvirt-python, unlike the real driver."""
     script = """
 import sys
 sys.modules['libvirt'] = None

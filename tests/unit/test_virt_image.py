@@ -51,7 +51,6 @@ def get_refusal(path: Path) -> str:
 
 @pytest.fixture
 def raw(tmp_path: Path) -> Path:
-    """A raw disk of 4 MiB that is not empty."""
     path = tmp_path / 'disk.raw'
     path.write_bytes(BOOT + b'\0' * (MIB - 512) + os.urandom(MIB) + b'\0' * (2 * MIB))
     return path
@@ -110,7 +109,7 @@ HYBRID_MBR = struct.pack('<B3BB3BII', 0, 0, 2, 0, 0xEE, 0, 0, 0, 1, 2047) + PART
 
 @pytest.fixture(params=['raw', 'qcow2', 'qcow2 -c', 'qcow2 -o cluster_size=512', 'qcow2 -c -o cluster_size=4k'])
 def make_partitioned(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[str, dict[int, bytes]], Path]:
-    """Provide a function that makes an image with a partition table, and writes more at some offsets."""
+    """Provide a function that makes an image with a partition table and content at offsets."""
     sfdisk = shutil.which('sfdisk', path=get_search_path())
     if sfdisk is None or shutil.which('qemu-img') is None:
         pytest.skip('sfdisk (fdisk) or qemu-img (qemu-utils) is not installed')

@@ -1,4 +1,4 @@
-"""The DHCP of a libvirt network: the choice among its leases, its closing to unknown MACs; guest agents."""
+"""A libvirt network's DHCP, the choice among its leases, its closing, and guest agents."""
 
 from __future__ import annotations
 
@@ -93,8 +93,6 @@ LIVE_DOMAIN = (
 
 
 class MemoryDomain:
-    """A running domain on a bridge."""
-
     def __init__(self, bridge: str) -> None:
         self._bridge = bridge
 
@@ -106,7 +104,7 @@ class MemoryDomain:
 
 
 class MemoryLibvirt:
-    """A connection to libvirt with one network, which is that network, too. `changes` has what was done to it."""
+    """A connection to libvirt and its one network, with what was done to it in `changes`."""
 
     def __init__(self, live: str | None, config: str | None, bridges: Sequence[str] = ()) -> None:
         self.live, self.config = live, config
@@ -152,14 +150,12 @@ class MemoryLibvirt:
 
 @pytest.fixture
 def ports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Provide the directory of the interfaces that are plugged into the bridge."""
     monkeypatch.setattr('ecomp.virt.networks.INTERFACES_DIRECTORY', tmp_path)
     (tmp_path / 'virbr0/brif').mkdir(parents=True)
     return tmp_path / 'virbr0/brif'
 
 
 def close_network(memory: MemoryLibvirt) -> str:
-    """Close the network as `ecompute --close-dhcp` does; '' if there is nothing to do."""
     networks = Networks(cast('Connection', memory))
     found = networks.find_open_dhcp('default')
     return networks.close_dhcp('default', found) if found else ''
