@@ -1,8 +1,7 @@
-"""`elab certs DIR`: an authority in DIR, and certificates for all who use etcd and placement.
+"""`elab certs DIR` makes an authority in DIR, and certificates for etcd and placement.
 
-DIR/etcd and DIR/placement are the servers'. A copy of DIR/compute-NAME, scheduler-NAME or operator-NAME, with a
-configuration of relative paths, is that machine's /etc/ecomp. Each run determines again what has to change, so it can
-be repeated after a kill. https://cryptography.io/en/latest/x509/reference/
+DIR/etcd and DIR/placement belong to the servers. A copy of DIR/compute-NAME, DIR/scheduler-NAME or DIR/operator-NAME is
+/etc/ecomp on that machine. A run can be repeated after a kill. https://cryptography.io/en/latest/x509/reference/
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ Extensions = Sequence[tuple[x509.ExtensionType, bool]]
 class Cluster:
     """The owners of certificates: `computes` and `schedulers` are machines, `operators` people.
 
-    `servers` are names and addresses of the control host, and clients use the first; empty means those in etcd's
-    certificate. `uuids` is {compute's name: uuid}, of the computes that have a uuid already.
+    `servers` are names and addresses of the control host. Clients use the first one. If there are none, those in etcd's
+    certificate are used. `uuids` is {compute's name: uuid}, of the computes that have a uuid already.
     """
 
     servers: tuple[str, ...]
@@ -73,7 +72,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class _Authority:
-    """The authority in one run; `certificate` is None until it has signed its own."""
+    """The authority, whose `certificate` is None until it has signed its own."""
 
     key: ec.EllipticCurvePrivateKey
     now: datetime
@@ -106,7 +105,7 @@ class _Authority:
 def make_certificates(
     directory: Path, cluster: Cluster, now: datetime, say: Callable[[str], None], *, include_others: bool = False
 ) -> None:
-    """Make the missing or unusable certificates of `cluster`, with tokens and configurations; report each certificate.
+    """Make the missing or unusable certificates of `cluster`, with tokens and configurations.
 
     A certificate is unusable if it expires within MIN_REMAINING_DAYS of `now` (UTC) or does not fit its key, names or
     authority. `include_others` adds all other clients in `directory`. Existing configurations stay.
@@ -208,7 +207,7 @@ def _load_or_make_authority(directory: Path, now: datetime, say: Callable[[str],
 
 
 def _make_certificate(place: Path, kind: str, name: str, names: Sequence[str], authority: _Authority) -> None:
-    """Make `kind`.crt and `kind`.key in `place` unless they are usable and for these `names`, whose order counts."""
+    """Make `kind`.crt and `kind`.key in `place`, unless they are usable and for these names."""
     path = place / f'{kind}.crt'
     assert authority.certificate is not None
     _write_if_changed(place / 'ca.crt', authority.certificate.public_bytes(serialization.Encoding.PEM))
@@ -276,11 +275,7 @@ def _write_if_changed(path: Path, content: bytes) -> None:
 
 
 def enable_roles(directory: Path, now: datetime, say: Callable[[str], None]) -> None:
-    """Have etcd restrict each certificate in `directory` to its role, and write a missing /cluster; report each step.
-
-    Living computes and users of etcd without a certificate in `directory` only cause a warning. Raises UsageError if a
-    uuid is missing or a duplicate, or no operator has a certificate, and Denied if no operator may do this.
-    """
+    """Have etcd restrict each certificate in `directory` to its role."""
     target_roles = roles.make_roles(
         _read_computes(directory), list_clients(directory, SCHEDULER), list_clients(directory, OPERATOR)
     )
@@ -315,7 +310,7 @@ def enable_roles(directory: Path, now: datetime, say: Callable[[str], None]) -> 
 
 
 def disable_roles(directory: Path, say: Callable[[str], None]) -> None:
-    """Have etcd allow every certificate everything, report it, keep users and roles; UsageError without operators."""
+    """Have etcd allow every certificate everything, and keep its users and roles."""
     with _connect_as_operator(directory) as (accounts, _):
         was_on = accounts.is_enabled()
         if was_on:
@@ -325,7 +320,6 @@ def disable_roles(directory: Path, say: Callable[[str], None]) -> None:
 
 
 def list_clients(directory: Path, kind: str) -> list[str]:
-    """List, sorted, the directories with a certificate whose names begin with `kind`, such as `compute-`."""
     return sorted(path.name for path in directory.glob(f'{kind}*') if (path / 'client.crt').exists())
 
 
@@ -348,7 +342,6 @@ def _read_computes(directory: Path) -> dict[str, str]:
 
 @contextmanager
 def _connect_as_operator(directory: Path) -> Iterator[tuple[Accounts, Store]]:
-    """Connect as the first operator that etcd allows everything; UsageError without operators, Denied if all fail."""
     paths = [directory / name / 'schedule.yaml' for name in list_clients(directory, OPERATOR)]
     configs = [load_schedule(path).etcd for path in paths]
     if not configs:

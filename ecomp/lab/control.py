@@ -1,7 +1,6 @@
 """The control plane's servers: how each is started and checked.
 
-With certificates (ecomp.lab.certs), which are optional only on localhost, etcd and the stunnel before placement require
-a certificate of each client.
+With certificates (ecomp.lab.certs), etcd and the stunnel before placement require a certificate of each client.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ UNREACHABLE_ORIGIN = 'http://localhost:1'
 
 @dataclass(frozen=True)
 class LabServer:
-    """A server, named `name` in messages; start() first writes `files`, and adds `env` to our environment."""
+    """A server of the control plane: how it is started and checked."""
 
     name: str
     command: list[str]
@@ -76,14 +75,14 @@ class LabServer:
         return 'ready' if self.is_ready(process) else f'no answer (pid {process.pid})'
 
     def start(self, prefix: list[str], record_process: RecordProcess | None = None) -> ServerProcess:
-        """Write the files, and start `prefix` and the command by machine.start(). Raises EcompError or OSError."""
+        """Write the server's files, and start its command with `prefix` before it."""
         for path, text in self.files.items():
             path.write_text(text, encoding='utf-8', errors='surrogateescape')
         command = [*prefix, *self.command]
         return machine.start(self.name, command, self.log, self.env, record_process=record_process, umask=0o077)
 
     def wait(self, process: ServerProcess, stopped: threading.Event | None = None) -> None:
-        """Wait until the server is ready or `stopped` is set; EcompError if it ends first, or after START_SECONDS."""
+        """Wait until the server is ready or `stopped` is set, at most START_SECONDS."""
         stops = stopped or threading.Event()
         try:
             machine.wait_for(
@@ -95,16 +94,11 @@ class LabServer:
 
 
 def make_etcd_server(data: Path, addresses: list[str], port: int, certs: Path | None = None) -> LabServer:
-    """Describe an etcd of one member that compacts revisions after an hour; start nothing.
+    """Describe an etcd of one member, which compacts revisions after an hour.
 
-    `certs` has its certificate and the authority of its clients; None means any client, in plain text.
-    A malicious web page cannot use gRPC, so without the JSON gateway it reaches only /health, /metrics and /version;
-    the host whitelist (against DNS rebinding) and the CORS origin keep the answers from it.
-
-    An etcd that ends in the first milliseconds of its first start may lack its membership, and would wait for a leader
-    forever. So start() makes the file etcd.begun for an etcd without data, `is_ready` deletes it, and while it exists
-    the command has --force-new-cluster. https://etcd.io/docs/v3.4/op-guide/configuration/
+    `certs` has the server's certificate and the authority of its clients. None means any client, in plain text.
     """
+    # https://etcd.io/docs/v3.4/op-guide/configuration/
     urls = [f'{"http" if certs is None else "https"}://{bracket_address(address)}:{port}' for address in addresses]
     # A single member has no peers: any free port of the loopback will do.
     peer_url = f'http://{LOCALHOST}:0'
@@ -115,10 +109,14 @@ def make_etcd_server(data: Path, addresses: list[str], port: int, certs: Path | 
     command += ['--auto-compaction-mode=periodic', '--auto-compaction-retention=1h', '--max-txn-ops=2048']
     # The legitimate host names of a server that listens on these addresses.
     names = ['localhost', LOCALHOST, *(host for host in addresses if host != LOCALHOST)]
+    # A malicious web page cannot use gRPC, so without the JSON gateway it reaches only /health, /metrics and /version.
+    # The host whitelist (against DNS rebinding) and the CORS origin keep the answers from it.
     command += ['--enable-grpc-gateway=false', f'--host-whitelist={",".join(names)}', f'--cors={UNREACHABLE_ORIGIN}']
     if certs is not None:
         command += [f'--cert-file={certs}/server.crt', f'--key-file={certs}/server.key']
         command += ['--client-cert-auth', f'--trusted-ca-file={certs}/ca.crt']
+    # An etcd that ends in the first milliseconds of its first start may lack its membership, and would wait for a
+    # leader forever. So start() makes this file for an etcd without data, and check_health() deletes it.
     begun_marker = data / 'etcd.begun'
     # Not at every start: it could lose what was written just before the last end.
     command += ['--force-new-cluster'] if begun_marker.exists() else []
@@ -134,10 +132,10 @@ def make_etcd_server(data: Path, addresses: list[str], port: int, certs: Path | 
 
 
 def make_placement_servers(data: Path, address: str, port: int, certs: Path | None) -> list[LabServer]:
-    """Describe placement over SQLite in `data`, in the order to start; without `certs` the token `admin` suffices.
+    """Describe placement over SQLite in `data`, as servers in the order to start them.
 
-    With `certs` it listens on a socket in `data`, behind a stunnel that requires a client certificate, and accepts the
-    token in `certs`/token. https://www.stunnel.org/static/stunnel.html
+    With `certs` placement accepts the token in `certs`/token, behind a stunnel that requires a client certificate.
+    Without `certs` it accepts the token `admin`. https://www.stunnel.org/static/stunnel.html
     """
     command, listen_address = [sys.executable, '-m', 'ecomp.lab.placement_server'], f'{bracket_address(address)}:{port}'
     log, env = data / 'placement.log', make_placement_environment(data)
@@ -163,18 +161,18 @@ def make_placement_servers(data: Path, address: str, port: int, certs: Path | No
 
 
 def make_placement_environment(data: Path) -> dict[str, str]:
-    """Make the variables that are placement's whole configuration; with noauth2 the token `admin` is administrator."""
+    """Make the variables that are placement's whole configuration."""
     return {
         'OS_PLACEMENT_CONFIG_DIR': str(data),  # the machine's own in /etc must not be read
         'OS_PLACEMENT_DATABASE__CONNECTION': f'sqlite:///{data}/placement.sqlite',
         'OS_PLACEMENT_DATABASE__SYNC_ON_STARTUP': 'True',
-        'OS_API__AUTH_STRATEGY': 'noauth2',
+        'OS_API__AUTH_STRATEGY': 'noauth2',  # the token `admin` is administrator
     }
 
 
 @dataclass(frozen=True)
 class Endpoints:
-    """The address, ports and data directory of etcd and placement; `certs` is the directory of `elab certs`, if any."""
+    """Where etcd and placement listen, and where they have their data and certificates."""
 
     etcd_port: int
     placement_port: int
@@ -184,7 +182,7 @@ class Endpoints:
 
 
 def make_servers(endpoints: Endpoints, *more_addresses: str) -> list[LabServer]:
-    """Describe etcd, which also listens on `more_addresses`, and placement, in the order to start them."""
+    """Describe etcd, which also listens on `more_addresses`, and placement."""
     etcd, placement = (endpoints.certs and endpoints.certs / name for name in ('etcd', 'placement'))
     return [
         make_etcd_server(endpoints.data, [endpoints.bind, *more_addresses], endpoints.etcd_port, etcd),
@@ -193,7 +191,6 @@ def make_servers(endpoints: Endpoints, *more_addresses: str) -> list[LabServer]:
 
 
 def make_lab_servers(layout: Layout, data: Path, images: Path, certs: Path) -> list[LabServer]:
-    """Describe the servers of a lab's control namespace, in the order to start them; start nothing."""
     address = str(layout.control)
     web = [sys.executable, '-m', 'http.server', '--bind', address, '--directory', str(images), '80']
     dhcp = ['dnsmasq', '--keep-in-foreground', '--conf-file=/dev/null', '--pid-file=', '--port=0']
@@ -209,7 +206,7 @@ def make_lab_servers(layout: Layout, data: Path, images: Path, certs: Path) -> l
 
 
 def is_etcd_healthy(url: str, certs: Path | None = None) -> bool:
-    """Return True if the etcd at this URL has a leader and accepts writes; else False."""
+    """Return True if the etcd at this URL has a leader and accepts writes."""
     with contextlib.suppress(ValueError):
         return bool(json.loads(_fetch(f'{url}/health', certs=certs) or b'{}').get('health') in ('true', True))
     return False
@@ -222,12 +219,11 @@ def is_placement_ready(url: str, certs: Path | None = None) -> bool:
 
 
 def is_url_available(url: str, headers: Mapping[str, str] | None = None, certs: Path | None = None) -> bool:
-    """Return True if a GET of this URL succeeds; False for any OSError, an HTTP error, or 5 s of silence."""
+    """Return True if a GET of this URL succeeds, and is never silent for 5 s."""
     return _fetch(url, headers, certs) is not None
 
 
 def _fetch(url: str, headers: Mapping[str, str] | None = None, certs: Path | None = None) -> bytes | None:
-    """Return the body of a GET, with the certificate in `certs` if given; None if it fails."""
     # A proxy of the machine's environment cannot reach the lab.
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     try:
@@ -261,11 +257,7 @@ CERTIFICATE_FILES = {
 def run_control(
     endpoints: Endpoints, service: Service, say: Callable[[str], None], on_ready: Callable[[], None]
 ) -> None:
-    """Run etcd and placement until SIGINT or SIGTERM; their data stays.
-
-    `on_ready` is called once both are usable; `say` gets each line of progress.
-    Makes missing certificates, and has stunnel load a replaced one.
-    """
+    """Run etcd and placement until SIGINT or SIGTERM, and call `on_ready` once both answer."""
     _prepare(endpoints, say)
     is_secure, data = endpoints.certs is not None, endpoints.data.resolve()
     stopped = threading.Event()
@@ -311,7 +303,6 @@ def _prepare(endpoints: Endpoints, say: Callable[[str], None]) -> None:
 def _watch(
     running: list[tuple[LabServer, ServerProcess]], endpoints: Endpoints, service: Service, stopped: threading.Event
 ) -> None:
-    """Wait until `stopped` is set; EcompError if a server ends. Has stunnel load a replaced certificate."""
     certificate_time = _read_certificate_time(endpoints)
     while not stopped.wait(0.5):
         service.notify_alive()
@@ -332,7 +323,7 @@ def make_arguments(endpoints: Endpoints) -> list[str]:
 
 
 def check_service(endpoints: Endpoints, program: Path) -> None:
-    """Raise UsageError if root without capabilities could not use `program`, elab's code, Python, data or certs."""
+    """Raise UsageError unless root without capabilities can use all files of the service."""
     fix = 'install ecomp in /opt/ecomp, and use --data /var/lib/ecomp'
     # An installation may refer to another user's clone (pip install -e) or Python.
     paths = {str(program): program, f"elab's code in {systemd.PACKAGE}": systemd.PACKAGE}
@@ -370,7 +361,7 @@ def _make_certificates(directory: Path, endpoints: Endpoints, say: Callable[[str
 
 
 def add_default_certs(endpoints: Endpoints) -> Endpoints:
-    """Return the endpoints, with ./certs if `bind` is no loopback address; UsageError if it cannot be certified."""
+    """Return the endpoints, with the default ./certs unless `bind` is a loopback address."""
     try:
         address = ip_address(endpoints.bind)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""elab's entry point. Progress, with the seconds of each step, goes to stderr, results to stdout."""
+"""The entry point of elab, which prints results to stdout, and its progress to stderr."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PS1="({name}) ${{PS1-}}"
 
 
 def enter_shell(directory: Path, name: str, words: Sequence[str]) -> int:
-    """Run a command, or bash without `words`, with the lab's ECOMP_CONFIG, and eschedule's directory first in PATH."""
+    """Run a command, or bash without `words`, with the lab's ECOMP_CONFIG and PATH."""
     config = directory / 'schedule.yaml'
     if not os.access(config, os.R_OK):
         raise EcompError(f'{config} cannot be read. Try: elab up --name {name}')
@@ -48,7 +48,7 @@ def enter_shell(directory: Path, name: str, words: Sequence[str]) -> int:
 
 
 def wait_for_exit(child: subprocess.Popen[bytes]) -> int:
-    """Wait for a command's end and ignore Ctrl-C; return its exit code, 128 + N if signal N ended it."""
+    """Wait for a command's end, and return its exit code, or 128 + N if signal N ended it."""
     while True:
         # Ctrl-C reaches the command too, which decides how to react.
         with contextlib.suppress(KeyboardInterrupt):
@@ -57,7 +57,7 @@ def wait_for_exit(child: subprocess.Popen[bytes]) -> int:
 
 
 def start_control(lab: AnyLab) -> None:
-    """Make and start what the control plane lacks, wait, write schedule.yaml once; EcompError if a server fails."""
+    """Make and start what the control plane lacks, and wait until its servers are ready."""
     (lab.directory / CONTROL).mkdir(exist_ok=True)
     if isinstance(lab, Lab):
         (lab.directory / 'images').mkdir(exist_ok=True)
@@ -96,7 +96,6 @@ LAB_DAEMONS = ('libvirtd', 'ecompute')
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run elab with `argv`, or sys.argv if None; print an EcompError or OSError; return the exit code, 1 for Ctrl-C."""
     log.hold_descriptors()
     options = argparse.Namespace(run=None)
     try:
@@ -120,7 +119,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Make the parser of elab's command line; its parse_args() raises UsageError."""
     top = Parser('elab', description='A whole cluster on one machine: etcd, placement and hypervisor hosts.')
     top.add_argument('--version', action='version', version=f'elab {read_version()}')
     commands = top.add_subparsers(required=True, metavar='COMMAND')
@@ -508,7 +506,7 @@ def _run_guest(options: argparse.Namespace) -> int:
 
 
 def find_name(options: argparse.Namespace) -> str:
-    """Return the name of the lab or cluster of fakes that a command means; UsageError for a malformed one."""
+    """Return the name of the lab or cluster of fakes that a command means."""
     if options.name is not None:
         return check_name(options.name)
     is_only = not (state.ROOT / 'lab').exists() and fakes.find(fakes.DEFAULT_NAME)

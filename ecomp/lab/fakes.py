@@ -1,4 +1,4 @@
-"""A cluster of fakes for any user: etcd, placement and `ecompute --fake` on 127.0.0.1, without root or libvirt.
+"""A cluster of fakes on 127.0.0.1, which any user can have without root or libvirt.
 
 Everything is below find_root()/NAME: lab.json, certs/, control/, and a directory for each fake.
 """
@@ -64,7 +64,6 @@ class FakeHost(Host):
 
 
 def find(name: str) -> FakeLab | None:
-    """Load a cluster of fakes, None if there is none of this name; EcompError if its lab.json is malformed."""
     directory = find_root() / name
     try:
         data = json.loads((directory / state.RECORD_NAME).read_text(encoding='utf-8'))
@@ -79,14 +78,13 @@ def find(name: str) -> FakeLab | None:
 
 
 def list_all() -> list[FakeLab]:
-    """Load all clusters of fakes of this user, sorted by name."""
     root = find_root()
     paths = sorted(root.glob(f'*/{state.RECORD_NAME}')) if os.access(root, os.R_OK) else []
     return [lab for path in paths if (lab := find(path.parent.name))]
 
 
 def load_or_create(name: str, count: int | None, size: str | None) -> tuple[FakeLab, bool]:
-    """Load the cluster, or choose its ports, and save it with at least `count` fakes; return it, and if it is new."""
+    """Load or create a cluster of at least `count` fakes, and return it and whether it is new."""
     parse_inventory(size or DEFAULT_SIZE)
     _require_programs()
     lab = find(name)
@@ -105,7 +103,6 @@ def load_or_create(name: str, count: int | None, size: str | None) -> tuple[Fake
 
 
 def remove(lab: FakeLab) -> None:
-    """End the fakes, then the servers, and remove the directory."""
     servers = {server.name for server in lab.servers}
     machine.terminate(process for label, process in lab.processes.items() if label not in servers)
     machine.terminate(process for label, process in lab.processes.items() if label in servers)
@@ -115,7 +112,7 @@ def remove(lab: FakeLab) -> None:
 
 
 def fetch_programs() -> None:
-    """Unpack Debian's packages for this user if etcd or stunnel is missing; EcompError if apt or dpkg fails."""
+    """Unpack Debian's packages for this user if etcd or stunnel is missing."""
     use_fetched_programs()
     target = find_root().parent / 'elab-programs'
     if all(shutil.which(program, path=get_search_path()) for program in PROGRAMS):

@@ -1,7 +1,6 @@
 """A small guest image from Debian packages: a kernel, busybox, an init and syslinux.
 
-The kernel's package is unpacked, not installed, and mtools writes the file system, so neither a loop device, a mount
-nor root is needed. Tested on Debian 12; Ubuntu's kernel packages (modules in a separate package) are untested.
+The kernel's package is unpacked, and mtools writes the file system, so root is not needed. Ubuntu is untested.
 """
 
 from __future__ import annotations
@@ -165,7 +164,7 @@ SECTOR_BYTES = 512
 
 
 def make_image(output: Path, say: Callable[[str], None]) -> None:
-    """Download a kernel, and write the image to `output` as qcow2; an existing file is replaced atomically."""
+    """Download a kernel, and write the image to `output` as qcow2."""
     if output.is_dir():
         raise UsageError(f'{output} is a directory. Fix: give the name of the image file')
     if not output.parent.is_dir():
@@ -216,7 +215,7 @@ def _find_static_busybox() -> Path:
 
 
 def is_static(program: bytes) -> bool:
-    """Return True for an ELF program that names no dynamic loader; linkers put that name into its first page."""
+    # Linkers put the name of the dynamic loader into the first page.
     return program.startswith(b'\x7fELF') and b'/ld-' not in program[:4096]
 
 

@@ -1,4 +1,4 @@
-"""The ecompute of a real or fake host, and a hypervisor host of a lab: its directories, libvirtd and network."""
+"""The hosts of a lab: their directories, libvirtd, network and ecompute."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ security_driver = "none"
 
 
 class Host:
-    """The ecompute of one host of a lab or of one fake; start and wait make only what is missing."""
+    """The ecompute of one host of a lab, or of one fake."""
 
     def __init__(self, lab: AnyLab, name: str) -> None:
         self.lab = lab
@@ -85,13 +85,13 @@ class Host:
         return self.lab.address
 
     def share_uuid(self) -> None:
-        """Give the host's compute.yaml and that beside its certificate, for its role in etcd, the same uuid."""
+        """Give the host's compute.yaml and the one beside its certificate the same uuid."""
 
     def make_command(self, words: list[str]) -> list[str]:
         return [*self.lab.make_command_prefix(self.name), *words]
 
     def start_ecompute(self) -> None:
-        """Unless ecompute runs, remember its last presence and start it, without waiting for its new presence."""
+        """Start ecompute unless it runs, without waiting for its presence."""
         if not self.lab.find_running(self._label):
             # A killed ecompute's presence stays until its lease expires; it does not show that this one is ready.
             self._previous_revision = self._read_presence_revision()
@@ -100,7 +100,7 @@ class Host:
             machine.start(self._label, command, self.log, record_process=self.lab.record_process)
 
     def wait_ecompute(self) -> None:
-        """Wait for is_ecompute_ready(); EcompError if ecompute ends first, or after START_SECONDS."""
+        """Wait until ecompute is ready, at most START_SECONDS."""
         process = self.lab.processes[self._label]
         machine.wait_for(self._label, self.is_ecompute_ready, process, self.log, START_SECONDS)
 
@@ -125,14 +125,14 @@ class Host:
         return Store(load_schedule(self.lab.operator / 'schedule.yaml').etcd._replace(timeout=ETCD_SECONDS))
 
     def read_uuid(self) -> str | None:
-        """Read the uuid of the host's ecompute; None before its first start or if malformed."""
+        """Read the uuid of the host's ecompute, or return None before its first start."""
         with contextlib.suppress(FileNotFoundError, ValueError):
             return str(uuid.UUID((self.directory / 'state/uuid').read_text(encoding='ascii').strip()))
         return None
 
 
 class LabHost(Host):
-    """A host of a lab; prepare(), start_… and wait_… make only what is missing. EcompError or OSError on failure."""
+    """A host of a lab, whose prepare(), start_… and wait_… make only what is missing."""
 
     lab: Lab
 
@@ -165,12 +165,10 @@ class LabHost(Host):
         write_once(self.directory / 'mdserver.conf', render_mdserver_conf())
 
     def _prepare_kvm(self) -> None:
-        """Make a /dev/kvm for the host that QEMU can open, unless all users may open the machine's own.
-
-        Without udev the device belongs to root, and in a container its group is a number of the outer machine. libvirtd
-        can open it as root, QEMU cannot, and libvirt takes the difference for a change: it probes QEMU again for every
-        guest, which takes seconds, on a busy machine a minute. Without KVM or permission no device is made.
-        """
+        """Make a /dev/kvm that the host's QEMU can open, unless all users may open the machine's."""
+        # Without udev the device belongs to root, and in a container its group is a number of the outer machine.
+        # libvirtd can open it as root, QEMU cannot, and libvirt takes the difference for a change: it probes QEMU again
+        # for every guest, which takes seconds, on a busy machine a minute.
         node = self.directory / 'dev/kvm'
         node.parent.mkdir(mode=0o700, exist_ok=True)  # only for the host: no user of the machine needs it
         with contextlib.suppress(FileNotFoundError, PermissionError):  # no KVM; devices may not be made here
@@ -180,6 +178,7 @@ class LabHost(Host):
                 os.chmod(node, 0o666)  # systemd's own rule
 
     def share_uuid(self) -> None:
+        # The role of the certificate in etcd is for the uuid beside it.
         own = load_compute(self.directory / 'compute.yaml').uuid
         target = self._certificate / 'compute.yaml'
         if load_compute(target).uuid != own:
@@ -245,7 +244,7 @@ class LabHost(Host):
         )
 
     def reduce_share(self) -> bool:
-        """Reduce the inventory to the host's current share. If it changes, end ecompute and return True."""
+        """Reduce the inventory to the host's current share, and end ecompute if that changes it."""
         path = self.directory / 'compute.yaml'
         old_text = path.read_text(encoding='utf-8')
         new_text = reduce_inventory(old_text, self._calculate_share())
@@ -275,13 +274,12 @@ class LabHost(Host):
 
 
 def write_once(path: Path, text: str) -> None:
-    """Write the file, readable by all users; no-op if it exists."""
     if not path.exists():
         write_durably(path, text, 0o644)
 
 
 def render_mdserver_conf() -> str:
-    """Render mdserver.conf with the first usable public ssh key of sudo's caller or this user, or with an example."""
+    """Render mdserver.conf with the first usable ssh key of sudo's caller or of this user."""
     homes = [Path.home()]
     if caller := os.environ.get('SUDO_USER'):
         with contextlib.suppress(RuntimeError):  # the user was removed

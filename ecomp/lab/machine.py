@@ -1,7 +1,4 @@
-"""Programs, processes and network namespaces of a lab on this machine, by iproute2.
-
-The bridge of the lab's LAN is in the control namespace. On the machine Docker's FORWARD rules would apply to it.
-"""
+"""Programs, processes and network namespaces of a lab on this machine, by iproute2."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ HOST_PROGRAMS = {
 
 @dataclass(frozen=True)
 class ServerProcess:
-    """A process labelled `what`; `started`, in clock ticks after the boot, tells it from one that reuses its pid."""
+    """A process, identified by its pid and by its start, in clock ticks after the boot."""
 
     what: str
     pid: int
@@ -59,14 +56,14 @@ RecordProcess = Callable[[str, ServerProcess], None]
 
 
 def make_python_path() -> str:
-    """Make a PYTHONPATH with this ecomp and mdserver (if there is one) before the current PYTHONPATH's directories."""
+    """Make a PYTHONPATH that begins with the directories of this ecomp and mdserver."""
     specs = [importlib.util.find_spec(name) for name in ('ecomp', 'mdserver')]
     tops = [str(Path(spec.origin).parent.parent) for spec in specs if spec is not None and spec.origin]
     return os.pathsep.join([*dict.fromkeys(tops), *filter(None, [os.environ.get('PYTHONPATH')])])
 
 
 def read_start_time(pid: int) -> int | None:
-    """Read a process's start time in clock ticks since the boot; None if it has ended, even as a zombie: proc(5)."""
+    """Read a process's start time (proc(5)), or return None if it has ended, even as a zombie."""
     try:
         # The command in parentheses may contain anything; the fields from the third on follow the last ).
         fields = Path(f'/proc/{pid}/stat').read_text(encoding='utf-8', errors='replace').rpartition(')')[2].split()
@@ -76,12 +73,11 @@ def read_start_time(pid: int) -> int | None:
 
 
 def is_alive(process: ServerProcess) -> bool:
-    """Return True if the process still runs; False if it is a zombie, or another process has its pid."""
     return read_start_time(process.pid) == process.started
 
 
 def terminate(processes: Iterable[ServerProcess], timeout_seconds: float = 5.0) -> None:
-    """Send SIGTERM to the processes, SIGKILL after `timeout_seconds`, and wait; EcompError if one runs 10 s later."""
+    """Send SIGTERM to the processes, SIGKILL after `timeout_seconds`, and wait for their end."""
     running = [process for process in processes if is_alive(process)]
     for number, seconds in ((signal.SIGTERM, timeout_seconds), (signal.SIGKILL, 10.0)):
         for process in running:
@@ -96,7 +92,7 @@ def terminate(processes: Iterable[ServerProcess], timeout_seconds: float = 5.0) 
         raise EcompError(f'still running 10 s after SIGKILL: {names}')
 
 
-# Runs the program when a line arrives, and never if the sender ends first.
+# Runs the program when a line arrives, and never if the sender ends first. So no unrecorded server runs.
 RUN_AFTER_LINE = 'read -r _ && exec "$@" </dev/null'
 
 
@@ -109,10 +105,9 @@ def start(
     record_process: RecordProcess | None = None,
     umask: int = -1,
 ) -> ServerProcess:
-    """Start a server in a new session; it runs its program once `record_process` has returned.
+    """Start a server in a new session, with the directory of `log` as its working directory.
 
-    So no unrecorded server runs, even if this process is killed. Output is appended to `log`, whose directory is the
-    working directory; `env` is added to ours. EcompError if it ends immediately; wait_for() notices a missing program.
+    It runs its program once `record_process` has returned. Only wait_for() notices that the program is missing.
     """
     words = ['sh', '-c', RUN_AFTER_LINE, 'sh', *command]
     with open(log, 'ab', opener=lambda path, flags: os.open(path, flags, 0o600)) as output:
@@ -142,7 +137,7 @@ def start(
 
 
 def run(command: Sequence[str], stdin_text: str | None = None, timeout_seconds: float | None = None) -> str:
-    """Return the stdout of a program; EcompError if it fails or takes too long."""
+    """Return the stdout of a program, or raise EcompError if it fails or takes too long."""
     try:
         result = subprocess.run(
             command,
@@ -168,7 +163,7 @@ def run(command: Sequence[str], stdin_text: str | None = None, timeout_seconds: 
 def wait_for(
     label: str, is_ready: Callable[[], bool], process: ServerProcess, log: Path, timeout_seconds: float
 ) -> None:
-    """Call `is_ready` until it is true; EcompError if the process ends, even when ready, or after `timeout_seconds`."""
+    """Wait until `is_ready` returns True, and raise EcompError if the process ends."""
     deadline = time.monotonic() + timeout_seconds
     while True:
         was_ready = is_ready()
@@ -192,7 +187,7 @@ CURES = {
 
 
 def read_last_line(log: Path) -> str:
-    """Read the line of a log that names the cause of an end, with a fix, or else the last one."""
+    """Read the line of a log that names a known cause, with its fix, or else the last line."""
     with contextlib.suppress(FileNotFoundError):
         lines = [line for line in log.read_text(encoding='utf-8', errors='replace').splitlines() if line.strip()]
         for line in lines[:-100:-1]:
@@ -206,9 +201,9 @@ def read_last_line(log: Path) -> str:
 
 @contextlib.contextmanager
 def hold_lock(directory: Path, on_busy: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Lock a directory, made if missing; if another process has the lock, call `on_busy` and wait without a limit.
+    """Lock a directory, which is made if it is missing.
 
-    Not reentrant. The kernel releases the lock when the process ends, even by a kill. OSError for a bad directory.
+    If another process has the lock, `on_busy` is called, and this one waits without a limit. The lock is not reentrant.
     """
     directory = directory.resolve()  # for a dangling link its target is made
     while True:
@@ -221,6 +216,7 @@ def hold_lock(directory: Path, on_busy: Callable[[], None] = lambda: None) -> It
             continue
         try:
             try:
+                # The kernel releases this lock when the process ends, even by a kill.
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 on_busy()
@@ -238,7 +234,7 @@ def hold_lock(directory: Path, on_busy: Callable[[], None] = lambda: None) -> It
 
 @contextlib.contextmanager
 def undo_on_error(undo: Callable[[], None] | None) -> Iterator[None]:
-    """If the block fails, call `undo`, unless None, and leave the logs, which it removes, out of the error."""
+    """Call `undo`, unless it is None, if the block fails."""
     try:
         yield
     except (EcompError, OSError) as error:
@@ -246,11 +242,11 @@ def undo_on_error(undo: Callable[[], None] | None) -> Iterator[None]:
             raise
         undo()
         full = '. Fix: free space on this disk' if isinstance(error, OSError) and error.errno == errno.ENOSPC else ''
+        # `undo` has removed the log that the message names.
         raise EcompError(re.sub(r' \(see [^)]*\)', '', str(error)) + full) from error
 
 
 def require_root(command: str, alternative: str = '') -> None:
-    """Raise UsageError with the sudo command to use, or `alternative`, unless this process is root."""
     if os.geteuid() != 0:
         # The full path: sudo's own PATH has no virtual environment.
         words = ['sudo', *systemd.make_command(sys.argv[0], sys.executable, 'ecomp.lab.elab'), *sys.argv[1:]]
@@ -258,7 +254,7 @@ def require_root(command: str, alternative: str = '') -> None:
 
 
 def require(programs: Mapping[str, str], modules: Collection[str] = ()) -> None:
-    """Raise UsageError if `programs`, {program: Debian package}, or Python `modules` are missing, and name these."""
+    """Raise UsageError if a module, or a program of {program: Debian package}, is missing."""
     missing_programs = [program for program in programs if not shutil.which(program, path=get_search_path())]
     packages = sorted({programs[program] for program in missing_programs})
     missing_modules = [module for module in modules if importlib.util.find_spec(module) is None]
@@ -292,10 +288,7 @@ ENTER_SCRIPT = (
 
 
 def ensure_control(layout: Layout) -> None:
-    """Make what is missing of the control namespace, its bridge, the machine's link and route to it.
-
-    Raises Conflict, before anything is made, if the machine has another route to the lab's network.
-    """
+    """Make what is missing of the control namespace and of the machine's link and route to it."""
     for route in json.loads(run(['ip', '-json', '-4', 'route', 'show', 'exact', str(layout.network)]) or '[]'):
         if route.get('dev') != layout.link:
             by, name = route.get('dev', route.get('type')), layout.name
@@ -305,6 +298,7 @@ def ensure_control(layout: Layout) -> None:
             )
     _ensure_namespace(layout, CONTROL)
     space = layout.get_namespace(CONTROL)
+    # The bridge of the lab's LAN is in this namespace. On the machine Docker's FORWARD rules would apply to it.
     _ensure_bridge(layout, CONTROL, str(layout.control))
     if not has_interface(layout, CONTROL, 'machine'):
         _delete_link(layout)
@@ -316,7 +310,7 @@ def ensure_control(layout: Layout) -> None:
 
 
 def ensure_host(layout: Layout, host: str) -> bool:
-    """Make what a host lacks of namespace, bridge br0, routes, fence rules; return True if it lacked the namespace."""
+    """Make what a host's network lacks, and return True if it lacked the namespace."""
     was_missing = _ensure_namespace(layout, host)
     space, control = layout.get_namespace(host), layout.get_namespace(CONTROL)
     address, guests = str(layout.get_address(host)), str(layout.get_guest_network(host))
@@ -333,7 +327,7 @@ def ensure_host(layout: Layout, host: str) -> bool:
 
 
 def has_interface(layout: Layout, place: str, name: str = 'lo') -> bool:
-    """Return True if a host or `control` has this interface; without `name`, if its namespace can be entered."""
+    """Return True if the namespace of a host or `control` is usable and has this interface."""
     with contextlib.suppress(EcompError):
         run(['ip', '-n', layout.get_namespace(place), 'link', 'show', 'dev', name])
         return True
@@ -341,14 +335,12 @@ def has_interface(layout: Layout, place: str, name: str = 'lo') -> bool:
 
 
 def list_namespaces(name: str) -> list[str]:
-    """List, sorted, the existing namespaces that are named as a lab's hosts or control, also if lab.json lacks them."""
     lines = run(['ip', 'netns', 'list']).splitlines()
     namespaces = (line.split()[0] for line in lines if line.strip())
     return sorted(space for space in namespaces if re.fullmatch(f'elab-{re.escape(name)}-({CONTROL}|hv[0-9]+)', space))
 
 
 def end_processes(spaces: list[str], recorded: list[ServerProcess]) -> None:
-    """End the processes in these namespaces, and the recorded ones; EcompError if a process survives."""
     for _ in range(10):  # a process may have started another before its end
         running = {process.pid: process for process in recorded if read_start_time(process.pid) == process.started}
         for space in spaces:
@@ -360,7 +352,7 @@ def end_processes(spaces: list[str], recorded: list[ServerProcess]) -> None:
 
 
 def remove_namespaces(spaces: list[str], layout: Layout | None) -> None:
-    """Delete the link of `layout`, if given, and the namespaces; EcompError, also if a namespace is missing."""
+    """Delete the link of `layout`, if given, and the namespaces, all of which must exist."""
     if layout is not None:
         _delete_link(layout)
     for space in spaces:
@@ -377,7 +369,6 @@ def _list_processes(space: str) -> list[ServerProcess]:
 
 
 def _ensure_namespace(layout: Layout, place: str) -> bool:
-    """Make the namespace unless it is usable, configure it in any case, return True if it was made; EcompError."""
     space = layout.get_namespace(place)
     is_missing = not has_interface(layout, place)
     if is_missing:

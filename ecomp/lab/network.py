@@ -1,6 +1,6 @@
 """PURE: the names, addresses and definitions of a lab's networks.
 
-A lab has its own /16, 10.N.0.0/16; everything follows from N and the host's number i:
+A lab has its own /16, 10.N.0.0/16. Everything follows from N and the host's number i:
 
     10.N.0.0/24   the lab's LAN, a bridge in the control namespace: the machine .1, control .2, host i .(10+i),
                   and from .100 on the DHCP addresses of guests bridged to it
@@ -33,7 +33,7 @@ SECOND_OCTETS = (*range(200, 255), *range(20, 200))
 
 @dataclass(frozen=True)
 class Layout:
-    """The names and addresses of a lab; `network` is its /16, its hosts are hv1, hv2 …."""
+    """The names and addresses of a lab, whose `network` is a /16."""
 
     name: str
     network: IPv4Network
@@ -73,7 +73,7 @@ class Layout:
         return f'elab-{self.name}-{place}'
 
     def get_mac(self, place: str) -> str:
-        """Return the fixed MAC of the place's br0. Otherwise a new port could change it, and ARP caches be stale."""
+        # The MAC of br0 is fixed. Otherwise a new port could change it, and ARP caches would be stale.
         return f'02:e1:ab:{self.number:02x}:00:{0 if place == CONTROL else parse_host_number(place):02x}'
 
     def _make_subnet(self, third: int) -> IPv4Network:
@@ -81,19 +81,18 @@ class Layout:
 
 
 def parse_host_number(host: str) -> int:
-    """Return the i of hv<i>. The prefix may be missing; ValueError if the rest is not a number."""
     return int(host.removeprefix('hv'))
 
 
 def check_name(name: str) -> str:
-    """Return the name unchanged if it is valid for a lab; else raise UsageError."""
+    """Return the name, or raise UsageError if it is not valid for a lab."""
     if not re.fullmatch('[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?', name):
         raise UsageError(f'{name!r} is not a valid lab name: a name has at most 32 lower-case letters, digits and -')
     return name
 
 
 def choose_network(used_networks: Iterable[IPv4Network]) -> IPv4Network:
-    """Choose a 10.N.0.0/16 that overlaps no used one, trying N from 200 to 254, then 20 to 199; EcompError if none."""
+    """Choose a 10.N.0.0/16 that overlaps no used network."""
     networks = list(used_networks)
     for number in SECOND_OCTETS:
         network = IPv4Network(f'10.{number}.0.0/16')
@@ -103,19 +102,17 @@ def choose_network(used_networks: Iterable[IPv4Network]) -> IPv4Network:
 
 
 def parse_routed_networks(routes: Iterable[dict[str, object]]) -> list[IPv4Network]:
-    """Parse the destinations narrower than /8 of the `routes` that `ip -json -4 route show table all` prints.
-
-    Wider ones are general routes, such as a VPN's (0.0.0.0/1, 10.0.0.0/8); a lab's /16 takes precedence.
-    """
+    """Parse the destinations narrower than /8 that `ip -json -4 route show table all` prints."""
+    # Wider ones are general routes, such as a VPN's (0.0.0.0/1, 10.0.0.0/8). A lab's /16 takes precedence.
     destinations = (str(route.get('dst', 'default')) for route in routes)
     networks = (IPv4Network(destination, strict=False) for destination in destinations if destination != 'default')
     return [network for network in networks if network.prefixlen > 8]
 
 
 def render_backends(host: str, etcd_port: int, placement: str, certificate_directory: str = '') -> str:
-    """Render the sections etcd and placement of a configuration, with a client certificate and a token.
+    """Render the sections etcd and placement of a configuration, with a certificate and a token.
 
-    `host` is YAML, `placement` a URL. `certificate_directory` has a trailing slash; '' means the directory of the file.
+    `host` is YAML. `placement` is a URL. `certificate_directory` ends with a slash. '' means the directory of the file.
     """
     names = {'ca_cert': 'ca.crt', 'cert_cert': 'client.crt', 'cert_key': 'client.key'}
     files = ''.join(f'  {key}: {certificate_directory}{name}\n' for key, name in names.items())
@@ -124,29 +121,27 @@ def render_backends(host: str, etcd_port: int, placement: str, certificate_direc
 
 
 def render_network_xml(guests: IPv4Network, uuid: str) -> str:
-    """Render libvirt's network `default` of a host (https://libvirt.org/formatnetwork.html).
-
-    The mode is `open`: libvirt neither routes nor filters, so the machine reaches the guests. Without a default route
-    in the namespace nothing leaves it. There is no DNS, because its servers could not be reached. DHCP answers only
-    reserved MACs: otherwise one guest with many MACs could take all addresses.
-    """
+    """Render libvirt's network `default` of a host (https://libvirt.org/formatnetwork.html)."""
     root = ET.Element('network', {'xmlns:dnsmasq': DNSMASQ})
     ET.SubElement(root, 'name').text = 'default'
     ET.SubElement(root, 'uuid').text = uuid
+    # libvirt neither routes nor filters, so the machine reaches the guests. Without a default route in the namespace
+    # nothing leaves it.
     ET.SubElement(root, 'forward', mode='open')
     ET.SubElement(root, 'bridge', name='virbr0', stp='off', delay='0')
-    ET.SubElement(root, 'dns', enable='no')
+    ET.SubElement(root, 'dns', enable='no')  # its servers could not be reached
     gateway = ET.SubElement(root, 'ip', address=str(guests[1]), netmask=str(guests.netmask))
     dhcp = ET.SubElement(gateway, 'dhcp')
     ET.SubElement(dhcp, 'range', start=str(guests[2]), end=str(guests[-2]))
     # Guests reach this address through their gateway; on the bridge only this host has it.
     ET.SubElement(root, 'ip', address=METADATA_ADDRESS, netmask='255.255.255.255')
+    # DHCP answers only reserved MACs: otherwise one guest with many MACs could take all addresses.
     ET.SubElement(ET.SubElement(root, 'dnsmasq:options'), 'dnsmasq:option', value='dhcp-ignore=tag:!known')
     return ET.tostring(root, encoding='unicode')
 
 
 def render_fence_rules(layout: Layout) -> str:
-    """Render FENCE_CHAINS for iptables-restore; the caller adds the jumps to them, for traffic from virbr0.
+    """Render FENCE_CHAINS for iptables-restore, without the jumps to them.
 
     Guests reach DHCP, port 80 (metadata) and ICMP of their host. On the LAN (the machine, etcd, placement, hosts) they
     reach only the image server, elsewhere everything. They may answer any machine.
@@ -165,7 +160,7 @@ def render_fence_rules(layout: Layout) -> str:
 
 
 def divide_resources(cores: int, memory_mb: int, disk_gb: int, hosts: int) -> dict[str, int]:
-    """Return one host's share of cores, memory (MiB) and disk (GiB), rounded down, but at least 4, 512 and 1."""
+    """Return one host's share of cores, memory (MiB) and disk (GiB), at least 4, 512 and 1."""
     return {
         'VCPU': max(4, cores // hosts),
         'MEMORY_MB': max(512, memory_mb // hosts),
@@ -174,7 +169,7 @@ def divide_resources(cores: int, memory_mb: int, disk_gb: int, hosts: int) -> di
 
 
 def reduce_inventory(compute_yaml: str, maximum: Mapping[str, int]) -> str:
-    """Return compute.yaml with the amount in each line `  CLASS: AMOUNT` at most that in `maximum`; others stay."""
+    """Return compute.yaml with each amount in a line `  CLASS: AMOUNT` limited to `maximum`."""
     return re.sub(
         r'(?m)^(  )(\w+)(: )(\d{1,18})$',
         lambda found: f'{found[1]}{found[2]}{found[3]}{min(int(found[4]), maximum.get(found[2], int(found[4])))}',
@@ -183,5 +178,4 @@ def reduce_inventory(compute_yaml: str, maximum: Mapping[str, int]) -> str:
 
 
 def bracket_address(address: str) -> str:
-    """Put an IPv6 address in brackets, as needed before a port; return any other name unchanged."""
     return f'[{address}]' if ':' in address else address

@@ -1,9 +1,7 @@
 """Placement over SQLite for a lab or a single machine, as a program.
 
-`python -m ecomp.lab.placement_server ADDRESS PORT`, or `... SOCKET TOKEN_FILE` for a Unix socket and clients that send
-the token in the file; settings are in the environment (`ecomp.lab.control.make_placement_environment`). It uses one
-thread: with more, SQLite answers "database is locked", and half of all concurrent claims get a 500. docker.sh copies
-this file into its image and serves `application` with gunicorn over PostgreSQL, so nothing of ecomp is imported here.
+Run `python -m ecomp.lab.placement_server ADDRESS PORT`, or `... SOCKET TOKEN_FILE`. docker.sh copies this file into its
+image and serves `application` with gunicorn over PostgreSQL. So nothing of ecomp is imported here.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until a signal ends it. `argv` has the two words after the program."""
     first, second = argv
     # Placement requires this file; it is empty, since all settings are in the environment.
     Path(os.environ['OS_PLACEMENT_CONFIG_DIR'], 'placement.conf').touch()
@@ -45,12 +42,13 @@ def main(argv: Sequence[str]) -> int:
     # Each ecompute keeps a connection for each concurrent build; above the limit new clients get no answer. Only poll()
     # supports descriptors from 1024 on.
     limits = {'connection_limit': MAX_CONNECTIONS, 'asyncore_use_poll': True}
+    # With more threads SQLite answers "database is locked", and half of all concurrent claims get a 500.
     waitress.serve(placement, **bind, threads=1, ident='placement', **limits)
     return 0
 
 
 def application(*names: str, token_file: str | None = None) -> Application:
-    """Load placement; with `names` it accepts only these as Host, with `token_file` only the token in that file."""
+    """Load placement, and restrict it to these Host names and the token in the file, if given."""
     # Imported here: placement reads its environment and makes its tables at import.
     from placement.wsgi import api
 
@@ -60,11 +58,9 @@ def application(*names: str, token_file: str | None = None) -> Application:
 
 
 def restrict_hosts(application: Application, names: Collection[str]) -> Application:
-    """Wrap `application` to answer 421 if a request has a Host that, without its port, is not among `names`.
+    """Wrap `application` to answer 421 to a request for a Host that is not among `names`."""
 
-    A malicious web page can point its own host name here and is then of the same origin (DNS rebinding).
-    """
-
+    # A malicious web page can point its own host name here and is then of the same origin (DNS rebinding).
     def serve(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         host, name = environ.get('HTTP_HOST'), None
         with contextlib.suppress(ValueError):
@@ -78,12 +74,7 @@ def restrict_hosts(application: Application, names: Collection[str]) -> Applicat
 
 
 def require_token(application: Application, token_file: Path) -> Application:
-    """Wrap `application` to answer 401 without the token in the file, which is read for each request.
-
-    Accepted requests get the token `admin`, which placement without authentication takes as the administrator. It takes
-    other X- headers as the client's identity, so a client's own X- headers are dropped.
-    https://docs.openstack.org/placement/latest/configuration/config.html
-    """
+    """Wrap `application` to answer 401 without the token in the file, read for each request."""
 
     def serve(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         sent_token, token = environ.get('HTTP_X_AUTH_TOKEN', '').encode('latin-1', 'replace'), b''
@@ -91,6 +82,8 @@ def require_token(application: Application, token_file: Path) -> Application:
             token = token_file.read_bytes().strip()
         # An empty or unreadable file admits no client.
         if token and hmac.compare_digest(sent_token, token):
+            # Placement without authentication takes the token `admin` as the administrator, and other X- headers as the
+            # client's identity. https://docs.openstack.org/placement/latest/configuration/config.html
             environment = {name: value for name, value in environ.items() if not name.startswith('HTTP_X_')}
             return application({**environment, 'HTTP_X_AUTH_TOKEN': 'admin'}, start_response)
         start_response('401 Unauthorized', [('content-type', 'application/json')])
@@ -100,11 +93,9 @@ def require_token(application: Application, token_file: Path) -> Application:
 
 
 def check_schemas_once() -> None:
-    """Patch check_schema() of jsonschema's default validator, for this process, to check each schema object once.
-
-    Schemas never change, and checking them for each request takes a third of placement's time.
-    https://python-jsonschema.readthedocs.io/en/stable/validate/#jsonschema.validate
-    """
+    """Patch jsonschema's default validator, for this process, to check each schema once."""
+    # Schemas never change, and checking them for each request takes a third of placement's time.
+    # https://python-jsonschema.readthedocs.io/en/stable/validate/#jsonschema.validate
     from jsonschema.validators import validator_for
 
     validator: Any = validator_for({})

@@ -61,7 +61,7 @@ image: http://images.example/debian-12.qcow2
 
 @dataclass(kw_only=True)
 class LabRecord:
-    """What a lab and a cluster of fakes have in common: a directory, servers, and each one's last process by label."""
+    """What a lab and a cluster of fakes have in common."""
 
     directory: Path
     host_count: int
@@ -98,12 +98,12 @@ class LabRecord:
         return self.certs / f'operator-{OPERATOR}'
 
     def find_running(self, label: str) -> ServerProcess | None:
-        """Find the running process started as `label`; None if it has ended or was never started."""
+        """Find the process that was started as `label`, if it still runs."""
         process = self.processes.get(label)
         return process if process is not None and machine.is_alive(process) else None
 
     def record_process(self, label: str, process: ServerProcess) -> None:
-        """Record that `label` is this process, here and in lab.json. Raises OSError."""
+        """Record that `label` is this process, here and in lab.json."""
         self.processes[label] = process
         self.save()
 
@@ -113,7 +113,7 @@ class LabRecord:
 
     @abstractmethod
     def save(self) -> None:
-        """Write lab.json atomically and durably. Raises OSError."""
+        """Write lab.json atomically and durably."""
 
 
 @dataclass(kw_only=True)
@@ -190,14 +190,13 @@ AnyLab = Lab | FakeLab
 
 
 def read_processes(record: dict[str, Any]) -> dict[str, ServerProcess]:
-    """Return each server's last process by label, from the content of lab.json."""
     # Start times count from the boot: after a reboot they are meaningless.
     recorded = record['processes'] if record['boot'] == read_boot_id() else {}
     return {label: ServerProcess(**process) for label, process in recorded.items()}
 
 
 def load(name: str, root: Path = ROOT) -> Lab:
-    """Load the lab; after a reboot it has no processes. NotFound without lab.json, EcompError if that is unusable."""
+    """Load the lab, which has no processes after a reboot."""
     directory = root / name
     path = directory / RECORD_NAME
     try:
@@ -221,10 +220,9 @@ def load(name: str, root: Path = ROOT) -> Lab:
 
 
 def load_or_create(name: str, host_count: int | None) -> Lab:
-    """Load the lab or choose its network, and save lab.json with at least `host_count` hosts; make nothing else.
+    """Load the lab or choose its network, and save lab.json with at least `host_count` hosts.
 
-    The caller holds the lab's lock. None means the current number, 3 for a new lab. Raises UsageError if a new lab's
-    directory has foreign files, which remove_directory() would delete.
+    The caller holds the lab's lock. None means the current number, or 3 for a new lab.
     """
     with contextlib.suppress(NotFound):
         lab = load(name)
@@ -236,6 +234,7 @@ def load_or_create(name: str, host_count: int | None) -> Lab:
     allowed = re.compile(
         re.escape(get_part_path(Path(RECORD_NAME)).name) + ('' if directory.is_symlink() else f'|{PREPARED_NAMES}')
     )
+    # remove_directory() would delete all other files.
     if not all(allowed.fullmatch(path.name) for path in directory.glob('*')):
         problem = f'{directory} is not empty, but `elab down` would remove its content'
         raise UsageError(f'{problem}. Fix: move the content away, or make {directory} a link to an empty directory')
@@ -249,10 +248,8 @@ def load_or_create(name: str, host_count: int | None) -> Lab:
 
 
 def unmount_all(directory: Path) -> list[Path]:
-    """Unmount everything below a lab's directory, whose removal would delete the files there; return the mount points.
-
-    No-op for a symbolic link whose target has no lab.json. The lab's own mounts are in its namespaces, invisible here.
-    """
+    """Unmount everything below a lab's directory, and return the mount points."""
+    # Removing the directory would delete the files there. The lab's own mounts are in its namespaces, invisible here.
     if not _belongs_to_lab(directory):
         return []
     top = directory.resolve()
@@ -273,10 +270,7 @@ def unmount_all(directory: Path) -> list[Path]:
 
 
 def remove_directory(directory: Path) -> None:
-    """Remove a lab's directory; for a link, remove the link, and its target only if that has a lab.json.
-
-    lab.json is removed last, so that a repetition still removes a link's target. Raises EcompError, also if missing.
-    """
+    """Remove a lab's directory, or a link to it, but keep a target that has no lab.json."""
     try:
         if _belongs_to_lab(directory):
             target = directory.resolve()
@@ -285,6 +279,7 @@ def remove_directory(directory: Path) -> None:
                     shutil.rmtree(path)
                 elif path.name != RECORD_NAME:
                     path.unlink()
+            # This is last, so that a repetition still removes a link's target.
             (target / RECORD_NAME).unlink(missing_ok=True)
             target.rmdir()
         if directory.is_symlink():
@@ -303,7 +298,7 @@ def _make_removal_error(directory: Path, reason: str) -> EcompError:
 
 
 def find_lab_name(roots: Sequence[Path]) -> str | None:
-    """Return the name of the lab that contains the working directory, or else $ECOMP_CONFIG; None if none does."""
+    """Return the name of the lab that contains the working directory, or else $ECOMP_CONFIG."""
     places = [os.environ.get('ECOMP_CONFIG', '/')]
     with contextlib.suppress(OSError):  # the working directory may have been removed
         places.insert(0, os.getcwd())
@@ -315,7 +310,7 @@ def find_lab_name(roots: Sequence[Path]) -> str | None:
 
 
 def list_labs(root: Path = ROOT) -> list[Lab]:
-    """Load every lab that load() accepts, sorted by name; leave out the others."""
+    """Load every lab that load() accepts, sorted by name."""
     labs = []
     for path in sorted(root.glob(f'*/{RECORD_NAME}')):
         with contextlib.suppress(EcompError):

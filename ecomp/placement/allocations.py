@@ -1,7 +1,6 @@
-"""Candidates, claims and releases. A consumer is an instance, under the same uuid.
+"""Candidates, claims and releases of instances, each of which is a consumer under the same uuid.
 
-claim() and release() know at each step what placement holds (rules: read-back, release-by-generation,
-order-of-reading). The other functions are single calls.
+claim() and release() implement the rules read-back, release-by-generation and order-of-reading.
 https://docs.openstack.org/api-ref/placement/#allocation-candidates and #allocations
 """
 
@@ -45,7 +44,7 @@ class Requester(NamedTuple):
 
 
 class Consumer(NamedTuple):
-    """A consumer in placement; one that holds nothing is unknown there (generation None)."""
+    """A consumer in placement, whose generation is None if it holds nothing."""
 
     allocations: Allocations = {}
     generation: int | None = None
@@ -54,11 +53,7 @@ class Consumer(NamedTuple):
 
 
 def read_candidates(placement: Placement, query: str) -> Offer:
-    """Return the candidates for a query (the text after the ?); an empty Offer if there are none.
-
-    Disabled providers are left out, unless the query names their trait. Raises PlacementRefusal if the query is
-    malformed or names a class or trait that placement does not know.
-    """
+    """Return the candidates for a query, which is the text after the `?`."""
     if any(character < ' ' or character == '\x7f' for character in query):
         raise PlacementRefusal('the query contains a control character')
     start = time.monotonic()
@@ -78,7 +73,7 @@ def read_candidates(placement: Placement, query: str) -> Offer:
 
 
 def read_consumer(placement: Placement, instance: str) -> Consumer:
-    """Return what an instance holds; Consumer() if nothing, as for an unknown instance."""
+    """Return what an instance holds, or Consumer() if it holds nothing."""
 
     def parse(data: dict[str, Any]) -> Consumer:
         parsed = parse_allocations(data['allocations'])
@@ -89,7 +84,6 @@ def read_consumer(placement: Placement, instance: str) -> Consumer:
 
 
 def read_consumers(placement: Placement, instances: Collection[str]) -> dict[str, Consumer]:
-    """Return what each instance holds, as read_consumer() does; many are read concurrently."""
     if len(instances) < MIN_CONCURRENT_READS:
         return {instance: read_consumer(placement, instance) for instance in instances}
     from concurrent.futures import ThreadPoolExecutor  # for large sets
@@ -106,23 +100,25 @@ def replace_allocations(
     project_id: str,
     generation: int | None = None,
 ) -> None:
-    """Replace what an instance holds, in one call, all or nothing; {} releases it.
+    """Replace what an instance holds, in one call, all or nothing.
 
-    `generation` is the consumer's as read; None: the instance must hold nothing. Raises NoCapacity (another claim was
-    faster), UnknownOutcome, or GenerationConflict (the consumer has changed, or many claims compete for a provider).
+    The allocations {} release everything. `generation` is the consumer's as it was read. None means that the instance
+    must hold nothing.
+
+    Raises:
+        NoCapacity: another claim was faster.
+        GenerationConflict: the consumer has changed, or many claims compete for a provider.
     """
     body = _make_body(allocations, user_id, project_id, generation)
     placement.write('PUT', f'/allocations/{instance}', body)
 
 
 def claim_missing(placement: Placement, request: Request, is_unchanged: Callable[[], bool]) -> bool:
-    """Claim what a request names, if its instance holds nothing and the request is unchanged; return whether it was.
-
-    Raises as replace_allocations(). A claim that lands beside a destroy is an orphan.
-    """
+    """Claim what a request names if its instance holds nothing and the request is unchanged."""
     held = read_consumer(placement, request.instance)  # the generation before etcd
     if held.allocations or not is_unchanged():
         return False
+    # If this claim lands during a destroy, it is an orphan.
     owner = request.user_id or '', request.project_id or ''
     replace_allocations(placement, request.instance, request.allocations, *owner, held.generation)
     return True
@@ -135,7 +131,7 @@ def replace_set_allocations(
     project_id: str,
     generations: Mapping[str, int | None],
 ) -> None:
-    """Claim as replace_allocations() does, for several instances in one call; a missing generation is None."""
+    """Replace what several instances hold, in one call, all or nothing."""
     # By provider: placement locks their rows in this order. Two sets that lock them crosswise are a deadlock to
     # PostgreSQL, which ends one of them with an HTTP 500.
     ordered = sorted(requested_allocations.items(), key=lambda each: sorted(each[1]))
@@ -144,14 +140,11 @@ def replace_set_allocations(
 
 
 def release_once(placement: Placement, instance: str, held: Consumer) -> bool:
-    """Release what an instance holds if it is still as read; return False if it was changed.
-
-    If it held nothing, return True without a call. The call is a PUT of {} with the generation: a DELETE would also
-    remove a newer claim. Raises UnknownOutcome.
-    """
+    """Release what an instance holds, or return False if that has changed since it was read."""
     if not held.allocations:
         return True
     try:
+        # A PUT of {} with the generation: a DELETE would also remove a newer claim.
         replace_allocations(placement, instance, {}, held.user_id, held.project_id, held.generation)
     except GenerationConflict:
         return False
@@ -159,7 +152,7 @@ def release_once(placement: Placement, instance: str, held: Consumer) -> bool:
 
 
 def read_provider_allocations(placement: Placement, provider: str) -> dict[str, Mapping[str, int]]:
-    """Return {consumer: {class: amount}} of what is held of one provider; raise NotFound if it does not exist."""
+    """Return what is held of one provider, as {consumer: {class: amount}}."""
     path = f'/resource_providers/{provider}/allocations'
     return placement.get_parsed(path, lambda data: dict(parse_allocations(data['allocations'])))
 
@@ -197,19 +190,19 @@ def claim(
 ) -> None:
     """Claim until each instance holds what is requested, with a new enough generation.
 
-    `check` is called after a conflict (but the last) or a lost answer. It raises Conflict once the instances no longer
-    belong to this attempt. `read_min_generation` is called after each claim, which stays if it raises. It returns the
-    highest generation at which a claim of these instances was released, 0 if no other attempt can have claimed. The
-    claim is repeated until its generation is higher.
+    An earlier claim on the same compute is replaced. On another compute, only claims of `movable_instances` are
+    replaced, which this attempt made (rule: claim-stays).
 
-    An earlier claim is replaced under its generation, so a late release by its owner gets a 409. On another compute
-    only claims of `movable_instances`, made by this attempt, are replaced (rule: claim-stays).
+    `check` is called after a conflict or a lost answer. It raises Conflict once the instances no longer belong to this
+    attempt. `read_min_generation` is called after each claim. It returns the highest generation at which a claim of
+    these instances was released, or 0 if no other attempt can have claimed. The claim is repeated until its generation
+    is higher. If `read_min_generation` raises, the claim stays.
 
     Raises:
-        ClaimedElsewhere: another attempt's claim is on another compute; nothing is claimed.
-        NoCapacity, Unreachable, Conflict: from replace_allocations() and `check`.
-        GenerationConflict: after MAX_TRIES. A ConsumerConflict of a set may be about one instance whose consumer was
-            left empty; alone, that instance is claimed after EMPTY_CONSUMER_SECONDS.
+        ClaimedElsewhere: another attempt's claim is on another compute. Nothing is claimed.
+        NoCapacity: another claim was faster.
+        GenerationConflict: MAX_TRIES were not enough.
+        ConsumerConflict: the consumer of one instance of a set was left empty. Alone, that instance can be claimed.
         UnknownOutcome: the last of MAX_TRIES had no answer, or one had none and the consumers cannot be read.
     """
     progress = _ClaimProgress(placement, requested_allocations, requester)
@@ -238,7 +231,7 @@ def claim(
 
 
 class _ClaimProgress:
-    """The generations of a claim's next write, its remaining tries, and since when a consumer seems left empty."""
+    """The state of a claim between its tries."""
 
     def __init__(self, placement: Placement, requested: Mapping[str, Allocations], requester: Requester) -> None:
         self._placement, self._requested, self._requester = placement, requested, requester
@@ -248,11 +241,10 @@ class _ClaimProgress:
 
     @property
     def lowest_generation(self) -> int:
-        """The lowest generation of the next write, which is that of the last claim if it was carried out."""
+        """The lowest generation of the consumers, as far as this claim knows them."""
         return min(generation or 0 for generation in self._generations.values())
 
     def write(self) -> UnknownOutcome | GenerationConflict | None:
-        """Write the claim; return the error, which uses up a try, or None."""
         try:
             if len(self._requested) > 1:
                 replace_set_allocations(self._placement, self._requested, *self._requester, self._generations)
@@ -267,7 +259,6 @@ class _ClaimProgress:
         return None
 
     def read_consumers(self, error: UnknownOutcome | GenerationConflict) -> dict[str, Consumer]:
-        """Read what the instances hold after an error; without an answer raise that error, or UnknownOutcome."""
         try:
             return {instance: read_consumer(self._placement, instance) for instance in self._requested}
         except Unreachable as failure:
@@ -281,7 +272,7 @@ class _ClaimProgress:
         return all(_is_own_claim(consumers[name], self._requested[name], sent[name]) for name in sent)
 
     def prepare_next(self, consumers: Mapping[str, Consumer], error: UnknownOutcome | GenerationConflict) -> None:
-        """Wait, and choose the generations of the next write; raise `error` if that cannot help."""
+        """Choose the generations of the next write, and wait before it."""
         current = {instance: held.generation for instance, held in consumers.items()}
         if isinstance(error, ConsumerConflict) and current == self._generations and None in current.values():
             # The consumers are unchanged, and still one of them is not as it looks: it was left empty.
@@ -294,6 +285,7 @@ class _ClaimProgress:
             else:
                 self._generations = dict.fromkeys(self._requested, 0)
             return
+        # An earlier claim is replaced under its generation, so a late release by its owner gets a 409.
         self._generations = current
         time.sleep(random.uniform(0, 0.1 * self.remaining_tries))
 
@@ -301,7 +293,6 @@ class _ClaimProgress:
 def _find_elsewhere(
     consumers: Mapping[str, Consumer], requested_allocations: Mapping[str, Allocations], movable: Container[str]
 ) -> dict[str, str]:
-    """Return {instance: compute} of the claims on another compute than requested, except of movable instances."""
     places = {name: find_compute(held.allocations) for name, held in consumers.items() if name not in movable}
     return {
         name: place for name, place in places.items() if place not in ('', find_compute(requested_allocations[name]))
@@ -314,12 +305,14 @@ def release(
     find_kept: Callable[[Mapping[str, Allocations]], Collection[str]],
     note_generations: Callable[[Mapping[str, int]], None] = lambda _: None,
 ) -> dict[str, bool | None]:
-    """Release what consumers hold; return {consumer: True if it holds nothing now, None if wanted, False if changed}.
+    """Release what consumers hold, except those that `find_kept` returns.
 
-    In each batch of MAX_RELEASE_BATCH generations are read. Then `find_kept` gets what is held by those that
-    hold something, and returns which are wanted. `note_generations` gets the generations of the others, so that no
-    claim uses them again (see ecomp.shared.notes; omit it if no process claims again). Under these generations the
-    others are released. The first error is raised, with some released.
+    `find_kept` gets what the consumers hold, after their generations were read. `note_generations` then gets the
+    generations of the others, so that no claim uses them again (see ecomp.shared.notes). It is needed only if a process
+    may claim again. The first error is raised, and leaves some of the consumers released.
+
+    Returns:
+        {consumer: True if it holds nothing now, None if it was kept, False if it has changed}.
     """
     names = list(consumers)
     results = dict[str, bool | None]()
@@ -337,7 +330,7 @@ def release(
 
 
 def summarize_instances(instances: Mapping[str, object]) -> str:
-    """Return the only instance of a claim, or the first with ' (of N)'; there must be one."""
+    """Return the only instance of a claim, or the first one with ` (of N)`."""
     first = next(iter(instances))
     return first if len(instances) == 1 else f'{first} (of {len(instances)})'
 

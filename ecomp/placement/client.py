@@ -1,8 +1,7 @@
-"""Calls to placement; the result is a value or one of ecomp's errors.
+"""The client of placement, whose calls return a value or raise one of ecomp's errors.
 
-Errors are distinguished by HTTP status and placement's stable codes (its errors.py: "Do not change the string values").
-A GET is retried. A write is not: its caller first reads what placement has. Answers are checked where their parts are
-used: to check them while parsing would cost as much again.
+A GET is retried. A write is not: its caller first reads what placement has.
+Answers are checked where their parts are used. To check them while parsing would cost as much again.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ PARSE_ERRORS = (AttributeError, KeyError, OverflowError, RecursionError, TypeErr
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Parse a JSON object; raise ValueError for anything else, NaN, an infinity, or more than MAX_ANSWER_PARTS."""
+    """Parse a JSON object, and raise ValueError for anything else, NaN or an infinity."""
     if sum(map(body.count, (b',', b'[', b'{'))) > MAX_ANSWER_PARTS:
         raise ValueError(f'it has more than {MAX_ANSWER_PARTS} parts')
     try:
@@ -56,21 +55,21 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def check_integer(value: object) -> int:
-    """Return the value if it is an int (no bool) within MAX_NUMBER of 0; else raise ValueError."""
+    """Return the value, or raise ValueError if it is not an int within MAX_NUMBER of 0."""
     if type(value) is not int or not -MAX_NUMBER <= value <= MAX_NUMBER:
         raise ValueError('not a whole number')
     return value
 
 
 def check_number(value: object) -> float:
-    """Return the value if it is a finite number within MAX_NUMBER of 0; else raise ValueError."""
+    """Return the value, or raise ValueError if it is not a number within MAX_NUMBER of 0."""
     if type(value) is float and math.isfinite(value) and -MAX_NUMBER <= value <= MAX_NUMBER:
         return value
     return check_integer(value)
 
 
 def check_text(value: object) -> str:
-    """Return the value if it is text that UTF-8 can encode, '' included; else raise ValueError."""
+    """Return the value, or raise ValueError if it is not text that UTF-8 can encode."""
     if not isinstance(value, str) or not is_utf8_text(value):
         raise ValueError('not text')
     return value
@@ -102,21 +101,23 @@ DETAIL_SCHEMA_START = 'Failed validating'
 
 
 class ServerInfo(NamedTuple):
-    """placement's newest microversion, and its time with a zone (None: not a valid one)."""
+    """Placement's newest microversion, and its time with a zone, or None if that is invalid."""
 
     version: str
     clock: datetime | None
 
 
 class Placement(Connections):
-    """Placement at one endpoint; threads may share it. A GET is up to three requests.
+    """Placement at one endpoint, which threads may share.
 
     Raises:
         PlacementRefusal: 400, with placement's own text.
         NotFound: 404.
-        GenerationConflict: 409 placement.concurrent_update; ConsumerConflict if it is about a consumer.
-        Conflict: 409 for a duplicate name or something in use. NoCapacity: any other 409.
-        Unreachable: nothing was changed: a request not sent, a GET without a valid answer, or a foreign answer.
+        GenerationConflict: 409 placement.concurrent_update.
+        ConsumerConflict: the same, about a consumer.
+        Conflict: 409 for a duplicate name or something in use.
+        NoCapacity: any other 409.
+        Unreachable: nothing was changed. No request was sent, a GET had no valid answer, or another server answered.
         UnknownOutcome: a write had no complete answer, a 5xx, or a 200 of JSON without a generation.
         EcompError: any other status, such as 401, 403 or 406.
     """
@@ -128,14 +129,13 @@ class Placement(Connections):
         limits: AnswerLimits = DEFAULT_LIMITS,
         slow: SlowAnswerReport | None = None,
     ) -> None:
-        """Prepare the client, without a call; an endpoint alone has no token or certificates."""
         if not isinstance(endpoint_or_config, PlacementConfig):
             endpoint_or_config = PlacementConfig(endpoint_or_config)
         super().__init__(endpoint_or_config, timeout, limits)
         self._slow = slow
 
     def get(self, path: str) -> dict[str, Any]:
-        """Return the JSON object at a path (with its query); tried up to three times."""
+        """Return the JSON object at a path, which includes the query."""
         answer = self._send('GET', path, None, Unreachable)
         try:
             return parse_object(answer.content)
@@ -143,7 +143,7 @@ class Placement(Connections):
             raise self.make_foreign_error() from error
 
     def get_parsed(self, path: str, extract: Callable[[dict[str, Any]], Extracted]) -> Extracted:
-        """Return what `extract` takes from a path's object; raise Unreachable for PARSE_ERRORS."""
+        """Return what `extract` takes from a path's object, or raise Unreachable for PARSE_ERRORS."""
         data = self.get(path)
         try:
             return extract(data)
@@ -151,7 +151,7 @@ class Placement(Connections):
             raise self.make_foreign_error() from error
 
     def read_server_info(self) -> ServerInfo:
-        """Ask for placement's newest microversion and clock, which needs no database; Unreachable without a version."""
+        """Read placement's newest microversion and clock, for which it needs no database."""
         answer = self._send('GET', '/', None, Unreachable)
         try:
             version = check_text(parse_object(answer.content)['versions'][0]['max_version'])
@@ -166,14 +166,13 @@ class Placement(Connections):
         return ServerInfo(version, clock if clock.tzinfo is not None else clock.replace(tzinfo=UTC))
 
     def write(self, method: str, path: str, body: dict[str, Any] | None) -> None:
-        """Send a POST, PUT or DELETE once, with any `body` as JSON; raise the class's errors."""
+        """Send a POST, PUT or DELETE once, with `body` as JSON."""
         answer = self._send(method, path, body, UnknownOutcome)
         # placement's answer to a write contains the generation; a 200 without it is from a proxy.
         if answer.status_code == 200 and b'generation' not in answer.content:
             raise self.make_foreign_error(UnknownOutcome)
 
     def _send(self, method: str, path: str, body: dict[str, Any] | None, no_answer_error: type[Unreachable]) -> Answer:
-        """Return a 201, a 204 or a 200 of JSON; else raise the class's errors (`no_answer_error`: 5xx, no answer)."""
         with TALLY.measure('placement'), self._report_if_slow():
             answer = self.send(method, path, body, no_answer_error)
             # A proxy's welcome page is a 200 as well, and confirms no claim.
@@ -202,6 +201,7 @@ class Placement(Connections):
             return no_answer_error(f'{self.name} returned HTTP {status} (see its log)', self.name)
         try:
             first = parse_object(answer.content)['errors'][0]
+            # Codes are stable: placement's errors.py says "Do not change the string values".
             code = str(first.get('code', ''))
             detail = ' '.join(check_text(first['detail']).split())[:MAX_DETAIL_CHARACTERS]
         except (*PARSE_ERRORS, IndexError):

@@ -1,4 +1,4 @@
-"""HTTP to placement with http.client and ssl alone: loading any HTTP library takes longer than a command."""
+"""HTTP to placement, without an HTTP library: loading one takes longer than a command."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ BUSY_STATUSES = (502, 503, 504)
 
 
 class Answer(NamedTuple):
-    """An answer; the names of its `headers` are in lower case."""
+    """An answer, with the names of its `headers` in lower case."""
 
     status_code: int
     content: bytes
@@ -61,7 +61,7 @@ class Answer(NamedTuple):
 
 
 class AnswerLimits(NamedTuple):
-    """The bytes that each answer may have, and the seconds of a call until its answer is read, retries included."""
+    """The maximum bytes of an answer, and the maximum seconds of a call with its retries."""
 
     size_bytes: int
     seconds: float
@@ -98,13 +98,13 @@ class _LimitedReader(io.RawIOBase):
         return count
 
     def close(self) -> None:
-        """Close the reader; the socket stays with its connection."""
+        # The socket stays with its connection.
         self._raw.close()
         super().close()
 
 
 class _LimitedResponse(http.client.HTTPResponse):
-    """http.client's response, of at most `max_bytes`, and until the `deadline` of the monotonic clock."""
+    """http.client's response, limited to `max_bytes` and by a monotonic `deadline`."""
 
     def __init__(self, max_bytes: int, deadline: float, sock: Any, **options: Any) -> None:
         super().__init__(sock, **options)
@@ -112,11 +112,11 @@ class _LimitedResponse(http.client.HTTPResponse):
 
 
 class Connections:
-    """The connections to placement; threads may share it."""
+    """The connections to placement, which threads may share."""
 
     def __init__(self, config: PlacementConfig, timeout: tuple[float, float], limits: AnswerLimits) -> None:
-        """Connect to nothing yet; `timeout` is the seconds to connect and between two bytes."""
         self._config = config
+        # The seconds to connect, and between two bytes.
         self._timeout = timeout
         self._limits = limits
         self.endpoint = config.endpoint.rstrip('/')
@@ -129,18 +129,13 @@ class Connections:
         self._idle: list[tuple[float, Any]] = []
 
     def close(self) -> None:
-        """Close the idle connections; those in use stay, and a later call makes a new one."""
+        """Close the idle connections, but not those in use."""
         with self._lock:
             while self._idle:
                 self._idle.pop()[1].close()
 
     def read_token(self) -> str:
-        """Return the token of token_file, else `admin`, for a placement without authentication.
-
-        Raises Unreachable unless the file holds one ASCII word, because a file is missing or empty while it is
-        replaced. The error's `backend` names the file, because callers log the loss of each backend once, and this is
-        not the loss of placement.
-        """
+        """Return the token of token_file, or `admin` for a placement without authentication."""
         path = self._config.token_file
         if path is None:
             return 'admin'
@@ -151,19 +146,23 @@ class Connections:
         except (OSError, ValueError) as error:
             why = str(error.strerror) if isinstance(error, OSError) else 'not ASCII'
         if why:
+            # Unreachable, because a file is missing or empty while it is replaced. The `backend` names the file,
+            # because callers log the loss of each backend once, and this is not the loss of placement.
             raise Unreachable(f'token_file {path}: {why}', f'{self.name} (token_file {path})')
         return token
 
     def make_foreign_error(self, error_type: type[Unreachable] = Unreachable) -> Unreachable:
-        """Return the error for an answer that is not placement's: another server listens there."""
         return error_type(f'{self.endpoint} answers, but not as placement does (`placement:` may be wrong)', self.name)
 
     def send(self, method: str, path: str, body: dict[str, Any] | None, no_answer_error: type[Unreachable]) -> Answer:
         """Send a request and return the answer, whatever its status.
 
-        `path` includes the query; `body` is sent as JSON unless None. A GET is sent up to three times if the connection
-        breaks, the answer is not HTTP, or its status is in BUSY_STATUSES. Raises Unreachable if nothing was sent (no
-        connection, token or certificate; not retried), and `no_answer_error` if it may have been carried out.
+        `path` includes the query. A GET is sent up to three times if the connection breaks, the answer is not HTTP, or
+        its status is in BUSY_STATUSES.
+
+        Raises:
+            Unreachable: nothing was sent, for lack of a connection, a token or a certificate.
+            no_answer_error: the request may have been carried out.
         """
         deadline = time.monotonic() + self._limits.seconds
         path, content = quote_path(self._path + path), None
@@ -184,7 +183,6 @@ class Connections:
     def _exchange(
         self, method: str, path: str, content: bytes | None, no_answer_error: type[Unreachable], deadline: float
     ) -> Answer:
-        """Send one request and return its answer; an OSError closes all idle connections."""
         headers = {**HEADERS, 'x-auth-token': self.read_token()}
         if content is not None:
             headers['content-type'] = 'application/json'
@@ -233,7 +231,6 @@ class Connections:
         return self._make_unreachable_error(f'the connection broke{doubt}', error_type)
 
     def _take_connection(self) -> Any:
-        """Return an open connection, idle for less than MAX_IDLE_SECONDS, else connect; Unreachable if that fails."""
         with self._lock:
             while self._idle:
                 since, idle = self._idle.pop()
@@ -261,7 +258,7 @@ class Connections:
         return connection
 
     def _make_tls_context(self) -> ssl.SSLContext:
-        """Read the certificates for a new connection; Unreachable if unusable, as a later call may work."""
+        # Unusable files raise Unreachable, because a later call may find usable ones.
         config = self._config
         try:
             for path in (config.ca_cert, config.cert_cert, config.cert_key):
@@ -283,7 +280,7 @@ class Connections:
 
 
 def quote_path(path: str) -> str:
-    """Quote what HTTP forbids in a path and its query; keep what is quoted already."""
+    """Quote what HTTP forbids in a path and its query, unless it is quoted already."""
     return quote(path, SAFE_CHARACTERS, errors='backslashreplace')
 
 

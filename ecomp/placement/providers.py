@@ -1,4 +1,4 @@
-"""Resource providers: inventories, usages, traits and aggregates; which traits and classes exist.
+"""Resource providers, with their inventories, usages, traits and aggregates.
 
 A provider is a compute, under the compute's uuid, or something that is part of one or shared by several.
 https://docs.openstack.org/api-ref/placement/#resource-providers, #resource-classes and #traits
@@ -31,7 +31,6 @@ Parsed = TypeVar('Parsed')
 
 
 def parse_rooms(resources: Mapping[str, Mapping[str, object]]) -> dict[str, Room]:
-    """Parse the resources of a provider's summary as {class: Room}; raise one of PARSE_ERRORS."""
     return {
         name: Room(check_integer(amounts['capacity']), check_integer(amounts['used']))
         for name, amounts in resources.items()
@@ -39,7 +38,11 @@ def parse_rooms(resources: Mapping[str, Mapping[str, object]]) -> dict[str, Room
 
 
 def ensure_provider(placement: Placement, provider: str) -> bool:
-    """Create the provider, named by its uuid; return False if it exists, raise NotFound if another has the name."""
+    """Create the provider, named by its uuid, or return False if it exists.
+
+    Raises:
+        NotFound: another provider has this name.
+    """
     try:
         placement.write('POST', '/resource_providers', {'uuid': provider, 'name': provider})
     except Conflict:
@@ -50,17 +53,15 @@ def ensure_provider(placement: Placement, provider: str) -> bool:
 
 
 def read_generation(placement: Placement, provider: str) -> int:
-    """Return the counter of changes to a provider's inventory, traits, aggregates and claims.
-
-    A DELETE of a claim is not counted (openstack-placement 16); `PUT {}` is. Raises NotFound.
-    """
+    """Return the counter of changes to a provider's inventory, traits, aggregates and claims."""
+    # A DELETE of a claim is not counted (openstack-placement 16), but a PUT of {} is.
     return placement.get_parsed(f'/resource_providers/{provider}', lambda data: check_integer(data['generation']))
 
 
 def list_providers(
     placement: Placement, parse: Callable[[Mapping[str, Any]], Parsed], query: str = ''
 ) -> dict[str, Parsed]:
-    """Return {uuid: `parse` of its part of the answer} of the providers that match a query (without one: all)."""
+    """Return {uuid: `parse` of its row} of the providers that match a query."""
     path = '/resource_providers' + (query and f'?{query}')
     return placement.get_parsed(
         path, lambda data: {check_text(row['uuid']): parse(row) for row in data['resource_providers']}
@@ -74,18 +75,22 @@ def set_inventory(
     known_generation: int | None = None,
     is_cancelled: Callable[[], bool] = lambda: False,
 ) -> int | None:
-    """Replace a provider's inventory, {class: {'total', 'reserved', 'allocation_ratio'}}; return its new generation.
+    """Replace a provider's inventory, and return the provider's new generation.
 
-    `known_generation` is the provider's; None, or a repetition, reads it. Then `is_cancelled` is called; if it returns
-    True, nothing is written and None is returned. A process that cancels later also writes the inventory later: if it
-    still writes first, this write is refused, and `is_cancelled` is called again. Raises GenerationConflict after
-    MAX_TRIES, Conflict if a class in use would be removed, NotFound, UnknownOutcome.
+    The inventory is {class: {'total', 'reserved', 'allocation_ratio'}}. If `known_generation` is None, the generation
+    is read. If `is_cancelled` returns True, nothing is written, and None is returned.
+
+    Raises:
+        GenerationConflict: MAX_TRIES writes have lost a race.
+        Conflict: a class in use would be removed.
     """
 
     def write() -> int | None:
         nonlocal known_generation
         current = known_generation if known_generation is not None else read_generation(placement, provider)
         known_generation = None
+        # A process that cancels later also writes the inventory later. If it still writes first, this write is refused,
+        # and `is_cancelled` is called again.
         if is_cancelled():
             return None
         body = {'resource_provider_generation': current, 'inventories': {k: dict(v) for k, v in inventory.items()}}
@@ -96,7 +101,7 @@ def set_inventory(
 
 
 def retry_lost_races(write: Callable[[], Parsed]) -> Parsed:
-    """Return what `write` returns; call it up to MAX_TRIES times while it raises GenerationConflict."""
+    """Call `write` until it raises no GenerationConflict, at most MAX_TRIES times."""
     for _ in range(MAX_TRIES - 1):
         try:
             return write()
@@ -106,7 +111,7 @@ def retry_lost_races(write: Callable[[], Parsed]) -> Parsed:
 
 
 def read_raw_inventory(placement: Placement, provider: str) -> dict[str, dict[str, Any]]:
-    """Return the inventory as in placement, {class: {'total', 'reserved', …}}, all numbers; raise NotFound."""
+    """Return the inventory as in placement: {class: {'total', 'reserved', …}}, all numbers."""
     path = f'/resource_providers/{provider}/inventories'
     return placement.get_parsed(
         path, lambda data: {check_text(k): _check_inventory(v) for k, v in data['inventories'].items()}
@@ -114,7 +119,7 @@ def read_raw_inventory(placement: Placement, provider: str) -> dict[str, dict[st
 
 
 def read_inventory(placement: Placement, provider: str, used: Mapping[str, int] | None = None) -> dict[str, Inventory]:
-    """Return {class: Inventory} with the usages of `used` (a missing class: 0; None: read them). Raises NotFound."""
+    """Return the inventory, with usages from `used`, or from placement if that is None."""
     amounts_by_class = read_raw_inventory(placement, provider)
     used = read_usages(placement, provider) if used is None else used
     field_names = [field for field in Inventory._fields if field != 'used']
@@ -137,16 +142,13 @@ def is_as_expected(inventories: Mapping[str, Inventory], expected: Mapping[str, 
 
 
 def read_usages(placement: Placement, provider: str) -> dict[str, int]:
-    """Return the used amount of each class; raise NotFound."""
     path = f'/resource_providers/{provider}/usages'
     return placement.get_parsed(path, lambda data: {check_text(k): check_integer(v) for k, v in data['usages'].items()})
 
 
 def read_project_usages(placement: Placement, project: str) -> tuple[int, dict[str, int]]:
-    """Return how many instances a project has, and the amount of each class that they hold.
-
-    (0, {}) for an unknown project; no class has the amount 0. https://docs.openstack.org/api-ref/placement/#list-usages
-    """
+    """Return how many instances a project has, and the amount of each class that they hold."""
+    # https://docs.openstack.org/api-ref/placement/#list-usages
     data = placement.get(f'/usages?project_id={quote(project, safe="")}')
     count, used = 0, Counter[str]()
     try:
@@ -161,17 +163,15 @@ def read_project_usages(placement: Placement, project: str) -> tuple[int, dict[s
 
 
 def find_matching(placement: Placement, query: str) -> frozenset[str]:
-    """Return the providers that match a query ('': all); PlacementRefusal for an unknown trait."""
+    """Return the providers that match a query, or all providers for ''."""
     return frozenset(list_providers(placement, lambda _: None, query))
 
 
 def read_provider_names(placement: Placement) -> dict[str, str]:
-    """Return every provider's name by uuid, also of those that are not computes."""
     return list_providers(placement, lambda each: check_text(each['name']))
 
 
 def read_provider_name(placement: Placement, provider: str) -> str | None:
-    """Return a provider's name, or None if it does not exist."""
     try:
         return placement.get_parsed(f'/resource_providers/{provider}', lambda data: check_text(data['name']))
     except NotFound:
@@ -179,7 +179,8 @@ def read_provider_name(placement: Placement, provider: str) -> str | None:
 
 
 def read_rooms(placement: Placement, provider_uuids: Collection[str]) -> dict[str, dict[str, Room]]:
-    """Return {provider: {class: Room}} of those that exist: one call, and two for each without a free VCPU."""
+    """Return the rooms of those providers that exist, as {provider: {class: Room}}."""
+    # This is one call. A provider without a free VCPU is missing in its answer, and takes two more.
     roomy = placement.get_parsed(
         '/allocation_candidates?resources=VCPU:1',
         lambda data: {uuid: parse_rooms(summary['resources']) for uuid, summary in data['provider_summaries'].items()},
@@ -192,9 +193,11 @@ def read_rooms(placement: Placement, provider_uuids: Collection[str]) -> dict[st
 
 
 def delete_provider(placement: Placement, provider: str) -> bool:
-    """Delete an unused provider; return False if it does not exist.
+    """Delete an unused provider, or return False if it does not exist.
 
-    Raises Conflict if it is in use or has children, UnknownOutcome if two tries had no answer and it still exists.
+    Raises:
+        Conflict: it is in use, or has children.
+        UnknownOutcome: two tries had no answer, and it still exists.
     """
     path = f'/resource_providers/{provider}'
     for _ in range(2):
@@ -234,12 +237,12 @@ Names = frozenset[str]
 
 
 def read_names(placement: Placement, provider: str, kind: str) -> Names:
-    """Return the provider's TRAITS or AGGREGATES; raise NotFound if it does not exist."""
+    """Return the provider's names of a kind, TRAITS or AGGREGATES."""
     return _read_names(placement, provider, kind)[0]
 
 
 def change_names(placement: Placement, provider: str, kind: str, update: Callable[[Names], Names]) -> bool:
-    """Replace a provider's TRAITS or AGGREGATES with `update(current)`, which a lost race repeats; False if equal."""
+    """Replace a provider's TRAITS or AGGREGATES with `update(current)`, if that differs."""
 
     def write() -> bool:
         current, generation = _read_names(placement, provider, kind)
@@ -254,7 +257,7 @@ def change_names(placement: Placement, provider: str, kind: str, update: Callabl
 
 
 def create_missing_traits(placement: Placement, traits: Collection[str]) -> Names:
-    """Create the CUSTOM_ traits that placement lacks; return the other unknown ones. Raises UnknownOutcome."""
+    """Create the CUSTOM_ traits that placement lacks, and return the other unknown ones."""
     if not traits:
         return frozenset()
     missing = _find_missing_traits(placement, traits)
@@ -271,7 +274,7 @@ def find_unknown_traits(placement: Placement, traits: Collection[str]) -> Names:
 
 
 def find_with_trait(placement: Placement, trait: str) -> Names:
-    """Return the providers with a trait; an empty set if placement does not know the trait."""
+    """Return the providers with a trait, which placement need not know."""
     try:
         return find_matching(placement, f'required={trait}')
     except PlacementRefusal:
@@ -298,7 +301,7 @@ def _parse_names(data: dict[str, Any], kind: str) -> Names:
 
 
 class UnknownNames(NamedTuple):
-    """Sentences about unknown names, '' for none: `yet` about CUSTOM_ ones, `never` about others."""
+    """Sentences about unknown names: `yet` about CUSTOM_ ones, `never` about others."""
 
     never: str
     yet: str
@@ -307,7 +310,7 @@ class UnknownNames(NamedTuple):
 def find_unknown_names(
     placement: Placement, query_names: QueryNames, more_suggestions: Collection[str] = ()
 ) -> UnknownNames:
-    """Read placement's names of the kinds in the query; describe unknown ones, suggesting also `more_suggestions`."""
+    """Describe the classes and traits of a query that placement does not know."""
     key = 'resource_classes'
     classes = frozenset[str]()
     if query_names.classes:
@@ -324,7 +327,6 @@ def find_unknown_names(
 
 
 def find_satisfying(placement: Placement, constraint: Constraint) -> frozenset[str]:
-    """Find the providers that satisfy a constraint; PlacementRefusal for unknown names."""
     if not isinstance(constraint, Amount) and constraint.key == 'root_required':
         constraint = constraint._replace(key='required')
     if isinstance(constraint, Requirement) and constraint.key == 'in_tree':
@@ -340,7 +342,6 @@ def read_provider(
     aggregates: bool,
     used: Mapping[str, int] | None = None,
 ) -> Provider | None:
-    """Read a provider, or None; without `traits` or `aggregates` those are empty. `used` None reads usages, too."""
     try:
         inventory_by_class = read_inventory(placement, uuid, used)
         trait_names = read_names(placement, uuid, TRAITS) if traits else frozenset()
