@@ -9,15 +9,15 @@ from ecomp.model.image import Address, parse_address
 
 
 def resolve_addresses(host: str, flags: int = 0) -> list[Address]:
-    """Resolve a name, with getaddrinfo's `flags`, to a list in the order to try. OSError; ValueError if malformed."""
+    """Resolve a name, with getaddrinfo's `flags`, to addresses in the order to try them."""
     entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=flags)
     return [parse_address(str(sockaddr[0])) for *_, sockaddr in entries]
 
 
 def is_own_address(address: Address) -> bool:
-    """Return whether the address is this host's by the kernel's routing, sending nothing; without a route False."""
+    """Return whether the address is this host's, by the routing of the kernel."""
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((str(address), 9))
+        probe.connect((str(address), 9))  # this sends nothing
         return address.is_loopback or parse_address(str(probe.getsockname()[0])) == address
     return False

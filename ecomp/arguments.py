@@ -9,7 +9,7 @@ from ecomp.errors import UsageError
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser that raises a one-line UsageError for errors. Help and version exit, or raise OSError."""
+    """argparse's parser, which raises a UsageError of one line instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f'{message}. Try: --help')

@@ -21,7 +21,7 @@ TEST_LEASE_SECONDS = 10
 def probe_backends(
     etcd: EtcdConfig, placement: PlacementConfig, config_path: Path | None, config_name: str
 ) -> Backends:
-    """Query etcd and placement, test a lease, check our secrets and certificates; errors are part of the result."""
+    """Probe etcd and placement, and check our secrets and certificates."""
     no_etcd = no_placement = None
     etcd_version = placement_version = ''
     clock_ahead: float | None = None
@@ -59,7 +59,7 @@ def probe_backends(
 
 
 def explain_failure(section: str, error: EcompError, config_path: Path | None, config_name: str) -> Problem:
-    """Return why the server of a section does not answer; the parameters are those of probe_backends()."""
+    """Return why the server of a section does not answer, and how to fix that."""
     cure = f'start {section} at this address, or correct `{section}:` in {config_path}'
     if isinstance(error, Unreachable) and error.tls_failure in CURES:
         cure = CURES[error.tls_failure].format(section=section)
@@ -70,7 +70,6 @@ def explain_failure(section: str, error: EcompError, config_path: Path | None, c
 
 
 def _check_lease(store: Store) -> None:
-    """Grant, renew and revoke a lease; EcompError if that fails, but nothing if etcd is full."""
     with suppress(NoSpace):
         lease = store.grant(TEST_LEASE_SECONDS)
         try:
@@ -84,6 +83,6 @@ def _check_lease(store: Store) -> None:
 
 
 def read_certificate_end(path: Path) -> datetime | None:
-    """Return when (UTC) the first certificate in a PEM file expires; None if it is absent, unreadable or malformed."""
+    """Return when the first certificate in a PEM file expires, None without a valid one."""
     end = decode_certificate(path).get('notAfter')
     return end and datetime.fromtimestamp(cert_time_to_seconds(end), UTC)

@@ -1,5 +1,6 @@
-"""ecompute's entry point. Spawned workers import it again, so functions import h2 and libvirt only where needed."""
+"""The entry point of ecompute."""
 
+# Spawned workers import this module again, so functions import h2 and libvirt only where needed.
 from __future__ import annotations
 
 import argparse
@@ -32,7 +33,7 @@ MAX_BOOT_SECONDS = 1000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run ecompute until a signal; print an EcompError or OSError; return the exit code."""
+    """Run ecompute until a signal, and return the exit code."""
     logs.hold_descriptors()
     logs.configure()
     run = _Run(systemd.Service.from_environment(os.environ))
@@ -61,8 +62,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Run:
-    """One run of ecompute: its configuration, and what it is doing, for the message if that fails."""
-
     def __init__(self, service: systemd.Service) -> None:
         self._service = service
         self.config, self.activity, self.is_serving = ComputeConfig(), '', False
@@ -102,7 +101,7 @@ class _Run:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Make the parser of the command line; its parse_args() raises UsageError."""
+    """Make the parser of the command line."""
     about = (
         'Build and run the requested VMs on this machine until a signal ends ecompute; the VMs keep running after '
         'that. Logs to stderr; needs root.'
@@ -137,7 +136,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def render_unit(options: argparse.Namespace, program: Sequence[str]) -> str:
-    """Render the unit for ecompute started as `program`, with --config or its default; UsageError for other options."""
+    """Render the systemd unit that runs `program` with --config."""
     _check_alone(options, 'unit')
     config = os.path.abspath(parse_config_option(options.config) or SERVICE_CONFIG)
     return systemd.render_unit('ecompute.service', [*program, '--config', config])

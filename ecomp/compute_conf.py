@@ -1,5 +1,6 @@
-"""compute.yaml as a frozen value. Separate from ecomp.conf, because defining it takes 1 % of a short command's time."""
+"""compute.yaml as a frozen value."""
 
+# Separate from ecomp.conf, because defining it takes 1 % of the time of a short command.
 from __future__ import annotations
 
 import os
@@ -106,7 +107,7 @@ def _parse_total(text: str) -> int:
 
 
 def _read_networks(file: YamlFile, name: str, default: tuple[Attachment, ...]) -> tuple[Attachment, ...]:
-    """Read `networks`; without it, the defaults and the bridge of the old key `bridge`. Both are a recorded problem."""
+    """Read `networks` or, without it, the defaults and the bridge of the old key `bridge`."""
     if name in file.top and 'bridge' in file.top:
         file.top.add_problem(
             'bridge', 'is not accepted together with networks. Fix: move it to networks, as `- bridge: NAME`'
@@ -137,7 +138,7 @@ def _parse_metrics(file: YamlFile, node: Node) -> Path:
 
 
 def explain_unsafe_metrics(path: Path | None) -> Problem | None:
-    """Return why metrics must not be written there; None if only root and this user can write there."""
+    """Return why metrics must not be written there, None if no other user can write there."""
     if path is None:
         return None
     loose: Path | None = path.parent
@@ -151,7 +152,7 @@ def explain_unsafe_metrics(path: Path | None) -> Problem | None:
 
 @dataclass(frozen=True)
 class ComputeConfig:
-    """The settings of compute.yaml, which explains each key; `path` is that file, None if there is none."""
+    """The settings of compute.yaml, which explains each key."""
 
     uuid: str | None = make_field(None, _parse_uuid)
     etcd: EtcdConfig = make_custom_field(EtcdConfig(), read_etcd)
@@ -183,12 +184,12 @@ class ComputeConfig:
 
 
 def load_compute(path: Path | None = None) -> ComputeConfig:
-    """Load compute.yaml; `path` None means the default file, or the defaults. UsageError if invalid or missing."""
+    """Load compute.yaml from `path` or, for None, from the default file if there is one."""
     return load(ComputeConfig, path, 'compute.yaml', {})
 
 
 def parse_inventory(text: str) -> dict[str, int]:
-    """Parse `VCPU:4, DISK_GB:10` to {class: total}, 1 to MAX_INT; UsageError if empty, malformed or a class repeats."""
+    """Parse `VCPU:4, DISK_GB:10` to {class: total}."""
     totals: dict[str, int] = {}
     for part in text.split(','):
         name, colon, total = (word.strip() for word in part.partition(':'))

@@ -1,9 +1,4 @@
-"""schedule.yaml as a frozen value, and the sections etcd and placement of both files; compute_conf has the rest.
-
-A missing value, or no default file, means the defaults, with localhost. One UsageError has a line for each mistake:
-`schedule.yaml:3: imag: unknown key (did you mean image?)`. Any certificate means TLS; without one, other machines are
-contacted only with `insecure: true`.
-"""
+"""schedule.yaml as a frozen value, and the sections etcd and placement of both files."""
 
 from __future__ import annotations
 
@@ -51,7 +46,7 @@ CLEARTEXT_REFUSAL = (
 class EtcdConfig(NamedTuple):
     """The `endpoints` of etcd, host:port, and the timeout of a call in seconds.
 
-    `ca_cert` is the authority that signed etcd's certificate, the others are ours; all three None means plain text.
+    Without any of the three certificate files, the connection is in plain text.
     """
 
     endpoints: tuple[str, ...] = ('localhost:2379',)
@@ -86,7 +81,7 @@ def _parse_seconds(node: Node) -> float:
 
 
 def _parse_host(text: str) -> str:
-    """Parse a host name, not resolved, or an address; an IPv6 address gets brackets. Else ValueError."""
+    """Parse a host name or an address, and put an IPv6 address in brackets."""
     import ipaddress  # imported here: only a file that names a host needs it
 
     if re.fullmatch(r'[A-Za-z0-9_]([A-Za-z0-9_.-]{0,253})', text):
@@ -105,7 +100,7 @@ def _parse_endpoint(node: Node) -> str:
 
 
 def parse_url(node: Node) -> str:
-    """Parse an http or https URL without user, query or fragment, and remove trailing slashes; else ValueError."""
+    """Parse an http or https URL without user, query or fragment, and strip final slashes."""
     from urllib.parse import urlsplit  # as above
 
     text = parse_text(node)
@@ -128,7 +123,7 @@ def parse_url(node: Node) -> str:
 
 
 def read_etcd(file: YamlFile, name: str, default: EtcdConfig) -> EtcdConfig:
-    """Read the section `name`; add mistakes to `file` and use defaults instead. `default` supplies only the timeout."""
+    """Read the section `name`, whose mistakes are added to `file`."""
     etcd = file.top.read_section(name)
     for key in etcd.take_keys('user|password'):
         etcd.add_problem(key, 'logging in with a password is not safe. Fix: use certificates (cert_cert, cert_key)')
@@ -153,7 +148,7 @@ def read_etcd(file: YamlFile, name: str, default: EtcdConfig) -> EtcdConfig:
 
 
 def read_placement(file: YamlFile, name: str, default: PlacementConfig) -> PlacementConfig:
-    """Read the section `name`; add mistakes to `file` and use defaults instead. `default` supplies the endpoint."""
+    """Read the section `name`, whose mistakes are added to `file`."""
     placement = file.top.read_section(name)
     endpoint = placement.read('endpoint', parse_url, default.endpoint)
     for key in CERTIFICATE_KEYS:
@@ -164,7 +159,7 @@ def read_placement(file: YamlFile, name: str, default: PlacementConfig) -> Place
 
 
 def _read_certificates(file: YamlFile, section: Section, config: Backend, address_key: str, advice: str) -> Backend:
-    """Read the certificates of a backend; without any, refuse plain text to other machines unless it is `insecure`."""
+    """Read the certificates of a backend, or require `insecure: true` for other machines."""
     for key, other in (('cert_key', 'cert_cert'), ('cert_cert', 'cert_key')):
         if key in section and other not in section:
             section.add_problem(key, f'needs {other}, too')
@@ -185,19 +180,19 @@ def make_field(default: T, parse: Callable[[Node], T]) -> T:
 
 
 def make_path_field(default: T, parse: Callable[[YamlFile, Node], T]) -> T:
-    """Make a field for paths relative to the file: `parse` is a method of YamlFile."""
+    """Make a field for paths relative to the file, which `parse` gets before the node."""
     return make_custom_field(default, lambda file, name, default: file.top.read(name, partial(parse, file), default))
 
 
 def make_custom_field(default: T, read: Callable[[YamlFile, str, T], T]) -> T:
-    """Make a dataclass field; its value is what `read(file, field's name, default)` returns."""
+    """Make a dataclass field with the value that `read(file, name, default)` returns."""
     options: Any = {'default_factory': default.copy} if isinstance(default, dict) else {'default': default}
     made_field: T = field(**options, metadata={'read': read})
     return made_field
 
 
 def load(kind: Callable[..., T], path: Path | None, default_name: str, removed: Mapping[str, str]) -> T:
-    """Load a configuration of class `kind`, for `path` see YamlFile.read(); UsageError with a line for each problem."""
+    """Load a configuration of class `kind` from `path` or, for None, from the default file."""
     file = YamlFile.read(path, default_name)
     defaults: Any = kind()
     values = {}
@@ -244,7 +239,7 @@ REMOVED_KEYS = {
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The settings of schedule.yaml, which explains each key, with absolute paths; `path` is the file, if any."""
+    """The settings of schedule.yaml, which explains each key."""
 
     etcd: EtcdConfig = make_custom_field(EtcdConfig(), read_etcd)
     placement: PlacementConfig = make_custom_field(PlacementConfig(), read_placement)
@@ -263,7 +258,7 @@ class ScheduleConfig:
 
 
 def load_schedule(path: Path | None = None) -> ScheduleConfig:
-    """Load schedule.yaml; `path` None means the default file, or the defaults. UsageError if invalid or missing."""
+    """Load schedule.yaml from `path` or, for None, from the default file if there is one."""
     return load(ScheduleConfig, path, 'schedule.yaml', REMOVED_KEYS)
 
 
@@ -271,7 +266,7 @@ def load_schedule(path: Path | None = None) -> ScheduleConfig:
 
 
 def list_cleartext_hosts(*configs: EtcdConfig | PlacementConfig) -> list[str]:
-    """List the hosts, with ports, contacted in plain text, except those that _is_local() accepts."""
+    """List the hosts, with ports, that are contacted in plain text, except loopback ones."""
     hosts: list[str] = []
     for config in configs:
         if isinstance(config, PlacementConfig):
@@ -283,7 +278,7 @@ def list_cleartext_hosts(*configs: EtcdConfig | PlacementConfig) -> list[str]:
 
 
 def list_exposed_secrets(*configs: EtcdConfig | PlacementConfig) -> list[Path]:
-    """List the key and token files that all local users can read or write; skip missing ones."""
+    """List the key and token files that all local users can read or write."""
     modes = {}
     for path in (path for config in configs for path in (config.cert_key, getattr(config, 'token_file', None)) if path):
         with suppress(OSError):  # reading the file later reports the error
@@ -301,17 +296,19 @@ def _is_local(host: str) -> bool:
 
 
 def connect_tcp(host: bytes | str, port: int, timeout: float, budget_seconds: float) -> socket.socket:
-    """Connect to one of the host's addresses, tried in order; OSError, or ValueError for an invalid name.
+    """Connect to one of the host's addresses, tried in order.
 
-    The last address has `timeout` seconds, also the timeout of the returned socket. The earlier ones share half of
-    `budget_seconds`, at most one second each: an IPv6 address without a route must leave time for the others. If the
-    last one refuses, the first one that timed out is retried with `timeout`.
+    The last address has `timeout` seconds, which is also the timeout of the returned socket.
+    The earlier ones share half of `budget_seconds`, at most one second each.
+
+    Raises:
+        ValueError: the name of the host is invalid.
     """
     import socket  # imported here: only a connection needs it
 
     *others, last = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     timed_out = []
-    for address_info in others:
+    for address_info in others:  # an IPv6 address without a route must leave time for the others
         with suppress(OSError):
             try:
                 return _connect(address_info, min(1.0, budget_seconds / 2 / len(others)), timeout)

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 
 class Problem(NamedTuple):
-    """A problem and its cure, a command or what to do; '' if none is known."""
+    """A problem and its cure, '' if none is known."""
 
     what: str
     cure: str = ''
@@ -41,19 +41,19 @@ class Problem(NamedTuple):
 
 
 def split_fix(message: str) -> tuple[str, str]:
-    """Split a message before its `. Fix: ` or `. Try: `; the second part is '' if there is none."""
+    """Split a message before its `. Fix: ` or `. Try: `, if it has one."""
     text, *cure = re.split(r'(?=\. (?:Fix|Try): )', message, maxsplit=1)
     return text, ''.join(cure)
 
 
 def put_before_fix(message: str, clause: str) -> str:
-    """Insert `clause` before the Fix: or Try: of `message`, dropping its own; without one, append all of `clause`."""
+    """Insert `clause` before the Fix: or Try: of `message`, which replaces that of `clause`."""
     text, cure = split_fix(message)
     return text + split_fix(clause)[0] + cure if cure else text + clause
 
 
 class EcompError(Exception):
-    """An expected failure; str() is one line for a person."""
+    """An expected failure, whose text is one line for a person."""
 
     exit_code = 1
 
@@ -64,7 +64,7 @@ class EcompError(Exception):
 
 
 def explain_error(check: Callable[[], object]) -> Problem | None:
-    """Return why a check raises UsageError or Conflict; None if it does not."""
+    """Return the problem if a check raises UsageError or Conflict, else None."""
     try:
         check()
     except (Conflict, UsageError) as error:
@@ -85,7 +85,7 @@ class NoCapacity(EcompError):
 
 
 class TooFew(NoCapacity):
-    """Too few instances of a set fit; `candidates` has one for each that does."""
+    """Too few instances of a set fit: `candidates` has one for each that does."""
 
     def __init__(self, message: str, candidates: Sequence[Any] = ()) -> None:
         super().__init__(message)
@@ -93,7 +93,7 @@ class TooFew(NoCapacity):
 
 
 class OverQuota(NoCapacity):
-    """The project's quota does not allow it; the message has limit, usage and amount of each exceeded resource."""
+    """The project's quota does not allow it."""
 
 
 class NotFound(EcompError):
@@ -113,7 +113,7 @@ class ConsumerConflict(GenerationConflict):
 
 
 class ClaimedElsewhere(EcompError):
-    """Another attempt holds claims: `computes`, not empty, is {instance: other compute} (rule: claim-stays)."""
+    """Another attempt holds the claims of `computes`, {instance: compute} (rule: claim-stays)."""
 
     exit_code = 5
 
@@ -128,10 +128,11 @@ class StillGoing(EcompError):
 
 
 class Unreachable(EcompError):
-    """A backend does not answer; `backend` is 'etcd at localhost:2379', or '' if it answers but cannot do this.
+    """A backend does not answer.
 
-    Nothing was changed, unless it is an UnknownOutcome or, after a write, a StrangeEtcd. `tls_failure` is the
-    ecomp.tls.TlsFailure, None if TLS did not fail.
+    Nothing was changed, unless it is an UnknownOutcome or, after a write, a StrangeEtcd.
+    `backend` is 'etcd at localhost:2379', or '' if it answers but cannot do this.
+    `tls_failure` is an ecomp.tls.TlsFailure, or None if TLS did not fail.
     """
 
     exit_code = 7
@@ -151,19 +152,19 @@ class NoSpace(Unreachable):
 
 
 class StrangeEtcd(Unreachable):
-    """Etcd was wiped, restored or replaced; an operator must accept it. A write may be done before it detects this."""
+    """Etcd was wiped, restored or replaced, which an operator must accept."""
 
 
 class Denied(EcompError):
-    """Etcd does not allow this to our role; the message names the keys and the certificate."""
+    """Etcd does not allow this to our role."""
 
 
 class TooManyOperations(EcompError):
-    """A transaction has more operations or conditions than this etcd's --max-txn-ops; nothing was changed."""
+    """A transaction exceeds this etcd's --max-txn-ops, and has changed nothing."""
 
 
 class Unreadable(EcompError):
-    """The value of an etcd key is malformed; the message names the key, unquoted, and how to remove it."""
+    """The value of an etcd key is malformed."""
 
     def __init__(self, key: str, reason: object) -> None:
         super().__init__(f'{key}: {reason}. Fix: if no newer ecomp wrote it, `etcdctl del {key}`')
@@ -172,7 +173,7 @@ class Unreadable(EcompError):
 class BuildFailed(EcompError):
     """The step `stage` failed: scheduled (invalid request or claim), image, disk or started.
 
-    `is_host_fault`: an image failed for a reason that is this host's alone.
+    `is_host_fault` means that an image failed for a reason that is this host's alone.
     """
 
     def __init__(self, stage: str, reason: str, is_host_fault: bool = False) -> None:

@@ -1,11 +1,10 @@
-"""Failpoints: named places between two steps at which a test can kill or freeze this process.
+"""Failpoints: named places between two steps where a test can kill or freeze this process.
 
     ECOMP_FAILPOINT=claimed:kill            at every arrival: SIGKILL to this process
     ECOMP_FAILPOINT=disk-created:kill:1     at the first arrival only, counted in the file of ECOMP_FAILPOINT_FIRED
     ECOMP_FAILPOINT=claimed:stop            SIGSTOP instead: frozen until it gets SIGCONT
 
-Separate several by commas. Before one fires, it adds a line `name pid` to the file in ECOMP_FAILPOINT_FIRED. A process
-reads the variables once; an unarmed failpoint costs one lookup.
+Separate several by commas. Before one fires, it adds a line `name pid` to the file in ECOMP_FAILPOINT_FIRED.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ ACTIONS = {'kill': 'SIGKILL', 'stop': 'SIGSTOP'}
 
 
 def failpoint(name: str) -> None:
-    """Kill or stop this process if a test armed this place. UsageError for an invalid setting."""
+    """Kill or stop this process if a test armed this place."""
     if name in (armed := _read_armed()):
         _fire(name, *armed[name])
 

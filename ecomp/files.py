@@ -1,8 +1,4 @@
-"""Watch files that other programs write, write our own atomically, and lock instances and images.
-
-The kernel releases a lock when its holder ends. Instances are locked because a worker of a killed ecompute may end
-only after the next ecompute has started its own workers.
-"""
+"""Watch files of other programs, write our own atomically, and lock instances and images."""
 
 from __future__ import annotations
 
@@ -22,14 +18,14 @@ BOOT_ID = Path('/proc/sys/kernel/random/boot_id')
 
 
 def read_boot_id(path: Path = BOOT_ID) -> str:
-    """Return the id of this machine's boot: proc_sys_kernel(5). Raises OSError."""
+    """Return the id of this machine's boot: proc_sys_kernel(5)."""
     return path.read_text().strip()
 
 
 def watch_files(directory: Path, suffix: str, on_written: Callable[[Path], None]) -> Callable[[], None]:
-    """Call `on_written(path)` in another thread, perhaps several times, when a file with this suffix is written.
+    """Call `on_written(path)` in another thread when a file with this suffix is written.
 
-    Returns a function that stops watching and waits for the thread. Raises OSError if the directory cannot be watched.
+    One write may cause several calls. The returned function stops watching, and waits for the thread.
     """
     # Imported late: only an ecompute with libvirt watches files.
     from watchdog.events import FileSystemEvent, FileSystemEventHandler
@@ -54,9 +50,9 @@ def watch_files(directory: Path, suffix: str, on_written: Callable[[Path], None]
 
 
 def write_durably(path: Path, content: str | bytes, mode: int = 0o600) -> None:
-    """Write a file atomically and durably. An OSError leaves no partial file.
+    """Write a file atomically and durably, so that an OSError leaves no partial file.
 
-    The file, also a replaced one, gets `mode`, less the umask, and this process's owner.
+    The file, even a replaced one, gets `mode`, less the umask, and this process's owner.
     """
     temporary = get_part_path(path)
     try:
@@ -78,12 +74,12 @@ def write_durably(path: Path, content: str | bytes, mode: int = 0o600) -> None:
 
 
 def get_part_path(path: Path) -> Path:
-    """Return the path `.<name>.part` of a file while it is written; a killed process leaves that file behind."""
+    """Return the path of a file while it is written, which a killed process leaves behind."""
     return path.with_name(f'.{path.name}.part')
 
 
 def sync_directory(directory: Path) -> None:
-    """Make the entries of a directory durable across a power cut. Raises OSError."""
+    """Make the entries of a directory durable across a power cut."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -92,7 +88,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def get_search_path() -> str:
-    """Return PATH followed by Debian's directories for root's programs, which a user's PATH may lack."""
+    """Return PATH and Debian's directories for root's programs, which a user's PATH may lack."""
     return os.pathsep.join((os.environ.get('PATH', os.defpath), '/usr/local/sbin', '/usr/sbin', '/sbin'))
 
 
@@ -102,10 +98,12 @@ INSTANCE_LOCK_TIMEOUT_SECONDS = 60.0
 LOCK_POLL_SECONDS = 0.05
 
 
+# Instances are locked, because a worker of a killed ecompute may end only after the next ecompute has started its own
+# workers. The kernel releases a lock when its holder ends, and no lock file is removed under its holder.
 class InstanceLocks:
-    """Locks on instances, each a byte of <state>/instances.lock: so no lock file is removed under its holder.
+    """Locks on instances, each a byte of <state>/instances.lock.
 
-    The locks belong to the process (fcntl(2), F_SETLK), so its threads share them; it must open one object a directory.
+    The locks belong to the process (fcntl(2), F_SETLK), which must open only one object for a directory.
     """
 
     def __init__(self, state: Path) -> None:
@@ -113,7 +111,7 @@ class InstanceLocks:
 
     @contextmanager
     def hold(self, instance: str, checkpoint: Callable[[], None]) -> Iterator[None]:
-        """Hold the lock in a context. EcompError after INSTANCE_LOCK_TIMEOUT_SECONDS; raises errors of `checkpoint`."""
+        """Hold the lock in a context, or raise EcompError after INSTANCE_LOCK_TIMEOUT_SECONDS."""
         offset, flags = _hash_to_offset(instance), fcntl.LOCK_EX | fcntl.LOCK_NB
         if not wait_for_lock(
             INSTANCE_LOCK_TIMEOUT_SECONDS, lambda: fcntl.lockf(self._file, flags, 1, offset), checkpoint
@@ -130,7 +128,7 @@ class InstanceLocks:
 def wait_for_lock(
     timeout_seconds: float, acquire: Callable[[], object], checkpoint: Callable[[], None] = lambda: None
 ) -> bool:
-    """Retry `acquire` until it raises no BlockingIOError, after `checkpoint` and a pause; False after the timeout."""
+    """Retry `acquire` until it raises no BlockingIOError, or return False after the timeout."""
     deadline = time.monotonic() + timeout_seconds
     while True:
         try:
@@ -148,10 +146,10 @@ def _hash_to_offset(name: str) -> int:
 
 
 def try_lock(path: Path, name: str, create: bool = True) -> int | None:
-    """Return a descriptor that holds the lock `name` in the file at `path` until it is closed; None if it is held.
+    """Return a descriptor that holds a lock until it is closed, or None if the lock is held.
 
-    One file, which is never removed, serves all names. The lock belongs to the open file, not to the process, so
-    threads exclude each other, too. Raises OSError, also if the file is missing and `create` is False.
+    One file, which is never removed, serves all names.
+    The lock belongs to the open file, not to the process, so threads exclude each other, too.
     """
     flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
     descriptor = os.open(path, flags, 0o600)

@@ -1,7 +1,4 @@
-"""Logging to stderr, one line a record: ISO time with zone, level, process id, message.
-
-Exceptions and line breaks are escaped, passwords are removed from URLs; a closed terminal or a full disk stops nothing.
-"""
+"""Logging to stderr, one line a record, without passwords in URLs."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ USERINFO = re.compile(r'(?<=://)[^/\s?#"\'<>]*@')
 
 
 def configure(stream: TextIO | None = None) -> None:
-    """Replace the log setup: ours from INFO, libraries' from WARNING, urllib3's from ERROR, to `stream` or stderr."""
+    """Replace the log setup by one that logs to `stream` or stderr."""
     # Otherwise logging prints a traceback for every line if the disk is full or the terminal closed.
     logging.raiseExceptions = False
     handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
@@ -37,10 +34,8 @@ def configure(stream: TextIO | None = None) -> None:
 
 
 def hold_descriptors() -> None:
-    """Make stdout and stderr accept any text; open each closed one (`>&-`), also stdin, on /dev/null. Call it first.
-
-    Otherwise their stream is None, and a socket or a lock gets their number, to which any library may write.
-    """
+    """Open each closed standard stream on /dev/null, before anything else is opened."""
+    # Otherwise the stream is None, and a socket or a lock gets its number, to which any library may write.
     for number in range(3):
         try:
             os.fstat(number)
@@ -60,11 +55,11 @@ def switch_stdout_to_utf8() -> None:
 
 
 def flush_stdout() -> None:
-    """Flush stdout. Raises OSError, with stdout then on /dev/null, so that Python's end does not report it again."""
+    """Flush stdout, and point it to /dev/null if that fails."""
     try:
         sys.stdout.flush()
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's end would report it again
         raise
 
 
@@ -90,7 +85,7 @@ class _OneLineFormatter(logging.Formatter):
 
 
 def configure_for_person(stream: TextIO | None = None) -> None:
-    """Replace the log setup: only warnings and errors, to `stream` or stderr, as `eschedule: message`."""
+    """Replace the log setup by one of warnings and errors, printed as `eschedule: message`."""
     configure(stream=stream)
     handler = logging.getLogger().handlers[0]
     handler.setFormatter(_PrefixFormatter())
@@ -98,7 +93,5 @@ def configure_for_person(stream: TextIO | None = None) -> None:
 
 
 class _PrefixFormatter(logging.Formatter):
-    """`eschedule: message`, one line, without an exception's traceback."""
-
     def format(self, record: logging.LogRecord) -> str:
         return f'eschedule: {escape_characters(redact(record.getMessage()))}'

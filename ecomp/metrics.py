@@ -1,4 +1,4 @@
-"""Count what happens in this process, and write metrics in Prometheus' text format, by prometheus_client."""
+"""Count what happens in this process, and write metrics by prometheus_client."""
 
 from __future__ import annotations
 
@@ -30,18 +30,17 @@ class Tally:
         self._samples = defaultdict[str, dict[tuple[str, ...], float]](lambda: defaultdict(float))
 
     def add(self, sample: str, *labels: str, amount: float = 1) -> None:
-        """Add `amount` to a sample, which begins at 0."""
         with self._lock:
             self._samples[sample][labels] += amount
 
     def observe(self, histogram: str, label: str, seconds: float, count: int = 1) -> None:
-        """Count a duration, a negative one (by a clock that was set back) as 0; `count` 0 only adds the series."""
+        """Count a duration, or only add its series if `count` is 0."""
         with self._lock:
             for limit in (*BUCKETS_SECONDS, float('inf')):
                 amount = count if seconds <= limit else 0
                 self.add(f'{histogram}_bucket', label, str(limit).replace('inf', '+Inf'), amount=amount)
             self.add(f'{histogram}_count', label, amount=count)
-            self.add(f'{histogram}_sum', label, amount=count * max(seconds, 0.0))
+            self.add(f'{histogram}_sum', label, amount=count * max(seconds, 0.0))  # the clock may be set back
 
     @contextmanager
     def measure(self, backend: str) -> Iterator[None]:
@@ -67,7 +66,7 @@ TALLY = Tally()
 
 
 def make_text(families: Families, samples: Samples) -> str:
-    """Return the metrics in Prometheus' text format, without timestamps; samples of no family are left out."""
+    """Return the metrics in Prometheus' text format, without timestamps."""
     from prometheus_client import CollectorRegistry, Metric, generate_latest
 
     class Collector:

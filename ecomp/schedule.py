@@ -1,5 +1,6 @@
-"""eschedule's entry point. Functions import ecomp's modules, so that Ctrl-C while they load prints one line, too."""
+"""The entry point of eschedule."""
 
+# Functions import ecomp's modules, so that Ctrl-C while they load prints one line, too.
 from __future__ import annotations
 
 import gc
@@ -18,7 +19,7 @@ GC_THRESHOLD_OBJECTS = 200_000
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run eschedule and return its exit code, 1 if interrupted. `argv` None means sys.argv without the program."""
+    """Run eschedule, and return its exit code."""
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
@@ -26,8 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run() -> NoReturn:
-    """Run main() as the console script and exit without Python's shutdown; collect garbage only in a long wait."""
-    gc.set_threshold(GC_THRESHOLD_OBJECTS)
+    """Run main() as the console script, and exit without Python's shutdown."""
+    gc.set_threshold(GC_THRESHOLD_OBJECTS)  # collect garbage only in a long wait
     try:
         from ecomp import log
 
@@ -112,7 +113,6 @@ def _print_text(text: str) -> None:
 
 
 def _print_message(text: str) -> None:
-    """Print `eschedule: text` to stderr, wrapped, printable and without passwords in URLs; ignore OSError."""
     from ecomp import log
     from ecomp.cli.terminal import LiveLine, find_width, wrap_lines
     from ecomp.model.text import make_lines_printable

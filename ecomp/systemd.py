@@ -1,4 +1,4 @@
-"""systemd: notifications of this service, if NOTIFY_SOCKET is set (sd_notify(3), sd_watchdog_enabled(3)), and units."""
+"""Units of systemd, and notifications to it: sd_notify(3), sd_watchdog_enabled(3)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOTIFY_TIMEOUT_SECONDS = 5.0
 
 
 class Service:
-    """This process as a systemd service; with the `socket_path` '' (not started by systemd) it sends nothing."""
+    """This process as a systemd service, which sends nothing if `socket_path` is ''."""
 
     def __init__(self, socket_path: str = '', watchdog_seconds: float = math.inf) -> None:
         self._address = re.sub('^@', '\0', socket_path)
@@ -30,8 +30,8 @@ class Service:
 
     @classmethod
     def from_environment(cls, environment: MutableMapping[str, str]) -> Service:
-        """Make the service from systemd's variables, and remove these from `environment`, so that no child notifies."""
-        path = environment.pop('NOTIFY_SOCKET', '')
+        """Make the service from systemd's variables, and remove these from `environment`."""
+        path = environment.pop('NOTIFY_SOCKET', '')  # so that no child notifies
         watchdog, pid = environment.pop('WATCHDOG_USEC', ''), environment.pop('WATCHDOG_PID', '')
         is_ours = watchdog.isdecimal() and pid in ('', str(os.getpid()))
         return cls(path, int(watchdog) / 1e6 if is_ours and int(watchdog) else math.inf)
@@ -44,7 +44,7 @@ class Service:
         self._notify('STOPPING=1', f'STATUS={status}')
 
     def notify_alive(self) -> float:
-        """Send the keep-alive if due, twice in a watchdog's interval; return the seconds to the next, inf for none."""
+        """Send the keep-alive if it is due, and return the seconds to the next, inf for none."""
         now = time.monotonic()
         if self._interval_seconds < math.inf and now >= self._next_notification:
             self._notify('WATCHDOG=1')
@@ -62,7 +62,7 @@ class Service:
 
 
 def render_unit(name: str, command: Sequence[str]) -> str:
-    """Render the unit `name` ('ecompute.service') from the files in UNITS; it runs `command`."""
+    """Render the unit `name` ('ecompute.service'), which runs `command`."""
     executable, *arguments = command
     # systemd expands variables only in the arguments, not in the program.
     words = [quote_argument(executable), *(quote_argument(argument).replace('$', '$$') for argument in arguments)]
@@ -70,7 +70,7 @@ def render_unit(name: str, command: Sequence[str]) -> str:
 
 
 def make_command(argv0: str, python: str, module: str) -> list[str]:
-    """Make a command that works in any directory: `argv0` made absolute if executable, else `python -P -m module`."""
+    """Make a command that works in any directory, of `argv0` if that is executable."""
     if os.access(argv0, os.X_OK):
         return [os.path.abspath(argv0)]
     # -P: root must not import code from the working directory.
@@ -78,10 +78,10 @@ def make_command(argv0: str, python: str, module: str) -> list[str]:
 
 
 def find_unsafe_directory(path: Path) -> Path | None:
-    """Find the first directory on `path`, or behind its links, that root without capabilities cannot rely on, or None.
+    """Find the first directory on a path, or behind its links, that root cannot rely on.
 
-    Such a directory belongs to another user, who may lock root out or replace programs in it, or root may not search
-    it. Missing parts of the path are ignored.
+    Such a directory belongs to another user, who may lock root out or replace programs in it.
+    Or root may not search it without capabilities.
     """
     for variant in (Path(os.path.abspath(path)), Path(os.path.realpath(path))):
         for place in (*reversed(variant.parents), variant):

@@ -11,7 +11,7 @@ from typing import Any
 
 
 class TlsFailure(Enum):
-    """A reason why TLS failed. OWN_ means that the server refuses our certificate."""
+    """A reason why TLS failed, with OWN_ if the server refuses our certificate."""
 
     EXPIRED = auto()
     NOT_YET_VALID = auto()
@@ -101,7 +101,7 @@ def classify_tls_error(error: ssl.SSLError) -> TlsFailure:
 
 
 def decode_certificate(path: Path) -> Mapping[str, Any]:
-    """Return the first certificate in a PEM file as SSLSocket.getpeercert() would; {} if there is no valid one."""
+    """Return the first certificate in a PEM file, as SSLSocket.getpeercert() would, or {}."""
     import _ssl  # the public functions decode only certificates of authorities and of a connection's peer
 
     with suppress(OSError, ValueError):

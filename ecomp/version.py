@@ -12,7 +12,7 @@ from ecomp import __version__
 
 @cache
 def read_version() -> str:
-    """Return the version, from a git checkout with the commit if git reports it: `1.1.0+g0123abcd` (PEP 440)."""
+    """Return the version, with the commit in a git checkout: `1.1.0+g0123abcd` (PEP 440)."""
     top = Path(__file__).resolve().parent.parent
     if not (top / '.git').exists():  # installed from a wheel
         return __version__

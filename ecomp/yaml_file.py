@@ -1,7 +1,6 @@
-"""A strict reader of YAML configuration files: values have their lines, and one error has all mistakes.
+"""A strict reader of YAML configuration files, which reports all mistakes in one UsageError.
 
-It refuses more than 64 KiB, tags, deep nesting and repeated keys (PyYAML would use the last one). Anchors and aliases
-are refused in configuration files, and accepted in a file of a stack.
+It refuses more than 64 KiB, tags, deep nesting and repeated keys. Only the file of a stack may have aliases.
 """
 
 from __future__ import annotations
@@ -39,13 +38,12 @@ class InvalidParts(ValueError):
 
 
 class Section:
-    """A mapping whose keys are read one by one; a key that is never read is unknown.
+    """A mapping whose keys are read one by one, so that finish() can report unknown keys.
 
     `problems` collects the line and the text of each mistake. `prefix` has the enclosing sections, each with a dot.
     """
 
     def __init__(self, problems: list[tuple[int, str]], node: Node | None, prefix: str = '', line: int = 1) -> None:
-        """Add the problems of the mapping itself. Of a repeated key the first value counts."""
         self._problems, self._prefix, self._line = problems, prefix, line
         self._nodes: dict[str, Node] = {}
         self._keys: dict[str, int] = {}
@@ -60,7 +58,7 @@ class Section:
                 self.add_problem('…', 'a key must be text', key.line)
             elif key.kind in UNQUOTED_KINDS and key.text != 'on':  # true in YAML 1.1, text in YAML 1.2
                 self.add_problem(key.text, 'a key must be text. Fix: put it in quotes', key.line)
-            elif key.text in self._keys:
+            elif key.text in self._keys:  # PyYAML would use the last value
                 first = self._keys[key.text]
                 self.add_problem(key.text, f'is given more than once, first in line {first}', key.line)
             else:
@@ -71,7 +69,7 @@ class Section:
         return key in self._nodes and self._nodes[key].kind != 'null'
 
     def read(self, key: str, parse: Callable[[Node], T], default: T) -> T:
-        """Return what `parse` makes of a value; `default` without one, or if it is refused, which adds a problem."""
+        """Return the parsed value of a key, or `default` if it is missing or refused."""
         self._read_keys[key] = None
         try:
             return parse(self._nodes[key]) if key in self else default
@@ -81,25 +79,25 @@ class Section:
             return default
 
     def read_section(self, key: str) -> Section:
-        """Return the mapping under a key, an empty one if it is missing, null or (a problem) no mapping."""
+        """Return the section under a key, an empty one if there is no mapping."""
         self._read_keys[key] = None
         line = self._keys.get(key, self._line)
         self._sections.append(Section(self._problems, self._nodes.get(key), f'{self._prefix}{key}.', line))
         return self._sections[-1]
 
     def take_keys(self, pattern: str) -> list[str]:
-        """Return the keys that match, even with null; they are then not reported as unknown."""
+        """Return the keys that match, which are then not reported as unknown."""
         matches = [key for key in self._keys if re.fullmatch(pattern, key)]
         self._read_keys |= dict.fromkeys(matches)
         return matches
 
     def add_problem(self, key: str, reason: str, line: int = 0) -> None:
-        """Add a problem of a key; without a line, that of the key, or of the section if the key is missing."""
+        """Add a problem of a key, by default at the line of the key, else of the section."""
         line = line or self._keys.get(key, self._line)
         self._problems.append((line, f'{self._prefix}{shorten(key)}: {reason}'))
 
     def finish(self) -> None:
-        """Add each unknown key, here and in the sections below."""
+        """Report each unknown key, here and in the sections below."""
         for key in self._keys.keys() - self._read_keys.keys():
             self.add_problem(key, 'unknown key' + format_suggestion(key, self._read_keys))
         for section in self._sections:
@@ -107,7 +105,7 @@ class Section:
 
 
 class YamlFile:
-    """A configuration file and its problems so far; without a file `path` is None and `directory` the current one."""
+    """A configuration file, or none if `path` is None, and its problems so far."""
 
     def __init__(self, name: str, directory: Path, node: Node | None, path: Path | None = None) -> None:
         self.name, self.directory, self.path = name, directory, path
@@ -116,7 +114,10 @@ class YamlFile:
 
     @classmethod
     def read(cls, path: Path | None, default_name: str) -> YamlFile:
-        """Read the file at `path`; None means the default file, after check_owner(), or no file. Raises UsageError."""
+        """Read the file at `path` or, for None, the default file if there is one.
+
+        A default file has to pass check_owner().
+        """
         is_named = path is not None
         path = path if path is not None else find_default_file(default_name)
         name = shorten(str(path or default_name), 200)
@@ -145,7 +146,7 @@ class YamlFile:
     def parse(
         cls, content: bytes, name: str, directory: Path, max_nodes: int = 0, path: Path | None = None
     ) -> YamlFile:
-        """Parse a document, with anchors and aliases if `max_nodes`, the limit of its values, is not 0; UsageError."""
+        """Parse a document, with aliases if `max_nodes`, the limit of its values, is not 0."""
         node = parse_plain(content.decode('ascii', 'replace'))
         if node is None or (max_nodes and _count_values(node) > max_nodes):
             from ecomp.yaml_graph import parse_any  # imported here: loads slowly
@@ -154,7 +155,7 @@ class YamlFile:
         return cls(name, directory, node, path)
 
     def parse_path(self, node: Node) -> Path:
-        """Parse a path, relative to the file's directory, and make it absolute; ValueError if it begins with `~`."""
+        """Parse a path relative to the file's directory, and make it absolute."""
         text = parse_text(node)
         if text.startswith('~'):
             raise ValueError(
@@ -163,7 +164,7 @@ class YamlFile:
         return Path(os.path.normpath(self.directory / text))
 
     def parse_readable_file(self, node: Node) -> Path:
-        """Parse the path of a readable file; else ValueError, or UsageError if a directory on it denies access."""
+        """Parse the path of a readable file."""
         path = self.parse_path(node)
         try:
             is_readable = path.is_file() and os.access(path, os.R_OK)
@@ -175,7 +176,7 @@ class YamlFile:
         return path
 
     def finish(self) -> None:
-        """Raise UsageError with a line for each problem, in the order of the file, if there is one."""
+        """Raise UsageError with a line for each problem, if there are any."""
         self.top.finish()
         if self._problems:
             raise UsageError('\n'.join(f'{self.name}:{line}: {text}' for line, text in sorted(self._problems)))
@@ -186,8 +187,8 @@ class YamlFile:
 
 
 def parse_config_option(argument: str | None) -> Path | None:
-    """Parse the argument of --config; UsageError for '': a script's unset variable must not mean the default file."""
-    if argument == '':
+    """Parse the argument of --config."""
+    if argument == '':  # an unset variable of a script must not mean the default file
         raise UsageError("--config: '' is not a file name")
     return None if argument is None else Path(argument)
 
@@ -195,7 +196,7 @@ def parse_config_option(argument: str | None) -> Path | None:
 def find_default_file(name: str) -> Path | None:
     """Find the first file of this name in ./, ~/.config/ecomp/ and /etc/ecomp/, or None.
 
-    If $ECOMP_CONFIG is set (not ''), only that directory is searched; UsageError if the file is missing there.
+    If $ECOMP_CONFIG is set, the file has to be in that directory.
     """
     if config_directory := os.environ.get(CONFIG_VARIABLE):
         path = Path(config_directory) / name
@@ -207,19 +208,17 @@ def find_default_file(name: str) -> Path | None:
 
 
 def describe_source(name: str, path: Path | None) -> str:
-    """Describe, for a message, which file the addresses of etcd and placement are from; None means no file."""
+    """Describe for a message which file has the addresses of etcd and placement."""
     return (
         f'as configured in {path}' if path is not None else f'default, because no {name} was found; use --config FILE'
     )
 
 
 def find_loose_directory(path: Path, trusted_users: Collection[int]) -> Path | None:
-    """Return the first directory of a path where other users can exchange the next part, or a link; else None. OSError.
-
-    In a directory with the sticky bit, such as /tmp, only the owner of a file can exchange it.
-    """
+    """Return the first directory of a path where other users can exchange the next part."""
     for directory in reversed(path.parents):
         status = directory.lstat()
+        # In a directory with the sticky bit, such as /tmp, only the owner of a file can exchange it.
         is_loose = _can_others_write(status) and not status.st_mode & stat.S_ISVTX
         if is_loose or status.st_uid not in trusted_users or not stat.S_ISDIR(status.st_mode):
             return directory
@@ -237,7 +236,7 @@ def _can_others_write(status: os.stat_result) -> bool:
 
 
 def check_owner(name: str, status: os.stat_result) -> None:
-    """Raise UsageError unless it is a regular file of root, the caller or sudo's user, and no other can write to it."""
+    """Refuse a file that is not regular, or that another user owns or can write to."""
     if status.st_uid not in _list_trusted_users():
         raise UsageError(
             f'{name}: belongs to user {status.st_uid}, but a configuration that is found by default must belong to '
@@ -259,7 +258,7 @@ def _count_values(node: Node) -> int:
 
 
 def parse_text(node: Node) -> str:
-    """Parse a text of one printable line, not blank; else ValueError, also for an unquoted number, flag or date."""
+    """Parse one printable line of text, in quotes if it looks like a number, flag or date."""
     if node.kind in UNQUOTED_KINDS and node.kind != 'null':
         raise ValueError(f'must be text. Fix: put {shorten(node.text)} in quotes')
     if node.kind != 'str':
@@ -270,21 +269,22 @@ def parse_text(node: Node) -> str:
 
 
 def parse_flag(node: Node) -> bool:
-    """Parse true, yes, on, false, no or off, unquoted, in lower, upper or title case; else ValueError."""
+    """Parse an unquoted true, yes, on, false, no or off, in lower, upper or title case."""
     if node.kind != 'bool':
         raise ValueError(f'must be True or False, not {describe_typed_node(node)}')
     return node.text.lower() in ('true', 'yes', 'on')
 
 
 def parse_integer(node: Node) -> int:
-    """Parse a decimal integer of up to 18 digits; else ValueError, also for 010 and 1:30 (8 and 90 in YAML 1.1)."""
+    """Parse a decimal integer of up to 18 digits."""
+    # 010 and 1:30 are 8 and 90 in YAML 1.1.
     if node.kind != 'int' or not re.fullmatch(r'[-+]?(0|[1-9][0-9]{0,17})', node.text):
         raise ValueError(f'must be a whole number, not {describe_typed_node(node)}')
     return int(node.text)
 
 
 def make_checked_parser(parse: Callable[[Node], T], accepts: Callable[[T], object], shape: str) -> Callable[[Node], T]:
-    """Make a parser of what `parse` returns and `accepts` does not refuse. The message calls it `shape`."""
+    """Make a parser of the values that `accepts` accepts, which its message calls `shape`."""
 
     def parse_checked(node: Node) -> T:
         if not accepts(value := parse(node)):
@@ -315,7 +315,7 @@ def make_list_parser(
     min_items: int = 0,
     describe_item: Callable[[Node], str] | None = None,
 ) -> Callable[[Node], tuple[T, ...]]:
-    """Make a parser of a list. Messages call it `shape`; with `describe_item`, for messages, items must be unique."""
+    """Make a parser of a list, whose items must be unique if `describe_item` is given."""
 
     def parse_all(node: Node) -> tuple[T, ...]:
         values: list[T] = []
@@ -339,7 +339,7 @@ def make_unique_list_parser(parse: Callable[[Node], T]) -> Callable[[Node], tupl
 def make_mapping_parser(
     parse_name: Callable[[Node], str], parse: Callable[[str, Node], T], shape: str, min_items: int = 0
 ) -> Callable[[Node], dict[str, T]]:
-    """Make a parser of a mapping with unique names. Messages call it `shape`; `parse` converts the value of a name."""
+    """Make a parser of a mapping with unique names, where `parse` gets name and value."""
 
     def parse_all(node: Node) -> dict[str, T]:
         values: dict[str, T] = {}
@@ -356,7 +356,7 @@ def make_mapping_parser(
 
 
 def _read_parts(node: Node, kind: str, shape: str, min_parts: int, read: Callable[..., None]) -> None:
-    """Call `read` for each item or pair of a node, then raise one InvalidParts for all that it refused, if any."""
+    """Call `read` for each item or pair, and raise one InvalidParts for all that it refuses."""
     parts: list[tuple[Node, ...]] = [*node.pairs, *((item,) for item in node.items)]
     if node.kind != kind or len(parts) < min_parts:
         raise ValueError(f'must be {shape}, not {describe_node(node)}')
@@ -383,5 +383,5 @@ def describe_typed_node(node: Node) -> str:
 
 
 def shorten(text: str, limit: int = 60) -> str:
-    """Return an untrusted text as one printable line; what exceeds `limit` characters becomes `…`."""
+    """Return an untrusted text as one printable line, cut at `limit` characters."""
     return make_printable(text, limit)

@@ -1,4 +1,4 @@
-"""Read any YAML by PyYAML, and write it. PyYAML loads slowly, so ecomp.yaml_plain reads what it can."""
+"""Read and write any YAML by PyYAML, which loads slowly."""
 
 from __future__ import annotations
 
@@ -33,13 +33,7 @@ class _Refusal(yaml.MarkedYAMLError):
 
 
 def parse_any(content: bytes, name: str, max_nodes: int = 0) -> Node | None:
-    """Parse the document of a file, None if it is empty; UsageError if it is invalid or refused.
-
-    Args:
-        content: the bytes of the file.
-        name: the name of the file in messages.
-        max_nodes: the values that it may have, with each alias replaced. 0 refuses anchors and aliases.
-    """
+    """Parse a document, with aliases if `max_nodes`, the limit of its values, is not 0."""
     if b'\t' in content:  # YAML accepts tabs in JSON, and PyYAML does not; a string of JSON has none
         with suppress(ValueError, RecursionError):
             json.loads(content)
@@ -83,12 +77,11 @@ class _Walk:
         self._counts = Counter[str]()
 
     def parse(self, text: str, loader: Any) -> Node | None:
-        self._check_events(text, loader)
+        self._check_events(text, loader)  # composing takes a minute for 1 MiB, and may recurse too deeply
         root = yaml.compose(text, Loader=loader)
         return self._convert(root, 0) if root else None
 
     def _check_events(self, text: str, loader: Any) -> None:
-        """Refuse a document before it is composed, which takes a minute for 1 MiB, and may recurse too deeply."""
         depth = 0
         events: Iterable[Any] = yaml.parse(text, Loader=loader)
         for event in events:
@@ -122,7 +115,7 @@ class _Walk:
         return Node(kind, line, text=node.value)
 
     def _list_pairs(self, node: yaml.MappingNode, depth: int) -> list[tuple[yaml.Node, yaml.Node]]:
-        """Return the pairs of a mapping, after those that it inherits with `<<` and does not replace."""
+        """Return the pairs that a mapping inherits with `<<` and keeps, and then its own."""
         own: list[tuple[yaml.Node, yaml.Node]] = []
         inherited: dict[object, tuple[yaml.Node, yaml.Node]] = {}
         for key, value in node.value:
@@ -139,7 +132,7 @@ class _Walk:
 
 
 def explain_invalid_mapping(text: str) -> str | None:
-    """Explain, without quoting it, why a text of any size is not one YAML mapping; None if it is one or is empty."""
+    """Explain, without quoting it, why a text is not a YAML mapping, None if it is or is empty."""
     try:
         # Only the events: aliases are not expanded.
         marked_events = ((type(event), event.start_mark) for event in yaml.parse(text, Loader=FAST_LOADER))

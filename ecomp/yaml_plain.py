@@ -1,4 +1,4 @@
-"""A reader of simple YAML, so that short commands need not load PyYAML; other YAML is left to PyYAML. Pure."""
+"""A reader of simple YAML, so that short commands need not load PyYAML. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_DEPTH = 8
 
 
 class Node(NamedTuple):
-    """A value; `kind` is str, int, float, bool, null, map or seq, or another tag of YAML."""
+    """A value, whose `kind` is str, int, float, bool, null, map, seq or another tag of YAML."""
 
     kind: str
     line: int
@@ -20,8 +20,6 @@ class Node(NamedTuple):
 
 
 class _Line(NamedTuple):
-    """A line with content: its indentation, list marker, key and rest."""
-
     number: int
     indent: int
     is_item: bool
@@ -48,7 +46,7 @@ class _NotPlain(Exception):
 
 
 def parse_plain(text: str) -> Node | None:
-    """Parse a simple document as PyYAML would; an empty one is a null node. None for others, even invalid ones."""
+    """Parse a simple document as PyYAML would, or return None for others, even invalid ones."""
     if not text.isascii() or any(character < ' ' and character != '\n' for character in text):
         return None
     lines: list[_Line] = []

@@ -54,11 +54,10 @@ COLUMNS = (
 
 @dataclass
 class _Apply:
-    """One run of apply. `created` is {entry: new instance}; `computes` is {new instance: compute}, once placed.
+    """One run of apply.
 
-    `silent` is {entry: silent compute} of instances that are not replaced, because they may run there.
-    `outcomes` is {new or kept instance: its record after --wait}. `pruned` are the steps of instances that --prune
-    destroys, or destroyed before. `effect` says what is changed already.
+    `silent` and `created` are by entry of the file, `computes` and `outcomes` by instance.
+    `silent` has the computes of instances that are not replaced, because they may run there.
     """
 
     ctx: Context
@@ -75,7 +74,7 @@ class _Apply:
 
     @property
     def records(self) -> dict[str, Record]:
-        """The record of each instance, after --wait the one then."""
+        """The last known record of each instance."""
         return {entries.record.instance: entries.record for entries in self.state.entries.values()} | self.outcomes
 
     @property
@@ -85,7 +84,7 @@ class _Apply:
         return {step.entry for step in self.steps if self.created.get(step.entry, step.instance) in failed}
 
     def read(self) -> None:
-        """Read the stack, and plan the steps, without instances that are being destroyed and not in the file."""
+        """Read the stack, and plan the steps."""
         desired, prune = self.file.instances, self.ctx.options.prune
         names = [each.order.name or '' for each in desired.values()]
         self.state = stacks.read_stack(self.ctx.store, self.file.name, names)
@@ -208,7 +207,7 @@ def _carry_out(run: _Apply) -> int:
 
 
 def _make_change(run: _Apply, steps: Sequence[plan.Action], preview: bool = False) -> placing.StackChange:
-    """Make the change of these steps; write the key of a new or restored stack, unless it is a preview."""
+    """Make the change of these steps, and write a new or stale stack unless it is a preview."""
     stack = run.state.stack or Stack(run.file.name, make_uuid(os.urandom(16)))
     stack = replace(stack, applied_from=_describe_origin(run.ctx))
     is_written = preview or not (run.state.stack is None or run.state.is_stale)
@@ -254,7 +253,7 @@ def _parse_replaced(options: Options, members: Sequence[str]) -> Collection[str]
 
 
 def _wait_for_ends(run: _Apply, steps: Sequence[plan.Action]) -> bool:
-    """Wait until these instances are gone, and plan again; without --wait or --destroy-first report, return False."""
+    """Wait until these instances are gone and plan again, or return False."""
     from ecomp.scheduler.changes.wait import Deadline, Wait, wait_until_gone
 
     ctx = run.ctx
@@ -295,7 +294,6 @@ def _report_no_room(ctx: Context, error: NoCapacity, backend: find.Backend, chan
 
 
 def _report(run: _Apply, is_preview: bool = False) -> None:
-    """Print the steps; in a table those that keep an instance are left out. A summary goes to stderr."""
     ctx = run.ctx
     kept = [step for step in run.select(plan.KEEP) if step.instance not in run.outcomes]
     shown = [step for step in run.steps if ctx.form != TABLE or step not in kept]
@@ -382,7 +380,7 @@ def _wait(run: _Apply) -> int:
 
 @contextmanager
 def _show_members(run: _Apply, places: Mapping[str, str]) -> Iterator[None]:
-    """On a terminal show a line for each member: how many of its instances {instance: compute} reached which stage."""
+    """Show on a terminal how many instances of each member have reached which stage."""
     if not is_terminal(sys.stderr):
         yield
         return

@@ -1,4 +1,4 @@
-"""`eschedule check`: find problems of the cluster, and where etcd, placement and the hosts disagree."""
+"""`eschedule check`: find problems of the cluster, and where its parts disagree."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _check(ctx: Context) -> int:
 
 
 def _check_cluster(ctx: Context) -> tuple[list[Finding], list[str], Computes]:
-    """Check the computes, audit, and repair with --fix; return the findings, lines on what was compared, the names."""
+    """Check the computes, audit, and repair with --fix."""
     from ecomp.model.health import CHECKS, ComputeFacts
     from ecomp.scheduler.operations.audit import audit, fix
     from ecomp.scheduler.queries.find import list_records
@@ -65,7 +65,7 @@ def _check_cluster(ctx: Context) -> tuple[list[Finding], list[str], Computes]:
 def make_finding_listing(
     findings: Sequence[Finding], known_computes: Computes = NO_COMPUTES, names: Mapping[str, str] = {}
 ) -> Listing:
-    """List findings, with uuids of `known_computes` as host names; `names` are of instances, by uuid."""
+    """List findings, with host names for computes, and `names` of instances by uuid."""
     columns = [Column('CODE'), Column('SUBJECT', rank=1, kind=UUID), Column('NAME', rank=2, min_width=24)]
     # Where it was found: a host's word is shown as that.
     columns += [Column('HOST', rank=3), Column('FINDING', min_width=40, folds=True)]

@@ -57,7 +57,7 @@ MAX_QUOTED_WORDS = 5
 class Context:
     """One running command: its arguments, its output, and connections made on first use.
 
-    Messages, but not data, replace each uuid in `display_names`: by the word typed for the instance, or the host name.
+    Messages, but not data, replace each uuid in `display_names` by the typed word or the host name.
     """
 
     def __init__(self, out: Terminal, config: ScheduleConfig, invocation: Invocation) -> None:
@@ -73,7 +73,10 @@ class Context:
         return make_style(self.options)
 
     def show(self, listing: Listing, errors: Sequence[EcompError] = (), is_single: bool = False) -> int:
-        """Print a listing, and errors on stderr; return 1 if there are any. `is_single`: JSON is the first row's."""
+        """Print a listing, print errors on stderr, and return the exit code.
+
+        With `is_single`, JSON and YAML have only the first row.
+        """
         from ecomp.cli.tables import render_listing
 
         if is_single:
@@ -84,7 +87,7 @@ class Context:
         return EcompError.exit_code if errors else 0
 
     def show_document(self, values: Sequence[object], text: str = '', is_array: bool = False) -> None:
-        """Print `text`, unless '', or with -f json/yaml the first value (all if `is_array`); no-op without values."""
+        """Print `text` in the table form, else the first of `values`, or all if `is_array`."""
         if values and self.form == TABLE:
             if text:
                 self.put_lines(text.split('\n'))
@@ -97,7 +100,6 @@ class Context:
         self.out.put(wrap_lines('\n'.join(lines), find_width()))
 
     def draw(self, text: str) -> None:
-        """Print rendered text; no-op for ''."""
         if text:
             self.out.draw(text)
 
@@ -112,7 +114,7 @@ class Context:
 
     @property
     def etcd_config(self) -> EtcdConfig:
-        """The configuration of etcd; `wait --timeout` shortens its timeout, but not below 0.5 s."""
+        """The configuration of etcd, with a timeout that `wait --timeout` may shorten."""
         etcd = self.config.etcd
         if self.name != 'wait' or self.options.timeout is None:
             return etcd
@@ -120,7 +122,7 @@ class Context:
 
     @cached_property
     def store(self) -> Store:
-        """The etcd client, made at first use. It asks placement which of an instance's requests has the claim."""
+        """The etcd client, which asks placement which request of an instance has the claim."""
         from ecomp.store.client import Store
 
         store = Store(self.etcd_config)
@@ -128,7 +130,7 @@ class Context:
         return store
 
     def read_claims(self, compute: str) -> Mapping[str, object]:
-        """Read a compute's claims by consumer, {} for an unknown compute; raise placement's other errors."""
+        """Read a compute's claims by consumer, {} for an unknown compute."""
         from ecomp.placement.allocations import read_provider_allocations
 
         try:
@@ -137,7 +139,7 @@ class Context:
             return {}
 
     def find_claiming_compute(self, instance: str) -> str:
-        """Ask placement which compute has the instance's claim, '' for none. Raises placement's errors."""
+        """Ask placement which compute has the instance's claim, '' for none."""
         from ecomp.model.allocation import find_compute
         from ecomp.placement.allocations import read_consumer
 
@@ -149,14 +151,14 @@ class Context:
 
     @cached_property
     def placement(self) -> Placement:
-        """The client of placement, made at first use; slow answers are reported on stderr."""
+        """The client of placement, whose slow answers are reported on stderr."""
         from ecomp.placement.client import Placement
 
         return Placement(self.config.placement, slow=self.slow_notice)
 
     @property
     def slow_notice(self) -> SlowAnswerReport:
-        """The seconds after which placement counts as slow, and a callback that reports only the first slow answer."""
+        """The seconds after which placement is slow, and a callback for the first slow answer."""
         import sys
 
         def report_slowness(backend: str, seconds: float) -> None:
@@ -170,7 +172,7 @@ class Context:
         return replace_uuids(text, self.display_names)
 
     def resolve_instance(self, word: str, instance_index: KeyIndex | None = None) -> str:
-        """Return the uuid that a word means, a whole uuid unchecked; messages show the first word typed for it."""
+        """Return the uuid that a word for an instance means, without checking a whole uuid."""
         from ecomp.scheduler.queries.find import resolve
 
         instance = resolve(self.store, word, instance_index)
@@ -178,14 +180,14 @@ class Context:
         return instance
 
     def resolve_compute(self, word: str) -> str:
-        """Return the uuid of the compute that a word means; a whole uuid is not checked."""
+        """Return the uuid that a word for a compute means, without checking a whole uuid."""
         from ecomp.scheduler.queries.computes import resolve_compute
 
         return resolve_compute(self.store, lambda: self.placement, word)
 
     @cached_property
     def instance_index(self) -> KeyIndex | None:
-        """The keys of all instances, listed once; for one word, of what was looked up. None if etcd does not answer."""
+        """The keys of all instances, listed once, or an empty index for a single word."""
         from ecomp.shared.places import KeyIndex, read_index
 
         if len(self.words) < 2:
@@ -197,7 +199,7 @@ class Context:
 
     @cached_property
     def computes(self) -> Computes:
-        """The computes in etcd, read once; messages use their host names from now on."""
+        """The computes in etcd, read once, whose host names messages use from then on."""
         from ecomp.scheduler.queries.computes import read_computes
 
         known_computes = read_computes(self.store)
@@ -205,7 +207,7 @@ class Context:
         return known_computes
 
     def name_computes(self) -> ComputeNames:
-        """Return `computes`, so that messages use host names; NO_COMPUTES, without names, if reading them fails."""
+        """Return `computes`, so that messages use host names, or NO_COMPUTES after an error."""
         from ecomp.model.host import NO_COMPUTES
 
         try:
@@ -214,7 +216,7 @@ class Context:
             return NO_COMPUTES
 
     def report_age(self, record: Record, remark: str | None = None) -> tuple[Absences, str | None]:
-        """Print one line if the record is old or there is a remark; return which hosts are absent, and that line."""
+        """Print a remark and why the record is old, and return the absent hosts and that line."""
         from ecomp.model.listing import NO_ABSENCES, is_on_host
         from ecomp.scheduler.queries.computes import read_absences
         from ecomp.shared.attempts import is_alive
@@ -232,14 +234,14 @@ class Context:
         return absences, line
 
     def find_each(self, find: Callable[[str], Result], words: Sequence[str] | None = None) -> tuple[list[Result], int]:
-        """Call `find` for each word; return the results and the first error's exit code, or 0."""
+        """Call `find` for each word, and return the results and the first error's exit code."""
         words, results = self.words if words is None else words, list[Result]()
         outcomes = Outcomes(self, words)
         outcomes.process_each(list(words), lambda word: results.append(find(word)))
         return results, outcomes.exit_code
 
     def close(self) -> None:
-        """Close the connection to etcd, if any; the next use of `store` opens another. Placement's stays open."""
+        """Close the connection to etcd, which the next use of `store` opens again."""
         if 'store' in vars(self):
             vars(self).pop('store').close()
 
@@ -247,10 +249,10 @@ class Context:
 class Command(NamedTuple):
     """The row of one command: its usage, its help, and the functions behind it.
 
-    `parse_words` gets name and words, and returns canonical words. `find_problems` gets name, words and options. Both
-    may raise UsageError. `run` returns the exit code; its EcompErrors end the command. `options` maps fields of Options
-    to their help here ('': the general one). `exit_codes` are those beside 0, 1, 2 and 7, which every command may have.
-    Without `needs_config` no configuration is read. `example` is a whole command line.
+    `parse_words` gets name and words, and returns canonical words. It may raise UsageError, as `find_problems` may.
+    `run` returns the exit code. An EcompError from it ends the command.
+    `options` maps fields of Options to their help here, '' for the general one.
+    `exit_codes` are those beside 0, 1, 2 and 7, which every command may have.
     """
 
     name: str
@@ -266,15 +268,13 @@ class Command(NamedTuple):
     find_problems: Callable[[str, Sequence[str], Options], Iterable[str]] = lambda *_: ()
 
     def list_options(self, are_common: bool | None = None) -> list[Option]:
-        """List the options and --config: all, or only those that the help of all commands describes, or the others.
-
-        A --wait with its own help is shown without =STAGE.
-        """
+        """List the options and --config, all of them or only those that are common or not."""
         help_by_field = {
             field: text
             for field, text in {**self.options, 'config': ''}.items()
             if are_common in (None, field in COMMON_OPTIONS and not text)
         }
+        # A --wait with its own help is shown without =STAGE.
         return [
             row._replace(metavar='' if row.metavar.startswith('[') else row.metavar, help=text) if text else row
             for field, rows in OPTIONS.items()
@@ -284,7 +284,7 @@ class Command(NamedTuple):
 
 
 class Invocation(NamedTuple):
-    """A parsed command line; uuids among the words are canonical."""
+    """A parsed command line, in which whole uuids are canonical."""
 
     name: str
     words: tuple[str, ...]
@@ -310,9 +310,9 @@ def make_wait_options(condition: str) -> dict[str, str]:
 
 
 class Outcomes:
-    """The outcome for each word of a command; a failure for one word does not stop the others.
+    """The outcome for each word of a command.
 
-    `results` maps each different word to {"word", facts, "said": [sentences], "error": {"code", "said"} or None}.
+    `results` maps each word to {"word", facts, "said": [sentences], "error": {"code", "said"} or None}.
     `exit_code` is that of the first failure, or 0.
     """
 
@@ -330,7 +330,7 @@ class Outcomes:
         wait: Callable[[str, Deadline], None] | None = None,
         retry_command: str = '',
     ) -> int:
-        """Submit each word, and with --wait `wait` for true results; print the document of -f; return the exit code."""
+        """Submit each word, and with --wait call `wait` for each word with a true result."""
         pending = list(self.results)
         accepted = list[str]()
         try:
@@ -347,7 +347,7 @@ class Outcomes:
         return self.finish()
 
     def process_each(self, pending: list[str], work: Callable[[str], object]) -> None:
-        """Call `work` for each word and remove the word from `pending`; print and record EcompErrors."""
+        """Call `work` for each pending word, and print and record its EcompError."""
         while pending:
             try:
                 work(pending[0])
@@ -361,8 +361,7 @@ class Outcomes:
     ) -> None:
         """Call `work` for each word, with one deadline of --timeout seconds for all.
 
-        EcompErrors are printed and recorded for their word. Ctrl-C ends the wait without an error: a hint with
-        `retry_command`, the unfinished words and `suffix` is printed, and exit code 6 is recorded for these words.
+        Ctrl-C ends the wait with exit code 6. The hint names `retry_command`, the unfinished words and `suffix`.
         """
         from ecomp.scheduler.changes.wait import Deadline
 
@@ -378,7 +377,7 @@ class Outcomes:
                 self._record_failure(word, interrupted)
 
     def report(self, word: str, sentence: str = '', **facts: object) -> None:
-        """Print and store a sentence about a word, unless it is '', and store further facts about the word."""
+        """Print and store a sentence about a word, unless it is '', and store further facts."""
         if sentence:
             self._ctx.out.say(sentence)
             self.results[word]['said'].append(self._ctx.replace_uuids(sentence))

@@ -47,8 +47,8 @@ PLANNED_WORDS = frozenset({
 
 
 def load_rows(module: str) -> Sequence[Command]:
-    """Import only one module of FAMILIES ('create'), for speed, and return its rows; ValueError for another name."""
-    match module:
+    """Import one module of FAMILIES, such as 'create', and return its rows."""
+    match module:  # loading all of them would be slow
         case 'create':
             from ecomp.cli.create import COMMANDS as ROWS
         case 'apply':
@@ -79,7 +79,7 @@ def load_rows(module: str) -> Sequence[Command]:
 
 
 class _Commands(Mapping[str, Command]):
-    """The row of each command by its name; a look-up imports the module of that row only."""
+    """The row of each command by its name, whose module is imported on look-up."""
 
     _modules: Mapping[str, str] = {name: module for module, names in BY_MODULE.items() for name in names}
 
@@ -108,7 +108,7 @@ MAX_FLAG_COLUMN_WIDTH = 26
 
 
 def parse(argv: Sequence[str]) -> Invocation:
-    """Parse a command line; the name is HELP, with the words of a command, for --help, and VERSION for --version."""
+    """Parse a command line, whose name is HELP for --help and VERSION for --version."""
     try:  # the rest of a line with --help or --version is ignored
         return _parse(argv)
     except UsageError as error:
@@ -147,7 +147,7 @@ def _join_wait_stage(argv: Sequence[str]) -> list[str]:
 
 
 def _find_command(words: Sequence[str], has_flavor: bool) -> tuple[str, tuple[str, ...]]:
-    """Return the command's name and its parsed words; a line without a name is CREATE or QUERY."""
+    """Return the command's name, CREATE or QUERY for a line without one, and its words."""
     if has_flavor and (not words or is_image(words[0])):
         return CREATE, COMMANDS[CREATE].parse_words(CREATE, words)
     if not words:
@@ -192,7 +192,7 @@ def _find_command_to_explain(argv: Sequence[str]) -> str:
 
 
 def format_help(name: str) -> str:
-    """Return the help of a command, of several for a word of FAMILY_WORDS (`host`), or of all for ''."""
+    """Return the help of a command, of the commands of a family (`host`), or of all for ''."""
     if name in FAMILY_WORDS and name not in COMMANDS:
         lines = [format_summary(COMMANDS[f'{name} {second}']) for second in FAMILY_WORDS[name]]
         more = f'`eschedule {name} SUBCOMMAND --help` describes one of these commands.'
@@ -218,7 +218,7 @@ def _format_command_help(command: Command) -> str:
 
 
 def format_options(options: Sequence[Option]) -> Iterator[str]:
-    """Yield the help of each option, folded to HELP_WIDTH; flags too long for their column are yielded before it."""
+    """Yield the help of each option, folded to HELP_WIDTH."""
     heads = [', '.join(f'{flag} {option.metavar}'.rstrip() for flag in option.flags) for option in options]
     column = min(max(map(len, heads)) + 4, MAX_FLAG_COLUMN_WIDTH)
     for head, option in zip(heads, options, strict=True):

@@ -1,4 +1,4 @@
-"""Complete a command line: `eschedule __complete CURRENT BEFORE…`, and the scripts by which shells run it."""
+"""Completion: `eschedule __complete CURRENT BEFORE…`, and the shell scripts that run it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ FIRST_WORDS = tuple(dict.fromkeys(name.partition(' ')[0] for name in COMMAND_NAM
 def print_candidates(
     put: Callable[[str], None], commands: Mapping[str, Command], current: str = '', *before: str
 ) -> int:
-    """Print the candidates for the word `current` of a command line behind the words `before`, a line each."""
+    """Print the candidates for the word `current` behind the words `before`, a line each."""
     flag, equals, typed = current.partition('=')
     prefix = f'{flag}=' if equals and flag in FLAGS else ''
     named_files = [value for option, value in zip(before, before[1:], strict=False) if option == '--config']
@@ -76,7 +76,7 @@ def _find_sources(commands: Mapping[str, Command], current: str, before: Sequenc
 
 
 def _split_line(before: Sequence[str]) -> tuple[list[str], str]:
-    """Split a line into its words without the options, and the option whose value comes next, '' for none."""
+    """Return the words without options, and the option whose value comes next, '' for none."""
     words, pending_flag = list[str](), ''
     for word in before:
         if pending_flag:
@@ -105,7 +105,6 @@ def _find_value_sources(flag: str) -> Sequence[Source]:
 
 
 def _list_names(commands: Mapping[str, Command], name: str, columns: str, config_file: str | None = None) -> list[str]:
-    """Run the command that lists the names; what it printed before an error counts."""
     from ecomp.conf import load_schedule
     from ecomp.yaml_file import parse_config_option
 

@@ -127,7 +127,6 @@ def _place(ctx: Context, order: Order) -> int:
 def _report_and_wait(
     ctx: Context, instances: Sequence[NewInstance], remarks: Callable[[], Iterable[str]], output_error_prefix: str = ''
 ) -> int:
-    """Print the new instances and the remarks, then wait if --wait asks for it; return the exit code."""
     is_put = False
     placed = {row['instance']: row.get('compute', '') for row in instances}
     try:
@@ -241,7 +240,6 @@ def _make_set_order(ctx: Context, order: Order, query: str) -> SetOrder:
 
 
 def _build_query(ctx: Context) -> str:
-    """Combine query, --flavor and --on; UsageError, NotFound or Conflict if invalid. A uuid in --on is unchecked."""
     from ecomp.model.query import check_query, resolve_trees
 
     query, flavor, on = ctx.words[0], ctx.options.flavor, ctx.options.on
@@ -308,7 +306,7 @@ def _report_no_capacity(ctx: Context, error: NoCapacity, backend: Backend, query
 def report_refusal(
     ctx: Context, error: NoCapacity, report_reasons: Callable[[Callable[[str], None]], None] | None = None
 ) -> int:
-    """Print the refusal, then the reasons, which `report_reasons` may take a while to find; return the exit code, 3."""
+    """Print the refusal, then the reasons, and return the exit code."""
     with suppress(OSError):  # run() flushes again and reports the error
         if ctx.form == TABLE:
             ctx.out.put('NO ALLOCATIONS LEFT')
@@ -345,14 +343,14 @@ def _read_guest_files(ctx: Context) -> tuple[tuple[str, ...] | None, bytes | Non
 
 
 def is_large_cluster(etcd: EtcdConfig) -> bool:
-    """Return True if the marker file exists: when last seen, the cluster had more than LARGE_CLUSTER_SIZE computes."""
+    """Return whether the cluster was large when it was last seen."""
     with suppress(OSError, RuntimeError):
         return _find_marker_path(etcd).exists()
     return False
 
 
 def remember_cluster_size(etcd: EtcdConfig, compute_count: int) -> None:
-    """Create or remove the marker file of a large cluster; ignore errors, it is only a hint."""
+    """Create or remove the marker file of a large cluster."""
     with suppress(OSError, RuntimeError):
         path = _find_marker_path(etcd)
         if compute_count > LARGE_CLUSTER_SIZE:

@@ -1,4 +1,4 @@
-"""Commands that enter a guest: ssh, which trusts only reported or accepted host keys, and the console, by `reach`."""
+"""Commands that enter a guest: ssh, its console, and the log of the console."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _print_log(ctx: Context) -> int:
 
 
 def read_last_lines(ctx: Context, record: Record) -> list[str]:
-    """Return the last MAX_LAST_LINES of the console but the empty ones; fewer or [] after a timeout or an error."""
+    """Return the last lines of a console that are not empty, as far as they arrive in time."""
     if record.console is None:
         return []
     with suppress(EcompError, ValueError, OSError):
@@ -129,7 +129,6 @@ def read_last_lines(ctx: Context, record: Record) -> list[str]:
 
 
 def _run_command(command: Sequence[str]) -> bytes:
-    """Run a command for LAST_LINES_TIMEOUT_SECONDS at most; return the beginning of its output."""
     import signal
     import subprocess
     import tempfile
@@ -150,10 +149,9 @@ def _run_command(command: Sequence[str]) -> bytes:
 
 
 def _make_ssh_options(ctx: Context, access: computes.GuestAccess, accept_new: bool) -> Mapping[str, str]:
-    """Return the ssh options for a guest; if it reported host keys, write them to its known_hosts file first.
+    """Return the ssh options for a guest, and write its reported host keys to a file.
 
-    Without reported keys ssh trusts the key accepted before or, with `accept_new`, the first that the guest shows. With
-    neither it raises StillGoing if a report may come, else EcompError; EcompError also without a home directory.
+    Without reported keys, ssh trusts the key accepted before or, with `accept_new`, the first that the guest shows.
     """
     instance, keys = access.record.instance, access.record.host_keys
     known_hosts = _find_known_hosts_directory() / instance
@@ -181,11 +179,10 @@ def _is_report_overdue(record: Record) -> bool:
 
 
 def _write_if_changed(path: Path, text: str) -> None:
-    """Write a file atomically, as ssh may read it concurrently; no-op if it has this text."""
     with suppress(OSError):
         if path.read_text() == text:
             return
-    temporary = path.with_name(f'{path.name}.{os.getpid()}')
+    temporary = path.with_name(f'{path.name}.{os.getpid()}')  # ssh may read the file concurrently
     try:
         temporary.write_text(text)
         temporary.replace(path)

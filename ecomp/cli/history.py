@@ -1,8 +1,4 @@
-"""Explain placements (`why`), draw how long stages took, print `events`, and the commands of requests.
-
-A stage's duration counts from the stage before it. Later boots have only the stages of a boot. The first two stages are
-timed by eschedule's clock, the others by the compute's, so a duration may be negative.
-"""
+"""Explain placements, draw how long stages took, and print events and commands of requests."""
 
 from __future__ import annotations
 
@@ -59,10 +55,7 @@ MAX_REMEMBERED = 10_000
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why an instance is on its compute or, if `waiting` is not None, why it is still in its queue.
-
-    `choice` is None if unknown; `group` is None without one. `instance_names` are by uuid, {} without a group.
-    """
+    """Why an instance is on its compute or, with `waiting`, why it is still in its queue."""
 
     record: Record
     computes: Computes
@@ -93,7 +86,7 @@ def explain_placement(store: Store, placement: Callable[[], Placement], entries:
 
 
 def explanation_to_dict(explanation: Explanation) -> dict[str, Any]:
-    """Return the JSON document of `eschedule why`; parts that are unknown or absent are None."""
+    """Return the JSON document of `eschedule why`."""
     record, choice, group, naming = explanation.record, explanation.choice, explanation.group, explanation.computes
     membership = group and {**group.membership._asdict(), 'others': explanation.other_members}
     document = {field: getattr(record, field) for field in ('instance', 'compute', 'query')}
@@ -177,9 +170,9 @@ def _explain_choice(choice: PlacementReason | None) -> str:
 
 
 def timeline_to_dict(record: Record) -> dict[str, Any]:
-    """Return the last boot and its stages for JSON, `error` last after a failure.
+    """Return the last boot and its stages for JSON.
 
-    Without a boot the stages are the record's. Boot 1 includes those before it. Malformed times are omitted.
+    Boot 1 includes the stages before it. Without a boot, the stages are those of the record.
     """
     boot = record.last_boot
     stages = record.stages if boot is None else boot.stages
@@ -187,6 +180,7 @@ def timeline_to_dict(record: Record) -> dict[str, Any]:
         stages = {**{name: time for name, time in record.stages.items() if name not in BOOT_STAGES}, **stages}
     candidates = [(stage, _parse_seconds(stages[stage])) for stage in (*STAGES, ERROR) if stage in stages]
     times = [(stage, seconds) for stage, seconds in candidates if seconds is not None]
+    # eschedule's clock times the first two stages, the compute's clock the others: a duration may be negative.
     rows = [
         {
             'stage': stage,
@@ -239,7 +233,7 @@ def _parse_seconds(time: str) -> float | None:
 
 
 def print_timeline(ctx: Context, record: Record) -> int:
-    """Print the last boot as bars, or as JSON; return the exit code."""
+    """Print the last boot as bars, or as JSON."""
     if ctx.form == TABLE:
         ctx.draw(draw_timeline(record, ctx.style))
     ctx.show_document([timeline_to_dict(record)])  # nothing for a table
@@ -294,10 +288,7 @@ def _print_events(ctx: Context) -> int:
 
 
 class _Selection:
-    """Events of the instances that `words` name, or of all without a word, and on `host` unless that is ''.
-
-    A word is a name, a uuid or the first digits of one. `unseen` has the words that no event had so far.
-    """
+    """A selection of events by `words`, unless there are none, and by `host`, unless it is ''."""
 
     def __init__(self, words: Sequence[str], host: str) -> None:
         self._prefixes = {word: parse_uuid_prefix(word) or '-' for word in words}  # no uuid begins with -
@@ -305,7 +296,6 @@ class _Selection:
         self.unseen = set(words)
 
     def has(self, event: Event, name: str) -> bool:
-        """Return whether an event, of an instance with this name ('': unknown), is selected."""
         uuid = event.instance
         words = {word for word, start in self._prefixes.items() if word in (name, uuid) or uuid.startswith(start)}
         self.unseen -= words
@@ -313,7 +303,7 @@ class _Selection:
 
 
 def _select_since(events: Iterator[tuple[str, str]], since: str) -> Iterator[tuple[str, str]]:
-    """Yield the first event since an ISO time, those without a time just before it, and all after it."""
+    """Yield the events since an ISO time, and those without a time just before the first."""
     undated = deque[tuple[str, str]](maxlen=MAX_REMEMBERED)
     for event in events:
         if event[0] and event[0] < since:
@@ -327,7 +317,7 @@ def _select_since(events: Iterator[tuple[str, str]], since: str) -> Iterator[tup
 
 
 def _read_events(ctx: Context, history: History) -> Iterator[Event]:
-    """Yield the events of a history; if it starts at revision 1, first print how far back it goes."""
+    """Yield the events of a history, and print before them how far back it goes."""
     from ecomp.model.events import make_events
 
     known_computes = read_computes(ctx.store)
@@ -346,7 +336,6 @@ def _read_events(ctx: Context, history: History) -> Iterator[Event]:
 
 
 def _add_forgotten(known_computes: Computes, presences: Mapping[str, bytes | None]) -> Computes:
-    """Add the host names of computes that etcd no longer knows, by their presences in its history."""
     names = {compute: load_object_or_empty(value or b'').get('hostname') for compute, value in presences.items()}
     new = {key: str(name) for key, name in names.items() if is_hostname(name) and not known_computes.find_hostname(key)}
     hostnames = {**known_computes.stored_hostnames, **new}
@@ -360,14 +349,14 @@ def _report_since(ctx: Context, since: int) -> None:
 
 
 class EventFormatter:
-    """Formats events in order. Without a name an event gets its instance's last name."""
+    """Formats events in their order, each with the last known name of its instance."""
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
         self._instances: dict[str, set[str]] = {}
 
     def remember_name(self, event: Event) -> str:
-        """Return the name of the event's instance, '' if it is unknown. Call it for each event, in order."""
+        """Remember and return the name of an event's instance, '' if it is unknown."""
         name, instance = event.name, event.instance
         if name and instance and (instance in self._names or len(self._names) < MAX_REMEMBERED):
             self._names[instance] = name
@@ -375,7 +364,7 @@ class EventFormatter:
         return name or self._names.get(instance, '')
 
     def format_line(self, event: Event) -> str:
-        """Return the line of an event, with its time or else its revision; several instances of a name: with uuid."""
+        """Return the line of an event, with its time or else its revision."""
         name, when = self.remember_name(event), event.time or f'revision {event.revision}'
         is_ambiguous = len(self._instances.get(name, ())) > 1 and event.instance[:8] not in event.says
         subject = f'{name} ({event.instance[:8]})' if is_ambiguous else name or event.instance
@@ -391,7 +380,7 @@ SUFFIXES = {'--ssh-key': '.pub', '--user-data': '.user-data'}
 
 
 def print_command(ctx: Context, entries: InstanceEntries) -> int:
-    """Print the command that creates an instance again; raise Conflict if its query or image is unknown."""
+    """Print the command that creates an instance again."""
     import shlex  # imported here, as the next one: seldom needed
 
     instance = entries.record.instance

@@ -1,4 +1,4 @@
-"""What commands read beside their options: files, stdin, names of images, and who runs the command."""
+"""What commands read beside options: files, stdin, names of images, and who runs them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ CLOUD_CONFIG = b'#cloud-config'
 
 
 def resolve_image(config: ScheduleConfig, image: str) -> str:
-    """Return the URL of an image, which may be a name in schedule.yaml; ValueError if it is neither."""
+    """Return the URL of an image, which may be a name in schedule.yaml.
+
+    Raises:
+        ValueError: it is neither a URL nor such a name.
+    """
     if '/' not in image and image not in config.images and image != config.image:
         known = f': it has {", ".join(config.images)}' if config.images else ''
         problem = f'the image {image!r:.80} is neither a URL nor a name in `images:` of schedule.yaml'
@@ -49,10 +53,9 @@ def describe_owner(since: str) -> dict[str, object]:
 
 
 def read_user_data(source: str | Path | bytes, warn: Callable[[str], None]) -> bytes:
-    """Read user-data of at most 256 KiB, `-` for stdin; UsageError with the file's name if invalid.
+    """Read user-data from a file, from stdin for `-`, or from bytes.
 
-    Bytes are the user-data itself. `warn` gets a line if cloud-init would ignore the data, which is accepted: other
-    programs in guests may use it.
+    `warn` gets a line if cloud-init would ignore the data. Other programs in guests may use it.
     """
     label, data = 'user-data', source
     if not isinstance(data, bytes):
@@ -75,7 +78,7 @@ def read_user_data(source: str | Path | bytes, warn: Callable[[str], None]) -> b
 
 
 def read_ssh_keys(sources: Sequence[str | Path | bytes]) -> tuple[str, ...]:
-    """Read the unique public keys of files or texts; UsageError, with file and line, if invalid or too large."""
+    """Read the unique public keys of files or texts."""
     unique_keys, limit = dict[str, None](), user_data.MAX_SSH_KEYS_BYTES
     for source in sources:
         label, data = 'ssh keys', source
@@ -91,7 +94,7 @@ def read_ssh_keys(sources: Sequence[str | Path | bytes]) -> tuple[str, ...]:
 
 
 def read_file(label: str, path: str | Path, limit_bytes: int, advice: str) -> bytes:
-    """Read a file, `-` for stdin; UsageError with `label` if unreadable or, with `advice`, above `limit_bytes`."""
+    """Read a file, or stdin for `-`, of at most `limit_bytes`."""
     try:
         # Closed, sys.stdin could not be asked later whether it is a terminal.
         with open(0 if path == STDIN else path, 'rb', closefd=path != STDIN) as file:

@@ -1,4 +1,4 @@
-"""Commands that show instances and commands that wait for them; none changes an instance."""
+"""Commands that show instances or wait for them."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def _describe_problem(record: Record, known_computes: Computes, absences: Absenc
 def make_record_details(
     record: Record, known_computes: Computes = NO_COMPUTES, absences: Absences = NO_ABSENCES
 ) -> Details:
-    """Return all details of a record; `waits` says if no compute takes it from its queue."""
+    """Return all details of a record."""
     fields = _list_fields(record, known_computes, absences)
     shown = [(name, cell or None) for name, cell in fields if cell or name in ALWAYS_SHOWN]
     possible_fields = dict.fromkeys(name for name, _ in _list_fields(Record('', '', ''), NO_COMPUTES, NO_ABSENCES))
@@ -293,7 +293,7 @@ def make_record_details(
 
 
 def _list_fields(record: Record, known_computes: Computes, absences: Absences) -> Iterator[tuple[str, str | None]]:
-    """Yield each field that an instance may have, '' or None without a value; interfaces are numbered."""
+    """Yield each field that an instance may have, '' or None without a value."""
     state = absences.get_state(record)
     yield 'instance', record.instance
     yield 'name', record.name

@@ -57,7 +57,7 @@ def _list_hosts(ctx: Context) -> int:
 
 
 def _change_host_status(ctx: Context) -> int:
-    """Enable or drain (ctx.name) all hosts, or none if one is unknown; return the highest exit code."""
+    """Enable or drain all hosts, or none if one is unknown."""
     from ecomp.scheduler.operations import decommission
 
     outcomes, changed_guests = Outcomes(ctx, ctx.words, compute=None), set[str]()
@@ -176,7 +176,6 @@ def _evacuate(ctx: Context) -> int:
 
 
 def _move_guests(ctx: Context, target: str, host: str) -> tuple[list[Evacuated], int]:
-    """Disable the compute and evacuate its guests; return what became of them, and the exit code."""
     import random
 
     from ecomp.cli.input import describe_owner
@@ -208,7 +207,6 @@ def _move_guests(ctx: Context, target: str, host: str) -> tuple[list[Evacuated],
 
 
 def _report_evacuated(ctx: Context, host: str, outcomes: Sequence[Evacuated], code: int) -> int:
-    """Print what became of the guests, with --wait after a wait for the new ones; return the exit code."""
     from ecomp.cli.waiting import wait_for_new
 
     moved = {outcome.replaced_by: outcome for outcome in outcomes if not outcome.reason}
@@ -282,7 +280,7 @@ def make_move_listing(moves: Sequence[Move], known_computes: Computes) -> Listin
 def make_evacuation_listing(
     outcomes: Sequence[Evacuated], statuses: Mapping[str, Mapping[str, Any]], known_computes: Computes
 ) -> Listing:
-    """List evacuated guests by name, with their new instance, its compute and its address, or why they stay."""
+    """List evacuated guests by name, with their new instances or why they stay."""
     rows = []
     for old, name, new, compute, reason in sorted(outcomes, key=lambda each: make_sort_key(each.name)):
         place = {'replaced_by': new or None, 'compute': compute or None, 'host': known_computes.find_hostname(compute)}
@@ -295,7 +293,7 @@ def make_evacuation_listing(
 
 
 def make_absorption_listing(plans: Mapping[str, Sequence[Move]], known_computes: Computes) -> Listing:
-    """List computes: how many guests each has, how many would fit elsewhere, and why the first other one would not."""
+    """List for each compute how many of its guests would fit elsewhere."""
     rows = []
     for compute, moves in plans.items():
         unplaced = make_move_listing([move for move in moves if move.candidate is None], known_computes).rows

@@ -1,10 +1,9 @@
 """Rows, parsers and checks of eschedule's options and words. Pure, and quick to import.
 
-A parser of words gets a command's name and words; it returns the words, whole uuids in canonical form, or raises
-UsageError. Options is a NamedTuple, which is created ten times as fast as a dataclass. Its annotations are used at run
-time, so there is no `from __future__ import annotations`.
+A parser of words returns them with whole uuids in canonical form. Parsers and checks raise UsageError.
 """
 
+# Without `from __future__ import annotations`, because OPTIONS reads the annotations of Options.
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -56,7 +55,7 @@ Words = tuple[str, ...]
 
 
 def parse_uuid(word: str) -> str:
-    """Return a uuid in canonical form; UsageError if no instance can have it."""
+    """Parse the uuid of an instance into canonical form."""
     canonical = _normalize_uuid(word)
     if canonical is None:
         raise UsageError(f'{word!r} is not a valid uuid of an instance. Try: --help')
@@ -64,21 +63,21 @@ def parse_uuid(word: str) -> str:
 
 
 def parse_nothing(name: str, words: Sequence[str]) -> Words:
-    """Accept no words; raise UsageError if there are any."""
+    """Require that there are no words."""
     if words:
         raise UsageError(f'{name}: unexpected argument {" ".join(words)!r}')
     return ()
 
 
 def parse_bare_instance(_: str, words: Sequence[str]) -> Words:
-    """Parse the only word of a line without a command, an instance; `words` must not be empty."""
+    """Parse the words of a line without a command, which must be one instance."""
     if len(words) > 1:
         raise UsageError(f'{words[0]!r} is not a command')
     return (_parse_instance(words[0], 'neither a command nor an instance'),)
 
 
 def parse_instance_and_command(name: str, words: Sequence[str]) -> Words:
-    """Parse [USER@]INSTANCE, if any, and the words of a command for the guest, which are not checked."""
+    """Parse [USER@]INSTANCE, if any, and keep the words of a command for the guest unchecked."""
     if not words:
         return ()
     user, word = split_user(words[0])
@@ -87,7 +86,7 @@ def parse_instance_and_command(name: str, words: Sequence[str]) -> Words:
 
 
 def split_user(word: str) -> tuple[str, str]:
-    """Split `[USER@]<id>` into user ('' for none) and instance (not checked); UsageError for an invalid user."""
+    """Split `[USER@]<id>` into the user, '' for none, and the unchecked instance."""
     user, at, instance = word.rpartition('@')
     with convert_to_usage_error():
         return check_user(user) if at else '', instance
@@ -106,7 +105,7 @@ def _parse_instance(word: str, problem: str = _INVALID_INSTANCE) -> str:
 
 
 def _normalize_uuid(word: str) -> str | None:
-    """Return a uuid of any form in canonical form; None for another word, or if no instance can have it (nil)."""
+    """Return a uuid of any form in canonical form, or None if no instance can have it."""
     if keys.is_uuid(word):
         return word
     import uuid  # parses other forms, but is slow to load
@@ -119,7 +118,7 @@ def _normalize_uuid(word: str) -> str | None:
 
 
 def parse_query_and_image(name: str, words: Sequence[str]) -> Words:
-    """Return the query ('' if none) and any second word, unchecked; UsageError for a third, or a query without =."""
+    """Return the query, '' for none, and the unchecked image, if there is one."""
     words = ['', *words] if not words or is_image(words[0]) else list(words)
     if len(words) > 2:
         problem = f'{name}: unexpected argument {words[2]!r} after query and image URL'
@@ -131,7 +130,7 @@ def parse_query_and_image(name: str, words: Sequence[str]) -> Words:
 
 
 def is_image(word: str) -> bool:
-    """Return True for a URL, False for a query, which may contain :// only after a =."""
+    """Return whether a word is a URL, as opposed to a query, which has :// only after a =."""
     return '://' in word.partition('=')[0]
 
 
@@ -142,7 +141,7 @@ def _normalize_if_uuid(word: str) -> str:
 def _make_word_parser(
     min_count: int, max_count: int | None, complaint: str, parse_word: Callable[[str], str] = str
 ) -> Callable[[str, Sequence[str]], Words]:
-    """Make a parser that applies `parse_word` to each word; UsageError with `complaint` for too few or too many words.
+    """Make a parser that requires a number of words, and applies `parse_word` to each.
 
     `complaint` is a format string: {name} is the command, {what} its first word, or project for quota.
     """
@@ -173,7 +172,7 @@ parse_flavor_and_query = _make_word_parser(
 
 
 def parse_project_and_limits(name: str, words: Sequence[str]) -> Words:
-    """Check the project; return all words, the limits unparsed. UsageError also without limits."""
+    """Check the project, and return all words with the limits unparsed."""
     if len(words) < 2 or '=' in words[0]:
         problem = f'{name}: missing argument: a project and its limits'
         raise UsageError(f'{problem}. Try: eschedule {name} web VCPU=10 instances=5')
@@ -189,7 +188,7 @@ def check_project(project: str) -> None:
 
 
 def parse_period(text: str) -> float:
-    """Return the seconds of a period, a number and its unit (90s, 15m, 2h, 1d); ValueError for another text."""
+    """Convert a period such as 90s, 15m, 2h or 1d to seconds."""
     if not re.fullmatch('[0-9]{1,5}[smhd]', text):
         raise ValueError(text)
     return float(text[:-1]) * {'s': 1, 'm': 60, 'h': 3600, 'd': 86400}[text[-1]]
@@ -201,9 +200,9 @@ def parse_period(text: str) -> float:
 class Option(NamedTuple):
     """The row of one option.
 
-    `metavar` is '' if the option has no value, and begins with [ if the value is optional and given after a =. `parse`
-    converts the text, and the result has to be one of any `choices`. An option that `repeats` collects a list; one
-    without a value stores `const`.
+    `metavar` is '' for an option without a value. It begins with [ if the value is optional and given after a =.
+    The typed text has to be one of any `choices`. `parse` converts it, or raises ValueError or UsageError.
+    An option that `repeats` collects a list. An option without a value stores `const`.
     """
 
     flags: tuple[str, ...]
@@ -221,10 +220,11 @@ def _make_option(usage: str, help: str, **more: Any) -> Option:
     return Option(flags, ''.join(words[len(flags) :]), help, **more)
 
 
+# A NamedTuple is created ten times as fast as a dataclass.
 class Options(NamedTuple):
-    """The values of the options; one that is not given is None or False. Two options of one field exclude each other.
+    """The values of the options, None or False for those that are not given.
 
-    `wait` is '' for --wait alone, `stage` is --for, `size` is --count, and `uuid` is canonical.
+    `wait` is '' for --wait alone. Two options of one field exclude each other.
     """
 
     # fmt: off
@@ -363,7 +363,7 @@ class Options(NamedTuple):
 
     @property
     def membership(self) -> Membership | None:
-        """The group by --group, None without it; `strict` is None without --strict and --soft."""
+        """The group by --group, with `strict` None without --strict and --soft."""
         strict = None if self.strictness is None else self.strictness == 'strict'
         return None if self.group is None else Membership(self.group, self.policy, strict)
 
@@ -380,7 +380,7 @@ OPTIONS: Mapping[str, tuple[Option, ...]] = {field: row.__metadata__ for field, 
 
 
 def find_option_problems(name: str, options: Options, accepted_fields: Collection[str]) -> Iterator[str]:
-    """Yield what is wrong with options by the rules for all commands; --config is always accepted."""
+    """Yield what is wrong with options by the rules for all commands."""
     given_fields = {key for key, value in options._asdict().items() if value is not None and value is not False}
     for field in sorted(given_fields.difference(accepted_fields, {'config'})):
         rows = OPTIONS[field]
@@ -476,7 +476,7 @@ _NEGATIVE = re.compile(r'-\d*\.?\d+')
 
 
 def find_info_option(argv: Sequence[str]) -> str:
-    """Return HELP or VERSION if a word before `--` asks for it, even in an invalid line; or ''."""
+    """Return HELP or VERSION if a word before `--` asks for it, else ''."""
     for word in _cut_before_end_marker(argv):
         flags = _find_flags(word)
         if len(flags) == 1 and (field := FLAGS[flags[0]][0]) in (HELP, VERSION):
@@ -485,10 +485,10 @@ def find_info_option(argv: Sequence[str]) -> str:
 
 
 def parse_command_line(argv: Sequence[str]) -> tuple[list[str], Options]:
-    """Parse a command line into words and options; UsageError if it is invalid.
+    """Parse a command line without --help and --version into words and options.
 
-    Options may stand anywhere before `--`. Everything after `--` is a word, as are - and negative numbers. A unique
-    beginning of a long option is enough. After the first word `log`, -f is --follow. find_info_option() must be ''.
+    Options may stand anywhere before `--`. A unique beginning of a long option is enough.
+    What stands after `--` is a word, as are - and negative numbers. After the first word `log`, -f is --follow.
     """
     words: list[str] = []
     values: dict[str, Any] = {}
@@ -535,7 +535,7 @@ def _find_flags(word: str) -> list[str]:
 
 
 def _split_option(word: str) -> tuple[str, str | None]:
-    """Return the full flag of a word and its value (=20, -n20), None if absent; UsageError if unknown or ambiguous."""
+    """Return the full flag of a word, and the value attached to it (=20, -n20) or None."""
     flags = _find_flags(word)
     typed, equals, value = word.partition('=')
     if len(flags) > 1:

@@ -28,7 +28,7 @@ SELECTORS: Mapping[str, str] = {
 
 
 def make_filter(ctx: Context) -> RecordFilter:
-    """Make the filter of the options; NotFound for a stack that was never applied."""
+    """Make the filter of the options, or raise NotFound for a stack never applied."""
     options = ctx.options
     compute = None if options.host is None else ctx.resolve_compute(options.host)
     if options.stack is not None:
@@ -46,7 +46,10 @@ def select_records(
     known_computes: Computes,
     errors: list[EcompError],
 ) -> tuple[list[Record], Absences]:
-    """Return the records that pass the filter, and which of their hosts are absent; add an error of placement."""
+    """Return the records that pass the filter, and which of their hosts are absent.
+
+    An error of placement is added to `errors`.
+    """
     from ecomp.scheduler.queries.computes import read_absences
 
     candidates = record_filter._replace(states=None).select(records)
@@ -57,12 +60,12 @@ def select_records(
 
 
 def has_selectors(options: Options) -> bool:
-    """Return True if options select instances."""
+    """Return whether options select instances."""
     return any(getattr(options, field) not in (None, False) for field in SELECTORS)
 
 
 def find_conflicts(name: str, words: Sequence[str], options: Options) -> Iterator[str]:
-    """Yield what is wrong unless there are either words or selectors; a file counts as a selector."""
+    """Yield what is wrong unless there are either words or selectors or a file."""
     is_selected = has_selectors(options) or options.file is not None
     if words and is_selected:
         yield f'{name}: give either instances, or options that select them'
@@ -78,7 +81,7 @@ def sort_records(records: Iterable[Record]) -> list[Record]:
 
 
 def list_selected(ctx: Context) -> list[Record]:
-    """Read the records that the options select; print the errors of malformed ones. NotFound for none.
+    """Read the records that the options select, or raise NotFound for none.
 
     Gone instances are selected only by `destroy --state gone`.
     """
@@ -113,7 +116,7 @@ def _list_of_file(ctx: Context, path: str) -> list[Record]:
 
 
 def select_instances(ctx: Context) -> list[Record]:
-    """Replace ctx.words by the selected instances, if options select them, and return their records."""
+    """Replace ctx.words by the instances that options select, and return their records."""
     if not has_selectors(ctx.options) and ctx.options.file is None:
         return []
     selected = list_selected(ctx) if ctx.options.file is None else _list_of_file(ctx, ctx.options.file)
@@ -123,7 +126,7 @@ def select_instances(ctx: Context) -> list[Record]:
 
 
 def confirm_destroy(ctx: Context, names: Sequence[str]) -> None:
-    """Ask whether to destroy these instances, unless --yes; UsageError without a terminal, EcompError without a `y`."""
+    """Ask whether to destroy these instances, unless --yes, and raise EcompError without a `y`."""
     if ctx.options.yes or not names:
         return
     count = f'{len(names)} instance{"s" if len(names) > 1 else ""}'

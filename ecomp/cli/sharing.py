@@ -74,7 +74,7 @@ def _list_groups(ctx: Context) -> int:
 
 
 def read_group(store: Store, name: str) -> Group:
-    """Return a group; raise NotFound, which suggests a similar name, or Unreadable."""
+    """Return a group, or raise NotFound with a similar name."""
     group, _ = load_group(store, name)
     if group is None:
         hint = format_suggestion(name, map(keys.get_last_part, store.snapshot(keys.GROUPS, keys_only=True).entries))
@@ -100,7 +100,6 @@ def _set_quota(ctx: Context) -> int:
 
 
 def _add_hint(ctx: Context, code: int) -> int:
-    """Say what was probably meant if the first word, not found, is a verb (`flavor create`); return `code`."""
     if code == NotFound.exit_code and (hint := suggest_subcommand(ctx.name, ctx.words)):
         ctx.out.say(hint)
     return code
@@ -127,7 +126,7 @@ def make_flavor_listing(flavors: Mapping[str, Flavor]) -> Listing:
 
 
 def make_image_listing(images: Mapping[str, str], known_computes: Computes, facts: Mapping[str, Facts]) -> Listing:
-    """List images, {name: URL}, with the living computes that have them in their caches, or may have them."""
+    """List images by name, with the living computes that have or may have them."""
     rows = []
     for name, url in images.items():
         image_hash, hosts, names = hash_image(url), list[object](), dict[bool | None, list[str]]()
@@ -142,7 +141,7 @@ def make_image_listing(images: Mapping[str, str], known_computes: Computes, fact
 
 
 def make_group_listing(groups: Sequence[Group], known_computes: Computes, names: Mapping[str, str]) -> Listing:
-    """List groups with member counts; `names` are of instances, by uuid, for the JSON."""
+    """List groups with member counts, and for JSON the `names` of instances by uuid."""
     columns = [Column('GROUP'), Column('POLICY'), Column('MEMBERS', 1), Column('COMPUTES', 2)]
     values = (_group_to_dict(item, known_computes, names) for item in groups)
     cells = ((item.name, item.rule, len(item.members), len(item.member_counts)) for item in groups)
@@ -152,7 +151,7 @@ def make_group_listing(groups: Sequence[Group], known_computes: Computes, names:
 def make_member_listing(
     groups: Sequence[Group], known_computes: Computes, names: Mapping[str, str], is_array: bool
 ) -> Listing:
-    """List members and computes; `names` are by uuid. JSON: all groups if `is_array`, else the first (one at least)."""
+    """List the members of groups, in JSON those of the first group only unless `is_array`."""
     columns = [Column('GROUP', wide=True), Column('INSTANCE', kind=UUID), Column('NAME', min_width=24)]
     columns += [Column('COMPUTE', 1, UUID), Column('HOST')]
     rows = []
@@ -176,13 +175,13 @@ def _group_to_dict(group: Group, known_computes: Computes, names: Mapping[str, s
 
 
 def make_quota_listing(quotas: Sequence[Quota]) -> Listing:
-    """List quotas, a row for each project; for a row for each limit see make_usage_listing()."""
+    """List quotas, a row for each project."""
     rows = [Row((make_printable(item.project, 100), format_quota(item)), _quota_to_dict(item)) for item in quotas]
     return Listing([Column('PROJECT', min_width=16), Column('USED/LIMIT', min_width=40, folds=True)], rows)
 
 
 def make_usage_listing(quotas: Sequence[Quota], is_array: bool) -> Listing:
-    """List the limits and use of projects by class; LEFT is None without a limit, negative if exceeded."""
+    """List the limits and use of projects, a row for each resource."""
     rows = []
     for item in quotas:
         for name in list_classes(item):

@@ -1,4 +1,4 @@
-"""The file of a stack: what `eschedule apply FILE` reads, checked as a whole, with the line of each mistake."""
+"""The file of a stack that `eschedule apply FILE` reads, checked as a whole."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ T = TypeVar('T')
 
 @dataclass(frozen=True)
 class StackFile:
-    """A valid file: `instances` is {"<member>/<number>": what is asked for}, `user_data` has what they refer to."""
+    """A valid file, with `instances` by "<member>/<number>" and `user_data` by SHA-256."""
 
     name: str
     instances: dict[str, Desired] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class StackFile:
 
 
 def load_stack_file(ctx: Context, path: str) -> StackFile:
-    """Read a file, `-` for stdin; UsageError with all its mistakes. Flavors are read from etcd."""
+    """Read a file, or stdin for `-`, and its flavors from etcd."""
     return _Reader(ctx, path).read()
 
 
@@ -178,7 +178,7 @@ class _Reader:
         return query, {} if flavor is None else {'query': f'flavor {flavor}'}
 
     def _complete(self, query: str, on: str | None) -> str:
-        """Return the query with uuids for host names, restricted to `on` if given; raise the error of a wrong one."""
+        """Return the query with uuids for host names, restricted to `on` if given."""
         if lacking := list_missing_classes(queries.parse_names(query).classes):
             advice = f'add {",".join(f"{name}:…" for name in lacking)} to resources='
             raise UsageError(f'lacks {", ".join(lacking)}, which every guest needs. Fix: {advice}')
@@ -260,7 +260,7 @@ class _Reader:
 
     @staticmethod
     def _read_with(section: Section, key: str, read: Callable[[], T], default: T) -> T:
-        """Return what `read` returns; record its error, unless a backend cannot be reached, and return the default."""
+        """Return what `read` returns, or record its error and return the default."""
         try:
             return read()
         except (EcompError, ValueError) as error:

@@ -88,7 +88,7 @@ def make_hint(words: Sequence[str]) -> str:
 
 
 def find_new_form(words: Sequence[str]) -> tuple[str, str]:
-    """Return the old command that words begin with, and what does its work now; '' and '' for none."""
+    """Return an old command that words begin with, and its successor, both '' for none."""
     names = (' '.join(words[:count]) for count in (2, 1))
     return next(((name, OLD_WORDS[name]) for name in names if name in OLD_WORDS), ('', ''))
 
@@ -101,7 +101,7 @@ def suggest(words: Sequence[str]) -> str:
 
 
 def _find_command(first: str, second: str) -> str:
-    """Return our command for two words in lower case, '' for no guess; the second may be ''."""
+    """Return our command for two words in lower case, '' for no guess."""
     if _get_family(first) is None and _get_family(second) is not None:  # kubectl puts the verb before the noun
         first, second = second, first
     family = _get_family(first)

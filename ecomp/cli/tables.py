@@ -1,6 +1,5 @@
 """Render named columns as a table, JSON, YAML, CSV or bare values. Pure.
 
-Commands pass a Listing to Context.show, or Details for all fields of a few things. A cell is text, a number, or None.
 Every form is safe for a terminal: a cell is printed as one line without control characters.
 """
 
@@ -39,7 +38,6 @@ def _measure_character(character: str) -> int:
 
 
 def _count_fitting(text: str, width: int) -> int:
-    """Return how many characters of the text fit into this width."""
     if text.isascii():
         return min(len(text), max(width, 0))
     for number, character in enumerate(text):
@@ -50,7 +48,7 @@ def _count_fitting(text: str, width: int) -> int:
 
 
 def pad(text: str, width: int) -> str:
-    """Append spaces up to this width in terminal columns; a longer text stays as it is."""
+    """Append spaces up to this width in terminal columns."""
     return text + ' ' * (width - measure_width(text))
 
 
@@ -60,10 +58,7 @@ def cut(text: str, width: int) -> str:
 
 
 def fold(text: str, width: int) -> list[str]:
-    """Fold a text into lines of this width, at spaces where possible; [''] for ''.
-
-    The spaces around a fold are dropped. A line has one character at least.
-    """
+    """Fold a text into lines of this width, at spaces where possible."""
     lines = []
     while (end := max(_count_fitting(text, width), 1)) < len(text):
         space = text.rfind(' ', 0, end + 1)
@@ -74,7 +69,7 @@ def fold(text: str, width: int) -> list[str]:
 
 
 def make_sort_key(cell: str | int | float | None) -> tuple[object, ...]:
-    """Return a sort key without case: numbers in a text count as numbers (set-2 < set-10), None is last."""
+    """Return a sort key in which numbers count as numbers (set-2 < set-10), and None is last."""
     if cell is None:
         return (1,)
     parts = re.split(r'(\d{1,300})', str(cell))
@@ -82,7 +77,7 @@ def make_sort_key(cell: str | int | float | None) -> tuple[object, ...]:
 
 
 def shorten_uuids(texts: Iterable[str]) -> Mapping[str, str]:
-    """Map each uuid to its shortest unique beginning of MIN_UUID_LENGTH characters or more; omit other texts."""
+    """Map each uuid to its shortest unique beginning, and omit other texts."""
     uuids = sorted({text for text in texts if _UUID.fullmatch(text)})
     short = {}
     for index, uuid in enumerate(uuids):
@@ -98,12 +93,12 @@ def _count_common_prefix(first: str, second: str) -> int:
 
 
 def shorten_times(texts: Iterable[str]) -> Mapping[str, str]:
-    """Map each ISO 8601 timestamp in UTC (Z) to `YYYY-MM-DD HH:MM`; omit other texts."""
+    """Map each timestamp in UTC to `YYYY-MM-DD HH:MM`, and omit other texts."""
     return {text: f'{text[:10]} {text[11:16]}' for text in texts if _TIMESTAMP.fullmatch(text)}
 
 
 def colour_state(cell: str) -> str:
-    """Colour a state: green is fine, yellow in transition or off, red needs attention; others and spaces stay."""
+    """Colour a state: green is fine, yellow in transition or off, red needs attention."""
     text = cell.rstrip()
     colour = next((colour for colour, states in _COLOURS.items() if text.partition(',')[0] in states), '')
     return f'\x1b[{colour}m{text}\x1b[0m{cell[len(text) :]}' if colour else cell
@@ -133,9 +128,9 @@ Cell: TypeAlias = str | int | float | None
 class Column(NamedTuple):
     """A column, whose name is its heading, and how it adapts to a narrow terminal.
 
-    First `short` replaces the heading, and cells are cut to `min_width` characters (0: not cut), or folded there if it
-    `folds`. Then columns are omitted, largest `rank` first, among equals the last; rank 0 stays. A `wide` column is in
-    a table only with --wide or -c.
+    First `short` replaces the heading, and cells are cut to `min_width` characters, or folded there if it `folds`.
+    Then columns are omitted, those of the largest `rank` first. Rank 0 stays.
+    A `wide` column is in a table only with --wide or -c.
     """
 
     name: str
@@ -156,7 +151,7 @@ class Row(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """Rows of named columns; in JSON `document`, or an array of the rows' values if it is None."""
+    """Rows of named columns, and the JSON `document`, by default an array of the rows' values."""
 
     columns: Sequence[Column]
     rows: Sequence[Row]
@@ -166,8 +161,7 @@ class Listing(NamedTuple):
 class Details(NamedTuple):
     """All fields of one thing, a line each, and its value in JSON.
 
-    -c accepts each of `possible_fields`, even if absent, and each of `numbered_fields` followed by a space and a
-    number.
+    -c accepts `possible_fields`, even absent ones, and `numbered_fields` followed by a space and a number.
     """
 
     fields: Sequence[tuple[str, Cell]]
@@ -176,7 +170,7 @@ class Details(NamedTuple):
     numbered_fields: Sequence[str] = ()
 
     def find_field(self, name: str) -> str:
-        """Return the name of the field with this name or beginning; UsageError for none or several."""
+        """Return the name of the only field with this name or beginning."""
         folded_name = name.casefold().strip()
         word, _, number = folded_name.rpartition(' ')
         if word in self.numbered_fields and number.isdecimal():
@@ -191,7 +185,7 @@ class Details(NamedTuple):
 
 
 class OutputStyle(NamedTuple):
-    """The format of an output: `columns` () are the usual ones, `sort` '' keeps the order, `width` None cuts none."""
+    """The format of an output, with the usual columns for (), and uncut ones for width None."""
 
     form: str = TABLE
     columns: Sequence[str] = ()
@@ -203,7 +197,7 @@ class OutputStyle(NamedTuple):
 
 
 def render_listing(listing: Listing, style: OutputStyle) -> str:
-    """Render a listing without a final line break; UsageError for an unknown column."""
+    """Render a listing without a final line break."""
     rows = listing.rows
     if style.sort:
         at = listing.columns.index(_find_column(style.sort, listing.columns, '--sort'))
@@ -227,7 +221,7 @@ def _choose_columns(listing: Listing, style: OutputStyle) -> list[Column]:
 
 
 def render_details(things: Sequence[Details], style: OutputStyle, is_array: bool) -> str:
-    """Render all fields of at least one thing, a line each; in CSV and bare values a row for each thing."""
+    """Render at least one thing: a line for each field or, in CSV and values, a row."""
     if style.form in (JSON, YAML):
         values = [details.value for details in things]
         return format_document(values if is_array else values[0], style.form)
@@ -280,11 +274,6 @@ def _format_value(cell: Cell) -> str:
 
 
 class _DrawnColumn:
-    """A column of a table: its texts below its heading, and the widths that it can have.
-
-    `full` is the uncut width, `short` that with the short heading, `minimum` that with cut cells.
-    """
-
     def __init__(self, column: Column, cells: Sequence[Cell], style: OutputStyle) -> None:
         self._column, self._style = column, style
         self._texts = ['-' if cell is None else make_printable(str(cell)) for cell in cells]
@@ -313,11 +302,7 @@ class _DrawnColumn:
 
 
 def _fit_columns(columns: Sequence[_DrawnColumn], width: int) -> list[tuple[_DrawnColumn, int]]:
-    """Return the columns that fit into `width`, each with its width.
-
-    The largest `rank` is omitted first, of equal ranks the last; rank 0 stays. If that is still too wide, the widest
-    columns are cut down to MIN_COLUMN_WIDTH, so the result may be too wide.
-    """
+    """Return the columns that fit into `width`, each with its width."""
     shown = list(columns)
     while True:
         widths = [column.full for column in shown]
@@ -350,7 +335,6 @@ def _format_table(columns: Sequence[Column], rows: Sequence[Sequence[Cell]], sty
 
 
 def _format_details(details: Details, names: Sequence[str], style: OutputStyle) -> str:
-    """Format the fields `names`, all for ()."""
     cells = dict(reversed(details.fields))
     selected = [(name, cells.get(name)) for name in names] or details.fields
     fields = [(make_printable(name), '-' if cell is None else make_printable(str(cell))) for name, cell in selected]

@@ -30,9 +30,9 @@ CLEAR_SCREEN = '\x1b[H\x1b[2J'
 class Terminal(NamedTuple):
     """The outputs of a command: `put` writes data to stdout, `say` writes messages to stderr.
 
-    Both add a line break and escape unprintable characters, except line breaks: a caller that prints one line escapes
-    these. `draw` is for output of ecomp.cli.tables, which is already escaped and has colours and tabs. `config_source`
-    says which file has the backends' addresses.
+    Both add a line break, and escape unprintable characters except line breaks.
+    `draw` is for output of ecomp.cli.tables, which is already escaped and has colours and tabs.
+    `config_source` says which file has the backends' addresses.
     """
 
     put: Callable[[str], None]
@@ -41,7 +41,7 @@ class Terminal(NamedTuple):
     config_source: str = ''
 
     def format_error(self, error: EcompError) -> str:
-        """Return the text of an error; for an unreachable backend with `config_source`, and a Try: if it has no fix."""
+        """Return the text of an error, with `config_source` if a backend is unreachable."""
         text = str(error)
         if isinstance(error, UnknownOutcome):
             text = put_before_fix(text, '. Try: the same command again')
@@ -65,7 +65,7 @@ def make_style(options: Options) -> OutputStyle:
 
 
 def find_width(stream: TextIO | None = None) -> int | None:
-    """Return a terminal's columns, $COLUMNS first; None for a stream that is no terminal."""
+    """Return a terminal's columns, by $COLUMNS first, None for a stream that is no terminal."""
     stream = sys.stdout if stream is None else stream
     if not stream.isatty():
         return None
@@ -79,7 +79,7 @@ def find_width(stream: TextIO | None = None) -> int | None:
 
 
 def wrap_lines(text: str, columns: int | None) -> str:
-    """Fold lines to this many columns, at spaces where possible; None: unchanged."""
+    """Fold lines to this many columns, unless it is None, at spaces where possible."""
     if columns is None or all(len(line) <= columns for line in text.split('\n')):
         return text
     from ecomp.cli.tables import fold
@@ -94,7 +94,7 @@ STATUS_MARGIN = 3
 
 
 class LiveLine:
-    """A status on stderr, erased at the end; the block gets a function that shows a text. No-op if no terminal."""
+    """A status on stderr, if that is a terminal, which is erased at the end of the block."""
 
     _lock = threading.RLock()  # a Follower's thread shows a status while the main thread prints a message
     _shown: ClassVar[LiveLine | None] = None
@@ -111,7 +111,7 @@ class LiveLine:
     @classmethod
     @contextmanager
     def hide(cls) -> Iterator[None]:
-        """Erase the status of this process, if there is one, and draw it again below what the block prints."""
+        """Erase the status, if there is one, and draw it again below what the block prints."""
         with cls._lock:
             shown = cls._shown or cls()
             lines = shown._lines
@@ -122,7 +122,7 @@ class LiveLine:
                 shown._draw(lines)
 
     def show_lines(self, texts: Sequence[str]) -> None:
-        """Replace the status by these lines, each cut to the terminal's width; no-op without a terminal."""
+        """Replace the status by these lines, each cut to the terminal's width."""
         columns = find_width(sys.stderr)
         if columns is not None:
             from ecomp.cli.tables import cut
@@ -140,12 +140,12 @@ class LiveLine:
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Return whether it is a terminal; False for a closed one."""
+    """Return whether a stream is open and a terminal."""
     return stream is not None and stream.isatty()
 
 
 def ask(question: str) -> str:
-    """Print a question to stderr, and return the line of stdin, without surrounding blanks; '' at its end."""
+    """Print a question to stderr, and return the answer from stdin, '' at its end."""
     sys.stderr.write(make_printable(question))
     sys.stderr.flush()
     return sys.stdin.readline().strip()
@@ -166,7 +166,7 @@ class Drawing(NamedTuple):
 def watch(
     config: EtcdConfig, prefixes: Sequence[str], make_drawing: Callable[[], Drawing], draw: Callable[[str], None]
 ) -> None:
-    """Draw a table now and after each change below a prefix; return at Ctrl-C. Raises errors as redraw()."""
+    """Draw a table now and after each change below a prefix, until Ctrl-C."""
     from ecomp.store.watch import Follower  # needed only with --watch
 
     changed, trouble = threading.Event(), ['']
@@ -194,9 +194,9 @@ def watch(
 def redraw(
     make_drawing: Callable[[], Drawing], draw: Callable[[str], None], wait: Callable[[], str] = lambda: ''
 ) -> None:
-    """Draw a table again and again, each time after `wait`, which returns why it cannot be read; return at Ctrl-C.
+    """Draw a table now and after each `wait`, until Ctrl-C.
 
-    Raises every error, except an Unreachable after the first drawing: the last drawing stays, a line below says why.
+    If `wait` returns a reason, or a later drawing is Unreachable, the last drawing stays with that reason below it.
     """
     with suppress(KeyboardInterrupt):
         drawing, trouble = make_drawing(), ''
@@ -210,7 +210,7 @@ def redraw(
 
 
 def compose_screen(drawing: Drawing, trouble: str) -> str:
-    """Return a drawing and any trouble below it; on a terminal clear the screen, and cut the table to the height."""
+    """Return a drawing with any trouble below it, cut to the height of the terminal."""
     messages = list(map(make_printable, drawing.messages))
     if trouble:
         messages.append(f'the table is out of date because reading failed; retrying: {make_printable(trouble)}')

@@ -72,7 +72,7 @@ def _top(ctx: Context) -> int:
 
 
 def make_host_listing(use: Use, records: Sequence[Record]) -> Listing:
-    """List hosts; `records` are those of all instances."""
+    """List hosts, for which `records` must have all instances."""
     rows = []
     running = Counter(record.compute for record in records if record.instance in use.used.get(record.compute, ()))
     for compute, used in use.used.items():

@@ -29,10 +29,10 @@ def wait_and_report(
 ) -> None:
     """Wait until each word's instance reaches the stage of --for or --wait, else addressed.
 
-    All instances share one deadline; at the deadline the last console lines are printed. The table form prints an
-    address if the stage implies one; the caller prints the document of other forms. `resolve` returns the uuid for a
-    word, and the power change to wait for. `show_progress` gets the status instead of the terminal; then no address is
-    printed.
+    All instances share one deadline, at which the last console lines are printed.
+    Only the table form prints an address. The caller prints the document of other forms.
+    `resolve` returns the uuid for a word, and the power change to wait for.
+    `show_progress` gets the status instead of the terminal, and then no address is printed.
     """
     stage = ctx.options.stage or ctx.options.wait or ADDRESSED
     silence = SilenceDetector(lambda compute: find_silent(ctx.store, ctx.placement, compute))
