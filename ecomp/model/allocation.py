@@ -17,7 +17,7 @@ MAX_AMOUNT = 2**31 - 1
 
 
 class Room(NamedTuple):
-    """Capacity and usage of a class; usage may exceed it, as after the inventory shrank."""
+    """The capacity of a class, and its usage, which may be more after the inventory shrank."""
 
     capacity: int
     used: int
@@ -29,7 +29,6 @@ class Room(NamedTuple):
 
     @property
     def over(self) -> int:
-        """The amount used beyond the capacity, as after the inventory shrank; 0 if all is reserved."""
         return 0 if self.is_fully_reserved else max(self.used - self.capacity, 0)
 
 
@@ -54,7 +53,6 @@ class Inventory(NamedTuple):
 
     @property
     def is_fully_reserved(self) -> bool:
-        """True if all of it is reserved. An ecompute that stops cleanly reserves all its VCPU."""
         return self.reserved >= self.total
 
     @property
@@ -62,7 +60,7 @@ class Inventory(NamedTuple):
         return Room(self.capacity, self.used).free
 
     def find_nearest_amount(self, amount: int, room: int) -> int | None:
-        """Return the valid amount up to `room` that is nearest to `amount`, the smaller of a tie; None if none is."""
+        """Return the valid amount up to `room` that is nearest to `amount`, or None without any."""
         minimum, maximum = self.min_unit, min(self.max_unit, room)
         below = min(amount, maximum) // self.step_size * self.step_size
         above = -(-max(amount, minimum) // self.step_size) * self.step_size
@@ -100,7 +98,7 @@ _CLASS = re.compile('[A-Z0-9_]{1,255}')
 
 
 def is_class(name: str) -> bool:
-    """Return True if placement's schema accepts the name of a class or trait: [A-Z0-9_]{1,255}."""
+    """Return whether placement's schema accepts the name of a class or trait."""
     return _CLASS.fullmatch(name) is not None
 
 
@@ -119,17 +117,14 @@ parse_allocations: Callable[[Any], dict[str, dict[str, int]]] = dict_of(_parse_e
 
 
 def to_wire(allocations: Allocations) -> dict[str, dict[str, dict[str, int]]]:
-    """Return the allocations in placement's shape."""
     return {provider: {'resources': dict(resources)} for provider, resources in allocations.items()}
 
 
 def sum_allocations(allocations: Allocations) -> dict[str, int]:
-    """Return the sum over all providers, by class; a shared provider may supply the disk."""
     return sum_resources(allocations.values())
 
 
 def sum_resources(parts: Iterable[Resources]) -> dict[str, int]:
-    """Return the sum of each resource class over all parts."""
     sums: dict[str, int] = {}
     for resources in parts:
         for name, amount in resources.items():
@@ -138,17 +133,16 @@ def sum_resources(parts: Iterable[Resources]) -> dict[str, int]:
 
 
 def find_compute(allocations: Allocations) -> str:
-    """Return the first provider that supplies VCPU, which is the compute; '' if none does."""
+    """Return the first provider that supplies VCPU, which is the compute, or ''."""
     return next((provider for provider, resources in allocations.items() if 'VCPU' in resources), '')
 
 
 def list_missing_classes(resources: Container[str]) -> list[str]:
-    """Return those of REQUIRED_CLASSES, which a guest needs, that `resources` lacks."""
     return [name for name in REQUIRED_CLASSES if name not in resources]
 
 
 def describe_difference(requested: Allocations, held: Allocations) -> str | None:
-    """Describe in a sentence, cut off at MAX_DIFFERENCE_CHARACTERS, how two allocations differ; None if they do not."""
+    """Describe in a sentence of limited length how two allocations differ, or return None."""
     if {p: dict(r) for p, r in requested.items()} == {p: dict(r) for p, r in held.items()}:
         return None
     if not held:
@@ -176,7 +170,7 @@ def format_resources(resources: Resources) -> str:
 
 
 class Provider(NamedTuple):
-    """A resource provider. Its usage includes that of `taken_count` instances of a set."""
+    """A resource provider, whose usage includes that of `taken_count` instances of a set."""
 
     uuid: str
     inventories: Mapping[str, Inventory] = {}
@@ -190,7 +184,7 @@ class Provider(NamedTuple):
         return 'VCPU' in self.inventories and self.inventories['VCPU'].is_fully_reserved
 
     def with_usage(self, amounts: Sequence[Resources]) -> Provider:
-        """Return the provider with these amounts, one for each other instance of the same set, added to its usage."""
+        """Return the provider with these amounts of other instances of the set added to its usage."""
         sums = sum_resources(amounts)
         increased = {
             name: inventory._replace(used=inventory.used + sums.get(name, 0))

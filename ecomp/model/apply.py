@@ -1,4 +1,4 @@
-"""What `eschedule apply` has to do: the instances of a file compared with those of its stack. Pure."""
+"""Plan what `eschedule apply` does to make a stack like its file. Pure."""
 
 from __future__ import annotations
 
@@ -36,38 +36,30 @@ ALL_MEMBERS = None
 
 
 class Desired(NamedTuple):
-    """An instance that a file asks for, without a uuid yet.
-
-    `origins` is {field of the order: where its value is from, if not from the file}. An instance that was made before
-    its member had a count keeps its `unnumbered_name`, '' if it has none.
-    """
+    """An instance that a file asks for, without a uuid yet."""
 
     order: Order
     weigh: str
-    origins: Mapping[str, str] = {}
-    unnumbered_name: str = ''
+    origins: Mapping[str, str] = {}  # {field of the order: where its value is from, if not from the file}
+    unnumbered_name: str = ''  # kept by an instance that was made before its member had a count
 
 
 class Existing(NamedTuple):
-    """The last delivered instance of an entry, not gone; `request` is None if it is missing or malformed."""
+    """The last delivered instance of an entry, which is not gone, and its valid request."""
 
     record: Record
-    request: Request | None
+    request: Request | None  # None if missing or malformed
 
 
 class Action(NamedTuple):
-    """What is to be done for one entry of the stack.
-
-    `instance` is the uuid that exists, '' for CREATE and TAKEN. `reasons` say what differs, why it failed, or who has
-    the name.
-    """
+    """What is to be done for one entry of the stack."""
 
     entry: str
     name: str | None
     action: str
-    instance: str = ''
+    instance: str = ''  # the uuid that exists, '' for CREATE and TAKEN
     state: str | None = None
-    reasons: Sequence[str] = ()
+    reasons: Sequence[str] = ()  # what differs, why it failed, or who has the name
 
     @property
     def member(self) -> str:
@@ -81,10 +73,10 @@ def plan_steps(
     replaced_members: Collection[str] | None = (),
     prune: bool = False,
 ) -> list[Action]:
-    """Return a step for each desired entry, in their order, then one for each other entry that exists.
+    """Return a step for each desired entry, in their order, then one for each other entry.
 
-    `existing` has the entries whose instance is not gone. `owners` is {name: living instance that has it}. A member of
-    `replaced_members` (ALL_MEMBERS: any) that differs or failed is replaced. With `prune` surplus instances are
+    `existing` has the entries whose instance is not gone, and `owners` the living instance that has a name. A member of
+    `replaced_members` (ALL_MEMBERS: any) that differs or failed is replaced. With `prune`, surplus instances are
     destroyed.
     """
     steps = [
@@ -133,7 +125,7 @@ def _is_ending(record: Record, request: Request | None) -> bool:
 
 
 def list_differences(record: Record, request: Request | None, desired: Desired) -> list[str]:
-    """Return `field: old → new (origin)` for each field that differs; without a request, for those of the record."""
+    """Return `field: old → new (origin)` for each field that differs."""
     order = desired.order
     differences = []
     for name, read, is_recorded in _COMPARED:
@@ -193,10 +185,7 @@ _COMPARED: Sequence[tuple[str, Callable[[Order], str], bool]] = (
 
 
 def find_exit_code(steps: Sequence[Action], dry_run: bool = False) -> int:
-    """Return the exit code of a plan that is not or need not be carried out; 0 if it can be.
-
-    5: a conflict; 1: an instance failed, or stays on a silent host; with `dry_run` 8 for changes.
-    """
+    """Return the exit code of a plan that is not or need not be carried out, 0 if it can be."""
     actions = {step.action for step in steps}
     if actions.intersection(CONFLICTS):
         return 5
@@ -207,7 +196,7 @@ def find_exit_code(steps: Sequence[Action], dry_run: bool = False) -> int:
 
 @dataclass(frozen=True)
 class StackOrder(SetOrder):
-    """The order of one apply: `members` is {uuid: what is asked for}; all are placed, or none."""
+    """The order of one apply, whose instances are all placed, or none."""
 
     members: Mapping[str, Desired] = field(default_factory=dict, kw_only=True)
 
@@ -217,11 +206,11 @@ class StackOrder(SetOrder):
 
     @property
     def shared_user_data(self) -> None:
-        """None: the user-data of a stack is stored before its delivery."""
+        """None, because the user-data of a stack is stored before its delivery."""
 
 
 def make_stack_order(stack: Stack, desired: Mapping[str, Desired], stages: Mapping[str, str]) -> StackOrder:
-    """Return the order of new instances for these entries, at least one; UsageError if they exceed a transaction."""
+    """Make the order of new instances for these entries, of which there is at least one."""
     members = {}
     for entry, target in desired.items():
         place = stack.make_place(entry)

@@ -1,7 +1,4 @@
-"""Assign instances to computes: one lot or many, with their groups and earlier claims. Pure.
-
-A plan keeps only the room that its own instances take, so the plans for a thousand hosts share placement's answers.
-"""
+"""Assign instances to computes: one lot or many, with their groups and earlier claims. Pure."""
 
 from __future__ import annotations
 
@@ -35,13 +32,13 @@ MIN_SPARE_PLACES = 64
 
 
 class Lot(NamedTuple):
-    """Instances that are placed alike; at least `minimum` of them (None: all) are placed, or none."""
+    """Instances that are placed alike."""
 
     query: str
     membership: Membership | None
     weigh: str
     instances: tuple[str, ...]
-    minimum: int | None = None
+    minimum: int | None = None  # at least so many are placed, or none; None: all
     image: str = ''
 
     @property
@@ -53,32 +50,26 @@ class Lot(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """The new places, and why the other instances have none, in the words of a refusal.
-
-    `insufficient` has the places of lots below their minimum. `spare` is the least number of places that are left
-    behind those of a lot and of older attempts; below 0 too few.
-    """
+    """The new places, and the instances that have none."""
 
     chosen: Mapping[str, Candidate]
-    missing: Mapping[str, str]
-    insufficient: Mapping[str, Candidate]
+    missing: Mapping[str, str]  # why an instance has no place, in the words of a refusal
+    insufficient: Mapping[str, Candidate]  # the places of lots below their minimum
+    # The least number of places left behind those of a lot and of older attempts; below 0 too few.
     spare: int
 
 
 @dataclass
 class Planner:
-    """Assigns by placement's answers {query: offer}; `groups` have all their members but those to be assigned.
+    """Assigns instances by placement's answers."""
 
-    `refusals` has placement's reason for each query that it refused; these have no offer. `troubled` computes, which
-    report that they cannot build, are used only where no other has room.
-    """
-
-    offers: Mapping[str, Offer]
-    groups: Mapping[str, Group]
+    offers: Mapping[str, Offer]  # placement's answers, by query
+    groups: Mapping[str, Group]  # with all their members but those to be assigned
     alive: Collection[str]
     rng: random.Random
+    # Placement's reason for each query that it refused. These have no offer.
     refusals: Mapping[str, str] = field(default_factory=dict)
-    troubled: Collection[str] = ()
+    troubled: Collection[str] = ()  # they report that they cannot build, and are used only where no other has room
     # The providers that placement offers and that are not alive.
     skipped: set[str] = field(default_factory=set)
     _rankings: dict[tuple[str, str, str], Ranking] = field(default_factory=dict)
@@ -90,13 +81,10 @@ class Planner:
         dead: Collection[str] = (),
         ahead: int | None = None,
     ) -> Assignment:
-        """Assign each instance that is not `held` as if these computes, with all members there, were dead.
+        """Assign each instance that is not `held`, as if these computes were dead.
 
-        The choice is greedy: groups of one compute come first, then other groups, then large amounts, because small
-        ones fit into the gaps. Room that is held is used in placement's answers already.
-
-        A lot without a group leaves a place for each of the instances that older attempts place: `ahead`, or None if
-        no other attempt is in flight.
+        Room that is held is used in placement's answers already. A lot without a group leaves `ahead` places to the
+        instances of older attempts. `ahead` is None if no other attempt is in flight.
         """
         plan = _Plan(self, frozenset(dead), held, ahead)
         for lot in lots:
@@ -105,6 +93,8 @@ class Planner:
                 members = {each: held[each].compute for each in lot.instances if each in held}
                 plan.groups[joined.name] = joined.with_members(members)
         units: dict[str | Lot, list[Lot]] = {}
+        # Greedy: groups of one compute come first, then other groups, then large amounts, because small ones fit into
+        # the gaps.
         for lot in sorted(lots, key=self._make_sort_key):
             group = plan.get_group(lot)
             units.setdefault(group.name if group and group.is_undecided else lot, []).append(lot)
@@ -113,7 +103,7 @@ class Planner:
         return Assignment(plan.chosen, plan.missing, plan.insufficient, plan.spare)
 
     def rank(self, lot: Lot) -> Ranking:
-        """Return the candidates for a lot without its group, as they are now; made once for all plans."""
+        """Return the candidates for a lot without its group, ranked once for all plans."""
         key = lot.query, lot.weigh, lot.image
         if key not in self._rankings:
             choice = choose(self.offers[lot.query], self.alive, lot.weigh, self.rng, troubled=self.troubled)
@@ -122,12 +112,12 @@ class Planner:
         return self._rankings[key]
 
     def list_best(self, lot: Lot) -> list[str]:
-        """Return the computes of the first candidates, up to MAX_EQUAL_COMPUTES, that are as good as the first one."""
+        """Return the computes, at most MAX_EQUAL_COMPUTES, that are as good as the best one."""
         best = self.rank(lot).candidates[:MAX_EQUAL_COMPUTES]
         return list(dict.fromkeys(each.compute for each in best if each.quality == best[0].quality))
 
     def prefer(self, lot: Lot, computes: Collection[str]) -> None:
-        """Try the candidates on these computes, which have the lot's image, before others that are as good."""
+        """Prefer these computes, which have the lot's image, to others that are as good."""
         candidates = [each._replace(has_image=each.compute in computes) for each in self.rank(lot).candidates]
         candidates.sort(key=lambda each: (each.quality, not each.has_image))
         self._rankings[lot.query, lot.weigh, lot.image] = Ranking(candidates)
@@ -141,7 +131,7 @@ class Planner:
         return sorted(admitted, key=lambda each: (each.is_troubled, -group.get_preference(each.compute)))
 
     def get_group(self, membership: Membership, dead: Collection[str] = ()) -> Group:
-        """Return a group without its members on dead computes; a new one if it does not exist."""
+        """Return a group without its members on dead computes, or a new one if it does not exist."""
         name, policy, strict = membership
         group = self.groups.get(name, Group(name, policy or '', bool(strict)))
         living = {instance: compute for instance, compute in group.members.items() if compute not in dead}
@@ -176,15 +166,15 @@ class _Plan:
     missing: dict[str, str] = field(default_factory=dict)
     insufficient: dict[str, Candidate] = field(default_factory=dict)
     spare: int = MIN_SPARE_PLACES
+    # Only the room that its own instances take, so the plans for a thousand hosts share placement's answers.
     used: dict[str, dict[str, Room]] = field(default_factory=dict)
     groups: dict[str, Group] = field(default_factory=dict)
 
     def get_group(self, lot: Lot) -> Group | None:
-        """Return the lot's group with the members that this plan has placed; None without one."""
         return self.groups.get(lot.membership.name) if lot.membership is not None else None
 
     def place(self, lots: Sequence[Lot]) -> None:
-        """Place as many instances as possible, at least the minimum, of one lot or of several that need one compute."""
+        """Place at least the minimum of one lot, or of several lots that need one compute."""
         names = {lot: self._list_unheld(lot) for lot in lots}
         group, count = self.get_group(lots[0]), sum(map(len, names.values()))
         required = sum(lot.required - len(lot.instances) for lot in lots) + count
@@ -213,7 +203,6 @@ class _Plan:
     def _try(
         self, names: Mapping[Lot, Sequence[str]], compute: str, group: Group | None
     ) -> tuple[dict[str, Candidate], dict[str, dict[str, Room]]]:
-        """Choose for these instances of each lot, on one compute unless it is ''; return the room that is then used."""
         chosen, used = dict[str, Candidate](), dict(self.used)
         rooms = ChainMap(used, self.planner.rooms)
         for lot, instances in names.items():
@@ -233,7 +222,6 @@ class _Plan:
         count: int,
         group: Group | None,
     ) -> list[Candidate]:
-        """Return a candidate for each of `count` instances, or for fewer, behind the places of older attempts."""
         weigh, ahead, rng = lot.weigh, self.ahead, self.planner.rng
 
         def choose_places(ranking: Ranking, count: int) -> list[Candidate]:

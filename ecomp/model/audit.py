@@ -1,8 +1,7 @@
-"""What an audit finds: disagreements between placement, etcd and the hosts. Pure.
+"""Find disagreements between placement, etcd and the hosts. Pure.
 
-A host looks at itself, and eschedule at etcd and at what placement has of absent computes; CHECKS has a row for each
-code. An instance in work (scheduled, building, destroying, or with an attempt in flight) gives no findings that its
-state explains. The module has more than 700 lines because the rows stay beside the functions that find them.
+A host checks itself, and eschedule checks etcd and the claims on absent computes. An instance in work (scheduled,
+building, destroying, or with an attempt in flight) gives no findings that its state explains.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ BOTH = HOST | CLUSTER
 
 
 def find_all(world: World) -> list[Finding]:
-    """Return all findings of a host that looks at itself, or of the cluster."""
+    """Return all findings, of the cluster or of the host that checks itself."""
     return run_checks(CHECKS, HOST if world.planes.compute else CLUSTER, world)
 
 
@@ -44,7 +43,7 @@ Revisions = Mapping[str, Mapping[str, int]]
 def confirm_findings(
     first: Iterable[Finding], second: Iterable[Finding], revisions: Sequence[Revisions]
 ) -> list[Finding]:
-    """Return the findings that both checks have, unless the snapshots differ about the subject."""
+    """Return the findings of both checks, unless the keys of their subject changed in between."""
     # Planes that are read at different moments may disagree about an instance in work, but then its keys change.
     second_findings = set(second)
     return [
@@ -108,7 +107,6 @@ def _find_inventory_problems(world: World) -> Iterator[Finding]:
 
 
 def _find_claim_problems(world: World) -> Iterator[Finding]:
-    """Find, of settled instances, at most one each: no claim, one elsewhere, or one unlike its request."""
     for record in world.settled:
         instance, compute = record.instance, record.compute
         summary = _describe_record(record)
@@ -132,8 +130,6 @@ def _find_claim_problems(world: World) -> Iterator[Finding]:
 
 
 def _find_malformed(world: World) -> Iterator[Finding]:
-    """Find values that cannot be read; of the keys of an instance one at most."""
-
     def report(key: str, subject: str, reason: str, compute: str = '') -> Finding:
         return Finding('malformed', subject, f'{key} is malformed: {reason}', compute, keys=(key,))
 
@@ -161,7 +157,6 @@ def _find_malformed(world: World) -> Iterator[Finding]:
 
 
 def _find_unleased(world: World) -> Iterator[Finding]:
-    """Find keys that would expire, but have no lease; of these only records of finished instances are repairable."""
     for prefix in (keys.COMPUTES, keys.ATTEMPTS, keys.QUEUES):
         for key, entry in world.select_prefix(prefix).items():
             if not entry.lease and (prefix != keys.QUEUES or key.endswith(keys.TAKER)):
@@ -176,7 +171,6 @@ def _find_unleased(world: World) -> Iterator[Finding]:
 
 
 def _find_queue_problems(world: World) -> Iterator[Finding]:
-    """Find queued requests that are doubled (repairable in a single queue) or flavorless: one finding each."""
     for instance, queues in sorted(world.queue_entries.items()):
         requests, record = sorted(world.requests_by_compute.get(instance, {})), world.records.get(instance)
         others = [f'it is requested from compute {", ".join(requests)}'] if requests else []
@@ -226,7 +220,6 @@ def _find_name_problems(world: World) -> Iterator[Finding]:
 
 
 def _find_own_name_problems(world: World, record: Record) -> Iterator[Finding]:
-    """Find the instance's names that are reserved, or whose key is absent, leased or another's (not repairable)."""
     for name in sorted(world.list_names(record.instance)):
         if name in RESERVED:
             yield Finding('name-reserved', record.instance, f'its name is {name}, which is reserved for a command')
@@ -247,7 +240,6 @@ def _find_own_name_problems(world: World, record: Record) -> Iterator[Finding]:
 
 
 def _find_replaced(world: World) -> Iterator[Finding]:
-    """Find living instances that others say they replace: not repairable (rule: shown-not-acted-on)."""
     requests = {instance: world.list_live_requests(instance) for instance in world.requests_by_compute}
     living = [each for each in world.records.values() if world.is_living(each.instance)]
     settled = [record for record in living if not world.is_in_work(record.instance)]
@@ -258,6 +250,7 @@ def _find_replaced(world: World) -> Iterator[Finding]:
         if replaced not in requests and world.is_living(replaced):
             computes = [world.records[replaced].compute]
         if computes and world.in_flight.isdisjoint((replaced, instance)):
+            # No repair (rule: shown-not-acted-on).
             sentence = f'it lives on compute {" and ".join(computes)}, but instance {instance} says that it replaces it'
             yield Finding('replaced-lives', replaced, sentence, computes[0])
 
@@ -331,7 +324,6 @@ def _find_group_problems(world: World) -> Iterator[Finding]:
 
 
 def _find_lack(group: Group | str | None, instance: str, compute: str) -> str:
-    """Return why an instance on a compute is not a member of its group; '' if it is, or for a malformed group."""
     if group is None:
         return 'does not exist'
     if isinstance(group, str) or (other := group.members.get(instance)) == compute:
@@ -385,7 +377,6 @@ def _find_stack_entries(world: World) -> Iterator[Finding]:
 
 
 def _find_stack_mismatches(world: World) -> Iterator[Finding]:
-    """Find instances that their stack lacks; none while an apply is in flight."""
     lost: dict[str, list[str]] = {}
     for instance in sorted(world.requests_by_compute):
         if instance in world.records and not world.is_living(instance):
@@ -417,7 +408,7 @@ def _find_owner(stack: Stack, entry_name: str) -> str:
 
 
 def list_orphaned_entries(world: World, stack: Stack) -> list[str]:
-    """List the entries that have not ended, but whose instances are neither requested, living nor failed."""
+    """List the entries that have not ended, but whose instances are gone."""
     instances = {name: each for name, each in stack.list_instances().items() if not stack.entries[name].is_ended}
     # The next apply reports a failed instance, and replaces it only on request.
     failed = {each for each in instances.values() if each in world.records and world.records[each].state == ERROR}
@@ -435,7 +426,6 @@ CODES_BY_TROUBLE = {
 
 
 def _find_guest_problems(world: World) -> Iterator[Finding]:
-    """Compare each instance of this host with its domain and disk; not its power during a power action."""
     compute, facts = world.planes.compute, world.planes.facts
     for instance in world.judged:
         guest, record = facts.guests.get(instance), world.records.get(instance)
@@ -571,6 +561,7 @@ REPAIR_WRONG_KEY = 'delete the wrong key with `etcdctl del`: <key>'
 REPAIR_WRONG_DOMAIN = 'on the host of the wrong domain: `virsh destroy <instance>; virsh undefine <instance>`'
 
 
+# The rows stay beside the functions that find them, so this module has more than 700 lines.
 # fmt: off
 CHECKS = add_checks({
     # of the cluster, by eschedule
@@ -724,10 +715,10 @@ MAX_REPORT_BYTES = 64 * 1024
     repairs=sparse(list_of(text(format_reason))),
 )
 class HostReport(NamedTuple):
-    """The value of /findings/<compute>: what two looks of a host at itself agree on, or the error of a look.
+    """The value of /findings/<compute>: what two checks of a host agree on, or a check's error.
 
-    `revision` is of the last question that it answers, 0 before any. `omitted` findings had no room. `repairs` has a
-    line about each repair that the question asked for.
+    `revision` is that of the last question that the host answered, 0 before any. `omitted` findings had no room.
+    `repairs` has a line about each repair that the question asked for.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -738,7 +729,7 @@ class HostReport(NamedTuple):
 
 
 def encode_report(report: HostReport) -> str:
-    """Encode a report, without the findings for which it has no room."""
+    """Encode a report, leaving out the findings for which it has no room."""
     size = 512 + len(dump([report.error, *report.repairs]).encode())
     kept: list[Finding] = []
     for finding in report.findings:
@@ -750,7 +741,7 @@ def encode_report(report: HostReport) -> str:
 
 
 def parse_report(compute: str, value: bytes) -> HostReport:
-    """Parse the report of a compute, whose findings are its own; ValueError if it is malformed or too long."""
+    """Parse the report of a compute, whose findings are its own."""
     if len(value) > MAX_REPORT_BYTES:
         raise ValueError(f'it has {len(value)} bytes; the limit is {MAX_REPORT_BYTES}')
     report = decode(HostReport, value)

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass
 class Backoff:
-    """Delays before retries: `initial_seconds`, then doubled up to `max_seconds`; `delay_seconds` is the last, or 0."""
+    """Delays before retries: `initial_seconds`, then doubled up to `max_seconds`."""
 
     initial_seconds: float
     max_seconds: float
-    delay_seconds: float = 0.0
+    delay_seconds: float = 0.0  # the last one, or 0
 
     def next(self) -> float:
-        """Advance to the next delay and return it, in seconds."""
+        """Advance to the next delay, and return it in seconds."""
         self.delay_seconds = min(max(2 * self.delay_seconds, self.initial_seconds), self.max_seconds)
         return self.delay_seconds
 

@@ -31,20 +31,19 @@ _REASON = check('text of up to 40 characters', lambda value: isinstance(value, s
 
 @stored(number=number(1, MAX_BOOT_NUMBER), reason=_REASON, stages=_parse_stages, previous_stop=sparse(TEXT))
 class Boot(NamedTuple):
-    """A boot: one of REASONS, an ISO time for each stage reached, and when the boot before stopped, '' if unknown."""
+    """A boot of a guest."""
 
     number: int
-    reason: str
-    stages: Mapping[str, str] = {}
-    previous_stop: str = ''
+    reason: str  # one of REASONS
+    stages: Mapping[str, str] = {}  # the ISO time of each stage reached
+    previous_stop: str = ''  # when the boot before stopped, '' if unknown
 
     def with_stage(self, stage: str, now: str) -> Boot:
-        """Return the boot with a stage at ISO time `now`, unless it has that stage."""
         return self._replace(stages={**self.stages, stage: self.stages.get(stage, now)})
 
 
 def parse_last(data: Any) -> Boot | None:
-    """Parse a record's boots, of which an older ecomp wrote several, and return the last one."""
+    """Return the last of a record's boots, of which an older ecomp wrote several."""
     boots: tuple[Boot, ...] = list_of(nested(Boot))(data)
     if len(boots) > 1:
         return boots[-1]._replace(previous_stop=boots[-2].stages.get(STOPPED, ''))

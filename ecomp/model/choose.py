@@ -27,7 +27,7 @@ FROM_QUEUE = 'queue'
 
 
 class Offer(NamedTuple):
-    """Placement's answer to a query. It is as of `queried_at` (monotonic seconds) or older."""
+    """Placement's answer to a query, as of `queried_at` (monotonic seconds) or older."""
 
     candidates: Sequence[Allocations]
     rooms: Rooms = {}
@@ -35,21 +35,16 @@ class Offer(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A candidate on one compute. A larger `weight` is tried earlier; None: not weighed.
-
-    Those on a compute that reports a trouble are tried after all others. `has_image`: the compute is preferred to equal
-    ones because it has the image in its cache.
-    """
+    """A candidate on one compute."""
 
     compute: str
     allocations: Allocations
-    weight: float | None
-    is_troubled: bool = False
-    has_image: bool = False
+    weight: float | None  # the largest is tried first; None: not weighed
+    is_troubled: bool = False  # its compute reports a trouble, so it is tried after all others
+    has_image: bool = False  # its compute has the image in its cache, so it is preferred to equal ones
 
     @property
     def quality(self) -> tuple[bool, float]:
-        """Smaller for a candidate that is tried earlier."""
         return self.is_troubled, -(self.weight or 0)
 
 
@@ -67,23 +62,20 @@ _WEIGHT = check(
     has_image=sparse(FLAG),
 )
 class PlacementReason(NamedTuple):
-    """Why an instance is on its compute: strategy, weight, and number of possible computes.
-
-    `troubled`: the compute had a trouble. `has_image`: it was preferred to equal ones because it had the image.
-    """
+    """Why an instance is on its compute."""
 
     weigh: str
     weight: float | None
-    of: int
-    troubled: bool = False
-    has_image: bool = False
+    of: int  # the number of possible computes
+    troubled: bool = False  # the compute had a trouble
+    has_image: bool = False  # it was preferred to equal ones because it had the image
 
 
 class Choice(NamedTuple):
-    """The candidates to try, in order. `skipped` are the not living providers of those without one living compute."""
+    """The candidates to try, in order."""
 
     candidates: Sequence[Candidate]
-    skipped: Sequence[str]
+    skipped: Sequence[str]  # providers that are not alive, of candidates without exactly one living compute
 
 
 def choose(
@@ -93,10 +85,7 @@ def choose(
     rng: random.Random,
     troubled: Collection[str] = (),
 ) -> Choice:
-    """Order the candidates that are on exactly one living compute: `troubled` ones last, then by weight.
-
-    Equal ones are shuffled, so that racing schedulers do not all want the same one; FIRST keeps placement's order.
-    """
+    """Order the candidates on exactly one living compute: `troubled` last, then by weight."""
     living = set(living_computes)
     candidates: list[Candidate] = []
     skipped: set[str] = set()
@@ -108,6 +97,7 @@ def choose(
         else:
             skipped.update(allocations)
     if strategy != FIRST:
+        # Equal ones are shuffled, so that racing schedulers do not all want the same one.
         rng.shuffle(candidates)
         candidates.sort(key=lambda each: -(each.weight or 0))
     candidate_computes = {candidate.compute for candidate in candidates}
@@ -127,7 +117,7 @@ def calculate_free_share(requested: Resources, room: Mapping[str, Room]) -> floa
 
 
 class Ranking:
-    """Candidates in the order of choose(): the best first."""
+    """Candidates in the order of choose(), the best first."""
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:
         self.candidates = candidates
@@ -149,11 +139,9 @@ def distribute(  # noqa: PLR0913
     dead: Collection[str] = (),
     used_computes: Iterable[str] = (),
 ) -> list[Candidate]:
-    """Choose for each of `count` instances the best candidate that has room; for fewer if none is left.
-
-    A class or provider that is missing in `rooms` is unlimited. Candidates with a provider in `dead` are left out. The
-    room of `used_computes` has changed since they were ranked.
-    """
+    """Choose for each of `count` instances the best candidate that has room, if any is left."""
+    # A class or provider that is missing in `rooms` is unlimited. The room of `used_computes` has changed since the
+    # ranking was made.
     changed, chosen = dict[str, dict[str, Room]](), list[Candidate]()
     counts = Counter(group.member_counts if group is not None else ())
 
@@ -182,7 +170,7 @@ _Entry = tuple[bool, int, float, int]
 
 
 class _CandidateHeap:
-    """The candidates of a ranking, the best first; those on `reranked` computes by their current weight."""
+    """The candidates of a ranking, the best first, with current weights on `reranked` computes."""
 
     def __init__(
         self, ranking: Ranking, strategy: str, make_entry: Callable[[int], _Entry], reranked: set[str]
@@ -219,7 +207,7 @@ class _CandidateHeap:
 
 
 def add_usage(allocations: Allocations, rooms: dict[str, dict[str, Room]]) -> bool:
-    """Add the allocations to the usage in `rooms`, as far as it has them; False, unchanged, if one does not fit."""
+    """Add the allocations to the usage in `rooms`, or return False if one does not fit."""
     usages = [
         (room, name, amount)
         for provider, resources in allocations.items()
@@ -234,13 +222,11 @@ def add_usage(allocations: Allocations, rooms: dict[str, dict[str, Room]]) -> bo
 
 
 def describe_room(placed_count: int, count: int, group: Group | None) -> str:
-    """Return that there is room for only `placed_count` of `count` instances, in a group if there is one."""
     rule = '' if group is None else f' in group {group.name} ({group.rule})'
     return f'there is room for {placed_count} of {count}{rule}'
 
 
 def explain_no_candidate(offer: Offer, skipped: Collection[str], alive: Collection[str], group: Group | None) -> str:
-    """Return why there is no candidate, in one sentence."""
     if group is not None and any(compute in alive for allocations in offer.candidates for compute in allocations):
         return f'there is room, but not where group {group.name} allows it ({group.rule})'
     if skipped:

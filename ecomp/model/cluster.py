@@ -1,9 +1,9 @@
 """The identity of an etcd cluster (rule: familiar-etcd), and known problems of etcd versions. Pure.
 
 /cluster holds the identity, a uuid. The first ecompute that finds no such key, and remembers none, writes it once. A
-wiped etcd has another identity, or none. In a healthy cluster the revision never decreases; an etcd restored from an
-older snapshot has a lower one. If new writes have raised it again, the raft term is lower, because a restored etcd
-starts with a low one. If the members have new names, etcd's own cluster id differs.
+wiped etcd has another identity, or none. In a healthy cluster the revision never decreases. An etcd that was restored
+from an older snapshot has a lower one. If new writes have raised it again, the raft term is lower, because a restored
+etcd starts with a low one. If the members have new names, etcd's own cluster id differs.
 """
 
 from __future__ import annotations
@@ -40,16 +40,13 @@ _COUNT = number(0, 2**64 - 1)
 )
 @dataclass(frozen=True)
 class KnownCluster:
-    """An etcd as a compute remembers it, with the highest revision and term; defaults: unknown.
-
-    `first_seen_revision` is that at which the compute first saw or accepted it, 0 if not noted.
-    """
+    """An etcd as a compute remembers it, with the highest revision and term."""
 
     identity: str = ''
     cluster: int = 0
     revision: int = 0
     term: int = 0
-    first_seen_revision: int = 0
+    first_seen_revision: int = 0  # at which the compute first saw or accepted it, 0 if not noted
 
     def with_header(self, header: Header) -> KnownCluster:
         return replace(
@@ -59,23 +56,23 @@ class KnownCluster:
 
 @stored(1, 'identity of etcd', identity=UUID, since=lenient(TEXT))
 class ClusterIdentity(NamedTuple):
-    """The value of /cluster; `since` is an ISO time."""
+    """The value of /cluster."""
 
     identity: str
-    since: str = ''
+    since: str = ''  # an ISO time
 
 
 def find_accepted_revision(entries: Iterable[keys.StoredValue]) -> int:
-    """Return the highest valid revision below /accepted/, at most its key's own, or 0."""
+    """Return the highest valid revision below /accepted/, none above its key's own, or 0."""
     values = ((entry.value, entry.revision) for entry in entries)
     return max((min(int(value), own) for value, own in values if value.isdigit() and len(value) < 20), default=0)
 
 
 def explain_header_mismatch(remembered: KnownCluster, header: Header) -> str | None:
-    """Explain why a reply's header is not from the remembered etcd; return None if it may be.
+    """Explain why a reply's header is not from the remembered etcd, or return None if it may be.
 
-    It is valid only for a linearizable reply to a call that was sent after `remembered` was read: no member of a
-    healthy cluster is behind then. Another reply, such as a watch's, may come from a member that lags.
+    The reply must be linearizable, and its call sent after `remembered` was read: no member of a healthy cluster is
+    behind then. Another reply, such as a watch's, may come from a member that lags.
     """
     if remembered.cluster and header.cluster != remembered.cluster:
         return f'its cluster id is {header.cluster:x}, not {remembered.cluster:x} as before'
@@ -87,7 +84,7 @@ def explain_header_mismatch(remembered: KnownCluster, header: Header) -> str | N
 
 
 def explain_identity_mismatch(remembered: KnownCluster, value: bytes | None) -> str | None:
-    """Explain why a value of /cluster (None: no key) lacks the remembered identity; return None if it has it."""
+    """Explain why a value of /cluster is not the remembered identity, or return None if it is."""
     if value is None:
         return f'its {keys.CLUSTER} is missing, and had identity {remembered.identity} before'
     try:
@@ -98,7 +95,6 @@ def explain_identity_mismatch(remembered: KnownCluster, value: bytes | None) -> 
 
 
 def describe_vulnerabilities(version: str) -> Problem | None:
-    """Return the problem of an end-of-life or vulnerable etcd; None for others, or if unknown."""
     parts = re.match(r'(\d+)\.(\d+)\.(\d+)', version)
     if parts is None:
         return None

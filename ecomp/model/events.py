@@ -1,8 +1,7 @@
 """Events: changes of etcd's keys, described in words. Pure.
 
-etcd stores values without times, so an event's time is from the new value (a stage, a boot, `written_at`); without one
-it is unknown. Progress, claims and audit answers give no events. Events are not trusted: a compute can write anything
-below its own uuid. The writer (`by`) is what the client that wrote a value calls itself.
+etcd stores no times, so the time of an event is from the new value: a stage, a boot or `written_at`. The writer (`by`)
+is what the client calls itself. Events are not trusted, because a compute can write anything below its own uuid.
 """
 
 from __future__ import annotations
@@ -49,22 +48,22 @@ NameCompute = Callable[[str], str]
 
 
 class Change(NamedTuple):
-    """A change of a key (value None: no key); if not `is_known`, `before` is None because etcd has compacted it."""
+    """A change of the value of a key."""
 
     key: str
-    before: bytes | None
-    after: bytes | None
+    before: bytes | None  # None without a key, or if it is not known
+    after: bytes | None  # None without a key
     revision: int
-    is_known: bool = True
+    is_known: bool = True  # False if etcd has compacted the earlier value
 
 
 @dataclass(frozen=True)
 class Event:
-    """An event of one of KINDS; `says` is the text. Uuids, the instance's name, ISO time and writer: '' if unknown."""
+    """An event, in which uuids, the instance's name, ISO time and writer are '' if unknown."""
 
     revision: int
-    kind: str
-    says: str
+    kind: str  # one of KINDS
+    says: str  # its text
     instance: str = ''
     name: str = ''
     compute: str = ''
@@ -79,7 +78,7 @@ DatedEvents = Iterator[tuple[Event, Iterable[str]]]
 
 
 def make_events(changes: Sequence[Change], name_compute: NameCompute) -> list[Event]:
-    """Return a revision's events, texts cut off, with the latest time in its new values, and their writer."""
+    """Return the events of a revision, with the latest time in its new values and its writer."""
     deliveries, stamps = _list_deliveries(changes), [_read_stamp(change) for change in changes]
     described = [
         (event, list(filter(_is_time, stamps)))
@@ -93,7 +92,6 @@ def make_events(changes: Sequence[Change], name_compute: NameCompute) -> list[Ev
 
 
 def _describe_replacement(old: Record | Request | None, deliveries: Deliveries) -> str:
-    """Say by what an instance that ended was replaced in its stack, '' if by nothing."""
     for _, new in deliveries:
         if isinstance(new, Request) and old and old.stack and new.stack and new.stack[:3] == old.stack[:3]:
             return f'replaced by a new one ({_format_arrow(old.instance, new.instance)})'
@@ -112,7 +110,6 @@ def _list_deliveries(changes: Sequence[Change]) -> Deliveries:
 
 
 def _read_stamp(change: Change) -> tuple[str, str]:
-    """Return the time and the writer in a stamp that is new in a value (see Store.make_stamp()); '' if unknown."""
     before, after = (load_object_or_empty(value or b'') for value in (change.before, change.after))
     time, by = after.get(WRITTEN_AT), after.get(WRITTEN_BY)
     if time in (None, before.get(WRITTEN_AT)) or not change.key.startswith(_STAMPED) or not change.is_known:
@@ -121,7 +118,6 @@ def _read_stamp(change: Change) -> tuple[str, str]:
 
 
 def event_to_dict(event: Event) -> dict[str, Any]:
-    """Return the event as the JSON object that users see; empty fields are null."""
     names = ('revision', 'time', 'kind', 'instance', 'name', 'compute', 'says', 'by')
     return {name: getattr(event, name) or None for name in names}
 
@@ -161,7 +157,6 @@ def _describe_record(change: Change, name_compute: NameCompute, deliveries: Deli
 def _describe_record_changes(
     before: Record | None, after: Record, name_compute: NameCompute, is_known: bool
 ) -> Iterator[str]:
-    """Describe what is new in a record; only its state if the earlier value is unknown."""
     old = before or Record(after.instance, '', QUEUED)
     if after.state != old.state:
         on = f' on {name_compute(after.compute)}' if before is None and after.compute else ''
@@ -293,7 +288,6 @@ def _describe_compute(change: Change, name_compute: NameCompute, _deliveries: De
 
 
 def _describe_operation(change: Change, name_compute: NameCompute, _deliveries: Deliveries) -> DatedEvents:
-    """Describe what an operator did to a compute: it was disabled, enabled or forgotten, or accepted a new etcd."""
     compute, text = keys.get_last_part(change.key), ''
     # The name of a forgotten compute is only here.
     hostname = load_object_or_empty(change.before or b'').get('hostname')
@@ -314,7 +308,7 @@ def _describe_operation(change: Change, name_compute: NameCompute, _deliveries: 
 def _make_describer(
     kind: str, describe: Callable[[str, bytes], str]
 ) -> Callable[[Change, NameCompute, Deliveries], DatedEvents]:
-    """Make a function that yields events of `kind` if describe()'s text changed; if not `is_known`, only a removal."""
+    """Make a function that yields an event of `kind` if the text of `describe` changed."""
 
     def describe_change(change: Change, _name_compute: NameCompute, _deliveries: Deliveries) -> DatedEvents:
         name = change.key.split('/', 2)[2]
@@ -372,6 +366,7 @@ def _describe_cluster(change: Change, _name_compute: NameCompute, _deliveries: D
 
 # What commands of users write, and stamp.
 _STAMPED = (keys.HOSTS, keys.STACKS, keys.FLAVORS, keys.QUOTAS)
+# Progress, claims and audit answers give no events.
 _DESCRIBERS: Mapping[str, Callable[[Change, NameCompute, Deliveries], DatedEvents]] = {
     keys.INSTANCES: _describe_record,
     keys.HOSTS: _describe_request,

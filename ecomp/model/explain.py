@@ -1,8 +1,7 @@
 """Explain why a provider does not satisfy a query, and which change would help. Pure.
 
-It implements placement's rules (openstack-placement 16, objects/research_context.py) for standalone providers: neither
-nested nor in an aggregate with a sharing one. An amount fits if used + amount <= (total - reserved) *
-allocation_ratio; it must be from min_unit to max_unit, and a multiple of step_size.
+It implements placement's rules (openstack-placement 16, objects/research_context.py) for standalone providers, which
+are neither nested nor in an aggregate with a sharing one.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from ecomp.model.status import DISABLED
 
 @dataclass(frozen=True)
 class GroupConstraint:
-    """The constraint to be in a group. No query contains it: placement does not know groups."""
+    """The constraint to be in a group, in no query because placement does not know groups."""
 
     group: str
 
@@ -28,54 +27,51 @@ class GroupConstraint:
 
 @dataclass(frozen=True)
 class Cure:
-    """A change that helps: free `amount_to_free` of the class, then use `replacement` (None: drop the constraint)."""
+    """A change that helps."""
 
     constraint: Constraint | GroupConstraint
-    replacement: Constraint | None
-    amount_to_free: int = 0
+    replacement: Constraint | None  # None: drop the constraint
+    amount_to_free: int = 0  # of the class, before the replacement is used
 
 
 @dataclass(frozen=True)
 class UnmetConstraint:
-    """A constraint that fails; `shortage` is 0 (almost met) to 1, `cure` None if nothing helps."""
+    """A constraint that fails on a provider."""
 
     constraint: Constraint | GroupConstraint
     reason: str
-    shortage: float
-    cure: Cure | None
+    shortage: float  # from 0 (almost met) to 1
+    cure: Cure | None  # None if nothing helps
 
     @property
     def is_disabled(self) -> bool:
-        """True if it fails because the provider is disabled, which no change of the query can fix."""
         return _is_enabled_constraint(self.constraint)
 
 
 @dataclass(frozen=True)
 class Miss:
-    """A provider and the constraints that fail on it; without failures it satisfies the query."""
+    """A provider and the constraints that fail on it, none if it satisfies the query."""
 
     provider: str
     failures: tuple[UnmetConstraint, ...]
 
     @property
     def is_candidate(self) -> bool:
-        """True if placement would name the provider as a candidate."""
         return not self.failures
 
     @property
     def is_disabled(self) -> bool:
-        """True if the only failure is that the provider is disabled."""
         return bool(self.failures) and all(failure.is_disabled for failure in self.failures)
 
     @property
     def cures(self) -> tuple[Cure, ...] | None:
-        """The cures of all failures, () without failures; None if one of them has no cure."""
+        """The cures of all failures, or None if one of them has no cure."""
         cures = tuple(failure.cure for failure in self.failures if failure.cure is not None)
         return cures if len(cures) == len(self.failures) else None
 
 
 def explain_uncovered(query: Iterable[Constraint], provider: Provider) -> str | None:
-    """Say why this module does not cover a provider, to which others of its aggregates may supply a class; or None."""
+    """Say why this module does not cover a provider, to which others may supply a class."""
     names = [each.name for each in query if isinstance(each, Amount) and each.name not in provider.inventories]
     if names and provider.aggregates:
         return f'not explained: another provider of its aggregates may share {", ".join(names)} with it'
@@ -83,7 +79,7 @@ def explain_uncovered(query: Iterable[Constraint], provider: Provider) -> str | 
 
 
 def find_miss(query: Sequence[Constraint], provider: Provider) -> Miss:
-    """Find the constraints that fail on a covered provider: first that it is enabled, then in the query's order."""
+    """Find the constraints that fail on a covered provider, first that it is enabled."""
     # Required classes are never dropped, so a query that has one keeps resources when another class is dropped.
     can_drop = any(isinstance(constraint, Amount) and constraint.name in REQUIRED_CLASSES for constraint in query)
     results = (_check_constraint(constraint, provider, can_drop) for constraint in query)
@@ -94,7 +90,7 @@ def find_miss(query: Sequence[Constraint], provider: Provider) -> Miss:
 def add_group_failure(
     original: Miss, group: Group | None, taken_computes: Sequence[str] = (), name_compute: Callable[[str], str] = str
 ) -> Miss:
-    """Return the miss, with a failure added if `group`, with `taken_computes` as members, excludes the provider."""
+    """Add a failure if `group`, with `taken_computes` as members, excludes the provider."""
     if group is None:
         return original
     reason = group.explain_exclusion(original.provider, name_compute)
@@ -113,19 +109,18 @@ def add_group_failure(
 
 
 def sort_misses(misses: Iterable[Miss]) -> list[Miss]:
-    """Sort the misses by number of failures, then by total shortage, the smallest first."""
     return sorted(misses, key=lambda each: (len(each.failures), sum(failure.shortage for failure in each.failures)))
 
 
 def find_smallest_miss(misses: Iterable[Miss]) -> Miss | None:
-    """Return the first of sort_misses() that can be cured, preferably without freeing anything; None if none can."""
+    """Return the smallest miss that can be cured, if possible without freeing anything."""
     curable = [candidate for candidate in sort_misses(misses) if candidate.cures]
     by_query = (candidate for candidate in curable if not any(cure.amount_to_free for cure in candidate.cures or ()))
     return next(by_query, next(iter(curable), None))
 
 
 def apply_cures(query: Iterable[Constraint], cures: Iterable[Cure]) -> tuple[Constraint, ...]:
-    """Return the query with each constraint that has a cure replaced or dropped; a group's cure changes nothing."""
+    """Return the query with each constraint that has a cure replaced or dropped."""
     replacements: dict[Constraint | GroupConstraint, Constraint | None] = {
         cure.constraint: cure.replacement for cure in cures
     }
@@ -157,7 +152,6 @@ def _format_constraint(constraint: Constraint | GroupConstraint) -> str:
 
 
 def _check_constraint(constraint: Constraint, provider: Provider, can_drop: bool) -> UnmetConstraint | None:
-    """Return the failure of a constraint, None if it is met. With `can_drop` a cure may drop an optional amount."""
     if isinstance(constraint, Amount):
         return _check_amount(constraint, provider.inventories.get(constraint.name), can_drop, provider.taken_count)
     names = provider.get_names(constraint.key)
@@ -193,11 +187,11 @@ def _describe_lack(constraint: Requirement | Exclusion) -> str:
 def _check_amount(
     requested: Amount, inventory: Inventory | None, can_drop: bool, taken_count: int
 ) -> UnmetConstraint | None:
-    """Return why an amount does not fit, without usage if that includes the set's own instances; None if it fits."""
     name, amount = requested.name, requested.amount
     drop_cure = Cure(requested, None) if can_drop and name not in REQUIRED_CLASSES else None
     if inventory is None:
         return UnmetConstraint(requested, f'has no {name}', 1.0, drop_cure)
+    # In placement an amount fits if used + amount <= (total - reserved) * allocation_ratio.
     reasons = []
     if inventory.used + amount > inventory.capacity:
         usage = f'free {inventory.free} of {inventory.capacity}'
@@ -223,7 +217,6 @@ def _check_amount(
 def _find_cure(
     requested: Amount, inventory: Inventory, possible_amount: int | None, drop_cure: Cure | None
 ) -> Cure | None:
-    """Return the first cure that helps: request `possible_amount`, drop the class, or free some; None if none does."""
     if possible_amount is not None:
         return Cure(requested, Amount(requested.name, possible_amount))
     if drop_cure is not None:

@@ -1,7 +1,7 @@
-"""What a compute publishes of itself: its room, limits, traits, aggregates and cached images. Pure.
+"""What a compute publishes of itself: its room, limits, traits, aggregates and images. Pure.
 
 The room is the capacity of its provider, and what its own requests use. Placement may know of more, such as a claim
-that is not delivered yet: facts explain, and only placement decides.
+that is not delivered yet. So facts explain, and only placement decides.
 """
 
 from __future__ import annotations
@@ -36,17 +36,15 @@ _NAMES = sparse(lambda value: tuple(_TEXTS(value)))
     images=_NAMES,
 )
 class Facts(NamedTuple):
-    """{class: (capacity, used)} and {class: (min_unit, max_unit, step_size)}, where these are not the usual ones.
+    """What a compute publishes of itself."""
 
-    `problem` says why nothing is known, '' if something is.
-    """
-
-    room: Mapping[str, tuple[int, int]] = {}
+    room: Mapping[str, tuple[int, int]] = {}  # {class: (capacity, used)}
+    # {class: (min_unit, max_unit, step_size)}, if these are not the usual ones.
     limits: Mapping[str, tuple[int, int, int]] = {}
     traits: tuple[str, ...] = ()
     aggregates: tuple[str, ...] = ()
     images: tuple[str, ...] = ()
-    problem: str = ''
+    problem: str = ''  # why nothing is known, '' if something is
 
     @property
     def rooms(self) -> dict[str, Room]:
@@ -59,7 +57,7 @@ class Facts(NamedTuple):
         return self._replace(room={name: (capacity, held.get(name, 0)) for name, (capacity, _) in self.room.items()})
 
     def has_image(self, image_hash: str) -> bool | None:
-        """Return whether the compute has this image in its cache; None if that is unknown."""
+        """Return whether the compute has this image in its cache, or None if that is unknown."""
         if image_hash in self.images:
             return True
         return None if self.problem or len(self.images) >= MAX_CACHED_IMAGES else False
@@ -78,7 +76,8 @@ NO_FACTS = Facts(problem='what it has is unknown: its ecompute has just started,
 
 
 def sum_held(compute: str, requests: Iterable[Request | InvalidRequest]) -> dict[str, int]:
-    """Return what the requests of a compute hold there; a destroyed instance holds its resources until it is gone."""
+    """Return what the requests of a compute hold there, including those to destroy."""
+    # A destroyed instance holds its resources until it is gone.
     valid = (each for each in requests if isinstance(each, Request))
     return sum_resources(each.allocations.get(compute, each.former_resources) for each in valid)
 
@@ -100,7 +99,7 @@ def make_facts(provider: Provider, used: Resources, images: Collection[str]) -> 
 
 
 def parse_facts(value: bytes) -> Facts:
-    """Parse a published value; a malformed or longer one has only a `problem`."""
+    """Parse a published value, of which a malformed or longer one has only a `problem`."""
     if len(value) > MAX_FACTS_BYTES:
         return Facts(problem=f'what it has is unknown: it publishes more than {MAX_FACTS_BYTES} bytes')
     try:

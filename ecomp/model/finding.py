@@ -1,9 +1,4 @@
-"""A check and what it finds, for `eschedule check` and `ecompute --check`, with its level and its repairs. Pure.
-
-An operator must act on an error. A warning is about what the packages of the system bring and no newer package of the
-system repairs, or about a host that others stand in for. It does not change the exit code, and `ignore_warnings:`
-silences it.
-"""
+"""A check and what it finds, for `eschedule check` and `ecompute --check`. Pure."""
 
 from __future__ import annotations
 
@@ -17,6 +12,9 @@ from ecomp.model.parsers import FLAG, check, text
 from ecomp.model.stored import sparse, stored
 from ecomp.model.text import make_printable
 
+# An operator must act on an error. A warning is about what the packages of the system bring and no newer package of the
+# system repairs, or about a host that others stand in for. It does not change the exit code, and `ignore_warnings:`
+# silences it.
 ERROR = 'error'
 WARNING = 'warning'
 # The exit code of a command that finds an error.
@@ -38,7 +36,7 @@ MAX_SUBJECT_CHARACTERS = 255
 
 
 class Repair(Enum):
-    """A repair of `check --fix`, in words; ecomp.scheduler.operations.audit or, on a host, its ecompute makes it."""
+    """What `check --fix` does, in words, by eschedule or, on a host, by its ecompute."""
 
     RELEASE = 'releases the claim'
     CLAIM = 'claims the resources of the request again'
@@ -56,43 +54,34 @@ class Repair(Enum):
 
 
 class Leftover(NamedTuple):
-    """Something that a host can remove.
+    """Something that a host can remove."""
 
-    `kind` is `disk`, `iso` (NoCloud disk) or `reservations` of an instance, `seed` (metadata of a MAC) or `part`.
-    `mark` is the instance of metadata, or the mark of a part; a host keeps what has another one by then.
-    """
-
-    kind: str
+    kind: str  # `disk`, `iso` or `reservations` of an instance, `seed` (metadata of a MAC) or `part`
     name: str
-    mark: str = ''
+    mark: str = ''  # the instance of metadata, or the mark of a part: a host keeps what has another one by then
 
 
 class Check(NamedTuple):
-    """A row of the table: who looks for a code, which function finds it, what it means, and its repairs.
-
-    Codes are stable: scripts depend on them. In the manual repair `<key>` stands for the finding's key, or for all of
-    its keys if one of them is wrong. A finding whose manual repair depends on what was found has its own.
-    """
+    """A row of the table: who looks for a code, which function finds it, and what it means."""
 
     scope: frozenset[str]
     find: Callable[[Any], Iterable[Finding]]
     meaning: str
-    manual_repair: str = ''
+    manual_repair: str = ''  # with `<key>` for the finding's key, or for all of its keys if one of them is wrong
     repair: Repair | None = None
 
 
 # The table, by code. ecomp.model.audit and ecomp.model.health add their rows, which stay beside their finders.
+# Codes are stable, because scripts depend on them.
 _TABLE: dict[str, Check] = {}
 
 
 def add_checks(rows: Mapping[str, Check]) -> Mapping[str, Check]:
-    """Add rows to the table, and return them."""
     _TABLE.update(rows)
     return rows
 
 
 def run_checks(checks: Mapping[str, Check], scope: frozenset[str], facts: object) -> list[Finding]:
-    """Return all that the checks of a scope find in its facts."""
     finders = dict.fromkeys(check.find for check in checks.values() if check.scope >= scope)
     return [finding for find in finders for finding in find(facts)]
 
@@ -106,22 +95,16 @@ def run_checks(checks: Mapping[str, Check], scope: frozenset[str], facts: object
     is_repairable=sparse(FLAG),
 )
 class Finding(NamedTuple):
-    """One problem of `subject`: an instance, compute, name, group, project, stack, server, file or network.
-
-    `compute` is where it was found, or ''; with a `leftover`, that host can remove it. If not `is_repairable`, --fix
-    leaves the finding alone, although its code has a repair. --fix changes etcd only if all `keys` are unchanged. A
-    repair that deletes a key, or puts it on a lease, applies to the first of `keys`. `cure` is the manual repair, ''
-    for that of the row.
-    """
+    """One problem of an instance, compute, name, group, project, stack, server, file or network."""
 
     code: str
     subject: str
     sentence: str
-    compute: str = ''
-    leftover: Leftover | None = None
-    is_repairable: bool = True
-    keys: tuple[str, ...] = ()
-    cure: str = ''
+    compute: str = ''  # where it was found, or ''
+    leftover: Leftover | None = None  # what that host can remove
+    is_repairable: bool = True  # False: --fix leaves it alone, although its code has a repair
+    keys: tuple[str, ...] = ()  # --fix changes etcd only if all are unchanged; a repair of a key applies to the first
+    cure: str = ''  # the manual repair, '' for that of the row
 
     @property
     def level(self) -> str:
@@ -129,7 +112,6 @@ class Finding(NamedTuple):
 
     @property
     def repair(self) -> Repair | None:
-        """The repair of `check --fix`, None if it leaves the finding alone."""
         return _TABLE[self.code].repair if self.is_repairable else None
 
     @property
@@ -138,12 +120,11 @@ class Finding(NamedTuple):
 
     @property
     def how(self) -> str:
-        """The manual repair, with only `<key>` filled in, quoted for the shell; '' if `check --fix` repairs it."""
+        """The manual repair, quoted for the shell, or '' if `check --fix` repairs it."""
         text = '' if self.fix else self.cure or _TABLE[self.code].manual_repair
         return text.replace('<key>', ' or '.join(map(shlex.quote, self.keys))) if self.keys else text
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON object that users see: with level, fix and how, without leftover, is_repairable and keys."""
         names = ('code', 'subject', 'compute', 'sentence', 'fix', 'how', 'level')
         return {name: getattr(self, name) for name in names}
 
@@ -152,24 +133,23 @@ class Finding(NamedTuple):
 
 
 def get_level(code: str) -> str:
-    """Return WARNING or ERROR for the code of a check."""
     return WARNING if code in (*SCHEDULE_WARNINGS, *COMPUTE_WARNINGS) else ERROR
 
 
 def mark_warning(code: str, sentence: str) -> str:
-    """Return a finding's sentence for people: that of a warning begins with `warning: `."""
+    """Return a finding's sentence for people, which begins with `warning: ` for a warning."""
     return f'{WARNING}: {sentence}' if get_level(code) == WARNING else sentence
 
 
 def get_exit_code(findings: Sequence[Finding]) -> int:
-    """Return 7 if etcd or placement does not answer, else EXIT_FINDINGS if an operator must act, else 0."""
+    """Return 7 if etcd or placement does not answer, EXIT_FINDINGS for an error, else 0."""
     if any(finding.code in ('etcd', 'placement') for finding in findings):
         return Unreachable.exit_code
     return EXIT_FINDINGS if any(finding.level == ERROR for finding in findings) else 0
 
 
 def count_findings(findings: Sequence[Finding]) -> str:
-    """Return 'no findings', '1 finding' or '2 findings, 1 warning': the warnings are counted separately."""
+    """Return 'no findings', '1 finding' or, with warnings, '2 findings, 1 warning'."""
     warnings = sum(finding.level == WARNING for finding in findings)
     errors = len(findings) - warnings
     text = f'{errors or "no"} finding{"" if errors == 1 else "s"}'

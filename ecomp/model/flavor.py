@@ -59,11 +59,7 @@ class Flavor:
 
 
 def parse_flavor(name: str, text: str) -> Flavor:
-    """Parse a flavor that is written as a query; raise ValueError if name or query is invalid.
-
-    It needs at least one resource, from 1 to MAX_AMOUNT; the last amount of a class counts. Invalid are other
-    parameters, `required=in:`, and traits both required and forbidden.
-    """
+    """Parse a flavor that is written as a query of resources and traits."""
     check_flavor_name(name)
     resources: dict[str, int] = {}
     required: list[str] = []
@@ -84,7 +80,7 @@ def parse_flavor(name: str, text: str) -> Flavor:
 
 
 def merge_query(flavor: Flavor, query: str) -> str:
-    """Return the flavor's query plus `query`, whose amounts (any text) win; ValueError if one is not CLASS:AMOUNT."""
+    """Return the flavor's query plus `query`, whose amounts win and may be any text."""
     amounts = {name: str(amount) for name, amount in flavor.resources.items()}
     rest = []
     for part in filter(None, query.split('&')):

@@ -27,28 +27,24 @@ _SHORT = text(lambda value: make_printable(value, 200))
     adopted_by=sparse(TEXT),
 )
 class ForeignGuest(NamedTuple):
-    """A domain without our owner mark; `adopted_by` is the compute in its adoption mark, '' for none.
-
-    `size` has VCPU, MEMORY_MB and, if disks are on the file system of our pool, their DISK_GB. `interfaces` are the
-    networks and MACs; they and `has_console` are not published.
-    """
+    """A domain without our owner mark."""
 
     instance: str
     name: str
     is_running: bool
     is_transient: bool = False
-    size: Resources = {}
+    size: Resources = {}  # VCPU, MEMORY_MB and, for disks on the file system of our pool, DISK_GB
     disks: tuple[str, ...] = ()
-    adopted_by: str = ''
-    interfaces: tuple[tuple[str, str], ...] = ()
-    has_console: bool = False
+    adopted_by: str = ''  # the compute in its adoption mark, '' for none
+    interfaces: tuple[tuple[str, str], ...] = ()  # networks and MACs; not published
+    has_console: bool = False  # not published
 
     @property
     def state(self) -> str:
         return ('running' if self.is_running else 'off') + (', transient' if self.is_transient else '')
 
     def as_guest(self) -> Guest:
-        """Return the adopted guest. Its disks are not ecomp's, and count as present."""
+        """Return the adopted guest, whose disks are not ecomp's, and count as present."""
         size = {name: amount for name, amount in self.size.items() if name != 'DISK_GB'}
         return Guest(
             *(self.instance, self.adopted_by, not self.is_transient, self.is_running, True),
@@ -60,18 +56,15 @@ class ForeignGuest(NamedTuple):
 @stored(1, 'list of foreign guests', COMPACT, guests=list_of(nested(ForeignGuest)), left_out=sparse(list_of(UUID)),
         omitted=sparse(number(0, MAX_SUM)))  # fmt: skip
 class HostForeign(NamedTuple):
-    """The value of /foreign/<compute>; `omitted` guests had no room in it.
-
-    What the guests in `left_out` use is not reserved, because an adoption in flight names them.
-    """
+    """The value of /foreign/<compute>."""
 
     guests: tuple[ForeignGuest, ...] = ()
-    left_out: tuple[str, ...] = ()
-    omitted: int = 0
+    left_out: tuple[str, ...] = ()  # what they use is not reserved, because an adoption in flight names them
+    omitted: int = 0  # the number of guests that had no room in the value
 
 
 def encode_foreign(guests: Mapping[str, ForeignGuest], left_out: Collection[str]) -> str | None:
-    """Return the value to publish, None for a host without such guests."""
+    """Return the value to publish, or None for a host without such guests."""
     # Those that can be adopted first, so that each is listed once the others are adopted.
     ordered = sorted(guests.values(), key=lambda each: (bool(each.adopted_by), each.name, each.instance))
     value, count = None, len(ordered)
@@ -82,7 +75,6 @@ def encode_foreign(guests: Mapping[str, ForeignGuest], left_out: Collection[str]
 
 
 def parse_foreign(value: bytes) -> HostForeign:
-    """Parse a published value, or raise ValueError."""
     if len(value) > MAX_FOREIGN_BYTES:
         raise ValueError(f'it has more than {MAX_FOREIGN_BYTES} bytes')
     return decode(HostForeign, value)

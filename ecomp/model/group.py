@@ -1,6 +1,6 @@
-"""Groups: instances that are all on one compute (affinity), or all on different ones (anti-affinity). Pure.
+"""Groups of instances on one compute (affinity), or on different ones (anti-affinity). Pure.
 
-The first member sets the policy; the group, /groups/<name>, is deleted with its last member.
+The first member sets the policy. The group, /groups/<name>, is deleted with its last member.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PLACE = check("a uuid or ''", lambda compute: compute == '' or keys.is_uuid(com
 
 @stored(name=text(check_group_name), **_RULE)
 class Membership(NamedTuple):
-    """The group in a request; with `policy` or `strict` None the group is taken as it is."""
+    """The group in a request, which is taken as it is where `policy` or `strict` is None."""
 
     name: str
     policy: str | None = None
@@ -42,7 +42,7 @@ class Membership(NamedTuple):
 @stored(1, 'group', COMPACT, name=in_key(check_group_name), **_RULE, members=dict_of(_PLACE, UUID))
 @dataclass(frozen=True)
 class Group:
-    """A group; `members` is {instance: its compute, or '' while it waits in a queue}."""
+    """A group, whose `members` are {instance: its compute, or '' while it waits in a queue}."""
 
     name: str
     policy: str
@@ -55,7 +55,6 @@ class Group:
 
     @property
     def rule(self) -> str:
-        """The rule in words, such as `strict anti-affinity`."""
         return f'{"strict" if self.strict else "soft"} {self.policy}'
 
     @property
@@ -65,7 +64,7 @@ class Group:
 
     @cached_property
     def member_counts(self) -> Counter[str]:
-        """The number of members on each compute; members in a queue are left out."""
+        """The number of members on each compute, without those in a queue."""
         return Counter(compute for compute in self.members.values() if compute)
 
     def with_members(self, members: Mapping[str, str]) -> Group:
@@ -75,13 +74,13 @@ class Group:
         return replace(self, members={name: place for name, place in self.members.items() if name not in instances})
 
     def can_admit(self, compute: str, member_counts: Mapping[str, int]) -> bool:
-        """Return True if one more member may be on the compute ('': in a queue), given the members on each."""
+        """Return whether one more member may be on the compute, given the members on each."""
         if not self.strict or not compute or not any(member_counts.values()):
             return True
         return bool(member_counts.get(compute)) == (self.policy == AFFINITY)
 
     def explain_exclusion(self, compute: str, name_compute: Callable[[str], str] = str) -> str | None:
-        """Say, as the end of a sentence, why no member may be added on a compute; None if one may."""
+        """Return, as the end of a sentence, why no member may be added on a compute, or None."""
         counts = self.member_counts
         if self.can_admit(compute, counts):
             return None
@@ -94,11 +93,10 @@ class Group:
         return 1 if self.policy == AFFINITY else -1
 
     def get_preference(self, compute: str) -> int:
-        """Return the number of members on a compute, negative for anti-affinity; the largest is preferred."""
         return self.preference_sign * self.member_counts[compute]
 
     def list_breaches(self) -> list[str]:
-        """List breaches of a strict rule: members on several computes, or several on one; a soft group has none."""
+        """List the breaches of a strict rule, none for a soft group."""
         counts = self.member_counts
         if not self.strict:
             return []
@@ -111,9 +109,11 @@ class Group:
 
 
 def resolve_group(existing: Group | None, membership: Membership) -> Group:
-    """Return the existing group, or for None a new one without members, strict unless `strict` is False.
+    """Return the existing group, or a new one, strict unless `strict` is False.
 
-    UsageError if a new one would have no policy; Conflict if the requested policy or `strict` is not the existing one.
+    Raises:
+        UsageError: a new group would have no policy.
+        Conflict: the existing group has another policy or strictness than requested.
     """
     name = membership.name
     if existing is None:
@@ -129,7 +129,7 @@ def resolve_group(existing: Group | None, membership: Membership) -> Group:
 
 
 def filter_admitted(group: Group, places: Mapping[str, str]) -> list[str]:
-    """Return which instances in `places` {instance: compute} the group admits in turn, as if none was a member yet."""
+    """Return which instances of {instance: compute} the group admits in turn, as new members."""
     admitted: list[str] = []
     joined = group.without_members(*places)
     for instance, compute in places.items():

@@ -29,14 +29,12 @@ FIRST_ROUTE_METRIC = 100
 
 
 def make_network_config(macs: Sequence[str]) -> dict[str, Any] | None:
-    """Return cloud-init's network configuration: DHCP on each interface, the routes of the first one preferred.
-
-    It is None for fewer than two interfaces: on a single one every image uses DHCP by default. The format is netplan's
-    version 2, which cloud-init passes to netplan or translates; it matches by MAC, so the keys need not be names.
-    Sources: cloud-init's "Networking config version 2" and network_state.py (22.4 to 25.1), netplan-yaml(5).
-    """
+    """Return cloud-init's network configuration: DHCP on each of several interfaces."""
     if len(macs) < 2:
-        return None
+        return None  # on a single one every image uses DHCP by default
+    # The format is netplan's version 2, which cloud-init passes to netplan or translates. It matches by MAC, so the
+    # keys need not be names. Sources: cloud-init's "Networking config version 2" and network_state.py (22.4 to 25.1),
+    # netplan-yaml(5).
     ethernets: dict[str, Any] = {}
     for index, mac in enumerate(macs):
         ethernets[f'eth{index}'] = {
@@ -51,7 +49,7 @@ def make_network_config(macs: Sequence[str]) -> dict[str, Any] | None:
 
 
 class Usage(NamedTuple):
-    """What a running guest has used since its start, and the host's memory that it uses now; None is unknown."""
+    """What a running guest has used since its start, and the host's memory that it uses now."""
 
     vcpu_seconds_total: float | None
     resident_memory_bytes: int
@@ -73,14 +71,11 @@ TROUBLE_KINDS = CRASHED, NO_SPACE, PAUSED, UNLIKE, UNPLUGGED, INTERFACE_DOWN, UN
 
 
 class Address(NamedTuple):
-    """An IPv4 address of a guest; `source` is `lease` (DHCP), `arp` (the host's) or `agent`.
-
-    `since` is the ISO time at which the lease was granted or renewed; '' if it is not known.
-    """
+    """An IPv4 address of a guest."""
 
     address: str
-    source: str
-    since: str = ''
+    source: str  # `lease` (DHCP), `arp` (the host's) or `agent`
+    since: str = ''  # ISO time at which the lease was granted or renewed; '' if unknown
 
 
 class ReservedAddress(NamedTuple):
@@ -91,7 +86,7 @@ class ReservedAddress(NamedTuple):
 
 
 class BaseImage(NamedTuple):
-    """A cached image, ready for overlays. `virtual_size` is in bytes."""
+    """A cached image, ready for overlays, with its virtual size in bytes."""
 
     path: str
     format: str
@@ -100,24 +95,18 @@ class BaseImage(NamedTuple):
 
 @dataclass(frozen=True)
 class GuestSpec:
-    """The specification from which a hypervisor makes a guest; memory is in MiB, disk in GiB.
-
-    `disk_gb` None means the image's own size (`resize: False`). The guest has one interface on each of `networks`, at
-    most MAX_INTERFACES. `reserved_addresses` are their IPv4 addresses in the same order; None, or a missing one, means
-    that none is reserved. `virt_type` is libvirt's domain type, `kvm` or `qemu`. `seed` has the files of the NoCloud
-    disk, {name: content}; None means that there is no such disk and the guest uses the metadata server.
-    """
+    """The specification from which a hypervisor makes a guest."""
 
     instance: str
     compute: str
     vcpus: int
     memory_mb: int
-    disk_gb: int | None
+    disk_gb: int | None  # None: the image's own size (`resize: False`)
     base: BaseImage
-    virt_type: str
-    networks: tuple[Attachment, ...] = DEFAULT_NETWORKS
-    seed: Mapping[str, bytes] | None = field(default=None, repr=False)
-    reserved_addresses: tuple[str | None, ...] = ()
+    virt_type: str  # libvirt's domain type, `kvm` or `qemu`
+    networks: tuple[Attachment, ...] = DEFAULT_NETWORKS  # one interface on each, at most MAX_INTERFACES
+    seed: Mapping[str, bytes] | None = field(default=None, repr=False)  # of the NoCloud disk; None: metadata server
+    reserved_addresses: tuple[str | None, ...] = ()  # IPv4, in the order of `networks`; None or missing: not reserved
 
     @property
     def macs(self) -> tuple[str, ...]:
@@ -133,27 +122,23 @@ class GuestTrouble(NamedTuple):
 
 @dataclass(frozen=True)
 class Guest:
-    """An instance's guest as it is on a host: a domain with our owner mark, a disk, or both.
-
-    `compute` is the uuid in the owner mark, None if there is only a disk. `size` has the domain's amounts by resource
-    class, if known; `MEMORY_MB now` is the memory that its balloon leaves it. An adopted guest has the adoption mark
-    instead: of its domain only the power is changed.
-    """
+    """An instance's guest as it is on a host: a domain with our owner mark, a disk, or both."""
 
     instance: str
-    compute: str | None
+    compute: str | None  # the uuid in the owner mark; None if there is only a disk
     defined: bool
     running: bool
     disk: bool
     troubles: tuple[GuestTrouble, ...] = ()
+    # The domain's amounts by class, if known. `MEMORY_MB now` is the memory that its balloon leaves it.
     size: Mapping[str, int] = field(default_factory=dict, compare=False)
-    is_adopted: bool = False
+    is_adopted: bool = False  # it has the adoption mark instead: of its domain only the power is changed
 
     def with_trouble(self, trouble: GuestTrouble | None) -> Guest:
         return replace(self, troubles=(*self.troubles, trouble)) if trouble else self
 
     def list_troubles(self, claim: Mapping[str, int]) -> tuple[GuestTrouble, ...]:
-        """Return the `troubles`, and how `size` differs from the claim, by resource class."""
+        """Return the `troubles`, and how `size` differs from the claim."""
         sizes = [(name, size, claim.get(name.partition(' ')[0], size)) for name, size in self.size.items()]
         # A disk may be smaller: without `resize` it is as large as its image.
         differences = [
@@ -185,11 +170,10 @@ def make_mac_address(instance: str, number: int) -> str:
 
 
 def list_macs(instance: str) -> tuple[str, ...]:
-    """Return every MAC that an interface of the instance can have."""
     return tuple(make_mac_address(instance, index) for index in range(MAX_INTERFACES))
 
 
 def make_mac_conflict(mac: str, other: str) -> BuildFailed:
-    """Make the error, of stage `scheduled`, for a MAC (24 bits of a hash) that `other` on this host has, too."""
+    """Make the error for a MAC (24 bits of a hash) that `other` on this host has, too."""
     reason = f'its MAC {mac} is also that of instance {other} on this host'
     return BuildFailed('scheduled', f'{reason}. Fix: create the instance with another uuid, which gives another MAC')

@@ -1,4 +1,4 @@
-"""The checks of `eschedule check` and `ecompute --check`: etcd and placement, the computes, and this machine. Pure."""
+"""The checks of etcd and placement, of the computes, and of this machine. Pure."""
 
 from __future__ import annotations
 
@@ -38,28 +38,23 @@ def _report(problems: Problems) -> Iterator[Finding]:
 
 @dataclass(frozen=True, kw_only=True)
 class Backends:
-    """Facts about etcd and placement, as this machine reaches them.
+    """Facts about etcd and placement, as this machine reaches them."""
 
-    `etcd` and `placement` are their names with address. `configuration` is the file that names both, or says that there
-    is none. A failure says why a server does not answer properly. A version is '' if unknown. `ahead_seconds` is our
-    clock minus placement's, None if it sends no time. `now` has a time zone. `certificates` has the end of each (UTC),
-    by file; None if it is unreadable or malformed. `open_secrets` are files that are open to every user.
-    """
-
-    etcd: str
-    placement: str
-    configuration: str
-    now: datetime
-    etcd_failure: Problem | None = None
-    placement_failure: Problem | None = None
-    etcd_version: str = ''
-    placement_version: str = ''
-    ahead_seconds: float | None = None
+    etcd: str  # its name with address
+    placement: str  # its name with address
+    configuration: str  # the file that names both, or that there is none
+    now: datetime  # with a time zone
+    etcd_failure: Problem | None = None  # why it does not answer properly
+    placement_failure: Problem | None = None  # why it does not answer properly
+    etcd_version: str = ''  # '' if unknown
+    placement_version: str = ''  # '' if unknown
+    ahead_seconds: float | None = None  # our clock minus placement's; None if it sends no time
+    # The end of each (UTC), by file; None if it is unreadable or malformed.
     certificates: Mapping[str, datetime | None] = field(default_factory=dict)
-    open_secrets: tuple[str, ...] = ()
+    open_secrets: tuple[str, ...] = ()  # files that are open to every user
 
     def summarize(self, findings: Sequence[Finding]) -> str:
-        """Return one line: the numbers of findings, the servers with their versions, and the configuration file."""
+        """Return one line with the numbers of findings, the servers and the configuration file."""
         etcd = 'no answer' if self.etcd_failure else self.etcd_version
         placement = 'no answer' if self.placement_failure else f'microversion {self.placement_version}'
         servers = f'{self.etcd} ({etcd}), {self.placement} ({placement})'
@@ -129,7 +124,7 @@ def _find_compute_problems(facts: ComputeFacts) -> Iterator[Finding]:
 
 
 def _suggest_upgrade(version: str, ours: str) -> str:
-    """Return what to install where; '' for equal releases and commits, or if one has no commit."""
+    """Return what to install where, or '' if both may be built from the same commit."""
     # A wheel's version has no commit (ecomp.read_version): it may have been built from the other's.
     (release, _, commit), (our_release, _, our_commit) = version.partition('+'), ours.partition('+')
     if release == our_release and (commit == our_commit or not commit or not our_commit):
@@ -152,46 +147,37 @@ def _suggest_upgrade(version: str, ours: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class LibvirtFacts:
-    """Facts about libvirt on this host.
+    """Facts about libvirt on this host."""
 
-    `version` is the daemon's, `library_version` ours, both as libvirt counts. `has_bridge`: libvirt made the bridge of
-    one of our networks. `computes` are the owners of guests on this host. `problems` are {code: problems of QEMU, KVM,
-    the path to the disks, the pool, the networks and the filters}.
-    """
-
-    version: int
-    library_version: int
-    has_bridge: bool = True
-    computes: frozenset[str] = frozenset()
-    problems: Problems = field(default_factory=dict)
+    version: int  # the daemon's, as libvirt counts
+    library_version: int  # ours, as libvirt counts
+    has_bridge: bool = True  # libvirt made the bridge of one of our networks
+    computes: frozenset[str] = frozenset()  # the owners of guests on this host
+    problems: Problems = field(default_factory=dict)  # of QEMU, KVM, the path to the disks, pool, networks and filters
 
 
 class StateDirectory(NamedTuple):
-    """The state directory; `owner_uid` None: not accessible, `uuid`: the stored text or '', `caller_uid`: ours."""
+    """The state directory."""
 
     path: str
-    caller_uid: int
-    owner_uid: int | None
-    uuid: str
+    caller_uid: int  # ours
+    owner_uid: int | None  # None if not accessible
+    uuid: str  # the stored text, or ''
     free_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class MachineFacts:
-    """Facts about this machine.
-
-    `configured_uuid`, `metadata_mode` and `has_image_proxy` are settings in compute.yaml; `problems` are {code:
-    problems of others, or that libvirt gives no facts}. `is_metadata_port_taken`: another kind of server listens there.
-    """
+    """Facts about this machine."""
 
     state: StateDirectory
     libvirt: LibvirtFacts | None
-    configured_uuid: str | None = None
-    metadata_mode: str = 'network'
+    configured_uuid: str | None = None  # `uuid:` of compute.yaml
+    metadata_mode: str = 'network'  # `metadata:` of compute.yaml
     proxy_variables: tuple[str, ...] = ()
-    has_image_proxy: bool = False
-    is_metadata_port_taken: bool = False
-    problems: Problems = field(default_factory=dict)
+    has_image_proxy: bool = False  # `image_proxy:` is in compute.yaml
+    is_metadata_port_taken: bool = False  # another kind of server listens there
+    problems: Problems = field(default_factory=dict)  # of other codes, and that libvirt gives no facts
 
 
 def _find_state_problems(facts: MachineFacts) -> Iterator[Finding]:

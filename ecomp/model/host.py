@@ -1,11 +1,6 @@
-"""Computes, their names and signs of life, and which of them is trusted to have an instance. Pure.
+"""Computes: their names, signs of life, and which one is trusted to have an instance. Pure.
 
-A compute is shown and typed by its host's name, which is in its presence and, until it is forgotten, in the key
-/hostnames/<compute>.
-
-Its `leases` are two leases without keys; their ages show when the host was last alive. ecompute renews the first one
-every 10 s, and never the second one, the anchor. etcd resets both when it starts, is restored or elects a leader: then
-their ages are equal, and show no time until the first one is renewed.
+The name of a compute's host is in its presence and, until it is forgotten, in the key /hostnames/<compute>.
 """
 
 from __future__ import annotations
@@ -31,29 +26,23 @@ ConsumerLookup = Callable[[str], Container[str]]
 Kind = TypeVar('Kind', bound=keys.StoredValue)
 
 
+# Several computes may have keys of one instance: a request was written manually, or a compute writes keys that are not
+# its own.
 @dataclass
 class EntriesByCompute(Generic[Kind]):
     """The requests and records of one instance by compute, and the compute that is trusted.
 
-    Several computes may have keys of one instance: a request was written manually, or a compute writes keys that are
-    not its own. Trusted is the compute of the oldest request that is not `claimless`, or of the oldest if all are. Age
-    alone does not suffice: the uuid is public before delivery, so the oldest request may be a false one. Without a
-    request, the compute with the oldest record is trusted. `request`, `record` and `record_key` are its own, or None.
-
-    `claimless` are computes that mark_claimless() found without the claim. In `records`, '' is for a record whose key
-    names no compute.
+    Trusted is the compute of the oldest request that is not `claimless`, or of the oldest request if all are. Without a
+    request, it is the compute of the oldest record. `request`, `record` and `record_key` are its own.
     """
 
     requests: dict[str, Kind] = field(default_factory=dict)
-    records: dict[str, Kind] = field(default_factory=dict)
+    records: dict[str, Kind] = field(default_factory=dict)  # with '' for a record whose key names no compute
     record_keys: dict[str, str] = field(default_factory=dict)
-    claimless: set[str] = field(default_factory=set)
+    claimless: set[str] = field(default_factory=set)  # found by mark_claimless() without the claim
 
     def mark_claimless(self, instance: str, consumer_lookup: ConsumerLookup) -> None:
-        """Query computes, oldest request first, until one has the claim, and fill `claimless`.
-
-        No-op for fewer than two requests. A compute that is not a uuid is claimless. Raises `consumer_lookup`'s errors.
-        """
+        """Query computes, oldest request first, until one has the claim, and fill `claimless`."""
         if len(self.requests) < 2:
             return
         for compute in sorted(self.requests, key=self._make_age_key):
@@ -64,7 +53,8 @@ class EntriesByCompute(Generic[Kind]):
 
     @property
     def compute(self) -> str:
-        """The trusted compute; '' without a request and without a record that names one."""
+        """The trusted compute, or '' if neither a request nor a record names one."""
+        # Age alone does not suffice: the uuid is public before delivery, so the oldest request may be a false one.
         claimants = [compute for compute in self.requests if compute not in self.claimless]
         return min(claimants or self.requests or self.records, key=self._make_age_key, default='')
 
@@ -85,7 +75,7 @@ class EntriesByCompute(Generic[Kind]):
 
 
 def group_by_instance(stored: Iterable[tuple[str, Kind]]) -> dict[str, EntriesByCompute[Kind]]:
-    """Return {instance: requests and records} of these keys and their values; other keys are ignored."""
+    """Group the requests and records among these keys by instance."""
     by_uuid: dict[str, EntriesByCompute[Kind]] = {}
     for key, written in stored:
         if key.startswith(keys.HOSTS):
@@ -106,7 +96,7 @@ _HOSTNAME_PATTERN = re.compile('[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}')
 
 
 def is_hostname(text: object) -> bool:
-    """Return whether a value is 1 to 253 of A-Z, a-z, 0-9, ., _ and -, not first . or -; no uuid, even undashed."""
+    """Return whether a value may be a host's name, which is no uuid, even without dashes."""
     if not isinstance(text, str) or not _HOSTNAME_PATTERN.fullmatch(text):
         return False
     if len(text.replace('-', '')) != 32:
@@ -134,27 +124,24 @@ _LEASES = list_of(number(0, 2**63 - 1), lengths=(2,))
     queues=lenient(FLAG),
 )
 class PresenceFacts(NamedTuple):
-    """The content of a presence; absent or malformed fields are None.
-
-    `kind` is kvm, qemu or fake. `queues`: it takes requests from queues.
-    """
+    """The content of a presence, with None for absent or malformed fields."""
 
     hostname: str | None = None
     version: str | None = None
-    kind: str | None = None
-    queues: bool | None = None
+    kind: str | None = None  # kvm, qemu or fake
+    queues: bool | None = None  # True if it takes requests from queues
 
 
 @stored(1, 'host name', hostname=_HOSTNAME, leases=lenient(_LEASES, is_sparse=True))
 class StoredHostname(NamedTuple):
-    """The value of a key below /hostnames/; None and () for what is malformed."""
+    """The value of a key below /hostnames/, with defaults for malformed fields."""
 
     hostname: str | None = None
     leases: tuple[int, ...] = ()
 
 
 class ComputeNames(Protocol):
-    """The names of computes alone, for code that runs even if etcd could not be read."""
+    """The names of computes, for code that runs even if etcd could not be read."""
 
     def find_hostname(self, compute: str) -> str | None: ...
     def format_name(self, compute: str) -> str: ...
@@ -171,14 +158,13 @@ class Computes:
         return self._hostnames.get(compute)
 
     def format_name(self, compute: str) -> str:
-        """Return the host name, with ` (uuid)` behind it if not unique; the uuid if there is none."""
+        """Return the host name, followed by ` (uuid)` if it is not unique, or only the uuid."""
         host = self.find_hostname(compute)
         if host is None:
             return compute
         return host if len(self.find_by_hostname(host)) == 1 else f'{host} ({compute})'
 
     def find_by_hostname(self, hostname: str) -> list[str]:
-        """Return the computes with this host name, alive or not, sorted."""
         # A single living one is not preferred: a compute may publish the name of a silent one.
         return self._by_hostname.get(hostname, [])
 
@@ -188,14 +174,14 @@ class Computes:
 
     @property
     def no_taker_reason(self) -> Problem | None:
-        """That no compute takes queued requests; None if one takes them."""
+        """Why no compute takes queued requests, or None if one takes them."""
         if self.takers:
             return None
         cure = 'set `queues: True` in the compute.yaml of a host, and restart its ecompute'
         return Problem('no compute takes queued requests', cure)
 
     def describe_unserved(self, names: Sequence[str]) -> Problem | None:
-        """Return that no compute takes these requests, naming the first; None without `names`, or if one does."""
+        """Return the problem that no compute takes these requests, or None."""
         reason = self.no_taker_reason
         if not names or reason is None:
             return None
@@ -203,12 +189,10 @@ class Computes:
         return reason._replace(what=f'{waiting}, but {reason.what}')
 
     def replace_uuids(self, text: str) -> str:
-        """Return the text with uuids of computes replaced by names, except in paths of keys."""
         return replace_uuids(text, self.display_names)
 
     @cached_property
     def display_names(self) -> dict[str, str]:
-        """{uuid: display name} of the computes that have a host name."""
         return {compute: self.format_name(compute) for compute in self._hostnames}
 
     @cached_property
@@ -229,13 +213,17 @@ class Computes:
 NO_COMPUTES = Computes()
 
 
+# The `leases` of a compute are two leases without keys, whose ages show when the host was last alive. ecompute renews
+# the first one every 10 s, and never the second one, the anchor. etcd resets both when it starts, is restored or elects
+# a leader. Then their ages are equal, and show no time until the first one is renewed.
+#
 # Seconds by which the anchor's age has to exceed the other lease's, because etcd spreads the reset of more than 1,000
 # leases, by a second for each 750 (lessor.Promote).
 LIFE_MARGIN_SECONDS = 60
 
 
 def find_last_seen(ages: Sequence[int | None], now: datetime) -> str | None:
-    """Return the ISO time of a silent host's last sign of life, from the ages of its leases; None if unknown."""
+    """Return when a silent host was last alive, in ISO 8601, from the ages of its leases."""
     age, anchor_age = ages
     # A leader that has just been elected may report a negative age.
     if age is None or age < 0 or anchor_age is None or anchor_age - age < LIFE_MARGIN_SECONDS:
@@ -244,13 +232,13 @@ def find_last_seen(ages: Sequence[int | None], now: datetime) -> str | None:
 
 
 def describe_silence(last_seen: str | None, today: str) -> str:
-    """Return `silent since 16:35:54`, with the date if it is not `today`; `silent` if the ISO time is None."""
+    """Return `silent since 16:35:54`, with the date unless it is `today`."""
     since = f' since {last_seen[:10]} {last_seen[11:19]}'.replace(f' {today} ', ' ') if last_seen else ''
     return SILENT + since
 
 
 def parse_computes(presences: Mapping[str, keys.StoredValue], hostnames: Mapping[str, keys.StoredValue]) -> Computes:
-    """Parse presences, ignoring those without a lease, and host names, ignoring malformed ones."""
+    """Parse presences and host names, without malformed names and presences without a lease."""
     by_uuid = {
         keys.get_last_part(key): decode_lenient(StoredHostname, each.value).hostname for key, each in hostnames.items()
     }
@@ -262,7 +250,7 @@ def parse_computes(presences: Mapping[str, keys.StoredValue], hostnames: Mapping
 
 
 def describe_silent_fix(host: str, alternative: str = ', or use another uuid') -> str:
-    """Return the remedies for a silent compute with a claim, in order; `host` is from Computes.format_name()."""
+    """Return the fix for a silent compute with a claim, named as by Computes.format_name()."""
     argument = host.rpartition('(')[2].rstrip(')')  # the uuid of `name (uuid)`
     return (
         f'wait, or start ecompute on {host} (after a restore of etcd: `ecompute --accept-new-etcd`){alternative}; '
@@ -276,11 +264,9 @@ def list_unproven(
     start_revision: int,
     have_leases_expired: bool,
 ) -> list[str]:
-    """Return sorted uuids of `providers` {uuid: name} that are named by their uuid and not proven alive in this etcd.
-
-    A restored etcd has old presences again, with full leases. So a presence is proof only if it was written after
-    `start_revision`, etcd's revision when this process started, or if all leases of that time have expired.
-    """
+    """List the providers that have their uuid as name and are not proven alive in this etcd."""
+    # A restored etcd has old presences again, with full leases. So a presence is proof only if it was written after
+    # `start_revision`, etcd's revision when this process started, or if all leases of that time have expired.
     alive = {
         keys.get_last_part(key)
         for key, stored in presences.items()
@@ -303,7 +289,7 @@ MAX_QUOTED_INSTANCES = 3
 
 
 class ProviderSummary(NamedTuple):
-    """A resource provider. `status_traits` are its traits that mark it as disabled."""
+    """A resource provider, with those of its traits that mark it as disabled."""
 
     name: str
     rooms: Mapping[str, Room] = {}
@@ -311,31 +297,26 @@ class ProviderSummary(NamedTuple):
 
 
 def is_ours(uuid: str, name: str, classes: Collection[str]) -> bool:
-    """Return True for a provider named by its uuid, with VCPU or (as ecompute registers it) without inventory.
-
-    Others are not shown or removed: nova names its computes by host name, a storage pool has no VCPU.
-    """
+    """Return whether a provider is a compute that an ecompute registered."""
+    # nova names its computes by host name, a storage pool has no VCPU, and ecompute registers without inventory.
     return name == uuid and (not classes or 'VCPU' in classes)
 
 
 @dataclass(frozen=True)
 class Host:
-    """A line of `eschedule hosts`. `state` is UP to ORPHANED; `instances` are those present there (see Inhabitants).
-
-    `last_seen` is None unless the host is silent and its last sign of life is known.
-    """
+    """A line of `eschedule hosts`."""
 
     compute: str
     hostname: str | None
-    state: str
-    instances: Collection[str]
+    state: str  # UP to ORPHANED
+    instances: Collection[str]  # those present there, see Inhabitants
     rooms: Mapping[str, Room]
     is_disabled: bool = False
     facts: PresenceFacts = PresenceFacts()
-    last_seen: str | None = None
+    last_seen: str | None = None  # None unless it is silent and its last sign of life is known
     trouble: Trouble | None = None
 
 
 def get_absent_state(rooms: Mapping[str, Room | Inventory]) -> str:
-    """Return CLOSED or SILENT for a compute without presence: a clean stop reserves all VCPU of its provider."""
+    """Return CLOSED if all VCPU is reserved, as by a clean stop of the compute, else SILENT."""
     return CLOSED if 'VCPU' in rooms and rooms['VCPU'].is_fully_reserved else SILENT

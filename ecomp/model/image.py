@@ -1,7 +1,7 @@
 """Image URLs, the checksums of images, and the addresses from which they may be downloaded.
 
 A URL is not trusted, and ecompute downloads as root. Reserved addresses are those of IANA's registries
-(iana.org/assignments/iana-ipv4-special-registry, …-ipv6-…); IPv4 inside IPv6: RFC 4291 2.5.5, 6052, 3056, 4380, 2765.
+(iana.org/assignments/iana-ipv4-special-registry, …-ipv6-…). IPv4 inside IPv6: RFC 4291 2.5.5, 6052, 3056, 4380, 2765.
 """
 
 from __future__ import annotations
@@ -24,15 +24,11 @@ BSD_SUM_PATTERN = re.compile(r'SHA256 ?\((.+)\) ?= ?([0-9a-f]{64})', re.IGNORECA
 
 
 def check_image(url: str) -> str:
-    """Return the URL if an image may come from it; otherwise raise ValueError with the reason.
-
-    http and https need a host; file needs an absolute path, which each compute compares with its `images:`. At most
-    2048 characters are allowed, no space or control character, and no fragment but #sha256= and 64 hexadecimal digits.
-    A user or password is refused, and the reason does not quote it, because an instance's image is public.
-    """
+    """Return the URL if an image may come from it, or raise ValueError with the reason."""
     if len(url) > 2048 or re.search(r'[\x00-\x20\x7f]', url):
         raise ValueError('the image is not a URL: it has a space or a control character, or more than 2048 characters')
     if USERINFO_PATTERN.match(url):
+        # The reason does not quote it, because an instance's image is public.
         raise ValueError(
             'the image has a user or a password in its URL, and every user could read the URL. Fix: serve the '
             'image without a password, or give a file:///… URL of a file on the compute'
@@ -45,7 +41,7 @@ def check_image(url: str) -> str:
         raise ValueError(f'the image {url!a} is not a URL: {error}') from error
     if parts.scheme not in SCHEMES:
         raise ValueError(f'the image {url} must be a URL that starts with http://, https:// or file:///')
-    if parts.scheme == 'file':
+    if parts.scheme == 'file':  # each compute compares the path with its `images:`
         if parts.netloc or not parts.path.startswith('/'):
             raise ValueError(f'the image {url} must name an absolute path: file:///directory/image.qcow2')
     elif not parts.hostname:
@@ -57,7 +53,7 @@ def check_image(url: str) -> str:
 
 
 def check_source(text: str) -> str:
-    """Return an `image_sources:` entry as a lower-case host name or a network; else ValueError ("must be ...")."""
+    """Return an `image_sources:` entry, a host name in lower case or a network."""
     try:
         return str(ip_network(text))
     except ValueError:
@@ -67,27 +63,25 @@ def check_source(text: str) -> str:
 
 
 def split_pin(url: str) -> tuple[str, str | None]:
-    """Split a checked URL into the URL without fragment and its SHA-256, lower-case, or None."""
     bare, _, fragment = url.partition('#')
     match = PIN_PATTERN.fullmatch(fragment)
     return bare, match[1].lower() if match else None
 
 
 def hash_url(url: str) -> str:
-    """Return the first 32 hexadecimal digits of the URL's SHA-256."""
     import hashlib  # imported here because most commands of eschedule do not need it
 
     return hashlib.sha256(url.encode(errors='replace')).hexdigest()[:32]
 
 
 def hash_image(url: str) -> str:
-    """Return what a compute publishes of a checked URL while its image is cached: the start of its digest or hash."""
+    """Return what a compute publishes of a checked URL while its image is cached."""
     bare, pin = split_pin(url)
     return (pin or hash_url(bare))[:IMAGE_HASH_DIGITS]
 
 
 def find_sha256(checksums: str, url: str) -> str | None:
-    """Return the lower-case SHA-256 that `checksums` (GNU or BSD format) has for a URL's file, or None."""
+    """Return the SHA-256 that a file of checksums, in GNU or BSD format, has for a URL's file."""
     name = unquote(urlsplit(url).path).rpartition('/')[2]
     for line in checksums.splitlines():
         if match := GNU_SUM_PATTERN.fullmatch(line.strip()):
@@ -132,14 +126,13 @@ def _parse_networks(networks: tuple[str, ...]) -> tuple[Network, ...]:
 
 
 class ImageSources(NamedTuple):
-    """The host names (lower case) and networks of `image_sources:`; all others are refused."""
+    """The host names (lower case) and networks of `image_sources:`, which refuses all others."""
 
     names: tuple[str, ...]
     networks: tuple[Network, ...]
 
 
 def parse_image_sources(entries: Sequence[str]) -> ImageSources:
-    """Return the ImageSources of entries that check_source() accepted."""
     networks: list[Network] = []
     names: list[str] = []
     for entry in entries:
@@ -151,7 +144,7 @@ def parse_image_sources(entries: Sequence[str]) -> ImageSources:
 
 
 def expand_address(address: Address) -> Iterator[Address]:
-    """Yield the address and the IPv4 addresses embedded in it if it is IPv6 (Teredo: two)."""
+    """Yield the address, and each IPv4 address that is embedded in it."""
     yield address
     if isinstance(address, IPv6Address):
         if int(address) > 1 and any(address in network for network in _parse_networks(EMBEDDING_NETWORKS)):
@@ -163,7 +156,7 @@ def expand_address(address: Address) -> Iterator[Address]:
 
 
 def find_host_refusal(host: str, sources: ImageSources | None) -> str | None:
-    """Return why no image may come from a host of this name, None if one may; `sources` None: not configured."""
+    """Return why no image may come from a host of this name, or None if one may."""
     name = host.lower().rstrip('.')
     if sources is not None and name not in sources.names:
         return UNLISTED
@@ -171,12 +164,9 @@ def find_host_refusal(host: str, sources: ImageSources | None) -> str | None:
 
 
 def find_address_refusal(host: str, address: Address, sources: ImageSources | None) -> str | None:
-    """Return why no image may be downloaded from this address of a host, or None if one may.
-
-    A listed network allows loopback addresses only if it lies within loopback, and no other refused address: 0.0.0.0/0
-    is meant for other hosts. A listed name allows all addresses but refused ones. `sources` None: not configured. IPv4
-    addresses embedded in the address are checked, too.
-    """
+    """Return why no image may be downloaded from this address of a host, or None if one may."""
+    # A listed network allows loopback addresses only if it lies within loopback, and no other refused address, because
+    # 0.0.0.0/0 is meant for other hosts. A listed name allows all addresses but refused ones.
     listed = sources.networks if sources is not None else ()
     for inner in expand_address(address):
         for why, networks in REFUSED_NETWORKS.items():
@@ -191,7 +181,7 @@ def find_address_refusal(host: str, address: Address, sources: ImageSources | No
 
 
 def is_listed_exactly(address: Address, sources: ImageSources | None) -> bool:
-    """Return whether `image_sources:` (None: False) lists exactly this address, or an IPv4 address embedded in it."""
+    """Return whether a network of `image_sources:` has only this address or an embedded one."""
     listed = sources.networks if sources is not None else ()
     return any(
         network.num_addresses == 1 and inner in network for network in listed for inner in expand_address(address)
@@ -203,5 +193,4 @@ def _allows_loopback(listed: Network, loopback: Network, address: Address) -> bo
 
 
 def parse_address(text: str) -> Address:
-    """Parse an address as getaddrinfo writes it, without its zone; ValueError if malformed."""
     return ip_address(text.partition('%')[0])

@@ -15,7 +15,6 @@ MAX_DEPTH = 64
 
 
 def load_object(value: bytes) -> dict[str, Any]:
-    """Parse a JSON object; ValueError as for load(), or if it is not an object."""
     data = load(value)
     if not isinstance(data, dict):
         raise ValueError(f'expected a JSON object, not {type(data).__name__}')
@@ -23,7 +22,6 @@ def load_object(value: bytes) -> dict[str, Any]:
 
 
 def load_object_or_empty(value: bytes) -> dict[str, Any]:
-    """Parse a JSON object; return {} for anything else."""
     try:
         return load_object(value)
     except ValueError:
@@ -31,7 +29,7 @@ def load_object_or_empty(value: bytes) -> dict[str, Any]:
 
 
 def load(value: bytes) -> Any:
-    """Parse JSON; ValueError if malformed, not UTF-8, too long or deep, or with NaN, infinities or duplicate keys."""
+    """Parse JSON strictly: in UTF-8, of limited size and depth, without NaN and duplicate keys."""
     if len(value) > MAX_VALUE_BYTES:
         raise ValueError(f'it has {len(value)} bytes; the limit is {MAX_VALUE_BYTES}')
     try:
@@ -48,7 +46,7 @@ def load(value: bytes) -> Any:
 
 
 def dump(data: Any, indent: int | None = None, separators: tuple[str, str] | None = None) -> str:
-    """Return JSON in printable ASCII, as json.dumps(); ValueError for NaN and infinities, TypeError for other types."""
+    """Return JSON in printable ASCII, refusing NaN and infinities."""
     return json.dumps(data, indent=indent, separators=separators, allow_nan=False)
 
 
@@ -58,18 +56,17 @@ WRITTEN_BY = 'by'
 
 
 def is_utf8_text(value: object) -> bool:
-    """Return whether a value is a str that UTF-8 can encode: JSON has half surrogate pairs too."""
+    """Return whether a value is a str that UTF-8 can encode."""
     if not isinstance(value, str):
         return False
     try:
-        value.encode()
+        value.encode()  # JSON has half surrogate pairs, too
     except UnicodeEncodeError:
         return False
     return True
 
 
 def _is_shallow(data: dict[str, Any] | list[Any]) -> bool:
-    """Return whether at most MAX_DEPTH objects and lists are nested, the outermost included."""
     level: list[Any] = [data]
     for _ in range(MAX_DEPTH):
         inner = (node.values() if isinstance(node, dict) else node for node in level)

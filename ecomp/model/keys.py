@@ -72,7 +72,7 @@ _UUID = re.compile('(?![0-]+$)[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}')
 
 
 class StoredValue(Protocol):
-    """A key's value, the revisions of its last write and of its creation, its lease (0: none)."""
+    """A key's value, the revisions of its last write and of its creation, and its lease or 0."""
 
     @property
     def value(self) -> bytes: ...
@@ -110,54 +110,48 @@ usage = _make_key_function(USAGE)
 
 
 def request_prefix(compute: str) -> str:
-    """Return the prefix of a compute's requests, /hosts/<compute>/, which its ecompute watches."""
     return f'{HOSTS}{compute}/'
 
 
 def request(compute: str, instance: str) -> str:
-    """Return the key of a request."""
     return f'{HOSTS}{compute}/{instance}'
 
 
 def record(compute: str, instance: str) -> str:
-    """Return the key of an instance's record; `compute` is '' if no compute had it."""
+    """Return the key of an instance's record, where the compute is '' if none had it."""
     return f'{INSTANCES}{compute or NO_COMPUTE}/{instance}'
 
 
 def parse_record_key(key: str) -> tuple[str, str]:
-    """Return the compute ('': none had it, or the key has none) and the instance in a record's key."""
+    """Return compute and instance in a record's key, the compute '' if none had it."""
     compute, slash, instance = key.removeprefix(INSTANCES).partition('/')
     return ('' if compute == NO_COMPUTE else compute, instance) if slash else ('', compute)
 
 
 def queue(flavor: str, instance: str) -> str:
-    """Return the key of a queued request."""
     return f'{QUEUES}{flavor}/{instance}'
 
 
 def taker(queue_key: str) -> str:
-    """Return the taker key of a queued request's key."""
     return queue_key + TAKER
 
 
 def parse_queue_key(key: str) -> tuple[str, str] | None:
-    """Return the flavor and instance in a queued request's key, unchecked; None for taker keys and other shapes."""
+    """Return flavor and instance in a queued request's key, unchecked, or None for other keys."""
     flavor, _, instance = key.removeprefix(QUEUES).partition('/')
     return (flavor, instance) if flavor and instance and '/' not in instance else None
 
 
 def get_queued_instance(key: str) -> str:
-    """Return the instance in the key of a queued request or in its taker key."""
     return get_last_part(key.removesuffix(TAKER))
 
 
 def released_claims_prefix(instance: str) -> str:
-    """Return the prefix of released claims' keys, shared by the instances that begin with the same two digits."""
+    """Return the prefix of keys of released claims, by the first two digits of the instance."""
     return f'{RELEASED}{instance[:2].lower()}/'
 
 
 def released_claims(instance: str, lease: int) -> str:
-    """Return the key below released_claims_prefix() that is on this lease, whose number is in hex."""
     return f'{released_claims_prefix(instance)}{lease:x}'
 
 
@@ -172,7 +166,7 @@ def get_last_part(key: str) -> str:
 
 
 def is_uuid(text: str) -> bool:
-    """Return True for a str that is a lower-case uuid with dashes, not nil, and so may name a file."""
+    """Return whether a value is a lower-case uuid with dashes, not nil, and so may name a file."""
     return isinstance(text, str) and _UUID.fullmatch(text) is not None
 
 
@@ -184,6 +178,6 @@ def derive_uuid(base: str, text: str) -> str:
 
 
 def make_uuid(random_bytes: bytes) -> str:
-    """Make a uuid (version 4) from 16 random bytes, without Python's uuid module, which loads slowly."""
+    """Make a uuid (version 4) from 16 bytes, without Python's uuid module, which loads slowly."""
     digits = f'{int.from_bytes(random_bytes, "big") & ~(0xF << 76 | 0x3 << 62) | 0x4 << 76 | 0x2 << 62:032x}'
     return '-'.join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))

@@ -1,4 +1,4 @@
-"""Which instances a list shows, and in which state: what a silent host reported last is old. Pure."""
+"""Which instances a list shows, and in which state if their host is silent. Pure."""
 
 from __future__ import annotations
 
@@ -11,35 +11,30 @@ from ecomp.model.record import DESTROYING, UNKNOWN, Record
 
 
 class Absences(NamedTuple):
-    """The hosts of some records that have no presence: {compute: CLOSED or SILENT}.
-
-    `destroying` are the instances there whose destroy is accepted; the host has not reported it. `last_seen` are ISO
-    times of the last sign of life of silent hosts, as far as known, and `today` is the date in UTC.
-    """
+    """The hosts of some records that have no presence: {compute: CLOSED or SILENT}."""
 
     states: Mapping[str, str] = {}
-    destroying: Collection[str] = ()
-    last_seen: Mapping[str, str] = {}
-    today: str = ''
+    destroying: Collection[str] = ()  # the instances there whose destroy is accepted, but not reported
+    last_seen: Mapping[str, str] = {}  # ISO times of the last sign of life of silent hosts, as far as known
+    today: str = ''  # the date in UTC
 
     def get_host_state(self, record: Record) -> str | None:
-        """Return UP, CLOSED or SILENT; None if no host has the instance: it is queued, gone or in error."""
+        """Return UP, CLOSED or SILENT, or None if no host has the instance."""
         return self.states.get(record.compute, UP) if is_on_host(record) else None
 
     def is_stale(self, record: Record) -> bool:
-        """Return whether the record is what its host reported before it was closed or silent."""
         return self.get_host_state(record) not in (UP, None)
 
     def get_state(self, record: Record) -> str:
-        """Return the state to show. A closed host was stopped cleanly and leaves its guests as they are."""
         if record.state not in LIVE_STATES:
             return record.state
         if record.instance in self.destroying:
             return DESTROYING
+        # A closed host was stopped cleanly, and leaves its guests as they are.
         return UNKNOWN if self.get_host_state(record) == SILENT else record.state
 
     def explain_state(self, record: Record, host: str) -> str | None:
-        """Return why the state to show is not the recorded one: `hv2 silent since 16:35:54, was active`, or None."""
+        """Return why the state to show is not the recorded one, or None if it is."""
         shown_state = self.get_state(record)
         if shown_state == DESTROYING and self.is_stale(record):
             return f'waiting for {host}'
@@ -52,21 +47,17 @@ NO_ABSENCES = Absences()
 
 
 def is_on_host(record: Record) -> bool:
-    """Return whether a host has the instance, or is to have it."""
     return record.state in (*LIVE_STATES, DESTROYING)
 
 
 class RecordFilter(NamedTuple):
-    """A filter for records; None accepts all. `name` is a pattern of fnmatchcase(); a missing name counts as ''.
+    """A filter for records, in which None accepts all."""
 
-    `states` are of SHOWN_STATES.
-    """
-
-    states: Collection[str] | None = None
+    states: Collection[str] | None = None  # of SHOWN_STATES
     compute: str | None = None
     project: str | None = None
     group: str | None = None
-    name: str | None = None
+    name: str | None = None  # a pattern of fnmatchcase(); a missing name counts as ''
     stack: str | None = None
 
     def select(self, records: Iterable[Record], absences: Absences = NO_ABSENCES) -> list[Record]:

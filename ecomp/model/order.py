@@ -1,8 +1,8 @@
-"""An order, what a user asks for before it is placed; requests and sets made from it. Pure.
+"""Orders, which users place, and the requests and sets that are made from them. Pure.
 
-Requests, queued requests and records have the fields of an order. A set and a queue have `user_data_sha256`, and the
-data is at /user-data/<sha256>. An instance `replaces` the one that it was evacuated from, of which the tombstone and
-the last record are `replaced_by` it.
+Requests, queued requests and records have the fields of an order. A set and a queued request have `user_data_sha256`,
+and the data is at /user-data/<sha256>. After an evacuation the new instance `replaces` the old one, whose tombstone and
+last record are `replaced_by` it.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ START_FAILED = 'it could not be started'
 class PowerAction(NamedTuple):
     """A stop, start or reboot that a request asks for.
 
-    The `power` of a request is {"action": "stop" | "start" | "reboot", "id": uuid}; each action has a new id. A stop
-    by `host drain --stop` also has "reason": "drain", until another action replaces it. The `power` of a record is the
-    id of the last completed action, "<id>:asked" while the guest shuts down, or "<id>:off" while it is off and will be
-    started. So an action is done once, even if a process is killed in the middle of it.
+    The `power` of a request is {"action": "stop" | "start" | "reboot", "id": uuid}, and each action has a new id. A
+    stop by `host drain --stop` also has "reason": "drain", until another action replaces it. The `power` of a record is
+    the id of the last completed action. It is "<id>:asked" while the guest shuts down, and "<id>:off" while it is off
+    and will be started. So an action is done once, even if a process is killed in the middle of it.
     """
 
     action: str
@@ -74,17 +74,16 @@ class PowerAction(NamedTuple):
         return recorded_power == self.id
 
     def format_phase(self, phase: str) -> str:
-        """Return a record's `power` while this action is SHUTDOWN_REQUESTED or SHUT_OFF."""
+        """Return the `power` of a record in this phase, SHUTDOWN_REQUESTED or SHUT_OFF."""
         return f'{self.id}:{phase}'
 
 
 def parse_phase(recorded_power: str | None) -> str:
-    """Return the phase in a record's `power`: SHUTDOWN_REQUESTED, SHUT_OFF; '' if done or None."""
+    """Return the phase in the `power` of a record, or '' if the action is done."""
     return (recorded_power or '').partition(':')[2]
 
 
 def parse_action_id(recorded_power: str | None) -> str:
-    """Return the id of the action in a record's `power`; '' for None."""
     return (recorded_power or '').partition(':')[0]
 
 
@@ -123,34 +122,28 @@ RECORDED_FIELDS = tuple(name for name in ORDER_FIELDS if name not in _UNRECORDED
 @stored(**ORDER_FIELDS)
 @dataclass(frozen=True)
 class Order:
-    """A user's order of one instance.
-
-    `image` is a URL, or None to destroy the instance. `query` is None if unknown. `stages` has the ISO times at which
-    it was requested and scheduled. If `ssh_keys` or `user_data` is None, the compute's mdserver.conf decides.
-    With `user_data_sha256`, `user_data` is None until read from /user-data/. `count` instances are ordered together.
-    An adopted instance has a domain that ecomp did not create, and neither query nor image.
-    """
+    """A user's order of one instance."""
 
     instance: str
     _: KW_ONLY
-    image: str | None = None
+    image: str | None = None  # None in a request to destroy
     user_id: str = ''
     project_id: str = ''
-    query: str | None = None
-    stages: Mapping[str, str] = field(default_factory=dict)
+    query: str | None = None  # None if unknown
+    stages: Mapping[str, str] = field(default_factory=dict)  # the ISO times at which it was requested and scheduled
     name: str | None = None
-    ssh_keys: tuple[str, ...] | None = field(default=None, repr=False)
-    user_data_sha256: str | None = None
-    user_data: bytes | None = field(default=None, repr=False)
-    count: int = 1
+    ssh_keys: tuple[str, ...] | None = field(default=None, repr=False)  # None: mdserver.conf of the compute decides
+    user_data_sha256: str | None = None  # with it, user_data is None until it is read from /user-data/
+    user_data: bytes | None = field(default=None, repr=False)  # None: mdserver.conf of the compute decides
+    count: int = 1  # of instances that are ordered together
     group: Membership | None = None
     stack: Place | None = None
     replaces: str | None = None
     replaced_by: str | None = None
-    is_adopted: bool = False
+    is_adopted: bool = False  # of a domain that ecomp did not create, without query and image
 
     def copy_fields(self, **changes: Any) -> dict[str, Any]:
-        """Return the fields of Order, by name, with some replaced; for constructing a subclass."""
+        """Return the fields of Order by name, some replaced, for the constructor of a subclass."""
         return {field_info.name: getattr(self, field_info.name) for field_info in fields(Order)} | changes
 
     @property
@@ -159,7 +152,7 @@ class Order:
 
     @property
     def user_data_hash(self) -> str | None:
-        """The hash of its user-data, whether or not that is loaded; None without user-data."""
+        """The hash of the user-data, whether or not it is loaded, or None without user-data."""
         return self.user_data_sha256 if self.user_data is None else SharedUserData.from_bytes(self.user_data).sha256
 
 
@@ -182,14 +175,10 @@ _DIFFERENCES: Mapping[str, Callable[[Order], str]] = {
 
 
 def describe_difference(existing: Order, requested: Order, is_recorded: bool = False) -> str | None:
-    """Describe one difference of an existing order from the one requested for its uuid (`for project p`), or None.
-
-    An existing order without a project matches every project. With `is_recorded` it is from a record, which lacks
-    keys, user-data and count: these are not compared. User, stages and strategy are never compared.
-    """
+    """Describe one difference between an existing order and the one requested for its uuid."""
     for attribute, describe in _DIFFERENCES.items():
         if is_recorded and attribute in ('count', 'user_data_hash', 'ssh_keys'):
-            continue
+            continue  # a record lacks them
         if attribute == 'project_id' and not existing.project_id:
             continue  # another client may not write it
         if getattr(existing, attribute) != getattr(requested, attribute):
@@ -198,7 +187,7 @@ def describe_difference(existing: Order, requested: Order, is_recorded: bool = F
 
 
 def make_create_words(order: Order) -> list[str]:
-    """Return the words of the command that creates an order's instance, without those for ssh keys and user-data."""
+    """Return the words of the command that creates the instance, without keys and user-data."""
     group = order.group or Membership('')
     values = {'--name': order.name, '--project': order.project_id, '--group': group.name, '--policy': group.policy}
     # After a space a value that begins with - would be another option.
@@ -228,7 +217,7 @@ _REQUEST_FIELDS |= {
 class Request(Order):
     """The value of the key /hosts/<compute>/<instance>.
 
-    A tombstone, a request to destroy the instance, has allocations {} and image null; its "resources" are what
+    A tombstone is a request to destroy the instance. It has allocations {} and image null, and its "resources" are what
     the instance was allocated. The JSON also has "written_at", the ISO time of a destroy or of the latest power action,
     for `events`, and "by", who asked for it.
     """
@@ -242,24 +231,22 @@ class Request(Order):
 
     @property
     def resources(self) -> Resources:
-        """The total that the instance is allocated or, for a tombstone, was."""
         return sum_allocations(self.allocations) or self.former_resources
 
     @property
     def is_tombstone(self) -> bool:
-        """True if it asks to destroy the instance: it has no allocations."""
         return not self.allocations
 
 
 def make_request(order: Order, candidate: Candidate, weigh: str, compute_count: int, **changes: Any) -> Request:
-    """Return the request for a candidate, chosen of so many computes; `changes` replace fields of the order."""
+    """Make the request for a candidate, in which `changes` replace fields of the order."""
     why = PlacementReason(weigh, candidate.weight, compute_count, candidate.is_troubled, candidate.has_image)
     return Request(allocations=candidate.allocations, why=why, **order.copy_fields(**changes))
 
 
 @stored(name=lenient(text(_parse_name)), group=lenient(lambda data: nested(Membership)(data).name))
 class Holdings(NamedTuple):
-    """Cluster-wide resources that an instance holds: name, group membership, quota charge."""
+    """What an instance holds of the whole cluster: its name, group and quota charge."""
 
     name: str | None = None
     group: str | None = None
@@ -268,28 +255,23 @@ class Holdings(NamedTuple):
 
 
 class InvalidRequest(NamedTuple):
-    """A malformed request, never carried out in part; `holdings`, as far as it can be parsed, is to be released."""
+    """A malformed request, of which nothing is carried out."""
 
     instance: str
     reason: str
-    holdings: Holdings = Holdings()
+    holdings: Holdings = Holdings()  # to be released, as far as they could be parsed
 
     @property
     def project_id(self) -> str:
-        """The project whose quota it is charged to; '' if it was not charged."""
         return self.holdings.project_id
 
     @property
     def resources(self) -> Resources:
-        """The amounts charged to that quota."""
         return self.holdings.resources
 
 
 def parse_request(compute: str, key: str, value: bytes, dropped_bytes: int = 0) -> Request | InvalidRequest:
-    """Parse the request at a key below a compute's prefix; if malformed, return an InvalidRequest and raise nothing.
-
-    `dropped_bytes`, unless 0, is the size of a value that was dropped (see ecomp.store.watch): it counts as malformed.
-    """
+    """Parse the request at a key below a compute's prefix, which may be malformed or dropped."""
     name = key.removeprefix(keys.request_prefix(compute))
     try:
         return _parse_request(compute, name, value, dropped_bytes)
@@ -298,14 +280,13 @@ def parse_request(compute: str, key: str, value: bytes, dropped_bytes: int = 0) 
 
 
 def get_holdings(request: Request | InvalidRequest) -> Holdings:
-    """Return the cluster-wide resources that a request holds."""
     if isinstance(request, InvalidRequest):
         return request.holdings
     return Holdings(request.name, request.group_name, request.project_id, request.resources)
 
 
 def parse_holdings(value: bytes) -> tuple[Holdings, Mapping[str, Any]]:
-    """Return a malformed request's name and group (None if invalid), and its JSON object ({} if none or too large)."""
+    """Return a malformed request's name and group, and its JSON object, as far as valid."""
     data = load_object_or_empty(value) if len(value) <= MAX_REQUEST_BYTES else {}
     return parse_fields(Holdings, data), data
 
@@ -318,7 +299,6 @@ class _Charge(NamedTuple):
 
 
 def _parse_request_holdings(value: bytes) -> Holdings:
-    """Parse what a malformed delivered request holds (a charge only in a newer version), without invalid fields."""
     holdings, data = parse_holdings(value)
     # A newer eschedule, whose request is malformed here, has charged a quota; a manually written request has not.
     if not is_newer(Request, value):
@@ -329,7 +309,8 @@ def _parse_request_holdings(value: bytes) -> Holdings:
 
 
 def check_request_size(value: bytes, dropped_bytes: int = 0) -> None:
-    """Raise ValueError if a request is too large to be recorded, or `dropped_bytes` is not 0."""
+    """Raise ValueError if a request is too large to be recorded, or was dropped."""
+    # `dropped_bytes` is the size of a value that ecomp.store.watch dropped, or 0.
     # JSON may contain DEL itself, and dump() escapes it to six bytes.
     size = dropped_bytes or len(value) + 5 * value.count(b'\x7f')
     if size > MAX_REQUEST_BYTES:
@@ -360,7 +341,7 @@ def _parse_request(compute: str, name: str, value: bytes, dropped_bytes: int) ->
 
 
 def parse_attempt_instances(key: str, value: bytes) -> set[str]:
-    """Return the uuid in an attempt's key and the instances in its value (none if malformed), each cut off."""
+    """Return the instances of an attempt: the uuid in its key, and those in its value."""
     try:
         instances = {format_reason(instance) for instance in load_object(value)['instances']}
     except (ValueError, KeyError, TypeError):
@@ -381,26 +362,20 @@ MAX_SET_BYTES = 1_400_000
 
 @dataclass(frozen=True)
 class SetOrder(Order):
-    """An order of one instance or, if `count` is above 1, of a set; and how to place it.
+    """An order of one instance or, if `count` is above 1, of a set, and how to place it."""
 
-    A set has a uuid, `instance`, and a name of its own. `weigh` is the strategy (see ecomp.model.choose). At least
-    `minimum` instances are placed, or none.
-    """
-
-    weigh: str = field(default=SPREAD, kw_only=True)
-    minimum: int = field(default=1, kw_only=True)
+    weigh: str = field(default=SPREAD, kw_only=True)  # the strategy, see ecomp.model.choose
+    minimum: int = field(default=1, kw_only=True)  # at least so many instances are placed, or none
 
     @cached_property
     def orders(self) -> dict[str, Order]:
-        """The order of each instance by uuid. In a set these are hashes of the set's uuid, so that it can be resumed.
-
-        Members of a set are named `<name>-1`, `<name>-2`, … (or None), with `user_data_sha256` for `user_data`.
-        """
+        """The order of each instance, by uuid."""
         if self.count == 1:
             return {self.instance: Order(**self.copy_fields())}
         shared = dict[str, str | None]()
         if self.shared_user_data is not None:
             shared = {'user_data': None, 'user_data_sha256': self.shared_user_data.sha256}
+        # The uuids are hashes of the set's uuid, so that it can be resumed.
         names = {
             make_member_uuid(self.instance, each): self.name and f'{self.name}-{each}'
             for each in range(1, self.count + 1)
@@ -413,17 +388,16 @@ class SetOrder(Order):
 
     @cached_property
     def shared_user_data(self) -> SharedUserData | None:
-        """The user-data of a set, which is stored in etcd once; None for a single instance, or without user-data."""
+        """The user-data of a set, which etcd stores once, or None for other orders."""
         return SharedUserData.from_bytes(self.user_data) if self.count > 1 and self.user_data is not None else None
 
 
 def make_member_uuid(set_uuid: str, number: int) -> str:
-    """Return the uuid of an instance of a set, from the set's uuid and the number from 1 on."""
     return keys.derive_uuid(set_uuid, str(number))
 
 
 def check_order_size(order: SetOrder) -> None:
-    """Raise UsageError for a set whose estimated size exceeds one transaction; never for a single instance."""
+    """Raise UsageError if the estimated size of a set exceeds that of a transaction."""
     key_bytes = len(dump(order.ssh_keys))
     size = order.count * (len(dump([order.query, order.image])) + key_bytes + 1000)
     user_data_bytes = len(order.shared_user_data.text) if order.shared_user_data else 0

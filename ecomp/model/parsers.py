@@ -25,7 +25,7 @@ def format_reason(error: object) -> str:
 
 
 def parse_part(name: str, parse: Parser, value: Any) -> Any:
-    """Parse a part of a value; ValueError begins with the part's name."""
+    """Parse a part of a value, whose name then begins the text of a ValueError."""
     try:
         return parse(value)
     except ValueError as error:
@@ -33,7 +33,7 @@ def parse_part(name: str, parse: Parser, value: Any) -> Any:
 
 
 def check(expected: str, is_valid: Callable[[Any], object], *, is_secret: bool = False) -> Parser:
-    """Make a parser that returns a valid value unchanged; its error never quotes a secret."""
+    """Make a parser that returns a valid value unchanged, and whose error quotes no secret."""
 
     def parse(value: Any) -> Any:
         if not is_valid(value):
@@ -44,7 +44,6 @@ def check(expected: str, is_valid: Callable[[Any], object], *, is_secret: bool =
 
 
 def quote(value: object) -> str:
-    """Return the beginning of the value's repr()."""
     return repr(value)[:MAX_QUOTED_CHARACTERS]
 
 
@@ -56,7 +55,6 @@ OBJECT = check('an object', lambda value: isinstance(value, dict))
 
 
 def nullable(parse: Parser) -> Parser:
-    """Make a parser that also accepts null."""
     return lambda value: None if value is None else parse(value)
 
 
@@ -66,7 +64,6 @@ def text(convert: Callable[[str], Any]) -> Parser:
 
 
 def one_of(choices: Collection[str]) -> Parser:
-    """Make a parser of a text that is one of these."""
     return check(f'one of {", ".join(choices)}', lambda value: isinstance(value, str) and value in choices)
 
 
@@ -83,7 +80,6 @@ def list_of(parse: Parser, lengths: Container[int] | None = None) -> Parser:
 
 
 def dict_of(parse: Parser, parse_key: Parser = TEXT) -> Parser:
-    """Make a parser of an object's keys and values."""
     return lambda value: {
         parse_part(name, parse_key, name): parse_part(name, parse, item) for name, item in OBJECT(value).items()
     }

@@ -17,11 +17,12 @@ from ecomp.model.keys import is_uuid
 from ecomp.model.status import DISABLED
 from ecomp.model.text import format_suggestion
 
+# parse_query() leaves out `limit`, because it does not decide whether there is a candidate.
 PARSED_PARAMETERS = ('resources', 'required', 'root_required', 'member_of', 'in_tree', 'limit')
 
 
 class UnsupportedQueryError(ValueError):
-    """Part of the query is not supported here; str() is the reason, the end of a sentence."""
+    """A part of the query is not supported here, for the reason that ends a sentence."""
 
 
 class Amount(NamedTuple):
@@ -35,14 +36,11 @@ class Amount(NamedTuple):
 
 
 class Requirement(NamedTuple):
-    """Requires at least one of these traits, aggregates (`member_of`) or trees (`in_tree`).
-
-    `argument` is the one that the constraint comes from, if that was not a query: `--on hv1`.
-    """
+    """Requires at least one of these traits, aggregates (`member_of`) or trees (`in_tree`)."""
 
     key: str
     any_of: tuple[str, ...]
-    argument: str = ''
+    argument: str = ''  # where it comes from, if not from a query: --on hv1
 
     def __str__(self) -> str:
         return f'{self.key}={"in:" if len(self.any_of) > 1 else ""}{",".join(self.any_of)}'
@@ -67,8 +65,8 @@ NOT_DISABLED = Exclusion('root_required', DISABLED)
 def parse_query(query: str) -> tuple[Constraint, ...]:
     """Return the constraints of a query, each once, in the order of PARSED_PARAMETERS.
 
-    `limit` is left out: it does not decide whether there is a candidate. Amounts need only be integers; names are not
-    checked. UnsupportedQueryError for other parameters (granular groups), a malformed query, and one without resources.
+    Raises:
+        UnsupportedQueryError: it is malformed, lacks resources, or has another parameter (granular groups).
     """
     values: dict[str, list[str]] = {}
     for key, value in parse_qsl(query, keep_blank_values=True):
@@ -76,6 +74,7 @@ def parse_query(query: str) -> tuple[Constraint, ...]:
             raise UnsupportedQueryError(f'the query has granular groups ({key})')
         values.setdefault(key, []).append(value)
     constraints: list[Constraint] = []
+    # Amounts need only be integers, and names are not checked.
     try:
         # Placement uses the last of several `resources` and `in_tree` parameters.
         constraints += _parse_amounts(values['resources'][-1])
@@ -92,7 +91,7 @@ def parse_query(query: str) -> tuple[Constraint, ...]:
 
 
 def parse_plain_amounts(query: str) -> dict[str, int] | None:
-    """Return {class: amount} if the query has only amounts, else None, also if malformed."""
+    """Return {class: amount} of a query that has only amounts, else None."""
     if not query.startswith('resources=') or '&' in query or ';' in query:
         return None
     try:
@@ -104,7 +103,7 @@ def parse_plain_amounts(query: str) -> dict[str, int] | None:
 
 
 def split_query(query: str) -> dict[str, str]:
-    """Return {parameter: its value} of any query, but of resources {class: amount}, with the suffix of its group."""
+    """Return a query's amounts and other parameters, by name with the suffix of the group."""
     parts: dict[str, str] = {}
     for key, value in parse_qsl(query, keep_blank_values=True):
         if key.startswith('resources'):
@@ -116,19 +115,18 @@ def split_query(query: str) -> dict[str, str]:
 
 
 def read_limit(query: str) -> str | None:
-    """Return the text of the query's last `limit`, maybe '', or None if it has none."""
     return dict(parse_qsl(query, keep_blank_values=True)).get('limit')
 
 
 def list_trees(query: str) -> set[str]:
-    """Return the providers to whose trees a query restricts an instance: the values of in_tree=, of any group."""
+    """Return the providers that in_tree= names, in any group."""
     if 'in_tree' not in query:
         return set()
     return {value.strip() for key, value in parse_qsl(query) if _find_parameter(key) == 'in_tree'}
 
 
 def resolve_trees(query: str, resolve: Callable[[str], str]) -> str:
-    """Replace each host name in an in_tree= by the uuid that `resolve` returns: placement accepts only uuids."""
+    """Replace each host name in in_tree= by its uuid, which is all that placement accepts."""
 
     def replace_name(match: re.Match[str]) -> str:
         name = unquote_plus(match[2]).strip()
@@ -138,23 +136,21 @@ def resolve_trees(query: str, resolve: Callable[[str], str]) -> str:
 
 
 def restrict_to_compute(query: str, compute: str) -> str:
-    """Restrict a query without `in_tree` to one compute; without resources it is returned unchanged.
-
-    Granular groups are restricted only if there is no resources=, because placement then refuses in_tree=.
-    """
+    """Restrict a query without `in_tree` to one compute."""
+    # Without resources= placement refuses in_tree=, so then each granular group is restricted.
     groups = [key.removeprefix('resources') for key, _ in parse_qsl(query) if key.startswith('resources')]
     return '&'.join([query, *(f'in_tree{suffix}={compute}' for suffix in ([''] if '' in groups else groups))])
 
 
 def split_restriction(query: str) -> tuple[str, str]:
-    """Return a query without what restrict_to_compute() adds, and the compute; the query and '' if it added nothing."""
+    """Return the query before restrict_to_compute(), and the compute, or '' if it added none."""
     rest = '&'.join(part for part in query.split('&') if not part.startswith('in_tree'))
     compute = min(list_trees(query), default='')
     return (rest, compute) if compute and restrict_to_compute(rest, compute) == query else (query, '')
 
 
 def exclude_disabled(query: str) -> str:
-    """Add NOT_DISABLED, unless the query names that trait, or has a root_required that takes no other trait."""
+    """Add NOT_DISABLED, unless the query names that trait or its root_required takes no other."""
     pairs = parse_qsl(query, keep_blank_values=True)
     trait_values = [value for key, value in pairs if key.startswith(('required', 'root_required'))]
     if any(DISABLED in split_traits(value) for value in trait_values):
@@ -169,12 +165,11 @@ def exclude_disabled(query: str) -> str:
 
 
 def split_traits(value: str) -> tuple[str, ...]:
-    """Return the traits in one value of `required` or `root_required`, without their `!`."""
     return tuple(name.strip().lstrip('!') for name in value.removeprefix('in:').split(','))
 
 
 def format_query(constraints: Iterable[Constraint]) -> str:
-    """Return the query with exactly these constraints, percent-encoded; '' without constraints."""
+    """Return the query with exactly these constraints, percent-encoded."""
     amounts, roots, rest = [], [], []
     for constraint in constraints:
         if isinstance(constraint, Amount):
@@ -237,11 +232,11 @@ class QueryNames(NamedTuple):
 
 
 def check_query(query: str, needs_resources: bool = True, has_on_option: bool = False) -> str:
-    """Return the query; ValueError with the first error that can be found without placement.
+    """Return the query if it has no error that can be found without placement.
 
-    Not checked are whether a class exists, and values of required, root_required, member_of, in_tree and same_subtree.
     Without `needs_resources` it may lack resources=, as an addition to a flavor. `has_on_option` forbids in_tree=.
     """
+    # Not checked: whether a class exists, and values of required, root_required, member_of, in_tree and same_subtree.
     present: set[str] = set()
     for key, value in parse_qsl(query, keep_blank_values=True):
         kind = _find_parameter(key)
@@ -272,7 +267,6 @@ def parse_names(query: str) -> QueryNames:
 
 
 def describe_unknown_names(kind: str, unknown_names: frozenset[str], known_names: frozenset[str]) -> str:
-    """Return a sentence that placement knows none of these: up to MAX_QUOTED_NAMES, with suggestions."""
     return f'placement knows no {kind} ' + ', '.join(
         name[:80] + format_suggestion(name, known_names) for name in sorted(unknown_names)[:MAX_QUOTED_NAMES]
     )
@@ -296,7 +290,6 @@ def _check_group_policy(key: str, value: str) -> None:
 
 
 def _check_amounts(key: str, value: str) -> None:
-    """Raise ValueError unless the value is CLASS:AMOUNT,...: each class once, 1 to MAX_AMOUNT."""
     if any(character.isspace() for character in value):
         raise ValueError(f'{key}= contains a blank. Fix: write it like VCPU:1,MEMORY_MB:256')
     class_names = set()

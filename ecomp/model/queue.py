@@ -34,9 +34,9 @@ _FIELDS['flavor'] = Field(lambda flavor: flavor, write=lambda flavor: flavor.nam
 class QueueEntry(Order):
     """An order that waits for a compute: the value of /queues/<flavor>/<instance>.
 
-    Its query is the flavor's at the time of the request; a later change of the flavor does not change it. If the flavor
-    is removed, no compute takes the request. The value is never written again, so its revision is its position in the
-    queue.
+    Its query is the flavor's at the time of the request, and a later change of the flavor does not change it. If the
+    flavor is removed, no compute takes the request. The value is never written again, so its revision is its position
+    in the queue.
     """
 
     flavor: Flavor
@@ -53,7 +53,7 @@ class QueueEntry(Order):
         return self.flavor.resources
 
     def make_request(self, compute: str, now: str) -> Request:
-        """Return the request for the compute that took it, with the stage `scheduled` at `now` (ISO)."""
+        """Return the request for the compute that took it, scheduled at ISO time `now`."""
         stages = {**self.stages, 'scheduled': now}
         allocations = {compute: dict(self.flavor.resources)}
         return Request(
@@ -62,7 +62,7 @@ class QueueEntry(Order):
 
 
 def parse_queue_entry(key: str, value: bytes) -> QueueEntry | InvalidRequest:
-    """Parse a queued request; if malformed, return the reason and what it holds, and no compute takes it."""
+    """Parse a queued request, which may be malformed, so that no compute takes it."""
     try:
         return _parse_entry(key, value)
     except ValueError as error:
@@ -95,7 +95,7 @@ def _parse_entry(key: str, value: bytes) -> QueueEntry:
 
 
 def make_queued_record(key: str, value: bytes) -> Record:
-    """Return a record, of compute '', to show for a queued request; a malformed one has the reason as its fault."""
+    """Return the record to show for a queued request, with a fault if it is malformed."""
     entry = parse_queue_entry(key, value)
     if isinstance(entry, InvalidRequest):
         refused = make_refused_record('', entry, '')
@@ -105,7 +105,7 @@ def make_queued_record(key: str, value: bytes) -> Record:
 
 @stored(1, 'taker', compute=lenient(TEXT))
 class QueueTaker(NamedTuple):
-    """The value of a taker key: the compute, any text, or None if it is malformed."""
+    """The value of a taker key: the compute, which may be any text, or None if malformed."""
 
     compute: str | None = None
 
@@ -120,17 +120,17 @@ MAX_JITTER_SECONDS = 5.0
 
 
 def get_max_jitter(compute_count: int) -> float:
-    """Return the most seconds of the random delay if so many living computes take from queues."""
     return min(max(JITTER_PER_COMPUTE_SECONDS * compute_count, MIN_JITTER_SECONDS), MAX_JITTER_SECONDS)
 
 
 def choose_delay(provider: Provider, compute_count: int, rng: random.Random) -> float:
-    """Choose the seconds that a compute waits: longer the fuller its scarcest class, so that emptier ones go first."""
+    """Choose the seconds that a compute waits, longer the fuller its scarcest class."""
     shares = [
         inventory.used / inventory.capacity if inventory.capacity > 0 else 1.0
         for name, inventory in provider.inventories.items()
         if name in REQUIRED_CLASSES
     ]
+    # So emptier computes go first.
     used_share = min(max(shares, default=1.0), 1.0)
     return MAX_LOAD_DELAY_SECONDS * used_share + rng.uniform(0.0, get_max_jitter(compute_count))
 
@@ -144,17 +144,15 @@ class WaitingEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class Backlog:
-    """The queues at one revision.
+    """The queues at one revision."""
 
-    `entries` are the requests that wait and are not being taken, by key, oldest first. `taken` has what each compute
-    takes: {key of the request: revision of the taker key}. `has_new`: an entry is new or released since the previous
-    backlog. `parsed` has all valid requests, and the compute of each taker key; None for what is malformed.
-    """
-
+    # What waits and is not being taken, by key, oldest first.
     entries: Mapping[str, WaitingEntry] = field(default_factory=dict)
+    # By compute, {key of the request: revision of the taker key}.
     taken: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    has_new: bool = False
+    has_new: bool = False  # an entry is new or released since the previous backlog
     state: Mapping[str, keys.StoredValue] = field(default_factory=dict, repr=False)
+    # All requests, and the compute of each taker key; None if malformed.
     parsed: Mapping[str, WaitingEntry | str | None] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -169,14 +167,12 @@ class Backlog:
 
 
 def update_backlog(state: Mapping[str, keys.StoredValue], previous: Backlog) -> Backlog:
-    """Return the backlog in `state`, the keys below /queues/; `previous` is Backlog() at first.
-
-    Only changed keys are parsed: 10,000 queued requests cause 20,000 events on each compute, each with all keys.
-    """
+    """Return the backlog in `state`, the keys below /queues/, parsing only changed keys."""
 
     def identify(stored: keys.StoredValue) -> tuple[int, int]:
         return stored.revision, len(stored.value)  # a value that was dropped as too large has length 0
 
+    # Only changed keys are parsed: 10,000 queued requests cause 20,000 events on each compute, each with all keys.
     old = previous.state
     changed = [key for key, value in state.items() if old.get(key) is not value]
     changed = [key for key in changed if key not in old or identify(old[key]) != identify(state[key])]
@@ -205,5 +201,4 @@ def _parse_content(key: str, stored: keys.StoredValue) -> WaitingEntry | str | N
 
 
 def can_take(flavor: Flavor, provider: Provider) -> bool:
-    """Return whether the provider is enabled and satisfies the flavor, by placement's rules."""
     return DISABLED not in provider.traits and not find_miss(parse_query(flavor.query), provider).failures

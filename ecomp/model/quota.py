@@ -35,14 +35,13 @@ class ExceededLimit(NamedTuple):
 
 @stored(1, 'quota', limits=AMOUNTS, used=AMOUNTS)
 class Quota(NamedTuple):
-    """A project's limits and usage, {class or 'instances': amount}; no limit means unlimited."""
+    """A project's limits and usage, {class or 'instances': amount}, unlimited without a limit."""
 
     project: str
     limits: Mapping[str, int] = {}
     used: Mapping[str, int] = {}
 
     def list_excesses(self, charge: Mapping[str, int]) -> list[ExceededLimit]:
-        """Return the limits that the charge would exceed; never a limit on something that the charge lacks."""
         excesses = (
             ExceededLimit(name, limit, self.used.get(name, 0), charge.get(name, 0))
             for name, limit in self.limits.items()
@@ -50,25 +49,23 @@ class Quota(NamedTuple):
         return [excess for excess in excesses if excess.requested and excess.used + excess.requested > excess.limit]
 
     def count_allowed(self, charge: Mapping[str, int], count: int) -> int:
-        """Return how many times `charge` is allowed, at most `count`."""
         return next(
             (number for number in range(count, 0, -1) if not self.list_excesses(multiply_amounts(charge, number))), 0
         )
 
     def add_used(self, charge: Mapping[str, int], sign: int = 1) -> Quota:
-        """Return the quota with `charge` added, or subtracted; usage is from 0 to MAX_SUM, and 0 is left out."""
+        """Return the quota with `charge` added or subtracted, and its usage from 0 to MAX_SUM."""
         sums = {name: self.used.get(name, 0) + sign * charge.get(name, 0) for name in {*self.used, *charge}}
         limited = {name: min(max(amount, 0), MAX_SUM) for name, amount in sums.items()}
         return self._replace(used={name: limited[name] for name in sorted(limited) if limited[name]})
 
 
 def make_charge(resources: Resources) -> dict[str, int]:
-    """Return what one instance with these resources counts for in a quota."""
     return {**resources, INSTANCES: 1}
 
 
 class Demand(Protocol):
-    """What sum_charges() reads of a request: queued, delivered or malformed."""
+    """What sum_charges() reads of a request, which may be queued, delivered or malformed."""
 
     @property
     def instance(self) -> str: ...
@@ -81,16 +78,13 @@ class Demand(Protocol):
 def sum_charges(
     project: str, demands: Iterable[Demand], read_record: Callable[[str], Record | None] = lambda _: None
 ) -> dict[str, int]:
-    """Return a project's usage by its requests; of several of one instance the last counts.
-
-    The tombstone of an evacuated instance does not count, because its charge has moved to its replacement. A tombstone
-    without resources, as eschedule wrote it in 2019, counts for what the instance's record has, because its end
-    subtracts that: nothing if the record is gone or failed. `read_record` returns None without a readable record.
-    """
+    """Return a project's usage by its requests, where the last one of an instance counts."""
     charges: dict[str, dict[str, int]] = {}
     for demand in demands:
         if isinstance(demand, Request) and demand.is_tombstone and demand.replaced_by:
-            continue
+            continue  # evacuated: its charge has moved to its replacement
+        # A tombstone without resources, as eschedule wrote it in 2019, counts for what the record has, because its end
+        # subtracts that: nothing if the record is gone or failed.
         lacks_resources = isinstance(demand, Request) and demand.is_tombstone and not demand.former_resources
         record = read_record(demand.instance) if lacks_resources else None
         if record is not None and (record.error is not None or record.state in (GONE, ERROR)):
@@ -101,28 +95,26 @@ def sum_charges(
 
 
 def multiply_amounts(amounts: Mapping[str, int], count: int) -> dict[str, int]:
-    """Multiply each amount by `count`."""
     return {name: amount * count for name, amount in amounts.items()}
 
 
 def describe_excesses(project: str, excesses: Sequence[ExceededLimit]) -> str:
-    """Return one sentence that the quota does not allow this."""
     return f'the quota of project {project} does not allow this request: {"; ".join(map(str, excesses))}'
 
 
 def list_classes(quota: Quota) -> list[str]:
-    """Return the classes that a quota limits or counts, sorted, and always `instances`, last."""
+    """Return the classes that a quota limits or counts, sorted, and `instances` as the last one."""
     return [*sorted({*quota.limits, *quota.used} - {INSTANCES}), INSTANCES]
 
 
 def format_quota(quota: Quota) -> str:
-    """Return limits and usage: `VCPU 3/10, instances 3/5`, or `no limits`; usage without a limit is left out."""
+    """Return usage and limits, `VCPU 3/10, instances 3/5`, without usage that has no limit."""
     limited = [name for name in list_classes(quota) if name in quota.limits]
     return ', '.join(f'{name} {quota.used.get(name, 0)}/{quota.limits[name]}' for name in limited) or 'no limits'
 
 
 def parse_limits(arguments: Sequence[str]) -> dict[str, int | None]:
-    """Parse VCPU=10 (up to MAX_AMOUNT) or DISK_GB=none (no limit: None); ValueError if invalid or given twice."""
+    """Parse limits like VCPU=10 and, for no limit, DISK_GB=none."""
     limits: dict[str, int | None] = {}
     for word in arguments:
         name, _, text = word.partition('=')

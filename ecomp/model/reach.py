@@ -35,7 +35,7 @@ NO_FILE_STATUS = 66
 
 
 class ReachCommand(NamedTuple):
-    """The command that enters a hypervisor, with HOST_PLACEHOLDER; its methods assert is_host_name() of `host`."""
+    """The command that enters a hypervisor, with HOST_PLACEHOLDER for its host name."""
 
     words: tuple[str, ...]
 
@@ -45,14 +45,14 @@ class ReachCommand(NamedTuple):
         return self.words[0].rpartition('/')[2] == 'ssh'
 
     def make_command(self, host: str, command: Sequence[str], options: Sequence[str] = ()) -> list[str]:
-        """Return the arguments that run a command on a host. Only ssh gets `options`, and the command quoted as one."""
+        """Return the arguments that run a command on a host, where only ssh gets `options`."""
         first, *others = self._fill_in_host(host)
         if not self.is_ssh:
             return [first, *others, *command]
         return [first, *options, *others, shlex.join(command)]
 
     def make_proxy_command(self, host: str, address: str) -> list[str]:
-        """Return the arguments that connect standard input and output to sshd at a guest's address."""
+        """Return the arguments that connect standard input and output to sshd of a guest."""
         first, *others = self._fill_in_host(host)
         if not self.is_ssh:
             return [first, *others, 'bash', '-c', RELAY_SCRIPT, address, str(SSH_PORT)]
@@ -67,7 +67,7 @@ DEFAULT_REACH = ReachCommand(('ssh', HOST_PLACEHOLDER))
 
 
 def parse_reach(text: str) -> ReachCommand:
-    """Parse `reach`, a shell command with HOST_PLACEHOLDER after its first word; else ValueError ("must be ...")."""
+    """Parse `reach`, a shell command that has HOST_PLACEHOLDER after its first word."""
     try:
         words = tuple(shlex.split(text))
     except ValueError as error:
@@ -78,23 +78,20 @@ def parse_reach(text: str) -> ReachCommand:
 
 
 def is_host_name(text: str) -> bool:
-    """Return whether text is an RFC 1123 name or IPv4 address: it cannot look like an option."""
+    """Return whether text is an RFC 1123 name or IPv4 address, so not like an option."""
     return re.fullmatch(_HOST_NAME, text) is not None
 
 
 def check_user(text: str) -> str:
-    """Return a user's name; ValueError unless 1 to 32 letters, digits, _, . and -, starting with a letter or _."""
     if not re.fullmatch(_USER, text):
         raise ValueError(f'{text[:40]!r} is not a valid user name: a name has 1 to 32 letters, digits, _, . and -')
     return text
 
 
 def parse_console_path(instance: str, console: str) -> str:
-    """Return the path in a record's `console`, `<host>:<file>`; else ValueError.
-
-    It must be `console/<instance>.log` below an absolute path, as computes keep consoles: records must not name others.
-    """
+    """Return the path in a record's `console`, `<host>:<file>`, if computes keep consoles there."""
     assert keys.is_uuid(instance)
+    # Computes keep consoles there, and records must not name other files.
     path = console.partition(':')[2]
     if not re.fullmatch(rf'({_PATH_SEGMENT})*/console/{instance}\.log', path) or '/../' in path or '/./' in path:
         raise ValueError('its record names a file that is not its console')
@@ -102,20 +99,18 @@ def parse_console_path(instance: str, console: str) -> str:
 
 
 def make_tail_command(path: str, lines: int | None, follow: bool) -> list[str]:
-    """Return the command to print a console's last lines (None: all), then `follow` it; NO_FILE_STATUS if absent."""
+    """Return the command to print a console's last lines (None: all), and to `follow` it."""
     return ['sh', '-c', TAIL_SCRIPT, 'sh', path, '+1' if lines is None else str(lines), 'follow' if follow else '']
 
 
 def make_ssh_options(
     instance: str, known_hosts: str, proxy: Sequence[str] | None, host_key_checking: str = 'yes'
 ) -> dict[str, str]:
-    """Return the options with which ssh accepts only the guest's keys in `known_hosts`. Source: ssh_config(5).
-
-    `proxy` is the command that connects (None: directly); `host_key_checking` `accept-new` trusts the first key.
-    """
+    """Return the options with which ssh accepts only the guest's keys in `known_hosts`."""
+    # Source: ssh_config(5).
     return {
         'HostKeyAlias': instance,
-        'StrictHostKeyChecking': host_key_checking,
+        'StrictHostKeyChecking': host_key_checking,  # with `accept-new` the first key is trusted
         'UserKnownHostsFile': '"' + known_hosts.replace('%', '%%') + '"',
         'GlobalKnownHostsFile': '/dev/null',
         'IgnoreUnknown': 'KnownHostsCommand',  # OpenSSH before 8.5
@@ -130,7 +125,7 @@ def make_ssh_options(
 
 
 def quote_remote_command(command: Sequence[str]) -> list[str]:
-    """Return ssh's arguments for a command: one word, which is shell text, unchanged; several quoted and joined."""
+    """Return ssh's arguments for a command: one word is shell text, and several are quoted."""
     return [shlex.join(command)] if len(command) > 1 else list(command)
 
 
@@ -138,5 +133,4 @@ _ESCAPE_SEQUENCES = r'\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)?|[ -/
 
 
 def strip_escapes(line: str) -> str:
-    """Return a console's line without escape sequences and carriage returns."""
     return re.sub(_ESCAPE_SEQUENCES, '', line)

@@ -1,8 +1,8 @@
 r"""The record of an instance, /instances/<compute>/<instance>, written by its ecompute.
 
 `stages` has the first time of each stage. `attempts` counts builds in which a worker died or failed in an unknown way.
-`console` is <host>:<file>. The guest reported `host_keys` and the failure of its `cloud_init`; then it runs, but is
-never `ready`.
+`console` is <host>:<file>. The guest reports its `host_keys` and, in `cloud_init`, a failure of cloud-init. After such
+a failure it runs, but is never `ready`.
 
     queued -> scheduled -> building -> active <-> stopped -> destroying -> gone
                                   \-> error                      (only before the first active)
@@ -57,7 +57,7 @@ UNSEEN_END_FAULT = 'its host was forgotten: the end of its guest was not observe
 
 
 def format_time(now: datetime) -> str:
-    """Return the time in ISO 8601, UTC, with milliseconds; a naive one is local time."""
+    """Format a time, local if it is naive, in ISO 8601, UTC, with milliseconds."""
     return now.astimezone(UTC).isoformat(timespec='milliseconds').replace('+00:00', 'Z')
 
 
@@ -68,7 +68,7 @@ _OPTIONAL_TEXT = optional(TEXT)
 class Interface(NamedTuple):
     """An interface of a guest on a libvirt network or a bridge of the host.
 
-    `address` is None until it is known; `source` is where it was seen: lease, arp or agent. `expected` is the address
+    `address` is None until it is known. `source` is where it was seen: lease, arp or agent. `expected` is the address
     that the network's DHCP reserves before the guest boots, or None.
     """
 
@@ -92,7 +92,7 @@ class Failure:
 
     @property
     def cause_and_subject(self) -> tuple[str, str]:
-        """The cause and, as it is long and so is printed last, the URL or file before it in `reason`, '' for none."""
+        """The cause in `reason`, and the URL or file before it, which is long and so printed last."""
         subject, _, cause = self.reason.partition(': ')
         return (cause, subject) if cause and '/' in subject and ' ' not in subject else (self.reason, '')
 
@@ -104,7 +104,10 @@ class Failure:
 
 @stored(stage=TEXT, done=number(0, 2**63 - 1), total=optional(number(0, 2**63 - 1)))
 class Progress(NamedTuple):
-    """Bytes of a long stage, done and in total (None: unknown); as text `image, 34 of 600 MB`, or `image, 34 MB`."""
+    """The bytes of a long stage that are done, and in total.
+
+    As text it is `image, 34 of 600 MB`, or `image, 34 MB` if the total is unknown.
+    """
 
     stage: str
     done: int
@@ -142,9 +145,9 @@ _FIELDS |= {
 @stored(1, 'record', **_FIELDS)
 @dataclass(frozen=True)
 class Record(Order):
-    """An instance's state and its order's recorded fields, see the module; compute '': none. `now` is an ISO time."""
+    """The state of an instance, and the fields of its order that are recorded."""
 
-    compute: str
+    compute: str  # '' if none has it
     state: str
     _: KW_ONLY
     resources: Resources = field(default_factory=dict)
@@ -161,13 +164,13 @@ class Record(Order):
     last_boot: Boot | None = None
 
     def enter_state(self, state: str, now: str, *stages: str) -> Record:
-        """Return a copy in `state`, new `stages` at `now`; it has no progress, and no console if gone or in error."""
+        """Return the record in another state, without progress, and with new `stages` at `now`."""
         new_stages = {stage: now for stage in stages if stage not in self.stages}
         console = None if state in RETENTION_SECONDS else self.console  # that file is removed with it
         return replace(self, state=state, stages={**self.stages, **new_stages}, progress=None, console=console)
 
     def mark_running(self, reason: str, now: str) -> Record:
-        """Return the record as active; if the guest did not run before, add a boot for `reason`, drop `cloud_init`."""
+        """Return the record as active, with a new boot if the guest did not run before."""
         record, last = self.enter_state(ACTIVE, now), self.last_boot
         if last is not None and of_boots.STOPPED not in last.stages:
             return record
@@ -177,18 +180,18 @@ class Record(Order):
         return replace(record, last_boot=boot, cloud_init=None)
 
     def mark_off(self, now: str) -> Record:
-        """Return the record as stopped; the stop of its last boot gets the time `now`, unless it has one."""
+        """Return the record as stopped, with the stop of its last boot at `now` unless it has one."""
         boot = self.last_boot and self.last_boot.with_stage(of_boots.STOPPED, now)
         return replace(self.enter_state(STOPPED, now), last_boot=boot)
 
     def mark_stage(self, stage: str, now: str) -> Record:
-        """Return the record, without progress, with a stage at `now`, also in its last boot; an earlier time stays."""
+        """Return the record, and its last boot, with a stage at `now` unless they have it."""
         boot = self.last_boot and self.last_boot.with_stage(stage, now)
         return replace(self.enter_state(self.state, now, stage), last_boot=boot)
 
     @property
     def reached_stages(self) -> Mapping[str, str]:
-        """The ISO time of each reached stage; those of a boot only if the last boot reached them, also `stopped`."""
+        """The ISO time of each reached stage, where those of a boot are from the last boot only."""
         boot = self.last_boot
         if boot is None:
             return self.stages
@@ -200,14 +203,13 @@ class Record(Order):
 
 
 def extract_recorded_fields(order: Order) -> dict[str, Any]:
-    """Return an order's fields that a record has, as Record's arguments; `group` is a Membership with only a name."""
+    """Return the fields of an order that a record has, as arguments of Record."""
     group = Membership(order.group.name) if order.group else None
     fields = {name: getattr(order, name) for name in RECORDED_FIELDS}
     return {'instance': order.instance, **fields, 'group': group}
 
 
 def make_record(compute: str, request: Request, now: str) -> Record:
-    """Return the first record, scheduled, of a request, with the stage `scheduled` at `now` (ISO) if it lacks that."""
     record = Record(
         compute=compute,
         state=SCHEDULED,
@@ -219,7 +221,7 @@ def make_record(compute: str, request: Request, now: str) -> Record:
 
 
 def make_refused_record(compute: str, request: InvalidRequest, now: str) -> Record:
-    """Return a malformed request's first record, scheduled at `now` (ISO): it has what to release, but no reason."""
+    """Make the first record of a malformed request, with what has to be released."""
     holdings = request.holdings
     return Record(
         instance=request.instance,
@@ -236,30 +238,32 @@ def make_refused_record(compute: str, request: InvalidRequest, now: str) -> Reco
 def plan_drain(
     records: Mapping[str, Record | None], powers: Mapping[str, PowerAction | None], changed_guests: Collection[str]
 ) -> tuple[list[str], list[str]]:
-    """Return which guests of a drained host to stop now, and which will be off later: built, shutting down, ending.
-
-    A record may be None. One of `changed_guests`, stopped earlier, runs again because its user started it.
-    """
+    """Return which guests of a drained host to stop now, and which ones will be off later."""
     to_stop, to_await = [], []
     for instance, record in records.items():
         power = powers.get(instance)
         pending = power if record and power and not power.is_done(record.power) else None
         if record is None or record.state not in (ACTIVE, STOPPED, ERROR, GONE) or (pending and pending.action == STOP):
             to_await.append(instance)
+        # One of `changed_guests`, stopped earlier, runs again because its user started it.
         elif (record.state == ACTIVE or (record.state == STOPPED and pending)) and instance not in changed_guests:
             to_stop.append(instance)
     return to_stop, to_await
 
 
 def is_stopped_by_drain(record: Record | None, power: PowerAction | None) -> bool:
-    """Return whether a drain stopped the guest, or is stopping it, and no other power change was requested since."""
+    """Return whether a drain stopped the guest or is stopping it, as its latest power action."""
     if record is None or power is None or power.reason != DRAIN:
         return False
     return record.state == STOPPED or (record.state == ACTIVE and not power.is_done(record.power))
 
 
 def from_json(value: bytes, instance: str | None = None, compute: str | None = None) -> Record:
-    """Parse a record of `instance` and `compute` (None: any, '': none); ValueError if malformed, newer or of others."""
+    """Parse the record of this instance and compute, where None stands for any.
+
+    Raises:
+        ValueError: it is malformed, newer, or of another instance or compute.
+    """
     record = decode(Record, value)
     if not record.compute and record.state != GONE:
         raise ValueError(f'compute: expected a uuid in state {record.state}')
@@ -269,7 +273,7 @@ def from_json(value: bytes, instance: str | None = None, compute: str | None = N
 
 
 def parse_or_none(value: bytes | None, instance: str | None = None, compute: str | None = None) -> Record | None:
-    """Parse a record as from_json() does; None for None and for a malformed one."""
+    """Parse a record as from_json() does, but return None if that fails."""
     try:
         return from_json(value, instance, compute) if value is not None else None
     except ValueError:
@@ -290,7 +294,6 @@ QUEUE_WAIT_REASON = 'a compute to take it'
 
 
 def describe_wait(record: Record | None) -> str:
-    """Return what an instance waits for, or its progress, and its fault."""
     if record is not None and record.state == QUEUED:
         return f'{QUEUE_WAIT_REASON}: {record.fault}' if record.fault else QUEUE_WAIT_REASON
     if record is not None and record.state == STOPPED:
@@ -303,12 +306,11 @@ def describe_wait(record: Record | None) -> str:
 
 
 def describe_failure(record: Record) -> str:
-    """Return one line why an instance is in error, beginning with its uuid."""
     return f'{record.instance}: failed' + (f' at stage {make_printable(str(record.error))}' if record.error else '')
 
 
 def describe_cloud_init_failure(instance: str, guest_failure: GuestFailure) -> str:
-    """Return `instance` and, in cloud-init's words, why its guest will never be ready."""
+    """Return, in cloud-init's words, why the guest of an instance will never be ready."""
     return (
         make_printable(f'{instance}: cloud-init failed at stage {guest_failure.stage}: {guest_failure.reason}')
         + '; the guest keeps running'

@@ -85,7 +85,6 @@ Change = AddRole | AddUser | GrantPermission | GrantRole | RevokeRole | RevokePe
 
 
 def make_prefix_permission(prefix: str, kind: str = WRITE) -> Permission:
-    """Return the permission for all keys below a prefix, which ends with a slash."""
     return Permission(kind, prefix, f'{prefix[:-1]}0')  # the character after a slash
 
 
@@ -100,7 +99,7 @@ SHARED_PERMISSIONS = frozenset(
 
 
 def list_compute_permissions(compute: str) -> Permissions:
-    """Return a compute's permissions: the shared ones, and to write the keys with its uuid."""
+    """Return the shared permissions, and those to write the keys with the compute's uuid."""
     own = (make_prefix_permission(f'{prefix}{compute}/') for prefix in (keys.HOSTS, keys.INSTANCES))
     published = (keys.facts, keys.troubles, keys.findings, keys.foreign, keys.usage)
     alone = (Permission(WRITE, key(compute)) for key in (keys.compute, keys.hostname, keys.acceptance, *published))
@@ -108,13 +107,12 @@ def list_compute_permissions(compute: str) -> Permissions:
 
 
 def list_scheduler_permissions() -> Permissions:
-    """Return the permissions of a machine that runs eschedule."""
     own = (keys.ATTEMPTS, keys.HOSTS, keys.STACKS, keys.INSTANCES, keys.AUDIT, keys.HOSTNAMES)
     return SHARED_PERMISSIONS | {READ_ALL, *map(make_prefix_permission, own)}
 
 
 def make_roles(computes: Mapping[str, str], schedulers: Collection[str], operators: Collection[str]) -> Roles:
-    """Return the users and roles that there should be, `root` in any case; `computes` is {user: compute's uuid}."""
+    """Return the users and roles that there should be, where `computes` is {user: uuid}."""
     users = {user: frozenset({user}) for user in computes}
     users |= {user: frozenset({SCHEDULER}) for user in schedulers}
     users |= {user: frozenset({ROOT}) for user in (ROOT, *operators)}
@@ -128,7 +126,7 @@ def make_roles(computes: Mapping[str, str], schedulers: Collection[str], operato
 
 
 def plan_changes(current: Roles, target: Roles) -> list[Change]:
-    """Return the changes, in order, from `current` to `target`; other users and roles stay.
+    """Return the changes, in order, from `current` to `target`, keeping other users and roles.
 
     Between two changes no user lacks a permission that it has both before and after all of them.
     """
@@ -160,13 +158,12 @@ def list_unknown_users(current: Roles, target: Roles) -> list[str]:
 
 
 def list_computes_without_role(computes: Collection[str], current: Roles, target: Roles) -> list[str]:
-    """Return, sorted, the `computes` to whose very presence key no role grants WRITE; `target` overrides `current`."""
+    """Return the computes to whose own presence key no role of `current` or `target` may write."""
     granted = {permission for permissions in {**current.roles, **target.roles}.values() for permission in permissions}
     return sorted(compute for compute in computes if Permission(WRITE, keys.compute(compute)) not in granted)
 
 
 def describe_change(change: Change) -> str:
-    """Describe a change for the user: `user operator-ann: no longer has role root`."""
     match change:
         case AddRole(role):
             return f'role {role}: added'

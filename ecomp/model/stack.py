@@ -1,10 +1,10 @@
 """Stacks: the instances of one file, their uuids, and the key /stacks/<name>. Pure.
 
-`applied_from` is `user@host:file` of the file that last changed the stack. The first apply writes a random epoch, and
-an instance's uuid is a hash of it. `incarnation` counts the instances that were delivered for an entry: a replacement
-gets the next number, so no uuid is used twice. Entries are never deleted. `compute` is where the last one was
-delivered; it is ended once a user has destroyed it. New instances get incarnations above `floor`, which is 0 until a
-lost key is restored.
+The first apply writes a random epoch, and an instance's uuid is a hash of it. `incarnation` counts the instances that
+were delivered for an entry. A replacement gets the next number, so no uuid is used twice. Entries are never deleted.
+`compute` is where the last one was delivered. It is ended once a user has destroyed it. New instances get incarnations
+above `floor`, which is 0 until a lost key is restored. `applied_from` is `user@host:file` of the file that last changed
+the stack.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ _ENTRY_NAME = re.compile(f'{_MEMBER_NAME.pattern}/[1-9][0-9]{{0,2}}')
 
 
 def check_stack_name(text: str) -> str:
-    """Return the name; ValueError unless it is 1 to 30 lower-case letters and digits."""
     if not _STACK_NAME.fullmatch(text):
         reason = 'so that instances of two stacks never have the same name by accident'
         raise ValueError(f'{text[:80]!r} is not a valid stack name: 1 to 30 lower-case letters and digits, {reason}')
@@ -36,7 +35,6 @@ def check_stack_name(text: str) -> str:
 
 
 def check_member_name(text: str) -> str:
-    """Return the name; ValueError unless it is a label: 1 to 63 lower-case letters, digits and inner -."""
     if not _MEMBER_NAME.fullmatch(text):
         raise ValueError(f'{text[:80]!r} is not a valid member name: lower-case letters, digits and -, no - at an end')
     return text
@@ -48,11 +46,11 @@ _PARSERS = {'name': text(check_stack_name), 'member': text(check_member_name), '
 
 @stored(**_PARSERS, epoch=UUID, incarnation=_INCARNATION)
 class Place(NamedTuple):
-    """What a request says of the stack that its instance belongs to; `number` is from 1 on, also without a count."""
+    """Where an instance is in its stack, as its request says."""
 
     name: str
     member: str
-    number: int
+    number: int  # from 1 on, also without a count
     epoch: str
     incarnation: int
 
@@ -67,7 +65,7 @@ class Place(NamedTuple):
 
 @stored(incarnation=_INCARNATION, compute=UUID, is_ended=sparse(FLAG, name='ended'))
 class StackEntry(NamedTuple):
-    """The last delivered instance of an entry; see the module."""
+    """The last delivered instance of an entry, as the module describes."""
 
     incarnation: int
     compute: str
@@ -84,7 +82,7 @@ class StackEntry(NamedTuple):
 )
 @dataclass(frozen=True)
 class Stack:
-    """A stack as its key holds it; `entries` is {"<member>/<number>": entry}."""
+    """A stack as its key holds it, with entries by "<member>/<number>"."""
 
     name: str
     epoch: str
@@ -94,17 +92,17 @@ class Stack:
 
     @property
     def attempt(self) -> str:
-        """The uuid of the attempt of each apply: two concurrent ones collide at its key."""
+        """The uuid of the attempt of each apply, at whose key two concurrent ones collide."""
         return keys.derive_uuid(self.epoch, 'apply')
 
     def make_place(self, entry_name: str, incarnation: int | None = None) -> Place:
-        """Return the place of the next instance of an entry, which may be new, or of this incarnation."""
+        """Return the place of this incarnation of an entry, or of the next one."""
         member, _, number = entry_name.rpartition('/')
         previous = max(self.entries.get(entry_name, StackEntry(0, '')).incarnation, self.floor)
         return Place(self.name, member, int(number), self.epoch, incarnation or previous + 1)
 
     def list_instances(self) -> dict[str, str]:
-        """Return {entry name: uuid of the last delivered instance}, which may be gone."""
+        """Return the uuid of each entry's last delivered instance, which may be gone."""
         return {name: self.make_place(name, entry.incarnation).instance for name, entry in self.entries.items()}
 
     def with_delivered(self, computes: Mapping[Place, str]) -> Stack:
@@ -119,11 +117,9 @@ class Stack:
 
 
 def restore_stack(name: str, places: Mapping[Place, str], floor: int) -> Stack | None:
-    """Restore a lost key from {place: compute} of the requests of the stack; None without any.
-
-    The incarnations of instances that are gone are unknown, so `floor` is a random number up to MAX_FLOOR. Of different
-    epochs that of the most requests counts: the others are not of this stack.
-    """
+    """Restore a lost key from the {place: compute} of the requests of the stack, if any."""
+    # The incarnations of instances that are gone are unknown, so `floor` is a random number up to MAX_FLOOR. Of
+    # different epochs that of the most requests counts: the others are not of this stack.
     by_epoch: dict[str, Stack] = {}
     for place, compute in sorted(places.items()):  # a higher incarnation replaces a lower one
         stack = by_epoch.get(place.epoch, Stack(name, place.epoch, floor=floor))

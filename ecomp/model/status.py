@@ -27,35 +27,32 @@ def merge_names(current: Set[str], desired: Set[str], managed: Set[str]) -> Name
 
 
 def find_managed_names(current: Set[str], desired: Set[str], managed: Set[str]) -> Names:
-    """Return the managed names after merge_names(): `desired`, without those in `current` that were not `managed`."""
+    """Return what merge_names() manages: `desired`, without the unmanaged names of `current`."""
     return frozenset(desired & (managed | (desired - current)))
 
 
 def apply_disable(traits: Set[str]) -> Names:
-    """Return the traits after `host drain`."""
     return frozenset(traits | STATUS_TRAITS) - {ADOPTING}
 
 
 def apply_enable(traits: Set[str], is_alive: bool) -> Names:
-    """Return the traits after `host enable`; if the compute is not alive, DISABLED stays until it starts."""
+    """Return the traits after `host enable`, where DISABLED stays until the compute is alive."""
     return frozenset(traits - (STATUS_TRAITS if is_alive else {DISABLED_BY_OPERATOR, ADOPTING}))
 
 
 def apply_adoption(traits: Set[str]) -> Names:
-    """Return the traits during an adoption. ADOPTING says that the adoption disabled the compute."""
+    """Return the traits during an adoption, with ADOPTING if it disabled the compute."""
     return frozenset(traits if DISABLED_BY_OPERATOR in traits else traits | STATUS_TRAITS)
 
 
 def end_adoption(traits: Set[str], is_alive: bool) -> Names:
-    """Return the traits after an adoption."""
     return apply_enable(traits, is_alive) if ADOPTING in traits else frozenset(traits)
 
 
 def apply_start(traits: Set[str]) -> Names:
-    """Return the traits after a compute started: without DISABLED, unless DISABLED_BY_OPERATOR is set."""
+    """Return the traits after a start: without DISABLED, unless an operator disabled it."""
     return frozenset(traits if DISABLED_BY_OPERATOR in traits else traits - {DISABLED})
 
 
 def apply_stop(traits: Set[str]) -> Names:
-    """Return the traits and COMPUTE_STATUS_DISABLED, for a compute that stops in good order."""
     return frozenset(traits | {DISABLED})

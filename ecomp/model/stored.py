@@ -16,7 +16,7 @@ COMPACT = (',', ':')
 
 
 def to_plain(value: Any) -> Any:
-    """Return the value as JSON has it: stored values as dicts, tuples as lists."""
+    """Return the value as JSON has it, with stored values as dicts and tuples as lists."""
     if type(value) in CODECS:
         return to_dict(value)
     if isinstance(value, Mapping):
@@ -25,11 +25,11 @@ def to_plain(value: Any) -> Any:
 
 
 class Field(NamedTuple):
-    """How a field is read and, unless `write` is None, written; `name` is its name in the JSON, if another one."""
+    """How a field is read and, unless `write` is None, written."""
 
     parse: Parser
     write: Callable[[Any], Any] | None = to_plain
-    name: str = ''
+    name: str = ''  # its name in the JSON, if another one
     is_optional: bool = False
     is_lenient: bool = False
     is_sparse: bool = False
@@ -69,9 +69,9 @@ CODECS: dict[type, _Codec] = {}
 def stored(
     version: int = 0, noun: str = '', separators: tuple[str, str] | None = None, /, **parsers: Parser | Field
 ) -> Callable[[type[T]], type[T]]:
-    """Make a dataclass or NamedTuple a stored value, whose fields are written in the order of their parsers.
+    """Make a dataclass or NamedTuple a stored value, written in the order of its parsers.
 
-    `version` is the newest that can be read, and that is written, 0 for a part of another value. An error calls the
+    `version` is the newest that can be read, and that is written, or 0 for a part of another value. An error calls the
     value `noun`.
     """
 
@@ -90,7 +90,7 @@ def stored(
 
 
 def decode(kind: type[T], value: bytes, **given: Any) -> T:
-    """Parse a stored value; ValueError if malformed or newer. Fields that the key has are `given`."""
+    """Parse a stored value, or raise ValueError if it is malformed or newer."""
     codec = CODECS[kind]
     try:
         data = load_object(value)
@@ -101,7 +101,7 @@ def decode(kind: type[T], value: bytes, **given: Any) -> T:
 
 
 def decode_at(key: str, kind: type[T], value: bytes, **given: Any) -> T:
-    """Parse the value of a key as decode() does; Unreadable, which names the key, if it is malformed."""
+    """Parse the value of a key as decode() does, but raise Unreadable, which names the key."""
     try:
         return decode(kind, value, **given)
     except ValueError as error:
@@ -114,7 +114,7 @@ def decode_lenient(kind: type[T], value: bytes) -> T:
 
 
 def is_newer(kind: type[Any], value: bytes) -> bool:
-    """Return whether a newer ecomp wrote it (False if malformed); it must not be overwritten."""
+    """Return whether a newer ecomp wrote the value, so that it must not be overwritten."""
     version = load_object_or_empty(value).get('version')
     return type(version) is int and version > CODECS[kind].version
 
@@ -136,7 +136,7 @@ def check_version(data: Mapping[str, Any], newest: int, noun: str) -> None:
 
 
 def parse_fields(kind: type[T], data: Mapping[str, Any], **given: Any) -> T:
-    """Parse the fields of a stored value from a JSON object; ValueError names the field that is malformed."""
+    """Parse the fields of a stored value from a JSON object."""
     values, data = dict(given), {**data, **given}
     for name, field in CODECS[kind].fields.items():
         value = data.get(field.name)
@@ -153,13 +153,12 @@ def parse_fields(kind: type[T], data: Mapping[str, Any], **given: Any) -> T:
 
 
 def encode(value: Any, **more: str) -> str:
-    """Return the JSON of a stored value, with its version and `more` fields (see Store.make_stamp())."""
+    """Return the JSON of a stored value, with its version and more fields, such as a stamp."""
     codec = CODECS[type(value)]
     return dump({'version': codec.version, **to_dict(value), **more}, separators=codec.separators)
 
 
 def to_dict(value: Any) -> dict[str, Any]:
-    """Return a stored value as a JSON object, without its version."""
     codec, data = CODECS[type(value)], {}
     for name, field in codec.fields.items():
         item = getattr(value, name)
@@ -169,5 +168,4 @@ def to_dict(value: Any) -> dict[str, Any]:
 
 
 def nested(kind: type[Any]) -> Parser:
-    """Make a parser of a stored value inside another one."""
     return lambda value: parse_fields(kind, OBJECT(value))

@@ -1,9 +1,4 @@
-"""External text made safe for a terminal, names, and suggestions for mistyped words. Pure.
-
-An instance's name is its guest's host name and is accepted wherever its uuid is. So it is an RFC 1123 label in lower
-case, never a command, and never as long as a uuid and only hexadecimal. A shorter name may look like the start of a
-uuid (db1, cafe); then the name is meant.
-"""
+"""External text made safe for a terminal, names, and suggestions for mistyped words. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +18,7 @@ NEGATION_PATTERN = '^(un|dis|de|non?|in)-?'
 
 
 def find_similar(word: str, candidates: Iterable[str], min_similarity: float = MIN_SIMILARITY) -> str | None:
-    """Return the most similar candidate (best: the same letters), ignoring case, or None; never the word's opposite."""
+    """Return the most similar candidate, ignoring case, but never the opposite of the word."""
     import difflib  # imported here because only a mistyped word needs it
 
     typed = word[:MAX_COMPARED_CHARACTERS].lower()
@@ -34,7 +29,7 @@ def find_similar(word: str, candidates: Iterable[str], min_similarity: float = M
 
 
 def _are_opposites(one: str, other: str) -> bool:
-    """Return True if two words are more alike without a negating prefix: --wait, --no-wait."""
+    """Return whether two words are more alike without a negating prefix: --wait, --no-wait."""
     from difflib import SequenceMatcher
 
     def measure_similarity(left: str, right: str) -> float:
@@ -53,6 +48,10 @@ def format_suggestion(word: str, candidates: Iterable[str]) -> str:
     return f' (did you mean {close}?)' if close is not None else ''
 
 
+# An instance's name is its guest's host name and is accepted wherever its uuid is. So it is an RFC 1123 label in lower
+# case, never a command, and never as long as a uuid and only hexadecimal. A shorter name may look like the start of a
+# uuid (db1, cafe). Then the name is meant.
+
 # Digits that a prefix of a uuid has at least.
 MIN_PREFIX_DIGITS = 4
 
@@ -62,17 +61,15 @@ _HEXADECIMAL_PATTERN = re.compile('[0-9a-f]{32,}')
 
 
 def is_label(text: str) -> bool:
-    """Return whether text is an RFC 1123 label in lower case."""
     return _LABEL_PATTERN.fullmatch(text) is not None
 
 
 def is_name(text: str) -> bool:
-    """Return whether text may be an instance's name."""
     return is_label(text) and not _HEXADECIMAL_PATTERN.fullmatch(text.replace('-', '')) and text not in RESERVED
 
 
 def check_name(text: str) -> str:
-    """Return a lower-case label that is neither like a uuid nor RESERVED; else ValueError with the reason."""
+    """Return the name of an instance, or raise ValueError with the reason why it is invalid."""
     shown = repr(text[:80])
     if not is_label(text):
         if is_label(text.lower()):
@@ -87,14 +84,13 @@ def check_name(text: str) -> str:
 
 
 def check_plain_name(text: str, kind: str) -> str:
-    """Return a `kind`'s name; ValueError unless 1 to 63 letters, digits, ., _ and -, first a letter or digit."""
     if not _PLAIN_NAME_PATTERN.fullmatch(text):
         raise ValueError(f'{text[:80]!r} is not a valid {kind} name: a name has 1 to 63 letters, digits, ., _ and -')
     return text
 
 
 def parse_uuid_prefix(text: str) -> str | None:
-    """Return a uuid's prefix (MIN_PREFIX_DIGITS to 31 digits, all dashes or none) in lower case, dashed, or None."""
+    """Return a uuid's prefix in lower case and dashed, or None if the text is no such prefix."""
     digits = text.lower().replace('-', '')
     if not MIN_PREFIX_DIGITS <= len(digits) < 32 or not re.fullmatch('[0-9a-f]+', digits):
         return None
@@ -110,13 +106,12 @@ _UUID_PATTERN = re.compile('(?<![/0-9a-z-])[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-
 
 
 def make_printable(text: str, limit: int = 2000) -> str:
-    """Return the first `limit` characters of a text as one line, unprintable ones escaped; `…` if more follow."""
+    """Return the beginning of a text as one line, with unprintable characters escaped."""
     safe = escape_characters(text[:limit])
     return safe if len(text) <= limit else f'{safe}…'
 
 
 def make_lines_printable(text: str) -> str:
-    """Return the text with each line made printable, and cut off after 2000 characters."""
     return '\n'.join(make_printable(line) for line in text.split('\n'))
 
 
@@ -126,7 +121,7 @@ def escape_lines(text: str) -> str:
 
 
 def escape_characters(line: str) -> str:
-    """Escape control characters, half surrogate pairs and spaces but the blank, as Python does; not a backslash."""
+    """Escape unprintable characters of a line as Python does, but not a backslash."""
     if line.isprintable():
         return line
     return ''.join(c if c.isprintable() else c.encode('unicode_escape').decode('ascii') for c in line)
@@ -139,7 +134,7 @@ def join_some(names: Sequence[str], max_count: int, separator: str = ', ') -> st
 
 
 def replace_uuids(text: str, display_names: Mapping[str, str]) -> str:
-    """Replace each uuid by its display name, except in key paths and where that name, `hv1 (<uuid>)`, is already."""
+    """Replace each uuid by its display name, except in paths of keys."""
 
     def format_match(match: re.Match[str]) -> str:
         display_name = display_names.get(match[0], match[0])

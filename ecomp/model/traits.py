@@ -50,12 +50,11 @@ CPU_TRAITS = {
 
 
 def list_cpu_traits(features: Iterable[str]) -> frozenset[str]:
-    """Return the traits of processor features, by libvirt's names; unknown ones have none."""
     return frozenset(trait for feature in features for trait in CPU_TRAITS.get(feature, ()))
 
 
 def check_trait(name: str) -> str:
-    """Return a trait of os-traits, except STATUS_TRAITS, or a CUSTOM_ one; else ValueError with the reason."""
+    """Return a trait if it is in os-traits or begins with CUSTOM_, and is none of STATUS_TRAITS."""
     if name in STATUS_TRAITS:
         raise ValueError('is not allowed here. Fix: use `eschedule host drain`, which sets it')
     if name.startswith(CUSTOM_PREFIX):

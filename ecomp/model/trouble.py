@@ -1,4 +1,4 @@
-"""Why a compute cannot build now: the value below /troubles/, and which failed builds are the host's fault. Pure."""
+"""Why a compute cannot build now, and which failed builds are its host's fault. Pure."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Trouble(NamedTuple):
 
 
 def encode_trouble(reasons: Sequence[str]) -> str | None:
-    """Return the value with as many of the reasons as fit into MAX_BYTES; None without any."""
+    """Return the value with as many of the reasons as fit into MAX_BYTES, or None without any."""
     value = encode(Trouble(tuple(make_printable(each)[:MAX_REASON_CHARACTERS] for each in reasons)))
     return (value if len(value) <= MAX_BYTES else encode_trouble(reasons[:-1])) if reasons else None
 
 
 def parse_trouble(value: bytes) -> Trouble:
-    """Parse a value that any compute may have written; a malformed or longer one is a trouble, too."""
+    """Parse a value that any compute may have written, taking a malformed one for a trouble."""
     try:
         return decode(Trouble, value) if len(value) <= MAX_BYTES else Trouble((MALFORMED,))
     except ValueError:
@@ -49,7 +49,7 @@ BUILD_FAILURE_SECONDS = 600.0
 
 
 class BuildFailure(NamedTuple):
-    """A build that may have failed by the host's fault; `failed_at` is monotonic."""
+    """A build that may have failed by the host's fault, at a monotonic time."""
 
     failed_at: float
     image: str
@@ -57,7 +57,7 @@ class BuildFailure(NamedTuple):
 
 
 def find_build_trouble(failures: Sequence[BuildFailure], now: float) -> str | None:
-    """Return the reason if builds of two images failed within BUILD_FAILURE_SECONDS, the last one as recently."""
+    """Return that builds of two images have failed within BUILD_FAILURE_SECONDS, or None."""
     for last in reversed([each for each in failures if now - each.failed_at < BUILD_FAILURE_SECONDS]):
         images = {each.image for each in failures if abs(each.failed_at - last.failed_at) < BUILD_FAILURE_SECONDS}
         if len(images) > 1:

@@ -19,7 +19,7 @@ MIN_SECONDS = 0.1
 
 
 def parse_answer(value: bytes) -> Measurement:
-    """Parse {"used": {HOST or instance: {name: amount}}}, without malformed amounts; ValueError for {"error"}."""
+    """Parse the amounts in {"used": {HOST or instance: {name: amount}}}."""
     data = load_object(value)
     if not isinstance(data.get('used'), dict):
         raise ValueError(format_reason(data.get('error', 'its answer is malformed')))
@@ -32,7 +32,7 @@ def _parse_amounts(data: Any) -> Amounts:
 
 
 def compute_use(before: Measurement, after: Measurement) -> Measurement:
-    """Return `after` with rates for counters that are known twice, and did not fall because of a restart."""
+    """Return `after`, with the rate of each counter that is known twice and did not fall."""
     seconds = after.get(HOST, {}).get('seconds', 0) - before.get(HOST, {}).get('seconds', math.inf)
     return {name: {**used, **_compute_rates(before.get(name, {}), used, seconds)} for name, used in after.items()}
 

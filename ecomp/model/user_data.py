@@ -1,10 +1,7 @@
-"""What a guest is given, user-data and ssh keys, and what it reports: host keys and failures of cloud-init. Pure.
+"""User-data and ssh keys for a guest, and the host keys and failures that it reports. Pure.
 
-A guest is trusted only about itself; malformed parts of its report are ignored. User-data and keys are never quoted in
-errors, which go to terminals and logs: an error names the line.
-
-Sources: cloud-init's "User data formats" and `user_data.py`; RFC 4253 6.6 (a public key's blob is length-prefixed
-strings, the first its type); sshd(8) for the line around it.
+A guest is trusted only about itself. Errors name a line and never quote it, because they go to terminals and logs.
+Sources: cloud-init's "User data formats" and `user_data.py`, RFC 4253 6.6 for public keys, sshd(8) for their lines.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ class GuestFailure(NamedTuple):
 
 
 def parse_host_keys(value: object) -> tuple[str, ...]:
-    """Return up to MAX_HOST_KEYS different valid keys of HOST_KEY_TYPES, without comments; () if it is no list."""
+    """Return the first MAX_HOST_KEYS valid keys of HOST_KEY_TYPES, without comments."""
     accepted: dict[str, None] = {}
     for text in value if isinstance(value, list) else ():
         fields = text.split()[:2] if isinstance(text, str) and len(text) <= MAX_HOST_KEY_CHARACTERS else ['']
@@ -53,15 +50,15 @@ def parse_host_keys(value: object) -> tuple[str, ...]:
 
 @stored(host_keys=optional(parse_host_keys), failure=lenient(nested(GuestFailure)))
 class GuestReport(NamedTuple):
-    """A guest's report. `host_keys` are `<type> <base64>`; `failure` is None if cloud-init reports none."""
+    """A guest's report, without a failure if cloud-init reports none."""
 
     host_keys: tuple[str, ...] = ()
     failure: GuestFailure | None = None
 
 
 def parse_guest_report(data: bytes) -> GuestReport:
-    """Parse a stored report, leaving out malformed parts: all of a malformed or empty one (from an older server)."""
-    report = load_object_or_empty(data)
+    """Parse a stored report, leaving out malformed parts."""
+    report = load_object_or_empty(data)  # empty from an older server
     return parse_fields(GuestReport, {**report, 'failure': {**report, 'reason': report.get('error')}})
 
 
@@ -77,12 +74,11 @@ MAX_UNPACKED_BYTES = 16 * 1024 * 1024
 
 
 def encode_user_data(data: bytes) -> str:
-    """Encode as base64."""
     return binascii.b2a_base64(data, newline=False).decode()
 
 
 def parse_user_data(text: Any) -> bytes:
-    """Decode base64; ValueError, which does not quote what may be secret, if malformed, empty or too large."""
+    """Decode base64, with errors that do not quote what may be secret."""
     try:
         decoded = binascii.a2b_base64(text, strict_mode=True) if isinstance(text, str) else b''
     except ValueError:
@@ -107,14 +103,13 @@ class SharedUserData(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Hash and encode the user-data; it is not checked."""
         import hashlib  # loaded late, here and below: rarely needed, and slow to load
 
         return cls(hashlib.sha256(data).hexdigest(), encode(_UserData(data)))
 
 
 def parse_shared_user_data(value: bytes, sha256: str) -> bytes:
-    """Return the user-data of a set's key; raise ValueError if malformed, too large or altered."""
+    """Return the user-data in a set's key, if it is valid and has the SHA-256 in the key."""
     import hashlib
 
     data = decode(_UserData, value).user_data
@@ -124,7 +119,7 @@ def parse_shared_user_data(value: bytes, sha256: str) -> bytes:
 
 
 def check_user_data(data: bytes) -> bytes:
-    """Return user-data that begins like gzip or is UTF-8, not empty, without NUL; else ValueError, a sentence's end."""
+    """Return user-data if it is gzip or text in UTF-8, or raise ValueError with the reason."""
     if not data:
         raise ValueError('is empty')
     if len(data) > MAX_USER_DATA_BYTES:
@@ -142,7 +137,7 @@ def check_user_data(data: bytes) -> bytes:
 
 
 def unpack_user_data(data: bytes) -> bytes | None:
-    """Unpack gzip user-data, None if corrupt; data that is not gzip, or exceeds MAX_UNPACKED_BYTES, is unchanged."""
+    """Unpack user-data if it is gzip of at most MAX_UNPACKED_BYTES, or return None if corrupt."""
     if not data.startswith(GZIP_MAGIC):
         return data
     import gzip  # loaded late: few users pass gzip
@@ -157,18 +152,16 @@ def unpack_user_data(data: bytes) -> bytes | None:
 
 
 def is_unknown_user_data(data: bytes) -> bool:
-    """Return True for user-data that cloud-init would ignore: of no known format.
-
-    It compares as type_from_starts_with() in cloud-init's cloudinit/handlers/__init__.py: only UTF-8, in lower case,
-    without leading white space. Gzip, and a MIME header in the first 4096 bytes, are known, too.
-    """
+    """Return whether user-data has no format that cloud-init knows, so that it is ignored."""
+    # As type_from_starts_with() in cloud-init's cloudinit/handlers/__init__.py: only UTF-8, in lower case, without
+    # leading white space. Gzip, and a MIME header in the first 4096 bytes, are known, too.
     text = data.decode(errors='replace')
     is_known = text.encode() == data and text.lower().lstrip().startswith(USER_DATA_PREFIXES)
     return not (is_known or data.startswith(GZIP_MAGIC) or b'mime-version:' in data[:4096].lower())
 
 
 def parse_public_keys(data: bytes) -> tuple[str, ...]:
-    """Return a file's OpenSSH public keys, each once; ValueError, the end of a sentence, for a bad line or no key."""
+    """Return the OpenSSH public keys in a file, each once, if all lines are valid."""
     try:
         lines = data.decode().splitlines()
     except UnicodeDecodeError as error:
@@ -186,7 +179,7 @@ def parse_public_keys(data: bytes) -> tuple[str, ...]:
 
 
 def parse_public_key(fields: list[str]) -> str:
-    """Join type, base64 and comment to an OpenSSH public key; ValueError, the end of a sentence, if invalid."""
+    """Join type, base64 and comment to a valid OpenSSH public key."""
     key = ' '.join(fields)
     if 'PRIVATE KEY' in key or key.startswith('PuTTY-User-Key-File'):
         raise ValueError('is a private key. Fix: give the public key, whose file ends in .pub')
@@ -200,6 +193,7 @@ def parse_public_key(fields: list[str]) -> str:
         blob = binascii.a2b_base64(fields[1].encode('ascii'), strict_mode=True)
     except ValueError as error:
         raise ValueError(wrong) from error
+    # RFC 4253 6.6: the blob is length-prefixed strings, the first its type.
     if not blob.startswith(len(kind).to_bytes(4, 'big') + kind):
         raise ValueError(wrong)
     # A certificate's blob is not checked, because it also contains plain numbers.

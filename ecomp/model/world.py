@@ -1,4 +1,4 @@
-"""What was read of etcd and placement, parsed: the whole, what a command needs of it, or one host's part. Pure."""
+"""Snapshots of etcd and placement, parsed: of the cluster, or of one host's part. Pure."""
 
 from __future__ import annotations
 
@@ -45,70 +45,60 @@ AUDITED_PREFIXES = (
 
 
 class ProviderState(NamedTuple):
-    """A resource provider: inventory as in placement's answer, and allocations by consumer; None: not read."""
+    """A resource provider."""
 
     name: str
-    inventory: Mapping[str, Mapping[str, Any]] | None = None
-    allocations: Mapping[str, Resources] | None = None
+    inventory: Mapping[str, Mapping[str, Any]] | None = None  # as in placement's answer; None if not read
+    allocations: Mapping[str, Resources] | None = None  # by consumer; None if not read
 
 
 @dataclass(frozen=True)
 class HostFacts:
-    """Everything that one host has. `guests` are domains and disks with our owner mark, by instance.
+    """Everything that one host has."""
 
-    `without_base` is {instance: path of its missing base volume}; `metadata` {MAC: instance} of the metadata server's
-    files; `seeds` the instances with a NoCloud disk; `reservations` those of DHCP by MAC; `parts` {file that no process
-    writes: a mark that changes when it is written}; `open_dhcp` the networks whose DHCP serves any MAC; `bad_bases` the
-    SHA-256s of base volumes whose content has changed.
-    """
-
-    guests: Mapping[str, Guest] = field(default_factory=dict)
-    without_base: Mapping[str, str] = field(default_factory=dict)
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    seeds: frozenset[str] = frozenset()
-    reservations: Mapping[str, ReservedAddress] = field(default_factory=dict)
+    guests: Mapping[str, Guest] = field(default_factory=dict)  # domains and disks with our owner mark, by instance
+    without_base: Mapping[str, str] = field(default_factory=dict)  # the path of the missing base volume, by instance
+    metadata: Mapping[str, str] = field(default_factory=dict)  # {MAC: instance} of the metadata server's files
+    seeds: frozenset[str] = frozenset()  # the instances with a NoCloud disk
+    reservations: Mapping[str, ReservedAddress] = field(default_factory=dict)  # of DHCP, by MAC
+    # {file that no process writes: a mark that changes when it is written}
     parts: Mapping[str, str] = field(default_factory=dict)
-    open_dhcp: frozenset[str] = frozenset()
-    bad_bases: frozenset[str] = frozenset()
+    open_dhcp: frozenset[str] = frozenset()  # the networks whose DHCP serves any MAC
+    bad_bases: frozenset[str] = frozenset()  # the SHA-256s of base volumes whose content has changed
 
     def list_instances(self) -> set[str]:
-        """Return the instances of which anything is on this host."""
+        """Return the instances that have anything on this host."""
         reserved = {each.instance for each in self.reservations.values()}
         return {*self.guests, *self.metadata.values(), *self.seeds, *reserved}
 
 
 class Planes(NamedTuple):
-    """What was read of placement and etcd, and, if `compute` looks at itself, what it has.
+    """What was read of placement and etcd, and what the host has that checks itself.
 
-    A compute reads its own keys, those of other computes about what it has, and its own provider. Otherwise etcd is
-    complete, and of placement only the allocations of providers without a living compute are read. `mute_reasons` says
-    of living computes why nothing is known of them. `usages` has placement's usage, as a quota counts it, by project.
-    Commands that do not audit read only the keys, and the providers, that they need.
+    If `compute` checks itself, `etcd` has its own keys and those of other computes about what it has, and `providers`
+    has its own provider. Otherwise an audit reads the complete etcd, and the allocations of providers without a living
+    compute. Other commands read only the keys and providers that they need.
     """
 
     providers: Mapping[str, ProviderState]
     etcd: Mapping[str, keys.StoredValue]
     compute: str = ''
     facts: HostFacts = HostFacts()
-    mute_reasons: Mapping[str, str] = {}
-    usages: Mapping[str, Mapping[str, int]] = {}
+    mute_reasons: Mapping[str, str] = {}  # why nothing is known of living computes
+    usages: Mapping[str, Mapping[str, int]] = {}  # placement's usage by project, as a quota counts it
 
     def list_consumers(self, compute: str) -> Collection[str]:
-        """Return the consumers with allocations on a provider; () if they were not read."""
+        """Return the consumers of a provider, or () if its allocations were not read."""
         provider = self.providers.get(compute)
         return () if provider is None or provider.allocations is None else provider.allocations
 
 
 class Inhabitants(NamedTuple):
-    """The instances of a compute.
+    """The instances of a compute."""
 
-    `living` live or are requested there, also by a malformed request. `destroyed` have an accepted destroy there. The
-    compute carries out no `stray` request: the instance is gone or on another compute, or the name is not a uuid.
-    """
-
-    living: set[str]
-    destroyed: set[str]
-    stray: set[str]
+    living: set[str]  # they live or are requested there, also by a malformed request
+    destroyed: set[str]  # they have an accepted destroy there
+    stray: set[str]  # not carried out: the instance is gone or on another compute, or the name is not a uuid
 
     @property
     def present(self) -> set[str]:
@@ -116,25 +106,17 @@ class Inhabitants(NamedTuple):
 
 
 class World:
-    """The planes, parsed and indexed by instance; malformed values are kept as such.
-
-    By instance: `records` (the trusted one) or `malformed_records` (error), `requests_by_compute` {compute: request},
-    `allocations` {provider: resources} and, of the host that looks, `metadata` (MACs) and `reservations` {MAC:
-    address}. `groups`, `quotas` and `stacks` by name have the error, a text, for a malformed value.
-    `requests_at` and `records_at` have the same requests and trusted records as {compute: {instance: value}}.
-    `attempted` are instances that, by a key on a lease, have an attempt. `in_flight` are these, and those that wait in
-    a queue or, by a key on a lease, are being taken.
-    `computes` have a presence on a lease, a provider named by its uuid, a request or a trusted record.
-    """
+    """The planes, parsed and indexed by instance, compute or name."""
 
     def __init__(self, planes: Planes, claims: ConsumerLookup | None = None) -> None:
-        """Parse the planes. `claims` finds the trusted of several computes; by default the planes do."""
+        """Parse the planes, and let `claims` decide which of several computes is trusted."""
         self.planes = planes
         self._families: dict[str, dict[str, keys.StoredValue]] = {}
         for key, entry in planes.etcd.items():
             self._families.setdefault(key[: key.find('/', 1) + 1], {})[key] = entry
         self.named_computes = parse_computes(self.select_prefix(keys.COMPUTES), self.select_prefix(keys.HOSTNAMES))
         self.living_computes = set(self.named_computes.living)
+        # The trusted record of each instance, or the error of a malformed one.
         self.records: dict[str, Record] = {}
         self.records_at: dict[str, dict[str, Record]] = {}
         self.malformed_records: dict[str, str] = {}
@@ -145,6 +127,7 @@ class World:
         for name, entries in group_by_instance(planes.etcd.items()).items():
             entries.mark_claimless(name, claims or planes.list_consumers)
             self._index_records(name, entries)
+        # {instance: {compute: request}}, and below {compute: {instance: request}}.
         self.requests_by_compute: dict[str, dict[str, Request | InvalidRequest]] = {}
         self.requests_at: dict[str, dict[str, Request | InvalidRequest]] = {}
         for key, entry in self.select_prefix(keys.HOSTS).items():
@@ -155,6 +138,7 @@ class World:
         self.name_owners: dict[str, str | None] = {}
         for name, owner in self._parse_values(NameOwner, keys.NAMES).items():
             self.name_owners[name] = None if isinstance(owner, str) else owner.instance
+        # By name. A malformed value is a text, its error.
         self.groups = self._parse_values(Group, keys.GROUPS, 'name')
         self.quotas = self._parse_values(Quota, keys.QUOTAS, 'project')
         self.stacks = self._parse_values(Stack, keys.STACKS, 'name')
@@ -163,8 +147,10 @@ class World:
         # A key without a lease has no owner.
         attempts = [(key, entry.value) for key, entry in self.select_prefix(keys.ATTEMPTS).items() if entry.lease]
         self.attempted = set[str]().union(*(parse_attempt_instances(key, value) for key, value in attempts))
+        # Those with an attempt, and those that wait in a queue or are being taken from one.
         self.in_flight = set(self.attempted)
         self._index_queues()
+        # They have a presence on a lease, a provider named by their uuid, a request or a trusted record.
         self.computes = self.living_computes | {name for name, each in planes.providers.items() if each.name == name}
         # A request that was removed from its queue before a compute took it has a record without compute.
         self.computes |= self.records_at.keys() - {''}
@@ -211,11 +197,8 @@ class World:
 
     @cached_property
     def judged(self) -> list[str]:
-        """The instances in any plane, sorted, without those in flight or with a malformed record or request.
-
-        Those only in a queue, an attempt, a name or a group are left out, too, and consumers of other providers than
-        computes.
-        """
+        """The instances in any plane, sorted, without those in flight or with a malformed value."""
+        # Not those that are only in a queue, an attempt, a name or a group.
         instances = {*self.requests_by_compute, *self.records, *self.planes.facts.list_instances()}
         instances |= {keys.get_last_part(key) for key in self.select_prefix(keys.BOOTED)}
         instances |= {
@@ -235,7 +218,7 @@ class World:
 
     @cached_property
     def visible_providers(self) -> dict[str, ProviderState]:
-        """The providers whose claims are compared here: of the host that looks, or of no living compute."""
+        """The providers whose claims are compared: the host's own, or those of no living compute."""
         own = self.planes.compute
         return {
             name: each
@@ -244,7 +227,7 @@ class World:
         }
 
     def list_live_requests(self, instance: str) -> dict[str, Request]:
-        """Return {compute: request} of the valid requests that are no tombstones."""
+        """Return {compute: request} without malformed requests and tombstones."""
         requests = self.requests_by_compute.get(instance, {})
         return {name: each for name, each in requests.items() if isinstance(each, Request) and not each.is_tombstone}
 
@@ -265,7 +248,7 @@ class World:
         return entry.revision if (entry := self.get_value(key)) is not None else 0
 
     def list_names(self, instance: str) -> set[str]:
-        """Return the names in the record, requests and queues."""
+        """Return the names of an instance in its record, requests and queues."""
         requests = self.requests_by_compute.get(instance, {}).values()
         record = self.records.get(instance)
         entries = self.queue_entries.get(instance, {}).values()
@@ -274,13 +257,13 @@ class World:
         return {name for name in labels if name}
 
     def format_instance(self, instance: str) -> str:
-        """Return an instance's name from its record, else from a request; its uuid without one."""
+        """Return the name of an instance, or its uuid if it has no name."""
         known = [self.records.get(instance), *self.requests_by_compute.get(instance, {}).values()]
         names = (each.name for each in known if each is not None and not isinstance(each, InvalidRequest))
         return next(filter(None, names), instance)
 
     def find_inhabitants(self, compute: str) -> Inhabitants:
-        """Sort the requests and records of a compute, alive or not."""
+        """Sort the requests and records of a compute, whether or not it is alive."""
         requests, records = self.requests_at.get(compute, {}), self.records_at.get(compute, {})
         tombstones = {name for name, each in requests.items() if isinstance(each, Request) and each.is_tombstone}
         there = {name for name, record in records.items() if record.state != GONE}
@@ -295,25 +278,23 @@ class World:
         return instance in self.records and self.records[instance].state not in (GONE, ERROR)
 
     def is_in_work(self, instance: str) -> bool:
-        """Return whether it is being built or destroyed; a tombstone means so unless the record is gone or in error."""
+        """Return whether an instance is being built or destroyed."""
         record, requests = self.records.get(instance), self.requests_by_compute.get(instance, {}).values()
         if any(isinstance(parsed, Request) and parsed.is_tombstone for parsed in requests):
             return record is None or record.state not in (GONE, ERROR)
         return record is not None and record.state in (SCHEDULED, BUILDING, DESTROYING)
 
     def is_switching(self, instance: str) -> bool:
-        """Return whether the instance has a record in which a requested power action is not completed."""
+        """Return whether a recorded instance has not completed a requested power action."""
         record, requests = self.records.get(instance), self.requests_by_compute.get(instance, {}).values()
         actions = [parsed.power for parsed in requests if isinstance(parsed, Request) and parsed.power]
         return record is not None and any(not power.is_done(record.power) for power in actions)
 
     @cached_property
     def absent_computes(self) -> dict[str, str]:
-        """{compute: CLOSED or SILENT} of the computes without presence, which do not look at themselves.
-
-        A compute of which only records of ended instances remain was forgotten and is left out.
-        """
+        """{compute: CLOSED or SILENT} of the computes without a presence that were not forgotten."""
         living = {each.compute for each in self.records.values() if self.is_living(each.instance)}
+        # Only records of finished instances remain of a compute that was forgotten.
         forgotten = self.records_at.keys() - living - self.requests_at.keys() - self.planes.providers.keys()
         return {each: self._get_absent_state(each) for each in sorted(self.computes - self.living_computes - forgotten)}
 
@@ -323,7 +304,6 @@ class World:
         return get_absent_state({'VCPU': Inventory(vcpu.get('total', 0), vcpu.get('reserved', 0))} if vcpu else {})
 
     def _parse_values(self, kind: type[Parsed], prefix: str, *name_fields: str) -> dict[str, Parsed | str]:
-        """Return {name: parsed value, or the reason why it is malformed} of keys below a prefix."""
         values: dict[str, Parsed | str] = {}
         for key, entry in self.select_prefix(prefix).items():
             name = key.removeprefix(prefix)
@@ -346,7 +326,7 @@ def _regroup(rows: Iterable[tuple[str, str, Parsed]]) -> dict[str, dict[str, Par
 
 
 def list_hosts(world: World, providers: Mapping[str, ProviderSummary]) -> list[Host]:
-    """Return the computes that live, have requests or live instances, or are ours in placement, by host name."""
+    """List, by host name, the computes that live, are in use, or have a provider of ours."""
     uuids = {*world.living_computes, *world.requests_at}
     uuids |= {each.compute for each in world.records.values() if each.state in LIVE_STATES}
     uuids |= {uuid for uuid, each in providers.items() if is_ours(uuid, each.name, each.rooms)}
@@ -374,13 +354,10 @@ def _make_host(compute: str, world: World, provider: ProviderSummary | None) -> 
 
 
 def index_revisions(etcd: Mapping[str, keys.StoredValue]) -> dict[str, dict[str, int]]:
-    """Return {instance, compute or project: {key: revision}} of the keys about each.
-
-    If the last part of a key is another name, such as a group's, the key is about that name. A presence has its lease
-    instead of its revision: the same lease means the same process, however often its hint changes.
-    """
+    """Return {subject: {key: revision}}, where the subject is an instance, compute or project."""
     revisions: dict[str, dict[str, int]] = {}
     for key, entry in etcd.items():
+        # If the last part of a key is another name, such as a group's, the key is about that name.
         subjects: Iterable[str] = {
             keys.get_queued_instance(key) if key.startswith(keys.QUEUES) else keys.get_last_part(key)
         }
@@ -389,5 +366,6 @@ def index_revisions(etcd: Mapping[str, keys.StoredValue]) -> dict[str, dict[str,
         elif key.startswith(keys.QUOTAS):
             subjects = {key.removeprefix(keys.QUOTAS)}
         for subject in subjects:
+            # The same lease means the same process, however often the hint in its presence changes.
             revisions.setdefault(subject, {})[key] = entry.lease if key.startswith(keys.COMPUTES) else entry.revision
     return revisions
