@@ -1,4 +1,4 @@
-"""`ecompute --check`: report faults of this machine, etcd and placement, with fixes; `--close-dhcp` fixes one."""
+"""Find faults of this machine, etcd and placement (`ecompute --check`), and close DHCP."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROXY_VARIABLES = ('http_proxy', 'https_proxy', 'all_proxy', 'HTTP_PROXY', 'HTTP
 
 
 def check_machine(config: ComputeConfig) -> tuple[health.Backends, list[Finding]]:
-    """Check etcd, placement and this machine; return the backends' state and the findings, except ignored warnings."""
+    """Return the state of etcd and placement, and the findings about them and this machine."""
     status = backends.probe_backends(config.etcd, config.placement, config.path, 'compute.yaml')
     machine = _read_machine(config, not status.placement_failure)
     findings = [*run_checks(health.CHECKS, SERVERS, status), *run_checks(health.CHECKS, MACHINE, machine)]
@@ -36,7 +36,9 @@ def check_machine(config: ComputeConfig) -> tuple[health.Backends, list[Finding]
 def close_dhcp(config: ComputeConfig) -> Iterator[str]:
     """Close the DHCP of our networks to unknown MACs, and yield what was done.
 
-    Raises UsageError if a network is missing, Conflict if an ecompute or a guest would be affected, libvirt's errors.
+    Raises:
+        UsageError: a network is missing.
+        Conflict: an ecompute runs, or a guest would be affected.
     """
     from ecomp.virt.connection import Connection
     from ecomp.virt.networks import Networks
@@ -58,7 +60,7 @@ def close_dhcp(config: ComputeConfig) -> Iterator[str]:
 
 
 def find_refusals(config: ComputeConfig, has_placement: bool) -> list[Problem]:
-    """Return why a start fails: wrong ratios and, if `has_placement` and it answers, unknown traits and classes."""
+    """Return why a start fails: wrong ratios, or traits and classes that placement lacks."""
     classes = sorted({*REQUIRED_CLASSES, *(config.inventory or ())})
     found = [explain_error(partial(provider.add_ratios, dict.fromkeys(classes, {}), config.allocation_ratios))]
     # A start waits for a placement that does not answer, so the configuration is not wrong then.
@@ -69,7 +71,7 @@ def find_refusals(config: ComputeConfig, has_placement: bool) -> list[Problem]:
 
 
 def explain_missing_images(config: ComputeConfig) -> Problem | None:
-    """Return that `images:` is set and not a directory, else None."""
+    """Return the problem that `images:` is not a directory, if it is set."""
     if config.images is None or os.path.isdir(config.images):
         return None
     what = f'`images:` {config.images} is not a directory: each file:// image fails'

@@ -1,7 +1,4 @@
-"""One compute: its parts, and its loop, which plans at every wake-up and every minute.
-
-Periodic checks that need placement run in another thread, because placement may take a minute to time out.
-"""
+"""One compute: its parts, and its loop, which plans at every wake-up and every minute."""
 
 from __future__ import annotations
 
@@ -69,15 +66,13 @@ log = logging.getLogger(__name__)
 
 
 def record_missed_ends(compute: str, store: Store, memory: Memory, guests: Collection[str]) -> None:
-    """Save and log the end of each instance in `memory` without request, guest or living record. Raises etcd's errors.
-
-    An end is written to etcd before the state directory, so a kill in between, or a full disk, leaves an entry that
-    would reserve its address at every start. Malformed records, and builds without record or failure, count as living.
-    """
+    """Save the end of each instance in `memory` without request, guest or living record."""
     requested = {
         keys.get_last_part(key) for key in store.snapshot(keys.request_prefix(compute), keys_only=True).entries
     }
     remembered = memory.get_entries()
+    # An end is written to etcd before the state directory, so a kill in between, or a full disk, leaves an entry that
+    # would reserve its address at every start.
     for instance in remembered.keys() - requested - set(guests):
         # Read after the requests: an end changes both in one transaction, so a living instance has one of the two.
         stored, entry = store.get(keys.record(compute, instance)), remembered[instance]
@@ -101,7 +96,7 @@ Admit = Callable[[Set[str]], None]
 
 
 def make_fake_host(fake: Fake, config: ComputeConfig, admit: Admit) -> HostServices:
-    """Make a host without libvirt (--fake), which runs jobs in the caller's thread; errors of `admit` are raised."""
+    """Make a host without libvirt (--fake), which runs jobs in the caller's thread."""
     from ecomp.virt.fake import FakeHypervisor
 
     data = GuestData(config.state / 'metadata')
@@ -115,16 +110,14 @@ def make_fake_host(fake: Fake, config: ComputeConfig, admit: Admit) -> HostServi
 
 
 def make_libvirt_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -> HostServices:
-    """Open libvirt, start networks, metadata server and scrubber, make workers; `at_exit` ends all but the networks.
-
-    Nothing is changed before `admit` returns. Raises its errors, libvirt's and serve_metadata()'s.
-    """
+    """Open libvirt, and prepare networks, metadata server, image scrubber and workers."""
     from ecomp.virt.libvirt_host import Libvirt
 
     libvirt = Libvirt(config.state, config.networks, control_endpoints=make_egress_policy(config).control_endpoints)
     at_exit.callback(libvirt.close)
     libvirt.check()
     libvirt.choose_virt_type(config.virt_type)
+    # Nothing is changed before this returns. All that is started after it ends by `at_exit`, except the networks.
     admit(libvirt.list_computes())
     libvirt.prepare()
     # After the networks were started: the server listens on an address of their bridge.
@@ -155,7 +148,7 @@ def make_libvirt_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -
 
 
 def detect_traits(hypervisor: Hypervisor, virt_type: str) -> frozenset[str]:
-    """Return the traits of the guests' processor; empty if the hypervisor reports no features."""
+    """Return the traits of the guests' processor, none if the hypervisor reports no features."""
     features = hypervisor.read_cpu_features(virt_type)
     if not features:
         return frozenset()
@@ -165,7 +158,7 @@ def detect_traits(hypervisor: Hypervisor, virt_type: str) -> frozenset[str]:
 
 
 def count_workers(config: ComputeConfig) -> int:
-    """Return how many workers start."""
+    """Return the configured number of workers, by default one for each processor up to a limit."""
     return config.workers or min(os.cpu_count() or 1, MAX_DEFAULT_WORKERS)
 
 
@@ -184,18 +177,16 @@ USER_DATA_CHECK_SECONDS = 24 * 3600
 
 @dataclass(eq=False)
 class PlanningLoop:
-    """Plans for one compute from begin() to drain(); run() tends the process's workers until stop().
-
-    The checks of `remote_checks`, {activity: check}, run in another thread than plans. At most `max_tasks` tasks that
-    are no builds run at a time. on_planned() is called in each plan. check_troubles() is called when a plan fails or a
-    network changes.
-    """
+    """Plans for one compute from begin() to drain(), and tends its workers in run()."""
 
     host: HostServices
     planner: Planner
+    # {activity: check}. They run in another thread than plans, because placement may take a minute to time out.
     remote_checks: Mapping[str, Callable[[], None]]
+    # The tasks that run at a time, builds aside.
     max_tasks: int
     on_planned: Callable[[], None]
+    # Called when a plan fails or a network changes.
     check_troubles: Callable[[], None]
 
     def __post_init__(self) -> None:
@@ -225,12 +216,12 @@ class PlanningLoop:
         self._plans.schedule()  # for wake-ups before this
 
     def run(self, notify_alive: Callable[[], float]) -> None:
-        """Tend the process's workers until stop(); each round calls notify_alive() for the longest wait in seconds."""
+        """Tend the workers until stop(), waiting at most the seconds that notify_alive() returns."""
         while not self._is_stopping:
             self.host.runner.tend(min(PLAN_INTERVAL_SECONDS, notify_alive()))
 
     def drain(self) -> None:
-        """Start nothing more, stop builds; tend the workers until no plan or task is in flight, without a timeout."""
+        """Start nothing more, stop builds, and tend the workers until no plan or task is in flight."""
         self._is_stopping = True
         self._plans.stop()
         self._remote.stop()
@@ -239,36 +230,35 @@ class PlanningLoop:
             self.host.runner.tend(0.2)
 
     def stop(self) -> None:
-        """End run() soon, and start no more tasks. Safe in a signal handler."""
+        """End run() soon, and start no more tasks, also from a signal handler."""
         self._is_stopping = True
         self.host.runner.waker.wake()
 
     def become_read_only(self, reason: str) -> None:
-        """Start no more tasks until become_writable(), and undo builds in flight (rule: single-owner)."""
+        """Start no tasks until become_writable(), and undo builds in flight (rule: single-owner)."""
         self.read_only = True
         self.planner.stop_builds()
         log.error('this compute is read-only from now on (its guests keep running): %s', reason)
 
     def become_writable(self) -> None:
-        """Start tasks again after become_read_only(), and log that: this process is the compute again."""
+        """Start tasks again after become_read_only()."""
         self.read_only = False
         self.planner.allow_builds()
         log.warning('this compute is no longer read-only: its ecompute holds the presence key again')
         self.planner.wake_up('this compute may write again')
 
     def on_state(self, state: Mapping[str, Entry]) -> None:
-        """Replace this compute's requests, and schedule a plan. The follower's callback."""
+        """Replace this compute's requests, and schedule a plan."""
         self._state = state
         self.planner.wake_up('requests were read')
 
     def check_soon(self, reason: str) -> None:
-        """Schedule a plan with the periodic checks now. From any thread."""
+        """Schedule a plan with the periodic checks now, from any thread."""
         self._next_check = 0.0
         self.check_troubles()
         self.planner.wake_up(reason)
 
     def is_ending(self) -> bool:
-        """Return whether no more tasks are started: after stop() for good, while read-only until become_writable()."""
         return self._is_stopping or self.read_only
 
     def _run_plan(self) -> float:
@@ -284,7 +274,7 @@ class PlanningLoop:
         return next_time
 
     def _plan(self) -> float:
-        """Start due tasks and checks if requests were read; return when (monotonic) to plan again. Raises as step()."""
+        """Start due tasks and checks, and return when (monotonic) to plan again."""
         now, state = time.monotonic(), self._state
         if state is None:
             return now + PLAN_INTERVAL_SECONDS  # the first list wakes the planner
@@ -304,13 +294,13 @@ class PlanningLoop:
         return max(min(due_times), time.monotonic() + 0.01)
 
     def _start_tasks(self, due: Sequence[Work]) -> None:
-        """Start a thread for each work that the limits allow; the end of a task plans the others again."""
         running = Counter(work.task.kind is Kind.BUILD for work in self.planner.get_in_flight().values())
         # New tasks first, then by the end of their back-off, or tasks that fail again and again would keep others out.
         retry_times = self.planner.deferrals.get_deferred(-math.inf)
         for work in sorted(due, key=lambda work: (retry_times.get(work.instance, 0.0), work.revision)):
             is_build = work.task.kind is Kind.BUILD
             limit = max(self.max_tasks, MIN_BUILD_THREADS) if is_build else self.max_tasks
+            # The end of a task plans the others again.
             if running[is_build] < limit and not self.is_ending():
                 running[is_build] += 1
                 self.planner.begin(work)
@@ -327,8 +317,6 @@ class PlanningLoop:
         return math.inf
 
     def _run_check(self, activity: str, check: Callable[[], None]) -> bool:
-        """Run a check, unless ending; return False only after a failure, which is reported unless now ending."""
-
         def work() -> bool:
             check()
             return True
@@ -339,7 +327,7 @@ class PlanningLoop:
 
 @dataclass(eq=False, kw_only=True)
 class Compute:
-    """One compute: call register(), start() and, even after errors, stop(). Followers of etcd call the on_… methods.
+    """One compute: call register(), start() and, also after errors, stop().
 
     With `accepts_new_etcd` it republishes its instances to an etcd that may be another one. Unless `is_familiar_etcd`,
     it is read-only from the start (rule: familiar-etcd).
@@ -356,7 +344,6 @@ class Compute:
     is_familiar_etcd: bool
 
     def __post_init__(self) -> None:
-        """Choose the uuid and the token, without saving them; errors of `identity` are raised."""
         self.uuid = self.identity.choose_uuid(self.config.uuid)
         log.info('compute %s, state in %s, ecomp %s', self.uuid, self.config.state, read_version())
         token = self.identity.choose_token()
@@ -379,10 +366,13 @@ class Compute:
         self.on_computes = self._presence.on_computes
 
     def register(self) -> None:
-        """Check that this compute may run here, save its identity, register it in placement, and make its parts.
+        """Check that this compute may run here, save and register it, and make its parts.
 
-        In an unfamiliar etcd it only makes the parts. Raises Conflict if another ecompute is this compute, or a compute
-        that is not alive has guests here; UsageError for a wrong configuration; errors of backends and the hypervisor.
+        In an unfamiliar etcd it only makes the parts.
+
+        Raises:
+            Conflict: another ecompute is this compute, or a compute that is not alive has guests here.
+            UsageError: the configuration is wrong.
         """
         config, fake, familiar, placement = self.config, self.fake, self.is_familiar_etcd, self.placement
         # First, because another ecompute may be this compute, and must not be disturbed.
@@ -419,7 +409,7 @@ class Compute:
         self._make_parts(virt_type)
 
     def _correct_memory(self) -> None:
-        """Republish instances, if another etcd is accepted; correct the memory by etcd, and DHCP by the memory."""
+        """Republish to a new etcd, then correct the memory by etcd, and DHCP by the memory."""
         store, hypervisor = self.store, self.host.hypervisor
         if self.accepts_new_etcd:
             store.commit([], [Put(keys.acceptance(self.uuid), str(self.queues.first_seen_revision))])
@@ -466,10 +456,7 @@ class Compute:
         )
 
     def start(self) -> None:
-        """Publish the presence key, begin to plan and to take requests; Conflict if another ecompute is this compute.
-
-        In an unfamiliar etcd it does nothing. Errors of etcd are raised.
-        """
+        """Publish the presence key, and begin to plan and take requests, if etcd is familiar."""
         familiar, at_exit = self.is_familiar_etcd, self._at_exit
         if self.fake is None:  # the fake hypervisor notifies
             at_exit.callback(self.host.guest_data.watch_reports(self._planner.wake_up))
@@ -505,7 +492,7 @@ class Compute:
         return f'{self._guest_type} guests with {", ".join(amounts)}'
 
     def list_records(self) -> dict[str, Record | None]:
-        """Return the record, None before it is written, of each instance here. From any thread."""
+        """Return {instance: record} of this compute, with None before a record is written."""
         requested = dict.fromkeys(filter(keys.is_uuid, map(keys.get_last_part, self._requests)))
         return {**requested, **{name: entry.record for name, entry in self._memory.get_entries().items()}}
 
@@ -520,13 +507,12 @@ class Compute:
         self._failures.report_failure(FOLLOWING, error)
 
     def on_back(self) -> None:
-        """End the failure of on_lost(), which retries deferred tasks; schedule a check of the presence and queues."""
+        """End the failure of on_lost(), and check the presence and the queues soon."""
         self._presence.schedule_check()
         self._failures.report_success(FOLLOWING)
         self.wake_taker('etcd is back')
 
     def wake_taker(self, reason: str) -> None:
-        """Have this compute take from the queues soon, if it does."""
         if self._taking is not None:
             self._taking.wake_up(reason)
 
@@ -572,7 +558,7 @@ class Compute:
         return provider.add_ratios(inventory, config.allocation_ratios)
 
     def _measure(self) -> None:
-        """Publish the guests of others, and reserve what those use that are not (being) adopted."""
+        """Reserve what guests outside ecomp use, and publish these guests."""
         foreign = self.host.hypervisor.list_foreign()
         left_out = {name for name, guest in foreign.items() if guest.adopted_by == self.uuid}
         if foreign:
@@ -613,7 +599,7 @@ class Compute:
             self._planner.wake_up('its provider has changed')  # a plan publishes it
 
     def _check_hostname(self) -> None:
-        """Write the key with this host's name, for use while it is down, and its life leases, if it differs."""
+        """Write this host's name to etcd, for use while the host is down."""
         if time.monotonic() < self._hostname_valid_until:
             return
         key = keys.hostname(self.uuid)
@@ -629,7 +615,6 @@ class Compute:
         self._hostname_valid_until = time.monotonic() + HOSTNAME_CHECK_MINUTES * PLAN_INTERVAL_SECONDS
 
     def _keep_user_data(self) -> None:
-        """Once a day refresh the user-data that requests refer to; put what is missing and a guest here was given."""
         if time.monotonic() < self._user_data_valid_until:
             return
         macs_by_hash: dict[str, list[str]] = {}

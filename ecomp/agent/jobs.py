@@ -29,17 +29,14 @@ Result = TypeVar('Result')
 
 
 class Deferrals:
-    """The times, on the monotonic clock, until which names are deferred. Thread-safe."""
+    """The times, on the monotonic clock, until which names are deferred (thread-safe)."""
 
     def __init__(self) -> None:
         self._changed = threading.Lock()
         self._deferrals: dict[str, tuple[float, Backoff]] = {}  # when each name is due
 
     def defer(self, name: str, seconds: float | None = None) -> float:
-        """Defer `name` by `seconds` or (None) a back-off that grows each time; return its due time.
-
-        The back-off grows to MAX_BACKOFF_SECONDS, minus up to half at random.
-        """
+        """Defer `name`, by default with a back-off that grows each time, and return its due time."""
         with self._changed:
             _, backoff = self._deferrals.get(name) or (0.0, Backoff(FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS))
             if seconds is None:
@@ -49,22 +46,20 @@ class Deferrals:
             return due
 
     def get_deferred(self, now: float) -> dict[str, float]:
-        """Return {name: due time} of names due after `now`."""
         with self._changed:
             return {name: due for name, (due, _) in self._deferrals.items() if due > now}
 
     def get_due_time(self, name: str) -> float:
-        """Return the time until which `name` is, or was, deferred; inf if it has no deferral."""
         with self._changed:
             return self._deferrals[name][0] if name in self._deferrals else math.inf
 
     def cancel(self, name: str) -> bool:
-        """Cancel the deferral, due or not, and the back-off of `name`; return whether it had one."""
+        """Cancel the deferral and the back-off of `name`, and return whether it had one."""
         with self._changed:
             return self._deferrals.pop(name, None) is not None
 
     def cancel_all_but(self, names: Collection[str]) -> list[str]:
-        """Cancel the deferral of every other name; return the names that had one."""
+        """Cancel the deferral of every other name, and return the names that had one."""
         with self._changed:
             removed = [name for name in self._deferrals if name not in names]
             for name in removed:
@@ -84,10 +79,10 @@ class _Failure(NamedTuple):
 
 
 class FailureLog:
-    """The failures that last, by the activity that failed. Thread-safe.
+    """The failures that last, by the activity that failed (thread-safe).
 
     A failure is logged once and its end once, even if several activities meet it. All failures to reach one backend are
-    one failure; other failures are the same if their texts are.
+    one failure. Other failures are the same if their texts are.
     """
 
     def __init__(self) -> None:
@@ -98,11 +93,7 @@ class FailureLog:
         self._recovered_at: dict[_Failure, float] = {}
 
     def report_failure(self, activity: str, error: EcompError | OSError, started_at: float = math.inf) -> None:
-        """Log a warning that an activity failed and is retried, unless the failure is known.
-
-        Ignores StrangeEtcd, and failures of a backend that recovered after `started_at` (monotonic; inf: unknown): a
-        worker frozen during an outage finds its connection broken long after the others.
-        """
+        """Log a warning that an activity failed and is retried, unless the failure is known."""
         if isinstance(error, StrangeEtcd):
             return  # the guard has logged it, and the activity is not retried
         backend = error.backend if isinstance(error, Unreachable) else ''
@@ -111,6 +102,7 @@ class FailureLog:
             text = f'{error.filename or activity}: {error.strerror or error}'
         loss = _Failure(backend or text, bool(backend))
         with self._lock:
+            # A worker frozen during an outage finds its connection broken long after the others.
             if loss.is_backend and started_at < self._recovered_at.get(loss, -math.inf):
                 return
             is_known = any(loss in losses for losses in self._failing.values())
@@ -122,7 +114,7 @@ class FailureLog:
             log.warning('%s', put_before_fix(text, clause))
 
     def report_success(self, activity: str) -> bool:
-        """End an activity's failures for all activities, log that, call on_recovery(); return False if it had none."""
+        """End an activity's failures for all activities, and return False if it had none."""
         with self._lock:
             ended = self._failing.pop(activity, [])
             if not ended:
@@ -143,10 +135,9 @@ class FailureLog:
         raised: type[EcompError] | tuple[()] = (),
         is_moot: Callable[[], bool] = lambda: False,
     ) -> Result | None:
-        """Return the result of `work`; None after an Exception, which is reported unless is_moot() is then true.
+        """Return the result of `work`, or None after an Exception, which is logged.
 
-        Success is reported, too. Errors of type `raised` are raised. What is neither an EcompError nor an OSError is
-        logged each time, with its traceback.
+        Errors of type `raised` are raised. Others are not logged if is_moot(). A success ends the activity's failures.
         """
         began = time.monotonic()
         try:
@@ -165,7 +156,7 @@ class FailureLog:
         return None
 
     def transfer(self, activity: str, other_activity: str) -> None:
-        """Forget an activity that is not retried; `other_activity`, unless failing, takes over failures of backends."""
+        """Forget an activity that is not retried, and pass its failures of backends to another one."""
         with self._lock:
             losses = [loss for loss in self._failing.pop(activity, []) if loss.is_backend]
             if losses:
@@ -173,7 +164,7 @@ class FailureLog:
 
 
 class Waker:
-    """A pipe that ends the main thread's wait. Only wake() may be called from other threads."""
+    """A pipe by which any thread ends the main thread's wait."""
 
     def __init__(self) -> None:
         # Both ends are closed with this object: a late wake() must not write to another file with the same number.
@@ -187,20 +178,19 @@ class Waker:
             os.write(self._writer.fileno(), b'.')
 
     def wake_on_signals(self) -> None:
-        """Let signals end the wait, until signal.set_wakeup_fd(-1). Call both in the main thread."""
+        """Let signals end the wait until signal.set_wakeup_fd(-1), both in the main thread."""
         # The kernel may deliver a signal to any thread. The poll in the main thread, where alone Python runs handlers,
         # then does not end: the signal would be handled up to a minute later.
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
 
     def clear(self) -> None:
-        """Forget the wake-ups so far: the next wait blocks until another one."""
         with suppress(BlockingIOError):
             while os.read(self.reader, 4096):
                 pass
 
 
 def run_aside(name: str, function: Callable[[], Result]) -> Future[Result]:
-    """Call the function in a new daemon thread, or here if none can be started; only the future raises its errors."""
+    """Call the function in a new daemon thread, or in this one if none can be started."""
     future: Future[Result] = Future()
 
     def complete() -> None:
@@ -219,11 +209,10 @@ def run_aside(name: str, function: Callable[[], Result]) -> Future[Result]:
 class Loop:
     """Calls `step` in a daemon thread of its own when it is due, one call at a time.
 
-    `step` returns when (monotonic) it is due again, or inf. An Exception is logged, and repeats it in RETRY_SECONDS.
+    `step` returns when (monotonic) it is due again, or inf. After an Exception it is due in RETRY_SECONDS.
     """
 
     def __init__(self, name: str, step: Callable[[], float]) -> None:
-        """Prepare the thread, which starts with the first schedule()."""
         self._name, self._step = name, step
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -232,7 +221,7 @@ class Loop:
         self.is_busy = False
 
     def schedule(self, moment: float = 0.0) -> None:
-        """Call `step` by this time (monotonic; 0: now), once more if it runs; no-op after stop(). From any thread."""
+        """Call `step` at this time (monotonic) or before, also again if it runs now."""
         with self._changed:
             if moment < self._due and not self._is_stopped:
                 if self._thread is None:
@@ -243,13 +232,13 @@ class Loop:
                 self._changed.notify()
 
     def stop(self) -> None:
-        """Call `step` no more. A call in flight continues: see is_busy and join()."""
+        """Call `step` no more, but do not wait for a call in flight."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify()
 
     def join(self) -> None:
-        """Stop, and wait for the call in flight. Must not be called by `step`."""
+        """Stop, and wait for the call in flight, so never from within `step`."""
         self.stop()
         if self._thread is not None:
             self._thread.join()

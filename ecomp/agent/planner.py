@@ -1,4 +1,4 @@
-"""Plan for one compute: compare requests with guests, and return the difference as work for the caller's threads."""
+"""Reconcile the requests of one compute with its guests, as work for the caller's threads."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from ecomp.store.client import Entry
 
 
 class Work(NamedTuple):
-    """A planned task, and what the plan saw: request and revision (the key may be gone), guest, addresses by MAC."""
+    """A planned task, with the request, guest and addresses by MAC that the plan saw."""
 
     task: Task
-    revision: int
+    revision: int  # of the request, whose key may be gone
     parsed_request: ParsedRequest
     guest: Guest | None
     addresses: Mapping[str, Address]
@@ -40,13 +40,11 @@ class Work(NamedTuple):
 
     @property
     def request(self) -> Request:
-        """The request of a task that plan() makes for valid requests only."""
-        assert isinstance(self.parsed_request, Request)
+        assert isinstance(self.parsed_request, Request)  # its tasks are planned for valid requests only
         return self.parsed_request
 
     @property
     def refusal(self) -> InvalidRequest:
-        """The request of a task that refuses an invalid request."""
         assert isinstance(self.parsed_request, InvalidRequest)
         return self.parsed_request
 
@@ -93,12 +91,11 @@ READING_ADDRESSES = 'reading the addresses of %s'
 class Planner:
     """The requests of one compute, and the tasks that are in flight or deferred.
 
-    step(), list_due_times() and recheck() must not run concurrently; all else is thread-safe. The caller of step()
-    calls begin() for each work before a thread carries it out. A recovery in `failures` calls retry_now().
+    step(), list_due_times() and recheck() must not run concurrently. All other methods are thread-safe. The caller of
+    step() calls begin() for each work before a thread carries it out.
     """
 
     def __init__(self, instances: Instances, failures: FailureLog) -> None:
-        """Call memory.load_unhandled(), which may write a file or raise OSError; set failures.on_recovery."""
         self._instances = instances
         # Called at each wake-up, in its thread.
         self.on_wake_up: Callable[[], None] = lambda: None
@@ -124,7 +121,7 @@ class Planner:
         self._planned_at = 0.0
 
     def wake_up(self, reason: str) -> None:
-        """Ask for a step, because something may have changed. From any thread."""
+        """Ask for a step, from any thread, because something may have changed."""
         log.debug('woken: %s', reason)
         self.on_wake_up()
 
@@ -138,10 +135,9 @@ class Planner:
             return dict(self._in_flight)
 
     def step(self, state: Mapping[str, Entry]) -> list[Work]:
-        """Return the due work, neither in flight nor deferred; until it is begun, the next step returns it again.
+        """Return the work that is due: neither in flight nor deferred.
 
-        `state` has all requests of this compute. Builds in flight of instances to be destroyed are cancelled. Raises
-        Unreachable and errors of listing guests; others, of reading records or addresses, are reported in `failures`.
+        `state` has all requests of this compute. Work that is not begun is returned again by the next step.
         """
         self._planned_at = time.monotonic()
         # Read first: a task that finishes during this step wakes the planner, and the next step plans its instance.
@@ -150,13 +146,13 @@ class Planner:
         return self._plan(state, self._instances.list_guests(), busy)
 
     def hand_back(self, work: Work, reason: str) -> None:
-        """Defer work that was begun but has no thread, with a back-off; log `reason`."""
+        """Defer work that was begun but has no thread, and log `reason`."""
         self._finish(work)
         self.failures.report_failure(work.instance, EcompError(reason))
         self.deferrals.defer(work.instance)
 
     def list_due_times(self) -> list[float]:
-        """Return the times (monotonic, after the start of the last step) at which a step is due without a wake-up."""
+        """Return the times (monotonic) at which a step is due without a wake-up."""
         now, (instances, since), after = time.monotonic(), self.without_addresses, self._planned_at
         missing = (first + CONFIRMATION_SECONDS for first in self._missing_since.values())
         polls = [now + choose_poll_interval(now - since)] if instances else []
@@ -168,7 +164,7 @@ class Planner:
         ]
 
     def stop_builds(self) -> None:
-        """Stop the builds in flight, and those that begin before allow_builds(): they undo themselves."""
+        """Undo the builds in flight, and those that begin before allow_builds()."""
         self._instances.runner.cancel(None)
 
     def allow_builds(self) -> None:
@@ -177,7 +173,7 @@ class Planner:
         self.retry_now()
 
     def recheck(self) -> None:
-        """Forget records that other processes changed, and wake the planner if any; end builds without a request."""
+        """Forget records that other processes changed, and end builds whose request was deleted."""
         busy = self.get_in_flight()
         parsed_requests = {name: parsed for name, (_, parsed) in self._parsed_requests.items() if name not in busy}
         changed = self._instances.records.recheck(parsed_requests)
@@ -220,7 +216,7 @@ class Planner:
             self.wake_up(f'{task.kind.value} of {instance} finished')
 
     def retry_now(self) -> None:
-        """Retry deferred tasks now. From any thread."""
+        """Retry deferred tasks now, from any thread."""
         self.deferrals.clear()
         self.wake_up('trying deferred tasks again')
 
@@ -269,7 +265,6 @@ class Planner:
         return work
 
     def _observe(self, records: Mapping[str, Record], guests: Mapping[str, Guest]) -> Observations:
-        """Look at this host. Addresses that cannot be read are missing and reported; Unreachable is raised."""
         pending = frozenset(record.instance for record in records.values() if is_address_pending(record))
         find, attempt = self._instances.hypervisor.find_addresses, self.failures.attempt
         addresses = {name: attempt(READING_ADDRESSES % name, partial(find, name), Unreachable) for name in pending}
@@ -309,7 +304,6 @@ class Planner:
         return task.kind is Kind.VANISHED and task.instance in self._instances.hypervisor.list_guests()
 
     def _save_unhandled(self, records: Mapping[str, Record], guests: Mapping[str, Guest], busy: Set[str]) -> None:
-        """Save which instances are unhandled since the reboot; report an OSError as a failure."""
         handled = {name for name, guest in guests.items() if guest.running}
         handled |= {name for name, record in records.items() if record.state != ACTIVE}
         self._before_reboot = self._before_reboot.intersection(self._parsed_requests) - (handled - busy)
@@ -343,7 +337,6 @@ class Planner:
                 self.failures.transfer(activity, CHECKING_CLAIMS)
 
     def _read_records(self, busy: Set[str]) -> tuple[dict[str, Record], set[str]]:
-        """Return the existing records, and the instances whose record is unreadable, which is reported."""
         records, unreadable = {}, set()
         for instance, (_, parsed) in self._parsed_requests.items():
             # The worker thread of an instance in flight changes its record.
@@ -375,5 +368,5 @@ class Planner:
 
 
 def choose_poll_interval(waited_seconds: float) -> float:
-    """Return waited_seconds / POLL_DIVISOR, but FIRST_POLL_SECONDS at least and PLAN_INTERVAL_SECONDS at most."""
+    """Return the seconds until addresses are read again: longer, the longer they are missing."""
     return min(max(FIRST_POLL_SECONDS, waited_seconds / POLL_DIVISOR), PLAN_INTERVAL_SECONDS)

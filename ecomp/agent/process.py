@@ -1,4 +1,4 @@
-"""The process of a compute: its parts from start to end, what it follows in etcd, and its metrics."""
+"""The process of a compute, what it follows in etcd, and its metrics."""
 
 from __future__ import annotations
 
@@ -73,13 +73,10 @@ METRICS = {
 
 
 class MetricsWriter:
-    """Writes the metrics of a compute to `path`, in a thread that nothing waits for.
-
-    Only the guests' usage and the cached images are looked up; all else is in memory.
-    """
+    """Writes the metrics of a compute to `path`, in a thread that nothing waits for."""
 
     def __init__(self, path: Path, compute: Compute) -> None:
-        """Schedule a write as soon as possible, and one every METRICS_INTERVAL_SECONDS, until stop()."""
+        """Write as soon as possible, and then every METRICS_INTERVAL_SECONDS until stop()."""
         self._path, self._compute = path, compute
         self._lock, self._is_stopped = threading.Lock(), False
         self._failures = FailureLog()  # of its own, because its recovery is no reason to repeat tasks
@@ -92,7 +89,8 @@ class MetricsWriter:
         self._loop.schedule()
 
     def stop(self) -> None:
-        """Write no more, and remove the file: one that stays behind tells that its ecompute did not end cleanly."""
+        """Write no more, and remove the file."""
+        # A file that stays behind shows that its ecompute did not end cleanly.
         self._loop.stop()
         with self._lock, suppress(OSError):
             self._is_stopped = True
@@ -116,7 +114,7 @@ class MetricsWriter:
             raise EcompError(f'metrics cannot be written to {self._path}: {error.strerror}. {cure}') from error
 
     def collect(self) -> Samples:
-        """Return the samples of METRICS as they are now; a failure to read the guests' usage is reported."""
+        """Return the samples of METRICS as they are now."""
         samples, compute = TALLY.copy_samples(), self._compute
         records, hypervisor = compute.list_records(), compute.host.hypervisor
         # An unreachable libvirt is one failure for the compute's plans and for this.
@@ -140,10 +138,7 @@ class MetricsWriter:
 
 @dataclass(eq=False)
 class ComputeProcess:
-    """The compute of this process: call register(), then run(); `at_exit` stops it, also after an error.
-
-    `accepts_new_etcd`: see Compute.
-    """
+    """The compute of this process: call register(), then run(), and close `at_exit`."""
 
     config: ComputeConfig
     fake: Fake | None
@@ -152,10 +147,7 @@ class ComputeProcess:
     at_exit: ExitStack
 
     def register(self) -> None:
-        """Lock the state directory, recognise etcd or adopt a first one, and register the compute.
-
-        Raises UsageError if a system limit is too low; errors of Identity, KnownEtcd, backends and Compute.register().
-        """
+        """Lock the state directory, recognise etcd or adopt a first one, and register the compute."""
         config, at_exit = self.config, self.at_exit
         _check_limits()
         # First, because only the holder of its lock may read or write the files there.
@@ -193,10 +185,7 @@ class ComputeProcess:
             etcd_file.start()
 
     def run(self) -> None:
-        """Start the compute (raising its errors), follow etcd, and tend workers in the main thread until end_soon().
-
-        An unfamiliar etcd is not followed. Systemd is notified when ready, while alive and at the end.
-        """
+        """Start the compute, follow etcd, and tend workers in the main thread until end_soon()."""
         compute, status = self._compute, str(self._compute)
         compute.host.runner.waker.wake_on_signals()
         self.at_exit.callback(signal.set_wakeup_fd, -1)
@@ -213,7 +202,7 @@ class ComputeProcess:
         self.service.notify_stopping('tasks in flight finish; guests keep running')
 
     def end_soon(self) -> None:
-        """Let run() return soon. Safe in a signal handler."""
+        """Let run() return soon, also from a signal handler."""
         self._compute.daemon.stop()
 
     def _follow(self) -> None:

@@ -1,10 +1,7 @@
 """Take requests from the queues for one compute.
 
-A compute that hears of a new request waits, longer the fuller it is, so that emptier computes go first, and at random,
-so that few compete. Then it takes the oldest request that fits its room and that it may take. It puts the taker key,
-reads its room, claims on its provider, and moves the request to its /hosts key. The taker key is on the presence's
-lease and the move compares that key, so a compute frozen for longer than its lease moves nothing. Only its own compute
-releases the claim of a dead attempt (rule: claim-stays).
+A take puts the taker key, reads this compute's room, claims on its provider, and moves the request to its /hosts key.
+The taker key is on the presence's lease and the move compares it, so a compute frozen for longer moves nothing.
 """
 
 from __future__ import annotations
@@ -52,21 +49,19 @@ SILENT_CACHE_SECONDS = 5.0
 
 
 class Queues:
-    """What a process knows of the queues, and of the computes that may take. The follower's thread calls on_…().
-
-    `start_revision` is etcd's when this process started, and `first_seen_revision` that at which this host first saw or
-    accepted etcd.
-    """
+    """What a process knows of the queues, and of the computes that may take."""
 
     def __init__(self, start_revision: int = 0, first_seen_revision: int = 0) -> None:
         self.backlog: Backlog | None = None  # None before the queues were read
         self.taker_count = 0  # living computes that take from queues
         self.accepted_revision = 0  # the highest revision at which any compute accepted this etcd
+        # etcd's revision when this process started, and that at which this host first saw or accepted etcd.
         self.start_revision, self.first_seen_revision = start_revision, first_seen_revision
         self._presences: State = {}
         self._takers: Mapping[str, bool] = {}
         self._silent, self._silent_read_at = list[str](), -math.inf
 
+    # The follower's thread calls on_…().
     def on_computes(self, state: State) -> None:
         self._takers = {
             key: self._takers[key]
@@ -80,12 +75,12 @@ class Queues:
         self.accepted_revision = find_accepted_revision(state.values())
 
     def on_queues(self, state: State) -> bool:
-        """Replace the queues; return whether there are new requests to take. The first time, there may be."""
+        """Replace the queues, and return whether there may be new requests to take."""
         is_first, self.backlog = self.backlog is None, queue.update_backlog(state, self.backlog or Backlog())
         return is_first or self.backlog.has_new
 
     def find_silent(self, store: Store, placement: Placement) -> list[str]:
-        """Return computes not proven alive, cached SILENT_CACHE_SECONDS; log a new list. Raises errors of both."""
+        """Return the computes that are not proven alive, cached for SILENT_CACHE_SECONDS."""
         now = time.monotonic()
         if now - self._silent_read_at > SILENT_CACHE_SECONDS:
             names, is_proven = providers.read_provider_names(placement), are_presences_proven(store)
@@ -112,17 +107,19 @@ CLAIMED_ELSEWHERE, REFUSED, LOST, YIELDED = 'claimed elsewhere', 'refused', 'los
 
 @dataclass(eq=False)
 class Taker:
-    """Takes requests for one compute, one at a time; only on_hosts() and choose_delay() are thread-safe.
+    """Takes requests for one compute, one at a time.
 
-    `may_take` decides whether this compute may write now, and `can_build` whether it takes more. `initial_inventory` is
-    its room until its requests are known. `list_guests` returns the instances with a domain or disk.
+    Only on_hosts() and choose_delay() are thread-safe. After an error of take_next(), reset() must be called.
     """
 
     control: ControlPlane
     get_lease: Callable[[], int]
     queues: Queues
+    # Whether this compute may write now.
     may_take: Callable[[], bool]
+    # The room of this compute until it is first read.
     initial_inventory: Mapping[str, Inventory]
+    # The instances with a domain or disk.
     list_guests: Callable[[], Collection[str]]
     can_build: Callable[[], bool] = lambda: True
 
@@ -140,10 +137,11 @@ class Taker:
         self._next_room_read, self._fits_by_query = -math.inf, dict[str, bool]()
 
     def choose_delay(self) -> float:
+        # Longer the fuller this compute is, so that emptier computes go first, and at random, so that few compete.
         return queue.choose_delay(self._room, self.queues.taker_count, self._rng)
 
     def on_hosts(self, state: State) -> bool:
-        """Note this compute's requests; if any came or went that we did not move, the room is stale: return True."""
+        """Note this compute's requests, and return whether other processes have changed them."""
         before, self._requested = self._requested, {keys.get_last_part(key) for key in state}
         changed = (self._requested ^ before) - self._moved
         self._moved -= self._requested
@@ -151,7 +149,7 @@ class Taker:
         return bool(changed)
 
     def reset(self) -> None:
-        """Have the next take read the room and release dead attempts' claims. Call this after one that raised."""
+        """Have the next take read the room again, as is needed after one that raised."""
         self._is_room_stale = True
 
     def get_due_time(self) -> float:
@@ -163,10 +161,7 @@ class Taker:
         return min([room_due, *self.deferrals.get_deferred(time.monotonic()).values()])
 
     def take_next(self) -> bool:
-        """Take the oldest request that fits and is not deferred; return whether one was tried, so that more may fit.
-
-        Errors of etcd and placement are raised; then reset() must be called.
-        """
+        """Take the oldest request that fits, and return whether to take again."""
         backlog = self.queues.backlog
         if backlog is None or not self.may_take():
             return False
@@ -187,22 +182,24 @@ class Taker:
         return place is not None
 
     def _clear_taker_keys(self, backlog: Backlog) -> None:
-        """Release what dead attempts of ours left, without what was just tried: the followed state may be stale."""
+        """Release what dead attempts of ours left."""
         deferred = self.deferrals.get_deferred(time.monotonic())
         for key, revision in backlog.taken.get(self.compute, {}).items():
             instance = keys.get_last_part(key)
+            # Not what was just tried, because the followed state may be stale.
             if instance not in deferred:
                 self.deferrals.defer(instance)
                 self._release_dead_claims([instance])
                 self._delete_taker_key(key, revision)
 
     def _release_dead_claims(self, instances: Collection[str]) -> set[str]:
+        # Only its own compute releases the claim of a dead attempt (rule: claim-stays).
         guests = self.list_guests() if instances else ()
         # If an instance has a guest, the state directory was lost: a new build finds the guest.
         return {each for each in instances if each not in guests and self.release_claim(each)}
 
     def _read_room(self, backlog: Backlog) -> None:
-        """Read this compute's room, none without a provider; release dead attempts' claims for queued requests."""
+        """Read this compute's room, and release dead attempts' claims for queued requests."""
         self._is_room_stale = False
         try:
             held = allocations.read_provider_allocations(self._placement, self.compute)
@@ -273,7 +270,7 @@ class Taker:
             return False
 
     def _yields(self, instance: str, group: Group | None) -> bool:
-        """Return whether the group prefers other computes; then defer the request, once, so that they go first."""
+        """Return whether to defer the request, once, so that computes its group prefers go first."""
         best = max([0, *map(group.get_preference, group.member_counts)]) if group is not None else 0
         note = instance, YIELDED
         if group is None or group.get_preference(self.compute) >= best or note in self._noted:
@@ -333,15 +330,12 @@ class Taker:
             log.error('instance %s is not taken from its queue: %s', instance, reason)
 
     def take(self, place: WaitingEntry, still_fits: Callable[[], bool] = lambda: True) -> bool:
-        """Take the request; False after a lost race or cancellation, or if still_fits(), group or flavor forbid it.
-
-        still_fits() is called once our taker key is put. After an error of etcd or placement, the next read of the room
-        releases a claim that was made.
+        """Take the request, or return False if it lost a race or no longer fits this compute.
 
         Raises:
             NoCapacity: placement has no room here.
             PlacementRefusal: placement never accepts this claim.
-            ClaimedElsewhere: another compute holds a claim; nothing is claimed here.
+            ClaimedElsewhere: another compute holds a claim. Nothing is claimed here.
         """
         waiting, key = place.entry, keys.taker(place.entry.key)
         conditions = Unchanged(waiting.key, place.revision), Unchanged(key, 0), Exists(keys.flavor(waiting.flavor.name))
@@ -360,6 +354,7 @@ class Taker:
         except Conflict as error:
             log.debug('%s', error)
         except EcompError:
+            # The next read of the room releases a claim that was made.
             self._delete_taker_key(waiting.key, mark)
             raise
         if moved:
@@ -372,11 +367,7 @@ class Taker:
         return False
 
     def refuse(self, place: WaitingEntry, reason: str) -> bool:
-        """End in error a request that no compute can take; False if it is gone, being taken or claimed elsewhere.
-
-        The request is deleted. An instance that ended here before keeps its record, with the reason as its fault; the
-        record of one that lives here is not changed. Errors of etcd and placement are raised; the call can be repeated.
-        """
+        """End in error a request that no compute can take, and return False if it is gone or taken."""
         waiting, now = place.entry, self._now()
         if find_compute(read_consumer(self._placement, waiting.instance).allocations) not in ('', self.compute):
             return False
@@ -389,6 +380,7 @@ class Taker:
             failure = Failure('scheduled', reason, 'nothing remains')
             record = replace(record.enter_state(ERROR, now, 'error'), error=failure)
             return ends.write_final_record(self._store, record, conditions, [key]) is not None
+        # An instance that ended here keeps its record, with the reason as its fault. A living one's is not changed.
         operations, shared = list[Put | Delete]([Delete(key)]), make_empty_change
         old = parse_or_none(stored[own[0]].value, waiting.instance, self.compute) if own[0] in stored else None
         # Others keep their name, group and quota.
@@ -401,10 +393,8 @@ class Taker:
         return [keys.record(self.compute, instance), keys.request(self.compute, instance)]
 
     def release_claim(self, instance: str) -> bool:
-        """Release and note our claim for a request that is not taken; return True if the instance now has no claim.
-
-        False if the claim is elsewhere or changes, or belongs to an attempt in flight or to a request on this compute.
-        """
+        """Release our claim for a request that is not taken, and return whether no claim is left."""
+        # A claim stays if it is elsewhere or changes, or if an attempt in flight or a request on this compute needs it.
         note = partial(notes.note_released, self._store)
         # A new order may use the uuid again, and its attempt then takes over our claim.
         results = release(
@@ -458,7 +448,7 @@ class TakeLoop:
         self.stop = self._loop.join  # before this `may_take` must return False, or the take in flight goes on
 
     def wake_up(self, reason: str) -> None:
-        """Take after this compute's delay, unless it is woken already. From any thread."""
+        """Take after this compute's delay, unless woken already, from any thread."""
         if self._next_take == math.inf:
             log.debug('woken: %s', reason)
             self._next_take = time.monotonic() + self._taker.choose_delay()
@@ -473,7 +463,6 @@ class TakeLoop:
             self.wake_up('the room of this compute changed')
 
     def _run(self) -> float:
-        """Take, unless backing off or too early; return when the next take is due. A failure starts a back-off."""
         # New requests do not shorten the back-off after a failure.
         for due in (self._deferrals.get_due_time(TAKING), self._next_take):
             if time.monotonic() < due < math.inf:

@@ -1,8 +1,4 @@
-"""Release claims on this compute without request, attempt or guest (rule: orphaned-claim).
-
-A provider's generation changes with its inventory, traits, aggregates and each claim on it, but not when a consumer is
-deleted. A conclusion from an unchanged generation therefore also holds after a release.
-"""
+"""Release claims on this compute without request, attempt or guest (rule: orphaned-claim)."""
 
 from __future__ import annotations
 
@@ -25,22 +21,24 @@ from ecomp.store.client import Store
 MAX_SKIPPED_CHECKS = 10
 
 
+# A provider's generation changes with its inventory, traits, aggregates and each claim on it, but not when a consumer
+# is deleted. A conclusion from an unchanged generation therefore also holds after a release.
 class LastGoodCheck:
-    """The generation at the last check without differences, and how many checks may still be skipped because of it."""
+    """The generation at the last check without differences, and how many skips it still allows."""
 
     def __init__(self) -> None:
         self._generation: int | None = None
         self._skips_left = 0
 
     def use_skip(self, generation: int | None) -> bool:
-        """Use a skip; return False if none is left, or if `generation` is None or differs from the recorded one."""
+        """Use a skip, or return False if none is left or `generation` is not the recorded one."""
         if generation is None or generation != self._generation or not self._skips_left:
             return False
         self._skips_left -= 1
         return True
 
     def record(self, generation: int | None) -> None:
-        """Note the generation before a check without differences, else None; allow MAX_SKIPPED_CHECKS skips."""
+        """Note the generation before a check without differences, or None after any other check."""
         self._generation, self._skips_left = generation, MAX_SKIPPED_CHECKS
 
 
@@ -55,14 +53,15 @@ CONFIRMATION_SECONDS = keys.ATTEMPT_SECONDS
 def find_orphans(
     consumers: Collection[str], requested: Collection[str], guests: Collection[str], in_flight: Collection[str]
 ) -> set[str]:
-    """Return the consumers that have no request, attempt or guest; a guest still uses the resources. Pure."""
+    """Return the consumers that have no request, attempt or guest."""
+    # A guest without a request still uses the resources.
     return set(consumers) - set(requested) - set(guests) - set(in_flight)
 
 
 def confirm_sightings(
     previous_sightings: Mapping[Seen, float], sighted: Collection[Seen], now: float
 ) -> tuple[dict[Seen, float], set[Seen]]:
-    """Return {name: first sighting} of `sighted` alone, and those seen for CONFIRMATION_SECONDS or more. Pure."""
+    """Return the first sighting of each in `sighted`, and those seen for CONFIRMATION_SECONDS."""
     first_sightings = {each: previous_sightings.get(each, now) for each in sighted}
     return first_sightings, {
         consumer for consumer, seen_at in first_sightings.items() if now - seen_at >= CONFIRMATION_SECONDS
@@ -70,10 +69,11 @@ def confirm_sightings(
 
 
 class ClaimKeeper:
-    """Releases orphaned claims on one compute. Claims of queued requests are kept only with `takes_from_queues`."""
+    """Releases orphaned claims on one compute."""
 
     def __init__(self, compute: str, store: Store, placement: Placement, takes_from_queues: bool = True) -> None:
         self._compute = compute
+        # Only a compute that takes from queues keeps the claims of queued requests.
         self._queued = QUEUED if takes_from_queues else NOT_QUEUED
         self._store = store
         self._placement = placement
@@ -88,10 +88,10 @@ class ClaimKeeper:
     def check_claims(
         self, guests: Collection[str], now: float, generation: int | None = None, requests: Collection[str] = ()
     ) -> None:
-        """Release, and log, the claims of orphans first seen CONFIRMATION_SECONDS or more before `now` (monotonic).
+        """Release the claims of orphans first seen CONFIRMATION_SECONDS or more before `now`.
 
-        Skipped, at most MAX_SKIPPED_CHECKS times in a row, if `generation` (read before; None: not known) is unchanged
-        and each consumer of the last check has a guest or a request in `requests`.
+        The check is skipped, at most MAX_SKIPPED_CHECKS times in a row, if `generation` is unchanged and each consumer
+        of the last check has a guest or a request in `requests`.
         """
         if not find_orphans(self.held or (), requests, guests, ()) and self.last_good_check.use_skip(generation):
             self.is_current = self.held is not None

@@ -1,7 +1,4 @@
-"""The metadata server's process, and the files that it and ecompute exchange, named by MAC.
-
-The server ends with ecompute, even with a killed one, because its stdin is a pipe from ecompute.
-"""
+"""The metadata server's process, and the files that it and ecompute exchange, named by MAC."""
 
 from __future__ import annotations
 
@@ -37,12 +34,9 @@ SEED_TIMEOUT_SECONDS = 60.0
 
 
 def read_seed(guest_directory: Path, config_directory: Path, mac: str, phones_home: bool) -> Mapping[str, bytes]:
-    """Have mdserver make the files of a guest's NoCloud disk, {name: content}.
-
-    With `phones_home` cloud-init reports its end to the metadata server. Raises BuildFailed at stage `scheduled` if
-    mdserver fails or times out, or if the mdserver.conf in `config_directory` is unusable.
-    """
+    """Have mdserver make the files of a guest's NoCloud disk, {name: content}."""
     try:
+        # Without this option cloud-init reports its end to the metadata server.
         options = [] if phones_home else ['--no-phone-home']
         with open_configuration(config_directory) as (conf_arguments, opened):
             command = [*make_command('seed', guest_directory), *options, mac, *conf_arguments]
@@ -81,11 +75,7 @@ SERVER_UID = '65520'
 def serve_metadata(
     libvirt: Libvirt, state: Path, config_directory: Path, is_required: bool, at_exit: ExitStack
 ) -> Callable[[], None]:
-    """Start a metadata server if none answers, at its address on the guests' bridge; return a function to repeat that.
-
-    Call and function may raise EcompError. Without a bridge that libvirt made both do nothing; if `is_required`, the
-    call logs that.
-    """
+    """Start a metadata server if none answers, and return a function that repeats this."""
     bridge = libvirt.find_bridge()
     if bridge is None:
         if is_required:
@@ -122,17 +112,15 @@ class MetadataServer:
     """The metadata server at 169.254.169.254: ours, or one that was started outside ecomp."""
 
     def __init__(self, guest_directory: Path, config_directory: Path, bridge: str) -> None:
-        """Prepare our server, without starting it; it answers only this host, `bridge` and holders of DHCP leases."""
         self._guest_directory = guest_directory
         self._config_directory = config_directory
         self._bridge = bridge
         self._process: subprocess.Popen[bytes] | None = None
 
     def ensure(self) -> None:
-        """Start our server unless it runs or another metadata server answers; wait until it answers.
+        """Start our server unless a metadata server answers, and wait until ours answers.
 
-        Call it only when this host has the address, which may otherwise be a cloud's own service. Raises UsageError for
-        mdserver.conf, and EcompError if another service listens there or ours does not answer in START_TIMEOUT_SECONDS.
+        Call it only when this host has the address, which may otherwise be a cloud's own service.
         """
         if self._process is not None:
             code = self._process.poll()
@@ -146,11 +134,13 @@ class MetadataServer:
                 return
             endpoint = f'{METADATA_ADDRESS}:80'
             raise EcompError(f'{endpoint}: another service listens there. Fix: stop it, or bind it to another address')
+        # The server answers only this host, the bridge and holders of DHCP leases.
         options = ['--bridge', self._bridge, '--with-parent']
         if os.geteuid() == 0:
             options += ['--user', SERVER_UID]
         with open_configuration(self._config_directory) as (conf_arguments, opened):
             command = [*make_command('server', self._guest_directory), *options, *conf_arguments]
+            # Its stdin is a pipe from ecompute, so that it ends with ecompute, even with a killed one.
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, cwd='/', pass_fds=opened)
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
         while not is_metadata(fetch_root_page()):
@@ -162,7 +152,7 @@ class MetadataServer:
         log.info('started a metadata server at %s, pid %d', METADATA_ADDRESS, self._process.pid)
 
     def stop(self) -> None:
-        """Stop our server, if it runs, and wait; kill it after 5 s."""
+        """Stop our server, if it runs, and kill it if it does not end within 5 s."""
         if self._process is None:
             return
         assert self._process.stdin is not None  # it was made with a pipe
@@ -183,10 +173,7 @@ def make_command(program: str, guest_directory: Path) -> list[str]:
 
 @contextmanager
 def open_configuration(directory: Path) -> Iterator[tuple[list[str], list[int]]]:
-    """Open mdserver.conf; yield arguments for mdserver, and the descriptors that these need.
-
-    Both are empty if there is no such file. Raises UsageError if check_owner() refuses it, or it cannot be opened.
-    """
+    """Open mdserver.conf, if any, and yield arguments for mdserver and descriptors to pass on."""
     path = directory / 'mdserver.conf'
     try:
         # O_PATH, because opening a pipe for reading blocks, and opening a device may have side effects.
@@ -205,15 +192,13 @@ def open_configuration(directory: Path) -> Iterator[tuple[list[str], list[int]]]
 
 
 def is_metadata(page: bytes | None) -> bool:
-    """Return whether a page lists versions, as the root of an EC2 metadata server does; False for None."""
+    """Return whether a page is the root of an EC2 metadata server, which lists versions."""
     return page is not None and {b'2009-04-04', b'latest'} <= {line.strip(b'/') for line in page.split()}
 
 
 def is_address_taken() -> bool:
-    """Probe whether a server that serves no metadata listens where ours would.
-
-    Nothing is sent to the address unless this host has it, because in a cloud it is the cloud's own service.
-    """
+    """Probe whether a server that serves no metadata listens where ours would."""
+    # Nothing is sent to the address unless this host has it, because in a cloud it is the cloud's own service.
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignore recently closed connections
         try:
@@ -232,7 +217,7 @@ def is_address_taken() -> bool:
 
 
 def fetch_root_page(address: str = METADATA_ADDRESS) -> bytes | None:
-    """Fetch 4 KiB of the root page, of any HTTP status; None if no server answers within 2 s."""
+    """Fetch the first 4 KiB of the root page, or None if no server answers within 2 s."""
     connection = http.client.HTTPConnection(address, timeout=2)
     try:
         connection.request('GET', '/')
@@ -257,7 +242,6 @@ class GuestData:
     """The directory of files that ecompute and the metadata server write for each other."""
 
     def __init__(self, directory: Path) -> None:
-        """Create the directory if it is missing; may raise OSError."""
         self.directory = directory
         # Not held while a file is written, which may take seconds and concerns one instance.
         self._lock = threading.Lock()
@@ -265,10 +249,10 @@ class GuestData:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def write(self, request: Request, macs: Sequence[str], list_current: Callable[[], Container[str]] = tuple) -> None:
-        """Write a file for each MAC of an instance; keys or user-data of None mean those of mdserver.conf.
+        """Write a file for each MAC of an instance, and remove an earlier report.
 
-        Removes an earlier report. Another instance's file of the MAC is overwritten, but BuildFailed is raised if that
-        instance is in list_current() or its file is being written; OSError if a write fails.
+        Raises:
+            BuildFailed: another instance is writing the file of a MAC, or has one and is in list_current().
         """
         with self._lock:  # two instances with one MAC may be built concurrently
             for mac in macs:
@@ -292,6 +276,7 @@ class GuestData:
                 'instance': request.instance,
                 'mac': mac,
                 'hostname': request.name or f'vm-{request.instance[:8]}',
+                # Keys or user-data of None mean those of mdserver.conf.
                 'public_keys': None if ssh_keys is None else list(ssh_keys),
                 # Bytes that are not UTF-8 (gzip) become lone surrogates, which JSON can represent.
                 'user_data': None if user_data is None else user_data.decode(errors='surrogateescape'),
@@ -300,7 +285,7 @@ class GuestData:
             write_durably(self.directory / f'{mac}.json', json.dumps(data) + '\n')
 
     def read_instances(self) -> dict[str, str]:
-        """Return {name: instance} of the files; the name is a MAC or, of a report, the instance itself."""
+        """Return the instance of each file, by its MAC or, for a report, by the instance itself."""
         reports = (
             path for suffix in (READY_SUFFIX, PARTIAL_REPORT_SUFFIX) for path in self.directory.glob(f'*{suffix}')
         )
@@ -311,7 +296,7 @@ class GuestData:
         return instances
 
     def read_user_data(self, mac: str) -> bytes | None:
-        """Return the user-data in a MAC's file; None without it, or if the file is missing or malformed."""
+        """Return the user-data in a MAC's file, or None if it has none or is unreadable."""
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             return bytes(
                 json.loads((self.directory / f'{mac}.json').read_bytes())['user_data'].encode(errors='surrogateescape')
@@ -319,7 +304,7 @@ class GuestData:
         return None
 
     def find_ready(self) -> set[str]:
-        """Return the instances whose guests reported cloud-init's end; empty if the directory cannot be read."""
+        """Return the instances whose guests reported cloud-init's end."""
         try:
             return {path.stem for path in self.directory.glob(f'*{READY_SUFFIX}')}
         except OSError as error:
@@ -328,7 +313,7 @@ class GuestData:
             return set()
 
     def read_refusals(self) -> dict[str, str]:
-        """Return {MAC: printable reason, maybe cut off} of refused guests; {} if any of the files cannot be read."""
+        """Return {MAC: reason} of the guests that the metadata server refused."""
         with suppress(OSError):  # a file was just removed because its guest was answered: the next plan reads the rest
             paths = self.directory.glob(f'*{REFUSAL_SUFFIX}')
             return {
@@ -342,12 +327,12 @@ class GuestData:
                 (self.directory / f'{mac}{REFUSAL_SUFFIX}').unlink(missing_ok=True)
 
     def read_report(self, instance: str) -> GuestReport:
-        """Read a guest's report of cloud-init's end, empty if malformed or too long; OSError, also if missing."""
+        """Read a guest's report of cloud-init's end, which is empty if malformed or too long."""
         with self.get_report_path(instance).open('rb') as file:
             return parse_guest_report(file.read(REPORT_LIMIT_BYTES))
 
     def watch_reports(self, notify: Callable[[str], None]) -> Callable[[], None]:
-        """Call notify(reason) at each report, from any thread; return what stops that. Log if it is impossible."""
+        """Call notify(reason) at each report, from any thread, and return what stops that."""
         try:
             return watch_files(self.directory, READY_SUFFIX, lambda path: notify(f'{path.name} was written'))
         except OSError as error:
@@ -355,7 +340,7 @@ class GuestData:
             return lambda: None
 
     def remove_report(self, instance: str) -> None:
-        """Remove the report of a guest that went off, which reports again after a start; log an error if it stays."""
+        """Remove the report of a guest that went off, or log that it stays."""
         try:
             self._unlink_report(instance)
         except OSError as error:
@@ -366,10 +351,7 @@ class GuestData:
                 log.warning('%s: instance %s will seem ready immediately after its next start', failure, instance)
 
     def remove(self, instance: str, macs: Sequence[str]) -> None:
-        """Remove all files of an instance, but not a MAC's file that is another instance's.
-
-        Missing files are no error. Raises OSErrors, except those about refusals.
-        """
+        """Remove all files of an instance, but not a MAC's file that is another instance's."""
         self.remove_refusals(macs)
         for mac in macs:
             with self._lock:  # or another instance with this MAC may write the file between check and removal

@@ -1,8 +1,7 @@
 """This compute's provider in placement: its inventory, traits and aggregates.
 
 <state>/provider.json  {"version", "compute", "traits": […], "aggregates": […]}: those that this ecompute added.
-Others were added outside this ecompute, and stay. The file is written before placement is changed, so that after a kill
-in between the next start removes what is no longer configured.
+Others were added outside this ecompute, and stay.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ RESERVED_TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class MachineUsage:
-    """CPUs, and totals and used amounts in bytes; the used amounts include guests and cached images."""
+    """A machine's CPUs and bytes, where the used amounts include guests and cached images."""
 
     cores: int
     memory: int
@@ -51,10 +50,7 @@ class MachineUsage:
 
 
 def measure_machine(directory: Path, instances: Collection[str], disks: Iterable[str] = ()) -> MachineUsage:
-    """Measure this machine, the disk of `directory`, and what `instances` use; OSError if the directory is missing.
-
-    `disks` are those of adopted instances; only the ones on the file system of `directory` count.
-    """
+    """Measure this machine, the disk of `directory`, and what `instances` use of both."""
     memory = psutil.virtual_memory()
     overlays = [path for path in (directory / 'images').glob('*.qcow2') if path.stem in instances]
     device = directory.stat().st_dev
@@ -67,13 +63,14 @@ def measure_machine(directory: Path, instances: Collection[str], disks: Iterable
         disk=disk.total,
         # Without the blocks that file systems reserve for root.
         disk_used=disk.total - disk.free,
+        # `disks` are those of adopted instances, which may be on other file systems.
         disk_guests=sum(_read_allocated_bytes(path, device) for path in {*overlays, *map(Path, disks)}),
         disk_cached=sum(_read_allocated_bytes(path, device) for path in (directory / 'images').glob('base-*')),
     )
 
 
 def measure_usage(directory: Path) -> dict[str, float]:
-    """Return what this machine uses, and of the disk of `directory`; OSError if the directory is missing."""
+    """Return what this machine uses, in all and of the disk of `directory`."""
     times, memory, disk = psutil.cpu_times(), psutil.virtual_memory(), psutil.disk_usage(str(directory))
     cpus = {'cpus': psutil.cpu_count() or 1, 'load': round(psutil.getloadavg()[0], 2)}
     cpus['cpu_seconds_total'] = times.user + times.nice + times.system + times.irq + times.softirq
@@ -87,10 +84,10 @@ def choose_cache_gib(directory: Path) -> int:
 
 
 def make_inventory(machine: MachineUsage, image_cache_gib: int, foreign_vcpus: int = 0) -> dict[str, dict[str, int]]:
-    """Return the inventory {class: {'total', 'reserved'}}; MEMORY_MB in MiB, DISK_GB in GiB.
+    """Return the inventory of a machine, {class: {'total', 'reserved'}}.
 
-    Reserved is what others use, rounded up, and of DISK_GB also `image_cache_gib`, or what images use if that is more.
-    What our guests use is not reserved, because placement counts it as allocated.
+    MEMORY_MB is in MiB, DISK_GB in GiB. Reserved is what others use and, of DISK_GB, also `image_cache_gib`, or what
+    images use if that is more. What our guests use is not reserved, because placement counts it as allocated.
     """
     foreign = machine.disk_used - machine.disk_guests - machine.disk_cached
     return {
@@ -107,7 +104,7 @@ def make_fixed_inventory(totals: Mapping[str, int]) -> dict[str, dict[str, int]]
 
 
 def add_ratios(totals: Mapping[str, Mapping[str, int]], ratios: Mapping[str, float]) -> PlacementInventory:
-    """Return `totals` with ratios, 1 if not configured; UsageError for a ratio of a class that `totals` lacks."""
+    """Return `totals` with allocation ratios, or raise UsageError for a ratio without a class."""
     unknown = sorted(ratios.keys() - totals.keys())
     if unknown:
         raise UsageError(f'allocation_ratios: the inventory has no {", ".join(unknown)}, only {", ".join(totals)}')
@@ -115,7 +112,7 @@ def add_ratios(totals: Mapping[str, Mapping[str, int]], ratios: Mapping[str, flo
 
 
 def reserve_all_vcpus(current: Mapping[str, Mapping[str, float]]) -> PlacementInventory:
-    """Return a copy of the inventory with all VCPU reserved, so that nothing new is scheduled there."""
+    """Return the inventory with all VCPU reserved, so that nothing new is scheduled there."""
     closed_inventory = {name: dict(amounts) for name, amounts in current.items()}
     if 'VCPU' in closed_inventory:
         closed_inventory['VCPU']['reserved'] = closed_inventory['VCPU']['total']
@@ -134,12 +131,12 @@ def _measure_guest_memory(instances: Set[str]) -> int:
         with suppress(psutil.Error):
             # libvirt gives QEMU `-uuid <instance>`.
             if (process.info['name'] or '').startswith('qemu') and not instances.isdisjoint(process.cmdline()):
+                # The resident set lacks huge pages (proc(5)).
                 used += process.memory_info().rss + _read_huge_page_bytes(process.pid)
     return used
 
 
 def _read_huge_page_bytes(pid: int) -> int:
-    """Return the memory of a process in huge pages, which its resident set lacks (proc(5))."""
     try:
         status = Path(f'/proc/{pid}/status').read_text()
     except OSError:
@@ -168,7 +165,7 @@ def settle_reserved(
 
 
 def parse_inventory(inventory: PlacementInventory) -> dict[str, model.Inventory]:
-    """Convert placement's form to the model's, with nothing used; by default reserved is 0 and the ratio 1."""
+    """Convert an inventory from placement's form to the model's, with nothing used."""
     return {
         name: model.Inventory(int(parts['total']), int(parts.get('reserved', 0)), parts.get('allocation_ratio', 1.0))
         for name, parts in inventory.items()
@@ -184,10 +181,7 @@ Names = frozenset[str]
 
 @dataclass(eq=False)
 class Registration:
-    """Keeps this compute's provider in placement as configured; raises placement's errors.
-
-    An unknown CUSTOM_ trait is created. Another unknown trait is left out if detected, a UsageError if configured.
-    """
+    """Keeps this compute's provider in placement as configured."""
 
     placement: Placement
     compute: str
@@ -211,11 +205,7 @@ class Registration:
         self.provider: Provider | None = None
 
     def register(self, is_closing: Callable[[], bool] = lambda: False) -> None:
-        """Make and correct the provider, and enable it unless an operator disabled it.
-
-        Once is_closing() is true, traits, aggregates and inventory are left as they are. Raises EcompError if
-        provider.json cannot be written, UsageError if placement does not know a configured trait.
-        """
+        """Make and correct the provider, and enable it unless an operator disabled it."""
         is_right = self._read_provider()
         is_new = self.provider is None and providers.ensure_provider(self.placement, self.compute)
         if is_new:
@@ -224,6 +214,7 @@ class Registration:
             used = providers.read_usages(self.placement, self.compute)
             log.info('resource provider %s exists, with usages %s', self.compute, used or 'none')
         failpoint('registered')
+        # Once is_closing() is true, traits, aggregates and inventory are left as they are.
         # A new provider has no traits, and is at generation 0.
         has_changed_names = (
             bool(self.aggregates or self._configured_names[TRAITS]) or not is_new
@@ -239,10 +230,7 @@ class Registration:
             self._read_provider()
 
     def ensure_registered(self, is_closing: Callable[[], bool], generation: int | None = None) -> None:
-        """Register again, and log that, if the provider was changed or removed outside ecomp, unless is_closing().
-
-        Skipped if `generation` (read before; None: not known) is the last good one, MAX_SKIPPED_CHECKS times at most.
-        """
+        """Register again if the provider was changed or removed outside ecomp."""
         if self.provider is not None and self._last_good_check.use_skip(generation):
             return
         # is_closing() is called after the check: if close() has changed the provider, it returns True by then.
@@ -263,7 +251,7 @@ class Registration:
             log.info('reserved for what is not ours: %s', ', '.join(amounts))
 
     def close(self) -> None:
-        """Reserve all VCPU and disable the provider in placement: nothing is scheduled here until the next start."""
+        """Reserve all VCPU and disable the provider, so that nothing is scheduled here."""
         providers.set_inventory(self.placement, self.compute, reserve_all_vcpus(self.inventory))
         failpoint('closed')
         providers.change_names(self.placement, self.compute, TRAITS, status.apply_stop)
@@ -291,7 +279,6 @@ class Registration:
         return status.apply_start(names) if kind == TRAITS else names
 
     def _update_names(self, is_closing: Callable[[], bool]) -> bool:
-        """Write traits, aggregates and provider.json, after _create_traits(); return whether the provider changed."""
         self._create_traits()
         changed = False
         for kind in self._list_kinds():
@@ -300,6 +287,7 @@ class Registration:
                 if is_closing():
                     return current
                 own_names = status.find_managed_names(current, self._configured_names[kind], self._own_names[kind])
+                # Before placement is changed: after a kill in between the next start removes what is not configured.
                 self._save_own_names(kind, self._own_names[kind] | own_names)
                 return self._derive_names(kind, current)
 
@@ -312,6 +300,7 @@ class Registration:
         if not self._configured_names[TRAITS]:
             return
         missing = self._configured_names[TRAITS] - providers.read_names(self.placement, self.compute, TRAITS)
+        # An unknown CUSTOM_ trait is created. Another one is left out if detected, and refused if configured.
         unknown = providers.create_missing_traits(self.placement, missing)
         _refuse_unknown_traits(self.placement, unknown.intersection(self.configured_traits))
         self._configured_names[TRAITS] -= unknown
@@ -330,15 +319,13 @@ class Registration:
 
 
 def check_names(placement: Placement, traits: Collection[str], classes: Collection[str]) -> None:
-    """Raise UsageError for a configured trait or resource class that placement does not know.
-
-    CUSTOM_ traits are accepted, because register() creates them. Placement's own refusal of an inventory would not name
-    the wrong key of compute.yaml.
-    """
+    """Raise UsageError for a configured trait or resource class that placement does not know."""
+    # Placement's own refusal of an inventory would not name the wrong key of compute.yaml.
     if unusual := frozenset(classes).difference(REQUIRED_CLASSES):
         never, yet = providers.find_unknown_names(placement, QueryNames(unusual, frozenset()))
         if never or yet:
             raise UsageError(f'inventory: {"; ".join(filter(None, (never, yet)))}')
+    # CUSTOM_ traits are accepted, because register() creates them.
     unknown = providers.find_unknown_traits(placement, [*traits, status.DISABLED])
     _refuse_unknown_traits(placement, unknown.intersection(traits))
 
@@ -349,7 +336,6 @@ def _refuse_unknown_traits(placement: Placement, unknown: Names) -> None:
 
 
 def _read_own_names(path: Path, compute: str) -> dict[str, Names]:
-    """Read provider.json's names by kind: no names if it is missing or another compute's; UsageError if malformed."""
     try:
         data: Mapping[str, object] = load_object(path.read_bytes())
         if data.get('version') != VERSION:

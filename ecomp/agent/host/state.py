@@ -8,9 +8,6 @@
                                    {"version", "ended": ISO time} for a day after its end
 <state>/boot   the machine's boot id, and the instances, one a line, that were here before that boot and have not been
                handled since
-
-Only Identity.save() writes uuid and token, so a start refused earlier changes neither. The memory of instances may
-be older than etcd, if the disk was full, so etcd's records take precedence.
 """
 
 from __future__ import annotations
@@ -52,7 +49,7 @@ MAX_SWEPT_PER_END = 10
 
 @dataclass(frozen=True)
 class MemoryEntry:
-    """One instance as last saved; with a `failure` it ends in error, and may be partly removed."""
+    """An instance as last saved, which is being removed if it has a `failure`."""
 
     request: Request
     record: Record
@@ -60,14 +57,13 @@ class MemoryEntry:
 
 
 class Memory:
-    """This compute's memory of its instances, in files. Thread-safe.
+    """This compute's memory of its instances, in files (thread-safe).
 
     A change becomes readable after the write of its file, for which readers do not wait. A write that fails, because
-    the disk is full, is logged and does not raise; repair() writes the file of a running instance later.
+    the disk is full, is logged and does not raise. So etcd's records may be newer, and take precedence.
     """
 
     def __init__(self, state: Path, compute: str, now: Callable[[], str], boot_id_file: Path = BOOT_ID) -> None:
-        """Read all files; log malformed ones and leave them alone. May raise OSError."""
         self._directory = state / 'instances'
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._boot_file = state / 'boot'
@@ -87,9 +83,9 @@ class Memory:
         self._end_times = dict(sorted(self._end_times.items(), key=lambda each: each[1]))
 
     def remember(self, request: Request | None, record: Record, failure: Failure | None = None) -> None:
-        """Save an instance; a `request` of None means the saved one.
+        """Save an instance, with a `failure` if it is being removed.
 
-        No-op for a tombstone, without request, or if unchanged. With a `failure` it is being removed; None drops that.
+        A `request` of None means the saved one. Tombstones, and instances without a request, are not saved.
         """
         with self._lock_instance(record.instance):
             previous = self._entries.get(record.instance)
@@ -101,10 +97,7 @@ class Memory:
                 self._save(entry)
 
     def repair(self, request: Request, record: Record) -> None:
-        """Save an active or stopped instance if its file is missing, could not be written, or says `building`.
-
-        Entries with a failure and malformed files are not changed.
-        """
+        """Save an active or stopped instance whose file is missing, outdated or says `building`."""
         instance = record.instance
         with self._lock_instance(instance):
             entry = self._entries.get(instance)
@@ -114,7 +107,7 @@ class Memory:
                 self._save(MemoryEntry(request, record))
 
     def record_end(self, instance: str) -> None:
-        """Save that an instance ended and left nothing here; forget some ends older than a day, see _sweep()."""
+        """Save that an instance ended and left nothing here."""
         with self._lock_instance(instance):
             when = self._now()
             self._write(instance, dump({'version': VERSION, 'ended': when}))
@@ -129,28 +122,24 @@ class Memory:
             return dict(self._entries)
 
     def get_ended(self) -> frozenset[str]:
-        """Return the instances whose end here is remembered: for a day at least, until record_end() forgets it."""
+        """Return the instances whose end here is remembered, for a day at least."""
         with self._changed:
             return frozenset(self._end_times)
 
     def load_unhandled(self) -> frozenset[str]:
-        """Return the instances from before the last boot that were not handled since.
-
-        Empty at the first start here, which is saved. After a reboot these are all remembered ones, which is not saved:
-        records tell which of them ran, because this memory may be older than etcd. May raise OSError.
-        """
+        """Return the instances from before the last boot that were not handled since."""
         try:
             boot, *unhandled = self._boot_file.read_text().split() or ['']
         except FileNotFoundError:
             self.save_unhandled(frozenset())  # the first start here
             return frozenset()
         if boot != self._boot_id:
+            # All remembered ones: records tell which of them ran, because this memory may be older than etcd.
             return frozenset(self.get_entries())
         self._unhandled = frozenset(unhandled)
         return self._unhandled
 
     def save_unhandled(self, instances: Set[str]) -> None:
-        """Save the instances not handled since the boot, if they changed; may raise OSError."""
         if instances != self._unhandled:
             write_durably(self._boot_file, '\n'.join((self._boot_id, *sorted(instances))) + '\n')
             self._unhandled = frozenset(instances)
@@ -189,7 +178,6 @@ class Memory:
                 self._changed.notify_all()
 
     def _save(self, entry: MemoryEntry) -> None:
-        """Write the entry's file, and make the entry readable even if that fails."""
         record, failure = entry.record, entry.failure
         data = {'version': VERSION, 'request': json.loads(encode(entry.request)), 'record': json.loads(encode(record))}
         if failure:
@@ -210,7 +198,6 @@ class Memory:
             self._unsaved.discard(instance)
 
     def _sweep(self) -> None:
-        """Forget the oldest ends that are older than a day, MAX_SWEPT_PER_END at most, and remove their files."""
         limit = datetime.fromisoformat(self._now()) - timedelta(seconds=records.RETENTION_SECONDS[records.GONE])
         with self._changed:
             oldest = list(itertools.islice(self._end_times.items(), MAX_SWEPT_PER_END))
@@ -234,9 +221,11 @@ LOCK_WAIT_SECONDS = 2.0
 
 
 class Identity:
-    """An ecompute's lasting identity: its state directory, made if missing, and locked until close().
+    """An ecompute's lasting identity: its state directory, locked until close().
 
-    Raises Conflict if another ecompute has the lock, UsageError if the directory or its lock file is unusable.
+    Raises:
+        Conflict: another ecompute has the lock.
+        UsageError: the directory or its lock file is unusable.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -260,7 +249,7 @@ class Identity:
         self._write_holder(f'{os.getpid()}\n'.encode())
 
     def choose_uuid(self, configured: str | None) -> str:
-        """Return the provider's uuid, configured, saved or new, for save() to write. Raises UsageError, OSError."""
+        """Return the provider's uuid, configured, saved or new, for save() to write."""
         if configured is None:
             return self._read_or_make('uuid')
         self._unsaved['uuid'] = configured
@@ -270,13 +259,14 @@ class Identity:
         return self._read_or_make('token')
 
     def save(self) -> None:
-        """Save uuid and token once nothing can refuse this start; set the mode, remove *.part files. Raises OSError."""
+        """Save uuid and token, once nothing can refuse this start any more."""
         # QEMU runs as another user and has to traverse the directory to its disks.
         self.directory.chmod(0o711)
         # Left by killed processes; the lock excludes a living writer.
         for partial in [*self.directory.glob('*.part'), *self.directory.glob('*/*.part')]:
             with suppress(OSError):
                 partial.unlink()
+        # Only this writes uuid and token, so a start that is refused earlier changes neither.
         for name, text in self._unsaved.items():
             path = self.directory / name
             if not path.exists() or path.read_text().strip() != text:
@@ -318,14 +308,12 @@ WRITE_INTERVAL_SECONDS = 1.0
 
 
 def check_or_adopt(guard: Guard, store: Store, now: str) -> bool:
-    """Return whether etcd is the remembered one; if none is remembered, remember this one (rule: familiar-etcd).
-
-    The latter writes /cluster if it does not exist. StrangeEtcd returns False; other errors of etcd are raised.
-    """
+    """Return whether etcd is the remembered one, or remember a first one (rule: familiar-etcd)."""
     try:
         if guard.known_cluster.identity:
             store.check_identity()
         else:
+            # This writes /cluster if it does not exist.
             store.adopt(encode(ClusterIdentity(str(uuid.uuid4()), now)))
     except StrangeEtcd:
         return False  # not an error: ecompute would be restarted repeatedly, its guests without metadata
@@ -342,7 +330,7 @@ class KnownEtcd:
         self._loop = Loop('known etcd', self._write)
 
     def load(self) -> KnownCluster:
-        """Read the file, empty if absent; UsageError if it is malformed, OSError if unreadable."""
+        """Read the file, or return an empty KnownCluster if it is missing."""
         try:
             self._cluster = decode(KnownCluster, self._path.read_bytes())
         except FileNotFoundError:
@@ -353,7 +341,7 @@ class KnownEtcd:
         return self._cluster
 
     def schedule_write(self, known_cluster: KnownCluster) -> None:
-        """Have the thread write `known_cluster` within WRITE_INTERVAL_SECONDS, if that has an identity."""
+        """Have the thread write `known_cluster` within WRITE_INTERVAL_SECONDS."""
         self._cluster = known_cluster
         if self._is_started:
             self._loop.schedule(time.monotonic() + WRITE_INTERVAL_SECONDS)
@@ -363,7 +351,7 @@ class KnownEtcd:
         self._loop.schedule()
 
     def stop(self) -> None:
-        """Stop the thread, wait for it, and write once more; no-op if it was not started."""
+        """Stop the thread, and write once more."""
         self._loop.join()
         if self._is_started:
             self._write()

@@ -1,4 +1,4 @@
-"""Why a compute cannot build now: checked every minute and after each failed build, published while it lasts."""
+"""Check why a compute cannot build, each minute and after a failed build, and publish it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_FAILURES = 64
 
 
 class Troubles:
-    """The reasons why one compute cannot build; `publish` gets them when they change. Thread-safe."""
+    """The reasons why one compute cannot build, which `publish` gets when they change."""
 
     def __init__(self, hypervisor: Hypervisor, publish: Callable[[Sequence[str]], None]) -> None:
         self._hypervisor, self._publish = hypervisor, publish
@@ -42,7 +42,7 @@ class Troubles:
         return not self.reasons
 
     def note_build(self, image: str, failure: Failure | None) -> None:
-        """Note that a build failed or, with None, succeeded, which ends the trouble of failed builds."""
+        """Note that a build failed or, with None, succeeded, which ends the trouble of failures."""
         with self._lock:
             if failure is None:
                 self._failures.clear()
@@ -53,7 +53,7 @@ class Troubles:
             self.check_soon()
 
     def check(self) -> float:
-        """Check for troubles, and publish them if they changed; return when (monotonic) to check again."""
+        """Check for troubles, and return when (monotonic) to check again."""
         found, now = list[str](), time.monotonic()
         try:
             found, failing_since = self._hypervisor.find_troubles(), None
@@ -70,7 +70,7 @@ class Troubles:
         return time.monotonic() + (interval if failing_since is None else CONFIRMATION_SECONDS)
 
     def _update(self) -> None:
-        """Publish the reasons if they changed; the caller holds the lock, so that the last ones are published last."""
+        # The caller holds the lock, so that the last reasons are published last.
         failed_builds = find_build_trouble(self._failures, time.monotonic())
         reasons = [*self._found, *([failed_builds] if failed_builds else [])]
         if reasons != list(self.reasons):

@@ -1,6 +1,7 @@
-"""Look at this host, publish what two looks find, and repair it: each minute what is safe, leftovers only when asked.
+"""Look at this host, publish what two looks find, and repair it.
 
-Questions are keys below /audit/: to look now, to repair leftovers, or what the host and its guests use.
+What is safe is repaired each minute, and leftovers only on request. Questions are keys below /audit/: to look now, to
+repair leftovers, or what the host and its guests use.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ LOOK_SECONDS = 2.0
 
 
 def restore_reservations(hypervisor: Hypervisor, memory: Memory, instances: Collection[str] | None = None) -> None:
-    """Reserve missing addresses of active and stopped instances again, or other ones; log each and each BuildFailed."""
+    """Reserve missing addresses of active and stopped instances again, or other ones."""
     reservations = hypervisor.list_reservations()
     for instance, remembered in memory.get_entries().items():
         if remembered.record.state not in (ACTIVE, STOPPED) or (instances is not None and instance not in instances):
@@ -65,7 +66,7 @@ def restore_reservations(hypervisor: Hypervisor, memory: Memory, instances: Coll
 
 
 def find_abandoned_parts(state: Path) -> dict[str, str]:
-    """Return {relative path: mark that a write changes} of *.part files, also one level down, without a writer."""
+    """Return {relative path: mark that a write changes} of *.part files without a writer."""
     marks = {}
     for path in [*state.glob('*.part'), *state.glob('*/*.part')]:
         try:
@@ -80,12 +81,7 @@ def find_abandoned_parts(state: Path) -> dict[str, str]:
 
 @dataclass(eq=False)
 class Upkeep:
-    """The looks of a compute at itself: step() each minute, and the questions passed to on_questions().
-
-    `publish` gets the value of a key below /findings/ or /usage/ for the presence's lease. `may_remove` is called with
-    an instance before something of it is removed, and with '' before a part file is: it raises an EcompError if etcd is
-    unfamiliar. `read_requests` returns the followed requests of this compute. `measure` is called before each look.
-    """
+    """The looks of a compute at itself, each minute and to answer questions."""
 
     compute: str
     store: Store
@@ -96,8 +92,12 @@ class Upkeep:
     data: GuestData
     state: Path
     memory: Memory
+    # Gets a key below /findings/ or /usage/, and its value for the presence's lease.
     publish: Callable[[str, str | None], None]
+    # Called with an instance before something of it is removed, and with '' before a part file is. It raises an
+    # EcompError if etcd is unfamiliar.
     may_remove: Callable[[str], bool]
+    # Returns the followed requests of this compute.
     read_requests: Callable[[], Mapping[str, Entry]]
     measure: Callable[[], None] = lambda: None
 
@@ -121,13 +121,13 @@ class Upkeep:
         self.stop = self._loop.join  # the end waits for the answer in flight
 
     def on_questions(self, state: Mapping[str, Entry]) -> None:
-        """Replace the questions, and schedule answers if there are or were any. The follower's thread calls this."""
+        """Replace the questions, and schedule answers if there are or were any."""
         before, self._questions = self._questions, state
         if state or before:
             self._loop.schedule()
 
     def step(self) -> None:
-        """Look, publish what the last look saw, too, and repair reservations; raise errors, which are published."""
+        """Look, publish what this look and the last one found, and repair reservations."""
         with self.lock:
             try:
                 world, ages = self._look(is_asked=False)
@@ -158,13 +158,11 @@ class Upkeep:
         self.publish(keys.findings(self.compute), encode_report(report))
 
     def read_world(self, is_asked: bool) -> World:
-        """Read what this host has, its keys, the keys elsewhere of what it has, and its provider; raise errors.
-
-        If it `is_asked` for, claims and requests are read anew.
-        """
+        """Read what this host has, its keys, the keys elsewhere of what it has, and its provider."""
         # Placement first: a claim in its answer that was delivered since then has its request's key.
         held = None
         with suppress(NotFound):  # eschedule finds that there is no provider
+            # For a question, claims and requests are read anew.
             if is_asked:
                 self.claims.check_claims(self.hypervisor.list_guests(), time.monotonic())
             # Also if the claims are not current: a step that fails for placement succeeds only once placement answers.
@@ -204,7 +202,7 @@ class Upkeep:
         )
 
     def _answer_all(self) -> float:
-        """Answer questions about usage at once, others after a second look; log errors; return when to look again."""
+        """Answer the questions that are due, and return when (monotonic) to look again."""
         questions = self._questions
         self._answered &= questions.keys()
         self._answer_usage({key: entry for key, entry in questions.items() if key.endswith(keys.USAGE_QUESTION)})
@@ -325,13 +323,13 @@ class Upkeep:
         return 'removed' if is_abandoned else 'not removed: it is being written'
 
     def _is_needed(self, instance: str) -> bool:
-        """Read whether the instance has a request here, a queued one or an attempt, or a living or malformed record."""
+        """Read whether the instance has a request or attempt, or a record that is not final."""
         if find_needed(self.store, {instance: [self.compute]}):
             return True
         try:
             # On any compute: the leftover here may be the only copy.
             return has_unfinished_record(self.store, instance)
-        except ValueError:
+        except ValueError:  # a malformed record counts as needed
             return True
 
     def _measure_usage(self, revision: int) -> dict[str, object]:
@@ -345,5 +343,5 @@ class Upkeep:
 
 
 def select_older(ages: Mapping[Finding, float], min_seconds: float) -> list[Finding]:
-    """Return the findings that were first seen so many seconds ago or more."""
+    """Return the findings that were first seen at least `min_seconds` ago."""
     return [finding for finding, age in ages.items() if age >= min_seconds]

@@ -1,8 +1,7 @@
 """The image cache: one base volume for each content, downloaded once for all workers.
 
 A download goes to a `.part` file, is hashed as it arrives, checked, made durable and renamed, so a file with a base
-volume's name is complete. Unless its URL has #sha256=, the server of a cached image is asked whether the image has
-changed. Overlays share base volumes, so each is read again once a day; a changed one is used for no new disk.
+volume's name is complete. Overlays share base volumes, so each is read again once a day.
 
 base-<SHA-256 of its content>.<format>  a base volume; mtime: last use. Users flock it until an overlay refers to it
 base-<hash of its URL>.part             a download; as long as it will be, or as room is reserved for it
@@ -79,7 +78,7 @@ class BaseVolumes:
         return self._directory / f'base-{hash_url(url)}.part'
 
     def read_url_entry(self, url: str) -> Download | None:
-        """Return what record_url() wrote last about the URL; None if missing or malformed."""
+        """Return what record_url() wrote last about the URL, or None if nothing valid is there."""
         try:
             named, entry = _read_url_file(self._get_note_path('.url-', f'{hash_url(url)}.json'))
         except (OSError, ValueError, KeyError, TypeError):
@@ -87,7 +86,7 @@ class BaseVolumes:
         return entry if named == url else None
 
     def record_url(self, url: str, entry: Download, asked_at: float) -> None:
-        """Write what image the URL has, as its server answered at `asked_at` (monotonic); OSError if that fails."""
+        """Write which image the URL has, as its server answered at `asked_at` (monotonic)."""
         text = json.dumps({'version': VERSION, 'url': url, 'found': asdict(entry)})
         write_durably(self._get_note_path('.url-', f'{hash_url(url)}.json'), text + '\n')
         self.note_question(url, asked_at, is_answered=True)
@@ -98,26 +97,24 @@ class BaseVolumes:
             self._get_note_path(ASKED_PREFIX, hash_url(url)).write_text(json.dumps([asked_at, is_answered]))
 
     def must_ask(self, url: str, requested_at: float) -> bool:
-        """Return whether the note does not serve a build requested at `requested_at` (monotonic).
-
-        An answer counts for builds that were requested before the question, as a pool starts builds one by one. Silence
-        counts for all builds of UNREACHABLE_SECONDS: their timeouts would add up.
-        """
+        """Return whether a build requested at `requested_at` (monotonic) must ask the server."""
         try:
             asked_at, is_answered = json.loads(self._get_note_path(ASKED_PREFIX, hash_url(url)).read_bytes())
+            # An answer counts for builds that were requested before the question, as a pool starts builds one by one.
+            # Silence counts for all builds of UNREACHABLE_SECONDS: their timeouts would add up.
             is_served = asked_at > requested_at if is_answered else time.monotonic() - asked_at < UNREACHABLE_SECONDS
             return not is_served or asked_at > time.monotonic()
         except (OSError, ValueError, TypeError):
             return True
 
     def read_scrub_time(self, sha256: str) -> float:
-        """Return when a base volume was last read as a whole, in seconds since the epoch; 0: never."""
+        """Return when (epoch) a base volume was last read as a whole, or 0."""
         with suppress(FileNotFoundError):
             return self._get_note_path(SCRUBBED_PREFIX, sha256).stat().st_mtime
         return 0.0
 
     def note_scrub(self, sha256: str, is_good: bool) -> None:
-        """Note that a base volume was read now; hold() refuses one that is not `is_good`. Raises OSError."""
+        """Note that a base volume was read now, and whether hold() may still use it."""
         if is_good:
             self._get_note_path(BAD_PREFIX, sha256).unlink(missing_ok=True)
         else:
@@ -125,7 +122,7 @@ class BaseVolumes:
         self._get_note_path(SCRUBBED_PREFIX, sha256).touch()
 
     def hold(self, sha256: str, size: int | None = None) -> BaseHold | None:
-        """Hold the base volume of this content and size (None: any) and touch it; None if it is missing or bad."""
+        """Hold and touch the base volume of this content, or return None if it is missing or bad."""
         with self._hold_lock():
             if self._get_note_path(BAD_PREFIX, sha256).exists():
                 return None
@@ -136,7 +133,7 @@ class BaseVolumes:
         return None
 
     def add(self, part: Path, sha256: str, image_format: str) -> BaseHold:
-        """Rename a download to its base volume, unless a good one of its size exists; hold that. Raises OSError."""
+        """Rename a download to its base volume, unless a good one exists, and hold the volume."""
         path = self._get_base_path(sha256, image_format)
         with self._hold_lock():
             is_bad = self._get_note_path(BAD_PREFIX, sha256).exists()
@@ -152,10 +149,7 @@ class BaseVolumes:
             return _hold_file(path)
 
     def reserve(self, descriptor: int, size_bytes: int, ahead_bytes: int) -> int:
-        """Extend an open download to `size_bytes`, evicting volumes for it; return its length. Raises OSError.
-
-        Adds up to `ahead_bytes`, at most a quarter of the free room. Raises BuildFailed if there is too little room.
-        """
+        """Extend an open download to `size_bytes` or more, and return its length."""
         with self._hold_lock():
             free = self._make_room(size_bytes - os.fstat(descriptor).st_size, size_bytes)
             size_bytes += min(ahead_bytes, free // 4)  # other downloads count the added bytes as used
@@ -163,7 +157,7 @@ class BaseVolumes:
             return size_bytes
 
     def sweep(self) -> None:
-        """Remove the downloads of killed workers, and the notes of images no longer cached, or of an earlier boot."""
+        """Remove the downloads of killed workers, and outdated notes."""
         with self._hold_lock():
             self._remove_stale_notes()
         for note in self._directory.glob(f'{ASKED_PREFIX}*'):
@@ -174,7 +168,7 @@ class BaseVolumes:
                     part.unlink(missing_ok=True)
 
     def _make_room(self, more_bytes: int, size_bytes: int) -> int:
-        """Evict until `more_bytes` of a download fit; return how many further bytes are free then."""
+        """Evict until `more_bytes` of a download fit, and return how many further bytes are free."""
         if size_bytes > self._limit_bytes:
             raise BuildFailed(
                 'image',
@@ -236,7 +230,7 @@ class BaseVolumes:
     def _hold_lock(
         self, name: str = 'bases', pause_seconds: float = 0.002, checkpoint: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """Hold lock `name` (`bases`: to find, add, evict), without a timeout; call `checkpoint` before each retry."""
+        # `bases` is held to find, add and evict base volumes.
         while (lock := try_lock(self._directory / LOCK_FILE, name)) is None:
             checkpoint()
             time.sleep(pause_seconds)
@@ -256,7 +250,7 @@ class BaseVolumes:
 
 
 def measure_cache(directory: Path) -> dict[str, int]:
-    """Return how many `images` and `bad_images` there are, and the `bytes` of all, with downloads."""
+    """Return the numbers of `images` and `bad_images`, and the `bytes` of all, with downloads."""
     sizes = {path: _stat(path)[1] for path in directory.glob('base-*')}
     images = sum(path.suffix != '.part' for path in sizes)
     return {'images': images, 'bad_images': len(list_bad(directory)), 'bytes': sum(sizes.values())}
@@ -268,7 +262,7 @@ def list_bad(directory: Path) -> list[str]:
 
 
 def list_image_hashes(directory: Path) -> list[str]:
-    """Return the hash_image() of the cached images, MAX_CACHED_IMAGES at most: of each content, and of each URL."""
+    """Return up to MAX_CACHED_IMAGES hashes of cached images, by content and by URL."""
     found = (BASE_NAME.fullmatch(path.name) for path in directory.glob('base-*'))
     contents = {match[1] for match in found if match}.difference(list_bad(directory))
     hashes = {sha256[:IMAGE_HASH_DIGITS] for sha256 in contents}
@@ -282,11 +276,11 @@ def list_image_hashes(directory: Path) -> list[str]:
 
 @contextmanager
 def lock_if_idle(part: Path) -> Iterator[bool]:
-    """Yield whether no process writes this download, and keep it so in the block; True for other .part files."""
+    """Yield whether no process writes this download, and keep it so during the block."""
     try:
         lock = try_lock(part.parent / LOCK_FILE, part.stem, create=False)
     except FileNotFoundError:
-        yield True
+        yield True  # no downloads are made in this directory
         return
     try:
         yield lock is not None
@@ -296,7 +290,6 @@ def lock_if_idle(part: Path) -> Iterator[bool]:
 
 
 def _read_url_file(path: Path) -> tuple[str, Download]:
-    """Read a file of record_url(); OSError, ValueError, KeyError or TypeError if unreadable or malformed."""
     data = load_object(path.read_bytes())
     entry = _parse_download(data['found'])
     texts = entry.version.etag, entry.version.modified, entry.version.answered
@@ -363,12 +356,11 @@ class Scrubber:
         self.start = self._loop.schedule
 
     def stop(self) -> None:
-        """Stop the thread; a file that it is reading is read from its beginning next time."""
         self._stopped.set()
         self._loop.join()
 
     def scrub(self, now: float) -> None:
-        """Read volumes unread for a day at `now` (epoch), or since the boot; note and log changed ones."""
+        """Read each volume that was not read for a day, or since the boot, and note changed ones."""
         booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
         for path in sorted(self._directory.glob('base-*')):
             match = BASE_NAME.fullmatch(path.name)
@@ -449,14 +441,12 @@ def make_source(url: str, local_directory: Path | None, egress: EgressPolicy) ->
 
 @dataclass(eq=False)
 class ImageCache:
-    """The base volumes in `directory`, and their download.
-
-    `inspect` reads a file's format and size, calling the checkpoint; hold() raises errors of both. file:// URLs may
-    point into `local_directory` (None: nowhere), others to what `egress` allows.
-    """
+    """The base volumes in `directory`, and their download."""
 
     directory: Path
+    # Reads a file's format and size, and calls the checkpoint.
     inspect: Callable[[Path, Checkpoint], BaseImage]
+    # Where file:// URLs may point into (None: nowhere).
     local_directory: Path | None
     limits: CacheLimits
     egress: EgressPolicy
@@ -470,8 +460,9 @@ class ImageCache:
     ) -> Iterator[BaseImage]:
         """Yield the base volume of the URL's image, which is not evicted during the block.
 
-        It is the cached one if the image's server gives no answer. `checkpoint` is called at least once a second. The
-        server is not asked if it gave no answer lately, or answered a question asked after `requested_at` (monotonic).
+        Unless the URL has #sha256=, the server of a cached image is asked whether the image has changed. It is not
+        asked if it gave no answer lately, or answered a question asked after `requested_at` (monotonic). The cached
+        image is used if there is no answer. `checkpoint` is called at least once a second.
 
         Raises:
             BuildFailed: the image is refused, or cannot be downloaded or stored.
@@ -497,14 +488,14 @@ class ImageCache:
             yield hold.image
 
     def sweep(self) -> None:
-        """Make the directory, and remove in it what killed workers left. Raises OSError."""
+        """Make the directory, and remove in it what killed workers left."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self._bases.sweep()
 
     def _find_current(
         self, url: str, checkpoint: Checkpoint, report_progress: ProgressCallback, requested_at: float
     ) -> BaseHold:
-        """Hold the URL's image: the cached one, unless its server has a newer one that can be downloaded."""
+        """Hold the URL's image: the cached one, unless its server has a newer one to download."""
         entry = self._bases.read_url_entry(url)
         hold = self._bases.hold(entry.sha256, entry.size) if entry else None
         if entry is None or hold is None:
@@ -589,7 +580,7 @@ class ImageCache:
 
 
 class FakeImages:
-    """Images for the fake hypervisor: every URL exists and is empty, and is cached once it was held."""
+    """Images for the fake hypervisor: every URL has an empty image, cached once it was held."""
 
     def __init__(self) -> None:
         self._hashes: dict[str, None] = {}
@@ -601,7 +592,6 @@ class FakeImages:
     def hold(
         self, url: str, checkpoint: Checkpoint, report_progress: ProgressCallback, requested_at: float
     ) -> Iterator[BaseImage]:
-        """Call `checkpoint` once, and yield an empty qcow2 image whose path is the URL."""
         del report_progress, requested_at
         checkpoint()
         if len(self._hashes) < MAX_CACHED_IMAGES:

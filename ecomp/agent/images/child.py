@@ -1,7 +1,4 @@
-"""Programs of this package that a worker runs as child processes: they work for it, and may be killed at any moment.
-
-A program gets its job pickled on stdin. It answers in JSON: it reads strangers' data, and a pickle could run code.
-"""
+"""Run programs of this package as child processes of a worker, which may kill them."""
 
 from __future__ import annotations
 
@@ -33,10 +30,9 @@ def run_program(
     checkpoint: Callable[[], None],
     handle_answer: Callable[[dict[str, Any]], None],
 ) -> int:
-    """Run a module as a program; call `handle_answer` for each answer, and return the exit code.
+    """Run a module as a program, and return its exit code.
 
-    `checkpoint` is called every CHECKPOINT_SECONDS; an error of it kills the program and is raised. Raises EcompError
-    if the program cannot be started.
+    `handle_answer` gets each answer. `checkpoint` is called every CHECKPOINT_SECONDS, and its error kills the program.
     """
     try:
         child = start_program(module)
@@ -56,6 +52,7 @@ def run_program(
                         break
                     *lines, unread = (unread + data).split(b'\n')
                     for line in lines:
+                        # JSON, because the program reads strangers' data, and a pickle could run code.
                         handle_answer(json.loads(line))
             while child.poll() is None:
                 checkpoint()
@@ -67,7 +64,7 @@ def run_program(
 
 
 def start_program(module: str) -> subprocess.Popen[bytes]:
-    """Start `python -m module` with this process's ecomp. Raises OSError."""
+    """Start `python -m module` with this process's ecomp."""
     package_parent = str(Path(ecomp.__file__).parents[1])
     python_path = os.pathsep.join(filter(None, (package_parent, os.environ.get('PYTHONPATH'))))
     # -P and / : no module is imported from the current directory.
@@ -78,7 +75,7 @@ def start_program(module: str) -> subprocess.Popen[bytes]:
 
 
 def read_job() -> Any:
-    """Read this program's job; from now on the program ends with its parent."""
+    """Read this program's job, and let the program end with its parent from now on."""
     with open(0, 'rb', closefd=False) as stdin:
         parent_pid, job = pickle.load(stdin)  # noqa: RUF100, S301  (our parent wrote it)
     die_with_parent(parent_pid)
@@ -98,7 +95,7 @@ def answer_finally(**fields: Any) -> NoReturn:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process (prctl(2)) when its starting thread ends; exit 1 if `parent_pid` has ended."""
+    """Have the kernel kill this process when the thread that started it ends (prctl(2))."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it died before prctl() was called
         os._exit(1)

@@ -1,7 +1,4 @@
-"""The program that downloads one image for a worker, within limits of size, rate and time.
-
-It answers with {done, total} while it downloads, and at its end with the Download or a reason against it.
-"""
+"""The program that downloads one image for a worker, within limits of size, rate and time."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ REPORT_SECONDS = 1.0  # seconds between two reports of progress
 
 
 def main() -> None:
-    """Download the image of the job, and answer."""
+    """Download the image of the job, and answer with the Download or a reason against it."""
     url, pin, part, limit_bytes, local_directory, egress = read_job()
     bases = BaseVolumes(part.parent, limit_bytes)
     try:
@@ -52,23 +49,22 @@ def main() -> None:
 
 @dataclass(eq=False)
 class Fetch:
-    """A download into an open file.
-
-    `pin` is the SHA-256 of the content, None for any. `reserve(descriptor, size, ahead)` is called before the file
-    grows to `size` bytes; it returns the size allowed, from `size` to `size + ahead`.
-    """
+    """A download into an open file."""
 
     url: str
     source: LocalSource | RemoteSource
+    # The SHA-256 of the content, None for any.
     pin: str | None
     file: IO[bytes]
+    # reserve(descriptor, size, ahead) is called before the file grows to `size` bytes. It returns the size allowed,
+    # from `size` to `size + ahead`.
     reserve: Callable[[int, int, int], int]
     _done_bytes: int = 0
     _total_bytes: int | None = None
     _ends_at: float = field(default_factory=lambda: time.monotonic() + MAX_DOWNLOAD_SECONDS)
 
     def run(self) -> Download:
-        """Download the image. Raises ServerUnavailable, also at a time limit, BuildFailed and OSError."""
+        """Download the image, and raise ServerUnavailable also at a time limit."""
         threading.Thread(target=self._report_progress, name='progress', daemon=True).start()
         try:
             with self._limit_wait('answer'):
@@ -90,7 +86,7 @@ class Fetch:
             raise ServerUnavailable('image', f'{self.url}: the download is {late}') from error
 
     def _store(self, stream: Stream, expected: str | None) -> Download:
-        """Write the stream to the file, durably; `expected` is its SHA-256, or None for any."""
+        """Write the stream durably to the file, and check it against `expected`, if given."""
         length = self._total_bytes = stream.version.length
         digest = hashlib.sha256()
         reserved = self.reserve(self.file.fileno(), length, 0) if length else 0
@@ -152,7 +148,7 @@ class Fetch:
             self.source.deadline = self._ends_at
 
     def _report_progress(self) -> None:
-        """Report progress, if there is any, until the program ends; end it if a wait does not end at its deadline."""
+        """Report progress until the program ends, and end it if a wait exceeds its deadline."""
         reported_bytes = 0
         while True:
             time.sleep(REPORT_SECONDS)

@@ -1,8 +1,4 @@
-"""Inspect a downloaded file within limits: its tables may be forged.
-
-A child process (main) inspects it, so that a destroy, a SIGTERM or a timeout can end it. Its limits are Nova's for
-`qemu-img info` (nova/virt/images.py, QEMU_IMG_LIMITS): 30 s of processor time, 1 GiB. It then becomes a qemu-img.
-"""
+"""Inspect a downloaded file within limits, because its tables may be forged."""
 
 from __future__ import annotations
 
@@ -20,6 +16,9 @@ from ecomp.errors import BuildFailed, EcompError
 from ecomp.model.guest import BaseImage
 from ecomp.virt import image
 
+# A child process (main) inspects the file, so that a destroy, a SIGTERM or a timeout can end it. Its limits are Nova's
+# for `qemu-img info` (nova/virt/images.py, QEMU_IMG_LIMITS): 30 s of processor time, 1 GiB.
+
 # Processor time, and elapsed time, that an inspection may take; beyond that the image is refused.
 MAX_SECONDS = 30
 # Address space of the child; an image that needs more is refused.
@@ -30,13 +29,11 @@ EXIT_NO_QEMU_IMG = 127  # exit status of the child, as a shell's for a command t
 
 
 def inspect(path: Path, checkpoint: Callable[[], None]) -> BaseImage:
-    """Return what virt.image.inspect() returns for the file at `path`, within the limits.
-
-    An error of `checkpoint` ends the child and is raised.
+    """Return the path, format and virtual size of an image, found within the limits.
 
     Raises:
         BuildFailed: the image is refused, or exceeds a limit.
-        EcompError: the child could not work; that may be temporary.
+        EcompError: the child could not work, which may be temporary.
     """
     deadline = time.monotonic() + MAX_SECONDS
     job = path.absolute(), MAX_SECONDS, MAX_ADDRESS_SPACE_BYTES, MAX_QEMU_DATA_BYTES
@@ -67,7 +64,7 @@ def _make_timeout_error() -> BuildFailed:
 
 
 def main() -> None:
-    """Run the child: answer with the `format` and `virtual_size` of a file, or the `reason` against it."""
+    """Answer with the `format` and `virtual_size` of a file, or the `reason` against it."""
     path, seconds, memory_bytes, qemu_bytes = read_job()
     # The soft limit ends the child with SIGXCPU, which tells the parent the reason.
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
@@ -86,7 +83,7 @@ def main() -> None:
 
 
 def _become_qemu_img(path: Path, data_bytes: int) -> None:
-    """Replace this process by a qemu-img that opens the whole file, of which `qemu-img info` skips a part."""
+    """Replace this process by a qemu-img that opens the whole file."""
     program = shutil.which('qemu-img')
     if program is None:
         os._exit(EXIT_NO_QEMU_IMG)
@@ -97,6 +94,7 @@ def _become_qemu_img(path: Path, data_bytes: int) -> None:
     # In addition to RLIMIT_AS, of which the libraries of QEMU alone take 220 MiB.
     resource.setrlimit(resource.RLIMIT_DATA, (data_bytes, data_bytes))
     # No child: this process keeps its parent, its used time and the signals that end it.
+    # Not `qemu-img info`, which skips a part of the file.
     os.execvp(program, [program, 'measure', '-f', 'qcow2', '-O', 'raw', str(path)])
 
 

@@ -1,8 +1,4 @@
-"""Images on web servers, by requests.
-
-A host name is resolved once, in urllib3's `_new_conn`, which is below HTTP and TLS: a check before the request could
-get another answer from the name server.
-"""
+"""Images on web servers, by requests."""
 
 from __future__ import annotations
 
@@ -53,7 +49,7 @@ HEADERS = {'user-agent': f'ecomp/{__version__}', 'accept': '*/*', 'accept-encodi
 
 
 class RemoteSource:
-    """An image on a web server; `url` has no fragment. Each wait for the server ends at `deadline` (monotonic).
+    """An image on a web server, each wait for which ends at `deadline` (monotonic).
 
     No redirect is followed unchecked, and nothing is retried. Its methods raise ServerUnavailable if there is no answer
     (also HTTP 5xx and 429), and else BuildFailed. No reason quotes a server's answer.
@@ -83,7 +79,7 @@ class RemoteSource:
             return answer.status_code == 304 or version.is_same(_parse_version(self._expect_ok(answer)))
 
     def read_sums(self) -> str | None:
-        """Return SHA256SUMS in the image's directory; None if absent (HTTP 4xx but 429)."""
+        """Return SHA256SUMS in the image's directory, or None if there is none."""
         url = urljoin(self._url, SUMS_FILE)
         with self._translate_errors(url), closing(self._request(url)) as answer:
             if 400 <= answer.status_code < 500 and answer.status_code != 429:
@@ -150,10 +146,7 @@ class RemoteSource:
             raise BuildFailed('image', f'{url or self._url}: the server sends malformed HTTP') from error
 
     def open_socket(self, connection: HTTPConnection) -> socket.socket:
-        """Connect to the first address of the host that answers; with a proxy, of the proxy.
-
-        Raises AddressRefused if any address is refused, HTTPError if none can be connected to.
-        """
+        """Connect to the first address of the host that answers or, with a proxy, of the proxy."""
         host, port = connection.host.strip('[]'), connection.port
         try:
             addresses = self.egress.resolve(host, port)
@@ -179,7 +172,7 @@ class RemoteSource:
         raise failure
 
     def limit(self, seconds: float) -> float:
-        """Return the time that a wait may take, at most `seconds`; TimeoutError at the deadline."""
+        """Return the time that a wait may take, at most `seconds`, before the deadline."""
         if (remaining := self.deadline - time.monotonic()) <= 0:
             raise TimeoutError
         return min(seconds, remaining)
@@ -227,6 +220,8 @@ class _Http(HTTPConnection):
         self._source = source
 
     def _new_conn(self) -> socket.socket:
+        # A host name is resolved once, here, below HTTP and TLS: a check before the request could get another answer
+        # from the name server.
         return self._source.open_socket(self)
 
 
@@ -238,7 +233,7 @@ class _Https(_Http, HTTPSConnection):
 
 
 def load_tls_context() -> ssl.SSLContext:
-    """Return the TLS context with the authorities of CA_VARIABLES, or certifi's; BuildFailed if unreadable."""
+    """Return the TLS context with the authorities of CA_VARIABLES or, without these, certifi's."""
     path = next(filter(None, map(os.environ.get, CA_VARIABLES)), None) or certifi.where()
     try:
         return _load_tls_context(path, Path(path).stat().st_mtime_ns)
@@ -269,7 +264,7 @@ def _parse_version(answer: requests.Response) -> Version:
 
 
 def describe_failure(error: Exception) -> str:
-    """Describe why a server gives no answer, with this system's text for the cause, never the server's."""
+    """Describe why a server gives no answer, without quoting the server."""
     if isinstance(error, requests.Timeout):
         return 'the server does not answer in time'
     causes: list[BaseException] = [error]

@@ -1,4 +1,4 @@
-"""Where images come from: the policy for addresses, files of this host, and web servers (remote.py)."""
+"""Where images come from: the policy for addresses, and the files of this host."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class AddressRefused(Exception):
 
 @dataclass(frozen=True)
 class EgressPolicy:
-    """The hosts that images may be fetched from; none at `control_endpoints` (etcd, placement).
+    """The hosts that images may be fetched from, but never etcd and placement.
 
     `sources` None allows what no general rule refuses. A proxy resolves names, so only their text is checked.
     """
@@ -48,7 +48,10 @@ class EgressPolicy:
     def resolve(self, host: str, port: int) -> list[Address]:
         """Resolve a host to connect to, and check each address unless it is the proxy's.
 
-        Raises AddressRefused; OSError for a name that cannot be resolved, ValueError for a malformed address.
+        Raises:
+            AddressRefused: an address is refused.
+            OSError: the name cannot be resolved.
+            ValueError: an address is malformed.
         """
         addresses = resolve_addresses(host)
         if self.proxy_url is None:
@@ -57,7 +60,7 @@ class EgressPolicy:
         return addresses
 
     def check_url(self, url: str) -> None:
-        """With a proxy, check the host's text or numeric address, because the proxy resolves names: AddressRefused."""
+        """Raise AddressRefused if there is a proxy, and it must not be asked for this host."""
         if self.proxy_url is None:
             return
         # The C library of the proxy would take 169.254.169.254. for an address, too.
@@ -77,7 +80,6 @@ class EgressPolicy:
                 self._check_address(host, port, address)
 
     def _check_address(self, host: str, port: int, address: Address) -> None:
-        """Raise AddressRefused if a rule or `image_sources:` refuses the address, or etcd or placement is there."""
         reason = image.find_address_refusal(host, address, self.sources)
         if reason is None and self._resolves_to_control(port, address):
             reason = CONTROL_PLANE
@@ -105,7 +107,7 @@ class EgressPolicy:
 
 
 def make_egress_policy(config: ComputeConfig) -> EgressPolicy:
-    """Make the policy of compute.yaml; deny etcd and placement to images."""
+    """Make the policy of compute.yaml, which denies etcd and placement to images."""
     endpoints = [urlsplit(f'//{url}') for url in config.etcd.endpoints] + [urlsplit(config.placement.endpoint)]
     control = tuple((endpoint.hostname or '', get_port(endpoint)) for endpoint in endpoints)
     sources = None if config.image_sources is None else parse_image_sources(config.image_sources)
@@ -118,27 +120,24 @@ def get_port(parts: SplitResult) -> int:
 
 
 class ServerUnavailable(BuildFailed):
-    """The server does not answer now, but may later; until then its cached image is used."""
+    """The server does not answer now, but may later, so its cached image is used until then."""
 
 
 @dataclass(frozen=True)
 class Version:
-    """A version of the image at a URL: its server's ETag, its date, and the length in bytes.
+    """A version of the image at a URL: its server's ETag, its date, and the length in bytes."""
 
-    '' and None mean unknown. `answered` is the URL after redirects, without its query, which may be a signature.
-    """
-
+    # '' and None mean unknown.
     etag: str = ''
     modified: str = ''
     length: int | None = None
+    # The URL after redirects, without its query, which may be a signature.
     answered: str = ''
 
     def is_same(self, other: Version) -> bool:
-        """Compare the ETags; without ETags compare date and length, if either is known.
-
-        ETags of two URLs, as of mirrors after redirects, cannot be compared (RFC 9110, 8.8.3). Then, and if only one
-        version has an ETag, date and length must be known and the same.
-        """
+        """Compare the ETags or, without them, date and length, if either is known."""
+        # ETags of two URLs, as of mirrors after redirects, cannot be compared (RFC 9110, 8.8.3). Then, and if only one
+        # version has an ETag, date and length must be known and the same.
         moved = bool(self.answered and other.answered) and self.answered != other.answered
         if self.etag and other.etag and (self.etag == other.etag or not moved):
             return self.etag == other.etag
@@ -167,7 +166,7 @@ class Stream:
 
 
 class LocalSource:
-    """An image of this host in `directory`, where file:// URLs may point; None refuses them."""
+    """An image of this host, which must lie below `directory`."""
 
     deadline = math.inf  # a file is read without waiting
 
@@ -176,7 +175,7 @@ class LocalSource:
         self._directory = directory
 
     def open(self) -> Stream:
-        """Open the image. BuildFailed if it is refused, missing or unreadable, as of the other methods."""
+        """Open the image, or raise BuildFailed if it is refused, missing or unreadable."""
         with self._translate_errors():
             path = self._resolve_path()
             if not path.is_file():
@@ -191,7 +190,7 @@ class LocalSource:
             return version.is_same(stream.version)
 
     def read_sums(self) -> str | None:
-        """Return the first MAX_SUMS_BYTES of SHA256SUMS beside the file; None if absent."""
+        """Return the start of SHA256SUMS beside the file, or None if there is none."""
         with self._translate_errors():
             path = self._resolve_path().with_name(SUMS_FILE)
             if not path.is_file():

@@ -1,4 +1,4 @@
-"""Build or remove one guest, step by step; a build that fails undoes its steps."""
+"""Build or remove one guest, step by step, and undo the steps of a build that fails."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ class Cancelled(Exception):
 
 @dataclass(frozen=True)
 class Build:
-    """A guest to build from the image at the URL `image`; all processes share the monotonic clock of `requested_at`."""
+    """A guest to build from the image at the URL `image`."""
 
     spec: GuestSpec
     image: str
+    # All processes share this monotonic clock.
     requested_at: float = field(default_factory=time.monotonic, compare=False)
 
     @property
@@ -44,7 +45,6 @@ class Step:
     compute: str
 
     def carry_out(self, hypervisor: Hypervisor) -> None:
-        """Run the operation; raises what the hypervisor raises."""
         raise NotImplementedError
 
 
@@ -52,7 +52,7 @@ class Destroy(Step):
     """Removes a guest's domain, disk, seed and console log, where they exist."""
 
     def carry_out(self, hypervisor: Hypervisor) -> None:
-        """Remove the domain, then its disk: a running guest may still write to its disk."""
+        # First the domain, because a running guest may still write to its disk.
         hypervisor.destroy(self.instance, self.compute)
         failpoint('domain-undefined')
         hypervisor.delete_disk(self.instance)
@@ -60,28 +60,28 @@ class Destroy(Step):
 
 
 class Resume(Step):
-    """Starts a guest whose domain is defined; no-op if it runs. BuildFailed if it is gone or cannot start."""
+    """Starts a guest whose domain is defined, unless it runs."""
 
     def carry_out(self, hypervisor: Hypervisor) -> None:
         hypervisor.start_existing(self.instance, self.compute)
 
 
 class Shutdown(Step):
-    """Asks a guest to shut down, without waiting for it; no-op if it is off."""
+    """Asks a guest to shut down, without waiting for it."""
 
     def carry_out(self, hypervisor: Hypervisor) -> None:
         hypervisor.shutdown(self.instance, self.compute)
 
 
 class SwitchOff(Step):
-    """Switches a guest off and waits for that; its domain stays defined and its disk is kept."""
+    """Switches a guest off, and keeps its domain and its disk."""
 
     def carry_out(self, hypervisor: Hypervisor) -> None:
         hypervisor.switch_off(self.instance, self.compute)
 
 
 class RemoveLeftovers(Step):
-    """Deletes the seed and console log of a guest whose domain and disk are gone; no-op if one has reappeared."""
+    """Deletes the seed and console log of a guest whose domain and disk are still gone."""
 
     def carry_out(self, hypervisor: Hypervisor) -> None:
         if self.instance not in hypervisor.list_guests():
@@ -104,11 +104,15 @@ def carry_out(
     report: Callable[[JobEvent], None],
     checkpoint: Callable[[], None],
 ) -> None:
-    """Run a job; a build returns once the domain runs, or undoes its steps and raises.
+    """Run a job, and undo the steps of a build that fails.
 
-    A build calls `checkpoint`, which may raise Cancelled to end it, before each step and while it waits for the image.
-    Raises BuildFailed (cannot be built), Conflict (a domain or volume of its name is not ecomp's, or is another
-    compute's) and EcompError (the hypervisor is unreachable, or the image could not be inspected).
+    A build returns once the domain runs. It calls `checkpoint`, which may raise Cancelled to end it, before each step
+    and while it waits for the image.
+
+    Raises:
+        BuildFailed: the guest cannot be built.
+        Conflict: a domain or volume of its name is not ecomp's, or is another compute's.
+        EcompError: the hypervisor is unreachable, or the image could not be inspected.
     """
     if isinstance(job, Step):
         job.carry_out(hypervisor)

@@ -1,8 +1,8 @@
 """Carry out the tasks of a compute's instances on libvirt, placement and etcd.
 
-Every write about an instance compares the revision of its request (rule: compared-revision). If it has changed, the
-next plan sees the new one. Every task can be repeated. A start or reboot is recorded before it is done.
-The module has more than 700 lines because the tasks share private steps, and so are methods of one class.
+Every write about an instance compares the revision of its request (rule: compared-revision). Every task can be
+repeated. A start or reboot is recorded before it is done. The module has more than 700 lines because the tasks share
+private steps, and so are methods of one class.
 """
 
 from __future__ import annotations
@@ -86,18 +86,18 @@ log = logging.getLogger(__name__)
 
 
 def wait_for_answer(future: Future[Consumer]) -> Consumer:
-    """Return placement's answer; an EcompError becomes Unreachable: the build is retried."""
+    """Return placement's answer, and raise each EcompError as Unreachable."""
     try:
         return future.result()
     except Unreachable:
         raise
-    except EcompError as error:
+    except EcompError as error:  # the build is retried
         raise Unreachable(str(error)) from error
 
 
 @dataclass(frozen=True)
 class ControlPlane:
-    """etcd and placement, as one compute uses them; `now` returns ISO 8601 times."""
+    """etcd and placement as one compute uses them, and a clock that returns ISO 8601 times."""
 
     compute: str
     store: Store
@@ -108,11 +108,12 @@ class ControlPlane:
 
 @dataclass(frozen=True)
 class HostServices:
-    """A host's hypervisor, workers, metadata, images; `ensure_metadata_server` runs every minute (default: none)."""
+    """A host's hypervisor, workers, metadata and images."""
 
     hypervisor: Hypervisor
     runner: Runner
     guest_data: GuestData
+    # Runs every minute.
     ensure_metadata_server: Callable[[], None] = lambda: None
     can_serve_metadata: Callable[[], bool] = lambda: False
     list_image_hashes: Callable[[], Collection[str]] = tuple
@@ -120,16 +121,15 @@ class HostServices:
 
 @dataclass(frozen=True)
 class GuestTemplate:
-    """The properties that all guests of this compute share; `hostname` is for a console's address.
-
-    Without `resize` a disk is as large as its image. `make_seed` returns the files of the NoCloud disk of the guest
-    with this MAC, or raises BuildFailed; None: guests get no such disk.
-    """
+    """The properties that all guests of this compute share."""
 
     virt_type: str
+    # Without it a disk is as large as its image.
     resize: bool
     networks: tuple[Attachment, ...]
+    # For a console's address.
     hostname: str
+    # Returns the files of the NoCloud disk of the guest with this MAC. None: guests get no such disk.
     make_seed: Callable[[str], Mapping[str, bytes]] | None = None
 
     def make_spec(self, compute: str, request: Request) -> GuestSpec:
@@ -148,7 +148,7 @@ class GuestTemplate:
 
 
 def load_user_data(store: Store, request: Request) -> Request:
-    """Return the request with its set's user-data, if any; BuildFailed if gone or malformed."""
+    """Return the request with the user-data that etcd keeps for it, if any."""
     if request.user_data_sha256 is None:
         return request
     entry = store.get(keys.user_data(request.user_data_sha256))
@@ -167,13 +167,11 @@ MAX_ATTEMPTS = 3
 
 @dataclass
 class Shutdowns:
-    """When guests were asked to shut down (monotonic, not stored); for the planning thread only.
+    """When guests were asked to shut down (monotonic), for the planning thread only."""
 
-    A guest is asked again every `retry_seconds`, because one that boots ignores the request, and switched off after
-    `grace_seconds`, which begin again after a restart of ecompute.
-    """
-
+    # The time until a guest is switched off. It begins again after a restart of ecompute.
     grace_seconds: float
+    # The time until a guest is asked again, because one that boots ignores the request.
     retry_seconds: float
     # When each guest was asked first and last.
     request_times: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -182,7 +180,7 @@ class Shutdowns:
         self.request_times[instance] = self.request_times.get(instance, (now,))[0], now
 
     def find_actions(self, now: float) -> dict[str, Kind | None]:
-        """Return the task that is due for each guest that was asked: SHUTDOWN again, SWITCH_OFF or none."""
+        """Return the task that is now due for each guest that was asked, or None."""
 
         def decide(first: float, last: float) -> Kind | None:
             if now >= first + self.grace_seconds:
@@ -207,7 +205,7 @@ def _get_power(request: Request) -> PowerAction:
 
 @dataclass
 class _Attempt:
-    """An attempt at a build: the record as last written, and whether a failure has to remove the guest."""
+    """A build in progress: the last record, and whether a failure has to remove the guest."""
 
     request: Request
     revision: int
@@ -220,9 +218,10 @@ MAX_RELEASE_TRIES = 5
 
 
 class Instances:
-    """The tasks of one compute; an instance is worked on by one thread at a time.
+    """The tasks for one compute's instances, where one thread at a time works on an instance.
 
-    Every task may raise Superseded (the request has changed: plan again), or EcompError or OSError (retry it later).
+    A task that raises Superseded has to be planned again, because the request has changed. A task that raises another
+    EcompError or an OSError has to be retried later.
     """
 
     def __init__(self, control: ControlPlane, host: HostServices, template: GuestTemplate, memory: Memory) -> None:
@@ -243,7 +242,7 @@ class Instances:
         self.on_release: Callable[[], None] = lambda: None
 
     def list_guests(self) -> Mapping[str, Guest]:
-        """List the guests, with a trouble if one runs and was refused metadata; delete refusals of unknown MACs."""
+        """List the guests of this host, with a trouble for a running one that was refused metadata."""
         guests, refusals = dict(self.hypervisor.list_guests()), self.guest_data.read_refusals()
         for instance, guest in [*guests.items()] if refusals else []:
             reasons = [refusals.pop(mac) for mac in list_macs(instance) if mac in refusals]
@@ -253,10 +252,10 @@ class Instances:
         return guests
 
     def build(self, request: Request, revision: int, guest: Guest | None) -> None:
-        """Build the guest once placement confirms its claim (rule: confirmed-claim), and record it as active.
+        """Build the guest once placement confirms its claim (rule: confirmed-claim).
 
-        A guest that may have run is adopted instead. A failure that is known, or the MAX_ATTEMPTS-th, ends the instance
-        in error without raising; only Unreachable is not counted. A cancelled build raises Superseded.
+        A guest that may have run is adopted instead. The instance ends in error after a failure with a known cause, or
+        after MAX_ATTEMPTS other failures. Unreachable is not counted. A cancelled build raises Superseded.
         """
         instance = request.instance
         stored = self.records.get(instance)
@@ -336,7 +335,7 @@ class Instances:
         log.info('instance %s is active', request.instance)
 
     def _end_attempt(self, attempt: _Attempt, error: EcompError | OSError) -> None:
-        """End the instance in error, unless the error may be temporary: a dead worker or an unknown failure."""
+        """End the instance in error, or raise the error if another attempt may succeed."""
         if isinstance(error, Unreachable):
             raise error  # retried without limit
         if isinstance(error, BuildFailed):
@@ -355,7 +354,7 @@ class Instances:
         self._fail(attempt.record, attempt.revision, failure, attempt.must_remove, attempt.request)
 
     def adopt(self, request: Request, revision: int) -> None:
-        """Adopt a domain, or end in error without the domain or its claim."""
+        """Adopt a domain, or end in error if it is gone or its claim differs from the request."""
         instance, record = request.instance, make_record(self.compute, request, self.now())
         guest = self.hypervisor.list_foreign(instance).get(instance)
         claimed = allocations.read_consumer(self.placement, instance).allocations
@@ -377,11 +376,7 @@ class Instances:
         log.info('instance %s is adopted, and %s', instance, record.state)
 
     def destroy(self, request: Request, revision: int) -> None:
-        """Remove the guest and all that belongs to it; its record stays for a day as `gone`.
-
-        An adopted guest is only released. A full etcd keeps no record.
-        Raises Unreadable if a newer ecomp wrote the record.
-        """
+        """Remove the guest and all that belongs to it, and keep its record for a day as `gone`."""
         instance = request.instance
         stored = self.records.get_to_end(instance)
         record = replace(stored or make_record(self.compute, request, self.now()), replaced_by=request.replaced_by)
@@ -397,20 +392,18 @@ class Instances:
         log.info('instance %s is gone', instance)
 
     def find_forgotten(self, instances: Collection[str]) -> dict[str, Request]:
-        """Return the last request of those that had not ended here, and whose destroy `host forget` completed.
-
-        Their record, which is kept for a day, says so (rule: tombstone-only). Raises Unreachable.
-        """
+        """Return the last requests of those guests here whose destroy `host forget` completed."""
         forgotten = {}
         for instance, entry in self.memory.get_entries().items():
             with suppress(Unreadable):
                 record = self.records.get(instance) if instance in instances else None
+                # The record, which is kept for a day, says so (rule: tombstone-only).
                 if record is not None and (record.state, record.fault) == (GONE, UNSEEN_END_FAULT):
                     forgotten[instance] = entry.request
         return forgotten
 
     def destroy_forgotten(self, instance: str) -> None:
-        """Remove a guest whose record is final, and all that belongs to it on this host; its record is not changed."""
+        """Remove a guest and all that belongs to it on this host, but keep its final record."""
         log.info('DESTROY INSTANCE %s: its destroy was accepted before this host was forgotten', instance)
         self._remove(instance, Destroy(instance, self.compute))
         self.records.forget(instance)
@@ -445,7 +438,7 @@ class Instances:
         self._fail(record, revision, Failure('scheduled', reason, ''))  # also removes a disk without a domain
 
     def end_without_request(self, instance: str, guest: Guest | None) -> None:
-        """End a cancelled build whose request was deleted; a built guest is kept, with a fault. Else no-op."""
+        """End a build whose request was deleted, but keep a built guest, with a fault."""
         record, remembered = self.records.get(instance), self.memory.get_entries().get(instance)
         last = record or (remembered.record if remembered else None)
         if last is None or last.state != BUILDING or self.store.get(keys.request(self.compute, instance)) is not None:
@@ -461,7 +454,7 @@ class Instances:
             self.memory.record_end(instance)
 
     def drop_request(self, instance: str, revision: int, reason: str) -> None:
-        """Delete a request that is not to be carried out, its claim and, unless in error, its name; log why."""
+        """Delete a request that is not carried out, with its claim and, unless it failed, its name."""
         record = self.records.get(instance)
         self.records.drop_request(
             instance, revision, record.name if record is not None and record.state == ERROR else None
@@ -470,7 +463,7 @@ class Instances:
         self._release_claim(instance)
 
     def end_vanished(self, instance: str, revision: int) -> None:
-        """End an instance as `gone` whose domain and disk were removed outside ecomp; remove leftovers and claim."""
+        """End an instance as `gone` whose domain and disk were removed outside ecomp."""
         record = self.records.get_existing(instance)
         self._remove(instance, None if record.is_adopted else RemoveLeftovers(instance, self.compute))
         fault = UNMARKED if record.is_adopted else DOMAIN_AND_DISK_GONE
@@ -478,7 +471,7 @@ class Instances:
         log.warning('instance %s is gone, outside ecomp: %s', instance, fault)
 
     def record_addresses(self, instance: str, revision: int, addresses: Mapping[str, Address]) -> None:
-        """Record these addresses by MAC; write the first interface's also at /booted, with stage `addressed`."""
+        """Record these addresses by MAC, and write that of the first interface at /booted."""
         record = self.records.get_existing(instance)
         interfaces = tuple(
             interface._replace(address=found.address, source=found.source)
@@ -498,7 +491,7 @@ class Instances:
             log.info('instance %s has address %s on %s', instance, interface.address or '(none yet)', interface.network)
 
     def record_ready(self, instance: str, revision: int) -> None:
-        """Record `addressed`, the first host keys, and `ready` or cloud-init's failure; OSError if unreadable."""
+        """Record the guest's host keys, and that it is ready or how its cloud-init failed."""
         previous, now = self.records.get_existing(instance), self.now()
         report = self.guest_data.read_report(instance)
         failure = report.failure
@@ -513,14 +506,14 @@ class Instances:
             log.warning('instance %s: its cloud-init failed at stage %s: %s', instance, failure.stage, failure.reason)
 
     def record_power(self, instance: str, revision: int, guest: Guest | None) -> None:
-        """Record whether a guest runs, and its fault or None. If it is off, remove its ready report."""
+        """Record whether a guest runs, and its fault."""
         record = self.records.write(
             self._make_observed_record(self.records.get_existing(instance), guest, MANUAL), revision
         )
         log.info('instance %s is %s%s', instance, record.state, f': {record.fault}' if record.fault else '')
 
     def start_after_reboot(self, instance: str, revision: int) -> None:
-        """Start a guest that ran when the host went down. A failure becomes its fault, or is raised by _resume()."""
+        """Start a guest that ran when the host went down, and record a failure as its fault."""
         record = self.records.get_existing(instance)
         log.info('START INSTANCE %s: it ran when the host went down', instance)
         # Its stop was not recorded. Attempts counted before that stop belong to an earlier start.
@@ -530,7 +523,7 @@ class Instances:
         self._start(record, revision, record.power, HOST_REBOOT, f'{START_FAILED} after the host was rebooted')
 
     def shut_down(self, request: Request, revision: int) -> None:
-        """Record SHUTDOWN_REQUESTED, then ask the guest to shut down. Raises Unreachable; another failure is logged."""
+        """Record SHUTDOWN_REQUESTED, then ask the guest to shut down."""
         if self._record_phase(request, revision, SHUTDOWN_REQUESTED):
             log.info('SHUT DOWN INSTANCE %s: its %s was requested', request.instance, _get_power(request).action)
         try:
@@ -541,20 +534,20 @@ class Instances:
             log.warning('instance %s: its guest cannot be asked to shut down: %s', request.instance, error)
 
     def switch_off(self, request: Request, revision: int) -> None:
-        """Record SHUTDOWN_REQUESTED, then switch the guest off; raise errors. The next plan finds it off."""
+        """Record SHUTDOWN_REQUESTED, then switch the guest off."""
         self._record_phase(request, revision, SHUTDOWN_REQUESTED)
         log.warning('SWITCH OFF INSTANCE %s: its guest did not shut down in time', request.instance)
         self._run_power_step(SwitchOff(request.instance, self.compute))
 
     def start(self, request: Request, revision: int) -> None:
-        """Record SHUT_OFF, then start the guest; a failure becomes its fault, or is raised by _resume()."""
+        """Record SHUT_OFF, then start the guest, and record a failure as its fault."""
         self._record_phase(request, revision, SHUT_OFF)
         power = _get_power(request)
         log.info('START INSTANCE %s: its %s was requested', request.instance, power.action)
         self._start(self.records.get_existing(request.instance), revision, power.id, power.action, START_FAILED)
 
     def record_power_done(self, request: Request, revision: int, guest: Guest | None) -> None:
-        """Record and remember the guest's state and its power action's id, so that the action is not repeated."""
+        """Record the guest's state and its power action's id, so that the action is not repeated."""
         power = _get_power(request)
         record = replace(
             self._make_observed_record(self.records.get_existing(request.instance), guest, power.action), power=power.id
@@ -566,7 +559,7 @@ class Instances:
     def _adopt(
         self, record: Record, revision: int, request: Request, guest: Guest, has_lost_record: bool, start_if_off: bool
     ) -> None:
-        """Record and remember a guest that exists; a lost record and a difference from its claim become faults."""
+        """Record and remember a guest that exists, with faults for a lost record and a wrong claim."""
         remembered = self.memory.get_entries().get(record.instance)
         if has_lost_record and request.power is not None:
             # The power action may have been done long ago: only our own memory can tell that it was not.
@@ -668,7 +661,7 @@ class Instances:
         retry_until_committed(attempt, Unreachable(f'instance {instance}: {reason}'), MAX_RELEASE_TRIES)
 
     def _record_phase(self, request: Request, revision: int, phase: str) -> bool:
-        """Record and remember an action's phase, 0 `attempts`, and stopped for SHUT_OFF; False if recorded before."""
+        """Record the phase of a power action, and return False if it was recorded before."""
         record, power = self.records.get_existing(request.instance), _get_power(request).format_phase(phase)
         is_new = record.power != power
         if is_new:
@@ -689,7 +682,7 @@ class Instances:
         self.records.write(record, revision)
 
     def _resume(self, record: Record, revision: int) -> str | None:
-        """Remove the ready report of an earlier boot and start the domain; return None or why it failed."""
+        """Start the domain, and return why that failed, or None."""
         # If this host was silent since the plan, another one may have the instance: no start without a look at etcd.
         self.records.check_request(record.instance, revision)
         self.guest_data.remove_report(record.instance)

@@ -27,7 +27,7 @@ ParsedRequest = Request | InvalidRequest
 
 
 class Kind(Enum):
-    """The tasks for an instance; the values appear in the log."""
+    """The kinds of tasks for an instance, whose values appear in the log."""
 
     BUILD = 'build'
     ADOPT = 'adopt'
@@ -57,26 +57,26 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Observations:
-    """The state of this host that a plan is based on, by instance; `addresses` has {MAC: address} if queried.
-
-    Domain and disk of the `vanished` were missing in two checks at least CONFIRMATION_SECONDS (host/claims.py) apart.
-    Those in `before_reboot` were here when the host went down, and are not handled yet. The cloud-init of the `ready`
-    has finished. `now` is ISO 8601, '' if unknown.
-    """
+    """The state of this host that a plan is based on, by instance."""
 
     guests: Mapping[str, Guest]
+    # {MAC: address} of those that were queried.
     addresses: Mapping[str, Mapping[str, Address]]
     shutdown_actions: Mapping[str, Kind | None]
+    # Their domain and disk were missing in two checks at least CONFIRMATION_SECONDS (host/claims.py) apart.
     vanished: Collection[str]
+    # They were here when the host went down, and are not handled yet.
     before_reboot: Collection[str]
+    # Their cloud-init has finished.
     ready: Collection[str]
+    # ISO 8601, '' if unknown.
     now: str
 
 
 def plan(
     parsed_requests: Mapping[str, ParsedRequest], records: Mapping[str, Record], observations: Observations
 ) -> list[Task]:
-    """Return the tasks to do now, in the order of `parsed_requests`: at most one for each instance."""
+    """Return the tasks to do now, at most one for each instance."""
     tasks = []
     for instance, parsed in parsed_requests.items():
         record, guest = records.get(instance), observations.guests.get(instance)
@@ -97,7 +97,7 @@ _OF_ADOPTED = {Kind.BUILD: Kind.ADOPT, Kind.START_AFTER_REBOOT: Kind.POWER}
 
 
 def _plan_end(parsed: ParsedRequest, record: Record | None) -> tuple[Kind, str] | None:
-    """Return the task (kind, reason) that ends an instance or its request; None if it lives."""
+    """Return the task that ends an instance or its request, or None if it lives."""
     if record is not None and record.state == GONE:
         return Kind.CLEAR, 'the instance is gone, and a uuid is never used twice'
     if isinstance(parsed, InvalidRequest):
@@ -112,7 +112,7 @@ def _plan_end(parsed: ParsedRequest, record: Record | None) -> tuple[Kind, str] 
 def _plan_power(
     power: PowerAction | None, record: Record, guest: Guest | None, shutdown_action: Kind | None
 ) -> tuple[Kind, str] | None:
-    """Return the next step of a requested power action; None if it is done, must wait or has no guest."""
+    """Return the next step of a requested power action, or None if there is none now."""
     if power is None or power.is_done(record.power) or guest is None:
         return None
     reason = f'its {power.action} was requested'
@@ -128,7 +128,7 @@ def _plan_power(
 
 
 def _plan_upkeep(instance: str, record: Record | None, observations: Observations) -> tuple[Kind, str] | None:
-    """Return the task that makes guest and record agree, power actions aside; None if they do."""
+    """Return the task that makes guest and record agree, power actions aside."""
     guest = observations.guests.get(instance)
     if record is None or record.state not in (ACTIVE, STOPPED):
         return Kind.BUILD, 'it was requested, but does not exist yet'
@@ -149,15 +149,13 @@ def _plan_upkeep(instance: str, record: Record | None, observations: Observation
 
 
 def has_new_address(record: Record, addresses: Mapping[str, Address], now: str = '') -> bool:
-    """Return whether there is an address to record: a new one, or the first since a boot.
-
-    The first one since a boot must be of the first interface, and its lease not older than the end of the boot before.
-    """
+    """Return whether there is an address to record: a new one, or the first since a boot."""
     if any(
         interface.mac in addresses and addresses[interface.mac].address != interface.address
         for interface in record.addresses
     ):
         return True
+    # The first address since a boot must be of the first interface, and its lease not older than the last stop.
     first_address = addresses.get(record.addresses[0].mac) if record.addresses else None
     if first_address is None or not _is_unaddressed(record):
         return False
@@ -194,7 +192,7 @@ OBSERVED_FAULTS = (DOMAIN_AND_DISK_GONE, DOMAIN_GONE, DISK_GONE, UNDEFINED, *TRO
 
 
 def find_fault(record: Record, guest: Guest | None) -> str | None:
-    """Return the fault to record for a guest that was active before; None if there is none."""
+    """Return the fault to record for a guest that was active before, if there is one."""
     observed = _find_observed_fault(record, guest)
     if observed is None and guest is not None and guest.running and (record.fault or '').startswith(START_FAILED):
         return None

@@ -1,12 +1,7 @@
 """Run jobs in worker processes (Workers), or in the calling thread (InlineRunner).
 
-A worker is spawned, never forked: libvirt does not survive a fork. It has its own libvirt connection, and none to etcd
-or placement. Messages to it: ('job', number, Job), ('cancel', number). From it: ('begun', number), ('waits', number)
-while another process works on the same instance, ('news', number, JobEvent), ('done', number), ('failed', number,
-exception).
-
-multiprocessing.Pool never reports a job whose worker was killed, so it is not used. Any thread submits jobs. Only the
-main thread, by tend(), starts, reads and reaps processes: a parent-death signal follows the thread that started them.
+Messages to a worker: ('job', number, Job), ('cancel', number). From it: ('begun', number), ('waits', number) while
+another process works on the same instance, ('news', number, JobEvent), ('done', number), ('failed', number, exception).
 """
 
 from __future__ import annotations
@@ -54,7 +49,7 @@ from ecomp.virt import Hypervisor
 
 
 class InlineRunner:
-    """Runs jobs in the calling thread, for the fake hypervisor; run() itself raises errors."""
+    """Runs jobs in the calling thread, for the fake hypervisor."""
 
     def __init__(self, hypervisor: Hypervisor, images: Images) -> None:
         self._hypervisor = hypervisor
@@ -63,7 +58,6 @@ class InlineRunner:
         self._cancelled: set[str | None] = set()
 
     def run(self, job: Job) -> Iterator[JobEvent]:
-        """Run the job to its end; return its events. Raises what the job raises."""
         news: list[JobEvent] = []
         try:
             carry_out(job, self._hypervisor, self._images, news.append, lambda: self._checkpoint(job.instance))
@@ -73,14 +67,12 @@ class InlineRunner:
         return iter(news)
 
     def cancel(self, instance: str | None) -> None:
-        """Cancel an instance's current or next build at its next step, or (None) all builds until allow_builds()."""
         self._cancelled.add(instance)
 
     def allow_builds(self) -> None:
         self._cancelled.discard(None)
 
     def tend(self, timeout: float) -> None:
-        """Wait for a wake-up, `timeout` seconds at most, and clear it."""
         wait([self.waker.reader], timeout)
         self.waker.clear()
 
@@ -107,7 +99,7 @@ class WorkerSettings:
 
 
 def main(pipe: Connection, settings: WorkerSettings) -> None:
-    """Run jobs on libvirt until the pipe is closed; sweep the image cache first."""
+    """Run a worker: execute jobs on libvirt until the pipe is closed."""
     prepare(settings)
     # Load slow modules before the first job, which would have to wait for them.
     from ecomp.virt.libvirt_host import Libvirt
@@ -124,7 +116,7 @@ def main(pipe: Connection, settings: WorkerSettings) -> None:
 
 
 def prepare(settings: WorkerSettings) -> None:
-    """Set up a worker: it dies with its parent, ignores SIGINT, SIGTERM and SIGHUP, and logs."""
+    """Make this worker die with its parent, ignore SIGINT, SIGTERM and SIGHUP, and log."""
     # Without this a worker continues its build after its parent was killed with SIGKILL, beside the next ecompute's.
     die_with_parent(settings.parent_pid)
     # A terminal signals its whole process group, but only the parent decides when to stop.
@@ -134,7 +126,7 @@ def prepare(settings: WorkerSettings) -> None:
 
 
 def run_jobs(pipe: Connection, hypervisor: Hypervisor, images: Images, locks: InstanceLocks) -> None:
-    """Run jobs until the pipe closes, STOPPING_STEPS in threads; drop other messages. Closes `hypervisor`."""
+    """Run jobs until the pipe closes, STOPPING_STEPS in threads, then close `hypervisor`."""
     desk = JobExecutor(pipe, hypervisor, images, locks)
     with ThreadPoolExecutor(MAX_CONCURRENT_STOPS, thread_name_prefix='ending') as threads:
         while True:
@@ -152,7 +144,7 @@ def run_jobs(pipe: Connection, hypervisor: Hypervisor, images: Images, locks: In
 
 
 class JobExecutor:
-    """Runs a worker's jobs and reports them through the pipe; several threads may share it."""
+    """Runs a worker's jobs, also in several threads, and reports them through the pipe."""
 
     def __init__(self, pipe: Connection, hypervisor: Hypervisor, images: Images, locks: InstanceLocks) -> None:
         self._pipe = pipe
@@ -162,11 +154,10 @@ class JobExecutor:
         self._sending = threading.Lock()
 
     def execute(self, number: int, job: Job) -> None:
-        """Run a job under its instance's lock; send its events and end, or its error. Log unexpected errors."""
+        """Run a job under its instance's lock, and send its events and its end or error."""
         has_reported = False
 
         def checkpoint() -> None:
-            """Raise Cancelled if a cancel of this job has come (EOFError: the pipe is closed); drop other messages."""
             # STOPPING_STEPS are not cancelled, and their threads must not read messages that are for other jobs.
             while not isinstance(job, STOPPING_STEPS) and self._pipe.poll():
                 message = self._pipe.recv()
@@ -174,7 +165,6 @@ class JobExecutor:
                     raise Cancelled
 
         def report_waiting() -> None:
-            """Send 'waits' at the first call, then call checkpoint()."""
             nonlocal has_reported
             if not has_reported:
                 has_reported = True
@@ -205,7 +195,8 @@ FIRST_DELAY_SECONDS = 0.1
 MAX_DELAY_SECONDS = 10.0
 # A build that has no image after this time counts as downloading it.
 DOWNLOAD_AFTER_SECONDS = 2.0
-# Workers beyond the pool's size, each to make up for one that downloads.
+# Workers beyond the pool's size, each to make up for one that downloads, so that slow image servers do not delay builds
+# whose image is here.
 MAX_EXTRA_WORKERS = 8
 # The main function of a worker process, which imports it itself because it is spawned.
 WorkerMain = Callable[[Connection, WorkerSettings], None]
@@ -213,7 +204,7 @@ WorkerMain = Callable[[Connection, WorkerSettings], None]
 
 @dataclass(eq=False)
 class _Ticket:
-    """A submitted job. `began_at`: when a worker began it (monotonic), inf before."""
+    """A submitted job, which a worker began at `began_at` (monotonic, inf before that)."""
 
     number: int
     job: Job
@@ -231,7 +222,7 @@ class _Ticket:
         return self.job.image if isinstance(self.job, Build) else None
 
     def iter_events(self) -> Iterator[JobEvent]:
-        """Yield the job's events until it is done, raise what it raised; skip progress if a newer event is queued."""
+        """Yield the job's events until it is done, and raise what it raised."""
         while True:
             kind, payload = self.events.get()
             if kind == 'news':
@@ -246,38 +237,35 @@ class _Ticket:
 
 @dataclass(eq=False)
 class _Worker:
-    """A worker process, our end of its pipe, and its jobs in flight by number; `started_at` is monotonic."""
+    """A worker process, our end of its pipe, and its jobs in flight by number."""
 
     process: SpawnProcess
     pipe: Connection
-    started_at: float
+    started_at: float  # monotonic
     is_stop_only: bool  # gets only STOPPING_STEPS
     outbox: queue.SimpleQueue[tuple[Any, ...] | None] = field(default_factory=queue.SimpleQueue)
     tickets: dict[int, _Ticket] = field(default_factory=dict)
 
     def send_all(self) -> None:
-        """Send the messages of `outbox`; at None close the pipe, which ends the worker.
-
-        Runs in its own thread: a frozen worker reads nothing, and a job may be larger than the pipe's buffer.
-        """
+        """Send the messages of `outbox`, and at None close the pipe, which ends the worker."""
         while (message := self.outbox.get()) is not None:
             with suppress(OSError):  # the worker has died: _reap() fails its jobs
                 self.pipe.send(message)
         self.pipe.close()
 
 
+# Not a multiprocessing.Pool, which never reports a job whose worker was killed.
 class Workers:
     """Worker processes: `size` for one job of any kind each, and one for STOPPING_STEPS.
 
-    The last one stops guests while the others download, up to MAX_CONCURRENT_STOPS concurrently because one may be
-    slow. Jobs start in order, STOPPING_STEPS first. Builds of an image that a worker is downloading wait for it and
-    share its outcome. While other jobs are queued, an extra worker makes up for each that downloads, so that slow image
-    servers do not delay builds whose image is here. `waker` interrupts tend(), also from a signal handler.
+    The last one stops guests while the others download. Jobs start in order, STOPPING_STEPS first. Builds of an image
+    that a worker is downloading wait for it and share its outcome. While other jobs are queued, an extra worker makes
+    up for each that downloads. `waker` interrupts tend(), also from a signal handler.
     """
 
     def __init__(self, size: int, settings: WorkerSettings, entry: WorkerMain = main) -> None:
-        """Start no process: the first tend() does."""
         self._entry = entry
+        # Spawned: libvirt does not survive a fork. A worker has its own libvirt connection, none to etcd or placement.
         self._context = multiprocessing.get_context('spawn')
         self._settings = settings
         self._size = size + 1
@@ -291,9 +279,9 @@ class Workers:
         self._cannot_start = self._cancels_builds = False
 
     def run(self, job: Job) -> Iterator[JobEvent]:
-        """Submit a job; return an iterator over its events, which raises what the job raised.
+        """Submit a job, and return an iterator over its events that raises what the job raised.
 
-        It skips outdated progress, and raises WorkerDied if the worker died or the pool stopped, Cancelled by cancel().
+        It also raises WorkerDied if the worker died or the pool stopped, and Cancelled after cancel().
         """
         with self._lock:
             ticket = _Ticket(next(self._numbers), job)
@@ -304,7 +292,7 @@ class Workers:
         return ticket.iter_events()
 
     def cancel(self, instance: str | None) -> None:
-        """Cancel an instance's build, now if queued, else at its next step; None: every build until allow_builds()."""
+        """Cancel an instance's build, or with None every build until allow_builds()."""
         with self._lock:
             self._cancels_builds |= instance is None
             for ticket in list(self._waiting):
@@ -321,7 +309,8 @@ class Workers:
         self._cancels_builds = False
 
     def tend(self, timeout: float) -> None:
-        """Start, feed, read and reap workers once; wait for a wake-up, message or death, `timeout` seconds at most."""
+        """Start, feed, read and reap workers once, waiting at most `timeout` seconds for an event."""
+        # Only the main thread calls this: a parent-death signal follows the thread that started the process.
         now = time.monotonic()
         self._assign_jobs()
         worker_count, grows_at = self._adjust_size(now)
@@ -345,10 +334,7 @@ class Workers:
         self._assign_jobs()
 
     def stop(self) -> None:
-        """Stop the workers and wait for their end; queued or unreported jobs fail with WorkerDied.
-
-        A build in flight is undone at its next checkpoint; other jobs in flight are finished.
-        """
+        """Stop the workers, and wait until they have finished jobs in flight and undone builds."""
         for worker in self._workers:
             worker.outbox.put(None)
         for process in [*self._dismissed, *(worker.process for worker in self._workers)]:
@@ -361,7 +347,7 @@ class Workers:
             ticket.events.put(('failed', WorkerDied('the pool of workers was stopped')))
 
     def _adjust_size(self, now: float) -> tuple[int, float]:
-        """Dismiss surplus idle workers; return the target size and when it may rise (monotonic), or inf."""
+        """Dismiss surplus idle workers, and return the target size and when (monotonic) it may grow."""
         with self._lock:
             # A job that has no image by these times counts as downloading it.
             in_flight = [ticket for worker in self._workers for ticket in worker.tickets.values()]
@@ -401,6 +387,7 @@ class Workers:
             target=self._entry, args=(child_end, self._settings), name='ecompute worker', daemon=True
         )
         worker = _Worker(process, parent_end, time.monotonic(), is_stop_only=False)
+        # In its own thread: a frozen worker reads nothing, and a job may be larger than the pipe's buffer.
         sender = threading.Thread(target=worker.send_all, name='to a worker', daemon=True)
         try:
             sender.start()
@@ -424,6 +411,7 @@ class Workers:
     def _assign_jobs(self) -> None:
         with self._lock:
             for worker in self._workers:
+                # Several stops run concurrently, because one may be slow.
                 room = MAX_CONCURRENT_STOPS if worker.is_stop_only else 1
                 while len(worker.tickets) < room and (ticket := self._find_next(worker)) is not None:
                     self._waiting.remove(ticket)
@@ -439,7 +427,6 @@ class Workers:
         return next((ticket for ticket in self._waiting if ticket.image not in in_flight), None)
 
     def _receive(self, worker: _Worker) -> None:
-        """Read the pending messages, update tickets, pass on all but 'begun' and 'waits'; return at a broken pipe."""
         try:
             while worker.pipe.poll():
                 kind, number, *rest = worker.pipe.recv()
@@ -460,7 +447,7 @@ class Workers:
             return  # its sentinel reports its death, too
 
     def _share_download(self, ticket: _Ticket, kind: str, payload: object) -> None:
-        """Pass a download's progress or failure to queued builds of its image; dequeue failed ones. Needs the lock."""
+        """Pass a download's progress or failure on to queued builds of its image, under the lock."""
         failed = kind == 'failed' and isinstance(payload, BuildFailed) and payload.stage == 'image'
         if ticket.image_in_flight is None or not (failed or isinstance(payload, Progress)):
             return

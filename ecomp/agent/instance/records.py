@@ -1,8 +1,4 @@
-"""The records of a compute's instances, written while their request is unchanged (rule: compared-revision).
-
-After etcd was restored the records are republished, because this compute's memory is newer and no other process writes
-its records. Only a tombstone in etcd takes precedence.
-"""
+"""The records of a compute's instances, and how they are republished to a restored etcd."""
 
 from __future__ import annotations
 
@@ -50,8 +46,8 @@ class RecordEntry(NamedTuple):
 class Records:
     """The records of one compute's instances, as last read or written.
 
-    Every write may raise Superseded and Unreachable, after which the record is read again. Records below other computes
-    are never read: a record is trusted only for the compute that its key names.
+    A record is written only while its request is unchanged (rule: compared-revision). Every write may raise Superseded
+    or Unreachable, after which the record is read again. To read a malformed record raises Unreadable.
     """
 
     def __init__(self, compute: str, store: Store, memory: Memory) -> None:
@@ -61,7 +57,7 @@ class Records:
         self._cache: dict[str, RecordEntry] = {}
 
     def get(self, instance: str) -> Record | None:
-        """Return the record, cached or read; None if absent. Unreadable if malformed."""
+        """Return the record, cached or read, or None if there is none."""
         cached = self._cache.get(instance, RecordEntry())
         if cached.record is None:
             cached = self._read(instance)
@@ -71,13 +67,13 @@ class Records:
         return cached.record
 
     def get_existing(self, instance: str) -> Record:
-        """Return the record of an instance that was planned with one; Superseded if it is gone."""
+        """Return the record of an instance that was planned with one, or raise Superseded."""
         if (record := self.get(instance)) is None:
             raise Superseded
         return record
 
     def get_to_end(self, instance: str) -> Record | None:
-        """Do as get(); but log a malformed record and return None: the end overwrites it. Unreadable if it is newer."""
+        """Do as get(), but return None for a malformed record, which the end overwrites."""
         try:
             return self.get(instance)
         except Unreadable as error:
@@ -92,10 +88,7 @@ class Records:
         self._cache.pop(instance, None)
 
     def recheck(self, parsed_requests: Mapping[str, Request | InvalidRequest]) -> list[str]:
-        """Forget and return cached instances in `parsed_requests` whose record another process changed.
-
-        An unchanged active or stopped one is saved in the state directory if it could not be saved there before.
-        """
+        """Forget and return the cached instances whose records other processes changed."""
         to_check = {
             instance: cached for instance in parsed_requests if (cached := self._cache.get(instance)) is not None
         }
@@ -115,6 +108,7 @@ class Records:
                 changed.append(instance)
         for instance in changed:
             self.forget(instance)
+        # The others are saved in the state directory if they could not be saved there before.
         for instance in to_check.keys() - set(changed):
             parsed, record = parsed_requests[instance], to_check[instance].record
             if not isinstance(parsed, Request) or parsed.is_tombstone:
@@ -124,10 +118,12 @@ class Records:
         return changed
 
     def write(self, record: Record, revision: int, extra: Collection[Put | Delete] = ()) -> Record:
-        """Put the record, with `extra` in one transaction, if the request is at `revision`; return it.
+        """Put the record, with `extra` in one transaction, while the request is at `revision`.
 
-        A `revision` of 0 means that there is no request. Superseded if request or record has changed. An active,
-        stopped or destroying instance is remembered.
+        A `revision` of 0 means that there is no request.
+
+        Raises:
+            Superseded: the request or the record has changed.
         """
         instance = record.instance
         unchanged = self._make_condition(instance)
@@ -140,15 +136,13 @@ class Records:
         return record
 
     def check_request(self, instance: str, revision: int) -> None:
-        """Raise Superseded unless the request is at `revision` now; Unreachable also while the presence key is lost."""
+        """Raise Superseded unless the request is at `revision` now."""
         self._commit(instance, revision, lambda host: self._store.commit([host], []))
 
     def remove_stale_address(self, instance: str, revision: int, is_here: bool) -> None:
-        """Delete the address at /booted of an instance without a record: its end would not delete the address.
-
-        With `is_here` False (it cannot have been built here) the address is deleted only if this compute remembers one.
-        It stays if another compute has a request for the instance. A running guest's address is written again later.
-        """
+        """Delete the address at /booted of an instance without a record, if it may have one."""
+        # The end of an instance without a record does not delete it. Unless `is_here`, it was not built here, so
+        # only an address that this compute remembers is deleted. The address of a running guest is written again later.
         remembered = self._memory.get_entries().get(instance)
         may_have_address = is_here or (remembered is not None and 'addressed' in remembered.record.stages)
         if may_have_address and not self._find_other_request(instance):
@@ -156,11 +150,10 @@ class Records:
             self._commit(instance, revision, lambda host: self._store.commit([host], [booted]))
 
     def end(self, record: Record, revision: int) -> None:
-        """Write the last record, on a lease, and release the instance's keys in one transaction; the end is remembered.
+        """Write the last record, and release the instance's keys, in one transaction.
 
-        The name of an instance in error moves to the record's lease. If another compute has a request for it, name,
-        group and quota stay for that request. If etcd is full, an instance in error raises NoSpace; any other one ends
-        without a record, and the audit releases its group and quota.
+        The record is on a lease, to which the name of an instance in error moves. If another compute has a request for
+        such an instance, name, group and quota stay for that request.
         """
         instance = record.instance
         removed = [keys.request(self._compute, instance)]
@@ -195,7 +188,7 @@ class Records:
         self._memory.record_end(instance)
 
     def drop_request(self, instance: str, revision: int, kept_name: str | None) -> None:
-        """Delete an ended instance's request, and the name in it unless `kept_name`; Superseded if it changed."""
+        """Delete an ended instance's request, and the name in it unless it is `kept_name`."""
         key = keys.request(self._compute, instance)
         entry = self._store.get(key)
         name = get_holdings(parse_request(self._compute, key, entry.value)).name if entry is not None else None
@@ -207,7 +200,6 @@ class Records:
         self._commit(instance, revision, lambda host: self._store.commit([host, *conditions], operations))
 
     def _commit(self, instance: str, revision: int, commit: Callable[[Unchanged], int | None]) -> int:
-        """Commit if the request is at `revision`; return the new revision or raise Superseded."""
         try:
             written = commit(Unchanged(keys.request(self._compute, instance), revision))
         except UnknownOutcome:
@@ -222,6 +214,7 @@ class Records:
         return keys.record(self._compute, instance)
 
     def _read(self, instance: str) -> RecordEntry:
+        # Never below another compute: a record is trusted only for the compute that its key names.
         key = self._get_key(instance)
         if (entry := self._store.get(key)) is None:
             return RecordEntry()
@@ -241,7 +234,7 @@ class Records:
 
 
 def observe_stages(previous: Record | None, record: Record) -> None:
-    """Count the time from each stage to the next one, for stages that `previous` has not; no-op for None."""
+    """Count the times from stage to stage, for the stages that `previous` does not have."""
     times = [(stage, record.stages[stage]) for stage in records.STAGES if stage in record.stages]
     for (_, begin), (stage, end) in pairwise(times):
         if previous is not None and stage not in previous.stages:
@@ -251,7 +244,7 @@ def observe_stages(previous: Record | None, record: Record) -> None:
 
 
 def get_revision(entry: Entry | None) -> int:
-    """Return the revision of the entry; 0 for None."""
+    """Return the revision of the entry, or 0 for None."""
     return entry.revision if entry is not None else 0
 
 
@@ -268,20 +261,21 @@ CLAIMED_ELSEWHERE = (
 
 @dataclass(frozen=True)
 class EtcdView:
-    """etcd's data of an instance. `was_destroyed`: it was destroyed while it waited in a queue."""
+    """etcd's data of an instance, and whether it was destroyed while it waited in a queue."""
 
     request: Request | InvalidRequest | None = None
     record: Record | None = None
     was_destroyed: bool = False
 
     def is_finished(self, compute: str) -> bool:
-        """Return whether the record is of an end, written after what is remembered, or is another compute's."""
+        """Return whether the record is an instance's last one, or another compute's."""
+        # An end in etcd was written after what is remembered.
         return self.record is not None and (self.record.compute != compute or self.record.state in END_STATES)
 
 
 @dataclass(frozen=True)
 class Publish:
-    """The decision to claim for `claim` (None: no claim), then to write record and `request` (None: unchanged)."""
+    """The decision to claim for `claim`, if any, then to write the record and `request`, if any."""
 
     request: Request | None
     record: Record
@@ -296,10 +290,7 @@ class Drop:
 def decide_republish(
     compute: str, remembered: MemoryEntry, has_domain_or_disk: bool, etcd_view: EtcdView
 ) -> Publish | Drop | None:
-    """Decide what to republish of an instance that had not ended; None for nothing. Pure.
-
-    Another request is published only if etcd has none, or if the remembered power action differs.
-    """
+    """Decide what to republish of an instance that had not ended, or None for nothing."""
     present = etcd_view.request
     if etcd_view.is_finished(compute) or isinstance(present, InvalidRequest) or (present and present.is_tombstone):
         return None
@@ -318,7 +309,7 @@ def decide_republish(
 
 
 def make_end_record(compute: str, etcd_view: EtcdView, now: str) -> Record | None:
-    """Make the record of an instance that ended here, if etcd has its request and not its end; else None. Pure."""
+    """Make the last record of an instance that ended here, if etcd has its request but no end."""
     if not isinstance(etcd_view.request, Request) or etcd_view.request.is_tombstone or etcd_view.is_finished(compute):
         return None
     record = etcd_view.record or records.make_record(compute, etcd_view.request, now)
@@ -328,12 +319,12 @@ def make_end_record(compute: str, etcd_view: EtcdView, now: str) -> Record | Non
 def republish(
     compute: str, store: Store, placement: Placement, memory: Memory, local_instances: Collection[str], now: str
 ) -> None:
-    """Write every instance that this compute remembers to a new etcd; end the ended ones again. Idempotent.
+    """Write all remembered instances to a new etcd, and end the ended ones again.
 
-    `local_instances` have a domain or a disk on this host. Skipped are Unreadable records (logged) and instances
-    claimed on another compute (logged if here). For a Drop the end is remembered. Unreachable, also after MAX_TRIES
-    conflicts, or other EcompErrors may leave a part written.
+    `local_instances` have a domain or a disk on this host. An instance is skipped if its record is unreadable, or if it
+    is claimed on another compute. After an error, which may leave a part written, the call can be repeated.
     """
+    # This compute's memory is newer than a restored etcd, and no other process writes its records.
     published = 0
     queued = _list_queued(store)
     for instance, remembered in memory.get_entries().items():
@@ -373,16 +364,15 @@ def republish(
 
 
 def _end_again(compute: str, store: Store, instance: str, queued: Collection[Entry], now: str) -> None:
-    """End an instance again if an older etcd requests or queues it; Unreachable after MAX_TRIES conflicts."""
+    """End an instance again if an older etcd requests or queues it."""
 
     def attempt() -> bool | None:
-        """Return whether it was requested here, once it is ended; None on a conflict."""
         state = _EtcdState(compute, store, instance)
         last_record = make_end_record(compute, state.view, now)
         removed = [state.request_key, state.booted_key]
         is_ended = last_record is None or bool(ends.write_final_record(store, last_record, state.unchanged, removed))
         is_ended = is_ended and all(_end_queued(compute, store, entry.key, now) for entry in queued)
-        return last_record is not None if is_ended else None
+        return last_record is not None if is_ended else None  # None: a conflict
 
     was_asked_for = retry_until_committed(attempt, _make_conflict_error(instance), MAX_TRIES)
     if was_asked_for or queued:
@@ -390,7 +380,7 @@ def _end_again(compute: str, store: Store, instance: str, queued: Collection[Ent
 
 
 def _end_queued(compute: str, store: Store, key: str, now: str) -> bool:
-    """End an instance that an older etcd queues; False on a conflict, True if gone or malformed."""
+    """End an instance that an older etcd queues, and return False on a conflict."""
     entry = store.get(key)
     waiting = parse_queue_entry(key, entry.value) if entry is not None else None
     if entry is None or not isinstance(waiting, QueueEntry):
@@ -409,7 +399,7 @@ def _end_queued(compute: str, store: Store, key: str, now: str) -> bool:
 
 
 class _EtcdState:
-    """The keys of one instance as read, while `unchanged` hold. Unreadable for a malformed or newer record."""
+    """The keys of one instance as read, and the conditions under which they are still the same."""
 
     def __init__(self, compute: str, store: Store, instance: str) -> None:
         self.store = store
@@ -436,7 +426,7 @@ def _list_queued(store: Store) -> Mapping[str, Sequence[Entry]]:
 
 
 def _publish(state: _EtcdState, step: Publish, placement: Placement, queued: Collection[Entry]) -> bool:
-    """Carry out `step`, recording faults of claim and name; a new request deletes `queued`. False: to be repeated."""
+    """Carry out `step`, and return False if it lost a race and must be repeated."""
     record = step.record
     if step.claim is not None:
         fault = _ensure_claim(placement, step.claim)
@@ -472,7 +462,7 @@ def _publish(state: _EtcdState, step: Publish, placement: Placement, queued: Col
 
 
 def _restore_shared(store: Store, record: Record, request: Request | None, is_uncharged: bool) -> Change:
-    """Return the changes of group and quota; a malformed one is left to the audit."""
+    """Return the changes that restore group and quota, unless they are malformed."""
     changes: list[Change] = []
     if request is not None and not request.is_tombstone:
         with suppress(Unreadable):
@@ -485,7 +475,7 @@ def _restore_shared(store: Store, record: Record, request: Request | None, is_un
 
 
 def _ensure_claim(placement: Placement, request: Request) -> str:
-    """Claim for the request if its instance holds nothing; return '' or the fault to record. Raises Unreachable."""
+    """Claim for a request whose instance holds nothing, and return the fault to record, or ''."""
 
     def attempt() -> str:
         consumer = allocations.read_consumer(placement, request.instance)
