@@ -1,7 +1,4 @@
-"""etcd reads, transactions, leases and watches; which computes and attempts are alive.
-
-Every call has a timeout and needs a member with a leader: a member that is cut off answers with stale data for ever.
-"""
+"""A client of etcd: reads, transactions, leases and watches."""
 
 from __future__ import annotations
 
@@ -41,11 +38,11 @@ __all__ = ['Delete', 'Exists', 'Put', 'Touch', 'Unchanged']
 
 
 class Guard:
-    """Refuses an etcd that is not the one this process knew (rule: familiar-etcd); connections share it.
+    """Refuses an etcd that is not the one this process knew (rule: familiar-etcd).
 
-    A linearizable reply is compared with the state known before its request. After a refusal check_reply() and
-    raise_if_refused() always raise StrangeEtcd. `on_change` gets each new state with an identity. It is called from any
-    thread and must be quick.
+    Connections share it. A linearizable reply is compared with the state known before its request. After a refusal
+    check_reply() and raise_if_refused() always raise StrangeEtcd. `on_change` gets each new state with an identity.
+    It is called from any thread and must be quick.
     """
 
     def __init__(self, known_cluster: KnownCluster, on_change: Callable[[KnownCluster], None]) -> None:
@@ -57,7 +54,7 @@ class Guard:
         self._refusal_listeners: list[Callable[[str], None]] = []
 
     def add_refusal_listener(self, callback: Callable[[str], None]) -> None:
-        """Call `callback(reason)` once, from any thread: when etcd is refused, or now if it already is."""
+        """Call `callback(reason)` once etcd is refused, from any thread, or now if it already is."""
         with self._lock:
             self._refusal_listeners.append(callback)
             strange = self._refusal
@@ -65,12 +62,11 @@ class Guard:
             callback(strange)
 
     def raise_if_refused(self) -> None:
-        """Raise StrangeEtcd if this etcd was refused before."""
         if self._refusal:
             raise StrangeEtcd(self._refusal)
 
     def check_reply(self, cluster_before: KnownCluster, header: Header, endpoints: str) -> None:
-        """Learn from a linearizable reply; StrangeEtcd if it or an earlier one is foreign."""
+        """Learn from a linearizable reply, or refuse its etcd as a foreign one."""
         self.raise_if_refused()
         reason = cluster.explain_header_mismatch(cluster_before, header)
         if reason is not None:
@@ -79,7 +75,7 @@ class Guard:
             self._learn(self.known_cluster.with_header(header))
 
     def observe(self, cluster_before: KnownCluster, header: Header) -> bool:
-        """Learn cluster and revision of a member that may lag; return False, refusing nothing, if foreign or older."""
+        """Learn from a member that may lag, or return False if its reply is foreign or older."""
         if cluster.explain_header_mismatch(cluster_before, header) is not None:
             return False
         # The term is the member's own: after standing for election it may be above the leader's, in the same etcd.
@@ -88,13 +84,13 @@ class Guard:
         return True
 
     def check_identity(self, value: bytes | None, endpoints: str) -> None:
-        """Raise StrangeEtcd, now and later, unless `value` of /cluster (None: no key) is the known identity."""
+        """Refuse this etcd unless `value`, which /cluster has, is the known identity."""
         reason = cluster.explain_identity_mismatch(self.known_cluster, value)
         if reason is not None:
             self._refuse(endpoints, reason)
 
     def adopt(self, value: bytes, endpoints: str) -> None:
-        """Remember the identity in the value of /cluster, which on_change() gets; EcompError if it is malformed."""
+        """Accept the identity in this value of /cluster as the one that is known from now on."""
         try:
             identity = decode(cluster.ClusterIdentity, value).identity
         except ValueError as error:
@@ -126,7 +122,6 @@ class Guard:
 
 
 def describe_user() -> str:
-    """Return user@host of this process."""
     return f'{os.environ.get("USER") or os.getuid()}@{socket.gethostname()}'
 
 
@@ -151,30 +146,28 @@ MAX_TRANSACTION_OPERATIONS = 128
 
 @dataclass(frozen=True)
 class Entry:
-    """A key: `revision` wrote it last, `created` created it (not compared); `lease` is 0 for none.
+    """A key, which was created at the revision `created` and last written at `revision`.
 
-    `dropped` is the size in bytes of a value that a follower does not keep; `value` is empty then.
+    `dropped` is the size in bytes of a value that a follower does not keep. `value` is then empty.
     """
 
     key: str
     value: bytes
     revision: int
-    lease: int = 0
+    lease: int = 0  # 0 for none
     dropped: int = 0
     created: int = field(default=0, compare=False)
 
 
 class Snapshot(NamedTuple):
-    """All keys under a prefix at one revision."""
-
     revision: int
     entries: Mapping[str, Entry] = {}
 
 
 class Fence(NamedTuple):
-    """A condition that a store adds to each commit: its owner still holds its key (rule: single-owner).
+    """A condition of each commit: the store's owner still holds its key (rule: single-owner).
 
-    `on_broken` is called, from any thread, when a commit fails because the fence does not hold; it must be quick. A
+    `on_broken` is called, from any thread, when a commit fails because the fence does not hold. It must be quick. A
     commit that only deletes compares `delete_condition`, if any: a full etcd accepts deletes, but no put of the key.
     """
 
@@ -183,7 +176,6 @@ class Fence(NamedTuple):
     delete_condition: Unchanged | None = None
 
     def select_condition(self, operations: Sequence[Put | Delete]) -> Unchanged:
-        """Return `delete_condition`, if any, for deletes alone; else `condition`."""
         if self.delete_condition is not None and all(isinstance(operation, Delete) for operation in operations):
             return self.delete_condition
         return self.condition
@@ -197,7 +189,7 @@ class Settlement(NamedTuple):
     same keys, so that one of its two transactions is refused.
     `find_commit` is asked about a transaction whose writes were replaced or removed, or that was refused. From its keys
     as they are now it returns the revision of the commit, or None.
-    `doubt` says, in an error, what is unknown; '' if the caller says it.
+    `doubt` says, in an error, what is unknown, unless the caller says it.
     """
 
     fence: Delete | Touch | None = None
@@ -208,8 +200,8 @@ class Settlement(NamedTuple):
 class Evidence(NamedTuple):
     """What the keys of a transaction prove, read after it was sent.
 
-    `revision` committed it; 0 if that is not proved. `is_refuted`: it had not been committed when the keys were read.
-    `can_land`: it may be committed later. `has_changed`: a condition that it would make false is false.
+    `revision` committed it, or is 0 if that is not proved. `is_refuted`: it had not been committed when the keys were
+    read. `can_land`: it may be committed later. `has_changed`: a condition that it would make false is false.
     """
 
     revision: int
@@ -226,7 +218,7 @@ class Evidence(NamedTuple):
 def find_evidence(
     conditions: Sequence[Unchanged | Exists], operations: Sequence[Put | Delete], entries: Mapping[str, Entry]
 ) -> Evidence:
-    """Return what the entries of a transaction's keys, all read at one revision, prove about it."""
+    """Return what the keys of a transaction, all read at one revision, prove about it."""
     revisions = {key: entry.revision for key, entry in entries.items()}
 
     def is_met(condition: Unchanged | Exists) -> bool:
@@ -254,19 +246,21 @@ def find_evidence(
 
 
 class Store:
-    """One process's client of etcd. Create it after a fork or spawn, never carry it over one.
+    """One process's client of etcd, to be created after a fork, and never carried over one.
 
     Each call has the config's timeout. A read is repeated at other endpoints, a transaction only if it did not arrive.
-    Raises Unreachable (also NoSpace) if nothing was changed, StrangeEtcd even after a write that was carried out,
-    UnknownOutcome if a transaction's answer was lost or inconclusive (read back before anything else), Denied if a role
-    of etcd forbids the call, and EcompError if etcd refused it otherwise.
+
+    Raises:
+        Unreachable: nothing was changed. NoSpace is one of these errors.
+        UnknownOutcome: a transaction's answer was lost or inconclusive. Read back before anything else.
+        StrangeEtcd: this is another etcd, perhaps after a write that was carried out.
+        Denied: a role of etcd forbids the call.
     """
 
     # Consulted if several computes have a request for one instance; None: the oldest request counts.
     claims: ConsumerLookup | None = None
 
     def __init__(self, config: EtcdConfig, guard: Guard | None = None) -> None:
-        """Begin to connect; raise UsageError if a certificate cannot be read."""
         self._config = config
         self._connection = Connection(config)
         self.endpoints = self._connection.endpoints
@@ -283,7 +277,7 @@ class Store:
         return str(names.get('commonName') or describe_user())
 
     def make_stamp(self) -> dict[str, str]:
-        """Return the fields with which `events` dates a value that a user's command writes, and tells its writer."""
+        """Return the fields that tell when and by whom a user's command wrote a value."""
         return {WRITTEN_AT: format_time(datetime.now(UTC)), WRITTEN_BY: self.writer}
 
     def get(self, key: str) -> Entry | None:
@@ -292,7 +286,7 @@ class Store:
         return parse_entry(reply.kvs[0]) if reply.kvs else None
 
     def read(self, requested_keys: Sequence[str]) -> dict[str, Entry]:
-        """Return {key: Entry} of the keys that exist, all at one revision, in as many transactions as necessary."""
+        """Return {key: Entry} of those keys that exist, all read at one revision."""
         entries_by_key: dict[str, Entry] = {}
         start, count, revision = 0, MAX_TRANSACTION_OPERATIONS, 0
         while start < len(requested_keys):
@@ -314,7 +308,7 @@ class Store:
     def snapshot(
         self, prefix: str, keys_only: bool = False, transform: Callable[[Entry], Entry | None] = lambda entry: entry
     ) -> Snapshot:
-        """Read a prefix at one revision, in pages; `transform` maps an entry to the one to keep, or None to drop it."""
+        """Read a prefix at one revision, keeping what `transform` returns unless that is None."""
         start = encode_key(prefix)
         end = get_prefix_range_end(start)
         entries: dict[str, Entry] = {}
@@ -328,7 +322,7 @@ class Store:
         return Snapshot(revision, entries)
 
     def sample(self, prefix: str, start: str, limit: int) -> tuple[list[Entry], int]:
-        """Return up to `limit` entries of a prefix from key `start` on, wrapping around, and the number of its keys."""
+        """Sample `limit` entries of a prefix from `start` on, wrapping around, and count its keys."""
         begin, middle = encode_key(prefix), encode_key(start)
         ranges = [messages.Range(middle, get_prefix_range_end(begin), limit), messages.Range(begin, middle, limit)]
         reply = self._read(messages.Transaction(success=ranges), about=(prefix,))
@@ -337,8 +331,8 @@ class Store:
         return entries[:limit], sum(int(result.count) for result in results)
 
     def read_version(self) -> str:
-        """Return the version of the member that answers, such as `3.4.23`; it needs no role."""
-        # https://etcd.io/docs/v3.4/dev-guide/api_reference_v3/ (Maintenance.Status)
+        """Return the version of the member that answers, such as `3.4.23`."""
+        # https://etcd.io/docs/v3.4/dev-guide/api_reference_v3/ (Maintenance.Status), which needs no role
         return str(self._read(messages.Status(), linearizable=False).version)
 
     def count(self, prefix: str) -> int:
@@ -366,12 +360,15 @@ class Store:
         settlement: Settlement | None = None,
         use_fence: bool = True,
     ) -> int | None:
-        """Carry out all operations if all conditions hold; return the new revision, else None.
+        """Carry out all operations if all conditions hold, and return the new revision, else None.
 
-        If the fence does not hold, its on_broken() is called, and the transaction is repeated once the store has a new
-        fence; Unreachable if there is none within FENCE_RENEWAL_SECONDS. After a lost answer the keys are read, see
-        find_evidence(), and `settlement` decides what they do not prove. Raises UnknownOutcome if that remains unknown.
+        If the fence does not hold, its on_broken() is called, and the transaction is repeated with the next fence.
+        After a lost answer the keys are read, see find_evidence(), and `settlement` decides what they do not prove.
         https://etcd.io/docs/v3.4/learning/api/#transaction
+
+        Raises:
+            Unreachable: the fence does not hold, and there is no new one within FENCE_RENEWAL_SECONDS.
+            UnknownOutcome: it remains unknown what became of the transaction.
         """
         deadline = 0.0
         while True:
@@ -397,7 +394,6 @@ class Store:
             self._await_fence(fence, fencing[0].key, deadline)
 
     def _await_fence(self, broken: Fence, key: str, deadline: float) -> None:
-        """Report that a fence does not hold, and wait for the next one; Unreachable if there is none at `deadline`."""
         broken.on_broken()
         # After an outage longer than the lease, all commits wait here until the key is put again.
         while self.fence is broken and time.monotonic() < deadline:
@@ -413,7 +409,7 @@ class Store:
         settlement: Settlement | None,
         error: UnknownOutcome | NoSpace,
     ) -> int | None:
-        """Find out whether a transaction was committed whose answer was lost, or which a full etcd refused."""
+        """Find out what became of a transaction without an answer, or refused by a full etcd."""
         # etcd checks its space before it proposes a write and when it applies it. The second time it reports NoSpace
         # and writes nevertheless, as for all writes in flight then. https://github.com/etcd-io/etcd/issues/16659
         doubt = settlement.doubt if settlement else f'{operations[0].key} was changed'
@@ -448,7 +444,7 @@ class Store:
         raise unknown from error
 
     def _is_fenced_off(self, condition: Unchanged, fence: Delete | Touch, operations: Sequence[Put | Delete]) -> bool:
-        """Carry out `fence`, and return whether this proves that a transaction of `operations` was not committed."""
+        """Carry out `fence`, and return whether that proves that `operations` were not committed."""
         # Without an answer to this, too, the next read shows whether the key has changed.
         with suppress(EcompError):
             request = messages.Transaction([condition], [fence])
@@ -457,23 +453,23 @@ class Store:
         return False
 
     def grant(self, seconds: int) -> int:
-        """Return a new lease of `seconds`. An unused one expires, so a lost answer does no harm."""
+        # An unused lease expires, so a lost answer does no harm.
         return int(self._read(messages.Grant(seconds)).ID)
 
     def keep_alive(self, lease: int) -> int:
-        """Refresh a lease; return its remaining seconds, or 0 if it has expired."""
+        """Refresh a lease, and return its remaining seconds, or 0 if it has expired."""
         if self._guard is not None:
             self._guard.raise_if_refused()
         reply = self._read(messages.KeepAlive(lease), linearizable=False)
         return max(int(reply.TTL), 0) if reply is not None else 0  # `etcd grpc-proxy` reports -1 for an expired lease
 
     def read_lease_age(self, lease: int) -> int | None:
-        """Return the seconds since a lease was granted, renewed, or reset by a new leader; None if it is gone."""
+        """Return the seconds since a lease was granted, renewed or reset, or None if it is gone."""
         reply = self._read(messages.TimeToLive(lease), linearizable=False)
         return int(reply.grantedTTL - reply.TTL) if reply.TTL > 0 else None
 
     def revoke(self, lease: int) -> None:
-        """Revoke a lease and delete its keys; no-op if expired. After Unreachable it may have been carried out."""
+        """Revoke a lease and delete its keys, perhaps even if that raises Unreachable."""
         try:
             self._read(messages.Revoke(lease), linearizable=False)
         except EcompError as error:
@@ -481,13 +477,13 @@ class Store:
                 raise
 
     def check_identity(self) -> None:
-        """With a guard, read /cluster; raise StrangeEtcd if this is not the etcd that is known."""
+        """Read /cluster, and let the guard, if any, refuse a foreign etcd."""
         if self._guard is not None:
             entry = self.get(keys.CLUSTER)
             self._guard.check_identity(entry.value if entry else None, self.endpoints)
 
     def adopt(self, new_value: str) -> None:
-        """Write `new_value` to /cluster if that key is missing. Let a guard remember it; EcompError if malformed."""
+        """Write `new_value` to /cluster unless it exists, and let the guard adopt its value."""
         while (entry := self.get(keys.CLUSTER)) is None:
             self.commit([Unchanged(keys.CLUSTER, 0)], [Put(keys.CLUSTER, new_value)], Settlement())
         if self._guard is not None:
@@ -496,12 +492,11 @@ class Store:
     def watch(
         self, requests: Sequence[messages.WatchCreate], duration_seconds: float, progress_seconds: float | None = None
     ) -> WatchStream:
-        """Return the answers to these watches on one stream, see WatchStream, for at most `duration_seconds`."""
+        """Return the answers to these watches on one stream, for at most `duration_seconds`."""
         stream: WatchStream = self._connection.client.watch(requests, duration_seconds, progress_seconds)
         return stream
 
     def reconnect(self) -> None:
-        """Replace the connection with a new one, to the next endpoint; never raises."""
         self._connection.reconnect()
 
     def close(self) -> None:
@@ -530,11 +525,10 @@ class Store:
 def retry_until_committed(
     attempt: Callable[[], Result | None], lost_error: EcompError, max_tries: int, max_pause_seconds: float = 0
 ) -> Result:
-    """Call `attempt`, which reads, decides and writes, until it returns a result; None means a lost race.
+    """Call `attempt`, which reads, decides and writes, until it returns a result.
 
-    A GenerationConflict of placement means that, too. After its UnknownOutcome the next read shows what was written. A
-    random pause of up to `max_pause_seconds` precedes a repetition, or one of two writers could always lose. Raises
-    `lost_error` after `max_tries`, UnknownOutcome if the last try had no answer, and other errors of `attempt`.
+    None, or a GenerationConflict of placement, means a lost race. `lost_error` is raised after `max_tries`.
+    UnknownOutcome is raised only by the last try, because the next one reads what was written.
     """
     import random  # imported here: most commands write nothing that others change
 
@@ -548,23 +542,21 @@ def retry_until_committed(
             if not remaining_tries:
                 raise
         if max_pause_seconds and remaining_tries:
-            time.sleep(random.uniform(0, max_pause_seconds))
+            time.sleep(random.uniform(0, max_pause_seconds))  # else one of two writers could always lose
     raise lost_error
 
 
 def parse_header(reply: Any) -> Header:
-    """Return the cluster, revision and Raft term of an answer's header."""
     return Header(int(reply.header.cluster_id), int(reply.header.revision), int(reply.header.raft_term))
 
 
 def get_prefix_range_end(prefix: bytes) -> bytes:
-    """Return the end of a prefix's range of keys; a zero byte (no end) if empty or all 0xff."""
+    """Return the end of a prefix's range of keys, a zero byte if it has no end."""
     stem = prefix.rstrip(b'\xff')
     return stem[:-1] + bytes([stem[-1] + 1]) if stem else b'\0'
 
 
 def parse_entry(kv: Any) -> Entry:
-    """Convert etcd's KeyValue; invalid UTF-8 in the key is replaced."""
     return Entry(kv.key.decode(errors='replace'), kv.value, kv.mod_revision, kv.lease, 0, kv.create_revision)
 
 

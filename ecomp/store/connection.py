@@ -1,4 +1,4 @@
-"""One connection to etcd, replaced by one to the next member after a failure; long lists in pages."""
+"""One connection to etcd, replaced by one to the next member if it fails, and long lists."""
 
 from __future__ import annotations
 
@@ -28,12 +28,7 @@ class AnswerTooLong(EcompError):
 
 
 def read_pages(ask: Callable[[Any], Any], start: bytes, end: bytes, keys_only: bool) -> Iterator[Any]:
-    """Yield the pages of the keys from `start` to before `end`, one or more, at one revision.
-
-    The first page has few keys, the next ones more while they are small: a value may have 1.5 MiB (etcd's
-    --max-request-bytes), and etcd limits a page by its number of keys alone. Raises what `ask` does; AnswerTooLong only
-    for a page of MIN_PAGE_KEYS.
-    """
+    """Yield the pages of the keys from `start` to before `end`, one or more, at one revision."""
     limit, max_limit, revision = (
         (MAX_PAGE_KEYS, MAX_PAGE_KEYS_WITHOUT_VALUES, 0) if keys_only else (MIN_PAGE_KEYS, MAX_PAGE_KEYS, 0)
     )
@@ -49,6 +44,8 @@ def read_pages(ask: Callable[[Any], Any], start: bytes, end: bytes, keys_only: b
         if not reply.more:
             return
         revision, start = revision or reply.header.revision, reply.kvs[-1].key + b'\0'
+        # The first page has few keys, the next ones more while they are small: a value may have 1.5 MiB (etcd's
+        # --max-request-bytes), and etcd limits a page by its number of keys alone.
         size = sum(len(kv.key) + len(kv.value) for kv in reply.kvs)
         limit = max(min(limit * 4, limit * TARGET_PAGE_BYTES // max(size, 1), max_limit), MIN_PAGE_KEYS)
 
@@ -58,10 +55,9 @@ MIN_INTERVAL_SECONDS = 0.2
 
 
 class Connection:
-    """One process's connection to an endpoint of etcd; reconnect() goes to the next and rereads the certificates."""
+    """One process's connection to etcd, which moves on to the next endpoint if one fails."""
 
     def __init__(self, config: EtcdConfig) -> None:
-        """Begin to connect to the first endpoint; UsageError if a certificate cannot be read."""
         self.endpoints = ','.join(config.endpoints)
         self.config = config
         self._lock = threading.Lock()
@@ -78,12 +74,10 @@ class Connection:
             raise UsageError(f'etcd {_describe_certificate_error(error)}') from error
 
     def ask(self, request: messages.Request, no_answer_error: type[Unreachable], about: Sequence[str] = ()) -> Any:
-        """Return the answer of the first endpoint that gives one, within the timeout of the config.
+        """Return the answer of the first endpoint that gives one, within the config's timeout.
 
-        There is one try more than endpoints; while etcd elects a leader or changes roles, tries go on to the timeout.
-        A failed connection is replaced. A request that may have arrived is repeated only if `no_answer_error` is
-        Unreachable. `about` has its keys, for an error's text. Raises Unreachable if the request did not arrive,
-        `no_answer_error` if it may have, or else what _translate_error() returns.
+        If the request did not arrive, Unreachable is raised. If it may have arrived, `no_answer_error` is raised.
+        A request that may have arrived is repeated only if that error is Unreachable. `about` has its keys, for errors.
         """
         deadline = time.monotonic() + self.config.timeout
         has_others = len(self.config.endpoints) > 1
@@ -116,10 +110,9 @@ class Connection:
                     raise self._translate_error(error, error_type, about, repeatable) from error
 
     def reconnect(self, failed_member: EtcdMember | None = None, is_pending: bool = False) -> None:
-        """Connect to the next endpoint; no-op after close(), or if `failed_member` is replaced already.
+        """Connect to the next endpoint without an error, unless `failed_member` is replaced already.
 
-        If `is_pending`, the failed one is kept until it is its endpoint's turn again: it is still being connected.
-        Never raises: if a certificate cannot be read, the old connection stays, and later errors name the reason.
+        If `is_pending`, the failed one is still being connected, and is kept until it is its endpoint's turn again.
         """
         with self._lock:
             if self._closed or (failed_member is not None and failed_member is not self.client):
@@ -130,6 +123,7 @@ class Connection:
             # The old connection is not closed: other threads may be using it. It closes when the last one drops it.
             self._connected_at = time.monotonic()
             # Certificates may be missing or empty while they are exchanged, and there may be no thread left to start.
+            # Then the old connection stays, and later errors name the reason.
             with contextlib.suppress(RuntimeError):
                 try:
                     self.client, self._certificate_error = self._connect(), ''
@@ -137,7 +131,7 @@ class Connection:
                     self._certificate_error = _describe_certificate_error(error)
 
     def close(self) -> None:
-        """Close the connection for good; reconnect() does nothing afterwards."""
+        """Close the connection for good, so that reconnect() does nothing."""
         with self._lock:
             self._closed = True
             self._pending.clear()
@@ -156,7 +150,6 @@ class Connection:
         about: Sequence[str] = (),
         is_read: bool = False,
     ) -> EcompError:
-        """Convert a CallFailure to an EcompError: to `no_answer_error` if no answer came."""
         name = f'etcd at {self.endpoints}'
         if messages.is_full(error):
             cure = 'compact and defragment etcd, and disarm its alarm'

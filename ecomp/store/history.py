@@ -1,7 +1,6 @@
 """The changes of all keys that etcd still has, and then each new one as it happens.
 
-Follower delivers the current state and may skip changes; History skips none that etcd still has. A watch from a
-compacted revision reports the first revision that is kept (https://etcd.io/docs/v3.4/learning/api/#watch-streams).
+Follower delivers the current state and may skip changes. History skips none that etcd still has.
 """
 
 from __future__ import annotations
@@ -38,14 +37,13 @@ MAX_TRIES = 5
 class History:
     """Iterates over the changes of all keys since `first_revision`, as one list per revision.
 
-    Without `follow` it ends with the changes made before it began. With `follow` it never ends, and `report` gets a
-    line when etcd is lost, is back, or keeps ending the stream. In both cases it gets a line if etcd has compacted
-    unread revisions, unless it starts from 1. `oldest_revision`, the first that etcd keeps, is 1 before that is known.
-    `next_revision` is the first that was not read yet.
+    Without `follow` it ends with the changes made before it began. With `follow` it never ends.
+    `report` gets a line when etcd has compacted unread revisions, and with `follow` when etcd is lost or back.
+    `next_revision` is the first that was not read yet, `oldest_revision` the first that etcd keeps.
 
-    Iteration raises EcompError if etcd refuses, or was restored or replaced, and Unreachable if etcd does not answer
-    the first request. Without `follow` it also raises Unreachable if etcd does not answer later, or if the stream broke
-    more than MAX_TRIES times without a change.
+    Raises:
+        EcompError: etcd refuses, or was restored or replaced.
+        Unreachable: etcd does not answer at first or, without `follow`, later, or then the stream keeps breaking.
     """
 
     def __init__(
@@ -94,7 +92,7 @@ class History:
             self._check_etcd()
 
     def _read_stream(self) -> Generator[list[Change], None, bool]:
-        """Yield the changes of one stream; return True once all of the past was read, False to begin another."""
+        """Yield the changes of one stream, and return whether all of the past was read."""
         # Begin with a change that is known: then there is an answer with changes, whose header tells up to where.
         first = self.next_revision if self._follow else self._last_revision or self.next_revision
         past = _PastProgress(self._past_end, first == self._last_revision)
@@ -119,7 +117,6 @@ class History:
         raise _StreamError('the stream ended')
 
     def _has_read_past(self, past: _PastProgress, first: int) -> bool | None:
-        """Return whether this stream from revision `first` had all of the past, None to go on; raise _StreamError."""
         if past.is_complete or self.next_revision > self._past_end:
             return True
         if past.is_quiet:
@@ -134,7 +131,8 @@ class History:
         return None
 
     def _extract_changes(self, reply: Any) -> Iterator[list[Change]]:
-        """Yield each whole revision's changes once; report unread compacted ones; EcompError if etcd ends the watch."""
+        """Yield each whole revision's changes once, and report those that etcd compacted."""
+        # From a compacted revision a watch reports the first one kept: etcd.io/docs/v3.4/learning/api/#watch-streams
         if reply.compact_revision:
             if 1 < self.next_revision < reply.compact_revision:
                 missing = f'revisions {self.next_revision} to {reply.compact_revision - 1}'
@@ -164,7 +162,6 @@ class History:
             self._report(f'{where}: {failure}; reading again from revision {self.next_revision}')
 
     def _check_etcd(self) -> None:
-        """Raise EcompError if etcd is behind what it sent, or, without `follow`, does not answer."""
         try:
             revision = self._store.read_revision()
         except EcompError as error:
@@ -189,15 +186,14 @@ class _StreamError(Exception):
 class _PastProgress:
     """Tracks whether a stream has delivered all changes up to `end_revision`.
 
-    Silence proves nothing: etcd may be frozen. etcd shows its progress in two ways. Each is unreliable with some
-    versions, so both are required. First, an answer with changes of fewer than MAX_ANSWER_REVISIONS revisions is
-    complete up to the revision in its header. Every version so far does this, none promises it. Second, an answer to
-    WatchProgress promises that all is sent. Old versions ignore changes that are not sent yet. Without a change to
-    deliver there is only the second way: then several such answers have to arrive.
-
     With `starts_at_known` the stream begins with a change that is known, and is not quiet before that has arrived.
     """
 
+    # Silence proves nothing: etcd may be frozen. etcd shows its progress in two ways. Each is unreliable with some
+    # versions, so both are required. First, an answer with changes of fewer than MAX_ANSWER_REVISIONS revisions is
+    # complete up to the revision in its header. Every version so far does this, none promises it. Second, an answer to
+    # WatchProgress promises that all is sent. Old versions ignore changes that are not sent yet. Without a change to
+    # deliver there is only the second way: then several such answers have to arrive.
     def __init__(self, end_revision: int, starts_at_known: bool) -> None:
         self._end_revision = end_revision
         self._is_known_change_due = starts_at_known
@@ -244,7 +240,6 @@ def _get_revision(event: Any) -> int:
 
 
 def _make_change(event: Any) -> Change:
-    """Convert an event; the change has no `before` if the key is new or etcd compacted it."""
     kv, deleted = event.kv, event.type == EVENT_DELETE
     is_new = not deleted and kv.create_revision == kv.mod_revision
     # For a missing prev_kv protobuf has an empty message.

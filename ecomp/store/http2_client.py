@@ -1,7 +1,7 @@
-"""A client of one etcd member: gRPC over one HTTP/2 connection by h2, one stream after another.
+"""A client of one etcd member: gRPC over one HTTP/2 connection by h2.
 
-grpc itself is slow to load and large. Deadlines are of the monotonic clock. https://www.rfc-editor.org/rfc/rfc9113 and
-https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
+grpc itself is slow to load and large. Deadlines are of the monotonic clock.
+https://www.rfc-editor.org/rfc/rfc9113 and https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _EXPECTS_TLS = 'it may expect TLS, with ca_cert, cert_cert and cert_key'
 
 
 class _Http2(H2Connection):
-    """h2's client connection, which sends headers unchecked; `is_ending` is set when the member sends GOAWAY."""
+    """h2's client connection, whose `is_ending` is set when the member sends GOAWAY."""
 
     # Closed streams that are remembered, for late frames: h2's own 65,536 let an idle process grow by ten megabytes.
     MAX_CLOSED_STREAMS = 256
@@ -63,10 +63,9 @@ class _Http2(H2Connection):
 
 
 class Transport:
-    """One connection to one endpoint, made in its own thread; other threads use it one at a time."""
+    """One connection to one endpoint, made in its own thread, and used by one thread at a time."""
 
     def __init__(self, config: EtcdConfig, endpoint: str) -> None:
-        """Begin to connect; raise OSError for a certificate that is empty or cannot be read."""
         self._socket: socket.socket | None = None
         self._closed = False
         self.config = config
@@ -86,10 +85,12 @@ class Transport:
 
     @contextmanager
     def reserve(self, deadline: float) -> Iterator[None]:
-        """Reserve the connection for this thread; wait until `deadline` for other threads and for the connection.
+        """Reserve the connection for this thread, and wait until `deadline` for it to be usable.
 
-        With other endpoints, it waits for the connection only NEXT_MEMBER_SECONDS. Raises CallFailure: as unsent
-        without a usable connection, UNAVAILABLE for an OSError or H2Error of the body, which breaks the connection.
+        With other endpoints, it waits for the connection to be made only NEXT_MEMBER_SECONDS.
+
+        Raises:
+            CallFailure: there is no usable connection (as unsent), or the body breaks it by an OSError or H2Error.
         """
         if not self._reservation.acquire(timeout=max(deadline - time.monotonic(), 0)):
             raise messages.CallFailure(messages.DEADLINE_EXCEEDED, 'another thread uses the connection', unsent=True)
@@ -111,7 +112,7 @@ class Transport:
             self._reservation.release()
 
     def send(self, deadline: float) -> None:
-        """Send what h2 has queued; after OSError, or TimeoutError at `deadline`, the connection is unusable."""
+        """Send what h2 has queued, or raise an error after which the connection is unusable."""
         data = self.http.data_to_send()
         if data:
             assert self._socket is not None
@@ -124,9 +125,9 @@ class Transport:
                 raise
 
     def receive(self, deadline: float) -> list[Any]:
-        """Return the next events and send h2's replies to them; raise OSError or H2Error.
+        """Return the next events and send h2's replies to them.
 
-        After `deadline` it returns only what has arrived; TimeoutError if nothing has. After a GOAWAY later calls fail.
+        After `deadline` it returns only what has arrived, or raises TimeoutError. After a GOAWAY later calls fail.
         """
         assert self._socket is not None
         seconds = deadline - time.monotonic()
@@ -145,7 +146,7 @@ class Transport:
         return events
 
     def shut_down(self) -> None:
-        """Shut the connection down, from any thread; a thread that waits for data wakes up."""
+        """Shut the connection down, from any thread, and wake up a thread that waits for data."""
         self._closed = True
         if self._socket is not None:
             with suppress(OSError):  # already closed
@@ -153,7 +154,7 @@ class Transport:
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the socket, which no other thread may be using; see shut_down()."""
+        """Close the socket, which no other thread may be using."""
         self._closed = True
         if self._socket is not None:
             self._socket.close()
@@ -191,7 +192,6 @@ class Transport:
         return ETCD_SENTENCES[classify_tls_error(error)] if isinstance(error, ssl.SSLError) else str(error)
 
     def _connect(self) -> None:
-        """Connect and await HTTP/2 settings for two timeouts; raise OSError, H2Error or ValueError (unusable TLS)."""
         deadline = time.monotonic() + 2 * self.config.timeout
         host, _, port = self.endpoint.rpartition(':')
         host = host.strip('[]')
@@ -217,7 +217,7 @@ class Transport:
             self._socket.close()
 
     def _notice_end(self, deadline: float) -> None:
-        """Read what has arrived since the last use; mark the connection broken if it has ended. Never raises."""
+        """Read what has arrived since the last use, and notice if the connection has ended."""
         try:
             while self.receive(time.monotonic()):
                 check_deadline(deadline)
@@ -228,10 +228,9 @@ class Transport:
 
 
 class Stream:
-    """One stream of a reserved connection, and its data so far; `headers` include the trailers of the answer."""
+    """One stream of a reserved connection, whose `headers` include the answer's trailers."""
 
     def __init__(self, transport: Transport, headers: Sequence[tuple[str, str]], max_body_bytes: int) -> None:
-        """Queue the headers for the first send(); receive() refuses a `body` above `max_body_bytes`."""
         self._transport = transport
         self._http = transport.http
         self._max_body_bytes = max_body_bytes
@@ -242,7 +241,7 @@ class Stream:
         self.is_finished = False
 
     def send(self, data: bytes, deadline: float, end_stream: bool) -> None:
-        """Send data, process what arrives, stop if the member finishes; raise OSError (TimeoutError) or CallFailure."""
+        """Send data, and process what arrives, until all is sent or the member finishes."""
         rest = memoryview(data)
         while True:
             room = min(self._http.local_flow_control_window(self._stream_id), self._http.max_outbound_frame_size)
@@ -261,7 +260,7 @@ class Stream:
         self._transport.send(deadline)
 
     def receive(self, deadline: float) -> None:
-        """Process the next events and set `is_finished`; raise OSError (TimeoutError at `deadline`) or CallFailure."""
+        """Process the next events, and set `is_finished` at the end of the stream."""
         for event in self._transport.receive(deadline):
             if isinstance(event, ConnectionTerminated) and (event.last_stream_id or 0) < self._stream_id:
                 raise messages.CallFailure(messages.UNAVAILABLE, CONNECTION_CLOSED)
@@ -285,7 +284,7 @@ class Stream:
         self._transport.send(max(deadline, time.monotonic() + 1))
 
     def reset(self) -> None:
-        """Cancel the stream. Never raises: the next call notices a broken connection."""
+        """Cancel the stream, ignoring a broken connection, which the next call notices."""
         with suppress(OSError, H2Error):
             self._http.reset_stream(self._stream_id)
             self._transport.send(time.monotonic())
@@ -305,7 +304,6 @@ def check_deadline(deadline: float) -> None:
 
 
 def check_certificate(path: Path | None) -> None:
-    """Raise OSError for a file that is empty or cannot be read; no-op for None."""
     if path is not None:
         with open(path, 'rb') as file:
             if not file.read(1):
@@ -313,7 +311,6 @@ def check_certificate(path: Path | None) -> None:
 
 
 def _make_tls_context(config: EtcdConfig) -> ssl.SSLContext:
-    """Make a context that checks the member's name; OSError for an unreadable file, ValueError for a wrong one."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.hostname_checks_common_name = False
     context.set_alpn_protocols(['h2'])
@@ -345,10 +342,8 @@ MALFORMED_ANSWER = 'its answer is not one gRPC message'
 
 
 class EtcdMember(Transport):
-    """One connection to one endpoint, for one call or watch at a time."""
-
     def call(self, request: messages.Request, timeout_seconds: float) -> Any:
-        """Send the request once and return its answer (None: a KeepAlive's stream had none); raise CallFailure."""
+        """Send the request once and return its answer, None if a KeepAlive's stream had none."""
         deadline = time.monotonic() + timeout_seconds
         path, name = messages.find_method(request)
         token = [('token', request.token)] if isinstance(request, messages.AuthRequest) and request.token else []
@@ -378,16 +373,15 @@ class EtcdMember(Transport):
     def watch(
         self, requests: Sequence[messages.WatchCreate], duration_seconds: float, progress_seconds: float | None = None
     ) -> WatchStream:
-        """Return the answers to the watches; nothing is sent before they are iterated over."""
+        """Return the answers to the watches, which are sent once the answers are iterated over."""
         return WatchStream(self, requests, duration_seconds, progress_seconds)
 
 
 class WatchStream:
-    """The answers to watches on one stream, as they arrive; to be iterated over once.
+    """The answers to watches on one stream, as they arrive, to be iterated over once.
 
-    With `progress_seconds` etcd is asked for its progress after each such silence, and an empty answer is yielded after
-    it and after whatever else arrives, so that the consumer can limit its wait for answers.
-
+    With `progress_seconds` etcd is asked for its progress after each such silence. An empty answer is yielded after it
+    and after whatever else arrives, so that the consumer can limit its wait for answers.
     Iteration ends when etcd ends the stream. It raises CallFailure: DEADLINE_EXCEEDED after `duration_seconds` (as
     unsent: no connection in time), UNAVAILABLE after cancel() or if the stream or a ping fails, or etcd's own code.
     """
@@ -438,7 +432,7 @@ class WatchStream:
             self._transport.shut_down()
 
     def _receive(self, stream: Stream, deadline: float) -> None:
-        """Process the next events; ask for progress if none arrive in `progress_seconds`."""
+        """Process the next events, or ask for progress after a silence of `progress_seconds`."""
         progress_seconds = self._progress_seconds
         for seconds in (PING_AFTER_SECONDS, PING_ANSWER_SECONDS) if progress_seconds is None else (progress_seconds,):
             check_deadline(deadline)
@@ -463,7 +457,7 @@ def _make_headers(transport: Transport, path: str, deadline: float) -> Sequence[
     return (
         *((':method', 'POST'), (':path', path), (':scheme', transport.scheme), (':authority', transport.endpoint)),
         *(('te', 'trailers'), ('content-type', 'application/grpc'), ('grpc-timeout', f'{timeout_ms}m')),
-        ('hasleader', 'true'),
+        ('hasleader', 'true'),  # a member that is cut off would answer with stale data for ever
     )
 
 
@@ -472,7 +466,6 @@ def _frame_message(message: bytes) -> bytes:
 
 
 def _take_message(body: bytearray) -> bytes | None:
-    """Remove and return the first message, None if incomplete; CallFailure if compressed or over MAX_ANSWER_BYTES."""
     if len(body) < 5:
         return None
     length = int.from_bytes(body[1:5], 'big')

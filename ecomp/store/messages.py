@@ -1,7 +1,6 @@
-"""The messages of etcd that are used, as values and as bytes, and what a failed call means. Pure.
+"""The messages of etcd as values and as bytes, and what a failed call means. Pure.
 
-https://protobuf.dev/programming-guides/encoding/ and etcd's api/etcdserverpb/rpc.proto, whose field names an answer
-has. A CallFailure has a code of gRPC by its name (https://grpc.io/docs/guides/status-codes/).
+https://protobuf.dev/programming-guides/encoding/, and etcd's api/etcdserverpb/rpc.proto, which names the fields.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ _SIGN_BIT = 1 << 63
 
 
 class Range(NamedTuple):
-    """Read a key (`end` is b''), or all keys from it to before `end` (a zero byte: to the last).
+    """Read the keys from `key` to before `end`, or only `key` if `end` is b''.
 
-    The answer has at most `limit` keys (0: all) as of `revision` (0: now), written at `min_mod_revision` or later.
+    A zero byte as `end` is after the last key. The answer has at most `limit` keys (0: all) as of `revision` (0: now).
     """
 
     key: bytes
@@ -70,8 +69,6 @@ class Touch(NamedTuple):
 
 
 class Delete(NamedTuple):
-    """An operation: delete the key."""
-
     key: str
 
     def to_bytes(self) -> bytes:
@@ -89,8 +86,6 @@ class Unchanged(NamedTuple):
 
 
 class Exists(NamedTuple):
-    """A condition: the key exists, with any value."""
-
     key: str
 
     def to_bytes(self) -> bytes:
@@ -116,8 +111,6 @@ _OPERATIONS: Mapping[type, int] = {Range: 1, Put: 2, Touch: 2, Delete: 3}
 
 
 class Grant(NamedTuple):
-    """Create a lease of this many seconds."""
-
     seconds: int
 
     def to_bytes(self) -> bytes:
@@ -144,14 +137,12 @@ class TimeToLive(_LeaseRequest):
 
 
 class Status(NamedTuple):
-    """Ask a member for its status."""
-
     def to_bytes(self) -> bytes:
         return b''
 
 
 class AuthRequest(NamedTuple):
-    """A call `name` of etcd's service Auth; `values` are the fields of its message, by number.
+    """A call `name` of etcd's service Auth, whose message has the fields `values`, by number.
 
     With a `token` (from Authenticate) it is made as that user, whatever the certificate.
     """
@@ -166,16 +157,14 @@ class AuthRequest(NamedTuple):
 
 
 def make_permission(kind: int, key: str, end: str) -> bytes:
-    """Encode a Permission, which RoleGrantPermission has as a field."""
     return _encode_fields({1: kind, 2: key.encode(), 3: end.encode()})
 
 
 class WatchCreate(NamedTuple):
     """Watch the keys from `key` to before `end` from a revision on.
 
-    With `with_previous` each event has the earlier value. With `fragment` a long answer arrives in parts of about a
-    request's size, each but the last with `fragment` set; a part may end within a revision.
-    https://etcd.io/docs/v3.4/learning/api/#watch-streams
+    With `with_previous` each event has the earlier value. With `fragment` a long answer arrives in parts, each but the
+    last with `fragment` set. A part may end within a revision. https://etcd.io/docs/v3.4/learning/api/#watch-streams
     """
 
     key: bytes
@@ -190,7 +179,7 @@ class WatchCreate(NamedTuple):
 
 
 class WatchProgress(NamedTuple):
-    """Ask for the progress of a stream's watches. The answer belongs to no watch and has a revision.
+    """Ask for the progress of a stream's watches, whose answer has a revision but no watch.
 
     etcd answers once it has sent all events up to that revision. Some versions (3.4.23 is one) immediately answer with
     their own revision instead. https://github.com/etcd-io/etcd/issues/15220
@@ -217,7 +206,6 @@ METHODS: Mapping[type, tuple[str, str]] = {
 
 
 def find_method(request: Request) -> tuple[str, str]:
-    """Return the gRPC path of a request, and the name of its answer's message."""
     if isinstance(request, AuthRequest):
         answer = 'AuthRoleGetResponse' if request.name == 'RoleGet' else 'AuthResponse'
         return f'/etcdserverpb.Auth/{request.name}', answer
@@ -229,13 +217,11 @@ class _Message:
 
 
 class _MessageSchema:
-    """The fields of a message: {tag (number and wire type): (name, convert, schema, is repeated)}.
-
-    `convert` makes a value of a number or bytes, unless the field is itself a message with a `schema`.
-    """
+    """The fields of a message by tag (number and wire type), and how to convert each."""
 
     def __init__(self, **fields: tuple[int, Any]) -> None:
-        """Take fields as (number, type): int, _UNSIGNED, bool, bytes, str, a schema, or a list of one of these."""
+        """Take each field as its number and type: a schema, a key of _KINDS, or a list of one."""
+        # {tag: (name, convert, schema, is repeated)}: `convert` is for a field that is not itself a message.
         self.fields: dict[int, tuple[str, Any, _MessageSchema | None, bool]] = {}
         self.defaults: dict[str, Any] = {}
         self.repeated = [name for name, (_, spec) in fields.items() if isinstance(spec, list)]
@@ -248,7 +234,7 @@ class _MessageSchema:
             self.fields[number << 3 | wire_type] = name, convert, schema, isinstance(spec, list)
 
     def parse(self, data: bytes, position: int, end: int, budget: _Budget) -> _Message:
-        """Parse data[position:end]; raise ValueError or IndexError. It must be fast: a list has 20,000 messages."""
+        # This must be fast: a list has 20,000 messages.
         values = self.defaults.copy()
         for name in self.repeated:
             values[name] = []
@@ -307,7 +293,7 @@ MAX_FIELDS = 2**19
 
 
 class _Budget:
-    """The fields that an answer may still have; `on_progress` is called every 1,024."""
+    """The fields that an answer may still have, with a call of `on_progress` every 1,024."""
 
     def __init__(self, on_progress: Callable[[], None] = lambda: None) -> None:
         self.remaining_fields, self._on_progress = MAX_FIELDS, on_progress
@@ -321,8 +307,10 @@ class _Budget:
 def parse_answer(name: str, data: bytes, on_progress: Callable[[], None] = lambda: None) -> Any:
     """Parse the message `name` into an object with the fields that are used as attributes.
 
-    A missing field has protobuf's default: 0, empty, or an empty message; unknown ones are skipped. An error of
-    `on_progress` ends the parsing. Raises ValueError if the answer is malformed or has more than MAX_FIELDS.
+    A missing field has protobuf's default: 0, empty, or an empty message. An error of `on_progress` ends the parsing.
+
+    Raises:
+        ValueError: the answer is malformed, or has more than MAX_FIELDS.
     """
     try:
         return _ANSWERS[name].parse(data, 0, len(data), _Budget(on_progress))
@@ -344,7 +332,6 @@ def _check_unknown(tag: int, fields: Mapping[int, object]) -> None:
 
 
 def _read_varint(data: bytes, start: int) -> tuple[int, int]:
-    """Return the unsigned varint at `start`, and the position after it; ValueError if endless, IndexError if cut."""
     value = shift = 0
     for position in range(start, start + _MAX_VARINT_BYTES):
         byte = data[position]
@@ -391,7 +378,7 @@ _ANSWERS: Mapping[str, _MessageSchema] = {
 
 
 def encode_key(key: str) -> bytes:
-    """Encode a key; a part of it may come from JSON, which allows lone surrogates."""
+    # A part of a key may come from JSON, which allows lone surrogates.
     return key.encode(errors='surrogatepass')
 
 
@@ -417,7 +404,6 @@ def _encode_field(number: int, value: int | bytes) -> bytes:
 
 
 def _encode_fields(values: Mapping[int, int | bytes]) -> bytes:
-    """Encode fields by their numbers, which ascend; one that is 0 or empty is left out."""
     return b''.join(_encode_field(number, value) for number, value in values.items() if value)
 
 
@@ -446,8 +432,9 @@ TOO_MANY_OPERATIONS = 'etcdserver: too many operations in txn request'
 _ROLES_CHANGED = 'etcdserver: revision of auth store is old'
 
 
+# The codes by name: https://grpc.io/docs/guides/status-codes/
 class CallFailure(Exception):
-    """A failed call: gRPC's code, its details in one line, and whether it was not sent (see is_unsent())."""
+    """A failed call: gRPC's code, its details in one line, and whether it was not sent."""
 
     def __init__(
         self, code: str, details: str | None, unsent: bool = False, tls_failure: TlsFailure | None = None
@@ -465,7 +452,6 @@ def is_full(error: CallFailure) -> bool:
 
 
 def is_too_long(error: CallFailure) -> bool:
-    """Return whether the answer exceeds our own limit."""
     exhausted = error.code == RESOURCE_EXHAUSTED
     return exhausted and 'Received message larger than max' in error.details
 
@@ -477,7 +463,7 @@ def is_refusal(error: CallFailure) -> bool:
 
 
 def suggest_remedy(error: CallFailure) -> str:
-    """Return the remedy for an expired lease (a new run) as ': …' to append; else ''."""
+    """Return why a lease has expired and the remedy, to append to a message, or ''."""
     if error.details != _LEASE_NOT_FOUND:
         return ''
     reason = ': the lease expired (this process may have been suspended), and nothing was written'
@@ -485,13 +471,13 @@ def suggest_remedy(error: CallFailure) -> str:
 
 
 def is_denied(error: CallFailure) -> bool:
-    """Return whether the client's user or role may not do this: https://etcd.io/docs/v3.4/op-guide/authentication/."""
+    # https://etcd.io/docs/v3.4/op-guide/authentication/
     nobody = error.code == FAILED_PRECONDITION and error.details == _USER_NOT_FOUND
     return nobody or error.code == PERMISSION_DENIED
 
 
 def describe_denial(certificate: str, about: Sequence[str], is_read: bool) -> str:
-    """Return the rest of 'etcd … does not let': whose access to which keys is missing, and a fix."""
+    """Return the rest of 'etcd … does not let': who lacks access to which keys, and a fix."""
     user = certificate or 'a client without a certificate (cert_cert)'
     key_names = [make_printable(key, 200) for key in about[:MAX_NAMED_KEYS]]
     more = [f'{len(about) - MAX_NAMED_KEYS} more'] if len(about) > MAX_NAMED_KEYS else []
@@ -501,14 +487,14 @@ def describe_denial(certificate: str, about: Sequence[str], is_read: bool) -> st
 
 
 def is_transient(error: CallFailure) -> bool:
-    """Return whether etcd did nothing, but will if asked again soon: it has no leader, or its roles just changed."""
+    """Return whether etcd did nothing, but will if it is asked again soon."""
     electing = error.code == UNAVAILABLE and error.details == 'etcdserver: no leader'
     changed = error.code == INVALID_ARGUMENT and error.details == _ROLES_CHANGED
     return electing or changed
 
 
 def is_learner(error: CallFailure) -> bool:
-    """Return whether a member without a vote refused; codes vary (etcd.io/docs/v3.4/learning/design-learner)."""
+    # Not by its code, which varies: etcd.io/docs/v3.4/learning/design-learner.
     return error.details == _LEARNER_REFUSAL
 
 
@@ -518,7 +504,7 @@ def is_unsent(error: CallFailure) -> bool:
 
 
 def can_retry_elsewhere(error: CallFailure, is_repeatable: bool) -> bool:
-    """Return whether to try the next endpoint: after no answer if `is_repeatable`, else only if it was not sent."""
+    """Return whether to try the next endpoint, even after no answer if `is_repeatable`."""
     if not is_repeatable:
         return is_unsent(error)
     return error.code in (UNAVAILABLE, DEADLINE_EXCEEDED) or is_learner(error)

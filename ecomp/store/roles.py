@@ -1,7 +1,7 @@
-"""etcd's authentication: users and roles (https://etcd.io/docs/v3.4/dev-guide/api_reference_v3/, service Auth).
+"""etcd's authentication: users and roles.
 
-etcd takes the common name of a client certificate as the user (--client-cert-auth). etcd 3.3 has no users without
-a password, so each gets a random one that is not kept.
+https://etcd.io/docs/v3.4/dev-guide/api_reference_v3/ (service Auth).
+etcd takes the common name of a client certificate as the user (--client-cert-auth).
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ _KINDS = (roles.READ, roles.WRITE, roles.READ_WRITE)
 
 
 class Accounts:
-    """An operator's access to etcd's authentication. If that is on, all but is_enabled() need role root (Denied)."""
-
+    """An operator's access to etcd's authentication, which needs the role root once enabled."""
     def __init__(self, config: EtcdConfig) -> None:
         self._connection = Connection(config)
         self.endpoints = self._connection.endpoints
@@ -30,8 +29,9 @@ class Accounts:
         self._connection.close()
 
     def is_enabled(self) -> bool:
-        """Return whether it is enabled. This logs in as an unknown user: before 3.5 etcd reveals it to no other."""
+        """Return whether authentication is enabled, for which no role is needed."""
         try:
+            # As an unknown user: before 3.5 etcd reveals it to no other.
             self._query('Authenticate', '-')
         except EcompError as error:
             failure = error.__cause__
@@ -41,10 +41,12 @@ class Accounts:
         return True
 
     def enable(self) -> None:
-        """Enable authentication; a user named `root` with the role `root` must exist.
+        """Enable authentication, for which a user named `root` with the role `root` must exist.
 
-        That user gets a random password. If etcd takes no user from certificates, it would refuse everything: then
-        authentication is disabled again, and UsageError raised. After Unreachable or UnknownOutcome it may be enabled.
+        After Unreachable or UnknownOutcome authentication may be enabled.
+
+        Raises:
+            UsageError: etcd takes no user from certificates, so it would refuse everything. It is disabled again.
         """
         password = secrets.token_urlsafe(32)
         self._change('UserChangePassword', roles.ROOT, password)
@@ -60,15 +62,14 @@ class Accounts:
             raise UsageError(f'etcd at {self.endpoints} ignores the user in a certificate. Fix: {cure}') from error
 
     def disable(self) -> None:
-        """Disable authentication; users and roles stay."""
-        self._change('AuthDisable')
+        self._change('AuthDisable')  # users and roles stay
 
     def check(self) -> None:
         """Raise Denied if we may not read or change users and roles: list the users as a test."""
         self._query('UserList')
 
     def read_roles(self) -> roles.Roles:
-        """Read all users and roles, with a query for each; raise Unreachable or Denied."""
+        """Read all users and roles, with a query for each."""
         users, names = self._query('UserList').names, self._query('RoleList').names
         return roles.Roles(
             {user: frozenset(self._query('UserGet', user).names) for user in users},
@@ -76,11 +77,12 @@ class Accounts:
         )
 
     def apply(self, change: roles.Change) -> None:
-        """Make a change; EcompError if etcd refuses it, UnknownOutcome without an answer: read the roles again then."""
+        """Make a change, after whose UnknownOutcome the roles have to be read again."""
         match change:
             case roles.AddRole(role):
                 self._change('RoleAdd', role)
             case roles.AddUser(user):
+                # etcd 3.3 has no users without a password, so each gets one that is not kept.
                 self._change('UserAdd', user, secrets.token_urlsafe(32))
             case roles.GrantPermission(role, roles.Permission(kind, key, end)):
                 self._change('RoleGrantPermission', role, make_permission(_KINDS.index(kind), key, end))

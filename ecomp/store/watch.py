@@ -1,8 +1,4 @@
-"""Follow prefixes: deliver the whole state of each, and again after every change.
-
-When the stream ends, and every minute, all is listed again: so a lost connection, a compaction and a silent watch are
-one case (https://etcd.io/docs/v3.4/learning/api/#watch-api).
-"""
+"""Follow prefixes: deliver the whole state of each, and again after every change."""
 
 from __future__ import annotations
 
@@ -44,9 +40,7 @@ MAX_KEY_BYTES = 16 * 1024
 class EntryCache:
     """The entries that a follower keeps: no value that is too large, and a limited size in all.
 
-    A dropped value's key and revision stay, so it is visible which compute has a request, and a smaller value counts
-    again. Call store() for each entry of a list, then end_list(); after that store() and forget() for each event. An
-    entry that is unchanged in the next list stays, even if there is no room for others.
+    Call store() for each entry of a list, then end_list(), and after that store() and forget() for each event.
     """
 
     def __init__(self, max_value_bytes: int, max_total_bytes: int) -> None:
@@ -57,16 +51,16 @@ class EntryCache:
         self._reported_keys: set[str] = set()
 
     def end_list(self, listed_keys: Iterable[str]) -> None:
-        """End a list, which had these keys: drop the entries of all others."""
+        """Drop the entries of all keys that a list, which has just ended, did not have."""
         for key in self.entries.keys() - set(listed_keys):
             self.forget(key)
         self._reported_keys &= self.entries.keys()
 
     def store(self, entry: Entry) -> Entry | None:
-        """Store an entry, logging a dropped value; return the entry as it is kept, or None if not even its key is."""
+        """Store an entry, and return it as it is kept, or None if not even its key is."""
         previous = self.entries.get(entry.key)
         if previous is not None and (previous.revision, previous.value) == (entry.revision, entry.value):
-            return previous
+            return previous  # stays, even if there is no room for others
         size = len(entry.value)
         if previous is not None:
             self._size -= _estimate_bytes(previous.value)
@@ -81,6 +75,7 @@ class EntryCache:
             self._size += len(entry.key)
         room = self._max_total_bytes if size > SMALL_VALUE_BYTES else 2 * self._max_total_bytes
         fits = size <= self._max_value_bytes and self._size + _estimate_bytes(entry.value) <= room
+        # A dropped value's key and revision stay, so it is visible which compute has a request.
         stored = entry if fits else replace(entry, value=b'', dropped=size)
         if not fits:
             self._report_dropped(entry.key, size)
@@ -132,13 +127,11 @@ class _PrefixWatch(NamedTuple):
 class Follower:
     """A thread that passes the state of each prefix to its callback: first, and after changes.
 
-    A state, {key: Entry}, is never changed afterwards. The callbacks run in this thread and must be quick. All prefixes
-    are listed before any state is passed on, and watched on one stream; this is repeated about every `resync_seconds`,
-    and after an exception of a callback, which is logged.
-
-    A lost etcd is reported to `on_lost` once and tried again with growing delays; `on_back` is called when it is back.
-    By default both are logged. With a guard, the thread ends in an etcd that is not the one we knew. A value above
-    `max_value_bytes`, or that would bring a prefix above `max_total_bytes`, is dropped (see Entry) and logged.
+    A state, {key: Entry}, is never changed afterwards. The callbacks run in this thread and must be quick.
+    All prefixes are listed before any state is passed on. This is repeated about every `resync_seconds`, and after an
+    exception of a callback. A lost etcd is reported to `on_lost` once, and its return to `on_back`.
+    With a guard, the thread ends in an etcd that is not the one we knew. A value above `max_value_bytes`, or that would
+    bring a prefix above `max_total_bytes`, is dropped (see Entry) and logged.
     """
 
     def __init__(  # noqa: PLR0913
@@ -170,7 +163,7 @@ class Follower:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop, wait for the thread and close the connection; not to be called by a callback."""
+        """Stop, wait for the thread and close the connection, which no callback may do."""
         self._stopped.set()
         if self._call is not None:
             self._call.cancel()
@@ -195,7 +188,9 @@ class Follower:
                 if cluster_before is not None:
                     cluster_before = replace(cluster_before, revision=max(cluster_before.revision, max(revisions) - 1))
                 self._watch(revisions, cluster_before)
-                continue  # the planned end of the stream: list again immediately
+                # The planned end of the stream: list again immediately. As all is listed after any end, a compaction, a
+                # lost connection and a silent watch are one case (https://etcd.io/docs/v3.4/learning/api/#watch-api).
+                continue
             except _Resync as reason:
                 if self._stopped.is_set():
                     return
@@ -212,7 +207,6 @@ class Follower:
             self._stopped.wait(self._backoff.next() * random.uniform(0.5, 1.0))
 
     def _list(self) -> list[int]:
-        """List each prefix again; return the revisions to watch from, fewer if stop() was called."""
         revisions = []
         for prefix, _, cache in self._watches:
             if not self._stopped.is_set():
@@ -222,7 +216,7 @@ class Follower:
         return revisions
 
     def _watch(self, revisions: Sequence[int], cluster_before: KnownCluster | None) -> None:
-        """Apply the changes of each prefix until the planned end; raise _Resync at any other end."""
+        """Apply the changes of each prefix until the planned end, or raise _Resync."""
         requests = []
         for prefix_watch, revision in zip(self._watches, revisions, strict=True):
             key = prefix_watch.prefix.encode()
@@ -260,7 +254,6 @@ class Follower:
             self._call.cancel()
 
     def _apply(self, events: Iterable[Any], watch: _PrefixWatch | None) -> None:
-        """Apply events to the kept entries and deliver the state, even without events; _Resync if `watch` is None."""
         if watch is None:
             raise _Resync('a change arrived for an unknown watch')
         for event in events:

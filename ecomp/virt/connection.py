@@ -1,7 +1,4 @@
-"""A libvirt connection that opens on demand and reopens after a failure; it translates libvirt's errors.
-
-A broken connection never recovers, and a new one has no callbacks: libvirt.org/html/libvirt-libvirt-host.html.
-"""
+"""A libvirt connection that opens on demand, reopens after a failure, and translates errors."""
 
 from __future__ import annotations
 
@@ -49,12 +46,11 @@ BROKEN_CONNECTION_DOMAINS = frozenset({libvirt.VIR_FROM_REMOTE, libvirt.VIR_FROM
 
 
 def describe_error(error: libvirt.libvirtError) -> str:
-    """Return libvirt's message as one line."""
     return ' '.join((error.get_error_message() or str(error)).split())
 
 
 def is_broken(error: libvirt.libvirtError) -> bool:
-    """Return whether the connection broke; other errors are libvirtd's answers."""
+    """Return whether the connection broke, rather than libvirtd answered with an error."""
     return error.get_error_code() in BROKEN_CONNECTION_CODES and error.get_error_domain() in BROKEN_CONNECTION_DOMAINS
 
 
@@ -74,7 +70,7 @@ class IgnoredErrors:
 
 @contextmanager
 def raise_build_failed(stage: str, prefix: str = '') -> Iterator[None]:
-    """Raise libvirt's errors as BuildFailed(stage, prefix + …); a broken connection's libvirtError unchanged."""
+    """Raise libvirt's errors as BuildFailed, unless the connection broke."""
     try:
         yield
     except libvirt.libvirtError as error:
@@ -102,10 +98,11 @@ class Connection:
 
     @contextmanager
     def use(self, activity: str) -> Iterator[libvirt.virConnect]:
-        """Yield the open connection, opening it if necessary; `activity` ('listing domains') is for errors.
+        """Yield the open connection, for an activity such as 'listing domains'.
 
-        Raises Unreachable if the connection cannot be opened within OPEN_TIMEOUT seconds or breaks, and EcompError for
-        any other error of libvirt in the block or after close().
+        Raises:
+            Unreachable: the connection cannot be opened within OPEN_TIMEOUT seconds, or breaks in the block.
+            EcompError: libvirt reports another error in the block, or close() was called.
         """
         connection = self._get_connection()
         try:
@@ -118,10 +115,10 @@ class Connection:
             raise EcompError(f'libvirt failed while {activity}: {describe_error(error)}') from error
 
     def watch(self, notify: Callable[[str], None], on_network_change: Callable[[str], None] | None = None) -> None:
-        """Call notify(reason) when a domain's state changes, or the connection is lost or restored.
+        """Call notify(reason) when a domain changes, or the connection is lost or restored.
 
-        Both callbacks run in threads of this module and must not call libvirt. A later watch() replaces them. From the
-        first one on, a lost connection is reopened as soon as libvirtd answers.
+        Both callbacks run in threads of this module and must not call libvirt. A later watch() replaces them.
+        From the first watch() on, a lost connection is reopened as soon as libvirtd answers.
         """
         is_first, self._notify, self._on_network_change = self._notify is None, notify, on_network_change
         with self.use('registering for events') as connection:
@@ -130,7 +127,6 @@ class Connection:
             threading.Thread(target=self._keep_open, name='libvirt-reopen', daemon=True).start()
 
     def close(self) -> None:
-        """Close the connection for good: use() then raises EcompError."""
         self._closed.set()
         self._lost.set()
         with self._lock:
@@ -141,10 +137,10 @@ class Connection:
                 connection.close()
 
     def _get_connection(self, timeout: float | None = None) -> libvirt.virConnect:
-        """Return the connection; Unreachable if it is not open after `timeout` seconds (None: see OPEN_TIMEOUT)."""
         with self._lock:
             if self._closed.is_set():
                 raise EcompError(f'{self._name}: this process has closed the connection')
+            # A broken connection never recovers: libvirt.org/html/libvirt-libvirt-host.html
             # isAlive() sends nothing: the event loop has noticed a closed socket or a failed keepalive.
             if self._current is not None and self._current.isAlive():
                 return self._current
@@ -164,7 +160,7 @@ class Connection:
             ) from error
 
     def _begin_opening(self) -> Future[libvirt.virConnect]:
-        """Start a thread that opens the connection, with the lock held; Unreachable if it cannot start."""
+        # The caller holds the lock.
         opening: Future[libvirt.virConnect] = Future()
         now = time.monotonic()
         # A silence of long ago, when nothing used the connection, may have ended since.
@@ -216,7 +212,6 @@ class Connection:
             self._registration = (connection, number, self._register_network_callback(connection))
 
     def _register_network_callback(self, connection: libvirt.virConnect) -> int | None:
-        """Return the callback's number; None if libvirt has no network driver."""
         try:
             lifecycle = libvirt.VIR_NETWORK_EVENT_ID_LIFECYCLE
             return int(connection.networkEventRegisterAny(None, lifecycle, self._on_network, None))
@@ -228,7 +223,7 @@ class Connection:
             return None
 
     def _remove_callbacks(self, connection: libvirt.virConnect) -> None:
-        """Remove our callbacks: they would keep the socket open."""
+        # Our callbacks would keep the socket open.
         # Not closed here: another thread may be in a call on it. Its last reference closes it.
         with suppress(libvirt.libvirtError):
             connection.unregisterCloseCallback()
@@ -260,7 +255,6 @@ class Connection:
             self._notify(f'libvirt: connection lost (reason {reason_code})')
 
     def _keep_open(self) -> None:
-        """Reopen the connection after each loss, until close(); notify when it is back."""
         while not self._closed.is_set():
             self._lost.wait()
             self._lost.clear()
@@ -280,7 +274,7 @@ class Connection:
 
 @cache
 def _start_event_loop() -> None:
-    """Start libvirt's event loop in a thread, once in a process, before the first open; it cannot be stopped."""
+    """Start libvirt's event loop in a thread, once in a process and before its first open."""
     # By default libvirt prints every error to stderr; we raise them.
     libvirt.registerErrorHandler(lambda _context, _error: None, None)
     libvirt.virEventRegisterDefaultImpl()

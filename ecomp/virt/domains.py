@@ -1,4 +1,4 @@
-"""Manage the domains whose metadata carries our owner mark. Of adopted domains only mark and power change."""
+"""Domains with our owner mark, and adopted ones, of which only mark and power change."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ AGENT_TIMEOUT_SECONDS = 1
 
 
 def pick_addresses(answer: Mapping[str, Any], macs: Iterable[str]) -> dict[str, str]:
-    """Return {MAC: first usable IPv4 address} from virDomainInterfaceAddresses' answer; `macs` are lower-case."""
+    """Return the first usable IPv4 address of each MAC in virDomainInterfaceAddresses' answer."""
     wanted_macs = set(macs)
     addresses: dict[str, str] = {}
     for interface in answer.values():
@@ -90,7 +90,6 @@ USAGE_FLAGS = libvirt.VIR_CONNECT_GET_ALL_DOMAINS_STATS_ACTIVE | libvirt.VIR_CON
 
 
 def parse_usage(statistics: Mapping[str, int]) -> Usage:
-    """Parse libvirt's statistics of a domain; KeyError if some are missing."""
     times = [statistics.get(f'vcpu.{number}.time') for number in range(statistics['vcpu.current'])]
     # The vCPUs of an emulated guest, which may share one thread, have no times: take the time of its whole QEMU.
     vcpu_ns = statistics.get('cpu.time') if None in times else sum(filter(None, times))
@@ -100,15 +99,12 @@ def parse_usage(statistics: Mapping[str, int]) -> Usage:
 
 
 class Domains:
-    """The domains of one libvirt. Every method may raise Unreachable or EcompError."""
-
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._usage: Future[dict[str, Usage]] | None = None
         self._agent_answers: dict[str, Future[Mapping[str, Any]]] = {}
 
     def list_guests(self) -> Mapping[str, Guest]:
-        """Return {instance: Guest} of every domain with our owner mark or an adoption mark; `disk` is always False."""
         guests = {}
         with self._connection.use('listing domains') as connection:
             for domain in connection.listAllDomains():
@@ -126,7 +122,6 @@ class Domains:
         return guests
 
     def list_foreign(self, pool: Path, instance: str = '') -> dict[str, ForeignGuest]:
-        """Return what Hypervisor.list_foreign() does; only disks on the file system of `pool` count."""
         foreign = {}
         with self._connection.use('listing the domains of others') as connection:
             for domain in _find_domains(connection, instance) if instance else connection.listAllDomains():
@@ -136,7 +131,6 @@ class Domains:
         return foreign
 
     def set_adoption(self, instance: str, compute: str | None) -> None:
-        """Put the adoption mark of a compute on a domain, or remove it (None); Conflict if the domain is ours."""
         with self._connection.use(f'marking domain {instance}') as connection:
             with IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN):
                 domain = connection.lookupByUUIDString(instance)
@@ -152,8 +146,7 @@ class Domains:
                 raise BuildFailed('started', 'its domain is gone')
 
     def read_usage(self) -> dict[str, Usage]:
-        """Return what Hypervisor.read_usage() does; concurrent callers share one call."""
-        if self._usage is None or self._usage.done():
+        if self._usage is None or self._usage.done():  # concurrent callers share one call
             self._usage = self._call_aside(_read_usage)
         try:
             return self._usage.result(QEMU_TIMEOUT_SECONDS)
@@ -172,7 +165,7 @@ class Domains:
         return frozenset(each.compute for each in self.list_guests().values() if each.compute and not each.is_adopted)
 
     def is_guest_running(self, instance: str) -> bool:
-        """Return whether the instance's domain, of any compute, runs or is paused; never wait for its start."""
+        """Return whether the guest, of any compute, runs or is paused, without waiting for a start."""
         use = self._connection.use(f'looking for domain {instance}')
         with use as connection, IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN):
             domain = connection.lookupByUUIDString(instance)
@@ -204,7 +197,6 @@ class Domains:
                     raise Conflict(f'domain {label}, not created by ecompute, uses {min(used)}: the file is kept')
 
     def start(self, spec: GuestSpec, description: str) -> None:
-        """Define the domain from the XML in `description` and start it; no-op if it runs."""
         with self._connection.use(f'starting domain {spec.instance}') as connection, raise_build_failed('started'):
             domain = _find_own_domain(connection, spec.instance, spec.compute)
             if domain is not None:
@@ -224,7 +216,7 @@ class Domains:
                 _create(domain)
 
     def shutdown(self, instance: str, compute: str) -> None:
-        """Press the power button of our domain, if it runs. A QEMU that is silent or just ending is no error."""
+        # A QEMU that is silent or just ending is no error.
         # A thread that blocks ends with its QEMU, which is forced off when the shutdown times out.
         pressed = self._call_aside(lambda connection: _press_power_button(connection, instance, compute))
         try:
@@ -233,13 +225,10 @@ class Domains:
             self.is_domain_running(instance)  # raises Unreachable if libvirtd does not answer, either
 
     def _call_aside(self, call: Callable[[Connection], Result]) -> Future[Result]:
-        """Start a call with a connection of its own, in a thread: libvirt waits forever for a frozen QEMU.
-
-        It also serves only a few calls of one connection concurrently.
-        """
         result: Future[Result] = Future()
 
         def run() -> None:
+            # libvirt waits forever for a frozen QEMU, and serves only a few calls of one connection concurrently.
             own_connection = Connection(self._connection.uri)
             try:
                 result.set_result(call(own_connection))
@@ -252,11 +241,13 @@ class Domains:
         return result
 
     def force_off(self, instance: str, compute: str, undefine: bool) -> None:
-        """Force our domain off and wait until it is off; with `undefine`, until it is gone.
+        """Force our domain off and wait until it is off, or, with `undefine`, until it is gone.
 
-        Raises Conflict if it is not ours; with `undefine`, one that ecompute did not create is left alone (rule:
-        single-owner). Raises EcompError after DESTROY_TIMEOUT_SECONDS; until then failures that may be temporary are
-        retried.
+        With `undefine`, a domain that ecompute did not create is left alone (rule: single-owner).
+
+        Raises:
+            Conflict: the domain is not ours.
+            EcompError: it still runs, or exists, after DESTROY_TIMEOUT_SECONDS with retries.
         """
         failure, activity = 'libvirt reports no error', 'destroying' if undefine else 'switching off'
         deadline, backoff = time.monotonic() + DESTROY_TIMEOUT_SECONDS, Backoff(*RETRY_DELAYS_SECONDS)
@@ -286,14 +277,14 @@ class Domains:
         raise EcompError(f'domain {instance} {state} after {DESTROY_TIMEOUT_SECONDS:g} s: {failure}')
 
     def read_definition(self, instance: str) -> str:
-        """Return the XML of the domain with this uuid, that of one without devices if it does not exist."""
+        """Return the domain's XML, or that of an empty domain if it does not exist."""
         use = self._connection.use(f'reading the interfaces of {instance}')
         with use as connection, IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN):
             return str(connection.lookupByUUIDString(instance).XMLDesc())
         return '<domain/>'
 
     def query_agent(self, instance: str, macs: Iterable[str]) -> Mapping[str, str]:
-        """Return {MAC: IPv4 address} by the last query, and query again; {} before its answer. Lower-case `macs`."""
+        """Return what the agent answered, and query it again, or {} while a query is in flight."""
         answer = self._agent_answers.get(instance)
         if answer is not None and not answer.done():
             return {}
@@ -310,7 +301,7 @@ def _create(domain: libvirt.virDomain) -> None:
 
 
 def apply_filter(operation: Callable[[], object], description: str) -> None:
-    """Run an operation that applies a filter, at most MAX_START_TRIES times if the filter fails; libvirtError."""
+    """Run an operation that applies a filter, and repeat it if the filter fails."""
     for remaining_tries in reversed(range(MAX_START_TRIES)):
         try:
             operation()
@@ -337,9 +328,10 @@ def _find_own_domain(
     allow_foreign: bool = False,
     or_adopted: bool = False,
 ) -> libvirt.virDomain | None:
-    """Return the instance's domain, if any; Conflict for one that is not ours, unless `allow_foreign`.
+    """Return the instance's domain, or raise Conflict if it is not ours.
 
-    With `or_adopted`, one with our adoption mark is ours, too; Conflict if that would be gone once it is off.
+    With `allow_foreign`, domains that ecompute did not create are ignored.
+    With `or_adopted`, a domain with our adoption mark is ours, if it remains once it is off.
     """
     own = None
     for domain in _find_domains(connection, instance):
@@ -369,7 +361,7 @@ def _read_usage(connection: Connection) -> dict[str, Usage]:
     usage = {}
     with TALLY.measure('libvirt'), connection.use('reading the usage of domains') as opened:
         for domain, statistics in opened.getAllDomainStats(USAGE_STATISTICS, USAGE_FLAGS):
-            with suppress(KeyError):
+            with suppress(KeyError):  # libvirt left some statistics out
                 usage[domain.UUIDString()] = parse_usage(statistics)
     return usage
 
@@ -397,7 +389,6 @@ def _press_power_button(connection: Connection, instance: str, compute: str) -> 
 
 
 def _read_compute(domain: libvirt.virDomain) -> str | None:
-    """Return the compute in a domain's owner mark; None if ecompute did not create the domain."""
     return _read_mark(domain, xml.MARK_NAMESPACE)
 
 

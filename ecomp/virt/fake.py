@@ -1,4 +1,4 @@
-"""The Hypervisor of `ecompute --fake`: its guests are entries in memory, or in a file to outlive the process."""
+"""The Hypervisor of `ecompute --fake`, whose guests are entries in memory or in files."""
 
 from __future__ import annotations
 
@@ -22,17 +22,15 @@ T = TypeVar('T')
 
 
 class Fake(NamedTuple):
-    """The host name of a fake, '' for this machine's, and `boot_seconds` of FakeHypervisor."""
-
-    hostname: str = ''
+    hostname: str = ''  # '' for this machine's
     boot_seconds: int | None = None
 
 
 class FakeHypervisor:
-    """Fake guests, kept in the directory `state`, or in memory if None; EcompError if a file cannot be written.
+    """Fake guests, kept in the directory `state`, or in memory if that is None.
 
-    A started guest has an address after `boot_seconds`, and after as many more `report_ready` gets its instance. None:
-    it has its address immediately, and is never ready.
+    A started guest has an address after `boot_seconds`. After as many more `report_ready` gets its instance.
+    With None it has its address immediately, and is never ready.
     """
 
     def __init__(
@@ -55,7 +53,6 @@ class FakeHypervisor:
         self._seeds: frozenset[str] = frozenset()
 
     def prepare(self) -> None:
-        """Make the directory and load what an earlier process wrote; EcompError if malformed."""
         if (state := self._state) is None:
             return
         state.mkdir(parents=True, exist_ok=True)
@@ -170,8 +167,8 @@ class FakeHypervisor:
         self._notify_change(f'fake: domain {instance} started')
 
     def _boot(self, instance: str) -> None:
-        """Give a started guest its address, and then report that it is ready, both after `boot_seconds`."""
 
+        # First the guest has its address, then it is ready.
         def boot(seconds: int) -> None:
             time.sleep(seconds)
             self._unaddressed.discard(instance)
@@ -297,12 +294,12 @@ class FakeHypervisor:
             self._seeds = seeds
 
     def _write(self, suffix: str, content: object, stage: str | None) -> None:
-        """Write a file, not durably: no fake guest outlives a power cut. BuildFailed in `stage`, or EcompError."""
         if self._state is None:
             return
         path = self._state / f'fake{suffix}.json'
         temporary = path.with_suffix('.new')
         try:
+            # Not durably: no fake guest outlives a power cut.
             temporary.write_text(json.dumps(content))
             temporary.rename(path)
         except OSError as error:
@@ -316,7 +313,6 @@ class FakeHypervisor:
 
 
 def _read(path: Path, parse: Callable[[Any], T]) -> T | None:
-    """Return what an earlier process wrote, None if there is no file; EcompError if malformed."""
     try:
         return parse(json.loads(path.read_text()))
     except FileNotFoundError:

@@ -1,8 +1,4 @@
-"""Inspect a disk image from its file alone, and determine the size of an instance's disk.
-
-oslo.utils recognizes formats, but calls an HTML error page "raw", and reads only the header of a qcow2. So this module
-checks that a file is whole and can boot. qcow2: docs/interop/qcow2.txt of QEMU.
-"""
+"""Inspect a disk image from its file alone, and determine the size of an instance's disk."""
 
 from __future__ import annotations
 
@@ -18,6 +14,7 @@ from ecomp.errors import BuildFailed
 from ecomp.model.allocation import GIB, MIB
 from ecomp.model.guest import BaseImage, GuestSpec
 
+# docs/interop/qcow2.txt of QEMU
 QCOW2_MAGIC = b'QFI\xfb'
 # The first bytes of a compressed file, and the name of its format.
 COMPRESSION_MAGIC = {b'\xfd7zXZ\0': 'xz', b'\x1f\x8b': 'gzip', b'(\xb5/\xfd': 'zstd', b'BZh': 'bzip2', b'PK\3\4': 'zip'}
@@ -34,7 +31,7 @@ MBR_PROTECTIVE, MBR_ESP = 0xEE, 0xEF
 
 
 def determine_capacity(spec: GuestSpec) -> int:
-    """Return the disk's bytes: DISK_GB, or the image's size if None; BuildFailed('image', …) if the image is larger."""
+    """Return the bytes of the disk: DISK_GB, or without one the size of the image."""
     if spec.disk_gb is None:
         return spec.base.virtual_size
     if spec.base.virtual_size > spec.disk_gb * GIB:
@@ -50,11 +47,14 @@ def determine_capacity(spec: GuestSpec) -> int:
 def inspect(path: Path) -> BaseImage:
     """Return the format and size of a complete, standalone qcow2 or a bootable raw disk.
 
-    Raises BuildFailed('image', …) for any other file, without quoting from it, because it may be secret; OSError if the
-    file is removed concurrently. The file determines how much time and memory this takes, so inspect untrusted ones in
-    a limited child (agent/images/inspection.py).
+    The file determines how much time and memory this takes. Inspect untrusted ones in a limited child.
+
+    Raises:
+        BuildFailed: it is any other file. The error does not quote the file, because that may be secret.
+        OSError: the file was removed concurrently.
     """
-    # Imported late: it takes 110 ms, and is needed only once per image.
+    # oslo.utils recognizes formats, but calls an HTML error page "raw", and reads only the header of a qcow2. So this
+    # module checks that a file is whole and can boot. Imported late: it takes 110 ms, and is needed once per image.
     from oslo_utils.imageutils import format_inspector
 
     try:
@@ -81,15 +81,16 @@ def inspect(path: Path) -> BaseImage:
 
 
 def read_base_volume(path: Path) -> BaseImage:
-    """Read a base volume's size, and its format by suffix; OSError, or struct.error for a cut-off qcow2."""
+    """Read a base volume's size, and its format by suffix."""
     if path.suffix == '.raw':
         return BaseImage(str(path), 'raw', path.stat().st_size)
     with path.open('rb') as file:
+        # struct.error if it is cut off
         return BaseImage(str(path), 'qcow2', struct.unpack('>24xQ', file.read(32))[0])
 
 
 def find_backing_file(path: Path) -> str | None:
-    """Return the backing file in a qcow2's header, missing or not; None if unnamed, unreadable or no qcow2."""
+    """Return the backing file that a qcow2's header names, whether that exists or not."""
     try:
         return _read_backing_file(path)
     except OSError:
@@ -97,7 +98,7 @@ def find_backing_file(path: Path) -> str | None:
 
 
 def read_backing_chain(path: Path) -> list[str]:
-    """Return the real paths of a qcow2's backing files, top down, up to a missing one; OSError if unreadable."""
+    """Return the real paths of a qcow2's backing files, top down, up to a missing one."""
     files: list[str] = []
     below = _read_backing_file(path)
     while below is not None and (below := os.path.realpath(below)) not in files:
@@ -213,7 +214,7 @@ def _check_qcow2(file: BinaryIO) -> int:
 
 
 def _read_guest_start(file: BinaryIO, l1_offset: int, cluster_bits: int, size: int) -> bytes:
-    """Return the PARTITION_TABLE_BYTES of a qcow2 whose tables were checked; b'' if they are compressed with zstd."""
+    """Return a checked qcow2's first PARTITION_TABLE_BYTES, or b'' if zstd compressed them."""
     cluster_bytes, clusters = 1 << cluster_bits, list[bytes]()
     for cluster in range(-(-min(size, PARTITION_TABLE_BYTES) >> cluster_bits)):
         l1_index, l2_index = divmod(cluster, cluster_bytes // 8)

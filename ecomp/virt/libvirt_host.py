@@ -1,7 +1,4 @@
-"""The Hypervisor of this host's libvirt, its probe for `ecompute --check`, and the network filters for guests.
-
-Also here: what QEMU's user may access, the directories above the disks and KVM. libvirt grants it only the disks.
-"""
+"""The Hypervisor of this host's libvirt, its probe, and the network filters for guests."""
 
 from __future__ import annotations
 
@@ -48,7 +45,6 @@ from ecomp.virt.xml import ClosedService
 def probe_libvirt(
     state: Path, attachments: Sequence[Attachment], uri: str = 'qemu:///system', virt_type: str = 'auto'
 ) -> health.LibvirtFacts:
-    """Return what libvirt offers here; change nothing. Raises Unreachable, EcompError (libvirt's) or OSError."""
     with closing(Connection(uri)) as connection:
         with connection.use('reading its version') as opened:
             version = opened.getLibVersion()
@@ -92,7 +88,7 @@ NO_QEMU = Problem(
 
 
 def read_capabilities(connection: Connection, timeout_seconds: float) -> tuple[xml.Capabilities, Problem | None]:
-    """Read libvirt's capabilities, and why they lack QEMU; retry for `timeout_seconds` while one is installed."""
+    """Read libvirt's capabilities, and why they lack QEMU even after `timeout_seconds`."""
     deadline = time.monotonic() + timeout_seconds
     while True:
         with connection.use('reading its capabilities') as opened:
@@ -121,19 +117,19 @@ def _explain_failed_probe(connection: libvirt.virConnect, emulator: str) -> str:
 
 
 def explain_no_filters(why: str) -> Problem:
-    """Return the problem of guests whose libvirt has no filters."""
     problem = f'libvirt cannot filter what guests send ({why}): a guest can take the address of another guest'
     cure = 'apt-get install iptables libvirt-daemon-system; systemctl restart libvirtd'
     return Problem(f'{problem}, and reach etcd and placement', cure)
 
 
 class Libvirt:
-    """Guests on libvirt at `uri`, with all files below the directory `state`. A Hypervisor.
+    """The Hypervisor for the libvirt at `uri`, with all files below the directory `state`.
 
-    prepare() starts `attachments`; a guest's own networks are in its spec. Guests cannot reach `control_endpoints`,
-    host and port of etcd and of placement. With `has_filters` (prepare() found filters to work, in any process) no
-    guest is started without them. With `hold_addresses` guests on bridges may use only the address that DHCP gives
-    them.
+    Args:
+        attachments: networks that prepare() starts. A guest's own networks are in its spec.
+        control_endpoints: host and port of etcd and of placement, which guests cannot reach.
+        has_filters: prepare(), in any process, found filters to work. Then no guest starts without them.
+        hold_addresses: guests on bridges may use only the address that DHCP gives them.
     """
 
     def __init__(
@@ -170,7 +166,7 @@ class Libvirt:
         self.list_seeds = self._seeds.list_instances
 
     def check(self) -> None:
-        """Raise the error that prepare() would raise, change nothing; log that the first call may take a minute."""
+        """Check that this host can run guests as configured, without changing it."""
         started_at, is_first, self._is_probed = time.monotonic(), not self._is_probed, True
         if is_first:  # libvirt probes every installed QEMU for its first client
             log.info('asking libvirt for the capabilities of QEMU: this takes seconds, or a minute on a busy machine')
@@ -189,7 +185,6 @@ class Libvirt:
         self._volumes.check()
 
     def prepare(self) -> None:
-        """Call check(); make directories, start networks and pool, define filters, if necessary. Sets `has_filters`."""
         self.check()
         directory_modes = dict.fromkeys((self._state, self._volumes.directory, self._seeds.directory), 0o711)
         for directory, mode in {**directory_modes, self._console_directory: 0o700}.items():
@@ -283,10 +278,6 @@ class Libvirt:
         self._seeds.delete(instance)
 
     def start(self, spec: GuestSpec) -> None:
-        """Define filters and the domain, and start it.
-
-        Raises also Unreachable if filters worked in prepare() and no longer do, or a control endpoint does not resolve.
-        """
         seed = str(self._seeds.get_path(spec.instance)) if spec.seed is not None else None
         disk, console = self._volumes.get_path(spec.instance), self.get_console_path(spec.instance)
         # Prepared each time: filters may have been removed, or missing packages installed.
@@ -394,7 +385,6 @@ class Libvirt:
     def watch_changes(
         self, notify: Callable[[str], None], on_network_change: Callable[[str], None] | None = None
     ) -> None:
-        """Call back as Connection.watch() does, and for leases; if these cannot be watched, that is only logged."""
         self._connection.watch(notify, on_network_change)
         self._lease_watch.close()
         try:
@@ -405,7 +395,7 @@ class Libvirt:
             )
 
     def has_metadata_address(self) -> bool:
-        """Return whether our bridge has 169.254.169.254; False without a bridge. Raises EcompError."""
+        """Return whether our bridge exists and has 169.254.169.254."""
         bridge = self.find_bridge()
         return bridge is not None and networks.has_metadata_address(bridge)
 
@@ -414,7 +404,7 @@ class Libvirt:
             networks.set_metadata_address(bridge, present)
 
     def find_bridge(self) -> str | None:
-        """Return our networks' first bridge made by libvirt, or None; EcompError if a network before it is missing."""
+        """Return the first bridge that libvirt made for one of our networks, or None."""
         names = (name for kind, name in self._attachments if kind == 'network')
         return next(filter(None, map(self._networks.find_own_bridge, names)), None)
 
@@ -433,23 +423,20 @@ class Libvirt:
 
 
 class Filters:
-    """The network filters of one libvirt. Every method may raise Unreachable or EcompError."""
-
     def __init__(self, connection: Connection, control_endpoints: Sequence[tuple[str, int]]) -> None:
         self._connection = connection
         self._control_endpoints = control_endpoints
         self._last_addresses: dict[str, list[IpAddress]] = {}
 
     def prepare(self) -> str:
-        """Define our filters if libvirt lacks them; return '' or why this host cannot have any."""
+        """Define our filters where missing, and return '' or why this host cannot have any."""
         return self._try_operation('defining network filters', _define_filters)
 
     def explain_missing(self) -> str:
-        """Return what prepare() would return, without defining anything."""
         return self._try_operation('looking for network filters', lambda connection: connection.listAllNWFilters())
 
     def restore(self, link: xml.InterfaceLink) -> None:
-        """Apply the filter of a running guest's interface again; an address that libvirt has learned is kept."""
+        """Apply the filter of a guest's interface again, keeping an address that libvirt learned."""
         with self._connection.use(f'restoring the filter of {link.tap}') as connection:
             _delete_binding(connection, link.tap)
             apply = partial(connection.nwfilterBindingCreateXML, link.filter_binding)
@@ -474,14 +461,14 @@ class Filters:
         return ''
 
     def resolve_services(self) -> list[ClosedService]:
-        """Return etcd's and placement's services at each current address of their names.
+        """Return etcd's and placement's services at each address of their names.
 
-        A service on this host is listed with all addresses of the host, because a guest could reach it at any. A name
-        that does not resolve now keeps its last addresses; if it never resolved in this process, Unreachable is raised.
+        If a name does not resolve now, its last addresses count. If it has none, Unreachable is raised.
         """
         services: dict[ClosedService, None] = {}
         for host, port in self._control_endpoints:
             host_addresses = self._resolve(host)
+            # A guest could reach a service of this host at any address of the host.
             if any(map(is_own_address, host_addresses)):
                 host_addresses = networks.list_own_addresses()
             services |= {ClosedService(address, port): None for address in host_addresses}
@@ -512,6 +499,7 @@ def _define_filters(connection: libvirt.virConnect) -> None:
         connection.nwfilterDefineXML(definition)
 
 
+# libvirt grants QEMU's user only the disks, not the directories above them or KVM.
 # What test(1) is asked about a path: whether a directory can be entered, whether a device can be used.
 ENTER = ('-x',)
 READ_WRITE = ('-r', '-w')
@@ -522,15 +510,12 @@ KVM_DEVICE = Path('/dev/kvm')
 
 @dataclass(frozen=True)
 class QemuUser:
-    """The user QEMU runs as; `groups` are the gids of all its groups."""
-
     name: str
     uid: int
-    groups: frozenset[int]
+    groups: frozenset[int]  # the gids of all its groups
 
 
 def find_user(capabilities: xml.Capabilities) -> QemuUser:
-    """Return the user that QEMU runs as, named by its number if unknown."""
     uid, gid = capabilities.qemu_uid, capabilities.qemu_gid
     try:
         entry = pwd.getpwuid(uid)
@@ -542,7 +527,7 @@ def find_user(capabilities: xml.Capabilities) -> QemuUser:
 
 
 def explain_blocked(directory: Path, qemu: QemuUser) -> Problem | None:
-    """Return that QEMU cannot enter a directory on the path to the disks; None if it can."""
+    """Return why QEMU cannot enter a directory on the path to the disks, or None."""
     real = directory.resolve()
     for step in (*reversed(real.parents), real):
         # ecompute creates missing ones accessible. Unlike Path.exists(), this is False below what we may not enter.
@@ -554,7 +539,7 @@ def explain_blocked(directory: Path, qemu: QemuUser) -> Problem | None:
 
 
 def has_access(tests: Iterable[str], path: Path, qemu: QemuUser) -> bool:
-    """Return whether QEMU passes `tests` by the path's own mode and ACL; True unless we are root. Raises OSError."""
+    """Return whether QEMU passes `tests` by the path's own mode and ACL, or True without root."""
     group, *groups = qemu.groups
     handle = os.open(path, os.O_PATH)
     try:
@@ -573,7 +558,6 @@ def has_access(tests: Iterable[str], path: Path, qemu: QemuUser) -> bool:
 
 
 def explain_closed_kvm(qemu: QemuUser) -> Problem | None:
-    """Return that QEMU may not open /dev/kvm; None if it may, or if this machine has none."""
     if not KVM_DEVICE.exists() or has_access(READ_WRITE, KVM_DEVICE, qemu):
         return None
     # libvirt then considers its cache of QEMU's capabilities outdated on every use.
@@ -582,7 +566,6 @@ def explain_closed_kvm(qemu: QemuUser) -> Problem | None:
 
 
 def explain_no_kvm(qemu: QemuUser, domain_types: Collection[str]) -> str:
-    """Return why guests cannot use KVM here, or '' if they can; libvirt offers `domain_types`."""
     # /dev/kvm alone proves nothing: it may exist although the CPU cannot virtualize, and guests then hang.
     flags = CPUINFO.read_text(errors='replace').split()
     needed = {
@@ -594,7 +577,6 @@ def explain_no_kvm(qemu: QemuUser, domain_types: Collection[str]) -> str:
 
 
 def choose_virt_type(setting: str, no_kvm: str) -> str:
-    """Return kvm or qemu; for auto, qemu if there is a reason `no_kvm`. UsageError for kvm then, or another setting."""
     if setting == 'qemu' or (setting == 'auto' and no_kvm):
         return 'qemu'
     if setting not in ('auto', 'kvm'):

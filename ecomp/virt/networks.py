@@ -1,7 +1,4 @@
-"""The networks of guests: their existence, DHCP reservations and leases, and this host's addresses and neighbours.
-
-Host data comes from iproute2's `ip -json`, see ip(8): pyroute2 would permanently occupy 8 MiB of this process.
-"""
+"""The networks of guests, their DHCP leases and reservations, and this host's addresses."""
 
 from __future__ import annotations
 
@@ -50,10 +47,7 @@ PACKAGES = {'ip': 'iproute2', 'ebtables-save': 'iptables'}
 
 
 def read_neighbours(bridges: Mapping[str, str]) -> dict[str, str]:
-    """Return {MAC: IPv4 address}, none link-local, from this host's ARP table for `bridges`, {MAC: bridge}.
-
-    A MAC with several addresses is left out and logged, because one of these claims is false.
-    """
+    """Return {MAC: IPv4 address} by this host's ARP table, for the given {MAC: bridge}."""
     # libvirt 9.0's own query fails ("wrong nlmsg len"), even for a guest without an address.
     entries = [entry for entry in _query_ip('-4', 'neighbour', 'show') if TRUSTED_STATES & {*entry.get('state', ())}]
     addresses_of: dict[str, set[str]] = {}
@@ -63,7 +57,7 @@ def read_neighbours(bridges: Mapping[str, str]) -> dict[str, str]:
         if bridges.get(mac) == entry['dev'] and not address.startswith(('169.254.', '0.')):
             addresses_of.setdefault(mac, set()).add(address)
     for mac, addresses in addresses_of.items():
-        if len(addresses) > 1:
+        if len(addresses) > 1:  # one of these claims is false
             _warn_once(mac, bridges[mac], ', '.join(sorted(addresses)))
     return {mac: addresses.pop() for mac, addresses in addresses_of.items() if len(addresses) == 1}
 
@@ -75,20 +69,17 @@ def _warn_once(mac: str, bridge: str, addresses: str) -> None:
 
 
 def list_own_addresses() -> list[IPv4Address | IPv6Address]:
-    """Return the host's current addresses without loopback ones. Raises EcompError."""
     own = {ip_address(entry['local']) for entry in _list_address_entries()}
     return sorted((address for address in own if not address.is_loopback), key=str)
 
 
 def find_loose_taps() -> frozenset[str]:
-    """Return the names of libvirt's tap devices that are on no bridge."""
     return frozenset(
         interface.name for interface in INTERFACES_DIRECTORY.glob('vnet*') if not (interface / 'master').exists()
     )
 
 
 def find_downed_taps() -> frozenset[str]:
-    """Return the names of libvirt's tap devices that are down."""
     names = set()
     for interface in INTERFACES_DIRECTORY.glob('vnet*'):
         with suppress(OSError):  # removed after it was listed
@@ -98,7 +89,7 @@ def find_downed_taps() -> frozenset[str]:
 
 
 def find_unfiltered_taps() -> frozenset[str]:
-    """Return the names of libvirt's tap devices for which no filter of ours is in force. Raises EcompError."""
+    """Return the names of libvirt's tap devices for which no filter of ours is in force."""
     taps = [interface.name for interface in INTERFACES_DIRECTORY.glob('vnet*')]
     # Not `ebtables -L`: that changes rules in order to list them, and makes a concurrent change by libvirt fail.
     rules = [line.split() for line in _run('ebtables-save').splitlines() if line.startswith('-A ')] if taps else []
@@ -108,19 +99,17 @@ def find_unfiltered_taps() -> frozenset[str]:
 
 
 def plug_tap(tap: str, bridge: str, isolated: bool) -> None:
-    """Connect a tap to a bridge; `isolated` ports cannot reach each other. Raises EcompError."""
+    """Connect a tap to a bridge, whose `isolated` ports cannot reach each other."""
     _run('ip', 'link', 'set', 'dev', tap, 'master', bridge)
     if isolated:
         _run('ip', 'link', 'set', 'dev', tap, 'type', 'bridge_slave', 'isolated', 'on')
 
 
 def has_metadata_address(bridge: str) -> bool:
-    """Return whether the bridge itself has 169.254.169.254. Raises EcompError."""
     return any(entry['local'] == METADATA_ADDRESS for entry in _list_address_entries(bridge))
 
 
 def set_metadata_address(bridge: str, present: bool) -> None:
-    """Add 169.254.169.254/32 to the bridge or remove it, if necessary. Raises EcompError."""
     # Only the network's own bridge has it, so that its guests cannot ask another machine.
     if has_metadata_address(bridge) == present:
         return
@@ -140,6 +129,7 @@ def _list_address_entries(interface: str | None = None) -> list[dict[str, Any]]:
 
 
 def _query_ip(*arguments: str) -> list[dict[str, Any]]:
+    # Not pyroute2, which would permanently occupy 8 MiB of this process. See ip(8).
     # `ip` prints nothing if a namespace has no entries, and {} for an interface that was just removed.
     return [entry for entry in json.loads(_run('ip', '-json', *arguments) or '[]') if entry]
 
@@ -188,8 +178,6 @@ class UnreadableLeases(EcompError):
 
 
 class Networks:
-    """The networks of one libvirt. Every method may raise Unreachable or EcompError."""
-
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
@@ -231,7 +219,6 @@ class Networks:
         return reserved
 
     def release_addresses(self, instance: str) -> None:
-        """End the instance's leases (one that dnsmasq keeps is logged), and remove its reservations."""
         macs = frozenset(list_macs(instance))
         for _ in range(MAX_TRIES):
             with self._connection.use(f'releasing the addresses of {instance}') as connection:
@@ -271,7 +258,7 @@ class Networks:
             return f'no free address on network {name}' if is_full else ''
 
     def check(self, attachment: Attachment) -> str:
-        """Return what read_state() returns, but raise UsageError, with a fix, for MISSING."""
+        """Return the state of an attachment, or raise UsageError if it is MISSING."""
         if (state := self.read_state(attachment)) == MISSING:
             raise UsageError(str(explain_state(attachment, state)))
         return state
@@ -282,22 +269,23 @@ class Networks:
                 connection.networkLookupByName(attachment.name).create()
 
     def find_own_bridge(self, name: str) -> str | None:
-        """Return the network's bridge, None if libvirt did not make it; EcompError if the network is missing."""
+        """Return the network's bridge, or None if libvirt did not make it."""
         with self._connection.use(f'reading the bridge of network {name}') as connection:
             network = connection.networkLookupByName(name)
             return str(network.bridgeName()) if xml.read_dhcp(network.XMLDesc()).is_served else None
 
     def find_open_dhcp(self, name: str) -> list[int]:
-        """Return the definitions, LIVE and CONFIG, whose DHCP serves unknown MACs, too. UsageError if missing."""
+        """Return the definitions, LIVE or CONFIG, whose DHCP serves unknown MACs, too."""
         self.check(Attachment('network', name))
         with self._connection.use(f'reading the DHCP of network {name}') as connection:
             definitions = _read_definitions(connection.networkLookupByName(name))
         return [flag for flag, definition in definitions.items() if definition.is_open]
 
     def close_dhcp(self, name: str, open_definitions: Collection[int]) -> str:
-        """Let these definitions serve only MACs with a reservation; return what was done.
+        """Let these definitions serve only MACs with a reservation, and return what was done.
 
-        For LIVE the network is restarted. Raises Conflict, and changes nothing, if that would disconnect something.
+        Raises:
+            Conflict: LIVE needs a restart of the network, which would disconnect guests or remove it.
         """
         with self._connection.use(f'closing the DHCP of network {name}') as connection:
             network = connection.networkLookupByName(name)
@@ -315,11 +303,11 @@ class Networks:
         return f'network {name}: its DHCP now serves only MACs with a reservation{restart}'
 
     def explain_unfit(self, attachment: Attachment, has_filters: bool) -> tuple[Problem | None, Problem | None]:
-        """Return why no guest can run there (None unless `has_filters`), and why none gets IPv4; None if it does."""
+        """Return why no guest can run there, and why none gets an IPv4 address."""
         if attachment.kind != 'network':
             return None, None
         build_problem, address_problem = self.read_dhcp(attachment.name).problems
-        return build_problem if has_filters else None, address_problem
+        return build_problem if has_filters else None, address_problem  # libvirt runs guests there without filters
 
     def find_problems(self, attachment: Attachment, has_filters: bool) -> Iterator[Problem]:
         """Yield why no guest can be plugged in or run there, or gets or shows an address."""
@@ -332,14 +320,14 @@ class Networks:
             yield error.problem
 
     def read_dhcp(self, name: str) -> Dhcp:
-        """Return the DHCP of the running network; that of a network without addresses if it is missing."""
+        """Return the DHCP of the running network, or an empty one if it is missing."""
         use = self._connection.use(f'reading the DHCP of network {name}')
         with use as connection, IgnoredErrors(libvirt.VIR_ERR_NO_NETWORK):
             return xml.read_dhcp(connection.networkLookupByName(name).XMLDesc())
         return Dhcp((), frozenset(), (), is_served=False)
 
     def read_leases(self, name: str, macs: Iterable[str]) -> Mapping[str, Address]:
-        """Return {MAC: latest leased IPv4 address}, {} if the network is missing or off; `macs` are lower-case."""
+        """Return each MAC's latest leased IPv4 address, or {} if the network is missing or off."""
         absent = IgnoredErrors(libvirt.VIR_ERR_NO_NETWORK, libvirt.VIR_ERR_OPERATION_INVALID)
         with self._connection.use(f'reading the leases of network {name}') as connection, absent:
             network = connection.networkLookupByName(name)
@@ -348,7 +336,6 @@ class Networks:
 
 
 def explain_state(attachment: Attachment, state: str) -> Problem | None:
-    """Return why guests cannot be plugged in there; None if they can."""
     kind, name = attachment
     if state == USABLE:
         return None
@@ -417,7 +404,7 @@ def _explain_no_restart(connection: libvirt.virConnect, network: libvirt.virNetw
 def _choose_address(
     network: libvirt.virNetwork, definitions: Mapping[int, Dhcp], mac: str, preferred: str | None
 ) -> str | None:
-    """Return the MAC's reserved address; else its leased one, else `preferred`, else a free one, or None."""
+    """Choose the MAC's reserved address, else its leased one, `preferred` or a free one."""
     for _, definition in sorted(definitions.items()):
         if (existing := definition.find_reservation(mac)) is not None:
             return existing.address
@@ -433,7 +420,7 @@ def _choose_address(
 
 
 def _write_reservation(network: libvirt.virNetwork, definitions: Mapping[int, Dhcp], reservation: Reservation) -> bool:
-    """Write the reservation where missing or different; return False if another process changed a definition."""
+    """Write the reservation where needed, or return False if another process interfered."""
     missing = 0
     for flag, definition in definitions.items():
         existing = definition.find_reservation(reservation.mac)
@@ -507,7 +494,6 @@ def _release_leases(network: libvirt.virNetwork, dhcp: Dhcp, macs: Collection[st
 
 
 def _send_release(bridge: str, server: IPv4Address, address: str, mac: str, client_id: str) -> None:
-    """Send dnsmasq a DHCPRELEASE in the name of the client that has the address. Raises OSError, ValueError."""
     mac_bytes, client_bytes = (bytes.fromhex(text.replace(':', '')) for text in (mac, client_id))
     # RFC 2131, figure 1, and RFC 2132: the message type DHCPRELEASE, the server and, if it is known, the client id.
     header = struct.pack('!4B8x4s12x16s192x', 1, 1, len(mac_bytes), 0, IPv4Address(address).packed, mac_bytes)
@@ -525,7 +511,7 @@ LEASES_DIRECTORY = Path('/var/lib/libvirt/dnsmasq')
 
 
 def pick_newest_leases(leases: Iterable[Mapping[str, Any]], macs: Iterable[str], network: Dhcp) -> dict[str, Address]:
-    """Return {MAC: IPv4 address that expires last} from virNetworkGetDHCPLeases' answer; `macs` are lower-case."""
+    """Return, for each of `macs` in lower case, the leased address that expires last."""
     wanted_macs = set(macs)
     by_expiry = sorted(leases, key=lambda lease: int(lease['expirytime']))
     return {
@@ -548,7 +534,6 @@ def _format_lease_time(lease: Mapping[str, Any], seconds_before_expiry: int = 0)
 
 
 def read_lease_file(path: Path) -> frozenset[tuple[str, ...]] | None:
-    """Return the (MAC, address, expiry) texts of each lease in a status file; None if unusable."""
     names = 'mac-address', 'ip-address', 'expiry-time'
     with suppress(OSError, ValueError, TypeError, KeyError):
         return frozenset(tuple(str(lease[name]) for name in names) for lease in json.loads(path.read_bytes()))
@@ -556,9 +541,9 @@ def read_lease_file(path: Path) -> frozenset[tuple[str, ...]] | None:
 
 
 def watch_leases(directory: Path, notify: Callable[[str], None]) -> Callable[[], None]:
-    """Call notify(reason), in a thread, within milliseconds of a new or renewed lease; return a stop function.
+    """Call notify(reason), in a thread, for each new or renewed lease.
 
-    Each file's first write counts, too, and so does an unreadable file. OSError if `directory` cannot be watched.
+    The first write of a file counts, too, and so does an unreadable file. The result stops the watch.
     """
     last_leases: dict[Path, object] = {}
 

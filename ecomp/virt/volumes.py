@@ -1,4 +1,4 @@
-"""The storage pool `ecompute` with the overlays, `<instance>.qcow2` in a directory on this host, and the seeds."""
+"""The storage pool `ecompute` with the instances' overlays, and the seeds."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ class _InstanceFiles:
         return self.directory / (instance + self.suffix)
 
     def list_instances(self) -> Set[str]:
-        """Return the instances that have a file; Unreachable if the directory cannot be read."""
         try:
             names = os.listdir(self.directory)
         except OSError as error:
@@ -46,12 +45,9 @@ class _InstanceFiles:
 
 
 class Seeds(_InstanceFiles):
-    """The seeds in `directory`."""
-
     suffix = '.iso'
 
     def create(self, instance: str, files: Mapping[str, bytes]) -> None:
-        """Write or replace the seed, on which no domain may run. Raises BuildFailed('disk', …)."""
         try:
             # Only root may read it, because user-data may hold secrets: libvirt gives it to QEMU's user at the start.
             write_durably(self.get_path(instance), make_iso(files))
@@ -89,8 +85,6 @@ POOL_SETUP_RACE_ERRORS = libvirt.VIR_ERR_OPERATION_INVALID, libvirt.VIR_ERR_OPER
 
 
 class Volumes(_InstanceFiles):
-    """The overlays in `directory`. Methods raise Conflict, Unreachable or EcompError."""
-
     # list_instances() does not use libvirt's list of the pool: that is a cache, and refreshing it opens every volume.
     suffix = '.qcow2'
 
@@ -103,7 +97,6 @@ class Volumes(_InstanceFiles):
             self._find_pool(connection)
 
     def find_troubles(self) -> Iterator[str]:
-        """Yield why no disk can be created now: the pool is off, or its file system is full or not mounted."""
         with self._connection.use(f'looking for the storage pool {POOL}') as connection:
             pool = self._find_pool(connection)
             if pool is None or not pool.isActive():
@@ -147,7 +140,7 @@ class Volumes(_InstanceFiles):
         return {instance: base for instance, base in bases.items() if base and not exists[base]}
 
     def list_snapshots(self, instance: str) -> list[Path]:
-        """List the external snapshots of the disk: regular files here, not disks, that are overlays of it. OSError."""
+        """List the external snapshots of the disk: other files in its directory that overlay it."""
         disk, disks = os.path.realpath(self.get_path(instance)), set(map(self.get_path, self.list_instances()))
         snapshots = list[Path]()
         for path in {*self.directory.iterdir()} - disks:
@@ -157,19 +150,19 @@ class Volumes(_InstanceFiles):
         return snapshots
 
     def measure_disk_gb(self, instance: str) -> int:
-        """Return the size of the instance's disk in GiB, rounded up; 0 if it is unreadable."""
+        """Return the size of the disk in GiB, rounded up, or 0 if it is unreadable."""
         with suppress(OSError, struct.error):
             return -(-image.read_base_volume(self.get_path(instance)).virtual_size // GIB)
         return 0
 
     def create(self, spec: GuestSpec) -> None:
-        """Create or replace the overlay, on which no domain may run; after BuildFailed('disk', …) there may be none."""
+        """Create or replace the overlay, which no running domain may use."""
         path, base = self.get_path(spec.instance), spec.base
         description = xml.make_volume_xml(path.name, image.determine_capacity(spec), base.path, base.format)
         if not os.path.exists(base.path):
             raise BuildFailed('disk', f'the base volume {base.path} is missing')
         if path.exists():
-            self.delete(spec.instance)
+            self.delete(spec.instance)  # gone even if the next step fails
         with self._connection.use(f'creating the disk of {spec.instance}') as connection:
             try:
                 self._run_in_pool(connection, lambda pool: _create(pool, description))
@@ -235,7 +228,6 @@ def _create(pool: libvirt.virStoragePool, description: str) -> None:
 
 
 def _delete(pool: libvirt.virStoragePool, path: Path) -> None:
-    """Delete the volume, after a refresh if only its file exists; no-op without either. No other file is removed."""
     for refreshed in (False, True):
         with IgnoredErrors(libvirt.VIR_ERR_NO_STORAGE_VOL):
             pool.storageVolLookupByName(path.name).delete()

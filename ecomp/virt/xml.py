@@ -1,4 +1,4 @@
-"""Build and parse libvirt's XML of domains, volumes, pools, networks and network filters. Pure.
+"""Build and parse libvirt's XML of domains, volumes, pools, networks and filters. Pure.
 
 ElementTree and quoteattr() escape all values. Formats: libvirt.org/format{domain,storage,caps,nwfilter,network}.html.
 """
@@ -28,8 +28,6 @@ AGENT_CHANNEL = 'org.qemu.guest_agent.0'
 
 @dataclass(frozen=True)
 class Cpu:
-    """A CPU as a model that libvirt knows, with its extra and its missing features."""
-
     model: str
     extra_features: frozenset[str] = frozenset()
     missing_features: frozenset[str] = frozenset()
@@ -37,15 +35,12 @@ class Cpu:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """The domain types that libvirt offers for ARCHITECTURE, and the ids that QEMU runs as."""
-
-    domain_types: frozenset[str]
+    domain_types: frozenset[str]  # that libvirt offers for ARCHITECTURE
     qemu_uid: int
     qemu_gid: int
 
 
 def make_seed_url(instance: str) -> str:
-    """Return the URL at which the metadata server serves the NoCloud data of an instance."""
     return f'http://{METADATA_ADDRESS}/seed/{instance}/'
 
 
@@ -61,9 +56,9 @@ def make_domain_xml(  # noqa: PLR0913
 ) -> str:
     """Return the definition of a guest's domain, named by its uuid, with our owner mark.
 
-    `disk`, `seed` and `console_log` are paths of the overlay, the seed (None: the guest asks the metadata server) and
-    the copy of the serial console. The guest's filter blocks `blocked_services` (None: libvirt has no filters), IPv6 on
-    the networks `without_ipv6`, and, with `hold_addresses`, other addresses on bridges than the one that DHCP gives it.
+    `disk`, `seed` and `console_log` are paths. Without a seed the guest asks the metadata server.
+    The guest's filter blocks `blocked_services` (None: libvirt has no filters), and IPv6 on networks `without_ipv6`.
+    With `hold_addresses` it blocks, on bridges, all addresses but the one that DHCP gives the guest.
     """
     serial = f"<entry name='serial'>ds=nocloud-net;s={make_seed_url(spec.instance)}</entry>" if seed is None else ''
     domain = ET.fromstring(f"""
@@ -135,7 +130,6 @@ def _make_interface(mac: str, network: Attachment) -> str:
 
 
 def make_volume_xml(name: str, capacity: int, base: str, base_format: str) -> str:
-    """Return the definition of a `capacity` byte overlay; the format of `base` is not probed."""
     volume = ET.Element('volume', type='file')
     _add_text(volume, 'name', name)
     _add_text(volume, 'capacity', str(capacity), unit='bytes')
@@ -151,7 +145,6 @@ def make_volume_xml(name: str, capacity: int, base: str, base_format: str) -> st
 
 
 def make_pool_xml(name: str, target: str) -> str:
-    """Return the definition of a storage pool over the directory `target`."""
     pool = ET.Element('pool', type='dir')
     _add_text(pool, 'name', name)
     _add_text(ET.SubElement(pool, 'target'), 'path', target)
@@ -159,31 +152,28 @@ def make_pool_xml(name: str, target: str) -> str:
 
 
 def parse_pool_target(xml: str) -> str:
-    """Return the directory in a pool's definition, '' if it has none."""
     return ET.fromstring(xml).findtext('target/path', '')
 
 
 def make_adoption_mark(instance: str, compute: str) -> str:
-    """Return the metadata element that marks a domain as adopted by a compute; libvirt adds the namespace."""
+    # libvirt adds the namespace.
     return ET.tostring(ET.Element('instance', {'uuid': instance, 'compute': compute}), encoding='unicode')
 
 
 def parse_owner_mark(xml: str, instance: str) -> str | None:
-    """Return the compute in a metadata element of ours; None if it is not about this instance."""
+    """Return the compute in a mark of ours, or None if it is another instance's."""
     element = ET.fromstring(xml)
     return (element.get('compute') or None) if element.get('uuid') == instance else None
 
 
 class InterfaceLink(NamedTuple):
-    """The connection of an interface; `bridge` and `tap` are '' while the domain is off.
-
-    From the XML `filter_binding` libvirt applies our filter to the tap; '' if the interface has none of ours.
-    """
+    """An interface's connection, whose `bridge` and `tap` are '' while the domain is off."""
 
     attachment: Attachment
     bridge: str
     tap: str = ''
     is_isolated: bool = False
+    # The XML by which libvirt applies our filter to the tap, '' if the interface has none of ours.
     filter_binding: str = ''
 
 
@@ -215,7 +205,6 @@ def _make_filter_binding(domain: ET.Element, mac: ET.Element, reference: ET.Elem
 
 
 def has_agent(xml: str) -> bool:
-    """Return whether a guest agent is connected, by the definition of the running domain."""
     targets = ET.fromstring(xml).iterfind('devices/channel/target')
     return any(target.get('name') == AGENT_CHANNEL and target.get('state') == 'connected' for target in targets)
 
@@ -233,17 +222,15 @@ def parse_disks(xml: str) -> dict[str, str]:
 
 
 def has_console(xml: str) -> bool:
-    """Return whether a domain has a serial console."""
     return ET.fromstring(xml).find('devices/console') is not None
 
 
 def parse_disk_paths(xml: str) -> tuple[str, ...]:
-    """Return the paths of a domain's disks and their backing files; '' for one that is no file."""
+    # '' for one that is no file
     return tuple(source.get('file', '') for source in ET.fromstring(xml).iterfind('devices/disk//source'))
 
 
 def parse_capabilities(xml: str) -> Capabilities:
-    """Parse libvirt's answer to getCapabilities; QEMU's ids are 0 if it names none."""
     root = ET.fromstring(xml)
     domains = root.iterfind(f"guest[os_type='hvm']/arch[@name='{ARCHITECTURE}']/domain")
     # "+64055:+64055"; missing if libvirt does not change users: QEMU is then root.
@@ -253,7 +240,7 @@ def parse_capabilities(xml: str) -> Capabilities:
 
 
 def parse_guest_cpu(domain_capabilities: str) -> Cpu | None:
-    """Return a guest's CPU from getDomainCapabilities' answer; None if it has no host model."""
+    """Return a guest's CPU from getDomainCapabilities' answer, or None without a host model."""
     host_model = ET.fromstring(domain_capabilities).find("cpu/mode[@name='host-model'][@supported='yes']")
     model = host_model.findtext('model') if host_model is not None else None
     if host_model is None or not model:
@@ -262,19 +249,16 @@ def parse_guest_cpu(domain_capabilities: str) -> Cpu | None:
 
 
 def make_cpu_xml(model: str) -> str:
-    """Return a CPU of this model in the format of baselineHypervisorCPU."""
     cpu = ET.Element('cpu')
     _add_text(cpu, 'model', model)
     return _serialize(cpu)
 
 
 def parse_cpu_features(xml: str) -> frozenset[str]:
-    """Return the features in an expanded answer of baselineHypervisorCPU."""
     return _split_features(ET.fromstring(xml))[0]
 
 
 def _split_features(cpu: ET.Element) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the features that the CPU has, and those that it lacks."""
     features = [(each.get('name', ''), each.get('policy') in ('disable', 'forbid')) for each in cpu.iterfind('feature')]
     missing = frozenset(name for name, is_missing in features if is_missing)
     return frozenset(name for name, _ in features) - missing, missing
@@ -346,8 +330,6 @@ FILTERS = {
 
 @dataclass(frozen=True)
 class ClosedService:
-    """A TCP service that guests may not reach."""
-
     address: IPv4Address | IPv6Address
     port: int
 
@@ -364,11 +346,12 @@ def add_filter_reference(
     mac6: str | None,
     by_dhcp: bool = False,
 ) -> None:
-    """Add a filter to a domain's `<interface>`: by address if it has a reserved `address` or `by_dhcp`, else by MAC.
+    """Add a filter that blocks `blocked_services` to a domain's `<interface>`.
 
-    The filter blocks `blocked_services`. `mac6` is the MAC that may send IPv6, None for none. With `by_dhcp` and no
-    reserved address the guest may only send DHCP until libvirt has seen which address it is given.
+    With a reserved `address`, the guest may send only from that, and with `by_dhcp` only from one that DHCP gives it.
+    Otherwise only its MAC is checked. `mac6` is the MAC that may send IPv6, None for none.
     """
+    # With `by_dhcp` and no reserved address it may only send DHCP until libvirt has seen which address it is given.
     filter_reference = ET.SubElement(
         interface, 'filterref', filter=ADDRESS_FILTER if address or by_dhcp else MAC_FILTER
     )
@@ -392,8 +375,7 @@ RESERVED_ONLY_OPTION = 'dhcp-ignore=tag:!known'
 
 @dataclass(frozen=True)
 class Reservation:
-    """One `<host>`: dnsmasq gives this address only to this MAC. `name` may be ''."""
-
+    # dnsmasq gives this address only to this MAC.
     mac: str
     address: str
     name: str
@@ -401,11 +383,12 @@ class Reservation:
 
 @dataclass(frozen=True)
 class Dhcp:
-    """The DHCP of a network: it gives out `ranges`, (first, last), except `own_addresses`.
+    """The DHCP of a network, which gives out the addresses of `ranges` but `own_addresses`.
 
-    `lease_seconds` is the duration of a lease in each range, 0 for unlimited. `is_served` is False if the bridge is not
-    libvirt's. With `reserved_only` only MACs with a reservation are served. `has_ipv6` is False only if the bridge is
-    libvirt's and has no IPv6. Networks.explain_unfit() returns the `problems`. dnsmasq answers at `server`.
+    `ranges` are pairs of first and last. `lease_seconds` has the duration of a lease in each, 0 for unlimited.
+    `is_served` is False if the bridge is not libvirt's. With `reserved_only` only MACs with a reservation are served.
+    `has_ipv6` is False only if the bridge is libvirt's and has no IPv6.
+    Networks.explain_unfit() returns the `problems`. dnsmasq answers at `server`.
     """
 
     ranges: tuple[tuple[IPv4Address, IPv4Address], ...]
@@ -423,7 +406,7 @@ class Dhcp:
         return bool(self.ranges) and self.is_served and not self.reserved_only
 
     def get_lease_seconds(self, address: IPv4Address) -> int:
-        """Return the seconds of a lease of this address; 0 if unlimited or unknown."""
+        """Return the seconds of a lease of this address, or 0 if unlimited or unknown."""
         ranges = zip(self.ranges, self.lease_seconds, strict=True)
         return next((seconds for (first, last), seconds in ranges if first <= address <= last), 0)
 
@@ -431,12 +414,11 @@ class Dhcp:
         return next((reservation for reservation in self.reservations if reservation.mac == mac), None)
 
     def can_give(self, address: IPv4Address) -> bool:
-        """Return whether the address, reserved or leased or not, is in a range and not of `own_addresses`."""
+        """Return whether DHCP may give out the address, even if it is in use now."""
         return address not in self.own_addresses and any(first <= address <= last for first, last in self.ranges)
 
 
 def read_dhcp(xml: str) -> Dhcp:
-    """Parse the DHCP in a network's definition; without `<dhcp>` it has no ranges."""
     root = ET.fromstring(xml)
     forward = root.find('forward')
     ranges, seconds, own, reservations, server = [], [], set(), [], None
@@ -469,7 +451,7 @@ def read_dhcp(xml: str) -> Dhcp:
 
 
 def close_dhcp(xml: str) -> str:
-    """Return a network's definition with the option by which its DHCP serves only MACs with a reservation."""
+    """Return a network's definition whose DHCP serves only MACs with a reservation."""
     root = ET.fromstring(xml)
     # libvirt joins this element with another one of its name.
     options = ET.SubElement(root, f'{{{DNSMASQ_NAMESPACE}}}options')
@@ -480,7 +462,6 @@ def close_dhcp(xml: str) -> str:
 def _explain_unfit(
     root: ET.Element, is_served: bool, ipv4_elements: list[ET.Element], has_no_range: bool
 ) -> tuple[Problem | None, Problem | None]:
-    """Return why no guest can run there, and why none gets IPv4 (None unless `is_served`), each None if they can."""
     name, unfilterable, unaddressed = f'network {root.findtext("name")}', None, None
     ports = [*root.iterfind('virtualport[@type]'), *root.iterfind("portgroup[@default='yes']/virtualport[@type]")]
     # virDomainActualNetDefValidate() in libvirt's src/conf/domain_conf.c: filters require a tap on a Linux bridge.
@@ -505,7 +486,7 @@ def _parse_lease_seconds(lease: ET.Element | None) -> int:
 
 
 def choose_address(dhcp: Dhcp, taken_addresses: Set[IPv4Address], mac: str) -> IPv4Address | None:
-    """Return a free address in the ranges, or None; the same one for a MAC while it stays free."""
+    """Return a free address in the ranges, the same one for a MAC while it stays free."""
     taken_addresses = taken_addresses | dhcp.own_addresses
     sizes = [int(last) - int(first) + 1 for first, last in dhcp.ranges]
     start = int.from_bytes(hashlib.sha256(mac.encode()).digest()[:8], 'big')
@@ -522,6 +503,6 @@ def choose_address(dhcp: Dhcp, taken_addresses: Set[IPv4Address], mac: str) -> I
 
 
 def make_host_xml(reservation: Reservation) -> str:
-    """Return the reservation for virNetworkUpdate; dnsmasq sends the name as host name."""
+    # dnsmasq sends the name as host name.
     attributes = {'mac': reservation.mac, 'ip': reservation.address, 'name': reservation.name}
     return ET.tostring(ET.Element('host', {key: value for key, value in attributes.items() if value}), 'unicode')

@@ -1,6 +1,6 @@
-"""Read mdserver.conf, an INI file in the format of 2019, into a Config. Errors name each bad key and its line.
+"""Read mdserver.conf, an INI file in the format of 2019, into a Config.
 
-The example file explains the keys. Paths are relative to the file.
+The example file explains the keys. Paths are relative to the file. Errors name each bad key and its line.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ MAX_USER_DATA_BYTES = 1 << 20
 
 
 class ConfError(Exception):
-    """The configuration is unusable; str() is one line: what, where, what to do."""
+    """The configuration is unusable, as str() explains in one line."""
 
 
 def read_user_data(path: Path) -> bytes:
-    """Return the user-data file's bytes. Raises ValueError if it is unreadable or too large."""
     try:
         # O_NONBLOCK: a FIFO must not wait for a writer.
         with open(path, 'rb', opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
@@ -73,10 +72,10 @@ READERS: dict[str, Callable[[str, Path], object]] = {
 
 @dataclass(frozen=True)
 class Config:
-    """The configuration of mdserver; READERS has the keys of most fields.
+    """The configuration of mdserver, most of whose keys are in READERS.
 
     `guests` is ecompute's directory of guests' files, `leases` a glob of dnsmasq's status files. `public_keys`, pairs
-    of name and line, and the file `user_data` are for guests without their own. `neighbours`, no key, is the ARP table.
+    of name and line, and the file `user_data` are for guests without their own. No key sets `neighbours`.
     """
 
     listen_address: str = '169.254.169.254'
@@ -85,11 +84,11 @@ class Config:
     leases: str = '/var/lib/libvirt/dnsmasq/*.status'
     user_data: Path | None = None
     public_keys: tuple[tuple[str, str], ...] = field(default=(), repr=False)
-    neighbours: Path = Path('/proc/net/arp')
+    neighbours: Path = Path('/proc/net/arp')  # the ARP table
 
 
 def load(path: Path | None) -> Config:
-    """Read the configuration in `path` (None: the defaults); of a path /proc/self/fd/N, close N. Raises ConfError."""
+    """Read the configuration in the file `path`, or return the defaults if it is None."""
     if path is None:
         return Config()
     named_path, descriptor = path, None
@@ -110,7 +109,6 @@ def load(path: Path | None) -> Config:
 
 
 def parse(text: str, path: Path) -> Config:
-    """Return the configuration in `text` of file `path`; ConfError names the errors of syntax, else all wrong keys."""
     # Raw: a key's comment may contain '%'. No section has defaults for others, so [DEFAULT] is an unknown section.
     parser = configparser.RawConfigParser(default_section='', empty_lines_in_values=False)
     try:
@@ -151,7 +149,6 @@ def parse(text: str, path: Path) -> Config:
 
 
 def check_public_key(text: str) -> str:
-    """Return the line of an OpenSSH public key unchanged. Raises ValueError if it is invalid."""
     problem = 'is not an OpenSSH public key: such a key is one line that begins like ssh-ed25519 AAAA'
     kind, _, rest = text.partition(' ')
     blob = rest.split(' ')[0]
@@ -166,7 +163,6 @@ def check_public_key(text: str) -> str:
 
 
 def parse_address_port(text: str, default: int) -> tuple[str, int]:
-    """Parse `ADDRESS[:PORT]`, IPv4; the port defaults to `default`. Raises ValueError."""
     address, colon, port = text.partition(':')
     return _parse_address(address), _parse_port(port) if colon else default
 
@@ -188,7 +184,7 @@ def _check_key_name(name: str) -> str:
 
 
 def _find_line_numbers(text: str) -> dict[tuple[str, str | None], int]:
-    """Return {(section, key or None for its header): line number}, which configparser does not keep."""
+    """Return {(section, key): line number}, with the key None for a section's header."""
     line_numbers: dict[tuple[str, str | None], int] = {}
     section = ''
     key_indent: int | None = None

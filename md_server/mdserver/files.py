@@ -1,7 +1,7 @@
-"""Identify a client by its address: DHCP lease and neighbour table give its MAC, which names ecompute's file.
+"""Identify a client by its address, and read and write ecompute's files about it.
 
-mdserver.conf, read once, supplies what that file leaves open. The files are read again for each request, so nothing is
-stale. Only the addresses that have a lease, which every connection needs, are cached for a second.
+A DHCP lease and the neighbour table give the client's MAC, which names the file. mdserver.conf, read once, supplies
+what that file leaves open. Files are read again for each request. Only leased addresses are cached for a second.
 
 This process, or its monitor (see there), executes one of five requests:
 
@@ -41,7 +41,7 @@ REFUSAL_SUFFIX = '.refused'
 # A guest without filters can send from any MAC, and must not fill the directory.
 MAX_REFUSALS = 256
 
-# How long the leased addresses are cached: a new lease is seen after that.
+# How long the leased addresses are cached, which every connection needs before any limit applies.
 LEASE_CACHE_SECONDS = 1.0
 
 # Held while a report or refusal is stored: without a monitor, several threads do that.
@@ -52,7 +52,7 @@ ReadFile = tuple[str, 'bytes | OSError | ValueError']
 
 
 class Files:
-    """The files about guests. `ask` executes requests, carry_out() if `ask` is None. OSError if the monitor is gone."""
+    """The files about guests, for which `ask` executes requests, by default carry_out()."""
 
     def __init__(self, config: conf.Config, ask: Callable[[str], list[ReadFile]] | None = None) -> None:
         self._config = config
@@ -64,10 +64,10 @@ class Files:
     def find_leased_mac(self, address: str, now: float) -> str:
         """Return the MAC of the guest with this IPv4 address, by DHCP at `now`, in epoch seconds.
 
-        A reservation counts if the kernel sees its MAC at the address: dnsmasq drops a guest's lease when another sends
-        the same client identifier. Raises UnknownGuestError without either, its subclass ForgedAddressError if the
-        kernel sees another MAC there, BrokenFileError if the neighbour table is unreadable. If a file of
-        leases is unreadable, only UnknownGuestError's detail says so.
+        Raises:
+            ForgedAddressError: the kernel sees another MAC at the address.
+            UnknownGuestError: there is no lease, and no reservation that counts. Its detail names unreadable files.
+            BrokenFileError: the neighbour table is unreadable.
         """
         leases, problems = self._read_leases()
         table = self._read_table()
@@ -79,7 +79,8 @@ class Files:
         }
         for owner, macs in owners.items():
             # A missing entry proves nothing (entries expire), so a lease counts without one. A reservation does not: an
-            # inactive network may have the same addresses as an active one.
+            # inactive network may have the same addresses as an active one. With one it counts, because dnsmasq drops a
+            # guest's lease when another sends the same client identifier.
             if macs == {owner.mac} or not (macs or owner.reserved):
                 return owner.mac
         for owner, macs in owners.items():
@@ -90,18 +91,17 @@ class Files:
         raise UnknownGuestError(f'no current DHCP lease for {address}', '; '.join(problems))
 
     def find_macs(self, address: str) -> list[str]:
-        """Return the MACs at an address on any bridge (incomplete: 00:00:00:00:00:00). Raises BrokenFileError."""
         return [fields[3].lower() for fields in self._read_neighbours(address)]
 
     def note_answer(self, macs: Iterable[str], refusal: str = '') -> None:
-        """Store why the guests with these MACs were refused; '', for an answer, removes the stored refusal."""
+        """Store why these guests were refused, or remove that if they were answered."""
         for mac in macs:
             if refusal or mac not in self._answered_macs:
                 self._ask(f'refused {mac} {refusal}')
             (self._answered_macs.discard if refusal else self._answered_macs.add)(mac)
 
     def read_guest(self, mac: str) -> KnownGuest:
-        """Parse ecompute's file of this MAC; UnknownGuestError if missing, BrokenFileError if unusable."""
+        """Parse ecompute's file of this MAC, or raise UnknownGuestError if it is missing."""
         [(name, content)] = self._ask(f'guest {mac}')
         try:
             return guests.parse_guest(_get_bytes(content), mac)
@@ -113,7 +113,7 @@ class Files:
             raise BrokenFileError(f'{name}: {error}') from error
 
     def fill_in_defaults(self, guest: KnownGuest, address: str = '') -> KnownGuest:
-        """Return the guest with `address`, and mdserver.conf's values instead of None. ValueError for bad user-data."""
+        """Return the guest with `address`, and with mdserver.conf's values in place of None."""
         keys, user_data = guest.public_keys, guest.user_data
         if user_data is None and self._config.user_data is not None:
             [(_, content)] = self._ask('user-data')
@@ -122,7 +122,7 @@ class Files:
         return replace(guest, address=address, public_keys=keys, user_data=user_data)
 
     def note_ready(self, mac: str, instance: str, report: bytes) -> None:
-        """Store a guest's ready report (ASCII) unless it has one. FileNotFoundError without the guest, or OSError."""
+        """Store a guest's first ready report, or raise FileNotFoundError if there is no guest."""
         for _, error in self._ask(f'ready {mac} {instance} {report.decode("ascii")}'):
             _get_bytes(error)
 
@@ -130,10 +130,8 @@ class Files:
         return any(fields[5:] == [bridge] for fields in self._read_neighbours(address))
 
     def has_lease(self, address: str, now: float) -> bool:
-        """Return whether any machine has a lease or reservation of this address at `now`, in epoch seconds.
-
-        It may be LEASE_CACHE_SECONDS old, because every connection asks before any limit applies. Not thread-safe.
-        """
+        """Return whether any machine has a lease or reservation of this address."""
+        # Not thread-safe.
         if not 0 <= now - self._leases_read_at < LEASE_CACHE_SECONDS:
             self._leased_addresses = {
                 lease.address for lease in self._read_leases()[0] if lease.reserved or lease.expiry > now
@@ -174,9 +172,9 @@ class Files:
 
 
 def carry_out(config: conf.Config, request: str) -> list[ReadFile]:
-    """Read, or write, the files of `request`, one of the five above; [] after writing.
+    """Carry out one of the five requests above, and return the files that it read.
 
-    Never raises OSError: errors are in the answer. EINVAL: any other request, or no file is configured for `user-data`.
+    Errors are in the answer. EINVAL: it is another request, or `user-data` without a configured file.
     """
     # Words are separated by single spaces, and the first three must be a MAC or uuid, so no request can name a path.
     match request.split(' ', 3):
@@ -225,7 +223,6 @@ def _read(path: Path) -> ReadFile:
 
 
 def _write_report(config: conf.Config, mac: str, instance: str, report: str) -> None:
-    """Store an existing guest's report, durably, unless it has one; FileNotFoundError without a guest, or OSError."""
     report_path, temporary = config.guests / f'{instance}.ready', config.guests / f'{instance}.said'
     missing = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(report_path))
     # Only existing guests may report, so that nobody can fill the directory.
@@ -250,7 +247,6 @@ def _write_report(config: conf.Config, mac: str, instance: str, report: str) -> 
 
 
 def _write_refusal(config: conf.Config, mac: str, reason: str) -> None:
-    """Store the reason, or only remove the old one if it is '' or MAX_REFUSALS are stored. Raises OSError."""
     path = config.guests / f'{mac}{REFUSAL_SUFFIX}'
     if _read(path)[1] == reason.encode():
         return  # before any write: repeated refusals cause no disk writes

@@ -1,4 +1,4 @@
-"""Parse what identifies the guest of a request: DHCP leases, the neighbour table and ecompute's files. Pure.
+"""Parse DHCP leases, the neighbour table and ecompute's files about guests. Pure.
 
 Sources: libvirt's `leaseshelper` (`<bridge>.status`: a JSON list of `ip-address`, `mac-address` and `expiry-time`,
 seconds since the epoch, 0 for never), libvirt's files for dnsmasq (`<network>.conf`, `<network>.hostsfile`), and
@@ -18,12 +18,13 @@ from typing import Any
 
 FORMAT_VERSION = 1
 
+# Canonical: colons, lower case.
 _MAC = re.compile(r'([0-9a-f]{2}:){5}[0-9a-f]{2}')
 _COMPLETE = 0x2
 
 
 class UnknownGuestError(Exception):
-    """The client is no known guest. str() may be sent to it, `detail` is only logged."""
+    """The client is no known guest, and may be sent str(), but not `detail`."""
 
     def __init__(self, message: str, detail: str = '') -> None:
         super().__init__(message)
@@ -35,12 +36,12 @@ class ForgedAddressError(UnknownGuestError):
 
 
 class BrokenFileError(Exception):
-    """A file about this guest is unusable. str() names the file, and is only logged."""
+    """A file about this guest, which str() names for the log alone, is unusable."""
 
 
 @dataclass(frozen=True)
 class Lease:
-    """A DHCP lease or, if `reserved`, reservation; `expiry` in epoch seconds or infinite, `bridge` '' if unknown."""
+    """A DHCP lease or reservation, with `expiry` in epoch seconds or infinite."""
 
     address: str
     mac: str
@@ -51,10 +52,10 @@ class Lease:
 
 @dataclass(frozen=True)
 class KnownGuest:
-    """The metadata of a guest, as ecompute wrote it; `address` is its IPv4 address, `instance` its uuid.
+    """The metadata of a guest, as ecompute wrote it.
 
     `public_keys` are pairs of a unique name and an OpenSSH line. None, for `public_keys` or `user_data`, means those of
-    mdserver.conf; after Files.fill_in_defaults() it means that there are none.
+    mdserver.conf. After Files.fill_in_defaults() it means that there are none.
     """
 
     instance: str
@@ -66,7 +67,7 @@ class KnownGuest:
 
 
 def parse_leases(data: bytes, bridge: str = '') -> list[Lease]:
-    """Return the valid IPv4 leases, also expired ones, in the status file of one bridge, in its order."""
+    """Return the valid IPv4 leases of a status file in its order, including expired ones."""
     if not data.strip():
         return []  # dnsmasq creates the file empty
     entries = _load_json(data)
@@ -82,7 +83,7 @@ def parse_leases(data: bytes, bridge: str = '') -> list[Lease]:
 
 
 def select_current(leases: Iterable[Lease], now: float) -> dict[str, Lease]:
-    """Return {address: lease} of leases valid at `now` (epoch); of two for an address or MAC the later expiry wins."""
+    """Return {address: lease} of the leases valid at `now`, the latest for each address and MAC."""
     by_address: dict[str, Lease] = {}
     by_mac: dict[str, Lease] = {}
     for lease in sorted(leases, key=lambda lease: lease.expiry):
@@ -92,13 +93,12 @@ def select_current(leases: Iterable[Lease], now: float) -> dict[str, Lease]:
 
 
 def parse_bridge(conf: bytes) -> str:
-    """Return the bridge that a configuration file of dnsmasq serves, '' if it names none."""
     match = re.search(rb'^interface=(\S+)$', conf, re.MULTILINE)
     return match[1].decode('ascii', 'replace') if match else ''
 
 
 def parse_reservations(data: bytes, bridge: str) -> list[Lease]:
-    """Return the IPv4 reservations, `expiry` 0, in dnsmasq's hosts file; only lines `MAC,ADDRESS[,NAME]` count."""
+    """Return the IPv4 reservations in the lines `MAC,ADDRESS[,NAME]` of dnsmasq's hosts file."""
     rows = [(*line.split(','), '') for line in data.decode('ascii', 'replace').lower().splitlines()]
     return [Lease(row[1], row[0], 0, bridge, True) for row in rows if is_mac(row[0]) and _is_ipv4(row[1])]
 
@@ -117,7 +117,7 @@ def parse_neighbours(text: str, device: str) -> dict[str, frozenset[str]]:
 
 
 def parse_guest(data: bytes, mac: str) -> KnownGuest:
-    """Parse ecompute's file of this MAC, ignoring unknown keys; default hostname: the uuid. Raises ValueError."""
+    """Parse ecompute's file of this MAC, ignoring unknown keys."""
     record = _load_json(data)
     if not isinstance(record, dict):
         raise ValueError('is not a JSON object')
@@ -154,12 +154,10 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def is_mac(text: str) -> bool:
-    """Return whether this is a MAC address in canonical form: colons, lower case."""
     return _MAC.fullmatch(text) is not None
 
 
 def is_uuid(text: str) -> bool:
-    """Return whether this is a uuid in canonical form: 36 characters, lower case."""
     with suppress(ValueError):
         return str(uuid.UUID(text)) == text
     return False

@@ -1,7 +1,6 @@
 """Limits on each client: its connections, requests per second, and time for one request.
 
-waitress only limits all clients together, so one of them could use everything. Here a connection serves one request,
-because an idle one blocks others. Requests over the rate wait instead of failing: a complete crawl by cloud-init is 30.
+waitress only limits all clients together, so one of them could use everything.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from waitress.task import WSGITask
 log = logging.getLogger('mdserver')
 
 MAX_CONNECTIONS_PER_ADDRESS = 16  # of one address; another one closes the oldest
-# Requests of one address: per second, and as a burst. More requests wait.
+# Requests of one address: per second, and as a burst. More requests wait: a complete crawl by cloud-init is 30.
 REQUESTS_PER_SECOND = 10.0
 REQUEST_BURST = 20
 # Log lines about one address: per second, and as a burst. More lines are dropped.
@@ -34,8 +33,7 @@ MAX_TRACKED_ADDRESSES = 4096  # remembered; another one drops those that are idl
 class RateLimiter:
     """Limits each address to `rate` events per second and `burst` immediate ones. Pure.
 
-    `now` is in seconds of any monotonic clock. It is the generic cell rate algorithm:
-    https://en.wikipedia.org/wiki/Generic_cell_rate_algorithm
+    It is the generic cell rate algorithm: https://en.wikipedia.org/wiki/Generic_cell_rate_algorithm
     """
 
     def __init__(self, rate: float, burst: int) -> None:
@@ -44,14 +42,14 @@ class RateLimiter:
         self._used_until: dict[str, float] = {}  # until when the counted events of an address use its rate
 
     def schedule(self, address: str, now: float) -> float:
-        """Count one event; return its delay in seconds, 0.0 to MAX_CONNECTIONS_PER_ADDRESS / rate."""
+        """Count one event, and return the seconds that it has to wait."""
         used_until = max(self._used_until.get(address, now), now)
         seconds = min(max(0.0, used_until - now - self._tolerance), MAX_CONNECTIONS_PER_ADDRESS * self._step)
         self._record(address, now, now + self._tolerance + seconds if seconds else used_until)
         return seconds
 
     def try_acquire(self, address: str, now: float) -> bool:
-        """Count one event if it need not wait, and return True; else return False, uncounted."""
+        """Count one event and return True, or if it had to wait, return False and do not count it."""
         used_until = max(self._used_until.get(address, now), now)
         if used_until - now > self._tolerance:
             return False
@@ -67,13 +65,14 @@ class RateLimiter:
 class _OneRequestTask(WSGITask):  # type: ignore[misc]
     """A task that closes its connection after one answer, and announces this in the header."""
 
+    # An idle connection blocks others.
     def build_response_header(self) -> bytes:
         self.set_close_on_finish()
         return bytes(super().build_response_header())
 
 
 class _Channel(HTTPChannel):  # type: ignore[misc]
-    """A connection that is not read before the time from Server.admit(), which its constructor calls."""
+    """A connection that is not read before the time that Server.admit() returns."""
 
     task_class = _OneRequestTask
 
@@ -89,13 +88,12 @@ class _Channel(HTTPChannel):  # type: ignore[misc]
         return self.connected and bool(super().writable())
 
     def is_late(self, now: float) -> bool:
-        """Return whether over REQUEST_TIMEOUT_SECONDS (CONNECTION_… once received) have passed since `starts_at`."""
         is_receiving = not self.requests and not self.total_outbufs_len
         return now - self.starts_at > (REQUEST_TIMEOUT_SECONDS if is_receiving else CONNECTION_TIMEOUT_SECONDS)
 
 
 class Server(TcpWSGIServer):  # type: ignore[misc]
-    """waitress's server on a listening socket. An address that is not allowed gets no answer."""
+    """waitress's server on a listening socket, which leaves forbidden addresses unanswered."""
 
     channel_class = _Channel
 
@@ -117,9 +115,9 @@ class Server(TcpWSGIServer):  # type: ignore[misc]
         self.adj.asyncore_loop_timeout = POLL_SECONDS  # as an adjustment it would be truncated to 0
 
     def admit(self, channel: _Channel) -> float:
-        """Return the monotonic time from which the connection may be read; infinity if not allowed.
+        """Return the monotonic time from which the connection may be read, infinity for never.
 
-        Counts an allowed one as a request. Marks any other, and the oldest over the limit of its address, to be closed.
+        Marks a connection that is not allowed, and the oldest over the limit of its address, to be closed.
         """
         address, now = channel.addr[0], time.monotonic()
         if not self._is_allowed(address):
@@ -139,9 +137,9 @@ class Server(TcpWSGIServer):  # type: ignore[misc]
         return now + self._request_limiter.schedule(address, now)
 
     def readable(self) -> bool:
-        """Close the marked connections, while waitress handles none; return whether to accept others."""
+        """Close the marked connections, and return whether to accept others."""
         to_close, self._to_close = self._to_close, []
-        for channel in to_close:
+        for channel in to_close:  # waitress handles none of them now
             channel.handle_close()
         return bool(super().readable())
 

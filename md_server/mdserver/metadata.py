@@ -105,12 +105,12 @@ Tree = Mapping[str, 'bytes | Tree']
 
 
 def make_version_list() -> bytes:
-    """Return the body of `/`, which shows every client that a metadata server answers."""
+    # This shows every client that a metadata server answers.
     return '\n'.join(EC2_VERSIONS).encode()
 
 
 def find_body(path: str, guest: KnownGuest) -> bytes | None:
-    """Return what this guest gets at this path (a directory: its entries); None if nothing, or for `/`."""
+    """Return the guest's data at this path, or the entries of a directory."""
     # Drop empty steps: a trailing slash has no meaning, and the clients of 2019 request `public-keys//0`.
     match [step for step in path.split('/') if step]:
         case [version, *steps] if version in EC2_VERSIONS:
@@ -142,9 +142,9 @@ def _make_ec2_tree(guest: KnownGuest) -> Tree:
 
 
 def make_seed(guest: KnownGuest, with_phone_home: bool) -> dict[str, bytes]:
-    """Return {name: content} of this guest's NoCloud disk: meta-data, user-data and optional files with content.
+    """Return {name: content} of this guest's NoCloud disk.
 
-    With `with_phone_home` the vendor-data reports the end of cloud-init; a metadata server must receive it.
+    With `with_phone_home` the vendor-data reports the end of cloud-init to a metadata server.
     """
     files = _make_seed_files(guest, {})
     if not with_phone_home:
@@ -154,7 +154,6 @@ def make_seed(guest: KnownGuest, with_phone_home: bool) -> dict[str, bytes]:
 
 
 def _make_seed_files(guest: KnownGuest, extra: Mapping[str, str]) -> dict[str, bytes]:
-    """Return {name: content} of the four NoCloud files, b'' for one without content; `extra` joins meta-data."""
     # cloud-init 22.4 drops a seed found by SMBIOS as "local" unless its meta-data has `dsmode: net`. A seed on a disk
     # must be read before the network is up, so it omits that.
     meta_data = {
@@ -177,9 +176,9 @@ def _dump_yaml(data: Mapping[str, Any]) -> bytes:
 
 
 def parse_report(body: bytes) -> bytes:
-    """Convert a guest's posted form to JSON. Raises ValueError for more than MAX_FORM_FIELDS.
+    """Convert a guest's posted form to JSON, or raise ValueError if it has too many fields.
 
-    It is {"version": 1, "host_keys": [text], "stage", "error": text or null}; ecompute validates the content.
+    It is {"version": 1, "host_keys": [text], "stage", "error": text or null}. ecompute validates the content.
     """
     fields = dict(parse_qsl(body.decode('ascii', 'replace'), errors='replace', max_num_fields=MAX_FORM_FIELDS))
     keys = [fields[name] for name in HOST_KEY_FIELDS if name in fields]

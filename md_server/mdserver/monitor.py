@@ -1,9 +1,6 @@
-"""The process that keeps root's rights for mdserver, which drops its own: privilege separation as in sshd.
+"""The process that keeps root's rights for mdserver: privilege separation as in sshd.
 
-mdserver parses what guests send, so it must not be root; the files it reads are root's, in root's directories. A child
-that stays root reads them for it. A request is one of the five of `files`, the answer their content. On dropping rights
-permanently see setresuid(2), capabilities(7) on leaving uid 0, prctl(2) for PR_SET_NO_NEW_PRIVS, and proc(5) for
-/proc/PID/status.
+mdserver parses what guests send, so it must not be root. The files it reads are root's, in root's directories.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ MAX_UID = 2**32 - 2  # uid; the next one means "unchanged"
 
 
 class Monitor:
-    """A monitor process, which runs until close(). It is forked: create it before any other thread."""
+    """A forked process that runs until close(), to be created before any other thread."""
 
     def __init__(self, config: conf.Config) -> None:
         self._lock = threading.Lock()
@@ -41,7 +38,7 @@ class Monitor:
         theirs.close()
 
     def ask(self, request: str) -> list[ReadFile]:
-        """Return the answer of carry_out(request) by the monitor; OSError if that is gone. Thread-safe."""
+        """Return what carry_out(request) returns in the monitor, from any thread."""
         with self._lock:
             try:
                 # Bytes, not an object: whoever unpickles runs what the sender chooses, and the monitor is root.
@@ -72,14 +69,12 @@ def _serve(config: conf.Config, channel: Connection, other_end: Connection) -> N
 
 
 class UserIds(NamedTuple):
-    """The uid of a user and the gid of its group."""
-
     uid: int
     gid: int
 
 
 def find_user(user: str) -> UserIds:
-    """Return the ids of a user name or number; an unused number is its own gid. ValueError if unknown or root."""
+    """Return the ids of a user, given by name or number, who must not be root."""
     try:
         entry = pwd.getpwnam(user)
     except KeyError as error:
@@ -96,10 +91,8 @@ def find_user(user: str) -> UserIds:
 
 
 def drop_privileges(ids: UserIds) -> None:
-    """Become that user with only that group and no capabilities, permanently, while there is one thread.
-
-    Raises OSError, also if root or a capability could be regained.
-    """
+    """Become that user for good, without capabilities, while the process has one thread."""
+    # See setresuid(2), capabilities(7) on leaving uid 0, prctl(2) for PR_SET_NO_NEW_PRIVS, proc(5) for the status
     os.setgroups([])
     os.setresgid(ids.gid, ids.gid, ids.gid)
     os.setresuid(ids.uid, ids.uid, ids.uid)

@@ -1,4 +1,4 @@
-"""Print one guest's NoCloud seed for a disk: `python -m mdserver.seed --guests DIR MAC [CONF]`.
+"""Print a guest's NoCloud seed: `python -m mdserver.seed --guests DIR MAC [CONF]`.
 
 The output is a JSON object {file name: text}, with bytes that are not UTF-8 (gzip) as halves of surrogate pairs.
 """
@@ -16,7 +16,6 @@ from mdserver.files import Files
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the files of the guest's seed as JSON; return the exit code."""
     parser = argparse.ArgumentParser(prog='mdserver.seed', description="A guest's NoCloud seed, as JSON.")
     parser.add_argument('mac', help='MAC address of one interface of the guest')
     parser.add_argument('conf', nargs='?', type=Path, help='mdserver.conf. Default: built-in values')

@@ -1,8 +1,4 @@
-"""The metadata server: bottle on waitress. `App(files)` is the application; `main` starts it.
-
-bottle's own wsgiref serves one client at a time; with threads, each silent client would hold one. waitress reads each
-request completely in one loop, with limits, before it uses a thread.
-"""
+"""The metadata server: bottle on waitress."""
 
 from __future__ import annotations
 
@@ -53,11 +49,7 @@ MAX_CONNECTIONS = 500  # of all clients together, further ones wait; limits has 
 
 
 class App(bottle.Bottle):  # type: ignore[misc]
-    """The WSGI application: bottle with one-line errors, and rate-limited log lines for requests (--verbose).
-
-    It identifies a client by REMOTE_ADDR only. It answers 403 and 421 as in _check_headers(), 404 to unknown clients
-    and paths, and 500 if a file is unusable.
-    """
+    """The WSGI application, which identifies a client by REMOTE_ADDR only."""
 
     def __init__(self, files: Files) -> None:
         super().__init__()
@@ -114,7 +106,6 @@ class App(bottle.Bottle):  # type: ignore[misc]
         return bottle.HTTPError(404, 'no such data') if body is None else _make_response(body)
 
     def _receive_report(self, instance: str) -> bottle.HTTPResponse:
-        """Store a guest's first ready report; 404 for another instance's, 400 for too many fields, 500 if it fails."""
         _check_headers()
         mac, guest = self._identify_guest()
         if guest.instance != instance:
@@ -134,7 +125,7 @@ class App(bottle.Bottle):  # type: ignore[misc]
 
 
 def _check_headers() -> None:
-    """Raise HTTPError: 403 for a request by a proxy, 421 if its Host is a name; without Host it is accepted."""
+    """Refuse a request that comes through a proxy, or whose Host is a name."""
     environ = bottle.request.environ
     # A proxy inside a guest must not fetch that guest's data for the proxy's clients.
     if any(name.startswith(PROXY_HEADER_PREFIXES) for name in environ):
@@ -149,7 +140,6 @@ def _make_response(body: bytes) -> bottle.HTTPResponse:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Return a listening socket. Raises OSError, whose str() says what, where and what to do."""
     sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -168,7 +158,7 @@ def listen(address: str, port: int) -> socket.socket:
 
 
 def is_allowed(address: str, bridge: str | None, config: conf.Config, files: Files) -> bool:
-    """Return whether the client may ask: it is local, on `bridge` or has a lease; False after an error.
+    """Return whether the client may ask: it is local, on `bridge` or has a lease.
 
     Local is 127.* or the listen address. Without `bridge` every client may ask.
     """
@@ -232,8 +222,6 @@ def _load_config(arguments: argparse.Namespace) -> conf.Config:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse with one-line errors, as in ecomp's commands."""
-
     def error(self, message: str) -> NoReturn:
         self.exit(2, f'mdserver: {message}. Try: --help\n')
 
@@ -256,7 +244,6 @@ class _OneLine(logging.Formatter):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of mdserver's command line; its errors end the process with 2."""
     cli = _Parser(prog='mdserver', description='Serve metadata to the guests on this host.')
     cli.add_argument('conf', nargs='?', type=Path, metavar='CONF', help='mdserver.conf. Default: built-in values')
     cli.add_argument(
@@ -276,7 +263,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until a signal, or with --with-parent the end of stdin; return the exit code."""
+    """Serve until a signal, or with --with-parent the end of stdin, and return the exit code."""
     try:
         command = make_parser()
         arguments = command.parse_args(argv)
@@ -334,8 +321,7 @@ def _print_unit(text: str) -> None:
 
 
 def _report_output_error(error: OSError) -> int:
-    """Report why nothing could be printed, unless the reader has gone; redirect stdout to /dev/null; return 1."""
-    # Otherwise Python would retry at its end and print an error.
+    # Redirect stdout: otherwise Python would retry at its end and print an error.
     with suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     with suppress(OSError):
@@ -345,6 +331,8 @@ def _report_output_error(error: OSError) -> int:
 
 
 def _serve(arguments: argparse.Namespace, config: conf.Config, files: Files, sock: socket.socket) -> None:
+    # bottle's own wsgiref serves one client at a time, and with threads each silent client would hold one. waitress
+    # reads each request completely in one loop, with limits, before it uses a thread.
     server = limits.Server(
         App(files),
         sock,
@@ -366,15 +354,14 @@ def _serve(arguments: argparse.Namespace, config: conf.Config, files: Files, soc
 
 
 def notify_systemd(state: str) -> None:
-    """Send `state` to systemd if it started this process (sd_notify(3)); errors are ignored, as systemd times out."""
+    """Send `state` to systemd, as in sd_notify(3), if systemd started this process."""
     if path := os.environ.get('NOTIFY_SOCKET'):
-        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:  # else systemd times out
             channel.settimeout(5)
             channel.sendto(state.encode(), path.replace('@', '\0', 1) if path.startswith('@') else path)
 
 
 def make_unit(conf_file: Path | None, program: str) -> str:
-    """Return the systemd unit that --unit prints, which runs mdserver as `program`."""
     interpreter = [] if os.access(program, os.X_OK) else [sys.executable]
     arguments = [*interpreter, os.path.abspath(program), *([str(conf_file.absolute())] if conf_file else [])]
     first, *others = ('"' + re.sub(r'(["\\])', r'\\\1', word).replace('%', '%%') + '"' for word in arguments)
