@@ -1,1 +1,1 @@
-"""eschedule's use cases: create, find, change, wait. No libvirt, no psutil: it runs on a laptop."""
+"""eschedule's use cases (create, find, change, wait), which need neither libvirt nor psutil."""

@@ -15,7 +15,7 @@ def is_alive(store: Store, compute: str) -> bool:
 
 
 def read_silence_condition(store: Store, compute: str) -> Unchanged | None:
-    """Return the condition that a silent compute's presence key stays as it is; None if the compute is alive."""
+    """Return the condition that a silent compute stays silent, or None if it is alive."""
     entry = store.get(keys.compute(compute))
     if entry is not None and entry.lease:
         return None
@@ -23,7 +23,7 @@ def read_silence_condition(store: Store, compute: str) -> Unchanged | None:
 
 
 def list_leased(store: Store, prefix: str) -> list[str]:
-    """Return the last parts of the keys below a prefix that are on a lease: living computes, or troubled ones."""
+    """Return the last parts of the keys below a prefix that are on a lease."""
     entries = store.snapshot(prefix, keys_only=True).entries
     return [keys.get_last_part(key) for key, entry in entries.items() if entry.lease]
 
@@ -35,7 +35,7 @@ NOT_QUEUED = ''
 
 
 def read_pending_instances(store: Store, queued: str = QUEUED, own_attempt: Unchanged | None = None) -> set[str]:
-    """Return the instances and sets with an attempt in flight that is not ours; with QUEUED or TAKEN also such ones."""
+    """Return the instances that other attempts place and, as `queued` says, those in queues."""
     # Attempts before queues: an order that is delivered to a queue in between is seen twice rather than missed.
     attempts = store.snapshot(keys.ATTEMPTS)
     if own_attempt is not None:
@@ -61,10 +61,11 @@ def find_needed(
     own_attempt: Unchanged | None = None,
     make_keys: Sequence[Callable[[str, str], str]] = (keys.request,),
 ) -> set[str]:
-    """Return those instances whose claims must not be released: {instance: providers that it holds}.
+    """Return those instances of `holding` whose claims must stay.
 
-    A claim is needed while its instance has another attempt in flight, waits in a queue (see QUEUED), or has one of
-    these keys on a compute that it holds. With `compute` the claims elsewhere are left to those computes.
+    `holding` is {instance: providers that it holds}. A claim is needed while its instance has another attempt in
+    flight, waits in a queue (see QUEUED), or has one of `make_keys` on a compute that it holds. With `compute`, claims
+    elsewhere are left to those computes.
     """
     elsewhere = {instance for instance, providers in holding.items() if compute and compute not in providers}
     pending = read_pending_instances(store, queued, own_attempt)
@@ -76,17 +77,19 @@ def find_needed(
 
 
 def list_attempted_instances(snapshot: Snapshot) -> set[str]:
-    """Return the uuids of the instances and sets in attempts. A key without a lease is not ecomp's and is ignored."""
+    """Return the uuids of the instances and sets in attempts."""
+    # A key without a lease is not ecomp's.
     attempts = ((key, entry.value) for key, entry in snapshot.entries.items() if entry.lease)
     return {instance for key, value in attempts for instance in parse_attempt_instances(key, value)}
 
 
 def count_placements_before_and_after(snapshot: Snapshot, revision: int) -> tuple[int, int]:
-    """Count the instances in leased attempts before `revision` and in those after; a malformed one counts as one."""
+    """Count the instances in leased attempts before `revision`, and in those after it."""
     before = after = 0
     for entry in snapshot.entries.values():
         # The key of a set ends in the uuid of the set, which is no instance.
         instances = parse_attempt_instances(entry.key, entry.value) - {keys.get_last_part(entry.key)}
+        # A malformed attempt counts as one instance.
         count = len(instances) or 1 if entry.lease else 0
         before += count if entry.revision < revision else 0
         after += count if entry.revision > revision else 0

@@ -40,12 +40,9 @@ def write_final_record(
     release_shared: bool = True,
     lease_seconds: int | None = None,
 ) -> int | None:
-    """Write an instance's final record, on a lease, and release the keys it shared.
+    """Write an instance's final record on a lease, and release the keys it shared.
 
-    `removed_keys` are deleted, too. The first one settles a lost answer, so `conditions` compare it. Without
-    `release_shared` the shared keys stay. The lease lasts `lease_seconds` (None: as long as records of this state are
-    kept), and so does the name of an instance in the state error. The lease of an earlier record in the state error is
-    revoked. For result and errors see commit_with_shared().
+    `removed_keys` are deleted, too. `conditions` compare the first one, because it settles a lost answer.
     """
     key = keys.record(record.compute, record.instance)
     # Before its end, only the record of an instance in the state error is on a lease.
@@ -62,7 +59,7 @@ def write_final_record(
 
 
 def prepare_user_data(store: Store, user_data: SharedUserData | None) -> tuple[list[Put], int]:
-    """Refresh the lease of user-data's key or grant one; return the write ([] for None), and the lease granted or 0."""
+    """Refresh the lease of user-data's key or grant one, and return the write and a new lease."""
     if user_data is None:
         return [], 0
     key = keys.user_data(user_data.sha256)
@@ -74,7 +71,7 @@ def prepare_user_data(store: Store, user_data: SharedUserData | None) -> tuple[l
 
 
 def keep_user_data(store: Store, sha256: str, contents: Iterable[bytes]) -> None:
-    """Refresh the lease of user-data; if it is missing or its lease shorter, put that of `contents` with this hash."""
+    """Refresh the lease of user-data, or write it again from `contents` if it expires early."""
     condition, existing = _refresh_user_data(store, keys.user_data(sha256))
     copies = map(SharedUserData.from_bytes, () if existing else contents)
     copy = next((copy for copy in copies if copy.sha256 == sha256), None)
@@ -97,14 +94,10 @@ def _refresh_user_data(store: Store, key: str) -> tuple[Unchanged, int]:
 
 
 def release_shared_keys(store: Store, record: Record, record_lease: int = 0) -> Change:
-    """Return the change that releases an instance's name, group slot and quota charge.
-
-    For `record_lease` see release_name(). A malformed group or quota is left as it is, so that the end need not wait
-    for a repair. A failed instance has already released its charge, so a manual request to destroy it releases none.
-    That of an evacuated one has moved to its replacement.
-    """
+    """Return the change that releases an instance's name, group slot and quota charge."""
     conditions, operations = release_name(store, record.name, record.instance, record_lease)
     with suppress(Unreadable):
+        # A malformed group or quota is left as it is, so that the end need not wait for a repair.
         members_group, unchanged = load_group(store, record.group.name) if record.group else (None, None)
         if members_group is not None and unchanged is not None and record.instance in members_group.members:
             conditions.append(unchanged)
@@ -112,6 +105,8 @@ def release_shared_keys(store: Store, record: Record, record_lease: int = 0) -> 
     with suppress(Unreadable):
         current, unchanged = load_quota(store, record.project_id)
         conditions.append(unchanged)  # a quota that is set concurrently counts all requests itself
+        # The charge of an evacuated instance has moved to its replacement. A failed one has released its charge before
+        # it is destroyed.
         is_released = record.replaced_by is not None or (record.state == GONE and record.error is not None)
         if current is not None and not is_released:
             operations.append(make_quota_put(current.add_used(make_charge(record.resources), -1)))
@@ -119,10 +114,7 @@ def release_shared_keys(store: Store, record: Record, record_lease: int = 0) -> 
 
 
 def find_delivery(compute: str, request: Request, entries: Mapping[str, Entry]) -> int | None:
-    """Return the revision of the delivered request, or of the record of its build; None if it was not delivered.
-
-    All or none are delivered: one of a transaction's requests stands for all.
-    """
+    """Return the revision of a delivered request or, without it, of the record of its build."""
     written = entries.get(keys.request(compute, request.instance))
     if written is not None:
         # A create with the uuid that an evacuation chose is another instance.
@@ -141,13 +133,13 @@ def deliver(  # noqa: PLR0913
     ends_attempt: bool = True,
     old_records: Mapping[str, Entry] = MappingProxyType({}),
 ) -> int:
-    """Deliver (compute, request) pairs, at least one, in one transaction; return its revision once it is done.
+    """Deliver (compute, request) pairs, at least one, in one transaction.
 
-    The transaction includes `make_shared_change` (names, group, quota) and a set's `user_data`; with `ends_attempt` it
-    deletes the attempt's key. It deletes `old_records`, by instance. 0 if our attempt's key lost this `revision`,
-    another record exists, or shared keys keep changing. Raises the errors of that function and of etcd. Nothing is
-    delivered then, unless the outcome is unknown.
+    It includes `make_shared_change` (names, group, quota) and a set's `user_data`. It deletes `old_records`, which are
+    by instance, and with `ends_attempt` the attempt's key. After an error nothing is delivered, unless the outcome is
+    unknown. The result is 0 if the attempt's key has changed, another record exists, or shared keys keep changing.
     """
+    # Nothing is delivered twice, or after the attempt is known to be gone.
     conditions = [attempt]
     user_data_puts, granted = prepare_user_data(store, user_data)
     operations: list[Put | Delete] = [*([Delete(attempt.key)] if ends_attempt else []), *user_data_puts]
@@ -158,5 +150,6 @@ def deliver(  # noqa: PLR0913
         stamp = store.make_stamp() if request.is_adopted else {}  # others have the time of their request
         operations.append(Put(keys.request(compute, request.instance), encode(request, **stamp)))
     doubt = f'{keys.get_queued_instance(attempt.key)} was delivered'
+    # All or none are delivered, so one of the requests stands for all.
     settlement = Settlement(Delete(attempt.key), partial(find_delivery, *deliveries[0]), doubt)
     return commit_with_shared(store, conditions, operations, make_shared_change, granted, settlement) or 0

@@ -1,7 +1,6 @@
-"""Names, groups and quotas, which instances share and only deliveries and removals change (rule: change-with-delivery).
+"""Names, groups and quotas, which instances share (rule: change-with-delivery).
 
-A name belongs to one living instance. A failed instance keeps its name, on its record's lease, until another one takes
-it.
+A failed instance keeps its name, on its record's lease, until another one takes it.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ MAX_PAUSE_SECONDS = 0.05
 
 
 class Excluded(Exception):
-    """A group's rule or a quota now excludes some of the instances; only `admitted` may still be placed there."""
+    """A group's rule or a quota now excludes all instances but `admitted`."""
 
     def __init__(self, admitted: Collection[str]) -> None:
         super().__init__()
@@ -41,16 +40,12 @@ class Excluded(Exception):
 
 
 def parse_name_holder(entry: Entry) -> str:
-    """Return the instance that a name's key belongs to; Unreadable if the value is malformed."""
+    """Return the instance that a name's key belongs to."""
     return decode_at(entry.key, NameOwner, entry.value).instance
 
 
 def release_name(store: Store, name: str | None, instance: str, record_lease: int = 0) -> Change:
-    """Return the change that deletes an instance's name, or moves it to its record's lease.
-
-    `record_lease` is that of an instance that failed, which is found by its name while its record is kept; 0 deletes
-    the name. The change is empty without a name, or if its key is missing, malformed or another instance's.
-    """
+    """Return the change that deletes an instance's name, or moves it to its record's lease."""
     entry = store.get(keys.name(name)) if name else None
     if entry is None or not _is_held_by(entry, instance):
         return [], []
@@ -59,26 +54,24 @@ def release_name(store: Store, name: str | None, instance: str, record_lease: in
 
 
 def restore_name(store: Store, name: str | None, instance: str) -> Change | None:
-    """Return the change that restores an instance's name; None if another living one has it.
-
-    The change is empty without a name, or if the instance has it. A name on a failed instance's lease is taken over.
-    """
+    """Return the change that restores an instance's name, or None if another living one has it."""
     entry = store.get(keys.name(name)) if name else None
     if name is None or (entry is not None and not entry.lease and _is_held_by(entry, instance)):
         return [], []
     if entry is not None and not entry.lease:
         return None
     key = keys.name(name)
+    # A name on a failed instance's lease is taken over.
     return [Unchanged(key, entry.revision if entry else 0)], [Put(key, encode(NameOwner(instance)))]
 
 
 def load_group(store: Store, name: str) -> tuple[Group | None, Unchanged]:
-    """Return a group, or None, and the condition that it stays so; raise Unreadable."""
+    """Return a group, or None, and the condition that it stays so."""
     return _read(store, keys.group(name), Group, name=name)
 
 
 def load_groups(store: Store, names: Iterable[str]) -> tuple[dict[str, Group], set[str]]:
-    """Return the groups that exist, by name, and the names of unreadable ones."""
+    """Return the groups that exist, by name, and the names of malformed ones."""
     groups_by_name: dict[str, Group] = {}
     unreadable = set[str]()
     group_keys = sorted(map(keys.group, names))
@@ -93,14 +86,14 @@ def load_groups(store: Store, names: Iterable[str]) -> tuple[dict[str, Group], s
 
 
 def load_quota(store: Store, project: str) -> tuple[Quota | None, Unchanged]:
-    """Return a project's quota, or None, and the condition that it stays so; raise Unreadable."""
+    """Return a project's quota, or None, and the condition that it stays so."""
     return _read(store, keys.quota(project), Quota, project=project)
 
 
 def load_all(
     store: Store, prefix: str, load: Callable[[Store, str], tuple[Shared | None, Unchanged]]
 ) -> tuple[list[Shared], list[EcompError]]:
-    """Return all groups or quotas, sorted by name, and an error for each unreadable one."""
+    """Return all groups or quotas, sorted by name, and an error for each malformed one."""
     values: list[Shared] = []
     errors: list[EcompError] = []
     for key in sorted(store.snapshot(prefix, keys_only=True).entries):
@@ -118,11 +111,12 @@ def join_group(
     places: Mapping[str, str],
     replaced: Collection[str] = (),
 ) -> Change:
-    """Return the change that adds instances to their group; empty without a membership.
+    """Return the change that adds instances, {instance: compute or ''}, to their group.
 
-    `places` is {instance: compute, or '' if queued}.
-    Raises Excluded if the group's rule forbids some of them, UsageError for a new group without a policy, Conflict for
-    another policy or a full group, and Unreadable.
+    Raises:
+        Excluded: the group's rule forbids some of them.
+        UsageError: the group is new, and the membership has no policy.
+        Conflict: the group has another policy, or is full.
     """
     if membership is None:
         return [], []
@@ -139,11 +133,7 @@ def join_group(
 
 
 def charge_quota(store: Store, project: str, resources: Mapping[str, Resources]) -> Change:
-    """Return the change that charges the project's quota for {instance: resources}.
-
-    Without a quota the change only has the condition that there is none. Raises Unreadable, or Excluded, which admits
-    the instances before the first one that does not fit.
-    """
+    """Return the change that charges the quota for {instance: resources}, or raise Excluded."""
     current, unchanged = load_quota(store, project)
     if current is None:
         return [unchanged], []  # a quota that is set concurrently counts all requests itself
@@ -157,7 +147,7 @@ def charge_quota(store: Store, project: str, resources: Mapping[str, Resources])
 
 
 def recharge_quota(store: Store, project: str, resources: Resources) -> Change:
-    """Return the change of charge_quota() for a living instance, which no limit excludes; raise Unreadable."""
+    """Return the change that charges the quota for a living instance, which no limit excludes."""
     current, unchanged = load_quota(store, project)
     return [unchanged], [] if current is None else [make_quota_put(current.add_used(make_charge(resources)))]
 
@@ -173,7 +163,7 @@ def merge_changes(*changes: Change) -> Change:
 
 
 def make_quota_put(new_quota: Quota, **stamp: str) -> Put:
-    """Return the write that creates or replaces the quota's key, without a condition."""
+    """Return the unconditional write that creates or replaces the quota's key."""
     return Put(keys.quota(new_quota.project), encode(new_quota, **stamp))
 
 
@@ -183,7 +173,7 @@ def make_empty_change() -> Change:
 
 
 def rejoin_group(store: Store, membership: Membership | None, instance: str, compute: str) -> Change:
-    """Return the change that makes an instance a group's member on `compute`, against any rule; raise Unreadable."""
+    """Return the change that makes an instance a group's member, against any rule."""
     if membership is None:
         return [], []
     existing, unchanged = load_group(store, membership.name)
@@ -203,8 +193,8 @@ def commit_with_shared(
 ) -> int | None:
     """Commit with a change of shared keys, which is made again while those keys change.
 
-    Returns the new revision; None if one of `conditions` does not hold or after MAX_TRIES. Raises errors of the store
-    and of `make_change`. `lease`, granted for this transaction, is revoked if certainly nothing was written.
+    The result is None if one of `conditions` does not hold, or after MAX_TRIES. `lease` was granted for this
+    transaction. It is revoked if certainly nothing was written.
     """
     if lease and settlement is not None:
         settlement = settlement._replace(find_commit=partial(_find_on_lease, lease, settlement.find_commit))
@@ -257,7 +247,7 @@ def _is_held_by(entry: Entry, instance: str) -> bool:
 
 
 def try_revoke(store: Store, lease: int) -> None:
-    """Revoke a lease that is no longer needed, unless it is 0; on an error it just expires."""
+    """Revoke a lease that is no longer needed, unless it is 0."""
     if lease:
-        with suppress(EcompError):
+        with suppress(EcompError):  # then it expires
             store.revoke(lease)

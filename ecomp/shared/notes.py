@@ -1,4 +1,4 @@
-"""Notes of the generations of released claims: a release that arrives late must not meet another claim's number."""
+"""Notes of the generations of released claims, which no later claim may have again."""
 
 from __future__ import annotations
 
@@ -23,13 +23,10 @@ MAX_NOTED_GENERATION = 50
 
 
 def note_released(store: Store, generations: Mapping[str, int]) -> None:
-    """Note the generations, {instance: generation}, of at most 128 claims to be released next.
-
-    Notes last NOTE_SECONDS. A full etcd gets none: the claims may be released nevertheless, since no attempt can be
-    announced there. Raises Unreachable or UnknownOutcome: then nothing may be released.
-    """
+    """Note the generations of at most 128 claims, which must not be released if this fails."""
     if not generations:
         return
+    # A full etcd gets no notes. The claims may be released nevertheless, since no attempt can be announced there.
     with suppress(NoSpace):
         lease = store.grant(NOTE_SECONDS)
         by_key: dict[str, dict[str, int]] = {}
@@ -42,10 +39,7 @@ def note_released(store: Store, generations: Mapping[str, int]) -> None:
 
 
 def read_highest_released(store: Store, instances: Collection[str]) -> int:
-    """Return the highest released generation noted for these instances; 0 if none.
-
-    It is at most MAX_NOTED_GENERATION. Call this after a claim, and repeat the claim until its generation is higher.
-    """
+    """Return the highest released generation noted for these instances, or 0."""
     prefixes = {keys.released_claims_prefix(instance) for instance in instances}
     highest = 0
 
@@ -72,7 +66,7 @@ def released_to_json(generations: Mapping[str, int]) -> str:
 
 
 def released_from_json(value: bytes) -> dict[str, int]:
-    """Decode a note: {instance: generation}, without those below 1, capped at MAX_NOTED_GENERATION; {} if invalid."""
+    """Decode the valid generations of a note, capped at MAX_NOTED_GENERATION."""
     generations = load_object_or_empty(value).get('generations')
     entries = generations.items() if isinstance(generations, dict) else ()
     return {name: min(number, MAX_NOTED_GENERATION) for name, number in entries if type(number) is int and number > 0}

@@ -1,4 +1,4 @@
-"""Finding an instance's request and record by its uuid: below which compute they are."""
+"""Find an instance's request and record by its uuid: below which compute they are."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from ecomp.store.client import Entry, Store
 class KeyIndex:
     """The keys of many instances at the time of the listing, see read_index().
 
-    Nothing in etcd says below which compute an instance's keys are: a look-up lists the keys of all requests. With an
-    index several share one listing. An empty index remembers what a look-up found.
+    Nothing in etcd says below which compute an instance's keys are. With an index, several look-ups share one listing.
     """
 
     def __init__(
@@ -26,7 +25,6 @@ class KeyIndex:
         self._list_records = records
 
     def remember(self, instance: str, compute: str) -> None:
-        """Note below which compute the keys of an instance are that was not listed."""
         self.requests.setdefault(instance, [keys.request(compute, instance)])
 
     @cached_property
@@ -36,7 +34,7 @@ class KeyIndex:
 
 
 def has_unfinished_record(store: Store, instance: str) -> bool:
-    """Return whether the instance has a record in a state other than gone or error; ValueError if malformed."""
+    """Return whether the instance has a record in a state other than gone or error."""
     key_index = read_index(store)
     # All records, whichever computes have a request; with requests, also records written since the listing.
     record_keys = {*_list_record_keys(key_index, instance), *key_index.records.get(instance, ())}
@@ -46,7 +44,7 @@ def has_unfinished_record(store: Store, instance: str) -> bool:
 
 
 def read_index(store: Store) -> KeyIndex:
-    """List the keys of all requests (10,000 take 0.1 s); those of records when `records` is first read."""
+    """List the keys of all requests, and those of all records once `records` is read."""
     # Requests before records: an instance that ends in between is seen twice rather than missed.
     return KeyIndex(_list_keys_by_instance(store, keys.HOSTS), partial(_list_keys_by_instance, store, keys.INSTANCES))
 
@@ -61,7 +59,8 @@ def _list_keys_by_instance(store: Store, family: str) -> Mapping[str, Sequence[s
 
 
 def find_by_listing(store: Store, instance: str, key_index: KeyIndex | None = None) -> EntriesByCompute[Entry]:
-    """Find the instance's keys in a new listing or an earlier index; empty if none. Callers read the queues first."""
+    """Find the instance's keys in a new listing or an earlier index."""
+    # Callers read the queues first.
     key_index = read_index(store) if key_index is None else key_index
     # Since the listing a record may have been written and its request deleted. With a request, no other record counts.
     request_keys = key_index.requests.get(instance, ())
@@ -81,7 +80,7 @@ def _resolve_instance(store: Store, instance: str, entries: Mapping[str, Entry])
 
 
 def resolve_places(store: Store, entries: Iterable[tuple[str, Entry]]) -> dict[str, EntriesByCompute[Entry]]:
-    """Group entries by instance; if several computes have a request, mark those without a claim."""
+    """Group entries by instance, and of several requests for one mark those without a claim."""
     places_by_instance = group_by_instance(entries)
     if store.claims is not None:
         claims = cache(store.claims)

@@ -47,11 +47,8 @@ class Presence:
 
     The object has a "token", of which etcd gets the hash, and "boot", the machine's boot id. A key without a lease has
     no owner. A process with the same token takes the key over: after a restart immediately, after a reboot when the old
-    lease expires. A lease that does not expire belongs to a copy of the state directory.
-
-    `on_lost` is called when the key has another owner (another token, or our token in a value that a copy of the state
-    directory wrote), or when its lease expired and cannot be renewed. Once the key is free it is put again in one
-    transaction, and `on_back` is called.
+    lease expires. `on_lost` is called when the key has another owner, or when its lease expired and cannot be renewed.
+    Once the key is free it is put again in one transaction, and `on_back` is called.
     """
 
     def __init__(
@@ -62,7 +59,6 @@ class Presence:
         on_lost: Callable[[str], None],
         on_back: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prepare the key; nothing is read or written before check() or start()."""
         self._store = store
         self._key = key
         self._value = {**value, 'token': hash_token(str(value['token']))}
@@ -87,21 +83,17 @@ class Presence:
         self._stopped = threading.Event()
 
     def check(self) -> None:
-        """Raise what start() would, except NoSpace, without putting the key; wait as start() does."""
+        """Raise what start() would, except NoSpace, without putting the key."""
         self._wait_for_earlier_boot()
         with suppress(NoSpace):
             # A put that is not permitted is refused although its condition cannot hold.
             self._store.commit([Unchanged(self._key, IMPOSSIBLE_REVISION)], [Put(self._key, '')], use_fence=False)
 
     def add_fields(self, **fields: object) -> None:
-        """Add fields to the value, before start()."""
         self._value = {**self._value, **fields}
 
     def publish(self, key: str, value: str | None, is_urgent: bool = False) -> None:
-        """Keep a value at another key on our lease, None to have no such key. From any thread.
-
-        A change is written with the next renewal, or now if it `is_urgent`, and again after the presence was lost.
-        """
+        """Keep a value at another key on our lease, or have no such key for None."""
         with self._attached_lock:
             if key in self._attached and self._attached[key] == value:
                 return
@@ -110,9 +102,12 @@ class Presence:
             self.schedule_check(is_urgent)
 
     def start(self) -> None:
-        """Put the key and keep it; raise the store's errors, and Conflict if it has another owner.
+        """Put the key and keep it, and have Store.fence require it.
 
-        Waits up to LEASE_SECONDS + MAX_EXPIRY_DELAY_SECONDS for an earlier boot's key. Store.fence then requires it.
+        This waits up to LEASE_SECONDS + MAX_EXPIRY_DELAY_SECONDS for an earlier boot's key.
+
+        Raises:
+            Conflict: the key has another owner.
         """
         self._wait_for_earlier_boot()
         self._publish()
@@ -120,23 +115,22 @@ class Presence:
 
     @property
     def lease(self) -> int:
-        """The lease of the key, for keys that are to expire with it; 0 before start()."""
         return self._lease_id
 
     def schedule_check(self, is_urgent: bool = True) -> None:
-        """Check the key now, since its lease may have expired, or with the next renewal; from any thread."""
+        """Have the key checked with the next renewal, or now if it `is_urgent`, from any thread."""
         self._is_due.set()
         if is_urgent:
             self._wake_event.set()
 
     def on_computes(self, state: Mapping[str, Entry]) -> None:
-        """Check the key if it is not as it was put; a follower's callback for the keys around it."""
+        """Check the key if it is not as it was put, as a follower's callback."""
         entry = state.get(self._key)
         if self._revision and (entry is None or entry.revision != self._revision):
             self.schedule_check()
 
     def stop(self) -> None:
-        """Stop, and delete the keys with their lease; without etcd log a warning: they expire."""
+        """Stop, and delete the keys with their lease."""
         self._stopped.set()
         self._wake_event.set()
         if self._thread is not None:
@@ -150,7 +144,7 @@ class Presence:
             log.warning('%s could not be deleted, but expires in %d s: %s', self._key, LEASE_SECONDS, error)
 
     def renew_and_check(self, is_renewal_due: bool = True) -> None:
-        """Renew the lease, and check the key if `is_renewal_due` or it was asked for. Never raises."""
+        """Renew the lease, and check the key if that is due, without raising an error."""
         if self._stopped.is_set():
             return
         start, is_due = time.monotonic(), self._is_due.is_set()
@@ -180,12 +174,10 @@ class Presence:
                 self._defer(False, error)
 
     def ensure_life_leases(self, known_leases: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the leases that show when this process was alive: `known_leases` if they exist, or new ones.
-
-        The first is renewed with the presence's lease, the second never (ecomp.model.host). Raises the store's errors.
-        """
+        """Return the leases that show when this process was alive, `known_leases` or new ones."""
         with self._grant_lock:
             if not self._life_leases:
+                # The first is renewed with the presence's lease, the second never (ecomp.model.host).
                 ages = [self._store.read_lease_age(lease) for lease in known_leases]
                 # Renewed at once, so that no time before this start is shown.
                 exist = bool(ages) and None not in ages and self._store.keep_alive(known_leases[0]) > 0
@@ -207,7 +199,6 @@ class Presence:
             self.renew_and_check(is_due)
 
     def _detect_lapse(self) -> bool:
-        """Return whether the lease expired though etcd answers; ask etcd, and report that once."""
         if time.monotonic() - self._renewed_at <= LEASE_SECONDS or self._is_lapsed:
             return self._is_lapsed
         with suppress(Exception):  # or the thread would end
@@ -238,7 +229,7 @@ class Presence:
             return self._granted
 
     def ensure_published(self) -> None:
-        """Put the key if it changed, and what is published beside it; call `on_back` or, for a Conflict, `on_lost`."""
+        """Put the key if it has changed, and what is published beside it."""
         try:
             entry = self._read_entry()
             if entry is None or entry.revision != self._revision:
@@ -258,7 +249,6 @@ class Presence:
             self._on_lost(reason)
 
     def _write_attached(self) -> None:
-        """Write the other keys that are not as they should be, if the presence is still ours."""
         attached = self._attached
         # Read, because a write whose answer was lost may arrive after a later one.
         stored = self._store.read(list(attached)) if attached else {}
@@ -281,7 +271,6 @@ class Presence:
         self._store.fence = Fence(Unchanged(self._key, revision), self.schedule_check)
 
     def _wait_for_earlier_boot(self) -> None:
-        """Wait while an earlier boot's key has a lease; Conflict if that does not expire, or for another owner."""
         deadline = 0.0
         while (entry := self._read_entry()) is not None and entry.lease and self._is_of_another_boot(entry):
             if not deadline:
@@ -290,12 +279,12 @@ class Presence:
                     self._key,
                 )
             deadline = deadline or time.monotonic() + LEASE_SECONDS + MAX_EXPIRY_DELAY_SECONDS
+            # A lease that does not expire belongs to a copy of the state directory.
             if time.monotonic() >= deadline:
                 raise self._make_conflict(entry, COPY_REMEDY)
             self._stopped.wait(LEASE_SECONDS / 30)
 
     def _read_entry(self) -> Entry | None:
-        """Read the key, None if absent; raise Conflict if it is leased to another owner."""
         entry = self._store.get(self._key)
         if entry is None:
             return None
@@ -304,6 +293,7 @@ class Presence:
             return entry  # no ecompute wrote it, or it would not expire: no owner
         if holder['token'] != self._value['token']:
             raise self._make_conflict(entry, OTHER_OWNER_REMEDY)
+        # Our token in another value: a copy of the state directory wrote it.
         if self._revision and {name: holder.get(name) for name in self._value} != self._value:
             raise self._make_conflict(entry, COPY_REMEDY)
         return entry
@@ -318,7 +308,6 @@ class Presence:
         return Conflict(f'{self._key} is held by another ecompute, {owner}{remedy}')
 
     def _publish(self) -> None:
-        """Put the key, free or ours, on the lease, and let the store's commits compare it."""
         self._store.check_identity()
         # Twice at most: a race is lost to another owner's put, and the second read shows whose.
         for _ in range(2):
@@ -343,17 +332,18 @@ class Presence:
 
 
 def are_presences_proven(store: Store) -> bool:
-    """Return whether every presence is one of this etcd: a life lease shows that etcd has run for long enough."""
+    """Return whether every presence is one of this etcd."""
     ages = (
         store.read_lease_age(leases[1])
         for entry in store.snapshot(keys.HOSTNAMES).entries.values()
         if (leases := decode_lenient(StoredHostname, entry.value).leases)
     )
+    # A life lease of this age shows that etcd has run for long enough.
     return any(age is not None and age > MAX_UNPROVEN_SECONDS for age in ages)
 
 
 def hash_token(token: str) -> str:
-    """Return the SHA-256 of a token in hex, which is what etcd gets."""
+    """Return the SHA-256 of a token in hex, which etcd gets instead of it."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 

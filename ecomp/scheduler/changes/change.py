@@ -1,4 +1,4 @@
-"""Destroy, stop, start or reboot instances by rewriting their requests; remove records."""
+"""Destroy, stop, start or reboot instances by rewriting their requests, and remove records."""
 
 from __future__ import annotations
 
@@ -56,9 +56,11 @@ Doubts = list[Mapping[str, Entry]]
 def retry_until_accepted(
     instance: str, change: str, cure: str, read_and_write: Callable[[Doubts], Answer | None]
 ) -> Answer:
-    """Call `read_and_write` until it returns a result; None means that its reads were stale.
+    """Repeat `read_and_write` while it returns None, which means that its reads were stale.
 
-    Raises Conflict after MAX_TRIES calls, and Unreachable, which says if the outcome is unknown, with `cure`.
+    Raises:
+        Conflict: MAX_TRIES calls returned None.
+        Unreachable: a backend did not answer. For UnknownOutcome the message has `cure`.
     """
     doubts: Doubts = []
     for _ in range(MAX_TRIES):
@@ -86,17 +88,15 @@ def destroy(
     find_claiming_compute: Callable[[str], str] = lambda _: '',
     releases: bool = False,
 ) -> str:
-    """Accept the destroy of an instance; return a sentence that says what was done.
+    """Accept the destroy of an instance, which its compute carries out, and return a sentence.
 
-    With `releases`, accept the release of an adopted one instead, whose guest runs on. Each refuses the other's.
+    A queued instance leaves its queue here, and an error record that has no request is removed. With `releases`, accept
+    the release of an adopted instance instead, whose guest runs on.
 
-    Its compute carries it out later; no-op if that is accepted already. Here, a queued instance leaves its queue, and
-    an error record that has no request is removed. `find_claiming_compute` returns the compute that has a claim in
-    placement for a queued instance, or ''. After a restore of etcd that compute may be running it: the sentence says
-    so, and the compute then destroys it (see _prepare_dequeue()).
-
-    Raises NotFound (gone or unknown), Unreadable (record of a newer ecomp, or malformed and without a request), and as
-    retry_until_accepted(). After a write that may have been done, a missing instance counts as destroyed.
+    Raises:
+        NotFound: the instance is gone or unknown. After a write that may have been done, it counts as destroyed.
+        Unreadable: the record is of a newer ecomp, or malformed and without a request.
+        Conflict: the instance is adopted and not to be released, or the reverse, or it keeps changing.
     """
 
     def read_and_write(doubts: Doubts) -> str | None:
@@ -133,7 +133,6 @@ def _require_kind(record: Record, releases: bool) -> None:
 
 
 def _find_destroyable(store: Store, instance: str, key_index: KeyIndex | None) -> InstanceEntries:
-    """Find the entries; a queue entry replaces a finished record, a request a malformed one. Raises as destroy()."""
     try:
         entries = find(store, instance, key_index)
         if entries is not None and entries.record.state in (GONE, ERROR) and entries.request_entry is None:
@@ -156,7 +155,7 @@ def _find_destroyable(store: Store, instance: str, key_index: KeyIndex | None) -
 def _prepare_destroy(
     store: Store, entries: InstanceEntries, find_claiming_compute: Callable[[str], str], doubts: Doubts
 ) -> tuple[Callable[[], int | None], str]:
-    """Read etcd, and placement if queued; return a function that commits (or returns None: stale), and a sentence."""
+    """Return a function that commits the destroy, or returns None if stale, and a sentence."""
     if entries.queue_entry is not None:
         return _prepare_dequeue(store, entries, entries.queue_entry, find_claiming_compute, doubts)
     record, compute = entries.record, entries.record.compute
@@ -178,7 +177,7 @@ def _prepare_destroy(
 def make_tombstone(
     store: Store, entries: InstanceEntries, replaced_by: str | None = None
 ) -> tuple[list[Unchanged], Put]:
-    """Return the write that asks for a destroy (`replaced_by`: after an evacuation), and its conditions."""
+    """Return the conditions and the write that ask for a destroy."""
     record, entry = entries.record, entries.record_entry
     request_key = keys.request(record.compute, record.instance)
     request = entries.request
@@ -208,7 +207,7 @@ def make_tombstone(
 
 
 def remove_record(store: Store, key: str, revision: int, entries: InstanceEntries) -> int | None:
-    """Delete a record (finished: unchecked), its lease and name; return the revision, None if changed or requested."""
+    """Delete a finished record, its lease and name, and return None if it changed since."""
     record = entries.record
     conditions = [Unchanged(key, revision), Unchanged(keys.request(record.compute, record.instance), 0)]
 
@@ -238,11 +237,7 @@ def _read_membership(store: Store, record: Record) -> Membership | None:
 def _prepare_dequeue(
     store: Store, entries: InstanceEntries, entry: Entry, find_claiming_compute: Callable[[str], str], doubts: Doubts
 ) -> tuple[Callable[[], int | None], str]:
-    """Prepare to remove a request from its queue, even if a compute is taking it; returns as _prepare_destroy().
-
-    An error of `find_claiming_compute` becomes a part of the sentence. The commit writes a final record unless there is
-    a record: a compute that took the instance before a restore of etcd finds it there, and destroys the guest.
-    """
+    """Prepare to remove a request from its queue, even if a compute is taking it."""
     gone, instance = entries.record.enter_state(GONE, format_time(datetime.now(UTC)), 'gone'), entries.record.instance
     conditions = [Unchanged(entry.key, entry.revision)]
     removed = [entry.key, keys.taker(entry.key)]
@@ -254,6 +249,7 @@ def _prepare_dequeue(
         message += f'; it is unknown whether a compute holds a claim for it and may run it: {error}'
     else:
         if compute:
+            # After a restore of etcd this compute may be running it.
             message += f'; {compute} holds a claim for it, and releases the claim, or destroys the instance if it runs'
             message += f' there{_describe_delay(store, compute)}'
         else:
@@ -262,6 +258,7 @@ def _prepare_dequeue(
         release, settlement = partial(release_shared_keys, store, gone), Settlement(Touch(entry.key), doubts.append)
         deletes = [*map(Delete, removed)]
         return partial(commit_with_shared, store, conditions, deletes, release, settlement=settlement), message
+    # A compute that took the instance before a restore of etcd finds this record, and destroys the guest.
     conditions.append(Unchanged(record_key, 0))
     return partial(write_final_record, store, gone, conditions, removed, lease_seconds=seconds), message
 
@@ -276,10 +273,11 @@ POWER_REFUSALS = {
 
 
 class Acceptance(NamedTuple):
-    """The answer to a power change. Callers wait for `power`, if any; the record may have `previous_ids` until then."""
+    """The answer to a power change, and the `power` that callers wait for, if there is one."""
 
     message: str
     power: PowerAction | None = None
+    # The record may have one of these until then.
     previous_ids: frozenset[str] = frozenset()
 
 
@@ -288,9 +286,10 @@ def change_power(
 ) -> Acceptance:
     """Write a power change into the request, in place of a pending other one.
 
-    No-op if the same action is pending, or to start an active or stop a stopped guest; but a user's action always
-    replaces that of a drain. Raises NotFound, Unreadable, Conflict (neither active nor stopped, no valid request, being
-    destroyed), and as retry_until_accepted().
+    Nothing is written if the same action is pending, or has no effect. A user's action always replaces that of a drain.
+
+    Raises:
+        Conflict: it is neither active nor stopped, has no valid request, is being destroyed, or keeps changing.
     """
 
     def read_and_write(doubts: Doubts) -> Acceptance | None:
@@ -330,7 +329,6 @@ def _parse_changeable_request(entries: InstanceEntries) -> tuple[Entry, Request]
 def _match_earlier_change(
     store: Store, entries: InstanceEntries, request: Request, power_change: PowerAction
 ) -> Acceptance | None:
-    """Return the answer if the change is committed, pending or without effect; None if it has to be written."""
     record, previous = entries.record, request.power
     if previous is not None and previous.id == power_change.id:
         return _make_acceptance(store, entries, power_change)  # committed by an earlier try whose answer was lost
@@ -375,10 +373,7 @@ def _list_previous_ids(entries: InstanceEntries) -> frozenset[str]:
 
 
 def remove_finished(store: Store, instance: str, key_index: KeyIndex | None = None) -> str:
-    """Remove the record of an instance that is gone or in error; return a sentence that says what was done.
-
-    Raises Conflict if it has a request, or was created again.
-    """
+    """Remove the record of an instance that is gone or in error, unless it is requested again."""
     # No destroy: that would destroy an instance that was created under this uuid since it was read.
     with suppress(NotFound):  # it was removed concurrently, or its lease expired
         entries = find(store, instance, key_index)

@@ -38,10 +38,7 @@ if TYPE_CHECKING:
 
 
 class InstanceReader:
-    """Reads an instance's record again and again; the context's end closes its Store.
-
-    `key_index`: see find(); `claims`: see Store.
-    """
+    """Reads an instance's record again and again, with a Store that the context closes."""
 
     def __init__(
         self, config: EtcdConfig, instance: str, key_index: KeyIndex | None = None, claims: ConsumerLookup | None = None
@@ -63,10 +60,10 @@ class InstanceReader:
         self._store.close()
 
     def read(self) -> tuple[bool, Entry | None]:
-        """Return True and the record's entry; False and None if `silent_backend`, which is then set, does not answer.
+        """Return whether the backends answered, and the record's entry.
 
-        The instance is searched for if its key was not found before, or no longer exists. The entry is None for an
-        instance in a queue, with only a request, or without any key: see is_queued and is_missing.
+        Without an answer `silent_backend` is set. An instance without a record has no entry: see is_queued and
+        is_missing.
         """
         try:
             entry = self._store.get(self._key) if self._key else None
@@ -79,12 +76,12 @@ class InstanceReader:
         return True, entry if self._key.startswith(keys.INSTANCES) else None
 
     def is_trusted(self) -> bool | None:
-        """Return False, and forget the key, if a new search finds the instance at another compute that holds its claim.
+        """Return False, and forget the key, if another compute has the instance and its claim.
 
-        The record that was read may be of a compute without a request, the only one while the instance was queued. None
-        if placement, which knows the claims, does not answer; else True, also if etcd does not, or after a search.
+        None means that placement, which knows the claims, does not answer.
         """
         try:
+            # The record may be of a compute without a request, the only one while the instance was queued.
             if not self._is_followed or (key := self._find_key()[0]) == self._key:
                 return True
             # Without a claim the other compute is not trusted either: the followed one releases its claim as it ends.
@@ -99,27 +96,24 @@ class InstanceReader:
 
     @property
     def is_queued(self) -> bool:
-        """True if the last read found the instance in a queue."""
         return self._key.startswith(keys.QUEUES)
 
     @property
     def is_missing(self) -> bool:
-        """True unless the last read found a record, a request or a queue entry; True before the first read."""
+        """True unless the last read found a record, a request or a queue entry."""
         return not self._key
 
     @property
     def compute(self) -> str:
-        """The compute of the last read's record or request; '' if none is known."""
         return keys.parse_record_key(self._key)[0] if self._key.startswith(keys.INSTANCES) else ''
 
     @cached_property
     def queue_reason(self) -> str:
-        """QUEUE_WAIT_REASON, with the instance's claim on a silent compute, if any; read at first use, then kept."""
+        """QUEUE_WAIT_REASON and, if there is one, the instance's claim on a silent compute."""
         claims = find_claims_on_silent(self._store, read_computes(self._store), [self._instance])
         return ': '.join([QUEUE_WAIT_REASON, *claims.values()])
 
     def _find_key(self) -> tuple[str, Entry | None]:
-        """Find the key to read and its entry, None if only a request exists; ('', None) without a trace."""
         queue_entry, places = find_keys(self._store, self._instance, self._key_index)
         if queue_entry is not None:
             return queue_entry.key, queue_entry
@@ -141,7 +135,7 @@ SILENCE_CHECK_SECONDS = 5.0
 
 
 class SilenceDetector:
-    """Ends the waits for a host that stays silent; `find_silent` returns `hv2 is silent`, or None."""
+    """Ends the waits for a host that stays silent, for which `find_silent` returns a text."""
 
     def __init__(self, find_silent: Callable[[str], str | None]) -> None:
         self._find_silent = find_silent
@@ -149,7 +143,6 @@ class SilenceDetector:
         self._checks: dict[str, tuple[float, float, str | None]] = {}
 
     def check(self, instance: str, compute: str, awaited: str) -> None:
-        """Raise StillGoing if the instance's compute was silent in two checks: nothing reports what is awaited."""
         now = time.monotonic()
         checked_at, began_at, host = self._checks.get(compute, (-math.inf, now, None))
         if now >= checked_at + SILENCE_CHECK_SECONDS:
@@ -173,11 +166,14 @@ class Deadline:
 
 
 def wait_for_stage(wait: Wait, stage: str, power_change: PowerAction | None = None) -> Record:
-    """Return the record once `stage` is reached; StillGoing at the deadline.
+    """Return the record once `stage` is reached, also of an instance that is still missing.
 
-    A stage of an earlier boot does not count; nor does one of the current boot if the guest was stopped at the start of
-    the wait, or `power_change` is pending. A missing instance is waited for. Raises EcompError if the instance failed
-    (for `ready`: or its cloud-init), NotFound if it is destroyed, or removed during the wait.
+    A stage of an earlier boot does not count. If the guest was stopped at the start of the wait, or `power_change` is
+    pending, one of the current boot does not count either.
+
+    Raises:
+        EcompError: the instance failed or, for `ready`, its cloud-init.
+        NotFound: the instance is destroyed, or removed during the wait.
     """
     first: Record | None = None
     instance = wait.instance
@@ -213,21 +209,21 @@ def wait_for_stage(wait: Wait, stage: str, power_change: PowerAction | None = No
 
 
 def is_before_boot(stage: str, first: Record, current: Record, power_change: PowerAction | None) -> bool:
-    """Return True if a boot's stage is of a boot before the awaited one; `first` is the first record read. Pure."""
+    """Return whether a boot's stage is of a boot before the awaited one."""
     if stage not in boots.STAGES or current.last_boot is None:
         return False
     return is_pending(power_change, first, current) or (first.state == STOPPED and first.last_boot == current.last_boot)
 
 
 def is_pending(power_change: PowerAction | None, first: Record, current: Record) -> bool:
-    """Return True until a start or reboot is done or replaced; False for a stop or None. `first`: first record read."""
+    """Return whether a start or reboot is neither done nor replaced."""
     if power_change is None or power_change.action == STOP or power_change.is_done(current.power):
         return False
     return parse_action_id(current.power) in (power_change.id, parse_action_id(first.power))
 
 
 def wait_until_gone(wait: Wait) -> None:
-    """Return once the instance is gone or has no key; StillGoing at the deadline, also for a malformed record."""
+    """Return once the instance is gone or has no key, or raise StillGoing at the deadline."""
 
     def read(entry: Entry) -> Record:
         try:
@@ -242,9 +238,12 @@ def wait_until_gone(wait: Wait) -> None:
 
 
 def wait_for_power(wait: Wait, accepted: Acceptance) -> Record:
-    """Return the record once an accepted stop, start or reboot is carried out; StillGoing at the deadline.
+    """Return the record once an accepted stop, start or reboot is carried out.
 
-    EcompError if a started guest does not run, Conflict if the change is replaced, NotFound if destroyed or removed.
+    Raises:
+        EcompError: a started guest does not run.
+        Conflict: another power change replaced this one.
+        NotFound: the instance is destroyed or removed.
     """
     instance, power = wait.instance, accepted.power
     assert power is not None  # otherwise there is nothing to wait for
@@ -274,20 +273,20 @@ def _describe_power_wait(record: Record | None) -> str:
 
 @dataclass(frozen=True)
 class Wait:
-    """The wait for one instance; `report` is called at least once a second with what it waits for.
-
-    `on_record` gets each record that is read, `on_timeout` the last at the deadline, if any. `claims`: see Store. With
-    `silence` the wait ends when the host of the instance is silent.
-    """
+    """The wait for one instance."""
 
     config: EtcdConfig
     instance: str
     deadline: Deadline
+    # Called at least once a second with what is awaited.
     report: Callable[[str], None]
     key_index: KeyIndex | None = None
+    # Gets each record that is read.
     on_record: Callable[[Record], None] = lambda _: None
+    # Gets the last record at the deadline, if there is one.
     on_timeout: Callable[[Record], None] = lambda _: None
     claims: ConsumerLookup | None = None
+    # With it the wait ends when the host of the instance is silent.
     silence: SilenceDetector | None = None
 
     def wait_until(
@@ -298,13 +297,14 @@ class Wait:
         accepts_missing: bool = False,
         reset: Callable[[], None] = lambda: None,
     ) -> Record | None:
-        """Return the first record for which `is_reached` is true and whose compute is_trusted().
+        """Return the first record for which `is_reached` is true and whose compute is trusted.
 
-        Without a record, `is_reached` and `describe`, which says what it waits for, get None. With `accepts_missing`
-        None is returned for an instance without any key; otherwise a key is waited for. `reset` is called if the
-        compute is not trusted. Raises StillGoing at the deadline, also if etcd or placement was silent until then, and
-        if the host is silent; the errors of `read`; and those of `is_reached` if the compute is trusted. Each instance
-        is read at least once.
+        Without a record, `is_reached` and `describe`, which says what is awaited, get None. With `accepts_missing`,
+        None is returned for an instance without any key. If the compute is not trusted, `reset` is called, and an error
+        of `is_reached` is ignored. Each instance is read at least once.
+
+        Raises:
+            StillGoing: the deadline has passed, or the host is silent.
         """
         with InstanceReader(self.config, self.instance, self.key_index, self.claims) as reader:
             first_read_limit = self.deadline.elapsed + self.config.timeout
@@ -333,7 +333,6 @@ class Wait:
                     self._tick(reader.compute, record, f'{backend} to answer', f'and {backend} did not answer', limit)
 
     def _tick(self, compute: str, record: Record | None, awaited: str, progress: str, limit: float) -> None:
-        """Report what is awaited, and sleep. StillGoing at `limit`, or if the host is silent."""
         if self.silence is not None and compute and (record is None or is_on_host(record)):
             self.silence.check(self.instance, compute, awaited)
         spent = self.deadline.elapsed

@@ -1,7 +1,7 @@
-"""Audit etcd and what placement has of absent computes, collect what hosts found themselves, and repair for --fix.
+"""Audit etcd and placement, collect what hosts found themselves, and repair for --fix.
 
 A key on a lease asks hosts to look now, or one to repair. A repair needs the same finding in two audits a minute apart,
-and unchanged keys; it never rests on what a host reported. Domains, running instances and foreign data are not changed.
+and unchanged keys, never a host's report alone. Domains, running instances and foreign data are not changed.
 """
 
 from __future__ import annotations
@@ -64,16 +64,15 @@ MAX_PROJECT_CHARACTERS = 255
 
 
 class Report(NamedTuple):
-    """The result of an audit: its own findings, those of hosts, and its last read (`world`).
-
-    `reads` are its first and last reads of etcd. `notes` are lines on what hosts left out of their reports.
-    """
+    """The result of an audit: its own findings, those of hosts, and its last read (`world`)."""
 
     own_findings: list[Finding]
     host_findings: list[Finding]
     summary: str
     world: World
+    # The first and the last read of etcd.
     reads: tuple[Mapping[str, Entry], ...] = ()
+    # Lines on what hosts left out of their reports.
     notes: tuple[str, ...] = ()
 
     @property
@@ -84,10 +83,9 @@ class Report(NamedTuple):
 def audit(
     store: Store, placement: Placement, interval_seconds: float = READ_INTERVAL_SECONDS, is_now: bool = False
 ) -> Report:
-    """Audit once: if the first read has findings, read again and report those that both confirm.
+    """Read once, or again if there are findings, and report those that both reads confirm.
 
-    If `is_now`, hosts are asked to look at themselves, and those that do not within ANSWER_TIMEOUT_SECONDS are mute.
-    Otherwise their reports are up to two minutes old. Raises the errors of etcd and placement.
+    If `is_now`, hosts are asked to look at themselves. Otherwise their reports are up to two minutes old.
     """
     began = time.monotonic()
     with ask(store, *([''] if is_now else [])) as revisions:
@@ -124,10 +122,7 @@ def _count_compared(reported_count: int, world: World) -> str:
 def ask(
     store: Store, *parts: str, computes: Collection[str] | None = None, value: str | None = None
 ) -> Iterator[Mapping[str, int]]:
-    """Put the questions of a new audit, /audit/<audit><part>, for the block; yield their revisions, by part.
-
-    Only `computes` look at themselves; None: all.
-    """
+    """Put the questions of a new audit for the block, and yield their revisions by part."""
     if value is None:
         value = dump({'version': 1, **({} if computes is None else {'computes': list(computes)})})
     lease, prefix = store.grant(LEASE_SECONDS) if parts else 0, keys.audit(str(uuid.uuid4()))
@@ -143,7 +138,7 @@ def ask(
 
 
 def wait_for_answers(store: Store, prefix: str, questions: Mapping[str, int], timeout_seconds: float) -> set[str]:
-    """Wait until the key of each compute below `prefix` has the revision of its question; return those that have."""
+    """Wait for the answers of computes below `prefix`, and return those that have answered."""
     began, backoff = time.monotonic(), Backoff(MIN_POLL_SECONDS, MAX_POLL_SECONDS)
     answered, seen = set[str](), dict[str, int]()
     while len(answered) < len(questions) and time.monotonic() - began <= timeout_seconds:
@@ -163,7 +158,7 @@ def wait_for_answers(store: Store, prefix: str, questions: Mapping[str, int], ti
 
 
 def _read_reports(store: Store, world: World, revision: int) -> dict[str, HostReport]:
-    """Read the reports of living computes that answer this question; note in the world why others have none."""
+    """Read the reports that answer this question, and note in the world why others have none."""
     stored, reports, mute = store.snapshot(keys.FINDINGS).entries, dict[str, HostReport](), dict[str, str]()
     for compute in sorted(world.living_computes):
         entry = stored.get(keys.findings(compute))
@@ -218,7 +213,7 @@ def _read_etcd(store: Store) -> dict[str, Entry]:
 
 
 def read_provider(placement: Placement, provider: str, name: str) -> ProviderState | None:
-    """Read a provider of this name; None if it was removed in the meantime."""
+    """Read a provider of this name, or return None if it was removed in the meantime."""
     try:
         inventory = providers.read_raw_inventory(placement, provider)
         return ProviderState(name, inventory, allocations.read_provider_allocations(placement, provider))
@@ -232,22 +227,22 @@ CHANGED_SINCE = 'not repaired: it has changed since the audit'
 
 
 class StaleFindingError(Exception):
-    """What a finding is about has changed since it was read: it is not repaired."""
+    """What a finding is about has changed since it was read, so it is not repaired."""
 
 
 def fix(
     store: Store, placement: Placement, notify: Callable[[str], None], interval_seconds: float = keys.ATTEMPT_SECONDS
 ) -> Report:
-    """Audit twice, `interval_seconds` apart, repair what both found, audit again and return the last report.
+    """Audit twice, repair what both audits found, audit again, and return the last report.
 
-    The interval is the life of an attempt's lease (rule: orphaned-claim). Hosts repair what they found themselves.
-    `notify` gets each line of progress. If the first audit has no repairable finding, its report is returned.
+    Hosts repair what they found themselves. If the first audit has no repairable finding, its report is returned.
     """
     first = audit(store, placement, is_now=True)
     if not any(finding.fix for finding in first.findings):
         return first
     count = count_findings([finding for finding in first.findings if finding.level == ERROR])
     notify(f'{count}; the audit is repeated in {interval_seconds:g} s, before anything is changed')
+    # By default, the life of an attempt's lease (rule: orphaned-claim).
     time.sleep(interval_seconds)
     second = audit(store, placement, is_now=True)
     due = {finding.compute for finding in {*first.host_findings} & {*second.host_findings} if finding.fix}
@@ -257,7 +252,7 @@ def fix(
 
 
 def repair_findings(store: Store, placement: Placement, first: Report, second: Report) -> list[str]:
-    """Repair what both audits found themselves with unchanged keys; return lines about repairs and errors."""
+    """Repair what both audits found themselves with unchanged keys, and return a line for each."""
     revisions = list(map(index_revisions, (*first.reads, *second.reads)))
     due = [each for each in confirm_findings(first.own_findings, second.own_findings, revisions) if each.fix]
     due.sort(key=lambda each: each.repair is Repair.RECOUNT)  # after the repairs that change the usage
@@ -267,7 +262,7 @@ def repair_findings(store: Store, placement: Placement, first: Report, second: R
 
 
 def repair_hosts(store: Store, computes: Collection[str]) -> list[str]:
-    """Have each of these hosts repair what it has found for a minute; return their lines, or one for no answer."""
+    """Have each host repair what it has found for a minute, and return a line for each repair."""
     lines = []
     with ask(store, *(f'/{compute}' for compute in sorted(computes))) as revisions:
         questions = {part.removeprefix('/'): revision for part, revision in revisions.items()}
@@ -286,15 +281,15 @@ def repair_hosts(store: Store, computes: Collection[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Repairs:
-    """Repairs by finding. _commit() compares the finding's keys with `world`. A destroy is completed at `now`, ISO."""
+    """Repairs findings whose keys are still as in `world`."""
 
     store: Store
     placement: Placement
     world: World
+    # The ISO time at which a destroy is completed.
     now: str = ''
 
     def carry_out(self, finding: Finding) -> str:
-        """Repair one finding; return a sentence about the result, also for an error."""
         try:
             return self.repair(finding)
         except StaleFindingError:
@@ -303,7 +298,7 @@ class Repairs:
             return f'it is unknown whether the repair was made: {error}'
 
     def repair(self, finding: Finding) -> str:
-        """Repair one finding; return a sentence about the result. StaleFindingError, EcompError, ValueError."""
+        """Repair one finding and return a sentence, or raise StaleFindingError if it has changed."""
         repairs: dict[Repair | None, Callable[[Finding], str]] = {
             **dict.fromkeys((Repair.DELETE, Repair.DELETE_REQUEST, Repair.UNQUEUE), self._delete),
             Repair.PUT_ON_LEASE: self._put_on_lease,
@@ -329,7 +324,6 @@ class Repairs:
         return self._commit(finding, [put], f'{key} is on a lease', lease=lease)
 
     def _claim(self, finding: Finding) -> str:
-        """Claim what a valid, unchanged request names; stale without one, for a tombstone or with a claim."""
         key = keys.request(finding.compute, finding.subject)
         parsed = self.world.requests_by_compute.get(finding.subject, {}).get(finding.compute)
         if not isinstance(parsed, Request) or parsed.is_tombstone:
@@ -344,7 +338,7 @@ class Repairs:
         return f'claimed again on {", ".join(sorted(parsed.allocations))}'
 
     def _release(self, finding: Finding) -> str:
-        """Release a claim on a silent compute; with keys, complete the accepted destroy that they show."""
+        """Release a claim on a silent compute, and complete the destroy that the keys show, if any."""
         instance, compute = finding.subject, finding.compute
 
         def find_kept(holding: Mapping[str, Allocations]) -> Collection[str]:
@@ -379,7 +373,6 @@ class Repairs:
         return 'the destroy is completed'
 
     def _restore_name(self, finding: Finding) -> str:
-        """Write the key of the instance's name; stale without a name, or if any living instance holds it."""
         entries = find(self.store, finding.subject)
         name = entries.record.name if entries is not None else None
         change = restore_name(self.store, name, finding.subject)
@@ -389,7 +382,6 @@ class Repairs:
         return self._commit(finding, operations, f'{keys.name(name)} is restored', conditions)
 
     def _join_group(self, finding: Finding) -> str:
-        """Add the instance to its request's group; stale if it names none, or the instance is a member."""
         parsed = self.world.requests_by_compute[finding.subject][finding.compute]
         if not isinstance(parsed, Request) or parsed.group is None:
             raise StaleFindingError
@@ -399,7 +391,6 @@ class Repairs:
         return self._commit(finding, operations, f'the instance is in group {parsed.group.name}', conditions)
 
     def _remove_from_group(self, finding: Finding) -> str:
-        """Remove members without request, attempt, living or malformed record, MAX_MEMBERS_PER_TRANSACTION at most."""
         current_group, placing = self.world.groups[finding.subject], read_pending_instances(self.store)
         assert isinstance(current_group, Group)  # otherwise it is another finding
         leaving: dict[str, list[Unchanged]] = {}
@@ -422,7 +413,6 @@ class Repairs:
         return 'recounted'
 
     def _end_entries(self, finding: Finding) -> str:
-        """Mark the entries of a stack whose instances are gone as ended, MAX_MEMBERS_PER_TRANSACTION at most."""
         stack = self.world.stacks[finding.subject]
         assert isinstance(stack, Stack)  # otherwise it is another finding
         ended = list_orphaned_entries(self.world, stack)[:MAX_MEMBERS_PER_TRANSACTION]

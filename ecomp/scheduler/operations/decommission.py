@@ -29,7 +29,7 @@ POLL_SECONDS = 1.0
 
 
 def disable(placement: Placement, compute: str, display_name: str) -> str:
-    """Disable a compute by a trait, made if missing; return a sentence. NotFound unless ecompute made its provider."""
+    """Disable a compute by a trait, and return a sentence."""
     check_provider(placement, compute, display_name)
     providers.create_missing_traits(placement, status.STATUS_TRAITS)
     changed = providers.change_names(placement, compute, providers.TRAITS, status.apply_disable)
@@ -40,7 +40,7 @@ def disable(placement: Placement, compute: str, display_name: str) -> str:
 
 
 def enable(store: Store, placement: Placement, compute: str, display_name: str) -> str:
-    """Allow placement on a compute, after its next start if not alive; return a sentence. NotFound as disable()."""
+    """Allow placement on a compute, after its next start if it is not alive."""
     check_provider(placement, compute, display_name)
     alive = is_alive(store, compute)
     changed = providers.change_names(
@@ -53,7 +53,7 @@ def enable(store: Store, placement: Placement, compute: str, display_name: str) 
 
 
 def list_inhabitants(store: Store, placement: Placement, compute: str, display_name: str) -> list[str]:
-    """Return lines on the instances on a compute or with a claim there: their number, then each. Raises NotFound."""
+    """Return a line with the number of instances on a compute, and a line for each."""
     # First: later deliveries are then seen as requests.
     consumers = allocations.read_provider_allocations(placement, compute)
     world = read_world(store)
@@ -69,9 +69,10 @@ def list_inhabitants(store: Store, placement: Placement, compute: str, display_n
 def change_guests(
     store: Store, compute: str, action: str, changed_guests: set[str], report: Callable[[str], None]
 ) -> Collection[str]:
-    """STOP the guests of a compute for a drain, or START those that a drain stopped.
+    """Stop the guests of a compute for a drain, or start those that a drain stopped.
 
-    Adds to `changed_guests`, and stops none of these again. Returns those not off yet, or whose START was refused.
+    This adds to `changed_guests`, and stops none of these again. The guests that are not off yet, or whose start was
+    refused, are returned.
     """
     from ecomp.scheduler.changes.change import change_power
 
@@ -106,10 +107,12 @@ def wait_until_drained(  # noqa: PLR0913
     report: Callable[[str], None],
     stop_guests: Callable[[], Collection[str]] | None = None,
 ) -> None:
-    """Return once a compute, which the caller has disabled, has no request or claim, and earlier attempts are finished.
+    """Return once a disabled compute has no request, no claim and no earlier attempt in flight.
 
-    With `stop_guests`, instead once this returns no instance that is not off. It takes at least MAX_OFFER_AGE_SECONDS.
-    `report` is called each second. StillGoing at the deadline, NotFound.
+    With `stop_guests`, the guests that it returns count instead of requests and claims.
+
+    Raises:
+        StillGoing: the deadline has passed.
     """
     # An attempt that queried placement before may still claim here; within MAX_OFFER_AGE_SECONDS it has a key below
     # /requests. The compute trusts its traits for up to a second, and may take from a queue: then it has a taker key.
@@ -156,7 +159,7 @@ def check_provider(placement: Placement, compute: str, display_name: str) -> Non
 
 
 def make_not_found(display_name: str, provider_name: str | None = None) -> NotFound:
-    """Make the error for a uuid without a compute of ours; `provider_name` is that of a foreign provider."""
+    """Make the error for a uuid without a compute of ours."""
     why = f': placement has a provider with this uuid, {provider_name}, but no ecompute created this provider'
     return NotFound(f'{display_name}: no host has this name or uuid{why if provider_name is not None else ""}')
 

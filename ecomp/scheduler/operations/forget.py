@@ -1,7 +1,4 @@
-"""Forget a compute that is gone for good: make the repairs of a cluster without this compute.
-
-Its provider goes after them, and its host name last: after a kill the command continues.
-"""
+"""Forget a compute that is gone for good: make the repairs of a cluster without it."""
 
 from __future__ import annotations
 
@@ -37,11 +34,11 @@ def forget(  # noqa: PLR0913
     report: Callable[[str], None],
     fenced: bool = False,
 ) -> None:
-    """Remove a compute from placement and etcd; `report` gets a sentence for each removal.
+    """Remove a compute from placement and etcd, and report a sentence for each removal.
 
-    `now` returns the time in ISO form. `fenced`: the operator confirms that the machine is off for good.
-    Raises NotFound for a compute that is not ours.
-    Raises Conflict if there is an obstacle, the compute came back, its provider stays, or keys keep changing.
+    Raises:
+        NotFound: the compute is not ours.
+        Conflict: there is an obstacle, the compute came back, its provider stays, or keys keep changing.
     """
 
     def try_once() -> World | None:
@@ -74,6 +71,7 @@ def forget(  # noqa: PLR0913
 
     lost = Conflict(f'compute {display_name}: other processes keep changing it. Try: the same command again')
     provider = retry_until_committed(try_once, lost, MAX_TRIES).planes.providers.get(compute)
+    # The provider goes after the repairs, and the host name last: after a kill the command continues.
     failpoint('host-emptied')
     _unregister(store, placement, provider, compute, display_name, report)
     # The compute may have started after the last read; it registers its provider at its start only.
@@ -117,7 +115,7 @@ def _read_planes(store: Store, placement: Placement, compute: str) -> World:
 
 
 def find_obstacle(world: World, compute: str, display_name: str, fenced: bool) -> str | None:
-    """Return why a compute must not be forgotten, and the cure; None if it may be (rule: claim-stays)."""
+    """Return why a compute must not be forgotten, and the cure (rule: claim-stays)."""
     if compute in world.living_computes:
         host = world.named_computes.find_hostname(compute)
         return f'it is alive{f" on {host}" if host else ""}. Fix: stop its ecompute'
@@ -153,7 +151,7 @@ def _describe_home_elsewhere(world: World, instance: str, compute: str) -> str:
 
 
 def find_leftovers(world: World, compute: str) -> list[Finding]:
-    """Find what is to be repaired once this compute does not exist; a sentence says what its repair has done."""
+    """Find what is to be repaired once this compute does not exist."""
     there = world.find_inhabitants(compute)
 
     def make(code: str, name: str, sentence: str) -> Finding:

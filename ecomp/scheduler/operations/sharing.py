@@ -1,7 +1,4 @@
-"""Flavors and quotas, which operators set for all users.
-
-Deliveries and removals update quotas in their transactions (rule: change-with-delivery). Setting a quota counts again.
-"""
+"""Flavors and quotas, which operators set for all users (rule: change-with-delivery)."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def load_flavor(store: Store, name: str) -> tuple[Flavor, int]:
-    """Return a flavor and the revision of its key. ValueError for an invalid name, NotFound, Unreadable."""
+    """Return a flavor and the revision of its key."""
     entry = store.get(keys.flavor(check_flavor_name(name)))
     if entry is None:
         raise make_no_such_flavor(name, list_flavor_names(store))
@@ -37,7 +34,7 @@ def load_flavor(store: Store, name: str) -> tuple[Flavor, int]:
 
 
 def list_flavors(store: Store) -> tuple[dict[str, Flavor], list[EcompError]]:
-    """Read {name: flavor}, sorted, and the errors of malformed ones."""
+    """Return {name: flavor}, sorted, and an error for each malformed one."""
     flavors: dict[str, Flavor] = {}
     errors: list[EcompError] = []
     for entry in store.snapshot(keys.FLAVORS).entries.values():
@@ -49,7 +46,7 @@ def list_flavors(store: Store) -> tuple[dict[str, Flavor], list[EcompError]]:
 
 
 def put_flavor(store: Store, placement: Placement, name: str, text: str) -> str:
-    """Create or replace a flavor, and return a sentence. UsageError if invalid, EcompError if changed concurrently."""
+    """Create or replace a flavor, or raise UsageError if it is invalid, and return a sentence."""
     from ecomp.model.query import QueryNames
     from ecomp.placement.providers import find_unknown_names
 
@@ -71,7 +68,7 @@ def put_flavor(store: Store, placement: Placement, name: str, text: str) -> str:
 
 
 def delete_flavor(store: Store, name: str) -> str:
-    """Delete a flavor, and return a sentence. NotFound, or EcompError if changed concurrently."""
+    """Delete a flavor, and return a sentence."""
     key = keys.flavor(name)
     previous = store.get(key)
     if previous is None:
@@ -101,7 +98,7 @@ def list_flavor_names(store: Store) -> list[str]:
 
 
 def read_flavor(entry: Entry) -> Flavor:
-    """Parse the flavor in an entry; Unreadable if it is malformed."""
+    """Parse the flavor in an entry."""
     return decode_at(entry.key, Flavor, entry.value, name=keys.get_last_part(entry.key))
 
 
@@ -122,7 +119,7 @@ MAX_PAUSE_SECONDS = 0.05
 
 
 def check_limits(placement: Placement, arguments: Sequence[str]) -> str:
-    """Return a remark on CUSTOM_ classes that placement lacks, or ''; UsageError if malformed or it lacks others."""
+    """Return a remark on CUSTOM_ classes that placement lacks, or raise UsageError for others."""
     from ecomp.model.query import QueryNames
     from ecomp.placement.providers import find_unknown_names
 
@@ -137,7 +134,7 @@ def check_limits(placement: Placement, arguments: Sequence[str]) -> str:
 
 
 def set_limits(store: Store, project: str, arguments: Sequence[str]) -> str:
-    """Set limits (VCPU=10; DISK_GB=none removes one), recount the usage, return a sentence. UsageError if malformed."""
+    """Set limits (VCPU=10, or none to remove one), recount the usage, and return a sentence."""
     try:
         new_limits = parse_limits(arguments)
     except ValueError as error:
@@ -156,11 +153,9 @@ def set_limits(store: Store, project: str, arguments: Sequence[str]) -> str:
 
 
 def recount_quota(store: Store, project: str, change: Callable[[Quota | None], Quota]) -> Quota | None:
-    """Write a project's quota with a new count of its usage; without limits, delete it and return None.
+    """Write a project's quota with the limits of `change` and a new count of its usage.
 
-    `change` gets the current quota or None, perhaps several times, and returns one with the limits to write. Deliveries
-    and removals change an existing quota, so a count is valid if the quota is unchanged since. They do not create a
-    missing one, so a new quota is written twice. Raises Conflict after MAX_TRIES, Unreadable.
+    `change` gets the current quota or None, perhaps several times. A quota without limits is deleted.
     """
 
     def try_once() -> Quota | None:
@@ -171,6 +166,8 @@ def recount_quota(store: Store, project: str, change: Callable[[Quota | None], Q
         # This is the time of new limits: counting the usage again is no event.
         put = make_quota_put(new, **store.make_stamp())
         operation: Put | Delete = put if target.limits else Delete(put.key)
+        # Deliveries and removals change an existing quota, so the count is valid if the quota is unchanged since. They
+        # do not create a missing one, so a new quota is written twice.
         if store.commit([unchanged], [operation], Settlement()) is None:
             return None
         if target.limits and now is None:
@@ -207,7 +204,7 @@ def _read_record(store: Store, key_index: KeyIndex, instance: str) -> Record | N
 
 
 def require_quota(store: Store, project: str) -> Quota:
-    """Return a project's quota; NotFound if it has no limits, Unreadable if it is malformed."""
+    """Return a project's quota, or raise NotFound if it has no limits."""
     existing, _ = load_quota(store, project)
     if existing is None:
         raise NotFound(f'{make_printable(project, 100)}: no limits are set for this project')

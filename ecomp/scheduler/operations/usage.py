@@ -1,4 +1,4 @@
-"""Ask computes what they and their guests use. A compute measures once for each question."""
+"""Ask computes what they and their guests use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INTERVAL_SECONDS_PER_COMPUTE = 0.01
 
 
 class Use(NamedTuple):
-    """What computes use, with rates, {} if that is not known; `reasons` say why."""
+    """What computes use, with rates, or the `reasons` why that is not known."""
 
     computes: Computes
     used: Mapping[str, Measurement]
@@ -29,14 +29,14 @@ class Use(NamedTuple):
 
 
 class UseReader:
-    """Asks the `selected` computes, all if it is empty; rates are known from the second read() on."""
+    """Asks the selected computes, or all, and knows rates from the second read() on."""
 
     def __init__(self, store: Store, selected: Collection[str]) -> None:
         self._store, self._selected = store, selected
         self._before, self._due = dict[str, Measurement](), 0.0
 
     def read(self) -> Use:
-        """Wait until a question is due, ask each living compute, and wait for the answers; raise etcd's errors."""
+        """Wait until a question is due, ask each living compute, and wait for the answers."""
         time.sleep(max(0.0, self._due - time.monotonic()))
         began = time.monotonic()
         self._due = began + MIN_INTERVAL_SECONDS  # also if etcd refuses the connection
@@ -45,6 +45,7 @@ class UseReader:
         computes = set(self._selected) or set(filter(keys.is_uuid, {*known.living, *known.stored_hostnames}))
         self._due = began + MIN_INTERVAL_SECONDS + INTERVAL_SECONDS_PER_COMPUTE * len(computes)
         reasons, answers = dict.fromkeys(computes, 'its ecompute is not alive. Try: eschedule hosts'), {}
+        # A compute measures once for each question.
         with ask(self._store, keys.USAGE_QUESTION, value=' '.join(self._selected)) as revisions:
             asked = dict.fromkeys(computes & known.living.keys(), revisions[keys.USAGE_QUESTION])
             answered = wait_for_answers(self._store, keys.USAGE, asked, ANSWER_TIMEOUT_SECONDS)

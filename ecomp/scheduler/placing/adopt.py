@@ -1,8 +1,7 @@
-"""Adopt guests that ecomp did not create: claim them where they are, and deliver requests that only mark them.
+"""Adopt guests that ecomp did not create: claim them where they are, and mark them.
 
-1 announce the attempt, which names the guests; 2 disable the host; 3 wait until the host no longer reserves what these
-guests use; 4 claim and deliver, in blocks; 5 enable the host. After a kill the host stays disabled, and a repetition
-continues.
+First the host is disabled. Once it no longer reserves what these guests use, they are claimed and delivered in blocks.
+Then the host is enabled. After a kill it stays disabled, and a repetition continues.
 """
 
 from __future__ import annotations
@@ -50,10 +49,7 @@ class Adoptee(NamedTuple):
 def read_foreign(
     store: Store, computes: Collection[str], is_now: bool = True
 ) -> tuple[dict[str, HostForeign], dict[str, str]]:
-    """Read the guests of others on these living computes, and why some lists are not current.
-
-    If `is_now`, the computes look at themselves first.
-    """
+    """Read the guests of others on these living computes, and why some lists are not current."""
     answered, problems = set(computes), dict[str, str]()
     if is_now:
         with ask(store, '', computes=computes) as revisions:
@@ -78,12 +74,11 @@ def adopt(  # noqa: PLR0913
     project: str,
     report: Callable[[ForeignGuest, str], None],
 ) -> None:
-    """Adopt guests of a living compute; `report` gets a sentence for each.
+    """Adopt guests of a living compute, and report a sentence for each.
 
     Raises:
-        NoCapacity: placement has too little room there for what these guests have (OverQuota: the project has).
+        NoCapacity: placement has too little room there for these guests, or the quota has (OverQuota).
         Conflict: another compute, placement or an instance that ended knows a guest, or another adoption is in flight.
-        NotFound: the compute has no such guest any more, or ecompute did not make its provider.
     """
     placement = scheduler.backend()[0]
     check_provider(placement, compute, display_name)
@@ -121,7 +116,6 @@ def adopt(  # noqa: PLR0913
 
 
 def _undo(session: Session, compute: str, display_name: str) -> str:
-    """Have the host reserve again what the guests use, then enable it; return what is left, '' for nothing."""
     problem = f'{display_name} may stay disabled until the command is repeated'
     try:
         if session.store.get(keys.adoption(compute)) is not None:
@@ -141,10 +135,7 @@ def _enable(session: Session, compute: str) -> None:
 
 
 def _find_known(session: Session, compute: str, guests: Mapping[str, Adoptee]) -> tuple[set[str], dict[str, Entry]]:
-    """Return the guests that are adopted already, and the records of adoptions that have ended.
-
-    Raises Conflict if another host, placement, a queue or an instance that ecomp made knows one.
-    """
+    """Return the guests that are adopted already, and the records of former adoptions."""
     store, index = session.store, read_index(session.store)
     _require_only_here(session, compute, guests, index)
     queued = {keys.get_queued_instance(key) for key in store.snapshot(keys.QUEUES, keys_only=True).entries}
@@ -189,7 +180,6 @@ def _require_adopted(store: Store, compute: str, adoptee: Adoptee) -> None:
 
 
 def _require_left_out(store: Store, compute: str, display_name: str, instances: set[str]) -> None:
-    """Raise EcompError unless the host has these guests, and no longer reserves what they use."""
     found, problems = read_foreign(store, [compute])
     if gone := instances - {each.instance for each in found[compute].guests}:
         raise NotFound(f'{display_name} has no guest {join_some(sorted(gone), 5)} any more')
@@ -199,7 +189,7 @@ def _require_left_out(store: Store, compute: str, display_name: str, instances: 
 
 
 def require_room(placement: Placement, compute: str, display_name: str, guests: Mapping[str, Adoptee]) -> None:
-    """Raise NoCapacity, with what to write into compute.yaml, if the provider has too little room for all guests."""
+    """Raise NoCapacity, with a cure, if the provider has too little room for all guests."""
     inventory = providers.read_inventory(placement, compute)
     claims = read_consumers(placement, guests)
     needed = sum_resources(each.guest.size for name, each in guests.items() if not claims[name].allocations)
@@ -208,7 +198,7 @@ def require_room(placement: Placement, compute: str, display_name: str, guests: 
 
 
 def find_lacking(inventory: Mapping[str, Inventory], needed: Resources, given_back: Resources) -> dict[str, int]:
-    """Return how much is missing of each class, if what is reserved now for `given_back` is free."""
+    """Return how much each class lacks, if what is reserved now for `given_back` is free."""
     lacking = {}
     for name, amount in sorted(needed.items()):
         held = inventory.get(name, Inventory(0))

@@ -1,8 +1,7 @@
-"""Claim candidates for instances, and deliver what was claimed.
+"""Announce an attempt, check its terms, claim candidates for it, and release the claims.
 
 Names, group and quota are checked first and decided in the delivering transaction (rules: read-back,
-release-by-generation, change-with-delivery). It also compares and deletes the attempt's key: nothing is delivered
-twice, or after the attempt is known to be gone.
+release-by-generation, change-with-delivery).
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from ecomp.store.client import Entry, Put, Settlement, Store, Unchanged
 
 
 class Terms(NamedTuple):
-    """The order's group, without the order's instances, and its project's quota, as read; each is None without one."""
+    """The group of an order without its instances, and the quota of its project, as read."""
 
     group: Group | None
     quota: Quota | None
@@ -53,7 +52,7 @@ class Terms(NamedTuple):
         return {} if self.group is None else {self.group.name: self.group}
 
     def count_allowed(self, resources: Resources, count: int, minimum: int) -> int:
-        """Count how many of `count` instances the quota allows (without a quota all); OverQuota below `minimum`."""
+        """Count how many of `count` instances the quota allows, or raise OverQuota below `minimum`."""
         if self.quota is None:
             return count
         allowed = self.quota.count_allowed(make_charge(resources), count)
@@ -64,7 +63,7 @@ class Terms(NamedTuple):
 
 
 def read_terms(store: Store, order: Order, instances: Collection[str]) -> Terms:
-    """Read an order's group and quota; UsageError (new group, no policy), Conflict (another policy), Unreadable."""
+    """Read an order's group and quota."""
     existing = read_settled_group(store, order.group)
     return Terms(
         existing.without_members(*instances) if existing is not None else None, load_quota(store, order.project_id)[0]
@@ -72,7 +71,7 @@ def read_terms(store: Store, order: Order, instances: Collection[str]) -> Terms:
 
 
 def read_settled_group(store: Store, membership: Membership | None) -> Group | None:
-    """Read the group that an order names, or make it, unwritten; None without a membership. Errors as read_terms()."""
+    """Read the group that an order names, or make it without writing it."""
     if membership is None:
         return None
     existing = load_group(store, membership.name)[0]
@@ -93,26 +92,22 @@ MAX_CONCURRENT_CALLS = 2
 
 @dataclass(frozen=True)
 class Claimer:
-    """Claims for one attempt. Before a call is repeated, `is_attempt_ours` must return True.
-
-    Generations of its claims exceed what `read_highest_released` returns: see allocations.claim(). It may move a claim
-    of `movable` instances, which it made; `foreign` instances, which another attempt claimed, never become movable.
-    """
+    """Claims for one attempt."""
 
     placement: Placement
     requester: Requester
+    # Must return True before a call is repeated.
     is_attempt_ours: Callable[[], bool]
+    # Generations of the claims exceed what this returns: see allocations.claim().
     read_highest_released: Callable[[Collection[str]], int] = lambda _: 0
     get_display_name: Callable[[str], str] = str
+    # Instances whose claims this attempt made, and may move.
     movable: set[str] = field(default_factory=set)
+    # Instances whose claims another attempt made: they never become movable.
     foreign: set[str] = field(default_factory=set)
 
     def claim_what_fits(self, candidates: Mapping[str, Candidate]) -> set[str]:
-        """Claim those of one or more candidates for which there is room; return the instances that hold theirs.
-
-        The others are logged. On an error it waits for the calls in flight and keeps their claims. Raises Unreachable,
-        ClaimedElsewhere, Conflict or PlacementRefusal; of several errors, one with an unknown outcome first.
-        """
+        """Claim those candidates for which there is room, and return the instances that hold theirs."""
         parts = split_into_blocks(candidates)
         if len(parts) == 1:
             return self._claim_part(candidates)
@@ -134,7 +129,6 @@ class Claimer:
         return set().union(*(call.result() for call in done))
 
     def _claim_part(self, candidates: Mapping[str, Candidate]) -> set[str]:
-        """Claim for all with one call or, after a refusal, for each half; return the instances that hold theirs."""
         try:
             self.claim({instance: candidate.allocations for instance, candidate in candidates.items()})
         except (NoCapacity, GenerationConflict, PlacementRefusal) as error:
@@ -153,7 +147,7 @@ class Claimer:
         return set(candidates)
 
     def claim(self, claims: Mapping[str, Allocations]) -> None:
-        """Claim exactly these allocations, or raise as allocations.claim(); all but `foreign` ones become `movable`."""
+        """Claim exactly these allocations, and make all instances but `foreign` ones `movable`."""
         movable_before = frozenset(self.movable)
 
         def read_min_generation() -> int:
@@ -167,7 +161,6 @@ class Claimer:
         claim(self.placement, claims, self.requester, check, read_min_generation, movable_before)
 
     def check(self, instances: str) -> None:
-        """Raise Conflict unless the attempt is ours; `instances` names it in the message."""
         if not self.is_attempt_ours():
             raise Conflict(f'{instances}: another eschedule took over this uuid, or this eschedule was too slow')
 
@@ -178,7 +171,7 @@ class Claimer:
 
 
 def split_into_blocks(wanted_candidates: Mapping[str, Candidate]) -> Sequence[Mapping[str, Candidate]]:
-    """Split a claim for concurrent calls, by compute; one part if two would share a provider, and so conflict."""
+    """Split a claim by compute into blocks for concurrent calls."""
     parts: list[dict[str, Candidate]] = [{}]
     by_compute: dict[str, dict[str, Candidate]] = {}
     for instance, candidate in wanted_candidates.items():
@@ -187,12 +180,13 @@ def split_into_blocks(wanted_candidates: Mapping[str, Candidate]) -> Sequence[Ma
         if parts[-1] and len(parts[-1]) + len(candidates) > MAX_INSTANCES_PER_CALL:
             parts.append({})
         parts[-1].update(candidates)
+    # Two calls that share a provider would conflict.
     sets = [{provider for candidate in part.values() for provider in candidate.allocations} for part in parts]
     return parts if sum(map(len, sets)) == len(set().union(*sets)) else [wanted_candidates]
 
 
 def split_in_half(candidates: Mapping[str, Candidate]) -> tuple[dict[str, Candidate], dict[str, Candidate]]:
-    """Split a claim for two or more in two, between computes if there are several."""
+    """Split a claim for two or more instances in two, between computes if there are several."""
     by_compute: dict[str, list[str]] = {}
     for instance, candidate in candidates.items():
         by_compute.setdefault(candidate.compute, []).append(instance)
@@ -208,22 +202,23 @@ def split_in_half(candidates: Mapping[str, Candidate]) -> tuple[dict[str, Candid
 
 
 def abandon(store: Store, placement: Placement, instances: Iterable[str], attempt: str, revision: int) -> bool:
-    """Release and note the instances' claims unless delivered or in use; return whether all are released.
+    """Release and note the claims of instances that are neither delivered nor in use.
 
-    In use: another process took over the attempt, whose key had this `revision`, or a compute takes the instance from a
-    queue. Both are read after the generations (rule: order-of-reading): we see the key of a second eschedule, or its
-    claim has changed a generation and our release fails. Raises the errors of etcd and placement.
+    An instance is in use if another process took over the attempt, or if a compute takes it from a queue. The result
+    says whether all claims are released.
     """
     own, made = Unchanged(keys.attempt(attempt), revision), (keys.request, keys.record)
 
     def find_kept(holding: Mapping[str, Allocations]) -> Collection[str]:
         return find_needed(store, holding, '', TAKEN, own, made)
 
+    # The keys are read after the generations (rule: order-of-reading): we see the key of a second eschedule, or its
+    # claim has changed a generation and our release fails.
     return all(release(placement, instances, find_kept, partial(note_released, store)).values())
 
 
 class DeliveryOutcome(NamedTuple):
-    """The compute with the request; `is_repeated`: it was delivered before."""
+    """The compute that has the request, and whether it was delivered before."""
 
     compute: str
     is_repeated: bool = False
@@ -237,10 +232,10 @@ def announce(
     resume: bool,
     check_previous: Callable[[Entry], object] = lambda _: None,
 ) -> int:
-    """Write the attempt's key on `lease`; return its revision.
+    """Write the attempt's key on `lease`, and with `resume` take over an existing one.
 
-    With `resume`, or from the second of three tries on, it takes over an existing attempt, logs that, and raises
-    Conflict if an older attempt by another key has one of these instances. Conflict also after the third try.
+    Raises:
+        Conflict: an older attempt by another key has one of these instances, or all tries failed.
     """
     key, text = keys.attempt(attempt), dump(value)
     for _ in range(3):
@@ -259,10 +254,8 @@ def announce(
 
 
 def _check_alone(store: Store, attempt: str, value: Mapping[str, object], revision: int) -> None:
-    """Raise Conflict if an older attempt by another key has one of our instances, as a set and its member may.
-
-    Call it before looking for deliveries: of two attempts each then sees the other's key or its delivery.
-    """
+    # A set and its member may have the same instance. Deliveries are looked for after this: of two attempts each then
+    # sees the other's key or its delivery.
     ours = parse_attempt_instances(keys.attempt(attempt), dump(value).encode())
     for key, entry in store.snapshot(keys.ATTEMPTS).entries.items():
         is_older = entry.lease and entry.revision < revision and key != keys.attempt(attempt)

@@ -1,8 +1,4 @@
-"""Deliver requests for a placement query to computes: for one instance, or for a set.
-
-1 announce the attempt, a key below /requests on a lease; 2 query; 3 claim; 4 deliver in a transaction that deletes the
-attempt.
-"""
+"""Deliver requests for a placement query to computes: for one instance, or for a set."""
 
 from __future__ import annotations
 
@@ -56,7 +52,7 @@ log = logging.getLogger(__name__)
 
 
 def _find_delivered(store: Store, order: SetOrder, resume: bool) -> dict[str, DeliveryOutcome]:
-    """Return {instance: outcome} of deliveries under this uuid; Conflict if the uuid is used otherwise."""
+    """Return {instance: outcome} of the deliveries under this uuid."""
     if not resume:  # the uuid was generated here
         return {}
     # All keys are listed once: searching for each instance of a set among thousands of computes takes too long.
@@ -90,7 +86,7 @@ REUSED_UUID = 'a uuid is never used twice. Fix: use another uuid'
 
 
 def check_same(entries: InstanceEntries, order: Order) -> None:
-    """Raise Conflict unless the instance lives (not gone, failed or being destroyed) and was ordered alike."""
+    """Raise Conflict unless the instance lives and was ordered alike."""
     record, instance = entries.record, entries.record.instance
     if record.state == GONE:
         raise Conflict(f'{instance}: has been gone since {record.stages.get("gone")}: {REUSED_UUID}')
@@ -111,18 +107,16 @@ def create(
     sample_above: int | None = None,
     on_cluster_size: Callable[[int], None] = lambda _: None,
 ) -> dict[str, DeliveryOutcome]:
-    """Place the instances of an order; return {instance: outcome} of those that are placed.
+    """Place the instances of an order, and return {instance: outcome} of those that are placed.
 
     With `resume` (the user gave the uuid) earlier deliveries are returned, if any, and no more placed. In a cluster of
-    more than `sample_above` computes a few are tried first (None: never). `on_cluster_size` gets the number of all
-    computes if they are read.
+    more than `sample_above` computes a few are tried first. Nothing is released while an outcome is unknown.
 
     Raises:
         NoCapacity: there is no room (TooFew: for a part of a set), or the quota is used up (OverQuota).
-        PlacementRefusal: placement refuses the query.
-        UsageError: the set is too large for etcd, or the query lacks what a guest needs.
-        Conflict: the uuid or the name is used otherwise (ClaimedElsewhere: claimed), or the attempt was taken over.
-        Unreachable: with what was undone. Nothing is released while an outcome is unknown.
+        UsageError: the set is too large for etcd, the query lacks what a guest needs, or placement refuses it.
+        Conflict: the uuid or the name is used otherwise, or the attempt was taken over.
+        ClaimedElsewhere: another attempt's claims cannot be taken over.
     """
     check_order_size(order)
     store, requester = scheduler.store, Requester(order.user_id, order.project_id)
@@ -169,28 +163,21 @@ class ClaimedSet(NamedTuple):
 
 @dataclass
 class _Creation:
-    """One run of create(). `candidate_count` is the most computes, in any query, that could have taken an instance.
-
-    The instances of `claimed_elsewhere`, {instance: compute} of another attempt's claims, are not placed.
-    """
+    """One run of create()."""
 
     session: Session
     order: SetOrder
+    # The most computes, in any query, that could have taken an instance.
     candidate_count: int = 1
+    # {instance: compute} of another attempt's claims: these instances are not placed.
     claimed_elsewhere: Mapping[str, str] = field(default_factory=dict)
 
     def announce(self) -> dict[str, DeliveryOutcome]:
-        """Write the attempt's key; return what was delivered before ({}: nothing)."""
         self.session.announce(self.order.query)
         # Another process may have delivered in between. From here on it cannot: a delivery needs the key we hold.
         return _find_delivered(self.session.store, self.order, self.session.resume)
 
     def claim(self, terms: Terms, sample_above: int | None) -> ClaimedSet:
-        """Claim a place for each instance, or for the minimum.
-
-        Raises:
-            ClaimedElsewhere: too many of a resumed order must stay elsewhere, or others claim them in three tries.
-        """
         session, order, resume = self.session, self.order, self.session.resume
         session.read_troubled()  # read while placement is queried
         if sample_above is None:
@@ -222,7 +209,6 @@ class _Creation:
         raise AssertionError
 
     def claim_again(self, claims: ClaimedSet, kept_instances: Collection[str]) -> ClaimedSet:
-        """Claim again, with current data, for all but `kept_instances`."""
         log.debug(
             '%s: other attempts were faster: %d of %d claims are kept',
             self.order.instance,
@@ -233,7 +219,6 @@ class _Creation:
         return self._place(offer, terms, {instance: claims.candidates[instance] for instance in kept_instances})
 
     def deliver(self, claims: ClaimedSet, scheduled_at: str) -> dict[str, DeliveryOutcome]:
-        """Deliver `claims`, and release our other ones. Excluded (group, quota), DeliveryRefused, Conflict."""
         order, store, placed = self.order, self.session.store, claims.candidates
         decided = {'group': claims.membership, 'stages': {**order.stages, 'scheduled': scheduled_at}}
         requests = {
@@ -251,7 +236,6 @@ class _Creation:
         return {request.instance: DeliveryOutcome(compute) for compute, request in deliveries}
 
     def _place(self, offer: Offer, terms: Terms, held: Mapping[str, Candidate]) -> ClaimedSet:
-        """Claim by this offer; Conflict instead of NoCapacity if a newer attempt took over."""
         order = self.order
 
         def list_lots(planner: Planner, held: Mapping[str, Candidate]) -> Sequence[Lot]:
@@ -277,7 +261,6 @@ class _Creation:
         return ClaimedSet(in_order, terms, self.candidate_count)
 
     def _take_over(self, terms: Terms) -> dict[str, Candidate]:
-        """Take over earlier claims; log those that must stay, or raise ClaimedElsewhere if they are too many."""
         spare, lot = self.order.count - self.order.minimum, make_lot(self.order, terms)
         held, self.claimed_elsewhere = self.session.take_over([lot], terms.groups, spare)
         if self.claimed_elsewhere:
@@ -292,14 +275,14 @@ class _Creation:
 
 
 def make_lot(order: SetOrder, terms: Terms, instances: Sequence[str] | None = None) -> Lot:
-    """Return the lot of an order, of these instances (None: of all)."""
+    """Return the lot of these instances of an order, or of all."""
     membership = terms.group.membership if terms.group is not None else None
     names = order.instances if instances is None else instances
     return Lot(order.query or '', membership, order.weigh, tuple(names), order.minimum, order.image or '')
 
 
 def count_to_place(candidates: Sequence[Candidate], terms: Terms, order: SetOrder) -> int:
-    """Count what the quota allows, at most order.count; without candidates, order.count. OverQuota, UsageError."""
+    """Count how many instances of an order the quota allows, or all without candidates."""
     require_complete(candidates)
     if not candidates:
         return order.count
@@ -309,7 +292,7 @@ def count_to_place(candidates: Sequence[Candidate], terms: Terms, order: SetOrde
 def make_refusal(
     order: SetOrder, terms: Terms, no_room: NoRoom, get_computes: Callable[[], Computes], is_raced: bool = False
 ) -> NoCapacity:
-    """Make the error: TooFew for a set with some places, otherwise NoCapacity; `is_raced`: claims were refused."""
+    """Make the error, which is TooFew for a set with some places and NoCapacity otherwise."""
     placed = no_room.placed
     if order.count > 1 and placed:
         required = '' if order.minimum == order.count else f', and at least {order.minimum} are required'
@@ -325,7 +308,7 @@ def make_refusal(
 
 @dataclass(frozen=True)
 class RankedCompute:
-    """A compute to try, its `rooms`, `weight` (None: not weighed), an instance's `amounts` on it, how many go there."""
+    """A compute to try, with its `rooms`, and the `amounts` of one instance on it."""
 
     compute: str
     hostname: str | None
@@ -338,7 +321,7 @@ class RankedCompute:
 def plan(
     store: Store, backend: Future[tuple[Placement, Offer]], order: SetOrder, rng: random.Random
 ) -> list[RankedCompute]:
-    """Return the candidates in the order of trying, without a claim; a compute may occur twice. Errors as create()."""
+    """Return the computes that create() would try, in this order, perhaps one of them twice."""
     terms = read_terms(store, order, order.instances)
     from ecomp.scheduler.queries.computes import read_computes
 

@@ -28,25 +28,26 @@ from ecomp.store.client import Delete, Entry, Put, Settlement, Store, Unchanged
 
 @dataclass(frozen=True)
 class QueuePosition:
-    """The state of a queued request; `before` counts the older ones of its flavor, `taker` is the compute taking it.
-
-    `lacks` is {compute: what it lacks, or that it has room} of those that take from queues, {} if `unknown_reason` says
-    why that is unknown. A request without its flavor is taken by no compute, one with a claim only by `claimed_on`.
-    """
+    """The state of a queued request."""
 
     flavor: str
+    # The number of older requests of its flavor.
     before: int
+    # The compute that is taking it.
     taker: str | None
+    # {compute: what it lacks, or that it has room} of those that take from queues, {} if that is unknown.
     lacks: Mapping[str, str]
     unknown_reason: str | None = None
+    # Whether its flavor is missing: then no compute takes it.
     is_flavorless: bool = False
+    # Only this compute takes the request, because it holds the claim.
     claimed_on: str | None = None
 
 
 def read_queue_position(
     store: Store, placement: Placement, entry: Entry, query: str | None, known_computes: Computes, group: Group | None
 ) -> QueuePosition:
-    """Read a request's position and why it waits; placement's errors, or the query's, become `unknown_reason`."""
+    """Read the position of a queued request, and why it waits."""
     flavor = (keys.parse_queue_key(entry.key) or ('', ''))[0]
     entries = store.snapshot(keys.queue(flavor, ''), keys_only=True).entries
     before = sum(
@@ -71,7 +72,7 @@ TAKER_SAMPLE_SIZE = 10
 
 
 def has_taker(store: Store) -> bool:
-    """Return True if one of the first TAKER_SAMPLE_SIZE computes lives and takes from queues; others are not read."""
+    """Return whether one of the first TAKER_SAMPLE_SIZE computes lives and takes from queues."""
     entries, _ = store.sample(keys.COMPUTES, keys.COMPUTES, TAKER_SAMPLE_SIZE)
     return any(decode_lenient(PresenceFacts, entry.value).queues for entry in entries if entry.lease)
 
@@ -84,10 +85,11 @@ def enqueue(
     owner: Mapping[str, object],
     resume: bool,
 ) -> bool:
-    """Put a request into its queue; return False if `resume` and the same was requested before.
+    """Put a request into its queue, or return False if `resume` and it was requested before.
 
-    `owner` and `resume`: see create(). Raises Conflict (uuid, name or group differs, interference), OverQuota,
-    UsageError (new group without a policy), Unreadable, Unreachable.
+    Raises:
+        Conflict: the uuid, the name or the group is used otherwise, or another process interfered.
+        OverQuota: the project's quota is used up.
     """
     current_group = read_settled_group(store, queue_entry.group)
     queue_entry = replace(queue_entry, group=current_group.membership if current_group is not None else None)
@@ -118,7 +120,6 @@ def enqueue(
 def _commit(
     store: Store, queue_entry: QueueEntry, flavor_revision: int, user_data: SharedUserData | None, attempt_revision: int
 ) -> bool:
-    """Queue the request in one transaction that deletes our attempt; False if attempt, flavor or entry changed."""
     instance = queue_entry.instance
     attempt_key = keys.attempt(instance)
     flavor_key = keys.flavor(queue_entry.flavor.name)

@@ -1,8 +1,7 @@
-"""Evacuate a dead compute: place each of its guests anew from its request, in a transaction.
+"""Evacuate a dead compute: place each of its guests again from its request.
 
-The transaction writes a tombstone at the old key and the new request. It compares the old request and the silence of
-the compute: that makes it exactly once, whoever repeats the command. The attempt protects the claims until then. The
-guests of a group that has to stay together move in one transaction, so that a host that comes back does not split it.
+One transaction writes a tombstone at the old key, and the new request. It compares the old request and the silence of
+the compute, so a guest moves exactly once, whoever repeats the command. The attempt protects the claims until then.
 """
 
 from __future__ import annotations
@@ -48,18 +47,19 @@ ADOPTED = 'it is adopted: its disks and its definition are only on its host'
 
 
 class Evacuee(NamedTuple):
-    """A guest on a compute: its request, which is no tombstone."""
+    """A guest on a compute, whose request is no tombstone."""
 
     compute: str
     request: Request | InvalidRequest
 
 
 class Move(NamedTuple):
-    """The new place of a guest. If `candidate` is None, `reason` says why; if not `is_known`, there may be a place."""
+    """The new place of a guest or, without a `candidate`, the `reason` why there is none."""
 
     guest: Evacuee
     candidate: Candidate | None
     reason: str = ''
+    # False if there may be a place nevertheless.
     is_known: bool = True
 
 
@@ -71,8 +71,7 @@ def plan_moves(
 ) -> list[Move]:
     """Return where each guest would go if these computes, with all guests on them, were dead.
 
-    Of a group that has to be on one compute all guests move, or none. Quotas do not matter: they count a guest wherever
-    it is. A query that list_trees() restricts to a dead compute needs no offer. `ahead`: see Planner.assign().
+    All guests of a group that has to be on one compute move, or none. For `ahead` see Planner.assign().
     """
     moves, of_lots, by_instance = list[Move](), dict[Lot, list[str]](), dict[str, Evacuee]()
     for guest in guests:
@@ -93,6 +92,7 @@ def plan_moves(
             moves += [Move(by_instance[each], None, reason) for each in instances]
         else:
             lots.append(lot._replace(instances=tuple(instances), minimum=None if is_united else 0))
+    # No quota is checked: it counts a guest wherever the guest is.
     assignment = planner.assign(lots, dead=dead, ahead=ahead)
     for instance in (each for lot in lots for each in lot.instances):
         candidate = assignment.chosen.get(instance)
@@ -111,7 +111,7 @@ def _find_staying_member(planner: Planner, group: str, dead: Collection[str], mo
 
 
 def _refuse(planner: Planner, request: Request | InvalidRequest, dead: Collection[str]) -> tuple[str, bool] | None:
-    """Return why a request cannot be placed at all, and whether that is known; None if it may be."""
+    """Return why a request cannot be placed at all, and whether that is known."""
     if isinstance(request, InvalidRequest):
         return f'not known: {request.reason}', False
     if request.is_adopted:
@@ -131,7 +131,7 @@ def _refuse(planner: Planner, request: Request | InvalidRequest, dead: Collectio
 def read_moves(
     store: Store, placement: Placement, alive: Collection[str], computes: Sequence[str] | None = None
 ) -> tuple[Mapping[str, Sequence[Evacuee]], Planner]:
-    """Read the guests of these computes (None: of all), by compute, and make the planner for all of them."""
+    """Read the guests of these computes, or of all, and make the planner for them."""
     guests: dict[str, list[Evacuee]] = {}
 
     def collect(entry: Entry) -> None:  # returns None, so no entry is kept
@@ -177,7 +177,7 @@ REFUSALS = (Conflict, TooManyOperations, Unreadable, UsageError)
 
 
 class Evacuated(NamedTuple):
-    """What became of a guest: its replacement and that one's compute or, with these empty, why it stays."""
+    """What became of a guest: its replacement on a compute, or the reason why it stays."""
 
     instance: str
     name: str | None
@@ -187,7 +187,7 @@ class Evacuated(NamedTuple):
 
 
 class _Replacement(NamedTuple):
-    """What replaces a guest with this request: its uuid, its place in its stack, and an earlier attempt's claim."""
+    """What replaces a guest: its uuid, its place in a stack, and an earlier attempt's claim."""
 
     request: Request
     instance: str
@@ -196,7 +196,7 @@ class _Replacement(NamedTuple):
 
 
 def require_silence(store: Store, compute: str, display_name: str) -> Unchanged:
-    """Return the condition that the compute stays silent; Conflict if it is alive."""
+    """Return the condition that the compute stays silent, or raise Conflict if it is alive."""
     silent = read_silence_condition(store, compute)
     if silent is None:
         cure = f'switch the machine off, and repeat the command once `eschedule hosts` shows {display_name} as silent'
@@ -205,10 +205,9 @@ def require_silence(store: Store, compute: str, display_name: str) -> Unchanged:
 
 
 def evacuate(scheduler: Scheduler, compute: str, display_name: str, report: Callable[[Evacuated], None]) -> list[str]:
-    """Place each guest of a compute anew that the operator has fenced and disabled; `report` gets each outcome.
+    """Place again each guest of a compute that the operator has fenced and disabled.
 
-    Then release the claims on the compute that no request owns, and return their consumers. Raises Conflict if the
-    compute is alive or another evacuation is in flight, and as create().
+    `report` gets each outcome. Then the claims that no request owns are released, and their consumers are returned.
     """
     require_silence(scheduler.store, compute, display_name)
     session = Session(scheduler, keys.derive_uuid(compute, 'evacuate'), (), Requester('', ''))
@@ -235,10 +234,7 @@ def _release_orphans(store: Store, placement: Placement, compute: str) -> list[s
 
 @dataclass
 class _Evacuation:
-    """One evacuation: it claims for all guests that move, and delivers them one by one.
-
-    `guests`, `replacements` and `reasons` (why guests stay) are by the old instance; `moved` are old instances.
-    """
+    """One evacuation, whose mappings are by the old instance."""
 
     session: Session
     compute: str
@@ -247,15 +243,14 @@ class _Evacuation:
     planner: Planner = field(init=False)
     guests: Mapping[str, Evacuee] = field(init=False)
     replacements: dict[str, _Replacement] = field(default_factory=dict)
+    # Why guests stay.
     reasons: dict[str, str] = field(default_factory=dict)
     moved: set[str] = field(default_factory=set)
 
     def describe_moved(self) -> str:
-        """Return how many instances were moved, '' for none."""
         return f'{len(self.moved)} instances were evacuated before' if self.moved else ''
 
     def move_all(self) -> None:
-        """Move the guests that can be placed, and report the others. A lost race is repeated with a new plan."""
         self._read_guests()
         self._choose_replacements()
         if self.replacements:
@@ -275,7 +270,6 @@ class _Evacuation:
             self.report(Evacuated(old, get_holdings(guest.request).name, reason=reason))
 
     def _release_adopted(self) -> None:
-        """Accept the release of the adopted guests, which run on if their host comes back."""
         from ecomp.scheduler.changes.change import destroy  # few hosts have such guests
 
         for old, guest in self.guests.items():
@@ -320,11 +314,7 @@ class _Evacuation:
                 self.reasons[old] = str(error)
 
     def _take_claim(self, replacement: _Replacement, held: Allocations, index: KeyIndex) -> _Replacement:
-        """Add an earlier attempt's claim; Conflict if the replacement exists, or a silent compute has its claim.
-
-        Another uuid is chosen while only etcd has the first one, where any compute may write it, or while its claim is
-        on the evacuated compute, which is off (rule: shown-not-acted-on).
-        """
+        """Add an earlier attempt's claim to the replacement, or choose another uuid for it."""
         while True:
             instance, claimed_on = replacement.instance, find_compute(held)
             is_listed = instance in index.requests or instance in index.records
@@ -339,6 +329,8 @@ class _Evacuation:
                 return replacement._replace(claim=Candidate(claimed_on, held, None))
             if not claimed_on and not is_listed:
                 return replacement
+            # Only etcd has this uuid, where any compute may write it, or its claim is on the evacuated compute, which
+            # is off (rule: shown-not-acted-on).
             place, step = replacement.place, self.session.scheduler.rng.randint(1, MAX_INCARNATION_STEP)
             place = place and place._replace(incarnation=place.incarnation + step)
             instance = place.instance if place else keys.make_uuid(os.urandom(16))
@@ -352,7 +344,6 @@ class _Evacuation:
         self.session.announce(None, partial(check_previous, other, owner, outcome=outcome))
 
     def _plan(self) -> dict[str, Candidate]:
-        """Choose a candidate for each guest with a replacement, an earlier claim first; note why others stay."""
         guests = [
             guest for old, guest in self.guests.items()
             if old in self.replacements or isinstance(guest.request, InvalidRequest)
@@ -397,12 +388,12 @@ class _Evacuation:
         units: dict[tuple[str, str], list[str]] = {}
         for old in guests:
             group = self.replacements[old].request.group
+            # A group that has to stay together is one unit, so that a host that comes back does not split it.
             is_united = group is not None and group.strict and group.policy == AFFINITY
             units.setdefault((group.name, '') if group and is_united else ('', old), []).append(old)
         return list(units.values())
 
     def _deliver_some(self, units: Sequence[Sequence[str]], chosen: Mapping[str, Candidate]) -> list[Sequence[str]]:
-        """Deliver the replacements of each unit in a transaction; return the units that are to be tried again."""
         silent = require_silence(self.session.store, self.compute, self.display_name)
         if not self.session.is_attempt_ours():  # deliver() deletes the attempt's key to settle an unknown outcome
             self._announce()
@@ -419,7 +410,7 @@ class _Evacuation:
         places: Mapping[str, EntriesByCompute[Entry]],
         silent: Unchanged,
     ) -> bool:
-        """Deliver the replacements of some guests; return False if the transaction's conditions did not hold."""
+        """Deliver the replacements of a unit, and return whether the unit is settled."""
         deliveries, removals, computes = list[tuple[str, Request]](), list[OldInstance](), dict[Place, str]()
         try:
             for old in unit:

@@ -1,7 +1,6 @@
-"""Explain a refusal: what each compute lacks, by what it publishes, and the smallest change that fits.
+"""Explain a refusal: what each compute lacks, and the smallest change that fits.
 
-Facts may be a minute old. So placement is asked whether the advised change fits. Where facts show room, or that the
-compute is disabled, its requests are read, and placement is asked which computes are disabled.
+Facts may be a minute old, so placement is asked whether the advised change fits, and doubtful computes are read again.
 """
 
 from __future__ import annotations
@@ -58,15 +57,15 @@ MAX_NEAREST_COMPUTES = 10
 
 @dataclass(frozen=True)
 class Refusal:
-    """The request that found no room, its group, the places `taken` by its set, and the providers offered (`named`).
-
-    `on` is the argument of --on: then only that compute has a line.
-    """
+    """The request that found no room."""
 
     query: str
     group: Group | None = None
+    # The places of its set.
     taken: Sequence[Candidate] = ()
+    # The argument of --on: then only that compute has a line.
     on: str | None = None
+    # The providers that were offered.
     named: Collection[str] = ()
 
 
@@ -77,11 +76,7 @@ def report_reasons(
     membership: Membership | None,
     report: Callable[[str], None],
 ) -> None:
-    """Report the reasons, a line each, or one line if they cannot be found out; raises nothing.
-
-    Waits TIMEOUT_SECONDS at most, also for `backend`; Ctrl-C ends it silently. The refusal lacks its group and the
-    providers that were offered.
-    """
+    """Report the reasons, a line each, within TIMEOUT_SECONDS, and raise nothing."""
     lines: Future[list[str]] = Future()
 
     def find_reasons() -> None:
@@ -107,7 +102,7 @@ def report_reasons(
 
 
 def list_reasons(store: Store, placement: Placement, refusal: Refusal) -> list[str]:
-    """Return a line for each compute (of many: the nearest), the closest host, and the smallest change that fits."""
+    """Return a line for each compute, the closest host, and the smallest change that fits."""
     try:
         constraints = _parse_constraints(refusal.query, refusal.on)
     except UnsupportedQueryError as error:
@@ -137,7 +132,7 @@ def list_reasons(store: Store, placement: Placement, refusal: Refusal) -> list[s
 def find_shortfalls(
     store: Store, placement: Placement, query: str, computes: Computes, group: Group | None = None
 ) -> dict[str, str]:
-    """Return {compute: what it lacks, or that it has room} of the first MAX_LISTED_COMPUTES that take from queues."""
+    """Return {compute: what it lacks, or that it has room} of computes that take from queues."""
     constraints, takers = _parse_constraints(query), computes.takers[:MAX_LISTED_COMPUTES]
     texts = _examine(store, placement, constraints, takers, computes, Refusal(query, group)).texts
     _add_troubles(store, texts)
@@ -146,13 +141,11 @@ def find_shortfalls(
 
 @dataclass
 class _Examination:
-    """What computes lack, as {compute: text}, and the misses of those that find_miss() covers.
-
-    `ages_seconds` has how old the facts may be of the first computes with room, where etcd knows it.
-    """
+    """What computes lack, as {compute: text}, and the misses of those that find_miss() covers."""
 
     texts: dict[str, str] = field(default_factory=dict)
     misses: list[Miss] = field(default_factory=list)
+    # How old the facts of the first computes with room may be, where etcd knows it.
     ages_seconds: dict[str, int | None] = field(default_factory=dict)
 
     @property
@@ -160,7 +153,6 @@ class _Examination:
         return [each.provider for each in self.misses if each.is_candidate]
 
     def shorten(self) -> dict[str, str]:
-        """Return the texts, of more than MAX_LISTED_COMPUTES only the nearest's; keep only the misses of these."""
         if len(self.texts) <= MAX_LISTED_COMPUTES:
             return dict(self.texts)
         nearest = [each.provider for each in sort_misses(self.misses)[:MAX_NEAREST_COMPUTES]]
@@ -176,7 +168,7 @@ def _examine(
     computes: Computes,
     refusal: Refusal,
 ) -> _Examination:
-    """Examine these computes by their facts, and again by what is newer those that have room or are disabled."""
+    """Examine these computes, and with newer data again those that have room or are disabled."""
     reported = read_facts(store)
     examination = _compare(constraints, chosen, computes, reported.facts, refusal)
     if doubtful := [each.provider for each in examination.misses if each.is_candidate or each.failures[0].is_disabled]:
@@ -223,7 +215,6 @@ def _add_troubles(store: Store, texts: dict[str, str]) -> None:
 def _update_facts(
     store: Store, placement: Placement, facts: Mapping[str, Facts], selected: Iterable[str]
 ) -> dict[str, Facts]:
-    """Return the facts of these computes with what their requests hold now, and whether they are disabled now."""
     disabled, updated = find_with_trait(placement, DISABLED), dict[str, Facts]()
     for compute in selected:
         entries = store.snapshot(keys.request_prefix(compute)).entries
@@ -234,7 +225,6 @@ def _update_facts(
 
 
 def _explain_room(compute: str, refusal: Refusal, age_seconds: int | None) -> str:
-    """Return why a compute that has room by its facts, of this age if it is known, was not used."""
     limit = read_limit(refusal.query)
     if limit and limit.isdecimal() and len(refusal.named) >= int(limit) and compute not in refusal.named:
         # Those that placement offered are unsuitable for the group or the set, or dead: it would offer them again.
@@ -246,7 +236,6 @@ def _explain_room(compute: str, refusal: Refusal, age_seconds: int | None) -> st
 
 
 def _parse_constraints(query: str, compute_argument: str | None = None) -> tuple[Constraint, ...]:
-    """Parse a query, add NOT_DISABLED; mark in_tree as --on's if `compute_argument` is given. UnsupportedQueryError."""
     typed = '' if compute_argument is None else f'--on {compute_argument}'
     return tuple(
         constraint._replace(argument=typed)
@@ -275,7 +264,7 @@ def _make_advice(
     computes: Computes,
     requested: Collection[str],
 ) -> list[str]:
-    """Return the closest host and the smallest change that fits, if placement confirms it; [] without misses."""
+    """Return the closest host, and the smallest change that fits if placement confirms it."""
     if not misses:
         return []
     sorted_misses = sort_misses(misses)

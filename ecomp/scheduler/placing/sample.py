@@ -1,9 +1,4 @@
-"""Claim for one instance on a sampled compute of a large cluster.
-
-A query about all computes takes time in proportion to their number. This reads the facts of a few computes from a
-random uuid on, and queries placement about the best ones. A compute after a large gap between uuids is sampled more
-often, but fills up and then ranks low.
-"""
+"""Claim for one instance on a sampled compute of a large cluster."""
 
 from __future__ import annotations
 
@@ -25,18 +20,22 @@ MAX_QUERIES = 2
 
 @dataclass
 class SampledPlacer:
-    """Claims for one instance on a sampled compute; `fitting` counts the sampled ones with room by their facts."""
+    """Claims for one instance on a sampled compute."""
 
     session: Session
     order: SetOrder
+    # The number of sampled computes that have room by their facts.
     fitting: int = 0
 
     def place(self, terms: Terms, min_cluster_size: int) -> dict[str, Candidate]:
-        """Claim the instance on a sampled compute; {} if none is suitable, or this order cannot be sampled."""
+        """Claim the instance on a sampled compute, or return {} if that is not possible."""
         amounts = get_sampleable_amounts(self.order.query or '', self.order.count, self.order.weigh)
         if amounts is None or terms.group is not None:
             return {}
+        # A compute after a large gap between uuids is sampled more often, but fills up and then ranks low.
         start = keys.facts(f'{self.session.scheduler.rng.getrandbits(32):08x}')  # the first 8 digits of a uuid
+        # A query about all computes takes time in proportion to their number. So placement is asked about the best of a
+        # few, by their facts.
         entries, cluster_size = self.session.store.sample(keys.FACTS, start, SAMPLE_SIZE)
         if cluster_size <= min_cluster_size:
             return {}
@@ -61,7 +60,6 @@ class SampledPlacer:
         return next(filter(None, (self._claim(compute, terms) for compute in ranked[:MAX_QUERIES])), {})
 
     def _claim(self, compute: str, terms: Terms) -> dict[str, Candidate]:
-        """Claim on this compute: {instance: candidate}, or {} without room. OverQuota, UsageError, or the claim's."""
         offer = self.session.read_offer(f'{self.order.query}&in_tree={compute}')
         for candidate in choose(offer, [compute], self.order.weigh, self.session.scheduler.rng).candidates:
             require_complete([candidate])
@@ -72,5 +70,5 @@ class SampledPlacer:
 
 
 def get_sampleable_amounts(query: str, count: int, weigh: str) -> Resources | None:
-    """Return the query's {class: amount}; None if it has anything else, for several instances, and for FIRST."""
+    """Return the query's {class: amount}, or None if the order cannot be sampled."""
     return parse_plain_amounts(query) if count == 1 and weigh != FIRST else None

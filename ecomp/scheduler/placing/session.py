@@ -1,4 +1,4 @@
-"""One attempt to place instances: announce it, take over earlier claims, claim, deliver, and undo what is left.
+"""One attempt to place instances, from its announcement to its delivery or its undoing.
 
 The attempt is a key below /requests on a lease. A delivery deletes it, or compares it. After a kill the computes undo
 the rest (rule: orphaned-claim). What an earlier attempt claimed stays where it is (rule: claim-stays).
@@ -78,7 +78,7 @@ Offers = Mapping[str, Offer]
 
 
 class DeliveryRefused(Conflict):
-    """The delivery was refused; Session.open() adds what was undone to the message."""
+    """A refused delivery, to whose message Session.open() adds what was undone."""
 
 
 class NoRoom(NoCapacity):
@@ -92,38 +92,35 @@ class NoRoom(NoCapacity):
 
 
 class OldInstance(NamedTuple):
-    """An instance to destroy, for its entry in the stack; `is_replaced` if a new one is delivered for the entry.
-
-    `replaced_by` is the new instance if the old one is evacuated.
-    """
+    """An instance to destroy, for its entry in the stack."""
 
     entry: str
     entries: InstanceEntries
+    # Whether a new instance is delivered for the entry.
     is_replaced: bool
+    # The new instance if the old one is evacuated.
     replaced_by: str | None = None
 
 
 class Scheduler(NamedTuple):
-    """What attempts work with.
-
-    `backend` waits for placement and its first answer, the same at each call. `owner` is our host, pid and time, and
-    `now` returns an ISO time.
-    """
+    """What attempts work with."""
 
     store: Store
+    # Waits for placement and its first answer, the same at each call.
     backend: Callable[[], tuple[Placement, Offer]]
+    # Our host, pid and time.
     owner: Mapping[str, object]
     rng: random.Random
+    # Returns an ISO time.
     now: Callable[[], str]
 
 
 class Contention:
-    """The place of this attempt: `ahead` is the number of older attempts' instances, at most MAX_PLACES_AHEAD."""
+    """Counts the instances of older attempts in flight, `ahead`, and those of newer ones."""
 
     def __init__(
         self, count_in_flight: Callable[[], tuple[int, int]], query_placement: Callable[[], Offers], rng: random.Random
     ) -> None:
-        """Count the instances of older and of newer attempts in flight; refresh() queries placement."""
         self._count_in_flight = count_in_flight
         self._query_placement = query_placement
         self._rng = rng
@@ -145,15 +142,12 @@ class Contention:
         return self._query_placement()
 
     def should_refresh(self, spare_places: int) -> bool:
-        """Return whether to call refresh(), with `spare_places` left behind ours (< 0: too few). May sleep.
-
-        Before the first refresh: if others are in flight and fewer than MIN_SPARE_PLACES are left. Later: if too few
-        are left and some are ahead, after a pause, until MAX_REFRESHES calls in a row found no fewer ahead.
-        """
+        """Return whether to call refresh(), with `spare_places` left behind ours (< 0: too few)."""
         if not self._is_fresh:  # placement was queried before this attempt was announced
             return spare_places < MIN_SPARE_PLACES and not self.is_alone
         if spare_places >= 0 or not self.ahead:
             return False
+        # After a pause, until MAX_REFRESHES calls in a row have found no fewer ahead.
         self._refreshes_left = MAX_REFRESHES if self.ahead < self._fewest_ahead else self._refreshes_left - 1
         self._fewest_ahead = min(self.ahead, self._fewest_ahead)
         if self._refreshes_left:
@@ -170,12 +164,7 @@ def require_complete(candidates: Iterable[Candidate]) -> None:
 
 @dataclass
 class Session:
-    """One attempt, whose key is on `lease`, with `revision` once it is written.
-
-    undo() releases the claims of `attempted` instances that are `movable`, because no other attempt made their claims
-    (rule: claim-stays), or `unclaimed` (no claim after the announcement, and none of another attempt since). `foreign`
-    instances, which another attempt claimed, never become movable.
-    """
+    """One attempt, whose key is on `lease`, with `revision` once it is written."""
 
     scheduler: Scheduler
     uuid: str
@@ -190,8 +179,11 @@ class Session:
     after_undo: Callable[[], str] = lambda: ''
     lease: int = 0
     revision: int = 0
+    # Instances whose claims no other attempt made: undo() releases the claims (rule: claim-stays).
     movable: set[str] = field(default_factory=set)
+    # Instances whose claims another attempt made: they never become movable.
     foreign: set[str] = field(default_factory=set)
+    # Instances that had no claim after the announcement, and none of another attempt since. undo() releases theirs.
     unclaimed: set[str] = field(default_factory=set)
     attempted: list[str] = field(default_factory=list)
     _alive: list[str] | None = None
@@ -211,12 +203,13 @@ class Session:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Grant the lease; if the block raises, undo the attempt, unless an outcome is unknown (rule: read-back)."""
+        """Grant the lease, and undo the attempt if the block raises an error."""
         with report_unchanged():
             self.lease = self.store.grant(keys.ATTEMPT_SECONDS)
         try:
             yield
         except UnknownOutcome:
+            # Nothing is released then (rule: read-back).
             raise
         except BaseException as error:
             outcome = self.undo()
@@ -231,7 +224,7 @@ class Session:
             raise
 
     def undo(self) -> str:
-        """Release the claims, revoke the lease; return UNCHANGED, UNDONE, or what is left, also after an error."""
+        """Release the claims, revoke the lease, and return UNCHANGED, UNDONE or what is left."""
         outcome = UNCHANGED
         if releasable := (self.movable | self.unclaimed).intersection(self.attempted):
             outcome = self.release(releasable)
@@ -240,7 +233,7 @@ class Session:
         return self.after_undo() or outcome
 
     def announce(self, query: str | None, check_previous: Callable[[Entry], object] | None = None) -> None:
-        """Write the attempt's key; see claim.announce()."""
+        """Write the attempt's key, as claim.announce() does."""
         value = {'version': 1, 'instances': list(self.instances), 'query': query, **self.scheduler.owner}
         takes_over, check = self.resume or check_previous is not None, check_previous or (lambda _: None)
         self.revision = announce(self.store, self.lease, self.uuid, value, takes_over, check)
@@ -248,11 +241,12 @@ class Session:
     def take_over(
         self, lots: Sequence[Lot], groups: Mapping[str, Group], max_elsewhere: int
     ) -> tuple[dict[str, Candidate], dict[str, str]]:
-        """Claim where an earlier attempt's claims are; return those held, and {instance: compute} of all others.
+        """Claim where earlier attempts have claims, and return the claims held and all others.
 
-        They stay (rule: claim-stays): after a restore of etcd the instances may run there. Raises ClaimedElsewhere,
-        with nothing claimed, if there are more than `max_elsewhere` others.
+        Raises:
+            ClaimedElsewhere: more than `max_elsewhere` earlier claims cannot be taken over. Nothing is claimed then.
         """
+        # The others stay (rule: claim-stays): after a restore of etcd the instances may run there.
         earlier, elsewhere = dict[str, Candidate](), dict[str, str]()
         for lot in lots:
             group = groups.get(lot.membership.name) if lot.membership else None
@@ -275,15 +269,11 @@ class Session:
         held: Mapping[str, Candidate],
         check: Callable[[Mapping[str, Candidate]], None] = lambda _: None,
     ) -> dict[str, Candidate]:
-        """Claim a candidate for each instance, or for each lot's minimum; return these and the `held` ones.
+        """Claim a candidate for each instance, or for each lot's minimum, and return all.
 
-        The first places are left to older attempts in flight. The places of a finished attempt are not offered, nor
-        those of an attempt that has claimed since it was counted: usable places then stay free. After a lost race
-        placement is queried again.
-
-        `list_lots` returns the lots; it is called after each answer of placement. `groups` are without our instances.
-        `offers` has placement's answer to each query, or None to query it after the attempts are counted. `check`
-        raises an error if these candidates must not be claimed.
+        `list_lots` returns the lots, after each answer of placement. `groups` are without our instances. `offers` has
+        placement's answer to each query, or None to query it after the attempts are counted. `check` raises an error if
+        these candidates must not be claimed. The first places are left to older attempts in flight.
 
         Raises:
             NoRoom: a lot has fewer places than its minimum. Claims made until then stay.
@@ -296,6 +286,8 @@ class Session:
             planner = self.make_planner(_leave_out(current, refusals), groups)
             lots = list_lots(planner, held)
             self._prefer_images(planner, lots)
+            # The places of an attempt that has claimed since it was counted are no longer offered. As many others are
+            # left to it, so usable places stay free.
             assignment = planner.assign(lots, held, ahead=None if contention.is_alone else contention.ahead)
             self._log_skipped(planner.skipped)
             if contention.should_refresh(assignment.spare):
@@ -336,14 +328,12 @@ class Session:
         return Planner(offers, groups, self.read_alive(), self.scheduler.rng, troubled=self.read_troubled())
 
     def claim(self, candidates: Mapping[str, Candidate], requester: Requester | None = None) -> set[str]:
-        """Claim what there is room for; see Claimer.claim_what_fits()."""
         self.attempted += [instance for instance in candidates if instance not in self.attempted]
         if not candidates:
             return set()
         return self.make_claimer(requester or self.requester).claim_what_fits(candidates)
 
     def check_ours(self) -> None:
-        """Raise Conflict if another process took the attempt over."""
         self.make_claimer(self.requester).check(self.uuid)
 
     def make_claimer(self, requester: Requester) -> Claimer:
@@ -366,10 +356,10 @@ class Session:
         ends_attempt: bool = True,
         old_records: Mapping[str, Entry] = MappingProxyType({}),
     ) -> int:
-        """Deliver (compute, request) pairs, and destroy what they replace, in one transaction; see ends.deliver().
+        """Deliver (compute, request) pairs, and destroy what they replace, in one transaction.
 
-        Names and group slots move from replaced instances to new ones. `make_own_change` adds quota and stack. Raises
-        Excluded if others of a group or of the project came first.
+        Raises:
+            Excluded: others of a group or of the project were delivered first.
         """
         removed = [removal.entries.record.instance for removal in removals]
 
@@ -402,7 +392,7 @@ class Session:
         try_revoke(self.store, self.lease)
 
     def release(self, instances: Iterable[str]) -> str:
-        """Release the instances' claims; return UNDONE, or a sentence about leftovers or the error."""
+        """Release the instances' claims, and return UNDONE or a sentence about what is left."""
         try:
             if abandon(self.store, self.placement, instances, self.uuid, self.revision):
                 return UNDONE
@@ -415,7 +405,7 @@ class Session:
             )
 
     def make_refusal(self, claimed_on: Mapping[str, str]) -> ClaimedElsewhere:
-        """Make the error, with its cure, for {instance: compute} of claims elsewhere; reads the computes from etcd."""
+        """Make the error, with its cure, for {instance: compute} of claims elsewhere."""
         instance, compute = next(iter(claimed_on.items()))
         host = self.get_display_name(compute)
         which = f'{instance} is' if len(claimed_on) == 1 else f'{instance} and {len(claimed_on) - 1} more are'
@@ -430,7 +420,7 @@ class Session:
         return ClaimedElsewhere(claimed_on, f'{problem}. Fix: {cure}')
 
     def read_alive(self) -> list[str]:
-        """Return the living computes, read once; on_cluster_size() gets the number of keys then."""
+        """Return the living computes, which are read once."""
         if self._alive is None:
             presence = self.store.snapshot(keys.COMPUTES, keys_only=True).entries
             self.on_cluster_size(len(presence))
@@ -438,7 +428,7 @@ class Session:
         return self._alive
 
     def read_troubled(self) -> list[str]:
-        """Return the computes that report why they cannot build, read once."""
+        """Return the computes that report why they cannot build, which are read once."""
         if self._troubled is None:
             self._troubled = list_leased(self.store, keys.TROUBLES)
         return self._troubled
@@ -454,7 +444,7 @@ class Session:
         return self.computes.format_name(compute)
 
     def is_attempt_ours(self) -> bool:
-        """Refresh the lease, read the key; return False if the key is gone or another process took it over."""
+        """Refresh the lease, and return whether the attempt's key is still as we wrote it."""
         self.store.keep_alive(self.lease)  # a long attempt that still asks is alive
         entry = self.store.get(keys.attempt(self.uuid))
         return entry is not None and entry.revision == self.revision
@@ -468,12 +458,10 @@ class Session:
         return allocations.read_candidates(self.placement, query)
 
     def read_highest_released(self, instances: Collection[str]) -> int:
-        """Return the highest generation at which a claim of these was released; 0 if none, or if not resuming."""
         # A uuid that was generated here is new to all others.
         return read_highest_released(self.store, instances) if self.resume else 0
 
     def count_in_flight(self) -> tuple[int, int]:
-        """Count the instances that older attempts place, and those of newer attempts."""
         return count_placements_before_and_after(self.store.snapshot(keys.ATTEMPTS), self.revision)
 
     def _log_skipped(self, skipped: Collection[str]) -> None:
@@ -488,10 +476,7 @@ class Session:
 def read_earlier_claims(
     placement: Placement, instances: Collection[str], query: str, alive: Collection[str], group: Group | None
 ) -> tuple[dict[str, Candidate], dict[str, str]]:
-    """Read earlier claims: {instance: candidate} of those to take over, {instance: compute} of all others.
-
-    Others: on a silent compute or one that group or query exclude, with other amounts, or if the query is unparsable.
-    """
+    """Return the claims to take over, as {instance: candidate}, and the computes of all others."""
     held = allocations.read_consumers(placement, instances)
     claimed_on = {each: compute for each, consumer in held.items() if (compute := find_compute(consumer.allocations))}
     try:
@@ -531,7 +516,7 @@ def make_removal(store: Store, removal: OldInstance) -> Change:
 
 
 def check_previous(other: str, owner: Mapping[str, object], entry: Entry, outcome: str = UNCHANGED) -> None:
-    """Raise Conflict, with our `outcome`, unless the process of the `other` attempt ran here and has ended."""
+    """Raise Conflict unless the process of the `other` attempt ran here and has ended."""
     facts = load_object_or_empty(entry.value)
     host, pid = str(facts.get('host'))[:80], facts.get('pid')
     if host == owner['host'] and type(pid) is int and pid > 0:

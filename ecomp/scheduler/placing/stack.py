@@ -1,7 +1,7 @@
-"""Deliver the changes of one `eschedule apply`: new instances and tombstones, all or none (rule: whole-set).
+"""Deliver the new instances and tombstones of one `eschedule apply` (rule: whole-set).
 
-An instance's uuid is a hash of the stack's epoch and its place, so an apply that was killed is continued by the next
-one: it takes over the claims, and delivers what is missing. Two concurrent ones collide at the key of their attempt.
+An instance's uuid is a hash of the stack's epoch and its place. So the next apply continues one that was killed: it
+takes over the claims, and delivers what is missing. Two concurrent ones collide at their attempt's key.
 """
 
 from __future__ import annotations
@@ -55,16 +55,17 @@ _CHANGED = 'stack {}: another eschedule changed it{}. Try: the same command agai
 
 @dataclass(frozen=True)
 class StackChange:
-    """What one apply changes. `revision` is that of the stack's key; `is_new`: this process wrote its epoch.
-
-    `order` is None without new instances. `user_data` has what the new instances refer to.
-    """
+    """What one apply changes."""
 
     stack: Stack
+    # That of the stack's key.
     revision: int
+    # None without new instances.
     order: StackOrder | None
     removals: Sequence[OldInstance] = ()
+    # What the new instances refer to.
     user_data: Collection[SharedUserData] = ()
+    # Whether this process wrote the stack's epoch.
     is_new: bool = False
 
     @property
@@ -73,7 +74,7 @@ class StackChange:
 
 
 def write_stack(store: Store, stack: Stack, previous_revision: int) -> int:
-    """Write the key of a new or stale stack; return its revision, Conflict if another process wrote it."""
+    """Write the key of a new or stale stack and return its revision, or raise Conflict."""
     key = keys.stack(stack.name)
     revision = store.commit([Unchanged(key, previous_revision)], [Put(key, encode(stack, **store.make_stamp()))])
     if revision is None:
@@ -83,7 +84,7 @@ def write_stack(store: Store, stack: Stack, previous_revision: int) -> int:
 
 
 def require_transaction_size(store: Store, stack_name: str, orders: Collection[Order], removed_count: int) -> None:
-    """Raise TooManyOperations, before anything is written, if etcd takes no transaction for these new instances."""
+    """Raise TooManyOperations if etcd takes no transaction for these new instances."""
     groups = {order.group.name for order in orders if order.group is not None}
     # Conditions: the attempt, the stack and the quota, a record and a name each, the groups, and what is removed.
     count = 3 + 2 * len(orders) + len(groups) + removed_count if orders else 0
@@ -93,7 +94,7 @@ def require_transaction_size(store: Store, stack_name: str, orders: Collection[O
 
 
 def remove_instances(store: Store, change: StackChange) -> None:
-    """Write the tombstones of the removed instances in one transaction; Conflict if the stack or one has changed."""
+    """Write the tombstones of the removed instances in one transaction."""
 
     def make_change() -> Change:
         return merge_changes(
@@ -121,7 +122,7 @@ def _revoke_records(store: Store, removals: Sequence[OldInstance]) -> None:
 
 
 class MembersRefused(NoCapacity):
-    """There is no room for all of `instances`, uuids of one query; `placed` are the places that were found."""
+    """There is no room for all of `instances`, and `placed` are the places that were found."""
 
     def __init__(self, message: str, instances: Sequence[str], placed: Sequence[Candidate]) -> None:
         super().__init__(message)
@@ -130,16 +131,12 @@ class MembersRefused(NoCapacity):
 
 
 def apply_change(scheduler: Scheduler, change: StackChange) -> dict[str, str]:
-    """Place the new instances and destroy the removed ones, all or none; return {new instance: compute}.
-
-    The offer that the scheduler's backend brings is not used.
+    """Place the new instances and destroy the removed ones, and return {new instance: compute}.
 
     Raises:
         MembersRefused, OverQuota: there is no room, or the quota is used up.
-        Conflict: a name, a group, another apply, or an instance that changed (ClaimedElsewhere: is claimed).
-        PlacementRefusal: placement refuses a query.
-        TooManyOperations: etcd takes no transaction of this size.
-        Unreachable: with what was undone. Nothing is released while an outcome is unknown.
+        Conflict: a name is taken, a group has another rule, another apply is in flight, or an instance has changed.
+        ClaimedElsewhere: another attempt's claims cannot be taken over.
     """
     store, order = scheduler.store, change.order
     if order is None:
@@ -162,7 +159,7 @@ def apply_change(scheduler: Scheduler, change: StackChange) -> dict[str, str]:
 def preview_change(
     store: Store, backend: Future[tuple[Placement, Offer]], change: StackChange, rng: random.Random
 ) -> dict[str, str]:
-    """Return {new instance: compute} as apply_change() would place them now, without earlier claims; raises as that."""
+    """Return {new instance: compute} as apply_change() would place them without earlier claims."""
     order = change.order
     assert order is not None  # the caller has new instances
     reserve_names(store, order.instances, change.removed_instances)
@@ -199,7 +196,7 @@ class _Wanted:
 
     @cached_property
     def groups(self) -> dict[str, Group]:
-        """The groups, read once, new ones unwritten, without removed instances and ours. Errors as read_terms()."""
+        """The groups without removed instances and ours, of which new ones are unwritten."""
         groups = {}
         for lot in self.lots:
             settled = read_settled_group(self.store, lot.membership)
@@ -208,18 +205,15 @@ class _Wanted:
         return groups
 
     def settle(self, membership: Membership | None) -> Membership | None:
-        """Return the group of an order with its policy."""
         return None if membership is None else self.groups[membership.name].membership
 
     def check_quota(self, claims: Mapping[str, Candidate]) -> None:
-        """Raise OverQuota if the project may not have all of these."""
         quota = load_quota(self.store, self.order.project_id)[0]
         charge = sum_resources(make_charge(sum_allocations(candidate.allocations)) for candidate in claims.values())
         if quota is not None and (excess := quota.list_excesses(charge)):
             raise OverQuota(describe_excesses(quota.project, excess))
 
     def make_refusal(self, no_room: NoRoom) -> MembersRefused:
-        """Make the refusal, which names the first members without a place, and why."""
         assignment, orders = no_room.assignment, self.order.orders
         reason = next(iter(assignment.missing.values()))
         instances = [each for each in orders if assignment.missing.get(each) == reason]
@@ -230,14 +224,13 @@ class _Wanted:
 
 @dataclass
 class _Application:
-    """One run of apply_change(): lots for several queries and groups, and one change of the stack."""
+    """One run of apply_change()."""
 
     session: Session
     wanted: _Wanted
     change: StackChange
 
     def announce(self) -> None:
-        """Write the attempt's key; Conflict if another attempt is in flight, or the stack's key has changed."""
         session, name = self.session, self.change.stack.name
 
         def check(entry: Entry) -> None:
@@ -250,7 +243,6 @@ class _Application:
             raise self._make_changed()
 
     def claim(self) -> dict[str, Candidate]:
-        """Claim a place for each instance, if possible that of a killed attempt; MembersRefused names those without."""
         session = self.session
         session.placement  # noqa: B018  # waits for it
         failpoint('stack-announced')
@@ -266,7 +258,6 @@ class _Application:
             raise
 
     def deliver(self, claims: Mapping[str, Candidate], scheduled_at: str) -> dict[str, str]:
-        """Deliver the claims, write the tombstones, revoke the lease; DeliveryRefused, Conflict (a name)."""
         self._put_user_data()
         store, order, deliveries = self.session.store, self.wanted.order, list[tuple[str, Request]]()
         living_count = max(len(self.session.read_alive()), 1)
@@ -303,7 +294,6 @@ class _Application:
                 raise
 
     def _take_over(self) -> dict[str, Candidate]:
-        """Take over the claims of an earlier attempt; ClaimedElsewhere if one cannot be used."""
         if self.session.movable:  # the stack is new, and no other attempt has had its uuids
             return {}
         self._check_unused()

@@ -1,4 +1,4 @@
-"""Which computes there are, who is silent, and how to reach a guest: what needs no world of the whole cluster."""
+"""Which computes there are, which of them are silent, and how to reach a guest."""
 
 from __future__ import annotations
 
@@ -38,8 +38,10 @@ if TYPE_CHECKING:
 def resolve_compute(store: Store, get_placement: Callable[[], Placement], argument: str) -> str:
     """Return the uuid of the compute that an argument (uuid, host name or prefix) means.
 
-    A whole uuid is made canonical, not checked: see check_compute_exists(). Only a prefix needs placement. Raises
-    NotFound, UsageError ('' or several uuids), Conflict (several computes with this host name), and backends' errors.
+    Raises:
+        NotFound: there is no such compute. A whole uuid is not checked: see check_compute_exists().
+        UsageError: the argument is empty, or several uuids begin with it.
+        Conflict: several computes have this host name.
     """
     full_uuid = _parse_uuid(argument)
     if full_uuid is not None:
@@ -71,7 +73,7 @@ def resolve_compute(store: Store, get_placement: Callable[[], Placement], argume
 
 
 def check_compute_exists(known_computes: Computes, get_placement: Callable[[], Placement], argument: str) -> None:
-    """Raise NotFound for a uuid unknown to etcd and placement, which it may ask; no-op if the argument is no uuid."""
+    """Raise NotFound if the argument is a uuid that neither etcd nor placement knows."""
     full_uuid = _parse_uuid(argument)
     if full_uuid is None or full_uuid in known_computes.living or full_uuid in known_computes.stored_hostnames:
         return
@@ -100,20 +102,20 @@ def _parse_uuid(argument: str) -> str | None:
 
 
 def read_computes(store: Store) -> Computes:
-    """Read which computes are alive (by a key on a lease), and the names of all computes."""
+    """Read which computes are alive, by a key on a lease, and the names of all computes."""
     # Names first: a compute that is forgotten in between then leaves a name too many, and no name is missing.
     names = store.snapshot(keys.HOSTNAMES).entries
     return parse_computes(store.snapshot(keys.COMPUTES).entries, names)
 
 
 def read_troubles(store: Store) -> dict[str, Trouble]:
-    """Read why computes, alive or not, cannot build; a key that would not expire does not count."""
+    """Read why computes, alive or not, cannot build."""
     entries = store.snapshot(keys.TROUBLES).entries
     return {keys.get_last_part(key): parse_trouble(entry.value) for key, entry in entries.items() if entry.lease}
 
 
 def find_claims_on_silent(store: Store, known_computes: Computes, instances: Collection[str]) -> dict[str, str]:
-    """Return {instance: text} for claims on silent computes (rule: claim-stays), as far as `store.claims` answers."""
+    """Return {instance: text} for claims on silent computes (rule: claim-stays)."""
     claims: dict[str, str] = {}
     if not instances or store.claims is None:
         return claims
@@ -132,11 +134,7 @@ def read_absences(
     records: Sequence[Record],
     report: Callable[[str], object],
 ) -> Absences:
-    """Find out which hosts of these records are closed or silent, and which destroys wait for them.
-
-    Only if a host has no presence, requests are read and placement is asked. If placement does not answer, `report`
-    gets a sentence, and a closed host counts as silent.
-    """
+    """Find out which hosts of these records are absent, and which destroys wait for them."""
     old_records = [record for record in records if is_on_host(record) and record.compute not in known_computes.living]
     if not old_records:
         return NO_ABSENCES
@@ -157,7 +155,7 @@ def read_absences(
 
 
 def read_last_seen(store: Store, silent: Collection[str]) -> dict[str, str]:
-    """Return {compute: ISO time} of the last sign of life of silent computes, as far as etcd answers and knows it."""
+    """Return {compute: ISO time} of the last signs of life, as far as etcd knows them."""
     last_seen = dict[str, str]()
     with suppress(EcompError):
         for entry in store.read(list(map(keys.hostname, silent))).values():
@@ -169,7 +167,7 @@ def read_last_seen(store: Store, silent: Collection[str]) -> dict[str, str]:
 
 
 def find_silent(store: Store, placement: Placement, compute: str) -> str | None:
-    """Return `hv2 is silent since 16:35:54`; None if it is not silent, or if etcd or placement does not answer."""
+    """Return `hv2 is silent since 16:35:54`, or None if it is not known to be silent."""
     with suppress(EcompError):
         if not is_alive(store, compute) and read_absent_states(placement, [compute]).get(compute, SILENT) == SILENT:
             last_seen = read_last_seen(store, [compute]).get(compute)
@@ -179,7 +177,7 @@ def find_silent(store: Store, placement: Placement, compute: str) -> str | None:
 
 
 def read_absent_states(placement: Placement, computes: Collection[str]) -> dict[str, str]:
-    """Ask placement for the state, CLOSED or SILENT, of computes without presence; raise its errors."""
+    """Ask placement whether these computes, which have no presence, are CLOSED or SILENT."""
     from ecomp.placement import providers
 
     states = {}
@@ -193,7 +191,7 @@ def read_absent_states(placement: Placement, computes: Collection[str]) -> dict[
 
 @dataclass(frozen=True)
 class GuestAccess:
-    """The address of a guest's sshd; `host` is the host to go through, None if not needed."""
+    """The address of a guest's sshd, and the host to go through, if that is needed."""
 
     record: Record
     address: str
@@ -205,7 +203,7 @@ class GuestAccess:
 
 
 def find_guest_access(store: Store, instance: str) -> GuestAccess:
-    """Find how to reach a running guest, preferably without its host; StillGoing while it has no address."""
+    """Find how to reach a running guest, or raise StillGoing while it has no address."""
     record = find_running(store, instance)
     interfaces = [interface for interface in record.addresses if interface.address]
     if not interfaces:
@@ -237,7 +235,7 @@ def read_names_by_instance(store: Store) -> Mapping[str, str]:
 
 
 def find_running(store: Store, instance: str) -> Record:
-    """Return a running guest's record; StillGoing before its start, Conflict in another state, NotFound, Unreadable."""
+    """Return the record of a running guest, or raise StillGoing while it has not started."""
     record = find_living(store, instance).record
     if record.state in (QUEUED, SCHEDULED, BUILDING):
         raise make_not_ready(record)
@@ -255,7 +253,7 @@ def make_not_ready(record: Record) -> StillGoing:
 
 
 def find_console(store: Store, instance: str) -> tuple[str, str]:
-    """Return the host name of an instance's console and its path there; NotFound if it has no console."""
+    """Return the host name and the path of an instance's console, or raise NotFound."""
     record = find_living(store, instance).record
     if record.console is None:
         if record.state in (ACTIVE, STOPPED):
@@ -269,7 +267,7 @@ def find_console(store: Store, instance: str) -> tuple[str, str]:
 
 
 def find_host_name(store: Store, record: Record) -> str:
-    """Return an instance's host name, from its compute or its console; EcompError if neither has a valid one."""
+    """Return an instance's host name, from its compute or else from its console."""
     name = read_computes(store).find_hostname(record.compute) or (record.console or '').partition(':')[0]
     if not is_host_name(name):
         raise EcompError(f'{record.instance}: the name of its host is unknown: compute {record.compute} is not alive')

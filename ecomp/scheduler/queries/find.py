@@ -35,13 +35,11 @@ MAX_OFFER_AGE_SECONDS = 2.0
 
 
 def ask_placement(config: PlacementConfig, query: str | None, slow: SlowAnswerReport) -> Backend:
-    """Connect to placement and query it in a thread; the future gets client and offer, or raises their error.
-
-    For query None the offer is empty and never fresh. `slow`: see Placement. Imports and waiting take most of a claim's
-    time: placement's modules come first, so that placement answers while those for etcd are imported.
-    """
+    """Connect to placement and query it in a thread, for which the future gets client and offer."""
     from concurrent.futures import Future  # not for commands that use etcd only
 
+    # Imports and waiting take most of a claim's time. Placement's modules come first, so that placement answers while
+    # those for etcd are imported.
     from ecomp.placement.allocations import read_candidates
     from ecomp.placement.client import Placement
 
@@ -63,10 +61,9 @@ MAX_NAMES_IN_ERROR = 5
 
 
 class InstanceEntries(NamedTuple):
-    """An instance's record, made from its request or queue entry if there is none, and its entries in etcd.
+    """An instance's record, made from its request or queue entry if need be, and its entries.
 
-    `record_entry` is None until a compute has written a record. In a queue only `queue_entry` is set, and
-    `record_entry` if the uuid was used before.
+    In a queue only `queue_entry` is set, and `record_entry` if the uuid was used before.
     """
 
     record: Record
@@ -76,7 +73,7 @@ class InstanceEntries(NamedTuple):
 
     @property
     def request(self) -> Request | None:
-        """The current request; None if it is missing or malformed."""
+        """The current request, or None if it is missing or malformed."""
         if self.request_entry is None:
             return None
         request = parse_request(self.record.compute, self.request_entry.key, self.request_entry.value)
@@ -84,7 +81,7 @@ class InstanceEntries(NamedTuple):
 
     @property
     def order(self) -> Order | None:
-        """The request's or queue entry's order, but with the record's values; None if malformed or missing."""
+        """The order of the request or queue entry, but with the record's values."""
         order: Request | QueueEntry | InvalidRequest | None = self.request
         if self.queue_entry is not None:
             from ecomp.model.queue import parse_queue_entry  # imported late, as in read_queued_record()
@@ -98,7 +95,6 @@ class InstanceEntries(NamedTuple):
 
     @property
     def is_destroying(self) -> bool:
-        """True if the request is a tombstone: a destroy is accepted and not finished."""
         request = self.request
         return request is not None and request.is_tombstone
 
@@ -106,8 +102,10 @@ class InstanceEntries(NamedTuple):
 def resolve(store: Store, argument: str, key_index: KeyIndex | None = None) -> str:
     """Return the uuid of the instance that an argument (uuid, name or uuid prefix) means.
 
-    A whole uuid is not checked. Raises NotFound, UsageError (several uuids with this prefix), Conflict (the name's key
-    refers to an instance of another name), Unreadable (that key is malformed). `key_index`: see find().
+    Raises:
+        NotFound: there is no such instance. A whole uuid is not checked.
+        UsageError: several uuids begin with this prefix.
+        Conflict: the name's key refers to an instance of another name.
     """
     if keys.is_uuid(argument):
         return argument
@@ -134,7 +132,6 @@ def resolve(store: Store, argument: str, key_index: KeyIndex | None = None) -> s
 
 
 def _check_name(store: Store, name: str, instance: str, key_index: KeyIndex | None) -> None:
-    """Raise Conflict if the instance is known to have another name or none: any compute may write any name's key."""
     try:
         entries = find(store, instance, key_index)
     except Unreadable:
@@ -142,15 +139,18 @@ def _check_name(store: Store, name: str, instance: str, key_index: KeyIndex | No
     if entries is None or entries.record.name == name:
         return
     actual_name = f'is called {make_printable(entries.record.name)}' if entries.record.name else 'has no name'
+    # Any compute may write the key of any name.
     mismatch = f'{keys.name(name)} refers to instance {instance}, which {actual_name}'
     raise Conflict(f'{mismatch} (`eschedule check` reports such keys). Fix: give the uuid of the right instance')
 
 
 def find(store: Store, instance: str, key_index: KeyIndex | None = None) -> InstanceEntries | None:
-    """Find an instance by its whole uuid, also one that is gone; None without a trace in etcd.
+    """Find an instance by its whole uuid, also one that is gone.
 
-    `key_index` has the keys of all instances, read a moment ago; an instance that it lacks is searched for. Raises
-    Unreadable if the record is malformed.
+    `key_index` has the keys of all instances, read a moment ago. An instance that it lacks is searched for.
+
+    Raises:
+        Unreadable: the record is malformed.
     """
     queue_entry, places = find_keys(store, instance, key_index)
     if queue_entry is not None:
@@ -163,7 +163,7 @@ def find(store: Store, instance: str, key_index: KeyIndex | None = None) -> Inst
 def find_keys(
     store: Store, instance: str, key_index: KeyIndex | None = None
 ) -> tuple[Entry | None, EntriesByCompute[Entry]]:
-    """Find an instance's entry in a queue or, if there is none, its keys below computes; `key_index`: see find()."""
+    """Find an instance's entry in a queue or, if there is none, its keys below computes."""
     is_indexed = key_index is not None and bool(key_index.requests or key_index.records)
     places = find_by_listing(store, instance, key_index if is_indexed else None)
     # An instance that ended in its queue is below no compute, and never elsewhere.
@@ -177,7 +177,7 @@ def find_keys(
 
 
 def find_queue_entry(store: Store, instance: str) -> Entry | None:
-    """Find the instance's entry in a queue; None if absent."""
+    """Find the instance's entry in a queue."""
     queue_keys = [
         key for key in store.snapshot(keys.QUEUES, keys_only=True).entries if _parse_queue_key(key) == instance
     ]
@@ -185,21 +185,21 @@ def find_queue_entry(store: Store, instance: str) -> Entry | None:
 
 
 def from_places(places: EntriesByCompute[Entry]) -> InstanceEntries | None:
-    """Make an instance's entries from its keys; None without keys. Unreadable if the record is malformed."""
+    """Make an instance's entries from its keys, or return None without any."""
     if places.record is None:
         return from_request(places)
     return InstanceEntries(read_record(places.record), places.record, places.request)
 
 
 def from_request(places: EntriesByCompute[Entry]) -> InstanceEntries | None:
-    """Make an instance's entries from its request alone, valid or not; None without a request."""
+    """Make an instance's entries from its request alone, valid or not."""
     if places.request is None:
         return None
     return InstanceEntries(_make_scheduled_record(places.request), None, places.request)
 
 
 def is_known(store: Store, instance: str, key_index: KeyIndex | None = None) -> bool:
-    """Return True if etcd has any trace of the instance, even of a gone or malformed one; `key_index`: see find()."""
+    """Return whether etcd has any trace of the instance, even a malformed one."""
     try:
         return find(store, instance, key_index) is not None
     except Unreadable:
@@ -207,7 +207,7 @@ def is_known(store: Store, instance: str, key_index: KeyIndex | None = None) -> 
 
 
 def find_living(store: Store, instance: str, key_index: KeyIndex | None = None) -> InstanceEntries:
-    """Find an instance that is not gone (it may be in error), or raise NotFound. Also raises what find() does."""
+    """Find an instance that is not gone, though perhaps in error, or raise NotFound."""
     entries = find(store, instance, key_index)
     if entries is None:
         raise NotFound(f'{instance}: no such instance')
@@ -217,10 +217,9 @@ def find_living(store: Store, instance: str, key_index: KeyIndex | None = None) 
 
 
 def list_records(store: Store, with_gone: bool) -> tuple[list[Record], list[EcompError]]:
-    """Read all instances (`with_gone`: gone ones, too), sorted by request time, and the errors of malformed records.
+    """Read all instances, sorted by request time, and the errors of malformed records.
 
-    One with only a request is `scheduled`, with a fault if that is invalid; one in a queue is `queued`. If placement is
-    unreachable, the oldest of an instance's several requests counts; an error says so.
+    One with only a request is `scheduled`, with a fault if that is invalid. One in a queue is `queued`.
     """
     # In this order an instance that moves on is read twice, and counts where it was read last.
     queued = store.snapshot(keys.QUEUES).entries
@@ -248,13 +247,14 @@ def list_records(store: Store, with_gone: bool) -> tuple[list[Record], list[Ecom
 
 
 def read_record(entry: Entry) -> Record:
-    """Parse a record; Unreadable if malformed: the cure is to delete the key, as its compute writes it again."""
+    """Parse the record in an entry."""
     try:
         if entry.dropped:
             raise ValueError(f'its value is too large: {entry.dropped} bytes')
         compute, instance = keys.parse_record_key(entry.key)
         return from_json(entry.value, instance, compute)
     except ValueError as error:
+        # The cure is to delete the key: its compute writes it again.
         raise Unreadable(make_printable(entry.key, 100), error) from error
 
 
@@ -284,7 +284,7 @@ def _is_request_key(key: str) -> bool:
 
 
 def reserve_names(store: Store, names: Mapping[str, str | None], replaced: Collection[str] = ()) -> Change:
-    """Return an unwritten change that takes names ({instance: name or None}); errors as require_free_name()."""
+    """Return the change that takes names, {instance: name or None}, unless one is taken."""
     named = {name: instance for instance, name in names.items() if name is not None}
     entries = store.read([keys.name(name) for name in named]) if named else {}
     conditions = [
@@ -295,7 +295,7 @@ def reserve_names(store: Store, names: Mapping[str, str | None], replaced: Colle
 
 
 def require_free_name(store: Store, name: str, entry: Entry | None, admitted: Collection[str]) -> Unchanged:
-    """Return the condition that keeps a name's key; Conflict if a living instance has it, unless `admitted`."""
+    """Return the condition that keeps a name's key, or raise Conflict if the name is taken."""
     if entry is None:
         return Unchanged(keys.name(name), 0)
     # A delivery writes the name and the instance in one transaction, so the name's instance exists before this read.

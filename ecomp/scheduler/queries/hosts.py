@@ -51,7 +51,7 @@ def read_world(store: Store, planes: Planes | None = None) -> World:
 def read_hosts(
     store: Store, placement: Placement, world: World | None = None
 ) -> tuple[list[Host], tuple[EcompError, ...]]:
-    """Read all computes, and errors of malformed records; a living one's room is by its facts and requests."""
+    """Read all computes, and an error for each malformed record."""
     from ecomp.placement import providers  # imported late here and below: most commands use etcd only
 
     world = world or read_world(store)
@@ -80,7 +80,7 @@ def read_hosts(
 
 
 def read_metrics(store: Store, placement: Placement) -> tuple[Samples, list[EcompError]]:
-    """Read the samples of CLUSTER_METRICS, and errors of malformed values; raises etcd's and placement's errors."""
+    """Read the samples of CLUSTER_METRICS, and an error for each malformed value."""
     # The queues first: an instance that leaves one in between is read twice, and counts where it was read last.
     queue_keys = map(keys.parse_queue_key, store.snapshot(keys.QUEUES, keys_only=True).entries)
     queued = {instance: flavor for flavor, instance in filter(None, queue_keys)}
@@ -134,7 +134,6 @@ class ReportedFacts(NamedTuple):
     leases: Mapping[str, int]
 
     def read_age_seconds(self, store: Store, compute: str) -> int | None:
-        """Read how old the compute's facts may be: the age of the last renewal; None if etcd does not know it."""
         return store.read_lease_age(self.leases[compute])
 
 

@@ -29,17 +29,15 @@ from ecomp.store.client import Entry, Put, Store, Unchanged
 
 
 class StackState(NamedTuple):
-    """A stack as etcd has it; `revision` is that of its key, 0 if the key is missing.
-
-    `is_stale`: the requests show more than the key, which is missing, or was restored from before a delivery.
-    `entries` is {entry name: its last instance} of those that are not gone. `owners` is {name: living instance that
-    has it}, of the names that were asked for.
-    """
+    """A stack as etcd has it."""
 
     stack: Stack | None
     revision: int
+    # {entry name: its last instance} of those that are not gone.
     entries: Mapping[str, InstanceEntries]
+    # {name: living instance that has it}, of the names that were asked for.
     owners: Mapping[str, str]
+    # Whether the requests show more than the key, which is missing, or was restored from before a delivery.
     is_stale: bool = False
 
     @property
@@ -48,7 +46,7 @@ class StackState(NamedTuple):
 
 
 def read_stack(store: Store, name: str, instance_names: Collection[str] = ()) -> StackState:
-    """Read a stack, its instances and the owners of these names, at best with one batch; Unreadable if malformed."""
+    """Read a stack, its instances and the owners of these names, at best with one batch."""
     stack, revision, is_stale = load_stack(store, name)
     known = stack or Stack(name, '')
     instances = known.list_instances()
@@ -77,7 +75,6 @@ def read_stack(store: Store, name: str, instance_names: Collection[str] = ()) ->
 def _find_instances(
     store: Store, instances: Mapping[str, str], living: Collection[str], read: Mapping[str, Entry]
 ) -> dict[str, InstanceEntries]:
-    """Return {entry name: instance that is not gone}; those that are not where they were delivered are searched for."""
     found = resolve_places(store, [(key, entry) for key, entry in read.items() if not key.startswith(keys.NAMES)])
     key_index = None
     entries: dict[str, InstanceEntries] = {}
@@ -92,7 +89,7 @@ def _find_instances(
 
 
 def _adopt(stack: Stack, current: InstanceEntries, entries: dict[str, InstanceEntries]) -> Stack | None:
-    """Add an instance of the stack to `entries`; return the stack as it was delivered, if etcd was restored since."""
+    """Add an instance to `entries`, and return the stack if the instance is new to it."""
     place = current.request.stack if current.request else None
     # An entry that has an instance adopts none: any compute may write a name and its own requests
     # (rule: shown-not-acted-on).
@@ -111,15 +108,13 @@ def _adopt(stack: Stack, current: InstanceEntries, entries: dict[str, InstanceEn
 def find_silent_computes(
     store: Store, placement: Placement, state: StackState, entry_names: Collection[str]
 ) -> dict[str, str]:
-    """Return {entry name: compute} of those of a stack whose instance a silent compute has, or holds a claim for.
-
-    A failed instance is cleaned up, so only its claim counts. The stack's key says where an instance was delivered.
-    """
+    """Return {entry name: silent compute} of instances that were delivered or claimed there."""
     living = {keys.get_last_part(key) for key, entry in store.snapshot(keys.COMPUTES).entries.items() if entry.lease}
     instances = {name: state.entries[name].record.instance for name in entry_names}
     claims = read_consumers(placement, set(instances.values()))
     silent = dict[str, str]()
     for name, instance in instances.items():
+        # A failed instance is cleaned up, so only its claim counts.
         is_failed = state.entries[name].record.state == ERROR
         delivered = [state.stack.entries[name].compute] if state.stack is not None and not is_failed else []
         for compute in (*delivered, find_compute(claims[instance].allocations)):
@@ -129,18 +124,16 @@ def find_silent_computes(
 
 
 class LoadedStack(NamedTuple):
-    """A stack, None if etcd has no trace of it, and the revision of its key, 0 without one.
-
-    `is_restored`: the requests show the stack, and its key is missing, or has no entries, as after a refused apply.
-    """
+    """A stack, None if etcd has no trace of it, and the revision of its key, 0 without one."""
 
     stack: Stack | None
     revision: int
+    # Whether the requests show the stack, and its key is missing or has no entries, as after a refused apply.
     is_restored: bool
 
 
 def load_stack(store: Store, name: str) -> LoadedStack:
-    """Read a stack from its key, or else from the requests; Unreadable."""
+    """Read a stack from its key or, without entries there, from the requests."""
     entry = store.get(keys.stack(name))
     stack = decode_at(entry.key, Stack, entry.value, name=name) if entry is not None else None
     restored = None
@@ -150,14 +143,12 @@ def load_stack(store: Store, name: str) -> LoadedStack:
 
 
 def check_claims_known(store: Store, placement: Placement, name: str, computes: Computes) -> None:
-    """Raise Conflict if a compute that is not proven alive has a claim without a request, for a stack without a key.
-
-    After a restore of etcd the claim may be that of an instance of the stack, and the compute may run it.
-    """
+    """Raise Conflict if a compute that is not proven alive has a claim without a request."""
     is_proven = are_presences_proven(store)
     names = providers.read_provider_names(placement)
     for compute in sorted(list_unproven(names, store.snapshot(keys.COMPUTES).entries, sys.maxsize, is_proven)):
         with suppress(NotFound):
+            # After a restore of etcd the claim may be that of an instance of the stack, and the compute may run it.
             allocations = read_provider_allocations(placement, compute)
             # A provider that others share, of disks for example, is no compute.
             held = {consumer: [compute] for consumer, resources in allocations.items() if 'VCPU' in resources}
@@ -169,7 +160,7 @@ def check_claims_known(store: Store, placement: Placement, name: str, computes: 
 
 
 def list_places(store: Store, name: str) -> dict[Place, str]:
-    """Read all requests; return {place: compute} of those of this stack."""
+    """Read all requests, and return {place: compute} of those of this stack."""
     places: dict[Place, str] = {}
 
     def collect(entry: Entry) -> None:  # returns None, so no entry is kept
@@ -187,22 +178,20 @@ def list_places(store: Store, name: str) -> dict[Place, str]:
 
 
 def find_next_place(store: Store, request: Request, compute: str) -> Place | None:
-    """Return the place of the replacement of an instance on a compute; None if the instance is not of a stack.
-
-    Conflict if its stack has another instance there: the request is the compute's word, the stack's key is not.
-    """
+    """Return the place of an instance's replacement, or None if it is not of a stack."""
     place = request.stack
     stack = load_stack(store, place.name)[0] if place else None
     if place is None or stack is None or (place.epoch, place.instance) != (stack.epoch, request.instance):
         return None
     known = stack.entries.get(place.entry_name)
     if known is None or known[:2] != (place.incarnation, compute):
+        # The request is the compute's word, the stack's key is not.
         raise _make_mismatch(place)
     return place._replace(incarnation=max(place.incarnation, stack.floor) + 1)
 
 
 def make_move(store: Store, computes: Mapping[Place, str], silent: Unchanged) -> Change:
-    """Return the change that notes an evacuation in stacks if `silent`; Conflict if one has another instance there."""
+    """Return the change that notes an evacuation in stacks, if the compute stays `silent`."""
     changes: list[Change] = [([silent], [])]
     for name in sorted({place.name for place in computes}):
         stack, revision, _ = load_stack(store, name)
@@ -226,7 +215,7 @@ def _make_mismatch(place: Place) -> Conflict:
 
 
 def make_end(store: Store, place: Place | None, instance: str) -> Change:
-    """Return the change that notes the end of an instance in its stack's key; empty if the key does not have it."""
+    """Return the change that notes the end of an instance in its stack's key."""
     stored = store.get(keys.stack(place.name)) if place else None
     # A compute may write the place of another instance (rule: shown-not-acted-on).
     if place is None or stored is None or place.instance != instance:
