@@ -136,21 +136,11 @@ def find_wrong_calls(modules: Mapping[str, str]) -> list[str]:
     return problems
 
 
-def find_undocumented(modules: Mapping[str, str]) -> list[str]:
-    """One-liners are allowed, and methods whose base class or Protocol documents them."""
-    classes = [(name, node) for name, node in iterate_nodes(modules) if isinstance(node, ast.ClassDef)]
-    documented = {method.name for _, node in classes for method in list_methods(node) if ast.get_docstring(method)}
-    return [
-        f'{name}:{method.lineno}: {node.name}.{method.name} has no docstring'
-        for name, node in classes
-        for method in list_methods(node)
-        if not node.bases and not node.name.startswith('_') and not method.name.startswith('_')
-        if len(method.body) > 1 and method.name not in documented
-    ]
-
-
-def list_methods(node: ast.ClassDef) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)]
+def find_telegrams(modules: Mapping[str, str]) -> list[str]:
+    """Return the docstrings of functions whose first line is too long or joins sentences."""
+    functions = (each for each in iterate_nodes(modules) if isinstance(each[1], ast.FunctionDef))
+    first_lines = ((name, node, (ast.get_docstring(node) or '').partition('\n')[0]) for name, node in functions)
+    return [f'{name}:{node.lineno}: {line}' for name, node, line in first_lines if len(line) > 90 or ';' in line]
 
 
 def iterate_nodes(modules: Mapping[str, str]) -> Iterator[tuple[str, ast.AST]]:
@@ -177,7 +167,7 @@ def find_circles(modules: Mapping[str, str]) -> list[str]:
 RULES: list[Callable[[Mapping[str, str]], list[str]]] = [
     find_wrong_imports,
     find_wrong_calls,
-    find_undocumented,
+    find_telegrams,
     find_circles,
 ]
 
@@ -196,7 +186,7 @@ def test_every_module_has_a_layer_and_every_layer_exists() -> None:
 
 
 # Each issue that shrinks the product lowers this number. Only an issue with a budget raises it, by that budget.
-MAX_PRODUCT_LINES = 42_252
+MAX_PRODUCT_LINES = 41_543
 
 
 def test_product_keeps_to_its_budget_of_lines() -> None:
@@ -251,7 +241,8 @@ VIOLATIONS = [
     ('ecomp.agent.x', 'import time\nlate = time.time() + 5'),
     ('ecomp.agent.x', 'from time import time'),
     ('ecomp.agent.x', 'count = 0\ndef more():\n    global count\n    count += 1'),
-    ('ecomp.agent.x', 'class Thing:\n    def unexplained(self):\n        a = 1\n        return a'),
+    ('ecomp.agent.x', 'def wait(): "Wait; return whether it is there."'),
+    ('ecomp.agent.x', f'def wait(): "{"Wait " * 18} ."'),
 ]
 
 
@@ -374,10 +365,8 @@ def test_bandit() -> None:
     )  # fmt: skip
 
 
-def test_modules_classes_and_functions_have_docstrings() -> None:
-    # find_undocumented checks methods. The docstring of errors.py explains the tree of its classes.
-    exceptions = ['--config=lint.per-file-ignores={"ecomp/errors.py"=["D101"]}']
-    run_linter('ruff', 'check', '--isolated', '--select=D100,D101,D103,D104', *exceptions, 'ecomp', 'md_server')
+def test_modules_have_docstrings() -> None:
+    run_linter('ruff', 'check', '--isolated', '--select=D100,D104', 'ecomp', 'md_server')
 
 
 def test_mypy() -> None:
