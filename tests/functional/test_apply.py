@@ -336,14 +336,14 @@ def test_destroying_asks_on_a_terminal_and_needs_yes_without(cluster: Control) -
         ('destroy', '--name', 'shop-web-?'): '2 instances, with their disks: ',
         ('destroy', '--every'): '3 instances, with their disks: ',
     }
-    for words, question in questions.items():
+    answers = ['n\n', '\n', 'yes\n', 'Y\n', '\x04', 'n\n', '\n']  # each once: all commands ask by one function
+    for text, (words, question) in zip(answers, questions.items(), strict=True):
         refused = cluster.eschedule(*words)
         assert (refused.code, f'would destroy {question}' in refused.stderr) == (2, True), refused
         assert 'Fix: confirm with --yes' in refused.stderr
-        for text in ('n\n', '\n', 'yes\n', 'Y\n', '\x04'):
-            asked = answer(cluster, text, *words)
-            assert (asked.code, f'Destroy {question}' in asked.stderr) == (1, True), asked
-            assert asked.stderr.endswith('eschedule: nothing was changed\n')
+        asked = answer(cluster, text, *words)
+        assert (asked.code, f'Destroy {question}' in asked.stderr) == (1, True), asked
+        assert asked.stderr.endswith('eschedule: nothing was changed\n')
     asked = answer(cluster, 'n\n', 'destroy', record['instance'][:8])
     assert (asked.code, 'Destroy 1 instance, with their disks: ' in asked.stderr) == (1, True), asked
     assert list_names(cluster) == names

@@ -41,6 +41,8 @@ LATE = {
     "an apply compares the stack's key neither after it announced nor as it delivers",
     "an apply does not check the stack's key after it announced",
     'an apply does not take over the claims of a killed one',
+    'an adoption has its host leave guests out before it is disabled',
+    'an adoption names guests that it has adopted before',
     'an apply takes a refused claim for granted',
     'an apply that is refused keeps its claims',
     'an attempt does not look for a delivery once it is announced',
