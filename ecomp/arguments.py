@@ -9,7 +9,10 @@ from ecomp.errors import UsageError
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser, which raises a UsageError of one line instead of exiting."""
+    """argparse's parser, which raises a one-line UsageError for an invalid command line.
+
+    --help and --version still exit, or raise OSError.
+    """
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f'{message}. Try: --help')

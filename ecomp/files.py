@@ -104,6 +104,7 @@ class InstanceLocks:
     """Locks on instances, each a byte of <state>/instances.lock.
 
     The locks belong to the process (fcntl(2), F_SETLK), which must open only one object for a directory.
+    The locks belong to the process (fcntl(2), F_SETLK): they do not exclude its threads from each other.
     """
 
     def __init__(self, state: Path) -> None:

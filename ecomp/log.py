@@ -55,7 +55,7 @@ def switch_stdout_to_utf8() -> None:
 
 
 def flush_stdout() -> None:
-    """Flush stdout, and point it to /dev/null if that fails."""
+    """Flush stdout, and point it to /dev/null before raising an OSError."""
     try:
         sys.stdout.flush()
     except OSError:

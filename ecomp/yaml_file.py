@@ -105,7 +105,7 @@ class Section:
 
 
 class YamlFile:
-    """A configuration file, or none if `path` is None, and its problems so far."""
+    """A configuration file (`path` None: there is none) or a stack's, and its problems so far."""
 
     def __init__(self, name: str, directory: Path, node: Node | None, path: Path | None = None) -> None:
         self.name, self.directory, self.path = name, directory, path
@@ -218,7 +218,7 @@ def find_loose_directory(path: Path, trusted_users: Collection[int]) -> Path | N
     """Return the first directory of a path where other users can exchange the next part."""
     for directory in reversed(path.parents):
         status = directory.lstat()
-        # In a directory with the sticky bit, such as /tmp, only the owner of a file can exchange it.
+        # With the sticky bit, as in /tmp, only the owner of a file can exchange it. A link counts as loose.
         is_loose = _can_others_write(status) and not status.st_mode & stat.S_ISVTX
         if is_loose or status.st_uid not in trusted_users or not stat.S_ISDIR(status.st_mode):
             return directory

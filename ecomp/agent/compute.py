@@ -492,7 +492,10 @@ class Compute:
         return f'{self._guest_type} guests with {", ".join(amounts)}'
 
     def list_records(self) -> dict[str, Record | None]:
-        """Return {instance: record} of this compute, with None before a record is written."""
+        """Return {instance: record} of this compute, with None before a record is written.
+
+        Any thread may call this.
+        """
         requested = dict.fromkeys(filter(keys.is_uuid, map(keys.get_last_part, self._requests)))
         return {**requested, **{name: entry.record for name, entry in self._memory.get_entries().items()}}
 

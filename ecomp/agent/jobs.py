@@ -156,7 +156,10 @@ class FailureLog:
         return None
 
     def transfer(self, activity: str, other_activity: str) -> None:
-        """Forget an activity that is not retried, and pass its failures of backends to another one."""
+        """Forget an activity that is not retried, and pass its failures of backends to another one.
+
+        If `other_activity` is failing, it keeps its own failures alone.
+        """
         with self._lock:
             losses = [loss for loss in self._failing.pop(activity, []) if loss.is_backend]
             if losses:
@@ -164,7 +167,10 @@ class FailureLog:
 
 
 class Waker:
-    """A pipe by which any thread ends the main thread's wait."""
+    """A pipe by which any thread ends the main thread's wait.
+
+    Other threads than the main one may call only wake().
+    """
 
     def __init__(self) -> None:
         # Both ends are closed with this object: a late wake() must not write to another file with the same number.

@@ -141,7 +141,7 @@ class Taker:
         return queue.choose_delay(self._room, self.queues.taker_count, self._rng)
 
     def on_hosts(self, state: State) -> bool:
-        """Note this compute's requests, and return whether other processes have changed them."""
+        """Note this compute's requests, and return whether any came or went that we did not move."""
         before, self._requested = self._requested, {keys.get_last_part(key) for key in state}
         changed = (self._requested ^ before) - self._moved
         self._moved -= self._requested
@@ -270,7 +270,7 @@ class Taker:
             return False
 
     def _yields(self, instance: str, group: Group | None) -> bool:
-        """Return whether to defer the request, once, so that computes its group prefers go first."""
+        """Defer the request once, and return True, if its group prefers other computes."""
         best = max([0, *map(group.get_preference, group.member_counts)]) if group is not None else 0
         note = instance, YIELDED
         if group is None or group.get_preference(self.compute) >= best or note in self._noted:

@@ -108,7 +108,7 @@ def _adopt_guests(ctx: Context, compute: str, host: str, guests: Sequence[Foreig
 
 
 def _find_name(ctx: Context, guest: ForeignGuest) -> str | None:
-    """Return the name of the domain, or None, with a message, if no instance can have it."""
+    """Return the name of the domain, or None, with a message, if the instance cannot have it."""
     from ecomp.scheduler.queries.find import reserve_names
 
     reason = 'is not a valid name of an instance'

@@ -56,8 +56,8 @@ COLUMNS = (
 class _Apply:
     """One run of apply.
 
-    `silent` and `created` are by entry of the file, `computes` and `outcomes` by instance.
-    `silent` has the computes of instances that are not replaced, because they may run there.
+    `silent` and `created` are by entry of the stack, `computes` and `outcomes` by instance.
+    `silent` has the computes of instances that are not replaced or destroyed: they may run there.
     """
 
     ctx: Context
@@ -253,7 +253,7 @@ def _parse_replaced(options: Options, members: Sequence[str]) -> Collection[str]
 
 
 def _wait_for_ends(run: _Apply, steps: Sequence[plan.Action]) -> bool:
-    """Wait until these instances are gone and plan again, or return False."""
+    """Wait until these instances are gone and plan again, or report why not and return False."""
     from ecomp.scheduler.changes.wait import Deadline, Wait, wait_until_gone
 
     ctx = run.ctx

@@ -187,7 +187,10 @@ class Context:
 
     @cached_property
     def instance_index(self) -> KeyIndex | None:
-        """The keys of all instances, listed once, or an empty index for a single word."""
+        """The keys of all instances, listed once, or an empty index for a single word.
+
+        It is None if etcd does not answer.
+        """
         from ecomp.shared.places import KeyIndex, read_index
 
         if len(self.words) < 2:
@@ -268,7 +271,7 @@ class Command(NamedTuple):
     find_problems: Callable[[str, Sequence[str], Options], Iterable[str]] = lambda *_: ()
 
     def list_options(self, are_common: bool | None = None) -> list[Option]:
-        """List the options and --config, all of them or only those that are common or not."""
+        """List the options and --config: all for None, only the common ones, or only the others."""
         help_by_field = {
             field: text
             for field, text in {**self.options, 'config': ''}.items()
@@ -347,7 +350,10 @@ class Outcomes:
         return self.finish()
 
     def process_each(self, pending: list[str], work: Callable[[str], object]) -> None:
-        """Call `work` for each pending word, and print and record its EcompError."""
+        """Call `work` for each pending word, and print and record its EcompError.
+
+        Each word is removed from `pending` once it is processed, so that Ctrl-C leaves the unfinished ones.
+        """
         while pending:
             try:
                 work(pending[0])

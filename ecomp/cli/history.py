@@ -317,7 +317,10 @@ def _select_since(events: Iterator[tuple[str, str]], since: str) -> Iterator[tup
 
 
 def _read_events(ctx: Context, history: History) -> Iterator[Event]:
-    """Yield the events of a history, and print before them how far back it goes."""
+    """Yield the events of a history, and first print how far back it goes.
+
+    Nothing is printed for a history that starts after revision 1.
+    """
     from ecomp.model.events import make_events
 
     known_computes = read_computes(ctx.store)
@@ -356,7 +359,10 @@ class EventFormatter:
         self._instances: dict[str, set[str]] = {}
 
     def remember_name(self, event: Event) -> str:
-        """Remember and return the name of an event's instance, '' if it is unknown."""
+        """Remember and return the name of an event's instance, '' if it is unknown.
+
+        Call it for each event, in their order, even for events that are not printed.
+        """
         name, instance = event.name, event.instance
         if name and instance and (instance in self._names or len(self._names) < MAX_REMEMBERED):
             self._names[instance] = name

@@ -28,7 +28,7 @@ def resolve_image(config: ScheduleConfig, image: str) -> str:
     """Return the URL of an image, which may be a name in schedule.yaml.
 
     Raises:
-        ValueError: it is neither a URL nor such a name.
+        ValueError: it is neither a URL nor such a name, or no image may come from the URL.
     """
     if '/' not in image and image not in config.images and image != config.image:
         known = f': it has {", ".join(config.images)}' if config.images else ''

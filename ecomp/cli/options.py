@@ -1,6 +1,6 @@
 """Rows, parsers and checks of eschedule's options and words. Pure, and quick to import.
 
-A parser of words returns them with whole uuids in canonical form. Parsers and checks raise UsageError.
+A parser of words returns them with whole uuids in canonical form. It raises UsageError, as checks do.
 """
 
 # Without `from __future__ import annotations`, because OPTIONS reads the annotations of Options.

@@ -65,7 +65,7 @@ def has_selectors(options: Options) -> bool:
 
 
 def find_conflicts(name: str, words: Sequence[str], options: Options) -> Iterator[str]:
-    """Yield what is wrong unless there are either words or selectors or a file."""
+    """Yield what is wrong unless exactly one is given: words, selectors or a file."""
     is_selected = has_selectors(options) or options.file is not None
     if words and is_selected:
         yield f'{name}: give either instances, or options that select them'

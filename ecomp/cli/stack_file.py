@@ -260,7 +260,10 @@ class _Reader:
 
     @staticmethod
     def _read_with(section: Section, key: str, read: Callable[[], T], default: T) -> T:
-        """Return what `read` returns, or record its error and return the default."""
+        """Return what `read` returns, or record a mistake of the file and return the default.
+
+        Other errors, such as Unreachable, are raised.
+        """
         try:
             return read()
         except (EcompError, ValueError) as error:

@@ -128,7 +128,7 @@ Cell: TypeAlias = str | int | float | None
 class Column(NamedTuple):
     """A column, whose name is its heading, and how it adapts to a narrow terminal.
 
-    First `short` replaces the heading, and cells are cut to `min_width` characters, or folded there if it `folds`.
+    First `short` replaces the heading. Cells are cut to `min_width` characters (0: not), or folded there if it `folds`.
     Then columns are omitted, those of the largest `rank` first. Rank 0 stays.
     A `wide` column is in a table only with --wide or -c.
     """
@@ -302,7 +302,10 @@ class _DrawnColumn:
 
 
 def _fit_columns(columns: Sequence[_DrawnColumn], width: int) -> list[tuple[_DrawnColumn, int]]:
-    """Return the columns that fit into `width`, each with its width."""
+    """Return the columns to show in `width`, each with its width.
+
+    The result may be too wide: columns of rank 0 stay, and none is cut below MIN_COLUMN_WIDTH.
+    """
     shown = list(columns)
     while True:
         widths = [column.full for column in shown]

@@ -33,6 +33,7 @@ class Terminal(NamedTuple):
     Both add a line break, and escape unprintable characters except line breaks.
     `draw` is for output of ecomp.cli.tables, which is already escaped and has colours and tabs.
     `config_source` says which file has the backends' addresses.
+    A caller that prints external text as one line escapes its line breaks.
     """
 
     put: Callable[[str], None]
@@ -140,7 +141,7 @@ class LiveLine:
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Return whether a stream is open and a terminal."""
+    """Return whether a stream is a terminal, or False for None, a stream that was closed."""
     return stream is not None and stream.isatty()
 
 

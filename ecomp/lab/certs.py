@@ -1,8 +1,4 @@
-"""`elab certs DIR` makes an authority in DIR, and certificates for etcd and placement.
-
-DIR/etcd and DIR/placement belong to the servers. A copy of DIR/compute-NAME, DIR/scheduler-NAME or DIR/operator-NAME is
-/etc/ecomp on that machine. A run can be repeated after a kill. https://cryptography.io/en/latest/x509/reference/
-"""
+"""`elab certs DIR` makes an authority in DIR, and certificates for servers and clients."""
 
 from __future__ import annotations
 

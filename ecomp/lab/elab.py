@@ -32,7 +32,10 @@ PS1="({name}) ${{PS1-}}"
 
 
 def enter_shell(directory: Path, name: str, words: Sequence[str]) -> int:
-    """Run a command, or bash without `words`, with the lab's ECOMP_CONFIG and PATH."""
+    """Run a command, or bash without `words`, with the lab's ECOMP_CONFIG.
+
+    The directory of eschedule comes first in PATH.
+    """
     config = directory / 'schedule.yaml'
     if not os.access(config, os.R_OK):
         raise EcompError(f'{config} cannot be read. Try: elab up --name {name}')

@@ -125,7 +125,7 @@ class Host:
         return Store(load_schedule(self.lab.operator / 'schedule.yaml').etcd._replace(timeout=ETCD_SECONDS))
 
     def read_uuid(self) -> str | None:
-        """Read the uuid of the host's ecompute, or return None before its first start."""
+        """Read the uuid of the host's ecompute, or return None if there is no valid one yet."""
         with contextlib.suppress(FileNotFoundError, ValueError):
             return str(uuid.UUID((self.directory / 'state/uuid').read_text(encoding='ascii').strip()))
         return None

@@ -174,7 +174,10 @@ class _Plan:
         return self.groups.get(lot.membership.name) if lot.membership is not None else None
 
     def place(self, lots: Sequence[Lot]) -> None:
-        """Place at least the minimum of one lot, or of several lots that need one compute."""
+        """Place as many instances as possible of one lot, or of several that need one compute.
+
+        If these are fewer than the minimum, none is placed.
+        """
         names = {lot: self._list_unheld(lot) for lot in lots}
         group, count = self.get_group(lots[0]), sum(map(len, names.values()))
         required = sum(lot.required - len(lot.instances) for lot in lots) + count

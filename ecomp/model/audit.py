@@ -43,7 +43,7 @@ Revisions = Mapping[str, Mapping[str, int]]
 def confirm_findings(
     first: Iterable[Finding], second: Iterable[Finding], revisions: Sequence[Revisions]
 ) -> list[Finding]:
-    """Return the findings of both checks, unless the keys of their subject changed in between."""
+    """Return the findings that both checks have, if the keys of their subject did not change."""
     # Planes that are read at different moments may disagree about an instance in work, but then its keys change.
     second_findings = set(second)
     return [

@@ -63,7 +63,10 @@ class ClusterIdentity(NamedTuple):
 
 
 def find_accepted_revision(entries: Iterable[keys.StoredValue]) -> int:
-    """Return the highest valid revision below /accepted/, none above its key's own, or 0."""
+    """Return the highest valid revision below /accepted/, or 0.
+
+    A value above the revision of its own key counts as that revision.
+    """
     values = ((entry.value, entry.revision) for entry in entries)
     return max((min(int(value), own) for value, own in values if value.isdigit() and len(value) < 20), default=0)
 

@@ -99,7 +99,7 @@ def make_facts(provider: Provider, used: Resources, images: Collection[str]) -> 
 
 
 def parse_facts(value: bytes) -> Facts:
-    """Parse a published value, of which a malformed or longer one has only a `problem`."""
+    """Parse a published value, or describe in `problem` why it is malformed or too long."""
     if len(value) > MAX_FACTS_BYTES:
         return Facts(problem=f'what it has is unknown: it publishes more than {MAX_FACTS_BYTES} bytes')
     try:

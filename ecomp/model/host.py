@@ -238,7 +238,7 @@ def describe_silence(last_seen: str | None, today: str) -> str:
 
 
 def parse_computes(presences: Mapping[str, keys.StoredValue], hostnames: Mapping[str, keys.StoredValue]) -> Computes:
-    """Parse presences and host names, without malformed names and presences without a lease."""
+    """Parse the presences that have a lease, and the valid host names."""
     by_uuid = {
         keys.get_last_part(key): decode_lenient(StoredHostname, each.value).hostname for key, each in hostnames.items()
     }

@@ -126,7 +126,7 @@ class Order:
 
     instance: str
     _: KW_ONLY
-    image: str | None = None  # None in a request to destroy
+    image: str | None = None  # None in a request to destroy, and of an adopted instance
     user_id: str = ''
     project_id: str = ''
     query: str | None = None  # None if unknown

@@ -62,7 +62,7 @@ class QueueEntry(Order):
 
 
 def parse_queue_entry(key: str, value: bytes) -> QueueEntry | InvalidRequest:
-    """Parse a queued request, which may be malformed, so that no compute takes it."""
+    """Parse a queued request, or explain why it is malformed, so that no compute takes it."""
     try:
         return _parse_entry(key, value)
     except ValueError as error:

@@ -35,7 +35,10 @@ NO_FILE_STATUS = 66
 
 
 class ReachCommand(NamedTuple):
-    """The command that enters a hypervisor, with HOST_PLACEHOLDER for its host name."""
+    """The command that enters a hypervisor, with HOST_PLACEHOLDER for its host name.
+
+    Callers have to check `host` with is_host_name(), which its methods only assert.
+    """
 
     words: tuple[str, ...]
 

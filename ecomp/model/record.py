@@ -185,7 +185,7 @@ class Record(Order):
         return replace(self.enter_state(STOPPED, now), last_boot=boot)
 
     def mark_stage(self, stage: str, now: str) -> Record:
-        """Return the record, and its last boot, with a stage at `now` unless they have it."""
+        """Return the record with a stage at `now`, also in its last boot, unless it is there."""
         boot = self.last_boot and self.last_boot.with_stage(stage, now)
         return replace(self.enter_state(self.state, now, stage), last_boot=boot)
 

@@ -158,7 +158,10 @@ def list_unknown_users(current: Roles, target: Roles) -> list[str]:
 
 
 def list_computes_without_role(computes: Collection[str], current: Roles, target: Roles) -> list[str]:
-    """Return the computes to whose own presence key no role of `current` or `target` may write."""
+    """Return the computes whose own presence key no role may write.
+
+    A role in `target` replaces the one in `current`. Only a permission for exactly this key counts.
+    """
     granted = {permission for permissions in {**current.roles, **target.roles}.values() for permission in permissions}
     return sorted(compute for compute in computes if Permission(WRITE, keys.compute(compute)) not in granted)
 

@@ -90,7 +90,10 @@ def stored(
 
 
 def decode(kind: type[T], value: bytes, **given: Any) -> T:
-    """Parse a stored value, or raise ValueError if it is malformed or newer."""
+    """Parse a stored value, or raise ValueError if it is malformed or newer.
+
+    `given` has the fields that are in the key instead of the value.
+    """
     codec = CODECS[kind]
     try:
         data = load_object(value)

@@ -53,7 +53,10 @@ class Consumer(NamedTuple):
 
 
 def read_candidates(placement: Placement, query: str) -> Offer:
-    """Return the candidates for a query, which is the text after the `?`."""
+    """Return the candidates for a query, which is the text after the `?`.
+
+    Disabled providers are left out, unless the query names their trait.
+    """
     if any(character < ' ' or character == '\x7f' for character in query):
         raise PlacementRefusal('the query contains a control character')
     start = time.monotonic()
@@ -202,7 +205,7 @@ def claim(
         ClaimedElsewhere: another attempt's claim is on another compute. Nothing is claimed.
         NoCapacity: another claim was faster.
         GenerationConflict: MAX_TRIES were not enough.
-        ConsumerConflict: the consumer of one instance of a set was left empty. Alone, that instance can be claimed.
+        ConsumerConflict: the same, or the consumer of one of a set may have been left empty. Alone it can be claimed.
         UnknownOutcome: the last of MAX_TRIES had no answer, or one had none and the consumers cannot be read.
     """
     progress = _ClaimProgress(placement, requested_allocations, requester)

@@ -1,4 +1,4 @@
-"""HTTP to placement, without an HTTP library: loading one takes longer than a command."""
+"""HTTP to placement with http.client and ssl alone, because other libraries load too slowly."""
 
 from __future__ import annotations
 

@@ -242,7 +242,10 @@ def read_names(placement: Placement, provider: str, kind: str) -> Names:
 
 
 def change_names(placement: Placement, provider: str, kind: str, update: Callable[[Names], Names]) -> bool:
-    """Replace a provider's TRAITS or AGGREGATES with `update(current)`, if that differs."""
+    """Replace a provider's TRAITS or AGGREGATES with `update(current)`, if that differs.
+
+    `update` is called again after each lost race. The result is False if nothing was to change.
+    """
 
     def write() -> bool:
         current, generation = _read_names(placement, provider, kind)

@@ -59,7 +59,10 @@ def write_final_record(
 
 
 def prepare_user_data(store: Store, user_data: SharedUserData | None) -> tuple[list[Put], int]:
-    """Refresh the lease of user-data's key or grant one, and return the write and a new lease."""
+    """Refresh the lease of user-data's key or grant one, and return the write and a new lease.
+
+    The lease is 0 if none was granted. There is no write without `user_data`.
+    """
     if user_data is None:
         return [], 0
     key = keys.user_data(user_data.sha256)
@@ -71,7 +74,10 @@ def prepare_user_data(store: Store, user_data: SharedUserData | None) -> tuple[l
 
 
 def keep_user_data(store: Store, sha256: str, contents: Iterable[bytes]) -> None:
-    """Refresh the lease of user-data, or write it again from `contents` if it expires early."""
+    """Refresh the lease of user-data, or write a copy from `contents` if that is not possible.
+
+    A lease that is missing or too short cannot be refreshed. Nothing is written if no copy has this hash.
+    """
     condition, existing = _refresh_user_data(store, keys.user_data(sha256))
     copies = map(SharedUserData.from_bytes, () if existing else contents)
     copy = next((copy for copy in copies if copy.sha256 == sha256), None)

@@ -59,8 +59,10 @@ def _list_keys_by_instance(store: Store, family: str) -> Mapping[str, Sequence[s
 
 
 def find_by_listing(store: Store, instance: str, key_index: KeyIndex | None = None) -> EntriesByCompute[Entry]:
-    """Find the instance's keys in a new listing or an earlier index."""
-    # Callers read the queues first.
+    """Find the instance's keys below computes, in a new listing or an earlier index.
+
+    Queues are not read. An instance that leaves its queue after the listing is missed, unless its queue was read first.
+    """
     key_index = read_index(store) if key_index is None else key_index
     # Since the listing a record may have been written and its request deleted. With a request, no other record counts.
     request_keys = key_index.requests.get(instance, ())

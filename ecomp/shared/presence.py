@@ -83,17 +83,24 @@ class Presence:
         self._stopped = threading.Event()
 
     def check(self) -> None:
-        """Raise what start() would, except NoSpace, without putting the key."""
+        """Raise what start() would, except NoSpace, without putting the key.
+
+        This waits for an earlier boot's key, as start() does.
+        """
         self._wait_for_earlier_boot()
         with suppress(NoSpace):
             # A put that is not permitted is refused although its condition cannot hold.
             self._store.commit([Unchanged(self._key, IMPOSSIBLE_REVISION)], [Put(self._key, '')], use_fence=False)
 
     def add_fields(self, **fields: object) -> None:
+        """Add fields to the value, before start(): a later change would look like a copy's key."""
         self._value = {**self._value, **fields}
 
     def publish(self, key: str, value: str | None, is_urgent: bool = False) -> None:
-        """Keep a value at another key on our lease, or have no such key for None."""
+        """Keep a value at another key on our lease, or have no such key for None.
+
+        Any thread may call this. A change is written with the next renewal, or now if it `is_urgent`.
+        """
         with self._attached_lock:
             if key in self._attached and self._attached[key] == value:
                 return

@@ -469,7 +469,10 @@ class Store:
         return int(reply.grantedTTL - reply.TTL) if reply.TTL > 0 else None
 
     def revoke(self, lease: int) -> None:
-        """Revoke a lease and delete its keys, perhaps even if that raises Unreachable."""
+        """Revoke a lease and delete its keys, or do nothing if it has expired.
+
+        After Unreachable the lease may have been revoked.
+        """
         try:
             self._read(messages.Revoke(lease), linearizable=False)
         except EcompError as error:

@@ -38,12 +38,13 @@ class History:
     """Iterates over the changes of all keys since `first_revision`, as one list per revision.
 
     Without `follow` it ends with the changes made before it began. With `follow` it never ends.
-    `report` gets a line when etcd has compacted unread revisions, and with `follow` when etcd is lost or back.
-    `next_revision` is the first that was not read yet, `oldest_revision` the first that etcd keeps.
+    `report` gets a line when etcd has compacted unread revisions, unless it starts from 1.
+    With `follow` it also gets one when etcd is lost or back, or keeps ending the stream.
+    `next_revision` is the first that was not read yet, `oldest_revision` the first that etcd keeps, if known, or 1.
 
     Raises:
         EcompError: etcd refuses, or was restored or replaced.
-        Unreachable: etcd does not answer at first or, without `follow`, later, or then the stream keeps breaking.
+        Unreachable: etcd does not answer at first. Without `follow`: nor later, or the stream keeps breaking.
     """
 
     def __init__(

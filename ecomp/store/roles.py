@@ -44,6 +44,7 @@ class Accounts:
         """Enable authentication, for which a user named `root` with the role `root` must exist.
 
         After Unreachable or UnknownOutcome authentication may be enabled.
+        The password of the etcd user `root` is replaced by a random one that is not kept.
 
         Raises:
             UsageError: etcd takes no user from certificates, so it would refuse everything. It is disabled again.

@@ -19,7 +19,7 @@ class Hypervisor(Protocol):
     Every call is idempotent. Any call may raise:
         Unreachable: the hypervisor does not answer.
         Conflict: a domain of this name or uuid is not this compute's, or still uses the files to be removed.
-        BuildFailed: a step of a build failed. It names the stage: scheduled, disk or started.
+        BuildFailed: a guest cannot be built, started or adopted. It names the stage.
         EcompError: the hypervisor reports another error.
     """
 
@@ -49,7 +49,10 @@ class Hypervisor(Protocol):
         """
 
     def list_foreign(self, instance: str = '') -> Mapping[str, ForeignGuest]:
-        """Return the domains without an owner mark, or at least those of `instance`, by uuid."""
+        """Return the domains without an owner mark, or at least those of `instance`, by uuid.
+
+        Adopted domains are listed, too.
+        """
 
     def set_adoption(self, instance: str, compute: str | None) -> None:
         """Put a compute's adoption mark on an existing domain, or remove it if `compute` is None."""

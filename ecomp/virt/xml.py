@@ -140,7 +140,7 @@ def make_volume_xml(name: str, capacity: int, base: str, base_format: str) -> st
     _add_text(ET.SubElement(target, 'permissions'), 'mode', '0600')
     backing = ET.SubElement(volume, 'backingStore')
     _add_text(backing, 'path', base)
-    ET.SubElement(backing, 'format', type=base_format)
+    ET.SubElement(backing, 'format', type=base_format)  # named, so that it is not probed
     return _serialize(volume)
 
 

@@ -356,7 +356,8 @@ def _serve(arguments: argparse.Namespace, config: conf.Config, files: Files, soc
 def notify_systemd(state: str) -> None:
     """Send `state` to systemd, as in sd_notify(3), if systemd started this process."""
     if path := os.environ.get('NOTIFY_SOCKET'):
-        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:  # else systemd times out
+        # After an error systemd times out.
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel:
             channel.settimeout(5)
             channel.sendto(state.encode(), path.replace('@', '\0', 1) if path.startswith('@') else path)
 

@@ -31,7 +31,7 @@ class LastGoodCheck:
         self._skips_left = 0
 
     def use_skip(self, generation: int | None) -> bool:
-        """Use a skip, or return False if none is left or `generation` is not the recorded one."""
+        """Use a skip and return True, if one is left and `generation` is the recorded one, not None."""
         if generation is None or generation != self._generation or not self._skips_left:
             return False
         self._skips_left -= 1

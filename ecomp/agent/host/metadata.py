@@ -118,7 +118,7 @@ class MetadataServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def ensure(self) -> None:
-        """Start our server unless a metadata server answers, and wait until ours answers.
+        """Start our server, unless it runs or another one answers, and wait until ours answers.
 
         Call it only when this host has the address, which may otherwise be a cloud's own service.
         """

@@ -308,7 +308,10 @@ WRITE_INTERVAL_SECONDS = 1.0
 
 
 def check_or_adopt(guard: Guard, store: Store, now: str) -> bool:
-    """Return whether etcd is the remembered one, or remember a first one (rule: familiar-etcd)."""
+    """Return whether etcd is familiar (rule: familiar-etcd).
+
+    If none is remembered, this one is remembered, and familiar.
+    """
     try:
         if guard.known_cluster.identity:
             store.check_identity()

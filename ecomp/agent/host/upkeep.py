@@ -127,7 +127,10 @@ class Upkeep:
             self._loop.schedule()
 
     def step(self) -> None:
-        """Look, publish what this look and the last one found, and repair reservations."""
+        """Look, publish what both this look and an earlier one found, and repair reservations.
+
+        An error is published, and then raised.
+        """
         with self.lock:
             try:
                 world, ages = self._look(is_asked=False)

@@ -220,7 +220,7 @@ MAX_RELEASE_TRIES = 5
 class Instances:
     """The tasks for one compute's instances, where one thread at a time works on an instance.
 
-    A task that raises Superseded has to be planned again, because the request has changed. A task that raises another
+    A task that raises Superseded has to be planned again, because the request has changed. A task that raises an
     EcompError or an OSError has to be retried later.
     """
 
@@ -376,7 +376,13 @@ class Instances:
         log.info('instance %s is adopted, and %s', instance, record.state)
 
     def destroy(self, request: Request, revision: int) -> None:
-        """Remove the guest and all that belongs to it, and keep its record for a day as `gone`."""
+        """Remove the guest and all that belongs to it, and keep its record for a day as `gone`.
+
+        An adopted guest is only released. A full etcd keeps no record.
+
+        Raises:
+            Unreadable: a newer ecomp wrote the record.
+        """
         instance = request.instance
         stored = self.records.get_to_end(instance)
         record = replace(stored or make_record(self.compute, request, self.now()), replaced_by=request.replaced_by)

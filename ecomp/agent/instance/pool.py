@@ -261,6 +261,7 @@ class Workers:
     The last one stops guests while the others download. Jobs start in order, STOPPING_STEPS first. Builds of an image
     that a worker is downloading wait for it and share its outcome. While other jobs are queued, an extra worker makes
     up for each that downloads. `waker` interrupts tend(), also from a signal handler.
+    Any thread may call run() and cancel(), but only the main thread tend().
     """
 
     def __init__(self, size: int, settings: WorkerSettings, entry: WorkerMain = main) -> None:

@@ -73,7 +73,11 @@ class Records:
         return record
 
     def get_to_end(self, instance: str) -> Record | None:
-        """Do as get(), but return None for a malformed record, which the end overwrites."""
+        """Do as get(), but return None for a malformed record, which the end overwrites.
+
+        Raises:
+            Unreadable: a newer ecomp wrote the record.
+        """
         try:
             return self.get(instance)
         except Unreadable as error:
@@ -154,6 +158,7 @@ class Records:
 
         The record is on a lease, to which the name of an instance in error moves. If another compute has a request for
         such an instance, name, group and quota stay for that request.
+        In a full etcd an instance that is not in error ends without a record.
         """
         instance = record.instance
         removed = [keys.request(self._compute, instance)]

@@ -88,10 +88,11 @@ def destroy(
     find_claiming_compute: Callable[[str], str] = lambda _: '',
     releases: bool = False,
 ) -> str:
-    """Accept the destroy of an instance, which its compute carries out, and return a sentence.
+    """Accept the destroy of an instance, and return a sentence about it.
 
-    A queued instance leaves its queue here, and an error record that has no request is removed. With `releases`, accept
-    the release of an adopted instance instead, whose guest runs on.
+    Its compute carries it out later. Here, a queued instance leaves its queue, and an error record that has no request
+    is removed. With `releases`, accept the release of an adopted instance instead. `find_claiming_compute` returns the
+    compute that claims a queued instance, or ''.
 
     Raises:
         NotFound: the instance is gone or unknown. After a write that may have been done, it counts as destroyed.
@@ -207,7 +208,10 @@ def make_tombstone(
 
 
 def remove_record(store: Store, key: str, revision: int, entries: InstanceEntries) -> int | None:
-    """Delete a finished record, its lease and name, and return None if it changed since."""
+    """Delete a record, its lease and its name, or return None if it was changed or requested.
+
+    That the instance has finished is not checked.
+    """
     record = entries.record
     conditions = [Unchanged(key, revision), Unchanged(keys.request(record.compute, record.instance), 0)]
 
@@ -373,7 +377,7 @@ def _list_previous_ids(entries: InstanceEntries) -> frozenset[str]:
 
 
 def remove_finished(store: Store, instance: str, key_index: KeyIndex | None = None) -> str:
-    """Remove the record of an instance that is gone or in error, unless it is requested again."""
+    """Remove the record of an instance that is gone or in error, or raise Conflict."""
     # No destroy: that would destroy an instance that was created under this uuid since it was read.
     with suppress(NotFound):  # it was removed concurrently, or its lease expired
         entries = find(store, instance, key_index)

@@ -1,7 +1,7 @@
 """Audit etcd and placement, collect what hosts found themselves, and repair for --fix.
 
 A key on a lease asks hosts to look now, or one to repair. A repair needs the same finding in two audits a minute apart,
-and unchanged keys, never a host's report alone. Domains, running instances and foreign data are not changed.
+and unchanged keys. It never rests on a host's report. Domains, running instances and foreign data are not changed.
 """
 
 from __future__ import annotations
@@ -122,7 +122,10 @@ def _count_compared(reported_count: int, world: World) -> str:
 def ask(
     store: Store, *parts: str, computes: Collection[str] | None = None, value: str | None = None
 ) -> Iterator[Mapping[str, int]]:
-    """Put the questions of a new audit for the block, and yield their revisions by part."""
+    """Put the questions of a new audit for the block, and yield their revisions by part.
+
+    Only `computes` look at themselves, or all for None.
+    """
     if value is None:
         value = dump({'version': 1, **({} if computes is None else {'computes': list(computes)})})
     lease, prefix = store.grant(LEASE_SECONDS) if parts else 0, keys.audit(str(uuid.uuid4()))
@@ -262,7 +265,10 @@ def repair_findings(store: Store, placement: Placement, first: Report, second: R
 
 
 def repair_hosts(store: Store, computes: Collection[str]) -> list[str]:
-    """Have each host repair what it has found for a minute, and return a line for each repair."""
+    """Have each host repair what it has found for a minute, and return lines on the results.
+
+    A host that does not answer has one line, which says so.
+    """
     lines = []
     with ask(store, *(f'/{compute}' for compute in sorted(computes))) as revisions:
         questions = {part.removeprefix('/'): revision for part, revision in revisions.items()}

@@ -53,7 +53,10 @@ def enable(store: Store, placement: Placement, compute: str, display_name: str) 
 
 
 def list_inhabitants(store: Store, placement: Placement, compute: str, display_name: str) -> list[str]:
-    """Return a line with the number of instances on a compute, and a line for each."""
+    """Return a line with the number of instances on a compute, and a line for each.
+
+    An instance that only has a claim there counts, too.
+    """
     # First: later deliveries are then seen as requests.
     consumers = allocations.read_provider_allocations(placement, compute)
     world = read_world(store)

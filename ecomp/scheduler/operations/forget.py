@@ -36,6 +36,8 @@ def forget(  # noqa: PLR0913
 ) -> None:
     """Remove a compute from placement and etcd, and report a sentence for each removal.
 
+    `fenced` says that the operator confirms that the machine is off for good. Nothing checks that.
+
     Raises:
         NotFound: the compute is not ours.
         Conflict: there is an obstacle, the compute came back, its provider stays, or keys keep changing.

@@ -84,7 +84,7 @@ def adopt(  # noqa: PLR0913
     check_provider(placement, compute, display_name)
     guests = {each.guest.instance: each for each in adoptees}
     uuid = keys.get_last_part(keys.adoption(compute))
-    # One that has the mark may be released meanwhile: then its host has to reserve what it uses.
+    # A guest that has our mark is not named: if it is released in the meantime, its host has to reserve what it uses.
     unmarked = [name for name, each in guests.items() if each.guest.adopted_by != compute]
     session = Session(scheduler, uuid, unmarked, Requester(user, project))
     with session.open():

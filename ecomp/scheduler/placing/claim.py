@@ -232,10 +232,9 @@ def announce(
     resume: bool,
     check_previous: Callable[[Entry], object] = lambda _: None,
 ) -> int:
-    """Write the attempt's key on `lease`, and with `resume` take over an existing one.
+    """Write the attempt's key on `lease`, and return its revision.
 
-    Raises:
-        Conflict: an older attempt by another key has one of these instances, or all tries failed.
+    With `resume`, or from the second of three tries on, an existing attempt is taken over.
     """
     key, text = keys.attempt(attempt), dump(value)
     for _ in range(3):

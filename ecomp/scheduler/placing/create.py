@@ -321,7 +321,10 @@ class RankedCompute:
 def plan(
     store: Store, backend: Future[tuple[Placement, Offer]], order: SetOrder, rng: random.Random
 ) -> list[RankedCompute]:
-    """Return the computes that create() would try, in this order, perhaps one of them twice."""
+    """Return the candidates of an order in the order of trying, without claiming any.
+
+    A compute occurs once for each of its candidates. Raises what create() raises before it claims.
+    """
     terms = read_terms(store, order, order.instances)
     from ecomp.scheduler.queries.computes import read_computes
 

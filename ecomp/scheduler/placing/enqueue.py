@@ -85,7 +85,9 @@ def enqueue(
     owner: Mapping[str, object],
     resume: bool,
 ) -> bool:
-    """Put a request into its queue, or return False if `resume` and it was requested before.
+    """Put a request into its queue, or return False if it was requested before.
+
+    Without `resume` that is looked for only after a try that failed.
 
     Raises:
         Conflict: the uuid, the name or the group is used otherwise, or another process interfered.

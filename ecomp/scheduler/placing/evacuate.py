@@ -207,7 +207,7 @@ def require_silence(store: Store, compute: str, display_name: str) -> Unchanged:
 def evacuate(scheduler: Scheduler, compute: str, display_name: str, report: Callable[[Evacuated], None]) -> list[str]:
     """Place again each guest of a compute that the operator has fenced and disabled.
 
-    `report` gets each outcome. Then the claims that no request owns are released, and their consumers are returned.
+    `report` gets each outcome. Then the claims there without a request are released, and their consumers returned.
     """
     require_silence(scheduler.store, compute, display_name)
     session = Session(scheduler, keys.derive_uuid(compute, 'evacuate'), (), Requester('', ''))

@@ -142,7 +142,10 @@ class Contention:
         return self._query_placement()
 
     def should_refresh(self, spare_places: int) -> bool:
-        """Return whether to call refresh(), with `spare_places` left behind ours (< 0: too few)."""
+        """Return whether to call refresh(), with `spare_places` left behind ours (< 0: too few).
+
+        This may sleep, so that older attempts can finish.
+        """
         if not self._is_fresh:  # placement was queried before this attempt was announced
             return spare_places < MIN_SPARE_PLACES and not self.is_alone
         if spare_places >= 0 or not self.ahead:

@@ -89,7 +89,10 @@ def _find_instances(
 
 
 def _adopt(stack: Stack, current: InstanceEntries, entries: dict[str, InstanceEntries]) -> Stack | None:
-    """Add an instance to `entries`, and return the stack if the instance is new to it."""
+    """Add an instance to `entries` if it is the stack's, and return the stack with a newer one.
+
+    Nothing is added for an entry that has an instance, or for a former instance.
+    """
     place = current.request.stack if current.request else None
     # An entry that has an instance adopts none: any compute may write a name and its own requests
     # (rule: shown-not-acted-on).
