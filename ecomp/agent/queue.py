@@ -1,7 +1,7 @@
 """Take requests from the queues for one compute.
 
 A take puts the taker key, reads this compute's room, claims on its provider, and moves the request to its /hosts key.
-The taker key is on the presence's lease and the move compares it, so a compute frozen for longer moves nothing.
+The taker key is on the presence's lease and the move compares it, so a compute frozen beyond its lease moves nothing.
 """
 
 from __future__ import annotations

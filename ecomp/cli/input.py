@@ -1,4 +1,4 @@
-"""What commands read beside options: files, stdin, names of images, and who runs them."""
+"""What commands read beside options: files, stdin, names of images, and the owner of a request."""
 
 from __future__ import annotations
 

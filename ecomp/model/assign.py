@@ -81,7 +81,7 @@ class Planner:
         dead: Collection[str] = (),
         ahead: int | None = None,
     ) -> Assignment:
-        """Assign each instance that is not `held`, as if these computes were dead.
+        """Assign each instance that is not `held`, as if the computes in `dead` were dead.
 
         Room that is held is used in placement's answers already. A lot without a group leaves `ahead` places to the
         instances of older attempts. `ahead` is None if no other attempt is in flight.

@@ -1,4 +1,4 @@
-"""Orders, which users place, and the requests and sets that are made from them. Pure.
+"""Orders of users, and the requests and sets that are made from them. Pure.
 
 Requests, queued requests and records have the fields of an order. A set and a queued request have `user_data_sha256`,
 and the data is at /user-data/<sha256>. After an evacuation the new instance `replaces` the old one, whose tombstone and

@@ -277,7 +277,7 @@ def find_unknown_traits(placement: Placement, traits: Collection[str]) -> Names:
 
 
 def find_with_trait(placement: Placement, trait: str) -> Names:
-    """Return the providers with a trait, which placement need not know."""
+    """Return the providers with a trait, or none if placement does not know the trait."""
     try:
         return find_matching(placement, f'required={trait}')
     except PlacementRefusal:

@@ -82,7 +82,7 @@ def _resolve_instance(store: Store, instance: str, entries: Mapping[str, Entry])
 
 
 def resolve_places(store: Store, entries: Iterable[tuple[str, Entry]]) -> dict[str, EntriesByCompute[Entry]]:
-    """Group entries by instance, and of several requests for one mark those without a claim."""
+    """Group entries by instance, and mark requests without a claim if an instance has several."""
     places_by_instance = group_by_instance(entries)
     if store.claims is not None:
         claims = cache(store.claims)

@@ -281,7 +281,7 @@ class Acceptance(NamedTuple):
 
     message: str
     power: PowerAction | None = None
-    # The record may have one of these until then.
+    # Until that is carried out, the record may have one of these action ids.
     previous_ids: frozenset[str] = frozenset()
 
 

@@ -134,7 +134,7 @@ def check_limits(placement: Placement, arguments: Sequence[str]) -> str:
 
 
 def set_limits(store: Store, project: str, arguments: Sequence[str]) -> str:
-    """Set limits (VCPU=10, or none to remove one), recount the usage, and return a sentence."""
+    """Set limits (VCPU=10, VCPU=none removes it), recount the usage, and return a sentence."""
     try:
         new_limits = parse_limits(arguments)
     except ValueError as error:

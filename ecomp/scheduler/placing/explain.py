@@ -61,7 +61,7 @@ class Refusal:
 
     query: str
     group: Group | None = None
-    # The places of its set.
+    # The places that were found for other instances of its set.
     taken: Sequence[Candidate] = ()
     # The argument of --on: then only that compute has a line.
     on: str | None = None

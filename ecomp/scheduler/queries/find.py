@@ -284,7 +284,7 @@ def _is_request_key(key: str) -> bool:
 
 
 def reserve_names(store: Store, names: Mapping[str, str | None], replaced: Collection[str] = ()) -> Change:
-    """Return the change that takes names, {instance: name or None}, unless one is taken."""
+    """Return the change that takes {instance: name or None}, or raise Conflict if one is taken."""
     named = {name: instance for instance, name in names.items() if name is not None}
     entries = store.read([keys.name(name) for name in named]) if named else {}
     conditions = [
