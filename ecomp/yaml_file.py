@@ -164,7 +164,6 @@ class YamlFile:
         return Path(os.path.normpath(self.directory / text))
 
     def parse_readable_file(self, node: Node) -> Path:
-        """Parse the path of a readable file."""
         path = self.parse_path(node)
         try:
             is_readable = path.is_file() and os.access(path, os.R_OK)
@@ -187,7 +186,6 @@ class YamlFile:
 
 
 def parse_config_option(argument: str | None) -> Path | None:
-    """Parse the argument of --config."""
     if argument == '':  # an unset variable of a script must not mean the default file
         raise UsageError("--config: '' is not a file name")
     return None if argument is None else Path(argument)

@@ -284,7 +284,6 @@ def _describe_problem(record: Record, known_computes: Computes, absences: Absenc
 def make_record_details(
     record: Record, known_computes: Computes = NO_COMPUTES, absences: Absences = NO_ABSENCES
 ) -> Details:
-    """Return all details of a record."""
     fields = _list_fields(record, known_computes, absences)
     shown = [(name, cell or None) for name, cell in fields if cell or name in ALWAYS_SHOWN]
     possible_fields = dict.fromkeys(name for name, _ in _list_fields(Record('', '', ''), NO_COMPUTES, NO_ABSENCES))

@@ -249,7 +249,6 @@ def observe_stages(previous: Record | None, record: Record) -> None:
 
 
 def get_revision(entry: Entry | None) -> int:
-    """Return the revision of the entry, or 0 for None."""
     return entry.revision if entry is not None else 0
 
 

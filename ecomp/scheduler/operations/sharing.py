@@ -68,7 +68,6 @@ def put_flavor(store: Store, placement: Placement, name: str, text: str) -> str:
 
 
 def delete_flavor(store: Store, name: str) -> str:
-    """Delete a flavor, and return a sentence."""
     key = keys.flavor(name)
     previous = store.get(key)
     if previous is None:

@@ -49,7 +49,10 @@ class Adoptee(NamedTuple):
 def read_foreign(
     store: Store, computes: Collection[str], is_now: bool = True
 ) -> tuple[dict[str, HostForeign], dict[str, str]]:
-    """Read the guests of others on these living computes, and why some lists are not current."""
+    """Read the guests of others on these living computes, and why some lists are not current.
+
+    If `is_now`, the computes look at themselves first.
+    """
     answered, problems = set(computes), dict[str, str]()
     if is_now:
         with ask(store, '', computes=computes) as revisions:
@@ -116,6 +119,7 @@ def adopt(  # noqa: PLR0913
 
 
 def _undo(session: Session, compute: str, display_name: str) -> str:
+    """Enable the host once it reserves again what the guests use, and return what is left to do."""
     problem = f'{display_name} may stay disabled until the command is repeated'
     try:
         if session.store.get(keys.adoption(compute)) is not None:

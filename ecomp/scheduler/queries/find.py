@@ -177,7 +177,6 @@ def find_keys(
 
 
 def find_queue_entry(store: Store, instance: str) -> Entry | None:
-    """Find the instance's entry in a queue."""
     queue_keys = [
         key for key in store.snapshot(keys.QUEUES, keys_only=True).entries if _parse_queue_key(key) == instance
     ]
