@@ -506,8 +506,8 @@ class Compute:
         if self._taking is not None:
             self._taking.on_hosts(state)
 
-    def on_lost(self, error: EcompError) -> None:
-        self._failures.report_failure(FOLLOWING, error)
+    def on_lost(self, error: EcompError, began: float) -> None:
+        self._failures.report_failure(FOLLOWING, error, began)
 
     def on_back(self) -> None:
         """End the failure of on_lost(), and check the presence and the queues soon."""

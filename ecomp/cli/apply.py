@@ -399,7 +399,7 @@ def _show_members(run: _Apply, places: Mapping[str, str]) -> Iterator[None]:
             width = max(map(len, texts), default=0)
             live.show_lines([f'{member:{width}}  {text}' for member, text in texts.items()])
 
-        def show_loss(error: EcompError) -> None:
+        def show_loss(error: EcompError, _began: float) -> None:
             live.show_lines([str(error)])
 
         follower = Follower(run.ctx.config.etcd, [(keys.INSTANCES, show)], on_lost=show_loss, on_back=lambda: None)

@@ -184,7 +184,7 @@ def watch(
 
     # An event is only a wake-up; the table is always read in full.
     subscriptions = [(prefix, lambda _: note_change()) for prefix in prefixes]
-    follower = Follower(config, subscriptions, on_lost=lambda error: note_change(str(error)), on_back=note_change)
+    follower = Follower(config, subscriptions, on_lost=lambda error, _: note_change(str(error)), on_back=note_change)
     follower.start()
     try:
         redraw(make_drawing, draw, wait)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -129,9 +130,9 @@ class Follower:
 
     A state, {key: Entry}, is never changed afterwards. The callbacks run in this thread and must be quick.
     All prefixes are listed before any state is passed on. This is repeated about every `resync_seconds`, and after an
-    exception of a callback. A lost etcd is reported to `on_lost` once, and its return to `on_back`.
-    With a guard, the thread ends in an etcd that is not the one we knew. A value above `max_value_bytes`, or that would
-    bring a prefix above `max_total_bytes`, is dropped (see Entry) and logged.
+    exception of a callback. A lost etcd is reported once to `on_lost`, with when the failed list began (monotonic), and
+    its return to `on_back`. With a guard, the thread ends in an etcd that is not the one we knew. A value above
+    `max_value_bytes`, or that would bring a prefix above `max_total_bytes`, is dropped (see Entry) and logged.
     """
 
     def __init__(  # noqa: PLR0913
@@ -140,7 +141,7 @@ class Follower:
         subscriptions: Iterable[Subscription],
         resync_seconds: float = 60.0,
         guard: Guard | None = None,
-        on_lost: Callable[[EcompError], None] | None = None,
+        on_lost: Callable[[EcompError, float], None] | None = None,
         on_back: Callable[[], None] | None = None,
         max_value_bytes: int = MAX_VALUE_BYTES,
         max_total_bytes: int = MAX_TOTAL_BYTES,
@@ -174,6 +175,7 @@ class Follower:
     def _run(self) -> None:
         is_lost = False
         while not self._stopped.is_set():
+            began = time.monotonic()
             try:
                 cluster_before = self._guard.known_cluster if self._guard is not None else None
                 revisions = self._list()
@@ -200,7 +202,7 @@ class Follower:
                 return  # the guard has reported it; there is nothing to follow here
             except EcompError as error:
                 if not is_lost and not self._stopped.is_set():
-                    self._on_lost(error)
+                    self._on_lost(error, began)
                 is_lost = True
             except Exception:  # without this thread ecompute would miss all changes and look healthy
                 log.exception('unexpected error while following %s; trying again', self._watches[0].prefix)
@@ -265,5 +267,5 @@ class Follower:
         watch.on_state(dict(watch.cache.entries))
 
 
-def _log_loss(error: EcompError) -> None:
+def _log_loss(error: EcompError, _began: float) -> None:
     log.warning('%s', put_before_fix(str(error), '; trying again until it is back'))

@@ -204,11 +204,11 @@ def test_stop_returns_quickly(own_etcd: Etcd) -> None:
 
 class RecordingMultiFollower:
     def __init__(self, endpoint: str, prefixes: Sequence[str], resync: float = 60.0) -> None:
-        self.lost: list[EcompError] = []
+        self.lost: list[tuple[EcompError, float]] = []
         self.back: list[bool] = []
         self.heard = [StateRecorder() for _ in prefixes]
         subscriptions = [(prefix, recorder.on_state) for prefix, recorder in zip(prefixes, self.heard, strict=True)]
-        callbacks = {'on_lost': self.lost.append, 'on_back': lambda: self.back.append(True)}
+        callbacks = {'on_lost': lambda *loss: self.lost.append(loss), 'on_back': lambda: self.back.append(True)}
         self.follower = Follower(make_config(endpoint, 2.0), subscriptions, resync, **callbacks)  # type: ignore[arg-type]
         self.follower.start()
 
@@ -223,6 +223,19 @@ def follow(etcd_proxy: Proxy) -> Iterator[Callable[..., RecordingMultiFollower]]
 
     yield start
     for following in started:
+        following.follower.stop()
+
+
+def test_loss_is_reported_with_the_beginning_of_the_list(own_etcd: Etcd) -> None:
+    own_etcd.pause()
+    began = time.monotonic()
+    following = RecordingMultiFollower(own_etcd.endpoint, ['/t/'])
+    started = time.monotonic()
+    try:
+        wait_until(lambda: following.lost, 30, 'the list times out')
+        assert began <= following.lost[0][1] <= started + 1 < time.monotonic()
+    finally:
+        own_etcd.resume()
         following.follower.stop()
 
 
