@@ -25,7 +25,8 @@ from bench.singles import FakeCluster  # noqa: E402
 from ecomp.conf import EtcdConfig  # noqa: E402
 from ecomp.model import keys  # noqa: E402
 from ecomp.model.order import Request, parse_request  # noqa: E402
-from ecomp.model.record import ACTIVE, make_record  # noqa: E402
+from ecomp.model.record import make_record  # noqa: E402
+from ecomp.model.states import ACTIVE  # noqa: E402
 from ecomp.model.stored import encode  # noqa: E402
 from ecomp.store.client import Delete, Put, Store  # noqa: E402
 

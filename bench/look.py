@@ -23,7 +23,8 @@ from bench.result import arguments, asked, paired, tell
 from bench.secured import SecuredServers, measure_in_turn, start_secured
 from ecomp.model import keys
 from ecomp.model.order import Request
-from ecomp.model.record import ACTIVE, Interface, make_record
+from ecomp.model.record import Interface, make_record
+from ecomp.model.states import ACTIVE
 from ecomp.model.stored import encode
 from ecomp.store.client import Put
 

@@ -33,7 +33,8 @@ from ecomp.model.allocation import to_wire
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group, Membership
 from ecomp.model.order import Request
 from ecomp.model.query import parse_query
-from ecomp.model.record import ACTIVE, Interface, make_record
+from ecomp.model.record import Interface, make_record
+from ecomp.model.states import ACTIVE
 from ecomp.model.stored import encode
 from ecomp.store.client import Put, Store
 from tests.kit.commands import write_config

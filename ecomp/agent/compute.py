@@ -45,9 +45,11 @@ from ecomp.model.foreign import ForeignGuest, encode_foreign
 from ecomp.model.guest import list_macs
 from ecomp.model.host import StoredHostname, is_hostname
 from ecomp.model.order import Request, parse_attempt_instances, parse_request
-from ecomp.model.record import BUILDING, ERROR, GONE, Record, format_time, parse_or_none
+from ecomp.model.record import Record, parse_or_none
+from ecomp.model.states import BUILDING, ERROR, GONE
 from ecomp.model.status import DISABLED
 from ecomp.model.stored import decode_lenient, encode
+from ecomp.model.text import format_time
 from ecomp.model.trouble import encode_trouble
 from ecomp.placement import providers
 from ecomp.placement.client import Placement

@@ -21,7 +21,8 @@ from ecomp.model.allocation import Resources
 from ecomp.model.facts import sum_held
 from ecomp.model.guest import Address, Guest
 from ecomp.model.order import InvalidRequest, Request, get_holdings, parse_request
-from ecomp.model.record import ACTIVE, BUILDING, STOPPED, Record
+from ecomp.model.record import Record
+from ecomp.model.states import ACTIVE, BUILDING, STOPPED
 from ecomp.store.client import Entry
 
 

@@ -27,7 +27,7 @@ from ecomp.model import keys
 from ecomp.model.cluster import KnownCluster, describe_vulnerabilities
 from ecomp.model.guest import Usage
 from ecomp.model.order import MAX_REQUEST_BYTES
-from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, SCHEDULED, STAGES, STOPPED
+from ecomp.model.states import ACTIVE, BUILDING, DESTROYING, SCHEDULED, STAGES, STOPPED
 from ecomp.placement.client import Placement
 from ecomp.store.client import Guard, Store
 from ecomp.store.watch import Follower, Subscription

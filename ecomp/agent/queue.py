@@ -28,7 +28,8 @@ from ecomp.model.group import MAX_MEMBERS, Group, Membership, resolve_group
 from ecomp.model.host import PresenceFacts, is_ours, list_unproven
 from ecomp.model.parsers import MAX_REASON_CHARACTERS
 from ecomp.model.queue import Backlog, QueueEntry, QueueTaker, WaitingEntry
-from ecomp.model.record import ERROR, GONE, RETENTION_SECONDS, Failure, make_record, parse_or_none
+from ecomp.model.record import Failure, make_record, parse_or_none
+from ecomp.model.states import ERROR, GONE, RETENTION_SECONDS
 from ecomp.model.status import DISABLED
 from ecomp.model.stored import decode_lenient, encode
 from ecomp.model.text import join_some

@@ -24,17 +24,9 @@ from ecomp.model import apply as plan
 from ecomp.model import keys
 from ecomp.model.host import NO_COMPUTES, ComputeNames, describe_silent_fix
 from ecomp.model.keys import make_uuid
-from ecomp.model.record import (
-    ERROR,
-    RETENTION_SECONDS,
-    SCHEDULED,
-    STAGES,
-    STOPPED,
-    Record,
-    describe_failure,
-    parse_or_none,
-)
+from ecomp.model.record import Record, describe_failure, parse_or_none
 from ecomp.model.stack import Stack
+from ecomp.model.states import ERROR, RETENTION_SECONDS, SCHEDULED, STAGES, STOPPED
 from ecomp.model.text import format_suggestion, join_some, make_printable
 from ecomp.scheduler.placing import session
 from ecomp.scheduler.placing import stack as placing

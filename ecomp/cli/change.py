@@ -15,7 +15,7 @@ from ecomp.errors import EcompError
 from ecomp.model import keys
 from ecomp.model.keys import make_uuid
 from ecomp.model.order import REBOOT, PowerAction
-from ecomp.model.record import ERROR, GONE
+from ecomp.model.states import ERROR, GONE
 from ecomp.model.text import parse_uuid_prefix
 from ecomp.scheduler.changes.change import Acceptance, change_power, destroy, remove_finished
 from ecomp.scheduler.changes.wait import Deadline, Wait, wait_for_power, wait_until_gone

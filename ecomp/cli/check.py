@@ -10,7 +10,7 @@ from ecomp.cli.tables import UUID, Column, Listing, Row, render_listing
 from ecomp.errors import Problem
 from ecomp.model.finding import COMPUTES, SERVERS, Finding, get_exit_code, mark_warning, run_checks
 from ecomp.model.host import NO_COMPUTES, Computes
-from ecomp.model.record import QUEUED
+from ecomp.model.states import QUEUED
 from ecomp.model.text import make_printable
 from ecomp.scheduler.queries.computes import read_names_by_instance
 from ecomp.version import read_version

@@ -22,7 +22,7 @@ from ecomp.cli.options import (
 from ecomp.cli.suggestions import COMMAND_NAMES, FAMILY_WORDS, find_new_form, make_hint, suggest
 from ecomp.errors import UsageError, put_before_fix
 from ecomp.model.command_names import BY_MODULE
-from ecomp.model.record import STAGES
+from ecomp.model.states import STAGES
 from ecomp.model.text import MIN_PREFIX_DIGITS, make_printable
 
 # The modules with rows of commands, by headings of the help, in the order of the help.

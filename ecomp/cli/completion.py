@@ -13,7 +13,7 @@ from ecomp.cli.options import FLAGS, SHELLS, VALUE, Options
 from ecomp.cli.suggestions import COMMAND_NAMES, FAMILY_WORDS
 from ecomp.cli.terminal import Terminal
 from ecomp.errors import EcompError
-from ecomp.model.record import SHOWN_STATES, STAGES
+from ecomp.model.states import SHOWN_STATES, STAGES
 
 # The candidate that stands for the names of files, which the shell completes.
 FILES = '<files>'

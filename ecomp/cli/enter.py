@@ -14,8 +14,9 @@ from ecomp.cli.command import MAX_QUOTED_WORDS, Command, Context, select_options
 from ecomp.cli.options import Options, parse_any_instances, parse_instance_and_command, parse_one_instance, split_user
 from ecomp.errors import EcompError, NotFound, Unreachable
 from ecomp.model import reach
-from ecomp.model.record import ACTIVE, Record, format_time
-from ecomp.model.text import join_some, make_printable
+from ecomp.model.record import Record
+from ecomp.model.states import ACTIVE
+from ecomp.model.text import format_time, join_some, make_printable
 from ecomp.scheduler.queries import computes
 from ecomp.scheduler.queries.find import list_records
 

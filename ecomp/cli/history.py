@@ -21,9 +21,10 @@ from ecomp.model.group import Group
 from ecomp.model.host import Computes, describe_silent_fix, is_hostname
 from ecomp.model.json_object import dump, load_object_or_empty
 from ecomp.model.order import Order, make_create_words
-from ecomp.model.record import ERROR, STAGES, Record, format_time
+from ecomp.model.record import Record
+from ecomp.model.states import ERROR, STAGES
 from ecomp.model.stored import to_dict
-from ecomp.model.text import escape_characters, make_printable, parse_uuid_prefix
+from ecomp.model.text import escape_characters, format_time, make_printable, parse_uuid_prefix
 from ecomp.model.user_data import parse_shared_user_data
 from ecomp.scheduler.queries.computes import read_computes, read_names_by_instance
 from ecomp.scheduler.queries.find import InstanceEntries

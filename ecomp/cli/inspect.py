@@ -35,20 +35,8 @@ from ecomp.model import boots, keys
 from ecomp.model.host import NO_COMPUTES, Computes
 from ecomp.model.listing import NO_ABSENCES, Absences
 from ecomp.model.order import SHUT_OFF, SHUTDOWN_REQUESTED, PowerAction, parse_phase
-from ecomp.model.record import (
-    ACTIVE,
-    BUILDING,
-    ERROR,
-    GONE,
-    QUEUED,
-    RETENTION_SECONDS,
-    STAGES,
-    STOPPED,
-    Interface,
-    Record,
-    describe_failure,
-    describe_wait,
-)
+from ecomp.model.record import Interface, Record, describe_failure, describe_wait
+from ecomp.model.states import ACTIVE, BUILDING, ERROR, GONE, QUEUED, RETENTION_SECONDS, STAGES, STOPPED
 from ecomp.model.stored import to_dict
 from ecomp.model.text import MIN_PREFIX_DIGITS, make_printable
 

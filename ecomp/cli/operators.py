@@ -17,7 +17,7 @@ from ecomp.model.allocation import REQUIRED_CLASSES, Room
 from ecomp.model.choose import Offer
 from ecomp.model.host import CLOSED, DISABLED, Computes, Host
 from ecomp.model.order import START, STOP, get_holdings
-from ecomp.model.record import STAGES
+from ecomp.model.states import STAGES
 from ecomp.scheduler.queries import computes
 from ecomp.scheduler.queries import hosts as queries
 from ecomp.scheduler.queries.find import list_records, read_record

@@ -14,7 +14,7 @@ from ecomp.model import keys
 from ecomp.model.choose import STRATEGIES
 from ecomp.model.group import POLICIES, Membership, check_group_name
 from ecomp.model.reach import check_user
-from ecomp.model.record import SHOWN_STATES, STAGES
+from ecomp.model.states import SHOWN_STATES, STAGES
 from ecomp.model.text import MIN_PREFIX_DIGITS, format_suggestion, is_name, parse_uuid_prefix
 
 TABLE, JSON, YAML, CSV, VALUE = FORMS = ('table', 'json', 'yaml', 'csv', 'value')

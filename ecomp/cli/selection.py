@@ -12,7 +12,8 @@ from ecomp.cli.terminal import ask, is_terminal
 from ecomp.errors import EcompError, NotFound, UsageError
 from ecomp.model.host import Computes
 from ecomp.model.listing import Absences, RecordFilter
-from ecomp.model.record import ERROR, GONE, Record
+from ecomp.model.record import Record
+from ecomp.model.states import ERROR, GONE
 from ecomp.model.text import join_some
 
 MAX_NAMES_IN_QUESTION = 20

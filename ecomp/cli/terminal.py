@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, TextIO
 
 from ecomp.cli.options import TABLE, Options
 from ecomp.errors import EcompError, UnknownOutcome, Unreachable, put_before_fix
-from ecomp.model.record import format_time
-from ecomp.model.text import make_printable
+from ecomp.model.text import format_time, make_printable
 
 if TYPE_CHECKING:
     from ecomp.cli.tables import OutputStyle

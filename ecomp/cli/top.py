@@ -15,7 +15,8 @@ from ecomp.cli.tables import Column, Listing, Row, make_sort_key, render_listing
 from ecomp.cli.terminal import Drawing, is_terminal, make_style, redraw
 from ecomp.metrics import make_text
 from ecomp.model.allocation import GIB, MIB
-from ecomp.model.record import ACTIVE, Record
+from ecomp.model.record import Record
+from ecomp.model.states import ACTIVE
 from ecomp.model.usage import HOST
 from ecomp.scheduler.operations.usage import Use, UseReader
 from ecomp.scheduler.queries.find import list_records

@@ -10,7 +10,8 @@ from ecomp.cli.terminal import LiveLine
 from ecomp.errors import StillGoing
 from ecomp.model import keys
 from ecomp.model.order import PowerAction
-from ecomp.model.record import STAGES, Record
+from ecomp.model.record import Record
+from ecomp.model.states import STAGES
 from ecomp.model.text import make_printable
 from ecomp.scheduler.changes.wait import Deadline, SilenceDetector, Wait, wait_for_stage
 from ecomp.scheduler.queries.computes import find_silent

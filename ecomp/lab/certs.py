@@ -26,9 +26,8 @@ from ecomp.lab import machine
 from ecomp.lab.network import bracket_address, render_backends
 from ecomp.model import cluster as cluster_model
 from ecomp.model import keys, roles
-from ecomp.model.record import format_time
 from ecomp.model.stored import encode
-from ecomp.model.text import make_printable
+from ecomp.model.text import format_time, make_printable
 from ecomp.store.client import Put, Settlement, Store, Unchanged
 from ecomp.store.roles import Accounts
 

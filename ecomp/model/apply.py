@@ -12,8 +12,9 @@ from ecomp.model.group import Membership
 from ecomp.model.json_object import dump
 from ecomp.model.order import MAX_SET_BYTES, Order, Request, SetOrder
 from ecomp.model.query import split_query
-from ecomp.model.record import DESTROYING, ERROR, GONE, QUEUED, Record, describe_failure
+from ecomp.model.record import Record, describe_failure
 from ecomp.model.stack import Stack
+from ecomp.model.states import DESTROYING, ERROR, GONE, QUEUED
 from ecomp.model.stored import to_dict
 
 # What a step does. The last six are not carried out: apply refuses, waits or only reports.

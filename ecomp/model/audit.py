@@ -20,8 +20,9 @@ from ecomp.model.json_object import dump
 from ecomp.model.order import InvalidRequest, Request
 from ecomp.model.parsers import format_reason, list_of, number, text
 from ecomp.model.quota import Quota, sum_charges
-from ecomp.model.record import ACTIVE, ERROR, Record
+from ecomp.model.record import Record
 from ecomp.model.stack import Stack
+from ecomp.model.states import ACTIVE, ERROR
 from ecomp.model.stored import decode, encode, nested, optional, sparse, stored, to_dict
 from ecomp.model.text import join_some
 from ecomp.model.trouble import parse_trouble

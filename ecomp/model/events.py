@@ -29,11 +29,12 @@ from ecomp.model.order import (
 )
 from ecomp.model.queue import QueueTaker, parse_queue_entry
 from ecomp.model.quota import Quota
-from ecomp.model.record import ACTIVE, ERROR, QUEUED, STAGES, Interface, Record, format_time, parse_or_none
+from ecomp.model.record import Interface, Record, parse_or_none
 from ecomp.model.stack import Stack
+from ecomp.model.states import ACTIVE, ERROR, QUEUED, STAGES
 from ecomp.model.status import DISABLED_BY_OPERATOR
 from ecomp.model.stored import decode, decode_lenient
-from ecomp.model.text import join_some, make_printable
+from ecomp.model.text import format_time, join_some, make_printable
 
 # Characters of an event's text, which may quote values of any length from etcd.
 MAX_TEXT_CHARACTERS = 500

@@ -16,9 +16,9 @@ from ecomp.errors import Problem
 from ecomp.model import keys
 from ecomp.model.allocation import Inventory, Room
 from ecomp.model.parsers import FLAG, NONEMPTY, check, list_of, number, text
-from ecomp.model.record import ACTIVE, BUILDING, SCHEDULED, STOPPED, format_time
+from ecomp.model.states import ACTIVE, BUILDING, SCHEDULED, STOPPED
 from ecomp.model.stored import decode_lenient, lenient, stored
-from ecomp.model.text import join_some, make_printable, replace_uuids
+from ecomp.model.text import format_time, join_some, make_printable, replace_uuids
 from ecomp.model.trouble import Trouble
 
 # Returns the consumers that hold a claim on the compute with this uuid.

@@ -7,7 +7,8 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from ecomp.model.host import LIVE_STATES, SILENT, UP, describe_silence
-from ecomp.model.record import DESTROYING, UNKNOWN, Record
+from ecomp.model.record import Record
+from ecomp.model.states import DESTROYING, UNKNOWN
 
 
 class Absences(NamedTuple):

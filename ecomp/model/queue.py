@@ -19,7 +19,8 @@ from ecomp.model.json_object import load_object
 from ecomp.model.order import ORDER_FIELDS, Holdings, InvalidRequest, Order, Request, check_request_size, parse_holdings
 from ecomp.model.parsers import NONEMPTY, TEXT, UUID, format_reason, parse_part, text
 from ecomp.model.query import parse_query
-from ecomp.model.record import QUEUED, Record, extract_recorded_fields, make_refused_record
+from ecomp.model.record import Record, extract_recorded_fields, make_refused_record
+from ecomp.model.states import QUEUED
 from ecomp.model.status import DISABLED
 from ecomp.model.stored import Field, check_version, decode_lenient, lenient, parse_fields, require_same, stored
 

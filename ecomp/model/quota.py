@@ -13,7 +13,8 @@ from ecomp.model.allocation import MAX_AMOUNT, MAX_SUM, REQUIRED_CLASSES, Resour
 from ecomp.model.json_object import MAX_DIGITS
 from ecomp.model.order import Request
 from ecomp.model.parsers import dict_of, number
-from ecomp.model.record import ERROR, GONE, Record
+from ecomp.model.record import Record
+from ecomp.model.states import ERROR, GONE
 from ecomp.model.stored import stored
 from ecomp.model.text import format_suggestion
 

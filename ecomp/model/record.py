@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
-from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from ecomp.errors import put_before_fix
@@ -28,37 +27,13 @@ from ecomp.model.choose import PlacementReason
 from ecomp.model.group import Membership
 from ecomp.model.order import DRAIN, ORDER_FIELDS, RECORDED_FIELDS, STOP, InvalidRequest, Order, PowerAction, Request
 from ecomp.model.parsers import TEXT, UUID, check, dict_of, list_of, number, one_of, text
+from ecomp.model.states import ACTIVE, ERROR, GONE, QUEUED, RETENTION_SECONDS, SCHEDULED, STAGES, STATES, STOPPED
 from ecomp.model.stored import Field, decode, lenient, nested, optional, require_same, sparse, stored, to_dict
 from ecomp.model.text import make_printable
 from ecomp.model.user_data import GuestFailure, parse_host_keys
 
-QUEUED = 'queued'
-SCHEDULED = 'scheduled'
-BUILDING = 'building'
-ACTIVE = 'active'
-STOPPED = 'stopped'
-DESTROYING = 'destroying'
-GONE = 'gone'
-ERROR = 'error'
-# States in records; a queued instance has none.
-STATES = frozenset({SCHEDULED, BUILDING, ACTIVE, STOPPED, DESTROYING, GONE, ERROR})
-# The state to show of an instance that a silent host reported as alive.
-UNKNOWN = 'unknown'
-# The states that `--state` accepts.
-SHOWN_STATES = frozenset({QUEUED, UNKNOWN, *STATES})
-
-STAGES = ('requested', 'scheduled', 'image', 'disk', 'started', 'addressed', 'ready')
-
-# Seconds that a record is kept, on a lease, after entering a final state.
-RETENTION_SECONDS = {GONE: 24 * 3600, ERROR: 7 * 24 * 3600}
-
 # The fault of an instance whose destroy `host forget` completes: if the host was only cut off, its domain still runs.
 UNSEEN_END_FAULT = 'its host was forgotten: the end of its guest was not observed'
-
-
-def format_time(now: datetime) -> str:
-    """Format a time, local if it is naive, in ISO 8601, UTC, with milliseconds."""
-    return now.astimezone(UTC).isoformat(timespec='milliseconds').replace('+00:00', 'Z')
 
 
 _OPTIONAL_TEXT = optional(TEXT)

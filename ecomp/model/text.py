@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 
 from ecomp.model.command_names import RESERVED
 
@@ -143,3 +144,8 @@ def replace_uuids(text: str, display_names: Mapping[str, str]) -> str:
         return match[0] if is_expanded and (before or after) and match[0] in display_name else display_name
 
     return _UUID_PATTERN.sub(format_match, text) if display_names else text
+
+
+def format_time(now: datetime) -> str:
+    """Format a time, local if it is naive, in ISO 8601, UTC, with milliseconds."""
+    return now.astimezone(UTC).isoformat(timespec='milliseconds').replace('+00:00', 'Z')

@@ -30,8 +30,9 @@ from ecomp.model.host import (
 from ecomp.model.order import InvalidRequest, NameOwner, Request, parse_attempt_instances, parse_request
 from ecomp.model.queue import QueueEntry, parse_queue_entry
 from ecomp.model.quota import Quota
-from ecomp.model.record import BUILDING, DESTROYING, ERROR, GONE, SCHEDULED, Record, from_json
+from ecomp.model.record import Record, from_json
 from ecomp.model.stack import Stack
+from ecomp.model.states import BUILDING, DESTROYING, ERROR, GONE, SCHEDULED
 from ecomp.model.stored import decode
 from ecomp.model.trouble import parse_trouble
 

@@ -12,7 +12,8 @@ from ecomp.model import keys
 from ecomp.model.json_object import load_object_or_empty
 from ecomp.model.order import Request
 from ecomp.model.quota import make_charge
-from ecomp.model.record import ERROR, GONE, RETENTION_SECONDS, Record
+from ecomp.model.record import Record
+from ecomp.model.states import ERROR, GONE, RETENTION_SECONDS
 from ecomp.model.stored import encode
 from ecomp.model.user_data import SharedUserData
 from ecomp.shared.names import (

@@ -7,8 +7,8 @@ from functools import cache, cached_property, partial
 
 from ecomp.model import keys
 from ecomp.model.host import EntriesByCompute, group_by_instance
-from ecomp.model.record import ERROR, GONE
 from ecomp.model.record import from_json as record_from_json
+from ecomp.model.states import ERROR, GONE
 from ecomp.store.client import Entry, Store
 
 

@@ -27,8 +27,8 @@ from ecomp.metrics import TALLY
 from ecomp.model import cluster, keys
 from ecomp.model.cluster import Header, KnownCluster
 from ecomp.model.json_object import WRITTEN_AT, WRITTEN_BY
-from ecomp.model.record import format_time
 from ecomp.model.stored import decode
+from ecomp.model.text import format_time
 from ecomp.store import messages
 from ecomp.store.connection import AnswerTooLong, Connection, read_pages
 from ecomp.store.messages import Delete, Exists, Put, Touch, Unchanged, encode_key

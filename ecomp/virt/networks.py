@@ -22,8 +22,7 @@ from ecomp.errors import BuildFailed, Conflict, EcompError, Problem, UsageError
 from ecomp.files import get_search_path, watch_files
 from ecomp.model import keys
 from ecomp.model.guest import METADATA_ADDRESS, Address, Attachment, ReservedAddress, list_macs, make_mac_conflict
-from ecomp.model.record import format_time
-from ecomp.model.text import join_some
+from ecomp.model.text import format_time, join_some
 from ecomp.virt import xml
 from ecomp.virt.connection import Connection, IgnoredErrors, describe_error, is_broken, libvirt, raise_build_failed
 from ecomp.virt.xml import Dhcp, Reservation

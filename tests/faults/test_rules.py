@@ -22,7 +22,8 @@ from ecomp.conf import EtcdConfig
 from ecomp.model import keys
 from ecomp.model.guest import DEFAULT_NETWORKS, Address, Guest, make_mac_address
 from ecomp.model.order import PowerAction, Request
-from ecomp.model.record import ACTIVE, BUILDING, STOPPED, Interface, Record
+from ecomp.model.record import Interface, Record
+from ecomp.model.states import ACTIVE, BUILDING, STOPPED
 from ecomp.model.stored import encode
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement

@@ -32,7 +32,8 @@ from ecomp.model.finding import Leftover
 from ecomp.model.guest import BaseImage, Guest, GuestSpec, Usage, make_mac_address
 from ecomp.model.order import Request
 from ecomp.model.quota import Quota
-from ecomp.model.record import ACTIVE, Record
+from ecomp.model.record import Record
+from ecomp.model.states import ACTIVE
 from ecomp.model.stored import encode
 from ecomp.model.usage import HOST
 from ecomp.placement.allocations import read_provider_allocations

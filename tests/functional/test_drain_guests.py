@@ -13,7 +13,7 @@ import pytest
 from ecomp.errors import Conflict, NotFound, StillGoing
 from ecomp.model import keys
 from ecomp.model.order import DRAIN, REBOOT, START, STOP, PowerAction
-from ecomp.model.record import ACTIVE, STOPPED
+from ecomp.model.states import ACTIVE, STOPPED
 from ecomp.scheduler.changes.change import change_power
 from ecomp.scheduler.changes.wait import Deadline
 from ecomp.scheduler.operations.decommission import change_guests, disable, wait_until_drained

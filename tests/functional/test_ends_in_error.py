@@ -29,7 +29,7 @@ from ecomp.model.guest import Attachment, Guest, GuestSpec, list_macs, make_mac_
 from ecomp.model.order import Request
 from ecomp.model.queue import Backlog, QueueEntry, update_backlog
 from ecomp.model.quota import Quota
-from ecomp.model.record import ACTIVE, BUILDING, DESTROYING
+from ecomp.model.states import ACTIVE, BUILDING, DESTROYING
 from ecomp.model.stored import decode, encode
 from ecomp.placement import allocations
 from ecomp.placement.allocations import Consumer

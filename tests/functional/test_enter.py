@@ -20,7 +20,8 @@ from ecomp.cli.terminal import make_timestamp
 from ecomp.model import keys
 from ecomp.model.host import StoredHostname
 from ecomp.model.order import NameOwner, Request
-from ecomp.model.record import ACTIVE, BUILDING, STAGES, STOPPED, Interface, Record
+from ecomp.model.record import Interface, Record
+from ecomp.model.states import ACTIVE, BUILDING, STAGES, STOPPED
 from ecomp.model.stored import encode
 from ecomp.model.user_data import GuestFailure
 from tests.functional.cloud import IMAGE, make_uuid

@@ -23,7 +23,8 @@ from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, StillGoing, Unreachable
 from ecomp.model import keys
 from ecomp.model.guest import Address, BaseImage, GuestSpec, make_mac_address
-from ecomp.model.record import ACTIVE, ERROR, GONE, STOPPED, UNSEEN_END_FAULT, from_json
+from ecomp.model.record import UNSEEN_END_FAULT, from_json
+from ecomp.model.states import ACTIVE, ERROR, GONE, STOPPED
 from ecomp.model.stored import encode
 from ecomp.scheduler.changes.change import destroy
 from ecomp.scheduler.changes.wait import Deadline, Wait, wait_for_stage

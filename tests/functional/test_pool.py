@@ -29,7 +29,8 @@ from ecomp.errors import BuildFailed, EcompError
 from ecomp.files import InstanceLocks
 from ecomp.model import keys
 from ecomp.model.order import Request, SetOrder
-from ecomp.model.record import ACTIVE, Progress
+from ecomp.model.record import Progress
+from ecomp.model.states import ACTIVE
 from ecomp.model.stored import encode
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.claim import MAX_INSTANCES_PER_CALL

@@ -15,7 +15,8 @@ from ecomp.model import keys
 from ecomp.model.flavor import Flavor
 from ecomp.model.group import MAX_MEMBERS, Group, Membership
 from ecomp.model.queue import QueueEntry, QueueTaker, WaitingEntry
-from ecomp.model.record import ERROR, Record, from_json
+from ecomp.model.record import Record, from_json
+from ecomp.model.states import ERROR
 from ecomp.model.stored import encode
 from ecomp.placement import allocations
 from ecomp.scheduler.changes.change import destroy

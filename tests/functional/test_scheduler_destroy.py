@@ -27,8 +27,10 @@ from ecomp.model.order import (
     PowerAction,
     Request,
 )
-from ecomp.model.record import ACTIVE, ERROR, GONE, STOPPED, Failure, Record, format_time, make_record
+from ecomp.model.record import Failure, Record, make_record
+from ecomp.model.states import ACTIVE, ERROR, GONE, STOPPED
 from ecomp.model.stored import encode
+from ecomp.model.text import format_time
 from ecomp.scheduler.changes.change import Acceptance, change_power, destroy
 from ecomp.scheduler.changes.wait import Deadline, Wait, wait_for_power
 from ecomp.scheduler.queries.find import find, find_living, resolve

@@ -19,8 +19,9 @@ from h2.exceptions import H2Error
 from ecomp.conf import EtcdConfig
 from ecomp.errors import UnknownOutcome
 from ecomp.model import keys
-from ecomp.model.record import GONE, make_record
+from ecomp.model.record import make_record
 from ecomp.model.stack import Stack
+from ecomp.model.states import GONE
 from ecomp.model.stored import decode, encode
 from ecomp.scheduler.placing.claim import DeliveryOutcome
 from ecomp.scheduler.placing.stack import write_stack

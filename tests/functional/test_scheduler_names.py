@@ -10,7 +10,8 @@ import pytest
 from ecomp.errors import Conflict, EcompError, NotFound, UsageError
 from ecomp.model import keys
 from ecomp.model.order import NameOwner, SetOrder
-from ecomp.model.record import ACTIVE, DESTROYING, ERROR, GONE, Failure, Record
+from ecomp.model.record import Failure, Record
+from ecomp.model.states import ACTIVE, DESTROYING, ERROR, GONE
 from ecomp.model.stored import decode, encode
 from ecomp.scheduler.changes.change import destroy
 from ecomp.scheduler.placing.claim import DeliveryOutcome

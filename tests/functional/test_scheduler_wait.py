@@ -17,7 +17,8 @@ import pytest
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable
 from ecomp.model import keys
-from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, WAIT_REASONS, Failure, Progress, Record
+from ecomp.model.record import WAIT_REASONS, Failure, Progress, Record
+from ecomp.model.states import ACTIVE, BUILDING, DESTROYING, ERROR, GONE
 from ecomp.model.stored import encode
 from ecomp.scheduler.changes.wait import Deadline, InstanceReader, Wait, wait_for_stage, wait_until_gone
 from ecomp.shared.places import KeyIndex

@@ -17,7 +17,8 @@ from ecomp.model import keys
 from ecomp.model.group import Group, Membership
 from ecomp.model.order import Request
 from ecomp.model.quota import Quota
-from ecomp.model.record import ACTIVE, GONE, Record
+from ecomp.model.record import Record
+from ecomp.model.states import ACTIVE, GONE
 from ecomp.model.stored import decode, encode
 from ecomp.model.user_data import SharedUserData
 from ecomp.scheduler.operations.sharing import delete_flavor, put_flavor, set_limits

@@ -22,8 +22,10 @@ from ecomp.errors import StillGoing
 from ecomp.model import keys
 from ecomp.model.host import StoredHostname
 from ecomp.model.order import Request
-from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, STAGES, Failure, Interface, Record, format_time
+from ecomp.model.record import Failure, Interface, Record
+from ecomp.model.states import ACTIVE, BUILDING, DESTROYING, ERROR, STAGES
 from ecomp.model.stored import encode
+from ecomp.model.text import format_time
 from ecomp.placement import providers
 from ecomp.scheduler.changes import wait as wait_module
 from ecomp.scheduler.changes.wait import Deadline, SilenceDetector, Wait, wait_for_stage

@@ -11,7 +11,8 @@ from ecomp.agent.host import metadata
 from ecomp.agent.host.metadata import is_metadata
 from ecomp.conf import EtcdConfig
 from ecomp.model import keys
-from ecomp.model.record import ACTIVE, BUILDING, ERROR, Record, from_json
+from ecomp.model.record import Record, from_json
+from ecomp.model.states import ACTIVE, BUILDING, ERROR
 from ecomp.model.stored import encode
 from ecomp.placement.client import Placement
 from ecomp.store.client import Put, Store

@@ -21,7 +21,8 @@ from ecomp.agent.host.state import KnownEtcd
 from ecomp.errors import EcompError, StrangeEtcd, UsageError
 from ecomp.model import cluster, keys
 from ecomp.model.cluster import KnownCluster
-from ecomp.model.record import ERROR, Failure, Record
+from ecomp.model.record import Failure, Record
+from ecomp.model.states import ERROR
 from ecomp.model.stored import encode
 from ecomp.shared.ends import write_final_record
 from ecomp.shared.presence import Presence

@@ -18,7 +18,8 @@ from ecomp.agent.planner import Planner, Work
 from ecomp.model import keys
 from ecomp.model.guest import DEFAULT_NETWORKS, Attachment
 from ecomp.model.order import Request
-from ecomp.model.record import ERROR, Failure, Record
+from ecomp.model.record import Failure, Record
+from ecomp.model.states import ERROR
 from ecomp.model.stored import encode
 from ecomp.store.client import Put
 from ecomp.virt.fake import FakeHypervisor

@@ -21,7 +21,7 @@ from ecomp import errors
 from ecomp.cli import waiting
 from ecomp.cli.command import Context
 from ecomp.errors import Unreachable
-from ecomp.model import cluster, flavor, group, keys, order, queue, quota, record, user_data
+from ecomp.model import cluster, flavor, group, keys, order, queue, quota, record, states, user_data
 from ecomp.model.audit import CHECKS, encode_report, parse_report
 from ecomp.model.facts import parse_facts
 from ecomp.model.finding import COMPUTE_WARNINGS, SCHEDULE_WARNINGS
@@ -325,7 +325,7 @@ def test_codes_states_and_stages() -> None:
     lines = [f'exit {code} {name}' for name, code in sorted(exits.items(), key=lambda each: (each[1], each[0]))]
     lines += [f'audit {code}{" --fix" if code_info.repair else ""}' for code, code_info in sorted(CHECKS.items())]
     lines += [f'warning {code}' for code in sorted({*SCHEDULE_WARNINGS, *COMPUTE_WARNINGS})]
-    lines += [f'state {state_name}' for state_name in sorted({record.QUEUED, *record.STATES})]
-    lines += [f'stage {stage}' for stage in record.STAGES]
-    lines += [f'kept {state} {seconds} s' for state, seconds in sorted(record.RETENTION_SECONDS.items())]
+    lines += [f'state {state_name}' for state_name in sorted({states.QUEUED, *states.STATES})]
+    lines += [f'stage {stage}' for stage in states.STAGES]
+    lines += [f'kept {state} {seconds} s' for state, seconds in sorted(states.RETENTION_SECONDS.items())]
     compare_with_file(HERE / 'codes.txt', '\n'.join(lines) + '\n')

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ecomp.errors import Conflict, EcompError, Unreachable
-from ecomp.model.record import ERROR, GONE
+from ecomp.model.states import ERROR, GONE
 from ecomp.scheduler.changes.change import remove_finished
 from ecomp.scheduler.queries.find import list_records
 from ecomp.shared.places import read_index

@@ -9,7 +9,7 @@ from contextlib import suppress
 from ecomp.errors import Conflict, EcompError, NoCapacity, NotFound, Unreachable
 from ecomp.model import keys
 from ecomp.model.order import SetOrder
-from ecomp.model.record import ERROR, GONE
+from ecomp.model.states import ERROR, GONE
 from ecomp.scheduler.changes.change import destroy
 from tests.model.cloud import Cloud
 from tests.model.compute import Compute

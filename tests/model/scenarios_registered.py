@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from ecomp.agent.host.provider import PlacementInventory, Registration
 from ecomp.errors import EcompError
 from ecomp.model import keys, status
-from ecomp.model.record import GONE, RETENTION_SECONDS, Record
+from ecomp.model.record import Record
+from ecomp.model.states import GONE, RETENTION_SECONDS
 from ecomp.model.stored import encode
 from ecomp.scheduler.operations.decommission import disable, enable
 from ecomp.store.client import Delete, Put

@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 from ecomp.model import keys
 from ecomp.model.order import parse_request
-from ecomp.model.record import ACTIVE, GONE, from_json
+from ecomp.model.record import from_json
+from ecomp.model.states import ACTIVE, GONE
 from tests.model.acting import Actor, Bounds
 from tests.model.applying import OTHER_IMAGE, add_apply, make_file, run_apply
 from tests.model.cloud import AFFINITY, A, B, Cloud, S, U, V

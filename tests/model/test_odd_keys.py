@@ -15,7 +15,8 @@ from ecomp.model.host import StoredHostname
 from ecomp.model.json_object import dump, load_object
 from ecomp.model.order import STOP, PowerAction, Request
 from ecomp.model.queue import QueueTaker
-from ecomp.model.record import ACTIVE, ERROR, GONE, UNSEEN_END_FAULT, Failure, Record, from_json
+from ecomp.model.record import UNSEEN_END_FAULT, Failure, Record, from_json
+from ecomp.model.states import ACTIVE, ERROR, GONE
 from ecomp.model.stored import decode, encode
 from ecomp.placement.client import Placement
 from ecomp.scheduler.changes.change import change_power, destroy

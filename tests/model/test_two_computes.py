@@ -16,7 +16,8 @@ from ecomp.model.host import EntriesByCompute
 from ecomp.model.json_object import dump
 from ecomp.model.order import Request, SetOrder
 from ecomp.model.quota import Quota
-from ecomp.model.record import ACTIVE, ERROR, Record
+from ecomp.model.record import Record
+from ecomp.model.states import ACTIVE, ERROR
 from ecomp.model.stored import decode, encode
 from ecomp.placement.allocations import read_provider_allocations
 from ecomp.scheduler.operations.audit import CHANGED_SINCE, audit, repair_findings

@@ -13,7 +13,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from docs.shapes import REFUSED, SHAPES
-from ecomp.model.record import STAGES
+from ecomp.model.states import STAGES
 from tests.kit.commands import Control, Ecompute, Result
 from tests.kit.hands import Eschedule, read_revision
 from tests.kit.invariants import check_invariants

@@ -14,7 +14,8 @@ from dataclasses import replace
 
 import pytest
 
-from ecomp.model.record import ERROR, GONE, Failure, Record, from_json
+from ecomp.model.record import Failure, Record, from_json
+from ecomp.model.states import ERROR, GONE
 from ecomp.model.stored import encode
 from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import ArmedEcompute, check_settled, read_guests, wait_killed_at

@@ -22,7 +22,7 @@ from ecomp.cli.sharing import (
     make_usage_listing,
 )
 from ecomp.errors import EcompError
-from ecomp.model import cluster, flavor, keys, quota, stack
+from ecomp.model import cluster, flavor, keys, quota, stack, states
 from ecomp.model import order as requesting
 from ecomp.model import queue as queues
 from ecomp.model import record as records
@@ -73,7 +73,7 @@ def render_record(record: Record) -> None:
     for look in ALL_LOOKS:
         assert_printable(draw_timeline(record, look))
     assert_printable(*make_documents(timeline_to_dict(record)))
-    assert explain_no_address(replace(record, state=records.BUILDING))
+    assert explain_no_address(replace(record, state=states.BUILDING))
 
 
 class RefusedError(Exception):

@@ -19,7 +19,8 @@ from ecomp.model.choose import PlacementReason
 from ecomp.model.group import Group, Membership
 from ecomp.model.host import Computes
 from ecomp.model.json_object import dump
-from ecomp.model.record import ACTIVE, ERROR, Failure, Interface, Record
+from ecomp.model.record import Failure, Interface, Record
+from ecomp.model.states import ACTIVE, ERROR
 from ecomp.schedule import make_terminal
 from tests.kit.forms import ALL_LOOKS
 

@@ -18,8 +18,9 @@ from ecomp.model.audit import MAX_REPORT_BYTES, parse_report
 from ecomp.model.choose import PlacementReason
 from ecomp.model.json_object import MAX_DEPTH, MAX_VALUE_BYTES, dump, load_object
 from ecomp.model.order import MAX_REQUEST_BYTES, InvalidRequest, Request, parse_request
-from ecomp.model.record import ACTIVE, Record, make_record
+from ecomp.model.record import Record, make_record
 from ecomp.model.record import from_json as record_from_json
+from ecomp.model.states import ACTIVE
 from ecomp.model.stored import decode, encode
 from ecomp.model.user_data import parse_shared_user_data
 from ecomp.schedule import make_terminal

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ecomp.model import keys, record
+from ecomp.model import keys, record, states
 from ecomp.model.audit import find_all
 from ecomp.model.finding import Finding
 from ecomp.model.flavor import Flavor
@@ -63,7 +63,7 @@ class WorldBuilder:
         name: str | None = None,
     ) -> None:
         interface = Interface('default', make_mac_address(instance, 0), address, 'lease' if address else None, address)
-        error = Failure('image', 'it is no image', 'all') if state == record.ERROR else None
+        error = Failure('image', 'it is no image', 'all') if state == states.ERROR else None
         instance_record = Record(
             instance, compute, state, image=IMAGE, resources=SIZE, addresses=(interface,), error=error, name=name
         )
@@ -137,7 +137,7 @@ class WorldBuilder:
         reservations = {**before.reservations, make_mac_address(instance, 0): ReservedAddress(instance, address)}
         self.facts[compute] = replace(before, reservations=reservations)
 
-    def add_instance(self, compute: str, instance: str, state: str = record.ACTIVE, name: str | None = None) -> None:
+    def add_instance(self, compute: str, instance: str, state: str = states.ACTIVE, name: str | None = None) -> None:
         self.put_request(compute, instance, name=name)
         self.put_record(instance, state, compute, address='10.0.0.1', name=name)
         if name:
@@ -145,7 +145,7 @@ class WorldBuilder:
         self.put(keys.address(instance), '10.0.0.1')
         self.allocations[compute][instance] = dict(SIZE)
         if compute in self.facts:
-            self.add_guest(compute, instance, running=state == record.ACTIVE)
+            self.add_guest(compute, instance, running=state == states.ACTIVE)
             self.add_metadata(compute, instance)
             self.add_iso(compute, instance)
             self.add_reservation(compute, instance, '10.0.0.1')
@@ -195,10 +195,10 @@ def world() -> WorldBuilder:
             builder.put_presence(compute)
             builder.facts[compute] = HostFacts()
     builder.add_instance(ONE, ACTIVE, name='web1')
-    builder.add_instance(ONE, OFF, record.STOPPED)
+    builder.add_instance(ONE, OFF, states.STOPPED)
     builder.add_instance(AWAY_COMPUTE, ELSEWHERE)
     builder.inventories[AWAY_COMPUTE]['VCPU']['reserved'] = TOTALS['VCPU']
-    builder.put_record(GONE, record.GONE, lease=LEASE)
-    builder.put_record(FAILED, record.ERROR, lease=LEASE, name='failed')
+    builder.put_record(GONE, states.GONE, lease=LEASE)
+    builder.put_record(FAILED, states.ERROR, lease=LEASE, name='failed')
     builder.put_name('failed', FAILED, LEASE)
     return builder

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from ecomp.model import keys, record
+from ecomp.model import keys, record, states
 from ecomp.model.audit import CHECKS, confirm_findings, find_all
 from ecomp.model.finding import Finding
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY
@@ -55,7 +55,7 @@ def test_consistent_cluster_has_no_finding(world: WorldBuilder) -> None:
 
 
 def empty_address(world: WorldBuilder) -> None:
-    world.put_record(ACTIVE, record.ACTIVE, name='web1')
+    world.put_record(ACTIVE, states.ACTIVE, name='web1')
     world.put(keys.address(ACTIVE), '')
 
 
@@ -120,17 +120,17 @@ DEFECTS: list[tuple[str, str, Callable[[WorldBuilder], object]]] = [
         UNKNOWN,
         lambda w: (w.put_queued(UNKNOWN), w.put(keys.taker(keys.queue('small', UNKNOWN)), '{}')),
     ),
-    ('record-doubled', ACTIVE, lambda w: w.put_record(ACTIVE, record.STOPPED, TWO)),
-    ('record-doubled', GONE, lambda w: w.put_record(GONE, record.ACTIVE, TWO)),
+    ('record-doubled', ACTIVE, lambda w: w.put_record(ACTIVE, states.STOPPED, TWO)),
+    ('record-doubled', GONE, lambda w: w.put_record(GONE, states.ACTIVE, TWO)),
     ('record-missing', ACTIVE, lambda w: w.etcd.pop(keys.record(ONE, ACTIVE))),
     ('malformed', ACTIVE, lambda w: w.put(keys.record(ONE, ACTIVE), '{"version": 99}')),
     ('malformed', 'no-uuid', lambda w: w.put(keys.record(ONE, 'no-uuid'), '{}')),
-    ('unleased', GONE, lambda w: w.put_record(GONE, record.GONE)),
-    ('unleased', FAILED, lambda w: w.put_record(FAILED, record.ERROR, name='failed')),
+    ('unleased', GONE, lambda w: w.put_record(GONE, states.GONE)),
+    ('unleased', FAILED, lambda w: w.put_record(FAILED, states.ERROR, name='failed')),
     (
         'record-leased',
         ACTIVE,
-        lambda w: w.put_record(ACTIVE, record.ACTIVE, lease=LEASE, address='10.0.0.1', name='web1'),
+        lambda w: w.put_record(ACTIVE, states.ACTIVE, lease=LEASE, address='10.0.0.1', name='web1'),
     ),
     ('booted-orphaned', UNKNOWN, lambda w: w.put(keys.address(UNKNOWN), '10.0.0.1')),
     ('booted-orphaned', GONE, lambda w: w.put(keys.address(GONE), '10.0.0.1')),
@@ -177,7 +177,7 @@ DEFECTS: list[tuple[str, str, Callable[[WorldBuilder], object]]] = [
         'shop',
         lambda w: (
             w.put_stack(STACK.with_delivered({FIRST: ONE})),
-            w.put_record(FIRST.instance, record.GONE, lease=LEASE),
+            w.put_record(FIRST.instance, states.GONE, lease=LEASE),
         ),
     ),
     ('stack-mismatch', 'shop', lambda w: w.put_stacked_request(TWO, FIRST)),
@@ -295,7 +295,7 @@ def test_manual_fix_names_the_keys_to_delete(world: WorldBuilder) -> None:
     world.put_request(TWO, ACTIVE)
     candidates = f'{keys.request(ONE, ACTIVE)} or {keys.request(TWO, ACTIVE)}'
     assert list_fixes(ACTIVE) == [f'delete the wrong key with `etcdctl del`: {candidates}']
-    world.put_record(OFF, record.ACTIVE, TWO)
+    world.put_record(OFF, states.ACTIVE, TWO)
     assert list_fixes(OFF) == [
         f'delete the wrong key with `etcdctl del`: {keys.record(ONE, OFF)} or {keys.record(TWO, OFF)}'
     ]
@@ -330,8 +330,8 @@ def test_destroyed_and_failed_instances_of_a_stack_have_no_finding(world: WorldB
     failed, ended = STACK.make_place('db/1'), STACK.make_place('db/2')
     world.put_stack(STACK.with_delivered({FIRST: ONE, failed: ONE, ended: ONE}).with_ended(['db/2']))
     world.put_request(ONE, FIRST.instance, tombstone=True)
-    world.put_record(FIRST.instance, record.DESTROYING)
-    world.put_record(failed.instance, record.ERROR, lease=LEASE)
+    world.put_record(FIRST.instance, states.DESTROYING)
+    world.put_record(failed.instance, states.ERROR, lease=LEASE)
     assert world.audit() == []
 
 
@@ -419,11 +419,11 @@ def test_new_hints_do_not_change_the_keys_involved(world: WorldBuilder) -> None:
 # No finding: work in progress, what a state explains, and what does not belong to ecomp.
 
 
-@pytest.mark.parametrize('state', [record.SCHEDULED, record.BUILDING, record.DESTROYING])
+@pytest.mark.parametrize('state', [states.SCHEDULED, states.BUILDING, states.DESTROYING])
 @pytest.mark.parametrize('holds', [True, False])
 @pytest.mark.parametrize('guest', ['none', 'disk', 'defined', 'running'])
 def test_unfinished_state_explains_its_leftovers(world: WorldBuilder, state: str, holds: bool, guest: str) -> None:
-    world.put_request(TWO, UNKNOWN, tombstone=state == record.DESTROYING)
+    world.put_request(TWO, UNKNOWN, tombstone=state == states.DESTROYING)
     world.put_record(UNKNOWN, state, TWO)
     if holds:
         world.allocations[TWO][UNKNOWN] = SIZE
@@ -463,7 +463,7 @@ def test_evacuated_instance_with_its_tombstone_has_no_finding(world: WorldBuilde
     world.put(keys.quota('p'), encode(Quota('p', {'VCPU': 9}, {**SIZE, 'instances': 1})))
     # Its request is gone, and its record says so.
     del world.etcd[keys.request(AWAY_COMPUTE, ELSEWHERE)]
-    world.put_record(ELSEWHERE, record.GONE, AWAY_COMPUTE, lease=LEASE)
+    world.put_record(ELSEWHERE, states.GONE, AWAY_COMPUTE, lease=LEASE)
     del world.allocations[AWAY_COMPUTE][ELSEWHERE], world.etcd[keys.address(ELSEWHERE)]
     assert world.audit() == []
 
@@ -526,7 +526,7 @@ def test_name_of_failed_instance_may_be_reused(world: WorldBuilder) -> None:
 
 
 @pytest.mark.parametrize('recorded_power', [None, f'{GONE}:asked', f'{GONE}:off'])
-@pytest.mark.parametrize('state', [record.ACTIVE, record.STOPPED])
+@pytest.mark.parametrize('state', [states.ACTIVE, states.STOPPED])
 @pytest.mark.parametrize('running', [True, False])
 def test_unfinished_power_action_has_no_finding(
     world: WorldBuilder, recorded_power: str | None, state: str, running: bool
@@ -541,7 +541,7 @@ def test_unfinished_power_action_has_no_finding(
     assert world.audit() == []
     # After the switch is complete, the record must match the guest.
     world.put(keys.record(ONE, ACTIVE), json.dumps(instance_record | {'power': GONE}))
-    differs = {(record.ACTIVE, False): ['domain-off'], (record.STOPPED, True): ['domain-running']}
+    differs = {(states.ACTIVE, False): ['domain-off'], (states.STOPPED, True): ['domain-running']}
     assert world.audit_codes() == differs.get((state, running), [])
 
 
@@ -567,20 +567,20 @@ def test_queued_request_has_no_finding(world: WorldBuilder) -> None:
     world.put(keys.taker(keys.queue('small', UNKNOWN)), '{}', LEASE)
     assert world.audit() == []
     # A request destroyed while queued has a record without a compute.
-    world.put_record(FAILED, record.GONE, compute='', lease=LEASE)
+    world.put_record(FAILED, states.GONE, compute='', lease=LEASE)
     del world.etcd[keys.name('failed')]
     assert world.audit() == []
     assert World(world.build_planes()).absent_computes == {AWAY_COMPUTE: 'closed'}
 
 
 def test_away_lists_closed_and_silent_but_no_forgotten_computes(world: WorldBuilder) -> None:
-    world.put_record(GONE, record.GONE, compute=UNKNOWN, lease=LEASE)
-    world.put_record(FAILED, record.ERROR, compute=UNKNOWN, lease=LEASE, name='failed')
+    world.put_record(GONE, states.GONE, compute=UNKNOWN, lease=LEASE)
+    world.put_record(FAILED, states.ERROR, compute=UNKNOWN, lease=LEASE, name='failed')
     assert World(world.build_planes()).absent_computes == {AWAY_COMPUTE: 'closed'}
     world.inventories[AWAY_COMPUTE]['VCPU']['reserved'] = 0
     assert World(world.build_planes()).absent_computes == {AWAY_COMPUTE: 'silent'}
     world.inventories[AWAY_COMPUTE]['VCPU']['reserved'] = TOTALS['VCPU']
-    world.put_record(UNKNOWN, record.STOPPED, compute=UNKNOWN)
+    world.put_record(UNKNOWN, states.STOPPED, compute=UNKNOWN)
     assert World(world.build_planes()).absent_computes == {AWAY_COMPUTE: 'closed', UNKNOWN: 'silent'}
 
 
@@ -589,7 +589,7 @@ def test_hostname_is_orphaned_only_without_provider_and_requests(world: WorldBui
         world.put(keys.hostname(compute), '{"version": 1, "hostname": "hv1"}')
     assert world.audit() == []
     world.put(keys.hostname(UNKNOWN), 'rubbish')
-    world.put_record(GONE, record.GONE, compute=UNKNOWN, lease=LEASE)
+    world.put_record(GONE, states.GONE, compute=UNKNOWN, lease=LEASE)
     assert world.audit_codes() == ['hostname-orphaned']
     world.put_request(UNKNOWN, ACTIVE)
     assert 'hostname-orphaned' not in world.audit_codes()

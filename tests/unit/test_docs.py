@@ -11,7 +11,7 @@ import pytest
 
 from docs import dashboard, generate, parts, writing
 from ecomp.model.host import CLOSED, DISABLED, ORPHANED, SILENT, UP
-from ecomp.model.record import ACTIVE, ERROR, GONE, SHOWN_STATES
+from ecomp.model.states import ACTIVE, ERROR, GONE, SHOWN_STATES
 from ecomp.virt.xml import RESERVED_ONLY_OPTION
 from tests.kit.servers import TOP
 from tests.kit.tree import copy_tree

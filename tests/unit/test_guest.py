@@ -15,7 +15,8 @@ from mdserver import metadata
 
 from docs.shapes import RECORD
 from ecomp.model.guest import make_mac_address, make_network_config
-from ecomp.model.record import ACTIVE, Record
+from ecomp.model.record import Record
+from ecomp.model.states import ACTIVE
 from ecomp.model.stored import encode
 from ecomp.model.user_data import (
     MAX_HOST_KEYS,

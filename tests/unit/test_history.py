@@ -20,7 +20,8 @@ from ecomp.model.events import KINDS, MAX_TEXT_CHARACTERS, Change, event_to_dict
 from ecomp.model.flavor import parse_flavor
 from ecomp.model.order import NameOwner, PowerAction, Request
 from ecomp.model.queue import QueueEntry, QueueTaker
-from ecomp.model.record import ACTIVE, BUILDING, ERROR, GONE, SCHEDULED, STAGES, Failure, Interface, Progress, Record
+from ecomp.model.record import Failure, Interface, Progress, Record
+from ecomp.model.states import ACTIVE, BUILDING, ERROR, GONE, SCHEDULED, STAGES
 from ecomp.model.status import DISABLED_BY_OPERATOR
 from ecomp.model.stored import encode
 from ecomp.model.user_data import GuestFailure

@@ -33,7 +33,8 @@ from ecomp.model.host import (
 )
 from ecomp.model.image import hash_image
 from ecomp.model.order import Request
-from ecomp.model.record import ACTIVE, GONE, Failure, Record
+from ecomp.model.record import Failure, Record
+from ecomp.model.states import ACTIVE, GONE
 from ecomp.model.status import DISABLED, DISABLED_BY_OPERATOR
 from ecomp.model.stored import decode_lenient, encode
 from ecomp.model.world import Inhabitants, Planes, ProviderState, World, list_hosts

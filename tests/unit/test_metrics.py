@@ -33,7 +33,8 @@ from ecomp.model.audit import HostReport
 from ecomp.model.finding import Finding
 from ecomp.model.guest import BaseImage, GuestSpec, Usage
 from ecomp.model.host import Computes
-from ecomp.model.record import ACTIVE, BUILDING, STOPPED, Record
+from ecomp.model.record import Record
+from ecomp.model.states import ACTIVE, BUILDING, STOPPED
 from ecomp.model.usage import HOST, Measurement, compute_use, parse_answer
 from ecomp.scheduler.operations.usage import Use
 from ecomp.virt import domains

@@ -54,7 +54,8 @@ from ecomp.model.order import (
     PowerAction,
     Request,
 )
-from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, SCHEDULED, STOPPED, Interface, Record
+from ecomp.model.record import Interface, Record
+from ecomp.model.states import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, SCHEDULED, STOPPED
 from ecomp.model.user_data import GuestFailure
 
 # The whole decision table: every state of the record, with every guest, for every parsed.

@@ -36,7 +36,7 @@ from ecomp.model.queue import (
     parse_queue_entry,
     update_backlog,
 )
-from ecomp.model.record import QUEUED
+from ecomp.model.states import QUEUED
 from ecomp.model.status import DISABLED
 from ecomp.model.stored import encode
 from ecomp.store.client import Entry

@@ -33,23 +33,18 @@ from ecomp.model.order import (
     parse_request,
 )
 from ecomp.model.record import (
-    ACTIVE,
-    BUILDING,
-    GONE,
-    SCHEDULED,
-    STOPPED,
     Failure,
     Interface,
     Progress,
     Record,
-    format_time,
     from_json,
     is_stopped_by_drain,
     make_record,
     plan_drain,
 )
+from ecomp.model.states import ACTIVE, BUILDING, GONE, SCHEDULED, STOPPED
 from ecomp.model.stored import encode
-from ecomp.model.text import check_name, is_label, parse_uuid_prefix
+from ecomp.model.text import check_name, format_time, is_label, parse_uuid_prefix
 from ecomp.model.user_data import MAX_SSH_KEYS_BYTES, MAX_USER_DATA_BYTES, GuestFailure
 from ecomp.scheduler.changes.wait import is_before_boot, is_pending
 from tests.kit.hostile import COMPUTE, HOSTILE, IMAGE, INSTANCE, OTHER_UUID, RESOURCES, make_request

@@ -63,11 +63,6 @@ from ecomp.model.order import (
     make_create_words,
 )
 from ecomp.model.record import (
-    ACTIVE,
-    BUILDING,
-    ERROR,
-    STAGES,
-    STOPPED,
     WAIT_REASONS,
     Failure,
     Interface,
@@ -78,6 +73,7 @@ from ecomp.model.record import (
     from_json,
 )
 from ecomp.model.stack import Place
+from ecomp.model.states import ACTIVE, BUILDING, ERROR, STAGES, STOPPED
 from ecomp.model.stored import encode
 from ecomp.model.text import join_some, make_printable, replace_uuids
 from ecomp.model.user_data import GuestFailure

@@ -21,7 +21,9 @@ from ecomp.errors import Conflict, UsageError
 from ecomp.files import write_durably
 from ecomp.model import keys
 from ecomp.model.order import InvalidRequest, PowerAction, Request
-from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, STOPPED, Failure, format_time, make_record
+from ecomp.model.record import Failure, make_record
+from ecomp.model.states import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, STOPPED
+from ecomp.model.text import format_time
 from ecomp.virt.libvirt_host import ENTER, QemuUser, has_access
 
 # Identity: one ecompute at a time, and one uuid forever.

@@ -30,13 +30,14 @@ from pathlib import Path
 from ecomp.agent.jobs import Loop
 from ecomp.errors import Conflict, StrangeEtcd, UsageError
 from ecomp.files import BOOT_ID, read_boot_id, wait_for_lock, write_durably
-from ecomp.model import keys
+from ecomp.model import keys, states
 from ecomp.model import order as requests
 from ecomp.model import record as records
 from ecomp.model.cluster import ClusterIdentity, KnownCluster
 from ecomp.model.json_object import dump, load_object
 from ecomp.model.order import InvalidRequest, Request
-from ecomp.model.record import BUILDING, Failure, Record
+from ecomp.model.record import Failure, Record
+from ecomp.model.states import BUILDING
 from ecomp.model.stored import decode, encode
 from ecomp.store.client import Guard, Store
 
@@ -198,7 +199,7 @@ class Memory:
             self._unsaved.discard(instance)
 
     def _sweep(self) -> None:
-        limit = datetime.fromisoformat(self._now()) - timedelta(seconds=records.RETENTION_SECONDS[records.GONE])
+        limit = datetime.fromisoformat(self._now()) - timedelta(seconds=states.RETENTION_SECONDS[states.GONE])
         with self._changed:
             oldest = list(itertools.islice(self._end_times.items(), MAX_SWEPT_PER_END))
         # Oldest first: usually the first one ends the loop.

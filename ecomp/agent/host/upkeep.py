@@ -31,7 +31,8 @@ from ecomp.model.finding import Finding, Leftover, Repair
 from ecomp.model.guest import Guest, ReservedAddress
 from ecomp.model.json_object import dump, load_object_or_empty
 from ecomp.model.order import Request
-from ecomp.model.record import ACTIVE, ERROR, GONE, STOPPED, parse_or_none
+from ecomp.model.record import parse_or_none
+from ecomp.model.states import ACTIVE, ERROR, GONE, STOPPED
 from ecomp.model.usage import HOST
 from ecomp.model.world import HostFacts, Planes, ProviderState, World, index_revisions
 from ecomp.placement import providers

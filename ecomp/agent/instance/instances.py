@@ -59,21 +59,8 @@ from ecomp.model.order import (
     get_holdings,
     parse_request,
 )
-from ecomp.model.record import (
-    ACTIVE,
-    BUILDING,
-    DESTROYING,
-    ERROR,
-    GONE,
-    STOPPED,
-    UNSEEN_END_FAULT,
-    Failure,
-    Interface,
-    Progress,
-    Record,
-    make_record,
-    make_refused_record,
-)
+from ecomp.model.record import UNSEEN_END_FAULT, Failure, Interface, Progress, Record, make_record, make_refused_record
+from ecomp.model.states import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, STOPPED
 from ecomp.model.text import make_printable
 from ecomp.model.user_data import parse_shared_user_data
 from ecomp.placement import allocations

@@ -21,7 +21,8 @@ from ecomp.model.order import (
     Request,
     parse_phase,
 )
-from ecomp.model.record import ACTIVE, ERROR, GONE, STOPPED, Record
+from ecomp.model.record import Record
+from ecomp.model.states import ACTIVE, ERROR, GONE, STOPPED
 
 ParsedRequest = Request | InvalidRequest
 

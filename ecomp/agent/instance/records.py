@@ -15,12 +15,13 @@ from ecomp.agent.host.state import Memory, MemoryEntry
 from ecomp.errors import EcompError, GenerationConflict, NoSpace, UnknownOutcome, Unreachable, Unreadable
 from ecomp.failpoints import failpoint
 from ecomp.metrics import TALLY
-from ecomp.model import keys
+from ecomp.model import keys, states
 from ecomp.model import record as records
 from ecomp.model.allocation import describe_difference, find_compute
 from ecomp.model.order import InvalidRequest, Request, get_holdings, parse_request
 from ecomp.model.queue import QueueEntry, parse_queue_entry
-from ecomp.model.record import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, STOPPED, Record, from_json
+from ecomp.model.record import Record, from_json
+from ecomp.model.states import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, STOPPED
 from ecomp.model.stored import encode, is_newer
 from ecomp.placement import allocations
 from ecomp.placement.client import Placement
@@ -240,7 +241,7 @@ class Records:
 
 def observe_stages(previous: Record | None, record: Record) -> None:
     """Count the times from stage to stage, for the stages that `previous` does not have."""
-    times = [(stage, record.stages[stage]) for stage in records.STAGES if stage in record.stages]
+    times = [(stage, record.stages[stage]) for stage in states.STAGES if stage in record.stages]
     for (_, begin), (stage, end) in pairwise(times):
         if previous is not None and stage not in previous.stages:
             with suppress(ValueError, TypeError):  # an eschedule wrote the first times, or another program

@@ -25,8 +25,10 @@ from ecomp.model.order import (
     parse_action_id,
     parse_request,
 )
-from ecomp.model.record import ACTIVE, ERROR, GONE, RETENTION_SECONDS, STOPPED, Record, format_time
+from ecomp.model.record import Record
+from ecomp.model.states import ACTIVE, ERROR, GONE, RETENTION_SECONDS, STOPPED
 from ecomp.model.stored import encode, is_newer, to_dict
+from ecomp.model.text import format_time
 from ecomp.scheduler.queries.find import (
     InstanceEntries,
     find,

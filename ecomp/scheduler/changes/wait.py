@@ -15,18 +15,8 @@ from ecomp.model import boots, keys
 from ecomp.model.host import ConsumerLookup
 from ecomp.model.listing import is_on_host
 from ecomp.model.order import SHUT_OFF, SHUTDOWN_REQUESTED, STOP, PowerAction, parse_action_id, parse_phase
-from ecomp.model.record import (
-    ACTIVE,
-    DESTROYING,
-    ERROR,
-    GONE,
-    QUEUE_WAIT_REASON,
-    STOPPED,
-    Record,
-    describe_cloud_init_failure,
-    describe_failure,
-    describe_wait,
-)
+from ecomp.model.record import QUEUE_WAIT_REASON, Record, describe_cloud_init_failure, describe_failure, describe_wait
+from ecomp.model.states import ACTIVE, DESTROYING, ERROR, GONE, STOPPED
 from ecomp.model.text import make_printable
 from ecomp.scheduler.queries.computes import find_claims_on_silent, read_computes
 from ecomp.scheduler.queries.find import find_keys, read_record

@@ -26,8 +26,9 @@ from ecomp.model.group import Group
 from ecomp.model.json_object import dump, load_object_or_empty
 from ecomp.model.order import Request
 from ecomp.model.quota import INSTANCES, Quota
-from ecomp.model.record import GONE, RETENTION_SECONDS, UNSEEN_END_FAULT, make_record
+from ecomp.model.record import UNSEEN_END_FAULT, make_record
 from ecomp.model.stack import Stack
+from ecomp.model.states import GONE, RETENTION_SECONDS
 from ecomp.model.stored import encode
 from ecomp.model.text import make_printable
 from ecomp.model.world import AUDITED_PREFIXES, Planes, ProviderState, World, index_revisions

@@ -11,7 +11,8 @@ from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable
 from ecomp.failpoints import failpoint
 from ecomp.model import keys, status
 from ecomp.model.order import DRAIN, STOP, PowerAction, Request
-from ecomp.model.record import SCHEDULED, is_stopped_by_drain, plan_drain
+from ecomp.model.record import is_stopped_by_drain, plan_drain
+from ecomp.model.states import SCHEDULED
 from ecomp.model.text import replace_uuids
 from ecomp.placement import allocations, providers
 from ecomp.placement.client import Placement

@@ -10,7 +10,7 @@ from ecomp.model import keys
 from ecomp.model.audit import CHECKS
 from ecomp.model.finding import Finding
 from ecomp.model.host import LIVE_STATES, MAX_QUOTED_INSTANCES, is_ours
-from ecomp.model.record import DESTROYING
+from ecomp.model.states import DESTROYING
 from ecomp.model.text import join_some
 from ecomp.model.world import Planes, ProviderState, World
 from ecomp.placement import providers

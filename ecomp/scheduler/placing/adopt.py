@@ -19,7 +19,8 @@ from ecomp.model.allocation import Inventory, Resources, find_compute, sum_resou
 from ecomp.model.choose import Candidate
 from ecomp.model.foreign import ForeignGuest, HostForeign, parse_foreign
 from ecomp.model.order import Request, parse_request
-from ecomp.model.record import ERROR, GONE, parse_or_none
+from ecomp.model.record import parse_or_none
+from ecomp.model.states import ERROR, GONE
 from ecomp.model.text import join_some
 from ecomp.placement import providers
 from ecomp.placement.allocations import Requester, read_consumers

@@ -26,7 +26,7 @@ from ecomp.model.order import (
     make_member_uuid,
     make_request,
 )
-from ecomp.model.record import ERROR, GONE
+from ecomp.model.states import ERROR, GONE
 from ecomp.placement.allocations import Requester
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.claim import DeliveryOutcome, Terms, read_terms

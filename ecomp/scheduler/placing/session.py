@@ -37,7 +37,7 @@ from ecomp.model.group import Group, Membership
 from ecomp.model.json_object import load_object_or_empty
 from ecomp.model.order import Request
 from ecomp.model.query import Amount, UnsupportedQueryError, exclude_disabled, parse_query
-from ecomp.model.record import ERROR
+from ecomp.model.states import ERROR
 from ecomp.model.user_data import SharedUserData
 from ecomp.placement import allocations, providers
 from ecomp.placement.allocations import Requester

@@ -23,8 +23,8 @@ from ecomp.model.choose import Candidate, Offer
 from ecomp.model.group import Group, Membership
 from ecomp.model.order import Order, Request, make_request
 from ecomp.model.quota import describe_excesses, make_charge
-from ecomp.model.record import ERROR
 from ecomp.model.stack import Place, Stack
+from ecomp.model.states import ERROR
 from ecomp.model.stored import encode
 from ecomp.model.user_data import SharedUserData
 from ecomp.placement.allocations import Requester, read_candidates

@@ -23,7 +23,8 @@ from ecomp.model.host import (
 from ecomp.model.listing import NO_ABSENCES, Absences, is_on_host
 from ecomp.model.order import NameOwner, Request, parse_request
 from ecomp.model.reach import is_host_name, parse_console_path
-from ecomp.model.record import ACTIVE, BUILDING, ERROR, QUEUED, SCHEDULED, STOPPED, Interface, Record, describe_wait
+from ecomp.model.record import Interface, Record, describe_wait
+from ecomp.model.states import ACTIVE, BUILDING, ERROR, QUEUED, SCHEDULED, STOPPED
 from ecomp.model.stored import decode, decode_lenient
 from ecomp.model.text import format_suggestion, is_name, join_some, make_printable, parse_uuid_prefix
 from ecomp.model.trouble import Trouble, parse_trouble

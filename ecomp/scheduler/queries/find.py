@@ -12,7 +12,8 @@ from ecomp.model import keys
 from ecomp.model.choose import Offer
 from ecomp.model.host import EntriesByCompute, group_by_instance
 from ecomp.model.order import InvalidRequest, NameOwner, Order, Request, parse_request
-from ecomp.model.record import ERROR, GONE, Record, extract_recorded_fields, from_json, make_record, make_refused_record
+from ecomp.model.record import Record, extract_recorded_fields, from_json, make_record, make_refused_record
+from ecomp.model.states import ERROR, GONE
 from ecomp.model.stored import encode
 from ecomp.model.text import MIN_PREFIX_DIGITS, is_name, join_some, make_printable, parse_uuid_prefix
 from ecomp.shared.names import Change, parse_name_holder

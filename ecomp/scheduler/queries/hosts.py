@@ -15,7 +15,7 @@ from ecomp.model.allocation import GIB, MIB
 from ecomp.model.facts import Facts, parse_facts, sum_held
 from ecomp.model.host import CLOSED, ORPHANED, SILENT, Host, ProviderSummary
 from ecomp.model.listing import Absences
-from ecomp.model.record import QUEUED, SCHEDULED
+from ecomp.model.states import QUEUED, SCHEDULED
 from ecomp.model.text import make_printable
 from ecomp.model.world import Planes, World, list_hosts
 from ecomp.scheduler.queries.computes import read_last_seen

@@ -14,8 +14,8 @@ from ecomp.model.allocation import find_compute
 from ecomp.model.apply import Existing
 from ecomp.model.host import Computes, describe_silent_fix, list_unproven
 from ecomp.model.order import Request, parse_request
-from ecomp.model.record import ERROR, GONE
 from ecomp.model.stack import MAX_FLOOR, Place, Stack, restore_stack
+from ecomp.model.states import ERROR, GONE
 from ecomp.model.stored import decode, decode_at, encode
 from ecomp.placement import providers
 from ecomp.placement.allocations import read_consumers, read_provider_allocations
