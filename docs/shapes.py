@@ -16,7 +16,7 @@ from ecomp.model.events import KINDS
 from ecomp.model.finding import ERROR, WARNING
 from ecomp.model.group import POLICIES
 from ecomp.model.host import CLOSED, DISABLED, ORPHANED, SILENT, UP
-from ecomp.model.record import QUEUED, STATES
+from ecomp.model.states import QUEUED, STATES
 
 Schema = Mapping[str, Any]
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import errno
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from h2.config import H2Configuration
 from h2.connection import H2Connection
@@ -33,7 +32,9 @@ from h2.settings import SettingCodes
 
 from ecomp.conf import EtcdConfig, connect_tcp
 from ecomp.store import messages
-from ecomp.tls import ETCD_SENTENCES, TlsFailure, classify_tls_error
+
+if TYPE_CHECKING:  # it is slow to load, and needed only for TLS
+    import ssl
 
 # Bytes that a member may send before we acknowledge them.
 WINDOW_BYTES = 4 * 1024**2
@@ -68,6 +69,8 @@ class Transport:
     def __init__(self, config: EtcdConfig, endpoint: str) -> None:
         self._socket: socket.socket | None = None
         self._closed = False
+        # What a read raises while nothing has arrived.
+        self._no_data_errors: tuple[type[OSError], ...] = (BlockingIOError,)
         self.config = config
         self.endpoint = endpoint
         self._is_secure = config.ca_cert is not None or config.cert_cert is not None
@@ -134,7 +137,7 @@ class Transport:
         self._socket.settimeout(seconds if seconds > 0 else 0.0)
         try:
             data = self._socket.recv(READ_BYTES)
-        except (BlockingIOError, ssl.SSLWantReadError):
+        except self._no_data_errors:
             raise TimeoutError from None
         if not data:
             raise ConnectionResetError(errno.ECONNRESET, 'the member closed the connection')
@@ -174,22 +177,30 @@ class Transport:
             why = f'DNS resolution failed for {self.endpoint}: {error.strerror}'
             self._failed = messages.CallFailure(messages.UNAVAILABLE, why, unsent=True)
         except Exception as error:
-            failure = classify_tls_error(error) if isinstance(error, ssl.SSLError) else None
-            self._failed = messages.CallFailure(
-                messages.UNAVAILABLE, self._describe_connect_error(error), True, failure
-            )
+            self._failed = self._make_connect_failure(error)
 
-    def _describe_connect_error(self, error: Exception) -> str:
+    def _make_connect_failure(self, error: Exception) -> messages.CallFailure:
+        failure = None
         if self._socket is None and isinstance(error, OSError):
-            return f'Failed to connect to remote host: {error.strerror or error}'
-        is_encrypted = isinstance(self._socket, ssl.SSLSocket)
-        if self.http.is_ending or isinstance(error, ssl.SSLEOFError | ConnectionError):
-            if not self._is_secure:
-                return f'it closed the connection (if this persists, {_EXPECTS_TLS})'
-            return CONNECTION_CLOSED if is_encrypted else ETCD_SENTENCES[TlsFailure.HUNG_UP]
-        if isinstance(error, H2Error):
-            return NO_HTTP2 if self._is_secure else f'{NO_HTTP2} ({_EXPECTS_TLS})'
-        return ETCD_SENTENCES[classify_tls_error(error)] if isinstance(error, ssl.SSLError) else str(error)
+            why = f'Failed to connect to remote host: {error.strerror or error}'
+        elif isinstance(error, H2Error) and not self.http.is_ending:
+            why = NO_HTTP2 if self._is_secure else f'{NO_HTTP2} ({_EXPECTS_TLS})'
+        elif self._is_secure:
+            import ssl
+
+            from ecomp.tls import ETCD_SENTENCES, TlsFailure, classify_tls_error
+
+            failure = classify_tls_error(error) if isinstance(error, ssl.SSLError) else None
+            if self.http.is_ending or isinstance(error, ssl.SSLEOFError | ConnectionError):
+                is_encrypted = isinstance(self._socket, ssl.SSLSocket)
+                why = CONNECTION_CLOSED if is_encrypted else ETCD_SENTENCES[TlsFailure.HUNG_UP]
+            else:
+                why = ETCD_SENTENCES[failure] if failure else str(error)
+        elif self.http.is_ending or isinstance(error, ConnectionError):
+            why = f'it closed the connection (if this persists, {_EXPECTS_TLS})'
+        else:
+            why = str(error)
+        return messages.CallFailure(messages.UNAVAILABLE, why, True, failure)
 
     def _connect(self) -> None:
         deadline = time.monotonic() + 2 * self.config.timeout
@@ -201,6 +212,9 @@ class Transport:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = sock
         if self._is_secure:
+            import ssl
+
+            self._no_data_errors += (ssl.SSLWantReadError,)
             self._socket = _make_tls_context(self.config).wrap_socket(sock, server_hostname=name)
             if self._socket.selected_alpn_protocol() != 'h2':
                 raise ValueError(NO_HTTP2)
@@ -208,7 +222,7 @@ class Transport:
         self.http.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: WINDOW_BYTES, SettingCodes.ENABLE_PUSH: 0})
         self.http.increment_flow_control_window(WINDOW_BYTES)
         # A member that hung up may have sent its reason, which is still to be read.
-        with suppress(ssl.SSLEOFError, ConnectionError):
+        with suppress(OSError):
             self.send(deadline)
         # A member that rejects our certificate reports that only now, and no request has been sent yet.
         while not any(isinstance(event, RemoteSettingsChanged) for event in self.receive(deadline)):
@@ -311,6 +325,10 @@ def check_certificate(path: Path | None) -> None:
 
 
 def _make_tls_context(config: EtcdConfig) -> ssl.SSLContext:
+    import ssl
+
+    from ecomp.tls import ETCD_SENTENCES, TlsFailure
+
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.hostname_checks_common_name = False
     context.set_alpn_protocols(['h2'])

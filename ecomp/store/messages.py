@@ -6,10 +6,12 @@ https://protobuf.dev/programming-guides/encoding/, and etcd's api/etcdserverpb/r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ecomp.model.text import make_printable
-from ecomp.tls import TlsFailure
+
+if TYPE_CHECKING:  # TLS is slow to load
+    from ecomp.tls import TlsFailure
 
 # Results of a comparison.
 _EQUAL = 0

@@ -181,7 +181,7 @@ def run_interrupted(directory: Path, **words: object) -> tuple[int, str, str]:
     return process.returncode, process.stdout, process.stderr
 
 
-@pytest.mark.parametrize('name', [*LOADED_MODULES, 'ecomp.scheduler.queries.find', 'h2', 'ssl'])
+@pytest.mark.parametrize('name', [*LOADED_MODULES, 'ecomp.scheduler.queries.find', 'h2', 'socket'])
 def test_interrupt_while_modules_load_prints_one_line(name: str, tmp_path: Path) -> None:
     (tmp_path / 'schedule.yaml').write_text('etcd: {endpoints: ["127.0.0.1:1"]}\n')
     outcome = run_interrupted(tmp_path, name=name, words=['list'], number='SIGINT', run=RUN_SCHEDULE)
