@@ -14,10 +14,9 @@ import signal
 import socket
 import ssl
 import sys
-import threading
 import time
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -81,15 +80,14 @@ class LabServer:
         command = [*prefix, *self.command]
         return machine.start(self.name, command, self.log, self.env, record_process=record_process, umask=0o077)
 
-    def wait(self, process: ServerProcess, stopped: threading.Event | None = None) -> None:
-        """Wait until the server is ready or `stopped` is set, at most START_SECONDS."""
-        stops = stopped or threading.Event()
+    def wait(self, process: ServerProcess, signals: Sequence[int] = ()) -> None:
+        """Wait until the server is ready or a signal has been received, at most START_SECONDS."""
         try:
             machine.wait_for(
-                self.name, lambda: stops.is_set() or self.is_ready(process), process, self.log, START_SECONDS
+                self.name, lambda: bool(signals) or self.is_ready(process), process, self.log, START_SECONDS
             )
         except EcompError:
-            if not stops.is_set():  # the signal that stops us may have ended the server too
+            if not signals:  # the signal that stops us may have ended the server too
                 raise
 
 
@@ -260,10 +258,11 @@ def run_control(
     """Run etcd and placement until SIGINT or SIGTERM, and call `on_ready` once both answer."""
     _prepare(endpoints, say)
     is_secure, data = endpoints.certs is not None, endpoints.data.resolve()
-    stopped = threading.Event()
+    # Not a threading.Event: a handler that interrupts its wait() may wait forever for the lock that wait() holds.
+    signals: list[int] = []
     with ExitStack() as at_exit:
         for number in (signal.SIGINT, signal.SIGTERM):
-            at_exit.callback(signal.signal, number, signal.signal(number, lambda *_: stopped.set()))
+            at_exit.callback(signal.signal, number, signal.signal(number, lambda received, _: signals.append(received)))
         running: list[tuple[LabServer, ServerProcess]] = []
         at_exit.callback(lambda: machine.terminate(process for _, process in running))
         for server in make_servers(replace(endpoints, data=data, certs=endpoints.certs and endpoints.certs.resolve())):
@@ -271,8 +270,8 @@ def run_control(
             # They end with this process, even if it is killed and cannot end them.
             process = server.start(['setpriv', '--pdeathsig', 'TERM', '--'])
             running.append((server, process))
-            server.wait(process, stopped)
-            if stopped.is_set():
+            server.wait(process, signals)
+            if signals:
                 return
             say(f'{server.name} is ready ({time.monotonic() - started_at:.1f} s)')
         on_ready()
@@ -281,7 +280,7 @@ def run_control(
             problem = 'without certificates, every user of this machine can write to etcd and placement'
             say(f'{problem}. Fix: elab control --certs certs')
         say(f'the data is in {data}; Ctrl-C stops both servers')
-        _watch(running, endpoints, service, stopped)
+        _watch(running, endpoints, service, signals)
         service.notify_stopping('etcd and placement are stopping')
 
 
@@ -301,10 +300,11 @@ def _prepare(endpoints: Endpoints, say: Callable[[str], None]) -> None:
 
 
 def _watch(
-    running: list[tuple[LabServer, ServerProcess]], endpoints: Endpoints, service: Service, stopped: threading.Event
+    running: list[tuple[LabServer, ServerProcess]], endpoints: Endpoints, service: Service, signals: Sequence[int]
 ) -> None:
     certificate_time = _read_certificate_time(endpoints)
-    while not stopped.wait(0.5):
+    while not signals:
+        time.sleep(0.5)
         service.notify_alive()
         for server, process in running:
             if not machine.is_alive(process):
