@@ -25,9 +25,9 @@ from ecomp.conf import (
 from ecomp.errors import Problem, UsageError
 from ecomp.model import keys
 from ecomp.model.allocation import is_class
-from ecomp.model.finding import COMPUTE_WARNINGS
 from ecomp.model.guest import DEFAULT_NETWORKS, MAX_INTERFACES, Attachment
 from ecomp.model.image import check_source
+from ecomp.model.warning_codes import COMPUTE_WARNINGS
 from ecomp.yaml_file import (
     Node,
     YamlFile,

@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from ecomp.model.finding import SCHEDULE_WARNINGS
 from ecomp.model.image import check_image
 from ecomp.model.reach import DEFAULT_REACH, ReachCommand, check_user, parse_reach
 from ecomp.model.text import check_plain_name
+from ecomp.model.warning_codes import SCHEDULE_WARNINGS
 from ecomp.yaml_file import (
     Node,
     Section,

@@ -109,7 +109,7 @@ def _adopt_guests(ctx: Context, compute: str, host: str, guests: Sequence[Foreig
 
 def _find_name(ctx: Context, guest: ForeignGuest) -> str | None:
     """Return the name of the domain, or None, with a message, if the instance cannot have it."""
-    from ecomp.scheduler.queries.find import reserve_names
+    from ecomp.scheduler.placing.claim import reserve_names
 
     reason = 'is not a valid name of an instance'
     if is_name(guest.name):

@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ecomp.cli.command import LISTING_OPTIONS, Command, Context
@@ -28,9 +28,9 @@ from ecomp.model.record import Record, describe_failure, parse_or_none
 from ecomp.model.stack import Stack
 from ecomp.model.states import ERROR, RETENTION_SECONDS, SCHEDULED, STAGES, STOPPED
 from ecomp.model.text import format_suggestion, join_some, make_printable
-from ecomp.scheduler.placing import session
+from ecomp.scheduler.placing import offer, session
 from ecomp.scheduler.placing import stack as placing
-from ecomp.scheduler.queries import find, stacks
+from ecomp.scheduler.queries import stacks
 from ecomp.store.client import Entry, describe_user
 
 COLUMNS = (
@@ -110,7 +110,7 @@ def _apply(ctx: Context) -> int:
         _report_other_file(run)
         _require_size(run)
     if ctx.options.dry_run:
-        return _preview(run, find.ask_placement(ctx.config.placement, None, ctx.slow_notice))
+        return _preview(run, offer.ask_placement(ctx.config.placement, None, ctx.slow_notice))
     if run.select(*plan.CONFLICTS):
         return _refuse_conflicts(run)
     if not _wait_for_ends(run, run.select(plan.ENDING)):
@@ -184,7 +184,7 @@ def _refuse_conflicts(run: _Apply) -> int:
 
 def _carry_out(run: _Apply) -> int:
     ctx = run.ctx
-    backend = find.ask_placement(ctx.config.placement, None, ctx.slow_notice)
+    backend = offer.ask_placement(ctx.config.placement, None, ctx.slow_notice)
     change = _make_change(run, run.select(*plan.CHANGES))
     owner = describe_owner(make_timestamp())
     try:
@@ -201,7 +201,7 @@ def _carry_out(run: _Apply) -> int:
 def _make_change(run: _Apply, steps: Sequence[plan.Action], preview: bool = False) -> placing.StackChange:
     """Make the change of these steps, and write a new or stale stack unless it is a preview."""
     stack = run.state.stack or Stack(run.file.name, make_uuid(os.urandom(16)))
-    stack = replace(stack, applied_from=_describe_origin(run.ctx))
+    stack = stack._replace(applied_from=_describe_origin(run.ctx))
     is_written = preview or not (run.state.stack is None or run.state.is_stale)
     if run.state.stack is None or run.state.is_stale:
         stacks.check_claims_known(run.ctx.store, run.ctx.placement, stack.name, run.ctx.computes)
@@ -220,7 +220,7 @@ def _make_change(run: _Apply, steps: Sequence[plan.Action], preview: bool = Fals
     return placing.StackChange(stack, revision, order, removals, user_data, is_new=run.state.stack is None)
 
 
-def _preview(run: _Apply, backend: find.Backend) -> int:
+def _preview(run: _Apply, backend: offer.Backend) -> int:
     code = plan.find_exit_code(run.steps, dry_run=True)
     if run.ctx.options.destroy_first and run.select(plan.REPLACE):
         run.ctx.out.say('whether there is room is known only after the replaced instances are destroyed')
@@ -267,7 +267,7 @@ def _wait_for_ends(run: _Apply, steps: Sequence[plan.Action]) -> bool:
     return True
 
 
-def _report_no_room(ctx: Context, error: NoCapacity, backend: find.Backend, change: placing.StackChange) -> int:
+def _report_no_room(ctx: Context, error: NoCapacity, backend: offer.Backend, change: placing.StackChange) -> int:
     from ecomp.scheduler.placing.explain import Refusal, report_reasons
 
     if not isinstance(error, placing.MembersRefused) or change.order is None:

@@ -47,7 +47,7 @@ from ecomp.model.text import check_name
 if TYPE_CHECKING:
     from ecomp.model.host import ComputeNames
     from ecomp.scheduler.placing.claim import DeliveryOutcome
-    from ecomp.scheduler.queries.find import Backend
+    from ecomp.scheduler.placing.offer import Backend
 
 # MiB below which no cloud image boots; an order of less gets a warning.
 MIN_MEMORY_MB = 64
@@ -89,7 +89,7 @@ def _create(ctx: Context) -> int:
 
 def _place(ctx: Context, order: Order) -> int:
     # Imported late, here and below: http.client and h2 load slowly, so placement is queried while h2 loads.
-    from ecomp.scheduler.queries.find import ask_placement
+    from ecomp.scheduler.placing.offer import ask_placement
 
     query, resume = _build_query(ctx), ctx.options.uuid is not None
     may_sample = not resume and not ctx.options.size and is_large_cluster(ctx.config.etcd)
@@ -215,7 +215,7 @@ def _enqueue(ctx: Context, order: Order) -> int:
 def _plan(ctx: Context) -> int:
     from ecomp.cli.operators import make_plan_listing
     from ecomp.scheduler.placing.create import plan
-    from ecomp.scheduler.queries.find import ask_placement
+    from ecomp.scheduler.placing.offer import ask_placement
 
     query = _build_query(ctx)
     backend = ask_placement(ctx.config.placement, query, ctx.slow_notice)

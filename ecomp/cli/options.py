@@ -472,7 +472,7 @@ NUMBER_KINDS: Mapping[Callable[[str], Any], str] = {
 
 MAX_QUOTED_CHARACTERS = 80
 
-_NEGATIVE = re.compile(r'-\d*\.?\d+')
+_NEGATIVE = r'-\d*\.?\d+'
 
 
 def find_info_option(argv: Sequence[str]) -> str:
@@ -524,7 +524,7 @@ def _cut_before_end_marker(argv: Sequence[str]) -> Sequence[str]:
 
 
 def _is_option(word: str) -> bool:
-    return word.startswith('-') and word != '-' and not _NEGATIVE.fullmatch(word)
+    return word.startswith('-') and word != '-' and not re.fullmatch(_NEGATIVE, word)
 
 
 def _find_flags(word: str) -> list[str]:

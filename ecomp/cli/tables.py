@@ -78,7 +78,7 @@ def make_sort_key(cell: str | int | float | None) -> tuple[object, ...]:
 
 def shorten_uuids(texts: Iterable[str]) -> Mapping[str, str]:
     """Map each uuid to its shortest unique beginning, and omit other texts."""
-    uuids = sorted({text for text in texts if _UUID.fullmatch(text)})
+    uuids = sorted({text for text in texts if re.fullmatch(_UUID, text)})
     short = {}
     for index, uuid in enumerate(uuids):
         neighbours = [*uuids[max(index - 1, 0) : index], *uuids[index + 1 : index + 2]]
@@ -94,7 +94,7 @@ def _count_common_prefix(first: str, second: str) -> int:
 
 def shorten_times(texts: Iterable[str]) -> Mapping[str, str]:
     """Map each timestamp in UTC to `YYYY-MM-DD HH:MM`, and omit other texts."""
-    return {text: f'{text[:10]} {text[11:16]}' for text in texts if _TIMESTAMP.fullmatch(text)}
+    return {text: f'{text[:10]} {text[11:16]}' for text in texts if re.fullmatch(_TIMESTAMP, text)}
 
 
 def colour_state(cell: str) -> str:
@@ -104,8 +104,8 @@ def colour_state(cell: str) -> str:
     return f'\x1b[{colour}m{text}\x1b[0m{cell[len(text) :]}' if colour else cell
 
 
-_UUID = re.compile('[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}')
-_TIMESTAMP = re.compile(r'\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z')
+_UUID = '[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}'
+_TIMESTAMP = r'\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z'
 _COLOURS = {
     '32': {'active', 'up'},
     '33': {'queued', 'scheduled', 'building', 'stopped', 'destroying', 'disabled', 'closed'},

@@ -59,7 +59,7 @@ class Assignment(NamedTuple):
     spare: int
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Planner:
     """Assigns instances by placement's answers."""
 
@@ -154,7 +154,7 @@ class Planner:
         return group is None, not needs_one_compute, sorted(-amount for amount in amounts.values())
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class _Plan:
     """One assignment: what it has chosen, and the room and the groups that it has changed."""
 

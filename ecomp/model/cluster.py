@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ecomp.errors import Problem
@@ -23,8 +22,7 @@ from ecomp.model.stored import decode, lenient, sparse, stored
 FIXED_PATCHES = {(3, 5): 33, (3, 6): 14, (3, 7): 1}
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """The header of every reply of etcd: its cluster id, revision and raft term."""
 
     cluster: int
@@ -38,8 +36,7 @@ _COUNT = number(0, 2**64 - 1)
 @stored(
     1, 'known etcd', identity=UUID, cluster=_COUNT, revision=_COUNT, term=_COUNT, first_seen_revision=sparse(_COUNT)
 )
-@dataclass(frozen=True)
-class KnownCluster:
+class KnownCluster(NamedTuple):
     """An etcd as a compute remembers it, with the highest revision and term."""
 
     identity: str = ''
@@ -49,8 +46,8 @@ class KnownCluster:
     first_seen_revision: int = 0  # at which the compute first saw or accepted it, 0 if not noted
 
     def with_header(self, header: Header) -> KnownCluster:
-        return replace(
-            self, cluster=header.cluster, revision=max(self.revision, header.revision), term=max(self.term, header.term)
+        return self._replace(
+            cluster=header.cluster, revision=max(self.revision, header.revision), term=max(self.term, header.term)
         )
 
 

@@ -11,6 +11,7 @@ from ecomp.errors import Problem, Unreachable
 from ecomp.model.parsers import FLAG, check, text
 from ecomp.model.stored import sparse, stored
 from ecomp.model.text import make_printable
+from ecomp.model.warning_codes import COMPUTE_WARNINGS, SCHEDULE_WARNINGS
 
 # An operator must act on an error. A warning is about what the packages of the system bring and no newer package of the
 # system repairs, or about a host that others stand in for. It does not change the exit code, and `ignore_warnings:`
@@ -19,12 +20,6 @@ ERROR = 'error'
 WARNING = 'warning'
 # The exit code of a command that finds an error.
 EXIT_FINDINGS = 8
-
-# Warnings by code, as eschedule (check) and ecompute (--check, log) print them: the configuration needs them
-# before any check is loaded. Debian 12 and 13 have an etcd with known vulnerabilities, older systems an untested
-# libvirt, and libvirt's package defines a network with open DHCP.
-SCHEDULE_WARNINGS = ('dhcp-open', 'etcd-version', 'host-trouble')
-COMPUTE_WARNINGS = ('etcd-version', 'libvirt-version')
 
 # Who looks for a code: a host at itself, eschedule at the cluster, or both; at etcd and placement, at the computes that
 # eschedule lists, or at the machine of an ecompute.

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from ecomp.errors import Problem
@@ -91,13 +91,13 @@ def group_by_instance(stored: Iterable[tuple[str, Kind]]) -> dict[str, EntriesBy
 # A version or kind is cut off after this many characters.
 MAX_SHOWN_CHARACTERS = 64
 
-_VERSION_PATTERN = re.compile('[0-9A-Za-z.+!-]*')
-_HOSTNAME_PATTERN = re.compile('[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}')
+_VERSION_PATTERN = '[0-9A-Za-z.+!-]*'
+_HOSTNAME_PATTERN = '[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}'
 
 
 def is_hostname(text: object) -> bool:
     """Return whether a value may be a host's name, which is no uuid, even without dashes."""
-    if not isinstance(text, str) or not _HOSTNAME_PATTERN.fullmatch(text):
+    if not isinstance(text, str) or not re.fullmatch(_HOSTNAME_PATTERN, text):
         return False
     if len(text.replace('-', '')) != 32:
         return True
@@ -113,7 +113,7 @@ def is_hostname(text: object) -> bool:
 _HOSTNAME = lenient(check('a host name', is_hostname))
 _SHOWN_TEXT = text(lambda shown: NONEMPTY(shown)[:MAX_SHOWN_CHARACTERS])
 # Doctor prints the version in a command for the user to copy, so only harmless characters are accepted.
-_VERSION = check('a version', _VERSION_PATTERN.fullmatch)
+_VERSION = check('a version', partial(re.fullmatch, _VERSION_PATTERN))
 _LEASES = list_of(number(0, 2**63 - 1), lengths=(2,))
 
 
@@ -302,8 +302,7 @@ def is_ours(uuid: str, name: str, classes: Collection[str]) -> bool:
     return name == uuid and (not classes or 'VCPU' in classes)
 
 
-@dataclass(frozen=True)
-class Host:
+class Host(NamedTuple):
     """A line of `eschedule hosts`."""
 
     compute: str

@@ -16,18 +16,18 @@ from urllib.parse import unquote, urlsplit
 SCHEMES = ('http', 'https', 'file')
 IMAGE_HASH_DIGITS = 12
 # An @ before the path, where URL parsers look for it; matches without // too.
-USERINFO_PATTERN = re.compile(r'([^/?#]*//)?[^/?#]*@')
-HOST_PATTERN = re.compile(r'[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})')
-PIN_PATTERN = re.compile('sha256=([0-9a-f]{64})', re.IGNORECASE)
-GNU_SUM_PATTERN = re.compile(r'([0-9a-f]{64}) [ *](.+)', re.IGNORECASE)
-BSD_SUM_PATTERN = re.compile(r'SHA256 ?\((.+)\) ?= ?([0-9a-f]{64})', re.IGNORECASE)
+USERINFO_PATTERN = r'([^/?#]*//)?[^/?#]*@'
+HOST_PATTERN = r'[A-Za-z0-9_]([A-Za-z0-9_.-]{0,252})'
+PIN_PATTERN = '(?i)sha256=([0-9a-f]{64})'
+GNU_SUM_PATTERN = r'(?i)([0-9a-f]{64}) [ *](.+)'
+BSD_SUM_PATTERN = r'(?i)SHA256 ?\((.+)\) ?= ?([0-9a-f]{64})'
 
 
 def check_image(url: str) -> str:
     """Return the URL if an image may come from it, or raise ValueError with the reason."""
     if len(url) > 2048 or re.search(r'[\x00-\x20\x7f]', url):
         raise ValueError('the image is not a URL: it has a space or a control character, or more than 2048 characters')
-    if USERINFO_PATTERN.match(url):
+    if re.match(USERINFO_PATTERN, url):
         # The reason does not quote it, because an instance's image is public.
         raise ValueError(
             'the image has a user or a password in its URL, and every user could read the URL. Fix: serve the '
@@ -47,7 +47,7 @@ def check_image(url: str) -> str:
     elif not parts.hostname:
         raise ValueError(f'the image {url} must name a host')
     # Any other fragment would be ignored, and so would a mistyped checksum.
-    if parts.fragment and not PIN_PATTERN.fullmatch(parts.fragment):
+    if parts.fragment and not re.fullmatch(PIN_PATTERN, parts.fragment):
         raise ValueError(f'the image {url} has a #fragment that is not #sha256= and 64 hexadecimal digits')
     return url
 
@@ -57,14 +57,14 @@ def check_source(text: str) -> str:
     try:
         return str(ip_network(text))
     except ValueError:
-        if HOST_PATTERN.fullmatch(text) and not text.replace('.', '').isdecimal():
+        if re.fullmatch(HOST_PATTERN, text) and not text.replace('.', '').isdecimal():
             return text.lower().rstrip('.')
     raise ValueError('must be a host name, or a network like 10.1.0.0/16')
 
 
 def split_pin(url: str) -> tuple[str, str | None]:
     bare, _, fragment = url.partition('#')
-    match = PIN_PATTERN.fullmatch(fragment)
+    match = re.fullmatch(PIN_PATTERN, fragment)
     return bare, match[1].lower() if match else None
 
 
@@ -84,9 +84,9 @@ def find_sha256(checksums: str, url: str) -> str | None:
     """Return the SHA-256 that a file of checksums, in GNU or BSD format, has for a URL's file."""
     name = unquote(urlsplit(url).path).rpartition('/')[2]
     for line in checksums.splitlines():
-        if match := GNU_SUM_PATTERN.fullmatch(line.strip()):
+        if match := re.fullmatch(GNU_SUM_PATTERN, line.strip()):
             digest, listed_name = match[1], match[2]
-        elif match := BSD_SUM_PATTERN.fullmatch(line.strip()):
+        elif match := re.fullmatch(BSD_SUM_PATTERN, line.strip()):
             listed_name, digest = match[1], match[2]
         else:
             continue

@@ -99,8 +99,10 @@ def _are_key_lines(lines: object) -> bool:
 
 # A reason is logged and put into the record, so it quotes no key and no user-data.
 _KEY_LINES = check('a list of public keys, one line each', _are_key_lines, is_secret=True)
-_DIGEST = re.compile('[0-9a-f]{64}')
-_SHA256 = check('64 hexadecimal digits', lambda text: isinstance(text, str) and _DIGEST.fullmatch(text), is_secret=True)
+_DIGEST = '[0-9a-f]{64}'
+_SHA256 = check(
+    '64 hexadecimal digits', lambda text: isinstance(text, str) and re.fullmatch(_DIGEST, text), is_secret=True
+)
 
 ORDER_FIELDS = {
     **dict.fromkeys(('image', 'user_id', 'project_id', 'query'), optional(TEXT)),

@@ -221,7 +221,7 @@ OTHER_PARAMETERS = ('limit', 'group_policy', 'root_required', 'same_subtree')
 LAST_WINS_PARAMETERS = ('resources', 'in_tree', 'limit', 'group_policy')
 MAX_QUOTED_NAMES = 5
 
-_PARAMETER_PATTERN = re.compile(f'({"|".join(GROUPABLE_PARAMETERS)})([a-zA-Z0-9_-]{{1,64}})?')
+_PARAMETER_PATTERN = f'({"|".join(GROUPABLE_PARAMETERS)})([a-zA-Z0-9_-]{{1,64}})?'
 
 
 class QueryNames(NamedTuple):
@@ -275,7 +275,7 @@ def describe_unknown_names(kind: str, unknown_names: frozenset[str], known_names
 def _find_parameter(key: str) -> str | None:
     if key in OTHER_PARAMETERS:
         return key
-    match = _PARAMETER_PATTERN.fullmatch(key)
+    match = re.fullmatch(_PARAMETER_PATTERN, key)
     return match[1] if match else None
 
 

@@ -7,16 +7,18 @@ An instance is charged from its request's delivery, queued or not, until that re
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ecomp.model.allocation import MAX_AMOUNT, MAX_SUM, REQUIRED_CLASSES, Resources, is_class, sum_resources
 from ecomp.model.json_object import MAX_DIGITS
 from ecomp.model.order import Request
 from ecomp.model.parsers import dict_of, number
-from ecomp.model.record import Record
 from ecomp.model.states import ERROR, GONE
 from ecomp.model.stored import stored
 from ecomp.model.text import format_suggestion
+
+if TYPE_CHECKING:
+    from ecomp.model.record import Record
 
 INSTANCES = 'instances'
 AMOUNTS = dict_of(number(0, MAX_SUM))

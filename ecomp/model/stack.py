@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 from ecomp.model import keys
@@ -22,20 +22,20 @@ from ecomp.model.stored import COMPACT, in_key, nested, sparse, stored
 MAX_STACK_SIZE = 300
 MAX_INCARNATION = 2**31
 MAX_FLOOR = 2**30
-_STACK_NAME = re.compile('[a-z0-9]{1,30}')
-_MEMBER_NAME = re.compile('[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?')
-_ENTRY_NAME = re.compile(f'{_MEMBER_NAME.pattern}/[1-9][0-9]{{0,2}}')
+_STACK_NAME = '[a-z0-9]{1,30}'
+_MEMBER_NAME = '[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?'
+_ENTRY_NAME = f'{_MEMBER_NAME}/[1-9][0-9]{{0,2}}'
 
 
 def check_stack_name(text: str) -> str:
-    if not _STACK_NAME.fullmatch(text):
+    if not re.fullmatch(_STACK_NAME, text):
         reason = 'so that instances of two stacks never have the same name by accident'
         raise ValueError(f'{text[:80]!r} is not a valid stack name: 1 to 30 lower-case letters and digits, {reason}')
     return text
 
 
 def check_member_name(text: str) -> str:
-    if not _MEMBER_NAME.fullmatch(text):
+    if not re.fullmatch(_MEMBER_NAME, text):
         raise ValueError(f'{text[:80]!r} is not a valid member name: lower-case letters, digits and -, no - at an end')
     return text
 
@@ -78,15 +78,14 @@ class StackEntry(NamedTuple):
     epoch=UUID,
     floor=sparse(number(1, MAX_FLOOR)),
     applied_from=sparse(TEXT),
-    entries=dict_of(nested(StackEntry), check('a member, / and a number', _ENTRY_NAME.fullmatch)),
+    entries=dict_of(nested(StackEntry), check('a member, / and a number', partial(re.fullmatch, _ENTRY_NAME))),
 )
-@dataclass(frozen=True)
-class Stack:
+class Stack(NamedTuple):
     """A stack as its key holds it, with entries by "<member>/<number>"."""
 
     name: str
     epoch: str
-    entries: Mapping[str, StackEntry] = field(default_factory=dict)
+    entries: Mapping[str, StackEntry] = {}
     floor: int = 0
     applied_from: str = ''
 
@@ -108,12 +107,12 @@ class Stack:
     def with_delivered(self, computes: Mapping[Place, str]) -> Stack:
         """Return the stack after these places were delivered to their computes."""
         delivered = {place.entry_name: StackEntry(place.incarnation, compute) for place, compute in computes.items()}
-        return replace(self, entries={**self.entries, **delivered})
+        return self._replace(entries={**self.entries, **delivered})
 
     def with_ended(self, entry_names: Iterable[str]) -> Stack:
         """Return the stack after the instances of these entries were destroyed on purpose."""
         ended = {name: self.entries[name]._replace(is_ended=True) for name in entry_names}
-        return replace(self, entries={**self.entries, **ended})
+        return self._replace(entries={**self.entries, **ended})
 
 
 def restore_stack(name: str, places: Mapping[Place, str], floor: int) -> Stack | None:

@@ -56,17 +56,17 @@ def format_suggestion(word: str, candidates: Iterable[str]) -> str:
 # Digits that a prefix of a uuid has at least.
 MIN_PREFIX_DIGITS = 4
 
-_LABEL_PATTERN = re.compile('[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?')
-_PLAIN_NAME_PATTERN = re.compile('[A-Za-z0-9][A-Za-z0-9._-]{0,62}')
-_HEXADECIMAL_PATTERN = re.compile('[0-9a-f]{32,}')
+_LABEL_PATTERN = '[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?'
+_PLAIN_NAME_PATTERN = '[A-Za-z0-9][A-Za-z0-9._-]{0,62}'
+_HEXADECIMAL_PATTERN = '[0-9a-f]{32,}'
 
 
 def is_label(text: str) -> bool:
-    return _LABEL_PATTERN.fullmatch(text) is not None
+    return re.fullmatch(_LABEL_PATTERN, text) is not None
 
 
 def is_name(text: str) -> bool:
-    return is_label(text) and not _HEXADECIMAL_PATTERN.fullmatch(text.replace('-', '')) and text not in RESERVED
+    return is_label(text) and not re.fullmatch(_HEXADECIMAL_PATTERN, text.replace('-', '')) and text not in RESERVED
 
 
 def check_name(text: str) -> str:
@@ -77,7 +77,7 @@ def check_name(text: str) -> str:
             raise ValueError(f'{shown} is not a valid name. Fix: use lower case')
         rule = '1 to 63 letters, digits and -, and no - at either end'
         raise ValueError(f'{shown} is not a valid name: it becomes a host name, which has {rule}')
-    if _HEXADECIMAL_PATTERN.fullmatch(text.replace('-', '')):
+    if re.fullmatch(_HEXADECIMAL_PATTERN, text.replace('-', '')):
         raise ValueError(f'{shown} is not a valid name: with 32 or more digits, all 0-9 and a-f, it looks like a uuid')
     if text in RESERVED:
         raise ValueError(f'{shown} is not a valid name: it is reserved for a command')
@@ -85,7 +85,7 @@ def check_name(text: str) -> str:
 
 
 def check_plain_name(text: str, kind: str) -> str:
-    if not _PLAIN_NAME_PATTERN.fullmatch(text):
+    if not re.fullmatch(_PLAIN_NAME_PATTERN, text):
         raise ValueError(f'{text[:80]!r} is not a valid {kind} name: a name has 1 to 63 letters, digits, ., _ and -')
     return text
 
@@ -103,7 +103,7 @@ def parse_uuid_prefix(text: str) -> str | None:
     return dashed if lower_text in (digits, dashed) else None
 
 
-_UUID_PATTERN = re.compile('(?<![/0-9a-z-])[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}(?![/0-9a-z-])')
+_UUID_PATTERN = '(?<![/0-9a-z-])[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}(?![/0-9a-z-])'
 
 
 def make_printable(text: str, limit: int = 2000) -> str:
@@ -143,7 +143,7 @@ def replace_uuids(text: str, display_names: Mapping[str, str]) -> str:
         is_expanded = text.endswith(before, 0, match.start()) and text.startswith(after, match.end())
         return match[0] if is_expanded and (before or after) and match[0] in display_name else display_name
 
-    return _UUID_PATTERN.sub(format_match, text) if display_names else text
+    return re.sub(_UUID_PATTERN, format_match, text) if display_names else text
 
 
 def format_time(now: datetime) -> str:

@@ -8,6 +8,10 @@ from ecomp.model import keys
 from ecomp.model.order import parse_attempt_instances
 from ecomp.store.client import Snapshot, Store, Unchanged
 
+# Seconds from the query to placement until the attempt is announced, at most; after more, placement is queried again.
+# So this long after a compute was disabled, every attempt whose offer contains it has been announced.
+MAX_OFFER_AGE_SECONDS = 2.0
+
 
 def is_alive(store: Store, compute: str) -> bool:
     """Return whether the compute has a presence key on a lease, regardless of its writer."""

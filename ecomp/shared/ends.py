@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from ecomp.errors import Unreadable
 from ecomp.model import keys
 from ecomp.model.json_object import load_object_or_empty
 from ecomp.model.order import Request
 from ecomp.model.quota import make_charge
-from ecomp.model.record import Record
 from ecomp.model.states import ERROR, GONE, RETENTION_SECONDS
 from ecomp.model.stored import encode
 from ecomp.model.user_data import SharedUserData
@@ -28,6 +28,9 @@ from ecomp.shared.names import (
     try_revoke,
 )
 from ecomp.store.client import Delete, Entry, Exists, Put, Settlement, Store, Touch, Unchanged
+
+if TYPE_CHECKING:
+    from ecomp.model.record import Record
 
 # Seconds for which a set's user-data stays once no compute refreshes it: for hosts that are away.
 USER_DATA_SECONDS = 30 * 24 * 3600

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -80,7 +80,7 @@ class Guard:
             return False
         # The term is the member's own: after standing for election it may be above the leader's, in the same etcd.
         with self._lock:
-            self._learn(self.known_cluster.with_header(replace(header, term=0)))
+            self._learn(self.known_cluster.with_header(header._replace(term=0)))
         return True
 
     def check_identity(self, value: bytes | None, endpoints: str) -> None:
@@ -99,7 +99,7 @@ class Guard:
         with self._lock:
             current = self.known_cluster
             # It knows nothing older than now of this etcd.
-            self._learn(replace(current, identity=identity, first_seen_revision=current.revision))
+            self._learn(current._replace(identity=identity, first_seen_revision=current.revision))
 
     def _learn(self, new_cluster: KnownCluster) -> None:
         if new_cluster != self.known_cluster:

@@ -188,7 +188,7 @@ class Follower:
                 for _, on_state, cache in self._watches:
                     on_state(dict(cache.entries))
                 if cluster_before is not None:
-                    cluster_before = replace(cluster_before, revision=max(cluster_before.revision, max(revisions) - 1))
+                    cluster_before = cluster_before._replace(revision=max(cluster_before.revision, max(revisions) - 1))
                 self._watch(revisions, cluster_before)
                 # The planned end of the stream: list again immediately. As all is listed after any end, a compaction, a
                 # lost connection and a silent watch are one case (https://etcd.io/docs/v3.4/learning/api/#watch-api).

@@ -20,8 +20,8 @@ from ecomp.placement.client import Placement
 from ecomp.scheduler.operations.decommission import disable
 from ecomp.scheduler.operations.forget import forget
 from ecomp.scheduler.placing.claim import DeliveryOutcome
-from ecomp.scheduler.queries.find import MAX_OFFER_AGE_SECONDS
 from ecomp.shared import notes
+from ecomp.shared.attempts import MAX_OFFER_AGE_SECONDS
 from ecomp.shared.notes import note_released, read_highest_released, released_to_json
 from ecomp.store.client import Put, Snapshot, Store, Unchanged
 from tests.functional.cloud import RESOURCES, SMALL, Cloud, interpose, make_uuid

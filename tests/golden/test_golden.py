@@ -24,10 +24,10 @@ from ecomp.errors import Unreachable
 from ecomp.model import cluster, flavor, group, keys, order, queue, quota, record, states, user_data
 from ecomp.model.audit import CHECKS, encode_report, parse_report
 from ecomp.model.facts import parse_facts
-from ecomp.model.finding import COMPUTE_WARNINGS, SCHEDULE_WARNINGS
 from ecomp.model.order import NameOwner
 from ecomp.model.queue import QueueTaker
 from ecomp.model.stored import decode, decode_lenient, encode
+from ecomp.model.warning_codes import COMPUTE_WARNINGS, SCHEDULE_WARNINGS
 from ecomp.shared import notes
 from ecomp.store.client import Store
 from tests.golden import scene

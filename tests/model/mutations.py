@@ -269,7 +269,7 @@ SHARED = {
         'ecomp.shared.names:join_group', drop_operand('unchanged'), 'strict_anti_affinity'
     ),
     'a name is not compared': make_bug(
-        'ecomp.scheduler.queries.find:reserve_names',
+        'ecomp.scheduler.placing.claim:reserve_names',
         replace_return('([], [Put(keys.name(name), encode(NameOwner(instance))) for name, instance in named.items()])'),
         'one_name',
     ),

@@ -214,17 +214,17 @@ STACKS = {
         'replaced_twice',
     ),
     'a replacement does not take the name over': make_bug(
-        'ecomp.scheduler.queries.find:reserve_names',
+        'ecomp.scheduler.placing.claim:reserve_names',
         replace_argument('require_free_name', 3, '{instance}'),
         'replaced_twice',
     ),
     'a replacement takes any name': make_bug(
-        'ecomp.scheduler.queries.find:require_free_name',
+        'ecomp.scheduler.placing.claim:require_free_name',
         replace_assignment('current', 'None'),
         'replaced_beside_create_of_its_name',
     ),
     'a name of a new member is not compared': make_bug(
-        'ecomp.scheduler.queries.find:reserve_names',
+        'ecomp.scheduler.placing.claim:reserve_names',
         replace_return('([], [Put(keys.name(name), encode(NameOwner(instance))) for name, instance in named.items()])'),
         'applied_beside_create_of_its_name',
     ),

@@ -35,7 +35,7 @@ REPORTED = {
         'ecomp.scheduler.placing.session:Session.release', always('abandon'), 'one_name', 'create_with_losses'
     ),
     'a name is taken from who still has it': make_bug(
-        'ecomp.scheduler.queries.find:require_free_name', never('current', 'state'), 'one_name', 'name_of_destroyed'
+        'ecomp.scheduler.placing.claim:require_free_name', never('current', 'state'), 'one_name', 'name_of_destroyed'
     ),
     # Drains, and time
     'a drain does not look for claims': make_bug(

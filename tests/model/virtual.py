@@ -116,8 +116,8 @@ def _make_apply_patches() -> list[Any]:
     import ecomp.cli.apply
     import ecomp.cli.stack_file
     import ecomp.scheduler.placing.evacuate
+    import ecomp.scheduler.placing.offer
     import ecomp.scheduler.placing.session
-    import ecomp.scheduler.queries.find
     import ecomp.scheduler.queries.stacks
 
     system = SimpleNamespace(kill=_virtual_kill, urandom=lambda _: uuid.uuid4().bytes)
@@ -136,7 +136,7 @@ def _make_apply_patches() -> list[Any]:
         mock.patch.object(
             ecomp.scheduler.queries.stacks, 'random', SimpleNamespace(randrange=lambda low, _: low + find_pid())
         ),
-        mock.patch.object(ecomp.scheduler.queries.find, 'ask_placement', _virtual_ask_placement),
+        mock.patch.object(ecomp.scheduler.placing.offer, 'ask_placement', _virtual_ask_placement),
     ]
 
 

@@ -22,10 +22,8 @@ from ecomp.conf import ScheduleConfig
 from ecomp.errors import EcompError, Problem, Unreachable
 from ecomp.model import audit
 from ecomp.model.finding import (
-    COMPUTE_WARNINGS,
     COMPUTES,
     MACHINE,
-    SCHEDULE_WARNINGS,
     SERVERS,
     Finding,
     get_exit_code,
@@ -34,6 +32,7 @@ from ecomp.model.finding import (
 from ecomp.model.guest import Attachment
 from ecomp.model.health import CHECKS, Backends, ComputeFacts, LibvirtFacts, MachineFacts, StateDirectory
 from ecomp.model.host import CLOSED, NO_COMPUTES, ORPHANED, SILENT, UP, Host, PresenceFacts
+from ecomp.model.warning_codes import COMPUTE_WARNINGS, SCHEDULE_WARNINGS
 from ecomp.model.world import World
 from ecomp.scheduler.operations.audit import Report
 from ecomp.tls import ETCD_SENTENCES, SENTENCES, TlsFailure, classify_tls_error

@@ -203,7 +203,7 @@ def test_stack_yields_its_creation_deliveries_and_ends() -> None:
     both = new.with_delivered({new.make_place('db/1'): COMPUTE, new.make_place('web/1'): COMPUTE})
     replaced = both.with_ended(['db/1']).with_delivered({both.make_place('web/1'): COMPUTE})
     empty, delivered, changed, restored = (
-        encode(each).encode() for each in (new, both, replaced, replace(both, floor=9))
+        encode(each).encode() for each in (new, both, replaced, both._replace(floor=9))
     )
     (created,) = make_events([Change(key, None, empty, 7)], name_host)
     assert (created.kind, created.instance, created.says) == ('stack', '', 'stack shop: created')

@@ -566,7 +566,7 @@ def test_claims_on_a_shared_disk_are_one_call() -> None:
     assert len(split_into_blocks(make_candidates(*'abcdefghij' * 10, shared='disks'))) == 1
 
 
-@dataclass(frozen=True)
+@dataclass
 class FailingClaimer(Claimer):
     """A claimer whose calls raise `errors`, by the compute of a call's first instance."""
 

@@ -10,7 +10,6 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +57,10 @@ def test_each_place_and_incarnation_has_its_own_uuid() -> None:
     shop = Stack('shop', EPOCH, {'web/1': StackEntry(3, COMPUTE), 'db/1': StackEntry(1, COMPUTE, True)})
     places = [shop.make_place(name) for name in ('web/1', 'web/2', 'db/1')]
     assert [place.incarnation for place in places] == [4, 1, 2]
-    floored = replace(shop, floor=10)
+    floored = shop._replace(floor=10)
     assert [floored.make_place(name).incarnation for name in ('web/1', 'web/2')] == [11, 11]
     assert floored.make_place('web/1', 3).instance == shop.list_instances()['web/1']
-    others = [replace(shop, epoch=OTHER_UUID).make_place('web/1'), floored.make_place('web/1')]
+    others = [shop._replace(epoch=OTHER_UUID).make_place('web/1'), floored.make_place('web/1')]
     uuids = {place.instance for place in (*places, *others)} | {*shop.list_instances().values(), shop.attempt}
     assert len(uuids) == 8
     assert places[0].instance == str(uuid.uuid5(uuid.UUID(EPOCH), 'web/1/4'))

@@ -16,9 +16,8 @@ from ecomp.model.states import SCHEDULED
 from ecomp.model.text import replace_uuids
 from ecomp.placement import allocations, providers
 from ecomp.placement.client import Placement
-from ecomp.scheduler.queries.find import MAX_OFFER_AGE_SECONDS
 from ecomp.scheduler.queries.hosts import read_world
-from ecomp.shared.attempts import is_alive
+from ecomp.shared.attempts import MAX_OFFER_AGE_SECONDS, is_alive
 from ecomp.shared.places import read_index
 from ecomp.store.client import Store
 

@@ -27,8 +27,8 @@ from ecomp.placement.allocations import Requester, read_consumers
 from ecomp.placement.client import Placement
 from ecomp.scheduler.operations.audit import ANSWER_TIMEOUT_SECONDS, ask, wait_for_answers
 from ecomp.scheduler.operations.decommission import check_provider
+from ecomp.scheduler.placing.claim import reserve_names
 from ecomp.scheduler.placing.session import DeliveryRefused, Scheduler, Session, check_previous
-from ecomp.scheduler.queries.find import reserve_names
 from ecomp.shared.attempts import is_alive
 from ecomp.shared.names import Change, Excluded, charge_quota, try_revoke
 from ecomp.shared.places import KeyIndex, read_index
@@ -116,7 +116,7 @@ def adopt(  # noqa: PLR0913
                 report(each.guest, f'adopted with uuid {each.guest.instance}{name}')
         _enable(session, compute)
         failpoint('adoption-enabled')
-    session.finish(guests)
+    try_revoke(session.store, session.lease)
 
 
 def _undo(session: Session, compute: str, display_name: str) -> str:

@@ -29,14 +29,16 @@ from ecomp.model.allocation import Allocations, Resources
 from ecomp.model.choose import Candidate
 from ecomp.model.group import Group, Membership, resolve_group
 from ecomp.model.json_object import dump
-from ecomp.model.order import Order, parse_attempt_instances
+from ecomp.model.order import NameOwner, Order, parse_attempt_instances
 from ecomp.model.quota import Quota, describe_excesses, make_charge, multiply_amounts
+from ecomp.model.states import ERROR, GONE
+from ecomp.model.stored import encode
 from ecomp.model.text import format_suggestion
 from ecomp.placement import providers
 from ecomp.placement.allocations import Requester, claim, release, summarize_instances
 from ecomp.placement.client import Placement
 from ecomp.shared.attempts import TAKEN, find_needed
-from ecomp.shared.names import load_group, load_quota
+from ecomp.shared.names import Change, load_group, load_quota, parse_name_holder
 from ecomp.shared.notes import note_released
 from ecomp.store.client import Entry, Put, Settlement, Store, Unchanged
 
@@ -90,7 +92,7 @@ MAX_INSTANCES_PER_CALL = 50
 MAX_CONCURRENT_CALLS = 2
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class Claimer:
     """Claims for one attempt."""
 
@@ -263,3 +265,30 @@ def _check_alone(store: Store, attempt: str, value: Mapping[str, object], revisi
             raise Conflict(
                 f'{attempt}: the older attempt {keys.get_last_part(key)} for this instance is in flight. Fix: {cure}'
             )
+
+
+def reserve_names(store: Store, names: Mapping[str, str | None], replaced: Collection[str] = ()) -> Change:
+    """Return the change that takes {instance: name or None}, or raise Conflict if one is taken."""
+    named = {name: instance for instance, name in names.items() if name is not None}
+    entries = store.read([keys.name(name) for name in named]) if named else {}
+    conditions = [
+        require_free_name(store, name, entries.get(keys.name(name)), {instance, *replaced})
+        for name, instance in named.items()
+    ]
+    return conditions, [Put(keys.name(name), encode(NameOwner(instance))) for name, instance in named.items()]
+
+
+def require_free_name(store: Store, name: str, entry: Entry | None, admitted: Collection[str]) -> Unchanged:
+    """Return the condition that keeps a name's key, or raise Conflict if the name is taken."""
+    if entry is None:
+        return Unchanged(keys.name(name), 0)
+    from ecomp.scheduler.queries.find import find  # most names are free
+
+    # A delivery writes the name and the instance in one transaction, so the name's instance exists before this read.
+    owner = parse_name_holder(entry)
+    current = find(store, owner) if owner not in admitted else None
+    if current is not None and current.record.state not in (GONE, ERROR):
+        cure = 'wait until it is gone' if current.is_destroying else 'choose another name, or destroy the instance'
+        state = ', which is being destroyed' if current.is_destroying else ''
+        raise Conflict(f'{name}: name taken by instance {owner}{state}. Fix: {cure}')
+    return Unchanged(entry.key, entry.revision)

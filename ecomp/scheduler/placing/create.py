@@ -29,7 +29,7 @@ from ecomp.model.order import (
 from ecomp.model.states import ERROR, GONE
 from ecomp.placement.allocations import Requester
 from ecomp.placement.client import Placement
-from ecomp.scheduler.placing.claim import DeliveryOutcome, Terms, read_terms
+from ecomp.scheduler.placing.claim import DeliveryOutcome, Terms, read_terms, reserve_names
 from ecomp.scheduler.placing.sample import SampledPlacer
 from ecomp.scheduler.placing.session import (
     DeliveryRefused,
@@ -39,14 +39,13 @@ from ecomp.scheduler.placing.session import (
     report_unchanged,
     require_complete,
 )
-from ecomp.scheduler.queries.find import MAX_OFFER_AGE_SECONDS, InstanceEntries, find, reserve_names
-from ecomp.shared.attempts import list_leased
+from ecomp.shared.attempts import MAX_OFFER_AGE_SECONDS, list_leased
 from ecomp.shared.names import Excluded, charge_quota, try_revoke
-from ecomp.shared.places import read_index
 from ecomp.store.client import Store
 
 if TYPE_CHECKING:
     from ecomp.model.host import Computes
+    from ecomp.scheduler.queries.find import InstanceEntries
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +57,10 @@ def _find_delivered(store: Store, order: SetOrder, resume: bool) -> dict[str, De
     # All keys are listed once: searching for each instance of a set among thousands of computes takes too long.
     # The queues first: an instance that moves to a compute in between is found there.
     queued = {keys.get_queued_instance(key) for key in store.snapshot(keys.QUEUES, keys_only=True).entries}
+
+    from ecomp.scheduler.queries.find import find
+    from ecomp.shared.places import read_index
+
     key_index = read_index(store)
 
     def is_listed(instance: str) -> bool:
@@ -161,7 +164,7 @@ class ClaimedSet(NamedTuple):
         return None if self.terms.group is None else self.terms.group.membership
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class _Creation:
     """One run of create()."""
 
@@ -306,8 +309,7 @@ def make_refusal(
     return NoCapacity(explain_no_candidate(offer, ours, computes.living, group))
 
 
-@dataclass(frozen=True)
-class RankedCompute:
+class RankedCompute(NamedTuple):
     """A compute to try, with its `rooms`, and the `amounts` of one instance on it."""
 
     compute: str

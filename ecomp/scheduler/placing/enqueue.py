@@ -17,10 +17,10 @@ from ecomp.model.stored import decode_lenient, encode
 from ecomp.model.user_data import SharedUserData
 from ecomp.placement.allocations import read_consumer
 from ecomp.placement.client import Placement
-from ecomp.scheduler.placing.claim import announce, read_settled_group, read_terms
+from ecomp.scheduler.placing.claim import announce, read_settled_group, read_terms, reserve_names
 from ecomp.scheduler.placing.create import check_same
 from ecomp.scheduler.placing.explain import find_shortfalls
-from ecomp.scheduler.queries.find import find, reserve_names
+from ecomp.scheduler.queries.find import find
 from ecomp.shared.ends import prepare_user_data
 from ecomp.shared.names import Change, Excluded, charge_quota, commit_with_shared, join_group, merge_changes, try_revoke
 from ecomp.store.client import Delete, Entry, Put, Settlement, Store, Unchanged

@@ -18,7 +18,7 @@ SAMPLE_SIZE = 16
 MAX_QUERIES = 2
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class SampledPlacer:
     """Claims for one instance on a sampled compute."""
 

@@ -42,8 +42,7 @@ from ecomp.model.user_data import SharedUserData
 from ecomp.placement import allocations, providers
 from ecomp.placement.allocations import Requester
 from ecomp.placement.client import Placement
-from ecomp.scheduler.placing.claim import Claimer, abandon, announce
-from ecomp.scheduler.queries.find import InstanceEntries, reserve_names
+from ecomp.scheduler.placing.claim import Claimer, abandon, announce, reserve_names
 from ecomp.shared.attempts import count_placements_before_and_after, list_leased
 from ecomp.shared.ends import deliver
 from ecomp.shared.names import Change, join_group, merge_changes, release_name, try_revoke
@@ -52,6 +51,7 @@ from ecomp.store.client import Delete, Entry, Store, Unchanged
 
 if TYPE_CHECKING:
     from ecomp.model.host import Computes
+    from ecomp.scheduler.queries.find import InstanceEntries
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +165,7 @@ def require_complete(candidates: Iterable[Candidate]) -> None:
             raise UsageError(f'the query lacks {", ".join(lacking)}, which every guest needs')
 
 
-@dataclass
+@dataclass(eq=False, repr=False)
 class Session:
     """One attempt, whose key is on `lease`, with `revision` once it is written."""
 
@@ -388,11 +388,10 @@ class Session:
         )
 
     def finish(self, delivered: Collection[str]) -> None:
-        """Release what was claimed and not delivered, and revoke the lease."""
+        """Release what was claimed and not delivered. The lease expires, and has no key then."""
         unused = self.movable.intersection(self.attempted).difference(delivered)
         if unused:  # of a set; computes release what cannot be released here
             log.debug('%s', self.release(unused))
-        try_revoke(self.store, self.lease)
 
     def release(self, instances: Iterable[str]) -> str:
         """Release the instances' claims, and return UNDONE or a sentence about what is left."""

@@ -29,7 +29,7 @@ from ecomp.model.stored import encode
 from ecomp.model.user_data import SharedUserData
 from ecomp.placement.allocations import Requester, read_candidates
 from ecomp.placement.client import Placement
-from ecomp.scheduler.placing.claim import read_settled_group
+from ecomp.scheduler.placing.claim import read_settled_group, reserve_names
 from ecomp.scheduler.placing.session import (
     UNCHANGED,
     DeliveryRefused,
@@ -42,7 +42,6 @@ from ecomp.scheduler.placing.session import (
     report_unchanged,
     require_complete,
 )
-from ecomp.scheduler.queries.find import reserve_names
 from ecomp.shared.attempts import list_leased
 from ecomp.shared.ends import prepare_user_data
 from ecomp.shared.names import Change, Excluded, charge_quota, commit_with_shared, load_quota, merge_changes, try_revoke

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,50 +9,21 @@ from ecomp.errors import Conflict, EcompError, NotFound, Unreadable, UsageError,
 from ecomp.model import keys
 from ecomp.model.choose import Offer
 from ecomp.model.host import EntriesByCompute, group_by_instance
-from ecomp.model.order import InvalidRequest, NameOwner, Order, Request, parse_request
+from ecomp.model.order import InvalidRequest, Order, Request, parse_request
 from ecomp.model.record import Record, extract_recorded_fields, from_json, make_record, make_refused_record
-from ecomp.model.states import ERROR, GONE
-from ecomp.model.stored import encode
+from ecomp.model.states import GONE
 from ecomp.model.text import MIN_PREFIX_DIGITS, is_name, join_some, make_printable, parse_uuid_prefix
-from ecomp.shared.names import Change, parse_name_holder
+from ecomp.shared.names import parse_name_holder
 from ecomp.shared.places import KeyIndex, find_by_listing, resolve_places
-from ecomp.store.client import Entry, Put, Store, Unchanged
+from ecomp.store.client import Entry, Store
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-    from ecomp.conf import PlacementConfig
     from ecomp.model.queue import QueueEntry
-    from ecomp.placement.client import Placement, SlowAnswerReport
-
-    Backend = Future[tuple[Placement, Offer]]
-
-
-# Seconds from the query to placement until the attempt is announced, at most; after more, placement is queried again.
-# So this long after a compute was disabled, every attempt whose offer contains it has been announced.
-MAX_OFFER_AGE_SECONDS = 2.0
-
-
-def ask_placement(config: PlacementConfig, query: str | None, slow: SlowAnswerReport) -> Backend:
-    """Connect to placement and query it in a thread, for which the future gets client and offer."""
-    from concurrent.futures import Future  # not for commands that use etcd only
-
-    # Imports and waiting take most of a claim's time. Placement's modules come first, so that placement answers while
-    # those for etcd are imported.
-    from ecomp.placement.allocations import read_candidates
     from ecomp.placement.client import Placement
 
-    future: Backend = Future()
-
-    def ask() -> None:
-        try:
-            placement = Placement(config, slow=slow)
-            future.set_result((placement, Offer(()) if query is None else read_candidates(placement, query)))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=ask, name='candidates', daemon=True).start()
-    return future
+    Backend = Future[tuple[Placement, Offer]]
 
 
 # Instances or computes that an error names.
@@ -281,28 +250,3 @@ def _parse_queue_key(key: str) -> str | None:
 
 def _is_request_key(key: str) -> bool:
     return key.count('/') == 3 and keys.is_uuid(keys.get_last_part(key))
-
-
-def reserve_names(store: Store, names: Mapping[str, str | None], replaced: Collection[str] = ()) -> Change:
-    """Return the change that takes {instance: name or None}, or raise Conflict if one is taken."""
-    named = {name: instance for instance, name in names.items() if name is not None}
-    entries = store.read([keys.name(name) for name in named]) if named else {}
-    conditions = [
-        require_free_name(store, name, entries.get(keys.name(name)), {instance, *replaced})
-        for name, instance in named.items()
-    ]
-    return conditions, [Put(keys.name(name), encode(NameOwner(instance))) for name, instance in named.items()]
-
-
-def require_free_name(store: Store, name: str, entry: Entry | None, admitted: Collection[str]) -> Unchanged:
-    """Return the condition that keeps a name's key, or raise Conflict if the name is taken."""
-    if entry is None:
-        return Unchanged(keys.name(name), 0)
-    # A delivery writes the name and the instance in one transaction, so the name's instance exists before this read.
-    owner = parse_name_holder(entry)
-    current = find(store, owner) if owner not in admitted else None
-    if current is not None and current.record.state not in (GONE, ERROR):
-        cure = 'wait until it is gone' if current.is_destroying else 'choose another name, or destroy the instance'
-        state = ', which is being destroyed' if current.is_destroying else ''
-        raise Conflict(f'{name}: name taken by instance {owner}{state}. Fix: {cure}')
-    return Unchanged(entry.key, entry.revision)

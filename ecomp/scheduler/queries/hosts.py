@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -76,7 +75,7 @@ def read_hosts(
     last_seen = read_last_seen(store, silent)
     malformed = ((world.get_record_key(instance), reason) for instance, reason in world.malformed_records.items())
     errors = tuple(Unreadable(make_printable(key, 100), reason) for key, reason in malformed)
-    return [replace(host, last_seen=last_seen.get(host.compute)) for host in hosts], errors
+    return [host._replace(last_seen=last_seen.get(host.compute)) for host in hosts], errors
 
 
 def read_metrics(store: Store, placement: Placement) -> tuple[Samples, list[EcompError]]:
