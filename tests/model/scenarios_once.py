@@ -136,7 +136,7 @@ def apply_after_a_refused_one(cloud: Cloud) -> Check:
         host.plan(3)
     key = keys.stack(STACK)
     old = decode(Stack, cloud.etcd.entries[key].value, name=STACK)
-    empty = replace(old, epoch=U, entries={})
+    empty = old._replace(epoch=U, entries={})
     cloud.exempt(ENTRY, 'the key is lost')
     cloud.store.commit([], [Put(key, encode(empty))])
     check = _check_nothing_runs_twice(cloud)

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import tty
+import uuid
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +17,13 @@ import pytest
 from ecomp.model import keys
 from ecomp.model.foreign import ForeignGuest, encode_foreign, parse_foreign
 from ecomp.model.keys import make_uuid
+from ecomp.virt.volumes import make_iso
 from tests.kit.by_hand import put_claim
 from tests.kit.commands import Control, Ecompute
 from tests.kit.foreign import list_marked, make_foreign, read_foreign, start_with_foreign
 from tests.kit.hands import Eschedule
 from tests.kit.invariants import read_allocations
+from tests.kit.lab import BOOT_SECONDS, Lab
 from tests.kit.servers import wait_until
 from tests.kit.sharing import kill_and_lapse, read_usage
 from tests.kit.story import wait_state
@@ -196,3 +205,70 @@ def test_each_guest_of_a_full_list_is_listed_once_the_others_are_adopted() -> No
         assert new or not waiting
         guests |= {each.instance: each._replace(adopted_by=uuids[0]) for each in new}
     assert encode_foreign(guests, uuids * 9) is not None
+
+
+# A Linux that plain virsh started on a real host. After its boot it runs the script on its second disk, which answers
+# each line from the serial console.
+
+HOST = 'hv2'
+DOMAIN = """<domain type='qemu'><name>theirs</name><uuid>{uuid}</uuid><memory unit='MiB'>192</memory>
+<os><type arch='x86_64' machine='pc'>hvm</type></os><features><acpi/></features><devices>
+<disk type='file'><driver name='qemu' type='qcow2'/><source file='{directory}/theirs.qcow2'/><target dev='vda'/></disk>
+<disk type='file'><source file='{directory}/theirs.iso'/><target dev='vdb'/><readonly/></disk>
+<serial type='pty'><log file='{directory}/theirs.log' append='on'/></serial></devices></domain>"""
+SCRIPT = b"""#!/bin/sh
+while read -r line; do echo "$line $(cat /proc/sys/kernel/random/boot_id) $(cat /proc/uptime)"; done
+"""
+
+
+@pytest.fixture
+def running_linux(lab: Lab, guest_image: Path) -> Iterator[str]:
+    """The uuid of that guest, which is removed at the end."""
+    instance, directory = str(uuid.uuid4()), lab.directory
+    (directory / 'theirs.qcow2').write_bytes(guest_image.read_bytes())
+    # The guest's findfs ignores a disk of 64 KiB, which it would be without the zeros.
+    (directory / 'theirs.iso').write_bytes(make_iso({'user-data': SCRIPT}).ljust(2**20, b'\0'))
+    (directory / 'theirs.xml').write_text(DOMAIN.format(uuid=instance, directory=directory))
+    lab.virsh(HOST, 'define', str(directory / 'theirs.xml'))
+    lab.virsh(HOST, 'start', 'theirs')
+    yield instance
+    lab.virsh(HOST, 'undefine', 'theirs')
+    lab.virsh(HOST, 'destroy', 'theirs')
+
+
+def read_boot(lab: Lab, boot_count: int) -> tuple[str, float]:
+    """Ask the guest, once it has booted so many times, for its boot id and the seconds since its boot."""
+
+    def find_all(pattern: str) -> list[tuple[str, str]]:
+        return re.findall(pattern, (lab.directory / 'theirs.log').read_text(errors='replace'), re.MULTILINE)
+
+    wait_until(lambda: len(find_all('^ecomp-guest: ready')) >= boot_count, BOOT_SECONDS, 'it has booted')
+    line = uuid.uuid4().hex
+    console = os.open(lab.virsh(HOST, 'ttyconsole', 'theirs').strip(), os.O_RDWR | os.O_NOCTTY)
+    try:
+        tty.setraw(console)
+        os.write(console, f'{line}\n'.encode())
+        answers = wait_until(lambda: find_all(rf'^{line} (\S+) (\S+) '), 30, 'its script answers')
+    finally:
+        os.close(console)
+    return answers[0][0], float(answers[0][1])
+
+
+@pytest.mark.slow
+def test_guest_boots_only_when_its_adopter_starts_it(lab: Lab, running_linux: str) -> None:
+    def run(command: str, state: str) -> None:
+        done = lab.eschedule(*command.split())
+        assert done.code == 0, done
+        wait_until(lambda: json.loads(lab.read_record(running_linux) or b'{}').get('state') == state, 20, state)
+
+    adopt, release = (f'adopt {HOST} theirs', 'active'), ('release theirs', 'gone')
+    boots = [read_boot(lab, 1)]
+    for command in (adopt, (f'host drain {HOST}', 'active'), (f'host enable {HOST}', 'active'), release):
+        run(*command)
+        boots.append(read_boot(lab, 1))
+    assert len({boot_id for boot_id, _ in boots}) == 1, boots
+    assert all(earlier < later for (_, earlier), (_, later) in pairwise(boots)), boots
+    for command in (adopt, ('stop theirs --wait', 'stopped'), ('start theirs --wait', 'active')):
+        run(*command)
+    assert read_boot(lab, 2)[0] != boots[0][0]
+    run(*release)
