@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
 import grpc
@@ -62,7 +61,7 @@ def test_key_of_a_new_stack_is_read_back_after_a_lost_message(
 ) -> None:
     """Of two first applies of a stack, the one whose write was lost finds the key of the other."""
     ours, theirs = (Stack(f's{make_uuid()[:8]}', epoch=make_uuid()) for _ in range(2))
-    theirs = replace(theirs, name=ours.name)
+    theirs = theirs._replace(name=ours.name)
     key = keys.stack(ours.name)
     if is_ours:
         etcd_proxy.lose_answer(key.encode(), lambda: cloud.etcd.get(key))
