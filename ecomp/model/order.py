@@ -104,45 +104,38 @@ _SHA256 = check(
     '64 hexadecimal digits', lambda text: isinstance(text, str) and re.fullmatch(_DIGEST, text), is_secret=True
 )
 
-ORDER_FIELDS = {
-    **dict.fromkeys(('image', 'user_id', 'project_id', 'query'), optional(TEXT)),
-    'stages': optional(dict_of(TEXT)),
-    'name': sparse(text(_parse_name)),
-    'ssh_keys': sparse(lambda lines: tuple(_KEY_LINES(lines))),
-    'user_data_sha256': sparse(_SHA256),
-    'user_data': sparse(parse_user_data, write=encode_user_data),
-    'count': sparse(number(1, MAX_AMOUNT)),
-    'group': sparse(nested(Membership)),
-    'stack': sparse(nested(Place)),
-    **dict.fromkeys(('replaces', 'replaced_by'), sparse(UUID)),
-    'is_adopted': sparse(FLAG, name='adopted'),
-}
-_UNRECORDED = {'ssh_keys', 'user_data_sha256', 'user_data', 'count'}
-RECORDED_FIELDS = tuple(name for name in ORDER_FIELDS if name not in _UNRECORDED)
+
+def _make_field(stored_as: Field, default: Any = None, *, is_recorded: bool = True) -> Any:
+    """Make a field of Order: how it is stored, its default, and whether a record has it."""
+    options: dict[str, Any] = {'default_factory': dict} if default == {} else {'default': default}
+    return field(**options, repr=is_recorded, metadata={'stored': stored_as, 'is_recorded': is_recorded})
 
 
-@stored(**ORDER_FIELDS)
 @dataclass(frozen=True)
 class Order:
     """A user's order of one instance."""
 
     instance: str
     _: KW_ONLY
-    image: str | None = None  # None in a request to destroy, and of an adopted instance
-    user_id: str = ''
-    project_id: str = ''
-    query: str | None = None  # None if unknown
-    stages: Mapping[str, str] = field(default_factory=dict)  # the ISO times at which it was requested and scheduled
-    name: str | None = None
-    ssh_keys: tuple[str, ...] | None = field(default=None, repr=False)  # None: mdserver.conf of the compute decides
-    user_data_sha256: str | None = None  # with it, user_data is None until it is read from /user-data/
-    user_data: bytes | None = field(default=None, repr=False)  # None: mdserver.conf of the compute decides
-    count: int = 1  # of instances that are ordered together
-    group: Membership | None = None
-    stack: Place | None = None
-    replaces: str | None = None
-    replaced_by: str | None = None
-    is_adopted: bool = False  # of a domain that ecomp did not create, without query and image
+    image: str | None = _make_field(optional(TEXT))  # None in a request to destroy, and of an adopted instance
+    user_id: str = _make_field(optional(TEXT), '')
+    project_id: str = _make_field(optional(TEXT), '')
+    query: str | None = _make_field(optional(TEXT))  # None if unknown
+    # The ISO times at which it was requested and scheduled.
+    stages: Mapping[str, str] = _make_field(optional(dict_of(TEXT)), {})
+    name: str | None = _make_field(sparse(text(_parse_name)))
+    # None: mdserver.conf of the compute decides, as about user_data.
+    ssh_keys: tuple[str, ...] | None = _make_field(sparse(lambda lines: tuple(_KEY_LINES(lines))), is_recorded=False)
+    # With it, user_data is None until it is read from /user-data/.
+    user_data_sha256: str | None = _make_field(sparse(_SHA256), is_recorded=False)
+    user_data: bytes | None = _make_field(sparse(parse_user_data, write=encode_user_data), is_recorded=False)
+    count: int = _make_field(sparse(number(1, MAX_AMOUNT)), 1, is_recorded=False)  # of instances ordered together
+    group: Membership | None = _make_field(sparse(nested(Membership)))
+    stack: Place | None = _make_field(sparse(nested(Place)))
+    replaces: str | None = _make_field(sparse(UUID))
+    replaced_by: str | None = _make_field(sparse(UUID))
+    # Of a domain that ecomp did not create, without query and image.
+    is_adopted: bool = _make_field(sparse(FLAG, name='adopted'), False)
 
     def copy_fields(self, **changes: Any) -> dict[str, Any]:
         """Return the fields of Order by name, some replaced, for the constructor of a subclass."""
@@ -156,6 +149,12 @@ class Order:
     def user_data_hash(self) -> str | None:
         """The hash of the user-data, whether or not it is loaded, or None without user-data."""
         return self.user_data_sha256 if self.user_data is None else SharedUserData.from_bytes(self.user_data).sha256
+
+
+_ROWS = {each.name: each.metadata for each in fields(Order) if each.metadata}
+ORDER_FIELDS: dict[str, Field] = {name: row['stored'] for name, row in _ROWS.items()}
+RECORDED_FIELDS = tuple(name for name, row in _ROWS.items() if row['is_recorded'])
+stored(**ORDER_FIELDS)(Order)
 
 
 def _describe_query_and_image(existing: Order) -> str:
