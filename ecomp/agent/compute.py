@@ -129,16 +129,7 @@ def make_libvirt_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -
     # No instance gets a larger disk than the whole, so a larger image is useless here.
     disk_bytes = (config.inventory or {}).get('DISK_GB', 0) * GIB or provider.measure_machine(config.state, []).disk
     limits = CacheLimits(_get_image_cache_gib(config) * GIB, disk_bytes)
-    settings = WorkerSettings(
-        config.state,
-        config.images,
-        os.getpid(),
-        limits,
-        libvirt.has_filters,
-        make_egress_policy(config),
-        config.hold_addresses,
-    )
-    pool = Workers(count_workers(config), settings)
+    pool = Workers(count_workers(config), WorkerSettings(config, os.getpid(), limits, libvirt.has_filters))
     at_exit.callback(pool.stop)
     scrubber = Scrubber(config.state / 'images')
     at_exit.callback(scrubber.stop)

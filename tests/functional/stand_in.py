@@ -83,18 +83,15 @@ class SharedHypervisor:
 def run_worker(pipe: Connection, settings: WorkerSettings) -> None:
     """Run a scripted worker, in place of ecomp.agent.instance.pool.main."""
     prepare(settings)
-    run_jobs(
-        pipe,
-        cast(Hypervisor, SharedHypervisor(settings.state)),
-        ScriptedImages(settings.state),
-        InstanceLocks(settings.state),
-    )
+    state = settings.config.state
+    run_jobs(pipe, cast(Hypervisor, SharedHypervisor(state)), ScriptedImages(state), InstanceLocks(state))
 
 
 def run_downloading_worker(pipe: Connection, settings: WorkerSettings) -> None:
     prepare(settings)
-    images = ImageCache(settings.state / 'images', inspection.inspect, None, settings.limits, LOOPBACK_REACH)
-    run_jobs(pipe, cast(Hypervisor, SharedHypervisor(settings.state)), images, InstanceLocks(settings.state))
+    state = settings.config.state
+    images = ImageCache(state / 'images', inspection.inspect, None, settings.limits, LOOPBACK_REACH)
+    run_jobs(pipe, cast(Hypervisor, SharedHypervisor(state)), images, InstanceLocks(state))
 
 
 def fail_to_start(pipe: Connection, settings: WorkerSettings) -> None:

@@ -13,6 +13,7 @@ import pytest
 from ecomp.agent.images.cache import CacheLimits
 from ecomp.agent.instance.build import Build
 from ecomp.agent.instance.pool import Job, JobEvent, Workers, WorkerSettings
+from ecomp.compute_conf import ComputeConfig
 from ecomp.model.guest import BaseImage, GuestSpec
 from ecomp.virt.fake import FakeHypervisor
 from tests.functional import stand_in
@@ -38,7 +39,8 @@ def make_shared_image_job(word: str) -> Build:
 class TendedPool:
     def __init__(self, directory: Path, size: int, entry: Callable[..., None] = stand_in.run_worker) -> None:
         self.directory = directory
-        self.pool = Workers(size, WorkerSettings(directory, None, warm.get_server_pid(), LIMITS, False), entry)
+        settings = WorkerSettings(ComputeConfig(state=directory), warm.get_server_pid(), LIMITS, False)
+        self.pool = Workers(size, settings, entry)
         # A spawned worker would take half a second to import its modules.
         self.pool._context = warm.CONTEXT  # type: ignore[assignment]
         self._threads = ThreadPoolExecutor(8)

@@ -54,11 +54,13 @@ import os, sys
 from pathlib import Path
 from ecomp.agent.instance.pool import Workers
 from ecomp.agent.instance.pool import WorkerSettings
+from ecomp.compute_conf import ComputeConfig
 from tests.functional import stand_in, tended
 
 if __name__ == '__main__':
     state = Path(sys.argv[1])
-    pool = Workers(2, WorkerSettings(state, None, os.getpid(), tended.LIMITS, False), stand_in.run_worker)
+    settings = WorkerSettings(ComputeConfig(state=state), os.getpid(), tended.LIMITS, False)
+    pool = Workers(2, settings, stand_in.run_worker)
     pool.run(tended.make_job('stubborn', sys.argv[2]))
     while True:
         pool.tend(60)

@@ -21,14 +21,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
-from pathlib import Path
 from typing import Any
 
 from ecomp import log as logs
 from ecomp.agent.images import inspection
 from ecomp.agent.images.cache import CacheLimits, ImageCache, Images
 from ecomp.agent.images.child import die_with_parent
-from ecomp.agent.images.sources import EgressPolicy
+from ecomp.agent.images.sources import make_egress_policy
 from ecomp.agent.instance.build import (
     MAX_CONCURRENT_STOPS,
     STOPPING_STEPS,
@@ -40,6 +39,7 @@ from ecomp.agent.instance.build import (
     carry_out,
 )
 from ecomp.agent.jobs import Waker
+from ecomp.compute_conf import ComputeConfig
 from ecomp.errors import BuildFailed, EcompError
 from ecomp.files import InstanceLocks
 from ecomp.metrics import TALLY
@@ -88,14 +88,11 @@ log = logging.getLogger(__name__)
 class WorkerSettings:
     """The settings of a worker process, which are pickled."""
 
-    state: Path
-    local_images: Path | None
+    config: ComputeConfig
     parent_pid: int
     limits: CacheLimits
     # The parent process found that guests are to be filtered.
     has_filters: bool
-    egress: EgressPolicy = EgressPolicy()
-    hold_addresses: bool = False
 
 
 def main(pipe: Connection, settings: WorkerSettings) -> None:
@@ -104,15 +101,16 @@ def main(pipe: Connection, settings: WorkerSettings) -> None:
     # Load slow modules before the first job, which would have to wait for them.
     from ecomp.virt.libvirt_host import Libvirt
 
-    control, hold_addresses = settings.egress.control_endpoints, settings.hold_addresses
+    config, egress, has_filters = settings.config, make_egress_policy(settings.config), settings.has_filters
+    control, hold_addresses = egress.control_endpoints, config.hold_addresses
     hypervisor: Hypervisor = Libvirt(
-        settings.state, control_endpoints=control, has_filters=settings.has_filters, hold_addresses=hold_addresses
+        config.state, control_endpoints=control, has_filters=has_filters, hold_addresses=hold_addresses
     )
     directory = hypervisor.get_image_directory()
     assert directory is not None  # only the fake hypervisor has none, and it has no workers
-    images = ImageCache(directory, inspection.inspect, settings.local_images, settings.limits, settings.egress)
+    images = ImageCache(directory, inspection.inspect, config.images, settings.limits, egress)
     images.sweep()  # this worker may replace one that was killed
-    run_jobs(pipe, hypervisor, images, InstanceLocks(settings.state))
+    run_jobs(pipe, hypervisor, images, InstanceLocks(config.state))
 
 
 def prepare(settings: WorkerSettings) -> None:
