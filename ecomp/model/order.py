@@ -141,6 +141,11 @@ class Order:
         """Return the fields of Order by name, some replaced, for the constructor of a subclass."""
         return {field_info.name: getattr(self, field_info.name) for field_info in fields(Order)} | changes
 
+    def copy_recorded_fields(self, **changes: Any) -> dict[str, Any]:
+        """Return the fields that a record has, of a group only its name, as copy_fields() does."""
+        recorded = {name: getattr(self, name) for name in ('instance', *RECORDED_FIELDS)}
+        return recorded | {'group': Membership(self.group.name) if self.group else None} | changes
+
     @property
     def group_name(self) -> str | None:
         return self.group.name if self.group else None

@@ -19,7 +19,7 @@ from ecomp.model.json_object import load_object
 from ecomp.model.order import ORDER_FIELDS, Holdings, InvalidRequest, Order, Request, check_request_size, parse_holdings
 from ecomp.model.parsers import NONEMPTY, TEXT, UUID, format_reason, parse_part, text
 from ecomp.model.query import parse_query
-from ecomp.model.record import Record, extract_recorded_fields, make_refused_record
+from ecomp.model.record import Record, make_refused_record
 from ecomp.model.states import QUEUED
 from ecomp.model.status import DISABLED
 from ecomp.model.stored import Field, check_version, decode_lenient, lenient, parse_fields, require_same, stored
@@ -101,7 +101,7 @@ def make_queued_record(key: str, value: bytes) -> Record:
     if isinstance(entry, InvalidRequest):
         refused = make_refused_record('', entry, '')
         return replace(refused, state=QUEUED, stages={}, fault=f'no compute takes it: {entry.reason}')
-    return Record(compute='', state=QUEUED, resources=entry.resources, **extract_recorded_fields(entry))
+    return Record(compute='', state=QUEUED, resources=entry.resources, **entry.copy_recorded_fields())
 
 
 @stored(1, 'taker', compute=lenient(TEXT))

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ecomp.errors import put_before_fix
 from ecomp.model import boots as of_boots
@@ -177,22 +177,9 @@ class Record(Order):
         return self.addresses[0].address if self.addresses else None
 
 
-def extract_recorded_fields(order: Order) -> dict[str, Any]:
-    """Return the fields of an order that a record has, as arguments of Record."""
-    group = Membership(order.group.name) if order.group else None
-    fields = {name: getattr(order, name) for name in RECORDED_FIELDS}
-    return {'instance': order.instance, **fields, 'group': group}
-
-
 def make_record(compute: str, request: Request, now: str) -> Record:
-    record = Record(
-        compute=compute,
-        state=SCHEDULED,
-        resources=request.resources,
-        why=request.why,
-        **extract_recorded_fields(request),
-    )
-    return record.enter_state(SCHEDULED, now, 'scheduled')
+    fields = request.copy_recorded_fields(resources=request.resources, why=request.why)
+    return Record(compute=compute, state=SCHEDULED, **fields).enter_state(SCHEDULED, now, 'scheduled')
 
 
 def make_refused_record(compute: str, request: InvalidRequest, now: str) -> Record:

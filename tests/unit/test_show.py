@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,10 +50,11 @@ from ecomp.cli.tables import (
 )
 from ecomp.cli.terminal import LiveLine, Terminal
 from ecomp.errors import EcompError, Unreachable, UsageError
+from ecomp.model import keys
 from ecomp.model.apply import Desired, list_differences
 from ecomp.model.boots import Boot
 from ecomp.model.events import Event, event_to_dict
-from ecomp.model.group import Membership
+from ecomp.model.group import AFFINITY, Membership
 from ecomp.model.host import NO_COMPUTES, Computes, PresenceFacts
 from ecomp.model.order import (
     ORDER_FIELDS,
@@ -61,6 +63,7 @@ from ecomp.model.order import (
     Request,
     describe_difference,
     make_create_words,
+    parse_request,
 )
 from ecomp.model.record import (
     WAIT_REASONS,
@@ -77,7 +80,10 @@ from ecomp.model.states import ACTIVE, BUILDING, ERROR, STAGES, STOPPED
 from ecomp.model.stored import encode
 from ecomp.model.text import join_some, make_printable, replace_uuids
 from ecomp.model.user_data import GuestFailure
+from ecomp.scheduler.changes.change import make_tombstone
 from ecomp.scheduler.placing.evacuate import Evacuated
+from ecomp.scheduler.queries.find import InstanceEntries
+from ecomp.store.client import Entry
 from tests.kit.forms import render
 
 COMPUTE = 'b8756be5-a30d-4311-920c-0ad996367a8e'
@@ -158,6 +164,17 @@ def test_no_field_of_an_order_is_forgotten_by_show(name: str) -> None:
     assert changed.value != make_record_details(RECORD).value
     problems = Draft202012Validator(RECORD_SHAPE).iter_errors(json.loads(json.dumps(changed.value)))
     assert [problem.message for problem in problems] == []
+
+
+def test_no_recorded_field_of_an_order_is_forgotten_by_a_tombstone() -> None:
+    record = replace(RECORD, **RECORDED_VALUES)
+    group = Membership('web', AFFINITY, True)
+    request = Request(**record.copy_fields(group=group), allocations={COMPUTE: {'VCPU': 1}})
+    entries = InstanceEntries(record, None, Entry(keys.request(COMPUTE, INSTANCE), encode(request).encode(), 1))
+    tombstone = make_tombstone(SimpleNamespace(make_stamp=dict), entries)[1]  # type: ignore[arg-type]
+    parsed = parse_request(COMPUTE, tombstone.key, tombstone.value.encode())
+    forgotten = {name for name in RECORDED_FIELDS if getattr(parsed, name) != getattr(request, name)}
+    assert forgotten == {'image', 'replaces', 'replaced_by'}  # of a request to destroy the new instance
 
 
 def test_recorded_fields_of_an_order_are_read_as_they_were_written() -> None:

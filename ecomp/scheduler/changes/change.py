@@ -184,23 +184,19 @@ def make_tombstone(
     record, entry = entries.record, entries.record_entry
     request_key = keys.request(record.compute, record.instance)
     request = entries.request
-    bare = Request(
-        record.instance,
-        {},
-        user_id=record.user_id,
-        project_id=record.project_id,
-        # A compute that has not seen the request yet releases all of this, too.
-        name=record.name,
+    # A compute that has not seen the request yet releases what all of these fields hold.
+    fields = record.copy_recorded_fields(
+        image=None,
+        stages={name: time for name, time in record.stages.items() if time},
         group=request.group if request else _read_membership(store, record),
-        former_resources=request.resources if request else record.resources,
         stack=request.stack if request else record.stack,
+        replaces=None,
         replaced_by=replaced_by,
-        is_adopted=record.is_adopted,
     )
-    stages = {name: time for name, time in record.stages.items() if time}
-    tombstone = encode(replace(bare, query=record.query, stages=stages), **store.make_stamp())
+    destroy = Request(allocations={}, former_resources=request.resources if request else record.resources, **fields)
+    tombstone = encode(destroy, **store.make_stamp())
     if len(tombstone) > MAX_REQUEST_BYTES:  # dump() escapes text, which makes it up to three times as long
-        tombstone = encode(bare)
+        tombstone = encode(replace(destroy, query=None, stages={}))
     conditions = [Unchanged(request_key, entries.request_entry.revision if entries.request_entry else 0)]
     if entries.request_entry is None:
         # Otherwise an instance that ended since its record was read, and has no request either, is destroyed again.

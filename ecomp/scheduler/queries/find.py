@@ -10,7 +10,7 @@ from ecomp.model import keys
 from ecomp.model.choose import Offer
 from ecomp.model.host import EntriesByCompute, group_by_instance
 from ecomp.model.order import InvalidRequest, Order, Request, parse_request
-from ecomp.model.record import Record, extract_recorded_fields, from_json, make_record, make_refused_record
+from ecomp.model.record import Record, from_json, make_record, make_refused_record
 from ecomp.model.states import GONE
 from ecomp.model.text import MIN_PREFIX_DIGITS, is_name, join_some, make_printable, parse_uuid_prefix
 from ecomp.shared.names import parse_name_holder
@@ -59,7 +59,7 @@ class InstanceEntries(NamedTuple):
             order = parse_queue_entry(self.queue_entry.key, self.queue_entry.value)
         if order is None or isinstance(order, InvalidRequest):
             return None
-        recorded = {name: value for name, value in extract_recorded_fields(self.record).items() if value}
+        recorded = {name: value for name, value in self.record.copy_recorded_fields().items() if value}
         # A record lacks the policy of its group.
         return Order(**order.copy_fields(**{**recorded, 'group': order.group or recorded.get('group')}))
 
