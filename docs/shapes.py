@@ -16,7 +16,10 @@ from ecomp.model.events import KINDS
 from ecomp.model.finding import ERROR, WARNING
 from ecomp.model.group import POLICIES
 from ecomp.model.host import CLOSED, DISABLED, ORPHANED, SILENT, UP
+from ecomp.model.order import USER_TEXTS
+from ecomp.model.record import Record
 from ecomp.model.states import QUEUED, STATES
+from ecomp.model.stored import CODECS
 
 Schema = Mapping[str, Any]
 
@@ -114,6 +117,7 @@ _PLACE = _object(
     epoch=_text('random uuid of the stack, from which the uuids of its instances are made', pattern=UUID),
     incarnation=_is('integer', 'number among the instances that were delivered for this place'),
 )  # fmt: skip
+_STORED = CODECS[Record].fields
 RECORD = _fields({
     'version': _is('integer', "version of the record's format"), 'instance': _INSTANCE,
     'compute': _text("uuid of the compute; '' if no compute ever had the instance"), 'host': _ON,
@@ -136,7 +140,8 @@ RECORD = _fields({
                      cleaned=_text('what was cleaned up')),
     'fault': _text('problem of an instance that was active before; null if none'),
     'attempts': _is('integer', 'number of builds that failed for an unknown reason (not of attempts to place it)'),
-    'name': _NAME,
+    **{name: _text(f'{name} of the instance; {"absent" if _STORED[name].is_sparse else "null"} if it has none')
+       for name in USER_TEXTS},
     'power': _text('id of the last stop, start or reboot; null before the first'),
     'progress': _object('progress of a long stage; else null', stage=_text('stage'),
                         done=_is('integer', 'bytes done'),
@@ -150,7 +155,7 @@ RECORD = _fields({
     'adopted': _is('boolean', 'true if ecomp did not create its domain, but adopted it; otherwise absent'),
     'cloud_init': _object('failure of cloud-init that the guest reported; absent if none',
                           stage=_text('stage of cloud-init'), reason=_text('why it failed')),
-}, may='boots host_keys cloud_init stack replaces replaced_by adopted')  # fmt: skip
+}, may=' '.join(field.name for field in _STORED.values() if field.is_sparse))  # fmt: skip
 _WHY = _object(
     instance=_INSTANCE, compute=_text("uuid of the compute; '' if there is none"), host=_ON,
     query=_text('query that was requested; null if unknown'), why=_WEIGHED,

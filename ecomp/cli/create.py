@@ -41,8 +41,7 @@ from ecomp.errors import (
 )
 from ecomp.model.choose import SPREAD
 from ecomp.model.keys import make_uuid
-from ecomp.model.order import Order, SetOrder
-from ecomp.model.text import check_name
+from ecomp.model.order import USER_TEXTS, Order, SetOrder
 
 if TYPE_CHECKING:
     from ecomp.model.host import ComputeNames
@@ -75,10 +74,10 @@ def _create(ctx: Context) -> int:
         user_id=ctx.config.user_id,
         project_id=ctx.options.project or ctx.config.project_id,
         stages={'requested': make_timestamp()},
-        name=ctx.options.name,
         ssh_keys=ssh_keys,
         user_data=user_data,
         group=ctx.options.membership,
+        **{name: getattr(ctx.options, name) for name in USER_TEXTS},
     )
     try:
         return (_enqueue if ctx.options.queue else _place)(ctx, order)
@@ -381,10 +380,11 @@ def _find_problems(name: str, words: Sequence[str], options: Options) -> Iterato
         yield from find_table_problems(options, 'needs --dry-run')
     if options.queue:
         yield from _find_queue_problems(words, options)
-    if options.name is not None:
-        with convert_to_usage_error('--name'):
-            check_name(options.name)
-            check_name(f'{options.name}-{count}' if count > 1 else options.name)
+    for field, check_text in USER_TEXTS.items():
+        if (value := getattr(options, field)) is not None:
+            with convert_to_usage_error(f'--{field}'):
+                check_text(value)
+                check_text(f'{value}-{count}' if field == 'name' and count > 1 else value)
 
 
 def _find_queue_problems(words: Sequence[str], options: Options) -> Iterator[str]:
@@ -418,9 +418,9 @@ COMMANDS: Sequence[Command] = (
             'the command prints NO ALLOCATIONS LEFT, and stderr lists what each compute lacks. With --dry-run it '
             'prints which computes would be tried, in which order and why, and how many instances each would get.',
             parse_query_and_image, _create,
-            {**select_options('name uuid ssh_key user_data flavor queue size min on weigh group policy strictness '
-                              'project wait'), 'timeout': _TIMEOUT_HELP, **LISTING_OPTIONS,
-             'dry_run': 'print what the command would do; change nothing. --name, --uuid, --ssh-key, --user-data and '
-             '--wait have no effect'}, (3, 4, 5, 6), find_problems=_find_problems,
+            {**select_options(f'{" ".join(USER_TEXTS)} uuid ssh_key user_data flavor queue size min on weigh group '
+                              'policy strictness project wait'), 'timeout': _TIMEOUT_HELP, **LISTING_OPTIONS,
+             'dry_run': f'print what the command would do; change nothing. --{", --".join(USER_TEXTS)}, --uuid, '
+             '--ssh-key, --user-data and --wait have no effect'}, (3, 4, 5, 6), find_problems=_find_problems,
             example="eschedule 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256' --name web1 --wait"),
 )

@@ -34,7 +34,7 @@ from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable, put_befo
 from ecomp.model import boots, keys
 from ecomp.model.host import NO_COMPUTES, Computes
 from ecomp.model.listing import NO_ABSENCES, Absences
-from ecomp.model.order import SHUT_OFF, SHUTDOWN_REQUESTED, PowerAction, parse_phase
+from ecomp.model.order import SHUT_OFF, SHUTDOWN_REQUESTED, USER_TEXTS, PowerAction, parse_phase
 from ecomp.model.record import Interface, Record, describe_failure, describe_wait
 from ecomp.model.states import ACTIVE, BUILDING, ERROR, GONE, QUEUED, RETENTION_SECONDS, STAGES, STOPPED
 from ecomp.model.stored import to_dict
@@ -229,6 +229,7 @@ POWER_PHASE_MEANINGS = {
 INSTANCE_COLUMN = Column('INSTANCE', kind=UUID)
 # The name of each stage's time in details, where `image` is the URL.
 STAGE_FIELDS = {stage: 'image ready' if stage == 'image' else stage for stage in (*STAGES, GONE, ERROR)}
+MORE_TEXTS = [name for name in USER_TEXTS if name != 'name']
 # Details that are shown even without a value.
 ALWAYS_SHOWN = {'name', 'address', 'host', 'compute', 'image', 'resources', 'query', 'project', 'user'}
 
@@ -250,13 +251,14 @@ def make_record_listing(
         Column('REQUESTED', rank=4, kind=TIME),
         # Usually no record has a reason; then the table has no such column.
         Column('REASON', rank=1, min_width=20, wide=not any(reasons)),
-        *(Column(name, wide=True) for name in ('PROJECT', 'GROUP', 'IMAGE')),
+        *(Column(name.upper(), wide=True) for name in ('project', 'group', 'image', *MORE_TEXTS)),
     ]
     rows = []
     for record, problem in zip(records, reasons, strict=True):
         cells = [record.instance, record.name, absences.get_state(record), record.address]
         cells += [known_computes.format_name(record.compute), record.compute, record.stages.get('requested')]
         cells += [problem, record.project_id, record.group_name, record.image]
+        cells += [getattr(record, name) for name in MORE_TEXTS]
         rows.append(Row([cell or None for cell in cells], _record_to_dict(record, known_computes, absences)))
     return Listing(columns, rows)
 
@@ -296,8 +298,8 @@ def _list_fields(record: Record, known_computes: Computes, absences: Absences) -
     yield 'user', record.user_id
     yield 'group', record.group_name
     yield 'stack', _fill('{0.name} ({0.entry_name})', record.stack)
-    yield 'replaces', record.replaces
-    yield 'replaced by', record.replaced_by
+    for name in ('replaces', 'replaced_by', *MORE_TEXTS):
+        yield name.replace('_', ' '), getattr(record, name)
     yield 'adopted', 'yes' if record.is_adopted else ''
     for number, interface in enumerate([*map(_format_interface, record.addresses)] or ['']):
         yield f'interface {number}', interface

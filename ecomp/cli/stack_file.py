@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ecomp import yaml_file as yaml
 from ecomp.cli.command import Context
@@ -20,7 +20,7 @@ from ecomp.model.allocation import REQUIRED_CLASSES, list_missing_classes
 from ecomp.model.apply import Desired
 from ecomp.model.choose import SPREAD, STRATEGIES
 from ecomp.model.group import POLICIES, Membership, check_group_name
-from ecomp.model.order import Order
+from ecomp.model.order import USER_TEXTS, Order
 from ecomp.model.stack import MAX_STACK_SIZE, check_member_name, check_stack_name
 from ecomp.model.text import check_name
 from ecomp.model.user_data import SharedUserData
@@ -106,7 +106,8 @@ class _Reader:
         member_by_name: dict[str, str] = {}
         for member in members.take_keys('(?s:.*)'):
             section = members.read_section(member)
-            desired, names = self._read_member(section, default), self._read_names(section, f'{stack}-{member}')
+            desired = self._read_member(section, default)
+            names = self._read_names(section, desired.order.name or f'{stack}-{member}')
             try:
                 check_member_name(member)
                 check_name(names[-1])
@@ -122,9 +123,8 @@ class _Reader:
                 instances[f'{member}/{number}'] = desired._replace(order=order, unnumbered_name=base)
         return instances
 
-    def _read_names(self, section: Section, default: str) -> list[str]:
+    def _read_names(self, section: Section, base: str) -> list[str]:
         count = section.read('count', _parse_count, 1)
-        base = section.read('name', yaml.make_text_parser(check_name), default)
         numbers = range(1, min(count, MAX_STACK_SIZE + 1) + 1)
         return [f'{base}-{number}' for number in numbers] if 'count' in section else [base]
 
@@ -146,6 +146,7 @@ class _Reader:
         public_keys = self._read_with(
             section, 'ssh_keys', lambda: read_ssh_keys(key_files) if key_files else None, None
         )
+        texts: Any = {key: section.read(key, yaml.make_text_parser(check), None) for key, check in USER_TEXTS.items()}
         order = replace(
             default.order,
             image=self._read_with(section, 'image', lambda: resolve_image(config, image), None),
@@ -153,6 +154,7 @@ class _Reader:
             ssh_keys=public_keys,
             user_data_sha256=self._read_with(section, 'user_data', lambda: self._read_user_data(data), None),
             group=section.read('group', self._parse_group, None),
+            **texts,
         )
         if order.group is not None:
             self._merge_group(section, order.group)

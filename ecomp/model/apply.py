@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ecomp.errors import UsageError
 from ecomp.model.group import Membership
 from ecomp.model.json_object import dump
-from ecomp.model.order import MAX_SET_BYTES, Order, Request, SetOrder
+from ecomp.model.order import MAX_SET_BYTES, USER_TEXTS, Order, Request, SetOrder
 from ecomp.model.query import split_query
 from ecomp.model.record import Record, describe_failure
 from ecomp.model.stack import Stack
@@ -175,7 +175,7 @@ def _describe_keys(order: Order) -> str:
 
 # The compared fields of an order: their names in the file, their values as text, and whether a record has them.
 _COMPARED: Sequence[tuple[str, Callable[[Order], str], bool]] = (
-    ('name', lambda order: order.name or 'none', True),
+    *((name, lambda order, name=name: getattr(order, name) or 'none', True) for name in USER_TEXTS),
     ('query', lambda order: order.query or '', True),
     ('image', lambda order: order.image or 'none', True),
     ('project', lambda order: order.project_id, True),

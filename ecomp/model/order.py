@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -44,7 +44,7 @@ from ecomp.model.stored import (
     sparse,
     stored,
 )
-from ecomp.model.text import is_label
+from ecomp.model.text import check_name, is_label
 from ecomp.model.user_data import SharedUserData, encode_user_data, parse_user_data
 
 STOP, START, REBOOT = ACTIONS = ('stop', 'start', 'reboot')
@@ -105,10 +105,14 @@ _SHA256 = check(
 )
 
 
-def _make_field(stored_as: Field, default: Any = None, *, is_recorded: bool = True) -> Any:
-    """Make a field of Order: how it is stored, its default, and whether a record has it."""
+def _make_field(stored_as: Field, default: Any = None, *, is_recorded: bool = True, check_text: Any = None) -> Any:
+    """Make a field of Order: how it is stored, its default, and whether a record has it.
+
+    `check_text` makes it one of USER_TEXTS. It returns a valid text, or raises ValueError.
+    """
     options: dict[str, Any] = {'default_factory': dict} if default == {} else {'default': default}
-    return field(**options, repr=is_recorded, metadata={'stored': stored_as, 'is_recorded': is_recorded})
+    metadata = {'stored': stored_as, 'is_recorded': is_recorded, 'check_text': check_text}
+    return field(**options, repr=is_recorded, metadata=metadata)  # keys and user-data are secret, and not recorded
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,7 @@ class Order:
     query: str | None = _make_field(optional(TEXT))  # None if unknown
     # The ISO times at which it was requested and scheduled.
     stages: Mapping[str, str] = _make_field(optional(dict_of(TEXT)), {})
-    name: str | None = _make_field(sparse(text(_parse_name)))
+    name: str | None = _make_field(sparse(text(_parse_name)), check_text=check_name)
     # None: mdserver.conf of the compute decides, as about user_data.
     ssh_keys: tuple[str, ...] | None = _make_field(sparse(lambda lines: tuple(_KEY_LINES(lines))), is_recorded=False)
     # With it, user_data is None until it is read from /user-data/.
@@ -160,10 +164,16 @@ _ROWS = {each.name: each.metadata for each in fields(Order) if each.metadata}
 ORDER_FIELDS: dict[str, Field] = {name: row['stored'] for name, row in _ROWS.items()}
 RECORDED_FIELDS = tuple(name for name, row in _ROWS.items() if row['is_recorded'])
 stored(**ORDER_FIELDS)(Order)
+# The texts that a user may give: an option of create, a key in the file of a stack, and shown by `show` and `list`.
+USER_TEXTS = {name: row['check_text'] for name, row in _ROWS.items() if row['check_text']}
 
 
 def _describe_query_and_image(existing: Order) -> str:
     return f'with query {existing.query!r} and image {existing.image}'
+
+
+def _describe_text(name: str, existing: Order) -> str:
+    return f'with the {name} {value}' if (value := getattr(existing, name)) else f'without a {name}'
 
 
 # {attribute: what describes an existing order's value if another is requested}: of differences the first is reported.
@@ -171,7 +181,7 @@ _DIFFERENCES: Mapping[str, Callable[[Order], str]] = {
     'is_adopted': lambda _: 'by `adopt`',
     'image': _describe_query_and_image,
     'query': _describe_query_and_image,
-    'name': lambda existing: f'with the name {existing.name}' if existing.name else 'without a name',
+    **{name: partial(_describe_text, name) for name in USER_TEXTS},
     'project_id': lambda existing: f'for project {existing.project_id}',
     'group_name': lambda existing: f'in group {existing.group_name}' if existing.group else 'without a group',
     'count': lambda existing: f'in a set of {existing.count}' if existing.count > 1 else 'as a single instance',
@@ -195,7 +205,8 @@ def describe_difference(existing: Order, requested: Order, is_recorded: bool = F
 def make_create_words(order: Order) -> list[str]:
     """Return the words of the command that creates the instance, without keys and user-data."""
     group = order.group or Membership('')
-    values = {'--name': order.name, '--project': order.project_id, '--group': group.name, '--policy': group.policy}
+    values = {f'--{name}': getattr(order, name) for name in USER_TEXTS}
+    values |= {'--project': order.project_id, '--group': group.name, '--policy': group.policy}
     # After a space a value that begins with - would be another option.
     pairs = ([f'{flag}={value}'] if value[0] == '-' else [flag, value] for flag, value in values.items() if value)
     strictness = [] if group.strict is None else ['--strict' if group.strict else '--soft']

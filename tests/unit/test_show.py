@@ -59,6 +59,7 @@ from ecomp.model.host import NO_COMPUTES, Computes, PresenceFacts
 from ecomp.model.order import (
     ORDER_FIELDS,
     RECORDED_FIELDS,
+    USER_TEXTS,
     Order,
     Request,
     describe_difference,
@@ -137,6 +138,8 @@ def test_no_field_of_an_order_is_forgotten_by_again() -> None:
         name for name, value in ORDER_VALUES.items() if make_create_words(Order(INSTANCE, **{name: value})) != bare
     }
     assert ORDER_VALUES.keys() - repeated == NOT_REPEATED
+    words = make_create_words(Order(INSTANCE, **{name: ORDER_VALUES[name] for name in repeated}))
+    assert parse(words).name == 'create', 'the options exist'
 
 
 def test_words_of_again_keep_a_value_that_looks_like_an_option() -> None:
@@ -164,6 +167,13 @@ def test_no_field_of_an_order_is_forgotten_by_show(name: str) -> None:
     assert changed.value != make_record_details(RECORD).value
     problems = Draft202012Validator(RECORD_SHAPE).iter_errors(json.loads(json.dumps(changed.value)))
     assert [problem.message for problem in problems] == []
+
+
+@pytest.mark.parametrize('name', USER_TEXTS)
+def test_no_text_of_a_user_is_forgotten_by_list(name: str) -> None:
+    listing = make_record_listing([replace(RECORD, **{name: RECORDED_VALUES[name]})])
+    cells = dict(zip([column.name for column in listing.columns], listing.rows[0].cells, strict=True))
+    assert cells[name.upper()] == RECORDED_VALUES[name]
 
 
 def test_no_recorded_field_of_an_order_is_forgotten_by_a_tombstone() -> None:

@@ -29,7 +29,7 @@ from ecomp.model.apply import ALL_MEMBERS, Action, Desired, Existing, find_exit_
 from ecomp.model.assign import Lot, Planner
 from ecomp.model.choose import PACK, SPREAD, Candidate, Offer
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group, Membership
-from ecomp.model.order import Order, Request, parse_request
+from ecomp.model.order import ORDER_FIELDS, USER_TEXTS, Order, Request, parse_request
 from ecomp.model.record import Failure, Record
 from ecomp.model.stack import Place, Stack, StackEntry, restore_stack
 from ecomp.model.stored import decode, encode
@@ -412,6 +412,18 @@ GOOD = 'stack: a\ninstances:\n  web: {flavor: small}\n'
 )
 def test_same_stack_in_other_encodings(load: Callable[..., StackFile], content: str | bytes) -> None:
     assert load(content).instances == load(GOOD).instances
+
+
+# What a file of a stack does not give: the places in a set, in a stack and of an evacuation, and the data of a hash.
+NOT_IN_A_FILE = {'stages', 'count', 'stack', 'replaces', 'replaced_by', 'is_adopted', 'user_data'}
+
+
+def test_no_field_of_an_order_is_forgotten_by_a_file(load: Callable[..., StackFile]) -> None:
+    member = {'flavor': 'small', 'image': 'bookworm', 'group': {'name': 'g', 'policy': 'affinity'}}
+    member |= {'ssh_keys': ['id.pub'], 'user_data': 'web.yaml'} | dict.fromkeys(USER_TEXTS, 'x1')
+    [desired] = load(json.dumps({'stack': 'a', 'project': 'p', 'instances': {'web': member}})).instances.values()
+    given = {name for name in ORDER_FIELDS if getattr(desired.order, name) != getattr(Order(''), name)}
+    assert ORDER_FIELDS.keys() - given == NOT_IN_A_FILE
 
 
 def test_file_that_is_a_device_or_a_pipe(mistakes: Callable[..., list[str]], tmp_path: Path) -> None:
