@@ -7,8 +7,10 @@ the schema of that command.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
+from ecomp.cli.commands import FAMILIES, load_rows
 from ecomp.model.apply import ACTIONS
 from ecomp.model.boots import REASONS
 from ecomp.model.choose import STRATEGIES
@@ -332,7 +334,7 @@ _USE = _object(
 _STACK = _object(stack=_text('name of the stack'), instances=many(_STEP, 'instances of the file, then others'))
 
 # By command. `create` prints REFUSED if there is no room, or a quota is exceeded (exit code 3).
-SHAPES: Mapping[str, Schema] = {
+SHAPES: dict[str, Schema] = {
     'create': many(_NEW),
     'create --dry-run': many(_RANKED),
     'apply': _STACK,
@@ -348,14 +350,9 @@ SHAPES: Mapping[str, Schema] = {
     'why': one_or_many(_WHY),
     'wait': _outcome(instance=_FOUND, state=_text('last known state; null if none'), name=_NAME, address=_ADDRESS),
     'events': _EVENT,
-    'destroy': _outcome(**_REACHED),
-    'stop': _outcome(**_REACHED),
-    'start': _outcome(**_REACHED),
-    'reboot': _outcome(**_REACHED),
     'adopt': many(_FOREIGN),
     'list --foreign': many(_FOREIGN),
     'adopt --all': _outcome(instance=_FOUND),
-    'release': _outcome(instance=_FOUND),
     'flavor': one_or_many(_FLAVOR),
     'flavor set': _single_outcome(),
     'flavor delete': _outcome(),
@@ -363,13 +360,16 @@ SHAPES: Mapping[str, Schema] = {
     'group': one_or_many(_GROUP),
     'quota': one_or_many(_QUOTA),
     'quota set': _single_outcome(),
-    # Of these four: an object for one argument, an array without and with several.
+    # An object for one argument, an array without and with several.
     'hosts': one_or_many(_HOST),
-    'host drain': _outcome(compute=_TARGET),
-    'host enable': _outcome(compute=_TARGET),
-    'host forget': _outcome(compute=_TARGET),
     'evacuate': many(_EVACUATED),
     'evacuate --dry-run': many(_MOVE),
     'top': _USE,
     'check': many(_FINDING),
 }
+# Any other command reports an outcome for each instance or host of its usage.
+for _row in chain.from_iterable(map(load_rows, chain.from_iterable(FAMILIES.values()))):
+    if _row.name not in SHAPES and 'format' in _row.options and '<host>' in _row.usage:
+        SHAPES[_row.name] = _outcome(compute=_TARGET)
+    elif _row.name not in SHAPES and 'format' in _row.options and '<id>' in _row.usage:
+        SHAPES[_row.name] = _outcome(**(_REACHED if 'wait' in _row.options else {'instance': _FOUND}))
