@@ -35,7 +35,6 @@ from ecomp.model.user_data import GuestFailure, parse_host_keys
 # The fault of an instance whose destroy `host forget` completes: if the host was only cut off, its domain still runs.
 UNSEEN_END_FAULT = 'its host was forgotten: the end of its guest was not observed'
 
-
 _OPTIONAL_TEXT = optional(TEXT)
 
 

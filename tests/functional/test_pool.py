@@ -573,10 +573,10 @@ def test_number_of_calls_to_place_a_set(cloud: Cloud, call_counts: Counter[str],
     call_counts.clear()
     placed = cloud.create_all(order)
     assert Counter(outcome.compute for outcome in placed.values()) == dict.fromkeys(computes, count // 10)
-    # In order: quota, lease, attempt, computes, troubles, other attempts, facts, quota again, delivery.
+    # In order: quota, lease, attempt, computes, troubles, other attempts, facts, quota again, delivery, lease.
     assert call_counts == {
         **{'placement GET /allocation_candidates': 1, 'placement POST /allocations': claims},
-        **{'etcd get': 2, 'etcd grant': 1, 'etcd snapshot': 3, 'etcd read': 1, 'etcd commit': 2},
+        **{'etcd get': 2, 'etcd grant': 1, 'etcd snapshot': 3, 'etcd read': 1, 'etcd commit': 2, 'etcd revoke': 1},
     }
 
 

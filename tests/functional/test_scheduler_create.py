@@ -260,8 +260,8 @@ def test_create_takes_one_query_and_one_claim(cluster: SampledCluster) -> None:
     assert cluster.queries == [best, 'claim']
     etcd_calls = cluster.store.request_count
     assert cluster.sample_size == 10
-    # In order: quota, lease, attempt, troubles, sample, quota again, delivery.
-    assert etcd_calls == 7
+    # In order: quota, lease, attempt, troubles, sample, quota again, delivery, end of the lease.
+    assert etcd_calls == 8
     assert cluster.create(large=None) != ''
     assert cluster.queries == ['all', 'claim']
     # Without sampling, the names of all computes are read, the other attempts, and which equal ones have the image.
@@ -423,7 +423,7 @@ def test_number_of_named_dead_computes_is_limited(cluster: SampledCluster, caplo
     assert len(messages) == MAX_LOGGED_COMPUTES + 1
     assert messages[-1] == '3 more not alive: skipped'
     # Three calls more than with live computes only: the computes, and two pages of host names.
-    assert cluster.store.request_count == 11
+    assert cluster.store.request_count == 12
 
 
 def test_facts_of_an_invalid_uuid_are_not_queried(cluster: SampledCluster) -> None:

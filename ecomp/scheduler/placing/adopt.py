@@ -116,7 +116,7 @@ def adopt(  # noqa: PLR0913
                 report(each.guest, f'adopted with uuid {each.guest.instance}{name}')
         _enable(session, compute)
         failpoint('adoption-enabled')
-    try_revoke(session.store, session.lease)
+    session.finish(guests)
 
 
 def _undo(session: Session, compute: str, display_name: str) -> str:

@@ -388,10 +388,11 @@ class Session:
         )
 
     def finish(self, delivered: Collection[str]) -> None:
-        """Release what was claimed and not delivered. The lease expires, and has no key then."""
+        """Release what was claimed and not delivered, and revoke the lease."""
         unused = self.movable.intersection(self.attempted).difference(delivered)
         if unused:  # of a set; computes release what cannot be released here
             log.debug('%s', self.release(unused))
+        try_revoke(self.store, self.lease)
 
     def release(self, instances: Iterable[str]) -> str:
         """Release the instances' claims, and return UNDONE or a sentence about what is left."""
