@@ -155,6 +155,7 @@ RECORD = _fields({
     'replaces': _text('uuid of the instance that it was evacuated from; absent if none', pattern=UUID),
     'replaced_by': _text('uuid of the instance to which it was evacuated; absent if none', pattern=UUID),
     'adopted': _is('boolean', 'true if ecomp did not create its domain, but adopted it; otherwise absent'),
+    'protected': _is('boolean', 'true if it is protected from its removal; otherwise absent'),
     'cloud_init': _object('failure of cloud-init that the guest reported; absent if none',
                           stage=_text('stage of cloud-init'), reason=_text('why it failed')),
 }, may=' '.join(field.name for field in _STORED.values() if field.is_sparse))  # fmt: skip

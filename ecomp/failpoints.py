@@ -39,6 +39,7 @@ FAILPOINT_STATES = {
     'queued': 'eschedule: the request is in its queue, but nothing is printed yet',
     'unqueued': 'eschedule: a queued request is removed from its queue, but nothing is printed yet',
     'power-asked': 'eschedule: the request to stop, start or reboot is written, but nothing is printed yet',
+    'changed': 'eschedule: a new name or protection is in the request, but nothing is printed yet',
     'host-released': 'eschedule: host forget has released the claim of a destroyed instance, but not removed its keys',
     'host-emptied': 'eschedule: host forget has removed all leftovers of the host, but its provider still exists',
     'host-unregistered': 'eschedule: host forget has removed everything of the host except its name',

@@ -58,7 +58,7 @@ TASK_METHODS: Mapping[Kind, Callable[[Instances, Work], None]] = {
     Kind.DESTROY_FORGOTTEN: lambda instances, work: instances.destroy_forgotten(work.instance),
     Kind.REFUSE: lambda instances, work: instances.refuse(work.refusal, work.revision, work.guest),
     Kind.CLEAR: lambda instances, work: instances.drop_request(work.instance, work.revision, work.task.reason),
-    Kind.VANISHED: lambda instances, work: instances.end_vanished(work.instance, work.revision),
+    Kind.VANISHED: lambda instances, work: instances.end_vanished(work.request, work.revision),
     Kind.ADDRESS: lambda instances, work: instances.record_addresses(work.instance, work.revision, work.addresses),
     Kind.READY: lambda instances, work: instances.record_ready(work.instance, work.revision),
     Kind.POWER: lambda instances, work: instances.record_power(work.instance, work.revision, work.guest),
@@ -66,6 +66,7 @@ TASK_METHODS: Mapping[Kind, Callable[[Instances, Work], None]] = {
     Kind.SHUTDOWN: lambda instances, work: instances.shut_down(work.request, work.revision),
     Kind.SWITCH_OFF: lambda instances, work: instances.switch_off(work.request, work.revision),
     Kind.START: lambda instances, work: instances.start(work.request, work.revision),
+    Kind.CHANGED: lambda instances, work: instances.record_changes(work.request, work.revision),
     Kind.DONE: lambda instances, work: instances.record_power_done(work.request, work.revision, work.guest),
 }
 

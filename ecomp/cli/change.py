@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from ecomp.cli.command import DOCUMENT_OPTIONS, Command, Context, Outcomes, make_wait_options
-from ecomp.cli.options import parse_any_instances
+from ecomp.cli.options import parse_any_instances, parse_instance_and_name
 from ecomp.cli.selection import SELECTORS, confirm_destroy, find_conflicts, select_instances
 from ecomp.cli.terminal import LiveLine, is_terminal
 from ecomp.errors import EcompError
@@ -19,6 +19,7 @@ from ecomp.model.states import ERROR, GONE
 from ecomp.model.text import parse_uuid_prefix
 from ecomp.scheduler.changes.change import Acceptance, change_power, destroy, remove_finished
 from ecomp.scheduler.changes.wait import Deadline, Wait, wait_for_power, wait_until_gone
+from ecomp.scheduler.placing.modify import protect, rename
 from ecomp.scheduler.queries.find import is_known
 
 
@@ -98,6 +99,28 @@ def _change_power(ctx: Context) -> int:
     return outcomes.run(submit, wait, 'show' if ctx.name == REBOOT else f'{ctx.name} --wait')
 
 
+def _protect(ctx: Context) -> int:
+    select_instances(ctx)
+    outcomes = Outcomes(ctx, ctx.words, instance=None)
+
+    def submit(word: str) -> None:
+        instance = ctx.resolve_instance(word, ctx.instance_index)
+        sentence = protect(ctx.store, instance, ctx.name == 'protect', ctx.instance_index)
+        outcomes.report(word, sentence, instance=instance)
+
+    return outcomes.run(submit)
+
+
+def _rename(ctx: Context) -> int:
+    outcomes = Outcomes(ctx, ctx.words[:1], instance=None)
+
+    def submit(word: str) -> None:
+        instance = ctx.resolve_instance(word)
+        outcomes.report(word, rename(ctx.store, instance, ctx.words[1]), instance=instance)
+
+    return outcomes.run(submit)
+
+
 # fmt: off
 COMMANDS: Sequence[Command] = (
     Command('destroy', 'destroy [<id>…]', 'delete an instance, its DISK included',
@@ -127,4 +150,17 @@ COMMANDS: Sequence[Command] = (
             parse_any_instances, _change_power,
             {**make_wait_options('every guest runs again'), **DOCUMENT_OPTIONS, **SELECTORS}, (4, 5, 6),
             find_problems=find_conflicts, example='eschedule reboot web1'),
+    Command('protect', 'protect [<id>…]', 'keep an instance from being removed',
+            '`destroy` refuses a protected instance, and `apply` does not replace or remove it. `evacuate` leaves it '
+            'where it is, unless you give --include-protected. A guest may be stopped and started.',
+            parse_any_instances, _protect, {**DOCUMENT_OPTIONS, **SELECTORS}, (4, 5), find_problems=find_conflicts,
+            example='eschedule protect db1'),
+    Command('unprotect', 'unprotect [<id>…]', 'end the protection of an instance',
+            'End what `eschedule protect` began. Nothing else changes.',
+            parse_any_instances, _protect, {**DOCUMENT_OPTIONS, **SELECTORS}, (4, 5), find_problems=find_conflicts,
+            example='eschedule unprotect db1'),
+    Command('rename', 'rename <id> NAME', 'give an instance another name',
+            'Give an instance another name, which no other existing instance can have; its old one is free at once. '
+            'The guest keeps the host name that it has.',
+            parse_instance_and_name, _rename, DOCUMENT_OPTIONS, (4, 5), example='eschedule rename web1 web-old'),
 )

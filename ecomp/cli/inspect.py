@@ -249,7 +249,8 @@ def make_record_listing(
         Column('HOST', rank=1, min_width=8),
         Column('COMPUTE', rank=3, kind=UUID, wide=True),
         Column('REQUESTED', rank=4, kind=TIME),
-        # Usually no record has a reason; then the table has no such column.
+        # Usually no record has a reason or is protected; then the table has no such columns.
+        Column('PROTECTED', rank=2, wide=not any(record.is_protected for record in records)),
         Column('REASON', rank=1, min_width=20, wide=not any(reasons)),
         *(Column(name.upper(), wide=True) for name in ('project', 'group', 'image', *MORE_TEXTS)),
     ]
@@ -257,7 +258,7 @@ def make_record_listing(
     for record, problem in zip(records, reasons, strict=True):
         cells = [record.instance, record.name, absences.get_state(record), record.address]
         cells += [known_computes.format_name(record.compute), record.compute, record.stages.get('requested')]
-        cells += [problem, record.project_id, record.group_name, record.image]
+        cells += ['yes' if record.is_protected else None, problem, record.project_id, record.group_name, record.image]
         cells += [getattr(record, name) for name in MORE_TEXTS]
         rows.append(Row([cell or None for cell in cells], _record_to_dict(record, known_computes, absences)))
     return Listing(columns, rows)
@@ -301,6 +302,7 @@ def _list_fields(record: Record, known_computes: Computes, absences: Absences) -
     for name in ('replaces', 'replaced_by', *MORE_TEXTS):
         yield name.replace('_', ' '), getattr(record, name)
     yield 'adopted', 'yes' if record.is_adopted else ''
+    yield 'protected', 'yes' if record.is_protected else ''
     for number, interface in enumerate([*map(_format_interface, record.addresses)] or ['']):
         yield f'interface {number}', interface
     yield 'console', '' if record.state in RETENTION_SECONDS else record.console

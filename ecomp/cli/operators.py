@@ -126,7 +126,8 @@ def _plan_moves(ctx: Context) -> int:
         computes.check_compute_exists(ctx.computes, lambda: ctx.placement, compute)
     guests, planner = read_moves(ctx.store, ctx.placement, ctx.computes.living, dead or None)
     if dead:
-        moves = plan_moves(planner, [guest for compute in dead for guest in guests.get(compute, ())], dead)
+        everyone = [guest for compute in dead for guest in guests.get(compute, ())]
+        moves = plan_moves(planner, everyone, dead, with_protected=ctx.options.include_protected)
         listing = make_move_listing(moves, ctx.computes)
     else:
         names = {compute: ctx.computes.format_name(compute) for compute in (*ctx.computes.living, *guests)}
@@ -165,7 +166,7 @@ def _evacuate(ctx: Context) -> int:
     if computes.read_absent_states(ctx.placement, [target]).get(target) == CLOSED:
         ctx.out.say(f'{host}: its ecompute was stopped cleanly, and its guests run on unless the machine is off')
     guests, planner = read_moves(ctx.store, ctx.placement, ctx.computes.living, [target])
-    moves = plan_moves(planner, guests.get(target, ()), [target])
+    moves = plan_moves(planner, guests.get(target, ()), [target], with_protected=ctx.options.include_protected)
     lost = [move.guest.request for move in moves if move.candidate is not None]
     if lost:
         ctx.out.say(f'{len(lost)} {"disks" if lost[1:] else "disk"} on {host} {"are" if lost[1:] else "is"} lost')
@@ -195,7 +196,7 @@ def _move_guests(ctx: Context, target: str, host: str) -> tuple[list[Evacuated],
         ctx.out.say(disable(ctx.placement, target, host))
         owner, offer = describe_owner(make_timestamp()), Offer(())
         scheduler = Scheduler(ctx.store, lambda: (ctx.placement, offer), owner, random.Random(), make_timestamp)
-        for consumer in evacuate(scheduler, target, host, report):
+        for consumer in evacuate(scheduler, target, host, report, ctx.options.include_protected):
             ctx.out.say(f'{consumer}: its claim on {host} is released: no request owns it')
     except KeyboardInterrupt:
         ctx.out.say(f'interrupted: guests of {host} may not be evacuated yet. {again}')
@@ -379,7 +380,7 @@ COMMANDS: Sequence[Command] = (
             parse_any_computes, _evacuate,
             {'fenced': 'confirm that the machine is off: guests that still run there would run twice',
              'dry_run': 'print where the guests of these hosts would go if all of them died; change nothing',
-             'each': '', 'yes': '',
+             'each': '', 'include_protected': '', 'yes': '',
              'wait': 'return once every new instance has reached STAGE: ' + ', '.join(STAGES) + '; without STAGE, '
              'addressed. From `ready` on the new ssh host keys are printed. Default: return once all are placed',
              'timeout': '', **LISTING_OPTIONS},

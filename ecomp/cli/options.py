@@ -15,7 +15,7 @@ from ecomp.model.choose import STRATEGIES
 from ecomp.model.group import POLICIES, Membership, check_group_name
 from ecomp.model.reach import check_user
 from ecomp.model.states import SHOWN_STATES, STAGES
-from ecomp.model.text import MIN_PREFIX_DIGITS, format_suggestion, is_name, parse_uuid_prefix
+from ecomp.model.text import MIN_PREFIX_DIGITS, check_name, format_suggestion, is_name, parse_uuid_prefix
 
 TABLE, JSON, YAML, CSV, VALUE = FORMS = ('table', 'json', 'yaml', 'csv', 'value')
 # Printed by `top` only.
@@ -171,6 +171,14 @@ parse_flavor_and_query = _make_word_parser(
 )
 
 
+def parse_instance_and_name(name: str, words: Sequence[str]) -> Words:
+    """Parse an instance, and the name that it is to have."""
+    if len(words) != 2:
+        raise UsageError(f'{name}: needs an instance, and its new name. Try: eschedule {name} web1 web-old')
+    with convert_to_usage_error():
+        return _parse_instance(words[0]), check_name(words[1])
+
+
 def parse_project_and_limits(name: str, words: Sequence[str]) -> Words:
     """Check the project, and return all words with the limits unparsed."""
     if len(words) < 2 or '=' in words[0]:
@@ -319,6 +327,8 @@ class Options(NamedTuple):
         'claims')] = False
     each: Annotated[bool, _make_option(
         '--each', 'with --dry-run: list how many guests of each host would fit elsewhere if it died')] = False
+    include_protected: Annotated[bool, _make_option(
+        '--include-protected', 'also move the instances that are protected. Default: they stay')] = False
     stop: Annotated[bool, _make_option(
         '--stop', 'also shut the guests down, as `eschedule stop` does, until `eschedule host enable --start`')] = False
     start: Annotated[bool, _make_option(

@@ -88,7 +88,15 @@ def plan_steps(
             ending = _is_ending(record, request)
             action = ENDING if ending else DESTROY if prune else SURPLUS
             steps.append(Action(entry, record.name, action, record.instance, DESTROYING if ending else record.state))
-    return steps
+    return [_keep_protected(step, existing[step.entry]) if step.entry in existing else step for step in steps]
+
+
+def _keep_protected(step: Action, existing: Existing) -> Action:
+    request = existing.request
+    if step.action not in (REPLACE, DESTROY) or request is None or not request.is_protected:
+        return step
+    reason = f'it is protected. Fix: eschedule unprotect {request.name or request.instance}'
+    return step._replace(action=DIFFERS if step.action == REPLACE else SURPLUS, reasons=[*step.reasons, reason])
 
 
 def _plan_desired(

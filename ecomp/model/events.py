@@ -230,6 +230,10 @@ def _describe_request_change(before: Request | None, after: Request, host: str, 
         return f'adopted on {host}'
     if before is None:
         return f'request accepted, for {host}' + (f', in place of {after.replaces[:8]}' if after.replaces else '')
+    if after.name != before.name:
+        return f'renamed to {after.name}'
+    if after.is_protected != before.is_protected:
+        return 'protected' if after.is_protected else 'not protected any more'
     if after.power is None or after.power == before.power:
         return ''
     return f'{after.power.action} accepted' + (f', to drain {host}' if after.power.reason == DRAIN else '')

@@ -140,6 +140,8 @@ class Order:
     replaced_by: str | None = _make_field(sparse(UUID))
     # Of a domain that ecomp did not create, without query and image.
     is_adopted: bool = _make_field(sparse(FLAG, name='adopted'), False)
+    # It is not destroyed, rebuilt or replaced, and is evacuated only if that is asked for.
+    is_protected: bool = _make_field(sparse(FLAG, name='protected'), False)
 
     def copy_fields(self, **changes: Any) -> dict[str, Any]:
         """Return the fields of Order by name, some replaced, for the constructor of a subclass."""
@@ -217,6 +219,9 @@ def make_create_words(order: Order) -> list[str]:
 # MiB. User-data of 256 KiB is 342 KiB of it.
 MAX_REQUEST_BYTES = 384 * 1024
 
+# The largest number of a change, and so the last second.
+MAX_CHANGE = 2**53
+
 _OF_2019 = ('image', 'user_id', 'project_id', 'consumer_generation')
 _REQUEST_FIELDS = dict.fromkeys(('instance', 'allocations', *_OF_2019), Field(UUID)) | ORDER_FIELDS
 _REQUEST_FIELDS |= {
@@ -226,6 +231,7 @@ _REQUEST_FIELDS |= {
     'former_resources': sparse(parse_resources, name='resources'),
     'why': lenient(nested(PlacementReason), is_sparse=True),
     'power': sparse(nested(PowerAction)),
+    'changed': sparse(number(0, MAX_CHANGE)),
 }
 
 
@@ -242,6 +248,8 @@ class Request(Order):
     allocations: Allocations
     _: KW_ONLY
     power: PowerAction | None = None
+    # Grows with each change that an older etcd must not take back, see make_change_number().
+    changed: int = 0
     former_resources: Resources = field(default_factory=dict)
     why: PlacementReason | None = None
     consumer_generation: None = None  # of 2019
@@ -253,6 +261,13 @@ class Request(Order):
     @property
     def is_tombstone(self) -> bool:
         return not self.allocations
+
+    def make_change_number(self, now: float) -> int:
+        """Return the number of a change at `now` (Unix seconds), above that of the last one.
+
+        An older etcd, restored, has forgotten a number that the compute knows, and would give a counter's again.
+        """
+        return max(self.changed + 1, int(now))
 
 
 def make_request(order: Order, candidate: Candidate, weigh: str, compute_count: int, **changes: Any) -> Request:

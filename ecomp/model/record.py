@@ -176,6 +176,15 @@ class Record(Order):
         return self.addresses[0].address if self.addresses else None
 
 
+# What a user may change of an instance that exists. Its compute copies it into the record.
+CHANGEABLE = ('name', 'is_protected')
+
+
+def copy_changes(record: Record, request: Request) -> Record:
+    """Return the record with what its user has changed since."""
+    return replace(record, **{name: getattr(request, name) for name in CHANGEABLE})
+
+
 def make_record(compute: str, request: Request, now: str) -> Record:
     fields = request.copy_recorded_fields(resources=request.resources, why=request.why)
     return Record(compute=compute, state=SCHEDULED, **fields).enter_state(SCHEDULED, now, 'scheduled')

@@ -249,13 +249,13 @@ class World:
         return entry.revision if (entry := self.get_value(key)) is not None else 0
 
     def list_names(self, instance: str) -> set[str]:
-        """Return the names of an instance in its record, requests and queues."""
+        """Return the names in an instance's requests and queues or, if there are none, its record."""
         requests = self.requests_by_compute.get(instance, {}).values()
         record = self.records.get(instance)
         entries = self.queue_entries.get(instance, {}).values()
         labels = {entry.name for entry in (*requests, *entries) if not isinstance(entry, InvalidRequest)}
-        labels.add(record.name if record else None)
-        return {name for name in labels if name}
+        labels -= {None}
+        return {name for name in labels or {record.name if record else None} if name}
 
     def format_instance(self, instance: str) -> str:
         """Return the name of an instance, or its uuid if it has no name."""

@@ -120,13 +120,14 @@ ORDER_VALUES: dict[str, Any] = {
     'replaces': INSTANCE,
     'replaced_by': COMPUTE,
     'is_adopted': True,
+    'is_protected': True,
 }
 RECORDED_VALUES = {name: ORDER_VALUES[name] for name in RECORDED_FIELDS}
 # What `show --command` does not set: who asked and when, the number of a set, the places in a stack and of an
 # evacuation; and no command creates an adopted one. Keys and user-data are options, too, but name files, which
 # tests/scenario/test_again.py reads.
 NOT_REPEATED = {
-    *('user_id', 'stages', 'count', 'stack', 'replaces', 'replaced_by', 'is_adopted'),
+    *('user_id', 'stages', 'count', 'stack', 'replaces', 'replaced_by', 'is_adopted', 'is_protected'),
     *('ssh_keys', 'user_data', 'user_data_sha256'),
 }
 
@@ -147,7 +148,7 @@ def test_words_of_again_keep_a_value_that_looks_like_an_option() -> None:
 
 
 # What is not compared with an order of the same uuid. A file of `apply` has no count in its orders.
-NOT_COMPARED = {'user_id', 'stages', 'stack', 'replaces', 'replaced_by'}
+NOT_COMPARED = {'user_id', 'stages', 'stack', 'replaces', 'replaced_by', 'is_protected'}
 
 
 def test_no_field_of_an_order_is_forgotten_when_it_is_compared() -> None:

@@ -415,7 +415,7 @@ def test_same_stack_in_other_encodings(load: Callable[..., StackFile], content: 
 
 
 # What a file of a stack does not give: the places in a set, in a stack and of an evacuation, and the data of a hash.
-NOT_IN_A_FILE = {'stages', 'count', 'stack', 'replaces', 'replaced_by', 'is_adopted', 'user_data'}
+NOT_IN_A_FILE = {'stages', 'count', 'stack', 'replaces', 'replaced_by', 'is_adopted', 'is_protected', 'user_data'}
 
 
 def test_no_field_of_an_order_is_forgotten_by_a_file(load: Callable[..., StackFile]) -> None:

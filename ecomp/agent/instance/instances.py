@@ -59,7 +59,16 @@ from ecomp.model.order import (
     get_holdings,
     parse_request,
 )
-from ecomp.model.record import UNSEEN_END_FAULT, Failure, Interface, Progress, Record, make_record, make_refused_record
+from ecomp.model.record import (
+    UNSEEN_END_FAULT,
+    Failure,
+    Interface,
+    Progress,
+    Record,
+    copy_changes,
+    make_record,
+    make_refused_record,
+)
 from ecomp.model.states import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, STOPPED
 from ecomp.model.text import make_printable
 from ecomp.model.user_data import parse_shared_user_data
@@ -372,7 +381,9 @@ class Instances:
         """
         instance = request.instance
         stored = self.records.get_to_end(instance)
-        record = replace(stored or make_record(self.compute, request, self.now()), replaced_by=request.replaced_by)
+        record = stored or make_record(self.compute, request, self.now())
+        # With the name that it has now, which its end releases.
+        record = replace(copy_changes(record, request), replaced_by=request.replaced_by)
         if stored is None:
             self.records.remove_stale_address(instance, revision, is_here=True)
         if record.state not in (DESTROYING, ERROR):  # a failed instance has nothing left, and its record is on a lease
@@ -455,9 +466,10 @@ class Instances:
         log.error('instance %s: its request was deleted without being carried out: %s', instance, reason)
         self._release_claim(instance)
 
-    def end_vanished(self, instance: str, revision: int) -> None:
+    def end_vanished(self, request: Request, revision: int) -> None:
         """End an instance as `gone` whose domain and disk were removed outside ecomp."""
-        record = self.records.get_existing(instance)
+        instance = request.instance
+        record = copy_changes(self.records.get_existing(instance), request)
         self._remove(instance, None if record.is_adopted else RemoveLeftovers(instance, self.compute))
         fault = UNMARKED if record.is_adopted else DOMAIN_AND_DISK_GONE
         self.records.end(replace(record.enter_state(GONE, self.now(), 'gone'), fault=fault), revision)
@@ -497,6 +509,11 @@ class Instances:
         else:
             self.records.write(record, revision)
             log.warning('instance %s: its cloud-init failed at stage %s: %s', instance, failure.stage, failure.reason)
+
+    def record_changes(self, request: Request, revision: int) -> None:
+        """Record what the user changed of an instance."""
+        record = self.records.write(copy_changes(self.records.get_existing(request.instance), request), revision)
+        self.memory.remember(request, record)
 
     def record_power(self, instance: str, revision: int, guest: Guest | None) -> None:
         """Record whether a guest runs, and its fault."""

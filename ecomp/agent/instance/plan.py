@@ -21,7 +21,7 @@ from ecomp.model.order import (
     Request,
     parse_phase,
 )
-from ecomp.model.record import Record
+from ecomp.model.record import Record, copy_changes
 from ecomp.model.states import ACTIVE, ERROR, GONE, STOPPED
 
 ParsedRequest = Request | InvalidRequest
@@ -45,6 +45,7 @@ class Kind(Enum):
     VANISHED = 'vanished'
     ADDRESS = 'address'
     READY = 'ready'
+    CHANGED = 'changed'
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def plan(
         if task is None and record is not None and record.state in (ACTIVE, STOPPED):
             assert isinstance(parsed, Request)  # _plan_end() has returned a task for an InvalidRequest
             task = _plan_power(parsed.power, record, guest, observations.shutdown_actions.get(instance, Kind.SHUTDOWN))
-        task = task or _plan_upkeep(instance, record, observations)
+        task = task or _plan_upkeep(parsed, record, observations)
         if task is not None and isinstance(parsed, Request) and parsed.is_adopted:
             task = (_OF_ADOPTED.get(task[0], task[0]), task[1])
         if task is not None:
@@ -128,8 +129,9 @@ def _plan_power(
     return (shutdown_action, reason) if shutdown_action is not None else None
 
 
-def _plan_upkeep(instance: str, record: Record | None, observations: Observations) -> tuple[Kind, str] | None:
-    """Return the task that makes guest and record agree, power actions aside."""
+def _plan_upkeep(parsed: ParsedRequest, record: Record | None, observations: Observations) -> tuple[Kind, str] | None:
+    """Return the task that makes guest, request and record agree, power actions aside."""
+    instance = parsed.instance
     guest = observations.guests.get(instance)
     if record is None or record.state not in (ACTIVE, STOPPED):
         return Kind.BUILD, 'it was requested, but does not exist yet'
@@ -146,6 +148,8 @@ def _plan_upkeep(instance: str, record: Record | None, observations: Observation
         return Kind.ADDRESS, 'its address is known'
     if instance in observations.ready and is_unready(record):
         return Kind.READY, 'its cloud-init has finished'
+    if isinstance(parsed, Request) and copy_changes(record, parsed) != record:
+        return Kind.CHANGED, 'its user changed it'
     return None
 
 

@@ -308,7 +308,9 @@ def decide_republish(
     if present is None and not has_domain_or_disk and 'started' in record.stages:
         return Drop()
     parsed = request if present is None else None
-    if present is not None and request.power not in (None, present.power):
+    if present is not None and present.changed < request.changed:
+        parsed = request  # it was changed after the backup of this etcd
+    elif present is not None and request.power not in (None, present.power):
         parsed = replace(present, power=request.power)  # otherwise an older power action would be repeated
     return Publish(parsed, record, request if has_domain_or_disk else None)
 
@@ -318,6 +320,7 @@ def make_end_record(compute: str, etcd_view: EtcdView, now: str) -> Record | Non
     if not isinstance(etcd_view.request, Request) or etcd_view.request.is_tombstone or etcd_view.is_finished(compute):
         return None
     record = etcd_view.record or records.make_record(compute, etcd_view.request, now)
+    record = records.copy_changes(record, etcd_view.request)
     return replace(record.enter_state(GONE, now, 'gone'), fault=ENDED_BEFORE_FAULT)
 
 
@@ -444,6 +447,10 @@ def _publish(state: _EtcdState, step: Publish, placement: Placement, queued: Col
         log.error("instance %s: its name %s is another instance's now", record.instance, record.name)
     name_conditions, operations = change or ([], [])
     request, is_new = step.request, state.view.request is None
+    if isinstance(state.view.request, Request) and state.view.request.name != record.name:
+        # The name that it had at the time of the backup.
+        old_conditions, deletes = names.release_name(state.store, state.view.request.name, record.instance)
+        name_conditions, operations = [*name_conditions, *old_conditions], [*operations, *deletes]
     make_shared = partial(_restore_shared, state.store, record, request, is_uncharged=is_new and not queued)
     if request is not None:
         operations.append(Put(state.request_key, encode(request)))

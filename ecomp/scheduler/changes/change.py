@@ -114,6 +114,8 @@ def destroy(
             successor = f'; it was evacuated, and instance {new} replaces it' if new else ''
             return f'{instance}: is already being destroyed on {entries.record.compute}{successor}'
         _require_kind(entries.record, releases)
+        if not releases:
+            require_unprotected(entries)
         commit, message = _prepare_destroy(store, entries, find_claiming_compute, doubts)
         if commit() is None:
             return None
@@ -133,6 +135,13 @@ def _require_kind(record: Record, releases: bool) -> None:
     if releases and not record.is_adopted:
         cure = f'eschedule destroy {record.instance} deletes it with its disk'
         raise Conflict(f'{record.instance}: was not adopted, but created by ecomp. Try: {cure}')
+
+
+def require_unprotected(entries: InstanceEntries) -> None:
+    """Raise Conflict if the request, which the caller compares, protects the instance."""
+    if entries.request is not None and entries.request.is_protected:
+        instance = entries.record.instance
+        raise Conflict(f'{instance}: is protected, and is kept. Fix: eschedule unprotect {instance}')
 
 
 def _find_destroyable(store: Store, instance: str, key_index: KeyIndex | None) -> InstanceEntries:
@@ -171,7 +180,7 @@ def _prepare_destroy(
     stack_conditions, stack_puts = make_end(
         store, entries.request.stack if entries.request else record.stack, record.instance
     )
-    message = _describe_acceptance(store, record, 'release' if record.is_adopted else 'destroy')
+    message = describe_acceptance(store, record, 'release' if record.is_adopted else 'destroy')
     compared = entries.request_entry or entries.record_entry
     settlement = Settlement(Touch(compared.key) if compared else None, doubts.append)
     return partial(store.commit, [*conditions, *stack_conditions], [tombstone, *stack_puts], settlement), message
@@ -189,6 +198,7 @@ def make_tombstone(
         image=None,
         stages={name: time for name, time in record.stages.items() if time},
         group=request.group if request else _read_membership(store, record),
+        name=entries.name,
         stack=request.stack if request else record.stack,
         replaces=None,
         replaced_by=replaced_by,
@@ -253,7 +263,7 @@ def _prepare_dequeue(
         if compute:
             # After a restore of etcd this compute may be running it.
             message += f'; {compute} holds a claim for it, and releases the claim, or destroys the instance if it runs'
-            message += f' there{_describe_delay(store, compute)}'
+            message += f' there{describe_delay(store, compute)}'
         else:
             message, seconds = f'{message}; nothing was started', RETENTION_SECONDS[GONE]
     if entries.record_entry is not None or store.get(record_key) is not None:
@@ -296,7 +306,7 @@ def change_power(
 
     def read_and_write(doubts: Doubts) -> Acceptance | None:
         entries = find_living(store, instance, key_index)
-        entry, request = _parse_changeable_request(entries)
+        entry, request = parse_changeable_request(entries)
         if entries.record.is_adopted and entries.record.fault == UNDEFINED and power_change.action != START:
             cure = 'virsh dumpxml and virsh define make it persistent'
             raise Conflict(f'{instance}: its domain is transient: once it is off, it is gone. Fix: {cure}')
@@ -304,7 +314,7 @@ def change_power(
         if earlier is not None:
             return earlier
         accepted = _make_acceptance(store, entries, power_change)  # before the commit: nothing may fail after it
-        put = _add_power_change(entries, entry, {'power': to_dict(power_change), **store.make_stamp()})
+        put = merge_into_request(entries, entry, {'power': to_dict(power_change), **store.make_stamp()})
         settlement = Settlement(Touch(entry.key), doubts.append)
         if store.commit([Unchanged(entry.key, entry.revision)], [put], settlement) is None:
             return None
@@ -314,7 +324,7 @@ def change_power(
     return retry_until_accepted(instance, power_change.action, f'eschedule show {instance}', read_and_write)
 
 
-def _parse_changeable_request(entries: InstanceEntries) -> tuple[Entry, Request]:
+def parse_changeable_request(entries: InstanceEntries) -> tuple[Entry, Request]:
     record, entry = entries.record, entries.request_entry
     if record.state not in (ACTIVE, STOPPED):
         raise Conflict(f'{record.instance}: {POWER_REFUSALS.get(record.state, f"is {record.state}")}')
@@ -346,7 +356,7 @@ def _match_earlier_change(
     return None
 
 
-def _add_power_change(entries: InstanceEntries, entry: Entry, change: Mapping[str, object]) -> Put:
+def merge_into_request(entries: InstanceEntries, entry: Entry, change: Mapping[str, object]) -> Put:
     value = dump({**load_object(entry.value), **change})
     parsed = parse_request(entries.record.compute, entry.key, value.encode())
     if isinstance(parsed, InvalidRequest):
@@ -355,17 +365,17 @@ def _add_power_change(entries: InstanceEntries, entry: Entry, change: Mapping[st
 
 
 def _make_acceptance(store: Store, entries: InstanceEntries, power_change: PowerAction) -> Acceptance:
-    message = _describe_acceptance(store, entries.record, power_change.action)
+    message = describe_acceptance(store, entries.record, power_change.action)
     return Acceptance(message, power_change, _list_previous_ids(entries))
 
 
-def _describe_acceptance(store: Store, record: Record, change: str) -> str:
+def describe_acceptance(store: Store, record: Record, change: str) -> str:
     return (
-        f'{record.instance}: {change} accepted; {record.compute} carries it out{_describe_delay(store, record.compute)}'
+        f'{record.instance}: {change} accepted; {record.compute} carries it out{describe_delay(store, record.compute)}'
     )
 
 
-def _describe_delay(store: Store, compute: str) -> str:
+def describe_delay(store: Store, compute: str) -> str:
     return '' if is_alive(store, compute) else ' once this compute is no longer silent'
 
 

@@ -44,6 +44,7 @@ from ecomp.shared.places import KeyIndex, read_index
 from ecomp.store.client import Entry, Store, Unchanged
 
 ADOPTED = 'it is adopted: its disks and its definition are only on its host'
+PROTECTED = 'it is protected. Try: --include-protected'
 
 
 class Evacuee(NamedTuple):
@@ -68,6 +69,7 @@ def plan_moves(
     guests: Iterable[Evacuee],
     dead: Collection[str],
     ahead: int | None = None,
+    with_protected: bool = True,
 ) -> list[Move]:
     """Return where each guest would go if these computes, with all guests on them, were dead.
 
@@ -75,7 +77,7 @@ def plan_moves(
     """
     moves, of_lots, by_instance = list[Move](), dict[Lot, list[str]](), dict[str, Evacuee]()
     for guest in guests:
-        if refusal := _refuse(planner, guest.request, dead):
+        if refusal := _refuse(planner, guest.request, dead, with_protected):
             moves.append(Move(guest, None, *refusal))
             continue
         request = guest.request
@@ -110,12 +112,16 @@ def _find_staying_member(planner: Planner, group: str, dead: Collection[str], mo
     return next((each for each, compute in members.items() if compute in dead and each not in moving), '')
 
 
-def _refuse(planner: Planner, request: Request | InvalidRequest, dead: Collection[str]) -> tuple[str, bool] | None:
+def _refuse(
+    planner: Planner, request: Request | InvalidRequest, dead: Collection[str], with_protected: bool
+) -> tuple[str, bool] | None:
     """Return why a request cannot be placed at all, and whether that is known."""
     if isinstance(request, InvalidRequest):
         return f'not known: {request.reason}', False
     if request.is_adopted:
         return ADOPTED, True
+    if request.is_protected and not with_protected:
+        return PROTECTED, True
     if not (query := request.query):
         return 'not known: its request has no query', False
     if trees := set(dead).intersection(list_trees(query)):
@@ -204,14 +210,20 @@ def require_silence(store: Store, compute: str, display_name: str) -> Unchanged:
     return silent
 
 
-def evacuate(scheduler: Scheduler, compute: str, display_name: str, report: Callable[[Evacuated], None]) -> list[str]:
+def evacuate(
+    scheduler: Scheduler,
+    compute: str,
+    display_name: str,
+    report: Callable[[Evacuated], None],
+    with_protected: bool = False,
+) -> list[str]:
     """Place again each guest of a compute that the operator has fenced and disabled.
 
     `report` gets each outcome. Then the claims there without a request are released, and their consumers returned.
     """
     require_silence(scheduler.store, compute, display_name)
     session = Session(scheduler, keys.derive_uuid(compute, 'evacuate'), (), Requester('', ''))
-    evacuation = _Evacuation(session, compute, display_name, report)
+    evacuation = _Evacuation(session, compute, display_name, report, with_protected)
     session.after_undo = evacuation.describe_moved
     with session.open():
         evacuation.move_all()
@@ -240,6 +252,7 @@ class _Evacuation:
     compute: str
     display_name: str
     report: Callable[[Evacuated], None]
+    with_protected: bool
     planner: Planner = field(init=False)
     guests: Mapping[str, Evacuee] = field(init=False)
     replacements: dict[str, _Replacement] = field(default_factory=dict)
@@ -350,7 +363,7 @@ class _Evacuation:
         ]  # fmt: skip
         # The places of older attempts are left to them, without waiting for their end: the host is dead.
         ahead = min(self.session.count_in_flight()[0], MAX_PLACES_AHEAD)
-        planned = plan_moves(self.planner, guests, [self.compute], ahead or None)
+        planned = plan_moves(self.planner, guests, [self.compute], ahead or None, self.with_protected)
         moves = {move.guest.request.instance: move for move in planned}
         self.reasons |= {old: move.reason for old, move in moves.items() if move.candidate is None}
         claims = {old: self.replacements[old].claim for old in moves.keys() & self.replacements.keys()}

@@ -10,7 +10,7 @@ from ecomp.model import keys
 from ecomp.model.choose import Offer
 from ecomp.model.host import EntriesByCompute, group_by_instance
 from ecomp.model.order import InvalidRequest, Order, Request, parse_request
-from ecomp.model.record import Record, from_json, make_record, make_refused_record
+from ecomp.model.record import CHANGEABLE, Record, from_json, make_record, make_refused_record
 from ecomp.model.states import GONE
 from ecomp.model.text import MIN_PREFIX_DIGITS, is_name, join_some, make_printable, parse_uuid_prefix
 from ecomp.shared.names import parse_name_holder
@@ -60,8 +60,15 @@ class InstanceEntries(NamedTuple):
         if order is None or isinstance(order, InvalidRequest):
             return None
         recorded = {name: value for name, value in self.record.copy_recorded_fields().items() if value}
+        recorded |= {name: getattr(order, name) for name in CHANGEABLE}
         # A record lacks the policy of its group.
         return Order(**order.copy_fields(**{**recorded, 'group': order.group or recorded.get('group')}))
+
+    @property
+    def name(self) -> str | None:
+        """The current name: its compute copies a new one into the record later."""
+        request = self.request
+        return self.record.name if request is None else request.name
 
     @property
     def is_destroying(self) -> bool:
@@ -106,9 +113,9 @@ def _check_name(store: Store, name: str, instance: str, key_index: KeyIndex | No
         entries = find(store, instance, key_index)
     except Unreadable:
         return
-    if entries is None or entries.record.name == name:
+    if entries is None or name in (actual := entries.name, entries.record.name):
         return
-    actual_name = f'is called {make_printable(entries.record.name)}' if entries.record.name else 'has no name'
+    actual_name = f'is called {make_printable(actual)}' if actual else 'has no name'
     # Any compute may write the key of any name.
     mismatch = f'{keys.name(name)} refers to instance {instance}, which {actual_name}'
     raise Conflict(f'{mismatch} (`eschedule check` reports such keys). Fix: give the uuid of the right instance')
