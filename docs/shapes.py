@@ -155,6 +155,8 @@ RECORD = _fields({
     'replaces': _text('uuid of the instance that it was evacuated from; absent if none', pattern=UUID),
     'replaced_by': _text('uuid of the instance to which it was evacuated; absent if none', pattern=UUID),
     'adopted': _is('boolean', 'true if ecomp did not create its domain, but adopted it; otherwise absent'),
+    'resize': _object('the size that its guest gets when it starts; absent if it has it',
+                      number=_is('integer', 'number of the change'), resources=_AMOUNTS),
     'protected': _is('boolean', 'true if it is protected from its removal; otherwise absent'),
     'cloud_init': _object('failure of cloud-init that the guest reported; absent if none',
                           stage=_text('stage of cloud-init'), reason=_text('why it failed')),

@@ -531,7 +531,7 @@ class Compute:
         requests = {keys.get_last_part(key) for key in self._requests}
         guests = self.host.hypervisor.list_guests()
         with self.upkeep.lock:
-            self._claims.check_claims(guests, time.monotonic(), self._generation, requests)
+            self._claims.check_claims(guests, time.monotonic(), self._generation, requests, self._planner.wanted)
             held = self._claims.held if self._claims.is_current else None
         # Its host was forgotten, or a restored etcd does not know it.
         adopted = {name for name, guest in guests.items() if guest.is_adopted and guest.compute == self.uuid}

@@ -66,6 +66,8 @@ TASK_METHODS: Mapping[Kind, Callable[[Instances, Work], None]] = {
     Kind.SHUTDOWN: lambda instances, work: instances.shut_down(work.request, work.revision),
     Kind.SWITCH_OFF: lambda instances, work: instances.switch_off(work.request, work.revision),
     Kind.START: lambda instances, work: instances.start(work.request, work.revision),
+    Kind.RESIZE: lambda instances, work: instances.resize(work.request, work.revision),
+    Kind.RESIZED: lambda instances, work: instances.end_resize(work.request, work.revision),
     Kind.CHANGED: lambda instances, work: instances.record_changes(work.request, work.revision),
     Kind.DONE: lambda instances, work: instances.record_power_done(work.request, work.revision, work.guest),
 }
@@ -113,6 +115,8 @@ class Planner:
         self._parsed_requests: dict[str, tuple[int, ParsedRequest]] = {}
         # The resources that the requests hold on this compute; None before they were read.
         self.held_resources: Resources | None = None
+        # What each request that is no tombstone claims here.
+        self.wanted: Mapping[str, Resources] = {}
         # The guests without a request; of these, those whose destroy `host forget` completed, with their last request.
         self._unmanaged: set[str] = set()
         self._forgotten: dict[str, Request] = {}
@@ -333,6 +337,8 @@ class Planner:
             self._parsed_requests[name] = entry.revision, parsed
         parsed_requests = (parsed for _, parsed in self._parsed_requests.values())
         self.held_resources = sum_held(self._instances.compute, parsed_requests)
+        valid = [each for _, each in self._parsed_requests.values() if isinstance(each, Request)]
+        self.wanted = {each.instance: each.allocations[self._instances.compute] for each in valid if each.allocations}
         for name in before.keys() - self._parsed_requests.keys():
             self._refused_revisions.pop(name, None)
             for activity in (READING_RECORD % name, READING_ADDRESSES % name):

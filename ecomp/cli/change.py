@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 from ecomp.cli.command import DOCUMENT_OPTIONS, Command, Context, Outcomes, make_wait_options
-from ecomp.cli.options import parse_any_instances, parse_instance_and_name
+from ecomp.cli.options import parse_any_instances, parse_instance_and_amounts, parse_instance_and_name
 from ecomp.cli.selection import SELECTORS, confirm_destroy, find_conflicts, select_instances
-from ecomp.cli.terminal import LiveLine, is_terminal
-from ecomp.errors import EcompError
+from ecomp.cli.terminal import LiveLine, is_terminal, make_timestamp
+from ecomp.errors import EcompError, UsageError
 from ecomp.model import keys
 from ecomp.model.keys import make_uuid
 from ecomp.model.order import REBOOT, PowerAction
@@ -19,7 +20,6 @@ from ecomp.model.states import ERROR, GONE
 from ecomp.model.text import parse_uuid_prefix
 from ecomp.scheduler.changes.change import Acceptance, change_power, destroy, remove_finished
 from ecomp.scheduler.changes.wait import Deadline, Wait, wait_for_power, wait_until_gone
-from ecomp.scheduler.placing.modify import protect, rename
 from ecomp.scheduler.queries.find import is_known
 
 
@@ -86,17 +86,19 @@ def _change_power(ctx: Context) -> int:
         acceptances[word] = acceptance
         return acceptance.power is not None
 
-    def wait(word: str, deadline: Deadline) -> None:
-        instance = outcomes.results[word]['instance']
-        with LiveLine() as show_status:
-            wait_state = Wait(
-                ctx.config.etcd, instance, deadline, show_status, ctx.instance_index, claims=ctx.read_claims
-            )
-            record = wait_for_power(wait_state, acceptances[word])
-        outcomes.report(word, f'{instance}: {record.state}', state=record.state)
-
+    wait = partial(_wait_for_power, ctx, outcomes, acceptances)
     # A repeated reboot command could reboot the guest again, so the hint for it is `show`.
     return outcomes.run(submit, wait, 'show' if ctx.name == REBOOT else f'{ctx.name} --wait')
+
+
+def _wait_for_power(
+    ctx: Context, outcomes: Outcomes, acceptances: Mapping[str, Acceptance], word: str, deadline: Deadline
+) -> None:
+    instance = outcomes.results[word]['instance']
+    with LiveLine() as show_status:
+        wait_state = Wait(ctx.config.etcd, instance, deadline, show_status, ctx.instance_index, claims=ctx.read_claims)
+        record = wait_for_power(wait_state, acceptances[word])
+    outcomes.report(word, f'{instance}: {record.state}', state=record.state)
 
 
 def _protect(ctx: Context) -> int:
@@ -105,6 +107,8 @@ def _protect(ctx: Context) -> int:
 
     def submit(word: str) -> None:
         instance = ctx.resolve_instance(word, ctx.instance_index)
+        from ecomp.scheduler.placing.modify import protect
+
         sentence = protect(ctx.store, instance, ctx.name == 'protect', ctx.instance_index)
         outcomes.report(word, sentence, instance=instance)
 
@@ -115,10 +119,35 @@ def _rename(ctx: Context) -> int:
     outcomes = Outcomes(ctx, ctx.words[:1], instance=None)
 
     def submit(word: str) -> None:
+        from ecomp.scheduler.placing.modify import rename
+
         instance = ctx.resolve_instance(word)
         outcomes.report(word, rename(ctx.store, instance, ctx.words[1]), instance=instance)
 
     return outcomes.run(submit)
+
+
+def _resize(ctx: Context) -> int:
+    from ecomp.cli.input import describe_owner  # its modules are not needed by a stop
+    from ecomp.model.query import parse_plain_amounts
+    from ecomp.scheduler.placing.modify import resize
+
+    outcomes = Outcomes(ctx, ctx.words[:1], instance=None, state=None)
+    if not (amounts := parse_plain_amounts(ctx.words[1])):
+        raise UsageError(f'{ctx.words[1]!r:.80} is not a list of amounts. Try: resources=VCPU:2,MEMORY_MB:1024')
+    acceptances: dict[str, Acceptance] = {}
+
+    def submit(word: str) -> bool:
+        instance = ctx.resolve_instance(word)
+        outcomes.report(word, instance=instance)
+        power = PowerAction(REBOOT, make_uuid(os.urandom(16))) if ctx.options.restart else None
+        ctx.name_computes()  # also for a refusal
+        accepted = resize(ctx.store, ctx.placement, instance, amounts, describe_owner(make_timestamp()), power)
+        outcomes.report(word, accepted.message)
+        acceptances[word] = accepted
+        return accepted.power is not None
+
+    return outcomes.run(submit, partial(_wait_for_power, ctx, outcomes, acceptances), 'show')
 
 
 # fmt: off
@@ -159,6 +188,14 @@ COMMANDS: Sequence[Command] = (
             'End what `eschedule protect` began. Nothing else changes.',
             parse_any_instances, _protect, {**DOCUMENT_OPTIONS, **SELECTORS}, (4, 5), find_problems=find_conflicts,
             example='eschedule unprotect db1'),
+    Command('resize', "resize <id> 'resources=…'", 'give a guest other amounts',
+            'Change how many processors, how much memory and how much disk an instance has. Amounts that you leave out '
+            'stay. Its compute must have room. A disk only grows, and it grows at once. The rest takes effect when the '
+            'guest starts: until then the instance claims the larger of old and new, and its project is charged for '
+            'that. A disk that grew has free space at its end, which most cloud images use at their next boot.',
+            parse_instance_and_amounts, _resize,
+            {'restart': '', **make_wait_options('the guest runs again, with --restart'), **DOCUMENT_OPTIONS},
+            (3, 4, 5, 6), example="eschedule resize db1 'resources=VCPU:2,MEMORY_MB:1024' --restart --wait"),
     Command('rename', 'rename <id> NAME', 'give an instance another name',
             'Give an instance another name, which no other existing instance can have; its old one is free at once. '
             'The guest keeps the host name that it has.',

@@ -32,6 +32,7 @@ from ecomp.cli.tables import STATE, TIME, UUID, Column, Details, Listing, Row, r
 from ecomp.cli.terminal import Drawing, make_style, watch
 from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable, put_before_fix
 from ecomp.model import boots, keys
+from ecomp.model.allocation import format_resources
 from ecomp.model.host import NO_COMPUTES, Computes
 from ecomp.model.listing import NO_ABSENCES, Absences
 from ecomp.model.order import SHUT_OFF, SHUTDOWN_REQUESTED, USER_TEXTS, PowerAction, parse_phase
@@ -303,6 +304,7 @@ def _list_fields(record: Record, known_computes: Computes, absences: Absences) -
         yield name.replace('_', ' '), getattr(record, name)
     yield 'adopted', 'yes' if record.is_adopted else ''
     yield 'protected', 'yes' if record.is_protected else ''
+    yield 'at its next start', format_resources(record.resize.resources) if record.resize else ''
     for number, interface in enumerate([*map(_format_interface, record.addresses)] or ['']):
         yield f'interface {number}', interface
     yield 'console', '' if record.state in RETENTION_SECONDS else record.console

@@ -179,6 +179,13 @@ def parse_instance_and_name(name: str, words: Sequence[str]) -> Words:
         return _parse_instance(words[0]), check_name(words[1])
 
 
+def parse_instance_and_amounts(name: str, words: Sequence[str]) -> Words:
+    """Parse an instance, and a query that has only amounts, which is not parsed further."""
+    if len(words) != 2 or not words[1].startswith('resources='):
+        raise UsageError(f"{name}: needs an instance, and its amounts. Try: eschedule {name} web1 'resources=VCPU:2'")
+    return _parse_instance(words[0]), words[1]
+
+
 def parse_project_and_limits(name: str, words: Sequence[str]) -> Words:
     """Check the project, and return all words with the limits unparsed."""
     if len(words) < 2 or '=' in words[0]:
@@ -327,6 +334,8 @@ class Options(NamedTuple):
         'claims')] = False
     each: Annotated[bool, _make_option(
         '--each', 'with --dry-run: list how many guests of each host would fit elsewhere if it died')] = False
+    restart: Annotated[bool, _make_option(
+        '--restart', 'reboot the guest, or start it, so that it gets its new size now')] = False
     include_protected: Annotated[bool, _make_option(
         '--include-protected', 'also move the instances that are protected. Default: they stay')] = False
     stop: Annotated[bool, _make_option(

@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import Any, NamedTuple, TypeVar
 
 from ecomp.model import boots, keys
+from ecomp.model.allocation import format_resources
 from ecomp.model.boots import Boot
 from ecomp.model.facts import parse_facts
 from ecomp.model.flavor import Flavor
@@ -230,6 +231,8 @@ def _describe_request_change(before: Request | None, after: Request, host: str, 
         return f'adopted on {host}'
     if before is None:
         return f'request accepted, for {host}' + (f', in place of {after.replaces[:8]}' if after.replaces else '')
+    if after.resize and after.resize != before.resize:
+        return f'resize accepted: {format_resources(after.resize.resources)}'
     if after.name != before.name:
         return f'renamed to {after.name}'
     if after.is_protected != before.is_protected:

@@ -133,23 +133,28 @@ class Guest:
     # The domain's amounts by class, if known. `MEMORY_MB now` is the memory that its balloon leaves it.
     size: Mapping[str, int] = field(default_factory=dict, compare=False)
     is_adopted: bool = False  # it has the adoption mark instead: of its domain only the power is changed
+    # Of a fake guest: what its size becomes at its next start.
+    next_size: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     def with_trouble(self, trouble: GuestTrouble | None) -> Guest:
         return replace(self, troubles=(*self.troubles, trouble)) if trouble else self
 
-    def list_troubles(self, claim: Mapping[str, int]) -> tuple[GuestTrouble, ...]:
-        """Return the `troubles`, and how `size` differs from the claim."""
-        sizes = [(name, size, claim.get(name.partition(' ')[0], size)) for name, size in self.size.items()]
+    def list_troubles(self, claims: Sequence[Mapping[str, int]]) -> tuple[GuestTrouble, ...]:
+        """Return the `troubles`, and how `size` differs from all of the claims, of which there may be two."""
+        sizes = [
+            (name, size, [each.get(name.partition(' ')[0], size) for each in claims])
+            for name, size in self.size.items()
+        ]
         # A disk may be smaller: without `resize` it is as large as its image.
         differences = [
-            f'{name}:{size} for {amount}'
-            for name, size, amount in sizes
-            if size > amount or (size < amount and name != 'DISK_GB')
+            f'{name}:{size} for {" or ".join(map(str, amounts))}'
+            for name, size, amounts in sizes
+            if size not in amounts and not (name == 'DISK_GB' and size < max(amounts))
         ]
         return (*self.troubles, *([GuestTrouble(UNLIKE, f': {", ".join(differences)}')] if differences else ()))
 
-    def describe_trouble(self, claim: Mapping[str, int]) -> str:
-        return '; '.join(map(''.join, self.list_troubles(claim)))
+    def describe_trouble(self, claims: Sequence[Mapping[str, int]]) -> str:
+        return '; '.join(map(''.join, self.list_troubles(claims)))
 
     @property
     def condition(self) -> str:

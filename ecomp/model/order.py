@@ -7,6 +7,7 @@ last record are `replaced_by` it.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
@@ -54,6 +55,8 @@ SHUTDOWN_REQUESTED = 'asked'
 SHUT_OFF = 'off'
 # Start of the fault in the record of a guest that could not be started.
 START_FAILED = 'it could not be started'
+# The largest number of a change, and so the last second.
+MAX_CHANGE = 2**53
 
 
 @stored(action=one_of(ACTIONS), id=UUID, reason=lenient(one_of((DRAIN,)), is_sparse=True))
@@ -85,6 +88,14 @@ def parse_phase(recorded_power: str | None) -> str:
 
 def parse_action_id(recorded_power: str | None) -> str:
     return (recorded_power or '').partition(':')[0]
+
+
+@stored(number=number(1, MAX_CHANGE), resources=parse_resources)
+class Resize(NamedTuple):
+    """The size that a guest gets when it starts, and the number of that change."""
+
+    number: int
+    resources: Resources
 
 
 def _parse_name(text: str) -> str | None:
@@ -219,9 +230,6 @@ def make_create_words(order: Order) -> list[str]:
 # MiB. User-data of 256 KiB is 342 KiB of it.
 MAX_REQUEST_BYTES = 384 * 1024
 
-# The largest number of a change, and so the last second.
-MAX_CHANGE = 2**53
-
 _OF_2019 = ('image', 'user_id', 'project_id', 'consumer_generation')
 _REQUEST_FIELDS = dict.fromkeys(('instance', 'allocations', *_OF_2019), Field(UUID)) | ORDER_FIELDS
 _REQUEST_FIELDS |= {
@@ -232,6 +240,7 @@ _REQUEST_FIELDS |= {
     'why': lenient(nested(PlacementReason), is_sparse=True),
     'power': sparse(nested(PowerAction)),
     'changed': sparse(number(0, MAX_CHANGE)),
+    'resize': sparse(nested(Resize)),
 }
 
 
@@ -250,6 +259,8 @@ class Request(Order):
     power: PowerAction | None = None
     # Grows with each change that an older etcd must not take back, see make_change_number().
     changed: int = 0
+    # Until it has taken effect, the allocations are the larger of old and new of each class.
+    resize: Resize | None = None
     former_resources: Resources = field(default_factory=dict)
     why: PlacementReason | None = None
     consumer_generation: None = None  # of 2019
@@ -261,6 +272,26 @@ class Request(Order):
     @property
     def is_tombstone(self) -> bool:
         return not self.allocations
+
+    @property
+    def guest_size(self) -> Resources:
+        """The amounts of the guest, when it starts next."""
+        return self.resize.resources if self.resize else self.resources
+
+    def plan_size(self, amounts: Resources) -> Resources:
+        """Return the guest's size with these amounts, or raise UsageError if it cannot have it."""
+        classes = [name for held in self.allocations.values() for name in held]
+        if unknown := [name for name in amounts if classes.count(name) != 1]:
+            known = ', '.join(sorted(classes))
+            raise UsageError(f'{self.instance}: has no {unknown[0]} to change. Fix: give amounts of {known}')
+        if amounts.get('DISK_GB', math.inf) < self.resources.get('DISK_GB', 0):
+            cure = 'create a smaller instance, and copy the data'
+            raise UsageError(f'{self.instance}: its disk of {self.resources["DISK_GB"]} GiB cannot shrink. Fix: {cure}')
+        return {**self.guest_size, **amounts}
+
+    def allocate(self, resources: Resources) -> Allocations:
+        """Return the allocations with these amounts, which plan_size() has returned."""
+        return {compute: {name: resources[name] for name in held} for compute, held in self.allocations.items()}
 
     def make_change_number(self, now: float) -> int:
         """Return the number of a change at `now` (Unix seconds), above that of the last one.

@@ -7,7 +7,7 @@ lib.py and util.py): https://docs.openstack.org/api-ref/placement/#allocation-ca
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 from urllib.parse import parse_qsl, quote, unquote_plus
 
@@ -100,6 +100,15 @@ def parse_plain_amounts(query: str) -> dict[str, int] | None:
         }
     except UnsupportedQueryError:
         return None
+
+
+def replace_amounts(query: str, amounts: Mapping[str, int]) -> str:
+    """Return the query with these amounts in place of its own, or raise UnsupportedQueryError."""
+    own = {each.name: each.amount for each in parse_query(query) if isinstance(each, Amount)}
+    others = [part for part in query.split('&') if not part.startswith('resources=')]
+    return '&'.join(
+        ['resources=' + ','.join(f'{name}:{amount}' for name, amount in {**own, **amounts}.items()), *others]
+    )
 
 
 def split_query(query: str) -> dict[str, str]:

@@ -25,7 +25,17 @@ from ecomp.model.allocation import MAX_AMOUNT, MAX_SUM, Resources
 from ecomp.model.boots import Boot
 from ecomp.model.choose import PlacementReason
 from ecomp.model.group import Membership
-from ecomp.model.order import DRAIN, ORDER_FIELDS, RECORDED_FIELDS, STOP, InvalidRequest, Order, PowerAction, Request
+from ecomp.model.order import (
+    DRAIN,
+    ORDER_FIELDS,
+    RECORDED_FIELDS,
+    STOP,
+    InvalidRequest,
+    Order,
+    PowerAction,
+    Request,
+    Resize,
+)
 from ecomp.model.parsers import TEXT, UUID, check, dict_of, list_of, number, one_of, text
 from ecomp.model.states import ACTIVE, ERROR, GONE, QUEUED, RETENTION_SECONDS, SCHEDULED, STAGES, STATES, STOPPED
 from ecomp.model.stored import Field, decode, lenient, nested, optional, require_same, sparse, stored, to_dict
@@ -112,6 +122,7 @@ _FIELDS |= {
     'why': lenient(nested(PlacementReason)),
     'host_keys': sparse(parse_host_keys),
     'cloud_init': lenient(nested(GuestFailure), is_sparse=True),
+    'resize': sparse(nested(Resize)),
     'last_boot': sparse(of_boots.parse_last, name='boots', write=lambda boot: [to_dict(boot)]),
 }
 
@@ -136,6 +147,7 @@ class Record(Order):
     host_keys: tuple[str, ...] = ()
     cloud_init: GuestFailure | None = None
     last_boot: Boot | None = None
+    resize: Resize | None = None  # what its domain is defined for, until the guest has started with it
 
     def enter_state(self, state: str, now: str, *stages: str) -> Record:
         """Return the record in another state, without progress, and with new `stages` at `now`."""
@@ -172,17 +184,27 @@ class Record(Order):
         return {**{name: time for name, time in self.stages.items() if name not in of_boots.STAGES}, **boot.stages}
 
     @property
+    def sizes(self) -> list[Resources]:
+        """The amounts that its domain may have."""
+        return [self.resources, *([self.resize.resources] if self.resize else [])]
+
+    @property
     def address(self) -> str | None:
         return self.addresses[0].address if self.addresses else None
 
 
 # What a user may change of an instance that exists. Its compute copies it into the record.
-CHANGEABLE = ('name', 'is_protected')
+CHANGEABLE = ('name', 'is_protected', 'query')
 
 
 def copy_changes(record: Record, request: Request) -> Record:
     """Return the record with what its user has changed since."""
     return replace(record, **{name: getattr(request, name) for name in CHANGEABLE})
+
+
+def hold(record: Record, request: Request) -> Record:
+    """Return the record with what its request holds, which the end of the instance releases."""
+    return replace(copy_changes(record, request), resources=request.resources or record.resources)
 
 
 def make_record(compute: str, request: Request, now: str) -> Record:

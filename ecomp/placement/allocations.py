@@ -127,6 +127,23 @@ def claim_missing(placement: Placement, request: Request, is_unchanged: Callable
     return True
 
 
+def correct_claim(placement: Placement, instance: str, read_wanted: Callable[[], Allocations | None]) -> bool:
+    """Set a claim to what `read_wanted` returns, and return whether that was needed.
+
+    Nothing is claimed for None, for an instance that holds nothing, or at another provider.
+
+    Raises:
+        NoCapacity: there is no room for that.
+        GenerationConflict: the claim has changed in between.
+    """
+    held = read_consumer(placement, instance)  # the generation before etcd
+    wanted = read_wanted() if held.allocations else None
+    if wanted is None or wanted == held.allocations or wanted.keys() != held.allocations.keys():
+        return False
+    replace_allocations(placement, instance, wanted, held.user_id, held.project_id, held.generation)
+    return True
+
+
 def replace_set_allocations(
     placement: Placement,
     requested_allocations: Mapping[str, Allocations],

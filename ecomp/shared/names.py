@@ -12,12 +12,12 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
-from ecomp.errors import Conflict, EcompError, NoSpace, StrangeEtcd, UnknownOutcome, Unreadable
+from ecomp.errors import Conflict, EcompError, NoSpace, OverQuota, StrangeEtcd, UnknownOutcome, Unreadable
 from ecomp.model import keys
 from ecomp.model.allocation import Resources, sum_resources
 from ecomp.model.group import MAX_MEMBERS, Group, Membership, filter_admitted, resolve_group
 from ecomp.model.order import NameOwner
-from ecomp.model.quota import Quota, make_charge
+from ecomp.model.quota import Quota, describe_excesses, make_charge
 from ecomp.model.stored import decode, decode_at, encode
 from ecomp.store.client import MAX_TRANSACTION_OPERATIONS, Delete, Entry, Exists, Put, Settlement, Store, Unchanged
 
@@ -150,6 +150,17 @@ def recharge_quota(store: Store, project: str, resources: Resources) -> Change:
     """Return the change that charges the quota for a living instance, which no limit excludes."""
     current, unchanged = load_quota(store, project)
     return [unchanged], [] if current is None else [make_quota_put(current.add_used(make_charge(resources)))]
+
+
+def change_charge(store: Store, project: str, before: Resources, after: Resources) -> Change:
+    """Return the change that charges `after` in place of `before`, or raise OverQuota."""
+    current, unchanged = load_quota(store, project)
+    growth = {name: after.get(name, 0) - before.get(name, 0) for name in {*before, *after}}
+    if current is None or not any(growth.values()):
+        return [unchanged], []
+    if excesses := current.list_excesses({name: amount for name, amount in growth.items() if amount > 0}):
+        raise OverQuota(describe_excesses(project, excesses))
+    return [unchanged], [make_quota_put(current.add_used(growth))]
 
 
 def merge_changes(*changes: Change) -> Change:

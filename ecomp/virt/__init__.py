@@ -93,6 +93,9 @@ class Hypervisor(Protocol):
     def start_existing(self, instance: str, compute: str) -> None:
         """Start an existing domain that is ours or that we adopted, unless it already runs."""
 
+    def resize(self, spec: GuestSpec) -> None:
+        """Define the domain for another size, and let its disk grow."""
+
     def shutdown(self, instance: str, compute: str) -> None:
         """Press the power button of our guest if it runs, without waiting until it is off."""
 

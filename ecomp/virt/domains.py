@@ -20,7 +20,7 @@ from ecomp.metrics import TALLY
 from ecomp.model.allocation import GIB
 from ecomp.model.backoff import Backoff
 from ecomp.model.foreign import ForeignGuest
-from ecomp.model.guest import CRASHED, NO_SPACE, PAUSED, Guest, GuestSpec, GuestTrouble, Usage
+from ecomp.model.guest import CRASHED, NO_SPACE, PAUSED, UNDEFINED, Guest, GuestSpec, GuestTrouble, Usage
 from ecomp.virt import xml
 from ecomp.virt.connection import Connection, IgnoredErrors, describe_error, is_broken, libvirt, raise_build_failed
 
@@ -206,6 +206,32 @@ class Domains:
             domain = connection.defineXML(description)
             failpoint('domain-defined')
             _create(domain)
+
+    def resize(self, spec: GuestSpec) -> None:
+        """Change the definition of a domain, which keeps whatever else was changed in it."""
+        use = self._connection.use(f'changing domain {spec.instance}')
+        with use as connection, raise_build_failed('started'):
+            domain = _find_own_domain(connection, spec.instance, spec.compute)
+            if domain is None or not domain.isPersistent():
+                raise BuildFailed('started', 'its domain is gone' if domain is None else UNDEFINED)
+            config, limit = libvirt.VIR_DOMAIN_AFFECT_CONFIG, libvirt.VIR_DOMAIN_VCPU_MAXIMUM
+            # Neither number may exceed the maximum at any time.
+            if spec.vcpus < domain.vcpusFlags(config):
+                domain.setVcpusFlags(spec.vcpus, config)
+            domain.setVcpusFlags(spec.vcpus, config | limit)
+            domain.setVcpusFlags(spec.vcpus, config)
+            domain.setMemoryFlags(spec.memory_mb * 1024, config | libvirt.VIR_DOMAIN_MEM_MAXIMUM)
+            domain.setMemoryFlags(spec.memory_mb * 1024, config)
+
+    def grow_disk(self, instance: str, compute: str, path: str, size: int) -> bool:
+        """Let the disk of a running guest grow to `size` bytes, or return False if it is off."""
+        use = self._connection.use(f'resizing the disk of {instance}')
+        with use as connection, raise_build_failed('disk'):
+            domain = _find_own_domain(connection, instance, compute)
+            if domain is None or not domain.isActive():
+                return False
+            domain.blockResize(path, size, libvirt.VIR_DOMAIN_BLOCK_RESIZE_BYTES)
+            return True
 
     def start_existing(self, instance: str, compute: str) -> None:
         with self._connection.use(f'starting domain {instance}') as connection, raise_build_failed('started'):

@@ -161,10 +161,22 @@ class FakeHypervisor:
             guest = self._get_own_guest(instance, compute)
             if not guest.defined or not guest.disk:
                 raise BuildFailed('started', 'its domain is gone' if not guest.defined else 'its disk is gone')
-            self._save_guest(replace(guest, running=True, troubles=()))
+            size = guest.size if guest.running else guest.next_size or guest.size
+            self._save_guest(replace(guest, running=True, troubles=(), size=size))
             self._unaddressed.add(instance)
         self._boot(instance)
         self._notify_change(f'fake: domain {instance} started')
+
+    def resize(self, spec: GuestSpec) -> None:
+        with self._lock:
+            guest = self._get_own_guest(spec.instance, spec.compute)
+            if not guest.defined:
+                raise BuildFailed('started', 'its domain is gone')
+            size = {'VCPU': spec.vcpus, 'MEMORY_MB': spec.memory_mb, 'MEMORY_MB now': spec.memory_mb}
+            disk = {} if spec.disk_gb is None else {'DISK_GB': spec.disk_gb}
+            now = {**guest.size, **disk} if guest.running else {**size, **disk}
+            self._save_guest(replace(guest, size=now, next_size={**size, **disk}))
+        self._notify_change(f'fake: domain {spec.instance} has another definition')
 
     def _boot(self, instance: str) -> None:
 
@@ -265,8 +277,9 @@ class FakeHypervisor:
         guests = {**self._guests, guest.instance: guest}
         if guest == _make_empty_guest(guest.instance):
             del guests[guest.instance]
-        if guests != self._guests:
-            self._write('', [asdict(guest) for guest in guests.values()], stage)
+        rows = [asdict(guest) for guest in guests.values()]
+        if rows != [asdict(guest) for guest in self._guests.values()]:  # also sizes, which Guest does not compare
+            self._write('', rows, stage)
             self._guests = guests
 
     def _change_adopted(self, instance: str, compute: str, is_running: bool) -> bool:

@@ -21,6 +21,7 @@ from ecomp.addresses import is_own_address, resolve_addresses
 from ecomp.errors import BuildFailed, Conflict, EcompError, Problem, Unreachable, UsageError, explain_error
 from ecomp.files import get_search_path
 from ecomp.model import health
+from ecomp.model.allocation import GIB
 from ecomp.model.foreign import ForeignGuest
 from ecomp.model.guest import (
     DEFAULT_NETWORKS,
@@ -305,6 +306,16 @@ class Libvirt:
     def start_existing(self, instance: str, compute: str) -> None:
         self._filters.prepare()
         self._domains.start_existing(instance, compute)
+
+    def resize(self, spec: GuestSpec) -> None:
+        snapshots = self._volumes.list_snapshots(spec.instance)
+        if spec.disk_gb is not None and spec.disk_gb > self._volumes.measure_disk_gb(spec.instance):
+            if snapshots:
+                raise BuildFailed('disk', f'its disk has a snapshot, {snapshots[0]}, and cannot grow')
+            path = str(self._volumes.get_path(spec.instance))
+            if not self._domains.grow_disk(spec.instance, spec.compute, path, spec.disk_gb * GIB):
+                self._volumes.grow(spec.instance, spec.disk_gb * GIB)
+        self._domains.resize(spec)
 
     def delete_disk(self, instance: str) -> None:
         self._domains.check_files_unused(

@@ -16,7 +16,7 @@ from ecomp.model import keys
 from ecomp.model.allocation import GIB
 from ecomp.model.guest import GuestSpec
 from ecomp.virt import image, xml
-from ecomp.virt.connection import Connection, IgnoredErrors, describe_error, is_broken, libvirt
+from ecomp.virt.connection import Connection, IgnoredErrors, describe_error, is_broken, libvirt, raise_build_failed
 
 SEED_LABEL = 'cidata'
 
@@ -173,6 +173,13 @@ class Volumes(_InstanceFiles):
                     self.delete(spec.instance)
                 # qemu-img only reports exit status 1, so the file system is queried.
                 raise BuildFailed('disk', ''.join(self._find_full(2**20)) or describe_error(error)) from error
+
+    def grow(self, instance: str, size: int) -> None:
+        """Let the overlay of a guest that is off grow to `size` bytes."""
+        name = self.get_path(instance).name
+        use = self._connection.use(f'resizing the disk of {instance}')
+        with use as connection, raise_build_failed('disk'):
+            self._run_in_pool(connection, lambda pool: pool.storageVolLookupByName(name).resize(size))
 
     def delete(self, instance: str) -> None:
         """Remove the instance's overlay, if it has one, even if libvirt does not know it."""

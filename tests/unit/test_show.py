@@ -62,6 +62,7 @@ from ecomp.model.order import (
     USER_TEXTS,
     Order,
     Request,
+    Resize,
     describe_difference,
     make_create_words,
     parse_request,
@@ -238,6 +239,7 @@ def test_every_field_may_be_requested_of_any_instance() -> None:
         fault='it is so',
         cloud_init=GuestFailure('final', 'no'),
         host_keys=('ssh-ed25519 A',),
+        resize=Resize(1, {'VCPU': 2}),
     )
     waits = make_record_details(
         replace(RECORD, state='queued'), Computes({COMPUTE: PresenceFacts('hv1', queues=False)}, {})

@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Hashable, Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import TypeVar
 
+from ecomp.errors import GenerationConflict, NoCapacity
 from ecomp.metrics import TALLY
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations, Resources
 from ecomp.placement import allocations
 from ecomp.placement.allocations import release
 from ecomp.placement.client import Placement
-from ecomp.shared.attempts import NOT_QUEUED, QUEUED, find_needed, read_pending_instances
+from ecomp.shared.attempts import NOT_QUEUED, QUEUED, find_needed, read_pending_instances, read_wanted
 from ecomp.shared.notes import note_released
 from ecomp.store.client import Store
 
@@ -58,6 +60,11 @@ def find_orphans(
     return set(consumers) - set(requested) - set(guests) - set(in_flight)
 
 
+def find_differing(held: Mapping[str, Resources], wanted: Mapping[str, Resources]) -> set[str]:
+    """Return the instances that hold something else than their requests claim."""
+    return {instance for instance, amounts in wanted.items() if held.get(instance, amounts) != amounts}
+
+
 def confirm_sightings(
     previous_sightings: Mapping[Seen, float], sighted: Collection[Seen], now: float
 ) -> tuple[dict[Seen, float], set[Seen]]:
@@ -78,6 +85,7 @@ class ClaimKeeper:
         self._store = store
         self._placement = placement
         self._first_sightings: dict[str, float] = {}
+        self._first_differences: dict[str, float] = {}
         # The generation at which this compute had no orphaned claim.
         self.last_good_check = LastGoodCheck()
         # What consumers held of the provider when it was read last, without what was released since; None before. It
@@ -86,20 +94,34 @@ class ClaimKeeper:
         self.is_current = False
 
     def check_claims(
-        self, guests: Collection[str], now: float, generation: int | None = None, requests: Collection[str] = ()
+        self,
+        guests: Collection[str],
+        now: float,
+        generation: int | None = None,
+        requests: Collection[str] = (),
+        wanted: Mapping[str, Resources] = MappingProxyType({}),
     ) -> None:
         """Release the claims of orphans first seen CONFIRMATION_SECONDS or more before `now`.
+
+        A claim that differs for so long from what its request claims here, `wanted`, is set to that.
 
         The check is skipped, at most MAX_SKIPPED_CHECKS times in a row, if `generation` is unchanged and each consumer
         of the last check has a guest or a request in `requests`.
         """
-        if not find_orphans(self.held or (), requests, guests, ()) and self.last_good_check.use_skip(generation):
+        is_good = not find_orphans(self.held or (), requests, guests, ()) and not find_differing(
+            self.held or {}, wanted
+        )
+        if is_good and self.last_good_check.use_skip(generation):
             self.is_current = self.held is not None
             return
         self.last_good_check.record(None)
         self.held = held = allocations.read_provider_allocations(self._placement, self._compute)
         self.is_current = True
-        if not find_orphans(held, requests, guests, ()):
+        differing = find_differing(held, wanted)
+        self._first_differences, confirmed = confirm_sightings(self._first_differences, differing, now)
+        for instance in confirmed:
+            self._correct(instance)
+        if not find_orphans(held, requests, guests, ()) and not differing:
             self.last_good_check.record(generation)
         if not held:
             self._first_sightings = {}
@@ -120,6 +142,14 @@ class ClaimKeeper:
                 TALLY.add('ecomp_claims_released_total')
                 log.warning('released the claim of instance %s: the instance has no request', consumer)
             self._first_sightings.pop(consumer, None)
+
+    def _correct(self, instance: str) -> None:
+        try:
+            wanted = partial(read_wanted, self._store, self._compute, instance)
+            if allocations.correct_claim(self._placement, instance, wanted):
+                log.warning('set the claim of instance %s to its request, from which it differed', instance)
+        except (NoCapacity, GenerationConflict) as error:
+            log.info('the claim of instance %s differs from its request: %s', instance, error)
 
     def _select_kept(self, holding: Mapping[str, Allocations]) -> set[str]:
         return find_needed(self._store, holding, self._compute, self._queued)

@@ -88,6 +88,17 @@ class RemoveLeftovers(Step):
             hypervisor.delete_disk(self.instance)
 
 
+@dataclass(frozen=True)
+class Resize(Step):
+    """Changes what a domain is defined for, and lets its disk grow."""
+
+    spec: GuestSpec
+
+    def carry_out(self, hypervisor: Hypervisor) -> None:
+        hypervisor.resize(self.spec)
+        failpoint('domain-resized')
+
+
 # Steps that stop or remove a guest: they are short, and do not wait for builds.
 STOPPING_STEPS = (Destroy, Shutdown, SwitchOff)
 # For one worker: libvirt serves no more calls of a connection at a time, and polls every 200 ms for the end of QEMU.

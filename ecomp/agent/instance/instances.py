@@ -21,13 +21,14 @@ from ecomp.agent.instance.build import (
     Cancelled,
     Destroy,
     RemoveLeftovers,
+    Resize,
     Resume,
     Shutdown,
     Step,
     SwitchOff,
     WorkerDied,
 )
-from ecomp.agent.instance.plan import DOMAIN_AND_DISK_GONE, UNMARKED, Kind, find_fault
+from ecomp.agent.instance.plan import DOMAIN_AND_DISK_GONE, RESIZE_FAILED, UNMARKED, Kind, find_fault
 from ecomp.agent.instance.pool import Runner
 from ecomp.agent.instance.records import Records, Superseded
 from ecomp.agent.jobs import run_aside
@@ -35,7 +36,7 @@ from ecomp.errors import BuildFailed, Conflict, EcompError, NoSpace, Unreachable
 from ecomp.failpoints import failpoint
 from ecomp.metrics import TALLY
 from ecomp.model import keys
-from ecomp.model.allocation import Allocations, describe_difference, sum_allocations, to_wire
+from ecomp.model.allocation import Allocations, describe_difference, to_wire
 from ecomp.model.boots import CREATED, HOST_REBOOT, MANUAL
 from ecomp.model.guest import (
     REFUSED_METADATA,
@@ -48,6 +49,7 @@ from ecomp.model.guest import (
     GuestTrouble,
     list_macs,
 )
+from ecomp.model.json_object import dump, load_object
 from ecomp.model.order import (
     SHUT_OFF,
     SHUTDOWN_REQUESTED,
@@ -66,6 +68,7 @@ from ecomp.model.record import (
     Progress,
     Record,
     copy_changes,
+    hold,
     make_record,
     make_refused_record,
 )
@@ -75,6 +78,8 @@ from ecomp.model.user_data import parse_shared_user_data
 from ecomp.placement import allocations
 from ecomp.placement.allocations import Consumer, release
 from ecomp.placement.client import Placement
+from ecomp.shared.attempts import read_wanted
+from ecomp.shared.names import change_charge
 from ecomp.store.client import Delete, Put, Store, retry_until_committed
 from ecomp.virt import Hypervisor
 
@@ -130,7 +135,7 @@ class GuestTemplate:
 
     def make_spec(self, compute: str, request: Request) -> GuestSpec:
         """Return the guest to build for a request, without base, reserved addresses and seed."""
-        amounts = sum_allocations(request.allocations)
+        amounts = request.guest_size
         return GuestSpec(
             instance=request.instance,
             compute=compute,
@@ -382,8 +387,7 @@ class Instances:
         instance = request.instance
         stored = self.records.get_to_end(instance)
         record = stored or make_record(self.compute, request, self.now())
-        # With the name that it has now, which its end releases.
-        record = replace(copy_changes(record, request), replaced_by=request.replaced_by)
+        record = replace(hold(record, request), replaced_by=request.replaced_by)
         if stored is None:
             self.records.remove_stale_address(instance, revision, is_here=True)
         if record.state not in (DESTROYING, ERROR):  # a failed instance has nothing left, and its record is on a lease
@@ -469,7 +473,7 @@ class Instances:
     def end_vanished(self, request: Request, revision: int) -> None:
         """End an instance as `gone` whose domain and disk were removed outside ecomp."""
         instance = request.instance
-        record = copy_changes(self.records.get_existing(instance), request)
+        record = hold(self.records.get_existing(instance), request)
         self._remove(instance, None if record.is_adopted else RemoveLeftovers(instance, self.compute))
         fault = UNMARKED if record.is_adopted else DOMAIN_AND_DISK_GONE
         self.records.end(replace(record.enter_state(GONE, self.now(), 'gone'), fault=fault), revision)
@@ -509,6 +513,37 @@ class Instances:
         else:
             self.records.write(record, revision)
             log.warning('instance %s: its cloud-init failed at stage %s: %s', instance, failure.stage, failure.reason)
+
+    def resize(self, request: Request, revision: int) -> None:
+        """Define the domain for the requested size, and let its disk grow, or record why not."""
+        record, fault = self.records.get_existing(request.instance), None
+        try:
+            self._run_step(Resize(request.instance, self.compute, self.template.make_spec(self.compute, request)))
+        except Unreachable:
+            raise
+        except EcompError as error:
+            fault = f'{RESIZE_FAILED}: {error.reason if isinstance(error, BuildFailed) else error}'
+            log.error('instance %s: %s', request.instance, fault)
+        kept = None if (record.fault or '').startswith(RESIZE_FAILED) else record.fault
+        record = self.records.write(replace(record, resize=request.resize, fault=fault or kept), revision)
+        self.memory.remember(request, record)
+
+    def end_resize(self, request: Request, revision: int) -> None:
+        """Give back what the guest, which has started with its new size, does not use any more."""
+        assert request.resize is not None
+        instance, size = request.instance, request.resize.resources
+        key = keys.request(self.compute, instance)
+        entry = self.store.get(key)
+        if entry is None or entry.revision != revision:
+            raise Superseded
+        request, before = replace(request, allocations=request.allocate(size), resize=None), request.resources
+        value = dump({**load_object(entry.value), 'allocations': to_wire(request.allocations), 'resize': None})
+        record = replace(self.records.get_existing(instance), resources=size, resize=None)
+        charge = partial(change_charge, self.store, request.project_id, before, size)
+        self.memory.remember(request, self.records.write(record, revision, [Put(key, value)], charge))
+        failpoint('resized')
+        log.info('instance %s has its new size', instance)
+        allocations.correct_claim(self.placement, instance, partial(read_wanted, self.store, self.compute, instance))
 
     def record_changes(self, request: Request, revision: int) -> None:
         """Record what the user changed of an instance."""

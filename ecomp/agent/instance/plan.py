@@ -19,6 +19,7 @@ from ecomp.model.order import (
     InvalidRequest,
     PowerAction,
     Request,
+    Resize,
     parse_phase,
 )
 from ecomp.model.record import Record, copy_changes
@@ -46,6 +47,8 @@ class Kind(Enum):
     ADDRESS = 'address'
     READY = 'ready'
     CHANGED = 'changed'
+    RESIZE = 'resize'
+    RESIZED = 'resized'
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,9 @@ def plan(
         task = _plan_end(parsed, record)
         if task is None and record is not None and record.state in (ACTIVE, STOPPED):
             assert isinstance(parsed, Request)  # _plan_end() has returned a task for an InvalidRequest
-            task = _plan_power(parsed.power, record, guest, observations.shutdown_actions.get(instance, Kind.SHUTDOWN))
+            shutdown_action = observations.shutdown_actions.get(instance, Kind.SHUTDOWN)
+            task = _plan_resize(parsed.resize, record, guest)
+            task = task or _plan_power(parsed.power, record, guest, shutdown_action)
         task = task or _plan_upkeep(parsed, record, observations)
         if task is not None and isinstance(parsed, Request) and parsed.is_adopted:
             task = (_OF_ADOPTED.get(task[0], task[0]), task[1])
@@ -109,6 +114,18 @@ def _plan_end(parsed: ParsedRequest, record: Record | None) -> tuple[Kind, str] 
     if record is not None and record.state == ERROR:
         return Kind.CLEAR, 'the instance failed, and a uuid is never used twice'
     return None
+
+
+def _plan_resize(resize: Resize | None, record: Record, guest: Guest | None) -> tuple[Kind, str] | None:
+    """Return the next step of a change of size, or None if there is none now."""
+    if resize is None or guest is None:
+        return None
+    if record.resize != resize:
+        return Kind.RESIZE, 'its resize was requested'
+    # What runs is the evidence: a guest that boots again by itself keeps the size that its domain had at its start.
+    has_size = all(guest.size.get(name) == resize.resources.get(name) for name in ('VCPU', 'MEMORY_MB'))
+    is_done = guest.running and has_size and not (record.fault or '').startswith(RESIZE_FAILED)
+    return (Kind.RESIZED, 'its guest has started with the new size') if is_done else None
 
 
 def _plan_power(
@@ -188,6 +205,7 @@ def _is_unaddressed(record: Record) -> bool:
     return record.last_boot is not None and bool(record.addresses) and 'addressed' not in record.last_boot.stages
 
 
+RESIZE_FAILED = 'its size could not be changed'
 DOMAIN_AND_DISK_GONE = 'its domain and its disk are gone'
 DOMAIN_GONE = 'its domain is gone, its disk is there'
 UNMARKED = 'its domain was undefined, or lost the adoption mark'
@@ -216,4 +234,4 @@ def _find_observed_fault(record: Record, guest: Guest | None) -> str | None:
         return DISK_GONE
     if not guest.defined:
         return UNDEFINED if guest.running else DOMAIN_GONE
-    return guest.describe_trouble(record.resources) or None
+    return guest.describe_trouble(record.sizes) or None

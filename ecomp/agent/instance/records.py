@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ecomp.agent.host.state import Memory, MemoryEntry
-from ecomp.errors import EcompError, GenerationConflict, NoSpace, UnknownOutcome, Unreachable, Unreadable
+from ecomp.errors import EcompError, GenerationConflict, NoSpace, OverQuota, UnknownOutcome, Unreachable, Unreadable
 from ecomp.failpoints import failpoint
 from ecomp.metrics import TALLY
 from ecomp.model import keys, states
@@ -122,8 +122,16 @@ class Records:
                 self._memory.repair(parsed, record)
         return changed
 
-    def write(self, record: Record, revision: int, extra: Collection[Put | Delete] = ()) -> Record:
+    def write(
+        self,
+        record: Record,
+        revision: int,
+        extra: Collection[Put | Delete] = (),
+        make_change: Callable[[], Change] = names.make_empty_change,
+    ) -> Record:
         """Put the record, with `extra` in one transaction, while the request is at `revision`.
+
+        `make_change` is for shared keys that are written with it.
 
         A `revision` of 0 means that there is no request.
 
@@ -133,7 +141,11 @@ class Records:
         instance = record.instance
         unchanged = self._make_condition(instance)
         operations = [Put(unchanged.key, encode(record)), *extra]
-        written = self._commit(instance, revision, lambda host: self._store.commit([host, unchanged], operations))
+
+        def commit(host: Unchanged) -> int | None:
+            return names.commit_with_shared(self._store, [host, unchanged], operations, make_change)
+
+        written = self._commit(instance, revision, commit)
         observe_stages(self._cache.get(instance, RecordEntry()).record, record)
         self._cache[instance] = RecordEntry(record, written)
         if record.state in (ACTIVE, STOPPED, DESTROYING):
@@ -320,7 +332,7 @@ def make_end_record(compute: str, etcd_view: EtcdView, now: str) -> Record | Non
     if not isinstance(etcd_view.request, Request) or etcd_view.request.is_tombstone or etcd_view.is_finished(compute):
         return None
     record = etcd_view.record or records.make_record(compute, etcd_view.request, now)
-    record = records.copy_changes(record, etcd_view.request)
+    record = records.hold(record, etcd_view.request)
     return replace(record.enter_state(GONE, now, 'gone'), fault=ENDED_BEFORE_FAULT)
 
 
@@ -451,7 +463,9 @@ def _publish(state: _EtcdState, step: Publish, placement: Placement, queued: Col
         # The name that it had at the time of the backup.
         old_conditions, deletes = names.release_name(state.store, state.view.request.name, record.instance)
         name_conditions, operations = [*name_conditions, *old_conditions], [*operations, *deletes]
-    make_shared = partial(_restore_shared, state.store, record, request, is_uncharged=is_new and not queued)
+    make_shared = partial(
+        _restore_shared, state.store, record, request, state.view.request, is_uncharged=is_new and not queued
+    )
     if request is not None:
         operations.append(Put(state.request_key, encode(request)))
         for entry in queued if is_new else ():
@@ -473,7 +487,13 @@ def _publish(state: _EtcdState, step: Publish, placement: Placement, queued: Col
     return True
 
 
-def _restore_shared(store: Store, record: Record, request: Request | None, is_uncharged: bool) -> Change:
+def _restore_shared(
+    store: Store,
+    record: Record,
+    request: Request | None,
+    present: Request | InvalidRequest | None,
+    is_uncharged: bool,
+) -> Change:
     """Return the changes that restore group and quota, unless they are malformed."""
     changes: list[Change] = []
     if request is not None and not request.is_tombstone:
@@ -482,7 +502,10 @@ def _restore_shared(store: Store, record: Record, request: Request | None, is_un
     if request is not None and is_uncharged:
         with suppress(Unreadable):
             # It was delivered after the backup of this etcd, so the quota lacks it; its end will subtract it.
-            changes.append(names.recharge_quota(store, record.project_id, record.resources))
+            changes.append(names.recharge_quota(store, record.project_id, request.resources))
+    elif request is not None and isinstance(present, Request):
+        with suppress(Unreadable, OverQuota):
+            changes.append(names.change_charge(store, record.project_id, present.resources, request.resources))
     return [each for unchanged, _ in changes for each in unchanged], [each for _, writes in changes for each in writes]
 
 

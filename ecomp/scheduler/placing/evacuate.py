@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ecomp.errors import Conflict, NotFound, PlacementRefusal, TooManyOperations, Unreadable, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
-from ecomp.model.allocation import Allocations, find_compute
+from ecomp.model.allocation import Allocations, find_compute, sum_resources
 from ecomp.model.assign import Lot, Planner
 from ecomp.model.choose import SPREAD, STRATEGIES, Candidate, Offer
 from ecomp.model.group import AFFINITY
@@ -38,7 +38,7 @@ from ecomp.scheduler.placing.session import MAX_PLACES_AHEAD, UNCHANGED, OldInst
 from ecomp.scheduler.queries.find import from_places
 from ecomp.scheduler.queries.stacks import find_next_place, make_move
 from ecomp.shared.attempts import find_needed, is_alive, list_leased, read_silence_condition
-from ecomp.shared.names import Excluded, load_groups
+from ecomp.shared.names import Change, Excluded, change_charge, load_groups, merge_changes
 from ecomp.shared.notes import note_released
 from ecomp.shared.places import KeyIndex, read_index
 from ecomp.store.client import Entry, Store, Unchanged
@@ -425,6 +425,7 @@ class _Evacuation:
     ) -> bool:
         """Deliver the replacements of a unit, and return whether the unit is settled."""
         deliveries, removals, computes = list[tuple[str, Request]](), list[OldInstance](), dict[Place, str]()
+        resized = list[tuple[Request, Request]]()
         try:
             for old in unit:
                 planned, new, place, _ = self.replacements[old]
@@ -437,11 +438,21 @@ class _Evacuation:
                 if (request.query, request.group, request.stack) != (planned.query, planned.group, planned.stack):
                     return True
                 deliveries.append((chosen[old].compute, self._make_request(request, chosen[old], new, place)))
+                resized += [(request, deliveries[-1][1])] if request.resize else []
                 removals.append(OldInstance('', entries, is_replaced=True, replaced_by=new))
                 computes |= {place: chosen[old].compute} if place else {}
             if not deliveries:
                 return True
-            make_own_change = partial(make_move, self.session.store, computes, silent)
+
+            def make_own_change() -> Change:
+                # What they hold until a change of size has taken effect, which it has in a new guest.
+                changes = [make_move(self.session.store, computes, silent)]
+                for project in {old.project_id for old, _ in resized}:
+                    pairs = [(old.resources, new.resources) for old, new in resized if old.project_id == project]
+                    sums = map(sum_resources, zip(*pairs, strict=True))
+                    changes.append(change_charge(self.session.store, project, *sums))
+                return merge_changes(*changes)
+
             revision = 0
             with suppress(Excluded):  # others of the group came first
                 revision = self.session.deliver(deliveries, make_own_change, removals, ends_attempt=False)

@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 
+from ecomp.errors import Conflict, EcompError, NoCapacity, UsageError
 from ecomp.failpoints import failpoint
-from ecomp.model.order import Request
+from ecomp.model import keys
+from ecomp.model.allocation import Allocations, Resources, sum_allocations, to_wire
+from ecomp.model.order import PowerAction, Request, Resize
+from ecomp.model.query import UnsupportedQueryError, replace_amounts
+from ecomp.model.stored import to_dict
+from ecomp.placement import providers
+from ecomp.placement.allocations import correct_claim, read_consumer, replace_allocations
+from ecomp.placement.client import Placement
 from ecomp.scheduler.changes.change import (
+    Acceptance,
     Doubts,
     merge_into_request,
     parse_changeable_request,
     retry_until_accepted,
 )
-from ecomp.scheduler.placing.claim import reserve_names
+from ecomp.scheduler.placing.adopt import find_lacking
+from ecomp.scheduler.placing.claim import announce, reserve_names
+from ecomp.scheduler.placing.session import check_previous
 from ecomp.scheduler.queries.find import find_living
-from ecomp.shared.names import Change, merge_changes, release_name
+from ecomp.shared.attempts import read_wanted
+from ecomp.shared.names import Change, change_charge, merge_changes, release_name, try_revoke
 from ecomp.shared.places import KeyIndex
-from ecomp.store.client import Settlement, Store, Touch, Unchanged
+from ecomp.store.client import Delete, Settlement, Store, Touch, Unchanged
 
 # The fields of the request to write, and the change of other keys that goes with them.
 Rewriting = tuple[Mapping[str, object], Change]
+# Who makes an attempt, see describe_owner().
+Owner = Mapping[str, object]
 
 
 def protect(store: Store, instance: str, is_protected: bool, key_index: KeyIndex | None = None) -> str:
@@ -47,6 +63,103 @@ def rename(store: Store, instance: str, name: str) -> str:
         return {'name': name}, merge_changes(new, old)
 
     return f'{instance}: is called {name}{" now" if _rewrite(store, instance, make) else ""}'
+
+
+def resize(
+    store: Store,
+    placement: Placement,
+    instance: str,
+    amounts: Resources,
+    owner: Owner,
+    power: PowerAction | None = None,
+) -> Acceptance:
+    """Accept amounts for a guest, which it gets when it starts, or now by `power`.
+
+    Until then it claims, and its project is charged, the larger of old and new of each class.
+
+    Raises:
+        NoCapacity: its compute has no room for the larger amounts, or the quota none (OverQuota).
+        UsageError: the instance cannot have these amounts.
+        Conflict: as in _rewrite(), another process changes the size, or the claim differs from the request.
+    """
+    claim = _Enlargement(store, placement, instance, owner)
+    accepted = Acceptance(f'{instance}: has this size')
+
+    def make(request: Request) -> Rewriting | None:
+        nonlocal accepted
+        if request.is_adopted:
+            raise Conflict(f'{instance}: is adopted: its definition is not ours to change. Try: virsh edit')
+        size = request.plan_size(amounts)
+        if size == request.guest_size:
+            return None
+        try:
+            query = replace_amounts(request.query or '', amounts)
+        except UnsupportedQueryError as error:
+            raise UsageError(f'{instance}: its size cannot change: {error}') from error
+        wanted = request.allocate({name: max(amount, size[name]) for name, amount in request.resources.items()})
+        charge = change_charge(store, request.project_id, request.resources, sum_allocations(wanted))
+        ending = claim.enlarge(wanted) if wanted != request.allocations else ([], [])
+        now = request.make_change_number(datetime.now(UTC).timestamp())
+        fields = {'allocations': to_wire(wanted), 'query': query, 'resize': to_dict(Resize(now, size))}
+        host = next(iter(request.allocations))
+        effect = '' if power else '. It takes effect when the guest starts. Try: eschedule reboot ' + instance
+        accepted = Acceptance(f'{instance}: resize accepted; {host} carries it out{effect}', power)
+        return {**fields, **({'power': to_dict(power)} if power else {})}, merge_changes(charge, ending)
+
+    with claim:
+        _rewrite(store, instance, make)
+    return accepted
+
+
+class _Enlargement:
+    """A claim that grows before the request does, and is set to the request after an error."""
+
+    def __init__(self, store: Store, placement: Placement, instance: str, owner: Owner) -> None:
+        self._store, self._placement, self._instance, self._owner = store, placement, instance, owner
+        self._attempt = keys.derive_uuid(instance, 'resize')
+        self._lease = self._revision = 0
+        self._compute = ''
+
+    def enlarge(self, wanted: Allocations) -> Change:
+        """Claim what is wanted, and return the change that ends the attempt."""
+        self._compute = next(iter(wanted))
+        if not self._lease:
+            self._lease = self._store.grant(keys.ATTEMPT_SECONDS)
+            check = partial(check_previous, 'another resize', self._owner)
+            value = {**self._owner, 'instances': [self._instance]}
+            self._revision = announce(self._store, self._lease, self._attempt, value, True, check)
+            failpoint('resize-announced')
+        held = read_consumer(self._placement, self._instance)
+        if held.allocations.keys() != wanted.keys():
+            raise Conflict(f'{self._instance}: its claim is not that of its request. Try: eschedule check')
+        owner = held.user_id, held.project_id
+        try:
+            replace_allocations(self._placement, self._instance, wanted, *owner, held.generation)
+        except NoCapacity as error:
+            raise NoCapacity(self._explain(held.allocations, wanted)) from error
+        failpoint('resize-claimed')
+        key = keys.attempt(self._attempt)
+        return [Unchanged(key, self._revision)], [Delete(key)]
+
+    def _explain(self, held: Allocations, wanted: Allocations) -> str:
+        lacks = []
+        for compute, amounts in wanted.items():
+            growth = {name: amount - held[compute].get(name, 0) for name, amount in amounts.items()}
+            inventory = providers.read_inventory(self._placement, compute)
+            lacking = find_lacking(inventory, {name: amount for name, amount in growth.items() if amount > 0}, {})
+            lacks += [f'{compute} lacks {name} {amount}' for name, amount in lacking.items()]
+        reason = ', '.join(lacks) or 'placement refused its claim: others were faster, or the amounts are not allowed'
+        return f'{self._instance}: {reason}. Fix: give less, or create a larger instance elsewhere'
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if error is not None and self._compute:
+            own = Unchanged(keys.attempt(self._attempt), self._revision)
+            wanted = partial(read_wanted, self._store, self._compute, self._instance, own)
+            with suppress(EcompError):  # its compute does it, once the attempt is gone
+                correct_claim(self._placement, self._instance, wanted)
+        try_revoke(self._store, self._lease)
 
 
 def _rewrite(
