@@ -75,18 +75,19 @@ def resize(
 ) -> Acceptance:
     """Accept amounts for a guest, which it gets when it starts, or now by `power`.
 
-    Until then it claims, and its project is charged, the larger of old and new of each class.
+    Until then it claims, and its project is charged, the larger of old and new of each class. The claim grows before
+    the request does. After an error it is set to the request again, here or by its compute (rule: orphaned-claim).
 
     Raises:
         NoCapacity: its compute has no room for the larger amounts, or the quota none (OverQuota).
         UsageError: the instance cannot have these amounts.
         Conflict: as in _rewrite(), another process changes the size, or the claim differs from the request.
     """
-    claim = _Enlargement(store, placement, instance, owner)
-    accepted = Acceptance(f'{instance}: has this size')
+    accepted, compute, lease = Acceptance(f'{instance}: has this size'), '', 0
+    attempt: list[Unchanged] = []  # once it is announced
 
     def make(request: Request) -> Rewriting | None:
-        nonlocal accepted
+        nonlocal accepted, compute, lease
         if request.is_adopted:
             raise Conflict(f'{instance}: is adopted: its definition is not ours to change. Try: virsh edit')
         size = request.plan_size(amounts)
@@ -96,70 +97,62 @@ def resize(
             query = replace_amounts(request.query or '', amounts)
         except UnsupportedQueryError as error:
             raise UsageError(f'{instance}: its size cannot change: {error}') from error
+        compute = next(iter(request.allocations))
         wanted = request.allocate({name: max(amount, size[name]) for name, amount in request.resources.items()})
         charge = change_charge(store, request.project_id, request.resources, sum_allocations(wanted))
-        ending = claim.enlarge(wanted) if wanted != request.allocations else ([], [])
-        now = request.make_change_number(datetime.now(UTC).timestamp())
-        fields = {'allocations': to_wire(wanted), 'query': query, 'resize': to_dict(Resize(now, size))}
-        host = next(iter(request.allocations))
-        effect = '' if power else '. It takes effect when the guest starts. Try: eschedule reboot ' + instance
-        accepted = Acceptance(f'{instance}: resize accepted; {host} carries it out{effect}', power)
+        if wanted != request.allocations:
+            if not attempt:
+                lease = store.grant(keys.ATTEMPT_SECONDS)
+                attempt.append(_announce(store, lease, instance, owner))
+            _enlarge(placement, instance, wanted)
+        ending: Change = [*attempt], [Delete(each.key) for each in attempt]
+        number = request.make_change_number(datetime.now(UTC).timestamp())
+        fields = {'allocations': to_wire(wanted), 'query': query, 'resize': to_dict(Resize(number, size))}
+        effect = '' if power else f'. It takes effect when the guest starts. Try: eschedule reboot {instance}'
+        accepted = Acceptance(f'{instance}: resize accepted; {compute} carries it out{effect}', power)
         return {**fields, **({'power': to_dict(power)} if power else {})}, merge_changes(charge, ending)
 
-    with claim:
+    try:
         _rewrite(store, instance, make)
+    except EcompError:
+        with suppress(EcompError):  # then its compute does it, once the attempt is gone
+            if attempt:
+                correct_claim(placement, instance, partial(read_wanted, store, compute, instance, attempt[0]))
+        raise
+    finally:
+        try_revoke(store, lease)
     return accepted
 
 
-class _Enlargement:
-    """A claim that grows before the request does, and is set to the request after an error."""
+def _announce(store: Store, lease: int, instance: str, owner: Owner) -> Unchanged:
+    uuid, check = keys.derive_uuid(instance, 'resize'), partial(check_previous, 'another resize', owner)
+    revision = announce(store, lease, uuid, {**owner, 'instances': [instance]}, True, check)
+    failpoint('resize-announced')
+    return Unchanged(keys.attempt(uuid), revision)
 
-    def __init__(self, store: Store, placement: Placement, instance: str, owner: Owner) -> None:
-        self._store, self._placement, self._instance, self._owner = store, placement, instance, owner
-        self._attempt = keys.derive_uuid(instance, 'resize')
-        self._lease = self._revision = 0
-        self._compute = ''
 
-    def enlarge(self, wanted: Allocations) -> Change:
-        """Claim what is wanted, and return the change that ends the attempt."""
-        self._compute = next(iter(wanted))
-        if not self._lease:
-            self._lease = self._store.grant(keys.ATTEMPT_SECONDS)
-            check = partial(check_previous, 'another resize', self._owner)
-            value = {**self._owner, 'instances': [self._instance]}
-            self._revision = announce(self._store, self._lease, self._attempt, value, True, check)
-            failpoint('resize-announced')
-        held = read_consumer(self._placement, self._instance)
-        if held.allocations.keys() != wanted.keys():
-            raise Conflict(f'{self._instance}: its claim is not that of its request. Try: eschedule check')
-        owner = held.user_id, held.project_id
-        try:
-            replace_allocations(self._placement, self._instance, wanted, *owner, held.generation)
-        except NoCapacity as error:
-            raise NoCapacity(self._explain(held.allocations, wanted)) from error
-        failpoint('resize-claimed')
-        key = keys.attempt(self._attempt)
-        return [Unchanged(key, self._revision)], [Delete(key)]
+def _enlarge(placement: Placement, instance: str, wanted: Allocations) -> None:
+    """Claim the larger amounts, which the request does not have yet."""
+    held = read_consumer(placement, instance)
+    if held.allocations.keys() != wanted.keys():
+        raise Conflict(f'{instance}: its claim is not that of its request. Try: eschedule check')
+    try:
+        replace_allocations(placement, instance, wanted, held.user_id, held.project_id, held.generation)
+    except NoCapacity as error:
+        lacks = _explain_lack(placement, held.allocations, wanted)
+        cure = 'give less, or create a larger instance elsewhere'
+        raise NoCapacity(f'{instance}: {lacks or "placement refused its claim"}. Fix: {cure}') from error
+    failpoint('resize-claimed')
 
-    def _explain(self, held: Allocations, wanted: Allocations) -> str:
-        lacks = []
-        for compute, amounts in wanted.items():
-            growth = {name: amount - held[compute].get(name, 0) for name, amount in amounts.items()}
-            inventory = providers.read_inventory(self._placement, compute)
-            lacking = find_lacking(inventory, {name: amount for name, amount in growth.items() if amount > 0}, {})
-            lacks += [f'{compute} lacks {name} {amount}' for name, amount in lacking.items()]
-        reason = ', '.join(lacks) or 'placement refused its claim: others were faster, or the amounts are not allowed'
-        return f'{self._instance}: {reason}. Fix: give less, or create a larger instance elsewhere'
 
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        if error is not None and self._compute:
-            own = Unchanged(keys.attempt(self._attempt), self._revision)
-            wanted = partial(read_wanted, self._store, self._compute, self._instance, own)
-            with suppress(EcompError):  # its compute does it, once the attempt is gone
-                correct_claim(self._placement, self._instance, wanted)
-        try_revoke(self._store, self._lease)
+def _explain_lack(placement: Placement, held: Allocations, wanted: Allocations) -> str:
+    lacks = []
+    for compute, amounts in wanted.items():
+        growth = {name: amount - held[compute].get(name, 0) for name, amount in amounts.items()}
+        inventory = providers.read_inventory(placement, compute)
+        lacking = find_lacking(inventory, {name: amount for name, amount in growth.items() if amount > 0}, {})
+        lacks += [f'{compute} lacks {name} {amount}' for name, amount in lacking.items()]
+    return ', '.join(lacks)
 
 
 def _rewrite(
