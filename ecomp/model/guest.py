@@ -140,7 +140,7 @@ class Guest:
         return replace(self, troubles=(*self.troubles, trouble)) if trouble else self
 
     def list_troubles(self, claims: Sequence[Mapping[str, int]]) -> tuple[GuestTrouble, ...]:
-        """Return the `troubles`, and how `size` differs from all of the claims, of which there may be two."""
+        """Return the `troubles`, and how `size` differs from each of the claims."""
         sizes = [
             (name, size, [each.get(name.partition(' ')[0], size) for each in claims])
             for name, size in self.size.items()
