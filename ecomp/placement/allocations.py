@@ -116,31 +116,24 @@ def replace_allocations(
     placement.write('PUT', f'/allocations/{instance}', body)
 
 
-def claim_missing(placement: Placement, request: Request, is_unchanged: Callable[[], bool]) -> bool:
-    """Claim what a request names if its instance holds nothing and the request is unchanged."""
-    held = read_consumer(placement, request.instance)  # the generation before etcd
-    if held.allocations or not is_unchanged():
-        return False
-    # If this claim lands during a destroy, it is an orphan.
-    owner = request.user_id or '', request.project_id or ''
-    replace_allocations(placement, request.instance, request.allocations, *owner, held.generation)
-    return True
+def correct_claim(placement: Placement, instance: str, read_request: Callable[[], Request | None]) -> bool:
+    """Set a claim to what `read_request` names, and return whether that was needed.
 
-
-def correct_claim(placement: Placement, instance: str, read_wanted: Callable[[], Allocations | None]) -> bool:
-    """Set a claim to what `read_wanted` returns, and return whether that was needed.
-
-    Nothing is claimed for None, for an instance that holds nothing, or at another provider.
+    Nothing is claimed without a request, or in place of a claim at other providers.
 
     Raises:
         NoCapacity: there is no room for that.
         GenerationConflict: the claim has changed in between.
     """
     held = read_consumer(placement, instance)  # the generation before etcd
-    wanted = read_wanted() if held.allocations else None
-    if wanted is None or wanted == held.allocations or wanted.keys() != held.allocations.keys():
+    request = read_request()
+    if request is None or held.allocations == request.allocations:
         return False
-    replace_allocations(placement, instance, wanted, held.user_id, held.project_id, held.generation)
+    if held.allocations and held.allocations.keys() != request.allocations.keys():
+        return False
+    # If this claim lands during a destroy, it is an orphan.
+    owner = request.user_id or '', request.project_id or ''
+    replace_allocations(placement, instance, request.allocations, *owner, held.generation)
     return True
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ecomp.model import keys
-from ecomp.model.allocation import Allocations
 from ecomp.model.order import Request, parse_attempt_instances, parse_request
 from ecomp.store.client import Snapshot, Store, Unchanged
 
@@ -81,14 +80,16 @@ def find_needed(
     return elsewhere | pending.intersection(holding) | {names[key] for key in found}
 
 
-def read_wanted(store: Store, compute: str, instance: str, own_attempt: Unchanged | None = None) -> Allocations | None:
-    """Return what a request claims, or None while another attempt places its instance."""
+def read_settled_request(
+    store: Store, compute: str, instance: str, own_attempt: Unchanged | None = None
+) -> Request | None:
+    """Return a valid request that is no tombstone, or None while an attempt places its instance."""
     # Attempts before requests, as in find_needed().
     if instance in read_pending_instances(store, NOT_QUEUED, own_attempt):
         return None
     entry = store.get(keys.request(compute, instance))
     request = parse_request(compute, entry.key, entry.value) if entry is not None else None
-    return request.allocations or None if isinstance(request, Request) else None
+    return request if isinstance(request, Request) and not request.is_tombstone else None
 
 
 def list_attempted_instances(snapshot: Snapshot) -> set[str]:

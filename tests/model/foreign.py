@@ -47,7 +47,7 @@ class Looking(ecomp.agent.compute.Compute):
         self._presence.ensure_published()
 
     def check_claims(self) -> None:
-        self._requests = self._machine.requests
+        self._requests, self._planner = self._machine.requests, self._machine.planner
         self._check_claims()
 
     def _measure_inventory(self, foreign: Mapping[str, ForeignGuest], left_out: Set[str]) -> PlacementInventory:

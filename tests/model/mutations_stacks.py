@@ -24,7 +24,7 @@ EVACUATED = {
     ),
     'an evacuation does not compare that the host is silent': make_bug(
         'ecomp.scheduler.placing.evacuate:_Evacuation._settle',
-        replace_argument('partial', 3, "Unchanged('/nothing', 0)"),
+        replace_argument('make_move', 2, "Unchanged('/nothing', 0)"),
         'evacuated_while_its_host_returns',
     ),
     'an evacuation writes no tombstone': make_bug(

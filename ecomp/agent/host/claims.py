@@ -15,7 +15,7 @@ from ecomp.model.allocation import Allocations, Resources
 from ecomp.placement import allocations
 from ecomp.placement.allocations import release
 from ecomp.placement.client import Placement
-from ecomp.shared.attempts import NOT_QUEUED, QUEUED, find_needed, read_pending_instances, read_wanted
+from ecomp.shared.attempts import NOT_QUEUED, QUEUED, find_needed, read_pending_instances, read_settled_request
 from ecomp.shared.notes import note_released
 from ecomp.store.client import Store
 
@@ -145,7 +145,7 @@ class ClaimKeeper:
 
     def _correct(self, instance: str) -> None:
         try:
-            wanted = partial(read_wanted, self._store, self._compute, instance)
+            wanted = partial(read_settled_request, self._store, self._compute, instance)
             if allocations.correct_claim(self._placement, instance, wanted):
                 log.warning('set the claim of instance %s to its request, from which it differed', instance)
         except (NoCapacity, GenerationConflict) as error:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,14 @@ from ecomp.model.audit import HostReport, encode_report, find_all
 from ecomp.model.finding import Finding, Leftover, Repair
 from ecomp.model.guest import Guest, ReservedAddress
 from ecomp.model.json_object import dump, load_object_or_empty
-from ecomp.model.order import Request
 from ecomp.model.record import parse_or_none
 from ecomp.model.states import ACTIVE, ERROR, GONE, STOPPED
 from ecomp.model.usage import HOST
 from ecomp.model.world import HostFacts, Planes, ProviderState, World, index_revisions
 from ecomp.placement import providers
-from ecomp.placement.allocations import claim_missing
+from ecomp.placement.allocations import correct_claim
 from ecomp.placement.client import Placement
-from ecomp.shared.attempts import find_needed
+from ecomp.shared.attempts import find_needed, read_settled_request
 from ecomp.shared.places import has_unfinished_record, read_index
 from ecomp.store.client import Entry, Store
 from ecomp.virt import Hypervisor
@@ -144,7 +144,7 @@ class Upkeep:
                     with self._locks.hold(finding.subject, lambda: None):
                         restore_reservations(self.hypervisor, self.memory, {finding.subject})
                 elif finding.code == 'reservation-orphaned' and finding.subject not in world.planes.facts.guests:
-                    log.warning('%s %s: %s', finding.code, finding.subject, self._repair(world, finding))
+                    log.warning('%s %s: %s', finding.code, finding.subject, self._repair(finding))
 
     def _look(self, is_asked: bool) -> tuple[World, dict[Finding, float]]:
         now = time.monotonic()
@@ -255,7 +255,7 @@ class Upkeep:
                 report = HostReport(tuple(select_older(ages, LOOK_SECONDS)))
                 if any(key.endswith(f'/{self.compute}') for key in answered):
                     due = (each for each in report.findings if each.fix)
-                    lines = [f'{each.code} {each.subject}: {self._repair(world, each, ages[each])}' for each in due]
+                    lines = [f'{each.code} {each.subject}: {self._repair(each, ages[each])}' for each in due]
                     report = report._replace(repairs=tuple(lines))
                     for line in lines:
                         log.warning('audit: %s', line)
@@ -263,28 +263,21 @@ class Upkeep:
             if answered:
                 self._publish(report._replace(revision=max(looks[key].revision for key in answered)))
 
-    def _repair(self, world: World, finding: Finding, age_seconds: float = math.inf) -> str:
+    def _repair(self, finding: Finding, age_seconds: float = math.inf) -> str:
         if age_seconds < CONFIRMATION_SECONDS:
             return f'not repaired: it was first seen {age_seconds:.0f} s ago. Try: the same command in a minute'
         try:
             if finding.leftover is not None:
                 return self._remove(finding.leftover)
             if finding.repair is Repair.CLAIM:
-                return self._claim_again(world, finding.subject)
+                return self._claim_again(finding.subject)
             return 'is released by this host once it has been seen for a minute'
         except (EcompError, OSError) as error:
             return f'not repaired: {error}'
 
-    def _claim_again(self, world: World, instance: str) -> str:
-        key, parsed = keys.request(self.compute, instance), world.requests_by_compute[instance].get(self.compute)
-        if not isinstance(parsed, Request) or parsed.is_tombstone:
-            return 'not repaired: it has no valid request'
-
-        def is_unchanged() -> bool:
-            entry = self.store.get(key)
-            return entry is not None and entry.revision == world.get_revision(key)
-
-        is_claimed = claim_missing(self.placement, parsed, is_unchanged)
+    def _claim_again(self, instance: str) -> str:
+        read_request = partial(read_settled_request, self.store, self.compute, instance)
+        is_claimed = correct_claim(self.placement, instance, read_request)
         return f'claimed again on {self.compute}' if is_claimed else 'not repaired: it has changed since the look'
 
     def _remove(self, leftover: Leftover) -> str:

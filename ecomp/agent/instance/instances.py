@@ -78,7 +78,7 @@ from ecomp.model.user_data import parse_shared_user_data
 from ecomp.placement import allocations
 from ecomp.placement.allocations import Consumer, release
 from ecomp.placement.client import Placement
-from ecomp.shared.attempts import read_wanted
+from ecomp.shared.attempts import read_settled_request
 from ecomp.shared.names import change_charge
 from ecomp.store.client import Delete, Put, Store, retry_until_committed
 from ecomp.virt import Hypervisor
@@ -543,7 +543,9 @@ class Instances:
         self.memory.remember(request, self.records.write(record, revision, [Put(key, value)], charge))
         failpoint('resized')
         log.info('instance %s has its new size', instance)
-        allocations.correct_claim(self.placement, instance, partial(read_wanted, self.store, self.compute, instance))
+        allocations.correct_claim(
+            self.placement, instance, partial(read_settled_request, self.store, self.compute, instance)
+        )
 
     def record_changes(self, request: Request, revision: int) -> None:
         """Record what the user changed of an instance."""

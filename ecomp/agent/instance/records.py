@@ -141,11 +141,8 @@ class Records:
         instance = record.instance
         unchanged = self._make_condition(instance)
         operations = [Put(unchanged.key, encode(record)), *extra]
-
-        def commit(host: Unchanged) -> int | None:
-            return names.commit_with_shared(self._store, [host, unchanged], operations, make_change)
-
-        written = self._commit(instance, revision, commit)
+        commit = partial(names.commit_with_shared, self._store, operations=operations, make_change=make_change)
+        written = self._commit(instance, revision, lambda host: commit([host, unchanged]))
         observe_stages(self._cache.get(instance, RecordEntry()).record, record)
         self._cache[instance] = RecordEntry(record, written)
         if record.state in (ACTIVE, STOPPED, DESTROYING):

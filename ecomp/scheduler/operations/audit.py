@@ -37,7 +37,7 @@ from ecomp.placement.client import Placement
 from ecomp.scheduler.operations.sharing import recount_quota
 from ecomp.scheduler.queries.find import find
 from ecomp.scheduler.queries.stacks import load_stack
-from ecomp.shared.attempts import NOT_QUEUED, find_needed, is_alive, read_pending_instances
+from ecomp.shared.attempts import NOT_QUEUED, find_needed, is_alive, read_pending_instances, read_settled_request
 from ecomp.shared.ends import write_final_record
 from ecomp.shared.names import (
     commit_with_shared,
@@ -331,18 +331,10 @@ class Repairs:
         return self._commit(finding, [put], f'{key} is on a lease', lease=lease)
 
     def _claim(self, finding: Finding) -> str:
-        key = keys.request(finding.compute, finding.subject)
-        parsed = self.world.requests_by_compute.get(finding.subject, {}).get(finding.compute)
-        if not isinstance(parsed, Request) or parsed.is_tombstone:
+        read_request = partial(read_settled_request, self.store, finding.compute, finding.subject)
+        if not allocations.correct_claim(self.placement, finding.subject, read_request):
             raise StaleFindingError
-
-        def is_unchanged() -> bool:
-            entry = self.store.get(key)
-            return entry is not None and entry.revision == self.world.get_revision(key)
-
-        if not allocations.claim_missing(self.placement, parsed, is_unchanged):
-            raise StaleFindingError
-        return f'claimed again on {", ".join(sorted(parsed.allocations))}'
+        return f'claimed again on {finding.compute}'
 
     def _release(self, finding: Finding) -> str:
         """Release a claim on a silent compute, and complete the destroy that the keys show, if any."""

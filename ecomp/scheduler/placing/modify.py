@@ -28,7 +28,7 @@ from ecomp.scheduler.placing.adopt import find_lacking
 from ecomp.scheduler.placing.claim import announce, reserve_names
 from ecomp.scheduler.placing.session import check_previous
 from ecomp.scheduler.queries.find import find_living
-from ecomp.shared.attempts import read_wanted
+from ecomp.shared.attempts import read_settled_request
 from ecomp.shared.names import Change, change_charge, merge_changes, release_name, try_revoke
 from ecomp.shared.places import KeyIndex
 from ecomp.store.client import Delete, Settlement, Store, Touch, Unchanged
@@ -117,7 +117,7 @@ def resize(
     except EcompError:
         with suppress(EcompError):  # then its compute does it, once the attempt is gone
             if attempt:
-                correct_claim(placement, instance, partial(read_wanted, store, compute, instance, attempt[0]))
+                correct_claim(placement, instance, partial(read_settled_request, store, compute, instance, attempt[0]))
         raise
     finally:
         try_revoke(store, lease)
