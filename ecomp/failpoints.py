@@ -39,7 +39,7 @@ FAILPOINT_STATES = {
     'queued': 'eschedule: the request is in its queue, but nothing is printed yet',
     'unqueued': 'eschedule: a queued request is removed from its queue, but nothing is printed yet',
     'power-asked': 'eschedule: the request to stop, start or reboot is written, but nothing is printed yet',
-    'changed': 'eschedule: a new name or protection is in the request, but nothing is printed yet',
+    'changed': 'eschedule: a change of an instance is in its request, but nothing is printed yet',
     'resize-announced': 'eschedule: the attempt of a change of size is in etcd, but nothing is claimed',
     'resize-claimed': 'eschedule: placement holds the larger claim of a change of size, but it is not requested',
     'host-released': 'eschedule: host forget has released the claim of a destroyed instance, but not removed its keys',

@@ -543,9 +543,9 @@ class Instances:
         self.memory.remember(request, self.records.write(record, revision, [Put(key, value)], charge))
         failpoint('resized')
         log.info('instance %s has its new size', instance)
-        allocations.correct_claim(
-            self.placement, instance, partial(read_settled_request, self.store, self.compute, instance)
-        )
+        read_request = partial(read_settled_request, self.store, self.compute, instance)
+        with suppress(EcompError):  # then the check of claims does it
+            allocations.correct_claim(self.placement, instance, read_request)
 
     def record_changes(self, request: Request, revision: int) -> None:
         """Record what the user changed of an instance."""

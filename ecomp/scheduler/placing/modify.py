@@ -91,7 +91,7 @@ def resize(
         if request.is_adopted:
             raise Conflict(f'{instance}: is adopted: its definition is not ours to change. Try: virsh edit')
         size = request.plan_size(amounts)
-        if size == request.guest_size:
+        if size == request.guest_size and not (power and request.resize):
             return None
         try:
             query = replace_amounts(request.query or '', amounts)
