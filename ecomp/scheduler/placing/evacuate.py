@@ -435,6 +435,8 @@ class _Evacuation:
                     self._report_moved(old, chosen[old])  # the answer of its delivery was lost
                 if entries is None or request is None or request.is_tombstone:
                     continue  # it has moved, or was destroyed in the meantime
+                if request.is_protected and not self.with_protected:
+                    raise Conflict(PROTECTED)
                 if (request.query, request.group, request.stack) != (planned.query, planned.group, planned.stack):
                     return True
                 deliveries.append((chosen[old].compute, self._make_request(request, chosen[old], new, place)))
