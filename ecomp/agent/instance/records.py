@@ -318,9 +318,11 @@ def decide_republish(
         return Drop()
     parsed = request if present is None else None
     if present is not None and present.changed < request.changed:
-        parsed = request  # it was changed after the backup of this etcd
+        # It was changed after the backup of this etcd, in which it may have been stopped or started since.
+        parsed = replace(request, power=request.power or present.power)
     elif present is not None and request.power not in (None, present.power):
         parsed = replace(present, power=request.power)  # otherwise an older power action would be repeated
+    record = records.copy_changes(record, parsed or present or request)
     return Publish(parsed, record, request if has_domain_or_disk else None)
 
 
