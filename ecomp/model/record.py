@@ -199,7 +199,9 @@ CHANGEABLE = ('name', 'is_protected', 'query')
 
 def copy_changes(record: Record, request: Request) -> Record:
     """Return the record with what its user has changed since."""
-    return replace(record, **{name: getattr(request, name) for name in CHANGEABLE})
+    changes = {name: getattr(request, name) for name in CHANGEABLE}
+    # A request to destroy of 2019 has no name.
+    return replace(record, **{**changes, 'name': request.name or record.name})
 
 
 def hold(record: Record, request: Request) -> Record:
