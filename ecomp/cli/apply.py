@@ -135,7 +135,8 @@ def _describe_origin(ctx: Context) -> str:
 
 def _report_other_file(run: _Apply) -> None:
     previous = run.state.stack.applied_from if run.state.stack else ''
-    if previous not in ('', _describe_origin(run.ctx)) and (surplus := run.select(plan.SURPLUS, plan.DESTROY)):
+    surplus = run.select(plan.DESTROY if run.ctx.options.prune else plan.SURPLUS)  # without protected ones
+    if surplus and previous not in ('', _describe_origin(run.ctx)):
         origin = make_printable(f'stack {run.file.name}: was last applied from {previous}', 400)
         names = join_some([step.name or step.instance for step in surplus], MAX_NAMES_IN_QUESTION)
         effect = ', which --prune destroys' if run.ctx.options.prune else ''
