@@ -37,7 +37,8 @@ from tests.kit.tuned import make_tuned
 
 # eschedule asks nothing after these, so no answer can be lost.
 LAST_FAILPOINTS = {
-    *('tombstoned', 'queued', 'unqueued', 'power-asked', 'host-disabled', 'host-enabled', 'stack-delivered'),
+    *('tombstoned', 'queued', 'unqueued', 'power-asked', 'changed', 'host-disabled', 'host-enabled'),
+    'stack-delivered',
 }
 SHOP = {'db': {}, 'web': {'count': 3}}
 ROOM = 'VCPU:8,DISK_GB:100,MEMORY_MB:4096'
@@ -167,6 +168,16 @@ def prepare_stop(control: Control) -> Scene:
         assert not read_guests(compute)[instance]['running']
 
     return Scene(('stop', instance), check, [compute])
+
+
+def prepare_rename(control: Control) -> Scene:
+    compute, instance = control.ecompute(), boot(control, SMALL_QUERY, '--name', 'web')
+
+    def check() -> None:
+        wait_until(lambda: require_record(control, instance)['name'] == 'db', REACTION_SECONDS, 'its record follows')
+        assert control.etcd.list_keys(keys.NAMES) == [keys.name('db')]
+
+    return Scene(('rename', instance, 'db'), check, [compute])
 
 
 def prepare_disable(control: Control) -> Scene:
@@ -318,6 +329,7 @@ COMMAND_STORIES: dict[str, Callable[[Control], Scene]] = {
     'queue': prepare_queue,
     'cancel': prepare_cancel,
     'stop': prepare_stop,
+    'rename': prepare_rename,
     'disable': prepare_disable,
     'enable': prepare_enable,
     'forget': prepare_forget,

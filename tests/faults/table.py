@@ -160,6 +160,7 @@ STORY_FAILPOINTS = {
     'queue': ('queued',),
     'cancel': ('unqueued',),
     'stop': ('power-asked',),
+    'rename': ('changed',),
     'disable': ('host-disabled',),
     'enable': ('host-enabled',),
     'forget': ('host-released', 'host-emptied', 'host-unregistered'),
