@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from tests.model.explorer import Scenario, search
 from tests.model.mutations_adopted import ADOPTED
+from tests.model.mutations_changed import CHANGED
 from tests.model.mutations_stacks import EVACUATED, STACKS
 from tests.model.mutations_told import PAIRED, REPORTED
 from tests.model.planting import (
@@ -295,6 +296,7 @@ MUTATIONS: dict[str, Bug] = {
     **REPORTED,
     **PAIRED,
     **ADOPTED,
+    **CHANGED,
 }
 
 

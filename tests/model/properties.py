@@ -99,6 +99,8 @@ def check_requests(facts: Facts) -> Iterator[str]:
             yield f'{facts.format_name(instance)} is to be destroyed, and is not'
         elif record is None or record['state'] not in ('active', 'stopped') or record['compute'] != compute:
             yield f'{facts.format_name(instance)} is requested of {facts.format_name(compute)} and does not live there'
+        elif any(record.get(field) != request.get(field) for field in ('name', 'protected')):
+            yield f'the record of {facts.format_name(instance)} lacks a change of its request'
         if instance in facts.waiting:
             yield f'{facts.format_name(instance)} waits, and is requested of a compute'
     for name in facts.families.get('requests', {}):

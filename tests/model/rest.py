@@ -11,6 +11,7 @@ from ecomp.model import keys
 from ecomp.model.order import SetOrder
 from ecomp.model.states import ERROR, GONE
 from ecomp.scheduler.changes.change import destroy
+from ecomp.scheduler.placing.modify import protect
 from tests.model.cloud import Cloud
 from tests.model.compute import Compute
 from tests.model.properties import find_violations
@@ -150,8 +151,12 @@ def destroy_all(cloud: Cloud) -> None:
     requested = {key: entry for key, entry in cloud.etcd.entries.items() if key.startswith(keys.HOSTS)}
     adopted = {keys.get_last_part(key) for key, entry in requested.items() if b'"adopted"' in entry.value}
     queued = [key for key in cloud.etcd.entries if key.startswith(keys.QUEUES) and not key.endswith(keys.TAKER)]
+    protected = {keys.get_last_part(key) for key, entry in requested.items() if b'"protected"' in entry.value}
     for instance in map(keys.get_last_part, [*requested, *queued]):
         try:
+            if instance in protected:
+                with suppress(Conflict):  # it is being destroyed
+                    protect(cloud.store, instance, is_protected=False)
             destroy(cloud.store, instance, releases=instance in adopted)
         except NotFound:
             continue

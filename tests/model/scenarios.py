@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.model import (
     scenarios_adopted,
+    scenarios_changed,
     scenarios_claims,
     scenarios_evacuated,
     scenarios_losses,
@@ -27,5 +28,6 @@ MODULES = (
     *(scenarios_pairs, scenarios_strangers, scenarios_losses, scenarios_threads, scenarios_returning),
     *(scenarios_restored, scenarios_stacks, scenarios_evacuated, scenarios_once, scenarios_unanswered),
     scenarios_adopted,
+    scenarios_changed,
 )
 SCENARIOS: dict[str, Scenario] = {each.name: each for room in MODULES for each in room.SCENARIOS}

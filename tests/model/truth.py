@@ -213,6 +213,21 @@ def is_not_switched(end: FinalState, sentence: Sentence) -> bool:
     )
 
 
+def is_changed(end: FinalState, sentence: Sentence) -> bool:
+    """The instance has the name, or is protected, unless it was renamed again or has ended."""
+    request, name = end.read_request(sentence.subject), re.search(r'is called (\S+)', sentence.text)
+    if request is None:
+        return end.has_ended(sentence.subject)
+    if name is None:
+        return bool(request.get('protected'))
+    return request['name'] == name[1] or bool(end.find_related_commands(sentence.actor, 'rename'))
+
+
+def has_changed_nothing(end: FinalState, sentence: Sentence) -> bool:
+    """The command wrote no request, unless an answer to it was lost."""
+    return end.was_harmed(sentence.actor) or not end.list_delivered_by(sentence.actor)
+
+
 def is_forgotten(end: FinalState, sentence: Sentence) -> bool:
     """The compute is in neither plane and nothing is claimed there, unless it has come back."""
     has_requests = any(key.startswith(keys.request_prefix(sentence.subject)) for key in end.entries)
@@ -308,8 +323,8 @@ CREATE, QUEUE, APPLY, DESTROY, POWER, FORGET, DRAIN, DISABLE, ENABLE, QUOTA, CLE
     *(('create',), ('queue',), ('apply',), ('destroy',), ('power',), ('forget',), ('drain',)),
     *(('disable',), ('enable',), ('quota',), ('clear',), ('fix',)),
 )
-EVACUATE = ('evacuate',)
-ANY = (*PLACEMENT_COMMANDS, *DESTROY, *POWER, *FORGET, *DRAIN, *DISABLE, *ENABLE, *QUOTA, *CLEAR, *FIX)
+EVACUATE, CHANGE = ('evacuate',), ('rename', 'protect')
+ANY = (*PLACEMENT_COMMANDS, *DESTROY, *POWER, *CHANGE, *FORGET, *DRAIN, *DISABLE, *ENABLE, *QUOTA, *CLEAR, *FIX)
 ROWS = [
     # The outcome is unknown, or the command was interrupted.
     Row(ANY, UnknownOutcome, '', promises_nothing),
@@ -400,7 +415,7 @@ ROWS = [
     Row(DESTROY, str, 'release accepted', is_given_back),
     Row(DESTROY, NotFound, '', is_unknown),
     Row(DESTROY, Unreachable, 'is not accepted$', is_not_destroyed),
-    Row(DESTROY, Conflict, 'other processes keep changing it', is_not_destroyed),
+    Row(DESTROY, Conflict, '(other processes keep changing it|is protected, and is kept)', is_not_destroyed),
     Row(DESTROY, Unreadable, '', is_not_destroyed),
     Row(
         DESTROY,
@@ -414,6 +429,11 @@ ROWS = [
     Row(POWER, Conflict, '', is_not_switched),
     Row(POWER, Unreadable, '', is_not_switched),
     Row(POWER, Unreachable, 'is not accepted$', is_not_switched),
+    # eschedule rename, protect
+    Row(CHANGE, str, '', is_changed),
+    Row(CHANGE, Conflict, '', has_changed_nothing),
+    Row(CHANGE, NotFound, '', has_changed_nothing),
+    Row(CHANGE, Unreachable, 'is not accepted$', has_changed_nothing),
     # eschedule host forget
     Row(FORGET, type(None), '', is_forgotten),
     Row(FORGET, Conflict, 'was started while', promises_nothing),

@@ -161,6 +161,7 @@ def patch_environment() -> Iterator[None]:
     import ecomp.agent.host.state
     import ecomp.scheduler.changes.change
     import ecomp.scheduler.operations.audit
+    import ecomp.scheduler.placing.modify
 
     patches: list[Any] = [
         mock.patch.object(time, 'sleep', _virtual_sleep),
@@ -172,6 +173,7 @@ def patch_environment() -> Iterator[None]:
         mock.patch.object(threading.Event, 'wait', _virtual_wait),
         mock.patch.object(ecomp.scheduler.operations.audit, 'ThreadPoolExecutor', _make_inline_pool),
         mock.patch.object(ecomp.scheduler.changes.change, 'datetime', FixedDatetime),
+        mock.patch.object(ecomp.scheduler.placing.modify, 'datetime', FixedDatetime),
         mock.patch.object(ecomp.store.client, 'datetime', FixedDatetime),
         mock.patch.object(ecomp.agent.host.state, 'write_durably', directory.write_as_step),
         mock.patch.object(ecomp.agent.host.metadata, 'write_durably', directory.write_within_step),
