@@ -16,7 +16,7 @@ CHANGED = {
     ),
     'an end releases the name in the record': make_bug(
         'ecomp.agent.instance.instances:Instances.destroy',
-        replace_call('copy_changes', 'record'),
+        replace_call('hold', 'record'),
         'renamed_beside_destroy',
     ),
     'a destroy does not look at the protection': make_bug(
