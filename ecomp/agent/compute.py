@@ -28,7 +28,6 @@ from ecomp.agent.images.cache import CacheLimits, FakeImages, Scrubber, list_ima
 from ecomp.agent.images.sources import make_egress_policy
 from ecomp.agent.instance.build import MAX_CONCURRENT_STOPS
 from ecomp.agent.instance.instances import ControlPlane, GuestTemplate, HostServices, Instances
-from ecomp.agent.instance.plan import Kind
 from ecomp.agent.instance.pool import InlineRunner, Workers, WorkerSettings
 from ecomp.agent.instance.records import republish
 from ecomp.agent.jobs import Deferrals, FailureLog, Loop
@@ -287,11 +286,11 @@ class PlanningLoop:
         return max(min(due_times), time.monotonic() + 0.01)
 
     def _start_tasks(self, due: Sequence[Work]) -> None:
-        running = Counter(work.task.kind is Kind.BUILD for work in self.planner.get_in_flight().values())
+        running = Counter(work.task.kind.is_build for work in self.planner.get_in_flight().values())
         # New tasks first, then by the end of their back-off, or tasks that fail again and again would keep others out.
         retry_times = self.planner.deferrals.get_deferred(-math.inf)
         for work in sorted(due, key=lambda work: (retry_times.get(work.instance, 0.0), work.revision)):
-            is_build = work.task.kind is Kind.BUILD
+            is_build = work.task.kind.is_build
             limit = max(self.max_tasks, MIN_BUILD_THREADS) if is_build else self.max_tasks
             # The end of a task plans the others again.
             if running[is_build] < limit and not self.is_ending():

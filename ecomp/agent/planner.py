@@ -53,6 +53,7 @@ class Work(NamedTuple):
 # The methods raise what those of Instances do.
 TASK_METHODS: Mapping[Kind, Callable[[Instances, Work], None]] = {
     Kind.BUILD: lambda instances, work: instances.build(work.request, work.revision, work.guest),
+    Kind.REBUILD: lambda instances, work: instances.rebuild(work.request, work.revision, work.guest),
     Kind.ADOPT: lambda instances, work: instances.adopt(work.request, work.revision),
     Kind.DESTROY: lambda instances, work: instances.destroy(work.request, work.revision),
     Kind.DESTROY_FORGOTTEN: lambda instances, work: instances.destroy_forgotten(work.instance),
@@ -259,7 +260,7 @@ class Planner:
             self.failures.transfer(instance, CHECKING_CLAIMS)
         destroyed = {task.instance for task in tasks if task.kind is Kind.DESTROY}
         for instance, in_flight in self.get_in_flight().items():
-            if in_flight.task.kind is Kind.BUILD and instance in destroyed:
+            if in_flight.task.kind.is_build and instance in destroyed:
                 self._instances.runner.cancel(instance)
         not_due = busy | self.deferrals.get_deferred(time.monotonic()).keys()
         work = []

@@ -9,17 +9,17 @@ from contextlib import suppress
 from functools import partial
 
 from ecomp.cli.command import DOCUMENT_OPTIONS, Command, Context, Outcomes, make_wait_options
-from ecomp.cli.options import parse_any_instances, parse_instance_and_amounts, parse_instance_and_name
+from ecomp.cli.options import parse_any_instances, parse_instance_and_amounts, parse_instance_and_name, parse_rebuild
 from ecomp.cli.selection import SELECTORS, confirm_destroy, find_conflicts, select_instances
 from ecomp.cli.terminal import LiveLine, is_terminal, make_timestamp
 from ecomp.errors import EcompError, UsageError
 from ecomp.model import keys
 from ecomp.model.keys import make_uuid
 from ecomp.model.order import REBOOT, PowerAction
-from ecomp.model.states import ERROR, GONE
+from ecomp.model.states import ACTIVE, ERROR, GONE
 from ecomp.model.text import parse_uuid_prefix
 from ecomp.scheduler.changes.change import Acceptance, change_power, destroy, remove_finished
-from ecomp.scheduler.changes.wait import Deadline, Wait, wait_for_power, wait_until_gone
+from ecomp.scheduler.changes.wait import Deadline, Wait, wait_for_power, wait_for_rebuild, wait_until_gone
 from ecomp.scheduler.queries.find import is_known
 
 
@@ -30,7 +30,7 @@ def _destroy(ctx: Context) -> int:
         confirm_destroy(ctx, [record.name or record.instance for record in selected if record.state != GONE])
     elif ctx.words and is_terminal(sys.stdin):
         ctx.out.say('destroy deletes the disk of an instance with all data on it')
-        confirm_destroy(ctx, _list_guessed(ctx))
+        confirm_destroy(ctx, _list_guessed(ctx, ctx.words))
     outcomes = Outcomes(ctx, ctx.words, instance=None, state=None)
 
     def submit(word: str) -> bool:
@@ -57,9 +57,9 @@ def _destroy(ctx: Context) -> int:
     return outcomes.run(submit, wait, 'destroy --wait')
 
 
-def _list_guessed(ctx: Context) -> list[str]:
+def _list_guessed(ctx: Context, words: Sequence[str]) -> list[str]:
     guessed = []
-    for word in ctx.words:
+    for word in words:
         prefix = None if keys.is_uuid(word) else parse_uuid_prefix(word)
         if prefix is not None:
             with suppress(EcompError):  # reported later
@@ -150,6 +150,35 @@ def _resize(ctx: Context) -> int:
     return outcomes.run(submit, partial(_wait_for_power, ctx, outcomes, acceptances), 'show')
 
 
+def _rebuild(ctx: Context) -> int:
+    from ecomp.cli.input import resolve_image
+    from ecomp.cli.options import convert_to_usage_error
+    from ecomp.scheduler.placing.modify import rebuild
+
+    word, *images = ctx.words
+    with convert_to_usage_error():
+        image = resolve_image(ctx.config, images[0]) if images else None
+    if is_terminal(sys.stdin):
+        ctx.out.say('rebuild deletes the disk of an instance with all data on it')
+        confirm_destroy(ctx, _list_guessed(ctx, [word]), 'Rebuild')
+    outcomes, numbers = Outcomes(ctx, [word], instance=None, state=None), dict[str, int]()
+
+    def submit(word: str) -> bool:
+        instance = ctx.resolve_instance(word)
+        sentence, numbers[word] = rebuild(ctx.store, instance, image)
+        ctx.name_computes()
+        outcomes.report(word, sentence, instance=instance)
+        return True
+
+    def wait(word: str, deadline: Deadline) -> None:
+        instance = outcomes.results[word]['instance']
+        with LiveLine() as show:
+            wait_for_rebuild(Wait(ctx.config.etcd, instance, deadline, show, claims=ctx.read_claims), numbers[word])
+        outcomes.report(word, f'{instance}: {ACTIVE}', state=ACTIVE)
+
+    return outcomes.run(submit, wait, 'show')
+
+
 # fmt: off
 COMMANDS: Sequence[Command] = (
     Command('destroy', 'destroy [<id>…]', 'delete an instance, its DISK included',
@@ -200,4 +229,11 @@ COMMANDS: Sequence[Command] = (
             'Give an instance another name, which no other existing instance can have; its old one is free at once. '
             'The guest keeps the host name that it has.',
             parse_instance_and_name, _rename, DOCUMENT_OPTIONS, (4, 5), example='eschedule rename web1 web-old'),
+    Command('rebuild', 'rebuild <id> [IMAGE_URL]', 'give an instance a new disk; the DISK is deleted',
+            'Delete the DISK of an instance with all data on it, and start the guest with a new one, made from '
+            'IMAGE_URL or the image that was requested last. uuid, name, claim and address stay; the ssh host keys are '
+            'new. If the image cannot be had, nothing is removed. After a later failure the instance is stopped.',
+            parse_rebuild, _rebuild,
+            {**make_wait_options('the new guest runs'), **DOCUMENT_OPTIONS, 'yes': ''}, (4, 5, 6),
+            example='eschedule rebuild web1 --wait'),
 )

@@ -156,7 +156,8 @@ def _make_ssh_options(ctx: Context, access: computes.GuestAccess, accept_new: bo
     """
     instance, keys = access.record.instance, access.record.host_keys
     known_hosts = _find_known_hosts_directory() / instance
-    accepted = known_hosts.with_suffix('.accepted')
+    number = (access.record.rebuilt or '').partition(':')[0]  # a rebuilt guest has other keys
+    accepted = known_hosts.with_suffix(f'.{number}.accepted' if number else '.accepted')
     proxy = None if access.host is None else ctx.config.reach.make_proxy_command(access.host, access.address)
     if not keys:
         if accept_new:

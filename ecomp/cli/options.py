@@ -160,6 +160,7 @@ parse_instances = _make_word_parser(
     1, None, 'missing argument: one or more instances, by name or uuid', _parse_instance
 )
 parse_one_instance = _make_word_parser(1, 1, 'needs exactly one instance, by name or uuid', _parse_instance)
+parse_rebuild = _make_word_parser(1, 2, 'needs an instance, and may have an image', _normalize_if_uuid)
 parse_any_computes = _make_word_parser(0, None, '', _normalize_if_uuid)
 parse_computes = _make_word_parser(1, None, 'missing argument: one or more hosts, by name or uuid', _normalize_if_uuid)
 parse_host_and_domains = _make_word_parser(1, None, 'missing argument: a host, by name or uuid', _normalize_if_uuid)

@@ -126,7 +126,7 @@ def select_instances(ctx: Context) -> list[Record]:
     return selected
 
 
-def confirm_destroy(ctx: Context, names: Sequence[str]) -> None:
+def confirm_destroy(ctx: Context, names: Sequence[str], verb: str = 'Destroy') -> None:
     """Ask whether to destroy these instances, unless --yes, and raise EcompError without a `y`."""
     if ctx.options.yes or not names:
         return
@@ -134,5 +134,5 @@ def confirm_destroy(ctx: Context, names: Sequence[str]) -> None:
     listed = join_some(names, MAX_NAMES_IN_QUESTION)
     if not is_terminal(sys.stdin):
         raise UsageError(f'{ctx.name}: would destroy {count}, with their disks: {listed}. Fix: confirm with --yes')
-    if ask(f'Destroy {count}, with their disks: {listed}? [y/N] ') != 'y':
+    if ask(f'{verb} {count}, with their disks: {listed}? [y/N] ') != 'y':
         raise EcompError('nothing was changed')

@@ -74,7 +74,7 @@ FAMILY_SYNONYMS: Mapping[str, Mapping[str, str]] = {
 # What to add when suggesting a command that removes something for good. No typing error suggests one.
 LOSS_WARNINGS = {DESTROY: ', which deletes the disk', 'host forget': ', for a host that never comes back',
           CLEAR: ', which removes the records of gone and failed instances',
-          'flavor delete': ', which deletes the flavor for all users',
+          'flavor delete': ', which deletes the flavor for all users', 'rebuild': ', which deletes the disk',
           'unprotect': ', after which it can be destroyed'}
 # fmt: on
 

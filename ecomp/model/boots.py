@@ -16,7 +16,7 @@ CREATED = 'created'
 MANUAL = 'by hand'
 HOST_REBOOT = 'host reboot'
 # Why a guest was started; `by hand` is outside ecomp, `host reboot` is after its host went down while it was running.
-REASONS = (CREATED, 'start', 'reboot', HOST_REBOOT, MANUAL)
+REASONS = (CREATED, 'start', 'reboot', HOST_REBOOT, MANUAL, 'rebuild')
 
 MAX_BOOT_NUMBER = 2**53
 

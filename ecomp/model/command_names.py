@@ -6,7 +6,7 @@ BY_MODULE = {
     'inspect': ('query', 'list', 'show', 'why', 'wait'),
     'history': ('events',),
     'enter': ('ssh', 'console', 'log'),
-    'change': ('destroy', 'stop', 'start', 'reboot', 'protect', 'unprotect', 'resize', 'rename'),
+    'change': ('destroy', 'stop', 'start', 'reboot', 'protect', 'unprotect', 'resize', 'rename', 'rebuild'),
     'sharing': ('flavor', 'flavor set', 'flavor delete', 'image', 'group', 'quota', 'quota set'),
     'operators': ('hosts', 'host drain', 'host enable', 'host forget', 'evacuate'),
     'adopt': ('adopt', 'release'),

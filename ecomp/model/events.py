@@ -233,6 +233,8 @@ def _describe_request_change(before: Request | None, after: Request, host: str, 
         return f'request accepted, for {host}' + (f', in place of {after.replaces[:8]}' if after.replaces else '')
     if after.resize and after.resize != before.resize:
         return f'resize accepted: {format_resources(after.resize.resources)}'
+    if after.rebuild != before.rebuild:
+        return 'rebuild accepted'
     if after.name != before.name:
         return f'renamed to {after.name}'
     if after.is_protected != before.is_protected:

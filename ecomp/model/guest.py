@@ -107,6 +107,7 @@ class GuestSpec:
     networks: tuple[Attachment, ...] = DEFAULT_NETWORKS  # one interface on each, at most MAX_INTERFACES
     seed: Mapping[str, bytes] | None = field(default=None, repr=False)  # of the NoCloud disk; None: metadata server
     reserved_addresses: tuple[str | None, ...] = ()  # IPv4, in the order of `networks`; None or missing: not reserved
+    rebuilt: int = 0  # the number of the rebuild that makes it, for the owner mark
 
     @property
     def macs(self) -> tuple[str, ...]:
@@ -133,6 +134,7 @@ class Guest:
     # The domain's amounts by class, if known. `MEMORY_MB now` is the memory that its balloon leaves it.
     size: Mapping[str, int] = field(default_factory=dict, compare=False)
     is_adopted: bool = False  # it has the adoption mark instead: of its domain only the power is changed
+    rebuilt: int = 0  # the number of its last rebuild in the owner mark
     # Of a fake guest: what its size becomes at its next start.
     next_size: Mapping[str, int] = field(default_factory=dict, compare=False)
 

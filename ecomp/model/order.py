@@ -53,8 +53,9 @@ STOP, START, REBOOT = ACTIONS = ('stop', 'start', 'reboot')
 DRAIN = 'drain'
 SHUTDOWN_REQUESTED = 'asked'
 SHUT_OFF = 'off'
-# Start of the fault in the record of a guest that could not be started.
+# Starts of the faults in the record of a guest that could not be started or rebuilt, which stay until it is.
 START_FAILED = 'it could not be started'
+REBUILD_FAILED = 'it could not be rebuilt'
 # The largest number of a change, and so the last second.
 MAX_CHANGE = 2**53
 
@@ -241,6 +242,7 @@ _REQUEST_FIELDS |= {
     'power': sparse(nested(PowerAction)),
     'changed': sparse(number(0, MAX_CHANGE)),
     'resize': sparse(nested(Resize)),
+    'rebuild': sparse(number(0, MAX_CHANGE)),
 }
 
 
@@ -261,6 +263,8 @@ class Request(Order):
     changed: int = 0
     # Until it has taken effect, the allocations are the larger of old and new of each class.
     resize: Resize | None = None
+    # The number of the last rebuild that was asked for: `changed` at that time.
+    rebuild: int = 0
     former_resources: Resources = field(default_factory=dict)
     why: PlacementReason | None = None
     consumer_generation: None = None  # of 2019

@@ -14,6 +14,7 @@ compute has a request for the instance. A uuid is never used twice.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import NamedTuple
@@ -46,6 +47,9 @@ from ecomp.model.user_data import GuestFailure, parse_host_keys
 UNSEEN_END_FAULT = 'its host was forgotten: the end of its guest was not observed'
 
 _OPTIONAL_TEXT = optional(TEXT)
+# The `rebuilt` of a record is the number of a rebuild that is done or has failed, or, with this, of one under way.
+BEGUN = ':begun'
+_REBUILT = check('a number', lambda value: isinstance(value, str) and re.fullmatch(f'[0-9]{{1,16}}({BEGUN})?', value))
 
 
 @stored(network=TEXT, mac=TEXT, address=_OPTIONAL_TEXT, source=_OPTIONAL_TEXT, expected=_OPTIONAL_TEXT)
@@ -123,6 +127,7 @@ _FIELDS |= {
     'host_keys': sparse(parse_host_keys),
     'cloud_init': lenient(nested(GuestFailure), is_sparse=True),
     'resize': sparse(nested(Resize)),
+    'rebuilt': sparse(_REBUILT),
     'last_boot': sparse(of_boots.parse_last, name='boots', write=lambda boot: [to_dict(boot)]),
 }
 
@@ -148,6 +153,7 @@ class Record(Order):
     cloud_init: GuestFailure | None = None
     last_boot: Boot | None = None
     resize: Resize | None = None  # what its domain is defined for, until the guest has started with it
+    rebuilt: str | None = None
 
     def enter_state(self, state: str, now: str, *stages: str) -> Record:
         """Return the record in another state, without progress, and with new `stages` at `now`."""
@@ -192,6 +198,11 @@ class Record(Order):
     def address(self) -> str | None:
         return self.addresses[0].address if self.addresses else None
 
+    def has_rebuilt(self, number: int) -> bool:
+        """Return whether the rebuild of this number, or a later one, is done or has failed."""
+        done, begun, _ = (self.rebuilt or '0').partition(BEGUN)
+        return number < int(done) + (not begun)
+
 
 # What a user may change of an instance that exists. Its compute copies it into the record.
 CHANGEABLE = ('name', 'is_protected', 'query')
@@ -211,6 +222,8 @@ def hold(record: Record, request: Request) -> Record:
 
 def make_record(compute: str, request: Request, now: str) -> Record:
     fields = request.copy_recorded_fields(resources=request.resources, why=request.why)
+    # It is built from what is requested now. Of a guest that is there, a lost record does not tell what was done.
+    fields |= {'rebuilt': str(request.rebuild)} if request.rebuild else {}
     return Record(compute=compute, state=SCHEDULED, **fields).enter_state(SCHEDULED, now, 'scheduled')
 
 

@@ -30,7 +30,7 @@ from ecomp.model.host import (
 from ecomp.model.order import InvalidRequest, NameOwner, Request, parse_attempt_instances, parse_request
 from ecomp.model.queue import QueueEntry, parse_queue_entry
 from ecomp.model.quota import Quota
-from ecomp.model.record import Record, from_json
+from ecomp.model.record import BEGUN, Record, from_json
 from ecomp.model.stack import Stack
 from ecomp.model.states import BUILDING, DESTROYING, ERROR, GONE, SCHEDULED
 from ecomp.model.stored import decode
@@ -279,11 +279,12 @@ class World:
         return instance in self.records and self.records[instance].state not in (GONE, ERROR)
 
     def is_in_work(self, instance: str) -> bool:
-        """Return whether an instance is being built or destroyed."""
+        """Return whether an instance is being built, rebuilt or destroyed."""
         record, requests = self.records.get(instance), self.requests_by_compute.get(instance, {}).values()
         if any(isinstance(parsed, Request) and parsed.is_tombstone for parsed in requests):
             return record is None or record.state not in (GONE, ERROR)
-        return record is not None and record.state in (SCHEDULED, BUILDING, DESTROYING)
+        is_rebuilding = record is not None and (record.rebuilt or '').endswith(BEGUN)
+        return is_rebuilding or (record is not None and record.state in (SCHEDULED, BUILDING, DESTROYING))
 
     def is_switching(self, instance: str) -> bool:
         """Return whether a recorded instance has not completed a requested power action."""

@@ -109,7 +109,7 @@ class Domains:
         with self._connection.use('listing domains') as connection:
             for domain in connection.listAllDomains():
                 with IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN):  # removed after it was listed
-                    owner = _read_compute(domain)
+                    owner, rebuilt = _read_mark(domain, xml.MARK_NAMESPACE)
                     if compute := owner or _read_adopter(domain):
                         instance = domain.UUIDString()
                         _, max_kib, now_kib, vcpus, _ = domain.info()
@@ -118,7 +118,7 @@ class Domains:
                         size |= {'MEMORY_MB now': now_kib // 1024} if owner else {}
                         is_defined, is_active = bool(domain.isPersistent()), bool(domain.isActive())
                         presence, troubles = (is_defined, is_active, False), _find_troubles(*domain.state())
-                        guests[instance] = Guest(instance, compute, *presence, troubles, size, owner is None)
+                        guests[instance] = Guest(instance, compute, *presence, troubles, size, owner is None, rebuilt)
         return guests
 
     def list_foreign(self, pool: Path, instance: str = '') -> dict[str, ForeignGuest]:
@@ -415,18 +415,18 @@ def _press_power_button(connection: Connection, instance: str, compute: str) -> 
 
 
 def _read_compute(domain: libvirt.virDomain) -> str | None:
-    return _read_mark(domain, xml.MARK_NAMESPACE)
+    return _read_mark(domain, xml.MARK_NAMESPACE)[0]
 
 
 def _read_adopter(domain: libvirt.virDomain) -> str | None:
-    return _read_mark(domain, xml.ADOPTION_NAMESPACE)
+    return _read_mark(domain, xml.ADOPTION_NAMESPACE)[0]
 
 
-def _read_mark(domain: libvirt.virDomain, namespace: str) -> str | None:
+def _read_mark(domain: libvirt.virDomain, namespace: str) -> tuple[str | None, int]:
     with IgnoredErrors(libvirt.VIR_ERR_NO_DOMAIN_METADATA):
         mark = domain.metadata(libvirt.VIR_DOMAIN_METADATA_ELEMENT, namespace)
         return xml.parse_owner_mark(mark, domain.UUIDString())
-    return None
+    return None, 0
 
 
 def _describe_foreign(domain: libvirt.virDomain, pool: Path) -> ForeignGuest:

@@ -148,7 +148,7 @@ class FakeHypervisor:
                 raise BuildFailed('started', f'the seed of {spec.instance} is missing')
             size = {'VCPU': spec.vcpus, 'MEMORY_MB': spec.memory_mb, 'MEMORY_MB now': spec.memory_mb}
             size |= {} if spec.disk_gb is None else {'DISK_GB': spec.disk_gb}
-            owned = replace(guest, compute=spec.compute, size=size)
+            owned = replace(guest, compute=spec.compute, size=size, rebuilt=spec.rebuilt)
             self._save_guest(replace(owned, defined=True, running=True), 'started')
             self._unaddressed.add(spec.instance)
         self._boot(spec.instance)
@@ -209,9 +209,8 @@ class FakeHypervisor:
 
     def destroy(self, instance: str, compute: str) -> None:
         with self._lock:
-            self._save_guest(
-                replace(self._get_own_guest(instance, compute), compute=None, defined=False, running=False, troubles=())
-            )
+            guest = replace(self._get_own_guest(instance, compute), compute=None, defined=False, running=False)
+            self._save_guest(replace(guest, troubles=(), rebuilt=0))
         self._notify_change(f'fake: domain {instance} destroyed')
 
     def delete_disk(self, instance: str) -> None:

@@ -324,7 +324,7 @@ class Libvirt:
         self._seeds.delete(instance)  # first: the overlay shows that the instance exists here
         # `virsh snapshot-create-as --disk-only` makes them. A domain that still names one was made outside ecompute.
         for path in self._volumes.list_snapshots(instance):
-            if not self._domains.list_disk_users(str(path)):
+            if not self._domains.list_disk_users(str(path)) - {instance}:  # its own domain, before a rebuild
                 path.unlink()
         self._volumes.delete(instance)
         # virtlogd rotates the log: older files are .log.0 and so on.

@@ -81,6 +81,7 @@ def make_domain_xml(  # noqa: PLR0913
   {_make_devices(spec, disk, seed, console_log)}
 </domain>""")
     mark = {'xmlns:ecomp': MARK_NAMESPACE, 'uuid': spec.instance, 'compute': spec.compute, 'version': '1'}
+    mark |= {'rebuilt': str(spec.rebuilt)} if spec.rebuilt else {}
     ET.SubElement(domain.findall('metadata')[0], 'ecomp:instance', mark)
     if blocked_services is not None:
         addresses = dict(zip(spec.macs, spec.reserved_addresses, strict=False))
@@ -160,10 +161,11 @@ def make_adoption_mark(instance: str, compute: str) -> str:
     return ET.tostring(ET.Element('instance', {'uuid': instance, 'compute': compute}), encoding='unicode')
 
 
-def parse_owner_mark(xml: str, instance: str) -> str | None:
-    """Return the compute in a mark of ours, or None if it is another instance's."""
+def parse_owner_mark(xml: str, instance: str) -> tuple[str | None, int]:
+    """Return compute and rebuild number of a mark, or None and 0 if it is another instance's."""
     element = ET.fromstring(xml)
-    return (element.get('compute') or None) if element.get('uuid') == instance else None
+    compute, rebuilt = element.get('compute') or None, element.get('rebuilt', '')
+    return (compute, int(rebuilt) if rebuilt.isdecimal() else 0) if element.get('uuid') == instance else (None, 0)
 
 
 class InterfaceLink(NamedTuple):

@@ -276,6 +276,6 @@ def make_transcript(words: Sequence[str], scene: Scene, directory: Path) -> list
 
 
 def normalize_line(line: str) -> str:
-    line = re.sub(r'("changed"|"number"): \d{10}', r'\1: <now>', line)
+    line = re.sub(r'("changed"|"number"|"rebuild"): \d{10}', r'\1: <now>', line)
     # From Python 3.12 on, argparse does not quote choices.
     return re.sub(r'\(choose from .*?\)', lambda found: found[0].replace("'", ''), line)

@@ -110,6 +110,39 @@ def test_seed_is_created_before_the_guest_starts() -> None:
     assert hypervisor.list_seeds() == set()
 
 
+REBUILD = replace(JOB, spec=replace(SEEDED_JOB.spec, rebuilt=7), is_rebuild=True)
+
+
+def make_built() -> Recording:
+    hypervisor = Recording()
+    run_build(hypervisor, job=SEEDED_JOB)
+    hypervisor.calls.clear()
+    return hypervisor
+
+
+def test_rebuild_removes_the_disk_once_it_has_the_image() -> None:
+    hypervisor = make_built()
+    assert run_build(hypervisor, job=REBUILD) == ALL_EVENTS
+    assert hypervisor.calls == ['image', 'delete_disk', 'create_disk', 'let go', 'create_seed', 'start']
+    assert hypervisor.list_guests() == {INSTANCE: Guest(INSTANCE, COMPUTE, True, True, True, rebuilt=7)}
+
+
+@pytest.mark.parametrize('step', STEPS)
+def test_failing_rebuild_leaves_no_disk_that_the_old_domain_could_start_with(step: str) -> None:
+    hypervisor = make_built()
+    before = hypervisor.list_guests()[INSTANCE]
+    hypervisor.fails_at = step
+    with pytest.raises(BuildFailed, match='it was told to'):
+        run_build(hypervisor, job=REBUILD)
+    guest = hypervisor.list_guests()[INSTANCE]
+    if step == 'image':
+        assert guest == before
+    elif step == 'start':  # the new domain is defined by then
+        assert (guest.defined, guest.disk, guest.rebuilt) == (True, True, 7)
+    else:
+        assert (guest.defined, guest.running, guest.disk, guest.rebuilt) == (True, False, False, 0)
+
+
 @pytest.mark.parametrize('step', STEPS)
 def test_failing_step_leaves_nothing_behind(step: str) -> None:
     hypervisor = Recording(fails_at=step)

@@ -45,6 +45,7 @@ from ecomp.model.guest import BaseImage as Base
 from ecomp.model.order import (
     ACTIONS,
     REBOOT,
+    REBUILD_FAILED,
     SHUT_OFF,
     SHUTDOWN_REQUESTED,
     START,
@@ -134,6 +135,45 @@ def test_plan_table() -> None:
         kind = get_expected_kind(parsed, state, guest)
         assert [task.kind for task in tasks] == ([kind] if kind else []), (parsed, state, guest)
         assert all(task.instance == INSTANCE and task.reason for task in tasks), (parsed, state, guest)
+
+
+# {(the number in the request, `rebuilt` of the record): whether it is due}
+REBUILDS = {
+    (0, None): False,
+    (7, None): True,
+    (7, '5'): True,
+    (7, '5:begun'): True,
+    (7, '7:begun'): True,
+    (7, '7'): False,
+    (7, '9'): False,
+    (7, '9:begun'): False,
+}
+
+
+@pytest.mark.parametrize('state', [ACTIVE, STOPPED])
+@pytest.mark.parametrize('guest', GUESTS.values())
+@pytest.mark.parametrize(('number', 'rebuilt'), REBUILDS)
+def test_rebuild_is_planned_before_anything_else_until_its_number_is_recorded(
+    number: int, rebuilt: str | None, guest: Guest | None, state: str
+) -> None:
+    request = replace(REQUEST, rebuild=number, power=PowerAction(REBOOT, THIS_ACTION))
+    record = replace(make_record(state), rebuilt=rebuilt)
+    observations = replace(NO_OBSERVATIONS, guests={INSTANCE: guest} if guest else {}, vanished={INSTANCE})
+    kinds = [task.kind for task in plan({INSTANCE: request}, {INSTANCE: record}, observations)]
+    assert (kinds == [Kind.REBUILD]) is REBUILDS[number, rebuilt]
+    adopted = replace(request, is_adopted=True, image=None)
+    assert Kind.REBUILD not in {task.kind for task in plan({INSTANCE: adopted}, {INSTANCE: record}, observations)}
+    tombstone = replace(TOMBSTONE, rebuild=number)
+    assert [task.kind for task in plan({INSTANCE: tombstone}, {INSTANCE: record}, observations)] == [Kind.DESTROY]
+
+
+def test_fault_of_a_rebuild_stays_until_the_guest_is_started() -> None:
+    fault = f'{REBUILD_FAILED}: answers 404'
+    off, runs = GUESTS['is off without a disk'], GUESTS['runs']
+    for guest in (off, None, GUESTS['is off, killed']):
+        assert find_fault(replace(make_record(STOPPED), fault=fault), guest) == fault
+    assert find_fault(replace(make_record(ACTIVE), fault=fault), runs) == fault, 'it was not touched'
+    assert find_fault(replace(make_record(STOPPED), fault=fault), runs) is None
 
 
 @pytest.mark.parametrize('guest', GUESTS.values())

@@ -282,12 +282,21 @@ def test_no_value_becomes_markup(text: str) -> None:
     sources = [source.attrib for source in root.findall('devices/interface/source')]
     assert sources == [{'network': text}, {'bridge': text}]
     mark = ET.tostring(root.find('metadata')[0], encoding='unicode')
-    assert (xml.parse_owner_mark(mark, FULL.instance), xml.parse_owner_mark(mark, 'other')) == (text, None)
+    assert xml.parse_owner_mark(mark, FULL.instance) == (text, 0)
+    assert xml.parse_owner_mark(mark, 'other') == (None, 0)
 
 
 @pytest.mark.parametrize('text', ['<m/>', '<m uuid="x"/>', '<m compute="x"/>', '<m uuid="" compute="x"/>'])
 def test_incomplete_owner_mark_is_ignored(text: str) -> None:
-    assert xml.parse_owner_mark(text, 'x') is None
+    assert xml.parse_owner_mark(text, 'x') == (None, 0)
+
+
+def test_owner_mark_has_the_number_of_a_rebuild() -> None:
+    root = ET.fromstring(xml.make_domain_xml(replace(FULL, rebuilt=1606754775), '/disk', '/log'))
+    mark = ET.tostring(root.find('metadata')[0], encoding='unicode')
+    assert xml.parse_owner_mark(mark, FULL.instance) == (FULL.compute, 1606754775)
+    junk = mark.replace('1606754775', '-1')
+    assert xml.parse_owner_mark(junk, FULL.instance) == (FULL.compute, 0)
 
 
 def test_capabilities() -> None:

@@ -8,11 +8,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from ecomp.agent.images.cache import Images
-from ecomp.errors import Conflict, EcompError
+from ecomp.errors import EcompError
 from ecomp.failpoints import failpoint
 from ecomp.model.guest import GuestSpec
 from ecomp.model.record import Progress
 from ecomp.virt import Hypervisor
+from ecomp.virt.image import determine_capacity
 
 
 class WorkerDied(EcompError):
@@ -31,6 +32,7 @@ class Build:
     image: str
     # All processes share this monotonic clock.
     requested_at: float = field(default_factory=time.monotonic, compare=False)
+    is_rebuild: bool = False  # in place of a guest of which nothing is kept
 
     @property
     def instance(self) -> str:
@@ -118,7 +120,7 @@ def carry_out(
     """Run a job, and undo the steps of a build that fails.
 
     A build returns once the domain runs. It calls `checkpoint`, which may raise Cancelled to end it, before each step
-    and while it waits for the image.
+    and while it waits for the image. A rebuild removes nothing before it has the image.
 
     Raises:
         BuildFailed: the guest cannot be built.
@@ -129,7 +131,7 @@ def carry_out(
         job.carry_out(hypervisor)
         return
     instance, spec = job.spec.instance, job.spec
-    if hypervisor.is_running(instance):
+    if not job.is_rebuild and hypervisor.is_running(instance):
         report('started')
         return
     with ExitStack() as undo:
@@ -141,6 +143,11 @@ def carry_out(
             failpoint('image-ready')
             checkpoint()
             spec = replace(spec, base=base)
+            if job.is_rebuild:
+                determine_capacity(spec)  # raises BuildFailed if the disk cannot hold the image
+                hypervisor.switch_off(instance, spec.compute)
+                hypervisor.delete_disk(instance)
+                failpoint('disk-removed')
             # Registered before the step: one that fails halfway leaves something, and removing nothing is harmless.
             undo.callback(hypervisor.delete_disk, instance)
             hypervisor.create_disk(spec)
@@ -151,14 +158,11 @@ def carry_out(
             failpoint('seed-written')
         report('disk')
         checkpoint()
-        try:
-            hypervisor.start(spec)
-        except Conflict:
-            raise  # the domain is not ecomp's: do not remove it
-        except BaseException:
-            hypervisor.destroy(instance, spec.compute)
-            raise
-        undo.callback(hypervisor.destroy, instance, spec.compute)
+        if job.is_rebuild:
+            undo.pop_all()  # from here on a user can start what there is
+        else:  # a domain that is not ecomp's is left alone
+            undo.callback(hypervisor.destroy, instance, spec.compute)
+        hypervisor.start(spec)
         checkpoint()
         failpoint('domain-started')
         report('started')

@@ -51,6 +51,7 @@ from ecomp.model.guest import (
 )
 from ecomp.model.json_object import dump, load_object
 from ecomp.model.order import (
+    REBUILD_FAILED,
     SHUT_OFF,
     SHUTDOWN_REQUESTED,
     START_FAILED,
@@ -62,6 +63,7 @@ from ecomp.model.order import (
     parse_request,
 )
 from ecomp.model.record import (
+    BEGUN,
     UNSEEN_END_FAULT,
     Failure,
     Interface,
@@ -145,6 +147,7 @@ class GuestTemplate:
             base=BaseImage('', '', 0),
             virt_type=self.virt_type,
             networks=self.networks,
+            rebuilt=request.rebuild,
         )
 
 
@@ -290,7 +293,8 @@ class Instances:
             self._release_host_data(instance)
             raise Superseded from None
         except (EcompError, OSError) as error:
-            self._end_attempt(attempt, error)
+            failure = self._find_failure(attempt, error)
+            self._fail(attempt.record, revision, failure, attempt.must_remove, request)
         else:
             self._record_built(attempt)
 
@@ -299,7 +303,46 @@ class Instances:
         is_ours = guest.is_built and guest.compute == self.compute
         return guest.running or (pending_failure is None and (is_ours or not is_begun))
 
-    def _carry_out(self, attempt: _Attempt, confirmation: Future[Consumer]) -> None:
+    def rebuild(self, request: Request, revision: int, guest: Guest | None) -> None:
+        """Build a guest in place of the one that is there, unless that was done.
+
+        The instance keeps its claim, its name and its addresses. After a failure it has a fault, and its guest is as it
+        was or, if its disk was removed before, off. A cancelled rebuild raises Superseded.
+        """
+        stored, begun = self.records.get_existing(request.instance), f'{request.rebuild}{BEGUN}'
+        is_defined = guest is not None and guest.rebuilt >= request.rebuild
+        if is_defined and stored.rebuilt != begun:  # an older etcd, restored, lacks its end (rule: tombstone-only)
+            ended = replace(self._make_observed_record(stored, guest, MANUAL), image=request.image)
+        else:
+            record = stored if stored.rebuilt == begun else replace(stored, rebuilt=begun, host_keys=(), attempts=0)
+            attempt = _Attempt(request, revision, self.records.write(record, revision), must_remove=False)
+            self.memory.remember(request, record)
+            failpoint('rebuilding')
+            ended = self._replace_guest(attempt, is_defined, stored.host_keys)
+        record = self.records.write(replace(ended, rebuilt=str(request.rebuild)), revision)
+        self.memory.remember(request, record)
+        log.info('instance %s is %s%s', record.instance, record.state, f': {record.fault}' if record.fault else '')
+
+    def _replace_guest(self, attempt: _Attempt, is_defined: bool, host_keys: tuple[str, ...]) -> Record:
+        instance, image = attempt.request.instance, attempt.request.image
+        try:
+            if is_defined:  # the process was killed before it recorded the end
+                self._run_step(Resume(instance, self.compute))
+            else:
+                confirmation = self.query_aside(partial(allocations.read_consumer, self.placement, instance))
+                self._carry_out(attempt, confirmation, is_rebuild=True)
+        except Cancelled:
+            raise Superseded from None
+        except (EcompError, OSError) as error:
+            failure = self._find_failure(attempt, error)
+            record = self._make_observed_record(attempt.record, self.hypervisor.list_guests().get(instance), MANUAL)
+            record = replace(record, fault=f'{REBUILD_FAILED}: {failure.reason}')
+            is_kept = failure.stage in ('scheduled', 'image')  # what it had before is not removed
+            return replace(record, host_keys=host_keys) if is_kept else replace(record, image=image)
+        record = attempt.record.mark_off(self.now()).mark_running(Kind.REBUILD.value, self.now())
+        return replace(self._make_running_record(record), fault=None, image=image)
+
+    def _carry_out(self, attempt: _Attempt, confirmation: Future[Consumer], is_rebuild: bool = False) -> None:
         request, revision = attempt.request, attempt.revision
         assert request.image is not None  # parse_request() rejects allocations without an image
         spec = self.template.make_spec(self.compute, request)
@@ -318,11 +361,14 @@ class Instances:
         log.info('INSTANTIATE INSTANCE %s WITH IMAGE %s', request.instance, request.image)
         log.info('ALLOCATIONS ARE %s', to_wire(request.allocations))
         attempt.must_remove = True
-        for event in self.runner.run(Build(spec, request.image)):
+        for event in self.runner.run(Build(spec, request.image, is_rebuild=is_rebuild)):
             if isinstance(event, Progress):
                 attempt.record = self._record_progress(replace(attempt.record, progress=event), revision)
             elif event != 'started':
-                reached = attempt.record.enter_state(BUILDING, self.now(), event)
+                reached = attempt.record.enter_state(attempt.record.state, self.now(), event)
+                if event == 'disk':  # a guest before a rebuild is off, and may have reported
+                    self.guest_data.remove_report(request.instance)
+                    reached = replace(reached.mark_off(self.now()), state=reached.state)
                 attempt.record = self._record_progress(reached, revision)
 
     def _record_built(self, attempt: _Attempt) -> None:
@@ -335,24 +381,23 @@ class Instances:
         failpoint('active')
         log.info('instance %s is active', request.instance)
 
-    def _end_attempt(self, attempt: _Attempt, error: EcompError | OSError) -> None:
-        """End the instance in error, or raise the error if another attempt may succeed."""
+    def _find_failure(self, attempt: _Attempt, error: EcompError | OSError) -> Failure:
+        """Return why an attempt has failed, or raise the error if another one may succeed."""
         if isinstance(error, Unreachable):
             raise error  # retried without limit
         if isinstance(error, BuildFailed):
-            failure = Failure(error.stage, error.reason, '', error.is_host_fault)
-        elif isinstance(error, OSError):
-            failure = Failure('image', f'{error.filename}: {error.strerror}', '', is_host_fault=True)
-        elif isinstance(error, Conflict | UsageError):
+            return Failure(error.stage, error.reason, '', error.is_host_fault)
+        if isinstance(error, OSError):
+            return Failure('image', f'{error.filename}: {error.strerror}', '', is_host_fault=True)
+        if isinstance(error, Conflict | UsageError):
             # The build has undone its steps; the rest is not ecomp's.
-            failure, attempt.must_remove = Failure('started', str(error), ''), False
-        else:
-            record = attempt.record = replace(attempt.record, attempts=attempt.record.attempts + 1)
-            if record.attempts < MAX_ATTEMPTS:
-                self.records.write(record, attempt.revision)
-                raise EcompError(f'instance {record.instance}: {error}') from error
-            failure = Failure('started', f'{MAX_ATTEMPTS} attempts failed; the last one: {error}', '')
-        self._fail(attempt.record, attempt.revision, failure, attempt.must_remove, attempt.request)
+            attempt.must_remove = False
+            return Failure('started', str(error), '')
+        record = attempt.record = replace(attempt.record, attempts=attempt.record.attempts + 1)
+        if record.attempts < MAX_ATTEMPTS:
+            self.records.write(record, attempt.revision)
+            raise EcompError(f'instance {record.instance}: {error}') from error
+        return Failure('started', f'{MAX_ATTEMPTS} attempts failed; the last one: {error}', '')
 
     def adopt(self, request: Request, revision: int) -> None:
         """Adopt a domain, or end in error if it is gone or its claim differs from the request."""
@@ -611,6 +656,8 @@ class Instances:
         if has_lost_record and request.power is not None:
             # The power action may have been done long ago: only our own memory can tell that it was not.
             record = replace(record, power=remembered.record.power if remembered else request.power.id)
+        if has_lost_record and remembered:
+            record = replace(record, rebuilt=remembered.record.rebuilt)  # likewise
         consumer = allocations.read_consumer(self.placement, request.instance)
         claim_fault = describe_difference(request.allocations, consumer.allocations)
         spec = self.template.make_spec(self.compute, request)
@@ -635,10 +682,10 @@ class Instances:
         log.info('instance %s is %s%s', record.instance, record.state, f': {record.fault}' if record.fault else '')
 
     def _reserve_addresses(self, record: Record, spec: GuestSpec) -> Record:
-        interfaces = []
+        interfaces, earlier = [], {interface.mac: interface for interface in record.addresses}
         for mac, (kind, name) in zip(spec.macs, spec.networks, strict=True):
             reserved = self.hypervisor.reserve_address(record.instance, mac, name) if kind == 'network' else None
-            interfaces.append(Interface(name, mac, expected=reserved))
+            interfaces.append(earlier.get(mac, Interface(name, mac))._replace(network=name, expected=reserved))
         failpoint('reserved')
         return replace(record, addresses=tuple(interfaces))
 

@@ -11,6 +11,7 @@ from enum import Enum
 
 from ecomp.model.guest import CRASHED, TROUBLE_KINDS, UNDEFINED, Address, Guest
 from ecomp.model.order import (
+    REBUILD_FAILED,
     SHUT_OFF,
     SHUTDOWN_REQUESTED,
     START,
@@ -32,6 +33,7 @@ class Kind(Enum):
     """The kinds of tasks for an instance, whose values appear in the log."""
 
     BUILD = 'build'
+    REBUILD = 'rebuild'
     ADOPT = 'adopt'
     DESTROY = 'destroy'
     DESTROY_FORGOTTEN = 'destroy as accepted'
@@ -49,6 +51,10 @@ class Kind(Enum):
     CHANGED = 'changed'
     RESIZE = 'resize'
     RESIZED = 'resized'
+
+    @property
+    def is_build(self) -> bool:
+        return self in (Kind.BUILD, Kind.REBUILD)
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,8 @@ def plan(
         if task is None and record is not None and record.state in (ACTIVE, STOPPED):
             assert isinstance(parsed, Request)  # _plan_end() has returned a task for an InvalidRequest
             shutdown_action = observations.shutdown_actions.get(instance, Kind.SHUTDOWN)
-            task = _plan_resize(parsed.resize, record, guest)
+            # A rebuild first: an interrupted one may have left neither domain nor disk.
+            task = _plan_rebuild(parsed, record) or _plan_resize(parsed.resize, record, guest)
             task = task or _plan_power(parsed.power, record, guest, shutdown_action)
         task = task or _plan_upkeep(parsed, record, observations)
         if task is not None and isinstance(parsed, Request) and parsed.is_adopted:
@@ -114,6 +121,11 @@ def _plan_end(parsed: ParsedRequest, record: Record | None) -> tuple[Kind, str] 
     if record is not None and record.state == ERROR:
         return Kind.CLEAR, 'the instance failed, and a uuid is never used twice'
     return None
+
+
+def _plan_rebuild(request: Request, record: Record) -> tuple[Kind, str] | None:
+    is_due = not record.has_rebuilt(request.rebuild) and not request.is_adopted
+    return (Kind.REBUILD, 'its rebuild was requested') if is_due else None
 
 
 def _plan_resize(resize: Resize | None, record: Record, guest: Guest | None) -> tuple[Kind, str] | None:
@@ -216,10 +228,14 @@ OBSERVED_FAULTS = (DOMAIN_AND_DISK_GONE, DOMAIN_GONE, DISK_GONE, UNDEFINED, *TRO
 
 def find_fault(record: Record, guest: Guest | None) -> str | None:
     """Return the fault to record for a guest that was active before, if there is one."""
+    fault, running = record.fault or '', guest is not None and guest.running
+    if fault.startswith(REBUILD_FAILED) and not running:
+        return fault  # it is why the disk is gone, for example
     observed = _find_observed_fault(record, guest)
-    if observed is None and guest is not None and guest.running and (record.fault or '').startswith(START_FAILED):
+    ended_by_start = START_FAILED if record.state == ACTIVE else (START_FAILED, REBUILD_FAILED)
+    if observed is None and running and fault.startswith(ended_by_start):
         return None
-    if observed is not None or not all(part.startswith(OBSERVED_FAULTS) for part in (record.fault or '').split('; ')):
+    if observed is not None or not all(part.startswith(OBSERVED_FAULTS) for part in fault.split('; ')):
         return observed or record.fault
     # libvirtd forgets why a domain went off when it restarts, so the recorded crash is kept.
     if record.fault == CRASHED and guest is not None and not guest.running:

@@ -114,8 +114,8 @@ def destroy(
             successor = f'; it was evacuated, and instance {new} replaces it' if new else ''
             return f'{instance}: is already being destroyed on {entries.record.compute}{successor}'
         _require_kind(entries.record, releases)
-        if not releases:
-            require_unprotected(entries)
+        if not releases and entries.request is not None:
+            require_unprotected(entries.request)
         commit, message = _prepare_destroy(store, entries, find_claiming_compute, doubts)
         if commit() is None:
             return None
@@ -137,10 +137,10 @@ def _require_kind(record: Record, releases: bool) -> None:
         raise Conflict(f'{record.instance}: was not adopted, but created by ecomp. Try: {cure}')
 
 
-def require_unprotected(entries: InstanceEntries) -> None:
+def require_unprotected(request: Request) -> None:
     """Raise Conflict if the request, which the caller compares, protects the instance."""
-    if entries.request is not None and entries.request.is_protected:
-        instance = entries.record.instance
+    if request.is_protected:
+        instance = request.instance
         raise Conflict(f'{instance}: is protected, and is kept. Fix: eschedule unprotect {instance}')
 
 

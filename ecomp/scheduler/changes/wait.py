@@ -254,6 +254,19 @@ def wait_for_power(wait: Wait, accepted: Acceptance) -> Record:
     return record
 
 
+def wait_for_rebuild(wait: Wait, number: int) -> None:
+    """Return once the rebuild of this number is done, or raise EcompError if it has failed."""
+
+    def is_reached(record: Record | None) -> bool:
+        if record is None or record.state in (DESTROYING, GONE):
+            raise NotFound(f'{wait.instance}: destroyed during the wait')
+        if record.has_rebuilt(number) and (record.fault or record.state != ACTIVE):
+            raise EcompError(make_printable(f'{wait.instance}: {record.fault or "it was rebuilt and is off again"}'))
+        return record.has_rebuilt(number)
+
+    wait.wait_until(is_reached, lambda _: 'its compute to rebuild it')
+
+
 def _describe_power_wait(record: Record | None) -> str:
     how_far = parse_phase(record.power if record else None)
     return {SHUTDOWN_REQUESTED: 'the guest to shut down', SHUT_OFF: 'its domain to start'}.get(

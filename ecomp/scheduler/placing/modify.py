@@ -20,8 +20,10 @@ from ecomp.placement.client import Placement
 from ecomp.scheduler.changes.change import (
     Acceptance,
     Doubts,
+    describe_acceptance,
     merge_into_request,
     parse_changeable_request,
+    require_unprotected,
     retry_until_accepted,
 )
 from ecomp.scheduler.placing.adopt import find_lacking
@@ -153,6 +155,30 @@ def _explain_lack(placement: Placement, held: Allocations, wanted: Allocations) 
         lacking = find_lacking(inventory, {name: amount for name, amount in growth.items() if amount > 0}, {})
         lacks += [f'{compute} lacks {name} {amount}' for name, amount in lacking.items()]
     return ', '.join(lacks)
+
+
+def rebuild(store: Store, instance: str, image: str | None) -> tuple[str, int]:
+    """Request a rebuild, and return a sentence about it, and its number.
+
+    Raises:
+        Conflict: the instance is adopted or protected, its user-data has expired, or as in _rewrite().
+    """
+    numbers = [-1]
+
+    def make(request: Request) -> Rewriting | None:
+        if request.rebuild == numbers[-1]:
+            return None  # committed by an earlier try whose answer was lost
+        if request.is_adopted:
+            raise Conflict(f'{instance}: is adopted: its disks are not ours to replace')
+        require_unprotected(request)
+        if request.user_data_sha256 and store.get(keys.user_data(request.user_data_sha256)) is None:
+            raise Conflict(f'{instance}: its user-data is no longer in etcd. Fix: destroy it, and create it again')
+        numbers.append(request.make_change_number(datetime.now(UTC).timestamp()))
+        return {'image': image or request.image, 'rebuild': numbers[-1]}, ([], [])
+
+    sentence = describe_acceptance(store, find_living(store, instance).record, 'rebuild')
+    _rewrite(store, instance, make)
+    return sentence, numbers[-1]
 
 
 def _rewrite(
