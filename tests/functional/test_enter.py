@@ -177,6 +177,9 @@ def test_guest_without_reported_key_needs_accept_new(guest: SshGuest) -> None:
     guest.start_sshd('another')
     assert guest.run_ssh('--', 'true').code == 255
     assert guest.run_ssh('--accept-new', '--', 'true').code == 255
+    guest.write_record(replace(guest.record, stages={**guest.record.stages, 'ready': 't'}, rebuilt='1606754775'))
+    assert guest.run_ssh('--', 'true').code == 1, 'the key that was accepted is of the guest before the rebuild'
+    assert guest.run_ssh('--accept-new', '--', 'true').code == 0
 
 
 @pytest.mark.parametrize('words', [['ssh'], ['ssh', '--print-config']])

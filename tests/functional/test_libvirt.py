@@ -18,7 +18,7 @@ import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from uuid import uuid4
 
 import pytest
 
+from ecomp.agent.instance.build import Build, carry_out
 from ecomp.errors import Conflict, EcompError, Unreachable, UsageError
 from ecomp.model.guest import DEFAULT_NETWORKS, PAUSED, Attachment, Guest, GuestSpec
 from tests.functional.guest import COMPUTE, FOREIGN_DOMAIN_XML, MakeSpec, build
@@ -43,7 +44,7 @@ from ecomp.virt import domains, libvirt_host  # noqa: E402
 from ecomp.virt.connection import Connection  # noqa: E402
 from ecomp.virt.domains import Domains  # noqa: E402
 from ecomp.virt.libvirt_host import Libvirt, probe_libvirt  # noqa: E402
-from ecomp.virt.xml import MARK_NAMESPACE  # noqa: E402
+from ecomp.virt.xml import MARK_NAMESPACE, parse_interfaces  # noqa: E402
 
 BRIDGED_NETWORKS = (*DEFAULT_NETWORKS, Attachment('bridge', 'br0'))
 
@@ -149,6 +150,34 @@ def test_domain_changed_by_virsh(
     foreign.undefine()
     for name in kept:
         (images / name).unlink()
+
+
+@pytest.mark.slow
+def test_rebuilt_guest_has_a_new_disk_and_the_number_in_its_mark(
+    real_libvirt: Libvirt, connection: libvirt.virConnect, spec: GuestSpec
+) -> None:
+    """A guest with snapshots, which virsh made, gets a new disk; uuid, name and interfaces stay."""
+    build(real_libvirt, spec)
+    images = real_libvirt.get_image_directory()
+    assert images is not None
+    before, disk = {path.name for path in images.iterdir()}, images / f'{spec.instance}.qcow2'
+    old_disk, old_definition = disk.stat().st_ino, connection.lookupByUUIDString(spec.instance).XMLDesc()
+    for flags in (0, libvirt.VIR_DOMAIN_SNAPSHOT_CREATE_DISK_ONLY):
+        xml = f'<domainsnapshot><name>s{flags}</name></domainsnapshot>'
+        connection.lookupByUUIDString(spec.instance).snapshotCreateXML(xml, flags)
+    assert {path.name for path in images.iterdir()} > before
+
+    job = Build(replace(spec, rebuilt=1606754775), 'http://h/i', is_rebuild=True)
+    cache = Mock(hold=lambda *_: nullcontext(spec.base))
+    carry_out(job, real_libvirt, cache, lambda _: None, lambda: None)
+    expected = Guest(spec.instance, COMPUTE, defined=True, running=True, disk=True, rebuilt=1606754775)
+    assert real_libvirt.list_guests() == {spec.instance: expected}
+    domain = connection.lookupByName(spec.instance)
+    assert domain.UUIDString() == spec.instance
+    assert list(parse_interfaces(domain.XMLDesc())) == list(parse_interfaces(old_definition))
+    assert domain.listAllSnapshots() == []
+    assert {path.name for path in images.iterdir()} == before
+    assert disk.stat().st_ino != old_disk
 
 
 def test_driver_reconnects_after_libvirtd_was_killed(host: LibvirtHost, real_libvirt: Libvirt, spec: GuestSpec) -> None:
