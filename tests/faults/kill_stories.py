@@ -487,6 +487,35 @@ def prepare_reboot(control: Control, count: int) -> Work:
     return Work(compute, begin, check)
 
 
+def prepare_rebuild(control: Control, count: int) -> Work:
+    compute, requested = make_tuned(control, ROOMY, metadata='iso'), dict[str, str]()
+    waiting = [boot(control) for _ in range(count)]
+    addresses = {instance: wait_address(control, instance) for instance in waiting}
+    stop_gracefully(compute)
+
+    def begin() -> str:
+        instance = waiting.pop()
+        run(control, 'rebuild', instance)
+        value = json.loads(control.etcd.get(keys.request(compute.uuid, instance)) or b'')
+        requested[instance] = str(value['rebuild'])
+        return instance
+
+    def check() -> None:
+        def is_done() -> bool:
+            return {each: require_record(control, each).get('rebuilt') for each in requested} == requested
+
+        wait_until(is_done, REACTION_SECONDS, 'the rebuilds are done')
+        for instance in requested:
+            record = require_record(control, instance)
+            assert (record['state'], record['fault'], record['attempts']) == ('active', None, 0)
+            assert wait_address(control, instance) == addresses[instance]
+            assert str(read_guests(compute)[instance]['rebuilt']) == requested[instance]
+        require_claims(control, *addresses)
+        assert list_running_guests(compute) == set(addresses)
+
+    return Work(compute, begin, check)
+
+
 def prepare_take(control: Control, _: int) -> Work:
     """Prepare requests in a queue, each of which uses a third of the room."""
     run(control, 'flavor', 'set', 'third', SMALL_QUERY.replace('VCPU:1', 'VCPU:4'))
@@ -556,6 +585,7 @@ COMPUTE_STORIES: dict[str, Callable[[Control, int], Work]] = {
     'fail': prepare_fail,
     'remove': prepare_remove,
     'reboot': prepare_reboot,
+    'rebuild': prepare_rebuild,
     'take': prepare_take,
     'start': prepare_start,
     'end': prepare_end,

@@ -98,6 +98,7 @@ PROTOCOL_RULES: dict[str, tuple[str, ...]] = {
     'tombstone-only': (
         'unit/test_plan.py::test_plan_table',
         'unit/test_plan.py::test_vanished_instance_ends_and_missed_one_does_not',
+        'functional/test_rebuild.py::test_older_etcd_repeats_no_rebuild',
         'faults/test_intent.py::test_deleted_request_keeps_guest_and_claim',
         'faults/test_guests.py::test_domains_and_disks_removed_outside_ecomp',
     ),
@@ -183,6 +184,10 @@ STORY_FAILPOINTS = {
         *('destroying', 'domain-undefined', 'disk-deleted', 'removed', 'forgotten', 'unreserved', 'released', 'ended'),
     ),
     'reboot': ('powering', 'powered'),
+    'rebuild': (
+        *('rebuilding', 'reserved', 'seeded', 'confirmed', 'building', 'image-ready', 'disk-removed', 'disk-created'),
+        *('seed-written', 'domain-started'),
+    ),
     'take': ('marked', 'taken', 'moved'),
     'start': ('registered', 'described-here', 'described', 'published'),
     'end': ('closing', 'closed'),
