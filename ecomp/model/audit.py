@@ -462,7 +462,7 @@ def _find_domain_problems(world: World, record: Record, guest: Guest, summary: s
         yield Finding('domain-off', instance, f'{summary}, but its domain is off', compute)
     if record.state != ACTIVE and guest.running and not switching:
         yield Finding('domain-running', instance, f'{summary}, but its domain runs', compute)
-    for trouble in () if switching else guest.list_troubles(record.sizes):
+    for trouble in () if switching else guest.list_troubles(*record.sizes):
         if trouble.kind in CODES_BY_TROUBLE:
             yield Finding(CODES_BY_TROUBLE[trouble.kind], instance, f'{summary}, but {"".join(trouble)}', compute)
     yield from _find_reservation_problems(world, record)

@@ -141,7 +141,7 @@ class Guest:
     def with_trouble(self, trouble: GuestTrouble | None) -> Guest:
         return replace(self, troubles=(*self.troubles, trouble)) if trouble else self
 
-    def list_troubles(self, claims: Sequence[Mapping[str, int]]) -> tuple[GuestTrouble, ...]:
+    def list_troubles(self, *claims: Mapping[str, int]) -> tuple[GuestTrouble, ...]:
         """Return the `troubles`, and how `size` differs from each of the claims."""
         sizes = [
             (name, size, [each.get(name.partition(' ')[0], size) for each in claims])
@@ -155,8 +155,8 @@ class Guest:
         ]
         return (*self.troubles, *([GuestTrouble(UNLIKE, f': {", ".join(differences)}')] if differences else ()))
 
-    def describe_trouble(self, claims: Sequence[Mapping[str, int]]) -> str:
-        return '; '.join(map(''.join, self.list_troubles(claims)))
+    def describe_trouble(self, *claims: Mapping[str, int]) -> str:
+        return '; '.join(map(''.join, self.list_troubles(*claims)))
 
     @property
     def condition(self) -> str:

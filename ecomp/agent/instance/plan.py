@@ -250,4 +250,4 @@ def _find_observed_fault(record: Record, guest: Guest | None) -> str | None:
         return DISK_GONE
     if not guest.defined:
         return UNDEFINED if guest.running else DOMAIN_GONE
-    return guest.describe_trouble(record.sizes) or None
+    return guest.describe_trouble(*record.sizes) or None
