@@ -10,6 +10,7 @@ from ecomp.model.queue import WaitingEntry
 from ecomp.model.stored import encode
 from ecomp.scheduler.changes.change import destroy
 from ecomp.scheduler.operations.sharing import set_limits
+from ecomp.scheduler.placing.modify import rename
 from ecomp.store.client import Entry, Put
 from tests.model.acting import SINGLE_FAULT, Actor, Bounds
 from tests.model.cloud import AFFINITY, A, B, Cloud, U, V
@@ -263,7 +264,7 @@ def destroyed_twice_beside_another(cloud: Cloud) -> None:
 
 
 def destroyed_half_and_restored(cloud: Cloud) -> Check:
-    """An ecompute is killed in a destroy, etcd is restored to before it, and U published.
+    """An ecompute is killed as it destroys a renamed U, and publishes U in an older etcd.
 
     V shares U's group and quota, and lives: names, groups and quotas are compared at rest.
     """
@@ -274,6 +275,7 @@ def destroyed_half_and_restored(cloud: Cloud) -> Check:
     cloud.store.commit([], [Put(keys.group('g'), encode(group))])
     set_limits(cloud.store, 'p', ['instances=5'])
     saved = dict(cloud.etcd.entries)
+    rename(cloud.store, U, 'cache')
     destroy(cloud.store, U)
     first = cloud.add_compute_actor(A, '', host.repeat(1, host.plan))
     return _add_publish(cloud, host, first, saved)

@@ -313,7 +313,8 @@ def decide_republish(
         record = etcd_view.record  # it reached that state, which could not be remembered here
     if record.state == DESTROYING or (etcd_view.was_destroyed and present is None):
         # Its destroy was accepted: here, where it may be half done, or when it waited again in a restored queue.
-        return Publish(replace(request, allocations={}, image=None, former_resources=request.resources), record, None)
+        request = replace(request, name=record.name, former_resources=request.resources)
+        return Publish(replace(request, allocations={}, image=None), record, None)
     if present is None and not has_domain_or_disk and 'started' in record.stages:
         return Drop()
     parsed = request if present is None else None
