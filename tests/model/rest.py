@@ -150,13 +150,12 @@ def list_retries(cloud: Cloud) -> list[Callable[[], object]]:
 def destroy_all(cloud: Cloud) -> None:
     requested = {key: entry for key, entry in cloud.etcd.entries.items() if key.startswith(keys.HOSTS)}
     adopted = {keys.get_last_part(key) for key, entry in requested.items() if b'"adopted"' in entry.value}
+    for key in (key for key, entry in requested.items() if b'"protected": true' in entry.value):
+        with suppress(Conflict):  # it is being destroyed
+            protect(cloud.store, keys.get_last_part(key), is_protected=False)
     queued = [key for key in cloud.etcd.entries if key.startswith(keys.QUEUES) and not key.endswith(keys.TAKER)]
-    protected = {keys.get_last_part(key) for key, entry in requested.items() if b'"protected"' in entry.value}
     for instance in map(keys.get_last_part, [*requested, *queued]):
         try:
-            if instance in protected:
-                with suppress(Conflict):  # it is being destroyed
-                    protect(cloud.store, instance, is_protected=False)
             destroy(cloud.store, instance, releases=instance in adopted)
         except NotFound:
             continue

@@ -214,13 +214,11 @@ def is_not_switched(end: FinalState, sentence: Sentence) -> bool:
 
 
 def is_changed(end: FinalState, sentence: Sentence) -> bool:
-    """The instance has the name, or is protected, unless it was renamed again or has ended."""
-    request, name = end.read_request(sentence.subject), re.search(r'is called (\S+)', sentence.text)
-    if request is None:
-        return end.has_ended(sentence.subject)
-    if name is None:
-        return bool(request.get('protected'))
-    return request['name'] == name[1] or bool(end.find_related_commands(sentence.actor, 'rename'))
+    """The instance is protected, or has the name, unless it was renamed again or has ended."""
+    request, others = end.read_request(sentence.subject) or {}, end.find_related_commands(sentence.actor, 'rename')
+    if 'protected' in sentence.text:
+        return end.is_requested(sentence.subject) and bool(request.get('protected'))
+    return request.get('name') in sentence.text.split() or bool(others) or end.has_ended(sentence.subject)
 
 
 def has_changed_nothing(end: FinalState, sentence: Sentence) -> bool:
@@ -431,9 +429,7 @@ ROWS = [
     Row(POWER, Unreachable, 'is not accepted$', is_not_switched),
     # eschedule rename, protect
     Row(CHANGE, str, '', is_changed),
-    Row(CHANGE, Conflict, '', has_changed_nothing),
-    Row(CHANGE, NotFound, '', has_changed_nothing),
-    Row(CHANGE, Unreachable, 'is not accepted$', has_changed_nothing),
+    Row(CHANGE, EcompError, '', has_changed_nothing),
     # eschedule host forget
     Row(FORGET, type(None), '', is_forgotten),
     Row(FORGET, Conflict, 'was started while', promises_nothing),
