@@ -177,7 +177,7 @@ def _plan_upkeep(parsed: ParsedRequest, record: Record | None, observations: Obs
         return Kind.ADDRESS, 'its address is known'
     if instance in observations.ready and is_unready(record):
         return Kind.READY, 'its cloud-init has finished'
-    if isinstance(parsed, Request) and copy_changes(record, parsed) != record:
+    if isinstance(parsed, Request) and copy_changes(record, parsed) is not record:
         return Kind.CHANGED, 'its user changed it'
     return None
 
