@@ -334,6 +334,13 @@ _USE = _object(
         disk_written_bytes_per_second=_is('number', 'bytes written to its disks; null if unknown'),
     ), 'guests that run, and active ones of which that is not known'),
 )  # fmt: skip
+_LISTED_STACK = _object(
+    name=_text('name of the stack'),
+    instances=_is('object', 'number of its instances in each state that one of them has'),
+    members=many(_text('member'), 'members that have an instance'),
+    applied_from=_text('who applied the last file, where, and its path, as `user@host:file`; null if unknown'),
+    applied_at=_text('time of that; null if unknown'),
+)  # fmt: skip
 _STACK = _object(stack=_text('name of the stack'), instances=many(_STEP, 'instances of the file, then others'))
 
 # By command. `create` prints REFUSED if there is no room, or a quota is exceeded (exit code 3).
@@ -341,6 +348,7 @@ SHAPES: dict[str, Schema] = {
     'create': many(_NEW),
     'create --dry-run': many(_RANKED),
     'apply': _STACK,
+    'stack': one_or_many(_LISTED_STACK),
     'query': _ADDRESSED,
     'list': many(RECORD),
     'show': one_or_many(RECORD),

@@ -29,15 +29,16 @@ Source: TypeAlias = str | tuple[str, str]
 INSTANCES, HOSTS = ('list', 'NAME,INSTANCE'), ('hosts', 'HOST,COMPUTE')
 FLAVORS, IMAGES = ('flavor', 'FLAVOR'), ('image', 'NAME')
 GROUPS, PROJECTS = ('group', 'GROUP'), ('quota', 'PROJECT')
+STACKS, MEMBERS = ('stack', 'STACK'), ('stack', 'MEMBERS')
 # What completes a word, by a part of the command's usage. The first part that occurs counts.
 SOURCES_BY_USAGE: Mapping[str, Sequence[Source]] = {
     **{'<id>': [INSTANCES], '<host>': [HOSTS], 'NAME…': [FLAVORS], 'IMAGE_URL': [IMAGES], 'GROUP': [GROUPS]},
-    **{'PROJECT': [PROJECTS], 'FILE': [FILES], 'SHELL': SHELLS},
+    **{'PROJECT': [PROJECTS], 'STACK': [STACKS], 'FILE': [FILES], 'SHELL': SHELLS},
 }
 # What completes a value, by the flag or the metavar of the option.
 SOURCES_BY_FLAG: Mapping[str, Sequence[Source]] = {
     **{'--flavor': [FLAVORS], 'COMPUTE': [HOSTS], 'GROUP': [GROUPS], 'ID': [PROJECTS], 'FILE': [FILES]},
-    **{'STAGE': STAGES, '[=STAGE]': STAGES, 'STATE': sorted(SHOWN_STATES)},
+    **{'STAGE': STAGES, '[=STAGE]': STAGES, 'STATE': sorted(SHOWN_STATES), 'STACK': [STACKS], 'MEMBER': [MEMBERS]},
 }
 FIRST_WORDS = tuple(dict.fromkeys(name.partition(' ')[0] for name in COMMAND_NAMES))
 
@@ -116,7 +117,7 @@ def _list_names(commands: Mapping[str, Command], name: str, columns: str, config
         config = replace(config, etcd=etcd)
         with closing(Context(Terminal(texts.append, texts.append, lambda _: None), config, invocation)) as context:
             commands[name].run(context)
-    return [cell for cell in re.split('[\t\n]', '\n'.join(texts)) if SAFE_NAME.fullmatch(cell) and cell != '-']
+    return [cell for cell in re.split('[\t\n]|, ', '\n'.join(texts)) if SAFE_NAME.fullmatch(cell) and cell != '-']
 
 
 SCRIPTS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -22,6 +23,7 @@ from ecomp.cli.options import (
     Options,
     find_table_problems,
     parse_any_instances,
+    parse_any_names,
     parse_bare_instance,
     parse_instances,
     parse_nothing,
@@ -34,12 +36,13 @@ from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable, put_befo
 from ecomp.model import boots, keys
 from ecomp.model.allocation import format_resources
 from ecomp.model.host import NO_COMPUTES, Computes
-from ecomp.model.listing import NO_ABSENCES, Absences
+from ecomp.model.listing import NO_ABSENCES, Absences, RecordFilter
 from ecomp.model.order import SHUT_OFF, SHUTDOWN_REQUESTED, USER_TEXTS, PowerAction, parse_phase
 from ecomp.model.record import Interface, Record, describe_failure, describe_wait
+from ecomp.model.stack import Stack
 from ecomp.model.states import ACTIVE, BUILDING, ERROR, GONE, QUEUED, RETENTION_SECONDS, STAGES, STOPPED
 from ecomp.model.stored import to_dict
-from ecomp.model.text import MIN_PREFIX_DIGITS, make_printable
+from ecomp.model.text import MIN_PREFIX_DIGITS, format_suggestion, make_printable
 
 if TYPE_CHECKING:
     from ecomp.scheduler.queries.find import InstanceEntries
@@ -135,6 +138,41 @@ def _list(ctx: Context) -> int:
     for line in _explain_unserved(records, lambda: known):
         ctx.out.say(line)
     return code
+
+
+def _list_stacks(ctx: Context) -> int:
+    from ecomp.scheduler.queries.find import list_records
+    from ecomp.scheduler.queries.stacks import read_key
+    from ecomp.shared.names import load_all
+
+    listed, errors = load_all(ctx.store, keys.STACKS, read_key)
+    (every, unreadable), stacks = list_records(ctx.store, with_gone=False), {stack.name: stack for stack in listed}
+    records, absences = select_records(ctx, RecordFilter(), every, ctx.computes, errors)
+    of_stacks: dict[str, list[Record]] = {name: [] for name in stacks}
+    for record in records:
+        if record.stack is not None:  # the key of its stack may be lost
+            of_stacks.setdefault(record.stack.name, []).append(record)
+
+    def make_row(name: str) -> Row:
+        if name not in of_stacks:
+            raise NotFound(f'{name}: no such stack{format_suggestion(name, of_stacks)}. Try: eschedule stack')
+        return _make_stack_row(stacks.get(name, Stack(name, '')), of_stacks[name], absences)
+
+    rows, code = ctx.find_each(make_row, ctx.words or list(of_stacks))
+    if rows or not ctx.words:
+        columns = [Column('STACK'), Column('INSTANCES'), Column('MEMBERS', wide=True)]
+        columns += [Column('APPLIED FROM', 1, min_width=20), Column('APPLIED AT', 2, TIME)]
+        code = ctx.show(Listing(columns, rows), [*errors, *unreadable], is_single=len(ctx.words) == 1) or code
+    return code
+
+
+def _make_stack_row(stack: Stack, records: Sequence[Record], absences: Absences) -> Row:
+    counts = sorted(Counter(map(absences.get_state, records)).items())
+    members = sorted({record.stack.member for record in records if record.stack})
+    applied = {'applied_from': stack.applied_from or None, 'applied_at': stack.written_at or None}
+    texts = [', '.join(f'{count} {state}' for state, count in counts), ', '.join(members)]
+    value = {'name': stack.name, 'instances': dict(counts), 'members': members, **applied}
+    return Row([stack.name, *(text or None for text in texts), *applied.values()], value)
 
 
 def _find_list_problems(name: str, _: Sequence[str], options: Options) -> Iterator[str]:
@@ -402,4 +440,9 @@ COMMANDS: Sequence[Command] = (
             parse_any_instances, _wait, {**select_options('stage timeout format'), **SELECTORS}, (4, 5, 6),
             find_problems=find_conflicts,
             example='eschedule wait web1 --for ready --timeout 120'),
+    Command('stack', 'stack [STACK…]', 'list stacks, and who applied them',
+            'List all stacks, or the given ones: how many of their instances are in which state, and which file was '
+            'applied last, by whom, where and when. An apply that changed nothing does not count. `eschedule apply` '
+            'makes a stack, and `eschedule list --stack` lists its instances.',
+            parse_any_names, _list_stacks, LISTING_OPTIONS, (4,), example='eschedule stack shop'),
 )

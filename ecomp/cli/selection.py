@@ -36,7 +36,7 @@ def make_filter(ctx: Context) -> RecordFilter:
         from ecomp.scheduler.queries.stacks import load_stack
 
         if load_stack(ctx.store, options.stack).stack is None:
-            raise NotFound(f'{options.stack}: no such stack. Try: eschedule list')
+            raise NotFound(f'{options.stack}: no such stack. Try: eschedule stack')
     return RecordFilter(options.states, compute, options.project, options.group, options.name, options.stack)
 
 

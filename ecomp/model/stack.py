@@ -4,7 +4,7 @@ The first apply writes a random epoch, and an instance's uuid is a hash of it. `
 were delivered for an entry. A replacement gets the next number, so no uuid is used twice. Entries are never deleted.
 `compute` is where the last one was delivered. It is ended once a user has destroyed it. New instances get incarnations
 above `floor`, which is 0 until a lost key is restored. `applied_from` is `user@host:file` of the file that last changed
-the stack.
+the stack, and `written_at` is when.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ecomp.model import keys
 from ecomp.model.parsers import FLAG, TEXT, UUID, check, dict_of, number, text
-from ecomp.model.stored import COMPACT, in_key, nested, sparse, stored
+from ecomp.model.stored import COMPACT, in_key, lenient, nested, sparse, stored
 
 # Instances of a stack: their delivery is one transaction of less than 1.4 MB.
 MAX_STACK_SIZE = 300
@@ -79,6 +79,7 @@ class StackEntry(NamedTuple):
     floor=sparse(number(1, MAX_FLOOR)),
     applied_from=sparse(TEXT),
     entries=dict_of(nested(StackEntry), check('a member, / and a number', partial(re.fullmatch, _ENTRY_NAME))),
+    written_at=lenient(TEXT, is_sparse=True),
 )
 class Stack(NamedTuple):
     """A stack as its key holds it, with entries by "<member>/<number>"."""
@@ -88,6 +89,8 @@ class Stack(NamedTuple):
     entries: Mapping[str, StackEntry] = {}
     floor: int = 0
     applied_from: str = ''
+    # The stamp of the last apply, which a destroy and an evacuation keep.
+    written_at: str = ''
 
     @property
     def attempt(self) -> str:

@@ -21,7 +21,7 @@ from ecomp.model.quota import Quota, describe_excesses, make_charge
 from ecomp.model.stored import decode, decode_at, encode
 from ecomp.store.client import MAX_TRANSACTION_OPERATIONS, Delete, Entry, Exists, Put, Settlement, Store, Unchanged
 
-Shared = TypeVar('Shared', Group, Quota)
+Shared = TypeVar('Shared')
 
 # The conditions and operations on shared keys in one transaction.
 Change = tuple[list[Unchanged], list[Put | Delete]]
@@ -91,9 +91,9 @@ def load_quota(store: Store, project: str) -> tuple[Quota | None, Unchanged]:
 
 
 def load_all(
-    store: Store, prefix: str, load: Callable[[Store, str], tuple[Shared | None, Unchanged]]
+    store: Store, prefix: str, load: Callable[[Store, str], tuple[Shared | None, object]]
 ) -> tuple[list[Shared], list[EcompError]]:
-    """Return all groups or quotas, sorted by name, and an error for each malformed one."""
+    """Return all groups, quotas or stacks, sorted by name, and an error for each malformed one."""
     values: list[Shared] = []
     errors: list[EcompError] = []
     for key in sorted(store.snapshot(prefix, keys_only=True).entries):

@@ -21,7 +21,7 @@ from ecomp import errors
 from ecomp.cli import waiting
 from ecomp.cli.command import Context
 from ecomp.errors import Unreachable
-from ecomp.model import cluster, flavor, group, keys, order, queue, quota, record, states, user_data
+from ecomp.model import cluster, flavor, group, keys, order, queue, quota, record, stack, states, user_data
 from ecomp.model.audit import CHECKS, encode_report, parse_report
 from ecomp.model.facts import parse_facts
 from ecomp.model.order import NameOwner
@@ -263,6 +263,7 @@ REWRITERS: dict[str, Callable[[str, bytes], str]] = {
     keys.NAMES: lambda _, value: encode(NameOwner(decode(NameOwner, value).instance)),
     keys.GROUPS: lambda key, value: encode(decode(group.Group, value, name=keys.get_last_part(key))),
     keys.QUOTAS: lambda key, value: encode(decode(quota.Quota, value, project=keys.get_last_part(key))),
+    keys.STACKS: lambda key, value: encode(decode(stack.Stack, value, name=keys.get_last_part(key))),
     keys.FLAVORS: lambda key, value: encode(decode(flavor.Flavor, value, name=keys.get_last_part(key))),
     keys.USER_DATA: rewrite_user_data,
     keys.RELEASED: lambda _, value: notes.released_to_json(notes.released_from_json(value)),

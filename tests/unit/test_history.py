@@ -23,7 +23,7 @@ from ecomp.model.queue import QueueEntry, QueueTaker
 from ecomp.model.record import Failure, Interface, Progress, Record
 from ecomp.model.states import ACTIVE, BUILDING, ERROR, GONE, SCHEDULED, STAGES
 from ecomp.model.status import DISABLED_BY_OPERATOR
-from ecomp.model.stored import encode
+from ecomp.model.stored import decode, encode
 from ecomp.model.user_data import GuestFailure
 from ecomp.store.history import (
     MAX_ANSWER_REVISIONS,
@@ -335,6 +335,10 @@ def test_evacuation_of_a_stacks_instance_is_no_apply() -> None:
     values = [encode(each).encode() for each in (new, new.with_delivered({new.make_place('db/1', 1): COMPUTE}))]
     applied = add_written_at(Change(keys.stack('shop'), values[1], values[0], 7), time_at(9)).after
     assert describe(Change(keys.stack('shop'), applied, values[1], 7)) == ['stack shop: db/1 delivered']
+    # Nor is a destroy, which keeps the time of the apply.
+    delivered = decode(stack.Stack, applied or b'', name='shop').with_delivered({new.make_place('db/1', 1): COMPUTE})
+    ended = encode(delivered.with_ended(['db/1'])).encode()
+    assert describe(Change(keys.stack('shop'), applied, ended, 7)) == ['stack shop: db/1 ended']
 
 
 def test_operations_of_hosts_have_their_lines() -> None:

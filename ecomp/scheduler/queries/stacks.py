@@ -135,14 +135,18 @@ class LoadedStack(NamedTuple):
     is_restored: bool
 
 
+def read_key(store: Store, name: str) -> tuple[Stack | None, int]:
+    """Return the value and revision of a stack's key, or None and 0 without one."""
+    entry = store.get(keys.stack(name))
+    return (None, 0) if entry is None else (decode_at(entry.key, Stack, entry.value, name=name), entry.revision)
+
+
 def load_stack(store: Store, name: str) -> LoadedStack:
     """Read a stack from its key or, without entries there, from the requests."""
-    entry = store.get(keys.stack(name))
-    stack = decode_at(entry.key, Stack, entry.value, name=name) if entry is not None else None
-    restored = None
+    (stack, revision), restored = read_key(store, name), None
     if stack is None or not stack.entries:
         restored = restore_stack(name, list_places(store, name), random.randrange(2**16, MAX_FLOOR))
-    return LoadedStack(restored or stack, entry.revision if entry else 0, restored is not None)
+    return LoadedStack(restored or stack, revision, restored is not None)
 
 
 def check_claims_known(store: Store, placement: Placement, name: str, computes: Computes) -> None:
