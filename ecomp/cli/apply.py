@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ecomp.cli.command import LISTING_OPTIONS, Command, Context
@@ -48,13 +48,13 @@ COLUMNS = (
 class _Apply:
     """One run of apply.
 
-    `silent` and `created` are by entry of the stack, `computes` and `outcomes` by instance.
+    `replaced` has members and entries. `silent` and `created` are by entry, `computes` and `outcomes` by instance.
     `silent` has the computes of instances that are not replaced or destroyed: they may run there.
     """
 
     ctx: Context
     file: StackFile
-    replaced_members: Collection[str] | None = ()
+    replaced: Collection[str] | None = ()
     state: stacks.StackState = field(init=False)
     steps: Sequence[plan.Action] = ()
     pruned: Sequence[plan.Action] = ()
@@ -77,10 +77,12 @@ class _Apply:
 
     def read(self) -> None:
         """Read the stack, and plan the steps."""
-        desired, prune = self.file.instances, self.ctx.options.prune
-        names = [each.order.name or '' for each in desired.values()]
+        prune, names = self.ctx.options.prune, [each.order.name or '' for each in self.file.instances.values()]
         self.state = stacks.read_stack(self.ctx.store, self.file.name, names)
-        steps = plan.plan_steps(desired, self.state.existing, self.state.owners, self.replaced_members, prune)
+        # A replacement gets the name that the instance has, also if --destroy-first reads the stack again without it.
+        desired = plan.keep_names(self.file.instances, self.state.existing)
+        self.file = replace(self.file, instances=desired)
+        steps = plan.plan_steps(desired, self.state.existing, self.state.owners, self.replaced, prune)
         replaced = [step.entry for step in steps if step.action in (plan.REPLACE, plan.DESTROY)]
         if replaced:
             self.silent |= stacks.find_silent_computes(self.ctx.store, self.ctx.placement, self.state, replaced)
@@ -104,18 +106,20 @@ class _Apply:
 def _apply(ctx: Context) -> int:
     ctx.connect()
     file = load_stack_file(ctx, ctx.words[0])
-    run = _Apply(ctx, file, _parse_replaced(ctx.options, file.members))
+    run = _Apply(ctx, file, _parse_replaced(ctx.options, file))
     run.read()
-    if not run.select(*plan.CONFLICTS):
+    if not run.select(plan.TAKEN):
         _report_other_file(run)
         _require_size(run)
     if ctx.options.dry_run:
-        return _preview(run, offer.ask_placement(ctx.config.placement, None, ctx.slow_notice))
-    if run.select(*plan.CONFLICTS):
-        return _refuse_conflicts(run)
+        return _preview(run)
+    if run.select(plan.TAKEN):
+        return _refuse_taken(run)
     if not _wait_for_ends(run, run.select(plan.ENDING)):
         return StillGoing.exit_code
     removed = run.select(plan.REPLACE, plan.DESTROY)
+    if run.select(plan.REPLACE) and not ctx.options.yes and (code := _preview_places(run)):
+        return code
     confirm_destroy(ctx, [step.name or step.instance for step in removed])
     if removed and not ctx.options.yes:
         run.read()  # during the question a host may have become silent
@@ -134,6 +138,8 @@ def _describe_origin(ctx: Context) -> str:
 
 
 def _report_other_file(run: _Apply) -> None:
+    if run.state.stack is None:
+        run.ctx.out.say(f'stack {run.file.name} is new')
     previous = run.state.stack.applied_from if run.state.stack else ''
     surplus = run.select(plan.DESTROY if run.ctx.options.prune else plan.SURPLUS)  # without protected ones
     if surplus and previous not in ('', _describe_origin(run.ctx)):
@@ -152,39 +158,46 @@ def _require_size(run: _Apply) -> None:
 def _change(run: _Apply) -> int:
     ctx = run.ctx
     if ctx.options.destroy_first and (replaced := run.select(plan.REPLACE)):
-        placing.remove_instances(
-            ctx.store, _make_change(run, [step._replace(action=plan.DESTROY) for step in replaced])
-        )
-        run.replaced_members, run.effect = (), 'the replaced instances were destroyed'
-        if not _wait_for_ends(run, replaced):
+        run.replaced = ()
+        if not _destroy_first(run, replaced, 'replaced'):
             return StillGoing.exit_code
     if run.state.is_stale:
         _make_change(run, ())
         run.read()
-    if run.select(*plan.CONFLICTS):  # since the first check
-        return _refuse_conflicts(run)
-    code = _carry_out(run) if run.select(*plan.CHANGES) else 0
-    if code:
+    if code := _carry_out(run):
         return code
     code = 0 if ctx.options.wait is None else _wait(run)
     _report(run)
-    code = code or plan.find_exit_code(run.steps)
-    destroyed = run.pruned if ctx.options.wait is not None and not code else ()
+    # Others have a reason that says what to do.
+    if count := sum(': eschedule ' not in step.reasons[-1] for step in run.select(plan.DIFFERS)):
+        fixes = 'give --replace MEMBER or --replace-all to destroy and recreate them, or correct the file'
+        ctx.out.say(f'stack {run.file.name}: {count} of its instances differ. Fix: {fixes}')
+    destroyed, code = () if ctx.options.wait is None or code else run.pruned, code or plan.find_exit_code(run.steps)
     return code if _wait_for_ends(run, destroyed) else StillGoing.exit_code
 
 
-def _refuse_conflicts(run: _Apply) -> int:
+def _destroy_first(run: _Apply, steps: Sequence[plan.Action], what: str) -> bool:
+    """Destroy these instances, wait and plan again, or report what is late and return False."""
+    if removed := [step._replace(action=plan.DESTROY) for step in steps if step.action != plan.ENDING]:
+        placing.remove_instances(run.ctx.store, _make_change(run, removed))
+        run.effect = f'the {what} instances were destroyed'
+    return _wait_for_ends(run, steps, is_needed=True)
+
+
+def _refuse_taken(run: _Apply) -> int:
     _report(run)
-    count = len(run.select(*plan.CONFLICTS))
-    fixes = 'give --replace MEMBER or --replace-all to destroy and recreate those that differ, or correct the file'
-    if not run.select(plan.DIFFERS):
-        fixes = 'give other names in the file, or first destroy the instances that have these'
-    run.ctx.out.say(f'stack {run.file.name}: {count} of its instances conflict; {run.effect}. Fix: {fixes}')
+    problem = f'stack {run.file.name}: {len(run.select(plan.TAKEN))} of its instances conflict; {run.effect}'
+    fixes = 'give other names in the file, or first destroy the instances that have these'
+    run.ctx.out.say(f'{problem}. Fix: {fixes}')
     return Conflict.exit_code
 
 
 def _carry_out(run: _Apply) -> int:
     ctx = run.ctx
+    if run.select(plan.TAKEN):  # since the first check
+        return _refuse_taken(run)
+    if not run.select(*plan.CHANGES):
+        return 0
     backend = offer.ask_placement(ctx.config.placement, None, ctx.slow_notice)
     change = _make_change(run, run.select(*plan.CHANGES))
     owner = describe_owner(make_timestamp())
@@ -192,10 +205,14 @@ def _carry_out(run: _Apply) -> int:
         scheduler = session.Scheduler(ctx.store, backend.result, owner, random.Random(), make_timestamp)
         run.computes = placing.apply_change(scheduler, change)
     except NoCapacity as error:
-        if run.select(plan.REPLACE):
-            kept = 'its place and its share of the quota'
-            ctx.out.say(f'a replaced instance keeps {kept} until the new one is placed. Try: --destroy-first')
-        return _report_no_room(ctx, error, backend, change)
+        if _may_prune_first(run, error):
+            destroyed = run.select(plan.DESTROY)
+            if not _destroy_first(run, run.pruned, 'pruned'):
+                return StillGoing.exit_code
+            code = _carry_out(run)
+            run.steps = [*run.steps, *destroyed]  # for the report
+            return code
+        return _report_no_room(run, error, backend, change)
     return 0
 
 
@@ -221,31 +238,48 @@ def _make_change(run: _Apply, steps: Sequence[plan.Action], preview: bool = Fals
     return placing.StackChange(stack, revision, order, removals, user_data, is_new=run.state.stack is None)
 
 
-def _preview(run: _Apply, backend: offer.Backend) -> int:
-    code = plan.find_exit_code(run.steps, dry_run=True)
-    if run.ctx.options.destroy_first and run.select(plan.REPLACE):
-        run.ctx.out.say('whether there is room is known only after the replaced instances are destroyed')
-    elif code != Conflict.exit_code and run.select(plan.CREATE, plan.REPLACE):
-        change = _make_change(run, run.select(plan.CREATE, plan.REPLACE), preview=True)
-        try:
-            run.computes = placing.preview_change(run.ctx.store, backend, change, random.Random())
-        except NoCapacity as error:
-            return _report_no_room(run.ctx, error, backend, change)
+def _preview(run: _Apply) -> int:
+    if not run.select(plan.TAKEN) and run.select(plan.CREATE, plan.REPLACE) and (code := _preview_places(run)):
+        return code
     _report(run, is_preview=True)
-    return code
+    return plan.find_exit_code(run.steps, dry_run=True)
 
 
-def _parse_replaced(options: Options, members: Sequence[str]) -> Collection[str] | None:
+def _preview_places(run: _Apply) -> int:
+    """Choose places without claiming them, or report a refusal and return its exit code."""
+    ctx = run.ctx
+    if ctx.options.destroy_first and run.select(plan.REPLACE):
+        ctx.out.say('whether there is room is known only after the replaced instances are destroyed')
+        return 0
+    backend = offer.ask_placement(ctx.config.placement, None, ctx.slow_notice)
+    change = _make_change(run, run.select(plan.CREATE, plan.REPLACE), preview=True)
+    try:
+        run.computes = placing.preview_change(ctx.store, backend, change, random.Random())
+    except NoCapacity as error:
+        if not _may_prune_first(run, error):
+            return _report_no_room(run, error, backend, change)
+    return 0
+
+
+def _may_prune_first(run: _Apply, error: NoCapacity) -> bool:
+    """Return whether --prune frees room, which is then reported with why there is too little."""
+    names = join_some([step.name or step.instance for step in run.pruned], MAX_NAMES_IN_QUESTION)
+    if names:
+        run.ctx.out.say(f'{error}; --prune destroys {names} first, and then there may be room')
+    return bool(names)
+
+
+def _parse_replaced(options: Options, file: StackFile) -> Collection[str] | None:
     if options.replace_all:
         return plan.ALL_MEMBERS
     replaced = [member for text in options.replace or () for member in text.split(',')]
     for member in replaced:
-        if member not in members:
-            raise UsageError(f'--replace: the file has no member {member!r:.80}{format_suggestion(member, members)}')
+        if member not in (known := [*file.members, *file.instances]):
+            raise UsageError(f'--replace: the file has no member {member!r:.80}{format_suggestion(member, known)}')
     return replaced
 
 
-def _wait_for_ends(run: _Apply, steps: Sequence[plan.Action]) -> bool:
+def _wait_for_ends(run: _Apply, steps: Sequence[plan.Action], is_needed: bool = False) -> bool:
     """Wait until these instances are gone and plan again, or report why not and return False."""
     from ecomp.scheduler.changes.wait import Deadline, Wait, wait_until_gone
 
@@ -253,7 +287,7 @@ def _wait_for_ends(run: _Apply, steps: Sequence[plan.Action]) -> bool:
     if not steps:
         return True
     names = join_some([step.name or step.instance for step in steps], MAX_NAMES_IN_QUESTION)
-    if ctx.options.wait is None and not ctx.options.destroy_first:
+    if ctx.options.wait is None and not ctx.options.destroy_first and not is_needed:
         ctx.out.say(f'{names}: still being destroyed; nothing was changed. Try: the same command with --wait')
         return False
     deadline = Deadline(ctx.options.wait_seconds)
@@ -268,9 +302,13 @@ def _wait_for_ends(run: _Apply, steps: Sequence[plan.Action]) -> bool:
     return True
 
 
-def _report_no_room(ctx: Context, error: NoCapacity, backend: offer.Backend, change: placing.StackChange) -> int:
+def _report_no_room(run: _Apply, error: NoCapacity, backend: offer.Backend, change: placing.StackChange) -> int:
     from ecomp.scheduler.placing.explain import Refusal, report_reasons
 
+    ctx = run.ctx
+    if run.select(plan.REPLACE):
+        kept = 'its place and its share of the quota'
+        ctx.out.say(f'a replaced instance keeps {kept} until the new one is placed. Try: --destroy-first')
     if not isinstance(error, placing.MembersRefused) or change.order is None:
         return report_refusal(ctx, error)
     order = change.order.orders[error.instances[0]]
@@ -304,7 +342,7 @@ def _summarize(run: _Apply, is_preview: bool) -> None:
     failed = run.failed
     counts = Counter('failed' if step.entry in failed else _DESCRIPTIONS[step.action] for step in run.steps)
     summary = ', '.join(f'{counts[text]} {text}' for text in (*_DESCRIPTIONS.values(), 'failed') if counts[text])
-    would = 'would have ' if is_preview or (run.select(*plan.CONFLICTS) and run.select(*plan.CHANGES)) else ''
+    would = 'would have ' if is_preview or (run.select(plan.TAKEN) and run.select(*plan.CHANGES)) else ''
     run.ctx.out.say(f'stack {run.file.name}: {would}{summary or "no instances"}')
     differing = [(step.member, reason) for step in run.select(plan.DIFFERS, plan.REPLACE) for reason in step.reasons]
     for (member, reason), count in Counter(differing).items():
@@ -416,10 +454,11 @@ COMMANDS: Sequence[Command] = (
             'Read a file of instances, a stack, and create those that do not exist: all of them or none. Instances '
             'that exist and are as the file asks are kept, so the command can be repeated as often as you like; a '
             'command that was killed is continued by the next one. FILE is YAML, - is standard input; paths in it are '
-            'relative to FILE. If an instance differs from the file, nothing is changed (exit 5), unless you give '
-            '--replace. Instances that the file no longer has are kept, unless you give --prune, and so are instances '
-            'on a silent host, which may still run (exit 1). More than about 60 instances need an etcd that takes more '
-            'than 128 operations in a transaction; docker.sh and elab start one that takes 2048.',
+            'relative to FILE. An instance that differs from the file, is in error, or is on a silent host, which may '
+            'still run it, is kept and reported (exit 5); --replace destroys and recreates those that differ or are in '
+            'error. Instances that the file no longer has are kept, unless you give --prune. More than about 60 '
+            'instances need an etcd that takes more than 128 operations in a transaction; docker.sh and elab start '
+            'one that takes 2048.',
             parse_file, _apply,
             {'dry_run': '', 'prune': '', 'replace': '', 'replace_all': '', 'destroy_first': '', 'yes': '',
              'wait': 'return once the instances of the file have reached STAGE: ' + ', '.join(STAGES) + '; without '

@@ -365,7 +365,7 @@ class Options(NamedTuple):
         '--prune', 'destroy the instances of the stack that the file no longer has')] = False
     replace: Annotated[Sequence[str] | None, _make_option(
         '--replace MEMBER', 'destroy and recreate the instances of this member that differ from the file or are in '
-        'error; repeatable, or several with commas between them', repeats=True)] = None
+        'error, or one of them, such as web/2; repeatable, or several with commas between them', repeats=True)] = None
     replace_all: Annotated[bool, _make_option(
         '--replace-all', 'do what --replace does, for all members of the file')] = False
     destroy_first: Annotated[bool, _make_option(

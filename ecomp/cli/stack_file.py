@@ -159,7 +159,7 @@ class _Reader:
         if order.group is not None:
             self._merge_group(section, order.group)
         weigh = section.read('weigh', yaml.make_choice_parser(*STRATEGIES), default.weigh)
-        return Desired(order, weigh, origins | flavor_origin)
+        return Desired(order, weigh, origins | flavor_origin, has_own_name=order.name is not None)
 
     def _read_query(self, section: Section) -> tuple[str, dict[str, str]]:
         flavor = section.read('flavor', yaml.parse_text, None)

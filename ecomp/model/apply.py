@@ -17,7 +17,7 @@ from ecomp.model.stack import Stack
 from ecomp.model.states import DESTROYING, ERROR, GONE, QUEUED
 from ecomp.model.stored import to_dict
 
-# What a step does. The last six are not carried out: apply refuses, waits or only reports.
+# What a step does. The last six are not carried out: apply refuses (TAKEN), waits (ENDING) or only reports.
 CREATE = 'create'
 KEEP = 'keep'
 REPLACE = 'replace'
@@ -30,7 +30,8 @@ ENDING = 'destroying'
 # It would be replaced or pruned, but may still run on a silent host.
 STAYS = 'stays'
 ACTIONS = (CREATE, KEEP, REPLACE, DESTROY, SURPLUS, DIFFERS, FAILED, TAKEN, ENDING, STAYS)
-CONFLICTS = (DIFFERS, TAKEN)
+# What leaves the stack unlike its file.
+DIFFERENCES = (DIFFERS, FAILED, STAYS)
 CHANGES = (CREATE, REPLACE, DESTROY)
 # Stands for all members in --replace-all.
 ALL_MEMBERS = None
@@ -43,6 +44,7 @@ class Desired(NamedTuple):
     weigh: str
     origins: Mapping[str, str] = {}  # {field of the order: where its value is from, if not from the file}
     unnumbered_name: str = ''  # kept by an instance that was made before its member had a count
+    has_own_name: bool = False  # whether the file gives the member a name
 
 
 class Existing(NamedTuple):
@@ -50,6 +52,14 @@ class Existing(NamedTuple):
 
     record: Record
     request: Request | None  # None if missing or malformed
+
+    @property
+    def name(self) -> str | None:
+        return self.record.name if self.request is None else self.request.name
+
+    @property
+    def is_ending(self) -> bool:
+        return self.record.state in (DESTROYING, GONE) or (self.request is not None and self.request.is_tombstone)
 
 
 class Action(NamedTuple):
@@ -67,27 +77,35 @@ class Action(NamedTuple):
         return self.entry.rpartition('/')[0]
 
 
+def keep_names(desired: Mapping[str, Desired], existing: Mapping[str, Existing]) -> dict[str, Desired]:
+    """Return what is desired, with the names that instances have unless the file gives them."""
+    kept = dict(desired)
+    for entry in desired.keys() & existing.keys():
+        target, name = desired[entry], existing[entry].name
+        if name and not existing[entry].is_ending and (not target.has_own_name or name == target.unnumbered_name):
+            kept[entry] = target._replace(order=replace(target.order, name=name))
+    return kept
+
+
 def plan_steps(
     desired: Mapping[str, Desired],
     existing: Mapping[str, Existing],
     owners: Mapping[str, str],
-    replaced_members: Collection[str] | None = (),
+    replaced: Collection[str] | None = (),
     prune: bool = False,
 ) -> list[Action]:
     """Return a step for each desired entry, in their order, then one for each other entry.
 
-    `existing` has the entries whose instance is not gone, and `owners` the living instance that has a name. A member of
-    `replaced_members` (ALL_MEMBERS: any) that differs or failed is replaced. With `prune`, surplus instances are
-    destroyed.
+    `existing` has the entries whose instance is not gone, and `owners` the living instance that has a name. An
+    instance that differs or failed is replaced if its member or its entry is in `replaced` (ALL_MEMBERS: any). With
+    `prune`, surplus instances are destroyed.
     """
-    steps = [
-        _plan_desired(entry, target, existing.get(entry), owners, replaced_members) for entry, target in desired.items()
-    ]
-    for entry, (record, request) in existing.items():
+    steps = [_plan_desired(entry, target, existing.get(entry), owners, replaced) for entry, target in desired.items()]
+    for entry, surplus in existing.items():
         if entry not in desired:
-            ending = _is_ending(record, request)
-            action = ENDING if ending else DESTROY if prune else SURPLUS
-            steps.append(Action(entry, record.name, action, record.instance, DESTROYING if ending else record.state))
+            action = ENDING if surplus.is_ending else DESTROY if prune else SURPLUS
+            state = DESTROYING if surplus.is_ending else surplus.record.state
+            steps.append(Action(entry, surplus.name, action, surplus.record.instance, state))
     return [_keep_protected(step, existing[step.entry]) if step.entry in existing else step for step in steps]
 
 
@@ -104,37 +122,36 @@ def _plan_desired(
     desired: Desired,
     existing: Existing | None,
     owners: Mapping[str, str],
-    replaced_members: Collection[str] | None,
+    replaced: Collection[str] | None,
 ) -> Action:
-    if existing is not None and existing.record.name == desired.unnumbered_name:
-        desired = desired._replace(order=replace(desired.order, name=existing.record.name))
-    name, member = desired.order.name, entry.rpartition('/')[0]
+    name = desired.order.name
     owner = owners.get(name or '')
     if owner is not None and (existing is None or existing.record.instance != owner):
         return Action(entry, name, TAKEN, reasons=[f'its name belongs to instance {owner}, which is not of this entry'])
     if existing is None:
         return Action(entry, name, CREATE)
-    record, request = existing
-    if _is_ending(record, request):
-        return Action(entry, name, ENDING, record.instance, DESTROYING)
-    may_replace = replaced_members is ALL_MEMBERS or member in replaced_members
+    (record, request), current = existing, existing.name or name
+    if existing.is_ending:
+        return Action(entry, current, ENDING, record.instance, DESTROYING)
+    may_replace = replaced is ALL_MEMBERS or not {entry, entry.rpartition('/')[0]}.isdisjoint(replaced)
     if record.state == ERROR:
         action, reasons = FAILED, [describe_failure(record).partition(': ')[2]]
     else:
         action, reasons = DIFFERS, list_differences(record, request, desired)
         if record.state == QUEUED:
             reasons = ['it waits in a queue']
+        elif existing.name != name and not (reasons and may_replace):
+            # Another name alone is no reason to lose a disk.
+            renaming = f'name: {existing.name or "none"} → {name}'
+            reasons.insert(0, f'{renaming}. Try: eschedule rename {existing.name or record.instance} {name}')
+            may_replace = False
         elif not reasons:
-            return Action(entry, name, KEEP, record.instance, record.state)
-    return Action(entry, name, REPLACE if may_replace else action, record.instance, record.state, reasons)
-
-
-def _is_ending(record: Record, request: Request | None) -> bool:
-    return record.state in (DESTROYING, GONE) or (request is not None and request.is_tombstone)
+            return Action(entry, current, KEEP, record.instance, record.state)
+    return Action(entry, current, REPLACE if may_replace else action, record.instance, record.state, reasons)
 
 
 def list_differences(record: Record, request: Request | None, desired: Desired) -> list[str]:
-    """Return `field: old → new (origin)` for each field that differs."""
+    """Return `field: old → new (origin)` for each field but the name that differs."""
     order = desired.order
     differences = []
     for name, read, is_recorded in _COMPARED:
@@ -183,7 +200,7 @@ def _describe_keys(order: Order) -> str:
 
 # The compared fields of an order: their names in the file, their values as text, and whether a record has them.
 _COMPARED: Sequence[tuple[str, Callable[[Order], str], bool]] = (
-    *((name, lambda order, name=name: getattr(order, name) or 'none', True) for name in USER_TEXTS),
+    *((name, lambda order, name=name: getattr(order, name) or 'none', True) for name in USER_TEXTS if name != 'name'),
     ('query', lambda order: order.query or '', True),
     ('image', lambda order: order.image or 'none', True),
     ('project', lambda order: order.project_id, True),
@@ -194,13 +211,11 @@ _COMPARED: Sequence[tuple[str, Callable[[Order], str], bool]] = (
 
 
 def find_exit_code(steps: Sequence[Action], dry_run: bool = False) -> int:
-    """Return the exit code of a plan that is not or need not be carried out, 0 if it can be."""
+    """Return the exit code of a plan whose changes are carried out, or that is only shown."""
     actions = {step.action for step in steps}
-    if actions.intersection(CONFLICTS):
+    if actions.intersection((*DIFFERENCES, TAKEN)):
         return 5
-    if dry_run and actions.intersection((*CHANGES, ENDING)):
-        return 8
-    return 1 if actions.intersection((FAILED, STAYS)) else 0
+    return 8 if dry_run and actions.intersection((*CHANGES, ENDING)) else 0
 
 
 @dataclass(frozen=True)

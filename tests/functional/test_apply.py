@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from ecomp.cli.commands import COMMANDS
+from ecomp.cli.completion import print_candidates
 from ecomp.model import keys
 from ecomp.model.roles import WRITE, Permission, RevokePermission
 from ecomp.model.stack import MAX_STACK_SIZE
@@ -179,10 +181,18 @@ def test_dry_run_predicts_each_outcome_and_writes_nothing(cluster: Control, requ
     assert dry_run(most) == (3, {})
     # The old one holds its claim, and nothing is left.
     assert dry_run(more, '--replace', 'db,web') == (3, {})
+    assert dry_run(more, '--replace', 'db/1') == (3, {})
+    assert dry_run(more, '--replace', 'web/2') == (5, kept | {'shop-db': 'differs'})
     assert dry_run(more, '--replace-all', '--destroy-first') == (8, kept | {'shop-db': 'replace'})
     assert dry_run(less) == (0, kept | {'shop-db': 'surplus'})
     assert dry_run(less, '--prune') == (8, kept | {'shop-db': 'destroy'})
-    for words in ((shop, '--replace', 'wep'), (str(broken),), (shop, shop), (shop, '--timeout', '1')):
+    for words in (
+        (shop, '--replace', 'wep'),
+        (shop, '--replace', 'web/3'),
+        (str(broken),),
+        (shop, shop),
+        (shop, '--timeout', '1'),
+    ):
         refused = cluster.eschedule('apply', *words)
         assert (refused.code, refused.stdout) == (2, ''), refused
     # An unchanged apply costs the stack's key and one batch, and a flavor of etcd one more read.
@@ -288,11 +298,12 @@ def test_failed_and_ending_instances(cluster: Control, compute: Ecompute, option
     compute.resume()
     failed = cluster.eschedule('apply', shop, '--wait')
     # On a slow machine the compute is faster than the command.
+    # During the wait it fails, and exits 1. Later it is an instance that differs.
     is_told = 'failed at stage' in failed.stderr or '1 in error (--replace MEMBER replaces them)' in failed.stderr
     assert (failed.code, is_told) == (1, True), failed
     for words in ((), ('--wait',), ('--dry-run',)):
         again = cluster.eschedule('apply', shop, *words, '-f', 'json')
-        assert (again.code, read_actions(again)) == (1, {'shop-db': 'failed', 'shop-web': 'keep'}), again
+        assert (again.code, read_actions(again)) == (5, {'shop-db': 'failed', 'shop-web': 'keep'}), again
         assert 'placement holds no allocation' in json.loads(again.stdout)['instances'][0]['reasons'][0]
     replaced = cluster.eschedule('apply', shop, '--replace', 'db', '--yes', '--wait', *options)
     assert replaced.code == 0, replaced
@@ -570,6 +581,10 @@ def test_refusal_says_what_was_changed_and_what_helps(cluster: Control) -> None:
     differs = cluster.eschedule('apply', write_stack(cluster.directory, web=change_memory(65), db={}))
     assert (differs.code, 'Fix: give --replace MEMBER' in differs.stderr) == (5, True), differs
     assert differs.stderr.startswith('eschedule: stack shop: 1 as the file asks, 1 different\n')
+    assert differs.stderr.endswith(
+        'stack shop: 1 of its instances differ. Fix: give --replace MEMBER or --replace-all '
+        'to destroy and recreate them, or correct the file\n'
+    )
     assert list_names(cluster) == ['shop-db', 'shop-web']
     # With --destroy-first, another instance may take the name before the new one is placed.
     changed = write_stack(cluster.directory, web=change_memory(65), db={})
@@ -582,6 +597,147 @@ def test_refusal_says_what_was_changed_and_what_helps(cluster: Control) -> None:
         overtaken = eschedule.wait()
     assert overtaken.code == 5, overtaken
     assert '1 of its instances conflict; the replaced instances were destroyed. Fix: ' in overtaken.stderr
+
+
+def test_difference_stops_nothing_else(cluster: Control) -> None:
+    """What is missing is created, and what is named is done, while a sister differs."""
+    cluster.ecompute('VCPU:16,DISK_GB:100,MEMORY_MB:64000')
+    shop = write_stack(cluster.directory, db={}, web={'count': 2}, old={})
+    first = cluster.eschedule('apply', shop, '--wait', '-f', 'json')
+    assert (first.code, 'stack shop is new\n' in first.stderr) == (0, True), first
+    assert cluster.eschedule('destroy', 'shop-web-2', '--wait').code == 0
+    changed = write_stack(cluster.directory, db=change_memory(65), web={'count': 2, **change_memory(65)})
+    predicted = cluster.eschedule('apply', changed, '--dry-run', '-f', 'json')
+    created = cluster.eschedule('apply', changed, '--wait', '-f', 'json')
+    actions = {'shop-db': 'differs', 'shop-web-1': 'differs', 'shop-web-2': 'create', 'shop-old': 'surplus'}
+    for result in (predicted, created):
+        assert (result.code, read_actions(result), 'is new' in result.stderr) == (5, actions, False), result
+    assert '2 of its instances differ. Fix: give --replace MEMBER' in created.stderr
+    more = write_stack(cluster.directory, db=change_memory(65), web={'count': 2, **change_memory(66)})
+    done = cluster.eschedule('apply', more, '--replace', 'web/2', '--prune', '--yes', '--wait', '-f', 'json')
+    actions |= {'shop-web-2': 'replace', 'shop-old': 'destroy'}
+    assert (done.code, read_actions(done)) == (5, actions), done
+    assert list_names(cluster) == ['shop-db', 'shop-web-1', 'shop-web-2']
+    # Nobody is asked for what the file alone decides.
+    assert cluster.eschedule('apply', more, '--replace', 'web/2').code == 5
+    assert cluster.eschedule('apply', more, '--replace', 'db,web/1', '--yes', '--wait').code == 0
+
+
+@pytest.mark.parametrize('limit', ['room', 'quota'])
+def test_room_that_prune_frees_counts(cluster: Control, limit: str) -> None:
+    compute = cluster.ecompute(
+        'VCPU:2,DISK_GB:10,MEMORY_MB:1024' if limit == 'room' else 'VCPU:9,DISK_GB:9,MEMORY_MB:999'
+    )
+    assert cluster.eschedule('apply', write_stack(cluster.directory, old={}, web={}), '--wait').code == 0
+    project = json.loads(cluster.eschedule('list', '-f', 'json').stdout)[0]['project_id']
+    if limit == 'quota':
+        assert cluster.eschedule('quota', 'set', project, 'instances=2').code == 0
+    new = write_stack(cluster.directory, web={}, new={})
+    command = ('apply', new, '--prune', '--yes', '-f', 'json')
+    predicted = cluster.eschedule(*command, '--dry-run')
+    actions = {'shop-web': 'keep', 'shop-new': 'create', 'shop-old': 'destroy'}
+    assert (predicted.code, read_actions(predicted)) == (8, actions), predicted
+    assert '; --prune destroys shop-old first, and then there may be room\n' in predicted.stderr
+    compute.pause()
+    late = cluster.eschedule(*command, '--wait', '--timeout', '1')
+    assert (late.code, 'timed out after 1 s' in late.stderr, late.stdout) == (6, True, ''), late
+    assert (count_tombstones(cluster), len(read_allocations(cluster))) == (1, 2)
+    compute.resume()
+    done = cluster.eschedule(*command)
+    assert (done.code, read_actions(done)) == (0, {'shop-web': 'keep', 'shop-new': 'create'}), done
+    assert list_names(cluster) == ['shop-new', 'shop-web']
+    # What this command destroys is in its report.
+    last = cluster.eschedule('apply', write_stack(cluster.directory, web={}, api={}), *command[2:], '--wait')
+    assert (last.code, read_actions(last)) == (0, {'shop-web': 'keep', 'shop-api': 'create', 'shop-new': 'destroy'})
+    # There may be too little room even then.
+    vain = write_stack(cluster.directory, web={}, huge=change_memory(64, 16))
+    refused = cluster.eschedule('apply', vain, '--prune', '--yes')
+    assert (refused.code, refused.stdout) == (3, 'NO ALLOCATIONS LEFT\n'), refused
+    assert list_names(cluster) == ['shop-web']
+
+
+def test_placement_is_asked_before_the_person(cluster: Control) -> None:
+    cluster.ecompute('VCPU:2,DISK_GB:10,MEMORY_MB:1024')
+    assert cluster.eschedule('apply', write_stack(cluster.directory, web={'count': 2}), '--wait').code == 0
+    changed = write_stack(cluster.directory, web={'count': 2, **change_memory(65)})
+    refused = answer(cluster, 'y\n', 'apply', changed, '--replace', 'web/2')
+    assert (refused.code, 'Destroy' in refused.stderr) == (3, False), refused
+    assert 'web: no compute satisfies the whole query; nothing was created' in refused.stderr
+    assert 'Try: --destroy-first' in refused.stderr
+    asked = answer(cluster, 'n\n', 'apply', changed, '--replace', 'web/2', '--destroy-first')
+    assert (asked.code, 'Destroy 1 instance, with their disks: shop-web-2?' in asked.stderr) == (1, True), asked
+    assert 'whether there is room is known only after' in asked.stderr
+    assert list_names(cluster) == ['shop-web-1', 'shop-web-2']
+
+
+def test_renamed_instance_keeps_its_entry(cluster: Control) -> None:
+    cluster.ecompute('VCPU:16,DISK_GB:100,MEMORY_MB:64000')
+    assert cluster.eschedule('apply', write_stack(cluster.directory, db={}), '--wait').code == 0
+    (before,) = json.loads(cluster.eschedule('list', '-f', 'json').stdout)
+    assert cluster.eschedule('rename', 'shop-db', 'front').code == 0
+    # Its old name is free, also for another one.
+    assert cluster.eschedule(QUERY, IMAGE, '--name', 'shop-db').code == 0
+    counted = write_stack(cluster.directory, db={'count': 2})
+    for action in ('create', 'keep'):
+        applied = cluster.eschedule('apply', counted, '--wait', '-f', 'json')
+        assert (applied.code, read_actions(applied)) == (0, {'front': 'keep', 'shop-db-2': action}), applied
+    assert json.loads(applied.stdout)['instances'][0]['instance'] == before['instance']
+    named = write_stack(cluster.directory, db={'count': 2, 'name': 'base'})
+    for options in ((), ('--replace', 'db')):
+        differs = cluster.eschedule('apply', named, *options, '-f', 'json')
+        assert (differs.code, read_actions(differs)) == (5, {'front': 'differs', 'shop-db-2': 'differs'}), differs
+        for old, new in ('front', 'base-1'), ('shop-db-2', 'base-2'):
+            assert f'db: name: {old} → {new}. Try: eschedule rename {old} {new}\n' in differs.stderr
+        assert 'give --replace' not in differs.stderr
+    for old, new in ('front', 'base-1'), ('shop-db-2', 'base-2'):
+        assert cluster.eschedule('rename', old, new).code == 0
+    assert cluster.eschedule('apply', named).code == 0
+    # What replaces it keeps the name, as far as the file gives none.
+    larger = write_stack(cluster.directory, db={'count': 2, **change_memory(65)})
+    for options in ((), ('--destroy-first',)):
+        replaced = cluster.eschedule('apply', larger, '--replace', 'db/1', '--yes', '--wait', *options)
+        assert replaced.code == 5, replaced
+        assert cluster.eschedule('list', '--stack', 'shop', '-f', 'value', '-c', 'name').stdout == 'base-2\nbase-1\n'
+        larger = write_stack(cluster.directory, db={'count': 2, **change_memory(66)})
+
+
+@pytest.mark.usefixtures('compute')
+def test_stacks_are_listed_and_completed(cluster: Control) -> None:
+    empty = cluster.eschedule('stack', '-f', 'json')
+    assert (empty.code, empty.stdout) == (0, '[]\n'), empty
+    shop = write_stack(cluster.directory, db={}, web={'count': 2})
+    assert cluster.eschedule('apply', shop, '--wait').code == 0
+    assert cluster.eschedule('stop', 'shop-db', '--wait').code == 0
+
+    def read() -> dict[str, Any]:
+        (listed,) = json.loads(cluster.eschedule('stack', '-f', 'json').stdout)
+        assert json.loads(cluster.eschedule('stack', 'shop', '-f', 'json').stdout) == listed
+        return listed
+
+    before = read()
+    assert before['applied_from'].endswith(f':{shop}')
+    assert before['applied_at'].startswith('20')
+    assert (before['instances'], before['members']) == ({'active': 2, 'stopped': 1}, ['db', 'web'])
+    # A destroy changes the key of the stack, but nobody applied it.
+    assert cluster.eschedule('destroy', 'shop-web-2', '--wait').code == 0
+    assert read() == before | {'instances': {'active': 1, 'stopped': 1}}
+    key = cluster.etcd.get(keys.stack('shop')) or b''
+    cluster.etcd.delete(keys.stack('shop'))
+    lost = cluster.eschedule('stack', '-f', 'value', '-c', 'stack,members,applied at')
+    assert lost.stdout == 'shop\tdb, web\t-\n', lost
+    cluster.etcd.put(keys.stack('shop'), key)
+    missing = cluster.eschedule('stack', 'shp', 'shop')
+    assert (missing.code, 'shp: no such stack (did you mean shop?). Try: eschedule stack' in missing.stderr) == (
+        4,
+        True,
+    )
+    assert missing.stdout.startswith('STACK  INSTANCES'), missing
+    config = ['--config', str(cluster.schedule_yaml)]
+    candidates = {'stack': ['shop'], 'list --stack': ['shop'], 'apply shop.yaml --replace': ['db', 'web']}
+    for line, expected in candidates.items():
+        names: list[str] = []
+        print_candidates(names.append, COMMANDS, '', *config, *line.split())
+        assert names == expected, line
 
 
 def test_image_list_says_where_each_image_is_cached(cluster: Control, compute: Ecompute) -> None:

@@ -317,7 +317,10 @@ class CommandRun(NamedTuple):
     def _applied_instances(self) -> dict[str, str]:
         if not self.stdout.startswith('{'):
             return {instance: compute for compute, instance in APPLIED_PATTERN.findall(self.stdout)}
-        entries = json.loads(self.stdout).get('instances', []) if self.code == 0 else []
+        # With 5 something differs, and the rest was done unless a name is taken.
+        entries = json.loads(self.stdout).get('instances', []) if self.code in (0, 5) else []
+        if any(entry['action'] == 'taken' for entry in entries):
+            return {}
         return {entry['instance']: entry['compute'] for entry in entries if entry['action'] in ('create', 'replace')}
 
 

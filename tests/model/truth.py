@@ -361,8 +361,10 @@ ROWS = [
     Row(APPLY, Conflict, 'another eschedule changed it; .*(its claim stays|release its claim)', promises_nothing),
     Row(APPLY, Conflict, '(another apply is in flight, .*|instances conflict); nothing was changed', has_left_nothing),
     Row(APPLY, Conflict, 'which etcd does not know: .*; nothing was changed', has_left_nothing),
-    Row(APPLY, EcompError, '^stack .*: [0-9]+ on a silent host, unchanged$', has_left_nothing),
-    Row(APPLY, EcompError, '[0-9]+ on a silent host, unchanged$', promises_nothing),
+    Row(APPLY, Conflict, '^stack .*: [0-9]+ on a silent host, unchanged$', has_left_nothing),
+    Row(APPLY, Conflict, '^stack .*: [0-9]+ different\n', has_left_nothing),
+    Row(APPLY, Conflict, '[0-9]+ different\n', promises_nothing),
+    Row(APPLY, Conflict, '[0-9]+ on a silent host, unchanged$', promises_nothing),
     Row(APPLY, StillGoing, 'still being destroyed; nothing was changed', has_left_nothing),
     Row(APPLY, StillGoing, '^interrupted: the change of stack .* may be carried out', promises_nothing),
     Row(

@@ -329,7 +329,7 @@ def test_failed_member_is_on_the_screen_with_its_reason(cluster: Control, comput
     before, table, after = split_at_table(terminal)
     reason = 'failed at stage scheduled: placement holds no allocation for it'
     cleaned = '(nothing remains: no domain, disk or allocation)'
-    assert before == remove_blanks(f'eschedule: shop-db: {reason} {cleaned}')
+    assert before == remove_blanks(f'eschedule: stack shop is new eschedule: shop-db: {reason} {cleaned}')
     assert after == remove_blanks('eschedule: stack shop: 3 new, 1 failed')
     assert all(len(line) <= columns for line in terminal.lines)
     of_db = table[1 : next(at for at, line in enumerate(table) if 'shop-web-1' in line)]
@@ -337,7 +337,7 @@ def test_failed_member_is_on_the_screen_with_its_reason(cluster: Control, comput
     assert shown == f'{reason} {cleaned}', table
     # It is the same in a pipe, where nothing is cut, and the next time.
     again = run_in_process(cluster, 'apply', shop, '--wait')
-    assert (again.code, f'  {shown}\n' in again.stdout) == (1, True), again
+    assert (again.code, f'  {shown}\n' in again.stdout) == (5, True), again
     assert run_in_process(cluster, 'destroy', '--stack', 'shop', '--yes', '--wait').code == 0
 
 
@@ -371,7 +371,8 @@ def test_messages_of_a_wait_that_ends_early_are_whole(cluster: Control, compute:
     unfinished = 'eschedule: stack shop: not all instances have reached the stage. Try: the same command'
     before, table, after = split_at_table(interrupted)
     hint = f'Try: eschedule --config {cluster.schedule_yaml} wait one shop-web-1 shop-web-2 shop-web-3'
-    assert before == remove_blanks(f'eschedule: interrupted; the operation continues. {hint} {unfinished}')
+    new = 'eschedule: stack shop is new'
+    assert before == remove_blanks(f'{new} eschedule: interrupted; the operation continues. {hint} {unfinished}')
     assert (len(table), after) == (5, remove_blanks('eschedule: stack shop: 4 new'))
 
     late = Screen(cluster, 'apply', shop, '--wait', '--timeout', '1', columns=columns, with_stderr=True)

@@ -10,6 +10,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,16 @@ from ecomp.conf import load_schedule
 from ecomp.errors import UsageError
 from ecomp.model import stack
 from ecomp.model.allocation import Room
-from ecomp.model.apply import ALL_MEMBERS, Action, Desired, Existing, find_exit_code, make_stack_order, plan_steps
+from ecomp.model.apply import (
+    ALL_MEMBERS,
+    Action,
+    Desired,
+    Existing,
+    find_exit_code,
+    keep_names,
+    make_stack_order,
+    plan_steps,
+)
 from ecomp.model.assign import Lot, Planner
 from ecomp.model.choose import PACK, SPREAD, Candidate, Offer
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group, Membership
@@ -150,8 +160,6 @@ ANTI, STRICT = {'group': GROUP}, 'web anti-affinity strict'
 DATA = {'user_data_sha256': 'ab' * 32}
 # (field, what exists, what the file asks for, both as text); the last five cannot be found without a valid request.
 DIFFERENCES: list[tuple[str, dict[str, Any], dict[str, Any], str, str]] = [
-    ('name', {}, {'name': 'other'}, 'shop-web', 'other'),
-    ('name', {'name': None}, {}, 'none', 'shop-web'),
     ('image', {}, {'image': 'http://x/'}, IMAGE, 'http://x/'),
     ('project', {}, {'project_id': 'q'}, 'p', 'q'),
     ('group', {}, {'group': Membership('web')}, 'none', 'web'),
@@ -218,8 +226,59 @@ def test_all_reasons_are_listed_and_other_differences_ignored() -> None:
     assert [step.action for step in plan(Desired(same, PACK), existing)] == ['keep']
 
 
+@pytest.mark.parametrize(
+    ('given', 'unnumbered', 'action', 'name'),
+    [
+        ('', '', 'keep', 'front'),
+        ('', 'shop-web', 'keep', 'front'),  # a member that got a count
+        ('shop-web', 'front', 'keep', 'front'),
+        ('shop-web', '', 'differs', 'shop-web'),
+        ('front', '', 'keep', 'front'),
+    ],
+)
+def test_instance_that_was_renamed_keeps_its_entry(given: str, unnumbered: str, action: str, name: str) -> None:
+    # Its compute has not copied the new name into the record.
+    record, request = make_existing('active')
+    assert request is not None
+    renamed = Existing(record, replace(request, name='front'))
+    order = make_order(name=given or 'shop-web')
+    existing = {'web/1': renamed}
+    for changes, options, changed in (({}, ALL_MEMBERS, action), ({'image': 'http://x/'}, ALL_MEMBERS, 'replace')):
+        desired = Desired(replace(order, **changes), SPREAD, {}, unnumbered, bool(given))
+        kept = keep_names({'web/1': desired}, existing)
+        # Another instance has the old name by now, which matters only if the file gives it.
+        owners = {} if name == 'shop-web' else {'shop-web': OTHER_UUID, 'front': INSTANCE}
+        (step,) = plan_steps(kept, existing, owners, options)
+        assert (step.action, step.name, kept['web/1'].order.name) == (changed, 'front', name)
+    (step,) = plan_steps(keep_names({'web/1': desired}, existing), existing, {})
+    renaming = 'name: front → shop-web. Try: eschedule rename front shop-web'
+    assert step.reasons == [*([renaming] if action == 'differs' else []), f'image: {IMAGE} → http://x/']
+    (taken,) = plan_steps({'web/1': desired}, existing, {desired.order.name or '': OTHER_UUID})
+    assert taken.action == 'taken'
+    (surplus,) = plan_steps({}, existing, {})
+    assert (surplus.action, surplus.name) == ('surplus', 'front')
+
+
+def test_instance_without_a_name_gets_that_of_the_file_only_by_rename() -> None:
+    (step,) = plan(SAME, make_existing('active', name=None), None, ALL_MEMBERS)
+    reason = f'name: none → shop-web. Try: eschedule rename {INSTANCE} shop-web'
+    assert (step.action, step.reasons) == ('differs', [reason])
+
+
+def test_one_instance_of_a_member_is_replaced() -> None:
+    desired = dict.fromkeys(('web/1', 'web/2', 'db/1'), OTHER)
+    existing = dict.fromkeys(desired, make_existing('active'))
+    for replaced, actions in (
+        (['web/2'], ['differs', 'replace', 'differs']),
+        (['web', 'db/2'], ['replace', 'replace', 'differs']),
+    ):
+        assert [step.action for step in plan_steps(desired, existing, {}, replaced)] == actions
+    created = [step.action for step in plan_steps(desired, {'web/1': existing['web/1']}, {})]
+    assert created == ['differs', 'create', 'create']
+
+
 def test_exit_code_of_a_plan() -> None:
-    expected = {'': (0, 0), 'keep surplus': (0, 0), 'failed keep': (1, 1), 'failed create': (1, 8)}
+    expected = {'': (0, 0), 'keep surplus': (0, 0), 'failed keep': (5, 5), 'failed create': (5, 5), 'stays': (5, 5)}
     expected |= dict.fromkeys(('create keep', 'replace', 'destroy', 'destroying'), (0, 8))
     expected |= dict.fromkeys(('taken create', 'differs failed destroy'), (5, 5))
     for actions, codes in expected.items():
