@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 
 from ecomp.cli.command import DOCUMENT_OPTIONS, Command, Context, Outcomes, make_wait_options
-from ecomp.cli.options import parse_any_instances, parse_instance_and_amounts, parse_instance_and_name, parse_rebuild
+from ecomp.cli.options import convert_to_usage_error, parse_any_instances, parse_rebuild, parse_rename, parse_resize
 from ecomp.cli.selection import SELECTORS, confirm_destroy, find_conflicts, select_instances
 from ecomp.cli.terminal import LiveLine, is_terminal, make_timestamp
 from ecomp.errors import EcompError, UsageError
@@ -17,7 +17,7 @@ from ecomp.model import keys
 from ecomp.model.keys import make_uuid
 from ecomp.model.order import REBOOT, PowerAction
 from ecomp.model.states import ACTIVE, ERROR, GONE
-from ecomp.model.text import parse_uuid_prefix
+from ecomp.model.text import check_name, parse_uuid_prefix
 from ecomp.scheduler.changes.change import Acceptance, change_power, destroy, remove_finished
 from ecomp.scheduler.changes.wait import Deadline, Wait, wait_for_power, wait_for_rebuild, wait_until_gone
 from ecomp.scheduler.queries.find import is_known
@@ -102,13 +102,13 @@ def _wait_for_power(
 
 
 def _protect(ctx: Context) -> int:
+    from ecomp.scheduler.placing.modify import protect
+
     select_instances(ctx)
     outcomes = Outcomes(ctx, ctx.words, instance=None)
 
     def submit(word: str) -> None:
         instance = ctx.resolve_instance(word, ctx.instance_index)
-        from ecomp.scheduler.placing.modify import protect
-
         sentence = protect(ctx.store, instance, ctx.name == 'protect', ctx.instance_index)
         outcomes.report(word, sentence, instance=instance)
 
@@ -116,11 +116,13 @@ def _protect(ctx: Context) -> int:
 
 
 def _rename(ctx: Context) -> int:
+    from ecomp.scheduler.placing.modify import rename
+
     outcomes = Outcomes(ctx, ctx.words[:1], instance=None)
+    with convert_to_usage_error():
+        check_name(ctx.words[1])
 
     def submit(word: str) -> None:
-        from ecomp.scheduler.placing.modify import rename
-
         instance = ctx.resolve_instance(word)
         outcomes.report(word, rename(ctx.store, instance, ctx.words[1]), instance=instance)
 
@@ -152,7 +154,6 @@ def _resize(ctx: Context) -> int:
 
 def _rebuild(ctx: Context) -> int:
     from ecomp.cli.input import resolve_image
-    from ecomp.cli.options import convert_to_usage_error
     from ecomp.scheduler.placing.modify import rebuild
 
     word, *images = ctx.words
@@ -222,13 +223,13 @@ COMMANDS: Sequence[Command] = (
             'stay. Its compute must have room. A disk only grows, and it grows at once. The rest takes effect when the '
             'guest starts: until then the instance claims the larger of old and new, and its project is charged for '
             'that. A disk that grew has free space at its end, which most cloud images use at their next boot.',
-            parse_instance_and_amounts, _resize,
+            parse_resize, _resize,
             {'restart': '', **make_wait_options('the guest runs again, with --restart'), **DOCUMENT_OPTIONS},
             (3, 4, 5, 6), example="eschedule resize db1 'resources=VCPU:2,MEMORY_MB:1024' --restart --wait"),
     Command('rename', 'rename <id> NAME', 'give an instance another name',
             'Give an instance another name, which no other existing instance can have; its old one is free at once. '
             'The guest keeps the host name that it has.',
-            parse_instance_and_name, _rename, DOCUMENT_OPTIONS, (4, 5), example='eschedule rename web1 web-old'),
+            parse_rename, _rename, DOCUMENT_OPTIONS, (4, 5), example='eschedule rename web1 web-old'),
     Command('rebuild', 'rebuild <id> [IMAGE_URL]', 'give an instance a new disk; the DISK is deleted',
             'Delete the DISK of an instance with all data on it, and start the guest with a new one, made from '
             'IMAGE_URL or the image that was requested last. uuid, name, claim and address stay; the ssh host keys are '

@@ -15,7 +15,7 @@ from ecomp.model.choose import STRATEGIES
 from ecomp.model.group import POLICIES, Membership, check_group_name
 from ecomp.model.reach import check_user
 from ecomp.model.states import SHOWN_STATES, STAGES
-from ecomp.model.text import MIN_PREFIX_DIGITS, check_name, format_suggestion, is_name, parse_uuid_prefix
+from ecomp.model.text import MIN_PREFIX_DIGITS, format_suggestion, is_name, parse_uuid_prefix
 
 TABLE, JSON, YAML, CSV, VALUE = FORMS = ('table', 'json', 'yaml', 'csv', 'value')
 # Printed by `top` only.
@@ -160,6 +160,12 @@ parse_instances = _make_word_parser(
     1, None, 'missing argument: one or more instances, by name or uuid', _parse_instance
 )
 parse_one_instance = _make_word_parser(1, 1, 'needs exactly one instance, by name or uuid', _parse_instance)
+parse_rename = _make_word_parser(
+    2, 2, 'needs an instance, and its new name. Try: eschedule {name} web1 web-old', _normalize_if_uuid
+)
+parse_resize = _make_word_parser(
+    2, 2, "needs an instance, and its amounts. Try: eschedule {name} web1 'resources=VCPU:2'", _normalize_if_uuid
+)
 parse_rebuild = _make_word_parser(1, 2, 'needs an instance, and may have an image', _normalize_if_uuid)
 parse_any_computes = _make_word_parser(0, None, '', _normalize_if_uuid)
 parse_computes = _make_word_parser(1, None, 'missing argument: one or more hosts, by name or uuid', _normalize_if_uuid)
@@ -170,21 +176,6 @@ parse_file = _make_word_parser(1, 1, 'needs exactly one argument: a file, or - f
 parse_flavor_and_query = _make_word_parser(
     2, 2, "needs a name and a quoted query. Try: eschedule {name} small 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:256'"
 )
-
-
-def parse_instance_and_name(name: str, words: Sequence[str]) -> Words:
-    """Parse an instance, and the name that it is to have."""
-    if len(words) != 2:
-        raise UsageError(f'{name}: needs an instance, and its new name. Try: eschedule {name} web1 web-old')
-    with convert_to_usage_error():
-        return _parse_instance(words[0]), check_name(words[1])
-
-
-def parse_instance_and_amounts(name: str, words: Sequence[str]) -> Words:
-    """Parse an instance, and a query that has only amounts, which is not parsed further."""
-    if len(words) != 2 or not words[1].startswith('resources='):
-        raise UsageError(f"{name}: needs an instance, and its amounts. Try: eschedule {name} web1 'resources=VCPU:2'")
-    return _parse_instance(words[0]), words[1]
 
 
 def parse_project_and_limits(name: str, words: Sequence[str]) -> Words:
