@@ -80,12 +80,10 @@ def find_needed(
     return elsewhere | pending.intersection(holding) | {names[key] for key in found}
 
 
-def read_settled_request(
-    store: Store, compute: str, instance: str, own_attempt: Unchanged | None = None
-) -> Request | None:
+def read_settled_request(store: Store, compute: str, instance: str) -> Request | None:
     """Return a valid request that is no tombstone, or None while an attempt places its instance."""
     # Attempts before requests, as in find_needed().
-    if instance in read_pending_instances(store, NOT_QUEUED, own_attempt):
+    if instance in read_pending_instances(store, NOT_QUEUED):
         return None
     entry = store.get(keys.request(compute, instance))
     request = parse_request(compute, entry.key, entry.value) if entry is not None else None

@@ -10,7 +10,7 @@ from functools import partial
 from ecomp.errors import Conflict, EcompError, NoCapacity, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.model import keys
-from ecomp.model.allocation import Allocations, Resources, sum_allocations, to_wire
+from ecomp.model.allocation import Allocations, Resources, find_compute, sum_allocations, to_wire
 from ecomp.model.order import PowerAction, Request, Resize
 from ecomp.model.query import UnsupportedQueryError, replace_amounts
 from ecomp.model.stored import to_dict
@@ -93,13 +93,13 @@ def resize(
         if request.is_adopted:
             raise Conflict(f'{instance}: is adopted: its definition is not ours to change. Try: virsh edit')
         size = request.plan_size(amounts)
-        if size == request.guest_size and not (power and request.resize):
+        if size == request.guest_size and not request.resize:
             return None
         try:
             query = replace_amounts(request.query or '', amounts)
         except UnsupportedQueryError as error:
             raise UsageError(f'{instance}: its size cannot change: {error}') from error
-        compute = next(iter(request.allocations))
+        compute = find_compute(request.allocations)
         wanted = request.allocate({name: max(amount, size[name]) for name, amount in request.resources.items()})
         charge = change_charge(store, request.project_id, request.resources, sum_allocations(wanted))
         if wanted != request.allocations:
@@ -115,14 +115,15 @@ def resize(
         return {**fields, **({'power': to_dict(power)} if power else {})}, merge_changes(charge, ending)
 
     try:
-        _rewrite(store, instance, make)
+        try:
+            _rewrite(store, instance, make)
+        finally:
+            try_revoke(store, lease)  # from now on, no late write of this process is accepted
     except EcompError:
         with suppress(EcompError):  # then its compute does it, once the attempt is gone
             if attempt:
-                correct_claim(placement, instance, partial(read_settled_request, store, compute, instance, attempt[0]))
+                correct_claim(placement, instance, partial(read_settled_request, store, compute, instance))
         raise
-    finally:
-        try_revoke(store, lease)
     return accepted
 
 
