@@ -152,13 +152,14 @@ def recharge_quota(store: Store, project: str, resources: Resources) -> Change:
     return [unchanged], [] if current is None else [make_quota_put(current.add_used(make_charge(resources)))]
 
 
-def change_charge(store: Store, project: str, before: Resources, after: Resources) -> Change:
+def change_charge(store: Store, project: str, before: Resources, after: Resources, *, has_limit: bool = True) -> Change:
     """Return the change that charges `after` in place of `before`, or raise OverQuota."""
     current, unchanged = load_quota(store, project)
     growth = {name: after.get(name, 0) - before.get(name, 0) for name in {*before, *after}}
     if current is None or not any(growth.values()):
         return [unchanged], []
-    if excesses := current.list_excesses({name: amount for name, amount in growth.items() if amount > 0}):
+    excesses = current.list_excesses({name: amount for name, amount in growth.items() if amount > 0})
+    if excesses and has_limit:  # without: a guest that has it already
         raise OverQuota(describe_excesses(project, excesses))
     return [unchanged], [make_quota_put(current.add_used(growth))]
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ecomp.agent.host.state import Memory, MemoryEntry
-from ecomp.errors import EcompError, GenerationConflict, NoSpace, OverQuota, UnknownOutcome, Unreachable, Unreadable
+from ecomp.errors import EcompError, GenerationConflict, NoSpace, UnknownOutcome, Unreachable, Unreadable
 from ecomp.failpoints import failpoint
 from ecomp.metrics import TALLY
 from ecomp.model import keys, states
@@ -504,8 +504,9 @@ def _restore_shared(
             # It was delivered after the backup of this etcd, so the quota lacks it; its end will subtract it.
             changes.append(names.recharge_quota(store, record.project_id, request.resources))
     elif request is not None and isinstance(present, Request):
-        with suppress(Unreadable, OverQuota):
-            changes.append(names.change_charge(store, record.project_id, present.resources, request.resources))
+        with suppress(Unreadable):
+            sizes = present.resources, request.resources
+            changes.append(names.change_charge(store, record.project_id, *sizes, has_limit=False))
     return [each for unchanged, _ in changes for each in unchanged], [each for _, writes in changes for each in writes]
 
 
