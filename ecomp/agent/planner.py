@@ -67,7 +67,7 @@ TASK_METHODS: Mapping[Kind, Callable[[Instances, Work], None]] = {
     Kind.SHUTDOWN: lambda instances, work: instances.shut_down(work.request, work.revision),
     Kind.SWITCH_OFF: lambda instances, work: instances.switch_off(work.request, work.revision),
     Kind.START: lambda instances, work: instances.start(work.request, work.revision),
-    Kind.RESIZE: lambda instances, work: instances.resize(work.request, work.revision),
+    Kind.RESIZE: lambda instances, work: instances.resize(work.request, work.revision, work.guest),
     Kind.RESIZED: lambda instances, work: instances.end_resize(work.request, work.revision),
     Kind.CHANGED: lambda instances, work: instances.record_changes(work.request, work.revision),
     Kind.DONE: lambda instances, work: instances.record_power_done(work.request, work.revision, work.guest),

@@ -158,6 +158,10 @@ class Guest:
     def describe_trouble(self, *claims: Mapping[str, int]) -> str:
         return '; '.join(map(''.join, self.list_troubles(*claims)))
 
+    def runs_with(self, resources: Mapping[str, int]) -> bool:
+        # Without the disk, which grows at once and may be smaller.
+        return self.running and all(self.size.get(name, -1) == resources.get(name) for name in ('VCPU', 'MEMORY_MB'))
+
     @property
     def condition(self) -> str:
         return 'runs' if self.running else 'is defined'

@@ -152,7 +152,7 @@ class Record(Order):
     host_keys: tuple[str, ...] = ()
     cloud_init: GuestFailure | None = None
     last_boot: Boot | None = None
-    resize: Resize | None = None  # what its domain is defined for, until the guest has started with it
+    resize: Resize | None = None  # what its domain is defined for, until the guest has started with it; {} if unknown
     rebuilt: str | None = None
 
     def enter_state(self, state: str, now: str, *stages: str) -> Record:

@@ -559,18 +559,21 @@ class Instances:
             self.records.write(record, revision)
             log.warning('instance %s: its cloud-init failed at stage %s: %s', instance, failure.stage, failure.reason)
 
-    def resize(self, request: Request, revision: int) -> None:
+    def resize(self, request: Request, revision: int, guest: Guest | None) -> None:
         """Define the domain for the requested size, and let its disk grow, or record why not."""
-        record, fault = self.records.get_existing(request.instance), None
+        record, fault, change = self.records.get_existing(request.instance), None, request.resize
+        if record.resize is not None and guest is not None and guest.runs_with(record.resize.resources):
+            record = replace(record, resources=record.resize.resources)  # it has started with the change before this
         try:
             self._run_step(Resize(request.instance, self.compute, self.template.make_spec(self.compute, request)))
         except Unreachable:
             raise
         except EcompError as error:
             fault = f'{RESIZE_FAILED}: {error.reason if isinstance(error, BuildFailed) else error}'
+            change = change and change._replace(resources={})  # not again, and it is unknown what its domain has now
             log.error('instance %s: %s', request.instance, fault)
         kept = None if (record.fault or '').startswith(RESIZE_FAILED) else record.fault
-        record = self.records.write(replace(record, resize=request.resize, fault=fault or kept), revision)
+        record = self.records.write(replace(record, resize=change, fault=fault or kept), revision)
         self.memory.remember(request, record)
 
     def end_resize(self, request: Request, revision: int) -> None:

@@ -132,11 +132,10 @@ def _plan_resize(resize: Resize | None, record: Record, guest: Guest | None) -> 
     """Return the next step of a change of size, or None if there is none now."""
     if resize is None or guest is None:
         return None
-    if record.resize != resize:
+    if record.resize is None or record.resize.number != resize.number:
         return Kind.RESIZE, 'its resize was requested'
     # What runs is the evidence: a guest that boots again by itself keeps the size that its domain had at its start.
-    has_size = all(guest.size.get(name) == resize.resources.get(name) for name in ('VCPU', 'MEMORY_MB'))
-    is_done = guest.running and has_size and not (record.fault or '').startswith(RESIZE_FAILED)
+    is_done = record.resize == resize and guest.runs_with(resize.resources)
     return (Kind.RESIZED, 'its guest has started with the new size') if is_done else None
 
 
