@@ -60,7 +60,8 @@ class ModelHypervisor(FakeHypervisor):
 
     def summarize(self) -> tuple[object, ...]:
         foreign = ((name, each.is_running, each.adopted_by) for name, each in self._foreign.items())
-        return *self._guests.items(), '', *foreign, '', *self.list_reservations().items()
+        sizes = (f'{guest.size} {guest.next_size}' for guest in self._guests.values())
+        return *self._guests.items(), *sizes, '', *foreign, '', *self.list_reservations().items()
 
     def set_foreign(self, *guests: ForeignGuest) -> None:
         self._foreign = {guest.instance: guest for guest in guests}
@@ -83,6 +84,10 @@ class ModelHypervisor(FakeHypervisor):
         self._step_before('starts the domain', spec.instance)
         super().start(spec)
         self._ran.add(spec.instance)
+
+    def resize(self, spec: GuestSpec) -> None:
+        self._step_before('defines another size:', spec.instance)
+        super().resize(spec)
 
     def destroy(self, instance: str, compute: str) -> None:
         self._step_before('destroys the domain', instance)
@@ -257,7 +262,8 @@ class Compute:
         if self.looking is not None:
             self.looking.check_claims()
         else:
-            self.keeper.check_claims(self.hypervisor.list_guests(), self.world.read_clock())
+            guests, wanted = self.hypervisor.list_guests(), self.planner.wanted
+            self.keeper.check_claims(guests, self.world.read_clock(), wanted=wanted)
 
     def read_requests(self) -> bool:
         return self.taker.on_hosts(self.store.snapshot(keys.request_prefix(self.uuid)).entries)
@@ -306,7 +312,7 @@ class Compute:
         world = self.upkeep.read_world(is_asked=False)
         for finding in find_all(world):
             if finding.repair is Repair.CLAIM:
-                self.upkeep._repair(world, finding)
+                self.upkeep._repair(finding)
 
     def run_all(self, *functions: Callable[[], Any]) -> list[EcompError]:
         errors = []

@@ -30,7 +30,7 @@ class Looking(ecomp.agent.compute.Compute):
         self.upkeep = cast(Any, SimpleNamespace(lock=self.lock))
         self._claims, self._presence, self._failures = host.keeper, host.presence, FailureLog()
         self._generation, self._unknown_since = None, {}
-        self._machine, self._requests = host, {}
+        self._machine, self._requests, self._planner = host, {}, host.planner
         foreign = host.hypervisor.list_foreign()
         self._left_out = {name for name, guest in foreign.items() if guest.adopted_by == self.uuid}
         self._inventory = self._measure_inventory(foreign, self._left_out)

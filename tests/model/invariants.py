@@ -6,6 +6,7 @@ A rule runs only after a step that changed what it reads, so a step that only re
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 DOMAIN = 'domain'
 # A domain has a claim on its compute from before it is defined until after it is undefined. There is no window: a build
 # defines the domain after placement confirmed the claim, and a destroy undefines the domain before it releases the
-# claim.
+# claim. The claim covers what runs, and so does the charge of the project.
 CLAIM = 'claim'
 # No write raises the usage of a provider above its capacity. The capacity itself may fall below the usage, through
 # SIGTERM or a smaller inventory.
@@ -44,7 +45,7 @@ WHOLE = 'whole'
 # its power changes.
 FOREIGN = 'foreign'
 RULES = (DOMAIN, CLAIM, CAPACITY, NAME, ENTRY, DELIVERY, WHOLE, FOREIGN)
-NAME_KEYS = (keys.HOSTS, keys.QUEUES, keys.NAMES)
+NAME_KEYS = (keys.HOSTS, keys.QUEUES, keys.NAMES, keys.QUOTAS)
 STACK_KEYS = (keys.HOSTS, keys.STACKS)
 
 
@@ -84,6 +85,7 @@ class Invariants:
         if self._names_changed:
             self._names_changed = False
             yield from self._check_names()
+            yield from self._check_charge(machines) if CLAIM not in self.exempt else ()
         if self._stacks_changed:
             self._stacks_changed = False
             yield from self._check_entries()
@@ -127,10 +129,26 @@ class Invariants:
                 if guest.defined and machine.uuid not in claim and CLAIM not in self.exempt:
                     format_name = self._format_name
                     yield f'{format_name(instance)} is a domain on {format_name(machine.uuid)} without a claim there'
+                size = {name: guest.size.get(name, 0) for name in claim.get(machine.uuid, ())}
+                if guest.running and not Counter(size) <= Counter(claim.get(machine.uuid)) and CLAIM not in self.exempt:
+                    yield f'{self._format_name(instance)} runs with {size}, and claims {claim[machine.uuid]}'
         for instance, computes in places.items():
             if len(computes) > 1 and DOMAIN not in self.exempt:
                 where = ' and '.join(map(self._format_name, computes))
                 yield f'{self._format_name(instance)} has a domain or a disk on {where}'
+
+    def _check_charge(self, machines: Sequence[Compute]) -> Iterator[str]:
+        entries, in_use = self._cloud.etcd.entries, Counter[str]()
+        for machine in machines:
+            for instance, guest in machine.hypervisor.snapshot().items():
+                request = entries.get(keys.request(machine.uuid, instance))
+                held = list_resources(request.value).get(machine.uuid) if request and guest.running else None
+                # Of guests that were resized: some scenarios restore or forge the quota of others.
+                in_use += Counter({name: guest.size[name] for name in (held if guest.next_size else None) or ()})
+        quota = entries.get(keys.quota('p'))
+        used = load_object_or_empty(quota.value).get('used', in_use) if quota is not None else in_use
+        if not in_use <= Counter(used):
+            yield f'{dict(in_use)} is in use, and the quota counts {used}'
 
     def _check_capacity(self) -> Iterator[str]:
         model, before = self._cloud.model, self._used
@@ -216,6 +234,12 @@ def _parse(value: bytes) -> _Request:
         return _Request(parsed.get('name'), nested(Place)(parsed.get('stack')), *state)
     except ValueError:
         return _Request(parsed.get('name'), None, *state)
+
+
+@lru_cache(maxsize=4096)
+def list_resources(value: bytes) -> Mapping[str, Mapping[str, int]]:
+    allocations = load_object_or_empty(value).get('allocations')
+    return {each: held['resources'] for each, held in allocations.items()} if isinstance(allocations, dict) else {}
 
 
 def is_living_request(entry: Entry) -> bool:

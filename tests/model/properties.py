@@ -13,8 +13,8 @@ from typing import Any
 from ecomp.errors import EcompError, NoCapacity, UsageError
 from ecomp.model import status
 from ecomp.scheduler.operations.audit import audit
-from tests.model.cloud import Cloud
-from tests.model.invariants import ENTRY
+from tests.model.cloud import SIZE, Cloud
+from tests.model.invariants import ENTRY, list_resources
 
 Json = dict[str, Any]
 
@@ -184,7 +184,8 @@ def check_shared(facts: Facts) -> Iterator[str]:
         used: Counter[str] = Counter()
         for _, request in owners.values():
             if request['project_id'] == project:
-                used.update({'VCPU': 1, 'MEMORY_MB': 1, 'DISK_GB': 1, 'instances': 1})
+                (held,) = list_resources(request[''].value).values() or [request.get('resources') or SIZE]
+                used.update({**held, 'instances': 1})
         if Counter(quota['used']) != used:
             yield f'the quota counts {quota["used"]}, and there are {used["instances"]} instances'
         exceeded = [name for name, limit in quota['limits'].items() if quota['used'].get(name, 0) > limit]

@@ -13,6 +13,7 @@ from tests.model import (
     scenarios_pairs,
     scenarios_queues,
     scenarios_registered,
+    scenarios_resized,
     scenarios_restored,
     scenarios_returning,
     scenarios_shared,
@@ -29,5 +30,6 @@ MODULES = (
     *(scenarios_restored, scenarios_stacks, scenarios_evacuated, scenarios_once, scenarios_unanswered),
     scenarios_adopted,
     scenarios_changed,
+    scenarios_resized,
 )
 SCENARIOS: dict[str, Scenario] = {each.name: each for room in MODULES for each in room.SCENARIOS}

@@ -221,6 +221,13 @@ def is_changed(end: FinalState, sentence: Sentence) -> bool:
     return request.get('name') in sentence.text.split() or bool(others) or end.has_ended(sentence.subject)
 
 
+def is_resized(end: FinalState, sentence: Sentence) -> bool:
+    """The request has this size, or asks for it, unless another resize followed or it has ended."""
+    request, others = end.read_request(sentence.subject) or {}, end.find_related_commands(sentence.actor, 'resize')
+    sizes = [(request.get('resize') or held)['resources'] for held in request.get('allocations', {}).values()]
+    return bool(others) or all(size['VCPU'] == int(sentence.actor.name[-1]) for size in sizes)
+
+
 def has_changed_nothing(end: FinalState, sentence: Sentence) -> bool:
     """The command wrote no request, unless an answer to it was lost."""
     return end.was_harmed(sentence.actor) or not end.list_delivered_by(sentence.actor)
@@ -321,8 +328,9 @@ CREATE, QUEUE, APPLY, DESTROY, POWER, FORGET, DRAIN, DISABLE, ENABLE, QUOTA, CLE
     *(('create',), ('queue',), ('apply',), ('destroy',), ('power',), ('forget',), ('drain',)),
     *(('disable',), ('enable',), ('quota',), ('clear',), ('fix',)),
 )
-EVACUATE, CHANGE = ('evacuate',), ('rename', 'protect')
-ANY = (*PLACEMENT_COMMANDS, *DESTROY, *POWER, *CHANGE, *FORGET, *DRAIN, *DISABLE, *ENABLE, *QUOTA, *CLEAR, *FIX)
+EVACUATE, CHANGE, RESIZE = ('evacuate',), ('rename', 'protect'), ('resize',)
+CHANGES = (*POWER, *CHANGE, *RESIZE)
+ANY = (*PLACEMENT_COMMANDS, *DESTROY, *CHANGES, *FORGET, *DRAIN, *DISABLE, *ENABLE, *QUOTA, *CLEAR, *FIX)
 ROWS = [
     # The outcome is unknown, or the command was interrupted.
     Row(ANY, UnknownOutcome, '', promises_nothing),
@@ -429,9 +437,10 @@ ROWS = [
     Row(POWER, Conflict, '', is_not_switched),
     Row(POWER, Unreadable, '', is_not_switched),
     Row(POWER, Unreachable, 'is not accepted$', is_not_switched),
-    # eschedule rename, protect
+    # eschedule rename, protect, resize
     Row(CHANGE, str, '', is_changed),
-    Row(CHANGE, EcompError, '', has_changed_nothing),
+    Row(RESIZE, Acceptance, '', is_resized),
+    Row(CHANGE + RESIZE, EcompError, '', has_changed_nothing),
     # eschedule host forget
     Row(FORGET, type(None), '', is_forgotten),
     Row(FORGET, Conflict, 'was started while', promises_nothing),
