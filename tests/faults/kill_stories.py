@@ -9,13 +9,21 @@ import socket
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from ecomp.model import keys
 from tests.kit.by_hand import make_request, put_claim
 from tests.kit.commands import Control, Ecompute
 from tests.kit.foreign import list_marked, make_foreign, start_with_foreign, write_foreign
-from tests.kit.hands import ArmedEcompute, Eschedule, expire_attempts, list_running_guests, read_guests
+from tests.kit.hands import (
+    ArmedEcompute,
+    Eschedule,
+    check_claims_twice,
+    expire_attempts,
+    list_running_guests,
+    read_guests,
+)
 from tests.kit.invariants import read_allocations
 from tests.kit.servers import wait_until
 from tests.kit.sharing import kill_and_lapse, read_members, read_usage
@@ -180,6 +188,16 @@ def prepare_rename(control: Control) -> Scene:
     return Scene(('rename', instance, 'db'), check, [compute])
 
 
+def prepare_resize(control: Control) -> Scene:
+    compute, instance = control.ecompute(ROOM), boot(control)
+
+    def check() -> None:
+        wait_until(lambda: require_record(control, instance).get('resize'), REACTION_SECONDS, 'its domain has it')
+        assert read_allocations(control)[instance][compute.uuid]['VCPU'] == 2
+
+    return Scene(('resize', instance, 'resources=VCPU:2'), check, [compute])
+
+
 def prepare_disable(control: Control) -> Scene:
     compute = control.ecompute()
 
@@ -330,6 +348,7 @@ COMMAND_STORIES: dict[str, Callable[[Control], Scene]] = {
     'cancel': prepare_cancel,
     'stop': prepare_stop,
     'rename': prepare_rename,
+    'resize': prepare_resize,
     'disable': prepare_disable,
     'enable': prepare_enable,
     'forget': prepare_forget,
@@ -516,6 +535,25 @@ def prepare_rebuild(control: Control, count: int) -> Work:
     return Work(compute, begin, check)
 
 
+def prepare_new_sizes(control: Control, count: int) -> Work:
+    compute, amounts = make_tuned(control, ROOMY), {'VCPU': 2, 'MEMORY_MB': 64, 'DISK_GB': 1}
+    waiting, resized = [boot(control) for _ in range(count)], list[str]()
+    stop_gracefully(compute)
+
+    def begin() -> str:
+        resized.append(waiting.pop())
+        run(control, 'resize', resized[-1], 'resources=VCPU:2,MEMORY_MB:64', '--restart')
+        return resized[-1]
+
+    def check() -> None:
+        records = [partial(require_record, control, instance) for instance in resized]
+        wait_until(lambda: all(read()['resources'] == amounts for read in records), REACTION_SECONDS, 'they have it')
+        assert [read()['fault'] for read in records] == [None] * len(resized)
+        check_claims_twice(control, compute, read_guests(compute))
+
+    return Work(compute, begin, check)
+
+
 def prepare_take(control: Control, _: int) -> Work:
     """Prepare requests in a queue, each of which uses a third of the room."""
     run(control, 'flavor', 'set', 'third', SMALL_QUERY.replace('VCPU:1', 'VCPU:4'))
@@ -586,6 +624,7 @@ COMPUTE_STORIES: dict[str, Callable[[Control, int], Work]] = {
     'remove': prepare_remove,
     'reboot': prepare_reboot,
     'rebuild': prepare_rebuild,
+    'new sizes': prepare_new_sizes,
     'take': prepare_take,
     'start': prepare_start,
     'end': prepare_end,

@@ -90,7 +90,7 @@ def find_contradictions(
     violations += [f'{name}: request without an instance' for name in set(names) - instances]
     violations += [f'{name}: instance without a request' for name in instances - set(names)]
     for compute, name in requested:
-        if name not in halted:
+        if name not in halted | in_flight:  # the claim of a resize grows before its request
             violations += _check_request(
                 name, compute, json.loads(under['hosts'][f'{compute}/{name}'].value), allocations, records
             )

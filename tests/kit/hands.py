@@ -17,6 +17,7 @@ import pytest
 
 from ecomp.agent.host.claims import CONFIRMATION_SECONDS, ClaimKeeper
 from ecomp.conf import EtcdConfig
+from ecomp.model import keys
 from ecomp.placement.client import Placement
 from ecomp.store.client import Store
 from tests.kit.audit import wait_audit_clean
@@ -143,8 +144,11 @@ def check_claims_twice(control: Control, compute: Ecompute, guests: Collection[s
     store, placement = Store(EtcdConfig((control.etcd.endpoint,))), Placement(control.placement.url)
     try:
         keeper = ClaimKeeper(compute.uuid, store, placement)
+        entries = store.snapshot(keys.request_prefix(compute.uuid)).entries.values()
+        held = {keys.get_last_part(each.key): json.loads(each.value)['allocations'] for each in entries}
+        wanted = {name: each[compute.uuid]['resources'] for name, each in held.items() if each}
         for now in (0.0, CONFIRMATION_SECONDS):
-            keeper.check_claims(guests, now)
+            keeper.check_claims(guests, now, wanted=wanted)
     finally:
         store.close()
         placement.close()
