@@ -16,7 +16,7 @@ import threading
 import time
 import xml.etree.ElementTree as ET
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
@@ -32,7 +32,7 @@ from uuid import uuid4
 import pytest
 
 from ecomp.agent.instance.build import Build, carry_out
-from ecomp.errors import Conflict, EcompError, Unreachable, UsageError
+from ecomp.errors import BuildFailed, Conflict, EcompError, Unreachable, UsageError
 from ecomp.model.guest import DEFAULT_NETWORKS, PAUSED, Attachment, Guest, GuestSpec
 from tests.functional.guest import COMPUTE, FOREIGN_DOMAIN_XML, MakeSpec, build
 from tests.functional.libvirt_host import LibvirtHost
@@ -178,6 +178,40 @@ def test_rebuilt_guest_has_a_new_disk_and_the_number_in_its_mark(
     assert domain.listAllSnapshots() == []
     assert {path.name for path in images.iterdir()} == before
     assert disk.stat().st_ino != old_disk
+
+
+@pytest.mark.parametrize('restarts', [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_guest_is_resized_up_and_down(real_libvirt: Libvirt, spec: GuestSpec, connection: Any, restarts: bool) -> None:
+    build(real_libvirt, spec)
+    domain, inactive = connection.lookupByUUIDString(spec.instance), libvirt.VIR_DOMAIN_XML_INACTIVE
+    # As `virsh edit` and `virsh setvcpus --maximum` do it.
+    text = domain.XMLDesc(inactive).replace('<os>', '<cputune><shares>512</shares></cputune><os>', 1)
+    connection.defineXML(text).setVcpusFlags(4, libvirt.VIR_DOMAIN_AFFECT_CONFIG | libvirt.VIR_DOMAIN_VCPU_MAXIMUM)
+
+    def resize(vcpus: int, memory_mb: int, disk_gb: int) -> Mapping[str, int]:
+        real_libvirt.resize(replace(spec, vcpus=vcpus, memory_mb=memory_mb, disk_gb=disk_gb))
+        root = ET.fromstring(domain.XMLDesc(inactive))
+        assert (root.findtext('cputune/shares'), domain.blockInfo('vda')[0]) == ('512', disk_gb * 2**30)
+        assert root.findtext('memory') == root.findtext('currentMemory') == str(memory_mb * 1024)
+        assert (root.findtext('vcpu'), root.find('vcpu[@current]')) == (str(vcpus), None)
+        if restarts:
+            real_libvirt.switch_off(spec.instance, COMPUTE)
+            real_libvirt.start_existing(spec.instance, COMPUTE)
+        return real_libvirt.list_guests()[spec.instance].size
+
+    for size in ((2, 64, 2), (1, 48, 2), (3, 40, 3)):
+        vcpus, memory_mb = size[:2] if restarts else (1, 32)
+        now = {'VCPU': vcpus, 'MEMORY_MB': memory_mb, 'MEMORY_MB now': memory_mb, 'DISK_GB': size[2]}
+        assert resize(*size) == now
+    restarts = False
+    real_libvirt.switch_off(spec.instance, COMPUTE)
+    resize(1, 32, 4)
+    text = '<domainsnapshot><name>s</name></domainsnapshot>'
+    domain.snapshotCreateXML(text, libvirt.VIR_DOMAIN_SNAPSHOT_CREATE_DISK_ONLY)
+    with pytest.raises(BuildFailed, match=f'its disk has a snapshot, .*{spec.instance}.s, and cannot grow'):
+        resize(1, 32, 5)
+    real_libvirt.resize(replace(spec, vcpus=2, disk_gb=4))
+    assert real_libvirt.list_guests()[spec.instance].size['VCPU'] == 2
 
 
 def test_driver_reconnects_after_libvirtd_was_killed(host: LibvirtHost, real_libvirt: Libvirt, spec: GuestSpec) -> None:

@@ -13,8 +13,9 @@ from ecomp.model.stored import encode
 from ecomp.scheduler.changes.change import destroy
 from ecomp.scheduler.operations.audit import audit
 from ecomp.scheduler.operations.forget import forget
+from ecomp.scheduler.operations.sharing import set_limits
 from ecomp.scheduler.placing.evacuate import PROTECTED, Evacuated, evacuate
-from ecomp.scheduler.placing.modify import protect, rename
+from ecomp.scheduler.placing.modify import protect, rename, resize
 from ecomp.scheduler.placing.session import Scheduler
 from ecomp.scheduler.queries.find import resolve
 from ecomp.store.client import Delete, Put
@@ -59,8 +60,11 @@ def test_rename_moves_the_name_at_once(toy_compute: ToyCompute, cloud: Cloud) ->
 
 @pytest.mark.parametrize('end', ['destroyed', 'vanished', 'forgotten'])
 def test_end_after_a_rename_frees_the_new_name_only(toy_compute: ToyCompute, cloud: Cloud, end: str) -> None:
+    """The end of a pending resize refunds what is charged for it, too."""
+    set_limits(cloud.store, 'a-project', ['VCPU=12'])
     instance = build(toy_compute, 'web')
     rename(cloud.store, instance, 'db')
+    resize(cloud.store, cloud.placement, instance, {'VCPU': 4}, OWNER)
     compute, others = toy_compute.compute, {'web': build(toy_compute, 'web')}
     if end == 'vanished':
         toy_compute.hypervisor.destroy(instance, compute)
