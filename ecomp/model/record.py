@@ -210,8 +210,8 @@ CHANGEABLE = ('name', 'is_protected', 'query')
 
 def copy_changes(record: Record, request: Request) -> Record:
     """Return the record with what its user has changed since."""
-    changes = {name: getattr(request, name) for name in CHANGEABLE}
-    changes['name'] = changes['name'] or record.name  # a request to destroy of 2019 has no name
+    # A request of 2019 has neither name nor query.
+    changes = {name: value for name in CHANGEABLE if (value := getattr(request, name)) is not None}
     # Each plan asks this of each instance, and a copy takes twenty times as long.
     is_same = all(getattr(record, name) == value for name, value in changes.items())
     return record if is_same else replace(record, **changes)

@@ -227,7 +227,8 @@ def name_missing(scene: Scene) -> str:
 
 def name_reserved(scene: Scene) -> str:
     scene.put('/names/rename', {'version': 1, 'instance': scene.instance})
-    scene.rewrite_record(scene.instance, name='rename')
+    scene.rewrite_request(name='rename')
+    scene.control.etcd.delete(f'/names/{NAME}')
     return scene.instance
 
 

@@ -83,11 +83,13 @@ class Scene:
         assert old_record is not None
         self.put(self.control.etcd.find_record_key(instance), {**old_record, **changed}, seconds)
 
+    def rewrite_request(self, **changed: Any) -> None:
+        key = f'/hosts/{self.first.uuid}/{self.instance}'
+        self.put(key, {**json.loads(self.control.etcd.get(key) or b''), **changed})
+
     def join_group(self, members: dict[str, str]) -> None:
         rule = {'policy': 'affinity', 'strict': True}
-        key = f'/hosts/{self.first.uuid}/{self.instance}'
-        request = json.loads(self.control.etcd.get(key) or b'')
-        self.put(key, {**request, 'group': {'name': GROUP, **rule}})
+        self.rewrite_request(group={'name': GROUP, **rule})
         self.put(f'/groups/{GROUP}', {'version': 1, **rule, 'members': members})
 
     def restore(self, before: Baseline) -> None:
