@@ -132,7 +132,7 @@ def correct_claim(placement: Placement, instance: str, read_request: Callable[[]
     if held.allocations and held.allocations.keys() != request.allocations.keys():
         return False
     # If this claim lands during a destroy, it is an orphan.
-    owner = request.user_id or '', request.project_id or ''
+    owner = held.user_id or request.user_id, held.project_id or request.project_id
     replace_allocations(placement, instance, request.allocations, *owner, held.generation)
     return True
 

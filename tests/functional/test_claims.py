@@ -14,6 +14,8 @@ from ecomp.agent.host.claims import CONFIRMATION_SECONDS, ClaimKeeper
 from ecomp.conf import EtcdConfig
 from ecomp.errors import ClaimedElsewhere, Conflict, NoCapacity, PlacementRefusal, UnknownOutcome, Unreachable
 from ecomp.model import keys
+from ecomp.model.order import Request
+from ecomp.model.stored import encode
 from ecomp.placement import allocations
 from ecomp.placement.allocations import Requester, claim
 from ecomp.placement.client import Placement
@@ -220,6 +222,19 @@ def test_orphan_is_released_after_two_spaced_checks(cloud: Cloud) -> None:
     keeper.check_claims([], 1000.0 + CONFIRMATION_SECONDS)
     assert cloud.server.read_consumers(compute) == {}
     keeper.check_claims([], 2000.0)
+
+
+@pytest.mark.fast
+def test_request_that_placement_refuses_keeps_no_orphan(cloud: Cloud) -> None:
+    compute = cloud.make_compute(VCPU=9, MEMORY_MB=999, DISK_GB=9)
+    _, requested = (create_orphan(cloud, compute) for _ in range(2))
+    amounts = {**SMALL, 'CUSTOM_UNKNOWN': 1}
+    request = Request(requested, {compute: amounts}, image='http://images.invalid/a.img')
+    cloud.store.commit([], [Put(keys.request(compute, requested), encode(request))])
+    keeper = ClaimKeeper(compute, cloud.store, cloud.placement)
+    for now in (0.0, CONFIRMATION_SECONDS):
+        keeper.check_claims([], now, wanted={requested: amounts})
+    assert cloud.server.read_consumers(compute).keys() == {requested}
 
 
 @pytest.mark.fast

@@ -1,4 +1,4 @@
-"""Release claims on this compute without request, attempt or guest (rule: orphaned-claim)."""
+"""Release claims on this compute that nobody needs, and correct others (rule: orphaned-claim)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import TypeVar
 
-from ecomp.errors import GenerationConflict, NoCapacity
+from ecomp.errors import EcompError, Unreachable
 from ecomp.metrics import TALLY
 from ecomp.model import keys
 from ecomp.model.allocation import Allocations, Resources
@@ -76,7 +76,7 @@ def confirm_sightings(
 
 
 class ClaimKeeper:
-    """Releases orphaned claims on one compute."""
+    """Releases orphaned claims on one compute, and sets others to what their requests name."""
 
     def __init__(self, compute: str, store: Store, placement: Placement, takes_from_queues: bool = True) -> None:
         self._compute = compute
@@ -106,11 +106,10 @@ class ClaimKeeper:
         A claim that differs for so long from what its request claims here, `wanted`, is set to that.
 
         The check is skipped, at most MAX_SKIPPED_CHECKS times in a row, if `generation` is unchanged and each consumer
-        of the last check has a guest or a request in `requests`.
+        of the last check has a guest or a request in `requests`, and holds what is `wanted`.
         """
-        is_good = not find_orphans(self.held or (), requests, guests, ()) and not find_differing(
-            self.held or {}, wanted
-        )
+        held_before = self.held or {}
+        is_good = not find_orphans(held_before, requests, guests, ()) and not find_differing(held_before, wanted)
         if is_good and self.last_good_check.use_skip(generation):
             self.is_current = self.held is not None
             return
@@ -148,7 +147,9 @@ class ClaimKeeper:
             wanted = partial(read_settled_request, self._store, self._compute, instance)
             if allocations.correct_claim(self._placement, instance, wanted):
                 log.warning('set the claim of instance %s to its request, from which it differed', instance)
-        except (NoCapacity, GenerationConflict) as error:
+        except Unreachable:
+            raise
+        except EcompError as error:  # no room, or amounts that placement refuses
             log.info('the claim of instance %s differs from its request: %s', instance, error)
 
     def _select_kept(self, holding: Mapping[str, Allocations]) -> set[str]:
