@@ -639,7 +639,7 @@ CHECKS = add_checks({
         'destroy some of its instances, or increase its `inventory:`'),
     'allocation-missing': Check(BOTH, _find_claim_problems, 'a living instance has no claim', repair=Repair.CLAIM),
     'allocation-differs': Check(BOTH, _find_claim_problems, 'a claim differs from its request',
-        'destroy the instance, or correct its claim in placement: PUT /allocations/<instance>'),
+        'wait two minutes: its compute sets the claim to the request, if there is room'),
     'allocation-doubled': Check(BOTH, _find_claim_problems, 'a claim is on another compute than its instance',
         'correct the claim in placement: PUT /allocations/<instance>, with its consumer_generation'),
     # of a host, by itself
