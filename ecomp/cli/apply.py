@@ -19,7 +19,7 @@ from ecomp.cli.selection import MAX_NAMES_IN_QUESTION, confirm_destroy
 from ecomp.cli.stack_file import StackFile, load_stack_file
 from ecomp.cli.tables import UUID, Column, Listing, Row
 from ecomp.cli.terminal import LiveLine, is_terminal, make_timestamp
-from ecomp.errors import Conflict, EcompError, NoCapacity, StillGoing, Unreachable, UsageError
+from ecomp.errors import Conflict, EcompError, NoCapacity, StillGoing, Unreachable, UsageError, put_before_fix
 from ecomp.model import apply as plan
 from ecomp.model import keys
 from ecomp.model.host import NO_COMPUTES, ComputeNames, describe_silent_fix
@@ -265,7 +265,7 @@ def _may_prune_first(run: _Apply, error: NoCapacity) -> bool:
     """Return whether --prune frees room, which is then reported with why there is too little."""
     names = join_some([step.name or step.instance for step in run.pruned], MAX_NAMES_IN_QUESTION)
     if names:
-        run.ctx.out.say(f'{error}; --prune destroys {names} first, and then there may be room')
+        run.ctx.out.say(put_before_fix(str(error), f'; --prune destroys {names} first, and then there may be room'))
     return bool(names)
 
 

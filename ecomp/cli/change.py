@@ -135,7 +135,7 @@ def _resize(ctx: Context) -> int:
     from ecomp.scheduler.placing.modify import resize
 
     outcomes = Outcomes(ctx, ctx.words[:1], instance=None, state=None)
-    if not (amounts := parse_plain_amounts(ctx.words[1])):
+    if not (amounts := parse_plain_amounts(ctx.words[1])) or min(amounts.values()) < 1:
         raise UsageError(f'{ctx.words[1]!r:.80} is not a list of amounts. Try: resources=VCPU:2,MEMORY_MB:1024')
     acceptances: dict[str, Acceptance] = {}
 

@@ -55,7 +55,7 @@ class Existing(NamedTuple):
 
     @property
     def name(self) -> str | None:
-        return self.record.name if self.request is None else self.request.name
+        return (self.request and self.request.name) or self.record.name
 
     @property
     def is_ending(self) -> bool:

@@ -217,7 +217,7 @@ def copy_changes(record: Record, request: Request) -> Record:
     return record if is_same else replace(record, **changes)
 
 
-def hold(record: Record, request: Request) -> Record:
+def copy_holdings(record: Record, request: Request) -> Record:
     """Return the record with what its request holds, which the end of the instance releases."""
     return replace(copy_changes(record, request), resources=request.resources or record.resources)
 

@@ -308,9 +308,8 @@ class Libvirt:
         self._domains.start_existing(instance, compute)
 
     def resize(self, spec: GuestSpec) -> None:
-        snapshots = self._volumes.list_snapshots(spec.instance)
         if spec.disk_gb is not None and spec.disk_gb > self._volumes.measure_disk_gb(spec.instance):
-            if snapshots:
+            if snapshots := self._volumes.list_snapshots(spec.instance):
                 raise BuildFailed('disk', f'its disk has a snapshot, {snapshots[0]}, and cannot grow')
             path = str(self._volumes.get_path(spec.instance))
             if not self._domains.grow_disk(spec.instance, spec.compute, path, spec.disk_gb * GIB):

@@ -9,7 +9,7 @@ CHANGED = {
     'a rename keeps the old name': make_bug(_RENAME, replace_call('release_name', '([], [])'), 'renamed_beside_create'),
     'a rename compares no names': make_bug(_REWRITE, drop_operand('conditions'), 'renamed_beside_create'),
     'a change compares no request': make_bug(_REWRITE, drop_operand('entry', 'Unchanged'), 'renamed_beside_stop'),
-    'an end frees an old name': make_bug(_END, replace_call('hold', 'record'), 'renamed_beside_destroy'),
+    'an end frees an old name': make_bug(_END, replace_call('copy_holdings', 'record'), 'renamed_beside_destroy'),
     'a destroy is not refused': make_bug(_DESTROY, drop_statement('require_unprotected'), 'protected_beside_destroy'),
     'an evacuation ignores a late protection': make_bug(_SETTLE, never('is_protected'), 'protected_beside_evacuation'),
     'a change is taken back': make_bug(_REPUBLISH, never('changed'), 'renamed_and_restored'),

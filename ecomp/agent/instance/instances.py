@@ -70,7 +70,7 @@ from ecomp.model.record import (
     Progress,
     Record,
     copy_changes,
-    hold,
+    copy_holdings,
     make_record,
     make_refused_record,
 )
@@ -432,7 +432,7 @@ class Instances:
         instance = request.instance
         stored = self.records.get_to_end(instance)
         record = stored or make_record(self.compute, request, self.now())
-        record = replace(hold(record, request), replaced_by=request.replaced_by)
+        record = replace(copy_holdings(record, request), replaced_by=request.replaced_by)
         if stored is None:
             self.records.remove_stale_address(instance, revision, is_here=True)
         if record.state not in (DESTROYING, ERROR):  # a failed instance has nothing left, and its record is on a lease
@@ -518,7 +518,7 @@ class Instances:
     def end_vanished(self, request: Request, revision: int) -> None:
         """End an instance as `gone` whose domain and disk were removed outside ecomp."""
         instance = request.instance
-        record = hold(self.records.get_existing(instance), request)
+        record = copy_holdings(self.records.get_existing(instance), request)
         self._remove(instance, None if record.is_adopted else RemoveLeftovers(instance, self.compute))
         fault = UNMARKED if record.is_adopted else DOMAIN_AND_DISK_GONE
         self.records.end(replace(record.enter_state(GONE, self.now(), 'gone'), fault=fault), revision)

@@ -332,7 +332,7 @@ def make_end_record(compute: str, etcd_view: EtcdView, now: str) -> Record | Non
     if not isinstance(etcd_view.request, Request) or etcd_view.request.is_tombstone or etcd_view.is_finished(compute):
         return None
     record = etcd_view.record or records.make_record(compute, etcd_view.request, now)
-    record = records.hold(record, etcd_view.request)
+    record = records.copy_holdings(record, etcd_view.request)
     return replace(record.enter_state(GONE, now, 'gone'), fault=ENDED_BEFORE_FAULT)
 
 
@@ -499,12 +499,11 @@ def _restore_shared(
     if request is not None and not request.is_tombstone:
         with suppress(Unreadable):
             changes.append(names.rejoin_group(store, request.group, record.instance, record.compute))
-    if request is not None and is_uncharged:
-        with suppress(Unreadable):
+    with suppress(Unreadable):
+        if request is not None and is_uncharged:
             # It was delivered after the backup of this etcd, so the quota lacks it; its end will subtract it.
             changes.append(names.recharge_quota(store, record.project_id, request.resources))
-    elif request is not None and isinstance(present, Request):
-        with suppress(Unreadable):
+        elif request is not None and isinstance(present, Request):
             sizes = present.resources, request.resources
             changes.append(names.change_charge(store, record.project_id, *sizes, has_limit=False))
     return [each for unchanged, _ in changes for each in unchanged], [each for _, writes in changes for each in writes]

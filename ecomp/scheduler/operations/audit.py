@@ -26,7 +26,7 @@ from ecomp.model.group import Group
 from ecomp.model.json_object import dump, load_object_or_empty
 from ecomp.model.order import Request
 from ecomp.model.quota import INSTANCES, Quota
-from ecomp.model.record import UNSEEN_END_FAULT, hold, make_record
+from ecomp.model.record import UNSEEN_END_FAULT, copy_holdings, make_record
 from ecomp.model.stack import Stack
 from ecomp.model.states import GONE, RETENTION_SECONDS
 from ecomp.model.stored import encode
@@ -361,7 +361,7 @@ class Repairs:
         record, request = self.world.records.get(instance), self.world.requests_at.get(compute, {}).get(instance)
         tombstone = request if isinstance(request, Request) else None
         if tombstone is not None:
-            record = hold(record or make_record(compute, tombstone, self.now), tombstone)
+            record = copy_holdings(record or make_record(compute, tombstone, self.now), tombstone)
         assert record is not None  # otherwise no destroy is accepted
         # An error stays: it shows that the quota's share was released before (ecomp.shared.ends).
         replaced_by = tombstone.replaced_by if tombstone is not None else None

@@ -85,7 +85,7 @@ def resize(
         UsageError: the instance cannot have these amounts.
         Conflict: as in _rewrite(), another process changes the size, or the claim differs from the request.
     """
-    accepted, compute, lease = Acceptance(f'{instance}: has this size'), '', 0
+    accepted, compute, lease = (unchanged := Acceptance(f'{instance}: has this size')), '', 0
     attempt: list[Unchanged] = []  # once it is announced
 
     def make(request: Request) -> Rewriting | None:
@@ -94,6 +94,7 @@ def resize(
             raise Conflict(f'{instance}: is adopted: its definition is not ours to change. Try: virsh edit')
         size = request.plan_size(amounts)
         if size == request.guest_size and not request.resize:
+            accepted = unchanged  # also if an earlier try was about to change it
             return None
         try:
             query = replace_amounts(request.query or '', amounts)
@@ -170,7 +171,7 @@ def rebuild(store: Store, instance: str, image: str | None) -> tuple[str, int]:
         if request.rebuild == numbers[-1]:
             return None  # committed by an earlier try whose answer was lost
         if request.is_adopted:
-            raise Conflict(f'{instance}: is adopted: its disks are not ours to replace')
+            raise Conflict(f'{instance}: is adopted: its disks are not ours to replace. Try: virsh on its host')
         require_unprotected(request)
         if request.user_data_sha256 and store.get(keys.user_data(request.user_data_sha256)) is None:
             raise Conflict(f'{instance}: its user-data is no longer in etcd. Fix: destroy it, and create it again')
@@ -201,7 +202,8 @@ def _rewrite(
         put = merge_into_request(entries, entry, {**fields, 'changed': number, **store.make_stamp()})
         settlement = Settlement(Touch(entry.key), doubts.append)
         written = store.commit([Unchanged(entry.key, entry.revision), *conditions], [put, *operations], settlement)
-        failpoint('changed')
-        return None if written is None else True
+        if written is not None:
+            failpoint('changed')
+        return bool(written) or None
 
     return retry_until_accepted(instance, 'change', 'the same command again', read_and_write)

@@ -60,15 +60,14 @@ class InstanceEntries(NamedTuple):
         if order is None or isinstance(order, InvalidRequest):
             return None
         recorded = {name: value for name, value in self.record.copy_recorded_fields().items() if value}
-        recorded |= {name: getattr(order, name) for name in CHANGEABLE}
+        recorded |= {name: value for name in CHANGEABLE if (value := getattr(order, name)) is not None}
         # A record lacks the policy of its group.
         return Order(**order.copy_fields(**{**recorded, 'group': order.group or recorded.get('group')}))
 
     @property
     def name(self) -> str | None:
         """The current name: its compute copies a new one into the record later."""
-        request = self.request
-        return self.record.name if request is None else request.name
+        return (self.request and self.request.name) or self.record.name
 
     @property
     def is_destroying(self) -> bool:
