@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import Any, NamedTuple
 
-from ecomp.errors import UsageError
+from ecomp.errors import Conflict, UsageError
 from ecomp.model import keys
 from ecomp.model.allocation import (
     MAX_AMOUNT,
@@ -283,11 +283,13 @@ class Request(Order):
         return self.resize.resources if self.resize else self.resources
 
     def plan_size(self, amounts: Resources) -> Resources:
-        """Return the guest's size with these amounts, or raise UsageError if it cannot have it."""
+        """Return the guest's size with these amounts, or raise an error if it cannot have it."""
+        if self.is_adopted:
+            raise Conflict(f'{self.instance}: is adopted: its definition is not ours to change. Try: virsh edit')
         classes = [name for held in self.allocations.values() for name in held]
         if unknown := [name for name in amounts if classes.count(name) != 1]:
-            known = ', '.join(sorted(classes))
-            raise UsageError(f'{self.instance}: has no {unknown[0]} to change. Fix: give amounts of {known}')
+            cure = f'give amounts of {", ".join(sorted(classes))}'
+            raise UsageError(f'{self.instance}: has no {unknown[0]} to change. Fix: {cure}')
         if amounts.get('DISK_GB', math.inf) < self.resources.get('DISK_GB', 0):
             cure = 'create a smaller instance, and copy the data'
             raise UsageError(f'{self.instance}: its disk of {self.resources["DISK_GB"]} GiB cannot shrink. Fix: {cure}')

@@ -50,6 +50,16 @@ def sized(toy_compute: ToyCompute, cloud: Cloud) -> str:
     return toy_compute.build()
 
 
+def test_wait_for_a_restart_is_not_ended_by_an_earlier_reboot(
+    toy_compute: ToyCompute, cloud: Cloud, sized: str
+) -> None:
+    earlier, power = (PowerAction(REBOOT, make_uuid()) for _ in range(2))
+    change_power(cloud.store, sized, earlier)
+    toy_compute.settle()
+    accepted = resize(cloud.store, cloud.placement, sized, {'VCPU': 2}, OWNER, power)
+    assert (accepted.power, accepted.previous_ids) == (power, {earlier.id})
+
+
 @pytest.mark.parametrize('actions', [(REBOOT,), (STOP, START)])
 def test_resize_takes_effect_when_the_guest_starts(
     toy_compute: ToyCompute, cloud: Cloud, sized: str, actions: Sequence[str]

@@ -350,7 +350,7 @@ def _match_earlier_change(
         if previous.action != power_change.action:
             return None
         message = f'{record.instance}: {power_change.action} was requested before; {record.compute} is carrying it out'
-        return Acceptance(message, previous, _list_previous_ids(entries))
+        return Acceptance(message, previous, list_previous_ids(entries.record, entries.request))
     if (power_change.action, record.state) in ((STOP, STOPPED), (START, ACTIVE)):
         return Acceptance(f'{record.instance}: is already {record.state}')
     return None
@@ -366,7 +366,7 @@ def merge_into_request(entries: InstanceEntries, entry: Entry, change: Mapping[s
 
 def _make_acceptance(store: Store, entries: InstanceEntries, power_change: PowerAction) -> Acceptance:
     message = describe_acceptance(store, entries.record, power_change.action)
-    return Acceptance(message, power_change, _list_previous_ids(entries))
+    return Acceptance(message, power_change, list_previous_ids(entries.record, entries.request))
 
 
 def describe_acceptance(store: Store, record: Record, change: str) -> str:
@@ -379,9 +379,8 @@ def describe_delay(store: Store, compute: str) -> str:
     return '' if is_alive(store, compute) else ' once this compute is no longer silent'
 
 
-def _list_previous_ids(entries: InstanceEntries) -> frozenset[str]:
-    request = entries.request
-    return frozenset({parse_action_id(entries.record.power), request.power.id if request and request.power else ''})
+def list_previous_ids(record: Record, request: Request | None) -> frozenset[str]:
+    return frozenset({parse_action_id(record.power), request.power.id if request and request.power else ''})
 
 
 def remove_finished(store: Store, instance: str, key_index: KeyIndex | None = None) -> str:

@@ -13,6 +13,7 @@ from ecomp.model import keys
 from ecomp.model.allocation import Allocations, Resources, find_compute, sum_allocations, to_wire
 from ecomp.model.order import PowerAction, Request, Resize
 from ecomp.model.query import UnsupportedQueryError, replace_amounts
+from ecomp.model.record import Record
 from ecomp.model.stored import to_dict
 from ecomp.placement import providers
 from ecomp.placement.allocations import correct_claim, read_consumer, replace_allocations
@@ -21,6 +22,7 @@ from ecomp.scheduler.changes.change import (
     Acceptance,
     Doubts,
     describe_acceptance,
+    list_previous_ids,
     merge_into_request,
     parse_changeable_request,
     require_unprotected,
@@ -37,17 +39,15 @@ from ecomp.store.client import Delete, Settlement, Store, Touch, Unchanged
 
 # The fields of the request to write, and the change of other keys that goes with them.
 Rewriting = tuple[Mapping[str, object], Change]
-# Who makes an attempt, see describe_owner().
-Owner = Mapping[str, object]
+Owner = Mapping[str, object]  # who makes an attempt, see describe_owner()
 
 
 def protect(store: Store, instance: str, is_protected: bool, key_index: KeyIndex | None = None) -> str:
     """Protect an instance from its removal, or end that, and return a sentence about it."""
-
-    def make(request: Request) -> Rewriting | None:
-        return None if request.is_protected == is_protected else ({'protected': is_protected}, ([], []))
-
-    is_new = _rewrite(store, instance, make, key_index)
+    change: Rewriting = {'protected': is_protected}, ([], [])
+    is_new = _rewrite(
+        store, instance, lambda request, _: None if request.is_protected == is_protected else change, key_index
+    )
     return f'{instance}: is {"" if is_protected else "not "}protected{" now" if is_new else ""}'
 
 
@@ -58,7 +58,7 @@ def rename(store: Store, instance: str, name: str) -> str:
         Conflict: another instance has the name, or as in _rewrite().
     """
 
-    def make(request: Request) -> Rewriting | None:
+    def make(request: Request, _record: Record) -> Rewriting | None:
         if request.name == name:
             return None
         new, old = reserve_names(store, {instance: name}), release_name(store, request.name, instance)
@@ -88,10 +88,8 @@ def resize(
     accepted, compute, lease = (unchanged := Acceptance(f'{instance}: has this size')), '', 0
     attempt: list[Unchanged] = []  # once it is announced
 
-    def make(request: Request) -> Rewriting | None:
+    def make(request: Request, record: Record) -> Rewriting | None:
         nonlocal accepted, compute, lease
-        if request.is_adopted:
-            raise Conflict(f'{instance}: is adopted: its definition is not ours to change. Try: virsh edit')
         size = request.plan_size(amounts)
         if size == request.guest_size and not request.resize:
             accepted = unchanged  # also if an earlier try was about to change it
@@ -108,12 +106,13 @@ def resize(
                 lease = store.grant(keys.ATTEMPT_SECONDS)
                 attempt.append(_announce(store, lease, instance, owner))
             _enlarge(placement, instance, wanted)
-        ending: Change = [*attempt], [Delete(each.key) for each in attempt]
         number = request.make_change_number(datetime.now(UTC).timestamp())
-        fields = {'allocations': to_wire(wanted), 'query': query, 'resize': to_dict(Resize(number, size))}
+        fields: dict[str, object] = {'allocations': to_wire(wanted), 'query': query}
+        fields |= {'resize': to_dict(Resize(number, size)), **({'power': to_dict(power)} if power else {})}
         effect = '' if power else f'. It takes effect when the guest starts. Try: eschedule reboot {instance}'
-        accepted = Acceptance(f'{instance}: resize accepted; {compute} carries it out{effect}', power)
-        return {**fields, **({'power': to_dict(power)} if power else {})}, merge_changes(charge, ending)
+        sentence = f'{instance}: resize accepted; {compute} carries it out{effect}'
+        accepted = Acceptance(sentence, power, list_previous_ids(record, request))
+        return fields, merge_changes(charge, ([*attempt], [Delete(each.key) for each in attempt]))
 
     try:
         try:
@@ -129,8 +128,8 @@ def resize(
 
 
 def _announce(store: Store, lease: int, instance: str, owner: Owner) -> Unchanged:
-    uuid, check = keys.derive_uuid(instance, 'resize'), partial(check_previous, 'another resize', owner)
-    revision = announce(store, lease, uuid, {**owner, 'instances': [instance]}, True, check)
+    uuid, value = keys.derive_uuid(instance, 'resize'), {**owner, 'instances': [instance]}
+    revision = announce(store, lease, uuid, value, True, partial(check_previous, 'another resize', owner))
     failpoint('resize-announced')
     return Unchanged(keys.attempt(uuid), revision)
 
@@ -167,7 +166,7 @@ def rebuild(store: Store, instance: str, image: str | None) -> tuple[str, int]:
     """
     numbers = [-1]
 
-    def make(request: Request) -> Rewriting | None:
+    def make(request: Request, _record: Record) -> Rewriting | None:
         if request.rebuild == numbers[-1]:
             return None  # committed by an earlier try whose answer was lost
         if request.is_adopted:
@@ -184,7 +183,7 @@ def rebuild(store: Store, instance: str, image: str | None) -> tuple[str, int]:
 
 
 def _rewrite(
-    store: Store, instance: str, make: Callable[[Request], Rewriting | None], key_index: KeyIndex | None = None
+    store: Store, instance: str, make: Callable[[Request, Record], Rewriting | None], key_index: KeyIndex | None = None
 ) -> bool:
     """Write what `make` returns for the current request, or return False if that is None.
 
@@ -195,7 +194,7 @@ def _rewrite(
     def read_and_write(doubts: Doubts) -> bool | None:
         entries = find_living(store, instance, key_index)
         entry, request = parse_changeable_request(entries)
-        if (made := make(request)) is None:
+        if (made := make(request, entries.record)) is None:
             return False
         fields, (conditions, operations) = made
         number = request.make_change_number(datetime.now(UTC).timestamp())
