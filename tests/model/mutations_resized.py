@@ -23,7 +23,7 @@ RESIZED = {
         'ecomp.model.guest:Guest.runs_with', replace_return('self.running'), _REBOOTED
     ),
     'a resize does not compare its attempt': make_bug(
-        _RESIZE, drop_argument('merge_changes', 'ending'), 'resize_frozen'
+        _RESIZE, drop_argument('merge_changes', 'attempt'), 'resize_frozen'
     ),
     'a claim is set to a request read before its generation': make_bug(
         'ecomp.placement.allocations:correct_claim', move_first('read_request'), 'resize_frozen'
@@ -35,7 +35,7 @@ RESIZED = {
         'ecomp.agent.host.claims:ClaimKeeper.check_claims', drop_statement('_correct'), 'resize_frozen'
     ),
     'the end refunds what the record has': make_bug(
-        'ecomp.model.record:hold', drop_argument('replace', 'resources'), 'resized_beside_destroy'
+        'ecomp.model.record:copy_holdings', drop_argument('replace', 'resources'), 'resized_beside_destroy'
     ),
     'a guest that has started with the resize before is unlike its record': make_bug(
         'ecomp.agent.instance.instances:Instances.resize',
