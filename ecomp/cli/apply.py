@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from ecomp.model import apply as plan
 from ecomp.model import keys
 from ecomp.model.host import NO_COMPUTES, ComputeNames, describe_silent_fix
 from ecomp.model.keys import make_uuid
+from ecomp.model.query import read_amounts
 from ecomp.model.record import Record, describe_failure, parse_or_none
 from ecomp.model.stack import Stack
 from ecomp.model.states import ERROR, RETENTION_SECONDS, SCHEDULED, STAGES, STOPPED
@@ -82,7 +84,9 @@ class _Apply:
         # A replacement gets the name that the instance has, also if --destroy-first reads the stack again without it.
         desired = plan.keep_names(self.file.instances, self.state.existing)
         self.file = replace(self.file, instances=desired)
-        steps = plan.plan_steps(desired, self.state.existing, self.state.owners, self.replaced, prune)
+        steps = plan.plan_steps(
+            desired, self.state.existing, self.state.owners, self.replaced, prune, self.ctx.options.resize
+        )
         replaced = [step.entry for step in steps if step.action in (plan.REPLACE, plan.DESTROY)]
         if replaced:
             self.silent |= stacks.find_silent_computes(self.ctx.store, self.ctx.placement, self.state, replaced)
@@ -166,14 +170,31 @@ def _change(run: _Apply) -> int:
         run.read()
     if code := _carry_out(run):
         return code
+    _resize(run)
     code = 0 if ctx.options.wait is None else _wait(run)
     _report(run)
     # Others have a reason that says what to do.
-    if count := sum(': eschedule ' not in step.reasons[-1] for step in run.select(plan.DIFFERS)):
-        fixes = 'give --replace MEMBER or --replace-all to destroy and recreate them, or correct the file'
-        ctx.out.say(f'stack {run.file.name}: {count} of its instances differ. Fix: {fixes}')
+    if differing := [step for step in run.select(plan.DIFFERS) if not _CURE.search(step.reasons[-1])]:
+        resizable = sum(step.can_resize for step in differing)
+        keeping = f'--resize for {resizable} of them, which keep their disks, ' if resizable else ''
+        fixes = f'give {keeping}--replace MEMBER or --replace-all to destroy and recreate them, or correct the file'
+        ctx.out.say(f'stack {run.file.name}: {len(differing)} of its instances differ. Fix: {fixes}')
     destroyed, code = () if ctx.options.wait is None or code else run.pruned, code or plan.find_exit_code(run.steps)
     return code if _wait_for_ends(run, destroyed) else StillGoing.exit_code
+
+
+def _resize(run: _Apply) -> None:
+    """Resize one instance after the other, and report those that cannot be resized as different."""
+    from ecomp.scheduler.placing.modify import resize
+
+    ctx, owner = run.ctx, describe_owner(make_timestamp())
+    for step in run.select(plan.RESIZE):
+        amounts = read_amounts(run.file.instances[step.entry].order.query or '')
+        try:
+            resize(ctx.store, ctx.placement, step.instance, amounts, owner)
+        except (NoCapacity, Conflict, UsageError) as error:
+            refused = step._replace(action=plan.DIFFERS, reasons=[*step.reasons, str(error)])
+            run.steps = [refused if each is step else each for each in run.steps]
 
 
 def _destroy_first(run: _Apply, steps: Sequence[plan.Action], what: str) -> bool:
@@ -344,7 +365,7 @@ def _summarize(run: _Apply, is_preview: bool) -> None:
     summary = ', '.join(f'{counts[text]} {text}' for text in (*_DESCRIPTIONS.values(), 'failed') if counts[text])
     would = 'would have ' if is_preview or (run.select(plan.TAKEN) and run.select(*plan.CHANGES)) else ''
     run.ctx.out.say(f'stack {run.file.name}: {would}{summary or "no instances"}')
-    differing = [(step.member, reason) for step in run.select(plan.DIFFERS, plan.REPLACE) for reason in step.reasons]
+    differing = [(step.member, reason) for step in run.select(*_UNLIKE) for reason in step.reasons]
     for (member, reason), count in Counter(differing).items():
         run.ctx.out.say(f'{member}{f" ({count})" if count > 1 else ""}: {reason}')
 
@@ -370,15 +391,19 @@ def _make_row(run: _Apply, step: plan.Action, naming: ComputeNames, has_uuids: b
         'reasons': reasons,
     }
     # In a table what differs is printed once for all instances of a member.
-    is_shared = run.ctx.form == TABLE and step.action in (plan.DIFFERS, plan.REPLACE) and not is_failed
+    is_shared = run.ctx.form == TABLE and step.action in _UNLIKE and not is_failed
     cells = [*(value[field] for field in ('name', 'action', 'state', 'address')), naming.format_name(compute) or None]
     return Row([*cells, value['instance'], None if is_shared else '; '.join(reasons) or None], value)
 
 
+# What differs from the file.
+_UNLIKE = (plan.DIFFERS, plan.REPLACE, plan.RESIZE)
+_CURE = re.compile(r'\. (Fix|Try): ')
 _DESCRIPTIONS = {
     plan.CREATE: 'new',
     plan.KEEP: 'as the file asks',
     plan.REPLACE: 'replaced',
+    plan.RESIZE: 'resized when they start (eschedule reboot)',
     plan.DESTROY: 'destroyed',
     plan.SURPLUS: 'not in the file (--prune destroys them)',
     plan.DIFFERS: 'different',
@@ -460,7 +485,7 @@ COMMANDS: Sequence[Command] = (
             'instances need an etcd that takes more than 128 operations in a transaction; docker.sh and elab start '
             'one that takes 2048.',
             parse_file, _apply,
-            {'dry_run': '', 'prune': '', 'replace': '', 'replace_all': '', 'destroy_first': '', 'yes': '',
+            {'dry_run': '', 'prune': '', 'replace': '', 'replace_all': '', 'resize': '', 'destroy_first': '', 'yes': '',
              'wait': 'return once the instances of the file have reached STAGE: ' + ', '.join(STAGES) + '; without '
              'STAGE, addressed. Default: return once they are placed', 'timeout': '', **LISTING_OPTIONS},
             (3, 4, 5, 6, 8), example='eschedule apply shop.yaml --wait'),

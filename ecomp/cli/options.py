@@ -359,6 +359,9 @@ class Options(NamedTuple):
         'error, or one of them, such as web/2; repeatable, or several with commas between them', repeats=True)] = None
     replace_all: Annotated[bool, _make_option(
         '--replace-all', 'do what --replace does, for all members of the file')] = False
+    resize: Annotated[bool, _make_option(
+        '--resize', 'resize the instances of which only the amounts differ, and keep their disks: see `eschedule '
+        'resize`. The new amounts take effect when a guest starts')] = False
     destroy_first: Annotated[bool, _make_option(
         '--destroy-first', 'wait until a replaced instance is gone before its successor is created, if there is no '
         'room for both. Default: create first')] = False

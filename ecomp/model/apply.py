@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from ecomp.errors import UsageError
+from ecomp.errors import EcompError, UsageError
 from ecomp.model.group import Membership
 from ecomp.model.json_object import dump
 from ecomp.model.order import MAX_SET_BYTES, USER_TEXTS, Order, Request, SetOrder
-from ecomp.model.query import split_query
+from ecomp.model.query import UnsupportedQueryError, read_amounts, replace_amounts, split_query
 from ecomp.model.record import Record, describe_failure
 from ecomp.model.stack import Stack
-from ecomp.model.states import DESTROYING, ERROR, GONE, QUEUED
+from ecomp.model.states import ACTIVE, DESTROYING, ERROR, GONE, QUEUED, STOPPED
 from ecomp.model.stored import to_dict
 
 # What a step does. The last six are not carried out: apply refuses (TAKEN), waits (ENDING) or only reports.
 CREATE = 'create'
 KEEP = 'keep'
 REPLACE = 'replace'
+RESIZE = 'resize'
 DESTROY = 'destroy'
 SURPLUS = 'surplus'
 DIFFERS = 'differs'
@@ -29,7 +31,7 @@ TAKEN = 'taken'
 ENDING = 'destroying'
 # It would be replaced or pruned, but may still run on a silent host.
 STAYS = 'stays'
-ACTIONS = (CREATE, KEEP, REPLACE, DESTROY, SURPLUS, DIFFERS, FAILED, TAKEN, ENDING, STAYS)
+ACTIONS = (CREATE, KEEP, REPLACE, RESIZE, DESTROY, SURPLUS, DIFFERS, FAILED, TAKEN, ENDING, STAYS)
 # What leaves the stack unlike its file.
 DIFFERENCES = (DIFFERS, FAILED, STAYS)
 CHANGES = (CREATE, REPLACE, DESTROY)
@@ -71,6 +73,7 @@ class Action(NamedTuple):
     instance: str = ''  # the uuid that exists, '' for CREATE and TAKEN
     state: str | None = None
     reasons: Sequence[str] = ()  # what differs, why it failed, or who has the name
+    can_resize: bool = False  # whether only amounts differ, which its guest can get
 
     @property
     def member(self) -> str:
@@ -93,14 +96,16 @@ def plan_steps(
     owners: Mapping[str, str],
     replaced: Collection[str] | None = (),
     prune: bool = False,
+    resize: bool = False,
 ) -> list[Action]:
     """Return a step for each desired entry, in their order, then one for each other entry.
 
     `existing` has the entries whose instance is not gone, and `owners` the living instance that has a name. An
     instance that differs or failed is replaced if its member or its entry is in `replaced` (ALL_MEMBERS: any). With
-    `prune`, surplus instances are destroyed.
+    `prune`, surplus instances are destroyed, and with `resize`, those are resized of which only the amounts differ.
     """
     steps = [_plan_desired(entry, target, existing.get(entry), owners, replaced) for entry, target in desired.items()]
+    steps = [step._replace(action=RESIZE) if resize and step.can_resize else step for step in steps]
     for entry, surplus in existing.items():
         if entry not in desired:
             action = ENDING if surplus.is_ending else DESTROY if prune else SURPLUS
@@ -133,7 +138,10 @@ def _plan_desired(
     (record, request), current = existing, existing.name or name
     if existing.is_ending:
         return Action(entry, current, ENDING, record.instance, DESTROYING)
-    may_replace = replaced is ALL_MEMBERS or not {entry, entry.rpartition('/')[0]}.isdisjoint(replaced)
+    can_resize, may_replace = (
+        False,
+        replaced is ALL_MEMBERS or not {entry, entry.rpartition('/')[0]}.isdisjoint(replaced),
+    )
     if record.state == ERROR:
         action, reasons = FAILED, [describe_failure(record).partition(': ')[2]]
     else:
@@ -147,7 +155,21 @@ def _plan_desired(
             may_replace = False
         elif not reasons:
             return Action(entry, current, KEEP, record.instance, record.state)
-    return Action(entry, current, REPLACE if may_replace else action, record.instance, record.state, reasons)
+        else:
+            can_resize = _differs_in_amounts(record, request, desired)
+    action = REPLACE if may_replace else action
+    return Action(entry, current, action, record.instance, record.state, reasons, can_resize)
+
+
+def _differs_in_amounts(record: Record, request: Request | None, desired: Desired) -> bool:
+    """Return whether only the amounts differ, and the guest can get those of the file."""
+    if request is not None and record.state in (ACTIVE, STOPPED):
+        with suppress(EcompError, UnsupportedQueryError):
+            amounts = read_amounts(desired.order.query or '')
+            request.plan_size(amounts)
+            query = replace_amounts(request.query or '', amounts)
+            return not list_differences(record, replace(request, query=query), desired)
+    return False
 
 
 def list_differences(record: Record, request: Request | None, desired: Desired) -> list[str]:
@@ -215,7 +237,7 @@ def find_exit_code(steps: Sequence[Action], dry_run: bool = False) -> int:
     actions = {step.action for step in steps}
     if actions.intersection((*DIFFERENCES, TAKEN)):
         return 5
-    return 8 if dry_run and actions.intersection((*CHANGES, ENDING)) else 0
+    return 8 if dry_run and actions.intersection((*CHANGES, RESIZE, ENDING)) else 0
 
 
 @dataclass(frozen=True)

@@ -95,20 +95,20 @@ def parse_plain_amounts(query: str) -> dict[str, int] | None:
     if not query.startswith('resources=') or '&' in query or ';' in query:
         return None
     try:
-        return {
-            constraint.name: constraint.amount for constraint in parse_query(query) if isinstance(constraint, Amount)
-        }
+        return read_amounts(query)
     except UnsupportedQueryError:
         return None
 
 
+def read_amounts(query: str) -> dict[str, int]:
+    """Return {class: amount} of a query, or raise UnsupportedQueryError."""
+    return {each.name: each.amount for each in parse_query(query) if isinstance(each, Amount)}
+
+
 def replace_amounts(query: str, amounts: Mapping[str, int]) -> str:
     """Return the query with these amounts in place of its own, or raise UnsupportedQueryError."""
-    own = {each.name: each.amount for each in parse_query(query) if isinstance(each, Amount)}
-    others = [part for part in query.split('&') if not part.startswith('resources=')]
-    return '&'.join(
-        ['resources=' + ','.join(f'{name}:{amount}' for name, amount in {**own, **amounts}.items()), *others]
-    )
+    new = ','.join(f'{name}:{amount}' for name, amount in {**read_amounts(query), **amounts}.items())
+    return '&'.join([f'resources={new}', *(part for part in query.split('&') if not part.startswith('resources='))])
 
 
 def split_query(query: str) -> dict[str, str]:

@@ -59,6 +59,10 @@ def list_names(control: Control, *words: str) -> list[str]:
     )
 
 
+def list_memory(control: Control) -> list[int]:
+    return sorted(held['MEMORY_MB'] for claim in read_allocations(control).values() for held in claim.values())
+
+
 def read_actions(result: Result) -> dict[str, str]:
     return {each['name']: each['action'] for each in json.loads(result.stdout)['instances']}
 
@@ -613,7 +617,10 @@ def test_difference_stops_nothing_else(cluster: Control) -> None:
     actions = {'shop-db': 'differs', 'shop-web-1': 'differs', 'shop-web-2': 'create', 'shop-old': 'surplus'}
     for result in (predicted, created):
         assert (result.code, read_actions(result), 'is new' in result.stderr) == (5, actions, False), result
-    assert '2 of its instances differ. Fix: give --replace MEMBER' in created.stderr
+    assert (
+        '2 of its instances differ. Fix: give --resize for 2 of them, which keep their disks, --replace MEMBER'
+        in created.stderr
+    )
     more = write_stack(cluster.directory, db=change_memory(65), web={'count': 2, **change_memory(66)})
     done = cluster.eschedule('apply', more, '--replace', 'web/2', '--prune', '--yes', '--wait', '-f', 'json')
     actions |= {'shop-web-2': 'replace', 'shop-old': 'destroy'}
@@ -622,6 +629,28 @@ def test_difference_stops_nothing_else(cluster: Control) -> None:
     # Nobody is asked for what the file alone decides.
     assert cluster.eschedule('apply', more, '--replace', 'web/2').code == 5
     assert cluster.eschedule('apply', more, '--replace', 'db,web/1', '--yes', '--wait').code == 0
+
+
+def test_resize_gives_instances_the_amounts_of_the_file_and_keeps_their_disks(cluster: Control) -> None:
+    cluster.ecompute('VCPU:5,DISK_GB:100,MEMORY_MB:64000')
+    shop = write_stack(cluster.directory, db={}, web={'count': 2})
+    assert cluster.eschedule('apply', shop, '--wait').code == 0
+    first = read_allocations(cluster)
+    larger = {'count': 2, **change_memory(65, 2)}
+    changed = write_stack(cluster.directory, db={**change_memory(65), 'image': f'{IMAGE}2'}, web=larger, api={})
+    actions = {'shop-db': 'differs', 'shop-web-1': 'resize', 'shop-web-2': 'resize', 'shop-api': 'create'}
+    predicted = cluster.eschedule('apply', changed, '--resize', '--dry-run', '-f', 'json')
+    assert (predicted.code, read_actions(predicted)) == (5, actions), predicted
+    # A replacement keeps no disk, so a resize goes before it. There is no room for the second one.
+    partly = cluster.eschedule('apply', changed, '--resize', '--replace', 'web', '-f', 'json')
+    assert (partly.code, read_actions(partly)) == (5, actions | {'shop-web-2': 'differs'}), partly
+    assert 'lacks VCPU 1. Fix: give less' in partly.stderr
+    smaller = write_stack(cluster.directory, db={}, web={'count': 2, **change_memory(65)}, api={})
+    assert cluster.eschedule('apply', smaller, '--resize').code == 0
+    assert cluster.eschedule('reboot', 'shop-web-1', 'shop-web-2', '--wait').code == 0
+    assert cluster.eschedule('apply', smaller).code == 0
+    wait_until(lambda: list_memory(cluster) == [64, 64, 65, 65], 30, 'the claims are lowered')
+    assert first.keys() < read_allocations(cluster).keys()
 
 
 @pytest.mark.parametrize('limit', ['room', 'quota'])

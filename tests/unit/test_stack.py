@@ -265,6 +265,33 @@ def test_instance_without_a_name_gets_that_of_the_file_only_by_rename() -> None:
     assert (step.action, step.reasons) == ('differs', [reason])
 
 
+@pytest.mark.parametrize(
+    ('old', 'new', 'fields', 'state', 'action'),
+    [
+        ('VCPU:1,DISK_GB:2', 'VCPU:2,DISK_GB:2', {}, 'active', 'resize'),
+        ('VCPU:1,DISK_GB:2', 'DISK_GB:3,VCPU:2', {}, 'stopped', 'resize'),
+        ('VCPU:1,DISK_GB:2', 'VCPU:2,DISK_GB:2', {}, 'building', 'differs'),
+        ('VCPU:1,DISK_GB:2', 'VCPU:1,DISK_GB:1', {}, 'active', 'differs'),  # a disk only grows
+        ('VCPU:1,DISK_GB:2', 'VCPU:1,DISK_GB:2,VGPU:1', {}, 'active', 'differs'),
+        ('VCPU:1,DISK_GB:2', 'VCPU:2,DISK_GB:2', {'image': 'http://other/'}, 'active', 'replace'),
+        ('VCPU:1,DISK_GB:2&required=A', 'VCPU:2,DISK_GB:2&required=B', {}, 'active', 'replace'),
+        ('VCPU:1,DISK_GB:2&required=A', 'VCPU:2,DISK_GB:2&required=A', {}, 'active', 'resize'),
+    ],
+)
+def test_other_amounts_alone_can_be_given_to_the_guest(
+    old: str, new: str, fields: dict[str, Any], state: str, action: str
+) -> None:
+    record, request = make_existing(state, query=f'resources={old}')
+    assert request is not None
+    existing = Existing(record, replace(request, allocations={COMPUTE: {'VCPU': 1, 'DISK_GB': 2}}))
+    desired = Desired(make_order(query=f'resources={new}', **fields), SPREAD)
+    (offered,) = plan(desired, existing)
+    assert (offered.action, offered.can_resize) == ('differs', action == 'resize')
+    replaced = ALL_MEMBERS if action in ('resize', 'replace') else ()
+    (step,) = plan(desired, existing, None, replaced, False, True)
+    assert step.action == action
+
+
 def test_one_instance_of_a_member_is_replaced() -> None:
     desired = dict.fromkeys(('web/1', 'web/2', 'db/1'), OTHER)
     existing = dict.fromkeys(desired, make_existing('active'))
@@ -281,6 +308,7 @@ def test_exit_code_of_a_plan() -> None:
     expected = {'': (0, 0), 'keep surplus': (0, 0), 'failed keep': (5, 5), 'failed create': (5, 5), 'stays': (5, 5)}
     expected |= dict.fromkeys(('create keep', 'replace', 'destroy', 'destroying'), (0, 8))
     expected |= dict.fromkeys(('taken create', 'differs failed destroy'), (5, 5))
+    expected['keep resize'] = (0, 8)
     for actions, codes in expected.items():
         steps = [Action('web/1', 'shop-web', action) for action in actions.split()]
         assert (find_exit_code(steps), find_exit_code(steps, dry_run=True)) == codes, actions
