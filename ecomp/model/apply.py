@@ -123,11 +123,7 @@ def _keep_protected(step: Action, existing: Existing) -> Action:
 
 
 def _plan_desired(
-    entry: str,
-    desired: Desired,
-    existing: Existing | None,
-    owners: Mapping[str, str],
-    replaced: Collection[str] | None,
+    entry: str, desired: Desired, existing: Existing | None, owners: Mapping[str, str], replaced: Collection[str] | None
 ) -> Action:
     name = desired.order.name
     owner = owners.get(name or '')

@@ -218,12 +218,7 @@ class _Plan:
         return chosen, used
 
     def _distribute(
-        self,
-        lot: Lot,
-        ranking: Ranking,
-        rooms: ChainMap[str, dict[str, Room]],
-        count: int,
-        group: Group | None,
+        self, lot: Lot, ranking: Ranking, rooms: ChainMap[str, dict[str, Room]], count: int, group: Group | None
     ) -> list[Candidate]:
         weigh, ahead, rng = lot.weigh, self.ahead, self.planner.rng
 

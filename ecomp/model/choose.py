@@ -79,11 +79,7 @@ class Choice(NamedTuple):
 
 
 def choose(
-    offer: Offer,
-    living_computes: Iterable[str],
-    strategy: str,
-    rng: random.Random,
-    troubled: Collection[str] = (),
+    offer: Offer, living_computes: Iterable[str], strategy: str, rng: random.Random, troubled: Collection[str] = ()
 ) -> Choice:
     """Order the candidates on exactly one living compute: `troubled` last, then by weight."""
     living = set(living_computes)

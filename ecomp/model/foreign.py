@@ -47,9 +47,7 @@ class ForeignGuest(NamedTuple):
         """Return the adopted guest, whose disks are not ecomp's, and count as present."""
         size = {name: amount for name, amount in self.size.items() if name != 'DISK_GB'}
         return Guest(
-            *(self.instance, self.adopted_by, not self.is_transient, self.is_running, True),
-            size=size,
-            is_adopted=True,
+            *(self.instance, self.adopted_by, not self.is_transient, self.is_running, True), size=size, is_adopted=True
         )
 
 

@@ -338,12 +338,7 @@ def find_satisfying(placement: Placement, constraint: Constraint) -> frozenset[s
 
 
 def read_provider(
-    placement: Placement,
-    uuid: str,
-    *,
-    traits: bool,
-    aggregates: bool,
-    used: Mapping[str, int] | None = None,
+    placement: Placement, uuid: str, *, traits: bool, aggregates: bool, used: Mapping[str, int] | None = None
 ) -> Provider | None:
     try:
         inventory_by_class = read_inventory(placement, uuid, used)

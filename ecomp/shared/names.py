@@ -106,10 +106,7 @@ def load_all(
 
 
 def join_group(
-    store: Store,
-    membership: Membership | None,
-    places: Mapping[str, str],
-    replaced: Collection[str] = (),
+    store: Store, membership: Membership | None, places: Mapping[str, str], replaced: Collection[str] = ()
 ) -> Change:
     """Return the change that adds instances, {instance: compute or ''}, to their group.
 

@@ -21,6 +21,7 @@ _KINDS = (roles.READ, roles.WRITE, roles.READ_WRITE)
 
 class Accounts:
     """An operator's access to etcd's authentication, which needs the role root once enabled."""
+
     def __init__(self, config: EtcdConfig) -> None:
         self._connection = Connection(config)
         self.endpoints = self._connection.endpoints

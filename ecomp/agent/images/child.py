@@ -25,10 +25,7 @@ _ANSWERING = threading.Lock()
 
 
 def run_program(
-    module: str,
-    job: object,
-    checkpoint: Callable[[], None],
-    handle_answer: Callable[[dict[str, Any]], None],
+    module: str, job: object, checkpoint: Callable[[], None], handle_answer: Callable[[dict[str, Any]], None]
 ) -> int:
     """Run a module as a program, and return its exit code.
 

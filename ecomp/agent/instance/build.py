@@ -111,11 +111,7 @@ JobEvent = str | Progress
 
 
 def carry_out(
-    job: Job,
-    hypervisor: Hypervisor,
-    images: Images,
-    report: Callable[[JobEvent], None],
-    checkpoint: Callable[[], None],
+    job: Job, hypervisor: Hypervisor, images: Images, report: Callable[[JobEvent], None], checkpoint: Callable[[], None]
 ) -> None:
     """Run a job, and undo the steps of a build that fails.
 

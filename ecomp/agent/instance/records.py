@@ -193,9 +193,7 @@ class Records:
             name_conditions, change = names.release_name(self._store, record.name, instance)
             operations = [*map(Delete, (self._get_key(instance), *removed)), *change]
             self._commit(
-                instance,
-                revision,
-                lambda host: self._store.commit([host, *conditions, *name_conditions], operations),
+                instance, revision, lambda host: self._store.commit([host, *conditions, *name_conditions], operations)
             )
             log.warning('instance %s has finished, but without a record of its end: %s', instance, error)
         failpoint('ended')
@@ -488,11 +486,7 @@ def _publish(state: _EtcdState, step: Publish, placement: Placement, queued: Col
 
 
 def _restore_shared(
-    store: Store,
-    record: Record,
-    request: Request | None,
-    present: Request | InvalidRequest | None,
-    is_uncharged: bool,
+    store: Store, record: Record, request: Request | None, present: Request | InvalidRequest | None, is_uncharged: bool
 ) -> Change:
     """Return the changes that restore group and quota, unless they are malformed."""
     changes: list[Change] = []

@@ -18,14 +18,7 @@ from ecomp.model.allocation import Room, sum_allocations
 from ecomp.model.assign import Lot, Planner
 from ecomp.model.choose import Candidate, Offer, choose, describe_room, explain_no_candidate
 from ecomp.model.group import Membership
-from ecomp.model.order import (
-    Order,
-    SetOrder,
-    check_order_size,
-    describe_difference,
-    make_member_uuid,
-    make_request,
-)
+from ecomp.model.order import Order, SetOrder, check_order_size, describe_difference, make_member_uuid, make_request
 from ecomp.model.states import ERROR, GONE
 from ecomp.placement.allocations import Requester
 from ecomp.placement.client import Placement

@@ -383,9 +383,7 @@ class Session:
                 make_own_change(),
             )
 
-        return deliver(
-            self.store, deliveries, self.condition, user_data, make_shared_change, ends_attempt, old_records
-        )
+        return deliver(self.store, deliveries, self.condition, user_data, make_shared_change, ends_attempt, old_records)
 
     def finish(self, delivered: Collection[str]) -> None:
         """Release what was claimed and not delivered, and revoke the lease."""
