@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import random
 import re
-import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,8 +18,8 @@ from ecomp.cli.options import TABLE, Options, parse_file
 from ecomp.cli.selection import MAX_NAMES_IN_QUESTION, confirm_destroy
 from ecomp.cli.stack_file import StackFile, load_stack_file
 from ecomp.cli.tables import UUID, Column, Listing, Row
-from ecomp.cli.terminal import LiveLine, is_terminal, make_timestamp
-from ecomp.errors import Conflict, EcompError, NoCapacity, StillGoing, Unreachable, UsageError, put_before_fix
+from ecomp.cli.terminal import LiveLine, make_timestamp
+from ecomp.errors import Conflict, NoCapacity, StillGoing, Unreachable, UsageError, put_before_fix
 from ecomp.model import apply as plan
 from ecomp.model import keys
 from ecomp.model.host import NO_COMPUTES, ComputeNames, describe_silent_fix
@@ -28,12 +27,12 @@ from ecomp.model.keys import make_uuid
 from ecomp.model.query import read_amounts
 from ecomp.model.record import Record, describe_failure, parse_or_none
 from ecomp.model.stack import Stack
-from ecomp.model.states import ERROR, RETENTION_SECONDS, SCHEDULED, STAGES, STOPPED
+from ecomp.model.states import ERROR, SCHEDULED, STAGES, STOPPED
 from ecomp.model.text import format_suggestion, join_some, make_printable
 from ecomp.scheduler.placing import offer, session
 from ecomp.scheduler.placing import stack as placing
 from ecomp.scheduler.queries import stacks
-from ecomp.store.client import Entry, describe_user
+from ecomp.store.client import describe_user
 
 COLUMNS = (
     Column('NAME', min_width=12),
@@ -423,8 +422,7 @@ def _wait(run: _Apply) -> int:
     ctx.display_names |= {instance: name for instance, name in {**kept, **new}.items() if name}
     places = {instance: record.compute for instance, record in run.records.items()} | run.computes
     places = {each: places[each] for each in (*new, *kept)}
-    with _show_members(run, places):
-        outcomes = wait_for_new(ctx, places, lambda _: None)
+    outcomes = wait_for_new(ctx, places, puts_addresses=False)
     with suppress(Unreachable):  # the wait has reported this
         read = ctx.store.read([keys.record(compute, each) for each, compute in places.items()])
         records = {keys.get_last_part(key): parse_or_none(entry.value) for key, entry in read.items()}
@@ -432,45 +430,6 @@ def _wait(run: _Apply) -> int:
     if outcomes.exit_code == StillGoing.exit_code:
         ctx.out.say(f'stack {run.file.name}: not all instances have reached the stage. Try: the same command')
     return outcomes.exit_code
-
-
-@contextmanager
-def _show_members(run: _Apply, places: Mapping[str, str]) -> Iterator[None]:
-    """Show on a terminal how many instances of each member have reached which stage."""
-    if not is_terminal(sys.stderr):
-        yield
-        return
-    from ecomp.store.watch import Follower
-
-    members = {step.instance: step.member for step in run.steps}
-    members |= {instance: entry.rpartition('/')[0] for entry, instance in run.created.items()}
-    live = LiveLine()
-    with live:
-
-        def show(state: Mapping[str, Entry]) -> None:
-            stages: dict[str, Counter[str]] = {members[instance]: Counter() for instance in places}
-            for instance, compute in places.items():
-                stages[members[instance]][_read_stage(state.get(keys.record(compute, instance)))] += 1
-            texts = {each: ', '.join(f'{count} {stage}' for stage, count in stages[each].items()) for each in stages}
-            width = max(map(len, texts), default=0)
-            live.show_lines([f'{member:{width}}  {text}' for member, text in texts.items()])
-
-        def show_loss(error: EcompError, _began: float) -> None:
-            live.show_lines([str(error)])
-
-        follower = Follower(run.ctx.config.etcd, [(keys.INSTANCES, show)], on_lost=show_loss, on_back=lambda: None)
-        follower.start()
-        try:
-            yield
-        finally:
-            follower.stop()
-
-
-def _read_stage(entry: Entry | None) -> str:
-    record = parse_or_none(entry.value if entry is not None else None)
-    if record is None or record.state in RETENTION_SECONDS:
-        return SCHEDULED if record is None else record.state
-    return next((stage for stage in reversed(STAGES) if stage in record.reached_stages), SCHEDULED)
 
 
 # fmt: off

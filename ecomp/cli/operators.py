@@ -213,7 +213,9 @@ def _report_evacuated(ctx: Context, host: str, outcomes: Sequence[Evacuated], co
     moved = {outcome.replaced_by: outcome for outcome in outcomes if not outcome.reason}
     statuses = Outcomes(ctx, ())
     if moved and not code and ctx.options.wait is not None:
-        statuses = wait_for_new(ctx, {instance: outcome.compute for instance, outcome in moved.items()}, lambda _: None)
+        statuses = wait_for_new(
+            ctx, {instance: outcome.compute for instance, outcome in moved.items()}, puts_addresses=False
+        )
     elif moved:
         ctx.out.say(f'{host}: {len(moved)} evacuated. Try: {ctx.command_prefix} list')
     if outcomes or not code:

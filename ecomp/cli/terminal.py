@@ -87,56 +87,44 @@ def wrap_lines(text: str, columns: int | None) -> str:
     return '\n'.join(part for line in text.split('\n') for part in fold(line, columns))
 
 
-# Lines of a status, at most: a terminal cannot erase what it has scrolled away.
-MAX_STATUS_LINES = 20
-# Columns left free beside several lines, also for the `^C` that a terminal adds: if it wraps, a line too few is erased.
-STATUS_MARGIN = 3
-
-
 class LiveLine:
     """A status on stderr, if that is a terminal, which is erased at the end of the block."""
 
-    _lock = threading.RLock()  # a Follower's thread shows a status while the main thread prints a message
     _shown: ClassVar[LiveLine | None] = None
 
     def __init__(self) -> None:
-        self._lines: Sequence[str] = ()
+        self._text = ''
 
     def __enter__(self) -> Callable[[str], None]:
-        return lambda text: self.show_lines([text])
+        return self._show
 
     def __exit__(self, *_: object) -> None:
-        self._draw(())
+        self._draw('')
 
     @classmethod
     @contextmanager
     def hide(cls) -> Iterator[None]:
         """Erase the status, if there is one, and draw it again below what the block prints."""
-        with cls._lock:
-            shown = cls._shown or cls()
-            lines = shown._lines
-            shown._draw(())
-            try:
-                yield
-            finally:
-                shown._draw(lines)
+        shown = cls._shown or cls()
+        text = shown._text
+        shown._draw('')
+        try:
+            yield
+        finally:
+            shown._draw(text)
 
-    def show_lines(self, texts: Sequence[str]) -> None:
-        """Replace the status by these lines, each cut to the terminal's width."""
+    def _show(self, text: str) -> None:
         columns = find_width(sys.stderr)
         if columns is not None:
             from ecomp.cli.tables import cut
 
-            width = max(columns - (STATUS_MARGIN if len(texts) > 1 else 1), 1)
-            self._draw([cut(make_printable(line), width) for line in texts[:MAX_STATUS_LINES]])
+            self._draw(cut(make_printable(text), max(columns - 1, 1)))
 
-    def _draw(self, lines: Sequence[str]) -> None:
-        with self._lock:
-            if self._lines or lines:
-                erasure = f'\x1b[{len(self._lines) - 1}A\x1b[J' if len(self._lines) > 1 else '\x1b[K'
-                sys.stderr.write(f'\r{erasure}' + '\n'.join(lines))
-                sys.stderr.flush()
-                self._lines, LiveLine._shown = lines, self
+    def _draw(self, text: str) -> None:
+        if self._text or text:
+            sys.stderr.write(f'\r\x1b[K{text}')
+            sys.stderr.flush()
+            self._text, LiveLine._shown = text, self
 
 
 def is_terminal(stream: TextIO | None) -> bool:

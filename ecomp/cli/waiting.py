@@ -26,14 +26,14 @@ def wait_and_report(
     outcomes: Outcomes,
     resolve: Callable[[str], tuple[str, PowerAction | None]],
     instance_index: KeyIndex | None,
-    show_progress: Callable[[str], None] | None = None,
+    puts_addresses: bool = True,
 ) -> None:
     """Wait until each word's instance reaches the stage of --for or --wait, else addressed.
 
     All instances share one deadline, at which the last console lines are printed.
     Only the table form prints an address. The caller prints the document of other forms.
     `resolve` returns the uuid for a word, and the power change to wait for.
-    `show_progress` gets the status instead of the terminal, and then no address is printed.
+    Without `puts_addresses`, the caller prints the addresses of the table form, too.
     """
     stage = ctx.options.stage or ctx.options.wait or ADDRESSED
     silence = SilenceDetector(lambda compute: find_silent(ctx.store, ctx.placement, compute))
@@ -54,7 +54,7 @@ def wait_and_report(
                 ctx.etcd_config,
                 instance,
                 deadline,
-                show_progress or show_status,
+                show_status,
                 instance_index,
                 record_status,
                 print_console,
@@ -66,22 +66,15 @@ def wait_and_report(
         if is_old and (host := find_silent(ctx.store, ctx.placement, record.compute)):
             reached = f'{instance}: reached {stage}, but its host {host}'
             raise StillGoing(f'{reached}. Try: eschedule hosts')
-        if (
-            ctx.form == TABLE
-            and show_progress is None
-            and record.address
-            and STAGES.index(stage) >= STAGES.index(ADDRESSED)
-        ):
+        if ctx.form == TABLE and puts_addresses and record.address and STAGES.index(stage) >= STAGES.index(ADDRESSED):
             ctx.out.put(make_printable(record.address or ''))
 
     outcomes.wait(list(outcomes.results), wait, 'wait', '' if stage == ADDRESSED else f' --for {stage}')
 
 
-def wait_for_new(
-    ctx: Context, compute_by_instance: Mapping[str, str], show_progress: Callable[[str], None] | None = None
-) -> Outcomes:
+def wait_for_new(ctx: Context, compute_by_instance: Mapping[str, str], puts_addresses: bool = True) -> Outcomes:
     """Wait as wait_and_report() for instances with a request on a compute, or on '' in a queue."""
     outcomes = Outcomes(ctx, list(compute_by_instance), **EMPTY_STATUS)
     index = KeyIndex({each: [keys.request(on, each)] for each, on in compute_by_instance.items() if on})
-    wait_and_report(ctx, outcomes, lambda instance: (instance, None), index, show_progress)
+    wait_and_report(ctx, outcomes, lambda instance: (instance, None), index, puts_addresses)
     return outcomes
