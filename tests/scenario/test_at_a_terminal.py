@@ -317,7 +317,7 @@ def test_failed_member_is_on_the_screen_with_its_reason(cluster: Control, comput
     shop = write_stack(cluster, STACK)
     compute.pause()
     terminal = Screen(cluster, 'apply', shop, '--wait', columns=columns, with_stderr=True)
-    wait_until(lambda: '3 scheduled' in terminal.output, 60, 'it waits')
+    wait_until(lambda: 'waiting for its compute' in terminal.output, 60, 'it waits')
     (instance,) = [
         record['instance']
         for record in json.loads(run_in_process(cluster, 'list', '-f', 'json').stdout)
@@ -364,7 +364,7 @@ def test_messages_of_a_wait_that_ends_early_are_whole(cluster: Control, compute:
     shop = write_stack(cluster, {'a' * 50: {'name': 'one'}, 'web': {'count': 3}})
     compute.pause()
     interrupted = Screen(cluster, 'apply', shop, '--wait', columns=columns, with_stderr=True, with_keyboard=True)
-    wait_until(lambda: '3 scheduled' in interrupted.output, 60, 'it waits')
+    wait_until(lambda: 'waiting for its compute' in interrupted.output, 60, 'it waits')
     time.sleep(1.0)  # the first wait has begun by then
     interrupted.type('\x03')
     assert end_apply(interrupted) == 6, interrupted.output
