@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -249,6 +250,38 @@ def test_address_stays_when_daemons_restart_and_the_guest_is_reset_or_rebooted(l
     stages = boot['stages']
     assert (boot['reason'], list(stages)) == ('reboot', ['started', 'addressed', 'ready'])
     assert boot['previous_stop'] < stages['started'] < stages['addressed'] < stages['ready']
+    lab.check()
+
+
+@pytest.mark.slow
+def test_resized_guest_sees_its_processors_and_memory_and_keeps_its_address(lab: Lab) -> None:
+    script = lab.directory / 'size'
+    script.write_text('#!/bin/sh\necho "size $(nproc) $(sed -n "s/MemTotal: *//p" /proc/meminfo)" >/dev/ttyS0\n')
+    query, image = 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:192', lab.make_url('guest.qcow2')
+    host, instance = lab.place(query, image, '--user-data', str(script), '--wait=ready')
+    address = lab.wait_address(instance)
+
+    def read_sizes(count: int) -> list[tuple[int, int]]:
+        found = wait_until(
+            lambda: len(each := re.findall(r'size (\d+) (\d+) kB', lab.read_console(host, instance))) == count and each,
+            BOOT_SECONDS,
+            f'boot {count}',
+        )
+        return [(int(vcpus), int(kilobytes) // 1024) for vcpus, kilobytes in found]
+
+    for boots, *words in ((1, 'resources=VCPU:2,MEMORY_MB:320', '--restart'), (2, 'resources=VCPU:1,MEMORY_MB:192')):
+        read_sizes(boots)
+        assert lab.eschedule('resize', instance, *words).code == 0
+    # What the guest does itself gives it nothing.
+    lab.virsh(host, 'reset', instance)
+    read_sizes(3)
+    assert lab.eschedule('reboot', instance, '--wait').code == 0
+    vcpus, megabytes = zip(*read_sizes(4), strict=True)
+    assert vcpus == (1, 2, 2, 1)
+    # A kernel keeps some 30 MiB for itself.
+    assert [round(each / 64 + 0.5) * 64 for each in megabytes] == [192, 320, 320, 192], megabytes
+    assert lab.eschedule('wait', instance, '--for', 'ready').stdout == f'{address}\n'
+    assert is_serving(address)
     lab.check()
 
 
