@@ -36,6 +36,7 @@ from ecomp.model.order import (
     PowerAction,
     Request,
     Resize,
+    parse_request,
 )
 from ecomp.model.parsers import TEXT, UUID, check, dict_of, list_of, number, one_of, text
 from ecomp.model.states import ACTIVE, ERROR, GONE, QUEUED, RETENTION_SECONDS, SCHEDULED, STAGES, STATES, STOPPED
@@ -242,6 +243,14 @@ def make_refused_record(compute: str, request: InvalidRequest, now: str) -> Reco
         name=holdings.name,
         group=Membership(holdings.group) if holdings.group else None,
     )
+
+
+def make_scheduled_record(key: str, value: bytes) -> Record:
+    compute, instance = key.split('/')[-2:]
+    request = parse_request(compute, key, value)
+    if isinstance(request, InvalidRequest):
+        return replace(make_refused_record(compute, request._replace(instance=instance), ''), fault=request.reason)
+    return make_record(compute, request, '')
 
 
 def plan_drain(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from ecomp.errors import Conflict, EcompError, NotFound, Unreadable, UsageError, put_before_fix
@@ -10,7 +9,7 @@ from ecomp.model import keys
 from ecomp.model.choose import Offer
 from ecomp.model.host import EntriesByCompute, group_by_instance
 from ecomp.model.order import InvalidRequest, Order, Request, parse_request
-from ecomp.model.record import CHANGEABLE, Record, from_json, make_record, make_refused_record
+from ecomp.model.record import CHANGEABLE, Record, from_json, make_scheduled_record
 from ecomp.model.states import GONE
 from ecomp.model.text import MIN_PREFIX_DIGITS, is_name, join_some, make_printable, parse_uuid_prefix
 from ecomp.shared.names import parse_name_holder
@@ -170,7 +169,7 @@ def from_request(places: EntriesByCompute[Entry]) -> InstanceEntries | None:
     """Make an instance's entries from its request alone, valid or not."""
     if places.request is None:
         return None
-    return InstanceEntries(_make_scheduled_record(places.request), None, places.request)
+    return InstanceEntries(make_scheduled_record(places.request.key, places.request.value), None, places.request)
 
 
 def is_known(store: Store, instance: str, key_index: KeyIndex | None = None) -> bool:
@@ -214,7 +213,7 @@ def list_records(store: Store, with_gone: bool) -> tuple[list[Record], list[Ecom
             if places.record is not None:
                 records[instance] = read_record(places.record)
             elif places.request is not None and (request := store.get(places.request.key)) is not None:
-                records[instance] = _make_scheduled_record(request)
+                records[instance] = make_scheduled_record(request.key, request.value)
         except EcompError as error:
             errors.append(error)
     shown = [record for record in records.values() if with_gone or record.state != GONE]
@@ -231,14 +230,6 @@ def read_record(entry: Entry) -> Record:
     except ValueError as error:
         # The cure is to delete the key: its compute writes it again.
         raise Unreadable(make_printable(entry.key, 100), error) from error
-
-
-def _make_scheduled_record(entry: Entry) -> Record:
-    compute, instance = entry.key.split('/')[-2:]
-    request = parse_request(compute, entry.key, entry.value)
-    if isinstance(request, InvalidRequest):
-        return replace(make_refused_record(compute, request._replace(instance=instance), ''), fault=request.reason)
-    return make_record(compute, request, '')
 
 
 def read_queued_record(entry: Entry) -> Record:
