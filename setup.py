@@ -30,9 +30,8 @@ REQUIRES = [
     'PyYAML>=6.0.1',
     'prometheus_client>=0.16',  # of `eschedule top -f prometheus`, and of ecompute with `metrics:`; loaded only there
     'os-traits>=3.9',  # the names of traits, which placement takes from there too
-    # mdserver's.
-    'bottle>=0.13',
-    'waitress>=3.0.1',
+    'bottle>=0.13',  # of mdserver
+    'waitress>=3.0.1',  # of mdserver, and of `eschedule ui`
 ]
 
 HYPERVISOR = [
@@ -93,7 +92,7 @@ setup(
         *find_packages('md_server', include=['mdserver', 'mdserver.*']),
     ],
     package_dir={'mdserver': 'md_server/mdserver'},
-    package_data={'ecomp': ['units/*.service', 'cli/help.txt'], 'mdserver': ['*.service']},
+    package_data={'ecomp': ['units/*.service', 'cli/help.txt', 'ui/page.html'], 'mdserver': ['*.service']},
     data_files=[
         (f'share/man/man{number}', [str(page.relative_to(TOP)) for page in sorted(TOP.glob(f'docs/man/*.{number}'))])
         for number in '158'

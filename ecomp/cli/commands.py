@@ -42,7 +42,7 @@ FULL_HELP = Path(__file__).with_name('help.txt')
 # First words of planned commands. An instance with such a name would be hidden by the command later.
 PLANNED_WORDS = frozenset({
     *('copy', 'exec', 'logs', 'migrate', 'move'),
-    *('results', 'run', 'set', 'snapshot', 'ui', 'version'),
+    *('results', 'run', 'set', 'snapshot', 'version'),
 })  # fmt: skip
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ecomp.cli.command import (
@@ -35,14 +36,14 @@ from ecomp.cli.terminal import Drawing, make_style, watch
 from ecomp.errors import EcompError, NotFound, StillGoing, Unreachable, put_before_fix
 from ecomp.model import boots, keys
 from ecomp.model.allocation import format_resources
-from ecomp.model.host import NO_COMPUTES, Computes
-from ecomp.model.listing import NO_ABSENCES, Absences, RecordFilter
+from ecomp.model.host import NO_COMPUTES, SILENT, Computes
+from ecomp.model.listing import NO_ABSENCES, Absences, RecordFilter, is_on_host
 from ecomp.model.order import SHUT_OFF, SHUTDOWN_REQUESTED, USER_TEXTS, PowerAction, parse_phase
 from ecomp.model.record import Interface, Record, describe_failure, describe_wait
 from ecomp.model.stack import Stack
-from ecomp.model.states import ACTIVE, BUILDING, ERROR, GONE, QUEUED, RETENTION_SECONDS, STAGES, STOPPED
+from ecomp.model.states import ACTIVE, BUILDING, ERROR, GONE, QUEUED, RETENTION_SECONDS, STAGES, STOPPED, UNKNOWN
 from ecomp.model.stored import to_dict
-from ecomp.model.text import MIN_PREFIX_DIGITS, format_suggestion, make_printable
+from ecomp.model.text import MIN_PREFIX_DIGITS, format_suggestion, is_name, make_printable
 
 if TYPE_CHECKING:
     from ecomp.scheduler.queries.find import InstanceEntries
@@ -258,6 +259,61 @@ def _wait(ctx: Context) -> int:
     return outcomes.finish()
 
 
+# What one might do next with {0}, an instance on host {1}, by its state.
+NEXT_COMMANDS = {
+    QUEUED: ('why {0}', 'destroy {0}'),
+    ACTIVE: ('ssh {0}', 'log {0}', 'reboot {0}', 'stop {0}', 'destroy {0}'),
+    STOPPED: ('start {0}', 'destroy {0}'),
+    ERROR: ('show {0} --command', 'destroy {0}'),
+    UNKNOWN: ('hosts {1}', 'evacuate {1} --dry-run'),
+}
+
+
+def _serve_page(ctx: Context) -> int:
+    import signal
+
+    try:
+        from ecomp.ui.server import serve
+    except ImportError as error:
+        raise EcompError(f'{error.name} is missing, which serves the page. Fix: pip install {error.name}') from error
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    ctx.store.claims = None  # placement is not asked
+    ctx.store.read_revision()
+    with suppress(KeyboardInterrupt), serve(ctx.etcd_config, ctx.options.port or 0, partial(_describe, ctx)) as url:
+        ctx.out.put(url)
+        ctx.out.say('open this address in a browser on this machine. Ctrl-C ends the page')
+        signal.pause()
+    return 0
+
+
+def _describe(ctx: Context, instance: str) -> Mapping[str, object]:
+    """Return what show, why and show --timeline print of an instance, or an error."""
+    from ecomp.cli.history import explain_placement, format_explanation, timeline_to_dict
+    from ecomp.scheduler.queries.computes import read_computes
+
+    try:
+        entries, computes = _find_instance(ctx, instance), read_computes(ctx.store)
+        record = entries.record
+        name = record.name if record.name and is_name(record.name) else instance
+        why = f'it waits in a queue: `eschedule why {name}` asks placement what each host lacks'
+        if entries.queue_entry is None:
+            why = format_explanation(explain_placement(ctx.store, lambda: ctx.placement, entries))
+    except EcompError as error:
+        return {'error': make_printable(str(error))}
+    is_silent = is_on_host(record) and record.compute not in computes.living
+    absences = Absences({record.compute: SILENT} if is_silent else {}, [instance] * entries.is_destroying)
+    fields = make_record_details(record, computes, absences).fields
+    words = name, computes.find_hostname(record.compute) or record.compute
+    commands = NEXT_COMMANDS.get(absences.get_state(record), ('events {0} --watch',))
+    return {
+        'show': [[field, make_printable(str(text))] for field, text in fields if text],
+        'why': why.split('\n'),
+        'timeline': timeline_to_dict(record)['stages'],
+        'commands': [f'{ctx.command_prefix} {command.format(*words)}' for command in commands],
+    }
+
+
 # Listings and details of instances
 
 
@@ -445,4 +501,9 @@ COMMANDS: Sequence[Command] = (
             'applied last, by whom, where and when. An apply that changed nothing does not count. `eschedule apply` '
             'makes a stack, and `eschedule list --stack` lists its instances.',
             parse_any_names, _list_stacks, LISTING_OPTIONS, (4,), example='eschedule stack shop'),
+    Command('ui', 'ui', 'show a live page of the cluster in a browser',
+            'Serve a live page of hosts, instances, findings, queues and the last events, on this machine only, and '
+            'print its address, which has a random token. The page changes nothing. It ends with this command: at '
+            'Ctrl-C, or when the terminal is closed (exit 0).',
+            parse_nothing, _serve_page, select_options('port'), example='eschedule ui --port 8000'),
 )

@@ -369,6 +369,8 @@ class Options(NamedTuple):
         '--file FILE', 'destroy the instances of this file, as `eschedule apply` made them')] = None
     every: Annotated[bool, _make_option('--every', 'select all living instances')] = False
     yes: Annotated[bool, _make_option('-y --yes', 'destroy without a question; required without a terminal')] = False
+    port: Annotated[int | None, _make_option(
+        '--port N', 'port of the page, 1 to 65535. Default: any that is free', parse=int)] = None
     stack: Annotated[str | None, _make_option('--stack STACK', 'list only the instances of this stack')] = None
     config: Annotated[str | None, _make_option(
         '--config FILE', 'configuration file. Default: schedule.yaml in $ECOMP_CONFIG, else the first in ./, '

@@ -3,7 +3,7 @@
 BY_MODULE = {
     'create': ('create',),
     'apply': ('apply',),
-    'inspect': ('query', 'list', 'show', 'why', 'wait', 'stack'),
+    'inspect': ('query', 'list', 'show', 'why', 'wait', 'stack', 'ui'),
     'history': ('events',),
     'enter': ('ssh', 'console', 'log'),
     'change': ('destroy', 'stop', 'start', 'reboot', 'protect', 'unprotect', 'resize', 'rename', 'rebuild'),

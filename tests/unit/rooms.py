@@ -80,8 +80,9 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
         *('ecomp.backends', 'ecomp.errors', 'ecomp.conf', 'ecomp.files', 'ecomp.version', 'ecomp.yaml_file'),
         *('ecomp.yaml_graph', 'ecomp.metrics', 'ecomp.model', 'ecomp.placement', 'ecomp.shared', 'ecomp.store'),
         *('ecomp.scheduler.queries', 'ecomp.scheduler.changes', 'ecomp.scheduler.operations'),
-        'ecomp.scheduler.placing',
+        *('ecomp.scheduler.placing', 'ecomp.ui'),
     },
+    'ecomp.ui': {'ecomp.conf', 'ecomp.errors', 'ecomp.model', 'ecomp.scheduler.queries', 'ecomp.store'},
     'ecomp.schedule': {
         *('ecomp.yaml_file', 'ecomp.errors', 'ecomp.conf', 'ecomp.log', 'ecomp.model', 'ecomp.cli', 'ecomp.version')
     },
@@ -108,7 +109,7 @@ LIBRARY_PLACES: dict[str, set[str]] = {
     'os_traits': {'ecomp.model.traits'},
     'yaml': {'ecomp.yaml_graph'},
     'bottle': {'mdserver'},
-    'waitress': {'mdserver', 'ecomp.lab'},  # the lab serves placement with it
+    'waitress': {'mdserver', 'ecomp.lab', 'ecomp.ui.server'},  # the lab serves placement with it
     'placement': {'ecomp.lab'},
     'jsonschema': {'ecomp.lab'},  # the library that placement validates with
     'cryptography': {'ecomp.lab.certs'},
@@ -126,7 +127,7 @@ PURE_MODULES = {
     *('ecomp.model', 'ecomp.store.messages', 'ecomp.virt.xml'),
     *('ecomp.agent.instance.plan', 'ecomp.yaml_plain'),
     *('ecomp.cli.options', 'ecomp.cli.suggestions', 'ecomp.cli.tables'),
-    'ecomp.lab.network',
+    *('ecomp.lab.network', 'ecomp.ui.picture'),
     *('mdserver.guests', 'mdserver.metadata'),
 }
 IMPURE_IMPORTS = {

@@ -330,7 +330,7 @@ def test_waits_for_names_the_next_stage() -> None:
 
 
 # Commands whose output is for people only.
-TEXT_COMMANDS = {'help', 'completion', 'ssh', 'console', 'log'}
+TEXT_COMMANDS = {'help', 'ui', 'completion', 'ssh', 'console', 'log'}
 
 # The golden transcripts contain no events, because their etcd keeps no history.
 EVENT = Event(7, 'instance', 'active', '1a5c0de0-0000-4000-8000-000000000001', 'web1')

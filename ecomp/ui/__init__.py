@@ -1,0 +1,1 @@
+"""The page of `eschedule ui`: what etcd holds, as a live picture in a browser."""
