@@ -1,4 +1,4 @@
-"""Draw the picture of the parts, parts.svg, for the README and the architecture page.
+"""Draw the picture of the parts, parts.svg, for the architecture page.
 
     python docs/parts.py > docs/parts.svg
 
