@@ -6,7 +6,7 @@ Guests, disk and threads are fake: a thread is a method here.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -29,9 +29,11 @@ from ecomp.model.audit import find_all
 from ecomp.model.finding import Finding, Repair
 from ecomp.model.foreign import ForeignGuest
 from ecomp.model.guest import DEFAULT_NETWORKS, Address, Guest, GuestSpec
+from ecomp.model.record import from_json
+from ecomp.model.states import ACTIVE, STOPPED
 from ecomp.placement.allocations import Consumer, read_provider_allocations
 from ecomp.shared.presence import Presence
-from ecomp.store.client import Entry
+from ecomp.store.client import Delete, Entry, Put
 from ecomp.virt.fake import FakeHypervisor
 from tests.kit.memory_etcd import Etcd
 from tests.model.acting import Call
@@ -51,9 +53,12 @@ class ModelHypervisor(FakeHypervisor):
         self._world = world
         # Guests whose addresses libvirt cannot report.
         self.without_addresses: set[str] = set()
-        # Guests that have run, and whose disk was created again afterwards.
+        # Guests that have run, and whose disk was created again afterwards, except by a newer rebuild.
         self.recreated: set[str] = set()
-        self._ran: set[str] = set()
+        # The number of the rebuild that a guest has run with, or whose end is recorded.
+        self.rebuilt: dict[str, int] = {}
+        # The errors with which actions fail once.
+        self.errors: dict[str, EcompError] = {}
         # What was done with domains that are not ours.
         self.touched: list[str] = []
         world.state_parts.append(self.summarize)
@@ -61,7 +66,8 @@ class ModelHypervisor(FakeHypervisor):
     def summarize(self) -> tuple[object, ...]:
         foreign = ((name, each.is_running, each.adopted_by) for name, each in self._foreign.items())
         sizes = (f'{guest.size} {guest.next_size}' for guest in self._guests.values())
-        return *self._guests.items(), *sizes, '', *foreign, '', *self.list_reservations().items()
+        rebuilt = *self.list_reservations().items(), '', *self.rebuilt.items(), '', *self.errors
+        return *self._guests.items(), *sizes, '', *foreign, '', *rebuilt
 
     def set_foreign(self, *guests: ForeignGuest) -> None:
         self._foreign = {guest.instance: guest for guest in guests}
@@ -76,14 +82,17 @@ class ModelHypervisor(FakeHypervisor):
 
     def create_disk(self, spec: GuestSpec) -> None:
         self._step_before('makes the disk', spec.instance)
-        if spec.instance in self._ran:
+        if spec.rebuilt <= self.rebuilt.get(spec.instance, -1):
             self.recreated.add(spec.instance)
         super().create_disk(spec)
 
     def start(self, spec: GuestSpec) -> None:
+        if self._get_guest(spec.instance).defined:
+            self._step_before('undefines the domain', spec.instance)
+            super().destroy(spec.instance, spec.compute)
         self._step_before('starts the domain', spec.instance)
         super().start(spec)
-        self._ran.add(spec.instance)
+        self.rebuilt[spec.instance] = spec.rebuilt
 
     def resize(self, spec: GuestSpec) -> None:
         self._step_before('defines another size:', spec.instance)
@@ -92,14 +101,16 @@ class ModelHypervisor(FakeHypervisor):
     def destroy(self, instance: str, compute: str) -> None:
         self._step_before('destroys the domain', instance)
         super().destroy(instance, compute)
+        self.rebuilt.pop(instance, None)
 
     def delete_disk(self, instance: str) -> None:
         self._step_before('deletes the disk', instance)
+        if instance not in self._guests:
+            self.rebuilt.pop(instance, None)
         super().delete_disk(instance)
-        self._ran.discard(instance)
 
     def reserve_address(self, instance: str, mac: str, network: str, preferred: str | None = None) -> str | None:
-        self._note_foreign('reserves an address for', instance)
+        self._begin('reserves an address for', instance)
         return super().reserve_address(instance, mac, network, preferred)
 
     def find_addresses(self, instance: str) -> Mapping[str, Address]:
@@ -111,12 +122,14 @@ class ModelHypervisor(FakeHypervisor):
         for instance in self.list_guests():
             self.switch_off(instance, compute)
 
-    def _note_foreign(self, action: str, instance: str) -> None:
+    def _begin(self, action: str, instance: str) -> None:
         if instance in self._foreign:
             self.touched.append(f'it {action} {self._world.names[instance]}, which is not ours')
+        if action in self.errors:
+            raise self.errors.pop(action)
 
     def _step_before(self, action: str, instance: str) -> None:
-        self._note_foreign(action, instance)
+        self._begin(action, instance)
         self._world.call(Call('libvirt', (action, instance), writes=True), lambda: None)
 
 
@@ -173,6 +186,7 @@ class Compute:
         # The requests that it has seen last.
         self.requests: Mapping[str, Entry] = {}
         self.looking: Looking | None = None
+        etcd.listeners.append(self._note_rebuilds)
         self.start()
 
     def set_foreign(self, *guests: ForeignGuest) -> None:
@@ -228,6 +242,13 @@ class Compute:
         self.instances.on_release = self.measure
         self.presence._publish()
         self.process = object()
+
+    def _note_rebuilds(self, operations: Sequence[Put | Delete]) -> None:
+        for each in operations:
+            if isinstance(each, Put) and each.key.startswith(keys.record(self.uuid, '')) and '"rebuilt"' in each.value:
+                record, rebuilt = from_json(each.value.encode()), self.hypervisor.rebuilt
+                if record.state in (ACTIVE, STOPPED) and (record.rebuilt or '').isdecimal():
+                    rebuilt[record.instance] = max(int(record.rebuilt or 0), rebuilt.get(record.instance, 0))
 
     def restart(self) -> None:
         self.etcd.end_lease(self.presence.lease)

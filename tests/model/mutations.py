@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tests.model.explorer import Scenario, search
 from tests.model.mutations_adopted import ADOPTED
 from tests.model.mutations_changed import CHANGED
-from tests.model.mutations_resized import RESIZED
+from tests.model.mutations_resized import REBUILT, RESIZED
 from tests.model.mutations_stacks import EVACUATED, STACKS
 from tests.model.mutations_told import PAIRED, REPORTED
 from tests.model.planting import (
@@ -299,6 +299,7 @@ MUTATIONS: dict[str, Bug] = {
     **ADOPTED,
     **CHANGED,
     **RESIZED,
+    **REBUILT,
 }
 
 

@@ -1,8 +1,10 @@
-"""Planted bugs of resize."""
+"""Planted bugs of resize and rebuild."""
 
 from __future__ import annotations
 
+from tests.model.mutations_changed import CHANGED
 from tests.model.planting import (
+    Bug,
     drop_argument,
     drop_statement,
     make_bug,
@@ -42,4 +44,26 @@ RESIZED = {
         drop_statement('record', 'resources', 'resize'),
         'resized_twice',
     ),
+}
+
+_OF = 'ecomp.agent.instance.'
+_REBUILD, _REPLACE_GUEST = f'{_OF}instances:Instances.rebuild', f'{_OF}instances:Instances._replace_guest'
+_ADOPT = f'{_OF}instances:Instances._adopt'
+_VANISHED_FIRST = replace_call(
+    '_plan_rebuild', 'instance not in observations.vanished and _plan_rebuild(parsed, record)'
+)
+_RELEASE = replace_assignment('failure', '(self._find_failure(attempt, error), self._release_claim(instance))[0]')
+REBUILT = {
+    'a new record lacks the number': make_bug(
+        'ecomp.model.record:make_record', drop_statement('fields', 'rebuild'), 'rebuild_failed_and_all_lost'
+    ),
+    'a lost record was that of an end': make_bug(
+        _ADOPT, drop_statement('remembered', 'rebuilt'), 'rebuilt_without_record'
+    ),
+    'what vanished in a rebuild has ended': make_bug(f'{_OF}plan:plan', _VANISHED_FIRST, 'rebuilt_without_domain'),
+    'a failed rebuild releases its claim': make_bug(_REPLACE_GUEST, _RELEASE, 'rebuild_failed'),
+    'a failed rebuild keeps an image without a disk': make_bug(
+        _REPLACE_GUEST, replace_assignment('is_kept', 'True'), 'rebuild_failed'
+    ),
+    'a rebuild takes a destroy back': Bug(CHANGED['a change compares no request'].plants, ('rebuilt_beside_destroy',)),
 }

@@ -101,6 +101,8 @@ def check_requests(facts: Facts) -> Iterator[str]:
             yield f'{facts.format_name(instance)} is requested of {facts.format_name(compute)} and does not live there'
         elif any(record.get(field) != request.get(field) for field in ('name', 'protected')):
             yield f'the record of {facts.format_name(instance)} lacks a change of its request'
+        elif record.get('rebuilt', '0') != str(request.get('rebuild', 0)):
+            yield f'the last rebuild of {facts.format_name(instance)} is not recorded as done'
         if instance in facts.waiting:
             yield f'{facts.format_name(instance)} waits, and is requested of a compute'
     for name in facts.families.get('requests', {}):
@@ -143,6 +145,8 @@ def check_guests(facts: Facts) -> Iterator[str]:
             guest = guests_here.get(name)
             if guest is None or not guest.disk or guest.running != (facts.living[name]['state'] == 'active'):
                 yield f'{facts.format_name(name)} is {facts.living[name]["state"]}, and its guest is not'
+            elif guest.rebuilt and 'rebuilt' in facts.living[name] and facts.living[name].get('host_keys'):
+                yield f'the record of {facts.format_name(name)} has host keys of the guest before'
         for reservation in compute.hypervisor.list_reservations().values():
             if reservation.instance not in living_here:
                 yield f'{facts.format_name(reservation.instance)} has an address reserved, and does not live there'

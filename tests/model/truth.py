@@ -228,6 +228,14 @@ def is_resized(end: FinalState, sentence: Sentence) -> bool:
     return bool(others) or all(size['VCPU'] == int(sentence.actor.name[-1]) for size in sizes)
 
 
+def is_rebuilt(end: FinalState, sentence: Sentence) -> bool:
+    """The request has this rebuild or a later one, unless another command ended the instance."""
+    assert isinstance(sentence.outcome, tuple)
+    if not end.is_requested(sentence.subject):
+        return end.has_command('destroy', 'evacuate', 'apply')
+    return int((end.read_request(sentence.subject) or {}).get('rebuild', 0)) >= sentence.outcome[1]
+
+
 def has_changed_nothing(end: FinalState, sentence: Sentence) -> bool:
     """The command wrote no request, unless an answer to it was lost."""
     return end.was_harmed(sentence.actor) or not end.list_delivered_by(sentence.actor)
@@ -328,8 +336,8 @@ CREATE, QUEUE, APPLY, DESTROY, POWER, FORGET, DRAIN, DISABLE, ENABLE, QUOTA, CLE
     *(('create',), ('queue',), ('apply',), ('destroy',), ('power',), ('forget',), ('drain',)),
     *(('disable',), ('enable',), ('quota',), ('clear',), ('fix',)),
 )
-EVACUATE, CHANGE, RESIZE = ('evacuate',), ('rename', 'protect'), ('resize',)
-CHANGES = (*POWER, *CHANGE, *RESIZE)
+EVACUATE, CHANGE, RESIZE, REBUILD = ('evacuate',), ('rename', 'protect'), ('resize',), ('rebuild',)
+CHANGES = (*POWER, *CHANGE, *RESIZE, *REBUILD)
 ANY = (*PLACEMENT_COMMANDS, *DESTROY, *CHANGES, *FORGET, *DRAIN, *DISABLE, *ENABLE, *QUOTA, *CLEAR, *FIX)
 ROWS = [
     # The outcome is unknown, or the command was interrupted.
@@ -437,10 +445,11 @@ ROWS = [
     Row(POWER, Conflict, '', is_not_switched),
     Row(POWER, Unreadable, '', is_not_switched),
     Row(POWER, Unreachable, 'is not accepted$', is_not_switched),
-    # eschedule rename, protect, resize
+    # eschedule rename, protect, resize, rebuild
     Row(CHANGE, str, '', is_changed),
     Row(RESIZE, Acceptance, '', is_resized),
-    Row(CHANGE + RESIZE, EcompError, '', has_changed_nothing),
+    Row(REBUILD, tuple, '', is_rebuilt),
+    Row(CHANGE + RESIZE + REBUILD, EcompError, '', has_changed_nothing),
     # eschedule host forget
     Row(FORGET, type(None), '', is_forgotten),
     Row(FORGET, Conflict, 'was started while', promises_nothing),

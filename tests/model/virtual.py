@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from datetime import UTC, datetime, tzinfo
+from datetime import UTC, datetime, timedelta, tzinfo
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -38,9 +38,11 @@ class CurrentWorld:
 
 
 class FixedDatetime(datetime):
+    # Whole minutes, because each new value is a new state.
     @classmethod
     def now(cls, tz: tzinfo | None = None) -> FixedDatetime:
-        return cls(2030, 1, 1, tzinfo=tz or UTC)
+        world = CurrentWorld.get()
+        return cls(2030, 1, 1, tzinfo=tz or UTC) + timedelta(minutes=world.clock // 60 if world else 0)
 
 
 _sleep, _monotonic, _uniform, _uuid4, _wait, _original_is_enabled_for = (
