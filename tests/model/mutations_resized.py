@@ -52,6 +52,7 @@ _ADOPT = f'{_OF}instances:Instances._adopt'
 _VANISHED_FIRST = replace_call(
     '_plan_rebuild', 'instance not in observations.vanished and _plan_rebuild(parsed, record)'
 )
+_BEGIN_WITH_KEYS = replace_assignment('record', 'replace(stored, rebuilt=begun, attempts=0)')
 _RELEASE = replace_assignment('failure', '(self._find_failure(attempt, error), self._release_claim(instance))[0]')
 REBUILT = {
     'a new record lacks the number': make_bug(
@@ -65,5 +66,7 @@ REBUILT = {
     'a failed rebuild keeps an image without a disk': make_bug(
         _REPLACE_GUEST, replace_assignment('is_kept', 'True'), 'rebuild_failed'
     ),
+    'a rebuilt guest keeps its host keys': make_bug(_REBUILD, _BEGIN_WITH_KEYS, 'rebuilt_and_restored'),
     'a rebuild takes a destroy back': Bug(CHANGED['a change compares no request'].plants, ('rebuilt_beside_destroy',)),
+    'an older etcd takes a rebuild back': Bug(CHANGED['a change is taken back'].plants, ('rebuilt_and_restored',)),
 }

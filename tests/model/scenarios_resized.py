@@ -242,7 +242,7 @@ def _make_late_restore(name: str, *what: str) -> Scene:
         if 'again' in what:
             add_rebuild(cloud, IMAGE).is_ready = lambda: host.republishes
 
-    scene.__name__, scene.__doc__ = name, f'A rebuild is newer than etcd: {", ".join(what)}.'
+    scene.__name__, scene.__doc__ = name, f'A rebuild is newer than etcd: {name.replace("_", " ")}.'
     return scene
 
 
@@ -283,7 +283,10 @@ SCENARIOS = [
         _make_scene(
             'rebuilt_without_record', add_rebuild, lambda it: add_manual_writes(it, 'x', Delete(keys.record(A, U)))
         ),
+        _make_late_restore('rebuilt_and_restored'),
         _make_late_restore('rebuilt_and_pending_restored', 'pending'),
+        _make_late_restore('rebuild_failed_and_restored', 'fails'),
+        _make_late_restore('rebuild_failed_and_pending_restored', 'fails', 'pending'),
         _make_late_restore('rebuild_failed_and_all_lost', 'fails', 'pending', 'no record', 'no state'),
         _make_late_restore('rebuilt_again_after_a_restore', 'again'),
     ),

@@ -315,12 +315,13 @@ class Instances:
             ended = replace(self._make_observed_record(stored, guest, MANUAL), image=request.image)
         else:
             record = stored if stored.rebuilt == begun else replace(stored, rebuilt=begun, host_keys=(), attempts=0)
-            attempt = _Attempt(request, revision, self.records.write(record, revision), must_remove=False)
             self.memory.remember(request, record)
+            attempt = _Attempt(request, revision, self.records.write(record, revision), must_remove=False)
             failpoint('rebuilding')
             ended = self._replace_guest(attempt, is_defined, stored.host_keys)
-        record = self.records.write(replace(ended, rebuilt=str(request.rebuild)), revision)
-        self.memory.remember(request, record)
+        record = replace(ended, rebuilt=str(request.rebuild))
+        self.memory.remember(request, record)  # first: after a restore of etcd only this memory tells how far it is
+        self.records.write(record, revision)
         log.info('instance %s is %s%s', record.instance, record.state, f': {record.fault}' if record.fault else '')
 
     def _replace_guest(self, attempt: _Attempt, is_defined: bool, host_keys: tuple[str, ...]) -> Record:
@@ -602,9 +603,8 @@ class Instances:
 
     def record_power(self, instance: str, revision: int, guest: Guest | None) -> None:
         """Record whether a guest runs, and its fault."""
-        record = self.records.write(
-            self._make_observed_record(self.records.get_existing(instance), guest, MANUAL), revision
-        )
+        record = self._make_observed_record(self.records.get_existing(instance), guest, MANUAL)
+        self.records.write(record, revision)
         log.info('instance %s is %s%s', instance, record.state, f': {record.fault}' if record.fault else '')
 
     def start_after_reboot(self, instance: str, revision: int) -> None:
