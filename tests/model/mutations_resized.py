@@ -48,13 +48,17 @@ RESIZED = {
 
 _OF = 'ecomp.agent.instance.'
 _REBUILD, _REPLACE_GUEST = f'{_OF}instances:Instances.rebuild', f'{_OF}instances:Instances._replace_guest'
-_ADOPT = f'{_OF}instances:Instances._adopt'
+_MAKE_SPEC, _ADOPT = f'{_OF}instances:GuestTemplate.make_spec', f'{_OF}instances:Instances._adopt'
+_IS_ABOVE = replace_assignment('is_defined', 'guest is not None and guest.rebuilt > request.rebuild')
 _VANISHED_FIRST = replace_call(
     '_plan_rebuild', 'instance not in observations.vanished and _plan_rebuild(parsed, record)'
 )
 _BEGIN_WITH_KEYS = replace_assignment('record', 'replace(stored, rebuilt=begun, attempts=0)')
+_END_WITH_KEYS = replace_assignment('ended', 'self._make_observed_record(stored, guest, MANUAL)')
 _RELEASE = replace_assignment('failure', '(self._find_failure(attempt, error), self._release_claim(instance))[0]')
 REBUILT = {
+    'a rebuild whose number the mark has is repeated': make_bug(_REBUILD, _IS_ABOVE, 'rebuilt_and_state_lost'),
+    'the mark lacks the number': make_bug(_MAKE_SPEC, drop_argument('GuestSpec', 'rebuild'), 'rebuilt_and_state_lost'),
     'a new record lacks the number': make_bug(
         'ecomp.model.record:make_record', drop_statement('fields', 'rebuild'), 'rebuild_failed_and_all_lost'
     ),
@@ -67,6 +71,7 @@ REBUILT = {
         _REPLACE_GUEST, replace_assignment('is_kept', 'True'), 'rebuild_failed'
     ),
     'a rebuilt guest keeps its host keys': make_bug(_REBUILD, _BEGIN_WITH_KEYS, 'rebuilt_and_restored'),
+    'an older record keeps its host keys': make_bug(_REBUILD, _END_WITH_KEYS, 'rebuilt_and_state_lost'),
     'a rebuild takes a destroy back': Bug(CHANGED['a change compares no request'].plants, ('rebuilt_beside_destroy',)),
     'an older etcd takes a rebuild back': Bug(CHANGED['a change is taken back'].plants, ('rebuilt_and_restored',)),
 }

@@ -285,6 +285,7 @@ SCENARIOS = [
         ),
         _make_late_restore('rebuilt_and_restored'),
         _make_late_restore('rebuilt_and_pending_restored', 'pending'),
+        _make_late_restore('rebuilt_and_state_lost', 'pending', 'no state'),
         _make_late_restore('rebuild_failed_and_restored', 'fails'),
         _make_late_restore('rebuild_failed_and_pending_restored', 'fails', 'pending'),
         _make_late_restore('rebuild_failed_and_all_lost', 'fails', 'pending', 'no record', 'no state'),
