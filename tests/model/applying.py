@@ -57,7 +57,8 @@ class ApplyContext(Context):
         self.said: list[str] = []
         self.shown: Sequence[Mapping[str, Any]] = ()
         out = Terminal(lambda _: None, lambda _: None, self.said.append)
-        config = cast(Any, SimpleNamespace(placement=cloud.placement, etcd=None))
+        etcd = SimpleNamespace(timeout=1.0, memory=cloud.etcd)
+        config = cast(Any, SimpleNamespace(placement=cloud.placement, etcd=etcd))
         given = Options(format=JSON, yes=True)._replace(**options)  # type: ignore[arg-type]
         super().__init__(out, config, Invocation(name, words, given))
         self.file = file

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.model.planting import (
     Constant,
     drop_operand,
+    drop_statement,
     make_bug,
     make_pair,
     never,
@@ -207,6 +208,9 @@ STACKS = {
         'ecomp.scheduler.placing.stack:_Application.deliver',
         replace_argument('deliver', 2, '[removal for removal in self.change.removals if removal.is_replaced]'),
         'pruned_beside_create',
+    ),
+    'a prune that goes first is not planned again': make_bug(
+        'ecomp.cli.apply:_wait_for_ends', drop_statement('run', 'read'), 'pruned_first'
     ),
     'a replacement leaves the old instance': make_bug(
         'ecomp.scheduler.placing.stack:_Application.deliver',

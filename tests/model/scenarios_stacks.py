@@ -312,6 +312,23 @@ def pruned_beside_create(cloud: Cloud) -> Check:
     return check
 
 
+def pruned_first(cloud: Cloud) -> Check:
+    """A new member needs the room of a pruned one, which an apply destroys first."""
+    cloud.set_instance_limit(5)
+    cloud.has_ample_room = False
+    host = cloud.add_host(A, room=2)
+    run_apply(cloud, make_file(DB, WEB))
+    host.plan(3)
+    prune = add_apply(cloud, 'apply --prune', make_file(WEB, CACHE), (StillGoing,), prune=True, timeout=4.0)
+    cloud.add_compute_actor(A, '', host.repeat(3, host.plan, lambda: cloud.world.sleep(1.0)))
+
+    def check() -> list[str]:
+        is_wrong = cloud.is_unharmed and not isinstance(prune.outcome, dict | StillGoing)
+        return [f'nothing was lost, and the apply fails: {prune.outcome}'] if is_wrong else []
+
+    return check
+
+
 SCENARIOS = [
     *make_scenarios(
         SINGLE_FAULT,
@@ -321,6 +338,7 @@ SCENARIOS = [
         *(replaced_beside_create_in_its_room, pruned_and_applied, pruned_beside_create),
         *(applied_after_a_restore, applied_after_a_restore_beside_silence),
     ),
+    *make_scenarios(Bounds(1, 1, kills=1, requests=1, answers=1, expiries=1), pruned_first),
     *make_scenarios(Bounds(2, 2, expiries=1, minutes=1), applied_twice_and_frozen, apply_frozen),
     *make_scenarios(Bounds(2, 1, late=1), apply_late),
     *make_scenarios(Bounds(2, 1, kills=1), apply_killed, apply_killed_and_disabled),

@@ -382,6 +382,7 @@ ROWS = [
     Row(APPLY, Conflict, '[0-9]+ different\n', promises_nothing),
     Row(APPLY, Conflict, '[0-9]+ on a silent host, unchanged$', promises_nothing),
     Row(APPLY, StillGoing, 'still being destroyed; nothing was changed', has_left_nothing),
+    Row(APPLY, StillGoing, r'timed out after .* \(the operation continues\)', has_left_nothing),
     Row(APPLY, StillGoing, '^interrupted: the change of stack .* may be carried out', promises_nothing),
     Row(
         PLACEMENT_COMMANDS,

@@ -18,6 +18,8 @@ from unittest import mock
 
 from ecomp.model.choose import Offer
 from tests.model import directory
+from tests.model.acting import LONG_SLEEP_SECONDS
+from tests.model.etcd import ModelStore
 from tests.model.world import World
 
 NOW = '2030-01-01T00:00:00Z'
@@ -117,6 +119,7 @@ def _make_apply_patches() -> list[Any]:
     """Patch `eschedule apply`: its file is that of its context, and its process is its actor."""
     import ecomp.cli.apply
     import ecomp.cli.stack_file
+    import ecomp.scheduler.changes.wait
     import ecomp.scheduler.placing.evacuate
     import ecomp.scheduler.placing.offer
     import ecomp.scheduler.placing.session
@@ -139,6 +142,10 @@ def _make_apply_patches() -> list[Any]:
             ecomp.scheduler.queries.stacks, 'random', SimpleNamespace(randrange=lambda low, _: low + find_pid())
         ),
         mock.patch.object(ecomp.scheduler.placing.offer, 'ask_placement', _virtual_ask_placement),
+        mock.patch.object(ecomp.scheduler.changes.wait, 'Store', lambda config: ModelStore(config.memory)),
+        mock.patch.object(ecomp.cli.apply, 'LiveLine'),
+        # In a shorter sleep no other actor would go first.
+        mock.patch.object(ecomp.scheduler.changes.wait, 'MIN_TICK_SECONDS', LONG_SLEEP_SECONDS),
     ]
 
 
