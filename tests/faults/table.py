@@ -65,8 +65,6 @@ ROWS = {
     40: 'a compute killed or frozen while it takes from a queue',
 }
 
-MANUAL_CHANGE_TESTS = 'scenario/test_by_hand.py::'
-RESTART_TESTS = 'scenario/test_restart.py::'
 KILL_TESTS = 'faults/test_kills.py::'
 RESTORE_TESTS = 'faults/test_restored.py::'
 # {rule of docs/explanation/protocol.md: the tests that replay the race that it closes}
@@ -77,9 +75,9 @@ PROTOCOL_RULES: dict[str, tuple[str, ...]] = {
         'model/scenarios_losses.py::resume_with_losses',
     ),
     'confirmed-claim': (
-        MANUAL_CHANGE_TESTS + 'test_request_without_an_allocation_is_not_built',
         'functional/test_ends_in_error.py::test_request_whose_claim_is_elsewhere_or_differs_is_not_built',
-        RESTART_TESTS + 'test_compute_waits_for_a_killed_placement',
+        'functional/test_ends_in_error.py::test_build_waits_until_placement_confirms_its_claim',
+        'model/scenarios_claims.py::unconfirmed',
     ),
     'release-by-generation': (
         *(
@@ -122,7 +120,7 @@ PROTOCOL_RULES: dict[str, tuple[str, ...]] = {
     'familiar-etcd': (
         'faults/test_new_etcd.py::test_wiped_etcd_changes_nothing_until_accepted',
         'faults/test_new_etcd.py::test_restored_etcd_is_repaired_after_acceptance',
-        'faults/test_new_etcd.py::test_restored_etcd_with_higher_revision_is_noticed',
+        'functional/test_watch.py::test_list_of_another_etcd_is_strange',
         RESTORE_TESTS + 'test_acceptance_by_one_compute_counts_for_one_that_was_off',
         'faults/test_reboot.py::test_reboot_restores_every_guest_state',
         'faults/test_reboot.py::test_crash_without_reboot_leaves_guests_stopped',
@@ -137,15 +135,15 @@ PROTOCOL_RULES: dict[str, tuple[str, ...]] = {
         'security/test_records.py::test_forged_record_of_a_guest_is_not_trusted',
     ),
     'claim-stays': (
-        RESTORE_TESTS + 'test_claim_of_a_running_guest_is_not_moved_for_its_group',
         RESTORE_TESTS + 'test_compute_without_history_takes_no_running_instance',
         RESTORE_TESTS + 'test_repeated_command_places_no_running_instance',
-        RESTORE_TESTS + 'test_restored_presence_key_proves_nothing_after_etcd_restarts',
+        'model/scenarios_restored.py::queued_after_a_restore',
+        'model/scenarios_restored.py::new_compute_beside_a_restored_key',
     ),
     'shown-not-acted-on': (
         'security/test_records.py::test_forged_record_under_its_own_key_is_not_trusted',
         'scenario/test_evacuate.py::test_first_apply_is_refused_while_a_silent_host_has_an_unknown_claim',
-        'scenario/test_evacuate.py::test_apply_leaves_alone_what_a_silent_host_may_run',
+        'model/scenarios_once.py::replaced_on_a_silent_host',
         'scenario/test_evacuate.py::test_guest_stays_while_its_replacement_is_claimed_on_a_silent_host',
         'unit/test_audit.py::test_nothing_is_destroyed_because_an_instance_says_that_it_replaces_another',
     ),
@@ -204,8 +202,8 @@ OTHER_STORIES = {
     'domain-defined': 'test_workers.py',
     'domain-destroyed': 'test_workers.py',
 }
-# Rows, or parts of them, that cannot run on the machines of the tests: the reason, and what replaces them.
-UNTESTED_ROWS: dict[int, str] = {}
+# Rows without a test here, and what replaces them.
+UNTESTED_ROWS = {27: '`tests/model`: `destroyed_twice_beside_another`, `destroy_with_losses`, `destroy_unanswered`'}
 
 
 class Case(NamedTuple):

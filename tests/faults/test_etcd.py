@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -20,6 +17,7 @@ from tests.faults.etcds import EtcdCluster, EtcdControl, clear_space_alarm, fill
 from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import (
     Eschedule,
+    assert_idle,
     check_settled,
     expire_key,
     list_running_guests,
@@ -44,38 +42,6 @@ from tests.kit.story import (
 )
 
 LOST_MESSAGE = 'trying again until it is back'
-
-
-def read_cpu_seconds(stat: Path) -> tuple[float, float]:
-    """Return the processor seconds of a process or thread: user mode, kernel. See proc(5)."""
-    fields = stat.read_text().rpartition(')')[2].split()
-    return int(fields[11]) / os.sysconf('SC_CLK_TCK'), int(fields[12]) / os.sysconf('SC_CLK_TCK')
-
-
-def read_cpu_by_thread(compute: Ecompute) -> dict[str, tuple[float, float]]:
-    process = Path(f'/proc/{compute.pid}')
-    used = {'all': read_cpu_seconds(process / 'stat')}
-    for task in (process / 'task').iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
-            used[f'{task.name} {(task / "comm").read_text().strip()}'] = read_cpu_seconds(task / 'stat')
-    return used
-
-
-def measure_cpu_share(compute: Ecompute, seconds: float = 10.0) -> float:
-    """Measure the share of a core that a compute uses, and print which threads used it.
-
-    The wait is the measuring period, not a synchronisation.
-    """
-    before, began = read_cpu_by_thread(compute), time.monotonic()
-    threading.Event().wait(seconds)
-    after, took = read_cpu_by_thread(compute), time.monotonic() - began
-    spent = {
-        name: [round(now - then, 2) for now, then in zip(used, before.get(name, (0.0, 0.0)), strict=True)]
-        for name, used in after.items()
-    }
-    busy = {name: times for name, times in spent.items() if any(times)}
-    sys.stdout.write(f'{took:.1f} s, load {os.getloadavg()[0]:.1f}, used: {busy}\n{compute.tail_log()}\n')
-    return sum(spent['all']) / took
 
 
 def count_logged(compute: Ecompute, *words: str) -> int:
@@ -114,11 +80,11 @@ def test_etcd_killed_and_restarted(own_control: Control, compute: Ecompute) -> N
     for words in ((SMALL_QUERY,), ('destroy', instance), (instance,), ('list',)):
         assert_refused(own_control, etcd, *words)
     assert own_control.placement.read_consumers(compute.uuid).keys() == {instance}
-    share = measure_cpu_share(compute)
+    with assert_idle(compute.pid):
+        time.sleep(10.0)  # the measuring period
     assert list_running_guests(compute) == {instance}
     etcd.start()
     wait_until(lambda: count_etcd_back(compute), 6, 'it follows etcd again')
-    assert share < 0.05
     boot(own_control)
     assert (count_logged(compute, LOST_MESSAGE), count_etcd_back(compute)) == (1, 1)
     assert compute.stop() == 0
@@ -136,13 +102,13 @@ def test_etcd_frozen(own_control: Control, compute: Ecompute) -> None:
     assert detected <= 15
     assert_refused(own_control, etcd, SMALL_QUERY)
     assert_refused(own_control, etcd, 'destroy', instance)
-    share = measure_cpu_share(compute)
+    with assert_idle(compute.pid):
+        time.sleep(10.0)  # the measuring period
     assert list_running_guests(compute) == {instance}
     etcd.resume()
     wait_until(lambda: count_etcd_back(compute), 15, 'it follows etcd again')
     # Frozen for longer than its lease lives: the presence key expired, and is put again soon.
     wait_until(lambda: etcd.list_keys('/computes/'), 5, 'the compute says again that it is alive')
-    assert share < 0.05
     boot(own_control)
 
 
@@ -365,8 +331,8 @@ def test_quorum_lost_and_restored(cluster_control: Control, compute: Ecompute, m
     for words in ((SMALL_QUERY,), ('destroy', instance), ('list',)):
         assert_refused(cluster_control, members.members[0], *words)
     wait_until(lambda: count_logged(compute, LOST_MESSAGE), 30, 'the loss is logged')
-    share = measure_cpu_share(compute)
-    assert share < 0.05
+    with assert_idle(compute.pid):
+        time.sleep(10.0)  # the measuring period
     assert list_running_guests(compute) == {instance}
     assert read_allocations(cluster_control) == claims
     for member in lost_members:

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from ecomp.store.watch import MAX_DELAY_SECONDS
-from tests.faults.etcds import EtcdCluster, EtcdControl, Member, Tls
+from tests.faults.etcds import EtcdControl, Member, Tls
 from tests.kit.certificates import Authority
 from tests.kit.commands import Ecompute, Result
 from tests.kit.hands import check_settled
@@ -180,44 +180,3 @@ def test_replaced_client_certificate_is_loaded(secured: EtcdControl, office: Cer
     wait_until(lambda: count_etcd_back(compute) == 1, 30, 'it is served again, with no restart')
     boot(secured)
     check_settled(secured, compute)
-
-
-@pytest.mark.slow
-def test_replaced_authority_and_certificates_are_loaded(
-    secured: EtcdControl, compute: Ecompute, office: CertificateOffice
-) -> None:
-    """F35: another authority, and every certificate new: loaded without a restart (fake)."""
-    boot(secured)
-    secured.etcd.kill()
-    new = Authority(office.directory / 'new')
-    shutil.copy(new.certificate, office.authority.certificate)
-    new.issue(office.directory / 'server', 'server', *HOSTS)
-    new.issue(office.directory / 'tests', 'tests')
-    secured.etcd.start()
-    wait_until(lambda: find_log_lines(compute, LOST_MESSAGE), 20, 'the loss is logged')
-    new.issue(office.directory / 'client', 'ecomp')
-    wait_until(lambda: count_etcd_back(compute) == 1, 30, 'it is served again, with no restart')
-    boot(secured)
-
-
-@pytest.mark.slow
-def test_members_with_their_own_certificates(
-    office: CertificateOffice, own_placement: PlacementServer, tmp_path: Path
-) -> None:
-    """F35: three members with certificates of their own: failover and replacement (fake)."""
-    hosts = ['127.0.0.1', '127.0.0.2', '127.0.0.3']
-    tls = [office.tls(f'server{number}', host) for number, host in enumerate(hosts)]
-    with EtcdCluster(tmp_path / 'etcd', hosts, tls) as members:
-        section = {'endpoints': members.endpoints, **office.section}
-        with closing(EtcdControl(members.members[2], own_placement, tmp_path, section)) as control:
-            compute = control.ecompute()
-            boot(control)
-            members.members[0].kill()
-            boot(control)
-            office.authority.issue(office.directory / 'client', 'ecomp')
-            office.tls('server0', hosts[0])
-            members.members[0].start()
-            members.members[1].kill()
-            boot(control)
-            members.members[1].start()
-            check_settled(control, compute)

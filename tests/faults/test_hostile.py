@@ -10,26 +10,18 @@ from typing import Any
 import pytest
 
 from ecomp.agent.host.state import Memory
-from ecomp.model import keys
 from ecomp.model.json_object import MAX_VALUE_BYTES
-from ecomp.model.order import MAX_REQUEST_BYTES, InvalidRequest, Request, parse_request
 from ecomp.model.parsers import MAX_REASON_CHARACTERS
-from ecomp.model.record import Record, from_json
-from ecomp.model.stored import encode
-from ecomp.shared.attempts import list_attempted_instances
-from ecomp.store.client import Entry, Snapshot
-from tests.kit.commands import Control, Ecompute, Result
+from tests.kit.commands import Control, Ecompute
 from tests.kit.hands import read_guests
 from tests.kit.hostile import COMPUTE, HOSTILE, HOSTILE_TEXTS, INSTANCE, make_request
 from tests.kit.invariants import check_invariants
 from tests.kit.servers import wait_until
 from tests.kit.sharing import ANTI_AFFINITY, read_members, read_usage
 from tests.kit.story import (
-    IMAGE,
     SMALL_QUERY,
     assert_one_line,
     boot,
-    find_log_lines,
     place,
     read_record,
     run_in_process,
@@ -50,32 +42,6 @@ JUNK = [
     *(b'{"instances": [["x"]], "instances": []}', b'9' * 5000, DEEP, DEEP_OBJECT, b'x' * MAX_VALUE_BYTES),
     b' ' * (MAX_VALUE_BYTES + 1),
 ]
-
-
-def parse_with_all(value: bytes) -> list[str]:
-    """Parse a value with each parser, and return the reasons of their refusals.
-
-    Any other exception is a defect.
-    """
-    reasons = []
-    parsed = parse_request(COMPUTE, keys.request(COMPUTE, INSTANCE), value)
-    if isinstance(parsed, InvalidRequest):
-        reasons.append(parsed.reason)
-    try:
-        from_json(value)
-    except ValueError as error:
-        reasons.append(str(error))
-    assert 'key' in list_attempted_instances(Snapshot(1, {'/requests/key': Entry('/requests/key', value, 1, 1)}))
-    return reasons
-
-
-@pytest.mark.parametrize('value', JUNK, ids=range(len(JUNK)))
-def test_junk_is_neither_request_nor_record(value: bytes) -> None:
-    """F24: junk is no request and no record, and more than 1 MiB is not parsed (fake)."""
-    reasons = parse_with_all(value)
-    assert len(reasons) == 2, reasons
-    if len(value) > MAX_VALUE_BYTES:
-        assert sum('the limit is' in reason for reason in reasons) == 2
 
 
 @pytest.fixture
@@ -146,67 +112,6 @@ def test_hostile_requests_fail_with_their_reason(cluster: Control, compute: Ecom
 
 
 @pytest.mark.slow
-def test_malformed_record_defers_its_instance(cluster: Control, compute: Ecompute) -> None:
-    """F24: an instance with a malformed record waits, logged once, until that is gone (fake)."""
-    values = [*JUNK, *map(str.encode, (format_record(compute=7), format_record(instance=str(uuid.uuid4()))))]
-    values += [
-        text.encode() for text in (format_record(state='x'), format_record(version=99), format_record(image=['x']))
-    ]
-    earlier = check_valid_request(cluster, compute)
-    planted = {str(uuid.uuid4()): value for value in values}
-    for instance, value in planted.items():
-        cluster.etcd.put(f'/instances/{COMPUTE}/{instance}', value.replace(INSTANCE.encode(), instance.encode()))
-    waiting = list(planted)[-3:]
-    for instance in waiting:
-        body = claim_and_make_request(cluster, instance)
-        cluster.etcd.put(f'/hosts/{COMPUTE}/{instance}', json.dumps(body))
-    odd_keys = {b'/instances/', b'/instances/x', b'/instances/\xff', b'/instances/a/b', b'/instances/' + b'y' * 10_000}
-    for key in odd_keys:
-        cluster.etcd.put(key, b'{}')  # type: ignore[arg-type]
-    later = check_valid_request(cluster, compute)
-    for instance in waiting:
-        wait_until(
-            lambda instance=instance: find_log_lines(compute, f'/instances/{COMPUTE}/{instance}'), 20, 'it is said'
-        )  # type: ignore[misc]
-        assert instance not in read_guests(compute)
-    # eschedule reports each record that it cannot parse in one line, and lists the others.
-    listed = cluster.eschedule('list')
-    assert listed.code == 1
-    assert {line.split()[0] for line in listed.stdout.splitlines()} == {'INSTANCE', earlier, later}
-    lines = listed.stderr.splitlines()
-    assert len(lines) == len(planted) + len(odd_keys)
-    for line in lines:
-        assert line.startswith('eschedule: /instances/'), line
-        assert line.isprintable()
-        assert len(line) < 1000
-    check_full_scans(cluster)
-    for instance in planted:
-        # An instance that is requested of a compute can be destroyed in spite of this: tests/security/test_records.py.
-        for words in (['show', instance], *([] if instance in waiting else [['destroy', instance]]), [instance]):
-            assert_one_line(run_in_process(cluster, *words), 1, f'/instances/{COMPUTE}/{instance}')
-    for key in [*odd_keys, *(f'/instances/{COMPUTE}/{instance}'.encode() for instance in planted)]:
-        cluster.etcd.delete(key)  # type: ignore[arg-type]
-    last = check_valid_request(cluster, compute)  # its event triggers a plan for all; otherwise the periodic check does
-    for instance in waiting:
-        wait_state(cluster, instance, 'active')
-        assert len(wait_log_lines(compute, f'/instances/{COMPUTE}/{instance}', 'trying again')) == 1
-    assert set(read_guests(compute)) == {earlier, later, last, *waiting}
-    check_invariants(cluster, compute)
-
-
-def format_record(**changed: Any) -> str:
-    return json.dumps({**json.loads(encode(Record(INSTANCE, COMPUTE, 'active', image=IMAGE))), **changed})
-
-
-def claim_and_make_request(cluster: Control, instance: str) -> dict[str, Any]:
-    allocations = {COMPUTE: {'resources': {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 64}}}
-    owner = {'user_id': 'u', 'project_id': 'p', 'consumer_generation': None}
-    claim = {'allocations': allocations, **owner, 'consumer_type': 'INSTANCE'}
-    cluster.placement.call('PUT', f'/allocations/{instance}', claim)
-    return {'allocations': allocations, 'instance': instance, 'image': IMAGE, **owner}
-
-
-@pytest.mark.slow
 def test_junk_in_other_keys_disturbs_nothing(cluster: Control, compute: Ecompute) -> None:
     """F24: junk in other keys disturbs neither ecompute nor eschedule (fake)."""
     earlier = check_valid_request(cluster, compute)
@@ -238,27 +143,6 @@ def test_junk_in_other_keys_disturbs_nothing(cluster: Control, compute: Ecompute
     check_invariants(cluster, compute)
 
 
-@pytest.mark.slow
-def test_unread_hostile_requests_can_be_shown_and_destroyed(cluster: Control) -> None:
-    """F24: eschedule lists, shows and destroys requests that no compute has read (fake)."""
-    planted = {str(uuid.uuid4()): value for value, _ in HOSTILE}
-    for instance, value in planted.items():
-        cluster.etcd.put(f'/hosts/{COMPUTE}/{instance}', replace_instance(value, instance))
-    listed = cluster.eschedule('list')
-    assert (listed.code, listed.stderr) == (0, '')
-    assert len(listed.stdout.splitlines()) == 1 + len(planted)
-    results: list[Result] = []
-    for instance in planted:
-        results.append(run_in_process(cluster, 'show', instance))
-        assert 'fault' in results[-1].stdout
-        assert_one_line(run_in_process(cluster, instance), 6, instance, 'waiting for')
-        assert_one_line(run_in_process(cluster, 'destroy', instance), 0, 'destroy accepted')
-    assert {result.code for result in results} == {0}
-    for instance in planted:
-        cluster.etcd.delete(f'/hosts/{COMPUTE}/{instance}')
-    check_invariants(cluster)
-
-
 def test_foreign_state_files_are_ignored(tmp_path: Path) -> None:
     """F24: foreign files in the state directory are ignored and stay (fake)."""
     boot = tmp_path / 'boot_id'
@@ -271,13 +155,6 @@ def test_foreign_state_files_are_ignored(tmp_path: Path) -> None:
     memory = Memory(tmp_path / 'state', COMPUTE, lambda: '2026-01-31T12:00:00.000Z', boot)
     assert (memory.get_entries(), memory.get_ended()) == ({}, frozenset())
     assert len(list(directory.iterdir())) == len(JUNK) + 1
-
-
-def test_unchanged_request_is_valid() -> None:
-    """F24: the request that the hostile ones are made from is valid (fake)."""
-    parsed = parse_request(COMPUTE, keys.request(COMPUTE, INSTANCE), json.dumps(make_request()).encode())
-    assert isinstance(parsed, Request)
-    assert len(json.dumps(make_request())) < MAX_REQUEST_BYTES
 
 
 SHARED_WORDS = (SMALL_QUERY, '--project', 'web', '--group', 'web', *ANTI_AFFINITY)

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import uuid
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -26,7 +25,6 @@ from tests.kit.story import (
     wait_log_lines,
 )
 from tests.kit.tuned import make_tuned
-from tests.kit.use import ResourceUse
 
 # F26, F28: the last request decides, at any moment it may come; missing information destroys nothing.
 
@@ -143,38 +141,6 @@ def test_foreign_volumes_are_not_touched(host: Hypervisor) -> None:
     assert host.get_disk_path(planted).read_bytes() == b'of an instance that etcd has forgotten'
     host.lab.destroy(planted)
     host.assert_removed(planted)
-
-
-def run_guests(host: Hypervisor, count: int) -> None:
-    with ThreadPoolExecutor(3) as threads:
-        instances = list(threads.map(lambda _: host.start_instance(), range(count)))
-    host.lab.destroy(*instances)
-
-
-def check_flat_usage(host: Hypervisor, warm: int, count: int) -> None:
-    """Check that descriptors and threads are equal after `warm` guests and `count` more.
-
-    Memory may grow by at most 16 MiB.
-    """
-    host.restart()
-    run_guests(host, warm)
-    before = ResourceUse.measure(host.pid)
-    workers = host.list_workers()
-    for remaining in range(count, 0, -5):
-        run_guests(host, min(remaining, 5))
-    after = ResourceUse.measure(host.pid)
-    assert host.list_workers() == workers
-    assert after.processes == before.processes
-    assert abs(after.descriptors - before.descriptors) <= 4, (before, after)
-    assert abs(after.threads - before.threads) <= 4, (before, after)
-    assert abs(after.connections - before.connections) <= 4, (before, after)
-    assert after.memory - before.memory <= 16, (before, after)
-
-
-@pytest.mark.slow
-def test_usage_is_flat_over_30_guests(host: Hypervisor) -> None:
-    """Bounds: descriptors, threads, processes and memory stay flat over 30 guests (libvirt)."""
-    check_flat_usage(host, 10, 30)
 
 
 @pytest.mark.slow

@@ -11,9 +11,7 @@ import pytest
 from tests.faults.etcds import SavedSnapshot, Snapshot, wipe
 from tests.kit.by_hand import make_request, put_claim
 from tests.kit.commands import Control, Ecompute
-from tests.kit.foreign import list_marked, make_foreign, read_foreign, start_with_foreign
 from tests.kit.hands import check_settled, read_guests, restart_accepting_etcd
-from tests.kit.invariants import read_allocations
 from tests.kit.servers import Etcd, wait_until
 from tests.kit.story import (
     SMALL_QUERY,
@@ -166,28 +164,6 @@ def test_restored_etcd_is_repaired_after_acceptance(
     check_settled(own_control, compute)
 
 
-@pytest.mark.slow
-@pytest.mark.history_broken('etcd is restored from an older copy')
-def test_restored_etcd_with_higher_revision_is_noticed(own_control: Control, compute: Ecompute) -> None:
-    """F13: restored with a revision higher than before: noticed by its raft term (fake)."""
-    etcd = own_control.etcd
-    boot(own_control)
-    older = SavedSnapshot(etcd)
-    for _ in range(3):
-        etcd.restart()
-    boot(own_control)
-    stop_compute(compute)
-    before = read_known_etcd(compute)
-    older.restore()
-    for number in range(200):
-        etcd.put('/elsewhere', str(number))
-    assert int(etcd.call('kv/range', {'key': 'eA=='})['header']['revision']) > before['revision']
-    compute.launch()
-    check_strange_etcd_logged(compute)
-    assert 'raft term' in wait_log_lines(compute, STRANGE_ETCD_MESSAGE)[0]
-    restart_accepting_etcd(compute)
-
-
 @pytest.mark.history_broken('etcd is wiped')
 def test_killed_during_acceptance(own_control: Control) -> None:
     """F13: kill -9 between publishing and recording: the next start continues (fake)."""
@@ -231,22 +207,3 @@ def test_lost_claim_without_room_is_a_fault(own_control: Control) -> None:
     restart_accepting_etcd(compute)
     assert own_control.placement.read_allocations(instance)
     check_settled(own_control, compute)
-
-
-@pytest.mark.slow
-def test_adopted_guest_is_republished_only_with_its_claim(own_control: Control) -> None:
-    """F13: etcd wiped: an adopted guest without a claim loses its mark, and runs on (fake)."""
-    claimed, released = make_foreign('claimed'), make_foreign('released')
-    compute = start_with_foreign(own_control, claimed, released)
-    assert own_control.eschedule('adopt', compute.uuid, '--all').code == 0
-    for guest in (claimed, released):
-        wait_state(own_control, guest['instance'], 'active')
-    compute.kill()
-    own_control.placement.call('DELETE', f'/allocations/{released["instance"]}')
-    wipe(own_control.etcd)
-    restart_accepting_etcd(compute)
-    assert wait_state(own_control, claimed['instance'], 'active')['adopted']
-    wait_until(lambda: list_marked(compute) == {'claimed'}, 60, 'the mark without a claim is gone')
-    assert own_control.etcd.get(f'/hosts/{compute.uuid}/{released["instance"]}') is None
-    assert all(guest['is_running'] for guest in read_foreign(compute).values())
-    assert read_allocations(own_control).keys() == {claimed['instance']}

@@ -13,18 +13,6 @@ SHOP = {'db': {}, 'web': {'count': 3}}
 NAMES = {'shop-db', 'shop-web-1', 'shop-web-2', 'shop-web-3'}
 
 
-@pytest.mark.usefixtures('compute')
-def test_member_destroyed_manually_gets_a_new_uuid_once(cluster: Control) -> None:
-    path = write_stack(cluster, SHOP)
-    assert cluster.eschedule('apply', path, '--wait').code == 0
-    before = list_instances(cluster)
-    assert cluster.eschedule('destroy', 'shop-web-2', '--wait').code == 0
-    assert cluster.eschedule('apply', path).code == 0
-    after = list_instances(cluster)
-    assert after.keys() == NAMES
-    assert {name for name in NAMES if after[name] != before[name]} == {'shop-web-2'}
-
-
 def test_pruned_instance_on_a_silent_host_does_not_block_the_others(cluster: Control, compute: Ecompute) -> None:
     assert cluster.eschedule('apply', write_stack(cluster, {**SHOP, 'web': {'count': 2}}), '--wait').code == 0
     path = write_stack(cluster, {'web': {'count': 2}})
