@@ -43,7 +43,7 @@ __all__ = ['flavor', 'no_replacements', 'pool_of_two', 'pool']
 
 # A test that uses one of these needs real servers for the rest, too.
 REAL_SERVERS = {
-    *('etcd', 'placement', 'etcd_proxy', 'placement_proxy', 'own_etcd', 'own_placement', 'control', 'own_control'),
+    *('etcd', 'placement', 'etcd_proxy', 'own_etcd', 'own_placement', 'control', 'own_control'),
     'cluster',
 }
 
@@ -126,18 +126,6 @@ def etcd_proxy(etcd: Etcd) -> Iterator[Proxy]:
 def shaky_store(etcd_proxy: Proxy) -> Iterator[Store]:
     with open_store(etcd_proxy.address, timeout=3.0) as store:
         yield store
-
-
-@pytest.fixture
-def placement_proxy(placement: PlacementServer) -> Iterator[Proxy]:
-    with Proxy(placement.port) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def shaky_placement(placement_proxy: Proxy) -> Iterator[Placement]:
-    with closing(Placement(f'http://{placement_proxy.address}', (2.0, 5.0))) as client:
-        yield client
 
 
 @pytest.fixture

@@ -32,26 +32,14 @@ def flavor(cloud: Cloud) -> Iterator[Flavor]:
         cloud.etcd.delete(key)
 
 
-def make_entry(flavor: Flavor, instance: str | None = None, name: str | None = None) -> QueueEntry:
-    return QueueEntry(
-        instance or make_uuid(),
-        flavor,
-        image=IMAGE,
-        user_id='a-user',
-        project_id='a-project',
-        stages={'requested': 'then'},
-        name=name,
-    )
-
-
-def put_in_queue(cloud: Cloud, queue_entry: QueueEntry, resume: bool = False, store: Store | None = None) -> bool:
-    entry = read_entry(cloud.store, keys.flavor(queue_entry.flavor.name))
-    return enqueue(store or cloud.store, queue_entry, entry.revision, None, OWNER, resume)
+def make_entry(flavor: Flavor) -> QueueEntry:
+    return QueueEntry(make_uuid(), flavor, image=IMAGE, user_id='a-user', project_id='a-project', stages={})
 
 
 def queue_request(cloud: Cloud, flavor: Flavor) -> WaitingEntry:
     entry = make_entry(flavor)
-    assert put_in_queue(cloud, entry)
+    revision = read_entry(cloud.store, keys.flavor(flavor.name)).revision
+    assert enqueue(cloud.store, entry, revision, None, OWNER, resume=False)
     return WaitingEntry(read_entry(cloud.store, entry.key).revision, entry)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from ecomp.agent.host.claims import CONFIRMATION_SECONDS, ClaimKeeper
 from ecomp.conf import EtcdConfig
-from ecomp.errors import ClaimedElsewhere, Conflict, NoCapacity, PlacementRefusal, UnknownOutcome, Unreachable
+from ecomp.errors import ClaimedElsewhere, Conflict, NoCapacity, PlacementRefusal, UnknownOutcome
 from ecomp.model import keys
 from ecomp.model.order import Request
 from ecomp.model.stored import encode
@@ -149,19 +149,6 @@ def test_room_released_after_the_offer_is_used(cloud: Cloud) -> None:
     cloud.assert_placed(compute, order)
 
 
-def test_claim_is_not_released_if_its_note_fails(cloud: Cloud) -> None:
-    compute, instance = cloud.make_compute(), make_uuid()
-    allocations.replace_allocations(cloud.placement, instance, {compute: SMALL}, 'a-user', 'a-project')
-
-    def note(generations: Mapping[str, int]) -> None:
-        assert generations == {instance: 1}
-        raise Unreachable('etcd cannot be reached', 'etcd')
-
-    with pytest.raises(Unreachable):
-        allocations.release(cloud.placement, [instance], lambda _: (), note)
-    assert cloud.server.read_consumers(compute).keys() == {instance}
-
-
 def test_many_claims_are_released_in_portions(cloud: Cloud) -> None:
     compute, portions = cloud.make_compute(VCPU=50, MEMORY_MB=5000, DISK_GB=50), list[int]()
     instances = [make_uuid() for _ in range(2 * allocations.MAX_RELEASE_BATCH + 1)]
@@ -257,21 +244,6 @@ def test_claims_with_an_owner_are_kept(cloud: Cloud) -> None:
     keeper.check_claims([with_guest], 2 * CONFIRMATION_SECONDS + 1)
     assert cloud.server.read_consumers(compute).keys() == {delivered, with_guest, queued}
     assert unowned not in cloud.server.read_consumers(compute)
-
-
-@pytest.mark.fast
-def test_claim_moved_to_another_compute_is_not_released(cloud: Cloud) -> None:
-    compute, other = cloud.make_compute(), cloud.make_compute()
-    instance = create_orphan(cloud, compute)
-    keeper = ClaimKeeper(compute, cloud.store, cloud.placement)
-    keeper.check_claims([], 0.0)
-    consumer = allocations.read_consumer(cloud.placement, instance)
-    allocations.replace_allocations(
-        cloud.placement, instance, {other: SMALL}, 'a-user', 'a-project', consumer.generation
-    )
-    keeper.check_claims([], CONFIRMATION_SECONDS)
-    keeper.check_claims([], 2 * CONFIRMATION_SECONDS)
-    assert cloud.server.read_allocations(instance) == {other: SMALL}
 
 
 # The generation that is noted before a claim is released.

@@ -17,7 +17,6 @@ from ecomp.agent.compute import PlanningLoop
 from ecomp.agent.host import state
 from ecomp.agent.host.claims import ClaimKeeper
 from ecomp.agent.instance.plan import DOMAIN_AND_DISK_GONE
-from ecomp.agent.instance.records import Superseded
 from ecomp.agent.planner import CHECKING_CLAIMS, FIRST_POLL_SECONDS, PLAN_INTERVAL_SECONDS, choose_poll_interval
 from ecomp.conf import EtcdConfig
 from ecomp.errors import EcompError, StillGoing, Unreachable
@@ -207,28 +206,6 @@ def test_failed_removal_after_a_forget_is_retried(
 
 def raise_unreachable(*_: object) -> None:
     raise Unreachable('libvirt does not answer', 'libvirt')
-
-
-def test_superseded_end_leaves_no_lease(toy_compute: ToyCompute, cloud: Cloud) -> None:
-    """Check that a refused end does not leave a lease of a day or a week behind on every try."""
-
-    def list_leases() -> set[str]:
-        return {lease['ID'] for lease in cloud.etcd.call('lease/leases', {}).get('leases', [])}
-
-    instance = toy_compute.place()
-    toy_compute.step()
-    destroy(cloud.store, instance)
-    (work,) = toy_compute.plan()
-    before = list_leases()
-    key = keys.request(toy_compute.compute, instance)
-    value = cloud.etcd.get(key)
-    assert value is not None
-    cloud.etcd.put(key, value)  # changes the request after it was planned
-    record = replace(toy_compute.read_record(instance), state=GONE)
-    with pytest.raises(Superseded):
-        toy_compute.instances.records.end(record, work.revision)
-    assert list_leases() <= before
-    assert toy_compute.step() == [f'destroy {instance}']
 
 
 def test_guest_running_before_a_reboot_is_resumed_once(toy_compute: ToyCompute) -> None:

@@ -129,14 +129,6 @@ def test_server_keeps_no_descriptor_that_root_opened(running_server: MetadataSer
     assert open_files == {'/dev/null': 2, str(running_server.log): 1, 'socket': 2}
 
 
-def test_user_option_accepts_a_name(tmp_path: Path) -> None:
-    write_files(tmp_path, {LOOPBACK: (MAC, UUID)})
-    nobody = pwd.getpwnam('nobody')
-    with contextlib.closing(MetadataServer(tmp_path, '--user', 'nobody')) as mdserver:
-        assert read_rights(mdserver.pid) == make_no_rights(str(nobody.pw_uid), str(nobody.pw_gid))
-        assert mdserver.request('/latest/user-data') == (200, b'#!one\n')
-
-
 def test_server_without_user_option_keeps_its_user(tmp_path: Path) -> None:
     write_files(tmp_path, {LOOPBACK: (MAC, UUID)})
     script = [sys.executable, str(TOP / 'md_server/mdserver/server.py')]
