@@ -9,9 +9,8 @@ from contextlib import contextmanager
 import pytest
 
 from tests.kit.audit import wait_audit_clean
-from tests.kit.commands import Control, Ecompute
+from tests.kit.commands import Control
 from tests.kit.faulty_placement import FaultyPlacement
-from tests.kit.servers import wait_until
 from tests.kit.story import SMALL_QUERY, run_in_process
 
 QUEUED_LINE = re.compile(r'QUEUED INSTANCE ([0-9a-f-]{36})\n')
@@ -46,11 +45,3 @@ def record_placement_calls(control: Control) -> Iterator[tuple[str, list[str]]]:
         yield placement.url, requested_paths
         wait_audit_clean(control)  # for computes that have just ended, an audit waits
         control.at_exit.close()  # before the proxy ends
-
-
-def expect_not_taken(control: Control, requested_paths: list[str], compute: Ecompute, instance: str) -> None:
-    traits = f'/resource_providers/{compute.uuid}/traits'
-    wait_until(lambda: traits in requested_paths, 20, 'it has asked what it is')
-    wait_until(lambda: control.etcd.get(f'/queues/small/{instance}/taker') is None, 20, 'it is not at it')
-    assert list_waiting(control) == [instance]
-    assert instance not in control.placement.read_consumers(compute.uuid)

@@ -21,7 +21,6 @@ from ecomp.virt.volumes import make_iso
 from tests.kit.by_hand import put_claim
 from tests.kit.commands import Control, Ecompute
 from tests.kit.foreign import list_marked, make_foreign, read_foreign, start_with_foreign
-from tests.kit.hands import Eschedule
 from tests.kit.invariants import read_allocations
 from tests.kit.lab import BOOT_SECONDS, Lab
 from tests.kit.servers import wait_until
@@ -136,23 +135,6 @@ def test_adopted_guests_of_a_dead_host_are_released_and_run_on_when_it_returns(c
     adopt(cluster, dead, 'old')
     wait_state(cluster, old['instance'], 'active')
     assert cluster.etcd.get(keys.name('other')) is None
-
-
-@pytest.mark.parametrize('is_undefined', [False, True])
-def test_repetition_of_a_killed_adoption_enables_the_host(cluster: Control, is_undefined: bool) -> None:
-    """The kill comes after the last delivery, or before a guest of the command is undefined."""
-    old, other = make_foreign('old'), make_foreign('other')
-    compute = start_with_foreign(cluster, old, other)
-    step = 'adoption-disabled' if is_undefined else 'adoption-delivered'
-    with Eschedule(cluster, 'adopt', compute.uuid, '--all', failpoint=f'{step}:kill') as killed:
-        killed.assert_killed_at(step)
-    assert read_state(cluster) == 'disabled'
-    words = ('nothing',) if is_undefined else ('--all',)
-    repeated = cluster.eschedule('adopt', compute.uuid, *words)
-    assert (repeated.code, read_state(cluster)) == (4 if is_undefined else 0, 'up'), repeated
-    adopt(cluster, compute, '--all')
-    for guest in (old, other):
-        wait_state(cluster, guest['instance'], 'active')
 
 
 def test_uuid_that_is_queued_released_or_made_by_ecomp_is_not_adopted(cluster: Control) -> None:

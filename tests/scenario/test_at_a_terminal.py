@@ -341,23 +341,6 @@ def test_failed_member_is_on_the_screen_with_its_reason(cluster: Control, comput
     assert run_in_process(cluster, 'destroy', '--stack', 'shop', '--yes', '--wait').code == 0
 
 
-def test_failure_during_the_wait_has_its_reason_in_a_pipe(cluster: Control, compute: Ecompute) -> None:
-    shop = write_stack(cluster, STACK)
-    compute.pause()
-    with Eschedule(cluster, 'apply', shop, '--wait', '-f', 'json') as piped:
-        wait_until(lambda: len(cluster.etcd.list_keys('/hosts/')) == 4, 60, 'all are placed')
-        instances = json.loads(run_in_process(cluster, 'list', '-f', 'json').stdout)
-        (db,) = [each['instance'] for each in instances if each['name'] == 'shop-db']
-        cluster.placement.call('DELETE', f'/allocations/{db}')
-        compute.resume()
-        result = piped.wait()
-    failed = json.loads(result.stdout)['instances'][0]
-    assert (result.code, failed['action'], failed['state']) == (1, 'create', 'error'), result
-    assert failed['reasons'][0].startswith('failed at stage scheduled: placement holds no allocation for it'), failed
-    assert result.stderr.endswith('eschedule: stack shop: 3 new, 1 failed\n'), result
-    assert run_in_process(cluster, 'destroy', '--stack', 'shop', '--yes', '--wait').code == 0
-
-
 @OTHER_WIDTHS_ARE_SLOW
 def test_messages_of_a_wait_that_ends_early_are_whole(cluster: Control, compute: Ecompute, columns: int) -> None:
     # The status fills the line, so that a terminal wraps the ^C that it adds at its end.

@@ -229,19 +229,6 @@ def test_repair_skips_what_only_one_audit_found(scene: Scene) -> None:
     assert scene.audit().findings == []
 
 
-@pytest.mark.slow
-def test_hosts_repair_their_own_findings(scene: Scene) -> None:
-    """A host does it at --fix, after a minute of a finding, but releases a claim by itself."""
-    planted = [plants.disk_orphaned, plants.seed_orphaned, plants.part_orphaned, plants.allocation_missing]
-    subjects = {get_code(plant): plant(scene) for plant in (*planted, plants.allocation_orphaned)}
-    messages: list[str] = []
-    report = fix(scene.store, scene.placement, messages.append, interval_seconds=62)
-    assert report.findings == [], messages
-    for plant in planted:
-        assert any(f'{get_code(plant)} {subjects[get_code(plant)]}: ' in line for line in messages), messages
-    assert subjects['allocation-orphaned'] not in read_allocations(scene.control)
-
-
 def test_fix_leaves_domains_alone(scene: Scene) -> None:
     guest, stopped = plants.domain_orphaned(scene), make_uuid()
     scene.change_guest(scene.second, stopped, running=False)
@@ -252,16 +239,3 @@ def test_fix_leaves_domains_alone(scene: Scene) -> None:
     after = fix(scene.store, scene.placement, messages.append, interval_seconds=0.2)
     assert messages == []
     assert after.findings == before
-
-
-@pytest.mark.slow
-def test_audit_fix_repairs_after_a_minute(scene: Scene) -> None:
-    plants.booted_orphaned(scene)
-    done = scene.control.eschedule('check', '--fix', timeout=180)
-    assert done.code == 0, done
-    assert done.stdout == ''
-    lines = done.stderr.splitlines()
-    assert len(lines) == 4, lines
-    assert 'the audit is repeated in 60 s' in lines[0]
-    assert f'booted-orphaned {scene.gone}: /booted/{scene.gone} is deleted' in lines[1]
-    assert lines[3].startswith('eschedule: no findings; ')

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,9 +14,9 @@ import pytest
 import yaml
 
 from ecomp.model import keys
-from tests.kit.commands import Control, Ecompute, Result, run_module, write_config
+from tests.kit.commands import Control, Ecompute, Result, run_module
 from tests.kit.servers import free_port, make_environment
-from tests.kit.story import assert_one_line, place, wait_address
+from tests.kit.story import place, wait_address
 
 OTHER_UUID = '0b5e55ed-0000-4000-8000-000000000000'
 INVENTORY = 'VCPU:4,DISK_GB:10,MEMORY_MB:512'
@@ -112,28 +111,3 @@ def test_refused_start_leaves_the_state_directory_unchanged(stopped_compute: Eco
     # Without `uuid:` in its configuration the compute is the same as before.
     stopped_compute.start()
     assert f'compute {stopped_compute.uuid}, ' in stopped_compute.tail_log()
-
-
-def test_start_beside_a_running_ecompute_changes_nothing(stopped_compute: Ecompute, cluster: Control) -> None:
-    """Check a second ecompute with the same uuid, and one in the same state directory."""
-    stopped_compute.start()
-    second = write_config(
-        cluster.directory / 'second.yaml', cluster.etcd.endpoint, cluster.placement.url,
-        state=str(cluster.directory / 'second'), uuid=stopped_compute.uuid,
-    )  # fmt: skip
-    second_state = cluster.directory / 'second'
-    second_state.mkdir()
-    for name in ('uuid', 'token'):
-        (second_state / name).write_text(f'{uuid.uuid4()}\n')
-    (second_state / 'lock').touch(0o600)
-    before = read_tree(second_state)
-    refused = run_module('ecomp.compute', '--config', str(second), '--fake', INVENTORY, directory=cluster.directory)
-    assert (refused.code, 'is held by another ecompute' in refused.stderr) == (5, True), refused
-    assert read_tree(second_state) == before
-
-    files = [stopped_compute.directory / 'state' / name for name in ('lock', 'uuid', 'token', 'fake.json')]
-    contents = [path.read_bytes() for path in files]
-    refused = try_start(stopped_compute, uuid=OTHER_UUID)
-    assert_one_line(refused, 5, f'is used by the ecompute with pid {stopped_compute.pid}', command='ecompute')
-    assert [path.read_bytes() for path in files] == contents
-    place(cluster)  # the first is not disturbed

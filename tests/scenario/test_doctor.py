@@ -7,8 +7,7 @@ import re
 from typing import Any
 
 from ecomp.model.cluster import describe_vulnerabilities
-from tests.kit.commands import Control, run_eschedule_process, write_config
-from tests.kit.servers import free_port
+from tests.kit.commands import Control
 
 
 def read_findings(control: Control) -> dict[str, Any]:
@@ -46,15 +45,3 @@ def test_stopped_compute_is_a_finding_with_its_cure(cluster: Control) -> None:
     assert f'; configuration: {cluster.schedule_yaml}' in table.stderr
     compute.start()
     assert read_findings(cluster) == {}
-
-
-def test_unreachable_backend_is_a_finding(cluster: Control) -> None:
-    for etcd, placement, away in (
-        (f'127.0.0.1:{free_port()}', cluster.placement.url, 'etcd'),
-        (cluster.etcd.endpoint, f'http://127.0.0.1:{free_port()}', 'placement'),
-    ):
-        config = write_config(cluster.directory / 'away.yaml', etcd, placement)
-        result = run_eschedule_process(config, 'check', '-f', 'json')
-        assert (result.code, f'{away} at' in result.stderr) == (7, True)
-        cures = {finding['code']: finding['how'] for finding in json.loads(result.stdout)}
-        assert cures[away] == f'start {away} at this address, or correct `{away}:` in {config}'

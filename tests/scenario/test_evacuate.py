@@ -256,31 +256,6 @@ def test_first_apply_is_refused_while_a_silent_host_has_an_unknown_claim(cluster
     check_invariants(cluster, living)
 
 
-def test_apply_leaves_alone_what_a_silent_host_may_run(cluster: Control) -> None:
-    silent, living = cluster.ecompute(ROOMY), cluster.ecompute(ROOMY)
-    hosts = {'db': silent, 'old': silent, 'web': living}
-    members = {name: {'query': f'{SMALL}&in_tree={host.uuid}'} for name, host in hosts.items()}
-    assert cluster.eschedule('apply', write_stack(cluster, members), '--wait').code == 0
-    kill_and_lapse(cluster, silent)
-    before = set(cluster.etcd.list_keys(keys.request_prefix(silent.uuid)))
-    larger = {'query': 'resources=VCPU:2,DISK_GB:1,MEMORY_MB:64'}
-    shop = write_stack(cluster, {'db': larger, 'web': larger})
-
-    for options in (['--dry-run'], [], ['--destroy-first']):
-        result = cluster.eschedule('apply', shop, '--replace-all', '--prune', '--yes', '-f', 'json', *options)
-        assert result.code == 5, result
-        rows = {row['name']: row for row in json.loads(result.stdout)['instances']}
-        assert rows['shop-db']['action'] == rows['shop-old']['action'] == 'stays', rows
-        assert 'is silent, and may run it' in rows['shop-old']['reasons'][-1]
-    assert rows['shop-web']['action'] == 'keep', 'the others are replaced'
-    assert set(cluster.etcd.list_keys(keys.request_prefix(silent.uuid))) == before
-    # Back, it is replaced and pruned.
-    silent.start()
-    result = cluster.eschedule('apply', shop, '--replace-all', '--prune', '--yes', '--wait')
-    assert result.code == 0, result
-    check_invariants(cluster, silent, living)
-
-
 def test_host_that_becomes_silent_during_the_question_keeps_its_instance(
     cluster: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,59 +14,20 @@ from ecomp.model.host import StoredHostname
 from ecomp.model.stored import decode_lenient
 from tests.kit.by_hand import put_claim
 from tests.kit.commands import Control, Ecompute
-from tests.kit.hands import Eschedule, read_guests
+from tests.kit.hands import Eschedule
 from tests.kit.invariants import check_invariants, read_allocations, read_lasting_keys
 from tests.kit.servers import wait_until
-from tests.kit.sharing import kill_and_lapse, list_hosts, list_states
+from tests.kit.sharing import kill_and_lapse, list_hosts
 from tests.kit.story import (
     SMALL_QUERY,
-    UNKNOWN_UUID,
     assert_one_line,
     boot,
-    find_log_lines,
     place,
-    read_log,
     read_record,
-    read_reserved,
     require_record,
     wait_address,
     wait_state,
 )
-
-# eschedule hosts: computes that are up, closed, silent or orphaned, as placement and etcd know them.
-
-
-def test_hosts_shows_up_closed_silent_and_orphaned(cluster: Control) -> None:
-    up_compute, closed, silent, orphaned = (cluster.ecompute() for _ in range(4))
-    for compute in (up_compute, closed, silent):
-        wait_address(cluster, place(cluster, f'{SMALL_QUERY}&in_tree={compute.uuid}')[1])
-    assert set(list_states(cluster).values()) == {'up'}
-    wait_until(lambda: cluster.etcd.list_keys(f'/hostnames/{orphaned.uuid}'), 30, 'it has written down its name')
-    closed.stop()
-    kill_and_lapse(cluster, silent)
-    kill_and_lapse(cluster, orphaned)
-
-    name = socket.gethostname()
-    shown = list_hosts(cluster)
-    assert {compute: (row['state'], row['hostname'], row['instances']) for compute, row in shown.items()} == {
-        up_compute.uuid: ('up', name, 1),
-        closed.uuid: ('closed', name, 1),
-        silent.uuid: ('silent', name, 1),
-        orphaned.uuid: ('orphaned', name, 0),
-    }
-    assert shown[up_compute.uuid]['resources'] == {
-        'VCPU': {'used': 1, 'free': 3, 'capacity': 4, 'over': 0},
-        'DISK_GB': {'used': 1, 'free': 9, 'capacity': 10, 'over': 0},
-        'MEMORY_MB': {'used': 128, 'free': 384, 'capacity': 512, 'over': 0},
-    }
-    assert shown[closed.uuid]['resources']['VCPU'] == {'used': 1, 'free': 0, 'capacity': 0, 'over': 0}
-
-    # They have their earlier state as soon as they are back.
-    for compute in (closed, silent, orphaned):
-        compute.start()
-    assert set(list_states(cluster).values()) == {'up'}
-    check_invariants(cluster, up_compute, closed, silent, orphaned)
-
 
 # A host that cannot build is used last, and says why.
 
@@ -127,42 +88,6 @@ def test_two_of_five_requests_fail_beside_a_host_that_fails_all_builds(cluster: 
 # A compute has its host's name wherever users read or type it, even while it is down.
 
 
-def rename_host(control: Control, compute: Ecompute, name: str) -> None:
-    """Change the host name in etcd of a compute that is down: all of a test share one host."""
-    key = f'/hostnames/{compute.uuid}'
-    wait_until(lambda: control.etcd.list_keys(key), 30, 'it has written down its name')
-    control.etcd.put(key, json.dumps({'version': 1, 'hostname': name}))
-
-
-def test_closed_and_silent_computes_keep_their_host_names(cluster: Control) -> None:
-    up_compute, closed, silent = (cluster.ecompute() for _ in range(3))
-    instance = boot(cluster, f'{SMALL_QUERY}&in_tree={silent.uuid}')
-    closed.stop()
-    rename_host(cluster, closed, 'hv4')
-    kill_and_lapse(cluster, silent)
-    rename_host(cluster, silent, 'hv5')
-
-    names = {compute: shown['hostname'] for compute, shown in list_hosts(cluster).items()}
-    assert names == {up_compute.uuid: socket.gethostname(), closed.uuid: 'hv4', silent.uuid: 'hv5'}
-    assert json.loads(cluster.eschedule('show', '-f', 'json', instance).stdout)['host'] == 'hv5'
-    for command in ('drain', 'enable'):
-        assert cluster.eschedule('host', command, 'hv4').code == 0
-    refusal = cluster.eschedule('--on', 'hv4', SMALL_QUERY)
-    assert (refusal.code, refusal.stdout) == (3, 'NO ALLOCATIONS LEFT\n'), refusal
-    assert 'eschedule: hv4: is not alive' in refusal.stderr.splitlines()
-
-    assert_one_line(cluster.eschedule('host', 'forget', 'hv5'), 5, 'compute hv5 is not forgotten', instance)
-    assert cluster.eschedule('destroy', instance).code == 0
-    forgotten = cluster.eschedule('host', 'forget', '--fenced', 'hv4', 'hv5', 'hv6')
-    assert forgotten.code == 4, forgotten
-    for name in ('hv4', 'hv5'):
-        assert f'eschedule: {name}: its resource provider is removed' in forgotten.stderr
-    assert list(list_hosts(cluster)) == [up_compute.uuid]
-    assert cluster.etcd.list_keys('/hostnames/') == [f'/hostnames/{up_compute.uuid}']
-    # The record of a gone instance is kept for a day and is not evidence of a compute.
-    assert silent.uuid not in cluster.eschedule('check').stderr
-
-
 def test_computes_with_one_host_name_need_their_uuids(cluster: Control) -> None:
     first, second = cluster.ecompute(), cluster.ecompute()
     name = socket.gethostname()
@@ -197,78 +122,13 @@ def test_host_name_is_written_once_and_restored_when_malformed(cluster: Control)
     )
 
 
-# host drain and enable: a disabled compute gets no new instances, even after a restart or a kill.
-
-
-DISABLED_TRAITS = {'COMPUTE_STATUS_DISABLED', 'CUSTOM_ECOMP_DISABLED'}
-
-
-def read_traits(control: Control, compute: Ecompute) -> set[str]:
-    return set(control.placement.call('GET', f'/resource_providers/{compute.uuid}/traits')['traits'])
+# host drain.
 
 
 def run_host_command(control: Control, command: str, compute: str, *options: str) -> list[str]:
     result = control.eschedule('host', command, compute, *options)
     assert (result.code, result.stdout) == (0, ''), result
     return [line.removeprefix('eschedule: ') for line in result.stderr.splitlines()]
-
-
-def expect_refusal(control: Control, *words: str) -> list[str]:
-    result = control.eschedule(*(words or (SMALL_QUERY,)))
-    assert (result.code, result.stdout) == (3, 'NO ALLOCATIONS LEFT\n'), result
-    return [line.removeprefix('eschedule: ') for line in result.stderr.splitlines()]
-
-
-def test_disabled_compute_gets_no_instances_until_enabled(cluster: Control) -> None:
-    first, second = cluster.ecompute(), cluster.ecompute()
-    guest = place(cluster, f'{SMALL_QUERY}&in_tree={first.uuid}')[1]
-    address = wait_address(cluster, guest)
-    assert 'disabled: no new instances' in run_host_command(cluster, 'drain', first.uuid)[0]
-    assert run_host_command(cluster, 'drain', first.uuid.upper())[0] == f'{first.uuid}: is already disabled'
-    assert list_states(cluster) == {first.uuid: 'disabled', second.uuid: 'up'}
-    # The other compute has room for four. --count and --dry-run respect the disabled state, too.
-    plan = cluster.eschedule('create', '--dry-run', SMALL_QUERY).stdout
-    assert (second.uuid in plan, first.uuid in plan) == (True, False)
-    placed = cluster.eschedule('--count', '4', SMALL_QUERY)
-    assert placed.stdout.count(f'NOTIFIED TARGET, {second.uuid}, ') == 4
-    assert any('is disabled (eschedule host enable ' in line for line in expect_refusal(cluster))
-    assert wait_address(cluster, guest) == address
-    assert run_host_command(cluster, 'enable', first.uuid) == [f'{first.uuid}: enabled']
-    assert place(cluster)[0] == first.uuid
-    check_invariants(cluster, first, second)
-
-
-def test_restarted_compute_keeps_its_disabled_state(cluster: Control) -> None:
-    compute = cluster.ecompute(traits=['CUSTOM_RACK_7'])
-    assert read_traits(cluster, compute) == {'CUSTOM_RACK_7'}
-    compute.stop()
-    assert read_traits(cluster, compute) == {'CUSTOM_RACK_7', 'COMPUTE_STATUS_DISABLED'}
-    assert (list_states(cluster), list_hosts(cluster)[compute.uuid]['disabled']) == ({compute.uuid: 'closed'}, False)
-    compute.start()
-    assert read_traits(cluster, compute) == {'CUSTOM_RACK_7'}
-    run_host_command(cluster, 'drain', compute.uuid)
-    for stop in (compute.stop, compute.kill):
-        stop()
-        compute.start()
-        assert read_traits(cluster, compute) == {'CUSTOM_RACK_7', *DISABLED_TRAITS}
-        expect_refusal(cluster)
-    # Enabled while it is stopped, it is open as soon as it starts.
-    compute.stop()
-    assert (list_states(cluster), list_hosts(cluster)[compute.uuid]['disabled']) == ({compute.uuid: 'closed'}, True)
-    assert 'closed, disabled' in cluster.eschedule('hosts').stdout
-    assert run_host_command(cluster, 'enable', compute.uuid) == [
-        f'{compute.uuid}: enabled; instances are placed there once its ecompute is started'
-    ]
-    assert read_traits(cluster, compute) == {'CUSTOM_RACK_7', 'COMPUTE_STATUS_DISABLED'}
-    compute.start()
-    place(cluster)
-    # Disabled and enabled while it is silent and may not come back.
-    kill_and_lapse(cluster, compute)
-    assert 'disabled: no new instances' in run_host_command(cluster, 'drain', compute.uuid)[0]
-    run_host_command(cluster, 'enable', compute.uuid)
-    compute.start()
-    assert read_traits(cluster, compute) == {'CUSTOM_RACK_7'}
-    place(cluster)
 
 
 def test_drain_lists_the_instances_and_waits_for_their_end(cluster: Control, compute: Ecompute) -> None:
@@ -307,20 +167,7 @@ def test_drain_lists_the_instances_and_waits_for_their_end(cluster: Control, com
     assert cluster.placement.read_consumers(compute.uuid) == {}
 
 
-def test_traits_aggregates_and_ratios(cluster: Control) -> None:
-    group, traits_of_one = UNKNOWN_UUID, ['CUSTOM_RACK_7', 'STORAGE_DISK_SSD']
-    settings = {'traits': traits_of_one, 'aggregates': [group], 'allocation_ratios': {'VCPU': 2}}
-    tuned_compute = cluster.ecompute('VCPU:1,DISK_GB:10,MEMORY_MB:512', **settings)
-    cluster.ecompute()
-    assert read_traits(cluster, tuned_compute) == {'CUSTOM_RACK_7', 'STORAGE_DISK_SSD'}, 'a fake has no processor'
-    assert place(cluster, f'{SMALL_QUERY}&required=CUSTOM_RACK_7')[0] == tuned_compute.uuid
-    assert place(cluster, f'{SMALL_QUERY}&member_of={group}&required=STORAGE_DISK_SSD')[0] == tuned_compute.uuid
-    messages = expect_refusal(cluster, f'{SMALL_QUERY}&required=CUSTOM_RACK_7')
-    assert any('VCPU short by 1 (free 0 of 2)' in line for line in messages), messages
-    assert any(line.endswith('lacks CUSTOM_RACK_7') for line in messages), messages
-
-
-# eschedule host forget: refusals, removal of a lost compute, and returning computes.
+# eschedule host forget: refusals, and removal of a lost compute.
 
 
 def forget(control: Control, compute: str) -> list[str]:
@@ -393,40 +240,3 @@ def test_forget_finishes_pending_destroys(cluster: Control) -> None:
     }
     check_invariants(cluster)
     assert_one_line(cluster.eschedule('host', 'forget', compute.uuid), 4, 'no host has this name or uuid')
-
-
-def test_forgotten_compute_that_returns_removes_what_was_destroyed(cluster: Control) -> None:
-    compute = cluster.ecompute()
-    instance = boot(cluster)
-    kill_and_lapse(cluster, compute)
-    assert list_states(cluster) == {compute.uuid: 'silent'}
-    assert cluster.eschedule('destroy', instance).code == 0
-    forget(cluster, compute.uuid)
-    expect_forgotten(cluster, compute.uuid)
-    assert_one_line(cluster.eschedule('host', 'forget', compute.uuid), 4, compute.uuid, 'no host has this name or uuid')
-    compute.start()
-    # It registers again, and accepts new instances.
-    assert list_states(cluster) == {compute.uuid: 'up'}
-    assert read_reserved(cluster, compute.uuid) == 0
-    wait_until(lambda: instance not in read_guests(compute), 20, 'the guest is removed')
-    assert read_record(cluster, instance)['state'] == 'gone'  # type: ignore[index]
-    assert not find_log_lines(compute, instance, 'the guest is kept')
-    boot(cluster)
-    check_invariants(cluster, compute)
-    read_log(compute)
-
-
-def test_compute_that_returns_in_time_carries_out_its_destroys(cluster: Control, compute: Ecompute) -> None:
-    instances = [boot(cluster) for _ in range(2)]
-    kill_and_lapse(cluster, compute)
-    assert cluster.eschedule('destroy', *instances).code == 0
-    with Eschedule(
-        cluster, 'host', 'forget', '--fenced', compute.uuid, failpoint='host-released:stop'
-    ) as forget_command:
-        forget_command.wait_frozen_at('host-released')
-        compute.start()
-        forget_command.resume()
-        assert_one_line(forget_command.wait(), 5, compute.uuid, 'is not forgotten', 'it is alive')
-    for instance in instances:
-        assert wait_state(cluster, instance, 'gone')['fault'] is None
-    assert list_states(cluster) == {compute.uuid: 'up'}

@@ -12,12 +12,10 @@ from tests.kit.servers import wait_until
 from tests.kit.story import (
     assert_one_line,
     boot,
-    find_log_lines,
     place,
     read_record,
     wait_address,
     wait_log_lines,
-    wait_state,
 )
 
 
@@ -83,29 +81,6 @@ def test_wait_after_reboot_waits_for_the_new_boot(cluster: Control, compute: Eco
     assert [line.split()[0] for line in last[1:]] == ['addressed', 'ready', '0']
     rows = dict(line.split(maxsplit=1) for line in cluster.eschedule('show', instance).stdout.splitlines())
     assert rows['since'] == boots[0]['stages']['started']
-
-
-def test_silent_compute_carries_out_the_last_action_later(cluster: Control, compute: Ecompute) -> None:
-    instance = boot(cluster)
-    compute.stop()
-    assert_one_line(cluster.eschedule('stop', instance), 0, 'stop accepted', 'once this compute is no longer silent')
-    timed_out = cluster.eschedule('stop', '--wait', '--timeout', '0', instance)
-    assert timed_out.code == 6
-    repeated, waited = timed_out.stderr.splitlines()
-    assert f'{instance}: stop was requested before; {socket.gethostname()} is carrying it out' in repeated
-    assert 'timed out after 0 s (the operation continues), still waiting for its compute to accept it' in waited
-    # Only the last request counts; a request that never began has no effect.
-    assert_one_line(cluster.eschedule('reboot', instance), 0, 'reboot accepted')
-    assert_one_line(cluster.eschedule('stop', instance), 0, 'stop accepted')
-    compute.start()
-    wait_state(cluster, instance, 'stopped')
-    assert list_running_guests(compute) == set()
-    assert find_log_lines(compute, 'START INSTANCE', instance) == []
-    compute.restart()
-    switch(cluster, 'start', instance)
-    assert len(wait_log_lines(compute, 'START INSTANCE', instance)) == 1
-    compute.restart()
-    assert list_running_guests(compute) == {instance}, 'done once'
 
 
 def test_failed_start_reports_its_reason_and_is_not_retried(cluster: Control, compute: Ecompute) -> None:

@@ -19,8 +19,6 @@ from tests.kit.story import (
     boot_all,
     find_log_lines,
     place,
-    read_log,
-    read_record,
     read_reserved,
     require_record,
     wait_address,
@@ -75,33 +73,6 @@ def test_signal_closes_the_host_until_the_next_start(cluster: Control, compute: 
     assert len(wait_log_lines(compute, 'INSTANTIATE', guest)) == 1
     assert wait_log_lines(compute, 'resource provider', compute.uuid, 'exists, with usages')
     place(cluster)
-
-
-def test_compute_waits_for_a_killed_placement(own_control: Control) -> None:
-    compute = own_control.ecompute()
-    before = boot(own_control)
-    # The request is claimed and delivered; placement is gone before the compute can confirm it.
-    compute.pause()
-    _, delivered = place(own_control)
-    assert_one_line(own_control.eschedule('destroy', before), 0, 'accepted')
-    own_control.placement.kill()
-    compute.resume()
-
-    wait_until(lambda: find_log_lines(compute, 'placement', 'trying again'), 20, 'the loss is logged')
-    assert_one_line(own_control.eschedule(SMALL_QUERY), 7, 'placement', own_control.placement.url)
-    assert own_control.etcd.list_keys('/requests/') == []
-    # A lack of answers neither builds nor fails the instance.
-    assert (read_record(own_control, delivered) or {}).get('state') in (None, 'scheduled')
-    assert own_control.eschedule('list').code == 0
-    own_control.placement.start()
-
-    wait_address(own_control, delivered)
-    wait_state(own_control, before, 'gone')
-    wait_until(lambda: find_log_lines(compute, 'placement', 'is back'), 20, 'the return is logged')
-    check_invariants(own_control, compute)
-    ends = ['until it is back' in line for line in find_log_lines(compute, 'placement', 'is back')]
-    assert ends == [True, False], read_log(compute)
-    assert compute.stop() == 0
 
 
 def test_stopping_while_the_control_plane_is_away(own_control: Control, compute: Ecompute) -> None:

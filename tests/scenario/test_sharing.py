@@ -12,18 +12,14 @@ from collections import Counter
 from pathlib import Path
 
 from tests.kit.commands import Control, Ecompute, Result
-from tests.kit.hands import check_settled, expire_key
-from tests.kit.invariants import check_invariants, read_lasting_keys
-from tests.kit.sharing import parse_notices, read_members, read_usage, start_computes
+from tests.kit.hands import expire_key
+from tests.kit.invariants import read_lasting_keys
+from tests.kit.sharing import parse_notices, start_computes
 from tests.kit.story import (
     IMAGE,
     SMALL_QUERY,
     assert_one_line,
-    parse_notice,
     place,
-    read_record,
-    run_concurrently,
-    run_in_process,
     wait_address,
     wait_state,
 )
@@ -125,110 +121,6 @@ def test_set_has_names_user_data_and_a_repeatable_uuid(cluster: Control, tmp_pat
         assert 'its user-data is no longer in etcd' in wait_state(cluster, instance, 'error')['error']['reason']
 
 
-# Groups: together or apart under concurrent requests, and the reasons of refusals.
-
-
-ANTI_AFFINITY = ('--policy', 'anti-affinity')
-AFFINITY = ('--policy', 'affinity')
-
-
-def test_members_are_kept_apart_or_together(cluster: Control) -> None:
-    computes = start_computes(cluster, 'VCPU:2,DISK_GB:10,MEMORY_MB:512', 'VCPU:6,DISK_GB:10,MEMORY_MB:1024')
-    words = (SMALL_QUERY, '--count', '3', '--group', 'web', *ANTI_AFFINITY)
-    refused = run_in_process(cluster, *words)
-    assert (refused.code, read_members(cluster, 'web')) == (3, {})
-    assert 'there is room for 2 of 3 in group web (strict anti-affinity)' in refused.stderr
-    apart = parse_notices(run_in_process(cluster, *words, '--min', '2').stdout)
-    assert {compute for compute, _ in apart} == {compute.uuid for compute in computes}
-    assert read_members(cluster, 'web') == {instance: compute for compute, instance in apart}
-    refused = run_in_process(cluster, SMALL_QUERY, '--group', 'web')
-    assert (refused.code, refused.stdout) == (3, 'NO ALLOCATIONS LEFT\n')
-    assert refused.stderr.count('group web has a member there (strict anti-affinity)') == 2
-    shown = json.loads(run_in_process(cluster, 'group', 'web', '-f', 'json').stdout)
-    assert {member['instance']: member['compute'] for member in shown['members']} == read_members(cluster, 'web')
-    listed = run_in_process(cluster, 'group').stdout
-    assert listed.splitlines()[1].split() == ['web', 'strict', 'anti-affinity', '2', '2']
-    for _, instance in apart:
-        wait_address(cluster, instance)
-    why = json.loads(run_in_process(cluster, 'why', apart[0][1], '-f', 'json').stdout)
-    assert why['group']['others'] == {apart[1][1]: apart[1][0]}
-
-    together = parse_notices(run_in_process(cluster, SMALL_QUERY, '--count', '3', '--group', 'db', *AFFINITY).stdout)
-    assert {compute for compute, _ in together} == {computes[1].uuid}
-    assert place(cluster, SMALL_QUERY, '--group', 'db', '--name', 'near')[0] == computes[1].uuid
-    refused = run_in_process(cluster, SMALL_QUERY.replace('VCPU:1', 'VCPU:2'), '--group', 'db')
-    assert (refused.code, '(strict affinity)' in refused.stderr) == (3, True)
-    assert 'VCPU short by 1 (free 1 of 6)' in refused.stderr
-
-    # A destroyed member makes room for the next, and the last one removes the group.
-    assert run_in_process(cluster, 'destroy', '--wait', apart[0][1]).code == 0
-    third = place(cluster, SMALL_QUERY, '--group', 'web')
-    assert third[0] == apart[0][0]
-    wait_address(cluster, third[1])
-    assert run_in_process(cluster, 'destroy', '--wait', apart[1][1], third[1]).code == 0
-    assert cluster.etcd.get('/groups/web') is None
-    check_settled(cluster, *computes)
-
-
-# Quotas: the limits of a project, counted exactly under concurrent requests and changes.
-
-
-LARGE_INVENTORY = 'VCPU:60,DISK_GB:100,MEMORY_MB:8192'
-
-
-def test_quota_counts_what_exists_and_refuses_more(cluster: Control) -> None:
-    computes = start_computes(cluster, LARGE_INVENTORY)
-    place(cluster, SMALL_QUERY, '--project', 'web')  # before the limit is set, and counted nevertheless
-    place(cluster, SMALL_QUERY, '--project', 'other')
-    set_limits = run_in_process(cluster, 'quota', 'set', 'web', 'VCPU=3', 'instances=5')
-    assert_one_line(set_limits, 0, 'web: VCPU 1/3, instances 1/5')
-    _, second = place(cluster, SMALL_QUERY, '--project', 'web')
-    refused = run_in_process(cluster, SMALL_QUERY, '--count', '2', '--project', 'web')
-    assert refused.stdout == 'NO ALLOCATIONS LEFT\n'
-    assert_one_line(refused, 3, 'VCPU: limit 3, used 2, requested 2')
-    assert len(cluster.placement.read_consumers(computes[0].uuid)) == 3
-    # With --min 1, one of the two is placed.
-    words = (SMALL_QUERY, '--count', '2', '--min', '1', '--project', 'web')
-    assert len(parse_notices(run_in_process(cluster, *words).stdout)) == 1
-    assert read_usage(cluster, 'web') == {'VCPU': 3, 'DISK_GB': 3, 'MEMORY_MB': 384, 'instances': 3}
-    shown = json.loads(run_in_process(cluster, 'quota', 'web', '-f', 'json').stdout)
-    assert (shown['limits'], shown['used']) == ({'VCPU': 3, 'instances': 5}, read_usage(cluster, 'web'))
-    # Each destroyed instance makes room.
-    wait_address(cluster, second)
-    assert run_in_process(cluster, 'destroy', '--wait', second).code == 0
-    assert read_usage(cluster, 'web')['VCPU'] == 2
-    place(cluster, SMALL_QUERY, '--project', 'web')
-    assert run_in_process(cluster, 'quota', 'set', 'web', 'VCPU=none', 'instances=none').code == 0
-    assert_one_line(run_in_process(cluster, 'quota', 'web'), 4, 'no limits are set')
-    place(cluster, SMALL_QUERY, '--project', 'web')
-    check_settled(cluster, *computes)
-
-
-# Flavors: set by an operator, requested by name, also in a plan and a set.
-
-
-def test_flavor_is_set_listed_used_and_deleted(cluster: Control) -> None:
-    compute = cluster.ecompute('VCPU:16,DISK_GB:100,MEMORY_MB:4096')
-    assert_one_line(cluster.eschedule('flavor', 'set', 'tiny', SMALL_QUERY), 0, 'flavor tiny: created')
-    assert_one_line(
-        cluster.eschedule('flavor', 'set', 'tiny', f'{SMALL_QUERY}&required=!MISC_SHARES_VIA_AGGREGATE'), 0, 'changed'
-    )
-    (line,) = cluster.eschedule('flavor').stdout.splitlines()[1:]
-    assert line.split() == ['tiny', 'VCPU:1,DISK_GB:1,MEMORY_MB:128', '!MISC_SHARES_VIA_AGGREGATE']
-    for words in (('--flavor', 'tiny'), ('--flavor', 'tiny', 'http://images.invalid/a=b.qcow2')):
-        target, instance = parse_notice(cluster.eschedule(*words))
-        assert target == compute.uuid
-        assert wait_state(cluster, instance, 'active')['resources'] == {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}
-        assert read_record(cluster, instance)['query'] == f'{SMALL_QUERY}&required=!MISC_SHARES_VIA_AGGREGATE'
-    _, instance = parse_notice(cluster.eschedule('resources=VCPU:2', IMAGE, '--flavor', 'tiny'))
-    assert wait_state(cluster, instance, 'active')['resources']['VCPU'] == 2
-    assert len(cluster.eschedule('--flavor', 'tiny', '--count', '2').stdout.splitlines()) == 2
-    planned = json.loads(cluster.eschedule('create', '--dry-run', '--flavor', 'tiny', '-f', 'json').stdout)
-    assert planned[0]['asked'] == {'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}
-    assert_one_line(cluster.eschedule('flavor', 'delete', 'tiny'), 0, 'removed')
-    assert_one_line(cluster.eschedule('--flavor', 'tiny'), 4, 'tiny: no such flavor')
-
-
 # Planning: where instances would go, compared with where they go.
 
 
@@ -292,25 +184,3 @@ def test_plan_refuses_what_create_refuses(cluster: Control) -> None:
         real, planned = cluster.eschedule(query), cluster.eschedule('create', '--dry-run', query)
         assert real.code == planned.code == 2
         assert real.stderr == planned.stderr
-
-
-# Concurrent requests for the last places of a compute.
-
-
-def test_concurrent_requests_fill_a_compute_exactly(cluster: Control) -> None:
-    compute = cluster.ecompute('VCPU:7,DISK_GB:100,MEMORY_MB:4096')
-    first = [parse_notice(result)[1] for result in run_concurrently(cluster, [[SMALL_QUERY]] * 5, width=5)]
-    assert len(set(first)) == 5
-    for instance in first:
-        assert wait_state(cluster, instance, 'active')['compute'] == compute.uuid
-
-    second = run_concurrently(cluster, [[SMALL_QUERY]] * 5, width=5)
-
-    assert Counter(result.code for result in second) == {0: 2, 3: 3}
-    assert [result.stdout for result in second if result.code == 3] == ['NO ALLOCATIONS LEFT\n'] * 3
-    usages = cluster.placement.call('GET', f'/resource_providers/{compute.uuid}/usages')['usages']
-    assert usages == {'VCPU': 7, 'DISK_GB': 7, 'MEMORY_MB': 7 * 128}
-    check_invariants(cluster, compute)
-    log = compute.log.read_text()
-    wire = f"{{'{compute.uuid}': {{'resources': {{'VCPU': 1, 'DISK_GB': 1, 'MEMORY_MB': 128}}}}}}"
-    assert log.count('INSTANTIATE INSTANCE ') == log.count(f'ALLOCATIONS ARE {wire}') == 7
