@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from docs.shapes import SHAPES
@@ -234,17 +233,6 @@ def test_there_includes_instances_being_destroyed() -> None:
     assert world.find_inhabitants(HOST).present == {A, B}
     # The same in the line of `eschedule hosts`.
     assert {host.compute: host.instances for host in list_hosts(world, {})} == {HOST: (A, B), OTHER: (D,)}
-
-
-# Changed requests, by compute.
-
-
-REQUEST_KEYS = st.tuples(st.sampled_from('abc'), st.sampled_from('uvw')).map(lambda each: keys.request(*each))
-REVISIONS = st.dictionaries(REQUEST_KEYS, st.integers(1, 3))
-
-
-def make_state(revisions: dict[str, int]) -> dict[str, Entry]:
-    return {key: Entry(key, b'', revision) for key, revision in revisions.items()}
 
 
 # Names of computes: the host name, and the uuid where the name is not unique.
