@@ -127,7 +127,6 @@ def test_late_write_changes_nothing(
     assert world.hypervisor.list_guests() == {}
 
 
-@pytest.mark.fast
 def test_write_in_time_succeeds(etcd: Etcd, placement: PlacementServer, world: World) -> None:
     # Otherwise the test above could not fail.
     name = world.request.instance

@@ -23,8 +23,6 @@ from tests.functional.cloud import RESOURCES, Cloud
 from tests.kit.commands import write_config
 from tests.kit.servers import Etcd, PlacementServer, make_environment
 
-pytestmark = pytest.mark.fast
-
 COUNT_SCRIPT = """
 import json, os, sys
 

@@ -238,7 +238,6 @@ def start_service(control: Control, ear: NotifySocket) -> ServiceCompute:
     return control.at_exit.enter_context(compute)
 
 
-@pytest.mark.fast
 def test_ecompute_reports_ready_alive_and_stopping(cluster: Control, ear: NotifySocket) -> None:
     compute = start_service(cluster, ear)
     ready = ear.receive()
