@@ -187,4 +187,6 @@ def serve(config: EtcdConfig, port: int, describe: Callable[[str], object]) -> I
         server = create_server(App(watcher, url, describe), sockets=[sock], ident=None, **LIMITS)
         threading.Thread(target=server.run, name='page', daemon=True).start()
         yield url
-        server.trigger.pull_trigger(server.close)  # in the thread that runs it
+        with server.trigger.lock:  # or the thread that runs it closes the pipe before it is written to
+            server.trigger.thunks.append(server.close)
+            server.trigger.pull_trigger()
