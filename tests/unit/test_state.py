@@ -436,6 +436,16 @@ def test_earlier_power_action_is_not_repeated() -> None:
     assert decide_republish(HERE, unseen, True, etcd_view) == Publish(None, WRITTEN, REQUESTED)
 
 
+def test_rebuild_that_was_begun_goes_on_after_a_change_in_an_older_etcd() -> None:
+    changed = replace(REQUESTED, name='renamed', changed=300)
+    remembered = replace(REQUESTED, rebuild=200, changed=200, image='http://new/')
+    for rebuilt, published in (('200:begun', replace(changed, rebuild=200, image='http://new/')), ('200', None)):
+        entry = MemoryEntry(remembered, replace(WRITTEN, rebuilt=rebuilt))
+        step = decide_republish(HERE, entry, True, EtcdView(changed, WRITTEN))
+        assert isinstance(step, Publish)
+        assert (step.request, step.record.name) == (published, 'renamed')
+
+
 def test_vanished_instance_is_not_rebuilt() -> None:
     assert decide_republish(HERE, make_entry(), False, EtcdView(REQUESTED, SCHEDULED)) == Publish(None, WRITTEN, None)
     assert decide_republish(HERE, make_entry(), False, EtcdView()) == Drop()

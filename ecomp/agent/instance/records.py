@@ -319,6 +319,8 @@ def decide_republish(
     if present is not None and present.changed < request.changed:
         # It was changed after the backup of this etcd, in which it may have been stopped or started since.
         parsed = replace(request, power=request.power or present.power)
+    elif present is not None and present.rebuild < request.rebuild and not record.has_rebuilt(request.rebuild):
+        parsed = replace(present, rebuild=request.rebuild, image=request.image)  # its disk may be removed already
     elif present is not None and request.power not in (None, present.power):
         parsed = replace(present, power=request.power)  # otherwise an older power action would be repeated
     record = records.copy_changes(record, parsed or present or request)
