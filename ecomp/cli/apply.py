@@ -19,7 +19,7 @@ from ecomp.cli.selection import MAX_NAMES_IN_QUESTION, confirm_destroy
 from ecomp.cli.stack_file import StackFile, load_stack_file
 from ecomp.cli.tables import UUID, Column, Listing, Row
 from ecomp.cli.terminal import LiveLine, make_timestamp
-from ecomp.errors import Conflict, NoCapacity, StillGoing, Unreachable, UsageError, put_before_fix
+from ecomp.errors import Conflict, NoCapacity, NotFound, StillGoing, Unreachable, UsageError, put_before_fix
 from ecomp.model import apply as plan
 from ecomp.model import keys
 from ecomp.model.host import NO_COMPUTES, ComputeNames, describe_silent_fix
@@ -173,7 +173,7 @@ def _change(run: _Apply) -> int:
     code = 0 if ctx.options.wait is None else _wait(run)
     _report(run)
     # Others have a reason that says what to do.
-    if differing := [step for step in run.select(plan.DIFFERS) if not _CURE.search(step.reasons[-1])]:
+    if differing := [step for step in run.select(plan.DIFFERS) if not any(map(_CURE.search, step.reasons))]:
         resizable = sum(step.can_resize for step in differing)
         keeping = f'--resize for {resizable} of them, which keep their disks, ' if resizable else ''
         fixes = f'give {keeping}--replace MEMBER or --replace-all to destroy and recreate them, or correct the file'
@@ -187,12 +187,14 @@ def _resize(run: _Apply) -> None:
     from ecomp.scheduler.placing.modify import resize
 
     ctx, owner = run.ctx, describe_owner(make_timestamp())
-    for step in run.select(plan.RESIZE):
+    if (steps := run.select(plan.RESIZE)) and not run.select(*plan.CHANGES):  # otherwise it is written by now
+        placing.write_stack(ctx.store, _make_change(run, ()).stack, run.state.revision)
+    for step in steps:
         amounts = read_amounts(run.file.instances[step.entry].order.query or '')
         try:
             resize(ctx.store, ctx.placement, step.instance, amounts, owner)
-        except (NoCapacity, Conflict, UsageError) as error:
-            refused = step._replace(action=plan.DIFFERS, reasons=[*step.reasons, str(error)])
+        except (NoCapacity, Conflict, NotFound, UsageError) as error:
+            refused = step._replace(action=plan.DIFFERS, reasons=[*step.reasons, str(error)], can_resize=False)
             run.steps = [refused if each is step else each for each in run.steps]
 
 
@@ -362,8 +364,11 @@ def _summarize(run: _Apply, is_preview: bool) -> None:
     failed = run.failed
     counts = Counter('failed' if step.entry in failed else _DESCRIPTIONS[step.action] for step in run.steps)
     summary = ', '.join(f'{counts[text]} {text}' for text in (*_DESCRIPTIONS.values(), 'failed') if counts[text])
-    would = 'would have ' if is_preview or (run.select(plan.TAKEN) and run.select(*plan.CHANGES)) else ''
+    would = 'would have ' if is_preview or (run.select(plan.TAKEN) and run.select(*plan.CHANGES, plan.RESIZE)) else ''
     run.ctx.out.say(f'stack {run.file.name}: {would}{summary or "no instances"}')
+    requests = [run.state.existing[step.entry].request for step in run.select(plan.KEEP)]
+    if pending := sum(request is not None and request.resize is not None for request in requests):
+        run.ctx.out.say(f'{pending} of them get their new size when they start. Try: eschedule reboot')
     differing = [(step.member, reason) for step in run.select(*_UNLIKE) for reason in step.reasons]
     for (member, reason), count in Counter(differing).items():
         run.ctx.out.say(f'{member}{f" ({count})" if count > 1 else ""}: {reason}')
@@ -402,7 +407,7 @@ _DESCRIPTIONS = {
     plan.CREATE: 'new',
     plan.KEEP: 'as the file asks',
     plan.REPLACE: 'replaced',
-    plan.RESIZE: 'resized when they start (eschedule reboot)',
+    plan.RESIZE: 'resized (processors and memory when they start: eschedule reboot)',
     plan.DESTROY: 'destroyed',
     plan.SURPLUS: 'not in the file (--prune destroys them)',
     plan.DIFFERS: 'different',
@@ -417,7 +422,7 @@ def _wait(run: _Apply) -> int:
     from ecomp.cli.waiting import wait_for_new
 
     ctx = run.ctx
-    kept = {step.instance: step.name for step in run.select(plan.KEEP) if step.state != STOPPED}
+    kept = {step.instance: step.name for step in run.select(plan.KEEP, plan.RESIZE) if step.state != STOPPED}
     new = {run.created[step.entry]: step.name for step in run.select(plan.CREATE, plan.REPLACE)}
     ctx.display_names |= {instance: name for instance, name in {**kept, **new}.items() if name}
     places = {instance: record.compute for instance, record in run.records.items()} | run.computes

@@ -149,8 +149,10 @@ def _plan_desired(
             renaming = f'name: {existing.name or "none"} → {name}'
             reasons.insert(0, f'{renaming}. Try: eschedule rename {existing.name or record.instance} {name}')
             may_replace = False
-        elif not reasons:
+        elif not reasons and not (request and record.has_failed(request.resize)):
             return Action(entry, current, KEEP, record.instance, record.state)
+        elif not reasons:
+            reasons, can_resize, may_replace = [record.fault or 'its resize has failed'], True, False
         else:
             can_resize = _differs_in_amounts(record, request, desired)
     action = REPLACE if may_replace else action

@@ -199,6 +199,10 @@ class Record(Order):
     def address(self) -> str | None:
         return self.addresses[0].address if self.addresses else None
 
+    def has_failed(self, resize: Resize | None) -> bool:
+        """Return whether its domain could not be given this size."""
+        return resize is not None and self.resize == resize._replace(resources={})
+
     def has_rebuilt(self, number: int) -> bool:
         """Return whether the rebuild of this number, or a later one, is done or has failed."""
         done, begun, _ = (self.rebuilt or '0').partition(BEGUN)

@@ -646,7 +646,8 @@ def test_resize_gives_instances_the_amounts_of_the_file_and_keeps_their_disks(cl
     assert (partly.code, read_actions(partly)) == (5, actions | {'shop-web-2': 'differs'}), partly
     assert 'lacks VCPU 1. Fix: give less' in partly.stderr
     smaller = write_stack(cluster.directory, db={}, web={'count': 2, **change_memory(65)}, api={})
-    assert cluster.eschedule('apply', smaller, '--resize').code == 0
+    assert cluster.eschedule('apply', smaller, '--resize', '--wait').code == 0
+    assert '\neschedule: 2 of them get their new size when they start.' in cluster.eschedule('apply', smaller).stderr
     assert cluster.eschedule('reboot', 'shop-web-1', 'shop-web-2', '--wait').code == 0
     assert cluster.eschedule('apply', smaller).code == 0
     wait_until(lambda: list_memory(cluster) == [64, 64, 65, 65], 30, 'the claims are lowered')

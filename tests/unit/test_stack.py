@@ -39,7 +39,7 @@ from ecomp.model.apply import (
 from ecomp.model.assign import Lot, Planner
 from ecomp.model.choose import PACK, SPREAD, Candidate, Offer
 from ecomp.model.group import AFFINITY, ANTI_AFFINITY, Group, Membership
-from ecomp.model.order import ORDER_FIELDS, USER_TEXTS, Order, Request, parse_request
+from ecomp.model.order import ORDER_FIELDS, USER_TEXTS, Order, Request, Resize, parse_request
 from ecomp.model.record import Failure, Record
 from ecomp.model.stack import Place, Stack, StackEntry, restore_stack
 from ecomp.model.stored import decode, encode
@@ -290,6 +290,20 @@ def test_other_amounts_alone_can_be_given_to_the_guest(
     replaced = ALL_MEMBERS if action in ('resize', 'replace') else ()
     (step,) = plan(desired, existing, None, replaced, False, True)
     assert step.action == action
+
+
+def test_resize_that_failed_is_a_difference_which_resize_repeats() -> None:
+    record, request = make_existing('active')
+    assert request is not None
+    for resources, options, action, reasons in (
+        ({}, (), 'differs', ['resize failed: why']),
+        ({}, (ALL_MEMBERS, False, True), 'resize', ['resize failed: why']),
+        ({'VCPU': 1}, (ALL_MEMBERS, False, True), 'keep', ()),  # it waits for a start
+    ):
+        record = replace(record, resize=Resize(3, resources), fault='resize failed: why')
+        existing = Existing(record, replace(request, resize=Resize(3, {'VCPU': 1})))
+        (step,) = plan(SAME, existing, None, *options)
+        assert (step.action, step.reasons) == (action, reasons)
 
 
 def test_one_instance_of_a_member_is_replaced() -> None:

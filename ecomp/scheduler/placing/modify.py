@@ -22,6 +22,7 @@ from ecomp.scheduler.changes.change import (
     Acceptance,
     Doubts,
     describe_acceptance,
+    describe_delay,
     list_previous_ids,
     merge_into_request,
     parse_changeable_request,
@@ -110,7 +111,7 @@ def resize(
         fields: dict[str, object] = {'allocations': to_wire(wanted), 'query': query}
         fields |= {'resize': to_dict(Resize(number, size)), **({'power': to_dict(power)} if power else {})}
         effect = '' if power else f'. It takes effect when the guest starts. Try: eschedule reboot {instance}'
-        sentence = f'{instance}: resize accepted; {compute} carries it out{effect}'
+        sentence = f'{instance}: resize accepted; {compute} carries it out{describe_delay(store, compute)}{effect}'
         accepted = Acceptance(sentence, power, list_previous_ids(record, request))
         return fields, merge_changes(charge, ([*attempt], [Delete(each.key) for each in attempt]))
 
