@@ -54,7 +54,7 @@ _VANISHED_FIRST = replace_call(
     '_plan_rebuild', 'instance not in observations.vanished and _plan_rebuild(parsed, record)'
 )
 _BEGIN_WITH_KEYS = replace_assignment('record', 'replace(stored, rebuilt=begun, attempts=0)')
-_END_WITH_KEYS = replace_assignment('ended', 'self._make_observed_record(stored, guest, MANUAL)')
+_END_WITH_KEYS = replace_assignment('older', 'stored.mark_off(self.now())')
 _RELEASE = replace_assignment('failure', '(self._find_failure(attempt, error), self._release_claim(instance))[0]')
 REBUILT = {
     'a rebuild whose number the mark has is repeated': make_bug(_REBUILD, _IS_ABOVE, 'rebuilt_and_state_lost'),

@@ -312,8 +312,8 @@ class Instances:
         stored, begun = self.records.get_existing(request.instance), f'{request.rebuild}{BEGUN}'
         is_defined = guest is not None and guest.rebuilt >= request.rebuild
         if is_defined and stored.rebuilt != begun:  # an older etcd, restored, lacks its end (rule: tombstone-only)
-            ended = self._make_observed_record(stored.mark_off(self.now()), guest, MANUAL)
-            ended = replace(ended, image=request.image, host_keys=())
+            older = replace(stored.mark_off(self.now()), image=request.image, host_keys=())
+            ended = self._make_observed_record(older, guest, MANUAL)
         else:
             record = stored if stored.rebuilt == begun else replace(stored, rebuilt=begun, host_keys=(), attempts=0)
             self.memory.remember(request, record)
