@@ -43,7 +43,7 @@ from ecomp.model.record import Interface, Record, describe_failure, describe_wai
 from ecomp.model.stack import Stack
 from ecomp.model.states import ACTIVE, BUILDING, ERROR, GONE, QUEUED, RETENTION_SECONDS, STAGES, STOPPED, UNKNOWN
 from ecomp.model.stored import to_dict
-from ecomp.model.text import MIN_PREFIX_DIGITS, format_suggestion, is_name, make_printable
+from ecomp.model.text import MIN_PREFIX_DIGITS, format_suggestion, make_printable
 
 if TYPE_CHECKING:
     from ecomp.scheduler.queries.find import InstanceEntries
@@ -280,7 +280,8 @@ def _serve_page(ctx: Context) -> int:
         signal.signal(number, signal.default_int_handler)
     ctx.store.claims = None  # placement is not asked
     ctx.store.read_revision()
-    with suppress(KeyboardInterrupt), serve(ctx.etcd_config, ctx.options.port or 0, partial(_describe, ctx)) as url:
+    page = serve(ctx.etcd_config, ctx.options.port or 0, ctx.command_prefix, partial(_describe, ctx))
+    with suppress(KeyboardInterrupt), page as url:
         ctx.out.put(url)
         ctx.out.say('open this address in a browser on this machine. Ctrl-C ends the page')
         signal.pause()
@@ -295,8 +296,7 @@ def _describe(ctx: Context, instance: str) -> Mapping[str, object]:
     try:
         entries, computes = _find_instance(ctx, instance), read_computes(ctx.store)
         record = entries.record
-        name = record.name if record.name and is_name(record.name) else instance
-        why = f'it waits in a queue: `eschedule why {name}` asks placement what each host lacks'
+        why = f'it waits in a queue: `{ctx.command_prefix} why {instance}` asks placement what each host lacks'
         if entries.queue_entry is None:
             why = format_explanation(explain_placement(ctx.store, lambda: ctx.placement, entries))
     except EcompError as error:
@@ -304,13 +304,18 @@ def _describe(ctx: Context, instance: str) -> Mapping[str, object]:
     is_silent = is_on_host(record) and record.compute not in computes.living
     absences = Absences({record.compute: SILENT} if is_silent else {}, [instance] * entries.is_destroying)
     fields = make_record_details(record, computes, absences).fields
-    words = name, computes.find_hostname(record.compute) or record.compute
+    # A name may have another owner when the command is typed, as after this instance failed.
+    words = instance, computes.format_name(record.compute).rpartition('(')[2].rstrip(')')
     commands = NEXT_COMMANDS.get(absences.get_state(record), ('events {0} --watch',))
     return {
         'show': [[field, make_printable(str(text))] for field, text in fields if text],
         'why': why.split('\n'),
         'timeline': timeline_to_dict(record)['stages'],
-        'commands': [f'{ctx.command_prefix} {command.format(*words)}' for command in commands],
+        'commands': [
+            f'{ctx.command_prefix} {command.format(*words)}'
+            for command in commands
+            if '{1}' not in command or keys.is_uuid(record.compute)
+        ],
     }
 
 

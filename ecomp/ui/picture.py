@@ -173,8 +173,10 @@ class Picture:
         for item in found:
             name = self._instances.get(item.subject, ('', self._computes.replace_uuids(item.subject)))[1]
             sentence = self._computes.replace_uuids(item.sentence.replace(item.subject, name))
-            cure = item.how.replace('<instance>', name) or 'eschedule check --fix'
-            yield item.compute, item.code, item.level, *map(_make_short, (name, sentence, cure))
+            # Its compute may report any text as the subject of a command.
+            cure = item.how.replace('<instance>', item.subject) if keys.is_uuid(item.subject) else item.how
+            texts = name, sentence, cure or 'eschedule check --fix'
+            yield item.compute, item.code, item.level, *map(_make_short, texts)
 
 
 def find_changes(before: Tables, after: Tables) -> dict[str, Any]:

@@ -50,8 +50,9 @@ HEADERS = (
 class Watcher:
     """A thread that follows etcd, and keeps the newest tables."""
 
-    def __init__(self, config: EtcdConfig) -> None:
+    def __init__(self, config: EtcdConfig, command_prefix: str) -> None:
         self._config, self._store, self._picture = config, Store(config), Picture()
+        self._command_prefix = command_prefix
         self._tables, self._states = Tables(), dict[str, Mapping[str, Entry]]()
         self._seen, self._lost = dict[str, str](), ('', '')  # the latter: why etcd is away, and since when
         self._changed, self._published = threading.Event(), threading.Condition()
@@ -99,7 +100,7 @@ class Watcher:
             time.sleep(CHANGE_INTERVAL_SECONDS)
 
     def _publish(self) -> None:
-        etcd = {'': (self._store.endpoints, *self._lost)}
+        etcd = {'': (self._store.endpoints, *self._lost, self._command_prefix)}
         with self._published:
             self._tables = {**self._picture.tables, 'seen': self._seen, 'etcd': etcd}
             self._published.notify_all()
@@ -171,7 +172,7 @@ class App:
 
 
 @contextmanager
-def serve(config: EtcdConfig, port: int, describe: Callable[[str], object]) -> Iterator[str]:
+def serve(config: EtcdConfig, port: int, command_prefix: str, describe: Callable[[str], object]) -> Iterator[str]:
     """Serve the page on a port, or any for 0, as long as the block runs, and yield its URL.
 
     Raises:
@@ -183,7 +184,7 @@ def serve(config: EtcdConfig, port: int, describe: Callable[[str], object]) -> I
         problem = f'cannot listen on port {port}: {getattr(error, "strerror", error)}'
         raise EcompError(f'{problem}. Fix: give another --port, or leave it out') from error
     url = f'http://127.0.0.1:{sock.getsockname()[1]}/{secrets.token_urlsafe(24)}/'
-    with closing(Watcher(config)) as watcher:
+    with closing(Watcher(config, command_prefix)) as watcher:
         server = create_server(App(watcher, url, describe), sockets=[sock], ident=None, **LIMITS)
         threading.Thread(target=server.run, name='page', daemon=True).start()
         yield url

@@ -10,12 +10,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from ecomp.cli.command import Context
+from ecomp.cli.inspect import _describe
 from ecomp.conf import EtcdConfig
 from ecomp.model import keys
+from ecomp.model.order import NameOwner
+from ecomp.model.states import ACTIVE, ERROR
+from ecomp.model.stored import encode
 from ecomp.ui.server import MAX_PAGES, serve
 from tests.functional.cloud import Cloud
 from tests.kit.browser import Ui
@@ -24,6 +30,7 @@ from tests.kit.servers import Etcd, wait_until
 from tests.kit.written import make_host, make_instance, make_uuid
 
 COMPUTE, INSTANCE = make_uuid('compute', 0), make_uuid('instance', 0)
+PREFIX = 'eschedule --config /srv/second.yaml'
 HOSTILE = '<script>alert(1)</script>\u202e'
 
 
@@ -71,7 +78,7 @@ def page(cloud: Cloud) -> Iterator[Page]:
     for key, value in {**make_host(COMPUTE, 'hv1'), **make_instance(0, COMPUTE)}.items():
         cloud.etcd.put(key, value, cloud.etcd.grant() if 'host' not in key else 0)
     config = EtcdConfig((cloud.etcd.endpoint,))
-    with serve(config, 0, lambda instance: {'show': [['instance', instance]]}) as url, ExitStack() as at_exit:
+    with serve(config, 0, PREFIX, lambda instance: {'show': [['instance', instance]]}) as url, ExitStack() as at_exit:
         yield Page(url, at_exit)
 
 
@@ -150,6 +157,30 @@ def test_texts_of_etcd_arrive_as_data(page: Page, cloud: Cloud) -> None:
     assert change['instances'][INSTANCE][6] == '<script>alert(1)</script>\\u202e'
 
 
+@pytest.mark.parametrize(
+    ('compute', 'state', 'is_alive', 'commands'),
+    [
+        # Its name belongs to another instance, and its host's name to another host.
+        (COMPUTE, ERROR, True, ['show {instance} --command', 'destroy {instance}']),
+        (COMPUTE, ACTIVE, False, ['hosts {compute}', 'evacuate {compute} --dry-run']),
+        ('hv1', ACTIVE, False, []),
+    ],
+)
+def test_commands_mean_the_instance_and_the_host_that_are_shown(
+    cloud: Cloud, compute: str, state: str, is_alive: bool, commands: list[str]
+) -> None:
+    owner = encode(NameOwner(make_uuid('instance', 1)))
+    values = {**make_instance(0, compute, state, name='web'), keys.name('web'): owner}
+    values |= {keys.hostname(each): '{"version": 1, "hostname": "hv1"}' for each in (COMPUTE, make_uuid('compute', 1))}
+    values |= {keys.compute(COMPUTE): '{}'} if is_alive else {}
+    values.pop(keys.record('hv1', INSTANCE), None)
+    for key, value in values.items():
+        cloud.etcd.put(key, value, cloud.etcd.grant() if key.startswith(keys.COMPUTES) else 0)
+    ctx = SimpleNamespace(store=cloud.store, resolve_instance=str, placement=cloud.placement, command_prefix=PREFIX)
+    expected = [f'{PREFIX} {command.format(instance=INSTANCE, compute=COMPUTE)}' for command in commands]
+    assert _describe(cast(Context, ctx), INSTANCE)['commands'] == expected
+
+
 def test_ninth_page_is_told_so_and_a_closed_one_makes_room(page: Page) -> None:
     streams = [page.send(f'{page.path}events') for _ in range(MAX_PAGES)]
     for stream in streams:
@@ -168,10 +199,10 @@ def test_ninth_page_is_told_so_and_a_closed_one_makes_room(page: Page) -> None:
 def test_page_says_since_when_etcd_is_away_and_continues(own_etcd: Etcd) -> None:
     for key, value in make_host(COMPUTE, 'hv1').items():
         own_etcd.put(key, value)
-    with serve(EtcdConfig((own_etcd.endpoint,)), 0, dict) as url, ExitStack() as at_exit:
+    with serve(EtcdConfig((own_etcd.endpoint,)), 0, PREFIX, dict) as url, ExitStack() as at_exit:
         events = Page(url, at_exit).follow()
         whole = wait_for_change(events, lambda _: True)
-        assert whole['etcd'] == {'': [own_etcd.endpoint, '', '']}
+        assert whole['etcd'] == {'': [own_etcd.endpoint, '', '', PREFIX]}
         own_etcd.kill()
         change = wait_for_change(events, lambda data: 'etcd' in data)
         assert own_etcd.endpoint in change['etcd'][''][1]
@@ -181,7 +212,7 @@ def test_page_says_since_when_etcd_is_away_and_continues(own_etcd: Etcd) -> None
             own_etcd.put(key, value)
         seen: dict[str, Any] = {}
         wait_for_change(events, lambda data: bool(seen.update(data)) or {'etcd', 'instances'} <= seen.keys())
-        assert (seen['etcd'][''][1:], INSTANCE in seen['instances']) == (['', ''], True)
+        assert (seen['etcd'][''][1:3], INSTANCE in seen['instances']) == (['', ''], True)
 
 
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

