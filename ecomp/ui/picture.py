@@ -1,7 +1,7 @@
 """What etcd holds, as small rows for the page of `eschedule ui`. Pure.
 
 hosts      compute: [name, state, the state in words, {class: [held by its requests, capacity or null]}]
-instances  instance: [compute, name, state, [VCPU, MEMORY_MB, DISK_GB], stack, group, project, problem]
+instances  instance: [compute, name, state, [VCPU, MEMORY_MB, DISK_GB], stack, group, project, problem, revision of it]
 findings   number: [compute, code, level, subject, sentence, what repairs it]
 events     number: [time, subject, text, who asked for it]
 """
@@ -119,15 +119,17 @@ class Picture:
         compute, request = record.compute, self._requests.get(record.compute, {}).get(instance)
         is_silent = is_on_host(record) and compute not in self._computes.living
         is_tombstone = isinstance(request, Request) and request.is_tombstone
-        state = Absences({compute: SILENT} if is_silent else {}, [instance] * is_tombstone).get_state(record)
-        problems = [record.error, record.fault, f'was {record.state}' if is_silent else '']
+        absences = Absences({compute: SILENT} if is_silent else {}, [instance] * is_tombstone)
+        state, revision = absences.get_state(record), max(self._entries[key].revision for key in self._keys[instance])
+        problems = [record.error, record.fault, absences.explain_state(record, self._computes.format_name(compute))]
         if state == QUEUED:
             reason = self._computes.no_taker_reason or f'waits for {describe_wait(record)}'
             problems = [f'since {record.stages.get("requested", "?")}: {reason}']
         problem = '; '.join(map(str, filter(None, problems)))
         texts = record.stack and record.stack.name, record.group_name, record.project_id, problem
         amounts = [record.resources.get(name, 0) for name in REQUIRED_CLASSES]
-        self._instances[instance] = compute, record.name or instance[:8], state, amounts, *map(_make_short, texts)
+        name = record.name or instance[:8]
+        self._instances[instance] = compute, name, state, amounts, *map(_make_short, texts), revision
         return {compute, former[0] if former else compute}
 
     def _read_record(self, instance: str) -> Record | None:

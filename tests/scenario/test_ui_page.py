@@ -262,6 +262,7 @@ def test_arrow_keys_move_among_cells_and_enter_opens_the_panel(scene_page: Brows
     scene_page.wait('return byId("panel").innerText.includes("What you can type next")', 'the panel has its details')
     panel = scene_page.run('return byId("panel").innerText')
     assert second.split(',')[0] in panel
+    assert scene_page.run(FOCUSED) == 'legacy, error'
     assert f'eschedule show {make_uuid("instance", 98)} --command' in panel
     assert 'when it was placed, 9 computes had room' in panel
     scene_page.press(TAB)
@@ -320,6 +321,75 @@ def test_commands_have_the_config_and_a_uuid_where_no_name_is_unique(scene_page:
     prefix = 'eschedule --config /srv/$&.yaml'
     assert shown[0] == f'{prefix} evacuate {compute} --dry-run'
     assert shown[-2:] == [f'{prefix} destroy x', f'{prefix} destroy x, or {prefix} release x']
+
+
+# The page gets a change, or all there is from a new connection, but for some instances.
+CHANGE = 'apply({instances: arguments[0]})'
+CONNECT = """
+const all = Object.fromEntries(Object.entries(tables).map(([name, table]) => [name, Object.fromEntries(table)]));
+for (const uuid of arguments[0]) delete all.instances[uuid];
+stream.dispatchEvent(new MessageEvent('all', {data: JSON.stringify(all)}));
+"""
+
+
+def test_change_elsewhere_leaves_focus_selection_and_tab_stop(scene_page: Browser) -> None:
+    first, second, *_ = scene_page.run('return [...document.querySelectorAll("#hosts .cell")].map(c => c.dataset.uuid)')
+    row = scene_page.run('return instances.get(arguments[0])', first)
+    focused = 'return document.activeElement.dataset.uuid || document.activeElement.value'
+    scene_page.run('cells.get(arguments[0]).focus(); setTabStop(cells.get(arguments[0]))', second)
+    scene_page.run(CHANGE, {first: None})
+    assert scene_page.run(focused) == second
+    scene_page.run(CHANGE, {first: row})
+    assert scene_page.run(focused) == second
+    assert scene_page.run('return [...document.querySelectorAll("#hosts .cell")].filter(c => !c.tabIndex).length') == 1
+    assert scene_page.run('return cells.get(arguments[0]).tabIndex', second) == 0
+    scene_page.run(CONNECT, [])
+    assert scene_page.run(focused) == second
+
+    failed = make_uuid('instance', 98)
+    scene_page.run('getSelection().selectAllChildren(byId("wrong")); byId("wrong").querySelector("[value]").focus()')
+    selected = scene_page.run('return getSelection().toString()')
+    scene_page.run(CHANGE, {first: [*row[:7], '', row[8] + 1]})
+    assert scene_page.run(focused) == failed
+    assert scene_page.run('return getSelection().toString()') == selected
+    scene_page.run('zoom(instances.get(arguments[0])[0]); document.querySelector("#zoom .cell").focus()', second)
+    former = scene_page.run(focused)
+    scene_page.run('zoom(zoomed)')
+    assert scene_page.run(focused) == former
+    scene_page.run('zoom(null); drawHosts([])')
+
+
+def test_what_is_gone_leaves_the_hint_and_is_gone_in_the_panel(scene_page: Browser) -> None:
+    uuid, row = scene_page.run('return [...instances].find(([, row]) => row[1] === "shop-web-1")')
+    scene_page.run('cells.get(arguments[0]).dispatchEvent(new MouseEvent("mouseover", {bubbles: true}))', uuid)
+    scene_page.run('return openPanel(arguments[0])', uuid)
+    scene_page.run(CONNECT, [uuid])
+    assert scene_page.run('return byId("hint").textContent') == ''
+    scene_page.wait(f'return byId("panel").querySelector("h2").textContent === "{uuid}, gone"', 'the panel says so')
+    scene_page.run(CHANGE, {uuid: row})
+
+
+def test_page_says_that_it_got_no_sign_of_life(scene_page: Browser) -> None:
+    scene_page.run('aliveAt = 0')
+    words = 'no sign of life from eschedule ui since '
+    scene_page.wait(f'return byId("status").textContent.startsWith("{words}")', 'the beats are missed')
+    assert 'lost' in scene_page.run('return document.body.className')
+    scene_page.run('stream.dispatchEvent(new MessageEvent("beat", {data: JSON.stringify(asOf)}))')
+    assert scene_page.run('return byId("status").textContent').startswith('live, ')
+
+
+def test_time_of_another_day_has_the_day_of_its_clock(scene_page: Browser) -> None:
+    scene_page.send('Emulation.setTimezoneOverride', timezoneId='Asia/Tokyo')
+    assert scene_page.run('return formatTime("2026-01-31T20:30:00.000Z")') == '02-01 05:30'
+    scene_page.send('Emulation.setTimezoneOverride', timezoneId='')
+
+
+def test_page_turns_back_from_the_map_well_below_its_limit(scene_page: Browser) -> None:
+    added = {f'many-{number}': [f'many-{number}', 'up', 'up', {}] for number in range(40)}
+    look = 'apply({hosts: arguments[0]}); return byId("hosts").className'
+    assert scene_page.run(look, added) == 'map'
+    assert scene_page.run(look, dict.fromkeys([*added][:5])) == 'map'
+    assert scene_page.run(look, dict.fromkeys([*added])) == 'cards'
 
 
 @pytest.mark.parametrize(('scheme', 'width'), [('light', 1280), ('dark', 1280), ('light', 390), ('dark', 390)])

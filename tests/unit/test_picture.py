@@ -59,7 +59,7 @@ def test_host_has_what_its_requests_hold_and_its_instance(scene: Scene) -> None:
     tables = scene.picture.tables
     rooms = {'VCPU': (2, 32), 'MEMORY_MB': (8192, 65536), 'DISK_GB': (20, 500)}
     assert tables['hosts'] == {COMPUTE: ('hv1', 'up', 'up', rooms)}
-    assert tables['instances'] == {INSTANCE: (COMPUTE, 'web-0', 'active', [2, 8192, 20], '', '', 'shop', '')}
+    assert tables['instances'] == {INSTANCE: (COMPUTE, 'web-0', 'active', [2, 8192, 20], '', '', 'shop', '', 1)}
     assert (tables['findings'], tables['events']) == ({}, {})
 
 
@@ -68,10 +68,10 @@ def test_silent_host_keeps_its_capacity_and_its_instances_are_unknown(scene: Sce
     tables = scene.picture.tables
     assert tables['hosts'][COMPUTE][1:3] == ('silent', 'silent')
     assert tables['hosts'][COMPUTE][3]['VCPU'] == (2, 32)
-    assert tables['instances'][INSTANCE][2::5] == ('unknown', 'was active')
+    assert tables['instances'][INSTANCE][2:8:5] == ('unknown', 'hv1 silent, was active')
     assert scene.list_events() == [': compute hv1 went away']
     scene.put(make_host(COMPUTE, 'hv1'))
-    assert scene.picture.tables['instances'][INSTANCE][2::5] == ('active', '')
+    assert scene.picture.tables['instances'][INSTANCE][2:8:5] == ('active', '')
 
 
 def test_forgotten_host_is_removed(scene: Scene) -> None:
@@ -143,7 +143,15 @@ def test_texts_of_others_are_one_short_printable_line(scene: Scene) -> None:
     assert len(project) < 320
 
 
+def test_each_change_of_an_instance_changes_its_row(scene: Scene) -> None:
+    record = scene.entries[keys.record(COMPUTE, INSTANCE)].value.decode()
+    scene.put({keys.record(COMPUTE, INSTANCE): record})
+    assert scene.picture.tables['instances'][INSTANCE][8] == 2
+
+
 def test_request_to_destroy_is_shown_before_its_compute_has_seen_it(scene: Scene) -> None:
     request = {'version': 1, 'instance': INSTANCE, 'allocations': {}, 'image': None, 'user_id': '', 'project_id': ''}
     scene.put({keys.request(COMPUTE, INSTANCE): dump({**request, 'consumer_generation': None})})
     assert scene.picture.tables['instances'][INSTANCE][2] == 'destroying'
+    scene.put({keys.compute(COMPUTE): None})
+    assert scene.picture.tables['instances'][INSTANCE][2:8:5] == ('destroying', 'waiting for hv1')
