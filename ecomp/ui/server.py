@@ -30,7 +30,8 @@ from ecomp.ui.picture import PREFIXES, Picture, Tables, find_changes
 
 # Each open page holds a thread, and there are four for requests that end at once.
 MAX_PAGES = 8
-LIMITS = {'threads': MAX_PAGES + 4, 'channel_request_lookahead': 1}
+# A body is refused: waitress would store it before it asks for the token.
+LIMITS = {'threads': MAX_PAGES + 4, 'channel_request_lookahead': 1, 'max_request_body_size': 1}
 # Seconds between two changes, and between two signs of life, that a page gets.
 CHANGE_INTERVAL_SECONDS = 0.2
 BEAT_INTERVAL_SECONDS = 5.0
@@ -51,8 +52,7 @@ class Watcher:
     """A thread that follows etcd, and keeps the newest tables."""
 
     def __init__(self, config: EtcdConfig, command_prefix: str) -> None:
-        self._config, self._store, self._picture = config, Store(config), Picture()
-        self._command_prefix = command_prefix
+        self._config, self._store, self._picture, self._prefix = config, Store(config), Picture(), command_prefix
         self._tables, self._states = Tables(), dict[str, Mapping[str, Entry]]()
         self._seen, self._lost = dict[str, str](), ('', '')  # the latter: why etcd is away, and since when
         self._changed, self._published = threading.Event(), threading.Condition()
@@ -100,7 +100,7 @@ class Watcher:
             time.sleep(CHANGE_INTERVAL_SECONDS)
 
     def _publish(self) -> None:
-        etcd = {'': (self._store.endpoints, *self._lost, self._command_prefix)}
+        etcd = {'': (self._store.endpoints, *self._lost, self._prefix)}
         with self._published:
             self._tables = {**self._picture.tables, 'seen': self._seen, 'etcd': etcd}
             self._published.notify_all()
@@ -183,7 +183,8 @@ def serve(config: EtcdConfig, port: int, command_prefix: str, describe: Callable
     except (OSError, OverflowError) as error:
         problem = f'cannot listen on port {port}: {getattr(error, "strerror", error)}'
         raise EcompError(f'{problem}. Fix: give another --port, or leave it out') from error
-    url = f'http://127.0.0.1:{sock.getsockname()[1]}/{secrets.token_urlsafe(24)}/'
+    # Browsers leave :80 out of their requests.
+    url = f'http://127.0.0.1:{sock.getsockname()[1]}'.removesuffix(':80') + f'/{secrets.token_urlsafe(24)}/'
     with closing(Watcher(config, command_prefix)) as watcher:
         server = create_server(App(watcher, url, describe), sockets=[sock], ident=None, **LIMITS)
         threading.Thread(target=server.run, name='page', daemon=True).start()

@@ -6,7 +6,7 @@ import json
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
@@ -109,6 +109,16 @@ def test_foreign_request_is_refused_in_a_sentence(
     assert answer.headers['Cache-Control'] == 'no-store'
 
 
+@pytest.mark.parametrize('headers', [{'Content-Length': '9' * 9}, {'Transfer-Encoding': 'chunked'}])
+def test_body_is_refused_before_it_is_read(page: Page, headers: dict[str, str]) -> None:
+    with closing(HTTPConnection(page.host, timeout=60)) as connection:
+        connection.putrequest('POST', '/')
+        for header in headers.items():
+            connection.putheader(*header)
+        connection.endheaders(b'4\r\nbody\r\n')
+        assert connection.getresponse().status == 413
+
+
 def test_page_runs_nothing_but_its_own_script_and_is_never_framed_or_kept(page: Page) -> None:
     answers = [page.send(page.path) for _ in range(2)]
     bodies = [answer.read().decode() for answer in answers]
@@ -163,7 +173,7 @@ def test_texts_of_etcd_arrive_as_data(page: Page, cloud: Cloud) -> None:
         # Its name belongs to another instance, and its host's name to another host.
         (COMPUTE, ERROR, True, ['show {instance} --command', 'destroy {instance}']),
         (COMPUTE, ACTIVE, False, ['hosts {compute}', 'evacuate {compute} --dry-run']),
-        ('hv1', ACTIVE, False, []),
+        ('hv1', ACTIVE, False, ['events {instance} --watch']),
     ],
 )
 def test_commands_mean_the_instance_and_the_host_that_are_shown(
