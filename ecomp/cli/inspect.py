@@ -304,18 +304,15 @@ def _describe(ctx: Context, instance: str) -> Mapping[str, object]:
     is_silent = is_on_host(record) and record.compute not in computes.living
     absences = Absences({record.compute: SILENT} if is_silent else {}, [instance] * entries.is_destroying)
     fields = make_record_details(record, computes, absences).fields
-    # A name may have another owner when the command is typed, as after this instance failed.
+    # When the command is typed, its name may have another owner. A false request may name a host that is none.
     words = instance, computes.format_name(record.compute).rpartition('(')[2].rstrip(')')
-    commands = NEXT_COMMANDS.get(absences.get_state(record), ('events {0} --watch',))
+    state = absences.get_state(record) if keys.is_uuid(record.compute or instance) else ''
+    commands = NEXT_COMMANDS.get(state, ('events {0} --watch',))
     return {
         'show': [[field, make_printable(str(text))] for field, text in fields if text],
         'why': why.split('\n'),
         'timeline': timeline_to_dict(record)['stages'],
-        'commands': [
-            f'{ctx.command_prefix} {command.format(*words)}'
-            for command in commands
-            if '{1}' not in command or keys.is_uuid(record.compute)
-        ],
+        'commands': [f'{ctx.command_prefix} {command.format(*words)}' for command in commands],
     }
 
 

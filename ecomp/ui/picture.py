@@ -1,6 +1,6 @@
 """What etcd holds, as small rows for the page of `eschedule ui`. Pure.
 
-hosts      compute: [name, state, the state in words, {class: [held by its requests, capacity or null]}]
+hosts      compute: [name, state, the state in words, {class: [held by its requests or null, capacity or null]}]
 instances  instance: [compute, name, state, [VCPU, MEMORY_MB, DISK_GB], stack, group, project, problem, revision of it]
 findings   number: [compute, code, level, subject, sentence, what repairs it]
 events     number: [time, subject, text, who asked for it]
@@ -60,8 +60,7 @@ class Picture:
     @property
     def tables(self) -> Tables:
         findings = {f'{of}/{number}': row for of, rows in self._findings.items() for number, row in enumerate(rows)}
-        rows = {'hosts': {**self._hosts}, 'instances': {**self._instances}, 'events': {**self._events}}
-        return {**rows, 'findings': findings}
+        return Tables(hosts={**self._hosts}, instances={**self._instances}, findings=findings, events={**self._events})
 
     def update(self, states: Mapping[str, Entries], now: str) -> None:
         """Take over the states by prefix, where `now` is the ISO time of events that have none."""
@@ -81,20 +80,21 @@ class Picture:
             computes |= self._update_instance(instance)
         for compute in filter(keys.is_uuid, computes):
             self._update_host(compute)
+        self._keys = {instance: owned for instance, owned in self._keys.items() if owned}
         if self.newest_revision:
             self.add_events(_make_changes(before, self._entries, changed), now)
         self.newest_revision = max((entry.revision for entry in self._entries.values()), default=0)
 
     def _parse_key(self, key: str) -> None:
-        instance, entry = keys.get_queued_instance(key), self._entries.get(key)
+        compute, instance, entry = key.split('/')[2], keys.get_queued_instance(key), self._entries.get(key)
         if key.startswith(OF_INSTANCES):
             owned = self._keys.setdefault(instance, set())
             (owned.add if entry else owned.discard)(key)
-        if key.startswith(keys.HOSTS):
-            requests = self._requests.setdefault(key.split('/')[2], {})
+        if key == keys.request(compute, instance):
+            requests = self._requests.setdefault(compute, {})
             requests.pop(instance, None)
             if entry is not None:
-                requests[instance] = parse_request(key.split('/')[2], key, entry.value)
+                requests[instance] = parse_request(compute, key, entry.value)
 
     def _update_computes(self, new: Computes) -> set[str]:
         former, self._computes = self._computes, new
@@ -120,16 +120,15 @@ class Picture:
         is_silent = is_on_host(record) and compute not in self._computes.living
         is_tombstone = isinstance(request, Request) and request.is_tombstone
         absences = Absences({compute: SILENT} if is_silent else {}, [instance] * is_tombstone)
-        state, revision = absences.get_state(record), max(self._entries[key].revision for key in self._keys[instance])
+        state, newest = absences.get_state(record), max(self._entries[key].revision for key in self._keys[instance])
         problems = [record.error, record.fault, absences.explain_state(record, self._computes.format_name(compute))]
         if state == QUEUED:
             reason = self._computes.no_taker_reason or f'waits for {describe_wait(record)}'
             problems = [f'since {record.stages.get("requested", "?")}: {reason}']
-        problem = '; '.join(map(str, filter(None, problems)))
-        texts = record.stack and record.stack.name, record.group_name, record.project_id, problem
+        name, stack = record.name or instance[:8], record.stack and record.stack.name
+        texts = stack, record.group_name, record.project_id, '; '.join(map(str, filter(None, problems)))
         amounts = [record.resources.get(name, 0) for name in REQUIRED_CLASSES]
-        name = record.name or instance[:8]
-        self._instances[instance] = compute, name, state, amounts, *map(_make_short, texts), revision
+        self._instances[instance] = compute, name, state, amounts, *map(_make_short, texts), newest
         return {compute, former[0] if former else compute}
 
     def _read_record(self, instance: str) -> Record | None:
@@ -158,7 +157,9 @@ class Picture:
         if published is not None:
             self._facts[compute] = parse_facts(published.value)
         facts, held = self._facts.get(compute, NO_FACTS), sum_held(compute, requests.values())
-        rooms = {name: (held.get(name, 0), facts.room.get(name, [None])[0]) for name in {*facts.room, *held}}
+        capacities = {name: facts.room.get(name, [None])[0] for name in {*facts.room, *held}}
+        is_sure = all(isinstance(each, Request) for each in requests.values())  # too large a value was dropped
+        rooms = {name: (held.get(name, 0) if is_sure else None, each) for name, each in capacities.items()}
         state = words = UP if is_living else SILENT
         if is_living and STATUS_TRAITS.intersection(facts.traits):
             state, words = DISABLED, f'{DISABLED}, draining' if requests else DISABLED
@@ -176,9 +177,9 @@ class Picture:
             name = self._instances.get(item.subject, ('', self._computes.replace_uuids(item.subject)))[1]
             sentence = self._computes.replace_uuids(item.sentence.replace(item.subject, name))
             # Its compute may report any text as the subject of a command.
-            cure = item.how.replace('<instance>', item.subject) if keys.is_uuid(item.subject) else item.how
-            texts = name, sentence, cure or 'eschedule check --fix'
-            yield item.compute, item.code, item.level, *map(_make_short, texts)
+            shown = item.subject if keys.is_uuid(item.subject) else '<instance>'
+            cure = item.how.replace('<instance>', shown) or 'eschedule check --fix'
+            yield item.compute, item.code, item.level, *map(_make_short, (name, sentence, cure))
 
 
 def find_changes(before: Tables, after: Tables) -> dict[str, Any]:

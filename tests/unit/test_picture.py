@@ -143,6 +143,21 @@ def test_texts_of_others_are_one_short_printable_line(scene: Scene) -> None:
     assert len(project) < 320
 
 
+def test_room_is_unknown_with_a_request_that_was_dropped(scene: Scene) -> None:
+    key = keys.request(COMPUTE, INSTANCE)
+    scene.entries[key] = Entry(key, b'', 2, dropped=9000, created=1)
+    scene.put({})
+    assert scene.picture.tables['hosts'][COMPUTE][3]['VCPU'] == (None, 32)
+
+
+def test_other_keys_below_a_request_are_none_and_nothing_is_kept_of_what_is_gone(scene: Scene) -> None:
+    other = make_instance(1, COMPUTE)
+    scene.put({**other, f'{keys.request(COMPUTE, INSTANCE)}/taker': 'x', f'/hosts/{COMPUTE}/x/{INSTANCE}': 'x'})
+    assert scene.picture.tables['hosts'][COMPUTE][3]['VCPU'] == (3, 32)
+    scene.put(dict.fromkeys(other))
+    assert scene.picture._keys.keys() == {INSTANCE}
+
+
 def test_each_change_of_an_instance_changes_its_row(scene: Scene) -> None:
     record = scene.entries[keys.record(COMPUTE, INSTANCE)].value.decode()
     scene.put({keys.record(COMPUTE, INSTANCE): record})
