@@ -142,7 +142,10 @@ def write_scene(store: Store) -> Mapping[str, int]:
             state, fields = 'active', {'project_id': 'shop' if name in ('web', 'db') else 'office'}
             if position == 0 and host in place_of:
                 name, index = 'web', len([each for each in place_of if each <= host])
-                fields |= {'stack': Place('shop', 'web', index, EPOCH, 1), 'group': Membership('web', 'anti-affinity')}
+                fields |= {
+                    'stack': Place('shop', 'web', index, EPOCH, 1),
+                    'group': Membership('web', 'anti-affinity', True),
+                }
                 label = f'shop-web-{index}'
             else:
                 label = f'{name}-{number}'
@@ -356,7 +359,7 @@ def test_change_elsewhere_leaves_focus_selection_and_tab_stop(scene_page: Browse
     former = scene_page.run(focused)
     scene_page.run('zoom(zoomed)')
     assert scene_page.run(focused) == former
-    scene_page.run('zoom(null); drawHosts([])')
+    scene_page.run('zoom(null); drawHosts([]); getSelection().empty()')
 
 
 def test_what_is_gone_leaves_the_hint_and_is_gone_in_the_panel(scene_page: Browser) -> None:
