@@ -53,9 +53,8 @@ class Picture:
         self._keys: dict[str, set[str]] = {}  # by instance
         self._requests: dict[str, dict[str, Request | InvalidRequest]] = {}  # by compute and instance
         self._facts: dict[str, Facts] = {}  # also of silent hosts, which publish nothing any more
-        self._hosts, self._instances = dict[str, Row](), dict[str, Row]()
+        self._hosts, self._instances, self._events = dict[str, Row](), dict[str, Row](), dict[str, Row]()
         self._findings: dict[str, list[Row]] = {}  # by compute
-        self._events: dict[str, Row] = {}  # by a running number
 
     @property
     def tables(self) -> Tables:
@@ -102,6 +101,7 @@ class Picture:
         return renamed | (former.living.keys() ^ new.living.keys())
 
     def add_events(self, changes: Iterable[Change], now: str) -> None:
+        self._events = self._events if now else {}  # the past begins anew
         newest = sorted(changes, key=lambda change: change.revision)[-5 * MAX_EVENTS :]  # few have no event
         for _, group in groupby(newest, lambda change: change.revision):
             for event in make_events(list(group), self._computes.format_name):

@@ -92,10 +92,11 @@ class Watcher:
             elif not self._lost[0]:
                 continue
             self._publish()
-            if not newest and (newest := self._picture.newest_revision):
-                history = History(self._config, False, lambda _: None, max(newest - PAST_REVISIONS, 1))
+            if not newest and (until := self._picture.newest_revision):
+                history = History(self._config, False, lambda _: None, max(until - PAST_REVISIONS, 1))
                 with suppress(EcompError), closing(history):
-                    self._picture.add_events([each for some in history for each in some if each.revision <= newest], '')
+                    self._picture.add_events([each for some in history for each in some if each.revision <= until], '')
+                    newest = until  # else the next change has it tried again
                 self._publish()
             time.sleep(CHANGE_INTERVAL_SECONDS)
 
@@ -108,7 +109,7 @@ class Watcher:
     def _update_seen(self, noticed_at: str) -> None:
         known, hosts = self._seen, self._picture.tables['hosts']
         silent = {compute for compute, row in hosts.items() if row[1] == SILENT}
-        if new := silent - known.keys():  # their leases ended half a minute after their last signs of life
+        if new := silent - known.keys() if noticed_at else silent:  # leases end half a minute after a sign of life
             known = known | dict.fromkeys(new, noticed_at) | read_last_seen(self._store, new)
         self._seen = {compute: known[compute] for compute in silent}
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPResponse
+from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,10 +19,13 @@ import pytest
 from ecomp.cli.command import Context
 from ecomp.cli.inspect import _describe
 from ecomp.conf import EtcdConfig
+from ecomp.errors import Unreachable
 from ecomp.model import keys
+from ecomp.model.events import Change
 from ecomp.model.order import NameOwner
 from ecomp.model.states import ACTIVE, ERROR
 from ecomp.model.stored import encode
+from ecomp.store.history import History
 from ecomp.ui.server import MAX_PAGES, serve
 from tests.functional.cloud import Cloud
 from tests.kit.browser import Ui
@@ -223,6 +227,23 @@ def test_page_says_since_when_etcd_is_away_and_continues(own_etcd: Etcd) -> None
         seen: dict[str, Any] = {}
         wait_for_change(events, lambda data: bool(seen.update(data)) or {'etcd', 'instances'} <= seen.keys())
         assert (seen['etcd'][''][1:3], INSTANCE in seen['instances']) == (['', ''], True)
+
+
+def test_past_is_read_again_after_a_failure(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
+    class BrokenHistory(History):
+        def __iter__(self) -> Iterator[list[Change]]:
+            raise Unreachable('etcd does not answer')
+
+    kinds = chain([BrokenHistory], repeat(History))
+    monkeypatch.setattr('ecomp.ui.server.History', lambda *values: next(kinds)(*values))
+    for key, value in {**make_host(COMPUTE, 'hv1'), **make_instance(0, COMPUTE)}.items():
+        cloud.etcd.put(key, value)
+    with serve(EtcdConfig((cloud.etcd.endpoint,)), 0, PREFIX, dict) as url, ExitStack() as at_exit:
+        events = Page(url, at_exit).follow()
+        assert 'events' not in wait_for_change(events, lambda _: True)
+        cloud.etcd.put(keys.hostname(COMPUTE), '{"version": 1, "hostname": "hv2"}')
+        rows = wait_for_change(events, lambda data: 'events' in data)['events'].values()
+        assert [row[1] for row in rows].count('web-0') == len({tuple(row) for row in rows if row[1] == 'web-0'}) > 0
 
 
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
