@@ -134,10 +134,8 @@ def _plan_desired(
     (record, request), current = existing, existing.name or name
     if existing.is_ending:
         return Action(entry, current, ENDING, record.instance, DESTROYING)
-    can_resize, may_replace = (
-        False,
-        replaced is ALL_MEMBERS or not {entry, entry.rpartition('/')[0]}.isdisjoint(replaced),
-    )
+    can_resize = False
+    may_replace = replaced is ALL_MEMBERS or not {entry, entry.rpartition('/')[0]}.isdisjoint(replaced)
     if record.state == ERROR:
         action, reasons = FAILED, [describe_failure(record).partition(': ')[2]]
     else:
