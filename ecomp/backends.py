@@ -29,7 +29,7 @@ def probe_backends(
         with closing(Store(etcd)) as store:
             store.count('/computes/')
             etcd_version = store.read_version()
-            _check_lease(store)
+            _probe_lease(store)
     except EcompError as error:
         no_etcd = explain_failure('etcd', error, config_path, config_name)
     try:
@@ -69,7 +69,7 @@ def explain_failure(section: str, error: EcompError, config_path: Path | None, c
     return Problem(error.problem.what, cure)
 
 
-def _check_lease(store: Store) -> None:
+def _probe_lease(store: Store) -> None:
     with suppress(NoSpace):
         lease = store.grant(TEST_LEASE_SECONDS)
         try:

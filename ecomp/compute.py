@@ -75,7 +75,7 @@ class _Run:
         self.activity = 'check' if options.check else 'change' if options.close_dhcp else ''
         self.config = load_compute(parse_config_option(options.config))
         if self.activity:
-            _check_alone(options, 'check' if options.check else 'close_dhcp')
+            _require_alone(options, 'check' if options.check else 'close_dhcp')
             return _run_check(self.config) if options.check else _close_dhcp(self.config)
         with ExitStack() as at_exit:
             self._serve(options, at_exit)
@@ -137,21 +137,21 @@ def make_parser() -> argparse.ArgumentParser:
 
 def render_unit(options: argparse.Namespace, program: Sequence[str]) -> str:
     """Render the systemd unit that runs `program` with --config."""
-    _check_alone(options, 'unit')
+    _require_alone(options, 'unit')
     config = os.path.abspath(parse_config_option(options.config) or SERVICE_CONFIG)
     return systemd.render_unit('ecompute.service', [*program, '--config', config])
 
 
-def _check_alone(options: argparse.Namespace, name: str) -> None:
+def _require_alone(options: argparse.Namespace, name: str) -> None:
     if any(value not in (None, False) for other, value in vars(options).items() if other not in (name, 'config')):
         raise UsageError(f'--{name.replace("_", "-")} accepts only --config')
 
 
 def _run_check(config: ComputeConfig) -> int:
-    from ecomp.agent.checking import check_machine
+    from ecomp.agent.checking import probe_machine
     from ecomp.model.finding import get_exit_code
 
-    backends, findings = check_machine(config)
+    backends, findings = probe_machine(config)
     for finding in findings:
         print(make_printable(str(finding)), flush=True)
     _print_message(backends.summarize(findings))

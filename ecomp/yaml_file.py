@@ -116,7 +116,7 @@ class YamlFile:
     def read(cls, path: Path | None, default_name: str) -> YamlFile:
         """Read the file at `path` or, for None, the default file if there is one.
 
-        A default file has to pass check_owner().
+        A default file has to pass require_trusted().
         """
         is_named = path is not None
         path = path if path is not None else find_default_file(default_name)
@@ -133,7 +133,7 @@ class YamlFile:
                 return cls(name, directory, None)
             with open(path, 'rb', opener=None if is_named else _open_found_file) as stream:
                 if not is_named:
-                    check_owner(name, os.fstat(stream.fileno()))
+                    require_trusted(name, os.fstat(stream.fileno()))
                 content = stream.read(MAX_BYTES + 1)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
@@ -233,7 +233,7 @@ def _can_others_write(status: os.stat_result) -> bool:
     return bool(status.st_mode & write_bits)
 
 
-def check_owner(name: str, status: os.stat_result) -> None:
+def require_trusted(name: str, status: os.stat_result) -> None:
     """Refuse a file that is not regular, or that another user owns or can write to."""
     if status.st_uid not in _list_trusted_users():
         raise UsageError(
@@ -247,7 +247,7 @@ def check_owner(name: str, status: os.stat_result) -> None:
 
 
 def _open_found_file(path: str, flags: int) -> int:
-    # Opening another user's pipe would block before check_owner() can refuse it. A link would be a new one.
+    # Opening another user's pipe would block before require_trusted() can refuse it. A link would be a new one.
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
 
 

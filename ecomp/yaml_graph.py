@@ -77,11 +77,11 @@ class _Walk:
         self._counts = Counter[str]()
 
     def parse(self, text: str, loader: Any) -> Node | None:
-        self._check_events(text, loader)  # composing takes a minute for 1 MiB, and may recurse too deeply
+        self._scan_events(text, loader)  # composing takes a minute for 1 MiB, and may recurse too deeply
         root = yaml.compose(text, Loader=loader)
         return self._convert(root, 0) if root else None
 
-    def _check_events(self, text: str, loader: Any) -> None:
+    def _scan_events(self, text: str, loader: Any) -> None:
         depth = 0
         events: Iterable[Any] = yaml.parse(text, Loader=loader)
         for event in events:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ecomp import backends
 from ecomp.agent.host import metadata, provider
-from ecomp.agent.host.provider import check_names
+from ecomp.agent.host.provider import require_names
 from ecomp.agent.host.state import Identity
 from ecomp.compute_conf import ComputeConfig, explain_unsafe_metrics
 from ecomp.errors import Conflict, EcompError, Problem, UsageError, explain_error
@@ -25,7 +25,7 @@ from ecomp.placement.client import Placement
 PROXY_VARIABLES = ('http_proxy', 'https_proxy', 'all_proxy', 'HTTP_PROXY', 'HTTPS_PROXY', 'ALL_PROXY')
 
 
-def check_machine(config: ComputeConfig) -> tuple[health.Backends, list[Finding]]:
+def probe_machine(config: ComputeConfig) -> tuple[health.Backends, list[Finding]]:
     """Return the state of etcd and placement, and the findings about them and this machine."""
     status = backends.probe_backends(config.etcd, config.placement, config.path, 'compute.yaml')
     machine = _read_machine(config, not status.placement_failure)
@@ -66,7 +66,7 @@ def find_refusals(config: ComputeConfig, has_placement: bool) -> list[Problem]:
     # A start waits for a placement that does not answer, so the configuration is not wrong then.
     with closing(Placement(config.placement)) as placement, suppress(EcompError):
         if has_placement:
-            found.append(explain_error(partial(check_names, placement, config.traits, config.inventory or ())))
+            found.append(explain_error(partial(require_names, placement, config.traits, config.inventory or ())))
     return [problem for problem in found if problem]
 
 

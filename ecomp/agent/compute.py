@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from ecomp.agent.host import provider
 from ecomp.agent.host.claims import ClaimKeeper, confirm_sightings
 from ecomp.agent.host.metadata import GuestData, read_seed, serve_metadata
-from ecomp.agent.host.provider import PlacementInventory, Registration, check_names, parse_inventory
+from ecomp.agent.host.provider import PlacementInventory, Registration, parse_inventory, require_names
 from ecomp.agent.host.state import Identity, Memory
 from ecomp.agent.host.troubles import Troubles
 from ecomp.agent.host.upkeep import Upkeep, restore_reservations
@@ -203,7 +203,7 @@ class PlanningLoop:
 
     def begin(self) -> None:
         """Watch the hypervisor for changes, and schedule a plan now and at each wake-up."""
-        self.host.hypervisor.watch_changes(self.planner.wake_up, self.check_soon)
+        self.host.hypervisor.watch_changes(self.planner.wake_up, self.request_checks)
         self.planner.on_wake_up = self._plans.schedule
         self._plans.schedule()  # for wake-ups before this
 
@@ -244,7 +244,7 @@ class PlanningLoop:
         self._state = state
         self.planner.wake_up('requests were read')
 
-    def check_soon(self, reason: str) -> None:
+    def request_checks(self, reason: str) -> None:
         """Schedule a plan with the periodic checks now, from any thread."""
         self._next_check = 0.0
         self.check_troubles()
@@ -391,7 +391,7 @@ class Compute:
             state_directory=config.state,
         )
         if familiar:
-            check_names(placement, config.traits, config.inventory or ())
+            require_names(placement, config.traits, config.inventory or ())
             # Before placement knows the uuid, and after the last refusal: the next start is this compute, too.
             self.identity.save()
         self._memory = Memory(config.state, self.uuid, now)
@@ -419,9 +419,9 @@ class Compute:
         self._claims = ClaimKeeper(self.uuid, self.store, self.placement, config.queues)
         self._claims.last_good_check.record(self._provider.created_generation)
         remote_checks = {
-            'writing the host name to etcd': self._check_hostname,
-            CHECKING_CLAIMS: self._check_claims,
-            'checking the provider': self._check_registration,
+            'writing the host name to etcd': self._publish_hostname,
+            CHECKING_CLAIMS: self._reconcile_claims,
+            'checking the provider': self._ensure_registered,
             'keeping the user-data of sets in etcd': self._keep_user_data,
             'looking at this host': self._look,
         }
@@ -443,7 +443,7 @@ class Compute:
             *(hypervisor, self.host.guest_data, config.state, self._memory),
             publish=partial(self._presence.publish, is_urgent=True),
             measure=self._measure,
-            may_remove=self._check_removable,
+            may_remove=self._can_remove,
             read_requests=lambda: self._requests,
         )
 
@@ -462,7 +462,7 @@ class Compute:
             failpoint('published')
             # Users may name an alive compute by its host name. If the write fails, the periodic check logs why.
             with suppress(EcompError):
-                self._check_hostname()
+                self._publish_hostname()
         # The end runs these in reverse: stop planning, take no more requests, close the provider, wait for the tasks in
         # flight; only then remove the presence key.
         at_exit.callback(self.daemon.drain)
@@ -523,14 +523,14 @@ class Compute:
                     f'Fix: set `uuid: {other}` in compute.yaml to continue as compute {other}, or remove those guests'
                 )
 
-    def _check_claims(self) -> None:
+    def _reconcile_claims(self) -> None:
         self._generation, self._claims.is_current = None, False
         with suppress(NotFound):
             self._generation = providers.read_generation(self.placement, self.uuid)
         requests = {keys.get_last_part(key) for key in self._requests}
         guests = self.host.hypervisor.list_guests()
         with self.upkeep.lock:
-            self._claims.check_claims(guests, time.monotonic(), self._generation, requests, self._planner.wanted)
+            self._claims.reconcile(guests, time.monotonic(), self._generation, requests, self._planner.wanted)
             held = self._claims.held if self._claims.is_current else None
         # Its host was forgotten, or a restored etcd does not know it.
         adopted = {name for name, guest in guests.items() if guest.is_adopted and guest.compute == self.uuid}
@@ -586,14 +586,14 @@ class Compute:
             record_missed_ends(self.uuid, self.store, self._memory, guests)
         self.upkeep.step()
 
-    def _check_registration(self) -> None:
+    def _ensure_registered(self) -> None:
         before = self._provider.provider
         with self.upkeep.lock:
             self._provider.ensure_registered(self.daemon.is_ending, self._generation)
         if self._provider.provider != before:
             self._planner.wake_up('its provider has changed')  # a plan publishes it
 
-    def _check_hostname(self) -> None:
+    def _publish_hostname(self) -> None:
         """Write this host's name to etcd, for use while the host is down."""
         if time.monotonic() < self._hostname_valid_until:
             return
@@ -633,8 +633,8 @@ class Compute:
         if not reasons:
             self.wake_taker('this compute can build again')
 
-    def _check_removable(self, instance: str) -> bool:
-        self.store.check_identity()  # raises StrangeEtcd
+    def _can_remove(self, instance: str) -> bool:
+        self.store.require_identity()  # raises StrangeEtcd
         return not self.daemon.read_only and instance not in self._memory.get_entries()
 
     def _make_seed(self, mac: str) -> Mapping[str, bytes]:

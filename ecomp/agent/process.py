@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ecomp.agent.compute import Compute, now
-from ecomp.agent.host.state import Identity, KnownEtcd, check_or_adopt
+from ecomp.agent.host.state import Identity, KnownEtcd, verify_or_adopt
 from ecomp.agent.images.cache import measure_cache
 from ecomp.agent.jobs import FailureLog, Loop
 from ecomp.agent.queue import Queues
@@ -149,7 +149,7 @@ class ComputeProcess:
     def register(self) -> None:
         """Lock the state directory, recognise etcd or adopt a first one, and register the compute."""
         config, at_exit = self.config, self.at_exit
-        _check_limits()
+        _require_limits()
         # First, because only the holder of its lock may read or write the files there.
         state = Identity(config.state)
         at_exit.callback(state.close)
@@ -160,7 +160,7 @@ class ComputeProcess:
         at_exit.callback(store.close)
         placement = Placement(config.placement)
         at_exit.callback(placement.close)
-        familiar = check_or_adopt(guard, store, now())
+        familiar = verify_or_adopt(guard, store, now())
         known = guard.known_cluster
         if not self.fake:
             _warn_of_insecure_setup(config, store)
@@ -235,7 +235,7 @@ class ComputeProcess:
             self._compute.wake_taker('requests are queued')
 
 
-def _check_limits() -> None:
+def _require_limits() -> None:
     for limit, minimum, unit, where in REQUIRED_LIMITS:
         soft, _ = resource.getrlimit(limit)
         if soft != resource.RLIM_INFINITY and soft < minimum:

@@ -244,7 +244,7 @@ def _make_change(run: _Apply, steps: Sequence[plan.Action], preview: bool = Fals
     stack = stack._replace(applied_from=_describe_origin(run.ctx))
     is_written = preview or not (run.state.stack is None or run.state.is_stale)
     if run.state.stack is None or run.state.is_stale:
-        stacks.check_claims_known(run.ctx.store, run.ctx.placement, stack.name, run.ctx.computes)
+        stacks.require_known_claims(run.ctx.store, run.ctx.placement, stack.name, run.ctx.computes)
     revision = run.state.revision if is_written else placing.write_stack(run.ctx.store, stack, run.state.revision)
     new = {step.entry: run.file.instances[step.entry] for step in steps if step.action in (plan.CREATE, plan.REPLACE)}
     removals = [

@@ -25,7 +25,7 @@ def _check(ctx: Context) -> int:
     servers = backends.probe_backends(ctx.config.etcd, ctx.config.placement, ctx.config.path, 'schedule.yaml')
     findings, lines, known_computes = run_checks(CHECKS, SERVERS, servers), list[str](), NO_COMPUTES
     if not (servers.etcd_failure or servers.placement_failure):
-        more, lines, known_computes = _check_cluster(ctx)
+        more, lines, known_computes = _audit_cluster(ctx)
         findings += more
     findings = [finding for finding in findings if finding.code not in ctx.config.ignore_warnings]
     if findings or ctx.form != TABLE:
@@ -39,7 +39,7 @@ def _check(ctx: Context) -> int:
     return get_exit_code(findings)
 
 
-def _check_cluster(ctx: Context) -> tuple[list[Finding], list[str], Computes]:
+def _audit_cluster(ctx: Context) -> tuple[list[Finding], list[str], Computes]:
     """Check the computes, audit, and repair with --fix."""
     from ecomp.model.health import CHECKS, ComputeFacts
     from ecomp.scheduler.operations.audit import audit, fix

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ecomp.cli.command import CREATE, LISTING_OPTIONS, Command, Context, select_options
-from ecomp.cli.input import STDIN, check_flavor_suffices, describe_owner, read_ssh_keys, read_user_data, resolve_image
+from ecomp.cli.input import STDIN, describe_owner, read_ssh_keys, read_user_data, require_guest_classes, resolve_image
 from ecomp.cli.options import (
     DEFAULT_WAIT_SECONDS,
     JSON,
@@ -251,7 +251,7 @@ def _build_query(ctx: Context) -> str:
 
         with convert_to_usage_error():
             query = merge_query(load_flavor(ctx.store, flavor)[0], query)
-        check_flavor_suffices(flavor, query)
+        require_guest_classes(flavor, query)
     if on is not None:
         from ecomp.model.query import restrict_to_compute
 
@@ -287,11 +287,11 @@ def _describe_hosts(set_order: SetOrder, outcomes: Mapping[str, DeliveryOutcome]
 def _report_no_capacity(ctx: Context, error: NoCapacity, backend: Backend, query: str) -> int:
     on = ctx.options.on
     if on is not None:
-        from ecomp.scheduler.queries.computes import check_compute_exists
+        from ecomp.scheduler.queries.computes import require_compute
 
         # Checked only here, so that a successful create does not wait for it.
         with suppress(Unreachable):
-            check_compute_exists(ctx.computes, lambda: backend.result()[0], on)
+            require_compute(ctx.computes, lambda: backend.result()[0], on)
 
     def report_reasons(say: Callable[[str], None]) -> None:
         from ecomp.scheduler.placing.explain import Refusal, report_reasons

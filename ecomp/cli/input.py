@@ -37,7 +37,7 @@ def resolve_image(config: ScheduleConfig, image: str) -> str:
     return check_image(config.images.get(image, image))
 
 
-def check_flavor_suffices(flavor: str, query: str) -> None:
+def require_guest_classes(flavor: str, query: str) -> None:
     """Raise UsageError if the combined `query` lacks what every guest needs."""
     from ecomp.model.query import parse_names
 

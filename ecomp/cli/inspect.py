@@ -105,7 +105,7 @@ def _list(ctx: Context) -> int:
 
         return list_foreign(ctx, sorted(ctx.computes.living, key=ctx.computes.format_name))
 
-    from ecomp.scheduler.queries.computes import check_compute_exists, read_computes
+    from ecomp.scheduler.queries.computes import read_computes, require_compute
     from ecomp.scheduler.queries.find import list_records
 
     record_filter = make_filter(ctx)
@@ -130,7 +130,7 @@ def _list(ctx: Context) -> int:
     records, known, absences, unreadable = read()
     if not records and ctx.options.host is not None:
         with suppress(Unreachable):  # the empty table is printed even without placement
-            check_compute_exists(known, lambda: ctx.placement, ctx.options.host)
+            require_compute(known, lambda: ctx.placement, ctx.options.host)
     if not records and ctx.options.group is not None:
         from ecomp.cli.sharing import read_group
 

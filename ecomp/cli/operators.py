@@ -64,7 +64,7 @@ def _change_host_status(ctx: Context) -> int:
 
     def find(word: str) -> None:
         outcomes.report(word, compute=ctx.resolve_compute(word))
-        decommission.check_provider(ctx.placement, outcomes.results[word]['compute'], word)
+        decommission.require_provider(ctx.placement, outcomes.results[word]['compute'], word)
 
     def change_guests(word: str, action: str) -> Collection[str]:
         ctx.name_computes()
@@ -123,7 +123,7 @@ def _plan_moves(ctx: Context) -> int:
 
     dead = list(dict.fromkeys(map(ctx.resolve_compute, ctx.words)))
     for compute in dead:
-        computes.check_compute_exists(ctx.computes, lambda: ctx.placement, compute)
+        computes.require_compute(ctx.computes, lambda: ctx.placement, compute)
     guests, planner = read_moves(ctx.store, ctx.placement, ctx.computes.living, dead or None)
     if dead:
         everyone = [guest for compute in dead for guest in guests.get(compute, ())]
@@ -157,7 +157,7 @@ def _evacuate(ctx: Context) -> int:
     if ctx.options.dry_run:
         return _plan_moves(ctx)
     target = ctx.resolve_compute(ctx.words[0])
-    computes.check_compute_exists(ctx.computes, lambda: ctx.placement, target)
+    computes.require_compute(ctx.computes, lambda: ctx.placement, target)
     if not ctx.options.fenced:
         cure = 'switch the machine off, and give --fenced; --dry-run prints the plan'
         raise UsageError(f'{ctx.name}: guests that still run on {ctx.words[0]} would run twice. Fix: {cure}')

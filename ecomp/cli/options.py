@@ -183,11 +183,11 @@ def parse_project_and_limits(name: str, words: Sequence[str]) -> Words:
     if len(words) < 2 or '=' in words[0]:
         problem = f'{name}: missing argument: a project and its limits'
         raise UsageError(f'{problem}. Try: eschedule {name} web VCPU=10 instances=5')
-    check_project(words[0])
+    require_project(words[0])
     return tuple(words)
 
 
-def check_project(project: str) -> None:
+def require_project(project: str) -> None:
     """Raise UsageError for a project name that is empty, too long or not printable."""
     if not 1 <= len(project) <= MAX_PROJECT_LENGTH or not project.isprintable():
         rule = f'a project has 1 to {MAX_PROJECT_LENGTH} printable characters'
@@ -413,7 +413,7 @@ def find_option_problems(name: str, options: Options, accepted_fields: Collectio
     elif options.policy is not None or options.strictness is not None:
         yield '--policy, --strict and --soft need --group'
     if options.project is not None:
-        check_project(options.project)
+        require_project(options.project)
     if options.lines is not None and not 0 <= options.lines <= MAX_LOG_LINES:
         yield f'-n: must be 0 to {MAX_LOG_LINES}'
     yield from _find_wait_problems(name, options, accepted_fields)

@@ -94,7 +94,7 @@ def _list_quotas(ctx: Context) -> int:
 
 def _set_quota(ctx: Context) -> int:
     project, *limits = ctx.words
-    remark = sharing.check_limits(ctx.placement, limits)
+    remark = sharing.describe_new_classes(ctx.placement, limits)
     suffix = f'; {remark}' if remark else ''
     return _apply_to_each(ctx, [project], lambda project: sharing.set_limits(ctx.store, project, limits) + suffix)
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ecomp import yaml_file as yaml
 from ecomp.cli.command import Context
-from ecomp.cli.input import STDIN, check_flavor_suffices, read_file, read_ssh_keys, read_user_data, resolve_image
-from ecomp.cli.options import check_project
+from ecomp.cli.input import STDIN, read_file, read_ssh_keys, read_user_data, require_guest_classes, resolve_image
+from ecomp.cli.options import require_project
 from ecomp.errors import EcompError, Unreachable, UsageError
 from ecomp.model import query as queries
 from ecomp.model.allocation import REQUIRED_CLASSES, list_missing_classes
@@ -84,7 +84,7 @@ class _Reader:
         if 'stack' not in top:
             top.add_problem('stack', 'is missing. Fix: give the stack a name, as `stack: shop`')
         project = top.read('project', yaml.parse_text, config.project_id)
-        self._read_with(top, 'project', lambda: check_project(project), None)
+        self._read_with(top, 'project', lambda: require_project(project), None)
         origins = {} if 'project' in top else {'project': FROM_CONFIG}
         owner = Order('', project_id=project, user_id=config.user_id)
         instances = self._read_instances(top.read_section('instances'), name, Desired(owner, SPREAD, origins))
@@ -205,7 +205,7 @@ class _Reader:
         if flavor not in self._flavors:
             self._flavors[flavor], _ = load_flavor(self._ctx.store, flavor)
         merged = merge_query(self._flavors[flavor], query)
-        check_flavor_suffices(flavor, merged)
+        require_guest_classes(flavor, merged)
         return merged
 
     def _read_user_data(self, source: Path | bytes | None) -> str | None:

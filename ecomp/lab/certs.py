@@ -113,7 +113,7 @@ def make_certificates(
             form = 'a name has at most 50 letters, digits and . _ -, and does not begin with . or -'
             raise UsageError(f'{name!r} is not a valid name of a host or a person: {form}')
     for name, compute in cluster.uuids.items():
-        _check_uuid(name, compute, directory / f'compute-{name}/compute.yaml')
+        _require_uuid(name, compute, directory / f'compute-{name}/compute.yaml')
     try:
         cluster = replace(cluster, servers=cluster.servers or _read_names(directory / 'etcd/server.crt'))
         if not cluster.servers:
@@ -159,7 +159,7 @@ def _make_client(place: Path, token: Path, authority: _Authority) -> None:
     _write_if_changed(place / 'token', token.read_bytes())
 
 
-def _check_uuid(name: str, compute: str, path: Path) -> None:
+def _require_uuid(name: str, compute: str, path: Path) -> None:
     if not keys.is_uuid(compute):
         raise UsageError(f'--compute {name}={compute}: must be a uuid, like 3d9a1c9e-8f0b-4b62-9a53-5a8f0c1e7d24')
     if path.exists() and (own := load_compute(path).uuid) != compute:

@@ -114,19 +114,19 @@ def make_etcd_server(data: Path, addresses: list[str], port: int, certs: Path | 
         command += [f'--cert-file={certs}/server.crt', f'--key-file={certs}/server.key']
         command += ['--client-cert-auth', f'--trusted-ca-file={certs}/ca.crt']
     # An etcd that ends in the first milliseconds of its first start may lack its membership, and would wait for a
-    # leader forever. So start() makes this file for an etcd without data, and check_health() deletes it.
+    # leader forever. So start() makes this file for an etcd without data, and confirm_health() deletes it.
     begun_marker = data / 'etcd.begun'
     # Not at every start: it could lose what was written just before the last end.
     command += ['--force-new-cluster'] if begun_marker.exists() else []
 
-    def check_health(_: ServerProcess) -> bool:
+    def confirm_health(_: ServerProcess) -> bool:
         if not is_etcd_healthy(urls[0], certs):
             return False
         begun_marker.unlink(missing_ok=True)
         return True
 
     files = {} if (data / 'etcd/member').exists() else {begun_marker: ''}
-    return LabServer('etcd', command, data / 'etcd.log', check_health, files=files)
+    return LabServer('etcd', command, data / 'etcd.log', confirm_health, files=files)
 
 
 def make_placement_servers(data: Path, address: str, port: int, certs: Path | None) -> list[LabServer]:
@@ -286,7 +286,7 @@ def run_control(
 
 def _prepare(endpoints: Endpoints, say: Callable[[str], None]) -> None:
     for backend, port in (('etcd', endpoints.etcd_port), ('placement', endpoints.placement_port)):
-        _check_free(backend, endpoints.bind, port)
+        _require_free_port(backend, endpoints.bind, port)
     programs, modules = machine.CONTROL_PROGRAMS, ['placement', 'waitress']
     if endpoints.certs is not None:
         programs, modules = {**programs, **machine.SECURE_PROGRAMS}, [*modules, 'cryptography']
@@ -322,7 +322,7 @@ def make_arguments(endpoints: Endpoints) -> list[str]:
     return arguments if endpoints.certs is None else [*arguments, '--certs', str(endpoints.certs.absolute())]
 
 
-def check_service(endpoints: Endpoints, program: Path) -> None:
+def require_access(endpoints: Endpoints, program: Path) -> None:
     """Raise UsageError unless root without capabilities can use all files of the service."""
     fix = 'install ecomp in /opt/ecomp, and use --data /var/lib/ecomp'
     # An installation may refer to another user's clone (pip install -e) or Python.
@@ -380,7 +380,7 @@ def _make_address_error(bind: str) -> UsageError:
     return UsageError(f'--bind {bind}: must be an address of this machine. Try: ip address')
 
 
-def _check_free(backend: str, bind: str, port: int) -> None:
+def _require_free_port(backend: str, bind: str, port: int) -> None:
     option, family = f'--{backend}-port', socket.AF_INET6 if ':' in bind else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

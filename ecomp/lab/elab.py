@@ -20,7 +20,7 @@ from ecomp.errors import EcompError, NotFound, UsageError
 from ecomp.lab import control, fakes, guest, machine, state
 from ecomp.lab.fakes import FakeHost
 from ecomp.lab.hosts import Host, LabHost, write_once
-from ecomp.lab.network import CONTROL, ETCD_PORT, MAX_HOSTS, PLACEMENT_PORT, bracket_address, check_name
+from ecomp.lab.network import CONTROL, ETCD_PORT, MAX_HOSTS, PLACEMENT_PORT, bracket_address, require_lab_name
 from ecomp.lab.state import AnyLab, FakeLab, Lab
 from ecomp.version import read_version
 
@@ -232,7 +232,7 @@ def _read_ports(options: argparse.Namespace) -> tuple[int, int]:
 
 
 def _run_up(options: argparse.Namespace) -> int:
-    name = find_name(options) if options.fake is None else check_name(options.name or fakes.DEFAULT_NAME)
+    name = find_name(options) if options.fake is None else require_lab_name(options.name or fakes.DEFAULT_NAME)
     is_fake = options.fake is not None or fakes.find(name) is not None
     lab = _bring_up_fakes(name, options) if is_fake else _bring_up_hosts(name, options)
     print(f'etcd {lab.address}:{lab.etcd_port}\nplacement {lab.placement}')
@@ -465,7 +465,7 @@ def _run_control(options: argparse.Namespace) -> int:
     if options.unit:
         program = systemd.make_command(sys.argv[0], sys.executable, 'ecomp.lab.elab')
         arguments = control.make_arguments(endpoints)
-        control.check_service(endpoints, Path(program[0]))
+        control.require_access(endpoints, Path(program[0]))
         log.switch_stdout_to_utf8()
         print(systemd.render_unit('ecomp-control.service', [*program, *arguments]), end='')
     else:
@@ -511,10 +511,10 @@ def _run_guest(options: argparse.Namespace) -> int:
 def find_name(options: argparse.Namespace) -> str:
     """Return the name of the lab or cluster of fakes that a command means."""
     if options.name is not None:
-        return check_name(options.name)
+        return require_lab_name(options.name)
     is_only = not (state.ROOT / 'lab').exists() and fakes.find(fakes.DEFAULT_NAME)
     default = fakes.DEFAULT_NAME if is_only else 'lab'
-    return check_name(state.find_lab_name([state.ROOT, fakes.find_root()]) or default)
+    return require_lab_name(state.find_lab_name([state.ROOT, fakes.find_root()]) or default)
 
 
 def _lock_lab(name: str) -> contextlib.AbstractContextManager[None]:

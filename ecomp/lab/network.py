@@ -84,7 +84,7 @@ def parse_host_number(host: str) -> int:
     return int(host.removeprefix('hv'))
 
 
-def check_name(name: str) -> str:
+def require_lab_name(name: str) -> str:
     """Return the name, or raise UsageError if it is not valid for a lab."""
     if not re.fullmatch('[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?', name):
         raise UsageError(f'{name!r} is not a valid lab name: a name has at most 32 lower-case letters, digits and -')

@@ -52,7 +52,7 @@ def application(*names: str, token_file: str | None = None) -> Application:
     # Imported here: placement reads its environment and makes its tables at import.
     from placement.wsgi import api
 
-    check_schemas_once()
+    cache_schema_checks()
     placement = api.application if token_file is None else require_token(api.application, Path(token_file))
     return restrict_hosts(placement, tuple(dict.fromkeys(names))) if names else placement
 
@@ -92,7 +92,7 @@ def require_token(application: Application, token_file: Path) -> Application:
     return serve
 
 
-def check_schemas_once() -> None:
+def cache_schema_checks() -> None:
     """Patch jsonschema's default validator, for this process, to check each schema once."""
     # Schemas never change, and checking them for each request takes a third of placement's time.
     # https://python-jsonschema.readthedocs.io/en/stable/validate/#jsonschema.validate
@@ -102,13 +102,13 @@ def check_schemas_once() -> None:
     check = validator.check_schema
     checked: dict[int, object] = {}
 
-    def check_once(schema: object, *rest: Any, **options: Any) -> None:
+    def validate_once(schema: object, *rest: Any, **options: Any) -> None:
         if id(schema) not in checked:
             check(schema, *rest, **options)
             # The schema is kept, so that no other gets its id.
             checked[id(schema)] = schema
 
-    validator.check_schema = check_once
+    validator.check_schema = validate_once
 
 
 if __name__ == '__main__':

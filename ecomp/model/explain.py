@@ -82,7 +82,7 @@ def find_miss(query: Sequence[Constraint], provider: Provider) -> Miss:
     """Find the constraints that fail on a covered provider, first that it is enabled."""
     # Required classes are never dropped, so a query that has one keeps resources when another class is dropped.
     can_drop = any(isinstance(constraint, Amount) and constraint.name in REQUIRED_CLASSES for constraint in query)
-    results = (_check_constraint(constraint, provider, can_drop) for constraint in query)
+    results = (_find_unmet(constraint, provider, can_drop) for constraint in query)
     failures = (failure for failure in results if failure is not None)
     return Miss(provider.uuid, tuple(sorted(failures, key=lambda each: not each.is_disabled)))
 
@@ -151,9 +151,9 @@ def _format_constraint(constraint: Constraint | GroupConstraint) -> str:
     return constraint.name if isinstance(constraint, Amount) else str(constraint)
 
 
-def _check_constraint(constraint: Constraint, provider: Provider, can_drop: bool) -> UnmetConstraint | None:
+def _find_unmet(constraint: Constraint, provider: Provider, can_drop: bool) -> UnmetConstraint | None:
     if isinstance(constraint, Amount):
-        return _check_amount(constraint, provider.inventories.get(constraint.name), can_drop, provider.taken_count)
+        return _find_unmet_amount(constraint, provider.inventories.get(constraint.name), can_drop, provider.taken_count)
     names = provider.get_names(constraint.key)
     if isinstance(constraint, Exclusion):
         is_met = constraint.name not in names
@@ -184,7 +184,7 @@ def _describe_lack(constraint: Requirement | Exclusion) -> str:
     return f'has none of {names}' if has_several else f'lacks {names}'
 
 
-def _check_amount(
+def _find_unmet_amount(
     requested: Amount, inventory: Inventory | None, can_drop: bool, taken_count: int
 ) -> UnmetConstraint | None:
     name, amount = requested.name, requested.amount

@@ -377,7 +377,7 @@ def _parse_request_holdings(value: bytes) -> Holdings:
     return holdings._replace(project_id=charge.project_id, resources=resources)
 
 
-def check_request_size(value: bytes, dropped_bytes: int = 0) -> None:
+def refuse_big_request(value: bytes, dropped_bytes: int = 0) -> None:
     """Raise ValueError if a request is too large to be recorded, or was dropped."""
     # `dropped_bytes` is the size of a value that ecomp.store.watch dropped, or 0.
     # JSON may contain DEL itself, and dump() escapes it to six bytes.
@@ -391,7 +391,7 @@ def check_request_size(value: bytes, dropped_bytes: int = 0) -> None:
 def _parse_request(compute: str, name: str, value: bytes, dropped_bytes: int) -> Request:
     if not keys.is_uuid(name):
         raise ValueError(f'{name[:100]!r} is not a uuid')
-    check_request_size(value, dropped_bytes)
+    refuse_big_request(value, dropped_bytes)
     request = decode(Request, value)
     require_same('instance', request.instance, name)
     if request.is_tombstone:
@@ -465,7 +465,7 @@ def make_member_uuid(set_uuid: str, number: int) -> str:
     return keys.derive_uuid(set_uuid, str(number))
 
 
-def check_order_size(order: SetOrder) -> None:
+def refuse_big_order(order: SetOrder) -> None:
     """Raise UsageError if the estimated size of a set exceeds that of a transaction."""
     key_bytes = len(dump(order.ssh_keys))
     size = order.count * (len(dump([order.query, order.image])) + key_bytes + 1000)

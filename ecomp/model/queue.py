@@ -16,13 +16,13 @@ from ecomp.model.explain import find_miss
 from ecomp.model.flavor import Flavor, parse_flavor
 from ecomp.model.image import check_image
 from ecomp.model.json_object import load_object
-from ecomp.model.order import ORDER_FIELDS, Holdings, InvalidRequest, Order, Request, check_request_size, parse_holdings
+from ecomp.model.order import ORDER_FIELDS, Holdings, InvalidRequest, Order, Request, parse_holdings, refuse_big_request
 from ecomp.model.parsers import NONEMPTY, TEXT, UUID, format_reason, parse_part, text
 from ecomp.model.query import parse_query
 from ecomp.model.record import Record, make_refused_record
 from ecomp.model.states import QUEUED
 from ecomp.model.status import DISABLED
-from ecomp.model.stored import Field, check_version, decode_lenient, lenient, parse_fields, require_same, stored
+from ecomp.model.stored import Field, decode_lenient, lenient, parse_fields, require_same, require_version, stored
 
 _FIELDS = dict.fromkeys(('instance', 'flavor', 'query'), Field(UUID)) | ORDER_FIELDS
 _FIELDS |= dict.fromkeys(('user_id', 'project_id', 'query'), Field(NONEMPTY))
@@ -82,9 +82,9 @@ def _parse_entry(key: str, value: bytes) -> QueueEntry:
     place = keys.parse_queue_key(key)
     if place is None or not keys.is_uuid(place[1]):
         raise ValueError(f'its key {key[:200]!r} must have the form {keys.QUEUES}<flavor>/<uuid>')
-    check_request_size(value)
+    refuse_big_request(value)
     data = load_object(value)
-    check_version(data, 1, 'queued request')
+    require_version(data, 1, 'queued request')
     require_same('flavor', data.get('flavor'), place[0])
     require_same('instance', data.get('instance'), place[1])
     entry = parse_fields(

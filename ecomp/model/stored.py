@@ -97,7 +97,7 @@ def decode(kind: type[T], value: bytes, **given: Any) -> T:
     codec = CODECS[kind]
     try:
         data = load_object(value)
-        check_version(data, codec.version, codec.noun)
+        require_version(data, codec.version, codec.noun)
         return parse_fields(kind, data, **given)
     except ValueError as error:
         raise ValueError(format_reason(error)) from error
@@ -128,7 +128,7 @@ def require_same(name: str, value: object, in_key: object) -> None:
         raise ValueError(f'{name}: {quote(value)} differs from {quote(in_key)} in its key')
 
 
-def check_version(data: Mapping[str, Any], newest: int, noun: str) -> None:
+def require_version(data: Mapping[str, Any], newest: int, noun: str) -> None:
     """Raise ValueError unless the version, 1 if absent, is an int from 1 to `newest`."""
     version = data.get('version', 1)
     if type(version) is not int or not 1 <= version <= newest:

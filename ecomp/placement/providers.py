@@ -114,7 +114,7 @@ def read_raw_inventory(placement: Placement, provider: str) -> dict[str, dict[st
     """Return the inventory as in placement: {class: {'total', 'reserved', …}}, all numbers."""
     path = f'/resource_providers/{provider}/inventories'
     return placement.get_parsed(
-        path, lambda data: {check_text(k): _check_inventory(v) for k, v in data['inventories'].items()}
+        path, lambda data: {check_text(k): _parse_inventory(v) for k, v in data['inventories'].items()}
     )
 
 
@@ -222,7 +222,7 @@ def _read_rooms(placement: Placement, provider: str) -> dict[str, Room]:
     }
 
 
-def _check_inventory(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_inventory(fields: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in fields.items():
         check_number(value) if name == 'allocation_ratio' else check_integer(value)
     if fields.get('step_size', 1) < 1:

@@ -315,7 +315,7 @@ class Presence:
         return Conflict(f'{self._key} is held by another ecompute, {owner}{remedy}')
 
     def _publish(self) -> None:
-        self._store.check_identity()
+        self._store.require_identity()
         # Twice at most: a race is lost to another owner's put, and the second read shows whose.
         for _ in range(2):
             entry = self._read_entry()

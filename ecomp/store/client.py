@@ -41,7 +41,7 @@ class Guard:
     """Refuses an etcd that is not the one this process knew (rule: familiar-etcd).
 
     Connections share it. A linearizable reply is compared with the state known before its request. After a refusal
-    check_reply() and raise_if_refused() always raise StrangeEtcd. `on_change` gets each new state with an identity.
+    accept_reply() and raise_if_refused() always raise StrangeEtcd. `on_change` gets each new state with an identity.
     It is called from any thread and must be quick.
     """
 
@@ -65,7 +65,7 @@ class Guard:
         if self._refusal:
             raise StrangeEtcd(self._refusal)
 
-    def check_reply(self, cluster_before: KnownCluster, header: Header, endpoints: str) -> None:
+    def accept_reply(self, cluster_before: KnownCluster, header: Header, endpoints: str) -> None:
         """Learn from a linearizable reply, or refuse its etcd as a foreign one."""
         self.raise_if_refused()
         reason = cluster.explain_header_mismatch(cluster_before, header)
@@ -83,7 +83,7 @@ class Guard:
             self._learn(self.known_cluster.with_header(header._replace(term=0)))
         return True
 
-    def check_identity(self, value: bytes | None, endpoints: str) -> None:
+    def require_identity(self, value: bytes | None, endpoints: str) -> None:
         """Refuse this etcd unless `value`, which /cluster has, is the known identity."""
         reason = cluster.explain_identity_mismatch(self.known_cluster, value)
         if reason is not None:
@@ -479,11 +479,11 @@ class Store:
             if getattr(error.__cause__, 'code', '') != messages.NOT_FOUND:
                 raise
 
-    def check_identity(self) -> None:
+    def require_identity(self) -> None:
         """Read /cluster, and let the guard, if any, refuse a foreign etcd."""
         if self._guard is not None:
             entry = self.get(keys.CLUSTER)
-            self._guard.check_identity(entry.value if entry else None, self.endpoints)
+            self._guard.require_identity(entry.value if entry else None, self.endpoints)
 
     def adopt(self, new_value: str) -> None:
         """Write `new_value` to /cluster unless it exists, and let the guard adopt its value."""
@@ -521,7 +521,7 @@ class Store:
         with TALLY.measure('etcd'):
             reply = self._connection.ask(request, no_answer_error, about)
         if guard is not None:
-            guard.check_reply(before, parse_header(reply), self.endpoints)
+            guard.accept_reply(before, parse_header(reply), self.endpoints)
         return reply
 
 

@@ -90,7 +90,7 @@ class History:
                 self._store.reconnect()
             if tries:
                 time.sleep(backoff.next())
-            self._check_etcd()
+            self._probe_etcd()
 
     def _read_stream(self) -> Generator[list[Change], None, bool]:
         """Yield the changes of one stream, and return whether all of the past was read."""
@@ -162,7 +162,7 @@ class History:
             self._is_failure_reported = True
             self._report(f'{where}: {failure}; reading again from revision {self.next_revision}')
 
-    def _check_etcd(self) -> None:
+    def _probe_etcd(self) -> None:
         try:
             revision = self._store.read_revision()
         except EcompError as error:

@@ -79,7 +79,7 @@ class Transport:
         has_others = len(config.endpoints) > 1
         self._patience_seconds = min(NEXT_MEMBER_SECONDS, self._connect_timeout) if has_others else config.timeout
         for path in (config.ca_cert, config.cert_cert, config.cert_key):
-            check_certificate(path)
+            require_certificate(path)
         self._reservation = threading.Lock()
         self.http = _Http2()
         self._failed: messages.CallFailure | None = None
@@ -226,7 +226,7 @@ class Transport:
             self.send(deadline)
         # A member that rejects our certificate reports that only now, and no request has been sent yet.
         while not any(isinstance(event, RemoteSettingsChanged) for event in self.receive(deadline)):
-            check_deadline(deadline)
+            require_time(deadline)
         if self._closed:
             self._socket.close()
 
@@ -234,7 +234,7 @@ class Transport:
         """Read what has arrived since the last use, and notice if the connection has ended."""
         try:
             while self.receive(time.monotonic()):
-                check_deadline(deadline)
+                require_time(deadline)
         except TimeoutError:
             pass
         except (OSError, H2Error):
@@ -265,7 +265,7 @@ class Stream:
                 self._http.send_data(self._stream_id, rest[:room].tobytes())
                 rest = rest[room:]
                 continue
-            check_deadline(deadline)
+            require_time(deadline)
             self._transport.send(deadline)
             self.receive(deadline)
             if self.is_finished:
@@ -311,13 +311,13 @@ def make_too_long_error(length_bytes: int, limit_bytes: int) -> messages.CallFai
     )
 
 
-def check_deadline(deadline: float) -> None:
+def require_time(deadline: float) -> None:
     """Raise TimeoutError from `deadline` on: a member may send for ever."""
     if time.monotonic() >= deadline:
         raise TimeoutError
 
 
-def check_certificate(path: Path | None) -> None:
+def require_certificate(path: Path | None) -> None:
     if path is not None:
         with open(path, 'rb') as file:
             if not file.read(1):
@@ -372,7 +372,7 @@ class EtcdMember(Transport):
             try:
                 stream.send(_frame_message(request.to_bytes()), deadline, end_stream=not is_stream)
                 while not stream.is_finished:
-                    check_deadline(deadline)
+                    require_time(deadline)
                     stream.receive(deadline)
                     if is_stream and (message := _take_message(stream.body)) is not None:
                         stream.reset()
@@ -380,7 +380,7 @@ class EtcdMember(Transport):
             except TimeoutError as error:
                 stream.reset()
                 raise messages.CallFailure(messages.DEADLINE_EXCEEDED, 'no answer in time') from error
-        _check_status(stream)
+        _require_success(stream)
         if not stream.body and is_stream:
             return None
         message = _take_message(stream.body)
@@ -431,7 +431,7 @@ class WatchStream:
                         if self._progress_seconds is not None:
                             yield _parse_answer(name, b'', deadline)
                         while (message := _take_message(stream.body)) is not None:
-                            check_deadline(deadline)
+                            require_time(deadline)
                             yield _parse_answer(name, message, deadline)
                 except TimeoutError:
                     raise messages.CallFailure(
@@ -440,7 +440,7 @@ class WatchStream:
                 finally:
                     if not stream.is_finished:
                         stream.reset()
-            _check_status(stream)
+            _require_success(stream)
         finally:
             self._is_finished = True
 
@@ -453,11 +453,11 @@ class WatchStream:
         """Process the next events, or ask for progress after a silence of `progress_seconds`."""
         progress_seconds = self._progress_seconds
         for seconds in (PING_AFTER_SECONDS, PING_ANSWER_SECONDS) if progress_seconds is None else (progress_seconds,):
-            check_deadline(deadline)
+            require_time(deadline)
             with suppress(TimeoutError):
                 stream.receive(min(time.monotonic() + seconds, deadline))
                 return
-            check_deadline(deadline)
+            require_time(deadline)
             if seconds == PING_AFTER_SECONDS:
                 self._transport.http.ping(b'is there')  # receive() gets the answer
                 self._transport.send(time.monotonic() + PING_ANSWER_SECONDS)
@@ -498,7 +498,7 @@ def _take_message(body: bytearray) -> bytes | None:
     return message
 
 
-def _check_status(stream: Stream) -> None:
+def _require_success(stream: Stream) -> None:
     headers = stream.headers
     if headers.get(':status') != '200' or not headers.get('content-type', '').startswith('application/grpc'):
         raise messages.CallFailure(messages.UNAVAILABLE, 'its answer is not gRPC')
@@ -513,7 +513,7 @@ def _check_status(stream: Stream) -> None:
 
 def _parse_answer(name: str, message: bytes, deadline: float) -> Any:
     try:
-        return messages.parse_answer(name, message, lambda: check_deadline(deadline))
+        return messages.parse_answer(name, message, lambda: require_time(deadline))
     except TimeoutError as error:
         raise messages.CallFailure(messages.DEADLINE_EXCEEDED, 'its answer takes too long to parse') from error
     except ValueError as error:

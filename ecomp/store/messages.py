@@ -263,7 +263,7 @@ class _MessageSchema:
             if position > end:
                 raise ValueError('a field is longer than its message')
             if tag not in fields:
-                _check_unknown(tag, fields)
+                _require_unknown(tag, fields)
                 continue
             name, convert, schema, is_repeated = fields[tag]
             parsed: Any
@@ -326,7 +326,7 @@ def _get_fixed_bytes(wire_type: int) -> int:
     return _FIXED_BYTES[wire_type]
 
 
-def _check_unknown(tag: int, fields: Mapping[int, object]) -> None:
+def _require_unknown(tag: int, fields: Mapping[int, object]) -> None:
     if tag < 8:
         raise ValueError('a field has no number')
     if tag ^ _WIRE_TYPE_FLIP in fields:

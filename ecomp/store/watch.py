@@ -181,7 +181,7 @@ class Follower:
                 revisions = self._list()
                 if self._stopped.is_set():
                     return
-                self._store.check_identity()
+                self._store.require_identity()
                 if is_lost:
                     self._on_back()
                 is_lost = False

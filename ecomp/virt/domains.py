@@ -185,7 +185,7 @@ class Domains:
         with self._connection.use(f'looking for domain {instance}') as connection:
             return any(_is_active(domain) for domain in _find_domains(connection, instance))
 
-    def check_files_unused(self, instance: str, files: Collection[str]) -> None:
+    def require_unused_files(self, instance: str, files: Collection[str]) -> None:
         """Raise Conflict if our domain runs, or a foreign one of this name or uuid uses `files`."""
         with self._connection.use(f'looking for domain {instance}') as connection:
             for domain in _find_domains(connection, instance):

@@ -61,7 +61,7 @@ def inspect(path: Path) -> BaseImage:
         inspector = format_inspector.detect_file_format(str(path))
         format_name = str(inspector) if inspector else 'raw'
         if format_name == 'qcow2' and inspector:
-            _check_features(path)
+            _refuse_features(path)
             inspector.safety_check()
     except format_inspector.SafetyCheckFailed as error:
         reasons = '; '.join(str(failure) for failure in error.failures.values())
@@ -73,11 +73,11 @@ def inspect(path: Path) -> BaseImage:
 
     with path.open('rb') as file:
         if format_name == 'qcow2':
-            return BaseImage(str(path), 'qcow2', _check_qcow2(file))
+            return BaseImage(str(path), 'qcow2', _read_qcow2_size(file))
         # Only the inspector distinguishes a partition table from a raw disk.
         if format_name not in ('raw', 'gpt'):
             raise _make_refusal(f'is in {format_name} format')
-        return BaseImage(str(path), 'raw', _check_raw(file))
+        return BaseImage(str(path), 'raw', _read_raw_size(file))
 
 
 def read_base_volume(path: Path) -> BaseImage:
@@ -128,7 +128,7 @@ def _make_refusal(problem: str, cure: str = 'use a qcow2 or raw image') -> Build
     return BuildFailed('image', f'the image {problem}. Fix: {cure}')
 
 
-def _check_features(path: Path) -> None:
+def _refuse_features(path: Path) -> None:
     with path.open('rb') as file:
         header = file.read(96).ljust(96, b'\0')
     version, snapshots = struct.unpack_from('>4xI52xI', header)
@@ -144,7 +144,7 @@ def _check_features(path: Path) -> None:
         raise BuildFailed('image', f'the image is a qcow2 with {present}. Fix: qemu-img convert -O qcow2 OLD NEW')
 
 
-def _check_raw(file: BinaryIO) -> int:
+def _read_raw_size(file: BinaryIO) -> int:
     start = file.read(PARTITION_TABLE_BYTES)
     size = os.fstat(file.fileno()).st_size
     if not start:
@@ -169,7 +169,7 @@ def _require_bios(start: bytes) -> None:
         raise _make_refusal('boots by UEFI only', 'use an image that also boots by BIOS')
 
 
-def _check_qcow2(file: BinaryIO) -> int:
+def _read_qcow2_size(file: BinaryIO) -> int:
     file_bytes = os.fstat(file.fileno()).st_size
     header = struct.unpack('>4sIQIIQIIQQII', file.read(64)[:64])
     _, version, _, _, cluster_bits, size, encryption, l1_entries, l1_offset, refcounts, refcount_clusters, _ = header
@@ -186,17 +186,17 @@ def _check_qcow2(file: BinaryIO) -> int:
     if l1_entries * (cluster_bytes // 8) * cluster_bytes < size:
         raise _make_refusal('is a qcow2 whose tables do not cover its size')
 
-    def check_range(offset: int, size_bytes: int) -> None:
+    def require_range(offset: int, size_bytes: int) -> None:
         if offset + size_bytes > file_bytes:
             raise _make_refusal(f'is a cut-off qcow2: it refers to data beyond its {file_bytes} bytes')
 
-    def check_table(offset: int, size_bytes: int) -> None:
+    def require_table(offset: int, size_bytes: int) -> None:
         if offset % cluster_bytes:
             raise _make_refusal('is a qcow2 with a table that does not begin at a cluster, which QEMU refuses')
-        check_range(offset, size_bytes)
+        require_range(offset, size_bytes)
 
-    check_table(l1_offset, l1_entries * 8)
-    check_table(refcounts, refcount_clusters * cluster_bytes)
+    require_table(l1_offset, l1_entries * 8)
+    require_table(refcounts, refcount_clusters * cluster_bytes)
     compressed_mask = (1 << (62 - (cluster_bits - 8))) - 1
     previous = 0
     # Sorted to skip duplicates: all four million entries may refer to one table.
@@ -204,11 +204,11 @@ def _check_qcow2(file: BinaryIO) -> int:
         if table == previous:
             continue
         previous = table
-        check_table(table, cluster_bytes)
+        require_table(table, cluster_bytes)
         entries = _read_table(file, table, cluster_bytes // 8)
         # Only the first byte of a data cluster is required: the last cluster of a file may be truncated.
         last = max(entry & (compressed_mask if entry & COMPRESSED_FLAG else OFFSET_MASK) for entry in entries)
-        check_range(last, 1)
+        require_range(last, 1)
     _require_bios(_read_guest_start(file, l1_offset, cluster_bits, size))
     return size
 

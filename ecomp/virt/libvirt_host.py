@@ -317,7 +317,7 @@ class Libvirt:
         self._domains.resize(spec)
 
     def delete_disk(self, instance: str) -> None:
-        self._domains.check_files_unused(
+        self._domains.require_unused_files(
             instance, [str(files.get_path(instance)) for files in (self._volumes, self._seeds)]
         )
         self._seeds.delete(instance)  # first: the overlay shows that the instance exists here

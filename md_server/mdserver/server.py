@@ -99,14 +99,14 @@ class App(bottle.Bottle):  # type: ignore[misc]
         raise refusal
 
     def _serve_data(self, path: str = '') -> bottle.HTTPResponse:
-        _check_headers()
+        _require_direct()
         if not path.strip('/'):
             return _make_response(metadata.make_version_list())
         body = metadata.find_body(path, self._identify_guest()[1])
         return bottle.HTTPError(404, 'no such data') if body is None else _make_response(body)
 
     def _receive_report(self, instance: str) -> bottle.HTTPResponse:
-        _check_headers()
+        _require_direct()
         mac, guest = self._identify_guest()
         if guest.instance != instance:
             return bottle.HTTPError(404, 'no such data')
@@ -124,7 +124,7 @@ class App(bottle.Bottle):  # type: ignore[misc]
         return _make_response(b'ok')
 
 
-def _check_headers() -> None:
+def _require_direct() -> None:
     """Refuse a request that comes through a proxy, or whose Host is a name."""
     environ = bottle.request.environ
     # A proxy inside a guest must not fetch that guest's data for the proxy's clients.

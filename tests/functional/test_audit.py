@@ -183,7 +183,7 @@ def test_look_that_failed_for_placement_fails_until_placement_answers(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     claims = host.upkeep.claims
-    claims.check_claims((), time.monotonic())
+    claims.reconcile((), time.monotonic())
 
     def fail(*_: object) -> None:
         raise Unreachable('placement does not answer', 'placement')

@@ -204,11 +204,11 @@ def test_orphan_is_released_after_two_spaced_checks(cloud: Cloud) -> None:
     instance = create_orphan(cloud, compute)
     keeper = ClaimKeeper(compute, cloud.store, cloud.placement)
     for now in (1000.0, 1001.0, 1000.0 + CONFIRMATION_SECONDS - 0.1):
-        keeper.check_claims([], now)
+        keeper.reconcile([], now)
         assert instance in cloud.server.read_consumers(compute)
-    keeper.check_claims([], 1000.0 + CONFIRMATION_SECONDS)
+    keeper.reconcile([], 1000.0 + CONFIRMATION_SECONDS)
     assert cloud.server.read_consumers(compute) == {}
-    keeper.check_claims([], 2000.0)
+    keeper.reconcile([], 2000.0)
 
 
 @pytest.mark.fast
@@ -220,7 +220,7 @@ def test_request_that_placement_refuses_keeps_no_orphan(cloud: Cloud) -> None:
     cloud.store.commit([], [Put(keys.request(compute, requested), encode(request))])
     keeper = ClaimKeeper(compute, cloud.store, cloud.placement)
     for now in (0.0, CONFIRMATION_SECONDS):
-        keeper.check_claims([], now, wanted={requested: amounts})
+        keeper.reconcile([], now, wanted={requested: amounts})
     assert cloud.server.read_consumers(compute).keys() == {requested}
 
 
@@ -234,14 +234,14 @@ def test_claims_with_an_owner_are_kept(cloud: Cloud) -> None:
     cloud.store.commit([], [Put(keys.request(compute, delivered), '{}')])
     cloud.store.commit([], [Put(f'{keys.QUEUES}small/{queued}', '{}')])
     keeper = ClaimKeeper(compute, cloud.store, cloud.placement)
-    keeper.check_claims([with_guest], 0.0)
-    keeper.check_claims([with_guest], CONFIRMATION_SECONDS)
+    keeper.reconcile([with_guest], 0.0)
+    keeper.reconcile([with_guest], CONFIRMATION_SECONDS)
     assert cloud.server.read_consumers(compute).keys() == {attempted, in_set, delivered, with_guest, queued}
     # The attempt has expired: its claim needs two checks from now on.
     cloud.store.revoke(lease)
-    keeper.check_claims([with_guest], CONFIRMATION_SECONDS + 1)
+    keeper.reconcile([with_guest], CONFIRMATION_SECONDS + 1)
     assert attempted in cloud.server.read_consumers(compute)
-    keeper.check_claims([with_guest], 2 * CONFIRMATION_SECONDS + 1)
+    keeper.reconcile([with_guest], 2 * CONFIRMATION_SECONDS + 1)
     assert cloud.server.read_consumers(compute).keys() == {delivered, with_guest, queued}
     assert unowned not in cloud.server.read_consumers(compute)
 

@@ -372,15 +372,15 @@ class BlockingClaimKeeper(ClaimKeeper):
         self.may_answer = threading.Event()
         self.may_answer.set()
 
-    def check_claims(self, guests: Collection[str], now: float) -> None:
+    def reconcile(self, guests: Collection[str], now: float) -> None:
         self.is_asked.set()
         self.may_answer.wait()
-        super().check_claims(guests, now)
+        super().reconcile(guests, now)
 
 
 @contextmanager
 def start_daemon(toy_compute: ToyCompute, keeper: BlockingClaimKeeper, max_tasks: int = 2) -> Iterator[PlanningLoop]:
-    periodic = {CHECKING_CLAIMS: lambda: keeper.check_claims(toy_compute.hypervisor.list_guests(), time.monotonic())}
+    periodic = {CHECKING_CLAIMS: lambda: keeper.reconcile(toy_compute.hypervisor.list_guests(), time.monotonic())}
     daemon = PlanningLoop(
         toy_compute.host,
         toy_compute.planner,

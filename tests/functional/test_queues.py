@@ -45,16 +45,16 @@ def test_taker_key_and_queue_entry_protect_a_claim(cloud: Cloud, flavor: Flavor)
     assert 'taker' not in read_pending_instances(cloud.store)
     keeper = ClaimKeeper(compute, cloud.store, cloud.placement)
     for now in (0.0, CONFIRMATION_SECONDS):
-        keeper.check_claims([], now)
+        keeper.reconcile([], now)
     assert cloud.server.read_allocations(instance) == {compute: SMALL}
     # After a cancellation, a live taker releases the claim itself.
     cloud.etcd.delete(place.entry.key)
     for now in (2 * CONFIRMATION_SECONDS, 3 * CONFIRMATION_SECONDS):
-        keeper.check_claims([], now)
+        keeper.reconcile([], now)
     assert cloud.server.read_allocations(instance) == {compute: SMALL}
     cloud.store.revoke(lease)
     for now in (4 * CONFIRMATION_SECONDS, 5 * CONFIRMATION_SECONDS):
-        keeper.check_claims([], now)
+        keeper.reconcile([], now)
     assert cloud.server.read_allocations(instance) == {}
 
 

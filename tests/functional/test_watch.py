@@ -361,7 +361,7 @@ def test_concurrent_answers_do_not_make_a_watch_stale() -> None:
     class Busy(GuardedFollower):
         def on_state(self, state: Mapping[str, Entry]) -> None:
             super().on_state(state)
-            self.guard.check_reply(self.guard.known_cluster, cluster.Header(1, 20, 2), 'e')
+            self.guard.accept_reply(self.guard.known_cluster, cluster.Header(1, 20, 2), 'e')
 
     with FakeEtcd({b'/cluster': CLUSTER_VALUE, b'/t/a': b'1'}) as fake:
         events = [fake.make_put_frame(b'/t/a', value, header=(1, 11, 2)) for value in (b'2', b'3')]
@@ -430,12 +430,12 @@ def test_guard_compares_with_the_state_known_at_the_call() -> None:
     noted: list[KnownCluster] = []
     guard = Guard(KNOWN_CLUSTER, noted.append)
     before = guard.known_cluster
-    guard.check_reply(before, cluster.Header(1, 20, 2), 'e')
-    guard.check_reply(before, cluster.Header(1, 15, 2), 'e')
+    guard.accept_reply(before, cluster.Header(1, 20, 2), 'e')
+    guard.accept_reply(before, cluster.Header(1, 15, 2), 'e')
     assert guard.known_cluster == KnownCluster(IDENTITY, 1, 20, 2)
     assert noted == [KnownCluster(IDENTITY, 1, 20, 2)]
     with pytest.raises(StrangeEtcd):
-        guard.check_reply(guard.known_cluster, cluster.Header(1, 19, 2), 'e')
+        guard.accept_reply(guard.known_cluster, cluster.Header(1, 19, 2), 'e')
     with pytest.raises(StrangeEtcd):
         guard.raise_if_refused()
 
@@ -444,11 +444,11 @@ def test_raft_term_of_a_candidate_is_not_strange() -> None:
     """Check a watch with a candidate's term while the leader still answers with its own."""
     guard = Guard(KnownCluster(IDENTITY, 1, 10, 2), lambda _: None)
     assert guard.observe(guard.known_cluster, cluster.Header(1, 12, 3))
-    guard.check_reply(guard.known_cluster, cluster.Header(1, 12, 2), 'e')
+    guard.accept_reply(guard.known_cluster, cluster.Header(1, 12, 2), 'e')
     assert guard.known_cluster == KnownCluster(IDENTITY, 1, 12, 2)
-    guard.check_reply(guard.known_cluster, cluster.Header(1, 12, 3), 'e')
+    guard.accept_reply(guard.known_cluster, cluster.Header(1, 12, 3), 'e')
     with pytest.raises(StrangeEtcd, match='raft term is 2, and was 3 before'):
-        guard.check_reply(guard.known_cluster, cluster.Header(1, 12, 2), 'e')
+        guard.accept_reply(guard.known_cluster, cluster.Header(1, 12, 2), 'e')
 
 
 def test_presence_is_not_published_in_another_etcd(own_etcd: Etcd) -> None:
@@ -466,7 +466,7 @@ def test_first_client_writes_the_identity_and_the_next_adopts_it(own_etcd: Etcd)
     for guard, identity in ((first, IDENTITY), (second, OTHER_IDENTITY)):
         with closing(Store(make_config(own_etcd.endpoint), guard)) as store:
             store.adopt(encode(cluster.ClusterIdentity(identity, 'now')))
-            store.check_identity()
+            store.require_identity()
     assert own_etcd.get('/cluster') == CLUSTER_VALUE
     assert first.known_cluster.identity == second.known_cluster.identity == IDENTITY
     assert second.known_cluster.revision == 2
@@ -541,10 +541,10 @@ def test_first_seen_revision_is_remembered(tmp_path: Path) -> None:
     memory = KnownEtcd(tmp_path)
     assert memory.load().first_seen_revision == 0
     guard = Guard(KnownCluster(), memory.schedule_write)
-    guard.check_reply(guard.known_cluster, cluster.Header(1, 350, 2), 'e')
+    guard.accept_reply(guard.known_cluster, cluster.Header(1, 350, 2), 'e')
     guard.adopt(CLUSTER_VALUE, 'e')
     with start_and_stop(memory):
-        guard.check_reply(guard.known_cluster, cluster.Header(1, 400, 2), 'e')
+        guard.accept_reply(guard.known_cluster, cluster.Header(1, 400, 2), 'e')
     assert KnownEtcd(tmp_path).load() == KnownCluster(IDENTITY, 1, 400, 2, first_seen_revision=350)
 
 

@@ -174,7 +174,7 @@ READERS: dict[str, dict[str, Callable[..., object]]] = {
         'stack': stack.check_stack_name,
         'member of a stack': stack.check_member_name,
         'entry of a stack': lambda name: [*decode(stack.Stack, make_stack(name), name='shop').entries],
-        'lab': network.check_name,
+        'lab': network.require_lab_name,
         'trait': traits.check_trait,
         'nearest word': text.find_similar,
     },

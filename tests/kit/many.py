@@ -24,7 +24,7 @@ from ecomp import log as logs
 from ecomp.agent import compute
 from ecomp.agent.compute import Compute, now
 from ecomp.agent.host import troubles
-from ecomp.agent.host.state import Identity, check_or_adopt
+from ecomp.agent.host.state import Identity, verify_or_adopt
 from ecomp.agent.queue import Queues
 from ecomp.compute_conf import ComputeConfig, load_compute, parse_inventory
 from ecomp.model import keys
@@ -81,7 +81,7 @@ class Crowd:
         store, placement = Store(config.etcd, guard), Placement(config.placement)
         at_exit.callback(store.close)
         at_exit.callback(placement.close)
-        assert check_or_adopt(guard, store, now())
+        assert verify_or_adopt(guard, store, now())
         revision = guard.known_cluster.revision
         self._queues = Queues(revision, revision)
         self._end_following = at_exit.enter_context(ExitStack())

@@ -279,12 +279,12 @@ class Compute:
             self.planner.carry_out(task)
         return len(tasks)
 
-    def check_claims(self) -> None:
+    def reconcile(self) -> None:
         if self.looking is not None:
-            self.looking.check_claims()
+            self.looking.reconcile()
         else:
             guests, wanted = self.hypervisor.list_guests(), self.planner.wanted
-            self.keeper.check_claims(guests, self.world.read_clock(), wanted=wanted)
+            self.keeper.reconcile(guests, self.world.read_clock(), wanted=wanted)
 
     def read_requests(self) -> bool:
         return self.taker.on_hosts(self.store.snapshot(keys.request_prefix(self.uuid)).entries)

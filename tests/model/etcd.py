@@ -100,7 +100,7 @@ class ModelStore(Store):
         # To revoke an expired lease is not an error, as in Store.
         self._world.call(Call('etcd', ('revoke', lease)), lambda: self._etcd.end_lease(lease))
 
-    def check_identity(self) -> None:
+    def require_identity(self) -> None:
         """Do nothing: this is always the known etcd."""
 
     def close(self) -> None:

@@ -46,9 +46,9 @@ class Looking(ecomp.agent.compute.Compute):
         self._measure_again()
         self._presence.ensure_published()
 
-    def check_claims(self) -> None:
+    def reconcile(self) -> None:
         self._requests, self._planner = self._machine.requests, self._machine.planner
-        self._check_claims()
+        self._reconcile_claims()
 
     def _measure_inventory(self, foreign: Mapping[str, ForeignGuest], left_out: Set[str]) -> PlacementInventory:
         sizes = (each.size for name, each in foreign.items() if name not in left_out and each.is_running)

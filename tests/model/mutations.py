@@ -78,7 +78,7 @@ HOST = {
         'ecomp.agent.host.state:Memory._save', drop_statement('_end_times', 'pop'), 'uuid_reused_and_rebooted'
     ),
     'a guest is started without a look at its request': make_bug(
-        'ecomp.agent.instance.instances:Instances._resume', drop_statement('check_request'), 'evacuated_and_back'
+        'ecomp.agent.instance.instances:Instances._resume', drop_statement('require_revision'), 'evacuated_and_back'
     ),
     'what was destroyed on a forgotten host stays there': make_bug(
         'ecomp.agent.instance.instances:Instances.find_forgotten', return_constant({}), 'forgotten_with_a_guest'
@@ -213,7 +213,7 @@ DELIVERY = {
         'ecomp.scheduler.placing.claim:announce', drop_argument('Put', 'lease'), 'one_name', 'one_uuid_twice'
     ),
     'a set and one of its instances are delivered at once': make_bug(
-        'ecomp.scheduler.placing.claim:_check_alone', never('is_older'), 'set_and_its_member'
+        'ecomp.scheduler.placing.claim:_require_oldest', never('is_older'), 'set_and_its_member'
     ),
     'a queued request does not compare its attempt': make_bug(
         'ecomp.scheduler.placing.enqueue:_commit', drop_operand('attempt_revision'), 'queued_and_direct'

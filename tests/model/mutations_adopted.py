@@ -63,7 +63,7 @@ ADOPTED = {
         'ecomp.agent.instance.instances:Instances.adopt', drop_statement('set_adoption'), 'adopted_and_repeated'
     ),
     'a mark without a claim stays': make_bug(
-        'ecomp.agent.compute:Compute._check_claims', drop_statement('set_adoption'), 'adopted_after_both_snapshots'
+        'ecomp.agent.compute:Compute._reconcile_claims', drop_statement('set_adoption'), 'adopted_after_both_snapshots'
     ),
     'an adopted guest without a claim is published again': make_bug(
         'ecomp.agent.instance.records:republish', never('is_adopted', 'claimed_on'), 'adopted_after_both_snapshots'

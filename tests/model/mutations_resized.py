@@ -34,7 +34,7 @@ RESIZED = {
         'ecomp.shared.attempts:read_settled_request', replace_call('read_pending_instances', '()'), 'resize_frozen'
     ),
     'a claim that differs is left': make_bug(
-        'ecomp.agent.host.claims:ClaimKeeper.check_claims', drop_statement('_correct'), 'resize_frozen'
+        'ecomp.agent.host.claims:ClaimKeeper.reconcile', drop_statement('_correct'), 'resize_frozen'
     ),
     'the end refunds what the record has': make_bug(
         'ecomp.model.record:copy_holdings', drop_argument('replace', 'resources'), 'resized_beside_destroy'

@@ -60,7 +60,7 @@ EVACUATED = {
         'evacuated_beside_forget',
     ),
     'a killed evacuation is never continued': make_bug(
-        'ecomp.scheduler.placing.session:check_previous',
+        'ecomp.scheduler.placing.session:require_ended',
         replace_condition('False', 'host', 'pid'),
         'evacuation_repeated',
     ),
@@ -86,7 +86,7 @@ EVACUATED = {
         'evacuated_beside_create_of_its_replacement',
     ),
     'a create is NOTIFIED of an instance that has moved': make_bug(
-        'ecomp.scheduler.placing.create:check_same', never('is_destroying'), 'evacuated_beside_resume'
+        'ecomp.scheduler.placing.create:require_matching', never('is_destroying'), 'evacuated_beside_resume'
     ),
     'an evacuation does not plan again after a lost race for room': make_bug(
         'ecomp.scheduler.placing.evacuate:MAX_ROUNDS', Constant(1), 'evacuated_beside_a_queue'
@@ -188,7 +188,7 @@ STACKS = {
         'applied_after_a_restore',
     ),
     'a killed apply is never taken over': make_bug(
-        'ecomp.scheduler.placing.session:check_previous', replace_condition('False', 'host', 'pid'), 'apply_killed'
+        'ecomp.scheduler.placing.session:require_ended', replace_condition('False', 'host', 'pid'), 'apply_killed'
     ),
     'an apply is placed on disabled computes': make_bug(
         'ecomp.scheduler.placing.session:Session.read_offer',
@@ -244,12 +244,12 @@ STACKS = {
     ),
     # A compute's word is not acted on, and what a silent host may run stays
     'a new stack does not look for unknown claims': make_bug(
-        'ecomp.scheduler.queries.stacks:check_claims_known',
+        'ecomp.scheduler.queries.stacks:require_known_claims',
         return_constant(None),
         'first_apply_after_a_restore',
     ),
     'a presence proves that a host is alive': make_bug(
-        'ecomp.scheduler.queries.stacks:check_claims_known',
+        'ecomp.scheduler.queries.stacks:require_known_claims',
         replace_assignment('is_proven', 'True'),
         'first_apply_as_presences_are_back',
     ),

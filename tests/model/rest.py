@@ -209,7 +209,7 @@ def _run_minute(compute: Compute) -> list[EcompError]:
         return []
     compute.planner.retry_now()
     errors = compute.run_all(
-        *(compute.keep_presence, compute.plan, compute.check_claims, compute.planner.recheck, compute.measure),
+        *(compute.keep_presence, compute.plan, compute.reconcile, compute.planner.recheck, compute.measure),
         *(compute.read_requests, compute.read_queues, compute.pull),
     )
     if compute.has_queued:  # a request that it has just tried is checked again a moment later

@@ -228,7 +228,7 @@ def _restore(cloud: Cloud, is_released: bool, with_placement: bool) -> Compute:
         host.is_read_only, host.republishes = False, True
         retry(3, host.restart)
         for _ in range(4):
-            host.run_all(host.plan, host.check_claims, host.measure)
+            host.run_all(host.plan, host.reconcile, host.measure)
             cloud.world.sleep(31.0)
 
     cloud.add_actor('A, accepting', accept, process=A)

@@ -105,9 +105,9 @@ def claim_keeper(cloud: Cloud) -> None:
     """An orphaned claim on A is due for release when its --uuid is created again."""
     host = cloud.add_host(A)
     cloud.claim(U, A)
-    host.check_claims()
+    host.reconcile()
     cloud.world.clock += 61.0
-    cloud.add_compute_actor(A, 'looking at claims', host.check_claims)
+    cloud.add_compute_actor(A, 'looking at claims', host.reconcile)
     cloud.add_create('eschedule', U, resume=True)
 
 
@@ -160,7 +160,7 @@ def killed_and_again(cloud: Cloud) -> None:
     host = cloud.add_host(A, room=1)
     cloud.has_ample_room = False  # while the other eschedule holds the claim
     cloud.add_two_creates(U)
-    cloud.add_compute_actor(A, 'looking at claims', host.repeat(2, host.check_claims))
+    cloud.add_compute_actor(A, 'looking at claims', host.repeat(2, host.reconcile))
 
 
 def one_place_twice(cloud: Cloud) -> None:
@@ -179,7 +179,7 @@ def foreign_claim(cloud: Cloud) -> Check:
     """A consumer that is not an instance: only the keeper releases it, after two checks."""
     host = cloud.add_host(A)
     cloud.claim(V, A)
-    cloud.add_compute_actor(A, 'looking at claims', host.repeat(2, host.check_claims))
+    cloud.add_compute_actor(A, 'looking at claims', host.repeat(2, host.reconcile))
     cloud.add_create('eschedule', U)
 
     def check() -> list[str]:
@@ -195,7 +195,7 @@ def claim_of_the_dead(cloud: Cloud) -> Check:
     cloud.claim(U, A)
     cloud.announce_attempt(U)
     lease = cloud.etcd.entries[keys.attempt(U)].lease
-    cloud.add_compute_actor(A, 'looking at claims', host.repeat(3, host.check_claims, lambda: cloud.world.sleep(61.0)))
+    cloud.add_compute_actor(A, 'looking at claims', host.repeat(3, host.reconcile, lambda: cloud.world.sleep(61.0)))
     cloud.add_actor('the lease of the dead', lambda: ModelStore(cloud.etcd).revoke(lease), mortal=False)
     return lambda: _check_release_time(cloud, 'the lease of the dead')
 
@@ -204,7 +204,7 @@ def claim_of_a_removed_request(cloud: Cloud) -> Check:
     """The same for a request that is deleted manually before it is built."""
     host = cloud.add_host(A)
     cloud.deliver(U, A)
-    cloud.add_compute_actor(A, 'looking at claims', host.repeat(3, host.check_claims, lambda: cloud.world.sleep(61.0)))
+    cloud.add_compute_actor(A, 'looking at claims', host.repeat(3, host.reconcile, lambda: cloud.world.sleep(61.0)))
     manual_store = ModelStore(cloud.etcd)
     cloud.add_actor('somebody', lambda: manual_store.commit([], [Delete(keys.request(A, U))]), mortal=False)
     return lambda: _check_release_time(cloud, 'somebody')

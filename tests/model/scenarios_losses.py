@@ -221,7 +221,7 @@ def create_with_losses(cloud: Cloud) -> None:
     host = cloud.add_host(A)
     cloud.set_instance_limit(5)
     cloud.add_create('eschedule', U, name='web', group=ANTI_AFFINITY)
-    cloud.add_compute_actor(A, '', host.repeat(2, host.plan, host.check_claims))
+    cloud.add_compute_actor(A, '', host.repeat(2, host.plan, host.reconcile))
 
 
 def resume_with_losses(cloud: Cloud) -> None:
@@ -293,7 +293,7 @@ def keeper_with_losses(cloud: Cloud) -> None:
     """The claim keeper checks a claim twice, a minute apart, while its uuid is created again."""
     host = cloud.add_host(A)
     cloud.claim(V, A)
-    cloud.add_compute_actor(A, 'looking at claims', host.repeat(2, host.check_claims, lambda: cloud.world.sleep(61.0)))
+    cloud.add_compute_actor(A, 'looking at claims', host.repeat(2, host.reconcile, lambda: cloud.world.sleep(61.0)))
     cloud.add_create('eschedule', V, resume=True)
 
 

@@ -117,9 +117,9 @@ def add_keeper(cloud: Cloud, instance: str) -> None:
     """Add the releasing check of an orphaned claim on A, a minute after the first one."""
     host = cloud.computes[A]
     cloud.claim(instance, A)
-    host.check_claims()
+    host.reconcile()
     cloud.world.clock += 61.0
-    cloud.add_compute_actor(A, 'looking at claims', host.check_claims)
+    cloud.add_compute_actor(A, 'looking at claims', host.reconcile)
 
 
 def keeper_and_create(cloud: Cloud) -> None:

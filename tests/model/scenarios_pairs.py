@@ -55,7 +55,7 @@ def cleared_and_reused(cloud: Cloud) -> None:
     host = make_active(cloud)
     cloud.add_host(B)
     cloud.add_destroy('destroy', U)
-    cloud.add_compute_actor(A, '', host.repeat(2, host.plan, host.check_claims))
+    cloud.add_compute_actor(A, '', host.repeat(2, host.plan, host.reconcile))
     add_clear(cloud)
     cloud.add_create('eschedule', U, resume=True, weigh='first')
 
@@ -132,7 +132,7 @@ def claim_deleted(cloud: Cloud) -> None:
     cloud.starts_inconsistent = True
     cloud.add_compute_actor(A, 'repairing', host.claim_again)
     cloud.add_destroy('destroy', U)
-    cloud.add_compute_actor(A, '', host.repeat(2, host.plan, host.check_claims))
+    cloud.add_compute_actor(A, '', host.repeat(2, host.plan, host.reconcile))
 
 
 def claim_deleted_in_a_build(cloud: Cloud) -> None:
@@ -177,7 +177,7 @@ def request_deleted(cloud: Cloud) -> Check:
     host = make_active(cloud, group=AFFINITY)
     store = ModelStore(cloud.etcd)
     cloud.add_actor('somebody', lambda: store.commit([], [Delete(keys.request(A, U))]), mortal=False)
-    cloud.add_compute_actor(A, '', host.repeat(2, host.plan, host.planner.recheck, host.check_claims))
+    cloud.add_compute_actor(A, '', host.repeat(2, host.plan, host.planner.recheck, host.reconcile))
     cloud.add_destroy('destroy', U)
 
     def check() -> list[str]:
@@ -261,7 +261,7 @@ def queues_off(cloud: Cloud) -> Check:
         host.takes_from_queues = False
         host.restart()
         host.pull = host.read_queues = lambda: False  # type: ignore[method-assign, assignment]
-        host.repeat(3, host.plan, host.check_claims, lambda: cloud.world.sleep(61.0))()
+        host.repeat(3, host.plan, host.reconcile, lambda: cloud.world.sleep(61.0))()
 
     cloud.add_actor('A without queues', come_back, mortal=False)
 
@@ -337,9 +337,9 @@ def keeper_drain_and_create(cloud: Cloud) -> None:
     host = cloud.add_host(A)
     cloud.add_host(B)
     cloud.claim(U, A)
-    host.check_claims()
+    host.reconcile()
     cloud.world.clock += 61.0
-    cloud.add_compute_actor(A, 'looking at claims', host.check_claims)
+    cloud.add_compute_actor(A, 'looking at claims', host.reconcile)
     cloud.add_create('eschedule', U, resume=True)
     add_drain(cloud, A)
 
@@ -349,7 +349,7 @@ def keeper_drain_and_other_create(cloud: Cloud) -> None:
     host = cloud.add_host(A)
     cloud.has_ample_room = False
     cloud.claim(V, A)
-    cloud.add_compute_actor(A, 'looking at claims', host.repeat(2, host.check_claims))
+    cloud.add_compute_actor(A, 'looking at claims', host.repeat(2, host.reconcile))
     cloud.add_create('eschedule', U, asks_first=True)
     add_drain(cloud, A)
 
@@ -426,10 +426,10 @@ def late_release_keeper_and_resume(cloud: Cloud) -> None:
     """An eschedule and the keeper release a claim as its uuid is created again."""
     host = cloud.add_host(A)
     cloud.claim(U, A)
-    host.check_claims()
+    host.reconcile()
     cloud.world.clock += 61.0
     cloud.add_abandon('eschedule 2', U, U)
-    cloud.add_compute_actor(A, 'looking at claims', host.check_claims)
+    cloud.add_compute_actor(A, 'looking at claims', host.reconcile)
     cloud.add_create('eschedule 3', U, resume=True)
 
 

@@ -265,7 +265,7 @@ def resumed_and_built(cloud: Cloud) -> None:
     """A create with the same --uuid while the first one's delivery is built."""
     host = cloud.add_host(A)
     cloud.add_two_creates(U)
-    cloud.add_compute_actor(A, '', host.repeat(2, host.plan, host.check_claims))
+    cloud.add_compute_actor(A, '', host.repeat(2, host.plan, host.reconcile))
 
 
 def destroyed_and_asked_again(cloud: Cloud) -> None:

@@ -96,10 +96,10 @@ def resize_frozen(cloud: Cloud) -> None:
     host, generation = _make_sized(cloud), read_consumer(cloud.placement, U).generation
     replace_allocations(cloud.placement, U, {A: {**ONE, 'VCPU': 3}}, 'u', 'p', generation)
     host.plan()
-    host.check_claims()  # it sees what a killed resize has left
+    host.reconcile()  # it sees what a killed resize has left
     cloud.world.clock += 61.0
     add_resize(cloud, 3, restart=True).retry = None
-    cloud.add_compute_actor(A, '', lambda: host.run_all(host.check_claims, *[host.plan] * 5))
+    cloud.add_compute_actor(A, '', lambda: host.run_all(host.reconcile, *[host.plan] * 5))
 
 
 def resizes_frozen(cloud: Cloud) -> None:
@@ -126,7 +126,7 @@ def _make_restore(name: str, vcpus: int, plans: int, is_pending: bool, with_plac
 
         def accept() -> None:
             host.start(republishes=True)
-            host.repeat(3, host.plan, host.check_claims)()
+            host.repeat(3, host.plan, host.reconcile)()
 
         cloud.add_actor('A', accept, process=A)
         add_resize(cloud, 4)

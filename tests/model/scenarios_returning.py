@@ -62,7 +62,7 @@ def drain_beside_orphans(cloud: Cloud) -> None:
     host = cloud.add_host(A)
     cloud.has_ample_room = False
     cloud.claim(V, A)
-    cloud.add_compute_actor(A, 'looking at claims', host.repeat(3, host.check_claims))
+    cloud.add_compute_actor(A, 'looking at claims', host.repeat(3, host.reconcile))
     add_drain(cloud, A)
 
 

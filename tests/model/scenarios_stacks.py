@@ -64,7 +64,7 @@ def applied_twice(cloud: Cloud) -> None:
 def applied_twice_and_frozen(cloud: Cloud) -> None:
     """The same where leases expire, and a minute passes in which claims are checked."""
     _add_hosts(cloud)
-    cloud.add_compute_actor(A, 'looking at claims', cloud.computes[A].repeat(2, cloud.computes[A].check_claims))
+    cloud.add_compute_actor(A, 'looking at claims', cloud.computes[A].repeat(2, cloud.computes[A].reconcile))
     for number in (1, 2):
         add_apply(cloud, f'apply {number}', FILE)
 
@@ -74,7 +74,7 @@ def apply_frozen(cloud: Cloud) -> None:
     _add_hosts(cloud, A)
     host = cloud.computes[A]
     add_apply(cloud, 'apply', FILE)
-    cloud.add_compute_actor(A, '', host.repeat(2, host.check_claims, host.plan))
+    cloud.add_compute_actor(A, '', host.repeat(2, host.reconcile, host.plan))
 
 
 def apply_late(cloud: Cloud) -> None:

@@ -110,7 +110,7 @@ def requested_as_in_2019(cloud: Cloud) -> None:
 
     requester = cloud.add_actor('2019', request, mortal=False)
     cloud.add_actor('2019 destroy', destroy_twice, mortal=False)
-    cloud.add_compute_actor(A, '', host.repeat(3, host.plan, host.check_claims))
+    cloud.add_compute_actor(A, '', host.repeat(3, host.plan, host.reconcile))
     cloud.add_destroy('destroy', U)
 
 
@@ -154,7 +154,7 @@ def queue_entry_removed(cloud: Cloud) -> None:
     cloud.add_take(A, place)
     add_manual_writes(cloud, 'somebody', Delete(place.entry.key))
     cloud.add_create('eschedule', U, resume=True)
-    cloud.add_compute_actor(A, 'looking at claims', host.repeat(2, host.check_claims, lambda: cloud.world.sleep(61.0)))
+    cloud.add_compute_actor(A, 'looking at claims', host.repeat(2, host.reconcile, lambda: cloud.world.sleep(61.0)))
 
 
 def attempt_removed(cloud: Cloud) -> None:
@@ -255,7 +255,7 @@ def accepted_beside_operators(cloud: Cloud) -> None:
     host = make_active(cloud)
     cloud.store.commit([], [Delete(key) for key in cloud.etcd.entries])
     host.republishes = True
-    cloud.add_compute_actor(A, '', _make_acceptance(host, 2, host.plan, host.check_claims))
+    cloud.add_compute_actor(A, '', _make_acceptance(host, 2, host.plan, host.reconcile))
     add_complete_fix(cloud)
     cloud.add_create('eschedule', U, resume=True, name='web')
     cloud.has_ample_room = False

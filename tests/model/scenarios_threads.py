@@ -129,10 +129,10 @@ def keeper_with_generations(cloud: Cloud) -> Check:
 
     def keep() -> None:
         generation = read_generation(cloud.placement, A)
-        host.keeper.check_claims(host.hypervisor.list_guests(), cloud.world.read_clock(), generation, set(followed))
+        host.keeper.reconcile(host.hypervisor.list_guests(), cloud.world.read_clock(), generation, set(followed))
 
     cloud.world.state_parts.append(lambda: tuple(sorted(followed)))
-    host.check_claims = keep  # type: ignore[method-assign]
+    host.reconcile = keep  # type: ignore[method-assign]
     cloud.add_compute_actor(A, 'following', host.repeat(3, follow, lambda: cloud.world.sleep(1.0)))
     cloud.add_compute_actor(A, 'looking at claims', host.repeat(3, keep, lambda: cloud.world.sleep(61.0)))
     cloud.add_compute_actor(A, '', host.repeat(2, host.plan))
@@ -144,7 +144,7 @@ def keeper_with_generations(cloud: Cloud) -> Check:
         keep()
 
     def check() -> list[str]:
-        host.check_claims = follow_and_keep  # type: ignore[method-assign]
+        host.reconcile = follow_and_keep  # type: ignore[method-assign]
         return []
 
     return check
@@ -169,7 +169,7 @@ def placement_restored(cloud: Cloud) -> None:
     cloud.add_actor('somebody', lambda: cloud.world.call(call, restore_placement), mortal=False)
     cloud.add_create('eschedule', V, name='db')
     cloud.add_destroy('destroy', U)
-    cloud.add_compute_actor(A, '', host.repeat(3, host.plan, host.check_claims))
+    cloud.add_compute_actor(A, '', host.repeat(3, host.plan, host.reconcile))
     cloud.add_actor('later', lambda: None, retry=lambda: fix(cloud.store, cloud.placement, lambda _: None))
 
 
@@ -260,9 +260,7 @@ def all_commands(cloud: Cloud) -> None:
     cloud.enqueue_request(U, 'web', AFFINITY)
     cloud.add_create('eschedule', V, name='db', group=AFFINITY)
     for host in hosts:
-        cloud.add_compute_actor(
-            host.uuid, '', host.repeat(3, host.read_queues, host.pull, host.plan, host.check_claims)
-        )
+        cloud.add_compute_actor(host.uuid, '', host.repeat(3, host.read_queues, host.pull, host.plan, host.reconcile))
     cloud.add_destroy('destroy', U)
     add_clear(cloud)
     add_complete_fix(cloud)

@@ -148,7 +148,7 @@ def test_a_planted_leak_is_found_at_rest() -> None:
     def scene(cloud: Cloud) -> None:
         """A claim of an unknown consumer, on a compute that never checks claims."""
         host = cloud.add_host(A)
-        host.check_claims = lambda: None  # type: ignore[method-assign]
+        host.reconcile = lambda: None  # type: ignore[method-assign]
         cloud.claim(V, A)
         cloud.add_create('eschedule', U)
 

@@ -338,14 +338,14 @@ ROWS = (
     Row(
         'an evacuation announces without a look at older attempts',
         'ecomp/scheduler/placing/session.py',
-        'takes_over, check = self.resume or check_previous is not None, check_previous',
-        'takes_over, check = False, check_previous',
+        'takes_over, check = self.resume or require_ended is not None, require_ended',
+        'takes_over, check = False, require_ended',
         ('tests/model/test_evacuations.py::test_evacuation_waits_for_an_older_attempt_with_its_uuid',),
     ),
     Row(
         'an evacuation takes over one that is in flight',
         'ecomp/scheduler/placing/evacuate.py',
-        'self.session.announce(None, partial(check_previous, other, owner, outcome=outcome))',
+        'self.session.announce(None, partial(require_ended, other, owner, outcome=outcome))',
         'self.session.announce(None, lambda _: None)',
         ('tests/scenario/test_evacuate.py::test_evacuation_needs_a_silent_host_and_is_alone',),
     ),

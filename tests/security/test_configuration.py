@@ -225,18 +225,18 @@ def test_mdserver_conf_is_read_from_the_checked_descriptor(home: Path, monkeypat
     path = home / 'work/mdserver.conf'
     path.write_text('[mdserver]\nuser-data = beside\n')
     (home / 'work/beside').write_text('#!/bin/sh\n')
-    check = metadata.check_owner
+    check = metadata.require_trusted
 
     def exchange_file(name: str, status: os.stat_result) -> None:
         check(name, status)
         path.rename(home / 'work/other.conf')
         path.write_text('[of-somebody-else]\n')
 
-    monkeypatch.setattr(metadata, 'check_owner', exchange_file)
+    monkeypatch.setattr(metadata, 'require_trusted', exchange_file)
     assert_seed_refused(home, 'no instance with the MAC address 52:54:00:00:00:01')
     # By path, because threads and garbage of earlier tests close descriptors meanwhile.
     assert not [opened for opened in Path('/proc/self/fd').iterdir() if home in opened.resolve().parents]
-    monkeypatch.setattr(metadata, 'check_owner', check)
+    monkeypatch.setattr(metadata, 'require_trusted', check)
     # Errors name the file, and its paths are relative to its directory.
     wrong = {'[else]\n': 'line 1: unknown section', '[mdserver]\nuser-data = gone\n': 'work/gone: No such'}
     for text, reason in wrong.items():

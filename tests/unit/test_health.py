@@ -388,6 +388,6 @@ def test_check_leaves_out_ignored_warnings(
 ) -> None:
     monkeypatch.setattr('ecomp.backends.probe_backends', lambda *_: BACKENDS_WITH_OLD_ETCD)
     monkeypatch.setattr(checking, '_read_machine', lambda *_: MACHINE_WITH_OLD_LIBVIRT)
-    _, findings = checking.check_machine(ComputeConfig(ignore_warnings=ignored))
+    _, findings = checking.probe_machine(ComputeConfig(ignore_warnings=ignored))
     assert [finding.code for finding in findings] == expected
     assert get_exit_code(findings) == 0

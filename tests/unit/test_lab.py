@@ -35,7 +35,7 @@ from ecomp.lab.network import (
     parse_routed_networks,
     render_network_xml,
 )
-from ecomp.lab.placement_server import Application, check_schemas_once, require_token, restrict_hosts
+from ecomp.lab.placement_server import Application, cache_schema_checks, require_token, restrict_hosts
 from ecomp.model.guest import METADATA_ADDRESS
 from tests.unit.lab_root import make_lab
 
@@ -451,7 +451,7 @@ def checked_schemas(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         check(schema, *rest, **named)
 
     monkeypatch.setattr(validator, 'check_schema', record_schema)
-    check_schemas_once()
+    cache_schema_checks()
     return schemas
 
 

@@ -93,7 +93,7 @@ class ClaimKeeper:
         self.held: Mapping[str, Resources] | None = None
         self.is_current = False
 
-    def check_claims(
+    def reconcile(
         self,
         guests: Collection[str],
         now: float,

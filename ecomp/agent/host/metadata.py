@@ -24,7 +24,7 @@ from ecomp.model.order import Request
 from ecomp.model.parsers import MAX_REASON_CHARACTERS
 from ecomp.model.text import make_printable
 from ecomp.model.user_data import GuestReport, parse_guest_report
-from ecomp.yaml_file import check_owner
+from ecomp.yaml_file import require_trusted
 
 if TYPE_CHECKING:
     from ecomp.virt.libvirt_host import Libvirt
@@ -185,7 +185,7 @@ def open_configuration(directory: Path) -> Iterator[tuple[list[str], list[int]]]
         raise UsageError(f'{path}: {error.strerror}. Fix: make the file readable, or remove it') from error
     try:
         # The child gets the checked file's descriptor, because its name might lead to another file by then.
-        check_owner(str(path), os.fstat(opened))
+        require_trusted(str(path), os.fstat(opened))
         yield [f'/proc/self/fd/{opened}'], [opened]
     finally:
         os.close(opened)

@@ -318,7 +318,7 @@ class Registration:
         failpoint('described-here')
 
 
-def check_names(placement: Placement, traits: Collection[str], classes: Collection[str]) -> None:
+def require_names(placement: Placement, traits: Collection[str], classes: Collection[str]) -> None:
     """Raise UsageError for a configured trait or resource class that placement does not know."""
     # Placement's own refusal of an inventory would not name the wrong key of compute.yaml.
     if unusual := frozenset(classes).difference(REQUIRED_CLASSES):

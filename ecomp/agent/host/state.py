@@ -308,14 +308,14 @@ def _make_directory(directory: Path) -> None:
 WRITE_INTERVAL_SECONDS = 1.0
 
 
-def check_or_adopt(guard: Guard, store: Store, now: str) -> bool:
+def verify_or_adopt(guard: Guard, store: Store, now: str) -> bool:
     """Return whether etcd is familiar (rule: familiar-etcd).
 
     If none is remembered, this one is remembered, and familiar.
     """
     try:
         if guard.known_cluster.identity:
-            store.check_identity()
+            store.require_identity()
         else:
             # This writes /cluster if it does not exist.
             store.adopt(encode(ClusterIdentity(str(uuid.uuid4()), now)))

@@ -168,7 +168,7 @@ class Upkeep:
         with suppress(NotFound):  # eschedule finds that there is no provider
             # For a question, claims and requests are read anew.
             if is_asked:
-                self.claims.check_claims(self.hypervisor.list_guests(), time.monotonic())
+                self.claims.reconcile(self.hypervisor.list_guests(), time.monotonic())
             # Also if the claims are not current: a step that fails for placement succeeds only once placement answers.
             if self.claims.held is not self._held:
                 self._inventory = providers.read_raw_inventory(self.placement, self.compute)

@@ -39,12 +39,12 @@ def inspect(path: Path, checkpoint: Callable[[], None]) -> BaseImage:
     job = path.absolute(), MAX_SECONDS, MAX_ADDRESS_SPACE_BYTES, MAX_QEMU_DATA_BYTES
     result: dict[str, Any] = {}
 
-    def check_time() -> None:
+    def require_time() -> None:
         checkpoint()
         if time.monotonic() > deadline:
             raise _make_timeout_error()
 
-    code = run_program(__name__, job, check_time, result.update)
+    code = run_program(__name__, job, require_time, result.update)
     if code == -signal.SIGXCPU:
         raise _make_timeout_error()
     if code == EXIT_NO_QEMU_IMG:

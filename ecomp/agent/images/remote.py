@@ -205,7 +205,7 @@ class _Adapter(HTTPAdapter):
         self._source = source
 
     def get_connection_with_tls_context(self, request: requests.PreparedRequest, *args: Any, **kwargs: Any) -> Any:
-        self._source.egress.check_url(request.url or '')
+        self._source.egress.require_allowed_url(request.url or '')
         pool: Any = super().get_connection_with_tls_context(request, *args, **kwargs)
         pool.ConnectionCls = partial(_Https if pool.scheme == 'https' else _Http, source=self._source)
         return pool

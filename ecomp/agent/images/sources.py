@@ -56,10 +56,10 @@ class EgressPolicy:
         addresses = resolve_addresses(host)
         if self.proxy_url is None:
             for address in addresses:
-                self._check_address(host, port, address)
+                self._require_allowed(host, port, address)
         return addresses
 
-    def check_url(self, url: str) -> None:
+    def require_allowed_url(self, url: str) -> None:
         """Raise AddressRefused if there is a proxy, and it must not be asked for this host."""
         if self.proxy_url is None:
             return
@@ -77,9 +77,9 @@ class EgressPolicy:
                 raise AddressRefused(host, reason) from None
         else:
             for address in numeric_addresses:
-                self._check_address(host, port, address)
+                self._require_allowed(host, port, address)
 
-    def _check_address(self, host: str, port: int, address: Address) -> None:
+    def _require_allowed(self, host: str, port: int, address: Address) -> None:
         reason = image.find_address_refusal(host, address, self.sources)
         if reason is None and self._resolves_to_control(port, address):
             reason = CONTROL_PLANE

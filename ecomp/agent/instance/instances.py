@@ -782,7 +782,7 @@ class Instances:
     def _resume(self, record: Record, revision: int) -> str | None:
         """Start the domain, and return why that failed, or None."""
         # If this host was silent since the plan, another one may have the instance: no start without a look at etcd.
-        self.records.check_request(record.instance, revision)
+        self.records.require_revision(record.instance, revision)
         self.guest_data.remove_report(record.instance)
         try:
             self._run_power_step(Resume(record.instance, self.compute))

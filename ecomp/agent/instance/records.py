@@ -149,7 +149,7 @@ class Records:
             self._memory.remember(None, record)
         return record
 
-    def check_request(self, instance: str, revision: int) -> None:
+    def require_revision(self, instance: str, revision: int) -> None:
         """Raise Superseded unless the request is at `revision` now."""
         self._commit(instance, revision, lambda host: self._store.commit([host], []))
 

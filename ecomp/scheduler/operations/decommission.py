@@ -30,7 +30,7 @@ POLL_SECONDS = 1.0
 
 def disable(placement: Placement, compute: str, display_name: str) -> str:
     """Disable a compute by a trait, and return a sentence."""
-    check_provider(placement, compute, display_name)
+    require_provider(placement, compute, display_name)
     providers.create_missing_traits(placement, status.STATUS_TRAITS)
     changed = providers.change_names(placement, compute, providers.TRAITS, status.apply_disable)
     failpoint('host-disabled')
@@ -41,7 +41,7 @@ def disable(placement: Placement, compute: str, display_name: str) -> str:
 
 def enable(store: Store, placement: Placement, compute: str, display_name: str) -> str:
     """Allow placement on a compute, after its next start if it is not alive."""
-    check_provider(placement, compute, display_name)
+    require_provider(placement, compute, display_name)
     alive = is_alive(store, compute)
     changed = providers.change_names(
         placement, compute, providers.TRAITS, lambda names: status.apply_enable(names, alive)
@@ -154,7 +154,7 @@ def _read_taker_keys(store: Store) -> frozenset[tuple[str, int]]:
     return frozenset(taker_keys)
 
 
-def check_provider(placement: Placement, compute: str, display_name: str) -> None:
+def require_provider(placement: Placement, compute: str, display_name: str) -> None:
     """Raise NotFound unless placement has the compute's provider and ecompute made it."""
     name = providers.read_provider_name(placement, compute)
     if name != compute:

@@ -117,7 +117,7 @@ MAX_TRIES = 50
 MAX_PAUSE_SECONDS = 0.05
 
 
-def check_limits(placement: Placement, arguments: Sequence[str]) -> str:
+def describe_new_classes(placement: Placement, arguments: Sequence[str]) -> str:
     """Return a remark on CUSTOM_ classes that placement lacks, or raise UsageError for others."""
     from ecomp.model.query import QueryNames
     from ecomp.placement.providers import find_unknown_names

@@ -26,9 +26,9 @@ from ecomp.placement import providers
 from ecomp.placement.allocations import Requester, read_consumers
 from ecomp.placement.client import Placement
 from ecomp.scheduler.operations.audit import ANSWER_TIMEOUT_SECONDS, ask, wait_for_answers
-from ecomp.scheduler.operations.decommission import check_provider
+from ecomp.scheduler.operations.decommission import require_provider
 from ecomp.scheduler.placing.claim import reserve_names
-from ecomp.scheduler.placing.session import DeliveryRefused, Scheduler, Session, check_previous
+from ecomp.scheduler.placing.session import DeliveryRefused, Scheduler, Session, require_ended
 from ecomp.shared.attempts import is_alive
 from ecomp.shared.names import Change, Excluded, charge_quota, try_revoke
 from ecomp.shared.places import KeyIndex, read_index
@@ -85,14 +85,14 @@ def adopt(  # noqa: PLR0913
         Conflict: another compute, placement or an instance that ended knows a guest, or another adoption is in flight.
     """
     placement = scheduler.backend()[0]
-    check_provider(placement, compute, display_name)
+    require_provider(placement, compute, display_name)
     guests = {each.guest.instance: each for each in adoptees}
     uuid = keys.get_last_part(keys.adoption(compute))
     # A guest that has our mark is not named: if it is released in the meantime, its host has to reserve what it uses.
     unmarked = [name for name, each in guests.items() if each.guest.adopted_by != compute]
     session = Session(scheduler, uuid, unmarked, Requester(user, project))
     with session.open():
-        session.announce(None, partial(check_previous, f'an adoption on {display_name}', scheduler.owner))
+        session.announce(None, partial(require_ended, f'an adoption on {display_name}', scheduler.owner))
         session.after_undo = partial(_undo, session, compute, display_name)
         failpoint('adoption-announced')
         adopted, old_records = _find_known(session, compute, guests)

@@ -232,7 +232,7 @@ def announce(
     attempt: str,
     value: Mapping[str, object],
     resume: bool,
-    check_previous: Callable[[Entry], object] = lambda _: None,
+    require_ended: Callable[[Entry], object] = lambda _: None,
 ) -> int:
     """Write the attempt's key on `lease`, and return its revision.
 
@@ -242,19 +242,19 @@ def announce(
     for _ in range(3):
         previous = store.get(key) if resume else None
         if previous is not None:
-            check_previous(previous)
+            require_ended(previous)
             log.warning('%s: taking over the attempt of another eschedule with this uuid', attempt)
         condition = Unchanged(key, previous.revision if previous else 0)
         revision = store.commit([condition], [Put(key, text, lease)], Settlement())
         if revision:
             if resume:
-                _check_alone(store, attempt, value, revision)
+                _require_oldest(store, attempt, value, revision)
             return revision
         resume = True
     raise Conflict(f'{attempt}: other eschedules keep taking over this uuid. Try: the same command again')
 
 
-def _check_alone(store: Store, attempt: str, value: Mapping[str, object], revision: int) -> None:
+def _require_oldest(store: Store, attempt: str, value: Mapping[str, object], revision: int) -> None:
     # A set and its member may have the same instance. Deliveries are looked for after this: of two attempts each then
     # sees the other's key or its delivery.
     ours = parse_attempt_instances(keys.attempt(attempt), dump(value).encode())

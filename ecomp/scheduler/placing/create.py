@@ -18,7 +18,7 @@ from ecomp.model.allocation import Room, sum_allocations
 from ecomp.model.assign import Lot, Planner
 from ecomp.model.choose import Candidate, Offer, choose, describe_room, explain_no_candidate
 from ecomp.model.group import Membership
-from ecomp.model.order import Order, SetOrder, check_order_size, describe_difference, make_member_uuid, make_request
+from ecomp.model.order import Order, SetOrder, describe_difference, make_member_uuid, make_request, refuse_big_order
 from ecomp.model.states import ERROR, GONE
 from ecomp.placement.allocations import Requester
 from ecomp.placement.client import Placement
@@ -65,23 +65,23 @@ def _find_delivered(store: Store, order: SetOrder, resume: bool) -> dict[str, De
         raise Conflict(f'{order.instance}: is the uuid of {"an instance" if order.count > 1 else "a set"}')
     entries = {instance: find(store, instance, key_index) for instance in order.instances if is_listed(instance)}
     return {
-        instance: _check_delivered(existing, order.orders[instance])
+        instance: _confirm_delivered(existing, order.orders[instance])
         for instance, existing in entries.items()
         if existing is not None
     }
 
 
-def _check_delivered(entries: InstanceEntries, order: Order) -> DeliveryOutcome:
+def _confirm_delivered(entries: InstanceEntries, order: Order) -> DeliveryOutcome:
     if entries.queue_entry is not None:
         raise Conflict(f'{order.instance}: exists, and waits in a queue. Fix: use another uuid')
-    check_same(entries, order)
+    require_matching(entries, order)
     return DeliveryOutcome(entries.record.compute, is_repeated=True)
 
 
 REUSED_UUID = 'a uuid is never used twice. Fix: use another uuid'
 
 
-def check_same(entries: InstanceEntries, order: Order) -> None:
+def require_matching(entries: InstanceEntries, order: Order) -> None:
     """Raise Conflict unless the instance lives and was ordered alike."""
     record, instance = entries.record, entries.record.instance
     if record.state == GONE:
@@ -114,7 +114,7 @@ def create(
         Conflict: the uuid or the name is used otherwise, or the attempt was taken over.
         ClaimedElsewhere: another attempt's claims cannot be taken over.
     """
-    check_order_size(order)
+    refuse_big_order(order)
     store, requester = scheduler.store, Requester(order.user_id, order.project_id)
     with report_unchanged():
         delivered = _find_delivered(store, order, resume)
@@ -248,7 +248,7 @@ class _Creation:
             placed = self.session.place(list_lots, terms.groups, {order.query or '': offer}, held)
         except NoCapacity as error:
             if self.session.resume:  # the missing room may be a newer attempt's claim for the same instances
-                self.session.check_ours()
+                self.session.require_ours()
             if isinstance(error, NoRoom):
                 is_raced = bool(self.session.attempted)
                 raise make_refusal(order, terms, error, lambda: self.session.computes, is_raced) from error

@@ -18,7 +18,7 @@ from ecomp.model.user_data import SharedUserData
 from ecomp.placement.allocations import read_consumer
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.claim import announce, read_settled_group, read_terms, reserve_names
-from ecomp.scheduler.placing.create import check_same
+from ecomp.scheduler.placing.create import require_matching
 from ecomp.scheduler.placing.explain import find_shortfalls
 from ecomp.scheduler.queries.find import find
 from ecomp.shared.ends import prepare_user_data
@@ -97,18 +97,18 @@ def enqueue(
     queue_entry = replace(queue_entry, group=current_group.membership if current_group is not None else None)
     instance = queue_entry.instance
     if not resume:
-        _check_allowed(store, queue_entry)  # before anything is written
-    elif _check_enqueued(store, queue_entry):
+        _require_allowed(store, queue_entry)  # before anything is written
+    elif _is_enqueued(store, queue_entry):
         return False
     lease = store.grant(keys.ATTEMPT_SECONDS)
     try:
         value = {'version': 1, 'instances': [instance], 'query': queue_entry.flavor.query, **owner}
         revision = announce(store, lease, instance, value, resume)
         # Another process may have delivered in between. From here on it cannot: a delivery needs the key we hold.
-        if resume and _check_enqueued(store, queue_entry):
+        if resume and _is_enqueued(store, queue_entry):
             return False
         # A taker may have moved it, and a user destroyed it, before a lost answer was settled.
-        if _commit(store, queue_entry, flavor_revision, user_data, revision) or _check_enqueued(store, queue_entry):
+        if _commit(store, queue_entry, flavor_revision, user_data, revision) or _is_enqueued(store, queue_entry):
             failpoint('queued')
             return True
         if resume:
@@ -145,21 +145,21 @@ def _commit(
         written = commit_with_shared(store, conditions, operations, make_shared_change, granted, settlement)
     except Excluded:
         # After a lost answer, the request itself may be what its quota and its group have no room beside.
-        if _check_enqueued(store, queue_entry):
+        if _is_enqueued(store, queue_entry):
             return True
-        _check_allowed(store, queue_entry)
+        _require_allowed(store, queue_entry)
         raise Conflict(f'{instance}: other processes keep changing its quota. Try: the same command again') from None
     return written is not None
 
 
-def _check_allowed(store: Store, queue_entry: QueueEntry) -> None:
+def _require_allowed(store: Store, queue_entry: QueueEntry) -> None:
     reserve_names(store, {queue_entry.instance: queue_entry.name})
     read_terms(store, queue_entry, [queue_entry.instance]).count_allowed(queue_entry.flavor.resources, 1, 1)
 
 
-def _check_enqueued(store: Store, queue_entry: QueueEntry) -> bool:
+def _is_enqueued(store: Store, queue_entry: QueueEntry) -> bool:
     entries = find(store, queue_entry.instance)
     if entries is None:
         return False
-    check_same(entries, queue_entry)
+    require_matching(entries, queue_entry)
     return True

@@ -34,7 +34,7 @@ from ecomp.placement.allocations import (
     release,
 )
 from ecomp.placement.client import Placement
-from ecomp.scheduler.placing.session import MAX_PLACES_AHEAD, UNCHANGED, OldInstance, Scheduler, Session, check_previous
+from ecomp.scheduler.placing.session import MAX_PLACES_AHEAD, UNCHANGED, OldInstance, Scheduler, Session, require_ended
 from ecomp.scheduler.queries.find import from_places
 from ecomp.scheduler.queries.stacks import find_next_place, make_move
 from ecomp.shared.attempts import find_needed, is_alive, list_leased, read_silence_condition
@@ -354,7 +354,7 @@ class _Evacuation:
         self.session.instances = [each.instance for each in self.replacements.values()]
         outcome = self.describe_moved() or UNCHANGED
         other, owner = f'{self.display_name}: another evacuation', self.session.scheduler.owner
-        self.session.announce(None, partial(check_previous, other, owner, outcome=outcome))
+        self.session.announce(None, partial(require_ended, other, owner, outcome=outcome))
 
     def _plan(self) -> dict[str, Candidate]:
         guests = [
@@ -463,13 +463,13 @@ class _Evacuation:
                 for _, request in deliveries:
                     self._report_moved(str(request.replaces), chosen[str(request.replaces)])
                 return True
-            self._check_unused(deliveries)
+            self._require_unused(deliveries)
             return False
         except REFUSALS as error:
             self.reasons |= dict.fromkeys(unit, str(error))
             return True
 
-    def _check_unused(self, deliveries: Sequence[tuple[str, Request]]) -> None:
+    def _require_unused(self, deliveries: Sequence[tuple[str, Request]]) -> None:
         for compute, request in deliveries:
             new = request.instance
             if self.session.store.get(keys.request(compute, new)) is not None:

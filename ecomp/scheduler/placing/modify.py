@@ -31,7 +31,7 @@ from ecomp.scheduler.changes.change import (
 )
 from ecomp.scheduler.placing.adopt import find_lacking
 from ecomp.scheduler.placing.claim import announce, reserve_names
-from ecomp.scheduler.placing.session import check_previous
+from ecomp.scheduler.placing.session import require_ended
 from ecomp.scheduler.queries.find import find_living
 from ecomp.shared.attempts import read_settled_request
 from ecomp.shared.names import Change, change_charge, merge_changes, release_name, try_revoke
@@ -130,7 +130,7 @@ def resize(
 
 def _announce(store: Store, lease: int, instance: str, owner: Owner) -> Unchanged:
     uuid, value = keys.derive_uuid(instance, 'resize'), {**owner, 'instances': [instance]}
-    revision = announce(store, lease, uuid, value, True, partial(check_previous, 'another resize', owner))
+    revision = announce(store, lease, uuid, value, True, partial(require_ended, 'another resize', owner))
     failpoint('resize-announced')
     return Unchanged(keys.attempt(uuid), revision)
 

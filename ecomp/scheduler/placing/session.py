@@ -235,10 +235,10 @@ class Session:
         try_revoke(self.store, self.lease)
         return self.after_undo() or outcome
 
-    def announce(self, query: str | None, check_previous: Callable[[Entry], object] | None = None) -> None:
+    def announce(self, query: str | None, require_ended: Callable[[Entry], object] | None = None) -> None:
         """Write the attempt's key, as claim.announce() does."""
         value = {'version': 1, 'instances': list(self.instances), 'query': query, **self.scheduler.owner}
-        takes_over, check = self.resume or check_previous is not None, check_previous or (lambda _: None)
+        takes_over, check = self.resume or require_ended is not None, require_ended or (lambda _: None)
         self.revision = announce(self.store, self.lease, self.uuid, value, takes_over, check)
 
     def take_over(
@@ -336,7 +336,7 @@ class Session:
             return set()
         return self.make_claimer(requester or self.requester).claim_what_fits(candidates)
 
-    def check_ours(self) -> None:
+    def require_ours(self) -> None:
         self.make_claimer(self.requester).check(self.uuid)
 
     def make_claimer(self, requester: Requester) -> Claimer:
@@ -516,7 +516,7 @@ def make_removal(store: Store, removal: OldInstance) -> Change:
     return merge_changes((unchanged, [Delete(entry.key)]), name)
 
 
-def check_previous(other: str, owner: Mapping[str, object], entry: Entry, outcome: str = UNCHANGED) -> None:
+def require_ended(other: str, owner: Mapping[str, object], entry: Entry, outcome: str = UNCHANGED) -> None:
     """Raise Conflict unless the process of the `other` attempt ran here and has ended."""
     facts = load_object_or_empty(entry.value)
     host, pid = str(facts.get('host'))[:80], facts.get('pid')

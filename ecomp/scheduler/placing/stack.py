@@ -37,10 +37,10 @@ from ecomp.scheduler.placing.session import (
     OldInstance,
     Scheduler,
     Session,
-    check_previous,
     make_removal,
     report_unchanged,
     require_complete,
+    require_ended,
 )
 from ecomp.shared.attempts import list_leased
 from ecomp.shared.ends import prepare_user_data
@@ -169,7 +169,7 @@ def preview_change(
     if assignment.missing:
         raise wanted.make_refusal(NoRoom(assignment, {}, offers))
     require_complete(assignment.chosen.values())
-    wanted.check_quota(assignment.chosen)
+    wanted.require_fit(assignment.chosen)
     return {instance: candidate.compute for instance, candidate in assignment.chosen.items()}
 
 
@@ -206,7 +206,7 @@ class _Wanted:
     def settle(self, membership: Membership | None) -> Membership | None:
         return None if membership is None else self.groups[membership.name].membership
 
-    def check_quota(self, claims: Mapping[str, Candidate]) -> None:
+    def require_fit(self, claims: Mapping[str, Candidate]) -> None:
         quota = load_quota(self.store, self.order.project_id)[0]
         charge = sum_resources(make_charge(sum_allocations(candidate.allocations)) for candidate in claims.values())
         if quota is not None and (excess := quota.list_excesses(charge)):
@@ -233,7 +233,7 @@ class _Application:
         session, name = self.session, self.change.stack.name
 
         def check(entry: Entry) -> None:
-            check_previous(f'stack {name}: another apply', session.scheduler.owner, entry)
+            require_ended(f'stack {name}: another apply', session.scheduler.owner, entry)
             session.movable.clear()  # it may have claimed for the same uuids (rule: claim-stays)
 
         session.announce(None, check)
@@ -248,7 +248,7 @@ class _Application:
         held = self._take_over()
         try:
             offers = dict.fromkeys(self.wanted.queries)
-            return session.place(lambda *_: self.wanted.lots, self.wanted.groups, offers, held, self.wanted.check_quota)
+            return session.place(lambda *_: self.wanted.lots, self.wanted.groups, offers, held, self.wanted.require_fit)
         except NoCapacity as error:  # the missing room may be a newer attempt's claim for the same instances
             if not session.is_attempt_ours():
                 raise self._make_changed() from None
@@ -295,13 +295,13 @@ class _Application:
     def _take_over(self) -> dict[str, Candidate]:
         if self.session.movable:  # the stack is new, and no other attempt has had its uuids
             return {}
-        self._check_unused()
+        self._require_unused()
         held, elsewhere = self.session.take_over(self.wanted.lots, self.wanted.groups, 0)
         if elsewhere:
             raise ClaimedElsewhere(elsewhere, '')
         return held
 
-    def _check_unused(self) -> None:
+    def _require_unused(self) -> None:
         index, key = read_index(self.session.store), keys.stack(self.change.stack.name)
         for instance in self.wanted.order.instances:
             if instance in index.requests or instance in index.records:

@@ -40,7 +40,7 @@ def resolve_compute(store: Store, get_placement: Callable[[], Placement], argume
     """Return the uuid of the compute that an argument (uuid, host name or prefix) means.
 
     Raises:
-        NotFound: there is no such compute. A whole uuid is not checked: see check_compute_exists().
+        NotFound: there is no such compute. A whole uuid is not checked: see require_compute().
         UsageError: the argument is empty, or several uuids begin with it.
         Conflict: several computes have this host name.
     """
@@ -73,7 +73,7 @@ def resolve_compute(store: Store, get_placement: Callable[[], Placement], argume
     return matches[0]
 
 
-def check_compute_exists(known_computes: Computes, get_placement: Callable[[], Placement], argument: str) -> None:
+def require_compute(known_computes: Computes, get_placement: Callable[[], Placement], argument: str) -> None:
     """Raise NotFound if the argument is a uuid that neither etcd nor placement knows."""
     full_uuid = _parse_uuid(argument)
     if full_uuid is None or full_uuid in known_computes.living or full_uuid in known_computes.stored_hostnames:

@@ -85,7 +85,7 @@ def resolve(store: Store, argument: str, key_index: KeyIndex | None = None) -> s
     if keys.is_uuid(argument):
         return argument
     if is_name(argument) and (entry := store.get(keys.name(argument))) is not None:
-        _check_name(store, argument, instance := parse_name_holder(entry), key_index)
+        _require_name(store, argument, instance := parse_name_holder(entry), key_index)
         return instance
     prefix = parse_uuid_prefix(argument)
     if prefix is None:
@@ -106,7 +106,7 @@ def resolve(store: Store, argument: str, key_index: KeyIndex | None = None) -> s
     return uuids.pop()
 
 
-def _check_name(store: Store, name: str, instance: str, key_index: KeyIndex | None) -> None:
+def _require_name(store: Store, name: str, instance: str, key_index: KeyIndex | None) -> None:
     try:
         entries = find(store, instance, key_index)
     except Unreadable:

@@ -149,7 +149,7 @@ def load_stack(store: Store, name: str) -> LoadedStack:
     return LoadedStack(restored or stack, revision, restored is not None)
 
 
-def check_claims_known(store: Store, placement: Placement, name: str, computes: Computes) -> None:
+def require_known_claims(store: Store, placement: Placement, name: str, computes: Computes) -> None:
     """Raise Conflict if a compute that is not proven alive has a claim without a request."""
     is_proven = are_presences_proven(store)
     names = providers.read_provider_names(placement)
