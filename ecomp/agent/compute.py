@@ -530,11 +530,11 @@ class Compute:
         requests = {keys.get_last_part(key) for key in self._requests}
         guests = self.host.hypervisor.list_guests()
         with self.upkeep.lock:
-            self._claims.reconcile(guests, time.monotonic(), self._generation, requests, self._planner.wanted)
-            held = self._claims.held if self._claims.is_current else None
+            self._claims.reconcile(guests, time.monotonic(), self._generation, requests, self._planner.targets)
+            consumers = self._claims.consumers if self._claims.is_current else None
         # Its host was forgotten, or a restored etcd does not know it.
         adopted = {name for name, guest in guests.items() if guest.is_adopted and guest.compute == self.uuid}
-        unknown = adopted - requests - held.keys() if held is not None else ()
+        unknown = adopted - requests - consumers.keys() if consumers is not None else ()
         self._unknown_since, confirmed = confirm_sightings(self._unknown_since, unknown, time.monotonic())
         for instance in confirmed:
             self.host.hypervisor.set_adoption(instance, None)

@@ -117,7 +117,7 @@ class Planner:
         # The resources that the requests hold on this compute; None before they were read.
         self.held_resources: Resources | None = None
         # What each request that is no tombstone claims here.
-        self.wanted: Mapping[str, Resources] = {}
+        self.targets: Mapping[str, Resources] = {}
         # The guests without a request; of these, those whose destroy `host forget` completed, with their last request.
         self._unmanaged: set[str] = set()
         self._forgotten: dict[str, Request] = {}
@@ -339,7 +339,7 @@ class Planner:
         parsed_requests = (parsed for _, parsed in self._parsed_requests.values())
         self.held_resources = sum_held(self._instances.compute, parsed_requests)
         valid = [each for _, each in self._parsed_requests.values() if isinstance(each, Request)]
-        self.wanted = {each.instance: each.allocations[self._instances.compute] for each in valid if each.allocations}
+        self.targets = {each.instance: each.allocations[self._instances.compute] for each in valid if each.allocations}
         for name in before.keys() - self._parsed_requests.keys():
             self._refused_revisions.pop(name, None)
             for activity in (READING_RECORD % name, READING_ADDRESSES % name):

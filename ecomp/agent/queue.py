@@ -185,7 +185,7 @@ class Taker:
     def _clear_taker_keys(self, backlog: Backlog) -> None:
         """Release what dead attempts of ours left."""
         deferred = self.deferrals.get_deferred(time.monotonic())
-        for key, revision in backlog.taken.get(self.compute, {}).items():
+        for key, revision in backlog.takers.get(self.compute, {}).items():
             instance = keys.get_last_part(key)
             # Not what was just tried, because the followed state may be stale.
             if instance not in deferred:

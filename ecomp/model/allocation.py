@@ -141,24 +141,24 @@ def list_missing_classes(resources: Container[str]) -> list[str]:
     return [name for name in REQUIRED_CLASSES if name not in resources]
 
 
-def describe_difference(requested: Allocations, held: Allocations) -> str | None:
+def describe_difference(request: Allocations, claim: Allocations) -> str | None:
     """Describe in a sentence of limited length how two allocations differ, or return None."""
-    if {p: dict(r) for p, r in requested.items()} == {p: dict(r) for p, r in held.items()}:
+    if {p: dict(r) for p, r in request.items()} == {p: dict(r) for p, r in claim.items()}:
         return None
-    if not held:
+    if not claim:
         return 'placement holds no allocation for it'
     parts = []
-    for provider in sorted({*requested, *held}):
-        if provider not in held:
+    for provider in sorted({*request, *claim}):
+        if provider not in claim:
             parts.append(f'placement holds nothing on {provider}')
-        elif provider not in requested:
+        elif provider not in request:
             parts.append(
-                f'placement holds {format_resources(held[provider])} on {provider}, but the request has nothing there'
+                f'placement holds {format_resources(claim[provider])} on {provider}, but the request has nothing there'
             )
-        elif dict(requested[provider]) != dict(held[provider]):
+        elif dict(request[provider]) != dict(claim[provider]):
             parts.append(
-                f'placement holds {format_resources(held[provider])} on {provider}, '
-                f'but the request has {format_resources(requested[provider])}'
+                f'placement holds {format_resources(claim[provider])} on {provider}, '
+                f'but the request has {format_resources(request[provider])}'
             )
     sentence = 'the request and placement differ: ' + '; '.join(parts)
     return sentence if len(sentence) <= MAX_DIFFERENCE_CHARACTERS else f'{sentence[:MAX_DIFFERENCE_CHARACTERS]}…'

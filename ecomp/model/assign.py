@@ -52,7 +52,7 @@ class Lot(NamedTuple):
 class Assignment(NamedTuple):
     """The new places, and the instances that have none."""
 
-    chosen: Mapping[str, Candidate]
+    candidates: Mapping[str, Candidate]
     missing: Mapping[str, str]  # why an instance has no place, in the words of a refusal
     insufficient: Mapping[str, Candidate]  # the places of lots below their minimum
     # The least number of places left behind those of a lot and of older attempts; below 0 too few.
@@ -77,20 +77,20 @@ class Planner:
     def assign(
         self,
         lots: Sequence[Lot],
-        held: Mapping[str, Candidate] = MappingProxyType({}),
+        claims: Mapping[str, Candidate] = MappingProxyType({}),
         dead: Collection[str] = (),
         ahead: int | None = None,
     ) -> Assignment:
-        """Assign each instance that is not `held`, as if the computes in `dead` were dead.
+        """Assign each instance without one of the `claims`, as if the computes in `dead` were dead.
 
-        Room that is held is used in placement's answers already. A lot without a group leaves `ahead` places to the
+        The claims' room is used in placement's answers already. A lot without a group leaves `ahead` places to the
         instances of older attempts. `ahead` is None if no other attempt is in flight.
         """
-        plan = _Plan(self, frozenset(dead), held, ahead)
+        plan = _Plan(self, frozenset(dead), claims, ahead)
         for lot in lots:
             if lot.membership is not None:
                 joined = plan.get_group(lot) or self.get_group(lot.membership, dead)
-                members = {each: held[each].compute for each in lot.instances if each in held}
+                members = {each: claims[each].compute for each in lot.instances if each in claims}
                 plan.groups[joined.name] = joined.with_members(members)
         units: dict[str | Lot, list[Lot]] = {}
         # Greedy: groups of one compute come first, then other groups, then large amounts, because small ones fit into
@@ -100,7 +100,7 @@ class Planner:
             units.setdefault(group.name if group and group.is_undecided else lot, []).append(lot)
         for unit in units.values():
             plan.place(unit)
-        return Assignment(plan.chosen, plan.missing, plan.insufficient, plan.spare)
+        return Assignment(plan.candidates, plan.missing, plan.insufficient, plan.spare)
 
     def rank(self, lot: Lot) -> Ranking:
         """Return the candidates for a lot without its group, ranked once for all plans."""
@@ -160,9 +160,9 @@ class _Plan:
 
     planner: Planner
     dead: frozenset[str]
-    held: Mapping[str, Candidate]
+    claims: Mapping[str, Candidate]
     ahead: int | None
-    chosen: dict[str, Candidate] = field(default_factory=dict)
+    candidates: dict[str, Candidate] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
     insufficient: dict[str, Candidate] = field(default_factory=dict)
     spare: int = MIN_SPARE_PLACES
@@ -195,13 +195,13 @@ class _Plan:
                 self.insufficient |= best
                 best, best_used = {}, self.used
             self.missing |= {each: reason for of_lot in names.values() for each in of_lot if each not in best}
-        self.chosen |= best
+        self.candidates |= best
         self.used.update(best_used)
         if group is not None:
             self.groups[group.name] = group.with_members({each: best[each].compute for each in best})
 
     def _list_unheld(self, lot: Lot) -> list[str]:
-        return [each for each in lot.instances if each not in self.held]
+        return [each for each in lot.instances if each not in self.claims]
 
     def _try(
         self, names: Mapping[Lot, Sequence[str]], compute: str, group: Group | None

@@ -52,9 +52,9 @@ class Facts(NamedTuple):
             name: Room(capacity, used, name == 'VCPU' and not capacity) for name, (capacity, used) in self.room.items()
         }
 
-    def with_held(self, held: Resources) -> Facts:
+    def replace_usage(self, usage: Resources) -> Facts:
         """Return the facts with this usage, because requests are newer."""
-        return self._replace(room={name: (capacity, held.get(name, 0)) for name, (capacity, _) in self.room.items()})
+        return self._replace(room={name: (capacity, usage.get(name, 0)) for name, (capacity, _) in self.room.items()})
 
     def has_image(self, image_hash: str) -> bool | None:
         """Return whether the compute has this image in its cache, or None if that is unknown."""
@@ -62,13 +62,13 @@ class Facts(NamedTuple):
             return True
         return None if self.problem or len(self.images) >= MAX_CACHED_IMAGES else False
 
-    def make_provider(self, compute: str, taken: Iterable[Resources] = ()) -> Provider:
+    def make_provider(self, compute: str, others: Iterable[Resources] = ()) -> Provider:
         """Return the provider, with the amounts of others of the same set added to its usage."""
         limits = {name: dict(zip(_LIMITS, each, strict=True)) for name, each in self.limits.items()}
         inventories = {
             name: Inventory(capacity, used=used, **limits.get(name, {})) for name, (capacity, used) in self.room.items()
         }
-        return Provider(compute, inventories, self.traits, self.aggregates).with_usage(list(taken))
+        return Provider(compute, inventories, self.traits, self.aggregates).with_usage(list(others))
 
 
 _LIMITS = ('min_unit', 'max_unit', 'step_size')

@@ -108,24 +108,24 @@ class Group:
         return [f'{counts[compute]} of its members are on compute {compute}' for compute in crowded]
 
 
-def resolve_group(existing: Group | None, membership: Membership) -> Group:
-    """Return the existing group, or a new one, strict unless `strict` is False.
+def resolve_group(group: Group | None, membership: Membership) -> Group:
+    """Return the existing `group`, or a new one, strict unless `strict` is False.
 
     Raises:
         UsageError: a new group would have no policy.
         Conflict: the existing group has another policy or strictness than requested.
     """
     name = membership.name
-    if existing is None:
+    if group is None:
         if membership.policy is None:
             raise UsageError(f'group {name} does not exist. Fix: give its policy (--policy), {" or ".join(POLICIES)}')
         return Group(name, membership.policy, membership.strict is not False)
-    if membership.policy not in (None, existing.policy) or membership.strict not in (None, existing.strict):
+    if membership.policy not in (None, group.policy) or membership.strict not in (None, group.strict):
         raise Conflict(
-            f'group {name} has the policy {existing.rule}, which cannot change while the group has members. '
+            f'group {name} has the policy {group.rule}, which cannot change while the group has members. '
             'Fix: give no policy and no strictness (--policy, --strict, --soft), or another group'
         )
-    return existing
+    return group
 
 
 def filter_admitted(group: Group, places: Mapping[str, str]) -> list[str]:

@@ -74,17 +74,17 @@ class EntriesByCompute(Generic[Kind]):
         return self.record_keys.get(self.compute)
 
 
-def group_by_instance(stored: Iterable[tuple[str, Kind]]) -> dict[str, EntriesByCompute[Kind]]:
+def group_by_instance(pairs: Iterable[tuple[str, Kind]]) -> dict[str, EntriesByCompute[Kind]]:
     """Group the requests and records among these keys by instance."""
     by_uuid: dict[str, EntriesByCompute[Kind]] = {}
-    for key, written in stored:
+    for key, value in pairs:
         if key.startswith(keys.HOSTS):
             compute, _, instance = key.removeprefix(keys.HOSTS).partition('/')
-            by_uuid.setdefault(instance, EntriesByCompute()).requests[compute] = written
+            by_uuid.setdefault(instance, EntriesByCompute()).requests[compute] = value
         elif key.startswith(keys.INSTANCES):
             compute, instance = keys.parse_record_key(key)
             entries = by_uuid.setdefault(instance, EntriesByCompute())
-            entries.records[compute], entries.record_keys[compute] = written, key
+            entries.records[compute], entries.record_keys[compute] = value, key
     return by_uuid
 
 

@@ -150,7 +150,7 @@ class Backlog:
     # What waits and is not being taken, by key, oldest first.
     entries: Mapping[str, WaitingEntry] = field(default_factory=dict)
     # By compute, {key of the request: revision of the taker key}.
-    taken: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    takers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     has_new: bool = False  # an entry is new or released since the previous backlog
     state: Mapping[str, keys.StoredValue] = field(default_factory=dict, repr=False)
     # All requests, and the compute of each taker key; None if malformed.
@@ -188,10 +188,10 @@ def update_backlog(state: Mapping[str, keys.StoredValue], previous: Backlog) -> 
             entries[key], has_new = place, has_new or place != before
     if has_new:
         entries = dict(sorted(entries.items(), key=lambda item: item[1].revision))
-    taken: dict[str, dict[str, int]] = {}
+    takers: dict[str, dict[str, int]] = {}
     for key in [key for key, content in parsed.items() if isinstance(content, str)]:
-        taken.setdefault(str(parsed[key]), {})[key.removesuffix(keys.TAKER)] = state[key].revision
-    return Backlog(entries, taken, has_new, state, parsed)
+        takers.setdefault(str(parsed[key]), {})[key.removesuffix(keys.TAKER)] = state[key].revision
+    return Backlog(entries, takers, has_new, state, parsed)
 
 
 def _parse_content(key: str, stored: keys.StoredValue) -> WaitingEntry | str | None:

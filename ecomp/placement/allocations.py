@@ -152,13 +152,13 @@ def replace_set_allocations(
     placement.write('POST', '/allocations', bodies)
 
 
-def release_once(placement: Placement, instance: str, held: Consumer) -> bool:
+def release_once(placement: Placement, instance: str, consumer: Consumer) -> bool:
     """Release what an instance holds, or return False if that has changed since it was read."""
-    if not held.allocations:
+    if not consumer.allocations:
         return True
     try:
         # A PUT of {} with the generation: a DELETE would also remove a newer claim.
-        replace_allocations(placement, instance, {}, held.user_id, held.project_id, held.generation)
+        replace_allocations(placement, instance, {}, consumer.user_id, consumer.project_id, consumer.generation)
     except GenerationConflict:
         return False
     return True
@@ -348,7 +348,7 @@ def summarize_instances(instances: Mapping[str, object]) -> str:
     return first if len(instances) == 1 else f'{first} (of {len(instances)})'
 
 
-def _is_own_claim(held: Consumer, requested_allocations: Allocations, sent_generation: int | None) -> bool:
+def _is_own_claim(consumer: Consumer, requested_allocations: Allocations, sent_generation: int | None) -> bool:
     # None: another attempt may have made the same claim, and release it late. Repeating ours changes the generation.
-    is_next = sent_generation is not None and held.generation == sent_generation + 1
-    return is_next and describe_difference(requested_allocations, held.allocations) is None
+    is_next = sent_generation is not None and consumer.generation == sent_generation + 1
+    return is_next and describe_difference(requested_allocations, consumer.allocations) is None

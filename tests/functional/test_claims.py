@@ -220,7 +220,7 @@ def test_request_that_placement_refuses_keeps_no_orphan(cloud: Cloud) -> None:
     cloud.store.commit([], [Put(keys.request(compute, requested), encode(request))])
     keeper = ClaimKeeper(compute, cloud.store, cloud.placement)
     for now in (0.0, CONFIRMATION_SECONDS):
-        keeper.reconcile([], now, wanted={requested: amounts})
+        keeper.reconcile([], now, targets={requested: amounts})
     assert cloud.server.read_consumers(compute).keys() == {requested}
 
 

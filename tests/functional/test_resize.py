@@ -140,7 +140,7 @@ def test_claim_unlike_its_request_is_set_to_it(toy_compute: ToyCompute, cloud: C
     def look(*times: int, generation: int = 1) -> list[int]:
         held, guests = [], toy_compute.hypervisor.list_guests()
         for now in times:
-            keeper.reconcile(guests, now, generation, guests, toy_compute.planner.wanted)
+            keeper.reconcile(guests, now, generation, guests, toy_compute.planner.targets)
             held.append(cloud.server.read_allocations(sized)[toy_compute.compute]['VCPU'])
         return held
 

@@ -148,7 +148,7 @@ def check_claims_twice(control: Control, compute: Ecompute, guests: Collection[s
         held = {keys.get_last_part(each.key): json.loads(each.value)['allocations'] for each in entries}
         wanted = {name: each[compute.uuid]['resources'] for name, each in held.items() if each}
         for now in (0.0, CONFIRMATION_SECONDS):
-            keeper.reconcile(guests, now, wanted=wanted)
+            keeper.reconcile(guests, now, targets=wanted)
     finally:
         store.close()
         placement.close()

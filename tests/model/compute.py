@@ -283,8 +283,8 @@ class Compute:
         if self.looking is not None:
             self.looking.reconcile()
         else:
-            guests, wanted = self.hypervisor.list_guests(), self.planner.wanted
-            self.keeper.reconcile(guests, self.world.read_clock(), wanted=wanted)
+            guests, targets = self.hypervisor.list_guests(), self.planner.targets
+            self.keeper.reconcile(guests, self.world.read_clock(), targets=targets)
 
     def read_requests(self) -> bool:
         return self.taker.on_hosts(self.store.snapshot(keys.request_prefix(self.uuid)).entries)
@@ -318,7 +318,7 @@ class Compute:
             self.run_all(self.read_queues, self.read_requests, self.pull, self.plan)
 
     def _read_claims(self) -> None:
-        self.keeper.held = read_provider_allocations(self.placement, self.uuid)
+        self.keeper.consumers = read_provider_allocations(self.placement, self.uuid)
         self.keeper.is_current = True
 
     def look(self) -> list[Finding]:

@@ -141,7 +141,7 @@ CLAIM = {
     ),
     'an equal claim is taken for ours': make_bug(
         'ecomp.placement.allocations:_is_own_claim',
-        replace_assignment('is_next', 'bool(held.allocations)'),
+        replace_assignment('is_next', 'bool(consumer.allocations)'),
         'overtaken_by_a_queue',
     ),
     'a claim does not exceed the generations released': make_bug(
@@ -196,7 +196,7 @@ CLAIM = {
         'ecomp.agent.host.claims:find_orphans', drop_operand('in_flight'), 'claim_of_the_dead'
     ),
     'the keeper does not look for requests': make_bug(
-        'ecomp.agent.host.claims:find_orphans', drop_operand('requested'), 'claim_of_a_removed_request'
+        'ecomp.agent.host.claims:find_orphans', drop_operand('requests'), 'claim_of_a_removed_request'
     ),
     'the claim of a dead attempt is not released before a look': make_bug(
         'ecomp.agent.queue:Taker._read_room', replace_call('_release_dead_claims', '()'), 'restarted_taker'

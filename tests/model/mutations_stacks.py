@@ -234,7 +234,7 @@ STACKS = {
     ),
     'an apply takes a refused claim for granted': make_bug(
         'ecomp.scheduler.placing.session:Session.place',
-        replace_assignment('claimed', '(self.claim(assignment.chosen), set(assignment.chosen))[1]'),
+        replace_assignment('claimed', '(self.claim(assignment.candidates), set(assignment.candidates))[1]'),
         'replaced_beside_create_in_its_room',
     ),
     'a group admits everybody of a stack': make_bug(

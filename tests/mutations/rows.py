@@ -285,7 +285,7 @@ ROWS = (
     Row(
         'a set of a group that lost a race tries no other compute',
         'ecomp/scheduler/placing/session.py',
-        'given_up = {each for lot in lots if lot.is_short(held) for each in _list_united(lot, groups)}',
+        'given_up = {each for lot in lots if lot.is_short(claims) for each in _list_united(lot, groups)}',
         'given_up = set()',
         ('tests/unit/test_placing.py::test_group_of_one_compute_that_lost_a_race_moves_as_a_whole',),
     ),
@@ -293,7 +293,7 @@ ROWS = (
     Row(
         'an apply over the quota claims before it looks',
         'ecomp/scheduler/placing/session.py',
-        '            check({**held, **assignment.chosen})\n',
+        '            check({**claims, **assignment.candidates})\n',
         '',
         ('tests/functional/test_apply.py::test_apply_over_a_quota_names_the_quota_and_claims_nothing',),
     ),

@@ -235,8 +235,9 @@ def test_a_troubled_compute_is_used_last_and_never_excluded(  # noqa: PLR0913
     tried = [each.compute in troubled for each in planner.list_candidates(lot, group)]
     assert tried == sorted(tried)
     assignment = planner.assign([lot], ahead=ahead)
-    used = Counter(each.compute for each in assignment.chosen.values())
-    assert len(assignment.chosen) == len(Planner(offers, groups, COMPUTES, rng).assign([lot], ahead=ahead).chosen)
+    used = Counter(each.compute for each in assignment.candidates.values())
+    again = Planner(offers, groups, COMPUTES, rng).assign([lot], ahead=ahead)
+    assert len(assignment.candidates) == len(again.candidates)
     healthy = {compute: amount for compute, amount in zip(COMPUTES, free, strict=False) if compute not in troubled}
     if ahead is None or group:
         assert sum(used[compute] for compute in healthy) == min(count, sum(healthy.values()))
@@ -252,7 +253,7 @@ def test_image_counts_only_among_equal_computes(free: list[int], holders: set[st
     best = [compute for compute in rooms if rooms[compute]['VCPU'].free == max(free[: len(rooms)])]
     assert sorted(planner.list_best(lot)) == sorted(best)
     planner.prefer(lot, holders)
-    (chosen,) = planner.assign([lot]).chosen.values()
+    (chosen,) = planner.assign([lot]).candidates.values()
     assert chosen.compute in (holders.intersection(best) or best)
     assert chosen.has_image == (chosen.compute in holders)
 

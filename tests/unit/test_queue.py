@@ -153,7 +153,7 @@ def test_backlog_is_in_order_and_lists_takers() -> None:
     backlog = update_backlog(make_entries(waiting, f2=COMPUTE), Backlog())
     assert list(backlog.entries.items()) == [(place.entry.key, place) for place in (one, three)]
     assert backlog.flavors == {SMALL.query: SMALL}
-    assert backlog.taken == {COMPUTE: {two.entry.key: 1002}}
+    assert backlog.takers == {COMPUTE: {two.entry.key: 1002}}
     assert backlog.names == {*(place.entry.instance for place in waiting), 'small', 'large'}
     assert backlog.has_new
 
@@ -194,7 +194,7 @@ def test_updated_backlog_equals_a_rebuilt_one(steps: list[list[tuple[str, int]]]
         before, backlog = backlog, update_backlog(dict(entries), backlog)
         rebuilt = update_backlog(dict(entries), Backlog())
         assert list(backlog.entries.items()) == list(rebuilt.entries.items())
-        assert (backlog.flavors, backlog.taken, backlog.names) == (rebuilt.flavors, rebuilt.taken, rebuilt.names)
+        assert (backlog.flavors, backlog.takers, backlog.names) == (rebuilt.flavors, rebuilt.takers, rebuilt.names)
         assert backlog.has_new == any(before.entries.get(key) is not place for key, place in backlog.entries.items())
 
 
@@ -232,10 +232,10 @@ def test_malformed_entries_do_not_block_others() -> None:
     }
     backlog = update_backlog(entries, Backlog())
     assert list(backlog.entries.values()) == [good]
-    assert backlog.taken == {COMPUTE: {f'/queues/small/{INSTANCE}': 3}}
+    assert backlog.takers == {COMPUTE: {f'/queues/small/{INSTANCE}': 3}}
     for rubbish in (b'', b'[]', b'{"compute": ["x"]}', b'{"compute": null}'):
         marked = update_backlog({**entries, key: Entry(key, rubbish, 5)}, backlog)
-        assert (marked.entries, set(marked.taken)) == ({}, {COMPUTE}), 'whoever it is: somebody is at it'
+        assert (marked.entries, set(marked.takers)) == ({}, {COMPUTE}), 'whoever it is: somebody is at it'
 
 
 def test_value_that_was_dropped_as_too_large_is_queued_once_it_fits() -> None:

@@ -92,7 +92,7 @@ def distribute_set(
     groups = {} if group is None else {group.name: group}
     membership = None if group is None else group.membership
     lot = Lot('', membership, weigh, tuple(map(str, range(count))), minimum=0)
-    return list(Planner({'': offer}, groups, HOSTS, random.Random(seed)).assign([lot]).chosen.values())
+    return list(Planner({'': offer}, groups, HOSTS, random.Random(seed)).assign([lot]).candidates.values())
 
 
 def test_soft_anti_affinity_spreads_and_soft_affinity_fills() -> None:

@@ -354,7 +354,7 @@ def assign(
     claims = {instance: Candidate(compute, {}, None) for instance, compute in (held or {}).items()}
     planner = Planner(offers, {group.name: group for group in groups}, rooms, random.Random(1))
     assignment = planner.assign(lots, claims)
-    chosen = assignment.chosen
+    chosen = assignment.candidates
     for compute, free in rooms.items():
         assert sum(each.allocations[compute]['VCPU'] for each in chosen.values() if each.compute == compute) <= free
     return {instance: candidate.compute for instance, candidate in chosen.items()}, set(assignment.missing)

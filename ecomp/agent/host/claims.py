@@ -53,16 +53,16 @@ CONFIRMATION_SECONDS = keys.ATTEMPT_SECONDS
 
 
 def find_orphans(
-    consumers: Collection[str], requested: Collection[str], guests: Collection[str], in_flight: Collection[str]
+    consumers: Collection[str], requests: Collection[str], guests: Collection[str], in_flight: Collection[str]
 ) -> set[str]:
     """Return the consumers that have no request, attempt or guest."""
     # A guest without a request still uses the resources.
-    return set(consumers) - set(requested) - set(guests) - set(in_flight)
+    return set(consumers) - set(requests) - set(guests) - set(in_flight)
 
 
-def find_differing(held: Mapping[str, Resources], wanted: Mapping[str, Resources]) -> set[str]:
+def find_differing(claims: Mapping[str, Resources], targets: Mapping[str, Resources]) -> set[str]:
     """Return the instances that hold something else than their requests claim."""
-    return {instance for instance, amounts in wanted.items() if held.get(instance, amounts) != amounts}
+    return {instance for instance, amounts in targets.items() if claims.get(instance, amounts) != amounts}
 
 
 def confirm_sightings(
@@ -90,7 +90,7 @@ class ClaimKeeper:
         self.last_good_check = LastGoodCheck()
         # What consumers held of the provider when it was read last, without what was released since; None before. It
         # `is_current` if it still was so at the last check.
-        self.held: Mapping[str, Resources] | None = None
+        self.consumers: Mapping[str, Resources] | None = None
         self.is_current = False
 
     def reconcile(
@@ -99,30 +99,30 @@ class ClaimKeeper:
         now: float,
         generation: int | None = None,
         requests: Collection[str] = (),
-        wanted: Mapping[str, Resources] = MappingProxyType({}),
+        targets: Mapping[str, Resources] = MappingProxyType({}),
     ) -> None:
         """Release the claims of orphans first seen CONFIRMATION_SECONDS or more before `now`.
 
-        A claim that differs for so long from what its request claims here, `wanted`, is set to that.
+        A claim that differs for so long from its amounts in `targets`, those of its request, is set to them.
 
         The check is skipped, at most MAX_SKIPPED_CHECKS times in a row, if `generation` is unchanged and each consumer
-        of the last check has a guest or a request in `requests`, and holds what is `wanted`.
+        of the last check has a guest or a request in `requests`, and holds its amounts in `targets`.
         """
-        held_before = self.held or {}
-        is_good = not find_orphans(held_before, requests, guests, ()) and not find_differing(held_before, wanted)
+        previous = self.consumers or {}
+        is_good = not find_orphans(previous, requests, guests, ()) and not find_differing(previous, targets)
         if is_good and self.last_good_check.use_skip(generation):
-            self.is_current = self.held is not None
+            self.is_current = self.consumers is not None
             return
         self.last_good_check.record(None)
-        self.held = held = allocations.read_provider_allocations(self._placement, self._compute)
+        self.consumers = consumers = allocations.read_provider_allocations(self._placement, self._compute)
         self.is_current = True
-        differing = find_differing(held, wanted)
+        differing = find_differing(consumers, targets)
         self._first_differences, confirmed = confirm_sightings(self._first_differences, differing, now)
         for instance in confirmed:
             self._correct(instance)
-        if not find_orphans(held, requests, guests, ()) and not differing:
+        if not find_orphans(consumers, requests, guests, ()) and not differing:
             self.last_good_check.record(generation)
-        if not held:
+        if not consumers:
             self._first_sightings = {}
             return
         # Placement was read first: its answer has no later claim, and a claim in it that was delivered since then has
@@ -132,12 +132,12 @@ class ClaimKeeper:
         ]
         in_flight = read_pending_instances(self._store, self._queued)
         self._first_sightings, confirmed = confirm_sightings(
-            self._first_sightings, find_orphans(held, requested, guests, in_flight), now
+            self._first_sightings, find_orphans(consumers, requested, guests, in_flight), now
         )
         note = partial(note_released, self._store)
         for consumer, released in release(self._placement, confirmed, self._select_kept, note).items():
             if released:
-                held.pop(consumer, None)
+                consumers.pop(consumer, None)
                 TALLY.add('ecomp_claims_released_total')
                 log.warning('released the claim of instance %s: the instance has no request', consumer)
             self._first_sightings.pop(consumer, None)

@@ -113,7 +113,7 @@ class Upkeep:
         self._has_published_usage = False
         self._next_look = 0.0
         # The claims that were compared last, and the inventory, which is read when the claims were read anew.
-        self._held: Mapping[str, Resources] | None = None
+        self._consumers: Mapping[str, Resources] | None = None
         self._inventory: Mapping[str, Mapping[str, Any]] | None = None
         self._first_sightings: dict[Hashable, float] = {}
         # What two looks agreed on last.
@@ -164,19 +164,19 @@ class Upkeep:
     def read_world(self, is_asked: bool) -> World:
         """Read what this host has, its keys, the keys elsewhere of what it has, and its provider."""
         # Placement first: a claim in its answer that was delivered since then has its request's key.
-        held = None
+        consumers = None
         with suppress(NotFound):  # eschedule finds that there is no provider
             # For a question, claims and requests are read anew.
             if is_asked:
                 self.claims.reconcile(self.hypervisor.list_guests(), time.monotonic())
             # Also if the claims are not current: a step that fails for placement succeeds only once placement answers.
-            if self.claims.held is not self._held:
+            if self.claims.consumers is not self._consumers:
                 self._inventory = providers.read_raw_inventory(self.placement, self.compute)
-                self._held = self.claims.held
-            held = self._held if self.claims.is_current else None
+                self._consumers = self.claims.consumers
+            consumers = self._consumers if self.claims.is_current else None
         facts, prefix = self._read_facts(), keys.request_prefix(self.compute)
         etcd = dict(self.read_requests())
-        present = facts.list_instances() | (held or {}).keys()
+        present = facts.list_instances() | (consumers or {}).keys()
         if is_asked or present - set(map(keys.get_last_part, etcd)):
             # Requests move from these two to /hosts.
             pending = {**self.store.snapshot(keys.ATTEMPTS).entries, **self.store.snapshot(keys.QUEUES).entries}
@@ -190,7 +190,7 @@ class Upkeep:
             etcd |= self.store.read(
                 [key for each in strangers for found in (index.requests, index.records) for key in found.get(each, ())]
             )
-        state = ProviderState(self.compute, self._inventory, held)
+        state = ProviderState(self.compute, self._inventory, consumers)
         return World(Planes({self.compute: state}, {**etcd, **records}, self.compute, facts))
 
     def _read_facts(self) -> HostFacts:

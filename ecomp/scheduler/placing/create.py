@@ -192,7 +192,7 @@ class _Creation:
         for is_last_try in (False, False, True):
             placed = self._take_over(terms)
             planner = session.make_planner({order.query or '': offer}, terms.groups)
-            room = planner.assign([make_lot(order, terms)._replace(minimum=0)]).chosen
+            room = planner.assign([make_lot(order, terms)._replace(minimum=0)]).candidates
             if len(placed) + len(room) < order.minimum:
                 offer = self._refresh()  # room may have been released since the query
             try:
@@ -231,21 +231,21 @@ class _Creation:
         self.session.finish(placed)
         return {request.instance: DeliveryOutcome(compute) for compute, request in deliveries}
 
-    def _place(self, offer: Offer, terms: Terms, held: Mapping[str, Candidate]) -> ClaimedSet:
+    def _place(self, offer: Offer, terms: Terms, claims: Mapping[str, Candidate]) -> ClaimedSet:
         order = self.order
 
-        def list_lots(planner: Planner, held: Mapping[str, Candidate]) -> Sequence[Lot]:
-            members = {instance: candidate.compute for instance, candidate in held.items()}
+        def list_lots(planner: Planner, claims: Mapping[str, Candidate]) -> Sequence[Lot]:
+            members = {instance: candidate.compute for instance, candidate in claims.items()}
             group = terms.group.with_members(members) if terms.group is not None else None
             candidates = planner.list_candidates(make_lot(order, terms), group)
             self.candidate_count = max(len({each.compute for each in candidates}), self.candidate_count)
-            allowed = count_to_place([*candidates, *held.values()], terms, order)
+            allowed = count_to_place([*candidates, *claims.values()], terms, order)
             count = min(allowed, order.count - len(self.claimed_elsewhere))
-            others = [each for each in order.instances if each not in held and each not in self.claimed_elsewhere]
-            return [make_lot(order, terms, [*held, *others[: max(count - len(held), 0)]])]
+            others = [each for each in order.instances if each not in claims and each not in self.claimed_elsewhere]
+            return [make_lot(order, terms, [*claims, *others[: max(count - len(claims), 0)]])]
 
         try:
-            placed = self.session.place(list_lots, terms.groups, {order.query or '': offer}, held)
+            placed = self.session.place(list_lots, terms.groups, {order.query or '': offer}, claims)
         except NoCapacity as error:
             if self.session.resume:  # the missing room may be a newer attempt's claim for the same instances
                 self.session.require_ours()
@@ -330,7 +330,7 @@ def plan(
     candidates = planner.list_candidates(make_lot(order, terms), terms.group)
     lot = make_lot(order, terms, list(order.instances)[: count_to_place(candidates, terms, order)])
     assignment = planner.assign([lot])
-    if lot.is_short(assignment.chosen):
+    if lot.is_short(assignment.candidates):
         raise make_refusal(order, terms, NoRoom(assignment, {}, planner.offers), lambda: computes)
     return [
         RankedCompute(
@@ -339,7 +339,7 @@ def plan(
             candidate.weight,
             candidate.allocations[candidate.compute],
             offer.rooms.get(candidate.compute, {}),
-            sum(each is candidate for each in assignment.chosen.values()),
+            sum(each is candidate for each in assignment.candidates.values()),
         )
         for candidate in candidates
     ]

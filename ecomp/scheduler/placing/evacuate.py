@@ -97,7 +97,7 @@ def plan_moves(
     # No quota is checked: it counts a guest wherever the guest is.
     assignment = planner.assign(lots, dead=dead, ahead=ahead)
     for instance in (each for lot in lots for each in lot.instances):
-        candidate = assignment.chosen.get(instance)
+        candidate = assignment.candidates.get(instance)
         moves.append(Move(by_instance[instance], candidate, assignment.missing.get(instance, '')))
     return moves
 
@@ -326,10 +326,10 @@ class _Evacuation:
             except REFUSALS as error:
                 self.reasons[old] = str(error)
 
-    def _take_claim(self, replacement: _Replacement, held: Allocations, index: KeyIndex) -> _Replacement:
+    def _take_claim(self, replacement: _Replacement, claim: Allocations, index: KeyIndex) -> _Replacement:
         """Add an earlier attempt's claim to the replacement, or choose another uuid for it."""
         while True:
-            instance, claimed_on = replacement.instance, find_compute(held)
+            instance, claimed_on = replacement.instance, find_compute(claim)
             is_listed = instance in index.requests or instance in index.records
             if claimed_on and claimed_on != self.compute:
                 host, problem = self.session.get_display_name(claimed_on), f'its replacement {instance} is claimed on'
@@ -339,7 +339,7 @@ class _Evacuation:
                 if is_listed:
                     raise Conflict(f'{problem} {host}, as after a restore of etcd. Try: eschedule check')
                 self.session.foreign.add(instance)
-                return replacement._replace(claim=Candidate(claimed_on, held, None))
+                return replacement._replace(claim=Candidate(claimed_on, claim, None))
             if not claimed_on and not is_listed:
                 return replacement
             # Only etcd has this uuid, where any compute may write it, or its claim is on the evacuated compute, which
@@ -348,7 +348,7 @@ class _Evacuation:
             place = place and place._replace(incarnation=place.incarnation + step)
             instance = place.instance if place else keys.make_uuid(os.urandom(16))
             replacement = replacement._replace(instance=instance, place=place)
-            held = read_consumer(self.session.placement, instance).allocations
+            claim = read_consumer(self.session.placement, instance).allocations
 
     def _announce(self) -> None:
         self.session.instances = [each.instance for each in self.replacements.values()]
@@ -376,9 +376,9 @@ class _Evacuation:
                     del chosen[old]
         return chosen
 
-    def _move(self, chosen: Mapping[str, Candidate]) -> None:
+    def _move(self, targets: Mapping[str, Candidate]) -> None:
         by_requester: dict[Requester, dict[str, Candidate]] = {}
-        for old, candidate in chosen.items():
+        for old, candidate in targets.items():
             request, instance, *_ = self.replacements[old]
             requester = Requester(request.user_id, request.project_id)
             by_requester.setdefault(requester, {})[instance] = candidate
@@ -388,13 +388,13 @@ class _Evacuation:
             claimed |= self.session.claim(candidates, requester)
         failpoint('evacuation-claimed')
         waiting = [
-            unit for unit in self._list_units(chosen)
+            unit for unit in self._list_units(targets)
             if all(self.replacements[old].instance in claimed for old in unit)
         ]  # fmt: skip
         for _ in range(MAX_TRIES):
             unsettled = list[Sequence[str]]()
             for start in range(0, len(waiting), MAX_GUESTS_PER_READ):
-                unsettled += self._deliver_some(waiting[start : start + MAX_GUESTS_PER_READ], chosen)
+                unsettled += self._deliver_some(waiting[start : start + MAX_GUESTS_PER_READ], targets)
             waiting = unsettled
 
     def _list_units(self, guests: Iterable[str]) -> list[Sequence[str]]:
@@ -406,7 +406,7 @@ class _Evacuation:
             units.setdefault((group.name, '') if group and is_united else ('', old), []).append(old)
         return list(units.values())
 
-    def _deliver_some(self, units: Sequence[Sequence[str]], chosen: Mapping[str, Candidate]) -> list[Sequence[str]]:
+    def _deliver_some(self, units: Sequence[Sequence[str]], targets: Mapping[str, Candidate]) -> list[Sequence[str]]:
         silent = require_silence(self.session.store, self.compute, self.display_name)
         if not self.session.is_attempt_ours():  # deliver() deletes the attempt's key to settle an unknown outcome
             self._announce()
@@ -414,12 +414,12 @@ class _Evacuation:
         own_keys = [key(self.compute, old) for old in guests for key in (keys.request, keys.record)]
         read = self.session.store.read(own_keys)
         places = group_by_instance(read.items())
-        return [unit for unit in units if not self._settle(unit, chosen, places, silent)]
+        return [unit for unit in units if not self._settle(unit, targets, places, silent)]
 
     def _settle(
         self,
         unit: Sequence[str],
-        chosen: Mapping[str, Candidate],
+        targets: Mapping[str, Candidate],
         places: Mapping[str, EntriesByCompute[Entry]],
         silent: Unchanged,
     ) -> bool:
@@ -432,17 +432,17 @@ class _Evacuation:
                 entries = from_places(places[old]) if old in places else None
                 request = entries.request if entries is not None else None
                 if request is not None and request.replaced_by == new:
-                    self._report_moved(old, chosen[old])  # the answer of its delivery was lost
+                    self._report_moved(old, targets[old])  # the answer of its delivery was lost
                 if entries is None or request is None or request.is_tombstone:
                     continue  # it has moved, or was destroyed in the meantime
                 if request.is_protected and not self.with_protected:
                     raise Conflict(PROTECTED)
                 if (request.query, request.group, request.stack) != (planned.query, planned.group, planned.stack):
                     return True
-                deliveries.append((chosen[old].compute, self._make_request(request, chosen[old], new, place)))
+                deliveries.append((targets[old].compute, self._make_request(request, targets[old], new, place)))
                 resized += [(request, deliveries[-1][1])] if request.resize else []
                 removals.append(OldInstance('', entries, is_replaced=True, replaced_by=new))
-                computes |= {place: chosen[old].compute} if place else {}
+                computes |= {place: targets[old].compute} if place else {}
             if not deliveries:
                 return True
 
@@ -461,7 +461,7 @@ class _Evacuation:
             if revision:
                 failpoint('evacuated')
                 for _, request in deliveries:
-                    self._report_moved(str(request.replaces), chosen[str(request.replaces)])
+                    self._report_moved(str(request.replaces), targets[str(request.replaces)])
                 return True
             self._require_unused(deliveries)
             return False

@@ -220,7 +220,7 @@ def _update_facts(
         entries = store.snapshot(keys.request_prefix(compute)).entries
         held = sum_held(compute, (parse_request(compute, key, entry.value) for key, entry in entries.items()))
         traits = {*facts[compute].traits} - {DISABLED} | ({DISABLED} if compute in disabled else set())
-        updated[compute] = facts[compute].with_held(held)._replace(traits=tuple(traits))
+        updated[compute] = facts[compute].replace_usage(held)._replace(traits=tuple(traits))
     return updated
 
 

@@ -135,24 +135,24 @@ def _announce(store: Store, lease: int, instance: str, owner: Owner) -> Unchange
     return Unchanged(keys.attempt(uuid), revision)
 
 
-def _enlarge(placement: Placement, instance: str, wanted: Allocations) -> None:
+def _enlarge(placement: Placement, instance: str, target: Allocations) -> None:
     """Claim the larger amounts, which the request does not have yet."""
-    held = read_consumer(placement, instance)
-    if held.allocations.keys() != wanted.keys():
+    consumer = read_consumer(placement, instance)
+    if consumer.allocations.keys() != target.keys():
         raise Conflict(f'{instance}: its claim is not that of its request. Try: eschedule check')
     try:
-        replace_allocations(placement, instance, wanted, held.user_id, held.project_id, held.generation)
+        replace_allocations(placement, instance, target, consumer.user_id, consumer.project_id, consumer.generation)
     except NoCapacity as error:
-        lacks = _explain_lack(placement, held.allocations, wanted)
+        lacks = _explain_lack(placement, consumer.allocations, target)
         cure = 'give less, or create a larger instance elsewhere'
         raise NoCapacity(f'{instance}: {lacks or "placement refused its claim"}. Fix: {cure}') from error
     failpoint('resize-claimed')
 
 
-def _explain_lack(placement: Placement, held: Allocations, wanted: Allocations) -> str:
+def _explain_lack(placement: Placement, claim: Allocations, target: Allocations) -> str:
     lacks = []
-    for compute, amounts in wanted.items():
-        growth = {name: amount - held[compute].get(name, 0) for name, amount in amounts.items()}
+    for compute, amounts in target.items():
+        growth = {name: amount - claim[compute].get(name, 0) for name, amount in amounts.items()}
         inventory = providers.read_inventory(placement, compute)
         lacking = find_lacking(inventory, {name: amount for name, amount in growth.items() if amount > 0}, {})
         lacks += [f'{compute} lacks {name} {amount}' for name, amount in lacking.items()]

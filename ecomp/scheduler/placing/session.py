@@ -84,11 +84,11 @@ class DeliveryRefused(Conflict):
 class NoRoom(NoCapacity):
     """There is no room by these offers: `placed` has the places that are claimed or were found."""
 
-    def __init__(self, assignment: Assignment, held: Mapping[str, Candidate], offers: Offers) -> None:
+    def __init__(self, assignment: Assignment, claims: Mapping[str, Candidate], offers: Offers) -> None:
         super().__init__(next(iter(assignment.missing.values()), ''))
         self.assignment = assignment
         self.offers = offers
-        self.placed = [*held.values(), *assignment.chosen.values(), *assignment.insufficient.values()]
+        self.placed = [*claims.values(), *assignment.candidates.values(), *assignment.insufficient.values()]
 
 
 class OldInstance(NamedTuple):
@@ -269,7 +269,7 @@ class Session:
         list_lots: Callable[[Planner, Mapping[str, Candidate]], Sequence[Lot]],
         groups: Mapping[str, Group],
         offers: Mapping[str, Offer | None],
-        held: Mapping[str, Candidate],
+        claims: Mapping[str, Candidate],
         check: Callable[[Mapping[str, Candidate]], None] = lambda _: None,
     ) -> dict[str, Candidate]:
         """Claim a candidate for each instance, or for each lot's minimum, and return all.
@@ -282,34 +282,34 @@ class Session:
             NoRoom: a lot has fewer places than its minimum. Claims made until then stay.
             UsageError: the query lacks what a guest needs.
         """
-        held, refusals = dict(held), Counter[frozenset[str]]()
+        claims, refusals = dict(claims), Counter[frozenset[str]]()
         contention = Contention(self.count_in_flight, lambda: self.read_offers(offers), self.scheduler.rng)
         current: Offers = {query: offer or self.read_offer(query) for query, offer in offers.items()}
         while True:
             planner = self.make_planner(_leave_out(current, refusals), groups)
-            lots = list_lots(planner, held)
+            lots = list_lots(planner, claims)
             self._prefer_images(planner, lots)
             # The places of an attempt that has claimed since it was counted are no longer offered. As many others are
             # left to it, so usable places stay free.
-            assignment = planner.assign(lots, held, ahead=None if contention.is_alone else contention.ahead)
+            assignment = planner.assign(lots, claims, ahead=None if contention.is_alone else contention.ahead)
             self._log_skipped(planner.skipped)
             if contention.should_refresh(assignment.spare):
                 current = contention.refresh()
                 continue
-            if any(lot.is_short({**held, **assignment.chosen}) for lot in lots):
-                raise NoRoom(assignment, held, current)
-            require_complete(assignment.chosen.values())
-            check({**held, **assignment.chosen})
-            claimed = self.claim(assignment.chosen)
-            held |= {instance: assignment.chosen[instance] for instance in claimed}
-            refused = assignment.chosen.keys() - claimed
+            if any(lot.is_short({**claims, **assignment.candidates}) for lot in lots):
+                raise NoRoom(assignment, claims, current)
+            require_complete(assignment.candidates.values())
+            check({**claims, **assignment.candidates})
+            claimed = self.claim(assignment.candidates)
+            claims |= {instance: assignment.candidates[instance] for instance in claimed}
+            refused = assignment.candidates.keys() - claimed
             if not refused:
-                return held
+                return claims
             # Another attempt was faster there, so the offer is stale.
-            refusals.update({frozenset(assignment.chosen[instance].allocations) for instance in refused})
+            refusals.update({frozenset(assignment.candidates[instance].allocations) for instance in refused})
             # All members of a group that is undecided share one compute: try another one.
-            given_up = {each for lot in lots if lot.is_short(held) for each in _list_united(lot, groups)}
-            held = {each: candidate for each, candidate in held.items() if each not in given_up}
+            given_up = {each for lot in lots if lot.is_short(claims) for each in _list_united(lot, groups)}
+            claims = {each: candidate for each, candidate in claims.items() if each not in given_up}
             current = contention.refresh()
 
     def _prefer_images(self, planner: Planner, lots: Sequence[Lot]) -> None:

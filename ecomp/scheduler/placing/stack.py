@@ -146,7 +146,7 @@ def apply_change(scheduler: Scheduler, change: StackChange) -> dict[str, str]:
     movable = set(order.instances) if change.is_new else set[str]()
     requester = Requester(order.user_id, order.project_id)
     session = Session(scheduler, order.instance, order.instances, requester, not change.is_new, movable=movable)
-    application = _Application(session, _Wanted(store, change, order), change)
+    application = _Application(session, _Target(store, change, order), change)
     with session.open():
         application.announce()
         claims = application.claim()
@@ -162,19 +162,19 @@ def preview_change(
     order = change.order
     assert order is not None  # the caller has new instances
     reserve_names(store, order.instances, change.removed_instances)
-    wanted, (placement, _) = _Wanted(store, change, order), backend.result()
-    offers = {query: read_candidates(placement, query) for query in wanted.queries}
+    target, (placement, _) = _Target(store, change, order), backend.result()
+    offers = {query: read_candidates(placement, query) for query in target.queries}
     living, troubled = list_leased(store, keys.COMPUTES), list_leased(store, keys.TROUBLES)
-    assignment = Planner(offers, wanted.groups, living, rng, troubled=troubled).assign(wanted.lots)
+    assignment = Planner(offers, target.groups, living, rng, troubled=troubled).assign(target.lots)
     if assignment.missing:
-        raise wanted.make_refusal(NoRoom(assignment, {}, offers))
-    require_complete(assignment.chosen.values())
-    wanted.require_fit(assignment.chosen)
-    return {instance: candidate.compute for instance, candidate in assignment.chosen.items()}
+        raise target.make_refusal(NoRoom(assignment, {}, offers))
+    require_complete(assignment.candidates.values())
+    target.require_fit(assignment.candidates)
+    return {instance: candidate.compute for instance, candidate in assignment.candidates.items()}
 
 
 @dataclass
-class _Wanted:
+class _Target:
     """The new instances of a change, as lots and groups."""
 
     store: Store
@@ -226,7 +226,7 @@ class _Application:
     """One run of apply_change()."""
 
     session: Session
-    wanted: _Wanted
+    target: _Target
     change: StackChange
 
     def announce(self) -> None:
@@ -247,22 +247,22 @@ class _Application:
         failpoint('stack-announced')
         held = self._take_over()
         try:
-            offers = dict.fromkeys(self.wanted.queries)
-            return session.place(lambda *_: self.wanted.lots, self.wanted.groups, offers, held, self.wanted.require_fit)
+            offers = dict.fromkeys(self.target.queries)
+            return session.place(lambda *_: self.target.lots, self.target.groups, offers, held, self.target.require_fit)
         except NoCapacity as error:  # the missing room may be a newer attempt's claim for the same instances
             if not session.is_attempt_ours():
                 raise self._make_changed() from None
             if isinstance(error, NoRoom):
-                raise self.wanted.make_refusal(error) from error
+                raise self.target.make_refusal(error) from error
             raise
 
     def deliver(self, claims: Mapping[str, Candidate], scheduled_at: str) -> dict[str, str]:
         self._put_user_data()
-        store, order, deliveries = self.session.store, self.wanted.order, list[tuple[str, Request]]()
+        store, order, deliveries = self.session.store, self.target.order, list[tuple[str, Request]]()
         living_count = max(len(self.session.read_alive()), 1)
         for instance, desired in order.members.items():
             candidate, stages = claims[instance], {**desired.order.stages, 'scheduled': scheduled_at}
-            group = self.wanted.settle(desired.order.group)
+            group = self.target.settle(desired.order.group)
             request = make_request(desired.order, candidate, desired.weigh, living_count, group=group, stages=stages)
             deliveries.append((candidate.compute, request))
         computes = {request.stack: compute for compute, request in deliveries if request.stack}
@@ -296,14 +296,14 @@ class _Application:
         if self.session.movable:  # the stack is new, and no other attempt has had its uuids
             return {}
         self._require_unused()
-        held, elsewhere = self.session.take_over(self.wanted.lots, self.wanted.groups, 0)
+        held, elsewhere = self.session.take_over(self.target.lots, self.target.groups, 0)
         if elsewhere:
             raise ClaimedElsewhere(elsewhere, '')
         return held
 
     def _require_unused(self) -> None:
         index, key = read_index(self.session.store), keys.stack(self.change.stack.name)
-        for instance in self.wanted.order.instances:
+        for instance in self.target.order.instances:
             if instance in index.requests or instance in index.records:
                 problem = f'{key} is older than its instance {instance}, as after a restore of etcd; {UNCHANGED}'
                 again = f'if it refuses again, run `etcdctl del {key}` first, and the command restores the key'

@@ -57,7 +57,7 @@ def read_hosts(
     names = providers.read_provider_names(placement)
     uuids = {*world.living_computes, *world.requests_at, *(uuid for uuid, name in names.items() if uuid == name)}
     shares = {
-        compute: facts.with_held(sum_held(compute, world.requests_at.get(compute, {}).values())).rooms
+        compute: facts.replace_usage(sum_held(compute, world.requests_at.get(compute, {}).values())).rooms
         for compute, facts in read_facts(store).facts.items()
         if compute in uuids and not facts.problem
     }
