@@ -622,7 +622,7 @@ class Compute:
         self._user_data_valid_until = time.monotonic() + USER_DATA_CHECK_SECONDS * random.uniform(0.5, 1.0)
 
     def _publish_facts(self) -> None:
-        provider, held = self._provider.provider, self._planner.held_resources
+        provider, held = self._provider.provider, self._planner.usage
         if provider is not None and held is not None:
             facts = make_facts(provider, held, self.host.list_image_hashes())
             self._presence.publish(keys.facts(self.uuid), facts, is_urgent=not self._has_facts)

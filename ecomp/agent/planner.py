@@ -18,7 +18,7 @@ from ecomp.agent.jobs import Deferrals, FailureLog
 from ecomp.errors import EcompError, Unreachable, Unreadable
 from ecomp.model import keys
 from ecomp.model.allocation import Resources
-from ecomp.model.facts import sum_held
+from ecomp.model.facts import sum_usage
 from ecomp.model.guest import Address, Guest
 from ecomp.model.order import InvalidRequest, Request, get_holdings, parse_request
 from ecomp.model.record import Record
@@ -115,7 +115,7 @@ class Planner:
         self._finished: queue.SimpleQueue[tuple[Work, float]] = queue.SimpleQueue()
         self._parsed_requests: dict[str, tuple[int, ParsedRequest]] = {}
         # The resources that the requests hold on this compute; None before they were read.
-        self.held_resources: Resources | None = None
+        self.usage: Resources | None = None
         # What each request that is no tombstone claims here.
         self.targets: Mapping[str, Resources] = {}
         # The guests without a request; of these, those whose destroy `host forget` completed, with their last request.
@@ -186,7 +186,7 @@ class Planner:
         changed = self._instances.records.recheck(parsed_requests)
         if changed:
             self.wake_up(f'another process changed the records of {", ".join(changed)}')
-        if self.held_resources is None:
+        if self.usage is None:
             return  # the requests were not read yet
         # No plan contains a deferred or stopped build whose request was deleted manually.
         unfinished = (
@@ -337,7 +337,7 @@ class Planner:
                 )
             self._parsed_requests[name] = entry.revision, parsed
         parsed_requests = (parsed for _, parsed in self._parsed_requests.values())
-        self.held_resources = sum_held(self._instances.compute, parsed_requests)
+        self.usage = sum_usage(self._instances.compute, parsed_requests)
         valid = [each for _, each in self._parsed_requests.values() if isinstance(each, Request)]
         self.targets = {each.instance: each.allocations[self._instances.compute] for each in valid if each.allocations}
         for name in before.keys() - self._parsed_requests.keys():

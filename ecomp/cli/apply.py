@@ -340,7 +340,7 @@ def _report_no_room(run: _Apply, error: NoCapacity, backend: offer.Backend, chan
             if not line.startswith('Try: --count'):  # an option of create
                 say(line)
 
-        refusal = Refusal(order.query or '', taken=error.placed)
+        refusal = Refusal(order.query or '', places=error.placed)
         report_reasons(ctx.store, backend, refusal, order.group, say_unless_about_count)
 
     return report_refusal(ctx, error, explain)

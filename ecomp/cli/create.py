@@ -296,7 +296,7 @@ def _report_no_capacity(ctx: Context, error: NoCapacity, backend: Backend, query
     def report_reasons(say: Callable[[str], None]) -> None:
         from ecomp.scheduler.placing.explain import Refusal, report_reasons
 
-        refusal = Refusal(query, taken=error.candidates if isinstance(error, TooFew) else (), on=on)
+        refusal = Refusal(query, places=error.candidates if isinstance(error, TooFew) else (), on=on)
         report_reasons(ctx.store, backend, refusal, ctx.options.membership, say)
 
     return report_refusal(ctx, error, None if isinstance(error, OverQuota) else report_reasons)

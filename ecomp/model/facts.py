@@ -75,7 +75,7 @@ _LIMITS = ('min_unit', 'max_unit', 'step_size')
 NO_FACTS = Facts(problem='what it has is unknown: its ecompute has just started, or cannot publish it')
 
 
-def sum_held(compute: str, requests: Iterable[Request | InvalidRequest]) -> dict[str, int]:
+def sum_usage(compute: str, requests: Iterable[Request | InvalidRequest]) -> dict[str, int]:
     """Return what the requests of a compute hold there, including those to destroy."""
     # A destroyed instance holds its resources until it is gone.
     valid = (each for each in requests if isinstance(each, Request))

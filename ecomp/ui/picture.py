@@ -16,7 +16,7 @@ from ecomp.model import keys
 from ecomp.model.allocation import REQUIRED_CLASSES
 from ecomp.model.audit import parse_report
 from ecomp.model.events import Change, make_events
-from ecomp.model.facts import NO_FACTS, Facts, parse_facts, sum_held
+from ecomp.model.facts import NO_FACTS, Facts, parse_facts, sum_usage
 from ecomp.model.finding import Finding
 from ecomp.model.host import DISABLED, SILENT, UP, Computes, EntriesByCompute, group_by_instance, parse_computes
 from ecomp.model.listing import Absences, is_on_host
@@ -156,7 +156,7 @@ class Picture:
         published, trouble, report = (self._entries.get(prefix + compute) for prefix in OF_COMPUTES)
         if published is not None:
             self._facts[compute] = parse_facts(published.value)
-        facts, held = self._facts.get(compute, NO_FACTS), sum_held(compute, requests.values())
+        facts, held = self._facts.get(compute, NO_FACTS), sum_usage(compute, requests.values())
         capacities = {name: facts.room.get(name, [None])[0] for name in {*facts.room, *held}}
         is_sure = all(isinstance(each, Request) for each in requests.values())  # too large a value was dropped
         rooms = {name: (held.get(name, 0) if is_sure else None, each) for name, each in capacities.items()}

@@ -226,7 +226,7 @@ def test_members_of_the_set_are_distinguished_from_group_members(world: Explaine
 
     def explain_hosts(policy: str, **members: str) -> list[str]:
         group = Group('web', policy, True, members)
-        return [line for line in world.explain(GUEST_QUERY, group=group, taken=placed) if line.startswith('hv')]
+        return [line for line in world.explain(GUEST_QUERY, group=group, places=placed) if line.startswith('hv')]
 
     assert explain_hosts(ANTI_AFFINITY)[0] == 'hv1: instance 1 of the set takes hv1 (group web, strict anti-affinity)'
     assert explain_hosts(AFFINITY)[1] == 'hv2: instance 1 of the set takes hv1 (group web, strict affinity)'

@@ -150,7 +150,7 @@ class UnthreadedPresence(Presence):
 
 class ModelUpkeep(Upkeep):
     def __post_init__(self) -> None:
-        self._held = self._inventory = None
+        self._consumers = self._inventory = None
 
 
 class InlinePool(InlineRunner):

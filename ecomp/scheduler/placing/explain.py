@@ -25,7 +25,7 @@ from ecomp.model.explain import (
     format_cures,
     sort_misses,
 )
-from ecomp.model.facts import NO_FACTS, Facts, sum_held
+from ecomp.model.facts import NO_FACTS, Facts, sum_usage
 from ecomp.model.group import Group, Membership
 from ecomp.model.host import Computes
 from ecomp.model.order import parse_request
@@ -62,7 +62,7 @@ class Refusal:
     query: str
     group: Group | None = None
     # The places that were found for other instances of its set.
-    taken: Sequence[Candidate] = ()
+    places: Sequence[Candidate] = ()
     # The argument of --on: then only that compute has a line.
     on: str | None = None
     # The providers that were offered.
@@ -126,7 +126,7 @@ def list_reasons(store: Store, placement: Placement, refusal: Refusal) -> list[s
     if examination.with_room:
         return lines
     advice = _make_advice(placement, constraints, examination.misses, computes, requested)
-    return [*lines, *advice[:1], f'Try: --count {len(refusal.taken)}'] if refusal.taken else [*lines, *advice]
+    return [*lines, *advice[:1], f'Try: --count {len(refusal.places)}'] if refusal.places else [*lines, *advice]
 
 
 def find_shortfalls(
@@ -186,8 +186,8 @@ def _compare(
     facts: Mapping[str, Facts],
     refusal: Refusal,
 ) -> _Examination:
-    takers, taken = [each.compute for each in refusal.taken], dict[str, list[Resources]]()
-    for candidate in refusal.taken:
+    takers, taken = [each.compute for each in refusal.places], dict[str, list[Resources]]()
+    for candidate in refusal.places:
         taken.setdefault(candidate.compute, []).append(candidate.allocations[candidate.compute])
     examination = _Examination()
     for compute in chosen:
@@ -218,7 +218,7 @@ def _update_facts(
     disabled, updated = find_with_trait(placement, DISABLED), dict[str, Facts]()
     for compute in selected:
         entries = store.snapshot(keys.request_prefix(compute)).entries
-        held = sum_held(compute, (parse_request(compute, key, entry.value) for key, entry in entries.items()))
+        held = sum_usage(compute, (parse_request(compute, key, entry.value) for key, entry in entries.items()))
         traits = {*facts[compute].traits} - {DISABLED} | ({DISABLED} if compute in disabled else set())
         updated[compute] = facts[compute].replace_usage(held)._replace(traits=tuple(traits))
     return updated

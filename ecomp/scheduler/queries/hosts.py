@@ -11,7 +11,7 @@ from ecomp.errors import EcompError, Unreadable
 from ecomp.metrics import Samples
 from ecomp.model import keys, status
 from ecomp.model.allocation import GIB, MIB
-from ecomp.model.facts import Facts, parse_facts, sum_held
+from ecomp.model.facts import Facts, parse_facts, sum_usage
 from ecomp.model.host import CLOSED, ORPHANED, SILENT, Host, ProviderSummary
 from ecomp.model.listing import Absences
 from ecomp.model.states import QUEUED, SCHEDULED
@@ -57,7 +57,7 @@ def read_hosts(
     names = providers.read_provider_names(placement)
     uuids = {*world.living_computes, *world.requests_at, *(uuid for uuid, name in names.items() if uuid == name)}
     shares = {
-        compute: facts.replace_usage(sum_held(compute, world.requests_at.get(compute, {}).values())).rooms
+        compute: facts.replace_usage(sum_usage(compute, world.requests_at.get(compute, {}).values())).rooms
         for compute, facts in read_facts(store).facts.items()
         if compute in uuids and not facts.problem
     }
