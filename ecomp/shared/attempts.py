@@ -21,9 +21,7 @@ def is_alive(store: Store, compute: str) -> bool:
 def read_silence_condition(store: Store, compute: str) -> Unchanged | None:
     """Return the condition that a silent compute stays silent, or None if it is alive."""
     entry = store.get(keys.compute(compute))
-    if entry is not None and entry.lease:
-        return None
-    return Unchanged(keys.compute(compute), entry.revision if entry is not None else 0)
+    return None if entry and entry.lease else Unchanged(keys.compute(compute), entry.revision if entry else 0)
 
 
 def list_leased(store: Store, prefix: str) -> list[str]:
@@ -50,11 +48,8 @@ def read_pending_instances(store: Store, queued: str = QUEUED, own_attempt: Unch
         return placing
     entries = store.snapshot(keys.QUEUES, keys_only=True).entries.items()
     # A taker's key counts only while it has a lease. A compute that takes an instance later also claims it later.
-    return placing | {
-        keys.get_queued_instance(key)
-        for key, entry in entries
-        if (entry.lease if key.endswith(keys.TAKER) else queued == QUEUED)
-    }
+    waiting = [key for key, entry in entries if (entry.lease if key.endswith(keys.TAKER) else queued == QUEUED)]
+    return placing.union(map(keys.get_queued_instance, waiting))
 
 
 def find_needed(
@@ -73,8 +68,7 @@ def find_needed(
     """
     elsewhere = {instance for instance, providers in holding.items() if compute and compute not in providers}
     pending = read_pending_instances(store, queued, own_attempt)
-    # Requests move from /requests and /queues to /hosts, so /hosts is read last: otherwise one that moves in between
-    # would be missed.
+    # Requests move from /requests and /queues to /hosts, so /hosts is read last: otherwise some would be missed.
     names = {make(each, instance): instance for instance in holding for each in holding[instance] for make in make_keys}
     found = store.read(list(names)) if names else {}
     return elsewhere | pending.intersection(holding) | {names[key] for key in found}
@@ -103,8 +97,7 @@ def count_placements_before_and_after(snapshot: Snapshot, revision: int) -> tupl
     for entry in snapshot.entries.values():
         # The key of a set ends in the uuid of the set, which is no instance.
         instances = parse_attempt_instances(entry.key, entry.value) - {keys.get_last_part(entry.key)}
-        # A malformed attempt counts as one instance.
-        count = len(instances) or 1 if entry.lease else 0
+        count = len(instances) or 1 if entry.lease else 0  # a malformed attempt counts as one instance
         before += count if entry.revision < revision else 0
         after += count if entry.revision > revision else 0
     return before, after

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ecomp.errors import Unreadable
@@ -16,17 +15,7 @@ from ecomp.model.quota import make_charge
 from ecomp.model.states import ERROR, GONE, RETENTION_SECONDS
 from ecomp.model.stored import encode
 from ecomp.model.user_data import SharedUserData
-from ecomp.shared.names import (
-    Change,
-    commit_with_shared,
-    load_group,
-    load_quota,
-    make_empty_change,
-    make_group_operation,
-    make_quota_put,
-    release_name,
-    try_revoke,
-)
+from ecomp.shared import names
 from ecomp.store.client import Delete, Entry, Exists, Put, Settlement, Store, Touch, Unchanged
 
 if TYPE_CHECKING:
@@ -44,44 +33,34 @@ def write_final_record(
     release_shared: bool = True,
     lease_seconds: int | None = None,
 ) -> int | None:
-    """Write an instance's final record on a lease, and release the keys it shared.
-
-    `removed_keys` are deleted, too. `conditions` compare the first one, because it settles a lost answer.
-    """
+    """Write an instance's final record on a lease, delete keys, and release what it shared."""
     key = keys.record(record.compute, record.instance)
     # Before its end, only the record of an instance in the state error is on a lease.
     error_record = store.get(key) if record.state == GONE and record.error is not None else None
     lease = store.grant(lease_seconds or RETENTION_SECONDS[record.state])
     put = Put(key, encode(record), lease)
     name_lease = lease if record.state == ERROR else 0
-    make_change = partial(release_shared_keys, store, record, name_lease) if release_shared else make_empty_change
-    settlement = Settlement(Touch(removed_keys[0]))
-    written = commit_with_shared(store, conditions, [put, *map(Delete, removed_keys)], make_change, lease, settlement)
+    make_change = partial(release_shared_keys, store, record, name_lease) if release_shared else names.make_empty_change
+    settlement = Settlement(Touch(removed_keys[0]))  # `conditions` compare this key, so it settles a lost answer
+    operations: list[Put | Delete] = [put, *map(Delete, removed_keys)]
+    written = names.commit_with_shared(store, conditions, operations, make_change, lease, settlement)
     if written is not None and error_record is not None:
-        try_revoke(store, error_record.lease)
+        names.try_revoke(store, error_record.lease)
     return written
 
 
 def prepare_user_data(store: Store, user_data: SharedUserData | None) -> tuple[list[Put], int]:
-    """Refresh the lease of user-data's key or grant one, and return the write and a new lease.
-
-    The lease is 0 if none was granted. There is no write without `user_data`.
-    """
+    """Return the write of user-data, if there is any, and the lease granted for it, or 0."""
     if user_data is None:
         return [], 0
     key = keys.user_data(user_data.sha256)
     existing = _refresh_user_data(store, key)[1]
-    if existing:
-        return [Put(key, user_data.text, existing)], 0
-    lease = store.grant(USER_DATA_SECONDS)
-    return [Put(key, user_data.text, lease)], lease
+    lease = 0 if existing else store.grant(USER_DATA_SECONDS)
+    return [Put(key, user_data.text, existing or lease)], lease
 
 
 def keep_user_data(store: Store, sha256: str, contents: Iterable[bytes]) -> None:
-    """Refresh the lease of user-data, or write a copy from `contents` if that is not possible.
-
-    A lease that is missing or too short cannot be refreshed. Nothing is written if no copy has this hash.
-    """
+    """Refresh the lease of user-data, or else write the one of `contents` with this hash."""
     condition, existing = _refresh_user_data(store, keys.user_data(sha256))
     copies = map(SharedUserData.from_bytes, () if existing else contents)
     copy = next((copy for copy in copies if copy.sha256 == sha256), None)
@@ -92,7 +71,7 @@ def keep_user_data(store: Store, sha256: str, contents: Iterable[bytes]) -> None
         revision = store.commit([condition], [Put(condition.key, copy.text, lease)])
     finally:
         if revision is None:  # another compute was faster, or our role does not allow it
-            try_revoke(store, lease)
+            names.try_revoke(store, lease)
 
 
 def _refresh_user_data(store: Store, key: str) -> tuple[Unchanged, int]:
@@ -103,23 +82,22 @@ def _refresh_user_data(store: Store, key: str) -> tuple[Unchanged, int]:
     return Unchanged(key, entry.revision), entry.lease if is_kept else 0
 
 
-def release_shared_keys(store: Store, record: Record, record_lease: int = 0) -> Change:
+def release_shared_keys(store: Store, record: Record, record_lease: int = 0) -> names.Change:
     """Return the change that releases an instance's name, group slot and quota charge."""
-    conditions, operations = release_name(store, record.name, record.instance, record_lease)
+    conditions, operations = names.release_name(store, record.name, record.instance, record_lease)
     with suppress(Unreadable):
         # A malformed group or quota is left as it is, so that the end need not wait for a repair.
-        members_group, unchanged = load_group(store, record.group.name) if record.group else (None, None)
+        members_group, unchanged = names.load_group(store, record.group.name) if record.group else (None, None)
         if members_group is not None and unchanged is not None and record.instance in members_group.members:
             conditions.append(unchanged)
-            operations.append(make_group_operation(members_group.without_members(record.instance)))
+            operations.append(names.make_group_operation(members_group.without_members(record.instance)))
     with suppress(Unreadable):
-        current, unchanged = load_quota(store, record.project_id)
+        current, unchanged = names.load_quota(store, record.project_id)
         conditions.append(unchanged)  # a quota that is set concurrently counts all requests itself
-        # The charge of an evacuated instance has moved to its replacement. A failed one has released its charge before
-        # it is destroyed.
+        # The charge of an evacuated instance is its replacement's now. A failed one released its charge when it failed.
         is_released = record.replaced_by is not None or (record.state == GONE and record.error is not None)
         if current is not None and not is_released:
-            operations.append(make_quota_put(current.add_used(make_charge(record.resources), -1)))
+            operations.append(names.make_quota_put(current.add_used(make_charge(record.resources), -1)))
     return conditions, operations
 
 
@@ -139,9 +117,9 @@ def deliver(  # noqa: PLR0913
     deliveries: Sequence[tuple[str, Request]],
     attempt: Unchanged,
     user_data: SharedUserData | None,
-    make_shared_change: Callable[[], Change],
+    make_shared_change: Callable[[], names.Change],
     ends_attempt: bool = True,
-    old_records: Mapping[str, Entry] = MappingProxyType({}),
+    old_records: Mapping[str, Entry] = {},
 ) -> int:
     """Deliver (compute, request) pairs, at least one, in one transaction.
 
@@ -162,4 +140,4 @@ def deliver(  # noqa: PLR0913
     doubt = f'{keys.get_queued_instance(attempt.key)} was delivered'
     # All or none are delivered, so one of the requests stands for all.
     settlement = Settlement(Delete(attempt.key), partial(find_delivery, *deliveries[0]), doubt)
-    return commit_with_shared(store, conditions, operations, make_shared_change, granted, settlement) or 0
+    return names.commit_with_shared(store, conditions, operations, make_shared_change, granted, settlement) or 0

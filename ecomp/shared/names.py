@@ -22,6 +22,7 @@ from ecomp.model.stored import decode, decode_at, encode
 from ecomp.store.client import MAX_TRANSACTION_OPERATIONS, Delete, Entry, Exists, Put, Settlement, Store, Unchanged
 
 Shared = TypeVar('Shared')
+Load = Callable[[Store, str], tuple[Shared | None, object]]
 
 # The conditions and operations on shared keys in one transaction.
 Change = tuple[list[Unchanged], list[Put | Delete]]
@@ -40,7 +41,6 @@ class Excluded(Exception):
 
 
 def parse_name_holder(entry: Entry) -> str:
-    """Return the instance that a name's key belongs to."""
     return decode_at(entry.key, NameOwner, entry.value).instance
 
 
@@ -90,9 +90,7 @@ def load_quota(store: Store, project: str) -> tuple[Quota | None, Unchanged]:
     return _read(store, keys.quota(project), Quota, project=project)
 
 
-def load_all(
-    store: Store, prefix: str, load: Callable[[Store, str], tuple[Shared | None, object]]
-) -> tuple[list[Shared], list[EcompError]]:
+def load_all(store: Store, prefix: str, load: Load[Shared]) -> tuple[list[Shared], list[EcompError]]:
     """Return all groups, quotas or stacks, sorted by name, and an error for each malformed one."""
     values: list[Shared] = []
     errors: list[EcompError] = []
@@ -112,8 +110,6 @@ def join_group(
 
     Raises:
         Excluded: the group's rule forbids some of them.
-        UsageError: the group is new, and the membership has no policy.
-        Conflict: the group has another policy, or is full.
     """
     if membership is None:
         return [], []
@@ -162,22 +158,15 @@ def change_charge(store: Store, project: str, before: Resources, after: Resource
 
 
 def merge_changes(*changes: Change) -> Change:
-    """Merge several changes into one."""
-    conditions: list[Unchanged] = []
-    operations: list[Put | Delete] = []
-    for change_conditions, change_operations in changes:
-        conditions += change_conditions
-        operations += change_operations
-    return conditions, operations
+    conditions = [each for compared, _ in changes for each in compared]
+    return conditions, [each for _, operations in changes for each in operations]
 
 
 def make_quota_put(new_quota: Quota, **stamp: str) -> Put:
-    """Return the unconditional write that creates or replaces the quota's key."""
     return Put(keys.quota(new_quota.project), encode(new_quota, **stamp))
 
 
 def make_empty_change() -> Change:
-    """Return a change without conditions and writes."""
     return [], []
 
 
@@ -206,7 +195,7 @@ def commit_with_shared(
     transaction. It is revoked if certainly nothing was written.
     """
     if lease and settlement is not None:
-        settlement = settlement._replace(find_commit=partial(_find_on_lease, lease, settlement.find_commit))
+        settlement = settlement._replace(find_commit=partial(_find_on_lease, lease, settlement))
     try:
         shared_conditions, shared_operations = make_change()
         for _ in range(MAX_TRIES):
@@ -227,12 +216,10 @@ def commit_with_shared(
     return None
 
 
-def _find_on_lease(
-    lease: int, find_commit: Callable[[Mapping[str, Entry]], int | None], entries: Mapping[str, Entry]
-) -> int | None:
+def _find_on_lease(lease: int, settlement: Settlement, entries: Mapping[str, Entry]) -> int | None:
     # A shared key that has changed since hides a commit, but no other transaction writes on its lease.
     revisions = [each.revision for each in entries.values() if each.lease == lease]
-    return min(revisions) if revisions else find_commit(entries)
+    return min(revisions) if revisions else settlement.find_commit(entries)
 
 
 def make_group_operation(new_group: Group) -> Put | Delete:

@@ -29,7 +29,6 @@ class KeyIndex:
 
     @cached_property
     def records(self) -> Mapping[str, Sequence[str]]:
-        """{instance: its keys below /instances/}, listed when this is first read."""
         return self._list_records()
 
 
@@ -74,11 +73,7 @@ def find_by_listing(store: Store, instance: str, key_index: KeyIndex | None = No
         own_keys += [keys.request(compute, instance) for compute, _ in map(keys.parse_record_key, own_keys) if compute]
     if not own_keys:
         return EntriesByCompute()
-    return _resolve_instance(store, instance, store.read(sorted(own_keys))) or EntriesByCompute()
-
-
-def _resolve_instance(store: Store, instance: str, entries: Mapping[str, Entry]) -> EntriesByCompute[Entry] | None:
-    return resolve_places(store, entries.items()).get(instance)
+    return resolve_places(store, store.read(sorted(own_keys)).items()).get(instance) or EntriesByCompute()
 
 
 def resolve_places(store: Store, entries: Iterable[tuple[str, Entry]]) -> dict[str, EntriesByCompute[Entry]]:

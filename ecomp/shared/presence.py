@@ -40,6 +40,7 @@ COPY_REMEDY = (
     'its state directory, and start it again'
 )
 OTHER_OWNER_REMEDY = '. Fix: stop that ecompute, or set another `uuid:` for this one'
+EARLIER_BOOT = '%s was written before a reboot, or by a copy of this compute: waiting until its lease expires'
 
 
 class Presence:
@@ -83,10 +84,7 @@ class Presence:
         self._stopped = threading.Event()
 
     def check(self) -> None:
-        """Raise what start() would, except NoSpace, without putting the key.
-
-        This waits for an earlier boot's key, as start() does.
-        """
+        """Raise what start() would, after the same wait, except NoSpace, without putting the key."""
         self._wait_for_earlier_boot()
         with suppress(NoSpace):
             # A put that is not permitted is refused although its condition cannot hold.
@@ -109,9 +107,7 @@ class Presence:
             self.schedule_check(is_urgent)
 
     def start(self) -> None:
-        """Put the key and keep it, and have Store.fence require it.
-
-        This waits up to LEASE_SECONDS + MAX_EXPIRY_DELAY_SECONDS for an earlier boot's key.
+        """Put and keep the key, once an earlier boot's has expired, and have Store.fence require it.
 
         Raises:
             Conflict: the key has another owner.
@@ -281,11 +277,8 @@ class Presence:
         deadline = 0.0
         while (entry := self._read_entry()) is not None and entry.lease and self._is_of_another_boot(entry):
             if not deadline:
-                log.info(
-                    '%s was written before a reboot, or by a copy of this compute: waiting until its lease expires',
-                    self._key,
-                )
-            deadline = deadline or time.monotonic() + LEASE_SECONDS + MAX_EXPIRY_DELAY_SECONDS
+                log.info(EARLIER_BOOT, self._key)
+                deadline = time.monotonic() + LEASE_SECONDS + MAX_EXPIRY_DELAY_SECONDS
             # A lease that does not expire belongs to a copy of the state directory.
             if time.monotonic() >= deadline:
                 raise self._make_conflict(entry, COPY_REMEDY)
@@ -333,18 +326,15 @@ class Presence:
                 self._lease_id = lease
                 self._record_revision(written)
                 return
-        raise Conflict(
-            f'{self._key}: another process changed it in each of 2 tries. Try: stop other ecomputes with this uuid'
-        )
+        problem = f'{self._key}: another process changed it in each of 2 tries'
+        raise Conflict(f'{problem}. Try: stop other ecomputes with this uuid')
 
 
 def are_presences_proven(store: Store) -> bool:
     """Return whether every presence is one of this etcd."""
-    ages = (
-        store.read_lease_age(leases[1])
-        for entry in store.snapshot(keys.HOSTNAMES).entries.values()
-        if (leases := decode_lenient(StoredHostname, entry.value).leases)
-    )
+    hostnames = store.snapshot(keys.HOSTNAMES).entries.values()
+    leases = (decode_lenient(StoredHostname, entry.value).leases for entry in hostnames)
+    ages = (store.read_lease_age(each[1]) for each in leases if each)
     # A life lease of this age shows that etcd has run for long enough.
     return any(age is not None and age > MAX_UNPROVEN_SECONDS for age in ages)
 
