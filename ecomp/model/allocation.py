@@ -148,18 +148,14 @@ def describe_difference(request: Allocations, claim: Allocations) -> str | None:
     if not claim:
         return 'placement holds no allocation for it'
     parts = []
-    for provider in sorted({*request, *claim}):
-        if provider not in claim:
-            parts.append(f'placement holds nothing on {provider}')
-        elif provider not in request:
-            parts.append(
-                f'placement holds {format_resources(claim[provider])} on {provider}, but the request has nothing there'
-            )
-        elif dict(request[provider]) != dict(claim[provider]):
-            parts.append(
-                f'placement holds {format_resources(claim[provider])} on {provider}, '
-                f'but the request has {format_resources(request[provider])}'
-            )
+    for name in sorted({*request, *claim}):
+        amounts = format_resources(claim.get(name, {}))
+        if name not in claim:
+            parts += [f'placement holds nothing on {name}']
+        elif name not in request:
+            parts += [f'placement holds {amounts} on {name}, but the request has nothing there']
+        elif dict(request[name]) != dict(claim[name]):
+            parts += [f'placement holds {amounts} on {name}, but the request has {format_resources(request[name])}']
     sentence = 'the request and placement differ: ' + '; '.join(parts)
     return sentence if len(sentence) <= MAX_DIFFERENCE_CHARACTERS else f'{sentence[:MAX_DIFFERENCE_CHARACTERS]}…'
 
@@ -186,10 +182,7 @@ class Provider(NamedTuple):
     def with_usage(self, amounts: Sequence[Resources]) -> Provider:
         """Return the provider with these amounts of other instances of the set added to its usage."""
         sums = sum_resources(amounts)
-        increased = {
-            name: inventory._replace(used=inventory.used + sums.get(name, 0))
-            for name, inventory in self.inventories.items()
-        }
+        increased = {name: each._replace(used=each.used + sums.get(name, 0)) for name, each in self.inventories.items()}
         return self._replace(inventories=increased, taken_count=len(amounts))
 
     def get_names(self, key: str) -> Collection[str]:

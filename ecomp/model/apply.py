@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ecomp.errors import EcompError, UsageError
 from ecomp.model.group import Membership
@@ -262,14 +262,6 @@ def make_stack_order(stack: Stack, desired: Mapping[str, Desired], stages: Mappi
     if size > MAX_SET_BYTES:
         problem = f'the {len(members)} new instances have {size} bytes, more than a transaction of etcd can have'
         raise UsageError(f'{problem}. Fix: give fewer ssh keys, or split the stack')
-    common = next(iter(members.values())).order
-    count = len(members)
-    return StackOrder(
-        stack.attempt,
-        user_id=common.user_id,
-        project_id=common.project_id,
-        stages=stages,
-        count=count,
-        minimum=count,
-        members=members,
-    )
+    common, count = next(iter(members.values())).order, len(members)
+    owner: dict[str, Any] = {'user_id': common.user_id, 'project_id': common.project_id}
+    return StackOrder(stack.attempt, **owner, stages=stages, count=count, minimum=count, members=members)

@@ -7,7 +7,6 @@ from collections import ChainMap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from types import MappingProxyType
 from typing import NamedTuple
 
 from ecomp.model.allocation import Resources, Room, sum_allocations
@@ -77,7 +76,7 @@ class Planner:
     def assign(
         self,
         lots: Sequence[Lot],
-        claims: Mapping[str, Candidate] = MappingProxyType({}),
+        claims: Mapping[str, Candidate] = {},
         dead: Collection[str] = (),
         ahead: int | None = None,
     ) -> Assignment:
@@ -93,8 +92,7 @@ class Planner:
                 members = {each: claims[each].compute for each in lot.instances if each in claims}
                 plan.groups[joined.name] = joined.with_members(members)
         units: dict[str | Lot, list[Lot]] = {}
-        # Greedy: groups of one compute come first, then other groups, then large amounts, because small ones fit into
-        # the gaps.
+        # Greedy: groups of one compute first, then other groups, then large amounts, for small ones fit into the gaps.
         for lot in sorted(lots, key=self._make_sort_key):
             group = plan.get_group(lot)
             units.setdefault(group.name if group and group.is_undecided else lot, []).append(lot)
@@ -174,10 +172,7 @@ class _Plan:
         return self.groups.get(lot.membership.name) if lot.membership is not None else None
 
     def place(self, lots: Sequence[Lot]) -> None:
-        """Place as many instances as possible of one lot, or of several that need one compute.
-
-        If these are fewer than the minimum, none is placed.
-        """
+        """Place one lot, or several that need one compute, or none if fewer than required fit."""
         names = {lot: self._list_unheld(lot) for lot in lots}
         group, count = self.get_group(lots[0]), sum(map(len, names.values()))
         required = sum(lot.required - len(lot.instances) for lot in lots) + count
@@ -228,8 +223,8 @@ class _Plan:
         if ahead is None or group is not None:  # a group's places are not chosen for other attempts
             return choose_places(ranking, count)
         # Not shuffled: every attempt has to simulate the others in the same order.
-        ordered = ranking if weigh == FIRST else Ranking(sorted(ranking.candidates, key=_make_fixed_key))
-        places = choose_places(ordered, ahead + count + MIN_SPARE_PLACES)
+        fixed = sorted(ranking.candidates, key=lambda each: (*each.quality, each.compute, sorted(each.allocations)))
+        places = choose_places(ranking if weigh == FIRST else Ranking(fixed), ahead + count + MIN_SPARE_PLACES)
         spare = len(places) - ahead - count
         self.spare = min(self.spare, spare)
         if weigh == SPREAD and count == 1 and spare >= MIN_SPARE_PLACES:
@@ -253,7 +248,3 @@ class _Plan:
         offer = offer._replace(candidates=[each for each in offer.candidates if self.dead.isdisjoint(each)])
         skipped = [provider for each in offer.candidates for provider in each if living.isdisjoint(each)]
         return explain_no_candidate(offer, skipped, living, group)
-
-
-def _make_fixed_key(candidate: Candidate) -> tuple[bool, float, str, tuple[str, ...]]:
-    return *candidate.quality, candidate.compute, tuple(sorted(candidate.allocations))

@@ -41,18 +41,12 @@ def find_all(world: World) -> list[Finding]:
 Revisions = Mapping[str, Mapping[str, int]]
 
 
-def confirm_findings(
-    first: Iterable[Finding], second: Iterable[Finding], revisions: Sequence[Revisions]
-) -> list[Finding]:
+def confirm_findings(first: Iterable[Finding], second: Iterable[Finding], reads: Sequence[Revisions]) -> list[Finding]:
     """Return the findings that both checks have, if the keys of their subject did not change."""
     # Planes that are read at different moments may disagree about an instance in work, but then its keys change.
     second_findings = set(second)
-    return [
-        finding
-        for finding in first
-        if finding in second_findings
-        and all(snapshot.get(finding.subject) == revisions[0].get(finding.subject) for snapshot in revisions)
-    ]
+    both = [each for each in first if each in second_findings]
+    return [each for each in both if all(read.get(each.subject) == reads[0].get(each.subject) for read in reads)]
 
 
 def _describe_record(record: Record) -> str:
@@ -67,10 +61,8 @@ def _find_compute_problems(world: World) -> Iterator[Finding]:
     for key in world.select_prefix(keys.HOSTNAMES):
         compute = keys.get_last_part(key)
         if compute not in known_computes:
-            sentence = (
-                f'{key} names a compute that is not in placement, nor in a request or the record of a living instance'
-            )
-            yield Finding('hostname-orphaned', compute, sentence, keys=(key, keys.compute(compute)))
+            problem = 'names a compute that is not in placement, nor in a request or the record of a living instance'
+            yield Finding('hostname-orphaned', compute, f'{key} {problem}', keys=(key, keys.compute(compute)))
     for compute in sorted(world.living_computes):
         if compute not in world.planes.providers:
             yield Finding('provider-missing', compute, f'compute {compute} is alive, but has no provider')
@@ -183,11 +175,9 @@ def _find_queue_problems(world: World) -> Iterator[Finding]:
             if others or len(queues) > 1:
                 other_queues = [f'it is in the queues {", ".join(sorted(queues))}'] if len(queues) > 1 else []
                 sentence = f'{key} is a queued request, but {"; ".join([*others, *other_queues])}'
-                is_repairable = bool(others) and len(queues) == 1
-                related_keys = world.list_instance_keys(instance) if is_repairable else ()
-                yield Finding(
-                    'queued-doubled', instance, sentence, is_repairable=is_repairable, keys=(key, *related_keys)
-                )
+                can_repair = bool(others) and len(queues) == 1
+                related = world.list_instance_keys(instance) if can_repair else ()
+                yield Finding('queued-doubled', instance, sentence, is_repairable=can_repair, keys=(key, *related))
             elif world.get_value(keys.flavor(flavor)) is None:
                 sentence = f'it is queued for flavor {flavor}, which does not exist, so no compute takes it'
                 yield Finding('queued-flavorless', instance, sentence)
@@ -200,9 +190,8 @@ def _find_name_problems(world: World) -> Iterator[Finding]:
         key = keys.name(name)
         requests, record = world.requests_by_compute.get(instance, {}).values(), world.records.get(instance)
         waiting = world.queue_entries.get(instance, {}).values()
-        if instance in world.malformed_records or any(
-            isinstance(parsed, InvalidRequest) for parsed in (*requests, *waiting)
-        ):
+        is_malformed = any(isinstance(parsed, InvalidRequest) for parsed in (*requests, *waiting))
+        if is_malformed or instance in world.malformed_records:
             continue  # a malformed record or request may have the name
         entry = world.get_value(key)
         if record is not None and not world.is_living(instance):
@@ -317,9 +306,8 @@ def _find_group_problems(world: World) -> Iterator[Finding]:
             yield Finding('group-orphaned', name, sentence, keys=(keys.group(name),))
     for instance in (record.instance for record in world.settled):
         for compute, request in world.list_live_requests(instance).items():
-            if request.group and (
-                detail := _find_lack(world.groups.get(name := request.group.name), instance, compute)
-            ):
+            name = request.group.name if request.group else ''
+            if name and (detail := _find_lack(world.groups.get(name), instance, compute)):
                 sentence = f'it is requested in group {name} on compute {compute}, but {keys.group(name)} {detail}'
                 yield Finding('group-missing', instance, sentence, compute, keys=world.list_instance_keys(instance))
 
@@ -419,11 +407,8 @@ def list_orphaned_entries(world: World, stack: Stack) -> list[str]:
 # Of a host, by itself
 
 # The code for each trouble of a living guest.
-CODES_BY_TROUBLE = {
-    **dict.fromkeys((PAUSED, UNLIKE, UNPLUGGED, INTERFACE_DOWN), 'domain-differs'),
-    UNFILTERED: 'filter-missing',
-    REFUSED_METADATA: 'metadata-refused',
-}
+CODES_BY_TROUBLE = dict.fromkeys((PAUSED, UNLIKE, UNPLUGGED, INTERFACE_DOWN), 'domain-differs')
+CODES_BY_TROUBLE |= {UNFILTERED: 'filter-missing', REFUSED_METADATA: 'metadata-refused'}
 
 
 def _find_guest_problems(world: World) -> Iterator[Finding]:
@@ -432,9 +417,8 @@ def _find_guest_problems(world: World) -> Iterator[Finding]:
         guest, record = facts.guests.get(instance), world.records.get(instance)
         is_awaited = compute in world.requests_by_compute.get(instance, {}) and not world.is_in_work(instance)
         if record is None and guest is not None and _is_domain_of(guest, compute) and is_awaited:
-            sentence = (
-                f'it is requested from compute {compute}, and its domain {guest.condition} there, but it has no record'
-            )
+            domain = f'its domain {guest.condition} there'
+            sentence = f'it is requested from compute {compute}, and {domain}, but it has no record'
             yield Finding('record-missing', instance, sentence, compute)
     for record in world.settled:
         if record.compute != compute:

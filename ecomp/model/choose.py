@@ -35,8 +35,6 @@ class Offer(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A candidate on one compute."""
-
     compute: str
     allocations: Allocations
     weight: float | None  # the largest is tried first; None: not weighed
@@ -48,10 +46,8 @@ class Candidate(NamedTuple):
         return self.is_troubled, -(self.weight or 0)
 
 
-_WEIGHT = check(
-    'a number',
-    lambda value: type(value) in (int, float) and -MAX_AMOUNT <= value <= MAX_AMOUNT,  # never true for NaN
-)
+# Never true for NaN.
+_WEIGHT = check('a number', lambda value: type(value) in (int, float) and -MAX_AMOUNT <= value <= MAX_AMOUNT)
 
 
 @stored(
@@ -72,8 +68,6 @@ class PlacementReason(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The candidates to try, in order."""
-
     candidates: Sequence[Candidate]
     skipped: Sequence[str]  # providers that are not alive, of candidates without exactly one living compute
 
@@ -96,19 +90,15 @@ def choose(
         # Equal ones are shuffled, so that racing schedulers do not all want the same one.
         rng.shuffle(candidates)
         candidates.sort(key=lambda each: -(each.weight or 0))
-    candidate_computes = {candidate.compute for candidate in candidates}
-    skipped -= candidate_computes | living
+    skipped -= living
     candidates.sort(key=lambda each: each.is_troubled)
     return Choice(candidates, sorted(skipped))
 
 
 def calculate_free_share(requested: Resources, room: Mapping[str, Room]) -> float:
     """Return the free share, 0 to 1, of the class that is scarcest after placing `requested`."""
-    shares = [
-        1 - (usage.used + amount) / usage.capacity
-        for name, amount in requested.items()
-        if (usage := room.get(name)) is not None and usage.capacity
-    ]
+    usages = [(room[name], amount) for name, amount in requested.items() if name in room]
+    shares = [1 - (usage.used + amount) / usage.capacity for usage, amount in usages if usage.capacity]
     return round(max(min(shares, default=0.0), 0.0), 2)  # nearly equal computes are equal
 
 
@@ -136,8 +126,7 @@ def distribute(  # noqa: PLR0913
     used_computes: Iterable[str] = (),
 ) -> list[Candidate]:
     """Choose for each of `count` instances the best candidate that has room, if any is left."""
-    # A class or provider that is missing in `rooms` is unlimited. The room of `used_computes` has changed since the
-    # ranking was made.
+    # A class or provider that `rooms` lacks is unlimited. The room of `used_computes` has changed since the ranking.
     changed, chosen = dict[str, dict[str, Room]](), list[Candidate]()
     counts = Counter(group.member_counts if group is not None else ())
 
@@ -166,20 +155,18 @@ _Entry = tuple[bool, int, float, int]
 
 
 class _CandidateHeap:
-    """The candidates of a ranking, the best first, with current weights on `reranked` computes."""
+    """The candidates of a ranking, the best first, with current weights on `stale` computes."""
 
-    def __init__(
-        self, ranking: Ranking, strategy: str, make_entry: Callable[[int], _Entry], reranked: set[str]
-    ) -> None:
-        self._ranking, self._strategy, self._make_entry, self._reranked = ranking, strategy, make_entry, reranked
-        positions = (position for each in reranked for position in ranking.positions.get(each, ()))
+    def __init__(self, ranking: Ranking, strategy: str, make_entry: Callable[[int], _Entry], stale: set[str]) -> None:
+        self._ranking, self._strategy, self._make_entry, self._stale = ranking, strategy, make_entry, stale
+        positions = (position for each in stale for position in ranking.positions.get(each, ()))
         self._entries = [make_entry(position) for position in positions]
         heapify(self._entries)
         self._next = 0
 
     def pop(self) -> Candidate | None:
         candidates, entries = self._ranking.candidates, self._entries
-        while self._next < len(candidates) and candidates[self._next].compute in self._reranked:
+        while self._next < len(candidates) and candidates[self._next].compute in self._stale:
             self._next += 1
         if self._next == len(candidates) or (entries and entries[0] < self._make_unused_entry()):
             return candidates[heappop(entries)[-1]] if entries else None
@@ -194,7 +181,7 @@ class _CandidateHeap:
 
     def rerank(self, compute: str) -> None:
         candidates, positions = self._ranking.candidates, self._ranking.positions[compute]
-        self._reranked.add(compute)
+        self._stale.add(compute)
         if len(positions) > 1:  # its other candidates have another weight now
             self._entries = [each for each in self._entries if candidates[each[-1]].compute != compute]
             heapify(self._entries)
@@ -204,12 +191,8 @@ class _CandidateHeap:
 
 def add_usage(allocations: Allocations, rooms: dict[str, dict[str, Room]]) -> bool:
     """Add the allocations to the usage in `rooms`, or return False if one does not fit."""
-    usages = [
-        (room, name, amount)
-        for provider, resources in allocations.items()
-        for name, amount in resources.items()
-        if name in (room := rooms.get(provider, {}))
-    ]
+    parts = [(rooms.get(provider, {}), resources) for provider, resources in allocations.items()]
+    usages = [(room, name, resources[name]) for room, resources in parts for name in resources if name in room]
     if any(room[name].used + amount > room[name].capacity for room, name, amount in usages):
         return False
     for room, name, amount in usages:

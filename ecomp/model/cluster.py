@@ -1,9 +1,8 @@
 """The identity of an etcd cluster (rule: familiar-etcd), and known problems of etcd versions. Pure.
 
-/cluster holds the identity, a uuid. The first ecompute that finds no such key, and remembers none, writes it once. A
-wiped etcd has another identity, or none. In a healthy cluster the revision never decreases. An etcd that was restored
-from an older snapshot has a lower one. If new writes have raised it again, the raft term is lower, because a restored
-etcd starts with a low one. If the members have new names, etcd's own cluster id differs.
+/cluster holds the identity, a uuid, which the first ecompute writes once. A wiped etcd has another identity, or none.
+An etcd that was restored from an older snapshot has a lower revision. If new writes have raised it again, the raft term
+is lower, because a restored etcd starts with a low one. If the members have new names, etcd's own cluster id differs.
 """
 
 from __future__ import annotations
@@ -46,9 +45,8 @@ class KnownCluster(NamedTuple):
     first_seen_revision: int = 0  # at which the compute first saw or accepted it, 0 if not noted
 
     def with_header(self, header: Header) -> KnownCluster:
-        return self._replace(
-            cluster=header.cluster, revision=max(self.revision, header.revision), term=max(self.term, header.term)
-        )
+        revision, term = max(self.revision, header.revision), max(self.term, header.term)
+        return self._replace(cluster=header.cluster, revision=revision, term=term)
 
 
 @stored(1, 'identity of etcd', identity=UUID, since=lenient(TEXT))
@@ -60,10 +58,8 @@ class ClusterIdentity(NamedTuple):
 
 
 def find_accepted_revision(entries: Iterable[keys.StoredValue]) -> int:
-    """Return the highest valid revision below /accepted/, or 0.
-
-    A value above the revision of its own key counts as that revision.
-    """
+    """Return the highest valid revision below /accepted/, or 0."""
+    # A value above the revision of its own key counts as that revision.
     values = ((entry.value, entry.revision) for entry in entries)
     return max((min(int(value), own) for value, own in values if value.isdigit() and len(value) < 20), default=0)
 

@@ -50,8 +50,6 @@ NameCompute = Callable[[str], str]
 
 
 class Change(NamedTuple):
-    """A change of the value of a key."""
-
     key: str
     before: bytes | None  # None without a key, or if it is not known
     after: bytes | None  # None without a key
@@ -77,20 +75,17 @@ class Event:
 Deliveries = Sequence[tuple[str, Request | InvalidRequest]]
 # Each event with the times, in ISO 8601, that are new in the changed value.
 DatedEvents = Iterator[tuple[Event, Iterable[str]]]
+Describer = Callable[[Change, NameCompute, Deliveries], DatedEvents]
 
 
 def make_events(changes: Sequence[Change], name_compute: NameCompute) -> list[Event]:
     """Return the events of a revision, with the latest time in its new values and its writer."""
     deliveries, stamps = _list_deliveries(changes), [_read_stamp(change) for change in changes]
-    described = [
-        (event, list(filter(_is_time, stamps)))
-        for change in changes
-        if (describe := _DESCRIBERS.get(_get_family(change.key)))
-        for event, stamps in describe(change, name_compute, deliveries)
-    ]
-    times = [*(time for _, times in described for time in times), *(time for time, _ in stamps if _is_time(time))]
+    describers = ((each, _DESCRIBERS.get(_get_family(each.key))) for each in changes)
+    events = [pair for each, describe in describers if describe for pair in describe(each, name_compute, deliveries)]
+    times = filter(_is_time, [*(time for _, new in events for time in new), *(time for time, _ in stamps)])
     time, by = max(times, default=''), max((by for _, by in stamps), default='')
-    return [replace(event, says=event.says[:MAX_TEXT_CHARACTERS], time=time, by=by) for event, _ in described]
+    return [replace(event, says=event.says[:MAX_TEXT_CHARACTERS], time=time, by=by) for event, _ in events]
 
 
 def _describe_replacement(old: Record | Request | None, deliveries: Deliveries) -> str:
@@ -148,17 +143,13 @@ def _describe_record(change: Change, name_compute: NameCompute, deliveries: Deli
     times = list[str]()
     if before is not None:  # a compute may write a record again, with the times of long ago
         # The times of the first two are those of the request: a record repeats them.
-        times += [
-            time for name, time in after.stages.items() if name not in STAGES[:2] and before.stages.get(name) != time
-        ]
+        times += [at for name, at in after.stages.items() if name not in STAGES[:2] and before.stages.get(name) != at]
         times += after.last_boot.stages.values() if after.last_boot and after.last_boot != before.last_boot else ()
-    for text in _describe_record_changes(before, after, name_compute, change.is_known):
+    for text in _describe_changes(before, after, name_compute, change.is_known):
         yield Event(change.revision, 'instance', text, after.instance, after.name or '', after.compute), times
 
 
-def _describe_record_changes(
-    before: Record | None, after: Record, name_compute: NameCompute, is_known: bool
-) -> Iterator[str]:
+def _describe_changes(before: Record | None, after: Record, name_compute: NameCompute, is_known: bool) -> Iterator[str]:
     old = before or Record(after.instance, '', QUEUED)
     if after.state != old.state:
         on = f' on {name_compute(after.compute)}' if before is None and after.compute else ''
@@ -315,9 +306,7 @@ def _describe_operation(change: Change, name_compute: NameCompute, _deliveries: 
         yield Event(change.revision, 'compute', f'compute {label} {text}', compute=compute), ()
 
 
-def _make_describer(
-    kind: str, describe: Callable[[str, bytes], str]
-) -> Callable[[Change, NameCompute, Deliveries], DatedEvents]:
+def _make_describer(kind: str, describe: Callable[[str, bytes], str]) -> Describer:
     """Make a function that yields an event of `kind` if the text of `describe` changed."""
 
     def describe_change(change: Change, _name_compute: NameCompute, _deliveries: Deliveries) -> DatedEvents:
@@ -346,10 +335,8 @@ def _describe_limits(project: str, value: bytes) -> str:
 
 def _describe_stack(change: Change, _name_compute: NameCompute, _deliveries: Deliveries) -> DatedEvents:
     name = change.key.removeprefix(keys.STACKS)
-    before, after = (
-        _describe_value(lambda name, value: decode(Stack, value, name=name), name, each)
-        for each in (change.before, change.after)
-    )
+    values = (change.before, change.after)
+    before, after = (_describe_value(lambda _, value: decode(Stack, value, name=name), name, each) for each in values)
     # Only an apply stamps the value. A destroy and an evacuation change it, too.
     origin = after.applied_from if isinstance(after, Stack) and any(_read_stamp(change)) else ''
     file = make_printable(origin.partition(':')[2].rpartition('/')[2], MAX_NAME_CHARACTERS)
@@ -377,7 +364,7 @@ def _describe_cluster(change: Change, _name_compute: NameCompute, _deliveries: D
 # What commands of users write, and stamp.
 _STAMPED = (keys.HOSTS, keys.STACKS, keys.FLAVORS, keys.QUOTAS)
 # Progress, claims and audit answers give no events.
-_DESCRIBERS: Mapping[str, Callable[[Change, NameCompute, Deliveries], DatedEvents]] = {
+_DESCRIBERS: Mapping[str, Describer] = {
     keys.INSTANCES: _describe_record,
     keys.HOSTS: _describe_request,
     keys.QUEUES: _describe_queue,

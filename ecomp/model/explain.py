@@ -27,8 +27,6 @@ class GroupConstraint:
 
 @dataclass(frozen=True)
 class Cure:
-    """A change that helps."""
-
     constraint: Constraint | GroupConstraint
     replacement: Constraint | None  # None: drop the constraint
     amount_to_free: int = 0  # of the class, before the replacement is used
@@ -36,8 +34,6 @@ class Cure:
 
 @dataclass(frozen=True)
 class UnmetConstraint:
-    """A constraint that fails on a provider."""
-
     constraint: Constraint | GroupConstraint
     reason: str
     shortage: float  # from 0 (almost met) to 1
@@ -103,9 +99,8 @@ def add_group_failure(
     if reason is None:
         return original
     constraint = GroupConstraint(group.name)
-    return Miss(
-        original.provider, (*original.failures, UnmetConstraint(constraint, reason, 1.0, Cure(constraint, None)))
-    )
+    failure = UnmetConstraint(constraint, reason, 1.0, Cure(constraint, None))
+    return Miss(original.provider, (*original.failures, failure))
 
 
 def sort_misses(misses: Iterable[Miss]) -> list[Miss]:
@@ -121,27 +116,19 @@ def find_smallest_miss(misses: Iterable[Miss]) -> Miss | None:
 
 def apply_cures(query: Iterable[Constraint], cures: Iterable[Cure]) -> tuple[Constraint, ...]:
     """Return the query with each constraint that has a cure replaced or dropped."""
-    replacements: dict[Constraint | GroupConstraint, Constraint | None] = {
-        cure.constraint: cure.replacement for cure in cures
-    }
+    replacements = {cure.constraint: cure.replacement for cure in cures}
     replaced = (replacements.get(constraint, constraint) for constraint in query)
     return tuple(remaining for remaining in replaced if remaining is not None)
 
 
 def format_cures(cures: Sequence[Cure], host: str) -> str:
     """Format the cures: free 1 VCPU on hv2, request DISK_GB:10, remove required=CUSTOM_FAST."""
-    amounts_to_free = [
-        f'{cure.amount_to_free} {_format_constraint(cure.constraint)}' for cure in cures if cure.amount_to_free
-    ]
+    amounts = [f'{cure.amount_to_free} {_format_constraint(cure.constraint)}' for cure in cures if cure.amount_to_free]
     replacements = [str(cure.replacement) for cure in cures if cure.replacement not in (None, cure.constraint)]
     dropped = [_format_constraint(cure.constraint) for cure in cures if cure.replacement is None]
-    parts = []
-    if amounts_to_free:
-        parts.append(f'free {" and ".join(amounts_to_free)} on {host}')
-    if replacements:
-        parts.append(f'request {" and ".join(replacements)}')
-    if dropped:
-        parts.append(f'remove {" and ".join(dropped)}')
+    parts = [f'free {" and ".join(amounts)} on {host}'] if amounts else []
+    parts += [f'request {" and ".join(replacements)}'] if replacements else []
+    parts += [f'remove {" and ".join(dropped)}'] if dropped else []
     return ', '.join(parts)
 
 
@@ -185,7 +172,7 @@ def _describe_lack(constraint: Requirement | Exclusion) -> str:
 
 
 def _find_unmet_amount(
-    requested: Amount, inventory: Inventory | None, can_drop: bool, taken_count: int
+    requested: Amount, inventory: Inventory | None, can_drop: bool, taken: int
 ) -> UnmetConstraint | None:
     name, amount = requested.name, requested.amount
     drop_cure = Cure(requested, None) if can_drop and name not in REQUIRED_CLASSES else None
@@ -194,11 +181,9 @@ def _find_unmet_amount(
     # In placement an amount fits if used + amount <= (total - reserved) * allocation_ratio.
     reasons = []
     if inventory.used + amount > inventory.capacity:
-        usage = f'free {inventory.free} of {inventory.capacity}'
-        if inventory.used > inventory.capacity:
-            usage = f'used {inventory.used} of {inventory.capacity}'
         lacking = f'short by {inventory.used + amount - inventory.capacity}'
-        reasons.append(f'{name} is {lacking}' if taken_count else f'{name} {lacking} ({usage})')
+        usage = f'used {inventory.used}' if inventory.used > inventory.capacity else f'free {inventory.free}'
+        reasons.append(f'{name} is {lacking}' if taken else f'{name} {lacking} ({usage} of {inventory.capacity})')
     if amount > inventory.max_unit:
         reasons.append(f'{name}:{amount} is above max_unit {inventory.max_unit}')
     if amount < inventory.min_unit:
@@ -209,21 +194,16 @@ def _find_unmet_amount(
         return None
     possible = inventory.find_nearest_amount(amount, inventory.free)
     shortage = 1.0 if possible is None else min(abs(amount - possible) / amount, 1.0)
-    return UnmetConstraint(
-        requested, '; '.join(reasons), shortage, _find_cure(requested, inventory, possible, drop_cure)
-    )
+    cure = _find_cure(requested, inventory, possible, drop_cure)
+    return UnmetConstraint(requested, '; '.join(reasons), shortage, cure)
 
 
-def _find_cure(
-    requested: Amount, inventory: Inventory, possible_amount: int | None, drop_cure: Cure | None
-) -> Cure | None:
-    if possible_amount is not None:
-        return Cure(requested, Amount(requested.name, possible_amount))
+def _find_cure(requested: Amount, inventory: Inventory, possible: int | None, drop_cure: Cure | None) -> Cure | None:
+    if possible is not None:
+        return Cure(requested, Amount(requested.name, possible))
     if drop_cure is not None:
         return drop_cure
-    amount_if_empty = inventory.find_nearest_amount(requested.amount, inventory.capacity)
-    if amount_if_empty is None:
+    if_empty = inventory.find_nearest_amount(requested.amount, inventory.capacity)
+    if if_empty is None:
         return None
-    return Cure(
-        requested, Amount(requested.name, amount_if_empty), inventory.used + amount_if_empty - inventory.capacity
-    )
+    return Cure(requested, Amount(requested.name, if_empty), inventory.used + if_empty - inventory.capacity)

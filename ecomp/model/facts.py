@@ -48,9 +48,7 @@ class Facts(NamedTuple):
 
     @property
     def rooms(self) -> dict[str, Room]:
-        return {
-            name: Room(capacity, used, name == 'VCPU' and not capacity) for name, (capacity, used) in self.room.items()
-        }
+        return {name: Room(total, used, name == 'VCPU' and not total) for name, (total, used) in self.room.items()}
 
     def replace_usage(self, usage: Resources) -> Facts:
         """Return the facts with this usage, because requests are newer."""
@@ -65,10 +63,8 @@ class Facts(NamedTuple):
     def make_provider(self, compute: str, others: Iterable[Resources] = ()) -> Provider:
         """Return the provider, with the amounts of others of the same set added to its usage."""
         limits = {name: dict(zip(_LIMITS, each, strict=True)) for name, each in self.limits.items()}
-        inventories = {
-            name: Inventory(capacity, used=used, **limits.get(name, {})) for name, (capacity, used) in self.room.items()
-        }
-        return Provider(compute, inventories, self.traits, self.aggregates).with_usage(list(others))
+        by_class = {key: Inventory(total, used=used, **limits.get(key, {})) for key, (total, used) in self.room.items()}
+        return Provider(compute, by_class, self.traits, self.aggregates).with_usage(list(others))
 
 
 _LIMITS = ('min_unit', 'max_unit', 'step_size')
@@ -85,17 +81,12 @@ def sum_usage(compute: str, requests: Iterable[Request | InvalidRequest]) -> dic
 def make_facts(provider: Provider, used: Resources, images: Collection[str]) -> str:
     """Return the value to publish for a provider, whose own usage does not count."""
     usual = tuple(Inventory(0)[Inventory._fields.index(name)] for name in _LIMITS)
-    limits = {
-        name: tuple(getattr(each, part) for part in _LIMITS) for name, each in sorted(provider.inventories.items())
-    }
-    facts = Facts(
-        {name: (max(each.capacity, 0), used.get(name, 0)) for name, each in sorted(provider.inventories.items())},
-        {name: each for name, each in limits.items() if each != usual},
-        tuple(sorted(provider.traits)),
-        tuple(sorted(provider.aggregates)),
-        tuple(sorted(images)),
-    )
-    return encode(facts)
+    inventories = sorted(provider.inventories.items())
+    limits = {name: tuple(getattr(each, part) for part in _LIMITS) for name, each in inventories}
+    unusual = {name: each for name, each in limits.items() if each != usual}
+    room = {name: (max(each.capacity, 0), used.get(name, 0)) for name, each in inventories}
+    traits, aggregates, names = (tuple(sorted(each)) for each in (provider.traits, provider.aggregates, images))
+    return encode(Facts(room, unusual, traits, aggregates, names))
 
 
 def parse_facts(value: bytes) -> Facts:

@@ -13,9 +13,8 @@ from ecomp.model.stored import sparse, stored
 from ecomp.model.text import make_printable
 from ecomp.model.warning_codes import COMPUTE_WARNINGS, SCHEDULE_WARNINGS
 
-# An operator must act on an error. A warning is about what the packages of the system bring and no newer package of the
-# system repairs, or about a host that others stand in for. It does not change the exit code, and `ignore_warnings:`
-# silences it.
+# An operator must act on an error. A warning is about what the system's packages bring and no newer one repairs, or
+# about a host that others stand in for. It does not change the exit code, and `ignore_warnings:` silences it.
 ERROR = 'error'
 WARNING = 'warning'
 # The exit code of a command that finds an error.

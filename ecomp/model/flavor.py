@@ -62,8 +62,7 @@ def parse_flavor(name: str, text: str) -> Flavor:
     """Parse a flavor that is written as a query of resources and traits."""
     check_flavor_name(name)
     resources: dict[str, int] = {}
-    required: list[str] = []
-    forbidden: list[str] = []
+    required, forbidden = list[str](), list[str]()
     for part in filter(None, text.split('&')):
         key, _, value = part.partition('=')
         if key == 'resources':
@@ -71,9 +70,8 @@ def parse_flavor(name: str, text: str) -> Flavor:
                 resources[resource_class] = _parse_amount(resource_class, amount)
         elif key == 'required' and not value.startswith('in:'):
             for trait in value.split(','):
-                (forbidden if trait.startswith('!') else required).append(
-                    _check_class_name('trait', trait.removeprefix('!'))
-                )
+                names = forbidden if trait.startswith('!') else required
+                names.append(_check_class_name('trait', trait.removeprefix('!')))
         else:
             raise ValueError(f'{part[:80]!r}: a flavor accepts only resources=… and required=…')
     return Flavor(name, resources, tuple(dict.fromkeys(required)), tuple(dict.fromkeys(forbidden)))

@@ -46,9 +46,8 @@ class ForeignGuest(NamedTuple):
     def as_guest(self) -> Guest:
         """Return the adopted guest, whose disks are not ecomp's, and count as present."""
         size = {name: amount for name, amount in self.size.items() if name != 'DISK_GB'}
-        return Guest(
-            *(self.instance, self.adopted_by, not self.is_transient, self.is_running, True), size=size, is_adopted=True
-        )
+        state = self.instance, self.adopted_by, not self.is_transient, self.is_running, True
+        return Guest(*state, size=size, is_adopted=True)
 
 
 @stored(1, 'list of foreign guests', COMPACT, guests=list_of(nested(ForeignGuest)), left_out=sparse(list_of(UUID)),

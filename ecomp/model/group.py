@@ -101,30 +101,23 @@ class Group:
         if not self.strict:
             return []
         if self.policy == AFFINITY:
-            return (
-                [f'its members are on {len(counts)} computes: {", ".join(sorted(counts))}'] if len(counts) > 1 else []
-            )
+            breach = f'its members are on {len(counts)} computes: {", ".join(sorted(counts))}'
+            return [breach] if len(counts) > 1 else []
         crowded = sorted(compute for compute, count in counts.items() if count > 1)
         return [f'{counts[compute]} of its members are on compute {compute}' for compute in crowded]
 
 
 def resolve_group(group: Group | None, membership: Membership) -> Group:
-    """Return the existing `group`, or a new one, strict unless `strict` is False.
-
-    Raises:
-        UsageError: a new group would have no policy.
-        Conflict: the existing group has another policy or strictness than requested.
-    """
+    """Return the existing `group`, or a new one, strict unless `strict` is False."""
     name = membership.name
     if group is None:
         if membership.policy is None:
             raise UsageError(f'group {name} does not exist. Fix: give its policy (--policy), {" or ".join(POLICIES)}')
         return Group(name, membership.policy, membership.strict is not False)
     if membership.policy not in (None, group.policy) or membership.strict not in (None, group.strict):
-        raise Conflict(
-            f'group {name} has the policy {group.rule}, which cannot change while the group has members. '
-            'Fix: give no policy and no strictness (--policy, --strict, --soft), or another group'
-        )
+        problem = f'group {name} has the policy {group.rule}, which cannot change while the group has members'
+        cure = 'give no policy and no strictness (--policy, --strict, --soft), or another group'
+        raise Conflict(f'{problem}. Fix: {cure}')
     return group
 
 

@@ -143,16 +143,12 @@ class Guest:
 
     def list_troubles(self, *claims: Mapping[str, int]) -> tuple[GuestTrouble, ...]:
         """Return the `troubles`, and how `size` differs from each of the claims."""
-        sizes = [
-            (name, size, [each.get(name.partition(' ')[0], size) for each in claims])
-            for name, size in self.size.items()
-        ]
-        # A disk may be smaller: without `resize` it is as large as its image.
-        differences = [
-            f'{name}:{size} for {" or ".join(map(str, amounts))}'
-            for name, size, amounts in sizes
-            if size not in amounts and not (name == 'DISK_GB' and size < max(amounts))
-        ]
+        differences = []
+        for name, size in self.size.items():
+            amounts = [each.get(name.partition(' ')[0], size) for each in claims]
+            # A disk may be smaller: without `resize` it is as large as its image.
+            if size not in amounts and not (name == 'DISK_GB' and size < max(amounts)):
+                differences.append(f'{name}:{size} for {" or ".join(map(str, amounts))}')
         return (*self.troubles, *([GuestTrouble(UNLIKE, f': {", ".join(differences)}')] if differences else ()))
 
     def describe_trouble(self, *claims: Mapping[str, int]) -> str:

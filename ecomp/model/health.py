@@ -147,8 +147,6 @@ def _suggest_upgrade(version: str, ours: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class LibvirtFacts:
-    """Facts about libvirt on this host."""
-
     version: int  # the daemon's, as libvirt counts
     library_version: int  # ours, as libvirt counts
     has_bridge: bool = True  # libvirt made the bridge of one of our networks
@@ -157,8 +155,6 @@ class LibvirtFacts:
 
 
 class StateDirectory(NamedTuple):
-    """The state directory."""
-
     path: str
     caller_uid: int  # ours
     owner_uid: int | None  # None if not accessible
@@ -168,8 +164,6 @@ class StateDirectory(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MachineFacts:
-    """Facts about this machine."""
-
     state: StateDirectory
     libvirt: LibvirtFacts | None
     configured_uuid: str | None = None  # `uuid:` of compute.yaml
@@ -185,10 +179,8 @@ def _find_state_problems(facts: MachineFacts) -> Iterator[Finding]:
     if state.caller_uid != 0:
         yield Finding('root', state.path, 'ecompute needs root')
     if state.owner_uid not in (None, state.caller_uid):
-        sentence = (
-            f'state directory {state.path} belongs to user {state.owner_uid}, '
-            f'but ecompute runs as user {state.caller_uid}'
-        )
+        users = f'belongs to user {state.owner_uid}, but ecompute runs as user {state.caller_uid}'
+        sentence = f'state directory {state.path} {users}'
         yield Finding('state', state.path, sentence, cure=f'chown {state.caller_uid} {shlex.quote(state.path)}')
     if state.free_bytes < MIN_FREE_BYTES:
         free, needed = (size // 1024**2 for size in (state.free_bytes, MIN_FREE_BYTES))

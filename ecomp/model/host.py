@@ -26,8 +26,7 @@ ConsumerLookup = Callable[[str], Container[str]]
 Kind = TypeVar('Kind', bound=keys.StoredValue)
 
 
-# Several computes may have keys of one instance: a request was written manually, or a compute writes keys that are not
-# its own.
+# Several computes may have keys of one instance: written manually, or by a compute that writes keys of others.
 @dataclass
 class EntriesByCompute(Generic[Kind]):
     """The requests and records of one instance by compute, and the compute that is trusted.
@@ -111,17 +110,14 @@ def is_hostname(text: object) -> bool:
 
 
 _HOSTNAME = lenient(check('a host name', is_hostname))
-_SHOWN_TEXT = text(lambda shown: NONEMPTY(shown)[:MAX_SHOWN_CHARACTERS])
+_SHOWN = text(lambda shown: NONEMPTY(shown)[:MAX_SHOWN_CHARACTERS])
 # Doctor prints the version in a command for the user to copy, so only harmless characters are accepted.
 _VERSION = check('a version', partial(re.fullmatch, _VERSION_PATTERN))
 _LEASES = list_of(number(0, 2**63 - 1), lengths=(2,))
 
 
 @stored(
-    hostname=_HOSTNAME,
-    version=lenient(lambda version: _VERSION(_SHOWN_TEXT(version))),
-    kind=lenient(_SHOWN_TEXT),
-    queues=lenient(FLAG),
+    hostname=_HOSTNAME, version=lenient(lambda raw: _VERSION(_SHOWN(raw))), kind=lenient(_SHOWN), queues=lenient(FLAG)
 )
 class PresenceFacts(NamedTuple):
     """The content of a presence, with None for absent or malformed fields."""
@@ -252,10 +248,8 @@ def parse_computes(presences: Mapping[str, keys.StoredValue], hostnames: Mapping
 def describe_silent_fix(host: str, alternative: str = ', or use another uuid') -> str:
     """Return the fix for a silent compute with a claim, named as by Computes.format_name()."""
     argument = host.rpartition('(')[2].rstrip(')')  # the uuid of `name (uuid)`
-    return (
-        f'wait, or start ecompute on {host} (after a restore of etcd: `ecompute --accept-new-etcd`){alternative}; '
-        f'if the machine never comes back: `eschedule host forget {argument} --fenced`'
-    )
+    start = f'wait, or start ecompute on {host} (after a restore of etcd: `ecompute --accept-new-etcd`){alternative}'
+    return f'{start}; if the machine never comes back: `eschedule host forget {argument} --fenced`'
 
 
 def list_unproven(
@@ -267,11 +261,9 @@ def list_unproven(
     """List the providers that have their uuid as name and are not proven alive in this etcd."""
     # A restored etcd has old presences again, with full leases. So a presence is proof only if it was written after
     # `start_revision`, etcd's revision when this process started, or if all leases of that time have expired.
-    alive = {
-        keys.get_last_part(key)
-        for key, stored in presences.items()
-        if stored.lease and (have_leases_expired or stored.revision > start_revision)
-    }
+    last_unproven = -1 if have_leases_expired else start_revision
+    proven = [key for key, stored in presences.items() if stored.lease and stored.revision > last_unproven]
+    alive = set(map(keys.get_last_part, proven))
     return sorted(uuid for uuid, name in providers.items() if uuid == name and uuid not in alive)
 
 

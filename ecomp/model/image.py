@@ -29,10 +29,9 @@ def check_image(url: str) -> str:
         raise ValueError('the image is not a URL: it has a space or a control character, or more than 2048 characters')
     if re.match(USERINFO_PATTERN, url):
         # The reason does not quote it, because an instance's image is public.
-        raise ValueError(
-            'the image has a user or a password in its URL, and every user could read the URL. Fix: serve the '
-            'image without a password, or give a file:///… URL of a file on the compute'
-        )
+        problem = 'the image has a user or a password in its URL, and every user could read the URL'
+        cure = 'serve the image without a password, or give a file:///… URL of a file on the compute'
+        raise ValueError(f'{problem}. Fix: {cure}')
     try:
         url.encode()  # half of a surrogate pair can neither be sent nor hashed for the cached file's name
         parts = urlsplit(url)
@@ -182,10 +181,8 @@ def find_address_refusal(host: str, address: Address, sources: ImageSources | No
 
 def is_listed_exactly(address: Address, sources: ImageSources | None) -> bool:
     """Return whether a network of `image_sources:` has only this address or an embedded one."""
-    listed = sources.networks if sources is not None else ()
-    return any(
-        network.num_addresses == 1 and inner in network for network in listed for inner in expand_address(address)
-    )
+    single = [network for network in sources.networks if network.num_addresses == 1] if sources is not None else []
+    return any(inner in network for network in single for inner in expand_address(address))
 
 
 def _allows_loopback(listed: Network, loopback: Network, address: Address) -> bool:

@@ -111,10 +111,8 @@ def _are_key_lines(lines: object) -> bool:
 
 # A reason is logged and put into the record, so it quotes no key and no user-data.
 _KEY_LINES = check('a list of public keys, one line each', _are_key_lines, is_secret=True)
-_DIGEST = '[0-9a-f]{64}'
-_SHA256 = check(
-    '64 hexadecimal digits', lambda text: isinstance(text, str) and re.fullmatch(_DIGEST, text), is_secret=True
-)
+_HEX = '[0-9a-f]{64}'
+_SHA256 = check('64 hexadecimal digits', lambda raw: isinstance(raw, str) and re.fullmatch(_HEX, raw), is_secret=True)
 
 
 def _make_field(stored_as: Field, default: Any = None, *, is_recorded: bool = True, check_text: Any = None) -> Any:
@@ -445,10 +443,8 @@ class SetOrder(Order):
         if self.shared_user_data is not None:
             shared = {'user_data': None, 'user_data_sha256': self.shared_user_data.sha256}
         # The uuids are hashes of the set's uuid, so that it can be resumed.
-        names = {
-            make_member_uuid(self.instance, each): self.name and f'{self.name}-{each}'
-            for each in range(1, self.count + 1)
-        }
+        numbers = range(1, self.count + 1)
+        names = {make_member_uuid(self.instance, each): self.name and f'{self.name}-{each}' for each in numbers}
         return {key: Order(**self.copy_fields(instance=key, name=name, **shared)) for key, name in names.items()}
 
     @property
@@ -471,8 +467,7 @@ def refuse_big_order(order: SetOrder) -> None:
     size = order.count * (len(dump([order.query, order.image])) + key_bytes + 1000)
     user_data_bytes = len(order.shared_user_data.text) if order.shared_user_data else 0
     if order.count > 1 and size + user_data_bytes > MAX_SET_BYTES:
-        text = f'{order.count} instances with {key_bytes} bytes of ssh keys each'
+        keys_text = f'{order.count} instances with {key_bytes} bytes of ssh keys each'
         more = f' and {user_data_bytes} bytes of user-data' if user_data_bytes else ''
-        raise UsageError(
-            f'{text}{more} exceed the limit of a transaction in etcd. Fix: give fewer keys, or request fewer instances'
-        )
+        cure = 'give fewer keys, or request fewer instances'
+        raise UsageError(f'{keys_text}{more} exceed the limit of a transaction in etcd. Fix: {cure}')

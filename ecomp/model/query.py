@@ -78,10 +78,9 @@ def parse_query(query: str) -> tuple[Constraint, ...]:
     try:
         # Placement uses the last of several `resources` and `in_tree` parameters.
         constraints += _parse_amounts(values['resources'][-1])
-        for value in values.get('required', []):
-            constraints += _parse_traits('required', value)
-        for value in values.get('root_required', []):
-            constraints += _parse_traits('root_required', value)
+        for key in ('required', 'root_required'):
+            for value in values.get(key, []):
+                constraints += _parse_traits(key, value)
         for value in values.get('member_of', []):
             constraints += _parse_aggregates(value)
         constraints += [Requirement('in_tree', (value.strip(),)) for value in values.get('in_tree', [])[-1:]]
@@ -197,11 +196,8 @@ def _parse_key(part: str) -> str:
 
 
 def _parse_amounts(value: str) -> Iterator[Constraint]:
-    amounts: dict[str, int] = {}
-    for part in value.split(','):
-        name, amount = part.split(':')
-        amounts[name] = int(amount)
-    return (Amount(name, amount) for name, amount in amounts.items())
+    pairs = (part.split(':') for part in value.split(','))
+    return (Amount(name, amount) for name, amount in {name: int(amount) for name, amount in pairs}.items())
 
 
 def _parse_traits(key: str, value: str) -> Iterator[Constraint]:
@@ -234,8 +230,6 @@ _PARAMETER_PATTERN = f'({"|".join(GROUPABLE_PARAMETERS)})([a-zA-Z0-9_-]{{1,64}})
 
 
 class QueryNames(NamedTuple):
-    """The resource classes and traits in a query."""
-
     classes: frozenset[str]
     traits: frozenset[str]
 
@@ -276,9 +270,8 @@ def parse_names(query: str) -> QueryNames:
 
 
 def describe_unknown_names(kind: str, unknown_names: frozenset[str], known_names: frozenset[str]) -> str:
-    return f'placement knows no {kind} ' + ', '.join(
-        name[:80] + format_suggestion(name, known_names) for name in sorted(unknown_names)[:MAX_QUOTED_NAMES]
-    )
+    shown = sorted(unknown_names)[:MAX_QUOTED_NAMES]
+    return f'placement knows no {kind} ' + ', '.join(name[:80] + format_suggestion(name, known_names) for name in shown)
 
 
 def _find_parameter(key: str) -> str | None:

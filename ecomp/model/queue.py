@@ -57,9 +57,8 @@ class QueueEntry(Order):
         """Return the request for the compute that took it, scheduled at ISO time `now`."""
         stages = {**self.stages, 'scheduled': now}
         allocations = {compute: dict(self.flavor.resources)}
-        return Request(
-            allocations=allocations, why=PlacementReason(FROM_QUEUE, None, 1), **self.copy_fields(stages=stages)
-        )
+        why = PlacementReason(FROM_QUEUE, None, 1)
+        return Request(allocations=allocations, why=why, **self.copy_fields(stages=stages))
 
 
 def parse_queue_entry(key: str, value: bytes) -> QueueEntry | InvalidRequest:
@@ -87,9 +86,8 @@ def _parse_entry(key: str, value: bytes) -> QueueEntry:
     require_version(data, 1, 'queued request')
     require_same('flavor', data.get('flavor'), place[0])
     require_same('instance', data.get('instance'), place[1])
-    entry = parse_fields(
-        QueueEntry, data, flavor=parse_flavor(place[0], parse_part('query', NONEMPTY, data.get('query')))
-    )
+    flavor = parse_flavor(place[0], parse_part('query', NONEMPTY, data.get('query')))
+    entry = parse_fields(QueueEntry, data, flavor=flavor)
     if lacking := list_missing_classes(entry.resources):
         raise ValueError(f'its flavor lacks {", ".join(lacking)}, which every guest needs')
     return entry
@@ -126,11 +124,8 @@ def get_max_jitter(compute_count: int) -> float:
 
 def choose_delay(provider: Provider, compute_count: int, rng: random.Random) -> float:
     """Choose the seconds that a compute waits, longer the fuller its scarcest class."""
-    shares = [
-        inventory.used / inventory.capacity if inventory.capacity > 0 else 1.0
-        for name, inventory in provider.inventories.items()
-        if name in REQUIRED_CLASSES
-    ]
+    inventories = [each for name, each in provider.inventories.items() if name in REQUIRED_CLASSES]
+    shares = [each.used / each.capacity if each.capacity > 0 else 1.0 for each in inventories]
     # So emptier computes go first.
     used_share = min(max(shares, default=1.0), 1.0)
     return MAX_LOAD_DELAY_SECONDS * used_share + rng.uniform(0.0, get_max_jitter(compute_count))

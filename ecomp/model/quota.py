@@ -45,16 +45,13 @@ class Quota(NamedTuple):
     used: Mapping[str, int] = {}
 
     def list_excesses(self, charge: Mapping[str, int]) -> list[ExceededLimit]:
-        excesses = (
-            ExceededLimit(name, limit, self.used.get(name, 0), charge.get(name, 0))
-            for name, limit in self.limits.items()
-        )
+        limits, used = self.limits.items(), self.used
+        excesses = (ExceededLimit(name, limit, used.get(name, 0), charge.get(name, 0)) for name, limit in limits)
         return [excess for excess in excesses if excess.requested and excess.used + excess.requested > excess.limit]
 
     def count_allowed(self, charge: Mapping[str, int], count: int) -> int:
-        return next(
-            (number for number in range(count, 0, -1) if not self.list_excesses(multiply_amounts(charge, number))), 0
-        )
+        numbers = range(count, 0, -1)
+        return next((each for each in numbers if not self.list_excesses(multiply_amounts(charge, each))), 0)
 
     def add_used(self, charge: Mapping[str, int], sign: int = 1) -> Quota:
         """Return the quota with `charge` added or subtracted, and its usage from 0 to MAX_SUM."""
@@ -78,9 +75,7 @@ class Demand(Protocol):
     def resources(self) -> Resources: ...
 
 
-def sum_charges(
-    project: str, demands: Iterable[Demand], read_record: Callable[[str], Record | None] = lambda _: None
-) -> dict[str, int]:
+def sum_charges(project: str, demands: Iterable[Demand], read_record: Callable[[str], Record | None]) -> dict[str, int]:
     """Return a project's usage by its requests, where the last one of an instance counts."""
     charges: dict[str, dict[str, int]] = {}
     for demand in demands:
@@ -124,9 +119,8 @@ def parse_limits(arguments: Sequence[str]) -> dict[str, int | None]:
         if name != INSTANCES and not is_class(name):
             problem = f'{word[:80]!r} is not a valid limit{format_suggestion(name, (*REQUIRED_CLASSES, INSTANCES))}'
             raise ValueError(f'{problem}. Fix: give VCPU=10, MEMORY_MB=8192, DISK_GB=100 or instances=5')
-        if text != 'none' and not (
-            text.isascii() and text.isdecimal() and len(text) < MAX_DIGITS and int(text) <= MAX_AMOUNT
-        ):
+        is_amount = text.isascii() and text.isdecimal() and len(text) < MAX_DIGITS and int(text) <= MAX_AMOUNT
+        if text != 'none' and not is_amount:
             raise ValueError(f'{word[:80]!r}: a limit is a whole number from 0 to {MAX_AMOUNT}, or none')
         if name in limits:
             raise ValueError(f'{name} is given more than once')

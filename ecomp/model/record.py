@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ecomp.errors import put_before_fix
 from ecomp.model import boots as of_boots
@@ -93,10 +93,7 @@ class Failure:
 
 @stored(stage=TEXT, done=number(0, 2**63 - 1), total=optional(number(0, 2**63 - 1)))
 class Progress(NamedTuple):
-    """The bytes of a long stage that are done, and in total.
-
-    As text it is `image, 34 of 600 MB`, or `image, 34 MB` if the total is unknown.
-    """
+    """The bytes of a long stage, done and in total: `image, 34 of 600 MB`, or `image, 34 MB`."""
 
     stage: str
     done: int
@@ -236,17 +233,10 @@ def make_record(compute: str, request: Request, now: str) -> Record:
 
 def make_refused_record(compute: str, request: InvalidRequest, now: str) -> Record:
     """Make the first record of a malformed request, with what has to be released."""
-    holdings = request.holdings
-    return Record(
-        instance=request.instance,
-        compute=compute,
-        state=SCHEDULED,
-        resources=holdings.resources,
-        project_id=holdings.project_id,
-        stages={'scheduled': now},
-        name=holdings.name,
-        group=Membership(holdings.group) if holdings.group else None,
-    )
+    name, group, project, resources = request.holdings
+    membership = Membership(group) if group else None
+    holdings: dict[str, Any] = {'name': name, 'group': membership, 'project_id': project, 'resources': resources}
+    return Record(request.instance, compute, SCHEDULED, stages={'scheduled': now}, **holdings)
 
 
 def make_scheduled_record(key: str, value: bytes) -> Record:
@@ -281,11 +271,7 @@ def is_stopped_by_drain(record: Record | None, power: PowerAction | None) -> boo
 
 
 def from_json(value: bytes, instance: str | None = None, compute: str | None = None) -> Record:
-    """Parse the record of this instance and compute, where None stands for any.
-
-    Raises:
-        ValueError: it is malformed, newer, or of another instance or compute.
-    """
+    """Parse the record of this instance and compute (None: any), or raise ValueError."""
     record = decode(Record, value)
     if not record.compute and record.state != GONE:
         raise ValueError(f'compute: expected a uuid in state {record.state}')
@@ -333,7 +319,5 @@ def describe_failure(record: Record) -> str:
 
 def describe_cloud_init_failure(instance: str, guest_failure: GuestFailure) -> str:
     """Return, in cloud-init's words, why the guest of an instance will never be ready."""
-    return (
-        make_printable(f'{instance}: cloud-init failed at stage {guest_failure.stage}: {guest_failure.reason}')
-        + '; the guest keeps running'
-    )
+    failure = f'{instance}: cloud-init failed at stage {guest_failure.stage}: {guest_failure.reason}'
+    return f'{make_printable(failure)}; the guest keeps running'

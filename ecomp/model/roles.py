@@ -42,14 +42,10 @@ class Roles:
 
 
 class AddRole(NamedTuple):
-    """Adds a role without permissions."""
-
     role: str
 
 
 class AddUser(NamedTuple):
-    """Adds a user without roles."""
-
     user: str
 
 
@@ -61,22 +57,16 @@ class GrantPermission(NamedTuple):
 
 
 class GrantRole(NamedTuple):
-    """Grants a role to a user."""
-
     user: str
     role: str
 
 
 class RevokeRole(NamedTuple):
-    """Revokes a role from a user."""
-
     user: str
     role: str
 
 
 class RevokePermission(NamedTuple):
-    """Revokes the permission for these keys from a role."""
-
     role: str
     permission: Permission
 
@@ -90,12 +80,8 @@ def make_prefix_permission(prefix: str, kind: str = WRITE) -> Permission:
 
 READ_ALL = make_prefix_permission('/', READ)
 # Permissions of every compute and scheduler: their transactions change these keys of any instance.
-SHARED_PERMISSIONS = frozenset(
-    map(
-        make_prefix_permission,
-        (keys.QUEUES, keys.NAMES, keys.GROUPS, keys.QUOTAS, keys.RELEASED, keys.BOOTED, keys.USER_DATA),
-    )
-)
+_SHARED = (keys.QUEUES, keys.NAMES, keys.GROUPS, keys.QUOTAS, keys.RELEASED, keys.BOOTED, keys.USER_DATA)
+SHARED_PERMISSIONS = frozenset(map(make_prefix_permission, _SHARED))
 
 
 def list_compute_permissions(compute: str) -> Permissions:
@@ -116,13 +102,8 @@ def make_roles(computes: Mapping[str, str], schedulers: Collection[str], operato
     users = {user: frozenset({user}) for user in computes}
     users |= {user: frozenset({SCHEDULER}) for user in schedulers}
     users |= {user: frozenset({ROOT}) for user in (ROOT, *operators)}
-    return Roles(
-        users,
-        {
-            SCHEDULER: list_scheduler_permissions(),
-            **{name: list_compute_permissions(uuid) for name, uuid in computes.items()},
-        },
-    )
+    roles = {name: list_compute_permissions(uuid) for name, uuid in computes.items()}
+    return Roles(users, {SCHEDULER: list_scheduler_permissions(), **roles})
 
 
 def plan_changes(current: Roles, target: Roles) -> list[Change]:
@@ -130,8 +111,7 @@ def plan_changes(current: Roles, target: Roles) -> list[Change]:
 
     Between two changes no user lacks a permission that it has both before and after all of them.
     """
-    additions: list[Change] = []
-    removals: list[Change] = []
+    additions, removals = list[Change](), list[Change]()
     for role, permissions in target.roles.items():
         if role not in current.roles:
             additions.append(AddRole(role))
@@ -158,10 +138,7 @@ def list_unknown_users(current: Roles, target: Roles) -> list[str]:
 
 
 def list_computes_without_role(computes: Collection[str], current: Roles, target: Roles) -> list[str]:
-    """Return the computes whose own presence key no role may write.
-
-    A role in `target` replaces the one in `current`. Only a permission for exactly this key counts.
-    """
+    """Return the computes whose own presence key no role may write, by exactly this key."""
     granted = {permission for permissions in {**current.roles, **target.roles}.values() for permission in permissions}
     return sorted(compute for compute in computes if Permission(WRITE, keys.compute(compute)) not in granted)
 

@@ -90,10 +90,7 @@ def stored(
 
 
 def decode(kind: type[T], value: bytes, **given: Any) -> T:
-    """Parse a stored value, or raise ValueError if it is malformed or newer.
-
-    `given` has the fields that are in the key instead of the value.
-    """
+    """Parse a stored value, with the fields `given` in its key, or raise ValueError."""
     codec = CODECS[kind]
     try:
         data = load_object(value)
@@ -132,10 +129,8 @@ def require_version(data: Mapping[str, Any], newest: int, noun: str) -> None:
     """Raise ValueError unless the version, 1 if absent, is an int from 1 to `newest`."""
     version = data.get('version', 1)
     if type(version) is not int or not 1 <= version <= newest:
-        raise ValueError(
-            f'format version {repr(version)[:40]} of the {noun} is not supported: '
-            f'this ecomp reads versions up to {newest}; a newer ecomp may read it'
-        )
+        known = f'this ecomp reads versions up to {newest}; a newer ecomp may read it'
+        raise ValueError(f'format version {repr(version)[:40]} of the {noun} is not supported: {known}')
 
 
 def parse_fields(kind: type[T], data: Mapping[str, Any], **given: Any) -> T:

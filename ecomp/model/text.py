@@ -33,14 +33,11 @@ def _are_opposites(one: str, other: str) -> bool:
     """Return whether two words are more alike without a negating prefix: --wait, --no-wait."""
     from difflib import SequenceMatcher
 
-    def measure_similarity(left: str, right: str) -> float:
+    def measure(left: str, right: str) -> float:
         return SequenceMatcher(None, left, right.lstrip('-')).ratio()
 
     pairs = ((one.lstrip('-'), other), (other.lstrip('-'), one))
-    return any(
-        measure_similarity(re.sub(NEGATION_PATTERN, '', left), right) > measure_similarity(left, right)
-        for left, right in pairs
-    )
+    return any(measure(re.sub(NEGATION_PATTERN, '', left), right) > measure(left, right) for left, right in pairs)
 
 
 def format_suggestion(word: str, candidates: Iterable[str]) -> str:
@@ -95,8 +92,7 @@ def parse_uuid_prefix(text: str) -> str | None:
     digits = text.lower().replace('-', '')
     if not MIN_PREFIX_DIGITS <= len(digits) < 32 or not re.fullmatch('[0-9a-f]+', digits):
         return None
-    parts = (digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:])
-    dashed = '-'.join(part for part in parts if part)
+    dashed = '-'.join(filter(None, (digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:])))
     lower_text = text.lower()
     if len(dashed) in (8, 13, 18, 23):
         lower_text = lower_text.removesuffix('-')

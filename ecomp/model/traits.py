@@ -19,33 +19,18 @@ _SAME_NAMES = (
     'avx512f avx512ifma avx512pf avx512vbmi avx512vbmi2 avx512vl avx512vnni bmi2 f16c fma4 mmx mpx pdpe1gb sse sse2 '
     'sse4.1 sse4.2 sse4a ssse3 stibp tbm xop'
 )
-_OTHER_NAMES = {
-    'aes': ('AESNI',),
-    'amd-no-ssb': ('AMD_NO_SSB',),
-    'amd-ssbd': ('AMD_SSBD',),
-    'bmi1': ('BMI',),
-    'fma': ('FMA3',),
-    'gfni': ('AVX512GFNI',),
-    'ibpb': ('AMD_IBPB',),
-    'md-clear': ('INTEL_MD_CLEAR',),
-    'pcid': ('INTEL_PCID',),
-    'pclmuldq': ('CLMUL',),
-    'pni': ('SSE3',),
-    'rtm': ('TSX',),
-    'sha-ni': ('SHA',),
-    'spec-ctrl': ('INTEL_SPEC_CTRL',),
-    'ssbd': ('INTEL_SSBD',),
-    # Two names each, old and new: a query may ask for either.
-    'svm': ('SVM', 'AMD_SVM'),
-    'vmx': ('VMX', 'INTEL_VMX'),
-    'vaes': ('AVX512VAES',),
-    'virt-ssbd': ('AMD_VIRT_SSBD',),
-    'vpclmulqdq': ('AVX512VPCLMULQDQ',),
-}
-_TRAIT_NAMES = {each: (each.replace('-', '').replace('.', '').upper(),) for each in _SAME_NAMES.split()} | _OTHER_NAMES
+# The others, as libvirt's name:os-traits' name. Some have two names, old and new: a query may ask for either.
+_OTHER_NAMES = (
+    'aes:AESNI amd-no-ssb:AMD_NO_SSB amd-ssbd:AMD_SSBD bmi1:BMI fma:FMA3 gfni:AVX512GFNI ibpb:AMD_IBPB '
+    'md-clear:INTEL_MD_CLEAR pcid:INTEL_PCID pclmuldq:CLMUL pni:SSE3 rtm:TSX sha-ni:SHA spec-ctrl:INTEL_SPEC_CTRL '
+    'ssbd:INTEL_SSBD svm:SVM,AMD_SVM vmx:VMX,INTEL_VMX vaes:AVX512VAES virt-ssbd:AMD_VIRT_SSBD '
+    'vpclmulqdq:AVX512VPCLMULQDQ'
+)
+_NAMES = {each: each.replace('-', '').replace('.', '').upper() for each in _SAME_NAMES.split()}
+_NAMES |= dict(each.split(':') for each in _OTHER_NAMES.split())
 # The traits of a processor's feature, by libvirt's name of it. Features that are not listed have no trait.
 CPU_TRAITS = {
-    each: tuple(getattr(os_traits, f'HW_CPU_X86_{name}') for name in names) for each, names in _TRAIT_NAMES.items()
+    each: tuple(getattr(os_traits, f'HW_CPU_X86_{name}') for name in names.split(',')) for each, names in _NAMES.items()
 }
 
 

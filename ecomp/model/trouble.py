@@ -57,10 +57,7 @@ class BuildFailure(NamedTuple):
 
 
 def find_build_trouble(failures: Sequence[BuildFailure], now: float) -> str | None:
-    """Return a reason if builds of two images failed shortly after each other, or None.
-
-    The last one must be within BUILD_FAILURE_SECONDS before now, and the other one as close to it.
-    """
+    """Return a reason if builds of two images failed shortly after each other, or None."""
     for last in reversed([each for each in failures if now - each.failed_at < BUILD_FAILURE_SECONDS]):
         images = {each.image for each in failures if abs(each.failed_at - last.failed_at) < BUILD_FAILURE_SECONDS}
         if len(images) > 1:

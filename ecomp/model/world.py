@@ -7,26 +7,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
-from ecomp.model import keys, status
+from ecomp.model import host, keys, status
 from ecomp.model.allocation import Inventory, Resources
 from ecomp.model.group import Group
 from ecomp.model.guest import Guest, ReservedAddress
-from ecomp.model.host import (
-    DISABLED,
-    LIVE_STATES,
-    ORPHANED,
-    SILENT,
-    UP,
-    ConsumerLookup,
-    EntriesByCompute,
-    Host,
-    PresenceFacts,
-    ProviderSummary,
-    get_absent_state,
-    group_by_instance,
-    is_ours,
-    parse_computes,
-)
 from ecomp.model.order import InvalidRequest, NameOwner, Request, parse_attempt_instances, parse_request
 from ecomp.model.queue import QueueEntry, parse_queue_entry
 from ecomp.model.quota import Quota
@@ -46,8 +30,6 @@ AUDITED_PREFIXES = (
 
 
 class ProviderState(NamedTuple):
-    """A resource provider."""
-
     name: str
     inventory: Mapping[str, Mapping[str, Any]] | None = None  # as in placement's answer; None if not read
     allocations: Mapping[str, Resources] | None = None  # by consumer; None if not read
@@ -55,8 +37,6 @@ class ProviderState(NamedTuple):
 
 @dataclass(frozen=True)
 class HostFacts:
-    """Everything that one host has."""
-
     guests: Mapping[str, Guest] = field(default_factory=dict)  # domains and disks with our owner mark, by instance
     without_base: Mapping[str, str] = field(default_factory=dict)  # the path of the missing base volume, by instance
     metadata: Mapping[str, str] = field(default_factory=dict)  # {MAC: instance} of the metadata server's files
@@ -95,8 +75,6 @@ class Planes(NamedTuple):
 
 
 class Inhabitants(NamedTuple):
-    """The instances of a compute."""
-
     living: set[str]  # they live or are requested there, also by a malformed request
     destroyed: set[str]  # they have an accepted destroy there
     stray: set[str]  # not carried out: the instance is gone or on another compute, or the name is not a uuid
@@ -109,13 +87,13 @@ class Inhabitants(NamedTuple):
 class World:
     """The planes, parsed and indexed by instance, compute or name."""
 
-    def __init__(self, planes: Planes, claims: ConsumerLookup | None = None) -> None:
+    def __init__(self, planes: Planes, claims: host.ConsumerLookup | None = None) -> None:
         """Parse the planes, and let `claims` decide which of several computes is trusted."""
         self.planes = planes
         self._families: dict[str, dict[str, keys.StoredValue]] = {}
         for key, entry in planes.etcd.items():
             self._families.setdefault(key[: key.find('/', 1) + 1], {})[key] = entry
-        self.named_computes = parse_computes(self.select_prefix(keys.COMPUTES), self.select_prefix(keys.HOSTNAMES))
+        self.named_computes = host.parse_computes(self.select_prefix(keys.COMPUTES), self.select_prefix(keys.HOSTNAMES))
         self.living_computes = set(self.named_computes.living)
         # The trusted record of each instance, or the error of a malformed one.
         self.records: dict[str, Record] = {}
@@ -125,7 +103,7 @@ class World:
         # or if the trusted compute has none.
         self.contradicting_states: dict[str, dict[str, str]] = {}
         self._record_keys: dict[str, str] = {}
-        for name, entries in group_by_instance(planes.etcd.items()).items():
+        for name, entries in host.group_by_instance(planes.etcd.items()).items():
             entries.mark_claimless(name, claims or planes.list_consumers)
             self._index_records(name, entries)
         # {instance: {compute: request}}, and below {compute: {instance: request}}.
@@ -157,7 +135,7 @@ class World:
         self.computes |= self.records_at.keys() - {''}
         self.computes |= self.requests_at.keys()
 
-    def _index_records(self, instance: str, entries: EntriesByCompute[keys.StoredValue]) -> None:
+    def _index_records(self, instance: str, entries: host.EntriesByCompute[keys.StoredValue]) -> None:
         for compute, key in entries.record_keys.items():
             try:
                 record = from_json(entries.records[compute].value, instance, keys.parse_record_key(key)[0])
@@ -190,11 +168,8 @@ class World:
 
     @cached_property
     def allocations(self) -> Mapping[str, Mapping[str, Resources]]:
-        return _regroup(
-            (consumer, provider, resources)
-            for provider, state in self.planes.providers.items()
-            for consumer, resources in (state.allocations or {}).items()
-        )
+        by_provider = ((name, state.allocations or {}) for name, state in self.planes.providers.items())
+        return _regroup((consumer, name, claims[consumer]) for name, claims in by_provider for consumer in claims)
 
     @cached_property
     def judged(self) -> list[str]:
@@ -202,9 +177,7 @@ class World:
         # Not those that are only in a queue, an attempt, a name or a group.
         instances = {*self.requests_by_compute, *self.records, *self.planes.facts.list_instances()}
         instances |= {keys.get_last_part(key) for key in self.select_prefix(keys.BOOTED)}
-        instances |= {
-            consumer for consumer, providers in self.allocations.items() if not self.computes.isdisjoint(providers)
-        }
+        instances |= {name for name, providers in self.allocations.items() if not self.computes.isdisjoint(providers)}
         return sorted(filter(self._is_judged, instances - self.in_flight))
 
     def _is_judged(self, instance: str) -> bool:
@@ -220,12 +193,9 @@ class World:
     @cached_property
     def visible_providers(self) -> dict[str, ProviderState]:
         """The providers whose claims are compared: the host's own, or those of no living compute."""
-        own = self.planes.compute
-        return {
-            name: each
-            for name, each in self.planes.providers.items()
-            if each.allocations is not None and (name == own or (not own and name not in self.living_computes))
-        }
+        own, providers = self.planes.compute, self.planes.providers
+        visible = {own} if own else providers.keys() - self.living_computes
+        return {name: each for name, each in providers.items() if name in visible and each.allocations is not None}
 
     def list_live_requests(self, instance: str) -> dict[str, Request]:
         """Return {compute: request} without malformed requests and tombstones."""
@@ -269,7 +239,7 @@ class World:
         tombstones = {name for name, each in requests.items() if isinstance(each, Request) and each.is_tombstone}
         there = {name for name, record in records.items() if record.state != GONE}
         stray = {name for name in requests if not keys.is_uuid(name) or (name in self.records and name not in there)}
-        recorded = {name for name, record in records.items() if record.state in LIVE_STATES}
+        recorded = {name for name, record in records.items() if record.state in host.LIVE_STATES}
         # A record is in state destroying only after a tombstone was delivered.
         destroying = {name for name, record in records.items() if record.state == DESTROYING}
         living = (requests.keys() - tombstones - stray) | (recorded - requests.keys())
@@ -303,7 +273,7 @@ class World:
     def _get_absent_state(self, compute: str) -> str:
         provider = self.planes.providers.get(compute)
         vcpu = (provider.inventory or {}).get('VCPU') if provider else None
-        return get_absent_state({'VCPU': Inventory(vcpu.get('total', 0), vcpu.get('reserved', 0))} if vcpu else {})
+        return host.get_absent_state({'VCPU': Inventory(vcpu.get('total', 0), vcpu.get('reserved', 0))} if vcpu else {})
 
     def _parse_values(self, kind: type[Parsed], prefix: str, *name_fields: str) -> dict[str, Parsed | str]:
         values: dict[str, Parsed | str] = {}
@@ -327,16 +297,16 @@ def _regroup(rows: Iterable[tuple[str, str, Parsed]]) -> dict[str, dict[str, Par
     return grouped
 
 
-def list_hosts(world: World, providers: Mapping[str, ProviderSummary]) -> list[Host]:
+def list_hosts(world: World, providers: Mapping[str, host.ProviderSummary]) -> list[host.Host]:
     """List, by host name, the computes that live, are in use, or have a provider of ours."""
     uuids = {*world.living_computes, *world.requests_at}
-    uuids |= {each.compute for each in world.records.values() if each.state in LIVE_STATES}
-    uuids |= {uuid for uuid, each in providers.items() if is_ours(uuid, each.name, each.rooms)}
+    uuids |= {each.compute for each in world.records.values() if each.state in host.LIVE_STATES}
+    uuids |= {uuid for uuid, each in providers.items() if host.is_ours(uuid, each.name, each.rooms)}
     listed = [_make_host(compute, world, providers.get(compute)) for compute in uuids if keys.is_uuid(compute)]
     return sorted(listed, key=lambda each: (each.hostname is None, each.hostname or '', each.compute))
 
 
-def _make_host(compute: str, world: World, provider: ProviderSummary | None) -> Host:
+def _make_host(compute: str, world: World, provider: host.ProviderSummary | None) -> host.Host:
     rooms = provider.rooms if provider else {}
     traits = provider.status_traits if provider else frozenset()
     disabled, trouble = status.DISABLED_BY_OPERATOR in traits, None
@@ -344,15 +314,16 @@ def _make_host(compute: str, world: World, provider: ProviderSummary | None) -> 
         # ecompute sets this trait itself when it stops, so it disables only a living compute.
         disabled = disabled or status.DISABLED in traits
         entry = world.get_value(keys.troubles(compute))
-        state, trouble = DISABLED if disabled else UP, parse_trouble(entry.value) if entry and entry.lease else None
+        state = host.DISABLED if disabled else host.UP
+        trouble = parse_trouble(entry.value) if entry and entry.lease else None
     else:
-        state = get_absent_state(rooms)
-        if state == SILENT and compute not in world.requests_at and compute not in world.records_at:
-            state = ORPHANED
+        state = host.get_absent_state(rooms)
+        if state == host.SILENT and compute not in world.requests_at and compute not in world.records_at:
+            state = host.ORPHANED
     instances = tuple(sorted(world.find_inhabitants(compute).present))
-    facts = world.named_computes.living.get(compute, PresenceFacts())
+    facts = world.named_computes.living.get(compute, host.PresenceFacts())
     hostname = world.named_computes.find_hostname(compute)
-    return Host(compute, hostname, state, instances, rooms, disabled, facts, trouble=trouble)
+    return host.Host(compute, hostname, state, instances, rooms, disabled, facts, trouble=trouble)
 
 
 def index_revisions(etcd: Mapping[str, keys.StoredValue]) -> dict[str, dict[str, int]]:
@@ -360,9 +331,7 @@ def index_revisions(etcd: Mapping[str, keys.StoredValue]) -> dict[str, dict[str,
     revisions: dict[str, dict[str, int]] = {}
     for key, entry in etcd.items():
         # If the last part of a key is another name, such as a group's, the key is about that name.
-        subjects: Iterable[str] = {
-            keys.get_queued_instance(key) if key.startswith(keys.QUEUES) else keys.get_last_part(key)
-        }
+        subjects = {keys.get_queued_instance(key) if key.startswith(keys.QUEUES) else keys.get_last_part(key)}
         if key.startswith(keys.ATTEMPTS):
             subjects = parse_attempt_instances(key, entry.value)
         elif key.startswith(keys.QUOTAS):

@@ -183,7 +183,7 @@ class Cloud:
         entry = self.etcd.entries.get(keys.quota('p'))
         if entry is not None:
             limits = json.loads(entry.value)['limits']
-            puts.append(Put(keys.quota('p'), encode(Quota('p', limits, sum_charges('p', [request])))))
+            puts.append(Put(keys.quota('p'), encode(Quota('p', limits, sum_charges('p', [request], lambda _: None)))))
         self.store.commit([], puts)
 
     def set_flavor(self) -> int:
