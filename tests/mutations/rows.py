@@ -387,8 +387,8 @@ ROWS = (
     Row(
         'an evacuation overwrites a newer instance of a stack',
         'ecomp/scheduler/queries/stacks.py',
-        '                or (last is not None and last.incarnation >= place.incarnation)\n',
-        '',
+        'stack.epoch != place.epoch or is_late:',
+        'stack.epoch != place.epoch:',
         ('tests/model/test_evacuations.py::test_evacuation_leaves_an_entry_with_a_newer_instance',),
     ),
     Row(

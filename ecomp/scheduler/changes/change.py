@@ -55,19 +55,12 @@ Answer = TypeVar('Answer')
 Doubts = list[Mapping[str, Entry]]
 
 
-def retry_until_accepted(
-    instance: str, change: str, cure: str, read_and_write: Callable[[Doubts], Answer | None]
-) -> Answer:
-    """Repeat `read_and_write` while it returns None, which means that its reads were stale.
-
-    Raises:
-        Conflict: MAX_TRIES calls returned None.
-        Unreachable: a backend did not answer. For UnknownOutcome the message has `cure`.
-    """
+def retry_until_accepted(instance: str, change: str, cure: str, try_once: Callable[[Doubts], Answer | None]) -> Answer:
+    """Repeat `try_once` while it returns None, which means that its reads were stale."""
     doubts: Doubts = []
     for _ in range(MAX_TRIES):
         try:
-            answer = read_and_write(doubts)
+            answer = try_once(doubts)
         except Unreachable as error:
             if doubts or isinstance(error, UnknownOutcome):
                 doubt = f'; it is unknown whether the {change} of {instance} is accepted. Try: {cure}'
@@ -98,8 +91,6 @@ def destroy(
 
     Raises:
         NotFound: the instance is gone or unknown. After a write that may have been done, it counts as destroyed.
-        Unreadable: the record is of a newer ecomp, or malformed and without a request.
-        Conflict: the instance is adopted and not to be released, or the reverse, or it keeps changing.
     """
 
     def read_and_write(doubts: Doubts) -> str | None:
@@ -177,18 +168,15 @@ def _prepare_destroy(
         revision = entries.record_entry.revision if entries.record_entry else 0
         return partial(remove_record, store, record_key, revision, entries), message
     conditions, tombstone = make_tombstone(store, entries)
-    stack_conditions, stack_puts = make_end(
-        store, entries.request.stack if entries.request else record.stack, record.instance
-    )
+    place = entries.request.stack if entries.request else record.stack
+    stack_conditions, stack_puts = make_end(store, place, record.instance)
     message = describe_acceptance(store, record, 'release' if record.is_adopted else 'destroy')
     compared = entries.request_entry or entries.record_entry
     settlement = Settlement(Touch(compared.key) if compared else None, doubts.append)
     return partial(store.commit, [*conditions, *stack_conditions], [tombstone, *stack_puts], settlement), message
 
 
-def make_tombstone(
-    store: Store, entries: InstanceEntries, replaced_by: str | None = None
-) -> tuple[list[Unchanged], Put]:
+def make_tombstone(store: Store, entries: InstanceEntries, successor: str | None = None) -> tuple[list[Unchanged], Put]:
     """Return the conditions and the write that ask for a destroy."""
     record, entry = entries.record, entries.record_entry
     request_key = keys.request(record.compute, record.instance)
@@ -201,7 +189,7 @@ def make_tombstone(
         name=entries.name,
         stack=request.stack if request else record.stack,
         replaces=None,
-        replaced_by=replaced_by,
+        replaced_by=successor,
     )
     destroy = Request(allocations={}, former_resources=request.resources if request else record.resources, **fields)
     tombstone = encode(destroy, **store.make_stamp())
@@ -224,14 +212,10 @@ def remove_record(store: Store, key: str, revision: int, entries: InstanceEntrie
     conditions = [Unchanged(key, revision), Unchanged(keys.request(record.compute, record.instance), 0)]
 
     def make_change() -> Change:
-        return merge_changes(
-            release_name(store, record.name, record.instance), make_end(store, record.stack, record.instance)
-        )
+        release = release_name(store, record.name, record.instance)
+        return merge_changes(release, make_end(store, record.stack, record.instance))
 
-    def find_removal(read: Mapping[str, Entry]) -> int | None:
-        return None if key in read else revision
-
-    settlement = Settlement(Touch(key), find_removal)
+    settlement = Settlement(Touch(key), lambda read: None if key in read else revision)
     written = commit_with_shared(store, conditions, [Delete(key)], make_change, settlement=settlement)
     if written is not None and entries.record_entry is not None:
         try_revoke(store, entries.record_entry.lease)
@@ -251,8 +235,7 @@ def _prepare_dequeue(
 ) -> tuple[Callable[[], int | None], str]:
     """Prepare to remove a request from its queue, even if a compute is taking it."""
     gone, instance = entries.record.enter_state(GONE, format_time(datetime.now(UTC)), 'gone'), entries.record.instance
-    conditions = [Unchanged(entry.key, entry.revision)]
-    removed = [entry.key, keys.taker(entry.key)]
+    conditions, removed = [Unchanged(entry.key, entry.revision)], [entry.key, keys.taker(entry.key)]
     record_key = keys.record('', instance)
     message, seconds = f'{instance}: removed from its queue', DESTROYED_RECORD_SECONDS
     try:
@@ -293,35 +276,30 @@ class Acceptance(NamedTuple):
     previous_ids: frozenset[str] = frozenset()
 
 
-def change_power(
-    store: Store, instance: str, power_change: PowerAction, key_index: KeyIndex | None = None
-) -> Acceptance:
+def change_power(store: Store, instance: str, power: PowerAction, key_index: KeyIndex | None = None) -> Acceptance:
     """Write a power change into the request, in place of a pending other one.
 
     Nothing is written if the same action is pending, or has no effect. A user's action always replaces that of a drain.
-
-    Raises:
-        Conflict: it is neither active nor stopped, has no valid request, is being destroyed, or keeps changing.
     """
 
     def read_and_write(doubts: Doubts) -> Acceptance | None:
         entries = find_living(store, instance, key_index)
         entry, request = parse_changeable_request(entries)
-        if entries.record.is_adopted and entries.record.fault == UNDEFINED and power_change.action != START:
+        if entries.record.is_adopted and entries.record.fault == UNDEFINED and power.action != START:
             cure = 'virsh dumpxml and virsh define make it persistent'
             raise Conflict(f'{instance}: its domain is transient: once it is off, it is gone. Fix: {cure}')
-        earlier = _match_earlier_change(store, entries, request, power_change)
+        earlier = _match_earlier_change(store, entries, request, power)
         if earlier is not None:
             return earlier
-        accepted = _make_acceptance(store, entries, power_change)  # before the commit: nothing may fail after it
-        put = merge_into_request(entries, entry, {'power': to_dict(power_change), **store.make_stamp()})
+        accepted = _make_acceptance(store, entries, power)  # before the commit: nothing may fail after it
+        put = merge_into_request(entries, entry, {'power': to_dict(power), **store.make_stamp()})
         settlement = Settlement(Touch(entry.key), doubts.append)
         if store.commit([Unchanged(entry.key, entry.revision)], [put], settlement) is None:
             return None
         failpoint('power-asked')
         return accepted
 
-    return retry_until_accepted(instance, power_change.action, f'eschedule show {instance}', read_and_write)
+    return retry_until_accepted(instance, power.action, f'eschedule show {instance}', read_and_write)
 
 
 def parse_changeable_request(entries: InstanceEntries) -> tuple[Entry, Request]:
@@ -370,9 +348,8 @@ def _make_acceptance(store: Store, entries: InstanceEntries, power_change: Power
 
 
 def describe_acceptance(store: Store, record: Record, change: str) -> str:
-    return (
-        f'{record.instance}: {change} accepted; {record.compute} carries it out{describe_delay(store, record.compute)}'
-    )
+    delay = describe_delay(store, record.compute)
+    return f'{record.instance}: {change} accepted; {record.compute} carries it out{delay}'
 
 
 def describe_delay(store: Store, compute: str) -> str:

@@ -52,8 +52,7 @@ class InstanceReader:
     def read(self) -> tuple[bool, Entry | None]:
         """Return whether the backends answered, and the record's entry.
 
-        Without an answer `silent_backend` is set. An instance without a record has no entry: see is_queued and
-        is_missing.
+        Without an answer `silent_backend` is set. Without a record there is no entry: see is_queued and is_missing.
         """
         try:
             entry = self._store.get(self._key) if self._key else None
@@ -119,8 +118,7 @@ def _name_backend(error: Unreachable) -> str:
 # Seconds between two reads, and updates of the live line: a tenth of what was waited, at least and at most these.
 MIN_TICK_SECONDS = 0.05
 MAX_TICK_SECONDS = 1.0
-# Seconds between two checks whether a host is silent. One that starts has no presence for a moment, so it counts as
-# silent after two checks.
+# Seconds between the two checks after which a host counts as silent: one that starts has no presence for a moment.
 SILENCE_CHECK_SECONDS = 5.0
 
 
@@ -160,10 +158,6 @@ def wait_for_stage(wait: Wait, stage: str, power_change: PowerAction | None = No
 
     A stage of an earlier boot does not count. If the guest was stopped at the start of the wait, or `power_change` is
     pending, one of the current boot does not count either.
-
-    Raises:
-        EcompError: the instance failed or, for `ready`, its cloud-init.
-        NotFound: the instance is destroyed, or removed during the wait.
     """
     first: Record | None = None
     instance = wait.instance
@@ -228,13 +222,7 @@ def wait_until_gone(wait: Wait) -> None:
 
 
 def wait_for_power(wait: Wait, accepted: Acceptance) -> Record:
-    """Return the record once an accepted stop, start or reboot is carried out.
-
-    Raises:
-        EcompError: a started guest does not run.
-        Conflict: another power change replaced this one.
-        NotFound: the instance is destroyed or removed.
-    """
+    """Return the record once an accepted stop, start or reboot is carried out."""
     instance, power = wait.instance, accepted.power
     assert power is not None  # otherwise there is nothing to wait for
 
@@ -268,16 +256,12 @@ def wait_for_rebuild(wait: Wait, number: int) -> None:
 
 
 def _describe_power_wait(record: Record | None) -> str:
-    how_far = parse_phase(record.power if record else None)
-    return {SHUTDOWN_REQUESTED: 'the guest to shut down', SHUT_OFF: 'its domain to start'}.get(
-        how_far, 'its compute to accept it'
-    )
+    awaited = {SHUTDOWN_REQUESTED: 'the guest to shut down', SHUT_OFF: 'its domain to start'}
+    return awaited.get(parse_phase(record.power if record else None), 'its compute to accept it')
 
 
 @dataclass(frozen=True)
 class Wait:
-    """The wait for one instance."""
-
     config: EtcdConfig
     instance: str
     deadline: Deadline

@@ -266,10 +266,7 @@ def repair_findings(store: Store, placement: Placement, first: Report, second: R
 
 
 def repair_hosts(store: Store, computes: Collection[str]) -> list[str]:
-    """Have each host repair what it has found for a minute, and return lines on the results.
-
-    A host that does not answer has one line, which says so.
-    """
+    """Have each host repair what it has found for a minute, and return lines on the results."""
     lines = []
     with ask(store, *(f'/{compute}' for compute in sorted(computes))) as revisions:
         questions = {part.removeprefix('/'): revision for part, revision in revisions.items()}
@@ -277,10 +274,8 @@ def repair_hosts(store: Store, computes: Collection[str]) -> list[str]:
         entries = store.read([keys.findings(compute) for compute in sorted(answered)])
     for compute in sorted(computes):
         try:
-            lines += [
-                f'compute {compute}: {line}'
-                for line in parse_report(compute, entries[keys.findings(compute)].value).repairs
-            ]
+            repairs = parse_report(compute, entries[keys.findings(compute)].value).repairs
+            lines += [f'compute {compute}: {line}' for line in repairs]
         except (KeyError, ValueError):
             lines.append(f'compute {compute}: it is unknown whether it was repaired, because it does not answer')
     return lines
@@ -344,8 +339,7 @@ class Repairs:
             # A silent compute claims nothing, and a claim elsewhere moves the generation that was read.
             if compute not in holding[instance]:
                 return holding
-            # A tombstone keeps no claim. Only this compute would have taken a queued request here, so one that waits
-            # keeps none either.
+            # A tombstone keeps no claim. One that waits keeps none either: only this compute would have taken it here.
             owners = () if finding.keys else (keys.request,)
             if is_alive(self.store, compute) or find_needed(self.store, holding, '', NOT_QUEUED, None, owners):
                 raise StaleFindingError
@@ -378,7 +372,7 @@ class Repairs:
         if name is None or change is None or not change[1]:
             raise StaleFindingError
         conditions, operations = change
-        return self._commit(finding, operations, f'{keys.name(name)} is restored', conditions)
+        return self._commit(finding, operations, f'{keys.name(name)} is restored', *conditions)
 
     def _join_group(self, finding: Finding) -> str:
         parsed = self.world.requests_by_compute[finding.subject][finding.compute]
@@ -387,7 +381,7 @@ class Repairs:
         conditions, operations = rejoin_group(self.store, parsed.group, finding.subject, finding.compute)
         if not operations:
             raise StaleFindingError
-        return self._commit(finding, operations, f'the instance is in group {parsed.group.name}', conditions)
+        return self._commit(finding, operations, f'the instance is in group {parsed.group.name}', *conditions)
 
     def _remove_from_group(self, finding: Finding) -> str:
         current_group, placing = self.world.groups[finding.subject], read_pending_instances(self.store)
@@ -404,7 +398,7 @@ class Repairs:
             raise StaleFindingError
         conditions = [condition for unchanged in leaving.values() for condition in unchanged]
         done = f'{", ".join(leaving)} is removed' if len(leaving) == 1 else f'{len(leaving)} members are removed'
-        return self._commit(finding, [make_group_operation(current_group.without_members(*leaving))], done, conditions)
+        return self._commit(finding, [make_group_operation(current_group.without_members(*leaving))], done, *conditions)
 
     def _recount(self, finding: Finding) -> str:
         if recount_quota(self.store, finding.subject, lambda now: now or Quota(finding.subject)) is None:
@@ -423,7 +417,7 @@ class Repairs:
             unchanged += [request, self.world.get_record_key(instances[name])]
         put = Put(finding.keys[0], encode(stack.with_ended(ended)))
         done = f'{len(ended)} entries are marked as ended' if len(ended) > 1 else f'{ended[0]} is marked as ended'
-        return self._commit(finding, [put], done, self._make_conditions(*unchanged))
+        return self._commit(finding, [put], done, *self._make_conditions(*unchanged))
 
     def _restore_stack(self, finding: Finding) -> str:
         stack, _, is_restored = load_stack(self.store, finding.subject)
@@ -432,12 +426,7 @@ class Repairs:
         return self._commit(finding, [Put(finding.keys[0], encode(stack))], f'{finding.keys[0]} is restored')
 
     def _commit(
-        self,
-        finding: Finding,
-        operations: Sequence[Put | Delete],
-        message: str,
-        conditions: Sequence[Unchanged] = (),
-        lease: int = 0,
+        self, finding: Finding, operations: Sequence[Put | Delete], message: str, *conditions: Unchanged, lease: int = 0
     ) -> str:
         as_read = self._make_conditions(*finding.keys)
         if commit_with_shared(self.store, [*conditions, *as_read], operations, make_empty_change, lease) is None:

@@ -43,9 +43,7 @@ def enable(store: Store, placement: Placement, compute: str, display_name: str) 
     """Allow placement on a compute, after its next start if it is not alive."""
     require_provider(placement, compute, display_name)
     alive = is_alive(store, compute)
-    changed = providers.change_names(
-        placement, compute, providers.TRAITS, lambda names: status.apply_enable(names, alive)
-    )
+    changed = providers.change_names(placement, compute, providers.TRAITS, lambda old: status.apply_enable(old, alive))
     failpoint('host-enabled')
     if not changed:
         return f'{display_name}: is already enabled' + ('' if alive else ', but not alive')
@@ -53,10 +51,7 @@ def enable(store: Store, placement: Placement, compute: str, display_name: str) 
 
 
 def list_inhabitants(store: Store, placement: Placement, compute: str, display_name: str) -> list[str]:
-    """Return a line with the number of instances on a compute, and a line for each.
-
-    An instance that only has a claim there counts, too.
-    """
+    """Return the number of instances on a compute or with a claim there, and a line for each."""
     # First: later deliveries are then seen as requests.
     consumers = allocations.read_provider_allocations(placement, compute)
     world = read_world(store)
@@ -113,9 +108,6 @@ def wait_until_drained(  # noqa: PLR0913
     """Return once a disabled compute has no request, no claim and no earlier attempt in flight.
 
     With `stop_guests`, the guests that it returns count instead of requests and claims.
-
-    Raises:
-        StillGoing: the deadline has passed.
     """
     # An attempt that queried placement before may still claim here; within MAX_OFFER_AGE_SECONDS it has a key below
     # /requests. The compute trusts its traits for up to a second, and may take from a queue: then it has a taker key.
@@ -127,7 +119,9 @@ def wait_until_drained(  # noqa: PLR0913
         # Attempts before requests: what they deliver in between is then seen.
         attempts = store.snapshot(keys.ATTEMPTS, keys_only=True).entries
         # An attempt's key without a lease has no owner, and would stay.
-        current, taker_keys = frozenset(key for key, entry in attempts.items() if entry.lease), _read_taker_keys(store)
+        current = frozenset(key for key, entry in attempts.items() if entry.lease)
+        queues = store.snapshot(keys.QUEUES, keys_only=True).entries.items()
+        taker_keys = frozenset((key, each.revision) for key, each in queues if each.lease and key.endswith(keys.TAKER))
         placing, taking = (placing & current, taking & taker_keys) if all_announced else (current, taker_keys)
         all_announced = is_late
         prefix = keys.request_prefix(compute)
@@ -146,12 +140,6 @@ def wait_until_drained(  # noqa: PLR0913
             raise StillGoing(f'{problem}; the host stays disabled')
         report(f'waiting for {rest}, {deadline.elapsed:.0f} s')
         time.sleep(max(min(POLL_SECONDS, deadline.seconds - deadline.elapsed), 0))
-
-
-def _read_taker_keys(store: Store) -> frozenset[tuple[str, int]]:
-    waiting = store.snapshot(keys.QUEUES, keys_only=True).entries
-    taker_keys = ((key, entry.revision) for key, entry in waiting.items() if entry.lease and key.endswith(keys.TAKER))
-    return frozenset(taker_keys)
 
 
 def require_provider(placement: Placement, compute: str, display_name: str) -> None:

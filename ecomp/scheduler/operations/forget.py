@@ -37,10 +37,6 @@ def forget(  # noqa: PLR0913
     """Remove a compute from placement and etcd, and report a sentence for each removal.
 
     `fenced` says that the operator confirms that the machine is off for good. Nothing checks that.
-
-    Raises:
-        NotFound: the compute is not ours.
-        Conflict: there is an obstacle, the compute came back, its provider stays, or keys keep changing.
     """
 
     def try_once() -> World | None:
@@ -86,15 +82,15 @@ def _unregister(
     placement: Placement,
     provider: ProviderState | None,
     compute: str,
-    display_name: str,
+    label: str,
     report: Callable[[str], None],
 ) -> None:
     if provider is not None and provider.allocations is not None:
         try:
             providers.delete_provider(placement, compute)
         except Conflict as error:
-            raise Conflict(f'compute {display_name}: its resource provider stays: {error}') from error
-        report(f'{display_name}: its resource provider is removed')
+            raise Conflict(f'compute {label}: its resource provider stays: {error}') from error
+        report(f'{label}: its resource provider is removed')
     failpoint('host-unregistered')
     # The name last: until then the command can be repeated with it.
     silent, name = read_silence_condition(store, compute), store.get(keys.hostname(compute))
@@ -103,7 +99,7 @@ def _unregister(
         if silent.revision:
             report(f'{silent.key}: removed: it had no lease')
         if name is not None and provider is None:
-            report(f'{display_name}: its host name is removed')
+            report(f'{label}: its host name is removed')
 
 
 def _read_planes(store: Store, placement: Placement, compute: str) -> World:
@@ -131,9 +127,8 @@ def find_obstacle(world: World, compute: str, display_name: str, fenced: bool) -
     if unreadable := (there.destroyed | consumers) & world.malformed_records.keys():
         have = 'have malformed records' if len(unreadable) > 1 else 'has a malformed record'
         return f'{_format_instances(unreadable, world)} {have}. Try: eschedule list'
-    if elsewhere := next(
-        filter(None, (_describe_home_elsewhere(world, each, compute) for each in sorted(consumers))), ''
-    ):
+    homes = filter(None, (_describe_home_elsewhere(world, each, compute) for each in sorted(consumers)))
+    if elsewhere := next(homes, ''):
         return f'instance {elsewhere}, but has a claim on this compute. Fix: destroy that instance'
     # After a restore of both planes, a compute may run a queued request without a claim.
     may_run_queued = compute in world.planes.providers and world.select_prefix(keys.QUEUES)
@@ -147,9 +142,8 @@ def _describe_home_elsewhere(world: World, instance: str, compute: str) -> str:
     homes, record = [*world.requests_by_compute.get(instance, {})], world.records.get(instance)
     homes += [record.compute] if record and record.state in (*LIVE_STATES, DESTROYING) else []
     home = next((home for home in homes if home != compute), '')
-    return (
-        f'{world.format_instance(instance)} belongs to compute {world.named_computes.format_name(home)}' if home else ''
-    )
+    sentence = f'{world.format_instance(instance)} belongs to compute {world.named_computes.format_name(home)}'
+    return sentence if home else ''
 
 
 def find_leftovers(world: World, compute: str) -> list[Finding]:

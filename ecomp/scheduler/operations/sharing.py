@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 
 def load_flavor(store: Store, name: str) -> tuple[Flavor, int]:
-    """Return a flavor and the revision of its key."""
     entry = store.get(keys.flavor(check_flavor_name(name)))
     if entry is None:
         raise make_no_such_flavor(name, list_flavor_names(store))
@@ -35,8 +34,7 @@ def load_flavor(store: Store, name: str) -> tuple[Flavor, int]:
 
 def list_flavors(store: Store) -> tuple[dict[str, Flavor], list[EcompError]]:
     """Return {name: flavor}, sorted, and an error for each malformed one."""
-    flavors: dict[str, Flavor] = {}
-    errors: list[EcompError] = []
+    flavors, errors = dict[str, Flavor](), list[EcompError]()
     for entry in store.snapshot(keys.FLAVORS).entries.values():
         try:
             flavors[keys.get_last_part(entry.key)] = read_flavor(entry)
@@ -71,9 +69,8 @@ def delete_flavor(store: Store, name: str) -> str:
     key = keys.flavor(name)
     previous = store.get(key)
     if previous is None:
-        raise NotFound(
-            f'{make_printable(name, 100)}: etcd has no such flavor{format_suggestion(name, list_flavor_names(store))}'
-        )
+        suggestion = format_suggestion(name, list_flavor_names(store))
+        raise NotFound(f'{make_printable(name, 100)}: etcd has no such flavor{suggestion}')
     _commit_flavor(store, key, previous, Delete(key), None)
     message = f'flavor {name}: removed; existing instances stay as they are'
     try:
@@ -86,7 +83,6 @@ def delete_flavor(store: Store, name: str) -> str:
 
 
 def make_no_such_flavor(name: str, names: Iterable[str]) -> NotFound:
-    """Make the error for a flavor that is not among `names`."""
     problem = f'{make_printable(name, 100)}: no such flavor{format_suggestion(name, names)}'
     return NotFound(f'{problem}. Try: eschedule flavor')
 
@@ -97,17 +93,14 @@ def list_flavor_names(store: Store) -> list[str]:
 
 
 def read_flavor(entry: Entry) -> Flavor:
-    """Parse the flavor in an entry."""
     return decode_at(entry.key, Flavor, entry.value, name=keys.get_last_part(entry.key))
 
 
-def _commit_flavor(
-    store: Store, key: str, previous: Entry | None, change: Put | Delete, new_flavor: Flavor | None
-) -> None:
+def _commit_flavor(store: Store, key: str, previous: Entry | None, change: Put | Delete, new: Flavor | None) -> None:
     if store.commit([Unchanged(key, previous.revision if previous else 0)], [change], Settlement()) is not None:
         return
     current = store.get(key)
-    if (read_flavor(current) if current else None) != new_flavor:
+    if (read_flavor(current) if current else None) != new:
         raise EcompError(f'{key}: another process changed it, or it was not written. Try: the same command again')
 
 
@@ -174,9 +167,8 @@ def recount_quota(store: Store, project: str, change: Callable[[Quota | None], Q
             return None
         return new
 
-    lost = Conflict(
-        f'quota of project {make_printable(project)}: other processes keep changing it. Try: the same command again'
-    )
+    problem = f'quota of project {make_printable(project)}: other processes keep changing it'
+    lost = Conflict(f'{problem}. Try: the same command again')
     new = retry_until_committed(try_once, lost, MAX_TRIES, MAX_PAUSE_SECONDS)
     return new if new.limits else None
 

@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ecomp.errors import Conflict, EcompError, NoCapacity, NotFound, OverQuota
 from ecomp.failpoints import failpoint
@@ -238,20 +238,12 @@ def _charge(store: Store, project: str, guests: Mapping[str, Adoptee]) -> Change
 def _deliver(
     session: Session, compute: str, block: Mapping[str, Adoptee], old: Mapping[str, Entry], is_last: bool
 ) -> None:
-    user, project = session.requester.user_id, session.requester.project_id
-    now = session.scheduler.now()
     session.store.keep_alive(session.lease)  # hundreds of guests take a while
+    user, project = session.requester
+    stages = dict.fromkeys(('requested', 'scheduled'), session.scheduler.now())
+    fields: dict[str, Any] = {'user_id': user, 'project_id': project, 'stages': stages, 'is_adopted': True}
     requests = {
-        instance: Request(
-            instance,
-            {compute: each.guest.size},
-            user_id=user,
-            project_id=project,
-            stages={'requested': now, 'scheduled': now},
-            name=each.name,
-            is_adopted=True,
-        )
-        for instance, each in block.items()
+        uuid: Request(uuid, {compute: each.guest.size}, name=each.name, **fields) for uuid, each in block.items()
     }
     candidates = {name: Candidate(compute, request.allocations, None) for name, request in requests.items()}
     if refused := candidates.keys() - session.claim(candidates):

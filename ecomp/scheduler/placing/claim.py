@@ -65,11 +65,8 @@ class Terms(NamedTuple):
 
 
 def read_terms(store: Store, order: Order, instances: Collection[str]) -> Terms:
-    """Read an order's group and quota."""
-    existing = read_settled_group(store, order.group)
-    return Terms(
-        existing.without_members(*instances) if existing is not None else None, load_quota(store, order.project_id)[0]
-    )
+    group, (quota, _) = read_settled_group(store, order.group), load_quota(store, order.project_id)
+    return Terms(group.without_members(*instances) if group is not None else None, quota)
 
 
 def read_settled_group(store: Store, membership: Membership | None) -> Group | None:
@@ -94,8 +91,6 @@ MAX_CONCURRENT_CALLS = 2
 
 @dataclass(eq=False, repr=False)
 class Claimer:
-    """Claims for one attempt."""
-
     placement: Placement
     requester: Requester
     # Must return True before a call is repeated.
@@ -167,9 +162,8 @@ class Claimer:
             raise Conflict(f'{instances}: another eschedule took over this uuid, or this eschedule was too slow')
 
     def _has_providers(self, candidate: Candidate) -> bool:
-        return all(
-            providers.read_provider_name(self.placement, provider) is not None for provider in candidate.allocations
-        )
+        names = (providers.read_provider_name(self.placement, provider) for provider in candidate.allocations)
+        return all(name is not None for name in names)
 
 
 def split_into_blocks(wanted_candidates: Mapping[str, Candidate]) -> Sequence[Mapping[str, Candidate]]:
@@ -261,10 +255,9 @@ def _require_oldest(store: Store, attempt: str, value: Mapping[str, object], rev
     for key, entry in store.snapshot(keys.ATTEMPTS).entries.items():
         is_older = entry.lease and entry.revision < revision and key != keys.attempt(attempt)
         if is_older and ours & parse_attempt_instances(key, entry.value):
+            problem = f'the older attempt {keys.get_last_part(key)} for this instance is in flight'
             cure = 'repeat the command when the older attempt has finished'
-            raise Conflict(
-                f'{attempt}: the older attempt {keys.get_last_part(key)} for this instance is in flight. Fix: {cure}'
-            )
+            raise Conflict(f'{attempt}: {problem}. Fix: {cure}')
 
 
 def reserve_names(store: Store, names: Mapping[str, str | None], replaced: Collection[str] = ()) -> Change:

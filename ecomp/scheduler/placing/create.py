@@ -6,7 +6,6 @@ import logging
 import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,8 +20,8 @@ from ecomp.model.group import Membership
 from ecomp.model.order import Order, SetOrder, describe_difference, make_member_uuid, make_request, refuse_big_order
 from ecomp.model.states import ERROR, GONE
 from ecomp.placement.allocations import Requester
-from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.claim import DeliveryOutcome, Terms, read_terms, reserve_names
+from ecomp.scheduler.placing.offer import Backend
 from ecomp.scheduler.placing.sample import SampledPlacer
 from ecomp.scheduler.placing.session import (
     DeliveryRefused,
@@ -64,11 +63,7 @@ def _find_delivered(store: Store, order: SetOrder, resume: bool) -> dict[str, De
     if is_listed(other_uuid) and find(store, other_uuid, key_index) is not None:
         raise Conflict(f'{order.instance}: is the uuid of {"an instance" if order.count > 1 else "a set"}')
     entries = {instance: find(store, instance, key_index) for instance in order.instances if is_listed(instance)}
-    return {
-        instance: _confirm_delivered(existing, order.orders[instance])
-        for instance, existing in entries.items()
-        if existing is not None
-    }
+    return {uuid: _confirm_delivered(each, order.orders[uuid]) for uuid, each in entries.items() if each is not None}
 
 
 def _confirm_delivered(entries: InstanceEntries, order: Order) -> DeliveryOutcome:
@@ -115,7 +110,7 @@ def create(
         ClaimedElsewhere: another attempt's claims cannot be taken over.
     """
     refuse_big_order(order)
-    store, requester = scheduler.store, Requester(order.user_id, order.project_id)
+    store, user = scheduler.store, Requester(order.user_id, order.project_id)
     with report_unchanged():
         delivered = _find_delivered(store, order, resume)
         if delivered:
@@ -125,9 +120,7 @@ def create(
     # No other process can have claimed for a uuid that was generated here.
     movable = set[str]() if resume else set(order.instances)
     cure = ', or use another uuid'
-    session = Session(
-        scheduler, order.instance, order.instances, requester, resume, cure, on_cluster_size, movable=movable
-    )
+    session = Session(scheduler, order.instance, order.instances, user, resume, cure, on_cluster_size, movable=movable)
     creation = _Creation(session, order)
     with session.open():
         delivered = creation.announce()
@@ -159,8 +152,6 @@ class ClaimedSet(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class _Creation:
-    """One run of create()."""
-
     session: Session
     order: SetOrder
     # The most computes, in any query, that could have taken an instance.
@@ -205,22 +196,16 @@ class _Creation:
         raise AssertionError
 
     def claim_again(self, claims: ClaimedSet, kept_instances: Collection[str]) -> ClaimedSet:
-        log.debug(
-            '%s: other attempts were faster: %d of %d claims are kept',
-            self.order.instance,
-            len(kept_instances),
-            len(claims.candidates),
-        )
+        kept, claimed = len(kept_instances), len(claims.candidates)
+        log.debug('%s: other attempts were faster: %d of %d claims are kept', self.order.instance, kept, claimed)
         terms, offer = read_terms(self.session.store, self.order, self.order.instances), self._refresh()
         return self._place(offer, terms, {instance: claims.candidates[instance] for instance in kept_instances})
 
     def deliver(self, claims: ClaimedSet, scheduled_at: str) -> dict[str, DeliveryOutcome]:
         order, store, placed = self.order, self.session.store, claims.candidates
         decided = {'group': claims.membership, 'stages': {**order.stages, 'scheduled': scheduled_at}}
-        requests = {
-            instance: make_request(order.orders[instance], each, order.weigh, claims.candidate_count, **decided)
-            for instance, each in placed.items()
-        }
+        orders, weigh, count = order.orders, order.weigh, claims.candidate_count
+        requests = {uuid: make_request(orders[uuid], each, weigh, count, **decided) for uuid, each in placed.items()}
         deliveries = [(placed[instance].compute, request) for instance, request in requests.items()]
         resources = {instance: request.resources for instance, request in requests.items()}
         charge = partial(charge_quota, store, order.project_id, resources)
@@ -313,9 +298,7 @@ class RankedCompute(NamedTuple):
     instance_count: int
 
 
-def plan(
-    store: Store, backend: Future[tuple[Placement, Offer]], order: SetOrder, rng: random.Random
-) -> list[RankedCompute]:
+def plan(store: Store, backend: Backend, order: SetOrder, rng: random.Random) -> list[RankedCompute]:
     """Return the candidates of an order in the order of trying, without claiming any.
 
     A compute occurs once for each of its candidates. Raises what create() raises before it claims.

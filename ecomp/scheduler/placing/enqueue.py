@@ -28,8 +28,6 @@ from ecomp.store.client import Delete, Entry, Put, Settlement, Store, Unchanged
 
 @dataclass(frozen=True)
 class QueuePosition:
-    """The state of a queued request."""
-
     flavor: str
     # The number of older requests of its flavor.
     before: int
@@ -50,9 +48,8 @@ def read_queue_position(
     """Read the position of a queued request, and why it waits."""
     flavor = (keys.parse_queue_key(entry.key) or ('', ''))[0]
     entries = store.snapshot(keys.queue(flavor, ''), keys_only=True).entries
-    before = sum(
-        other.revision < entry.revision for key, other in entries.items() if keys.parse_queue_key(key) is not None
-    )
+    older = [key for key, other in entries.items() if other.revision < entry.revision]
+    before = sum(keys.parse_queue_key(key) is not None for key in older)
     taker_entry = store.get(keys.taker(entry.key))
     taker = decode_lenient(QueueTaker, taker_entry.value).compute if taker_entry is not None else None
     if store.get(keys.flavor(flavor)) is None:
@@ -88,10 +85,6 @@ def enqueue(
     """Put a request into its queue, or return False if it was requested before.
 
     Without `resume` that is looked for only after a try that failed.
-
-    Raises:
-        Conflict: the uuid, the name or the group is used otherwise, or another process interfered.
-        OverQuota: the project's quota is used up.
     """
     current_group = read_settled_group(store, queue_entry.group)
     queue_entry = replace(queue_entry, group=current_group.membership if current_group is not None else None)
@@ -120,34 +113,28 @@ def enqueue(
 
 
 def _commit(
-    store: Store, queue_entry: QueueEntry, flavor_revision: int, user_data: SharedUserData | None, attempt_revision: int
+    store: Store, entry: QueueEntry, flavor_revision: int, user_data: SharedUserData | None, attempt_revision: int
 ) -> bool:
-    instance = queue_entry.instance
-    attempt_key = keys.attempt(instance)
-    flavor_key = keys.flavor(queue_entry.flavor.name)
-    conditions = [
-        Unchanged(attempt_key, attempt_revision),
-        Unchanged(queue_entry.key, 0),
-        Unchanged(flavor_key, flavor_revision),
-    ]
+    instance, attempt, flavor = entry.instance, keys.attempt(entry.instance), keys.flavor(entry.flavor.name)
+    conditions = [Unchanged(attempt, attempt_revision), Unchanged(entry.key, 0), Unchanged(flavor, flavor_revision)]
     user_data_puts, granted = prepare_user_data(store, user_data)
-    operations: list[Put | Delete] = [Put(queue_entry.key, encode(queue_entry)), Delete(attempt_key), *user_data_puts]
+    operations: list[Put | Delete] = [Put(entry.key, encode(entry)), Delete(attempt), *user_data_puts]
 
     def make_shared_change() -> Change:
         return merge_changes(
-            reserve_names(store, {instance: queue_entry.name}),
-            join_group(store, queue_entry.group, {instance: ''}),
-            charge_quota(store, queue_entry.project_id, {instance: queue_entry.flavor.resources}),
+            reserve_names(store, {instance: entry.name}),
+            join_group(store, entry.group, {instance: ''}),
+            charge_quota(store, entry.project_id, {instance: entry.flavor.resources}),
         )
 
-    settlement = Settlement(Delete(attempt_key), doubt=f'{instance} is queued')
+    settlement = Settlement(Delete(attempt), doubt=f'{instance} is queued')
     try:
         written = commit_with_shared(store, conditions, operations, make_shared_change, granted, settlement)
     except Excluded:
         # After a lost answer, the request itself may be what its quota and its group have no room beside.
-        if _is_enqueued(store, queue_entry):
+        if _is_enqueued(store, entry):
             return True
-        _require_allowed(store, queue_entry)
+        _require_allowed(store, entry)
         raise Conflict(f'{instance}: other processes keep changing its quota. Try: the same command again') from None
     return written is not None
 

@@ -25,14 +25,8 @@ from ecomp.model.host import EntriesByCompute, describe_silent_fix, group_by_ins
 from ecomp.model.order import InvalidRequest, Request, get_holdings, make_request, parse_request
 from ecomp.model.query import list_trees, read_limit
 from ecomp.model.stack import Place
-from ecomp.placement.allocations import (
-    Requester,
-    read_candidates,
-    read_consumer,
-    read_consumers,
-    read_provider_allocations,
-    release,
-)
+from ecomp.placement import allocations
+from ecomp.placement.allocations import Requester
 from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.session import MAX_PLACES_AHEAD, UNCHANGED, OldInstance, Scheduler, Session, require_ended
 from ecomp.scheduler.queries.find import from_places
@@ -45,6 +39,7 @@ from ecomp.store.client import Entry, Store, Unchanged
 
 ADOPTED = 'it is adopted: its disks and its definition are only on its host'
 PROTECTED = 'it is protected. Try: --include-protected'
+Places = Mapping[str, EntriesByCompute[Entry]]  # by instance
 
 
 class Evacuee(NamedTuple):
@@ -164,7 +159,7 @@ def _read_offers(placement: Placement, queries: Iterable[str]) -> tuple[dict[str
     offers, refusals = dict[str, Offer](), dict[str, str]()
     for query in queries:
         try:
-            offers[query] = read_candidates(placement, query)
+            offers[query] = allocations.read_candidates(placement, query)
         except PlacementRefusal as error:
             refusals[query] = str(error)
     return offers, refusals
@@ -238,9 +233,10 @@ def _release_orphans(store: Store, placement: Placement, compute: str) -> list[s
         return holding if is_alive(store, compute) else find_needed(store, holding, compute)
 
     # Placement first: a claim that is delivered later has its key in etcd by then.
-    consumers = read_provider_allocations(placement, compute)
+    consumers = allocations.read_provider_allocations(placement, compute)
     requested = map(keys.get_last_part, store.snapshot(keys.request_prefix(compute), keys_only=True).entries)
-    results = release(placement, consumers.keys() - set(requested), find_kept, partial(note_released, store))
+    orphans = consumers.keys() - set(requested)
+    results = allocations.release(placement, orphans, find_kept, partial(note_released, store))
     return [consumer for consumer, is_released in results.items() if is_released]
 
 
@@ -292,9 +288,8 @@ class _Evacuation:
                     self.reasons[old] = f'{ADOPTED}. It is released, and is not managed any more'
 
     def _read_guests(self) -> None:
-        guests, self.planner = read_moves(
-            self.session.store, self.session.placement, self.session.read_alive(), [self.compute]
-        )
+        session = self.session
+        guests, self.planner = read_moves(session.store, session.placement, session.read_alive(), [self.compute])
         self.guests = {guest.request.instance: guest for guest in guests.get(self.compute, ())}
 
     def _choose_replacements(self) -> None:
@@ -313,9 +308,10 @@ class _Evacuation:
                 self.replacements[old] = _Replacement(request, new, place, None)
             except REFUSALS as error:
                 self.reasons[old] = str(error)
-        claimed_here = read_provider_allocations(self.session.placement, self.compute)
+        claimed_here = allocations.read_provider_allocations(self.session.placement, self.compute)
         consumers = {each.instance for each in self.replacements.values()} | self.replacements.keys() - claimed_here
-        claims = {each: held.allocations for each, held in read_consumers(self.session.placement, consumers).items()}
+        holders = allocations.read_consumers(self.session.placement, consumers)
+        claims = {uuid: each.allocations for uuid, each in holders.items()}
         for old, replacement in list(self.replacements.items()):
             del self.replacements[old]
             try:
@@ -348,7 +344,7 @@ class _Evacuation:
             place = place and place._replace(incarnation=place.incarnation + step)
             instance = place.instance if place else keys.make_uuid(os.urandom(16))
             replacement = replacement._replace(instance=instance, place=place)
-            claim = read_consumer(self.session.placement, instance).allocations
+            claim = allocations.read_consumer(self.session.placement, instance).allocations
 
     def _announce(self) -> None:
         self.session.instances = [each.instance for each in self.replacements.values()]
@@ -412,17 +408,10 @@ class _Evacuation:
             self._announce()
         guests = [old for unit in units for old in unit]
         own_keys = [key(self.compute, old) for old in guests for key in (keys.request, keys.record)]
-        read = self.session.store.read(own_keys)
-        places = group_by_instance(read.items())
+        places = group_by_instance(self.session.store.read(own_keys).items())
         return [unit for unit in units if not self._settle(unit, targets, places, silent)]
 
-    def _settle(
-        self,
-        unit: Sequence[str],
-        targets: Mapping[str, Candidate],
-        places: Mapping[str, EntriesByCompute[Entry]],
-        silent: Unchanged,
-    ) -> bool:
+    def _settle(self, unit: Sequence[str], targets: Mapping[str, Candidate], places: Places, silent: Unchanged) -> bool:
         """Deliver the replacements of a unit, and return whether the unit is settled."""
         deliveries, removals, computes = list[tuple[str, Request]](), list[OldInstance](), dict[Place, str]()
         resized = list[tuple[Request, Request]]()
@@ -481,12 +470,8 @@ class _Evacuation:
     def _make_request(self, request: Request, candidate: Candidate, instance: str, place: Place | None) -> Request:
         scheduler, weigh = self.session.scheduler, request.why.weigh if request.why else SPREAD
         stages = {'requested': str(scheduler.owner['since']), 'scheduled': scheduler.now()}
-        changes = {
-            'instance': instance,
-            'replaces': request.instance,
-            'stack': place or request.stack,
-            'stages': stages,
-        }
+        stack = place or request.stack
+        changes = {'instance': instance, 'replaces': request.instance, 'stack': stack, 'stages': stages}
         return make_request(request, candidate, weigh, len(self.session.read_alive()), **changes)
 
     def _report_moved(self, old: str, candidate: Candidate) -> None:

@@ -12,19 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from ecomp.errors import EcompError
-from ecomp.model import keys
+from ecomp.model import explain, keys
 from ecomp.model.allocation import Provider, Resources
-from ecomp.model.choose import Candidate, Offer
-from ecomp.model.explain import (
-    Miss,
-    add_group_failure,
-    apply_cures,
-    explain_uncovered,
-    find_miss,
-    find_smallest_miss,
-    format_cures,
-    sort_misses,
-)
+from ecomp.model.choose import Candidate
 from ecomp.model.facts import NO_FACTS, Facts, sum_usage
 from ecomp.model.group import Group, Membership
 from ecomp.model.host import Computes
@@ -44,6 +34,7 @@ from ecomp.placement.allocations import read_candidates
 from ecomp.placement.client import Placement
 from ecomp.placement.providers import find_with_trait
 from ecomp.scheduler.placing.claim import read_settled_group
+from ecomp.scheduler.placing.offer import Backend
 from ecomp.scheduler.queries.computes import read_computes, read_troubles
 from ecomp.scheduler.queries.hosts import read_facts
 from ecomp.store.client import Store
@@ -70,11 +61,7 @@ class Refusal:
 
 
 def report_reasons(
-    store: Store,
-    backend: Future[tuple[Placement, Offer]],
-    refusal: Refusal,
-    membership: Membership | None,
-    report: Callable[[str], None],
+    store: Store, backend: Backend, refusal: Refusal, membership: Membership | None, report: Callable[[str], None]
 ) -> None:
     """Report the reasons, a line each, within TIMEOUT_SECONDS, and raise nothing."""
     lines: Future[list[str]] = Future()
@@ -144,7 +131,7 @@ class _Examination:
     """What computes lack, as {compute: text}, and the misses of those that find_miss() covers."""
 
     texts: dict[str, str] = field(default_factory=dict)
-    misses: list[Miss] = field(default_factory=list)
+    misses: list[explain.Miss] = field(default_factory=list)
     # How old the facts of the first computes with room may be, where etcd knows it.
     ages_seconds: dict[str, int | None] = field(default_factory=dict)
 
@@ -155,7 +142,7 @@ class _Examination:
     def shorten(self) -> dict[str, str]:
         if len(self.texts) <= MAX_LISTED_COMPUTES:
             return dict(self.texts)
-        nearest = [each.provider for each in sort_misses(self.misses)[:MAX_NEAREST_COMPUTES]]
+        nearest = [each.provider for each in explain.sort_misses(self.misses)[:MAX_NEAREST_COMPUTES]]
         self.misses = [each for each in self.misses if each.provider in nearest]
         return {compute: self.texts[compute] for compute in nearest}
 
@@ -180,11 +167,7 @@ def _examine(
 
 
 def _compare(
-    constraints: Sequence[Constraint],
-    chosen: Iterable[str],
-    computes: Computes,
-    facts: Mapping[str, Facts],
-    refusal: Refusal,
+    query: Sequence[Constraint], chosen: Iterable[str], computes: Computes, facts: Mapping[str, Facts], refusal: Refusal
 ) -> _Examination:
     takers, taken = [each.compute for each in refusal.places], dict[str, list[Resources]]()
     for candidate in refusal.places:
@@ -196,11 +179,11 @@ def _compare(
         of_compute = facts.get(compute, NO_FACTS)
         provider = of_compute.make_provider(compute, taken.get(compute, ()))
         closed = 'is closed: all its VCPU is reserved' if provider.is_closed else None
-        if excuse := of_compute.problem or closed or explain_uncovered(constraints, provider):
+        if excuse := of_compute.problem or closed or explain.explain_uncovered(query, provider):
             examination.texts[compute] = excuse
             continue
-        miss = find_miss(constraints, provider)
-        miss = add_group_failure(miss, refusal.group, takers, computes.format_name)
+        miss = explain.find_miss(query, provider)
+        miss = explain.add_group_failure(miss, refusal.group, takers, computes.format_name)
         examination.misses.append(miss)
         examination.texts[compute] = _describe_miss(miss, computes.format_name(compute), provider)
     return examination
@@ -245,7 +228,7 @@ def _parse_constraints(query: str, compute_argument: str | None = None) -> tuple
     )
 
 
-def _describe_miss(miss: Miss, display_name: str, provider: Provider) -> str:
+def _describe_miss(miss: explain.Miss, display_name: str, provider: Provider) -> str:
     cure = f' ({_format_enable(miss.provider, display_name)})'
     reasons_given = (failure.reason + cure if failure.is_disabled else failure.reason for failure in miss.failures)
     is_short = any(isinstance(failure.constraint, Amount) for failure in miss.failures)
@@ -260,21 +243,20 @@ def _format_enable(compute: str, display_name: str) -> str:
 def _make_advice(
     placement: Placement,
     constraints: Sequence[Constraint],
-    misses: Collection[Miss],
+    misses: Collection[explain.Miss],
     computes: Computes,
     requested: Collection[str],
 ) -> list[str]:
     """Return the closest host, and the smallest change that fits if placement confirms it."""
     if not misses:
         return []
-    sorted_misses = sort_misses(misses)
+    sorted_misses = explain.sort_misses(misses)
     lines = [] if requested else [f'the closest host is {computes.format_name(sorted_misses[0].provider)}']
-    best = find_smallest_miss(misses)
-    enabled = [
-        _format_enable(each.provider, computes.format_name(each.provider)) for each in sorted_misses if each.is_disabled
-    ]
+    best = explain.find_smallest_miss(misses)
+    disabled = [each.provider for each in sorted_misses if each.is_disabled]
+    enabled = list(map(_format_enable, disabled, map(computes.format_name, disabled)))
     host = computes.format_name(best.provider) if best else ''
-    done = format_cures(best.cures, host) if best and best.cures else ''
+    done = explain.format_cures(best.cures, host) if best and best.cures else ''
     if best is None or not best.cures or any(cure.amount_to_free for cure in best.cures):
         if enabled:
             return [*lines, f'Try: {enabled[0]}']
@@ -283,7 +265,7 @@ def _make_advice(
     fits = enabled[:1] if requested else []
     with suppress(EcompError):
         # The facts may be stale, or incomplete: placement may not know a trait, say.
-        if _is_offered(placement, apply_cures(constraints, best.cures), best.provider):
+        if _is_offered(placement, explain.apply_cures(constraints, best.cures), best.provider):
             fits.append(f'{done}, which fits on {host}')
     return [*lines, f'Try: {", or ".join(fits)}'] if fits else lines
 

@@ -18,17 +18,7 @@ from ecomp.model.stored import to_dict
 from ecomp.placement import providers
 from ecomp.placement.allocations import correct_claim, read_consumer, replace_allocations
 from ecomp.placement.client import Placement
-from ecomp.scheduler.changes.change import (
-    Acceptance,
-    Doubts,
-    describe_acceptance,
-    describe_delay,
-    list_previous_ids,
-    merge_into_request,
-    parse_changeable_request,
-    require_unprotected,
-    retry_until_accepted,
-)
+from ecomp.scheduler.changes import change
 from ecomp.scheduler.placing.adopt import find_lacking
 from ecomp.scheduler.placing.claim import announce, reserve_names
 from ecomp.scheduler.placing.session import require_ended
@@ -40,24 +30,19 @@ from ecomp.store.client import Delete, Settlement, Store, Touch, Unchanged
 
 # The fields of the request to write, and the change of other keys that goes with them.
 Rewriting = tuple[Mapping[str, object], Change]
+MakeRewriting = Callable[[Request, Record], Rewriting | None]
 Owner = Mapping[str, object]  # who makes an attempt, see describe_owner()
 
 
 def protect(store: Store, instance: str, is_protected: bool, key_index: KeyIndex | None = None) -> str:
     """Protect an instance from its removal, or end that, and return a sentence about it."""
-    change: Rewriting = {'protected': is_protected}, ([], [])
-    is_new = _rewrite(
-        store, instance, lambda request, _: None if request.is_protected == is_protected else change, key_index
-    )
+    new: Rewriting = {'protected': is_protected}, ([], [])
+    is_new = _rewrite(store, instance, lambda old, _: None if old.is_protected == is_protected else new, key_index)
     return f'{instance}: is {"" if is_protected else "not "}protected{" now" if is_new else ""}'
 
 
 def rename(store: Store, instance: str, name: str) -> str:
-    """Give an instance another name, and return a sentence about it.
-
-    Raises:
-        Conflict: another instance has the name, or as in _rewrite().
-    """
+    """Give an instance another name, and return a sentence about it."""
 
     def make(request: Request, _record: Record) -> Rewriting | None:
         if request.name == name:
@@ -75,18 +60,13 @@ def resize(
     amounts: Resources,
     owner: Owner,
     power: PowerAction | None = None,
-) -> Acceptance:
+) -> change.Acceptance:
     """Accept amounts for a guest, which it gets when it starts, or now by `power`.
 
     Until then it claims, and its project is charged, the larger of old and new of each class. The claim grows before
     the request does. After an error it is set to the request again, here or by its compute (rule: orphaned-claim).
-
-    Raises:
-        NoCapacity: its compute has no room for the larger amounts, or the quota none (OverQuota).
-        UsageError: the instance cannot have these amounts.
-        Conflict: as in _rewrite(), another process changes the size, or the claim differs from the request.
     """
-    accepted, compute, lease = (unchanged := Acceptance(f'{instance}: has this size')), '', 0
+    accepted, compute, lease = (unchanged := change.Acceptance(f'{instance}: has this size')), '', 0
     attempt: list[Unchanged] = []  # once it is announced
 
     def make(request: Request, record: Record) -> Rewriting | None:
@@ -111,8 +91,9 @@ def resize(
         fields: dict[str, object] = {'allocations': to_wire(wanted), 'query': query}
         fields |= {'resize': to_dict(Resize(number, size)), **({'power': to_dict(power)} if power else {})}
         effect = '' if power else f'. It takes effect when the guest starts. Try: eschedule reboot {instance}'
-        sentence = f'{instance}: resize accepted; {compute} carries it out{describe_delay(store, compute)}{effect}'
-        accepted = Acceptance(sentence, power, list_previous_ids(record, request))
+        delay = change.describe_delay(store, compute)
+        sentence = f'{instance}: resize accepted; {compute} carries it out{delay}{effect}'
+        accepted = change.Acceptance(sentence, power, change.list_previous_ids(record, request))
         return fields, merge_changes(charge, ([*attempt], [Delete(each.key) for each in attempt]))
 
     try:
@@ -160,11 +141,7 @@ def _explain_lack(placement: Placement, claim: Allocations, target: Allocations)
 
 
 def rebuild(store: Store, instance: str, image: str | None) -> tuple[str, int]:
-    """Request a rebuild, and return a sentence about it, and its number.
-
-    Raises:
-        Conflict: the instance is adopted or protected, its user-data has expired, or as in _rewrite().
-    """
+    """Request a rebuild, and return a sentence about it, and its number."""
     numbers = [-1]
 
     def make(request: Request, _record: Record) -> Rewriting | None:
@@ -172,38 +149,32 @@ def rebuild(store: Store, instance: str, image: str | None) -> tuple[str, int]:
             return None  # committed by an earlier try whose answer was lost
         if request.is_adopted:
             raise Conflict(f'{instance}: is adopted: its disks are not ours to replace. Try: virsh on its host')
-        require_unprotected(request)
+        change.require_unprotected(request)
         if request.user_data_sha256 and store.get(keys.user_data(request.user_data_sha256)) is None:
             raise Conflict(f'{instance}: its user-data is no longer in etcd. Fix: destroy it, and create it again')
         numbers.append(request.make_change_number(datetime.now(UTC).timestamp()))
         return {'image': image or request.image, 'rebuild': numbers[-1]}, ([], [])
 
-    sentence = describe_acceptance(store, find_living(store, instance).record, 'rebuild')
+    sentence = change.describe_acceptance(store, find_living(store, instance).record, 'rebuild')
     _rewrite(store, instance, make)
     return sentence, numbers[-1]
 
 
-def _rewrite(
-    store: Store, instance: str, make: Callable[[Request, Record], Rewriting | None], key_index: KeyIndex | None = None
-) -> bool:
-    """Write what `make` returns for the current request, or return False if that is None.
+def _rewrite(store: Store, instance: str, make: MakeRewriting, key_index: KeyIndex | None = None) -> bool:
+    """Write what `make` returns for the current request, or return False if that is None."""
 
-    Raises:
-        Conflict: the instance is neither active nor stopped, is being destroyed, or keeps changing.
-    """
-
-    def read_and_write(doubts: Doubts) -> bool | None:
+    def read_and_write(doubts: change.Doubts) -> bool | None:
         entries = find_living(store, instance, key_index)
-        entry, request = parse_changeable_request(entries)
+        entry, request = change.parse_changeable_request(entries)
         if (made := make(request, entries.record)) is None:
             return False
         fields, (conditions, operations) = made
         number = request.make_change_number(datetime.now(UTC).timestamp())
-        put = merge_into_request(entries, entry, {**fields, 'changed': number, **store.make_stamp()})
+        put = change.merge_into_request(entries, entry, {**fields, 'changed': number, **store.make_stamp()})
         settlement = Settlement(Touch(entry.key), doubts.append)
         written = store.commit([Unchanged(entry.key, entry.revision), *conditions], [put, *operations], settlement)
         if written is not None:
             failpoint('changed')
         return bool(written) or None
 
-    return retry_until_accepted(instance, 'change', 'the same command again', read_and_write)
+    return change.retry_until_accepted(instance, 'change', 'the same command again', read_and_write)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from ecomp.model.choose import Offer
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ecomp.conf import PlacementConfig
     from ecomp.placement.client import Placement, SlowAnswerReport
 
-    Backend = Future[tuple[Placement, Offer]]
+Backend: TypeAlias = 'Future[tuple[Placement, Offer]]'
 
 
 def ask_placement(config: PlacementConfig, query: str | None, slow: SlowAnswerReport) -> Backend:

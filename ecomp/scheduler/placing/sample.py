@@ -20,8 +20,6 @@ MAX_QUERIES = 2
 
 @dataclass(eq=False, repr=False)
 class SampledPlacer:
-    """Claims for one instance on a sampled compute."""
-
     session: Session
     order: SetOrder
     # The number of sampled computes that have room by their facts.
@@ -34,8 +32,7 @@ class SampledPlacer:
             return {}
         # A compute after a large gap between uuids is sampled more often, but fills up and then ranks low.
         start = keys.facts(f'{self.session.scheduler.rng.getrandbits(32):08x}')  # the first 8 digits of a uuid
-        # A query about all computes takes time in proportion to their number. So placement is asked about the best of a
-        # few, by their facts.
+        # A query about all computes takes time in proportion to their number, so the best of a few are queried.
         entries, cluster_size = self.session.store.sample(keys.FACTS, start, SAMPLE_SIZE)
         if cluster_size <= min_cluster_size:
             return {}

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from ecomp.errors import (
@@ -103,8 +102,6 @@ class OldInstance(NamedTuple):
 
 
 class Scheduler(NamedTuple):
-    """What attempts work with."""
-
     store: Store
     # Waits for placement and its first answer, the same at each call.
     backend: Callable[[], tuple[Placement, Offer]]
@@ -142,15 +139,12 @@ class Contention:
         return self._query_placement()
 
     def should_refresh(self, spare_places: int) -> bool:
-        """Return whether to call refresh(), with `spare_places` left behind ours (< 0: too few).
-
-        This may sleep, so that older attempts can finish.
-        """
+        """Return whether to call refresh(), with `spare_places` left behind ours (< 0: too few)."""
         if not self._is_fresh:  # placement was queried before this attempt was announced
             return spare_places < MIN_SPARE_PLACES and not self.is_alone
         if spare_places >= 0 or not self.ahead:
             return False
-        # After a pause, until MAX_REFRESHES calls in a row have found no fewer ahead.
+        # After a pause, in which older ones can finish, until MAX_REFRESHES calls in a row have found no fewer ahead.
         self._refreshes_left = MAX_REFRESHES if self.ahead < self._fewest_ahead else self._refreshes_left - 1
         self._fewest_ahead = min(self.ahead, self._fewest_ahead)
         if self._refreshes_left:
@@ -280,7 +274,6 @@ class Session:
 
         Raises:
             NoRoom: a lot has fewer places than its minimum. Claims made until then stay.
-            UsageError: the query lacks what a guest needs.
         """
         claims, refusals = dict(claims), Counter[frozenset[str]]()
         contention = Contention(self.count_in_flight, lambda: self.read_offers(offers), self.scheduler.rng)
@@ -340,15 +333,8 @@ class Session:
         self.make_claimer(self.requester).check(self.uuid)
 
     def make_claimer(self, requester: Requester) -> Claimer:
-        return Claimer(
-            self.placement,
-            requester,
-            self.is_attempt_ours,
-            self.read_highest_released,
-            self.get_display_name,
-            self.movable,
-            self.foreign,
-        )
+        calls = (self.is_attempt_ours, self.read_highest_released, self.get_display_name)
+        return Claimer(self.placement, requester, *calls, self.movable, self.foreign)
 
     def deliver(
         self,
@@ -357,7 +343,7 @@ class Session:
         removals: Sequence[OldInstance] = (),
         user_data: SharedUserData | None = None,
         ends_attempt: bool = True,
-        old_records: Mapping[str, Entry] = MappingProxyType({}),
+        old_records: Mapping[str, Entry] = {},
     ) -> int:
         """Deliver (compute, request) pairs, and destroy what they replace, in one transaction.
 
@@ -372,9 +358,7 @@ class Session:
                 if request.group is not None:
                     places.setdefault(request.group, {})[request.instance] = compute
             # An evacuation looks for deliveries of its uuids before it announces them, so a create may have come since.
-            unused = [
-                Unchanged(keys.request(compute, each.instance), 0) for compute, each in deliveries if each.replaces
-            ]
+            unused = [Unchanged(keys.request(compute, new.instance), 0) for compute, new in deliveries if new.replaces]
             return merge_changes(
                 (unused, []),
                 reserve_names(self.store, {request.instance: request.name for _, request in deliveries}, removed),
@@ -400,10 +384,8 @@ class Session:
             return f'{self.uuid}: its claim stays: another attempt is in flight, or this eschedule was too slow'
         except EcompError as error:
             log.debug('the claim of %s could not be released: %s', self.uuid, error)
-            return (
-                f'{self.uuid} is not placed: the computes release its claim within minutes. '
-                f'Try: the same command with --uuid {self.uuid}, which takes the claim over'
-            )
+            problem = f'{self.uuid} is not placed: the computes release its claim within minutes'
+            return f'{problem}. Try: the same command with --uuid {self.uuid}, which takes the claim over'
 
     def make_refusal(self, claimed_on: Mapping[str, str]) -> ClaimedElsewhere:
         """Make the error, with its cure, for {instance: compute} of claims elsewhere."""
@@ -527,10 +509,8 @@ def require_ended(other: str, owner: Mapping[str, object], entry: Entry, outcome
             return
         except (PermissionError, OverflowError):
             pass
-    raise Conflict(
-        f'{other} is in flight, process {pid!r:.20} on {host}; {outcome}. Fix: repeat '
-        f'the command when it has finished, or {keys.ATTEMPT_SECONDS} s after it was killed'
-    )
+    cure = f'repeat the command when it has finished, or {keys.ATTEMPT_SECONDS} s after it was killed'
+    raise Conflict(f'{other} is in flight, process {pid!r:.20} on {host}; {outcome}. Fix: {cure}')
 
 
 def add_state(error: Unreachable, state: str) -> Unreachable:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +18,7 @@ from ecomp.model import keys
 from ecomp.model.allocation import sum_allocations, sum_resources
 from ecomp.model.apply import StackOrder
 from ecomp.model.assign import Lot, Planner
-from ecomp.model.choose import Candidate, Offer
+from ecomp.model.choose import Candidate
 from ecomp.model.group import Group, Membership
 from ecomp.model.order import Order, Request, make_request
 from ecomp.model.quota import describe_excesses, make_charge
@@ -28,8 +27,8 @@ from ecomp.model.states import ERROR
 from ecomp.model.stored import encode
 from ecomp.model.user_data import SharedUserData
 from ecomp.placement.allocations import Requester, read_candidates
-from ecomp.placement.client import Placement
 from ecomp.scheduler.placing.claim import read_settled_group, reserve_names
+from ecomp.scheduler.placing.offer import Backend
 from ecomp.scheduler.placing.session import (
     UNCHANGED,
     DeliveryRefused,
@@ -54,8 +53,6 @@ _CHANGED = 'stack {}: another eschedule changed it{}. Try: the same command agai
 
 @dataclass(frozen=True)
 class StackChange:
-    """What one apply changes."""
-
     stack: Stack
     # That of the stack's key.
     revision: int
@@ -96,9 +93,8 @@ def remove_instances(store: Store, change: StackChange) -> None:
     """Write the tombstones of the removed instances in one transaction."""
 
     def make_change() -> Change:
-        return merge_changes(
-            _make_stack_change(store, change, {}), *(make_removal(store, removal) for removal in change.removals)
-        )
+        removals = (make_removal(store, removal) for removal in change.removals)
+        return merge_changes(_make_stack_change(store, change, {}), *removals)
 
     if commit_with_shared(store, [], [], make_change) is None:
         raise Conflict(_CHANGED.format(change.stack.name, f'; {UNCHANGED}'))
@@ -155,9 +151,7 @@ def apply_change(scheduler: Scheduler, change: StackChange) -> dict[str, str]:
     raise AssertionError
 
 
-def preview_change(
-    store: Store, backend: Future[tuple[Placement, Offer]], change: StackChange, rng: random.Random
-) -> dict[str, str]:
+def preview_change(store: Store, backend: Backend, change: StackChange, rng: random.Random) -> dict[str, str]:
     """Return {new instance: compute} as apply_change() would place them without earlier claims."""
     order = change.order
     assert order is not None  # the caller has new instances
@@ -223,8 +217,6 @@ class _Target:
 
 @dataclass
 class _Application:
-    """One run of apply_change()."""
-
     session: Session
     target: _Target
     change: StackChange
@@ -269,9 +261,8 @@ class _Application:
         resources = {request.instance: request.resources for _, request in deliveries}
 
         def make_own_change() -> Change:
-            return merge_changes(
-                charge_quota(store, order.project_id, resources), _make_stack_change(store, self.change, computes)
-            )
+            charge = charge_quota(store, order.project_id, resources)
+            return merge_changes(charge, _make_stack_change(store, self.change, computes))
 
         revision = 0
         with suppress(Excluded):

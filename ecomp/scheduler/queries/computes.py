@@ -41,8 +41,6 @@ def resolve_compute(store: Store, get_placement: Callable[[], Placement], argume
 
     Raises:
         NotFound: there is no such compute. A whole uuid is not checked: see require_compute().
-        UsageError: the argument is empty, or several uuids begin with it.
-        Conflict: several computes have this host name.
     """
     full_uuid = _parse_uuid(argument)
     if full_uuid is not None:
@@ -51,11 +49,9 @@ def resolve_compute(store: Store, get_placement: Callable[[], Placement], argume
         raise UsageError('missing argument: a host, by name or uuid')
     known_computes = read_computes(store)
     matches = known_computes.find_by_hostname(argument)
+    some = join_some(matches, MAX_NAMES_IN_ERROR)
     if len(matches) > 1:
-        raise Conflict(
-            f'{argument}: {len(matches)} computes have this host name: {join_some(matches, MAX_NAMES_IN_ERROR)}. '
-            'Fix: give the uuid'
-        )
+        raise Conflict(f'{argument}: {len(matches)} computes have this host name: {some}. Fix: give the uuid')
     if matches:
         return matches[0]
     prefix = parse_uuid_prefix(argument)
@@ -85,11 +81,8 @@ def require_compute(known_computes: Computes, get_placement: Callable[[], Placem
 
 
 def _make_no_such_compute(argument: str, known_computes: Computes) -> NotFound:
-    suggestion = format_suggestion(
-        argument,
-        filter(None, map(known_computes.find_hostname, {*known_computes.living, *known_computes.stored_hostnames})),
-    )
-    problem = f'no host has this name or uuid{suggestion}'
+    hosts = filter(None, map(known_computes.find_hostname, {*known_computes.living, *known_computes.stored_hostnames}))
+    problem = f'no host has this name or uuid{format_suggestion(argument, hosts)}'
     return NotFound(f'{make_printable(argument, 100)}: {problem}. Try: eschedule hosts')
 
 
@@ -150,8 +143,7 @@ def read_absences(
         request = parse_request(request_keys[key].compute, key, entry.value)
         if isinstance(request, Request) and request.is_tombstone:
             tombstones.add(request.instance)
-    silent = [compute for compute, state in states.items() if state == SILENT]
-    last_seen = read_last_seen(store, silent)
+    last_seen = read_last_seen(store, [compute for compute, state in states.items() if state == SILENT])
     return Absences(states, tombstones, last_seen, datetime.now(UTC).date().isoformat())
 
 
@@ -214,9 +206,8 @@ def find_guest_access(store: Store, instance: str) -> GuestAccess:
     try:
         address = str(IPv4Address(best.address))
     except AddressValueError as error:
-        raise EcompError(
-            f'{instance}: the address in its record is malformed: {make_printable(str(error), 100)}'
-        ) from error
+        reason = make_printable(str(error), 100)
+        raise EcompError(f'{instance}: the address in its record is malformed: {reason}') from error
     return GuestAccess(record, address, find_host_name(store, record) if _is_behind_host(best) else None)
 
 
@@ -231,7 +222,6 @@ def read_names(store: Store) -> Mapping[str, str]:
 
 
 def read_names_by_instance(store: Store) -> Mapping[str, str]:
-    """Read {instance: name}."""
     return {instance: name for name, instance in read_names(store).items()}
 
 

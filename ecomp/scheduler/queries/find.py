@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ecomp.errors import Conflict, EcompError, NotFound, Unreadable, UsageError, put_before_fix
 from ecomp.model import keys
-from ecomp.model.choose import Offer
 from ecomp.model.host import EntriesByCompute, group_by_instance
 from ecomp.model.order import InvalidRequest, Order, Request, parse_request
 from ecomp.model.record import CHANGEABLE, Record, from_json, make_scheduled_record
@@ -17,12 +16,7 @@ from ecomp.shared.places import KeyIndex, find_by_listing, resolve_places
 from ecomp.store.client import Entry, Store
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
     from ecomp.model.queue import QueueEntry
-    from ecomp.placement.client import Placement
-
-    Backend = Future[tuple[Placement, Offer]]
 
 
 # Instances or computes that an error names.
@@ -79,8 +73,6 @@ def resolve(store: Store, argument: str, key_index: KeyIndex | None = None) -> s
 
     Raises:
         NotFound: there is no such instance. A whole uuid is not checked.
-        UsageError: several uuids begin with this prefix.
-        Conflict: the name's key refers to an instance of another name.
     """
     if keys.is_uuid(argument):
         return argument
@@ -135,9 +127,7 @@ def find(store: Store, instance: str, key_index: KeyIndex | None = None) -> Inst
     return from_places(places)
 
 
-def find_keys(
-    store: Store, instance: str, key_index: KeyIndex | None = None
-) -> tuple[Entry | None, EntriesByCompute[Entry]]:
+def find_keys(store: Store, instance: str, key_index: KeyIndex | None) -> tuple[Entry | None, EntriesByCompute[Entry]]:
     """Find an instance's entry in a queue or, if there is none, its keys below computes."""
     is_indexed = key_index is not None and bool(key_index.requests or key_index.records)
     places = find_by_listing(store, instance, key_index if is_indexed else None)
@@ -152,9 +142,8 @@ def find_keys(
 
 
 def find_queue_entry(store: Store, instance: str) -> Entry | None:
-    queue_keys = [
-        key for key in store.snapshot(keys.QUEUES, keys_only=True).entries if _parse_queue_key(key) == instance
-    ]
+    queues = store.snapshot(keys.QUEUES, keys_only=True).entries
+    queue_keys = [key for key in queues if _parse_queue_key(key) == instance]
     return next((entry for entry in map(store.get, queue_keys) if entry is not None), None)
 
 
@@ -221,7 +210,6 @@ def list_records(store: Store, with_gone: bool) -> tuple[list[Record], list[Ecom
 
 
 def read_record(entry: Entry) -> Record:
-    """Parse the record in an entry."""
     try:
         if entry.dropped:
             raise ValueError(f'its value is too large: {entry.dropped} bytes')

@@ -64,15 +64,10 @@ def read_hosts(
     if others := (uuids & names.keys()) - shares.keys():
         shares |= providers.read_rooms(placement, others)
     having = {trait: providers.find_with_trait(placement, trait) for trait in status.STATUS_TRAITS}
-    in_placement = {
-        uuid: ProviderSummary(
-            names.get(uuid, uuid), each, frozenset(trait for trait in having if uuid in having[trait])
-        )
-        for uuid, each in shares.items()
-    }
+    marks = {uuid: frozenset(trait for trait in having if uuid in having[trait]) for uuid in shares}
+    in_placement = {uuid: ProviderSummary(names.get(uuid, uuid), each, marks[uuid]) for uuid, each in shares.items()}
     hosts = list_hosts(world, in_placement)
-    silent = [host.compute for host in hosts if host.state in (SILENT, ORPHANED)]
-    last_seen = read_last_seen(store, silent)
+    last_seen = read_last_seen(store, [host.compute for host in hosts if host.state in (SILENT, ORPHANED)])
     malformed = ((world.get_record_key(instance), reason) for instance, reason in world.malformed_records.items())
     errors = tuple(Unreadable(make_printable(key, 100), reason) for key, reason in malformed)
     return [host._replace(last_seen=last_seen.get(host.compute)) for host in hosts], errors
@@ -87,11 +82,9 @@ def read_metrics(store: Store, placement: Placement) -> tuple[Samples, list[Ecom
     world = read_world(store)
     hosts, record_errors = read_hosts(store, placement, world)
     errors = [*record_errors, *quota_errors]
-    counts = {
-        'hosts': Counter(host.state for host in hosts),
-        'instances': _count_states(world, hosts, queued.keys()),
-        'queued_requests': Counter(queued.values()),
-    }
+    states = _count_states(world, hosts, queued.keys())
+    counts = {'hosts': Counter(host.state for host in hosts), 'instances': states}
+    counts['queued_requests'] = Counter(queued.values())
     samples: Samples = {
         f'ecomp_cluster_{name}': {(label,): count for label, count in sorted(counted.items())}
         for name, counted in counts.items()
@@ -137,9 +130,6 @@ class ReportedFacts(NamedTuple):
 
 
 def read_facts(store: Store) -> ReportedFacts:
-    """Read what each living compute publishes about itself."""
-    entries = {
-        keys.get_last_part(key): entry for key, entry in store.snapshot(keys.FACTS).entries.items() if entry.lease
-    }
+    entries = {keys.get_last_part(key): each for key, each in store.snapshot(keys.FACTS).entries.items() if each.lease}
     leases = {compute: entry.lease for compute, entry in entries.items()}
     return ReportedFacts({compute: parse_facts(entry.value) for compute, entry in entries.items()}, leases)

@@ -29,8 +29,6 @@ from ecomp.store.client import Entry, Put, Store, Unchanged
 
 
 class StackState(NamedTuple):
-    """A stack as etcd has it."""
-
     stack: Stack | None
     revision: int
     # {entry name: its last instance} of those that are not gone.
@@ -89,13 +87,9 @@ def _find_instances(
 
 
 def _adopt(stack: Stack, current: InstanceEntries, entries: dict[str, InstanceEntries]) -> Stack | None:
-    """Add an instance to `entries` if it is the stack's, and return the stack with a newer one.
-
-    Nothing is added for an entry that has an instance, or for a former instance.
-    """
+    """Add an instance to `entries` if it is the stack's, and return the stack with a newer one."""
     place = current.request.stack if current.request else None
-    # An entry that has an instance adopts none: any compute may write a name and its own requests
-    # (rule: shown-not-acted-on).
+    # Not to an entry with an instance: any compute may write a name and its own requests (rule: shown-not-acted-on).
     if place is None or place.entry_name in entries:
         return None
     if (place.name, place.epoch, place.instance) != (stack.name, stack.epoch, current.record.instance):
@@ -205,11 +199,8 @@ def make_move(store: Store, computes: Mapping[Place, str], silent: Unchanged) ->
         places = {place: compute for place, compute in computes.items() if place.name == name}
         for place in places:
             last = stack.entries.get(place.entry_name) if stack else None
-            if (
-                stack is None
-                or stack.epoch != place.epoch
-                or (last is not None and last.incarnation >= place.incarnation)
-            ):
+            is_late = last is not None and last.incarnation >= place.incarnation
+            if stack is None or stack.epoch != place.epoch or is_late:
                 raise _make_mismatch(place)
         if stack is not None:
             delivered = encode(stack.with_delivered(places))
