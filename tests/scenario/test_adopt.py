@@ -50,15 +50,15 @@ def read_state(control: Control) -> str:
 
 
 def test_guests_are_adopted_used_and_given_back(cluster: Control) -> None:
-    database = make_foreign('db', size={'VCPU': 2, 'MEMORY_MB': 256, 'DISK_GB': 5}, disks=['/srv/db.qcow2'])
+    database = make_foreign('bank', size={'VCPU': 2, 'MEMORY_MB': 256, 'DISK_GB': 5}, disks=['/srv/bank.qcow2'])
     mail, huge = make_foreign('Odd_Name', is_running=False), make_foreign('huge', size={'VCPU': 90, 'MEMORY_MB': 64})
     passing = make_foreign('passing', is_transient=True)
     compute = start_with_foreign(cluster, database, mail, huge, passing)
     assert cluster.eschedule('quota', 'set', 'shop', 'instances=2').code == 0
-    assert list_fits(cluster, compute.uuid) == {'Odd_Name': True, 'db': True, 'huge': False, 'passing': True}
-    said = adopt(cluster, compute, 'db', 'Odd_Name', '--project', 'shop')
+    assert list_fits(cluster, compute.uuid) == {'Odd_Name': True, 'bank': True, 'huge': False, 'passing': True}
+    said = adopt(cluster, compute, 'bank', 'Odd_Name', '--project', 'shop')
     assert 'Odd_Name: is not a valid name of an instance, so it gets none' in said
-    assert f'db: adopted with uuid {database["instance"]} and name db' in said
+    assert f'bank: adopted with uuid {database["instance"]} and name bank' in said
     record = wait_state(cluster, database['instance'], 'active')
     assert (record['adopted'], record['resources'], record['image']) == (True, database['size'], None)
     wait_state(cluster, mail['instance'], 'stopped')
@@ -69,13 +69,13 @@ def test_guests_are_adopted_used_and_given_back(cluster: Control) -> None:
     refuse(cluster, 3, 'set allocation_ratios: {VCPU: 2.33}', 'adopt', compute.uuid, 'huge')
     assert read_allocations(cluster).keys() == {database['instance'], mail['instance']}
     assert read_state(cluster) == 'up'
-    assert 'is already adopted' in adopt(cluster, compute, 'db', '--project', 'shop')
+    assert 'is already adopted' in adopt(cluster, compute, 'bank', '--project', 'shop')
     # It is stopped, started and waited for as others are; it is not destroyed, and no command creates it.
-    assert cluster.eschedule('stop', 'db', '--wait').code == 0
-    assert not read_foreign(compute)['db']['is_running']
-    assert cluster.eschedule('start', 'db', '--wait').code == 0
-    refuse(cluster, 5, 'Fix: eschedule release db, then virsh undefine', 'destroy', 'db', '--yes')
-    refuse(cluster, 5, 'no command creates it', 'show', 'db', '--command')
+    assert cluster.eschedule('stop', 'bank', '--wait').code == 0
+    assert not read_foreign(compute)['bank']['is_running']
+    assert cluster.eschedule('start', 'bank', '--wait').code == 0
+    refuse(cluster, 5, 'Fix: eschedule release bank, then virsh undefine', 'destroy', 'bank', '--yes')
+    refuse(cluster, 5, 'no command creates it', 'show', 'bank', '--command')
     refuse(cluster, 5, 'exists, but was requested by `adopt`', 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64', '--uuid',
            database['instance'])  # fmt: skip
     adopt(cluster, compute, 'passing')
@@ -83,7 +83,7 @@ def test_guests_are_adopted_used_and_given_back(cluster: Control) -> None:
     wait_until(lambda: 'is not defined' in cluster.eschedule('show', 'passing').stdout, 20, 'its fault is known')
     refuse(cluster, 5, 'its domain is transient', 'stop', 'passing')
     drained = cluster.eschedule('host', 'drain', compute.uuid)
-    assert 'db: active (adopted: it cannot be moved)' in drained.stderr
+    assert 'bank: active (adopted: it cannot be moved)' in drained.stderr
     # A host that was disabled before stays so.
     assert cluster.eschedule('release', 'passing').code == 0
     wait_state(cluster, passing['instance'], 'gone')
@@ -91,13 +91,13 @@ def test_guests_are_adopted_used_and_given_back(cluster: Control) -> None:
     assert wait_state(cluster, passing['instance'], 'active')['name'] == 'twice'
     assert read_state(cluster) == 'disabled'
     assert cluster.eschedule('host', 'enable', compute.uuid).code == 0
-    told = cluster.eschedule('events', 'db').stdout
-    assert 'db: adopted on ' in told
+    told = cluster.eschedule('events', 'bank').stdout
+    assert 'bank: adopted on ' in told
     assert cluster.eschedule('release', '--every').code == 0
     for guest in (database, mail, passing):
         wait_state(cluster, guest['instance'], 'gone')
     assert (read_allocations(cluster), list_marked(compute)) == ({}, set())
-    assert read_foreign(compute)['db']['is_running']
+    assert read_foreign(compute)['bank']['is_running']
     refuse(cluster, 5, 'has been gone since', 'resources=VCPU:1,DISK_GB:1,MEMORY_MB:64', '--uuid', mail['instance'])
 
 
