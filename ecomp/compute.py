@@ -101,25 +101,16 @@ class _Run:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Make the parser of the command line."""
-    about = (
-        'Build and run the requested VMs on this machine until a signal ends ecompute; the VMs keep running after '
-        'that. Logs to stderr; needs root.'
-    )
-    command = Parser('ecompute', description=about)
-    config_help = (
-        'configuration file. Default: compute.yaml in $ECOMP_CONFIG, else the first in ./, ~/.config/ecomp/ or '
-        '/etc/ecomp/'
-    )
-    command.add_argument('--config', metavar='FILE', help=config_help)
+    about = 'Build and run the requested VMs on this machine until a signal ends ecompute'
+    command = Parser('ecompute', description=f'{about}; the VMs keep running after that. Logs to stderr; needs root.')
+    default = 'compute.yaml in $ECOMP_CONFIG, else the first in ./, ~/.config/ecomp/ or /etc/ecomp/'
+    command.add_argument('--config', metavar='FILE', help=f'configuration file. Default: {default}')
     fake_help = "run without libvirt, with fake guests and this inventory, as in 'VCPU:4,DISK_GB:10,MEMORY_MB:512'"
     command.add_argument('--fake', metavar='INVENTORY', help=fake_help)
     name_help = "with --fake: the fake's host name. Default: that of this machine"
     command.add_argument('--name', metavar='HOST', help=name_help)
-    boot_help = (
-        'with --fake: seconds until a started guest has its address, and as many until it is ready. Default: it has '
-        'its address immediately, and is never ready'
-    )
+    boot = 'with --fake: seconds until a started guest has its address, and as many until it is ready'
+    boot_help = f'{boot}. Default: it has its address immediately, and is never ready'
     command.add_argument('--boot', metavar='SECONDS', type=_parse_seconds, help=boot_help)
     accept_help = 'accept an etcd that was wiped, restored or replaced, after writing the instances of this host to it'
     command.add_argument('--accept-new-etcd', action='store_true', help=accept_help)
@@ -127,10 +118,8 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument('--check', action='store_true', help=check_help)
     close_help = 'let the libvirt networks in `networks:` give addresses only to guests of ecompute, and exit'
     command.add_argument('--close-dhcp', action='store_true', help=close_help)
-    unit_help = (
-        'print the systemd unit that runs ecompute with --config FILE (default: /etc/ecomp/compute.yaml), and exit'
-    )
-    command.add_argument('--unit', action='store_true', help=unit_help)
+    unit = 'print the systemd unit that runs ecompute with --config FILE (default: /etc/ecomp/compute.yaml), and exit'
+    command.add_argument('--unit', action='store_true', help=unit)
     command.add_argument('--version', action='version', version=f'ecompute {read_version()}')
     return command
 

@@ -46,15 +46,13 @@ from ecomp.yaml_file import (
 )
 
 MAX_INT = 2**31 - 1  # placement's limit for a total
-MAX_ALLOCATION_RATIO = 1000  # a larger allocation ratio is refused
-
+MAX_ALLOCATION_RATIO = 1000
 
 _parse_uuid = make_checked_parser(lambda node: parse_text(node).lower(), keys.is_uuid, f'a uuid like {DEFAULT_USER_ID}')
 _parse_network = make_checked_parser(parse_text, re.compile('[^/]{1,100}').fullmatch, 'the name of a libvirt network')
+_is_interface = re.compile(r'(?!\.\.?$)[A-Za-z0-9_.-]{1,15}').fullmatch
 _parse_interface = make_checked_parser(
-    parse_text,
-    re.compile(r'(?!\.\.?$)[A-Za-z0-9_.-]{1,15}').fullmatch,
-    'the name of a network interface (at most 15 characters)',
+    parse_text, _is_interface, 'the name of a network interface (at most 15 characters)'
 )
 
 
@@ -83,10 +81,8 @@ def _parse_stated_total(_: str, node: Node) -> int:
 def _parse_ratio(_: str, node: Node) -> float:
     is_decimal = node.kind in ('int', 'float') and re.fullmatch(r'[0-9]{1,9}(\.[0-9]{0,9})?', node.text)
     if not is_decimal or not 0 < (ratio := float(node.text)) <= MAX_ALLOCATION_RATIO:
-        raise ValueError(
-            f'the ratio must be a number like 0.5, above 0 and at most {MAX_ALLOCATION_RATIO}, '
-            f'not {describe_typed_node(node)}'
-        )
+        expected = f'a number like 0.5, above 0 and at most {MAX_ALLOCATION_RATIO}'
+        raise ValueError(f'the ratio must be {expected}, not {describe_typed_node(node)}')
     return ratio
 
 
@@ -109,9 +105,8 @@ def _parse_total(text: str) -> int:
 def _read_networks(file: YamlFile, name: str, default: tuple[Attachment, ...]) -> tuple[Attachment, ...]:
     """Read `networks` or, without it, the defaults and the bridge of the old key `bridge`."""
     if name in file.top and 'bridge' in file.top:
-        file.top.add_problem(
-            'bridge', 'is not accepted together with networks. Fix: move it to networks, as `- bridge: NAME`'
-        )
+        problem = 'is not accepted together with networks. Fix: move it to networks, as `- bridge: NAME`'
+        file.top.add_problem('bridge', problem)
     no_attachments: tuple[Attachment, ...] = ()
     second = file.top.read('bridge', lambda node: (Attachment('bridge', _parse_interface(node)),), no_attachments)
     return file.top.read(name, _parse_networks, (*default, *second))
@@ -122,9 +117,8 @@ def _parse_networks(node: Node) -> tuple[Attachment, ...]:
         kind, name = item.pairs[0]
         return f'{kind.text} {shorten(name.text)}'
 
-    attachments = make_list_parser(
-        _parse_attachment, 'a list of `- network: NAME` and `- bridge: NAME`', min_items=1, describe_item=describe
-    )(node)
+    expected = 'a list of `- network: NAME` and `- bridge: NAME`'
+    attachments = make_list_parser(_parse_attachment, expected, min_items=1, describe_item=describe)(node)
     if len(attachments) > MAX_INTERFACES:
         raise ValueError(f'must have at most {MAX_INTERFACES} entries, not {len(attachments)}')
     return attachments

@@ -68,13 +68,10 @@ log = logging.getLogger(__name__)
 
 def record_missed_ends(compute: str, store: Store, memory: Memory, guests: Collection[str]) -> None:
     """Save the end of each instance in `memory` without request, guest or living record."""
-    requested = {
-        keys.get_last_part(key) for key in store.snapshot(keys.request_prefix(compute), keys_only=True).entries
-    }
-    remembered = memory.get_entries()
+    requests, remembered = store.snapshot(keys.request_prefix(compute), keys_only=True).entries, memory.get_entries()
     # An end is written to etcd before the state directory, so a kill in between, or a full disk, leaves an entry that
     # would reserve its address at every start.
-    for instance in remembered.keys() - requested - set(guests):
+    for instance in remembered.keys() - {*map(keys.get_last_part, requests), *guests}:
         # Read after the requests: an end changes both in one transaction, so a living instance has one of the two.
         stored, entry = store.get(keys.record(compute, instance)), remembered[instance]
         if stored is None and entry.record.state == BUILDING and entry.failure is None:
@@ -122,9 +119,7 @@ def make_libvirt_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -
     admit(libvirt.list_computes())
     libvirt.prepare()
     # After the networks were started: the server listens on an address of their bridge.
-    ensure_metadata_served = serve_metadata(
-        libvirt, config.state, config.directory, config.metadata == 'network', at_exit
-    )
+    ensure_served = serve_metadata(libvirt, config.state, config.directory, config.metadata == 'network', at_exit)
     # No instance gets a larger disk than the whole, so a larger image is useless here.
     disk_bytes = (config.inventory or {}).get('DISK_GB', 0) * GIB or provider.measure_machine(config.state, []).disk
     limits = CacheLimits(_get_image_cache_gib(config) * GIB, disk_bytes)
@@ -134,9 +129,7 @@ def make_libvirt_host(config: ComputeConfig, at_exit: ExitStack, admit: Admit) -
     at_exit.callback(scrubber.stop)
     scrubber.start()
     data, list_hashes = GuestData(config.state / 'metadata'), partial(list_image_hashes, config.state / 'images')
-    return HostServices(
-        libvirt, pool, data, ensure_metadata_served, lambda: libvirt.find_bridge() is not None, list_hashes
-    )
+    return HostServices(libvirt, pool, data, ensure_served, lambda: libvirt.find_bridge() is not None, list_hashes)
 
 
 def detect_traits(hypervisor: Hypervisor, virt_type: str) -> frozenset[str]:
@@ -150,7 +143,6 @@ def detect_traits(hypervisor: Hypervisor, virt_type: str) -> frozenset[str]:
 
 
 def count_workers(config: ComputeConfig) -> int:
-    """Return the configured number of workers, by default one for each processor up to a limit."""
     return config.workers or min(os.cpu_count() or 1, MAX_DEFAULT_WORKERS)
 
 
@@ -233,14 +225,12 @@ class PlanningLoop:
         log.error('this compute is read-only from now on (its guests keep running): %s', reason)
 
     def become_writable(self) -> None:
-        """Start tasks again after become_read_only()."""
         self.read_only = False
         self.planner.allow_builds()
         log.warning('this compute is no longer read-only: its ecompute holds the presence key again')
         self.planner.wake_up('this compute may write again')
 
     def on_state(self, state: Mapping[str, Entry]) -> None:
-        """Replace this compute's requests, and schedule a plan."""
         self._state = state
         self.planner.wake_up('requests were read')
 
@@ -381,14 +371,9 @@ class Compute:
         self._inventory = self._measure_inventory(foreign, self._left_out)
         self._guest_type = 'fake' if fake else virt_type
         self._presence.add_fields(kind=self._guest_type, queues=config.queues)
+        detected_traits, inventory = detect_traits(hypervisor, virt_type), self._inventory
         self._provider = Registration(
-            placement,
-            self.uuid,
-            self._inventory,
-            detected_traits=detect_traits(hypervisor, virt_type),
-            configured_traits=config.traits,
-            aggregates=config.aggregates,
-            state_directory=config.state,
+            placement, self.uuid, inventory, detected_traits, config.traits, config.aggregates, config.state
         )
         if familiar:
             require_names(placement, config.traits, config.inventory or ())
@@ -425,18 +410,16 @@ class Compute:
             'keeping the user-data of sets in etcd': self._keep_user_data,
             'looking at this host': self._look,
         }
-        self.troubles = Troubles(hypervisor, self._publish_troubles)
-        instances.on_build_end, instances.on_release = self.troubles.note_build, self._measure_again
+        self.troubles = troubles = Troubles(hypervisor, self._publish_troubles)
+        instances.on_build_end, instances.on_release = troubles.note_build, self._measure_again
         max_tasks = 2 * count_workers(config) + (2 if self.fake else MAX_CONCURRENT_STOPS)
-        self.daemon = PlanningLoop(
-            self.host, self._planner, remote_checks, max_tasks, self._publish_facts, self.troubles.check_soon
-        )
+        parts = self.host, self._planner, remote_checks
+        self.daemon = PlanningLoop(*parts, max_tasks, self._publish_facts, troubles.check_soon)
         self._taking = None
         if config.queues and self.is_familiar_etcd:
             lease, may_take = lambda: self._presence.lease, lambda: not self.daemon.is_ending()
             inventory, guests = parse_inventory(self._inventory), hypervisor.list_guests
-            can_build = self.troubles.can_build
-            taker = Taker(self._control, lease, self.queues, may_take, inventory, guests, can_build)
+            taker = Taker(self._control, lease, self.queues, may_take, inventory, guests, troubles.can_build)
             self._taking = TakeLoop(taker, self._failures)
         self.upkeep = Upkeep(
             *(self.uuid, self.store, self.placement, self._claims, instances.list_guests),
@@ -484,15 +467,11 @@ class Compute:
         return f'{self._guest_type} guests with {", ".join(amounts)}'
 
     def list_records(self) -> dict[str, Record | None]:
-        """Return {instance: record} of this compute, with None before a record is written.
-
-        Any thread may call this.
-        """
+        """Return {instance: record}, with None before one is written; in any thread."""
         requested = dict.fromkeys(filter(keys.is_uuid, map(keys.get_last_part, self._requests)))
         return {**requested, **{name: entry.record for name, entry in self._memory.get_entries().items()}}
 
     def on_requests(self, state: Entries) -> None:
-        """Replace this compute's requests, for plans and takes, and schedule a plan."""
         self._requests = state
         self.daemon.on_state(state)
         if self._taking is not None:
@@ -653,5 +632,4 @@ class Compute:
 
 
 def now() -> str:
-    """Return the current time in UTC, ISO 8601."""
     return format_time(datetime.now(UTC))

@@ -167,10 +167,7 @@ class FailureLog:
 
 
 class Waker:
-    """A pipe by which any thread ends the main thread's wait.
-
-    Other threads than the main one may call only wake().
-    """
+    """A pipe by which any thread may wake() the main one, which alone calls the other methods."""
 
     def __init__(self) -> None:
         # Both ends are closed with this object: a late wake() must not write to another file with the same number.

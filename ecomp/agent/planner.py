@@ -162,20 +162,14 @@ class Planner:
         """Return the times (monotonic) at which a step is due without a wake-up."""
         now, (instances, since), after = time.monotonic(), self.without_addresses, self._planned_at
         missing = (first + CONFIRMATION_SECONDS for first in self._missing_since.values())
+        due_times = [*self.deferrals.get_deferred(after).values(), *(due for due in missing if due > after)]
         polls = [now + choose_poll_interval(now - since)] if instances else []
-        return [
-            *self.deferrals.get_deferred(after).values(),
-            *(due for due in missing if due > after),
-            *polls,
-            *self._shutdowns.find_times(after=after),
-        ]
+        return [*due_times, *polls, *self._shutdowns.find_times(after=after)]
 
     def stop_builds(self) -> None:
-        """Undo the builds in flight, and those that begin before allow_builds()."""
         self._instances.runner.cancel(None)
 
     def allow_builds(self) -> None:
-        """Start builds again after stop_builds(), and retry deferred tasks."""
         self._instances.runner.allow_builds()
         self.retry_now()
 
@@ -189,11 +183,9 @@ class Planner:
         if self.usage is None:
             return  # the requests were not read yet
         # No plan contains a deferred or stopped build whose request was deleted manually.
-        unfinished = (
-            key for key, entry in self._instances.memory.get_entries().items() if entry.record.state == BUILDING
-        )
-        deadline = time.monotonic() + MAX_CLEANUP_SECONDS
-        for instance in [other for other in unfinished if other not in busy and other not in self._parsed_requests]:
+        entries, deadline = self._instances.memory.get_entries(), time.monotonic() + MAX_CLEANUP_SECONDS
+        unfinished = (name for name, entry in entries.items() if entry.record.state == BUILDING)
+        for instance in [name for name in unfinished if name not in busy and name not in self._parsed_requests]:
             self._end_without_request(instance)
             if time.monotonic() > deadline:
                 break  # placement is slow or unreachable, and plans must not wait for it
@@ -247,15 +239,11 @@ class Planner:
         self._save_unhandled(records, guests, busy)
         self._update_unmanaged(guests)
         # Nothing is done about an instance whose record is unknown.
-        parsed_requests = {
-            name: parsed for name, (_, parsed) in self._parsed_requests.items() if name not in unreadable
-        }
+        requests = {name: parsed for name, (_, parsed) in self._parsed_requests.items() if name not in unreadable}
         seen = self._observe(records, guests)
-        tasks = plan(parsed_requests, records, seen)
-        tasks += [
-            Task(Kind.DESTROY_FORGOTTEN, name, 'its destroy was accepted before this host was forgotten')
-            for name in sorted(self._forgotten)
-        ]
+        reason = 'its destroy was accepted before this host was forgotten'
+        forgotten = [Task(Kind.DESTROY_FORGOTTEN, name, reason) for name in sorted(self._forgotten)]
+        tasks = plan(requests, records, seen) + forgotten
         for instance in self.deferrals.cancel_all_but({task.instance for task in tasks} | self.get_in_flight().keys()):
             self.failures.transfer(instance, CHECKING_CLAIMS)
         destroyed = {task.instance for task in tasks if task.kind is Kind.DESTROY}
@@ -318,8 +306,7 @@ class Planner:
         self.failures.attempt(SAVING_UNHANDLED, save)
 
     def _read_parsed_requests(self, state: Mapping[str, Entry]) -> None:
-        before = self._parsed_requests
-        self._parsed_requests = {}
+        before, self._parsed_requests = self._parsed_requests, {}
         prefix = keys.request_prefix(self._instances.compute)
         for key, entry in state.items():
             name = key.removeprefix(prefix)
@@ -332,14 +319,13 @@ class Planner:
             parsed = parse_request(self._instances.compute, key, entry.value, entry.dropped)
             is_destroy = isinstance(parsed, Request) and parsed.is_tombstone
             if previous is None and len(self._parsed_requests) >= MAX_REQUESTS and not is_destroy:
-                parsed = InvalidRequest(
-                    name, f'this compute already has {MAX_REQUESTS} instances, the maximum', get_holdings(parsed)
-                )
+                reason = f'this compute already has {MAX_REQUESTS} instances, the maximum'
+                parsed = InvalidRequest(name, reason, get_holdings(parsed))
             self._parsed_requests[name] = entry.revision, parsed
-        parsed_requests = (parsed for _, parsed in self._parsed_requests.values())
-        self.usage = sum_usage(self._instances.compute, parsed_requests)
-        valid = [each for _, each in self._parsed_requests.values() if isinstance(each, Request)]
-        self.targets = {each.instance: each.allocations[self._instances.compute] for each in valid if each.allocations}
+        requests, compute = [each for _, each in self._parsed_requests.values()], self._instances.compute
+        self.usage = sum_usage(compute, requests)
+        valid = [each for each in requests if isinstance(each, Request)]
+        self.targets = {each.instance: each.allocations[compute] for each in valid if each.allocations}
         for name in before.keys() - self._parsed_requests.keys():
             self._refused_revisions.pop(name, None)
             for activity in (READING_RECORD % name, READING_ADDRESSES % name):

@@ -73,10 +73,9 @@ METRICS = {
 
 
 class MetricsWriter:
-    """Writes the metrics of a compute to `path`, in a thread that nothing waits for."""
+    """Writes the metrics of a compute to `path` until stop(), in a thread that nothing waits for."""
 
     def __init__(self, path: Path, compute: Compute) -> None:
-        """Write as soon as possible, and then every METRICS_INTERVAL_SECONDS until stop()."""
         self._path, self._compute = path, compute
         self._lock, self._is_stopped = threading.Lock(), False
         self._failures = FailureLog()  # of its own, because its recovery is no reason to repeat tasks
@@ -114,7 +113,6 @@ class MetricsWriter:
             raise EcompError(f'metrics cannot be written to {self._path}: {error.strerror}. {cure}') from error
 
     def collect(self) -> Samples:
-        """Return the samples of METRICS as they are now."""
         samples, compute = TALLY.copy_samples(), self._compute
         records, hypervisor = compute.list_records(), compute.host.hypervisor
         # An unreachable libvirt is one failure for the compute's plans and for this.
@@ -130,8 +128,7 @@ class MetricsWriter:
         for field in Usage._fields:
             used = {(vm,): getattr(usage[vm], field) for vm in records.keys() & usage}
             samples[f'ecomp_vm_{field}'] = {labels: amount for labels, amount in used.items() if amount is not None}
-        directory = hypervisor.get_image_directory()
-        if directory is not None:
+        if (directory := hypervisor.get_image_directory()) is not None:
             samples |= {f'ecomp_image_cache_{name}': {(): size} for name, size in measure_cache(directory).items()}
         return samples
 

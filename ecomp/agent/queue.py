@@ -150,7 +150,6 @@ class Taker:
         return bool(changed)
 
     def reset(self) -> None:
-        """Have the next take read the room again, as is needed after one that raised."""
         self._is_room_stale = True
 
     def get_due_time(self) -> float:
@@ -227,14 +226,9 @@ class Taker:
         fitting = {query for query, flavor in backlog.flavors.items() if self._fits(flavor)}
         while fitting:
             deferred = self.deferrals.get_deferred(time.monotonic())
-            eligible = (
-                place
-                for place in backlog.entries.values()
-                if place.entry.flavor.query in fitting
-                and deferred.keys().isdisjoint((place.entry.instance, place.entry.flavor.name))
-            )
-            candidates = list(islice(eligible, MAX_CANDIDATES))
-            if not candidates:
+            fits = (place for place in backlog.entries.values() if place.entry.flavor.query in fitting)
+            due = (each for each in fits if deferred.keys().isdisjoint((each.entry.instance, each.entry.flavor.name)))
+            if not (candidates := list(islice(due, MAX_CANDIDATES))):
                 break
             names = {place.entry.group.name for place in candidates if place.entry.group is not None}
             groups, unreadable = load_groups(self._store, names)
@@ -396,11 +390,10 @@ class Taker:
     def release_claim(self, instance: str) -> bool:
         """Release our claim for a request that is not taken, and return whether no claim is left."""
         # A claim stays if it is elsewhere or changes, or if an attempt in flight or a request on this compute needs it.
-        note = partial(notes.note_released, self._store)
+        placement, store = self._placement, self._store
+        note = partial(notes.note_released, store)
         # A new order may use the uuid again, and its attempt then takes over our claim.
-        results = release(
-            self._placement, [instance], lambda held: find_needed(self._store, held, self.compute, NOT_QUEUED), note
-        )
+        results = release(placement, [instance], lambda held: find_needed(store, held, self.compute, NOT_QUEUED), note)
         return bool(results[instance])
 
     def _claim(self, waiting: QueueEntry, taker_revision: int) -> None:
@@ -423,12 +416,10 @@ class Taker:
         own = [Unchanged(waiting.key, place.revision), Unchanged(keys.request(self.compute, instance), 0)]
         join = partial(join_group, self._store, waiting.group, {instance: self.compute})
         try:
-            moved_at = ends.deliver(
-                self._store, deliveries, mark, None, lambda: merge_changes((own, [Delete(waiting.key)]), join())
-            )
+            leave = Delete(waiting.key)
+            return ends.deliver(self._store, deliveries, mark, None, lambda: merge_changes((own, [leave]), join())) > 0
         except Excluded as error:
             raise Conflict(f'{instance}: its group no longer allows this compute') from error
-        return moved_at > 0
 
     def _delete_taker_key(self, queue_key: str, taker_revision: int) -> None:
         key = keys.taker(queue_key)

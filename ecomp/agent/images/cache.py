@@ -67,8 +67,7 @@ class BaseVolumes:
     """The base volumes in `directory`, kept with all downloads below `limit_bytes` by eviction."""
 
     def __init__(self, directory: Path, limit_bytes: int) -> None:
-        self._directory = directory
-        self._limit_bytes = limit_bytes
+        self._directory, self._limit_bytes = directory, limit_bytes
 
     def lock_url(self, url: str, checkpoint: Callable[[], None]) -> AbstractContextManager[None]:
         # Not a blocking lock: a destroy must not wait for another instance's download.
@@ -169,15 +168,11 @@ class BaseVolumes:
 
     def _make_room(self, more_bytes: int, size_bytes: int) -> int:
         """Evict until `more_bytes` of a download fit, and return how many further bytes are free."""
+        size, limit = _format_size(size_bytes), _format_size(self._limit_bytes)
+        fix = 'Fix: increase `image_cache:` in compute.yaml of this host'
         if size_bytes > self._limit_bytes:
-            raise BuildFailed(
-                'image',
-                f'the image is {_format_size(size_bytes)}, but `image_cache:` allows '
-                f'{_format_size(self._limit_bytes)}. Fix: increase `image_cache:` in compute.yaml of this host',
-            )
-        files = {
-            path: _stat(path) for suffix in (*FORMATS, 'part') for path in self._directory.glob(f'base-*.{suffix}')
-        }
+            raise BuildFailed('image', f'the image is {size}, but `image_cache:` allows {limit}. {fix}')
+        files = {path: _stat(path) for kind in (*FORMATS, 'part') for path in self._directory.glob(f'base-*.{kind}')}
         used = sum(size for _, size in files.values())
         if used + more_bytes <= self._limit_bytes:
             return self._limit_bytes - used - more_bytes
@@ -193,12 +188,9 @@ class BaseVolumes:
                 used -= files[path][1]
         try:
             if used + more_bytes > self._limit_bytes:
-                raise BuildFailed(
-                    'image',
-                    f'the image is {_format_size(size_bytes)}, but base volumes and downloads that are in use take '
-                    f'{_format_size(used + more_bytes - size_bytes)} of the {_format_size(self._limit_bytes)} that '
-                    '`image_cache:` allows. Fix: increase `image_cache:` in compute.yaml of this host',
-                )
+                others = f'{_format_size(used + more_bytes - size_bytes)} of the {limit} that `image_cache:` allows'
+                reason = f'the image is {size}, but base volumes and downloads that are in use take {others}. {fix}'
+                raise BuildFailed('image', reason)
             for path in evicted:
                 path.unlink(missing_ok=True)
                 failpoint('image-evicted')
@@ -363,8 +355,7 @@ class Scrubber:
         """Read each volume that was not read for a day, or since the boot, and note changed ones."""
         booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
         for path in sorted(self._directory.glob('base-*')):
-            match = BASE_NAME.fullmatch(path.name)
-            if match is None:
+            if (match := BASE_NAME.fullmatch(path.name)) is None:
                 continue
             # A read in the future is of a clock that was set back since; beyond a day it counts as old. A power cut may
             # have left zeros, so what was read before the boot counts as old, too.
@@ -372,8 +363,7 @@ class Scrubber:
             if abs(now - read) < DAY_SECONDS and read >= booted:
                 continue
             try:
-                sha256 = self._hash_file(path)
-                if sha256 is None:
+                if (sha256 := self._hash_file(path)) is None:
                     return
                 self._bases.note_scrub(match[1], is_good=sha256 == match[1])
             except FileNotFoundError:
@@ -382,10 +372,9 @@ class Scrubber:
                 log.error('%s: cannot be read, or the result of its check cannot be saved: %s', path, error.strerror)
                 continue
             if sha256 != match[1]:
-                log.error(
-                    '%s: its content has changed since the download: no new disk uses it; guests that depend on it: %s',
-                    path, ', '.join(self._list_users(path)) or 'none',
-                )  # fmt: skip
+                users = ', '.join(self._list_users(path)) or 'none'
+                effect = f'no new disk uses it; guests that depend on it: {users}'
+                log.error('%s: its content has changed since the download: %s', path, effect)
 
     def _hash_file(self, path: Path) -> str | None:
         digest = hashlib.sha256()
@@ -418,7 +407,7 @@ MAX_CHECK_SECONDS = 10.0
 
 Checkpoint = Callable[[], None]
 # Called with the bytes downloaded and the total (None: unknown), at most once a second and if there are more.
-ProgressCallback = Callable[[int, int | None], None]
+ReportProgress = Callable[[int, int | None], None]
 
 
 @dataclass(frozen=True)
@@ -456,7 +445,7 @@ class ImageCache:
 
     @contextmanager
     def hold(
-        self, url: str, checkpoint: Checkpoint, report_progress: ProgressCallback, requested_at: float = math.inf
+        self, url: str, checkpoint: Checkpoint, report_progress: ReportProgress, requested_at: float = math.inf
     ) -> Iterator[BaseImage]:
         """Yield the base volume of the URL's image, which is not evicted during the block.
 
@@ -492,20 +481,18 @@ class ImageCache:
         self.directory.mkdir(parents=True, exist_ok=True)
         self._bases.sweep()
 
-    def _find_current(
-        self, url: str, checkpoint: Checkpoint, report_progress: ProgressCallback, requested_at: float
-    ) -> BaseHold:
+    def _find_current(self, url: str, checkpoint: Checkpoint, report: ReportProgress, requested_at: float) -> BaseHold:
         """Hold the URL's image: the cached one, unless its server has a newer one to download."""
         entry = self._bases.read_url_entry(url)
         hold = self._bases.hold(entry.sha256, entry.size) if entry else None
         if entry is None or hold is None:
-            return self._fetch(url, None, checkpoint, report_progress)
+            return self._fetch(url, None, checkpoint, report)
         try:
             if not self._bases.must_ask(url, requested_at) or self._ask(url, entry.version, checkpoint):
                 return hold
             hold.close()  # the newer image may need its room
             hold = None
-            return self._fetch(url, None, checkpoint, report_progress)
+            return self._fetch(url, None, checkpoint, report)
         except ServerUnavailable as error:
             if (hold := hold or self._bases.hold(entry.sha256, entry.size)) is None:
                 raise
@@ -536,11 +523,11 @@ class ImageCache:
             checkpoint()
         raise ServerUnavailable('image', f'{url}: the server does not answer in time')
 
-    def _fetch(self, url: str, pin: str | None, checkpoint: Checkpoint, report_progress: ProgressCallback) -> BaseHold:
+    def _fetch(self, url: str, pin: str | None, checkpoint: Checkpoint, report: ReportProgress) -> BaseHold:
         began_at, part = time.monotonic(), self._bases.get_part_path(url)
         part.unlink(missing_ok=True)  # of a worker that was killed
         try:
-            download = self._run_fetch(url, pin, part, checkpoint, report_progress)
+            download = self._download(url, pin, part, checkpoint, report)
             image = self.inspect(part, checkpoint)
             if image.virtual_size > self.limits.disk_bytes:
                 size, limit = image.virtual_size / GIB, self.limits.disk_bytes / GIB
@@ -557,14 +544,14 @@ class ImageCache:
             log.warning('%s: cannot record in %s which image this URL has: %s', url, self.directory, error.strerror)
         return hold
 
-    def _run_fetch(
-        self, url: str, pin: str | None, part: Path, checkpoint: Checkpoint, report_progress: ProgressCallback
+    def _download(
+        self, url: str, pin: str | None, part: Path, checkpoint: Checkpoint, report: ReportProgress
     ) -> Download:
         result: dict[str, Any] = {}
 
         def handle_answer(answer: dict[str, Any]) -> None:
             if 'done' in answer:
-                report_progress(answer['done'], answer['total'])
+                report(answer['done'], answer['total'])
             else:
                 result.update(answer)
 
@@ -589,10 +576,7 @@ class FakeImages:
         return list(self._hashes)
 
     @contextmanager
-    def hold(
-        self, url: str, checkpoint: Checkpoint, report_progress: ProgressCallback, requested_at: float
-    ) -> Iterator[BaseImage]:
-        del report_progress, requested_at
+    def hold(self, url: str, checkpoint: Checkpoint, *_: object) -> Iterator[BaseImage]:
         checkpoint()
         if len(self._hashes) < MAX_CACHED_IMAGES:
             self._hashes[hash_image(url)] = None

@@ -128,10 +128,8 @@ class Fetch:
         return Download(digest.hexdigest(), self._done_bytes, stream.version)
 
     def _recheck(self, version: Version) -> bool:
-        if not version.etag and not version.modified:
-            return True
         with suppress(ServerUnavailable), self._limit_wait('answer'):
-            return self.source.has_version(version)
+            return not (version.etag or version.modified) or self.source.has_version(version)
         return True
 
     @contextmanager

@@ -84,8 +84,7 @@ def main() -> None:
 
 def _become_qemu_img(path: Path, data_bytes: int) -> None:
     """Replace this process by a qemu-img that opens the whole file."""
-    program = shutil.which('qemu-img')
-    if program is None:
+    if (program := shutil.which('qemu-img')) is None:
         os._exit(EXIT_NO_QEMU_IMG)
     # The output of qemu-img may quote the file.
     with open(os.devnull, 'wb') as null:

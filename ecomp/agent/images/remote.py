@@ -25,16 +25,8 @@ from urllib3.util.connection import create_connection
 from urllib3.util.ssl_ import create_urllib3_context
 
 from ecomp import __version__
-from ecomp.agent.images.sources import (
-    CHUNK_BYTES,
-    MAX_SUMS_BYTES,
-    SUMS_FILE,
-    AddressRefused,
-    EgressPolicy,
-    ServerUnavailable,
-    Stream,
-    Version,
-)
+from ecomp.agent.images import sources
+from ecomp.agent.images.sources import CHUNK_BYTES, AddressRefused, EgressPolicy, ServerUnavailable, Stream, Version
 from ecomp.errors import BuildFailed
 from ecomp.model.image import UNLISTED, check_image
 
@@ -56,9 +48,7 @@ class RemoteSource:
     """
 
     def __init__(self, url: str, egress: EgressPolicy) -> None:
-        self.deadline = math.inf
-        self._url = url
-        self.egress = egress
+        self.deadline, self._url, self.egress = math.inf, url, egress
         # Not a requests.Session, which sends cookies, and reads the body of a redirect, which may be endless. It takes
         # a proxy and ~/.netrc from the environment: that proxy would resolve names unchecked, and ~/.netrc is root's.
         self._adapter = _Adapter(self)
@@ -80,16 +70,16 @@ class RemoteSource:
 
     def read_sums(self) -> str | None:
         """Return SHA256SUMS in the image's directory, or None if there is none."""
-        url = urljoin(self._url, SUMS_FILE)
+        url, max_bytes = urljoin(self._url, sources.SUMS_FILE), sources.MAX_SUMS_BYTES
         with self._translate_errors(url), closing(self._request(url)) as answer:
             if 400 <= answer.status_code < 500 and answer.status_code != 429:
                 return None  # many servers answer 403 for a missing file
             self._expect_ok(answer, url)
             text = b''
-            while len(text) <= MAX_SUMS_BYTES and (chunk := answer.raw.read1(CHUNK_BYTES, decode_content=False)):
+            while len(text) <= max_bytes and (chunk := answer.raw.read1(CHUNK_BYTES, decode_content=False)):
                 text += chunk
-        if len(text) > MAX_SUMS_BYTES:
-            reason = f'is longer than {MAX_SUMS_BYTES // 2**20} MiB. Fix: add #sha256=… to the URL of the image'
+        if len(text) > max_bytes:
+            reason = f'is longer than {max_bytes // 2**20} MiB. Fix: add #sha256=… to the URL of the image'
             raise BuildFailed('image', f'{url}: {reason}')
         return text.decode(errors='replace')
 
@@ -244,8 +234,7 @@ def load_tls_context() -> ssl.SSLContext:
 
 
 @lru_cache(maxsize=1)  # only the current one: a file that is rewritten every hour must not fill the cache
-def _load_tls_context(path: str, modified_ns: int) -> ssl.SSLContext:
-    del modified_ns
+def _load_tls_context(path: str, _modified_ns: int) -> ssl.SSLContext:
     context = create_urllib3_context()
     context.sslsocket_class = _TimedTlsSocket
     context.load_verify_locations(**{'capath' if os.path.isdir(path) else 'cafile': path})

@@ -30,8 +30,7 @@ class AddressRefused(Exception):
 
     def __init__(self, target: str, reason: str) -> None:
         super().__init__(target, reason)
-        self.target = target
-        self.reason = reason
+        self.target, self.reason = target, reason
 
 
 @dataclass(frozen=True)
@@ -91,17 +90,13 @@ class EgressPolicy:
             raise AddressRefused(f'{host} is {address}', reason)
 
     def _resolves_to_control(self, port: int, address: Address) -> bool:
-        target_addresses = set(expand_address(address))
+        targets = set(expand_address(address))
         for host, control_port in self.control_endpoints:
             if control_port == port:
                 with suppress(OSError, ValueError):  # a name that has no address now has none to compare
-                    control_addresses = {
-                        embedded for address in resolve_addresses(host) for embedded in expand_address(address)
-                    }
-                    is_local = any(embedded.is_loopback for embedded in control_addresses)
-                    if target_addresses & control_addresses or (
-                        is_local and any(map(is_own_address, target_addresses))
-                    ):
+                    controls = {part for each in resolve_addresses(host) for part in expand_address(each)}
+                    is_local = any(part.is_loopback for part in controls)
+                    if targets & controls or (is_local and any(map(is_own_address, targets))):
                         return True
         return False
 
@@ -115,7 +110,6 @@ def make_egress_policy(config: ComputeConfig) -> EgressPolicy:
 
 
 def get_port(parts: SplitResult) -> int:
-    """Return the port in a URL, or the default port of its scheme."""
     return parts.port or (443 if parts.scheme == 'https' else 80)
 
 
@@ -171,8 +165,7 @@ class LocalSource:
     deadline = math.inf  # a file is read without waiting
 
     def __init__(self, url: str, directory: Path | None) -> None:
-        self._url = url
-        self._directory = directory
+        self._url, self._directory = url, directory
 
     def open(self) -> Stream:
         """Open the image, or raise BuildFailed if it is refused, missing or unreadable."""
@@ -203,9 +196,8 @@ class LocalSource:
 
     def _resolve_path(self) -> Path:
         if self._directory is None:
-            raise BuildFailed(
-                'image', f'{self._url}: this host accepts no local images. Fix: set `images:` in its compute.yaml'
-            )
+            reason = 'this host accepts no local images. Fix: set `images:` in its compute.yaml'
+            raise BuildFailed('image', f'{self._url}: {reason}')
         path = Path(unquote(urlsplit(self._url).path)).resolve()
         if not path.is_relative_to(self._directory.resolve()):
             raise BuildFailed('image', f'{self._url}: this host accepts only local images under {self._directory}')
