@@ -20,20 +20,11 @@ from typing import Any
 from ecomp.addresses import is_own_address, resolve_addresses
 from ecomp.errors import BuildFailed, Conflict, EcompError, Problem, Unreachable, UsageError, explain_error
 from ecomp.files import get_search_path
+from ecomp.model import guest as model
 from ecomp.model import health
 from ecomp.model.allocation import GIB
 from ecomp.model.foreign import ForeignGuest
-from ecomp.model.guest import (
-    DEFAULT_NETWORKS,
-    INTERFACE_DOWN,
-    UNFILTERED,
-    UNPLUGGED,
-    Address,
-    Attachment,
-    Guest,
-    GuestSpec,
-    GuestTrouble,
-)
+from ecomp.model.guest import DEFAULT_NETWORKS, Address, Attachment, Guest, GuestSpec, GuestTrouble
 from ecomp.model.image import Address as IpAddress
 from ecomp.virt import networks, xml
 from ecomp.virt.connection import Connection, IgnoredErrors, describe_error, is_broken, libvirt
@@ -231,7 +222,7 @@ class Libvirt:
             return frozenset()
         return (xml.parse_cpu_features(expanded) | cpu.extra_features) - cpu.missing_features
 
-    def get_image_directory(self) -> Path | None:
+    def get_image_directory(self) -> Path:
         return self._volumes.directory
 
     def list_guests(self) -> Mapping[str, Guest]:
@@ -362,11 +353,12 @@ class Libvirt:
                 networks.plug_tap(link.tap, bridge, link.is_isolated)
                 log.warning('instance %s: %s was on no bridge: plugged it into %s', instance, link.tap, bridge)
             except EcompError as error:
-                unplugged[instance] = GuestTrouble(UNPLUGGED, f' ({link.tap}): {error}. Fix: start {kind} {name} again')
+                fix = f'Fix: start {kind} {name} again'
+                unplugged[instance] = GuestTrouble(model.UNPLUGGED, f' ({link.tap}): {error}. {fix}')
         # With `hold_addresses` libvirt sets an interface down if it cannot apply the address that it has learned, and
         # learns no other. To set it up again is not enough.
         for instance, link in self._find_links(networks.find_downed_taps):
-            down = GuestTrouble(INTERFACE_DOWN, f' ({link.tap}). Fix: stop the guest, and start it')
+            down = GuestTrouble(model.INTERFACE_DOWN, f' ({link.tap}). Fix: stop the guest, and start it')
             unplugged.setdefault(instance, down)
         self._unplugged = unplugged
 
@@ -379,7 +371,7 @@ class Libvirt:
                     log.warning('instance %s: the filter rules of %s were gone: restored them', instance, link.tap)
             except EcompError as error:
                 unfiltered[instance] = GuestTrouble(
-                    UNFILTERED, f' ({link.tap}): {error}. Fix: systemctl reload libvirtd'
+                    model.UNFILTERED, f' ({link.tap}): {error}. Fix: systemctl reload libvirtd'
                 )
         self._unfiltered = unfiltered
 

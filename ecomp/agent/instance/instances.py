@@ -16,18 +16,8 @@ from functools import partial
 
 from ecomp.agent.host.metadata import GuestData
 from ecomp.agent.host.state import Memory
-from ecomp.agent.instance.build import (
-    Build,
-    Cancelled,
-    Destroy,
-    RemoveLeftovers,
-    Resize,
-    Resume,
-    Shutdown,
-    Step,
-    SwitchOff,
-    WorkerDied,
-)
+from ecomp.agent.instance import build as steps
+from ecomp.agent.instance.build import Build, Cancelled, Destroy, Resize, Resume, Shutdown, Step, SwitchOff
 from ecomp.agent.instance.plan import DOMAIN_AND_DISK_GONE, RESIZE_FAILED, UNMARKED, Kind, find_fault
 from ecomp.agent.instance.pool import Runner
 from ecomp.agent.instance.records import Records, Superseded
@@ -35,45 +25,15 @@ from ecomp.agent.jobs import run_aside
 from ecomp.errors import BuildFailed, Conflict, EcompError, NoSpace, Unreachable, Unreadable, UsageError
 from ecomp.failpoints import failpoint
 from ecomp.metrics import TALLY
-from ecomp.model import keys
+from ecomp.model import guest as model
+from ecomp.model import keys, order
+from ecomp.model import record as records
 from ecomp.model.allocation import Allocations, describe_difference, to_wire
 from ecomp.model.boots import CREATED, HOST_REBOOT, MANUAL
-from ecomp.model.guest import (
-    REFUSED_METADATA,
-    UNDEFINED,
-    Address,
-    Attachment,
-    BaseImage,
-    Guest,
-    GuestSpec,
-    GuestTrouble,
-    list_macs,
-)
+from ecomp.model.guest import UNDEFINED, Address, Attachment, BaseImage, Guest, GuestSpec, list_macs
 from ecomp.model.json_object import dump, load_object
-from ecomp.model.order import (
-    REBUILD_FAILED,
-    SHUT_OFF,
-    SHUTDOWN_REQUESTED,
-    START_FAILED,
-    Holdings,
-    InvalidRequest,
-    PowerAction,
-    Request,
-    get_holdings,
-    parse_request,
-)
-from ecomp.model.record import (
-    BEGUN,
-    UNSEEN_END_FAULT,
-    Failure,
-    Interface,
-    Progress,
-    Record,
-    copy_changes,
-    copy_holdings,
-    make_record,
-    make_refused_record,
-)
+from ecomp.model.order import InvalidRequest, PowerAction, Request, get_holdings, parse_request
+from ecomp.model.record import UNSEEN_END_FAULT, Failure, Interface, Record, copy_changes, copy_holdings, make_record
 from ecomp.model.states import ACTIVE, BUILDING, DESTROYING, ERROR, GONE, STOPPED
 from ecomp.model.text import make_printable
 from ecomp.model.user_data import parse_shared_user_data
@@ -152,7 +112,6 @@ class GuestTemplate:
 
 
 def load_user_data(store: Store, request: Request) -> Request:
-    """Return the request with the user-data that etcd keeps for it, if any."""
     if request.user_data_sha256 is None:
         return request
     entry = store.get(keys.user_data(request.user_data_sha256))
@@ -229,16 +188,10 @@ class Instances:
     """
 
     def __init__(self, control: ControlPlane, host: HostServices, template: GuestTemplate, memory: Memory) -> None:
-        self.compute = control.compute
-        self.store = control.store
-        self.placement = control.placement
-        self.now = control.now
-        self.query_aside = control.query_aside
-        self.runner = host.runner
-        self.hypervisor = host.hypervisor
-        self.guest_data = host.guest_data
-        self.template = template
-        self.memory = memory
+        self.compute, self.store, self.placement = control.compute, control.store, control.placement
+        self.now, self.query_aside = control.now, control.query_aside
+        self.runner, self.hypervisor, self.guest_data = host.runner, host.hypervisor, host.guest_data
+        self.template, self.memory = template, memory
         self.records = Records(control.compute, control.store, memory)
         # Called with the image when a build ends, with None for a success.
         self.on_build_end: Callable[[str, Failure | None], None] = lambda _image, _failure: None
@@ -251,7 +204,7 @@ class Instances:
         for instance, guest in [*guests.items()] if refusals else []:
             reasons = [refusals.pop(mac) for mac in list_macs(instance) if mac in refusals]
             if reasons and guest.running:
-                guests[instance] = guest.with_trouble(GuestTrouble(REFUSED_METADATA, f': {reasons[0]}'))
+                guests[instance] = guest.with_trouble(model.GuestTrouble(model.REFUSED_METADATA, f': {reasons[0]}'))
         self.guest_data.remove_refusals(refusals)  # the remaining ones are of no guest here
         return guests
 
@@ -309,7 +262,7 @@ class Instances:
         The instance keeps its claim, its name and its addresses. After a failure it has a fault, and its guest is as it
         was or, if its disk was removed before, off. A cancelled rebuild raises Superseded.
         """
-        stored, begun = self.records.get_existing(request.instance), f'{request.rebuild}{BEGUN}'
+        stored, begun = self.records.get_existing(request.instance), f'{request.rebuild}{records.BEGUN}'
         is_defined = guest is not None and guest.rebuilt >= request.rebuild
         if is_defined and stored.rebuilt != begun:  # an older etcd, restored, lacks its end (rule: tombstone-only)
             older = replace(stored.mark_off(self.now()), image=request.image, host_keys=())
@@ -338,7 +291,7 @@ class Instances:
         except (EcompError, OSError) as error:
             failure = self._find_failure(attempt, error)
             record = self._make_observed_record(attempt.record, self.hypervisor.list_guests().get(instance), MANUAL)
-            record = replace(record, fault=f'{REBUILD_FAILED}: {failure.reason}')
+            record = replace(record, fault=f'{order.REBUILD_FAILED}: {failure.reason}')
             is_kept = failure.stage in ('scheduled', 'image')  # what it had before is not removed
             return replace(record, host_keys=host_keys) if is_kept else replace(record, image=image)
         record = attempt.record.mark_off(self.now()).mark_running(Kind.REBUILD.value, self.now())
@@ -354,8 +307,7 @@ class Instances:
         failpoint('seeded')
         if self.template.make_seed is not None:
             spec = replace(spec, seed=self.template.make_seed(spec.macs[0]))
-        claim_fault = describe_difference(request.allocations, wait_for_answer(confirmation).allocations)
-        if claim_fault:
+        if claim_fault := describe_difference(request.allocations, wait_for_answer(confirmation).allocations):
             raise BuildFailed('scheduled', claim_fault)
         failpoint('confirmed')
         self.records.write(record, revision)
@@ -364,7 +316,7 @@ class Instances:
         log.info('ALLOCATIONS ARE %s', to_wire(request.allocations))
         attempt.must_remove = True
         for event in self.runner.run(Build(spec, request.image, is_rebuild=is_rebuild)):
-            if isinstance(event, Progress):
+            if isinstance(event, records.Progress):
                 attempt.record = self._record_progress(replace(attempt.record, progress=event), revision)
             elif event != 'started':
                 reached = attempt.record.enter_state(attempt.record.state, self.now(), event)
@@ -427,9 +379,6 @@ class Instances:
         """Remove the guest and all that belongs to it, and keep its record for a day as `gone`.
 
         An adopted guest is only released. A full etcd keeps no record.
-
-        Raises:
-            Unreadable: a newer ecomp wrote the record.
         """
         instance = request.instance
         stored = self.records.get_to_end(instance)
@@ -486,10 +435,10 @@ class Instances:
         if record is None:
             self.records.remove_stale_address(instance, revision, is_here=False)
             # The holdings are read from etcd if they are empty, and stay empty if the key is gone.
-            entry = self.store.get(keys.request(self.compute, instance)) if parsed.holdings == Holdings() else None
-            if entry is not None:
+            key, has_holdings = keys.request(self.compute, instance), parsed.holdings != order.Holdings()
+            if not has_holdings and (entry := self.store.get(key)) is not None:
                 parsed = parsed._replace(holdings=get_holdings(parse_request(self.compute, entry.key, entry.value)))
-            record = make_refused_record(self.compute, parsed, self.now())
+            record = records.make_refused_record(self.compute, parsed, self.now())
         self._fail(record, revision, Failure('scheduled', reason, ''))  # also removes a disk without a domain
 
     def end_without_request(self, instance: str, guest: Guest | None) -> None:
@@ -511,9 +460,8 @@ class Instances:
     def drop_request(self, instance: str, revision: int, reason: str) -> None:
         """Delete a request that is not carried out, with its claim and, unless it failed, its name."""
         record = self.records.get(instance)
-        self.records.drop_request(
-            instance, revision, record.name if record is not None and record.state == ERROR else None
-        )
+        kept_name = record.name if record is not None and record.state == ERROR else None
+        self.records.drop_request(instance, revision, kept_name)
         log.error('instance %s: its request was deleted without being carried out: %s', instance, reason)
         self._release_claim(instance)
 
@@ -521,7 +469,7 @@ class Instances:
         """End an instance as `gone` whose domain and disk were removed outside ecomp."""
         instance = request.instance
         record = copy_holdings(self.records.get_existing(instance), request)
-        self._remove(instance, None if record.is_adopted else RemoveLeftovers(instance, self.compute))
+        self._remove(instance, None if record.is_adopted else steps.RemoveLeftovers(instance, self.compute))
         fault = UNMARKED if record.is_adopted else DOMAIN_AND_DISK_GONE
         self.records.end(replace(record.enter_state(GONE, self.now(), 'gone'), fault=fault), revision)
         log.warning('instance %s is gone, outside ecomp: %s', instance, fault)
@@ -529,16 +477,10 @@ class Instances:
     def record_addresses(self, instance: str, revision: int, addresses: Mapping[str, Address]) -> None:
         """Record these addresses by MAC, and write that of the first interface at /booted."""
         record = self.records.get_existing(instance)
-        interfaces = tuple(
-            interface._replace(address=found.address, source=found.source)
-            if (found := addresses.get(interface.mac)) is not None
-            else interface
-            for interface in record.addresses
-        )
-        record = replace(record, addresses=interfaces)
-        operations: list[Put | Delete] = []
-        first_address = record.address
-        if first_address is not None:
+        pairs = [(each, addresses.get(each.mac)) for each in record.addresses]
+        interfaces = tuple(old._replace(address=new.address, source=new.source) if new else old for old, new in pairs)
+        record, operations = replace(record, addresses=interfaces), list[Put | Delete]()
+        if (first_address := record.address) is not None:
             record = record.mark_stage('addressed', self.now())
             operations.append(Put(keys.address(instance), first_address))
         self.records.write(record, revision, operations)
@@ -598,7 +540,6 @@ class Instances:
             allocations.correct_claim(self.placement, instance, read_request)
 
     def record_changes(self, request: Request, revision: int) -> None:
-        """Record what the user changed of an instance."""
         record = self.records.write(copy_changes(self.records.get_existing(request.instance), request), revision)
         self.memory.remember(request, record)
 
@@ -616,11 +557,11 @@ class Instances:
         stopped = record.mark_off(self.now())
         attempts = record.attempts if stopped.last_boot == record.last_boot else 0
         record = replace(stopped, state=record.state, attempts=attempts)
-        self._start(record, revision, record.power, HOST_REBOOT, f'{START_FAILED} after the host was rebooted')
+        self._start(record, revision, record.power, HOST_REBOOT, f'{order.START_FAILED} after the host was rebooted')
 
     def shut_down(self, request: Request, revision: int) -> None:
         """Record SHUTDOWN_REQUESTED, then ask the guest to shut down."""
-        if self._record_phase(request, revision, SHUTDOWN_REQUESTED):
+        if self._record_phase(request, revision, order.SHUTDOWN_REQUESTED):
             log.info('SHUT DOWN INSTANCE %s: its %s was requested', request.instance, _get_power(request).action)
         try:
             self._run_power_step(Shutdown(request.instance, self.compute))
@@ -631,24 +572,22 @@ class Instances:
 
     def switch_off(self, request: Request, revision: int) -> None:
         """Record SHUTDOWN_REQUESTED, then switch the guest off."""
-        self._record_phase(request, revision, SHUTDOWN_REQUESTED)
+        self._record_phase(request, revision, order.SHUTDOWN_REQUESTED)
         log.warning('SWITCH OFF INSTANCE %s: its guest did not shut down in time', request.instance)
         self._run_power_step(SwitchOff(request.instance, self.compute))
 
     def start(self, request: Request, revision: int) -> None:
         """Record SHUT_OFF, then start the guest, and record a failure as its fault."""
-        self._record_phase(request, revision, SHUT_OFF)
+        self._record_phase(request, revision, order.SHUT_OFF)
         power = _get_power(request)
         log.info('START INSTANCE %s: its %s was requested', request.instance, power.action)
-        self._start(self.records.get_existing(request.instance), revision, power.id, power.action, START_FAILED)
+        self._start(self.records.get_existing(request.instance), revision, power.id, power.action, order.START_FAILED)
 
     def record_power_done(self, request: Request, revision: int, guest: Guest | None) -> None:
         """Record the guest's state and its power action's id, so that the action is not repeated."""
         power = _get_power(request)
-        record = replace(
-            self._make_observed_record(self.records.get_existing(request.instance), guest, power.action), power=power.id
-        )
-        self.records.write(record, revision)
+        observed = self._make_observed_record(self.records.get_existing(request.instance), guest, power.action)
+        record = self.records.write(replace(observed, power=power.id), revision)
         self.memory.remember(request, record)
         log.info('instance %s is %s, as requested', request.instance, record.state)
 
@@ -676,7 +615,7 @@ class Instances:
             log.info('START INSTANCE %s: its build was interrupted after it had defined the domain', record.instance)
             reason = self._resume(record.enter_state(BUILDING, self.now()), revision)
             is_off = reason is not None
-            faults = [f'{START_FAILED}: {reason}' if is_off else None, *faults]
+            faults = [f'{order.START_FAILED}: {reason}' if is_off else None, *faults]
         record = replace(self._make_running_record(record), fault='; '.join(filter(None, faults)) or None)
         # If it ran when last remembered, the next plan sees that it is off, or starts it after a reboot.
         if is_off and not (remembered is not None and remembered.record.state == ACTIVE):
@@ -722,10 +661,8 @@ class Instances:
         self.memory.remember(request, record, failure)
         failpoint('failing')
         self._remove(record.instance, Destroy(record.instance, self.compute) if remove_guest else None)
-        cleaned = 'nothing remains: no domain, disk or allocation'
-        record = replace(
-            record.enter_state(ERROR, self.now(), 'error'), error=replace(failure, cleaned=cleaned), addresses=()
-        )
+        failure = replace(failure, cleaned='nothing remains: no domain, disk or allocation')
+        record = replace(record.enter_state(ERROR, self.now(), 'error'), error=failure, addresses=())
         log.error('instance %s failed at stage %s: %s', record.instance, failure.stage, failure.reason)
         self.records.end(record, revision)
         TALLY.add('ecomp_build_failures_total', failure.stage)
@@ -763,7 +700,7 @@ class Instances:
         record, power = self.records.get_existing(request.instance), _get_power(request).format_phase(phase)
         is_new = record.power != power
         if is_new:
-            record = record.mark_off(self.now()) if phase == SHUT_OFF else record
+            record = record.mark_off(self.now()) if phase == order.SHUT_OFF else record
             record = self.records.write(replace(record, power=power, attempts=0), revision)
             self.memory.remember(request, record)
         failpoint('powering')
@@ -790,7 +727,7 @@ class Instances:
             raise
         except EcompError as error:
             record = replace(record, attempts=record.attempts + 1)
-            if isinstance(error, WorkerDied) and record.attempts < MAX_ATTEMPTS:
+            if isinstance(error, steps.WorkerDied) and record.attempts < MAX_ATTEMPTS:
                 self.records.write(record, revision)
                 raise
             return str(error.reason if isinstance(error, BuildFailed) else error)

@@ -9,20 +9,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from ecomp.model import order
 from ecomp.model.guest import CRASHED, TROUBLE_KINDS, UNDEFINED, Address, Guest
-from ecomp.model.order import (
-    REBUILD_FAILED,
-    SHUT_OFF,
-    SHUTDOWN_REQUESTED,
-    START,
-    START_FAILED,
-    STOP,
-    InvalidRequest,
-    PowerAction,
-    Request,
-    Resize,
-    parse_phase,
-)
+from ecomp.model.order import InvalidRequest, PowerAction, Request, Resize, parse_phase
 from ecomp.model.record import Record, copy_changes
 from ecomp.model.states import ACTIVE, ERROR, GONE, STOPPED
 
@@ -147,10 +136,10 @@ def _plan_power(
         return None
     reason = f'its {power.action} was requested'
     if not guest.running:
-        return (Kind.DONE, f'it is off: {reason}') if power.action == STOP else (Kind.START, reason)
+        return (Kind.DONE, f'it is off: {reason}') if power.action == order.STOP else (Kind.START, reason)
     # A guest that was asked to shut down may do so late, so a newer request waits until it is off.
-    goes_off = power.action == STOP or parse_phase(record.power) == SHUTDOWN_REQUESTED
-    if not goes_off and (power.action == START or record.power == power.format_phase(SHUT_OFF)):
+    goes_off = power.action == order.STOP or parse_phase(record.power) == order.SHUTDOWN_REQUESTED
+    if not goes_off and (power.action == order.START or record.power == power.format_phase(order.SHUT_OFF)):
         return Kind.DONE, f'it runs: {reason}'
     if shutdown_action is Kind.SWITCH_OFF:
         reason = f'{reason}, but the guest did not shut down in time'
@@ -228,10 +217,10 @@ OBSERVED_FAULTS = (DOMAIN_AND_DISK_GONE, DOMAIN_GONE, DISK_GONE, UNDEFINED, *TRO
 def find_fault(record: Record, guest: Guest | None) -> str | None:
     """Return the fault to record for a guest that was active before, if there is one."""
     fault, running = record.fault or '', guest is not None and guest.running
-    if fault.startswith(REBUILD_FAILED) and not running:
+    if fault.startswith(order.REBUILD_FAILED) and not running:
         return fault  # it is why the disk is gone, for example
     observed = _find_observed_fault(record, guest)
-    ended_by_start = START_FAILED if record.state == ACTIVE else (START_FAILED, REBUILD_FAILED)
+    ended_by_start = order.START_FAILED if record.state == ACTIVE else (order.START_FAILED, order.REBUILD_FAILED)
     if observed is None and running and fault.startswith(ended_by_start):
         return None
     if observed is not None or not all(part.startswith(OBSERVED_FAULTS) for part in fault.split('; ')):

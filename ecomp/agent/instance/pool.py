@@ -28,16 +28,8 @@ from ecomp.agent.images import inspection
 from ecomp.agent.images.cache import CacheLimits, ImageCache, Images
 from ecomp.agent.images.child import die_with_parent
 from ecomp.agent.images.sources import make_egress_policy
-from ecomp.agent.instance.build import (
-    MAX_CONCURRENT_STOPS,
-    STOPPING_STEPS,
-    Build,
-    Cancelled,
-    Job,
-    JobEvent,
-    WorkerDied,
-    carry_out,
-)
+from ecomp.agent.instance import build
+from ecomp.agent.instance.build import MAX_CONCURRENT_STOPS, STOPPING_STEPS, Build, Cancelled, Job, JobEvent
 from ecomp.agent.jobs import Waker
 from ecomp.compute_conf import ComputeConfig
 from ecomp.errors import BuildFailed, EcompError
@@ -52,15 +44,14 @@ class InlineRunner:
     """Runs jobs in the calling thread, for the fake hypervisor."""
 
     def __init__(self, hypervisor: Hypervisor, images: Images) -> None:
-        self._hypervisor = hypervisor
-        self._images = images
+        self._hypervisor, self._images = hypervisor, images
         self.waker = Waker()
         self._cancelled: set[str | None] = set()
 
     def run(self, job: Job) -> Iterator[JobEvent]:
         news: list[JobEvent] = []
         try:
-            carry_out(job, self._hypervisor, self._images, news.append, lambda: self._checkpoint(job.instance))
+            build.carry_out(job, self._hypervisor, self._images, news.append, lambda: self._checkpoint(job.instance))
         finally:
             if isinstance(job, Build):
                 self._cancelled.discard(job.instance)
@@ -101,13 +92,11 @@ def main(pipe: Connection, settings: WorkerSettings) -> None:
     # Load slow modules before the first job, which would have to wait for them.
     from ecomp.virt.libvirt_host import Libvirt
 
-    config, egress, has_filters = settings.config, make_egress_policy(settings.config), settings.has_filters
-    control, hold_addresses = egress.control_endpoints, config.hold_addresses
-    hypervisor: Hypervisor = Libvirt(
-        config.state, control_endpoints=control, has_filters=has_filters, hold_addresses=hold_addresses
-    )
+    config, egress = settings.config, make_egress_policy(settings.config)
+    control, hold = egress.control_endpoints, config.hold_addresses
+    has_filters = settings.has_filters
+    hypervisor = Libvirt(config.state, control_endpoints=control, has_filters=has_filters, hold_addresses=hold)
     directory = hypervisor.get_image_directory()
-    assert directory is not None  # only the fake hypervisor has none, and it has no workers
     images = ImageCache(directory, inspection.inspect, config.images, settings.limits, egress)
     images.sweep()  # this worker may replace one that was killed
     run_jobs(pipe, hypervisor, images, InstanceLocks(config.state))
@@ -126,12 +115,9 @@ def prepare(settings: WorkerSettings) -> None:
 def run_jobs(pipe: Connection, hypervisor: Hypervisor, images: Images, locks: InstanceLocks) -> None:
     """Run jobs until the pipe closes, STOPPING_STEPS in threads, then close `hypervisor`."""
     desk = JobExecutor(pipe, hypervisor, images, locks)
-    with ThreadPoolExecutor(MAX_CONCURRENT_STOPS, thread_name_prefix='ending') as threads:
+    with ThreadPoolExecutor(MAX_CONCURRENT_STOPS, thread_name_prefix='ending') as threads, suppress(EOFError):
         while True:
-            try:
-                message = pipe.recv()
-            except EOFError:
-                break
+            message = pipe.recv()
             if message[0] == 'job':
                 _, number, job = message
                 if isinstance(job, STOPPING_STEPS):
@@ -145,10 +131,7 @@ class JobExecutor:
     """Runs a worker's jobs, also in several threads, and reports them through the pipe."""
 
     def __init__(self, pipe: Connection, hypervisor: Hypervisor, images: Images, locks: InstanceLocks) -> None:
-        self._pipe = pipe
-        self._hypervisor = hypervisor
-        self._images = images
-        self._locks = locks
+        self._pipe, self._hypervisor, self._images, self._locks = pipe, hypervisor, images, locks
         self._sending = threading.Lock()
 
     def execute(self, number: int, job: Job) -> None:
@@ -172,7 +155,7 @@ class JobExecutor:
         try:
             self._send('begun', number)
             with self._locks.hold(job.instance, report_waiting):
-                carry_out(job, self._hypervisor, self._images, partial(self._send, 'news', number), checkpoint)
+                build.carry_out(job, self._hypervisor, self._images, partial(self._send, 'news', number), checkpoint)
         except (EcompError, Cancelled) as error:
             self._send('failed', number, error)
         except Exception as error:  # a defect in ecomp: this job fails, the worker continues
@@ -343,7 +326,7 @@ class Workers:
             self._waiting.clear()
             self._workers.clear()
         for ticket in unfinished:  # otherwise the thread that waits for it would keep this process alive
-            ticket.events.put(('failed', WorkerDied('the pool of workers was stopped')))
+            ticket.events.put(('failed', build.WorkerDied('the pool of workers was stopped')))
 
     def _adjust_size(self, now: float) -> tuple[int, float]:
         """Dismiss surplus idle workers, and return the target size and when (monotonic) it may grow."""
@@ -358,11 +341,8 @@ class Workers:
                 worker.outbox.put(None)
                 self._dismissed.append(worker.process)
             self._dismissed = [process for process in self._dismissed if process.exitcode is None]
-            waits = any(
-                queued.image not in self._list_images_in_flight()
-                for queued in self._waiting
-                if not isinstance(queued.job, STOPPING_STEPS)
-            )
+            queued = [ticket for ticket in self._waiting if not isinstance(ticket.job, STOPPING_STEPS)]
+            waits = any(ticket.image not in self._list_images_in_flight() for ticket in queued)
         return self._size + (extra if waits else 0), min((t for t in times if t > now), default=math.inf)
 
     def _list_images_in_flight(self) -> set[str | None]:
@@ -382,9 +362,8 @@ class Workers:
 
     def _start(self) -> None:
         parent_end, child_end = self._context.Pipe()
-        process = self._context.Process(
-            target=self._entry, args=(child_end, self._settings), name='ecompute worker', daemon=True
-        )
+        args = child_end, self._settings
+        process = self._context.Process(target=self._entry, args=args, name='ecompute worker', daemon=True)
         worker = _Worker(process, parent_end, time.monotonic(), is_stop_only=False)
         # In its own thread: a frozen worker reads nothing, and a job may be larger than the pipe's buffer.
         sender = threading.Thread(target=worker.send_all, name='to a worker', daemon=True)
@@ -473,7 +452,8 @@ class Workers:
             self._backoff.reset()
             self._start_at = 0.0
         for ticket in unfinished:
-            ticket.events.put(('failed', WorkerDied(f'its worker process ended during the job (exit code {code})')))
+            error = build.WorkerDied(f'its worker process ended during the job (exit code {code})')
+            ticket.events.put(('failed', error))
 
 
 Runner = InlineRunner | Workers

@@ -52,9 +52,7 @@ class Records:
     """
 
     def __init__(self, compute: str, store: Store, memory: Memory) -> None:
-        self._compute = compute
-        self._store = store
-        self._memory = memory
+        self._compute, self._store, self._memory = compute, store, memory
         self._cache: dict[str, RecordEntry] = {}
 
     def get(self, instance: str) -> Record | None:
@@ -74,11 +72,7 @@ class Records:
         return record
 
     def get_to_end(self, instance: str) -> Record | None:
-        """Do as get(), but return None for a malformed record, which the end overwrites.
-
-        Raises:
-            Unreadable: a newer ecomp wrote the record.
-        """
+        """Do as get(), but return None for a malformed record, which the end overwrites."""
         try:
             return self.get(instance)
         except Unreadable as error:
@@ -94,23 +88,14 @@ class Records:
 
     def recheck(self, parsed_requests: Mapping[str, Request | InvalidRequest]) -> list[str]:
         """Forget and return the cached instances whose records other processes changed."""
-        to_check = {
-            instance: cached for instance in parsed_requests if (cached := self._cache.get(instance)) is not None
-        }
+        to_check = {name: cached for name in parsed_requests if (cached := self._cache.get(name)) is not None}
         if not to_check:
             return []
-        own_keys = set(map(self._get_key, to_check))
-        snapshot = self._store.snapshot(
-            keys.record(self._compute, ''),
-            keys_only=True,
-            transform=lambda entry: entry if entry.key in own_keys else None,
-        )
-        changed = []
-        for instance, cached in to_check.items():
-            entry = snapshot.entries.get(self._get_key(instance))
-            # The cache has a new entry if the record was written during the snapshot.
-            if get_revision(entry) != cached.revision and self._cache.get(instance) is cached:
-                changed.append(instance)
+        prefix, own = self._get_key(''), set(map(self._get_key, to_check))
+        entries = self._store.snapshot(prefix, True, lambda entry: entry if entry.key in own else None).entries
+        # The cache has a new entry if the record was written during the snapshot.
+        same = [(name, cached) for name, cached in to_check.items() if self._cache.get(name) is cached]
+        changed = [name for name, cached in same if get_revision(entries.get(self._get_key(name))) != cached.revision]
         for instance in changed:
             self.forget(instance)
         # The others are saved in the state directory if they could not be saved there before.
@@ -131,12 +116,7 @@ class Records:
     ) -> Record:
         """Put the record, with `extra` in one transaction, while the request is at `revision`.
 
-        `make_change` is for shared keys that are written with it.
-
-        A `revision` of 0 means that there is no request.
-
-        Raises:
-            Superseded: the request or the record has changed.
+        `make_change` is for shared keys that are written with it. A `revision` of 0 means that there is no request.
         """
         instance = record.instance
         unchanged = self._make_condition(instance)
@@ -179,10 +159,8 @@ class Records:
         # As a condition, or two computes that fail concurrently would each leave it to the other.
         conditions: list[Unchanged | Exists] = [self._make_condition(instance), *other_requests]
 
-        def write(request_condition: Unchanged) -> int | None:
-            return ends.write_final_record(
-                self._store, record, [request_condition, *conditions], removed, not other_requests
-            )
+        def write(host: Unchanged) -> int | None:
+            return ends.write_final_record(self._store, record, [host, *conditions], removed, not other_requests)
 
         try:
             self._commit(instance, revision, write)
@@ -191,10 +169,9 @@ class Records:
                 raise
             # A full etcd takes deletes only, which make room. Group and quota are left to the audit.
             name_conditions, change = names.release_name(self._store, record.name, instance)
+            conditions += name_conditions
             operations = [*map(Delete, (self._get_key(instance), *removed)), *change]
-            self._commit(
-                instance, revision, lambda host: self._store.commit([host, *conditions, *name_conditions], operations)
-            )
+            self._commit(instance, revision, lambda host: self._store.commit([host, *conditions], operations))
             log.warning('instance %s has finished, but without a record of its end: %s', instance, error)
         failpoint('ended')
         self.forget(instance)
@@ -299,21 +276,22 @@ class Drop:
     """The decision to forget an instance: nothing of it is here, and etcd has no request."""
 
 
-def decide_republish(
-    compute: str, remembered: MemoryEntry, has_domain_or_disk: bool, etcd_view: EtcdView
-) -> Publish | Drop | None:
-    """Decide what to republish of an instance that had not ended, or None for nothing."""
-    present = etcd_view.request
-    if etcd_view.is_finished(compute) or isinstance(present, InvalidRequest) or (present and present.is_tombstone):
+def decide_republish(compute: str, remembered: MemoryEntry, is_here: bool, view: EtcdView) -> Publish | Drop | None:
+    """Decide what to republish of an instance that had not ended, or None for nothing.
+
+    `is_here` says that it has a domain or a disk on this host.
+    """
+    present = view.request
+    if view.is_finished(compute) or isinstance(present, InvalidRequest) or (present and present.is_tombstone):
         return None
     request, record = remembered.request, remembered.record
-    if record.state == BUILDING and etcd_view.record is not None and etcd_view.record.state in (ACTIVE, STOPPED):
-        record = etcd_view.record  # it reached that state, which could not be remembered here
-    if record.state == DESTROYING or (etcd_view.was_destroyed and present is None):
+    if record.state == BUILDING and view.record is not None and view.record.state in (ACTIVE, STOPPED):
+        record = view.record  # it reached that state, which could not be remembered here
+    if record.state == DESTROYING or (view.was_destroyed and present is None):
         # Its destroy was accepted: here, where it may be half done, or when it waited again in a restored queue.
         request = replace(request, name=record.name, former_resources=request.resources)
         return Publish(replace(request, allocations={}, image=None), record, None)
-    if present is None and not has_domain_or_disk and 'started' in record.stages:
+    if present is None and not is_here and 'started' in record.stages:
         return Drop()
     parsed = request if present is None else None
     if present is not None and present.changed < request.changed:
@@ -324,7 +302,7 @@ def decide_republish(
     elif present is not None and request.power not in (None, present.power):
         parsed = replace(present, power=request.power)  # otherwise an older power action would be repeated
     record = records.copy_changes(record, parsed or present or request)
-    return Publish(parsed, record, request if has_domain_or_disk else None)
+    return Publish(parsed, record, request if is_here else None)
 
 
 def make_end_record(compute: str, etcd_view: EtcdView, now: str) -> Record | None:
@@ -345,8 +323,7 @@ def republish(
     is claimed on another compute. After an error, which may leave a part written, the call can be repeated.
     """
     # This compute's memory is newer than a restored etcd, and no other process writes its records.
-    published = 0
-    queued = _list_queued(store)
+    published, queued = 0, _list_queued(store)
     for instance, remembered in memory.get_entries().items():
         try:
             for _ in range(MAX_TRIES):
@@ -407,11 +384,8 @@ def _end_queued(compute: str, store: Store, key: str, now: str) -> bool:
         return True
     last_record = records.make_record(compute, waiting.make_request(compute, now), now).enter_state(GONE, now, 'gone')
     last_record = replace(last_record, fault=ENDED_BEFORE_FAULT)
-    old_entry = store.get(keys.record(compute, waiting.instance))
-    unchanged = [
-        Unchanged(key, entry.revision),
-        Unchanged(keys.record(compute, waiting.instance), get_revision(old_entry)),
-    ]
+    old_entry = store.get(record_key := keys.record(compute, waiting.instance))
+    unchanged = [Unchanged(key, entry.revision), Unchanged(record_key, get_revision(old_entry))]
     if ends.write_final_record(store, last_record, unchanged, [key, keys.taker(key)]) is None:
         return False
     names.try_revoke(store, old_entry.lease if old_entry is not None else 0)
@@ -425,8 +399,7 @@ class _EtcdState:
         self.store = store
         self.request_key, self.record_key = keys.request(compute, instance), keys.record(compute, instance)
         self.booted_key, waiting_key = keys.address(instance), keys.record('', instance)
-        read = (self.request_key, self.record_key, waiting_key)
-        entries = store.read(read)
+        entries = store.read(read := (self.request_key, self.record_key, waiting_key))
         self.unchanged = [Unchanged(key, get_revision(entries.get(key))) for key in read]
         record_entry, request_entry = entries.get(self.record_key), entries.get(self.request_key)
         try:
@@ -458,14 +431,13 @@ def _publish(state: _EtcdState, step: Publish, placement: Placement, queued: Col
         # Not a fault of the record, which would stay after `check --fix` has restored the name.
         log.error("instance %s: its name %s is another instance's now", record.instance, record.name)
     name_conditions, operations = change or ([], [])
-    request, is_new = step.request, state.view.request is None
-    if isinstance(state.view.request, Request) and state.view.request.name != record.name:
+    request, present = step.request, state.view.request
+    is_new = present is None
+    if isinstance(present, Request) and present.name != record.name:
         # The name that it had at the time of the backup.
-        old_conditions, deletes = names.release_name(state.store, state.view.request.name, record.instance)
+        old_conditions, deletes = names.release_name(state.store, present.name, record.instance)
         name_conditions, operations = [*name_conditions, *old_conditions], [*operations, *deletes]
-    make_shared = partial(
-        _restore_shared, state.store, record, request, state.view.request, is_uncharged=is_new and not queued
-    )
+    make_shared = partial(_restore_shared, state.store, record, request, present, is_uncharged=is_new and not queued)
     if request is not None:
         operations.append(Put(state.request_key, encode(request)))
         for entry in queued if is_new else ():
@@ -509,14 +481,12 @@ def _ensure_claim(placement: Placement, request: Request) -> str:
     """Claim for a request whose instance holds nothing, and return the fault to record, or ''."""
 
     def attempt() -> str:
-        consumer = allocations.read_consumer(placement, request.instance)
-        if consumer.allocations:
-            return describe_difference(request.allocations, consumer.allocations) or ''
+        held = allocations.read_consumer(placement, request.instance)
+        if held.allocations:
+            return describe_difference(request.allocations, held.allocations) or ''
         owner = request.user_id, request.project_id
         try:
-            allocations.replace_allocations(
-                placement, request.instance, request.allocations, *owner, consumer.generation
-            )
+            allocations.replace_allocations(placement, request.instance, request.allocations, *owner, held.generation)
         except (GenerationConflict, Unreachable):
             raise
         except EcompError as error:
